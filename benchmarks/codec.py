@@ -1,6 +1,7 @@
 """How fast are samples decoded into a batch, and blocks encoded?
 
-Decodes samples into a batch and encodes feature blocks: our codec, plain protobuf with numpy, and a copy of the same bytes.
+Decodes samples into a batch and encodes feature blocks: our codec, plain protobuf with numpy, and a copy of
+the same bytes.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ def decode_ours(count: int, candidates: int) -> Iterator[Work]:
 
 @contextlib.contextmanager
 def decode_protobuf(count: int, candidates: int) -> Iterator[Work]:
-    """What one would write without kernels: parse each message, one array a field and feature, concatenate."""
+    """What one would write without kernels: parse each message, one array a field and feature,
+    concatenate."""
     schema, records = _records(count, candidates)
     yield Work(lambda: plain_decode(schema, records), count)
 
@@ -92,7 +94,8 @@ def _values(count: int, candidates: int) -> tuple[Schema, list[tuple[dict[str, A
 
 
 def plain_decode(schema: Schema, records: Sequence[Record]) -> dict[str, np.ndarray]:
-    """The columns that a batch has, by protobuf and numpy: floats, ids, lengths and labels of all requests."""
+    """The columns that a batch has, by protobuf and numpy: floats, ids, lengths and labels of all
+    requests."""
     samples = [pb.Sample.FromString(record.value[2:]) for record in records]
     out = {
         "time_ms_R": np.array([s.header.time_ms for s in samples]),

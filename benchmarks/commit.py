@@ -1,6 +1,7 @@
 """For how long does a commit hold up training, and where does its time go?
 
-Commits with different numbers of rows: of a running stack, of one shard alone, and the time that the disk needs for the same bytes.
+Commits with different numbers of rows: of a running stack, of one shard alone, and the time that the disk
+needs for the same bytes.
 """
 
 from __future__ import annotations

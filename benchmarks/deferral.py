@@ -1,9 +1,10 @@
 """What does deferring gradients of slowly changing rows cost?
 
-Trains EB-NeRD's week in time order, with and without deferred gradients, and scores each request before training on it.
+Trains EB-NeRD's week in time order, with and without deferred gradients, and scores each request before
+training on it.
 
-The losses are those of the second half, over the same requests. Dirty rows are rows that a push changed within 20 steps, which a
-delta of 20 steps would publish.
+The losses are those of the second half, over the same requests. Dirty rows are rows that a push changed
+within 20 steps, which a delta of 20 steps would publish.
 """
 
 from __future__ import annotations
@@ -60,8 +61,8 @@ class CountedRows(ShardRows):
 def in_time_order(
     settings: Mapping[str, Any], seed: int, users: int = EVERYBODY, history: int = 50
 ) -> Iterator[Work]:
-    """`settings`: of the loop, as in a worker's TOML. A step is all requests of so many users, the first one a short one, to warm
-    up. CPU time is of training alone, without counting dirty rows."""
+    """`settings`: of the loop, as in a worker's TOML. A step is all requests of so many users, the first one
+    a short one, to warm up. CPU time is of training alone, without counting dirty rows."""
     schema, records = samples_of("EB-NeRD", users, history)
     figures: dict[str, float] = {}
 

@@ -49,7 +49,8 @@ class Parts(NamedTuple):
 
 
 def main(arguments: Sequence[str] | None = None, parts: Parts | None = None) -> int:
-    """0 = all is well, 1 = a test failed or a question could not be asked, 2 = there is no device, or no page could be made."""
+    """0 = all is well, 1 = a test failed or a question could not be asked, 2 = there is no device, or no page
+    could be made."""
     parser = argparse.ArgumentParser(
         prog="make gpu", description="Tests and benchmarks that need a CUDA device, as one page."
     )

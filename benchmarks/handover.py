@@ -206,7 +206,8 @@ def handed_over(requests: int) -> Iterator[Work]:
 
 @contextlib.contextmanager
 def restarted(requests: int) -> Iterator[Work]:
-    """Of the same stack, behind its hand-over. Time: from when the worker is asked to end to the next step of the new one."""
+    """Of the same stack, behind its hand-over. Time: from when the worker is asked to end to the next step of
+    the new one."""
     with _stack.open(requests) as it:
         yield Once(it, _restarted).work()
 

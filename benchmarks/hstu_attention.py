@@ -1,8 +1,10 @@
 """How fast is HSTU's attention, by our kernels and by what else there is?
 
-HSTU's attention alone, forward or both ways: our kernels, the reference, and what torch has for attention with a softmax.
+HSTU's attention alone, forward or both ways: our kernels, the reference, and what torch has for attention
+with a softmax.
 
-Letters: R sequences, S tokens of all, N tokens of the longest, H heads, C width of a head, P position differences, T buckets.
+Letters: R sequences, S tokens of all, N tokens of the longest, H heads, C width of a head, P position
+differences, T buckets.
 """
 
 from __future__ import annotations
@@ -60,7 +62,8 @@ class AttentionCase:
         self.x_SD3.requires_grad_(backward)
 
     def gflop(self) -> float:
-        """Of the products of pairs that are seen, in 10⁹: two forward, four more back; what is computed again doesn't count."""
+        """Of the products of pairs that are seen, in 10⁹: two forward, four more back; what is computed again
+        doesn't count."""
         h_R, m = self.length_R.astype(np.float64), self.shape.targets
         pairs = float((h_R * (h_R + 1) / 2 + m * (h_R + 1)).sum())
         return pairs * self.shape.heads * self.shape.width * 2 * (6 if self.backward else 2) / 1e9
@@ -149,7 +152,8 @@ WAYS = {"reference": reference, "kernel": kernel, "flex": flex, "causal": causal
 def attention(
     way: str, backward: bool, dtype: str, device: str, shape: Sequence[int], block: int = 0
 ) -> Iterator[Work]:
-    """`way`: of WAYS; units are 10⁹ FLOPs. A step waits for the device. `block`: of `kernel`, 0 = as it is in training."""
+    """`way`: of WAYS; units are 10⁹ FLOPs. A step waits for the device. `block`: of `kernel`, 0 = as it is in
+    training."""
     torch.set_num_threads(1)
     case = AttentionCase(Shape(*shape), DTYPES[dtype], device, backward=backward)
     run = kernel(case, block) if block else WAYS[way](case)

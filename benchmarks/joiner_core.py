@@ -1,6 +1,7 @@
 """What does an event cost in the join, and does the cost depend on the size of the state?
 
-Runs the join without Kafka and Flink: a whole stream of events, and single events with a state of a chosen size.
+Runs the join without Kafka and Flink: a whole stream of events, and single events with a state of a chosen
+size.
 """
 
 from __future__ import annotations
@@ -268,8 +269,8 @@ def _remembering(join: Join, num_requests: int, engagements: int) -> Overlay:
 
 @contextlib.contextmanager
 def one_event(remembered: int, engagements: int) -> Iterator[Work]:
-    """One more engagement of the newest request, as the operator does it: stored bytes, join, stored bytes. Every step begins
-    with the same bytes."""
+    """One more engagement of the newest request, as the operator does it: stored bytes, join, stored bytes.
+    Every step begins with the same bytes."""
     join, key = _join(late_horizon_ms=(remembered + 1) * WINDOW_MS), key_bytes(1, 1, "")
     store = _remembering(join, remembered, engagements)
     entries = SerializedState(store)

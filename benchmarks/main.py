@@ -78,7 +78,8 @@ def main(name: str, json_file: Path | None = None, runs: int = MIN_RUNS, against
 def run(
     name: str, *, runs: int = MIN_RUNS, against: str = "", say: Callable[[str], None] = print
 ) -> dict[str, Any]:
-    """Run a benchmark on this machine. `against` is a commit whose state of our subjects takes turns with this one.
+    """Run a benchmark on this machine. `against` is a commit whose state of our subjects takes turns with
+    this one.
 
     Raises:
         ConfigError: the benchmark is unknown, or `runs` is too small.

@@ -96,7 +96,8 @@ def steps(requests: int, candidates: int, read_ahead: int, staleness: int) -> It
 
 @contextlib.contextmanager
 def dense(requests: int, candidates: int, read_ahead: int) -> Iterator[Work]:
-    """The same steps where no row is waited for: with `read_ahead`, what the loop's thread has to do in any case."""
+    """The same steps where no row is waited for: with `read_ahead`, what the loop's thread has to do in any
+    case."""
     schema = data.demo_schema()
     with training_loop(schema, ReadyRows(schema), (requests, candidates), read_ahead, 0) as loop:
         yield Work(lambda: _step(loop))

@@ -59,8 +59,8 @@ def workers() -> contextlib.AbstractContextManager[Workers]:
 
 @contextlib.contextmanager
 def exchanged(kind: str, shape: Any, steps: int) -> Iterator[Work]:
-    """`kind`: "workers" | "shards" | "plain" | "torchrec table" | "torchrec row"; `steps` a turn. Units: steps, by whoever is
-    slower. `differs` is against the way that was asked first."""
+    """`kind`: "workers" | "shards" | "plain" | "torchrec table" | "torchrec row"; `steps` a turn. Units:
+    steps, by whoever is slower. `differs` is against the way that was asked first."""
     its, told = Shape(*shape), list[Took]()
     with contextlib.ExitStack() as opened:
         together = opened.enter_context(workers())

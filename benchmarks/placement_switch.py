@@ -36,8 +36,9 @@ _BUCKETS = 64
 
 @contextlib.contextmanager
 def switched(num_rows: int, workers: int, shards: int) -> Iterator[Work]:
-    """From so many owners to so many others and back, each time all that must. Figures: the seconds of the last, in which nobody
-    trains, the share of buckets that moved, and how many owners' rows are not what they were."""
+    """From so many owners to so many others and back, each time all that must. Figures: the seconds of the
+    last, in which nobody trains, the share of buckets that moved, and how many owners' rows are not what they
+    were."""
     schema = data.demo_schema()
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as opened:
         store, blobs = FileStore(Path(folder) / "store"), {}

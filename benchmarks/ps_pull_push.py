@@ -1,6 +1,7 @@
 """How many rows a second can be read and updated?
 
-Pulls and pushes rows with our client and shard, and gathers them with numpy and torch in one process. 26 tables, one stack.
+Pulls and pushes rows with our client and shard, and gathers them with numpy and torch in one process. 26
+tables, one stack.
 
 Letters: U keys of a batch (unique), D width.
 """
@@ -72,7 +73,8 @@ def _filled(transport: Transport) -> Client:
 
 @contextlib.contextmanager
 def _client(where: str) -> Iterator[Client]:
-    """`here`: a shard in this process; `there`: in its own, over loopback; `secured`: there, with certificates and a token."""
+    """`here`: a shard in this process; `there`: in its own, over loopback; `secured`: there, with
+    certificates and a token."""
     if where == "here":
         with tempfile.TemporaryDirectory() as folder:
             yield _filled(
@@ -143,7 +145,8 @@ def gather_numpy(ids_a_table: int) -> Iterator[Work]:
 
 @contextlib.contextmanager
 def adagrad_torch(ids_a_table: int) -> Iterator[Work]:
-    """torch's sparse Adagrad on one table of all rows, gradients ready as a sparse tensor; keys are row numbers."""
+    """torch's sparse Adagrad on one table of all rows, gradients ready as a sparse tensor; keys are row
+    numbers."""
     import torch
 
     torch.set_num_threads(1)

@@ -1,6 +1,7 @@
 """What do reader programs deliver, and does training wait when they are slow?
 
-Reads a warehouse session in this process and through `reader` programs, for a trainer that only counts or sleeps.
+Reads a warehouse session in this process and through `reader` programs, for a trainer that only counts or
+sleeps.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ _SILENT_S = 60.0  # without a row: something is broken
 
 
 def make_table(place: Path, files: int, rows: int) -> None:
-    """Sealed files of so many requests each, of four partitions, as many days as that takes; all rows differ in id and time."""
+    """Sealed files of so many requests each, of four partitions, as many days as that takes; all rows differ
+    in id and time."""
     schema, warehouse = data.demo_schema(), Warehouse(place)
     warehouse.create()
     register(warehouse.store, schema)
@@ -96,7 +98,8 @@ def _file(warehouse: Warehouse, rows: FileRows, number: int, fingerprint: int) -
 
 
 class Session:
-    """A table's session, opened again and again; `read_by`: programs that read for it, None = this process does."""
+    """A table's session, opened again and again; `read_by`: programs that read for it, None = this process
+    does."""
 
     def __init__(self, place: Path) -> None:
         self.schema, self.clock, self.incarnation = data.demo_schema(), SystemClock(), 0
@@ -177,8 +180,8 @@ def _arrays(batch: Batch) -> Iterator[Any]:
 
 
 class Passes:
-    """A step reads all; what is timed is the second half: until then it is found out how much to have under way. The first step
-    compares every bit with what this process reads."""
+    """A step reads all; what is timed is the second half: until then it is found out how much to have under
+    way. The first step compares every bit with what this process reads."""
 
     def __init__(self, session: Session, readers: OfflineReaders | None, expected: bytes) -> None:
         self.session, self.readers, self.expected = session, readers, expected
@@ -290,8 +293,9 @@ class Paced:
 def starved(
     most: int, share: float, pace: float, seconds: tuple[float, float], files: int, rows: int
 ) -> Iterator[Work]:
-    """Units: requests trained, `pace` a second at most; a reader bears `share` of that by a declared delay, and there may be
-    `most` of them; 0: this process reads, and isn't slowed. `seconds`: before what is measured, and of it."""
+    """Units: requests trained, `pace` a second at most; a reader bears `share` of that by a declared delay,
+    and there may be `most` of them; 0: this process reads, and isn't slowed. `seconds`: before what is
+    measured, and of it."""
     with _table(files, rows) as place, contextlib.ExitStack() as opened:
         session, count = Session(place), lambda: 0.0
         if most:

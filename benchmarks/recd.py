@@ -52,8 +52,8 @@ STEPS: dict[str, Callable[[Batch, int], Sequence[Batch]]] = {
     "requests, clustered": lambda batch, size: cut(clustered(batch), size),
     "requests, clustered, shared": lambda batch, size: cut(clustered(batch), size),
 }
-"""How batches of about so many impressions come of requests in time order. IKJT: made requests again in the step (exact). Shared:
-`deduplicate`, also within the requests."""
+"""How batches of about so many impressions come of requests in time order. IKJT: made requests again in the
+step (exact). Shared: `deduplicate`, also within the requests."""
 
 
 @contextlib.contextmanager

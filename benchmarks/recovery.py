@@ -191,8 +191,8 @@ class Goodput:
 
 @contextlib.contextmanager
 def goodput(seconds: float, victim: str, interval_ms: int) -> Iterator[Work]:
-    """Units: requests that a commit at the end has and one at the beginning had not; more samples wait than can be trained.
-    `victim`: who is killed once, "" = nobody."""
+    """Units: requests that a commit at the end has and one at the beginning had not; more samples wait than
+    can be trained. `victim`: who is killed once, "" = nobody."""
     with _saturated.open(float("inf"), ROWS, SATURATED_WARM, interval_ms) as trainer:
         it = Goodput(trainer, seconds, victim)
         yield Work(it.step, it.units, it.figures, it.took_s)

@@ -47,7 +47,8 @@ class Learner:
         self.optimizer = DenseAdam(self.model.named_parameters(), learning_rate=_LEARNING_RATE)
 
     def train(self, batch: Batch) -> None:
-        """Look up, pull, score, learn, push: what the loop does with a batch, without predictions and metrics."""
+        """Look up, pull, score, learn, push: what the loop does with a batch, without predictions and
+        metrics."""
         lookup = build_lookup(batch, deduplicated=self.deduplicated)
         inputs = self.inputs(batch, lookup)
         self.learn(batch, inputs)
@@ -70,8 +71,8 @@ class Learner:
 
 @contextlib.contextmanager
 def trained(architecture: str, form: str, of: str | int, size: int, batches: int) -> Iterator[Work]:
-    """`form`: a row of FORMS; `of`, `size`, `batches`: as `pools.pool`. Units are impressions. A step is a batch, of a log, whose
-    batches differ, as many as its pool has."""
+    """`form`: a row of FORMS; `of`, `size`, `batches`: as `pools.pool`. Units are impressions. A step is a
+    batch, of a log, whose batches differ, as many as its pool has."""
     torch.set_num_threads(1)
     its = pool(of, size, batches)
     arrival = FORMS[form](its, size)

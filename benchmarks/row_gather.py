@@ -1,6 +1,7 @@
 """What does reading a row from a bounded cache cost?
 
-Gathers the rows of a request from serving's row cache and from a full replica, and copies the same numbers without a lookup.
+Gathers the rows of a request from serving's row cache and from a full replica, and copies the same numbers
+without a lookup.
 """
 
 from __future__ import annotations

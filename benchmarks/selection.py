@@ -1,6 +1,7 @@
 """What does it cost to train on less of a log of clicks?
 
-Six-fold cross-validation: trains on five parts and predicts the sixth, with a selection policy and with its controls.
+Six-fold cross-validation: trains on five parts and predicts the sixth, with a selection policy and with its
+controls.
 
 Uses the trainer's loop with one shard in the same process; the CPU time is that of training only.
 """
@@ -56,9 +57,10 @@ def rotations(
     model: Mapping[str, Any] | None = None,
     like: Mapping[str, Any] | None = None,
 ) -> Iterator[Work]:
-    """`settings`: of the loop, as in a worker's TOML. A step is all rotations, the first one a short one, to warm up; figures are
-    means over them. `max_inputs`: of each part; `model`: others of its settings; `like`: settings asked before in this process,
-    of whose requests as many are dropped, rotation by rotation, from the same step on."""
+    """`settings`: of the loop, as in a worker's TOML. A step is all rotations, the first one a short one, to
+    warm up; figures are means over them. `max_inputs`: of each part; `model`: others of its settings; `like`:
+    settings asked before in this process, of whose requests as many are dropped, rotation by rotation, from
+    the same step on."""
     figures: dict[str, float] = {}
     asked, whole = _Asked(settings, model or {}, seed), [False]
 
@@ -188,7 +190,8 @@ def random_as(name: str) -> str:
 
 
 def _compared(told: Mapping[str, SubjectResult]) -> dict[str, float]:
-    """Change of log loss in percent against all of it, as a ratio to the control's, and in how many rotations it is below it."""
+    """Change of log loss in percent against all of it, as a ratio to the control's, and in how many rotations
+    it is below it."""
     base = told[OFF]
     out: dict[str, float] = {}
     for name, its in told.items():

@@ -101,8 +101,8 @@ def programs() -> contextlib.AbstractContextManager[Programs]:
 
 @contextlib.contextmanager
 def under_load(kind: str, form: str, times: float, seconds: float, candidates: int) -> Iterator[Work]:
-    """`kind`: ours, fastapi, litserve; `times` the capacity, or 0: one connection. Units: requests answered 200 within the
-    deadline. AssertionError: scores aren't ours."""
+    """`kind`: ours, fastapi, litserve; `times` the capacity, or 0: one connection. Units: requests answered
+    200 within the deadline. AssertionError: scores aren't ours."""
     with _programs.open() as running:
         served = running.served(kind, form, candidates)
         load = CountedLoad(served, times, seconds) if times else OneConnection(served, 1.0, seconds)

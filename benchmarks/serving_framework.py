@@ -1,6 +1,7 @@
 """What does the framework around a model cost a request?
 
-A rank request through a framework, with a model that costs nothing: ours, FastAPI with Pydantic, and a bare route.
+A rank request through a framework, with a model that costs nothing: ours, FastAPI with Pydantic, and a bare
+route.
 """
 
 from __future__ import annotations

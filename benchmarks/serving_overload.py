@@ -36,8 +36,8 @@ class Served:
 
 
 class Load:
-    """Requests at random times (Poisson), `times` the capacity, for `seconds` a step. The first step, which nobody counts, is
-    short: `Served` has warmed the program."""
+    """Requests at random times (Poisson), `times` the capacity, for `seconds` a step. The first step, which
+    nobody counts, is short: `Served` has warmed the program."""
 
     def __init__(self, served: Served, times: float, seconds: float) -> None:
         self.served, self.seconds, self.rate = served, seconds, times * served.capacity
@@ -86,7 +86,8 @@ def in_time(answered: list[Answered]) -> list[Answered]:
 
 @contextlib.contextmanager
 def offered(times: float, seconds: float, candidates: int) -> Iterator[Work]:
-    """Units: requests answered 200 within the deadline. Subjects of one process load the same program, in turns."""
+    """Units: requests answered 200 within the deadline. Subjects of one process load the same program, in
+    turns."""
     with _served.open(candidates) as served:
         load = Load(served, times, seconds)
         yield Work(load.step, load.units, load.figures)

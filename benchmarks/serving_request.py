@@ -1,6 +1,7 @@
 """Where does the time of one rank request go, in process?
 
-One rank request in process, in total and by stage: from the bytes of the body to the response and the log record.
+One rank request in process, in total and by stage: from the bytes of the body to the response and the log
+record.
 """
 
 from __future__ import annotations
@@ -139,8 +140,8 @@ def stage(name: str, candidates: int) -> Iterator[Work]:
 
 @contextlib.contextmanager
 def endpoint(candidates: int, form: str = "json") -> Iterator[Work]:
-    """What the server calls for a request, without its socket: admission, the whole, the feature log, the answer's body.
-    `form`: json, protobuf."""
+    """What the server calls for a request, without its socket: admission, the whole, the feature log, the
+    answer's body. `form`: json, protobuf."""
     with tempfile.TemporaryDirectory() as folder, contextlib.closing(asyncio.new_event_loop()) as loop:
         home, case = Path(folder), Case(candidates)
         settings = ServingConfig(

@@ -23,7 +23,8 @@ _SETTLE_S = 1.0  # of clients with a new program
 
 
 class KeptClient(threading.Thread):
-    """Asks again and again on a connection that it keeps until an answer says that it is the last; tries nothing twice."""
+    """Asks again and again on a connection that it keeps until an answer says that it is the last; tries
+    nothing twice."""
 
     def __init__(self, port: int, body: bytes, stop: threading.Event) -> None:
         super().__init__(daemon=True)

@@ -42,8 +42,8 @@ _TOLERANCE = 1e-5
 
 
 class Commits:
-    """Commits of a model as a trainer makes them, with two sets of weights in turns. Both give other scores than the initial
-    weights, and than each other."""
+    """Commits of a model as a trainer makes them, with two sets of weights in turns. Both give other scores
+    than the initial weights, and than each other."""
 
     def __init__(self, folder: Path) -> None:
         self.store, self.seq = FileStore(folder), 0
@@ -117,7 +117,8 @@ class Loaded:
 
 
 def expected(commits: Commits, bodies: Sequence[bytes]) -> list[np.ndarray]:
-    """Scores [requests, n, T] by either set of weights. AssertionError: a request has the same scores by both."""
+    """Scores [requests, n, T] by either set of weights. AssertionError: a request has the same scores by
+    both."""
     schema, replica, parser = commits.schema, Replica(commits.schema, 0), JsonParser(commits.schema)
     both = []
     for weights in commits.weights:

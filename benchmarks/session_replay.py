@@ -1,6 +1,7 @@
 """Is a warehouse reader slower than before?
 
-Replays a captured session: all row groups of a small table in the session's order, with the reader and with a slowed one.
+Replays a captured session: all row groups of a small table in the session's order, with the reader and with a
+slowed one.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ def small_table(folder: str, schema: Schema, written_by: Schema, records: list[R
 
 @contextlib.contextmanager
 def read_again(slower: float, share: float, users: int, history: int) -> Iterator[Work]:
-    """`slower`: the share by which the reader takes longer on purpose; `share`: of the features. Units are requests."""
+    """`slower`: the share by which the reader takes longer on purpose; `share`: of the features. Units are
+    requests."""
     from roostream.cli.data.session_command import session_of
 
     written_by, records = samples_of("EB-NeRD", users, history)

@@ -48,7 +48,8 @@ _BATCHES = 4
 
 
 class Endless:
-    """A source whose samples come again and again under new sample ids, so that none is skipped as a duplicate."""
+    """A source whose samples come again and again under new sample ids, so that none is skipped as a
+    duplicate."""
 
     def __init__(self, records: list[Record], decoder: Decoder) -> None:
         self.all, self.decoder, self.at = records, decoder, 0
@@ -137,7 +138,8 @@ class Case:
         model: ModelConfig | None = None,
         **settings: Any,
     ) -> None:
-        """`records`: a few batches of one size; `model`: None = our ranker; `settings`: others of the loop."""
+        """`records`: a few batches of one size; `model`: None = our ranker; `settings`: others of the
+        loop."""
         model = model or RankerConfig()
         torch.set_num_threads(1)
         self.schema, self.records, requests = schema, records, len(records) // _BATCHES
@@ -167,7 +169,8 @@ class Case:
 
     @functools.cached_property
     def _multiplied(self) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """What each matrix of the model meets: a row of every request, of every entry of a history, or of every candidate."""
+        """What each matrix of the model meets: a row of every request, of every entry of a history, or of
+        every candidate."""
         out = []
         for name, parameter in self.model.named_parameters():
             if parameter.dim() != 2 or ".times." in name:
@@ -205,7 +208,8 @@ class Case:
         loss(self.model(self.inputs), Targets(self.label_BT, self.weight_BT)).backward()  # type: ignore[no-untyped-call]
 
     def products(self) -> None:
-        """The limit: what of the forward and backward pass is products of matrices, of these sizes and nothing else."""
+        """The limit: what of the forward and backward pass is products of matrices, of these sizes and
+        nothing else."""
         for x_NI, weight_OI, gradient_NO in self._multiplied:
             torch.mm(x_NI, weight_OI.t())
             torch.mm(gradient_NO, weight_OI)
@@ -241,7 +245,8 @@ def ebnerd_case(folder: str, requests: int) -> Case:
 
 @contextlib.contextmanager
 def on_device(kind: str, requests: int, history: int, settings: Mapping[str, Any]) -> Iterator[Work]:
-    """A whole step of a kind of model on EB-NeRD's schema; units are requests. `settings`: of the loop, `device` among them."""
+    """A whole step of a kind of model on EB-NeRD's schema; units are requests. `settings`: of the loop,
+    `device` among them."""
     schema = data.ebnerd_schema()
     records = data.sample_records(schema, requests * _BATCHES, candidates=data.EBNERD_LISTS, history=history)
     with tempfile.TemporaryDirectory() as folder:

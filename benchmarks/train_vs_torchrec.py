@@ -1,6 +1,7 @@
 """What does the same DLRM train a second over the shards' rows, and over TorchRec's own?
 
-Training steps of the same DLRM from the same rows: through our loop, from our batches, and with TorchRec's own collection.
+Training steps of the same DLRM from the same rows: through our loop, from our batches, and with TorchRec's
+own collection.
 
 Letters: B candidates, K keys.
 """
@@ -52,8 +53,8 @@ def batches_of(case: Case) -> list[Batch]:
 
 
 class OurBatches:
-    """What TorchRec's step does, with rows on a shard: look up, pull, forward, backward, dense Adam, push. From decoded batches:
-    without reading, decoding, ids seen before, scores and metrics."""
+    """What TorchRec's step does, with rows on a shard: look up, pull, forward, backward, dense Adam, push.
+    From decoded batches: without reading, decoding, ids seen before, scores and metrics."""
 
     def __init__(self, case: Case) -> None:
         self.model, self.optimizer, self.rows = case.model, case.optimizer, ShardRows(case.client)
@@ -85,8 +86,8 @@ class _Impressions(NamedTuple):
 
 
 class TheirBatches:
-    """DLRM over FusedEmbeddingBagCollection, whose backward updates rows by FBGEMM's exact Adagrad; torch's fused Adam for the
-    rest. Tensors are there before: no look-up of keys, no transfer."""
+    """DLRM over FusedEmbeddingBagCollection, whose backward updates rows by FBGEMM's exact Adagrad; torch's
+    fused Adam for the rest. Tensors are there before: no look-up of keys, no transfer."""
 
     def __init__(self, case: Case) -> None:
         schema, stack = case.schema, next(iter(case.schema.stacks))

@@ -55,8 +55,8 @@ class Turns:
 
 @contextlib.contextmanager
 def from_files(requests: int, batch_requests: int = 0) -> Iterator[Work]:
-    """`roostream train` of so many, from nothing to the commit that has them all. `batch_requests`: in each batch from the first
-    on; 0: as a stream's worker has them."""
+    """`roostream train` of so many, from nothing to the commit that has them all. `batch_requests`: in each
+    batch from the first on; 0: as a stream's worker has them."""
     loop = (
         LoopConfig(batch_requests=batch_requests, first_batch_requests=batch_requests)
         if batch_requests
@@ -110,8 +110,8 @@ def record_of(sample: pb.Sample, n: int) -> Record:
 
 @contextlib.contextmanager
 def from_kafka(requests: int) -> Iterator[Work]:
-    """A stack's worker with so many in its topic: from when all are written to when all are trained; what it trained before isn't
-    counted. The stack is there for its own turn alone, so that it slows no other."""
+    """A stack's worker with so many in its topic: from when all are written to when all are trained; what it
+    trained before isn't counted. The stack is there for its own turn alone, so that it slows no other."""
 
     def turn() -> tuple[float, float]:
         with tempfile.TemporaryDirectory(prefix="roostream-bench-", ignore_cleanup_errors=True) as folder:

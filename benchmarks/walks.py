@@ -1,4 +1,5 @@
-"""How far a request, an event, a sample and a row delta walk through our files, in one process: a count, not a time.
+"""How far a request, an event, a sample and a row delta walk through our files, in one process: a count, not
+a time.
 
     rank      a request in JSON: HTTP body → answer and log record
     join      its impression → stored; the request closes → its sample
@@ -127,7 +128,8 @@ def rank(folder: str) -> Walk:
 
 
 def join(folder: str) -> Walk:
-    """An impression → stored; its request closes → a sample. State is stored as bytes, as an engine keeps it."""
+    """An impression → stored; its request closes → a sample. State is stored as bytes, as an engine keeps
+    it."""
     schema = data.demo_schema()
     reader = EventDecoder({schema.fingerprint: schema}.get, schema.limits)
     machine = Join(JoinerConfig().rules, {schema.fingerprint: schema}.get, schema.limits)

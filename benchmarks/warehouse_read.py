@@ -94,7 +94,8 @@ _WIDE, _WANTED, _COVERAGE, _ROWS = 1000, 100, 0.45, 4096
 
 @contextlib.contextmanager
 def flattened(how: str, features: int = _WIDE, rows: int = _ROWS) -> Iterator[Work]:
-    """A tenth of many floats, which are there in 45 % of the rows, to a matrix: from a column each, or from one map column."""
+    """A tenth of many floats, which are there in 45 % of the rows, to a matrix: from a column each, or from
+    one map column."""
     rng = np.random.default_rng(0)
     values = rng.normal(size=(rows, features)).astype(np.float32)
     there = rng.random((rows, features)) < _COVERAGE
@@ -148,7 +149,8 @@ _FLOAT_BYTES, _LIST_BYTES, _FLOATS, _JOBS = 2 << 10, 35 << 10, 700, 40
 
 @functools.cache
 def _odds(exponent: float) -> np.ndarray:
-    """How likely a job asks for each of a thousand features: by a power of its rank, a tenth on average, in no order."""
+    """How likely a job asks for each of a thousand features: by a power of its rank, a tenth on average, in
+    no order."""
     weights, low, high = np.arange(1, _WIDE + 1) ** -exponent, 0.0, 1e7
     for _ in range(80):
         middle = (low + high) / 2
@@ -165,8 +167,8 @@ def _jobs(count: int, seed: int, exponent: float) -> list[np.ndarray]:
 
 @contextlib.contextmanager
 def planned(order: str, over_read: float, exponent: float) -> Iterator[Work]:
-    """Ranges of a row group of a thousand columns for jobs that were not seen, in an order of columns: that of the compactor, by
-    hit rate alone, or none; units are jobs."""
+    """Ranges of a row group of a thousand columns for jobs that were not seen, in an order of columns: that
+    of the compactor, by hit rate alone, or none; units are jobs."""
     sizes = np.where(np.random.default_rng(3).permutation(_WIDE) < _FLOATS, _FLOAT_BYTES, _LIST_BYTES)
     rates = np.bincount(np.concatenate(_jobs(_JOBS, 1, exponent)), minlength=_WIDE)
     by = {

@@ -1,6 +1,7 @@
 """What do several workers train, at equal batches, and what of it is summing?
 
-Several worker processes train one model: the time of a common step, and the part that gradient summation takes.
+Several worker processes train one model: the time of a common step, and the part that gradient summation
+takes.
 """
 
 from __future__ import annotations

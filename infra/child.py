@@ -1,4 +1,5 @@
-"""One child process: how to start it (`Program`) and a running copy of it (`Child`). `infra.supervisor` watches many of them."""
+"""One child process: how to start it (`Program`) and a running copy of it (`Child`). `infra.supervisor`
+watches many of them."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ STOP_TIMEOUT_S = STOP_S + 5.0
 
 
 class StopRank(enum.IntEnum):
-    """Stop order of a stack: lowest rank first, programs of one rank in parallel (`infra/shutdown.py` explains the order)."""
+    """Stop order of a stack: lowest rank first, programs of one rank in parallel (`infra/shutdown.py`
+    explains the order)."""
 
     TRAFFIC = 1
     SERVING = 2
@@ -37,7 +39,8 @@ class StopRank(enum.IntEnum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Program:
-    """How to start a program, tell that it is ready, and stop it. The supervisor's thread makes the three calls."""
+    """How to start a program, tell that it is ready, and stop it. The supervisor's thread makes the three
+    calls."""
 
     name: str
     command: tuple[str, ...]
@@ -64,7 +67,8 @@ class Program:
 
 
 class Child:
-    """A running process of a program. It ends with the supervisor, and the terminal's Ctrl-C does not reach it."""
+    """A running process of a program. It ends with the supervisor, and the terminal's Ctrl-C does not reach
+    it."""
 
     def __init__(
         self, program: Program, process: subprocess.Popen[bytes], started_s: float, log_start: int

@@ -1,7 +1,7 @@
 """Log files of child processes: rotation, the last lines, and the last error.
 
-A child appends to its file directly, so no pipe has to be read and a slow supervisor blocks nobody. Rotation copies the file
-and truncates it in place: lines that are written between the two steps are lost.
+A child appends to its file directly, so no pipe has to be read and a slow supervisor blocks nobody. Rotation
+copies the file and truncates it in place: lines that are written between the two steps are lost.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ _DEFECT = "this is a defect of Roostream"  # the line after it says what happene
 
 
 def last_error(lines: Sequence[str]) -> str:
-    """The last error in a program's last lines, without time, logger and program name; else the last line; "" = no lines.
+    """The last error in a program's last lines, without time, logger and program name; else the last line; ""
+    = no lines.
 
     Understands text lines and lines of `log_format = "json"`.
     """

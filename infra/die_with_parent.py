@@ -1,8 +1,9 @@
-"""`python -I -S die_with_parent.py PARENT COMMAND…`: run COMMAND, which gets SIGTERM when process PARENT ends.
+"""`python -I -S die_with_parent.py PARENT COMMAND…`: run COMMAND, which gets SIGTERM when process PARENT
+ends.
 
-The Linux request (prctl) survives exec, so it works for a JVM as for our programs. It is tied to the thread that started
-this process: the supervisor starts every child from one thread that outlives all children.
-This file is a script that runs before anything of the project can be imported.
+The Linux request (prctl) survives exec, so it works for a JVM as for our programs. It is tied to the thread
+that started this process: the supervisor starts every child from one thread that outlives all children. This
+file is a script that runs before anything of the project can be imported.
 """
 
 import ctypes

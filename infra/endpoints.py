@@ -11,7 +11,8 @@ from infra.ports import HOST, Ports
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Endpoints:
-    """Addresses are "host:port"; `flink` and `serving` are URLs; `metrics` maps a program to the URL of its /metrics."""
+    """Addresses are "host:port"; `flink` and `serving` are URLs; `metrics` maps a program to the URL of its
+    /metrics."""
 
     kafka: str
     redis: str

@@ -1,4 +1,5 @@
-"""A Flink cluster as child processes: a job manager, and task managers with one slot each (one Python lock per JVM).
+"""A Flink cluster as child processes: a job manager, and task managers with one slot each (one Python lock
+per JVM).
 
 Also finds and deletes the joiner's savepoints and checkpoints.
 """
@@ -24,8 +25,8 @@ from roostream.runtime.flink_rest import FlinkRest
 
 JOB_MANAGER = "flink-jm"
 _AFTER, _AFTER_S = ("serving",), 12.0
-"""On few cores, programs that start at once slow each other. Traffic comes first: its events wait for a whole join window,
-and in that time the cluster starts."""
+"""On few cores, programs that start at once slow each other. Traffic comes first: its events wait for a whole
+join window, and in that time the cluster starts."""
 _LOG_LEVELS = {  # these classes log a line per watermark alignment, and one per checkpoint
     "org.apache.flink.runtime.source.coordinator.SourceCoordinator": "WARN",
     "org.apache.flink.metrics.MetricGroup": "ERROR",
@@ -72,7 +73,8 @@ def pyflink_home() -> Path:
 def configuration(
     folder: Path, tmp: Path, options: StackOptions, rpc_port: int, rest_port: int
 ) -> dict[str, str]:
-    """Flink's settings. Each memory part is set, because a JVM started without Flink's scripts derives none of them.
+    """Flink's settings. Each memory part is set, because a JVM started without Flink's scripts derives none
+    of them.
 
     The web page may neither upload jars nor cancel jobs: another site could do so through the user's browser.
     """
@@ -167,7 +169,8 @@ class Cluster:
         self._write_client()
 
     def _write_client(self) -> None:
-        """Write `bin/flink`. PyFlink's own script starts two more JVMs to compute values that are known here."""
+        """Write `bin/flink`. PyFlink's own script starts two more JVMs to compute values that are known
+        here."""
         command = self._java(
             "org.apache.flink.client.cli.CliFrontend", "cli", "256m", "192m", quick_start=True
         )
@@ -215,7 +218,8 @@ class Cluster:
         main = self._java(entry, "console", "768m", "256m", direct, quick_start=not self.options.replay)
         return Program(
             name=name,
-            # With the same id after a restart, the job manager drops the dead one before its heartbeat times out.
+            # With the same id after a restart, the job manager drops the dead one before its heartbeat times
+            # out.
             command=(
                 *main,
                 "--configDir",
@@ -245,12 +249,14 @@ class Cluster:
 
 
 def newest_restore_point(flink: Path) -> Path | None:
-    """The newest complete savepoint or checkpoint below `{home}/flink`: one with `_metadata`, which Flink writes last."""
+    """The newest complete savepoint or checkpoint below `{home}/flink`: one with `_metadata`, which Flink
+    writes last."""
     return max(_restore_points(flink), key=_written_ns, default=None)
 
 
 def delete_old_restore_points(flink: Path, keep: int = 2) -> list[Path]:
-    """Delete all savepoints and checkpoints but the `keep` newest restore points; returns the deleted folders.
+    """Delete all savepoints and checkpoints but the `keep` newest restore points; returns the deleted
+    folders.
 
     Call before a job is submitted: Flink owns the folder of a running job.
     """

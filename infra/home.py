@@ -1,4 +1,5 @@
-"""The home folder of a stack: its sub-folders, its lock, and `stack.json`, which tells other commands what runs."""
+"""The home folder of a stack: its sub-folders, its lock, and `stack.json`, which tells other commands what
+runs."""
 
 from __future__ import annotations
 
@@ -82,7 +83,8 @@ class Home:
         return False
 
     def clear_tmp(self) -> None:
-        """Delete the temporary files of the stack's programs. Call with the lock held and no program running."""
+        """Delete the temporary files of the stack's programs. Call with the lock held and no program
+        running."""
         shutil.rmtree(self.tmp, ignore_errors=True)
         self.tmp.mkdir(mode=0o700, exist_ok=True)
 
@@ -115,7 +117,8 @@ class Home:
         return stack
 
     def end_leftovers(self, timeout_s: float = 8.0) -> list[int]:
-        """Stop the children that a killed supervisor left behind; returns their pids. Call with the lock held.
+        """Stop the children that a killed supervisor left behind; returns their pids. Call with the lock
+        held.
 
         Only processes whose command line contains a path of this home are stopped.
         """

@@ -1,7 +1,7 @@
 """The Java runtime, and the pinned jars of Kafka, of Flink's Kafka connector and of the Java compiler.
 
-`jars.sha256` lists the jars (sha256, bytes, group:artifact:version). A Maven client downloads them to `build/jars/`.
-A jar gets its final name only after its checksum was verified, so it is not verified again.
+`jars.sha256` lists the jars (sha256, bytes, group:artifact:version). A Maven client downloads them to
+`build/jars/`. A jar gets its final name only after its checksum was verified, so it is not verified again.
 """
 
 from __future__ import annotations
@@ -92,7 +92,8 @@ def fetch_all(jars: list[Jar], root: Path = JARS, fetch: Fetch | None = None) ->
 
 
 def from_maven(jar: Jar, cache: Path) -> Path:
-    """Download from Maven's central repository, or from the repository that the Maven client's configuration names."""
+    """Download from Maven's central repository, or from the repository that the Maven client's configuration
+    names."""
     from jgo.maven import MavenContext
 
     context = MavenContext(repo_cache=cache, local_repos=[], timeout=60)
@@ -144,8 +145,8 @@ def java_home(java: Path) -> Path:
 def java_flags(tmp: Path, *, quick_start: bool = False) -> tuple[str, ...]:
     """Flags of every JVM of a stack; it writes no file outside `tmp`.
 
-    `quick_start` disables the optimizing compiler. This halves the start time on a busy machine and costs throughput,
-    which suits live traffic on one machine, but not replays.
+    `quick_start` disables the optimizing compiler. This halves the start time on a busy machine and costs
+    throughput, which suits live traffic on one machine, but not replays.
     """
     compiler = ("-XX:TieredStopAtLevel=1",) if quick_start else ()
     return (f"-Djava.io.tmpdir={tmp}", "-XX:-UsePerfData", "-XX:+UseSerialGC", *compiler)

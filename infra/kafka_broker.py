@@ -57,7 +57,8 @@ _SETTINGS = {
 
 
 def server_properties(data: Path, port: int, controller_port: int) -> str:
-    """The broker's configuration. The quorum is not stored in the data, so ports can change between starts."""
+    """The broker's configuration. The quorum is not stored in the data, so ports can change between
+    starts."""
     settings = {
         **_SETTINGS,
         "controller.quorum.voters": f"1@{HOST}:{controller_port}",
@@ -129,7 +130,8 @@ def _format(java: tuple[str, ...], conf: Path, env: Mapping[str, str]) -> None:
 
 
 def log4j_properties(level: str, **loggers: str) -> str:
-    """Log to standard output, which goes to the child's log file. `loggers` maps classes to their own levels."""
+    """Log to standard output, which goes to the child's log file. `loggers` maps classes to their own
+    levels."""
     extra = "".join(
         f"logger.extra{i}.name={name}\nlogger.extra{i}.level={level_of_class.lower()}\n"
         for i, (name, level_of_class) in enumerate(loggers.items())
@@ -174,7 +176,8 @@ _KEEP_ALL = f"log.retention.check.interval.ms={_NEVER_MS}\nlog.initial.task.dela
 
 @contextlib.contextmanager
 def read_only_broker(home: Home, java: str = "") -> Iterator[str]:
-    """Start only the broker of a stopped home, to read its topics; stopped at the end of the block. Yields its host:port.
+    """Start only the broker of a stopped home, to read its topics; stopped at the end of the block. Yields
+    its host:port.
 
     The broker creates no topics and deletes no records, however old.
 

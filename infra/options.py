@@ -1,4 +1,5 @@
-"""Options of a local stack, as `up`, `demo`, replays and tests choose them, and their file in the home folder."""
+"""Options of a local stack, as `up`, `demo`, replays and tests choose them, and their file in the home
+folder."""
 
 from __future__ import annotations
 
@@ -101,7 +102,8 @@ class StackOptions(Settings):
 
 
 def settle_ms(window_ms: int) -> int:
-    """How long an event may stay unaccounted for before the auditor calls it overdue: window, orphan timeout, one minute."""
+    """How long an event may stay unaccounted for before the auditor calls it overdue: window, orphan timeout,
+    one minute."""
     return 2 * window_ms + 60_000
 
 
@@ -136,7 +138,8 @@ _SAVED_FIELDS = (
 
 
 def save_options(home: Path, options: StackOptions) -> None:
-    """Store the options in the home, so that `up --home` continues with them. Raises OSError if the file can't be written."""
+    """Store the options in the home, so that `up --home` continues with them. Raises OSError if the file
+    can't be written."""
     table = {name: to_toml_value(getattr(options, name)) for name in _SAVED_FIELDS}
     (home / OPTIONS_FILE).write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
 

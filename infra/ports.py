@@ -1,7 +1,7 @@
 """Ports of a stack, drawn at each start and reserved against other stacks on the machine.
 
-They lie below the kernel's range for outgoing connections. Otherwise a connection could take the port of a program that is
-being restarted.
+They lie below the kernel's range for outgoing connections. Otherwise a connection could take the port of a
+program that is being restarted.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ HOST = "127.0.0.1"
 
 
 class Ports:
-    """The ports of one stack. A named socket per port reserves it between drawing the port and listening on it.
+    """The ports of one stack. A named socket per port reserves it between drawing the port and listening on
+    it.
 
     The sockets are in Linux's abstract namespace: no shared folder is needed, and the kernel frees the names.
     """

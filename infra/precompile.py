@@ -1,6 +1,7 @@
 """Compile numba kernels into numba's on-disk cache, so that no program compiles while it serves.
 
-`python -m infra.precompile [GROUP…]`; without arguments all groups. `infra/prepare.py` runs the groups in parallel.
+`python -m infra.precompile [GROUP…]`; without arguments all groups. `infra/prepare.py` runs the groups in
+parallel.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ import sys
 import time
 
 EARLY_GROUPS = ("wire", "rows")
-"""Groups that need only the packages of `infra/setup.sh`'s first step, so they can run while the others are downloaded."""
+"""Groups that need only the packages of `infra/setup.sh`'s first step, so they can run while the others are
+downloaded."""
 GROUPS = {
     "wire": (
         "roostream.wire.decode",
@@ -57,7 +59,8 @@ def main(groups: tuple[str, ...]) -> int:
 
 
 def import_programs() -> None:
-    """Import the largest programs once, which writes their byte code before many processes need it at the same time."""
+    """Import the largest programs once, which writes their byte code before many processes need it at the
+    same time."""
     for name in _PROGRAMS:
         try:
             importlib.import_module(name)

@@ -1,10 +1,12 @@
-"""The steps of `make setup` after the packages: jars, the operator's jar, compiled kernels. `roostream prepare` runs them too.
+"""The steps of `make setup` after the packages: jars, the operator's jar, compiled kernels. `roostream
+prepare` runs them too.
 
     python -m infra.prepare early      # while packages are still installed: jars, and the kernels that need no torch
     python -m infra.prepare            # everything that is missing
 
-Each step has a stamp in `build/stamps/` with a hash of what it read, and is skipped while the stamp is valid. Compiled kernels
-and the operator's jar are also kept in the user's cache folder under that hash, so that a fresh checkout does not compile.
+Each step has a stamp in `build/stamps/` with a hash of what it read, and is skipped while the stamp is valid.
+Compiled kernels and the operator's jar are also kept in the user's cache folder under that hash, so that a
+fresh checkout does not compile.
 """
 
 from __future__ import annotations
@@ -165,7 +167,8 @@ def kernel_sources() -> list[Path]:
 
 
 def compile_kernels(console: Console, groups: tuple[str, ...]) -> None:
-    """Compile the groups that are not stamped, each in a process of its own; or unpack them from the user's cache."""
+    """Compile the groups that are not stamped, each in a process of its own; or unpack them from the user's
+    cache."""
     key = digest(kernel_sources(), sys.version, importlib.metadata.version("numba"), _processor())
     pending = [group for group in groups if not is_stamped(f"kernels-{group}", key)]
     if not pending:
@@ -205,7 +208,8 @@ def _processor() -> str:
 
 
 def write_byte_code(console: Console) -> None:
-    """Import the programs once after an installation. Compiling all 20,000 installed files would take much longer."""
+    """Import the programs once after an installation. Compiling all 20,000 installed files would take much
+    longer."""
     key = digest(
         [], sys.version, *sorted(f"{d.name}=={d.version}" for d in importlib.metadata.distributions())
     )
@@ -231,7 +235,8 @@ def _write_zip(path: Path, entries: dict[Path, str], manifest: str = "") -> None
 
 
 def _keep_in_cache(file: Path, cached: Path) -> None:
-    """Copy a file to the user's cache and delete old versions of it. A cache that can't be written is not an error."""
+    """Copy a file to the user's cache and delete old versions of it. A cache that can't be written is not an
+    error."""
     try:
         CACHE.mkdir(parents=True, exist_ok=True)
         temporary = cached.with_suffix(f".{os.getpid()}")

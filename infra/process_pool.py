@@ -1,4 +1,5 @@
-"""A pool of numbered copies of one program. `ProcessPool` runs them on this machine, `infra.ray_pool.RayPool` on a Ray cluster."""
+"""A pool of numbered copies of one program. `ProcessPool` runs them on this machine, `infra.ray_pool.RayPool`
+on a Ray cluster."""
 
 from __future__ import annotations
 

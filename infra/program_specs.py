@@ -1,7 +1,9 @@
-"""The table of Roostream's programs: name, settings, dependencies and stop order. A new program is one row here.
+"""The table of Roostream's programs: name, settings, dependencies and stop order. A new program is one row
+here.
 
-The CLI makes a sub-command of each row, `--set` checks keys against its settings class, and the stack starts, probes and
-stops programs by it. Settings classes and entry points are named as text and imported on use: a shard never loads torch.
+The CLI makes a sub-command of each row, `--set` checks keys against its settings class, and the stack starts,
+probes and stops programs by it. Settings classes and entry points are named as text and imported on use: a
+shard never loads torch.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ from roostream.runtime.program import REFUSED_CODE
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProgramInstance:
-    """One program of one stack. `name` is unique in the stack; `index` counts the instances of a spec from 0."""
+    """One program of one stack. `name` is unique in the stack; `index` counts the instances of a spec from
+    0."""
 
     name: str
     index: int
@@ -154,7 +157,8 @@ def _features(instance: ProgramInstance) -> dict[str, Any]:
 
 
 def _auditor(instance: ProgramInstance) -> dict[str, Any]:
-    """In a replay the auditor remembers all ids, because times of events and of dead letters are years apart."""
+    """In a replay the auditor remembers all ids, because times of events and of dead letters are years
+    apart."""
     settle_ms = instance.options.settle_ms
     return {
         "home": instance.home.root / instance.name,
@@ -207,7 +211,8 @@ def joins_on_flink(options: StackOptions) -> bool:
 
 
 def _restore_point(instance: ProgramInstance) -> str:
-    """Where a new joiner job continues; "" = no restore point, or a job already runs. Deletes older restore points."""
+    """Where a new joiner job continues; "" = no restore point, or a job already runs. Deletes older restore
+    points."""
     flink = instance.home.root / "flink"
     try:
         if FlinkRest(instance.endpoints.flink).live_job() is not None:

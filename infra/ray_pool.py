@@ -1,7 +1,7 @@
 """A pool of copies of one program on the nodes of a Ray cluster (package extra `ray`).
 
-Each copy has an actor, which runs and watches it as `ProcessPool` does on this machine. Ray places the actors and reports
-lost nodes; no data of the project goes through Ray.
+Each copy has an actor, which runs and watches it as `ProcessPool` does on this machine. Ray places the actors
+and reports lost nodes; no data of the project goes through Ray.
 """
 
 from __future__ import annotations
@@ -62,11 +62,13 @@ class _PlacedCopy:
 
 
 class RayPool:
-    """See `ProgramPool`. An actor restarts a copy that dies. The next `resize` replaces an actor that died, alone or with its
-    node, wherever the cluster has room. Copies for which there is no room wait in Ray's queue."""
+    """See `ProgramPool`. An actor restarts a copy that dies. The next `resize` replaces an actor that died,
+    alone or with its node, wherever the cluster has room. Copies for which there is no room wait in Ray's
+    queue."""
 
     def __init__(self, build_copy: BuildCopy, name: str) -> None:
-        """`build_copy` is pickled and called on the nodes, where this project must be installed. `name` prefixes copy names.
+        """`build_copy` is pickled and called on the nodes, where this project must be installed. `name`
+        prefixes copy names.
 
         Raises:
             ConfigError: Ray is not installed.

@@ -48,7 +48,8 @@ def redis_program(home: Home, env: Mapping[str, str], port: int) -> Program:
 
     return Program(
         name="redis",
-        # The folder on the command line contains the home, by which `Home.end_leftovers` recognizes the process.
+        # The folder on the command line contains the home, by which `Home.end_leftovers` recognizes the
+        # process.
         command=(str(find_redis()), str(conf), "--dir", f"{data}/"),
         log=home.log("redis"),
         env=env,

@@ -1,11 +1,11 @@
 """Keeps as many worker and reader programs running as the controller asks for.
 
-The controller stores the wanted numbers, also across restarts, but starts no program itself. A stack reads its status every
-second, starts missing workers, and stops surplus ones once the controller trains without them. So `roostream scale` talks to
-the controller only. A worker that a user stopped stays stopped.
+The controller stores the wanted numbers, also across restarts, but starts no program itself. A stack reads
+its status every second, starts missing workers, and stops surplus ones once the controller trains without
+them. So `roostream scale` talks to the controller only. A worker that a user stopped stays stopped.
 
-Readers come and go with the session that is read and with the time workers wait for input (docs/decisions/0084). Surplus
-readers deliver what they have read, end, and are removed.
+Readers come and go with the session that is read and with the time workers wait for input
+(docs/decisions/0084). Surplus readers deliver what they have read, end, and are removed.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ class ScalingSteps(NamedTuple):
 def worker_steps(
     wanted: int, training: int, state: str, workers: Mapping[int, str], stopped_by_scaling: set[int]
 ) -> ScalingSteps:
-    """Which workers to start and stop, given the controller's wanted number, the size of its incarnation and its state.
+    """Which workers to start and stop, given the controller's wanted number, the size of its incarnation and
+    its state.
 
     Workers that ended because training was on hold start again when the hold is over.
     """

@@ -22,16 +22,17 @@
         stack.stop_program("worker")                   # not restarted; `start(["worker"])` brings it back
         stack.run_to_end("simulate", timeout_s=60)     # for a program that ends by itself: its exit code
 
-Programs: kafka, redis, flink-jm, flink-tm-0…, and those of `infra/program_specs.py`. The words "flink" (job manager and task
-managers), "shards", "workers", "servings" and "all" (everything but simulate) name several. The number of workers and readers
-follows the controller (`infra/scaling.py`). The stack creates the topics when Kafka answers; programs start at the same time
-and wait for them.
+Programs: kafka, redis, flink-jm, flink-tm-0…, and those of `infra/program_specs.py`. The words "flink" (job
+manager and task managers), "shards", "workers", "servings" and "all" (everything but simulate) name several.
+The number of workers and readers follows the controller (`infra/scaling.py`). The stack creates the topics
+when Kafka answers; programs start at the same time and wait for them.
 
-The joiner program gets an environment in which `flink run` works: venv/bin first on PATH, JAVA_HOME, FLINK_HOME, FLINK_CONF_DIR
-and FLINK_LIB_DIR. It submits the job `roostream-joiner` unless one runs, from the restore point in its setting `restore`, which
-the stack sets at each start. It then watches the job, and exits with 1 when the job has failed or disappeared; the supervisor
-starts it again, which submits the job again. SIGTERM leaves the job running: the stack takes the savepoint at shutdown.
-With `engine = "local"` the joiner joins in its own process. Checkpoints are in `{home}/flink/checkpoints`, savepoints in
+The joiner program gets an environment in which `flink run` works: venv/bin first on PATH, JAVA_HOME,
+FLINK_HOME, FLINK_CONF_DIR and FLINK_LIB_DIR. It submits the job `roostream-joiner` unless one runs, from the
+restore point in its setting `restore`, which the stack sets at each start. It then watches the job, and exits
+with 1 when the job has failed or disappeared; the supervisor starts it again, which submits the job again.
+SIGTERM leaves the job running: the stack takes the savepoint at shutdown. With `engine = "local"` the joiner
+joins in its own process. Checkpoints are in `{home}/flink/checkpoints`, savepoints in
 `{home}/flink/savepoints`.
 """
 
@@ -79,7 +80,8 @@ _MAX_COPIES = {WORKER: MAX_WORKERS, READER: 64}
 
 
 class Stack:
-    """One stack in one home folder. Only the methods that read are thread-safe. No process survives `stop`."""
+    """One stack in one home folder. Only the methods that read are thread-safe. No process survives
+    `stop`."""
 
     def __init__(
         self, home: Path | str, options: StackOptions | None = None, *, policy: RestartPolicy | None = None
@@ -91,7 +93,8 @@ class Stack:
         self._opened = self._stopped = False
 
     def open(self) -> Stack:
-        """Check the machine, lock the home, draw ports, and stop leftovers of a killed supervisor. Starts no program.
+        """Check the machine, lock the home, draw ports, and stop leftovers of a killed supervisor. Starts no
+        program.
 
         Raises:
             SetupError: a requirement on the machine is not met, or the home is in use.
@@ -339,9 +342,11 @@ class Stack:
 
 
 def environment(home: Home, java: Path, cluster: Cluster) -> dict[str, str]:
-    """Environment variables of every child. Flink's thread mode runs the first `python3` on PATH, so ours comes first.
+    """Environment variables of every child. Flink's thread mode runs the first `python3` on PATH, so ours
+    comes first.
 
-    Temporary files are in the home: in a folder that users share, one user's files could block another user's stack.
+    Temporary files are in the home: in a folder that users share, one user's files could block another user's
+    stack.
     """
     inherited = {
         k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME", "JAVA_TOOL_OPTIONS")

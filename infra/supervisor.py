@@ -138,11 +138,13 @@ class Supervisor:
         self.close()
 
     def start(self, programs: Sequence[Program]) -> None:
-        """Start these programs, each when the programs before it are ready. Running programs stay as they are."""
+        """Start these programs, each when the programs before it are ready. Running programs stay as they
+        are."""
         self._run_in_thread(self._enqueue, programs)
 
     def stop(self, names: Sequence[str]) -> list[str]:
-        """Stop these programs in parallel, each within its time limit. Returns the names of those that had to be killed."""
+        """Stop these programs in parallel, each within its time limit. Returns the names of those that had to
+        be killed."""
         slots = [self.slots[n] for n in names if n in self.slots]
         self._run_in_thread(self._begin_stop, slots)
         limit_s = max((s.program.stop_timeout_s for s in slots), default=0.0) + 10.0
@@ -240,7 +242,8 @@ class Supervisor:
             self._set(slot, "waiting")
 
     def _predecessors_are_ready(self, slot: Slot, now_s: float) -> bool:
-        """Also true for predecessors that are not started at all or were stopped, and after the longest wait."""
+        """Also true for predecessors that are not started at all or were stopped, and after the longest
+        wait."""
         if now_s - slot.started_by_user_s > slot.program.max_after_wait_s:
             return True
         states = (self.slots[n].state for n in slot.program.after if n in self.slots)

@@ -1,4 +1,5 @@
-"""Models of the benchmarks on shared request features, with the default sizes of roostream/models/config.py."""
+"""Models of the benchmarks on shared request features, with the default sizes of
+roostream/models/config.py."""
 
 from __future__ import annotations
 
@@ -7,7 +8,8 @@ import dataclasses
 from roostream.models.config import HstuConfig, ModelConfig, RankerConfig, TwoTowerConfig
 from roostream.schema.schema import Schema
 
-# Candidates that see each other can't be trained as impressions unless each carries its whole list (G10), so none do.
+# Candidates that see each other can't be trained as impressions unless each carries its whole list (G10), so
+# none do.
 ARCHITECTURES: dict[str, ModelConfig] = {
     "retrieval": TwoTowerConfig(stage="retrieval", history="hstu"),
     "early": TwoTowerConfig(stage="ranking", history="hstu"),

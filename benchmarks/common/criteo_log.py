@@ -1,6 +1,8 @@
-"""Logs for the selection benchmarks: Criteo's sample in six parts, and a generated log for machines without it.
+"""Logs for the selection benchmarks: Criteo's sample in six parts, and a generated log for machines without
+it.
 
-Criteo: 6 parts of 10,000 impressions, 13 floats, 26 ids, a click in 3.2 %. Each impression is a request with one candidate.
+Criteo: 6 parts of 10,000 impressions, 13 floats, 26 ids, a click in 3.2 %. Each impression is a request with
+one candidate.
 """
 
 from __future__ import annotations
@@ -47,8 +49,8 @@ def schema() -> Schema:
 
 @functools.cache
 def part(number: int, *, criteo: bool, most: int | None = None) -> tuple[Record, ...]:
-    """A part's first `most` impressions (None: all) as samples, each its own request; ids are drawn by their place, so every run
-    has the same, and the first makes them for all."""
+    """A part's first `most` impressions (None: all) as samples, each its own request; ids are drawn by their
+    place, so every run has the same, and the first makes them for all."""
     name = f"selection-{'criteo' if criteo else 'drawn'}-{number}-{most or 'all'}"
     made = cached_bytes(name, lambda: msgspec.msgpack.encode(_messages(number, criteo=criteo, most=most)))
     first = number * 1_000_000

@@ -1,4 +1,5 @@
-"""TorchRec's DLRM for a schema whose tables have one width: a custom model file that worker and serving load."""
+"""TorchRec's DLRM for a schema whose tables have one width: a custom model file that worker and serving
+load."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A shard process of placement-exchange: `python -m benchmarks.common.exchange_shard JSON`, [index, shards, shape]."""
+"""A shard process of placement-exchange: `python -m benchmarks.common.exchange_shard JSON`, [index, shards,
+shape]."""
 
 from __future__ import annotations
 

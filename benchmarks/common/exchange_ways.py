@@ -1,7 +1,8 @@
-"""Ways to exchange rows between workers that own them. Each does the same work: pooled sums in the forward pass, and one row-wise
-Adagrad step with the gradients of all workers in the backward pass.
+"""Ways to exchange rows between workers that own them. Each does the same work: pooled sums in the forward
+pass, and one row-wise Adagrad step with the gradients of all workers in the backward pass.
 
-Letters: W workers, T tables (each with one feature), E examples of a worker, L ids of a batch, U unique ones, D width.
+Letters: W workers, T tables (each with one feature), E examples of a worker, L ids of a batch, U unique ones,
+D width.
 """
 
 from __future__ import annotations
@@ -190,7 +191,8 @@ class PlainExchange:
 
 
 class TorchRecSharded:
-    """TorchRec's sharded collection with FBGEMM's fused row-wise Adagrad, by a plan that is written by hand."""
+    """TorchRec's sharded collection with FBGEMM's fused row-wise Adagrad, by a plan that is written by
+    hand."""
 
     sent_bytes = 0
 

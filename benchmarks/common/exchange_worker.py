@@ -1,7 +1,7 @@
 """A worker process of placement-exchange: `python -m benchmarks.common.exchange_worker JSON`.
 
-It prints its address and reads the address of worker 0. Then it reads lines with a way, a shape, a number of steps and the shards'
-addresses, runs the steps together with the other workers, and prints the times.
+It prints its address and reads the address of worker 0. Then it reads lines with a way, a shape, a number of
+steps and the shards' addresses, runs the steps together with the other workers, and prints the times.
 """
 
 from __future__ import annotations

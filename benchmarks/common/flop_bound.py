@@ -1,9 +1,9 @@
 """Upper bound of the gain from computing the request side once, from the measured costs of both sides.
 
-With R requests of K candidates each and B = R K impressions a batch, a step takes c + R a + B b: a of a request's side, b of a
-candidate's, c of neither. Three kinds of batches of the same requests tell all three: whole ones, a quarter as many impressions
-with a request each, and a single impression. No step on a batch of impressions is among them: what one takes is compared with a
-forecast.
+With R requests of K candidates each and B = R K impressions a batch, a step takes c + R a + B b: a of a
+request's side, b of a candidate's, c of neither. Three kinds of batches of the same requests tell all three:
+whole ones, a quarter as many impressions with a request each, and a single impression. No step on a batch of
+impressions is among them: what one takes is compared with a forecast.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ def sides(whole: SubjectResult, first: SubjectResult, one: SubjectResult) -> Sid
 
 
 def derived(told: Mapping[str, SubjectResult]) -> Mapping[str, float]:
-    """Of a row's subjects in one run: FLOPs saved, and where the sides were timed, their costs, the bound, and how near to it."""
+    """Of a row's subjects in one run: FLOPs saved, and where the sides were timed, their costs, the bound,
+    and how near to it."""
     whole, apart = told["requests"], told["impressions"]
     out = {"FLOPs: impressions / requests": apart.figures[FLOP] / whole.figures[FLOP]}
     if "first of each" in told:

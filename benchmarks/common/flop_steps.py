@@ -1,4 +1,5 @@
-"""Savings of each of RecD's steps, derived from the figures of a row's subjects. Imports no torch, because a declaration uses it."""
+"""Savings of each of RecD's steps, derived from the figures of a row's subjects. Imports no torch, because a
+declaration uses it."""
 
 from __future__ import annotations
 

@@ -72,7 +72,8 @@ def _clicks(rng: random.Random) -> int:
 
 
 class Maker:
-    """Makes single events. Feature blocks come from a few that are encoded once: the joiner copies them without a look."""
+    """Makes single events. Feature blocks come from a few that are encoded once: the joiner copies them
+    without a look."""
 
     def __init__(self, schema: Schema, seed: int = 0) -> None:
         self.schema = schema

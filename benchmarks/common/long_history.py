@@ -1,4 +1,5 @@
-"""One HSTU layer over a long history: all targets of a request share the history, or each target has its own copy."""
+"""One HSTU layer over a long history: all targets of a request share the history, or each target has its own
+copy."""
 
 from __future__ import annotations
 

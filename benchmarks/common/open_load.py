@@ -1,7 +1,7 @@
 """Open-loop load generator: sends each request when it is due, whether or not earlier requests were answered.
 
-One thread with epoll and pre-encoded requests, which reads only the status of a response: about 30 µs per request. Latencies are
-measured from the due time, not from the time of sending.
+One thread with epoll and pre-encoded requests, which reads only the status of a response: about 30 µs per
+request. Latencies are measured from the due time, not from the time of sending.
 """
 
 from __future__ import annotations
@@ -42,8 +42,9 @@ class _Line:
 
 
 class Clients:
-    """Connections are kept and used again until an answer says that it is their last; more are opened when all are busy, up to
-    `most`. Nothing is tried twice. With `keeps_bodies` answers have what they said. Close it to close them."""
+    """Connections are kept and used again until an answer says that it is their last; more are opened when
+    all are busy, up to `most`. Nothing is tried twice. With `keeps_bodies` answers have what they said. Close
+    it to close them."""
 
     def __init__(
         self, address: tuple[str, int], requests: Sequence[bytes], most: int, keeps_bodies: bool = False
@@ -55,8 +56,8 @@ class Clients:
         self._sent = 0
 
     def open_loop(self, due_s: Sequence[float]) -> list[Answered]:
-        """Send a request at each of these times (s from now, ascending); returns when all are answered, or none came for long.
-        A request for which no connection is free is not sent: status 0."""
+        """Send a request at each of these times (s from now, ascending); returns when all are answered, or
+        none came for long. A request for which no connection is free is not sent: status 0."""
         began_s, out, k = time.perf_counter(), [], 0
         while k < len(due_s) or self._busy:
             now_s = time.perf_counter() - began_s
@@ -111,7 +112,8 @@ class Clients:
         return True
 
     def _open(self) -> _Line | None:
-        """Blocking: a request fits into the socket's buffer, and answers are read when something came. None: nobody listens."""
+        """Blocking: a request fits into the socket's buffer, and answers are read when something came. None:
+        nobody listens."""
         try:
             line = _Line(socket.create_connection(self.address, timeout=_PATIENCE_S))
         except OSError:

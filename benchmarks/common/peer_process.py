@@ -1,4 +1,5 @@
-"""Helper processes of benchmarks: each is started as a module, prints its address, and runs until its stdin ends."""
+"""Helper processes of benchmarks: each is started as a module, prints its address, and runs until its stdin
+ends."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Our ranker behind other servers, written as in their tutorials: FastAPI with Pydantic, and LitServe.
 
-Started as a module with the server's name, it prints its address and ends with its stdin. Pydantic parses a request, and our scoring
-service scores it; there is no feature log, no admission control and no limit.
+Started as a module with the server's name, it prints its address and ends with its stdin. Pydantic parses a
+request, and our scoring service scores it; there is no feature log, no admission control and no limit.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Subjects of the placement benchmarks: the planner at large sizes, the simulator against sampled batches, the cost of a profile."""
+"""Subjects of the placement benchmarks: the planner at large sizes, the simulator against sampled batches,
+the cost of a profile."""
 
 from __future__ import annotations
 
@@ -24,8 +25,8 @@ _DRAWS, _IDS = 20, 4096
 
 @contextlib.contextmanager
 def planned(num_tables: int, owners: int, seed: int) -> Iterator[Work]:
-    """A plan from true statistics, candidates given. Figures: its step and imbalance against the bound, where pieces of a table
-    are even and where rows are as often asked for as Zipf says."""
+    """A plan from true statistics, candidates given. Figures: its step and imbalance against the bound, where
+    pieces of a table are even and where rows are as often asked for as Zipf says."""
     mix = draw_mix(num_tables, seed)
     tables = [
         PlannedTable(
@@ -77,7 +78,8 @@ def loaded(num_tables: int, owners: int, way: Strategy, seed: int) -> Iterator[W
 
 @contextlib.contextmanager
 def foretold(seed: int) -> Iterator[Work]:
-    """Expected unique rows, over tables within the ranges that can be drawn. Figures: beside draws of them."""
+    """Expected unique rows, over tables within the ranges that can be drawn. Figures: beside draws of
+    them."""
     tables = _tables(seed)
     expected: list[float] = []
 
@@ -117,8 +119,9 @@ def _drawn(table: DrawnTable, ids: int, random: np.random.Generator) -> float:
 
 @contextlib.contextmanager
 def foreseen(batch: int, most: int) -> Iterator[Work]:
-    """Unique rows a batch of Criteo's second three parts, from a profile of four batches of its first three; `most`: impressions
-    of a part. Figures: beside what all batches of the second three ask for, over tables."""
+    """Unique rows a batch of Criteo's second three parts, from a profile of four batches of its first three;
+    `most`: impressions of a part. Figures: beside what all batches of the second three ask for, over
+    tables."""
     first, second = (
         [_looked_up(records) for records in _batches(parts, batch, most)] for parts in ((0, 1, 2), (3, 4, 5))
     )

@@ -92,7 +92,8 @@ def _time_ms(text: str) -> int:
 
 
 def samples_of(name: str, users: int, history: int) -> tuple[Schema, list[Record]]:
-    """`name`: EB-NeRD or MIND, whose users and histories are what they are. Made once for all runs of a question."""
+    """`name`: EB-NeRD or MIND, whose users and histories are what they are. Made once for all runs of a
+    question."""
     schema = ebnerd_schema(history) if name == "EB-NeRD" else mind_schema()
     make = functools.partial(ebnerd_samples, users, history) if name == "EB-NeRD" else mind_samples
     return schema, _unpacked(cached_bytes(f"{name}-{history}-{users}", lambda: _packed(make()[1])))
@@ -126,8 +127,8 @@ def mind_samples() -> tuple[Schema, list[Record]]:
 
 
 def ebnerd_users(users: int, history: int) -> tuple[Batch, list[Record]]:
-    """All requests of EB-NeRD's first so many users, in time order, with histories of up to `history` clicks; and what serving
-    would have logged of them."""
+    """All requests of EB-NeRD's first so many users, in time order, with histories of up to `history` clicks;
+    and what serving would have logged of them."""
     logged: list[Record] = []
     schema, samples = ebnerd_samples(users, history, logged)
     return Decoder(schema, {schema.fingerprint: schema}.get).decode(samples)[0], logged

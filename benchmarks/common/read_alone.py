@@ -1,4 +1,5 @@
-"""Throughput of a worker's input without training: batches of the same samples from warehouse files and from Kafka."""
+"""Throughput of a worker's input without training: batches of the same samples from warehouse files and from
+Kafka."""
 
 from __future__ import annotations
 

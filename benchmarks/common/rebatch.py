@@ -1,7 +1,7 @@
 """The impression-level twin of batches: what training costs without request-level samples (ROO paper §2.1.3).
 
-`Batch.expand` makes every candidate a request of its own, with all that its request has; `Rebatcher` cuts the result into batches
-of a constant number of impressions, as the paper's adapter and the trainer behind it do.
+`Batch.expand` makes every candidate a request of its own, with all that its request has; `Rebatcher` cuts the
+result into batches of a constant number of impressions, as the paper's adapter and the trainer behind it do.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ class Rebatcher:
 
 
 def cut(batch: Batch, size: int) -> list[Batch]:
-    """Batches of whole requests with `size` impressions, or as many as is nearest; a rest below half of that is left out."""
+    """Batches of whole requests with `size` impressions, or as many as is nearest; a rest below half of that
+    is left out."""
     ends_R = np.cumsum(batch.num_candidates_R, dtype=np.int64)
     wanted = np.minimum(size * np.arange(1, round(batch.num_candidates / size) + 1), batch.num_candidates)
     over = np.searchsorted(ends_R, wanted)

@@ -14,7 +14,8 @@ from roostream.wire.dedup import group_impressions
 
 
 class Arrival(NamedTuple):
-    """What arrives, and the batches that are trained. What it takes to make one of the other is a part of the step."""
+    """What arrives, and the batches that are trained. What it takes to make one of the other is a part of the
+    step."""
 
     arriving: Sequence[Batch]
     trained: Iterator[Batch]
@@ -26,7 +27,8 @@ def requests(pool: Sequence[Batch], size: int) -> Arrival:
 
 
 def first_of_each(pool: Sequence[Batch], size: int) -> Arrival:
-    """A quarter of a batch of requests of which only the first candidate was shown; where they are fewer, they come again."""
+    """A quarter of a batch of requests of which only the first candidate was shown; where they are fewer,
+    they come again."""
     whole = concatenate(pool)
     first_R = whole.num_candidates_R.cumsum() - whole.num_candidates_R
     firsts = [whole.expand().take_requests(first_R[np.arange(max(size // 4, 2)) % len(first_R)])]
@@ -51,7 +53,8 @@ def impressions(pool: Sequence[Batch], size: int) -> Arrival:
 
 
 def recd(pool: Sequence[Batch], size: int) -> Arrival:
-    """Impressions of a clustered log: those of a request next to each other. Made deduplicated tensors in the step."""
+    """Impressions of a clustered log: those of a request next to each other. Made deduplicated tensors in the
+    step."""
     twins = cut(concatenate(pool).expand(), size)
     return Arrival(twins, map(group_impressions, itertools.cycle(twins)))
 

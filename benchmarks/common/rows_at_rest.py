@@ -52,8 +52,8 @@ def without_counters(its: Log) -> Log:
 
 
 def ordered(its: Log, rows: str, order: str) -> Iterator[Batch]:
-    """Row group by row group. `rows`: requests or impressions. `order`: time, user, day: by user within the day, or mixed:
-    shuffled within each hour, as dense traffic interleaves what users do."""
+    """Row group by row group. `rows`: requests or impressions. `order`: time, user, day: by user within the
+    day, or mixed: shuffled within each hour, as dense traffic interleaves what users do."""
     batch = its.batch
     user_R = batch.ro_lists.values_of("user")
     time_R = batch.time_ms_R
@@ -79,7 +79,8 @@ def _pieces(at: np.ndarray, size: int) -> list[np.ndarray]:
 
 
 def written(pieces: Iterator[Batch], schema: Schema, encoding: str = "ours") -> bytes:
-    """The file: a row group a piece. `encoding`: ours, or what pyarrow takes by itself (dictionaries for all)."""
+    """The file: a row group a piece. `encoding`: ours, or what pyarrow takes by itself (dictionaries for
+    all)."""
     chosen = column_types(schema)
     names = parquet_file.ordered(chosen)
     options: dict[str, Any] = parquet_file.writer_options(chosen)
@@ -102,7 +103,8 @@ def file_of(its: Log, key: tuple[str, int, int], rows: str, order: str) -> bytes
 
 
 def sampled(schema: Schema, share: float) -> frozenset[str]:
-    """So many of the features, the same for the same share; at a tenth without lists of requests, which are most of the bytes."""
+    """So many of the features, the same for the same share; at a tenth without lists of requests, which are
+    most of the bytes."""
     features = [
         f.name for f in (*schema.ro, *schema.nro) if share > 0.15 or not (f.is_list and f in schema.ro)
     ]

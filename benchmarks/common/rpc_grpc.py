@@ -1,4 +1,5 @@
-"""Peer of the rpc benchmark: unary gRPC calls with raw bytes, without protobuf. Runs in the environment `grpcio`."""
+"""Peer of the rpc benchmark: unary gRPC calls with raw bytes, without protobuf. Runs in the environment
+`grpcio`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Limit of the rpc benchmark: the same bytes over a loopback socket with an 8-byte length. Standard library only."""
+"""Limit of the rpc benchmark: the same bytes over a loopback socket with an 8-byte length. Standard library
+only."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ def small() -> Iterator[Work]:
 
 
 def _memory(num_bytes: int) -> memoryview:
-    """Written once, in large pages where the system has them, as numpy's arrays are: copying is faster then."""
+    """Written once, in large pages where the system has them, as numpy's arrays are: copying is faster
+    then."""
     memory = mmap.mmap(-1, max(num_bytes, mmap.PAGESIZE), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE)
     view = memoryview(memory)

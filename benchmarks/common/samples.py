@@ -97,8 +97,8 @@ def sample(schema: Schema, number: int, *, candidates: int, history: int = 30) -
 def sample_records(
     schema: Schema, count: int, *, candidates: int | Sequence[int], history: int = 30
 ) -> list[Record]:
-    """`count` samples as the samples topic has them, in four partitions. `candidates`: of each, or of one after another, again
-    and again."""
+    """`count` samples as the samples topic has them, in four partitions. `candidates`: of each, or of one
+    after another, again and again."""
     lists = [candidates] if isinstance(candidates, int) else candidates
     values = [
         wire.encode(wire.SAMPLE, sample(schema, n, candidates=lists[n % len(lists)], history=history))

@@ -24,8 +24,8 @@ _AT = (("samples", 0),)
 def build_loop(
     schema: Schema, records: list[Record], model: RankerConfig, settings: Mapping[str, Any], rows: Rows
 ) -> TrainLoop:
-    """`records`: of one partition, offsets from 0; `settings`: as in a worker's TOML, `batch_requests` among them, which batches
-    have from the first on."""
+    """`records`: of one partition, offsets from 0; `settings`: as in a worker's TOML, `batch_requests` among
+    them, which batches have from the first on."""
     given = {"first_batch_requests": settings["batch_requests"], "dedupe_horizon_ms": 1 << 40, **settings}
     clock = SystemClock()
     source = RecordSource(

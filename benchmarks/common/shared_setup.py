@@ -10,7 +10,8 @@ T = TypeVar("T")
 
 
 class SharedSetup(Generic[T]):
-    """`make` returns a context manager of the set-up. Subjects that are open at the same time pass equal arguments."""
+    """`make` returns a context manager of the set-up. Subjects that are open at the same time pass equal
+    arguments."""
 
     def __init__(self, make: Callable[..., contextlib.AbstractContextManager[T]]) -> None:
         self._make = make

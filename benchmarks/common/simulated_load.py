@@ -1,10 +1,12 @@
 """Expected loads of placement strategies over many devices, for sampled sets of tables; needs no devices.
 
-A requester's batch asks a table for b · v ids of Zipf frequencies f; the rows that it expects are Σ 1 - (1 - f)^(b·v): the head
-row by row, the tail in bins of equal ratio. An owner's load is the sum over requesters. Against drawn batches the formula was
-within 2 % (placement-load); of a log it says something with that log's frequencies. Times follow from assumed constants.
+A requester's batch asks a table for b · v ids of Zipf frequencies f; the rows that it expects are Σ 1 - (1 -
+f)^(b·v): the head row by row, the tail in bins of equal ratio. An owner's load is the sum over requesters.
+Against drawn batches the formula was within 2 % (placement-load); of a log it says something with that log's
+frequencies. Times follow from assumed constants.
 
-Mixes lie in the ranges of Kurian et al., §VII: 64 to 300 M rows, dim 1 to 380, valency 1 to 230; their distribution is ours.
+Mixes lie in the ranges of Kurian et al., §VII: 64 to 300 M rows, dim 1 to 380, valency 1 to 230; their
+distribution is ours.
 
 Letters: T tables, N owners, H head rows.
 """
@@ -58,7 +60,8 @@ def draw_mix(num_tables: int, seed: int) -> list[DrawnTable]:
 
 
 def expected_rows(table: DrawnTable, ids: float) -> tuple[np.ndarray, float]:
-    """(float64 [H], number): of one requester's `ids` ids, how often each head row is asked for, and how many of the tail."""
+    """(float64 [H], number): of one requester's `ids` ids, how often each head row is asked for, and how many
+    of the tail."""
     head = min(HEAD, table.rows)
     weight_H = np.arange(1, head + 1, dtype=np.float64) ** -table.exponent
     edges = np.unique(np.geomspace(head + 1, max(table.rows + 1, head + 1), BINS + 1).astype(np.int64))
@@ -77,7 +80,8 @@ def uniques(table: DrawnTable, ids: float) -> float:
 
 
 def row_loads(table: DrawnTable, ids: float, owners: int, way: Strategy, first: int = 0) -> np.ndarray:
-    """float64 [N]: unique rows that one requester asks of each owner when rows are dealt out; the tail is even."""
+    """float64 [N]: unique rows that one requester asks of each owner when rows are dealt out; the tail is
+    even."""
     head_H, tail = expected_rows(table, ids)
     at_H = np.arange(len(head_H))
     if way == "row hash":
@@ -90,7 +94,8 @@ def row_loads(table: DrawnTable, ids: float, owners: int, way: Strategy, first: 
 def simulate(
     mix: list[DrawnTable], owners: int, batch: int, way: Strategy, costs: CostModel | None = None
 ) -> dict[str, float]:
-    """`imbalance` of bytes, `step_s` (predicted) of one way to place all tables; hybrid: the planner's, from true statistics."""
+    """`imbalance` of bytes, `step_s` (predicted) of one way to place all tables; hybrid: the planner's, from
+    true statistics."""
     costs = costs or CostModel()
     tables = [_placed(table, batch) for table in mix]
     time_N, bytes_N = np.zeros(owners), np.zeros(owners)
@@ -131,7 +136,8 @@ def _placed(table: DrawnTable, batch: int) -> PlannedTable:
 def _add(
     time_N: np.ndarray, bytes_N: np.ndarray, table: PlannedTable, asked_N: np.ndarray, costs: CostModel
 ) -> None:
-    """What one table's share at each owner costs; `asked_N`: uniques of one requester, and all owners request."""
+    """What one table's share at each owner costs; `asked_N`: uniques of one requester, and all owners
+    request."""
     total = float(asked_N.sum())
     used = np.flatnonzero(asked_N)
     for owner in used.tolist():

@@ -1,6 +1,7 @@
 """A worker process of the workers benchmark: `python -m benchmarks.common.train_worker JSON`.
 
-It prints its rendezvous address. Then it reads lines with a number of steps, runs the steps, and prints their times.
+It prints its rendezvous address. Then it reads lines with a number of steps, runs the steps, and prints their
+times.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""A stack with Kafka, shards, a controller and a worker, fed with endless samples; without joiner, features and serving."""
+"""A stack with Kafka, shards, a controller and a worker, fed with endless samples; without joiner, features
+and serving."""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ _LOADER = 63  # a worker's number that no worker has, nor any above
 
 
 class Feed:
-    """Writes samples that close now, `rate` a second, as long as no more than `ahead` lie before what is committed."""
+    """Writes samples that close now, `rate` a second, as long as no more than `ahead` lie before what is
+    committed."""
 
     def __init__(self, stack: Stack, rate: float, ahead: int = 60_000, kinds: int = 512) -> None:
         self.stack, self.rate, self.ahead = stack, rate, ahead
@@ -171,8 +173,8 @@ class Trainer:
         return child
 
     def hold(self, count: int) -> None:
-        """Touch rows 1 to `count` of the items: they are there, and changed since the last commit; from the beginning again where
-        everyone is restored meanwhile."""
+        """Touch rows 1 to `count` of the items: they are there, and changed since the last commit; from the
+        beginning again where everyone is restored meanwhile."""
         for left in reversed(range(_HOLD_TRIES)):
             try:
                 return self._hold(count)
@@ -222,7 +224,8 @@ class Trainer:
             self._auditor.close()
 
     def uncommitted(self, seconds: float) -> Manifest:
-        """Commit, and train on for so long; the commit, to which everyone goes back who is interrupted now."""
+        """Commit, and train on for so long; the commit, to which everyone goes back who is interrupted
+        now."""
         self.commit()
         ends_s = time.monotonic() + seconds
         until(
@@ -291,8 +294,8 @@ def ended(child: Child, timeout_s: float) -> tuple[float, int]:
 def training_stack(
     rate: float, rows: int, warm_requests: int, interval_ms: int = 10_000
 ) -> Iterator[Trainer]:
-    """A stack that trains `rate` requests a second at most, and holds `rows` rows beside those of its samples; it has trained so
-    many requests. `interval_ms`: between commits, the default's."""
+    """A stack that trains `rate` requests a second at most, and holds `rows` rows beside those of its
+    samples; it has trained so many requests. `interval_ms`: between commits, the default's."""
     with tempfile.TemporaryDirectory(prefix="roostream-bench-", ignore_cleanup_errors=True) as folder:
         options = StackOptions(overrides={"controller": {"commit_interval_ms": interval_ms}})
         with Stack(Path(folder) / "home", options, policy=_EACH_ALONE) as stack:

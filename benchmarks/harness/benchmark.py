@@ -1,7 +1,7 @@
 """What a benchmark declares: rows of subjects that are timed side by side. Standard library only.
 
-A subject names a function, `"module:function"`. It is called in a fresh process (`subject_runner.py`) and returns a context
-manager of `Work`. Whatever the context manager does is set-up and is not timed.
+A subject names a function, `"module:function"`. It is called in a fresh process (`subject_runner.py`) and
+returns a context manager of `Work`. Whatever the context manager does is set-up and is not timed.
 """
 
 from __future__ import annotations

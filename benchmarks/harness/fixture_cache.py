@@ -1,6 +1,7 @@
 """On-disk cache of set-up data shared by the runs of one benchmark.
 
-`roostream bench` gives each environment a folder for the time of a benchmark. Only set-up data goes there, nothing that is timed.
+`roostream bench` gives each environment a folder for the time of a benchmark. Only set-up data goes there,
+nothing that is timed.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ FOLDER = "BENCH_FIXTURES"
 
 
 def cached_bytes(name: str, make: Callable[[], bytes]) -> bytes:
-    """The result of `make`, from this run or an earlier one. `name` is a file name, unique within the benchmark."""
+    """The result of `make`, from this run or an earlier one. `name` is a file name, unique within the
+    benchmark."""
     folder = os.environ.get(FOLDER)
     if not folder:
         return make()

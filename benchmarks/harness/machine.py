@@ -53,6 +53,7 @@ def _search(path: Path, pattern: str) -> str:
 
 
 def no_device(nodes: Path = Path("/dev")) -> str:
-    """Why rows that need a CUDA device can't run here, judged by the driver's device nodes without importing torch; "" = they can."""
+    """Why rows that need a CUDA device can't run here, judged by the driver's device nodes without importing
+    torch; "" = they can."""
     has_device = any(nodes.glob("nvidia[0-9]*")) or (nodes / "dxg").exists()
     return "" if has_device else "this machine shows no CUDA device"

@@ -46,7 +46,8 @@ def is_made(path: Path) -> bool:
 
 
 def page(benchmark: Benchmark, results: Sequence[Mapping[str, Any]]) -> str:
-    """Summary, interpretation, then each result with hardware, commit, command and tables; newest result last."""
+    """Summary, interpretation, then each result with hardware, commit, command and tables; newest result
+    last."""
     parts = [MADE, f"# {benchmark.name}", benchmark.summary, "## What it means", benchmark.interpretation]
     for result in sorted(results, key=lambda r: (r["taken"], r["commit"]["describe"])):
         parts += [f"## Taken {result['taken']} at {commit_of(result)}", _circumstances(result)]
@@ -78,8 +79,8 @@ def _circumstances(result: Mapping[str, Any]) -> str:
 
 
 def table(row: Mapping[str, Any]) -> str:
-    """Markdown: a line a subject, its figure and spread over the runs, and how its speed compares with the first one's
-    (what was before, with what is now)."""
+    """Markdown: a line a subject, its figure and spread over the runs, and how its speed compares with the
+    first one's (what was before, with what is now)."""
     if "skipped" in row:
         return f"Not asked: {row['skipped']}."
     unit, rate = row["unit"], row["shows"] == "rate"
@@ -121,8 +122,8 @@ def table(row: Mapping[str, Any]) -> str:
 
 
 def _figures(row: Mapping[str, Any]) -> list[str]:
-    """A second table where the subjects gave other figures: a line a subject, medians with least .. most. Empty: that subject
-    hasn't got it."""
+    """A second table where the subjects gave other figures: a line a subject, medians with least .. most.
+    Empty: that subject hasn't got it."""
     told = [subject for subject in row["subjects"] if "figures" in subject]
     if not told:
         return []

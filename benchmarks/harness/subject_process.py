@@ -1,7 +1,8 @@
-"""Starts subject runners: in the project's environment, in pinned environments of peers, and in trees of other commits.
+"""Starts subject runners: in the project's environment, in pinned environments of peers, and in trees of
+other commits.
 
-The environment of a peer is created under .tools/peers/NAME when a benchmark first needs it, from the pinned and hashed
-benchmarks/environments/NAME.txt. A peer is never a dependency of the project.
+The environment of a peer is created under .tools/peers/NAME when a benchmark first needs it, from the pinned
+and hashed benchmarks/environments/NAME.txt. A peer is never a dependency of the project.
 """
 
 from __future__ import annotations
@@ -122,7 +123,8 @@ class SubjectProcess:
     """The calls of `SubjectRunner`, answered by a process."""
 
     def __init__(self, interpreter: Interpreter, fixtures: str = "") -> None:
-        """`made`: the folder for what is the same in every run (benchmarks/harness/fixture_cache.py); "" = none."""
+        """`made`: the folder for what is the same in every run (benchmarks/harness/fixture_cache.py); "" =
+        none."""
         environ = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "VIRTUAL_ENV"))}
         self._process = subprocess.Popen(
             [interpreter.python, "-m", "benchmarks.harness.subject_runner"],

@@ -1,7 +1,7 @@
 """The process that opens subjects and times a slice of one on request.
 
-Standard library only, because it also runs in the environments of peers. The protocol is JSON, one line per call:
-`{"call": "open", …}` → `{"value": …}` or `{"error": "…"}`. The output of subjects goes to stderr.
+Standard library only, because it also runs in the environments of peers. The protocol is JSON, one line per
+call: `{"call": "open", …}` → `{"value": …}` or `{"error": "…"}`. The output of subjects goes to stderr.
 """
 
 from __future__ import annotations

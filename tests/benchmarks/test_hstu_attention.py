@@ -1,4 +1,5 @@
-"""Attention's subjects do the same work: our kernels in Triton's interpreter, and FlexAttention the same mask and biases."""
+"""Attention's subjects do the same work: our kernels in Triton's interpreter, and FlexAttention the same mask
+and biases."""
 
 from __future__ import annotations
 

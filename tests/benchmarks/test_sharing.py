@@ -1,4 +1,5 @@
-"""Requests, the impressions made of them, and deduplicated tensors made of those: the same learning, counted and bounded."""
+"""Requests, the impressions made of them, and deduplicated tensors made of those: the same learning, counted
+and bounded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Alert rules and the dashboard: promtool runs their tests, and every metric that they name is exported by some program."""
+"""Alert rules and the dashboard: promtool runs their tests, and every metric that they name is exported by
+some program."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Kafka, Redis and Flink as the stack runs them: started, killed, stopped, and started again on other ports."""
+"""Kafka, Redis and Flink as the stack runs them: started, killed, stopped, and started again on other
+ports."""
 
 from __future__ import annotations
 
@@ -70,7 +71,8 @@ def test_services_survive_kills_and_data_survives_a_restart_on_other_ports(tmp_p
 def test_a_stack_works_without_write_access_to_the_shared_temporary_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a second user of a machine meets whose first user's client left a folder there. Flags of our own win over these."""
+    """What a second user of a machine meets whose first user's client left a folder there. Flags of our own
+    win over these."""
     monkeypatch.setenv("TMPDIR", "/dev/null/tmp")
     monkeypatch.setenv("JDK_JAVA_OPTIONS", "-Djava.io.tmpdir=/dev/null/tmp")
     with Stack(tmp_path / "home") as stack:

@@ -1,4 +1,5 @@
-"""The table of programs: every program accepts the TOML file that the stack writes for it, and stops in order."""
+"""The table of programs: every program accepts the TOML file that the stack writes for it, and stops in
+order."""
 
 from __future__ import annotations
 

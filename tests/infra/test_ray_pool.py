@@ -1,4 +1,5 @@
-"""So many copies on a cluster as are wanted: what is asked of Ray, against a stand-in (a real one: test_ray_readers.py)."""
+"""So many copies on a cluster as are wanted: what is asked of Ray, against a stand-in (a real one:
+test_ray_readers.py)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Units for machines without an orchestrator: one a program, as systemd reads them, with the limits that programs keep."""
+"""Units for machines without an orchestrator: one a program, as systemd reads them, with the limits that
+programs keep."""
 
 from __future__ import annotations
 

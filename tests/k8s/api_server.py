@@ -1,4 +1,5 @@
-"""A real API server on loopback, with etcd, the controllers and the scheduler behind it; no container is started anywhere."""
+"""A real API server on loopback, with etcd, the controllers and the scheduler behind it; no container is
+started anywhere."""
 
 from __future__ import annotations
 
@@ -82,7 +83,8 @@ class ApiServer:
         return done
 
     def call(self, method: str, path: str, body: object = None) -> dict[str, Any]:
-        """One request without a process for it. A PATCH is a merge. Raises urllib.error.HTTPError: the server's own refusals."""
+        """One request without a process for it. A PATCH is a merge. Raises urllib.error.HTTPError: the
+        server's own refusals."""
         headers = {"Authorization": f"Bearer {TOKEN}", "Content-Type": "application/json"}
         if method == "PATCH":
             headers["Content-Type"] = "application/merge-patch+json"

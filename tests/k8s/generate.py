@@ -1,8 +1,8 @@
-"""What is said elsewhere in the project, once more in the form that operators of Kubernetes read. `python -m tests.k8s.generate`
-writes the files; `test_generated_files.py` compares them with what it would write.
+"""What is said elsewhere in the project, once more in the form that operators of Kubernetes read. `python -m
+tests.k8s.generate` writes the files; `test_generated_files.py` compares them with what it would write.
 
-`roostream/runtime/kafka/topics.py` → kafka/topics.yaml · RIGHTS below → kafka/users.yaml · infra/alerts → monitoring/alerts.yaml
-requirements-dev.lock → infra/image/requirements.txt
+`roostream/runtime/kafka/topics.py` → kafka/topics.yaml · RIGHTS below → kafka/users.yaml · infra/alerts →
+monitoring/alerts.yaml requirements-dev.lock → infra/image/requirements.txt
 """
 
 from __future__ import annotations
@@ -141,9 +141,9 @@ def contents() -> dict[Path, str]:
 
 
 def locked_for_images() -> str:
-    """The entries of requirements-dev.lock that programs need: what the project lists with all of its extras but `NOT_IN_IMAGES`, and
-    what that needs in this environment, which is the locked one. Its build's requirements too, since images install the project
-    by them."""
+    """The entries of requirements-dev.lock that programs need: what the project lists with all of its extras
+    but `NOT_IN_IMAGES`, and what that needs in this environment, which is the locked one. Its build's
+    requirements too, since images install the project by them."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     wanted = [*project["build-system"]["requires"], *project["project"]["dependencies"]]
     extras = project["project"]["optional-dependencies"]

@@ -96,7 +96,8 @@ def own_folder(folder: Path) -> tuple[dict[str, Any], ...]:
 
 
 def copy_prod(folder: Path) -> None:
-    """A folder of a user's own, as the page of a cluster says to make one: copies of three files; one names this checkout."""
+    """A folder of a user's own, as the page of a cluster says to make one: copies of three files; one names
+    this checkout."""
     for file in (K8S / "overlays/prod").iterdir():
         shutil.copy(file, folder)
     kustomization = folder / "kustomization.yaml"

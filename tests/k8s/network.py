@@ -1,5 +1,5 @@
-"""What NetworkPolicies allow, computed as Kubernetes defines it: a connection needs leave on both sides, and a side that no
-policy selects gives it to everybody."""
+"""What NetworkPolicies allow, computed as Kubernetes defines it: a connection needs leave on both sides, and
+a side that no policy selects gives it to everybody."""
 
 from __future__ import annotations
 

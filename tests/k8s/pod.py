@@ -1,7 +1,8 @@
 """A container as a kubelet starts it, on this machine: arguments, environment, mounted files and folders.
 
-What differs: the three folders that manifests mount below are looked for in a folder of the test (`/etc/roostream` →
-`FOLDER/etc/roostream`), ports are drawn, and names of services lead to wherever the test says.
+What differs: the three folders that manifests mount below are looked for in a folder of the test
+(`/etc/roostream` → `FOLDER/etc/roostream`), ports are drawn, and names of services lead to wherever the test
+says.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ class Started:
 
 @dataclasses.dataclass(frozen=True)
 class Kubelet:
-    """`secrets`: name → file → contents, as operators and people make them; `instead`: texts that are others on this machine."""
+    """`secrets`: name → file → contents, as operators and people make them; `instead`: texts that are others
+    on this machine."""
 
     objects: Objects
     folder: Path

@@ -1,6 +1,7 @@
 """Whether an object fits the schema of a custom resource, as an API server asks with strict field validation.
 
-JSON schema alone takes any field that it doesn't know; here one is refused unless the schema says that they are kept.
+JSON schema alone takes any field that it doesn't know; here one is refused unless the schema says that they
+are kept.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""A real API server takes every overlay as it is; real controllers and a real scheduler make the pods of it, and let one shard go
-at a time. Nodes are only said to be there, and no container runs."""
+"""A real API server takes every overlay as it is; real controllers and a real scheduler make the pods of it,
+and let one shard go at a time. Nodes are only said to be there, and no container runs."""
 
 from __future__ import annotations
 
@@ -76,8 +76,8 @@ def moved(objects: Objects, namespace: str) -> Objects:
 def test_the_api_server_accepts_overlays_without_warnings(
     overlay: str, server: ApiServer, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Unknown fields are errors; a pod that the namespace's security level would refuse is a warning. Nothing of it is kept: no
-    controller has pods to make."""
+    """Unknown fields are errors; a pod that the namespace's security level would refuse is a warning. Nothing
+    of it is kept: no controller has pods to make."""
     objects = objects_of(overlay, tmp_path_factory)
     assert server.apply(tuple(of_kind(objects, "Namespace"))).returncode == 0
     done = server.apply(objects, "--dry-run=server")
@@ -223,7 +223,8 @@ def _on(server: ApiServer, node: str) -> list[dict[str, Any]]:
 
 
 def _another_image(server: ApiServer, nodes: SimulatedNodes, folder: Path) -> None:
-    """The roll-out that the page has before: a new tag in `values.yaml`, and applied. Never are two shards away."""
+    """The roll-out that the page has before: a new tag in `values.yaml`, and applied. Never are two shards
+    away."""
     values = folder / "infra/k8s/overlays/prod/values.yaml"
     values.write_text(
         re.sub(r"(roostream(?:-flink)?):0\.1\.0", r"\1:0.2.0", values.read_text(encoding="utf-8")),

@@ -1,4 +1,5 @@
-"""Code blocks of the cluster's pages: `roostream` accepts its commands, and `kubectl` names objects that exist.
+"""Code blocks of the cluster's pages: `roostream` accepts its commands, and `kubectl` names objects that
+exist.
 
 `test_api_server.py` runs the `kubectl` commands against a real API server.
 """

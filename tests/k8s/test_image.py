@@ -1,5 +1,5 @@
-"""The images: what is written obeys rules, what is listed is what is locked, and what each RUN says is executed here, so that it
-can't rot where no builder is."""
+"""The images: what is written obeys rules, what is listed is what is locked, and what each RUN says is
+executed here, so that it can't rot where no builder is."""
 
 from __future__ import annotations
 
@@ -110,8 +110,8 @@ def test_paths_in_flinks_manifest_exist() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
 def test_run_commands_of_the_dockerfile_work(tmp_path: Path) -> None:
-    """In folders of the test for /opt and /src, with this machine's interpreter and uv's cache. It ends with the command,
-    kernels that programs will find, and a folder of Flink's with its Java."""
+    """In folders of the test for /opt and /src, with this machine's interpreter and uv's cache. It ends with
+    the command, kernels that programs will find, and a folder of Flink's with its Java."""
     uv = shutil.which("uv") or str(ROOT / ".tools/bin/uv")
     if not os.access(uv, os.X_OK):
         pytest.skip("uv is not there: run make setup")

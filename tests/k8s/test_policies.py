@@ -1,4 +1,5 @@
-"""Every pod obeys the rules of policy.py, and every name that one object says of another is that of an object."""
+"""Every pod obeys the rules of policy.py, and every name that one object says of another is that of an
+object."""
 
 from __future__ import annotations
 

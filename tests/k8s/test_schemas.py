@@ -1,4 +1,5 @@
-"""Every object fits its schema: Kubernetes' own strictly, operators' by a walker that refuses what it doesn't know."""
+"""Every object fits its schema: Kubernetes' own strictly, operators' by a walker that refuses what it doesn't
+know."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What runs in a pod runs here with the pod's own arguments, environment and files: its settings are taken, it lives, it says
-whom it waits for, and it ends as it is told to."""
+"""What runs in a pod runs here with the pod's own arguments, environment and files: its settings are taken,
+it lives, it says whom it waits for, and it ends as it is told to."""
 
 from __future__ import annotations
 
@@ -77,7 +77,8 @@ def of_overlay(overlay: str, folder: Path) -> Objects:
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_programs_accept_the_settings_of_their_pods(overlay: str, tmp_path: Path) -> None:
-    """Keys, variables, ranges and files, as the program itself checks them; of the last of several pods too."""
+    """Keys, variables, ranges and files, as the program itself checks them; of the last of several pods
+    too."""
     objects = of_overlay(overlay, tmp_path)
     seen = set()
     for workload in workloads(objects):
@@ -103,7 +104,8 @@ def test_programs_accept_the_settings_of_their_pods(overlay: str, tmp_path: Path
 
 
 def test_shard_counts_agree(tmp_path: Path) -> None:
-    """A pod more or less can't be had: the set's size, the controller's number and what readers dial are one value."""
+    """A pod more or less can't be had: the set's size, the controller's number and what readers dial are one
+    value."""
     objects = of_overlay("all", tmp_path)
     found = {w.name: w for w in workloads(objects)}
     count = found["roostream-shard"].spec["replicas"]
@@ -123,7 +125,8 @@ def test_shard_counts_agree(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("overlay", "asks"), [("dev", False), ("prod", True), ("all", True)])
 def test_link_tls_requires_credentials(overlay: str, asks: bool, tmp_path: Path) -> None:
-    """References in a mounted TOML to what the pod's environment names, and files of the pod's secrets behind them."""
+    """References in a mounted TOML to what the pod's environment names, and files of the pod's secrets behind
+    them."""
     objects = of_overlay(overlay, tmp_path)
     seen = {}
     for workload in workloads(objects):
@@ -173,8 +176,9 @@ class Running:
             )
 
     def stop(self) -> int:
-        """Its exit code after SIGTERM; it is killed where it does not end. Within what time it does is held where programs are
-        stopped that have begun: one that compiles, on a machine that is busy, ends when that is done."""
+        """Its exit code after SIGTERM; it is killed where it does not end. Within what time it does is held
+        where programs are stopped that have begun: one that compiles, on a machine that is busy, ends when
+        that is done."""
         self.process.send_signal(signal.SIGTERM)
         try:
             return self.process.wait(PATIENCE_S)
@@ -251,7 +255,8 @@ def test_a_pod_without_its_peers_stays_alive_and_stops_on_request(
 @pytest.mark.slow
 @pytest.mark.timeout(5 * PATIENCE_S)
 def test_a_shard_answers_clients_with_certificate_and_token(tmp_path: Path) -> None:
-    """What its own pod runs before it ends is told the shard's address here: an answer that this is no controller is one, too."""
+    """What its own pod runs before it ends is told the shard's address here: an answer that this is no
+    controller is one, too."""
     running = Running("shard", tmp_path, "prod")
     try:
         assert running.wait("readyz", "waits for the controller")[0] == 503, running.log.read_text()[-2000:]
