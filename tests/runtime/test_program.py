@@ -151,7 +151,8 @@ def test_a_program_says_once_that_it_compiles_kernels() -> None:
 
 
 def lines_of(body: str, form: str) -> list[str]:
-    code = f"{HEAD}import logging\nfrom roostream.runtime.program import *\ndef body(stop):\n    {body}\nsys.exit(run('prog', body, {form!r}))"
+    imports = "import logging\nfrom roostream.runtime.program import *\n"
+    code = f"{HEAD}{imports}def body(stop):\n    {body}\nsys.exit(run('prog', body, {form!r}))"
     return subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
     ).stderr.splitlines()

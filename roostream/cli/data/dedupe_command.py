@@ -117,7 +117,8 @@ def tables(report: Mapping[str, Any]) -> Iterator[Table]:
 
     for name, arrangement in report["arrangements"].items():
         order = f"clustered by {report['by']}" if name == "clustered" else "as logged"
-        title = f"{order}: {report['requests']:,} requests in batches of {report['batch_requests']:,}, S = {arrangement['session_rows']:.2f}"
+        batches = f"{report['requests']:,} requests in batches of {report['batch_requests']:,}"
+        title = f"{order}: {batches}, S = {arrangement['session_rows']:.2f}"
         table = Table(title=title, title_justify="left")
         for column in ("feature", "kind", "l", "d", "DedupeLen", "DedupeFactor", "exact", "partial"):
             named = column in ("feature", "kind")
