@@ -355,7 +355,8 @@ are in memory at once, it does not. What separates the two was counted (cachegri
 the machine doesn't change), not timed: 38 and 41 thousand instructions an event, but 31 and 105 cache misses. 49 of the 105 go
 away without Python's collector of cycles, which walks over what is remembered; programs run it rarely now
 (`roostream.runtime.program.tune_garbage_collector`), this benchmark too. The rest is
-the state itself: a longer stream touches more memory than the cache holds. The counts are of the code before requests had a budget, which adds 8 % more bytecode to an event.
+the state itself: a longer stream touches more memory than the cache holds. The counts are of the code before
+requests had a budget, which adds 8 % more bytecode to an event.
 
 Tried without effect that could be told from the noise of a shared machine: leaving out what marks a folded engagement, another
 allocator, large pages.

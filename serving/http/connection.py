@@ -248,8 +248,8 @@ class LimitedProtocol(HttpToolsProtocol):
         self._refuse(RequestError(431, f"expected at most {MAX_HEAD_BYTES} bytes of headers"))
 
     def _make_room(self) -> None:
-        """Close the connection that has been idle longest, else the one whose headers have been incomplete longest, so that slow clients
-        keep         nobody out. If all connections are busy, refuse the new one.
+        """Close the connection that has been idle longest, else the one whose headers have been incomplete longest, so that slow
+        clients keep nobody out. If all connections are busy, refuse the new one.
         """
         others = [c for c in self.connections if c is not self and isinstance(c, LimitedProtocol)]
         idle = min((c for c in others if c.is_idle), key=lambda c: c._active_s, default=None)

@@ -51,7 +51,8 @@ class _Indexed(NamedTuple):
 
 
 class NearestItems:
-    """Call `replace` and `rebuild_index` from one thread, the other methods from any. A search sees each vector complete, some before and some
+    """Call `replace` and `rebuild_index` from one thread, the other methods from any. A search sees each
+    vector complete, some before and some
     after a concurrent `replace`.
     """
 
