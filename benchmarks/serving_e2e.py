@@ -180,7 +180,7 @@ BENCHMARK = Benchmark(
     interpretation="""\
 Requests answered 200 within a second, divided by the CPU time that the program took for them (of LitServe: of all its processes).
 The targets: 1,000 in JSON, 1,500 in protobuf; p50 at most 2 ms and p99 at most 8 ms at half load. What is short of them, where
-it goes and what the next factor would take: docs/decisions/0072.
+it goes and what the next factor would take: docs/decisions/0051.
 
 Programs of their own on loopback: `roostream serving`, and the same ranker behind FastAPI with Pydantic and behind LitServe, each
 as its tutorial has it, one worker. They type the same body, complete it, score it by the same code and pack the same record, one

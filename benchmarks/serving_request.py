@@ -288,7 +288,7 @@ BENCHMARK = Benchmark(
 What is left is spread: the forward pass is one kernel (docs/decisions/0051); reading JSON, completing and encoding the blocks
 that are logged, and writing the answer cost about as much each. "By modules" is what the forward pass cost before, with the
 inputs that are made for modules; a user's own model goes that way. In protobuf a request saves what reading JSON costs and no
-more; docs/decisions/0072 says where the rest goes, and what would make it less.
+more; docs/decisions/0051 says where the rest goes, and what would make it less.
 
 The demo schema; HTTP, Redis and Kafka left out, rows in the replica. "whole" is the body's bytes to the answer's bytes and the
 record for the log. The stages are timed alone, each with the processor's caches to itself, and don't add up to the whole.

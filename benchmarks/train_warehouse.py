@@ -179,6 +179,6 @@ The demo's schema and default model, the same samples. From files: one process t
 from its begin to the commit that holds everything; no socket, no broker, nothing published or predicted. From Kafka: the stack's
 own programs (broker, two shards, controller, worker) on the same cores, from when the topic has all samples to when all are
 trained, without commits. Both in batches of 8 that grow by one each 1,024 requests; the two lines with other batches are other
-models, of fewer steps (docs/decisions/0086). What the joiner takes before that isn't counted: a log's replay through a stack
+models, of fewer steps (docs/decisions/0060). What the joiner takes before that isn't counted: a log's replay through a stack
 takes that too.""",
 )

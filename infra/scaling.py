@@ -5,7 +5,7 @@ its status every second, starts missing workers, and stops surplus ones once the
 them. So `roostream scale` talks to the controller only. A worker that a user stopped stays stopped.
 
 Readers come and go with the session that is read and with the time workers wait for input
-(docs/decisions/0084). Surplus readers deliver what they have read, end, and are removed.
+(docs/decisions/0073). Surplus readers deliver what they have read, end, and are removed.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Column order by popularity: features that sessions read together are stored side by side
-(docs/decisions/0075).
+(docs/decisions/0060).
 
 Each session leaves a small object, `popularity/asked/<version>-<digest>`, that names its features; the newest
 ones count. The column order that follows is stored as `popularity/columns`

@@ -2,7 +2,7 @@
 
 A correction gives the current labels of a sample's items; of several corrections of one item the one with the
 highest offset counts. Files keep both: `label__<label>` is what the stream trained on; `latest__<label>` of a
-sealed file includes the corrections until the seal (docs/decisions/0059). So sealing loses nothing that was
+sealed file includes the corrections until the seal (docs/decisions/0058). So sealing loses nothing that was
 on the topic.
 
 Letters: M corrected (sample, item) pairs, R requests, B candidates, T labels.

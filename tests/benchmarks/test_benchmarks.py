@@ -230,7 +230,7 @@ def test_subjects_on_a_running_stack_open_and_take_steps(module: str) -> None:
 
 
 def test_feature_order_by_popularity_needs_fewer_reads() -> None:
-    """The 2.4 of docs/decisions/0075, where a few features serve most of what is read."""
+    """The 2.4 of docs/decisions/0060, where a few features serve most of what is read."""
     found = {}
     for order in ("ours", "hit rate", "hash"):
         with planned(order, 0.08, 1.5) as work:

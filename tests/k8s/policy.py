@@ -77,7 +77,7 @@ def probed(workload: Workload) -> Iterator[str]:
 
 def termination_message_from_logs(workload: Workload) -> Iterator[str]:
     """`kubectl describe` has its last sentence, which says what is wrong with what it was told
-    (docs/decisions/0092)."""
+    (docs/decisions/0022)."""
     for container in workload.containers:
         if (
             "--config" in container.get("args", ())

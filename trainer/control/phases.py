@@ -11,7 +11,7 @@ training, epochs that end with a commit.
 
 History is a range of the topic or a session of the warehouse. For a session, each commit names the session,
 and its offsets are positions in it. The commit that completes the session has the stream offsets at which the
-table's version ends, or it begins a further session of what was archived meanwhile (docs/decisions/0061).
+table's version ends, or it begins a further session of what was archived meanwhile (docs/decisions/0038).
 
 Work units:
 

@@ -3,7 +3,7 @@
 collection   `embedding_bags.TABLE.weight` (or `embeddings.TABLE.weight`), floats [N, D], for each table; any prefix
 ids          `TABLE`, int64 [N]: the id of row n; default: ids 0 to N - 1
 
-An import creates the first commit of an empty home (docs/decisions/0046). Rows start with the optimizer state of a new row. Dense
+An import creates the first commit of an empty home (docs/decisions/0043). Rows start with the optimizer state of a new row. Dense
 weights are initial, except those in the file with the same name and shape. No topic was read.
 """
 
