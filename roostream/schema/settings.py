@@ -357,6 +357,10 @@ def _checked(field: dataclasses.Field[Any], hint: Any, value: Any, is_short: boo
             near = nearest(str(value), known)
             raise ConfigError(f"expected one of {', '.join(known)}, got {value!r}{near}")
         return next(choice for choice in choices if choice == parsed)
+    if typing.get_origin(hint) is tuple and isinstance(value, (list, tuple)):
+        element = typing.get_args(hint)[0]
+        if typing.get_origin(element) is typing.Literal:
+            return tuple(_checked(field, element, entry) for entry in value)
     parsed = _parsed(hint, value) if isinstance(value, ResolvedText) else value
     if hint is int and (is_short or isinstance(parsed, str)):
         if field.name.endswith("_ms"):

@@ -243,7 +243,7 @@ def _inferences() -> tuple[bytes, ...]:
 def _infer(tensors: FeatureTensors, data: bytes) -> object:
     is_binary = data[:1] == b"B"
     asked = parse_inference(data[11:] if is_binary else data[1:], data[1:11] if is_binary else None)
-    return tensors.request_of(asked, "")
+    return tensors.build_request(asked, "")
 
 
 def _inflated(data: bytes) -> bytes:

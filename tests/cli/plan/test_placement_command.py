@@ -116,7 +116,7 @@ def test_two_plans_are_compared(known: list[str], tmp_path: Path) -> None:
     [
         (["--rows", "item"], "--rows: expected TABLE=N"),
         (["--rows", "item="], "--rows: expected TABLE=N"),
-        (["--columns", "item=2"], "since its rule keeps one state a row"),
+        (["--columns", "item=2"], "keeps one state a row"),
         (["--costs", "absent.json"], "measured constants"),
         (["--rows", "item=9000000000", "--memory", "1"], "owners suffice"),
         (["--rows", "itm=9"], "with a table of the schema, got 'itm=9'; did you mean 'item'"),
