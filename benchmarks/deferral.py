@@ -61,8 +61,11 @@ class CountedRows(ShardRows):
 def in_time_order(
     settings: Mapping[str, Any], seed: int, users: int = EVERYBODY, history: int = 50
 ) -> Iterator[Work]:
-    """`settings`: of the loop, as in a worker's TOML. A step is all requests of so many users, the first one
-    a short one, to warm up. CPU time is of training alone, without counting dirty rows."""
+    """Train on EB-NeRD in time order; `settings` are those of the training loop, as in a worker's TOML.
+
+    One step trains all requests of `users` users. The first step is short and warms up. The CPU time covers
+    training only; counting changed rows is left out.
+    """
     schema, records = samples_of("EB-NeRD", users, history)
     figures: dict[str, float] = {}
 

@@ -80,7 +80,7 @@ def field_value(data: bytes, offsets: list[int], index: int) -> bytes:
 
 
 def _read_varint(data: bytes, at: int) -> tuple[int, int]:
-    """(value, offset behind it)."""
+    """Read the varint at `at`; return its value and the offset of the byte after it."""
     value = shift = 0
     while True:
         byte = data[at]

@@ -134,7 +134,7 @@ class Publisher:
                 values = self.topic.read(partition, start, ends[partition], stop)  # 2
                 self._republish(rollback, values)  # 3
             except RecordsGoneError as error:
-                log.warning("%s: replicas are told to bootstrap again", error)
+                log.warning("%s; replicas will load the rows of this partition from the shard again", error)
                 ends |= self._send(self._barriers(rollback, {partition}, {partition}), stop)
         self.shard.rolled_back(rollback.incarnation, ends)
 

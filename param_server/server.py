@@ -603,7 +603,7 @@ def _clip_norm(header: Header) -> float:
 
 
 def integer(header: Header, key: str) -> int:
-    """A 64-bit integer of the header. Raises WireError: it is missing."""
+    """Return a 64-bit integer of the header. Raises WireError: it is missing, not an integer, or too large."""
     value = header.get(key)
     if not isinstance(value, int) or not -(1 << 63) <= value < 1 << 63:
         raise WireError("bad_shape", f"expected an integer {key!r} in the header, got {value!r}")

@@ -63,7 +63,7 @@ class AdmissionGate:
             self.leave()
 
     def enter(self, remaining_s: float) -> None:
-        """Admit a request, which must call `leave` later. Raises as `check`."""
+        """Admit a request. The caller must call `leave` when it ends. Raises what `check` raises."""
         self.check(remaining_s)
         self.in_flight += 1
 

@@ -86,10 +86,10 @@ class DenseTrainer:
         return bool(torch.isfinite(logits_BT).all()) and self.train_step(pulled, logits_BT, targets)
 
     def backward(self, pulled: PulledPart, logits_BT: Tensor, targets: Targets, workers: int) -> bool:
-        """Gradients of this part's share of a step of several workers; `targets.total_T`: weights of the
-        whole step.
+        """Compute the gradients of this worker's part of a step that `workers` workers share.
 
-        False: the squared norm of a sum of so many similar gradients might overflow.
+        `targets.total_T` holds the weights of the whole step. Return False if the squared norm of a sum of
+        `workers` gradients as large as these could overflow.
         """
         self._differentiate(pulled, logits_BT, targets)
         max_norm = _MAX_NORM / (2 * workers)

@@ -162,8 +162,10 @@ class SplitReader:
         return True
 
     def _next(self) -> _LeasedSplit | None:
-        """The first split that is not read completely, if there is room; else a split that a worker waits for
-        and of which nothing is buffered."""
+        """Choose the split to read next: the first one that is not read completely, if the buffer has room.
+
+        Without room: a split that a worker waits for and of which nothing is buffered.
+        """
         unread = [
             held
             for held in self._held.values()

@@ -24,7 +24,7 @@ from serving.scorer import Version, first_version
 from serving.versions import version_follower as dense_follower
 from serving.versions.loaded_versions import LoadedVersions
 from serving.versions.version_follower import VersionFollower
-from tests.runtime.manifest_cases import a_manifest
+from tests.runtime.manifest_cases import a_manifest, encoded
 
 
 class Commits:
@@ -183,6 +183,14 @@ def test_what_is_no_manifest_is_passed_over(commits: Commits, raw: bytes) -> Non
     commits.commit(1)
     commits.store.create("manifests/00000002", raw)
     assert commits.follower.poll() and commits.versions.newest.name == "1-1"
+
+
+def test_a_manifest_of_an_unknown_format_is_refused_with_its_number(
+    commits: Commits, caplog: pytest.LogCaptureFixture
+) -> None:
+    commits.store.create("manifests/00000001", encoded({"format": 9}))
+    assert not commits.follower.poll()
+    assert "got 9" in caplog.text
 
 
 def test_a_dense_file_that_is_no_safetensors_is_passed_over(

@@ -183,7 +183,3 @@ def test_impressions_in_any_order_are_their_requests_again() -> None:
     assert again.num_candidates_R.tolist() == [1, 3, 2] and (np.diff(again.request_index_B) >= 0).all()
     assert again.item_B.tolist() == batch.item_B[[3, 0, 1, 2, 5, 4]].tolist()
     assert again.time_ms_R.tolist() == batch.time_ms_R[[1, 0, 2]].tolist()
-
-
-def test_kernels_can_be_compiled_beforehand() -> None:
-    inverse.precompile()
