@@ -32,7 +32,8 @@ WAYS: dict[str, Way] = {
 
 @contextlib.contextmanager
 def found(way: str, users: int, history: int, requests: int) -> Iterator[Work]:
-    """Find duplicates in batches of about `requests` requests, sorted by user. The unit of work is a request."""
+    """Find duplicates in batches of about `requests` requests, sorted by user. The unit of work is a
+    request."""
     whole = clustered(users_batch(users, history))
     batches = cut(whole, max(round(requests * whole.num_candidates / whole.num_requests), 1))
 

@@ -146,7 +146,8 @@ def _short(text: str | None) -> str:
 
 
 def ask(name: str, runs: int, measure: Callable[..., dict[str, Any]] = run) -> dict[str, Any]:
-    """Run one benchmark; return its result, or the reason under `failed`, so that the report has all others."""
+    """Run one benchmark; return its result, or the reason under `failed`, so that the report has all
+    others."""
     try:
         return measure(name, runs=runs)
     except RoostreamError as error:

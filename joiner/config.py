@@ -82,5 +82,6 @@ class JoinerConfig(Rules, Deployment):
 
     @property
     def max_drift_ms(self) -> int:
-        """How far a partition may be read ahead of the slowest, and the largest step of event time by a single event."""
+        """How far a partition may be read ahead of the slowest, and the largest step of event time by a
+        single event."""
         return self.read_ahead_ms or max(6 * self.longest_window_ms, MAX_SKEW_MS)

@@ -1,4 +1,5 @@
-"""The byte layouts exchanged between Java and Python in the Flink job; joiner/java/Envelope.java documents them."""
+"""The byte layouts exchanged between Java and Python in the Flink job; joiner/java/Envelope.java documents
+them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Decodes Kafka records into events. Records that can't be joined become dead letters here, before they reach any state (G6).
+"""Decodes Kafka records into events. Records that can't be joined become dead letters here, before they reach
+any state (G6).
 
 Each record is decoded alone, independent of earlier ones, so a bad record affects nothing else.
 """
@@ -32,8 +33,8 @@ TimeMark: TypeAlias = pb.Heartbeat | pb.EndMarker
 class EventDecoder:
     """Decodes the records of both event topics.
 
-    `registry` returns a schema by fingerprint, None if it is unknown. `limits` are those of the joiner's own schema, because
-    the producer's schema can't be trusted with limits.
+    `registry` returns a schema by fingerprint, None if it is unknown. `limits` are those of the joiner's own
+    schema, because the producer's schema can't be trusted with limits.
     """
 
     def __init__(self, registry: Registry, limits: Limits) -> None:
@@ -43,7 +44,8 @@ class EventDecoder:
         """An event, a heartbeat or end marker, or a dead letter. Never raises for the content of a record.
 
         Raises:
-            CheckpointError, UnavailableError: the record's schema is registered but can't be loaded now. The record itself may
+            CheckpointError, UnavailableError: the record's schema is registered but can't be loaded now. The
+            record itself may
                 be good; decode it again later.
         """
         origin = Origin(record.topic, record.partition, record.offset)
@@ -109,7 +111,8 @@ class EventDecoder:
     def _dead_letter(
         self, record: Record, origin: Origin, message: object, reason: str, error: str
     ) -> Output:
-        """Every part has a bounded size, whatever the record contains: a sink must never refuse a dead letter."""
+        """Every part has a bounded size, whatever the record contains: a sink must never refuse a dead
+        letter."""
         request_id = message.header.request_id if isinstance(message, (pb.Impression, pb.Engagement)) else ""
         if len(request_id.encode()) > MAX_NAME_BYTES:
             request_id = ""
@@ -178,8 +181,8 @@ def _check_finite(name: str, values: Iterable[float]) -> None:
 
 
 def _impression(record: Record, origin: Origin, message: pb.Impression) -> Impression:
-    """The event with the offsets of its columns, which are copied from the record later. If a producer encoded the message
-    differently from protobuf, protobuf's encoding is kept beside the original bytes."""
+    """The event with the offsets of its columns, which are copied from the record later. If a producer
+    encoded the message differently from protobuf, protobuf's encoding is kept beside the original bytes."""
     header, raw = message.header, record.value
     encoded = message.SerializeToString(deterministic=True)
     canonical = b"" if raw[2:] == encoded else raw[:2] + encoded

@@ -1,4 +1,5 @@
-"""Submits the joiner's job with Flink's own client, and watches it through the job manager's REST interface."""
+"""Submits the joiner's job with Flink's own client, and watches it through the job manager's REST
+interface."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class FlinkJob:
-    """A job of a cluster. `losses` counts records that its Kafka sources lost, which Flink does not report."""
+    """A job of a cluster. `losses` counts records that its Kafka sources lost, which Flink does not
+    report."""
 
     rest: FlinkRest
     id: str
@@ -52,11 +54,12 @@ class FlinkJob:
 
 
 def run_flink(config: JoinerConfig, metrics: JoinerMetrics, health: Health, stop: Stop) -> None:
-    """Adopt the cluster's joiner job, submit one, or (`submits = false`) wait for one. Then watch it until `stop` is set, and
-    leave it running.
+    """Adopt the cluster's joiner job, submit one, or (`submits = false`) wait for one. Then watch it until
+    `stop` is set, and leave it running.
 
     Raises:
-        UnavailableError: the job failed for good, was cancelled, or is unknown to a restarted job manager. A restart of this
+        UnavailableError: the job failed for good, was cancelled, or is unknown to a restarted job manager. A
+        restart of this
             program submits it again, from the setting `restore`.
     """
     rest = FlinkRest(config.flink)
@@ -98,8 +101,8 @@ def wait_for_job(rest: FlinkRest, health: Health, stop: Stop) -> dict[str, Any]:
 def watch(
     job: FlinkJob, metrics: JoinerMetrics, health: Health, stop: Stop, *, recovery_s: float = 0.0
 ) -> None:
-    """Export the job's state and losses, and log state changes, until `stop` is set. The job may be unknown for `recovery_s`.
-    Raises as `run_flink`."""
+    """Export the job's state and losses, and log state changes, until `stop` is set. The job may be unknown
+    for `recovery_s`. Raises as `run_flink`."""
     rest, losses = job.rest, job.losses
     logged_state, unknown_since_s, count_losses_at_s = "", 0.0, 0.0
     while not stop.is_set():
@@ -132,7 +135,8 @@ def watch(
 
 
 def retry(rest: FlinkRest, call: Callable[[], T], stop: Stop) -> T:
-    """The result of `call`, retried while the job manager is away. Raises UnavailableError only when `stop` is set."""
+    """The result of `call`, retried while the job manager is away. Raises UnavailableError only when `stop`
+    is set."""
     return Backoff(what=f"Flink at {rest.url}").until(call, (UnavailableError,), stop)
 
 
@@ -149,9 +153,9 @@ def submit(config: JoinerConfig, stop: threading.Event) -> str:
     """Start the job, from `config.restore` if that is set. Returns its id. Takes about 15 s.
 
     Raises:
-        SetupError: PyFlink is not installed.
-        CheckpointError: `config.restore` is of another version of the joiner's state.
-        UnavailableError: Flink's client failed (with its error), or `stop` was set. Either no job was started, or `live_job`
+        SetupError: PyFlink is not installed. CheckpointError: `config.restore` is of another version of the
+        joiner's state. UnavailableError: Flink's client failed (with its error), or `stop` was set. Either no
+        job was started, or `live_job`
             finds it.
     """
     address = re.sub(r"^https?://", "", config.flink.rstrip("/"))
@@ -197,8 +201,8 @@ def flink_home() -> Path:
 
 
 def _client_environment(tmp: str) -> dict[str, str]:
-    """The `python3` on PATH builds the job and must find our packages. The client unpacks files into `tmp`: in a shared folder
-    it would fail if another user's client had been there first."""
+    """The `python3` on PATH builds the job and must find our packages. The client unpacks files into `tmp`:
+    in a shared folder it would fail if another user's client had been there first."""
     root = str(Path(__file__).resolve().parent.parent)
     return {
         **os.environ,

@@ -1,11 +1,14 @@
-"""The Flink job of the joiner, and its two entry points: Flink's client (`main`) and an application cluster (`application_main`).
+"""The Flink job of the joiner, and its two entry points: Flink's client (`main`) and an application cluster
+(`application_main`).
 
     impressions ─► deserializer ─► event time ─┐
-                                               ├─► drop heartbeats ─► by key ─► watermark ─► JoinFunction ─► samples, corrections,
+                                               ├─► drop heartbeats ─► by key ─► watermark ─► JoinFunction ─►
+                                               samples, corrections,
     engagements ─► deserializer ─► event time ─┘                                                             dead_letters
 
-Savepoints depend on the uids, the execution mode, the state's type and the maximal parallelism, so these must not change. The
-join's uid contains the version of its state: Flink refuses a savepoint of another version before it reads a record.
+Savepoints depend on the uids, the execution mode, the state's type and the maximal parallelism, so these must
+not change. The join's uid contains the version of its state: Flink refuses a savepoint of another version
+before it reads a record.
 """
 
 from __future__ import annotations
@@ -55,7 +58,8 @@ _ALIGN_EVERY_MS = 100
 
 
 class JoinFunction(KeyedProcessFunction):  # type: ignore[misc]
-    """The operator around `Join`, in thread mode (inside the JVM). State is one map, name → bytes (`SerializedState`).
+    """The operator around `Join`, in thread mode (inside the JVM). State is one map, name → bytes
+    (`SerializedState`).
 
     Key: the record's 8 key bytes as an integer. Input and output: envelopes (joiner/envelope.py).
     """
@@ -132,7 +136,8 @@ def _environment(config: JoinerConfig) -> StreamExecutionEnvironment:
 
 
 def _source(env: StreamExecutionEnvironment, config: JoinerConfig, topic: int) -> DataStream:
-    """One topic. Event time is tracked a partition at a time, by the rules of `joiner.local_engine.PartitionTime`."""
+    """One topic. Event time is tracked a partition at a time, by the rules of
+    `joiner.local_engine.PartitionTime`."""
     name = name_of(config.prefix, EVENTS[topic])
     builder = (
         KafkaSource.builder()
@@ -205,7 +210,8 @@ def main() -> None:
 
 
 def application_config(arguments: list[str]) -> JoinerConfig:
-    """Settings of `application_main`. Raises ConfigError as `roostream.schema.settings.load`, or if a required key is empty."""
+    """Settings of `application_main`. Raises ConfigError as `roostream.schema.settings.load`, or if a
+    required key is empty."""
     parser = argparse.ArgumentParser(
         description="The joiner's job, in the cluster whose job manager runs this."
     )
@@ -216,7 +222,8 @@ def application_config(arguments: list[str]) -> JoinerConfig:
 
 
 def application_main() -> None:
-    """Entry point inside a job manager (application mode): register the schema, wait for the topics, execute the job.
+    """Entry point inside a job manager (application mode): register the schema, wait for the topics, execute
+    the job.
 
     Ends with one line and code 2 on an error, so that the cluster's log shows the reason.
     """

@@ -1,17 +1,17 @@
 """The join as a deterministic state machine: (state, event or timer, watermark) → (state, outputs, timers).
 
-Events are stored on arrival; a request never closes on arrival. What is due at or before the watermark is done in event-time
-order:
+Events are stored on arrival; a request never closes on arrival. What is due at or before the watermark is
+done in event-time order:
 
     WAITING ─impression─► OPEN ─close_ms─► CLOSED ─late horizon─► EXPIRED ─late horizon─► forgotten
        ▲                                     │ emits the sample,                             │
        │                                     │ then corrections                              │
        └──────────── engagements later than that wait again, as orphans ────────────────────┘
 
-No clock, no I/O, no Flink. For every order of arrival in which no event arrives behind the watermark, samples, corrections and
-dead letters are the same; tests/joiner compares them with an offline oracle. The machine also handles, without that guarantee:
-events behind the watermark, exceeded limits, an event id reused with other content, and a request id reused after it was
-forgotten.
+No clock, no I/O, no Flink. For every order of arrival in which no event arrives behind the watermark,
+samples, corrections and dead letters are the same; tests/joiner compares them with an offline oracle. The
+machine also handles, without that guarantee: events behind the watermark, exceeded limits, an event id reused
+with other content, and a request id reused after it was forgotten.
 """
 
 from __future__ import annotations
@@ -61,9 +61,10 @@ from roostream.wire import roo_pb2 as pb
 _pack_u64 = struct.Struct("<Q").pack
 _MAX_ITEMS_COMPARED = 256
 
-# The size budget of a request. The costs are upper bounds of what a page, a candidate and an engagement add to a sample, to a
-# correction and to training's report of them. A request within `max_request_bytes` therefore never produces a record that a
-# topic, a sink or a reader refuses. Events that would exceed the budget become dead letters on arrival (`overflow`).
+# The size budget of a request. The costs are upper bounds of what a page, a candidate and an engagement add
+# to a sample, to a correction and to training's report of them. A request within `max_request_bytes`
+# therefore never produces a record that a topic, a sink or a reader refuses. Events that would exceed the
+# budget become dead letters on arrival (`overflow`).
 FIXED_BYTES = 512  # ids, tags, lengths, and the copy of the opening page's header
 _PAGE_BYTES = 64  # tags and lengths of the page's part
 _CANDIDATE_BYTES = 12  # row, position and propensity
@@ -71,8 +72,9 @@ _LABEL_BYTES = 12  # label, logged score, and the prediction that training repor
 _ENGAGEMENT_BYTES = 32  # entries of the engagement columns, beside the record itself
 
 Due: TypeAlias = tuple[int, bool, int, str]
-"""(due time in ms, whether it is the request itself, event id or request time, request id), in processing order. At equal times
-engagements come before requests, because closing a request drops what its engagements need."""
+"""(due time in ms, whether it is the request itself, event id or request time, request id), in processing
+order. At equal times engagements come before requests, because closing a request drops what its engagements
+need."""
 
 
 def max_request_bytes(limits: Limits) -> int:
@@ -95,7 +97,8 @@ def engagement_cost(engagement: Engagement) -> int:
 
 
 class StepResult(Struct, gc=False):
-    """Input and result of one call of the join: `outputs` are to be written, and the join wants `advance` at `timers_ms`."""
+    """Input and result of one call of the join: `outputs` are to be written, and the join wants `advance` at
+    `timers_ms`."""
 
     state: JoinState
     key: bytes
@@ -153,10 +156,11 @@ class _JoinedAtClose(Struct, gc=False):
 
 
 class Join:
-    """Holds no state of its own: all state is in the `JoinState` that is passed in (one a Kafka key) and changed in place.
+    """Holds no state of its own: all state is in the `JoinState` that is passed in (one a Kafka key) and
+    changed in place.
 
-    The watermark passed in must never decrease. A call that raises may leave the state half-changed; callers keep the earlier
-    bytes.
+    The watermark passed in must never decrease. A call that raises may leave the state half-changed; callers
+    keep the earlier bytes.
     """
 
     def __init__(self, rules: Rules, registry: Registry, limits: Limits) -> None:
@@ -183,8 +187,9 @@ class Join:
         return step
 
     def advance(self, state: JoinState, key: bytes, timer_ms: int, watermark_ms: int) -> StepResult:
-        """Do what is due at `timer_ms`, a time from `StepResult.timers_ms` that the watermark has reached (`END` at the end of
-        input). Timers of a key must come in ascending order. A timer that is no longer needed does nothing."""
+        """Do what is due at `timer_ms`, a time from `StepResult.timers_ms` that the watermark has reached
+        (`END` at the end of input). Timers of a key must come in ascending order. A timer that is no longer
+        needed does nothing."""
         step = StepResult(state, key, watermark_ms)
         step.take_due(timer_ms)
         self._process_due(step)
@@ -288,7 +293,8 @@ class Join:
         return num_bytes + impression_cost(event) + candidates_cost(new_candidates, num_labels)
 
     def _set_opening_page(self, step: StepResult, request_id: str, request: Request, page: Page) -> None:
-        """`page` gives the request its time, session and schema, and so its position among the other requests."""
+        """`page` gives the request its time, session and schema, and so its position among the other
+        requests."""
         if request.scope is not None:
             self._update_next_request(step, next_request.leave(step.state, request_id, request))
         request.time_ms, request.session_id, request.schema = page.time_ms, page.session_id, page.schema
@@ -312,8 +318,8 @@ class Join:
                 step.state.requests[request_id] = request
 
     def _rejoin_pending(self, step: StepResult, request_id: str, request: Request, page: Page) -> None:
-        """Recompute which engagements join: the waiting ones if the new page is the last, else all, because an earlier page may
-        show items sooner or, with another schema, no longer."""
+        """Recompute which engagements join: the waiting ones if the new page is the last, else all, because
+        an earlier page may show items sooner or, with another schema, no longer."""
         state, rules = step.state, self.rules
         was_waiting = set(request.waiting)
         stored = state.engagements_of(request_id)
@@ -402,8 +408,8 @@ class Join:
         state.requests[request_id] = request
 
     def _too_many_waiting(self, state: JoinState, request: Request, event: Engagement) -> bool:
-        """Whether one more engagement that does not join exceeds the limit of its request, or of the user if its item is not
-        shown."""
+        """Whether one more engagement that does not join exceeds the limit of its request, or of the user if
+        its item is not shown."""
         limit = self.rules.max_orphans
         return len(request.waiting) >= limit or (event.row < 0 and state.counts.num_orphans >= limit)
 
@@ -431,7 +437,8 @@ class Join:
     def _schedule_after_close(
         self, step: StepResult, request_id: str, request: Request, event: Engagement
     ) -> None:
-        """Schedule an engagement of a CLOSED or EXPIRED request. Those beyond the phase are scheduled when the phase ends."""
+        """Schedule an engagement of a CLOSED or EXPIRED request. Those beyond the phase are scheduled when
+        the phase ends."""
         horizon_ms = request.close_ms + self.rules.late_horizon_ms
         if request.phase == EXPIRED:
             if event.time_ms <= horizon_ms + self.rules.late_horizon_ms:
@@ -524,7 +531,8 @@ class Join:
         impressions: list[Impression],
         used_pages: list[Page],
     ) -> None:
-        """Write dead letters of the impressions that the sample could not use; keep those that corrections need."""
+        """Write dead letters of the impressions that the sample could not use; keep those that corrections
+        need."""
         if len(used_pages) < len(impressions):
             digests = {page.digest for page in used_pages}
             step.outputs += [
@@ -544,9 +552,11 @@ class Join:
         at_close: _JoinedAtClose,
         rows_are_candidates: bool,
     ) -> None:
-        """Join the engagements up to the close and keep the rest; those whose orphan timeout is over are refused.
+        """Join the engagements up to the close and keep the rest; those whose orphan timeout is over are
+        refused.
 
-        `rows_are_candidates`: the request has one page without repeats, so an item's row is its candidate index.
+        `rows_are_candidates`: the request has one page without repeats, so an item's row is its candidate
+        index.
         """
         close_ms, stored, expired = (
             request.close_ms,
@@ -730,7 +740,8 @@ def _pending(state: JoinState, request_id: str, request: Request) -> list[Engage
 def _mark_seen(
     state: JoinState, request_id: str, request: Request, event: Engagement, *, forgotten: bool = False
 ) -> None:
-    """Replace a processed engagement by a mark that recognizes copies; a `forgotten` one only keeps its list position."""
+    """Replace a processed engagement by a mark that recognizes copies; a `forgotten` one only keeps its list
+    position."""
     request.num_pending -= 1
     request.num_events -= forgotten
     request.num_bytes -= engagement_cost(event)

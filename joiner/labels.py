@@ -1,9 +1,9 @@
 """Computes the labels of a closed request from its engagements, by the `[[label]]` tables of the schema.
 
-An engagement counts for a label if it has the label's action, its value reaches the threshold (if there is one), and it came
-within the label's window (the request's window if the label has none). Later engagements appear in corrections but change no
-label. Labels are aggregated a candidate at a time in (time, event id) order, so that a correction needs only the aggregate and
-none of the earlier engagements.
+An engagement counts for a label if it has the label's action, its value reaches the threshold (if there is
+one), and it came within the label's window (the request's window if the label has none). Later engagements
+appear in corrections but change no label. Labels are aggregated a candidate at a time in (time, event id)
+order, so that a correction needs only the aggregate and none of the earlier engagements.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ class LabelFolder:
         request_ms: int,
         window_ms: int,
     ) -> None:
-        """Add engagements to `aggregates` (by candidate). They should be in order: an older one never becomes a `last` label.
+        """Add engagements to `aggregates` (by candidate). They should be in order: an older one never becomes
+        a `last` label.
 
         `request_ms`, `window_ms`: time and window of the request.
         """

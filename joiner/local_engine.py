@@ -1,6 +1,7 @@
 """The `local` engine: the join in one process, with one watermark over all partitions and one heap of timers.
 
-For replays and tests, call `process` in the order of arrival, then `end_of_input`. `joiner/local_runner.py` runs it on Kafka.
+For replays and tests, call `process` in the order of arrival, then `end_of_input`. `joiner/local_runner.py`
+runs it on Kafka.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ _FORMAT = 3
 class PartitionTime(SteppedEventTime, array_like=True):
     """Event time that one partition has reached; joiner/java/EventTime.java follows the same rules in Flink.
 
-    No single event can move it far (`SteppedEventTime`). If several producers send heartbeats, the slowest one holds it back,
-    because the others' records say nothing about what that producer will still write. A producer whose last heartbeat is more
-    than `timeout_ms` old is ignored.
+    No single event can move it far (`SteppedEventTime`). If several producers send heartbeats, the slowest
+    one holds it back, because the others' records say nothing about what that producer will still write. A
+    producer whose last heartbeat is more than `timeout_ms` old is ignored.
     """
 
     heartbeats: dict[str, int] = msgspec.field(default_factory=dict)  # producer → newest heartbeat
@@ -58,7 +59,8 @@ class PartitionTime(SteppedEventTime, array_like=True):
 
 
 class Watermarks:
-    """Watermark = minimum over partitions of (event time reached - lateness - 1 ms); START until each partition has a record.
+    """Watermark = minimum over partitions of (event time reached - lateness - 1 ms); START until each
+    partition has a record.
 
     It never decreases. Idle partitions do not hold it back; a record makes its partition busy again.
     """

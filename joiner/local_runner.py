@@ -88,7 +88,8 @@ class SnapshotStore:
         self.store = store
 
     def write(self, data: bytes) -> None:
-        """Durable before older snapshots are deleted. Raises UnavailableError (disk full): the older ones stay."""
+        """Durable before older snapshots are deleted. Raises UnavailableError (disk full): the older ones
+        stay."""
         names = self.store.list("snapshots")
         number = int(names[-1].rsplit("/", 1)[1]) + 1 if names else 1
         self.store.put(f"snapshots/{number:08d}", data)
@@ -177,7 +178,8 @@ class LocalRunner:
         self.health.turned()
 
     def checkpoint(self, stop: threading.Event) -> None:
-        """Wait until all outputs are acknowledged, then write a snapshot (2, 3). If `stop` is set first, none is written."""
+        """Wait until all outputs are acknowledged, then write a snapshot (2, 3). If `stop` is set first, none
+        is written."""
         with self.health.waiting("Kafka to acknowledge the joiner's outputs"):
             acknowledged = self.sink.flush(stop)
         if acknowledged:

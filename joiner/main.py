@@ -1,4 +1,5 @@
-"""`roostream joiner --config FILE`: runs the local engine in this process, or submits and watches the Flink job."""
+"""`roostream joiner --config FILE`: runs the local engine in this process, or submits and watches the Flink
+job."""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ from roostream.schema.schema_file import load_schema
 
 
 def run(config: JoinerConfig) -> int:
-    """Returns the exit code, see roostream.runtime.program.run. On a signal the local engine writes a last snapshot and stops; a
-    Flink job keeps running."""
+    """Returns the exit code, see roostream.runtime.program.run. On a signal the local engine writes a last
+    snapshot and stops; a Flink job keeps running."""
     return program.run("joiner", lambda stop: _run(config, stop), config.log_format)
 
 

@@ -1,4 +1,5 @@
-"""Prometheus metrics of the joiner. With the local engine it counts itself; of a Flink job it exports Flink's own gauges."""
+"""Prometheus metrics of the joiner. With the local engine it counts itself; of a Flink job it exports Flink's
+own gauges."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Finds the next request of the same session or user: the request times of a scope, in order.
 
-A request that opened behind the watermark is in no scope and closes no other request: engagements that have already joined
-would otherwise fall out of that request's window. Closed requests stay in their scope until they are forgotten.
+A request that opened behind the watermark is in no scope and closes no other request: engagements that have
+already joined would otherwise fall out of that request's window. Closed requests stay in their scope until
+they are forgotten.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ def close(state: JoinState, request_id: str, request: Request) -> None:
 
 
 def leave(state: JoinState, request_id: str, request: Request) -> list[str]:
-    """Remove a request from its scope, if it is in one. Returns the open requests whose next request it may have been."""
+    """Remove a request from its scope, if it is in one. Returns the open requests whose next request it may
+    have been."""
     scope_id, request.scope = request.scope, None
     scope = None if scope_id is None else state.scopes.get(scope_id)
     if scope is None or scope_id is None:
@@ -63,7 +65,8 @@ def leave(state: JoinState, request_id: str, request: Request) -> list[str]:
 
 
 def _open_before(scope: RequestScope, time_ms: int) -> list[str]:
-    """The open requests with the greatest time below `time_ms`; earlier ones have another request in between."""
+    """The open requests with the greatest time below `time_ms`; earlier ones have another request in
+    between."""
     at = bisect.bisect_left(scope.open, (time_ms, ""))
     nearest_ms = scope.open[at - 1][0] if at else None
     found = []

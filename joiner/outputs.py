@@ -1,7 +1,8 @@
 """Builds the records that the joiner writes: samples, corrections and dead letters.
 
-A sample is assembled from the bytes of its impressions, field by field in ascending order as protobuf encodes them; feature
-blocks and columns are copied, not parsed. tests/joiner/test_outputs.py compares the bytes with protobuf's own encoding.
+A sample is assembled from the bytes of its impressions, field by field in ascending order as protobuf encodes
+them; feature blocks and columns are copied, not parsed. tests/joiner/test_outputs.py compares the bytes with
+protobuf's own encoding.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ class Output(NamedTuple):
 
 
 class RowSelection(NamedTuple):
-    """The rows of each page that a sample uses: the first row of each candidate. Later rows of the same item are repeats."""
+    """The rows of each page that a sample uses: the first row of each candidate. Later rows of the same item
+    are repeats."""
 
     rows: Sequence[Sequence[int]]  # of each page
     items: bytes  # candidate ids in shown order, 8 bytes each
@@ -149,8 +151,8 @@ def sample(key: bytes, request_id: str, request: Request, content: SampleContent
 def correction(key: bytes, request_id: str, request: Request, change: LabelChange, num_labels: int) -> Output:
     """The change of labels by one engagement after the close: labels without it and with it.
 
-    With features it contains the whole list of candidates, because a model's score of one candidate depends on the others.
-    Without features it contains only the one candidate.
+    With features it contains the whole list of candidates, because a model's score of one candidate depends
+    on the others. Without features it contains only the one candidate.
     """
     features, candidate, items, impressions = (
         _Features(),
@@ -222,8 +224,8 @@ def enforce_max_bytes(
 ) -> list[Output]:
     """`output`, or a dead letter of each of its `events` if it is larger than a message may be.
 
-    The size budget of a request (`Join`) should prevent this. It is a last safeguard: a sink that refuses a record would stop
-    the joiner there forever.
+    The size budget of a request (`Join`) should prevent this. It is a last safeguard: a sink that refuses a
+    record would stop the joiner there forever.
     """
     if len(output.value) <= max_bytes:
         return [output]
@@ -264,7 +266,8 @@ def _add_single_impression(fields: list[bytes], impression: Impression, labels: 
 
 
 def _features(impressions: Sequence[Impression], rows: Sequence[Sequence[int]], num_labels: int) -> _Features:
-    """RO block (of the first impression that has one), parts, and logged scores and positions of the selected rows."""
+    """RO block (of the first impression that has one), parts, and logged scores and positions of the selected
+    rows."""
     ro = next((i.data[i.offsets[RO] : i.offsets[RO + 1]] for i in impressions if i.offsets[RO]), b"")
     parts = b"".join(_part(i, selected) for i, selected in zip(impressions, rows, strict=True) if selected)
     starts = [sum(map(len, rows[:n])) for n in range(len(rows))]
@@ -300,8 +303,8 @@ def _columns(
     width: int,
     missing: Callable[[int, int], bytes],
 ) -> bytes:
-    """The column's entries of the selected rows, `width` bytes each. An impression without the column contributes
-    `missing(number of the impression, row)`. Empty if no impression has the column."""
+    """The column's entries of the selected rows, `width` bytes each. An impression without the column
+    contributes `missing(number of the impression, row)`. Empty if no impression has the column."""
     columns = [field_value(i.data, i.offsets, index) for i in impressions]
     if not any(columns):
         return b""

@@ -1,12 +1,13 @@
-"""Rules of the join: when a request closes, and which engagements join it. Pure functions of the events known so far.
+"""Rules of the join: when a request closes, and which engagements join it. Pure functions of the events known
+so far.
 
     close time of r = min( time(r) + window,                                                       → window
                            time(r) + early close,                                                  → early
                            time of the engagement that reaches the threshold or is terminal,       → engaged
                            time of the next request of the same user or session + linger )         → next_request
 
-Every term at or before the watermark is final, because all events up to the watermark have arrived. Therefore the order of
-arrival does not matter.
+Every term at or before the watermark is final, because all events up to the watermark have arrived. Therefore
+the order of arrival does not matter.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ LATE_REASON = pb.CloseReason.Name(pb.CLOSE_LATE)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rules(Settings):
-    """Settings of the join. A 0 that means "as the longest window" is replaced in `__post_init__`, and the durations of
-    `surface_windows` become milliseconds there."""
+    """Settings of the join. A 0 that means "as the longest window" is replaced in `__post_init__`, and the
+    durations of `surface_windows` become milliseconds there."""
 
     window_ms: int = setting(600_000, "a request closes at the latest this long after its time", ge=1)
     surface_windows: dict[str, Any] = setting(
@@ -139,8 +140,8 @@ def _window_ms(surface: str, window: Any) -> int:
 def set_join_time(engagement: Engagement, request: Request, rules: Rules) -> None:
     """Set `row` and `joins_ms` of an engagement from the pages known so far.
 
-    An engagement joins at its own time, but not before its item was first shown. It does not join (NEVER) if no page of the
-    request's schema shows the item, or only after the orphan timeout.
+    An engagement joins at its own time, but not before its item was first shown. It does not join (NEVER) if
+    no page of the request's schema shows the item, or only after the orphan timeout.
     """
     time_ms, entry = engagement.time_ms, engagement.item_id.to_bytes(8, "little")
     for page in request.pages:  # by time
@@ -160,7 +161,8 @@ def set_join_time(engagement: Engagement, request: Request, rules: Rules) -> Non
 
 
 def window_of(rules: Rules, key: bytes, request_id: str, opening: Page) -> int:
-    """The window of a request in ms. `opening`: its first page by (time, digest), which also gives it time and schema."""
+    """The window of a request in ms. `opening`: its first page by (time, digest), which also gives it time
+    and schema."""
     window_ms = rules.surface_windows.get(opening.surface, rules.window_ms)
     if not rules.window_jitter_ms:
         return window_ms
@@ -168,7 +170,8 @@ def window_of(rules: Rules, key: bytes, request_id: str, opening: Page) -> int:
 
 
 def record_join(rules: Rules, request: Request, action: str, join_ms: int) -> None:
-    """Note that an engagement joins `request` at `join_ms`. Only as many times are kept as decide about the close."""
+    """Note that an engagement joins `request` at `join_ms`. Only as many times are kept as decide about the
+    close."""
     if rules.engaged_threshold:
         bisect.insort(request.joined_ms, join_ms)
         del request.joined_ms[rules.engaged_threshold :]
@@ -177,7 +180,8 @@ def record_join(rules: Rules, request: Request, action: str, join_ms: int) -> No
 
 
 def close_time(rules: Rules, request: Request) -> tuple[int, int]:
-    """(close_ms, reason) of an open request, from the events known so far. At equal times the reason listed first wins."""
+    """(close_ms, reason) of an open request, from the events known so far. At equal times the reason listed
+    first wins."""
     close_ms, reason = request.time_ms + request.window_ms, WINDOW
     if rules.early_close_ms:
         close_ms, reason = request.time_ms + rules.early_close_ms, EARLY

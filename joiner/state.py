@@ -1,4 +1,5 @@
-"""State of the join for one Kafka key: what is stored, and how it is kept in memory (local engine) or as bytes (Flink).
+"""State of the join for one Kafka key: what is stored, and how it is kept in memory (local engine) or as
+bytes (Flink).
 
 State is a map of small entries, so that an event reads and writes only the entries it needs:
 
@@ -19,8 +20,8 @@ A request has four phases:
     CLOSED    the sample was emitted; labels and ids are kept for corrections and duplicates, until close + late horizon
     EXPIRED   only id, time and close time are kept, for as long again: later events are `after_close` or `too_late`
 
-Events are stored unchanged (`raw`), because samples and dead letters copy their bytes. The engagements of a request form a
-linked list, so that adding one costs the same however many there are.
+Events are stored unchanged (`raw`), because samples and dead letters copy their bytes. The engagements of a
+request form a linked list, so that adding one costs the same however many there are.
 """
 
 from __future__ import annotations
@@ -86,7 +87,8 @@ class Impression(Struct, array_like=True, gc=False):
 
 
 class Engagement(Struct, array_like=True, gc=False, tag=0):
-    """An engagement event on an item of a request. As a state entry it is pending: neither joined, corrected nor refused."""
+    """An engagement event on an item of a request. As a state entry it is pending: neither joined, corrected
+    nor refused."""
 
     origin: Origin
     request_id: str
@@ -182,7 +184,8 @@ K_contra = TypeVar("K_contra", contravariant=True)
 
 
 class Table(Protocol[K_contra, V]):
-    """Entries of one kind; a dict is one. A value that was changed must be set again: only setting writes it."""
+    """Entries of one kind; a dict is one. A value that was changed must be set again: only setting writes
+    it."""
 
     def get(self, key: K_contra, /) -> V | None: ...
     def __setitem__(self, key: K_contra, value: V, /) -> None: ...
@@ -205,14 +208,16 @@ class JoinState(Protocol):
 
     @property
     def due(self) -> Table[int, list[tuple[str, int]]]:
-        """Time → (request id, event id) to process when the watermark reaches it; event id 0 is the request itself. Entries
-        that have moved to another time are ignored then."""
+        """Time → (request id, event id) to process when the watermark reaches it; event id 0 is the request
+        itself. Entries that have moved to another time are ignored then."""
 
     def engagements_of(self, request_id: str, /) -> Table[int, Engagement | SeenEngagement]:
-        """The engagements of a request by event id. Called only if there is one, or one is about to be added."""
+        """The engagements of a request by event id. Called only if there is one, or one is about to be
+        added."""
 
     def engagement_list(self, request_id: str, request: Request, /) -> Sequence[Engagement | SeenEngagement]:
-        """All engagements of a request, newest first. One that was forgotten and sent again keeps its position."""
+        """All engagements of a request, newest first. One that was forgotten and sent again keeps its
+        position."""
 
     def drop_engagements(self, request_id: str, request: Request, /) -> None: ...
 
@@ -362,7 +367,8 @@ class _RequestEngagements:
 
 
 class SerializedState:
-    """A `JoinState` over a map of bytes: an entry is decoded when it is first used, and written back by `flush` if it was set.
+    """A `JoinState` over a map of bytes: an entry is decoded when it is first used, and written back by
+    `flush` if it was set.
 
     For one key at a time: `reset`, one call of the join, `flush`. `reset` also undoes a call that raised.
     """
@@ -453,7 +459,8 @@ _decode_counts = decoder(KeyCounts)
 
 
 def _name(kind: str) -> Callable[[tuple[str, int]], str]:
-    """Names of entries with two keys. The number comes first and ends at the first dot, so no request id can forge a name."""
+    """Names of entries with two keys. The number comes first and ends at the first dot, so no request id can
+    forge a name."""
     return lambda key: f"{kind}{key[1]:x}.{key[0]}"
 
 

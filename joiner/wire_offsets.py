@@ -1,4 +1,5 @@
-"""Byte offsets of the fields of an impression, and the protobuf tags of a sample, so that columns are copied without parsing.
+"""Byte offsets of the fields of an impression, and the protobuf tags of a sample, so that columns are copied
+without parsing.
 
 Field numbers and types come from the protobuf descriptors; `roo.proto` alone defines them.
 """
@@ -43,14 +44,16 @@ IMPRESSION_TAGS = field_tags(pb.Impression)
 _FIELDS = ("header", "ro", "item_ids", "nro", "scores", "positions", "propensities")
 _INDEX_OF_TAG = {IMPRESSION_TAGS[name][0]: 2 * n for n, name in enumerate(_FIELDS)}
 HEADER, RO, ITEMS, NRO, SCORES, POSITIONS, PROPENSITIES = range(0, 14, 2)
-"""Indices into the offsets: the offset of the field's length, followed by the field's end; 0, 0: absent or empty."""
+"""Indices into the offsets: the offset of the field's length, followed by the field's end; 0, 0: absent or
+empty."""
 WEIGHT = 14
 """Index of the offset of the weight's four bytes; 0: absent."""
 _RO_TAG, _WEIGHT_TAG = IMPRESSION_TAGS["ro"][0], IMPRESSION_TAGS["weight"][0]
 
 
 def field_offsets(data: bytes) -> list[int]:
-    """Offsets of an impression record whose message is encoded as protobuf does it: fields ascending, none repeated."""
+    """Offsets of an impression record whose message is encoded as protobuf does it: fields ascending, none
+    repeated."""
     offsets, at, end = [0] * 15, 2, len(data)
     while at < end:
         tag = data[at]

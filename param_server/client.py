@@ -87,8 +87,8 @@ class Client:
         """Stack → float32 [U, D], aligned with the lookup; keys without a row read as their initial value.
 
         Raises:
-            FencedError: the shards are in another incarnation than this client.
-            UnavailableError, TransportError: a shard waits to be restored, or could not be reached for `resend_for_s`.
+            FencedError: the shards are in another incarnation than this client. UnavailableError,
+            TransportError: a shard waits to be restored, or could not be reached for `resend_for_s`.
         """
         out = {n: np.empty((len(s.id_U), self._width[n]), np.float32) for n, s in lookup.stacks.items()}
 

@@ -88,7 +88,8 @@ class RocksDbStore:
         """Open or create the directory; return self.
 
         Raises:
-            SetupError: another process has it open, it cannot be read or written, or it is damaged; the message says what to do.
+            SetupError: another process has it open, it cannot be read or written, or it is damaged; the
+            message says what to do.
         """
         try:
             self.directory.mkdir(parents=True, exist_ok=True)

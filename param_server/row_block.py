@@ -3,8 +3,8 @@
 Letters: K keys, the first L of them live, the others deleted; D width, A state width.
 
     bytes = magic RSEG · version u16 · state width u16 · width u32 · L u32 · K u32 · 4 zero bytes
-          · table u4[K] · id i8[K] · unpublished u1[K] · stamp_ms i8[L] · rows f4[L, D] · state f4[L, A], padded to 8 each
-          · xxh3-64 of the block's key and of everything before
+          · table u4[K] · id i8[K] · unpublished u1[K] · stamp_ms i8[L] · rows f4[L, D] · state f4[L, A],
+          padded to 8 each · xxh3-64 of the block's key and of everything before
 """
 
 from __future__ import annotations

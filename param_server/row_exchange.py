@@ -115,8 +115,8 @@ class RowExchange:
         `more`: as in `Client.push`.
 
         Raises:
-            WireError: a gradient has another shape (nothing was sent, and the others wait until their time limit), or is not finite.
-            FencedError, UnavailableError: as `pull`.
+            WireError: a gradient has another shape (nothing was sent, and the others wait until their time
+            limit), or is not finite. FencedError, UnavailableError: as `pull`.
 
         **If it fails**, other owners may have applied theirs: every further push is rejected until
         `set_incarnation`.

@@ -9,7 +9,8 @@ One lock makes every push, freeze and round atomic. A commit on a shard (step nu
 docs/protocols.md):
   4. freeze: evict, copy the changes, start the next generation; training continues from here.
   5. write: store the copy as a segment.
-  7. commit: a manifest names the segment; the older generation is dropped. Or abort: its rows count as changed again.
+  7. commit: a manifest names the segment; the older generation is dropped. Or abort: its rows count as
+     changed again.
 A restore reads committed segments: only the rows that changed in either generation if this process was at the
 manifest's state before, else all rows. Until it has succeeded, calls raise UnavailableError.
 """
@@ -486,8 +487,8 @@ class ShardRpcHandler:
 
         Raises:
             FencedError: `incarnation` is not the shard's, or another shard owns a key's bucket.
-            UnavailableError: the shard is not restored yet, or other workers' pushes of this step did not come.
-            SchemaError, WireError: the arguments do not fit; nothing was applied.
+            UnavailableError: the shard is not restored yet, or other workers' pushes of this step did not
+            come. SchemaError, WireError: the arguments do not fit; nothing was applied.
         """
         match method:
             case "pull":
@@ -603,7 +604,8 @@ def _clip_norm(header: Header) -> float:
 
 
 def integer(header: Header, key: str) -> int:
-    """Return a 64-bit integer of the header. Raises WireError: it is missing, not an integer, or too large."""
+    """Return a 64-bit integer of the header. Raises WireError: it is missing, not an integer, or too
+    large."""
     value = header.get(key)
     if not isinstance(value, int) or not -(1 << 63) <= value < 1 << 63:
         raise WireError("bad_shape", f"expected an integer {key!r} in the header, got {value!r}")

@@ -53,7 +53,8 @@ class WireError(RoostreamError):
 
 
 class UnavailableError(RoostreamError):
-    """A peer, disk or mount can't be used now. Committed data is not in doubt: a retry can help, an older manifest can't."""
+    """A peer, disk or mount can't be used now. Committed data is not in doubt: a retry can help, an older
+    manifest can't."""
 
 
 class TransportError(UnavailableError):

@@ -63,7 +63,8 @@ class RankAnswer:
         return list(itertools.starmap(_scores_type(self.tasks), shortest(scores_nT).tolist()))
 
     def protobuf(self) -> bytes:
-        """Encode as `roo.RankAnswer`, which has no item ids. With `top`, `order` has only the first slots; `scores` has all candidates."""
+        """Encode as `roo.RankAnswer`, which has no item ids. With `top`, `order` has only the first slots;
+        `scores` has all candidates."""
         order = self.order if self.top is None else self.order[: len(self.top)]
         fields = (
             (RANK_ANSWER.request_id, self.request_id.encode() or None),
@@ -85,7 +86,8 @@ def _scores_type(tasks: tuple[str, ...]) -> type[msgspec.Struct]:
 
 
 def shortest(values: np.ndarray) -> np.ndarray:
-    """Return, for float32 values in 0..1, the float64 with the fewest decimal digits (at least 6) that rounds to the same float32.
+    """Return, for float32 values in 0..1, the float64 with the fewest decimal digits (at least 6) that rounds
+    to the same float32.
 
     Its decimal text has those digits and no more. Values below 1e-12 are unchanged.
     """
@@ -96,7 +98,8 @@ def shortest(values: np.ndarray) -> np.ndarray:
 
 @njit(cache=True)  # keeps the GIL, as the kernels of request_batch.py do
 def shorten(value_N: np.ndarray, powers: np.ndarray, out_N: np.ndarray) -> None:
-    """`powers`: of ten, from 0 on; they are exact up to 1e22, so the quotient is rounded once. 9 digits always suffice."""
+    """`powers`: of ten, from 0 on; they are exact up to 1e22, so the quotient is rounded once. 9 digits
+    always suffice."""
     for n in range(len(value_N)):
         wide = np.float64(value_N[n])
         out_N[n] = wide

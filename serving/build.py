@@ -1,4 +1,5 @@
-"""Constructs the objects of a serving process from its settings. Starts nothing; `ServingProcess.close` closes what is opened."""
+"""Constructs the objects of a serving process from its settings. Starts nothing; `ServingProcess.close`
+closes what is opened."""
 
 from __future__ import annotations
 
@@ -81,7 +82,8 @@ def build_process(
     registry: CollectorRegistry = REGISTRY,
     is_stopping: Callable[[], bool] = lambda: False,
 ) -> ServingProcess:
-    """Build a process without waiting for Kafka, Redis or shards. It reports itself as not ready once `is_stopping`.
+    """Build a process without waiting for Kafka, Redis or shards. It reports itself as not ready once
+    `is_stopping`.
 
     Raises:
         ConfigError: the schema, the model or a setting is wrong.
@@ -180,7 +182,8 @@ def open_retrieval(
 
 
 def precompile(context: ServingContext) -> None:
-    """Score one example request from JSON and from protobuf, without logging it, so that kernels are compiled and loaded."""
+    """Score one example request from JSON and from protobuf, without logging it, so that kernels are compiled
+    and loaded."""
     schema = context.schema
     fields: Any = rank_example(schema)
     from_json = JsonParser(schema).parse(msgspec.json.encode(fields))
@@ -192,8 +195,8 @@ def precompile(context: ServingContext) -> None:
 def producer_name(home: Path) -> str:
     """The name of this process in heartbeats.
 
-    It is derived from the feature log: records that are left in the log are sent when a process opens the same log again, and the
-    joiner waits for that producer until `producer_timeout_ms`.
+    It is derived from the feature log: records that are left in the log are sent when a process opens the
+    same log again, and the joiner waits for that producer until `producer_timeout_ms`.
     """
     return f"serving-{socket.gethostname()}-{hash64(os.path.realpath(home)):016x}"
 
@@ -241,7 +244,8 @@ def _waiting_for(rows: ServedRows, items: ItemVectorUpdater | None, is_stopping:
 
 
 def _check_shape(config: ServingConfig, manifest: Manifest) -> None:
-    """Raises ConfigError: the commit has other buckets, shards, partitions or another seed than the settings."""
+    """Raises ConfigError: the commit has other buckets, shards, partitions or another seed than the
+    settings."""
     manifests.check_shape(
         manifest,
         num_shards=len(config.shards) or manifest.num_shards,  # a process without rows has no shards

@@ -1,4 +1,5 @@
-"""What the HTTP routes of a serving process work with. `serving.build` makes one; nothing here starts or owns a thread."""
+"""What the HTTP routes of a serving process work with. `serving.build` makes one; nothing here starts or owns
+a thread."""
 
 from __future__ import annotations
 

@@ -30,7 +30,8 @@ def shown(value: object) -> str:
 
 
 class VersionRefusedError(CheckpointError):
-    """A committed version cannot be served; the version in use stays. `reason` is one of REFUSAL_REASONS, for metrics."""
+    """A committed version cannot be served; the version in use stays. `reason` is one of REFUSAL_REASONS, for
+    metrics."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
@@ -57,6 +58,7 @@ class RequestError(RoostreamError):
         }
 
     def headers(self) -> dict[str, str]:
-        """Return `retry-after` where a retry can help, and `connection: close` if the body was not read to its end."""
+        """Return `retry-after` where a retry can help, and `connection: close` if the body was not read to
+        its end."""
         retry = {"retry-after": str(self.retry_after_s)} if self.retry_after_s else {}
         return retry | ({"connection": "close"} if self.status in (408, 413) else {})

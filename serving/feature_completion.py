@@ -1,8 +1,9 @@
-"""Fills in the features that the client left out and the schema keeps online, then encodes the request's blocks.
+"""Fills in the features that the client left out and the schema keeps online, then encodes the request's
+blocks.
 
-Values of the client always win. Stateful features (histories, counters) come from Redis; stateless ones are computed from the
-request, as in replay (roostream/online). A complete block of the client stays byte for byte; a block with missing features is
-filled in place (roostream/wire/missing_features.py).
+Values of the client always win. Stateful features (histories, counters) come from Redis; stateless ones are
+computed from the request, as in replay (roostream/online). A complete block of the client stays byte for
+byte; a block with missing features is filled in place (roostream/wire/missing_features.py).
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ class FeatureCompletion:
         self._stateful_missing = {side: MissingFeatures(schema, side, self._stateful[side]) for side in sides}
 
     def open(self, request: RankRequest) -> None:
-        """Check once whether the blocks lack a feature that can be filled in. If counters need feature values, the blocks are decoded."""
+        """Check once whether the blocks lack a feature that can be filled in. If counters need feature
+        values, the blocks are decoded."""
         if request.blocks is None or request.has_missing is not None:
             return
         blocks = request.blocks
@@ -116,7 +118,8 @@ class FeatureCompletion:
         return ro_columns(self.schema, given[0]), nro_columns(self.schema, given[1], n)
 
     def _complete(self, side: Side, given: dict[str, Any], online: Mapping[str, Any]) -> dict[str, Any]:
-        """The given values, with missing ones filled from `online`; of an NRO column only the rows that lack a value."""
+        """The given values, with missing ones filled from `online`; of an NRO column only the rows that lack
+        a value."""
         out = dict(given)
         for name, source in self._sources[side].items():
             fresh = online.get(source)

@@ -1,7 +1,8 @@
-"""Heartbeats to every partition of both event topics, so that event time advances where there is little traffic.
+"""Heartbeats to every partition of both event topics, so that event time advances where there is little
+traffic.
 
-Heartbeats go through the feature log like impressions and engagements. They carry the in-flight watermark, so within one process
-no heartbeat overtakes an event. Between processes the joiner's lateness bound applies.
+Heartbeats go through the feature log like impressions and engagements. They carry the in-flight watermark, so
+within one process no heartbeat overtakes an event. Between processes the joiner's lateness bound applies.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ logger = logging.getLogger("roostream.serving.log")
 
 
 def beat(log: FeatureLog, watermark: InflightWatermark, producer: str, num_partitions: int) -> None:
-    """Append one heartbeat per partition. Raises LogFullError: some partitions may be missing; the next call retries all."""
+    """Append one heartbeat per partition. Raises LogFullError: some partitions may be missing; the next call
+    retries all."""
     time_ms = watermark.horizon_ms()
     value = wire.encode(wire.HEARTBEAT, pb.Heartbeat(time_ms=time_ms, producer=producer))
     for topic, partition in all_partitions(TOPICS, num_partitions):
@@ -30,7 +32,8 @@ def beat(log: FeatureLog, watermark: InflightWatermark, producer: str, num_parti
 
 
 def run(beat_once: Callable[[], None], interval_ms: int, clock: Clock, stop: threading.Event) -> None:
-    """Call `beat_once` every `interval_ms` until `stop`. A full log is reported once; heartbeats resume when it has space."""
+    """Call `beat_once` every `interval_ms` until `stop`. A full log is reported once; heartbeats resume when
+    it has space."""
     full = False
     while not stop.is_set():
         try:

@@ -1,4 +1,5 @@
-"""Event time of a serving process: it never goes back, and the watermark never overtakes a request in flight."""
+"""Event time of a serving process: it never goes back, and the watermark never overtakes a request in
+flight."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from roostream.runtime.clock import Clock
 
 
 class InflightWatermark:
-    """Thread-safe. Call `open` before and `close` after each request; its log records carry the timestamp that `open` returned."""
+    """Thread-safe. Call `open` before and `close` after each request; its log records carry the timestamp
+    that `open` returned."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
@@ -18,7 +20,8 @@ class InflightWatermark:
         self._open: Counter[int] = Counter()  # timestamps of requests in flight → number of requests
 
     def open(self) -> int:
-        """Return the current time in ms. If the wall clock goes back, the last timestamp is repeated until the clock has caught up."""
+        """Return the current time in ms. If the wall clock goes back, the last timestamp is repeated until
+        the clock has caught up."""
         with self._lock:
             self._last_ms = max(self._last_ms, self.clock.now_ms())
             self._open[self._last_ms] += 1

@@ -50,7 +50,8 @@ def serve(config: ServingConfig, stop: threading.Event) -> None:
     All of it takes at most `stop_ms`: steps 0 to 2 at most half of it, step 4 what is left.
 
     Raises:
-        ConfigError, SetupError: a setting is wrong, or the port, home directory or store cannot be used. Kafka, Redis, shards
+        ConfigError, SetupError: a setting is wrong, or the port, home directory or store cannot be used.
+        Kafka, Redis, shards
             and commits may be missing: requests are answered meanwhile.
     """
     torch.set_num_threads(config.threads)

@@ -1,6 +1,7 @@
 """All metrics that serving exports.
 
-The scoring thread observes the stages `hydrate`, `encode` and `score`, Redis times and scores; the event loop observes the rest.
+The scoring thread observes the stages `hydrate`, `encode` and `score`, Redis times and scores; the event loop
+observes the rest.
 """
 
 from __future__ import annotations
@@ -73,8 +74,8 @@ HELP = {
 class StateCollector(Collector):
     """Reads the state of the process when it is scraped.
 
-    `read` returns metric name → number, or → {label value: number} for a metric named in `labels`. None is left out. A name that
-    ends with `_total` is a counter, any other a gauge. Every name has its text in HELP.
+    `read` returns metric name → number, or → {label value: number} for a metric named in `labels`. None is
+    left out. A name that ends with `_total` is a counter, any other a gauge. Every name has its text in HELP.
     """
 
     def __init__(
@@ -211,8 +212,8 @@ class StageHistograms:
 class ScoreHistogram(Collector):
     """Histogram of served scores by task.
 
-    `add` only copies the scores into a buffer; they are counted when the buffer is full or scraped. One thread adds, any
-    thread collects.
+    `add` only copies the scores into a buffer; they are counted when the buffer is full or scraped. One
+    thread adds, any thread collects.
     """
 
     _BUFFER_ROWS = 8192

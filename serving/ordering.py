@@ -1,19 +1,21 @@
 """The order of the candidates in an answer: by score, with exploration, or interleaved from two rankers.
 
-Exploration is ε-greedy per slot (ε = `exploration`): from the top, take a uniformly random remaining candidate with probability
-ε, else the best remaining one. Given the slots above, a candidate taken from m remaining ones had the probability
+Exploration is ε-greedy per slot (ε = `exploration`): from the top, take a uniformly random remaining
+candidate with probability ε, else the best remaining one. Given the slots above, a candidate taken from m
+remaining ones had the probability
 
     p = ε / m + (1 − ε) · [it is the best remaining]
 
-This propensity is logged with the candidate; the product over all candidates is the probability of the whole order. With ε = 0
-no propensities are logged (absent = 1). Draws depend on (seed, key, request id, first position) only: a repeated request gets
-the same order.
+This propensity is logged with the candidate; the product over all candidates is the probability of the whole
+order. With ε = 0 no propensities are logged (absent = 1). Draws depend on (seed, key, request id, first
+position) only: a repeated request gets the same order.
 
-Interleaving is Team-Draft (Radlinski, Kurup, Joachims: "How Does Clickthrough Data Reflect Retrieval Quality?", CIKM 2008,
-algorithm 2): in each round a coin decides who picks first; each ranker puts its best remaining candidate into the next slot, and
-the candidate joins that ranker's team. After each round both teams have equal size, so a round depends on the slots above alone,
-and propensities are exact. The first slot of a round holds either ranker's best, 1/2 each, or is certain if both agree. If they
-disagreed, the second slot is certain, since the other ranker takes its own best; if they agreed, it holds either ranker's next
+Interleaving is Team-Draft (Radlinski, Kurup, Joachims: "How Does Clickthrough Data Reflect Retrieval
+Quality?", CIKM 2008, algorithm 2): in each round a coin decides who picks first; each ranker puts its best
+remaining candidate into the next slot, and the candidate joins that ranker's team. After each round both
+teams have equal size, so a round depends on the slots above alone, and propensities are exact. The first slot
+of a round holds either ranker's best, 1/2 each, or is certain if both agree. If they disagreed, the second
+slot is certain, since the other ranker takes its own best; if they agreed, it holds either ranker's next
 best, 1/2 each, or is certain if both agree again.
 """
 
@@ -54,7 +56,8 @@ OURS, RIVAL = 0, 1
 
 
 class Draft(NamedTuple):
-    """`order` is by slot; `team_n` (OURS or RIVAL) and `propensities`, given the slots above, are by candidate."""
+    """`order` is by slot; `team_n` (OURS or RIVAL) and `propensities`, given the slots above, are by
+    candidate."""
 
     order: list[int]
     team_n: list[int]

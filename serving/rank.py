@@ -6,8 +6,8 @@
 4 order       by the configured task, with exploration, or interleaved with another version (serving/ordering.py)
 5 impression  features as scored, scores and positions as served, propensities
 
-With `append` a page adds candidates to an earlier request. Its RO features are hydrated again for scoring, but its impression has
-none: training uses the RO features of the first page.
+With `append` a page adds candidates to an earlier request. Its RO features are hydrated again for scoring,
+but its impression has none: training uses the RO features of the first page.
 """
 
 from __future__ import annotations
@@ -87,7 +87,8 @@ class CompletedRequest(NamedTuple):
 
 
 class RankService:
-    """`rank` and `rank_all` run in one thread at a time. Requests that `may_wait` always run in the same thread, the Redis client's."""
+    """`rank` and `rank_all` run in one thread at a time. Requests that `may_wait` always run in the same
+    thread, the Redis client's."""
 
     def __init__(
         self,
@@ -127,9 +128,11 @@ class RankService:
         return outcome
 
     def rank_all(self, requests: Sequence[tuple[RankRequest, int]]) -> list[RankResult | Exception]:
-        """Return, for each (request, time), what `rank` would return or raise. Requests of one version share a forward pass.
+        """Return, for each (request, time), what `rank` would return or raise. Requests of one version share
+        a forward pass.
 
-        If a shared pass fails, each of its requests is scored alone, so that an error affects only the request that causes it.
+        If a shared pass fails, each of its requests is scored alone, so that an error affects only the
+        request that causes it.
         """
         outcomes: dict[int, RankResult | Exception] = {}
         by_version: dict[int, list[tuple[int, CompletedRequest]]] = {}
@@ -254,7 +257,8 @@ class RankService:
         )
 
     def _draft(self, complete: CompletedRequest, scores_nT: np.ndarray) -> Draft | None:
-        """Interleave with the rival's order; None without a rival, or if the rival cannot score the request."""
+        """Interleave with the rival's order; None without a rival, or if the rival cannot score the
+        request."""
         choice, request = complete.choice, complete.request
         if choice.rival is None:
             return None

@@ -1,8 +1,9 @@
 """Parses the JSON body of `POST /v1/rank` into a RankRequest.
 
-The body's msgspec types are built from the schema. Struct fields are called `f0, f1, …` in declared order and renamed to the
-features' names, which need not be identifiers. Candidates are rows, `[{"item_id": 8, "age_h": 2.5}, …]`, or columns,
-`{"item_id": […], "age_h": […]}`. The features of a row may also be nested: `{"item_id": 8, "nro": {"age_h": 2.5}}`.
+The body's msgspec types are built from the schema. Struct fields are called `f0, f1, …` in declared order and
+renamed to the features' names, which need not be identifiers. Candidates are rows, `[{"item_id": 8, "age_h":
+2.5}, …]`, or columns, `{"item_id": […], "age_h": […]}`. The features of a row may also be nested:
+`{"item_id": 8, "nro": {"age_h": 2.5}}`.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ FORBID: dict[str, Any] = {"forbid_unknown_fields": True}
 
 
 def limits(description: str = "", **of_schema: Any) -> Meta:
-    """Limits that appear in the OpenAPI document but are checked by our own code, for its messages and status codes."""
+    """Limits that appear in the OpenAPI document but are checked by our own code, for its messages and status
+    codes."""
     return Meta(description=description or None, extra_json_schema=of_schema or None)
 
 
@@ -56,7 +58,8 @@ Id = Annotated[PlainId, Meta(description="an integer passes through, a string is
 
 @dataclasses.dataclass(frozen=True)
 class JsonTypes:
-    """`rank` is the type of the whole body. `known` lists the field names at each path, for suggestions in error messages."""
+    """`rank` is the type of the whole body. `known` lists the field names at each path, for suggestions in
+    error messages."""
 
     rank: type[msgspec.Struct]
     known: dict[str, tuple[str, ...]]  # path without indices → names
@@ -221,7 +224,8 @@ class JsonParser:
         """Parse and validate a body.
 
         Raises:
-            RequestError: 400 with the path of the field; 413 for more candidates or list entries than the schema allows.
+            RequestError: 400 with the path of the field; 413 for more candidates or list entries than the
+            schema allows.
         """
         rank: Any = decode_body(self._decoder, body, self._types.known)
         by_row = isinstance(rank.candidates, list)
@@ -378,7 +382,8 @@ def check_num_candidates(schema: Schema, count: int, path: str = "$.candidates")
 
 
 def check_unique(item_ids_n: np.ndarray, path: str) -> None:
-    """Raises RequestError 400 with both positions of an item that is given twice; `path` has a placeholder for the index."""
+    """Raises RequestError 400 with both positions of an item that is given twice; `path` has a placeholder
+    for the index."""
     items = item_ids_n.tolist()
     if len(set(items)) == len(items):
         return
@@ -390,7 +395,8 @@ def check_unique(item_ids_n: np.ndarray, path: str) -> None:
 
 
 def decode_body(decoder: msgspec.json.Decoder[Any], body: bytes, known: dict[str, tuple[str, ...]]) -> Any:
-    """Decode `body`. Raises RequestError 400 with the path of the field, and the nearest known name if a name is unknown."""
+    """Decode `body`. Raises RequestError 400 with the path of the field, and the nearest known name if a name
+    is unknown."""
     try:
         return decoder.decode(body)
     except UnicodeDecodeError as error:
@@ -406,7 +412,8 @@ def decode_body(decoder: msgspec.json.Decoder[Any], body: bytes, known: dict[str
 
 
 def _decode_error(message: str, known: dict[str, tuple[str, ...]]) -> RequestError:
-    """Turn msgspec's message into a RequestError. The unknown name may be as long as the body, so it is cut."""
+    """Turn msgspec's message into a RequestError. The unknown name may be as long as the body, so it is
+    cut."""
     what, at, path = message.rpartition(_AT)
     if not at or not message.endswith("`"):
         what, path = message, "$`"

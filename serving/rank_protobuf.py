@@ -1,4 +1,5 @@
-"""Parses the `application/x-protobuf` body of `POST /v1/rank`, a `roo.Impression` without scores, into a RankRequest.
+"""Parses the `application/x-protobuf` body of `POST /v1/rank`, a `roo.Impression` without scores, into a
+RankRequest.
 
 Its blocks are scored and logged as they are, unless a feature that is kept in Redis is missing.
 """
@@ -19,7 +20,8 @@ from serving.request_batch import checked, fast_checked_columns
 
 
 def parse_impression(schema: Schema, body: bytes) -> RankRequest:
-    """Raises RequestError 400 with the path of the field; 413 for more candidates or list entries than the schema allows."""
+    """Raises RequestError 400 with the path of the field; 413 for more candidates or list entries than the
+    schema allows."""
     message = pb.Impression()
     try:
         message.ParseFromString(body)

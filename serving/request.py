@@ -17,7 +17,8 @@ MAX_TEXT_BYTES = 64
 
 
 class RequestBlocks(NamedTuple):
-    """The feature blocks of a request: the bytes that are logged, and the same values as arrays, which are scored. Both are validated."""
+    """The feature blocks of a request: the bytes that are logged, and the same values as arrays, which are
+    scored. Both are validated."""
 
     ro: bytes
     nro: bytes
@@ -27,7 +28,8 @@ class RequestBlocks(NamedTuple):
 
 @dataclasses.dataclass(slots=True, kw_only=True, eq=False)
 class RankRequest:
-    """Values have the form that `roostream.wire.block.encode_*` takes. A feature that the client did not send is absent."""
+    """Values have the form that `roostream.wire.block.encode_*` takes. A feature that the client did not send
+    is absent."""
 
     request_id: str
     user_id: int  # uint64; 0 = unknown

@@ -1,7 +1,9 @@
-"""Builds one unlabeled batch from the columns of one or several requests, without decoding the bytes that are logged.
+"""Builds one unlabeled batch from the columns of one or several requests, without decoding the bytes that are
+logged.
 
-Training decodes the logged bytes with `roostream.wire.decode`. The arrays here are bit-equal to what `Decoder.decode_request`
-returns for a single request, and to the arrays of the samples for several; tests/serving checks this.
+Training decodes the logged bytes with `roostream.wire.decode`. The arrays here are bit-equal to what
+`Decoder.decode_request` returns for a single request, and to the arrays of the samples for several;
+tests/serving checks this.
 
 The numba kernels keep the GIL: each takes microseconds, and releasing it would cost a turn of the event loop.
 
@@ -38,7 +40,8 @@ class RequestColumns(NamedTuple):
 
 
 class _ServedBatch(Batch):
-    """A batch without the checks of `Batch`: the kernels below guarantee consistent arrays, and the checks took as long as the kernels."""
+    """A batch without the checks of `Batch`: the kernels below guarantee consistent arrays, and the checks
+    took as long as the kernels."""
 
     def __post_init__(self) -> None:
         pass
@@ -60,7 +63,8 @@ class _SideReading(NamedTuple):
 
 
 def build_batch(schema: Schema, requests: Sequence[RequestColumns]) -> Batch:
-    """Build a batch of at least one request: labels 0, weights 1, offset -1, as `Decoder.decode_request` does."""
+    """Build a batch of at least one request: labels 0, weights 1, offset -1, as `Decoder.decode_request`
+    does."""
     counts, readings = [len(r.item_ids) for r in requests], schema.derived(_readings)
     counts_R, is_alone = np.array(counts, dtype=np.int32), len(requests) == 1
     return _ServedBatch(
@@ -189,8 +193,8 @@ def layout_side(
     out: tuple[np.ndarray, np.ndarray, np.ndarray],
     ends: tuple[np.ndarray, np.ndarray],
 ) -> None:
-    """Fill the arrays of one side. `block`: columns of a block; `reading`: default_F, max_K, streams_K3; `floats`: values and presence
-    [N, F]; the others as in `split_lists`.
+    """Fill the arrays of one side. `block`: columns of a block; `reading`: default_F, max_K, streams_K3;
+    `floats`: values and presence [N, F]; the others as in `split_lists`.
     """
     fill_floats(block[0], reading[0], floats[0], floats[1])
     split_lists(block[1], block[5], reading[1], reading[2], (block[2], block[3], block[4]), shape, out, ends)
@@ -220,9 +224,9 @@ def split_lists(
 ) -> None:
     """Transpose lists from row-major to feature-major order, with at most `max_K` entries each.
 
-    `lengths`, `missing` and `streams` (ids, weights, times) are those of a block. `out`: values, weights (prefilled with 1; may be
-    empty) and the entries of all columns, column c from ends_C1[c] to ends_C1[c + 1]. `ends`: zeros for start_K1, where the ids of
-    each list begin, and for ends_C1.
+    `lengths`, `missing` and `streams` (ids, weights, times) are those of a block. `out`: values, weights
+    (prefilled with 1; may be empty) and the entries of all columns, column c from ends_C1[c] to ends_C1[c +
+    1]. `ends`: zeros for start_K1, where the ids of each list begin, and for ends_C1.
     """
     lengths_KN, present_KN = shape
     values, weights, entries = out
@@ -266,15 +270,16 @@ def split_lists(
 
 
 def checked(schema: Schema, side: Side, block: bytes, num_rows: int) -> Columns:
-    """Validate a block of a client and copy its columns, which may be unaligned. Raises WireError as `check_block`."""
+    """Validate a block of a client and copy its columns, which may be unaligned. Raises WireError as
+    `check_block`."""
     return Columns._make(np.array(c) for c in check_block(schema, side, block, num_rows, schema.limits))
 
 
 def fast_checked_columns(
     schema: Schema, ro: bytes, nro: bytes, num_rows: int
 ) -> tuple[Columns, Columns] | None:
-    """Validate both blocks with training's kernels. Return None if a block is invalid or not in the canonical form of our encoders;
-    `checked` then explains the error or reads the other form.
+    """Validate both blocks with training's kernels. Return None if a block is invalid or not in the canonical
+    form of our encoders; `checked` then explains the error or reads the other form.
     """
     plans, most = schema.derived(_plans), schema.limits
     if num_rows > most.max_candidates:
@@ -301,8 +306,9 @@ def locate_block_columns(
     max_list: int,
     spans_2: np.ndarray,
 ) -> bool:
-    """Locate the columns of both blocks in `buf` and write them to `spans_2` (zeros before). Return False if a block is invalid or not
-    in canonical form. `buf` has both blocks, one after the other, and one extra byte.
+    """Locate the columns of both blocks in `buf` and write them to `spans_2` (zeros before). Return False if
+    a block is invalid or not in canonical form. `buf` has both blocks, one after the other, and one extra
+    byte.
     """
     if not scan_message(buf, 0, ro_bytes, fields, spans_2[0]) or not scan_message(
         buf, ro_bytes, len(buf) - 1, fields, spans_2[1]

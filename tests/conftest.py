@@ -23,9 +23,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 class _ByFile(LoadScopeScheduling):
-    """Side by side (`-n 2`) the tests of a file stay with one process, since they share fixtures; all files in which a stack is
-    started are one piece of work, since two stacks are too much for two cores. The process that hands out the work collects
-    nothing and knows names only, so it looks for the mark in the file."""
+    """Side by side (`-n 2`) the tests of a file stay with one process, since they share fixtures; all files
+    in which a stack is started are one piece of work, since two stacks are too much for two cores. The
+    process that hands out the work collects nothing and knows names only, so it looks for the mark in the
+    file."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.split("::")[0]
@@ -38,7 +39,8 @@ def _starts_a_stack(file: Path) -> bool:
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """One more than cores (`-n auto`): a part of the tests' time is waiting for programs, brokers and time limits."""
+    """One more than cores (`-n auto`): a part of the tests' time is waiting for programs, brokers and time
+    limits."""
     return len(os.sched_getaffinity(0)) + 1
 
 

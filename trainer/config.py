@@ -157,8 +157,8 @@ class LoopConfig(Settings):
         return (SAMPLES,) if self.corrections == "off" else (SAMPLES, CORRECTIONS)
 
     def batch_after(self, num_requests: int) -> int:
-        """Batch size after `num_requests` trained requests. Early training benefits from many steps, later training
-        from less noise.
+        """Batch size after `num_requests` trained requests. Early training benefits from many steps, later
+        training from less noise.
 
         It depends only on what is trained, so it is the same after a restore."""
         return min(
@@ -166,11 +166,11 @@ class LoopConfig(Settings):
         )
 
     def rate_after(self, num_steps: int) -> float:
-        """Adam's learning rate after `num_steps` steps: `learning_rate` · √(batch size / full batch size), because a
-        small batch has a noisier gradient (Malladi et al. 2022).
+        """Adam's learning rate after `num_steps` steps: `learning_rate` · √(batch size / full batch size),
+        because a small batch has a noisier gradient (Malladi et al. 2022).
 
-        The batch size is computed as if all batches were full: first · e^(steps / growth). So it is the same for all
-        workers, and after a restore. With rehearsal, every other step has no new batch."""
+        The batch size is computed as if all batches were full: first · e^(steps / growth). So it is the same
+        for all workers, and after a restore. With rehearsal, every other step has no new batch."""
         num_steps = num_steps // 2 if self.rehearsal.is_on else num_steps
         first = min(self.first_batch_requests, self.batch_requests) / self.batch_requests
         grown = first * math.exp(min(num_steps / self.batch_growth_requests, _FULLY_GROWN))

@@ -3,7 +3,8 @@ abort.
 
     restore ──► start ──► training ──► cut ──► paused ──► resume ──► training
                               │                   write stores the snapshot meanwhile; commit or abort drops it
-                              └─ a shard is unavailable, or Kafka rejected a prediction: the worker is broken, the next beat
+                              └─ a shard is unavailable, or Kafka rejected a prediction: the worker is broken,
+                              the next beat
                                  reports it, and everyone is restored; rejected predictions are sent again
 
 The loop runs in the caller's thread. Commands arrive on the controller agent's thread and run between two

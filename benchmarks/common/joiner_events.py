@@ -1,6 +1,7 @@
 """Generated joiner input like the demo's: impressions with about 20 candidates, engagements, pages, retries.
 
-The mix is the simulated site's (`roostream/replay/visitors.py`): 2.2 engagements a request, a second page for one request in seven,
+The mix is the simulated site's (`roostream/replay/visitors.py`): 2.2 engagements a request, a second page for
+one request in seven,
 3 % of the engagements sent twice. Deterministic: the same arguments give the same bytes.
 """
 

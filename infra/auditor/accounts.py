@@ -1,12 +1,14 @@
-"""Checks guarantees G1 and G2 as sums over the records of the topics. No I/O; `infra.auditor.auditor` reads the records from Kafka.
+"""Checks guarantees G1 and G2 as sums over the records of the topics. No I/O; `infra.auditor.auditor` reads
+the records from Kafka.
 
     distinct engagements = folded + corrected + only in a repeated sample + dead-lettered + pending
     distinct requests    = sampled + only dead-lettered + pending
     other engagement records are duplicates
 
-An id counts once, for the first of these outcomes that it has. A dead letter settles the record at the Kafka position that it
-names, even if the id of that record is unknown. The topics may be read in any relative order: an outcome that is read before its
-event waits as `unknown`, and a dead letter read before its record waits as a position. No record content raises an error.
+An id counts once, for the first of these outcomes that it has. A dead letter settles the record at the Kafka
+position that it names, even if the id of that record is unknown. The topics may be read in any relative
+order: an outcome that is read before its event waits as `unknown`, and a dead letter read before its record
+waits as a position. No record content raises an error.
 """
 
 from __future__ import annotations
@@ -62,9 +64,9 @@ class Accounts:
     """Call `add` with every record of the audited topics, each partition in order. Not thread-safe."""
 
     def __init__(self, *, settle_ms: int = 600_000, horizon_ms: int = 0, since_ms: int = 0) -> None:
-        """`settle_ms`: how long an event may wait after the joiner's closes have passed it (window + orphan timeout + slack).
-        `horizon_ms`: see Ledger; at least twice `settle_ms`, 0 = remember everything. `since_ms`: older records are not
-        audited, because their counterparts may have been deleted."""
+        """`settle_ms`: how long an event may wait after the joiner's closes have passed it (window + orphan
+        timeout + slack). `horizon_ms`: see Ledger; at least twice `settle_ms`, 0 = remember everything.
+        `since_ms`: older records are not audited, because their counterparts may have been deleted."""
         self.settle_ms, self.since_ms = settle_ms, since_ms
         self.events = Ledger((FOLDED, CORRECTED, REPEATED, DEAD), horizon_ms)
         self.requests = Ledger((SAMPLED, DEAD), horizon_ms)
@@ -107,7 +109,8 @@ class Accounts:
         return {n: getattr(self, n) for n in names}
 
     def add(self, record: Record) -> None:
-        """Count a record. Heartbeats and end markers are ignored; an undecodable record waits for its dead letter."""
+        """Count a record. Heartbeats and end markers are ignored; an undecodable record waits for its dead
+        letter."""
         self.num_records[record.topic] += 1
         now_ms = self._now_ms(record)
         self._turn()
@@ -142,12 +145,13 @@ class Accounts:
         return len(self.events.pending) + len(self.requests.pending) + len(self.bad.pending)
 
     def untrained_below(self, offsets: Mapping[int, int]) -> int:
-        """G2: samples below these offsets (partition → offset of a manifest) that have no prediction; should be 0."""
+        """G2: samples below these offsets (partition → offset of a manifest) that have no prediction; should
+        be 0."""
         return sum(offset < offsets.get(partition, 0) for partition, offset in self.untrained.values())
 
     def _now_ms(self, record: Record) -> int:
-        """The newest time of the record's partition so far. A record from far in the future has its own time and does not move
-        the partition's."""
+        """The newest time of the record's partition so far. A record from far in the future has its own time
+        and does not move the partition's."""
         self._recent.add((record.timestamp_ms,))
         if self._recent.is_full:
             self._reached_ms = max(self._reached_ms, self._recent.middle_ms)
@@ -166,7 +170,8 @@ class Accounts:
                 ledger.turn(self._reached_ms)
 
     def _bad(self, record: Record, now_ms: int) -> None:
-        """Malformed heartbeats and end markers contain no event: Flink drops them, the local engine writes dead letters."""
+        """Malformed heartbeats and end markers contain no event: Flink drops them, the local engine writes
+        dead letters."""
         if record.topic not in _SETTLED or (
             record.topic != SAMPLES and wire.kind_of(record.value) in _MARKERS
         ):
@@ -221,7 +226,8 @@ class Accounts:
         self.features_digest = (self.features_digest + features_hash(message)) & MASK64
 
     def _fold(self, message: pb.Sample, outcome: int, now_ms: int) -> bool:
-        """Mark the engagements of a sample or correction. Returns whether the outcome is new for one of them."""
+        """Mark the engagements of a sample or correction. Returns whether the outcome is new for one of
+        them."""
         new = False
         for event_id, time_ms in _events(message):
             if not self._is_out(self.events, event_id, time_ms):

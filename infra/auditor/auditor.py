@@ -56,7 +56,8 @@ class Auditor:
         clock: Clock | None = None,
         max_waiting: int = _MAX_WAITING,
     ) -> None:
-        """`settle_ms`, `horizon_ms`: see Accounts. `on_record` is called with every record after it was counted."""
+        """`settle_ms`, `horizon_ms`: see Accounts. `on_record` is called with every record after it was
+        counted."""
         self.broker, self.prefix, self.num_partitions, self.max_waiting = (
             broker,
             prefix,
@@ -74,11 +75,12 @@ class Auditor:
         self._has_goal = False
 
     def poll(self, budget_s: float = 1.0) -> int:
-        """Read for at most about `budget_s`. Returns the number of records; 0 = up to date, or Kafka is away. The first call
-        returns once every partition's end was seen, or the budget is over.
+        """Read for at most about `budget_s`. Returns the number of records; 0 = up to date, or Kafka is away.
+        The first call returns once every partition's end was seen, or the budget is over.
 
         Raises:
-            UnavailableError: the topics can't be read (missing, access denied), or Kafka is away at the first call; call
+            UnavailableError: the topics can't be read (missing, access denied), or Kafka is away at the first
+            call; call
                 again.
         """
         consumer = self._consumer or self._open()
@@ -95,7 +97,8 @@ class Auditor:
                 return count
 
     def open_with(self, consumer: RecordConsumer, saved: Saved | None = None) -> RecordConsumer:
-        """Use this consumer, from the `saved` state or the oldest records. Raises UnavailableError as `poll`."""
+        """Use this consumer, from the `saved` state or the oldest records. Raises UnavailableError as
+        `poll`."""
         if saved is not None:
             self.accounts.load(saved.numbers, saved.arrays)
         self._num_lost = consumer.num_lost
@@ -152,7 +155,8 @@ class Auditor:
             raise
 
     def _begin(self, consumer: RecordConsumer) -> None:
-        """Start over at the oldest records (2). **If it fails** (UnavailableError), the next `poll` tries again."""
+        """Start over at the oldest records (2). **If it fails** (UnavailableError), the next `poll` tries
+        again."""
         self.must_restart = True
         consumer.seek({})
         starts, ends, since_ms = consumer.positions(), consumer.end_offsets(), 0
@@ -176,7 +180,8 @@ class Auditor:
         return [record for p in outputs for record in consumer.poll(_POLL_RECORDS, 0.1 / len(outputs), p)]
 
     def _check_progress(self, consumer: RecordConsumer) -> None:
-        """Start over after losses by retention, and update which end offsets of the start were reached (4)."""
+        """Start over after losses by retention, and update which end offsets of the start were reached
+        (4)."""
         if lost := consumer.num_lost - self._num_lost:
             self._num_lost = consumer.num_lost
             log.error(

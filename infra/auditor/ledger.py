@@ -1,7 +1,8 @@
 """Tracks for each id whether it was seen and which outcomes it has. No I/O.
 
-Marks are bits that are only added, so the counts do not depend on the order of marks. An id that was seen and has no outcome is
-`pending`; one with an outcome that was not seen is `unknown`. Both are kept until they are settled or given up.
+Marks are bits that are only added, so the counts do not depend on the order of marks. An id that was seen and
+has no outcome is `pending`; one with an outcome that was not seen is `unknown`. Both are kept until they are
+settled or given up.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ _MAX_IDS = 1_000_000
 class Ledger:
     """Counts ids by outcome; `outcomes` are in order of precedence.
 
-    Settled ids are forgotten one to two `horizon_ms` of event time after their last mark (0 = never), or sooner if there are more
-    than `max_ids`; `turn` passes the time. The counts stay. Forgotten ids are older than `floor_ms`.
+    Settled ids are forgotten one to two `horizon_ms` of event time after their last mark (0 = never), or
+    sooner if there are more than `max_ids`; `turn` passes the time. The counts stay. Forgotten ids are older
+    than `floor_ms`.
     """
 
     def __init__(self, outcomes: tuple[int, ...], horizon_ms: int = 0, max_ids: int = _MAX_IDS) -> None:
@@ -94,7 +96,8 @@ class Ledger:
         return next((o for o in self.outcomes if bits & o), 0)
 
     def turn(self, now_ms: int) -> None:
-        """Advance event time to `now_ms` and forget ids that settled long ago. Times of marks are not used, because they may be wrong."""
+        """Advance event time to `now_ms` and forget ids that settled long ago. Times of marks are not used,
+        because they may be wrong."""
         self._now_ms = max(self._now_ms, now_ms)
         self._turned_ms = self._turned_ms or now_ms
         if not self.horizon_ms or (

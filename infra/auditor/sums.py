@@ -11,11 +11,12 @@ from roostream.runtime.scrape import ScrapedMetrics
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sums:
-    """Numbers of distinct ids unless noted. `accounted`: both sums hold, and nothing waits longer than allowed.
+    """Numbers of distinct ids unless noted. `accounted`: both sums hold, and nothing waits longer than
+    allowed.
 
-    Not part of any sum: events older than the audit (`since_ms`), undecodable records that get no dead letter (`unreadable`),
-    copies of events that settled longer ago than the horizon (`stale`), and records that retention deleted before they were
-    read (`lost_records`).
+    Not part of any sum: events older than the audit (`since_ms`), undecodable records that get no dead letter
+    (`unreadable`), copies of events that settled longer ago than the horizon (`stale`), and records that
+    retention deleted before they were read (`lost_records`).
     """
 
     requests: int
@@ -65,8 +66,8 @@ LABELS = {
     "unreadable": "topic",
 }
 STATES = ("reading", "unknown", "waiting", "yes", "no")
-"""Of `accounted`. reading: the end offsets of the start are not reached yet. unknown: Kafka does not report end offsets.
-waiting: events that should be joined by now are not, nor is any later event."""
+"""Of `accounted`. reading: the end offsets of the start are not reached yet. unknown: Kafka does not report
+end offsets. waiting: events that should be joined by now are not, nor is any later event."""
 
 
 def state_of(sums: Sums, is_current: bool, behind: int | None) -> str:
@@ -85,7 +86,8 @@ def gauges(sums: Sums, is_current: bool, behind: int | None) -> dict[str, Any]:
 
 
 def of_gauges(scraped: ScrapedMetrics) -> dict[str, Any]:
-    """Inverse of `gauges`: name → number, {label: number}, or None if unknown. `accounted` is True, False, or None if unknown."""
+    """Inverse of `gauges`: name → number, {label: number}, or None if unknown. `accounted` is True, False, or
+    None if unknown."""
     state = scraped.state("roostream_auditor_accounted", "state") or "unknown"
     out: dict[str, Any] = {"state": state, "accounted": {"yes": True, "no": False}.get(state)}
     for field in ("behind", *(f.name for f in dataclasses.fields(Sums) if f.name != "accounted")):

@@ -88,8 +88,9 @@ def plan(
     place a table's rows at one owner or all of them, as TorchRec does (sharding_file.py).
 
     Raises:
-        SchemaError: column pieces of a table whose rule keeps one state a row, or that do not divide its columns.
-        ConfigError: more column pieces than owners; or the rows do not fit: what is needed and how many owners suffice.
+        SchemaError: column pieces of a table whose rule keeps one state a row, or that do not divide its
+        columns. ConfigError: more column pieces than owners; or the rows do not fit: what is needed and how
+        many owners suffice.
     """
     costs, columns = costs or CostModel(), columns or {}
     for table in tables:

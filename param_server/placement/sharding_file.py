@@ -27,7 +27,8 @@ def sharding_of(plan: PlacementPlan, tables: Sequence[PlannedTable], module: str
     """The content of the file. `module`: path of the collection in the model; "" = the model itself.
 
     Raises:
-        ConfigError: a table with an unknown number of rows, one cut into row pieces for some of the owners, or pieces of a width that
+        ConfigError: a table with an unknown number of rows, one cut into row pieces for some of the owners,
+        or pieces of a width that
             FBGEMM rejects.
     """
     if missing := [table.name for table in tables if not table.rows]:

@@ -1,4 +1,5 @@
-"""`roostream audit`: read every topic once from its oldest record, and check that each event is accounted for."""
+"""`roostream audit`: read every topic once from its oldest record, and check that each event is accounted
+for."""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ def run(home: Path, topics: Topics | None, as_json: bool) -> int:
     Returns 0, or 1 if an event is not accounted for.
 
     Raises:
-        SetupError: there is no stack in `home`. UnavailableError: Kafka does not answer, or a topic cannot be read.
+        SetupError: there is no stack in `home`. UnavailableError: Kafka does not answer, or a topic cannot be
+        read.
     """
     with contextlib.nullcontext(topics) if topics is not None else _of_home(Home(home)) as found:
         sums = read_all(found)
@@ -59,7 +61,8 @@ def run(home: Path, topics: Topics | None, as_json: bool) -> int:
 
 
 def read_all(topics: Topics) -> Sums:
-    """Read all records that are present at the start, and return the sums. Raises UnavailableError as `run`."""
+    """Read all records that are present at the start, and return the sums. Raises UnavailableError as
+    `run`."""
     auditor = Auditor(
         Broker(topics.kafka),
         topics.prefix,

@@ -192,7 +192,8 @@ def describe_endpoints(stack: Mapping[str, Any]) -> list[str]:
 
 
 def stop_on_signals() -> threading.Event:
-    """An event that Ctrl-C, `down` or a closed terminal sets. A second signal does not interrupt the shutdown."""
+    """An event that Ctrl-C, `down` or a closed terminal sets. A second signal does not interrupt the
+    shutdown."""
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: stop.set())

@@ -1,4 +1,5 @@
-"""`roostream scale | preempt | trainer release`: commands that call the controller of a running deployment."""
+"""`roostream scale | preempt | trainer release`: commands that call the controller of a running
+deployment."""
 
 from __future__ import annotations
 
@@ -57,7 +58,8 @@ class ControllerClient:
         """Make one call and return the answer.
 
         Raises:
-            ConfigError: a file does not exist. TransportError: no controller answers. Any error of the method.
+            ConfigError: a file does not exist. TransportError: no controller answers. Any error of the
+            method.
         """
         address = self.address or str(Home(self.home).running_stack()["controller"])
         transport = SocketTransport(address, keys=LinkCredentials(read_link_security(self.link)))
@@ -68,7 +70,8 @@ class ControllerClient:
 
 
 def read_link_security(file: str) -> LinkSecurity:
-    """The table `[link]` of a program's TOML; other keys are ignored. Raises ConfigError: the table is not valid."""
+    """The table `[link]` of a program's TOML; other keys are ignored. Raises ConfigError: the table is not
+    valid."""
     if not file:
         return LinkSecurity()
     toml = read_toml(file)
@@ -90,8 +93,8 @@ def read_link_security(file: str) -> LinkSecurity:
 def scale(target: str, home: Path, controller: str, link: str, wait_s: float) -> None:
     """Change the number of workers that train, from the next commit on.
 
-    Exit code 1: the number was not reached within --wait. A local stack starts and stops the worker processes itself. The
-    number holds until it is changed here or in the settings.
+    Exit code 1: the number was not reached within --wait. A local stack starts and stops the worker processes
+    itself. The number holds until it is changed here or in the settings.
 
     \b
     Example:
@@ -135,8 +138,8 @@ def scale_workers(controller: ControllerClient, count: int, wait_s: float) -> in
 def preempt(name: str, notice_s: float, home: Path, controller: str, link: str) -> None:
     """End a worker, a shard or the controller after a commit, so that no training is lost.
 
-    Exit code 1: the commit did not finish in time. Training waits until the program is back. A local stack restarts it
-    at once.
+    Exit code 1: the commit did not finish in time. Training waits until the program is back. A local stack
+    restarts it at once.
 
     \b
     Example:
@@ -146,10 +149,12 @@ def preempt(name: str, notice_s: float, home: Path, controller: str, link: str) 
 
 
 def preempt_program(controller: ControllerClient, name: str, notice_s: float) -> int:
-    """End a program of the trainer within `notice_s`. Returns 0 if a commit came first, 1 if work will be repeated.
+    """End a program of the trainer within `notice_s`. Returns 0 if a commit came first, 1 if work will be
+    repeated.
 
     Raises:
-        ConfigError: no program of the trainer has this name, or the notice is too short. UnavailableError: the program is
+        ConfigError: no program of the trainer has this name, or the notice is too short. UnavailableError:
+        the program is
             not running. TransportError: no controller answers.
     """
     role, index = parse_program_name(name)

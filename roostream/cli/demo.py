@@ -26,7 +26,8 @@ _PLAIN_LINE_S = 10.0
 def run(home: Path, options: StackOptions, seconds: float | None, rate: float) -> int:
     """Run until a signal, or for `seconds` after the start.
 
-    Returns 1 if a program failed for good; with `seconds` also if nothing was trained or a program is not ready at the end.
+    Returns 1 if a program failed for good; with `seconds` also if nothing was trained or a program is not
+    ready at the end.
     """
     overrides = {**options.overrides, "simulate": {"rate": rate, **options.overrides.get("simulate", {})}}
     options = dataclasses.replace(options, overrides=overrides)

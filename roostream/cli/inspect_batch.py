@@ -54,7 +54,8 @@ def inspected(saved: SavedBatch) -> dict[str, Any]:
 
 
 def _decoded(saved: SavedBatch) -> tuple[Batch, Counter[str]]:
-    """The batch, and the number of rejected records by reason; another schema than the worker's is `unknown_schema`."""
+    """The batch, and the number of rejected records by reason; another schema than the worker's is
+    `unknown_schema`."""
     try:
         schema: Schema = schema_from_dict(tomllib.loads(saved.schema))
     except (SchemaError, tomllib.TOMLDecodeError) as error:

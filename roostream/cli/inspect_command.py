@@ -84,10 +84,11 @@ def batch_command(file: Path, as_json: bool) -> None:
 )
 @json_option
 def skew_command(files: tuple[Path, ...], home: Path, store: str, lists: int, as_json: bool) -> None:
-    """Score logged lists again with the training code and the version that served them, and compare the scores.
+    """Score logged lists again with the training code and the version that served them, and compare the
+    scores.
 
-    The lists are the newest samples of the stack in --home, or those in FILES: segments of a feature log, or saved batches.
-    Exit code 1: a list was served with other features than those logged.
+    The lists are the newest samples of the stack in --home, or those in FILES: segments of a feature log, or
+    saved batches. Exit code 1: a list was served with other features than those logged.
 
     \b
     Example:

@@ -1,4 +1,5 @@
-"""`roostream keys new | list | rotate | revoke`: manage the file of bearer keys that serving reads (serving/access)."""
+"""`roostream keys new | list | rotate | revoke`: manage the file of bearer keys that serving reads
+(serving/access)."""
 
 from __future__ import annotations
 

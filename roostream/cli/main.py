@@ -1,7 +1,7 @@
 """The `roostream` command: the entry to the local stack, to every program and to all tools.
 
-A user's mistake ends in one sentence and exit code 2. Each sub-command imports its own packages only, so that a shard does not
-load torch.
+A user's mistake ends in one sentence and exit code 2. Each sub-command imports its own packages only, so that
+a shard does not load torch.
 """
 
 from __future__ import annotations
@@ -177,7 +177,8 @@ def bench(name: str, json_file: Path | None, runs: int, against: str) -> None:
 
 @cli.command()
 def prepare() -> None:
-    """Prepare a machine once: download the jars, build the Flink operator, compile the kernels. `make setup` includes this.
+    """Prepare a machine once: download the jars, build the Flink operator, compile the kernels. `make setup`
+    includes this.
 
     \b
     Example:

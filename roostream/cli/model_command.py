@@ -12,7 +12,8 @@ import click
 @click.argument("file")
 @click.option("--schema", "schema_file", type=click.Path(path_type=Path), required=True, help="schema TOML")
 def check_model(file: str, schema_file: Path) -> None:
-    """Check that a custom model meets the requirements of training and serving. FILE is its TOML, or FILE.py[:FUNCTION].
+    """Check that a custom model meets the requirements of training and serving. FILE is its TOML, or
+    FILE.py[:FUNCTION].
 
     Exit code 2: a check failed; each failure is explained.
 

@@ -74,7 +74,8 @@ class MultiValueCommand(click.Command):
 
 
 def settings_flags(settings: type[Any], skip: tuple[str, ...] = ()) -> list[click.Parameter]:
-    """One flag for each setting of a dataclass: `--freeze-at` for `freeze_at`, `--window 30m` for `window_ms`."""
+    """One flag for each setting of a dataclass: `--freeze-at` for `freeze_at`, `--window 30m` for
+    `window_ms`."""
     hints = typing.get_type_hints(settings)
     fields = [f for f in dataclasses.fields(settings) if f.name not in skip]
     return [_flag(f.name, hints[f.name], f.default, str(f.metadata.get("help", ""))) for f in fields]

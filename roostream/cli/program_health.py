@@ -1,4 +1,5 @@
-"""Why programs of a stack are not ready: from stack.json, their readiness probes, their logs and the controller's status."""
+"""Why programs of a stack are not ready: from stack.json, their readiness probes, their logs and the
+controller's status."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ def unhealthy_controller(status: Mapping[str, Any]) -> dict[str, str]:
 
 
 def reason(entry: Mapping[str, Any]) -> str:
-    """The last error of the program, else what its readiness probe waits for, else the last line of its log, else ""."""
+    """The last error of the program, else what its readiness probe waits for, else the last line of its log,
+    else ""."""
     text = str(entry.get("said") or "")
     if not text and entry["state"] == "starting" and entry.get("metrics"):
         text = readiness_error(str(entry["metrics"]).removesuffix("metrics") + "readyz")

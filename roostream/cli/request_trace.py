@@ -2,8 +2,8 @@
 
     logged (impressions) ─► joined (samples) ─► trained (predictions) ─► published (rows)
 
-A step is reached when its record can be read. "Published" is the first row delta after the join that holds a row of this request
-and whose `oldest_close_ms` is not later than the request's close.
+A step is reached when its record can be read. "Published" is the first row delta after the join that holds a
+row of this request and whose `oldest_close_ms` is not later than the request's close.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class Step(NamedTuple):
 
 
 class RequestTrace:
-    """Call `add` with the records of the four topics, in the order of each partition; `steps` has those that were reached."""
+    """Call `add` with the records of the four topics, in the order of each partition; `steps` has those that
+    were reached."""
 
     def __init__(self, request_id: str, row_keys: Callable[[Record], RowKeys]) -> None:
         """`row_keys`: the record of a sample → the rows that training on it changes."""

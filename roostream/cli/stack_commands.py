@@ -1,4 +1,5 @@
-"""`roostream demo | up | down | reset | status | audit`: commands of a local stack. Each imports the stack only when it runs."""
+"""`roostream demo | up | down | reset | status | audit`: commands of a local stack. Each imports the stack
+only when it runs."""
 
 from __future__ import annotations
 
@@ -179,7 +180,8 @@ def reset(home: Path, yes: bool) -> None:
 @home_option
 @json_option
 def status(home: Path, as_json: bool) -> None:
-    """Show what a running stack does: rates, lags, training, freshness, quality, and whether every event is accounted for.
+    """Show what a running stack does: rates, lags, training, freshness, quality, and whether every event is
+    accounted for.
 
     Exit code 1: a program is not ready.
 

@@ -1,4 +1,5 @@
-"""`roostream status`: the state of a running stack, from its programs' metrics, Kafka, Flink and the controller.
+"""`roostream status`: the state of a running stack, from its programs' metrics, Kafka, Flink and the
+controller.
 
 A value is None where a program does not answer, because the status is needed most when something is down.
 """
@@ -163,7 +164,8 @@ def joiner_state(job: Mapping[str, Any] | None, joiner: ScrapedMetrics) -> dict[
 
 
 def trainer_state(control: Mapping[str, Any]) -> dict[str, Any]:
-    """All training workers together: the worst state, the largest lag, sums of counts. None without a controller."""
+    """All training workers together: the worst state, the largest lag, sums of counts. None without a
+    controller."""
     whole = aggregate_status(control) if control else {}
     reports = worker_reports(control).values() if control else ()
     counted = ("candidates", "duplicates", "dead_letters", "non_finite", "rehearsed")
@@ -193,7 +195,8 @@ def _sum(counts: Iterable[int | None]) -> int | None:
 
 
 def workers_state(control: Mapping[str, Any]) -> dict[str, Any]:
-    """How many workers train and how many are requested (None without a controller), and each one that reports."""
+    """How many workers train and how many are requested (None without a controller), and each one that
+    reports."""
     members: Mapping[str, Any] = control.get("members", {})
     each = {
         name: {

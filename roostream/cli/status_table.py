@@ -282,7 +282,8 @@ def _click_rate(r: Mapping[str, float | None]) -> str:
 
 
 def _g1(sums: Mapping[str, Any]) -> str:
-    """Whether every event is accounted for. There are no figures before all records present at the start have been read."""
+    """Whether every event is accounted for. There are no figures before all records present at the start have
+    been read."""
     if sums["state"] == "reading":
         return f"still reading, {number(sums['behind'])} records left"
     if sums["engagements"] is None:

@@ -85,7 +85,8 @@ def follow(
     wait_s: float,
     on_step: Callable[[str], None],
 ) -> None:
-    """Read records until the trace is complete or `wait_s` is over. Calls `on_step` with the name of each new step."""
+    """Read records until the trace is complete or `wait_s` is over. Calls `on_step` with the name of each new
+    step."""
     until_s = clock.monotonic_s() + wait_s
     reported: set[str] = set()
     while not trace.is_complete and clock.monotonic_s() < until_s:
@@ -105,7 +106,8 @@ def describe_step(trace: RequestTrace, name: str, began_ms: int) -> str:
 
 
 def row_keys_of(place: Home) -> Callable[[Record], RowKeys]:
-    """A function from the record of a sample to the rows that training on it changes, by the schema that wrote it."""
+    """A function from the record of a sample to the rows that training on it changes, by the schema that
+    wrote it."""
     from roostream.runtime.checkpoint_store import open_store
     from roostream.schema.registry import open_registry
     from roostream.schema.schema_file import load_schema

@@ -116,7 +116,8 @@ def resume(admin: AdminInterface) -> None:
 
 
 def _call(admin: AdminInterface, method: str, path: str) -> Any:
-    """Call the interface. Raises as `_answer`; ConfigError: the address, token or certificate is not valid."""
+    """Call the interface. Raises as `_answer`; ConfigError: the address, token or certificate is not
+    valid."""
     check_addresses("--admin", admin.address)
     try:
         token = admin.token_file.read_text(encoding="utf-8").partition("\n")[0].strip()
@@ -130,7 +131,8 @@ def _call(admin: AdminInterface, method: str, path: str) -> Any:
 
 
 def _answer(request: urllib.request.Request, context: ssl.SSLContext | None) -> Any:
-    """Raises ConfigError: serving rejected the request, with its message. UnavailableError: serving does not answer."""
+    """Raises ConfigError: serving rejected the request, with its message. UnavailableError: serving does not
+    answer."""
     try:
         with urllib.request.urlopen(request, timeout=_TIMEOUT_S, context=context) as answer:
             return json.load(answer)

@@ -25,7 +25,8 @@ class ModelConfig(Settings):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CustomModelConfig(ModelConfig):
-    """Settings of a custom model; `Config` of its module extends this class (docs/bring-your-own-model.md)."""
+    """Settings of a custom model; `Config` of its module extends this class
+    (docs/bring-your-own-model.md)."""
 
     kind: str = setting(
         "", "location of the code: FILE.py:FUNCTION relative to the TOML, or PACKAGE.MODULE:FUNCTION"

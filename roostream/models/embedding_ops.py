@@ -21,7 +21,8 @@ from roostream.models.simd import COMPILED, LANES, fused, kernel, load, spread, 
 
 
 def gather_rows(sources: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """(rows [U, D], int64 [L]) of each source → [L, C], the sources' rows side by side; U may be 0 if L is."""
+    """(rows [U, D], int64 [L]) of each source → [L, C], the sources' rows side by side; U may be 0 if L
+    is."""
     if not _has_kernel(sources[0][0]):
         return torch.cat([rows_UD.index_select(0, index_L) for rows_UD, index_L in sources], dim=1)
     out: Tensor = _Gather.apply(

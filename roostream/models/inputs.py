@@ -24,7 +24,8 @@ from roostream.wire.jagged import Jagged
 from roostream.wire.lookup import Lookup
 from roostream.wire.transform import apply_transforms
 
-# Where bucket ⌊ln(seconds) / 0.301⌋ (HSTU) steps up, in whole ms, so that the bucket of a gap is exact; the last is int64's.
+# Where bucket ⌊ln(seconds) / 0.301⌋ (HSTU) steps up, in whole ms, so that the bucket of a gap is exact; the
+# last is int64's.
 BUCKET_MS = np.ceil(np.exp(0.301 * np.arange(1, 123)) * 1000).astype(np.int64)
 
 

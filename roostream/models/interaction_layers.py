@@ -45,7 +45,8 @@ class CrossTokens(nn.Module):
 
 
 class MixTokens(nn.Module):
-    """Linear across tokens: each new token is a weighted sum of all, W [K, K], then W' [D, D] + b for each."""
+    """Linear across tokens: each new token is a weighted sum of all, W [K, K], then W' [D, D] + b for
+    each."""
 
     def __init__(self, tokens: int, width: int) -> None:
         super().__init__()

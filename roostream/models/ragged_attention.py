@@ -148,7 +148,8 @@ def _softmax(s_IJ: np.ndarray, factor: float, log_I: np.ndarray) -> None:
 
 @kernel
 def _softmax_back(p_IJ: np.ndarray, factor: float, log_I: np.ndarray, s_IJ: np.ndarray) -> None:
-    """`p_IJ`: scores before the factor, replaced by p; `s_IJ`: gradient of p, replaced by that of the scores."""
+    """`p_IJ`: scores before the factor, replaced by p; `s_IJ`: gradient of p, replaced by that of the
+    scores."""
     n = p_IJ.shape[1]
     for i in range(p_IJ.shape[0]):
         none = load(p_IJ, i, 0, 0, 0.0)

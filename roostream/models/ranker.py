@@ -1,8 +1,8 @@
 """The late-stage ranker (ROO paper §3.2, Fig. 8): request features are processed once per request, candidates
 together.
 
-    request encoders ─► tower, UserArch (R) ─► gather ─┐
-    candidate encoders (B rows) ───────────────────────┴► interaction ─► dense ─► list attention ─► deep ─► a tower per task
+    request encoders ─► tower, UserArch (R) ─► gather ─┐ candidate encoders (B rows) ───────────────────────┴►
+    interaction ─► dense ─► list attention ─► deep ─► a tower per task
 
 Letters: R requests, B candidates, U distinct requests, T tasks, D width.
 """
@@ -100,7 +100,8 @@ def _interaction(width: int, config: RankerConfig) -> CrossNet | Dhen:
 
 
 class Heads(nn.Module):
-    """A tower per task on a shared trunk, [B, D] → logits_BT. Untrained, each predicts its entry of `priors`."""
+    """A tower per task on a shared trunk, [B, D] → logits_BT. Untrained, each predicts its entry of
+    `priors`."""
 
     def __init__(self, width: int, layers: tuple[int, ...], priors: Sequence[float]) -> None:
         super().__init__()

@@ -26,7 +26,8 @@ _LOG2_LOW = _LOG2 - _LOG2_HIGH
 _LEAST = -87.0  # its exponential is a normal float32
 
 kernel: Callable[..., Any] = njit(cache=True, nogil=True, error_model="numpy", fastmath={"contract"})
-"""Compiles a function. `contract`: a product and a sum are rounded once; the order of sums stays as written."""
+"""Compiles a function. `contract`: a product and a sum are rounded once; the order of sums stays as
+written."""
 short_kernel: Callable[..., Any] = njit(cache=True, error_model="numpy", fastmath={"contract"})
 """`kernel` for functions of microseconds: keeps the GIL, because releasing it would cost a thread switch."""
 

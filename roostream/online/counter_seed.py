@@ -1,8 +1,9 @@
-"""Loads clicks from before a log into empty counters, in bulk, with the states that single `apply_engagement` calls give.
+"""Loads clicks from before a log into empty counters, in bulk, with the states that single `apply_engagement`
+calls give.
 
-There is one difference. If a user has more rows than are kept (MAX_TABLE_ROWS), the rows clicked last are kept with all
-their clicks; event by event, a row that was evicted in between starts again. A click has only user, item and time, so
-entities with other fields do not count it.
+There is one difference. If a user has more rows than are kept (MAX_TABLE_ROWS), the rows clicked last are
+kept with all their clicks; event by event, a row that was evicted in between starts again. A click has only
+user, item and time, so entities with other fields do not count it.
 
 Letters: N clicks, K clicks of an entity, I entities.
 """
@@ -26,8 +27,8 @@ _VALUE = 1.0
 
 
 def seed(counters: Counters, users_N: np.ndarray, items_N: np.ndarray, times_N: np.ndarray) -> None:
-    """Replace the states of these clicks' entities: int64 [N] each, times in ms, not decreasing. A repeated click counts
-    once."""
+    """Replace the states of these clicks' entities: int64 [N] each, times in ms, not decreasing. A repeated
+    click counts once."""
     order_N = np.lexsort((np.arange(len(users_N)), times_N, items_N, users_N))
     clicks_N3 = np.stack([users_N, items_N, times_N], axis=1)[order_N]
     repeated_N = np.zeros(len(order_N), dtype=np.bool_)

@@ -1,8 +1,9 @@
 """Online features: counters of users, items and other entities, updated by events and read by requests.
 
-`Counters` is a store in memory. A replay keeps one for the whole log. The feature updater loads the states that a batch of
-events changes, applies the events and stores the states. Serving loads the states of a request and reads them. All three
-run the same code, and equal events give equal bytes. docs/schema.md, "Counters", describes what is counted.
+`Counters` is a store in memory. A replay keeps one for the whole log. The feature updater loads the states
+that a batch of events changes, applies the events and stores the states. Serving loads the states of a
+request and reads them. All three run the same code, and equal events give equal bytes. docs/schema.md,
+"Counters", describes what is counted.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ _DAY_MS, _HOUR_MS = 86_400_000, 3_600_000
 
 
 def sources_of(schema: Schema, side: Side) -> dict[str, str]:
-    """Feature → the online feature that fills it where it is missing. A candidate's ids feature named `item` is filled with
-    the candidate's id unless the schema names another source."""
+    """Feature → the online feature that fills it where it is missing. A candidate's ids feature named `item`
+    is filled with the candidate's id unless the schema names another source."""
     item = {f.name: "item_id" for f in schema.nro if side == "nro" and f.kind == "ids" and f.name == "item"}
     return item | {f.name: f.online for f in getattr(schema, side) if f.online}
 
@@ -52,7 +53,8 @@ def sources_of(schema: Schema, side: Side) -> dict[str, str]:
 def stateless_features(
     item_ids: np.ndarray, time_ms: int, first_position: int = 0
 ) -> tuple[dict[str, object], dict[str, np.ndarray]]:
-    """(RO, NRO) values of STATELESS_FEATURES, for int64 [n] item ids at positions from `first_position` on."""
+    """(RO, NRO) values of STATELESS_FEATURES, for int64 [n] item ids at positions from `first_position`
+    on."""
     n = len(item_ids)
     ro: dict[str, object] = {"hour_of_day": time_ms % _DAY_MS / _HOUR_MS, "num_candidates": float(n)}
     return ro, {
@@ -62,8 +64,8 @@ def stateless_features(
 
 
 class Counters:
-    """Ids may be uint64 or int64. Not thread-safe. The size of a state is bounded, the number of states is not. The fields of
-    the newest 200,000 shown lists are remembered."""
+    """Ids may be uint64 or int64. Not thread-safe. The size of a state is bounded, the number of states is
+    not. The fields of the newest 200,000 shown lists are remembered."""
 
     def __init__(self, schema: Schema) -> None:
         self.schema, self.plan = schema, schema.derived(plan_of)
@@ -78,8 +80,8 @@ class Counters:
         time_ms: int,
         fields: EntityFields = NO_FIELDS,
     ) -> None:
-        """Count items that were shown to a user; user 0 is unknown and not counted. An item that occurs twice counts once.
-        For an entity of the request the whole list is one event."""
+        """Count items that were shown to a user; user 0 is unknown and not counted. An item that occurs twice
+        counts once. For an entity of the request the whole list is one event."""
         self.remember(item_ids, time_ms, fields)
         item_n, first_n = np.unique(as_int64(item_ids), return_index=True)
         ids = self._ids(user_id, item_n, time_ms, self._complete(fields), first_n)
@@ -96,8 +98,9 @@ class Counters:
         time_ms: int,
         fields: EntityFields = NO_FIELDS,
     ) -> None:
-        """Count an action that a counter names; others are ignored. A repeated (user, item, time) is a client's retry and
-        ignored as far back as the user's history reaches. Without a user every one counts."""
+        """Count an action that a counter names; others are ignored. A repeated (user, item, time) is a
+        client's retry and ignored as far back as the user's history reaches. Without a user every one
+        counts."""
         if action not in self.plan.actions:
             return
         item = signed(item_id)
@@ -109,7 +112,8 @@ class Counters:
                 self._count(entity, ids, 1, time_ms, action, value)
 
     def remember(self, item_ids: Sequence[int] | np.ndarray, time_ms: int, fields: EntityFields) -> None:
-        """Store the fields of a shown list that its engagements will count by; known fields stay as they are."""
+        """Store the fields of a shown list that its engagements will count by; known fields stay as they
+        are."""
         if not fields.list_id:
             return
         ro, nro = remembered_by_side(self.plan, self.schema)
@@ -134,8 +138,9 @@ class Counters:
         time_ms: int,
         fields: EntityFields = NO_FIELDS,
     ) -> OnlineValues:
-        """(RO, NRO) online features that need state, by name, for a request at `time_ms`. RO values are those that
-        `encode_ro` takes, absent = missing; NRO values are float32 [n], NaN = missing. Reading changes nothing."""
+        """(RO, NRO) online features that need state, by name, for a request at `time_ms`. RO values are those
+        that `encode_ro` takes, absent = missing; NRO values are float32 [n], NaN = missing. Reading changes
+        nothing."""
         item_n = as_int64(item_ids)
         ids = self._ids(user_id, item_n, time_ms, self._complete(fields), None)
         rows: dict[str, np.ndarray] = {}
@@ -164,7 +169,8 @@ class Counters:
         fields: EntityFields = NO_FIELDS,
         event: str = "",
     ) -> Keys:
-        """Keys of the states that a request reads, or that its impression changes with `event = SHOWN`. Call `remember` first."""
+        """Keys of the states that a request reads, or that its impression changes with `event = SHOWN`. Call
+        `remember` first."""
         item_n = as_int64(item_ids)
         ids = self._ids(user_id, item_n, time_ms, self._complete(fields), None)
         return self._keys_by_entity(ids, len(item_n), event) | (self.list_keys(fields) if event else {})
@@ -172,7 +178,8 @@ class Counters:
     def engagement_keys(
         self, user_id: int, item_id: int, action: str, time_ms: int, fields: EntityFields = NO_FIELDS
     ) -> Keys:
-        """Keys of the states that an engagement changes. The fields of its list must be loaded first (`list_keys`)."""
+        """Keys of the states that an engagement changes. The fields of its list must be loaded first
+        (`list_keys`)."""
         if action not in self.plan.actions:
             return {}
         return self._keys_by_entity(
@@ -303,7 +310,8 @@ class Counters:
         return self._states[entity.name].get(key) or EntityState(self.plan.state_layouts[entity.name])
 
     def _keys_by_entity(self, ids: Mapping[str, Any], num_rows: int, event: str) -> Keys:
-        """Keys of the states that an event changes, "" = of all. The user's state has its crosses and every action."""
+        """Keys of the states that an event changes, "" = of all. The user's state has its crosses and every
+        action."""
         by_entity: Keys = {}
         for entity in self.plan.entities:
             if event and event not in entity.events and entity.name != USER:

@@ -1,8 +1,8 @@
 """The ids that an event's entities are made of, from the values of a request or from a logged block.
 
-An id of 0 is unknown. The first id of a list counts. An engagement names its item and its request, but not the request's
-features. Fields that engagements count by are therefore remembered from the shown list (`ShownFields`) for a day of event
-time.
+An id of 0 is unknown. The first id of a list counts. An engagement names its item and its request, but not
+the request's features. Fields that engagements count by are therefore remembered from the shown list
+(`ShownFields`) for a day of event time.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class FieldReader:
         nro: Mapping[str, Any],
         num_rows: int,
     ) -> EntityFields:
-        """Read values as `encode_ro` and `encode_nro` take them; `header` is user, session, surface, request id. A value of a
-        wrong type counts as unknown: encoding rejects it."""
+        """Read values as `encode_ro` and `encode_nro` take them; `header` is user, session, surface, request
+        id. A value of a wrong type counts as unknown: encoding rejects it."""
         if not self.wants_header:
             return NO_FIELDS
         given = ro or {}
@@ -154,7 +154,8 @@ class ShownFields:
         }
 
     def fields_at(self, item: int, time_ms: int) -> tuple[dict[str, int], dict[str, int]]:
-        """Request and candidate fields of an engagement with an item; unknown if it is too old or was not shown."""
+        """Request and candidate fields of an engagement with an item; unknown if it is too old or was not
+        shown."""
         if not -REMEMBERED_MS <= time_ms - self.time_ms <= REMEMBERED_MS:
             return {}, {}
         (index,) = np.nonzero(self.item_n == item)

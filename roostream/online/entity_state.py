@@ -1,7 +1,7 @@
 """The state of an entity of the request, for example a user, or a surface crossed with an hour.
 
-It has one row of counters (event_rows.py), the newest engagements as a history, sets of the values seen last, and, of a
-user, a bounded table of rows by what the user's lists contained.
+It has one row of counters (event_rows.py), the newest engagements as a history, sets of the values seen last,
+and, of a user, a bounded table of rows by what the user's lists contained.
 
 Letters: H entries of a history, D values of a set, P rows of a table, W columns of a row.
 """
@@ -46,7 +46,8 @@ class EntityState:
         self.tables = {name: CrossTable(table) for name, table in layout.tables.items()}
 
     def add_to_history(self, event: str, item: int, time_ms: int) -> bool:
-        """Insert an engagement. Returns False and changes nothing if the history has it already: a client's retry."""
+        """Insert an engagement. Returns False and changes nothing if the history has it already: a client's
+        retry."""
         history_H2 = self.histories[event]
         if ((history_H2[:, 0] == item) & (history_H2[:, 1] == time_ms)).any():
             return False
@@ -189,7 +190,8 @@ def _pairs(section: bytes, data: bytes) -> np.ndarray:
 
 
 def _read_version_1(state: EntityState, data: bytes) -> None:
-    """A user's state before counters could be declared: time of the last request, clicks, views and clicks by item."""
+    """A user's state before counters could be declared: time of the last request, clicks, views and clicks by
+    item."""
     layout, click = state.layout, state.layout.click
     if len(data) < _OLD_HEAD.size:
         raise _foreign_bytes(data)

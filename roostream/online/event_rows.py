@@ -1,10 +1,11 @@
 """The row of counters that is kept for an entity: its arithmetic and its bytes.
 
-The first number is the time of the entity's newest event, and all sums refer to it. A sum s is worth
-s · 2^-((t - newest) / half-life) at time t. An event at t ≥ newest moves it to t; an earlier event is added with the weight
-that is left of it by then. An infinite half-life makes a plain count. A window is a ring of WINDOW_STEPS counts, one for
-each step of window / WINDOW_STEPS. At time t it covers the steps from that of t back; events before the ring are ignored.
-Letters: n events or entities of a request, I rows in memory, W columns of a row.
+The first number is the time of the entity's newest event, and all sums refer to it. A sum s is worth s ·
+2^-((t - newest) / half-life) at time t. An event at t ≥ newest moves it to t; an earlier event is added with
+the weight that is left of it by then. An infinite half-life makes a plain count. A window is a ring of
+WINDOW_STEPS counts, one for each step of window / WINDOW_STEPS. At time t it covers the steps from that of t
+back; events before the ring are ignored. Letters: n events or entities of a request, I rows in memory, W
+columns of a row.
 """
 
 from __future__ import annotations
@@ -68,7 +69,8 @@ def row_to_bytes(layout: RowLayout, row_W: np.ndarray) -> bytes:
 
 
 def rows_from_bytes(layout: RowLayout, values: Sequence[bytes | None]) -> np.ndarray:
-    """float64 [n, W]; None is an entity without events. Columns that the bytes lack are new; others are dropped.
+    """float64 [n, W]; None is an entity without events. Columns that the bytes lack are new; others are
+    dropped.
 
     Raises:
         CheckpointError: bytes of another format.

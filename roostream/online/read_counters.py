@@ -18,7 +18,8 @@ from roostream.schema.schema import Feature, Schema
 from roostream.wire.block import main_key
 
 OnlineValues: TypeAlias = tuple[dict[str, object], dict[str, np.ndarray]]
-"""(RO, NRO) by online name: RO as `encode_ro` takes them, absent = missing; NRO float32 [n], NaN = missing."""
+"""(RO, NRO) by online name: RO as `encode_ro` takes them, absent = missing; NRO float32 [n], NaN =
+missing."""
 _PRIOR_EVENTS, _PRIOR_VIEWS = np.float32(0.1), np.float32(1)
 
 

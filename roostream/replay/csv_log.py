@@ -1,7 +1,7 @@
 """Dataset `csv`: a log as CSV tables in UTF-8 with a header line (table_log.py, docs/bring-your-own-data.md).
 
-The column decides how a cell is read: as a number, a time, or an id (an integer if it has only digits, else text). A cell that
-begins with `[` or `{` is JSON. An empty cell is missing.
+The column decides how a cell is read: as a number, a time, or an id (an integer if it has only digits, else
+text). A cell that begins with `[` or `{` is JSON. An empty cell is missing.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The datasets that can be replayed. To add one, write a module with `Options` and `open`, and add a row to DATASETS.
+"""The datasets that can be replayed. To add one, write a module with `Options` and `open`, and add a row to
+DATASETS.
 
     DATASETS ─► Options of the module ─► flags of `roostream replay NAME`
                 open(options, schema, window_ms) of the module ─► EventLog ─► roostream/replay/replay_log.py
@@ -70,7 +71,8 @@ class DatasetModule(Protocol):
         """Check the format of the files and return their events. `window_ms` is the join window.
 
         Raises:
-            ConfigError, SchemaError: a file or the schema cannot be used; the message names file and column. While events
+            ConfigError, SchemaError: a file or the schema cannot be used; the message names file and column.
+            While events
                 are read, a RoostreamError for an event that cannot be used, with file and line.
         """
 

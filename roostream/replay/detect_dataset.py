@@ -14,7 +14,8 @@ _SUFFIXES = {".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet", ".csv":
 
 
 def detect_replay(paths: Sequence[str], schema: str = "") -> ReplayConfig:
-    """Settings of a local replay of `paths`: files of one format, or the folder (or behaviors.parquet) of EB-NeRD.
+    """Settings of a local replay of `paths`: files of one format, or the folder (or behaviors.parquet) of
+    EB-NeRD.
 
     Raises:
         ConfigError: a file does not exist, the format is unknown, or a schema is required.

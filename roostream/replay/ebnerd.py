@@ -1,15 +1,18 @@
-"""Dataset `ebnerd`: the Parquet files of the EB-NeRD news dataset, of any week and size, several files at once.
+"""Dataset `ebnerd`: the Parquet files of the EB-NeRD news dataset, of any week and size, several files at
+once.
 
-behaviors.parquet, one row per request: `impression_id`, `impression_time`, `user_id`, `session_id`, `article_ids_inview`,
-`article_ids_clicked`; optional: `article_id` (the page; null = front page), `device_type`, `is_sso_user`,
-`is_subscriber`, `gender`, `age`, `postcode`, `next_read_time`. history.parquet, one row per user: `user_id`,
-`article_id_fixed`, `impression_time_fixed`.
+behaviors.parquet, one row per request: `impression_id`, `impression_time`, `user_id`, `session_id`,
+`article_ids_inview`, `article_ids_clicked`; optional: `article_id` (the page; null = front page),
+`device_type`, `is_sso_user`, `is_subscriber`, `gender`, `age`, `postcode`, `next_read_time`. history.parquet,
+one row per user: `user_id`, `article_id_fixed`, `impression_time_fixed`.
 
-The data has no click times, so a click is at request + 1 s. A `read` of the first clicked article has `next_read_time` as its value
-and ends at click + `next_read_time`, or at the end of the join window if that is earlier. Times without zone are UTC.
+The data has no click times, so a click is at request + 1 s. A `read` of the first clicked article has
+`next_read_time` as its value and ends at click + `next_read_time`, or at the end of the join window if that
+is earlier. Times without zone are UTC.
 
-A history may overlap the log: that of the second week holds the clicks of the first. A click that the log also has, of the same user
-on the same article, is dropped from the history; the other clicks change the counters at their own times (encoder.py).
+A history may overlap the log: that of the second week holds the clicks of the first. A click that the log
+also has, of the same user on the same article, is dropped from the history; the other clicks change the
+counters at their own times (encoder.py).
 """
 
 from __future__ import annotations
@@ -97,12 +100,14 @@ def open(options: Options, schema: Schema, window_ms: int) -> EventLog:
 
 
 def events(behaviors: Sequence[str], schema: Schema, window_ms: int) -> Iterator[Event]:
-    """All requests and actions in event time; requests at equal times by impression id. They have the features of `schema`.
+    """All requests and actions in event time; requests at equal times by impression id. They have the
+    features of `schema`.
 
     Memory: the used columns as Arrow tables (some 100 bytes per request), and one slice as Python objects.
 
     Raises:
-        ConfigError: before the first event, if a file is not Parquet, lacks a column, or has one of another type; names
+        ConfigError: before the first event, if a file is not Parquet, lacks a column, or has one of another
+        type; names
             file and column.
         SchemaError: the schema declares a feature that is neither online nor in the dataset.
     """
@@ -134,7 +139,8 @@ def histories(paths: Sequence[str]) -> Clicks:
 
 
 def without_logged_clicks(clicks: Clicks, behaviors: Sequence[str]) -> Clicks:
-    """Remove clicks that the log has too: same user and article, not before the log begins. Raises as `events`."""
+    """Remove clicks that the log has too: same user and article, not before the log begins. Raises as
+    `events`."""
     begins = [first_ms for path in behaviors if (first_ms := _first_time_of(path)) is not None]
     if not begins or not len(clicks.time_ms_N) or clicks.time_ms_N[-1] < min(begins):
         return clicks
@@ -209,7 +215,8 @@ def _request(row: dict[str, Any], time_ms: int, items_n: np.ndarray, names: froz
 
 
 def _actions(request: Request, clicked: list[int], read_s: float | None, window_ms: int) -> list[Action]:
-    """The clicks of a row, and the reading of the first clicked article; the module says how times are set."""
+    """The clicks of a row, and the reading of the first clicked article; the module says how times are
+    set."""
 
     def action(name: str, number: int, item: int, time_ms: int, value: float) -> Action:
         event_id = hash64(f"{request.request_id}/{name}/{number}")

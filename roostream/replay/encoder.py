@@ -1,8 +1,8 @@
 """Encode the events of a log as the records that serving would have produced, including online features.
 
-The counters are those of `roostream.online`, as in the feature updater. A request at time T sees exactly the events with
-time + label delay ≤ T, including clicks given to `add_unlogged_clicks`.
-Memory: the counters, and the events whose delay is not over.
+The counters are those of `roostream.online`, as in the feature updater. A request at time T sees exactly the
+events with time + label delay ≤ T, including clicks given to `add_unlogged_clicks`. Memory: the counters, and
+the events whose delay is not over.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ class ReplayEncoder:
         self._next_elsewhere: Action | None = None
 
     def add_unlogged_clicks(self, clicks: Clicks) -> None:
-        """Apply these clicks to the counters, each at its time plus the delay. They replace clicks given earlier."""
+        """Apply these clicks to the counters, each at its time plus the delay. They replace clicks given
+        earlier."""
         columns = (column.tolist() for column in clicks)
         name = self.schema.online.click
         self._elsewhere = (
@@ -61,7 +62,8 @@ class ReplayEncoder:
         self._next_elsewhere = next(self._elsewhere, None)
 
     def record(self, event: Event) -> Record:
-        """Encode one event; the offset of its record is -1. Raises WireError: features do not fit the schema."""
+        """Encode one event; the offset of its record is -1. Raises WireError: features do not fit the
+        schema."""
         value = self._impression(event) if isinstance(event, Request) else self._engagement(event)
         self._arrival += 1
         heapq.heappush(self._waiting, (event.time_ms + self.label_delay_ms, self._arrival, event))

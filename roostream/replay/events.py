@@ -1,7 +1,9 @@
-"""Events of a log in event time: requests and actions. Datasets create them, and `encoder.py` encodes them as records.
+"""Events of a log in event time: requests and actions. Datasets create them, and `encoder.py` encodes them as
+records.
 
-`delay_actions` simulates late engagements, for logs without the times of clicks. Delays are exponential and truncated at the end
-of the join window, as found for conversions by Chapelle (KDD 2014, "Modeling delayed feedback in display advertising").
+`delay_actions` simulates late engagements, for logs without the times of clicks. Delays are exponential and
+truncated at the end of the join window, as found for conversions by Chapelle (KDD 2014, "Modeling delayed
+feedback in display advertising").
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from roostream.schema.ids import MASK64, hash64
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Request:
-    """A list that was shown. Ids are uint64 as integers; features are those in the log, by their schema names."""
+    """A list that was shown. Ids are uint64 as integers; features are those in the log, by their schema
+    names."""
 
     request_id: str
     user_id: int
@@ -58,9 +61,11 @@ Event: TypeAlias = Request | Action
 
 
 def in_time_order(groups: Iterable[tuple[Request, Sequence[Action]]]) -> Iterator[Event]:
-    """Merge requests, which are in time order, with their later actions. At equal times a request comes first.
+    """Merge requests, which are in time order, with their later actions. At equal times a request comes
+    first.
 
-    Memory: the actions that are still in the future. Raises AssertionError if the requests are not in time order.
+    Memory: the actions that are still in the future. Raises AssertionError if the requests are not in time
+    order.
     """
     waiting: list[tuple[int, int, Action]] = []
     arrival = last_ms = 0
@@ -80,7 +85,8 @@ def in_time_order(groups: Iterable[tuple[Request, Sequence[Action]]]) -> Iterato
 
 
 def delay_actions(events: Iterable[Event], mean_ms: int, window_ms: int) -> Iterator[Event]:
-    """Delay every action by a delay drawn for its request, at most until the window ends; the result is in time order.
+    """Delay every action by a delay drawn for its request, at most until the window ends; the result is in
+    time order.
 
     Memory: the actions that are still in the future, and the requests of one window.
     """

@@ -16,7 +16,8 @@ _LOG_INTERVAL_S = 30.0
 
 
 class HttpClient:
-    """Posts JSON from one event loop. Retries are safe, because the joiner removes duplicates by request id and event id."""
+    """Posts JSON from one event loop. Retries are safe, because the joiner removes duplicates by request id
+    and event id."""
 
     def __init__(
         self, base_url: str, *, max_in_flight: int = 64, transport: httpx.AsyncBaseTransport | None = None

@@ -1,4 +1,5 @@
-"""The column map of `roostream import parquet --map`: which columns of another site's Parquet files hold which values.
+"""The column map of `roostream import parquet --map`: which columns of another site's Parquet files hold
+which values.
 
 request = ["user", "shown_at"]      rows with equal values in these columns form one request
 time = "shown_at"                   item = "article"       user = "user"
@@ -80,7 +81,8 @@ class ImportMap(Settings):
         return {name: column for name, column in named.items() if column}
 
     def parts_of(self, feature: Feature, known: Collection[str]) -> dict[str, str]:
-        """Part of a feature → column; a feature of one column has the part "". {} if the files do not have the feature."""
+        """Part of a feature → column; a feature of one column has the part "". {} if the files do not have
+        the feature."""
         given = self.features.get(feature.name, feature.name if feature.name in known else {})
         return dict(given) if isinstance(given, dict) else {"": given}
 
@@ -94,7 +96,8 @@ class ImportMap(Settings):
 
 
 def load_map(path: str, schema: Schema) -> ImportMap:
-    """Read a map. Raises ConfigError: an unknown key, or a feature, part or action that the schema does not have."""
+    """Read a map. Raises ConfigError: an unknown key, or a feature, part or action that the schema does not
+    have."""
     column_map = load(ImportMap, path)
     features = {f.name: f for f in (*schema.ro, *schema.nro)}
     for name, given in column_map.features.items():

@@ -1,4 +1,5 @@
-"""Open the input files of a log, and decompress them where needed. Support for another file system belongs here."""
+"""Open the input files of a log, and decompress them where needed. Support for another file system belongs
+here."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ def _open(path: str) -> BinaryIO:
 
 
 def _decompress(path: str, file: BinaryIO) -> Iterator[bytes]:
-    """The content in pieces. Raises EOFError, OSError, zlib.error or ZstdError: the file is damaged or truncated."""
+    """The content in pieces. Raises EOFError, OSError, zlib.error or ZstdError: the file is damaged or
+    truncated."""
     if path.endswith(".zst"):
         yield from _decompress_zstd(file)
         return
@@ -93,7 +95,8 @@ def _next(path: str, pieces: Iterator[bytes]) -> bytes:
 
 
 def check_files(key: str, paths: Sequence[str], *, needed: bool) -> None:
-    """Check input files when settings are loaded, before long work. A pipe is not opened, because it can be read only once.
+    """Check input files when settings are loaded, before long work. A pipe is not opened, because it can be
+    read only once.
 
     Raises:
         SettingError: `needed`, and there is none.

@@ -1,7 +1,7 @@
 """Dataset `jsonl`: a log with one impression or engagement per line as JSON (docs/bring-your-own-data.md).
 
-Lines may be in any order and are replayed by time. Each file is read twice: first for the times (32 bytes per line are kept), then
-in time order.
+Lines may be in any order and are replayed by time. Each file is read twice: first for the times (32 bytes per
+line are kept), then in time order.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ class JsonlLog:
         self.paths, self.reader = tuple(paths), reader
 
     def open(self) -> EventLog:
-        """Read the times of all lines. Events follow in event time; at equal times impressions come first, then file order.
+        """Read the times of all lines. Events follow in event time; at equal times impressions come first,
+        then file order.
 
         Raises:
             LogError: a bad line that is not skipped; also while events are read.
@@ -90,7 +91,8 @@ class JsonlLog:
                 file.close()
 
     def _scan(self, files: Sequence[BinaryIO]) -> tuple[np.ndarray, array[int]]:
-        """Sort keys (twice the time in ms, plus 1 for engagements) and (file, line, offset) of every usable line."""
+        """Sort keys (twice the time in ms, plus 1 for engagements) and (file, line, offset) of every usable
+        line."""
         times, positions = array("q"), array("q")
         for number, file in enumerate(files):
             offset = 0

@@ -21,8 +21,8 @@ def advice(
 ) -> list[str]:
     """One sentence for each problem: what was found, and what to do.
 
-    `positives` is label → number of candidates with a label above 0, if the log was joined. `prior` is the prediction of the
-    untrained model.
+    `positives` is label → number of candidates with a label above 0, if the log was joined. `prior` is the
+    prediction of the untrained model.
     """
     found = [*_actions(schema, profile), *_features(schema, profile), *_tables(schema), *_lists(profile)]
     return found if positives is None else [*found, *_labels(schema, profile, positives, prior)]

@@ -1,4 +1,5 @@
-"""The lines of a generic log (docs/bring-your-own-data.md): decode and check them, and convert them to events.
+"""The lines of a generic log (docs/bring-your-own-data.md): decode and check them, and convert them to
+events.
 
 Everything that the joiner or the codec would reject later is rejected here, where file and line are known.
 """
@@ -33,7 +34,8 @@ class LogError(RoostreamError):
 class ImpressionLine(
     msgspec.Struct, tag_field="type", tag="impression", forbid_unknown_fields=True, omit_defaults=True
 ):
-    """`candidates` are rows `[{"item_id": …, "<feature>": …}]` or columns `{"item_id": […], "<feature>": […]}`.
+    """`candidates` are rows `[{"item_id": …, "<feature>": …}]` or columns `{"item_id": […], "<feature>":
+    […]}`.
 
     Features may also be in a table `nro` beside `item_id`.
     """
@@ -68,11 +70,13 @@ class EngagementLine(
 
 Line = ImpressionLine | EngagementLine
 UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
-"""Errors of decoding and checking a line: not JSON, another structure, an invalid value, or nested too deep."""
+"""Errors of decoding and checking a line: not JSON, another structure, an invalid value, or nested too
+deep."""
 
 
 class LogLineReader:
-    """Converts the lines of a log to events of a schema. With `skip_bad`, bad lines are counted instead of raised."""
+    """Converts the lines of a log to events of a schema. With `skip_bad`, bad lines are counted instead of
+    raised."""
 
     def __init__(self, schema: Schema, *, skip_bad: bool = False) -> None:
         self.schema, self.skip_bad = schema, skip_bad

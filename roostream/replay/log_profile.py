@@ -1,6 +1,7 @@
 """Statistics of a log, collected while it is read: coverage of features, actions, list lengths, times.
 
-They are part of the reports of a replay and of `roostream check`, and the basis of the warnings in log_advice.py.
+They are part of the reports of a replay and of `roostream check`, and the basis of the warnings in
+log_advice.py.
 
 Letters: n rows, F floats, K lists of a side.
 """
@@ -26,7 +27,8 @@ OTHER = "(more)"
 
 
 class LogProfile:
-    """Call `add` with every event. Memory: a few numbers per feature, and the file positions of the newest 262,144 events."""
+    """Call `add` with every event. Memory: a few numbers per feature, and the file positions of the newest
+    262,144 events."""
 
     def __init__(self, schema: Schema) -> None:
         self.schema = schema
@@ -39,7 +41,8 @@ class LogProfile:
         self._sides: dict[Side, _Side] = {"ro": _Side(schema, "ro"), "nro": _Side(schema, "nro")}
 
     def add(self, event: Event, ro: bytes | None = None, nro: bytes = b"") -> None:
-        """`ro`, `nro`: encoded blocks of an impression with its online features; `ro` is None for a further page."""
+        """`ro`, `nro`: encoded blocks of an impression with its online features; `ro` is None for a further
+        page."""
         self.first_ms = self.first_ms or event.time_ms
         self.last_ms = event.time_ms
         self.origins.add(event)
@@ -60,7 +63,8 @@ class LogProfile:
     def features(self) -> dict[str, dict[str, Any]]:
         """Feature → `side`, `kind`, `share` of rows with a value, and `min`, `mean`, `max`.
 
-        The last three describe the value of a float or the length of a list; they are None where no row has a value.
+        The last three describe the value of a float or the length of a list; they are None where no row has a
+        value.
         """
         return self._sides["ro"].report() | self._sides["nro"].report()
 

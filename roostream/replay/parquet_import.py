@@ -1,11 +1,12 @@
-"""Import another site's Parquet files, with one row per shown item, as a log of requests (docs/bring-your-own-data.md).
+"""Import another site's Parquet files, with one row per shown item, as a log of requests
+(docs/bring-your-own-data.md).
 
     files ─► columns by the map ─► buckets by request ─► impression lines and engagement lines ─► OUT.jsonl
 
-A hash of the request assigns each row to a bucket, a temporary file of Arrow batches; then each bucket is read completely. A bucket
-has about BUCKET_BYTES however large the input is, unless a single request is larger.
-The time of a request is that of its earliest row. Its candidates are its rows, by position or in file order. The lines of the log are
-not in time order; datasets sort them.
+A hash of the request assigns each row to a bucket, a temporary file of Arrow batches; then each bucket is
+read completely. A bucket has about BUCKET_BYTES however large the input is, unless a single request is
+larger. The time of a request is that of its earliest row. Its candidates are its rows, by position or in file
+order. The lines of the log are not in time order; datasets sort them.
 """
 
 from __future__ import annotations
@@ -70,7 +71,8 @@ def import_parquet(
     skip_bad: bool = False,
     progress: Callable[[int, int], None] = lambda done, rows: None,
 ) -> ImportCounts:
-    """Write the log `out` (.jsonl or .jsonl.gz). `progress` is called with the number of rows read and the total.
+    """Write the log `out` (.jsonl or .jsonl.gz). `progress` is called with the number of rows read and the
+    total.
 
     On failure no file is left behind.
 
@@ -195,7 +197,8 @@ def _requests(
 
 
 def _runs(table: pa.Table, number_N: np.ndarray) -> Iterator[tuple[int, list[Row]]]:
-    """Groups of adjacent rows with equal numbers, and the index of the first; rows become Python objects in slices."""
+    """Groups of adjacent rows with equal numbers, and the index of the first; rows become Python objects in
+    slices."""
     starts = (
         np.concatenate([[0], np.flatnonzero(np.diff(number_N)) + 1, [len(table)]]).tolist()
         if len(table)
@@ -315,7 +318,8 @@ def num_buckets(num_bytes: int) -> int:
 
 
 def request_ids(table: pa.Table | pa.RecordBatch, columns: Sequence[str]) -> np.ndarray:
-    """Text [N]: the request id of each row from its columns; a hash if that is longer than 64 bytes, "" if all are null."""
+    """Text [N]: the request id of each row from its columns; a hash if that is longer than 64 bytes, "" if
+    all are null."""
     texts = [_texts(table.column(column)) for column in columns]
     joined_N = np.array(
         ["|".join(cells) if any(cells) else "" for cells in zip(*texts, strict=True)], dtype=object

@@ -1,7 +1,7 @@
 """Dataset `parquet`: a log as Parquet tables (table_log.py, docs/bring-your-own-data.md).
 
-Lists and structs are those of Arrow. Times are timestamps (without zone: UTC), integers in ms, or text. Messages name a row by its
-number in the file, from 1.
+Lists and structs are those of Arrow. Times are timestamps (without zone: UTC), integers in ms, or text.
+Messages name a row by its number in the file, from 1.
 """
 
 from __future__ import annotations

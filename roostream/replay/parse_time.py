@@ -9,10 +9,11 @@ LATEST_MS = 253_402_300_799_999  # the last millisecond of the year 9999
 
 
 def parse_time_ms(value: int | str) -> int:
-    """Milliseconds since 1970 from an ISO 8601 text (without offset: UTC), or from a number of ms as an integer or text.
+    """Milliseconds since 1970 from an ISO 8601 text (without offset: UTC), or from a number of ms as an
+    integer or text.
 
-    A number that means a time before 2001 is probably seconds, one after the year 9999 µs or ns: both are errors. Write an
-    earlier time as text.
+    A number that means a time before 2001 is probably seconds, one after the year 9999 µs or ns: both are
+    errors. Write an earlier time as text.
 
     Raises:
         ValueError: another format, a time before 1970, or a number in another unit.

@@ -1,6 +1,7 @@
 """Open a log as one stream of records: the events of a dataset, encoded, with heartbeats and end markers.
 
-The stream has the order in which one producer writes it. Its consumer is either Kafka or the local engine (roostream.cli.replay).
+The stream has the order in which one producer writes it. Its consumer is either Kafka or the local engine
+(roostream.cli.replay).
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ _AS_SERVED_HEARTBEAT_MS = 30_000  # short, because with `as_served` the time of 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReplayLog:
-    """The records of a log, which can be read once. `skipped` and `profile` are complete after the last record."""
+    """The records of a log, which can be read once. `skipped` and `profile` are complete after the last
+    record."""
 
     records: Iterator[Record]
     num_requests: int  # 0 = unknown
@@ -44,9 +46,10 @@ def open_log(config: ReplayConfig, schema: Schema) -> ReplayLog:
     """Check the format of the files, apply earlier clicks to the counters, and return the stream.
 
     Raises:
-        ConfigError, SchemaError: a file or the schema cannot be used; the message names file and column. While the stream is
-            read: LogError for a bad line, WireError for features that do not fit the schema, and at the end ConfigError if
-            the log was empty.
+        ConfigError, SchemaError: a file or the schema cannot be used; the message names file and column.
+        While the stream is
+            read: LogError for a bad line, WireError for features that do not fit the schema, and at the end
+            ConfigError if the log was empty.
     """
     source = load_dataset(config.dataset).open(config.options, schema, config.window_ms)
     profile = LogProfile(schema)
@@ -99,12 +102,14 @@ def _not_empty(stream: Iterator[Record], profile: LogProfile) -> Iterator[Record
 
 
 def with_first_record(stream: Iterator[Record]) -> Iterator[Record]:
-    """Read the first record now, so that an empty or unreadable log fails before a stack is started. Raises as the stream."""
+    """Read the first record now, so that an empty or unreadable log fails before a stack is started. Raises
+    as the stream."""
     return itertools.chain((next(stream),), stream)
 
 
 def settle_ms(config: ReplayConfig) -> int:
-    """Time from the last event to the end marker: the late horizon of the joiner plus its lateness. Then all state is closed."""
+    """Time from the last event to the end marker: the late horizon of the joiner plus its lateness. Then all
+    state is closed."""
     return 10 * config.window_ms + config.lateness_ms + 1000
 
 
@@ -124,8 +129,8 @@ def records(
 ) -> Iterator[Record]:
     """Encode events, which must be in time order, and add heartbeats and end markers.
 
-    Each partition gets a heartbeat every `heartbeat_ms` of event time, and at the end one EndMarker at the last time +
-    `settle_ms`. An event that does not fit the schema is skipped if `refuse` returns.
+    Each partition gets a heartbeat every `heartbeat_ms` of event time, and at the end one EndMarker at the
+    last time + `settle_ms`. An event that does not fit the schema is skipped if `refuse` returns.
 
     Raises:
         WireError: an event does not fit the schema and there is no `refuse`; names the request.

@@ -37,8 +37,8 @@ class ReportFiles(NamedTuple):
 def report_files(path: str) -> ReportFiles:
     """The files for an option `--report`.
 
-    A name with a suffix is a JSON file. An existing folder, a name without suffix or one that ends in `/` is a folder for
-    report.json and report.html. "" writes nothing.
+    A name with a suffix is a JSON file. An existing folder, a name without suffix or one that ends in `/` is
+    a folder for report.json and report.html. "" writes nothing.
     """
     if not path:
         return ReportFiles(None, None)
@@ -73,7 +73,8 @@ def write_atomically(path: str | Path, text: str) -> None:
 
 
 def check_report(path: str) -> None:
-    """Check before long work that a report can be written. Raises ConfigError: not a file in a writable folder."""
+    """Check before long work that a report can be written. Raises ConfigError: not a file in a writable
+    folder."""
     if path and Path(path).is_dir():
         raise ConfigError(
             f"{path}: expected a file for the report, got a folder; name a file in it such as report.json"

@@ -1,4 +1,5 @@
-"""Decode the request features of a log in windows of bounded size, for statistics such as duplicates (not for training).
+"""Decode the request features of a log in windows of bounded size, for statistics such as duplicates (not for
+training).
 
 Letters: R requests.
 """
@@ -34,7 +35,8 @@ class RequestWindow(NamedTuple):
 def request_windows(
     records: Iterable[Record], schema: Schema, by: By = "user", max_requests: int = WINDOW_REQUESTS
 ) -> Iterator[RequestWindow]:
-    """Windows of the impressions among `records`. Further pages and other records are ignored. Memory: one window."""
+    """Windows of the impressions among `records`. Further pages and other records are ignored. Memory: one
+    window."""
     alone = dataclasses.replace(schema, nro=(), labels=(), transforms=())
     decoder = Decoder(alone, {alone.fingerprint: alone}.get)
     waiting: list[tuple[Record, int, int]] = []

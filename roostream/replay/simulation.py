@@ -1,4 +1,5 @@
-"""The closed loop: simulated users request a ranking, react to it, and the ranking is evaluated under the hidden model.
+"""The closed loop: simulated users request a ranking, react to it, and the ranking is evaluated under the
+hidden model.
 
 visit ─► POST /v1/rank ─► served order ─► expected clicks (ExpectedClickRates)
            ▲                   └─► reactions, after real delays ─► POST /v1/engagements (some twice)
@@ -114,7 +115,8 @@ class Simulation:
                 await self._show(visitors, visit, items_n, shown)
 
     async def _show(self, visitors: Visitors, visit: Visit, items_n: np.ndarray, first: int) -> int:
-        """Request the order of one page, evaluate it, and start the reactions. Returns the number of items shown."""
+        """Request the order of one page, evaluate it, and start the reactions. Returns the number of items
+        shown."""
         self._in_flight += 1
         try:
             answer = await self.client.post(
@@ -159,7 +161,8 @@ class Simulation:
             self.num_clicks += reaction.action == "click"
 
     def _rank_body(self, visit: Visit, items_n: np.ndarray, first: int) -> dict[str, object]:
-        """A further page only adds candidates; it repeats the request features for scoring, and they are not logged again."""
+        """A further page only adds candidates; it repeats the request features for scoring, and they are not
+        logged again."""
         items = items_n.tolist()
         category = [hash64(f"category/{self.world.category_of(i)}") for i in items]
         body: dict[str, object] = {

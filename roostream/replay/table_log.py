@@ -1,11 +1,13 @@
 """A log as tables: files with one row per shown candidate, and files with one row per engagement.
 
-parquet_log.py and csv_log.py read the tables. This module converts rows to the lines of log_lines.py, and these to events.
+parquet_log.py and csv_log.py read the tables. This module converts rows to the lines of log_lines.py, and
+these to events.
 
     impressions   request_id  time  item_id  [user_id session_id surface weight position propensity]  features by name
     engagements   request_id  time  item_id  action  [user_id session_id surface value event_id]
 
-Rows with the same request, user, session and time form one impression, in their order. Its request features must agree.
+Rows with the same request, user, session and time form one impression, in their order. Its request features
+must agree.
 """
 
 from __future__ import annotations
@@ -53,7 +55,8 @@ class TableOptions(DatasetOptions):
 
 
 class LogTable(NamedTuple):
-    """The rows of a file. `line_N` is the line of each; `value(column, cell)` converts a cell or raises ValueError."""
+    """The rows of a file. `line_N` is the line of each; `value(column, cell)` converts a cell or raises
+    ValueError."""
 
     path: str
     table: pa.Table
@@ -68,11 +71,12 @@ Read = Callable[[str, LogLineReader], LogTable]
 
 
 def open_tables(options: TableOptions, schema: Schema, read: Read) -> EventLog:
-    """Open the tables with `read` and return their events. Memory: the Arrow tables and one slice of rows as Python objects.
+    """Open the tables with `read` and return their events. Memory: the Arrow tables and one slice of rows as
+    Python objects.
 
     Raises:
-        ConfigError: a file cannot be read, lacks a column, or has an unknown one; the message names file and column.
-        LogError: a row with an invalid time that is not skipped; while events are read, any bad row.
+        ConfigError: a file cannot be read, lacks a column, or has an unknown one; the message names file and
+        column. LogError: a row with an invalid time that is not skipped; while events are read, any bad row.
     """
     reader = LogLineReader(schema, skip_bad=options.skip_bad)
     features = {f.name for f in (*schema.ro, *schema.nro)}

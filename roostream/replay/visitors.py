@@ -1,7 +1,7 @@
 """Simulated visits: which user comes when, and how they react to a list. Pure, with its own random generator.
 
-Delays are compressed: reading for a minute takes a few seconds, so that everything happens within a short join window. The real
-reading time is in the engagement's value.
+Delays are compressed: reading for a minute takes a few seconds, so that everything happens within a short
+join window. The real reading time is in the engagement's value.
 """
 
 from __future__ import annotations
@@ -98,7 +98,8 @@ class Visitors:
         return Reaction(delay_s, item_id, action, value, event_id, int(self.rng.random() < 0.03))
 
     def _session(self, user_id: int, time_ms: int) -> tuple[int, int]:
-        """(session id, device) of a user. A new session begins after a long gap, mostly on the user's main device."""
+        """(session id, device) of a user. A new session begins after a long gap, mostly on the user's main
+        device."""
         known = self._sessions.get(user_id)
         if known is None or time_ms - known[2] > _SESSION_GAP_MS:
             devices = self.world.devices_of(user_id)

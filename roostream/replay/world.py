@@ -1,15 +1,15 @@
 """The hidden model of simulated users: their tastes, the popularity of items, and the effect of positions.
 
-Everything is a pure function of (seed, user, item, time), so a simulation can be resumed, and any order of the same request can be
-evaluated later. The click probability is a product,
+Everything is a pure function of (seed, user, item, time), so a simulation can be resumed, and any order of
+the same request can be evaluated later. The click probability is a product,
 
     click_probability = attraction(user, item, time) x examination(position),
 
-so the best order is by decreasing attraction (rearrangement inequality), and a random order expects the mean attraction times the
-sum of the examination probabilities.
+so the best order is by decreasing attraction (rearrangement inequality), and a random order expects the mean
+attraction times the sum of the examination probabilities.
 
-Items live in slots. Slot s holds one item at a time, of generation g = floor((time + phase_s) / life_s) and id (g << 20 | s) + 1.
-Each item has its own category, vector and quality.
+Items live in slots. Slot s holds one item at a time, of generation g = floor((time + phase_s) / life_s) and
+id (g << 20 | s) + 1. Each item has its own category, vector and quality.
 
 Letters: n candidates, D latent dimensions, S slots.
 """

@@ -1,4 +1,5 @@
-"""Parses and checks host:port addresses. Ports without authentication may listen on loopback addresses only."""
+"""Parses and checks host:port addresses. Ports without authentication may listen on loopback addresses
+only."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ def is_loopback(host: str) -> bool:
 
 
 def reachable_address(host: str, port: int, other: str) -> str:
-    """The "host:port" at which a peer at `other` (host:port) can reach a listener on `host`; "" if it cannot be known.
+    """The "host:port" at which a peer at `other` (host:port) can reach a listener on `host`; "" if it cannot
+    be known.
 
     A wildcard address names no machine, and a loopback address only works on the same machine.
     """
@@ -50,8 +52,8 @@ _NUMBERED = re.compile(r"\{(\d{1,4})\}")
 
 
 def expand_addresses(addresses: Iterable[str]) -> tuple[str, ...]:
-    """Expand each `{N}` into N addresses: `shard-{3}.shards:7000` gives shard-0, shard-1 and shard-2, as orchestrators name the
-    members of a set.
+    """Expand each `{N}` into N addresses: `shard-{3}.shards:7000` gives shard-0, shard-1 and shard-2, as
+    orchestrators name the members of a set.
 
     Raises:
         ConfigError: N is 0, or another use of braces.
@@ -115,10 +117,11 @@ def check_listen(
     authenticated: bool | None = None,
     by: str = SERVING_AUTHENTICATION,
 ) -> None:
-    """The rule for every port of every program: without authentication it listens on loopback addresses, unless `insecure`.
+    """The rule for every port of every program: without authentication it listens on loopback addresses,
+    unless `insecure`.
 
-    `authenticated`: whether clients must authenticate over an encrypted connection; None: the port does not support it. `by`:
-    the settings that would enable it.
+    `authenticated`: whether clients must authenticate over an encrypted connection; None: the port does not
+    support it. `by`: the settings that would enable it.
 
     Raises:
         ConfigError: the address is malformed, or the rule is broken.

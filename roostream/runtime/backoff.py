@@ -1,4 +1,5 @@
-"""Retries with capped exponential delays and jitter. Logs one line an outage, repeated at intervals, not one a try.
+"""Retries with capped exponential delays and jitter. Logs one line an outage, repeated at intervals, not one
+a try.
 
 Use it for idempotent calls only: after a lost response the call is made again.
 """

@@ -1,7 +1,7 @@
 """Maps buckets of embedding rows to owners (shards). Every bucket has exactly one owner.
 
-A manifest contains the map by which its rows are distributed (`Manifest.owners`); all routing uses it. The map changes only
-with a commit, never within an incarnation.
+A manifest contains the map by which its rows are distributed (`Manifest.owners`); all routing uses it. The
+map changes only with a commit, never within an incarnation.
 
 Letters: B buckets, N owners.
 """

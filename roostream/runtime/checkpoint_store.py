@@ -1,7 +1,7 @@
 """Stores of committed data: manifests, incarnations, dense parts, schemas. In a directory or in an S3 bucket.
 
-A store is a flat space of names such as `manifests/00000012` or `dense/12-3.safetensors`. A commit is one `create`: it makes
-the whole object visible under its name, or changes nothing if the name exists.
+A store is a flat space of names such as `manifests/00000012` or `dense/12-3.safetensors`. A commit is one
+`create`: it makes the whole object visible under its name, or changes nothing if the name exists.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ _PROBE = "probes"
 
 
 class CheckpointStore(Protocol):
-    """Every method raises UnavailableError where the store can't be read or written now: full, gone, or access denied."""
+    """Every method raises UnavailableError where the store can't be read or written now: full, gone, or
+    access denied."""
 
     def create(self, name: str, data: bytes) -> bool:
         """Durable, atomic, exclusive. True if this call created the object; False if the name existed.
@@ -41,7 +42,8 @@ class CheckpointStore(Protocol):
         """Raises CheckpointError if absent. Does not verify: the manifest has the checksums."""
 
     def get_range(self, name: str, start: int, size: int) -> bytes:
-        """`size` bytes from `start`. Raises CheckpointError: absent, or shorter. Several threads may call it at once."""
+        """`size` bytes from `start`. Raises CheckpointError: absent, or shorter. Several threads may call it
+        at once."""
 
     def list(self, prefix: str) -> list[str]:
         """Names below `prefix/`, sorted; never unfinished objects."""
@@ -50,11 +52,13 @@ class CheckpointStore(Protocol):
         """Idempotent."""
 
     def sweep(self) -> None:
-        """Delete unfinished files of writers that were killed. A write in progress may fail by it, as by a full disk."""
+        """Delete unfinished files of writers that were killed. A write in progress may fail by it, as by a
+        full disk."""
 
 
 def check_name(name: str) -> str:
-    """`name`. Raises CheckpointError: it could lead out of the store, or mean something else in another kind of store."""
+    """`name`. Raises CheckpointError: it could lead out of the store, or mean something else in another kind
+    of store."""
     if not _NAME.fullmatch(name):
         raise CheckpointError(f"expected a name like 'manifests/00000012', got {name!r}")
     return name
@@ -70,8 +74,8 @@ def check_range(name: str, start: int, size: int, data: bytes) -> bytes:
 class FileStore:
     """A store in a directory.
 
-    A file is written under a temporary name, fsynced, then linked (link(2) is exclusive) or renamed. Then its directory is
-    fsynced, and so is the parent of each directory that had to be created.
+    A file is written under a temporary name, fsynced, then linked (link(2) is exclusive) or renamed. Then its
+    directory is fsynced, and so is the parent of each directory that had to be created.
     """
 
     def __init__(self, root: str | Path, *, fsync: Callable[[int], None] = os.fsync) -> None:
@@ -178,12 +182,14 @@ def _disk_errors(what: str) -> Iterator[None]:
 
 
 class ObjectStore:
-    """A store in a bucket that speaks S3, `s3://bucket/prefix`. Thread-safe; nothing is read or written before the first call.
+    """A store in a bucket that speaks S3, `s3://bucket/prefix`. Thread-safe; nothing is read or written
+    before the first call.
 
-    Credentials, region and endpoint come from the environment variables that all S3 programs use (AWS_ACCESS_KEY_ID,
-    AWS_SECRET_ACCESS_KEY, AWS_REGION, AWS_ENDPOINT_URL, AWS_ALLOW_HTTP=true, a role's token). `create` is a PUT with
-    `If-None-Match: *`, so that the store decides who was first. A store that ignores this header would let every writer
-    succeed; therefore the first `create` of a process tests it (docs/decisions/0036).
+    Credentials, region and endpoint come from the environment variables that all S3 programs use
+    (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION, AWS_ENDPOINT_URL, AWS_ALLOW_HTTP=true, a role's
+    token). `create` is a PUT with `If-None-Match: *`, so that the store decides who was first. A store that
+    ignores this header would let every writer succeed; therefore the first `create` of a process tests it
+    (docs/decisions/0036).
     """
 
     def __init__(self, location: str) -> None:
@@ -232,12 +238,14 @@ class ObjectStore:
             _obstore().delete(self._client, check_name(name))
 
     def sweep(self) -> None:
-        """Each object is one atomic PUT, so nothing unfinished exists but probes of `_check_exclusive_create`."""
+        """Each object is one atomic PUT, so nothing unfinished exists but probes of
+        `_check_exclusive_create`."""
         for name in self.list(_PROBE):
             self.delete(name)
 
     def _create(self, name: str, data: bytes) -> bool:
-        """Never retried: after a lost answer, a second try would find its own object and report that another writer has it."""
+        """Never retried: after a lost answer, a second try would find its own object and report that another
+        writer has it."""
         obstore = _obstore()
         with _s3_errors(f"{self.url}/{name} can't be written"):
             try:
@@ -322,7 +330,8 @@ STORES: Mapping[str, Callable[[str], CheckpointStore]] = {"file": _file_store, "
 
 
 def open_store(url: str | Path) -> CheckpointStore:
-    """`/a/directory`, `a/directory`, `file:///a/directory` or `s3://bucket/prefix`. Reads and writes nothing yet.
+    """`/a/directory`, `a/directory`, `file:///a/directory` or `s3://bucket/prefix`. Reads and writes nothing
+    yet.
 
     Raises:
         ConfigError: an unknown scheme (lists the known ones), or the rest of the URL does not fit the scheme.

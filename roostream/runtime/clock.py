@@ -9,7 +9,8 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """Wall time for timestamps and reports, monotonic time for waiting. Rows and lag depend on event time only (G8)."""
+    """Wall time for timestamps and reports, monotonic time for waiting. Rows and lag depend on event time
+    only (G8)."""
 
     def now_ms(self) -> int:
         """Milliseconds since 1970; may jump."""
@@ -36,7 +37,8 @@ class SystemClock:
 
 
 class MonotonicToWallTime:
-    """Converts a monotonic time to wall time, once, so that the result stays the same when the wall clock is adjusted."""
+    """Converts a monotonic time to wall time, once, so that the result stays the same when the wall clock is
+    adjusted."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock

@@ -1,13 +1,15 @@
-"""The controller's agent in a shard or worker: sends heartbeats and executes each command once (docs/protocols.md, "Controller").
+"""The controller's agent in a shard or worker: sends heartbeats and executes each command once
+(docs/protocols.md, "Controller").
 
     heartbeat thread   calls the controller repeatedly; the controller holds the call until it has a command
     command thread     executes commands one after the other, by ascending id
     result thread      sends a result at once, because a heartbeat may be held just then; also sends the last heartbeat
 
-A command is identified by (incarnation, id). If it is received again, only its result is sent again. Two threads receive
-responses, so one may be late. Each response contains all commands that the controller still wants, so a command below the
-newest one was withdrawn and is never started. If a command hangs, the controller claims a new incarnation; if it still hangs
-`STUCK_S` after that incarnation's first command, the process ends, because a thread cannot be killed.
+A command is identified by (incarnation, id). If it is received again, only its result is sent again. Two
+threads receive responses, so one may be late. Each response contains all commands that the controller still
+wants, so a command below the newest one was withdrawn and is never started. If a command hangs, the
+controller claims a new incarnation; if it still hangs `STUCK_S` after that incarnation's first command, the
+process ends, because a thread cannot be killed.
 """
 
 from __future__ import annotations
@@ -41,8 +43,8 @@ _MIN_HEARTBEAT_INTERVAL_S = 0.05
 
 
 def error_result(error: Exception) -> Result:
-    """The result of a failed command. `damaged`: another manifest may work. `away`: something is unavailable, and a retry may
-    help. `permanent`: retries always fail."""
+    """The result of a failed command. `damaged`: another manifest may work. `away`: something is unavailable,
+    and a retry may help. `permanent`: retries always fail."""
     text = str(error) if isinstance(error, RoostreamError) else f"a defect of Roostream: {error!r}"
     damaged, away = isinstance(error, CheckpointError), isinstance(error, UnavailableError)
     permanent = isinstance(error, ConfigError | MemoryError)
@@ -50,8 +52,9 @@ def error_result(error: Exception) -> Result:
 
 
 def check_command_schema(command: Command, fingerprint: int) -> None:
-    """Check that this program has the controller's schema, because the contents of a commit depend on it. While programs are
-    restarted one after the other with another schema, the restarted ones wait for the rest.
+    """Check that this program has the controller's schema, because the contents of a commit depend on it.
+    While programs are restarted one after the other with another schema, the restarted ones wait for the
+    rest.
 
     Raises:
         UnavailableError: this program has another schema.
@@ -74,10 +77,11 @@ def _key(command: Command) -> tuple[int, int]:
 
 
 class ControllerAgent:
-    """`execute(command)` returns the fields of the result, or raises. `report()` returns the report of each heartbeat.
+    """`execute(command)` returns the fields of the result, or raises. `report()` returns the report of each
+    heartbeat.
 
-    `execute` runs in the command thread only. Its errors are sent to the controller, which decides what to do; an error that is
-    not a RoostreamError is also logged with its traceback.
+    `execute` runs in the command thread only. Its errors are sent to the controller, which decides what to
+    do; an error that is not a RoostreamError is also logged with its traceback.
     """
 
     def __init__(  # noqa: PLR0913 (all by name)
@@ -95,9 +99,9 @@ class ControllerAgent:
         on_received: Callable[[Command], None] = lambda command: None,
         stop_budget: StopBudget | None = None,
     ) -> None:
-        """`on_stuck(reason)` is called when a command hangs for good; the default ends the process. `on_received(command)` is
-        called when a command arrives, before earlier ones are done; it must not block. `stop_budget` begins when the
-        controller asks this program to leave."""
+        """`on_stuck(reason)` is called when a command hangs for good; the default ends the process.
+        `on_received(command)` is called when a command arrives, before earlier ones are done; it must not
+        block. `stop_budget` begins when the controller asks this program to leave."""
         self.transport_factory, self.role, self.index = transport_factory, role, index
         self.execute, self.report, self.stop, self.clock = execute, report, stop, clock or SystemClock()
         self.session = session if session is not None else random.SystemRandom().getrandbits(63)
@@ -132,8 +136,8 @@ class ControllerAgent:
         return self
 
     def leave(self, budget: StopBudget, min_s: float) -> bool:
-        """Announce that this program leaves, and wait until no training result is lost by it. False: the controller does not
-        response, or at most `min_s` of `budget` is left."""
+        """Announce that this program leaves, and wait until no training result is lost by it. False: the
+        controller does not response, or at most `min_s` of `budget` is left."""
         self._leaving = True
         self._result_ready.set()
         while self._reached and not self._may_leave and budget.left_s() > min_s:
@@ -253,8 +257,8 @@ class ControllerAgent:
         self._result_ready.set()
 
     def _result_loop(self) -> None:
-        """Send results without waiting for a heartbeat that the controller holds. If a call fails, the next heartbeat sends
-        them. At the end, send the last results unless the controller is unreachable."""
+        """Send results without waiting for a heartbeat that the controller holds. If a call fails, the next
+        heartbeat sends them. At the end, send the last results unless the controller is unreachable."""
         transport = self.transport_factory()
         try:
             while not self.stop.is_set():

@@ -48,7 +48,8 @@ class ProgramSettings(TlsSettings):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Deployment(ProgramSettings):
-    """Equal in all programs of a deployment. Manifests contain partitions and buckets, which the first commit fixes."""
+    """Equal in all programs of a deployment. Manifests contain partitions and buckets, which the first commit
+    fixes."""
 
     needs: ClassVar[tuple[str, ...]] = ("bootstrap", "schema", "store")
     """Keys that this program requires."""
@@ -105,7 +106,8 @@ class Deployment(ProgramSettings):
         return Broker(self.bootstrap, self.kafka_security)
 
     def link_credentials(self) -> LinkCredentials:
-        """Certificates and tokens for all of a program's connections. Raises SettingError: a file can't be read."""
+        """Certificates and tokens for all of a program's connections. Raises SettingError: a file can't be
+        read."""
         return LinkCredentials(self.link, insecure=self.insecure)
 
 
@@ -141,7 +143,8 @@ class RedisSettings(Settings):
 
     @property
     def redis_url(self) -> str:
-        """The address with user, password and authorities; never to be shown but by `roostream.errors.mask_secrets`.
+        """The address with user, password and authorities; never to be shown but by
+        `roostream.errors.mask_secrets`.
 
         Raises:
             ConfigError: the password file can't be read.

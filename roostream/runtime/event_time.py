@@ -1,7 +1,7 @@
 """Estimates the current event time of a stream in which any single record may have a wrong time.
 
-One record must not move anything that is bounded by time (a watermark, a horizon, an expiry): a line of a log with times in a
-wrong unit would otherwise close, forget or delay everything. Two estimates:
+One record must not move anything that is bounded by time (a watermark, a horizon, an expiry): a line of a log
+with times in a wrong unit would otherwise close, forget or delay everything. Two estimates:
 
     SteppedEventTime  the newest time; the next record must confirm a jump. Used for the watermark of a partition.
     MedianEventTime   the median of the newest times; a few wrong times, even consecutive ones, do not move it. Used for
@@ -23,14 +23,15 @@ NUM_RECENT = 15
 
 
 class SteppedEventTime(Struct, array_like=True):
-    """The newest event time; a single event moves it by at most `max_ms`. START before the first event, which is accepted."""
+    """The newest event time; a single event moves it by at most `max_ms`. START before the first event, which
+    is accepted."""
 
     newest_ms: int = START
     unconfirmed_ms: int = _NONE  # of the previous event, if that was a jump
 
     def event(self, time_ms: int, max_ms: int) -> None:
-        """An event moves it to its own time. A jump of more than `max_ms` must be confirmed by the next event; then the smaller
-        time of the two counts."""
+        """An event moves it to its own time. A jump of more than `max_ms` must be confirmed by the next
+        event; then the smaller time of the two counts."""
         is_jump = time_ms > self.newest_ms + max_ms and self.newest_ms != START
         if is_jump and self.unconfirmed_ms == _NONE:
             self.unconfirmed_ms = time_ms

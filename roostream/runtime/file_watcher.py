@@ -7,8 +7,8 @@ from pathlib import Path
 
 
 class FileWatcher:
-    """Compares size, modification time and inode of files. It therefore also notices a file that was moved into place, and a
-    symbolic link that was changed (as Kubernetes does for a mounted secret)."""
+    """Compares size, modification time and inode of files. It therefore also notices a file that was moved
+    into place, and a symbolic link that was changed (as Kubernetes does for a mounted secret)."""
 
     def __init__(self, *files: Path) -> None:
         self.files = files

@@ -13,14 +13,15 @@ from roostream.errors import UnavailableError
 LATE_REQUESTS = "late_requests"  # a counter of the join operator
 JOB_NAME = "roostream-joiner"
 ENDED = ("FINISHED", "FAILED", "CANCELED")
-"""Jobs in any other state are live. A job that is being cancelled still has its slots and may write, so no other is started."""
+"""Jobs in any other state are live. A job that is being cancelled still has its slots and may write, so no
+other is started."""
 
 _TIMEOUT_S = 5.0
 
 
 class FlinkRest:
-    """Each method sends one request or a few. It raises UnavailableError while the job manager is away, except `answers`,
-    `is_running` and `task_managers`."""
+    """Each method sends one request or a few. It raises UnavailableError while the job manager is away,
+    except `answers`, `is_running` and `task_managers`."""
 
     def __init__(self, url: str, *, timeout_s: float = _TIMEOUT_S) -> None:
         self.url, self.timeout_s = url.rstrip("/"), timeout_s
@@ -66,7 +67,8 @@ class FlinkRest:
         return next((job for job in jobs if job["name"] == JOB_NAME and job["state"] not in ENDED), None)
 
     def high_availability(self) -> str:
-        """The high-availability service that recovers jobs when the job manager dies, such as KUBERNETES; "" = none."""
+        """The high-availability service that recovers jobs when the job manager dies, such as KUBERNETES; ""
+        = none."""
         settings = (self.get("/jobmanager/config") or {}).get("list", [])
         found = {s["key"]: s["value"] for s in settings}
         kind = str(found.get("high-availability.type", found.get("high-availability", ""))).upper()
@@ -112,7 +114,8 @@ class FlinkRest:
         """Stop a job with a savepoint. Returns the savepoint's path.
 
         Raises:
-            UnavailableError: no savepoint was written in time. The job may continue; a restart uses its newest checkpoint.
+            UnavailableError: no savepoint was written in time. The job may continue; a restart uses its
+            newest checkpoint.
         """
         request = self.post(f"/jobs/{job}/stop", {"targetDirectory": folder, "drain": False})
         deadline_s = time.monotonic() + timeout_s

@@ -1,7 +1,8 @@
 """Liveness and readiness of a program, for health probes (served by roostream/runtime/metrics_server.py).
 
-A program is **alive** if its main loop has completed a turn within a bound. While it starts or waits for a peer it counts as
-alive. It is **ready** if it can do its work; with each turn the loop reports what is still missing.
+A program is **alive** if its main loop has completed a turn within a bound. While it starts or waits for a
+peer it counts as alive. It is **ready** if it can do its work; with each turn the loop reports what is still
+missing.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ class Health:
         self._waiting, self._waits_since_s = "", 0.0
 
     def turned(self, missing: str = "") -> None:
-        """The main loop completed a turn. `missing`: what the program still needs to do its work, "" = nothing."""
+        """The main loop completed a turn. `missing`: what the program still needs to do its work, "" =
+        nothing."""
         with self._lock:
             self._turned_s, self._missing = self.clock.monotonic_s(), missing
 

@@ -1,4 +1,5 @@
-"""Latency histograms of programs, and quantiles computed from histogram buckets for web pages without a Prometheus server."""
+"""Latency histograms of programs, and quantiles computed from histogram buckets for web pages without a
+Prometheus server."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ FRESHNESS_BUCKETS_S = (
     *(round(m * 10.0**e, 6) for e in range(-2, 3) for m in (1, 1.5, 2, 3, 4, 5, 7)),
     1000.0,
 )
-"""Quantiles of these times are shown on a page, so the buckets are narrow in the range of a join window and of training."""
+"""Quantiles of these times are shown on a page, so the buckets are narrow in the range of a join window and
+of training."""
 
 Buckets = Mapping[float, float]
 """Upper bound, including inf → observations up to this bound since the program started."""
@@ -58,7 +60,8 @@ class StageHistogram:
 
 @functools.cache
 def freshness_histogram() -> StageHistogram:
-    """The process's histogram of the time between stages of the training loop; created and registered once."""
+    """The process's histogram of the time between stages of the training loop; created and registered
+    once."""
     return StageHistogram(
         "roostream_freshness_seconds", "time between stages of the loop", FRESHNESS_BUCKETS_S
     )
@@ -70,7 +73,8 @@ def cumulative_buckets(bounds: Sequence[float], counts: Sequence[int]) -> list[t
 
 
 class RecentQuantiles:
-    """Quantiles of what a histogram counted recently, from snapshots of its cumulative buckets. Not thread-safe."""
+    """Quantiles of what a histogram counted recently, from snapshots of its cumulative buckets. Not
+    thread-safe."""
 
     def __init__(self, window_s: float = 120.0) -> None:
         self.window_s = window_s
@@ -89,8 +93,8 @@ class RecentQuantiles:
             snapshots.popleft()
 
     def quantile(self, q: float) -> float | None:
-        """Of the observations within `window_s`, or since the first snapshot; of all if there is only one snapshot. None: there
-        were no observations. See `quantile_of`."""
+        """Of the observations within `window_s`, or since the first snapshot; of all if there is only one
+        snapshot. None: there were no observations. See `quantile_of`."""
         if not self._snapshots:
             return None
         before = self._snapshots[0][1] if len(self._snapshots) > 1 else {}
@@ -99,7 +103,8 @@ class RecentQuantiles:
 
 
 def quantile_of(buckets: Buckets, q: float) -> float | None:
-    """In the histogram's unit, linear within a bucket; the highest finite bound if it lies above; None without observations."""
+    """In the histogram's unit, linear within a bucket; the highest finite bound if it lies above; None
+    without observations."""
     bounds = sorted(buckets)
     if not bounds or buckets[bounds[-1]] <= 0:
         return None

@@ -1,8 +1,8 @@
 """Manifests: the contents of a commit. Creating a manifest under its name is the commit.
 
-A manifest is JSON, `{"checksum": xxh3-64 hex of the canonical body, "body": {...}}`. A damaged manifest is never loaded; the
-previous one is used instead. Missing and unknown keys are errors, so a new key needs a new format number. Incarnations are
-claimed in the same store by the same exclusive `create`.
+A manifest is JSON, `{"checksum": xxh3-64 hex of the canonical body, "body": {...}}`. A damaged manifest is
+never loaded; the previous one is used instead. Missing and unknown keys are errors, so a new key needs a new
+format number. Incarnations are claimed in the same store by the same exclusive `create`.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ class StoredFile:
 
 
 def store_file(store: CheckpointStore, name: str, data: bytes) -> StoredFile:
-    """Write `data` under `name`; returns the manifest's entry. Raises UnavailableError: the store can't be written."""
+    """Write `data` under `name`; returns the manifest's entry. Raises UnavailableError: the store can't be
+    written."""
     store.put(name, data)
     return StoredFile(name=name, bytes=len(data), checksum=checksum_of(data))
 
@@ -130,8 +131,8 @@ class Manifest:
 
     @property
     def offsets(self) -> Progress:
-        """Partition → next offset of the stream to train. While a warehouse session is trained: the offsets before it, because
-        nothing later of the stream has been trained."""
+        """Partition → next offset of the stream to train. While a warehouse session is trained: the offsets
+        before it, because nothing later of the stream has been trained."""
         return self.input.stream_at(self.positions) if self.input else self.positions
 
     @property
@@ -239,7 +240,8 @@ def _from_format_1(body: dict[str, Any]) -> dict[str, Any]:
 def check_shape(
     manifest: Manifest, *, num_shards: int, num_buckets: int, num_partitions: int, seed: int
 ) -> None:
-    """Raises ConfigError: a value differs from the committed one. Placement and initialization of rows depend on these values."""
+    """Raises ConfigError: a value differs from the committed one. Placement and initialization of rows depend
+    on these values."""
     mine = {
         "num_shards": num_shards,
         "num_buckets": num_buckets,
@@ -272,8 +274,8 @@ def load(store: CheckpointStore, name: str) -> Restorable:
 
 
 def newest(store: CheckpointStore, skip: Collection[str] = ()) -> Restorable | None:
-    """The newest usable manifest; None if nothing was ever committed. Skips damaged ones, with a warning, and those in `skip`
-    (names of manifests whose parts are damaged).
+    """The newest usable manifest; None if nothing was ever committed. Skips damaged ones, with a warning, and
+    those in `skip` (names of manifests whose parts are damaged).
 
     Raises:
         CheckpointError: there are manifests but none is usable; training must not start over on its own.
@@ -304,8 +306,8 @@ def newest_incarnation(store: CheckpointStore) -> int:
 
 
 def claim_incarnation(store: CheckpointStore, time_ms: int, wish: Mapping[str, Any] | None = None) -> int:
-    """Claim the next incarnation: controllers with older ones are fenced from then on, and unfinished files are deleted. The
-    incarnation's file stores `wish`, what it was claimed for (`kept_wish`).
+    """Claim the next incarnation: controllers with older ones are fenced from then on, and unfinished files
+    are deleted. The incarnation's file stores `wish`, what it was claimed for (`kept_wish`).
 
     Raises:
         FencedError: another controller claimed it first; this one must exit.
@@ -361,8 +363,8 @@ def discard_after(store: CheckpointStore, seq: int) -> list[int]:
 
 
 def retire(store: CheckpointStore, keep: int = KEEP_MANIFESTS) -> None:
-    """Delete what no restart needs: all but the newest `keep` manifests, older trainer files that none of these lists, and old
-    incarnations. After an interruption the next call continues."""
+    """Delete what no restart needs: all but the newest `keep` manifests, older trainer files that none of
+    these lists, and old incarnations. After an interruption the next call continues."""
     names = [manifest_name(number) for number in numbers(store)]
     for name in (*names[:-keep], *sorted(store.list(DISCARDED))[:-keep]):
         store.delete(name)

@@ -13,9 +13,9 @@ from prometheus_client.registry import Collector
 class MetricsCollector(Collector):
     """Exports `roostream_<program>_<name>` for each name that `read` returns.
 
-    `read` returns name → number, or name → {label value: number} if `labels` has the name of the label (tuples if there are
-    several labels). Text and None are omitted. Names in `counters` are counters (`…_total`), all others gauges. Times are
-    exported in seconds (`in_seconds`).
+    `read` returns name → number, or name → {label value: number} if `labels` has the name of the label
+    (tuples if there are several labels). Text and None are omitted. Names in `counters` are counters
+    (`…_total`), all others gauges. Times are exported in seconds (`in_seconds`).
     """
 
     def __init__(
@@ -78,8 +78,8 @@ _UNITS = (
 
 
 def in_seconds(name: str) -> tuple[str, float]:
-    """The Prometheus name in base units, and the factor for the value: `lag_ms` → (`lag_seconds`, 0.001). Points in time
-    become `…_timestamp_seconds`."""
+    """The Prometheus name in base units, and the factor for the value: `lag_ms` → (`lag_seconds`, 0.001).
+    Points in time become `…_timestamp_seconds`."""
     for suffix, instead, scale in _UNITS:
         if name.endswith(suffix):
             return name.removesuffix(suffix) + instead, scale

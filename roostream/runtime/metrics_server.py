@@ -44,7 +44,8 @@ PAGE_HEADERS = (
     ("Cross-Origin-Resource-Policy", "same-origin"),
     ("Cache-Control", "no-store"),
 )
-"""Of every web page of Roostream: no content from other origins, no inline scripts, no embedding in frames."""
+"""Of every web page of Roostream: no content from other origins, no inline scripts, no embedding in
+frames."""
 
 Pages = Mapping[str, Callable[[], PageResponse]]
 
@@ -56,11 +57,12 @@ def serve(
     pages: Pages | None = None,
     tls: TlsContext | None = None,
 ) -> int:
-    """Start the server in background threads, where the settings say; it runs until the process ends. Returns the port.
+    """Start the server in background threads, where the settings say; it runs until the process ends. Returns
+    the port.
 
-    Both probes answer 200, or 503 with the reason as one line of text. `pages` (by path) may be extended later. `tls`: the
-    context of the program's other ports, which the caller keeps up to date; without it, one is made if the settings have a
-    certificate.
+    Both probes answer 200, or 503 with the reason as one line of text. `pages` (by path) may be extended
+    later. `tls`: the context of the program's other ports, which the caller keeps up to date; without it, one
+    is made if the settings have a certificate.
 
     Raises:
         SetupError: the port is taken, or the address is not one of this machine.

@@ -23,7 +23,8 @@ from roostream.runtime.thread_group import still_running
 log = logging.getLogger("roostream")
 
 STOP_S = 20.0
-"""A program ends within this time after SIGTERM, even if its peers are away. Supervisors wait a little longer."""
+"""A program ends within this time after SIGTERM, even if its peers are away. Supervisors wait a little
+longer."""
 
 
 REFUSED_CODE = 2
@@ -45,7 +46,8 @@ LogFormat = Literal["text", "json"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CallContext:
-    """Identifies a call in log lines: a call id, and the ids of its distributed trace (W3C Trace Context), if there is one."""
+    """Identifies a call in log lines: a call id, and the ids of its distributed trace (W3C Trace Context), if
+    there is one."""
 
     call_id: str
     trace_id: str = ""  # 32 hexadecimal digits
@@ -79,7 +81,8 @@ class MaskingFormatter(logging.Formatter):
 
 
 class JsonFormatter(MaskingFormatter):
-    """One JSON object a line: `time` (UTC), `level`, `logger`, `message`, `error` (a traceback), and the call's ids."""
+    """One JSON object a line: `time` (UTC), `level`, `logger`, `message`, `error` (a traceback), and the
+    call's ids."""
 
     def format(self, record: logging.LogRecord) -> str:
         at = datetime.datetime.fromtimestamp(record.created, datetime.UTC).isoformat(timespec="milliseconds")
@@ -99,13 +102,15 @@ _LINE = "%(asctime)s %(levelname).1s %(name)s %(message)s"
 
 
 def tune_garbage_collector() -> None:
-    """Make cycle collections rare. Programs keep many small objects and create few cycles. With Python's defaults, collections
-    of older generations traverse all of them, which caused half of the join's cache misses (docs/decisions/0012)."""
+    """Make cycle collections rare. Programs keep many small objects and create few cycles. With Python's
+    defaults, collections of older generations traverse all of them, which caused half of the join's cache
+    misses (docs/decisions/0012)."""
     gc.set_threshold(50_000, 20, 100)
 
 
 def setup_logging(form: LogFormat = "text", level: str = "") -> None:
-    """`level`: by default of the environment variable ROOSTREAM_LOG. Raises ConfigError for an unknown level, after setting INFO."""
+    """`level`: by default of the environment variable ROOSTREAM_LOG. Raises ConfigError for an unknown level,
+    after setting INFO."""
     level = (level or os.environ.get("ROOSTREAM_LOG") or "INFO").upper()
     known = logging.getLevelNamesMapping()
     handler = logging.StreamHandler(sys.stderr)
@@ -120,7 +125,8 @@ def setup_logging(form: LogFormat = "text", level: str = "") -> None:
 
 
 def _log_kernel_compilation() -> None:
-    """Log one line before the first kernel that is compiled at run time; otherwise the program seems to hang for a minute."""
+    """Log one line before the first kernel that is compiled at run time; otherwise the program seems to hang
+    for a minute."""
     if "numba" not in sys.modules:
         return
     from numba.core import event
@@ -142,9 +148,9 @@ def _log_kernel_compilation() -> None:
 def run(name: str, body: Callable[[Stop], None], log_format: LogFormat = "text") -> int:
     """Run `body` until it returns or raises. Returns the exit code:
 
-    0: done, or stopped by a signal, also while waiting for a peer. 2: wrong settings (ConfigError). 69: another RoostreamError,
-    logged in one line; a supervisor restarts the program. 75: training is on hold; a restart does not help. 1: a defect of
-    Roostream, with its traceback in the log.
+    0: done, or stopped by a signal, also while waiting for a peer. 2: wrong settings (ConfigError). 69:
+    another RoostreamError, logged in one line; a supervisor restarts the program. 75: training is on hold; a
+    restart does not help. 1: a defect of Roostream, with its traceback in the log.
     """
     faulthandler.enable()
     tune_garbage_collector()
@@ -183,8 +189,9 @@ def command_exit_code(code: int) -> int:
 def leave(code: int) -> NoReturn:
     """End the process with an exit code, without finalizing the interpreter while threads may still use it.
 
-    Finalizing could cause a segmentation fault and another exit code. Such threads are those of the Kafka client, and our own
-    that wait inside a library for a peer that is away; in the second case exit handlers, which may wait too, are skipped.
+    Finalizing could cause a segmentation fault and another exit code. Such threads are those of the Kafka
+    client, and our own that wait inside a library for a peer that is away; in the second case exit handlers,
+    which may wait too, are skipped.
     """
     if still_running() or "confluent_kafka" in sys.modules:
         if not still_running():

@@ -1,4 +1,5 @@
-"""Redis clients with time limits and one kind of error. Redis holds only data that can be rebuilt from the topics."""
+"""Redis clients with time limits and one kind of error. Redis holds only data that can be rebuilt from the
+topics."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ from roostream.runtime.backoff import Backoff
 
 
 def client(url: str, *, timeout_s: float) -> redis.Redis:
-    """A client that connects on first use. Every call ends within about `timeout_s`, without a retry. Thread-safe; values are
-    bytes. With rediss:// the server's certificate must match the host name.
+    """A client that connects on first use. Every call ends within about `timeout_s`, without a retry.
+    Thread-safe; values are bytes. With rediss:// the server's certificate must match the host name.
 
     Raises:
         ConfigError: `url` is not a Redis URL.
@@ -30,7 +31,8 @@ def client(url: str, *, timeout_s: float) -> redis.Redis:
 
 @contextmanager
 def redis_errors(url: str) -> Iterator[None]:
-    """Converts Redis errors of the body into UnavailableError. Whether the last call took effect is then unknown."""
+    """Converts Redis errors of the body into UnavailableError. Whether the last call took effect is then
+    unknown."""
     try:
         yield
     except redis.RedisError as error:

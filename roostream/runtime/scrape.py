@@ -29,7 +29,8 @@ class ScrapedMetrics:
         return None if value is None else value * 1000
 
     def by(self, name: str, label: str, **others: str) -> dict[str, float]:
-        """Value of `label` → sample, for all samples of `name` that have this label and the label values `others`."""
+        """Value of `label` → sample, for all samples of `name` that have this label and the label values
+        `others`."""
         found, wanted = {}, others.items()
         for (other, labels), value in self._samples.items():
             if (

@@ -1,4 +1,5 @@
-"""Background threads whose failure stops the process, so that a supervisor restarts it; and the time limit of a shutdown."""
+"""Background threads whose failure stops the process, so that a supervisor restarts it; and the time limit of
+a shutdown."""
 
 from __future__ import annotations
 
@@ -76,7 +77,8 @@ class ThreadGroup:
 
 
 class StopBudget:
-    """One time limit for everything a process does after `stop` was set. It is below the time after which a supervisor kills."""
+    """One time limit for everything a process does after `stop` was set. It is below the time after which a
+    supervisor kills."""
 
     def __init__(self, stop: threading.Event, seconds: float, clock: Clock | None = None) -> None:
         self.stop, self.seconds, self.clock = stop, seconds, clock or SystemClock()

@@ -1,4 +1,5 @@
-"""TLS for HTTP ports: certificate and key files are reloaded when they change; client certificates are optional."""
+"""TLS for HTTP ports: certificate and key files are reloaded when they change; client certificates are
+optional."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ _CHECK_EVERY_S = 5.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TlsFiles:
-    """PEM files. `client_ca`: authorities of client certificates. Clients without one are accepted unless `client_required`."""
+    """PEM files. `client_ca`: authorities of client certificates. Clients without one are accepted unless
+    `client_required`."""
 
     certificate: str
     key: str
@@ -73,7 +75,8 @@ class TlsSettings(Settings):
 
 
 class TlsContext:
-    """One SSL context for all connections. Connections that begin after a change of the files use the new certificate."""
+    """One SSL context for all connections. Connections that begin after a change of the files use the new
+    certificate."""
 
     def __init__(self, files: TlsFiles) -> None:
         """Raises SettingError: a file can't be read, or certificate and key do not match."""

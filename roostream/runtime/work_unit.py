@@ -1,8 +1,8 @@
 """Work units: ranges of training input that the controller hands out to workers.
 
-A source is a partition of `samples`, named like "samples/3". The bounds of a range are Kafka offsets or, while a warehouse session
-is trained (`TableInput`), *positions*: numbers of records in the session's order (roostream/warehouse/readers). Only the reader of
-a source interprets them.
+A source is a partition of `samples`, named like "samples/3". The bounds of a range are Kafka offsets or,
+while a warehouse session is trained (`TableInput`), *positions*: numbers of records in the session's order
+(roostream/warehouse/readers). Only the reader of a source interprets them.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def partition_of(source: str) -> Partition:
 
 @dataclasses.dataclass(frozen=True)
 class Epoch:
-    """What a worker may read until the next epoch: one unit of each of its sources. Number 0 is the stream, which has no units
-    and no end."""
+    """What a worker may read until the next epoch: one unit of each of its sources. Number 0 is the stream,
+    which has no units and no end."""
 
     number: int
     units: tuple[WorkUnit, ...]
@@ -83,8 +83,8 @@ def units_of(plain: Sequence[Sequence[Any]]) -> tuple[WorkUnit, ...]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TableInput:
-    """A warehouse session, as in commits, incarnations and commands. Sessions with equal digests have the same records at the same
-    positions."""
+    """A warehouse session, as in commits, incarnations and commands. Sessions with equal digests have the
+    same records at the same positions."""
 
     table: str  # the warehouse's location
     version: int  # of the table's log of samples
@@ -116,7 +116,8 @@ class TableInput:
 
     @classmethod
     def of(cls, plain: Mapping[str, Any] | None) -> TableInput | None:
-        """Inverse of `plain`; None for None (the stream). Raises KeyError, TypeError, ValueError or AttributeError if malformed."""
+        """Inverse of `plain`; None for None (the stream). Raises KeyError, TypeError, ValueError or
+        AttributeError if malformed."""
         if not plain:
             return None
         fields = {name: value for name, value in plain.items() if name != "phase"}
@@ -141,8 +142,8 @@ class TableInput:
         return {partition: self.begins.get(partition, 0) for partition in positions}
 
     def stream_behind(self, positions: Progress) -> Progress:
-        """The stream offsets after this session. If the session's labels include no corrections, all corrections of the stream
-        remain. Without a known stream: its beginning."""
+        """The stream offsets after this session. If the session's labels include no corrections, all
+        corrections of the stream remain. Without a known stream: its beginning."""
         if not self.topics:
             return dict.fromkeys(positions, 0)
         return {

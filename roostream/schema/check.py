@@ -1,4 +1,5 @@
-"""Checks that the parts of a schema fit together. Each error names key, value, nearest known name, file and line."""
+"""Checks that the parts of a schema fit together. Each error names key, value, nearest known name, file and
+line."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ MAX_STATE_BYTES = 256 * 1024
 _STATELESS = {"ro": ("num_candidates", "hour_of_day"), "nro": ("position", "item_id")}
 _BUILT_IN = online_names(Schema())
 ONLINE = {side: (*_BUILT_IN[side], *names) for side, names in _STATELESS.items()}
-"""Online features that `online` may name in every schema, by side; roostream/online/counters.py computes them."""
+"""Online features that `online` may name in every schema, by side; roostream/online/counters.py computes
+them."""
 
 _REQUEST_ONLY = ("history", "length", "distinct")
 

@@ -1,8 +1,10 @@
-"""From the counters of a schema to the state that is kept: entities, the layouts of their states, and their readings.
+"""From the counters of a schema to the state that is kept: entities, the layouts of their states, and their
+readings.
 
-An entity with a field of the candidate has one row for each value. If it is crossed with the user, its rows are stored in
-the user's state and their number is bounded. An entity of the request alone has a state with histories and sets. A request
-of n candidates thus reads one state per entity of the request and n rows per entity of the candidate.
+An entity with a field of the candidate has one row for each value. If it is crossed with the user, its rows
+are stored in the user's state and their number is bounded. An entity of the request alone has a state with
+histories and sets. A request of n candidates thus reads one state per entity of the request and n rows per
+entity of the candidate.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Expands families of names in a schema file: `ctr_{10m,1h}` becomes `ctr_10m` and `ctr_1h`.
 
-Of several braces the last one varies fastest; braces may be nested. The expanded rows stand in the place of their block, in
-the order of its names. So the order of features, and the fingerprint, are those of the expanded file.
+Of several braces the last one varies fastest; braces may be nested. The expanded rows stand in the place of
+their block, in the order of its names. So the order of features, and the fingerprint, are those of the
+expanded file.
 
     [[ro]], [[nro]]  a row for each name; braces in `online` and `table` are paired with the names; a missing name is that of
                      the online feature
@@ -31,7 +32,8 @@ _KEEPS_INPUT = ("rank", "share")  # their output is a new float; other operation
 class RowLocations:
     """The location in the file of each expanded row.
 
-    `blocks`: section → index of the [[section]] block of each row; `tables`: table name → its key in the file.
+    `blocks`: section → index of the [[section]] block of each row; `tables`: table name → its key in the
+    file.
     """
 
     def __init__(
@@ -59,7 +61,8 @@ def expand(raw: Mapping[str, Any], location: SourceLocation) -> Expanded:
     """Expand a parsed schema file; time and memory are bounded by MAX_ROWS per section.
 
     Raises:
-        SchemaError: braces that are open or empty, paired keys of unequal number, too many rows; names file and line.
+        SchemaError: braces that are open or empty, paired keys of unequal number, too many rows; names file
+        and line.
     """
     out = dict(raw)
     blocks: dict[str, list[int]] = {}
@@ -94,7 +97,8 @@ def names_of(pattern: str) -> tuple[str, ...]:
     """The names of a pattern: `ctr_{10m,1h}` → `("ctr_10m", "ctr_1h")`.
 
     Raises:
-        SchemaError: a brace without its other half, an empty item, braces nested more than 8 deep, more than MAX_ROWS
+        SchemaError: a brace without its other half, an empty item, braces nested more than 8 deep, more than
+        MAX_ROWS
             names, a name longer than 64.
     """
     names, end = _sequence(pattern, 0, depth=0)
@@ -106,7 +110,8 @@ def names_of(pattern: str) -> tuple[str, ...]:
 
 
 def _sequence(pattern: str, at: int, depth: int) -> tuple[list[str], int]:
-    """The names from index `at` on, and the index of their end: the pattern's end, a `}` or, in braces, a comma."""
+    """The names from index `at` on, and the index of their end: the pattern's end, a `}` or, in braces, a
+    comma."""
     names = [""]
     while at < len(pattern) and pattern[at] != "}" and not (depth and pattern[at] == ","):
         if pattern[at] == "{":
@@ -239,6 +244,7 @@ def _listed(row: Mapping[str, Any], key: str) -> list[str]:
 
 
 def _output(row: Mapping[str, Any], name: str, op: str) -> Any:
-    """The output's name: `output` with `{input}` and `{op}` replaced; by default rank and share keep the input."""
+    """The output's name: `output` with `{input}` and `{op}` replaced; by default rank and share keep the
+    input."""
     pattern = row.get("output", "{input}_{op}" if op in _KEEPS_INPUT else "{input}")
     return pattern.replace("{input}", name).replace("{op}", op) if isinstance(pattern, str) else pattern

@@ -38,8 +38,8 @@ def item_id(value: int | str) -> int:
 
 
 def other_id_form(item: int, shown: Iterable[int]) -> str:
-    """A hint if an id (uint64) that is not among `shown` (uint64) occurs there in its other form: as the text "5" for the
-    integer 5, or the reverse; else ""."""
+    """A hint if an id (uint64) that is not among `shown` (uint64) occurs there in its other form: as the text
+    "5" for the integer 5, or the reverse; else ""."""
     known = set(shown)
     for number in {item, signed(item)}:
         if hash64(str(number)) in known:
@@ -72,8 +72,8 @@ NO_KEY = bytes(8)
 
 
 def key_bytes(user_id: int, session_id: int, request_id: str) -> bytes:
-    """Kafka key of a request's events, 8 bytes little-endian: the user; without a user (0), `hash64('s' ‖ session as 8 bytes
-    little-endian)`; with neither, `hash64('r' ‖ request id)`."""
+    """Kafka key of a request's events, 8 bytes little-endian: the user; without a user (0), `hash64('s' ‖
+    session as 8 bytes little-endian)`; with neither, `hash64('r' ‖ request id)`."""
     if user_id:
         key = user_id
     elif session_id:
@@ -84,7 +84,8 @@ def key_bytes(user_id: int, session_id: int, request_id: str) -> bytes:
 
 
 def sample_id(key: bytes, request_id: str, event_id: int | None = None) -> int:
-    """`hash64(key ‖ request_id)`; for a correction followed by 0xFF (not in UTF-8) and its event id, 8 bytes little-endian."""
+    """`hash64(key ‖ request_id)`; for a correction followed by 0xFF (not in UTF-8) and its event id, 8 bytes
+    little-endian."""
     tail = b"" if event_id is None else b"\xff" + (event_id & MASK64).to_bytes(8, "little")
     return hash64(key + request_id.encode() + tail)
 

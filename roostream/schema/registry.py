@@ -23,7 +23,8 @@ class Store(Protocol):
 
 
 def register(store: Store, schema: Schema | str) -> Schema:
-    """Store a schema, or its TOML text, for all readers of `store`. Idempotent: the first one of a fingerprint stays.
+    """Store a schema, or its TOML text, for all readers of `store`. Idempotent: the first one of a
+    fingerprint stays.
 
     Raises:
         SchemaError: the text is not a schema.
@@ -54,8 +55,8 @@ def open_registry(store: Store) -> Registry:
 
 
 def to_toml(schema: Schema, *, defaults: bool = True) -> str:
-    """A TOML text that `load_schema` reads as an equal schema, with one row per feature. `defaults=False` omits settings with
-    their default value."""
+    """A TOML text that `load_schema` reads as an equal schema, with one row per feature. `defaults=False`
+    omits settings with their default value."""
 
     def block(header: str, item: object, skip: str = "") -> list[str]:
         settings = [

@@ -1,7 +1,7 @@
 """Layouts of the counters' state: the columns of an entity's row, and the parts of an entity's whole state.
 
-`roostream/online/event_rows.py` has the arithmetic and the bytes of a row, `entity_state.py` those of a state.
-Letters: W columns of a row.
+`roostream/online/event_rows.py` has the arithmetic and the bytes of a row, `entity_state.py` those of a
+state. Letters: W columns of a row.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from roostream.schema.ids import table_id
 
 WINDOW_STEPS = 12
 NEWEST_OF_ALL, SUM, SHARE, NEWEST, FIRST, VALUE, VALUE_MS, STEP, SLOT = range(9)
-"""What a column holds: the time of any newest event · a decayed sum · a decayed sum of 1/(length of the list) · the time of
-an event's newest and of its first occurrence · its last value and the time of that · the newest step of a window, and one
-of the window's WINDOW_STEPS counts."""
+"""What a column holds: the time of any newest event · a decayed sum · a decayed sum of 1/(length of the list)
+· the time of an event's newest and of its first occurrence · its last value and the time of that · the newest
+step of a window, and one of the window's WINDOW_STEPS counts."""
 MAX_TABLE_ROWS = 512
 """Rows that a user's state keeps by what the user's lists contained; those with the newest events stay."""
 
@@ -53,10 +53,12 @@ def window_columns(event: str, window_ms: int) -> tuple[Column, ...]:
 
 
 class RowLayout:
-    """The columns of an entity's row. Columns of equal half-life are neighbors, so that the decay is computed once."""
+    """The columns of an entity's row. Columns of equal half-life are neighbors, so that the decay is computed
+    once."""
 
     def __init__(self, blocks: Sequence[tuple[Column, ...]], version_2: Sequence[Column] = ()) -> None:
-        """`blocks`: columns that must stay in this order; `version_2`: the columns of a row of version 2, in its order."""
+        """`blocks`: columns that must stay in this order; `version_2`: the columns of a row of version 2, in
+        its order."""
         ordered = sorted(
             dict.fromkeys(blocks), key=lambda block: (block[0].op not in (SUM, SHARE), block[0].param)
         )

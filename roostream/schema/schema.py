@@ -1,8 +1,8 @@
 """The schema: tables, features, labels, counters and transforms, declared in one TOML file (docs/schema.md).
 
-`load_schema` reads it. The fingerprint covers what the bytes of samples depend on: features with their kinds, tables and
-columns, and labels; not training settings. A sample has the fingerprint of its writer's schema, and
-`reading_plan(writer, reader)` tells how to read it with another schema.
+`load_schema` reads it. The fingerprint covers what the bytes of samples depend on: features with their kinds,
+tables and columns, and labels; not training settings. A sample has the fingerprint of its writer's schema,
+and `reading_plan(writer, reader)` tells how to read it with another schema.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ Op = Literal["log1p", "clip", "standardize", "rank", "share"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Table(Settings):
-    """A logical embedding table. Tables of equal width and update rule are stored together as one stack; each table has its
-    own parameters of the rule."""
+    """A logical embedding table. Tables of equal width and update rule are stored together as one stack; each
+    table has its own parameters of the rule."""
 
     name: str = setting("", "the name in [tables.NAME]")
     dim: int = setting(help="width of a row's embedding", ge=1, le=4096)
@@ -63,7 +63,8 @@ class Table(Settings):
 
 
 def stack_shape(stack: str) -> tuple[int, int] | None:
-    """(width, state numbers per row) of a stack by its name, also of a former schema; None for another name."""
+    """(width, state numbers per row) of a stack by its name, also of a former schema; None for another
+    name."""
     dim, _, rule = stack.partition("-")
     if not dim.startswith("d") or not dim[1:].isdecimal() or rule not in RULES:
         return None
@@ -303,11 +304,12 @@ Registry: TypeAlias = Callable[[int], Schema | None]
 def reading_plan(writer: Schema, reader: Schema) -> dict[str, list[int]]:
     """How to read blocks of `writer` with `reader`.
 
-    Returns `ro_float`, `ro_list`, `nro_float`, `nro_list` and `label`: for each feature of the writer in its order, the
-    reader's index, or -1 if the reader does not have it (skipped and counted).
+    Returns `ro_float`, `ro_list`, `nro_float`, `nro_list` and `label`: for each feature of the writer in its
+    order, the reader's index, or -1 if the reader does not have it (skipped and counted).
 
     Raises:
-        SchemaError: the kind, table or columns of a feature changed, or the engagements that a label counts. The width of a
+        SchemaError: the kind, table or columns of a feature changed, or the engagements that a label counts.
+        The width of a
             table may change.
     """
     plan: dict[str, list[int]] = {}

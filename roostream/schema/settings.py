@@ -1,8 +1,9 @@
 """Settings of a program: one frozen dataclass, filled from a TOML file, then the environment, then flags.
 
-A field `x_ms` may be written `x_ms = 20000` or `x = "20s"`; a field `x_bytes`, `x_bytes = 1048576` or `x = "1MiB"`.
-The environment variable of field `x` of program `worker` is ROOSTREAM_WORKER_X; of field `y` of its table `x`,
-ROOSTREAM_WORKER_X_Y. Help and range stand beside the field: `window_ms: int = setting(600_000, "…", ge=1)`.
+A field `x_ms` may be written `x_ms = 20000` or `x = "20s"`; a field `x_bytes`, `x_bytes = 1048576` or `x =
+"1MiB"`. The environment variable of field `x` of program `worker` is ROOSTREAM_WORKER_X; of field `y` of its
+table `x`, ROOSTREAM_WORKER_X_Y. Help and range stand beside the field: `window_ms: int = setting(600_000,
+"…", ge=1)`.
 
 Every error has one form: `file:line: key 'window_ms': expected at least 1, got 0`.
 """
@@ -42,7 +43,8 @@ _NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
 
 
 class SettingError(ConfigError):
-    """A setting has a wrong value. Settings made in code raise it; `from_dict` adds where the value was set."""
+    """A setting has a wrong value. Settings made in code raise it; `from_dict` adds where the value was
+    set."""
 
     def __init__(self, key: str, reason: str, subject: str = "") -> None:
         """`subject` replaces `key '…'` at the beginning of the message."""
@@ -80,8 +82,8 @@ def setting(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Base of every dataclass of settings. Ranges and choices are checked in code as well as for files. A class that
-    checks two fields against each other has its own `__post_init__`, which calls this one first.
+    """Base of every dataclass of settings. Ranges and choices are checked in code as well as for files. A
+    class that checks two fields against each other has its own `__post_init__`, which calls this one first.
 
     Raises:
         SettingError: a value is outside its range or choices.
@@ -164,11 +166,12 @@ def load(
     flags: Mapping[str, Any] | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> T:
-    """Make a `cls` from a file (with its references resolved), the environment and flags; the later ones win. A flag
-    whose value is None is not given.
+    """Make a `cls` from a file (with its references resolved), the environment and flags; the later ones win.
+    A flag whose value is None is not given.
 
     Raises:
-        ConfigError: an unknown key or variable (with the nearest known one), a value of the wrong type, or one that
+        ConfigError: an unknown key or variable (with the nearest known one), a value of the wrong type, or
+        one that
             `__post_init__` rejects; names key, value, file and line.
     """
     if file is not None and not isinstance(file, TomlFile):
@@ -346,7 +349,8 @@ def _converted(
 
 
 def _checked(field: dataclasses.Field[Any], hint: Any, value: Any, is_short: bool = False) -> Any:
-    """`value` as `hint` and within the range of `field`. Raises ConfigError: it isn't; says expected and got."""
+    """`value` as `hint` and within the range of `field`. Raises ConfigError: it isn't; says expected and
+    got."""
     if value is None:
         return None
     if typing.get_origin(hint) is typing.Literal:
@@ -390,7 +394,8 @@ def _from_text(hint: Any, value: Any) -> Any:
 
 
 def _parsed(hint: Any, text: ResolvedText) -> Any:
-    """The TOML value that a text stands for: `8`, `true`, `["a"]`, or `a,b` for a list of texts; else the text."""
+    """The TOML value that a text stands for: `8`, `true`, `["a"]`, or `a,b` for a list of texts; else the
+    text."""
     if hint is str and text.written == text:
         return str(text)
     if hint in (str, Path, Any):

@@ -1,8 +1,8 @@
 """TOML files with the line of every key, and references to the environment and to files.
 
-`"${NAME}"` in a program's TOML stands for a variable of the environment, `"${file:/run/secrets/x}"` for the content of a
-file without its last newline. A reference may stand anywhere in a text; `$${` is a literal `${`. The value behind a
-reference is never shown: its `repr`, and so every message, is the text of the file.
+`"${NAME}"` in a program's TOML stands for a variable of the environment, `"${file:/run/secrets/x}"` for the
+content of a file without its last newline. A reference may stand anywhere in a text; `$${` is a literal `${`.
+The value behind a reference is never shown: its `repr`, and so every message, is the text of the file.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ _UNITS = ("", "_ms", "_bytes")  # `window_ms` may be written `window`
 class SourceLocation:
     """Where a TOML table comes from: the origin of each key, and how messages call the keys.
 
-    `origins`: path → prefix of a message, for example `"shop.toml:3: "` or `"environment ROOSTREAM_WORKER_SEED: "`.
-    `prefix`: the name of the table in front of its keys, for example `tables.item.`; "" for the file itself.
+    `origins`: path → prefix of a message, for example `"shop.toml:3: "` or `"environment
+    ROOSTREAM_WORKER_SEED: "`. `prefix`: the name of the table in front of its keys, for example
+    `tables.item.`; "" for the file itself.
     """
 
     def __init__(
@@ -102,8 +103,8 @@ _STATEMENT = re.compile(rf"^[ \t]*(?:(\[\[?)[ \t]*({_DOTTED})[ \t]*\]|({_DOTTED}
 def line_numbers(text: str, raw: Mapping[str, Any]) -> dict[Keys, int]:
     """The line, from 1, of every `[table]`, `[[table]]` and `key =` of a TOML text and its parsed form `raw`.
 
-    A key inside an array or an inline table has no line of its own. A line of a multi-line text that looks like a
-    key is recorded only if `raw` has that key and the key has not occurred before.
+    A key inside an array or an inline table has no line of its own. A line of a multi-line text that looks
+    like a key is recorded only if `raw` has that key and the key has not occurred before.
     """
     lines: dict[Keys, int] = {}
     counts: dict[Keys, int] = {}  # entries of each [[table]] so far
@@ -177,7 +178,8 @@ def resolve_references(
     """Replace the references in all texts of a table, its inner tables and lists.
 
     Raises:
-        ConfigError: a variable is not set, a file can't be read, or a reference has another form; names file, line
+        ConfigError: a variable is not set, a file can't be read, or a reference has another form; names file,
+        line
             and key.
     """
     return {key: _resolve(value, location.child(key), environ) for key, value in raw.items()}

@@ -1,6 +1,7 @@
 """Update rules of embedding tables, declared by `[tables.NAME.rule]` with a name and parameters.
 
-A rule is one class here and one kernel in `param_server/rules.py`; stacks, segments and tests follow from `RULES`.
+A rule is one class here and one kernel in `param_server/rules.py`; stacks, segments and tests follow from
+`RULES`.
 
 Letters: D width of a row, A state numbers per row.
 """
@@ -22,20 +23,21 @@ FLAT = ("learning_rate", "initial_accumulator")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rule(Settings, abc.ABC):
-    """How gradients change the rows of a table. The fields are the parameters, which may differ between tables of a stack;
-    the kernel gets them as float64 in the order of declaration."""
+    """How gradients change the rows of a table. The fields are the parameters, which may differ between
+    tables of a stack; the kernel gets them as float64 in the order of declaration."""
 
     name: ClassVar[str]
 
     @classmethod
     @abc.abstractmethod
     def state_width(cls, dim: int) -> int:
-        """A for rows of width `dim`. It may not depend on parameters, since all tables of a stack share it."""
+        """A for rows of width `dim`. It may not depend on parameters, since all tables of a stack share
+        it."""
 
     @classmethod
     def kept_state(cls, then: int, now: int) -> list[tuple[slice, slice]]:
-        """How the state of a row is copied when its width changes from `then` to `now`: (target, source) slices in the
-        kernel's order. By default the state begins with that of the first element."""
+        """How the state of a row is copied when its width changes from `then` to `now`: (target, source)
+        slices in the kernel's order. By default the state begins with that of the first element."""
         same = slice(0, cls.state_width(then))
         return [(same, same)]
 
@@ -85,8 +87,8 @@ class RowwiseAdagrad(Adagrad):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Adam(Rule):
-    """Two averages per element and a count of the row's updates. The bias correction uses the row's own count, and a row
-    without a gradient does not change."""
+    """Two averages per element and a count of the row's updates. The bias correction uses the row's own
+    count, and a row without a gradient does not change."""
 
     name = "adam"
     learning_rate: float = setting(1e-3, "step size", ge=0, le=1_000_000)

@@ -100,7 +100,8 @@ def archive(config: ArchiverConfig, stop: Stop) -> None:
     """Run an archiver until `stop`.
 
     Raises:
-        RoostreamError: a topic has another number of partitions than the settings say, or the warehouse is damaged.
+        RoostreamError: a topic has another number of partitions than the settings say, or the warehouse is
+        damaged.
     """
     health, clock = Health(config.stalled_after_ms / 1000), SystemClock()
     log.info(

@@ -171,8 +171,9 @@ class WarehouseTable:
         """Add files, remove files and move progress names in one transaction; return the table after it.
 
         Raises:
-            FencedError: another program moved one of the names or removed one of the files. Nothing was committed.
-            UnavailableError: the log cannot be written. All or nothing was committed; call again with the same files to learn which.
+            FencedError: another program moved one of the names or removed one of the files. Nothing was
+            committed. UnavailableError: the log cannot be written. All or nothing was committed; call again
+            with the same files to learn which.
         """
         steps = dict(progress or {})
         assert steps or not remove, "a removal needs a progress name that moves"

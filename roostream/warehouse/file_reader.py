@@ -203,9 +203,9 @@ class SampleFile:
         """Samples of some row groups (None: all), as `reader` reads those of `writer`, the schema of the
         file's fingerprint.
 
-        A `reader` with fewer features (`roostream.wire.columnar.project_schema`) reads fewer columns. `labels`
-        "latest": with the corrections that were folded in when the file was sealed; later ones are in their
-        own table (roostream/warehouse/latest_labels.py).
+        A `reader` with fewer features (`roostream.wire.columnar.project_schema`) reads fewer columns.
+        `labels` "latest": with the corrections that were folded in when the file was sealed; later ones are
+        in their own table (roostream/warehouse/latest_labels.py).
 
         Raises:
             UnavailableError: it cannot be read now.

@@ -1,8 +1,8 @@
 """The columnar batch of R requests and B candidates that the decoder makes and models run on.
 
-RO arrays have R rows, NRO arrays B rows. `x_RD[request_index_B]` gives every candidate the row of its request. Candidates of
-a request are adjacent and in the order shown. R, B or both may be 0.
-Letters: R requests, B candidates, F floats of a side, K list features of a side, T labels.
+RO arrays have R rows, NRO arrays B rows. `x_RD[request_index_B]` gives every candidate the row of its
+request. Candidates of a request are adjacent and in the order shown. R, B or both may be 0. Letters: R
+requests, B candidates, F floats of a side, K list features of a side, T labels.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ _REQUEST_SUFFIXES = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Batch:
-    """Numpy arrays, which `roostream.models.inputs` wraps as tensors without a copy. Construction asserts the shapes."""
+    """Numpy arrays, which `roostream.models.inputs` wraps as tensors without a copy. Construction asserts the
+    shapes."""
 
     schema: Schema
     ro_float_RF: np.ndarray  # float32; missing = the feature's default
@@ -90,8 +91,8 @@ class Batch:
         return np.concatenate([[0], np.cumsum(self.num_candidates_R, dtype=np.int64)])
 
     def requests_between(self, start: int, end: int) -> Batch:
-        """A copy of the requests `start` up to `end`, in time proportional to these requests. Use it instead of
-        `take_requests` to cut a batch into many."""
+        """A copy of the requests `start` up to `end`, in time proportional to these requests. Use it instead
+        of `take_requests` to cut a batch into many."""
         first, behind = self._first_R1[start], self._first_R1[end]
         changes: dict[str, object] = {
             name: getattr(self, name)[slice(start, end) if by_request else slice(first, behind)].copy()
@@ -113,8 +114,8 @@ class Batch:
     def take(
         self, rows_M: np.ndarray, candidates_B: np.ndarray, index_B: np.ndarray, counts_M: np.ndarray
     ) -> Batch:
-        """The requests `rows_M` (int64 [M]) with the candidates `candidates_B` (int64 [B]). `index_B`, sorted, is the new request of
-        each candidate; `counts_M` the number of candidates of each request."""
+        """The requests `rows_M` (int64 [M]) with the candidates `candidates_B` (int64 [B]). `index_B`,
+        sorted, is the new request of each candidate; `counts_M` the number of candidates of each request."""
         changes: dict[str, object] = {}
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)

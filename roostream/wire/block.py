@@ -5,10 +5,11 @@
       to `weights`  l entries, if it is weighted_ids
       to `times`    l entries for each of its `time_ms` columns
 
-In a block of 0 bytes every feature of every row is missing, whatever the number of rows. `missing` may be cut after its last
-set bit. Packed fixed-width fields have the bytes of a little-endian array, so a block that we wrote is six arrays, each
-behind a tag and a length; they are read without a copy. The bytes are those of protobuf (tests compare). This module uses
-plain numpy, because the joiner runs it inside of Flink's Python without a compiler.
+In a block of 0 bytes every feature of every row is missing, whatever the number of rows. `missing` may be cut
+after its last set bit. Packed fixed-width fields have the bytes of a little-endian array, so a block that we
+wrote is six arrays, each behind a tag and a length; they are read without a copy. The bytes are those of
+protobuf (tests compare). This module uses plain numpy, because the joiner runs it inside of Flink's Python
+without a compiler.
 """
 
 from __future__ import annotations
@@ -118,13 +119,15 @@ def _columns_by_protobuf(data: bytes) -> Columns:
 
 
 def check_columns(schema: Schema, side: Side, columns: Columns, num_rows: int, limits: Limits) -> None:
-    """Check a block's arrays. `roostream.wire.decode_scan.check_block` is the compiled form of the same rule for many
-    blocks at once; it does not say what is wrong. tests/wire/test_decode.py compares the two on damaged blocks.
+    """Check a block's arrays. `roostream.wire.decode_scan.check_block` is the compiled form of the same rule
+    for many blocks at once; it does not say what is wrong. tests/wire/test_decode.py compares the two on
+    damaged blocks.
 
     Raises:
-        WireError: `bad_shape` (lengths that disagree, with each other or with `num_rows`), `oversized` (rows or a list
-            beyond `limits`), `non_finite` (an infinity; NaN outside of `floats`), `bad_number` (a weight beyond
-            MAX_WEIGHT).
+        WireError: `bad_shape` (lengths that disagree, with each other or with `num_rows`), `oversized` (rows
+        or a list
+            beyond `limits`), `non_finite` (an infinity; NaN outside of `floats`), `bad_number` (a weight
+            beyond MAX_WEIGHT).
     """
     if num_rows > limits.max_candidates:
         raise WireError("oversized", f"expected at most {limits.max_candidates} candidates, got {num_rows}")
@@ -196,12 +199,13 @@ def pack(columns: Columns) -> bytes:
 def encode_ro(schema: Schema, values: Mapping[str, object]) -> bytes:
     """Encode the RO block of one request.
 
-    A value is a float; a list of ids (integers, or strings, which are hashed); for `weighted_ids`
-    `{"ids": […], "weights": […]}`; for `sequence` `{"<its table>" or "ids": […], "<column>": […]}`. An absent value, None
-    and a NaN float are missing.
+    A value is a float; a list of ids (integers, or strings, which are hashed); for `weighted_ids` `{"ids":
+    […], "weights": […]}`; for `sequence` `{"<its table>" or "ids": […], "<column>": […]}`. An absent value,
+    None and a NaN float are missing.
 
     Raises:
-        WireError: `bad_shape` for an unknown name, a value of another kind, or columns of unequal length; `oversized`,
+        WireError: `bad_shape` for an unknown name, a value of another kind, or columns of unequal length;
+        `oversized`,
             `non_finite` or `bad_number` for what `check_block` rejects.
     """
     return pack(ro_columns(schema, values))
@@ -219,11 +223,13 @@ def ro_columns(schema: Schema, values: Mapping[str, object]) -> Columns:
 def encode_nro(schema: Schema, columns: Mapping[str, Any], num_rows: int) -> bytes:
     """Encode the NRO block of `num_rows` candidates.
 
-    A float column is float32 [n], NaN or None = missing. A list column has one value for each row, as in `encode_ro`. An
-    integer or string stands for a list of one, so a flat array of ids gives every row exactly one.
+    A float column is float32 [n], NaN or None = missing. A list column has one value for each row, as in
+    `encode_ro`. An integer or string stands for a list of one, so a flat array of ids gives every row exactly
+    one.
 
     Raises:
-        WireError: `bad_shape` for an unknown name or a column of another length than `num_rows`, or as `encode_ro`.
+        WireError: `bad_shape` for an unknown name or a column of another length than `num_rows`, or as
+        `encode_ro`.
     """
     return pack(nro_columns(schema, columns, num_rows))
 
@@ -257,8 +263,8 @@ def nro_columns(schema: Schema, columns: Mapping[str, Any], num_rows: int) -> Co
 
 
 def decode_block(schema: Schema, side: Side, data: bytes, num_rows: int) -> dict[str, Any]:
-    """The values of a block in the form of `encode_ro` (without missing features) or `encode_nro` (None for a missing
-    list), ids as int64. Slow: for tools and tests.
+    """The values of a block in the form of `encode_ro` (without missing features) or `encode_nro` (None for a
+    missing list), ids as int64. Slow: for tools and tests.
 
     Raises:
         WireError: as `check_block`, with the largest limits that a schema can set.
@@ -293,8 +299,8 @@ def values_of(schema: Schema, side: Side, columns: Columns, num_rows: int) -> di
 
 
 def flat_values(schema: Schema, columns: Columns, num_rows: int) -> dict[str, Any] | None:
-    """As `decode_block` of a checked NRO block, with the features that some row has and lists as int64 [n]. None unless
-    every list feature has exactly one id in all rows, or is missing in all rows."""
+    """As `decode_block` of a checked NRO block, with the features that some row has and lists as int64 [n].
+    None unless every list feature has exactly one id in all rows, or is missing in all rows."""
     floats, lists = schema.floats("nro"), schema.lists("nro")
     if not any(map(len, columns)):
         return {}
@@ -490,7 +496,8 @@ def _flat_ids(f: Feature, column: Any) -> np.ndarray | None:
 
 
 def flat_columns(floats_BF: np.ndarray, flat: list[np.ndarray | None]) -> Columns:
-    """The NRO columns of list features that have exactly one id in each row (int64 [n]), or are missing (None)."""
+    """The NRO columns of list features that have exactly one id in each row (int64 [n]), or are missing
+    (None)."""
     given = [ids for ids in flat if ids is not None]
     if not given and np.isnan(floats_BF).all():
         return NO_COLUMNS

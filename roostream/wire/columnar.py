@@ -1,4 +1,5 @@
-"""Converts a batch to named flat columns and back: the content of a file of samples, whatever the file's format.
+"""Converts a batch to named flat columns and back: the content of a file of samples, whatever the file's
+format.
 
     column                    of           content
     offset, close_ms, …       request      fields of Batch for requests (REQUEST)
@@ -8,9 +9,9 @@
     ro__<feature>__<column>   request      a sequence's column, as long as its ids; `weights` of a weighted list
     nro__<feature>…           candidate    the same of candidates
 
-A file has all features of its writer's schema with uncut lists. A reader skips features that its schema lacks and cuts lists
-to its own max_len. File formats are in roostream/warehouse.
-Letters: R requests, B candidates, F floats of a side, N rows of a side (R or B), T labels, C columns of one kernel call.
+A file has all features of its writer's schema with uncut lists. A reader skips features that its schema lacks
+and cuts lists to its own max_len. File formats are in roostream/warehouse. Letters: R requests, B candidates,
+F floats of a side, N rows of a side (R or B), T labels, C columns of one kernel call.
 """
 
 from __future__ import annotations
@@ -132,7 +133,8 @@ def uncut_schema(schema: Schema) -> Schema:
 
 
 def project_schema(schema: Schema, features: frozenset[str]) -> Schema:
-    """`schema` with only these features and the transforms that need no others. Reading with it reads only their columns.
+    """`schema` with only these features and the transforms that need no others. Reading with it reads only
+    their columns.
 
     Raises:
         SchemaError: the schema does not have a feature.
@@ -318,8 +320,8 @@ def interleave_columns(
     out_NF: np.ndarray,
     present_NF: np.ndarray,
 ) -> None:
-    """Copy `count` columns (uint32 [N], bits of floats) into `out_NF` and `present_NF` (bool) from column `first` on. NaN is
-    missing and replaced by the column's default."""
+    """Copy `count` columns (uint32 [N], bits of floats) into `out_NF` and `present_NF` (bool) from column
+    `first` on. NaN is missing and replaced by the column's default."""
     for start in range(0, len(out_NF), _ROWS_AT_ONCE):
         end = min(start + _ROWS_AT_ONCE, len(out_NF))
         out_MF, present_MF, c = out_NF[start:end], present_NF[start:end], 0

@@ -1,4 +1,5 @@
-"""Decodes the records of one poll into one columnar batch of the schema in use, whatever known schema wrote them.
+"""Decodes the records of one poll into one columnar batch of the schema in use, whatever known schema wrote
+them.
 
 1 collect the payloads into one buffer (the only Python loop over samples)
 2 scan: find the fields of every sample, header, part and block (decode_scan.py)
@@ -6,8 +7,8 @@
 4 check shapes, limits and numbers: a failing record becomes a reject with a dead letter's reason
 5 fill the arrays of the batch
 
-Letters: R requests or samples kept, B candidates, N rows of a side (R or B), K list features, C columns of lists,
-F floats, T labels, S writers' schemas, M blocks.
+Letters: R requests or samples kept, B candidates, N rows of a side (R or B), K list features, C columns of
+lists, F floats, T labels, S writers' schemas, M blocks.
 """
 
 from __future__ import annotations
@@ -83,7 +84,8 @@ _Rejects = dict[int, tuple[str, str]]
 
 
 class Decoder:
-    """Decodes samples with any schema that `registry` finds by its fingerprint. Not thread-safe: use one per thread."""
+    """Decodes samples with any schema that `registry` finds by its fingerprint. Not thread-safe: use one per
+    thread."""
 
     def __init__(self, schema: Schema, registry: Registry) -> None:
         self.schema = schema
@@ -96,8 +98,8 @@ class Decoder:
     def decode(self, records: Sequence[Record], *, corrections: bool = False) -> tuple[Batch, list[Reject]]:
         """Decode the samples of one poll and, if asked, its trainable corrections.
 
-        Returns the batch and the rejects, both in the records' order. Each record becomes a request of the batch, a
-        reject, or a skipped correction; nothing that a record contains raises.
+        Returns the batch and the rejects, both in the records' order. Each record becomes a request of the
+        batch, a reject, or a skipped correction; nothing that a record contains raises.
         """
         rejects: _Rejects = {}
         values = [record.value or b"" for record in records]
@@ -126,8 +128,8 @@ class Decoder:
     def decode_request(self, ro: bytes | None, nro: bytes, item_ids: np.ndarray, time_ms: int) -> Batch:
         """Decode one request for scoring: R = 1, B = len(item_ids), labels 0, weights 1, offset -1.
 
-        Its blocks, in the schema in use, are read by the same kernels as a sample's, so serving scores what training
-        will read.
+        Its blocks, in the schema in use, are read by the same kernels as a sample's, so serving scores what
+        training will read.
 
         Raises:
             WireError: `undecodable`, `bad_shape`, `non_finite`, `bad_number` or `oversized`.
@@ -151,7 +153,8 @@ class Decoder:
         return _fill_request(self.plans, buf, blocks, item_ids, time_ms)
 
     def _scan(self, values: list[bytes], rejects: _Rejects) -> tuple[SampleScan, np.ndarray]:
-        """The scan of all samples and corrections, now in our writers' form, and bool [N]: which are corrections."""
+        """The scan of all samples and corrections, now in our writers' form, and bool [N]: which are
+        corrections."""
         buf, starts = join_values(values)
         index_N = self._admit(buf, starts, rejects)
         is_correction_N = buf[starts[index_N]] == wire.CORRECTION
@@ -221,8 +224,8 @@ class Decoder:
         status_N: np.ndarray,
         rejects: _Rejects,
     ) -> None:
-        """The timestamp of a sample's record is its close time: partitions are merged, rows stamped and ids forgotten by
-        it. The timestamp of a correction is the joiner's clock."""
+        """The timestamp of a sample's record is its close time: partitions are merged, rows stamped and ids
+        forgotten by it. The timestamp of a correction is the joiner's clock."""
         timestamp_N = np.array([record.timestamp_ms for record in records], dtype=np.int64)[found.index_N]
         close_ms_N = read_i64(found.buf, field(found.spans_N, SAMPLE.close_ms))
         for n in np.flatnonzero((status_N == OK) & ~is_correction_N & (close_ms_N != timestamp_N)):
@@ -282,8 +285,8 @@ def side_layout(schema: Schema, side: Side) -> SideLayout:
 
 
 class ReadingPlans:
-    """The reading plans of all writers met so far, stacked for the kernels; the schema in use is number 0. Not
-    thread-safe."""
+    """The reading plans of all writers met so far, stacked for the kernels; the schema in use is number 0.
+    Not thread-safe."""
 
     def __init__(self, schema: Schema, registry: Registry) -> None:
         self.schema, self.registry = schema, registry
@@ -297,7 +300,8 @@ class ReadingPlans:
         """The number of a writer's schema.
 
         Raises:
-            SchemaError: the schema is not registered, or its change cannot be read; says which and what to do.
+            SchemaError: the schema is not registered, or its change cannot be read; says which and what to
+            do.
         """
         if fingerprint in self._errors:
             raise SchemaError(self._errors[fingerprint])
@@ -361,7 +365,8 @@ def _padded(rows: list[list[int]], fill: int) -> np.ndarray:
 def _fill_samples(
     plans: ReadingPlans, found: SampleScan, plan_N: np.ndarray, kept_R: np.ndarray
 ) -> dict[str, Any]:
-    """Batch's fields but schema, correction_R, partition_R and offset_R; `kept_R`: the samples that passed all checks."""
+    """Batch's fields but schema, correction_R, partition_R and offset_R; `kept_R`: the samples that passed
+    all checks."""
     buf, spans_R = found.buf, found.spans_N[kept_R]
     counts_R = (spans_R[:, SAMPLE.item_ids, 1] - spans_R[:, SAMPLE.item_ids, 0]) // 8
     out_R = offsets(counts_R)
@@ -529,8 +534,9 @@ def selected(buf: np.ndarray, select: np.ndarray, row: int, taken: int) -> bool:
 
 
 class Lists(NamedTuple):
-    """Where list entries go. Those of feature k in row n begin at starts_KN[k, n] of values and weights. Those of its
-    column c (ids columns, then time columns) begin at base_KC[k, c] plus the same distance from the feature's start."""
+    """Where list entries go. Those of feature k in row n begin at starts_KN[k, n] of values and weights.
+    Those of its column c (ids columns, then time columns) begin at base_KC[k, c] plus the same distance from
+    the feature's start."""
 
     lengths_KN: np.ndarray  # int32
     starts_KN: np.ndarray  # int64
@@ -621,7 +627,8 @@ def fill_candidates(
     out_R: np.ndarray,
     out: Candidates,
 ) -> None:
-    """Fill columns from checked samples; `label_to_RT`: writer's label → reader's, -1 = dropped, -2 = no label."""
+    """Fill columns from checked samples; `label_to_RT`: writer's label → reader's, -1 = dropped, -2 = no
+    label."""
     for r in range(len(spans_R)):
         spans, start = spans_R[r], spans_R[r, :, 0]
         labels = 0

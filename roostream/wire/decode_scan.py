@@ -1,9 +1,9 @@
 """Step 1 of decoding: finds the fields of protobuf messages in a byte buffer, and checks samples and blocks.
 
-The kernels use no Python objects, hold no GIL and never read outside of the buffer. `scan_messages` notes the span of each
-field and checks every bound. It knows the form that protobuf writers produce: fields in ascending order, packed columns in
-one piece. It reports any other message, damaged or merely unusual, as not ok; protobuf itself then parses it (decode.py).
-All other kernels read only inside of noted spans.
+The kernels use no Python objects, hold no GIL and never read outside of the buffer. `scan_messages` notes the
+span of each field and checks every bound. It knows the form that protobuf writers produce: fields in
+ascending order, packed columns in one piece. It reports any other message, damaged or merely unusual, as not
+ok; protobuf itself then parses it (decode.py). All other kernels read only inside of noted spans.
 
 A span is [start, end) in the buffer; 0, 0 = the field is absent.
 Letters: N messages or samples, P parts, M blocks, S writers' schemas, F floats, K list features.
@@ -107,7 +107,8 @@ class SampleScan:
 
 
 def join_values(values: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
-    """One buffer (uint8, one byte longer than the values) and the start of each value (int64 [values + 1])."""
+    """One buffer (uint8, one byte longer than the values) and the start of each value (int64 [values +
+    1])."""
     starts = offsets(np.fromiter(map(len, values), dtype=np.int64, count=len(values)))
     return np.frombuffer(b"".join((*values, b"\0")), dtype=np.uint8), starts
 
@@ -154,13 +155,15 @@ def scan_samples(buf: np.ndarray, starts: np.ndarray, index_N: np.ndarray, max_r
 
 
 def scan_blocks(blocks: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Blocks in one buffer, their fields' spans (int64 [M, 7, 2]), and whether each has our writers' form (bool [M])."""
+    """Blocks in one buffer, their fields' spans (int64 [M, 7, 2]), and whether each has our writers' form
+    (bool [M])."""
     buf, starts = join_values(blocks)
     return buf, *_scan(buf, starts[:-1], starts[1:], BLOCK_FIELDS)
 
 
 def field(spans_N: np.ndarray, number: int) -> np.ndarray:
-    """int64 [N, 2]: the spans of one field, contiguous, so that each kernel is compiled for one layout only."""
+    """int64 [N, 2]: the spans of one field, contiguous, so that each kernel is compiled for one layout
+    only."""
     return np.ascontiguousarray(spans_N[:, number])
 
 
@@ -242,7 +245,8 @@ def any_not_above_zero(buf: np.ndarray, span: np.ndarray) -> bool:
 
 @njit(cache=True, nogil=True)
 def is_utf8(buf: np.ndarray, at: int, end: int) -> bool:
-    """Whether bytes are UTF-8 by the Unicode standard, table 3-7: no overlong forms, surrogates or truncated sequences."""
+    """Whether bytes are UTF-8 by the Unicode standard, table 3-7: no overlong forms, surrogates or truncated
+    sequences."""
     while at < end:
         first = buf[at]
         at += 1
@@ -317,7 +321,8 @@ def skip(buf: np.ndarray, at: int, end: int, wire_type: int) -> tuple[int, int |
 
 @njit(cache=True, nogil=True)
 def scan_message(buf: np.ndarray, at: int, end: int, fields: np.ndarray, spans: np.ndarray) -> bool:
-    """Note the spans of a message's fields, False = not in our form. A REPEATED field has (start of its first tag, count)."""
+    """Note the spans of a message's fields, False = not in our form. A REPEATED field has (start of its first
+    tag, count)."""
     last = 0
     while at < end:
         tag_start = at
@@ -422,7 +427,8 @@ def check_samples(
 def check_sample(
     buf: np.ndarray, spans: np.ndarray, num_labels: int, num_used: int, max_candidates: int
 ) -> int:
-    """A status: columns agree with the candidates, events with each other, numbers are finite and within bounds."""
+    """A status: columns agree with the candidates, events with each other, numbers are finite and within
+    bounds."""
     size = spans[:, 1] - spans[:, 0]
     n = size[SAMPLE.item_ids] // 8
     if n > max_candidates:
@@ -480,7 +486,8 @@ def any_above_int32(buf: np.ndarray, span: np.ndarray) -> bool:
 
 @njit(cache=True, nogil=True)
 def has_bounds(buf: np.ndarray, spans: np.ndarray) -> bool:
-    """Whether the weight is in 0..MAX_WEIGHT (0 = none given) and propensities are in (0, 1]; all of them are finite."""
+    """Whether the weight is in 0..MAX_WEIGHT (0 = none given) and propensities are in (0, 1]; all of them are
+    finite."""
     weight, propensities = spans[SAMPLE.weight], spans[SAMPLE.propensities]
     if weight[1] > weight[0] and u32(buf, weight[0]) & 0x7FFFFFFF and any_not_above_zero(buf, weight):
         return False
@@ -506,8 +513,8 @@ def check_blocks(
 def check_block(
     buf: np.ndarray, spans: np.ndarray, rows: int, plan: ReadingPlan, s: int, max_list: int
 ) -> int:
-    """A status, by the same rule as `roostream.wire.block.check_columns`, which says what is wrong and needs no compiler.
-    tests/wire/test_decode.py compares the two on damaged blocks."""
+    """A status, by the same rule as `roostream.wire.block.check_columns`, which says what is wrong and needs
+    no compiler. tests/wire/test_decode.py compares the two on damaged blocks."""
     if is_blank(spans):
         return OK
     lists = plan.num_lists_S[s]

@@ -5,12 +5,13 @@
     [4 5 6]          row_N    0 1 0                       span_N2  [0 3] [1 3] [0 3]
     [3 4 5]
 
-A group of features has one `Inverse` (a grouped IKJT): two rows are equal if all features of the group are. What is computed
-from the group alone is then computed U times. `PartialDedup` keeps an entry of a sequence with all of its columns.
-Rows are found by a hash and then compared, so rows that only share a hash stay distinct. Both take time linear in the
-entries of the batch.
+A group of features has one `Inverse` (a grouped IKJT): two rows are equal if all features of the group are.
+What is computed from the group alone is then computed U times. `PartialDedup` keeps an entry of a sequence
+with all of its columns. Rows are found by a hash and then compared, so rows that only share a hash stay
+distinct. Both take time linear in the entries of the batch.
 
-Letters: N rows, U distinct rows, L entries of all rows, V entries kept, C columns of an entry, M rows in the order of visits.
+Letters: N rows, U distinct rows, L entries of all rows, V entries kept, C columns of an entry, M rows in the
+order of visits.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ MIN_FACTOR = 1.5
 
 
 def dedupe_len(length: float, rows: float, session_rows: float, same: float) -> float:
-    """Expected values left in a batch: l(f) · B · (1 - (S - 1) / S · d(f)) (RecD §4.2). `length`: l, mean length of a list;
-    `rows`: B; `session_rows`: S, rows of a session; `same`: d, probability that a session's next row has the same list."""
+    """Expected values left in a batch: l(f) · B · (1 - (S - 1) / S · d(f)) (RecD §4.2). `length`: l, mean
+    length of a list; `rows`: B; `session_rows`: S, rows of a session; `same`: d, probability that a session's
+    next row has the same list."""
     return length * rows * (1 - (session_rows - 1) / session_rows * same)
 
 
@@ -108,9 +110,10 @@ def find_partial_dedup(
 ) -> PartialDedup:
     """Find the overlaps of the feature `key` with all of its columns.
 
-    A row can overlap the row visited before it, so rows of one user should follow each other in time order: in the batch,
-    or by `order_M` (int64, each row once). `newest_first`: lists grow at the front, like the schema's histories, else at the
-    end. `apart_N`: int64; rows with different numbers, for example those of different batches, share nothing.
+    A row can overlap the row visited before it, so rows of one user should follow each other in time order:
+    in the batch, or by `order_M` (int64, each row once). `newest_first`: lists grow at the front, like the
+    schema's histories, else at the end. `apart_N`: int64; rows with different numbers, for example those of
+    different batches, share nothing.
     """
     group, offset_N1 = list_values(lists, key), lists.offsets_of(key)
     if apart_N is not None:
@@ -144,8 +147,8 @@ def list_values(lists: Jagged, key: str) -> list[RowValues]:
 
 
 def request_values(batch: Batch, names: Collection[str] | None = None) -> list[RowValues]:
-    """The group of the request-only features `names`, None = all, as bits, so that floats are compared exactly. Times in a
-    list are absolute, so the age of an entry does not matter."""
+    """The group of the request-only features `names`, None = all, as bits, so that floats are compared
+    exactly. Times in a list are absolute, so the age of an entry does not matter."""
     columns = [i for i, f in enumerate(batch.schema.floats("ro")) if names is None or f.name in names]
     group = []
     if columns:
@@ -160,15 +163,17 @@ def request_values(batch: Batch, names: Collection[str] | None = None) -> list[R
 
 
 def order_by_user(batch: Batch) -> np.ndarray:
-    """int64 [R]: an order with the requests of each user together, in time order; users in order of first occurrence. The
-    first request-only id feature identifies the user; without one the order stays as it is."""
+    """int64 [R]: an order with the requests of each user together, in time order; users in order of first
+    occurrence. The first request-only id feature identifies the user; without one the order stays as it
+    is."""
     if not any(f.kind == "ids" for f in batch.schema.lists("ro")):
         return np.arange(batch.num_requests, dtype=np.int64)
     return np.lexsort((batch.time_ms_R, user_numbers(batch)))
 
 
 def user_numbers(batch: Batch) -> np.ndarray:
-    """int64 [R]: a number for each request's user, as in `order_by_user`; without an id feature all differ."""
+    """int64 [R]: a number for each request's user, as in `order_by_user`; without an id feature all
+    differ."""
     ids = next((f.name for f in batch.schema.lists("ro") if f.kind == "ids"), "")
     if not ids:
         return np.arange(batch.num_requests, dtype=np.int64)
@@ -181,8 +186,8 @@ def sort_by_time(batch: Batch) -> Batch:
 
 
 def group_impressions(expanded: Batch) -> Batch:
-    """Group single-candidate requests back into requests: those with equal time and request-only features become one, with
-    its candidates in their order."""
+    """Group single-candidate requests back into requests: those with equal time and request-only features
+    become one, with its candidates in their order."""
     assert expanded.num_requests == expanded.num_candidates, "expected impressions"
     group = [RowValues(np.arange(expanded.num_requests + 1), expanded.time_ms_R), *request_values(expanded)]
     inverse = find_inverse(group, expanded.num_requests)
@@ -210,7 +215,8 @@ def _hash_rows(offset_N1: np.ndarray, bits_L: np.ndarray, hash_N: np.ndarray) ->
 
 @njit(cache=True, nogil=True)
 def _find_first(hash_N: np.ndarray, slots: np.ndarray, like_N: np.ndarray) -> None:
-    """The first row with the same hash. `slots`: open addressing, a power of two of at least twice the rows, -1 = free."""
+    """The first row with the same hash. `slots`: open addressing, a power of two of at least twice the rows,
+    -1 = free."""
     mask = np.uint64(len(slots) - 1)
     for n in range(len(hash_N)):
         at = hash_N[n] & mask
@@ -239,10 +245,11 @@ def _compare_rows(offset_N1: np.ndarray, bits_L: np.ndarray, like_N: np.ndarray,
 def _overlap_rows(
     entry_LC: np.ndarray, offset_N1: np.ndarray, row_M: np.ndarray, kept_L: np.ndarray, start_M: np.ndarray
 ) -> int:
-    """Append rows in order, without the part of a row that the kept entries already end with. Returns the entries kept.
+    """Append rows in order, without the part of a row that the kept entries already end with. Returns the
+    entries kept.
 
-    The overlap is found by Knuth-Morris-Pratt matching: `back` is the failure table of the row, and the text is the last
-    kept entries, at most as many as the row has."""
+    The overlap is found by Knuth-Morris-Pratt matching: `back` is the failure table of the row, and the text
+    is the last kept entries, at most as many as the row has."""
     longest = 0
     for n in row_M:
         longest = max(longest, offset_N1[n + 1] - offset_N1[n])

@@ -1,15 +1,16 @@
 """Measures how often request-only values of a log repeat, and what deduplication would save (RecD §3, §4.2).
 
-It is fed windows of requests in time order. Each window is analyzed twice: as logged, and clustered, with the requests of a
-user (or session) together. Both are cut into batches of B requests; values are shared within a batch. Memory is a few sums
-per feature, whatever the length of the log.
+It is fed windows of requests in time order. Each window is analyzed twice: as logged, and clustered, with the
+requests of a user (or session) together. Both are cut into batches of B requests; values are shared within a
+batch. Memory is a few sums per feature, whatever the length of the log.
 
     l  mean entries of a row                        S  mean rows of a user in a clustered batch
     d  probability that a user's next row is equal  exact, partial  entries divided by entries kept, counted
 
-Groups are features that change together. They are found in the first window: their changes agree on GROUP_AGREEMENT of the
-steps from one row of a user to the next. A group shares one inverse index. A float counts as a list of one. Deduplication pays
-if it removes more than the index adds, which is one number per row.
+Groups are features that change together. They are found in the first window: their changes agree on
+GROUP_AGREEMENT of the steps from one row of a user to the next. A group shares one inverse index. A float
+counts as a list of one. Deduplication pays if it removes more than the index adds, which is one number per
+row.
 
 Letters: R requests, F features, P steps from a row to the next row of the same user.
 """
@@ -64,8 +65,9 @@ class DuplicateStatistics:
         self._kinds: dict[str, str] = {}
 
     def add(self, batch: Batch, user_R: np.ndarray, candidates_R: np.ndarray) -> None:
-        """Add a window: requests in time order with their users (int64) and numbers of candidates. The candidates of `batch`
-        itself are ignored, so it may be read without them. Values are not shared between windows."""
+        """Add a window: requests in time order with their users (int64) and numbers of candidates. The
+        candidates of `batch` itself are ignored, so it may be read without them. Values are not shared
+        between windows."""
         if not batch.num_requests:
             return
         self.num_requests += batch.num_requests
@@ -87,9 +89,9 @@ class DuplicateStatistics:
                 window.count_group(features, self._sums[name].setdefault(group, _EntryCounts()))
 
     def report(self) -> dict[str, Any]:
-        """`batch_requests`, `requests`, `candidates`, `advice`, and `arrangements` → `session_rows` and, for each of `features`
-        and `groups`, `length` and `same` (l, d), `dedupe_len` and `dedupe_factor` by RecD's formula, and the counted `exact`
-        and `partial`."""
+        """`batch_requests`, `requests`, `candidates`, `advice`, and `arrangements` → `session_rows` and, for
+        each of `features` and `groups`, `length` and `same` (l, d), `dedupe_len` and `dedupe_factor` by
+        RecD's formula, and the counted `exact` and `partial`."""
         groups = self._groups or {}
         arrangements = {}
         for name in ARRANGEMENTS if self.num_requests else ():
@@ -215,7 +217,8 @@ def _advice(arrangements: Mapping[str, Any], candidates: float) -> Iterator[str]
 
 
 def _paying(arrangement: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """(name, advice) of groups that pay, then of features outside of groups and of sequences that pay only partially."""
+    """(name, advice) of groups that pay, then of features outside of groups and of sequences that pay only
+    partially."""
     grouped: set[str] = set()
     for key, figures in arrangement["groups"].items():
         if _pays(figures, "exact"):

@@ -42,8 +42,8 @@ class Histograms:
         )
 
     def psi_F(self, reference: Histograms) -> np.ndarray:
-        """PSI of each feature against the reference. Half a count is added to every used bin, and the expected difference of
-        two samples of one distribution, (bins − 1) (1/n + 1/m), is subtracted."""
+        """PSI of each feature against the reference. Half a count is added to every used bin, and the
+        expected difference of two samples of one distribution, (bins − 1) (1/n + 1/m), is subtracted."""
         used_FH = (self.counts_FH > 0) | (reference.counts_FH > 0)
         p_FH, q_FH = ((h.counts_FH + 0.5) * used_FH for h in (self, reference))
         noise_F = (used_FH.sum(axis=1) - 1) * sum(
@@ -60,15 +60,16 @@ class Histograms:
 
 
 def float_bins(value_NF: np.ndarray, present_NF: np.ndarray) -> np.ndarray:
-    """int64 [N, F]: 0 = missing, 32 = zero, less = negative, more = positive powers of two from 2^-9 to 2^20."""
+    """int64 [N, F]: 0 = missing, 32 = zero, less = negative, more = positive powers of two from 2^-9 to
+    2^20."""
     exponent_NF = np.clip(np.frexp(value_NF)[1], -9, 20) + 10
     bin_NF: np.ndarray = np.where(present_NF, 32 + np.sign(value_NF).astype(np.int64) * exponent_NF, 0)
     return bin_NF
 
 
 def list_bins(lists: Jagged, max_features: int | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """int64 [N, F] bins of the first id (0 = missing or empty) and of the length, for the first `max_features` features
-    (None = all)."""
+    """int64 [N, F] bins of the first id (0 = missing or empty) and of the length, for the first
+    `max_features` features (None = all)."""
     first_NF, length_NF = (
         np.zeros((lists.num_rows, len(lists.keys[:max_features])), dtype=np.int64) for _ in range(2)
     )

@@ -27,7 +27,8 @@ class Jagged:
     present_KN: np.ndarray  # bool [K, N]: False = missing (and then length 0)
     weights: np.ndarray | None = None  # float32, aligned with values; 1 for features without weights
     columns: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
-    """`feature.column` → int64 [total length of that feature]: ids or times in ms, aligned with `values_of(feature)`."""
+    """`feature.column` → int64 [total length of that feature]: ids or times in ms, aligned with
+    `values_of(feature)`."""
 
     def __post_init__(self) -> None:
         assert (

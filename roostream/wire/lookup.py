@@ -1,9 +1,11 @@
-"""The embedding rows that a batch needs: the unique (table, id) of every stack, and the row of each list entry.
+"""The embedding rows that a batch needs: the unique (table, id) of every stack, and the row of each list
+entry.
 
-With deduplication (dedup.py), entries shared by several requests' sequences are looked up once. The rows are the same, in
-another order.
+With deduplication (dedup.py), entries shared by several requests' sequences are looked up once. The rows are
+the same, in another order.
 
-Letters: U unique rows of a stack, L entries of one list feature or of one of its id columns, N keys of a table.
+Letters: U unique rows of a stack, L entries of one list feature or of one of its id columns, N keys of a
+table.
 """
 
 from __future__ import annotations
@@ -32,12 +34,14 @@ from roostream.wire.jagged import Jagged
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StackLookup:
-    """Rows in the order of their first occurrence: RO features, then NRO features as declared, each with its columns."""
+    """Rows in the order of their first occurrence: RO features, then NRO features as declared, each with its
+    columns."""
 
     table_U: np.ndarray  # uint32: Table.id
     id_U: np.ndarray  # int64
     index: dict[str, np.ndarray]
-    """`feature` or `feature.column` → int64 [L]: indices into U, aligned with `Jagged.values_of(feature)` or the column."""
+    """`feature` or `feature.column` → int64 [L]: indices into U, aligned with `Jagged.values_of(feature)` or
+    the column."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -54,7 +58,8 @@ class Lookup:
 
 
 class Source(NamedTuple):
-    """Ids of a batch that name embedding rows: those of a list feature, or of one of its id columns with a table."""
+    """Ids of a batch that name embedding rows: those of a list feature, or of one of its id columns with a
+    table."""
 
     key: str  # `feature` or `feature.column`
     table: Table
@@ -63,8 +68,9 @@ class Source(NamedTuple):
 
 
 def build_lookup(batch: Batch, *, deduplicated: bool = False) -> Lookup:
-    """The row keys of a batch, each once: a pure function of the batch, so equal on every machine. `deduplicated`: also find
-    the request-only values that requests share, if sharing them pays (`roostream.wire.dedup.MIN_FACTOR`)."""
+    """The row keys of a batch, each once: a pure function of the batch, so equal on every machine.
+    `deduplicated`: also find the request-only values that requests share, if sharing them pays
+    (`roostream.wire.dedup.MIN_FACTOR`)."""
     lists = {"ro": batch.ro_lists, "nro": batch.nro_lists}
     shared = shared_sequences(batch) if deduplicated else {}
     stacks = {}
@@ -98,7 +104,8 @@ def _kept(id_L: np.ndarray, dedup: PartialDedup | None) -> np.ndarray:
 
 
 def sources_of(schema: Schema) -> dict[str, tuple[Source, ...]]:
-    """Stack → the ids that name its rows, in the order of `build_lookup`; use `schema.derived(sources_of)`."""
+    """Stack → the ids that name its rows, in the order of `build_lookup`; use
+    `schema.derived(sources_of)`."""
     out: dict[str, list[Source]] = {stack: [] for stack in schema.stacks}
     sides: tuple[Side, ...] = ("ro", "nro")
     for side in sides:
@@ -155,8 +162,8 @@ def insert(
     count: int,
     index_L: np.ndarray,
 ) -> int:
-    """Find or add the (table, id) of each entry; returns the new number of unique rows. `slots`: open addressing, int32
-    indices into U, -1 = free, a power of two of at least twice the possible rows."""
+    """Find or add the (table, id) of each entry; returns the new number of unique rows. `slots`: open
+    addressing, int32 indices into U, -1 = free, a power of two of at least twice the possible rows."""
     for i in range(len(ids)):
         at = slot_of(slots, table_U, id_U, table, ids[i])
         if slots[at] < 0:
@@ -172,8 +179,9 @@ def insert(
 def touch_keys(
     slots: np.ndarray, table_N: np.ndarray, id_N: np.ndarray, table_U: np.ndarray, id_U: np.ndarray
 ) -> int:
-    """Prefetch: read the first slots of many keys, so that `find_keys` or `number_keys` then finds them in the cache. The
-    reads do not depend on each other, so the CPU overlaps them. The returned value has no meaning."""
+    """Prefetch: read the first slots of many keys, so that `find_keys` or `number_keys` then finds them in
+    the cache. The reads do not depend on each other, so the CPU overlaps them. The returned value has no
+    meaning."""
     sum_ = 0
     for u in range(len(id_U)):
         n = max(slots[_first_slot_of(slots, table_U[u], id_U[u])], 0)
@@ -190,7 +198,8 @@ def find_keys(
     id_U: np.ndarray,
     index_U: np.ndarray,
 ) -> None:
-    """Write the index in N of each of U keys to `index_U` (int64), -1 = absent. `slots` as in `insert`, of N."""
+    """Write the index in N of each of U keys to `index_U` (int64), -1 = absent. `slots` as in `insert`, of
+    N."""
     for u in range(len(id_U)):
         index_U[u] = slots[slot_of(slots, table_N, id_N, table_U[u], id_U[u])]
 
@@ -206,8 +215,8 @@ def number_keys(
     id_U: np.ndarray,
     index_U: np.ndarray,
 ) -> int:
-    """`find_keys`, which also adds absent keys behind the first `count`, up to `max_count`. Returns the new number of keys;
-    the arrays must be long enough."""
+    """`find_keys`, which also adds absent keys behind the first `count`, up to `max_count`. Returns the new
+    number of keys; the arrays must be long enough."""
     for u in range(len(id_U)):
         at = slot_of(slots, table_N, id_N, table_U[u], id_U[u])
         if slots[at] < 0 and count < max_count:

@@ -1,6 +1,7 @@
 """Fills missing features of a block in its arrays, without decoding the present ones into values.
 
-The result equals `roostream.wire.block.ro_columns` or `nro_columns` of present and filled values together; tests compare.
+The result equals `roostream.wire.block.ro_columns` or `nro_columns` of present and filled values together;
+tests compare.
 
 Letters: N rows (n of them), F floats, G floats to fill, K list features, H list features to fill.
 """
@@ -34,7 +35,8 @@ class _NewFloats(NamedTuple):
 
 
 class MissingFeatures:
-    """Finds and fills the missing features of one side of a schema. `sources`: feature → name of the value that fills it."""
+    """Finds and fills the missing features of one side of a schema. `sources`: feature → name of the value
+    that fills it."""
 
     def __init__(self, schema: Schema, side: Side, sources: Mapping[str, str]) -> None:
         self.schema, self.side = schema, side
@@ -58,7 +60,8 @@ class MissingFeatures:
         return bool(some_missing(columns.floats, columns.missing, sizes, self._float_index, self._list_index))
 
     def fill(self, columns: Columns, num_rows: int, values: Mapping[str, Any]) -> Columns | None:
-        """The columns with missing features taken from `values`, by source, as `encode_ro` and `encode_nro` take them.
+        """The columns with missing features taken from `values`, by source, as `encode_ro` and `encode_nro`
+        take them.
 
         None if that needs decoding: candidates have lists of several ids, or a value does not fit a block.
 
@@ -162,7 +165,8 @@ def some_missing(
     float_index: np.ndarray,
     list_index: np.ndarray,
 ) -> bool:
-    """Whether one of these floats or lists is missing in some row. `sizes`: rows, floats and lists of a row."""
+    """Whether one of these floats or lists is missing in some row. `sizes`: rows, floats and lists of a
+    row."""
     rows, num_floats, num_lists = sizes
     for n in range(rows):
         for f in float_index:
@@ -182,8 +186,8 @@ def is_set(bits: np.ndarray, i: int) -> bool:
 
 @njit(cache=True)
 def fill_floats(floats: np.ndarray, new_GN: np.ndarray, index_G: np.ndarray, out_NF: np.ndarray) -> bool:
-    """Copy `floats` (row-major, empty = all missing) and replace NaN in the columns `index_G` by new numbers. False if one of
-    these is too large for a float32."""
+    """Copy `floats` (row-major, empty = all missing) and replace NaN in the columns `index_G` by new numbers.
+    False if one of these is too large for a float32."""
     rows, width = out_NF.shape
     for n in range(rows):
         for f in range(width):
@@ -199,8 +203,8 @@ def fill_floats(floats: np.ndarray, new_GN: np.ndarray, index_G: np.ndarray, out
 
 @njit(cache=True)
 def find_flat(length: np.ndarray, missing: np.ndarray, is_ids_K: np.ndarray, is_given_K: np.ndarray) -> bool:
-    """Note which list features have one id in each row, and which in none. False if a row has several ids, or an empty
-    list. `length`: row-major over (row, list feature); `missing`: their bits."""
+    """Note which list features have one id in each row, and which in none. False if a row has several ids, or
+    an empty list. `length`: row-major over (row, list feature); `missing`: their bits."""
     for i in range(len(length)):
         k = i % len(is_given_K)
         if i < len(is_given_K):
@@ -222,9 +226,10 @@ def fill_rows(
     is_ids_K: np.ndarray,
     out: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray],
 ) -> int:
-    """Fill a block; returns the number of list features that then have one id in each row, or -1 if some rows have another
-    number of ids or a number too large for a float32. `block` and `out`: floats, lengths, ids and missing bits (zeros
-    before). `new` and `new_ids`: values [G, n] and ids [H, n] with the indices of their features."""
+    """Fill a block; returns the number of list features that then have one id in each row, or -1 if some rows
+    have another number of ids or a number too large for a float32. `block` and `out`: floats, lengths, ids
+    and missing bits (zeros before). `new` and `new_ids`: values [G, n] and ids [H, n] with the indices of
+    their features."""
     lists = len(is_ids_K)
     is_given_K, from_K = np.zeros(lists, np.bool_), np.full(lists, -1)
     if not fill_floats(block[0], new[0], new[1], out[0]) or not find_flat(

@@ -1,8 +1,10 @@
-"""Numbers and wire formats of the fields of messages that are read and written without protobuf's own classes.
+"""Numbers and wire formats of the fields of messages that are read and written without protobuf's own
+classes.
 
-`SAMPLE.item_ids` is a field's number, also in kernels, where these tuples are constants. A new field of Sample is added to
-`roo.proto` (with its generated code), to the names below, and to its readers; `field_formats` finds its wire format. Numba
-caches a kernel by the kernel's own source, so a number may never change. The joiner imports this module: plain numpy only.
+`SAMPLE.item_ids` is a field's number, also in kernels, where these tuples are constants. A new field of
+Sample is added to `roo.proto` (with its generated code), to the names below, and to its readers;
+`field_formats` finds its wire format. Numba caches a kernel by the kernel's own source, so a number may never
+change. The joiner imports this module: plain numpy only.
 """
 
 from __future__ import annotations
@@ -117,7 +119,8 @@ SAMPLE = _numbered(SampleFields, pb.Sample)
 
 
 def field_formats(message: Descriptor) -> np.ndarray:
-    """Field number → (wire type, bytes of an element, flags), int64 [highest + 1, 3]; wire type -1 = no such field."""
+    """Field number → (wire type, bytes of an element, flags), int64 [highest + 1, 3]; wire type -1 = no such
+    field."""
     out = np.full((max(f.number for f in message.fields) + 1, 3), -1, dtype=np.int64)
     for f in message.fields:
         out[f.number] = _format(f)
@@ -139,7 +142,8 @@ def _format(f: FieldDescriptor) -> tuple[int, int, int]:
 
 
 def encode_fields(contents: Iterable[tuple[int, bytes | None]]) -> bytes:
-    """A message of length-delimited fields (bytes, messages, packed columns) in the given order; None = absent."""
+    """A message of length-delimited fields (bytes, messages, packed columns) in the given order; None =
+    absent."""
     out: list[bytes] = []
     for number, content in contents:
         if content is not None:

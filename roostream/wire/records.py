@@ -1,7 +1,8 @@
-"""Records of all topics and of serving's feature log: type byte, version byte, protobuf message of `roo.proto`.
+"""Records of all topics and of serving's feature log: type byte, version byte, protobuf message of
+`roo.proto`.
 
-Records of embedding rows (version 2) have a checksum before the message. `decode` returns a complete message or raises
-WireError with the reason of the dead letter.
+Records of embedding rows (version 2) have a checksum before the message. `decode` returns a complete message
+or raises WireError with the reason of the dead letter.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from roostream.wire import roo_pb2 as pb
 
 VERSION, CHECKED_VERSION = 1, 2
 MAX_WEIGHT = 1e6
-"""List entries have weights within ±MAX_WEIGHT, samples within 0..MAX_WEIGHT; a propensity is in (0, 1]. All inputs are
-checked, since a single larger value would dominate training. Cached kernels contain it, so it may not change."""
+"""List entries have weights within ±MAX_WEIGHT, samples within 0..MAX_WEIGHT; a propensity is in (0, 1]. All
+inputs are checked, since a single larger value would dominate training. Cached kernels contain it, so it may
+not change."""
 
 (
     IMPRESSION,
@@ -33,8 +35,8 @@ checked, since a single larger value would dominate training. Cached kernels con
 ) = range(1, 11)
 
 CHECKED = (ROW_DELTA, BARRIER)
-"""Types with a checksum, since a damaged embedding row would be served until its next update. Version 1, without a checksum,
-is read too."""
+"""Types with a checksum, since a damaged embedding row would be served until its next update. Version 1,
+without a checksum, is read too."""
 
 TYPES: dict[int, type[Message]] = {
     IMPRESSION: pb.Impression,

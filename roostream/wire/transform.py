@@ -7,9 +7,9 @@
                  A request with one candidate, or with equal ones only, gives 0.5
     share        max(x, 0) / sum of max(x, 0) over the request's candidates; 0 if that sum is 0
 
-Inputs are the batch's floats, in which a missing float has its feature's default. Each request is computed alone, in float64
-and in the order of its candidates, and rounded once. So a request gives the same bits alone and in any batch.
-Letters: N rows of a side, G output floats, O operations.
+Inputs are the batch's floats, in which a missing float has its feature's default. Each request is computed
+alone, in float64 and in the order of its candidates, and rounded once. So a request gives the same bits alone
+and in any batch. Letters: N rows of a side, G output floats, O operations.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class _Steps(NamedTuple):
 
 
 def apply_transforms(batch: Batch, unique: Inverse | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """(RO floats float32 [R, G_ro], NRO floats float32 [B, G_nro]); columns are `output_names`. `unique`: compute requests
-    with equal RO features once; the bits are the same."""
+    """(RO floats float32 [R, G_ro], NRO floats float32 [B, G_nro]); columns are `output_names`. `unique`:
+    compute requests with equal RO features once; the bits are the same."""
     starts_R1 = np.zeros(batch.num_requests + 1, dtype=np.int64)
     np.cumsum(batch.num_candidates_R, out=starts_R1[1:])
     ro, nro = batch.schema.derived(_steps_of_sides)
@@ -47,7 +47,8 @@ def apply_transforms(batch: Batch, unique: Inverse | None = None) -> tuple[np.nd
 
 
 def output_names(schema: Schema, side: Side) -> tuple[str, ...]:
-    """Declared floats, then derived floats in order; a transform with its own input as output keeps the position."""
+    """Declared floats, then derived floats in order; a transform with its own input as output keeps the
+    position."""
     return schema.derived(_steps_of_sides)[0 if side == "ro" else 1].names
 
 

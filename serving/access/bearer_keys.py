@@ -1,7 +1,8 @@
 """Bearer keys and the key file.
 
-A key is `roo_<id>_<secret>`. The secret is 256 random bits that are generated here, so one round of salted SHA-256 protects it:
-slow hashes (scrypt, Argon2) are for secrets that can be guessed, and would cost milliseconds per request. The id finds the entry.
+A key is `roo_<id>_<secret>`. The secret is 256 random bits that are generated here, so one round of salted
+SHA-256 protects it: slow hashes (scrypt, Argon2) are for secrets that can be guessed, and would cost
+milliseconds per request. The id finds the entry.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ class BearerKey:
 
 
 def new_key(name: str, scopes: Iterable[str], now_s: int, expires_s: int = 0) -> tuple[str, BearerKey]:
-    """Return (the key, which is shown once and stored nowhere; its entry). Raises ConfigError: invalid name or scope."""
+    """Return (the key, which is shown once and stored nowhere; its entry). Raises ConfigError: invalid name
+    or scope."""
     check_name("key", name)
     wanted = tuple(dict.fromkeys(scopes))
     if not wanted:
@@ -170,7 +172,8 @@ class Keyring:
         return tuple(self._keys.values())
 
     def check(self, authorization: bytes, scope: str) -> BearerKey:
-        """Return the key of an `Authorization: Bearer …` header. Raises RequestError: 401 unknown or expired; 403 it lacks the scope."""
+        """Return the key of an `Authorization: Bearer …` header. Raises RequestError: 401 unknown or expired;
+        403 it lacks the scope."""
         parsed = (
             parse_key(authorization[len(_SCHEME) :])
             if authorization[: len(_SCHEME)].lower() == _SCHEME
@@ -202,7 +205,8 @@ class Keyring:
         return True
 
     def poll(self) -> None:
-        """Load the file if it has changed. If it is invalid, the error is logged and the old keys stay in force."""
+        """Load the file if it has changed. If it is invalid, the error is logged and the old keys stay in
+        force."""
         if not self._watch.changed():
             return
         try:
@@ -237,7 +241,8 @@ def read_keys(file: Path) -> tuple[BearerKey, ...]:
 
 
 def write_keys(file: Path, keys: Iterable[BearerKey]) -> None:
-    """Replace the file atomically, readable by its owner only. Raises ConfigError: it cannot be written and is unchanged."""
+    """Replace the file atomically, readable by its owner only. Raises ConfigError: it cannot be written and
+    is unchanged."""
     part = file.with_name(f".{file.name}.{os.getpid()}")
     try:
         with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as out:

@@ -1,4 +1,5 @@
-"""The Python client of serving: `Client(url).rank({…})`, and `AsyncClient`. It imports httpx2 and none of the server (docs/http.md)."""
+"""The Python client of serving: `Client(url).rank({…})`, and `AsyncClient`. It imports httpx2 and none of the
+server (docs/http.md)."""
 
 from serving.client.client import AsyncServingClient as AsyncClient
 from serving.client.client import ServingClient as Client

@@ -38,7 +38,8 @@ _ABOUT = Call("GET", "/", headers=(("accept", "application/json"),))
 
 
 class _SyncOrAsync(Generic[P, T]):
-    """A method that returns an ApiCall. The sync client executes it; the async client returns a coroutine that does."""
+    """A method that returns an ApiCall. The sync client executes it; the async client returns a coroutine
+    that does."""
 
     def __init__(self, asks: Callable[Concatenate[Any, P], ApiCall[T]]) -> None:
         self._asks = asks
@@ -65,8 +66,9 @@ class _SyncOrAsync(Generic[P, T]):
 class _Caller(Generic[Transport]):
     """The constructor and the methods of both clients.
 
-    `schema`: with it, rank requests and answers are protobuf, which is cheaper for both sides. `key`: a bearer key, if serving requires
-    one. `tls`: own certificate authorities or client certificate for https. `transport` replaces the network.
+    `schema`: with it, rank requests and answers are protobuf, which is cheaper for both sides. `key`: a
+    bearer key, if serving requires one. `tls`: own certificate authorities or client certificate for https.
+    `transport` replaces the network.
     """
 
     def __init__(
@@ -95,7 +97,8 @@ class _Caller(Generic[Transport]):
 
     @_SyncOrAsync
     def top(self, fields: RankFields, slots: int, deadline_ms: int | None = None) -> ApiCall[TopRanking]:
-        """As `rank`, but the answer has only the first `slots`; all candidates are scored and logged. Raises as `rank`."""
+        """As `rank`, but the answer has only the first `slots`; all candidates are scored and logged. Raises
+        as `rank`."""
         return said.top_exchange(fields, slots, self.schema)._replace(deadline_ms=deadline_ms)
 
     @_SyncOrAsync
@@ -213,7 +216,8 @@ class AsyncServingClient(_Caller[httpx.AsyncBaseTransport]):
 
 
 def _request(step: Send) -> dict[str, Any]:
-    """`remaining_s` bounds each phase of a sync call; nothing bounds all of them, but the server enforces the deadline too."""
+    """`remaining_s` bounds each phase of a sync call; nothing bounds all of them, but the server enforces the
+    deadline too."""
     call = step.call
     return {
         "method": call.method,

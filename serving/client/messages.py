@@ -1,4 +1,5 @@
-"""Requests and answers of the client: bodies as JSON, a rank also as `roo.Impression`, and answers as typed values."""
+"""Requests and answers of the client: bodies as JSON, a rank also as `roo.Impression`, and answers as typed
+values."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ T = TypeVar("T")
 
 
 class ApiCall(NamedTuple, Generic[T]):
-    """A call and the function that reads its answer, which raises ServingError if the answer is not one of serving's."""
+    """A call and the function that reads its answer, which raises ServingError if the answer is not one of
+    serving's."""
 
     call: Call
     read: Callable[[Reply], T]
@@ -182,7 +184,8 @@ def decode_json(kind: type[T], reply: Reply) -> T:
 
 
 def encode_impression(fields: RankFields, schema: Schema) -> bytes:
-    """Encode `fields` as a `roo.Impression` without scores. Raises WireError, as `roostream.wire.block.encode_nro`."""
+    """Encode `fields` as a `roo.Impression` without scores. Raises WireError, as
+    `roostream.wire.block.encode_nro`."""
     ids = [item_id(i) for i in item_ids_of(fields)]
     header = pb.Header(
         request_id=fields.get("request_id", ""),

@@ -1,6 +1,8 @@
-"""Retries of the client, without sockets and sleep: `attempts` says what to do next; a sync or async driver does it.
+"""Retries of the client, without sockets and sleep: `attempts` says what to do next; a sync or async driver
+does it.
 
-Every call can be repeated: a rank request has its request id, engagements their event ids, and the joiner counts each once.
+Every call can be repeated: a rank request has its request id, engagements their event ids, and the joiner
+counts each once.
 """
 
 from __future__ import annotations
@@ -17,8 +19,9 @@ from roostream.errors import RoostreamError, printable
 class ServingError(RoostreamError):
     """A call without an answer, or with an error answer. `str()` is the sentence of serving's answer.
 
-    `status` is the HTTP status, 0 without an answer. `code` is one word: serving's own, `unreachable`, `timeout`, or `http_<status>` of a
-    proxy. `path` is the invalid field, or "". `call_id` is the answer's `X-Request-Id`, which serving's log has as well.
+    `status` is the HTTP status, 0 without an answer. `code` is one word: serving's own, `unreachable`,
+    `timeout`, or `http_<status>` of a proxy. `path` is the invalid field, or "". `call_id` is the answer's
+    `X-Request-Id`, which serving's log has as well.
     """
 
     def __init__(self, status: int, code: str, message: str, *, path: str = "", call_id: str = "") -> None:
@@ -47,7 +50,8 @@ class RetryPolicy:
     draw: Callable[[], float] = random.random  # jitter, in [0, 1)
 
     def pause_s(self, attempt: int, asked_s: float) -> float:
-        """Pause before the retry after try number `attempt`: at least what the server asks for, with jitter."""
+        """Pause before the retry after try number `attempt`: at least what the server asks for, with
+        jitter."""
         jitter = 0.5 + self.draw() / 2
         return max(asked_s * (1 + self.draw() / 4), min(self.first_s * 2**attempt, self.max_s) * jitter)
 
@@ -93,7 +97,8 @@ Attempts = Generator[Send | Pause, Reply | None, Reply]
 
 
 def attempts(call: Call, policy: RetryPolicy, deadline_ms: int, now_s: Callable[[], float]) -> Attempts:
-    """Yield what to do next; the driver sends back a Reply for each Send. Return the reply whose status the call expects.
+    """Yield what to do next; the driver sends back a Reply for each Send. Return the reply whose status the
+    call expects.
 
     1 send, with the remaining deadline in a header
     2 an error that a retry cannot change is final

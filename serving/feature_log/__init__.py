@@ -1,1 +1,2 @@
-"""The feature log: memory-mapped files that survive a kill, sent to Kafka in order. It depends on nothing else in serving."""
+"""The feature log: memory-mapped files that survive a kill, sent to Kafka in order. It depends on nothing
+else in serving."""

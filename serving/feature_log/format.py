@@ -5,9 +5,9 @@
     record    body bytes u32 · MARK u32 · xxh3 of (sequence u64 ‖ body) u64 · body · zeros up to a multiple of 8
     body      topic u8 · key bytes u8 · 0 u16 · partition i32 · timestamp ms i64 · key · value
 
-Little-endian. The first 8 bytes of a record are stored last, so that an incomplete record reads as the end. The checksum covers what
-those bytes cannot (half-written pages, damage), and the sequence number, so that old bytes never pass for a newer record. Pure:
-buffers in, records out.
+Little-endian. The first 8 bytes of a record are stored last, so that an incomplete record reads as the end.
+The checksum covers what those bytes cannot (half-written pages, damage), and the sequence number, so that old
+bytes never pass for a newer record. Pure: buffers in, records out.
 """
 
 from __future__ import annotations
@@ -80,10 +80,11 @@ def decode_header(data: Buffer) -> tuple[int, int] | None:
 
 
 def scan(data: Buffer, sequence: int, offset: int = HEADER_BYTES) -> Iterator[ScannedRecord]:
-    """Yield the records of a segment from `offset`, whose first has `sequence`, up to the first place without a record.
+    """Yield the records of a segment from `offset`, whose first has `sequence`, up to the first place without
+    a record.
 
-    A damaged record is yielded as None if the record after it is intact. At the end of the segment, damage cannot be distinguished from a
-    record that was being written during a crash, and ends the scan.
+    A damaged record is yielded as None if the record after it is intact. At the end of the segment, damage
+    cannot be distinguished from a record that was being written during a crash, and ends the scan.
     """
     while (size := _size_at(data, offset)) is not None:
         record = _record_at(data, offset, sequence)

@@ -56,6 +56,7 @@ class KafkaSink:
         self.producer.poll(timeout_s)
 
     def close(self) -> None:
-        """Close and purge records in flight: a late delivery would come after the first records of the next sink."""
+        """Close and purge records in flight: a late delivery would come after the first records of the next
+        sink."""
         self.producer.purge(in_queue=True, in_flight=True)
         self.producer.poll(0)

@@ -1,12 +1,14 @@
-"""The feature log: every record is on disk before its answer is sent, and stays until Kafka has acknowledged it.
+"""The feature log: every record is on disk before its answer is sent, and stays until Kafka has acknowledged
+it.
 
     home/log/00000007.seg 00000008.seg 00000009.seg      fully acknowledged segments are deleted
                     ▲ cursor                  ▲ end
          all before it is acknowledged        appends go here
 
-Appends are stores into a shared memory map: they survive kill -9 of the process, but not a power failure. Delivery is at least once:
-after a restart everything after the cursor is sent again, and the joiner deduplicates. The size is bounded: a full log refuses
-records (G7); it never grows further and never drops a record.
+Appends are stores into a shared memory map: they survive kill -9 of the process, but not a power failure.
+Delivery is at least once: after a restart everything after the cursor is sent again, and the joiner
+deduplicates. The size is bounded: a full log refuses records (G7); it never grows further and never drops a
+record.
 """
 
 from __future__ import annotations
@@ -63,7 +65,8 @@ class FeatureLog:
     def open(
         cls, directory: str | Path, *, max_bytes: int = 256 << 20, segment_bytes: int = 8 << 20
     ) -> FeatureLog:
-        """Open or create the log in `directory`. Records of an earlier process are kept and read from its cursor on.
+        """Open or create the log in `directory`. Records of an earlier process are kept and read from its
+        cursor on.
 
         Raises:
             SetupError: another process has the log open, or the disk fails.
@@ -124,7 +127,8 @@ class FeatureLog:
         return self._active.has_room(value_bytes + 64) or self._may_rotate()
 
     def append(self, record: LogRecord) -> None:
-        """Append a record. Once this returns, it will be sent to Kafka at least once, even after kill -9 of this process.
+        """Append a record. Once this returns, it will be sent to Kafka at least once, even after kill -9 of
+        this process.
 
         Raises:
             LogFullError: the log or the disk is full; nothing was appended.
@@ -145,7 +149,8 @@ class FeatureLog:
         self.appended.set()
 
     def read(self, at: Cursor, max_bytes: int) -> list[LogEntry]:
-        """Return entries from `at` in append order, about `max_bytes` of them, across segments; empty at the end."""
+        """Return entries from `at` in append order, about `max_bytes` of them, across segments; empty at the
+        end."""
         entries: list[LogEntry] = []
         budget = max_bytes
         while budget > 0:
@@ -228,7 +233,8 @@ def _claim(directory: Path) -> int:
 
 
 def _open_segments(directory: Path) -> Iterator[LogSegment]:
-    """Yield the segments, oldest first. Files that are not segments are renamed, with an error in the log (G5)."""
+    """Yield the segments, oldest first. Files that are not segments are renamed, with an error in the log
+    (G5)."""
     for path in sorted(directory.glob("*.seg")):
         segment = LogSegment.open(path)
         if segment is None:

@@ -33,7 +33,8 @@ class Cursor(NamedTuple):
 
 
 class LogSegment:
-    """One memory-mapped file. Not thread-safe: the log's lock covers appends; readers see complete records only."""
+    """One memory-mapped file. Not thread-safe: the log's lock covers appends; readers see complete records
+    only."""
 
     def __init__(self, path: Path, memory: mmap.mmap, start: Cursor, end: Cursor) -> None:
         self.path, self.memory, self.start, self.end = path, memory, start, end
@@ -44,7 +45,8 @@ class LogSegment:
 
     @classmethod
     def create(cls, directory: Path, start: Cursor, size: int) -> LogSegment:
-        """Create an empty segment with allocated blocks, so that a full disk is an OSError here and not a signal later.
+        """Create an empty segment with allocated blocks, so that a full disk is an OSError here and not a
+        signal later.
 
         After a failure, a file may remain that is not named like a segment; `open` ignores it.
         """
@@ -62,7 +64,8 @@ class LogSegment:
 
     @classmethod
     def open(cls, path: Path) -> LogSegment | None:
-        """Open a segment of an earlier process for reading; None if the file is not a segment. `reopen` or reading finds its end."""
+        """Open a segment of an earlier process for reading; None if the file is not a segment. `reopen` or
+        reading finds its end."""
         with path.open("rb") as file:
             if os.fstat(file.fileno()).st_size < HEADER_BYTES:
                 return None
@@ -75,7 +78,8 @@ class LogSegment:
         return cls(path, memory, start, Cursor(header[0], len(memory), header[1]))
 
     def reopen(self, size: int) -> LogSegment:
-        """Open the same segment for appending: find its end and zero the bytes after it, an incomplete record."""
+        """Open the same segment for appending: find its end and zero the bytes after it, an incomplete
+        record."""
         end = self.start
         for found in self.scan(self.start):
             end = Cursor(self.start.segment, found.next_offset, found.sequence + 1)
@@ -94,7 +98,8 @@ class LogSegment:
         return self.end.offset + size <= len(self.memory)
 
     def append(self, record: LogRecord) -> None:
-        """The caller has checked `has_room`. The record survives kill -9 once the last line has run; before, nothing was appended."""
+        """The caller has checked `has_room`. The record survives kill -9 once the last line has run; before,
+        nothing was appended."""
         raw, at = encode_record(record, self.end.sequence), self.end.offset
         self.memory[at + _PREFIX_BYTES : at + len(raw)] = raw[_PREFIX_BYTES:]
         self.memory[at : at + _PREFIX_BYTES] = raw[:_PREFIX_BYTES]
@@ -110,7 +115,8 @@ class LogSegment:
 class CursorFile:
     """The acknowledged cursor in two slots, written in turn, so that an incomplete write does not count.
 
-    slot (64 bytes): generation u64 · segment u64 · offset u64 · sequence u64 · xxh3 of those 32 bytes u64 · zeros
+    slot (64 bytes): generation u64 · segment u64 · offset u64 · sequence u64 · xxh3 of those 32 bytes u64 ·
+    zeros
     """
 
     SLOT_BYTES = 64

@@ -33,12 +33,14 @@ STUCK_S = 2.0  # at a stop: after so long without an acknowledgement, Kafka is c
 
 Outcome: TypeAlias = Literal["delivered", "refused", "failed"]
 DeliveryCallback: TypeAlias = Callable[[Outcome, str], None]
-"""Called with (outcome, error text). `refused`: the record will never be accepted. `failed`: it may have been accepted; try again."""
+"""Called with (outcome, error text). `refused`: the record will never be accepted. `failed`: it may have been
+accepted; try again."""
 
 
 class LogSink(Protocol):
     def send(self, record: LogRecord, done: DeliveryCallback) -> None:
-        """Queue a record; `done` is called exactly once, from `poll` or `close`. The order within a partition is kept."""
+        """Queue a record; `done` is called exactly once, from `poll` or `close`. The order within a partition
+        is kept."""
 
     def poll(self, timeout_s: float) -> None:
         """Run due callbacks; wait up to `timeout_s` for one."""
@@ -99,8 +101,8 @@ class LogSender:
             self._begin_again(stop)
 
     def drain(self, timeout_s: float, clock_s: Callable[[], float]) -> int:
-        """Deliver the rest for at most `timeout_s`, while Kafka acknowledges something every STUCK_S. Return the number of records that are
-        left for the next start.
+        """Deliver the rest for at most `timeout_s`, while Kafka acknowledges something every STUCK_S. Return
+        the number of records that are left for the next start.
         """
         now_s = begin_s = taken_s = clock_s()
         over = threading.Event()

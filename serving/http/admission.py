@@ -1,4 +1,5 @@
-"""Admission control: a request that would miss its deadline is refused at once, so that admitted requests meet theirs (G7)."""
+"""Admission control: a request that would miss its deadline is refused at once, so that admitted requests
+meet theirs (G7)."""
 
 from __future__ import annotations
 
@@ -17,11 +18,13 @@ _FEW = 8  # so few requests may take the whole deadline; a longer queue may take
 
 
 class AdmissionGate:
-    """Estimates when a new request would be answered from the recent service time per request. Used by one event loop.
+    """Estimates when a new request would be answered from the recent service time per request. Used by one
+    event loop.
 
-    Requests are scored in passes (serving/http/scoring_queue.py); the service time of a request is the duration of its pass divided
-    by its requests. Recent is a share of time, not a number of answers: one pass that was delayed by 100 ms is 100 ms of lost time and
-    no sign that all others take as long (docs/decisions/0035-admission-control.md).
+    Requests are scored in passes (serving/http/scoring_queue.py); the service time of a request is the
+    duration of its pass divided by its requests. Recent is a share of time, not a number of answers: one pass
+    that was delayed by 100 ms is 100 ms of lost time and no sign that all others take as long
+    (docs/decisions/0035-admission-control.md).
     """
 
     def __init__(self, max_in_flight: int, now_s: Callable[[], float] = time.perf_counter) -> None:
@@ -38,8 +41,9 @@ class AdmissionGate:
     def refusal_reason(self, remaining_s: float) -> str:
         """Why a request that has `remaining_s` left cannot be admitted; "" = it can.
 
-        It is refused if too many requests are in flight, if it would take longer than its deadline, or if a longer queue would leave less
-        than half of its time as a reserve. If nothing is in flight it is always admitted: otherwise nothing would be measured again.
+        It is refused if too many requests are in flight, if it would take longer than its deadline, or if a
+        longer queue would leave less than half of its time as a reserve. If nothing is in flight it is always
+        admitted: otherwise nothing would be measured again.
         """
         in_flight = self.in_flight
         if in_flight >= self.max_in_flight:
@@ -73,7 +77,8 @@ class AdmissionGate:
             self.on_idle()
 
     def scored(self, num_answered: int, since_s: float) -> None:
-        """Record a pass with so many answers, whose first request waited since `since_s`. A pass without answers is not counted."""
+        """Record a pass with so many answers, whose first request waited since `since_s`. A pass without
+        answers is not counted."""
         now_s = self.now_s()
         took_s = now_s - max(since_s, self._done_s)
         if num_answered:

@@ -1,4 +1,5 @@
-"""The ASGI application. `/v1/*` and `/v2` are plain ASGI endpoints; pages, probes and metrics are FastAPI routes."""
+"""The ASGI application. `/v1/*` and `/v2` are plain ASGI endpoints; pages, probes and metrics are FastAPI
+routes."""
 
 from __future__ import annotations
 
@@ -118,7 +119,8 @@ class HttpInterface:
             CURRENT_CALL.reset(token)
 
     async def _dispatch(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Unauthorized requests are rejected before the body is read; then the endpoint of the path answers."""
+        """Unauthorized requests are rejected before the body is read; then the endpoint of the path
+        answers."""
         if self.context.keys is not None and (refusal := self._refusal(self.context.keys, scope)) is not None:
             self.context.metrics.answered("access", refusal.status, 0.0)
             send_refusal = send_inference_error if scope["path"].startswith("/v2") else send_error
@@ -160,7 +162,8 @@ class HttpInterface:
             await self._dispatch(scope, receive, answer)
 
     def refuses(self, data: bytes) -> bytes | None:
-        """Return the 429 answer to a complete rank request on an idle connection, if none can be admitted now; None otherwise."""
+        """Return the 429 answer to a complete rank request on an idle connection, if none can be admitted
+        now; None otherwise."""
         begin_s = time.perf_counter()
         why = self.gate.refusal_reason(self._max_s)
         if not why or not is_whole_post(data, RANK_PATH):
@@ -174,7 +177,8 @@ class HttpInterface:
 
 
 def _framework_app(context: ServingContext) -> FastAPI:
-    """FastAPI routes for everything else. All routes answer HEAD too, and none redirects to the client's Host header."""
+    """FastAPI routes for everything else. All routes answer HEAD too, and none redirects to the client's Host
+    header."""
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
     links = {**LINKS, **({"status_page": context.config.status_page} if context.config.status_page else {})}
     fresh = RecentQuantiles()

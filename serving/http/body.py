@@ -24,7 +24,8 @@ class ClientGoneError(Exception):
 
 
 class BodyReader:
-    """Reads the bodies of all routes. A request takes no place in any queue before its body is complete. Used by one event loop."""
+    """Reads the bodies of all routes. A request takes no place in any queue before its body is complete. Used
+    by one event loop."""
 
     def __init__(self, max_body_bytes: int, max_bytes: int) -> None:
         """`max_body_bytes`: per body; `max_bytes`: received so far of all bodies that are being read."""
@@ -43,7 +44,8 @@ class BodyReader:
         """Return a body, decompressed; `until_s` is a time of the event loop's clock.
 
         Raises:
-            RequestError: 408 incomplete at the deadline; 413 more than `max_body_bytes`, as sent or decompressed; 415 unknown encoding; 400
+            RequestError: 408 incomplete at the deadline; 413 more than `max_body_bytes`, as sent or
+            decompressed; 415 unknown encoding; 400
                 corrupt compression; 429 too many bytes are being read; 503 the process is stopping.
             ClientGoneError: the client hung up.
         """
@@ -168,7 +170,8 @@ def wants_protobuf(scope: Scope) -> bool:
 
 
 def encode_body(answer: object, protobuf: bool) -> tuple[bytes, str]:
-    """Return (body, media type). Only the answer of a rank has a protobuf form; everything else, including errors, is JSON."""
+    """Return (body, media type). Only the answer of a rank has a protobuf form; everything else, including
+    errors, is JSON."""
     if isinstance(answer, RankAnswer):
         return (answer.protobuf(), PROTOBUF) if protobuf else (answer.json(), JSON)
     return msgspec.json.encode(answer), JSON

@@ -1,8 +1,10 @@
-"""uvicorn's HTTP protocol with limits: bytes and time of the headers, pipelined requests, and the number of connections.
+"""uvicorn's HTTP protocol with limits: bytes and time of the headers, pipelined requests, and the number of
+connections.
 
-A connection that breaks a limit gets an error answer, if one can still be sent, and is closed. The limits are here because httptools
-collects an endless header, trailer or URL and joins it anew with each piece, and because uvicorn never closes a connection that
-stays silent before its first request or in the middle of its headers.
+A connection that breaks a limit gets an error answer, if one can still be sent, and is closed. The limits are
+here because httptools collects an endless header, trailer or URL and joins it anew with each piece, and
+because uvicorn never closes a connection that stays silent before its first request or in the middle of its
+headers.
 """
 
 from __future__ import annotations
@@ -248,8 +250,8 @@ class LimitedProtocol(HttpToolsProtocol):
         self._refuse(RequestError(431, f"expected at most {MAX_HEAD_BYTES} bytes of headers"))
 
     def _make_room(self) -> None:
-        """Close the connection that has been idle longest, else the one whose headers have been incomplete longest, so that slow
-        clients keep nobody out. If all connections are busy, refuse the new one.
+        """Close the connection that has been idle longest, else the one whose headers have been incomplete
+        longest, so that slow clients keep nobody out. If all connections are busy, refuse the new one.
         """
         others = [c for c in self.connections if c is not self and isinstance(c, LimitedProtocol)]
         idle = min((c for c in others if c.is_idle), key=lambda c: c._active_s, default=None)

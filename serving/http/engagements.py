@@ -1,8 +1,8 @@
 """Parses the JSON body of `POST /v1/engagements`, one engagement or a list, into records for the feature log.
 
-An engagement repeats its request's header. Its event time is taken here; the client's `time_ms` is stored but not used. Without an
-`event_id`, one is derived from the body, so that a repeated post is the same event. A client that lets a user do the same thing
-twice to the same item must send an `event_id` or its own `time_ms`.
+An engagement repeats its request's header. Its event time is taken here; the client's `time_ms` is stored but
+not used. Without an `event_id`, one is derived from the body, so that a repeated post is the same event. A
+client that lets a user do the same thing twice to the same item must send an `event_id` or its own `time_ms`.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ _KNOWN = {"$": _FIELDS, "$[]": _FIELDS}
 
 
 class EngagementParser:
-    """For one schema. Thread-safe. With `strict`, an action that the schema does not name is refused; else `unused` lists it."""
+    """For one schema. Thread-safe. With `strict`, an action that the schema does not name is refused; else
+    `unused` lists it."""
 
     def __init__(self, schema: Schema, strict: bool = False) -> None:
         self.schema, self.strict = schema, strict
@@ -141,7 +142,8 @@ class ParsedEngagements(NamedTuple):
 
 
 def _event_id(given: int | str | None, path: str) -> int:
-    """Return a uint64, or 0 if an id must be derived. Digits are read as a number, as our answers write it."""
+    """Return a uint64, or 0 if an id must be derived. Digits are read as a number, as our answers write
+    it."""
     if isinstance(given, str) and _DECIMAL.fullmatch(given) and int(given) <= MASK64:
         return int(given)
     return 0 if given is None else parse_id(given, path)

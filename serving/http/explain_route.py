@@ -1,7 +1,7 @@
 """The route `/v1/explain`. Explanations never delay rank requests by more than one forward pass.
 
-One explanation runs at a time. Each of its forward passes queues for the scoring thread separately, and none starts while rank
-requests are being refused.
+One explanation runs at a time. Each of its forward passes queues for the scoring thread separately, and none
+starts while rank requests are being refused.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ class ExplainEndpoint(RankEndpoint):
         """Nothing is logged in any case.
 
         Raises:
-            RequestError: 400, 404, 408, 413, 415, 500; 429: rank requests are refused, or another explanation is running; 504: it took
+            RequestError: 400, 404, 408, 413, 415, 500; 429: rank requests are refused, or another explanation
+            is running; 504: it took
                 more than EXPLAIN_S.
             ClientGoneError: the body did not arrive.
         """

@@ -1,9 +1,10 @@
 """The fast path of `/v1/rank`, for requests that arrive complete in one piece while keys and tracing are off.
 
-While nothing can be admitted, a complete request is refused before it is parsed: a refusal by the usual path costs a good part of an
-answer, and at three times the capacity refusals took a third of the CPU time (docs/decisions/0035-admission-control.md).
-Otherwise it is parsed, scored and answered without uvicorn's request cycle and without a task. Everything else takes the usual path.
-Both share admission, deadline, queue, log, metrics and errors.
+While nothing can be admitted, a complete request is refused before it is parsed: a refusal by the usual path
+costs a good part of an answer, and at three times the capacity refusals took a third of the CPU time
+(docs/decisions/0035-admission-control.md). Otherwise it is parsed, scored and answered without uvicorn's
+request cycle and without a task. Everything else takes the usual path. Both share admission, deadline, queue,
+log, metrics and errors.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ _LENGTH = b"\ncontent-length: "
 
 
 def is_whole_post(data: bytes, path: bytes) -> bool:
-    """Whether `data` is exactly one complete HTTP/1.1 request with one length, on a connection that stays open."""
+    """Whether `data` is exactly one complete HTTP/1.1 request with one length, on a connection that stays
+    open."""
     end = data.find(_END)
     if end < 0:
         return False

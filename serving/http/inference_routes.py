@@ -1,7 +1,7 @@
 """The routes `/v2` of the Open Inference Protocol: health, metadata and inference of the one served model.
 
-The model's name is the schema's name. An inference is a rank request: same queue, same log, same errors, but in the format of this
-protocol, `{"error": …}`.
+The model's name is the schema's name. An inference is a rank request: same queue, same log, same errors, but
+in the format of this protocol, `{"error": …}`.
 """
 
 from __future__ import annotations

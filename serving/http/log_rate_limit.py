@@ -22,7 +22,8 @@ class LogRateLimit:
         ] = {}  # kind → (time of the last line, number of lines suppressed since)
 
     def due(self, kind: Hashable) -> int | None:
-        """Return None to suppress a line, else the number of lines of this kind that were suppressed since the last one."""
+        """Return None to suppress a line, else the number of lines of this kind that were suppressed since
+        the last one."""
         now_s = self.now_s()
         with self._lock:
             said_s, left_out = self._last.pop(kind, (-self.every_s, 0))

@@ -304,7 +304,8 @@ def _errors(*statuses: int, unless: dict[str, Any] | None = None) -> dict[str, A
 
 
 def _answer_types(schema: Schema) -> tuple[type[msgspec.Struct], type[msgspec.Struct]]:
-    """The types of `RankAnswer.json` (serving/answer.py): for all candidates, and for the first slots only."""
+    """The types of `RankAnswer.json` (serving/answer.py): for all candidates, and for the first slots
+    only."""
     names = {f"t{i}": task for i, task in enumerate(schema.tasks)}
     score = Annotated[float, limits(minimum=0, maximum=1)]
     scores = msgspec.defstruct(

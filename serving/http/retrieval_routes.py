@@ -1,7 +1,7 @@
 """The routes `/v1/retrieve` and `/v1/recommend`.
 
-`/v1/retrieve` finds items; nothing is logged, since no user has seen them. `/v1/recommend` finds and ranks items in one request;
-the list is logged like any ranked list, so that engagements can be joined with it.
+`/v1/retrieve` finds items; nothing is logged, since no user has seen them. `/v1/recommend` finds and ranks
+items in one request; the list is logged like any ranked list, so that engagements can be joined with it.
 """
 
 from __future__ import annotations
@@ -115,7 +115,8 @@ class RetrieveParser(JsonParser):
         return self._build_request(given, _count(given.k, "$.k", MAX_ITEMS), "")
 
     def recommend(self, body: bytes) -> tuple[RetrieveRequest, int]:
-        """Return the request and the number of items to show. Raises RequestError 400 with the path of the field, 413."""
+        """Return the request and the number of items to show. Raises RequestError 400 with the path of the
+        field, 413."""
         given, most = decode_body(self._recommend, body, self._known_recommend), max_found(self.schema)
         shown_, found = _count(given.k, "$.k", most), _count(given.retrieved, "$.retrieved", most)
         return self._build_request(given, max(found, shown_), given.model_version), shown_
@@ -242,7 +243,8 @@ class RecommendEndpoint(RetrieveEndpoint):
         self.shortlist = Shortlist(context.service, retriever)
 
     async def answer(self, scope: Scope, receive: Receive, until_s: float) -> object:
-        """Answer once the impression is logged; without items to show, none is logged. Raises as RankEndpoint.answer."""
+        """Answer once the impression is logged; without items to show, none is logged. Raises as
+        RankEndpoint.answer."""
         body = await self.body(scope, receive, until_s)
         request, shown = self.bodies.recommend(body)
         apply_version_header(scope, request.rank_request)

@@ -1,4 +1,5 @@
-"""The routes `/v1/rank` and `/v1/engagements`: parse, admit, score, log, answer; and what all endpoints share."""
+"""The routes `/v1/rank` and `/v1/engagements`: parse, admit, score, log, answer; and what all endpoints
+share."""
 
 from __future__ import annotations
 
@@ -93,7 +94,8 @@ HEADER = "x-model-version"
 
 
 def apply_version_header(scope: Scope, request: RankRequest) -> None:
-    """Take the header `x-model-version` as the body's `model_version`. RequestError 400 if both are given and differ."""
+    """Take the header `x-model-version` as the body's `model_version`. RequestError 400 if both are given and
+    differ."""
     named = next((value.decode("latin-1") for name, value in scope["headers"] if name == HEADER.encode()), "")
     if named and request.model_version and named != request.model_version:
         message = f"expected one version, got {shown(request.model_version)!r} here and {shown(named)!r} in {HEADER}"
@@ -149,11 +151,13 @@ class _Endpoint:
         return *encode_body(answer, wants_protobuf(scope)), {}
 
     async def answer(self, scope: Scope, receive: Receive, until_s: float) -> object:
-        """Return the body of a 200 answer, to be encoded by `encode`. Raises RequestError, ClientGoneError."""
+        """Return the body of a 200 answer, to be encoded by `encode`. Raises RequestError,
+        ClientGoneError."""
         raise NotImplementedError
 
     def append_to_log(self, records: list[LogRecord]) -> None:
-        """Append records to the feature log, in the event loop. After this the request is answered, even past its deadline."""
+        """Append records to the feature log, in the event loop. After this the request is answered, even past
+        its deadline."""
         try:
             for record in records:
                 self.context.log.append(record)
@@ -200,8 +204,8 @@ class RankEndpoint(_Endpoint):
         """Answer once the impression is logged.
 
         Raises:
-            RequestError: 400, 404, 408, 413, 415, 429, 500; 503: the log is full; 504: the deadline passed. Nothing is logged.
-            ClientGoneError: nothing is logged.
+            RequestError: 400, 404, 408, 413, 415, 429, 500; 503: the log is full; 504: the deadline passed.
+            Nothing is logged. ClientGoneError: nothing is logged.
         """
         self.gate.check(self.remaining_s(until_s))  # before a body is read and parsed in vain
         options = parse_rank_options(scope["query_string"])
@@ -285,7 +289,8 @@ class EngagementsEndpoint(_Endpoint):
         self.json = EngagementParser(context.schema, strict=context.config.strict_actions)
 
     async def answer(self, scope: Scope, receive: Receive, until_s: float) -> dict[str, Any]:
-        """Raises RequestError 400, 408, 413, 415, 429: nothing is logged; 503: the log became full, earlier records are logged."""
+        """Raises RequestError 400, 408, 413, 415, 429: nothing is logged; 503: the log became full, earlier
+        records are logged."""
         request_media_type(scope, (JSON,))
         body = await self.body_reader.read(scope, receive, until_s)
         stamp_ms = self.context.watermark.open()

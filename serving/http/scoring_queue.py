@@ -1,12 +1,13 @@
 """The queue of parsed requests: all that wait when scoring becomes free are scored together in one pass.
 
-No request waits for others: while nothing is being scored, a request is scored alone, at once. So passes grow with the load only,
-and the fixed cost of a pass is shared by the requests that arrived during the previous one.
+No request waits for others: while nothing is being scored, a request is scored alone, at once. So passes grow
+with the load only, and the fixed cost of a pass is shared by the requests that arrived during the previous
+one.
 
-A short pass runs in the event loop's own thread, since switching threads would cost more than the loop gains. It takes up to
-LOOP_S of work, as estimated from recent passes, and the loop gets a turn before the next pass; several turns while connections
-arrive, because uvloop accepts one per turn. A request that takes longer, or may wait for Redis or a shard, is scored in the
-scoring thread.
+A short pass runs in the event loop's own thread, since switching threads would cost more than the loop gains.
+It takes up to LOOP_S of work, as estimated from recent passes, and the loop gets a turn before the next pass;
+several turns while connections arrive, because uvloop accepts one per turn. A request that takes longer, or
+may wait for Redis or a shard, is scored in the scoring thread.
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ class PassTimeEstimate:
 class PassTimer:
     """Measures a pass in the current thread, from its construction on.
 
-    A pass that was long because other programs had the processor would be as long in another thread. So if the thread did not block, its
-    CPU time counts instead (in ticks of the kernel, about 4 ms).
+    A pass that was long because other programs had the processor would be as long in another thread. So if
+    the thread did not block, its CPU time counts instead (in ticks of the kernel, about 4 ms).
     """
 
     def __init__(self, now_s: Callable[[], float]) -> None:
@@ -74,7 +75,8 @@ class PassTimer:
 
 
 class ResultSink(Protocol):
-    """Receives a result: a future, or an object like one. Its methods are called in the event loop and must not fail."""
+    """Receives a result: a future, or an object like one. Its methods are called in the event loop and must
+    not fail."""
 
     def done(self) -> bool:
         """Whether the result is no longer wanted."""
@@ -97,8 +99,8 @@ class _QueuedRank(NamedTuple):
 
 
 class ScoringQueue:
-    """First come, first served. Used by one event loop; `rank_all` runs in its thread or in the single thread of `executor`, never in
-    both at once.
+    """First come, first served. Used by one event loop; `rank_all` runs in its thread or in the single thread
+    of `executor`, never in both at once.
     """
 
     def __init__(
@@ -110,8 +112,9 @@ class ScoringQueue:
         waited: Callable[[float], None] = lambda seconds: None,
         may_wait: Callable[[RankRequest], bool] = lambda request: False,
     ) -> None:
-        """`most`: maximum requests and candidates per pass; a request with more candidates is scored alone. `waited` is called with the
-        queueing time of each request. `may_wait`: whether scoring a request may wait for Redis or a shard.
+        """`most`: maximum requests and candidates per pass; a request with more candidates is scored alone.
+        `waited` is called with the queueing time of each request. `may_wait`: whether scoring a request may
+        wait for Redis or a shard.
         """
         self.executor, self.rank_all, self.gate, self.waited, self.may_wait = (
             executor,
@@ -129,7 +132,8 @@ class ScoringQueue:
         self._is_busy = self._is_due = False  # a pass is running; a pass in the loop is scheduled
 
     async def score(self, request: RankRequest, time_ms: int) -> RankResult:
-        """Return what `RankService.rank` returns or raises. If cancelled by the deadline before its pass, the request leaves the queue."""
+        """Return what `RankService.rank` returns or raises. If cancelled by the deadline before its pass, the
+        request leaves the queue."""
         outcome: asyncio.Future[RankResult] = asyncio.get_running_loop().create_future()
         self.submit(request, time_ms, outcome)
         return await outcome
@@ -146,7 +150,8 @@ class ScoringQueue:
         return self.pass_time.unit_s <= LOOP_S
 
     def _start_pass(self) -> None:
-        """Start a pass if none is running and requests wait. A pass in the loop starts after the loop has read its other input."""
+        """Start a pass if none is running and requests wait. A pass in the loop starts after the loop has
+        read its other input."""
         if self._is_busy or self._is_due or not self._waiting:
             return
         if self._fits_in_loop(self._waiting[0]):
@@ -195,7 +200,8 @@ class ScoringQueue:
         return outcomes, stopwatch.read_s()
 
     def _take_batch(self, is_here: bool) -> list[_QueuedRank]:
-        """Take the requests of one pass from the front of the queue, without those whose deadline has passed."""
+        """Take the requests of one pass from the front of the queue, without those whose deadline has
+        passed."""
         batch: list[_QueuedRank] = []
         candidates, now_s = 0, self.gate.now_s()
         while self._waiting and len(batch) < self.max_requests:

@@ -45,8 +45,9 @@ class _AnnouncingServer(_PlainServer):
 
 
 def bind(listen: str, key: str = "listen", reuse_port: bool = False) -> socket.socket:
-    """Return a bound socket; port 0 picks a free port. `key` is the name of the setting, for errors. With `reuse_port`, processes of the
-    same user can share the port, and the kernel distributes connections over them.
+    """Return a bound socket; port 0 picks a free port. `key` is the name of the setting, for errors. With
+    `reuse_port`, processes of the same user can share the port, and the kernel distributes connections over
+    them.
 
     Raises:
         SetupError: the port is taken, or the address is not one of this machine.
@@ -68,8 +69,9 @@ def bind(listen: str, key: str = "listen", reuse_port: bool = False) -> socket.s
 
 
 def run(app: HttpInterface, bound: socket.socket, budget: StopBudget, turned: Callable[[], None]) -> None:
-    """Serve until `budget.stop` is set. Then drain open connections (`_drain`), accept no more, stop waiting for bodies, and finish
-    requests in flight within half of `budget`. `turned` is called from the event loop periodically until then.
+    """Serve until `budget.stop` is set. Then drain open connections (`_drain`), accept no more, stop waiting
+    for bodies, and finish requests in flight within half of `budget`. `turned` is called from the event loop
+    periodically until then.
     """
     limits = limited_to(app.context.config.max_connections, app.refuses, app.whole)
     config = _settings(app, limits, max(int(budget.seconds / 2), 1), app.context.tls)
@@ -93,7 +95,8 @@ def run(app: HttpInterface, bound: socket.socket, budget: StopBudget, turned: Ca
 
 
 def second_server(app: ASGIApp, max_connections: int, tls: TlsContext | None) -> uvicorn.Server:
-    """A server with the same connection limits for another application; the caller runs it in its own event loop."""
+    """A server with the same connection limits for another application; the caller runs it in its own event
+    loop."""
     return _PlainServer(_settings(app, limited_to(max_connections, lambda data: None), 1, tls))
 
 
@@ -147,11 +150,11 @@ async def _serve(
 
 
 async def _drain(server: uvicorn.Server, bound: socket.socket, max_s: float, has_successor: bool) -> None:
-    """For at most `max_s`, answer every request with `connection: close`, so that no busy client meets a connection that is being closed.
-    Ends when no connection is open.
+    """For at most `max_s`, answer every request with `connection: close`, so that no busy client meets a
+    connection that is being closed. Ends when no connection is open.
 
-    With a successor on the same port, no new connections are accepted. Without one they are still answered, and clients learn from
-    `/readyz` to use another process.
+    With a successor on the same port, no new connections are accepted. Without one they are still answered,
+    and clients learn from `/readyz` to use another process.
     """
     last = (b"connection", b"close")
     server.config.encoded_headers.append(

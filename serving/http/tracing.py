@@ -1,7 +1,7 @@
 """Call ids (`X-Request-Id`), W3C trace context, and OpenTelemetry spans.
 
-A call is one HTTP exchange; its id is for logs. The `request_id` in a rank's body is something else: it identifies the request
-that engagements are joined with, across retries and pages.
+A call is one HTTP exchange; its id is for logs. The `request_id` in a rank's body is something else: it
+identifies the request that engagements are joined with, across retries and pages.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ SpanFactory = Callable[[Scope], AbstractContextManager[Callable[[int], None]]]
 
 
 def open_tracing(is_wanted: bool, paths: frozenset[str]) -> SpanFactory | None:
-    """Return None if tracing is off; then OpenTelemetry is not imported. Only `paths` may become span names. Spans go nowhere without
-    OpenTelemetry's SDK, and where its `OTEL_…` variables say with it.
+    """Return None if tracing is off; then OpenTelemetry is not imported. Only `paths` may become span names.
+    Spans go nowhere without OpenTelemetry's SDK, and where its `OTEL_…` variables say with it.
 
     Raises:
         SetupError: OpenTelemetry is not installed.

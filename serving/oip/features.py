@@ -6,8 +6,8 @@
                                                    each of its columns
     columns             <name>.weights of weighted ids; <name>.<column> of a sequence
 
-An absent input is missing; so are NaN and a length of -1. The user is in the request's parameters `user_id`, `session_id`, `surface`,
-`append` and `first_position`; its `id` is the request id.
+An absent input is missing; so are NaN and a length of -1. The user is in the request's parameters `user_id`,
+`session_id`, `surface`, `append` and `first_position`; its `id` is the request id.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ class FeatureTensors:
         return inputs
 
     def build_request(self, inference: Inference, model_version: str) -> RankRequest:
-        """Raises RequestError 400, 413: invalid names or shapes, or values that a JSON rank request would be refused for."""
+        """Raises RequestError 400, 413: invalid names or shapes, or values that a JSON rank request would be
+        refused for."""
         for name, tensor in inference.inputs.items():
             if name not in self._known:
                 raise RequestError(

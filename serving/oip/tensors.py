@@ -1,7 +1,9 @@
-"""Tensors of an inference request and answer: in JSON, or as bytes after the JSON (binary tensor data extension). No features.
+"""Tensors of an inference request and answer: in JSON, or as bytes after the JSON (binary tensor data
+extension). No features.
 
-Source: Open Inference Protocol, REST, https://kserve.github.io/website/docs/concepts/architecture/data-plane/v2-protocol; the
-extension is Triton's, `extension_binary_data`.
+Source: Open Inference Protocol, REST,
+https://kserve.github.io/website/docs/concepts/architecture/data-plane/v2-protocol; the extension is Triton's,
+`extension_binary_data`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Reads the online features of a request from Redis: one round trip with a short timeout, and none during an outage."""
+"""Reads the online features of a request from Redis: one round trip with a short timeout, and none during an
+outage."""
 
 from __future__ import annotations
 

@@ -4,11 +4,13 @@
     <prefix>features:i:<8 bytes>    state of an item; `u` of a user, `l` of a shown list, `e<4 bytes of the name>` of other
                                     entities (roostream/online/)
 
-A commit writes the new states of a batch together with its end offsets, if the stored offsets are still those at which the batch
-started. Therefore a restart, a second updater or an emptied Redis can neither lose an event nor count it twice.
+A commit writes the new states of a batch together with its end offsets, if the stored offsets are still those
+at which the batch started. Therefore a restart, a second updater or an emptied Redis can neither lose an
+event nor count it twice.
 
-Memory with the built-in counters: 171 bytes an item, at most 25 kB a user (16 a click of the history, 48 for each of 512 items).
-Entities without events expire after 30 days, lists after two. Declared counters add what docs/schema.md says; no state exceeds
+Memory with the built-in counters: 171 bytes an item, at most 25 kB a user (16 a click of the history, 48 for
+each of 512 items). Entities without events expire after 30 days, lists after two. Declared counters add what
+docs/schema.md says; no state exceeds
 256 KiB.
 """
 
@@ -44,7 +46,8 @@ return 1
 
 
 class FeatureStore:
-    """Raises UnavailableError while Redis is away. Thread-safe; only one program commits (`FeatureUpdater`)."""
+    """Raises UnavailableError while Redis is away. Thread-safe; only one program commits
+    (`FeatureUpdater`)."""
 
     def __init__(
         self, connection: redis.Redis, url: str, prefix: str, num_partitions: int = DEFAULT_PARTITIONS
@@ -55,7 +58,8 @@ class FeatureStore:
         self._commit: Any = connection.register_script(_COMMIT)
 
     def offsets(self, cluster: str) -> Progress:
-        """Next offsets. States from another Kafka cluster are deleted first, because its offsets do not apply."""
+        """Next offsets. States from another Kafka cluster are deleted first, because its offsets do not
+        apply."""
         with redis_errors(self.url):
             found = self.connection.hgetall(self._prefix + b"at")
             if found.pop(b"cluster", None) != cluster.encode():
@@ -81,10 +85,11 @@ class FeatureStore:
         keys: Keys,
         cluster: str,
     ) -> bool:
-        """Store these states and the offsets `after`, if the stored offsets equal `before` (a missing partition: none stored).
+        """Store these states and the offsets `after`, if the stored offsets equal `before` (a missing
+        partition: none stored).
 
-        Returns False if they differ; nothing was written, and offsets and states must be read again. **If it raises:**
-        everything or nothing was written; the stored offsets show which.
+        Returns False if they differ; nothing was written, and offsets and states must be read again. **If it
+        raises:** everything or nothing was written; the stored offsets show which.
         """
         moves: list[Any] = ["cluster", cluster, ""]
         for partition in self.partitions:

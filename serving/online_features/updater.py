@@ -62,8 +62,8 @@ Event: TypeAlias = Shown | Engaged
 
 
 def event_of(record: Record, reader: FieldReader) -> Event | None:
-    """The event of a record; None for heartbeats and end markers. Raises WireError for undecodable records, which are only counted
-    here; the joiner writes their dead letters."""
+    """The event of a record; None for heartbeats and end markers. Raises WireError for undecodable records,
+    which are only counted here; the joiner writes their dead letters."""
     _, message = wire.decode(record.value)
     if not isinstance(message, pb.Impression | pb.Engagement):
         return None
@@ -141,7 +141,8 @@ class FeatureUpdater:
         self._offsets: Progress = {}
 
     def open(self) -> None:
-        """Continue from the offsets in Redis. Raises UnavailableError while Redis or Kafka is away; call again."""
+        """Continue from the offsets in Redis. Raises UnavailableError while Redis or Kafka is away; call
+        again."""
         self._offsets = self.store.offsets(self.cluster)
         self.source.seek(self._offsets)
         self.metrics.restarts.inc()
@@ -193,7 +194,8 @@ def follow(
     waits: Callable[[], object],
     health: Health,
 ) -> None:
-    """Run `updater` until `stop` is set. While Redis or Kafka is away, wait (`waits`), then continue from the stored offsets."""
+    """Run `updater` until `stop` is set. While Redis or Kafka is away, wait (`waits`), then continue from the
+    stored offsets."""
     is_open = False
     while not stop.is_set():
         try:

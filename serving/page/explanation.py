@@ -1,7 +1,8 @@
 """Explains the scores of a request: feature values, learned rows, and the scores without each feature.
 
-A feature is removed by making it missing for all candidates; nothing else is hydrated or computed again. The reported change is the
-score without the feature minus the score with it. It describes the model, not what users would do. Nothing is logged.
+A feature is removed by making it missing for all candidates; nothing else is hydrated or computed again. The
+reported change is the score without the feature minus the score with it. It describes the model, not what
+users would do. Nothing is logged.
 
 1 complete and score the request as a rank request, and read its rows
 2 score again without each feature, several features per forward pass
@@ -84,7 +85,8 @@ _SHOWN_IDS = 8
 
 @dataclasses.dataclass(eq=False)
 class Explanation:
-    """An explanation in progress. `ro`, `nro`: values by feature; `changes`: score changes by removed feature, float32 [n, T]."""
+    """An explanation in progress. `ro`, `nro`: values by feature; `changes`: score changes by removed
+    feature, float32 [n, T]."""
 
     request: RankRequest
     time_ms: int
@@ -104,7 +106,8 @@ class Explanation:
 
 
 class Explainer:
-    """Call `begin` and `score_without` in the scoring thread. `initial` reads rows at their initial values."""
+    """Call `begin` and `score_without` in the scoring thread. `initial` reads rows at their initial
+    values."""
 
     def __init__(self, service: RankService, initial: Callable[[], RowReader]) -> None:
         self.service, self.schema, self._initial = service, service.schema, initial
@@ -163,7 +166,8 @@ class Explainer:
         return RequestColumns(*columns, items, explanation.time_ms)
 
     def _rows(self, columns: RequestColumns) -> dict[str, list[RowCount]]:
-        """Row counts by feature, of the request or of each candidate. Columns of a sequence that have a table are included."""
+        """Row counts by feature, of the request or of each candidate. Columns of a sequence that have a table
+        are included."""
         batch = build_batch(self.schema, [columns])
         lookup = build_lookup(batch)
         rows, initial = self.service.rows.gather(lookup), self._initial().gather(lookup)

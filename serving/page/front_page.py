@@ -28,7 +28,8 @@ def file_content(path: str) -> bytes:
 
 
 def page_document(context: ServingContext, release: str, recent: RecentQuantiles) -> dict[str, Any]:
-    """What the page shows; times in seconds, null = unknown. `recent` keeps the freshness of earlier calls."""
+    """What the page shows; times in seconds, null = unknown. `recent` keeps the freshness of earlier
+    calls."""
     versions, schema, row_metrics = context.service.versions, context.schema, context.row_metrics()
     served, waiting_for = versions.served, context.waiting_for()
     now_ms = context.watermark.clock.now_ms()

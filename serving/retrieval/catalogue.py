@@ -1,9 +1,10 @@
-"""The catalogue: a file with one JSON object per line, in the format of HTTP candidates, with attributes for filters.
+"""The catalogue: a file with one JSON object per line, in the format of HTTP candidates, with attributes for
+filters.
 
     {"item_id": 8, "topics": [3, 7], "age_h": 2.5, "attributes": {"lang": "da", "genre": ["news", "sport"]}}
 
-Features that the schema keeps `online` must not be in the file: they change by the minute and are read when a list is ranked. The
-`[[nro]]` feature that is the item id itself can be left out.
+Features that the schema keeps `online` must not be in the file: they change by the minute and are read when a
+list is ranked. The `[[nro]]` feature that is the item id itself can be left out.
 
 Letters: I items, N some of them, F floats, K list features.
 """
@@ -35,7 +36,8 @@ AttributeValue: TypeAlias = bool | int | str
 
 
 class Attributes:
-    """Attribute name → value → the items that have it. An item has none, one or several values of a name. Immutable."""
+    """Attribute name → value → the items that have it. An item has none, one or several values of a name.
+    Immutable."""
 
     def __init__(self, client_id_I: Sequence[Mapping[str, Any]]) -> None:
         """The attributes of each item, in the catalogue's order, checked by `check_attributes`."""
@@ -54,7 +56,8 @@ class Attributes:
         return tuple(self._slots)
 
     def allowed(self, wanted: Mapping[str, AttributeValue | Sequence[AttributeValue]]) -> np.ndarray:
-        """bool [I]: items that have one of the wanted values of every name. Raises RequestError 400: no item has that name."""
+        """bool [I]: items that have one of the wanted values of every name. Raises RequestError 400: no item
+        has that name."""
         allowed_I = np.ones(self.num_items, np.bool_)
         for name, value in wanted.items():
             if name not in self._slots:
@@ -135,7 +138,8 @@ def load_catalogue(schema: Schema, path: str | Path) -> Catalogue:
 def read_catalogue(
     schema: Schema, lines: Iterable[bytes], name: str = "items", parser: JsonParser | None = None
 ) -> Catalogue:
-    """One item per line; empty lines are skipped. Pass `parser` to reuse the schema's. Raises ConfigError with name and line."""
+    """One item per line; empty lines are skipped. Pass `parser` to reuse the schema's. Raises ConfigError
+    with name and line."""
     reader = _CatalogueReader(schema, name, parser or JsonParser(schema))
     parts = [reader.part(chunk) for chunk in _chunks(lines, schema.limits.max_candidates)]
     if not parts:
@@ -264,7 +268,8 @@ def _joined_lists(parts: Sequence[Jagged]) -> Jagged:
 
 
 def _column(f: Feature, lists: Jagged) -> Any:
-    """One value per row in the form that `encode_nro` takes, None = missing; an array if each row has one id, which encodes faster."""
+    """One value per row in the form that `encode_nro` takes, None = missing; an array if each row has one id,
+    which encodes faster."""
     if f.kind == "ids" and (lists.lengths_KN[lists.index(f.name)] == 1).all():
         return lists.values_of(f.name)
     k, offset_N1 = lists.index(f.name), lists.offsets_of(f.name).tolist()

@@ -1,4 +1,5 @@
-"""Builds the items' vectors and keeps them up to date, in one thread, preferably while no request is in progress.
+"""Builds the items' vectors and keeps them up to date, in one thread, preferably while no request is in
+progress.
 
 1 measure recall: repeat a sampled request's search exactly
 2 reload the catalogue if its file has changed; an invalid file leaves the current one in use
@@ -56,7 +57,8 @@ def encode_items(model: Retrieval, rows: RowReader, items: Batch) -> np.ndarray:
 
 
 def check_item_features(schema: Schema, model: Retrieval) -> None:
-    """Check that the item tower uses only the item's own features, not the user, the list or the time. Raises ConfigError otherwise."""
+    """Check that the item tower uses only the item's own features, not the user, the list or the time. Raises
+    ConfigError otherwise."""
     online = sources_of(schema, "nro")
     for name in model.item_floats:
         inputs, ops = _made_of(schema, name)
@@ -117,7 +119,8 @@ class _StackSnapshot:
         return StackLookup(self.table_U[begin:end], self.id_U[begin:end], {})
 
     def take(self, begin: int, row_UD: np.ndarray) -> np.ndarray:
-        """Store the current rows from `begin` on; return the items whose rows changed, each once. Returns none at first."""
+        """Store the current rows from `begin` on; return the items whose rows changed, each once. Returns
+        none at first."""
         if self._last_UD is None:
             self._last_UD = np.full((len(self.id_U), row_UD.shape[1]), np.nan, np.float32)
         seen_UD = self._last_UD[begin : begin + len(row_UD)]
@@ -128,10 +131,11 @@ class _StackSnapshot:
 
 
 class RowChangeDetector:
-    """Finds the items whose rows have changed by reading all rows of the catalogue and comparing. Used by one thread.
+    """Finds the items whose rows have changed by reading all rows of the catalogue and comparing. Used by one
+    thread.
 
-    Comparing, instead of listening to deltas, sees what a reader would get, however the rows arrived (deltas, a bootstrap, a repaired
-    bucket). Reading a hundred thousand rows takes tens of milliseconds.
+    Comparing, instead of listening to deltas, sees what a reader would get, however the rows arrived (deltas,
+    a bootstrap, a repaired bucket). Reading a hundred thousand rows takes tens of milliseconds.
     """
 
     def __init__(self, items: Batch) -> None:
@@ -155,7 +159,8 @@ _NEVER = np.inf
 
 
 class RefreshQueue:
-    """Items that wait for a new vector, with the time since when. Pure. An item that is marked twice waits since the first time."""
+    """Items that wait for a new vector, with the time since when. Pure. An item that is marked twice waits
+    since the first time."""
 
     def __init__(self, num_items: int) -> None:
         self._since_I = np.full(num_items, _NEVER)
@@ -212,7 +217,8 @@ class ItemVectorUpdater:
         idle_gate: IdleGate,
         clock: Clock,
     ) -> None:
-        """`served` returns the version that scores most requests. Raises ConfigError: the package of the index is not installed."""
+        """`served` returns the version that scores most requests. Raises ConfigError: the package of the
+        index is not installed."""
         self.schema, self.settings, self.retriever = schema, settings, retriever
         self.served, self.rows, self.idle_gate, self.clock = served, rows, idle_gate, clock
         self.num_built = self.num_refreshed = self.num_refused = 0
@@ -362,7 +368,8 @@ class ItemVectorUpdater:
 
 
 def index_builder(settings: RetrievalSettings) -> Propose | None:
-    """Return the constructor of the index; None = exact search. Raises ConfigError: its package is not installed."""
+    """Return the constructor of the index; None = exact search. Raises ConfigError: its package is not
+    installed."""
     if settings.items_index == "exact":
         return None
     load_faiss()

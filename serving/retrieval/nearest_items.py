@@ -1,8 +1,9 @@
 """Finds the items with the largest products with a vector, while vectors are being replaced.
 
-An index proposes candidates and may be some seconds old; the product with the current vector decides. An index is never modified: an
-item whose vector moved far from its indexed position is always compared, and a new index is built when there are many of them.
-Without an index, or if a filter leaves few items, all items are compared.
+An index proposes candidates and may be some seconds old; the product with the current vector decides. An
+index is never modified: an item whose vector moved far from its indexed position is always compared, and a
+new index is built when there are many of them. Without an index, or if a filter leaves few items, all items
+are compared.
 
 Letters: I items, D width, N some items, K best.
 """
@@ -96,7 +97,8 @@ class NearestItems:
             self._indexed = _Indexed(proposer, vector_ID, self._moved(vector_ID))
 
     def best(self, query_D: np.ndarray, k: int, allowed_I: np.ndarray | None = None) -> SearchResult:
-        """The K <= k best allowed items, `allowed_I` bool [I] (None = all), as far as the index finds them."""
+        """The K <= k best allowed items, `allowed_I` bool [I] (None = all), as far as the index finds
+        them."""
         indexed, num_allowed = (
             self._indexed,
             len(self) if allowed_I is None else int(np.count_nonzero(allowed_I)),
@@ -113,7 +115,8 @@ class NearestItems:
         return _best(slot_N, product_N, k)
 
     def exact(self, query_D: np.ndarray, k: int, allowed_I: np.ndarray | None = None) -> SearchResult:
-        """The K <= k best allowed items by exhaustive comparison, in chunks so that `replace` never waits long."""
+        """The K <= k best allowed items by exhaustive comparison, in chunks so that `replace` never waits
+        long."""
         allowed_N = None if allowed_I is None else np.flatnonzero(allowed_I)
         # so far: the k best and ties
         slot_N, product_N, least = (np.zeros(0, np.int64), np.zeros(0, np.float32), -np.inf)
@@ -165,10 +168,11 @@ def load_faiss() -> types.ModuleType:
 
 
 class InvertedLists:
-    """A `Proposer`: faiss's IVF index. Items are in lists by their nearest centroid; a search looks through the nearest lists. Immutable.
+    """A `Proposer`: faiss's IVF index. Items are in lists by their nearest centroid; a search looks through
+    the nearest lists. Immutable.
 
-    Lists, not a graph (docs/decisions): every model version moves all vectors, and lists of a hundred thousand items are built in 0.3 CPU
-    seconds, a graph in nine.
+    Lists, not a graph (docs/decisions): every model version moves all vectors, and lists of a hundred
+    thousand items are built in 0.3 CPU seconds, a graph in nine.
     """
 
     def __init__(self, vector_ID: np.ndarray, probed: float) -> None:

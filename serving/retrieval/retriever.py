@@ -1,4 +1,5 @@
-"""Finds the items whose vectors are nearest to a request's vector, and chooses those that are ranked and shown.
+"""Finds the items whose vectors are nearest to a request's vector, and chooses those that are ranked and
+shown.
 
 1 hydrate missing features of the request, as for a rank
 2 compute the request's vector of one task, with the version that the items' vectors are from
@@ -40,7 +41,8 @@ from serving.scorer import RowReader, Version
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class RetrievalIndex:
-    """A version's request tower and the items' vectors of the same version, replaced as one (G4). Its vectors follow the rows."""
+    """A version's request tower and the items' vectors of the same version, replaced as one (G4). Its vectors
+    follow the rows."""
 
     version: Version
     model: Retrieval  # the version's model, or its retrieval part
@@ -153,7 +155,8 @@ class Retriever:
         """Return the nearest items; hydrated features are added to the request's `ro`.
 
         Raises:
-            RequestError: 400 for a filter or feature; 413; 503: there are no vectors; 500: the request's vector is not finite.
+            RequestError: 400 for a filter or feature; 413; 503: there are no vectors; 500: the request's
+            vector is not finite.
         """
         index = self.index
         if index is None:
@@ -229,7 +232,8 @@ class Retriever:
 
 
 def _features_of_seen(schema: Schema) -> list[tuple[str, str]]:
-    """Return (feature, key of its ids) of the item sequences: those that use the table of the candidate's own id."""
+    """Return (feature, key of its ids) of the item sequences: those that use the table of the candidate's own
+    id."""
     own = {name for name, source in sources_of(schema, "nro").items() if source == "item_id"}
     tables = {f.table for f in schema.nro if f.name in own}
     return [(f.name, main_key(f)) for f in schema.lists("ro") if f.kind == "sequence" and f.table in tables]
@@ -244,8 +248,9 @@ def _ids(value: Any, name: str, key: str) -> np.ndarray:
 class Shortlist:
     """Chooses the items to rank and show. Call `choose` in the scoring thread.
 
-    Many items are retrieved and few are shown. Only the shown list is logged, since an item that nobody saw is no negative. So all
-    retrieved items are scored once to choose the few, and the few are then ranked like any list.
+    Many items are retrieved and few are shown. Only the shown list is logged, since an item that nobody saw
+    is no negative. So all retrieved items are scored once to choose the few, and the few are then ranked like
+    any list.
     """
 
     def __init__(self, service: RankService, retriever: Retriever) -> None:
@@ -256,7 +261,8 @@ class Shortlist:
     def choose(
         self, request: RetrieveRequest, shown: int, time_ms: int
     ) -> tuple[RankRequest | None, Retrieved]:
-        """Return a list of at most `shown` items to rank, and what was retrieved; None if nothing is left to show. Raises RequestError."""
+        """Return a list of at most `shown` items to rank, and what was retrieved; None if nothing is left to
+        show. Raises RequestError."""
         retrieved = self.retriever.retrieve(request, time_ms)
         slot_N = retrieved.found.slot_K
         if not len(slot_N):

@@ -7,8 +7,8 @@
 5 If deltas alone cannot keep the replica up to date (a barrier says so, or the topic lost the next offset), start again at 1.
   Requests use the rows in memory meanwhile; a row never goes back to an older version (G4).
 
-The rows are known to be current when the whole topic is applied, no bucket is stale, and every shard answers: a silent shard may
-have rows that were not published. The age of the rows counts from the last such moment.
+The rows are known to be current when the whole topic is applied, no bucket is stale, and every shard answers:
+a silent shard may have rows that were not published. The age of the rows counts from the last such moment.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ class RowReplica(Protocol):
     def num_rows(self) -> int: ...
 
     def apply(self, message: Any) -> bool:
-        """Apply a RowDelta or Barrier; False if it was not newer. May set `needs_bootstrap`. RoostreamError: nothing changed."""
+        """Apply a RowDelta or Barrier; False if it was not newer. May set `needs_bootstrap`. RoostreamError:
+        nothing changed."""
 
     def bootstrap(self, transports: Sequence[Transport]) -> None:
         """Read all rows of all shards. UnavailableError: call again."""
@@ -131,7 +132,8 @@ class RowFollower:
         return None if self.current_s is None else self._wall.of(self.current_s) / 1000
 
     def lag(self) -> int | None:
-        """Records of the topic that are not applied yet; None = unknown (before the bootstrap, or Kafka is away). Any thread."""
+        """Records of the topic that are not applied yet; None = unknown (before the bootstrap, or Kafka is
+        away). Any thread."""
         behind = self.topic.lag() if self.ready else {}
         return sum(at.records for at in behind.values()) if behind else None
 

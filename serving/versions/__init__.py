@@ -1,1 +1,2 @@
-"""Model versions: followed from the store, loaded, chosen per request, compared by shadow scoring and interleaving."""
+"""Model versions: followed from the store, loaded, chosen per request, compared by shadow scoring and
+interleaving."""

@@ -12,8 +12,8 @@ _LOOK_S = 0.01  # waiters also poll, because another waiter may consume the even
 
 
 class IdleGate:
-    """Set `in_flight` to a function that counts the requests in progress, and call `notify_idle` when the count becomes 0, which wakes the
-    waiters. Any number of threads may `wait`.
+    """Set `in_flight` to a function that counts the requests in progress, and call `notify_idle` when the
+    count becomes 0, which wakes the waiters. Any number of threads may `wait`.
     """
 
     def __init__(self, clock: Clock) -> None:

@@ -1,7 +1,7 @@
 """Counts which of two interleaved rankers wins: the one whose team has more items that were engaged with.
 
-Interleaved lists are kept in bounded memory, and engagements are matched by request id. An engagement after MAX_CANDIDATES other
-candidates, or in another process, is not counted. Each item counts once.
+Interleaved lists are kept in bounded memory, and engagements are matched by request id. An engagement after
+MAX_CANDIDATES other candidates, or in another process, is not counted. Each item counts once.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ class InterleavingStats:
     def record_list(
         self, key: bytes, request_id: str, pair: Pair, item_ids: Sequence[int], team_n: Sequence[int]
     ) -> None:
-        """Store a list before it is shown. A further page of the request is added to it; a repeated one changes nothing."""
+        """Store a list before it is shown. A further page of the request is added to it; a repeated one
+        changes nothing."""
         id_ = sample_id(key, request_id)
         with self._lock:
             known = self._lists.get(id_)

@@ -28,7 +28,8 @@ _MAX_REFUSED = 20  # refused versions to remember, the newest
 
 
 class RoutableRequest(Protocol):
-    """The properties of a request that routing uses: the requested version of an incoming one, the version that scored a past one."""
+    """The properties of a request that routing uses: the requested version of an incoming one, the version
+    that scored a past one."""
 
     @property
     def model_version(self) -> str: ...
@@ -146,7 +147,8 @@ class LoadedVersions:
                 del self.refused[next(iter(self.refused))]
 
     def activate(self, name: str) -> None:
-        """Serve this loaded version until `resume`; newer ones are still loaded. Raises RequestError 400, 404."""
+        """Serve this loaded version until `resume`; newer ones are still loaded. Raises RequestError 400,
+        404."""
         with self._lock:
             loaded = self._known(name)
             self._set_state(
@@ -165,7 +167,8 @@ class LoadedVersions:
         shadow: TrafficSplit | None = None,
         interleave: TrafficSplit | None = None,
     ) -> None:
-        """Change the given parts of the routing. Raises RequestError 400, 404: a version is not loaded; nothing is changed."""
+        """Change the given parts of the routing. Raises RequestError 400, 404: a version is not loaded;
+        nothing is changed."""
         with self._lock:
             for split in filter(None, (canary, shadow, interleave)):
                 if split.share and not is_reference(split.version):
@@ -189,7 +192,8 @@ class LoadedVersions:
         return self._known(name).version if name else self._state.served.version
 
     def choose(self, request: RoutableRequest) -> VersionChoice:
-        """Choose the version for a request. Raises RequestError 400, 404: it names a version that is not loaded."""
+        """Choose the version for a request. Raises RequestError 400, 404: it names a version that is not
+        loaded."""
         if request.model_version:
             return VersionChoice(self._known(request.model_version).version)
         state = self._state
@@ -211,7 +215,8 @@ class LoadedVersions:
         return self._state.find(split.version) if split.share else None
 
     def choose_shadow(self, request: RoutableRequest) -> Version | None:
-        """The version that scores a request again as a shadow; None if off, or if it scored the request already."""
+        """The version that scores a request again as a shadow; None if off, or if it scored the request
+        already."""
         state = self._state
         split = state.routing.shadow
         if not split.share or not split.takes(request.key + request.request_id.encode(), b"shadow"):

@@ -47,8 +47,8 @@ class ScoredRequest:
 
 
 class RecentRequests:
-    """Keeps the newest requests within `max_bytes`, and the slowest of the last SLOW_FOR_MS: at most MAX_SLOW, within as many bytes again.
-    Thread-safe.
+    """Keeps the newest requests within `max_bytes`, and the slowest of the last SLOW_FOR_MS: at most
+    MAX_SLOW, within as many bytes again. Thread-safe.
     """
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
@@ -82,13 +82,15 @@ class RecentRequests:
             return list(self._slow)
 
     def warm_up_sample(self, most: int) -> list[ScoredRequest]:
-        """Requests that show best whether a version works: half of them the slowest, which have the longest lists, then the newest."""
+        """Requests that show best whether a version works: half of them the slowest, which have the longest
+        lists, then the newest."""
         slow = self.slowest()[: most // 2]
         others = (r for r in self.newest(most) if not any(r is s for s in slow))
         return [*slow, *itertools.islice(others, most - len(slow))]
 
     def clear_slow(self) -> None:
-        """Forget slow requests: those before the start were not traffic. They can still be used for warm-up."""
+        """Forget slow requests: those before the start were not traffic. They can still be used for
+        warm-up."""
         with self._lock:
             self._slow.clear()
 

@@ -1,8 +1,8 @@
 """Traffic splits: which share of users or requests goes to a version, as a stable function of the user.
 
-A hash of the key (`roostream.schema.ids.key_bytes`: the user, else the session, else the request) and of the split's purpose gives a
-point in 0..2^64; a share is the first part of that range. So a growing share keeps its users, and being in the canary says nothing
-about being interleaved.
+A hash of the key (`roostream.schema.ids.key_bytes`: the user, else the session, else the request) and of the
+split's purpose gives a point in 0..2^64; a share is the first part of that range. So a growing share keeps
+its users, and being in the canary says nothing about being interleaved.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ def is_reference(version: str) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class TrafficSplit:
-    """`version` is a name, or a position that another version takes with every commit; a share of 0 is off."""
+    """`version` is a name, or a position that another version takes with every commit; a share of 0 is
+    off."""
 
     version: str = ""
     share: float = 0.0

@@ -1,7 +1,8 @@
-"""Shadow scoring: a second version scores requests after they are answered, to compare the two versions before users depend on it.
+"""Shadow scoring: a second version scores requests after they are answered, to compare the two versions
+before users depend on it.
 
-Nothing is answered or logged. It runs in its own thread, while no request is in progress; requests that it has no time for are
-dropped and counted. Letters: n candidates, T tasks.
+Nothing is answered or logged. It runs in its own thread, while no request is in progress; requests that it
+has no time for are dropped and counted. Letters: n candidates, T tasks.
 """
 
 from __future__ import annotations

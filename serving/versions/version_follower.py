@@ -1,10 +1,12 @@
-"""Follows the committed model versions: the newest manifest of the store becomes a verified, warmed-up `Version`.
+"""Follows the committed model versions: the newest manifest of the store becomes a verified, warmed-up
+`Version`.
 
-Manifest and dense file (docs/protocols.md) are verified by checksum before use, and a new version scores recent requests before it is
-served. A version that is damaged or fails is refused with one warning; the version in use stays (G5).
+Manifest and dense file (docs/protocols.md) are verified by checksum before use, and a new version scores
+recent requests before it is served. A version that is damaged or fails is refused with one warning; the
+version in use stays (G5).
 
-The store is authoritative, also after a rollback: if the newest manifest is older than the version in use (`roostream checkpoint
-rollback`), that older version is served again, and withdrawn versions are unloaded.
+The store is authoritative, also after a rollback: if the newest manifest is older than the version in use
+(`roostream checkpoint rollback`), that older version is served again, and withdrawn versions are unloaded.
 """
 
 from __future__ import annotations
@@ -58,7 +60,8 @@ def read_weights(store: CheckpointStore, manifest: Manifest) -> dict[str, torch.
 
 
 def _is_withdrawn(version: str, seqs: set[int]) -> bool:
-    """Whether the manifest was removed by a rollback. Expired manifests are removed from the old end instead."""
+    """Whether the manifest was removed by a rollback. Expired manifests are removed from the old end
+    instead."""
     seq = int(version.rpartition("-")[2])
     return seq not in seqs and seq > min(seqs, default=seq)
 
@@ -76,8 +79,9 @@ class VersionFollower:
         warm_up: Callable[[Version], None] = lambda version: None,
         pause: Callable[[], object] = lambda: None,
     ) -> None:
-        """`check` raises ConfigError for a commit of a deployment of another shape, `warm_up` raises VersionRefusedError. `pause` is called
-        before each step of a few ms, so that requests get the interpreter first. New versions score `as_trained` like the newest one.
+        """`check` raises ConfigError for a commit of a deployment of another shape, `warm_up` raises
+        VersionRefusedError. `pause` is called before each step of a few ms, so that requests get the
+        interpreter first. New versions score `as_trained` like the newest one.
         """
         self.check, self.warm_up, self.pause = check, warm_up, pause
         self.store, self.schema, self.versions, self.seed = store, schema, versions, seed
@@ -182,8 +186,9 @@ log = logging.getLogger("roostream.serving.versions")
 class WarmUp:
     """Tries a new version on recent requests before it is served. Used by one thread.
 
-    A version is refused if it cannot score a request that the version in use can score: it would fail the next user. Scoring also loads
-    kernels and fills caches of shapes, which the first request would otherwise wait for.
+    A version is refused if it cannot score a request that the version in use can score: it would fail the
+    next user. Scoring also loads kernels and fills caches of shapes, which the first request would otherwise
+    wait for.
     """
 
     def __init__(

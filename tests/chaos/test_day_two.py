@@ -1,6 +1,8 @@
-"""Day two, by the commands of its page, while users ask: nothing is lost or trained twice, and nobody is left without an answer.
+"""Day two, by the commands of its page, while users ask: nothing is lost or trained twice, and nobody is left
+without an answer.
 
-DAY_TWO_REPORT names a file for the figures. One stack; the tests run in order, each on what the ones before left.
+DAY_TWO_REPORT names a file for the figures. One stack; the tests run in order, each on what the ones before
+left.
 """
 
 from __future__ import annotations

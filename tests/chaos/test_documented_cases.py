@@ -1,5 +1,5 @@
-"""Ten thousand requests made of the OpenAPI document, as it allows and as it forbids: not one ends in a 5xx, but for 504 where
-the caller's own deadline had passed."""
+"""Ten thousand requests made of the OpenAPI document, as it allows and as it forbids: not one ends in a 5xx,
+but for 504 where the caller's own deadline had passed."""
 
 from __future__ import annotations
 

@@ -1,9 +1,11 @@
-"""Archiver, compactor, readers, controller and two workers of one stack are killed at random moments while a new model is trained
-from the warehouse, handed over to a stream that goes on meanwhile, and trained there: every sample once, and in exact mode the
-bits of a stack that nothing disturbs, whose workers read the same version of the table by themselves.
+"""Archiver, compactor, readers, controller and two workers of one stack are killed at random moments while a
+new model is trained from the warehouse, handed over to a stream that goes on meanwhile, and trained there:
+every sample once, and in exact mode the bits of a stack that nothing disturbs, whose workers read the same
+version of the table by themselves.
 
 A hundred kills or more, ten or more of them on the stream. They go to INITIAL_KILLS_REPORT, if that is set;
-`INITIAL_KILLS=200 INITIAL_KILLS_S=1500` asks for more of them, INITIAL_KILLS_WORKERS for another number of workers.
+`INITIAL_KILLS=200 INITIAL_KILLS_S=1500` asks for more of them, INITIAL_KILLS_WORKERS for another number of
+workers.
 """
 
 from __future__ import annotations
@@ -132,7 +134,8 @@ class Killed:
 
 
 class Killer:
-    """Kills one at a time; who trains only once what was trained behind the last such kill is committed, or nothing would be."""
+    """Kills one at a time; who trains only once what was trained behind the last such kill is committed, or
+    nothing would be."""
 
     def __init__(self, stack: Stack, draw: random.Random) -> None:
         self.stack, self.draw, self.killed = stack, draw, Killed()

@@ -1,6 +1,6 @@
-"""A broker of another minor version begins where the one before ended, with its data, while everything runs: nothing is lost,
-nothing is trained twice, nobody is left without an answer. Then the version of the metadata follows, which can't be taken
-back."""
+"""A broker of another minor version begins where the one before ended, with its data, while everything runs:
+nothing is lost, nothing is trained twice, nobody is left without an answer. Then the version of the metadata
+follows, which can't be taken back."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ SHA256 = {
 
 
 def jars_of_before() -> Path:
-    """Kafka's own jars of the version before, beside what they need, which both need alike. Kept in `build/`."""
+    """Kafka's own jars of the version before, beside what they need, which both need alike. Kept in
+    `build/`."""
     folder = BUILD / f"jars-{BEFORE}"
     wanted = [
         Jar(SHA256[jar.artifact], 0, _OF_KAFKA, jar.artifact, BEFORE)

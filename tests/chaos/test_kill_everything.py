@@ -1,4 +1,5 @@
-"""kill -9 of every process of a running stack, one at a time: the loop resumes, nothing is lost, nothing is trained twice."""
+"""kill -9 of every process of a running stack, one at a time: the loop resumes, nothing is lost, nothing is
+trained twice."""
 
 from __future__ import annotations
 

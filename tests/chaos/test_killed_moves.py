@@ -1,4 +1,5 @@
-"""`roostream placement apply` as a process that is killed at its worst: one of two maps holds, with every row to the bit."""
+"""`roostream placement apply` as a process that is killed at its worst: one of two maps holds, with every row
+to the bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Requests close early and what comes later are corrections: two workers train both, through kills, each once."""
+"""Requests close early and what comes later are corrections: two workers train both, through kills, each
+once."""
 
 from __future__ import annotations
 

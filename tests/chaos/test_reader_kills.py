@@ -1,5 +1,6 @@
-"""Readers as programs, and the program that they read for, are killed at random moments while a warehouse is trained: each sample
-is trained once, and in exact mode the model is bit-equal to one whose worker read for itself."""
+"""Readers as programs, and the program that they read for, are killed at random moments while a warehouse is
+trained: each sample is trained once, and in exact mode the model is bit-equal to one whose worker read for
+itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A joiner whose state is put back by ten minutes of event time emits again what it had emitted: all of it is skipped."""
+"""A joiner whose state is put back by ten minutes of event time emits again what it had emitted: all of it is
+skipped."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ pytestmark = [pytest.mark.chaos, pytest.mark.timeout(580)]
 
 MINUTE_MS, EVERY_MS, WINDOW_MS = 60_000, 2_000, 20_000
 BEFORE, REWOUND, AFTER = range(0, 10), range(10, 23), range(23, 26)
-"""Minutes of event time: joined before the savepoint; joined, trained and joined again; joined once the joiner was put back."""
+"""Minutes of event time: joined before the savepoint; joined, trained and joined again; joined once the
+joiner was put back."""
 A_MINUTE = MINUTE_MS // EVERY_MS
 
 
@@ -45,7 +47,8 @@ def events(minutes: range) -> Iterator[Record]:
 
 
 def closed(minutes: range) -> int:
-    """Requests whose window has ended where event time has reached the end of `minutes`; the next heartbeat may close more."""
+    """Requests whose window has ended where event time has reached the end of `minutes`; the next heartbeat
+    may close more."""
     return minutes.stop * A_MINUTE - (WINDOW_MS + 10_000) // EVERY_MS - 1
 
 

@@ -1,4 +1,5 @@
-"""A stack of several workers: kills, also while a commit is under way, and another number of workers on the way."""
+"""A stack of several workers: kills, also while a commit is under way, and another number of workers on the
+way."""
 
 from __future__ import annotations
 

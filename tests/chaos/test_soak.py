@@ -1,8 +1,10 @@
-"""A long run under random faults: kills, a full disk under a shard, garbage in every topic. `make soak` takes half an hour of it.
+"""A long run under random faults: kills, a full disk under a shard, garbage in every topic. `make soak` takes
+half an hour of it.
 
-What must hold at the end: every event accounted for, nothing lost or trained twice, and resident memory and open files of every
-program flat. SOAK_SERVING=2: so many serving processes, which share the rows of a program that is killed too. The figures (memory
-and files over time, kills, dead letters) go to SOAK_REPORT, if that is set.
+What must hold at the end: every event accounted for, nothing lost or trained twice, and resident memory and
+open files of every program flat. SOAK_SERVING=2: so many serving processes, which share the rows of a program
+that is killed too. The figures (memory and files over time, kills, dead letters) go to SOAK_REPORT, if that
+is set.
 """
 
 from __future__ import annotations
@@ -149,13 +151,14 @@ class Faults:
 
 
 def growth(memory: dict[str, list[tuple[float, int]]], seconds: float) -> dict[str, float]:
-    """Program → memory of the last third of the run over that of the second one: the lower quartiles, since a program that reads
-    anew what a killed Redis held takes more for a minute, and kills don't fall evenly."""
+    """Program → memory of the last third of the run over that of the second one: the lower quartiles, since a
+    program that reads anew what a killed Redis held takes more for a minute, and kills don't fall evenly."""
     return {name: round(last / before, 3) for name, (before, last) in _thirds(memory, seconds).items()}
 
 
 def more(files: dict[str, list[tuple[float, int]]], seconds: float) -> dict[str, float]:
-    """Program → open files of the last third of the run beyond those of the second one, as `growth` compares."""
+    """Program → open files of the last third of the run beyond those of the second one, as `growth`
+    compares."""
     return {name: last - before for name, (before, last) in _thirds(files, seconds).items()}
 
 

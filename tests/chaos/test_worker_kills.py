@@ -1,4 +1,5 @@
-"""Workers that hold rows, and workers with shards, are killed while files are trained: the model is as if nobody had been."""
+"""Workers that hold rows, and workers with shards, are killed while files are trained: the model is as if
+nobody had been."""
 
 from __future__ import annotations
 

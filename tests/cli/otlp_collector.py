@@ -1,4 +1,5 @@
-"""A collector of OpenTelemetry's protocol (OTLP over HTTP, protobuf), which its own messages read; it keeps all spans."""
+"""A collector of OpenTelemetry's protocol (OTLP over HTTP, protobuf), which its own messages read; it keeps
+all spans."""
 
 from __future__ import annotations
 

@@ -105,7 +105,8 @@ def test_a_duration_of_another_form_is_reported() -> None:
 
 
 def test_numbers_are_computed_with_one_thread_unless_it_is_said_otherwise() -> None:
-    """On small matrices a second thread only costs; a replay that is started by hand has no Makefile that says so."""
+    """On small matrices a second thread only costs; a replay that is started by hand has no Makefile that
+    says so."""
     code = "import roostream.cli.main, torch; print(torch.get_num_threads())"
     environ = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
     for given, threads in ((environ, "1"), ({**environ, "OMP_NUM_THREADS": "2"}, "2")):

@@ -1,4 +1,5 @@
-"""One request as a collector gets it: serving's span and those of `roostream trace`, by OpenTelemetry's SDK and its exporter."""
+"""One request as a collector gets it: serving's span and those of `roostream trace`, by OpenTelemetry's SDK
+and its exporter."""
 
 from __future__ import annotations
 
@@ -162,7 +163,8 @@ def test_a_caller_who_does_not_sample_shows_nobody(
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_serving_as_the_page_starts_it_shows_a_collector(collector: Any, tmp_path: Path) -> None:
-    """docs/http.md's own words: OpenTelemetry's command, its SDK by its variables; Kafka, Redis and shards are away."""
+    """docs/http.md's own words: OpenTelemetry's command, its SDK by its variables; Kafka, Redis and shards
+    are away."""
     page = (ROOT / "docs/http.md").read_text(encoding="utf-8")
     (variables,) = re.findall(r"^export OTEL_EXPORTER.*$", page, re.MULTILINE)
     (describe_step,) = re.findall(r"^OTEL_SERVICE.* serving .*$", page, re.MULTILINE)

@@ -1,7 +1,7 @@
 """The Flink and the local engine write the same samples for the same events, also after a kill -9.
 
-Flink's task manager and the local `roostream joiner` are killed halfway. Both engines write at least once, so every sample id
-counts once and its copies must be equal.
+Flink's task manager and the local `roostream joiner` are killed halfway. Both engines write at least once, so
+every sample id counts once and its copies must be equal.
 """
 
 from __future__ import annotations

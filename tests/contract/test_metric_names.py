@@ -1,4 +1,5 @@
-"""Metrics in dashboards and alerts have base units, timestamps instead of ages, and histograms instead of quantiles."""
+"""Metrics in dashboards and alerts have base units, timestamps instead of ages, and histograms instead of
+quantiles."""
 
 from __future__ import annotations
 

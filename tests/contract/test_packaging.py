@@ -80,8 +80,8 @@ def test_the_flink_connector_fits_the_locked_flink() -> None:
 
 
 def test_files_beside_the_code_are_packaged() -> None:
-    """`infra/setup.sh` makes an environment from a checkout; whoever has the wheel has one. So does `promtool.sh`. Manifests
-    and images are taken from a checkout too."""
+    """`infra/setup.sh` makes an environment from a checkout; whoever has the wheel has one. So does
+    `promtool.sh`. Manifests and images are taken from a checkout too."""
     globs = PROJECT["tool"]["setuptools"]["package-data"]
     packaged = {
         p

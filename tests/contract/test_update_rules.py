@@ -1,4 +1,5 @@
-"""Every update rule follows its formula in float64, is bit-equal when repeated, and stays finite at its limits."""
+"""Every update rule follows its formula in float64, is bit-equal when repeated, and stays finite at its
+limits."""
 
 from __future__ import annotations
 
@@ -194,7 +195,8 @@ def test_rows_stay_finite_at_the_limits_of_the_parameters(name: str) -> None:
 @RULE
 @pytest.mark.parametrize("start_at", [0.0, 2.0**65])
 def test_gradients_within_the_bound_keep_the_state_finite(rule: Rule, start_at: float) -> None:
-    """After any number of steps: a large accumulator stops growing when a further square is lost in rounding."""
+    """After any number of steps: a large accumulator stops growing when a further square is lost in
+    rounding."""
     rows_ND, state_NA = start(rule, 4)
     state_NA[:, accumulators(rule.name, 4)] = start_at
     place_U, gradient_UD = np.arange(20), np.full((20, 4), MAX_GRADIENT, np.float32)

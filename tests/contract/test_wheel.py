@@ -48,8 +48,9 @@ SCHEMA = (
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The interpreter of a fresh environment with the wheel in it, built of what the project lists and installed by pip. Other
-    packages are those of this environment, so that nothing is fetched: that they resolve is not shown here."""
+    """The interpreter of a fresh environment with the wheel in it, built of what the project lists and
+    installed by pip. Other packages are those of this environment, so that nothing is fetched: that they
+    resolve is not shown here."""
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
     skip = shutil.ignore_patterns("__pycache__")

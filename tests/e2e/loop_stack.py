@@ -58,7 +58,8 @@ def newest(stack: Stack) -> Manifest | None:
 
 
 def applied(stack: Stack) -> int:
-    """Samples that the committed parameters contain, as the newest manifest counts them: rolled back with everything else."""
+    """Samples that the committed parameters contain, as the newest manifest counts them: rolled back with
+    everything else."""
     manifest = newest(stack)
     return sum(part.metrics["requests"] for part in manifest.workers.values()) if manifest else 0
 
@@ -68,8 +69,9 @@ def auditor(stack: Stack) -> Auditor:
 
 
 def drained(stack: Stack, audit: Auditor) -> bool:
-    """Every request is sampled, and the committed parameters contain each sample once. What the auditor hasn't read yet can't
-    make this true: the counts come from two places; nor can what Kafka doesn't tell now."""
+    """Every request is sampled, and the committed parameters contain each sample once. What the auditor
+    hasn't read yet can't make this true: the counts come from two places; nor can what Kafka doesn't tell
+    now."""
     try:
         audit.poll(2.0)
     except UnavailableError:
@@ -80,7 +82,8 @@ def drained(stack: Stack, audit: Auditor) -> bool:
 
 
 def kill_and_resume(stack: Stack, victim: str, *, more: int = 50, timeout_s: float = 120) -> int:
-    """kill -9, then wait until the loop has by itself committed `more` samples beyond those that were; how many more."""
+    """kill -9, then wait until the loop has by itself committed `more` samples beyond those that were; how
+    many more."""
     before = applied(stack)
     stack.kill(victim)
     what = f"{more} more committed samples after the kill of {victim}"
@@ -99,7 +102,8 @@ def unreadable(stack: Stack) -> int:
 
 
 def check_nothing_lost_or_twice(stack: Stack, *, within_s: float = 120) -> None:
-    """G1 from the topics; G2 from the committed count, which lost samples make smaller and repeated ones larger."""
+    """G1 from the topics; G2 from the committed count, which lost samples make smaller and repeated ones
+    larger."""
     stack.stop_program("simulate")
     audit = auditor(stack)
     try:
@@ -118,7 +122,8 @@ def check_nothing_lost_or_twice(stack: Stack, *, within_s: float = 120) -> None:
 
 
 def produce_garbage(stack: Stack) -> int:
-    """Bytes that are no record, at now, to every partition of both event topics and of the samples; how many records."""
+    """Bytes that are no record, at now, to every partition of both event topics and of the samples; how many
+    records."""
     client = clients.producer(Broker(stack.endpoints.kafka))
     now_ms, count = int(time.time() * 1000), 0
     for topic in (IMPRESSIONS, ENGAGEMENTS, SAMPLES):

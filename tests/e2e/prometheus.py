@@ -21,8 +21,8 @@ from tests.e2e.loop_stack import wait_until
 
 
 class Prometheus:
-    """`targets`: program → URL of its /metrics. Used as `with Prometheus(folder, targets) as prometheus`; skips the test where
-    there is no such program."""
+    """`targets`: program → URL of its /metrics. Used as `with Prometheus(folder, targets) as prometheus`;
+    skips the test where there is no such program."""
 
     def __init__(self, folder: Path, targets: Mapping[str, str]) -> None:
         found = next(

@@ -1,4 +1,5 @@
-"""EB-NeRD week 1 through both engines: every event accounted for, equal features, and what live training is worth."""
+"""EB-NeRD week 1 through both engines: every event accounted for, equal features, and what live training is
+worth."""
 
 from __future__ import annotations
 
@@ -78,7 +79,8 @@ def test_a_model_of_the_stack_s_own_archive_goes_on_live_as_well_as_one_that_was
 
 
 def test_a_model_of_files_goes_on_live_as_well_as_one_that_was_live(tmp_path: Path) -> None:
-    """In one process: streamed, three seeds have a request AUC of 0.8054 to 0.8067 and an NE of 0.7320 to 0.7358."""
+    """In one process: streamed, three seeds have a request AUC of 0.8054 to 0.8067 and an NE of 0.7320 to
+    0.7358."""
     log = detect_replay((str(WEEK),))
     assert archive_log(log, input_paths(log), str(tmp_path / "w")).samples == 24_724
     options = WarehouseOptions(warehouse=str(tmp_path / "w"), stored_order_until=DAY_6)

@@ -1,4 +1,5 @@
-"""History first, on real Kafka: more workers up to the export point, then one, with a controller killed on the way."""
+"""History first, on real Kafka: more workers up to the export point, then one, with a controller killed on
+the way."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Serve → log → join → train → publish → serve, on real Kafka, Flink, Redis and processes: what this does defines done.
+"""Serve → log → join → train → publish → serve, on real Kafka, Flink, Redis and processes: what this does
+defines done.
 
 One stack for the whole file; its tests run in order, each on what the ones before left.
 """

@@ -1,5 +1,5 @@
-"""Readers on the nodes of a Ray cluster, of one machine here: the batches are those of a worker that reads for itself, and what
-dies is started again."""
+"""Readers on the nodes of a Ray cluster, of one machine here: the batches are those of a worker that reads
+for itself, and what dies is started again."""
 
 from __future__ import annotations
 

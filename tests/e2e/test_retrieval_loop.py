@@ -1,4 +1,5 @@
-"""Find → rank → log → join → train, in a whole stack with a model that does both: a recommendation is trained as one request."""
+"""Find → rank → log → join → train, in a whole stack with a model that does both: a recommendation is trained
+as one request."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""One request, from its caller to the rows that readers get, as a collector of OpenTelemetry sees it: serving and `roostream
-trace` begun as docs/http.md has it, by OpenTelemetry's own command, its exporter by its variables, nothing of ours between."""
+"""One request, from its caller to the rows that readers get, as a collector of OpenTelemetry sees it: serving
+and `roostream trace` begun as docs/http.md has it, by OpenTelemetry's own command, its exporter by its
+variables, nothing of ours between."""
 
 from __future__ import annotations
 
@@ -112,7 +113,8 @@ def followed(stack: Stack, collector: Any, folder: Path, request_id: str, tracep
 def test_a_collector_gets_one_trace_from_the_caller_to_the_row_delta(
     stack: Stack, collector: Any, tmp_path: Path
 ) -> None:
-    """Serving → Kafka → joiner → worker → row delta: five spans, each below the one before, the first below the caller's."""
+    """Serving → Kafka → joiner → worker → row delta: five spans, each below the one before, the first below
+    the caller's."""
     told = followed(stack, collector, tmp_path, "followed-1", f"00-{TRACE}-{CALLER}-01")
     wait_until(
         "all its spans are sent", lambda: sum(s.trace == TRACE for s in collector.told) >= 1 + len(STEPS), 60

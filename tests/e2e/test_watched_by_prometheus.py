@@ -1,4 +1,5 @@
-"""What dashboards ask a Prometheus that scrapes the demo: every query has an answer, and what programs expose keeps its form."""
+"""What dashboards ask a Prometheus that scrapes the demo: every query has an answer, and what programs expose
+keeps its form."""
 
 from __future__ import annotations
 
@@ -104,7 +105,8 @@ def test_what_programs_expose_has_base_units_moments_histograms_counters_a_total
 
 
 def test_no_alert_fires_on_a_stack_that_is_well(prometheus: Prometheus) -> None:
-    """On a machine that is busy one may have fired while everything began; it is over once the stack is well."""
+    """On a machine that is busy one may have fired while everything began; it is over once the stack is
+    well."""
 
     def firing() -> list[str]:
         alerts = prometheus.get("alerts")["alerts"]

@@ -1,4 +1,5 @@
-"""All decoders of external bytes: valid inputs, and the errors with which they may reject others. Any other error is a defect."""
+"""All decoders of external bytes: valid inputs, and the errors with which they may reject others. Any other
+error is a defect."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """`make fuzz`: runs each decoder of tests/fuzz/decoders.py on a million mutated inputs, in its own process.
 
-With atheris installed, code coverage guides the mutations; without it they are random. An input that raises an undeclared error
-ends its run and is saved in build/fuzz; `--replay FILE` runs it again. The exit code is then 1.
+With atheris installed, code coverage guides the mutations; without it they are random. An input that raises
+an undeclared error ends its run and is saved in build/fuzz; `--replay FILE` runs it again. The exit code is
+then 1.
 """
 
 from __future__ import annotations

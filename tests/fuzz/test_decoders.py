@@ -1,4 +1,5 @@
-"""Decoders accept valid bytes and reject all others with declared errors; `make fuzz` tries a million inputs each."""
+"""Decoders accept valid bytes and reject all others with declared errors; `make fuzz` tries a million inputs
+each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Hashes, keys, buckets, fingerprints, blocks and counter states that other languages and older data rely on."""
+"""Hashes, keys, buckets, fingerprints, blocks and counter states that other languages and older data rely
+on."""
 
 from __future__ import annotations
 

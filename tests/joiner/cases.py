@@ -1,4 +1,5 @@
-"""What the joiner's tests share: a small schema, event makers, a driver of one key, and readable views of outputs."""
+"""What the joiner's tests share: a small schema, event makers, a driver of one key, and readable views of
+outputs."""
 
 from __future__ import annotations
 
@@ -191,8 +192,9 @@ class DictStore(dict[str, bytes]):
 
 
 KINDS = ("memory", "reloaded", "entries")
-"""How a `Driver` holds its state: in dicts · in dicts that are encoded and decoded around every call, as a restored snapshot
-is · as bytes an entry, each of them read and written by the call that touches it, as in Flink."""
+"""How a `Driver` holds its state: in dicts · in dicts that are encoded and decoded around every call, as a
+restored snapshot is · as bytes an entry, each of them read and written by the call that touches it, as in
+Flink."""
 
 
 class Driver:

@@ -1,4 +1,5 @@
-"""A stream of events as producers write it: several users, pages, duplicates, retries, orphans, bad records, heartbeats."""
+"""A stream of events as producers write it: several users, pages, duplicates, retries, orphans, bad records,
+heartbeats."""
 
 from __future__ import annotations
 
@@ -84,8 +85,8 @@ def bad_records(time_ms: int) -> list[Record]:
 
 
 def arrivals(seed: int) -> list[Record]:
-    """Every record in the order of production: disorder stays within the bound, heartbeats and end markers on all partitions.
-    Partitions of events are -1: the producer's choice."""
+    """Every record in the order of production: disorder stays within the bound, heartbeats and end markers on
+    all partitions. Partitions of events are -1: the producer's choice."""
     rng = random.Random(seed)
     events = messages(seed)
     timed = [(m.header.time_ms + rng.randrange(LATENESS_MS + 1), record(m, partition=-1)) for m in events]

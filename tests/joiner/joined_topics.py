@@ -51,8 +51,9 @@ def consume(bootstrap: str, prefix: str, topic: str) -> list[Any]:
 
 
 def distinct(bootstrap: str, prefix: str, topic: str) -> dict[object, tuple[object, ...]]:
-    """Id → (partition, key, timestamp, value); copies of an id have to be equal. A dead letter's id is the event's own bytes,
-    and what is compared its reason and event: which of an event's copies came first differs from run to run."""
+    """Id → (partition, key, timestamp, value); copies of an id have to be equal. A dead letter's id is the
+    event's own bytes, and what is compared its reason and event: which of an event's copies came first
+    differs from run to run."""
     found: dict[object, tuple[object, ...]] = {}
     for m in consume(bootstrap, prefix, topic):
         message = wire.decode(m.value())[1]

@@ -1,6 +1,7 @@
 """The join, a second time and straightforwardly: all events at once, no arrival, no watermark, no state.
 
-It shares no code with joiner/: it takes messages and returns plain values, to be compared with what the machine wrote.
+It shares no code with joiner/: it takes messages and returns plain values, to be compared with what the
+machine wrote.
 """
 
 from __future__ import annotations

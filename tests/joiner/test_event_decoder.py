@@ -22,7 +22,8 @@ T = 1_000
 
 
 def changed(message: Any, **fields: Any) -> Record:
-    """The record of a message with fields of its header (if it has such) or its own set anew, before the key is made."""
+    """The record of a message with fields of its header (if it has such) or its own set anew, before the key
+    is made."""
     for name, value in fields.items():
         setattr(
             message.header

@@ -1,4 +1,5 @@
-"""`join.py`, sentence by sentence: when a request closes and what its sample holds. Window 100 ms, late horizon 1000 ms."""
+"""`join.py`, sentence by sentence: when a request closes and what its sample holds. Window 100 ms, late
+horizon 1000 ms."""
 
 from __future__ import annotations
 

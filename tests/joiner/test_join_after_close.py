@@ -1,4 +1,5 @@
-"""`join.py`, sentence by sentence: duplicates, orphans, what comes after the close or behind the watermark, caps."""
+"""`join.py`, sentence by sentence: duplicates, orphans, what comes after the close or behind the watermark,
+caps."""
 
 from __future__ import annotations
 
@@ -128,7 +129,8 @@ def test_a_request_that_begins_after_the_orphan_was_given_up_does_not_get_it() -
 
 
 def corrected(*messages: Any, close: int = T + 100, at: int = T + 900, **settings: Any) -> Any:
-    """The one correction that these bring after the close of a request with items 1 and 2 and a click on 1 at T + 5."""
+    """The one correction that these bring after the close of a request with items 1 and 2 and a click on 1 at
+    T + 5."""
     driver = Driver(rules(**settings))
     driver.send(impression(T), engagement(T + 5, event=1))
     driver.at(close)
@@ -295,7 +297,8 @@ def test_what_was_too_late_takes_no_room_from_what_follows() -> None:
 
 
 def test_copies_of_pages_are_known_as_long_as_their_request_s_name() -> None:
-    """Of the one in the sample, of one that came too late, and of one that came when only the name was left."""
+    """Of the one in the sample, of one that came too late, and of one that came when only the name was
+    left."""
     driver = Driver(rules())
     sampled, late, later = (impression(T + n, (n + 1,)) for n in range(3))
     driver.send(sampled)
@@ -345,7 +348,8 @@ def test_only_a_request_whose_close_has_passed_closes_at_once_as_late_with_what_
 
 
 def test_the_clicks_on_requests_that_come_late_are_in_their_samples() -> None:
-    """A process that paused: each third request comes 40 ms behind the watermark, and all are clicked 50 ms after it."""
+    """A process that paused: each third request comes 40 ms behind the watermark, and all are clicked 50 ms
+    after it."""
     driver = Driver(rules(max_open_requests=99))
     for n in range(30):
         name, late_ms = f"r{n}", 40 * (n % 3 == 0)

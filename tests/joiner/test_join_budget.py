@@ -1,4 +1,5 @@
-"""One budget a request: whatever the joiner accepts becomes an output that topics, sinks and readers take, and state small."""
+"""One budget a request: whatever the joiner accepts becomes an output that topics, sinks and readers take,
+and state small."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ def joined(records: list[Record]) -> list:
 
 
 def padded(page: pb.Impression, num_bytes: int) -> pb.Impression:
-    """An impression of about that many bytes: its header's text may be long, as the record's cap alone says."""
+    """An impression of about that many bytes: its header's text may be long, as the record's cap alone
+    says."""
     page.header.model_version = "m" * max(num_bytes - page.ByteSize() - 4, 0)
     return page
 

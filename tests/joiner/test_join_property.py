@@ -1,4 +1,5 @@
-"""Any order of arrival in which nothing comes at or behind the watermark gives what the offline oracle gives."""
+"""Any order of arrival in which nothing comes at or behind the watermark gives what the offline oracle
+gives."""
 
 from __future__ import annotations
 
@@ -161,8 +162,8 @@ def _sample(m: Any, view: Any) -> dict[str, Any]:
 
 
 def check_due(driver: Driver, with_rules: Rules) -> None:
-    """Every open request is due when the rules say that it closes, by all that is there now. Those that came behind the watermark
-    are left out: they end nobody's window."""
+    """Every open request is due when the rules say that it closes, by all that is there now. Those that came
+    behind the watermark are left out: they end nobody's window."""
     requests = [r for r in driver.state.requests.values() if r.phase != WAITING]
     for request in requests:
         if request.phase == OPEN and not request.late:
@@ -226,8 +227,9 @@ def test_both_states_reloaded_at_every_step_give_the_same_outputs(
 def test_g1_every_event_is_accounted_for_at_every_step_even_late(
     messages: list[Message], settings_: dict, data: Any
 ) -> None:
-    """Distinct engagements = folded + corrected + dead-lettered + pending; a request ends in one sample or only dead letters.
-    Pages come within the late horizon of the close: a request id that was forgotten is a new request's."""
+    """Distinct engagements = folded + corrected + dead-lettered + pending; a request ends in one sample or
+    only dead letters. Pages come within the late horizon of the close: a request id that was forgotten is a
+    new request's."""
     driver, come = Driver(rules(**{**settings_, "late_horizon_ms": SPAN_MS})), set()
     mark = 0
     for message in data.draw(st.permutations(messages)):

@@ -1,4 +1,5 @@
-"""Labels from engagements: each fold, windows, thresholds, and that a tally needs nothing of what came before."""
+"""Labels from engagements: each fold, windows, thresholds, and that a tally needs nothing of what came
+before."""
 
 from __future__ import annotations
 

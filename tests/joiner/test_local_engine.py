@@ -1,4 +1,5 @@
-"""The local engine: watermark over partitions, timers, snapshots, and the same outputs as the oracle on a whole stream."""
+"""The local engine: watermark over partitions, timers, snapshots, and the same outputs as the oracle on a
+whole stream."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ def outputs_of(records: list[Record], through: LocalEngine | None = None) -> lis
 
 
 def unordered(outputs: list[Output]) -> Counter[Output]:
-    """Dead letters name the copy of an event that came first, and a tie may be broken by arrival: left out."""
+    """Dead letters name the copy of an event that came first, and a tie may be broken by arrival: left
+    out."""
     return Counter(o._replace(value=b"") if o.topic == "dead_letters" else o for o in outputs)
 
 

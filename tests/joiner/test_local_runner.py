@@ -1,4 +1,5 @@
-"""Kafka → local engine → Kafka over in-memory topics: kills, snapshots, damaged snapshots, idle partitions, read-ahead."""
+"""Kafka → local engine → Kafka over in-memory topics: kills, snapshots, damaged snapshots, idle partitions,
+read-ahead."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Event time of a partition and of all: no single event carries it away, the slowest producer holds it, idle ones don't."""
+"""Event time of a partition and of all: no single event carries it away, the slowest producer holds it, idle
+ones don't."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Bytes of impressions and samples against protobuf's own: where fields lie, what is written, producers that write otherwise."""
+"""Bytes of impressions and samples against protobuf's own: where fields lie, what is written, producers that
+write otherwise."""
 
 from __future__ import annotations
 
@@ -137,7 +138,8 @@ def test_tags_are_those_of_the_descriptor() -> None:
 
 
 def shuffled(message: pb.Impression) -> bytes:
-    """The same message as another library may write it: columns before the header, one of them in two pieces."""
+    """The same message as another library may write it: columns before the header, one of them in two
+    pieces."""
     header, rest = pb.Impression(header=message.header), pb.Impression()
     rest.CopyFrom(message)
     rest.ClearField("header")

@@ -1,5 +1,5 @@
-"""A savepoint of the joiner's state, on a real cluster: the next job goes on from it, and nothing is joined twice or lost; all of
-it is written exactly once."""
+"""A savepoint of the joiner's state, on a real cluster: the next job goes on from it, and nothing is joined
+twice or lost; all of it is written exactly once."""
 
 from __future__ import annotations
 

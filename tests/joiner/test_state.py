@@ -1,4 +1,5 @@
-"""State as bytes: an event touches few entries, every value is versioned, damage is refused, names can't be forged."""
+"""State as bytes: an event touches few entries, every value is versioned, damage is refused, names can't be
+forged."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Kubernetes' own programs, built once from their Go modules and kept outside of the tree. `python -m
 tests.k8s.binaries`
 
-    go mod download ─► a copy of it ─► its replaced requirements named by version ─► go build ─► <cache>/<version>/<program>
+    go mod download ─► a copy of it ─► its replaced requirements named by version ─► go build ─►
+    <cache>/<version>/<program>
 
 Some minutes and 1 GB for the first time. ROOSTREAM_K8S_CACHE names another folder than
 ~/.cache/roostream/kubernetes.

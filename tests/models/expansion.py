@@ -1,7 +1,9 @@
-"""The impression-level twin of a batch, as a system without requests would train it: for G10 and for benchmarks.
+"""The impression-level twin of a batch, as a system without requests would train it: for G10 and for
+benchmarks.
 
-Without list context that is `Batch.expand()`. With it (rank and share transforms, attention over the candidates) an
-impression's inputs depend on the whole list, which impression-level storage has to carry with every impression.
+Without list context that is `Batch.expand()`. With it (rank and share transforms, attention over the
+candidates) an impression's inputs depend on the whole list, which impression-level storage has to carry with
+every impression.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""What every kind of model is held against: the same learning on requests and on impressions, and requests as they are served."""
+"""What every kind of model is held against: the same learning on requests and on impressions, and requests as
+they are served."""
 
 from __future__ import annotations
 

@@ -14,7 +14,8 @@ LONGEST = 5
 
 
 def returning(visits: list[tuple[int, int]], seed: int = 0, *, as_before: bool = False) -> Batch:
-    """Of the schema "everything", a request for each (user, clicks so far). `as_before`: users' floats don't change."""
+    """Of the schema "everything", a request for each (user, clicks so far). `as_before`: users' floats don't
+    change."""
     schema = make_schema("everything")
     batch = make_batch(schema, [1 + n % 4 for n in range(len(visits))], seed)
     rng = np.random.default_rng(seed)

@@ -1,4 +1,5 @@
-"""A tape gives what the modules give, to 1e-5, for every schema and setting that it knows; the rest goes through its modules."""
+"""A tape gives what the modules give, to 1e-5, for every schema and setting that it knows; the rest goes
+through its modules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Kinds of models, and what a ranker can be put together from: G9, G10, independence of requests and gradients of each."""
+"""Kinds of models, and what a ranker can be put together from: G9, G10, independence of requests and
+gradients of each."""
 
 from __future__ import annotations
 

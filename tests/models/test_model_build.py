@@ -1,4 +1,5 @@
-"""A model of any kind from its configuration; initial values, a function of the seed and the parameter's name."""
+"""A model of any kind from its configuration; initial values, a function of the seed and the parameter's
+name."""
 
 from __future__ import annotations
 

@@ -77,7 +77,8 @@ def slope(
 
 
 def slope_of_stream(name: str, logit: float, truth: float, known: float) -> float:
-    """Expected, of a request whose candidate is positive with probability `truth`: known at once, later, or never."""
+    """Expected, of a request whose candidate is positive with probability `truth`: known at once, later, or
+    never."""
     at_once, later = truth * known, truth * (1 - known)
     return (
         at_once * slope(name, logit, 1.0, None, known)

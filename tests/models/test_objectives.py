@@ -1,4 +1,5 @@
-"""What tasks learn beside events: minima, pairs within a request, weights of tasks, corrections, gradients."""
+"""What tasks learn beside events: minima, pairs within a request, weights of tasks, corrections,
+gradients."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ def drawn(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def at_minimum(task: Task, label: Tensor) -> float:
-    """The logit, the same for all candidates, of the least loss, by halving where the slope changes its sign."""
+    """The logit, the same for all candidates, of the least loss, by halving where the slope changes its
+    sign."""
     low, high, ones = -20.0, 20.0, torch.ones_like(label)
     for _ in range(60):
         z = torch.tensor((low + high) / 2, dtype=torch.float64, requires_grad=True)

@@ -1,4 +1,5 @@
-"""What requests share is worked out once: the same logits, losses and gradients as where each works out its own."""
+"""What requests share is worked out once: the same logits, losses and gradients as where each works out its
+own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What the tests of segments share: blocks of few numbers, a state as a dict, and a writer that commits as a shard does."""
+"""What the tests of segments share: blocks of few numbers, a state as a dict, and a writer that commits as a
+shard does."""
 
 from __future__ import annotations
 
@@ -45,7 +46,8 @@ def state(segments: Segments, live: tuple[Segment, ...]) -> dict[int, float]:
 
 
 class Writer:
-    """Commits as a shard does: the rows are in memory, and buckets that are to be whole are written from there."""
+    """Commits as a shard does: the rows are in memory, and buckets that are to be whole are written from
+    there."""
 
     def __init__(self, store: MemoryKeyValueStore | None = None) -> None:
         self.segments, self.rows, self.live = make_segments(store), dict[int, float](), tuple[Segment, ...]()

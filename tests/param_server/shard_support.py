@@ -1,4 +1,5 @@
-"""What the tests of rows share: a small schema, shards over memory, manifests, and the whole state of a shard as a dict."""
+"""What the tests of rows share: a small schema, shards over memory, manifests, and the whole state of a shard
+as a dict."""
 
 from __future__ import annotations
 
@@ -135,7 +136,8 @@ def transport_to(shard: Shard) -> InMemoryTransport:
 def link_manifest(
     store: MemoryStore, seq: int, incarnation: int, written: Sequence[Mapping[str, Any]], **changes: Any
 ) -> str:
-    """What the controller does at step 6, for shards 0..N-1 whose `write` gave `written`; the manifest's name."""
+    """What the controller does at step 6, for shards 0..N-1 whose `write` gave `written`; the manifest's
+    name."""
     rows_end: dict[int, int] = {}
     for result in written:
         for partition, offset in result["rows_end"].items():

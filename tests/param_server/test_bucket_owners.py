@@ -1,4 +1,5 @@
-"""Who routes takes the owner of a bucket from the map, shards refuse what isn't theirs, and readers learn of another map."""
+"""Who routes takes the owner of a bucket from the map, shards refuse what isn't theirs, and readers learn of
+another map."""
 
 from __future__ import annotations
 

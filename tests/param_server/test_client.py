@@ -1,4 +1,5 @@
-"""The client: one call a shard, rows back in their places, and pushes that are applied once or not believed."""
+"""The client: one call a shard, rows back in their places, and pushes that are applied once or not
+believed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Who gets a row and which rows go is a policy's: its state is committed, rolled back and restored with the rows."""
+"""Who gets a row and which rows go is a policy's: its state is committed, rolled back and restored with the
+rows."""
 
 from __future__ import annotations
 

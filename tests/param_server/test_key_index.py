@@ -67,7 +67,8 @@ def test_keys_of_one_shard_spread_over_the_slots() -> None:
 
 
 def test_keys_of_one_home_slot_stay_findable_whatever_is_removed_between_them() -> None:
-    """A run of one home slot and its neighbours': removing closes the gap, and nothing that follows may be left behind it."""
+    """A run of one home slot and its neighbours': removing closes the gap, and nothing that follows may be
+    left behind it."""
     index = KeyIndex(8, 256)
     mask, shift = len(index._slots_C2) - 1, index._shift
     ids = np.arange(200_000, dtype=np.int64)

@@ -1,4 +1,5 @@
-"""What goes out to readers: everything once it has changed, in versions, and after a rollback what is over."""
+"""What goes out to readers: everything once it has changed, in versions, and after a rollback what is
+over."""
 
 from __future__ import annotations
 

@@ -82,7 +82,8 @@ def test_readers_are_told_what_a_rollback_undid(survives: bool) -> None:
 
 
 def test_a_kill_before_everything_is_republished_repeats_it() -> None:
-    """The recorded offset moves on only when every key behind the barrier is marked, and marks are committed with the rows."""
+    """The recorded offset moves on only when every key behind the barrier is marked, and marks are committed
+    with the rows."""
     blobs, store = MemoryKeyValueStore(), MemoryStore()
     loop = Loop(begun(blobs=blobs, store=store))
     follower = Follower(loop.topic)
@@ -160,7 +161,8 @@ def test_a_round_that_ends_after_a_restore_is_settled_all_the_same() -> None:
 
 @pytest.mark.parametrize("acknowledged", [False, True])
 def test_a_round_that_ends_while_rows_are_restored_is_settled_behind_it(acknowledged: bool) -> None:
-    """Unless it is, its rows stay in flight for ever, and a reader that asks is told to wait for a delta that never comes."""
+    """Unless it is, its rows stay in flight for ever, and a reader that asks is told to wait for a delta that
+    never comes."""
     loop, name, taken = with_a_round_in_flight()
     restored = loop.shard.segments.note_restored
 

@@ -1,4 +1,5 @@
-"""A reader's rows: newest version of each bucket, never back (G4), whole rows, initial values for the rest."""
+"""A reader's rows: newest version of each bucket, never back (G4), whole rows, initial values for the
+rest."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Any sequence of pushes, commits, failures, kills and restores equals a shard that was never disturbed (G11), and whoever
-reads its deltas ends up with the same rows, never going back on the way (G4)."""
+"""Any sequence of pushes, commits, failures, kills and restores equals a shard that was never disturbed
+(G11), and whoever reads its deltas ends up with the same rows, never going back on the way (G4)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Damage of committed rows: found while memory has them, healed from there, and told by name where it is too late (G5)."""
+"""Damage of committed rows: found while memory has them, healed from there, and told by name where it is too
+late (G5)."""
 
 from __future__ import annotations
 
@@ -63,7 +64,8 @@ def test_nothing_is_deleted_while_something_is_damaged() -> None:
 
 
 def test_a_segment_is_read_back_before_what_it_replaces_is_deleted() -> None:
-    """Every row is written anew by commit 2; when commit 1 leaves the kept ones, commit 2's segment must be known to be good."""
+    """Every row is written anew by commit 2; when commit 1 leaves the kept ones, commit 2's segment must be
+    known to be good."""
     store = MemoryKeyValueStore()
     writer = Writer(store)
     first = writer.commit({n: 1.0 for n in range(100)})

@@ -71,7 +71,8 @@ def test_rows_of_a_whole_bucket_that_are_gone_don_t_come_back_from_older_segment
 
 
 def test_what_was_gone_stays_gone_when_the_segment_that_said_so_is_dropped() -> None:
-    """The row's segment is still needed for another bucket; the one that says that it is gone is not needed any more."""
+    """The row's segment is still needed for another bucket; the one that says that it is gone is not needed
+    any more."""
     first, other = (next(n for n in range(100) if bucket_of(n) == bucket) for bucket in (1, 2))
     segments = make_segments()
     live = segments.write("1-1", changes({first: 1.0, other: 1.0}), ())

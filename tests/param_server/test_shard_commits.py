@@ -1,4 +1,5 @@
-"""One shard's commits, restores and incarnations: exact to the bit, and nothing damaged is ever loaded (G5)."""
+"""One shard's commits, restores and incarnations: exact to the bit, and nothing damaged is ever loaded
+(G5)."""
 
 from __future__ import annotations
 

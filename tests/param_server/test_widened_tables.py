@@ -1,4 +1,5 @@
-"""A table that is wider, or has another update rule, than when its rows were committed: what was learned stays."""
+"""A table that is wider, or has another update rule, than when its rows were committed: what was learned
+stays."""
 
 from __future__ import annotations
 

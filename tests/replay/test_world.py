@@ -55,7 +55,8 @@ def test_no_order_beats_the_best_and_random_is_the_mean_of_all() -> None:
 
 
 def test_order_matters_enough_to_be_learned_by_popularity_and_by_taste() -> None:
-    """What a perfect ranker with only one kind of knowledge would reach, against random: the demo promises 1.3."""
+    """What a perfect ranker with only one kind of knowledge would reach, against random: the demo promises
+    1.3."""
     world = World(WorldConfig())
     sums = dict.fromkeys(("random", "best", "popular", "taste"), 0.0)
     for k in range(400):

@@ -55,7 +55,8 @@ def end(place: Partition, offset: int = 0) -> FakeMessage:
 
 
 class FakeConsumer:
-    """`coming`: what each look at the broker brings; offsets `oldest`..`newest` exist; `fails` is what asking for them meets."""
+    """`coming`: what each look at the broker brings; offsets `oldest`..`newest` exist; `fails` is what asking
+    for them meets."""
 
     def __init__(self, *coming: Iterable[FakeMessage], oldest: int = 0, newest: int = 100) -> None:
         self.coming = deque(deque(messages) for messages in coming)
@@ -106,8 +107,8 @@ class FakeConsumer:
 
 
 class LogConsumer:
-    """A Kafka consumer over records in memory: from where its partitions were assigned, in turns, `at_once` a look; an end where
-    there is no more."""
+    """A Kafka consumer over records in memory: from where its partitions were assigned, in turns, `at_once` a
+    look; an end where there is no more."""
 
     def __init__(self, partitions: Iterable[Partition], records: Iterable[Record], at_once: int = 8) -> None:
         self.at_once = at_once

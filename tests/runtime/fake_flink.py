@@ -9,7 +9,8 @@ from typing import Any
 
 
 class FakeFlink:
-    """A server on a drawn port: `answers` by path, 404 for all else; `asked` are the bodies that were posted, by path."""
+    """A server on a drawn port: `answers` by path, 404 for all else; `asked` are the bodies that were posted,
+    by path."""
 
     def __init__(self) -> None:
         self.answers: dict[str, Any] = {}

@@ -1,4 +1,5 @@
-"""A real server that speaks S3 (moto), in a thread of this process; skipped, with the reason, where it isn't installed."""
+"""A real server that speaks S3 (moto), in a thread of this process; skipped, with the reason, where it isn't
+installed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A member of the controller: each command once, its result until it is known, beats whatever else happens."""
+"""A member of the controller: each command once, its result until it is known, beats whatever else
+happens."""
 
 from __future__ import annotations
 

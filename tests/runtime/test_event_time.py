@@ -1,4 +1,5 @@
-"""Which time it is by now, when any single record may be wrong. The joiner's use of steps is in tests/joiner."""
+"""Which time it is by now, when any single record may be wrong. The joiner's use of steps is in
+tests/joiner."""
 
 from __future__ import annotations
 

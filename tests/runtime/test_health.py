@@ -1,4 +1,5 @@
-"""Alive is whether the loop turns; ready is whether the work is done; a peer that is away never makes a program dead."""
+"""Alive is whether the loop turns; ready is whether the work is done; a peer that is away never makes a
+program dead."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A real broker that asks who one is: our clients, and the client in Flink's connector, which reads the job's own properties."""
+"""A real broker that asks who one is: our clients, and the client in Flink's connector, which reads the job's
+own properties."""
 
 from __future__ import annotations
 
@@ -75,7 +76,8 @@ def _escaped(text: str) -> str:
 
 
 def properties(folder: Path, authority: Authority, keys: str, sasl: int, ssl: int) -> dict[str, str]:
-    """What is set beside the settings of the stack's own broker. `keys`: URL of those that tokens are signed with."""
+    """What is set beside the settings of the stack's own broker. `keys`: URL of those that tokens are signed
+    with."""
     certificate, key = authority.issue("broker")
     (folder / "broker.pem").write_text(Path(key).read_text() + Path(certificate).read_text())
     plain = _PLAIN.format(password=PASSWORD.replace("\\", "\\\\").replace('"', '\\"'))
@@ -98,7 +100,8 @@ def properties(folder: Path, authority: Authority, keys: str, sasl: int, ssl: in
 
 
 OAUTH_JARS = ("jackson-annotations", "jackson-core", "jackson-databind")
-"""Of the broker's; beside jose4j, what the connector's client asks for with OAUTHBEARER and does not bring."""
+"""Of the broker's; beside jose4j, what the connector's client asks for with OAUTHBEARER and does not
+bring."""
 
 
 @pytest.fixture(scope="module")

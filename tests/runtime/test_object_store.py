@@ -1,4 +1,5 @@
-"""A store in a bucket, where it is more than what every store promises (tests/contract/test_checkpoint_store.py)."""
+"""A store in a bucket, where it is more than what every store promises
+(tests/contract/test_checkpoint_store.py)."""
 
 from __future__ import annotations
 

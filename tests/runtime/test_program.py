@@ -76,7 +76,8 @@ def test_a_signal_stops_the_body_in_its_own_order(number: signal.Signals) -> Non
 
 @pytest.mark.parametrize("waits", [True, False])
 def test_a_thread_that_waits_in_a_library_does_not_change_the_exit_code(waits: bool) -> None:
-    """The interpreter is not taken apart beneath it; without such a thread it is, and what was registered for then runs."""
+    """The interpreter is not taken apart beneath it; without such a thread it is, and what was registered for
+    then runs."""
     code = (
         "import atexit, threading; from roostream.runtime.thread_group import ThreadGroup; from roostream.runtime.program import leave\n"
         "atexit.register(print, 'taken apart')\n"
@@ -93,7 +94,8 @@ def test_a_thread_that_waits_in_a_library_does_not_change_the_exit_code(waits: b
 
 @pytest.mark.parametrize("client", ["confluent_kafka", "json"])
 def test_the_interpreter_is_not_taken_apart_beneath_the_kafka_client(client: str) -> None:
-    """Its threads call back for as long as there are any. What was registered for the end runs all the same."""
+    """Its threads call back for as long as there are any. What was registered for the end runs all the
+    same."""
     code = (
         f"import atexit, threading, {client}; from roostream.runtime.program import leave\n"
         "atexit.register(print, 'registered')\n"

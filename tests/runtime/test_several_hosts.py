@@ -1,4 +1,5 @@
-"""Programs on several hosts: network namespaces with addresses and names of their own, where this machine lets one make them."""
+"""Programs on several hosts: network namespaces with addresses and names of their own, where this machine
+lets one make them."""
 
 from __future__ import annotations
 

@@ -26,7 +26,8 @@ class Entry:
 
 
 class FakeAdmin:
-    """The calls of confluent_kafka's AdminClient that are used, over a dictionary. `slow` looks don't see new topics yet."""
+    """The calls of confluent_kafka's AdminClient that are used, over a dictionary. `slow` looks don't see new
+    topics yet."""
 
     def __init__(self) -> None:
         self.topics: dict[str, Topic] = {}

@@ -1,4 +1,5 @@
-"""OAuth's client credentials on loopback: tokens that are signed, and the key that a broker checks them with."""
+"""OAuth's client credentials on loopback: tokens that are signed, and the key that a broker checks them
+with."""
 
 from __future__ import annotations
 

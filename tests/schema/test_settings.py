@@ -1,4 +1,5 @@
-"""Settings come from a TOML file, the environment and flags; every error is one line that names the setting."""
+"""Settings come from a TOML file, the environment and flags; every error is one line that names the
+setting."""
 
 from __future__ import annotations
 

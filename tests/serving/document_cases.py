@@ -1,4 +1,5 @@
-"""Requests made of the OpenAPI document: such as it allows, and such as it forbids; every answer must be one that it names."""
+"""Requests made of the OpenAPI document: such as it allows, and such as it forbids; every answer must be one
+that it names."""
 
 from __future__ import annotations
 
@@ -32,13 +33,14 @@ CHECKS = [
 ]
 GIVEN_MS = 60_000
 KEEPS_DEADLINE = 8
-"""Every so many-th case keeps the deadline that was made up for it: most of these are too short for a score."""
+"""Every so many-th case keeps the deadline that was made up for it: most of these are too short for a
+score."""
 
 
 def answers_conform(home: Path, cases_each: int, seed_number: int = 0) -> Counter[int]:
-    """`cases_each` cases of each call that carries traffic, allowed and forbidden; how many were answered with which status: of
-    those from 500 on only 504 can be there, where the caller's own deadline had passed. Raises what a check finds, with the
-    case."""
+    """`cases_each` cases of each call that carries traffic, allowed and forbidden; how many were answered
+    with which status: of those from 500 on only 504 can be there, where the caller's own deadline had passed.
+    Raises what a check finds, with the case."""
     kept = retrieving(home, FakeRows(SCHEMA), max_log_bytes=1 << 28)
     kept.turn()
     built = kept.built

@@ -87,7 +87,8 @@ class FakeRows:
 
 
 class FakeRowTopic(MemoryConsumer):
-    """The `rows` topic in memory; `outages` calls of `end_offsets` fail, `losses` polls have lost their place."""
+    """The `rows` topic in memory; `outages` calls of `end_offsets` fail, `losses` polls have lost their
+    place."""
 
     PARTITION = (ROWS, 0)
 

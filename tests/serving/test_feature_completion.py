@@ -1,4 +1,5 @@
-"""Completing a request: the client's values win, the rest is hydrated or computed, whole blocks stay as they are."""
+"""Completing a request: the client's values win, the rest is hydrated or computed, whole blocks stay as they
+are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What is scored are the arrays that were packed into the bytes that are logged: those that training reads out of them."""
+"""What is scored are the arrays that were packed into the bytes that are logged: those that training reads
+out of them."""
 
 from __future__ import annotations
 

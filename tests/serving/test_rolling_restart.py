@@ -1,4 +1,5 @@
-"""A serving process takes over from another on the same port: clients that keep their connections meet no failure."""
+"""A serving process takes over from another on the same port: clients that keep their connections meet no
+failure."""
 
 from __future__ import annotations
 

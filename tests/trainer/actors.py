@@ -1,5 +1,5 @@
-"""Processes that wait for each other, one at a time and in a chosen order: threads of which only one ever runs, and what their
-workers sum by."""
+"""Processes that wait for each other, one at a time and in a chosen order: threads of which only one ever
+runs, and what their workers sum by."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ class Killed(BaseException):
 
 
 class _Strand:
-    """A thread that runs acts, one after the other, each when it is let go; `idle` has those that have none."""
+    """A thread that runs acts, one after the other, each when it is let go; `idle` has those that have
+    none."""
 
     idle: ClassVar[list[_Strand]] = []
 
@@ -50,7 +51,8 @@ class _Strand:
 
 
 class Actor:
-    """Acts of one process, each run until it ends or pauses; whoever called `do` or `go_on` waits meanwhile."""
+    """Acts of one process, each run until it ends or pauses; whoever called `do` or `go_on` waits
+    meanwhile."""
 
     running = threading.local()
 
@@ -129,8 +131,9 @@ def wait_until(is_done: Callable[[], bool], clock: Clock, what: str) -> None:
 
 
 class Hall:
-    """Where the workers of a simulation sum. `tears(name)`: does this worker, of those who were given a sum, see an error
-    instead, since another one went away meanwhile? `hears(worker, other)`: does what the other tells arrive at this worker?"""
+    """Where the workers of a simulation sum. `tears(name)`: does this worker, of those who were given a sum,
+    see an error instead, since another one went away meanwhile? `hears(worker, other)`: does what the other
+    tells arrive at this worker?"""
 
     def __init__(
         self,

@@ -1,4 +1,5 @@
-"""A shard in a dict, for simulations of the commit: its disk outlives it, and it counts how often a row was pushed to."""
+"""A shard in a dict, for simulations of the commit: its disk outlives it, and it counts how often a row was
+pushed to."""
 
 from __future__ import annotations
 

@@ -29,8 +29,8 @@ PARTITIONS = (("samples", 0), ("samples", 1))
 
 
 class MemoryOutputs:
-    """`DurableOutputs` as lists. `unflushable`: why a flush fails; `refusal`: why something never arrived; `full`: there is room
-    only after an interrupt, for whoever waits then."""
+    """`DurableOutputs` as lists. `unflushable`: why a flush fails; `refusal`: why something never arrived;
+    `full`: there is room only after an interrupt, for whoever waits then."""
 
     def __init__(self) -> None:
         self.predicted: list[pb.Prediction] = []

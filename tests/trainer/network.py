@@ -1,8 +1,8 @@
 """What lies between the programs of a simulation: calls, beats and a store, with faults that are data.
 
-`Disorder` draws what becomes of one message. A `DeadLink` lasts: from one round to another nothing of one program's calls arrives
-at the other, or they arrive and their answers don't. A `SlowShard` lasts too: what it is asked, or its answer, is late by
-rounds. Everything is well again in the end, so that every run ends.
+`Disorder` draws what becomes of one message. A `DeadLink` lasts: from one round to another nothing of one
+program's calls arrives at the other, or they arrive and their answers don't. A `SlowShard` lasts too: what it
+is asked, or its answer, is late by rounds. Everything is well again in the end, so that every run ends.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ class Network:
 
 
 class Disorder:
-    """What becomes of messages: `draw` names a fault, or "" for none. After `most` faults the network is well, so that every run
-    ends."""
+    """What becomes of messages: `draw` names a fault, or "" for none. After `most` faults the network is
+    well, so that every run ends."""
 
     def __init__(self, seed: int | None, *, share: float = 0.15, most: int = 60) -> None:
         self.random = random.Random(seed)
@@ -118,8 +118,8 @@ class Disorder:
 
 
 class ShakyStore(MemoryStore):
-    """A store that now and then can't be read or written for a call, before or after it had its effect; `well` while a test
-    looks."""
+    """A store that now and then can't be read or written for a call, before or after it had its effect;
+    `well` while a test looks."""
 
     def __init__(self, disorder: Disorder) -> None:
         super().__init__()
@@ -232,8 +232,8 @@ class Wire:
 
 
 class BeatWire:
-    """A member's transport to whichever controller there is. `overtake` lets the member beat once more, from its other thread,
-    while an answer is on its way."""
+    """A member's transport to whichever controller there is. `overtake` lets the member beat once more, from
+    its other thread, while an answer is on its way."""
 
     def __init__(
         self,

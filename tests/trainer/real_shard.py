@@ -17,7 +17,8 @@ from tests.trainer.memory_store import MemoryStore
 
 
 class _Changed:
-    """The condition by which the shard waits for the other workers' pushes, where only one thread runs at a time."""
+    """The condition by which the shard waits for the other workers' pushes, where only one thread runs at a
+    time."""
 
     def __init__(self, process: RealShard, lock: threading.Lock, clock: Clock) -> None:
         self.process, self.lock, self.clock = process, lock, clock

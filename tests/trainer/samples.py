@@ -1,4 +1,5 @@
-"""A small schema and samples for it, whose user ids are unique: a user's row tells how often its sample was applied."""
+"""A small schema and samples for it, whose user ids are unique: a user's row tells how often its sample was
+applied."""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ def schema() -> Schema:
 def sample(
     number: int, *, num_candidates: int = 3, close_ms: int | None = None, user: int | None = None
 ) -> bytes:
-    """Sample `number` (from 1), of user `number` unless given; labels and features are a function of the number."""
+    """Sample `number` (from 1), of user `number` unless given; labels and features are a function of the
+    number."""
     s, random = schema(), np.random.default_rng(number)
     items = (random.integers(0, NUM_ITEMS, num_candidates) + 1).tolist()
     time_ms = T0 + number * 1000
@@ -74,7 +76,8 @@ def sample(
 def corrected(
     number: int, candidate: int, *, event: int = 1, after: float = 1.0, before: float | None = None
 ) -> Record:
-    """What an engagement, 10 s behind the close, makes of one candidate's label. `before`: as in the sample unless given."""
+    """What an engagement, 10 s behind the close, makes of one candidate's label. `before`: as in the sample
+    unless given."""
     message = pb.Sample.FromString(sample(number)[2:])
     message.labels_before[:] = message.labels
     if before is not None:
@@ -105,7 +108,8 @@ def placed(records: list[Record]) -> list[Record]:
 
 
 def records(numbers: list[int], *, num_partitions: int = 2) -> list[Record]:
-    """One record a number, dealt to partitions by it, in that order; a number that comes again is a re-emission."""
+    """One record a number, dealt to partitions by it, in that order; a number that comes again is a
+    re-emission."""
     out, ends = [], dict.fromkeys(range(num_partitions), 0)
     for number in numbers:
         p = number % num_partitions

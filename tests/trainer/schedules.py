@@ -1,5 +1,5 @@
-"""Faults of a fleet, drawn from a seed: which processes die at which moments, which links are dead and which shards slow, and
-for how long."""
+"""Faults of a fleet, drawn from a seed: which processes die at which moments, which links are dead and which
+shards slow, and for how long."""
 
 from __future__ import annotations
 

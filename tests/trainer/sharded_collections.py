@@ -1,4 +1,5 @@
-"""Two processes, each with half of a TorchRec collection that is sharded by our plan; started by test_torchrec_plan.py.
+"""Two processes, each with half of a TorchRec collection that is sharded by our plan; started by
+test_torchrec_plan.py.
 
     python -m tests.trainer.sharded_collections RANK FOLDER
 
@@ -56,8 +57,8 @@ def push(shape: torch.Size) -> torch.Tensor:
 
 
 def sharded(plan: str, rows: dict[str, np.ndarray]) -> nn.Module:
-    """A collection of these rows under a plan. It sums: of MEAN, TorchRec 1.9 divides tables twice that lie whole beside others
-    that are cut into row blocks.
+    """A collection of these rows under a plan. It sums: of MEAN, TorchRec 1.9 divides tables twice that lie
+    whole beside others that are cut into row blocks.
     """
     configs = [
         EmbeddingBagConfig(

@@ -29,7 +29,8 @@ class EvenClock(FakeClock):
 
 
 class TrickleReader(KafkaConsumer):
-    """Three records a poll, without waiting, so that cuts find records that were fetched or polled and not yet trained."""
+    """Three records a poll, without waiting, so that cuts find records that were fetched or polled and not
+    yet trained."""
 
     def poll(self, max_records: int, timeout_s: float, partition: Partition | None = None) -> list[Record]:
         return super().poll(min(max_records, 3), 0.0, partition)
@@ -49,7 +50,8 @@ class WatchedController(Controller):
 
 @dataclasses.dataclass(frozen=True)
 class Site:
-    """What a simulation begins with: its schema and Kafka, and what there is in its store and on its shards' disks."""
+    """What a simulation begins with: its schema and Kafka, and what there is in its store and on its shards'
+    disks."""
 
     schema: Schema = dataclasses.field(default_factory=samples.schema)
     kafka: Mapping[str, Any] = dataclasses.field(

@@ -1,14 +1,17 @@
-"""The whole commit in one thread: controller, worker and shards over in-memory transports, a clock that is moved, deaths at
-named moments, messages that are lost, late or come twice, and a store that is away now and then.
+"""The whole commit in one thread: controller, worker and shards over in-memory transports, a clock that is
+moved, deaths at named moments, messages that are lost, late or come twice, and a store that is away now and
+then.
 
-Between two commands of a worker it trains, as `write` is done beside training. With a `seed`, how many commands a member does in
-a round, how much is trained between them, and what becomes of a message is drawn; the same seed gives the same run.
+Between two commands of a worker it trains, as `write` is done beside training. With a `seed`, how many
+commands a member does in a round, how much is trained between them, and what becomes of a message is drawn;
+the same seed gives the same run.
 
-What lies between the programs is in network.py, with faults that last. Workers are actors (actors.py): one waits for the others
-in a sum, or in a push that a shard holds, while the rest goes on. Which worker goes on first, and how far, is drawn too.
+What lies between the programs is in network.py, with faults that last. Workers are actors (actors.py): one
+waits for the others in a sum, or in a push that a shard holds, while the rest goes on. Which worker goes on
+first, and how far, is drawn too.
 
-A moment is `(who, what, when)`: a member executing a command, the controller doing an effect, or the worker between the
-pushes of one batch. `kill_at` names the moment, which of its occurrences, and who dies there.
+A moment is `(who, what, when)`: a member executing a command, the controller doing an effect, or the worker
+between the pushes of one batch. `kill_at` names the moment, which of its occurrences, and who dies there.
 """
 
 from __future__ import annotations
@@ -99,7 +102,8 @@ class Simulation:
         site: Site = NEW,
         loop: Mapping[str, Any] | None = None,
     ) -> None:
-        """`loop`: settings of the loop beyond the others. `limits`: time limits of `Facts` that are not the product's own."""
+        """`loop`: settings of the loop beyond the others. `limits`: time limits of `Facts` that are not the
+        product's own."""
         self.site = site
         self.real_shards, self.seeded, self.disorder = real_shards, seed is not None, Disorder(seed)
         self.network = Network(lasting)
@@ -299,7 +303,8 @@ class Simulation:
     # Time
 
     def round(self) -> None:
-        """A quarter of a second: the dead come back, everyone beats and does commands, the controller acts, workers train."""
+        """A quarter of a second: the dead come back, everyone beats and does commands, the controller acts,
+        workers train."""
         self.store.well = False
         self.network.round += 1
         self.clock.advance(ROUND_S)

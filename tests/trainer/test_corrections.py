@@ -1,4 +1,5 @@
-"""Labels that were put right behind the close: what of them is trained, once, and what they must not count for."""
+"""Labels that were put right behind the close: what of them is trained, once, and what they must not count
+for."""
 
 from __future__ import annotations
 
@@ -80,7 +81,8 @@ def gradients(model: Model, batch: Batch, config: LoopConfig) -> list[Tensor]:
 
 
 def test_sample_and_correction_are_the_corrected_sample_for_every_weight_and_row() -> None:
-    """With ranks and attention within the list: a correction has the whole list, so its features are the sample's."""
+    """With ranks and attention within the list: a correction has the whole list, so its features are the
+    sample's."""
     schema = make_schema("everything")
     model = build_model(schema, RankerConfig(width=8, deep_layers=(8,), task_layers=(4,)), seed=1).double()
     with torch.no_grad():
@@ -211,7 +213,8 @@ def test_a_correction_is_due_with_its_engagement() -> None:
 
 
 def test_a_kill_at_any_step_loses_and_repeats_nothing() -> None:
-    """Whatever the cut, going on from it gives the weights and rows of the run that nothing disturbed, bit by bit."""
+    """Whatever the cut, going on from it gives the weights and rows of the run that nothing disturbed, bit by
+    bit."""
     corrections = [samples.corrected(n, unclicked(n), event=n) for n in (1, 2, 5, 6)]
     log = samples.placed([*N8, *corrections, *corrections[:2]])
     settings = {"partitions": BOTH, "corrections": "on", "batch_requests": 3, "max_batch_wait_ms": 0}

@@ -1,4 +1,5 @@
-"""W workers are one: what they sum, when they train, when they cut, and what moves when there are more or fewer of them."""
+"""W workers are one: what they sum, when they train, when they cut, and what moves when there are more or
+fewer of them."""
 
 from __future__ import annotations
 
@@ -83,7 +84,8 @@ def test_several_workers_equal_one_worker_with_the_combined_batch(workers: int) 
 
 @pytest.mark.usefixtures("in_float64")
 def test_the_loss_is_divided_by_the_total_weight_of_all_workers() -> None:
-    """Workers with parts of different sizes: an average of averages would weigh the smaller part's requests more."""
+    """Workers with parts of different sizes: an average of averages would weigh the smaller part's requests
+    more."""
     uneven = samples.records([1, 3, 5, 7, 9, 11, 2, 4])
     rows = [DoubleRows(FakeClock(samples.T0)) for _ in range(2)]
     one = Fleet(uneven, 1, lambda worker: rows[0], batch_requests=8)

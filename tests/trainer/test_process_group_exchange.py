@@ -1,4 +1,5 @@
-"""Swaps take one exchange while parts are about as large as the last time, and bring every byte in any case."""
+"""Swaps take one exchange while parts are about as large as the last time, and bring every byte in any
+case."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ def swapped(
     size_of: Callable[[int, int, int], int],
     about: Callable[[int], str] = lambda _: "",
 ) -> int:
-    """Exchanges that it took to swap parts of `size_of(turn, from, to)` bytes, each of which was found where it belongs."""
+    """Exchanges that it took to swap parts of `size_of(turn, from, to)` bytes, each of which was found where
+    it belongs."""
     wire = Wire(workers)
 
     def run(index: int) -> int:

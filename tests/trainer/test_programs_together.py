@@ -1,4 +1,5 @@
-"""Controller, shards and worker over sockets and threads, as their programs put them together; only Kafka is in memory."""
+"""Controller, shards and worker over sockets and threads, as their programs put them together; only Kafka is
+in memory."""
 
 from __future__ import annotations
 

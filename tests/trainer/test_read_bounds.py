@@ -1,4 +1,5 @@
-"""A worker reads no further than it is handed out, says when that is trained, and is at the unit's end then."""
+"""A worker reads no further than it is handed out, says when that is trained, and is at the unit's end
+then."""
 
 from __future__ import annotations
 

@@ -583,7 +583,8 @@ def test_other_errors_are_not_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_worker_with_another_schema_than_the_controller_waits() -> None:
-    """While programs are started again with another file: a commit that names one schema has nothing written by the other."""
+    """While programs are started again with another file: a commit that names one schema has nothing written
+    by the other."""
     stage = Stage()
     result = stage.do("restore", manifest="", schema="00000000000000aa")
     assert result["away"] and "expected the controller's schema 00000000000000aa" in result["error"]

@@ -38,7 +38,8 @@ def log_losses(predicted: list[pb.Prediction]) -> np.ndarray:
 
 
 def assert_serving_scores_as(loop: TrainLoop, config: ModelConfig, records: Iterable[Record]) -> None:
-    """A version of the loop's weights, made from `config`, scores these requests alone as the loop scores them."""
+    """A version of the loop's weights, made from `config`, scores these requests alone as the loop scores
+    them."""
     version = build_version("1-1", SCHEMA, config, 0, loop.descent.scorer.state_dict())
     for record in records:
         batch, _ = Decoder(SCHEMA, {}.get).decode([record])

@@ -1,4 +1,5 @@
-"""Samples of the simulated site (roostream/replay/world.py) and a real shard in memory, for any kind of model."""
+"""Samples of the simulated site (roostream/replay/world.py) and a real shard in memory, for any kind of
+model."""
 
 from __future__ import annotations
 

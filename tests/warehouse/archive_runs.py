@@ -137,9 +137,9 @@ class Kills:
 
 
 def kill_rivals(place: Path, *, kills: int, per_partition: int, seed: int = 0) -> Kills:
-    """Two archivers of all partitions and two compactors at any time, one of which is killed again and again, at any moment after
-    it has begun, until `kills` of them were; then all are done. In a process of its own, which forks them: nothing that they use
-    may have been used before."""
+    """Two archivers of all partitions and two compactors at any time, one of which is killed again and again,
+    at any moment after it has begun, until `kills` of them were; then all are done. In a process of its own,
+    which forks them: nothing that they use may have been used before."""
     command = [
         sys.executable,
         "-m",

@@ -1,4 +1,5 @@
-"""A table in memory: records of `samples` as files of rows, as an archiver and a compactor might leave them."""
+"""A table in memory: records of `samples` as files of rows, as an archiver and a compactor might leave
+them."""
 
 from __future__ import annotations
 
@@ -62,7 +63,8 @@ class MemoryTable:
 
 
 def table_of(records: Sequence[Record], *, rows_of_file: int = 6, seed: int | None = None) -> MemoryTable:
-    """Files of so many rows of a (day, partition), by offset; with a `seed` the rows of each file lie in some other order."""
+    """Files of so many rows of a (day, partition), by offset; with a `seed` the rows of each file lie in some
+    other order."""
     decoder = Decoder(samples.schema(), {}.get)
     groups: dict[tuple[date, int], list[Record]] = {}
     for record in records:

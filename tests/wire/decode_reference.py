@@ -1,4 +1,5 @@
-"""A decoder written with protobuf and `decode_block` only, which the kernels must equal, and a sample to damage."""
+"""A decoder written with protobuf and `decode_block` only, which the kernels must equal, and a sample to
+damage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Blocks: what is encoded comes back, protobuf writes the same bytes, and what can't be held is refused with its name."""
+"""Blocks: what is encoded comes back, protobuf writes the same bytes, and what can't be held is refused with
+its name."""
 
 from __future__ import annotations
 

@@ -55,7 +55,8 @@ def unpacked(number: int, wire_type: int, elements: list[bytes]) -> bytes:
 
 
 def odd_forms(sample: pb.Sample) -> dict[str, bytes]:
-    """The same sample in forms that protobuf must read as equal, each of which the kernels don't walk themselves."""
+    """The same sample in forms that protobuf must read as equal, each of which the kernels don't walk
+    themselves."""
     whole = sample.SerializeToString(deterministic=True)
     items = [i.to_bytes(8, "little") for i in sample.item_ids]
     without_items = pb.Sample()

@@ -32,7 +32,8 @@ NAMED = [
 
 @pytest.mark.parametrize(("numbers", "message"), NAMED, ids=[m.DESCRIPTOR.name for _, m in NAMED])
 def test_every_field_of_a_message_has_its_name_and_number(numbers: tuple[int, ...], message: type) -> None:
-    """A new field is written in roo.proto and here; with a reader of it, those are the three places that it touches."""
+    """A new field is written in roo.proto and here; with a reader of it, those are the three places that it
+    touches."""
     fields = message.DESCRIPTOR.fields  # type: ignore[attr-defined]
     assert numbers._asdict() == {f.name: f.number for f in fields}  # type: ignore[attr-defined]
 

@@ -1,7 +1,8 @@
 """The controller's decisions as a pure state machine: events in (beats, ticks, outcomes of effects), effects
 and commands out.
 
-    CLAIMING ──► GATHERING ──► RESTORING ──► RUNNING ──► CUTTING ──► FREEZING ──► WRITING ──► LINKING ──► COMMITTING ─┐
+    CLAIMING ──► GATHERING ──► RESTORING ──► RUNNING ──► CUTTING ──► FREEZING ──► WRITING ──► LINKING ──►
+    COMMITTING ─┐
        ▲         all members     to the last    ▲                        │            │           │                   │
        │         connected       manifest       ├────── ABORTING ◄───────┴────────────┴───────────┘                   │
        └── any member lost, or broken           └─────────────────────────────────────────────────────────────────────┘

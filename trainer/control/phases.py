@@ -1,7 +1,8 @@
 """Initial training of history by more workers in larger batches, then training on the stream: the phase of an
 incarnation.
 
-    initial ──► at the export point everything is committed, training does not resume ──► the next incarnation: stream
+    initial ──► at the export point everything is committed, training does not resume ──► the next
+    incarnation: stream
 
 The historical range is fixed when the initial phase begins. It is stored in the incarnation's file, as plans
 and holds are. The phase follows from that range and the committed offsets alone. So a crash cannot leave a
@@ -15,7 +16,8 @@ table's version ends, or it begins a further session of what was archived meanwh
 
 Work units:
 
-    committed offsets ──► epoch ──► of each source, what is left of its part ──► a worker's sources are its units
+    committed offsets ──► epoch ──► of each source, what is left of its part ──► a worker's sources are its
+    units
           ▲                                                                               │
           └──── a commit, which is due as soon as every worker reports its units as trained
 

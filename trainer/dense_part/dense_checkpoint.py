@@ -42,7 +42,8 @@ def restore(
     With another, compatible schema, a weight whose shape changed keeps its initial value.
 
     Raises:
-        CheckpointError: `same_schema`, and a weight or its optimizer state is missing or has another shape. Nothing was changed.
+        CheckpointError: `same_schema`, and a weight or its optimizer state is missing or has another shape.
+        Nothing was changed.
     """
     weights_prefix = _TRAINED if any(name.startswith(_TRAINED) for name in tensors) else "model."
     wanted = [(f"{weights_prefix}{name}", value) for name, value in model.state_dict().items()]

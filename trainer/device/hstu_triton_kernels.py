@@ -1,7 +1,9 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
-"""HSTU's pointwise attention on jagged sequences, as Triton kernels: what `trainer/device/hstu_attention.py` calls.
+"""HSTU's pointwise attention on jagged sequences, as Triton kernels: what `trainer/device/hstu_attention.py`
+calls.
 
-Of one sequence and head, tokens i (queries) and j (keys), h entries of history and targets behind them (models/sequence):
+Of one sequence and head, tokens i (queries) and j (keys), h entries of history and targets behind them
+(models/sequence):
 
     s_ij = q_i · k_j + b_pos[pos_j - pos_i + P / 2] + b_time[bucket(|gap_j - next_i|)]        pos = min(place, h)
     a_ij = SiLU(s_ij) / N_fixed where i sees j (j < h and j <= i, or j = i), else 0
@@ -10,9 +12,10 @@ Of one sequence and head, tokens i (queries) and j (keys), h entries of history 
     dv_j = Σ_i a_ij do_i       ds_ij = (do_i · v_j) SiLU'(s_ij) / N_fixed       dq_i = Σ_j ds_ij k_j       dk_j = Σ_i ds_ij q_i
     db_pos[·], db_time[·] = Σ ds_ij of the pairs that have it
 
-Keys of the history are taken block by block; a target's pair with itself is one product a row, so that a target's key and value
-have their whole gradient there, and no gradient of a token needs an atomic addition. Those of biases do: their last bits depend
-on the order of arrival. Products are in the type of q, k and v (float32: not TF32), everything else is float32.
+Keys of the history are taken block by block; a target's pair with itself is one product a row, so that a
+target's key and value have their whole gradient there, and no gradient of a token needs an atomic addition.
+Those of biases do: their last bits depend on the order of arrival. Products are in the type of q, k and v
+(float32: not TF32), everything else is float32.
 
 Letters: M queries and N keys of a block, C width of a head.
 """
@@ -23,7 +26,8 @@ import triton.language as tl
 
 @triton.jit
 def _bucket(gap, step_ptr, NUM_STEPS: tl.constexpr):
-    """How many of the steps (int64, rising) are at most `gap` (int64, at least 0): a logarithm, put right by its neighbours."""
+    """How many of the steps (int64, rising) are at most `gap` (int64, at least 0): a logarithm, put right by
+    its neighbours."""
     seconds = tl.maximum(gap.to(tl.float32) / 1000.0, 1.0)
     near = (tl.log(seconds) / 0.301).to(tl.int32)
     near = tl.minimum(tl.maximum(near, 0), NUM_STEPS)
@@ -121,7 +125,8 @@ def forward_kernel(
     HEADS: tl.constexpr, TIMES: tl.constexpr, NUM_STEPS: tl.constexpr, WIDE: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (sequences · blocks of queries, heads). `x`: [S, 3 · HEADS · width], `out`: [S, HEADS · width]."""
+    """Grid: (sequences · blocks of queries, heads). `x`: [S, 3 · HEADS · width], `out`: [S, HEADS ·
+    width]."""
     sequence, block, head = tl.program_id(0) // num_blocks, tl.program_id(0) % num_blocks, tl.program_id(1)
     start = tl.load(offset_ptr + sequence)
     n = (tl.load(offset_ptr + sequence + 1) - start).to(tl.int32)

@@ -1,4 +1,5 @@
-"""Keys and labels of a drift report (`DriftDetector.report`), and the merge of the reports of several workers.
+"""Keys and labels of a drift report (`DriftDetector.report`), and the merge of the reports of several
+workers.
 
 A file of its own: the controller imports it and must not import numba.
 """

@@ -42,7 +42,8 @@ class ScoreHistogram:
         )
 
     def add_sides(self, ordered_N: np.ndarray, positive_N: np.ndarray, negative_N: np.ndarray) -> None:
-        """As `add`, with scores from `ordered` and the weights of positives and negatives. Keeps the arrays."""
+        """As `add`, with scores from `ordered` and the weights of positives and negatives. Keeps the
+        arrays."""
         self._pending.append((ordered_N, positive_N, negative_N))
         self._num_pending += len(ordered_N)
         if self._num_pending >= max(

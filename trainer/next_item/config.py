@@ -1,4 +1,5 @@
-"""Settings of `roostream next-item`; the defaults are those of the published comparison (Zhai et al. 2024, §4.1.1)."""
+"""Settings of `roostream next-item`; the defaults are those of the published comparison (Zhai et al. 2024,
+§4.1.1)."""
 
 from __future__ import annotations
 

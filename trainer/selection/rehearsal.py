@@ -78,7 +78,8 @@ class Rehearsal:
         return {f"{_PREFIX}{name}": value for name, value in arrays.items()}
 
     def load(self, tensors: Mapping[str, np.ndarray]) -> None:
-        """Load a `state` found among `tensors`; without one, or with one of another schema, nothing is kept."""
+        """Load a `state` found among `tensors`; without one, or with one of another schema, nothing is
+        kept."""
         self._kept.clear()
         of = {
             name.removeprefix(_PREFIX): value for name, value in tensors.items() if name.startswith(_PREFIX)

@@ -131,7 +131,8 @@ class SlipstreamPolicy:
         self.over = False  # the log has ended: nothing is skipped any more
 
     def stale(self, batch: Batch, step: int) -> np.ndarray | None:
-        """bool [R]: the requests to skip in a chunk that will be step `step`. None: none yet, or no longer."""
+        """bool [R]: the requests to skip in a chunk that will be step `step`. None: none yet, or no
+        longer."""
         if self.over or step <= self.config.last_snapshot + AHEAD or not batch.num_requests:
             return None
         assert self.T is not None, "a chunk was claimed further ahead than AHEAD"

@@ -1,1 +1,2 @@
-"""`roostream checkpoint`: list, verify, export, import and roll back commits; exchange embedding rows with TorchRec."""
+"""`roostream checkpoint`: list, verify, export, import and roll back commits; exchange embedding rows with
+TorchRec."""

@@ -90,7 +90,8 @@ def list_command(home: Path, store: str, as_json: bool) -> None:
 @click.option("--seq", type=int, help="number of a commit; default: all")
 @json_option
 def verify_command(home: Path, store: str, seq: int | None, as_json: bool) -> None:
-    """Read all parts of a commit. Exit code 1: a part is damaged. Only segments of stopped shards can be read.
+    """Read all parts of a commit. Exit code 1: a part is damaged. Only segments of stopped shards can be
+    read.
 
     \b
     Example:
@@ -144,7 +145,8 @@ ids_option = click.option(
 def export_command(
     home: Path, store: str, seq: int | None, to: Path, ids: Path | None, make_ids: Path | None
 ) -> None:
-    """Copy a commit of a stopped stack into a directory from which another home can start, with its rows as safetensors.
+    """Copy a commit of a stopped stack into a directory from which another home can start, with its rows as
+    safetensors.
 
     With --to FILE.safetensors, write the rows as the state_dict of a TorchRec EmbeddingBagCollection instead.
 
@@ -198,14 +200,17 @@ def import_command(
     model: Path | None,
     shards: int | None,
 ) -> None:
-    """Create the first commit of an empty home from an export, on any Kafka: rows, weights and trained ids, but no offsets.
+    """Create the first commit of an empty home from an export, on any Kafka: rows, weights and trained ids,
+    but no offsets.
 
-    Or from the rows of a TorchRec EmbeddingBagCollection, and the dense weights in the file whose names match the model.
+    Or from the rows of a TorchRec EmbeddingBagCollection, and the dense weights in the file whose names match
+    the model.
 
     \b
     Example:
       roostream checkpoint import --from /backup/12 --home /srv/other && roostream up --home /srv/other
-      roostream checkpoint import --from dlrm.safetensors --schema shop.toml --model model.toml --home /srv/shop
+      roostream checkpoint import --from dlrm.safetensors --schema shop.toml --model model.toml --home
+      /srv/shop
     """
     place = Home(home)
     if not store and place.is_locked():
@@ -249,7 +254,8 @@ def _only_of_collections(given: dict[str, object], instead: str) -> None:
 @click.argument("seq", type=int)
 @click.option("--yes", is_flag=True, help="do not ask for confirmation")
 def rollback_command(home: Path, store: str, seq: int, yes: bool) -> None:
-    """Make commit SEQ of a stopped stack the newest. The next start resumes there and trains later data again.
+    """Make commit SEQ of a stopped stack the newest. The next start resumes there and trains later data
+    again.
 
     \b
     Example:

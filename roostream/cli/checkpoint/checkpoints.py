@@ -1,10 +1,12 @@
-"""List, verify, export and import commits: manifests and files in a checkpoint store, segments in the homes of shards.
+"""List, verify, export and import commits: manifests and files in a checkpoint store, segments in the homes
+of shards.
 
-The segments of a shard can be read while it is stopped. Segments of a running shard, or on another machine, are "not reached".
+The segments of a shard can be read while it is stopped. Segments of a running shard, or on another machine,
+are "not reached".
 
-An export can be imported on another Kafka. Rows with optimizer state, dense weights, trained ids and metrics are copied; offsets are
-not, because they belong to the other cluster. Training starts at the oldest sample and skips ids that were trained. The manifest
-names no cluster until the next commit (docs/decisions/0040).
+An export can be imported on another Kafka. Rows with optimizer state, dense weights, trained ids and metrics
+are copied; offsets are not, because they belong to the other cluster. Training starts at the oldest sample
+and skips ids that were trained. The manifest names no cluster until the next commit (docs/decisions/0040).
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ class Outcome(NamedTuple):
 
 
 def list_commits(store: CheckpointStore) -> list[dict[str, Any]]:
-    """Every commit in the store, newest first: number, times, sizes and quality, or `problem` if it cannot be read."""
+    """Every commit in the store, newest first: number, times, sizes and quality, or `problem` if it cannot be
+    read."""
     out = []
     for number in reversed(manifests.numbers(store)):
         name = manifests.manifest_name(number)
@@ -76,7 +79,8 @@ def _describe(manifest: Manifest) -> dict[str, Any]:
 
 
 def verify(store: CheckpointStore, number: int, home: Path | None) -> Iterator[Outcome]:
-    """Read every part of a commit: manifest, previous manifest, files, schema, and the segments of shards in `home`."""
+    """Read every part of a commit: manifest, previous manifest, files, schema, and the segments of shards in
+    `home`."""
     name = manifests.manifest_name(number)
     try:
         restorable = manifests.load(store, name)
@@ -151,7 +155,8 @@ def _shard(manifest: Manifest, schema: Schema, index: int, home: Path | None) ->
 def shard_segments(
     manifest: Manifest, schema: Schema, index: int, home: Path | None, *, to_read: bool = False
 ) -> Iterator[tuple[Segments, tuple[Segment, ...]]]:
-    """The segments of a shard, and those that belong to the commit. `to_read` also opens those of a running shard.
+    """The segments of a shard, and those that belong to the commit. `to_read` also opens those of a running
+    shard.
 
     Raises:
         SetupError: the segments are not in `home`, or the shard is running.
@@ -175,8 +180,8 @@ def export(store: CheckpointStore, number: int, home: Path, to: Path) -> list[st
     """Copy and verify one commit into the new directory `to`; returns the names of what was written.
 
     `store/` and `shard-N/segments` are as in a home, so a home on the same Kafka can continue from them.
-    `rows/<stack>-<shard>.safetensors` are for other programs (docs/protocols.md, Exports). After a failure there is no
-    `export.json`, and `to` is not an export.
+    `rows/<stack>-<shard>.safetensors` are for other programs (docs/protocols.md, Exports). After a failure
+    there is no `export.json`, and `to` is not an export.
 
     Raises:
         CheckpointError: a part is missing or damaged. SetupError: `to` exists, or a shard is running.
@@ -282,13 +287,15 @@ def _arrays(rows: dict[tuple[int, int], tuple[int, np.ndarray, np.ndarray]]) -> 
 
 
 def import_export(folder: Path, store: CheckpointStore, home: Path) -> Manifest:
-    """Make the export in `folder` the only commit of `store`, with its segments in `home`; returns its manifest.
+    """Make the export in `folder` the only commit of `store`, with its segments in `home`; returns its
+    manifest.
 
     After any other error than those below there is no commit; empty the home and call again.
 
     Raises:
         CheckpointError: there is no export, or a part of it is missing or damaged. Nothing was changed.
-        SetupError: the store has commits, the home has segments, or the export is in use. Nothing was changed.
+        SetupError: the store has commits, the home has segments, or the export is in use. Nothing was
+        changed.
     """
     source, manifest = _export_in(folder)
     expect_empty(store, home, manifest.shards)

@@ -6,9 +6,9 @@
     because only the newest segment has the publication marks
   4 create the manifest exclusively under its name; this completes the move
 
-If the process is killed before step 4, the old map remains valid and the new segments are deleted later like any abandoned segment.
-A bucket always has exactly one owner. Shards that lose buckets write nothing; the rows stay unread in their segments until those are
-deleted.
+If the process is killed before step 4, the old map remains valid and the new segments are deleted later like
+any abandoned segment. A bucket always has exactly one owner. Shards that lose buckets write nothing; the rows
+stay unread in their segments until those are deleted.
 """
 
 from __future__ import annotations
@@ -79,13 +79,17 @@ def check_move(manifest: Manifest, after: BucketMap) -> np.ndarray:
 def move(
     store: CheckpointStore, after: BucketMap, stores: Mapping[int, KeyValueStore], time_ms: int
 ) -> Manifest:
-    """Commit the rows of the newest commit with the map `after`; returns the manifest. Without moves, the newest commit.
+    """Commit the rows of the newest commit with the map `after`; returns the manifest. Without moves, the
+    newest commit.
 
-    `stores` has the segments of every shard before and after. After a failure the last commit is valid; call again.
+    `stores` has the segments of every shard before and after. After a failure the last commit is valid; call
+    again.
 
     Raises:
-        ConfigError: the map is not valid, or an eviction policy keeps state that is not divided by bucket. Nothing was
-            changed. CheckpointError: rows to move are damaged. FencedError: a controller was started meanwhile.
+        ConfigError: the map is not valid, or an eviction policy keeps state that is not divided by bucket.
+        Nothing was
+            changed. CheckpointError: rows to move are damaged. FencedError: a controller was started
+            meanwhile.
         UnavailableError: the store or a disk cannot be written.
     """
     last = newest_commit(store)
@@ -161,7 +165,8 @@ def _gained_buckets(shards_of_commit: CommittedShards, gained: Sequence[int]) ->
 
 
 def bytes_by_bucket(shards_of_commit: CommittedShards) -> np.ndarray:
-    """float64 [B]: bytes of each bucket in the committed segments. Raises CheckpointError: a segment is missing or damaged."""
+    """float64 [B]: bytes of each bucket in the committed segments. Raises CheckpointError: a segment is
+    missing or damaged."""
     bytes_B = np.zeros(shards_of_commit.manifest.num_buckets)
     for index in shards_of_commit.manifest.shards:
         held = shards_of_commit.segments(

@@ -1,10 +1,12 @@
-"""Exchange embedding rows with TorchRec: a collection's state_dict as a safetensors file, and the ids of its row numbers.
+"""Exchange embedding rows with TorchRec: a collection's state_dict as a safetensors file, and the ids of its
+row numbers.
 
 collection   `embedding_bags.TABLE.weight` (or `embeddings.TABLE.weight`), floats [N, D], for each table; any prefix
 ids          `TABLE`, int64 [N]: the id of row n; default: ids 0 to N - 1
 
-An import creates the first commit of an empty home (docs/decisions/0043). Rows start with the optimizer state of a new row. Dense
-weights are initial, except those in the file with the same name and shape. No topic was read.
+An import creates the first commit of an empty home (docs/decisions/0043). Rows start with the optimizer state
+of a new row. Dense weights are initial, except those in the file with the same name and shape. No topic was
+read.
 """
 
 from __future__ import annotations
@@ -156,8 +158,8 @@ def collection_of(
 ) -> CollectionExport:
     """The live rows of every non-empty table.
 
-    Row n has the id `ids[table][n]`. A table that is not in `ids` uses the id n, or with `make_ids` the n-th smallest id. A row
-    number without a row gets the initial values of a new row.
+    Row n has the id `ids[table][n]`. A table that is not in `ids` uses the id n, or with `make_ids` the n-th
+    smallest id. A row number without a row gets the initial values of a new row.
 
     Raises:
         CheckpointError: the commit is damaged, or the ids of a table are not row numbers and not in `ids`.
@@ -246,7 +248,8 @@ class NewDeployment:
 
 
 def new_deployment(schema: Path | None, model: Path | None, num_shards: int) -> NewDeployment:
-    """Settings as of `up`, with this schema (default: the demo's), model (default: the ranker) and number of shards.
+    """Settings as of `up`, with this schema (default: the demo's), model (default: the ranker) and number of
+    shards.
 
     Raises:
         ConfigError: the schema or the model cannot be used.
@@ -274,7 +277,8 @@ def import_collection(
     home: Path,
     new: NewDeployment,
 ) -> CollectionImport:
-    """Make the rows the only commit of `store`, with segments in `home`; `up` continues there with the same settings.
+    """Make the rows the only commit of `store`, with segments in `home`; `up` continues there with the same
+    settings.
 
     After any other error than those below there is no commit; empty the home and call again.
 

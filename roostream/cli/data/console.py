@@ -40,6 +40,7 @@ _WIDTH = 240  # of output that is not a terminal
 
 
 def wide_console() -> Console:
-    """A console without markup: as wide as the terminal or COLUMNS, else 240 characters, so that tables are not cut."""
+    """A console without markup: as wide as the terminal or COLUMNS, else 240 characters, so that tables are
+    not cut."""
     width = None if sys.stdout.isatty() or os.environ.get("COLUMNS") else _WIDTH
     return Console(markup=False, emoji=False, highlight=False, width=width)

@@ -1,4 +1,5 @@
-"""`roostream inspect dedupe`: how often values repeat within a batch, and for which features deduplication pays."""
+"""`roostream inspect dedupe`: how often values repeat within a batch, and for which features deduplication
+pays."""
 
 from __future__ import annotations
 
@@ -37,10 +38,11 @@ if TYPE_CHECKING:
 def dedupe(
     log: tuple[str, ...], schema: str, by: str, batch_requests: int, requests: int, as_json: bool
 ) -> None:
-    """Measure how often request features repeat within a batch, in logged and in clustered order (docs/deduplication.md).
+    """Measure how often request features repeat within a batch, in logged and in clustered order
+    (docs/deduplication.md).
 
-    LOG is a list of files that end in .jsonl, .parquet or .csv, the folder of EB-NeRD with behaviors.parquet, or a
-    warehouse. It is read once, in bounded memory.
+    LOG is a list of files that end in .jsonl, .parquet or .csv, the folder of EB-NeRD with behaviors.parquet,
+    or a warehouse. It is read once, in bounded memory.
 
     \b
     Example:

@@ -1,4 +1,5 @@
-"""`roostream inspect feature` and `roostream report table`: statistics of the samples of a warehouse by day."""
+"""`roostream inspect feature` and `roostream report table`: statistics of the samples of a warehouse by
+day."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ def days_of(command: Any) -> Any:
 @days_of
 @json_option
 def feature(warehouse: str, names: tuple[str, ...], first: Any, last: Any, as_json: bool) -> None:
-    """Show coverage, list lengths and drift of features by day, how many sessions use them, and warnings. Default: all features.
+    """Show coverage, list lengths and drift of features by day, how many sessions use them, and warnings.
+    Default: all features.
 
     \b
     Example:
@@ -88,7 +90,8 @@ def report() -> None:
     help="requests in a batch, for the statistics of duplicates",
 )
 def table_command(warehouse: str, out: Path, first: Any, last: Any, batch_requests: int) -> None:
-    """Write a self-contained page about the samples of a warehouse: bytes by column, coverage, list lengths and duplicates.
+    """Write a self-contained page about the samples of a warehouse: bytes by column, coverage, list lengths
+    and duplicates.
 
     \b
     Example:
@@ -103,7 +106,8 @@ def table_command(warehouse: str, out: Path, first: Any, last: Any, batch_reques
 
 
 def features_of(place: str, names: tuple[str, ...], first: date | None, last: date | None) -> dict[str, Any]:
-    """Statistics of features: `days` of `FeatureDays.report`, `alerts`, and `asked`, feature → share of sessions.
+    """Statistics of features: `days` of `FeatureDays.report`, `alerts`, and `asked`, feature → share of
+    sessions.
 
     Raises:
         RoostreamError: there is no such table, day or feature.

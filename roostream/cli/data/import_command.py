@@ -15,8 +15,8 @@ def import_group() -> None:
 
     \b
     Example:
-      roostream import parquet --schema shop.toml --map shop_map.toml --out shop.jsonl.gz impressions/*.parquet
-      roostream import log --schema shop.toml --warehouse warehouse/ shop.jsonl.gz
+      roostream import parquet --schema shop.toml --map shop_map.toml --out shop.jsonl.gz
+      impressions/*.parquet roostream import log --schema shop.toml --warehouse warehouse/ shop.jsonl.gz
     """
 
 
@@ -38,8 +38,8 @@ def parquet(files: tuple[str, ...], schema: str, map_file: str, out: Path, skip_
 
     \b
     Example:
-      roostream import parquet --schema shop.toml --map shop_map.toml --out shop.jsonl.gz impressions/*.parquet
-      roostream check --schema shop.toml --log shop.jsonl.gz
+      roostream import parquet --schema shop.toml --map shop_map.toml --out shop.jsonl.gz
+      impressions/*.parquet roostream check --schema shop.toml --log shop.jsonl.gz
     """
     from roostream.cli.data.console import progress_bar
     from roostream.replay.import_map import load_map
@@ -65,7 +65,8 @@ def parquet(files: tuple[str, ...], schema: str, map_file: str, out: Path, skip_
     "--window", "window_ms", type=Duration(), default="30m", show_default=True, help="the join window"
 )
 def log(log: tuple[str, ...], schema: str, warehouse: str, window_ms: int) -> None:
-    """Join a log in this process and add its samples to a warehouse in one commit. The same log cannot be added twice.
+    """Join a log in this process and add its samples to a warehouse in one commit. The same log cannot be
+    added twice.
 
     LOG is a list of files that end in .jsonl, .parquet or .csv, or the folder of EB-NeRD.
 

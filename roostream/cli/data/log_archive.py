@@ -1,4 +1,5 @@
-"""Join a log in this process and archive its samples in a warehouse, in one commit, like an archiver behind Kafka.
+"""Join a log in this process and archive its samples in a warehouse, in one commit, like an archiver behind
+Kafka.
 
 The digest of the log takes the place of a topic id, so that the same log is rejected a second time.
 Memory: the open requests of the joiner, and the samples of one file for each partition.
@@ -53,7 +54,8 @@ def archive_log(
     place: str,
     progress: Callable[[int, int], None] = lambda done, of: None,
 ) -> ArchivedLog:
-    """Archive the log in `paths`. `progress` is called with the number of requests read and the total (0 = unknown).
+    """Archive the log in `paths`. `progress` is called with the number of requests read and the total (0 =
+    unknown).
 
     On failure unreferenced files may remain in the warehouse.
 

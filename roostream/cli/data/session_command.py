@@ -1,4 +1,5 @@
-"""`roostream inspect session` and `roostream replay session`: what a session reads, and a comparison of two readers."""
+"""`roostream inspect session` and `roostream replay session`: what a session reads, and a comparison of two
+readers."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ def _features_of(text: str) -> tuple[str, ...]:
 def inspect_session(
     warehouse: str | None, days: str, features: str, capture: Path | None, leases: str | None, as_json: bool
 ) -> None:
-    """Show what a session of these days and features reads: rows by partition, splits, files, bytes and reads.
+    """Show what a session of these days and features reads: rows by partition, splits, files, bytes and
+    reads.
 
     \b
     Example:
@@ -77,7 +79,8 @@ def read_leases(store: str) -> dict[str, Any]:
     """The log of leases that a controller keeps in its store, as printed by `--json`.
 
     Raises:
-        CheckpointError: no session was read by reader programs. UnavailableError: the store cannot be read now.
+        CheckpointError: no session was read by reader programs. UnavailableError: the store cannot be read
+        now.
     """
     from roostream.errors import CheckpointError
     from roostream.runtime.checkpoint_store import open_store
@@ -117,8 +120,8 @@ def session_of(
     """What a session reads, as printed by `--json`.
 
     Raises:
-        ConfigError: invalid days, or an unknown feature. CheckpointError: there are no samples, or a file is damaged.
-        UnavailableError: the warehouse cannot be read now.
+        ConfigError: invalid days, or an unknown feature. CheckpointError: there are no samples, or a file is
+        damaged. UnavailableError: the warehouse cannot be read now.
     """
     from roostream.cli.data.console import counted
     from roostream.errors import CheckpointError, ConfigError, nearest
@@ -206,7 +209,8 @@ def replay_session(
 ) -> None:
     """Repeat the reads of a captured session alternately with two readers, and compare their CPU time.
 
-    SESSION is a file written by `roostream inspect session --capture`. Exit code 1: the readers return different data.
+    SESSION is a file written by `roostream inspect session --capture`. Exit code 1: the readers return
+    different data.
 
     \b
     Example:
@@ -233,7 +237,8 @@ def compare_readers(
     """The comparison as printed by `--json`. Without options, the second reader equals the first.
 
     Raises:
-        ConfigError: not a captured session. CheckpointError: the warehouse has no longer this data. UnavailableError: it
+        ConfigError: not a captured session. CheckpointError: the warehouse has no longer this data.
+        UnavailableError: it
             cannot be read now.
     """
     import functools

@@ -28,7 +28,8 @@ _TABLE = click.option(
 @click.option("--files", "with_files", is_flag=True, help="also list every file")
 @json_option
 def inspect_table(warehouse: str, table: str, with_files: bool, as_json: bool) -> None:
-    """Show the days of a warehouse table: files, requests, candidates, bytes, sealed files, and pinned versions.
+    """Show the days of a warehouse table: files, requests, candidates, bytes, sealed files, and pinned
+    versions.
 
     \b
     Example:
@@ -53,7 +54,8 @@ def inspect_table(warehouse: str, table: str, with_files: bool, as_json: bool) -
 @_TABLE
 @json_option
 def inspect_file(warehouse: str, path: str, table: str, as_json: bool) -> None:
-    """Show the columns of a warehouse file: bytes and encodings. PATH is one listed by `inspect table --files`.
+    """Show the columns of a warehouse file: bytes and encodings. PATH is one listed by `inspect table
+    --files`.
 
     \b
     Example:

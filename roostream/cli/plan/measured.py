@@ -1,7 +1,7 @@
 """The benchmark figures on which `roostream plan` is based, each with its source in a committed report.
 
-The reports (docs/benchmarks/json) are not part of an installed package, so `measured.json` holds a copy of the figures.
-`roostream bench report` updates it, and a test compares both.
+The reports (docs/benchmarks/json) are not part of an installed package, so `measured.json` holds a copy of
+the figures. `roostream bench report` updates it, and a test compares both.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""`roostream placement`: profiles of tables, placement plans, and moves of buckets between the shards of a stopped stack."""
+"""`roostream placement`: profiles of tables, placement plans, and moves of buckets between the shards of a
+stopped stack."""
 
 from __future__ import annotations
 
@@ -168,7 +169,8 @@ def plan_command(
     \b
     Example:
       roostream placement plan --store .roostream/store --schema my_site.toml --owners 8 --memory 16 --json
-      roostream placement plan --store … --schema … --owners 2 --collection rows.safetensors --write-torchrec plan.json
+      roostream placement plan --store … --schema … --owners 2 --collection rows.safetensors --write-torchrec
+      plan.json
     """
     if collection is not None:
         given["row_texts"] = (*_rows_of(collection, given["schema"]), *given["row_texts"])
@@ -386,7 +388,8 @@ _SHOWN = 12
 )
 @click.option("--json", "as_json", is_flag=True, help="print only the map as JSON, which `apply` reads")
 def map_command(home: Path, store: str, num_shards: int | None, max_moved: float, as_json: bool) -> None:
-    """Show the bucket map of the newest commit, or compute one that is balanced by bytes or has another number of shards.
+    """Show the bucket map of the newest commit, or compute one that is balanced by bytes or has another
+    number of shards.
 
     \b
     Example:
@@ -414,7 +417,8 @@ def map_command(home: Path, store: str, num_shards: int | None, max_moved: float
 @place_options
 @click.option("--dry-run", is_flag=True, help="show the moves without making them")
 def apply_command(map_file: Path, home: Path, store: str, dry_run: bool) -> None:
-    """Move buckets between the shards of a stopped stack, by a commit. MAP is an output of `placement map --json`.
+    """Move buckets between the shards of a stopped stack, by a commit. MAP is an output of `placement map
+    --json`.
 
     If the command is killed, either the old or the new map is valid.
 
@@ -455,7 +459,8 @@ def _read_map(file: Path) -> BucketMap:
 
 @contextlib.contextmanager
 def _committed(store: CheckpointStore, home: Path, num_shards: int = 0) -> Iterator[CommittedShards]:
-    """Open the shards of the newest commit in `home`, and at least `num_shards`. Raises SetupError: one runs or is missing."""
+    """Open the shards of the newest commit in `home`, and at least `num_shards`. Raises SetupError: one runs
+    or is missing."""
     from param_server.key_value_store import RocksDbStore
     from roostream.cli.checkpoint.checkpoints import schema_of
     from roostream.cli.checkpoint.move_buckets import CommittedShards, newest_commit

@@ -1,4 +1,5 @@
-"""The table in docs/operations/scale.md: the plan for loads from that of the demo to a million requests per second."""
+"""The table in docs/operations/scale.md: the plan for loads from that of the demo to a million requests per
+second."""
 
 from __future__ import annotations
 

@@ -1,9 +1,11 @@
-"""Capacity planning: the sizes that a load needs and the load at which each part reaches its limit, from measured figures.
+"""Capacity planning: the sizes that a load needs and the load at which each part reaches its limit, from
+measured figures.
 
-    R requests per second · K candidates · U rows that a request touches · W workers · S shards · B requests in a step
+    R requests per second · K candidates · U rows that a request touches · W workers · S shards · B requests
+    in a step
 
-Costs are CPU seconds on the measured core (docs/benchmarks names it), times `core` for another one. Quantities without a committed
-benchmark are settings of `Load` whose help says "assumed".
+Costs are CPU seconds on the measured core (docs/benchmarks names it), times `core` for another one.
+Quantities without a committed benchmark are settings of `Load` whose help says "assumed".
 """
 
 from __future__ import annotations
@@ -63,7 +65,8 @@ class Load(Settings):
 
     @property
     def sample_bytes(self) -> float:
-        """Encoded, uncompressed size: a fixed part, 24 bytes for each list entry (id, action, time), and the candidates."""
+        """Encoded, uncompressed size: a fixed part, 24 bytes for each list entry (id, action, time), and the
+        candidates."""
         return 130 + 24 * self.history + self.candidates * self.candidate_bytes
 
 
@@ -131,7 +134,8 @@ class Costs:
 
 
 def step_s(costs: Costs, batch: float, workers: int, shards: int) -> float:
-    """Time of a step: each worker trains its part, calls every shard twice and joins the sum; shards apply the rows."""
+    """Time of a step: each worker trains its part, calls every shard twice and joins the sum; shards apply
+    the rows."""
     load = costs.load
     own = batch / workers * costs.train_s + 2 * shards * costs.call_s + (costs.turn_s if workers > 1 else 0.0)
     applied = batch * load.touched * costs.row_s / shards + 2 * workers * costs.call_s
@@ -156,7 +160,8 @@ def trained_at_max(costs: Costs, shards: int) -> float:
 
 
 def row_bytes(load: Load) -> float:
-    """Memory of a row in a shard: values, equally wide optimizer state, key and timestamps; arrays grow by half."""
+    """Memory of a row in a shard: values, equally wide optimizer state, key and timestamps; arrays grow by
+    half."""
     return (8 * load.dim + 61) * 1.5
 
 

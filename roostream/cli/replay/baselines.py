@@ -9,8 +9,9 @@
 Each sample is scored with the samples before it, in the order in which they were joined.
 Rates are (positives + 10 x share of positives so far) / (views + 10).
 
-The inputs of the regression are the floats of candidate and request after the schema's transforms, indicators of missing values, and
-the length of the list. Each is passed through asinh and standardized by its moments so far. The optimizer is Adagrad (Duchi et al.
+The inputs of the regression are the floats of candidate and request after the schema's transforms, indicators
+of missing values, and the length of the list. Each is passed through asinh and standardized by its moments so
+far. The optimizer is Adagrad (Duchi et al.
 2011) with one step per batch of samples.
 
 Letters: n candidates of a sample, B candidates of a batch, D inputs, I items, P positions, T tasks.
@@ -189,7 +190,8 @@ class LogisticRegression:
         self._count, self._sum_D, self._square_D = 0.0, np.zeros(0), np.zeros(0)
 
     def learn(self, records: Sequence[Record]) -> dict[tuple[int, int], np.ndarray]:
-        """Score the samples, then train on them. Returns (partition, offset) → scores [n, T] of each readable sample."""
+        """Score the samples, then train on them. Returns (partition, offset) → scores [n, T] of each readable
+        sample."""
         batch, _ = self._decoder.decode(records)
         if not batch.num_candidates:
             return {}

@@ -1,4 +1,5 @@
-"""`roostream check`: check a log against a schema before training: unreadable lines, unused actions, missing features, joins."""
+"""`roostream check`: check a log against a schema before training: unreadable lines, unused actions, missing
+features, joins."""
 
 from __future__ import annotations
 
@@ -32,8 +33,8 @@ _QUANTILES = (50, 90, 95, 99, 100)
 
 
 def run(config: CheckConfig) -> int:
-    """Returns the exit code: 0 = the log can be replayed, perhaps with warnings; 1 = some lines cannot be used; 2 = the check
-    failed."""
+    """Returns the exit code: 0 = the log can be replayed, perhaps with warnings; 1 = some lines cannot be
+    used; 2 = the check failed."""
     errors: list[str] = []
 
     def body(stop: program.Stop) -> None:

@@ -1,12 +1,14 @@
-"""The local engine of a replay: the joiner, the training loop and shards in this process, without Kafka and Flink.
+"""The local engine of a replay: the joiner, the training loop and shards in this process, without Kafka and
+Flink.
 
 records ─► LocalEngine ─► samples, by close time ─► TrainLoop ─► shards behind in-memory transports
    └──────────┴──────────────────┴──────────────────────┴──► accounts, metrics
 
 Records from a warehouse are samples already and bypass the joiner.
 
-With `as_served`, requests are also scored at their own time. The training loop scores a sample when it is trained, with weights that
-have seen one join window of the future, so only `AsServedScorer` shows the cost of late labels:
+With `as_served`, requests are also scored at their own time. The training loop scores a sample when it is
+trained, with weights that have seen one join window of the future, so only `AsServedScorer` shows the cost of
+late labels:
 
     impression ──► waits ──► scored before the next step (weights do not change in between)
     sample, corrections ──► labels, corrected until the end
@@ -82,7 +84,8 @@ def replay_in_process(
 
 
 class SampleQueue:
-    """A `BatchSource` of the samples that wait to be trained, oldest first, as in the worker's merge of partitions.
+    """A `BatchSource` of the samples that wait to be trained, oldest first, as in the worker's merge of
+    partitions.
 
     It cannot seek back: only the start is a valid position.
     """
@@ -94,7 +97,8 @@ class SampleQueue:
         topics: Sequence[str] = (SAMPLES,),
         before_chunk: Callable[[], None] = lambda: None,
     ) -> None:
-        """`topics` are trained. `before_chunk` is called before a chunk is returned, so before its training."""
+        """`topics` are trained. `before_chunk` is called before a chunk is returned, so before its
+        training."""
         self.decoder, self.clock, self.topics, self.before_chunk = decoder, clock, tuple(topics), before_chunk
         self._waiting: list[tuple[int, int, int, Record]] = []
         self._given: Progress = dict.fromkeys(all_partitions(self.topics, DEFAULT_PARTITIONS), 0)
@@ -284,7 +288,8 @@ class _ScoredList:
 
 
 class AsServedScorer:
-    """Call `add` with every record in time order, and `score` before weights change. All requests stay in memory."""
+    """Call `add` with every record in time order, and `score` before weights change. All requests stay in
+    memory."""
 
     def __init__(self, tasks: Sequence[str], decoder: Decoder, scores: Callable[[Batch], np.ndarray]) -> None:
         """`scores`: probabilities [B, T] with the current weights."""
@@ -293,7 +298,8 @@ class AsServedScorer:
         self._waiting: list[Record] = []
 
     def add(self, record: Record) -> None:
-        """Add a record of any topic. Only the first page of a request is scored; unreadable records are ignored."""
+        """Add a record of any topic. Only the first page of a request is scored; unreadable records are
+        ignored."""
         kind = wire.kind_of(record.value)
         if record.topic == IMPRESSIONS and kind == wire.IMPRESSION:
             self._show(record)

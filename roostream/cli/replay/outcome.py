@@ -124,7 +124,8 @@ Engine: TypeAlias = Callable[[ReplayConfig, Schema, Iterable[Record], ReplayProg
 
 
 class ReplayStatistics:
-    """Metrics, baselines and dead letters of a replay. Call `add` with every record, in the order of each partition.
+    """Metrics, baselines and dead letters of a replay. Call `add` with every record, in the order of each
+    partition.
 
     Memory: 8 bytes per sample, and more for exact AUC.
     """
@@ -139,7 +140,8 @@ class ReplayStatistics:
         self._letters: dict[str, pb.DeadLetter] = {}
 
     def add(self, record: Record) -> None:
-        """Add a record of any topic. The first record of a sample id counts; unreadable records are ignored."""
+        """Add a record of any topic. The first record of a sample id counts; unreadable records are
+        ignored."""
         self.metrics.add(record)
         if record.topic not in (SAMPLES, CORRECTIONS, DEAD_LETTERS):
             return
@@ -167,7 +169,8 @@ class ReplayStatistics:
             self._corrected[tasks[n % len(tasks)]] += (after > 0) - (before > 0)
 
     def first_dead_letters(self, find: Callable[[pb.DeadLetter], str]) -> dict[str, dict[str, Any]]:
-        """Reason → `where` and `error` of the first dead letter with this reason; `find` returns its position in the log."""
+        """Reason → `where` and `error` of the first dead letter with this reason; `find` returns its position
+        in the log."""
         return {
             printable(reason): {"where": printable(find(letter)), "error": printable(letter.error)}
             for reason, letter in sorted(self._letters.items())
@@ -175,7 +178,8 @@ class ReplayStatistics:
 
 
 class LocalTopics:
-    """The topics of a local replay: assigns partitions and offsets as Kafka would, and counts records without keeping them."""
+    """The topics of a local replay: assigns partitions and offsets as Kafka would, and counts records without
+    keeping them."""
 
     def __init__(self, schema: Schema, measure_from_ms: int = 0) -> None:
         self.accounts, self.statistics = Accounts(), ReplayStatistics(schema, measure_from_ms)

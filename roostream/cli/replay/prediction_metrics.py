@@ -1,4 +1,5 @@
-"""Progressive metrics of a replay from the topic `predictions`, in which requests are scored before their labels are used."""
+"""Progressive metrics of a replay from the topic `predictions`, in which requests are scored before their
+labels are used."""
 
 from __future__ import annotations
 
@@ -114,7 +115,8 @@ class LearningCurve:
             start = end
 
     def report(self) -> list[dict[str, object]]:
-        """One entry per interval: `after` that many requests, and the metrics. The last interval may be shorter."""
+        """One entry per interval: `after` that many requests, and the metrics. The last interval may be
+        shorter."""
         counts = np.cumsum([point.report()["requests"] for point in self._points]).tolist()
         return [
             {"after": n, **summarize(point.report())}

@@ -36,7 +36,8 @@ _EXCLUDES_REHEARSAL = {
     "num_workers",
     "initial_workers",
 }
-"""If one of these is set, the dataset's default for `rehearsal` is not used, because not all combinations are allowed."""
+"""If one of these is set, the dataset's default for `rehearsal` is not used, because not all combinations are
+allowed."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,7 +54,8 @@ def program_settings(config: ReplayConfig) -> ProgramSettings:
     """Combine flags, `--set` and the dataset's defaults, and check them.
 
     Raises:
-        ConfigError: an invalid assignment, an unknown key, a value out of range, a key that has a flag, or a key that the
+        ConfigError: an invalid assignment, an unknown key, a value out of range, a key that has a flag, or a
+        key that the
             engine does not support.
     """
     model = [text.removeprefix(_MODEL) for text in config.set if text.startswith(_MODEL)]
@@ -94,7 +96,8 @@ def _of_model(config: ReplayConfig, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def joiner_settings(config: ReplayConfig) -> dict[str, Any]:
-    """Settings of the joiner with limits that are never reached, because results at a limit depend on the order of events."""
+    """Settings of the joiner with limits that are never reached, because results at a limit depend on the
+    order of events."""
     limits = {
         "max_open_requests": 1 << 20,
         "max_requests": 1 << 20,

@@ -1,4 +1,5 @@
-"""`roostream replay DATASET` and `roostream check`. Each dataset has a sub-command, with flags from its settings."""
+"""`roostream replay DATASET` and `roostream check`. Each dataset has a sub-command, with flags from its
+settings."""
 
 from __future__ import annotations
 
@@ -24,8 +25,8 @@ def replay() -> None:
 
     \b
     Example:
-      roostream replay ebnerd --behaviors train/behaviors.parquet --history train/history.parquet --report out.json
-      roostream replay jsonl --log events.jsonl --schema my_site.toml --report out.json
+      roostream replay ebnerd --behaviors train/behaviors.parquet --history train/history.parquet --report
+      out.json roostream replay jsonl --log events.jsonl --schema my_site.toml --report out.json
     """
 
 

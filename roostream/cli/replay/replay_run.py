@@ -1,7 +1,7 @@
 """Run a replay with one of two engines, and write its report.
 
-`--engine stack` uses Kafka, Flink and the programs of the trainer. `--engine local` uses the same joiner code, training loop and
-shards in this process. Samples, counts and features of both are equal, byte for byte.
+`--engine stack` uses Kafka, Flink and the programs of the trainer. `--engine local` uses the same joiner
+code, training loop and shards in this process. Samples, counts and features of both are equal, byte for byte.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from roostream.schema.schema_file import load_schema
 
 
 def run(config: ReplayConfig) -> int:
-    """Returns the exit code: 0 = every event is accounted for, 1 = some are not (a bug), 2 = a setting is wrong or something
-    is unavailable."""
+    """Returns the exit code: 0 = every event is accounted for, 1 = some are not (a bug), 2 = a setting is
+    wrong or something is unavailable."""
     accounted = False
 
     def body(stop: program.Stop) -> None:
@@ -86,8 +86,8 @@ def _engine(config: ReplayConfig) -> Engine:
 def build_report(config: ReplayConfig, schema: Schema, outcome: Outcome, source: ReplayLog) -> dict[str, Any]:
     """Report with the keys of docs/protocols.md, section Reports.
 
-    `features_digest` is equal for equal features, and `untrained` counts violations of guarantee G2. In a replay of a warehouse
-    there are no events to account for.
+    `features_digest` is equal for equal features, and `untrained` counts violations of guarantee G2. In a
+    replay of a warehouse there are no events to account for.
     """
     sums = outcome.accounts.sums(ended=True)
     skipped = source.skipped()

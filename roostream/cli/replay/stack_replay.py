@@ -70,7 +70,8 @@ def replay_on_stack(
     """Run a replay; the numbers are those of the module's docstring. The stack is stopped in any case.
 
     Raises:
-        UnavailableError: a program failed for good, or there was no progress for three minutes; the message says what is missing.
+        UnavailableError: a program failed for good, or there was no progress for three minutes; the message
+        says what is missing.
     """
     with _home(config) as home, Stack(home, stack_options(config, home)) as stack:
         stack.start(ARCHIVE_PROGRAMS if config.archived_until else _PROGRAMS)  # 1
@@ -105,7 +106,8 @@ def stack_options(config: ReplayConfig, home: Path) -> StackOptions:
 
 
 def options_for_up(config: ReplayConfig, options: StackOptions, home: Path) -> StackOptions:
-    """Options for a later `up` in this home: the same schema (a copy), shards, window and model, but default limits and no freeze.
+    """Options for a later `up` in this home: the same schema (a copy), shards, window and model, but default
+    limits and no freeze.
 
     Its topics keep all records, because histories and counters are rebuilt from them at each start.
     """
@@ -249,7 +251,8 @@ class _StackReplay:
         self.sent[record.topic] += 1
 
     def _commit(self, producer: Any) -> None:
-        """Commit a transaction, with retries. Raises UnavailableError: the records may be missing, so the replay must end."""
+        """Commit a transaction, with retries. Raises UnavailableError: the records may be missing, so the
+        replay must end."""
         for _ in range(10):
             try:
                 producer.commit_transaction(30)
@@ -349,7 +352,8 @@ class ArchivePhase:
     """Observes the warehouse of a stack: when it is filled, and when a model was trained from it."""
 
     def __init__(self, place: Path, store: CheckpointStore, clock: Clock) -> None:
-        """`store` has the commits of the stack. Raises ConfigError: the packages for a warehouse are not installed."""
+        """`store` has the commits of the stack. Raises ConfigError: the packages for a warehouse are not
+        installed."""
         try:
             from roostream.warehouse.compact import Compactor
             from roostream.warehouse.config import CompactorConfig
@@ -365,7 +369,8 @@ class ArchivePhase:
         self._seen: dict[int, int] = {}
 
     def is_archived(self, sample_ends: Mapping[int, int]) -> bool:
-        """Whether step b is complete. `sample_ends`: partition → end offset of samples. Raises UnavailableError."""
+        """Whether step b is complete. `sample_ends`: partition → end offset of samples. Raises
+        UnavailableError."""
         if sample_ends != self._seen:
             self._seen, self._seen_s = dict(sample_ends), self.clock.monotonic_s()
         if (
@@ -401,7 +406,8 @@ class ArchivePhase:
         return newest is not None and newest.manifest.input is None
 
     def trained(self, archived: ArchivedPart) -> ArchivedPart:
-        """`archived` with the number of trained samples and the training time, after the switch to the stream."""
+        """`archived` with the number of trained samples and the training time, after the switch to the
+        stream."""
         newest = manifests.newest(self.store)
         assert newest is not None, "call after is_handed_over"
         requests = sum(part.metrics["requests"] for part in newest.manifest.workers.values())

@@ -1,6 +1,7 @@
 """`roostream replay warehouse`: train archived samples in the order of their close, with the local engine.
 
-The samples are joined already. With the settings of the replay of the original log, features, batches and metrics are equal.
+The samples are joined already. With the settings of the replay of the original log, features, batches and
+metrics are equal.
 """
 
 from __future__ import annotations
@@ -62,7 +63,8 @@ def open_warehouse_log(config: ReplayConfig, schema: Schema) -> ReplayLog:
     """The samples of the newest version, as a stream of records.
 
     Raises:
-        ConfigError: the days are not valid. CheckpointError: there is no such table, no sample of these days, or a file is
+        ConfigError: the days are not valid. CheckpointError: there is no such table, no sample of these days,
+        or a file is
             damaged. UnavailableError: the store cannot be read now.
     """
     from roostream.warehouse.sessions.sample_table import SampleTable

@@ -1,1 +1,2 @@
-"""`roostream inspect skew`: find differences between the features that were scored and those that were logged."""
+"""`roostream inspect skew`: find differences between the features that were scored and those that were
+logged."""

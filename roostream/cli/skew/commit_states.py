@@ -1,7 +1,7 @@
 """Models and embedding rows of commits, for scoring logged lists again.
 
-Rows change between commits and replicas follow every push. So the rows at a moment are known only from the commits before and after
-it; rows that are equal in both are exact.
+Rows change between commits and replicas follow every push. So the rows at a moment are known only from the
+commits before and after it; rows that are equal in both are exact.
 """
 
 from __future__ import annotations

@@ -1,13 +1,15 @@
-"""Score logged lists again with the training code and the version that served them, and classify the difference.
+"""Score logged lists again with the training code and the version that served them, and classify the
+difference.
 
     within    at most 1e-5, with the rows of a commit around the request (docs/operations/skew.md)
     rows      more, but not more than the change of rows between these commits explains
     skew      more than that: the scored features differ from the logged ones
     unscored, pages, schema, gone, unreadable    not scored again; `why` has the reason
 
-For a skewed list, `explain_skew` searches a single float whose change reproduces the served scores. It tries for each float: missing,
-and the best fitting value, for the whole list if it is a request feature, else for one of the eight most different candidates. A
-feature is reported only if that value reproduces all served scores within the tolerance.
+For a skewed list, `explain_skew` searches a single float whose change reproduces the served scores. It tries
+for each float: missing, and the best fitting value, for the whole list if it is a request feature, else for
+one of the eight most different candidates. A feature is reported only if that value reproduces all served
+scores within the tolerance.
 
 Letters: n candidates, T tasks, F floats of a side, G values of a grid.
 """
@@ -80,7 +82,8 @@ class ScorableList:
 
 
 def compare_scores(commits: CommitStates, lists: Sequence[LoggedList]) -> list[ScoreComparison]:
-    """Compare the lists in order. A list costs one forward pass for each commit around it, and a skewed list some thousands."""
+    """Compare the lists in order. A list costs one forward pass for each commit around it, and a skewed list
+    some thousands."""
     opened = [_opened(commits, logged) for logged in lists]
     wanted: dict[str, set[tuple[int, int]]] = {}
     for one in opened:
@@ -156,7 +159,8 @@ def _is_within(score_nT: np.ndarray, served_nT: np.ndarray) -> bool:
 
 
 def _verdict(scores: Sequence[np.ndarray], best_nT: np.ndarray, served_nT: np.ndarray) -> tuple[Verdict, str]:
-    """A skew is a served score that is farther from the scores of all commits than these are from each other, and than 1e-5."""
+    """A skew is a served score that is farther from the scores of all commits than these are from each other,
+    and than 1e-5."""
     if _is_within(best_nT, served_nT):
         return "within", ""
     if len(scores) < 2:
@@ -251,7 +255,8 @@ class _Trial:
         return np.abs(score_nT - batch.served_score_BT).max(axis=1, initial=0)
 
     def batch_with(self, side: str, at: int, row: int | None, value: float | None) -> Batch:
-        """The list with another value of one float, in one row or all (row None). Value None = missing, read as its default."""
+        """The list with another value of one float, in one row or all (row None). Value None = missing, read
+        as its default."""
         value_NF, present_NF = (array.copy() for array in _arrays(self.batch, side))
         default = self.batch.schema.floats("ro" if side == "ro" else "nro")[at].default
         rows = slice(None) if row is None else row

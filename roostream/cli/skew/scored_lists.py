@@ -1,4 +1,5 @@
-"""Read lists with their served scores: samples and impressions from a topic, from segments of a feature log, or a saved batch."""
+"""Read lists with their served scores: samples and impressions from a topic, from segments of a feature log,
+or a saved batch."""
 
 from __future__ import annotations
 
@@ -109,7 +110,8 @@ def of_topic(bootstrap: str, prefix: str, num_partitions: int, max_lists: int) -
 
 
 def newest(reader: RecordConsumer, max_lists: int, where: str) -> list[LoggedList]:
-    """The newest lists, oldest first, among the newest `max_lists` records of each partition at the time of the call."""
+    """The newest lists, oldest first, among the newest `max_lists` records of each partition at the time of
+    the call."""
     ends = reader.end_offsets()
     reader.seek({partition: max(end - max_lists, 0) for partition, end in ends.items()})
     records: list[Record] = []

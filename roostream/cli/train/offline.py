@@ -1,12 +1,15 @@
-"""`roostream train`: train a model from the warehouse, with the controller, shards and worker of a stack but without Kafka.
+"""`roostream train`: train a model from the warehouse, with the controller, shards and worker of a stack but
+without Kafka.
 
-One worker runs in this process. Several workers are programs beside it, under the supervisor that a stack has.
+One worker runs in this process. Several workers are programs beside it, under the supervisor that a stack
+has.
 
-The commits are those of a stack: `roostream up` continues from them, and an interrupted run resumes at its last commit. Nothing is
-published or predicted. The model has no offsets in the stream yet, as after `roostream checkpoint import`.
+The commits are those of a stack: `roostream up` continues from them, and an interrupted run resumes at its
+last commit. Nothing is published or predicted. The model has no offsets in the stream yet, as after
+`roostream checkpoint import`.
 
-With `rows = workers`, the workers own the rows while they train, and owner N keeps its segments where shard N would. A last commit
-then moves the buckets to `num_shards` shards, as `placement apply` does.
+With `rows = workers`, the workers own the rows while they train, and owner N keeps its segments where shard N
+would. A last commit then moves the buckets to `num_shards` shards, as `placement apply` does.
 """
 
 from __future__ import annotations
@@ -108,7 +111,8 @@ class _OfflineTraining:
         self.session = self._open_session()
 
     def _open_session(self) -> TableInput | None:
-        """What to train, as it was fixed when an interrupted run began. None: only the move of the rows is left.
+        """What to train, as it was fixed when an interrupted run began. None: only the move of the rows is
+        left.
 
         Raises:
             ConfigError: the home has another model, or the warehouse has no samples of these days.
@@ -308,7 +312,8 @@ class _OfflineTraining:
         worker: Worker | None,
         opened: contextlib.ExitStack,
     ) -> list[BaseException]:
-        """Start the controller, and the agents of shards and worker, as threads; errors of the controller are appended."""
+        """Start the controller, and the agents of shards and worker, as threads; errors of the controller are
+        appended."""
         errors: list[BaseException] = []
         controller_stop, ended = Stop(), threading.Event()
 
@@ -355,7 +360,8 @@ class _OfflineTraining:
         reader_master: str,
         opened: contextlib.ExitStack,
     ) -> Supervisor:
-        """Serve the controller and the shards by RPC, and start the worker programs. `reader_master`: "" = no readers."""
+        """Serve the controller and the shards by RPC, and start the worker programs. `reader_master`: "" = no
+        readers."""
         server = RpcServer(controller.handle)
         opened.callback(server.stop)
         server.start()

@@ -1,4 +1,5 @@
-"""`reader` programs for `roostream train`: the RPC server of their master, and a pool that follows its target size."""
+"""`reader` programs for `roostream train`: the RPC server of their master, and a pool that follows its target
+size."""
 
 from __future__ import annotations
 
@@ -48,8 +49,8 @@ class OfflineReaders:
         listen: str = LOOPBACK,
         credentials: LinkCredentials | None = None,
     ) -> None:
-        """`build_pool` takes the address of the master. `store` keeps the log of leases. `credentials` protect calls to the
-        master and to readers."""
+        """`build_pool` takes the address of the master. `store` keeps the log of leases. `credentials`
+        protect calls to the master and to readers."""
         self.master, self.count, self.clock = master, count, master.clock
         self.credentials = credentials or LinkCredentials()
         self._lease_recorder = LeaseRecorder(master, store, self.clock) if store else None
@@ -105,10 +106,11 @@ def reader_programs(home: Home, settings: Mapping[str, Any] | None = None) -> Ca
 
 
 def reader_actors(settings: Mapping[str, Any] | None = None) -> Callable[[str], ProgramPool]:
-    """Readers on the nodes of a Ray cluster, which have this package and can reach the warehouse and the files of [link].
+    """Readers on the nodes of a Ray cluster, which have this package and can reach the warehouse and the
+    files of [link].
 
-    If the master is not on loopback, readers listen on all addresses and are known by the host names of their nodes.
-    The pool raises as `RayPool`.
+    If the master is not on loopback, readers listen on all addresses and are known by the host names of their
+    nodes. The pool raises as `RayPool`.
     """
 
     def build(master: str) -> ProgramPool:
@@ -141,7 +143,8 @@ def child_program(
     stop_rank: StopRank,
     refused_code: int | None = None,
 ) -> Program:
-    """A Python module as a child process. Its last argument is a file with `conf_text`, written before each start."""
+    """A Python module as a child process. Its last argument is a file with `conf_text`, written before each
+    start."""
     conf = home.conf / conf_name
 
     def prepare() -> None:

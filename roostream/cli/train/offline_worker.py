@@ -1,7 +1,9 @@
-"""The parts of a `roostream train` run, and the program of one worker: `python -m roostream.cli.train.offline_worker FILE`.
+"""The parts of a `roostream train` run, and the program of one worker: `python -m
+roostream.cli.train.offline_worker FILE`.
 
-`TrainingParts` builds shards and workers, in the process of `roostream train` or in worker programs. With `rows = workers`, a worker
-program also has a shard with its own controller agent, and is restored, frozen and written like any shard.
+`TrainingParts` builds shards and workers, in the process of `roostream train` or in worker programs. With
+`rows = workers`, a worker program also has a shard with its own controller agent, and is restored, frozen and
+written like any shard.
 """
 
 from __future__ import annotations
@@ -138,7 +140,8 @@ class TrainingParts:
         index: int = 0,
         rendezvous: Rendezvous = SINGLE_WORKER,
     ) -> Worker:
-        """A worker that trains the session. `opener`: opens sessions read by reader programs; None = it reads files itself."""
+        """A worker that trains the session. `opener`: opens sessions read by reader programs; None = it reads
+        files itself."""
         set_numerics(self.settings)
         stages, outputs = StageTimer(self.clock), DiscardedOutputs()
         source, rows, feed = connect_feed(

@@ -13,7 +13,8 @@ from roostream.cli.train.config import TrainConfig
 
 
 def run(config: TrainConfig) -> int:
-    """Returns the exit code: 0 = everything is trained and committed; 2 = a setting is wrong or something is unavailable."""
+    """Returns the exit code: 0 = everything is trained and committed; 2 = a setting is wrong or something is
+    unavailable."""
     from roostream.cli.options import parse_overrides
     from roostream.errors import ConfigError
     from roostream.replay.report_files import check_report, write_report

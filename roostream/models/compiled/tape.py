@@ -54,7 +54,8 @@ class PooledList(NamedTuple):
 
 
 class SequenceBlock(NamedTuple):
-    """Entries of a sequence, written before the tape runs: rows, rows of id columns, vectors of time buckets."""
+    """Entries of a sequence, written before the tape runs: rows, rows of id columns, vectors of time
+    buckets."""
 
     name: str
     number: int  # among the request's lists

@@ -64,7 +64,8 @@ def load_custom_code(kind: str, folder: Path, code: str = "") -> CustomCode:
     """Load the code that `kind` names, files relative to `folder`. Loaded once per process unless it changes.
 
     Raises:
-        ConfigError: missing, not importable (names file and line), without the function, or its digest is not `code`.
+        ConfigError: missing, not importable (names file and line), without the function, or its digest is not
+        `code`.
     """
     name, _, function = kind.rpartition(":")
     if not function.isidentifier() or not name:

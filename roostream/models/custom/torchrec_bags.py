@@ -170,7 +170,8 @@ class RemoteEmbeddingBagCollection(EmbeddingBagCollectionInterface):  # type: ig
         """[B, C], the features in the order of the configs.
 
         Raises:
-            SchemaError: outside `rows_of`, a feature is missing, or bags do not match the rows and candidates of the batch.
+            SchemaError: outside `rows_of`, a feature is missing, or bags do not match the rows and candidates
+            of the batch.
         """
         rows = _ROWS.get()
         if rows is None:

@@ -119,7 +119,8 @@ def build_history_sequences(length_R: np.ndarray, device: str | torch.device = "
 
 
 def _pairs(facts_GNC: Tensor) -> Pairs:
-    """Columns as in `JaggedSequences.token_info_SC`. Padding follows a sequence's tokens, so no token sees it."""
+    """Columns as in `JaggedSequences.token_info_SC`. Padding follows a sequence's tokens, so no token sees
+    it."""
     position_GN, is_target_GN, *gaps = facts_GNC.unbind(dim=-1)
     n = position_GN.shape[1]
     itself_NN = torch.eye(n, dtype=torch.bool, device=facts_GNC.device)

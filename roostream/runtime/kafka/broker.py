@@ -19,7 +19,8 @@ _LOGIN = {
     "OAUTHBEARER": "oauthbearer.OAuthBearerLoginModule",
 }
 SHADED = "org.apache.flink.kafka.shaded."
-"""Prefix of Kafka's classes and system properties in Flink's connector, which contains a renamed copy of the client."""
+"""Prefix of Kafka's classes and system properties in Flink's connector, which contains a renamed copy of the
+client."""
 ALLOWED_URLS = f"{SHADED}org.apache.kafka.sasl.oauthbearer.allowed.urls"
 """System property of Flink's JVMs: the URLs from which tokens may be fetched. It must contain `token_url`."""
 _SECURITY = f"{SHADED}org.apache.kafka.common.security."
@@ -102,8 +103,8 @@ class KafkaSecurity:
         return found
 
     def java(self) -> dict[str, str]:
-        """Options of the Java client in Flink's connector; {} for PLAINTEXT. Files are included as text, so that task managers do
-        not need them.
+        """Options of the Java client in Flink's connector; {} for PLAINTEXT. Files are included as text, so
+        that task managers do not need them.
 
         Raises:
             ConfigError: a file can't be read.

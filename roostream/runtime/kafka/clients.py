@@ -60,7 +60,8 @@ def _common(broker: Broker) -> dict[str, Any]:
 
 
 def producer(broker: Broker, **overrides: Any) -> Producer:
-    """An idempotent producer that partitions by murmur2 of the key, like Java's. Pass `transactional_id` for transactions.
+    """An idempotent producer that partitions by murmur2 of the key, like Java's. Pass `transactional_id` for
+    transactions.
 
     Delivery errors go to the callback passed to `produce`; a full queue raises BufferError there.
     """
@@ -79,7 +80,8 @@ def producer(broker: Broker, **overrides: Any) -> Producer:
 
 
 def consumer(broker: Broker, group: str, **overrides: Any) -> Consumer:
-    """A consumer without automatic commits that starts at the earliest offset and reads committed transactions only."""
+    """A consumer without automatic commits that starts at the earliest offset and reads committed
+    transactions only."""
     settings = {
         **_common(broker),
         "group.id": group,
@@ -118,7 +120,8 @@ def wait_for_broker(
 def wait_for_topics(
     broker: Broker, prefix: str, topics: Iterable[str], partitions: int, stop: threading.Event | None = None
 ) -> dict[str, str]:
-    """Block until the topics exist. Returns full name → the broker's topic id, which changes when a topic is created again.
+    """Block until the topics exist. Returns full name → the broker's topic id, which changes when a topic is
+    created again.
 
     Raises:
         ConfigError: a topic has another number of partitions than the deployment's setting.
@@ -163,9 +166,9 @@ def bounds(
 ) -> list[tuple[int, int]]:
     """(oldest offset, last stable offset) of each partition, in order. Call from the consumer's own thread.
 
-    Uses the offsets of the times "earliest" and "latest", which takes two requests a broker for any number of partitions.
-    `get_watermark_offsets` would wait without limit for a broker that dies meanwhile (librdkafka issues 2588, 4878). A
-    partition that is just getting its leader is retried within the time limit.
+    Uses the offsets of the times "earliest" and "latest", which takes two requests a broker for any number of
+    partitions. `get_watermark_offsets` would wait without limit for a broker that dies meanwhile (librdkafka
+    issues 2588, 4878). A partition that is just getting its leader is retried within the time limit.
 
     Raises:
         KafkaException: the broker refused, is away, or did not answer in time.

@@ -1,6 +1,8 @@
-"""The consumer interface: records of chosen partitions, with offsets that the caller keeps. Also an in-memory one for tests.
+"""The consumer interface: records of chosen partitions, with offsets that the caller keeps. Also an in-memory
+one for tests.
 
-The Kafka implementation is roostream/runtime/kafka/kafka_consumer.py; tests/contract/test_record_consumers.py runs over both.
+The Kafka implementation is roostream/runtime/kafka/kafka_consumer.py; tests/contract/test_record_consumers.py
+runs over both.
 """
 
 from __future__ import annotations
@@ -41,15 +43,16 @@ class PartitionLag:
 
     @property
     def event_ms(self) -> int:
-        """Event-time lag: from the last record returned to the newest one; 0 at the end. Never of the wall clock (G8)."""
+        """Event-time lag: from the last record returned to the newest one; 0 at the end. Never of the wall
+        clock (G8)."""
         return max(self.newest_ms - self.position_ms, 0) if self.records and self.position_ms else 0
 
 
 class ReadLimits:
     """Offsets at which a consumer stops, for some of its partitions.
 
-    A partition without a limit stops together with the limited partition of the same number: records about the same requests
-    come no earlier than those.
+    A partition without a limit stops together with the limited partition of the same number: records about
+    the same requests come no earlier than those.
     """
 
     def __init__(self, ends: Progress, next_offset: Callable[[Partition], int]) -> None:
@@ -63,7 +66,8 @@ class ReadLimits:
 
 
 class RecordConsumer(Protocol):
-    """Committed records of chosen partitions, in order within each. Single-threaded, except `lag` and `num_lost`."""
+    """Committed records of chosen partitions, in order within each. Single-threaded, except `lag` and
+    `num_lost`."""
 
     @property
     def partitions(self) -> Sequence[Partition]:
@@ -71,15 +75,16 @@ class RecordConsumer(Protocol):
 
     @property
     def num_lost(self) -> int:
-        """Records, since this consumer was made, that retention deleted before they were returned; and offsets that were
-        returned and that the log lost again after an unclean stop of the broker."""
+        """Records, since this consumer was made, that retention deleted before they were returned; and
+        offsets that were returned and that the log lost again after an unclean stop of the broker."""
 
     def seek(self, progress: Mapping[Partition, int]) -> None:
-        """Continue at these next offsets; a partition that is not named starts at its oldest record. Buffered records are
-        dropped. Must come before the first `poll`.
+        """Continue at these next offsets; a partition that is not named starts at its oldest record. Buffered
+        records are dropped. Must come before the first `poll`.
 
         **If an offset is gone**: logs and counts what is lost in `num_lost`; continues at the oldest record where retention
-        passed the offset, at the end where the offset lies beyond it. A consumer that may not skip raises RecordsGoneError.
+        passed the offset, at the end where the offset lies beyond it. A consumer that may not skip raises
+        RecordsGoneError.
 
         Raises:
             UnavailableError: the source is away, or a topic can't be read; nothing was changed.
@@ -91,22 +96,25 @@ class RecordConsumer(Protocol):
         Returns as soon as there is a record, and [] after `timeout_s`, also while the source is away.
 
         Raises:
-            RecordsGoneError: the next offset is gone, and this consumer may not skip; `seek` before the next `poll`.
+            RecordsGoneError: the next offset is gone, and this consumer may not skip; `seek` before the next
+            `poll`.
         """
 
     def pause(self, partitions: Collection[Partition]) -> None:
-        """Fetch nothing of exactly these partitions until the next call; records that are buffered may still be returned."""
+        """Fetch nothing of exactly these partitions until the next call; records that are buffered may still
+        be returned."""
 
     def set_limits(self, ends: Progress) -> None:
-        """Return no record at or beyond these offsets (`ReadLimits`) until the next call; {} removes all limits.
+        """Return no record at or beyond these offsets (`ReadLimits`) until the next call; {} removes all
+        limits.
 
-        Any thread. Lower an existing limit only before a `seek`. Applies where partitions are merged, and to a `poll` of one
-        partition.
+        Any thread. Lower an existing limit only before a `seek`. Applies where partitions are merged, and to
+        a `poll` of one partition.
         """
 
     def has_more(self, partition: Partition) -> bool | None:
-        """Of a limited partition: whether `poll` can return another record. False: all records below the limit were returned.
-        None: not known yet; call `poll`."""
+        """Of a limited partition: whether `poll` can return another record. False: all records below the
+        limit were returned. None: not known yet; call `poll`."""
 
     def positions(self) -> Progress:
         """Offset after the last record that `poll` returned, or the one of the last `seek`."""
@@ -118,14 +126,16 @@ class RecordConsumer(Protocol):
         """Every partition was returned up to its end, as of the source's last answer."""
 
     def lag(self) -> dict[Partition, PartitionLag]:
-        """As of a moment ago; {} while the end offsets are unknown or not tracked. Sends no request; any thread."""
+        """As of a moment ago; {} while the end offsets are unknown or not tracked. Sends no request; any
+        thread."""
 
     def close(self) -> None:
         """Idempotent."""
 
 
 class MemoryConsumer:
-    """A `RecordConsumer` of lists, merged by time. `trim` simulates retention, `away` an outage. `append` may follow a `poll`."""
+    """A `RecordConsumer` of lists, merged by time. `trim` simulates retention, `away` an outage. `append` may
+    follow a `poll`."""
 
     def __init__(
         self,

@@ -1,4 +1,5 @@
-"""The consumer of Kafka topics: partitions are assigned by hand, and the caller keeps the offsets, never a consumer group."""
+"""The consumer of Kafka topics: partitions are assigned by hand, and the caller keeps the offsets, never a
+consumer group."""
 
 from __future__ import annotations
 
@@ -67,7 +68,8 @@ class PartitionEnd(NamedTuple):
 
 
 class EndOffsetPoller:
-    """Asks the broker for the partitions' end offsets once a second, in a background thread, so that no batch waits for it."""
+    """Asks the broker for the partitions' end offsets once a second, in a background thread, so that no batch
+    waits for it."""
 
     def __init__(self, admin: AdminClient, options: ConsumerOptions) -> None:
         self.admin, self.options = admin, options
@@ -123,7 +125,8 @@ class EndOffsetPoller:
 
 
 class KafkaConsumer:
-    """A `RecordConsumer` (roostream/runtime/kafka/consumer.py) of Kafka. While a broker is away the client waits, without an error."""
+    """A `RecordConsumer` (roostream/runtime/kafka/consumer.py) of Kafka. While a broker is away the client
+    waits, without an error."""
 
     def __init__(
         self,
@@ -133,8 +136,8 @@ class KafkaConsumer:
         *,
         what: str = "Kafka",
     ) -> None:
-        """`consumer` must report ends of partitions and offsets that are gone, as the one of `open` does. `what` names the
-        broker in messages."""
+        """`consumer` must report ends of partitions and offsets that are gone, as the one of `open` does.
+        `what` names the broker in messages."""
         self.options, self.partitions, self.what = options, options.partitions, what
         self._lost = dict.fromkeys(options.partitions, 0)
         self._end_offsets = end_offsets
@@ -151,8 +154,8 @@ class KafkaConsumer:
 
     @classmethod
     def open(cls, broker: Broker, group: str, options: ConsumerOptions) -> KafkaConsumer:
-        """Start the clients without waiting for the broker; `seek` must follow. `group` only matters for the broker's access
-        rules: nothing is committed to it."""
+        """Start the clients without waiting for the broker; `seek` must follow. `group` only matters for the
+        broker's access rules: nothing is committed to it."""
         consumer = clients.consumer(broker, group, enable_partition_eof=True, auto_offset_reset="error")
         ends = EndOffsetPoller(clients.admin(broker), options) if options.track_end_offsets else None
         if ends is not None:
@@ -164,7 +167,8 @@ class KafkaConsumer:
         return sum(self._lost.values())
 
     def seek(self, progress: Mapping[Partition, int]) -> None:
-        """See RecordConsumer. The broker is asked for all bounds first, so that nothing changes where it is away."""
+        """See RecordConsumer. The broker is asked for all bounds first, so that nothing changes where it is
+        away."""
         bounds = self.bounds(*self.partitions)
         self._positions = {
             p: self._readable_offset(p, progress.get(p, bounds[p][0]), *bounds[p]) for p in self.partitions
@@ -175,7 +179,8 @@ class KafkaConsumer:
         self._assign()
 
     def poll(self, max_records: int, timeout_s: float, partition: Partition | None = None) -> list[Record]:
-        """See RecordConsumer. Asks the client at least once if nothing is buffered, also with `timeout_s` 0."""
+        """See RecordConsumer. Asks the client at least once if nothing is buffered, also with `timeout_s`
+        0."""
         deadline_s = time.monotonic() + timeout_s
         records = self._take(max_records, partition)
         left_s = timeout_s
@@ -232,7 +237,8 @@ class KafkaConsumer:
         }
 
     def bounds(self, *partitions: Partition) -> dict[Partition, tuple[int, int]]:
-        """(oldest offset, last stable offset) of each, asked of the broker now. Raises UnavailableError as `end_offsets`."""
+        """(oldest offset, last stable offset) of each, asked of the broker now. Raises UnavailableError as
+        `end_offsets`."""
         try:
             found = clients.bounds(
                 self._client(), [self.options.topic_partition(p) for p in partitions], _REQUEST_TIMEOUT_S
@@ -300,7 +306,8 @@ class KafkaConsumer:
         self._merge.offer(Record(*p, offset, message.timestamp()[1], message.key(), message.value() or b""))
 
     def _skip_gone(self) -> None:
-        """Continue after records that retention deleted before they were read; tried again while the broker is away."""
+        """Continue after records that retention deleted before they were read; tried again while the broker
+        is away."""
         if not self._gone:
             return
         try:
@@ -338,8 +345,9 @@ class KafkaConsumer:
     def _assign(self) -> None:
         """Assign all partitions at the next offset to fetch.
 
-        The client keeps the paused state of a partition that is assigned again, and a resume right after `assign` could undo
-        the start offset (librdkafka issue 2190). Pauses that are over therefore end before it.
+        The client keeps the paused state of a partition that is assigned again, and a resume right after
+        `assign` could undo the start offset (librdkafka issue 2190). Pauses that are over therefore end
+        before it.
         """
         if self._paused:
             self._pause_and_resume()
@@ -349,7 +357,8 @@ class KafkaConsumer:
         self._pause_and_resume()
 
     def _pause_and_resume(self) -> None:
-        """Pause partitions whose buffers are full or that the caller paused, so that memory stays bounded while others lag."""
+        """Pause partitions whose buffers are full or that the caller paused, so that memory stays bounded
+        while others lag."""
         full = {p for p in self.partitions if not self._merge.num_free(p)}
         half_full = {p for p in self._paused if self._merge.num_free(p) < self._merge.max_buffered // 2}
         wanted = full | half_full | self._paused_by_caller

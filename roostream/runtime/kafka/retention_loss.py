@@ -1,4 +1,5 @@
-"""Counts records that retention deleted before another consumer group read them, from the offsets that the group commits.
+"""Counts records that retention deleted before another consumer group read them, from the offsets that the
+group commits.
 
 The joiner uses it for Flink's Kafka source, which skips deleted records without a word.
 """
@@ -31,8 +32,8 @@ class CommittedOffset(NamedTuple):
 class RetentionLossCounter:
     """Counts records that were deleted before the group committed past them.
 
-    They were not read, or can't be read again after the group's next restart. `num_lost` is an upper bound: records that were
-    read but not yet committed count as well.
+    They were not read, or can't be read again after the group's next restart. `num_lost` is an upper bound:
+    records that were read but not yet committed count as well.
     """
 
     def __init__(self, fetch: Callable[[], Mapping[Partition, CommittedOffset]], group: str) -> None:
@@ -42,7 +43,8 @@ class RetentionLossCounter:
         self._counted: dict[Partition, int] = {}  # partition → offset below which everything was counted
 
     def update(self) -> None:
-        """Count and log records lost since the last call. While Kafka is away nothing happens; the next call catches up."""
+        """Count and log records lost since the last call. While Kafka is away nothing happens; the next call
+        catches up."""
         try:
             offsets = self._fetch()
         except UnavailableError as error:
@@ -63,9 +65,11 @@ class RetentionLossCounter:
 
 
 def committed_offsets(client: Consumer, options: ConsumerOptions) -> dict[Partition, CommittedOffset]:
-    """Offsets that the consumer group of `client` has committed for the partitions of `options`. Does not join the group.
+    """Offsets that the consumer group of `client` has committed for the partitions of `options`. Does not
+    join the group.
 
-    Uses a consumer, because the admin client crashes the process while the group has no coordinator (librdkafka issue 5040).
+    Uses a consumer, because the admin client crashes the process while the group has no coordinator
+    (librdkafka issue 5040).
 
     Raises:
         UnavailableError: Kafka is away, or one of the topics does not exist.

@@ -1,7 +1,7 @@
 """Merges partitions by record timestamp while a consumer lags.
 
-Without it day 3 of one partition would be trained or counted before day 1 of another, and live metrics would have seen their
-own future.
+Without it day 3 of one partition would be trained or counted before day 1 of another, and live metrics would
+have seen their own future.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ from roostream.wire.records import Record
 class TimestampMerge:
     """Bounded buffers, one a partition; `take` returns the oldest buffered record first.
 
-    A partition with an empty buffer that is not at its end may hold an older record, so nothing is returned until it delivers.
-    A partition at its end never holds up the others. `num_free` says how many records may be fetched.
+    A partition with an empty buffer that is not at its end may hold an older record, so nothing is returned
+    until it delivers. A partition at its end never holds up the others. `num_free` says how many records may
+    be fetched.
     """
 
     def __init__(
         self, partitions: Sequence[Partition], max_buffered: int = 4096, max_buffered_bytes: int = 8 << 20
     ) -> None:
-        """At equal times the partition that is named first comes first. Both limits apply to each partition: one record may have
-        MAX_MESSAGE_BYTES, so a number of records alone bounds no memory."""
+        """At equal times the partition that is named first comes first. Both limits apply to each partition:
+        one record may have MAX_MESSAGE_BYTES, so a number of records alone bounds no memory."""
         self.max_buffered, self.max_buffered_bytes = max_buffered, max_buffered_bytes
         self._bytes: dict[Partition, int] = dict.fromkeys(partitions, 0)
         self._buffers: dict[Partition, deque[Record]] = {p: deque() for p in partitions}
@@ -37,7 +38,8 @@ class TimestampMerge:
         self._at_end[partition] = False
 
     def reached_end(self, partition: Partition) -> None:
-        """All existing records were offered; until the next offer the others do not wait for this partition."""
+        """All existing records were offered; until the next offer the others do not wait for this
+        partition."""
         self._at_end[partition] = True
 
     def at_end(self, partition: Partition) -> bool:
@@ -59,8 +61,8 @@ class TimestampMerge:
         return buffer[0].offset if buffer else None
 
     def take(self, max_records: int, is_closed: Callable[[Partition], bool] | None = None) -> list[Record]:
-        """Oldest first by (timestamp, partition), while no silent partition could hold an older record. A partition for which
-        `is_closed` is true returns nothing, and the others do not wait for it."""
+        """Oldest first by (timestamp, partition), while no silent partition could hold an older record. A
+        partition for which `is_closed` is true returns nothing, and the others do not wait for it."""
         out: list[Record] = []
         while len(out) < max_records:
             buffers = (

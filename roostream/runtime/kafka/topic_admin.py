@@ -44,7 +44,8 @@ class TopicAdmin:
         """Create missing topics; existing ones stay unchanged. Returns the names of the created ones.
 
         Raises:
-            UnavailableError: the brokers are away or refuse, with topic and reason. Others may have been created.
+            UnavailableError: the brokers are away or refuse, with topic and reason. Others may have been
+            created.
         """
         new = [
             NewTopic(
@@ -109,7 +110,8 @@ class TopicAdmin:
         return out
 
     def keep_longer(self, retention_ms: int) -> dict[str, int]:
-        """Raise the retention of every topic except `rows` to at least `retention_ms`. Returns name → retention in ms.
+        """Raise the retention of every topic except `rows` to at least `retention_ms`. Returns name →
+        retention in ms.
 
         Longer and unlimited retentions stay: this never causes a deletion. `rows` is only needed for minutes.
 

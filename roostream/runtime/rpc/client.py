@@ -1,5 +1,5 @@
-"""Client of calls over TCP. A connection carries one call at a time; concurrent calls of several threads use several
-connections.
+"""Client of calls over TCP. A connection carries one call at a time; concurrent calls of several threads use
+several connections.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from roostream.runtime.rpc.transport import Answer, Arrays, Header
 
 
 class SocketTransport:
-    """A `Transport` to "host:port". Connections are opened when needed and reused. The host name is resolved for each new
-    connection, so that a peer that moved is found again."""
+    """A `Transport` to "host:port". Connections are opened when needed and reused. The host name is resolved
+    for each new connection, so that a peer that moved is found again."""
 
     def __init__(
         self,
@@ -102,7 +102,8 @@ class SocketTransport:
         return connection
 
     def _authenticate(self, connection: socket.socket, limit_s: float) -> None:
-        """Send the token, if there is one. Raises the error that the peer returns, or OSError; the connection is closed then."""
+        """Send the token, if there is one. Raises the error that the peer returns, or OSError; the connection
+        is closed then."""
         tokens = self.keys.tokens
         if not tokens:
             return
@@ -129,8 +130,8 @@ class SocketTransport:
 
 
 def error_of(body: frames.Body) -> RoostreamError:
-    """The error that `error_body` described, or UnavailableError for a class that isn't known here. Never a TransportError:
-    this peer did answer, so that what it did must not be asked for again."""
+    """The error that `error_body` described, or UnavailableError for a class that isn't known here. Never a
+    TransportError: this peer did answer, so that what it did must not be asked for again."""
     name, message = str(body.get("error", "")), str(body.get("message", ""))
     cls = getattr(errors, name, None)
     if cls is TransportError:

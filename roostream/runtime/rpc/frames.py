@@ -1,4 +1,5 @@
-"""Frames of calls (docs/protocols.md, "Calls"): a prefix of fixed size, a small msgpack header, then the arrays.
+"""Frames of calls (docs/protocols.md, "Calls"): a prefix of fixed size, a small msgpack header, then the
+arrays.
 
     prefix  magic ROO2 u32 · kind u8 · 3 zero bytes · header bytes u32 · number of arrays u32 · payload bytes u64 · checksum u64
     header  msgpack map {"method", "header", "arrays": [[dtype, [dimension…]]…]}; errors carry {"error", "message", "reason"}
@@ -26,7 +27,8 @@ Body: TypeAlias = dict[str, Any]
 MAGIC = int.from_bytes(b"ROO2", "little")
 CALL, ANSWER, ERROR = 1, 2, 3
 GREETING = "greet"
-"""The method with which a client sends its token, first on a connection. No handler has a method of this name."""
+"""The method with which a client sends its token, first on a connection. No handler has a method of this
+name."""
 
 MAX_HEADER_BYTES = 1 << 20
 MAX_FRAME_BYTES = 1 << 30
@@ -154,7 +156,8 @@ def parse_header(prefix: Prefix, data: bytes | bytearray | memoryview) -> Body:
 
 
 def views(body: Body, payload: np.ndarray) -> list[np.ndarray]:
-    """The arrays as views of `payload` (uint8 [payload_bytes], 8-byte aligned). `body` is of `parse_header`."""
+    """The arrays as views of `payload` (uint8 [payload_bytes], 8-byte aligned). `body` is of
+    `parse_header`."""
     arrays, at = [], 0
     for entry in body["arrays"]:
         dtype, shape = _shape_of(entry)

@@ -1,10 +1,12 @@
-"""Authentication of calls to shards and the controller: mutual TLS and tokens, both optional (docs/operations/security.md).
+"""Authentication of calls to shards and the controller: mutual TLS and tokens, both optional
+(docs/operations/security.md).
 
     certificate, key, ca   TLS 1.3; both sides present a certificate and require one signed by `ca`
     token_file             a client sends the first line before its first call; a server accepts any of the lines
 
-Files are checked whenever a connection begins, so renewed files need no restart; open connections continue. Files may be renewed
-in any order: a new `ca` file can contain the old authority too, and a new token follows the old one until all programs have both.
+Files are checked whenever a connection begins, so renewed files need no restart; open connections continue.
+Files may be renewed in any order: a new `ca` file can contain the old authority too, and a new token follows
+the old one until all programs have both.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ MIN_TOKEN_CHARS = 16  # guesses are not rate-limited
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LinkSecurity(Settings):
-    """The table `[link]` of a program's TOML. Equal in all programs, except for each program's own certificate."""
+    """The table `[link]` of a program's TOML. Equal in all programs, except for each program's own
+    certificate."""
 
     certificate: str = setting(
         "", "PEM file of this program's certificate chain, for incoming and outgoing connections; '' = no TLS"
@@ -55,7 +58,8 @@ class LinkSecurity(Settings):
 
     @property
     def is_mutual_tls(self) -> bool:
-        """Whether clients must authenticate over an encrypted connection. A token alone is sent unencrypted."""
+        """Whether clients must authenticate over an encrypted connection. A token alone is sent
+        unencrypted."""
         return bool(self.certificate)
 
 
@@ -94,14 +98,16 @@ class LinkCredentials:
         return any([hmac.compare_digest(given, known.encode()) for known in self.tokens]) or not self.tokens
 
     def wrap_accepted(self, connection: socket.socket) -> socket.socket:
-        """Wrap an accepted connection in TLS, if configured. Nothing is read yet. Raises OSError: the connection was closed."""
+        """Wrap an accepted connection in TLS, if configured. Nothing is read yet. Raises OSError: the
+        connection was closed."""
         context = self._current().server
         if context is None:
             return connection
         return context.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
 
     def wrap_connected(self, connection: socket.socket, host: str) -> socket.socket:
-        """Wrap an outgoing connection in TLS, if configured, and do the handshake within the connection's time limit.
+        """Wrap an outgoing connection in TLS, if configured, and do the handshake within the connection's
+        time limit.
 
         Raises OSError: the handshake failed; the connection is closed.
         """

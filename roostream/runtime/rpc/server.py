@@ -41,9 +41,9 @@ class _Connection:
 class RpcServer:
     """Answers calls with `handler`, in one thread a connection.
 
-    Bytes that are not a valid frame close their connection, with one log line. Idle connections have a time limit. When the
-    maximum number of connections is reached, the one that has been idle longest is closed for a new one; those that never made
-    a call are closed first.
+    Bytes that are not a valid frame close their connection, with one log line. Idle connections have a time
+    limit. When the maximum number of connections is reached, the one that has been idle longest is closed for
+    a new one; those that never made a call are closed first.
     """
 
     def __init__(
@@ -92,8 +92,8 @@ class RpcServer:
         return f"{self.host}:{self.port}"
 
     def stop(self, timeout_s: float = 2.0) -> int:
-        """Stop accepting connections, wait up to `timeout_s` for calls in progress, then close the rest within half a second.
-        Returns the number of calls that were cut off."""
+        """Stop accepting connections, wait up to `timeout_s` for calls in progress, then close the rest
+        within half a second. Returns the number of calls that were cut off."""
         self._stopping = True
         deadline = time.monotonic() + timeout_s
         if self._listener is None:

@@ -33,8 +33,8 @@ def set_options(connection: socket.socket) -> None:
 
 
 def shutdown(connection: socket.socket, how: int) -> None:
-    """Shut down the socket below TLS, ignoring errors. After SSLSocket.shutdown another thread would send its response
-    unencrypted."""
+    """Shut down the socket below TLS, ignoring errors. After SSLSocket.shutdown another thread would send its
+    response unencrypted."""
     with contextlib.suppress(OSError):
         socket.socket.shutdown(connection, how)
 
@@ -94,8 +94,8 @@ def receive(
 ) -> tuple[int, frames.Body, list[np.ndarray]] | None:
     """Receive one frame as (kind, body, arrays); None if the peer closed the connection between two frames.
 
-    `deadline` (monotonic time) is the limit of the complete frame. With `frame_s` it is the limit of the first byte; the rest
-    then has `frame_s` plus a time proportional to its size.
+    `deadline` (monotonic time) is the limit of the complete frame. With `frame_s` it is the limit of the
+    first byte; the rest then has `frame_s` plus a time proportional to its size.
 
     Raises:
         WireError: not a valid frame, too large, or damaged.

@@ -1,7 +1,8 @@
 """The interface of calls between programs: one request, one response, arrays beside a small header.
 
-Clients hold a `Transport`. `SocketTransport` (roostream/runtime/rpc/client.py) and `InMemoryTransport` implement it, and the
-contract tests run over both. Request and response are a header that msgpack can encode and a list of contiguous numpy arrays.
+Clients hold a `Transport`. `SocketTransport` (roostream/runtime/rpc/client.py) and `InMemoryTransport`
+implement it, and the contract tests run over both. Request and response are a header that msgpack can encode
+and a list of contiguous numpy arrays.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ Header: TypeAlias = dict[str, Any]
 Arrays: TypeAlias = Sequence[np.ndarray]
 Answer: TypeAlias = tuple[Header, list[np.ndarray]]
 Handler: TypeAlias = Callable[[str, Header, list[np.ndarray]], tuple[Header, Arrays]]
-"""(method, header, arrays) → (header, arrays). Called by many threads at once. The caller receives a RoostreamError of the
-handler as the same class with the same message. A TransportError or any other exception arrives as UnavailableError."""
+"""(method, header, arrays) → (header, arrays). Called by many threads at once. The caller receives a
+RoostreamError of the handler as the same class with the same message. A TransportError or any other exception
+arrives as UnavailableError."""
 
 
 class Transport(Protocol):
@@ -26,8 +28,9 @@ class Transport(Protocol):
         """One request, one response. Thread-safe; concurrent calls are not ordered.
 
         **If it fails:** TransportError means that no response arrived: the peer may or may not have acted. Nothing is retried
-        here, because only the caller knows whether the method is idempotent; the next call connects again. Every other error
-        is the peer's response; after UnavailableError the peer may have done part of the work.
+        here, because only the caller knows whether the method is idempotent; the next call connects again.
+        Every other error is the peer's response; after UnavailableError the peer may have done part of the
+        work.
         """
 
     def close(self) -> None:
@@ -35,7 +38,8 @@ class Transport(Protocol):
 
 
 class InMemoryTransport:
-    """Calls the handler in the caller's thread. `fail_next` injects a fault before or after the handler runs."""
+    """Calls the handler in the caller's thread. `fail_next` injects a fault before or after the handler
+    runs."""
 
     def __init__(self, handler: Handler) -> None:
         self.handler = handler

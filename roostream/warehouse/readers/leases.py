@@ -1,7 +1,8 @@
 """Leases: which reader reads which split. The core of a DPP master (Zhao et al., *Understanding Data Storage
 and Ingestion for Large-Scale Deep Recommendation Model Training*, §III), pure.
 
-    worker ── the splits that it waits for, in order, each with a position ──► Leases ◄── asks for or renews leases ── readers
+    worker ── the splits that it waits for, in order, each with a position ──► Leases ◄── asks for or renews
+    leases ── readers
            ◄── which reader has which of them ───────────────────────────────────┘
 
 A worker names only its splits in flight, so what readers buffer is bounded. A split is leased to one reader

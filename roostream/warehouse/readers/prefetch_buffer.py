@@ -2,7 +2,8 @@
 
     expect ──► splits in order ──► wanted: (split, position), the most urgent first ──► controller
                                         │                              lease holders ◄─────┘
-    take ◄── buffered pieces ◄── receive ◄── next_fetch: one piece of a split whose reader is known, if there is room
+    take ◄── buffered pieces ◄── receive ◄── next_fetch: one piece of a split whose reader is known, if there
+    is room
 
 A piece is accepted only under the newest grant that the controller has named, and only if it continues what
 is buffered. So a late duplicate is rejected, and the pieces of a split arrive in order however often they had

@@ -79,8 +79,8 @@ class ReaderAgent:
         """Report to the controller and take over the leases that it names.
 
         Raises:
-            UnavailableError: the controller, or the table of a new session, is away. The leases are unchanged.
-            RoostreamError: this program cannot read the session; the message says why.
+            UnavailableError: the controller, or the table of a new session, is away. The leases are
+            unchanged. RoostreamError: this program cannot read the session; the message says why.
         """
         header: Header = {
             "reader": self.name,

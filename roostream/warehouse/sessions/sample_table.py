@@ -56,9 +56,9 @@ class SampleTable:
         `topics`: name → id of the topics that are read after the session; empty if no stream follows.
 
         Raises:
-            UnavailableError: the table cannot be read now.
-            CheckpointError: there is no table, or it is damaged, or a part of the rows after `begins` was retired.
-            ConfigError: its rows came from other topics, whose offsets mean nothing here.
+            UnavailableError: the table cannot be read now. CheckpointError: there is no table, or it is
+            damaged, or a part of the rows after `begins` was retired. ConfigError: its rows came from other
+            topics, whose offsets mean nothing here.
         """
         found, begins = self.warehouse.samples.snapshot(), dict(begins or {})
         from_offsets = {number: at for (topic, number), at in begins.items() if topic == SAMPLES}

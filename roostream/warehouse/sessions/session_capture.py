@@ -2,7 +2,8 @@
 of the reader costs.
 
     a session ──► CapturingRows ──► [(file, rows), …] ──► replay_session(reader A) │ replay_session(reader B)   in turns
-                                                             └── ratio of CPU time per turn: median and confidence interval
+                                                             └── ratio of CPU time per turn: median and
+                                                             confidence interval
 
 Which files, days, row groups and features are read determines a reader's speed, so recorded reads are used
 instead of made-up ones (DPP, VLDB 2022, §VI-B). Nothing is trained; a batch is only inspected.

@@ -1,4 +1,5 @@
-"""A warehouse is replayed as the log was that it came from: the same features, batches, weights and metrics."""
+"""A warehouse is replayed as the log was that it came from: the same features, batches, weights and
+metrics."""
 
 from __future__ import annotations
 

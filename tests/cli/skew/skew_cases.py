@@ -1,4 +1,5 @@
-"""A home with a shard that commits, a serving process that scores by its rows, and a feature log of what it scored."""
+"""A home with a shard that commits, a serving process that scores by its rows, and a feature log of what it
+scored."""
 
 from __future__ import annotations
 
@@ -122,8 +123,8 @@ class ScoringHome:
         scored: Mapping[str, Any] | None = None,
         logged: Mapping[str, Any] | None = None,
     ) -> None:
-        """Score a list, and log it. `scored`: request-only features that differ from the usual; `logged`: features that
-        the log has instead of those that were scored."""
+        """Score a list, and log it. `scored`: request-only features that differ from the usual; `logged`:
+        features that the log has instead of those that were scored."""
         assert self.service is not None
         ids = np.array(items, np.int64)
         nro = {"item": ids, "price": np.linspace(1, 9, len(ids))}

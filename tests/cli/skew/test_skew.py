@@ -1,4 +1,5 @@
-"""`roostream inspect skew`: what was scored as it was logged is told apart from what wasn't, and from what can't be known."""
+"""`roostream inspect skew`: what was scored as it was logged is told apart from what wasn't, and from what
+can't be known."""
 
 from __future__ import annotations
 

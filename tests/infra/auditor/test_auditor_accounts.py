@@ -80,7 +80,8 @@ def accounts_of(records: list[Record], **settings: int) -> Accounts:
 
 
 def whole_story() -> list[Record]:
-    """Two requests; events: 1 folded, 2 corrected (late), 3 dead (its request never came), 1 sent twice, one of rubbish."""
+    """Two requests; events: 1 folded, 2 corrected (late), 3 dead (its request never came), 1 sent twice, one
+    of rubbish."""
     a, b, late = impression("a"), impression("b"), impression("a", T0 + 500)
     orphan = engagement("nowhere", 3)
     rubbish = Record("engagements", 3, next(_offsets), T0, KEY, b"\xff\xff\xff")

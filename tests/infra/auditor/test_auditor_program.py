@@ -139,7 +139,8 @@ def prediction(n: int) -> Record:
 
 
 def test_memory_is_that_of_a_horizon_and_not_of_the_history(tmp_path: Path) -> None:
-    """A bound on ids that are told apart, and on the file, while the traffic goes on a hundred times as long."""
+    """A bound on ids that are told apart, and on the file, while the traffic goes on a hundred times as
+    long."""
     auditor = Auditor(Broker("nowhere:1"), "x.", settle_ms=20_000, horizon_ms=40_000)
     reader, sizes = MemoryConsumer(ALL), []
     auditor.open_with(reader)

@@ -1,4 +1,5 @@
-"""The collection over the shards' rows against TorchRec's own, which holds the same rows: outputs, and gradients of rows."""
+"""The collection over the shards' rows against TorchRec's own, which holds the same rows: outputs, and
+gradients of rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""HSTU's attention where sequences lie: what the reference gives, both ways, and the reference where it can't be."""
+"""HSTU's attention where sequences lie: what the reference gives, both ways, and the reference where it can't
+be."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""HSTU over histories and targets: against an implementation of its own, sequence by sequence, and its gradients in float64."""
+"""HSTU over histories and targets: against an implementation of its own, sequence by sequence, and its
+gradients in float64."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ def built(layers: int = 2, *, times: bool = True) -> Hstu:
 
 
 def made(seed: int = 0, num_targets: np.ndarray = TARGETS) -> tuple[Tensor, Tensor, np.ndarray]:
-    """Tokens of all entries [L, D] and all targets [B, D], and the time from each entry to its request in ms."""
+    """Tokens of all entries [L, D] and all targets [B, D], and the time from each entry to its request in
+    ms."""
     random = np.random.default_rng(seed)
     length = int(HISTORY.sum())
     gap_ms = (
@@ -196,8 +198,9 @@ def test_dropout_is_of_training_apart_from_serving() -> None:
 
 
 def test_all_targets_of_a_request_in_one_pass_save_what_the_paper_counts() -> None:
-    """(h + m)² D + (h + m) D² beside m (h² D + h D²): 9.82 for h = 1000, m = 10, D = 256 (ROO paper §3.3). Counted on tensors
-    without values; ours have two products of tokens and five matrices, and a target of one's own in each impression."""
+    """(h + m)² D + (h + m) D² beside m (h² D + h D²): 9.82 for h = 1000, m = 10, D = 256 (ROO paper §3.3).
+    Counted on tensors without values; ours have two products of tokens and five matrices, and a target of
+    one's own in each impression."""
     module = Hstu(256, 4, 1, 1000, times=False).to("meta")
 
     def flops(lengths: list[int], counts: list[int]) -> int:

@@ -1,4 +1,5 @@
-"""HSTU as a part of models: what it reads of a schema, what learns, and what a vector of a history depends on."""
+"""HSTU as a part of models: what it reads of a schema, what learns, and what a vector of a history depends
+on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The next item at every entry, by HSTU and by SASRec's layers: nobody sees what is behind him, and gradients in float64."""
+"""The next item at every entry, by HSTU and by SASRec's layers: nobody sees what is behind him, and gradients
+in float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Two towers: what is learned by whom, what an item's vector depends on, and that each side runs as often as it must."""
+"""Two towers: what is learned by whom, what an item's vector depends on, and that each side runs as often as
+it must."""
 
 from __future__ import annotations
 

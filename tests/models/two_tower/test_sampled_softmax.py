@@ -1,4 +1,5 @@
-"""The softmax over a batch's items: against one over all items, popularity taken out, gradients in float64."""
+"""The softmax over a batch's items: against one over all items, popularity taken out, gradients in
+float64."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ def test_it_is_the_formula_column_by_column(uniform: float) -> None:
 
 
 def learned_scores(corrected: bool) -> np.ndarray:
-    """Of ten items, one of which is shown and clicked ten times as often, where all like all alike; over random batches."""
+    """Of ten items, one of which is shown and clicked ten times as often, where all like all alike; over
+    random batches."""
     random = np.random.default_rng(0)
     share = np.array([10.0, *[1.0] * 9]) / 19
     score = torch.zeros(10, dtype=torch.float64, requires_grad=True)
@@ -55,7 +57,8 @@ def learned_scores(corrected: bool) -> np.ndarray:
 
 
 def test_with_the_correction_scores_are_log_shares_and_without_it_popularity_is_taken_out_of_them() -> None:
-    """A softmax over all items ends at the logarithm of clicks, 2.3 apart; uncorrected at that of clicks a showing, 0."""
+    """A softmax over all items ends at the logarithm of clicks, 2.3 apart; uncorrected at that of clicks a
+    showing, 0."""
     apart = [score[0] - score[1:].mean() for score in (learned_scores(True), learned_scores(False))]
     assert apart[0] == pytest.approx(math.log(10), abs=0.2)
     assert apart[1] == pytest.approx(0.0, abs=0.2)

@@ -1,4 +1,5 @@
-"""A plan in TorchRec's terms: every number of every table is in one shard, and what can't be said in them is refused."""
+"""A plan in TorchRec's terms: every number of every table is in one shard, and what can't be said in them is
+refused."""
 
 from __future__ import annotations
 

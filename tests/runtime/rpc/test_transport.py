@@ -1,4 +1,5 @@
-"""The transport in memory: as reliable as a call until a test says otherwise. What all transports share is in tests/contract."""
+"""The transport in memory: as reliable as a call until a test says otherwise. What all transports share is in
+tests/contract."""
 
 from __future__ import annotations
 

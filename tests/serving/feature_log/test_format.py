@@ -1,4 +1,5 @@
-"""The feature log's bytes: nothing appended is lost, and nothing that wasn't appended is ever read, wherever the writer died."""
+"""The feature log's bytes: nothing appended is lost, and nothing that wasn't appended is ever read, wherever
+the writer died."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What isn't traffic, and what all routes have in common: pages, HEAD, one shape of errors, media types, options."""
+"""What isn't traffic, and what all routes have in common: pages, HEAD, one shape of errors, media types,
+options."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Connections of clients that mean no good, on a real socket: they are closed, and the others notice nothing."""
+"""Connections of clients that mean no good, on a real socket: they are closed, and the others notice
+nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A request that came whole is answered without uvicorn's cycle: nobody outside can tell, but by the time that it takes."""
+"""A request that came whole is answered without uvicorn's cycle: nobody outside can tell, but by the time
+that it takes."""
 
 from __future__ import annotations
 

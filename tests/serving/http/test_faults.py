@@ -1,4 +1,5 @@
-"""What becomes of requests while something that serving stands on is away, wrong or full: they are answered, over a socket."""
+"""What becomes of requests while something that serving stands on is away, wrong or full: they are answered,
+over a socket."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Clients that mean harm and end nothing: slow headers, slow and endless bodies, half-open connections. Others notice nothing."""
+"""Clients that mean harm and end nothing: slow headers, slow and endless bodies, half-open connections.
+Others notice nothing."""
 
 from __future__ import annotations
 

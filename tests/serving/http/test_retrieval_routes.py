@@ -1,4 +1,5 @@
-"""`/v1/retrieve` and `/v1/recommend`: what is found, what is shown, what is logged, and what is refused in the one shape."""
+"""`/v1/retrieve` and `/v1/recommend`: what is found, what is shown, what is logged, and what is refused in
+the one shape."""
 
 from __future__ import annotations
 
@@ -159,7 +160,8 @@ def test_a_recommendation_is_one_logged_request_of_what_is_shown(kept: Retrievin
 
 
 def test_what_is_shown_is_scored_as_the_list_that_is_shown(kept: Retrieving) -> None:
-    """The same list sent to `/v1/rank` has the same scores; its features come from the catalogue and Redis."""
+    """The same list sent to `/v1/rank` has the same scores; its features come from the catalogue and
+    Redis."""
     status, answer = ask(kept, "/v1/recommend", {**WHO, "k": 4, "retrieved": 20})
     assert status == 200 and len(answer["items"]) == 4
     listed = candidates_of(kept, [item["item_id"] for item in answer["items"]])

@@ -1,4 +1,5 @@
-"""Requests that waited together are scored in one pass, in their order; each has its own answer, error and deadline."""
+"""Requests that waited together are scored in one pass, in their order; each has its own answer, error and
+deadline."""
 
 from __future__ import annotations
 
@@ -58,7 +59,8 @@ class Passes:
 def run(
     asked: list[RankRequest], gone: Sequence[str] = (), most: tuple[int, int] = (3, 100)
 ) -> tuple[list[Any], Passes, AdmissionGate]:
-    """Outcomes of `asked`, of which the first is being scored while the others come; `gone` are cancelled before it is done."""
+    """Outcomes of `asked`, of which the first is being scored while the others come; `gone` are cancelled
+    before it is done."""
     passes, gate = Passes(), AdmissionGate(100)
 
     async def go() -> list[Any]:
@@ -161,7 +163,8 @@ def test_only_requests_of_one_version_share_a_pass() -> None:
 
 
 class Paced:
-    """A service that takes `unit_s` for each turn of a pass, and notes who was scored together, and whether in the loop."""
+    """A service that takes `unit_s` for each turn of a pass, and notes who was scored together, and whether
+    in the loop."""
 
     def __init__(self, unit_s: float = 0.0) -> None:
         self.unit_s, self.seen = unit_s, list[tuple[list[str], bool]]()
@@ -180,8 +183,8 @@ def together(
     may_wait: Callable[[RankRequest], bool] = lambda request: False,
     unit_s: float | None = None,
 ) -> list[tuple[list[str], bool]]:
-    """What was scored where, of groups that come at once, each when the one before is answered; behind one that is measured.
-    `unit_s`: what is known of a turn then, else what it took."""
+    """What was scored where, of groups that come at once, each when the one before is answered; behind one
+    that is measured. `unit_s`: what is known of a turn then, else what it took."""
 
     async def go() -> None:
         queue = ScoringQueue(executor, paced, AdmissionGate(100), most, may_wait=may_wait)

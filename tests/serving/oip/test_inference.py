@@ -1,4 +1,5 @@
-"""The Open Inference Protocol: the same ranks as /v1/rank, bit for bit, and its own words for everything else."""
+"""The Open Inference Protocol: the same ranks as /v1/rank, bit for bit, and its own words for everything
+else."""
 
 from __future__ import annotations
 

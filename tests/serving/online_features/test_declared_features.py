@@ -1,4 +1,5 @@
-"""Counters that a schema declares: one list of events gives one value in a replay, in Redis and to a request."""
+"""Counters that a schema declares: one list of events gives one value in a replay, in Redis and to a
+request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A Redis that asks who one is, and one that is spoken to over TLS: the users of docs/operations/security.md and no more."""
+"""A Redis that asks who one is, and one that is spoken to over TLS: the users of docs/operations/security.md
+and no more."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The updater over a real Redis gives the features that counters in memory give, through restarts and losses."""
+"""The updater over a real Redis gives the features that counters in memory give, through restarts and
+losses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Version, catalogue and rows move on; what requests are retrieved with is always of one version, and follows."""
+"""Version, catalogue and rows move on; what requests are retrieved with is always of one version, and
+follows."""
 
 from __future__ import annotations
 

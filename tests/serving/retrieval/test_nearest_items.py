@@ -1,4 +1,5 @@
-"""The nearest items are those that comparing every one would give, whatever an index proposes and however vectors move."""
+"""The nearest items are those that comparing every one would give, whatever an index proposes and however
+vectors move."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A cascade that was trained on simulated visits: what is found is what users like, and follows training between versions."""
+"""A cascade that was trained on simulated visits: what is found is what users like, and follows training
+between versions."""
 
 from __future__ import annotations
 

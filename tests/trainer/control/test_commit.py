@@ -1,7 +1,7 @@
 """Kills at every numbered moment of the commit: exactly once, and in exact mode bit-equal.
 
-Moments, in the numbers of trainer/control/coordinator.py: cut (2, 3), freeze and resume (4), write (5), link (6), commit (7); and
-those of a restore: claim, restore, start; and between the two pushes of one batch.
+Moments, in the numbers of trainer/control/coordinator.py: cut (2, 3), freeze and resume (4), write (5), link
+(6), commit (7); and those of a restore: claim, restore, start; and between the two pushes of one batch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Several workers through kills, lost messages, torn sums and two controllers at once: exactly once, and in exact mode bit-equal.
+"""Several workers through kills, lost messages, torn sums and two controllers at once: exactly once, and in
+exact mode bit-equal.
 
-A schedule is a seed: which processes die at which moments, what becomes of every message, which worker goes on first and how far.
-`--seed N` replays one, `-m chaos` does thousands.
+A schedule is a seed: which processes die at which moments, what becomes of every message, which worker goes
+on first and how far. `--seed N` replays one, `-m chaos` does thousands.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ def lasting(seed: int, workers: int) -> dict[str, object]:
 
 
 def schedule(seed: int) -> None:
-    """Two or three workers; every fifth on the parameter server's own shards; every seventh with a second controller; two
-    of three with faults that last."""
+    """Two or three workers; every fifth on the parameter server's own shards; every seventh with a second
+    controller; two of three with faults that last."""
     workers, real = 2 + seed % 2, seed % 5 == 0
     simulation = fleet(
         workers, seed=seed, kills=kills_of(seed, workers), real_shards=real, **lasting(seed, workers)

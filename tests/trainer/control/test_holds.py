@@ -128,7 +128,8 @@ def test_a_saved_hold_round_trips() -> None:
 
 
 class HeldFleet(Fleet):
-    """Workers end when they are told of a hold, as their program does; the supervisor starts them after it."""
+    """Workers end when they are told of a hold, as their program does; the supervisor starts them after
+    it."""
 
     def __init__(self, *args: Any, idle: bool = False, **more: Any) -> None:
         super().__init__(*args, **more)

@@ -1,4 +1,5 @@
-"""Training is held when there is surely nothing to read, and goes on when there is; between the two nothing flaps."""
+"""Training is held when there is surely nothing to read, and goes on when there is; between the two nothing
+flaps."""
 
 from __future__ import annotations
 

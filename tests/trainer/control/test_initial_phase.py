@@ -1,5 +1,5 @@
-"""History by two workers in large batches, then the stream by one, through kills at any moment: exactly once, one switch, and in
-exact mode bit-equal to a run that nothing disturbs.
+"""History by two workers in large batches, then the stream by one, through kills at any moment: exactly once,
+one switch, and in exact mode bit-equal to a run that nothing disturbs.
 """
 
 from __future__ import annotations
@@ -125,8 +125,8 @@ def test_g2_g11_a_kill_in_the_middle_of_the_switch_changes_nothing(
 
 
 def schedule(seed: int) -> None:
-    """Every fourth on the parameter server's own shards, every fifth with one worker in both phases, every seventh with a second
-    controller; two of three with faults that last."""
+    """Every fourth on the parameter server's own shards, every fifth with one worker in both phases, every
+    seventh with a second controller; two of three with faults that last."""
     workers, real = 1 if seed % 5 == 0 else 2, seed % 4 == 0
     faults = lasting(seed, workers)
     simulation = phased(

@@ -1,4 +1,5 @@
-"""History first, then the stream: the phase follows from a fixed range and the committed offsets, whoever dies when."""
+"""History first, then the stream: the phase follows from a fixed range and the committed offsets, whoever
+dies when."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ END = 20
 
 
 class HistoryFleet(Fleet):
-    """Every partition of `samples` has 20 records; each worker trains all that it may read as soon as it may."""
+    """Every partition of `samples` has 20 records; each worker trains all that it may read as soon as it
+    may."""
 
     def __init__(
         self,

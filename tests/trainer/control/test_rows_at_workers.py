@@ -1,5 +1,5 @@
-"""Rows that the workers of a session hold: commits, rollbacks and restores come to what they come to with rows at shards, to the
-bit, through kills at any moment; and so does what follows at shards."""
+"""Rows that the workers of a session hold: commits, rollbacks and restores come to what they come to with
+rows at shards, to the bit, through kills at any moment; and so does what follows at shards."""
 
 from __future__ import annotations
 

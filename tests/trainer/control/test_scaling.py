@@ -1,4 +1,5 @@
-"""How many workers train: a wish that is kept, carried out at a commit, and never at the price of what runs."""
+"""How many workers train: a wish that is kept, carried out at a commit, and never at the price of what
+runs."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""The warehouse first, by two workers, then the stream by one, through kills at any moment: each sample once, one switch, at the
-offsets that the table's version ends at, and in exact mode bit-equal to a run that nothing disturbs.
+"""The warehouse first, by two workers, then the stream by one, through kills at any moment: each sample once,
+one switch, at the offsets that the table's version ends at, and in exact mode bit-equal to a run that nothing
+disturbs.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ NUM_SCHEDULES, CHUNK = 20, 5
 
 
 class FromTable(Simulation):
-    """Versions of a table as the records of `samples` below `ends` of each; a session of the newest, and of what came behind."""
+    """Versions of a table as the records of `samples` below `ends` of each; a session of the newest, and of
+    what came behind."""
 
     def __init__(
         self, records: list[Record], *, ends: tuple[dict[int, int], ...] = (ENDS,), **more: Any
@@ -91,7 +93,8 @@ class FromTable(Simulation):
             it.set_following(self.session_of(1, self.ends[0]) if session.version == 0 else None)
 
     def assert_switched(self, initial_workers: int, workers: int) -> None:
-        """One commit after the other: sessions in their order, then the stream from where the last version ended."""
+        """One commit after the other: sessions in their order, then the stream from where the last version
+        ended."""
         inputs = [commit.input.version if commit.input else -1 for _, commit in sorted(self.commits.items())]
         assert sorted(inputs, key=lambda version: version if version >= 0 else 99) == inputs
         first = next(commit for _, commit in sorted(self.commits.items()) if commit.input is None)
@@ -201,8 +204,8 @@ def test_g2_g11_a_kill_in_the_middle_of_the_hand_over_changes_nothing(
 
 
 def schedule(seed: int) -> None:
-    """Every fourth on the parameter server's own shards, every fifth with one worker in both phases, every seventh with a second
-    controller; two of three with faults that last."""
+    """Every fourth on the parameter server's own shards, every fifth with one worker in both phases, every
+    seventh with a second controller; two of three with faults that last."""
     workers, real = 1 if seed % 5 == 0 else 2, seed % 4 == 0
     simulation = phased(
         seed,

@@ -1,5 +1,6 @@
-"""HSTU's attention by kernels beside the reference. Run by itself, `python -m tests.trainer.device.kernel_checks`, it prints how
-far apart they are on a CPU, in Triton's interpreter, which must be chosen before Triton is imported."""
+"""HSTU's attention by kernels beside the reference. Run by itself, `python -m
+tests.trainer.device.kernel_checks`, it prints how far apart they are on a CPU, in Triton's interpreter, which
+must be chosen before Triton is imported."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ MAX_HISTORY, HEADS = 50, 2
 
 
 def distances(case: str, dtype: torch.dtype, device: str, *, times: bool) -> dict[str, float]:
-    """Of outputs and of each gradient, relative to the norm of the reference's, which is of the same numbers in float32."""
+    """Of outputs and of each gradient, relative to the norm of the reference's, which is of the same numbers
+    in float32."""
     lengths, targets, width = CASES[case]
     rng, size = np.random.default_rng(1), 3 * HEADS * width
     gap_ms_L = np.exp(rng.uniform(0, 25, sum(lengths))).astype(np.int64) if times else None

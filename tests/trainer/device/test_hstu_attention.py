@@ -1,4 +1,5 @@
-"""HSTU's kernels give what the reference gives, forward and back: in Triton's interpreter, and on a device where there is one."""
+"""HSTU's kernels give what the reference gives, forward and back: in Triton's interpreter, and on a device
+where there is one."""
 
 from __future__ import annotations
 

@@ -30,8 +30,8 @@ from trainer.device.numerics import compilable_modules, compile_rows, forward_lo
 
 SCHEMA = make_schema("everything")
 N24 = samples.records(list(range(1, 25)))
-# Of bfloat16 against float32: its numbers have 8 bits, so that each product is off by 2^-8 = 0.004 at most. On the way back some
-# ReLUs of a tiny model open that were shut.
+# Of bfloat16 against float32: its numbers have 8 bits, so that each product is off by 2^-8 = 0.004 at most.
+# On the way back some ReLUs of a tiny model open that were shut.
 CLOSE, CLOSE_BACK = 0.01, 0.15
 EVERY = {"ranker": SMALL, **CONFIGS}
 gpu = [

@@ -1,4 +1,5 @@
-"""The ring of pinned buffers: no buffer is filled while a copy may read it, and nothing is computed before its copy."""
+"""The ring of pinned buffers: no buffer is filled while a copy may read it, and nothing is computed before
+its copy."""
 
 from __future__ import annotations
 
@@ -239,7 +240,8 @@ def test_a_device_has_what_was_staged_while_it_computes() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine shows no CUDA device")
 def test_memory_that_the_device_still_reads_is_not_copied_to() -> None:
-    """A batch is dropped while the device is behind; those that follow must not overwrite what it has yet to read."""
+    """A batch is dropped while the device is behind; those that follow must not overwrite what it has yet to
+    read."""
     ring = open_staging("cuda")
     assert ring is not None
     busy, sums, expected = torch.randn(2048, 2048, device="cuda"), [], []

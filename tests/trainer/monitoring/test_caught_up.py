@@ -335,7 +335,8 @@ def test_g8_a_jump_of_the_wall_clock_changes_nothing(jump_ms: int) -> None:
 
 @pytest.mark.parametrize("jump_ms", [-H2_MS, H2_MS])
 def test_g8_producers_whose_clock_was_wrong_for_a_while_neither_hide_nor_invent_a_lag(jump_ms: int) -> None:
-    """Ten records of a time two hours off lie in the log; the newest event time of the partition is theirs for long."""
+    """Ten records of a time two hours off lie in the log; the newest event time of the partition is theirs
+    for long."""
     watch, newest = watching(), 0
     for second in range(120):
         now_ms = 1000 * second + (jump_ms if 30 <= second < 40 else 0)

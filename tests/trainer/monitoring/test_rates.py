@@ -58,7 +58,8 @@ def test_the_time_left_lies_between_what_the_likely_rates_make_of_it(
 
 
 def test_the_interval_holds_the_true_rate_nearly_always_also_for_lumpy_consumption() -> None:
-    """Poisson arrivals at 50/s, and consumption of whole chunks of 64 or 192 at a mean of 80/s: drain is 30."""
+    """Poisson arrivals at 50/s, and consumption of whole chunks of 64 or 192 at a mean of 80/s: drain is
+    30."""
     random, held = np.random.default_rng(5), 0
     for _ in range(300):
         came = random.poisson(50, 60)

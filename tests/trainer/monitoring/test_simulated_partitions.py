@@ -1,4 +1,5 @@
-"""Caught-up over simulated partitions: whatever comes, however it is consumed, an account of every record beside it."""
+"""Caught-up over simulated partitions: whatever comes, however it is consumed, an account of every record
+beside it."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ PATIENCE = CaughtUpLimits(lag_ms=5000, hold_s=3)
 
 @dataclasses.dataclass
 class Simulated:
-    """A partition as an account: every record with the monotonic second at which it became readable, and its event time."""
+    """A partition as an account: every record with the monotonic second at which it became readable, and its
+    event time."""
 
     number: int
     readable_s: list[float] = dataclasses.field(default_factory=list)

@@ -1,4 +1,5 @@
-"""Epochs: what can be learned is learned by both models, the same seed gives the same, and mistakes are sentences."""
+"""Epochs: what can be learned is learned by both models, the same seed gives the same, and mistakes are
+sentences."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A training loop of which reading, pulling and pushing have threads, over records in memory and one fake shard."""
+"""A training loop of which reading, pulling and pushing have threads, over records in memory and one fake
+shard."""
 
 from __future__ import annotations
 

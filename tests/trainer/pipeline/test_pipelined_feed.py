@@ -1,4 +1,5 @@
-"""What is read, pulled and pushed beside training is trained as if one thing had been done after the other."""
+"""What is read, pulled and pushed beside training is trained as if one thing had been done after the
+other."""
 
 from __future__ import annotations
 
@@ -129,7 +130,8 @@ def test_staleness_stays_within_its_limit_and_samples_apply_once(seed: int, stal
 
 
 def test_stale_rows_of_early_pulls_are_counted() -> None:
-    """The second chunk is pulled while the first one's push is held back: the item rows that both have are older."""
+    """The second chunk is pulled while the first one's push is held back: the item rows that both have are
+    older."""
     with pipelined(N40[:8], staleness=1) as piped:
         held, push = threading.Event(), piped.rows.rows.push
 

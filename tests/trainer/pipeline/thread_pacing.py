@@ -1,4 +1,5 @@
-"""Threads that go on in a drawn order, without any time passing: each says where it is, and one of those that wait goes on."""
+"""Threads that go on in a drawn order, without any time passing: each says where it is, and one of those that
+wait goes on."""
 
 from __future__ import annotations
 
@@ -21,8 +22,9 @@ _YIELDS = 20
 
 
 class Pace:
-    """`here(where)` returns when its turn has come. Now and then another place becomes the slow one, which goes on only when
-    nobody else waits. `fail_next(where)`: the next one there raises. `free`: everybody goes on at once."""
+    """`here(where)` returns when its turn has come. Now and then another place becomes the slow one, which
+    goes on only when nobody else waits. `fail_next(where)`: the next one there raises. `free`: everybody goes
+    on at once."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)

@@ -1,4 +1,5 @@
-"""What is trained once more: which batches, how much of them is kept, through restores, and nobody takes it for a request."""
+"""What is trained once more: which batches, how much of them is kept, through restores, and nobody takes it
+for a request."""
 
 from __future__ import annotations
 

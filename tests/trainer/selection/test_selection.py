@@ -1,4 +1,5 @@
-"""The loop with selection: what is trained, scored and told, through restores, and nothing at all while it is off."""
+"""The loop with selection: what is trained, scored and told, through restores, and nothing at all while it is
+off."""
 
 from __future__ import annotations
 

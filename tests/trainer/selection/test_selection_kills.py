@@ -1,4 +1,5 @@
-"""G11 with selection, deferral and rehearsal: whoever is killed when, the same bits come out of the same requests."""
+"""G11 with selection, deferral and rehearsal: whoever is killed when, the same bits come out of the same
+requests."""
 
 from __future__ import annotations
 
@@ -34,8 +35,8 @@ Run = tuple[dict[str, bytes], dict[int, int]]
 
 
 def ran(numbers: list[int], kills: list[Kill], **more: Any) -> Run:
-    """Rows and weights at the end, and what became of each request. With a seed some of the kills may be of moments that never
-    come."""
+    """Rows and weights at the end, and what became of each request. With a seed some of the kills may be of
+    moments that never come."""
     simulation = Simulation(samples.records(numbers), exact=True, kills=kills, **more)
     if "seed" in more:
         simulation.run_as_far_as_kills_go()

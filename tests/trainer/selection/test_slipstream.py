@@ -174,7 +174,8 @@ def test_of_five_inputs_two_that_vary_leave_three_to_be_dropped() -> None:
 
 
 def test_the_interval_holds_as_often_as_it_says() -> None:
-    """The share of a sample of 201 among 18,464 hot inputs, of which 30 % lie below T; drawn without replacement."""
+    """The share of a sample of 201 among 18,464 hot inputs, of which 30 % lie below T; drawn without
+    replacement."""
     population, below = 18_464, 5_539
     drawn = np.random.default_rng(0).hypergeometric(below, population - below, MIN_SAMPLE, 200_000)
     share_M, count_M = np.unique(drawn / MIN_SAMPLE, return_counts=True)

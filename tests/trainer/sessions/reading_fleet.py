@@ -1,5 +1,6 @@
-"""A worker, a controller's master and readers without threads, processes or sockets: every word between them is a step of a
-schedule, and so are deaths, words that are lost, and readers that go on after they have lost everything."""
+"""A worker, a controller's master and readers without threads, processes or sockets: every word between them
+is a step of a schedule, and so are deaths, words that are lost, and readers that go on after they have lost
+everything."""
 
 from __future__ import annotations
 
@@ -175,7 +176,8 @@ class Fleet:
         return self.workers[worker].source.poll(size, 0.0, partition)
 
     def restore(self, *at: Progress) -> None:
-        """Another incarnation: each worker goes back to a commit; answers to what it asked before may still come."""
+        """Another incarnation: each worker goes back to a commit; answers to what it asked before may still
+        come."""
         self.incarnation += 1
         for worker, its in zip(self.workers, at, strict=True):
             worker.source.seek(its)

@@ -1,4 +1,5 @@
-"""A session through readers is the session: the same batches, once, in order, whoever of them dies, is late or is a zombie."""
+"""A session through readers is the session: the same batches, once, in order, whoever of them dies, is late
+or is a zombie."""
 
 from __future__ import annotations
 
@@ -49,8 +50,8 @@ class Trained:
 def run(
     fleet: Fleet, draw: random.Random, in_turns: bool = False, faults: bool = False
 ) -> list[list[list[bytes]]]:
-    """All chunks of each worker; with `faults`, whatever may happen to readers, the controller and workers does, until half of
-    the turns."""
+    """All chunks of each worker; with `faults`, whatever may happen to readers, the controller and workers
+    does, until half of the turns."""
     of = [Trained(worker.source.positions()) for worker in fleet.workers]
     wanted = [len(undisturbed(fleet, in_turns, number)) for number in range(fleet.num_workers)]
     for turn in range(MAX_TURNS):

@@ -83,8 +83,8 @@ def test_a_worker_that_asks_for_everything_is_heard_in_part() -> None:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_each_row_is_taken_once_whatever_is_lost_restored_or_dealt_anew(seed: int) -> None:
-    """Readers die, are slow and come back; workers begin anew at a commit, and their number changes: rows are taken by position
-    and grant, each once, and all of them in the end."""
+    """Readers die, are slow and come back; workers begin anew at a commit, and their number changes: rows are
+    taken by position and grant, each once, and all of them in the end."""
     draw = random.Random(seed)
     its, now_s, workers, at = Leases(), 0.0, 1, dict.fromkeys(ORDER.rows, 0)
     held: dict[str, list[Lease]] = {f"r{i}": [] for i in range(3)}

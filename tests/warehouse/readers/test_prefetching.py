@@ -1,5 +1,6 @@
-"""The rules together, in simulated time: leases, splits in flight, and how many readers there are, while readers are slower than
-training. One reader leaves training waiting, as many as the rules ask for don't, once there are so many."""
+"""The rules together, in simulated time: leases, splits in flight, and how many readers there are, while
+readers are slower than training. One reader leaves training waiting, as many as the rules ask for don't, once
+there are so many."""
 
 from __future__ import annotations
 

@@ -24,7 +24,8 @@ def report_of(
 
 
 def test_a_history_that_moves_on_is_shared_partially_and_only_within_a_batch() -> None:
-    """User 1's histories of 4, 5, 5, 5 entries hold 7; user 2's of 5, 5, 5 hold 7; user 3's of 0 and 2 hold 2."""
+    """User 1's histories of 4, 5, 5, 5 entries hold 7; user 2's of 5, 5, 5 hold 7; user 3's of 0 and 2 hold
+    2."""
     whole = report_of(MOVED_ON, 100)["arrangements"]["clustered"]["features"]["history"]
     assert whole["exact"] == 1.0 and whole["partial"] == pytest.approx(36 / 16) and whole["same"] == 0.0
     alone = report_of(MOVED_ON, 1)["arrangements"]["clustered"]["features"]["history"]
