@@ -74,7 +74,7 @@ def page(cli: click.Group) -> str:
         if lines and not (path in programs and len(lines) == 2):  # --config FILE, --keys
             parts += [
                 f"## roostream {path}",
-                (command.help or "").split("\n")[0],
+                _first_paragraph(command.help),
                 "\n".join((*_HEAD, *lines)),
             ]
     return "\n\n".join(parts) + "\n"
@@ -103,9 +103,13 @@ def _files() -> Iterator[tuple[str, str, type[Any]]]:
         ("transform", schema.Transform),
     )
     for name, cls in (*named, ("limits", schema.Limits), ("online", schema.Online)):
-        yield f"schema: {name}", (cls.__doc__ or "").split("\n")[0], cls
+        yield f"schema: {name}", _first_paragraph(cls.__doc__), cls
     for name, rule in rules.RULES.items():
         yield f"schema: rule {name}", "`[tables.NAME.rule]`", rule if isinstance(rule, type) else type(rule)
+
+
+def _first_paragraph(text: str | None) -> str:
+    return " ".join((text or "").split("\n\n")[0].split())
 
 
 def _is_shared(option: Option, settings: type[Any], shared: dict[str, Any]) -> bool:
