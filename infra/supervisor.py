@@ -43,9 +43,8 @@ class RestartPolicy:
 
     first_s: float = 0.5
     max_s: float = 15.0
-    stable_s: float = (
-        30.0  # a child that lived this long resets the count; a kill a minute is not a crash loop
-    )
+    # A child that lived this long resets the count; a kill a minute is not a crash loop
+    stable_s: float = 30.0
     max_restarts: int = 12  # in a row, none of which lived for `stable_s`: about two minutes
 
     def delay_s(self, deaths: int) -> float | None:

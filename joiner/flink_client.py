@@ -37,9 +37,8 @@ POLL_S = 1.0
 _COUNT_LOSSES_EVERY_S = 10.0
 _RECOVERY_S = 60.0  # a job manager with high availability recovers its jobs within this time
 _MAIN_SCRIPT = "from joiner.flink_job import main\n\nmain()\n"
-_FOREIGN_STATE = (
-    "Cannot map checkpoint/savepoint state"  # Flink's words for state of an operator the job does not have
-)
+# Flink's words for state of an operator the job does not have
+_FOREIGN_STATE = "Cannot map checkpoint/savepoint state"
 T = TypeVar("T")
 
 

@@ -99,9 +99,8 @@ class Engagement(Struct, array_like=True, gc=False, tag=0):
     time_ms: int
     raw: bytes
     copies: int = 1
-    joins_ms: int = (
-        NEVER  # before the close: when it takes effect; NEVER: with the pages known so far it does not
-    )
+    # Before the close: when it takes effect; NEVER: with the pages known so far it does not
+    joins_ms: int = NEVER
     row: int = -1  # of its item on the page that first showed it; -1: the item is not shown
     previous_id: int = 0  # event id of the previous engagement of the request; 0 = none
 

@@ -43,13 +43,11 @@ class RankRequest:
     first_position: int  # position of the first slot of this answer
     model_version: str  # "" = the newest
     return_ranked: bool = False  # include item ids in ranked order in the answer
-    top: int = (
-        0  # return only so many first slots, with items and scores; 0 = return all scores and the order
-    )
+    # Return only so many first slots, with items and scores; 0 = return all scores and the order
+    top: int = 0
     blocks: RequestBlocks | None = None  # as the client encoded them; `ro` and `nro` are empty then
-    has_missing: bool | None = (
-        None  # whether the blocks lack a feature that can be filled in; None = not checked yet
-    )
+    # Whether the blocks lack a feature that can be filled in; None = not checked yet
+    has_missing: bool | None = None
     has_missing_stateful: bool = False  # whether a missing feature is kept in Redis
     traceparent: str = ""  # of the request's span, if tracing is on
 

@@ -48,9 +48,8 @@ class Version:
     name: str  # "<incarnation>-<seq>"
     schema: Schema
     model: Model
-    as_trained: bool = (
-        False  # score each request alone through training's modules: bit-equal to training (G9)
-    )
+    # Score each request alone through training's modules: bit-equal to training (G9)
+    as_trained: bool = False
 
     @functools.cached_property
     def forward(self) -> Forward:

@@ -89,9 +89,8 @@ class ChunkPart:
     batch: Batch
     trains: bool  # False: its requests are only scored
     lookup: Lookup
-    choice: SelectionWeights | None = (
-        None  # selection's decisions; None: all trained, or all frozen, with weight 1
-    )
+    # Selection's decisions; None: all trained, or all frozen, with weight 1
+    choice: SelectionWeights | None = None
 
     @property
     def has_weight(self) -> bool:

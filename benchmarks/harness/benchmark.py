@@ -22,9 +22,8 @@ class Work(NamedTuple):
     """A repeatable piece of work, and how many of the row's units it does."""
 
     step: Callable[[], object]
-    units: float | Callable[[], float] = (
-        1.0  # per step; a function: of the last step, which then is a whole turn
-    )
+    # Per step; a function: of the last step, which then is a whole turn
+    units: float | Callable[[], float] = 1.0
     figures: Callable[[], Mapping[str, float]] = dict  # other results of the last step
     took_s: Callable[[], float] | None = None  # seconds of the last step that count; None: all of it
 
@@ -44,9 +43,8 @@ class Subject:
     setup: str  # "module:function" → context manager of Work
     arguments: tuple[Any, ...] = ()  # of that function; plain JSON
     role: Role = "ours"
-    environment: str = (
-        ""  # "" = the project's own; a name in benchmarks/environments/; "commit:<id>" = another commit
-    )
+    # "" = the project's own; a name in benchmarks/environments/; "commit:<id>" = another commit
+    environment: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,8 +69,7 @@ class Benchmark:
     summary: str  # one line
     rows: tuple[Row, ...]
     interpretation: str  # what the figures mean; printed on the page of results
-    run_setup: str = (
-        ""  # "module:function" → context manager that is open during each run, for subjects of several rows
-    )
+    # "module:function" → context manager that is open during each run, for subjects of several rows
+    run_setup: str = ""
     slice_s: float = 0.1  # length of a subject's turn
     rounds: int = 7  # turns of each subject in a run

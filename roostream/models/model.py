@@ -19,16 +19,13 @@ class Targets(NamedTuple):
 
     label_BT: Tensor  # float32
     weight_BT: Tensor  # float32; 0 = the label is not there
-    before_BT: Tensor | None = (
-        None  # float32: of a correction's candidates, the label that it corrects; NaN = a sample's
-    )
-    known_BT: Tensor | None = (
-        None  # float32 in [0, 1]: share of positives known when the sample was made; None = 0
-    )
+    # Float32: of a correction's candidates, the label that it corrects; NaN = a sample's
+    before_BT: Tensor | None = None
+    # Float32 in [0, 1]: share of positives known when the sample was made; None = 0
+    known_BT: Tensor | None = None
     loss: LossName = "log"
-    total_T: Tensor | None = (
-        None  # of the weights of the batch that this is a part of; None: this is all of it
-    )
+    # Of the weights of the batch that this is a part of; None: this is all of it
+    total_T: Tensor | None = None
 
 
 class Model(nn.Module, abc.ABC):

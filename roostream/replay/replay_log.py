@@ -113,9 +113,8 @@ def settle_ms(config: ReplayConfig) -> int:
     return 10 * config.window_ms + config.lateness_ms + 1000
 
 
-HEARTBEAT_MS = (
-    300_000  # event time between heartbeats; bounds the open requests of a partition without events
-)
+# Event time between heartbeats; bounds the open requests of a partition without events
+HEARTBEAT_MS = 300_000
 _PRODUCER = "replay"
 
 

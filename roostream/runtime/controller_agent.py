@@ -113,9 +113,8 @@ class ControllerAgent:
         self._newest = 0, 0  # the highest command received
         self._unsent_results: dict[tuple[int, int], Result] = {}
         self._running: Command | None = None
-        self._overdue_since_s: float | None = (
-            None  # since when a command of a later incarnation waits behind the running one
-        )
+        # Since when a command of a later incarnation waits behind the running one
+        self._overdue_since_s: float | None = None
         self.on_stuck, self.on_received, self.stop_budget = on_stuck or end_process, on_received, stop_budget
         self._leaving = self._may_leave = False
         self._reached = True  # the last call was answered

@@ -170,9 +170,8 @@ class SampleFile:
         for at in range(self.footer.num_columns):
             self._at.setdefault(self.footer.schema.column(at).path.split(".", 1)[0], []).append(at)
         self._ranges: dict[tuple[int, int], ByteRange] = {}  # by (row group, leaf)
-        self._last_needed: tuple[Schema, Schema, Mapping[str, ColumnType]] | None = (
-            None  # writer, reader, columns
-        )
+        # Writer, reader, columns
+        self._last_needed: tuple[Schema, Schema, Mapping[str, ColumnType]] | None = None
         self.footer_info = self._footer_info()
         if self.footer.num_rows != file.rows:
             raise CheckpointError(

@@ -10,9 +10,8 @@ from contextlib import contextmanager
 from serving.errors import RequestError
 
 RETRY_AFTER_S = 1
-_NEWEST = (
-    9  # a new answer is averaged with so many earlier answers, or with RECENT_S of work, whichever is more
-)
+# A new answer is averaged with so many earlier answers, or with RECENT_S of work, whichever is more
+_NEWEST = 9
 RECENT_S = 0.25
 _FEW = 8  # so few requests may take the whole deadline; a longer queue may take half of it
 

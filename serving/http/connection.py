@@ -26,9 +26,8 @@ MAX_HEAD_BYTES = 32 << 10  # request line and headers
 MAX_PIPELINED = 64  # requests that wait on one connection
 HEAD_S = 10.0  # from the first byte of a request (or from connecting) until its headers are complete
 LINGER_S = 5.0  # for the client to receive the last answer
-_MAX_WHOLE = (
-    MAX_HEAD_BYTES  # a larger request rarely arrives in one piece, so the fast path does not look at it
-)
+# A larger request rarely arrives in one piece, so the fast path does not look at it
+_MAX_WHOLE = MAX_HEAD_BYTES
 
 
 class LimitedProtocol(HttpToolsProtocol):
@@ -50,9 +49,8 @@ class LimitedProtocol(HttpToolsProtocol):
         self._active_s = self._head_began_s = time.monotonic()
         self._whole: list[bytes] | None = None  # body parts, while the fast path parses a request
         self._is_complete = False  # the parser agrees that the request is complete
-        self._asks = self._is_last = (
-            False  # a fast-path request is being answered; its answer is the connection's last
-        )
+        # A fast-path request is being answered; its answer is the connection's last
+        self._asks = self._is_last = False
         self._held = b""  # received meanwhile
 
     @property

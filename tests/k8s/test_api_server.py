@@ -24,9 +24,8 @@ from tests.k8s.test_cluster_pages import commands, runs_on_a_server, words
 
 pytestmark = pytest.mark.timeout(3600)
 Objects = tuple[dict[str, Any], ...]
-_OF_EVERY_HEADLESS = (
-    "spec.SessionAffinity is ignored for headless services"  # also where none is said: it is a default
-)
+# Also where none is said: it is a default
+_OF_EVERY_HEADLESS = "spec.SessionAffinity is ignored for headless services"
 
 
 @pytest.fixture(scope="module")

@@ -73,9 +73,8 @@ class InitialRange(NamedTuple):
 
     units: tuple[WorkUnit, ...]  # one per partition, up to its export point; fixed when the phase begins
     is_over: bool  # the plan that contains this was made for the stream
-    session: TableInput | None = (
-        None  # the warehouse session whose positions `units` has; None: offsets of the topic
-    )
+    # The warehouse session whose positions `units` has; None: offsets of the topic
+    session: TableInput | None = None
 
     @classmethod
     def from_saved(cls, saved: object) -> InitialRange | None:
@@ -151,9 +150,8 @@ class CoordinatorConfig:
     commit_interval_s: float = 10.0
     lost_after_s: float = 3.0
     step_timeout_s: float = 60.0  # for one step of a commit, and every other command except RESTORE
-    restore_timeout_s: float = (
-        600.0  # doubled each time in a row that it passes, so that a large state is restored in the end
-    )
+    # Doubled each time in a row that it passes, so that a large state is restored in the end
+    restore_timeout_s: float = 600.0
     max_aborts: int = 3  # in a row; then everyone is restored, because ABORT may not repair a member's state
     retry_s: float = 1.0  # between a refused RESTORE and the next one
     holds_idle: bool = False  # a watcher calls `hold_idle` and ends such holds

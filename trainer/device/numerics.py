@@ -27,9 +27,8 @@ from trainer.device.hstu_attention import use_triton_attention
 
 log = logging.getLogger("roostream.worker")
 
-_MAX_GRAPHS = (
-    256  # a width, a batch of one, gradients or none: each is a graph of its own; torch gives up at 8
-)
+# A width, a batch of one, gradients or none: each is a graph of its own; torch gives up at 8
+_MAX_GRAPHS = 256
 
 
 def set_numerics(config: LoopConfig) -> None:

@@ -65,9 +65,8 @@ class LagStatus:
     drain: Estimate | None = None
     eta: TimeLeft = UNKNOWN_TIME_LEFT
     lost_records: int = 0  # deleted before they were read, since this process started
-    retention_share: float | None = (
-        None  # lag / records kept by retention, once it has begun to delete; at 1 records are lost
-    )
+    # Lag / records kept by retention, once it has begun to delete; at 1 records are lost
+    retention_share: float | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -283,9 +282,8 @@ class CaughtUpLimits:
     """Thresholds between states; seconds of a monotonic clock unless stated otherwise."""
 
     lag_ms: int  # event time: a lag up to this counts as caught up
-    hold_s: float = (
-        2.0  # how long the lag must be small, or (up to twice lag_ms) large, before the state changes
-    )
+    # How long the lag must be small, or (up to twice lag_ms) large, before the state changes
+    hold_s: float = 2.0
     pinned_s: float = 10.0  # an open transaction that hides records blocks after this time
     stalled_s: float = 60.0  # records exist and none is consumed
     idle_s: float = 60.0  # nothing arrives and nothing is left

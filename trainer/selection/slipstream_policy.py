@@ -122,12 +122,10 @@ class SlipstreamPolicy:
         self.num_looked = self.num_hot_looked = 0  # requests since the first snapshot, and how many were hot
         self.T: float | None = None  # once it is known
         self.realised: float | None = None  # share of the inputs used for T that T skips
-        self.half_width: float | None = (
-            None  # half width of the interval of that share, if T was searched in a sample
-        )
-        self._rows_H1: tuple[np.ndarray, np.ndarray] | None = (
-            None  # rows by which inputs are judged, cached once they are final
-        )
+        # Half width of the interval of that share, if T was searched in a sample
+        self.half_width: float | None = None
+        # Rows by which inputs are judged, cached once they are final
+        self._rows_H1: tuple[np.ndarray, np.ndarray] | None = None
         self.over = False  # the log has ended: nothing is skipped any more
 
     def stale(self, batch: Batch, step: int) -> np.ndarray | None:

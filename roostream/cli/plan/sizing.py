@@ -76,9 +76,8 @@ class Need(NamedTuple):
     what: str
     amount: float
     unit: str
-    ends_at: (
-        float  # requests per second above which more of it does not help or is not allowed; inf = no limit
-    )
+    # Requests per second above which more of it does not help or is not allowed; inf = no limit
+    ends_at: float
     why: str
 
 

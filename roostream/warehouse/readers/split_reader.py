@@ -198,9 +198,8 @@ class SplitReader:
             CheckpointError: a file is damaged; the message names it.
         """
         ends_s = self.clock.monotonic_s() + timeout_s
-        asking: _LeasedSplit | None = (
-            None  # notified once: two waiters that wake each other would never sleep
-        )
+        # Notified once: two waiters that wake each other would never sleep
+        asking: _LeasedSplit | None = None
         with self._changed:
             try:
                 while True:
