@@ -62,7 +62,7 @@ class Client:
         self._lost = ""
         self._push_lock, self._split_lock = threading.Lock(), threading.Lock()
         self._splits: WeakKeyDictionary[Lookup, list[list[ShardKeys]]] = WeakKeyDictionary()
-        self._pool = (
+        self.pool = (
             ThreadPoolExecutor(max(2 * len(transports), 1), "param-client") if len(transports) > 1 else None
         )
 
@@ -163,8 +163,8 @@ class Client:
 
     def close(self) -> None:
         """End the threads; the transports belong to the caller."""
-        if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)
+        if self.pool is not None:
+            self.pool.shutdown(cancel_futures=True)
 
     def _push_to(
         self, shard: int, shares: Sequence[ShardKeys], header: Header, gradients: Mapping[str, np.ndarray]
@@ -207,11 +207,11 @@ class Client:
         """Call all shards in parallel (with `every` also those without keys); wait for all, then raise the
         first error."""
         busy = [(shard, share) for shard, share in enumerate(shares) if share or every]
-        if self._pool is None or len(busy) < 2:
+        if self.pool is None or len(busy) < 2:
             for shard, share in busy:
                 do(shard, share)
             return
-        _wait_all([self._pool.submit(do, shard, share) for shard, share in busy])
+        _wait_all([self.pool.submit(do, shard, share) for shard, share in busy])
 
 
 def split_by_owner(lookup: Lookup, owners: BucketMap) -> list[list[ShardKeys]]:

@@ -88,7 +88,7 @@ class GradientBarrier:
 
     def __init__(self, lock: threading.Lock, wait_s: float = PUSH_WAIT_S) -> None:
         self.wait_s = wait_s
-        self._changed = threading.Condition(lock)
+        self.lock, self.changed = lock, threading.Condition(lock)
         self._open: PendingStep | None = None
 
     @property
@@ -110,7 +110,7 @@ class GradientBarrier:
         ticket = step.join(update)
         if not step.missing:
             return self._apply(step, apply)
-        if not self._changed.wait_for(lambda: not step.waits(update.worker, ticket), self.wait_s):
+        if not self.changed.wait_for(lambda: not step.waits(update.worker, ticket), self.wait_s):
             self._abort(
                 step, f"no push of step {step.step} came from {_named(step.missing)} for {self.wait_s:g} s"
             )
@@ -142,7 +142,7 @@ class GradientBarrier:
     def _close(self, step: PendingStep) -> None:
         if self._open is step:
             self._open = None
-        self._changed.notify_all()
+        self.changed.notify_all()
 
 
 def check_workers(worker: int, workers: int) -> None:

@@ -107,7 +107,8 @@ class ControllerAgent:
         self.session = session if session is not None else random.SystemRandom().getrandbits(63)
         self.incarnation = 0  # of the last successful RESTORE
         self.hold = ""  # why training is on hold and what ends the hold, from the controller's last response
-        self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
+        # Received and not begun; the command thread takes them.
+        self.commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._done: OrderedDict[tuple[int, int], Result | None] = OrderedDict()  # None: not done yet
         self._newest = 0, 0  # the highest command received
@@ -145,7 +146,7 @@ class ControllerAgent:
 
     def join(self, timeout_s: float = 5.0) -> bool:
         """Wait for the threads after `stop` was set. False: a command is still running."""
-        self._commands.put(None)
+        self.commands.put(None)
         self._result_ready.set()
         return not self._threads.join(timeout_s)
 
@@ -211,7 +212,7 @@ class ControllerAgent:
         self._done[key] = None
         while len(self._done) > _MAX_RESULTS:
             self._done.popitem(last=False)
-        self._commands.put(command)
+        self.commands.put(command)
         self.on_received(command)
         return True
 
@@ -229,7 +230,7 @@ class ControllerAgent:
 
     def _command_loop(self) -> None:
         while not self.stop.is_set():
-            command = self._commands.get()
+            command = self.commands.get()
             if command is not None and not self.stop.is_set():
                 self.run(command)
 

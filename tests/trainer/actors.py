@@ -59,15 +59,15 @@ class Actor:
     def __init__(self) -> None:
         self.busy = False  # an act has paused
         self.is_running = False
-        self._dead = False
+        self.is_dead = False
         self._error: BaseException | None = None
-        self._strand: _Strand | None = None
+        self.strand: _Strand | None = None
 
     def do(self, act: Callable[[], object]) -> None:
         """Begin an act. Raises what it raises, but Killed."""
-        assert not self.busy and not self._dead
-        self._strand = _Strand.idle.pop() if _Strand.idle else _Strand()
-        self._strand.actor, self._strand.act = self, act
+        assert not self.busy and not self.is_dead
+        self.strand = _Strand.idle.pop() if _Strand.idle else _Strand()
+        self.strand.actor, self.strand.act = self, act
         self._switch()
 
     def go_on(self) -> None:
@@ -77,7 +77,7 @@ class Actor:
 
     def kill(self) -> None:
         """Its paused act ends where it is."""
-        self._dead = True
+        self.is_dead = True
         if self.busy:
             self._switch()
 
@@ -92,13 +92,13 @@ class Actor:
         actor: Actor | None = getattr(cls.running, "actor", None)
         if actor is None:
             raise TransportError("nobody waits for this answer")
-        strand = actor._strand
+        strand = actor.strand
         assert strand is not None
         actor.busy = True
         strand.back.release()
         strand.go.acquire()
         actor.busy = False
-        if actor._dead:
+        if actor.is_dead:
             raise Killed
 
     def run(self, act: Callable[[], object]) -> None:
@@ -111,7 +111,7 @@ class Actor:
             self._error = error
 
     def _switch(self) -> None:
-        strand = self._strand
+        strand = self.strand
         assert strand is not None
         self.is_running = True
         strand.switch()

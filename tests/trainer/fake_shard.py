@@ -57,6 +57,7 @@ class FakeShard:
             int, tuple[Header, Sequence[np.ndarray]]
         ] = {}  # worker → its push of the step that waits for others'
         self.is_dead = False
+        self.push_headers: list[Header] = []
 
     def die(self) -> None:
         """Whoever waits for an answer hears that there will be none."""
@@ -92,6 +93,7 @@ class FakeShard:
         return {}, out
 
     def _push(self, header: Header, arrays: Sequence[np.ndarray]) -> tuple[Header, list[np.ndarray]]:
+        self.push_headers.append(header)
         update = header["worker"], header["sequence"]
         if update in self.seen:
             return {"applied": False}, []

@@ -66,7 +66,7 @@ class RealShard:
             self.shard.stats,
         )
         self.is_dead = False
-        self.shard.barrier._changed = _Changed(self, self.shard._lock, clock)  # type: ignore[assignment]
+        self.shard.barrier.changed = _Changed(self, self.shard.barrier.lock, clock)  # type: ignore[assignment]
 
     def die(self) -> None:
         """Whoever waits for an answer hears that there will be none."""

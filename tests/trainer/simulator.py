@@ -206,7 +206,7 @@ class Simulation:
 
         def overtake() -> None:
             if not overtaking:
-                self._control()
+                self.control()
                 with contextlib.suppress(RoostreamError):
                     member.beat(self._beat_wire(place, overtaking=True))
 
@@ -266,7 +266,7 @@ class Simulation:
         if self.real_shards:
             client = Client(self.site.schema, shards, worker=worker, resend_for_s=0.2, clock=self.clock)
             client.close()
-            client._pool = None  # an actor has one thread: one shard after the other
+            client.pool = None  # an actor has one thread: one shard after the other
             return client
         rows = FakeRows(self.site.schema, shards, worker)
         rows.before_push = lambda: self.moment(f"worker {worker}", "push", "before")
@@ -310,9 +310,9 @@ class Simulation:
         self.clock.advance(ROUND_S)
         self._revive()
         for who in self.places:
-            self._guard(lambda who=who: self._beat(who))
-        self._guard(self.disorder.deliver_late)
-        self._guard(self._control)
+            self.guard(lambda who=who: self._beat(who))
+        self.guard(self.disorder.deliver_late)
+        self.guard(self.control)
         for _ in range(3 * len(self.workers)):
             for who in self._in_some_order():
                 self._train(who, 1)
@@ -360,13 +360,13 @@ class Simulation:
         if self.controller is None and (not self.killed or self.controller_dead_rounds >= self.restart_after):
             self.start(CONTROLLER)
 
-    def _guard(self, act: Callable[[], Any]) -> None:
+    def guard(self, act: Callable[[], Any]) -> None:
         try:
             act()
         except Killed:
             return
 
-    def _control(self) -> None:
+    def control(self) -> None:
         if self.controller is None:
             return
         try:
@@ -384,10 +384,10 @@ class Simulation:
         if self._begins_late(who, place):
             return
         most = self.disorder.random.randint(0, 3) if self.seeded else None
-        while not place.member._commands.empty() and most != 0:
+        while not place.member.commands.empty() and most != 0:
             if not self._is_free(place):
                 return
-            command = place.member._commands.get()
+            command = place.member.commands.get()
             assert command is not None
             self._act(place, functools.partial(place.member.run, command))
             if who.startswith("worker"):
@@ -396,7 +396,7 @@ class Simulation:
 
     def _begins_late(self, who: str, place: Place) -> bool:
         """A slow shard has been asked for something, and isn't there yet."""
-        if place.member is None or place.member._commands.empty():
+        if place.member is None or place.member.commands.empty():
             return False
         if not place.begins_at and (slow := self.network.late(who)):
             place.begins_at = self.network.round + slow.late
@@ -428,7 +428,7 @@ class Simulation:
         if len(self.workers) > 1:
             place.actor.do(act)
         else:
-            self._guard(act)
+            self.guard(act)
 
     # What came of it
 

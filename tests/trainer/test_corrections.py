@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from roostream.errors import ConfigError
 from roostream.models.build import build_model
 from roostream.models.config import RankerConfig
 from roostream.models.inputs import build_inputs
@@ -105,15 +104,6 @@ def test_sample_and_correction_are_the_corrected_sample_for_every_weight_and_row
         torch.testing.assert_close(s + c, e, rtol=1e-11, atol=1e-14)
 
 
-def test_all_test_schemas_support_corrections() -> None:
-    for case in CASES:
-        batch = make_batch(make_schema(case), [2, 3])
-        targets = build_targets(
-            as_correction(batch, np.zeros_like(batch.label_BT)), LoopConfig(corrections="on")
-        )
-        assert targets.before_BT is not None and (targets.before_BT == 0).all()
-
-
 @pytest.mark.parametrize(("objective", "kept"), [("event", 0), ("amount", 1)])
 def test_a_changed_value_of_a_value_label_is_a_correction(objective: str, kept: int) -> None:
     label = {"name": "read_s", "action": "read", "fold": "sum", "objective": objective, "scale": 600.0}
@@ -150,18 +140,6 @@ def test_a_correction_changes_weights_and_rows_but_is_not_counted_as_a_request()
         "its sample's close time, and its own, are no news"
     )
     assert any((state_of(plain)[k] != v).any() for k, v in state_of(built).items())
-
-
-def test_progress_is_by_topic_and_partition() -> None:
-    built = correcting(
-        [*N8, samples.corrected(3, unclicked(3)), samples.corrected(4, unclicked(4))]
-    ).train_all()
-    assert built.loop.partitions.progress == {
-        ("samples", 0): 4,
-        ("samples", 1): 4,
-        ("corrections", 0): 1,
-        ("corrections", 1): 1,
-    }
 
 
 def test_corrections_of_one_sample_are_all_trained_and_each_only_once() -> None:
@@ -254,20 +232,6 @@ def test_corrections_start_at_the_beginning_when_first_enabled() -> None:
     built.loop.restore(before.loop.snapshot())
     built.train_all()
     assert built.loop.counts.corrections == 1 and not built.predicted
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"corrections": "on", "exact": True}, "'corrections': expected off with exact = true, got 'on'"),
-        ({"loss": "dfm"}, "'label_delay_ms': expected a duration above 0 with loss = dfm, got 0"),
-        ({"loss": "es_dfm"}, "'label_delay_ms': expected a duration above 0 with loss = es_dfm, got 0"),
-        ({"loss": "hinge"}, "'loss': expected"),
-    ],
-)
-def test_invalid_settings_are_refused(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        LoopConfig(**settings)
 
 
 def test_the_known_share_of_labels_follows_from_the_join_window() -> None:

@@ -41,16 +41,6 @@ def test_one_finite_request_shows_that_the_model_is_sound() -> None:
     assert len(built.letters) == built.loop.counts.non_finite == MANY - 1 and len(built.predicted) == 1
 
 
-def test_a_restore_resets_the_count() -> None:
-    built = poisoned(build(samples.records(list(range(1, MANY + 1)))), *range(1, MANY + 1))
-    for _ in range(3):
-        built.loop.step()
-    built.loop.reset()
-    for _ in range(3):
-        built.loop.step()
-    assert built.loop.counts.non_finite == 24
-
-
 def test_undecodable_records_are_dead_letters_and_do_not_count_against_the_model() -> None:
     built = build(samples.records([1, 2, 3, 4]))
     chunk = built.loop.source.poll(4, 0)

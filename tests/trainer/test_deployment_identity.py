@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from roostream.errors import SchemaError
 from roostream.schema.schema import Schema
 from roostream.schema.schema_file import schema_from_dict
 from tests.runtime.manifest_cases import a_manifest
@@ -37,13 +36,3 @@ def test_storage_settings_of_rows_may_change_after_a_commit(now: Schema, why: st
     committed = schema(2)
     manifest = a_manifest(3, schema=f"{committed.fingerprint:016x}")
     check_schema(manifest, now, {committed.fingerprint: committed}.get)
-
-
-def test_a_narrower_table_is_refused() -> None:
-    committed = schema(4)
-    with pytest.raises(SchemaError, match=r"'user'.* 4 .* 3:"):
-        check_schema(
-            a_manifest(3, schema=f"{committed.fingerprint:016x}"),
-            schema(3),
-            {committed.fingerprint: committed}.get,
-        )

@@ -135,9 +135,3 @@ def test_an_unwritable_folder_does_not_hide_the_reason(
         fatals[-1].endswith(f"times after a restore to {manifest.name}")
         and stage.worker.report()["saved"] == ""
     )
-
-
-def test_a_worker_without_a_folder_reports_the_reason() -> None:
-    stage = Stage()
-    manifest = stage.committed()
-    assert [bool(diverged(stage, manifest.name)) for _ in range(MAX_RELAPSES)] == [False, False, True]

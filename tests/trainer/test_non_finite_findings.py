@@ -58,12 +58,6 @@ def test_unavailable_rows_are_reported() -> None:
     assert "pulled" in found
 
 
-def test_a_batch_without_requests_checks_only_weights() -> None:
-    built = build([samples.records([1])[0]._replace(value=b"?")])
-    chunk = built.loop.source.poll(1, 0)
-    assert chunk is not None and find_non_finite(built.loop, chunk) == ()
-
-
 def test_an_error_in_the_search_is_reported_after_the_findings(monkeypatch: pytest.MonkeyPatch) -> None:
     built, chunk = given()
 

@@ -59,11 +59,6 @@ def test_the_report_equals_one_metric_over_all_partitions(num_candidates: int) -
     )
 
 
-def test_a_report_without_requests_is_empty() -> None:
-    report = partitions().metrics().report()
-    assert report["requests"] == 0 and report["auc"] is None
-
-
 def test_a_snapshot_can_be_loaded_by_another_worker() -> None:
     both, batch = partitions(), batch_of([1, 2, 3, 4])
     new_R = both.claim(batch)

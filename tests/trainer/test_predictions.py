@@ -220,14 +220,6 @@ def test_a_refusal_is_remembered_until_everyone_is_restored() -> None:
     outputs.it.flush()
 
 
-def test_a_refusal_is_known_before_any_flush() -> None:
-    outputs = Opened()
-    outputs.send()
-    outputs.producer.answer = Refusal()
-    outputs.producer.deliver()
-    assert outputs.it.refused()
-
-
 def test_a_refusal_replaces_the_producer_and_its_late_reports_are_ignored() -> None:
     outputs = Opened()
     for offset in range(3):
@@ -265,22 +257,6 @@ def test_waiting_for_queue_space_ends_at_a_restore_or_shutdown(why: str) -> None
     outputs.producer.deliver()
     outputs.send()
     assert len(outputs.producer.sent) == 2
-
-
-def test_a_full_queue_is_waited_for() -> None:
-    outputs = Opened(room=1)
-    outputs.send()
-    producer = outputs.producer
-
-    def poll(timeout_s: float = 0) -> int:
-        producer.num_polls += 1
-        if producer.num_polls > 5:
-            producer.deliver()
-        return 0
-
-    producer.poll = poll  # type: ignore[method-assign]
-    outputs.send()
-    assert len(producer.sent) == 2 and producer.num_polls > 5
 
 
 def test_a_flush_gives_up_at_once_during_shutdown() -> None:

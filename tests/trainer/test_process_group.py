@@ -13,9 +13,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from roostream.errors import ConfigError, UnavailableError
+from roostream.errors import UnavailableError
 from tests.contract.house import ROOT
-from trainer.config import WorkerConfig
 from trainer.process_group import SINGLE_WORKER, GroupSpec, SingleWorkerGroup, TorchRendezvous
 
 ANY = "127.0.0.1:0"
@@ -47,19 +46,6 @@ def test_a_single_worker_is_its_own_sum(hasty: TorchRendezvous) -> None:
     with pytest.raises(UnavailableError, match="expected to train alone, got 2 workers"):
         SINGLE_WORKER.join(GroupSpec(1, 0, 2, "127.0.0.1:7000"))
     assert isinstance(hasty.join(GroupSpec(1, 0, 1, "")), SingleWorkerGroup)
-
-
-def test_a_public_rendezvous_address_must_be_allowed() -> None:
-    settings = {
-        "controller": "127.0.0.1:1",
-        "shards": ("127.0.0.1:2",),
-        "schema": "s",
-        "store": "x",
-        "bootstrap": "127.0.0.1:3",
-    }
-    with pytest.raises(ConfigError, match=r"rendezvous_address.*loopback"):
-        WorkerConfig(**settings, rendezvous_address="0.0.0.0:0")  # type: ignore[arg-type]
-    assert WorkerConfig(**settings).rendezvous_address == ANY  # type: ignore[arg-type]
 
 
 def test_a_port_in_use_is_an_error(hasty: TorchRendezvous) -> None:

@@ -57,14 +57,6 @@ def test_a_commit_hands_out_the_next_units() -> None:
     assert trained(at) == [8, 8] and at.worker.report()["epoch_trained"] == 2
 
 
-def test_a_commit_within_an_epoch_keeps_the_bounds() -> None:
-    at = stage(9, 9)
-    at.worker.turn()
-    assert at.do("cut", seq=1)["ok"] and at.do("resume", seq=1)["ok"]
-    assert at.do("commit", seq=1, epoch=epoch(1, 9, 9))["ok"]
-    assert trained(at) == [9, 9] and at.worker.report()["epoch_trained"] == 1
-
-
 def test_without_phases_there_are_no_bounds() -> None:
     at = Stage(numbers=range(1, 25)).started()
     assert trained(at) == [12, 12] and "epoch_trained" not in at.worker.report()
@@ -105,8 +97,8 @@ def test_a_cut_moves_past_offsets_without_records() -> None:
     at = stage(5, 3)
     trained(at)
     at.worker.read_bounds.extend(epoch(1, 12, 12))
+    at.built.reader.append(samples.records(list(range(1, 35)))[24:])
     at.built.reader.trim(EVEN, 15)  # the rest of partition 0 up to there is gone
-    at.built.reader._logs[EVEN] += [None] * 5  # type: ignore[list-item]
     assert trained(at, 12) == [5, 12] and at.worker.report()["epoch_trained"] == 1
     assert at.do("cut", seq=1)["offsets"] == nested({EVEN: 12, ODD: 12})
 
@@ -119,8 +111,7 @@ def test_empty_units_count_as_trained() -> None:
     assert at.worker.report()["epoch_trained"] == 3, "it has no partition"
 
 
-@pytest.mark.parametrize("exact", [False, True])
-@pytest.mark.parametrize("ends", [(12, 12), (10, 3), (0, 7)])
+@pytest.mark.parametrize(("ends", "exact"), [((12, 12), True), ((10, 3), True), ((0, 7), False)])
 def test_reading_ahead_respects_the_bounds(ends: tuple[int, int], exact: bool) -> None:
     records, told = samples.records(list(range(1, 49))), [epoch(1, *ends), epoch(2, 24, 24)]
 

@@ -57,13 +57,6 @@ def test_a_requested_partition_gives_only_full_chunks() -> None:
     assert ids(case.source.poll(3, 0.0, EVEN)) == [2, 4, 6]
 
 
-def test_rest_returns_the_remaining_records() -> None:
-    source = Case(samples.records([1, 2])).source
-    source.poll(3, 0.0)
-    assert ids(source.rest(3)) == [1, 2]
-    assert source.rest(3) is None
-
-
 def test_a_seek_drops_what_was_read() -> None:
     source = Case(samples.records([1, 2, 3])).source
     assert source.poll(4, 0.0) is None

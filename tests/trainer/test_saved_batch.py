@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -46,12 +47,8 @@ SAVED = SavedBatch(
     )
 )
 def test_saved_records_round_trip(records: list[Record]) -> None:
-    batch = SavedBatch(reason="x", records=tuple(records))
+    batch = dataclasses.replace(SAVED, records=tuple(records))
     assert decode(encode(batch), "x") == batch
-
-
-def test_saved_fields_round_trip() -> None:
-    assert decode(encode(SAVED), "x") == SAVED
 
 
 @pytest.mark.parametrize(

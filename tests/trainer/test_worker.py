@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import queue
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -281,15 +280,6 @@ def test_a_restore_ends_the_wait_for_other_workers_at_once(
         assert ended == expected
 
 
-def test_an_abort_resumes_training() -> None:
-    stage = Stage().started()
-    stage.do("cut", seq=1)
-    assert stage.do("abort", seq=1)["ok"]
-    assert stage.worker.turn()
-    assert "commit 1" in stage.do("write", seq=1)["error"]
-    assert stage.do("abort", seq=7)["ok"], "of a commit that it never saw"
-
-
 def test_an_abort_ends_older_cuts_and_refuses_later_ones() -> None:
     stage = Stage().started()
     stage.do("cut", seq=3)
@@ -468,25 +458,6 @@ def test_a_leaving_worker_finishes_its_last_commit_without_training() -> None:
     assert stage.do("commit", seq=1)["ok"] and stage.worker.can_leave()
 
 
-def test_the_loop_waits_for_commands_only_if_training_is_not_running(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    stage, waited = Stage(), list[bool]()
-
-    class Inbox:
-        def get(self, block: bool, timeout: float) -> Any:
-            waited.append(block)
-            raise queue.Empty
-
-    monkeypatch.setattr(stage.worker, "_inbox", Inbox())
-    stage.worker.serve_inbox()
-    monkeypatch.setattr(stage.worker, "training", True)
-    stage.worker.serve_inbox()
-    stage.worker.leaving = True
-    stage.worker.serve_inbox()
-    assert waited == [True, False, True]
-
-
 def test_commands_from_another_thread_run_between_batches() -> None:
     stage = Stage().started()
     stage.worker.turn()
@@ -537,20 +508,6 @@ def test_a_full_disk_fails_the_write_and_training_continues() -> None:
     assert stage.worker.turn()
 
 
-def test_a_dense_file_names_its_schema_and_step() -> None:
-    stage = Stage()
-    manifest = stage.committed()
-    _, metadata = manifests_dense(stage, manifest)
-    assert (
-        metadata["schema"] == manifest.schema and metadata["step"] == "1" and metadata["incarnation"] == "1"
-    )
-    assert manifest.version == "1-1" and manifests.seq_of(manifest.name) == 1
-
-
-def manifests_dense(stage: Stage, manifest: Manifest) -> tuple[dict[str, Any], dict[str, str]]:
-    return tensor_file.decode(stage.store.get(manifest.dense.name))
-
-
 @pytest.mark.parametrize(
     "error",
     [
@@ -569,17 +526,6 @@ def test_out_of_memory_is_a_permanent_failure(error: Exception, monkeypatch: pyt
     monkeypatch.setattr(stage.built.loop, "step", step)
     assert stage.worker.turn() is False and not stage.worker.training
     assert stage.worker.report()["fatal"].startswith("out of memory: ") and stage.worker.report()["broken"]
-
-
-def test_other_errors_are_not_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    stage = Stage().started()
-
-    def step() -> bool:
-        raise RuntimeError("shapes don't match")
-
-    monkeypatch.setattr(stage.built.loop, "step", step)
-    with pytest.raises(RuntimeError, match="shapes don't match"):
-        stage.worker.turn()
 
 
 def test_a_worker_with_another_schema_than_the_controller_waits() -> None:

@@ -79,13 +79,6 @@ def test_a_commit_on_demand_is_waited_for() -> None:
     )
 
 
-def test_a_commit_on_demand_reports_failure_after_its_timeout() -> None:
-    stage = Stage().to(State.RUNNING)
-    stage.step = 3
-    stage.turn()
-    assert stage.it.handle("commit", {"timeout_s": 0.01}, ())[0]["committed"] is False
-
-
 def test_a_commit_on_demand_does_not_succeed_during_an_outage_or_restore() -> None:
     stage = Stage()
     stage.it.turn()
@@ -250,21 +243,6 @@ def test_the_outcome_of_a_link_is_reported_only_once_it_is_readable() -> None:
     assert stage.it.coordinator.state is State.LINKING
     stage.to(State.RUNNING)
     assert stage.it.status()["seq"] == 1 and stage.it.status()["aborts"] == 0
-
-
-def test_a_full_disk_aborts_commits_without_a_rollback() -> None:
-    stage = Stage().to(State.RUNNING)
-    stage.step = 3
-    for _ in range(5):
-        stage.store.fail_next("create")
-        stage.it.handle("commit", {"timeout_s": 0}, ())
-        stage.to(State.LINKING if stage.it.coordinator.state is State.LINKING else State.ABORTING).to(
-            State.RUNNING
-        )
-    assert stage.it.status()["aborts"] == 5 and stage.it.status()["rollbacks"] == 0
-    stage.it.handle("commit", {"timeout_s": 0}, ())
-    stage.to(State.COMMITTING)
-    assert stage.it.status()["seq"] == 6
 
 
 def test_a_late_link_of_an_older_controller_keeps_the_name() -> None:

@@ -12,11 +12,9 @@ import functools
 import pytest
 
 from tests.trainer import samples
-from tests.trainer.actors import MAX_WAIT_S
 from tests.trainer.network import CONTROLLER, STORE, DeadLink, Lasting, SlowShard
-from tests.trainer.schedules import LIMITS, has_answers, kills_of, lasting_of, links
-from tests.trainer.simulator import ROUND_S, Kill, Simulation
-from trainer.control.types import State
+from tests.trainer.schedules import LIMITS, kills_of, lasting_of
+from tests.trainer.simulator import Kill, Simulation
 
 NUMBERS = list(range(1, 25))
 LIVE_NUMBERS = [
@@ -101,27 +99,6 @@ def test_g2_live_training_of_two_workers_in_the_same_disorder(seed: int) -> None
     assert sum(part.metrics["requests"] for part in of.values()) == len(set(LIVE_NUMBERS))
 
 
-def test_schedules_contain_every_kind_of_lasting_fault() -> None:
-    drawn = [lasting_of(seed, 3) for seed in range(200) if seed % 3]
-    kinds = {
-        (link.source.split()[0], link.target.split()[0], link.answers_only)
-        for faults in drawn
-        for link in faults.links
-    }
-    both = {
-        (source, target, only)
-        for source, target in links(3)
-        for only in ({False, True} if has_answers((source, target)) else {False})
-    }
-    assert kinds == {(source.split()[0], target.split()[0], only) for source, target, only in both}
-    slow = [fault for faults in drawn for fault in faults.slow]
-    assert {fault.begins_late for fault in slow} == {False, True}
-    assert max(fault.late for fault in slow) * ROUND_S > max(MAX_WAIT_S, *LIMITS.values()), (
-        "slower than anyone waits"
-    )
-    assert any(faults.links and faults.slow for faults in drawn)
-
-
 LONG = 30  # rounds; a member is lost after 12, a step of a commit late after 20
 DEAD = {
     "requests to a shard don't arrive": DeadLink("worker 0", "shard 1", 6, LONG),
@@ -172,15 +149,3 @@ def test_all_workers_share_one_watermark_which_the_manifest_states() -> None:
         simulation.last.watermark_ms == loops[0].watermark_ms == loops[1].watermark_ms == samples.T0 + 24_500
     )
     assert {loop.num_steps for loop in loops} == {simulation.last.step}
-
-
-def test_of_two_controllers_of_a_fleet_the_older_one_is_fenced() -> None:
-    simulation = fleet(2)
-    for _ in range(6):
-        simulation.round()
-    old = simulation.controller
-    assert old is not None
-    simulation.start(CONTROLLER)
-    simulation.run()
-    assert simulation.controller is not old and simulation.bits() == undisturbed(2)
-    assert simulation.controller is not None and simulation.controller.coordinator.state is State.RUNNING

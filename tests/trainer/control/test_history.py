@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainer.control.status_page import ChangeLog, History, Rate, Resolution
+from trainer.control.status_page import ChangeLog, History, Resolution
 
 
 def test_a_step_is_one_point_with_its_newest_known_values() -> None:
@@ -40,13 +40,6 @@ def test_memory_is_bounded_in_every_resolution() -> None:
     assert fine["values"]["n"] == [970.0, 980.0, 990.0] and coarse["values"]["n"] == [950.0, 990.0]
 
 
-def test_the_newest_point_is_that_of_the_series() -> None:
-    history = History(resolutions=(Resolution(10, 3),))
-    assert history.newest() is None
-    history.add(12, {"n": 1.0})
-    assert history.newest() == {"slot": 1, "at_s": 12, "values": {"n": 1.0}}
-
-
 def test_a_change_has_the_old_value_and_its_time() -> None:
     changes = ChangeLog()
     changes.observe(1, 1001, {"state": "catching_up", "incarnation": "1"})
@@ -55,28 +48,3 @@ def test_a_change_has_the_old_value_and_its_time() -> None:
     changes.observe(3, 1003, {"state": "caught_up", "incarnation": "1"})
     assert [tuple(c) for c in changes.newest] == [(3, 1003, "state", "catching_up", "caught_up")]
     assert changes.since_s("state") == 3 and changes.since_s("incarnation") == 1
-
-
-def test_a_fact_that_is_no_longer_named_is_forgotten() -> None:
-    changes = ChangeLog()
-    changes.observe(1, 1, {"a": "x"})
-    changes.observe(2, 2, {})
-    assert changes.since_s("a") is None
-    changes.observe(3, 3, {"a": "y"})
-    assert not changes.newest, "it is new, it has not changed"
-
-
-def test_only_the_newest_changes_are_kept() -> None:
-    changes = ChangeLog(max_changes=2)
-    for n in range(5):
-        changes.add(n, n, "rollback", f"reason {n}")
-    assert [c.now for c in changes.newest] == ["reason 3", "reason 4"]
-
-
-def test_a_rate_needs_two_readings_of_a_count_that_grows() -> None:
-    rate = Rate()
-    assert rate.of(0, 10) is None
-    assert rate.of(2, 30) == 10
-    assert rate.of(3, 5) is None, "it went back: a rollback"
-    assert rate.of(4, 7) == 2
-    assert rate.of(5, None) is None and rate.of(6, 9) is None

@@ -13,7 +13,7 @@ from roostream.runtime.kafka.topics import Progress
 from tests.trainer.control.test_scaling import Fleet
 from trainer.control.holds import MAX_DEATHS, DeviceTime, DeviceUse, Holds, device_use, idle_hold, ratios
 from trainer.control.idle import Backlog, IdleDetector, IdleHoldWatcher, IdleRule
-from trainer.control.types import Hold, IncarnationPlan, Key, State
+from trainer.control.types import Hold, Key, State
 
 WORKER = Key("worker", 0)
 QUIET = "nothing to read for 60 s"
@@ -41,25 +41,6 @@ def test_deaths_after_a_long_life_cause_no_hold() -> None:
 def test_dying_shards_never_cause_a_hold() -> None:
     holds = Holds(max_deaths=1)
     assert [holds.died(Key("shard", 0)) for _ in range(5)] == [None] * 5
-
-
-def test_the_first_hold_reason_stays_until_release() -> None:
-    holds = Holds()
-    holds.stop(WORKER, "out of memory")
-    assert holds.stop(WORKER, "later").reason == "out of memory"
-    holds.release()
-    assert holds.now is None and holds.stop(WORKER, "later").reason == "later"
-
-
-@pytest.mark.parametrize("state", list(State))
-@pytest.mark.parametrize(
-    "hold", [None, Hold("permanent", "out of memory", "worker 0"), idle_hold("nothing to read")]
-)
-def test_the_time_of_every_state_is_counted(state: State, hold: Hold | None) -> None:
-    spent, on = DeviceTime(100.0), device_use(state, hold)
-    spent.note(on, 3, 100.0)
-    spent.note(DeviceUse.TRAINING, 3, 104.0)
-    assert spent.seconds[on] == 12.0 and sum(spent.seconds.values()) == 12.0
 
 
 def test_the_two_kinds_of_holds_are_counted_apart() -> None:
@@ -117,11 +98,6 @@ def test_the_ratio_is_to_the_time_in_training_as_in_the_paper() -> None:
 @pytest.mark.parametrize("kept", [None, {}, [], "held", {"reason": ""}, {"member": "worker 0"}])
 def test_an_invalid_saved_hold_is_ignored(kept: object) -> None:
     assert Hold.from_saved(kept) is None
-
-
-def test_a_saved_hold_round_trips() -> None:
-    hold = Hold("permanent", "out of memory", "worker 1", 17)
-    assert Hold.from_saved(IncarnationPlan(2, 1, hold).body()["hold"]) == hold
 
 
 # The controller
@@ -338,13 +314,6 @@ def test_an_idle_hold_commits_trained_samples_first() -> None:
     assert "resume" not in [c["kind"] for _, c in fleet.asked if c.get("seq") == last.manifest.seq]
 
 
-def test_an_idle_hold_needs_running_training() -> None:
-    fleet = HeldFleet()
-    assert fleet.it.hold_idle(QUIET) is False
-    fleet.committed(5).it.hold_idle(QUIET)
-    assert fleet.it.hold_idle(QUIET) is False, "it is under way"
-
-
 def test_a_failed_commit_cancels_the_idle_hold() -> None:
     fleet = HeldFleet().committed(5)
     fleet.refusing, fleet.step = "freeze", 6
@@ -358,15 +327,6 @@ def test_a_failed_commit_cancels_the_idle_hold() -> None:
         if fleet.it.hold_idle(QUIET):
             break
     held(fleet)
-
-
-def test_a_worker_that_dies_cancels_the_idle_hold() -> None:
-    fleet = HeldFleet().committed(5)
-    assert fleet.it.hold_idle(QUIET)
-    fleet.start_again(WORKER)
-    fleet.turn(1.0)
-    fleet.to(State.RUNNING)
-    assert fleet.it.status()["holds"] == []
 
 
 def test_a_permanent_hold_overrides_an_idle_hold() -> None:
@@ -402,49 +362,6 @@ def test_an_idle_hold_is_dropped_if_nothing_would_end_it() -> None:
     first = HeldFleet(idle=True).held_idle()
     second = HeldFleet(1, first.store).to(State.RUNNING)
     assert second.it.status()["holds"] == [] and "hold" not in manifests.kept_wish(second.store)
-
-
-def test_a_hold_describes_what_ends_it() -> None:
-    assert idle_hold(QUIET).describe() == f"{QUIET}; it ends by itself"
-    assert (
-        Hold("permanent", "out of memory", "worker 0").describe()
-        == "out of memory; `roostream trainer release` ends the hold"
-    )
-
-
-class Stream:
-    """A lookout over a stream that this test makes."""
-
-    def __init__(self) -> None:
-        self.unread: Backlog | None = Backlog(0, {("samples", 0): 10})
-
-    def look(self, committed: Progress) -> Backlog | None:
-        return self.unread
-
-
-def test_a_pausing_stream_releases_workers_and_calls_them_back() -> None:
-    fleet, stream = HeldFleet(idle=True).committed(5), Stream()
-    idle = IdleDetector(IdleRule(hold_s=20, min_records=100, max_wait_s=5, min_held_s=10))
-    watch = IdleHoldWatcher(fleet.it, stream, idle, fleet.clock)  # type: ignore[arg-type]
-
-    def seconds_until(state: State) -> int:
-        for second in range(100):
-            if fleet.it.coordinator.state is state:
-                return second
-            watch.look()
-            fleet.turn(1.0)
-        raise AssertionError(fleet.it.status())
-
-    assert 20 <= seconds_until(State.HELD) <= 25
-    stream.unread = None
-    for _ in range(50):
-        watch.look()
-        fleet.turn(1.0)
-    assert fleet.it.coordinator.state is State.HELD, "Kafka is away: nobody knows"
-    stream.unread = Backlog(1, {("samples", 0): 11})
-    assert 5 <= seconds_until(State.GATHERING) <= 8
-    fleet.start_again(WORKER)
-    seconds_until(State.RUNNING)
 
 
 def test_a_failing_probe_ends_the_idle_hold() -> None:

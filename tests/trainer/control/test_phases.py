@@ -18,7 +18,7 @@ from tests.trainer.memory_store import MemoryStore
 from trainer.control.controller import Controller
 from trainer.control.coordinator import Coordinator
 from trainer.control.phases import historical_range
-from trainer.control.types import CoordinatorConfig, IncarnationPlan, InitialRange, Key, State
+from trainer.control.types import CoordinatorConfig, InitialRange, Key, State
 
 END = 20
 
@@ -48,11 +48,11 @@ class HistoryFleet(Fleet):
             kafka={},
         )
         self.end, self.asked_for = end, 0
-        self.it = Controller(Coordinator(facts), self.store, self.clock, history=self._history, long_poll_s=0)
+        self.it = Controller(Coordinator(facts), self.store, self.clock, history=self.history, long_poll_s=0)
         self.epochs: dict[Key, dict[str, Any]] = {}
         self.lazy: set[Key] = set()  # who has not trained what it was given
 
-    def _history(self, committed: Any) -> tuple[WorkUnit, ...]:
+    def history(self, committed: Any) -> tuple[WorkUnit, ...]:
         self.asked_for += 1
         return tuple(historical_range({p: (0, self.end) for p in range(4)}, committed, {}))
 
@@ -153,24 +153,6 @@ def test_the_next_epoch_comes_with_the_commit_of_all_workers() -> None:
     assert [c["seq"] for k, c in fleet.asked if k == Key("shard", 0) and c["kind"] == "commit"] == [1, 2]
 
 
-def test_reports_of_an_earlier_incarnation_do_not_end_an_epoch() -> None:
-    fleet = HistoryFleet()
-    fleet.lazy |= {Key("worker", 0), Key("worker", 1)}
-    fleet.to(State.RUNNING)
-    fleet.turn()
-    late = {
-        "role": "worker",
-        "session": 1,
-        "incarnation": 0,
-        "results": [],
-        "report": {"epoch_trained": 1, "meet": "a:1"},
-    }
-    for index in (0, 1):
-        fleet.it.handle("beat", late | {"index": index}, ())
-    fleet.it.turn()
-    assert fleet.it.coordinator.state is State.RUNNING
-
-
 def test_after_a_lost_worker_the_phase_continues_from_the_last_commit() -> None:
     fleet = HistoryFleet()
     fleet.to(State.RUNNING)
@@ -196,17 +178,6 @@ def test_a_restarted_controller_continues_in_the_committed_phase(state: State) -
     second.to_the_stream()
     assert second.asked_for == 0 and second.state == (1, False) and second.it.coordinator.num_commits == 0
     assert kept(second.store)["historical"]["whole"] == [[f"samples/{p}", 0, END] for p in range(4)]
-
-
-def test_a_kill_before_the_switch_restores_only_the_stream_s_workers() -> None:
-    first = HistoryFleet(initial_workers=3)
-    first.to(State.RUNNING)
-    while first.it.coordinator.num_commits < 2:
-        first.turn()
-    assert kept(first.store)["workers"] == 3, "the switch is not claimed yet"
-    second = HistoryFleet(initial_workers=3, store=first.store).to_the_stream()
-    restored = {key for key, command in second.asked if command["kind"] == "restore" and key.role == "worker"}
-    assert restored == {Key("worker", 0)}
 
 
 def test_scaling_in_the_initial_phase_applies_to_that_phase_only() -> None:
@@ -287,7 +258,7 @@ def test_an_unavailable_kafka_delays_the_claim() -> None:
     for _ in range(3):
         fleet.turn()
     assert not fleet.store.list(manifests.INCARNATIONS)
-    fleet.it.history = fleet._history
+    fleet.it.history = fleet.history
     fleet.to(State.RUNNING)
     assert fleet.state == (2, True)
 
@@ -324,9 +295,3 @@ def test_history_is_the_range_from_the_commit_to_the_export_point() -> None:
 )
 def test_an_invalid_saved_range_is_ignored(left: object) -> None:
     assert InitialRange.from_saved(left) is None
-
-
-def test_a_saved_plan_round_trips() -> None:
-    wish = IncarnationPlan(3, 2, None, InitialRange((WorkUnit("samples/0", 1, 5),), True))
-    body = json.loads(json.dumps(wish.body()))
-    assert InitialRange.from_saved(body["historical"]) == wish.initial

@@ -137,10 +137,3 @@ def test_an_invalid_preemption_is_refused_without_changes(
     with pytest.raises(error, match=message):
         fleet.it.handle("preempt", {"role": key.role, "index": key.index, "notice_s": notice_s}, ())
     assert fleet.it.coordinator.membership.leaving() == []
-
-
-def test_a_preemption_commits_steps_trained_since_the_last_beat() -> None:
-    fleet, who = Fleet().to(State.RUNNING), Key("worker", 0)
-    fleet.it.coordinator.membership.ask_to_leave(who, 20.0, fleet.clock.monotonic_s())
-    assert fleet.it.coordinator.can_leave(fleet.clock.monotonic_s()) is False
-    assert "free" not in told(fleet, who, leaving=True, step=1)

@@ -128,11 +128,6 @@ def test_the_wanted_number_of_readers_follows_units_in_flight_within_limits(
     assert case.it.status()["buffers"] == {"0": told}
 
 
-def test_readers_are_wanted_as_soon_as_there_is_a_session() -> None:
-    case = Case(least=2, most=5)
-    assert case.it.status()["wanted"] == 2, "before any worker has asked"
-
-
 def test_status_lists_the_current_leases() -> None:
     case = Case()
     case.want((3, 8), (4, 12))

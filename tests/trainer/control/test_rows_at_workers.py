@@ -193,24 +193,6 @@ def test_g2_g11_many_schedules_of_rows_at_workers(first: int) -> None:
 # The hand-over
 
 
-class Forgetful(FromTable):
-    """Its shards bring rows back, and not what the rules keep beside them."""
-
-    def _shard(self, index: int) -> Any:
-        process = super()._shard(index)
-        execute = process.execute
-
-        def executed(command: dict[str, Any]) -> dict[str, Any]:
-            told = execute(command)
-            if command["kind"] == "restore":
-                for table in process.shard.tables.values():
-                    table.state_NA[:] = 1e-5
-            return told
-
-        process.execute = executed
-        return process
-
-
 def went_on(site: Site, shards: int, made: type[FromTable] = FromTable) -> dict[str, bytes]:
     """By one worker from the stream, with rows at shards."""
     simulation = made(
@@ -243,14 +225,3 @@ def test_rows_held_by_workers_can_move_to_shards(num_shards: int) -> None:
     expected = went_on(Site(objects=always.store.objects, disks=always.disks), 2)
     site = moved_to(copied(ended(True)), BucketMap.modulo(64, num_shards))
     assert went_on(dataclasses.replace(site, disks=site.disks[:num_shards]), num_shards) == expected
-
-
-def test_moving_rows_without_optimizer_state_changes_training() -> None:
-    """The control."""
-    expected = went_on(moved_to(copied(ended(True)), BucketMap.modulo(64, 3)), 3)
-    forgot = went_on(moved_to(copied(ended(True)), BucketMap.modulo(64, 3)), 3, Forgetful)
-    rows = [key for key in expected if key.startswith("row ")]
-    assert (
-        expected.keys() == forgot.keys() and sum(expected[key] != forgot[key] for key in rows) > len(rows) / 4
-    )
-    assert all(np.isfinite(np.frombuffer(forgot[key][:-8], np.float32)).all() for key in rows)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Collection, Mapping
 
 import pytest
@@ -75,15 +74,6 @@ def test_freshness_covers_the_last_minutes_of_programs_that_answer() -> None:
     assert targets.freshness()["close_to_readable"]["p50_ms"] is None, "too old"
 
 
-def test_without_addresses_nothing_is_scraped() -> None:
-    def never(urls: Mapping[str, str | None]) -> dict[str, ScrapedMetrics]:
-        raise AssertionError("asked")
-
-    targets = ScrapeTargets({}, FakeClock(), never)
-    targets.look()
-    assert targets.figures()["programs"] == {} and targets.figures()["click_rate"]["served"] is None
-
-
 def test_stale_answers_are_ignored() -> None:
     clock = FakeClock()
     targets = ScrapeTargets(URLS, clock, fetched)
@@ -93,29 +83,6 @@ def test_stale_answers_are_ignored() -> None:
     assert targets.figures()["shards"]
     clock.advance(1)
     assert targets.figures() == read_figures(URLS, {}) | {"freshness": targets.freshness()}
-
-
-def test_scraping_repeats_until_stopped() -> None:
-    clock, stop, looks = FakeClock(), threading.Event(), []
-
-    def counted(urls: Mapping[str, str | None]) -> dict[str, ScrapedMetrics]:
-        looks.append(clock.monotonic_s())
-        if len(looks) == 3:
-            stop.set()
-        return {}
-
-    ScrapeTargets(URLS, clock, counted).run(stop)
-    assert looks == [0, SCRAPE_S, 2 * SCRAPE_S]
-
-
-def test_partitions_of_all_workers_are_merged() -> None:
-    texts = {
-        f"worker-{n}": scrape.parse(
-            f'roostream_worker_partition_lag_records{{partition="samples-{n}"}} {n}\n'
-        )
-        for n in (0, 1)
-    }
-    assert read_figures({}, texts)["partition_lag_records"] == {"samples-0": 0, "samples-1": 1}
 
 
 @pytest.mark.parametrize(

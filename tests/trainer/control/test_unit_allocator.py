@@ -32,21 +32,6 @@ def test_a_unit_is_done_only_once_it_is_committed() -> None:
     )
 
 
-def test_the_next_epoch_waits_for_all_sources() -> None:
-    it = UnitAllocator([A, B], unit_records=7)
-    it.committed({"samples/0": 113})
-    assert it.epoch([A.source]) == Epoch(1, (WorkUnit("samples/0", 106, 106),))
-
-
-def test_units_of_a_lost_worker_go_to_the_new_owner_of_its_sources() -> None:
-    it = UnitAllocator([A, B], unit_records=7)
-    of_two = [it.epoch([A.source]), it.epoch([B.source])]
-    it.committed({"samples/0": 103})  # the last commit before it was lost
-    of_one = it.epoch([A.source, B.source])
-    assert [unit.end for unit in of_one.units] == [epoch.units[0].end for epoch in of_two]
-    assert [unit.start for unit in of_one.units] == [103, 0]
-
-
 def test_a_rollback_hands_out_later_units_again() -> None:
     it = UnitAllocator([A, B], unit_records=7)
     it.committed({"samples/0": 120, "samples/1": 10})
@@ -55,31 +40,11 @@ def test_a_rollback_hands_out_later_units_again() -> None:
     assert not it.is_over and it.number == 3 and it.num_left == 11
 
 
-def test_the_last_epoch_ends_at_every_source_s_export_point() -> None:
-    it = UnitAllocator([A, B], unit_records=7)
-    it.committed({"samples/0": 113, "samples/1": 6})
-    assert [unit.end for unit in it.epoch([A.source, B.source]).units] == [A.end, B.end]
-
-
 @pytest.mark.parametrize("whole", [[], [WorkUnit("samples/0", 5, 5)]], ids=["no source", "nothing in it"])
 def test_a_range_without_records_is_over_from_the_start(whole: list[WorkUnit]) -> None:
     it = UnitAllocator(whole, 10)
     assert it.is_over and it.num_records == it.num_left == 0
     assert not any(map(len, it.epoch(["samples/0"]).units))
-
-
-def test_an_empty_source_delays_nothing_and_workers_see_only_their_sources() -> None:
-    it = UnitAllocator([A, WorkUnit("samples/1", 0, 0)], 100)
-    assert it.epoch(["samples/1", "samples/2"]) == Epoch(1, (WorkUnit("samples/1", 0, 0),))
-    it.committed({"samples/0": 120})
-    assert it.is_over
-
-
-def test_offsets_beyond_the_range_count_as_done() -> None:
-    it = UnitAllocator([A, B], unit_records=7)
-    it.committed({"samples/0": 5000, "samples/1": 4})
-    assert it.number == 2 and it.num_left == 6
-    assert it.epoch([A.source]).units == (WorkUnit("samples/0", 113, 113),)
 
 
 ranges = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 200)), min_size=1, max_size=4)
