@@ -74,36 +74,32 @@ class World:
         count = min(int(rng.integers(max(mean // 2, 2), mean + mean // 2 + 1)), self.config.num_items)
         alive = self.items_at(time_ms)
         drawn = rng.permutation(alive)[: min(3 * count, len(alive))]
-        near = drawn[np.argsort(-self._taste(user_id, drawn), kind="stable")][: count // 3]
+        near = drawn[np.argsort(-self.taste(user_id, drawn), kind="stable")][: count // 3]
         rest = drawn[~np.isin(drawn, near)][: count - len(near)]
         return rng.permutation(np.concatenate([near, rest]))
 
     def attraction(self, user_id: int, items_n: np.ndarray, time_ms: int) -> np.ndarray:
         """float64 [n]: click probability of an examined item."""
         c = self.config
-        logit_n = c.base + self._popularity(items_n, time_ms) + c.taste * self._taste(user_id, items_n)
+        logit_n = c.base + self.popularity(items_n, time_ms) + c.taste * self.taste(user_id, items_n)
         return 1 / (1 + np.exp(-logit_n))
 
     def examination(self, num_positions: int, first: int = 0) -> np.ndarray:
         """float64 [num_positions]: probability that each position is examined, from position `first` on."""
         return (1.0 + first + np.arange(num_positions)) ** -self.config.examination_power
 
-    def click_probability(self, user_id: int, item_id: int, position: int, time_ms: int) -> float:
-        items = np.array([item_id], dtype=np.int64)
-        return float(self.attraction(user_id, items, time_ms)[0] * self.examination(1, position)[0])
-
     def read_seconds(self, user_id: int, item_id: int, time_ms: int, draw: float) -> float:
         """Reading time of a clicked item: log-normal around 12..60 s by taste; `draw` is standard normal."""
-        liking = float(self._taste(user_id, np.array([item_id], dtype=np.int64))[0])
+        liking = float(self.taste(user_id, np.array([item_id], dtype=np.int64))[0])
         return float(np.exp(np.log(25.0) + 0.5 * np.tanh(liking) + 0.6 * draw))
 
-    def _taste(self, user_id: int, items_n: np.ndarray) -> np.ndarray:
+    def taste(self, user_id: int, items_n: np.ndarray) -> np.ndarray:
         vectors_nD = (
             np.stack([self._item(int(i))[0] for i in items_n]) if len(items_n) else np.zeros((0, DIM))
         )
         return vectors_nD @ self._user(user_id)
 
-    def _popularity(self, items_n: np.ndarray, time_ms: int) -> np.ndarray:
+    def popularity(self, items_n: np.ndarray, time_ms: int) -> np.ndarray:
         c = self.config
         known = [self._item(int(i)) for i in items_n]
         quality_n = np.array([k[1] for k in known])

@@ -94,7 +94,7 @@ def find_inverse(group: Sequence[RowValues], num_rows: int) -> Inverse:
     _find_first(hash_N, slots, like_N)
     same_N = np.ones(num_rows, dtype=np.bool_)
     for values in group:
-        _compare_rows(values.offset_N1, values.bits_L, like_N, same_N)
+        compare_rows(values.offset_N1, values.bits_L, like_N, same_N)
     like_N[~same_N] = np.flatnonzero(~same_N)
     first_U, row_N = np.unique(like_N, return_inverse=True)
     return Inverse(row_N.astype(np.int64), first_U)
@@ -228,7 +228,7 @@ def _find_first(hash_N: np.ndarray, slots: np.ndarray, like_N: np.ndarray) -> No
 
 
 @njit(cache=True, nogil=True)
-def _compare_rows(offset_N1: np.ndarray, bits_L: np.ndarray, like_N: np.ndarray, same_N: np.ndarray) -> None:
+def compare_rows(offset_N1: np.ndarray, bits_L: np.ndarray, like_N: np.ndarray, same_N: np.ndarray) -> None:
     """Note whether each row equals the first row with its hash."""
     for n in range(len(same_N)):
         at, other = offset_N1[n], offset_N1[like_N[n]]

@@ -8,7 +8,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-NOT_PACKAGED = {"tests", "benchmarks", "docs", "build"}
 
 
 def packages() -> set[str]:
@@ -77,32 +76,3 @@ def test_the_flink_connector_fits_the_locked_flink() -> None:
     jars = (ROOT / "infra" / "jars.sha256").read_text(encoding="utf-8")
     assert any(entry.startswith("apache-flink==2.3.0") for entry in lock_entries("requirements.lock"))
     assert "flink-sql-connector-kafka:5.0.0-2.2" in jars
-
-
-def test_files_beside_the_code_are_packaged() -> None:
-    """`infra/setup.sh` makes an environment from a checkout; whoever has the wheel has one. So does
-    `promtool.sh`. Manifests and images are taken from a checkout too."""
-    globs = PROJECT["tool"]["setuptools"]["package-data"]
-    packaged = {
-        p
-        for package, patterns in globs.items()
-        for pattern in patterns
-        for p in (ROOT / package.replace(".", "/")).glob(pattern)
-    }
-    folders = {package.partition(".")[0] for package in packages()}
-    files = {
-        p for f in folders for p in (ROOT / f).rglob("*") if p.is_file() and "__pycache__" not in p.parts
-    }
-    beside = {p for p in files if p.suffix not in (".py", ".pyc")}
-    of_checkout = (
-        "infra/k8s/",
-        "infra/image/",
-        "infra/systemd/",
-        "infra/compose.yaml",
-        "infra/dashboards/kustomization.yaml",
-    )
-    left = {p.relative_to(ROOT).as_posix() for p in beside - packaged}
-    assert {name for name in left if not name.startswith(of_checkout)} == {
-        "infra/setup.sh",
-        "infra/promtool.sh",
-    }

@@ -286,14 +286,6 @@ def test_nothing_from_a_bound_on_is_given_until_it_is_moved(records: Log) -> Non
     assert places(read(reader, 1)) == [(SHOWN, 1)]
 
 
-def test_closing_twice_is_closing_once(records: Log) -> None:
-    reader = records.reader()
-    reader.seek({})
-    reader.close()
-    reader.close()
-    assert reader.num_lost == 0
-
-
 @pytest.mark.e2e
 def test_records_of_an_open_transaction_are_not_given_and_are_no_lag(stack: Any) -> None:
     broker = Broker(stack.endpoints.kafka)

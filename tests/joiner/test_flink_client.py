@@ -153,28 +153,6 @@ def test_a_running_job_is_adopted_and_left_running_on_stop(flink: FakeFlink, tmp
     assert flink.asked == {}  # neither submitted again nor stopped
 
 
-@pytest.mark.parametrize(
-    ("settings", "told"),
-    [
-        ([], "high availability is off"),
-        ([{"key": "high-availability.type", "value": "NONE"}], "high availability is off"),
-        ([{"key": "high-availability.type", "value": "kubernetes"}], "(KUBERNETES) restores the job"),
-    ],
-)
-def test_it_is_said_what_brings_a_job_back(
-    settings: list[dict[str, str]], told: str, flink: FakeFlink, caplog: pytest.LogCaptureFixture
-) -> None:
-    flink.answers["/jobs/overview"] = {"jobs": [{"jid": JOB, "name": JOB_NAME, "state": "RUNNING"}]}
-    flink.answers["/jobmanager/config"] = settings
-    stop = Stop()
-    stop.set()
-    with caplog.at_level("INFO"):
-        flink_client.run_flink(
-            JoinerConfig(flink=flink.url), JoinerMetrics(CollectorRegistry()), Health(60), stop
-        )
-    assert told in caplog.text
-
-
 def test_a_job_that_comes_back_by_high_availability_is_waited_for(flink: FakeFlink) -> None:
     stop, health = Stop(), Health(60)
     meters = JoinerMetrics(CollectorRegistry())

@@ -21,7 +21,6 @@ from tests.joiner.cases import (
     only,
     reasons,
     rules,
-    samples,
     seen,
 )
 
@@ -36,11 +35,6 @@ def test_engagements_are_idempotent_by_event_id_and_copies_are_counted() -> None
     sample = closed(impression(T), event, event, event)
     assert sample.events == [1] and sample.message.num_duplicates == 2
     assert sample.labels[1][1] == 1.0, "the count label counts one"
-
-
-def test_the_same_impression_again_is_counted_once_a_copy() -> None:
-    sample = closed(impression(T), impression(T), impression(T))
-    assert sample.items == [1, 2] and sample.message.num_duplicates == 2 and len(sample.message.parts) == 1
 
 
 def test_a_retry_after_the_close_is_a_duplicate_and_no_correction() -> None:
@@ -62,16 +56,6 @@ def test_a_retry_of_a_refused_engagement_is_a_duplicate_too() -> None:
 # orphans
 
 
-def test_an_engagement_that_comes_before_its_request_waits_for_it() -> None:
-    assert closed(engagement(T + 5, event=1), impression(T)).events == [1]
-
-
-def test_an_engagement_waits_for_its_item() -> None:
-    assert closed(impression(T), engagement(T + 5, 3, event=1), impression(T + 2, (3,), ro=None)).events == [
-        1
-    ]
-
-
 @pytest.mark.parametrize(("messages", "reason"), [([], "no_request"), ([impression(T)], "item_not_shown")])
 def test_an_orphan_is_given_up_when_its_time_and_timeout_pass_the_watermark(
     messages: list[Any], reason: str
@@ -82,47 +66,6 @@ def test_an_orphan_is_given_up_when_its_time_and_timeout_pass_the_watermark(
     outputs = driver.at(T + 45)
     assert reasons(outputs) == [reason]
     assert only(outputs, "dead_letters").message.event_id == 1
-
-
-def test_the_timeout_is_the_window_by_default() -> None:
-    driver = Driver(rules())
-    driver.send(engagement(T, event=1))
-    assert reasons(driver.at(T + 99)) == [] and reasons(driver.at(T + 100)) == ["no_request"]
-
-
-def test_an_engagement_takes_effect_no_sooner_than_its_item_is_shown() -> None:
-    sample = closed(
-        impression(T),
-        engagement(T - 30, event=1),
-        impression(T + 8, (3,), ro=None),
-        engagement(T + 1, 3, event=2),
-    )
-    assert list(sample.message.event_times) == [T, T + 8]
-
-
-@pytest.mark.parametrize(("shown", "joins"), [(T + 40, True), (T + 41, False)])
-def test_an_item_may_be_shown_up_to_the_timeout_after_its_engagement(shown: int, joins: bool) -> None:
-    driver = Driver(rules(orphan_timeout_ms=40))
-    driver.send(impression(T), engagement(T, 3, event=1), impression(shown, (3,), ro=None))
-    outputs = driver.end()
-    assert only(outputs, "samples").events == ([1] if joins else [])
-    assert reasons(outputs) == ([] if joins else ["item_not_shown"])
-
-
-@pytest.mark.parametrize(("begin", "reason"), [(T + 40, "item_not_shown"), (T + 41, "no_request")])
-def test_a_request_that_began_by_the_timeout_is_one_that_did_not_show_the_item(
-    begin: int, reason: str
-) -> None:
-    driver = Driver(rules(orphan_timeout_ms=40))
-    driver.send(engagement(T, 99, event=1), impression(begin))
-    assert reasons(driver.end()) == [reason]
-
-
-def test_a_request_that_begins_after_the_orphan_was_given_up_does_not_get_it() -> None:
-    driver = Driver(rules(orphan_timeout_ms=40))
-    driver.send(impression(T + 41), engagement(T, event=1))
-    outputs = driver.end()
-    assert reasons(outputs) == ["no_request"] and only(outputs, "samples").events == []
 
 
 # after the close
@@ -147,11 +90,6 @@ def test_an_engagement_behind_the_close_becomes_a_correction_with_labels_before_
     assert (late.message.close_ms, late.message.close_reason) == (T + 100, pb.CLOSE_WINDOW)
 
 
-def test_a_correction_is_untrainable_and_has_labels_only_by_default() -> None:
-    m = corrected(engagement(T + 60, 2, event=2)).message
-    assert m.untrainable and not m.parts and not m.HasField("ro")
-
-
 @pytest.mark.parametrize(("time", "trainable"), [(T + 150, True), (T + 151, False)])
 def test_a_correction_has_features_within_the_correction_horizon(time: int, trainable: bool) -> None:
     m = corrected(engagement(time, 2, event=2), correction_horizon_ms=50).message
@@ -161,16 +99,6 @@ def test_a_correction_has_features_within_the_correction_horizon(time: int, trai
         "of the whole list: a model looks at it"
     )
     assert m.HasField("ro") is trainable
-
-
-def test_a_correction_with_features_has_the_labels_of_the_whole_list_and_changes_those_of_one() -> None:
-    late = corrected(engagement(T + 60, 2, event=2), correction_horizon_ms=50)
-    clicked, nothing = [1.0, 1.0, 0.0, 1.0], [0.0] * 4
-    assert late.labels_before == {1: clicked, 2: nothing} and late.labels == {
-        1: clicked,
-        2: [1.0, 1.0, 0.0, 0.0],
-    }
-    assert late.events == [2] and list(late.message.event_candidates) == [1]
 
 
 # early close
@@ -194,36 +122,6 @@ def test_an_early_close_tells_what_is_known_and_corrections_the_rest_of_the_wind
     )
 
 
-def test_labels_after_the_corrections_of_an_early_close_are_those_of_the_whole_window() -> None:
-    events = (
-        impression(T),
-        engagement(T + 5, event=1),
-        engagement(T + 50, 2, event=2),
-        engagement(T + 60, event=3),
-    )
-    early = Driver(rules(early_close_ms=10))
-    early.send(*events)
-    early.at(T + 500)
-    last = [seen(o) for o in early.outputs if o.topic == "corrections"][-1]
-    assert last.labels == closed(*events).labels
-
-
-def test_a_page_behind_an_early_close_is_a_dead_letter_as_behind_any() -> None:
-    driver = Driver(rules(early_close_ms=10))
-    driver.send(impression(T), impression(T + 11, (3,), ro=None))
-    assert reasons(driver.at(T + 10)) == ["after_close"]
-
-
-def test_what_comes_after_a_labels_window_is_in_the_correction_but_changes_no_label() -> None:
-    after = corrected(engagement(T + 101, 2, event=2))
-    assert after.labels_before == after.labels == {2: [0.0] * 4} and after.events == [2]
-
-
-def test_an_early_close_is_made_good_by_corrections_up_to_the_window() -> None:
-    inside = corrected(engagement(T + 100, event=2), close=T + 5, engaged_threshold=1)
-    assert (inside.labels_before[1][1], inside.labels[1][1]) == (1.0, 2.0)
-
-
 def test_a_second_correction_starts_from_the_first_ones_labels() -> None:
     driver = Driver(rules(engaged_threshold=1))
     driver.send(
@@ -237,31 +135,11 @@ def test_a_second_correction_starts_from_the_first_ones_labels() -> None:
     assert counts == [(2, 1.0, 2.0), (3, 2.0, 3.0)], "in time order"
 
 
-def test_a_correction_is_no_older_than_its_request() -> None:
-    assert list(corrected(engagement(T - 30, event=2)).message.event_times) == [T]
-
-
 def test_a_correction_waits_for_its_own_time_so_that_their_order_is_that_of_events() -> None:
     driver = Driver(rules(engaged_threshold=1))
     driver.send(impression(T), engagement(T + 5, event=1), engagement(T + 50, event=2))
     assert [o.topic for o in driver.at(T + 49)] == ["samples"]
     assert [o.topic for o in driver.at(T + 50)] == ["corrections"]
-
-
-def test_an_item_that_the_closed_request_did_not_show_is_refused() -> None:
-    driver = Driver(rules())
-    driver.send(impression(T))
-    driver.at(T + 100)
-    driver.send(engagement(T + 120, 99, event=1))
-    assert reasons(driver.at(T + 220)) == ["item_not_shown"]
-
-
-def test_a_late_impression_of_a_closed_request_is_dead_lettered() -> None:
-    driver = Driver(rules())
-    driver.send(impression(T))
-    driver.at(T + 100)
-    assert reasons(driver.send(impression(T + 50, (9,)))) == ["after_close"]
-    assert reasons(driver.send(impression(T + 130, (9,)))) == ["after_close"]
 
 
 @pytest.mark.parametrize(
@@ -347,19 +225,6 @@ def test_only_a_request_whose_close_has_passed_closes_at_once_as_late_with_what_
     assert sample.events == [1] and only(driver.outputs, "corrections").events == [2]
 
 
-def test_the_clicks_on_requests_that_come_late_are_in_their_samples() -> None:
-    """A process that paused: each third request comes 40 ms behind the watermark, and all are clicked 50 ms
-    after it."""
-    driver = Driver(rules(max_open_requests=99))
-    for n in range(30):
-        name, late_ms = f"r{n}", 40 * (n % 3 == 0)
-        driver.at(T + 100 * n + late_ms)
-        driver.send(
-            impression(T + 100 * n, request=name), engagement(T + 100 * n + 90, event=n + 1, request=name)
-        )
-    assert [s.events for s in samples(driver.end() and driver.outputs)] == [[n + 1] for n in range(30)]
-
-
 def test_an_engagement_from_beyond_its_forgotten_request_waits_as_an_orphan_and_leaves_nothing() -> None:
     driver = Driver(rules(), "memory")
     close_ms, horizon_ms = T + driver.join.rules.window_ms, driver.join.rules.late_horizon_ms
@@ -426,12 +291,6 @@ def test_candidates_beyond_the_cap_overflow_with_the_page_that_brings_them() -> 
         driver.send(impression(T + 1, (1, 2_001), ro=None), impression(T + 2, (3_001,), ro=None))
     ) == ["overflow"]
     assert len(only(driver.end(), "samples").items) == 1_000
-
-
-def test_engagements_of_one_request_beyond_the_cap_overflow() -> None:
-    driver = Driver(rules(max_engagements=2))
-    outputs = driver.send(impression(T), *(engagement(T + n, event=n) for n in range(1, 4)))
-    assert reasons(outputs) == ["overflow"]
 
 
 def test_engagements_that_were_folded_or_corrected_count_for_the_cap() -> None:

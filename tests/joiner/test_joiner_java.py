@@ -18,7 +18,6 @@ from joiner.local_engine import PartitionTime
 from joiner.outputs import Output
 from joiner.state import Engagement, Impression
 from roostream.runtime.event_time import START
-from roostream.wire import records as wire
 from roostream.wire import roo_pb2 as pb
 from roostream.wire.records import Record
 from tests.joiner.cases import engagement, impression, reader, record
@@ -160,13 +159,3 @@ def test_a_partition_s_time_is_the_same_in_both_engines(java: Run) -> None:
             split.event(time_ms, MAX_MS)
         expected.append(split.reached_ms(SILENT_MS))
     assert [told[3] for told in java(records)] == expected
-
-
-def test_the_marks_of_kinds_are_the_wire_s() -> None:
-    assert (wire.IMPRESSION, wire.ENGAGEMENT, wire.HEARTBEAT, wire.END_MARKER, wire.VERSION) == (
-        1,
-        2,
-        6,
-        7,
-        1,
-    )

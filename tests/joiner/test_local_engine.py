@@ -19,7 +19,7 @@ from roostream.schema.ids import key_bytes
 from roostream.wire import roo_pb2 as pb
 from roostream.wire.records import Record
 from tests.joiner import generated
-from tests.joiner.cases import SCHEMA, SCHEMAS, engagement, impression, record, samples, seen
+from tests.joiner.cases import SCHEMA, SCHEMAS, impression, record, samples, seen
 from tests.joiner.oracle import join_all
 
 CONFIG = JoinerConfig(**generated.SETTINGS)  # type: ignore[arg-type]
@@ -49,16 +49,6 @@ def test_the_watermark_waits_for_every_partition_of_both_topics_and_is_the_slowe
     assert joined.watermark_ms == 5_000 - 1_000 - 1
 
 
-def test_an_idle_partition_does_not_hold_the_watermark_until_it_speaks_again() -> None:
-    joined = engine()
-    for r in generated.everywhere(pb.Heartbeat(time_ms=9_000))[:-1]:
-        joined.process(r)
-    joined.set_idle(("engagements", 3))
-    assert joined.watermark_ms == 7_999
-    joined.process(record(pb.Heartbeat(time_ms=2_000), partition=3)._replace(topic="engagements"))
-    assert joined.watermark_ms == 7_999, "it never goes back"
-
-
 def test_a_record_is_joined_before_the_watermark_that_it_moves() -> None:
     joined = engine(JoinerConfig(window_ms=10, lateness_ms=0))
     for r in generated.everywhere(pb.Heartbeat(time_ms=100)):
@@ -68,24 +58,6 @@ def test_a_record_is_joined_before_the_watermark_that_it_moves() -> None:
     outputs = outputs_of(generated.everywhere(pb.Heartbeat(time_ms=111)), joined)
     assert [s.message.close_ms for s in samples(outputs)] == [110]
     assert outputs[0].timestamp_ms == 110
-
-
-def test_end_of_input_closes_all_requests_and_forgets_every_key() -> None:
-    joined = engine()
-    outputs_of(
-        [
-            record(impression(100)),
-            record(engagement(200, event=1)),
-            record(engagement(200, event=2, request="x")),
-        ],
-        joined,
-    )
-    outputs = joined.end_of_input()
-    assert [(o.topic, o.reason) for o in outputs] == [
-        ("samples", "CLOSE_WINDOW"),
-        ("dead_letters", "no_request"),
-    ]
-    assert joined.num_keys == 0
 
 
 @pytest.mark.parametrize("seed", [1, 2])

@@ -36,17 +36,6 @@ def test_a_pause_of_the_whole_partition_is_believed_with_the_second_event_behind
     assert after(100, 10**10, 50_000, 50_001).newest_ms == 50_001, "the smaller of the two"
 
 
-def test_events_that_are_all_far_apart_follow_one_behind() -> None:
-    assert after(100, 10_000, 20_000, 30_000).newest_ms == 20_000
-
-
-def test_with_one_producer_its_newest_record_counts_as_without_any() -> None:
-    split = after(100)
-    split.heartbeat(200, "a", SILENT_MS)
-    split.event(700, MAX_MS)
-    assert split.reached_ms(SILENT_MS) == 700
-
-
 def test_of_several_producers_the_slowest_holds_the_partition() -> None:
     split = PartitionTime()
     split.heartbeat(1_000, "a", SILENT_MS)

@@ -5,26 +5,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from joiner.outputs import Output
 from joiner.state import Impression
-from joiner.wire_offsets import (
-    HEADER,
-    ITEMS,
-    NRO,
-    POSITIONS,
-    PROPENSITIES,
-    RO,
-    SCORES,
-    WEIGHT,
-    field_offsets,
-    field_tags,
-    field_value,
-    varint,
-)
 from roostream.wire import records as wire
 from roostream.wire import roo_pb2 as pb
 from roostream.wire.records import Record
@@ -80,63 +65,6 @@ def test_samples_and_corrections_are_the_bytes_that_protobuf_writes(
         assert wire.encode(kind, message) == output.value
 
 
-@settings(max_examples=100, deadline=None)
-@given(item_lists, st.data())
-def test_spans_are_where_protobuf_put_the_fields(items: list[int], data: Any) -> None:
-    message = page(data.draw, items, T)
-    value = record(message).value
-    spans = field_offsets(value)
-    for place, name in (
-        (HEADER, "header"),
-        (RO, "ro"),
-        (ITEMS, "item_ids"),
-        (NRO, "nro"),
-        (SCORES, "scores"),
-    ):
-        alone = pb.Impression()
-        getattr(alone, name).MergeFrom(getattr(message, name)) if name in (
-            "header",
-            "item_ids",
-            "scores",
-        ) else setattr(alone, name, getattr(message, name))
-        field = alone.SerializeToString() if name != "ro" or message.HasField("ro") else b""
-        assert bool(field) == bool(spans[place]) and field.endswith(field_value(value, spans, place))
-    assert bool(spans[WEIGHT]) == (message.weight != 0)
-    assert [len(field_value(value, spans, p)) // 4 for p in (POSITIONS, PROPENSITIES)] == [
-        len(message.positions),
-        len(message.propensities),
-    ]
-
-
-@pytest.mark.parametrize("n", [0, 1, 127, 128, 300, 16_384, (1 << 32) - 1])
-def test_a_varint_is_protobufs(n: int) -> None:
-    assert varint(n) == (pb.Part(num_rows=n).SerializeToString()[1:] or b"\0")
-
-
-def test_tags_are_those_of_the_descriptor() -> None:
-    tags = field_tags(pb.Sample)
-    full = pb.Sample(
-        sample_id=1,
-        close_ms=1,
-        item_ids=[1],
-        event_values=[1.0],
-        num_duplicates=1,
-        untrainable=True,
-        actions=["a"],
-    )
-    data = full.SerializeToString(deterministic=True)
-    for name in (
-        "sample_id",
-        "close_ms",
-        "item_ids",
-        "event_values",
-        "num_duplicates",
-        "untrainable",
-        "actions",
-    ):
-        assert tags[name] in data, name
-
-
 def shuffled(message: pb.Impression) -> bytes:
     """The same message as another library may write it: columns before the header, one of them in two
     pieces."""
@@ -172,13 +100,3 @@ def test_fields_of_a_later_build_are_not_copied_and_do_no_harm() -> None:
     usual = record(impression(T, (1, 2)))
     later = usual._replace(value=usual.value + b"\xa2\x06\x03new")  # field 100
     assert joined(later) == joined(usual)
-
-
-def test_the_trace_that_a_request_was_scored_in_is_on_its_sample() -> None:
-    """The opening impression's header is copied byte for byte, and the join keeps nothing more for it."""
-    told = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
-    message = impression(T, (1, 2))
-    message.header.traceparent = told
-    (made,) = [out for out in joined(record(message)) if out.topic == "samples"]
-    sample = wire.decode(made.value)[1]
-    assert isinstance(sample, pb.Sample) and sample.header == message.header

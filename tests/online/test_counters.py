@@ -26,7 +26,7 @@ from roostream.schema.counter_plan import plan_of
 from roostream.schema.ids import hash64, signed
 from roostream.schema.row_layout import MAX_TABLE_ROWS
 from roostream.schema.schema import Feature, Schema
-from roostream.wire.block import encode_nro, encode_ro
+from roostream.wire.block import encode_ro
 from tests.wire.sample_builders import parse_schema
 
 T0 = 1_700_000_000_000
@@ -52,16 +52,6 @@ def test_decayed_sums_equal_their_definition_in_any_order_of_events() -> None:
         assert (nro[f"views_{name}"][1], nro[f"clicks_{name}"][1]) == (0, 0)
         assert nro[f"ctr_{name}"][1] == np.float32(0.1)
     assert nro["age_s"].tolist() == [now / 1000, 0.0]
-
-
-def test_expected_clicks_are_shared_by_the_views_of_a_list() -> None:
-    counters = Counters(Schema())
-    counters.apply_impression(0, [7, 8, 9, 9], T0)
-    counters.apply_impression(0, [7], T0 + HOUR)
-    nro = counters.read(0, [7, 8, 10], T0 + 6 * HOUR)[1]
-    for name, life in LIVES.items():
-        of_three, alone = 2 ** (-6 * HOUR / life) / 3, 2 ** (-5 * HOUR / life)
-        np.testing.assert_allclose(nro[f"expected_{name}"], [of_three + alone, of_three, 0], rtol=1e-6)
 
 
 def test_reading_before_the_newest_event_does_not_increase_the_sums() -> None:
@@ -211,13 +201,6 @@ def test_more_items_than_the_initial_capacity_are_kept() -> None:
     counters.apply_impression(1, list(range(500)), T0)
     counters.load(of("item", *(10_000 + i for i in range(1000))), [None] * 1000)
     assert counters.read(1, [0, 499, 10_999], T0)[1]["views_1h"].tolist() == [1, 1, 0]
-
-
-def test_states_fit_the_blocks_that_serving_writes(schema: Schema) -> None:
-    counters = Counters(schema)
-    counters.apply_impression(1, [5], T0)
-    _, nro = counters.read(1, [5, 6], T0)
-    assert encode_nro(schema, {"age": nro["user_click_age_s"], "item": [[5], [6]]}, 2)
 
 
 ITEM_LAYOUT, USER_LAYOUT = plan_of(Schema()).row_layouts["item"], plan_of(Schema()).state_layouts["user"]

@@ -98,14 +98,6 @@ def test_a_read_ends_within_the_window(tmp_path: Path, read_s: float, end_s: flo
     assert (read.item_id, read.value, read.time_ms) == (2, read_s, at_ms(end_s)), why
 
 
-def test_no_read_time_is_no_read(tmp_path: Path) -> None:
-    rows = [row(1, 0, [1], [1], next_read_time=None), row(2, 9, [1], [], next_read_time=4.0)]
-    path = write(tmp_path / "b.parquet", rows, next_read_time=pa.float32())
-    assert not [
-        e for e in ebnerd.events([path], schema(), WINDOW_MS) if isinstance(e, Action) and e.action == "read"
-    ]
-
-
 def test_requests_carry_the_declared_features_only(tmp_path: Path) -> None:
     rows = [
         row(1, 0, [1], [], article_id=99, device_type=2, age=None),

@@ -21,7 +21,3 @@ def test_the_window_forgets() -> None:
         tally.add(ExpectedClicks(served, 1.0, 9.0, 10), 0.0)
     assert tally.recent.rates()["served"] == pytest.approx(0.2)
     assert tally.total.rates()["served"] == pytest.approx(13 / 30)
-
-
-def test_no_traffic_is_a_rate_of_zero() -> None:
-    assert ExpectedClickRates().total.rates() == {"served": 0.0, "random": 0.0, "best": 0.0}

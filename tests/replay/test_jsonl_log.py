@@ -117,7 +117,6 @@ def test_a_repeated_line_is_the_same_event_any_other_difference_is_another_and_a
         ("{", r"log:2: .*; correct the line, or use --skip-bad"),
         ({"type": "view", "time": T0}, r"log:2: Invalid value 'view'"),
         (IMPRESSION | {"time": "soon"}, r"log:2: time: expected a time such as"),
-        (IMPRESSION | {"time": -4}, r"log:2: time: expected a time after 1970"),
         (IMPRESSION | {"candidates": [{"id": 1}]}, r"log:2: candidates\[0\]: expected an item_id, got id"),
         (
             IMPRESSION | {"candidates": [{"item_id": 1.5}]},
@@ -133,36 +132,19 @@ def test_a_repeated_line_is_the_same_event_any_other_difference_is_another_and_a
         (IMPRESSION | {"positions": [1, 2, 3]}, r"log:2: positions: expected 1 values"),
         (IMPRESSION | {"request_id": "x" * 65}, r"log:2: request_id: expected 1 to 64 bytes, got 65"),
         (IMPRESSION | {"userid": 3}, r"log:2: .*unknown field `userid`"),
-        (IMPRESSION | {"request_id": ""}, r"log:2: request_id: expected 1 to 64 bytes, got 0"),
         (IMPRESSION | {"positions": [-1]}, r"log:2: positions: expected"),
-        (IMPRESSION | {"positions": [1 << 40]}, r"log:2: positions: expected"),
-        (
-            IMPRESSION | {"positions": [1 << 70]},
-            r"positions: expected",
-        ),
         (
             IMPRESSION | {"propensities": [0]},
-            r"log:2: propensities: expected",
-        ),
-        (
-            IMPRESSION | {"propensities": [2]},
             r"log:2: propensities: expected",
         ),
         (
             IMPRESSION | {"weight": -1},
             r"log:2: weight: expected a number above 0 and at most 1000000, got -1",
         ),
-        (IMPRESSION | {"weight": 0}, r"log:2: weight:"),
-        (IMPRESSION | {"weight": 3e38}, r"log:2: weight: expected a number above 0 and at most 1000000"),
         (IMPRESSION | {"surface": "x" * 65}, r"log:2: surface: expected at most 64 bytes, got 65"),
         (
             IMPRESSION | {"user_id": ""},
             r"log:2: user_id: expected an id, got an empty string; leave",
-        ),
-        (IMPRESSION | {"user_id": 10**30}, r"log:2: .*user_id"),
-        (
-            IMPRESSION | {"candidates": [{"item_id": 1 << 64}]},
-            r"log:2: item_id: expected a 64-bit integer or a string",
         ),
         (
             IMPRESSION | {"candidates": [{"item_id": 1, "nro": 5}]},
@@ -177,16 +159,11 @@ def test_a_repeated_line_is_the_same_event_any_other_difference_is_another_and_a
             r"log:2: candidates.price: expected a list",
         ),
         (IMPRESSION | {"ro": {"price": 2}}, r"log:2: unknown ro feature 'price'; it is declared as nro"),
-        (IMPRESSION | {"time": T0 // 1000}, r"seconds: multiply by 1000"),
-        (IMPRESSION | {"time": T0 * 1000}, r"µs: divide by 1000"),
         (
             '{"type": "impression", "time": 1700000000000, "candidates": ' + "[" * 10**5,
             r"log:2: brackets nested too deep",
         ),
         (ENGAGEMENT | {"action": ""}, r"log:2: action: expected 1 to 64 bytes, got 0"),
-        (ENGAGEMENT | {"action": "x" * 65}, r"log:2: action: expected 1 to 64 bytes, got 65"),
-        (ENGAGEMENT | {"item_id": ""}, r"log:2: item_id: expected an id, got an empty string"),
-        (ENGAGEMENT | {"event_id": ""}, r"log:2: event_id: expected an id"),
         (ENGAGEMENT | {"value": 1e39}, r"log:2: value: expected a finite 32-bit float"),
         (IMPRESSION | {"\x1b[31mred": 1}, r"log:2: [ -~]*unknown field `\[31mred`"),
         (

@@ -14,7 +14,7 @@ import pytest
 
 from roostream.errors import ConfigError
 from roostream.replay import parquet_import
-from roostream.replay.events import Action, Event, Request
+from roostream.replay.events import Event, Request
 from roostream.replay.import_map import ImportMap, load_map
 from roostream.replay.jsonl_log import JsonlLog
 from roostream.replay.log_lines import LogError, LogLineReader
@@ -289,22 +289,3 @@ def test_files_of_two_forms_a_name_that_is_taken_and_a_time_that_is_missing_are_
     with pytest.raises(ConfigError, match="expected a"):
         imported(tmp_path, table_of([one]), text=text)
     assert (tmp_path / "log.jsonl").read_text() == "mine"
-
-
-def test_buckets_are_as_many_as_their_bytes_ask_for_within_bounds() -> None:
-    size = parquet_import.BUCKET_BYTES
-    assert [parquet_import.num_buckets(n) for n in (0, 1, size, size + 1, 10**6 * size)] == [
-        1,
-        1,
-        1,
-        2,
-        parquet_import.MAX_BUCKETS,
-    ]
-
-
-def test_actions_are_events_of_what_was_shown(tmp_path: Path) -> None:
-    imported(tmp_path, table_of(expanded(requests(10, seed=5))))
-    events = list(JsonlLog([str(tmp_path / "log.jsonl")], LogLineReader(SCHEMA)).open().events)
-    shown = {event.request_id: event.items_n.tolist() for event in events if isinstance(event, Request)}
-    actions = [event for event in events if isinstance(event, Action)]
-    assert actions and all(action.item_id in shown[action.request_id] for action in actions)

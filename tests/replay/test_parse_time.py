@@ -24,12 +24,9 @@ def test_one_moment_can_be_written_in_many_ways(value: int | str) -> None:
     ("value", "message"),
     [
         ("", "expected a time such as '2023-05-23'.*got ''"),
-        ("soon", "expected a time such as '2023-05-23'.*got 'soon'"),
         ("1969-12-31", "expected a time after 1970, got '1969-12-31'"),
         (0, "expected a time after 1970 in ms, got 0"),
-        (-5, "expected a time after 1970 in ms, got -5"),
         (1_684_800_000, "got 1684800000, which"),
-        ("1684800000", "got 1684800000, which"),
         (900_000_000_000, "which is before 2001;"),
         (1_684_800_000_000_000, "µs: divide by 1000"),
         (1 << 63, "which is beyond the year 9999"),

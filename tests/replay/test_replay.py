@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from roostream.errors import WireError
 from roostream.replay import jsonl_log as jsonl
 from roostream.replay.config import ReplayConfig
 from roostream.replay.encoder import ReplayEncoder
@@ -83,26 +82,6 @@ def test_quiet_partitions_hear_of_the_time() -> None:
     for r in stream:
         assert r.timestamp_ms >= last.get((r.topic, r.partition), 0), "a heartbeat promised too much"
         last[r.topic, r.partition] = r.timestamp_ms
-
-
-def test_an_empty_log_is_an_empty_stream() -> None:
-    assert list(records([], ReplayEncoder(SCHEMA), settle_ms=0)) == []
-
-
-def test_a_request_that_does_not_fit_the_schema_is_reported_or_skipped() -> None:
-    events = [request(1, 0, nro={"price": ["dear", "cheap"]}), request(2, 1)]
-    with pytest.raises(WireError, match=r"request 'r1': feature 'price': expected a number, got 'dear'"):
-        list(records(events, ReplayEncoder(SCHEMA), settle_ms=0))
-    left_out = []
-    stream = list(
-        records(
-            events,
-            ReplayEncoder(SCHEMA),
-            settle_ms=0,
-            refuse=lambda event, error: left_out.append(event.request_id),
-        )
-    )
-    assert left_out == ["r1"] and kinds(stream)["impressions", wire.IMPRESSION] == 1
 
 
 def test_pace_is_event_time_over_factor_and_the_end_is_not_waited_for() -> None:

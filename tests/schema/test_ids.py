@@ -34,33 +34,12 @@ def test_a_key_is_eight_bytes_and_the_user_if_there_is_one(user: int, session: i
     assert len(key) == 8 and (not user or key == user.to_bytes(8, "little"))
 
 
-def test_sessions_of_unknown_users_have_their_own_keys() -> None:
-    assert ids.key_bytes(0, 1, "r") != ids.key_bytes(0, 2, "r")
-    assert ids.key_bytes(0, 1, "r") == ids.key_bytes(0, 1, "q")
-
-
-def test_without_user_and_session_each_request_has_its_own_key() -> None:
-    keys = {ids.key_bytes(0, 0, f"r{n}") for n in range(100)}
-    assert len(keys) == 100 and ids.NO_KEY not in keys
-
-
-@given(request=st.text(min_size=1, max_size=12), event=U64)
-def test_sample_ids_and_correction_ids_differ(request: str, event: int) -> None:
-    key, tail = ids.NO_KEY, event.to_bytes(8, "little").decode("latin-1")
-    correction = ids.sample_id(key, request, event)
-    assert correction not in (ids.sample_id(key, request), ids.sample_id(key, request + tail))
-
-
 def test_the_parts_of_a_sample_id_are_delimited() -> None:
     event = int.from_bytes(b"abcdefgh", "little")
     assert ids.sample_id(ids.NO_KEY, "r", event) != ids.sample_id(ids.NO_KEY, "rabcdefgh")
     assert ids.sample_id(ids.NO_KEY, "r", event) != ids.sample_id(
         ids.NO_KEY, "rabc", int.from_bytes(b"defgh", "little")
     )
-
-
-def test_an_empty_array_has_no_buckets() -> None:
-    assert ids.buckets_of(np.zeros(0, dtype=np.int64), 1, 64).dtype == np.int32
 
 
 @pytest.mark.parametrize("value", ["", 1 << 64, -(1 << 63) - 1, 10**30])

@@ -46,13 +46,6 @@ def test_a_written_rule_reads_as_the_same_rule(name: str) -> None:
     assert schema.tables[0].stack == f"d8-{name}"
 
 
-def test_a_family_of_tables_shares_its_rule_block() -> None:
-    schema = parse_schema(
-        '[tables."{a,b}"]\ndim = 4\n[tables."{a,b}".rule]\nname = "adam"\nbeta1 = 0.5\n' + LABEL
-    )
-    assert [t.rule for t in schema.tables] == [Adam(beta1=0.5)] * 2
-
-
 def test_tables_of_one_stack_may_differ_in_every_parameter() -> None:
     schema = parse_schema(
         ITEM + "learning_rate = 0.1\n[tables.other]\ndim = 8\ninitial_accumulator = 1.0\n" + LABEL

@@ -80,7 +80,6 @@ GOOD = 'listen = "a:1"\n'
         ("window_ms = 5", "window_ms", 5),
         ('window_ms = "2m"', "window_ms", 120_000),
         ('window = "1.5h"', "window_ms", 5_400_000),
-        ("window = 7", "window_ms", 7),
         ('body = "64KiB"', "body_bytes", 65_536),
         ("ratio = 1", "ratio", 1.0),
         ('mode = "user"', "mode", "user"),
@@ -104,11 +103,9 @@ def test_a_file_sets_a_field(tmp_path: Path, text: str, field: str, value: objec
         ("WINDOW_MS", "20s", 20_000),
         ("BODY_BYTES", "2MiB", 2 << 20),
         ("RATIO", "0.25", 0.25),
-        ("MODE", "session", "session"),
         ("MODE", '"session"', "session"),
         ("SHARDS", "a:1, b:2", ("a:1", "b:2")),
         ("SHARDS", '["a:1"]', ("a:1",)),
-        ("LIMIT", "5", 5),
         ("EXACT", "true", True),
         ("HOME", "/x", Path("/x")),
     ],
@@ -118,22 +115,12 @@ def test_the_environment_overrides_the_file(tmp_path: Path, name: str, text: str
     assert getattr(config, name.lower()) == value
 
 
-def test_the_environment_sets_fields_of_an_inner_table(tmp_path: Path) -> None:
-    environ = {"ROOSTREAM_PROG_LOGIN_PASSWORD": "s3cret", "ROOSTREAM_PROG_LOGIN_TRIES": "5"}
-    config = loaded(tmp_path, GOOD + "[login]\nuser = 'a'", **environ)
-    assert config.login == Login(user="a", password="s3cret", tries=5)
-
-
 def test_flags_override_all_and_none_is_not_given(tmp_path: Path) -> None:
     path = tmp_path / "p.toml"
     path.write_text(GOOD + "window = 1", encoding="utf-8")
     flags = {"window_ms": 3, "ratio": None}
     config = load(Program, path, program="prog", flags=flags, environ={"ROOSTREAM_PROG_WINDOW_MS": "2"})
     assert (config.window_ms, config.ratio) == (3, 0.5)
-
-
-def test_without_a_file_the_defaults_apply() -> None:
-    assert load(Program, flags={"listen": "x:1"}, environ={}) == Program(listen="x:1")
 
 
 @pytest.mark.parametrize(
@@ -145,8 +132,6 @@ def test_without_a_file_the_defaults_apply() -> None:
         (GOOD + "[login]\ntries = 'x'", "p.toml:3: key 'login.tries': expected integer, got 'x'"),
         (GOOD + "window = 1\nwindow_ms = 2", "p.toml:3: 'window' and 'window_ms' are one setting"),
         (GOOD + "window = '5 parsecs'", "p.toml:2: key 'window': expected a duration such as"),
-        (GOOD + "window = inf", "key 'window': expected a duration such as"),
-        (GOOD + "window = true", "key 'window': expected a duration such as"),
         (GOOD + "body = 'x'", "key 'body': expected a size such as '64MiB' or '1GB', got 'x'"),
         (GOOD + "window_ms = 1.5", "key 'window_ms': expected integer, got 1.5"),
         (GOOD + "exact = 1", "key 'exact': expected true or false, got 1"),
@@ -155,8 +140,6 @@ def test_without_a_file_the_defaults_apply() -> None:
         (GOOD + "mode = 'usr'", "expected one of off, session, user, got 'usr'; did you mean 'user'?"),
         (GOOD + "shards = 'a'", "key 'shards': expected list of text, got 'a'"),
         (GOOD + "login = 3", "key 'login': expected table, got 3"),
-        (GOOD + "names = 3", "key 'names': expected table, got 3"),
-        (GOOD + "share = 2", "unknown key 'share' = 2"),
         (GOOD + "ratio = 2.0", "p.toml:2: key 'ratio': expected 0..1, got 2.0"),
         (GOOD + 'window = "0s"', "p.toml:2: key 'window': expected at least 1, got 0"),
         (GOOD + "sizes = [\n 8,\n 65]", "p.toml:2: key 'sizes': expected 1..64, got 65"),
@@ -180,10 +163,7 @@ def test_an_error_in_a_file_names_line_key_and_value(tmp_path: Path, text: str, 
             "0",
             "environment ROOSTREAM_PROG_WINDOW_MS: key 'window_ms': expected at least 1, got 0",
         ),
-        ("LIMIT", "20s", "expected integer, got '20s'"),
-        ("RATIO", "half", "expected number, got 'half'"),
         ("MODE", "usr", "expected one of off, session, user, got 'usr'; did you mean 'user'?"),
-        ("EXACT", "1", "expected true or false, got '1'"),
         ("RATOI", "s3cret", "ROOSTREAM_PROG_RATOI: expected the name of a setting, got none; did you mean"),
         ("LOGIN_TIRES", "3", "did you mean 'ROOSTREAM_PROG_LOGIN_TRIES'?"),
         ("LOGIN_TRIES", "0", "ROOSTREAM_PROG_LOGIN_TRIES: key 'login.tries': expected at least 1"),
@@ -219,11 +199,6 @@ def test_a_value_out_of_range_is_rejected_in_code(given: dict[str, Any], message
     with pytest.raises(ConfigError) as caught:
         Program(listen="a:1", **given)
     assert str(caught.value) == message
-
-
-def test_the_bounds_of_a_range_are_allowed() -> None:
-    config = Program(listen="a:1", window_ms=1, ratio=1.0, limit=9, sizes=(1, 64))
-    assert (config.window_ms, config.ratio, config.limit) == (1, 1.0, 9)
 
 
 def test_variables_that_kubernetes_sets_for_a_service_are_ignored() -> None:
@@ -337,10 +312,6 @@ def test_a_list_is_referenced_by_entry_or_as_a_whole(tmp_path: Path, text: str, 
 
 def test_a_literal_dollar_brace_can_be_written(tmp_path: Path) -> None:
     assert loaded(tmp_path, 'listen = "$${HOST}$5{}"').listen == "${HOST}$5{}"
-
-
-def test_references_are_not_resolved_twice(tmp_path: Path) -> None:
-    assert loaded(tmp_path, 'listen = "${A}"', A="${B}", B="no").listen == "${B}"
 
 
 def test_a_referenced_value_is_never_shown(tmp_path: Path) -> None:

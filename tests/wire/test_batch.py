@@ -57,11 +57,6 @@ def test_taken_requests_are_the_same_requests_with_repeats_and_in_any_order(batc
     assert [request(taken, i) for i in range(5)] == [request(batch, int(r)) for r in rows]
 
 
-def test_taking_no_request_leaves_an_empty_batch(batch: Batch) -> None:
-    taken = batch.take_requests(np.zeros(0, dtype=np.int64))
-    assert (taken.num_requests, taken.num_candidates) == (0, 0)
-
-
 @pytest.mark.parametrize(("start", "end"), [(0, 30), (0, 4), (7, 8), (5, 5), (12, 30), (30, 30), (0, 0)])
 def test_a_range_of_requests_equals_the_taken_requests(batch: Batch, start: int, end: int) -> None:
     cut, taken = batch.requests_between(start, end), batch.take_requests(np.arange(start, end))
@@ -99,12 +94,6 @@ def test_expansion_makes_every_candidate_a_request_with_the_same_features(batch:
     assert expanded.sample_id_R.tolist() == batch.sample_id_R[batch.request_index_B].tolist()
 
 
-def test_concatenated_halves_equal_the_batch(batch: Batch) -> None:
-    halves = [batch.take_requests(np.arange(0, 11)), batch.take_requests(np.arange(11, 30))]
-    whole = concatenate(halves)
-    assert [request(whole, r) for r in range(30)] == [request(batch, r) for r in range(30)]
-
-
 @settings(max_examples=20, deadline=None)
 @given(size=st.integers(1, 90), cut=st.integers(0, 30))
 def test_rebatching_keeps_all_impressions_in_order(batch: Batch, size: int, cut: int) -> None:
@@ -128,17 +117,6 @@ def empty(keys: tuple[str, ...], num_rows: int) -> Jagged:
     return Jagged(
         keys=keys, lengths_KN=np.zeros(shape, np.int32), values=none, present_KN=np.zeros(shape, np.bool_)
     )
-
-
-def test_an_empty_jagged_has_no_lists() -> None:
-    lists = empty(("a", "b"), 3)
-    assert (
-        lists.num_rows == 3
-        and lists.total_of("b") == 0
-        and not lists.present_KN.any()
-        and lists.weights_of("a") is None
-    )
-    assert lists.take_rows(np.array([2, 2])).num_rows == 2
 
 
 @settings(max_examples=60, deadline=None)
@@ -167,25 +145,3 @@ def test_taken_rows_keep_values_weights_and_columns(seed: int, num_keys: int, nu
     assert taken.num_rows == len(rows_M) and sorted(taken.columns) == sorted(columns)
     assert [rows_of(taken, m) for m in range(len(rows_M))] == [rows_of(lists, n) for n in rows_M.tolist()]
     assert taken.values.dtype == np.int64 and taken.present_KN.flags.c_contiguous
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"lengths_KN": np.ones((1, 2), dtype=np.int32)},
-        {"lengths_KN": np.zeros((1, 2), dtype=np.int64)},
-        {"values": np.zeros(0, dtype=np.int32)},
-        {"present_KN": np.zeros((1, 3), dtype=np.bool_)},
-        {"weights": np.zeros(2, dtype=np.float32)},
-        {"columns": {"a.time": np.zeros(1, dtype=np.int64)}},
-    ],
-)
-def test_a_jagged_with_a_broken_invariant_cannot_be_made(change: dict[str, object]) -> None:
-    with pytest.raises(AssertionError):
-        dataclasses.replace(empty(("a",), 2), **change)  # type: ignore[arg-type]
-
-
-def test_a_batch_with_a_broken_invariant_cannot_be_made(batch: Batch) -> None:
-    for name in ("ro_float_RF", "item_B", "label_BT", "time_ms_R", "position_B", "num_candidates_R"):
-        with pytest.raises(AssertionError):
-            dataclasses.replace(batch, **{name: getattr(batch, name)[:-1]})

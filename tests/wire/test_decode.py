@@ -13,7 +13,7 @@ from roostream.wire import decode, decode_scan
 from roostream.wire import records as wire
 from roostream.wire import roo_pb2 as pb
 from roostream.wire.block import encode_nro, encode_ro
-from roostream.wire.decode import precompile, rewrite_sample
+from roostream.wire.decode import precompile
 from roostream.wire.records import Record
 from tests.wire.decode_reference import decoder, same_as_reference, valid
 from tests.wire.sample_builders import parse_schema
@@ -33,11 +33,6 @@ def test_a_poll_equals_the_decoder_written_with_protobuf(
     assert batch.partition_R.tolist() == [i % 4 for i in range(60)]
     assert not batch.correction_R.any() and np.isnan(batch.label_before_BT).all()
     same_as_reference(schema, batch, made)
-
-
-def test_no_records_give_an_empty_batch(schema: Schema) -> None:
-    batch, _ = decoder(schema).decode([])
-    assert (batch.num_requests, batch.num_candidates) == (0, 0)
 
 
 def test_a_request_may_have_no_candidates_and_no_ro_block(schema: Schema, to_record: ToRecord) -> None:
@@ -112,22 +107,6 @@ def test_a_batch_has_the_surface_of_each_request(
     ]
     batch, rejects = decoder(schema).decode(records)
     assert rejects == [] and batch.surface_R.tolist() == [b"home", expected]
-
-
-def test_unknown_fields_are_skipped(schema: Schema, samples: Samples) -> None:
-    sample = samples(1)[0]
-    body = (
-        wire.encode(wire.SAMPLE, sample)
-        + b"\xf8\x07\x01"
-        + b"\xf9\x07"
-        + bytes(8)
-        + b"\xfa\x07\x02hi"
-        + b"\xfd\x07"
-        + bytes(4)
-    )
-    batch, rejects = decoder(schema).decode([Record("", 0, 0, sample.close_ms, None, body)])
-    assert rejects == []
-    same_as_reference(schema, batch, [sample])
 
 
 OLD = """
@@ -258,12 +237,6 @@ def test_an_unreadable_request_is_rejected_with_the_reason(schema: Schema) -> No
             pb.Block(floats=[float("inf"), 0.0], lengths=[0] * 3).SerializeToString(), b"", np.array([1]), 1
         )
     assert error.value.reason in ("non_finite", "bad_shape")
-
-
-def test_rewriting_rejects_what_protobuf_rejects() -> None:
-    with pytest.raises(WireError) as error:
-        rewrite_sample(b"\x03\x01\xff\xff")
-    assert error.value.reason == "undecodable"
 
 
 def test_precompile_covers_every_kernel_and_shape(

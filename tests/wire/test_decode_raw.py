@@ -39,17 +39,8 @@ def column(number: int, payload: bytes) -> bytes:
     return bytes((number << 3 | 2, len(payload))) + payload
 
 
-ITEM_IDS = pb.Sample.DESCRIPTOR.fields_by_name["item_ids"].number
 NUM_ROWS = pb.Part.DESCRIPTOR.fields_by_name["num_rows"].number
 PARTS = pb.Sample.DESCRIPTOR.fields_by_name["parts"].number
-
-
-def test_a_packed_column_that_ends_inside_an_entry_is_undecodable() -> None:
-    head = pb.Sample(header=pb.Header(schema=SCHEMA.fingerprint)).SerializeToString()
-    tail = sample().SerializeToString()[len(head) + len(column(ITEM_IDS, bytes(8))) :]
-    whole = column(ITEM_IDS, (1).to_bytes(8, "little"))
-    assert sample().SerializeToString().startswith(head + whole) and reasons(head + whole + tail) == []
-    assert reasons(head + column(ITEM_IDS, bytes(12)) + tail) == ["undecodable"]
 
 
 def test_a_number_of_rows_beyond_32_bits_is_read_like_protobuf() -> None:
@@ -89,15 +80,6 @@ def test_the_utf_8_check_equals_that_of_python(data: bytes) -> None:
     assert (
         decode_scan.is_utf8(np.frombuffer(b"\x80" + data + b"\x80", np.uint8), 1, 1 + len(data)) == expected
     )
-
-
-def test_samples_with_texts_beyond_ascii_take_the_short_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = sample(actions=["größe"])
-    whole.header.surface = "Übersicht"
-    monkeypatch.setattr(
-        "roostream.wire.decode.rewrite_sample", lambda value: pytest.fail("went through protobuf")
-    )
-    assert reasons(whole.SerializeToString()) == []
 
 
 def test_labels_are_matched_by_name() -> None:

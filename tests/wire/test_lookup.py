@@ -42,15 +42,6 @@ def test_rows_are_in_order_of_first_occurrence(schema: Schema) -> None:
     assert stack.index["history"].tolist() == []
 
 
-def test_equal_ids_of_different_tables_are_different_rows(schema: Schema) -> None:
-    from roostream.wire.block import encode_ro
-
-    history = {"item": [1], "action": [7], "kind": [1], "time": [1]}
-    ro = encode_ro(schema, {"history": history, "tags": {"ids": [7], "weights": [1.0]}})
-    batch = Decoder(schema, lambda _: None).decode_request(ro, b"", np.zeros(0, np.int64), 0)
-    assert build_lookup(batch).stacks["d4-adagrad"].id_U.tolist() == [7, 7]
-
-
 def test_an_empty_batch_needs_no_rows(schema: Schema) -> None:
     precompile()
     lookup = build_lookup(Decoder(schema, lambda _: None).decode([])[0])

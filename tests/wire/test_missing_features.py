@@ -150,12 +150,6 @@ def test_without_values_nothing_is_filled() -> None:
     )
 
 
-def test_missing_bits_behind_the_last_list_are_dropped() -> None:
-    block = ro_columns(SCHEMA, {"x": 1.0})._replace(missing=np.array([0xFF], np.uint8))
-    filled = OF_REQUEST.fill(block, 1, {})
-    assert filled is not None and filled.missing.tolist() == [1]
-
-
 def test_precompile_covers_every_kernel() -> None:
     precompile()
     kernels = (module.some_missing, module.fill_floats, module.fill_rows)

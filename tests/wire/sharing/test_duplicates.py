@@ -43,11 +43,6 @@ def test_clustering_brings_into_a_batch_what_lies_apart_in_the_log() -> None:
     assert arrangements["clustered"]["session_rows"] == 2.0
 
 
-def test_a_users_rows_that_others_lie_between_are_shared_all_the_same() -> None:
-    logged = report_of([(1, 5), (2, 5), (1, 6), (2, 6)], 4)["arrangements"]["logged"]["features"]["history"]
-    assert logged["partial"] == pytest.approx(20 / 12)
-
-
 def test_counted_factors_stand_beside_the_papers_formula() -> None:
     """Nine rows of four users, five steps of one to the next of which four change nothing."""
     its = report_of(AS_BEFORE, 9, as_before=True)["arrangements"]["clustered"]
