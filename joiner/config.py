@@ -28,14 +28,12 @@ class JoinerConfig(Rules, Deployment):
     )
 
     lateness_ms: int = setting(
-        2_000, "maximum disorder within a partition: watermark = newest time - lateness - 1 ms", ge=0
+        2_000, "disorder within a partition: watermark = newest time - lateness - 1 ms", ge=0
     )
     idleness_ms: int = setting(
-        0, "a partition silent for this long no longer holds back the watermark; 0 = off (replays)", ge=0
+        0, "a partition silent this long does not hold back the watermark; 0 = off", ge=0
     )
-    checkpoint_interval_ms: int = setting(
-        5_000, "time between Flink checkpoints, or snapshots of the local engine", ge=100
-    )
+    checkpoint_interval_ms: int = setting(5_000, "between Flink checkpoints, or local snapshots", ge=100)
     delivery: Literal["at_least_once", "exactly_once"] = setting(
         "at_least_once",
         "guarantee of the Flink job; exactly_once writes in transactions, which consumers see after a checkpoint",
@@ -49,14 +47,12 @@ class JoinerConfig(Rules, Deployment):
     restart_attempts: int = setting(0, "restarts of a failed Flink job before it ends; 0 = no limit", ge=0)
     read_ahead_ms: int = setting(
         0,
-        "a partition is read at most this far ahead of the slowest, and one event moves its time at most this far; "
+        "how far a partition is read ahead, and one event may move its time; "
         "0 = 6 x the longest window, at least 1 min",
         ge=0,
     )
     producer_timeout_ms: int = setting(
-        30_000,
-        "a producer whose last heartbeat is this old no longer holds back its partition's event time",
-        ge=0,
+        30_000, "a producer silent this long does not hold back its partition", ge=0
     )
     replay: bool = setting(False, "join old events as fast as they can be read: no idleness")
 
@@ -65,15 +61,11 @@ class JoinerConfig(Rules, Deployment):
         if self.engine == "flink" and self.flink and not self.flink.startswith(("http://", "https://")):
             raise setting_error("flink", "http://host:port", self.flink)
         if self.delivery == "exactly_once" and self.engine != "flink":
-            raise setting_error(
-                "delivery", "at_least_once with the local engine, which has no transactions", self.delivery
-            )
+            text = "at_least_once with the local engine, which has no transactions"
+            raise setting_error("delivery", text, self.delivery)
         if self.delivery == "exactly_once" and self.transaction_timeout_ms < 2 * self.checkpoint_interval_ms:
-            raise setting_error(
-                "transaction_timeout_ms",
-                f"at least two checkpoints ({2 * self.checkpoint_interval_ms} ms)",
-                self.transaction_timeout_ms,
-            )
+            text = f"at least two checkpoints ({2 * self.checkpoint_interval_ms} ms)"
+            raise setting_error("transaction_timeout_ms", text, self.transaction_timeout_ms)
 
     @property
     def rules(self) -> Rules:

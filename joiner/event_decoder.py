@@ -71,9 +71,8 @@ class EventDecoder:
 
     def _parse(self, value: bytes | None) -> pb.Impression | pb.Engagement | TimeMark:
         if value is not None and len(value) > self.limits.max_record_bytes:
-            raise WireError(
-                "oversized", f"expected at most {self.limits.max_record_bytes} bytes, got {len(value)}"
-            )
+            text = f"expected at most {self.limits.max_record_bytes} bytes, got {len(value)}"
+            raise WireError("oversized", text)
         kind, message = wire.decode(value)
         if isinstance(message, (pb.Impression, pb.Engagement, pb.Heartbeat, pb.EndMarker)):
             return message
@@ -82,10 +81,8 @@ class EventDecoder:
     def _check_impression(self, message: pb.Impression) -> None:
         schema = self.registry(message.header.schema)
         if schema is None:
-            raise WireError(
-                "unknown_schema",
-                f"expected the fingerprint of a registered schema, got {message.header.schema:016x}",
-            )
+            text = f"expected the fingerprint of a registered schema, got {message.header.schema:016x}"
+            raise WireError("unknown_schema", text)
         n, t = len(message.item_ids), len(schema.labels)
         if n > self.limits.max_candidates:
             raise WireError("oversized", f"expected at most {self.limits.max_candidates} candidates, got {n}")
@@ -95,15 +92,13 @@ class EventDecoder:
             ("propensities", len(message.propensities), n),
         ):
             if length not in (0, expected):
-                raise WireError(
-                    "bad_shape", f"expected {expected} {name} for {n} candidates (or none), got {length}"
-                )
+                text = f"expected {expected} {name} for {n} candidates (or none), got {length}"
+                raise WireError("bad_shape", text)
         _check_finite("scores", message.scores)
         _check_finite("weight and propensities", (message.weight, *message.propensities))
         if not 0 <= message.weight <= wire.MAX_WEIGHT or not all(0 < p <= 1 for p in message.propensities):
-            raise WireError(
-                "bad_number", f"expected a weight in 0..{wire.MAX_WEIGHT:g} and propensities in (0, 1]"
-            )
+            text = f"expected a weight in 0..{wire.MAX_WEIGHT:g} and propensities in (0, 1]"
+            raise WireError("bad_number", text)
         if message.HasField("ro"):
             check_block(schema, "ro", message.ro, 1, self.limits)
         check_block(schema, "nro", message.nro, n, self.limits)
@@ -131,47 +126,33 @@ class EventDecoder:
 
 def _check_header(record: Record, header: pb.Header) -> None:
     if not 1 <= len(header.request_id.encode()) <= MAX_NAME_BYTES:
-        raise WireError(
-            "bad_shape",
-            f"expected a request id of 1..{MAX_NAME_BYTES} bytes, got {len(header.request_id.encode())}",
-        )
+        text = f"expected a request id of 1..{MAX_NAME_BYTES} bytes, got {len(header.request_id.encode())}"
+        raise WireError("bad_shape", text)
     if len(header.surface.encode()) > MAX_NAME_BYTES:
-        raise WireError(
-            "bad_shape",
-            f"expected a surface of at most {MAX_NAME_BYTES} bytes, got {len(header.surface.encode())}",
-        )
+        text = f"expected a surface of at most {MAX_NAME_BYTES} bytes, got {len(header.surface.encode())}"
+        raise WireError("bad_shape", text)
     if len(header.traceparent) > MAX_NAME_BYTES:
-        raise WireError(
-            "bad_shape",
-            f"expected a traceparent of at most {MAX_NAME_BYTES} characters, got {len(header.traceparent)}",
-        )
+        text = f"expected a traceparent of at most {MAX_NAME_BYTES} characters, got {len(header.traceparent)}"
+        raise WireError("bad_shape", text)
     if not 1 <= header.time_ms <= MAX_TIME_MS:
         raise WireError("bad_time", f"expected a time in 1..{MAX_TIME_MS} ms, got {header.time_ms}")
     if header.time_ms != record.timestamp_ms:
-        raise WireError(
-            "bad_time",
-            f"expected the record's timestamp {record.timestamp_ms}, got event time {header.time_ms}",
-        )
+        text = f"expected the record's timestamp {record.timestamp_ms}, got event time {header.time_ms}"
+        raise WireError("bad_time", text)
     key = key_bytes(header.user_id, header.session_id, header.request_id)
     if record.key != key:
         got = "none" if record.key is None else record.key[:16].hex()
-        raise WireError(
-            "bad_shape",
-            f"expected key {key.hex()} (user {header.user_id}, session {header.session_id}, this request), got {got}",
-        )
+        text = f"expected key {key.hex()} (user {header.user_id}, session {header.session_id}, this request), got {got}"
+        raise WireError("bad_shape", text)
 
 
 def _check_engagement(message: pb.Engagement) -> None:
     if not message.event_id:
-        raise WireError(
-            "bad_shape",
-            "expected an event id, got 0: without one a retry looks like a second engagement",
-        )
+        text = "expected an event id, got 0: without one a retry looks like a second engagement"
+        raise WireError("bad_shape", text)
     if not 1 <= len(message.action.encode()) <= MAX_NAME_BYTES:
-        raise WireError(
-            "bad_shape",
-            f"expected an action of 1..{MAX_NAME_BYTES} bytes, got {len(message.action.encode())}",
-        )
+        text = f"expected an action of 1..{MAX_NAME_BYTES} bytes, got {len(message.action.encode())}"
+        raise WireError("bad_shape", text)
     _check_finite("value", (message.value,))
 
 

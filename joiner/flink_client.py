@@ -116,9 +116,8 @@ def watch(
             metrics.running.set(0)
             unknown = state == "UNKNOWN"
             why = "the job manager does not know it" if unknown else f"{state}: {rest.failure(job.id)}"
-            raise UnavailableError(
-                f"job {job.id} no longer runs ({why}); restart the joiner to continue from a checkpoint"
-            )
+            text = f"job {job.id} no longer runs ({why}); restart the joiner to continue from a checkpoint"
+            raise UnavailableError(text)
         if state != logged_state:
             failing = state in ("RESTARTING", "FAILING")
             log.info("the job is %s%s", state, f" ({rest.failure(job.id)})" if failing else "")

@@ -706,9 +706,8 @@ class Join:
         if folder is None:
             schema = self.registry(fingerprint)
             if schema is None:
-                raise CheckpointError(
-                    f"schema {fingerprint:016x} of an open request is missing from the store; restore its TOML file"
-                )
+                text = f"schema {fingerprint:016x} of an open request is missing from the store; restore its TOML file"
+                raise CheckpointError(text)
             folder = self._folders[fingerprint] = LabelFolder(schema)
         return folder
 

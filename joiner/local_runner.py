@@ -110,9 +110,8 @@ class SnapshotStore:
             except CheckpointError as error:
                 log.warning("skipping %s: %s", name, error)
         if names:
-            raise CheckpointError(
-                f"none of {len(names)} snapshots is readable; remove them to join from the oldest records"
-            )
+            text = f"none of {len(names)} snapshots is readable; remove them to join from the oldest records"
+            raise CheckpointError(text)
         return ""
 
 

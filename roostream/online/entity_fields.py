@@ -191,9 +191,8 @@ def shown_from_bytes(plan: CounterPlan, schema: Schema, data: bytes) -> ShownFie
             rows = numbers[len(ro) :].reshape(1 + len(nro), n)
             request = dict(zip(ro, numbers[: len(ro)].tolist(), strict=True))
             return ShownFields(time_ms, request, rows[0].copy(), dict(zip(nro, rows[1:].copy(), strict=True)))
-    raise CheckpointError(
-        f"expected a list's fields in version {_VERSION}, got {len(data)} other bytes; delete them"
-    )
+    text = f"expected a list's fields in version {_VERSION}, got {len(data)} other bytes; delete them"
+    raise CheckpointError(text)
 
 
 def remembered_by_side(plan: CounterPlan, schema: Schema) -> tuple[list[str], list[str]]:

@@ -113,9 +113,8 @@ def _parse(layout: RowLayout, data: bytes) -> tuple[list[int], np.ndarray]:
         if version == _VERSION and len(data) == _HEAD.size + 12 * width:
             ids = np.frombuffer(data, dtype="<u4", offset=_HEAD.size, count=width).tolist()
             return ids, np.frombuffer(data, dtype="<f8", offset=_HEAD.size + 4 * width)
-    raise CheckpointError(
-        f"expected a counter's state of version {_VERSION}, got {len(data)} other bytes; delete them"
-    )
+    text = f"expected a counter's state of version {_VERSION}, got {len(data)} other bytes; delete them"
+    raise CheckpointError(text)
 
 
 @functools.cache

@@ -59,9 +59,8 @@ def _ids(name: str, cell: str) -> Any:
         try:
             return msgspec.json.decode(cell)
         except UNREADABLE:
-            raise ValueError(
-                f"{name}: expected JSON, since it begins with {cell[0]!r}, got {cell[:64]!r}"
-            ) from None
+            text = f"{name}: expected JSON, since it begins with {cell[0]!r}, got {cell[:64]!r}"
+            raise ValueError(text) from None
     return int(cell) if _INTEGER.fullmatch(cell) else cell
 
 
@@ -102,9 +101,8 @@ def _read(path: str, reader: LogLineReader, value: Callable[[str, str], Any]) ->
         except pa.ArrowInvalid as error:
             if refused:
                 raise refused[0] from None
-            raise ConfigError(
-                f"{path}: expected CSV in UTF-8, got something else ({str(error).splitlines()[0]})"
-            ) from None
+            text = f"{path}: expected CSV in UTF-8, got something else ({str(error).splitlines()[0]})"
+            raise ConfigError(text) from None
     line_N = np.setdiff1d(np.arange(2, len(table) + len(skipped_lines) + 2), skipped_lines)
     present_N = np.zeros(len(table), np.bool_)  # an empty line is a row without cells
     for column in table.columns:

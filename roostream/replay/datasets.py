@@ -116,7 +116,6 @@ def load_dataset(name: str) -> DatasetModule:
         ConfigError: there is no such dataset.
     """
     if name not in DATASETS:
-        raise ConfigError(
-            f"key 'dataset': expected one of {', '.join(DATASETS)}, got {name!r}{nearest(name, DATASETS)}"
-        )
+        text = f"key 'dataset': expected one of {', '.join(DATASETS)}, got {name!r}{nearest(name, DATASETS)}"
+        raise ConfigError(text)
     return cast(DatasetModule, importlib.import_module(DATASETS[name].module))

@@ -21,9 +21,8 @@ def detect_replay(paths: Sequence[str], schema: str = "") -> ReplayConfig:
         ConfigError: a file does not exist, the format is unknown, or a schema is required.
     """
     if not paths:
-        raise ConfigError(
-            "expected log files that end in .jsonl, .parquet or .csv, or a folder with behaviors.parquet"
-        )
+        text = "expected log files that end in .jsonl, .parquet or .csv, or a folder with behaviors.parquet"
+        raise ConfigError(text)
     first = Path(paths[0])
     if len(paths) == 1 and first.is_dir():
         return _ebnerd(first, schema)
@@ -53,9 +52,8 @@ def input_paths(replay: ReplayConfig) -> list[str]:
 def _ebnerd(folder: Path, schema: str) -> ReplayConfig:
     behaviors, history = folder / "behaviors.parquet", folder / "history.parquet"
     if not behaviors.is_file():
-        raise ConfigError(
-            f"{folder}: expected a folder with behaviors.parquet (EB-NeRD), got one without; name the log's files"
-        )
+        text = f"{folder}: expected a folder with behaviors.parquet (EB-NeRD), got one without; name the log's files"
+        raise ConfigError(text)
     settings: dict[str, Any] = {"behaviors": (str(behaviors),)}
     settings |= {"history": (str(history),)} if history.is_file() else {}
     return ReplayConfig(

@@ -127,9 +127,8 @@ def histories(paths: Sequence[str]) -> Clicks:
             items, times = _rows(batch["article_id_fixed"]), _rows(batch["impression_time_fixed"])
             counts = [len(x) for x in items]
             if counts != [len(x) for x in times]:
-                raise ConfigError(
-                    f"{path}: expected lists of equal length in columns article_id_fixed and impression_time_fixed"
-                )
+                text = f"{path}: expected lists of equal length in columns article_id_fixed and impression_time_fixed"
+                raise ConfigError(text)
             parts.append(
                 [np.repeat(batch["user_id"].to_numpy(), counts), np.concatenate(items), np.concatenate(times)]
             )
@@ -248,9 +247,8 @@ def _read(path: str, required: dict[str, pa.DataType], optional: dict[str, pa.Da
         there = file.schema_arrow.names
         for name in required:
             if name not in there:
-                raise ConfigError(
-                    f"{path}: column {name!r} is absent{nearest(name, there)}; expected EB-NeRD's columns {', '.join(required)}"
-                )
+                text = f"{path}: column {name!r} is absent{nearest(name, there)}; expected EB-NeRD's columns {', '.join(required)}"
+                raise ConfigError(text)
         raw = file.read([name for name in (*required, *optional) if name in there])
     columns = []
     for name, kind in (required | optional).items():
@@ -261,15 +259,13 @@ def _read(path: str, required: dict[str, pa.DataType], optional: dict[str, pa.Da
 def _cast(path: str, name: str, column: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray:
     """Raises ConfigError: a required column has nulls, or values cannot be cast to `kind`."""
     if name in _REQUIRED and column.null_count:
-        raise ConfigError(
-            f"{path}: column {name!r}: expected a value in every row, got {column.null_count} nulls; drop those rows"
-        )
+        text = f"{path}: column {name!r}: expected a value in every row, got {column.null_count} nulls; drop those rows"
+        raise ConfigError(text)
     try:
         return column.cast(kind, safe=False)
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
-        raise ConfigError(
-            f"{path}: column {name!r}: expected {kind}, got {column.type}; is this the right file?"
-        ) from None
+        text = f"{path}: column {name!r}: expected {kind}, got {column.type}; is this the right file?"
+        raise ConfigError(text) from None
 
 
 def _check_offered(schema: Schema) -> None:

@@ -26,9 +26,7 @@ from roostream.schema.settings import SettingError, Settings, load, setting, set
 class ActionColumn(Settings):
     """The columns of one action."""
 
-    column: str = setting(
-        help="boolean or number: the action happened where it is true, above 0, or at least `least`"
-    )
+    column: str = setting(help="the action happened where this is true, above 0, or at least `least`")
     least: float = setting(0.0, "smallest number that counts; 0 = any number above 0")
     value: str = setting("", "column of the action's value; '' = `column`")
     time: str = setting("", "column of the action's time; '' = one second after the request")
@@ -48,26 +46,19 @@ class ImportMap(Settings):
     weight: str = setting("", "column of the request's sampling weight")
     position: str = setting("", "column of the position in the list, from 0; '' = order of the rows")
     propensity: str = setting("", "column of the probability with which the item was shown")
-    features: dict[str, Any] = setting(
-        factory=dict, help="table: feature of the schema -> column, or a table of columns"
-    )
+    features: dict[str, Any] = setting(factory=dict, help="feature of the schema -> column, or columns")
     actions: dict[str, ActionColumn] = setting(factory=dict, help="table: action -> its columns")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.request:
-            raise setting_error(
-                "request",
-                "at least one column",
-                self.request,
-                "name the request's id, or the user and the time",
-            )
+            text = "name the request's id, or the user and the time"
+            raise setting_error("request", "at least one column", self.request, text)
         for name, given in self.features.items():
             parts = given if isinstance(given, dict) else {"": given}
             if not parts or not all(isinstance(column, str) and column for column in parts.values()):
-                raise SettingError(
-                    f"features.{name}", f"expected a column, or a table of columns, got {given!r}"
-                )
+                text = f"expected a column, or a table of columns, got {given!r}"
+                raise SettingError(f"features.{name}", text)
 
     def plain(self) -> dict[str, str]:
         """Name of a single-valued column in a table log (table_log.py) → column of the files."""
@@ -102,24 +93,21 @@ def load_map(path: str, schema: Schema) -> ImportMap:
     features = {f.name: f for f in (*schema.ro, *schema.nro)}
     for name, given in column_map.features.items():
         if name not in features:
-            raise ConfigError(
-                f"{path}: features.{name}: expected a feature of the schema, got another name{nearest(name, features)}"
-            )
+            text = f"{path}: features.{name}: expected a feature of the schema, got another name{nearest(name, features)}"
+            raise ConfigError(text)
         parts = _parts(features[name])
         for part in given if isinstance(given, dict) else ():
             if part not in parts:
                 wanted = " and ".join(parts) or "one column, as text"
-                raise ConfigError(
-                    f"{path}: features.{name}.{part}: expected {wanted}, got another name{nearest(part, parts)}"
-                )
+                text = f"{path}: features.{name}.{part}: expected {wanted}, got another name{nearest(part, parts)}"
+                raise ConfigError(text)
     wanted_actions = {*(label.action for label in schema.labels), schema.online.click}
     for name in column_map.actions:
         if name not in wanted_actions:
             known = ", ".join(sorted(wanted_actions))
             near = nearest(name, wanted_actions)
-            raise ConfigError(
-                f"{path}: actions.{name}: expected an action of the schema ({known}), got another{near}"
-            )
+            text = f"{path}: actions.{name}: expected an action of the schema ({known}), got another{near}"
+            raise ConfigError(text)
     return column_map
 
 
@@ -127,9 +115,8 @@ def check_columns(path: str, column_map: ImportMap, schema: Schema, known: Colle
     """Raises ConfigError: a column of the map is not in the file; names the nearest."""
     for column in column_map.columns(schema, known):
         if column not in known:
-            raise ConfigError(
-                f"{path}: column {column!r} is absent{nearest(column, known)}; correct the map, or leave it out there"
-            )
+            text = f"{path}: column {column!r} is absent{nearest(column, known)}; correct the map, or leave it out there"
+            raise ConfigError(text)
 
 
 def _parts(feature: Feature) -> tuple[str, ...]:

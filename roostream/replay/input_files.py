@@ -78,9 +78,8 @@ def _temporary_copy(path: str, pieces: Iterator[bytes]) -> BinaryIO:
             copy.seek(0)
         except OSError as error:
             folder = tempfile.gettempdir()
-            raise SetupError(
-                f"{path}: cannot be decompressed into {folder} ({error.strerror}); free space there or set TMPDIR"
-            ) from None
+            text = f"{path}: cannot be decompressed into {folder} ({error.strerror}); free space there or set TMPDIR"
+            raise SetupError(text) from None
         opened.pop_all()
         return cast(BinaryIO, copy)
 
@@ -89,9 +88,8 @@ def _next(path: str, pieces: Iterator[bytes]) -> bytes:
     try:
         return next((piece for piece in pieces if piece), b"")
     except (OSError, EOFError, zlib.error, zstandard.ZstdError) as error:
-        raise ConfigError(
-            f"{path}: expected a complete {Path(path).suffix} file, but decompression failed ({error})"
-        ) from None
+        text = f"{path}: expected a complete {Path(path).suffix} file, but decompression failed ({error})"
+        raise ConfigError(text) from None
 
 
 def check_files(key: str, paths: Sequence[str], *, needed: bool) -> None:

@@ -118,9 +118,8 @@ class LogLineReader:
             ("propensities", line.propensities),
         ):
             if column and len(column) != len(items):
-                raise ValueError(
-                    f"{name}: expected {len(items)} values, one per candidate, got {len(column)}"
-                )
+                text = f"{name}: expected {len(items)} values, one per candidate, got {len(column)}"
+                raise ValueError(text)
         _check_numbers(line)
         return Request(
             request_id=_text("request_id", line.request_id, min_bytes=1),
@@ -147,9 +146,8 @@ class LogLineReader:
                     if name in self._names[other]
                     else nearest(name[:MAX_NAME_BYTES], known)
                 )
-                raise ValueError(
-                    f"unknown {side} feature {name[:MAX_NAME_BYTES]!r}{hint}; declare it in the schema"
-                )
+                text = f"unknown {side} feature {name[:MAX_NAME_BYTES]!r}{hint}; declare it in the schema"
+                raise ValueError(text)
 
 
 def _check_numbers(line: ImpressionLine) -> None:
@@ -159,9 +157,8 @@ def _check_numbers(line: ImpressionLine) -> None:
             raise ValueError(f"positions: expected 0 to {_POSITIONS - 1}, got {position}")
     for propensity in line.propensities:
         if not 0 < propensity <= 1:
-            raise ValueError(
-                f"propensities: expected probabilities above 0 and at most 1, got {propensity:g}"
-            )
+            text = f"propensities: expected probabilities above 0 and at most 1, got {propensity:g}"
+            raise ValueError(text)
     if not 0 < line.weight <= MAX_WEIGHT:
         raise ValueError(
             f"weight: expected a number above 0 and at most {MAX_WEIGHT:.0f}, got {line.weight:g}; remove an impression "

@@ -102,9 +102,8 @@ def import_parquet(
                         file.writelines(msgspec.json.encode(line) + b"\n" for line in lines)
             shutil.move(part, out)
     except OSError as error:
-        raise SetupError(
-            f"{out}: cannot be written ({error.strerror}); free space or choose another folder"
-        ) from None
+        text = f"{out}: cannot be written ({error.strerror}); free space or choose another folder"
+        raise SetupError(text) from None
     skipped = reader.skipped()
     counts.skipped, counts.first_skipped = skipped.number, next(iter(skipped.first), "")
     return counts
@@ -119,9 +118,8 @@ def _check(paths: Sequence[str], schema: Schema, column_map: ImportMap) -> _Inpu
             check_columns(path, column_map, schema, known)
             wanted = sorted(set(column_map.columns(schema, known)))
             if columns and wanted != columns:
-                raise ConfigError(
-                    f"{path}: expected the columns of {paths[0]}, got others; import files with equal columns together"
-                )
+                text = f"{path}: expected the columns of {paths[0]}, got others; import files with equal columns together"
+                raise ConfigError(text)
             columns, num_rows = wanted, num_rows + file.metadata.num_rows
             num_bytes += _arrow_bytes(file, set(columns))
     return _Input(paths, columns, num_rows, num_bytes)
@@ -150,9 +148,8 @@ def _batches(given: _Input) -> Iterator[pa.RecordBatch]:
                     )
             except (pa.ArrowInvalid, OSError) as error:
                 wrong = str(error).splitlines()[0]
-                raise ConfigError(
-                    f"{path}: expected a complete Parquet file, got a damaged one ({wrong})"
-                ) from None
+                text = f"{path}: expected a complete Parquet file, got a damaged one ({wrong})"
+                raise ConfigError(text) from None
 
 
 def _counted(
@@ -289,9 +286,8 @@ def _times(column: pa.ChunkedArray, column_map: ImportMap) -> np.ndarray:
         ConfigError: a time is missing or invalid.
     """
     if column.null_count:
-        raise ConfigError(
-            f"column of times: expected a time in every row, got {column.null_count} rows without; remove these rows"
-        )
+        text = f"column of times: expected a time in every row, got {column.null_count} rows without; remove these rows"
+        raise ConfigError(text)
     if pa.types.is_timestamp(column.type) or pa.types.is_date(column.type):
         return np.asarray(column.cast(pa.timestamp("ms"), safe=False).cast(pa.int64()))
     if pa.types.is_integer(column.type) or pa.types.is_floating(column.type):

@@ -39,9 +39,8 @@ def parquet_file(path: str) -> Iterator[pq.ParquetFile]:
         try:
             parquet = pq.ParquetFile(file)
         except (pa.ArrowInvalid, OSError) as error:
-            raise ConfigError(
-                f"{path}: expected a Parquet file, got something else ({str(error).splitlines()[0]})"
-            ) from None
+            text = f"{path}: expected a Parquet file, got something else ({str(error).splitlines()[0]})"
+            raise ConfigError(text) from None
         yield parquet
 
 

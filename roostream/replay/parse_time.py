@@ -27,9 +27,8 @@ def parse_time_ms(value: int | str) -> int:
     try:
         moment = datetime.datetime.fromisoformat(value)
     except ValueError:
-        raise ValueError(
-            f"expected a time such as '2023-05-23', '2023-05-23T12:00:00' (UTC) or ms since 1970, got {value[:64]!r}"
-        ) from None
+        text = f"expected a time such as '2023-05-23', '2023-05-23T12:00:00' (UTC) or ms since 1970, got {value[:64]!r}"
+        raise ValueError(text) from None
     time_ms = round((moment if moment.tzinfo else moment.replace(tzinfo=datetime.UTC)).timestamp() * 1000)
     if time_ms <= 0:
         raise ValueError(f"expected a time after 1970, got {value!r}")

@@ -28,9 +28,8 @@ class ReportFiles(NamedTuple):
             try:
                 self.page.parent.mkdir(exist_ok=True)
             except OSError as error:
-                raise ConfigError(
-                    f"{self.page.parent}: cannot create the folder of the report ({error.strerror}); choose another"
-                ) from None
+                text = f"{self.page.parent}: cannot create the folder of the report ({error.strerror}); choose another"
+                raise ConfigError(text) from None
         check_report(str(self.data or ""))
 
 
@@ -67,18 +66,16 @@ def write_atomically(path: str | Path, text: str) -> None:
     except OSError as error:
         with contextlib.suppress(OSError):
             temporary.unlink()
-        raise ConfigError(
-            f"{target}: the report cannot be written ({error.strerror}); choose another --report"
-        ) from None
+        message = f"{target}: the report cannot be written ({error.strerror}); choose another --report"
+        raise ConfigError(message) from None
 
 
 def check_report(path: str) -> None:
     """Check before long work that a report can be written. Raises ConfigError: not a file in a writable
     folder."""
     if path and Path(path).is_dir():
-        raise ConfigError(
-            f"{path}: expected a file for the report, got a folder; name a file in it such as report.json"
-        )
+        text = f"{path}: expected a file for the report, got a folder; name a file in it such as report.json"
+        raise ConfigError(text)
     folder = Path(path).resolve().parent
     if path and not (folder.is_dir() and os.access(folder, os.W_OK)):
         raise ConfigError(

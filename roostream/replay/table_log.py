@@ -116,9 +116,8 @@ def _checked(
     for name in names:
         if name not in known and name not in features:
             near = nearest(name, [*known, *features])
-            raise ConfigError(
-                f"{table.path}: column {name!r} is not a feature of the schema{near}; declare it, or use --ignore {name}"
-            )
+            text = f"{table.path}: column {name!r} is not a feature of the schema{near}; declare it, or use --ignore {name}"
+            raise ConfigError(text)
     return table._replace(table=table.table.select(names))
 
 
@@ -222,9 +221,8 @@ def rows_to_impression(rows: Sequence[Row], time_ms: int, schema: Schema) -> Imp
     first, names = rows[0], dict.fromkeys(name for row in rows for name in row)
     for name in names.keys() & (ro | {"weight"}):
         if any(not _equal(row.get(name), first.get(name)) for row in rows):
-            raise ValueError(
-                f"{name}: expected the same value in all rows of request {first.get('request_id')!r}, got several"
-            )
+            text = f"{name}: expected the same value in all rows of request {first.get('request_id')!r}, got several"
+            raise ValueError(text)
     columns = {name: [row.get(name) for row in rows] for name in names if name in nro or name == "item_id"}
     given: Row = {
         name: first[name] for name in ("user_id", "session_id", "surface", "weight") if name in first

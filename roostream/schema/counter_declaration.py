@@ -39,10 +39,7 @@ class CounterDeclaration(Settings):
     half_life_ms: int = setting(0, "an event counts half after this time; 0 = no decay", ge=0, le=1 << 40)
     window_ms: int = setting(0, "count only events of this last time, in 12 steps; 0 = all", ge=0, le=1 << 40)
     length: int = setting(
-        0,
-        "history: newest entries kept, 0 = history_len of [online]; distinct: values distinguished, 0 = 64",
-        ge=0,
-        le=10_000,
+        0, "history: entries kept, 0 = history_len; distinct: values kept, 0 = 64", ge=0, le=10_000
     )
     of: str = setting("item", "distinct: the field whose values are counted")
 
@@ -52,9 +49,8 @@ class CounterDeclaration(Settings):
         if self.event:
             check_text("event", self.event)
         if not self.entity or len(set(self.entity)) < len(self.entity):
-            raise self._error(
-                "entity", f"expected one field or several different ones, got {list(self.entity)}"
-            )
+            text = f"expected one field or several different ones, got {list(self.entity)}"
+            raise self._error("entity", text)
         allowed = _TIME_SCALES.get(self.aggregation, ())
         for key, value in (("half_life", self.half_life_ms), ("window", self.window_ms)):
             if value and key not in allowed:
@@ -66,9 +62,8 @@ class CounterDeclaration(Settings):
         if self.half_life_ms and self.window_ms:
             raise self._error("window", "expected a half_life or a window, got both; keep one")
         if 0 < self.window_ms < 12_000:
-            raise self._error(
-                "window", f"expected at least 12 s, got {self.window_ms} ms; a window has 12 steps"
-            )
+            text = f"expected at least 12 s, got {self.window_ms} ms; a window has 12 steps"
+            raise self._error("window", text)
         self._check_event()
         self._check_length()
 
@@ -76,23 +71,19 @@ class CounterDeclaration(Settings):
         """Some aggregations need shown lists, others need engagements."""
         only_shown, never_shown = ("expected", "in_last_list"), ("rate", "last", "history", "length")
         if self.aggregation in only_shown and self.event != SHOWN:
-            raise self._error(
-                "event", f"expected 'shown' for aggregation {self.aggregation!r}, got {self.event!r}"
-            )
+            text = f"expected 'shown' for aggregation {self.aggregation!r}, got {self.event!r}"
+            raise self._error("event", text)
         if self.aggregation in never_shown and self.event == SHOWN:
-            raise self._error(
-                "event", f"expected an action for aggregation {self.aggregation!r}, got 'shown'; name one"
-            )
+            text = f"expected an action for aggregation {self.aggregation!r}, got 'shown'; name one"
+            raise self._error("event", text)
 
     def _check_length(self) -> None:
         if self.of != "item" and self.aggregation != "distinct":
-            raise self._error(
-                "of", f"expected none for aggregation {self.aggregation!r}, got {self.of!r}; remove it"
-            )
+            text = f"expected none for aggregation {self.aggregation!r}, got {self.of!r}; remove it"
+            raise self._error("of", text)
         if self.length and self.aggregation not in ("history", "length", "distinct"):
-            raise self._error(
-                "length", f"expected none for aggregation {self.aggregation!r}, got {self.length}; remove it"
-            )
+            text = f"expected none for aggregation {self.aggregation!r}, got {self.length}; remove it"
+            raise self._error("length", text)
         if self.aggregation == "distinct" and self.length > MAX_DISTINCT:
             raise self._error("length", f"expected at most {MAX_DISTINCT} distinct values, got {self.length}")
 

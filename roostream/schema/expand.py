@@ -73,18 +73,16 @@ def expand(raw: Mapping[str, Any], location: SourceLocation) -> Expanded:
     for section in _SECTIONS:
         given = raw.get(section, [])
         if not isinstance(given, list) or not all(isinstance(row, dict) for row in given):
-            raise SchemaError(
-                f"{location.describe(section) or 'schema: '}expected [[{section}]] tables, got {given!r}"
-            )
+            text = f"{location.describe(section) or 'schema: '}expected [[{section}]] tables, got {given!r}"
+            raise SchemaError(text)
         rows: list[dict[str, Any]] = []
         blocks[section] = []
         for block, row in enumerate(given):
             try:
                 new = _rows(section, row)
                 if len(rows) + len(new) > MAX_ROWS:
-                    raise SchemaError(
-                        f"expected at most {MAX_ROWS} [[{section}]] in all, got more; split the schema"
-                    )
+                    text = f"expected at most {MAX_ROWS} [[{section}]] in all, got more; split the schema"
+                    raise SchemaError(text)
             except SchemaError as error:
                 raise SchemaError(f"{location.describe(section, block)}[[{section}]]: {error}") from None
             rows += new
@@ -103,9 +101,8 @@ def names_of(pattern: str) -> tuple[str, ...]:
     """
     names, end = _sequence(pattern, 0, depth=0)
     if end < len(pattern):
-        raise SchemaError(
-            f"{pattern[:80]!r}: expected '{{' before the '}}' at {end}; write a family as 'ctr_{{10m,1h}}'"
-        )
+        text = f"{pattern[:80]!r}: expected '{{' before the '}}' at {end}; write a family as 'ctr_{{10m,1h}}'"
+        raise SchemaError(text)
     return tuple(names)
 
 
@@ -124,18 +121,16 @@ def _sequence(pattern: str, at: int, depth: int) -> tuple[list[str], int]:
             raise SchemaError(f"{pattern[:80]!r}: expected at most {MAX_ROWS} names, got more; split it")
         names = [name + item for name in names for item in items]
         if max(map(len, names)) > _MAX_LENGTH:
-            raise SchemaError(
-                f"{pattern[:80]!r}: expected names of at most {_MAX_LENGTH} characters, got longer; shorten it"
-            )
+            text = f"{pattern[:80]!r}: expected names of at most {_MAX_LENGTH} characters, got longer; shorten it"
+            raise SchemaError(text)
     return names, at
 
 
 def _braces(pattern: str, start: int, depth: int) -> tuple[list[str], int]:
     """The items of the braces that open at `start`, and the index behind them."""
     if depth > _MAX_DEPTH:
-        raise SchemaError(
-            f"{pattern[:80]!r}: expected braces at most {_MAX_DEPTH} deep, got deeper; write it as several names"
-        )
+        text = f"{pattern[:80]!r}: expected braces at most {_MAX_DEPTH} deep, got deeper; write it as several names"
+        raise SchemaError(text)
     items: list[str] = []
     at = start
     while at == start or pattern[at] == ",":
@@ -143,9 +138,8 @@ def _braces(pattern: str, start: int, depth: int) -> tuple[list[str], int]:
         if at == len(pattern):
             raise SchemaError(f"{pattern[:80]!r}: expected '}}' for the '{{' at {start}, got none; close it")
         if "" in names:
-            raise SchemaError(
-                f"{pattern[:80]!r}: expected a name between braces and commas, got none at {at}; remove the comma"
-            )
+            text = f"{pattern[:80]!r}: expected a name between braces and commas, got none at {at}; remove the comma"
+            raise SchemaError(text)
         items += names
         if len(items) > MAX_ROWS:
             raise SchemaError(f"{pattern[:80]!r}: expected at most {MAX_ROWS} names, got more; split it")
@@ -189,9 +183,8 @@ def _named(row: dict[str, Any], keys: tuple[str, ...]) -> list[dict[str, Any]]:
     paired = {key: names_of(row[key]) for key in keys if isinstance(row.get(key), str) and "{" in row[key]}
     for key, values in paired.items():
         if len(values) != len(names):
-            raise SchemaError(
-                f"expected one {key} for each of {len(names)} names, got {len(values)}: {row[key]!r}; make them equal"
-            )
+            text = f"expected one {key} for each of {len(names)} names, got {len(values)}: {row[key]!r}; make them equal"
+            raise SchemaError(text)
     endings, online = (
         [name.rpartition("_")[2] for name in group] for group in (names, paired.get("online", names))
     )
@@ -214,14 +207,12 @@ def _transforms(row: dict[str, Any]) -> list[dict[str, Any]]:
     for pattern in _listed(row, "inputs" if "inputs" in row else "input"):
         inputs += names_of(pattern)
         if len(inputs) * len(ops) > MAX_ROWS:
-            raise SchemaError(
-                f"expected at most {MAX_ROWS} inputs times operations, got more; split the transform"
-            )
+            text = f"expected at most {MAX_ROWS} inputs times operations, got more; split the transform"
+            raise SchemaError(text)
     output = row.get("output", "{input}")
     if len(inputs) > 1 and isinstance(output, str) and "{input}" not in output:
-        raise SchemaError(
-            f"expected {{input}} in the output of {len(inputs)} inputs, got {output!r}; write '{{input}}_{output}'"
-        )
+        text = f"expected {{input}} in the output of {len(inputs)} inputs, got {output!r}; write '{{input}}_{output}'"
+        raise SchemaError(text)
     rest = {key: value for key, value in row.items() if key not in ("input", "inputs", "op", "output")}
     return [
         {**rest, "output": _output(row, i, op), "input": i, "op": op}
@@ -237,9 +228,8 @@ def _listed(row: Mapping[str, Any], key: str) -> list[str]:
     if not isinstance(value, list) or not all(isinstance(v, str) for v in value):
         raise SchemaError(f"expected a text or a list of texts in {key}, got {value!r}")
     if not value:
-        raise SchemaError(
-            f"expected at least one entry in {key}, got an empty list; name one or remove the transform"
-        )
+        text = f"expected at least one entry in {key}, got an empty list; name one or remove the transform"
+        raise SchemaError(text)
     return value
 
 

@@ -100,13 +100,11 @@ def _verified(text: str, fingerprint: int) -> Schema:
     try:
         schema = _parse(text, _name(fingerprint))
     except ConfigError as error:
-        raise CheckpointError(
-            f"{_name(fingerprint)} is damaged: {error}; put the schema's file back"
-        ) from None
+        expected = f"{_name(fingerprint)} is damaged: {error}; put the schema's file back"
+        raise CheckpointError(expected) from None
     if schema.fingerprint != fingerprint:
-        raise CheckpointError(
-            f"{_name(fingerprint)} holds schema {schema.fingerprint:016x}; put the schema's file back"
-        )
+        message = f"{_name(fingerprint)} holds schema {schema.fingerprint:016x}; put the schema's file back"
+        raise CheckpointError(message)
     return schema
 
 

@@ -48,9 +48,8 @@ def _parse(raw: dict[str, Any], locations: RowLocations) -> Schema:
         raise SchemaError(f"{location.describe('tables')}expected [tables.NAME] tables, got {tables!r}")
     for name, t in tables.items():
         if not isinstance(t, dict):
-            raise SchemaError(
-                f"{locations.table(name).describe()}expected a table [tables.{name}], got {t!r}"
-            )
+            text = f"{locations.table(name).describe()}expected a table [tables.{name}], got {t!r}"
+            raise SchemaError(text)
     parsed: dict[str, object] = {
         "tables": tuple(_table(name, dict(t), locations.table(name)) for name, t in tables.items())
     }
@@ -68,9 +67,8 @@ def _parse(raw: dict[str, Any], locations: RowLocations) -> Schema:
     known = {*lists, "tables", "limits", "online", "name"}
     for key in raw:
         if key not in ("limits", "online", "name"):
-            raise SchemaError(
-                f"{location.describe(key)}unknown key {key!r} = {raw[key]!r}{nearest(key, known)}"
-            )
+            text = f"{location.describe(key)}unknown key {key!r} = {raw[key]!r}{nearest(key, known)}"
+            raise SchemaError(text)
     return from_dict(Schema, raw, location, **parsed)
 
 

@@ -206,13 +206,11 @@ def _referenced(match: re.Match[str], environ: Mapping[str, str]) -> str:
     if is_file and name == "file" and path:
         return _content(path)
     if is_file or not _VARIABLE.fullmatch(name):
-        raise ConfigError(
-            f"expected ${{NAME}} or ${{file:PATH}}, got {match[0]!r}; a literal '${{' is written '$${{'"
-        )
+        text = f"expected ${{NAME}} or ${{file:PATH}}, got {match[0]!r}; a literal '${{' is written '$${{'"
+        raise ConfigError(text)
     if name not in environ:
-        raise ConfigError(
-            f"expected {name} in the environment, got nothing; set it, or write '$${{' for a literal '${{'"
-        )
+        text = f"expected {name} in the environment, got nothing; set it, or write '$${{' for a literal '${{'"
+        raise ConfigError(text)
     return environ[name]
 
 

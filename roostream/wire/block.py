@@ -140,10 +140,8 @@ def check_columns(schema: Schema, side: Side, columns: Columns, num_rows: int, l
     if not np.isfinite(columns.weights).all():
         raise WireError("non_finite", f"expected finite {side} weights, got an infinity or NaN")
     if (largest := float(np.abs(columns.weights).max())) > MAX_WEIGHT:
-        raise WireError(
-            "bad_number",
-            f"expected {side} weights within ±{MAX_WEIGHT:.0f}, got one of magnitude {largest:g}",
-        )
+        text = f"expected {side} weights within ±{MAX_WEIGHT:.0f}, got one of magnitude {largest:g}"
+        raise WireError("bad_number", text)
 
 
 def _check_shape(schema: Schema, side: Side, columns: Columns, num_rows: int, limits: Limits) -> None:
@@ -238,9 +236,8 @@ def nro_columns(schema: Schema, columns: Mapping[str, Any], num_rows: int) -> Co
     """The arrays of `encode_nro`. Raises the same."""
     _check_names(schema, "nro", columns)
     if num_rows > schema.limits.max_candidates:
-        raise WireError(
-            "oversized", f"expected at most {schema.limits.max_candidates} candidates, got {num_rows}"
-        )
+        text = f"expected at most {schema.limits.max_candidates} candidates, got {num_rows}"
+        raise WireError("oversized", text)
     floats_BF = np.full((num_rows, len(schema.floats("nro"))), np.nan, dtype=np.float64)
     for i, f in enumerate(schema.floats("nro")):
         if columns.get(f.name) is not None:
@@ -448,10 +445,8 @@ def _weights(f: Feature, values: Any) -> list[float]:
     if any(v != v for v in out):
         raise WireError("non_finite", f"feature {f.name!r}: expected finite weights, got NaN")
     if too_large := [v for v in out if abs(v) > MAX_WEIGHT]:
-        raise WireError(
-            "bad_number",
-            f"feature {f.name!r}: expected weights within ±{MAX_WEIGHT:.0f}, got {too_large[0]:g}",
-        )
+        text = f"feature {f.name!r}: expected weights within ±{MAX_WEIGHT:.0f}, got {too_large[0]:g}"
+        raise WireError("bad_number", text)
     return out
 
 
@@ -525,9 +520,8 @@ def _build(schema: Schema, floats_NF: np.ndarray, entries: list[ListEntry]) -> C
         return NO_COLUMNS
     longest = max((e.length for e in entries), default=0)
     if longest > schema.limits.max_list:
-        raise WireError(
-            "oversized", f"expected lists of at most {schema.limits.max_list} entries, got {longest}"
-        )
+        text = f"expected lists of at most {schema.limits.max_list} entries, got {longest}"
+        raise WireError("oversized", text)
     lengths = np.array([max(e.length, 0) for e in entries], dtype="<u4")
     ids = np.array([*chain.from_iterable(chain.from_iterable(e.ids for e in entries))], dtype=np.uint64)
     weights = _float32(np.array([v for e in entries for v in e.weights], dtype=np.float64))

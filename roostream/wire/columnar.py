@@ -98,9 +98,8 @@ def column_types(schema: Schema) -> dict[str, ColumnType]:
         for feature in getattr(schema, side):
             for name, form in _feature_types(side, of, feature).items():
                 if name in out:
-                    raise SchemaError(
-                        f"expected one feature per column, got two for {name!r}; give {feature.name!r} another name"
-                    )
+                    text = f"expected one feature per column, got two for {name!r}; give {feature.name!r} another name"
+                    raise SchemaError(text)
                 out[name] = form
     return out
 

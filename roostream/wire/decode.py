@@ -308,9 +308,8 @@ class ReadingPlans:
         if fingerprint not in self._numbers:
             writer = self.registry(fingerprint)
             if writer is None:
-                raise SchemaError(
-                    f"unknown schema {fingerprint:016x}; register the schema that wrote these records"
-                )
+                text = f"unknown schema {fingerprint:016x}; register the schema that wrote these records"
+                raise SchemaError(text)
             try:
                 self._add(writer, fingerprint)
             except SchemaError as error:

@@ -105,22 +105,17 @@ def decode(record: bytes | None) -> tuple[int, Message]:
         WireError: `undecodable` or `unknown_type`.
     """
     if record is None or len(record) < 2:
-        raise WireError(
-            "undecodable", f"expected a record of 2 bytes or more, got {0 if record is None else len(record)}"
-        )
+        text = f"expected a record of 2 bytes or more, got {0 if record is None else len(record)}"
+        raise WireError("undecodable", text)
     kind = record[0]
     checked = kind in CHECKED and record[1] == CHECKED_VERSION
     if kind not in TYPES or not (record[1] == VERSION or checked):
-        raise WireError(
-            "unknown_type",
-            f"expected type 1..{len(TYPES)} version {VERSION}, got type {kind} version {record[1]}",
-        )
+        text = f"expected type 1..{len(TYPES)} version {VERSION}, got type {kind} version {record[1]}"
+        raise WireError("unknown_type", text)
     body = record[10:] if checked else record[2:]
     if checked and xxhash.xxh3_64_digest(record[:2] + body) != record[2:10]:
-        raise WireError(
-            "undecodable",
-            f"expected bytes with the checksum {record[2:10].hex()}, got others; the record is damaged",
-        )
+        text = f"expected bytes with the checksum {record[2:10].hex()}, got others; the record is damaged"
+        raise WireError("undecodable", text)
     message = TYPES[kind]()
     try:
         message.ParseFromString(body)
