@@ -96,12 +96,7 @@ def run_until_stopped(config: AuditorConfig, stop: Stop) -> None:
         RoostreamError: a topic has another number of partitions than the settings.
     """
     health = Health(config.stalled_after_ms / 1000)
-    log.info(
-        "metrics at %s://%s:%d/metrics",
-        config.scheme,
-        config.metrics_host,
-        metrics_server.serve(config, health),
-    )
+    metrics_server.serve(config, health)
     auditor = Auditor(
         config.broker,
         config.prefix,

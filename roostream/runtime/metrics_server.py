@@ -85,7 +85,9 @@ def serve(
         ) from None
     server.context = tls.context if tls else None
     threading.Thread(target=server.serve_forever, name="metrics", daemon=True).start()
-    return int(server.server_address[1])
+    bound_port = int(server.server_address[1])
+    log.info("metrics at %s://%s:%d/metrics", config.scheme, config.metrics_host, bound_port)
+    return bound_port
 
 
 def _own_tls(config: ProgramSettings) -> TlsContext | None:

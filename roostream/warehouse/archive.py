@@ -20,9 +20,10 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import date
-from typing import NamedTuple, Protocol
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 from google.protobuf.message import DecodeError
@@ -120,10 +121,8 @@ def correction_rows(writer: Schema, records: Sequence[Record]) -> tuple[FileRows
     }
     columns = {name: FlatColumn(np.array(values, dtype=np.int64)) for name, values in numbers.items()}
     t = len(writer.labels)
-    for what, given in (
-        ("label", [c.labels for c in found]),
-        ("label_before", [c.labels_before for c in found]),
-    ):
+    labels = {"label": [c.labels for c in found], "label_before": [c.labels_before for c in found]}
+    for what, given in labels.items():
         flat = [x for c, n in zip(given, counts_R.tolist(), strict=True) for x in (c or [np.nan] * (n * t))]
         label_BT = np.array(flat, dtype=np.float32).reshape(-1, t)
         for i, label in enumerate(writer.labels):
@@ -137,9 +136,8 @@ def _kept(
     records: Sequence[Record], rejects: Iterable[Reject], kind: int
 ) -> tuple[list[Record], list[DeadRecord]]:
     dead = {r.index: DeadRecord(records[r.index], r.reason, r.error) for r in rejects}
-    return [
-        record for n, record in enumerate(records) if n not in dead and wire.kind_of(record.value) == kind
-    ], [*dead.values()]
+    readable = [record for n, record in enumerate(records) if n not in dead]
+    return [record for record in readable if wire.kind_of(record.value) == kind], [*dead.values()]
 
 
 def _sample_of(correction: pb.Sample) -> int:
@@ -160,28 +158,17 @@ def group_by_writer(
     of: dict[int, list[Record]] = {}
     dead: list[DeadRecord] = []
     for record in records:
-        if wire.kind_of(record.value) != kind:
-            dead.append(
-                DeadRecord(
-                    record,
-                    "unknown_type",
-                    f"expected a record of type {kind}, got {wire.kind_of(record.value)}",
-                )
-            )
+        if (got := wire.kind_of(record.value)) != kind:
+            dead.append(DeadRecord(record, "unknown_type", f"expected a record of type {kind}, got {got}"))
             continue
         try:
             fingerprint = pb.Sample.FromString(record.value[2:]).header.schema
-        except DecodeError as error:
-            dead.append(DeadRecord(record, "undecodable", f"expected a Sample: {error}"))
+        except DecodeError as cause:
+            dead.append(DeadRecord(record, "undecodable", f"expected a Sample: {cause}"))
             continue
         if registry(fingerprint) is None:
-            dead.append(
-                DeadRecord(
-                    record,
-                    "unknown_schema",
-                    f"unknown schema {fingerprint:016x}; register the schema that wrote the record",
-                )
-            )
+            error = f"unknown schema {fingerprint:016x}; register the schema that wrote the record"
+            dead.append(DeadRecord(record, "unknown_schema", error))
         else:
             of.setdefault(fingerprint, []).append(record)
     return of, dead
@@ -247,11 +234,9 @@ class FlushPolicy:
     after_ms: int  # since the oldest record was read
 
 
-class DeadLetterSink(Protocol):
-    """Where records go that cannot be read."""
-
-    def send(self, dead: Sequence[DeadRecord]) -> None:
-        """Return when all records are stored. Raises UnavailableError: they are not; send them again."""
+SendDeadRecords = Callable[[Sequence[DeadRecord]], None]
+"""Sends records that cannot be read; returns when all are stored. Raises UnavailableError: they are not; send
+them again."""
 
 
 @dataclasses.dataclass
@@ -285,7 +270,7 @@ class Archiver:
         topic_ids: Mapping[str, str],
         registry: Registry,
         rule: FlushPolicy,
-        dead: DeadLetterSink,
+        send_dead: SendDeadRecords,
         clock: Clock,
     ) -> None:
         """`topic_ids`: the broker's id of each topic; a topic that is deleted and created again has another
@@ -294,7 +279,7 @@ class Archiver:
         `registry`: schemas of all writers.
         """
         self.warehouse, self.reader, self.topic_ids, self.rule = warehouse, reader, topic_ids, rule
-        self.registry, self.dead, self.clock = registry, dead, clock
+        self.registry, self.send_dead, self.clock = registry, send_dead, clock
         self.counts = ArchiveCounts()
         self.num_buffered_bytes = 0
         self._buffered: list[Record] = []
@@ -369,7 +354,7 @@ class Archiver:
                 self._positions[partition], positions[partition]
             )
         if dead:
-            self.dead.send(dead)
+            self.send_dead(dead)
             self.counts.dead += len(dead)
         return pending
 
@@ -378,9 +363,8 @@ class Archiver:
     ) -> list[DataFile]:
         topic, number = partition
         out: list[DataFile] = []
-        of_writer, unreadable = group_by_writer(
-            records, self.registry, wire.SAMPLE if topic == SAMPLES else wire.CORRECTION
-        )
+        kind = wire.SAMPLE if topic == SAMPLES else wire.CORRECTION
+        of_writer, unreadable = group_by_writer(records, self.registry, kind)
         dead += unreadable
         for fingerprint, of in of_writer.items():
             writer = self.registry(fingerprint)
@@ -393,15 +377,10 @@ class Archiver:
                 register(self.warehouse.store, writer)
                 self._registered.add(fingerprint)
             self.warehouse.tables[topic].widen(rows.forms)
+            key = partial(FileKey, table=topic, partition=number, fingerprint=fingerprint)
             for day, part in group_by_day(rows).items():
-                place = FileKey(
-                    table=topic,
-                    day=day,
-                    partition=number,
-                    fingerprint=fingerprint,
-                    topic=self.topic_ids[topic],
-                )
-                out.append(write_rows(self.warehouse.store, part, place))
+                file_key = key(day=day, topic=self.topic_ids[topic])
+                out.append(write_rows(self.warehouse.store, part, file_key))
         return out
 
     def _committed(self, topic: str, made: _PendingFiles) -> None:

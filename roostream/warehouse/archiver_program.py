@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Sequence
 
@@ -23,7 +24,7 @@ from roostream.runtime.kafka.topics import CORRECTIONS, DEAD_LETTERS, SAMPLES, P
 from roostream.runtime.metrics_collector import MetricsCollector
 from roostream.runtime.program import Stop
 from roostream.schema.registry import open_registry
-from roostream.warehouse.archive import Archiver, DeadRecord, FlushPolicy
+from roostream.warehouse.archive import ArchiveCounts, Archiver, DeadRecord, FlushPolicy
 from roostream.warehouse.config import ArchiverConfig
 from roostream.warehouse.warehouse import Warehouse
 from roostream.wire import records as wire
@@ -33,7 +34,7 @@ log = logging.getLogger("roostream.archiver")
 _POLL_S = 0.5
 _BUFFERED = 512
 _FLUSH_S = 10.0
-_COUNTERS = ("rows", "files", "bytes", "dead", "commits", "refused", "lost")
+_COUNTERS = (*(field.name for field in dataclasses.fields(ArchiveCounts)), "lost")
 
 
 def run_archiver(config: ArchiverConfig) -> int:
@@ -48,27 +49,19 @@ def own_partitions(config: ArchiverConfig) -> tuple[Partition, ...]:
 
 
 class KafkaDeadLetters:
-    """Implements `DeadLetterSink`. Keys are the records' positions, as the trainer's, so that consumers count
+    """Sends dead letters to their topic. Keys are the records' positions, as the trainer's, so that consumers count
     each record once."""
 
     def __init__(self, config: ArchiverConfig, clock: Clock) -> None:
         self._producer = clients.producer(config.broker)
-        self._topic, self._max_raw_bytes, self._clock = (
-            name_of(config.prefix, DEAD_LETTERS),
-            config.max_raw_bytes,
-            clock,
-        )
+        self._topic = name_of(config.prefix, DEAD_LETTERS)
+        self._max_raw_bytes, self._clock = config.max_raw_bytes, clock
 
     def send(self, dead: Sequence[DeadRecord]) -> None:
+        """Implements `SendDeadRecords`."""
         for record, reason, error in dead:
-            log.warning(
-                "%s-%d offset %d goes to the dead letters: %s (%s)",
-                record.topic,
-                record.partition,
-                record.offset,
-                reason,
-                error,
-            )
+            where = f"{record.topic}-{record.partition} offset {record.offset}"
+            log.warning("%s goes to the dead letters: %s (%s)", where, reason, error)
             letter = pb.DeadLetter(
                 reason=reason,
                 topic=record.topic,
@@ -78,15 +71,11 @@ class KafkaDeadLetters:
                 raw=(record.value or b"")[: self._max_raw_bytes],
                 raw_bytes=len(record.value or b""),
             )
-            key, value = (
-                record.offset.to_bytes(8, "little", signed=True),
-                wire.encode(wire.DEAD_LETTER, letter),
-            )
             clients.send(
                 self._producer,
                 self._topic,
-                key=key,
-                value=value,
+                key=record.offset.to_bytes(8, "little", signed=True),
+                value=wire.encode(wire.DEAD_LETTER, letter),
                 timestamp_ms=self._clock.now_ms(),
                 give_up=lambda: True,
             )
@@ -104,12 +93,7 @@ def archive(config: ArchiverConfig, stop: Stop) -> None:
         damaged.
     """
     health, clock = Health(config.stalled_after_ms / 1000), SystemClock()
-    log.info(
-        "metrics at %s://%s:%d/metrics",
-        config.scheme,
-        config.metrics_host,
-        metrics_server.serve(config, health),
-    )
+    metrics_server.serve(config, health)
     with health.waiting("Kafka"):
         topics = clients.wait_for_topics(
             config.broker, config.prefix, (SAMPLES, CORRECTIONS), config.partitions, stop
@@ -129,7 +113,7 @@ def archive(config: ArchiverConfig, stop: Stop) -> None:
         {topic: topics[name_of(config.prefix, topic)] for topic in (SAMPLES, CORRECTIONS)},
         open_registry(open_store(config.store)),
         FlushPolicy(bytes=config.flush_bytes, after_ms=config.flush_interval_ms),
-        KafkaDeadLetters(config, clock),
+        KafkaDeadLetters(config, clock).send,
         clock,
     )
     exports = MetricsCollector(
@@ -156,11 +140,9 @@ def archive(config: ArchiverConfig, stop: Stop) -> None:
 
 def metrics_of(archiver: Archiver) -> dict[str, object]:
     """Metric values by name."""
-    counts = archiver.counts
     lag = {f"{topic}-{number}": behind.records for (topic, number), behind in archiver.reader.lag().items()}
-    numbers = {name: getattr(counts, name) for name in _COUNTERS if name != "lost"}
     return {
-        **numbers,
+        **dataclasses.asdict(archiver.counts),
         "lost": archiver.reader.num_lost,
         "waiting_bytes": archiver.num_buffered_bytes,
         "behind_records": lag,

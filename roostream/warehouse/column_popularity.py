@@ -54,11 +54,8 @@ def recent_session_features(store: CheckpointStore) -> list[frozenset[str]]:
             features = json.loads(store.get(name))
         except (CheckpointError, ValueError):  # deleted meanwhile, or damaged
             continue
-        found.append(
-            frozenset(f for f in features if isinstance(f, str))
-            if isinstance(features, list)
-            else frozenset()
-        )
+        names = features if isinstance(features, list) else []
+        found.append(frozenset(name for name in names if isinstance(name, str)))
     return found
 
 

@@ -16,13 +16,14 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import date, timedelta
 from typing import NamedTuple
 
 import numpy as np
 
-from roostream.errors import FencedError
+from roostream.errors import CheckpointError, FencedError
 from roostream.runtime.clock import Clock
 from roostream.runtime.kafka.topics import CORRECTIONS, SAMPLES
 from roostream.schema.schema import Schema
@@ -109,14 +110,14 @@ def files_to_retire(files: Sequence[DataFile], keep_days: int, keep_bytes: int) 
     out = [file for file in files if file.day < oldest]
     left = sorted((file for file in files if file.day >= oldest), key=lambda file: file.day)
     total = sum(file.bytes for file in left)
+    if not keep_bytes:
+        return out
     for day in sorted({file.day for file in left} - {newest}):
-        if not keep_bytes or total <= keep_bytes:
+        if total <= keep_bytes:
             break
         gone = [file for file in left if file.day == day]
         out, total = out + gone, total - sum(file.bytes for file in gone)
-    return out + _first_closed(
-        [file for file in left if file.day == newest], total - keep_bytes if keep_bytes else 0
-    )
+    return out + _first_closed([file for file in left if file.day == newest], total - keep_bytes)
 
 
 def _first_closed(files: Sequence[DataFile], excess: int) -> list[DataFile]:
@@ -220,6 +221,7 @@ class CompactCounts:
     cut: int = 0  # files of days that were retired in part
     deleted: int = 0
     refused: int = 0
+    damaged: int = 0
 
 
 class Compactor:
@@ -228,6 +230,29 @@ class Compactor:
     def __init__(self, warehouse: Warehouse, config: CompactorConfig, clock: Clock) -> None:
         self.warehouse, self.config, self.clock = warehouse, config, clock
         self.counts = CompactCounts()
+        self.num_due = 0
+
+    def run_once(self, stop: threading.Event, beat: Callable[[], None] = lambda: None) -> None:
+        """Seal what is due, retire and vacuum. A damaged file stops its own day only. `beat` is called after
+        each seal.
+
+        Raises:
+            UnavailableError: the warehouse is away; finished steps stay done.
+        """
+        due = self.due()
+        for n, seal in enumerate(due):
+            if stop.is_set():
+                return
+            self.num_due = len(due) - n
+            try:
+                self.seal(seal)
+            except CheckpointError as error:
+                self.counts.damaged += 1
+                log.error("%s partition %d is not sealed: %s", seal.day, seal.partition, error)
+            beat()
+        self.num_due = 0
+        self.retire()
+        self.vacuum()
 
     def due(self) -> list[Seal]:
         """Step 1.
@@ -267,13 +292,8 @@ class Compactor:
         self.counts.rows += rows
         self.counts.files_replaced += len(seal.files)
         self.counts.repeated += sum(file.rows for file in seal.files) - rows
-        log.info(
-            "sealed %s partition %d: %d files were replaced by %d",
-            seal.day,
-            seal.partition,
-            len(seal.files),
-            len(new_files),
-        )
+        replaced = f"{len(seal.files)} files were replaced by {len(new_files)}"
+        log.info("sealed %s partition %d: %s", seal.day, seal.partition, replaced)
         return True
 
     def retire(self) -> int:

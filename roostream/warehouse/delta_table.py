@@ -20,10 +20,11 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from datetime import date
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import deltalake
 from deltalake import CommitProperties, Transaction
@@ -46,18 +47,15 @@ _S3_OPTIONS = {  # a put that loses is reported; callers have their own retries
     "max_retries": "2",
     "retry_timeout": "10s",
 }
-_DAMAGE = (
-    "Json error",
-    "Invalid JSON",
-    "Invalid table version",
-    "Invalid log",
-    "Parquet error",
-    "LogSegment",
-)
+# what delta-rs says of a log that exists but cannot be understood
+_DAMAGE = "Json error", "Invalid JSON", "Invalid table version", "Invalid log", "Parquet error", "LogSegment"
 _CONFIGURATION: dict[str, str | None] = {
     "delta.logRetentionDuration": "interval 60 days",
     "delta.checkpointInterval": "20",
 }
+
+
+T = TypeVar("T")
 
 
 class ProgressStep(NamedTuple):
@@ -109,18 +107,20 @@ class WarehouseTable:
         with self._translating_errors("made"):
             if not self.url.startswith("s3://"):
                 Path(self.url).mkdir(parents=True, exist_ok=True)
+            create = partial(
+                deltalake.DeltaTable.create,
+                self.url,
+                schema,
+                mode="ignore",
+                partition_by=list(_PARTITION_BY),
+                configuration=_CONFIGURATION,
+                storage_options=self._options,
+            )
             for left in range(_TRIES, 0, -1):
                 try:
-                    deltalake.DeltaTable.create(
-                        self.url,
-                        schema,
-                        mode="ignore",
-                        partition_by=list(_PARTITION_BY),
-                        configuration=_CONFIGURATION,
-                        storage_options=self._options,
-                    )
+                    create()
                     return
-                except (CommitFailedError, DeltaError):  # another program created it at the same moment
+                except DeltaError:  # another program created it at the same moment
                     if left == 1 or not self._exists():
                         raise
 
@@ -147,20 +147,14 @@ class WarehouseTable:
 
     def widen(self, forms: Mapping[str, ColumnType]) -> None:
         """Add missing columns to the table's schema, in a commit of its own. Raises as `commit`."""
-        for left in range(_TRIES, 0, -1):
-            with self._translating_errors("written"):
-                log = self._newest()
-                there = {field.name for field in log.schema().fields}
-                new = [_field(name, form) for name, form in forms.items() if name not in there]
-                if not new:
-                    return
-                try:
-                    log.alter.add_columns(new)
-                except CommitFailedError as error:
-                    if left == 1:
-                        raise UnavailableError(
-                            f"{self.url}: too many programs write to it at once ({error})"
-                        ) from None
+
+        def add_missing() -> None:
+            log = self._newest()
+            there = {field.name for field in log.schema().fields}
+            if new := [_field(name, form) for name, form in forms.items() if name not in there]:
+                log.alter.add_columns(new)
+
+        self._retry(add_missing)
 
     def commit(
         self,
@@ -177,23 +171,17 @@ class WarehouseTable:
         """
         steps = dict(progress or {})
         assert steps or not remove, "a removal needs a progress name that moves"
-        for left in range(_TRIES, 0, -1):
-            with self._translating_errors("written"):
-                found = TableSnapshot(self._newest())
-                paths = {file.path for file in found.files}
-                if add and all(file.path in paths for file in add):
-                    return found  # an earlier call committed them, but its answer was lost
-                self._check(found, paths, remove, steps)
-                try:
-                    self._write(found, add, remove, steps)
-                except CommitFailedError as error:
-                    if left == 1:
-                        raise UnavailableError(
-                            f"{self.url}: too many programs write to it at once ({error})"
-                        ) from None
-                    continue
-                return TableSnapshot(self._newest())
-        raise AssertionError("unreachable")
+
+        def attempt() -> TableSnapshot:
+            found = TableSnapshot(self._newest())
+            paths = {file.path for file in found.files}
+            if add and all(file.path in paths for file in add):
+                return found  # an earlier call committed them, but its answer was lost
+            self._check(found, paths, remove, steps)
+            self._write(found, add, remove, steps)
+            return TableSnapshot(self._newest())
+
+        return self._retry(attempt)
 
     def vacuum(
         self, retention_hours: int, keep_versions: Collection[int] = (), *, dry_run: bool = False
@@ -212,6 +200,14 @@ class WarehouseTable:
                 full=True,
                 keep_versions=sorted(keep_versions) or None,
             )
+
+    def _retry(self, attempt: Callable[[], T]) -> T:
+        """Repeat while other programs commit at the same time. Raises UnavailableError after `_TRIES`."""
+        with self._translating_errors("written"):
+            for _ in range(_TRIES):
+                with contextlib.suppress(CommitFailedError):
+                    return attempt()
+        raise UnavailableError(f"{self.url}: too many programs write to it at once; try again later")
 
     def _check(
         self,
@@ -271,18 +267,13 @@ class WarehouseTable:
             ) from None
         except (DeltaError, OSError) as error:
             text = str(error).strip().split("\n", 1)[0][:300]
-            if isinstance(error, DeltaError) and _is_damage(text):
+            if isinstance(error, DeltaError) and any(word in text for word in _DAMAGE):
                 raise CheckpointError(
                     f"{self.url} is damaged: {text}; restore its log from a backup"
                 ) from None
             raise UnavailableError(
                 f"{self.url} cannot be {verb} now ({text}); make its location available"
             ) from None
-
-
-def _is_damage(text: str) -> bool:
-    """Whether delta-rs reports that the log exists but cannot be understood."""
-    return any(word in text for word in _DAMAGE)
 
 
 def _joined(location: str | Path, name: str) -> str:

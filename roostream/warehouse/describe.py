@@ -20,7 +20,8 @@ def describe_table(warehouse: Warehouse, name: str) -> dict[str, Any]:
         CheckpointError: there is no such table, or its log is damaged.
     """
     found: TableSnapshot = warehouse.tables[name].snapshot()
-    pins = [f"pins/{one}" for one in _pins(warehouse, name)]
+    # expired pins that the compactor has not deleted yet are listed too
+    pins = [pin for pin in warehouse.store.list("pins") if pin.startswith(f"pins/{name}.")]
     days = [
         {"day": day.isoformat(), **_sum(file for file in found.files if file.day == day)}
         for day in sorted({file.day for file in found.files})
@@ -35,11 +36,6 @@ def describe_table(warehouse: Warehouse, name: str) -> dict[str, Any]:
         "pins": pins,
         "days": days,
     }
-
-
-def _pins(warehouse: Warehouse, name: str) -> list[str]:
-    """Names of its pins, including expired ones that the compactor has not deleted yet."""
-    return [pin.split("/", 1)[1] for pin in warehouse.store.list("pins") if pin.startswith(f"pins/{name}.")]
 
 
 def _sum(files: Iterable[DataFile]) -> dict[str, Any]:
@@ -83,18 +79,12 @@ def describe_file(warehouse: Warehouse, name: str, path: str) -> dict[str, Any]:
 
 def _columns(opened: SampleFile) -> list[dict[str, Any]]:
     out: dict[str, dict[str, Any]] = {}
-    for g in range(opened.footer.num_row_groups):
-        group = opened.footer.row_group(g)
-        for c in range(group.num_columns):
-            chunk = group.column(c)
-            figures = out.setdefault(
-                chunk.path_in_schema.split(".", 1)[0],
-                {"values": 0, "bytes": 0, "plain_bytes": 0, "encodings": set()},
-            )
-            figures["values"] += chunk.num_values
-            figures["bytes"] += chunk.total_compressed_size
-            figures["plain_bytes"] += chunk.total_uncompressed_size
-            figures["encodings"] |= set(chunk.encodings) - {"RLE", "BIT_PACKED"}
+    for name, chunk in opened.column_chunks():
+        figures = out.setdefault(name, {"values": 0, "bytes": 0, "plain_bytes": 0, "encodings": set()})
+        figures["values"] += chunk.num_values
+        figures["bytes"] += chunk.total_compressed_size
+        figures["plain_bytes"] += chunk.total_uncompressed_size
+        figures["encodings"] |= set(chunk.encodings) - {"RLE", "BIT_PACKED"}
     return [
         {"column": name, **figures, "encodings": sorted(figures["encodings"])}
         for name, figures in out.items()

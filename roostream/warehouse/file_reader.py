@@ -183,6 +183,14 @@ class SampleFile:
         """Requests of each row group."""
         return [self.footer.row_group(g).num_rows for g in range(self.footer.num_row_groups)]
 
+    def column_chunks(self) -> Iterator[tuple[str, Any]]:
+        """(column, footer entry of its chunk in a row group), in storage order."""
+        for g in range(self.footer.num_row_groups):
+            group = self.footer.row_group(g)
+            for c in range(group.num_columns):
+                chunk = group.column(c)
+                yield chunk.path_in_schema.split(".", 1)[0], chunk
+
     def reading_plan(self, names: Iterable[str], groups: Sequence[int]) -> list[ByteRange]:
         """The byte ranges that are read for these columns of these row groups, over-read included."""
         return merged(self.needed_ranges(names, groups), self._over_read)

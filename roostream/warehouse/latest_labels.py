@@ -56,13 +56,11 @@ def read_latest(warehouse: Warehouse, files: Iterable[DataFile], labels: Sequenc
         samples.append(columns[OF_SAMPLE].values[index_B])
         offsets.append(columns["offset"].values[index_B])
         items.append(columns["item"].values)
-        nothing = np.full(len(index_B), np.nan, dtype=np.float32)
-        names = [label_column(label) for label in labels]
-        values.append(
-            np.stack([columns[n].values if n in columns else nothing for n in names], axis=1)
-            if names
-            else nothing[:, :0]
-        )
+        label_BT = np.full((len(index_B), len(labels)), np.nan, dtype=np.float32)
+        for t, label in enumerate(labels):
+            if (name := label_column(label)) in columns:
+                label_BT[:, t] = columns[name].values
+        values.append(label_BT)
     if not samples:
         none = np.zeros(0, dtype=np.int64)
         return LatestLabels(none, none, np.zeros((0, len(labels)), dtype=np.float32))
@@ -94,10 +92,7 @@ def overlay_labels(
         return label_BT
     out, ends = label_BT.copy(), np.cumsum(counts_R, dtype=np.int64)
     for r in found_R:
-        first, end = (
-            np.searchsorted(latest.sample_M, sample_id_R[r], "left"),
-            np.searchsorted(latest.sample_M, sample_id_R[r], "right"),
-        )
+        first, end = (np.searchsorted(latest.sample_M, sample_id_R[r], side) for side in ("left", "right"))
         items = item_B[ends[r] - counts_R[r] : ends[r]]
         for m in range(first, end):
             corrected = ~np.isnan(latest.label_MT[m])

@@ -53,10 +53,16 @@ class FileRows:
     counts_R: np.ndarray
 
 
-def encode_rows(rows: FileRows, key: FileKey, by_popularity: Sequence[str] = ()) -> bytes:
-    """A file in memory. Columns named by `by_popularity` come first."""
-    names = ordered(rows.forms, by_popularity)
-    table = to_arrow(rows.columns, rows.forms, names, rows.counts_R)
+def write_rows(
+    store: CheckpointStore, rows: FileRows, key: FileKey, by_popularity: Sequence[str] = ()
+) -> DataFile:
+    """Write a new file to the store; columns named by `by_popularity` come first. Nobody sees it before the
+    table's log names it.
+
+    Raises:
+        UnavailableError: the store cannot be written now. A file that no log names may remain.
+    """
+    candidates = int(rows.counts_R.sum(dtype=np.int64))
     footer = {
         "format": FORMAT,
         "table": key.table,
@@ -64,26 +70,15 @@ def encode_rows(rows: FileRows, key: FileKey, by_popularity: Sequence[str] = ())
         "partition": key.partition,
         "fingerprint": f"{key.fingerprint:016x}",
         "topic": key.topic,
-        "candidates": int(rows.counts_R.sum(dtype=np.int64)),
+        "candidates": candidates,
         "sealed": key.sealed,
     }
+    table = to_arrow(rows.columns, rows.forms, ordered(rows.forms, by_popularity), rows.counts_R)
     table = table.replace_schema_metadata({FOOTER_KEY: json.dumps(footer).encode()})
     out = pa.BufferOutputStream()
     with pq.ParquetWriter(out, table.schema, **writer_options(rows.forms)) as writer:
         writer.write_table(table, row_group_size=ROWS_OF_GROUP)
-    return out.getvalue().to_pybytes()
-
-
-def write_rows(
-    store: CheckpointStore, rows: FileRows, key: FileKey, by_popularity: Sequence[str] = ()
-) -> DataFile:
-    """Write a new file to the store. Nobody sees it before the table's log names it.
-
-    Raises:
-        UnavailableError: the store cannot be written now. A file that no log names may remain.
-    """
-    data = encode_rows(rows, key, by_popularity)
-    candidates = int(rows.counts_R.sum(dtype=np.int64))
+    data = out.getvalue().to_pybytes()
     path = new_path(key.day, key.partition, key.fingerprint, candidates, topic=key.topic, sealed=key.sealed)
     store.put(f"{key.table}/{path}", data)
     offset_R, close_ms_R = rows.columns["offset"].values, rows.columns["close_ms"].values
@@ -166,11 +161,8 @@ def _array(column: FlatColumn, form: ColumnType, starts: np.ndarray) -> pa.Array
     plain = arrow_type(form._replace(of="request", is_list=False))
     values = column.values
     if form.role == "text" and values.dtype.kind == "S":
-        values = (
-            np.char.decode(values, "utf-8", "replace").astype(object)
-            if len(values)
-            else values.astype(object)
-        )
+        decoded = np.char.decode(values, "utf-8", "replace") if len(values) else values
+        values = decoded.astype(object)
     array = pa.array(values, type=plain, from_pandas=False)
     if form.is_list:
         assert column.lengths is not None
@@ -205,11 +197,7 @@ def _flat(array: pa.Array, form: ColumnType) -> FlatColumn:
     if not form.is_list:
         return FlatColumn(_values(array, form))
     offsets = _offsets(array)
-    present = (
-        np.ones(len(array), np.bool_)
-        if not array.null_count
-        else array.is_valid().to_numpy(zero_copy_only=False)
-    )
+    present = array.is_valid().to_numpy(zero_copy_only=False)
     values = _values(array.values.slice(offsets[0], offsets[-1] - offsets[0]), form)
     return FlatColumn(values, np.diff(offsets).astype(np.int32), present)
 

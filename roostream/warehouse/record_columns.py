@@ -108,15 +108,9 @@ def _array(values: Sequence[Any], dtype: str) -> np.ndarray:
         out = np.empty(len(values), dtype=object)
         out[:] = values
         return out
-    return (
-        np.array(values, dtype=np.uint64).view(np.int64)
-        if dtype == "i8" and _is_unsigned(values)
-        else np.array(values, _NUMPY[dtype])
-    )
-
-
-def _is_unsigned(values: Sequence[Any]) -> bool:
-    return any(value > 0x7FFFFFFFFFFFFFFF for value in values)
+    if dtype == "i8" and any(value > 0x7FFFFFFFFFFFFFFF for value in values):
+        return np.array(values, dtype=np.uint64).view(np.int64)
+    return np.array(values, _NUMPY[dtype])
 
 
 class _Stream(NamedTuple):
@@ -206,15 +200,8 @@ def rebuild_records(
 
 
 _NUMBERS = (
-    "user_id",
-    "session_id",
-    "time_ms",
-    "sample_id",
-    "close_reason",
-    "close_ms",
-    "weight",
-    "num_duplicates",
-    "given",
+    *("user_id", "session_id", "time_ms", "sample_id"),
+    *("close_reason", "close_ms", "weight", "num_duplicates", "given"),
 )
 _EVENTS = ("id", "candidate", "action", "value", "time_ms")
 

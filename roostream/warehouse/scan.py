@@ -69,14 +69,9 @@ class TableScan:
         """Column → its bytes, largest first, from footers alone. Raises as `batches`."""
         stored, values = Counter[str](), Counter[str]()
         for file in self.files:
-            footer = self._warehouse.open_file(SAMPLES, file).footer
-            for g in range(footer.num_row_groups):
-                group = footer.row_group(g)
-                for c in range(group.num_columns):
-                    chunk = group.column(c)
-                    name = chunk.path_in_schema.split(".", 1)[0]
-                    stored[name] += chunk.total_compressed_size
-                    values[name] += chunk.total_uncompressed_size
+            for name, chunk in self._warehouse.open_file(SAMPLES, file).column_chunks():
+                stored[name] += chunk.total_compressed_size
+                values[name] += chunk.total_uncompressed_size
         return {name: ColumnBytes(size, values[name]) for name, size in stored.most_common()}
 
 

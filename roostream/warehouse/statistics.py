@@ -81,13 +81,10 @@ class _Day:
     def report(self, before: _Day | None) -> Iterator[tuple[str, dict[str, float | None]]]:
         for side in SIDES:
             rows, num_floats = self.rows[side], len(self.schema.floats(side))
-            compared = before is not None and bool(rows and before.rows[side])
-            moved_F = (
-                self.values[side].psi_F(before.values[side]) if before is not None and compared else None
-            )
-            lengths_F = (
-                self.lengths[side].psi_F(before.lengths[side]) if before is not None and compared else None
-            )
+            moved_F = lengths_F = None
+            if before is not None and rows and before.rows[side]:
+                moved_F = self.values[side].psi_F(before.values[side])
+                lengths_F = self.lengths[side].psi_F(before.lengths[side])
             for i, name in enumerate(self._names[side]):
                 figures: dict[str, float | None] = {
                     "rows": rows,

@@ -51,23 +51,18 @@ def pinned_versions(store: CheckpointStore, table: str, now_ms: int) -> set[int]
     """
     found: set[int] = set()
     for name in store.list(_FOLDER):
-        if not name.startswith(f"{_FOLDER}/{table}."):
+        if not name.startswith(_name(table, "")):
             continue
-        version_pin = _read(store, name)
-        if version_pin is not None and version_pin.until_ms > now_ms:
-            found.add(version_pin.version)
+        try:
+            body = json.loads(store.get(name))
+            version, until_ms = int(body["version"]), int(body["until_ms"])
+        except (CheckpointError, ValueError, KeyError, TypeError):  # just deleted, or not a pin
+            until_ms = 0
+        if until_ms > now_ms:
+            found.add(version)
         else:
             store.delete(name)
     return found
-
-
-def _read(store: CheckpointStore, name: str) -> VersionPin | None:
-    """None: it has just been deleted, or is not a pin."""
-    try:
-        body = json.loads(store.get(name))
-        return VersionPin(str(body["table"]), int(body["version"]), int(body["until_ms"]))
-    except (CheckpointError, ValueError, KeyError, TypeError):
-        return None
 
 
 def _name(table: str, owner: str) -> str:

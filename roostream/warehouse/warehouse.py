@@ -20,7 +20,6 @@ from roostream.schema.schema import Registry
 from roostream.warehouse.data_file import DataFile
 from roostream.warehouse.delta_table import WarehouseTable
 from roostream.warehouse.file_reader import MAX_OVER_READ, SampleFile
-from roostream.wire.columnar import ColumnType
 
 COLUMN_ORDER = "popularity/columns"
 """A JSON list of column names, the most popular ones first; absent = as declared."""
@@ -72,9 +71,3 @@ class Warehouse:
             return [str(name) for name in json.loads(self.store.get(COLUMN_ORDER))]
         except (CheckpointError, ValueError):
             return []
-
-
-def forms_of(file: SampleFile, known: dict[str, ColumnType]) -> dict[str, ColumnType]:
-    """The columns of `known` that the file has."""
-    there = set(file.footer.schema.to_arrow_schema().names)
-    return {name: form for name, form in known.items() if name in there}

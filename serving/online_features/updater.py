@@ -224,12 +224,7 @@ def features_body(config: FeaturesConfig, stop: threading.Event) -> None:
     health = Health(config.stalled_after_ms / 1000)
     schema = load_schema(config.schema)
     connection = redis_client.client(config.redis_url, timeout_s=_REDIS_TIMEOUT_S)
-    log.info(
-        "metrics at %s://%s:%d/metrics",
-        config.scheme,
-        config.metrics_host,
-        metrics_server.serve(config, health),
-    )
+    metrics_server.serve(config, health)
     reading = ConsumerOptions(
         partitions=all_partitions(EVENTS, config.partitions),
         prefix=config.prefix,

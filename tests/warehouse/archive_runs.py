@@ -11,6 +11,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -19,13 +20,10 @@ from typing import NamedTuple
 
 from roostream.errors import UnavailableError
 from roostream.runtime.clock import Clock, FakeClock, SystemClock
-from roostream.runtime.health import Health
 from roostream.runtime.kafka.consumer import MemoryConsumer
-from roostream.runtime.program import Stop
 from roostream.schema.schema import Schema
 from roostream.warehouse.archive import Archiver, DeadRecord, FlushPolicy
 from roostream.warehouse.compact import Compactor
-from roostream.warehouse.compactor_program import Rounds
 from roostream.warehouse.config import CompactorConfig
 from roostream.warehouse.warehouse import Warehouse
 from roostream.wire import records as wire
@@ -41,16 +39,6 @@ RULE = FlushPolicy(bytes=1 << 14, after_ms=200)
 
 
 Begun = Callable[[], object]
-
-
-class Morgue:
-    """Dead letters, kept."""
-
-    def __init__(self) -> None:
-        self.letters: list[DeadRecord] = []
-
-    def send(self, dead: Sequence[DeadRecord]) -> None:
-        self.letters += dead
 
 
 def topic(schema: Schema, per_partition: int, days: int = 1) -> list[Record]:
@@ -74,14 +62,14 @@ def an_archiver(
     numbers: Sequence[int] = range(PARTITIONS),
     clock: Clock | None = None,
     topics: Mapping[str, str] = TOPIC_IDS,
-) -> tuple[Archiver, MemoryConsumer, Morgue]:
-    schema, morgue = rich_schema(), Morgue()
+) -> tuple[Archiver, MemoryConsumer, list[DeadRecord]]:
+    """An archiver of these partition numbers, its consumer, and the records that it could not read."""
+    schema, dead = rich_schema(), list[DeadRecord]()
     partitions = [(name, n) for name in TOPIC_IDS for n in numbers]
     reader = MemoryConsumer(partitions, [r for r in records if (r.topic, r.partition) in partitions])
-    made = Archiver(
-        Warehouse(place), reader, topics, {schema.fingerprint: schema}.get, RULE, morgue, clock or FakeClock()
-    )
-    return made, reader, morgue
+    registry = {schema.fingerprint: schema}.get
+    archiver = Archiver(Warehouse(place), reader, topics, registry, RULE, dead.extend, clock or FakeClock())
+    return archiver, reader, dead
 
 
 def places(place: str | Path, table: str = "samples") -> Counter[tuple[int, int]]:
@@ -101,7 +89,7 @@ def rows_at(place: str | Path, table: str = "samples") -> Counter[tuple[int, int
 
 
 def archive_until_done(place: str, records: Sequence[Record], begun: Begun) -> None:
-    """What a killed process does: begin where the table says, go on until everything is there."""
+    """The body of a process that is killed: continue where the table says until every record is stored."""
     archiver, reader, _ = an_archiver(place, records, clock=SystemClock())
     archiver.open()
     begun()
@@ -118,42 +106,37 @@ def a_compactor_of(place: str | Path) -> Compactor:
 
 
 def compact_for_ever(place: str, begun: Begun) -> None:
-    """What a killed compactor does: look what is due, again and again."""
-    rounds = Rounds(a_compactor_of(place), Health(60), Stop())
-    rounds.compactor.warehouse.create()
+    """The body of a compactor process that is killed."""
+    compactor, stop = a_compactor_of(place), threading.Event()
+    compactor.warehouse.create()
     begun()
     while True:
         with contextlib.suppress(UnavailableError):
-            rounds.run_once()
+            compactor.run_once(stop)
         time.sleep(0.01)
 
 
 @dataclasses.dataclass
 class Kills:
-    """How many of which were killed after they had begun."""
+    """How many processes were killed after they had begun."""
 
     archivers: int = 0
     compactors: int = 0
 
 
 def kill_rivals(place: Path, *, kills: int, per_partition: int, seed: int = 0) -> Kills:
-    """Two archivers of all partitions and two compactors at any time, one of which is killed again and again,
-    at any moment after it has begun, until `kills` of them were; then all are done. In a process of its own,
-    which forks them: nothing that they use may have been used before."""
-    command = [
-        sys.executable,
-        "-m",
-        "tests.warehouse.archive_runs",
-        *map(str, (place, kills, per_partition, seed)),
-    ]
-    done = subprocess.run(
-        command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, check=True
-    )
+    """Run two archivers of all partitions and two compactors; kill one at a time, at any moment after it has
+    begun, and restart it, until `kills` were killed; then let the archivers finish. A process of its own forks
+    them, because threads of the libraries do not survive a fork."""
+    arguments = map(str, (place, kills, per_partition, seed))
+    command = [sys.executable, "-m", "tests.warehouse.archive_runs", *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True)
     return Kills(**json.loads(done.stdout))
 
 
 class Rival(NamedTuple):
-    """A process, and the pipe on which it says that it has begun."""
+    """A process, and the pipe on which it reports that it has begun."""
 
     pid: int
     begun: int
@@ -175,7 +158,7 @@ def _started(n: int, place: str, records: Sequence[Record]) -> Rival:
 
 
 def _kill(rival: Rival, after_s: float = 0.0) -> bool:
-    """So long after it began; whether it wasn't done by then."""
+    """Kill it `after_s` after it began. False: it had ended by itself."""
     has_begun = os.read(rival.begun, 1) == b"!"
     os.close(rival.begun)
     time.sleep(after_s)

@@ -1,5 +1,4 @@
-"""A table in memory: records of `samples` as files of rows, as an archiver and a compactor might leave
-them."""
+"""A table in memory: records of `samples` as files of rows, as an archiver and a compactor leave them."""
 
 from __future__ import annotations
 
@@ -10,6 +9,7 @@ from datetime import UTC, date, datetime
 
 import numpy as np
 
+from roostream.warehouse.data_file import DataFile
 from roostream.warehouse.sessions.session import SessionSpec
 from roostream.warehouse.sessions.session_rows import OpenSession, SampleMarks
 from roostream.wire.batch import Batch
@@ -20,31 +20,46 @@ from tests.trainer import samples
 ROW_GROUP = 4
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class File:
-    path: str
-    day: date
-    partition: int
-    rows: int
-    candidates: int
-    first_offset: int
-    last_offset: int
-    last_close_ms: int
-    sealed: bool = False
-    topic: str = ""
+def data_file(
+    path: str,
+    day: date,
+    partition: int = 0,
+    rows: int = 10,
+    candidates: int = 50,
+    first_offset: int = 0,
+    *,
+    sealed: bool = False,
+    topic: str = "",
+) -> DataFile:
+    """A file as a table's log describes it."""
+    return DataFile(
+        path=path,
+        bytes=100,
+        rows=rows,
+        candidates=candidates,
+        day=day,
+        partition=partition,
+        fingerprint=(1 << 64) - 5,
+        first_offset=first_offset,
+        last_offset=first_offset + rows - 1,
+        first_close_ms=5,
+        last_close_ms=1_700_000_000_123,
+        sealed=sealed,
+        topic=topic,
+    )
 
 
 class MemoryTable:
-    """`TableRows`, and the files of one version. `reads`: (path, start, end) of what was read."""
+    """Implements `TableRows` for the files of one version. `reads`: (path, start, end) of each read."""
 
-    def __init__(self, files: Sequence[tuple[File, Batch]]) -> None:
+    def __init__(self, files: Sequence[tuple[DataFile, Batch]]) -> None:
         self.files = [file for file, _ in files]
         self.batches = {file.path: batch for file, batch in files}
         self.reads: list[tuple[str, int, int]] = []
 
     @property
     def ends(self) -> dict[int, int]:
-        """Partition → next offset behind what is archived."""
+        """Partition → next offset that is not archived."""
         found: dict[int, int] = {}
         for file in self.files:
             found[file.partition] = max(found.get(file.partition, 0), file.last_offset + 1)
@@ -63,8 +78,7 @@ class MemoryTable:
 
 
 def table_of(records: Sequence[Record], *, rows_of_file: int = 6, seed: int | None = None) -> MemoryTable:
-    """Files of so many rows of a (day, partition), by offset; with a `seed` the rows of each file lie in some
-    other order."""
+    """Files of `rows_of_file` rows of a (day, partition), by offset. A `seed` shuffles the rows of each file."""
     decoder = Decoder(samples.schema(), {}.get)
     groups: dict[tuple[date, int], list[Record]] = {}
     for record in records:
@@ -78,16 +92,9 @@ def table_of(records: Sequence[Record], *, rows_of_file: int = 6, seed: int | No
                 some = random.Random(seed + start).sample(some, len(some))
             batch, _ = decoder.decode(some)
             path = f"{day}/{partition}/{start}.parquet"
-            offsets = batch.offset_R
-            file = File(
-                path=path,
-                day=day,
-                partition=partition,
-                rows=batch.num_requests,
-                candidates=batch.num_candidates,
-                first_offset=int(offsets.min()),
-                last_offset=int(offsets.max()),
-                last_close_ms=int(batch.close_ms_R.max()),
-            )
-            files.append((file, batch))
+            offset_R = batch.offset_R
+            file = data_file(path, day, partition, batch.num_requests, batch.num_candidates)
+            bounds = {"first_offset": int(offset_R.min()), "last_offset": int(offset_R.max())}
+            last_close_ms = int(batch.close_ms_R.max())
+            files.append((dataclasses.replace(file, **bounds, last_close_ms=last_close_ms), batch))
     return MemoryTable(files)

@@ -1,4 +1,4 @@
-"""Records become rows that are those records again; a day's rows lie by user."""
+"""Records become rows, from which they are rebuilt byte for byte; a day's rows are ordered by user."""
 
 from __future__ import annotations
 
@@ -40,10 +40,6 @@ from tests.warehouse.sample_cases import (
 SCHEMA = rich_schema()
 
 
-def golden(name: str) -> bytes:
-    return bytes.fromhex((Path(__file__).parents[1] / "golden" / f"{name}.hex").read_text(encoding="ascii"))
-
-
 def read_back(store: FileStore, schema: Schema, records: list[Record]) -> list[tuple[bytes, bytes]]:
     rows, dead = sample_rows(schema, records)
     assert not dead
@@ -51,7 +47,7 @@ def read_back(store: FileStore, schema: Schema, records: list[Record]) -> list[t
     return [*rebuild_records(schema, *reading.columns(sample_forms(schema)))]
 
 
-def test_samples_read_back_from_a_file_are_byte_equal_to_those_on_the_topic(tmp_path: Path) -> None:
+def test_samples_rebuilt_from_a_file_equal_those_of_the_topic(tmp_path: Path) -> None:
     records = keyed(rich_records(SCHEMA, 300))
     assert read_back(FileStore(tmp_path), SCHEMA, records) == [(r.key, r.value) for r in records]
     rows, _ = sample_rows(SCHEMA, records)
@@ -60,7 +56,7 @@ def test_samples_read_back_from_a_file_are_byte_equal_to_those_on_the_topic(tmp_
     assert 0 < len(kept_whole) < 300 and sum(used_in_part) > 0.8 * len(kept_whole)
 
 
-def test_samples_that_the_joiner_makes_are_made_again_from_their_columns_alone(tmp_path: Path) -> None:
+def test_samples_of_the_joiner_are_rebuilt_from_their_columns(tmp_path: Path) -> None:
     schema = JOINED
     engine = LocalEngine(JoinerConfig(**generated.SETTINGS), schema, SCHEMAS.get)  # type: ignore[arg-type]
     outputs = [out for record in generated.placed(generated.arrivals(3)) for out in engine.process(record)]
@@ -72,44 +68,33 @@ def test_samples_that_the_joiner_makes_are_made_again_from_their_columns_alone(t
     assert read_back(FileStore(tmp_path), schema, records) == [(r.key, r.value) for r in records]
     rows, _ = sample_rows(schema, records)
     whole = [raw for raw in rows.columns["raw"].values if raw is not None]
-    assert len(whole) < 0.5 * len(records), (
-        "kept beside their columns: those of which an impression was used in part"
-    )
+    assert len(whole) < 0.5 * len(records)
     assert all(any(p.rows for p in pb.Sample.FromString(raw[2:]).parts) for raw in whole)
 
 
 def odd_forms(record: Record) -> dict[str, bytes]:
-    """The same sample in bytes that our writers don't make."""
-    text, actions = (pb.Sample.FromString(record.value[2:]) for _ in range(2))
+    """The same sample with parts that columns do not have, or in bytes that our encoder does not write."""
+    text, actions, traced = (pb.Sample.FromString(record.value[2:]) for _ in range(3))
     text.header.surface = "x" * 100
     actions.actions.append("never used")
-    odd = {"long surface": wire.encode(wire.SAMPLE, text), "actions": wire.encode(wire.SAMPLE, actions)}
-    return odd | {
+    traced.header.traceparent = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
+    return {
+        "long surface": wire.encode(wire.SAMPLE, text),
+        "actions": wire.encode(wire.SAMPLE, actions),
+        "traced": wire.encode(wire.SAMPLE, traced),
         "unknown field": record.value + bytes((0xF8, 0x7F, 1)),
         "explicit zero": record.value + bytes((0xA8, 1, 0)),
     }
 
 
-def test_whatever_a_sample_s_bytes_are_they_come_back(tmp_path: Path) -> None:
+def test_unusual_bytes_of_a_sample_are_rebuilt(tmp_path: Path) -> None:
     for n, record in enumerate(keyed(rich_records(SCHEMA, 12))):
         for what, value in odd_forms(record).items():
             odd = record._replace(value=value)
             assert read_back(FileStore(tmp_path / str(n)), SCHEMA, [odd]) == [(odd.key, odd.value)], what
 
 
-def test_the_golden_sample_comes_back(tmp_path: Path) -> None:
-    value = golden("sample")
-    sample = pb.Sample.FromString(value[2:])
-    sample.header.schema = SCHEMA.fingerprint
-    records = keyed(rich_records(SCHEMA, 1))
-    assert read_back(FileStore(tmp_path), SCHEMA, records)[0][1] == records[0].value
-    of, dead = group_by_writer(
-        [records[0]._replace(value=value)], {SCHEMA.fingerprint: SCHEMA}.get, wire.SAMPLE
-    )
-    assert of == {} and dead[0].reason == "unknown_schema"
-
-
-def test_a_damaged_sample_is_dead_and_the_others_are_rows() -> None:
+def test_a_damaged_sample_becomes_a_dead_record_and_the_others_rows() -> None:
     records = keyed(rich_records(SCHEMA, 20))
     broken = pb.Sample.FromString(records[7].value[2:])
     broken.labels.append(1.0)
@@ -119,18 +104,19 @@ def test_a_damaged_sample_is_dead_and_the_others_are_rows() -> None:
     assert rows.columns["offset"].values.tolist() == [n for n in range(20) if n != 7]
 
 
-def test_records_are_told_apart_by_their_writer_and_kind() -> None:
+def test_records_are_grouped_by_writer_and_others_are_dead() -> None:
     records = keyed(rich_records(SCHEMA, 3))
     strange = records[0]._replace(value=b"\x09\x01xx")
     garbage = records[1]._replace(value=b"\x03\x01\xff\xff\xff")
-    of, dead = group_by_writer(
-        [records[0], strange, garbage, records[2]], {SCHEMA.fingerprint: SCHEMA}.get, wire.SAMPLE
-    )
+    mixed = [records[0], strange, garbage, records[2]]
+    of, dead = group_by_writer(mixed, {SCHEMA.fingerprint: SCHEMA}.get, wire.SAMPLE)
     assert of == {SCHEMA.fingerprint: [records[0], records[2]]}
     assert [d.reason for d in dead] == ["unknown_type", "undecodable"]
+    of, dead = group_by_writer(mixed[:1], {}.get, wire.SAMPLE)
+    assert of == {} and dead[0].reason == "unknown_schema"
 
 
-def test_rows_lie_by_day_and_user(tmp_path: Path) -> None:
+def test_rows_are_grouped_by_day_and_ordered_by_user(tmp_path: Path) -> None:
     records = []
     for n, record in enumerate(rich_records(SCHEMA, 60)):
         sample = pb.Sample.FromString(record.value[2:])
@@ -173,12 +159,3 @@ def test_a_correction_names_its_sample_and_its_labels(tmp_path: Path) -> None:
     assert len(set(columns["of_sample"].values.tolist())) == 1 and columns[
         "event__action"
     ].values.tolist() == ["click", "click"]
-
-
-def test_a_traced_sample_is_kept_whole_and_read_back_byte_equal(tmp_path: Path) -> None:
-    usual, *others = keyed(rich_records(SCHEMA, 20))
-    traced = pb.Sample.FromString(usual.value[2:])
-    traced.header.traceparent = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
-    records = [usual._replace(value=wire.encode(wire.SAMPLE, traced)), *others]
-    assert read_back(FileStore(tmp_path), SCHEMA, records) == [(r.key, r.value) for r in records]
-    assert sample_rows(SCHEMA, records)[0].columns["raw"].values[0] == records[0].value

@@ -49,10 +49,6 @@ def test_what_most_sessions_ask_for_lies_together_behind_what_every_reader_needs
     assert ordered(column_types(SCHEMA), order)[:2] == ["offset", "close_ms"]
 
 
-def test_without_sessions_columns_are_as_declared() -> None:
-    assert column_order(SCHEMA, hit_rates([])) == list(column_types(SCHEMA))
-
-
 def test_sessions_leave_what_they_asked_for_and_files_are_written_by_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

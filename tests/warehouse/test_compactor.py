@@ -1,9 +1,10 @@
-"""A sealed day holds every sample once, by user, with the labels of now beside those of the close."""
+"""A sealed day holds each sample once, ordered by user, with the latest labels beside those at the close."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
+import threading
 from collections import Counter
 from collections.abc import Mapping
 from datetime import date, timedelta
@@ -14,8 +15,6 @@ import pytest
 
 from roostream.errors import CheckpointError
 from roostream.runtime.clock import FakeClock
-from roostream.runtime.health import Health
-from roostream.runtime.program import Stop
 from roostream.schema.ids import key_bytes, sample_id
 from roostream.warehouse.archive import sample_forms
 from roostream.warehouse.compact import (
@@ -27,7 +26,6 @@ from roostream.warehouse.compact import (
     partly_retired_name,
     retired_name,
 )
-from roostream.warehouse.compactor_program import Rounds
 from roostream.warehouse.config import CompactorConfig
 from roostream.warehouse.data_file import DataFile
 from roostream.warehouse.latest_labels import files_of_part, overlay_batch, read_latest
@@ -46,7 +44,7 @@ DAY_MS = 86_400_000
 
 
 def closed_on(records: list[Record], day: int, first_offset: int = 0, user: int = 0) -> list[Record]:
-    """The same samples, closed on the nth day, of users in turn."""
+    """The same samples, closed on that day, with users in turn."""
     out = []
     for n, record in enumerate(records):
         sample = pb.Sample.FromString(record.value[2:])
@@ -70,12 +68,12 @@ NEXT = closed_on(rich_records(SCHEMA, 3, partition=0), 3, first_offset=50)
 def archive(
     place: Path, records: list[Record], per_flush: int = 9, topics: Mapping[str, str] = TOPIC_IDS
 ) -> None:
-    archiver, reader, morgue = an_archiver(place, records, [0], topics=topics)
+    archiver, reader, dead = an_archiver(place, records, [0], topics=topics)
     archiver.open()
     while not reader.at_end():
         archiver.turn(0.0, max_records=per_flush)
         archiver.flush()
-    assert not morgue.letters
+    assert not dead
 
 
 def a_compactor(place: Path, **settings: int) -> Compactor:
@@ -93,7 +91,7 @@ def batches(place: Path, day: int, labels: str = "as_streamed") -> list[Batch]:
     return [warehouse.open_file("samples", f).read(SCHEMA, SCHEMA, labels=labels) for f in files]  # type: ignore[arg-type]
 
 
-def test_many_files_of_a_day_become_one_by_user_with_every_sample(tmp_path: Path) -> None:
+def test_the_files_of_a_day_become_one_ordered_by_user_with_every_sample(tmp_path: Path) -> None:
     archive(tmp_path, [*FIRST, *NEXT])
     assert len(batches(tmp_path, 0)) > 4
     compactor = a_compactor(tmp_path)
@@ -103,10 +101,10 @@ def test_many_files_of_a_day_become_one_by_user_with_every_sample(tmp_path: Path
     assert users == sorted(users) and sorted(sealed.offset_R.tolist()) == list(range(50))
     same_batch(sealed, decoded(SCHEMA, FIRST).take_requests(sealed.offset_R))
     assert len(batches(tmp_path, 3)) == 1, "the newest day is still open"
-    assert compactor.due() == [], "what is sealed isn't sealed again"
+    assert compactor.due() == []
 
 
-def test_a_sealed_sample_s_bytes_are_those_of_the_topic(tmp_path: Path) -> None:
+def test_sealed_samples_are_rebuilt_byte_for_byte(tmp_path: Path) -> None:
     archive(tmp_path, [*FIRST, *NEXT])
     seal_all(a_compactor(tmp_path, max_rows=20))
     warehouse, found = Warehouse(tmp_path), {}
@@ -119,7 +117,7 @@ def test_a_sealed_sample_s_bytes_are_those_of_the_topic(tmp_path: Path) -> None:
     assert [f.rows for f in warehouse.samples.snapshot().files if f.sealed].count(20) == 2
 
 
-def test_a_sample_that_the_joiner_emitted_again_is_there_once(tmp_path: Path) -> None:
+def test_a_duplicate_sample_is_stored_once_after_the_seal(tmp_path: Path) -> None:
     again = [record._replace(offset=50 + n) for n, record in enumerate(FIRST[:20])]
     later = closed_on(rich_records(SCHEMA, 3, partition=0), 3, first_offset=70)
     archive(tmp_path, [*FIRST, *again, *later])
@@ -129,7 +127,7 @@ def test_a_sample_that_the_joiner_emitted_again_is_there_once(tmp_path: Path) ->
     assert sorted(sealed.offset_R.tolist()) == list(range(50)) and compactor.counts.repeated == 20
 
 
-def test_what_comes_after_a_seal_is_merged_by_the_next(tmp_path: Path) -> None:
+def test_samples_after_a_seal_are_merged_by_the_next_seal(tmp_path: Path) -> None:
     late = closed_on(rich_records(SCHEMA, 60, partition=0)[50:], 0, first_offset=53)
     archive(tmp_path, [*FIRST, *NEXT])
     seal_all(a_compactor(tmp_path))
@@ -151,7 +149,7 @@ def corrected() -> tuple[list[Record], int]:
     ], at
 
 
-def test_corrections_are_folded_beside_the_labels_of_the_close(tmp_path: Path) -> None:
+def test_a_seal_stores_corrected_labels_beside_those_at_the_close(tmp_path: Path) -> None:
     told, at = corrected()
     archive(tmp_path, [*FIRST, *NEXT, *told])
     seal_all(a_compactor(tmp_path))
@@ -166,7 +164,7 @@ def test_corrections_are_folded_beside_the_labels_of_the_close(tmp_path: Path) -
     assert snapshot.progress(folded_name(date(1970, 1, 1), 0, TOPIC_IDS["corrections"])) == 3
 
 
-def test_a_reader_overlays_what_no_seal_has_folded(tmp_path: Path) -> None:
+def test_a_reader_applies_corrections_that_no_seal_has_folded(tmp_path: Path) -> None:
     told, at = corrected()
     archive(tmp_path, [*FIRST, *NEXT, *told])
     warehouse = Warehouse(tmp_path)
@@ -205,7 +203,7 @@ def test_corrections_that_come_after_a_seal_make_the_day_due_again(tmp_path: Pat
     )
 
 
-def test_columns_that_are_asked_for_most_come_first(tmp_path: Path) -> None:
+def test_popular_columns_come_first_in_a_sealed_file(tmp_path: Path) -> None:
     archive(tmp_path, [*FIRST, *NEXT])
     Warehouse(tmp_path).store.put(COLUMN_ORDER, b'["nro__age", "gone__feature", "ro__tags"]')
     seal_all(a_compactor(tmp_path))
@@ -217,16 +215,15 @@ def test_columns_that_are_asked_for_most_come_first(tmp_path: Path) -> None:
     assert warehouse.column_order() == []
 
 
-def test_of_two_compactors_one_seals_and_nothing_is_twice(tmp_path: Path) -> None:
+def test_of_two_compactors_one_seals_and_no_row_is_duplicated(tmp_path: Path) -> None:
     archive(tmp_path, [*FIRST, *NEXT])
     one, two = a_compactor(tmp_path), a_compactor(tmp_path)
     (due,), (same,) = one.due(), two.due()
-    two._write_sealed(same)  # and it is slower
     assert one.seal(due) and not two.seal(same)
     assert places(tmp_path) == Counter((0, n) for n in range(53))
 
 
-def test_a_damaged_file_stops_its_own_day_alone_and_is_named(tmp_path: Path) -> None:
+def test_a_damaged_file_stops_only_its_day_and_is_named(tmp_path: Path) -> None:
     second = closed_on(rich_records(SCHEMA, 12, partition=0), 1, first_offset=50)
     last = closed_on(rich_records(SCHEMA, 3, partition=0), 4, first_offset=62)
     archive(tmp_path, [*FIRST, *second, *last])
@@ -236,13 +233,12 @@ def test_a_damaged_file_stops_its_own_day_alone_and_is_named(tmp_path: Path) -> 
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(CheckpointError, match=first_day.files[0].path):
         compactor.seal(first_day)
-    rounds = Rounds(compactor, Health(60), Stop())
-    rounds.run_once()
-    assert rounds.num_damaged == 1 and len(batches(tmp_path, 1)) == 1
+    compactor.run_once(threading.Event())
+    assert compactor.counts.damaged == 1 and len(batches(tmp_path, 1)) == 1
     assert compactor.counts.seals == 1 and path.exists()
 
 
-def test_corrections_of_a_topic_that_was_made_again_are_folded_though_their_offsets_begin_anew(
+def test_corrections_of_a_recreated_topic_are_folded_from_offset_0(
     tmp_path: Path,
 ) -> None:
     told, at = corrected()
@@ -255,7 +251,7 @@ def test_corrections_of_a_topic_that_was_made_again_are_folded_though_their_offs
     assert [found.progress(name) for name in names] == [3, 1] and at < 50
 
 
-def test_rows_of_two_topics_stay_in_files_of_their_own(tmp_path: Path) -> None:
+def test_rows_of_two_topics_stay_in_separate_files(tmp_path: Path) -> None:
     archive(tmp_path, [*FIRST, *NEXT])
     others = closed_on(rich_records(SCHEMA, 60, partition=0)[50:], 0)
     archive(tmp_path, others, topics={**TOPIC_IDS, "samples": "made-again"})
@@ -266,7 +262,16 @@ def test_rows_of_two_topics_stay_in_files_of_their_own(tmp_path: Path) -> None:
     assert sealed == {TOPIC_IDS["samples"]: (50, 49), "made-again": (10, 9)}
 
 
-def test_a_day_that_alone_is_too_large_loses_what_closed_first_and_no_partition_its_newest_file() -> None:
+def test_whole_days_are_retired_oldest_first_and_the_newest_day_stays() -> None:
+    day = date(2023, 5, 18)
+    files = [dataclasses.replace(a_file(0, 9), day=day + timedelta(days=n)) for n in (0, 0, 1, 2)]
+    assert files_to_retire(files, 0, 0) == [] and files_to_retire([], 1, 1) == []
+    assert files_to_retire(files, 2, 0) == files_to_retire(files, 0, 250) == files[:2]
+    assert files_to_retire(files, 1, 0) == files_to_retire(files, 0, 1) == files[:3]
+    assert partly_retired_days(files, files[:3]) == []
+
+
+def test_a_day_that_is_too_large_loses_its_first_closed_files_but_no_partition_its_last() -> None:
     def closed(first: int, ms: int, partition: int = 0) -> DataFile:
         return dataclasses.replace(a_file(first, first + 9, partition), last_close_ms=ms)
 
@@ -274,17 +279,12 @@ def test_a_day_that_alone_is_too_large_loses_what_closed_first_and_no_partition_
     assert files_to_retire(files, 0, 400) == [] and files_to_retire(files, 0, 399) == [files[1]]
     assert files_to_retire(files, 0, 201) == files_to_retire(files, 0, 1) == [files[1], files[2]]
     old = dataclasses.replace(a_file(0, 9), day=date(2023, 5, 1))
-    assert files_to_retire([*files, old], 0, 400) == [old] and files_to_retire([*files, old], 0, 399) == [
-        old,
-        files[1],
-    ]
-    assert (
-        partly_retired_days([*files, old], [old, files[1]]) == [files[1].day]
-        and partly_retired_days(files, files) == []
-    )
+    assert files_to_retire([*files, old], 0, 400) == [old]
+    assert files_to_retire([*files, old], 0, 399) == [old, files[1]]
+    assert partly_retired_days([*files, old], [old, files[1]]) == [files[1].day]
 
 
-def test_a_day_retired_in_part_says_so_and_keeps_its_corrections(tmp_path: Path) -> None:
+def test_a_partly_retired_day_is_recorded_and_keeps_its_corrections(tmp_path: Path) -> None:
     told, _ = corrected()
     archive(tmp_path, [*FIRST, *told])
     compactor = a_compactor(tmp_path, keep_bytes=1)
@@ -304,16 +304,7 @@ def test_a_day_retired_in_part_says_so_and_keeps_its_corrections(tmp_path: Path)
     assert places(tmp_path) == Counter((0, n) for n in range(left.first_offset, 80)), "progress is as it was"
 
 
-def test_old_days_leave_whole_and_the_newest_stays() -> None:
-    day = date(2023, 5, 18)
-    files = [dataclasses.replace(a_file(0, 9), day=day + timedelta(days=n)) for n in (0, 0, 1, 2)]
-    assert files_to_retire(files, 0, 0) == [] and files_to_retire([], 1, 1) == []
-    assert files_to_retire(files, 2, 0) == files[:2] and files_to_retire(files, 1, 0) == files[:3]
-    assert files_to_retire(files, 0, 250) == files[:2] and files_to_retire(files, 0, 1) == files[:3]
-    assert partly_retired_days(files, files[:3]) == []
-
-
-def test_retired_days_are_gone_and_their_files_go_with_the_vacuum(tmp_path: Path) -> None:
+def test_retired_days_leave_the_table_and_the_vacuum_deletes_their_files(tmp_path: Path) -> None:
     told, _ = corrected()
     archive(tmp_path, [*FIRST, *NEXT, *told])
     compactor = a_compactor(tmp_path, keep_days=1, vacuum_after_hours=0)

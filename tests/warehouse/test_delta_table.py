@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 from collections.abc import Iterator
 from datetime import date
@@ -18,27 +17,14 @@ from roostream.warehouse.delta_table import ProgressStep, WarehouseTable
 from roostream.warehouse.version_pins import VersionPin, pin_version, pinned_versions, unpin_version
 from roostream.wire.columnar import ColumnType
 from tests.runtime import s3_server
+from tests.warehouse.memory_table import data_file
 
 DAY = date(2023, 5, 18)
 
 
 def a_file(first: int, last: int, partition: int = 0, *, sealed: bool = False, topic: str = "") -> DataFile:
-    fingerprint = (1 << 64) - 5
-    return DataFile(
-        path=new_path(DAY, partition, fingerprint, 7, topic=topic, sealed=sealed),
-        bytes=100,
-        rows=last - first + 1,
-        candidates=7,
-        day=DAY,
-        partition=partition,
-        fingerprint=fingerprint,
-        first_offset=first,
-        last_offset=last,
-        first_close_ms=5,
-        last_close_ms=1_700_000_000_123,
-        sealed=sealed,
-        topic=topic,
-    )
+    path = new_path(DAY, partition, (1 << 64) - 5, 7, topic=topic, sealed=sealed)
+    return data_file(path, DAY, partition, last - first + 1, 7, first, sealed=sealed, topic=topic)
 
 
 @pytest.fixture(scope="module")
@@ -134,30 +120,6 @@ def test_a_compactor_lands_over_a_concurrent_append(tmp_path: Path) -> None:
         [whole := a_file(0, 4, sealed=True)], [small], {"compact/2023-05-18/0": ProgressStep(None, 1)}
     )
     assert set(table.snapshot().files) == {whole, late}
-
-
-def _race(place: str, n: int, gate: object, won: object) -> None:
-    table = WarehouseTable(place, "samples")
-    gate.wait()  # type: ignore[attr-defined]
-    try:
-        table.commit([a_file(0, 9, 0), a_file(0, n, n)], progress={"samples/t/0": ProgressStep(None, 10)})
-        won.put(n)  # type: ignore[attr-defined]
-    except FencedError:
-        won.put(-1)  # type: ignore[attr-defined]
-
-
-def test_of_several_processes_that_commit_at_once_one_lands(tmp_path: Path) -> None:
-    opened(tmp_path)
-    spawn = multiprocessing.get_context("spawn")
-    gate, won = spawn.Barrier(4), spawn.Queue()
-    processes = [spawn.Process(target=_race, args=(str(tmp_path), n, gate, won)) for n in range(1, 5)]
-    for process in processes:
-        process.start()
-    outcomes = sorted(won.get(timeout=60) for _ in processes)
-    for process in processes:
-        process.join(timeout=60)
-    assert outcomes[:3] == [-1, -1, -1] and outcomes[3] > 0
-    assert len(WarehouseTable(tmp_path, "samples").snapshot().files) == 2
 
 
 def test_new_columns_come_by_themselves(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A batch from a file is the batch from the wire; what can't be read is told apart from what is damaged."""
+"""A batch from a file equals the batch from the wire; an unavailable store is no damage."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ def test_a_batch_from_a_file_equals_the_batch_from_the_wire_in_every_bit(store: 
 
 
 def of_format(store: FileStore, number: int, topic: str | None) -> DataFile:
-    """A file whose footer says so."""
+    """A file whose footer has this format and topic."""
     file = write_rows(store, rows_of(SCHEMA, RECORDS), place_of(SCHEMA))
     path = store.root / "samples" / file.path
     table = pq.read_table(path)
-    said = json.loads(table.schema.metadata[FOOTER_KEY])
-    said = {name: value for name, value in said.items() if name != "topic"} | {"format": number}
-    said |= {} if topic is None else {"topic": topic}
-    pq.write_table(table.replace_schema_metadata({FOOTER_KEY: json.dumps(said).encode()}), path)
+    footer = {**json.loads(table.schema.metadata[FOOTER_KEY]), "format": number, "topic": topic}
+    if topic is None:
+        del footer["topic"]
+    pq.write_table(table.replace_schema_metadata({FOOTER_KEY: json.dumps(footer).encode()}), path)
     return dataclasses.replace(file, bytes=path.stat().st_size)
 
 
-def test_a_file_of_before_topics_were_told_is_read_and_one_of_a_later_format_is_refused(
+def test_format_1_without_a_topic_is_read_and_a_later_format_is_rejected(
     store: FileStore,
 ) -> None:
     old = of_format(store, 1, None)
@@ -58,19 +58,18 @@ def test_a_file_of_before_topics_were_told_is_read_and_one_of_a_later_format_is_
         SampleFile(store, "samples", of_format(store, 3, ""))
 
 
-def test_a_file_that_another_topic_filled_than_its_name_says_is_refused(store: FileStore) -> None:
-    its = "Ex/UIEt9S0+qXk1vJmBZcA"  # as Kafka's client says it
-    file = write_rows(store, rows_of(SCHEMA, RECORDS), dataclasses.replace(place_of(SCHEMA), topic=its))
-    assert (file.topic, topic_of(file.path), candidates_of(file.path)) == (its, its, file.candidates)
-    assert (
-        check_name(file.path) == file.path and SampleFile(store, "samples", file).footer_info["topic"] == its
-    )
+def test_a_file_whose_footer_names_another_topic_is_rejected(store: FileStore) -> None:
+    topic = "Ex/UIEt9S0+qXk1vJmBZcA"  # as Kafka's client gives it
+    file = write_rows(store, rows_of(SCHEMA, RECORDS), dataclasses.replace(place_of(SCHEMA), topic=topic))
+    assert (file.topic, topic_of(file.path), candidates_of(file.path)) == (topic, topic, file.candidates)
+    assert check_name(file.path) == file.path
+    assert SampleFile(store, "samples", file).footer_info["topic"] == topic
     with pytest.raises(CheckpointError):
         SampleFile(store, "samples", dataclasses.replace(file, topic="topic-2"))
 
 
 @pytest.mark.parametrize("count", [0, 1])
-def test_a_file_of_few_samples_without_candidates_is_ordinary(store: FileStore, count: int) -> None:
+def test_a_file_without_candidates_is_read(store: FileStore, count: int) -> None:
     records = [r for r in rich_records(SCHEMA, 40) if not decoded(SCHEMA, [r]).num_candidates][:1]
     assert records
     file = write_rows(store, rows_of(SCHEMA, records * count or RECORDS[:1]), place_of(SCHEMA))
@@ -92,14 +91,14 @@ def test_another_schema_reads_a_file_as_it_reads_the_wire(store: FileStore) -> N
     same_batch(SampleFile(store, "samples", file).read(SCHEMA, reader), decoded(reader, RECORDS, SCHEMA))
 
 
-def test_a_feature_that_changed_its_kind_is_refused(store: FileStore) -> None:
+def test_a_feature_that_changed_its_kind_is_rejected(store: FileStore) -> None:
     file = write_rows(store, rows_of(SCHEMA, RECORDS), place_of(SCHEMA))
     reader = parse_schema(RICH.replace('name = "tags"\nkind = "weighted_ids"', 'name = "tags"\nkind = "ids"'))
     with pytest.raises(SchemaError, match="tags"):
         SampleFile(store, "samples", file).read(SCHEMA, reader)
 
 
-def test_a_projection_reads_its_columns_alone(store: FileStore) -> None:
+def test_a_projection_reads_only_its_columns(store: FileStore) -> None:
     file = write_rows(store, rows_of(SCHEMA, RECORDS), place_of(SCHEMA))
     few = project_schema(SCHEMA, frozenset({"history", "age"}))
     reading = SampleFile(store, "samples", file)
@@ -110,7 +109,7 @@ def test_a_projection_reads_its_columns_alone(store: FileStore) -> None:
         project_schema(SCHEMA, frozenset({"hystory"}))
 
 
-def test_row_groups_are_read_alone(store: FileStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_single_row_groups_are_read(store: FileStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parquet_file, "ROWS_OF_GROUP", 64)
     file = write_rows(store, rows_of(SCHEMA, RECORDS), place_of(SCHEMA))
     reading = SampleFile(store, "samples", file)
@@ -118,14 +117,6 @@ def test_row_groups_are_read_alone(store: FileStore, monkeypatch: pytest.MonkeyP
     same_batch(
         reading.read(SCHEMA, SCHEMA, [1, 2]), decoded(SCHEMA, RECORDS).take_requests(np.arange(64, 192))
     )
-
-
-def test_columns_that_are_asked_for_most_lie_in_front(store: FileStore) -> None:
-    popular = ["nro__age", "ro__history", "ro__history__time"]
-    file = write_rows(store, rows_of(SCHEMA, RECORDS), place_of(SCHEMA), popular)
-    reading = SampleFile(store, "samples", file)
-    assert reading.footer.schema.to_arrow_schema().names[:5] == ["offset", "close_ms", *popular]
-    same_batch(reading.read(SCHEMA, SCHEMA), decoded(SCHEMA, RECORDS))
 
 
 def test_reads_are_merged_within_the_bound_and_counted(store: FileStore) -> None:
@@ -139,7 +130,7 @@ def test_reads_are_merged_within_the_bound_and_counted(store: FileStore) -> None
     )
     before = reading.source.num_requests
     reading.read(SCHEMA, SCHEMA)
-    assert reading.source.num_requests == before + 1, "all columns of a small file are one read"
+    assert reading.source.num_requests == before + 1, "all columns of a small file are read at once"
 
 
 @pytest.mark.parametrize(
@@ -156,14 +147,13 @@ def test_the_smallest_holes_are_filled_first(over_read: float, expected: list[tu
 
 
 def test_columns_of_one_width_are_merged_within_the_bound() -> None:
-    """Every hole is as wide as the next: some are filled, not all."""
     needed = [ByteRange(20 * n, 20 * n + 10) for n in range(100)]
     plan = merged(needed, 0.08, small=0)
     assert sum(b - a for a, b in plan) == 1080 and len(plan) == 92
     assert all(any(a <= r.start and r.end <= b for a, b in plan) for r in needed)
 
 
-def test_every_damaged_byte_of_a_file_is_told_with_its_name_or_changes_nothing(store: FileStore) -> None:
+def test_a_damaged_byte_is_reported_with_the_file_or_changes_nothing(store: FileStore) -> None:
     file = write_rows(store, rows_of(SCHEMA, RECORDS[:40]), place_of(SCHEMA))
     path, wanted = store.path(f"samples/{file.path}"), decoded(SCHEMA, RECORDS[:40])
     good, refused = path.read_bytes(), 0
@@ -188,13 +178,13 @@ def test_a_file_that_is_cut_off_or_absent_is_damaged(store: FileStore) -> None:
         SampleFile(store, "samples", file)
 
 
-def test_a_file_of_other_rows_than_the_log_says_is_damaged(store: FileStore) -> None:
+def test_a_file_with_another_number_of_rows_than_the_log_is_damaged(store: FileStore) -> None:
     file = write_rows(store, rows_of(SCHEMA, RECORDS), place_of(SCHEMA))
     with pytest.raises(CheckpointError, match="299"):
         SampleFile(store, "samples", dataclasses.replace(file, rows=299))
 
 
-def test_a_store_that_is_away_is_no_damage() -> None:
+def test_an_unavailable_store_is_not_reported_as_damage() -> None:
     store = MemoryStore()
     file = write_rows(store, rows_of(SCHEMA, RECORDS), place_of(SCHEMA))
     store.fail_next("get")
@@ -207,7 +197,7 @@ def test_a_store_that_is_away_is_no_damage() -> None:
     same_batch(reading.read(SCHEMA, SCHEMA), decoded(SCHEMA, RECORDS))
 
 
-def test_a_file_whose_schema_nobody_knows_is_told(store: FileStore) -> None:
+def test_a_file_with_an_unknown_schema_is_rejected(store: FileStore) -> None:
     file = write_rows(store, rows_of(SCHEMA, RECORDS), place_of(SCHEMA))
     assert writer_of(file, {SCHEMA.fingerprint: SCHEMA}.get) is SCHEMA
     with pytest.raises(SchemaError, match=f"unknown schema {SCHEMA.fingerprint:016x}"):

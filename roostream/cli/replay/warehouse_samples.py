@@ -67,9 +67,8 @@ def open_warehouse_log(config: ReplayConfig, schema: Schema) -> ReplayLog:
         or a file is
             damaged. UnavailableError: the store cannot be read now.
     """
-    from roostream.warehouse.sessions.sample_table import SampleTable
+    from roostream.warehouse.sessions.sample_table import SampleTable, session_records
     from roostream.warehouse.sessions.session import SessionSpec, days_of
-    from roostream.warehouse.sessions.session_records import session_records
 
     options = config.options
     assert isinstance(options, WarehouseOptions)

@@ -184,12 +184,8 @@ class LeaseLog:
     def body(self, **more: Any) -> dict[str, Any]:
         """Plain values; `read_log` is the inverse."""
         readers = {reader: dict(counts) for reader, counts in self.by_reader.items()}
-        return {
-            "format": FORMAT,
-            **more,
-            "readers": readers,
-            "events": [list(event) for event in self.events],
-        }
+        events = [list(event) for event in self.events]
+        return {"format": FORMAT, **more, "readers": readers, "events": events}
 
 
 def plain_lease(held: HeldLease) -> dict[str, Any]:

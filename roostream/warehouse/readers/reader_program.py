@@ -110,13 +110,8 @@ class ReaderAgent:
                 tomllib.loads(str(answer["schema"])), SourceLocation("the controller's schema")
             )
             rows, read_schema = self.open_rows(table, schema)
-            log.info(
-                "reading %s, version %d, days %s..%s",
-                table.table,
-                table.version,
-                table.spec["first_day"],
-                table.spec["last_day"],
-            )
+            days = f"{table.spec['first_day']}..{table.spec['last_day']}"
+            log.info("reading %s, version %d, days %s", table.table, table.version, days)
             self.reader.start_session(rows, schema_digest_of(read_schema))
         else:
             self.reader.set_leases([])
@@ -146,18 +141,13 @@ def read(config: ReaderConfig, stop: Stop) -> None:
         RoostreamError: this program cannot read the session, or a port is taken.
     """
     health, clock, keys = Health(config.stalled_after_ms / 1000), SystemClock(), config.link_credentials()
-    log.info(
-        "metrics at %s://%s:%d/metrics",
-        config.scheme,
-        config.metrics_host,
-        metrics_server.serve(config, health),
+    metrics_server.serve(config, health)
+    reader = SplitReader(
+        clock,
+        max_bytes=config.max_bytes,
+        max_pieces=config.max_pieces,
+        max_requests_s=config.max_requests_s,
     )
-    limits = {
-        "max_bytes": config.max_bytes,
-        "max_pieces": config.max_pieces,
-        "max_requests_s": config.max_requests_s,
-    }
-    reader = SplitReader(clock, **limits)
     host, port = parse_address(config.listen)
     leased: list[ReaderAgent] = []
     server = RpcServer(lambda *call: leased[0].handle(*call), host, port, keys=keys).start()
@@ -182,11 +172,7 @@ def read(config: ReaderConfig, stop: Stop) -> None:
 def advertised_address(config: ReaderConfig, port: int) -> str:
     """The address that workers use: the setting, else `listen`; a wildcard address is replaced by the host
     name."""
-    host, chosen = (
-        parse_address(config.advertised_address)
-        if config.advertised_address
-        else parse_address(config.listen)
-    )
+    host, chosen = parse_address(config.advertised_address or config.listen)
     if host in ("0.0.0.0", "[::]", "::"):
         host = socket.gethostname()
     return f"{host}:{chosen or port}"

@@ -64,12 +64,8 @@ class SplitReader:
     """Reads one session after the other. `step` is called by one thread, the other methods by any."""
 
     def __init__(self, clock: Clock, *, max_bytes: int, max_pieces: int, max_requests_s: int = 0) -> None:
-        self.clock, self.max_bytes, self.max_pieces, self.max_requests_s = (
-            clock,
-            max_bytes,
-            max_pieces,
-            max_requests_s,
-        )
+        self.clock, self.max_requests_s = clock, max_requests_s
+        self.max_bytes, self.max_pieces = max_bytes, max_pieces
         self.counts = ReaderCounts()
         self._rows: LocalSessionRows | None = None
         self._schema_digest = ""
@@ -198,8 +194,7 @@ class SplitReader:
             CheckpointError: a file is damaged; the message names it.
         """
         ends_s = self.clock.monotonic_s() + timeout_s
-        # Notified once: two waiters that wake each other would never sleep
-        asking: _LeasedSplit | None = None
+        asking: _LeasedSplit | None = None  # set once: two waiters that wake each other would never sleep
         with self._changed:
             try:
                 while True:

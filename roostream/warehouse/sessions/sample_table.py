@@ -4,11 +4,11 @@ read."""
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 import threading
-from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import date
-from typing import TypeVar
 
 import numpy as np
 
@@ -21,21 +21,21 @@ from roostream.warehouse.column_popularity import record_session_features
 from roostream.warehouse.compact import partly_retired_name, retired_name
 from roostream.warehouse.data_file import DataFile
 from roostream.warehouse.delta_table import TableSnapshot
-from roostream.warehouse.file_reader import MAX_OVER_READ, ByteRange, SampleFile, writer_of
+from roostream.warehouse.file_reader import MAX_OVER_READ, ByteRange, writer_of
 from roostream.warehouse.latest_labels import LatestLabels, files_of_part, overlay_batch, read_latest
 from roostream.warehouse.parquet_file import ROWS_OF_GROUP
+from roostream.warehouse.record_columns import rebuild_records
 from roostream.warehouse.sessions.session import SessionSpec
-from roostream.warehouse.sessions.session_rows import OpenSession, SampleMarks
+from roostream.warehouse.sessions.session_rows import OpenSession, SampleMarks, first_copies
 from roostream.warehouse.statistics import SIDES
 from roostream.warehouse.version_pins import VersionPin, pin_version
 from roostream.warehouse.warehouse import Warehouse
 from roostream.wire.batch import Batch
-from roostream.wire.columnar import REQUEST, FlatColumn, needed_columns, project_schema
+from roostream.wire.columnar import REQUEST, needed_columns, project_schema
+from roostream.wire.records import Record
 
 _OPEN_FILES = 32
 _MAX_GROUPS = 8  # (day, partition) groups whose corrections are cached
-K = TypeVar("K")
-V = TypeVar("V")
 _MARKS = ("sample_id", "offset", "close_ms")
 
 
@@ -68,10 +68,9 @@ class SampleTable:
         )
         session = OpenSession(spec, found.files, ROWS_OF_GROUP)
         self._check_cached(found, spec, session)
-        ends, corrections = (
-            self._ends(found, topics),
-            self._corrections() if wanted.labels == "latest" else None,
-        )
+        ends, corrections = self._ends(found, topics), None
+        if wanted.labels == "latest" and self.warehouse.corrections.exists():
+            corrections = self.warehouse.corrections.snapshot()
         if corrections is not None and topics:
             ends |= _archived_progress(corrections, CORRECTIONS, topics, found)
         if not session.order.splits and not ends:
@@ -146,10 +145,6 @@ class SampleTable:
         if table.corrections >= 0:
             pin_version(self.warehouse.store, who, VersionPin(CORRECTIONS, table.corrections, until_ms))
 
-    def _corrections(self) -> TableSnapshot | None:
-        """None: corrections are not archived."""
-        return self.warehouse.corrections.snapshot() if self.warehouse.corrections.exists() else None
-
     def _ends(self, found: TableSnapshot, topics: Mapping[str, str]) -> Progress:
         """Where the stream continues: the archive's own progress; without a stream, the offset after each
         partition's last row."""
@@ -191,11 +186,9 @@ def _archived_progress(
 ) -> Progress:
     """How far the archive has come in this topic, for partitions that have samples."""
     partitions = range(1 + max((file.partition for file in samples.files), default=0))
-    progress = (
-        {(name, n): table.progress(f"{name}/{topics[name]}/{n}") for n in partitions}
-        if name in topics
-        else {}
-    )
+    if name not in topics:
+        return {}
+    progress = {(name, n): table.progress(f"{name}/{topics[name]}/{n}") for n in partitions}
     return {partition: at for partition, at in progress.items() if at is not None}
 
 
@@ -212,15 +205,12 @@ class TableFiles:
         *,
         over_read: float = MAX_OVER_READ,
     ) -> None:
-        self.warehouse, self.schema, self.corrections, self.over_read = (
-            warehouse,
-            schema,
-            corrections,
-            over_read,
-        )
+        self.warehouse, self.schema, self.corrections = warehouse, schema, corrections
         self._files = {file.path: file for file in files}
-        self._open: OrderedDict[str, SampleFile] = OrderedDict()
-        self._latest: OrderedDict[tuple[date, int], LatestLabels] = OrderedDict()
+        self._open_file = functools.lru_cache(_OPEN_FILES)(
+            lambda path: warehouse.open_file(SAMPLES, self._files[path], over_read)
+        )
+        self._latest = functools.lru_cache(_MAX_GROUPS)(self._read_latest)
         self._lock = threading.Lock()
 
     def batch(self, path: str, start: int, end: int) -> Batch:
@@ -230,13 +220,11 @@ class TableFiles:
             writer = writer_of(file.file, self.warehouse.registry)
             batch = file.read(writer, self.schema, range(first, last + 1))
             if self.corrections:
-                batch = overlay_batch(batch, self._latest_of(file.file))
+                batch = overlay_batch(batch, self._latest(file.file.day, file.file.partition))
         from_row, to_row = start - first * ROWS_OF_GROUP, end - first * ROWS_OF_GROUP
-        return (
-            batch
-            if (from_row, to_row) == (0, batch.num_requests)
-            else batch.take_requests(np.arange(from_row, to_row))
-        )
+        if (from_row, to_row) == (0, batch.num_requests):
+            return batch
+        return batch.take_requests(np.arange(from_row, to_row))
 
     def marks(self, path: str) -> SampleMarks:
         with self._lock:
@@ -246,44 +234,52 @@ class TableFiles:
     def ranges(self, path: str, start: int, end: int) -> tuple[list[ByteRange], list[ByteRange]]:
         """(ranges that `batch` reads of the file, ranges that it needs). Raises as `batch`."""
         with self._lock:
-            file, groups = (
-                self._open_file(path),
-                range(start // ROWS_OF_GROUP, (end - 1) // ROWS_OF_GROUP + 1),
-            )
+            file = self._open_file(path)
+            groups = range(start // ROWS_OF_GROUP, (end - 1) // ROWS_OF_GROUP + 1)
             names = (*needed_columns(writer_of(file.file, self.warehouse.registry), self.schema), "item")
             return file.reading_plan(names, groups), file.needed_ranges(names, groups)
 
-    def all_columns(self, path: str) -> tuple[Schema, dict[str, FlatColumn], np.ndarray]:
-        """A file's schema, all its columns, and the number of candidates of each row. Raises as `batch`."""
+    def records(self, path: str) -> Iterator[Record]:
+        """A file's samples as the records that they were, in the file's order. Raises as `batch`."""
+        partition = self._files[path].partition
         with self._lock:
             writer = writer_of(self._files[path], self.warehouse.registry)
-            return writer, *self._open_file(path).columns(sample_forms(writer))
+            columns, counts_R = self._open_file(path).columns(sample_forms(writer))
+        offsets, closes = (columns[name].values.tolist() for name in ("offset", "close_ms"))
+        for offset, close_ms, (key, value) in zip(
+            offsets, closes, rebuild_records(writer, columns, counts_R), strict=True
+        ):
+            yield Record(SAMPLES, partition, offset, close_ms, key, value)
 
-    def _open_file(self, path: str) -> SampleFile:
-        return _cached(
-            self._open,
-            path,
-            _OPEN_FILES,
-            lambda: self.warehouse.open_file(SAMPLES, self._files[path], self.over_read),
-        )
-
-    def _latest_of(self, file: DataFile) -> LatestLabels:
-        """All corrections of the file's day and partition, including those that a seal has applied: they say
-        the same."""
-        its = files_of_part(self.corrections, file.day, file.partition)
-        return _cached(
-            self._latest,
-            (file.day, file.partition),
-            _MAX_GROUPS,
-            lambda: read_latest(self.warehouse, its, self.schema.tasks),
-        )
+    def _read_latest(self, day: date, partition: int) -> LatestLabels:
+        """All corrections of a day and partition, including those that a seal has applied: they say the
+        same."""
+        files = files_of_part(self.corrections, day, partition)
+        return read_latest(self.warehouse, files, self.schema.tasks)
 
 
-def _cached(cache: OrderedDict[K, V], key: K, max_entries: int, make: Callable[[], V]) -> V:
-    """The cached value of a key, made if it is absent; the `max_entries` recently used are kept."""
-    if key not in cache:
-        cache[key] = make()
-        while len(cache) > max_entries:
-            cache.popitem(last=False)
-    cache.move_to_end(key)
-    return cache[key]
+def session_records(
+    session: OpenSession, files: TableFiles, stored_order_until: str = ""
+) -> Iterator[Record]:
+    """A session's samples as records by (close time, partition, offset), as the topic would have delivered
+    them, each sample once, with labels as they were at the close. Training on them gives the same batches as
+    live training.
+
+    For days before `stored_order_until` (YYYY-MM-DD) records come file by file in the session's order.
+    Memory: one day's records.
+
+    Raises:
+        CheckpointError: a file is damaged; the message names it.
+        UnavailableError: it cannot be read now.
+        SchemaError: the schema that wrote it is not registered.
+    """
+    splits = {split.path: split for split in session.order.splits}
+    for day in sorted({split.day for split in splits.values()}):
+        found: list[Record] = []
+        for split in (split for split in splits.values() if split.day == day):
+            group = session.files_of_group(day, split.partition)
+            is_first_R = first_copies({file.path: files.marks(file.path) for file in group})[split.path]
+            found += itertools.compress(files.records(split.path), is_first_R)
+        if day >= stored_order_until:
+            found.sort(key=lambda record: (record.timestamp_ms, record.partition, record.offset))
+        yield from found

@@ -15,16 +15,18 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import itertools
 import json
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import date
 from functools import cached_property
-from typing import Any, Literal, NamedTuple, Protocol, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import xxhash
 
 from roostream.errors import ConfigError
+from roostream.warehouse.data_file import DataFile
 
 Labels = Literal["latest", "as_streamed"]
 DAY = re.compile(r"\d{4}-\d{2}-\d{2}")
@@ -99,31 +101,6 @@ def days_of(text: str) -> tuple[str, str]:
 MAX_CANDIDATES = 1 << 16  # of a split; a single row group may have more
 
 
-class FileStats(Protocol):
-    """What planning needs to know of a file."""
-
-    @property
-    def path(self) -> str: ...
-    @property
-    def day(self) -> date: ...
-    @property
-    def partition(self) -> int: ...
-    @property
-    def rows(self) -> int: ...
-    @property
-    def candidates(self) -> int: ...
-    @property
-    def first_offset(self) -> int: ...
-    @property
-    def last_offset(self) -> int: ...
-    @property
-    def last_close_ms(self) -> int: ...
-    @property
-    def sealed(self) -> bool: ...
-    @property
-    def topic(self) -> str: ...
-
-
 class TableSplit(NamedTuple):
     """Rows `start` up to `end` of a file; `at` is their position in the order of their partition."""
 
@@ -165,23 +142,21 @@ class ReadOrder:
 
     def split_at(self, partition: int, position: int) -> TableSplit | None:
         """The split that contains this position; None after the last one."""
-        its = self.by_partition.get(partition, ())
-        found = bisect.bisect_right(its, position, key=lambda split: split.end_position)
-        return its[found] if found < len(its) else None
+        return next(iter(self._from(partition, position, 1)), None)
 
-    def next_splits(self, positions: Mapping[int, int], most: int) -> list[TableSplit]:
-        """The next `most` splits of these partitions in the session's order; splits that have been started
+    def next_splits(self, positions: Mapping[int, int], count: int) -> list[TableSplit]:
+        """The next `count` splits of these partitions in the session's order; splits that have been started
         come first."""
-        heads = [self._from(partition, position, most) for partition, position in positions.items()]
-        return sorted((split for its in heads for split in its), key=lambda split: split.number)[:most]
+        heads = [self._from(partition, position, count) for partition, position in positions.items()]
+        return sorted(itertools.chain.from_iterable(heads), key=lambda split: split.number)[:count]
 
-    def _from(self, partition: int, position: int, most: int) -> Sequence[TableSplit]:
-        its = self.by_partition.get(partition, ())
-        first = bisect.bisect_right(its, position, key=lambda split: split.end_position)
-        return its[first : first + most]
+    def _from(self, partition: int, position: int, count: int) -> Sequence[TableSplit]:
+        splits = self.by_partition.get(partition, ())
+        first = bisect.bisect_right(splits, position, key=lambda split: split.end_position)
+        return splits[first : first + count]
 
 
-def plan(files: Iterable[FileStats], spec: SessionSpec, row_group: int) -> ReadOrder:
+def plan(files: Iterable[DataFile], spec: SessionSpec, row_group: int) -> ReadOrder:
     """Plan the splits of a session over a version's `files`. `row_group`: rows of each row group but the last
     of a file."""
     splits: list[TableSplit] = []
@@ -198,7 +173,7 @@ def plan(files: Iterable[FileStats], spec: SessionSpec, row_group: int) -> ReadO
     return ReadOrder(splits)
 
 
-def is_read(file: FileStats, spec: SessionSpec) -> bool:
+def is_read(file: DataFile, spec: SessionSpec) -> bool:
     """Whether a file may hold rows of the session."""
     if spec.topic and file.topic not in ("", spec.topic):
         return False
@@ -209,17 +184,12 @@ def is_read(file: FileStats, spec: SessionSpec) -> bool:
     )
 
 
-def assigned_partitions(partitions: Collection[int], worker: int, workers: int) -> list[int]:
-    """The partitions whose splits this worker reads, assigned_partitions out like those of a topic."""
-    return sorted(partition for partition in partitions if partition % workers == worker)
-
-
-def _sort_key(file: FileStats, seed: int | None) -> tuple[date, int, int, str]:
+def _sort_key(file: DataFile, seed: int | None) -> tuple[date, int, int, str]:
     shuffled = 0 if seed is None else xxhash.xxh3_64_intdigest(f"{seed} {file.path}".encode())
     return file.day, shuffled, file.first_offset, file.path
 
 
-def _row_runs(file: FileStats, row_group: int) -> Iterable[tuple[int, int]]:
+def _row_runs(file: DataFile, row_group: int) -> Iterable[tuple[int, int]]:
     """Cut a file into runs of whole row groups with about equal numbers of candidates."""
     groups = -(-file.rows // row_group)
     count = min(max(-(-file.candidates // MAX_CANDIDATES), 1), groups)

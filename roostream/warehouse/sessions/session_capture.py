@@ -113,12 +113,10 @@ def replay_session(
     for read in reads:
         batch = rows.batch(*read)
         requests, candidates = requests + batch.num_requests, candidates + batch.num_candidates
-        for array in (
-            (batch.sample_id_R, batch.item_B, batch.label_BT, batch.ro_float_RF, batch.nro_float_BF)
-            if digests
-            else ()
-        ):
-            hasher.update(np.ascontiguousarray(array).tobytes())
+        if digests:
+            arrays = batch.sample_id_R, batch.item_B, batch.label_BT, batch.ro_float_RF, batch.nro_float_BF
+            for array in arrays:
+                hasher.update(np.ascontiguousarray(array).tobytes())
     return ReplayedSession(requests, candidates, hasher.hexdigest())
 
 

@@ -10,14 +10,15 @@ Letters: R rows of a file or of a piece, M chosen rows.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from roostream.runtime.event_time import NUM_RECENT
-from roostream.warehouse.sessions.session import FileStats, ReadOrder, SessionSpec, TableSplit, plan
+from roostream.warehouse.data_file import DataFile
+from roostream.warehouse.sessions.session import ReadOrder, SessionSpec, TableSplit, plan
 from roostream.wire.batch import Batch
 
 _MAX_GROUPS = 8  # (day, partition) groups whose duplicates are cached
@@ -95,26 +96,26 @@ class SessionRows(Protocol):
 class OpenSession:
     """A session spec with the files of its version."""
 
-    def __init__(self, spec: SessionSpec, files: Iterable[FileStats], row_group: int) -> None:
+    def __init__(self, spec: SessionSpec, files: Iterable[DataFile], row_group: int) -> None:
         self.spec, self.row_group = spec, row_group
         self.files = tuple(files)
         self.order: ReadOrder = plan(self.files, spec, row_group)
-        self._of_group: dict[tuple[str, int], list[FileStats]] = {}
+        self._of_group: dict[tuple[str, int], list[DataFile]] = {}
         for file in self.files:
             if file.rows:
                 self._of_group.setdefault((file.day.isoformat(), file.partition), []).append(file)
 
-    def group(self, split: TableSplit) -> Sequence[FileStats]:
-        """All files of the split's (day, partition), also those that the session does not read."""
-        return self._of_group[split.day, split.partition]
+    def files_of_group(self, day: str, partition: int) -> Sequence[DataFile]:
+        """All files of a day and partition, also those that the session does not read."""
+        return self._of_group[day, partition]
 
     def is_distinct(self, split: TableSplit) -> bool:
         """Whether no sample of the split's (day, partition) can be there twice: all are in one sealed
         file."""
-        group = self.group(split)
+        group = self.files_of_group(split.day, split.partition)
         return len(group) == 1 and group[0].sealed
 
-    def files_of(self, partition: int) -> list[FileStats]:
+    def files_of(self, partition: int) -> list[DataFile]:
         """All files of a partition, also those that the session does not read, the latest days first."""
         files = [file for file in self.files if file.partition == partition and file.rows]
         return sorted(files, key=lambda file: (file.day, file.first_offset), reverse=True)
@@ -125,7 +126,7 @@ class LocalSessionRows:
 
     def __init__(self, session: OpenSession, rows: TableRows) -> None:
         self.session, self.rows = session, rows
-        self._first_copies: OrderedDict[tuple[str, int], Mapping[str, np.ndarray]] = OrderedDict()
+        self._first_copies = functools.lru_cache(_MAX_GROUPS)(self._find_first_copies)
 
     def expect(self, splits: Sequence[TableSplit], positions: Mapping[int, int], at_once: int) -> None:
         """Nothing is read ahead."""
@@ -138,7 +139,7 @@ class LocalSessionRows:
         at_R = np.arange(position, position + end - start, dtype=np.int64)
         counts_R = batch.offset_R >= self.session.spec.from_offsets.get(split.partition, 0)
         if not self.session.is_distinct(split):
-            counts_R &= self._is_first_copy(split)[start:end]
+            counts_R &= self._first_copies(split.day, split.partition)[split.path][start:end]
         if not counts_R.all():
             rows_M = np.flatnonzero(counts_R)
             batch, at_R = batch.take_requests(rows_M), at_R[rows_M]
@@ -147,16 +148,9 @@ class LocalSessionRows:
     def close(self) -> None:
         """Nothing to close."""
 
-    def _is_first_copy(self, split: TableSplit) -> np.ndarray:
-        """bool, for each row of the split's file: no copy of the sample has a lower offset."""
-        key = split.day, split.partition
-        if key not in self._first_copies:
-            self._first_copies[key] = first_copies(
-                {file.path: self.rows.marks(file.path) for file in self.session.group(split)}
-            )
-            while len(self._first_copies) > _MAX_GROUPS:
-                self._first_copies.popitem(last=False)
-        return self._first_copies[key][split.path]
+    def _find_first_copies(self, day: str, partition: int) -> Mapping[str, np.ndarray]:
+        files = self.session.files_of_group(day, partition)
+        return first_copies({file.path: self.rows.marks(file.path) for file in files})
 
 
 def first_copies(marks: Mapping[str, SampleMarks]) -> dict[str, np.ndarray]:

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from roostream.warehouse.readers.leases import LEASE_S, MAX_WANTED, Lease, Leases
+from roostream.warehouse.readers.leases import LEASE_S, Lease, Leases
 from roostream.warehouse.sessions.session import plan
 from tests.warehouse.sessions.test_session import SPEC, file
 
@@ -50,13 +50,6 @@ def test_a_lease_ends_unless_its_reader_beats() -> None:
     assert its.renew("b", LEASE_S) == [] and its.num_expired == 1
 
 
-def test_a_reader_that_ends_gives_its_splits_back_at_once() -> None:
-    its = leases(0)
-    its.lease("a", 0)
-    its.release("a")
-    assert split(its.lease("b", 0)) == 0
-
-
 def test_a_reader_that_does_not_answer_loses_that_split_and_a_late_word_of_it_changes_nothing() -> None:
     its = leases(0, 1)
     its.lease("a", 0)
@@ -65,20 +58,6 @@ def test_a_reader_that_does_not_answer_loses_that_split_and_a_late_word_of_it_ch
     its.void(0, 1)
     its.void(9, 9)
     assert [held.reader for held in its.holders(0, 0)] == ["b"]
-
-
-def test_what_nobody_waits_for_any_more_is_no_lease() -> None:
-    its = leases(0, 1)
-    its.lease("a", 0)
-    its.lease("a", 0)
-    its.set_wanted(0, [(1, 12), (2, 20)])
-    assert [held.split for held in its.renew("a", 0)] == [1]
-    assert split(its.lease("b", 0)) == 2
-
-
-def test_a_worker_that_asks_for_everything_is_heard_in_part() -> None:
-    its = leases(*range(1000))
-    assert its.num_wanted == MAX_WANTED
 
 
 @pytest.mark.parametrize("seed", range(12))

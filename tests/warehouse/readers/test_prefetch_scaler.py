@@ -29,24 +29,6 @@ def test_the_rule(fullness: float, stalled_s_ago: float, full_s: float, wanted: 
     assert wanted_in_flight(3, fullness, stalled_s_ago, full_s, 8) == wanted, why
 
 
-def test_the_rule_stays_within_its_bounds() -> None:
-    assert wanted_in_flight(8, 0.0, 0.0, 0.0, 8) == 8
-    assert wanted_in_flight(1, 1.0, 99.0, 99.0, 8) == 1
-    assert wanted_in_flight(12, 0.7, 99.0, 0.0, 8) == 8
-
-
-def test_a_starved_worker_asks_for_one_unit_more_a_second_and_a_sated_one_for_less_after_a_while() -> None:
-    it, now_s = PrefetchScaler(max_in_flight=6), 0.0
-    for tick in range(21):
-        now_s = tick * 0.25
-        it.observe(0.0, stalled=True, now_s=now_s)
-    assert it.in_flight == 6, "one a second, 5 s long"
-    before = it.in_flight
-    for tick in range(4 * 50):
-        it.observe(1.0, stalled=False, now_s=now_s + tick * 0.25)
-    assert 1 < it.in_flight < before, "two down at most in 50 s"
-
-
 class Course:
     """An appetite over time, looked at four times a second."""
 

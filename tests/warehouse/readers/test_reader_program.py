@@ -81,13 +81,6 @@ def test_without_a_controller_it_ends_at_once(fleet: Fleet) -> None:
     assert fleet.clock.monotonic_s() == began_s
 
 
-def test_what_ends_the_asking_ends_the_program(fleet: Fleet) -> None:
-    stop, drained = threading.Event(), threading.Event()
-    stop.set()
-    poll_leases(its(fleet), Beside(fleet, fleet.controller()), fleet.clock, stop, drained)
-    assert drained.is_set() and not its(fleet).reader.has_leases
-
-
 class Counted(Beside):
     """It tells a test of each call."""
 

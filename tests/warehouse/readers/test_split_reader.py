@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
 
 import pytest
 
 from roostream.errors import CheckpointError, FencedError, UnavailableError
 from roostream.runtime.clock import FakeClock, SystemClock
 from roostream.warehouse.readers.leases import Lease
-from roostream.warehouse.readers.split_reader import EncodedPiece, SplitReader
+from roostream.warehouse.readers.split_reader import SplitReader
 from roostream.warehouse.sessions.session import TableSplit
 from roostream.warehouse.sessions.session_rows import LocalSessionRows, Piece
 from tests.trainer import samples
@@ -70,29 +69,6 @@ def test_it_reads_ahead_as_far_as_there_is_room_and_what_is_asked_for_all_the_sa
     threading.Timer(0.05, lambda: its.step(1.0)).start()
     its.clock = SystemClock()
     assert its.next_piece(2, 102, 8, 5.0) is not None
-
-
-class Counting(SplitReader):
-    """How often somebody who waits has looked."""
-
-    looks = 0
-
-    def _piece_at(self, held: Any, position: int) -> EncodedPiece | None:
-        self.looks += 1
-        return super()._piece_at(held, position)
-
-
-def test_two_who_wait_for_rows_that_are_not_read_yet_sleep() -> None:
-    table = table_of(samples.records(list(range(1, 60))), rows_of_file=8)
-    its = Counting(SystemClock(), max_bytes=1 << 30, max_pieces=4)
-    its.start_session(LocalSessionRows(table.session(shuffle_seed=None, batch_requests=3), table), "digest")
-    its.set_leases([lease(0), lease(2)])
-    waiting = [threading.Thread(target=its.next_piece, args=(n, 100 + n, 4 * n, 0.4)) for n in (0, 2)]
-    for thread in waiting:
-        thread.start()
-    for thread in waiting:
-        thread.join()
-    assert 4 <= its.looks <= 8
 
 
 def test_leases_are_asked_for_while_splits_are_unread() -> None:

@@ -154,7 +154,9 @@ def test_labels_are_as_corrections_left_them_or_as_they_were_and_the_stream_has_
     corrected = plain.label_BT[:, 0].copy()
     corrected[3 * first] = 1.0
     assert found["latest"] == corrected.tolist()
-    assert len(pinned_versions(table.warehouse.store, "corrections", 999)) == 1, "of the one that has them"
+    store = table.warehouse.store
+    assert len(pinned_versions(store, "corrections", 999)) == 1, "only of the session that reads corrections"
+    assert len(pinned_versions(store, "samples", 999)) == 1 and not pinned_versions(store, "samples", 1001)
 
 
 def test_an_archive_of_another_topic_is_refused_where_a_stream_follows(tmp_path: Path) -> None:
@@ -226,16 +228,6 @@ def test_what_lies_there_instead_is_refused(tmp_path: Path) -> None:
     assert told is not None
     with pytest.raises(CheckpointError):
         SampleTable(str(tmp_path)).open_session(dataclasses.replace(told, rows={0: 9}), samples.schema())
-
-
-def test_a_version_is_held_while_it_is_read(tmp_path: Path) -> None:
-    archive(tmp_path, samples.records([1, 2]))
-    table = SampleTable(str(tmp_path))
-    told = table.newest(WANTED, TOPICS)
-    assert told is not None
-    table.pin_session(told, "session-a", until_ms=1000)
-    assert pinned_versions(table.warehouse.store, "samples", 999) == {told.version}
-    assert pinned_versions(table.warehouse.store, "samples", 1001) == set()
 
 
 @pytest.mark.parametrize("named", [(), ("age",)])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from roostream.warehouse.sessions.session import TableSplit
 from roostream.warehouse.sessions.session_rows import LocalSessionRows, recent_sample_ids
 from tests.trainer import samples
 from tests.warehouse.memory_table import MemoryTable, table_of
@@ -56,18 +55,6 @@ def test_whoever_goes_on_in_the_middle_of_a_row_group_reads_the_same_rest() -> N
     for position in range(6):
         piece = LocalSessionRows(session, table).piece(split, position)
         assert piece.at_R.tolist() == [p for p in (0, 1, 2, 4, 5) if position <= p < piece.end], piece.end
-
-
-def test_a_piece_is_parted_where_asked() -> None:
-    table = table_of(samples.records([1, 3, 5, 7]))
-    piece = LocalSessionRows(table.session(), table).piece(
-        TableSplit(0, table.files[0].path, str(table.files[0].day), 1, 0, 4, 0), 0
-    )
-    first, others = piece.split_at(3)
-    assert (first.batch.sample_id_R.tolist(), first.end) == ([1, 3, 5], 3)
-    assert (others.batch.sample_id_R.tolist(), others.end) == ([7], 4)
-    whole, nothing = piece.split_at(4)
-    assert (whole.num_rows, whole.end, nothing.num_rows, nothing.end) == (4, 4, 0, 4)
 
 
 def test_the_newest_ids_are_those_within_the_horizon_of_the_newest_closes() -> None:
