@@ -20,9 +20,8 @@ from roostream.runtime.clock import FakeClock
 from roostream.schema.schema_file import load_schema
 from roostream.warehouse.compact import Compactor
 from roostream.warehouse.config import CompactorConfig
-from roostream.warehouse.sessions.sample_table import SampleTable
+from roostream.warehouse.sessions.sample_table import SampleTable, session_records
 from roostream.warehouse.sessions.session import SessionSpec
-from roostream.warehouse.sessions.sample_table import session_records
 from roostream.warehouse.warehouse import Warehouse
 from roostream.wire import roo_pb2 as pb
 from tests.cli.replay.test_local_replay import options_of, replay, week
