@@ -139,7 +139,7 @@ class TargetAttention(nn.Module):
         self.query = nn.Linear(query_width, width)
         self.key_value = nn.Linear(entry_width, 2 * width)
         self.width = width
-        self._heads = heads
+        self.heads = heads
 
     def forward(
         self, query_BQ: Tensor, entry_LE: Tensor, sequence: Sequence, groups: CandidateGroups
@@ -151,7 +151,7 @@ class TargetAttention(nn.Module):
         self, query_BQ: Tensor, key_value_LD2: Tensor, sequence: Sequence, groups: CandidateGroups
     ) -> Tensor:
         """`forward` with keys and values from `key_value`."""
-        return attend_to_histories(self.query(query_BQ), key_value_LD2, sequence, groups, self._heads)
+        return attend_to_histories(self.query(query_BQ), key_value_LD2, sequence, groups, self.heads)
 
 
 class ListAttention(nn.Module):
@@ -166,11 +166,11 @@ class ListAttention(nn.Module):
         self.norm = nn.LayerNorm(width)
         self.query_key_value = nn.Linear(width, 3 * width)
         self.out = nn.Linear(width, width)
-        self._heads = heads
+        self.heads = heads
 
     def forward(self, x_BD: Tensor, groups: CandidateGroups) -> Tensor:
         return x_BD + self.out(
-            attend_to_each_other(self.query_key_value(self.norm(x_BD)), groups, self._heads)
+            attend_to_each_other(self.query_key_value(self.norm(x_BD)), groups, self.heads)
         )
 
 

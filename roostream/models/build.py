@@ -32,9 +32,7 @@ from roostream.models.custom.loading import (
 from roostream.models.layers import init_parameters
 from roostream.models.model import Model
 from roostream.models.ranker import Ranker
-from roostream.models.two_tower.cascade import Cascade
-from roostream.models.two_tower.early_ranker import EarlyRanker
-from roostream.models.two_tower.retrieval import Retrieval
+from roostream.models.two_tower.models import Cascade, EarlyRanker, Retrieval
 from roostream.schema.schema import Schema
 from roostream.schema.settings import from_dict, load
 from roostream.schema.toml_file import NO_LOCATION, SourceLocation, TomlFile, read_toml

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from roostream.models.simd import COMPILED, LANES, fused, kernel, load, spread, store
+from roostream.models.simd import COMPILED, LANES, as_array, fused, kernel, load, spread, store
 
 
 def gather_rows(sources: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
@@ -58,7 +58,7 @@ class _Gather(torch.autograd.Function):
         out_LC = tables[0].new_empty(len(indices[0]), sum(rows_UD.shape[1] for rows_UD in tables))
         column = 0
         for rows_UD, index_L in zip(tables, indices, strict=True):
-            _take(_array(rows_UD), index_L.numpy(), column, out_LC.numpy())
+            _take(as_array(rows_UD), index_L.numpy(), column, out_LC.numpy())
             column += rows_UD.shape[1]
         return out_LC
 
@@ -66,7 +66,7 @@ class _Gather(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient_LC: Tensor) -> tuple[Tensor | None, ...]:
         out: list[Tensor | None] = [None]
-        column, source = 0, _array(gradient_LC)
+        column, source = 0, as_array(gradient_LC)
         for index_L, shape_UD, needed in zip(ctx.indices, ctx.shapes, ctx.needs_input_grad[1:], strict=True):
             out.append(gradient_LC.new_zeros(shape_UD) if needed else None)
             if needed:
@@ -80,25 +80,20 @@ class _PoolBags(torch.autograd.Function):
     def forward(ctx: Any, rows_UD: Tensor, index_L: Tensor, offset_S1: Tensor, weight_L: Tensor) -> Tensor:
         ctx.entries, ctx.shape = (index_L.numpy(), offset_S1.numpy(), weight_L.numpy()), rows_UD.shape
         out_SD = rows_UD.new_empty(len(offset_S1) - 1, rows_UD.shape[1])
-        _pool(_array(rows_UD), *ctx.entries, out_SD.numpy())
+        _pool(as_array(rows_UD), *ctx.entries, out_SD.numpy())
         return out_SD
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient_SD: Tensor) -> tuple[Tensor | None, ...]:
         out_UD = gradient_SD.new_zeros(ctx.shape)
-        _unpool(_array(gradient_SD), *ctx.entries, out_UD.numpy())
+        _unpool(as_array(gradient_SD), *ctx.entries, out_UD.numpy())
         return out_UD, None, None, None
 
 
 def _as_supported_type(rows_UD: Tensor) -> Tensor:
     """bfloat16 as float32, because numpy and the kernels do not know bfloat16."""
     return rows_UD.float() if rows_UD.dtype == torch.bfloat16 else rows_UD
-
-
-def _array(x: Tensor) -> np.ndarray:
-    array: np.ndarray = x.detach().contiguous().numpy()
-    return array
 
 
 @kernel
@@ -116,13 +111,8 @@ def _add(gradient_LC: np.ndarray, index_L: np.ndarray, column: int, out_UD: np.n
     for i in range(len(index_L)):
         for j in range(0, width, LANES):
             added = load(gradient_LC, i, column + j, width - j, 0.0)
-            store(
-                out_UD,
-                index_L[i],
-                j,
-                width - j,
-                fused(added, spread(added, 1.0), load(out_UD, index_L[i], j, width - j, 0.0)),
-            )
+            before = load(out_UD, index_L[i], j, width - j, 0.0)
+            store(out_UD, index_L[i], j, width - j, fused(added, spread(added, 1.0), before))
 
 
 @kernel

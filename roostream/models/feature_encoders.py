@@ -101,8 +101,8 @@ class HistoryAttentionEncoder(FeatureEncoder):
 
     def __init__(self, schema: Schema, feature: Feature, config: RankerConfig) -> None:
         super().__init__()
-        self._feature = feature
-        self._stacks = {
+        self.feature = feature
+        self.stacks = {
             c: schema.table_by_name[t].stack for c, t in (("", feature.table), *feature.column_tables.items())
         }
         self._queries = tuple(f.name for f in schema.lists("nro"))
@@ -118,7 +118,7 @@ class HistoryAttentionEncoder(FeatureEncoder):
         self.width = config.history_width
 
     def forward(self, inputs: Inputs, pooled: PooledFeatures) -> Tensor:
-        sequence = inputs.sequences[self._feature.name]
+        sequence = inputs.sequences[self.feature.name]
         query_BQ = torch.cat([pooled[name] for name in self._queries], dim=1)
         if sequence.kept is not None:
             return self.attention.to_keys(
@@ -130,7 +130,7 @@ class HistoryAttentionEncoder(FeatureEncoder):
         )
 
     def _rows(self, inputs: Inputs, index_L: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
-        return [(inputs.rows[stack], index_L[c]) for c, stack in self._stacks.items()]
+        return [(inputs.rows[stack], index_L[c]) for c, stack in self.stacks.items()]
 
     def _times(self, sequence: Sequence) -> list[tuple[Tensor, Tensor]]:
         sources = []

@@ -19,9 +19,9 @@ class Targets(NamedTuple):
 
     label_BT: Tensor  # float32
     weight_BT: Tensor  # float32; 0 = the label is not there
-    # Float32: of a correction's candidates, the label that it corrects; NaN = a sample's
+    # float32: of a correction's candidates, the label that it corrects; NaN = a sample's
     before_BT: Tensor | None = None
-    # Float32 in [0, 1]: share of positives known when the sample was made; None = 0
+    # float32 in [0, 1]: share of positives known when the sample was made; None = 0
     known_BT: Tensor | None = None
     loss: LossName = "log"
     # Of the weights of the batch that this is a part of; None: this is all of it

@@ -75,10 +75,8 @@ def attend_ragged_back(
     s, _ = _buffers(gradient_QD, starts, width, len(gradient_QD))
     for r in range(len(starts[0]) - 1):
         a, b, c, d = starts[0][r], starts[0][r + 1], starts[1][r], starts[1][r + 1]
-        p_IJ, s_IJ = (
-            p[: (b - a) * (d - c)].reshape(b - a, d - c),
-            s[: (b - a) * (d - c)].reshape(b - a, d - c),
-        )
+        p_IJ = p[: (b - a) * (d - c)].reshape(b - a, d - c)
+        s_IJ = s[: (b - a) * (d - c)].reshape(b - a, d - c)
         transposed_CJ = transposed[: width * (d - c)].reshape(width, d - c)
         for h in range(heads):
             q_IC = _head(of[0][a:b], begins[0], h, width)
@@ -128,12 +126,8 @@ def _softmax(s_IJ: np.ndarray, factor: float, log_I: np.ndarray) -> None:
         for j in range(LANES, n, LANES):
             most = larger(load(s_IJ, i, j, n - j, -np.inf), most)
         top = largest(most) * factor
-        zero, one, scale, below = (
-            spread(most, 0.0),
-            spread(most, 1.0),
-            spread(most, factor),
-            spread(most, -top),
-        )
+        zero, one = spread(most, 0.0), spread(most, 1.0)
+        scale, below = spread(most, factor), spread(most, -top)
         sums = zero
         for j in range(0, n, LANES):
             e = exponential(fused(load(s_IJ, i, j, n - j, -np.inf), scale, below))
@@ -153,12 +147,8 @@ def _softmax_back(p_IJ: np.ndarray, factor: float, log_I: np.ndarray, s_IJ: np.n
     n = p_IJ.shape[1]
     for i in range(p_IJ.shape[0]):
         none = load(p_IJ, i, 0, 0, 0.0)
-        zero, one, scale, below = (
-            spread(none, 0.0),
-            spread(none, 1.0),
-            spread(none, factor),
-            spread(none, -log_I[i]),
-        )
+        zero, one = spread(none, 0.0), spread(none, 1.0)
+        scale, below = spread(none, factor), spread(none, -log_I[i])
         sums = zero
         for j in range(0, n, LANES):
             p = exponential(fused(load(p_IJ, i, j, n - j, -np.inf), scale, below))

@@ -17,23 +17,23 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from roostream.models.simd import COMPILED, LANES, fused, kernel, load, spread, store, total
+from roostream.models.simd import COMPILED, LANES, as_array, fused, kernel, load, spread, store, total
 
 
 def sampled_scores(u_PD: Tensor, v_ID: Tensor, index_PC: Tensor) -> Tensor:
     """→ [P, C]; `index_PC`: int64."""
     if not (COMPILED and u_PD.device.type == "cpu"):
         return torch.matmul(v_ID[index_PC], u_PD[:, :, None])[:, :, 0]
-    out: Tensor = _DrawnScores.apply(u_PD, v_ID, index_PC)
+    out: Tensor = _SampledScores.apply(u_PD, v_ID, index_PC)
     return out
 
 
-class _DrawnScores(torch.autograd.Function):
+class _SampledScores(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, u_PD: Tensor, v_ID: Tensor, index_PC: Tensor) -> Tensor:
         ctx.save_for_backward(u_PD, v_ID, index_PC)
         out_PC = u_PD.new_empty(index_PC.shape)
-        _score(*_arrays(u_PD, v_ID, index_PC), out_PC.numpy())
+        _score(as_array(u_PD), as_array(v_ID), as_array(index_PC), out_PC.numpy())
         return out_PC
 
     @staticmethod
@@ -41,12 +41,9 @@ class _DrawnScores(torch.autograd.Function):
     def backward(ctx: Any, gradient_PC: Tensor) -> tuple[Tensor, Tensor, None]:
         u_PD, v_ID, index_PC = ctx.saved_tensors
         du_PD, dv_ID = u_PD.new_zeros(u_PD.shape), v_ID.new_zeros(v_ID.shape)
-        _spread_back(*_arrays(u_PD, v_ID, index_PC, gradient_PC), du_PD.numpy(), dv_ID.numpy())
+        sources = [as_array(x) for x in (u_PD, v_ID, index_PC, gradient_PC)]
+        _spread_back(*sources, du_PD.numpy(), dv_ID.numpy())
         return du_PD, dv_ID, None
-
-
-def _arrays(*tensors: Tensor) -> list[np.ndarray]:
-    return [x.detach().contiguous().numpy() for x in tensors]
 
 
 @kernel

@@ -16,6 +16,7 @@ from llvmlite import ir
 from numba import config, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic, models, register_model
+from torch import Tensor
 
 LANES = 16
 COMPILED: bool = not config.DISABLE_JIT
@@ -207,6 +208,12 @@ def product(a_IK: np.ndarray, b_KJ: np.ndarray, out_IJ: np.ndarray) -> None:
                 s0 = fused(spread(b, a_IK[i, k]), b, s0)
             store(out_IJ, i, j, left, s0)
             i += 1
+
+
+def as_array(x: Tensor) -> np.ndarray:
+    """The contiguous values of a CPU tensor, for a kernel; without a copy if it is contiguous."""
+    array: np.ndarray = x.detach().contiguous().numpy()
+    return array
 
 
 def _pointer(context: Any, builder: Any, kind: Any, at: tuple[Any, Any, Any]) -> Any:

@@ -27,8 +27,7 @@ import torch
 
 from roostream.errors import ConfigError
 from roostream.models.inputs import build_inputs
-from roostream.models.two_tower.cascade import retrieval_model
-from roostream.models.two_tower.retrieval import Retrieval
+from roostream.models.two_tower.models import Retrieval, retrieval_model
 from roostream.online.counters import sources_of
 from roostream.runtime.clock import Clock
 from roostream.schema.schema import Schema

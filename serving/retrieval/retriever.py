@@ -22,7 +22,7 @@ import torch
 
 from roostream.errors import RoostreamError, WireError
 from roostream.models.inputs import build_inputs
-from roostream.models.two_tower.retrieval import Retrieval
+from roostream.models.two_tower.models import Retrieval
 from roostream.online.counters import STATELESS_FEATURES, sources_of, stateless_features
 from roostream.online.entity_fields import EntityFields, FieldReader
 from roostream.runtime.clock import Clock

@@ -158,9 +158,8 @@ def score_requests(score_B: np.ndarray, positive_B: np.ndarray, request_index_B:
     positive_R, negative_R = sum_per_request(positive_S), sum_per_request(negative_S)
     rank_B = np.arange(len(score_B)) - start_R[np.cumsum(new_request_B) - 1]  # from 0
     discount_B = np.where(rank_B < NDCG_AT, 1 / np.log2(rank_B + 2.0), 0.0)
-    seen_S = (
-        np.cumsum(negative_S) - negative_S - (np.cumsum(negative_R) - negative_R)[request_S]
-    )  # negatives ranked higher
+    # negatives ranked higher
+    seen_S = np.cumsum(negative_S) - negative_S - (np.cumsum(negative_R) - negative_R)[request_S]
     worse_R = sum_per_request(positive_S * (seen_S + 0.5 * negative_S))
     reciprocal_R = sum_per_request(positive_S * np.add.reduceat(1.0 / (rank_B + 1), start_S) / size_S)
     gain_R = sum_per_request(positive_S * np.add.reduceat(discount_B, start_S) / size_S)

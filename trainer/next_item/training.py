@@ -21,8 +21,7 @@ from roostream.models.layers import init_parameters
 from roostream.models.sequence.hstu import Hstu, HstuLayer
 from roostream.models.sequence.hstu_attention import attention_in_place
 from roostream.models.sequence.jagged_sequences import build_history_sequences
-from roostream.models.sequence.next_item import NextItem
-from roostream.models.sequence.sasrec import SasRec
+from roostream.models.sequence.next_item import NextItem, SasRec
 from trainer.dense_part.adam import DenseAdam
 from trainer.next_item.config import NextItemConfig
 from trainer.next_item.evaluation import ranking_figures, ranks

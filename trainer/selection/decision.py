@@ -40,9 +40,8 @@ class Decision(NamedTuple):
     weight_R: np.ndarray  # float32: loss weight, 0 if it is not kept
     reason_R: np.ndarray  # uint8: TRAINED, or the reason to skip it
     probe_R: np.ndarray  # bool: skipped, but scored even if the others are not
-    stands_for_R: (
-        np.ndarray
-    )  # float32: requests that a kept one represents if only kept ones are scored; else 0
+    # float32: requests that a kept one represents if only kept ones are scored; else 0
+    stands_for_R: np.ndarray
 
 
 class SelectionWeights(NamedTuple):

@@ -318,9 +318,8 @@ class SlipstreamPolicy:
             [np.zeros(0, np.int64), *(self.counts[stack].count_N[of_N] for stack, of_N in hot.items())]
         )
         min_count = 0
-        if (
-            len(all_H) > self.config.max_hot_rows
-        ):  # whole counts only, so no order among equal counts is needed
+        # whole counts only, so no order among equal counts is needed
+        if len(all_H) > self.config.max_hot_rows:
             min_count = int(np.sort(all_H)[-self.config.max_hot_rows - 1]) + 1
         for stack, counts in self.counts.items():
             kept_N = hot[stack] & (counts.count_N >= min_count)

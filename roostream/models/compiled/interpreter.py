@@ -124,12 +124,8 @@ def _cross(x0_NW: np.ndarray, y_NW: np.ndarray, x_NW: np.ndarray, out_NW: np.nda
         for j in range(0, width, LANES):
             left = width - j
             zero = np.float32(0)
-            x0, y, x = (
-                load(x0_NW, i, j, left, zero),
-                load(y_NW, i, j, left, zero),
-                load(x_NW, i, j, left, zero),
-            )
-            store(out_NW, i, j, left, fused(x0, y, x))
+            x0, x = load(x0_NW, i, j, left, zero), load(x_NW, i, j, left, zero)
+            store(out_NW, i, j, left, fused(x0, load(y_NW, i, j, left, zero), x))
 
 
 @kernel
@@ -154,13 +150,8 @@ def _norm(x_NW: np.ndarray, gain_bias_2W: np.ndarray, out_NW: np.ndarray) -> Non
             left = width - j
             off = fused(load(x_NW, i, j, left, zero), spread(nothing, np.float32(1)), spread(nothing, -mean))
             of_gain = fused(off, spread(nothing, scale), nothing)
-            store(
-                out_NW,
-                i,
-                j,
-                left,
-                fused(of_gain, load(gain_bias_2W, 0, j, left, zero), load(gain_bias_2W, 1, j, left, zero)),
-            )
+            gain, bias = load(gain_bias_2W, 0, j, left, zero), load(gain_bias_2W, 1, j, left, zero)
+            store(out_NW, i, j, left, fused(of_gain, gain, bias))
 
 
 @short_kernel
@@ -247,10 +238,9 @@ def write_pooled_lists(
         end = begin
         for n in range(len(length_N)):
             end += length_N[n]
-        its_weight_L = weight_L[begin:end] if weighted else weight_L[:0]
-        write_pooled(
-            rows_UD, index_L[begin:end], length_N, its_weight_L, _register(x, registers_G3[register]), column
-        )
+        of_list_L = weight_L[begin:end] if weighted else weight_L[:0]
+        out = _register(x, registers_G3[register])
+        write_pooled(rows_UD, index_L[begin:end], length_N, of_list_L, out, column)
         begin = end
 
 

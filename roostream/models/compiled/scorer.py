@@ -18,7 +18,7 @@ from roostream.models.inputs import BUCKET_MS, build_inputs
 from roostream.models.model import Model
 from roostream.models.ranker import Ranker
 from roostream.models.simd import COMPILED
-from roostream.models.two_tower.cascade import Cascade
+from roostream.models.two_tower.models import Cascade
 from roostream.schema.schema import Schema
 from roostream.wire.batch import Batch
 from roostream.wire.jagged import Jagged

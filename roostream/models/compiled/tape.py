@@ -13,6 +13,7 @@ from typing import NamedTuple, cast
 import numpy as np
 from torch import nn
 
+from roostream.models.attention import ListAttention
 from roostream.models.compiled import interpreter as ops
 from roostream.models.feature_encoders import (
     EmbeddingEncoder,
@@ -92,7 +93,7 @@ def compile_tape(model: Ranker, schema: Schema) -> Tape | None:
     x = writer.cross(model.cross, x0)
     x = writer.mlp(model.dense, x)
     for block in model.list_attention:
-        writer.list_attention(block, x)
+        writer.list_attention(cast(ListAttention, block), x)
     writer.heads(model, writer.mlp(model.deep, x))
     return writer.tape()
 
@@ -134,9 +135,7 @@ class _Writer:
         shared = self._width(tower) if tower is not None else 0
         x0 = self._register(CANDIDATES, shared + sum(part.width for part in parts.values()))
         if tower is not None:
-            self._op(
-                ops.BROADCAST, a=ColumnRange(tower), to=ColumnRange(x0), width_in=shared, width_out=shared
-            )
+            self._op(ops.BROADCAST, ColumnRange(tower), ColumnRange(x0), shared, shared)
         self._write_parts("nro", parts, x0, shared)
         return x0
 
@@ -146,15 +145,8 @@ class _Writer:
             y = self._linear(cross.down[i], x) if cross.down else x
             y = self._linear(layer, y)
             out = self._register(CANDIDATES, cross.width)
-            self._op(
-                ops.CROSS,
-                a=ColumnRange(x0),
-                b=ColumnRange(y),
-                to=ColumnRange(out),
-                width_in=cross.width,
-                width_out=cross.width,
-                mode=x,
-            )
+            columns = ColumnRange(x0), ColumnRange(out)
+            self._op(ops.CROSS, *columns, cross.width, cross.width, b=ColumnRange(y), mode=x)
             x = out
         return x
 
@@ -163,25 +155,16 @@ class _Writer:
             x = self._linear(layer, x, mode=ops.RELU)
         return x
 
-    def list_attention(self, block: nn.Module, x: int) -> None:
+    def list_attention(self, block: ListAttention, x: int) -> None:
         """x + W_o attend(LN(x)), in place."""
-        norm, out, width = cast(nn.LayerNorm, block.norm), cast(nn.Linear, block.out), self._width(x)
+        norm, width = block.norm, self._width(x)
         normal, attended = self._register(CANDIDATES, width), self._register(CANDIDATES, width)
         at = self._keep([norm.weight.numpy(force=True), norm.bias.numpy(force=True)])
-        self._op(
-            ops.NORM, a=ColumnRange(x), to=ColumnRange(normal), width_in=width, width_out=width, weight=at
-        )
-        packed = self._linear(cast(nn.Linear, block.query_key_value), normal)
-        heads = cast(int, block._heads)
-        self._op(
-            ops.ATTEND_CANDIDATES,
-            a=ColumnRange(packed),
-            to=ColumnRange(attended),
-            width_in=3 * width,
-            width_out=width,
-            mode=heads,
-        )
-        self._linear(out, attended, to=ColumnRange(x), mode=ops.ADDED)
+        self._op(ops.NORM, ColumnRange(x), ColumnRange(normal), width, width, weight=at)
+        packed = self._linear(block.query_key_value, normal)
+        columns = ColumnRange(packed), ColumnRange(attended)
+        self._op(ops.ATTEND_CANDIDATES, *columns, 3 * width, width, mode=block.heads)
+        self._linear(block.out, attended, to=ColumnRange(x), mode=ops.ADDED)
 
     def heads(self, model: Ranker, x: int) -> None:
         """The logits are the last register."""
@@ -217,19 +200,20 @@ class _Writer:
         times = {
             c: cast(nn.Embedding, table).weight.numpy(force=True).copy() for c, table in part.times.items()
         }
-        name = part._feature.name
+        name = part.feature.name
         at = [f.name for f in self.schema.lists("ro")].index(name)
-        self._sequences.append(SequenceBlock(name, at, dict(part._stacks), times, entries))
+        self._sequences.append(SequenceBlock(name, at, dict(part.stacks), times, entries))
         query = self._linear(attention.query, asking.register, a_column=asking.column)
+        keys, width = ColumnRange(self._linear(attention.key_value, entries)), attention.width
         self._op(
             ops.ATTEND_HISTORY,
-            a=ColumnRange(query),
-            b=ColumnRange(self._linear(attention.key_value, entries)),
-            to=to,
-            width_in=attention.width,
-            width_out=attention.width,
+            ColumnRange(query),
+            to,
+            width,
+            width,
+            b=keys,
             weight=number,
-            mode=attention._heads,
+            mode=attention.heads,
         )
 
     def _linear(
@@ -248,15 +232,8 @@ class _Writer:
         if to is None:
             to = ColumnRange(self._register(self._registers[x][0], len(weight_JK)))
         at = self._keep([*weight_JK.T, bias_J])
-        self._op(
-            ops.LINEAR,
-            a=ColumnRange(x, a_column),
-            to=to,
-            width_in=layer.in_features,
-            width_out=layer.out_features,
-            weight=at,
-            mode=mode,
-        )
+        widths = layer.in_features, layer.out_features
+        self._op(ops.LINEAR, ColumnRange(x, a_column), to, *widths, weight=at, mode=mode)
         return to.register
 
     def _keep(self, rows: Iterable[np.ndarray]) -> int:
@@ -276,11 +253,11 @@ class _Writer:
     def _op(
         self,
         op: int,
-        *,
         a: ColumnRange,
         to: ColumnRange,
         width_in: int,
         width_out: int,
+        *,
         b: ColumnRange = ColumnRange(0),
         weight: int = 0,
         mode: int = 0,

@@ -248,9 +248,8 @@ def _pool(rows_UD: Tensor, index_L: Tensor, offset_S1: Tensor, weight_L: Tensor 
             f"expected positions in {len(rows_UD)} rows, got {int(index_L.min())} to {int(index_L.max())}; "
             "values are positions that as_kjt(inputs) gives, not ids"
         )
-    if (
-        weight_L is not None and weight_L.requires_grad
-    ):  # weights that are learned, by TorchRec's feature processors
+    # weights that are learned, by TorchRec's feature processors
+    if weight_L is not None and weight_L.requires_grad:
         return F.embedding_bag(
             index_L, rows_UD, offset_S1, mode="sum", per_sample_weights=weight_L, include_last_offset=True
         )

@@ -51,7 +51,37 @@ class HistoryTokenizer(nn.Module):
         return x_LD
 
 
-class HistoryEncoder(FeatureEncoder):
+class HstuEncoder(FeatureEncoder):
+    """Base of the encoders that pass a history and its targets through HSTU; `forward` returns the targets' outputs."""
+
+    def __init__(self, schema: Schema, feature: Feature, config: HstuSettings) -> None:
+        super().__init__()
+        self.width = config.hstu_width
+        self._feature, self._max_history = feature, config.max_history
+        self._time = next(iter(feature.time_columns), None)
+        self.tokens = HistoryTokenizer(schema, feature, self.width)
+
+    def _add_hstu(self, config: HstuSettings) -> None:
+        """Called last, so that parameters are registered in the order of checkpoints."""
+        times = self._time is not None
+        self.hstu = Hstu(self.width, config.hstu_heads, config.hstu_layers, config.max_history, times=times)
+
+    def _encode(self, inputs: Inputs, target_BD: Tensor, num_targets_R: np.ndarray) -> Tensor:
+        """[B, width]. `target_BD`: tokens of the targets; `num_targets_R`: int32, of each request."""
+        sequence = inputs.sequences[self._feature.name]
+        sequences = build_jagged_sequences(
+            sequence.host_length_R,
+            None if self._time is None else sequence.gap_ms_L[self._time],
+            num_targets_R,
+            self._max_history,
+            target_BD.device,
+        )
+        token_XD = torch.cat([self.tokens(inputs), target_BD])
+        x_SD = self.hstu(gather_rows([(token_XD, sequences.source_S)]), sequences)
+        return gather_rows([(x_SD, sequences.token_B)])
+
+
+class HistoryEncoder(HstuEncoder):
     """[R, hstu_width]: HSTU's output of a learned token after each history, at the time of the request (ROO
     paper, Fig. 5b).
 
@@ -60,36 +90,16 @@ class HistoryEncoder(FeatureEncoder):
     """
 
     def __init__(self, schema: Schema, feature: Feature, config: HstuSettings) -> None:
-        super().__init__()
-        self.width = config.hstu_width
-        self._name, self._max_history = feature.name, config.max_history
-        self._time = next(iter(feature.time_columns), None)
-        self.tokens = HistoryTokenizer(schema, feature, self.width)
+        super().__init__(schema, feature, config)
         self.next = nn.Parameter(torch.zeros(1, self.width))
-        self.hstu = Hstu(
-            self.width,
-            config.hstu_heads,
-            config.hstu_layers,
-            config.max_history,
-            times=self._time is not None,
-        )
+        self._add_hstu(config)
 
     def forward(self, inputs: Inputs, pooled: PooledFeatures) -> Tensor:
-        sequence = inputs.sequences[self._name]
-        num_requests = len(sequence.host_length_R)
-        sequences = build_jagged_sequences(
-            sequence.host_length_R,
-            None if self._time is None else sequence.gap_ms_L[self._time],
-            np.ones(num_requests, dtype=np.int32),
-            self._max_history,
-            self.next.device,
-        )
-        token_XD = torch.cat([self.tokens(inputs), self.next.expand(num_requests, -1)])
-        x_SD = self.hstu(gather_rows([(token_XD, sequences.source_S)]), sequences)
-        return gather_rows([(x_SD, sequences.token_B)])
+        num_requests = len(inputs.num_candidates_R)
+        return self._encode(inputs, self.next.expand(num_requests, -1), np.ones(num_requests, dtype=np.int32))
 
 
-class HstuTargetEncoder(FeatureEncoder):
+class HstuTargetEncoder(HstuEncoder):
     """[B, hstu_width]. History and all candidates of a request pass through HSTU once; a candidate sees the
     history and itself.
 
@@ -99,37 +109,17 @@ class HstuTargetEncoder(FeatureEncoder):
     """
 
     def __init__(self, schema: Schema, feature: Feature, config: HstuConfig) -> None:
-        super().__init__()
-        self.width = config.hstu_width
-        self._feature, self._max_history = feature, config.max_history
+        super().__init__(schema, feature, config)
         lists = schema.lists("nro")
         self._item = next((f.name for f in lists if f.table == feature.table), "")
         self._context = tuple(f.name for f in lists if f.name != self._item)
-        self.tokens = HistoryTokenizer(schema, feature, self.width)
         self.unknown_action = nn.Parameter(torch.zeros(self.width))
         context_width = sum(schema.table_by_name[f.table].dim for f in lists if f.name != self._item)
         self.context = nn.Linear(context_width, self.width, bias=False) if context_width else None
-        self._time = next(iter(feature.time_columns), None)
-        self.hstu = Hstu(
-            self.width,
-            config.hstu_heads,
-            config.hstu_layers,
-            config.max_history,
-            times=self._time is not None,
-        )
+        self._add_hstu(config)
 
     def forward(self, inputs: Inputs, pooled: PooledFeatures) -> Tensor:
-        sequence = inputs.sequences[self._feature.name]
-        sequences = build_jagged_sequences(
-            sequence.host_length_R,
-            None if self._time is None else sequence.gap_ms_L[self._time],
-            inputs.num_candidates_R,
-            self._max_history,
-            inputs.request_index_B.device,
-        )
-        token_XD = torch.cat([self.tokens(inputs), self._targets(inputs, pooled)])
-        x_SD = self.hstu(gather_rows([(token_XD, sequences.source_S)]), sequences)
-        return gather_rows([(x_SD, sequences.token_B)])
+        return self._encode(inputs, self._targets(inputs, pooled), inputs.num_candidates_R)
 
     def _targets(self, inputs: Inputs, pooled: PooledFeatures) -> Tensor:
         if self._item:

@@ -31,7 +31,7 @@ from torch.autograd.function import once_differentiable
 
 from roostream.models.embedding_ops import gather_rows
 from roostream.models.sequence.jagged_sequences import JaggedSequences, Pairs
-from roostream.models.simd import COMPILED, kernel, product
+from roostream.models.simd import COMPILED, as_array, kernel, product
 
 
 def pointwise_attention(
@@ -51,9 +51,8 @@ def pointwise_attention(
     out = []
     for group, pairs in zip(sequences.groups.groups, sequences.pairs, strict=True):
         g, n = group.shape_GK
-        q, k, v = (
-            group.of_slots(slots_SD3).view(g, n, 3, heads, -1).permute(2, 0, 3, 1, 4)
-        )  # [G, H, N, C] each
+        # [G, H, N, C] each
+        q, k, v = group.of_slots(slots_SD3).view(g, n, 3, heads, -1).permute(2, 0, 3, 1, 4)
         score_GHNN = (
             torch.matmul(q, k.transpose(-1, -2)) + _bias(pairs, position_bias_P, time_bias_T)[:, None]
         )
@@ -99,7 +98,7 @@ class _InPlace(torch.autograd.Function):
         ctx.save_for_backward(x_SD3, bias_P)
         ctx.of = of
         out_SD = x_SD3.new_empty(len(x_SD3), x_SD3.shape[1] // 3)
-        _attend(_array(x_SD3), _array(bias_P), *of, out_SD.numpy())
+        _attend(as_array(x_SD3), as_array(bias_P), *of, out_SD.numpy())
         return out_SD
 
     @staticmethod
@@ -108,13 +107,9 @@ class _InPlace(torch.autograd.Function):
         x_SD3, bias_P = ctx.saved_tensors
         dx_SD3, dbias_P = x_SD3.new_empty(x_SD3.shape), bias_P.new_zeros(bias_P.shape)
         _attend_back(
-            _array(x_SD3), _array(bias_P), *ctx.of, _array(gradient_SD), dx_SD3.numpy(), dbias_P.numpy()
+            as_array(x_SD3), as_array(bias_P), *ctx.of, as_array(gradient_SD), dx_SD3.numpy(), dbias_P.numpy()
         )
         return dx_SD3, dbias_P, None
-
-
-def _array(x: Tensor) -> np.ndarray:
-    return x.detach().contiguous().numpy()
 
 
 @kernel
@@ -133,11 +128,8 @@ def _attend(
         x_ID3, n = x_SD3[start_R1[r] : start_R1[r + 1]], start_R1[r + 1] - start_R1[r]
         s_II, transposed_CI = square[: n * n].reshape(n, n), transposed[: width * n].reshape(width, n)
         for head in range(heads):
-            q_IC, k_IC, v_IC = (
-                _part(x_ID3, 0, head, width, heads),
-                _part(x_ID3, 1, head, width, heads),
-                _part(x_ID3, 2, head, width, heads),
-            )
+            q_IC, k_IC = _part(x_ID3, 0, head, width, heads), _part(x_ID3, 1, head, width, heads)
+            v_IC = _part(x_ID3, 2, head, width, heads)
             transposed_CI[:] = k_IC.T
             product(q_IC, transposed_CI, s_II)
             for i in range(n):
@@ -169,11 +161,8 @@ def _attend_back(
         a_II, s_II = square[: n * n].reshape(n, n), other[: n * n].reshape(n, n)
         transposed_CI = transposed[: width * n].reshape(width, n)
         for head in range(heads):
-            q_IC, k_IC, v_IC = (
-                _part(x_ID3, 0, head, width, heads),
-                _part(x_ID3, 1, head, width, heads),
-                _part(x_ID3, 2, head, width, heads),
-            )
+            q_IC, k_IC = _part(x_ID3, 0, head, width, heads), _part(x_ID3, 1, head, width, heads)
+            v_IC = _part(x_ID3, 2, head, width, heads)
             gradient_IC = _part(gradient_SD[first:end], 0, head, width, heads)
             transposed_CI[:] = k_IC.T
             product(q_IC, transposed_CI, a_II)

@@ -16,7 +16,7 @@ import torch
 
 from roostream.errors import CheckpointError
 from roostream.models.inputs import Inputs
-from roostream.models.two_tower.retrieval import Retrieval
+from roostream.models.two_tower.models import Retrieval
 from roostream.runtime import tensor_file
 
 FORMAT = "1"

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from roostream.models.layers import init_parameters
 from roostream.models.sequence.hstu import Hstu
 from roostream.models.sequence.jagged_sequences import build_history_sequences
-from roostream.models.sequence.next_item import NextItem
-from roostream.models.sequence.sasrec import SasRec, SasRecLayer
+from roostream.models.sequence.next_item import NextItem, SasRec, SasRecLayer
 from tests.models.layer_checks import assert_gradients, randn
 
 D, HEADS, MOST, ITEMS = 4, 2, 20, 7

@@ -11,7 +11,7 @@ import torch
 from roostream.errors import CheckpointError
 from roostream.models.inputs import build_inputs
 from roostream.models.two_tower.item_index import ItemIndex, build_item_index, decode, encode, merged
-from roostream.models.two_tower.retrieval import Retrieval
+from roostream.models.two_tower.models import Retrieval
 from roostream.runtime import tensor_file
 from roostream.wire.lookup import build_lookup
 from tests.models.model_cases import make_batch, make_rows, make_schema

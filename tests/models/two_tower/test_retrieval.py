@@ -14,7 +14,7 @@ from roostream.models.build import build_model
 from roostream.models.config import TwoTowerConfig
 from roostream.models.inputs import Inputs, build_inputs
 from roostream.models.model import Targets
-from roostream.models.two_tower.retrieval import Retrieval
+from roostream.models.two_tower.models import Retrieval
 from roostream.models.two_tower.sampled_softmax import log_expected
 from roostream.schema.schema_file import schema_from_dict
 from roostream.wire.batch import Batch

@@ -14,8 +14,7 @@ from serving_fakes import FakeRows
 from roostream.errors import ConfigError
 from roostream.models.build import build_model
 from roostream.models.inputs import build_inputs
-from roostream.models.two_tower.cascade import retrieval_model
-from roostream.models.two_tower.retrieval import Retrieval
+from roostream.models.two_tower.models import Retrieval, retrieval_model
 from roostream.schema.schema import Transform
 from roostream.wire.block import encode_nro, encode_ro
 from roostream.wire.decode import Decoder
