@@ -283,7 +283,7 @@ class Paced:
         }
 
     def _stalled_s(self) -> float:
-        return self.session.read_by.shown()["stalled_s"] if self.session.read_by else 0.0
+        return self.session.read_by.report()["stalled_s"] if self.session.read_by else 0.0
 
     def work(self) -> Work:
         return Work(self.step, lambda: self.units, lambda: self._figures, lambda: self.took_s)

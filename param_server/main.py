@@ -38,7 +38,7 @@ from roostream.runtime.health import Health
 from roostream.runtime.histograms import StageHistogram
 from roostream.runtime.kafka import clients
 from roostream.runtime.kafka.topics import ROWS
-from roostream.runtime.metrics_collector import MetricsCollector
+from roostream.runtime.metrics_collector import MetricsCollector, MetricSpec
 from roostream.runtime.rpc.client import SocketTransport
 from roostream.runtime.rpc.security import LinkCredentials
 from roostream.runtime.rpc.server import RpcServer
@@ -54,47 +54,31 @@ _JOIN_S = 5.0
 _TURN_S = 0.5
 
 METRICS = {
-    "rows": ("rows", "rows in memory"),
-    "incarnation": ("incarnation", "incarnation in which calls are answered"),
-    "committed_seq": ("committed_seq", "number of the last commit"),
-    "segments": ("segments", "segments of the last commit"),
-    "bytes": ("bytes", "memory of the rows"),
-    "changed_rows": ("dirty", "rows changed since the last freeze"),
-    "expiry_skipped_rows": ("spared", "rows that were due to expire and kept because of max_expired_share"),
-    "unpublishable_rows": ("withheld", "rows not published: not finite, or longer than max_publish_norm"),
-    "clipped_gradient_rows": (
-        "limited",
-        "gradient rows that were scaled down to what the rule's state can hold",
+    "roostream_shard_rows": MetricSpec("rows in memory", ("stack",)),
+    "roostream_shard_incarnation": MetricSpec("incarnation in which calls are answered"),
+    "roostream_shard_committed_seq": MetricSpec("number of the last commit"),
+    "roostream_shard_segments": MetricSpec("segments of the last commit"),
+    "roostream_shard_bytes": MetricSpec("memory of the rows"),
+    "roostream_shard_changed_rows": MetricSpec("rows changed since the last freeze"),
+    "roostream_shard_expiry_skipped_rows_total": MetricSpec("due rows kept because of max_expired_share"),
+    "roostream_shard_unpublishable_rows_total": MetricSpec("rows not finite or longer than max_publish_norm"),
+    "roostream_shard_clipped_gradient_rows_total": MetricSpec(
+        "gradient rows that were scaled down to what the rule's state can hold"
     ),
-    "largest_accumulator": ("largest_accumulator", "largest accumulator of squares since the start"),
-    "damaged_segment_parts": (
-        "damaged",
-        "damaged parts of committed segments; the next commit rewrites their rows",
+    "roostream_shard_largest_accumulator": MetricSpec("largest sum of squares since the start", ("stack",)),
+    "roostream_shard_damaged_segment_parts": MetricSpec(
+        "damaged parts of committed segments; the next commit rewrites their rows"
     ),
-    "found_damaged_segment_parts": ("damages", "parts of segments that were found damaged since the start"),
-    "pulls": ("pulls", "pulls answered"),
-    "pushes": ("pushes", "pushes applied"),
-    "duplicate_pushes": ("repeats", "pushes that had been applied before"),
-    "waiting_pushes": ("waiting", "pushes that wait for the other workers' pushes of their step"),
-    "ready": ("ready", "1 = restored"),
+    "roostream_shard_found_damaged_segment_parts_total": MetricSpec("segment parts that were found damaged"),
+    "roostream_shard_pulls_total": MetricSpec("pulls answered"),
+    "roostream_shard_pushes_total": MetricSpec("pushes applied"),
+    "roostream_shard_duplicate_pushes_total": MetricSpec("pushes that had been applied before"),
+    "roostream_shard_waiting_pushes": MetricSpec("pushes that wait for other workers' pushes of their step"),
+    "roostream_shard_ready": MetricSpec("1 once rows are restored"),
+    "roostream_shard_published_timestamp_seconds": MetricSpec("when replicas last had everything"),
+    "roostream_shard_published_keys_total": MetricSpec("keys sent in deltas"),
+    "roostream_shard_republished_keys_total": MetricSpec("keys published again after a rollback"),
 }
-"""Metric `roostream_shard_<name>` → its key in `Shard.stats`, and its help text."""
-PUBLISHER_METRICS = {
-    "published_at_ms": "when replicas last had everything",
-    "published_keys": "keys sent in deltas",
-    "republished_keys": "keys published again after a rollback",
-}
-_COUNTERS = (
-    "expiry_skipped_rows",
-    "unpublishable_rows",
-    "clipped_gradient_rows",
-    "found_damaged_segment_parts",
-    "pulls",
-    "pushes",
-    "duplicate_pushes",
-    "published_keys",
-    "republished_keys",
-)
 
 
 def run(config: ShardConfig) -> int:
@@ -125,9 +109,9 @@ def serve(config: ShardConfig, stop: threading.Event) -> None:
         publisher = (
             Publisher(shard, topic, shard.clock, interval_ms=config.publish_interval_ms) if topic else None
         )
-        collector = shard_metrics(shard, publisher)
-        opened.callback(collector.unregister)
-        collector.register()
+        collector = MetricsCollector(lambda: metrics_of(shard, publisher), METRICS)
+        opened.callback(REGISTRY.unregister, collector)
+        REGISTRY.register(collector)
         opened.callback(REGISTRY.unregister, latency.histogram)
         REGISTRY.register(latency.histogram)  # 3
         if publisher and topic:
@@ -231,20 +215,32 @@ def timed(handler: Handler, latency: StageHistogram) -> Handler:
     return handle
 
 
-def shard_metrics(shard: Shard, publisher: Publisher | None) -> MetricsCollector:
-    """The metrics `roostream_shard_<name>`; rows by stack."""
-
-    def read() -> dict[str, Any]:
-        stats = shard.stats()
-        shown = {name: stats[key] for name, (key, _) in METRICS.items()}
-        if publisher:
-            shown |= {
-                "published_at_ms": publisher.published_at_ms,
-                "published_keys": publisher.num_keys,
-                "republished_keys": publisher.num_republished,
-            }
-        return shown
-
-    helps = {name: text for name, (_, text) in METRICS.items()} | PUBLISHER_METRICS
-    labels = {"rows": "stack", "largest_accumulator": "stack"}
-    return MetricsCollector("shard", read, labels, helps=helps, counters=_COUNTERS)
+def metrics_of(shard: Shard, publisher: Publisher | None) -> dict[str, Any]:
+    """Full metric name → value."""
+    stats = shard.stats()
+    metrics = {
+        "roostream_shard_rows": stats["rows"],
+        "roostream_shard_incarnation": stats["incarnation"],
+        "roostream_shard_committed_seq": stats["committed_seq"],
+        "roostream_shard_segments": stats["segments"],
+        "roostream_shard_bytes": stats["bytes"],
+        "roostream_shard_changed_rows": stats["dirty"],
+        "roostream_shard_expiry_skipped_rows_total": stats["spared"],
+        "roostream_shard_unpublishable_rows_total": stats["withheld"],
+        "roostream_shard_clipped_gradient_rows_total": stats["limited"],
+        "roostream_shard_largest_accumulator": stats["largest_accumulator"],
+        "roostream_shard_damaged_segment_parts": stats["damaged"],
+        "roostream_shard_found_damaged_segment_parts_total": stats["damages"],
+        "roostream_shard_pulls_total": stats["pulls"],
+        "roostream_shard_pushes_total": stats["pushes"],
+        "roostream_shard_duplicate_pushes_total": stats["repeats"],
+        "roostream_shard_waiting_pushes": stats["waiting"],
+        "roostream_shard_ready": stats["ready"],
+    }
+    if publisher:
+        metrics |= {
+            "roostream_shard_published_timestamp_seconds": publisher.published_at_ms / 1000,
+            "roostream_shard_published_keys_total": publisher.num_keys,
+            "roostream_shard_republished_keys_total": publisher.num_republished,
+        }
+    return metrics

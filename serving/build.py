@@ -22,6 +22,7 @@ from roostream.runtime import manifest as manifests
 from roostream.runtime.checkpoint_store import CheckpointStore, open_store
 from roostream.runtime.clock import Clock, SystemClock
 from roostream.runtime.manifest import Manifest
+from roostream.runtime.metrics_collector import MetricsCollector
 from roostream.runtime.tls import TlsContext
 from roostream.schema import registry as schema_registry
 from roostream.schema.ids import hash64
@@ -37,7 +38,7 @@ from serving.feature_log.kafka_sink import KafkaSink
 from serving.feature_log.log import FeatureLog
 from serving.feature_log.sender import LogSender
 from serving.inflight_watermark import InflightWatermark
-from serving.metrics import ServingMetrics, StateCollector
+from serving.metrics import METRICS, ServingMetrics
 from serving.online_features.hydration import Hydrator
 from serving.rank import OrderPolicy, RankService
 from serving.rank_json import JsonParser
@@ -177,7 +178,7 @@ def open_retrieval(
     updater = ItemVectorUpdater(
         schema, settings, retriever, lambda: service.versions.served.version, service.rows, idle_gate, clock
     )
-    registry.register(StateCollector(updater.metrics))
+    registry.register(MetricsCollector(updater.metrics, METRICS))
     return updater
 
 
@@ -201,7 +202,7 @@ def producer_name(home: Path) -> str:
     return f"serving-{socket.gethostname()}-{hash64(os.path.realpath(home)):016x}"
 
 
-def process_metrics(process: ServingProcess) -> StateCollector:
+def process_metrics(process: ServingProcess) -> MetricsCollector:
     """Metrics that are read from the process when they are scraped."""
     feature_log, rows, sender, shadow = process.context.log, process.rows, process.sender, process.shadow
     service = process.context.service
@@ -227,11 +228,7 @@ def process_metrics(process: ServingProcess) -> StateCollector:
             "roostream_serving_interleave_requests": interleaving.outcomes(),
         }
 
-    labels = {
-        "roostream_serving_versions_refused_total": "reason",
-        "roostream_serving_interleave_requests": "outcome",
-    }
-    return StateCollector(read, labels)
+    return MetricsCollector(read, METRICS)
 
 
 def _waiting_for(rows: ServedRows, items: ItemVectorUpdater | None, is_stopping: bool) -> list[str]:

@@ -7,15 +7,15 @@ observes the rest.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from roostream.runtime.histograms import cumulative_buckets
+from roostream.runtime.metrics_collector import MetricSpec
 
 MAX_ACTIONS = 20  # names of unused actions that get a series of their own
 REQUEST_S = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.008, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
@@ -25,77 +25,85 @@ SCORES = (
     *(0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99),
 )
 
-HELP = {
-    "roostream_serving_ready": "1 once embedding rows are loaded",
-    "roostream_serving_in_flight": "rank requests in progress",
-    "roostream_serving_connections": "open HTTP connections",
-    "roostream_serving_reading_bytes": "bytes of request bodies that are being received",
-    "roostream_serving_service_time_seconds": "recent scoring time per rank request",
-    "roostream_serving_keys": "bearer keys in the key file, including expired ones",
-    "roostream_serving_keys_file_refused": "1 if the key file is invalid and the previous keys stay in force",
-    "roostream_serving_log_backlog_records": "records of the feature log that Kafka has not acknowledged",
-    "roostream_serving_log_backlog_bytes": "bytes of the feature log that Kafka has not acknowledged",
-    "roostream_serving_log_refused_records_total": "records of the feature log that Kafka rejected",
-    "roostream_serving_log_damaged_records_total": "records of the feature log that were damaged on disk",
-    "roostream_serving_replica_rows": "embedding rows in memory",
-    "roostream_serving_replica_lag_records": "records of the rows topic that are not applied yet",
-    "roostream_serving_replica_applied_total": "row deltas and barriers applied",
-    "roostream_serving_replica_refused_total": "records of the rows topic that could not be applied",
-    "roostream_serving_replica_bootstraps_total": "times that all rows were read from the shards",
-    "roostream_serving_replica_repaired_buckets_total": "stale buckets that were read from their shards again",
-    "roostream_serving_rows_current_timestamp_seconds": "when all rows were last known to be current",
-    "roostream_serving_row_cache_lookups_total": "row lookups in the cache",
-    "roostream_serving_row_cache_misses_total": "row lookups that the cache could not answer",
-    "roostream_serving_row_cache_initial_values_total": "missed rows scored with their initial value",
-    "roostream_serving_row_cache_evictions_total": "rows evicted from the cache",
-    "roostream_serving_row_cache_absent_keys": "keys that the cache knows to have no row",
-    "roostream_serving_row_reads_failed_total": "failed reads of missing rows from a shard",
-    "roostream_serving_version_swaps_total": "model versions installed",
-    "roostream_serving_versions_refused_total": "committed model versions that cannot be served",
-    "roostream_serving_shadow_scored_total": "requests that the shadow version scored as well",
-    "roostream_serving_shadow_dropped_total": "requests that the shadow version had no time for",
-    "roostream_serving_shadow_failures_total": "requests that the shadow version could not score",
-    "roostream_serving_interleaved_total": "requests answered with the interleaved list of two versions",
-    "roostream_serving_interleave_failures_total": "requests that the rival version could not score",
-    "roostream_serving_interleave_requests": "interleaved requests with an engagement, by the version that won",
-    "roostream_serving_items": "catalogue items that have a vector",
-    "roostream_serving_items_due": "items whose rows changed and whose vectors wait for an update",
-    "roostream_serving_items_lag_seconds": "how long the oldest due item has waited",
-    "roostream_serving_items_refreshed_total": "item vectors updated because rows changed",
-    "roostream_serving_items_built_total": "times that all vectors were built for a new version or catalogue",
-    "roostream_serving_items_build_seconds": "duration of the last build of all vectors",
-    "roostream_serving_items_refused_total": "catalogues and versions that retrieval cannot use",
-    "roostream_serving_items_recall": "recall of the index against exact search, over recent sampled requests",
-    "roostream_serving_items_recall_samples_total": "requests that the recall was measured with",
-    "roostream_serving_items_exact_searches_total": "searches that compared every item despite an index",
+METRICS = {
+    "roostream_serving_ready": MetricSpec("1 once embedding rows are loaded"),
+    "roostream_serving_in_flight": MetricSpec("rank requests in progress"),
+    "roostream_serving_connections": MetricSpec("open HTTP connections"),
+    "roostream_serving_reading_bytes": MetricSpec("bytes of request bodies that are being received"),
+    "roostream_serving_service_time_seconds": MetricSpec("recent scoring time per rank request"),
+    "roostream_serving_keys": MetricSpec("bearer keys in the key file, including expired ones"),
+    "roostream_serving_keys_file_refused": MetricSpec(
+        "1 if the key file is invalid and the previous keys stay in force"
+    ),
+    "roostream_serving_log_backlog_records": MetricSpec(
+        "records of the feature log that Kafka has not acknowledged"
+    ),
+    "roostream_serving_log_backlog_bytes": MetricSpec(
+        "bytes of the feature log that Kafka has not acknowledged"
+    ),
+    "roostream_serving_log_refused_records_total": MetricSpec(
+        "records of the feature log that Kafka rejected"
+    ),
+    "roostream_serving_log_damaged_records_total": MetricSpec(
+        "records of the feature log that were damaged on disk"
+    ),
+    "roostream_serving_replica_rows": MetricSpec("embedding rows in memory"),
+    "roostream_serving_replica_lag_records": MetricSpec("records of the rows topic that are not applied yet"),
+    "roostream_serving_replica_applied_total": MetricSpec("row deltas and barriers applied"),
+    "roostream_serving_replica_refused_total": MetricSpec(
+        "records of the rows topic that could not be applied"
+    ),
+    "roostream_serving_replica_bootstraps_total": MetricSpec("times that all rows were read from the shards"),
+    "roostream_serving_replica_repaired_buckets_total": MetricSpec(
+        "stale buckets that were read from their shards again"
+    ),
+    "roostream_serving_rows_current_timestamp_seconds": MetricSpec(
+        "when all rows were last known to be current"
+    ),
+    "roostream_serving_row_cache_lookups_total": MetricSpec("row lookups in the cache"),
+    "roostream_serving_row_cache_misses_total": MetricSpec("row lookups that the cache could not answer"),
+    "roostream_serving_row_cache_initial_values_total": MetricSpec(
+        "missed rows scored with their initial value"
+    ),
+    "roostream_serving_row_cache_evictions_total": MetricSpec("rows evicted from the cache"),
+    "roostream_serving_row_cache_absent_keys": MetricSpec("keys that the cache knows to have no row"),
+    "roostream_serving_row_reads_failed_total": MetricSpec("failed reads of missing rows from a shard"),
+    "roostream_serving_version_swaps_total": MetricSpec("model versions installed"),
+    "roostream_serving_versions_refused_total": MetricSpec(
+        "committed model versions that cannot be served", ("reason",)
+    ),
+    "roostream_serving_shadow_scored_total": MetricSpec("requests that the shadow version scored as well"),
+    "roostream_serving_shadow_dropped_total": MetricSpec("requests that the shadow version had no time for"),
+    "roostream_serving_shadow_failures_total": MetricSpec("requests that the shadow version could not score"),
+    "roostream_serving_interleaved_total": MetricSpec(
+        "requests answered with the interleaved list of two versions"
+    ),
+    "roostream_serving_interleave_failures_total": MetricSpec(
+        "requests that the rival version could not score"
+    ),
+    "roostream_serving_interleave_requests": MetricSpec(
+        "interleaved requests with an engagement, by the version that won", ("outcome",)
+    ),
+    "roostream_serving_items": MetricSpec("catalogue items that have a vector"),
+    "roostream_serving_items_due": MetricSpec(
+        "items whose rows changed and whose vectors wait for an update"
+    ),
+    "roostream_serving_items_lag_seconds": MetricSpec("how long the oldest due item has waited"),
+    "roostream_serving_items_refreshed_total": MetricSpec("item vectors updated because rows changed"),
+    "roostream_serving_items_built_total": MetricSpec(
+        "times that all vectors were built for a new version or catalogue"
+    ),
+    "roostream_serving_items_build_seconds": MetricSpec("duration of the last build of all vectors"),
+    "roostream_serving_items_refused_total": MetricSpec("catalogues and versions that retrieval cannot use"),
+    "roostream_serving_items_recall": MetricSpec(
+        "recall of the index against exact search, over recent sampled requests"
+    ),
+    "roostream_serving_items_recall_samples_total": MetricSpec("requests that the recall was measured with"),
+    "roostream_serving_items_exact_searches_total": MetricSpec(
+        "searches that compared every item despite an index"
+    ),
 }
-
-
-class StateCollector(Collector):
-    """Reads the state of the process when it is scraped.
-
-    `read` returns metric name → number, or → {label value: number} for a metric named in `labels`. None is
-    left out. A name that ends with `_total` is a counter, any other a gauge. Every name has its text in HELP.
-    """
-
-    def __init__(
-        self, read: Callable[[], Mapping[str, Any]], labels: Mapping[str, str] | None = None
-    ) -> None:
-        self.read, self.labels = read, labels or {}
-
-    def collect(self) -> list[Metric]:
-        families: list[Metric] = []
-        for name, value in self.read().items():
-            kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
-            label = self.labels.get(name)
-            family = kind(name, HELP[name], labels=[label] if label else ())
-            series = value.items() if label else [(None, value)]
-            for label_value, number in series:
-                if number is not None:
-                    family.add_metric([] if label_value is None else [label_value], float(number))
-            if family.samples:
-                families.append(family)
-        return families
+"""Metrics that are read when they are scraped."""
 
 
 class ServingMetrics:

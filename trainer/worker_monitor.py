@@ -17,7 +17,8 @@ from trainer.monitoring.caught_up import (
     TrainingState,
 )
 from trainer.monitoring.drift import DriftDetector
-from trainer.monitoring.progressive_metrics import METRIC_NAMES, summarize
+from trainer.monitoring.drift_report import DRIFT_METRICS
+from trainer.monitoring.progressive_metrics import summarize
 from trainer.monitoring.report import liveness_report, quality_gauges, quality_report
 from trainer.read_bounds import ReadBounds
 from trainer.worker import Worker
@@ -25,6 +26,37 @@ from trainer.worker import Worker
 _EVERY_S = 1.0
 _METRICS_EVERY_S = 5.0
 _FRESH_S = 10.0  # an older observation counts as unknown, because the loop's thread hangs
+
+SELECTION_METRICS = {
+    "roostream_worker_skip_share": "skip_share",
+    "roostream_worker_probed_total": "probed",
+    "roostream_worker_train_weight_mean": "train_weight_mean",
+    "roostream_worker_slipstream_phase": "slipstream_phase",
+    "roostream_worker_slipstream_hot_rows": "slipstream_hot_rows",
+    "roostream_worker_slipstream_hot_requests_share": "slipstream_hot_requests_share",
+    "roostream_worker_slipstream_unvisited_share": "slipstream_unvisited_share",
+    "roostream_worker_slipstream_threshold": "slipstream_threshold",
+    "roostream_worker_slipstream_realised_drop": "slipstream_realised_drop",
+    "roostream_worker_slipstream_half_width": "slipstream_half_width",
+    "roostream_worker_row_visits_total": "row_visits",
+    "roostream_worker_row_pushes_total": "row_pushes",
+    "roostream_worker_row_deferred_share": "row_deferred_share",
+    "roostream_worker_deferred_rows": "deferred_rows",
+    "roostream_worker_unfrozen_rows_total": "unfrozen_rows",
+    "roostream_worker_rehearsal_batches": "rehearsal_batches",
+    "roostream_worker_rehearsal_bytes": "rehearsal_bytes",
+}
+"""Metric → its key in `Selection.report`."""
+_TASK_METRICS = {
+    "roostream_worker_base_rate": "base_rate",
+    "roostream_worker_ne": "ne",
+    "roostream_worker_auc": "auc",
+    "roostream_worker_request_auc": "request_auc",
+    "roostream_worker_mrr": "mrr",
+    "roostream_worker_ndcg_10": "ndcg@10",
+    "roostream_worker_calibration": "calibration",
+}
+"""Metric → its key in the numbers of a task."""
 
 
 class Monitor:
@@ -97,52 +129,70 @@ class Monitor:
         return self.drift.report() if self.drift else {}
 
     def metrics(self) -> dict[str, Any]:
-        """Values of `trainer.metrics.WORKER`."""
+        """Metrics of `trainer.metrics.WORKER`."""
         seen, loop, counts = self.progress, self.worker.loop, self.worker.loop.counts
         at = seen.overall
         by_partition = {
             f"{topic}-{number}": standing for (topic, number), standing in seen.partitions.items()
         }
         tasks = self._metrics.get("tasks", {})
-        by_task = {
-            name.replace("@", "_"): {task: values.get(name) for task, values in tasks.items()}
-            for name in METRIC_NAMES
-        }
+        selection = loop.selection.report()
         return {
-            **{name: value for name, value in dataclasses.asdict(counts).items() if name != "busy_s"},
-            "outcomes": dict(loop.outcomes.total),
-            **{name: value for name, value in loop.selection.report().items() if value is not None},
-            "step": self.worker.loop.num_steps,
-            "watermark_ms": self.worker.loop.watermark_ms,
-            "incarnation": self.worker.incarnation,
-            "training": int(self.worker.training),
-            "duplicates": self.worker.loop.partitions.num_skipped,
-            "lost_records": self.worker.loop.source.num_lost,
-            "row_wait_share": loop.stages.of_loop("pull", "push") / counts.busy_s if counts.busy_s else 0.0,
-            "stage_seconds": loop.stages.seconds(),
-            "max_staleness": loop.feed.max_staleness,
-            "shared_rows": loop.feed.num_shared,
-            "lag_records": at.lag_records,
-            "lag_ms": at.lag_ms,
-            "hidden_records": at.hidden_records,
-            "retention_share": at.retention_share,
-            "arrived_per_s": at.arrival.value if at.arrival else None,
-            "consumed_per_s": at.consumption.value if at.consumption else None,
-            "drained_per_s": at.drain.value if at.drain else None,
-            "eta_s": at.eta.s,
-            "eta_low_s": at.eta.low_s,
-            "eta_high_s": at.eta.high_s,
-            "state": one_of(at.state, tuple(TrainingState)),
-            "state_s": {str(state): seconds for state, seconds in seen.state_seconds.items()},
-            "partition_lag_records": {name: standing.lag_records for name, standing in by_partition.items()},
-            "partition_lag_ms": {name: standing.lag_ms for name, standing in by_partition.items()},
-            "partition_lost_records": {
+            "roostream_worker_requests_total": counts.requests,
+            "roostream_worker_candidates_total": counts.candidates,
+            "roostream_worker_frozen_total": counts.frozen,
+            "roostream_worker_non_finite_total": counts.non_finite,
+            "roostream_worker_dead_letters_total": counts.dead_letters,
+            "roostream_worker_corrections_total": counts.corrections,
+            "roostream_worker_rehearsed_total": counts.rehearsed,
+            "roostream_worker_outcomes_total": dict(loop.outcomes.total),
+            **{metric: selection.get(name) for metric, name in SELECTION_METRICS.items()},
+            "roostream_worker_step": loop.num_steps,
+            "roostream_worker_watermark_timestamp_seconds": _seconds(loop.watermark_ms),
+            "roostream_worker_incarnation": self.worker.incarnation,
+            "roostream_worker_training": self.worker.training,
+            "roostream_worker_duplicates_total": loop.partitions.num_skipped,
+            "roostream_worker_lost_records_total": loop.source.num_lost,
+            "roostream_worker_row_wait_share": loop.stages.of_loop("pull", "push") / counts.busy_s
+            if counts.busy_s
+            else 0.0,
+            "roostream_worker_stage_seconds_total": loop.stages.seconds(),
+            "roostream_worker_max_staleness": loop.feed.max_staleness,
+            "roostream_worker_shared_rows_total": loop.feed.num_shared,
+            "roostream_worker_lag_records": at.lag_records,
+            "roostream_worker_lag_seconds": _seconds(at.lag_ms),
+            "roostream_worker_hidden_records": at.hidden_records,
+            "roostream_worker_retention_share": at.retention_share,
+            "roostream_worker_arrived_per_second": at.arrival.value if at.arrival else None,
+            "roostream_worker_consumed_per_second": at.consumption.value if at.consumption else None,
+            "roostream_worker_drained_per_second": at.drain.value if at.drain else None,
+            "roostream_worker_eta_seconds": at.eta.s,
+            "roostream_worker_eta_low_seconds": at.eta.low_s,
+            "roostream_worker_eta_high_seconds": at.eta.high_s,
+            "roostream_worker_state": one_of(at.state, tuple(TrainingState)),
+            "roostream_worker_state_seconds_total": {
+                str(state): seconds for state, seconds in seen.state_seconds.items()
+            },
+            "roostream_worker_partition_lag_records": {
+                name: standing.lag_records for name, standing in by_partition.items()
+            },
+            "roostream_worker_partition_lag_seconds": {
+                name: _seconds(standing.lag_ms) for name, standing in by_partition.items()
+            },
+            "roostream_worker_partition_lost_records_total": {
                 name: standing.lost_records for name, standing in by_partition.items()
             },
-            **by_task,
+            **{
+                metric: {task: values.get(name) for task, values in tasks.items()}
+                for metric, name in _TASK_METRICS.items()
+            },
             **quality_gauges(self._quality),
-            **{f"drift_{name}": values for name, values in self._drift.items()},
+            **{metric: self._drift.get(name, {}) for metric, name in DRIFT_METRICS.items()},
         }
+
+
+def _seconds(ms: float | None) -> float | None:
+    return None if ms is None else ms / 1000
 
 
 def read_phase(bounds: ReadBounds) -> ReadPhase:

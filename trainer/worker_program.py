@@ -35,7 +35,7 @@ from roostream.runtime.work_unit import TableInput
 from roostream.schema.registry import open_registry, register
 from roostream.schema.schema import Schema
 from roostream.schema.schema_file import load_schema
-from roostream.warehouse.readers.remote_rows import READING_COUNTERS, ReadersLink, RemoteSessionOpener
+from roostream.warehouse.readers.remote_rows import ReadersLink, RemoteSessionOpener
 from roostream.wire.decode import Decoder
 from trainer.batch_source import BatchSource
 from trainer.chunks import ChunkPart
@@ -43,7 +43,7 @@ from trainer.config import WorkerConfig
 from trainer.deployment_identity import DeploymentIdentity, kafka_identity
 from trainer.device.numerics import set_numerics
 from trainer.loop import LoopDependencies, TrainLoop
-from trainer.metrics import WORKER, StateCollector
+from trainer.metrics import WORKER, WORKER_READING
 from trainer.monitoring.caught_up import CaughtUpLimits
 from trainer.monitoring.drift import DriftDetector
 from trainer.monitoring.shadow import load_shadow_model
@@ -162,7 +162,7 @@ def run_until_stopped(config: WorkerConfig, stop: Stop) -> None:
         worker.on_write = profiles.save
         patience = CaughtUpLimits(lag_ms=config.caught_up_lag_ms, hold_s=config.caught_up_hold_ms / 1000)
         monitor = Monitor(worker, clock, patience, drift)
-        REGISTRY.register(StateCollector(monitor.metrics, WORKER))
+        REGISTRY.register(MetricsCollector(monitor.metrics, WORKER))
 
         def report() -> dict[str, Any]:
             return {**monitor.report(), "seen_at": metrics_address}
@@ -283,5 +283,5 @@ def remote_session_opener(
         incarnation=incarnation,
     )
     opener = RemoteSessionOpener(link, config.readers, clock)
-    MetricsCollector("worker_reading", opener.shown, {}, counters=READING_COUNTERS).register()
+    REGISTRY.register(MetricsCollector(opener.metrics, WORKER_READING))
     return opener

@@ -12,6 +12,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from prometheus_client import REGISTRY
+
 from infra.auditor import audit_file, sums
 from infra.auditor.auditor import AUDITED, Auditor
 from infra.auditor.config import AuditorConfig
@@ -36,12 +38,12 @@ def run(config: AuditorConfig) -> int:
 
 
 class AuditorLoop:
-    """The auditor with its metrics and its file. Single-threaded, except `gauges`."""
+    """The auditor with its metrics and its file. Single-threaded, except `metrics`."""
 
     def __init__(self, config: AuditorConfig, auditor: Auditor, topics: dict[str, str]) -> None:
         self.config, self.auditor, self.topics = config, auditor, topics
         self.home = Path(config.home)
-        self.gauges: dict[str, Any] = {}
+        self.metrics: dict[str, Any] = {}
         self._saved_s = time.monotonic()
         self._exported_s = 0.0
         self._logged_current = False
@@ -67,7 +69,7 @@ class AuditorLoop:
     def export(self) -> None:
         """Update the exported sums."""
         self._exported_s = time.monotonic()
-        self.gauges = sums.gauges(self.auditor.sums(), self.auditor.is_current(), self.auditor.behind())
+        self.metrics = sums.metrics_of(self.auditor.sums(), self.auditor.is_current(), self.auditor.behind())
         if not self._logged_current and self.auditor.is_current():
             self._logged_current = True
             log.info("all records that existed at the start have been counted")
@@ -108,8 +110,8 @@ def run_until_stopped(config: AuditorConfig, stop: Stop) -> None:
     with health.waiting("Kafka"):
         topics = clients.wait_for_topics(config.broker, config.prefix, AUDITED, config.partitions, stop)
     loop = AuditorLoop(config, auditor, topics)
-    exports = MetricsCollector("auditor", lambda: loop.gauges, sums.LABELS)
-    exports.register()
+    collector = MetricsCollector(lambda: loop.metrics, sums.METRICS)
+    REGISTRY.register(collector)
     try:
         with health.waiting("Kafka"):
             Backoff(what=f"Kafka at {config.broker}").until(loop.open, (UnavailableError,), stop)
@@ -122,5 +124,5 @@ def run_until_stopped(config: AuditorConfig, stop: Stop) -> None:
             health.turned()
         loop.close()
     finally:
-        exports.unregister()
+        REGISTRY.unregister(collector)
         auditor.close()

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
-from roostream.runtime.metrics_collector import in_seconds, one_of
+from roostream.runtime.metrics_collector import MetricSpec, one_of
 from roostream.runtime.scrape import ScrapedMetrics
 
 
@@ -56,14 +56,55 @@ class Sums:
         return values
 
 
-LABELS = {
-    "accounted": "state",
-    "actions": "action",
-    "closed_by": "reason",
-    "dead_letters": "reason",
-    "untrained_by": "reason",
-    "predicted_by": "disposition",
-    "unreadable": "topic",
+class _Gauge(NamedTuple):
+    metric: str
+    help: str
+    label: str = ""
+
+
+_GAUGES = {
+    "requests": _Gauge("roostream_auditor_requests", "requests logged"),
+    "candidates": _Gauge("roostream_auditor_candidates", "candidates of these requests"),
+    "engagements": _Gauge("roostream_auditor_engagements", "engagements logged"),
+    "actions": _Gauge("roostream_auditor_actions", "engagements by action", "action"),
+    "samples": _Gauge("roostream_auditor_samples", "samples joined"),
+    "closed_by": _Gauge("roostream_auditor_closed_by", "samples by reason of their close", "reason"),
+    "folded": _Gauge("roostream_auditor_folded", "engagements folded into samples"),
+    "corrected": _Gauge("roostream_auditor_corrected", "engagements that a correction contains"),
+    "only_repeated": _Gauge(
+        "roostream_auditor_only_repeated", "engagements only in repeated copies of samples"
+    ),
+    "corrections": _Gauge("roostream_auditor_corrections", "corrections"),
+    "dead_engagements": _Gauge("roostream_auditor_dead_engagements", "engagements that are dead letters"),
+    "dead_requests": _Gauge("roostream_auditor_dead_requests", "requests that are dead letters"),
+    "dead_letters": _Gauge("roostream_auditor_dead_letters", "dead letters by reason", "reason"),
+    "duplicates": _Gauge("roostream_auditor_duplicates", "duplicate records"),
+    "pending": _Gauge("roostream_auditor_pending", "engagements that are not settled yet"),
+    "pending_requests": _Gauge("roostream_auditor_pending_requests", "requests that are not settled yet"),
+    "unread": _Gauge("roostream_auditor_unread", "undecodable records that wait for their dead letter"),
+    "unreadable": _Gauge(
+        "roostream_auditor_unreadable", "undecodable records without a dead letter, by topic", "topic"
+    ),
+    "unknown": _Gauge("roostream_auditor_unknown", "engagements of unknown requests"),
+    "overdue": _Gauge("roostream_auditor_overdue", "events that the joiner has passed: they are missing"),
+    "late": _Gauge("roostream_auditor_late", "events that the inputs have passed"),
+    "predicted": _Gauge("roostream_auditor_predicted", "samples that the trainer has disposed of"),
+    "predicted_by": _Gauge(
+        "roostream_auditor_predicted_by", "samples by what the trainer did", "disposition"
+    ),
+    "unpredicted": _Gauge(
+        "roostream_auditor_unpredicted", "samples without a prediction or dead letter so far"
+    ),
+    "untrained_by": _Gauge("roostream_auditor_untrained_by", "samples that the trainer refused", "reason"),
+    "stale": _Gauge("roostream_auditor_stale", "copies of events that settled before the horizon"),
+    "lost_records": _Gauge("roostream_auditor_lost_records", "records deleted before they were read"),
+    "since_ms": _Gauge("roostream_auditor_since_timestamp_seconds", "begin of the audit; 0 = all events"),
+    "behind": _Gauge("roostream_auditor_behind", "records that are not read yet"),
+    "accounted": _Gauge("roostream_auditor_accounted", "1 for the state of the audit", "state"),
+}
+"""Fields of `Sums`, `behind` and `accounted` → their metrics."""
+METRICS = {
+    gauge.metric: MetricSpec(gauge.help, (gauge.label,) if gauge.label else ()) for gauge in _GAUGES.values()
 }
 STATES = ("reading", "unknown", "waiting", "yes", "no")
 """Of `accounted`. reading: the end offsets of the start are not reached yet. unknown: Kafka does not report
@@ -79,23 +120,22 @@ def state_of(sums: Sums, is_current: bool, behind: int | None) -> str:
     return "no" if not sums.accounted else "waiting" if sums.late else "yes"
 
 
-def gauges(sums: Sums, is_current: bool, behind: int | None) -> dict[str, Any]:
-    """Values for `MetricsCollector`, with LABELS."""
-    state = state_of(sums, is_current, behind)
-    return {**sums.counts(), "behind": behind, "accounted": one_of(state, STATES)}
+def metrics_of(sums: Sums, is_current: bool, behind: int | None) -> dict[str, Any]:
+    """Full metric name → value."""
+    values: dict[str, Any] = {**dataclasses.asdict(sums), "behind": behind, "since_ms": sums.since_ms / 1000}
+    values["accounted"] = one_of(state_of(sums, is_current, behind), STATES)
+    return {_GAUGES[field].metric: value for field, value in values.items()}
 
 
-def of_gauges(scraped: ScrapedMetrics) -> dict[str, Any]:
-    """Inverse of `gauges`: name → number, {label: number}, or None if unknown. `accounted` is True, False, or
+def of_metrics(scraped: ScrapedMetrics) -> dict[str, Any]:
+    """Inverse of `metrics_of`: field → number, {label: number}, or None if unknown. `accounted` is True, False, or
     None if unknown."""
     state = scraped.state("roostream_auditor_accounted", "state") or "unknown"
-    out: dict[str, Any] = {"state": state, "accounted": {"yes": True, "no": False}.get(state)}
-    for field in ("behind", *(f.name for f in dataclasses.fields(Sums) if f.name != "accounted")):
-        shown, scale = in_seconds(field)
-        name = f"roostream_auditor_{shown}"
-        if field in LABELS:
-            out[field] = {k: int(v) for k, v in scraped.by(name, LABELS[field]).items()}
+    out: dict[str, Any] = {"state": state}
+    for field, gauge in _GAUGES.items():
+        if gauge.label:
+            out[field] = {k: int(v) for k, v in scraped.by(gauge.metric, gauge.label).items()}
         else:
-            value = scraped.value(name)
-            out[field] = None if value is None else round(value / scale)
-    return out
+            value = scraped.value(gauge.metric)
+            out[field] = None if value is None else round(value * 1000 if field == "since_ms" else value)
+    return {**out, "accounted": {"yes": True, "no": False}.get(state)}

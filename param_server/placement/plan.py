@@ -59,7 +59,7 @@ class PlacementPlan:
     bound_s: float
     time_imbalance: float
     bytes_imbalance: float
-    said: str  # how reliable the times are
+    time_accuracy: str  # how reliable the times are
     warnings: tuple[str, ...] = ()
 
     def plain(self) -> dict[str, Any]:
@@ -114,7 +114,7 @@ def plan(
         bound_s=bound(tables, owners, costs),
         time_imbalance=imbalance(time_N),
         bytes_imbalance=imbalance(bytes_N),
-        said=costs.said,
+        time_accuracy=costs.time_accuracy,
         warnings=warnings,
     )
 
@@ -263,7 +263,7 @@ class CostModel:
     error: float | None = None  # median relative error on held-out times; None = the constants are assumed
 
     @property
-    def said(self) -> str:
+    def time_accuracy(self) -> str:
         """Shown beside every predicted time."""
         if self.error is None:
             return "predicted from assumed constants; loads and imbalance are counted, times are not measured"

@@ -189,9 +189,9 @@ def _readers(of: Mapping[str, Any] | None) -> list[Row]:
         lines[0] += f", {of['leases_expired']:,} leases expired"
     for worker, buffer in sorted(of["buffers"].items(), key=lambda item: int(item[0])):
         share = "" if buffer["stall_share"] is None else f", {100 * buffer['stall_share']:.1f} % of the time"
-        units = f"{100 * buffer['fullness']:.0f} % full, {number(buffer['units'])} units"
+        pieces = f"{100 * buffer['fullness']:.0f} % full, {number(buffer['pieces'])} pieces"
         waited = duration(buffer["stalled_s"] * 1000)
-        lines.append(f"worker {worker}: buffer {units}; waited {waited}{share}")
+        lines.append(f"worker {worker}: buffer {pieces}; waited {waited}{share}")
     for name, reader in sorted(of["readers"].items()):
         splits = [str(lease["split"]) for lease in of["leases"] if lease["reader"] == name]
         has = f"splits {', '.join(splits)}" if splits else "no lease"

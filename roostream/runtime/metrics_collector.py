@@ -1,89 +1,59 @@
-"""Exports a program's state as Prometheus metrics; the state is read on each scrape."""
+"""Exports the state of a program as Prometheus metrics: read on each scrape, under literal names."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from typing import Any
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
-from prometheus_client import REGISTRY, CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+log = logging.getLogger("roostream.metrics")
+
+
+class MetricSpec(NamedTuple):
+    """Help text and label names of a metric. Its full name is the key in the table of its program."""
+
+    help: str
+    labels: tuple[str, ...] = ()
+
 
 class MetricsCollector(Collector):
-    """Exports `roostream_<program>_<name>` for each name that `read` returns.
+    """Reads the state of a program when it is scraped.
 
-    `read` returns name → number, or name → {label value: number} if `labels` has the name of the label
-    (tuples if there are several labels). Text and None are omitted. Names in `counters` are counters
-    (`…_total`), all others gauges. Times are exported in seconds (`in_seconds`).
+    `read` returns full metric name → number, or → {label value, or tuple of them: number} for a metric with labels.
+    None is omitted. A name that ends with `_total` is a counter, any other a gauge. `specs` has every name.
+
+    If `read` fails, its metrics are missing from this scrape; the other metrics of the program are not affected,
+    and the next scrape reads again.
     """
 
-    def __init__(
-        self,
-        program: str,
-        read: Callable[[], Mapping[str, Any]],
-        labels: Mapping[str, str | tuple[str, ...]],
-        *,
-        helps: Mapping[str, str] | None = None,
-        counters: Collection[str] = (),
-    ) -> None:
-        self.program, self.read, self.labels, self.helps, self.counters = (
-            program,
-            read,
-            labels,
-            helps or {},
-            counters,
-        )
-        self._registry: CollectorRegistry | None = None
-
-    def register(self, registry: CollectorRegistry = REGISTRY) -> None:
-        """Export the metrics from now on."""
-        registry.register(self)
-        self._registry = registry
-
-    def unregister(self) -> None:
-        """Stop exporting; idempotent."""
-        if self._registry is not None:
-            self._registry.unregister(self)
-            self._registry = None
+    def __init__(self, read: Callable[[], Mapping[str, Any]], specs: Mapping[str, MetricSpec]) -> None:
+        self.read, self.specs = read, specs
+        self._failed = False
 
     def collect(self) -> list[Metric]:
-        """Read the state; metrics without a number are omitted."""
-        families = [self._family(name, value) for name, value in self.read().items()]
+        try:
+            values = self.read()
+        except Exception:
+            if not self._failed:  # once until it recovers: scrapes are frequent
+                log.warning("metrics cannot be read and are missing until they can", exc_info=True)
+            self._failed = True
+            return []
+        self._failed = False
+        families = [_family(name, self.specs[name], value) for name, value in values.items()]
         return [family for family in families if family.samples]
 
-    def _family(self, name: str, value: Any) -> Metric:
-        label, (shown, scale) = self.labels.get(name), in_seconds(name)
-        labels = (label,) if isinstance(label, str) else label or ()
-        family_type = CounterMetricFamily if name in self.counters else GaugeMetricFamily
-        family = family_type(
-            f"roostream_{self.program}_{shown}", self.helps.get(name, shown.replace("_", " ")), labels=labels
-        )
-        for key, number in value.items() if labels and isinstance(value, Mapping) else [((), value)]:
-            if isinstance(number, (int, float)):
-                family.add_metric(
-                    [str(part) for part in ((key,) if isinstance(key, str) else key)], float(number) * scale
-                )
-        return family
 
-
-_UNITS = (
-    ("_at_ms", "_timestamp_seconds", 1e-3),
-    ("watermark_ms", "watermark_timestamp_seconds", 1e-3),
-    ("since_ms", "since_timestamp_seconds", 1e-3),
-    ("_per_s", "_per_second", 1.0),
-    ("_ms", "_seconds", 1e-3),
-    ("_s", "_seconds", 1.0),
-)
-
-
-def in_seconds(name: str) -> tuple[str, float]:
-    """The Prometheus name in base units, and the factor for the value: `lag_ms` → (`lag_seconds`, 0.001).
-    Points in time become `…_timestamp_seconds`."""
-    for suffix, instead, scale in _UNITS:
-        if name.endswith(suffix):
-            return name.removesuffix(suffix) + instead, scale
-    return name, 1.0
+def _family(name: str, spec: MetricSpec, value: Any) -> Metric:
+    family_type = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+    family = family_type(name, spec.help, labels=spec.labels)
+    for key, number in value.items() if spec.labels else [((), value)]:
+        if number is not None:
+            label_values = (key,) if isinstance(key, str) else key
+            family.add_metric([str(label) for label in label_values], float(number))
+    return family
 
 
 def one_of(state: str, states: tuple[str, ...]) -> dict[str, int]:

@@ -8,9 +8,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Sequence
+
+from prometheus_client import REGISTRY
 
 from roostream.errors import UnavailableError
 from roostream.runtime import metrics_server, program
@@ -21,10 +22,10 @@ from roostream.runtime.health import Health
 from roostream.runtime.kafka import clients
 from roostream.runtime.kafka.kafka_consumer import ConsumerOptions, KafkaConsumer
 from roostream.runtime.kafka.topics import CORRECTIONS, DEAD_LETTERS, SAMPLES, Partition, name_of
-from roostream.runtime.metrics_collector import MetricsCollector
+from roostream.runtime.metrics_collector import MetricsCollector, MetricSpec
 from roostream.runtime.program import Stop
 from roostream.schema.registry import open_registry
-from roostream.warehouse.archive import ArchiveCounts, Archiver, DeadRecord, FlushPolicy
+from roostream.warehouse.archive import Archiver, DeadRecord, FlushPolicy
 from roostream.warehouse.config import ArchiverConfig
 from roostream.warehouse.warehouse import Warehouse
 from roostream.wire import records as wire
@@ -34,7 +35,17 @@ log = logging.getLogger("roostream.archiver")
 _POLL_S = 0.5
 _BUFFERED = 512
 _FLUSH_S = 10.0
-_COUNTERS = (*(field.name for field in dataclasses.fields(ArchiveCounts)), "lost")
+METRICS = {
+    "roostream_archiver_rows_total": MetricSpec("records archived"),
+    "roostream_archiver_files_total": MetricSpec("files written"),
+    "roostream_archiver_bytes_total": MetricSpec("bytes written"),
+    "roostream_archiver_dead_total": MetricSpec("records that cannot be decoded"),
+    "roostream_archiver_commits_total": MetricSpec("commits to the warehouse"),
+    "roostream_archiver_refused_total": MetricSpec("commits refused because another archiver was faster"),
+    "roostream_archiver_lost_total": MetricSpec("records that retention deleted before they were read"),
+    "roostream_archiver_waiting_bytes": MetricSpec("bytes that wait for the next file"),
+    "roostream_archiver_behind_records": MetricSpec("records that are not read yet", ("partition",)),
+}
 
 
 def run_archiver(config: ArchiverConfig) -> int:
@@ -116,10 +127,8 @@ def archive(config: ArchiverConfig, stop: Stop) -> None:
         KafkaDeadLetters(config, clock).send,
         clock,
     )
-    exports = MetricsCollector(
-        "archiver", lambda: metrics_of(archiver), {"behind_records": "partition"}, counters=_COUNTERS
-    )
-    exports.register()
+    collector = MetricsCollector(lambda: metrics_of(archiver), METRICS)
+    REGISTRY.register(collector)
     waits = Backoff(what=f"the warehouse at {config.warehouse}, or Kafka")
     try:
         with health.waiting("warehouse"):
@@ -134,16 +143,22 @@ def archive(config: ArchiverConfig, stop: Stop) -> None:
                 waits.wait(error, stop)
         archiver.flush()
     finally:
-        exports.unregister()
+        REGISTRY.unregister(collector)
         reader.close()
 
 
 def metrics_of(archiver: Archiver) -> dict[str, object]:
-    """Metric values by name."""
+    """Full metric name → value."""
+    counts = archiver.counts
     lag = {f"{topic}-{number}": behind.records for (topic, number), behind in archiver.reader.lag().items()}
     return {
-        **dataclasses.asdict(archiver.counts),
-        "lost": archiver.reader.num_lost,
-        "waiting_bytes": archiver.num_buffered_bytes,
-        "behind_records": lag,
+        "roostream_archiver_rows_total": counts.rows,
+        "roostream_archiver_files_total": counts.files,
+        "roostream_archiver_bytes_total": counts.bytes,
+        "roostream_archiver_dead_total": counts.dead,
+        "roostream_archiver_commits_total": counts.commits,
+        "roostream_archiver_refused_total": counts.refused,
+        "roostream_archiver_lost_total": archiver.reader.num_lost,
+        "roostream_archiver_waiting_bytes": archiver.num_buffered_bytes,
+        "roostream_archiver_behind_records": lag,
     }

@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
-import dataclasses
+from prometheus_client import REGISTRY
 
 from roostream.errors import UnavailableError
 from roostream.runtime import metrics_server, program
 from roostream.runtime.backoff import Backoff
 from roostream.runtime.clock import SystemClock
 from roostream.runtime.health import Health
-from roostream.runtime.metrics_collector import MetricsCollector
+from roostream.runtime.metrics_collector import MetricsCollector, MetricSpec
 from roostream.runtime.program import Stop
-from roostream.warehouse.compact import CompactCounts, Compactor
+from roostream.warehouse.compact import Compactor
 from roostream.warehouse.config import CompactorConfig
 from roostream.warehouse.warehouse import Warehouse
 
-_COUNTERS = tuple(field.name for field in dataclasses.fields(CompactCounts))
+METRICS = {
+    "roostream_compactor_seals_total": MetricSpec("days of partitions sealed"),
+    "roostream_compactor_files_replaced_total": MetricSpec("files replaced by sealing"),
+    "roostream_compactor_rows_total": MetricSpec("rows written by sealing"),
+    "roostream_compactor_repeated_total": MetricSpec("duplicate rows removed"),
+    "roostream_compactor_retired_total": MetricSpec("files retired"),
+    "roostream_compactor_cut_total": MetricSpec("files of days that were retired in part"),
+    "roostream_compactor_deleted_total": MetricSpec("files deleted"),
+    "roostream_compactor_refused_total": MetricSpec("commits refused because another program was faster"),
+    "roostream_compactor_damaged_total": MetricSpec(
+        "days of partitions not sealed because a file is damaged"
+    ),
+    "roostream_compactor_due": MetricSpec("days of partitions that are due to be sealed"),
+}
 
 
 def run_compactor(config: CompactorConfig) -> int:
@@ -29,8 +42,8 @@ def compact(config: CompactorConfig, stop: Stop) -> None:
     metrics_server.serve(config, health)
     warehouse = Warehouse(config.warehouse)
     compactor = Compactor(warehouse, config, SystemClock())
-    exports = MetricsCollector("compactor", lambda: metrics_of(compactor), {}, counters=_COUNTERS)
-    exports.register()
+    collector = MetricsCollector(lambda: metrics_of(compactor), METRICS)
+    REGISTRY.register(collector)
     waits = Backoff(what=f"the warehouse at {config.warehouse}")
     try:
         with health.waiting("warehouse"):
@@ -45,9 +58,21 @@ def compact(config: CompactorConfig, stop: Stop) -> None:
                 waits.wait(error, stop)
             stop.wait(config.interval_ms / 1000)
     finally:
-        exports.unregister()
+        REGISTRY.unregister(collector)
 
 
 def metrics_of(compactor: Compactor) -> dict[str, object]:
-    """Metric values by name."""
-    return {**dataclasses.asdict(compactor.counts), "due": compactor.num_due}
+    """Full metric name → value."""
+    counts = compactor.counts
+    return {
+        "roostream_compactor_seals_total": counts.seals,
+        "roostream_compactor_files_replaced_total": counts.files_replaced,
+        "roostream_compactor_rows_total": counts.rows,
+        "roostream_compactor_repeated_total": counts.repeated,
+        "roostream_compactor_retired_total": counts.retired,
+        "roostream_compactor_cut_total": counts.cut,
+        "roostream_compactor_deleted_total": counts.deleted,
+        "roostream_compactor_refused_total": counts.refused,
+        "roostream_compactor_damaged_total": counts.damaged,
+        "roostream_compactor_due": compactor.num_due,
+    }

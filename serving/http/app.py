@@ -18,6 +18,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from roostream.errors import nearest
 from roostream.runtime.histograms import RecentQuantiles
+from roostream.runtime.metrics_collector import MetricsCollector
 from roostream.runtime.metrics_server import PAGE_HEADERS
 from roostream.runtime.program import CURRENT_CALL
 from serving.access.bearer_keys import Keyring
@@ -35,7 +36,7 @@ from serving.http.openapi import describe
 from serving.http.retrieval_routes import RecommendEndpoint, RetrieveEndpoint
 from serving.http.routes import EngagementsEndpoint, RankEndpoint
 from serving.http.tracing import HEADER, SpanFactory, open_tracing, parse_call_names
-from serving.metrics import StateCollector
+from serving.metrics import METRICS
 from serving.page import front_page
 
 LINKS = {
@@ -82,7 +83,7 @@ class HttpInterface:
         self._open_files = frozenset(front_page.FILES) - {"/"}
         self._spanning = open_tracing(context.config.tracing, frozenset(("/", *LINKS.values())))
         context.metrics.registry.register(
-            StateCollector(
+            MetricsCollector(
                 lambda: {
                     "roostream_serving_in_flight": rank.gate.in_flight,
                     "roostream_serving_connections": len(self.connections),
@@ -92,7 +93,8 @@ class HttpInterface:
                     "roostream_serving_keys_file_refused": None
                     if context.keys is None
                     else bool(context.keys.refused),
-                }
+                },
+                METRICS,
             )
         )
 

@@ -103,10 +103,10 @@ def test_readers_are_told_with_what_they_have_and_buffers_with_what_they_lack(op
             "leases_expired": 1,
         },
         "buffers": {
-            "0": {"fullness": 0.25, "in_flight": 5, "stalled_s": 1.5, "stall_share": 0.125, "units": 4}
+            "0": {"fullness": 0.25, "in_flight": 5, "stalled_s": 1.5, "stall_share": 0.125, "pieces": 4}
         },
         "readers": {
-            HOSTILE: {"held_splits": 1, "held_units": 2, "sent_bytes": 2048, "silent_s": 0.2},
+            HOSTILE: {"held_splits": 1, "held_pieces": 2, "sent_bytes": 2048, "silent_s": 0.2},
             "b:1/y": {"silent_s": 1.0},
         },
         "leases": [lease],

@@ -36,7 +36,7 @@ def seen(requests: float | None, **unhealthy_programs: str) -> dict[str, Any]:
         "metrics": status.quality(control),
         "click_rate": scrape_targets.click_rate(ScrapedMetrics()),
         "lost_records": {},
-        "guarantees": {"g1": sums.of_gauges(scrape.parse(""))},
+        "guarantees": {"g1": sums.of_metrics(scrape.parse(""))},
     }
 
 

@@ -56,7 +56,7 @@ CONTROL = {
     "workers": 1,
     "wanted_workers": 1,
 }
-AWAY = sums.of_gauges(ScrapedMetrics())
+AWAY = sums.of_metrics(ScrapedMetrics())
 PROGRAMS = {
     "worker": {"state": "ready", "pid": 1, "restarts": 2},
     "shard-0": {"state": "failed", "pid": None, "restarts": 12},
@@ -183,8 +183,8 @@ def books(*, is_current: bool = True, behind: int | None = 0, **changed: Any) ->
     """Sums as they come through /metrics."""
     told = dataclasses.replace(Accounts().sums(), **changed)
     registry = CollectorRegistry()
-    MetricsCollector("auditor", lambda: sums.gauges(told, is_current, behind), sums.LABELS).register(registry)
-    return sums.of_gauges(scrape.parse(generate_latest(registry).decode()))
+    registry.register(MetricsCollector(lambda: sums.metrics_of(told, is_current, behind), sums.METRICS))
+    return sums.of_metrics(scrape.parse(generate_latest(registry).decode()))
 
 
 def test_sums_are_the_same_behind_the_metrics() -> None:
@@ -445,7 +445,7 @@ def test_devices_that_never_trained_have_no_ratio() -> None:
 
 def test_readers_are_told_of_while_there_are_any() -> None:
     none = whole(ScrapedMetrics(), ScrapedMetrics(), CONTROL)
-    buffers = {"0": {"fullness": 0.25, "in_flight": 2, "stalled_s": 1.0, "stall_share": 0.125, "units": 4}}
+    buffers = {"0": {"fullness": 0.25, "in_flight": 2, "stalled_s": 1.0, "stall_share": 0.125, "pieces": 4}}
     there = {
         "there": 2,
         "wanted": 3,
@@ -462,7 +462,7 @@ def test_readers_are_told_of_while_there_are_any() -> None:
     assert "readers" not in dict(table.rows(none))
     assert dict(table.rows({**none, "readers": there}))["readers"].split("\n") == [
         "2 of 3 wanted (1 to 4), 3 splits waited for, 1 leases expired",
-        "worker 0: buffer 25 % full, 4 units; waited 1.0 s, 12.5 % of the time",
+        "worker 0: buffer 25 % full, 4 pieces; waited 1.0 s, 12.5 % of the time",
         "a:1/x: splits 3, 5; 2,048 requests read, last report 250 ms ago",
         "b:1/y: no lease; – requests read, last report 1.0 s ago",
     ]

@@ -3,7 +3,6 @@ some program."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 import shutil
@@ -15,24 +14,28 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.registry import Collector
 
-from infra.auditor.sums import Sums
+from infra.auditor.sums import METRICS as AUDITOR
 from joiner.metrics import JoinerMetrics
-from param_server.main import METRICS, PUBLISHER_METRICS
-from roostream.runtime.metrics_collector import in_seconds
+from param_server.main import METRICS as SHARD
+from roostream.runtime.metrics_collector import MetricsCollector
 from roostream.schema.schema_file import schema_from_dict
-from serving.metrics import HELP as SERVING
+from roostream.warehouse.archiver_program import METRICS as ARCHIVER
+from roostream.warehouse.compactor_program import METRICS as COMPACTOR
+from roostream.warehouse.readers.reader_program import METRICS as READER
+from serving.metrics import METRICS as SERVING
 from serving.metrics import ServingMetrics
 from serving.online_features.updater import FeatureMetrics
 from tests.contract.house import ROOT
 from tests.contract.test_metric_names import OTHER_FORMS
 from tests.models.model_cases import make_batch
-from trainer.metrics import CONTROLLER, WORKER, StateCollector
+from trainer.metrics import CONTROLLER, WORKER, WORKER_READING
 from trainer.monitoring.caught_up import TrainingState
-from trainer.monitoring.drift_report import DRIFT_LABELS as DRIFT
+from trainer.monitoring.drift_report import DRIFT_METRICS
 from trainer.monitoring.report import MAX_TASKS, quality_gauges, quality_report
 from trainer.monitoring.slices import MAX_SLICES, build_slicers
 from trainer.monitoring.windowed_metrics import MAX_VALUES, WindowedMetrics
 
+TABLES = (SHARD, WORKER, WORKER_READING, CONTROLLER, SERVING, AUDITOR, ARCHIVER, COMPACTOR, READER)
 ALERTS, DASHBOARDS = ROOT / "infra/alerts", sorted((ROOT / "infra/dashboards").glob("*.json"))
 RUNBOOK = ROOT / "docs/operations/alerts.md"
 METRIC = re.compile(r"\broostream_[a-z0-9_]+")
@@ -57,13 +60,7 @@ def exported() -> set[str]:
     assert len(made) == 3
     names = {family.name for registry in registries for family in registry.collect()}
     names |= {"roostream_freshness_seconds", "roostream_shard_call_seconds"}
-    names |= {spec.name.removesuffix("_total") for spec in (*WORKER.values(), *CONTROLLER.values())}
-    for program, found in (
-        ("shard", {*METRICS, *PUBLISHER_METRICS}),
-        ("auditor", {field.name for field in dataclasses.fields(Sums)}),
-    ):
-        names |= {f"roostream_{program}_{in_seconds(name)[0]}" for name in found}
-    return names | {SUFFIX.sub("", name) for name in SERVING}
+    return names | {name.removesuffix("_total") for table in TABLES for name in table}
 
 
 def named(text: str) -> set[str]:
@@ -116,6 +113,12 @@ def test_every_state_that_an_alert_names_exists() -> None:
     assert len(found) >= 5 and found <= {str(state) for state in TrainingState}
 
 
+def test_names_have_the_prefix_of_their_program() -> None:
+    for table in TABLES:
+        programs = {name.split("_")[1] for name in table}
+        assert len(programs) == 1, programs
+
+
 @pytest.mark.timeout(300)
 def test_promtool_runs_the_tests_of_the_rules() -> None:
     promtool = next(
@@ -154,16 +157,20 @@ class _Worker(Collector):
                 batch, batch.request_index_B * 0, batch.label_BT * 0 + 0.3, int(batch.close_ms_R.max())
             )
         self.told = quality_gauges(quality_report(windowed.report(int(batch.close_ms_R.max())), None))
-        by = {"feature": features[:64], "task": tasks, "table": [f"t{n}" for n in range(16)]}
-        self.told |= {f"drift_{name}": dict.fromkeys(by[label], 0.5) for name, label in DRIFT.items()}
-        partitions = [f"samples-{n}" for n in range(64)]
+        values = {
+            ("feature",): features[:64],
+            ("task",): tasks,
+            ("table",): [f"t{n}" for n in range(16)],
+            ("partition",): [f"samples-{n}" for n in range(64)],
+        }
         self.told |= {
-            name: dict.fromkeys(partitions, 1)
-            for name in ("partition_lag_records", "partition_lag_ms", "partition_lost_records")
+            name: dict.fromkeys(values[spec.labels], 0.5)
+            for name, spec in WORKER.items()
+            if name in DRIFT_METRICS or spec.labels == ("partition",)
         }
 
     def collect(self) -> Any:
-        return StateCollector(lambda: self.told, WORKER).collect()
+        return MetricsCollector(lambda: self.told, WORKER).collect()
 
 
 def test_a_wide_schema_has_fewer_than_two_thousand_series() -> None:

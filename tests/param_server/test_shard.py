@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from param_server.initial_rows import initial_rows
+from param_server.main import METRICS, metrics_of
 from param_server.publish import Publisher
 from param_server.rows_topic import InMemoryRows
 from param_server.server import ShardRpcHandler
@@ -32,6 +33,12 @@ from tests.param_server.shard_support import (
 )
 from tests.param_server.shard_support import pull_from as pull
 from tests.param_server.shard_support import push_to as push
+
+
+def test_every_metric_of_a_shard_has_a_help_text() -> None:
+    shard = begun()
+    publisher = Publisher(shard, InMemoryRows(), FakeClock())
+    assert metrics_of(shard, publisher).keys() == METRICS.keys()
 
 
 def test_a_row_that_was_never_pushed_reads_as_its_initial_value_and_is_not_created() -> None:

@@ -26,6 +26,7 @@ from roostream.runtime.controller_agent import ControllerAgent
 from roostream.runtime.health import Health
 from roostream.runtime.kafka.consumer import MemoryConsumer
 from roostream.runtime.kafka.topics import Progress
+from roostream.runtime.metrics_collector import MetricsCollector
 from roostream.runtime.program import Stop
 from roostream.runtime.rpc.client import SocketTransport
 from roostream.runtime.rpc.server import RpcServer
@@ -41,7 +42,7 @@ from trainer.control.idle import Backlog, IdleDetector, IdleHoldWatcher, IdleRul
 from trainer.control.types import CoordinatorConfig
 from trainer.deployment_identity import DeploymentIdentity
 from trainer.loop import LoopDependencies, TrainLoop
-from trainer.metrics import WORKER, StateCollector
+from trainer.metrics import WORKER
 from trainer.monitoring.caught_up import CaughtUpLimits, TrainingState
 from trainer.pipeline.pipelined_feed import connect_feed
 from trainer.pipeline.stage_timer import StageTimer
@@ -268,7 +269,7 @@ def test_g3_training_resumes_by_itself_after_a_shard_was_killed(together: Togeth
     )
     assert together.controller.status()["incarnation"] >= 2
     together.wait_for(lambda: monitor.progress.overall.state is TrainingState.CAUGHT_UP)
-    shown = {family.name: family for family in StateCollector(monitor.metrics, WORKER).collect()}
+    shown = {family.name: family for family in MetricsCollector(monitor.metrics, WORKER).collect()}
     assert shown["roostream_worker_lag_records"].samples[0].value == 0
     states = {s.labels["state"]: s.value for s in shown["roostream_worker_state"].samples}
     assert states["caught_up"] == 1 and sum(states.values()) == 1

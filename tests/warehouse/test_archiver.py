@@ -11,7 +11,7 @@ import pytest
 from roostream.errors import UnavailableError
 from roostream.runtime.clock import FakeClock
 from roostream.warehouse.archive import progress_name
-from roostream.warehouse.archiver_program import own_partitions
+from roostream.warehouse.archiver_program import METRICS, metrics_of, own_partitions
 from roostream.warehouse.config import ArchiverConfig
 from roostream.warehouse.warehouse import Warehouse
 from roostream.wire import records as wire
@@ -35,6 +35,7 @@ def test_every_record_becomes_one_row_and_progress_is_the_end_of_the_topic(tmp_p
     found = Warehouse(tmp_path).samples.snapshot()
     assert [found.progress(progress_name(("samples", p), "topic-1")) for p in (0, 1)] == [40, 40]
     assert found.progress(progress_name(("samples", 0), "topic-1-made-again")) is None
+    assert metrics_of(archiver).keys() == METRICS.keys()
     assert archiver.counts.rows == 80 and archiver.counts.bytes == sum(f.bytes for f in found.files)
 
 

@@ -26,6 +26,7 @@ from roostream.warehouse.compact import (
     partly_retired_name,
     retired_name,
 )
+from roostream.warehouse.compactor_program import METRICS, metrics_of
 from roostream.warehouse.config import CompactorConfig
 from roostream.warehouse.data_file import DataFile
 from roostream.warehouse.latest_labels import files_of_part, overlay_batch, read_latest
@@ -234,6 +235,7 @@ def test_a_damaged_file_stops_only_its_day_and_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=first_day.files[0].path):
         compactor.seal(first_day)
     compactor.run_once(threading.Event())
+    assert metrics_of(compactor).keys() == METRICS.keys()
     assert compactor.counts.damaged == 1 and len(batches(tmp_path, 1)) == 1
     assert compactor.counts.seals == 1 and path.exists()
 

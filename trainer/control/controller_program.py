@@ -19,7 +19,7 @@ from roostream.runtime.clock import Clock, SystemClock
 from roostream.runtime.health import Health
 from roostream.runtime.kafka.kafka_consumer import ConsumerOptions, KafkaConsumer
 from roostream.runtime.kafka.topics import CORRECTIONS, SAMPLES, Partition, Progress, all_partitions
-from roostream.runtime.metrics_collector import one_of
+from roostream.runtime.metrics_collector import MetricsCollector, one_of
 from roostream.runtime.program import Stop
 from roostream.runtime.rpc.server import RpcServer
 from roostream.runtime.work_unit import WorkUnit
@@ -36,7 +36,7 @@ from trainer.control.status_page import StatusPage, static_files
 from trainer.control.stream_handover import WarehouseHistory
 from trainer.control.types import PERMANENT, TRANSIENT, CoordinatorConfig, State
 from trainer.deployment_identity import DeploymentIdentity, kafka_identity
-from trainer.metrics import CONTROLLER, StateCollector
+from trainer.metrics import CONTROLLER
 
 log = logging.getLogger("roostream.controller")
 
@@ -100,7 +100,7 @@ def run_until_stopped(config: ControllerConfig, stop: Stop) -> None:
     if warehouse:
         warehouse.start_handover(controller, lambda: oldest_samples(config), stop)
     try:
-        REGISTRY.register(StateCollector(lambda: _metrics(controller.status()), CONTROLLER))
+        REGISTRY.register(MetricsCollector(lambda: _metrics(controller.status()), CONTROLLER))
         controller.run(stop, on_turn, _CLOSING_S)
     finally:
         leases.save_if_due(last=True)
@@ -169,27 +169,33 @@ def _start_idle_watcher(
 
 
 def _metrics(status: dict[str, Any]) -> dict[str, Any]:
-    """Values of `trainer.metrics.CONTROLLER`."""
+    """Metrics of `trainer.metrics.CONTROLLER`."""
     held = {hold["kind"] for hold in status["holds"]}
     shown: dict[str, Any] = {
-        "incarnation": status["incarnation"],
-        "seq": status["seq"],
-        "state": one_of(status["state"], tuple(State)),
-        "committed_at_ms": status["committed_at_ms"],
-        "commit_ms": status["commit_ms"],
-        "commit_phase_ms": status["phases_ms"],
-        "paused_ms": status["paused_ms"],
-        "commits": status["commits"],
-        "aborts": status["aborts"],
-        "rollbacks": status["rollbacks"],
-        "workers": status["workers"],
-        "wanted_workers": status["wanted_workers"],
-        "device_seconds": status["device_s"],
-        "held": {kind: int(kind in held) for kind in (PERMANENT, TRANSIENT)},
-        "history_left_records": (status["initial"] or {"left": 0})["left"],
+        "roostream_controller_incarnation": status["incarnation"],
+        "roostream_controller_seq": status["seq"],
+        "roostream_controller_state": one_of(status["state"], tuple(State)),
+        "roostream_controller_committed_timestamp_seconds": _seconds(status["committed_at_ms"]),
+        "roostream_controller_commit_seconds": _seconds(status["commit_ms"]),
+        "roostream_controller_commit_phase_seconds": {
+            phase: ms / 1000 for phase, ms in status["phases_ms"].items()
+        },
+        "roostream_controller_paused_seconds": _seconds(status["paused_ms"]),
+        "roostream_controller_commits_total": status["commits"],
+        "roostream_controller_aborts_total": status["aborts"],
+        "roostream_controller_rollbacks_total": status["rollbacks"],
+        "roostream_controller_workers": status["workers"],
+        "roostream_controller_wanted_workers": status["wanted_workers"],
+        "roostream_controller_device_seconds_total": status["device_s"],
+        "roostream_controller_held": {kind: int(kind in held) for kind in (PERMANENT, TRANSIENT)},
+        "roostream_controller_history_left_records": (status["initial"] or {"left": 0})["left"],
     }
     if readers := status["readers"]:
-        shown["readers"] = {what: readers[what] for what in ("wanted", "there")}
-        shown["splits_wanted"] = readers["splits_wanted"]
-        shown["leases_expired"] = readers["leases_expired"]
+        shown["roostream_controller_readers"] = {what: readers[what] for what in ("wanted", "there")}
+        shown["roostream_controller_splits_wanted"] = readers["splits_wanted"]
+        shown["roostream_controller_leases_expired_total"] = readers["leases_expired"]
     return shown
+
+
+def _seconds(ms: float | None) -> float | None:
+    return None if ms is None else ms / 1000

@@ -203,7 +203,7 @@ class ReaderMaster:
                 "buffers": {
                     str(n): {
                         name: header.get(name)
-                        for name in ("fullness", "in_flight", "stalled_s", "stall_share", "units")
+                        for name in ("fullness", "in_flight", "stalled_s", "stall_share", "pieces")
                     }
                     for n, header in workers.items()
                 },

@@ -17,6 +17,16 @@ DRIFT_LABELS = {
     "new_ids": "table",
 }
 """Label of each part of a report."""
+DRIFT_METRICS = {
+    "roostream_worker_drift_coverage": "coverage",
+    "roostream_worker_drift_coverage_before": "coverage_before",
+    "roostream_worker_drift_psi": "psi",
+    "roostream_worker_drift_lengths": "lengths",
+    "roostream_worker_drift_base_rate": "base_rate",
+    "roostream_worker_drift_base_rate_before": "base_rate_before",
+    "roostream_worker_drift_new_ids": "new_ids",
+}
+"""Metric → the part of a report that it shows."""
 
 
 def merge_drift_reports(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

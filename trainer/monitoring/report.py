@@ -87,35 +87,27 @@ def status_fields(status: LagStatus) -> dict[str, Any]:
 
 
 _WINDOW_GAUGES = {
-    "window_candidates": "candidates",
-    "window_base_rate": "base_rate",
-    "window_ne": "ne",
-    "window_ne_online": "ne_online",
-    "window_auc": "auc",
-    "window_calibration": "calibration",
+    "roostream_worker_window_candidates": "candidates",
+    "roostream_worker_window_base_rate": "base_rate",
+    "roostream_worker_window_ne": "ne",
+    "roostream_worker_window_ne_online": "ne_online",
+    "roostream_worker_window_auc": "auc",
+    "roostream_worker_window_calibration": "calibration",
 }
 _SLICE_GAUGES = {
-    "slice_candidates": "candidates",
-    "slice_ne": "ne",
-    "slice_auc": "auc",
-    "slice_calibration": "calibration",
+    "roostream_worker_slice_candidates": "candidates",
+    "roostream_worker_slice_ne": "ne",
+    "roostream_worker_slice_auc": "auc",
+    "roostream_worker_slice_calibration": "calibration",
 }
 _SHADOW_GAUGES = {
-    "shadow_candidates": "candidates",
-    "shadow_ne": "ne",
-    "shadow_auc": "auc",
-    "shadow_calibration": "calibration",
+    "roostream_worker_shadow_candidates": "candidates",
+    "roostream_worker_shadow_ne": "ne",
+    "roostream_worker_shadow_auc": "auc",
+    "roostream_worker_shadow_calibration": "calibration",
 }
-"""Gauge → the number that it shows."""
+"""Metric → the number that it shows."""
 MAX_TASKS_OF_SLICES = 2  # as gauges; a heartbeat has more
-
-QUALITY_LABELS: dict[str, str | tuple[str, ...]] = {
-    **dict.fromkeys(_WINDOW_GAUGES, ("window", "task")),
-    **dict.fromkeys(_SLICE_GAUGES, ("slice", "value", "task")),
-    **dict.fromkeys(_SHADOW_GAUGES, ("of", "task")),
-    "shadow_version": "version",
-}
-"""Gauge → its labels."""
 
 
 def quality_gauges(quality: Mapping[str, Any]) -> dict[str, Any]:
@@ -150,5 +142,5 @@ def quality_gauges(quality: Mapping[str, Any]) -> dict[str, Any]:
             )
             for gauge, name in gauges.items()
         },
-        "shadow_version": {shadow["version"]: 1} if shadow else {},
+        "roostream_worker_shadow_version": {shadow["version"]: 1} if shadow else {},
     }

@@ -210,7 +210,7 @@ def explain_command(table: str, **given: Any) -> None:
         for pieces in sorted({1, 2, 4, found.owners}):
             cost_us = 1e6 * piece_cost(entry, found.owners, costs, rows=1 / pieces)
             rows.append((f"{pieces} row shards", f"{cost_us:.2f} µs per step for each owner"))
-    show([*rows, ("times", found.said)], f"Table {table}")
+    show([*rows, ("times", found.time_accuracy)], f"Table {table}")
 
 
 @placement.command("diff")
@@ -357,7 +357,7 @@ def _of_plan(tables: list[PlannedTable], why: list[str], found: PlacementPlan) -
     yield "imbalance", f"{found.bytes_imbalance:.2f} of bytes, {found.time_imbalance:.2f} of predicted time"
     ratio = found.predicted_s / found.bound_s if found.bound_s else 1.0
     yield "step", f"{1e6 * found.predicted_s:.1f} µs, {ratio:.2f} × the lower bound"
-    yield "times", found.said
+    yield "times", found.time_accuracy
     yield from (("no profile", f"{text}: spread over all owners") for text in why)
 
 

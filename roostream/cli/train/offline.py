@@ -265,7 +265,7 @@ class _OfflineTraining:
         ends_s = time.monotonic() + _LAST_COMMIT_S
         while worker.is_cut and time.monotonic() < ends_s:  # until the worker learns of the last commit
             worker.serve_inbox()
-        return dataclasses.asdict(worker.loop.counts), opener.shown() if opener else {}
+        return dataclasses.asdict(worker.loop.counts), opener.report() if opener else {}
 
     def _train_in_processes(
         self,

@@ -120,7 +120,7 @@ class PrefetchBuffer:
             return False
         self._buffered.setdefault(number, deque()).append(_Buffered(fetch.position, piece, num_bytes))
         self._next[number] = piece.end
-        self.counts["units"] += 1
+        self.counts["pieces"] += 1
         self.counts["requests"] += piece.num_rows
         self.counts["bytes"] += num_bytes
         return True
@@ -143,8 +143,8 @@ class PrefetchBuffer:
     @property
     def fullness(self) -> float:
         """Share of the buffer in use, 0..1."""
-        units, num_bytes = self.size
-        return min(max(units / self.max_pieces, num_bytes / self.max_bytes), 1.0)
+        num_pieces, num_bytes = self.size
+        return min(max(num_pieces / self.max_pieces, num_bytes / self.max_bytes), 1.0)
 
     @property
     def size(self) -> tuple[int, int]:
@@ -154,8 +154,8 @@ class PrefetchBuffer:
 
     @property
     def _has_room(self) -> bool:
-        units, num_bytes = self.size
-        return units + len(self._fetching) < self.max_pieces and num_bytes < self.max_bytes
+        num_pieces, num_bytes = self.size
+        return num_pieces + len(self._fetching) < self.max_pieces and num_bytes < self.max_bytes
 
     def _by_urgency(self, in_flight: int) -> list[TableSplit]:
         first = [self._urgent] if self._urgent else []

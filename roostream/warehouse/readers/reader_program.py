@@ -15,13 +15,15 @@ import threading
 import tomllib
 from collections.abc import Callable
 
+from prometheus_client import REGISTRY
+
 from roostream.errors import CheckpointError, RoostreamError, UnavailableError
 from roostream.runtime import metrics_server, program
 from roostream.runtime.address import parse_address
 from roostream.runtime.backoff import Backoff
 from roostream.runtime.clock import Clock, SystemClock
 from roostream.runtime.health import Health
-from roostream.runtime.metrics_collector import MetricsCollector
+from roostream.runtime.metrics_collector import MetricsCollector, MetricSpec
 from roostream.runtime.program import Stop
 from roostream.runtime.rpc.client import SocketTransport
 from roostream.runtime.rpc.server import RpcServer
@@ -46,7 +48,16 @@ _BETWEEN_S = 0.02
 _RENEW_S = 0.5  # longest pause between two calls of the controller
 _MAX_WAIT_S = 5.0  # a call for a piece is held at most this long
 DRAIN_S = 5.0  # less than the time that infra gives a program to end
-_COUNTERS = ("units", "requests", "sent_bytes", "splits", "busy_s")
+METRICS = {
+    "roostream_reader_pieces_total": MetricSpec("pieces of splits read"),
+    "roostream_reader_requests_total": MetricSpec("requests read"),
+    "roostream_reader_sent_bytes_total": MetricSpec("bytes sent to workers"),
+    "roostream_reader_splits_total": MetricSpec("leases of splits accepted"),
+    "roostream_reader_busy_seconds_total": MetricSpec("time spent reading"),
+    "roostream_reader_held_splits": MetricSpec("leases held"),
+    "roostream_reader_held_pieces": MetricSpec("pieces that no worker has taken yet"),
+    "roostream_reader_held_bytes": MetricSpec("bytes of these pieces"),
+}
 
 OpenTable = Callable[[TableInput, Schema], tuple[LocalSessionRows, Schema]]
 """Opens a session: its rows, and the schema of its batches."""
@@ -89,7 +100,7 @@ class ReaderAgent:
             "session": self.session,
             "free": self.reader.num_free_slots(self.max_splits) if self.session and self.takes_more else 0,
             "leaving": leaving,
-            "report": self.reader.metrics(),
+            "report": self.reader.report(),
         }
         answer, _ = controller.call("lease", header, timeout_s=_CALL_S)
         if leaving:
@@ -118,15 +129,15 @@ class ReaderAgent:
         self.incarnation, self.session = incarnation, session
 
     def handle(self, method: str, header: Header, arrays: Arrays) -> tuple[Header, Arrays]:
-        """RPC method `unit`: a piece of a leased split; no arrays if it is not read yet.
+        """RPC method `piece`: a piece of a leased split; no arrays if it is not read yet.
 
         Raises:
             FencedError: this reader does not have that lease.
             CheckpointError: a file is damaged.
             RoostreamError: an unknown method.
         """
-        if method != "unit":
-            raise RoostreamError(f"expected a call of unit, got {method!r}")
+        if method != "piece":
+            raise RoostreamError(f"expected a call of piece, got {method!r}")
         wait_s = min(float(header["wait_s"]), _MAX_WAIT_S)
         piece = self.reader.next_piece(
             int(header["split"]), int(header["grant"]), int(header["position"]), wait_s
@@ -152,8 +163,8 @@ def read(config: ReaderConfig, stop: Stop) -> None:
     leased: list[ReaderAgent] = []
     server = RpcServer(lambda *call: leased[0].handle(*call), host, port, keys=keys).start()
     leased.append(ReaderAgent(reader, advertised_address(config, server.port), config.max_splits))
-    exports = MetricsCollector("reader", reader.metrics, {}, counters=_COUNTERS)
-    exports.register()
+    collector = MetricsCollector(lambda: metrics_of(reader), METRICS)
+    REGISTRY.register(collector)
     controller = SocketTransport(config.controller, keys=keys)
     crew, drained = ThreadGroup(stop), threading.Event()
     try:
@@ -165,8 +176,23 @@ def read(config: ReaderConfig, stop: Stop) -> None:
         server.stop()
         crew.join(_CALL_S)
         controller.close()
-        exports.unregister()
+        REGISTRY.unregister(collector)
     crew.check()
+
+
+def metrics_of(reader: SplitReader) -> dict[str, float]:
+    """Full metric name → value."""
+    report = reader.report()
+    return {
+        "roostream_reader_pieces_total": report["pieces"],
+        "roostream_reader_requests_total": report["requests"],
+        "roostream_reader_sent_bytes_total": report["sent_bytes"],
+        "roostream_reader_splits_total": report["splits"],
+        "roostream_reader_busy_seconds_total": report["busy_s"],
+        "roostream_reader_held_splits": report["held_splits"],
+        "roostream_reader_held_pieces": report["held_pieces"],
+        "roostream_reader_held_bytes": report["held_bytes"],
+    }
 
 
 def advertised_address(config: ReaderConfig, port: int) -> str:

@@ -37,7 +37,6 @@ log = logging.getLogger("roostream.reading")
 
 _ASK_EVERY_S, _ASK_SOON_S = 0.25, 0.05  # between two calls of the controller; while a split has no reader
 _MIN_BETWEEN_S = 0.02
-READING_COUNTERS = ("fetched_units", "fetched_requests", "fetched_bytes", "refused_units", "stalled_s")
 _CALL_S = 10.0
 _AWAY_S = 0.2  # pause after the controller did not answer
 _WARN_EVERY_S = 30.0
@@ -120,23 +119,22 @@ class RemoteSessionRows:
             if thread.is_alive():
                 thread.join(_CALL_S)
 
-    def shown(self) -> dict[str, float]:
-        """Metric values by name."""
+    def report(self) -> dict[str, float]:
+        """Counts and times since the session was opened, and the state of the buffer."""
         with self._changed:
-            num_pieces, held_bytes = self.buffer.size
-            counts: dict[str, float] = {
-                f"fetched_{name}": self.buffer.counts[name] for name in ("units", "requests", "bytes")
-            }
-            open_s = max(self.clock.monotonic_s() - self._began_s, 1e-9)
+            num_pieces, num_bytes = self.buffer.size
+            counts = self.buffer.counts
             return {
-                **counts,
-                "refused_units": self.buffer.counts["refused"],
+                "fetched_pieces": counts["pieces"],
+                "fetched_requests": counts["requests"],
+                "fetched_bytes": counts["bytes"],
+                "refused_pieces": counts["refused"],
                 "buffer_fullness": self.buffer.fullness,
-                "buffer_units": num_pieces,
-                "buffer_bytes": held_bytes,
+                "buffer_pieces": num_pieces,
+                "buffer_bytes": num_bytes,
                 "splits_in_flight": self.scaler.in_flight,
                 "stalled_s": self.waited_s,
-                "stall_share": self.waited_s / open_s,
+                "stall_share": self.waited_s / max(self.clock.monotonic_s() - self._began_s, 1e-9),
             }
 
     def _take(self, split: TableSplit, position: int) -> Piece | None:
@@ -204,7 +202,7 @@ class RemoteSessionRows:
             "fullness": self.buffer.fullness,
             "stalled_s": self.waited_s,
             "stall_share": self.waited_s / max(self.clock.monotonic_s() - self._began_s, 1e-9),
-            "units": self.buffer.size[0],
+            "pieces": self.buffer.size[0],
         }
 
     def _warn_if_unread(self, wanted: Sequence[Any], holders: Sequence[Lease], num_readers: int) -> None:
@@ -239,7 +237,7 @@ class RemoteSessionRows:
             "wait_s": self.link.wait_s,
         }
         try:
-            answer, arrays = transport.call("unit", header, timeout_s=_CALL_S)
+            answer, arrays = transport.call("piece", header, timeout_s=_CALL_S)
             piece = decode_piece(answer, arrays, self.schema, self.schema_digest) if arrays else None
         except (CheckpointError, ConfigError) as error:  # a damaged file: no other reader can read it either
             self._failed(fetch, error)
@@ -286,6 +284,24 @@ class RemoteSessionOpener:
         self._now = RemoteSessionRows(table.digest, rows.schema, self.link, self.config, self.clock).open()
         return self._now
 
-    def shown(self) -> dict[str, float]:
-        """As `RemoteSessionRows.shown`; empty before the first session. Any thread."""
-        return self._now.shown() if self._now else {}
+    def report(self) -> dict[str, float]:
+        """As `RemoteSessionRows.report`; empty before the first session. Any thread."""
+        return self._now.report() if self._now else {}
+
+    def metrics(self) -> dict[str, float]:
+        """Full metric name → value. Any thread."""
+        report = self.report()
+        if not report:
+            return {}
+        return {
+            "roostream_worker_reading_fetched_pieces_total": report["fetched_pieces"],
+            "roostream_worker_reading_fetched_requests_total": report["fetched_requests"],
+            "roostream_worker_reading_fetched_bytes_total": report["fetched_bytes"],
+            "roostream_worker_reading_refused_pieces_total": report["refused_pieces"],
+            "roostream_worker_reading_buffer_fullness": report["buffer_fullness"],
+            "roostream_worker_reading_buffer_pieces": report["buffer_pieces"],
+            "roostream_worker_reading_buffer_bytes": report["buffer_bytes"],
+            "roostream_worker_reading_splits_in_flight": report["splits_in_flight"],
+            "roostream_worker_reading_stalled_seconds_total": report["stalled_s"],
+            "roostream_worker_reading_stall_share": report["stall_share"],
+        }

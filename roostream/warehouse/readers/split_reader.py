@@ -53,7 +53,7 @@ class _LeasedSplit:
 class ReaderCounts:
     """Counters since the start."""
 
-    units: int = 0  # pieces
+    pieces: int = 0
     requests: int = 0
     sent_bytes: int = 0
     splits: int = 0  # leases accepted
@@ -201,7 +201,7 @@ class SplitReader:
                     held = self._leased_split(split, grant)
                     encoded, left_s = self._piece_at(held, position), ends_s - self.clock.monotonic_s()
                     if encoded is not None:
-                        self.counts.units += 1
+                        self.counts.pieces += 1
                         self.counts.requests += len(encoded.arrays[0])
                         self.counts.sent_bytes += total_bytes(encoded.arrays)
                     if encoded is not None or left_s <= 0:
@@ -236,10 +236,10 @@ class SplitReader:
             held.read_to = position
         return held.pieces[0] if held.pieces else None
 
-    def metrics(self) -> dict[str, float]:
-        """Metric values by name."""
+    def report(self) -> dict[str, float]:
+        """Counts since the start, and what is held now."""
         with self._changed:
             pieces = [piece for held in self._held.values() for piece in held.pieces]
-            now = {"held_splits": len(self._held), "held_units": len(pieces)}
+            now = {"held_splits": len(self._held), "held_pieces": len(pieces)}
         held_bytes = sum(total_bytes(piece.arrays) for piece in pieces)
         return {**dataclasses.asdict(self.counts), **now, "held_bytes": held_bytes}

@@ -129,7 +129,7 @@ def test_what_nobody_has_counted_is_spread_over_all_and_named() -> None:
     found = plan([table("known"), table("new", None)], 4)
     assert found.kind_of("new") == "4 row pieces" and found.kind_of("nothing") == "not in it"
     assert found.warnings == ("no profile of new: spread over all owners",)
-    assert "assumed constants" in found.said
+    assert "assumed constants" in found.time_accuracy
 
 
 def test_rows_that_do_not_fit_are_refused_with_what_would_do() -> None:
@@ -145,7 +145,7 @@ def test_rows_that_do_not_fit_are_refused_with_what_would_do() -> None:
 
 def test_constants_come_from_a_bench_and_say_how_good_they_are() -> None:
     measured = CostModel(memory_bytes_s=1e9, error=0.18)
-    assert costs_of(json.dumps(plain(measured))) == measured and "18%" in measured.said
+    assert costs_of(json.dumps(plain(measured))) == measured and "18%" in measured.time_accuracy
     with pytest.raises(ConfigError, match="memory_bytes_s"):
         costs_of('{"speed": 1}', "costs.json")
 

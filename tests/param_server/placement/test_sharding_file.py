@@ -89,7 +89,13 @@ def test_a_table_whose_rows_nobody_counted_is_refused() -> None:
 def test_another_file_is_refused_in_a_sentence(changed: dict[str, Any]) -> None:
     piece = TablePiece(table="t", kind="table", owner=1, number=0, of=1, columns=(0, 4))
     made = PlacementPlan(
-        owners=2, pieces=(piece,), predicted_s=1, bound_s=1, time_imbalance=1, bytes_imbalance=1, said=""
+        owners=2,
+        pieces=(piece,),
+        predicted_s=1,
+        bound_s=1,
+        time_imbalance=1,
+        bytes_imbalance=1,
+        time_accuracy="",
     )
     whole = sharding_of(made, [table("t", 9)])
     with pytest.raises(ConfigError):

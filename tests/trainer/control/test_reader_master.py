@@ -124,7 +124,7 @@ def test_the_wanted_number_of_readers_follows_units_in_flight_within_limits(
     case = Case(least=1, most=5)
     case.want(*((n, 0) for n in range(in_flight)))
     assert case.it.status()["wanted"] == wanted
-    told = {"fullness": 0.5, "in_flight": in_flight, "stalled_s": 1.0, "stall_share": None, "units": None}
+    told = {"fullness": 0.5, "in_flight": in_flight, "stalled_s": 1.0, "stall_share": None, "pieces": None}
     assert case.it.status()["buffers"] == {"0": told}
 
 

@@ -157,5 +157,5 @@ def test_units_in_flight_and_buffered_are_bounded() -> None:
         fleet.turn(draw)
     units, _ = fleet.rows.buffer.size
     assert units <= 2 + 1, "and the one that is waited for"
-    assert all(reader.reader.metrics()["held_units"] <= 6 + 2 for reader in fleet.readers.values())
+    assert all(reader.reader.report()["held_pieces"] <= 6 + 2 for reader in fleet.readers.values())
     assert fleet.master.status()["splits_wanted"] <= 3

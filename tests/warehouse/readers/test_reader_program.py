@@ -10,7 +10,14 @@ import pytest
 from roostream.errors import TransportError
 from roostream.runtime.rpc.transport import Answer, Arrays, Header, Transport
 from roostream.warehouse.readers import reader_program
-from roostream.warehouse.readers.reader_program import DRAIN_S, ReaderAgent, drain, poll_leases
+from roostream.warehouse.readers.reader_program import (
+    DRAIN_S,
+    METRICS,
+    ReaderAgent,
+    drain,
+    metrics_of,
+    poll_leases,
+)
 from tests.trainer.sessions.reading_fleet import Fleet
 
 
@@ -63,6 +70,7 @@ def its(fleet: Fleet) -> ReaderAgent:
 def test_it_ends_when_all_that_it_had_was_fetched_and_leases_no_more(fleet: Fleet) -> None:
     controller, had = Beside(fleet, fleet.controller()), fleet.master.leases.num_granted
     drain(its(fleet), controller, fleet.clock)
+    assert metrics_of(its(fleet).reader).keys() == METRICS.keys()
     assert not its(fleet).reader.has_leases and set(controller.free) == {0}
     assert fleet.master.leases.num_granted == had, "others are another reader's"
     assert fleet.rows.buffer.counts["requests"] > 0 and fleet.rows.buffer.counts["refused"] == 0

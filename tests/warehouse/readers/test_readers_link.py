@@ -137,5 +137,5 @@ def test_a_reader_gives_nothing_to_whom_it_does_not_know(link: Link) -> None:
     for stranger in (LinkSecurity(), link.security("y", "o" * 32)):
         transport = SocketTransport(name.partition("/")[0], keys=LinkCredentials(stranger))
         with pytest.raises(RoostreamError):
-            transport.call("unit", header, timeout_s=2.0)
+            transport.call("piece", header, timeout_s=2.0)
         transport.close()

@@ -43,9 +43,9 @@ def test_a_unit_is_given_again_until_the_next_one_is_asked_for() -> None:
     its.step(0)
     first = its.next_piece(0, 100, 0, 0)
     assert first is not None and its.next_piece(0, 100, 0, 0) is first
-    assert its.metrics()["held_units"] == 2
+    assert its.report()["held_pieces"] == 2
     its.next_piece(0, 100, 3, 0)
-    assert its.metrics()["held_units"] == 1
+    assert its.report()["held_pieces"] == 1
 
 
 def test_whoever_begins_anew_gets_rows_from_there() -> None:
@@ -91,7 +91,7 @@ def test_of_another_s_or_a_lost_lease_nothing_is_given() -> None:
     with pytest.raises(FencedError):
         its.next_piece(0, 100, 0, 0)
     its.start_session(None)
-    assert its.metrics()["held_splits"] == 0 and not its.step(0)
+    assert its.report()["held_splits"] == 0 and not its.step(0)
 
 
 class Broken(LocalSessionRows):

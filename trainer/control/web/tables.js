@@ -182,14 +182,14 @@ export function readers(host, status) {
     lines.push(["all", `${count(of.there)} connected, ${count(of.wanted)} wanted (${count(of.least)} to ${count(of.most)})${expired}`, `${count(of.splits_wanted)} requested`, "–", "–", "–"]);
     for (const [number, its] of Object.entries(of.buffers).sort(([a], [b]) => byNumber(a, b))) {
       const share = known(its.stall_share) ? `, ${(100 * its.stall_share).toFixed(1)} % of its time` : "";
-      lines.push([`buffer of worker ${number}`, `${(100 * its.fullness).toFixed(0)} % full; waited ${seconds(its.stalled_s)}${share}`, `${count(its.in_flight)} in flight`, count(its.units), "–", "–"]);
+      lines.push([`buffer of worker ${number}`, `${(100 * its.fullness).toFixed(0)} % full; waited ${seconds(its.stalled_s)}${share}`, `${count(its.in_flight)} in flight`, count(its.pieces), "–", "–"]);
     }
     for (const [name, its] of Object.entries(of.readers).sort(([a], [b]) => byNumber(a, b))) {
       const splits = of.leases.filter((lease) => lease.reader === name).map((lease) => `${lease.split} for worker ${lease.worker}`);
-      lines.push([name, splits.length ? `reads split ${splits.join(", ")}` : "has no lease", count(its.held_splits), count(its.held_units), bytes(its.sent_bytes), seconds(its.silent_s)]);
+      lines.push([name, splits.length ? `reads split ${splits.join(", ")}` : "has no lease", count(its.held_splits), count(its.held_pieces), bytes(its.sent_bytes), seconds(its.silent_s)]);
     }
   }
-  const columns = [{ name: "reader" }, { name: "state", words: true }, { name: "splits" }, { name: "units" }, { name: "sent" }, { name: "last call" }];
+  const columns = [{ name: "reader" }, { name: "state", words: true }, { name: "splits" }, { name: "pieces" }, { name: "sent" }, { name: "last call" }];
   table(host, "Reader programs, and the buffers of the workers", columns, lines, "No reader programs: workers read by themselves, or train on the stream.");
 }
 
