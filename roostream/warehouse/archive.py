@@ -1,19 +1,13 @@
-"""Archiving: records of the topics `samples` and `corrections` become rows of files, each record exactly
-once.
+"""Archiving: records of the topics `samples` and `corrections` become rows of files, each record exactly once.
 
 1 open the tables, read how far each partition has come in them, and seek there
 2 read records until there are enough bytes of them, or the oldest has waited long enough
-3 write files, which nobody sees yet, and send records that cannot be read to the dead letters
-4 commit to each table its files and the reader's positions together. If another archiver has moved one of the positions, the
-  commit is rejected: forget everything and go to 1
+3 write files, which nobody sees yet, and send unreadable records to the dead letters
+4 commit to each table its files and the consumer's positions together. If another archiver has moved a position, the commit
+  is rejected: forget everything and go to 1
 
-A crash between 3 and 4 leaves files that no log names; the vacuum deletes them. Two archivers with the same
-partitions read the same records and one of them commits. Positions are offsets, not record counts: a topic
-with transactions has offsets without records.
-
-A record is decoded completely, with the schema that wrote it, by the decoder that trainers use. A file holds
-rows of one close day, partition and schema, ordered by user, so that what a user's requests share lies
-together (RecD's clustering).
+A crash between 3 and 4 leaves files that no log names; the vacuum deletes them. A file holds rows of one close
+day, partition and schema, ordered by user, so that what a user's requests share lies together (RecD).
 """
 
 from __future__ import annotations

@@ -1,15 +1,10 @@
-"""Compaction: the compactor seals days of a warehouse, retires old days and deletes unused files. Each step
-is one commit.
+"""Compaction: the compactor seals days of a warehouse, retires old days and deletes unused files.
 
-1 what is due follows from the tables' logs alone, so that a new compactor finds the same
-2 the rows of a day and partition are read, merged and written as new files, which nobody sees yet
-3 one commit replaces the files and moves `compact/<day>/<partition>` and `folded/<day>/<partition>`. Of two compactors one is
-  rejected; an archiver that appends meanwhile is not, and its new file is found at the next run
-4 days beyond the limits leave the tables; the vacuum deletes files that no version in use names, except pinned ones
-
-A sealed day holds each sample once, ordered by user, the most popular columns first, with the latest labels
-beside those at the close. Readers of older versions continue: their files stay until the vacuum's age has
-passed and no pin names them.
+What is due follows from the tables' logs alone. The files of a day and partition are merged into new ones; one
+commit replaces them and moves `compact/<day>/<partition>` and `folded/<day>/<partition>`, so of two compactors
+one is rejected, while an archiver may append meanwhile. A sealed day holds each sample once, ordered by user,
+the most popular columns first, with the latest labels beside those at the close. Readers of older versions
+continue: their files stay until the vacuum's age has passed and no pin names them.
 """
 
 from __future__ import annotations

@@ -1,15 +1,8 @@
-"""Reading row groups of a file as a batch: only the columns that a schema needs, in few requests to the
-store.
-
-1 read the footer, in one request for the end of the file
-2 find the byte ranges of the needed columns and merge neighboring ones
-3 fetch these ranges
-4 let Arrow decode the pages and verify their checksums
-5 build the batch that the decoder would have built from the same records
+"""Reading row groups of a file as a batch: only the columns that a schema needs, in few requests to the store.
 
 A request to a store costs as much as many bytes. So columns that lie near each other are read in one request,
 with the bytes between them, as long as those are few (DPP, VLDB 2022, §7: over-read reduced from more than
-100 % to 8 %).
+100 % to 8 %). Arrow decodes the pages and verifies their checksums.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from tests.warehouse.sample_cases import rich_schema
 SCHEMA = rich_schema()
 
 
-def test_columns_of_one_width_lie_together_and_those_asked_for_most_next_to_each_other() -> None:
+def test_columns_are_ordered_by_width_and_popular_ones_are_neighbors() -> None:
     assert interleave_by_hit_rate([9, 1, 9, 1, 1, 5], [0.5, 0.9, 0.1, 0.2, 0.9, 0.3]) == [2, 0, 5, 3, 1, 4]
     assert (
         interleave_by_hit_rate([9, 1, 9, 1], [0.5, 0.9, 0.1, 1.0]) == [2, 0, 3, 1]
@@ -32,7 +32,7 @@ def test_columns_of_one_width_lie_together_and_those_asked_for_most_next_to_each
     )
 
 
-def test_what_most_sessions_ask_for_lies_together_behind_what_every_reader_needs() -> None:
+def test_popular_features_follow_the_columns_that_every_reader_needs() -> None:
     rates = hit_rates([{"age", "gap"}, {"age", "history"}, {"age"}])
     assert rates == {"age": 1.0, "gap": pytest.approx(1 / 3), "history": pytest.approx(1 / 3)}
     order = column_order(SCHEMA, rates)
@@ -49,7 +49,7 @@ def test_what_most_sessions_ask_for_lies_together_behind_what_every_reader_needs
     assert ordered(column_types(SCHEMA), order)[:2] == ["offset", "close_ms"]
 
 
-def test_sessions_leave_what_they_asked_for_and_files_are_written_by_it(
+def test_sessions_record_their_features_and_determine_the_column_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(popularity, "MAX_SESSIONS", 2)
@@ -66,14 +66,14 @@ def test_sessions_leave_what_they_asked_for_and_files_are_written_by_it(
     )
 
 
-def test_what_cant_be_understood_asked_for_nothing() -> None:
+def test_unreadable_records_count_as_no_features() -> None:
     store = MemoryStore()
     for name, data in (("1-a", b"{"), ("2-b", b'{"age": 1}'), ("3-c", b'["age", 3]')):
         store.put(f"popularity/asked/{name}", data)
     assert recent_session_features(store) == [frozenset(), frozenset({"age"})]
 
 
-def test_where_it_cant_be_written_nothing_is_noted_and_nobody_fails(tmp_path: Path) -> None:
+def test_an_unwritable_store_records_nothing_without_an_error(tmp_path: Path) -> None:
     (tmp_path / "popularity").write_text("in the way")
     record_session_features(FileStore(tmp_path), SCHEMA, 1, "abc", ["age"])
     assert (tmp_path / "popularity").read_text() == "in the way"

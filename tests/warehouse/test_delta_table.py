@@ -47,7 +47,7 @@ def opened(place: str | Path) -> WarehouseTable:
     return table
 
 
-def test_a_table_is_made_once_and_is_empty(place: str) -> None:
+def test_a_table_is_created_once_and_is_empty(place: str) -> None:
     table = WarehouseTable(place, "samples")
     assert not table.exists()
     with pytest.raises(CheckpointError):
@@ -59,7 +59,7 @@ def test_a_table_is_made_once_and_is_empty(place: str) -> None:
     )
 
 
-def test_what_is_committed_is_read_back_whole(place: str) -> None:
+def test_committed_files_and_progress_are_read_back(place: str) -> None:
     table, file, sealed = opened(place), a_file(0, 9), a_file(10, 12, 3, sealed=True, topic="q1_-Z" * 4)
     after = table.commit(
         [file, sealed],
@@ -78,7 +78,7 @@ def test_what_is_committed_is_read_back_whole(place: str) -> None:
     assert (older.files, older.progress("samples/t/0")) == ((), None)
 
 
-def test_a_rival_of_the_same_partition_is_refused_and_another_partition_lands(place: str) -> None:
+def test_a_second_commit_of_a_partition_is_rejected_and_another_partition_succeeds(place: str) -> None:
     one, other = opened(place), opened(place)
     one.commit([a_file(0, 9)], progress={"samples/t/0": ProgressStep(None, 10)})
     with pytest.raises(FencedError, match="10"):
@@ -92,14 +92,14 @@ def test_a_rival_of_the_same_partition_is_refused_and_another_partition_lands(pl
     assert sorted(f.partition for f in one.snapshot().files) == [0, 1]
 
 
-def test_a_commit_whose_answer_was_lost_is_found_done(tmp_path: Path) -> None:
+def test_a_commit_whose_answer_was_lost_is_not_repeated(tmp_path: Path) -> None:
     table, file = opened(tmp_path), a_file(0, 9)
     first = table.commit([file], progress={"samples/t/0": ProgressStep(None, 10)})
     again = table.commit([file], progress={"samples/t/0": ProgressStep(None, 10)})
     assert again.version == first.version and again.files == (file,)
 
 
-def test_of_two_compactors_of_the_same_files_one_lands(place: str) -> None:
+def test_of_two_replacements_of_the_same_files_one_is_committed(place: str) -> None:
     table, rival = opened(place), opened(place)
     small = [a_file(0, 4), a_file(5, 9)]
     table.commit(small, progress={"samples/t/0": ProgressStep(None, 10)})
@@ -111,7 +111,7 @@ def test_of_two_compactors_of_the_same_files_one_lands(place: str) -> None:
     assert table.snapshot().files == (whole,)
 
 
-def test_a_compactor_lands_over_a_concurrent_append(tmp_path: Path) -> None:
+def test_a_replacement_is_committed_after_a_concurrent_append(tmp_path: Path) -> None:
     table, archiver = opened(tmp_path), opened(tmp_path)
     small = a_file(0, 4)
     table.commit([small], progress={"samples/t/0": ProgressStep(None, 5)})
@@ -122,7 +122,7 @@ def test_a_compactor_lands_over_a_concurrent_append(tmp_path: Path) -> None:
     assert set(table.snapshot().files) == {whole, late}
 
 
-def test_new_columns_come_by_themselves(tmp_path: Path) -> None:
+def test_new_columns_are_added_once(tmp_path: Path) -> None:
     table, stale = opened(tmp_path), opened(tmp_path)
     forms = {
         "ro__age": ColumnType("request", "float", "f4"),
@@ -138,7 +138,7 @@ def test_new_columns_come_by_themselves(tmp_path: Path) -> None:
     assert "nro__topics" in json.dumps(names)
 
 
-def test_progress_outlives_many_commits_and_their_checkpoints(tmp_path: Path) -> None:
+def test_progress_survives_many_commits_and_log_checkpoints(tmp_path: Path) -> None:
     table = opened(tmp_path)
     table.commit([], progress={"samples/t/1": ProgressStep(None, 77)})
     for n in range(45):
@@ -148,7 +148,7 @@ def test_progress_outlives_many_commits_and_their_checkpoints(tmp_path: Path) ->
     assert (found.progress("samples/t/0"), found.progress("samples/t/1")) == (45, 77)
 
 
-def test_vacuum_deletes_orphans_and_what_was_replaced_but_not_what_is_pinned(tmp_path: Path) -> None:
+def test_the_vacuum_deletes_orphans_and_replaced_files_but_not_pinned_ones(tmp_path: Path) -> None:
     table, store = opened(tmp_path), open_store(tmp_path)
     small, replaced, orphan, whole = a_file(0, 4), a_file(5, 9), a_file(10, 11), a_file(0, 9, sealed=True)
     for file in (small, replaced, orphan, whole):
@@ -169,7 +169,7 @@ def test_vacuum_deletes_orphans_and_what_was_replaced_but_not_what_is_pinned(tmp
     assert there() == {whole.path} and store.list("pins") == []
 
 
-def test_a_pin_that_is_taken_back_or_is_none_holds_nothing(tmp_path: Path) -> None:
+def test_a_deleted_or_unreadable_pin_has_no_effect(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     pin_version(store, "a", VersionPin("samples", 3, 5_000))
     pin_version(store, "b", VersionPin("samples", 4, 5_000))
@@ -179,7 +179,7 @@ def test_a_pin_that_is_taken_back_or_is_none_holds_nothing(tmp_path: Path) -> No
     assert pinned_versions(store, "samples", 1_000) == {4}
 
 
-def test_a_place_that_is_gone_is_waited_for_and_a_damaged_log_is_told(tmp_path: Path) -> None:
+def test_a_damaged_log_or_missing_version_is_reported_as_damage(tmp_path: Path) -> None:
     table = opened(tmp_path)
     table.commit([a_file(0, 9)], progress={"samples/t/0": ProgressStep(None, 10)})
     log = tmp_path / "samples/_delta_log/00000000000000000001.json"
@@ -192,7 +192,7 @@ def test_a_place_that_is_gone_is_waited_for_and_a_damaged_log_is_told(tmp_path: 
         table.snapshot(99)
 
 
-def test_a_store_that_does_not_answer_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_does_not_answer_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {
         "AWS_ENDPOINT_URL": "http://127.0.0.1:9",
         "AWS_ALLOW_HTTP": "true",
@@ -206,6 +206,6 @@ def test_a_store_that_does_not_answer_is_away(monkeypatch: pytest.MonkeyPatch) -
         table.snapshot()
 
 
-def test_a_place_of_another_kind_is_refused() -> None:
+def test_another_kind_of_location_is_rejected() -> None:
     with pytest.raises(ConfigError):
         WarehouseTable("hdfs://x", "samples")

@@ -31,7 +31,7 @@ def place() -> Iterator[str]:
         yield f"s3://{s3_server.BUCKET}/whole"
 
 
-def test_an_archive_is_the_same_on_s3_from_the_topic_to_a_reader(place: str) -> None:
+def test_archiving_sealing_reading_and_retiring_work_on_s3(place: str) -> None:
     (first, _, _), (rival, _, _) = an_archiver(place, RECORDS), an_archiver(place, RECORDS)
     for archiver in (first, rival):
         archiver.open()

@@ -32,7 +32,7 @@ def without(batch: Batch, column: int) -> Batch:
     return dataclasses.replace(batch, nro_present_BF=present_BF)
 
 
-def test_each_day_has_its_coverage_lengths_and_how_far_it_moved() -> None:
+def test_each_day_reports_coverage_lengths_and_drift() -> None:
     batch = batch_of(1)
     told = report_of(batch, batch_of(2))
     assert list(told) == ["2024-01-01", "2024-01-02"] and list(told["2024-01-01"])[:2] == ["gap_s", "hour"]
@@ -44,7 +44,7 @@ def test_each_day_has_its_coverage_lengths_and_how_far_it_moved() -> None:
     assert alerts(told) == []
 
 
-def test_a_feature_that_is_gone_or_rarer_is_told_by_its_day() -> None:
+def test_a_missing_or_rarer_feature_raises_an_alert() -> None:
     gone = alerts(report_of(batch_of(1), without(batch_of(2), 0)))
     assert len(gone) == 1 and gone[0].startswith("2024-01-02: ctr is in no row; it was in 9")
     rarer = batch_of(2)
@@ -55,7 +55,7 @@ def test_a_feature_that_is_gone_or_rarer_is_told_by_its_day() -> None:
     assert "2024-01-01: ctr is in no row" in never
 
 
-def test_other_values_and_other_lengths_are_told_with_their_psi() -> None:
+def test_shifted_values_and_lengths_raise_an_alert_with_their_psi() -> None:
     other = batch_of(2)
     other.nro_float_BF[:, 1] *= 1000
     (line,) = alerts(report_of(batch_of(1), other))
@@ -65,5 +65,5 @@ def test_other_values_and_other_lengths_are_told_with_their_psi() -> None:
     assert any("history" in line and "lengths" in line for line in lines)
 
 
-def test_of_a_day_of_a_few_rows_nothing_is_told() -> None:
+def test_days_with_few_rows_raise_no_alert() -> None:
     assert alerts(report_of(batch_of(1, 20), without(batch_of(2, 20), 0))) == []

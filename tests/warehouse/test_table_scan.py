@@ -19,7 +19,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_every_sample_comes_once_day_after_day(place: Path) -> None:
+def test_each_sample_is_scanned_once_day_by_day(place: Path) -> None:
     scan = TableScan(place)
     found = [(file.day, batch.num_requests) for file, batch in scan.batches(scan.schema())]
     assert found == [(day, ROWS) for day in DAYS] and scan.num_requests == 2 * ROWS
@@ -32,7 +32,7 @@ def test_days_and_features_are_chosen(place: Path) -> None:
     assert file.day == DAYS[1] and batch.nro_float_BF.shape[1] == 1 and not batch.ro_lists.keys
 
 
-def test_each_column_has_its_bytes_in_all_files(place: Path) -> None:
+def test_bytes_by_column_cover_all_files(place: Path) -> None:
     scan = TableScan(place)
     sizes = scan.bytes_by_column()
     assert set(sizes) == set(column_types(scan.schema()))
@@ -40,7 +40,7 @@ def test_each_column_has_its_bytes_in_all_files(place: Path) -> None:
     assert stored == sorted(stored, reverse=True) and 0 < sum(stored) < sum(file.bytes for file in scan.files)
 
 
-def test_days_without_files_and_places_without_a_table_are_told(place: Path, tmp_path: Path) -> None:
+def test_days_without_files_and_missing_tables_are_errors(place: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError):
         TableScan(place, last=DAYS[0].replace(year=2000))
     with pytest.raises(CheckpointError):

@@ -1,15 +1,10 @@
 """Leases: which reader reads which split. The core of a DPP master (Zhao et al., *Understanding Data Storage
 and Ingestion for Large-Scale Deep Recommendation Model Training*, §III), pure.
 
-    worker ── the splits that it waits for, in order, each with a position ──► Leases ◄── asks for or renews
-    leases ── readers
-           ◄── which reader has which of them ───────────────────────────────────┘
-
-A worker names only its splits in flight, so what readers buffer is bounded. A split is leased to one reader
-at a time; the first split of each worker comes before the second of any. Leases are not stored: how far a
-session is read is in the manifest's positions, and a new controller starts without leases. Each lease has a
-unique *grant* number. A reader that is silent loses its leases, and what it sends under an old grant is
-rejected. Even without that no batch would change, since the rows of a split depend on the split alone.
+Workers name the splits that they wait for, in order; readers lease them and renew the leases. The first split
+of each worker comes before the second of any. Each lease has a unique *grant* number: a reader that is silent
+loses its leases, and rows sent under an old grant are rejected. Leases are not stored: how far a session is
+read is in the manifest's positions, and a new controller starts without leases.
 """
 
 from __future__ import annotations

@@ -1,12 +1,8 @@
-"""The core of a reader program: reads leased splits and keeps their rows until workers fetch them (Zhao et
-al., §III: a DPP worker without state).
+"""The core of a reader program: reads leased splits and keeps their rows, in a bounded buffer, until workers
+fetch them (Zhao et al., §III: a DPP worker without state).
 
-    leases ──► splits ──► row groups by `LocalSessionRows` ──► pieces of `batch_requests` ──► bounded buffer
-    ──► workers
-
-A reader reads rows as a worker would read them itself, so the batches are equal bit for bit. A piece is kept
-until the next piece of its split is requested, so a lost answer can be repeated. Nothing outlives the
-process.
+Rows are read as a worker would read them itself, so the batches are equal bit for bit. A piece is kept until
+the next piece of its split is requested, so a lost answer can be repeated.
 """
 
 from __future__ import annotations

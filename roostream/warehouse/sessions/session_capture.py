@@ -1,9 +1,5 @@
-"""Recording which rows a session reads, and reading them again with readers that are compared: what a change
-of the reader costs.
-
-    a session ──► CapturingRows ──► [(file, rows), …] ──► replay_session(reader A) │ replay_session(reader B)   in turns
-                                                             └── ratio of CPU time per turn: median and
-                                                             confidence interval
+"""Recording which rows a session reads, and reading them again with two readers in turns: what a change of the
+reader costs.
 
 Which files, days, row groups and features are read determines a reader's speed, so recorded reads are used
 instead of made-up ones (DPP, VLDB 2022, §VI-B). Nothing is trained; a batch is only inspected.

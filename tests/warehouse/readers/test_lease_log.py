@@ -18,7 +18,7 @@ from roostream.warehouse.readers.leases import (
 )
 
 
-def test_the_newest_events_and_the_sums_of_the_newest_readers_are_kept() -> None:
+def test_the_newest_events_and_readers_are_kept() -> None:
     log = LeaseLog()
     for number in range(MAX_EVENTS + 10):
         log.note(number, "granted", Lease(number, 0, number, f"r{number % (MAX_READERS + 1)}"))
@@ -29,7 +29,7 @@ def test_the_newest_events_and_the_sums_of_the_newest_readers_are_kept() -> None
     assert len(body["readers"]) == MAX_READERS and body["at_ms"] == 7
 
 
-def test_every_end_of_a_lease_is_heard_of_once() -> None:
+def test_each_end_of_a_lease_is_reported_once() -> None:
     heard: list[tuple[str, int]] = []
     leases = Leases(lease_s=3.0, note=lambda what, lease: heard.append((what, lease.split)))
     leases.set_wanted(0, [(n, 0) for n in range(6)])
@@ -55,6 +55,6 @@ def test_every_end_of_a_lease_is_heard_of_once() -> None:
         (b'{"format": 1, "events": [[1]]}', "something else"),
     ],
 )
-def test_what_is_no_log_is_told(body: bytes, says: str) -> None:
+def test_other_data_is_no_lease_log(body: bytes, says: str) -> None:
     with pytest.raises(CheckpointError, match=says):
         read_log(body)

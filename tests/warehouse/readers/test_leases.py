@@ -25,14 +25,14 @@ def split(lease: Lease | None) -> int:
     return -1 if lease is None else lease.split
 
 
-def test_splits_are_leased_in_the_order_of_whoever_waits_for_them() -> None:
+def test_splits_are_leased_in_the_order_in_which_workers_wait() -> None:
     its = leases(5, 3, 4)
     assert its.lease("a", 0) == (5, 50, 1, "a")
     assert [split(its.lease(reader, 0)) for reader in "bca"] == [3, 4, -1]
     assert [(held.split, held.reader) for held in its.holders(0, 0)] == [(5, "a"), (3, "b"), (4, "c")]
 
 
-def test_the_first_of_each_worker_comes_before_the_second_of_any() -> None:
+def test_the_first_split_of_each_worker_comes_before_the_second_of_any() -> None:
     its = leases(0, 1, 2)
     its.set_wanted(1, [(7, 0), (8, 0)])
     assert [split(its.lease("a", 0)) for _ in range(5)] == [0, 7, 1, 8, 2]
@@ -40,7 +40,7 @@ def test_the_first_of_each_worker_comes_before_the_second_of_any() -> None:
     assert [held.split for held in its.holders(1, 0)] == [7, 8]
 
 
-def test_a_lease_ends_unless_its_reader_beats() -> None:
+def test_a_lease_expires_unless_its_reader_renews_it() -> None:
     its = leases(0, 1)
     its.lease("a", 0)
     its.lease("b", 0)
@@ -50,7 +50,7 @@ def test_a_lease_ends_unless_its_reader_beats() -> None:
     assert its.renew("b", LEASE_S) == [] and its.num_expired == 1
 
 
-def test_a_reader_that_does_not_answer_loses_that_split_and_a_late_word_of_it_changes_nothing() -> None:
+def test_a_voided_lease_goes_to_another_reader_and_an_outdated_void_changes_nothing() -> None:
     its = leases(0, 1)
     its.lease("a", 0)
     its.void(0, 1)
@@ -61,7 +61,7 @@ def test_a_reader_that_does_not_answer_loses_that_split_and_a_late_word_of_it_ch
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_each_row_is_taken_once_whatever_is_lost_restored_or_dealt_anew(seed: int) -> None:
+def test_each_row_is_taken_once_through_losses_restores_and_rescaling(seed: int) -> None:
     """Readers die, are slow and come back; workers begin anew at a commit, and their number changes: rows are
     taken by position and grant, each once, and all of them in the end."""
     draw = random.Random(seed)

@@ -44,27 +44,27 @@ def sent(piece: Piece) -> Piece:
     return decode_piece(body["header"], frames.views(body, payload), SCHEMA, DIGEST)
 
 
-def test_a_unit_with_every_kind_of_feature_comes_as_it_was(piece: Piece) -> None:
+def test_a_piece_with_every_kind_of_feature_is_decoded_bit_for_bit(piece: Piece) -> None:
     got = sent(piece)
     assert piece.num_rows == got.num_rows == ROWS and got.end == piece.end
     assert bits(got.batch) == bits(piece.batch) and (got.at_R == piece.at_R).all()
 
 
-def test_a_part_and_nothing_come_too(piece: Piece) -> None:
+def test_a_part_and_an_empty_piece_are_decoded(piece: Piece) -> None:
     part, _ = piece.split_at(7)
     none, _ = piece.split_at(0)
     assert bits(sent(part).batch) == bits(part.batch) and sent(part).end == part.end
     assert sent(none).num_rows == 0 and sent(none).end == none.end
 
 
-def test_units_of_another_schema_are_refused(piece: Piece) -> None:
+def test_a_piece_of_another_schema_is_rejected(piece: Piece) -> None:
     header, arrays = encode_piece(piece, "0" * 16)
     with pytest.raises(SchemaError):
         decode_piece(header, arrays, SCHEMA, DIGEST)
 
 
 @pytest.mark.parametrize("wrong", ["fewer", "more lists", "shape"])
-def test_what_is_no_unit_is_refused(piece: Piece, wrong: str) -> None:
+def test_malformed_frames_are_rejected(piece: Piece, wrong: str) -> None:
     header, arrays = encode_piece(piece, DIGEST)
     if wrong == "fewer":
         arrays = arrays[:-1]

@@ -25,7 +25,9 @@ from roostream.warehouse.readers.prefetch_scaler import (
         (0.95, 9.0, 1.0, 3, "full for a moment"),
     ],
 )
-def test_the_rule(fullness: float, stalled_s_ago: float, full_s: float, wanted: int, why: str) -> None:
+def test_pieces_follow_fullness_and_stalls(
+    fullness: float, stalled_s_ago: float, full_s: float, wanted: int, why: str
+) -> None:
     assert wanted_in_flight(3, fullness, stalled_s_ago, full_s, 8) == wanted, why
 
 
@@ -42,13 +44,13 @@ class Course:
         return self.it.in_flight
 
 
-def test_one_less_is_given_back_when_the_buffer_empties_before_training_waits() -> None:
+def test_a_trial_with_one_piece_less_ends_before_training_waits() -> None:
     course = Course()
     assert course.after(FULL_FOR_S + 6, fullness=1.0) == 3
     assert course.after(SETTLES_S + 2, fullness=0.7) == 4, "nobody waited yet"
 
 
-def test_what_was_too_few_is_not_tried_again_for_a_time_that_doubles() -> None:
+def test_a_failed_number_is_retried_after_a_pause_that_doubles() -> None:
     course = Course()
     course.after(FULL_FOR_S + 6, fullness=1.0)
     course.after(SETTLES_S + 2, fullness=0.7)
@@ -59,7 +61,7 @@ def test_what_was_too_few_is_not_tried_again_for_a_time_that_doubles() -> None:
     assert course.after(MIN_RETRY_S, fullness=1.0) == 3
 
 
-def test_readers_come_at_once_and_go_one_at_a_time() -> None:
+def test_readers_are_added_at_once_and_removed_one_at_a_time() -> None:
     it = ReaderScaler(min_readers=1, max_readers=8)
     assert it.update(5, 0.0) == 3
     assert it.update(99, 1.0) == 8
@@ -69,7 +71,7 @@ def test_readers_come_at_once_and_go_one_at_a_time() -> None:
     assert it.update(1, 1.0 + 2 * MIN_DOWN_S) == 6
 
 
-def test_without_anything_to_read_they_all_go() -> None:
+def test_all_readers_are_removed_when_nothing_is_read() -> None:
     it = ReaderScaler(min_readers=1, max_readers=8)
     it.update(2, 0.0)
     assert it.update(0, MIN_DOWN_S) == 0

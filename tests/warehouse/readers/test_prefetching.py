@@ -110,11 +110,11 @@ class Training:
         return sum(warm) / len(warm)
 
 
-def test_one_throttled_reader_keeps_training_waiting() -> None:
+def test_one_throttled_reader_stalls_training() -> None:
     assert Training(max_readers=1).run(240) == pytest.approx(1 - TRAIN_S / READ_S, abs=0.04)
 
 
-def test_as_many_readers_as_the_rule_asks_for_do_not() -> None:
+def test_the_scaler_finds_a_number_of_readers_without_stalls() -> None:
     training = Training(max_readers=8)
     assert training.run(500) == 0.0
     assert len(training.readers) <= 3, "no more than it takes"
@@ -122,13 +122,13 @@ def test_as_many_readers_as_the_rule_asks_for_do_not() -> None:
 
 
 @pytest.mark.parametrize("train_s", [0.3, 0.55, 0.9])
-def test_whatever_training_takes_it_hardly_waits_once_there_are_enough(train_s: float) -> None:
+def test_training_hardly_waits_whatever_a_step_takes(train_s: float) -> None:
     training = Training(max_readers=8, train_s=train_s)
     assert training.run(300) < 0.001
     assert len(training.readers) <= READ_S / train_s + 2
 
 
-def test_readers_that_are_far_too_few_are_as_many_as_there_may_be() -> None:
+def test_the_scaler_uses_all_readers_when_they_are_too_few() -> None:
     training = Training(max_readers=4, train_s=0.14)
     assert training.run(120) == pytest.approx(1 - 4 * 0.14, abs=0.1)
     assert training.num_changes == 7, "up, and never down"

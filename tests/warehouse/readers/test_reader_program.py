@@ -2,22 +2,11 @@
 
 from __future__ import annotations
 
-import queue
-import threading
-
 import pytest
 
 from roostream.errors import TransportError
 from roostream.runtime.rpc.transport import Answer, Arrays, Header, Transport
-from roostream.warehouse.readers import reader_program
-from roostream.warehouse.readers.reader_program import (
-    DRAIN_S,
-    METRICS,
-    ReaderAgent,
-    drain,
-    metrics_of,
-    poll_leases,
-)
+from roostream.warehouse.readers.reader_program import DRAIN_S, METRICS, ReaderAgent, drain, metrics_of
 from tests.trainer.sessions.reading_fleet import Fleet
 
 
@@ -67,7 +56,7 @@ def its(fleet: Fleet) -> ReaderAgent:
     return fleet.readers["r1:1"]
 
 
-def test_it_ends_when_all_that_it_had_was_fetched_and_leases_no_more(fleet: Fleet) -> None:
+def test_a_draining_reader_ends_when_its_pieces_were_fetched_and_takes_no_leases(fleet: Fleet) -> None:
     controller, had = Beside(fleet, fleet.controller()), fleet.master.leases.num_granted
     drain(its(fleet), controller, fleet.clock)
     assert metrics_of(its(fleet).reader).keys() == METRICS.keys()
@@ -76,49 +65,14 @@ def test_it_ends_when_all_that_it_had_was_fetched_and_leases_no_more(fleet: Flee
     assert fleet.rows.buffer.counts["requests"] > 0 and fleet.rows.buffer.counts["refused"] == 0
 
 
-def test_nobody_who_trains_no_more_is_waited_for_long(fleet: Fleet) -> None:
+def test_draining_ends_after_a_time_limit(fleet: Fleet) -> None:
     controller, began_s = Beside(fleet, fleet.controller(), trains=False), fleet.clock.monotonic_s()
     drain(its(fleet), controller, fleet.clock)
     assert DRAIN_S <= fleet.clock.monotonic_s() - began_s < DRAIN_S + 1
 
 
-def test_without_a_controller_it_ends_at_once(fleet: Fleet) -> None:
+def test_draining_ends_at_once_without_a_controller(fleet: Fleet) -> None:
     controller, began_s = Beside(fleet, fleet.controller()), fleet.clock.monotonic_s()
     controller.is_away = True
     drain(its(fleet), controller, fleet.clock)
     assert fleet.clock.monotonic_s() == began_s
-
-
-class Counted(Beside):
-    """It tells a test of each call."""
-
-    def __init__(self, fleet: Fleet) -> None:
-        super().__init__(fleet, fleet.controller(), trains=False)
-        self.calls: queue.SimpleQueue[int] = queue.SimpleQueue()
-
-    def call(self, method: str, header: Header, arrays: Arrays = (), *, timeout_s: float = 30.0) -> Answer:
-        self.calls.put(int(header["free"]))
-        return super().call(method, header, arrays, timeout_s=timeout_s)
-
-
-def test_a_reader_asks_for_more_as_soon_as_it_has_room(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reader_program, "_RENEW_S", 60.0)
-    leased, controller = its(fleet), Counted(fleet)
-    leased.max_splits = 1
-    assert leased.reader.num_free_slots(1) == 0
-    stop, drained = threading.Event(), threading.Event()
-    asking = threading.Thread(
-        target=poll_leases, args=(leased, controller, fleet.clock, stop, drained), daemon=True
-    )
-    asking.start()
-    assert controller.calls.get(timeout=10) == 0
-    while not leased.reader.num_free_slots(1):
-        train(fleet)
-    assert controller.calls.get(timeout=10) == 1
-    stop.set()
-    for _ in range(200):  # what it got meanwhile is read and fetched, too
-        train(fleet)
-        asking.join(0.05)
-        if drained.is_set():
-            break
-    assert drained.is_set()

@@ -102,7 +102,7 @@ def all_of(source: SessionSource, rows: int) -> list[list[bytes]]:
     return found
 
 
-def test_two_workers_train_what_a_reader_with_a_certificate_and_a_token_reads(link: Link) -> None:
+def test_an_authenticated_reader_gives_workers_the_rows_that_they_would_read(link: Link) -> None:
     link.start_reader(link.security("reader"))
     workers = {number: link.worker(number, link.security(f"worker-{number}")) for number in range(2)}
     for number, source in workers.items():
@@ -112,7 +112,7 @@ def test_two_workers_train_what_a_reader_with_a_certificate_and_a_token_reads(li
 
 
 @pytest.mark.parametrize("who", ["without a certificate", "with another token", "of another authority"])
-def test_a_reader_that_can_not_show_who_it_is_gets_no_lease(link: Link, tmp_path: Path, who: str) -> None:
+def test_an_unauthenticated_reader_gets_no_lease(link: Link, tmp_path: Path, who: str) -> None:
     (tmp_path / "theirs").mkdir()
     others = Link.security
     match who:
@@ -129,7 +129,7 @@ def test_a_reader_that_can_not_show_who_it_is_gets_no_lease(link: Link, tmp_path
     assert link.master.status()["there"] == 0 and link.master.status()["splits_leased"] == 0
 
 
-def test_a_reader_gives_nothing_to_whom_it_does_not_know(link: Link) -> None:
+def test_a_reader_rejects_unauthenticated_callers(link: Link) -> None:
     link.start_reader(link.security("reader"))
     link.worker(0, link.security("worker")).poll(5, 1.0)
     (name,) = link.master.status()["readers"]

@@ -28,7 +28,7 @@ def lease(split: int, position: int = -1, grant: int = 0) -> Lease:
     return Lease(split, 8 * (split // 2) if position < 0 else position, grant or 100 + split, "r")
 
 
-def test_units_have_the_size_of_the_session_and_end_with_their_row_group() -> None:
+def test_pieces_have_the_session_size_and_end_with_their_row_group() -> None:
     its = reader()
     its.set_leases([lease(0)])
     assert its.step(0) and its.step(0) and not its.step(0)
@@ -37,7 +37,7 @@ def test_units_have_the_size_of_the_session_and_end_with_their_row_group() -> No
     assert its.next_piece(0, 100, 8, 0) is None
 
 
-def test_a_unit_is_given_again_until_the_next_one_is_asked_for() -> None:
+def test_a_piece_is_repeated_until_the_next_one_is_requested() -> None:
     its = reader()
     its.set_leases([lease(0)])
     its.step(0)
@@ -48,7 +48,7 @@ def test_a_unit_is_given_again_until_the_next_one_is_asked_for() -> None:
     assert its.report()["held_pieces"] == 1
 
 
-def test_whoever_begins_anew_gets_rows_from_there() -> None:
+def test_a_restarted_worker_gets_rows_from_its_position() -> None:
     its = reader()
     its.set_leases([lease(0)])
     its.step(0)
@@ -61,7 +61,7 @@ def test_whoever_begins_anew_gets_rows_from_there() -> None:
     assert (unit := its.next_piece(0, 7, 6, 0)) is not None and unit.start == 6
 
 
-def test_it_reads_ahead_as_far_as_there_is_room_and_what_is_asked_for_all_the_same() -> None:
+def test_the_buffer_is_bounded_but_requested_pieces_are_always_read() -> None:
     its = reader(max_pieces=1)
     its.set_leases([lease(0), lease(2)])
     assert its.step(0) and not its.step(0), "a row group more than there is room for"
@@ -71,7 +71,7 @@ def test_it_reads_ahead_as_far_as_there_is_room_and_what_is_asked_for_all_the_sa
     assert its.next_piece(2, 102, 8, 5.0) is not None
 
 
-def test_leases_are_asked_for_while_splits_are_unread() -> None:
+def test_free_slots_follow_unread_splits() -> None:
     its = reader(max_pieces=100)
     assert its.num_free_slots(2) == 2
     its.set_leases([lease(0), lease(2)])
@@ -81,7 +81,7 @@ def test_leases_are_asked_for_while_splits_are_unread() -> None:
     assert its.num_free_slots(2) == 2
 
 
-def test_of_another_s_or_a_lost_lease_nothing_is_given() -> None:
+def test_a_request_without_the_current_lease_is_rejected() -> None:
     its = reader()
     its.set_leases([lease(0)])
     its.step(0)
@@ -99,7 +99,7 @@ class Broken(LocalSessionRows):
         raise (UnavailableError if split.number else CheckpointError)(f"file {split.path}")
 
 
-def test_a_damaged_file_is_told_to_whoever_asks_and_one_that_is_away_is_waited_for() -> None:
+def test_damage_is_reported_to_the_worker_and_an_unavailable_file_is_retried() -> None:
     table = table_of(samples.records(list(range(1, 60))), rows_of_file=8)
     its = SplitReader(FakeClock(), max_bytes=1 << 30, max_pieces=4)
     its.start_session(Broken(table.session(shuffle_seed=None), table))
@@ -112,7 +112,7 @@ def test_a_damaged_file_is_told_to_whoever_asks_and_one_that_is_away_is_waited_f
     assert its.next_piece(2, 102, 8, 0) is None
 
 
-def test_a_reader_that_spares_the_store_takes_the_time_that_its_rows_are_worth() -> None:
+def test_the_rate_limit_delays_reading() -> None:
     its = reader(max_requests_s=2)
     its.set_leases([lease(0)])
     its.step(0)

@@ -79,7 +79,9 @@ def ids(place: Path, told: object) -> list[int]:
     return found
 
 
-def test_a_session_has_what_its_version_had_and_ends_where_the_archive_was(tmp_path: Path) -> None:
+def test_a_session_has_the_rows_of_its_version_and_ends_at_the_progress_of_the_archive(
+    tmp_path: Path,
+) -> None:
     records = samples.records(list(range(1, 21)))
     archive(tmp_path, records[:12])
     told = SampleTable(str(tmp_path)).newest(WANTED, TOPICS)
@@ -97,7 +99,7 @@ def test_a_session_has_what_its_version_had_and_ends_where_the_archive_was(tmp_p
     }
 
 
-def test_a_schema_that_shares_no_label_with_what_was_archived_is_refused_before_anything_is_trained(
+def test_a_schema_without_a_label_of_the_archive_is_rejected_before_training(
     tmp_path: Path,
 ) -> None:
     archive(tmp_path, samples.records(list(range(1, 5))))
@@ -127,7 +129,7 @@ def test_a_part_of_a_row_group_is_read_as_such(tmp_path: Path) -> None:
     assert files.marks(path).offset_R.tolist() == list(range(10))
 
 
-def test_labels_are_as_corrections_left_them_or_as_they_were_and_the_stream_has_the_others(
+def test_labels_are_corrected_or_as_streamed_and_the_stream_brings_the_other_corrections(
     tmp_path: Path,
 ) -> None:
     numbers = list(range(1, 12, 2))
@@ -159,7 +161,7 @@ def test_labels_are_as_corrections_left_them_or_as_they_were_and_the_stream_has_
     assert len(pinned_versions(store, "samples", 999)) == 1 and not pinned_versions(store, "samples", 1001)
 
 
-def test_an_archive_of_another_topic_is_refused_where_a_stream_follows(tmp_path: Path) -> None:
+def test_an_archive_of_another_topic_is_rejected_if_a_stream_follows(tmp_path: Path) -> None:
     archive(tmp_path, samples.records([1, 2]), topic="deleted-since")
     with pytest.raises(
         ConfigError,
@@ -170,7 +172,7 @@ def test_an_archive_of_another_topic_is_refused_where_a_stream_follows(tmp_path:
     assert alone is not None and alone.ends == {("samples", 0): 1, ("samples", 1): 1}
 
 
-def test_what_a_topic_of_before_left_is_an_earlier_session_s_whatever_its_offsets(tmp_path: Path) -> None:
+def test_rows_of_a_deleted_topic_belong_to_earlier_sessions(tmp_path: Path) -> None:
     archive(tmp_path, samples.records(list(range(1, 21))), topic="deleted-since")
     archive(tmp_path, samples.records(list(range(31, 35))))
     table = SampleTable(str(tmp_path))
@@ -198,7 +200,7 @@ def test_what_a_topic_of_before_left_is_an_earlier_session_s_whatever_its_offset
         ("cut/2023-11-14", 1, "expected all of 2023-11-14, got a day of which keep_bytes has retired a part"),
     ],
 )
-def test_no_session_follows_where_what_it_would_read_was_retired_in_part(
+def test_a_session_over_partly_retired_rows_is_rejected(
     tmp_path: Path, name: str, value: int, said: str
 ) -> None:
     records = samples.records(list(range(1, 21)))
@@ -215,14 +217,14 @@ def test_no_session_follows_where_what_it_would_read_was_retired_in_part(
     assert table.newest(WANTED, TOPICS) is not None
 
 
-def test_an_empty_table_has_no_session_and_no_table_is_told(tmp_path: Path) -> None:
+def test_an_empty_table_has_no_session_and_a_missing_table_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError):
         SampleTable(str(tmp_path)).newest(WANTED, TOPICS)
     WarehouseTable(str(tmp_path), "samples").create()
     assert SampleTable(str(tmp_path)).newest(WANTED, TOPICS) is None
 
 
-def test_what_lies_there_instead_is_refused(tmp_path: Path) -> None:
+def test_a_table_with_other_rows_is_rejected(tmp_path: Path) -> None:
     archive(tmp_path, samples.records([1, 2]))
     told = SampleTable(str(tmp_path)).newest(WANTED, TOPICS)
     assert told is not None

@@ -24,7 +24,7 @@ def file(
     return data_file(path, date(2024, 5, day), partition, rows, candidates, first)
 
 
-def test_days_come_in_order_and_the_files_of_a_day_shuffled_by_the_seed_alone() -> None:
+def test_days_come_in_order_and_the_files_of_a_day_are_shuffled_by_the_seed() -> None:
     files = [file(f"f{i}", day=1 + i % 2, first=10 * i) for i in range(16)]
     for seed in (0, 1, None):
         order = plan(files, dataclasses.replace(SPEC, shuffle_seed=seed), 4)
@@ -39,7 +39,7 @@ def test_days_come_in_order_and_the_files_of_a_day_shuffled_by_the_seed_alone() 
     assert shuffled[0] != shuffled[1] != by_offset
 
 
-def test_a_split_is_whole_row_groups_of_bounded_candidates() -> None:
+def test_a_split_has_whole_row_groups_and_bounded_candidates() -> None:
     order = plan([file("f", rows=10, candidates=3 * MAX_CANDIDATES)], SPEC, 2)
     assert [(s.start, s.end) for s in order.splits] == [(0, 2), (2, 6), (6, 10)]
     (whole,) = plan([file("f", rows=10, candidates=MAX_CANDIDATES)], SPEC, 2).splits
@@ -49,7 +49,7 @@ def test_a_split_is_whole_row_groups_of_bounded_candidates() -> None:
     )
 
 
-def test_days_outside_and_files_that_earlier_sessions_had_are_left_out() -> None:
+def test_other_days_and_files_of_earlier_sessions_are_skipped() -> None:
     files = [file("a", 1), file("b", 2, first=10), file("c", 3, first=20), file("d", 3, 1, rows=0)]
     some = dataclasses.replace(SPEC, first_day="2024-05-02", last_day="2024-05-02")
     assert [s.path for s in plan(files, some, 4).splits] == ["b"]
@@ -77,7 +77,7 @@ def test_every_row_has_one_position_of_its_partition(
     assert [s.number for s in order.splits] == list(range(len(order.splits)))
 
 
-def test_what_comes_next_is_in_the_order_of_all_and_begins_with_what_is_begun() -> None:
+def test_the_next_splits_follow_the_session_order_and_started_ones_come_first() -> None:
     files = [file("a", 1, 0), file("b", 1, 1, first=1), file("c", 2, 0, first=10), file("d", 2, 1, first=20)]
     order = plan(files, dataclasses.replace(SPEC, shuffle_seed=None), 10)
     assert [s.path for s in order.next_splits({0: 3, 1: 10}, 2)] == ["a", "c"]
@@ -85,7 +85,7 @@ def test_what_comes_next_is_in_the_order_of_all_and_begins_with_what_is_begun() 
     assert order.next_splits({0: 20, 7: 0}, 9) == []
 
 
-def test_a_spec_survives_its_plain_form_and_its_digest_says_whether_two_are_equal() -> None:
+def test_equal_specs_have_equal_digests_and_plain_forms() -> None:
     spec = dataclasses.replace(
         SPEC, features=("a", "b"), from_offsets={3: 7, 1: 2}, shuffle_seed=None, labels="as_streamed"
     )

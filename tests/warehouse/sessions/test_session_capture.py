@@ -46,7 +46,7 @@ def captured() -> tuple[MemoryTable, list[CapturedRead]]:
     return table, rows.reads
 
 
-def test_a_session_is_read_again_as_it_was(tmp_path: Path) -> None:
+def test_a_captured_session_is_read_again_identically(tmp_path: Path) -> None:
     table, reads = captured()
     assert [tuple(read) for read in reads] == table.reads and len(reads) > 5
     CapturedSession(version=3, features=("a", "b"), reads=tuple(reads)).write(tmp_path / "session.json")
@@ -58,17 +58,10 @@ def test_a_session_is_read_again_as_it_was(tmp_path: Path) -> None:
     assert replay_session(reads, table, digests=False)._replace(digest=seen.digest) == seen
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ('{"format": 2}', "expected a captured session of format 1, got 2; capture anew"),
-        ('{"format": 1, "version": "x"}', "got something else; capture anew"),
-        ("[]", "got something else"),
-    ],
-)
-def test_what_is_no_session_is_told(tmp_path: Path, text: str, said: str) -> None:
+@pytest.mark.parametrize("text", ['{"format": 2}', '{"format": 1, "version": "x"}', "[]"])
+def test_other_files_are_no_captured_session(tmp_path: Path, text: str) -> None:
     (tmp_path / "s.json").write_text(text)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError):
         CapturedSession.read(tmp_path / "s.json")
     with pytest.raises(ConfigError):
         CapturedSession.read(tmp_path / "absent.json")
@@ -84,13 +77,13 @@ def noisy(ratio: float, seed: int, turns: int = 31) -> ReaderComparison:
     )
 
 
-def test_three_percent_are_seen_through_noise_and_none_are_not() -> None:
+def test_a_difference_of_three_percent_is_detected_through_noise_and_no_difference_is_not() -> None:
     seen = [noisy(1.03, seed).differs for seed in range(200)]
     false = [noisy(1.0, seed).differs for seed in range(200)]
     assert sum(seen) >= 190 and sum(false) <= 20
 
 
-def test_the_interval_holds_the_median_and_is_that_of_order_statistics() -> None:
+def test_the_interval_is_that_of_order_statistics_around_the_median() -> None:
     ratios = [float(n) for n in range(1, 12)]
     assert comparison_of(ratios) == ReaderComparison(6.0, 2.0, 10.0, 11), (
         "of 11 the second and the tenth: 98.8 %"

@@ -30,25 +30,25 @@ def test_every_row_is_read_once_a_row_group_at_a_time() -> None:
     assert all(end - start <= 4 and start % 4 == 0 for _, start, end in table.reads)
 
 
-def test_a_sample_that_the_joiner_emitted_again_is_read_once_wherever_its_copies_lie() -> None:
+def test_a_duplicate_sample_is_read_once_whatever_files_hold_its_copies() -> None:
     again = samples.records([1, 3, 5, 7, 9, 11, 2, 4, 3, 6, 9, 1, 13])
     assert sorted(read(table_of(again, rows_of_file=3, seed=4))) == [1, 2, 3, 4, 5, 6, 7, 9, 11, 13]
 
 
-def test_a_later_session_reads_what_is_new_also_where_a_seal_merged_old_and_new() -> None:
+def test_a_later_session_reads_only_new_rows_of_a_file_that_a_seal_merged() -> None:
     table = table_of(samples.records([1, 3, 5, 7, 3, 9, 2, 4]), rows_of_file=100, seed=1)
     assert sorted(read(table, from_offsets={0: 1, 1: 3})) == [4, 7, 9], (
         "offset 4 of partition 1 is sample 3 again"
     )
 
 
-def test_copies_of_what_an_earlier_session_had_are_left_out_though_its_file_isn_t_read() -> None:
+def test_copies_of_samples_of_an_earlier_session_are_skipped() -> None:
     table = table_of(samples.records([1, 3, 5, 1, 7]), rows_of_file=3)
     assert read(table, from_offsets={1: 3}) == [7]
     assert {path for path, _, _ in table.reads} == {table.files[1].path}
 
 
-def test_whoever_goes_on_in_the_middle_of_a_row_group_reads_the_same_rest() -> None:
+def test_reading_resumed_in_a_row_group_gives_the_same_remaining_rows() -> None:
     table = table_of(samples.records([1, 3, 5, 1, 7, 9]), rows_of_file=6)
     session = table.session()
     (split,) = session.order.splits
