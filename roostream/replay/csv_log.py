@@ -6,7 +6,6 @@ text). A cell that begins with `[` or `{` is JSON. An empty cell is missing.
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Callable
 from typing import Any
@@ -28,9 +27,7 @@ _NUMBERS = ("weight", "propensity", "value")
 _TEXTS = ("request_id", "time", "surface", "action")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Options(TableOptions):
-    """Settings of the dataset."""
+Options = TableOptions
 
 
 def open(options: Options, schema: Schema, window_ms: int) -> EventLog:

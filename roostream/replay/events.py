@@ -106,7 +106,7 @@ def delay_actions(events: Iterable[Event], mean_ms: int, window_ms: int) -> Iter
             continue
         end_ms = max(ends_ms.get(event.request_id, event.time_ms), event.time_ms)
         time_ms = min(event.time_ms + delay_ms(event.request_id, mean_ms, window_ms), end_ms)
-        heapq.heappush(waiting, (time_ms, arrival, _at(event, time_ms)))
+        heapq.heappush(waiting, (time_ms, arrival, dataclasses.replace(event, time_ms=time_ms)))
     while waiting:
         yield heapq.heappop(waiting)[2]
 
@@ -118,19 +118,3 @@ def delay_ms(request_id: str, mean_ms: int, window_ms: int) -> int:
     """
     share = (hash64(f"{request_id}/late") & MASK64) / 2**64
     return int(-mean_ms * math.log1p(share * math.expm1(-window_ms / mean_ms)))
-
-
-def _at(action: Action, time_ms: int) -> Action:
-    a = action
-    return Action(
-        a.request_id,
-        a.user_id,
-        a.session_id,
-        time_ms,
-        a.event_id,
-        a.item_id,
-        a.action,
-        a.value,
-        a.surface,
-        a.where,
-    )

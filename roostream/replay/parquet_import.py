@@ -18,6 +18,7 @@ import itertools
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
@@ -83,19 +84,16 @@ def import_parquet(
     """
     if out.exists():
         raise ConfigError(f"{out}: expected a new file, but it exists; remove it or choose another name")
-    given, reader, counts = (
-        _check(paths, schema, column_map),
-        LogLineReader(schema, skip_bad=skip_bad),
-        ImportCounts(),
-    )
+    given, counts = _check(paths, schema, column_map), ImportCounts()
+    reader = LogLineReader(schema, skip_bad=skip_bad)
     try:
         with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as folder:
             part = Path(folder) / "out"
-            with _opened(part, out.suffix == ".gz") as file:
-                rows = _counted(_batches(given), counts, lambda done: progress(done, given.num_rows))
-                for bucket in into_buckets(
-                    rows, column_map.request, Path(folder), num_buckets(given.num_bytes)
-                ):
+            open_out = partial(gzip.open, compresslevel=6) if out.suffix == ".gz" else open
+            with cast(BinaryIO, open_out(part, "wb")) as file:
+                rows = _batches(given, counts, progress)
+                number = max(1, min(MAX_BUCKETS, -(-given.num_bytes // BUCKET_BYTES)))
+                for bucket in into_buckets(rows, column_map.request, Path(folder), number):
                     for lines in _requests(bucket, schema, column_map, reader, given.paths):
                         counts.requests += 1
                         counts.engagements += len(lines) - 1
@@ -134,7 +132,10 @@ def _arrow_bytes(file: pq.ParquetFile, columns: set[str]) -> int:
     return 2 * total
 
 
-def _batches(given: _Input) -> Iterator[pa.RecordBatch]:
+def _batches(
+    given: _Input, counts: ImportCounts, progress: Callable[[int, int], None]
+) -> Iterator[pa.RecordBatch]:
+    """The rows of all files with their file and row; those that were used are counted."""
     for number, path in enumerate(given.paths):
         first = 0
         with parquet_file(path) as file:
@@ -143,40 +144,28 @@ def _batches(given: _Input) -> Iterator[pa.RecordBatch]:
                     where_N = (number << 40) + first + 1 + np.arange(len(batch), dtype=np.int64)
                     first += len(batch)
                     ordered = batch.select(given.columns)
-                    yield pa.RecordBatch.from_arrays(
-                        [*ordered.columns, pa.array(where_N)], [*given.columns, _WHERE]
-                    )
+                    arrays = [*ordered.columns, pa.array(where_N)]
+                    yield pa.RecordBatch.from_arrays(arrays, [*given.columns, _WHERE])
+                    counts.rows += len(batch)
+                    progress(counts.rows, given.num_rows)
             except (pa.ArrowInvalid, OSError) as error:
                 wrong = str(error).splitlines()[0]
                 text = f"{path}: expected a complete Parquet file, got a damaged one ({wrong})"
                 raise ConfigError(text) from None
 
 
-def _counted(
-    batches: Iterable[pa.RecordBatch], counts: ImportCounts, progress: Callable[[int], None]
-) -> Iterator[pa.RecordBatch]:
-    for batch in batches:
-        yield batch
-        counts.rows += len(batch)
-        progress(counts.rows)
-
-
 def _requests(
     bucket: pa.Table, schema: Schema, column_map: ImportMap, reader: LogLineReader, paths: Sequence[str]
 ) -> Iterator[list[ImpressionLine | EngagementLine]]:
     """The lines of each request with its impression first; requests in the order of their earliest row."""
-    id_N, time_ms_N = (
-        request_ids(bucket, column_map.request),
-        _times(bucket.column(column_map.time), column_map),
-    )
+    id_N = request_ids(bucket, column_map.request)
+    time_ms_N = _times(bucket.column(column_map.time), column_map)
     _, number_N = np.unique(id_N.astype(str), return_inverse=True)
     begin_ms_U = np.full(int(number_N.max(initial=-1)) + 1, np.iinfo(np.int64).max)
     np.minimum.at(begin_ms_U, number_N, time_ms_N)
-    place_N = (
-        np.zeros(len(bucket))
-        if not column_map.position
-        else bucket.column(column_map.position).to_numpy().astype(np.float64)
-    )
+    place_N = np.zeros(len(bucket))
+    if column_map.position:
+        place_N = bucket.column(column_map.position).to_numpy().astype(np.float64)
     order_N = np.lexsort((np.arange(len(bucket)), place_N, number_N, begin_ms_U[number_N]))
     table = _renamed(bucket.take(pa.array(order_N)), schema, column_map)
     id_N, number_N = id_N[order_N], number_N[order_N]
@@ -196,11 +185,8 @@ def _requests(
 def _runs(table: pa.Table, number_N: np.ndarray) -> Iterator[tuple[int, list[Row]]]:
     """Groups of adjacent rows with equal numbers, and the index of the first; rows become Python objects in
     slices."""
-    starts = (
-        np.concatenate([[0], np.flatnonzero(np.diff(number_N)) + 1, [len(table)]]).tolist()
-        if len(table)
-        else [0]
-    )
+    changes = np.flatnonzero(np.diff(number_N)) + 1
+    starts = [0, *changes.tolist(), len(table)] if len(table) else [0]
     rows: list[Row] = []
     rows_start = 0
     for first, end in itertools.pairwise(starts):
@@ -228,17 +214,9 @@ def _lines(
             value = row[f"value\0{name}"] if action.value else cell
             done_ms = row[f"time\0{name}"]
             who: Row = {key: own[key] for key in ("user_id", "session_id", "surface") if key in own}
-            line: Row = {
-                "type": "engagement",
-                "request_id": request_id,
-                "item_id": own.get("item_id"),
-                "action": name,
-                **who,
-            }
-            line |= {
-                "time": time_ms + _CLICK_DELAY_MS if done_ms is None else done_ms,
-                "value": float(value or 0.0),
-            }
+            line: Row = {"type": "engagement", "request_id": request_id, "action": name, **who}
+            line["time"] = time_ms + _CLICK_DELAY_MS if done_ms is None else done_ms
+            line |= {"item_id": own.get("item_id"), "value": float(value or 0.0)}
             lines.append(msgspec.convert(line, EngagementLine))
     return lines
 
@@ -253,11 +231,9 @@ def _renamed(table: pa.Table, schema: Schema, column_map: ImportMap) -> pa.Table
         cell = table.column(action.column)
         columns[f"column\0{name}"] = cell.cast(pa.int64()) if pa.types.is_boolean(cell.type) else cell
         columns[f"value\0{name}"] = table.column(action.value or action.column)
-        times = (
-            pa.nulls(len(table), pa.int64())
-            if not action.time
-            else pa.array(_times(table.column(action.time), column_map))
-        )
+        times = pa.nulls(len(table), pa.int64())
+        if action.time:
+            times = pa.array(_times(table.column(action.time), column_map))
         columns[f"time\0{name}"] = times
     return pa.table({**columns, _WHERE: table.column(_WHERE)})
 
@@ -291,26 +267,16 @@ def _times(column: pa.ChunkedArray, column_map: ImportMap) -> np.ndarray:
     if pa.types.is_timestamp(column.type) or pa.types.is_date(column.type):
         return np.asarray(column.cast(pa.timestamp("ms"), safe=False).cast(pa.int64()))
     if pa.types.is_integer(column.type) or pa.types.is_floating(column.type):
-        return np.asarray(np.asarray(column, dtype=np.float64) * _PER_MS[column_map.time_unit]).astype(
-            np.int64
-        )
+        scaled_N = np.asarray(column, dtype=np.float64) * _PER_MS[column_map.time_unit]
+        return np.asarray(scaled_N).astype(np.int64)
     try:
         return np.array([parse_time_ms(cell) for cell in column.to_pylist()], dtype=np.int64)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"column of times: {error}") from None
 
 
-def _opened(path: Path, packed: bool) -> BinaryIO:
-    return cast(BinaryIO, gzip.open(path, "wb", compresslevel=6)) if packed else path.open("wb")
-
-
 BUCKET_BYTES = 64 << 20
 MAX_BUCKETS = 256  # maximum number of open files
-
-
-def num_buckets(num_bytes: int) -> int:
-    """Number of buckets for an input of this size in memory."""
-    return max(1, min(MAX_BUCKETS, -(-num_bytes // BUCKET_BYTES)))
 
 
 def request_ids(table: pa.Table | pa.RecordBatch, columns: Sequence[str]) -> np.ndarray:

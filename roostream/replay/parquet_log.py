@@ -7,7 +7,6 @@ Messages name a row by its number in the file, from 1.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Iterator
 
 import numpy as np
@@ -21,10 +20,7 @@ from roostream.replay.log_lines import LogLineReader
 from roostream.replay.table_log import LogTable, TableOptions, open_tables
 from roostream.schema.schema import Schema
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Options(TableOptions):
-    """Settings of the dataset."""
+Options = TableOptions
 
 
 def open(options: Options, schema: Schema, window_ms: int) -> EventLog:

@@ -12,7 +12,6 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
-from google.protobuf.message import Message
 
 from roostream.errors import ConfigError, WireError
 from roostream.online.counter_seed import seed
@@ -52,18 +51,13 @@ def open_log(config: ReplayConfig, schema: Schema) -> ReplayLog:
             ConfigError if the log was empty.
     """
     source = load_dataset(config.dataset).open(config.options, schema, config.window_ms)
-    profile = LogProfile(schema)
+    profile, freeze_at_ms = LogProfile(schema), config.freeze_counters_at_ms
     encoder = ReplayEncoder(
-        schema,
-        label_delay_ms=config.label_delay_ms,
-        freeze_at_ms=config.freeze_counters_at_ms,
-        profile=profile,
+        schema, label_delay_ms=config.label_delay_ms, freeze_at_ms=freeze_at_ms, profile=profile
     )
-    events = (
-        delay_actions(source.events, config.engagement_delay_ms, config.window_ms)
-        if config.engagement_delay_ms
-        else source.events
-    )
+    events = source.events
+    if config.engagement_delay_ms:
+        events = delay_actions(events, config.engagement_delay_ms, config.window_ms)
     if source.unlogged_clicks is not None:
         events = _apply_unlogged_clicks(events, encoder, source.unlogged_clicks)
     beat_ms = _AS_SERVED_HEARTBEAT_MS if config.as_served else HEARTBEAT_MS
@@ -83,11 +77,10 @@ def _apply_unlogged_clicks(
     first = next(events, None)
     if first is None:
         return
-    known = int(np.searchsorted(clicks.time_ms_N + encoder.label_delay_ms, first.time_ms, side="right"))
+    counts_ms_N = clicks.time_ms_N + encoder.label_delay_ms
+    known = int(np.searchsorted(counts_ms_N, first.time_ms, side="right"))
     if encoder.freeze_at_ms:
-        known = min(
-            known, int(np.searchsorted(clicks.time_ms_N + encoder.label_delay_ms, encoder.freeze_at_ms))
-        )
+        known = min(known, int(np.searchsorted(counts_ms_N, encoder.freeze_at_ms)))
     seed(encoder.counters, *(column[:known] for column in clicks))
     encoder.add_unlogged_clicks(Clicks(*(column[known:] for column in clicks)))
     if encoder.profile is not None:
@@ -141,12 +134,8 @@ def records(
         last_ms = event.time_ms
         if last_ms >= beat_ms:
             if beat_ms:
-                yield from _on_every_partition(
-                    wire.HEARTBEAT,
-                    pb.Heartbeat(time_ms=last_ms, producer=_PRODUCER),
-                    last_ms,
-                    encoder.num_partitions,
-                )
+                beat = pb.Heartbeat(time_ms=last_ms, producer=_PRODUCER)
+                yield from _on_every_partition(wire.HEARTBEAT, beat, encoder.num_partitions)
             beat_ms = last_ms + heartbeat_ms
         try:
             yield encoder.record(event)
@@ -155,19 +144,17 @@ def records(
                 raise WireError(error.reason, f"request {event.request_id!r}: {error}") from None
             refuse(event, error)
     if last_ms:
-        yield from _on_every_partition(
-            wire.END_MARKER,
-            pb.EndMarker(time_ms=last_ms + settle_ms),
-            last_ms + settle_ms,
-            encoder.num_partitions,
-        )
+        end = pb.EndMarker(time_ms=last_ms + settle_ms)
+        yield from _on_every_partition(wire.END_MARKER, end, encoder.num_partitions)
 
 
-def _on_every_partition(kind: int, message: Message, time_ms: int, num_partitions: int) -> Iterator[Record]:
+def _on_every_partition(
+    kind: int, message: pb.Heartbeat | pb.EndMarker, num_partitions: int
+) -> Iterator[Record]:
     """The message on every partition of both topics, with the partition's number as key."""
     value = wire.encode(kind, message)
     for topic, partition in all_partitions(EVENTS, num_partitions):
-        yield Record(topic, partition, -1, time_ms, partition.to_bytes(8, "little"), value)
+        yield Record(topic, partition, -1, message.time_ms, partition.to_bytes(8, "little"), value)
 
 
 def paced(

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -88,11 +89,8 @@ def open_tables(options: TableOptions, schema: Schema, read: Read) -> EventLog:
         _checked(read(path, reader), _OF_ENGAGEMENTS, (*_NEEDED, "action"), set(), options.ignore)
         for path in options.engagements
     ]
-    impressions = _Impressions(shown, schema, reader)
-    engagements = _Engagements(done, reader)
-    events = heapq.merge(
-        impressions.events(), engagements.events(), key=lambda e: (e.time_ms, not isinstance(e, Request))
-    )
+    impressions, engagements = _impressions(shown, schema, reader), _engagements(done, reader)
+    events = heapq.merge(impressions, engagements, key=lambda e: (e.time_ms, not isinstance(e, Request)))
     return EventLog(
         events=events,
         num_requests=sum(pc.count_distinct(t.table["request_id"]).as_py() for t in shown),
@@ -181,34 +179,23 @@ def _time_cell(cell: object) -> int | str:
     return cell
 
 
-class _Impressions:
-    """Groups rows to impressions."""
+def _impressions(tables: Sequence[LogTable], schema: Schema, reader: LogLineReader) -> Iterator[Event]:
+    """Impressions in time order; at equal times in the order of their first rows."""
 
-    def __init__(self, tables: Sequence[LogTable], schema: Schema, reader: LogLineReader) -> None:
-        self._rows, self.reader, self.schema = _RowsByTime(tables, reader), reader, schema
+    def key(row: tuple[int, str, Row]) -> tuple[object, ...]:
+        return tuple(row[2].get(name) for name in ("request_id", *_WHO))
 
-    def events(self) -> Iterator[Event]:
-        """Impressions in time order; at equal times in the order of their first rows."""
-        groups: dict[tuple[object, ...], list[tuple[str, Row]]] = {}
-        now_ms = -1
-        for time_ms, where, row in self._rows.rows():
-            if time_ms != now_ms:
-                yield from self._impressions(groups, now_ms)
-                groups, now_ms = {}, time_ms
-            groups.setdefault(tuple(row.get(name) for name in ("request_id", *_WHO)), []).append((where, row))
-        yield from self._impressions(groups, now_ms)
-
-    def _impressions(
-        self, groups: dict[tuple[object, ...], list[tuple[str, Row]]], time_ms: int
-    ) -> Iterator[Event]:
+    for time_ms, moment in itertools.groupby(_RowsByTime(tables, reader).rows(), key=lambda row: row[0]):
+        groups: dict[tuple[object, ...], list[tuple[int, str, Row]]] = {}
+        for row in moment:
+            groups.setdefault(key(row), []).append(row)
         for rows in groups.values():
-            where = rows[0][0]
+            where = rows[0][1]
             try:
-                yield self.reader.event(
-                    rows_to_impression([row for _, row in rows], time_ms, self.schema), where
-                )
+                line = rows_to_impression([row for _, _, row in rows], time_ms, schema)
+                yield reader.event(line, where)
             except UNREADABLE as error:
-                self.reader.refuse(where, error)
+                reader.refuse(where, error)
 
 
 def rows_to_impression(rows: Sequence[Row], time_ms: int, schema: Schema) -> ImpressionLine:
@@ -240,20 +227,14 @@ def rows_to_impression(rows: Sequence[Row], time_ms: int, schema: Schema) -> Imp
     return msgspec.convert(line | given, ImpressionLine)
 
 
-class _Engagements:
-    """Converts each row to an engagement."""
-
-    def __init__(self, tables: Sequence[LogTable], reader: LogLineReader) -> None:
-        self._rows, self.reader = _RowsByTime(tables, reader), reader
-
-    def events(self) -> Iterator[Event]:
-        """Engagements in time order."""
-        for time_ms, where, row in self._rows.rows():
-            try:
-                line = {**row, "type": "engagement", "request_id": _request_id(row), "time": time_ms}
-                yield self.reader.event(msgspec.convert(line, EngagementLine), where)
-            except UNREADABLE as error:
-                self.reader.refuse(where, error)
+def _engagements(tables: Sequence[LogTable], reader: LogLineReader) -> Iterator[Event]:
+    """Engagements in time order."""
+    for time_ms, where, row in _RowsByTime(tables, reader).rows():
+        try:
+            line = {**row, "type": "engagement", "request_id": _request_id(row), "time": time_ms}
+            yield reader.event(msgspec.convert(line, EngagementLine), where)
+        except UNREADABLE as error:
+            reader.refuse(where, error)
 
 
 def _request_id(row: Row) -> str:
