@@ -214,11 +214,7 @@ class DayTwo:
         )
         with (self.folder / "users.log").open("ab") as log:
             self._users = subprocess.Popen(
-                command,
-                cwd=self.folder,
-                env={**os.environ, "PYTHONPATH": str(ROOT)},
-                stdout=log,
-                stderr=log,
+                command, cwd=self.folder, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=log, stderr=log
             )
 
     def stop_users(self) -> None:

@@ -276,11 +276,9 @@ def test_nothing_from_a_bound_on_is_given_until_it_is_moved(records: Log) -> Non
     )
     assert reader.poll(10, 0.2) == [] and (reader.has_more(P0), reader.has_more(P1)) == (False, False)
     reader.set_limits({P0: 3, P1: 3})
-    assert (
-        places(read(reader, 1)) == [(SHOWN, 0)]
-        and reader.has_more(P0) is True
-        and reader.has_more(P1) is None
-    )
+    assert places(read(reader, 1)) == [(SHOWN, 0)]
+    assert reader.has_more(P0) is True
+    assert reader.has_more(P1) is None
     assert places(read(reader, 2, P0)) == [(P0, 1), (P0, 2)] and reader.poll(10, 0.2, P0) == []
     reader.set_limits({})
     assert places(read(reader, 1)) == [(SHOWN, 1)]

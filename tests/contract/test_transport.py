@@ -62,11 +62,9 @@ def test_arrays_round_trip(transport: Transport, dtype: str, shape: tuple[int, .
     array = (np.random.default_rng(0).random(shape) * 100).astype(dtype)
     header, (back, again) = transport.call("echo", {"a": 1, "b": ["x", None, {"c": 2.5}]}, [array, array])
     assert header == {"a": 1, "b": ["x", None, {"c": 2.5}]}
-    assert (
-        back.dtype == array.dtype
-        and back.shape == shape
-        and back.tobytes() == again.tobytes() == array.tobytes()
-    )
+    assert back.dtype == array.dtype
+    assert back.shape == shape
+    assert back.tobytes() == again.tobytes() == array.tobytes()
 
 
 def test_answers_are_writable(transport: Transport) -> None:

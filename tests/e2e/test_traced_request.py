@@ -50,10 +50,8 @@ def as_the_page_says(program: str, collector: Any) -> tuple[tuple[str, ...], dic
     lines = re.findall(rf"^export OTEL_.*$|^OTEL_SERVICE_NAME=roostream-{program} .*$", page, re.MULTILINE)
     told = [word for line in lines for word in line.partition("#")[0].split()]
     variables = dict(word.split("=", 1) for word in told if word.startswith("OTEL_"))
-    assert (
-        "opentelemetry-instrument -- roostream" in lines[-1]
-        and variables["OTEL_SERVICE_NAME"] == f"roostream-{program}"
-    )
+    assert "opentelemetry-instrument -- roostream" in lines[-1]
+    assert variables["OTEL_SERVICE_NAME"] == f"roostream-{program}"
     sampled = {"OTEL_TRACES_SAMPLER": "parentbased_always_off"}  # so that nobody but the caller decides
     begin = (str(Path(sys.executable).with_name("opentelemetry-instrument")), "--")
     return begin, {**variables, **sampled, "OTEL_EXPORTER_OTLP_ENDPOINT": collector.url}
@@ -135,10 +133,8 @@ def test_a_collector_gets_one_trace_from_the_caller_to_the_row_delta(
     for name, span in zip(STEPS, steps, strict=True):
         said, about = told["steps"][name], span.attributes
         assert about["messaging.destination.name"] == said["topic"] and said["topic"].endswith(TOPICS[name])
-        assert (
-            about["messaging.kafka.offset"] == said["offset"]
-            and about["roostream.request_id"] == "followed-1"
-        )
+        assert about["messaging.kafka.offset"] == said["offset"]
+        assert about["roostream.request_id"] == "followed-1"
         assert span.end_ns == said["reached_ms"] * 1_000_000
     assert [
         told["traceparent"],

@@ -134,11 +134,9 @@ def test_counter_states_of_older_versions_are_read(item: str, expected: float) -
         "action": [ids.signed(ids.hash64("click"))],
         "time": [1_700_000_060_000],
     }
-    assert (
-        ro["gap_s"] == 60.0
-        and nro["in_last_list"].tolist() == [1.0, 1.0]
-        and nro["age_s"].tolist() == [60.0, 0.0]
-    )
+    assert ro["gap_s"] == 60.0
+    assert nro["in_last_list"].tolist() == [1.0, 1.0]
+    assert nro["age_s"].tolist() == [60.0, 0.0]
     assert nro["clicks_10m"].tolist() == [1.0, 0.0] and abs(nro["views_10m"][0] - 2**-0.1) < 1e-7
     assert nro["user_views"].tolist() == [1.0, 1.0] and nro["user_clicks"].tolist() == [1.0, 0.0]
     assert nro["user_view_age_s"].tolist() == [60.0, 60.0] and nro["user_click_age_s"][0] == 0.0

@@ -158,11 +158,9 @@ def test_a_key_that_is_none_of_ours_is_not_repeated(key: bytes | None) -> None:
 def test_nothing_of_a_bad_record_makes_its_dead_letter_large() -> None:
     """A name is as long as its record; what is wrong may be told with the bytes that are."""
     long_name = reader().decode(changed(impression(T), request_id="x" * 500_000))
-    assert (
-        isinstance(long_name, Output)
-        and len(long_name.value) < MAX_RAW_BYTES + 1_000
-        and not seen(long_name).message.request_id
-    )
+    assert isinstance(long_name, Output)
+    assert len(long_name.value) < MAX_RAW_BYTES + 1_000
+    assert not seen(long_name).message.request_id
 
     def wordy(fingerprint: int) -> None:
         raise UnicodeDecodeError("utf-8", bytes(1_000_000), 0, 1, "a text of its own")

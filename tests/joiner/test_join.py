@@ -131,11 +131,9 @@ def test_what_was_served_is_copied_and_filled_where_a_page_lacks_it() -> None:
         impression(T, (1, 2), scores=scores, positions=[4, 5], propensities=[0.5, 0.25], weight=2.0),
         impression(T + 1, (2, 3), ro=None, weight=9.0),
     ).message
-    assert (
-        list(sample.scores[:8]) == scores
-        and all(x != x for x in sample.scores[8:])
-        and len(sample.scores) == 12
-    )
+    assert list(sample.scores[:8]) == scores
+    assert all(x != x for x in sample.scores[8:])
+    assert len(sample.scores) == 12
     assert (list(sample.positions), list(sample.propensities), sample.weight) == (
         [4, 5, 3],
         [0.5, 0.25, 1.0],
@@ -155,6 +153,5 @@ def test_an_item_is_found_where_its_bytes_also_lie_across_two_others() -> None:
     across, last = (0x22222222_00000001, 0x00000005_11111111), 0x11111111_22222222
     items = (*across, *range(20, 29), last)
     sample = closed(impression(T, items), engagement(T + 5, last, event=1))
-    assert [item for item, labels in sample.labels.items() if labels[0]] == [last] and sample.items[
-        -1
-    ] == last
+    assert [item for item, labels in sample.labels.items() if labels[0]] == [last]
+    assert sample.items[-1] == last

@@ -86,10 +86,8 @@ def test_whatever_is_accepted_is_taken_by_the_sink_and_by_the_reader(records) ->
     given = records()
     outputs = joined(given)
     kinds = Counter((o.topic, o.reason) for o in outputs)
-    assert (
-        set(kinds) <= {("samples", "CLOSE_WINDOW"), ("dead_letters", "overflow")}
-        and kinds["samples", "CLOSE_WINDOW"] == 1
-    )
+    assert set(kinds) <= {("samples", "CLOSE_WINDOW"), ("dead_letters", "overflow")}
+    assert kinds["samples", "CLOSE_WINDOW"] == 1
     KafkaSink(Broker("127.0.0.1:9"), "").write(
         outputs
     )  # the client refuses what is above the cap before it sends
@@ -181,10 +179,8 @@ def test_engagements_that_wait_count_before_their_request_is_there_and_no_longer
     driver.send(engagement(T, event=1))
     assert reasons(driver.send(impression(T))) == ["overflow"]
     assert reasons(driver.at(T + 10)) == ["no_request"]
-    assert (
-        driver.send(impression(T + 11)) == []
-        and driver.state.requests["r"].num_bytes == driver.join.max_request_bytes
-    )
+    assert driver.send(impression(T + 11)) == []
+    assert driver.state.requests["r"].num_bytes == driver.join.max_request_bytes
 
 
 def test_what_a_request_holds_is_counted_in_every_phase() -> None:

@@ -27,9 +27,8 @@ def labels(
     folder.fold(at_once, facts, 1_000, window_ms)
     for fact in facts:
         folder.fold(one_by_one, [fact], 1_000, window_ms)
-    assert at_once == one_by_one and folder.pack_all(at_once, 4) == bytes(
-        12 * folder.num_labels
-    ) + folder.pack(at_once[3])
+    assert at_once == one_by_one
+    assert folder.pack_all(at_once, 4) == bytes(12 * folder.num_labels) + folder.pack(at_once[3])
     return list(struct.unpack(f"<{folder.num_labels}f", folder.pack(at_once[3])))
 
 

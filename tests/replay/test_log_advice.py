@@ -46,11 +46,7 @@ def test_a_log_that_fits_its_schema_is_reported_nothing() -> None:
 
 
 CASES: list[tuple[dict[str, Any], list[Event], str]] = [
-    (
-        {},
-        events("clik"),
-        "did you mean 'click'?",
-    ),
+    ({}, events("clik"), "did you mean 'click'?"),
     ({}, events("clik"), "label 'click': no engagement of the log has action 'click'; did you mean 'clik'?"),
     (
         {"label": [{"name": "open", "action": "open"}]},
@@ -62,11 +58,7 @@ CASES: list[tuple[dict[str, Any], list[Event], str]] = [
         events(),
         "feature 'article' is missing",
     ),
-    (
-        {"ro": [*RAW["ro"], {"name": "age"}]},
-        events(),
-        "feature 'age' is missing",
-    ),
+    ({"ro": [*RAW["ro"], {"name": "age"}]}, events(), "feature 'age' is missing"),
     ({"tables": RAW["tables"] | {"brand": {"dim": 4}}}, events(), "table 'brand': no feature uses it"),
     ({}, events(user=0), "3 impressions have neither user_id nor session_id"),
     (

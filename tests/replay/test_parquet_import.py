@@ -219,10 +219,7 @@ def test_rows_of_a_request_that_differ_in_what_it_has_once_are_reported_or_skipp
     rows = expanded(requests(3))
     two = next(n for n in range(1, len(rows)) if rows[n]["visit"] == rows[n - 1]["visit"])
     rows[two]["basket_value"] += 1.0
-    with pytest.raises(
-        LogError,
-        match=r"value in all rows of request",
-    ):
+    with pytest.raises(LogError, match=r"value in all rows of request"):
         imported(tmp_path, table_of(rows))
     assert not (tmp_path / "log.jsonl").exists(), "a log is there only once it is whole"
     told = imported(tmp_path, table_of(rows), skip_bad=True)

@@ -124,10 +124,8 @@ def test_the_example_of_the_documentation_is_replayed(tmp_path: Path) -> None:
     config = ReplayConfig(dataset="jsonl", options=jsonl.Options(log=(log,)), schema=toml)
     schema = load_schema(toml)
     stream = list(open_log(config, schema).records)
-    assert (
-        kinds(stream)["impressions", wire.IMPRESSION] == 3
-        and kinds(stream)["engagements", wire.ENGAGEMENT] == 3
-    )
+    assert kinds(stream)["impressions", wire.IMPRESSION] == 3
+    assert kinds(stream)["engagements", wire.ENGAGEMENT] == 3
     shown = [wire.decode(r.value)[1] for r in stream if wire.kind_of(r.value) == wire.IMPRESSION]
     first = shown[0]
     assert isinstance(first, pb.Impression)
@@ -156,9 +154,7 @@ def test_lines_with_features_that_do_not_fit_are_reported_or_skipped(tmp_path: P
         options = jsonl.Options(log=(str(bad), log), skip_bad=skip_bad)
         return ReplayConfig(dataset="jsonl", options=options, schema=toml)
 
-    with pytest.raises(
-        LogError, match=r"bad.jsonl:1: feature 'price': expected a number, got 'dear'; correct the line"
-    ):
+    with pytest.raises(LogError, match=r"bad.jsonl:1: feature 'price': expected a number, got 'dear'"):
         list(open_log(config(), schema).records)
     patient = open_log(config(skip_bad=True), schema)
     assert kinds(list(patient.records))["impressions", wire.IMPRESSION] == 3

@@ -29,11 +29,9 @@ def test_a_freeze_is_of_both_or_of_weights_alone() -> None:
 
 
 def test_speeds() -> None:
-    assert (
-        config().speed_factor == 0
-        and config(speed="60x").speed_factor == 60
-        and config(speed="1.5").speed_factor == 1.5
-    )
+    assert config().speed_factor == 0
+    assert config(speed="60x").speed_factor == 60
+    assert config(speed="1.5").speed_factor == 1.5
 
 
 @pytest.mark.parametrize(

@@ -135,10 +135,7 @@ def test_packed_csv_and_files_in_any_order(tmp_path: Path) -> None:
     ("shown", "message"),
     [
         ("request_id,time,item\nr,1,1\n", r"shown.csv: column 'item_id' is absent"),
-        (
-            "request_id,time,item_id,prize\nr,1,1,1\n",
-            r"did you mean 'price'",
-        ),
+        ("request_id,time,item_id,prize\nr,1,1,1\n", r"did you mean 'price'"),
         ("", r"shown.csv: expected a"),
         ("request_id,time,item_id,price,price\nr,1,1,1,1\n", r"column 'price'"),
     ],
@@ -161,10 +158,7 @@ ROW = "r9,1700000003000,5,1,1,,1,,0\n"
         ("r9,1700000003000,5,1,1,,1,,-1\n", r"shown.csv:5: positions: expected"),
         ("r9,1700000003000,5,,1,,1,,0\n", r"shown.csv:5: candidates: expected an item_id"),
         ("r9,1700000003000,5\n", r"shown.csv:5: expected 9 cells"),
-        (
-            ROW + ROW.replace(",1,,1", ",2,,1"),
-            r"value in all rows of request 'r9'",
-        ),
+        (ROW + ROW.replace(",1,,1", ",2,,1"), r"value in all rows of request 'r9'"),
     ],
 )
 def test_a_bad_row_is_reported_with_its_place_or_skipped_and_counted(
@@ -180,11 +174,9 @@ def test_a_bad_row_is_reported_with_its_place_or_skipped_and_counted(
 def test_columns_may_be_ignored_and_empty_lines_are_none(tmp_path: Path) -> None:
     shown = "request_id,time,item_id,note\n\nr,1700000000000,1,x\n\nr,1700000000000,2,y\n"
     (request,) = csv_of(tmp_path, shown, "request_id,time,item_id,action\n", ignore=("note",)).events
-    assert (
-        isinstance(request, Request)
-        and request.items_n.tolist() == [1, 2]
-        and request.where.endswith("shown.csv:3")
-    )
+    assert isinstance(request, Request)
+    assert request.items_n.tolist() == [1, 2]
+    assert request.where.endswith("shown.csv:3")
 
 
 @pytest.mark.parametrize("module", [csv_log, parquet_log])
@@ -201,8 +193,6 @@ def test_the_tables_of_the_documentation_are_read(tmp_path: Path) -> None:
         (tmp_path / f"shop.{language}").write_text(page.split(f"```{language}\n")[1].split("```")[0])
     options = csv_log.Options(impressions=(str(tmp_path / "shop.csv"),))
     (request,) = csv_log.open(options, load_schema(tmp_path / "shop.toml"), 0).events
-    assert (
-        isinstance(request, Request)
-        and request.nro == {"price": [80.0, 5.0]}
-        and request.ro == {"basket_value": 12.5}
-    )
+    assert isinstance(request, Request)
+    assert request.nro == {"price": [80.0, 5.0]}
+    assert request.ro == {"basket_value": 12.5}

@@ -35,6 +35,5 @@ def test_concatenated_parts_equal_the_batch(sizes: list[int]) -> None:
     got, expected = arrays(Batch.concat(parts)), arrays(whole)
     for name, value in expected.items():
         if isinstance(value, np.ndarray):
-            assert got[name].dtype == value.dtype and np.array_equal(
-                got[name], value, equal_nan=value.dtype.kind == "f"
-            ), name  # type: ignore[union-attr, arg-type]
+            assert got[name].dtype == value.dtype
+            assert np.array_equal(got[name], value, equal_nan=value.dtype.kind == "f"), name  # type: ignore[union-attr, arg-type]

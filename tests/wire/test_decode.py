@@ -38,11 +38,9 @@ def test_a_poll_equals_the_decoder_written_with_protobuf(
 def test_a_request_may_have_no_candidates_and_no_ro_block(schema: Schema, to_record: ToRecord) -> None:
     batch, _ = decoder(schema).decode([to_record(pb.Sample(header=pb.Header(schema=schema.fingerprint)))])
     assert (batch.num_requests, batch.num_candidates) == (1, 0)
-    assert (
-        batch.ro_float_RF.tolist() == [[-1.0, 0.0]]
-        and not batch.ro_present_RF.any()
-        and not batch.ro_lists.present_KN.any()
-    )
+    assert batch.ro_float_RF.tolist() == [[-1.0, 0.0]]
+    assert not batch.ro_present_RF.any()
+    assert not batch.ro_lists.present_KN.any()
 
 
 def unpacked(number: int, wire_type: int, elements: list[bytes]) -> bytes:

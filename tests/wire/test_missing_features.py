@@ -143,11 +143,9 @@ def test_a_value_of_another_kind_is_rejected() -> None:
 def test_without_values_nothing_is_filled() -> None:
     assert OF_REQUEST.fill(NO_COLUMNS, 1, {}) is NO_COLUMNS
     assert OF_ROWS.fill(NO_COLUMNS, 2, {}) is NO_COLUMNS
-    assert (
-        not MissingFeatures(SCHEMA, "ro", {}).any_missing(NO_COLUMNS, 1)
-        and OF_ROWS.any_missing(NO_COLUMNS, 2)
-        and not OF_ROWS.any_missing(NO_COLUMNS, 0)
-    )
+    assert not MissingFeatures(SCHEMA, "ro", {}).any_missing(NO_COLUMNS, 1)
+    assert OF_ROWS.any_missing(NO_COLUMNS, 2)
+    assert not OF_ROWS.any_missing(NO_COLUMNS, 0)
 
 
 def test_precompile_covers_every_kernel() -> None:
@@ -159,11 +157,9 @@ def test_precompile_covers_every_kernel() -> None:
     of_plain = MissingFeatures(dataclasses.replace(SCHEMA, nro=plain), "nro", {"y": "y", "item": "item"})
     whole = of_plain.fill(NO_COLUMNS, 2, given)
     for block in (NO_COLUMNS, whole):
-        assert (
-            block is not None
-            and of_plain.fill(block, 2, given) is not None
-            and of_plain.fill(block, 2, {}) is not None
-        )
+        assert block is not None
+        assert of_plain.fill(block, 2, given) is not None
+        assert of_plain.fill(block, 2, {}) is not None
         of_plain.any_missing(block, 2)
     OF_REQUEST.fill(ro_columns(SCHEMA, {"seen": {"t": [1]}}), 1, {"x": 1.0})
     assert [len(kernel.nopython_signatures) for kernel in kernels] == before

@@ -2,10 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from roostream.errors import (
-    WireError,
-    nearest,
-)
+from roostream.errors import WireError, nearest
 from roostream.wire import records as wire
 from roostream.wire import roo_pb2 as pb
 

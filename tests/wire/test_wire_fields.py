@@ -5,13 +5,7 @@ from __future__ import annotations
 import pytest
 
 from roostream.wire import roo_pb2 as pb
-from roostream.wire.proto_fields import (
-    BLOCK,
-    HEADER,
-    IMPRESSION,
-    PART,
-    SAMPLE,
-)
+from roostream.wire.proto_fields import BLOCK, HEADER, IMPRESSION, PART, SAMPLE
 
 NAMED = [
     (HEADER, pb.Header),

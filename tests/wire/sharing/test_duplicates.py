@@ -35,10 +35,8 @@ def test_a_history_that_moves_on_is_shared_partially_and_only_within_a_batch() -
 def test_clustering_brings_into_a_batch_what_lies_apart_in_the_log() -> None:
     visits = [(1, 5), (2, 5), (3, 5), (1, 6), (2, 6), (3, 6)]
     arrangements = report_of(visits, 2)["arrangements"]
-    assert (
-        arrangements["logged"]["features"]["history"]["partial"] == 1.0
-        and arrangements["logged"]["session_rows"] == 1.0
-    )
+    assert arrangements["logged"]["features"]["history"]["partial"] == 1.0
+    assert arrangements["logged"]["session_rows"] == 1.0
     assert arrangements["clustered"]["features"]["history"]["partial"] == pytest.approx(10 / 6)
     assert arrangements["clustered"]["session_rows"] == 2.0
 

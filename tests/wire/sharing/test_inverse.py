@@ -80,10 +80,8 @@ def test_rows_that_lie_apart_are_found_by_the_order_in_which_they_are_visited() 
     lists = lists_of(h=[[2, 1], [9, 8], [3, 2], [10, 9]])
     assert len(find_partial_dedup(lists, "h").entry_V) == 8
     found = find_partial_dedup(lists, "h", order_M=np.array([0, 2, 1, 3]))
-    assert (
-        len(found.entry_V) == 6
-        and lists.values_of("h")[found.entry_V][found.at_L].tolist() == lists.values_of("h").tolist()
-    )
+    assert len(found.entry_V) == 6
+    assert lists.values_of("h")[found.entry_V][found.at_L].tolist() == lists.values_of("h").tolist()
 
 
 def test_a_missing_list_is_not_an_empty_one() -> None:
@@ -108,10 +106,8 @@ def test_whatever_the_rows_are_they_come_back(one: Rows, other: Rows, random: ob
     lists = lists_of(a=one[:num_rows], b=other[:num_rows])
     found = find_inverse([*list_values(lists, "a"), *list_values(lists, "b")], num_rows)
     back = found.expand(found.unique(lists))
-    assert (
-        back.values.tolist() == lists.values.tolist()
-        and back.lengths_KN.tolist() == lists.lengths_KN.tolist()
-    )
+    assert back.values.tolist() == lists.values.tolist()
+    assert back.lengths_KN.tolist() == lists.lengths_KN.tolist()
     distinct = {(tuple(a), tuple(b)) for a, b in zip(one[:num_rows], other[:num_rows], strict=True)}
     assert found.num_unique == len(distinct)
 
