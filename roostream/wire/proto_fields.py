@@ -1,20 +1,21 @@
 """Numbers and wire formats of the fields of messages that are read and written without protobuf's own
 classes.
 
-`SAMPLE.item_ids` is a field's number, also in kernels, where these tuples are constants. A new field of
-Sample is added to `roo.proto` (with its generated code), to the names below, and to its readers;
-`field_formats` finds its wire format. Numba caches a kernel by the kernel's own source, so a number may never
-change. The joiner imports this module: plain numpy only.
+`SAMPLE.item_ids` is a field's number, also in kernels, where these tuples are constants. `field_formats` finds
+the wire formats. Numba caches a kernel by the kernel's own source, so a number may never change. The joiner
+imports this module: plain numpy only.
 """
 
 from __future__ import annotations
 
 import functools
+from collections import namedtuple
 from collections.abc import Iterable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
 import numpy as np
-from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.descriptor import Descriptor
+from google.protobuf.descriptor import FieldDescriptor as Fd
 from google.protobuf.message import Message
 
 from roostream.wire import roo_pb2 as pb
@@ -22,100 +23,21 @@ from roostream.wire import roo_pb2 as pb
 VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5  # protobuf's wire types
 REPEATED, TEXT = 1, 2  # flags: a tag before each entry; UTF-8
 _SIZES = {
-    **dict.fromkeys(
-        (FieldDescriptor.TYPE_FIXED64, FieldDescriptor.TYPE_SFIXED64, FieldDescriptor.TYPE_DOUBLE), 8
-    ),
-    **dict.fromkeys(
-        (FieldDescriptor.TYPE_FIXED32, FieldDescriptor.TYPE_SFIXED32, FieldDescriptor.TYPE_FLOAT), 4
-    ),
+    **dict.fromkeys((Fd.TYPE_FIXED64, Fd.TYPE_SFIXED64, Fd.TYPE_DOUBLE), 8),
+    **dict.fromkeys((Fd.TYPE_FIXED32, Fd.TYPE_SFIXED32, Fd.TYPE_FLOAT), 4),
 }
-_LENGTH_DELIMITED = (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES, FieldDescriptor.TYPE_MESSAGE)
+_LENGTH_DELIMITED = (Fd.TYPE_STRING, Fd.TYPE_BYTES, Fd.TYPE_MESSAGE)
 
 
-class HeaderFields(NamedTuple):
-    request_id: int
-    user_id: int
-    session_id: int
-    surface: int
-    time_ms: int
-    schema: int
-    model_version: int
-    traceparent: int
+def _numbers(message: type[Message]) -> Any:
+    """Field name → number as a named tuple, in the order of the numbers."""
+    fields: Any = sorted(message.DESCRIPTOR.fields, key=lambda field: field.number)
+    names = namedtuple(f"{message.DESCRIPTOR.name}Fields", [f.name for f in fields], module=__name__)  # type: ignore[misc]
+    return names(*(field.number for field in fields))
 
 
-class BlockFields(NamedTuple):
-    floats: int
-    lengths: int
-    ids: int
-    weights: int
-    times: int
-    missing: int
-
-
-class PartFields(NamedTuple):
-    nro: int
-    num_rows: int
-    rows: int
-
-
-class ImpressionFields(NamedTuple):
-    header: int
-    ro: int
-    item_ids: int
-    nro: int
-    scores: int
-    positions: int
-    propensities: int
-    weight: int
-
-
-class RankAnswerFields(NamedTuple):
-    request_id: int
-    model_version: int
-    tasks: int
-    scores: int
-    order: int
-    degraded: int
-
-
-class SampleFields(NamedTuple):
-    header: int
-    sample_id: int
-    close_reason: int
-    close_ms: int
-    ro: int
-    item_ids: int
-    parts: int
-    labels: int
-    scores: int
-    positions: int
-    propensities: int
-    weight: int
-    event_ids: int
-    event_candidates: int
-    event_actions: int
-    event_values: int
-    event_times: int
-    actions: int
-    num_duplicates: int
-    labels_before: int
-    untrainable: int
-
-
-_Names = TypeVar("_Names", bound=NamedTuple)
-
-
-def _numbered(names: type[_Names], message: type[Message]) -> _Names:
-    fields: Any = message.DESCRIPTOR.fields_by_name
-    return names(*(fields[name].number for name in names._fields))
-
-
-HEADER = _numbered(HeaderFields, pb.Header)
-BLOCK = _numbered(BlockFields, pb.Block)
-PART = _numbered(PartFields, pb.Part)
-IMPRESSION = _numbered(ImpressionFields, pb.Impression)
-RANK_ANSWER = _numbered(RankAnswerFields, pb.RankAnswer)
-SAMPLE = _numbered(SampleFields, pb.Sample)
+HEADER, BLOCK, PART, SAMPLE = map(_numbers, (pb.Header, pb.Block, pb.Part, pb.Sample))
+IMPRESSION, RANK_ANSWER = _numbers(pb.Impression), _numbers(pb.RankAnswer)
 
 
 def field_formats(message: Descriptor) -> np.ndarray:
@@ -127,15 +49,13 @@ def field_formats(message: Descriptor) -> np.ndarray:
     return out
 
 
-def _format(f: FieldDescriptor) -> tuple[int, int, int]:
+def _format(f: Fd) -> tuple[int, int, int]:
     """One row of `field_formats`."""
-    repeated = f.label == FieldDescriptor.LABEL_REPEATED
+    repeated = f.label == Fd.LABEL_REPEATED
     if f.type in _LENGTH_DELIMITED:
-        return BYTES, 1, REPEATED * repeated | TEXT * (f.type == FieldDescriptor.TYPE_STRING)
+        return BYTES, 1, REPEATED * repeated | TEXT * (f.type == Fd.TYPE_STRING)
     size = _SIZES.get(f.type, 1)
-    assert size > 1 or not repeated, (
-        f"{f.full_name}: a packed column of varints has no fixed width; use fixed32 or fixed64"
-    )
+    assert size > 1 or not repeated, f"{f.full_name}: expected a repeated field of fixed width"
     if repeated:
         return BYTES, size, 0
     return {8: FIXED64, 4: FIXED32, 1: VARINT}[size], 1, 0
