@@ -27,7 +27,7 @@ from roostream.models.config import RankerConfig
 from roostream.wire.decode import Decoder
 from roostream.wire.records import Record
 from trainer.loop import TrainLoop
-from trainer.monitoring.progressive_metrics import Metrics
+from trainer.monitoring.progressive_metrics import Metrics, ScoredBatch
 from trainer.rows import ShardRows
 from trainer.selection.config import SlipstreamConfig
 from trainer.selection.slipstream_policy import AHEAD
@@ -158,7 +158,8 @@ def _judge(loop: TrainLoop, records: list[Record]) -> dict[str, float]:
     for start in range(0, len(records), 1000):
         batch, _ = decoder.decode(records[start : start + 1000])
         score_BT = loop.scores(batch)
-        metrics.update(score_BT, batch.label_BT, batch.weight_BT, batch.request_index_B, batch.time_ms_R)
+        columns = batch.label_BT, batch.weight_BT, batch.request_index_B, batch.time_ms_R
+        metrics.update(ScoredBatch(score_BT, *columns))
     sums, report = metrics.sums()["click"], metrics.report()
     return {
         "log loss": sums["log_loss"] / sums["weight"],

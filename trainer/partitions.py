@@ -21,7 +21,7 @@ from roostream.runtime.kafka.topics import CORRECTIONS, SAMPLES, Partition, Prog
 from roostream.wire.batch import Batch
 from trainer.corrections import record_due_ms
 from trainer.dedupe import Dedupe
-from trainer.monitoring.progressive_metrics import Metrics, Report, update_each
+from trainer.monitoring.progressive_metrics import Metrics, Report, ScoredBatch, update_each
 from trainer.monitoring.slices import Slicer
 from trainer.monitoring.windowed_metrics import WindowedMetrics
 
@@ -137,7 +137,7 @@ class PartitionStates:
         metrics = [self._states[partition].metrics for partition in rows]
         if metrics:
             columns = (score_BT, batch.label_BT, batch.weight_BT, batch.request_index_B, batch.time_ms_R)
-            update_each(metrics, index_R, *columns, scale_T, importance_R)
+            update_each(metrics, index_R, ScoredBatch(*columns, scale_T, importance_R))
 
     def metrics(self) -> Metrics:
         """Merged metrics of all partitions since the beginning."""

@@ -9,7 +9,7 @@ from roostream.runtime.kafka.topics import CORRECTIONS, SAMPLES
 from roostream.wire.batch import Batch
 from roostream.wire.decode import Decoder
 from tests.trainer import samples
-from trainer.monitoring.progressive_metrics import METRIC_NAMES, Metrics
+from trainer.monitoring.progressive_metrics import METRIC_NAMES, Metrics, ScoredBatch
 from trainer.partitions import PartitionStates, report_of_snapshots, rows_by_partition
 
 AT = {(SAMPLES, 0): 0, (SAMPLES, 1): 0}
@@ -46,7 +46,8 @@ def test_the_report_equals_one_metric_over_all_partitions(num_candidates: int) -
         batch = batch_of(list(range(start, start + 40)))
         score_BT = random.random((batch.num_candidates, 1), dtype=np.float32)
         split.count(batch, score_BT)
-        whole.update(score_BT, batch.label_BT, batch.weight_BT, batch.request_index_B, batch.time_ms_R)
+        columns = batch.label_BT, batch.weight_BT, batch.request_index_B, batch.time_ms_R
+        whole.update(ScoredBatch(score_BT, *columns))
     mine, theirs = split.metrics().report(), whole.report()
     assert {k: mine[k] for k in METRIC_NAMES} == pytest.approx(
         {k: theirs[k] for k in METRIC_NAMES}, rel=1e-12

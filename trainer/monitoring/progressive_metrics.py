@@ -16,11 +16,18 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from trainer.monitoring.ranking_metrics import ScoreHistogram, ordered, score_requests
+from trainer.monitoring.ranking_metrics import (
+    RequestScores,
+    ScoreHistogram,
+    normalized_entropy,
+    ordered,
+    ratio,
+    score_requests,
+)
 
 Report = dict[str, object]
 METRIC_NAMES = ("base_rate", "ne", "auc", "request_auc", "mrr", "ndcg@10", "calibration")
@@ -28,6 +35,32 @@ METRIC_NAMES = ("base_rate", "ne", "auc", "request_auc", "mrr", "ndcg@10", "cali
 
 _EPSILON = 1e-12  # as in TorchRec: avoids log(0)
 _SUMS = ("candidates", "weight", "positive", "predicted", "log_loss", "ranked_requests", "auc", "mrr", "ndcg")
+
+
+class ScoredBatch(NamedTuple):
+    """Candidates that were scored before their labels were used."""
+
+    score_BT: np.ndarray
+    label_BT: np.ndarray
+    weight_BT: np.ndarray
+    request_index_B: np.ndarray  # int64, into the R requests, including those without candidates
+    time_ms_R: np.ndarray
+    scale_T: Sequence[float] = ()  # scale of amounts, 0 for events; empty = all are events
+    importance_R: np.ndarray | None = None
+    """How many requests each one represents in request metrics (`weight_BT` already includes it); None = 1."""
+
+    def of_requests(self, kept_R: np.ndarray) -> ScoredBatch:
+        """`kept_R`: bool."""
+        kept_B = kept_R[self.request_index_B]
+        return ScoredBatch(
+            self.score_BT[kept_B],
+            self.label_BT[kept_B],
+            self.weight_BT[kept_B],
+            (np.cumsum(kept_R) - 1)[self.request_index_B[kept_B]],
+            self.time_ms_R[kept_R],
+            self.scale_T,
+            None if self.importance_R is None else self.importance_R[kept_R],
+        )
 
 
 class TaskMetrics:
@@ -44,18 +77,18 @@ class TaskMetrics:
 
     def report(self) -> Report:
         s = self.sums
-        base_rate = _ratio(s["positive"], s["weight"])
+        base_rate = ratio(s["positive"], s["weight"])
         return {
             "candidates": int(s["candidates"]),
             "base_rate": base_rate,
-            "ne": None if base_rate is None else _ratio(s["log_loss"] / s["weight"], _entropy(base_rate)),
+            "ne": normalized_entropy(s["log_loss"], s["weight"], base_rate),
             "auc": self.scores.auc(),
             "auc_error": self.scores.auc_error(),
-            "request_auc": _ratio(s["auc"], s["ranked_requests"]),
-            "mrr": _ratio(s["mrr"], s["ranked_requests"]),
-            "ndcg@10": _ratio(s["ndcg"], s["ranked_requests"]),
-            "calibration": _ratio(s["predicted"], s["positive"]),
-            **({"mae": _ratio(self.absolute_error, s["weight"])} if self.scale else {}),
+            "request_auc": ratio(s["auc"], s["ranked_requests"]),
+            "mrr": ratio(s["mrr"], s["ranked_requests"]),
+            "ndcg@10": ratio(s["ndcg"], s["ranked_requests"]),
+            "calibration": ratio(s["predicted"], s["positive"]),
+            **({"mae": ratio(self.absolute_error, s["weight"])} if self.scale else {}),
         }
 
     def state(self) -> dict[str, np.ndarray]:
@@ -89,26 +122,9 @@ class Metrics:
         self.num_requests = 0
         self._first_ms, self._last_ms = np.iinfo(np.int64).max, np.iinfo(np.int64).min
 
-    def update(
-        self,
-        score_BT: np.ndarray,
-        label_BT: np.ndarray,
-        weight_BT: np.ndarray,
-        request_index_B: np.ndarray,
-        time_ms_R: np.ndarray,
-        scale_T: Sequence[float] = (),
-        stands_for_R: np.ndarray | None = None,
-    ) -> None:
-        """Count scores and labels of a batch.
-
-        `request_index_B` points into the R requests, including those without candidates. `scale_T`: scale of
-        amounts, 0 for events; empty = all are events. `stands_for_R`: how many requests each one represents
-        in request metrics (`weight_BT` already includes it); None = 1.
-        """
-        of_R = np.zeros(len(time_ms_R), dtype=np.int64)
-        update_each(
-            [self], of_R, score_BT, label_BT, weight_BT, request_index_B, time_ms_R, scale_T, stands_for_R
-        )
+    def update(self, batch: ScoredBatch) -> None:
+        """Count a batch."""
+        update_each([self], np.zeros(len(batch.time_ms_R), dtype=np.int64), batch)
 
     def note(self, time_ms_R: np.ndarray) -> None:
         """Count requests with these times."""
@@ -162,85 +178,63 @@ class Metrics:
                 task.load(mine)
 
 
-def update_each(
-    metrics: Sequence[Metrics],
-    of_R: np.ndarray,
-    score_BT: np.ndarray,
-    label_BT: np.ndarray,
-    weight_BT: np.ndarray,
-    request_index_B: np.ndarray,
-    time_ms_R: np.ndarray,
-    scale_T: Sequence[float] = (),
-    stands_for_R: np.ndarray | None = None,
-) -> None:
+def update_each(metrics: Sequence[Metrics], of_R: np.ndarray, batch: ScoredBatch) -> None:
     """`Metrics.update` of several in one pass: request r counts in `metrics[of_R[r]]`."""
     for t, name in enumerate(metrics[0].tasks):
-        kept_B = np.flatnonzero(weight_BT[:, t] > 0)
-        request_K = request_index_B[kept_B]
-        scored = _ScoredCandidates(
-            score_BT[kept_B, t], label_BT[kept_B, t], weight_BT[kept_B, t].astype(np.float64), request_K, of_R
-        )
-        if stands_for_R is not None:
-            scored.represents_M = stands_for_R[scored.ranked.request_M].astype(np.float64)
-        scored.add_to([one.tasks[name] for one in metrics], scale_T[t] if scale_T else 0.0)
-    for number, one in enumerate(metrics):
-        one.note(time_ms_R[of_R == number])
-
-
-class _ScoredCandidates:
-    """The K weighted candidates of one task; request r belongs to the task metrics `of_R[r]`."""
-
-    def __init__(
-        self,
-        score_K: np.ndarray,
-        label_K: np.ndarray,
-        weight_K: np.ndarray,
-        request_K: np.ndarray,
-        of_R: np.ndarray,
-    ) -> None:
-        self.score_K, self.label_K, self.weight_K = score_K, label_K, weight_K
-        self.positive_K, self.of_K = label_K > 0, of_R[request_K]
-        self.ranked = score_requests(score_K, self.positive_K, request_K)
-        self.of_M = of_R[self.ranked.request_M]
-        self.represents_M: np.ndarray | None = None  # requests that each represents; None = 1
-
-    def add_to(self, tasks: Sequence[TaskMetrics], scale: float) -> None:
-        """`scale`: of an amount (roostream/models/loss.py); 0 = an event."""
-        columns = self._columns(len(tasks))
+        tasks = [one.tasks[name] for one in metrics]
+        kept_B = np.flatnonzero(batch.weight_BT[:, t] > 0)
+        request_K = batch.request_index_B[kept_B]
+        of_K, score_K, label_K = of_R[request_K], batch.score_BT[kept_B, t], batch.label_BT[kept_B, t]
+        weight_K, positive_K = batch.weight_BT[kept_B, t].astype(np.float64), label_K > 0
+        ranked = score_requests(score_K, positive_K, request_K)
+        importance_M = np.ones(len(ranked.request_M))
+        if batch.importance_R is not None:
+            importance_M = batch.importance_R[ranked.request_M].astype(np.float64)
+        columns = {
+            **_candidate_sums(len(tasks), of_K, score_K, positive_K, weight_K),
+            **_request_sums(len(tasks), of_R[ranked.request_M], ranked, importance_M),
+        }
         for task, values in zip(tasks, np.stack(list(columns.values()), axis=1).tolist(), strict=True):
             task.add(**dict(zip(columns, values, strict=True)))
-        if scale:
-            expected_K = np.expm1(self.score_K.astype(np.float64) * np.log1p(scale))
-            error_K = self.weight_K * np.abs(expected_K - np.clip(self.label_K, 0, scale))
-            for task, error in zip(tasks, np.bincount(self.of_K, error_K, len(tasks)).tolist(), strict=True):
+        if batch.scale_T and (scale := batch.scale_T[t]):
+            expected_K = np.expm1(score_K.astype(np.float64) * np.log1p(scale))
+            error_K = weight_K * np.abs(expected_K - np.clip(label_K, 0, scale))
+            for task, error in zip(tasks, np.bincount(of_K, error_K, len(tasks)).tolist(), strict=True):
                 task.add(absolute_error=error, scale=scale)
-        self._add_scores(tasks)
-
-    def _columns(self, n: int) -> dict[str, np.ndarray]:
-        """Each of _SUMS, float64 [n]."""
-        of_K, of_M, weight_K, ranked = self.of_K, self.of_M, self.weight_K, self.ranked
-        one_M = np.ones(len(of_M)) if self.represents_M is None else self.represents_M
-        clipped_K = np.clip(self.score_K.astype(np.float64), _EPSILON, 1 - _EPSILON)
-        loss_K = np.log(np.where(self.positive_K, clipped_K, 1 - clipped_K))
-        return {
-            "candidates": np.bincount(of_K, minlength=n),
-            "weight": np.bincount(of_K, weight_K, n),
-            "positive": np.bincount(of_K, weight_K * self.positive_K, n),
-            "predicted": np.bincount(of_K, weight_K * self.score_K, n),
-            "log_loss": -np.bincount(of_K, weight_K * loss_K, n),
-            "ranked_requests": np.bincount(of_M, one_M, n),
-            "auc": np.bincount(of_M, one_M * ranked.auc_M, n),
-            "mrr": np.bincount(of_M, one_M * ranked.mrr_M, n),
-            "ndcg": np.bincount(of_M, one_M * ranked.ndcg_M, n),
-        }
-
-    def _add_scores(self, tasks: Sequence[TaskMetrics]) -> None:
-        order_K = np.argsort(self.of_K, kind="stable")
-        ends = np.cumsum(np.bincount(self.of_K, minlength=len(tasks))).tolist()
-        sides = ordered(self.score_K), self.weight_K * self.positive_K, self.weight_K * ~self.positive_K
-        score_K, positive_K, negative_K = (side_K[order_K] for side_K in sides)
+        order_K = np.argsort(of_K, kind="stable")
+        ends = np.cumsum(np.bincount(of_K, minlength=len(tasks))).tolist()
+        sides = ordered(score_K), weight_K * positive_K, weight_K * ~positive_K
         for task, start, end in zip(tasks, [0, *ends[:-1]], ends, strict=True):
-            task.scores.add_sides(score_K[start:end], positive_K[start:end], negative_K[start:end])
+            task.scores.add_sides(*(side_K[order_K[start:end]] for side_K in sides))
+    for number, one in enumerate(metrics):
+        one.note(batch.time_ms_R[of_R == number])
+
+
+def _candidate_sums(
+    n: int, of_K: np.ndarray, score_K: np.ndarray, positive_K: np.ndarray, weight_K: np.ndarray
+) -> dict[str, np.ndarray]:
+    """Those of _SUMS that are over candidates, float64 [n]."""
+    clipped_K = np.clip(score_K.astype(np.float64), _EPSILON, 1 - _EPSILON)
+    loss_K = np.log(np.where(positive_K, clipped_K, 1 - clipped_K))
+    return {
+        "candidates": np.bincount(of_K, minlength=n),
+        "weight": np.bincount(of_K, weight_K, n),
+        "positive": np.bincount(of_K, weight_K * positive_K, n),
+        "predicted": np.bincount(of_K, weight_K * score_K, n),
+        "log_loss": -np.bincount(of_K, weight_K * loss_K, n),
+    }
+
+
+def _request_sums(
+    n: int, of_M: np.ndarray, ranked: RequestScores, importance_M: np.ndarray
+) -> dict[str, np.ndarray]:
+    """Those of _SUMS that are over requests, float64 [n]."""
+    return {
+        "ranked_requests": np.bincount(of_M, importance_M, n),
+        "auc": np.bincount(of_M, importance_M * ranked.auc_M, n),
+        "mrr": np.bincount(of_M, importance_M * ranked.mrr_M, n),
+        "ndcg": np.bincount(of_M, importance_M * ranked.ndcg_M, n),
+    }
 
 
 def summarize(report: Mapping[str, Any]) -> dict[str, Any]:
@@ -283,34 +277,15 @@ class DailyMetrics:
         self._overall, self._measured = (Metrics(tasks, max_scores) for _ in range(2))
         self._by_day: dict[str, Metrics] = {}
 
-    def update(
-        self,
-        score_BT: np.ndarray,
-        label_BT: np.ndarray,
-        weight_BT: np.ndarray,
-        request_index_B: np.ndarray,
-        time_ms_R: np.ndarray,
-        scale_T: Sequence[float] = (),
-        stands_for_R: np.ndarray | None = None,
-    ) -> None:
+    def update(self, batch: ScoredBatch) -> None:
         """As `Metrics.update`."""
-
-        def count(metrics: Metrics, kept_R: np.ndarray) -> None:
-            kept_B = kept_R[request_index_B]
-            score, label, weight, index = (
-                x_B[kept_B] for x_B in (score_BT, label_BT, weight_BT, request_index_B)
-            )
-            stands = None if stands_for_R is None else stands_for_R[kept_R]
-            metrics.update(
-                score, label, weight, (np.cumsum(kept_R) - 1)[index], time_ms_R[kept_R], scale_T, stands
-            )
-
-        count(self._overall, np.ones(len(time_ms_R), dtype=np.bool_))
-        count(self._measured, time_ms_R >= self._measure_from_ms)
-        day_R = time_ms_R // 86_400_000
+        self._overall.update(batch)
+        self._measured.update(batch.of_requests(batch.time_ms_R >= self._measure_from_ms))
+        day_R = batch.time_ms_R // 86_400_000
         for day in np.unique(day_R).tolist():
             date = datetime.datetime.fromtimestamp(day * 86_400, datetime.UTC).date().isoformat()
-            count(self._by_day.setdefault(date, Metrics(self.tasks, self._max_scores)), day_R == day)
+            metrics = self._by_day.setdefault(date, Metrics(self.tasks, self._max_scores))
+            metrics.update(batch.of_requests(day_R == day))
 
     def report(self) -> Report:
         return {
@@ -318,12 +293,3 @@ class DailyMetrics:
             "measured": self._measured.report(),
             "by_day": {date: metrics.report() for date, metrics in sorted(self._by_day.items())},
         }
-
-
-def _ratio(a: float, b: float) -> float | None:
-    return float(a / b) if b else None
-
-
-def _entropy(p: float) -> float:
-    """In nats; 0 for p = 0 or 1, where NE is undefined."""
-    return 0.0 if p in (0.0, 1.0) else float(-(p * np.log(p) + (1 - p) * np.log(1 - p)))

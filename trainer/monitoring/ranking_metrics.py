@@ -61,11 +61,7 @@ class ScoreHistogram:
     def auc(self) -> float | None:
         """P(positive scores higher than negative) + ½ P(equal), by weight; None unless both kinds exist."""
         self._merge_pending()
-        positive, negative = self._positive_S.sum(), self._negative_S.sum()
-        if positive == 0 or negative == 0:
-            return None
-        below_S = np.cumsum(self._negative_S) - self._negative_S
-        return float((self._positive_S * (below_S + 0.5 * self._negative_S)).sum() / (positive * negative))
+        return auc_of_counts(self._positive_S, self._negative_S)
 
     def auc_error(self) -> float:
         """Upper bound of the error of `auc`; 0 if it is exact."""
@@ -113,6 +109,25 @@ class ScoreHistogram:
         self._negative_S = np.add.reduceat(negative_N[order_N], start_S) if len(start_S) else np.zeros(0)
 
 
+def auc_of_counts(positive_S: np.ndarray, negative_S: np.ndarray) -> float | None:
+    """AUC from the weights of positives and negatives at rising scores; None unless both kinds exist."""
+    pairs = positive_S.sum() * negative_S.sum()
+    below_S = np.cumsum(negative_S) - negative_S
+    return float((positive_S * (below_S + 0.5 * negative_S)).sum() / pairs) if pairs else None
+
+
+def ratio(a: float, b: float) -> float | None:
+    return float(a / b) if b else None
+
+
+def normalized_entropy(log_loss: float, weight: float, base_rate: float | None) -> float | None:
+    """Mean log loss / entropy of the base rate (He et al. 2014); None where the entropy is 0."""
+    if base_rate is None or base_rate in (0.0, 1.0):
+        return None
+    entropy = -(base_rate * np.log(base_rate) + (1 - base_rate) * np.log(1 - base_rate))
+    return ratio(log_loss / weight, float(entropy))
+
+
 def ordered(score_N: np.ndarray) -> np.ndarray:
     """float32 → uint32 with the same order (-0 counts as 0)."""
     bits = (score_N.astype(np.float32) + np.float32(0.0)).view(np.uint32)
@@ -139,11 +154,8 @@ def score_requests(score_B: np.ndarray, positive_B: np.ndarray, request_index_B:
     if not len(score_B):
         return RequestScores(np.zeros(0), np.zeros(0), np.zeros(0), np.zeros(0, np.int64))
     order_B = np.lexsort((-score_B, request_index_B))
-    score_B, positive_B, request_B = (
-        score_B[order_B],
-        positive_B[order_B].astype(np.float64),
-        request_index_B[order_B],
-    )
+    score_B, request_B = score_B[order_B], request_index_B[order_B]
+    positive_B = positive_B[order_B].astype(np.float64)
     new_request_B = np.r_[True, request_B[1:] != request_B[:-1]]
     start_R = np.flatnonzero(new_request_B)
     start_S = np.flatnonzero(new_request_B | np.r_[True, score_B[1:] != score_B[:-1]])

@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from roostream.wire.batch import Batch
+from trainer.monitoring.ranking_metrics import auc_of_counts, normalized_entropy, ratio
 from trainer.monitoring.slices import OTHER, Slicer
 
 WINDOWS_MS = {"1h": 3_600_000, "1d": 86_400_000}
@@ -56,14 +57,12 @@ class WindowedMetrics:
         if not len(kept_B):
             return
         self._drop_old(watermark_ms)
-        places, place_B = np.unique(at_B[kept_B], return_inverse=True)
-        base_BT = np.stack([self.cells.rates_T((place, f"/{ALL}", "", 0)) for place in places.tolist()])[
-            place_B
-        ]
+        partitions, partition_B = np.unique(at_B[kept_B], return_inverse=True)
+        rates = [self.cells.rates_T((partition, f"/{ALL}", "", 0)) for partition in partitions.tolist()]
+        base_BT = np.stack(rates)[partition_B]
         score, label, weight = (x[kept_B] for x in (score_BT, batch.label_BT, batch.weight_BT))
-        counted = _CountedCandidates(
-            places.tolist(), place_B, batch.close_ms_R[batch.request_index_B[kept_B]], watermark_ms
-        )
+        time_ms_B = batch.close_ms_R[batch.request_index_B[kept_B]]
+        counted = _CountedCandidates(partitions.tolist(), partition_B, time_ms_B, watermark_ms)
         families = [counted.of(what) for what in (*WINDOWS_MS, ALL)]
         for slicer in self.build_slicers:
             number_B, names = slicer.values(batch)
@@ -85,7 +84,7 @@ class WindowedMetrics:
         for key in self.cells.keys:
             _, what, value, bucket = key
             slice_, _, window = str(what).rpartition("/")
-            if window == ALL or _is_in(window, int(bucket), watermark_ms):
+            if _is_in(window, int(bucket), watermark_ms):
                 of.setdefault((slice_, str(value)), {}).setdefault(window, []).append(key)
         reports = {at: {w: self.cells.report(keys) for w, keys in found.items()} for at, found in of.items()}
         out: dict[str, Any] = {"windows": reports.get(("", ""), {}), "slices": {}}
@@ -96,13 +95,13 @@ class WindowedMetrics:
                 out["slices"].setdefault(slice_, {})[value] = found
         return out
 
-    def state(self, place: int) -> dict[str, np.ndarray]:
+    def state(self, partition: int) -> dict[str, np.ndarray]:
         """Arrays of one partition."""
-        return self.cells.state(lambda key: key[0] == place)
+        return self.cells.state(lambda key: key[0] == partition)
 
-    def load(self, place: int, state: Mapping[str, np.ndarray]) -> None:
+    def load(self, partition: int, state: Mapping[str, np.ndarray]) -> None:
         """Replace one partition by a `state`."""
-        self.cells.drop(lambda key: key[0] == place)
+        self.cells.drop(lambda key: key[0] == partition)
         self.cells.load(state)
         for _, what, value, _ in self.cells.keys:
             if (slice_ := str(what).rpartition("/")[0]) in self._values and value != OTHER:
@@ -133,69 +132,66 @@ class WindowedMetrics:
         now = watermark_ms // (min(WINDOWS_MS.values()) // PARTS)
         if now != self._dropped_at:
             self._dropped_at = now
-            self.cells.drop(
-                lambda key: not _is_kept(str(key[1]).rpartition("/")[2], int(key[3]), watermark_ms)
-            )
+            self.cells.drop(lambda key: not _is_in(_window_of(key), int(key[3]), watermark_ms))
 
 
-class _CellEntries:
+class _CellEntries(NamedTuple):
     """The candidates of a batch in the cells of one window and slice."""
 
-    def __init__(self, keys: list[Key], key_E: np.ndarray, candidate_E: np.ndarray) -> None:
-        self.keys, self.key_E, self.candidate_E = keys, key_E, candidate_E
+    keys: list[Key]
+    key_E: np.ndarray
+    candidate_E: np.ndarray
 
 
-class _CountedCandidates:
+class _CountedCandidates(NamedTuple):
     """The counted candidates of a batch, with partition and time."""
 
-    def __init__(
-        self, places: list[int], place_B: np.ndarray, time_ms_B: np.ndarray, watermark_ms: int
-    ) -> None:
-        self.places, self.place_B, self.time_ms_B, self.watermark_ms = (
-            places,
-            place_B,
-            time_ms_B,
-            watermark_ms,
-        )
+    partitions: list[int]
+    partition_B: np.ndarray  # int64, into `partitions`
+    time_ms_B: np.ndarray
+    watermark_ms: int
 
     def of(
         self, window: str, slice_: str = "", value_B: np.ndarray | None = None, names: Sequence[str] = ("",)
     ) -> _CellEntries:
         """The candidates in the cells of a window and a slice."""
         what = f"{slice_}/{window}"
-        bucket_B, candidate_E = np.zeros(len(self.place_B), dtype=np.int64), np.arange(len(self.place_B))
+        bucket_B, candidate_E = (
+            np.zeros(len(self.partition_B), dtype=np.int64),
+            np.arange(len(self.partition_B)),
+        )
         if window != ALL:
             bucket_B = self.time_ms_B // (WINDOWS_MS[window] // PARTS)
             now = self.watermark_ms // (WINDOWS_MS[window] // PARTS)
             candidate_E = np.flatnonzero((bucket_B <= now + 1) & (bucket_B >= now - PARTS))
             bucket_B = bucket_B - (now - PARTS)
         value_E = np.zeros(len(candidate_E), dtype=np.int64) if value_B is None else value_B[candidate_E]
-        code_E = (self.place_B[candidate_E] * len(names) + value_E) * (PARTS + 2) + bucket_B[candidate_E]
+        code_E = (self.partition_B[candidate_E] * len(names) + value_E) * (PARTS + 2) + bucket_B[candidate_E]
         codes, key_E = np.unique(code_E, return_inverse=True)
         first = 0 if window == ALL else now - PARTS
         keys: list[Key] = []
         for code in codes.tolist():
             rest, bucket = divmod(code, PARTS + 2)
-            place, value = divmod(rest, len(names))
-            keys.append((self.places[place], what, names[value], bucket + first))
+            partition, value = divmod(rest, len(names))
+            keys.append((self.partitions[partition], what, names[value], bucket + first))
         return _CellEntries(keys, key_E, candidate_E)
 
 
+def _window_of(key: Key) -> str:
+    return str(key[1]).rpartition("/")[2]
+
+
 def _is_in(window: str, bucket: int, watermark_ms: int) -> bool:
+    if window == ALL:
+        return True
     now = watermark_ms // (WINDOWS_MS[window] // PARTS)
     return now - PARTS <= bucket <= now + 1
 
 
-def _is_kept(window: str, bucket: int, watermark_ms: int) -> bool:
-    return window == ALL or _is_in(window, bucket, watermark_ms)
-
-
 STEPS = 64
 SUMS = ("candidates", "weight", "positive", "predicted", "log_loss", "base_log_loss")
-SHADOW, LIVE = (
-    "shadow",
-    "live",
-)  # reported for the shadow model, and for the model in training on the same candidates
+# Reported for the shadow model, and for the model in training on the same candidates.
+SHADOW, LIVE = "shadow", "live"
 _WIDEST = 8.0  # scores beyond these log odds share a step
 _EPSILON = 1e-12
 
@@ -218,10 +214,9 @@ class MetricCells:
         if number == len(self.keys):
             self.keys.append(key)
             if number == len(self._sums_CTS):
-                room = max(16, number)
-                self._sums_CTS = np.concatenate([self._sums_CTS, np.zeros((room, *self._sums_CTS.shape[1:]))])
-                self._scores_CTH = np.concatenate(
-                    [self._scores_CTH, np.zeros((room, *self._scores_CTH.shape[1:]))]
+                self._sums_CTS, self._scores_CTH = (
+                    np.concatenate([x, np.zeros((max(16, number), *x.shape[1:]))])
+                    for x in (self._sums_CTS, self._scores_CTH)
                 )
         return number
 
@@ -250,9 +245,6 @@ class MetricCells:
         numbers = [self._number[key] for key in keys if key in self._number]
         sums_TS, scores_TH = self._sums_CTS[numbers].sum(axis=0), self._scores_CTH[numbers].sum(axis=0)
         return {task: _numbers(sums_TS[t], scores_TH[t]) for t, task in enumerate(self.tasks)}
-
-    def candidates(self, key: Key) -> int:
-        return int(self._sums_CTS[self._number[key], 0, 0])
 
     def drop(self, is_over: Callable[[Key], bool]) -> None:
         """Remove cells."""
@@ -326,26 +318,19 @@ def merge_cell_reports(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _numbers(sums_S: np.ndarray, scores_H: np.ndarray) -> dict[str, Any]:
-    return {**_from_sums(sums_S.tolist()), "auc": _auc(scores_H[:STEPS], scores_H[STEPS:])}
+    return {**_from_sums(sums_S.tolist()), "auc": auc_of_counts(scores_H[:STEPS], scores_H[STEPS:])}
 
 
 def _from_sums(sums: list[float]) -> dict[str, Any]:
     """`ne` is relative to the base rate of the same candidates, `ne_online` to the rate known before each of
     them."""
     candidates, weight, positive, predicted, log_loss, base_log_loss = sums
-    rate = positive / weight if weight else None
-    entropy = 0.0 if rate in (None, 0.0, 1.0) else -(rate * np.log(rate) + (1 - rate) * np.log(1 - rate))
+    base_rate = ratio(positive, weight)
     return {
         "candidates": int(candidates),
-        "base_rate": rate,
-        "ne": log_loss / weight / float(entropy) if entropy else None,
-        "ne_online": log_loss / base_log_loss if base_log_loss else None,
-        "calibration": predicted / positive if positive else None,
+        "base_rate": base_rate,
+        "ne": normalized_entropy(log_loss, weight, base_rate),
+        "ne_online": ratio(log_loss, base_log_loss),
+        "calibration": ratio(predicted, positive),
         "sums": sums,
     }
-
-
-def _auc(positive_H: np.ndarray, negative_H: np.ndarray) -> float | None:
-    pairs = positive_H.sum() * negative_H.sum()
-    below_H = np.cumsum(negative_H) - negative_H
-    return float((positive_H * (below_H + 0.5 * negative_H)).sum() / pairs) if pairs else None

@@ -30,7 +30,7 @@ from roostream.wire import transform
 from roostream.wire.batch import Batch
 from roostream.wire.decode import Decoder
 from roostream.wire.records import Record
-from trainer.monitoring.progressive_metrics import Metrics, Report, summarize
+from trainer.monitoring.progressive_metrics import Metrics, Report, ScoredBatch, summarize
 
 NAMES = ("random", "place", "item", "recent", "linear")
 _AT_ONCE = 512
@@ -117,9 +117,8 @@ class Baselines:
             time_ms_R = np.array([w.time_ms for w in kept], np.int64)
             for name in NAMES:
                 score_BT = np.concatenate([w.scores[name] for w in kept]).astype(np.float32)
-                self._metrics[name][when].update(
-                    score_BT, label_BT, np.ones_like(label_BT), index_B, time_ms_R
-                )
+                scored = ScoredBatch(score_BT, label_BT, np.ones_like(label_BT), index_B, time_ms_R)
+                self._metrics[name][when].update(scored)
 
 
 class _Scored(NamedTuple):

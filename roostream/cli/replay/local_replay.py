@@ -69,7 +69,7 @@ from trainer.chunks import Chunk
 from trainer.config import LoopConfig
 from trainer.device.numerics import set_numerics
 from trainer.loop import LoopDependencies, TrainLoop
-from trainer.monitoring.progressive_metrics import DailyMetrics, Report
+from trainer.monitoring.progressive_metrics import DailyMetrics, Report, ScoredBatch
 from trainer.predictions import Prediction
 from trainer.record_source import build_chunk
 from trainer.rows import ShardRows
@@ -328,13 +328,8 @@ class AsServedScorer:
             label_BT = np.concatenate([s.label_nT for s in part if s.label_nT is not None])
             index_B = np.repeat(np.arange(len(part)), [len(s.score_nT) for s in part])
             time_ms_R = np.array([s.time_ms for s in part], np.int64)
-            metrics.update(
-                np.concatenate([s.score_nT for s in part]),
-                label_BT,
-                np.ones_like(label_BT),
-                index_B,
-                time_ms_R,
-            )
+            score_BT = np.concatenate([s.score_nT for s in part])
+            metrics.update(ScoredBatch(score_BT, label_BT, np.ones_like(label_BT), index_B, time_ms_R))
         return metrics.report()
 
     def _show(self, record: Record) -> None:

@@ -12,7 +12,7 @@ from roostream.runtime.kafka.topics import PREDICTIONS
 from roostream.wire import records as wire
 from roostream.wire import roo_pb2 as pb
 from roostream.wire.records import Record
-from trainer.monitoring.progressive_metrics import DailyMetrics, Metrics, summarize
+from trainer.monitoring.progressive_metrics import DailyMetrics, Metrics, ScoredBatch, summarize
 
 _AT_ONCE = 512
 _FIRST_LENGTH, _MAX_POINTS = 32, 40
@@ -25,7 +25,7 @@ class PredictionMetrics:
     """
 
     def __init__(self, tasks: Sequence[str], measure_from_ms: int = 0, scale_T: Sequence[float] = ()) -> None:
-        """`scale_T`: see `Metrics.update`."""
+        """`scale_T`: see `ScoredBatch`."""
         self._scale_T = scale_T
         self._daily = DailyMetrics(tasks, measure_from_ms=measure_from_ms)
         self._curve = LearningCurve(tasks)
@@ -71,8 +71,11 @@ class PredictionMetrics:
         time_ms_R = np.array([p.time_ms for p in waiting], dtype=np.int64)
         metric_weight_R = np.array([p.metric_weight or 1.0 for p in waiting])
         weight_BT = np.ones_like(label_BT) * metric_weight_R[index_B][:, None].astype(np.float32)
-        self._daily.update(score_BT, label_BT, weight_BT, index_B, time_ms_R, self._scale_T, metric_weight_R)
-        self._curve.update(score_BT, label_BT, index_B, time_ms_R, metric_weight_R)
+        scored = ScoredBatch(
+            score_BT, label_BT, weight_BT, index_B, time_ms_R, self._scale_T, importance_R=metric_weight_R
+        )
+        self._daily.update(scored)
+        self._curve.update(scored._replace(scale_T=()))
 
 
 class LearningCurve:
@@ -85,32 +88,14 @@ class LearningCurve:
         self._tasks = tasks
         self._length, self._points, self._in_last = _FIRST_LENGTH, [Metrics(tasks)], 0
 
-    def update(
-        self,
-        score_BT: np.ndarray,
-        label_BT: np.ndarray,
-        index_B: np.ndarray,
-        time_ms_R: np.ndarray,
-        metric_weight_R: np.ndarray,
-    ) -> None:
-        """Like `Metrics.update`, with labels weighted by the metric weights of their requests."""
-        start = 0
-        while start < len(time_ms_R):
+    def update(self, scored: ScoredBatch) -> None:
+        """As `Metrics.update`."""
+        start, place_R = 0, np.arange(len(scored.time_ms_R))
+        while start < len(place_R):
             if self._in_last == self._length:
                 self._begin()
-            end = min(len(time_ms_R), start + self._length - self._in_last)
-            kept_B = (index_B >= start) & (index_B < end)
-            score_KT, label_KT, index_K = score_BT[kept_B], label_BT[kept_B], index_B[kept_B]
-            weight_KT = np.ones_like(label_KT) * metric_weight_R[index_K][:, None].astype(np.float32)
-            metric_weight_M = metric_weight_R[start:end]
-            self._points[-1].update(
-                score_KT,
-                label_KT,
-                weight_KT,
-                index_K - start,
-                time_ms_R[start:end],
-                stands_for_R=metric_weight_M,
-            )
+            end = min(len(place_R), start + self._length - self._in_last)
+            self._points[-1].update(scored.of_requests((place_R >= start) & (place_R < end)))
             self._in_last += end - start
             start = end
 

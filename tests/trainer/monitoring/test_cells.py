@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from trainer.monitoring.progressive_metrics import Metrics
+from trainer.monitoring.progressive_metrics import Metrics, ScoredBatch
 from trainer.monitoring.windowed_metrics import CandidateLosses, MetricCells, merge_cell_reports
 
 
@@ -20,7 +20,8 @@ def outcomes(n: int, tasks: int = 2, seed: int = 3) -> tuple[np.ndarray, np.ndar
 def test_a_cell_says_what_the_exact_metrics_say() -> None:
     score_BT, label_BT, weight_BT = outcomes(5000)
     exact = Metrics(("click", "buy"))
-    exact.update(score_BT, label_BT, weight_BT, np.zeros(5000, dtype=np.int64), np.zeros(1, dtype=np.int64))
+    zeros_B, zeros_R = np.zeros(5000, dtype=np.int64), np.zeros(1, dtype=np.int64)
+    exact.update(ScoredBatch(score_BT, label_BT, weight_BT, zeros_B, zeros_R))
     cells = MetricCells(("click", "buy"))
     cell = cells.number_of(("a",))
     losses = CandidateLosses(score_BT, label_BT, weight_BT, np.full_like(score_BT, 0.5))

@@ -161,12 +161,13 @@ def test_where_the_kept_alone_are_scored_they_stand_for_all_and_train_the_same(p
 
 
 def test_metrics_by_request_count_a_probe_for_as_many_as_it_stands_for() -> None:
-    from trainer.monitoring.progressive_metrics import Metrics
+    from trainer.monitoring.progressive_metrics import Metrics, ScoredBatch
 
     score, label = np.array([[0.9], [0.1], [0.2], [0.8]]), np.array([[1.0], [0.0], [1.0], [0.0]])
     index_B, time_ms_R = np.array([0, 0, 1, 1]), np.zeros(2, np.int64)
     metrics, stands = Metrics(["click"]), np.array([1.0, 3.0])
-    metrics.update(score, label, stands[index_B][:, None], index_B, time_ms_R, stands_for_R=stands)
+    weight_BT = stands[index_B][:, None]
+    metrics.update(ScoredBatch(score, label, weight_BT, index_B, time_ms_R, importance_R=stands))
     assert metrics.report()["request_auc"] == 0.25, "one of four requests is in order"
 
 
