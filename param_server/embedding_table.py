@@ -52,7 +52,7 @@ class KeyIndex:
         self.flags_N = np.zeros(capacity, np.uint8)
         self._free_N = np.zeros(capacity, np.uint32)
         self._counts = np.zeros(3, np.int64)
-        self._slots_C2, self._shift = _slots(2 * capacity)
+        self.slots_C2, self.shift = _slots(2 * capacity)
 
     @property
     def capacity(self) -> int:
@@ -81,14 +81,14 @@ class KeyIndex:
         arrays, slots = [grown(getattr(self, name), capacity) for name in names], _slots(2 * capacity)
         for name, array in zip(names, arrays, strict=True):
             setattr(self, name, array)
-        self._slots_C2, self._shift = slots
-        kernels.rebuild(self._slots_C2, self._shift, self.used, self.table_N, self.id_N, self.flags_N)
+        self.slots_C2, self.shift = slots
+        kernels.rebuild(self.slots_C2, self.shift, self.used, self.table_N, self.id_N, self.flags_N)
         return True
 
     def find(self, keys: Keys) -> np.ndarray:
         """int64 [U]: each key's row number, -1 if it is absent."""
         row_U = np.empty(len(keys), np.int64)
-        kernels.find(self._slots_C2, self._shift, keys.table_U, keys.id_U, row_U)
+        kernels.find(self.slots_C2, self.shift, keys.table_U, keys.id_U, row_U)
         return row_U
 
     def add(self, keys: Keys) -> tuple[np.ndarray, np.ndarray]:
@@ -99,8 +99,8 @@ class KeyIndex:
         assert self.used - self._counts[1] + len(keys) <= self.capacity
         row_U, new_U = np.empty(len(keys), np.int64), np.empty(len(keys), np.bool_)
         kernels.find_or_insert(
-            self._slots_C2,
-            self._shift,
+            self.slots_C2,
+            self.shift,
             keys.table_U,
             keys.id_U,
             self.num_buckets,
@@ -124,7 +124,7 @@ class KeyIndex:
         """Remove the keys that are present; return how many were."""
         return int(
             kernels.remove(
-                self._slots_C2, self._shift, keys.table_U, keys.id_U, self._counts, self._free_N, self.flags_N
+                self.slots_C2, self.shift, keys.table_U, keys.id_U, self._counts, self._free_N, self.flags_N
             )
         )
 

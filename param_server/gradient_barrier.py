@@ -42,7 +42,7 @@ class PendingStep:
         self.applied = False
         self.aborted = ""  # the reason
         self._pushes: dict[int, GradientPush] = {}
-        self._sent: Counter[int] = Counter()
+        self.num_sent: Counter[int] = Counter()  # calls by worker
 
     def join(self, update: GradientPush) -> int:
         """Add a push, also one that is sent again; return a ticket for `waits`.
@@ -58,8 +58,8 @@ class PendingStep:
                 f"{update.worker}: the workers are not at the same step and must be restored"
             )
         self._pushes.setdefault(update.worker, update)
-        self._sent[update.worker] += 1
-        return self._sent[update.worker]
+        self.num_sent[update.worker] += 1
+        return self.num_sent[update.worker]
 
     @property
     def num_waiting(self) -> int:
@@ -80,7 +80,7 @@ class PendingStep:
 
     def is_wanted(self, worker: int, ticket: int) -> bool:
         """False: the push was sent again so often that no caller can be waiting for this answer."""
-        return ticket > self._sent[worker] - _MAX_WAITERS
+        return ticket > self.num_sent[worker] - _MAX_WAITERS
 
 
 class GradientBarrier:
@@ -89,11 +89,11 @@ class GradientBarrier:
     def __init__(self, lock: threading.Lock, wait_s: float = PUSH_WAIT_S) -> None:
         self.wait_s = wait_s
         self.lock, self.changed = lock, threading.Condition(lock)
-        self._open: PendingStep | None = None
+        self.open_step: PendingStep | None = None
 
     @property
     def num_waiting(self) -> int:
-        return self._open.num_waiting if self._open else 0
+        return self.open_step.num_waiting if self.open_step else 0
 
     def push(self, update: GradientPush, apply: Callable[[Sequence[GradientPush]], None]) -> None:
         """Add a push and wait for the others; called with the lock held, which is released while waiting.
@@ -106,7 +106,7 @@ class GradientBarrier:
 
         **If `apply` fails**: its error here, and UnavailableError for all that wait.
         """
-        step = self._open = self._open or PendingStep(update)
+        step = self.open_step = self.open_step or PendingStep(update)
         ticket = step.join(update)
         if not step.missing:
             return self._apply(step, apply)
@@ -123,8 +123,8 @@ class GradientBarrier:
 
     def abort(self, reason: str) -> None:
         """Abort the open step with this reason; called with the lock held."""
-        if self._open:
-            self._abort(self._open, f"step {self._open.step} was aborted: {reason}")
+        if self.open_step:
+            self._abort(self.open_step, f"step {self.open_step.step} was aborted: {reason}")
 
     def _apply(self, step: PendingStep, apply: Callable[[Sequence[GradientPush]], None]) -> None:
         try:
@@ -140,8 +140,8 @@ class GradientBarrier:
         self._close(step)
 
     def _close(self, step: PendingStep) -> None:
-        if self._open is step:
-            self._open = None
+        if self.open_step is step:
+            self.open_step = None
         self.changed.notify_all()
 
 

@@ -119,7 +119,7 @@ class RocksDbStore:
         return self
 
     def get(self, key: bytes) -> bytes | None:
-        db = self._opened()
+        db = self.database()
         try:
             return db.get(key)
         except Exception as error:
@@ -137,7 +137,7 @@ class RocksDbStore:
             batch.delete(key)
         options = rocksdict.WriteOptions()
         options.sync = sync
-        db = self._opened()
+        db = self.database()
         try:
             db.write(batch, options)
         except Exception as error:
@@ -161,7 +161,7 @@ class RocksDbStore:
             self._close_database()
 
     def keys(self, prefix: bytes) -> Iterator[bytes]:
-        db = self._opened()
+        db = self.database()
         try:
             for key in db.keys(from_key=prefix):
                 if not key.startswith(prefix):
@@ -174,7 +174,7 @@ class RocksDbStore:
         self._in_use = False
         self._close_database()
 
-    def _opened(self) -> rocksdict.Rdict:
+    def database(self) -> rocksdict.Rdict:
         """The database, opened again if a failed write has closed it."""
         if self._db is None:
             if not self._in_use:

@@ -79,7 +79,7 @@ class Shard:
         self.num_pulls = self.num_pushes = self.num_repeats = 0
         self._lock = threading.Lock()
         self.barrier = GradientBarrier(self._lock)
-        self._sequences: dict[int, int] = {}  # worker → last push applied, in this incarnation
+        self.sequences: dict[int, int] = {}  # worker → last push applied, in this incarnation
         self._frozen: FrozenCommit | None = None
         self._aborted = 0  # seq; a freeze that comes after its abort is rejected
         self._minimal = False  # the last commit was aborted: the next one rewrites no old buckets
@@ -162,7 +162,7 @@ class Shard:
                 table.outbox.note_change(
                     touched_B, update.oldest_engagement_ms, update.oldest_close_ms, now_ms
                 )
-        self._sequences.update((push.worker, push.sequence) for push in pushes)
+        self.sequences.update((push.worker, push.sequence) for push in pushes)
         self.num_pushes += len(pushes)
 
     def leave(self) -> None:
@@ -232,7 +232,7 @@ class Shard:
 
     def _is_next(self, worker: int, sequence: int) -> bool:
         """False: the push was applied before. Raises FencedError: a push in between was lost."""
-        last = self._sequences.get(worker, 0)
+        last = self.sequences.get(worker, 0)
         if sequence > last + 1:
             raise FencedError(
                 f"expected push {last + 1} of worker {worker}, got {sequence}: one was lost; restore the worker"
@@ -415,7 +415,7 @@ class Shard:
             if self._settled_late is not None:
                 table.outbox.settle(self._settled_late)
             table.outbox.begin_incarnation()
-        self._sequences.clear()
+        self.sequences.clear()
         self._settled_late = None
         self._frozen, self._consistent, self.committed = None, True, target.commit
         self._aborted, self._broken = 0, ""

@@ -195,8 +195,9 @@ def leave(code: int) -> NoReturn:
     """
     if still_running() or "confluent_kafka" in sys.modules:
         if not still_running():
-            threading._shutdown()  # type: ignore[attr-defined]  # waits for executors and threads, as multiprocessing does
-            atexit._run_exitfuncs()
+            # Waits for executors and threads, as multiprocessing does. Neither has a public name.
+            threading._shutdown()  # type: ignore[attr-defined]  # noqa: SLF001
+            atexit._run_exitfuncs()  # noqa: SLF001
         logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -190,16 +191,14 @@ def test_a_gradient_that_is_not_finite_is_refused_by_its_shard_and_pushes_wait_f
     client.close()
 
 
-def test_a_batch_is_split_once_and_the_split_is_kept_no_longer_than_the_batch() -> None:
+def test_a_client_keeps_no_batch_alive() -> None:
     client, _, _ = make_client(2)
     lookup = lookup_of(LOOKUP)
     client.pull(lookup)
-    (split,) = client._splits.values()
-    client.push(lookup, gradients_of(lookup, 1.0), step=0, time_ms=0)
-    assert list(client._splits.values()) == [split]
-    del lookup, split
+    batch = weakref.ref(lookup)
+    del lookup
     gc.collect()
-    assert not client._splits
+    assert batch() is None
     client.close()
 
 

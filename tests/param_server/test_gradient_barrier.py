@@ -275,8 +275,7 @@ def test_a_push_that_is_sent_again_joins_the_wait_and_counts_once(closing: list[
     first = pool.submit(push_as, shard, 0)
     wait_for(lambda: shard.stats()["waiting"] == 1)
     again = pool.submit(push_as, shard, 0)
-    while shard.barrier._open is not None and shard.barrier._open._sent[0] < 2:
-        time.sleep(0.001)
+    wait_for(lambda: shard.barrier.open_step is not None and shard.barrier.open_step.num_sent[0] == 2)
     assert not first.done() and not again.done()
     assert push_as(shard, 1) is True
     assert first.result(10) is again.result(10) is True
@@ -292,7 +291,9 @@ def test_only_two_calls_of_a_worker_wait_so_that_no_dead_connection_holds_a_thre
     shard, calls = workers.shards[0], []
     for sent in range(1, 4):
         calls.append(workers.pool.submit(push_as, shard, 0))
-        wait_for(lambda n=sent: shard.barrier._open is not None and shard.barrier._open._sent[0] == n)  # type: ignore[misc]
+        wait_for(
+            lambda n=sent: shard.barrier.open_step is not None and shard.barrier.open_step.num_sent[0] == n
+        )  # type: ignore[misc]
     push_as(shard, 1)
     assert [call.result(10) for call in calls[1:]] == [True, True]
 

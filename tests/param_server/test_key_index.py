@@ -61,7 +61,7 @@ def test_keys_of_one_shard_spread_over_the_slots() -> None:
     mine = ids[buckets_of(ids, 9, 64) == 5]
     index = KeyIndex(64, 8192)
     index.add_new(Keys(np.full(len(mine), 9, np.uint32), mine))
-    used = (index._slots_C2[:, 1] != 0).astype(int)
+    used = (index.slots_C2[:, 1] != 0).astype(int)
     runs = np.diff(np.flatnonzero(np.diff(np.concatenate([[0], used, [0]]))))[::2]
     assert runs.max() < 60
 
@@ -70,7 +70,7 @@ def test_keys_of_one_home_slot_stay_findable_whatever_is_removed_between_them() 
     """A run of one home slot and its neighbours': removing closes the gap, and nothing that follows may be
     left behind it."""
     index = KeyIndex(8, 256)
-    mask, shift = len(index._slots_C2) - 1, index._shift
+    mask, shift = len(index.slots_C2) - 1, index.shift
     ids = np.arange(200_000, dtype=np.int64)
     home_U = (_splitmix64(ids.astype(np.uint64) ^ np.uint64(0)) >> shift).astype(np.int64)
     rng = np.random.default_rng(0)

@@ -166,6 +166,6 @@ def test_rocks_keeps_little_of_what_was_written_in_memory(tmp_path: Path) -> Non
     most = 0
     for n in range(200):
         store.write([(b"k%d" % (n % 7), bytes(100_000))], sync=True)
-        most = max(most, int(store._opened().property_int_value("rocksdb.cur-size-all-mem-tables") or 0))
+        most = max(most, int(store.database().property_int_value("rocksdb.cur-size-all-mem-tables") or 0))
     assert 1 << 20 < most < 8 << 20
     store.close()

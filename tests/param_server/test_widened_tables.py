@@ -61,7 +61,7 @@ class Home:
 
 def push(shard: Shard, table: str, ids: np.ndarray = IDS) -> None:
     its = shard.identity.schema.table_by_name[table]
-    sequence = shard._sequences.get(0, 0) + 1
+    sequence = shard.sequences.get(0, 0) + 1
     header = {
         "incarnation": shard.incarnation,
         "worker": 0,

@@ -8,6 +8,7 @@ from typing import Any
 
 from confluent_kafka import OFFSET_BEGINNING, OFFSET_END, KafkaError, KafkaException, TopicPartition
 
+from roostream.runtime.kafka import clients
 from roostream.runtime.kafka.topics import Partition
 from roostream.wire.records import Record
 
@@ -51,7 +52,7 @@ class FakeMessage:
 
 
 def end(place: Partition, offset: int = 0) -> FakeMessage:
-    return FakeMessage(place, offset, error=KafkaError._PARTITION_EOF)
+    return FakeMessage(place, offset, error=clients.PARTITION_EOF)
 
 
 class FakeConsumer:

@@ -24,7 +24,7 @@ class FakeAdmin:
     def describe_topics(self, topics: Any, **_: Any) -> dict[str, Future[Any]]:
         if self.num_failures:
             self.num_failures -= 1
-            raise KafkaException(KafkaError(KafkaError._TRANSPORT, "away"))
+            raise KafkaException(KafkaError(clients.TRANSPORT, "away"))
         out = {}
         for name, number in self.partitions.items():
             found: Future[Any] = Future()

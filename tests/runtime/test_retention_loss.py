@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from confluent_kafka import KafkaError, TopicPartition
+from confluent_kafka import TopicPartition
 
 from roostream.errors import UnavailableError
+from roostream.runtime.kafka import clients
 from roostream.runtime.kafka.kafka_consumer import ConsumerOptions
 from roostream.runtime.kafka.retention_loss import CommittedOffset, RetentionLossCounter, committed_offsets
 from roostream.runtime.kafka.topics import Partition
@@ -93,6 +94,6 @@ def test_a_groups_offsets_stand_beside_the_oldest_ones_under_our_names() -> None
 
 def test_a_broker_that_is_away_is_told_as_such() -> None:
     group = Group()
-    group.fails = KafkaError._TRANSPORT
+    group.fails = clients.TRANSPORT
     with pytest.raises(UnavailableError, match="unknown"):
         asked(group)

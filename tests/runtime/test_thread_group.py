@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 
 import pytest
 
@@ -46,29 +47,14 @@ def test_a_thread_that_does_not_end_is_named() -> None:
     crew.check()
 
 
-class SlowThread:
-    """Takes the whole time for which it is waited for."""
-
-    name = "slow"
-
-    def __init__(self) -> None:
-        self.waited_s: list[float] = []
-
-    def join(self, timeout_s: float) -> None:
-        self.waited_s.append(timeout_s)
-        threading.Event().wait(timeout_s)
-
-    def is_alive(self) -> bool:
-        return True
-
-
-def test_the_threads_have_their_time_together() -> None:
-    crew, threads = ThreadGroup(threading.Event()), [SlowThread() for _ in range(3)]
-    crew._threads += threads  # type: ignore[arg-type]
-    assert crew.join(0.05) == ["slow"] * 3
-    assert [thread.waited_s for thread in threads[1:]] == [[0.0], [0.0]] and 0 < threads[0].waited_s[
-        0
-    ] <= 0.05
+def test_all_threads_share_one_time_limit() -> None:
+    release, began_s = threading.Event(), time.monotonic()
+    crew = ThreadGroup(threading.Event())
+    for _ in range(100):
+        crew.start("slow", release.wait)
+    assert crew.join(0.1) == ["slow"] * 100
+    assert time.monotonic() - began_s < 9, "not a limit for each"
+    release.set()
 
 
 def test_a_stop_budget_counts_from_the_moment_at_which_the_stop_was_seen() -> None:

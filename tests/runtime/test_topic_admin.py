@@ -10,6 +10,7 @@ import pytest
 from confluent_kafka import KafkaError, KafkaException
 
 from roostream.errors import ConfigError, UnavailableError
+from roostream.runtime.kafka import clients
 from roostream.runtime.kafka.topic_admin import TopicAdmin
 from roostream.runtime.kafka.topics import DEAD_LETTERS, ROWS, SAMPLES, TOPICS, TopicSettings, partitions_of
 
@@ -54,7 +55,7 @@ class FakeAdmin:
 
     def list_topics(self, timeout: float) -> Any:
         if self.down:
-            raise KafkaException(KafkaError(KafkaError._TRANSPORT, "away"))
+            raise KafkaException(KafkaError(clients.TRANSPORT, "away"))
         hidden = self._hidden if self.slow > 0 else set()
         self.slow -= 1
         return type("Metadata", (), {"topics": {n: t for n, t in self.topics.items() if n not in hidden}})()

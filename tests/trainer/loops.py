@@ -90,6 +90,7 @@ class Built:
     def train_all(self) -> Built:
         while self.loop.step() or self.loop.finish():
             pass
+        self.loop.feed.drain()  # the last push may still be on its way
         return self
 
     def offsets(self) -> list[int]:

@@ -29,6 +29,11 @@ from roostream.schema.limits import MAX_MESSAGE_BYTES
 
 log = logging.getLogger("roostream.kafka")
 
+# Codes of librdkafka itself have no public name.
+AUTO_OFFSET_RESET = KafkaError._AUTO_OFFSET_RESET  # noqa: SLF001
+PARTITION_EOF = KafkaError._PARTITION_EOF  # noqa: SLF001
+UNKNOWN_PARTITION = KafkaError._UNKNOWN_PARTITION  # noqa: SLF001
+TRANSPORT = KafkaError._TRANSPORT  # noqa: SLF001
 _NO_LEADER_YET = (
     KafkaError.UNKNOWN_LEADER_EPOCH,
     KafkaError.FENCED_LEADER_EPOCH,

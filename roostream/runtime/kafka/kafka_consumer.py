@@ -29,10 +29,10 @@ _POLL_SLICE_S = 0.1  # `poll` checks its time limit this often
 _END_OFFSETS_EVERY_S = 1.0
 _END_OFFSETS_VALID_S = 5.0
 _JOIN_S = 0.5  # the polling thread may be waiting for a broker that is away; it can be abandoned without loss
-_GONE = (KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE)
+_GONE = (clients.AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE)
 _UNREADABLE = (
     KafkaError.UNKNOWN_TOPIC_OR_PART,
-    KafkaError._UNKNOWN_PARTITION,
+    clients.UNKNOWN_PARTITION,
     KafkaError.TOPIC_AUTHORIZATION_FAILED,
 )
 
@@ -286,7 +286,7 @@ class KafkaConsumer:
             error = message.error()
             if error is None:
                 self._buffer(message)
-            elif error.code() == KafkaError._PARTITION_EOF:
+            elif error.code() == clients.PARTITION_EOF:
                 p = self._partition(message)
                 self._fetched[p] = max(self._fetched[p], message.offset())
                 self._merge.reached_end(p)

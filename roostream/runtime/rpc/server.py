@@ -91,6 +91,10 @@ class RpcServer:
         """`host:port` in use; `start` chooses the port if it was 0."""
         return f"{self.host}:{self.port}"
 
+    @property
+    def num_connections(self) -> int:
+        return len(self._connections)
+
     def stop(self, timeout_s: float = 2.0) -> int:
         """Stop accepting connections, wait up to `timeout_s` for calls in progress, then close the rest
         within half a second. Returns the number of calls that were cut off."""

@@ -20,7 +20,7 @@ from roostream.runtime.rpc import sockets as connections
 from roostream.runtime.rpc.client import SocketTransport, error_of
 from roostream.runtime.rpc.security import LinkCredentials
 from roostream.runtime.rpc.server import RpcServer
-from roostream.runtime.rpc.transport import Header
+from roostream.runtime.rpc.transport import Arrays, Header
 
 
 class Peer:
@@ -182,29 +182,20 @@ def test_a_peer_that_takes_no_answer_is_let_go(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(rpc_server, "FRAME_S", 0.05)
     monkeypatch.setattr(connections, "MIN_BYTES_PER_S", 1e12)
     monkeypatch.setattr(connections, "_SOCKET_BUFFER_BYTES", 1 << 16)
-    server, watched = (
-        RpcServer(lambda method, header, arrays: ({}, [np.zeros(64 << 20, np.uint8)])),
-        WatchedDict(),
-    )
-    server._connections = watched
-    server.start()
+    asked = threading.Event()
+
+    def answer(*_: object) -> tuple[Header, Arrays]:
+        asked.set()
+        return {}, [np.zeros(64 << 20, np.uint8)]
+
+    server = RpcServer(answer).start()
     with silent(server, GOOD):
-        assert watched.ended.wait(30), "its thread is free again"
+        assert asked.wait(10)
+        deadline_s = time.monotonic() + 30
+        while server.num_connections:
+            assert time.monotonic() < deadline_s, "its thread is free again"
+            time.sleep(0.01)
     server.stop()
-
-
-class WatchedDict(dict):
-    """Says when the last connection is gone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ended = threading.Event()
-
-    def pop(self, *args: object) -> object:
-        found = super().pop(*args)
-        if not self:
-            self.ended.set()
-        return found
 
 
 def test_silent_and_half_sent_connections_lock_nobody_out(
@@ -238,7 +229,7 @@ def test_half_a_frame_is_no_call_and_no_noise(
 def test_several_calls_go_over_one_connection(server: RpcServer, transport: SocketTransport) -> None:
     for n in range(20):
         assert transport.call("echo", {"n": n})[0] == {"n": n}
-    assert len(server._connections) == 1
+    assert server.num_connections == 1
 
 
 def test_a_frame_in_small_pieces_is_one_call(server: RpcServer) -> None:
