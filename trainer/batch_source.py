@@ -6,8 +6,8 @@ full chunks is the source's job: it alone knows whether more will come."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Collection, Mapping
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -16,6 +16,8 @@ from roostream.runtime.kafka.consumer import PartitionLag
 from roostream.runtime.kafka.topics import Partition, Progress
 from roostream.runtime.work_unit import TableInput
 from trainer.chunks import Chunk
+
+T = TypeVar("T")
 
 
 class NewestIds(NamedTuple):
@@ -41,13 +43,8 @@ class BatchSource(Protocol):
         """Return a partial chunk after the caller knows that no more input comes. None: nothing is left."""
 
     def seek(self, at: Progress) -> None:
-        """Continue from these offsets; partitions that are missing start from their beginning.
-
-        What was read ahead is dropped.
-
-        Raises:
-            UnavailableError: the source is unavailable; nothing was changed.
-        """
+        """Continue from these offsets; partitions that are missing start from their beginning. What was read
+        ahead is dropped. Raises UnavailableError: the source is unavailable; nothing was changed."""
 
     def assign(self, numbers: Collection[int], session: TableInput | None = None) -> None:
         """Return chunks of the partitions with these numbers only: of a warehouse session, whose positions
@@ -72,11 +69,7 @@ class BatchSource(Protocol):
 
     def newest_ids(self, trained: Progress) -> Mapping[Partition, NewestIds]:
         """If a session is complete at `trained`: the samples of its partitions that the stream must not train
-        again. Else {}.
-
-        Raises:
-            UnavailableError: they cannot be read now.
-        """
+        again. Else {}. Raises UnavailableError: they cannot be read now."""
 
     def positions(self) -> Progress:
         """Every partition of this source → offset behind the last returned chunk, or the target of `seek`."""
@@ -98,3 +91,47 @@ def refuse_session(session: TableInput | None) -> None:
         raise ConfigError(
             f"expected the stream, got a session of {session.table}; this program cannot read a warehouse"
         )
+
+
+class ForwardingSource:
+    """A `BatchSource` in front of another one, `source`. Calls that use its handles go through `run`."""
+
+    source: BatchSource
+
+    def run(self, do: Callable[[], T]) -> T:
+        return do()
+
+    def poll(self, max_requests: int, timeout_s: float, partition: Partition | None = None) -> Chunk | None:
+        return self.run(lambda: self.source.poll(max_requests, timeout_s, partition))
+
+    def rest(self, max_requests: int) -> Chunk | None:
+        return self.run(lambda: self.source.rest(max_requests))
+
+    def seek(self, at: Progress) -> None:
+        self.run(lambda: self.source.seek(at))
+
+    def assign(self, numbers: Collection[int], session: TableInput | None = None) -> None:
+        self.run(lambda: self.source.assign(numbers, session))
+
+    def newest_ids(self, trained: Progress) -> Mapping[Partition, NewestIds]:
+        return self.run(lambda: self.source.newest_ids(trained))
+
+    def bound(self, ends: Progress) -> None:
+        self.source.bound(ends)
+
+    @property
+    def ended(self) -> bool:
+        return self.source.ended
+
+    def positions(self) -> Progress:
+        return self.source.positions()
+
+    def lag(self) -> dict[Partition, PartitionLag]:
+        return self.source.lag()
+
+    @property
+    def num_lost(self) -> int:
+        return self.source.num_lost
+
+    def close(self) -> None:
+        self.run(self.source.close)

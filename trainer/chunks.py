@@ -37,9 +37,8 @@ class Rejected(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Chunk:
-    """Consecutive requests and rejected records of the input.
-
-    Progress moves to `after` once all of it is trained."""
+    """Consecutive requests and rejected records of the input. Progress moves to `after` once all of it is
+    trained."""
 
     batch: Batch  # R requests, in training order
     rejects: Sequence[Rejected]
@@ -60,9 +59,8 @@ class Chunk:
     @property
     def offsets(self) -> str:
         """Its offset ranges, for error messages: "samples-0 12..19, samples-1 3..3"."""
-        known = [(r.topic, r.partition, r.offset) for r in self.records] or [
-            (*r.partition, r.offset) for r in self.rejects
-        ]
+        known = [(r.topic, r.partition, r.offset) for r in self.records]
+        known = known or [(*r.partition, r.offset) for r in self.rejects]
         first = {
             p: min((offset for *q, offset in known if tuple(q) == p), default=after - 1)
             for p, after in self.after.items()
@@ -122,7 +120,6 @@ def build_part(
 
 def split_frozen(batch: Batch, freeze_at_ms: int, *, deduplicated: bool = False) -> tuple[ChunkPart, ...]:
     """Split off the requests from `freeze_at_ms` on (0 = never), which are only scored, after the others.
-
     Empty parts are left out."""
     frozen_R = batch.time_ms_R >= freeze_at_ms if freeze_at_ms else np.zeros(batch.num_requests, np.bool_)
     if not batch.num_requests:
@@ -138,9 +135,8 @@ def split_frozen(batch: Batch, freeze_at_ms: int, *, deduplicated: bool = False)
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class ClaimedChunk:
-    """A chunk whose new requests are claimed for training.
-
-    Chunks are trained in the order of their claims, unless the loop is restored."""
+    """A chunk whose new requests are claimed for training. Chunks are trained in the order of their claims,
+    unless the loop is restored."""
 
     chunk: Chunk
     new_R: np.ndarray  # bool: requests of the chunk that were not trained or claimed before

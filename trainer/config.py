@@ -158,9 +158,7 @@ class LoopConfig(Settings):
 
     def batch_after(self, num_requests: int) -> int:
         """Batch size after `num_requests` trained requests. Early training benefits from many steps, later
-        training from less noise.
-
-        It depends only on what is trained, so it is the same after a restore."""
+        training from less noise. It depends only on what is trained, so it is the same after a restore."""
         return min(
             self.first_batch_requests + num_requests // self.batch_growth_requests, self.batch_requests
         )
@@ -178,11 +176,9 @@ class LoopConfig(Settings):
 
     def in_phase(self, *, initial: bool) -> Self:
         """Settings for initial training of history, or for the stream."""
-        return (
-            dataclasses.replace(self, batch_requests=self.initial_batch_requests)
-            if initial and self.initial_batch_requests
-            else self
-        )
+        if not initial or not self.initial_batch_requests:
+            return self
+        return dataclasses.replace(self, batch_requests=self.initial_batch_requests)
 
     def check_device(self) -> None:
         """Raises SetupError: the device is not available. Imports torch."""
@@ -192,11 +188,8 @@ class LoopConfig(Settings):
             raise SetupError(
                 f'device: expected a CUDA device for {self.device!r}, got none; set device = "cpu"'
             )
-        if (
-            self.device.startswith("cuda")
-            and self.precision == "bfloat16"
-            and not torch.cuda.is_bf16_supported()
-        ):
+        needs_bfloat16 = self.device.startswith("cuda") and self.precision == "bfloat16"
+        if needs_bfloat16 and not torch.cuda.is_bf16_supported():
             raise SetupError(
                 f'precision: expected a device with bfloat16, got {self.device!r} without; set "float32"'
             )

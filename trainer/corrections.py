@@ -54,9 +54,8 @@ def build_targets(batch: Batch, config: LoopConfig) -> Targets:
 
 
 def _before(batch: Batch, config: LoopConfig) -> np.ndarray:
-    """[B, T]: labels trained before the correction; NaN for samples.
-
-    Labels that the settings do not correct are unchanged."""
+    """[B, T]: labels trained before the correction; NaN for samples. Labels that the settings do not correct
+    are unchanged."""
     corrected_B1 = batch.correction_R[batch.request_index_B][:, None]
     before_BT, after_BT = np.nan_to_num(batch.label_before_BT), batch.label_BT
     if config.corrections == "downgrades":

@@ -14,16 +14,14 @@ corrupt."""
 
 
 class NotFiniteError(UnavailableError):
-    """Finite inputs give non-finite numbers, so the model's state is corrupt: everyone must be restored.
-
-    If that does not help, no restart does."""
+    """Finite inputs give non-finite numbers, so the model's state is corrupt: everyone must be restored. If
+    that does not help, no restart does."""
 
 
 class DeadLetterQuarantine:
-    """Quarantines requests of a chunk that produce non-finite numbers on their own.
-
-    They become dead letters when the chunk ends, unless so many come in a row that the model must be
-    the cause. The loop's thread only."""
+    """Quarantines requests of a chunk that produce non-finite numbers on their own. They become dead letters
+    when the chunk ends, unless so many come in a row that the model must be the cause. The loop's thread
+    only."""
 
     def __init__(self, publish: Callable[[Rejected], None]) -> None:
         """`publish` is called for each dead letter."""
@@ -54,11 +52,8 @@ class DeadLetterQuarantine:
         self._consecutive = 0
 
     def settle(self) -> int:
-        """End the chunk; its suspects become dead letters. Returns their number.
-
-        Raises:
-            NotFiniteError: too many suspects in a row; no suspect of this chunk becomes a dead letter.
-        """
+        """End the chunk; its suspects become dead letters. Returns their number. Raises NotFiniteError: too
+        many suspects in a row; no suspect of this chunk becomes a dead letter."""
         if self._consecutive >= MAX_CONSECUTIVE:
             raise NotFiniteError(
                 "expected finite scores and gradients, got non-finite ones for the last "

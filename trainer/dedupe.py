@@ -48,9 +48,8 @@ class Dedupe:
         return len(self.state()["id"])
 
     def claim(self, sample_id_R: np.ndarray, close_ms_R: np.ndarray) -> np.ndarray:
-        """Claim ids. Returns bool [R]: True for the first occurrence of an id.
-
-        The claim is not in `state` until `settle`; claims are settled in their order."""
+        """Claim ids. Returns bool [R]: True for the first occurrence of an id. The claim is not in `state`
+        until `settle`; claims are settled in their order."""
         new_R = np.zeros(len(sample_id_R), dtype=np.bool_)
         for r, (id_, close_ms) in enumerate(zip(sample_id_R.tolist(), close_ms_R.tolist(), strict=True)):
             if id_ not in self._close_ms:
@@ -93,9 +92,8 @@ class Dedupe:
         self._recent.add(state.get("recent_ms", state["close_ms"]).tolist())
 
     def _forget(self) -> list[tuple[int, int]]:
-        """Drop ids from the front that are older than the horizon.
-
-        An id out of order waits for those before it."""
+        """Drop ids from the front that are older than the horizon. An id out of order waits for those before
+        it."""
         limit_ms = self._recent.middle_ms - self.horizon_ms
         old = []
         for id_, close_ms in self._close_ms.items():

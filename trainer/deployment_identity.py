@@ -21,9 +21,8 @@ _TOPICS = (SAMPLES, ROWS, CORRECTIONS)
 def kafka_identity(
     broker: Broker, prefix: str, partitions: int, stop: threading.Event | None = None
 ) -> dict[str, Any]:
-    """`{"cluster_id", "topics": {name: id}}` of the topics whose offsets are in manifests.
-
-    Waits for broker and topics.
+    """`{"cluster_id", "topics": {name: id}}` of the topics whose offsets are in manifests. Waits for broker
+    and topics.
 
     Raises:
         ConfigError: the topics have another number of partitions than the settings.
@@ -64,10 +63,8 @@ class DeploymentIdentity:
 
 def check_kafka(manifest: Manifest, kafka: Mapping[str, Any]) -> None:
     """Raises ConfigError: the offsets are of another cluster, or of topics that were recreated, and have no
-    meaning here.
-
-    A manifest of `roostream checkpoint import` names no cluster and has no offsets; the first commit names
-    this cluster."""
+    meaning here. A manifest of `roostream checkpoint import` names no cluster and has no offsets; the first
+    commit names this cluster."""
     if not manifest.kafka:
         return
     expected = manifest.kafka.get("topics", {})  # old manifests do not name the topic of corrections
@@ -83,9 +80,8 @@ def check_kafka(manifest: Manifest, kafka: Mapping[str, Any]) -> None:
 
 
 def check_schema(manifest: Manifest, schema: Schema, registry: Registry) -> None:
-    """A schema may add and remove features, and tables may become wider.
-
-    What both schemas have must mean the same.
+    """A schema may add and remove features, and tables may become wider. What both schemas have must mean the
+    same.
 
     Raises:
         SchemaError: a feature changed its kind, table or columns, a table became narrower, or the labels

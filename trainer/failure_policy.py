@@ -36,9 +36,8 @@ class FailurePolicy:
         self._num_failures = 0
 
     def restored(self, incarnation: int, manifest: str, checksum: str) -> None:
-        """Everyone is being restored to `manifest` ("" = the beginning).
-
-        A different manifest counts as progress."""
+        """Everyone is being restored to `manifest` ("" = the beginning). A different manifest counts as
+        progress."""
         if manifest != self._manifest:
             self._num_failures = 0
         self._incarnation, self._manifest, self._checksum = incarnation, manifest, checksum
@@ -85,11 +84,9 @@ class FailurePolicy:
 
 
 def find_non_finite(loop: TrainLoop, chunk: Chunk) -> tuple[str, ...]:
-    """Describe which numbers are not finite: weights, rows, scores by task, gradients.
-
-    Pulls the chunk's rows and runs one forward and backward pass. Weights stay unchanged but gradients do
-    not, so the loop must be restored before it trains again. Never raises, because the state it inspects is
-    corrupt."""
+    """Describe which numbers are not finite: weights, rows, scores by task, gradients. Pulls the chunk's rows
+    and runs one forward and backward pass. Weights stay unchanged but gradients do not, so the loop must be
+    restored before it trains again. Never raises, because the state it inspects is corrupt."""
     found: list[str] = []
     try:
         found.extend(islice(_non_finite_tensors(loop, chunk), MAX_FINDINGS))

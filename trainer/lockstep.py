@@ -95,14 +95,9 @@ class TurnPlan(NamedTuple):
 
 
 def plan_turn(reports_W: Sequence[TurnReport], before: TurnPlan, *, exact: bool) -> TurnPlan:
-    """Derive the next turn from the reports of all workers.
-
-    In exact mode a turn trains only when every worker with partitions has a part. Chunk sizes change only in
-    such turns. So neither depends on which worker was faster.
-
-    Raises:
-        UnavailableError: the workers have diverged, and everyone must be restored.
-    """
+    """Derive the next turn from the reports of all workers. In exact mode a turn trains only when every
+    worker with partitions has a part. Chunk sizes change only in such turns. So neither depends on which
+    worker was faster. Raises UnavailableError: the workers have diverged, and everyone must be restored."""
     if len({report.turn for report in reports_W}) > 1:
         raise UnavailableError(
             f"expected all workers at the same turn, got turns {[report.turn for report in reports_W]}"
@@ -112,9 +107,8 @@ def plan_turn(reports_W: Sequence[TurnReport], before: TurnPlan, *, exact: bool)
         raise UnavailableError("expected the same dense weights at all workers, got different ones")
     trains = any(report.ready for report in reports_W)
     if exact:
-        newest = max(
-            report.epoch for report in reports_W
-        )  # a worker that does not know this epoch yet may have data in it
+        # A worker that does not know the newest epoch yet may have data in it.
+        newest = max(report.epoch for report in reports_W)
         trains = trains and all(
             report.ready or (report.spare and report.epoch == newest) for report in reports_W
         )
@@ -154,15 +148,10 @@ class LockStep:
         self._num_report_numbers = group.workers * len(self._report(0, leaving=False, times_ms=()).encode())
 
     def turn(self, *, cut: int = 0, leaving: bool = False) -> TurnPlan:
-        """Run one turn.
-
-        `cut`: the commit that this worker wants to cut for. `leaving`: no worker shall begin another chunk.
-        In the result, `trains` says whether this turn trained, and `cut` for which commit all workers cut
-        now.
-
-        Raises:
-            UnavailableError: a worker or a shard is unavailable, or the workers have diverged.
-        """
+        """Run one turn. `cut`: the commit that this worker wants to cut for. `leaving`: no worker shall begin
+        another chunk. In the result, `trains` says whether this turn trained, and `cut` for which commit all
+        workers cut now. Raises UnavailableError: a worker or a shard is unavailable, or the workers have
+        diverged."""
         plan, loop = self._plan, self.loop
         pulled, times_ms = self._begin() if plan.trains else (None, ())
         if plan.trains and pulled is None:
@@ -175,9 +164,8 @@ class LockStep:
         self._plan = plan_turn(reports_W, plan, exact=loop.config.exact)
         loop.requests_per_worker = self._plan.requests // self.group.workers
         if plan.trains:
-            loop.watermark.add(
-                np.array(merge_newest_times([report.times_ms for report in reports_W]), np.int64)
-            )
+            times = merge_newest_times([report.times_ms for report in reports_W])
+            loop.watermark.add(np.array(times, np.int64))
             self._apply(trained, weighted=plan.weighted)
         return self._plan._replace(trains=plan.trains)
 
@@ -216,16 +204,13 @@ class LockStep:
             self._next = self.loop.feed.next_claimed(_POLL_S if wait else 0.0)
 
     def _report(self, cut: int, *, leaving: bool, times_ms: tuple[int, ...]) -> TurnReport:
-        part = (
-            self._parts[0]
-            if self._parts
-            else self._next.parts[0]
-            if self._next and self._next.parts
-            else None
-        )
+        announced = self._parts or (self._next.parts if self._next else ())
+        part = announced[0] if announced else None
         weighted = part is not None and part.has_weight
         cut = 0 if self._parts else cut
-        num_tasks = len(self.loop.schema.tasks)
+        weight_T = (0.0,) * len(self.loop.schema.tasks)
+        if part and weighted:
+            weight_T = tuple(part.batch.weight_BT.sum(axis=0, dtype=np.float64))
         return TurnReport(
             turn=self.num_turns,
             cut=cut,
@@ -236,9 +221,7 @@ class LockStep:
             epoch=self.read_bounds.epoch.number,
             weighted=weighted,
             requests=self._num_taken(),
-            weight_T=tuple(part.batch.weight_BT.sum(axis=0, dtype=np.float64))
-            if part and weighted
-            else (0.0,) * num_tasks,
+            weight_T=weight_T,
             times_ms=times_ms,
         )
 
@@ -254,16 +237,15 @@ class LockStep:
         return hashed.intdigest() & _DIGEST or 1
 
     def _sum(self, report: TurnReport, *, gradients: bool) -> list[TurnReport]:
-        """Exchange the reports of all workers.
-
-        With `gradients`, the dense gradients are replaced by their sum over the workers that have them."""
+        """Exchange the reports of all workers. With `gradients`, the dense gradients are replaced by their
+        sum over the workers that have them."""
         workers, own, device = self.group.workers, report.encode(), self.loop.config.device
         reports_N = torch.zeros(self._num_report_numbers, dtype=torch.float64)
         at = self.group.index * len(own)
         reports_N[at : at + len(own)] = torch.tensor(own, dtype=torch.float64)
-        bucket_N = (
-            torch.cat([reports_N.to(device), *self._gradients()]) if gradients else reports_N.to(device)
-        )
+        bucket_N = reports_N.to(device)
+        if gradients:
+            bucket_N = torch.cat([bucket_N, *self._gradients()])
         with self.loop.stages("reduce"):
             self.group.sum(bucket_N)
         if gradients:
@@ -272,11 +254,8 @@ class LockStep:
         return [decode_report(numbers_N, len(self.loop.schema.tasks)) for numbers_N in numbers_WN]
 
     def _gradients(self) -> list[Tensor]:
-        has_P = torch.tensor(
-            [p.grad is not None for p in self._parameters],
-            dtype=torch.float64,
-            device=self.loop.config.device,
-        )
+        known_P = [p.grad is not None for p in self._parameters]
+        has_P = torch.tensor(known_P, dtype=torch.float64, device=self.loop.config.device)
         flat = [
             (torch.zeros_like(p) if p.grad is None else p.grad).detach().to(torch.float64).flatten()
             for p in self._parameters
@@ -302,10 +281,8 @@ class LockStep:
         if trained:
             loop.record_scores(trained.pulled, trained.scored_BT)
         if weighted:
-            loop.push(
-                trained.pulled if trained and trained.weighted else None,
-                clip_row_norm=loop.config.clip_row_norm,
-            )
+            mine = trained.pulled if trained and trained.weighted else None
+            loop.push(mine, clip_row_norm=loop.config.clip_row_norm)
         if self._current is not None and not self._parts:
             loop.settle(self._current)
             loop.feed.mark_trained()

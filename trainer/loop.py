@@ -106,14 +106,10 @@ class TrainLoop:
         self.config, self.schema, self.model_config = config, schema, model_config
         self.source, self.rows, self.outputs = wiring.source, wiring.rows, wiring.outputs
         self.clock, self.on_freshness, self.on_scored = wiring.clock, wiring.on_freshness, wiring.on_scored
-        self._rate_after = (
-            config.rate_after
-        )  # of the stream's settings, even while `config` is that of history
-        self.counts, self.outcomes, self.stages = (
-            RequestCounts(),
-            OutcomeCounter(),
-            wiring.stages or StageTimer(wiring.clock),
-        )
+        # Of the stream's settings, even while `config` is that of history.
+        self._rate_after = config.rate_after
+        self.counts, self.outcomes = RequestCounts(), OutcomeCounter()
+        self.stages = wiring.stages or StageTimer(wiring.clock)
         self.selection = Selection(config, schema)
         self._slicers, self.shadow, self.saved = (
             build_slicers(schema, config.slices),
@@ -127,11 +123,8 @@ class TrainLoop:
         self.feed = wiring.feed(self)
 
     def step(self) -> bool:
-        """Take the next chunk, score it and train on it. False: no chunk is due yet; call again.
-
-        Raises:
-            UnavailableError: a shard is unavailable or fenced this worker (FencedError).
-        """
+        """Take the next chunk, score it and train on it. False: no chunk is due yet; call again. Raises
+        UnavailableError: a shard is unavailable or fenced this worker (FencedError)."""
         return self._train(self.feed.next_claimed(_POLL_S))
 
     def finish(self) -> bool:
@@ -144,11 +137,8 @@ class TrainLoop:
         return trained
 
     def scores(self, batch: Batch) -> np.ndarray:
-        """Probabilities [B, T] with the current weights and rows. Nothing is counted or changed.
-
-        Raises:
-            UnavailableError: as `step`.
-        """
+        """Probabilities [B, T] with the current weights and rows. Nothing is counted or changed. Raises
+        UnavailableError: as `step`."""
         with torch.no_grad():
             inputs = self.pull_part(build_part(batch, trains=False)).ready()
             logits_BT = forward_logits(self.descent.scorer, inputs, self.config)
@@ -164,16 +154,11 @@ class TrainLoop:
         return self.watermark.watermark_ms
 
     def snapshot(self) -> Snapshot:
-        """Copy the state between two chunks.
-
-        Raises:
-            UnavailableError: an earlier push has failed.
-        """
+        """Copy the state between two chunks. Raises UnavailableError: an earlier push has failed."""
         self.feed.drain()
+        shared = dense_checkpoint.snapshot(self.model, self.optimizer)
         return Snapshot(
-            shared=dense_checkpoint.snapshot(self.model, self.optimizer)
-            | {_RECENT: self.watermark.recent_ms}
-            | self.selection.state(),
+            shared=shared | {_RECENT: self.watermark.recent_ms} | self.selection.state(),
             step=self.num_steps,
             watermark_ms=self.watermark_ms,
             partitions=self._partition_snapshots(),
@@ -188,13 +173,9 @@ class TrainLoop:
         return snapshots
 
     def restore(self, at: Snapshot, *, same_schema: bool = True) -> None:
-        """Restore a snapshot and continue from its offsets, for the partitions of this source.
-
-        Claimed chunks are dropped.
-
-        Raises:
-            CheckpointError: a weight is missing or has another shape; the next restore repairs the state.
-        """
+        """Restore a snapshot and continue from its offsets, for the partitions of this source. Claimed chunks
+        are dropped. Raises CheckpointError: a weight is missing or has another shape; the next restore
+        repairs the state."""
         self.feed.reset()
         self._build()
         dense_checkpoint.restore(at.shared, self.model, self.optimizer, same_schema=same_schema)
@@ -246,10 +227,8 @@ class TrainLoop:
         size = self.config.batch_after(taken)
         if self.config.batch_after(taken + max_requests) != size:
             return None
-        return ChunkRequest(
-            self.selection.chunk_size(size),
-            self.partitions.in_turn(num_chunks) if self.config.exact else None,
-        )
+        partition = self.partitions.in_turn(num_chunks) if self.config.exact else None
+        return ChunkRequest(self.selection.chunk_size(size), partition)
 
     def poll(self, request: ChunkRequest, timeout_s: float) -> Chunk | None:
         """Read the next chunk. None: no chunk is due after `timeout_s`."""
@@ -261,9 +240,8 @@ class TrainLoop:
         return None if self.config.exact else self.source.rest(request.max_requests)
 
     def claim(self, chunk: Chunk) -> ClaimedChunk:
-        """Claim the chunk's new requests; duplicates in later chunks are left out from now on.
-
-        A claim is in no snapshot until it is trained."""
+        """Claim the chunk's new requests; duplicates in later chunks are left out from now on. A claim is in
+        no snapshot until it is trained."""
         with annotate_errors("claim", chunk):
             new_R = self.partitions.claim(chunk.batch)
             batch = chunk.batch if new_R.all() else chunk.batch.take_requests(np.flatnonzero(new_R))
@@ -273,19 +251,13 @@ class TrainLoop:
 
     def pull(self, claimed: ClaimedChunk, rows: Rows | None = None) -> PreparedChunk:
         """Pull the rows of its first part from `rows`, or from the loop's rows. Changes nothing in the loop.
-
-        Raises:
-            UnavailableError: as `step`.
-        """
+        Raises UnavailableError: as `step`."""
         first = self.pull_part(claimed.parts[0], rows) if claimed.parts else None
         return PreparedChunk(claimed=claimed, first=first)
 
     def train(self, prepared: PreparedChunk) -> None:
-        """Score, learn and push all parts, and count the chunk as trained.
-
-        Raises:
-            UnavailableError: as `step`.
-        """
+        """Score, learn and push all parts, and count the chunk as trained. Raises UnavailableError: as
+        `step`."""
         self.num_steps += 1
         claimed, chunk = prepared.claimed, prepared.claimed.chunk
         self.quarantine.begin(chunk)
@@ -300,11 +272,8 @@ class TrainLoop:
         self.settle(claimed)
 
     def settle(self, claimed: ClaimedChunk) -> None:
-        """All parts are trained: the next snapshot contains the chunk's offsets and ids.
-
-        Raises:
-            NotFiniteError: the model's state is corrupt.
-        """
+        """All parts are trained: the next snapshot contains the chunk's offsets and ids. Raises
+        NotFiniteError: the model's state is corrupt."""
         self.counts.non_finite += self.quarantine.settle()
         if claimed.unscored:
             self._record_unscored(claimed.unscored)
@@ -327,11 +296,8 @@ class TrainLoop:
         return True
 
     def pull_part(self, part: ChunkPart, rows: Rows | None = None) -> PulledPart:
-        """Pull the rows of a part from `rows`, or from the loop's rows. Changes nothing in the loop.
-
-        Raises:
-            UnavailableError: as `step`.
-        """
+        """Pull the rows of a part from `rows`, or from the loop's rows. Changes nothing in the loop. Raises
+        UnavailableError: as `step`."""
         with self.stages("pull"):
             rows_by_stack = (rows or self.rows).pull(part.lookup)
         device = None if self.staging else self.config.device
@@ -341,10 +307,9 @@ class TrainLoop:
         return PulledPart(part=part, **self.staging.stage(inputs)._asdict())
 
     def _learn(self, pulled: PulledPart) -> Sequence[ChunkPart]:
-        """Score, learn and push.
-
-        A part with a non-finite result is split into halves, which are returned for training, down to the
-        single request that causes it. That request is quarantined; all others are counted and trained."""
+        """Score, learn and push. A part with a non-finite result is split into halves, which are returned for
+        training, down to the single request that causes it. That request is quarantined; all others are
+        counted and trained."""
         part, trains = pulled.part, pulled.part.has_weight
         logits = self.descent.forward(pulled)
         if logits is None or (
@@ -375,10 +340,7 @@ class TrainLoop:
 
     def split_non_finite(self, part: ChunkPart) -> Sequence[ChunkPart]:
         """Halves of a part with a non-finite result, in order. A single request is quarantined instead.
-
-        Raises:
-            NotFiniteError: the dense weights are not finite.
-        """
+        Raises NotFiniteError: the dense weights are not finite."""
         batch, n = part.batch, part.batch.num_requests
         if not self.descent.is_finite():
             raise NotFiniteError(
@@ -398,9 +360,8 @@ class TrainLoop:
         self.outputs.dead_letter(dead_letter(rejected, self.schema.limits.max_record_bytes))
 
     def record_scores(self, pulled: PulledPart, logits_BT: torch.Tensor) -> None:
-        """Publish and count the scores of before these labels were used.
-
-        Corrections were scored already and are left out."""
+        """Publish and count the scores of before these labels were used. Corrections were scored already and
+        are left out."""
         self.quarantine.clear()
         part, score_BT = pulled.part, torch.sigmoid(logits_BT.detach()).cpu().numpy()
         shadow_BT = self.shadow.scores(pulled.inputs, self.num_steps) if self.shadow else None
@@ -413,13 +374,8 @@ class TrainLoop:
             part = part.take(np.flatnonzero(sample_R))
             score_BT, shadow_BT = score_BT[sample_B], None if shadow_BT is None else shadow_BT[sample_B]
         batch, disposition_R = part.batch, part.disposition_R
-        self.partitions.count(
-            batch,
-            score_BT,
-            self.watermark_ms,
-            shadow_BT,
-            part.choice.metric_weight_R if part.choice else None,
-        )
+        importance_R = part.choice.metric_weight_R if part.choice else None
+        self.partitions.count(batch, score_BT, self.watermark_ms, shadow_BT, importance_R)
         self.on_scored(part)
         for prediction in encode_predictions(batch, score_BT, self.num_steps, disposition_R, part.choice):
             self.outputs.prediction(prediction)
@@ -444,21 +400,16 @@ class TrainLoop:
         return self.selection.weight_targets(targets, part)
 
     def push(self, pulled: PulledPart | None, clip_row_norm: float = 0.0) -> None:
-        """Push the gradients of a part.
-
-        None: this worker has none in a step in which other workers push. `clip_row_norm`: limit for the norm
-        of each row's gradient sum over all workers."""
+        """Push the gradients of a part. None: this worker has none in a step in which other workers push.
+        `clip_row_norm`: limit for the norm of each row's gradient sum over all workers."""
         if pulled is None:
             times = PushTimes(step=self.num_steps, time_ms=self.watermark_ms, clip_row_norm=clip_row_norm)
             return self.rows.push(empty_lookup(self.schema), {}, times)
-        times = push_times(
-            pulled.part.batch, step=self.num_steps, time_ms=self.watermark_ms, clip_row_norm=clip_row_norm
-        )
+        limits = {"step": self.num_steps, "time_ms": self.watermark_ms}
+        times = push_times(pulled.part.batch, **limits, clip_row_norm=clip_row_norm)
         with self.stages("push"):
-            self.rows.push(
-                *self.selection.gradients_to_push(pulled, gradients_of(pulled.inputs), self.watermark_ms),
-                times,
-            )
+            gradients = gradients_of(pulled.inputs)
+            self.rows.push(*self.selection.gradients_to_push(pulled, gradients, self.watermark_ms), times)
 
     def _push_deferred(self) -> None:
         """Push gradients that deferral still holds back, because training ends."""

@@ -44,11 +44,9 @@ class _PartitionState:
         self.taken = np.zeros(2, np.int64)  # number of chunks with records of it, and of new requests
 
     def tensors(self) -> dict[str, np.ndarray]:
-        kept = {"dedupe": self.dedupe.state(), "metrics": self.metrics.state()}
-        tensors = {
-            f"{part}.{name}": value.copy() for part, state in kept.items() for name, value in state.items()
-        }
-        return tensors | {"taken": self.taken.copy()}
+        tensors = {f"dedupe.{name}": value for name, value in self.dedupe.state().items()}
+        tensors |= {f"metrics.{name}": value for name, value in self.metrics.state().items()}
+        return {name: value.copy() for name, value in (tensors | {"taken": self.taken}).items()}
 
     def load(self, tensors: Mapping[str, np.ndarray]) -> None:
         self.dedupe.load(_part(tensors, "dedupe."))
@@ -86,16 +84,13 @@ class PartitionStates:
         self.tasks, self.horizon_ms = tuple(tasks), horizon_ms
         self.progress = dict(at)
         self.windowed = WindowedMetrics(tasks, slicers)
-        self._parked: dict[
-            Partition, PartitionSnapshot
-        ] = {}  # state of corrections while they are not trained
+        # State of corrections while they are not trained.
+        self._parked: dict[Partition, PartitionSnapshot] = {}
         self._states = {partition: _PartitionState(self.tasks, horizon_ms) for partition in at}
 
     def claim(self, batch: Batch) -> np.ndarray:
-        """Claim the new requests of a chunk.
-
-        Returns bool [R]: False for ids that were trained or claimed before. Chunks are settled in the order
-        of their claims. See `Dedupe`."""
+        """Claim the new requests of a chunk. Returns bool [R]: False for ids that were trained or claimed
+        before. Chunks are settled in the order of their claims. See `Dedupe`."""
         new_R, due_ms_R = np.zeros(batch.num_requests, dtype=np.bool_), record_due_ms(batch)
         for partition, row_M in rows_by_partition(batch).items():
             new_R[row_M] = self._states[partition].dedupe.claim(batch.sample_id_R[row_M], due_ms_R[row_M])
@@ -120,14 +115,12 @@ class PartitionStates:
         shadow_BT: np.ndarray | None = None,
         importance_R: np.ndarray | None = None,
     ) -> None:
-        """Count scored requests in the metrics.
-
-        `score_BT`: probabilities from before these labels were used. `shadow_BT`: scores of a frozen copy.
-        `importance_R`: how many requests each one represents; None = 1."""
+        """Count scored requests in the metrics. `score_BT`: probabilities from before these labels were used.
+        `shadow_BT`: scores of a frozen copy. `importance_R`: how many requests each one represents; None =
+        1."""
         if importance_R is not None:
-            batch = dataclasses.replace(
-                batch, weight_BT=batch.weight_BT * importance_R[batch.request_index_B][:, None]
-            )
+            weight_BT = batch.weight_BT * importance_R[batch.request_index_B][:, None]
+            batch = dataclasses.replace(batch, weight_BT=weight_BT)
         partition_R = np.where(batch.correction_R, -1, batch.partition_R)
         self.windowed.count(batch, partition_R[batch.request_index_B], score_BT, watermark_ms, shadow_BT)
         scale_T = [label.amount_scale for label in batch.schema.labels]
@@ -167,15 +160,11 @@ class PartitionStates:
         }
 
     def load(self, snapshots: Mapping[Partition, PartitionSnapshot]) -> None:
-        """Load snapshots, also those of other workers.
-
-        Offsets are those of the source. Partitions without a snapshot stay unchanged.
-
-        Snapshots of corrections that are not read now are passed on unchanged, so that a later reader
-        continues from there."""
-        self._parked = {
-            p: cut for p, cut in snapshots.items() if p not in self._states and p[0] == CORRECTIONS
-        }
+        """Load snapshots, also those of other workers. Offsets are those of the source. Partitions without a
+        snapshot stay unchanged. Snapshots of corrections that are not read now are passed on unchanged, so
+        that a later reader continues from there."""
+        unread = [p for p in snapshots if p not in self._states]
+        self._parked = {p: snapshots[p] for p in unread if p[0] == CORRECTIONS}
         for partition in self._states.keys() & snapshots.keys():
             self._states[partition].load(snapshots[partition].tensors)
             if partition[0] == SAMPLES and (windows := _part(snapshots[partition].tensors, "windows.")):
@@ -189,15 +178,13 @@ class PartitionStates:
 
     def _tensors(self, partition: Partition) -> dict[str, np.ndarray]:
         windows = self.windowed.state(partition[1]) if partition[0] == SAMPLES else {}
-        return self._states[partition].tensors() | {
-            f"windows.{name}": value for name, value in windows.items()
-        }
+        tensors = {f"windows.{name}": value for name, value in windows.items()}
+        return self._states[partition].tensors() | tensors
 
 
 def rows_by_partition(batch: Batch) -> dict[Partition, np.ndarray]:
-    """Partition → indices of its requests (int64 [M]), in the order of the batch.
-
-    Corrections have their own topic."""
+    """Partition → indices of its requests (int64 [M]), in the order of the batch. Corrections have their own
+    topic."""
     key_R = 2 * batch.partition_R.astype(np.int64) + batch.correction_R
     return {
         (CORRECTIONS if key % 2 else SAMPLES, key // 2): np.flatnonzero(key_R == key)
@@ -208,9 +195,8 @@ def rows_by_partition(batch: Batch) -> dict[Partition, np.ndarray]:
 def encode_partitions(
     partitions: Mapping[Partition, PartitionSnapshot], metadata: Mapping[str, str]
 ) -> bytes:
-    """A worker's part of a commit: one tensor file with names `<topic>/<partition>/<name>`.
-
-    Offsets are in the manifest."""
+    """A worker's part of a commit: one tensor file with names `<topic>/<partition>/<name>`. Offsets are in
+    the manifest."""
     tensors = {
         f"{topic}/{number}/{name}": value
         for (topic, number), snapshot in partitions.items()
@@ -220,11 +206,8 @@ def encode_partitions(
 
 
 def decode_partitions(data: bytes, offsets: Progress) -> dict[Partition, PartitionSnapshot]:
-    """Decode the partitions of `offsets`, which the manifest names for this file.
-
-    Raises:
-        CheckpointError: not such a file.
-    """
+    """Decode the partitions of `offsets`, which the manifest names for this file. Raises CheckpointError: not
+    such a file."""
     tensors, _ = tensor_file.decode(data)
     if "dedupe.id" in tensors:
         return _decode_format_1(tensors, offsets)
@@ -241,10 +224,8 @@ def decode_partitions(data: bytes, offsets: Progress) -> dict[Partition, Partiti
 def _decode_format_1(
     tensors: Mapping[str, np.ndarray], offsets: Progress
 ) -> dict[Partition, PartitionSnapshot]:
-    """Format 1 stored ids and metrics of all partitions together.
-
-    Every partition gets all ids, which is safe until the horizon has passed. Metrics are sums, so only the
-    first partition gets them."""
+    """Format 1 stored ids and metrics of all partitions together. Every partition gets all ids, which is safe
+    until the horizon has passed. Metrics are sums, so only the first partition gets them."""
     ids = {name: tensors[name] for name in ("dedupe.id", "dedupe.close_ms")}
     metrics = {name: value for name, value in tensors.items() if name.startswith("metrics.")}
     first = min(offsets)

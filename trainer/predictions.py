@@ -104,9 +104,8 @@ def _heads(batch: Batch) -> list[bytes]:
     head_R["id"], head_R["time"] = batch.sample_id_R.view(np.uint64), batch.time_ms_R
     frame = wire.frame(wire.PREDICTION, b"")
     heads = [frame + head for head in _cut(head_R)]
-    for r in np.flatnonzero(
-        (batch.sample_id_R == 0) | (batch.time_ms_R == 0)
-    ).tolist():  # protobuf does not write zeros
+    has_zero_R = (batch.sample_id_R == 0) | (batch.time_ms_R == 0)  # protobuf does not write zeros
+    for r in np.flatnonzero(has_zero_R).tolist():
         head = pb.Prediction(sample_id=unsigned(int(batch.sample_id_R[r])), time_ms=int(batch.time_ms_R[r]))
         heads[r] = wire.encode(wire.PREDICTION, head)
     return heads
@@ -119,12 +118,8 @@ def _tails(
     offset_R = np.empty(batch.num_requests, _OFFSET)
     offset_R["of"], offset_R["offset"] = pb.Prediction.OFFSET_FIELD_NUMBER << 3 | _FIXED64, batch.offset_R
     front = {p: _bytes(step=step, partition=p) for p in np.unique(batch.partition_R).tolist()}
-    tails = [
-        front[p] + (at if offset else b"")
-        for p, at, offset in zip(
-            batch.partition_R.tolist(), _cut(offset_R), batch.offset_R.tolist(), strict=True
-        )
-    ]
+    columns = zip(batch.partition_R.tolist(), _cut(offset_R), batch.offset_R.tolist(), strict=True)
+    tails = [front[p] + (at if offset else b"") for p, at, offset in columns]
     if disposition_R is None or (choice is None and not disposition_R.any()):
         return tails
     zero_R = np.zeros(batch.num_requests, np.float32)
@@ -132,12 +127,8 @@ def _tails(
     values = list(
         zip(disposition_R.tolist(), *(np.where(w_R == 1, 0, w_R).tolist() for w_R in weights), strict=True)
     )
-    encoded = {
-        (disposition, train, metric): _bytes(
-            disposition=disposition, train_weight=train, metric_weight=metric
-        )
-        for disposition, train, metric in set(values)
-    }
+    names = ("disposition", "train_weight", "metric_weight")
+    encoded = {value: _bytes(**dict(zip(names, value, strict=True))) for value in set(values)}
     return [tail + encoded[value] for tail, value in zip(tails, values, strict=True)]
 
 
@@ -180,25 +171,20 @@ class DurableOutputs(Outputs, Protocol):
         """Everyone was restored: forget earlier outputs and refusals. The outputs will be sent again."""
 
     def refused(self) -> str:
-        """Why an output since `begin` will never arrive; "" if none was refused.
-
-        Flushing again does not help."""
+        """Why an output since `begin` will never arrive; "" if none was refused. Flushing again does not
+        help."""
 
     def flush(self) -> None:
-        """Wait until all outputs are durable, before a cut.
-
-        Raises:
-            UnavailableError: they are not. A later flush may work, unless an output was `refused`.
-        """
+        """Wait until all outputs are durable, before a cut. Raises UnavailableError: they are not. A later
+        flush may work, unless an output was `refused`."""
 
     def interrupt(self) -> None:
         """Until `begin`, raise UnavailableError instead of waiting for queue space. Any thread."""
 
 
 class KafkaOutputs:
-    """`DurableOutputs` to the two Kafka topics through one idempotent producer.
-
-    After a refusal it is replaced, because a producer whose order is broken accepts nothing more."""
+    """`DurableOutputs` to the two Kafka topics through one idempotent producer. After a refusal it is
+    replaced, because a producer whose order is broken accepts nothing more."""
 
     def __init__(
         self,
@@ -230,23 +216,14 @@ class KafkaOutputs:
         self._send(PREDICTIONS, prediction.sample_id.to_bytes(8, "little"), prediction.value)
 
     def dead_letter(self, letter: pb.DeadLetter) -> None:
-        log.warning(
-            "dead letter: %s-%d offset %d: %s (%s)",
-            letter.topic,
-            letter.partition,
-            letter.offset,
-            letter.reason,
-            letter.error,
-        )
+        where = f"{letter.topic}-{letter.partition} offset {letter.offset}"
+        log.warning("dead letter: %s: %s (%s)", where, letter.reason, letter.error)
         key = letter.offset.to_bytes(8, "little", signed=True)
         self._send(DEAD_LETTERS, key, wire.encode(wire.DEAD_LETTER, letter))
 
     def flush(self, timeout_s: float = 10.0) -> None:
-        """Wait until Kafka has acknowledged everything.
-
-        Raises:
-            UnavailableError: not in time, or Kafka refused a record; the rest stays queued.
-        """
+        """Wait until Kafka has acknowledged everything. Raises UnavailableError: not in time, or Kafka
+        refused a record; the rest stays queued."""
         for _ in range(round(timeout_s / _FLUSH_S)):
             left = self._producer.flush(_FLUSH_S)
             if not left or self._refusals or self._gives_up():

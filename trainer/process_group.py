@@ -57,12 +57,8 @@ class ProcessGroup(Protocol):
     workers: int
 
     def sum(self, bucket_N: Tensor) -> None:
-        """Add up float64 [N] over all workers, in place. Waits for all of them.
-
-        Raises:
-            UnavailableError: a worker is gone or too late, or this was interrupted; everyone must be
-                restored.
-        """
+        """Add up float64 [N] over all workers, in place. Waits for all of them. Raises UnavailableError: a
+        worker is gone or too late, or this was interrupted; everyone must be restored."""
 
     def interrupt(self) -> None:
         """Make every current and later wait raise UnavailableError. Any thread; idempotent."""
@@ -98,9 +94,8 @@ class Rendezvous(Protocol):
     address: str  # where other workers connect; "" if they cannot
 
     def join(self, spec: GroupSpec) -> ProcessGroup:
-        """Create the group without waiting for anybody.
-
-        Raises UnavailableError: this process cannot join any group."""
+        """Create the group without waiting for anybody. Raises UnavailableError: this process cannot join any
+        group."""
 
 
 class PeerRendezvous(Protocol):
@@ -126,10 +121,8 @@ SINGLE_WORKER = SingleWorkerRendezvous()
 
 
 class TorchRendezvous:
-    """A `Rendezvous` for torch's process groups.
-
-    Worker 0 listens on a port that is bound before it is announced and that stays the same over all
-    incarnations."""
+    """A `Rendezvous` for torch's process groups. Worker 0 listens on a port that is bound before it is
+    announced and that stays the same over all incarnations."""
 
     def __init__(self, listen: str, *, device: str, timeout_s: float) -> None:
         """Raises UnavailableError: the port is in use."""
@@ -163,9 +156,8 @@ class TorchRendezvous:
 
 
 class TorchProcessGroup:
-    """A `PeerGroup` over gloo, or a `ProcessGroup` over NCCL if the buckets are on CUDA.
-
-    One group is used either for sums or for `all_to_all`, not for both."""
+    """A `PeerGroup` over gloo, or a `ProcessGroup` over NCCL if the buckets are on CUDA. One group is used
+    either for sums or for `all_to_all`, not for both."""
 
     def __init__(self, spec: GroupSpec, rendezvous: TorchRendezvous) -> None:
         """`rendezvous`: of this process."""
@@ -300,7 +292,6 @@ def _timedelta(seconds: float) -> datetime.timedelta:
 
 class DualRendezvous:
     """A `Rendezvous` of workers that hold rows: each incarnation has one group for sums and one for `rows`.
-
     There are two groups, because a push may run in its own thread beside the sum of the next turn."""
 
     def __init__(self, rendezvous: PeerRendezvous, rows: RowExchange) -> None:
@@ -357,11 +348,8 @@ class AllToAll:
         self._capacities: dict[str, int] = {}
 
     def exchange(self, parts: Sequence[np.ndarray], about: str) -> list[np.ndarray]:
-        """Send `parts[w]` (uint8) to worker w; returns what each worker sent to this one.
-
-        Its own part is returned unchanged.
-
-        `about`: name of the exchange. Raises as the exchange."""
+        """Send `parts[w]` (uint8) to worker w; returns what each worker sent to this one. Its own part is
+        returned unchanged. `about`: name of the exchange. Raises as the exchange."""
         capacity = self._capacities.get(about, _MIN_CAPACITY)
         others = [n for n in range(self.workers) if n != self.index]
         largest = max((len(parts[n]) for n in others), default=0)

@@ -52,13 +52,9 @@ class ReadBounds:
         return all(trained.get(partition, 0) >= at for partition, at in self.loop.source.positions().items())
 
     def settle(self) -> None:
-        """Prepare a cut: move finished units to their ends.
-
-        At the end of a session, load the sample ids that the stream must not train again.
-
-        Raises:
-            UnavailableError: the warehouse cannot be read now; call again.
-        """
+        """Prepare a cut: move finished units to their ends. At the end of a session, load the sample ids that
+        the stream must not train again. Raises UnavailableError: the warehouse cannot be read now; call
+        again."""
         if self.is_trained:
             trained = self.loop.partitions.progress
             trained.update({p: max(trained[p], end) for p, end in self._ends.items() if p in trained})

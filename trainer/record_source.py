@@ -30,9 +30,8 @@ class RecordSource:
         stages: StageTimer | None = None,
         reopen: Callable[[tuple[Partition, ...]], RecordConsumer] | None = None,
     ) -> None:
-        """`consumer`: of all partitions.
-
-        `reopen`: opens a consumer of some of them; None = partitions cannot be assigned."""
+        """`consumer`: of all partitions. `reopen`: opens a consumer of some of them; None = partitions cannot
+        be assigned."""
         self.stages = stages or StageTimer(clock)
         self.consumer, self.decoder, self.clock, self.max_wait_ms = consumer, decoder, clock, max_wait_ms
         self._reopen, self._all = reopen, tuple(sorted(consumer.positions()))
@@ -139,9 +138,8 @@ def reads_corrections(positions: Progress) -> bool:
 def build_chunk(
     records: Sequence[Record], decoder: Decoder, read_ms: int, *, corrections: bool = False
 ) -> Chunk:
-    """Decode records to one chunk, in order.
-
-    Never raises for invalid records. `corrections`: include those that have features."""
+    """Decode records to one chunk, in order. Never raises for invalid records. `corrections`: include those
+    that have features."""
     batch, rejects = decoder.decode(records, corrections=corrections)
     return Chunk(
         batch=batch,

@@ -50,28 +50,17 @@ class Rows(Protocol):
     """Rows of all stacks: on parameter servers, behind a cache, or in modules on the device."""
 
     def set_incarnation(self, incarnation: int, workers: int = 1, owners: BucketMap | None = None) -> None:
-        """The rows were restored, and `workers` workers all push at each step.
-
-        `owners`: shard of each bucket; None = bucket mod shards. No push may be in flight."""
+        """The rows were restored, and `workers` workers all push at each step. `owners`: shard of each
+        bucket; None = bucket mod shards. No push may be in flight."""
 
     def pull(self, lookup: Lookup) -> dict[str, Tensor]:
-        """Stack → float32 [U, D], aligned with `lookup`, on any device.
-
-        The loop does not modify them. May run beside `push`.
-
-        Raises:
-            UnavailableError: a shard is unavailable, or was restored (FencedError).
-        """
+        """Stack → float32 [U, D], aligned with `lookup`, on any device. The loop does not modify them. May
+        run beside `push`. Raises UnavailableError: a shard is unavailable, or was restored (FencedError)."""
 
     def push(self, lookup: Lookup, gradients: Mapping[str, Tensor], times: PushTimes) -> None:
-        """Apply `gradients` (stack → float32 [U, D], finite); other stacks stay unchanged.
-
-        Several workers all push at the same steps, possibly nothing, and the call returns when their sum is
-        applied.
-
-        Raises:
-            UnavailableError: as `pull`; some rows may have changed: everyone must be restored.
-        """
+        """Apply `gradients` (stack → float32 [U, D], finite); other stacks stay unchanged. Several workers
+        all push at the same steps, possibly nothing, and the call returns when their sum is applied. Raises
+        UnavailableError: as `pull`; some rows may have changed: everyone must be restored."""
 
 
 def clip_rows(gradients: Mapping[str, Tensor], max_norm: float) -> bool:
@@ -90,9 +79,8 @@ def clip_rows(gradients: Mapping[str, Tensor], max_norm: float) -> bool:
 
 
 def largest_norm(gradients: Mapping[str, Tensor]) -> float:
-    """Largest norm of a row of `gradients` (stack → [U, D]).
-
-    0 without rows; NaN or infinite if a square is not finite."""
+    """Largest norm of a row of `gradients` (stack → [U, D]). 0 without rows; NaN or infinite if a square is
+    not finite."""
     norms = [
         torch.linalg.vector_norm(gradient_UD, dim=1).max()
         for gradient_UD in gradients.values()

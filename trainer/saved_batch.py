@@ -55,29 +55,21 @@ def fitting(records: Sequence[Record], max_bytes: int = MAX_BYTES) -> tuple[Reco
 
 def encode(batch: SavedBatch) -> bytes:
     topics = sorted({record.topic for record in batch.records})
-    place_R6 = np.array(
-        [
-            (
-                topics.index(r.topic),
-                r.partition,
-                r.offset,
-                r.timestamp_ms,
-                -1 if r.key is None else len(r.key),
-                len(r.value),
-            )
-            for r in batch.records
-        ],
-        dtype=np.int64,
-    ).reshape(-1, 6)
+    places = [
+        (topics.index(r.topic), r.partition, r.offset, r.timestamp_ms, _key_bytes(r), len(r.value))
+        for r in batch.records
+    ]
+    place_R6 = np.array(places, dtype=np.int64).reshape(-1, 6)
     data = np.frombuffer(b"".join((record.key or b"") + record.value for record in batch.records), np.uint8)
-    fields = {
-        field.name: getattr(batch, field.name)
-        for field in dataclasses.fields(batch)
-        if field.name != "records"
-    }
+    names = [field.name for field in dataclasses.fields(batch) if field.name != "records"]
+    fields = {name: getattr(batch, name) for name in names}
     text = json.dumps({"format": FORMAT, "topics": topics, **fields}, sort_keys=True)
     checksum = checksum_of(text.encode() + place_R6.tobytes() + data.tobytes())
     return tensor_file.encode({"place": place_R6, "bytes": data}, {"told": text, "checksum": checksum})
+
+
+def _key_bytes(record: Record) -> int:
+    return -1 if record.key is None else len(record.key)
 
 
 def decode(data: bytes, name: str) -> SavedBatch:

@@ -39,18 +39,13 @@ class TableTensors(NamedTuple):
     """Rows and state of all tables of a collection."""
 
     rows: dict[str, np.ndarray]  # table → float32 [N, D]
-    state: dict[
-        str, dict[str, np.ndarray]
-    ]  # table → name → float32 [N, D] or [N]; {} for a rule without state
+    # Table → name → float32 [N, D] or [N]; {} for a rule without state.
+    state: dict[str, dict[str, np.ndarray]]
 
 
 def sharding_plan(text: str, device: str = "cpu", kernel: str = "fused") -> ShardingPlan:
     """Plan from the file of `placement plan --write-torchrec`; `kernel`: TorchRec's compute kernel for every
-    table.
-
-    Raises:
-        ConfigError: the file is not such a plan.
-    """
+    table. Raises ConfigError: the file is not such a plan."""
     plan = read_sharding(text)
     tables = {
         name: _parameter(table["sharding_type"], table["shards"], device, kernel)
@@ -61,10 +56,7 @@ def sharding_plan(text: str, device: str = "cpu", kernel: str = "fused") -> Shar
 
 def load_tables(collection: nn.Module, tables: TableTensors) -> None:
     """Write this rank's part of each table. `collection`: sharded by TorchRec. State that is not given stays.
-
-    Raises:
-        CheckpointError: a table is missing or has another size. Nothing was changed.
-    """
+    Raises CheckpointError: a table is missing or has another size. Nothing was changed."""
     plan = [
         *((_get(tables.rows, table, "rows"), tensor) for table, tensor in _weights(collection)),
         *(

@@ -52,9 +52,8 @@ _AGREE_S = 30.0  # less than the controller's time limit for a step of a commit
 
 
 class Worker:
-    """`execute` runs a command, `turn` trains a batch.
-
-    Both run in the loop's thread, except `execute("write")`."""
+    """`execute` runs a command, `turn` trains a batch. Both run in the loop's thread, except
+    `execute("write")`."""
 
     def __init__(
         self,
@@ -118,11 +117,8 @@ class Worker:
         return kinds[command["kind"]](command)
 
     def turn(self) -> bool:
-        """Train on the next batch, if training is running and a batch is due.
-
-        Raises:
-            ConfigError: this worker cannot use what is committed (its schema or Kafka); it must exit.
-        """
+        """Train on the next batch, if training is running and a batch is due. Raises ConfigError: this worker
+        cannot use what is committed (its schema or Kafka); it must exit."""
         if self.refusal is not None:
             raise self.refusal
         if not self.training:
@@ -246,9 +242,8 @@ class Worker:
         self.failures.restored(int(command["incarnation"]), name, checksum)
         if manifest:
             self._check_or_exit(partial(self._check, manifest))
-            self.loop.restore(
-                self._read(manifest), same_schema=manifest.schema == f"{self.loop.schema.fingerprint:016x}"
-            )
+            same_schema = manifest.schema == f"{self.loop.schema.fingerprint:016x}"
+            self.loop.restore(self._read(manifest), same_schema=same_schema)
         else:
             self.loop.reset()
         self.committed_step = self.loop.num_steps
@@ -334,9 +329,8 @@ class Worker:
         return {}
 
     def _write(self, command: Command) -> dict[str, Any]:
-        """Store the worker's part of the snapshot, and with `shared` the model.
-
-        Runs while training continues."""
+        """Store the worker's part of the snapshot, and with `shared` the model. Runs while training
+        continues."""
         seq, at = self._snapshot_for(command)
         incarnation = int(command["incarnation"])
         metadata = {

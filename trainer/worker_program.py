@@ -69,13 +69,9 @@ _RESEND_S = 1.0  # to a shard that does not answer; the controller handles longe
 
 
 def run_until_stopped(config: WorkerConfig, stop: Stop) -> None:
-    """Run until `stop` is set.
-
-    Raises:
-        RoostreamError: a setting is wrong, the committed state belongs to other settings, or the controller
-            is unavailable for longer than `controller_timeout_ms` during training. The supervisor restarts
-            the worker.
-    """
+    """Run until `stop` is set. Raises RoostreamError: a setting is wrong, the committed state belongs to
+    other settings, or the controller is unavailable for longer than `controller_timeout_ms` during training.
+    The supervisor restarts the worker."""
     config.check_device()
     set_numerics(config)
     health = Health(config.stalled_after_ms / 1000)
@@ -193,9 +189,8 @@ def train(
     budget: StopBudget,
     controller_timeout_s: float,
 ) -> None:
-    """Alternate between commands and batches.
-
-    When asked to stop: no more batches, and a last commit if it comes in time.
+    """Alternate between commands and batches. When asked to stop: no more batches, and a last commit if it
+    comes in time.
 
     Raises:
         UnavailableError: no controller answers.
@@ -233,9 +228,8 @@ def open_source(
     stages: StageTimer,
     session_opener: RemoteSessionOpener | None = None,
 ) -> PhasedSource:
-    """Open the stream, which the controller may replace with a warehouse session.
-
-    All partitions are open until the controller assigns some; `seek` must follow."""
+    """Open the stream, which the controller may replace with a warehouse session. All partitions are open
+    until the controller assigns some; `seek` must follow."""
 
     def open_consumer(partitions: tuple[Partition, ...]) -> KafkaConsumer:
         options = ConsumerOptions(

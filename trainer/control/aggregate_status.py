@@ -24,11 +24,9 @@ def worker_reports(status: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 
 
 def aggregate_status(status: Mapping[str, Any]) -> dict[str, Any]:
-    """Aggregate `status` of `Controller.status`.
-
-    `initial`: progress of the initial phase, or None. `eta_s` and `drain_per_s`: [value, low, high], or None
-    if unknown. `quality` (windows, slices, shadow, drift) and `partitions` are as in
-    trainer/monitoring/report.py; each partition names its `worker`."""
+    """Aggregate `status` of `Controller.status`. `initial`: progress of the initial phase, or None. `eta_s`
+    and `drain_per_s`: [value, low, high], or None if unknown. `quality` (windows, slices, shadow, drift) and
+    `partitions` are as in trainer/monitoring/report.py; each partition names its `worker`."""
     reports = worker_reports(status)
     watches = [report.get("watch") or {} for report in reports.values()]
     slowest = max(watches, key=lambda watch: _RANK.get(_state(watch), len(_RANK)), default={})

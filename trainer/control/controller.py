@@ -47,17 +47,17 @@ LONG_POLL_S = 0.5  # a beat waits this long for a command
 POLL_S = 0.1
 FENCE_CHECK_S = 1.0
 _SAVE_DEVICE_TIME_S = 60.0
+_ETA_WINDOW_S = 60.0
 DEVICE_TIME_FILE = "control/spent"
 """Device-seconds by use, as plain JSON."""
 
 
 class BackfillEta:
-    """Estimates how long the initial phase will take, from a smoothed training rate.
+    """Estimates how long the initial phase will take, from a smoothed training rate. Times are seconds of a
+    monotonic clock."""
 
-    Times are seconds of a monotonic clock."""
-
-    def __init__(self, window_s: float = 60.0) -> None:
-        self._meter = RateMeter(window_s)
+    def __init__(self) -> None:
+        self._meter = RateMeter(_ETA_WINDOW_S)
         self._trained = self._trained_at_commit = 0.0
         self._left: int | None = None  # as of the last commit
 
@@ -65,7 +65,6 @@ class BackfillEta:
         self, initial: Mapping[str, Any] | None, trained: float | None, now_s: float
     ) -> dict[str, Any] | None:
         """Add `eta_s` = [value, low, high] to `initial` (`Phases.progress`); a null value means unknown.
-
         `trained`: requests that all workers have trained since they started; None if a worker does not report
         it."""
         if initial is None:
@@ -107,11 +106,8 @@ class Controller:
         self.long_poll_s, self.keep_commits = long_poll_s, keep_commits
         self.readers: Callable[[], dict[str, Any]] | None = None  # status of the session's readers
         self.freshness: Callable[[], dict[str, Any]] = dict  # stage → latency measured by other programs
-        self.device_time, self._eta, self._wall = (
-            DeviceTime(clock.monotonic_s()),
-            BackfillEta(),
-            MonotonicToWallTime(clock),
-        )
+        self.device_time = DeviceTime(clock.monotonic_s())
+        self._eta, self._wall = BackfillEta(), MonotonicToWallTime(clock)
         self._changed = threading.Condition()
         self._effects: deque[Effect] = deque()
         self._outage = Backoff(what="the checkpoint store", clock=clock)
@@ -186,10 +182,8 @@ class Controller:
             )
 
     def turn(self, stop: threading.Event | None = None) -> None:
-        """Perform the pending effects in order.
-
-        If the store is unavailable, the current effect stays first in the queue and the call waits for a
-        short time."""
+        """Perform the pending effects in order. If the store is unavailable, the current effect stays first
+        in the queue and the call waits for a short time."""
         with self._changed:
             self._effects += self.coordinator.take_effects()
         try:
@@ -226,9 +220,8 @@ class Controller:
             return offsets, coordinator.state is State.HELD and coordinator.holds.is_transient
 
     def hold_idle(self, reason: str) -> bool:
-        """Let all workers commit and release them, because there is nothing to read.
-
-        False: not possible now. Any thread."""
+        """Let all workers commit and release them, because there is nothing to read. False: not possible now.
+        Any thread."""
         with self._changed:
             return self.coordinator.hold_idle(reason, self.clock.monotonic_s())
 
@@ -282,29 +275,21 @@ class Controller:
         return sum(known) if len(known) == len(reported) else None
 
     def worker_metrics_addresses(self) -> dict[int, str]:
-        """Connected and training workers → "host:port" of their metrics as they report it; "" if unknown.
-
-        Any thread."""
+        """Connected and training workers → "host:port" of their metrics as they report it; "" if unknown. Any
+        thread."""
         with self._changed:
             members = self.coordinator.members
             keys = {*self.coordinator.membership.workers, *(key for key in members if key.role == "worker")}
-            return {
-                key.index: str(members[key].report.get("seen_at", "")) if key in members else ""
-                for key in keys
-            }
+            known = {key: members[key].report.get("seen_at", "") for key in keys if key in members}
+            return {key.index: str(known.get(key, "")) for key in keys}
 
     def _beat(self, header: Header) -> Header:
         key = Key(str(header["role"]), int(header["index"]))
         with self._changed:
             it = self.coordinator
-            it.beat(
-                key,
-                int(header["session"]),
-                int(header["incarnation"]),
-                header.get("results", ()),
-                dict(header.get("report", {})),
-                self.clock.monotonic_s(),
-            )
+            session, incarnation = int(header["session"]), int(header["incarnation"])
+            results, report = header.get("results", ()), dict(header.get("report", {}))
+            it.beat(key, session, incarnation, results, report, self.clock.monotonic_s())
             self._changed.notify_all()
             if self.long_poll_s:
                 self._changed.wait_for(
@@ -313,12 +298,8 @@ class Controller:
                 )
             self._raise_if_fenced()
             hold = it.holds.now.describe() if it.holds.now and it.state is State.HELD else ""
-            return {
-                "commands": it.commands(key),
-                "incarnation": it.incarnation,
-                "hold": hold,
-                **self._leave_fields(key),
-            }
+            answer = {"commands": it.commands(key), "incarnation": it.incarnation, "hold": hold}
+            return answer | self._leave_fields(key)
 
     def _leave_fields(self, key: Key) -> dict[str, Any]:
         """Fields of the answer to a leaving member: the time it has left, or that it may exit."""
@@ -346,9 +327,8 @@ class Controller:
             return {"seq": it.seq, "committed": bool(done), "why": why}
 
     def _commit_now(self, timeout_s: float) -> Header:
-        """Commit what is trained, if anything is new, and wait for it.
-
-        A commit that was cut earlier does not count."""
+        """Commit what is trained, if anything is new, and wait for it. A commit that was cut earlier does not
+        count."""
         with self._changed:
             it = self.coordinator
             enough = it.num_commits + (2 if it.commit else 1)
@@ -361,9 +341,8 @@ class Controller:
             return {"seq": it.seq, "committed": bool(done)}
 
     def _scale(self, count: int, timeout_s: float) -> Header:
-        """Train with `count` workers from the next commit on, and wait until they do.
-
-        After a timeout the request stays; `why` says what is missing."""
+        """Train with `count` workers from the next commit on, and wait until they do. After a timeout the
+        request stays; `why` says what is missing."""
         with self._changed:
             it = self.coordinator
             it.membership.want(count)
@@ -435,17 +414,16 @@ class Controller:
         self._save_device_time()
 
     def _stored_plan(self) -> IncarnationPlan:
-        """The plan of the incarnation before this controller.
-
-        Its number of workers counts only if the settings are unchanged."""
+        """The plan of the incarnation before this controller. Its number of workers counts only if the
+        settings are unchanged."""
         saved = manifests.kept_wish(self.store)
         with contextlib.suppress(CheckpointError, ValueError, AttributeError):  # nothing was counted yet
             self.device_time.add(json.loads(self.store.get(DEVICE_TIME_FILE)))
         plan = self.coordinator.phases.stored_plan(saved, self._initial_range)
-        is_endless = (
-            plan.hold is not None and plan.hold.kind == TRANSIENT and not self.coordinator.config.holds_idle
-        )
-        return plan._replace(hold=None) if is_endless else plan  # nothing would end this hold
+        is_transient = plan.hold is not None and plan.hold.kind == TRANSIENT
+        if is_transient and not self.coordinator.config.holds_idle:
+            return plan._replace(hold=None)  # nothing would end this hold
+        return plan
 
     def _initial_range(self) -> InitialRange:
         """The historical range as of now. If an older controller commits meanwhile, less of it is left."""
@@ -470,10 +448,8 @@ class Controller:
             self.coordinator.phases.following = session
 
     def _link(self, manifest: Manifest) -> str:
-        """Create the manifest; returns the outcome for `Coordinator.linked`.
-
-        The name decides: a create that reports an error may have succeeded, so the outcome is known only once
-        the name can be read."""
+        """Create the manifest; returns the outcome for `Coordinator.linked`. The name decides: a create that
+        reports an error may have succeeded, so the outcome is known only once the name can be read."""
         data, problem = manifest.encode(), ""
         if manifests.newest_incarnation(self.store) > manifest.incarnation:
             raise FencedError(

@@ -44,12 +44,9 @@ _CLOSING_S = 8.0  # for a last commit after SIGTERM; less than roostream.runtime
 
 
 def run_until_stopped(config: ControllerConfig, stop: Stop) -> None:
-    """Run until `stop` is set or the controller is preempted, and what is trained is committed.
-
-    Raises:
-        RoostreamError: a newer controller exists, or the committed state belongs to other settings; the
-            message says which.
-    """
+    """Run until `stop` is set or the controller is preempted, and what is trained is committed. Raises
+    RoostreamError: a newer controller exists, or the committed state belongs to other settings; the message
+    says which."""
     health = Health(config.stalled_after_ms / 1000)
     schema = load_schema(config.schema)
     pages = static_files()

@@ -133,21 +133,17 @@ def build_manifest(
     shards: Sequence[Mapping[str, Any]],
     workers: Sequence[Mapping[str, Any]],
 ) -> Manifest:
-    """Build the manifest of a commit from the answers to CUT and WRITE, in the order of member indices.
-
-    The first worker wrote the shared part."""
+    """Build the manifest of a commit from the answers to CUT and WRITE, in the order of member indices. The
+    first worker wrote the shared part."""
     rows_end: dict[int, int] = {}
-    for (
-        shard
-    ) in shards:  # take the smallest: a restore that reads more only republishes more, which is harmless
+    # Take the smallest: a restore that reads more only republishes more, which is harmless.
+    for shard in shards:
         for partition, offset in shard.get("rows_end", {}).items():
             rows_end[int(partition)] = min(int(offset), rows_end.get(int(partition), int(offset)))
     return Manifest(
         seq=commit.seq,
         incarnation=incarnation,
-        previous={"seq": last.manifest.seq, "checksum": last.checksum}
-        if last
-        else {"seq": 0, "checksum": ""},
+        previous={"seq": last.manifest.seq if last else 0, "checksum": last.checksum if last else ""},
         step=max(int(c["step"]) for c in commit.cuts),
         watermark_ms=commit_watermark_ms(commit),
         schema=config.schema,
@@ -175,9 +171,8 @@ def build_manifest(
 
 
 def commit_watermark_ms(commit: CommitInProgress) -> int:
-    """Watermark of the slowest worker.
-
-    A worker that never had a record (watermark 0) does not hold the others back."""
+    """Watermark of the slowest worker. A worker that never had a record (watermark 0) does not hold the
+    others back."""
     return min((ms for cut in commit.cuts if (ms := int(cut["watermark_ms"]))), default=0)
 
 
@@ -189,9 +184,7 @@ def has_duplicate_partition(commit: CommitInProgress) -> bool:
 
 class Coordinator:
     """Call `beat`, `tick`, `claimed` and `linked` with one monotonic clock, and perform the effects from
-    `take_effects`.
-
-    Not thread-safe."""
+    `take_effects`. Not thread-safe."""
 
     def __init__(self, config: CoordinatorConfig, now_s: float = 0.0) -> None:
         self.config = config
@@ -219,11 +212,8 @@ class Coordinator:
     def beat(
         self, key: Key, session: int, incarnation: int, results: Iterable[dict], report: dict, now_s: float
     ) -> None:
-        """Handle a beat of a member. A new session of a known member means that its old process died.
-
-        Raises:
-            ConfigError: the member does not belong to this controller.
-        """
+        """Handle a beat of a member. A new session of a known member means that its old process died. Raises
+        ConfigError: the member does not belong to this controller."""
         self.membership.check(key)
         is_active = key in self.membership.everyone
         if incarnation > self.incarnation and self.state is not State.CLAIMING:
@@ -244,11 +234,8 @@ class Coordinator:
                 self._refused(answered.kind, key, answered.result, now_s)
         if is_active and incarnation == self.incarnation and report.get("fatal"):
             self._hold(key, str(report["fatal"]))
-        if (
-            is_active
-            and incarnation == self.incarnation
-            and (report.get("broken") or report.get("ready") is False)
-        ):
+        is_current = is_active and incarnation == self.incarnation
+        if is_current and (report.get("broken") or report.get("ready") is False):
             self._lost(f"{key} cannot continue: {report.get('broken') or 'it is no longer ready'}")
         self.tick(now_s)
 
@@ -274,16 +261,8 @@ class Coordinator:
                 self._cut(now_s)
             case State.RUNNING if (now_s >= self._due_s or self._wanted) and self.has_uncommitted_steps():
                 self._cut(now_s)
-            case (
-                State.RESTORING
-                | State.CUTTING
-                | State.FREEZING
-                | State.WRITING
-                | State.COMMITTING
-                | State.ABORTING
-            ):
-                if not self._pending:
-                    self._step(now_s)
+            case _ if not self._pending:
+                self._step(now_s)
 
     def claimed(
         self,
@@ -293,36 +272,28 @@ class Coordinator:
         now_s: float,
         plan: IncarnationPlan | None = None,
     ) -> None:
-        """The claim succeeded for `plan` (None: the configured one).
-
-        Everyone is restored to `last` (None: no commit exists)."""
+        """The claim succeeded for `plan` (None: the configured one). Everyone is restored to `last` (None: no
+        commit exists)."""
         assert self.state is State.CLAIMING and incarnation > self.incarnation
         is_first = self.incarnation == 0
         self.state, self.incarnation, self.last, self._next_seq = State.GATHERING, incarnation, last, next_seq
         self.membership.claimed(self.phases.begin_incarnation(plan, last))
         if self.holds.now is not None and plan and plan.hold is None:
-            return self._end(
-                f"held: {self.holds.now.reason}"
-            )  # the hold began during the claim and must be stored
+            # The hold began during the claim and must be stored.
+            return self._end(f"held: {self.holds.now.reason}")
         if plan and plan.hold:
             if not is_first and self.holds.now is None:
                 return self._end("released")
             self.holds.now, self.state = plan.hold, State.HELD
-        log.info(
-            "incarnation %d (%s): %s",
-            incarnation,
-            self.reason,
-            last.name if last else "no commit yet",
-        )
+        found = last.name if last else "no commit yet"
+        log.info("incarnation %d (%s): %s", incarnation, self.reason, found)
         self.tick(now_s)
 
     def linked(self, outcome: str, now_s: float) -> None:
         """Outcome of step 6: "linked"; "exists" (an older controller's late link took the name); "away:
         REASON" (the store could not be written and has no such name)."""
-        if (
-            self.state is not State.LINKING
-        ):  # a member was lost meanwhile; the next claim reads the newest manifest
-            return
+        if self.state is not State.LINKING:
+            return  # a member was lost meanwhile; the next claim reads the newest manifest
         if outcome == "linked":
             self._commit(now_s)
         else:
@@ -398,9 +369,8 @@ class Coordinator:
         self._end(reason)
 
     def _died(self, key: Key, member: MemberState, reason: str) -> None:
-        """A process ended: everyone is restored.
-
-        A worker that keeps dying without being asked to puts training on hold."""
+        """A process ended: everyone is restored. A worker that keeps dying without being asked to puts
+        training on hold."""
         counts = self.state not in (State.HELD, State.FENCED) and not member.leaves
         if counts and (
             hold := self.holds.died(key, member.seen_s - member.since_s, str(member.report.get("saved", "")))
@@ -449,18 +419,16 @@ class Coordinator:
         return bool(self.membership.leaving()) and self.has_uncommitted_steps()
 
     def _cut(self, now_s: float, *, closing: bool = False) -> None:
-        """Step 2: every worker stops after its current batch.
-
-        Step 3: its answer confirms that nothing is in flight."""
+        """Step 2: every worker stops after its current batch. Step 3: its answer confirms that nothing is in
+        flight."""
         self.state, self._wanted = State.CUTTING, False
         self.commit = CommitInProgress(seq=self._next_seq, started_s=now_s, closing=closing)
         self._next_seq += 1
         self._ask("cut", self.membership.workers, now_s, seq=self.commit.seq)
 
     def _freeze(self, now_s: float) -> None:
-        """Step 4: training is paused.
-
-        Shards fix their dirty sets and expire rows by the watermark of the coming manifest."""
+        """Step 4: training is paused. Shards fix their dirty sets and expire rows by the watermark of the
+        coming manifest."""
         commit = self._running_commit()
         self.state, commit.cuts = State.FREEZING, self._pending.answers("cut", self.membership.workers)
         commit.cut_s = now_s
@@ -473,9 +441,8 @@ class Coordinator:
         )
 
     def _write(self, now_s: float) -> None:
-        """End of step 4: training continues, unless this commit closes the incarnation.
-
-        Step 5: shards write their frozen rows, workers their own parts, and worker 0 the shared part."""
+        """End of step 4: training continues, unless this commit closes the incarnation. Step 5: shards write
+        their frozen rows, workers their own parts, and worker 0 the shared part."""
         commit = self._running_commit()
         self.state, commit.frozen_s = State.WRITING, now_s
         self._ask("resume", () if commit.closing else self.membership.workers, now_s, seq=commit.seq)
@@ -489,10 +456,8 @@ class Coordinator:
         self.state = State.LINKING
         commit = self._running_commit()
         commit.written_s = now_s
-        shards, workers = (
-            self._pending.answers("write", self.config.shards),
-            self._pending.answers("write", self.membership.workers),
-        )
+        shards = self._pending.answers("write", self.config.shards)
+        workers = self._pending.answers("write", self.membership.workers)
         commit.manifest = self.phases.with_input(
             build_manifest(self.config, self.incarnation, self.last, commit, shards, workers)
         )
@@ -540,11 +505,8 @@ class Coordinator:
     def _close(self, commit: CommitInProgress) -> None:
         """End the incarnation after its closing commit."""
         self.holds.now = self.holds.now or commit.hold
-        self._end(
-            f"held: {commit.hold.reason}"
-            if commit.hold
-            else self.phases.closing_reason() or self.membership.closing_reason()
-        )
+        held = f"held: {commit.hold.reason}" if commit.hold else ""
+        self._end(held or self.phases.closing_reason() or self.membership.closing_reason())
 
     def _running_commit(self) -> CommitInProgress:
         assert self.commit is not None, self.state
@@ -596,7 +558,7 @@ class Coordinator:
         self._lost(reason)
 
     def _step(self, now_s: float) -> None:
-        """Advance after every member has answered."""
+        """Advance after every member has answered; other states wait for an event or an effect."""
         match self.state:
             case State.RESTORING:
                 self._start(now_s)

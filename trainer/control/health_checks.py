@@ -34,12 +34,14 @@ class Level(enum.StrEnum):
     UNKNOWN = "unknown"
 
 
+BAD, WARNING, UNKNOWN = Level
+
 _TRAINING = {
-    TrainingState.UNKNOWN: (Level.UNKNOWN, "the lag of training is unknown"),
-    TrainingState.HELD: (Level.BAD, "training is on hold"),
-    TrainingState.BLOCKED: (Level.BAD, "the input cannot be read"),
-    TrainingState.STALLED: (Level.BAD, "samples are waiting, and none is trained"),
-    TrainingState.FALLING_BEHIND: (Level.WARNING, "samples arrive faster than they are trained"),
+    TrainingState.UNKNOWN: (UNKNOWN, "the lag of training is unknown"),
+    TrainingState.HELD: (BAD, "training is on hold"),
+    TrainingState.BLOCKED: (BAD, "the input cannot be read"),
+    TrainingState.STALLED: (BAD, "samples are waiting, and none is trained"),
+    TrainingState.FALLING_BEHIND: (WARNING, "samples arrive faster than they are trained"),
 }
 
 
@@ -61,10 +63,9 @@ class Headline(NamedTuple):
 def findings(
     status: Mapping[str, Any], figures: Mapping[str, Any], *, members: Iterable[str], interval_ms: int
 ) -> list[Finding]:
-    """All findings, worst first.
-
-    `status`: of `Controller.status`. `figures`: of `scrape_targets.read_figures`. `members`: members that
-    belong to this controller. `interval_ms`: time between commits."""
+    """All findings, worst first. `status`: of `Controller.status`. `figures`: of
+    `scrape_targets.read_figures`. `members`: members that belong to this controller. `interval_ms`: time
+    between commits."""
     found = [
         *_check_controller(status, set(members), interval_ms),
         *_check_workers(status),
@@ -78,124 +79,90 @@ def headline(status: Mapping[str, Any], found: Iterable[Finding]) -> Headline:
     """State of the whole loop. A problem comes before the progress of training."""
     keys = {finding.key for finding in found}
     if hold := current_hold(status):
-        return (
-            Headline("transient_hold", "On hold: nothing to read")
-            if hold.get("kind") == TRANSIENT
-            else Headline("held", "On hold")
-        )
+        if hold.get("kind") == TRANSIENT:
+            return Headline("transient_hold", "On hold: nothing to read")
+        return Headline("held", "On hold")
     if "controller" in keys or "broken" in keys:
         return Headline("stopped", "Training is stopped")
     state = TrainingState(aggregate_status(status)["state"])
-    return Headline(
-        str(state),
-        "Training history" if state is TrainingState.INITIAL else state.replace("_", " ").capitalize(),
-    )
+    text = "Training history" if state is TrainingState.INITIAL else state.replace("_", " ").capitalize()
+    return Headline(str(state), text)
 
 
 def _check_controller(status: Mapping[str, Any], members: set[str], interval_ms: int) -> Iterator[Finding]:
     state, connected, hold = status["state"], set(status["members"]), current_hold(status)
     if hold:  # workers are released
         members = {name for name in members if not name.startswith("worker ")}
+    missing = ", ".join(sorted(members - connected))
     if state in _NOT_RUNNING:
-        missing = ", ".join(sorted(members - connected))
         waits = f"; not connected: {missing}" if missing and state == State.GATHERING else ""
-        yield Finding("controller", Level.BAD, f"{_NOT_RUNNING[State(state)]} ({status['reason']}){waits}")
-    elif missing := ", ".join(sorted(members - connected)):
-        yield Finding("members", Level.BAD, f"not connected: {missing}")
+        yield Finding("controller", BAD, f"{_NOT_RUNNING[State(state)]} ({status['reason']}){waits}")
+    elif missing:
+        yield Finding("members", BAD, f"not connected: {missing}")
     for key, member in status["members"].items():
         if member["silent_ms"] > _SILENT_MS:
-            yield Finding(
-                f"silent {key}",
-                Level.WARNING,
-                f"{key} has sent no beat for {member['silent_ms'] / 1000:.1f} s",
-            )
+            silent_s = member["silent_ms"] / 1000
+            yield Finding(f"silent {key}", WARNING, f"{key} has sent no beat for {silent_s:.1f} s")
     if status.get("news") and status["commit_age_ms"] > 3 * interval_ms:
-        yield Finding(
-            "commit",
-            Level.BAD,
-            f"trained samples have not been committed for {status['commit_age_ms'] / 1000:.0f} s",
-        )
+        age_s = status["commit_age_ms"] / 1000
+        yield Finding("commit", BAD, f"trained samples have not been committed for {age_s:.0f} s")
     if hold and hold.get("kind") != TRANSIENT:
-        yield Finding(
-            "held",
-            Level.BAD,
-            f"on hold: {', '.join(str(hold[k]) for k in ('kind', 'reason') if hold.get(k))}",
-        )
+        why = ", ".join(str(hold[key]) for key in ("kind", "reason") if hold.get(key))
+        yield Finding("held", BAD, f"on hold: {why}")
 
 
 def _check_workers(status: Mapping[str, Any]) -> Iterator[Finding]:
     for key, report in status["reports"].items():
         if report.get("broken"):
-            yield Finding("broken", Level.BAD, f"{key} cannot continue: {report['broken']}")
+            yield Finding("broken", BAD, f"{key} cannot continue: {report['broken']}")
         if report.get("leaving"):
-            yield Finding("leaving", Level.WARNING, f"{key} is stopping")
+            yield Finding("leaving", WARNING, f"{key} is stopping")
 
 
 def _check_training(status: Mapping[str, Any]) -> Iterator[Finding]:
     if current_hold(status):
         return
     if not worker_reports(status):
-        yield Finding("training", Level.UNKNOWN, "no worker reports the lag of training")
+        yield Finding("training", UNKNOWN, "no worker reports the lag of training")
         return
     total = aggregate_status(status)
     state = TrainingState(total["state"])
     if state in _TRAINING:
         level, text = _TRAINING[state]
         yield Finding("training", level, f"{text}: {total['reason']}" if total["reason"] else text)
-    if total["lost_records"]:
-        yield Finding(
-            "lost", Level.BAD, f"retention deleted {total['lost_records']:,} samples before they were trained"
-        )
+    if lost := total["lost_records"]:
+        yield Finding("lost", BAD, f"retention deleted {lost:,} samples before they were trained")
     calibration, requests = total["metrics"].get("calibration"), total["metrics"].get("requests") or 0
-    if (
-        calibration is not None
-        and requests >= _MIN_REQUESTS
-        and not MIN_CALIBRATION <= calibration <= MAX_CALIBRATION
-    ):
-        yield Finding(
-            "calibration",
-            Level.WARNING,
-            f"calibration is {calibration:.3f}; expected {MIN_CALIBRATION} to {MAX_CALIBRATION}",
-        )
+    is_known = calibration is not None and requests >= _MIN_REQUESTS
+    if is_known and not MIN_CALIBRATION <= calibration <= MAX_CALIBRATION:
+        text = f"calibration is {calibration:.3f}; expected {MIN_CALIBRATION} to {MAX_CALIBRATION}"
+        yield Finding("calibration", WARNING, text)
 
 
 def _check_programs(status: Mapping[str, Any], figures: Mapping[str, Any]) -> Iterator[Finding]:
     for name, answers in figures["programs"].items():
-        if current_hold(status) and name.startswith("worker"):
-            continue
-        if answers is not True and name not in _OPTIONAL:
-            yield Finding(
-                f"silent {name}",
-                Level.UNKNOWN,
-                f"{name} does not answer at its /metrics, so its values are unknown",
-            )
+        is_released = current_hold(status) and name.startswith("worker")
+        if answers is not True and name not in _OPTIONAL and not is_released:
+            text = f"{name} does not answer at its /metrics, so its values are unknown"
+            yield Finding(f"silent {name}", UNKNOWN, text)
     for name, count in figures["lost_records"].items():
-        if name.startswith("worker"):  # reported by the workers themselves
-            continue
-        yield Finding(
-            f"lost {name}", Level.BAD, f"retention deleted {count:,} records before {name} read them"
-        )
+        if not name.startswith("worker"):  # workers report theirs themselves
+            text = f"retention deleted {count:,} records before {name} read them"
+            yield Finding(f"lost {name}", BAD, text)
     for name, shard in figures["shards"].items():
-        if shard.get("damaged"):
-            yield Finding(
-                f"damaged {name}",
-                Level.BAD,
-                f"{name} found {shard['damaged']:,.0f} damaged blocks in its segments",
-            )
+        if count := shard.get("damaged"):
+            text = f"{name} found {count:,.0f} damaged blocks in its segments"
+            yield Finding(f"damaged {name}", BAD, text)
     for name, count in figures["non_finite"].items():
         if count:
-            yield Finding(
-                f"not finite {name}",
-                Level.WARNING,
-                f"{name} rejected {count:,.0f} samples with non-finite scores or gradients",
-            )
+            text = f"{name} rejected {count:,.0f} samples with non-finite scores or gradients"
+            yield Finding(f"not finite {name}", WARNING, text)
     if figures["accounted"] == "no":
-        yield Finding(
-            "accounted", Level.BAD, "the auditor's counts do not add up: `roostream status` shows which"
-        )
+        text = "the auditor's counts do not add up: `roostream status` shows which"
+        yield Finding("accounted", BAD, text)
     behind = commits_behind(status["seq"], figures["serving"]["version"])
     if behind is not None and behind > _MAX_COMMITS_BEHIND:
-        yield Finding("serving", Level.WARNING, f"serving uses a model version that is {behind} commits old")
+        yield Finding("serving", WARNING, f"serving uses a model version that is {behind} commits old")
 
 
 def commits_behind(seq: int, version: str | None) -> int | None:

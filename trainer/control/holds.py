@@ -48,10 +48,9 @@ class Holds:
         return self.now is not None and self.now.kind == TRANSIENT
 
     def died(self, key: Key, lived_s: float = 0.0, saved: str = "") -> Hold | None:
-        """A process ended without being asked to. Returns a hold if it is a worker that keeps dying.
-
-        Shards hold the rows, so training always waits for them. `saved`: path of the batch at which the
-        worker died."""
+        """A process ended without being asked to. Returns a hold if it is a worker that keeps dying. Shards
+        hold the rows, so training always waits for them. `saved`: path of the batch at which the worker
+        died."""
         if key.role != "worker":
             return None
         self._deaths[key] = 1 if lived_s > _EARLY_DEATH_S else self._deaths[key] + 1
@@ -129,8 +128,7 @@ def device_use(state: State, hold: Hold | None = None) -> DeviceUse:
 
 
 def ratios(device_s: Mapping[str, float]) -> dict[str, float | None]:
-    """Each use divided by the training time, as in the paper's table II (1 : 1.03 : 2.49).
-
-    None before any training."""
+    """Each use divided by the training time, as in the paper's table II (1 : 1.03 : 2.49). None before any
+    training."""
     training = device_s.get(DeviceUse.TRAINING, 0.0)
     return {name: seconds / training if training > 0 else None for name, seconds in device_s.items()}

@@ -14,13 +14,13 @@ import dataclasses
 import enum
 import logging
 import threading
-from collections.abc import Collection, Mapping
-from typing import NamedTuple, Protocol
+from collections.abc import Collection
+from typing import NamedTuple
 
 from roostream.errors import UnavailableError
 from roostream.runtime.clock import Clock
+from roostream.runtime.kafka.kafka_consumer import KafkaConsumer
 from roostream.runtime.kafka.topics import SAMPLES, Partition, Progress
-from roostream.wire.records import Record
 from trainer.control.controller import Controller
 
 log = logging.getLogger("roostream.controller")
@@ -57,9 +57,8 @@ class IdleAction(enum.StrEnum):
 
 
 class IdleDetector:
-    """Call `observe` about once a second with a monotonic clock.
-
-    A clock that goes back restarts all waits. Not thread-safe."""
+    """Call `observe` about once a second with a monotonic clock. A clock that goes back restarts all waits.
+    Not thread-safe."""
 
     def __init__(self, rule: IdleRule) -> None:
         self.rule = rule
@@ -100,41 +99,20 @@ class IdleDetector:
         return IdleAction.RELEASE if may_release else IdleAction.NOTHING
 
 
-class SampleLog(Protocol):
-    """The part of `roostream.runtime.kafka.kafka_consumer.KafkaConsumer` that the probe uses; see there."""
-
-    @property
-    def partitions(self) -> tuple[Partition, ...]: ...
-
-    def bounds(self, *partitions: Partition) -> Mapping[Partition, tuple[int, int]]: ...
-
-    def seek(self, progress: Mapping[Partition, int]) -> None: ...
-
-    def pause(self, partitions: Collection[Partition]) -> None: ...
-
-    def poll(self, max_records: int, timeout_s: float) -> list[Record]: ...
-
-    def passed(self, partition: Partition) -> int: ...
-
-
 class BacklogProbe:
-    """Counts unread samples without a worker, for one thread.
+    """Counts unread samples without a worker, for one thread. Transactions leave markers in the log that
+    readers never see, so not every offset behind a commit is a record. If two probes find the same small
+    backlog, the log itself is read once."""
 
-    Transactions leave markers in the log that readers never see, so not every offset behind a commit is a
-    record. If two probes find the same small backlog, the log itself is read once."""
-
-    def __init__(self, log: SampleLog) -> None:
+    def __init__(self, log: KafkaConsumer) -> None:
         self.log = log
         self._empty: Progress = {}  # no uncommitted records below these offsets
         self._before: tuple[Progress, Progress] | None = None  # starts and ends of the last probe
         self._read: tuple[Progress, Progress] | None = None  # records were found between these offsets
 
     def look(self, committed: Progress) -> Backlog | None:
-        """Backlog behind `committed`, of its topics and `samples`.
-
-        A partition that is missing counts from its oldest record.
-
-        None: Kafka does not answer now."""
+        """Backlog behind `committed`, of its topics and `samples`. A partition that is missing counts from
+        its oldest record. None: Kafka does not answer now."""
         try:
             bounds = self.log.bounds(*self.log.partitions)
             topics = {SAMPLES, *(topic for topic, _ in committed)}

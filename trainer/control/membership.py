@@ -54,12 +54,8 @@ class Membership:
 
     def absent(self, num_workers: int) -> list[str]:
         """Names of everything that is missing before `num_workers` workers can train."""
-        leaving = self.leaving()
-        missing = [
-            str(k)
-            for k in (*self.config.shards, *worker_keys(num_workers))
-            if k not in self.members or str(k) in leaving
-        ]
+        leaving, needed = self.leaving(), (*self.config.shards, *worker_keys(num_workers))
+        missing = [str(k) for k in needed if k not in self.members or str(k) in leaving]
         missing += ["the controller"] if self.controller_leaves else []
         if not missing and num_workers > 1 and not self.rendezvous_address:
             return ["the rendezvous address of worker 0"]
@@ -88,9 +84,8 @@ class Membership:
 
     def has_active_worker(self) -> bool:
         """Whether a worker of the incarnation is connected and not leaving."""
-        return any(
-            key in self.members and not self.members[key].report.get("leaving") for key in self.workers
-        )
+        connected = [self.members[key] for key in self.workers if key in self.members]
+        return any(not member.report.get("leaving") for member in connected)
 
     def want(self, count: int) -> None:
         """Set the wanted number of workers. Raises ConfigError: there cannot be that many."""
@@ -117,18 +112,16 @@ class Membership:
         return f"{self.wanted_workers} workers are wanted instead of {self.num_workers}"
 
     def claimed(self, count: int | None) -> None:
-        """An incarnation with `count` workers was claimed (None: the wanted number).
-
-        A number that was requested during the claim stays wanted."""
+        """An incarnation with `count` workers was claimed (None: the wanted number). A number that was
+        requested during the claim stays wanted."""
         count = self.wanted_workers if count is None else min(count, self.config.max_workers)
         if self.wanted_workers == self.num_workers:
             self.wanted_workers = count
         self.num_workers = count
 
     def lost(self, now_s: float) -> dict[Key, MemberState]:
-        """Remove and return the members without a recent beat.
-
-        A preempted member that is still connected `lost_after_s` after its deadline is no longer leaving."""
+        """Remove and return the members without a recent beat. A preempted member that is still connected
+        `lost_after_s` after its deadline is no longer leaving."""
         gone = {k: m for k, m in self.members.items() if now_s - m.seen_s >= self.config.lost_after_s}
         for key in gone:
             del self.members[key]
@@ -145,7 +138,5 @@ class Membership:
         return {"workers": count, "partitions": partitions, "meet": address}
 
     def newest_step(self) -> int:
-        return max(
-            (int(self.members[key].report.get("step", 0)) for key in self.workers if key in self.members),
-            default=0,
-        )
+        connected = [self.members[key] for key in self.workers if key in self.members]
+        return max((int(member.report.get("step", 0)) for member in connected), default=0)

@@ -43,9 +43,8 @@ Committed = Mapping[str, int]
 
 
 class UnitAllocator:
-    """Splits one historical range into epochs.
-
-    They are numbered from 1; a number above the last means that all is committed."""
+    """Splits one historical range into epochs. They are numbered from 1; a number above the last means that
+    all is committed."""
 
     def __init__(self, units: Sequence[WorkUnit], unit_records: int) -> None:
         self.units = {unit.source: unit for unit in units}
@@ -69,10 +68,8 @@ class UnitAllocator:
     def epoch(self, sources: Iterable[str]) -> Epoch:
         """Units that the owner of `sources` may read until the next commit. A finished unit is empty."""
         number = min(self.number, self.num_epochs)
-        return Epoch(
-            number,
-            tuple(self._remaining(self.units[source], number) for source in sources if source in self.units),
-        )
+        units = [self.units[source] for source in sources if source in self.units]
+        return Epoch(number, tuple(self._remaining(unit, number) for unit in units))
 
     @property
     def num_records(self) -> int:
@@ -100,9 +97,8 @@ class UnitAllocator:
 
 
 class Phases:
-    """Phases of one controller.
-
-    Without `initial_workers` in its settings there is only the stream, and no phase is reported."""
+    """Phases of one controller. Without `initial_workers` in its settings there is only the stream, and no
+    phase is reported."""
 
     def __init__(self, config: CoordinatorConfig, membership: Membership) -> None:
         self.config, self.membership = config, membership
@@ -126,11 +122,8 @@ class Phases:
         return self._began_initial and not self.is_initial
 
     def begin_incarnation(self, plan: IncarnationPlan | None, last: Restorable | None) -> int | None:
-        """An incarnation was claimed for `plan` and starts from `last`.
-
-        Returns its number of workers (None: the wanted number).
-
-        A number that was planned in the other phase does not apply to this one."""
+        """An incarnation was claimed for `plan` and starts from `last`. Returns its number of workers (None:
+        the wanted number). A number that was planned in the other phase does not apply to this one."""
         initial = plan.initial if plan else None
         committed_input = last.manifest.input if last else None
         self.session = committed_input or (initial.session if initial else None)
@@ -149,16 +142,14 @@ class Phases:
         manifest = last.manifest if last else None
         self._next_session = manifest.input if manifest and manifest.input != self.session else None
         if self.session is not None and manifest is not None and manifest.input != self.session:
-            return self._allocator.committed(
-                {source: unit.end for source, unit in self._allocator.units.items()}
-            )
+            ends = {source: unit.end for source, unit in self._allocator.units.items()}
+            return self._allocator.committed(ends)
         positions = manifest.positions if manifest else {}
         self._allocator.committed({source_of(partition): at for partition, at in positions.items()})
 
     def with_input(self, manifest: Manifest) -> Manifest:
-        """Add the input to a commit of a session: the session and the positions that its workers reported.
-
-        If all of the session is trained, the input is what follows: the stream, from the offsets at which the
+        """Add the input to a commit of a session: the session and the positions that its workers reported. If
+        all of the session is trained, the input is what follows: the stream, from the offsets at which the
         table's version ends, or the next session from its beginning."""
         if self.session is None or not self._began_initial:
             return manifest
@@ -168,9 +159,7 @@ class Phases:
         follows = self.following if self.following and self.following.begins == self.session.ends else None
         offsets = dict.fromkeys(positions, 0) if follows else self.session.stream_behind(positions)
         parts = {
-            index: dataclasses.replace(
-                part, offsets={partition: offsets[partition] for partition in part.offsets}
-            )
+            index: dataclasses.replace(part, offsets={p: offsets[p] for p in part.offsets})
             for index, part in manifest.workers.items()
         }
         return dataclasses.replace(manifest, input=follows, workers=parts)
@@ -178,11 +167,8 @@ class Phases:
     # Plans
 
     def stored_plan(self, saved: Mapping[str, Any], begin: Callable[[], InitialRange]) -> IncarnationPlan:
-        """The plan of the incarnation before this controller.
-
-        Its number of workers counts only if the settings are unchanged.
-
-        `begin` fixes the historical range if none is stored."""
+        """The plan of the incarnation before this controller. Its number of workers counts only if the
+        settings are unchanged. `begin` fixes the historical range if none is stored."""
         initial = None
         if self.config.initial_workers > 0 or self.config.from_table:
             initial = InitialRange.from_saved(saved.get("historical")) or begin()
@@ -192,10 +178,8 @@ class Phases:
         return IncarnationPlan(workers, configured, Hold.from_saved(saved.get("hold")), initial)
 
     def next_plan(self, hold: Hold | None) -> IncarnationPlan:
-        """The plan of the next incarnation.
-
-        At the switch to the stream, the configured number of workers applies: a number that an operator
-        requested in the initial phase was meant for that phase."""
+        """The plan of the next incarnation. At the switch to the stream, the configured number of workers
+        applies: a number that an operator requested in the initial phase was meant for that phase."""
         if self._allocator is None:
             return IncarnationPlan(self.membership.next_count, self.config.num_workers, hold)
         to_stream = self.switches and self._next_session is None
@@ -223,9 +207,8 @@ class Phases:
         return {**fields, "input": self.session.plain()} if self.session and self._began_initial else fields
 
     def is_trained(self, incarnation: int) -> bool:
-        """Whether all workers have trained their units.
-
-        A commit is due then, and nobody has work until it is done."""
+        """Whether all workers have trained their units. A commit is due then, and nobody has work until it is
+        done."""
         return self.is_initial and all(self._has_trained(key, incarnation) for key in self.membership.workers)
 
     def _has_trained(self, key: Key, incarnation: int) -> bool:
@@ -242,18 +225,11 @@ class Phases:
         allocator = self._allocator
         if allocator is None or not self.is_initial:
             return None
-        progress: dict[str, Any] = {
-            "epoch": allocator.number,
-            "epochs": allocator.num_epochs,
-            "records": allocator.num_records,
-            "left": allocator.num_left,
-        }
-        if self.session:
-            progress |= {
-                "table": self.session.table,
-                "version": self.session.version,
-                "last_close_ms": self.session.last_close_ms,
-            }
+        progress: dict[str, Any] = {"epoch": allocator.number, "epochs": allocator.num_epochs}
+        progress |= {"records": allocator.num_records, "left": allocator.num_left}
+        if session := self.session:
+            progress |= {"table": session.table, "version": session.version}
+            progress |= {"last_close_ms": session.last_close_ms}
         return progress
 
     def closing_reason(self) -> str:
@@ -262,10 +238,8 @@ class Phases:
             version = self._next_session.version
             return f"a session of the warehouse is trained; the session of version {version} follows"
         if self.switches:
-            return (
-                "history is trained up to its export point; "
-                f"{self._configured} workers continue with the stream"
-            )
+            count = self._configured
+            return f"history is trained up to its export point; {count} workers continue with the stream"
         return ""
 
     @property
@@ -281,9 +255,8 @@ def historical_range(
     bounds: Mapping[int, tuple[int, int]], committed: Mapping[int, int], export: Mapping[int, int]
 ) -> Iterable[WorkUnit]:
     """One unit per partition of `samples`, from the committed offset or the oldest record to the export
-    point.
-
-    `bounds`: (oldest, end) by partition. `export`: chosen export points; the default is the current end."""
+    point. `bounds`: (oldest, end) by partition. `export`: chosen export points; the default is the current
+    end."""
     for number, (oldest, end) in sorted(bounds.items()):
         begin = max(committed.get(number, oldest), oldest)
         yield WorkUnit(source_of((SAMPLES, number)), begin, max(export.get(number, end), begin))

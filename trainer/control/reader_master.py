@@ -90,9 +90,8 @@ class ReaderMaster:
         return handle
 
     def _lease(self, header: Header) -> Header:
-        """Renew a reader's leases and grant up to `free` more.
-
-        A reader with another session gets the current one, without leases."""
+        """Renew a reader's leases and grant up to `free` more. A reader with another session gets the current
+        one, without leases."""
         reader, free = str(header["reader"]), min(int(header["free"]), MAX_WANTED)
         with self._changed:
             session = self._look()
@@ -112,11 +111,7 @@ class ReaderMaster:
             if any(lease.grant not in had for lease in leases):
                 self._changed.notify_all()
             answer: Header = {"incarnation": self._current[0], "session": self._current[1]}
-            answer["leases"] = (
-                [tuple(lease) for lease in leases]
-                if (answer["incarnation"], answer["session"]) == self._current
-                else []
-            )
+            answer["leases"] = [tuple(lease) for lease in leases]
             if session is not None and header["session"] != session.digest:
                 answer |= {"input": session.plain(), "schema": to_toml(self.schema)}
             return answer
@@ -150,9 +145,8 @@ class ReaderMaster:
             return {"holders": [tuple(lease) for lease in holders], "readers": known}
 
     def _look(self) -> TableInput | None:
-        """The session that is trained now.
-
-        A new incarnation or session starts without leases. Holds the lock."""
+        """The session that is trained now. A new incarnation or session starts without leases. Holds the
+        lock."""
         incarnation, session = self.trained()
         current = incarnation, session.digest if session else ""
         if current != self._current:
@@ -178,12 +172,9 @@ class ReaderMaster:
         with self._changed:
             self._look()
             held = [plain_lease(it) for it in self.leases.held(self.clock.monotonic_s())]
-            more: dict[str, Any] = {
-                "incarnation": self._current[0],
-                "session": self._session.plain() if self._session else None,
-            }
-            more |= {"trained": bool(self._current[1]), "held": held}
-            return self.log.body(at_ms=self.clock.now_ms(), **more)
+            session = self._session.plain() if self._session else None
+            current = {"incarnation": self._current[0], "session": session, "trained": bool(self._current[1])}
+            return self.log.body(at_ms=self.clock.now_ms(), held=held, **current)
 
     def status(self) -> dict[str, Any]:
         """Plain values for `status` and metrics: connected and wanted readers, splits, and the workers'
@@ -217,7 +208,6 @@ class ReaderMaster:
 
 class LeaseRecorder:
     """Saves the lease log in the store for `roostream inspect session --leases`, during a run and after it.
-
     One thread only."""
 
     def __init__(self, master: ReaderMaster, store: CheckpointStore, clock: Clock) -> None:
@@ -225,9 +215,8 @@ class LeaseRecorder:
         self._version, self._due_s = 0, 0.0
 
     def save_if_due(self, *, last: bool = False) -> None:
-        """Save new events, at most every SAVE_S.
-
-        If the store is unavailable, the next call after SAVE_S tries again."""
+        """Save new events, at most every SAVE_S. If the store is unavailable, the next call after SAVE_S
+        tries again."""
         now_s = self.clock.monotonic_s()
         if (now_s < self._due_s and not last) or self.master.log.version == self._version:
             return

@@ -35,7 +35,6 @@ Fetch = Callable[[Mapping[str, str | None]], dict[str, ScrapedMetrics]]
 
 class ScrapeTargets:
     """Scrapes the programs at `urls` (name → URL of /metrics), and workers at the addresses that they report.
-
     One thread calls `run`. `figures` is safe from any thread."""
 
     def __init__(
@@ -84,18 +83,16 @@ class ScrapeTargets:
 
 
 class FreshnessTracker:
-    """Latency from user actions to serving, from the histograms of all programs.
-
-    One thread calls `look`, any thread `worst`."""
+    """Latency from user actions to serving, from the histograms of all programs. One thread calls `look`, any
+    thread `worst`."""
 
     def __init__(self) -> None:
         self._recent: dict[tuple[str, str], RecentQuantiles] = {}  # by program and stage
         self._quantiles: dict[str, dict[str, dict[str, float | None]]] = {}
 
     def look(self, now_s: float, scraped: Mapping[str, ScrapedMetrics]) -> None:
-        """Add a scrape at a monotonic time.
-
-        A program that does not answer is compared with its last answer later."""
+        """Add a scrape at a monotonic time. A program that does not answer is compared with its last answer
+        later."""
         quantiles: dict[str, dict[str, dict[str, float | None]]] = {}
         for name, answer in scraped.items():
             for stage in FRESHNESS_STAGES:
@@ -109,9 +106,8 @@ class FreshnessTracker:
         self._quantiles = quantiles
 
     def worst(self, programs: Iterable[str]) -> dict[str, dict[str, float | None]]:
-        """Stage → p50 and p99 in ms over the last minutes, the worst of `programs`.
-
-        None if no program knows it."""
+        """Stage → p50 and p99 in ms over the last minutes, the worst of `programs`. None if no program knows
+        it."""
         known = [self._quantiles[name] for name in programs if name in self._quantiles]
 
         def worst(stage: str, key: str) -> float | None:
@@ -122,10 +118,8 @@ class FreshnessTracker:
 
 
 def with_workers(urls: Mapping[str, str], workers: Mapping[int, str]) -> dict[str, str]:
-    """`urls` of the settings plus the URLs that workers report.
-
-    `roostream scale` changes the number of workers, so a configured worker that is not among `workers` is
-    left out, unless `workers` is empty."""
+    """`urls` of the settings plus the URLs that workers report. `roostream scale` changes the number of
+    workers, so a configured worker that is not among `workers` is left out, unless `workers` is empty."""
     configured = {
         name: url
         for name, url in urls.items()
@@ -206,10 +200,8 @@ def rows_by_stack(scraped: Mapping[str, ScrapedMetrics]) -> dict[str, int]:
 
 def click_rate(simulate: ScrapedMetrics) -> dict[str, float | None]:
     """Expected clicks per shown candidate of the newest requests: as served, in random order, and in the best
-    order.
-
-    Also the ratio of served to random, for the newest requests and for all. Serving is still improving while
-    the first ratio is above the second."""
+    order. Also the ratio of served to random, for the newest requests and for all. Serving is still improving
+    while the first ratio is above the second."""
     name, orders = "roostream_simulator_click_rate", ("served", "random", "best")
     rates, total = (
         {o: simulate.value(name, order=o, window=window) for o in orders} for window in ("recent", "total")

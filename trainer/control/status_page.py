@@ -34,16 +34,15 @@ _FILES = {
     },
 }
 _WORST = frozenset(
-    {
+    (
         "lag_ms",
         "lag_records",
         "commit_ms",
         "paused_ms",
         "fresh_p99",
         *(f"fresh.{s}" for s in FRESHNESS_STAGES),
-    }
+    )
 )
-
 
 Values = Mapping[str, float | None]
 
@@ -55,11 +54,8 @@ class Resolution(NamedTuple):
     points: int
 
 
-RESOLUTIONS = (
-    Resolution(10, 360),
-    Resolution(60, 360),
-    Resolution(600, 432),
-)  # an hour, six hours, three days
+RESOLUTIONS = (Resolution(10, 360), Resolution(60, 360), Resolution(600, 432))
+"""An hour, six hours, three days."""
 MAX_CHANGES = 200
 
 
@@ -106,12 +102,7 @@ class History:
 
     def newest(self) -> dict[str, Any] | None:
         """The newest point of the finest resolution, in the form of `series`. It may still change."""
-        points = self._points[0]
-        return (
-            {"slot": points[-1].slot, "at_s": points[-1].at_s, "values": points[-1].values}
-            if points
-            else None
-        )
+        return dataclasses.asdict(self._points[0][-1]) if self._points[0] else None
 
     def series(self) -> list[dict[str, Any]]:
         """For each resolution `step_s` and columns of equal length: slots, times, and values by name."""
@@ -142,14 +133,13 @@ class Change(NamedTuple):
 class ChangeLog:
     """Changes of named facts, and the time of the last change of each. Not thread-safe."""
 
-    def __init__(self, max_changes: int = MAX_CHANGES) -> None:
-        self.newest: deque[Change] = deque(maxlen=max_changes)  # newest last
+    def __init__(self) -> None:
+        self.newest: deque[Change] = deque(maxlen=MAX_CHANGES)  # newest last
         self._now: dict[str, tuple[str, float]] = {}
 
     def observe(self, at_s: float, time_ms: int, facts: Mapping[str, str]) -> None:
-        """Set all facts of one moment.
-
-        A fact that is missing is forgotten. The first value of a fact is not a change."""
+        """Set all facts of one moment. A fact that is missing is forgotten. The first value of a fact is not
+        a change."""
         for what, now in facts.items():
             was = self._now.get(what)
             if was is None:
@@ -171,9 +161,8 @@ class ChangeLog:
 
 
 class Rate:
-    """Growth of a count per second between two readings.
-
-    None at the first one, and after a decrease (a restart or rollback)."""
+    """Growth of a count per second between two readings. None at the first one, and after a decrease (a
+    restart or rollback)."""
 
     def __init__(self) -> None:
         self._before: tuple[float, float] | None = None
@@ -207,13 +196,8 @@ class StatusPage:
         status, figures = self.controller.status(), self.targets.figures()
         current = self._findings(status, figures)
         with self._lock:
-            self._history.add(
-                now_s,
-                {
-                    **readings(status, figures),
-                    "trained_per_s": self._trained.of(now_s, aggregate_status(status)["requests"]),
-                },
-            )
+            trained_per_s = self._trained.of(now_s, aggregate_status(status)["requests"])
+            self._history.add(now_s, {**readings(status, figures), "trained_per_s": trained_per_s})
             self._note(now_s, status, current)
 
     def status(self) -> dict[str, Any]:
@@ -240,28 +224,23 @@ class StatusPage:
     def history(self) -> dict[str, Any]:
         """The body of `/history.json`."""
         with self._lock:
-            return plain(
-                {"format": FORMAT, "at_s": self.clock.monotonic_s(), "grains": self._history.series()}
-            )
+            grains = self._history.series()
+        return plain({"format": FORMAT, "at_s": self.clock.monotonic_s(), "grains": grains})
 
     def responses(self) -> dict[str, Callable[[], PageResponse]]:
         """Path → response, for `roostream.runtime.metrics_server.serve`, besides `static_files`."""
         return {"/status.json": lambda: _json(self.status()), "/history.json": lambda: _json(self.history())}
 
     def _members(self) -> list[str]:
-        coordinator = self.controller.coordinator
-        return [str(key) for key in coordinator.membership.everyone]
+        return [str(key) for key in self.controller.coordinator.membership.everyone]
 
     def _findings(self, status: Mapping[str, Any], figures: Mapping[str, Any]) -> list[Finding]:
         return findings(status, figures, members=self._members(), interval_ms=self.interval_ms)
 
     def _note(self, now_s: float, status: Mapping[str, Any], current: list[Finding]) -> None:
         time_ms = self.clock.now_ms()
-        self._changes.observe(
-            now_s,
-            time_ms,
-            {"state": headline(status, current).state, "incarnation": str(status["incarnation"])},
-        )
+        facts = {"state": headline(status, current).state, "incarnation": str(status["incarnation"])}
+        self._changes.observe(now_s, time_ms, facts)
         for name in ("rollbacks", "aborts"):
             if status[name] > self._counted.get(name, status[name]):
                 self._changes.add(now_s, time_ms, name[:-1], str(status["reason"]))
@@ -279,9 +258,8 @@ class StatusPage:
 
 
 def static_files() -> dict[str, Callable[[], PageResponse]]:
-    """Path → response of the page's files.
-
-    They are served before the controller is ready; the page then says so."""
+    """Path → response of the page's files. They are served before the controller is ready; the page then says
+    so."""
     return {path: functools.partial(_file, name, kind) for path, (name, kind) in _FILES.items()}
 
 
@@ -312,11 +290,9 @@ def plain(value: Any) -> Any:
             return {str(k): plain(v) for k, v in value.items()}
         case list() | tuple() | set() | frozenset():
             return [plain(v) for v in value]
-    return (
-        plain(dataclasses.asdict(value))
-        if dataclasses.is_dataclass(value) and not isinstance(value, type)
-        else str(value)
-    )
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return plain(dataclasses.asdict(value))
+    return str(value)
 
 
 def _json(document: Mapping[str, Any]) -> PageResponse:
@@ -324,10 +300,7 @@ def _json(document: Mapping[str, Any]) -> PageResponse:
     return PageResponse("application/json", body, PAGE_HEADERS)
 
 
-def _file(name: str, kind: str) -> PageResponse:
-    return PageResponse(kind, _content(name), PAGE_HEADERS)
-
-
 @functools.cache
-def _content(name: str) -> bytes:
-    return resources.files("trainer.control").joinpath("web", name).read_bytes()
+def _file(name: str, kind: str) -> PageResponse:
+    content = resources.files("trainer.control").joinpath("web", name).read_bytes()
+    return PageResponse(kind, content, PAGE_HEADERS)

@@ -58,12 +58,10 @@ class StreamHandover:
         clock: Clock,
         max_records: int,
     ) -> None:
-        """`newest`: a session of the newest version from these offsets on.
-
-        `protect`: keep a version until this wall time. `oldest`: offsets of the topic's oldest records."""
+        """`newest`: a session of the newest version from these offsets on. `protect`: keep a version until
+        this wall time. `oldest`: offsets of the topic's oldest records."""
         self.controller, self.newest, self.protect, self.oldest = controller, newest, protect, oldest
         self.clock, self.max_records = clock, max_records
-        self.margin: Margin | None = None
 
     def run(self, stop: threading.Event) -> None:
         """Run until `stop`."""
@@ -78,34 +76,30 @@ class StreamHandover:
         """Check once. Raises RoostreamError: not possible now; the last decision stays."""
         _, session = self.controller.session_now()
         if session is None:
-            self.margin = None
             return
         until_ms = self.clock.now_ms() + PROTECT_MS
         self.protect(session, until_ms)
         newest = self.newest(session.ends)
         if newest is None:
             return
-        self.margin = margin(session, newest, self.oldest())
-        if self.margin.records < 0:
+        found = margin(session, newest, self.oldest())
+        if found.records < 0:
             log.warning(
                 "Kafka has deleted %d samples after the session's end; training continues from the archive",
-                -self.margin.records,
+                -found.records,
             )
-        if needs_further_session(self.margin, self.max_records):
+        follows = needs_further_session(found, self.max_records)
+        if follows:
             self.protect(newest, until_ms)
-            return self.controller.set_following(newest)
-        self.controller.set_following(None)
+        self.controller.set_following(newest if follows else None)
 
 
 class WarehouseHistory:
     """The warehouse named by a controller's settings."""
 
     def __init__(self, config: ControllerConfig, topics: Mapping[str, str], clock: Clock) -> None:
-        """`topics`: name → id of the stream that follows.
-
-        Raises:
-            ConfigError: the packages for reading it are not installed.
-        """
+        """`topics`: name → id of the stream that follows. Raises ConfigError: the packages for reading it are
+        not installed."""
         try:
             from roostream.warehouse.sessions.sample_table import SampleTable
         except ModuleNotFoundError as error:
@@ -116,11 +110,8 @@ class WarehouseHistory:
         self.table = SampleTable(config.warehouse)
 
     def newest(self, begins: Progress | None = None) -> TableInput | None:
-        """As `SampleTable.newest`; a first session is protected before it is read.
-
-        Raises:
-            ConfigError: there is no table at the configured location, or it is damaged.
-        """
+        """As `SampleTable.newest`; a first session is protected before it is read. Raises ConfigError: there
+        is no table at the configured location, or it is damaged."""
         try:
             session = self.table.newest(self.config.session, self.topics, begins)
         except CheckpointError as error:

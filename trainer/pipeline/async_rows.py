@@ -49,11 +49,8 @@ class AsyncRows:
         self._executor.submit(self._push, lookup, gradients, times, self.pushing)
 
     def wait(self, max_in_flight: int = 0) -> None:
-        """Wait until at most `max_in_flight` pushes are unacknowledged.
-
-        Raises:
-            UnavailableError: a push failed; its note names the offsets.
-        """
+        """Wait until at most `max_in_flight` pushes are unacknowledged. Raises UnavailableError: a push
+        failed; its note names the offsets."""
         with self.stages("push"), self.changed:
             self.changed.wait_for(lambda: self._error is not None or len(self._in_flight) <= max_in_flight)
             self._check()

@@ -65,9 +65,8 @@ class _ClaimedItem:
 
 
 class PipelinedFeed:
-    """A `Feed`. Created, called and closed by the loop's thread.
-
-    Memory: `read_ahead` decoded chunks, and rows for `staleness` of them and the one in training."""
+    """A `Feed`. Created, called and closed by the loop's thread. Memory: `read_ahead` decoded chunks, and
+    rows for `staleness` of them and the one in training."""
 
     def __init__(
         self,
@@ -242,10 +241,9 @@ class PipelinedFeed:
             try:
                 chunk = self.steps.poll(request, _POLL_S)
             except BaseException as error:
-                at = (
-                    f"{topic}-{n} {offset}" for (topic, n), offset in sorted(self.source.positions().items())
-                )
-                error.add_note(f"in the reading from {', '.join(at)} on")
+                positions = sorted(self.source.positions().items())
+                at = ", ".join(f"{topic}-{n} {offset}" for (topic, n), offset in positions)
+                error.add_note(f"in the reading from {at} on")
                 self._halt.set()
                 raise
             if chunk is not None:
@@ -267,9 +265,8 @@ class PipelinedFeed:
             if item.void or rows.failed:
                 return None
             num_acknowledged, outstanding = rows.num_acknowledged, rows.in_flight()
-            outstanding += [
-                part.lookup for b in before if b.number >= self._num_trained for part in b.claimed.parts
-            ]
+            untrained = [b for b in before if b.number >= self._num_trained]
+            outstanding += [part.lookup for b in untrained for part in b.claimed.parts]
         prepared = self.steps.pull(item.claimed, rows.rows)
         return _EarlyPull(prepared, num_acknowledged, num_shared(item.claimed.parts[0].lookup, outstanding))
 
@@ -289,13 +286,8 @@ class FeedConnections(NamedTuple):
 def connect_feed(
     open_source: Callable[[], BatchSource], rows: Rows, stages: StageTimer, *, staleness: int, read_ahead: int
 ) -> FeedConnections:
-    """Connect a loop with a pipelined feed; `read_ahead` 0: everything runs in one thread.
-
-    Close the loop's feed, then the source.
-
-    Raises:
-        RoostreamError: as `open_source`; no thread is left behind.
-    """
+    """Connect a loop with a pipelined feed; `read_ahead` 0: everything runs in one thread. Close the loop's
+    feed, then the source. Raises RoostreamError: as `open_source`; no thread is left behind."""
     if not read_ahead:
         return FeedConnections(open_source(), rows, SerialFeed)
     source = SourceThread(open_source)

@@ -13,10 +13,8 @@ LOOP, BESIDE = "loop", "beside"  # values of the label `thread`
 
 
 class StageTimer:
-    """A nested stage interrupts the outer one, so that the seconds of a thread add up.
-
-    In the loop's thread, which creates this object, `pull` and `push` include waiting for them. Any thread
-    may use it."""
+    """A nested stage interrupts the outer one, so that the seconds of a thread add up. In the loop's thread,
+    which creates this object, `pull` and `push` include waiting for them. Any thread may use it."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock

@@ -50,10 +50,8 @@ class SessionSource:
         newest: Callable[[int], NewestIds],
         stages: StageTimer | None = None,
     ) -> None:
-        """`partitions`: of the stream that follows, including corrections if they are trained.
-
-        `empty`: a batch without requests. `newest`: partition → samples that the stream must not train
-        again."""
+        """`partitions`: of the stream that follows, including corrections if they are trained. `empty`: a
+        batch without requests. `newest`: partition → samples that the stream must not train again."""
         self.order, self.rows, self.empty, self.clock = order, rows, empty, clock
         self.stages = stages or StageTimer(clock)
         self._newest, self._all = newest, tuple(sorted(partitions))
@@ -206,9 +204,8 @@ class SessionSource:
         self.rows.expect(sorted(splits, key=turn), self._at, len(open_) if in_turns else 1)
 
     def _at_bounds(self, ends: Progress, partition: Partition | None) -> Chunk | None:
-        """An empty chunk for a partition at its bound, so that its turn passes.
-
-        None: everything was returned."""
+        """An empty chunk for a partition at its bound, so that its turn passes. None: everything was
+        returned."""
         if not ends:
             return None
         if partition is not None and self._turn(None, ends) is not None:
@@ -244,9 +241,8 @@ def open_session(
     stages: StageTimer | None = None,
     open_rows: OpenRows = local_rows,
 ) -> SessionSource:
-    """Open a session. `partitions`: of the stream that follows.
-
-    `horizon_ms`: how long sample ids are remembered.
+    """Open a session. `partitions`: of the stream that follows. `horizon_ms`: how long sample ids are
+    remembered.
 
     Raises:
         UnavailableError: the table cannot be read now.

@@ -116,24 +116,14 @@ class HeldFleet(Fleet):
         self.leaves = False
         self.saved = ""
 
+    def report(self, key: Key) -> dict[str, Any]:
+        more = {"fatal": self.fatal.get(key, ""), "leaving": self.leaves, "saved": self.saved}
+        return super().report(key) | more
+
     def beat(self, key: Key, results: list[dict[str, Any]] | None = None) -> list[dict[str, Any]]:
         if key not in self.members:
             return []
-        report = {
-            "step": self.step,
-            "meet": "here",
-            "fatal": self.fatal.get(key, ""),
-            "leaving": self.leaves,
-            "saved": self.saved,
-        }
-        header = {
-            "role": key.role,
-            "index": key.index,
-            "session": self.sessions.get(key, 1),
-            "report": report,
-        }
-        header |= {"incarnation": self.incarnations.get(key, 0), "results": results or []}
-        answer = self.it.handle("beat", header, ())[0]
+        answer = self.send(key, results)
         if answer["hold"] and key.role == "worker":
             self.stop(key)
         return answer["commands"]

@@ -17,7 +17,7 @@ A, B, LABELS = ("samples", 0), ("samples", 1), ("corrections", 0)
 
 
 class Offsets:
-    """See `SampleLog`. `ends` as Kafka tells them; offsets in `records` are records, all others below the end
+    """A `KafkaConsumer` to a `BacklogProbe`. `ends` as Kafka tells them; offsets in `records` are records, all others below the end
     are markers."""
 
     def __init__(self, ends: dict[Partition, int], records: Collection[tuple[Partition, int]] = ()) -> None:
@@ -54,6 +54,10 @@ class Offsets:
         return self.at[partition]
 
 
+def probe(log: Offsets) -> BacklogProbe:
+    return BacklogProbe(log)  # type: ignore[arg-type]
+
+
 def counts(lookout: BacklogProbe, committed: Mapping[Partition, int], looks: int = 3) -> list[int | None]:
     seen = [lookout.look(dict(committed)) for _ in range(looks)]
     return [None if unread is None else unread.records for unread in seen]
@@ -61,31 +65,31 @@ def counts(lookout: BacklogProbe, committed: Mapping[Partition, int], looks: int
 
 def test_backlog_is_summed_over_all_partitions() -> None:
     log = Offsets({A: 5000, B: 4000, LABELS: 9})
-    assert counts(BacklogProbe(log), {A: 1000, B: 4000}) == [4000, 4000, 4000]
+    assert counts(probe(log), {A: 1000, B: 4000}) == [4000, 4000, 4000]
     assert log.num_seeks == 0, "so many offsets aren't markers"
 
 
 def test_corrections_count_only_if_they_are_trained() -> None:
     log = Offsets({A: 5, LABELS: 9}, {(LABELS, 8)})
-    assert counts(BacklogProbe(log), {A: 5}) == [0, 0, 0]
-    assert counts(BacklogProbe(log), {A: 5, LABELS: 6}) == [3, 3, 3]
+    assert counts(probe(log), {A: 5}) == [0, 0, 0]
+    assert counts(probe(log), {A: 5, LABELS: 6}) == [3, 3, 3]
 
 
 def test_before_the_first_commit_the_whole_log_is_backlog() -> None:
     log = Offsets({A: 12}, {(A, 11)})
     log.oldest[A] = 10
-    assert counts(BacklogProbe(log), {}) == [2, 2, 2]
+    assert counts(probe(log), {}) == [2, 2, 2]
 
 
 def test_deleted_records_are_not_backlog() -> None:
     log = Offsets({A: 50})
     log.oldest[A] = 50
-    assert counts(BacklogProbe(log), {A: 20}) == [0, 0, 0]
+    assert counts(probe(log), {A: 20}) == [0, 0, 0]
 
 
 def test_transaction_markers_are_read_once_and_do_not_count() -> None:
     log = Offsets({A: 11, B: 4})
-    lookout = BacklogProbe(log)
+    lookout = probe(log)
     assert counts(lookout, {A: 10, B: 3}) == [2, 0, 0] and log.num_seeks == 1
     assert log.held == {A, B}, "nothing is fetched for nobody"
     log.ends[A] = 13
@@ -95,7 +99,7 @@ def test_transaction_markers_are_read_once_and_do_not_count() -> None:
 
 def test_a_log_whose_end_went_back_is_read_again() -> None:
     log = Offsets({A: 11})
-    lookout = BacklogProbe(log)
+    lookout = probe(log)
     assert counts(lookout, {A: 8}) == [3, 0, 0]
     log.ends[A], log.records = 9, {(A, 8), (A, 9), (A, 10)}
     assert counts(lookout, {A: 8}) == [1, 1, 1]
@@ -105,7 +109,7 @@ def test_a_log_whose_end_went_back_is_read_again() -> None:
 
 def test_backlog_is_unknown_when_kafka_is_unavailable() -> None:
     log = Offsets({A: 11})
-    lookout = BacklogProbe(log)
+    lookout = probe(log)
     log.hangs = True
     assert counts(lookout, {A: 10}) == [1, None, None]
     log.away = True

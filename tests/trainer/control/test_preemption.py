@@ -31,14 +31,7 @@ def preempt(fleet: Fleet, key: Key, notice_s: float = 20.0, max_turns: int = 200
 
 def told(fleet: Fleet, key: Key, **report: Any) -> dict[str, Any]:
     """What a beat of it is answered."""
-    header = {
-        "role": key.role,
-        "index": key.index,
-        "session": fleet.sessions.get(key, 1),
-        "results": [],
-        "report": report,
-    }
-    return dict(fleet.it.handle("beat", {**header, "incarnation": fleet.incarnations.get(key, 0)}, ())[0])
+    return fleet.send(key, report=report)
 
 
 @pytest.mark.parametrize("who", JOBS)

@@ -3,6 +3,7 @@ runs."""
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from typing import Any
 
@@ -11,11 +12,11 @@ import pytest
 from roostream.errors import ConfigError, FencedError
 from roostream.runtime import manifest as manifests
 from roostream.runtime.clock import FakeClock
-from tests.trainer.control.test_coordinator import ANSWERS
+from tests.trainer.control.test_coordinator import ANSWERS, FACTS
 from tests.trainer.memory_store import MemoryStore
 from trainer.control.controller import Controller
 from trainer.control.coordinator import Coordinator
-from trainer.control.types import CoordinatorConfig, Key, State
+from trainer.control.types import Key, State
 
 MEET = "10.0.0.1:4000"
 
@@ -27,15 +28,7 @@ class Fleet:
         self, num_workers: int = 1, store: MemoryStore | None = None, started: int | None = None
     ) -> None:
         self.store, self.clock = store or MemoryStore(), FakeClock()
-        facts = CoordinatorConfig(
-            schema="ff",
-            seed=0,
-            num_shards=2,
-            num_workers=num_workers,
-            num_buckets=64,
-            num_partitions=4,
-            kafka={},
-        )
+        facts = dataclasses.replace(FACTS, num_workers=num_workers)
         self.it = Controller(Coordinator(facts), self.store, self.clock, long_poll_s=0)
         self.members = [Key("shard", 0), Key("shard", 1)]
         self.sessions: dict[Key, int] = {}
@@ -54,19 +47,22 @@ class Fleet:
     def stop(self, key: Key) -> None:
         self.members.remove(key)
 
-    def beat(self, key: Key, results: list[dict[str, Any]] | None = None) -> list[dict[str, Any]]:
-        report = (
-            {} if key.role == "shard" else {"step": self.step, **({"meet": MEET} if key.index == 0 else {})}
-        )
-        report |= {"leaving": key in self.leaving, "seen_at": f"h:{key.index}"}
-        header = {
-            "role": key.role,
-            "index": key.index,
-            "session": self.sessions.get(key, 1),
-            "report": report,
-        }
+    def report(self, key: Key) -> dict[str, Any]:
+        report: dict[str, Any] = {"leaving": key in self.leaving, "seen_at": f"h:{key.index}"}
+        report |= {"step": self.step} if key.role == "worker" else {}
+        return report | ({"meet": MEET} if key == Key("worker", 0) else {})
+
+    def send(
+        self, key: Key, results: list[dict[str, Any]] | None = None, report: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """The answer to a beat."""
+        header = {"role": key.role, "index": key.index, "session": self.sessions.get(key, 1)}
         header |= {"incarnation": self.incarnations.get(key, 0), "results": results or []}
-        return self.it.handle("beat", header, ())[0]["commands"]
+        header["report"] = self.report(key) if report is None else report
+        return dict(self.it.handle("beat", header, ())[0])
+
+    def beat(self, key: Key, results: list[dict[str, Any]] | None = None) -> list[dict[str, Any]]:
+        return self.send(key, results)["commands"]
 
     def answer(self, key: Key, command: dict[str, Any]) -> dict[str, Any]:
         self.asked.append((key, command))

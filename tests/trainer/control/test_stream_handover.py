@@ -91,7 +91,6 @@ def test_table_versions_in_use_are_protected() -> None:
     case.it.check()
     assert case.controller.followed == [NEWER] and case.asked == [SESSION.ends]
     assert case.held == [(7, 1000 + PROTECT_MS), (9, 1000 + PROTECT_MS)]
-    assert case.it.margin == Margin(records=90, archived=40)
 
 
 def test_the_stream_follows_if_little_was_archived_meanwhile() -> None:
@@ -104,7 +103,7 @@ def test_nothing_is_checked_during_the_stream() -> None:
     case = Case()
     case.controller.now = None
     case.it.check()
-    assert (case.controller.followed, case.held, case.it.margin) == ([], [], None)
+    assert (case.controller.followed, case.held) == ([], [])
 
 
 def test_a_failed_check_changes_nothing_and_is_retried(
