@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import cache
+from typing import Any
 
 import numpy as np
 
@@ -16,6 +17,7 @@ from roostream.wire import records as wire
 from roostream.wire import roo_pb2 as pb
 from roostream.wire.block import encode_nro, encode_ro
 from roostream.wire.records import Record
+from trainer.deployment_identity import DeploymentIdentity
 
 T0 = 1_700_000_000_000
 NUM_ITEMS = 7
@@ -31,16 +33,17 @@ MODEL = RankerConfig(
 )
 
 
+TABLES: dict[str, Any] = {
+    "tables": {"user": {"dim": 2}, "item": {"dim": 4, "rule": "rowwise_adagrad"}},
+    "ro": [{"name": "user", "kind": "ids", "table": "user"}, {"name": "hour", "kind": "float"}],
+    "nro": [{"name": "item", "kind": "ids", "table": "item"}, {"name": "age", "kind": "float"}],
+    "label": [{"name": "click", "action": "click", "fold": "any"}],
+}
+
+
 @cache
 def schema() -> Schema:
-    return schema_from_dict(
-        {
-            "tables": {"user": {"dim": 2}, "item": {"dim": 4, "rule": "rowwise_adagrad"}},
-            "ro": [{"name": "user", "kind": "ids", "table": "user"}, {"name": "hour", "kind": "float"}],
-            "nro": [{"name": "item", "kind": "ids", "table": "item"}, {"name": "age", "kind": "float"}],
-            "label": [{"name": "click", "action": "click", "fold": "any"}],
-        }
-    )
+    return schema_from_dict(TABLES)
 
 
 @cache
@@ -71,6 +74,16 @@ def sample(
         weight=1.0,
     )
     return wire.encode(wire.SAMPLE, message)
+
+
+KAFKA: dict[str, Any] = {"cluster_id": "c", "topics": {"samples": "1"}}
+
+
+def identity(**changes: Any) -> DeploymentIdentity:
+    """Of a deployment with one shard."""
+    settings: dict[str, Any] = {"schema": schema(), "registry": {}.get, "kafka": KAFKA, "num_shards": 1}
+    settings |= {"num_buckets": 64, "num_partitions": 4, "seed": 0}
+    return DeploymentIdentity(**{**settings, **changes})
 
 
 def corrected(

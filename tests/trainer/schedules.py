@@ -5,32 +5,29 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from typing import Any
 
 from tests.trainer.network import CONTROLLER, STORE, DeadLink, Lasting, SlowShard
-from tests.trainer.simulator import Kill
+from tests.trainer.simulator import Kill, Simulation
 
 SHARDS = ("shard 0", "shard 1")
 LIMITS = {"step_timeout_s": 5.0, "restore_timeout_s": 6.0}
 """Below what a slow shard can take, 0.25 s a round, so that it is slower than what its fleet waits for."""
 
 
+def around(who: str, *kinds: str) -> list[tuple[str, str, str]]:
+    """The moments before and after each of these."""
+    return [(who, kind, when) for kind in kinds for when in ("before", "after")]
+
+
 def moments(workers: int) -> list[tuple[str, str, str]]:
-    names, both = [f"worker {i}" for i in range(workers)], ("before", "after")
+    names = [f"worker {i}" for i in range(workers)]
+    commands = ("restore", "start", "cut", "resume", "write", "commit")
     return [
-        *(
-            (w, kind, when)
-            for w in names
-            for kind in ("restore", "start", "cut", "resume", "write", "commit")
-            for when in both
-        ),
-        *(
-            (s, kind, when)
-            for s in SHARDS
-            for kind in ("restore", "freeze", "write", "commit")
-            for when in both
-        ),
-        *((CONTROLLER, effect, when) for effect in ("claim", "link") for when in both),
-        *((w, "push", "before") for w in names),
+        *(moment for name in names for moment in around(name, *commands)),
+        *(moment for name in SHARDS for moment in around(name, "restore", "freeze", "write", "commit")),
+        *around(CONTROLLER, "claim", "link"),
+        *((name, "push", "before") for name in names),
     ]
 
 
@@ -91,3 +88,51 @@ def lasting_of(seed: int, workers: int) -> Lasting:
         )
     ]
     return Lasting(tuple(dead), tuple(slow) if not number or draw.random() < 0.5 else ())
+
+
+def lasting(seed: int, workers: int) -> dict[str, Any]:
+    """Options of a simulation: faults that last, for two of three seeds."""
+    return {"lasting": lasting_of(seed, workers), "limits": LIMITS} if seed % 3 else {}
+
+
+def drawn(seed: int, workers: int) -> dict[str, Any]:
+    """Options of a simulation: kills and disorder by the seed, and faults that last."""
+    return {"seed": seed, "kills": kills_of(seed, workers), **lasting(seed, workers)}
+
+
+def run_schedule(simulation: Simulation, seed: int) -> Simulation:
+    """Run to the end; for every seventh seed a second controller begins beside the first."""
+    if seed % 7 == 0:
+        for _ in range(4 + seed % 9):
+            simulation.round()
+        simulation.start(CONTROLLER)
+    return simulation.run_as_far_as_kills_go()
+
+
+PHASED = {
+    "exact": True,
+    "num_workers": 1,
+    "initial_workers": 2,
+    "initial_batch_requests": 6,
+    "unit_records": 7,
+}
+"""History by two workers in large batches, then the stream by one."""
+
+SWITCH_MOMENTS = [
+    *around(CONTROLLER, "link", "claim"),
+    *(
+        (who, kind, "after")
+        for who in ("worker 0", "worker 1")
+        for kind in ("cut", "write", "commit", "restore", "start")
+    ),
+    ("shard 0", "freeze", "after"),
+    ("shard 1", "commit", "before"),
+]
+
+
+def kill_in_switch(moment: tuple[str, str, str], victim: str) -> Kill:
+    """The third commit is the last of history; the second claim and restore are those of the switch."""
+    occurrence = 2 if moment[1] in ("claim", "restore", "start") else 3
+    if moment[0] == "worker 1" and occurrence == 2:
+        occurrence = 1  # it does not train the stream
+    return Kill(moment, victim, occurrence)

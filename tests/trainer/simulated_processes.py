@@ -54,9 +54,7 @@ class Site:
     disks."""
 
     schema: Schema = dataclasses.field(default_factory=samples.schema)
-    kafka: Mapping[str, Any] = dataclasses.field(
-        default_factory=lambda: {"cluster_id": "c", "topics": {"samples": "1"}}
-    )
+    kafka: Mapping[str, Any] = dataclasses.field(default_factory=lambda: dict(samples.KAFKA))
     objects: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
     disks: Sequence[Any] = ()
 
@@ -65,15 +63,8 @@ class Site:
         return {s.fingerprint: s for s in (samples.schema(), self.schema)}.get(fingerprint)
 
     def identity(self, facts: CoordinatorConfig) -> DeploymentIdentity:
-        return DeploymentIdentity(
-            schema=self.schema,
-            registry=self.registry,
-            kafka=self.kafka,
-            num_shards=facts.num_shards,
-            num_buckets=facts.num_buckets,
-            num_partitions=facts.num_partitions,
-            seed=facts.seed,
-        )
+        site = {"schema": self.schema, "registry": self.registry, "kafka": self.kafka}
+        return samples.identity(**site, num_shards=facts.num_shards)
 
 
 @dataclasses.dataclass

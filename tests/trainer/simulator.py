@@ -454,6 +454,9 @@ class Simulation:
             }
         return out
 
+    def assert_applied_once(self, numbers: Sequence[int]) -> None:
+        assert self.pushes() == dict.fromkeys(sorted(set(numbers)), 1)
+
     def bits(self) -> dict[str, bytes]:
         """Every parameter and optimizer state, dense and sparse."""
         out = {name: value.tobytes() for name, value in self.worker.loop.snapshot().shared.items()}

@@ -6,33 +6,50 @@ from typing import Any
 
 import pytest
 
+from roostream.errors import ConfigError, SchemaError
 from roostream.schema.schema import Schema
 from roostream.schema.schema_file import schema_from_dict
 from tests.runtime.manifest_cases import a_manifest
 from trainer.deployment_identity import check_schema
 
 
-def schema(dim: int, **user: Any) -> Schema:
+def schema(dim: int, label: str = "click", **user: Any) -> Schema:
     return schema_from_dict(
         {
             "tables": {"user": {"dim": dim, **user}},
             "ro": [{"name": "user", "kind": "ids", "table": "user"}],
-            "label": [{"name": "click", "action": "click"}],
+            "label": [{"name": label, "action": "click"}],
         }
     )
+
+
+COMMITTED = schema(4)
+MANIFEST = a_manifest(3, schema=f"{COMMITTED.fingerprint:016x}")
 
 
 @pytest.mark.parametrize(
     ("now", "why"),
     [
-        (schema(2), "the same"),
-        (schema(5), "wider"),
-        (schema(2, rule="adam"), "another rule, which is no part of what samples are read by"),
-        (schema(2, init_scale=0.5), "rows that aren't there yet begin otherwise"),
-        (schema(5, rule="rowwise_adagrad"), "both"),
+        (schema(4), "the same"),
+        (schema(4, init_scale=0.5), "new rows begin otherwise"),
+        (schema(5, rule="rowwise_adagrad"), "wider, by another rule"),
     ],
 )
 def test_storage_settings_of_rows_may_change_after_a_commit(now: Schema, why: str) -> None:
-    committed = schema(2)
-    manifest = a_manifest(3, schema=f"{committed.fingerprint:016x}")
-    check_schema(manifest, now, {committed.fingerprint: committed}.get)
+    check_schema(MANIFEST, now, {COMMITTED.fingerprint: COMMITTED}.get)
+
+
+@pytest.mark.parametrize(
+    ("now", "known", "error", "message"),
+    [
+        (schema(3), True, SchemaError, r"'user'.* 4 .* 3:"),
+        (schema(4, label="like"), True, SchemaError, r"labels \['click'\] .* \['like'\]"),
+        (schema(5), False, ConfigError, "in the store"),
+    ],
+)
+def test_what_the_committed_weights_and_rows_do_not_fit_is_refused(
+    now: Schema, known: bool, error: type[Exception], message: str
+) -> None:
+    registry = {COMMITTED.fingerprint: COMMITTED} if known else {}
+    with pytest.raises(error, match=message):
+        check_schema(MANIFEST, now, registry.get)

@@ -3,6 +3,7 @@ in memory."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import queue
 import re
@@ -33,14 +34,13 @@ from roostream.runtime.rpc.server import RpcServer
 from roostream.runtime.thread_group import StopBudget
 from roostream.wire.decode import Decoder
 from tests.trainer import samples
+from tests.trainer.control.test_coordinator import FACTS
 from tests.trainer.loops import PARTITIONS, MemoryOutputs
 from tests.trainer.real_shard import RealShard
 from trainer.config import LoopConfig
 from trainer.control.controller import Controller
 from trainer.control.coordinator import Coordinator
 from trainer.control.idle import Backlog, IdleDetector, IdleHoldWatcher, IdleRule
-from trainer.control.types import CoordinatorConfig
-from trainer.deployment_identity import DeploymentIdentity
 from trainer.loop import LoopDependencies, TrainLoop
 from trainer.metrics import WORKER
 from trainer.monitoring.caught_up import CaughtUpLimits, TrainingState
@@ -54,7 +54,6 @@ from trainer.worker_monitor import Monitor
 from trainer.worker_program import train
 
 LONG_S = 60.0
-KAFKA: dict[str, Any] = {"cluster_id": "c", "topics": {"samples": "1"}}
 
 
 class Ahead(SystemClock):
@@ -99,15 +98,9 @@ class Together:
 
     def __init__(self, folder: Path) -> None:
         self.store, self.clock = FileStore(folder), SystemClock()
-        facts = CoordinatorConfig(
-            schema=f"{samples.schema().fingerprint:016x}",
-            seed=0,
-            num_shards=2,
-            num_buckets=64,
-            num_partitions=4,
-            kafka=KAFKA,
-            commit_interval_s=0.1,
-            holds_idle=True,
+        schema = f"{samples.schema().fingerprint:016x}"
+        facts = dataclasses.replace(
+            FACTS, schema=schema, kafka=samples.KAFKA, commit_interval_s=0.1, holds_idle=True
         )
         self.controller = Controller(Coordinator(facts, self.clock.monotonic_s()), self.store, self.clock)
         self.server = RpcServer(self.controller.handle).start()
@@ -143,46 +136,25 @@ class Together:
         """`spoilt`: its weights are not finite after each restore."""
         shards = [SocketTransport(f"127.0.0.1:{port}") for port in self.ports]
         client = Client(samples.schema(), shards, worker=0, resend_for_s=0.5)
-        settings = LoopConfig(batch_requests=4, max_batch_wait_ms=50)
+        settings = LoopConfig(batch_requests=4)
         decoder = Decoder(samples.schema(), {}.get)
         outputs = MemoryOutputs()
         stages = StageTimer(self.clock)
         batches, rows, feed = connect_feed(
-            lambda: RecordSource(
-                source, decoder, self.clock, max_wait_ms=settings.max_batch_wait_ms, stages=stages
-            ),
+            lambda: RecordSource(source, decoder, self.clock, max_wait_ms=50, stages=stages),
             ShardRows(client),
             stages,
             staleness=staleness,
             read_ahead=2,
         )
+        parts: dict[str, Any] = {"source": batches, "rows": rows, "feed": feed, "outputs": outputs}
         saved = SavedBatches(home) if home else None
-        wiring = LoopDependencies(
-            source=batches,
-            rows=rows,
-            outputs=outputs,
-            clock=self.clock,
-            feed=feed,
-            stages=stages,
-            saved=saved,
-        )
-        identity = DeploymentIdentity(
-            schema=samples.schema(),
-            registry={}.get,
-            kafka=KAFKA,
-            num_shards=2,
-            num_buckets=64,
-            num_partitions=4,
-            seed=0,
-        )
+        wiring = LoopDependencies(**parts, clock=self.clock, stages=stages, saved=saved)
+        identity = samples.identity(num_shards=2)
         loop = (SpoiltLoop if spoilt else TrainLoop)(settings, samples.schema(), samples.MODEL, wiring)
         worker = Worker(loop, outputs, self.store, identity)
-        monitor, stop, left, clock = (
-            Monitor(worker, self.clock, CaughtUpLimits(lag_ms=5000)),
-            Stop(),
-            threading.Event(),
-            Ahead(),
-        )
+        monitor = Monitor(worker, self.clock, CaughtUpLimits(lag_ms=5000))
+        stop, left, clock = Stop(), threading.Event(), Ahead()
         dial, ending = lambda: SocketTransport(self.server.address), StopBudget(stop, LONG_S)
         member = ControllerAgent(
             dial, "worker", 0, worker.submit, monitor.report, left, clock=clock, stop_budget=ending
@@ -250,12 +222,11 @@ def together(tmp_path: Path) -> Iterator[Together]:
     stage.stop_all()
 
 
-@pytest.mark.parametrize("staleness", [0, 1])
-def test_g3_training_resumes_by_itself_after_a_shard_was_killed(together: Together, staleness: int) -> None:
+def test_g3_training_resumes_by_itself_after_a_shard_was_killed(together: Together) -> None:
     source = MemoryConsumer(PARTITIONS, samples.records(list(range(1, 21))))
     kill = together.shard(0)
     together.shard(1)
-    monitor = together.worker(source, staleness).monitor
+    monitor = together.worker(source, staleness=1).monitor
     together.wait_for(lambda: together.committed(20))
     kill()
     together.shard(0)
@@ -312,18 +283,6 @@ def preempted(together: Together, role: str) -> dict[str, Any]:
 @pytest.mark.parametrize("role", ["worker", "controller"])
 def test_a_preempted_job_exits_after_the_commit(together: Together, role: str) -> None:
     assert preempted(together, role)["committed"] is True
-
-
-def test_a_stopping_controller_commits_before_it_exits(together: Together) -> None:
-    source = MemoryConsumer(PARTITIONS, samples.records(list(range(1, 9))))
-    for index in (0, 1):
-        together.shard(index)
-    loop = together.worker(source).monitor.worker.loop
-    together.wait_for(lambda: loop.num_steps >= 1)
-    together.stop.set()
-    together.control.join(LONG_S)
-    last = manifests.newest(together.store)
-    assert not together.control.is_alive() and last is not None and last.manifest.step == loop.num_steps
 
 
 def test_a_pausing_stream_holds_training_until_the_next_record(together: Together) -> None:

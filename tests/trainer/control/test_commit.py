@@ -10,6 +10,7 @@ import functools
 import itertools
 import logging
 import random
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -18,43 +19,27 @@ from hypothesis import strategies as st
 from roostream.runtime import manifest as manifests
 from tests.trainer import samples
 from tests.trainer.network import CONTROLLER
-from tests.trainer.schedules import moments_and_victims
+from tests.trainer.schedules import around, moments_and_victims
 from tests.trainer.simulator import WORKER, Kill, Simulation
 from trainer.control.types import State
 
 EVERYONE = (CONTROLLER, WORKER, "shard 0", "shard 1")
 MOMENTS = [
-    *(
-        (WORKER, kind, when)
-        for kind in ("restore", "start", "cut", "resume", "write", "commit")
-        for when in ("before", "after")
-    ),
-    *(
-        ("shard 0", kind, when)
-        for kind in ("restore", "freeze", "write", "commit")
-        for when in ("before", "after")
-    ),
+    *around(WORKER, "restore", "start", "cut", "resume", "write", "commit"),
+    *around("shard 0", "restore", "freeze", "write", "commit"),
     ("shard 1", "freeze", "after"),
     ("shard 1", "write", "after"),
-    *((CONTROLLER, effect, when) for effect in ("claim", "link") for when in ("before", "after")),
+    *around(CONTROLLER, "claim", "link"),
     (WORKER, "push", "before"),
 ]
 EXACT_NUMBERS = list(range(1, 49))
-LIVE_NUMBERS = [
-    n for i in range(1, 41) for n in ((i, i - 3) if i % 5 == 0 else (i,))
-]  # some are emitted again
+# Some are emitted again.
+LIVE_NUMBERS = [n for i in range(1, 41) for n in ((i, i - 3) if i % 5 == 0 else (i,))]
 
 
 @functools.cache
 def undisturbed() -> dict[str, bytes]:
     return Simulation(samples.records(EXACT_NUMBERS), exact=True).run().bits()
-
-
-def assert_applied_once(simulation: Simulation, numbers: list[int]) -> None:
-    pushes = simulation.pushes()
-    assert pushes == dict.fromkeys(sorted(set(numbers)), 1), {
-        n: pushes.get(n, 0) for n in set(numbers) if pushes.get(n, 0) != 1
-    }
 
 
 @pytest.mark.parametrize(("moment", "victim"), moments_and_victims(MOMENTS, EVERYONE), ids=str)
@@ -63,7 +48,7 @@ def test_g2_g11_a_kill_at_any_moment_of_the_second_commit(moment: tuple[str, str
     kill = Kill(moment, victim, occurrence)
     simulation = Simulation(samples.records(EXACT_NUMBERS), exact=True, kills=[kill]).run()
     assert simulation.killed == [victim]
-    assert_applied_once(simulation, EXACT_NUMBERS)
+    simulation.assert_applied_once(EXACT_NUMBERS)
     assert simulation.bits() == undisturbed()
 
 
@@ -83,7 +68,7 @@ def test_g2_every_sample_is_applied_once_through_any_kills_and_re_emissions(
 ) -> None:
     simulation = Simulation(samples.records(LIVE_NUMBERS), kills=schedule, restart_after=restart_after)
     simulation.run_as_far_as_kills_go()
-    assert_applied_once(simulation, LIVE_NUMBERS)
+    simulation.assert_applied_once(LIVE_NUMBERS)
 
 
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -110,23 +95,16 @@ def test_g2_g11_lost_late_and_duplicated_messages_change_nothing(seed: int) -> N
         samples.records(EXACT_NUMBERS), exact=True, seed=seed, kills=kills_of(seed) if seed % 2 else []
     )
     simulation.run_as_far_as_kills_go()
-    assert (
-        simulation.disorder.drawn.keys() & FAULTS_OF_BEATS
-        and simulation.disorder.drawn.keys() & FAULTS_OF_CALLS
-    )
-    assert_applied_once(simulation, EXACT_NUMBERS)
+    drawn = simulation.disorder.drawn.keys()
+    assert drawn & FAULTS_OF_BEATS and drawn & FAULTS_OF_CALLS
+    simulation.assert_applied_once(EXACT_NUMBERS)
     assert simulation.bits() == undisturbed()
 
 
 @pytest.mark.parametrize("seed", range(100, 108))
 def test_g11_real_shards_are_bit_equal_in_the_same_disorder(seed: int) -> None:
-    simulation = Simulation(
-        samples.records(EXACT_NUMBERS),
-        exact=True,
-        seed=seed,
-        kills=kills_of(seed) if seed % 2 else [],
-        real_shards=True,
-    )
+    faults: dict[str, Any] = {"seed": seed, "kills": kills_of(seed) if seed % 2 else []}
+    simulation = Simulation(samples.records(EXACT_NUMBERS), exact=True, real_shards=True, **faults)
     simulation.run_as_far_as_kills_go()
     assert simulation.bits() == undisturbed_on_real_shards()
 
@@ -135,7 +113,7 @@ def test_g11_real_shards_are_bit_equal_in_the_same_disorder(seed: int) -> None:
 def test_g2_live_training_in_the_same_disorder(seed: int) -> None:
     simulation = Simulation(samples.records(LIVE_NUMBERS), seed=seed, kills=kills_of(seed))
     simulation.run_as_far_as_kills_go()
-    assert_applied_once(simulation, LIVE_NUMBERS)
+    simulation.assert_applied_once(LIVE_NUMBERS)
 
 
 @pytest.mark.parametrize("seed", range(300, 305))
@@ -173,14 +151,12 @@ def test_g3_training_waits_for_a_missing_member() -> None:
     )
     simulation.run()
     assert simulation.controller is not None and simulation.controller.coordinator.incarnation >= 2
-    assert_applied_once(simulation, LIVE_NUMBERS)
+    simulation.assert_applied_once(LIVE_NUMBERS)
 
 
 def test_committed_samples_each_have_a_prediction_made_before_their_update() -> None:
     simulation = Simulation(samples.records(LIVE_NUMBERS)).run()
-    assert sorted(prediction.sample_id for prediction in simulation.outputs.predicted) == sorted(
-        set(LIVE_NUMBERS)
-    )
+    assert sorted(p.sample_id for p in simulation.outputs.predicted) == sorted(set(LIVE_NUMBERS))
     assert simulation.last.workers[0].dedupe == len(set(LIVE_NUMBERS))
     assert simulation.last.workers[0].metrics["requests"] == len(set(LIVE_NUMBERS))
 
@@ -200,7 +176,7 @@ two_workers = st.builds(
 def test_g2_every_worker_s_part_is_committed_and_restored(schedule: list[Kill]) -> None:
     simulation = Simulation(samples.records(LIVE_NUMBERS), num_workers=2, kills=schedule)
     simulation.run_as_far_as_kills_go()
-    assert_applied_once(simulation, LIVE_NUMBERS)
+    simulation.assert_applied_once(LIVE_NUMBERS)
     of = simulation.last.workers
     assert [set(part.offsets) for part in of.values()] == [{("samples", 0)}, {("samples", 1)}]
     assert sum(part.dedupe for part in of.values()) == len(set(LIVE_NUMBERS))
@@ -223,7 +199,7 @@ def test_g5_a_damaged_newest_manifest_is_skipped(caplog: pytest.LogCaptureFixtur
     with caplog.at_level(logging.WARNING):
         disturbed_at_rest(simulation)
     assert newest in caplog.text
-    assert_applied_once(simulation, EXACT_NUMBERS)
+    simulation.assert_applied_once(EXACT_NUMBERS)
     assert simulation.bits() == undisturbed()
 
 
@@ -235,7 +211,7 @@ def test_g5_a_damaged_file_of_a_trainer_is_never_loaded(part: str, caplog: pytes
     with caplog.at_level(logging.WARNING):
         disturbed_at_rest(simulation)
     assert "it is damaged" in caplog.text and "previous manifest" in caplog.text
-    assert_applied_once(simulation, EXACT_NUMBERS)
+    simulation.assert_applied_once(EXACT_NUMBERS)
     assert simulation.bits() == undisturbed()
 
 
@@ -243,7 +219,7 @@ def test_g5_a_damaged_segment_is_never_loaded() -> None:
     simulation = Simulation(samples.records(EXACT_NUMBERS), exact=True).run()
     del simulation.disks[0][simulation.last.shards[0]["segments"][0]["name"]]
     disturbed_at_rest(simulation)
-    assert_applied_once(simulation, EXACT_NUMBERS)
+    simulation.assert_applied_once(EXACT_NUMBERS)
     assert simulation.bits() == undisturbed()
 
 
@@ -260,7 +236,7 @@ def test_a_full_disk_at_the_link_or_the_dense_file_only_delays_the_commit(
     simulation.run()
     coordinator = simulation.controller.coordinator
     assert (coordinator.num_aborts, coordinator.num_rollbacks) == (aborts, 0)
-    assert_applied_once(simulation, LIVE_NUMBERS)
+    simulation.assert_applied_once(LIVE_NUMBERS)
 
 
 def test_of_two_controllers_the_older_one_exits_and_commits_nothing_more() -> None:
@@ -275,14 +251,11 @@ def test_of_two_controllers_the_older_one_exits_and_commits_nothing_more() -> No
     simulation.clock.advance(5)
     with pytest.raises(manifests.FencedError, match="was claimed by another controller"):
         old.turn()
+    beat = {"role": "shard", "index": 0, "session": 1, "incarnation": 0, "results": [], "report": {}}
     with pytest.raises(manifests.FencedError):
-        old.handle(
-            "beat",
-            {"role": "shard", "index": 0, "session": 1, "incarnation": 0, "results": [], "report": {}},
-            (),
-        )
+        old.handle("beat", beat, ())
     assert simulation.last.name == committed
-    assert_applied_once(simulation, LIVE_NUMBERS)
+    simulation.assert_applied_once(LIVE_NUMBERS)
 
 
 def test_a_manifest_linked_just_before_fencing_is_restored_by_the_next_controller() -> None:
@@ -314,7 +287,7 @@ def test_a_manifest_linked_just_before_fencing_is_restored_by_the_next_controlle
         == old.coordinator.last.name
     )  # type: ignore[union-attr]
     simulation.run()
-    assert_applied_once(simulation, EXACT_NUMBERS)
+    simulation.assert_applied_once(EXACT_NUMBERS)
     assert simulation.bits() == undisturbed()
 
 

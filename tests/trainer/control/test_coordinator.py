@@ -164,15 +164,7 @@ def test_a_commit_sends_its_commands_in_the_documented_order() -> None:
     group.asked.clear()
     group.to(State.LINKING)
     manifest = group.link()
-    assert [kind for _, kind in group.asked] == [
-        "cut",
-        "freeze",
-        "freeze",
-        "resume",
-        "write",
-        "write",
-        "write",
-    ]
+    assert " ".join(kind for _, kind in group.asked) == "cut freeze freeze resume write write write"
     assert (manifest.seq, manifest.incarnation, manifest.step, manifest.watermark_ms) == (1, 1, 3, 77)
     assert manifest.offsets == {("samples", 0): 5, ("samples", 1): 6} and manifest.rows_end == {0: 10, 1: 11}
     assert manifest.shards == {i: {"segments": [{"name": "s"}]} for i in (0, 1)}

@@ -13,7 +13,7 @@ import pytest
 
 from tests.trainer import samples
 from tests.trainer.network import CONTROLLER, STORE, DeadLink, Lasting, SlowShard
-from tests.trainer.schedules import LIMITS, kills_of, lasting_of
+from tests.trainer.schedules import LIMITS, drawn, kills_of, run_schedule
 from tests.trainer.simulator import Kill, Simulation
 
 NUMBERS = list(range(1, 25))
@@ -34,29 +34,14 @@ def fleet(workers: int, **more: object) -> Simulation:
     )  # type: ignore[arg-type]
 
 
-def assert_applied_once(simulation: Simulation, numbers: list[int]) -> None:
-    assert simulation.pushes() == dict.fromkeys(sorted(set(numbers)), 1)
-
-
-def lasting(seed: int, workers: int) -> dict[str, object]:
-    return {"lasting": lasting_of(seed, workers), "limits": LIMITS} if seed % 3 else {}
-
-
 def schedule(seed: int) -> None:
     """Two or three workers; every fifth on the parameter server's own shards; every seventh with a second
     controller; two of three with faults that last."""
     workers, real = 2 + seed % 2, seed % 5 == 0
-    simulation = fleet(
-        workers, seed=seed, kills=kills_of(seed, workers), real_shards=real, **lasting(seed, workers)
-    )
-    if seed % 7 == 0:
-        for _ in range(4 + seed % 9):
-            simulation.round()
-        simulation.start(CONTROLLER)  # beside the one that is still there
-    simulation.run_as_far_as_kills_go()
+    simulation = run_schedule(fleet(workers, real_shards=real, **drawn(seed, workers)), seed)
     assert simulation.bits() == undisturbed(workers, real), f"--seed {seed}"
     if not real:
-        assert_applied_once(simulation, NUMBERS)
+        simulation.assert_applied_once(NUMBERS)
 
 
 def test_g2_g11_a_schedule_by_its_seed(pytestconfig: pytest.Config) -> None:
@@ -88,12 +73,9 @@ def test_the_same_seed_is_the_same_run() -> None:
 
 @pytest.mark.parametrize("seed", range(400, 406))
 def test_g2_live_training_of_two_workers_in_the_same_disorder(seed: int) -> None:
-    faults = lasting(seed, 2)
-    simulation = Simulation(
-        samples.records(LIVE_NUMBERS), num_workers=2, seed=seed, kills=kills_of(seed, 2), **faults
-    )  # type: ignore[arg-type]
+    simulation = Simulation(samples.records(LIVE_NUMBERS), num_workers=2, **drawn(seed, 2))
     simulation.run_as_far_as_kills_go()
-    assert_applied_once(simulation, LIVE_NUMBERS)
+    simulation.assert_applied_once(LIVE_NUMBERS)
     of = simulation.last.workers
     assert sum(part.dedupe for part in of.values()) == len(set(LIVE_NUMBERS))
     assert sum(part.metrics["requests"] for part in of.values()) == len(set(LIVE_NUMBERS))

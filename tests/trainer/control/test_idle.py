@@ -96,14 +96,6 @@ def test_a_hold_has_a_minimum_duration() -> None:
     assert first(IdleDetector(RULE), IdleAction.RELEASE, some(5000), held=True, begin_s=0, until_s=100) == 30
 
 
-def test_an_unknown_backlog_does_not_end_a_hold() -> None:
-    idle = IdleDetector(RULE)
-    assert first(idle, IdleAction.RELEASE, some(), held=True, begin_s=0, until_s=40) is None
-    assert idle.observe(40, some(1), held=True) is IdleAction.NOTHING
-    assert first(idle, IdleAction.RELEASE, UNKNOWN, held=True, begin_s=41, until_s=60) is None
-    assert idle.observe(60, some(1), held=True) is IdleAction.RELEASE
-
-
 @given(st.lists(st.tuples(st.integers(1, 8), st.sampled_from([None, 0, 1, 150])), max_size=150))
 def test_a_trickle_does_not_toggle_holds(stream: list[tuple[int, int | None]]) -> None:
     idle, held, now_s, end = IdleDetector(RULE), False, 0.0, 0

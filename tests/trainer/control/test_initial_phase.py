@@ -12,10 +12,10 @@ import pytest
 from roostream.runtime import manifest as manifests
 from roostream.runtime.manifest import Manifest
 from tests.trainer import samples
-from tests.trainer.control.test_fleet_commit import LIVE_NUMBERS, assert_applied_once, lasting
+from tests.trainer.control.test_fleet_commit import LIVE_NUMBERS
 from tests.trainer.network import CONTROLLER
-from tests.trainer.schedules import kills_of
-from tests.trainer.simulator import Kill, Simulation
+from tests.trainer.schedules import PHASED, SWITCH_MOMENTS, drawn, kill_in_switch, kills_of, run_schedule
+from tests.trainer.simulator import Simulation
 
 NUMBERS = [n for n in range(1, 49) if n % 2 == 0 or n <= 39]  # 24 in partition 0, 20 in partition 1
 EXPORT = {0: 16, 1: 12}  # behind it whole chunks of 4 are left, as many in each partition
@@ -50,18 +50,8 @@ class Watched(Simulation):
             assert len(commit.workers) == (initial_workers if of_history else workers), commit.name
 
 
-def phased(seed: int | None = None, **more: Any) -> Watched:
-    settings = {
-        "exact": True,
-        "num_workers": 1,
-        "initial_workers": 2,
-        "initial_batch_requests": 6,
-        "unit_records": 7,
-    }
-    return Watched(
-        samples.records(NUMBERS),
-        **{**settings, "commit_interval_s": 0.5, "export": EXPORT, "seed": seed, **more},
-    )
+def phased(**more: Any) -> Watched:
+    return Watched(samples.records(NUMBERS), **{**PHASED, "commit_interval_s": 0.5, "export": EXPORT, **more})
 
 
 @functools.cache
@@ -75,7 +65,7 @@ def undisturbed(initial_workers: int = 2, real_shards: bool = False) -> dict[str
 def test_every_record_is_trained_once_in_larger_batches_first() -> None:
     simulation = phased()
     simulation.run()
-    assert_applied_once(simulation, NUMBERS)
+    simulation.assert_applied_once(NUMBERS)
     simulation.assert_switched_once(2, 1)
     assert simulation.last.offsets == {("samples", 0): 24, ("samples", 1): 20}
     # 16 and 12 records in 3 parts each: 5, 5, 6 and 4, 4, 4 in chunks of 6; then 2 chunks of 4 each
@@ -93,18 +83,10 @@ def test_g11_with_equal_batches_and_one_worker_history_in_units_is_trained_as_wi
     assert (units.last.offsets, units.last.step) == (plain.last.offsets, plain.last.step)
 
 
-MOMENTS = [
-    *((CONTROLLER, effect, when) for effect in ("link", "claim") for when in ("before", "after")),
-    *(
-        (who, kind, "after")
-        for who in ("worker 0", "worker 1")
-        for kind in ("cut", "write", "commit", "restore", "start")
-    ),
-    ("shard 0", "freeze", "after"),
-    ("shard 1", "commit", "before"),
-]
 # every second one; the others in make chaos
-SOME_OF_THEM = [pytest.param(its, marks=[pytest.mark.chaos] * (n % 2)) for n, its in enumerate(MOMENTS)]
+SOME_OF_THEM = [
+    pytest.param(its, marks=[pytest.mark.chaos] * (n % 2)) for n, its in enumerate(SWITCH_MOMENTS)
+]
 
 
 @pytest.mark.parametrize("victim", [CONTROLLER, "worker 0", "worker 1", "shard 0"])
@@ -112,15 +94,11 @@ SOME_OF_THEM = [pytest.param(its, marks=[pytest.mark.chaos] * (n % 2)) for n, it
 def test_g2_g11_a_kill_in_the_middle_of_the_switch_changes_nothing(
     moment: tuple[str, str, str], victim: str
 ) -> None:
-    """The third commit is the last of history, the second claim and restore are the switch's."""
-    occurrence = 2 if moment[1] in ("claim", "restore", "start") else 3
-    if moment[0] == "worker 1" and occurrence == 2:
-        occurrence = 1  # it isn't of the stream
-    simulation = phased(kills=[Kill(moment, victim, occurrence)])
+    simulation = phased(kills=[kill_in_switch(moment, victim)])
     simulation.run()
     assert simulation.killed == [victim]
     assert simulation.bits() == undisturbed()
-    assert_applied_once(simulation, NUMBERS)
+    simulation.assert_applied_once(NUMBERS)
     simulation.assert_switched_once(2, 1)
 
 
@@ -128,19 +106,12 @@ def schedule(seed: int) -> None:
     """Every fourth on the parameter server's own shards, every fifth with one worker in both phases, every
     seventh with a second controller; two of three with faults that last."""
     workers, real = 1 if seed % 5 == 0 else 2, seed % 4 == 0
-    faults = lasting(seed, workers)
-    simulation = phased(
-        seed, initial_workers=workers, real_shards=real, kills=kills_of(seed, workers), **faults
-    )
-    if seed % 7 == 0:
-        for _ in range(4 + seed % 9):
-            simulation.round()
-        simulation.start(CONTROLLER)  # beside the one that is still there
-    simulation.run_as_far_as_kills_go()
+    simulation = phased(initial_workers=workers, real_shards=real, **drawn(seed, workers))
+    run_schedule(simulation, seed)
     assert simulation.bits() == undisturbed(workers, real), f"--seed {seed}"
     simulation.assert_switched_once(workers, 1)
     if not real:
-        assert_applied_once(simulation, NUMBERS)
+        simulation.assert_applied_once(NUMBERS)
 
 
 def test_g2_g11_a_schedule_of_both_phases_by_its_seed(pytestconfig: pytest.Config) -> None:
@@ -173,5 +144,5 @@ def test_g2_live_history_in_disorder_is_trained_once(seed: int) -> None:
         kills=kills_of(seed, 2),
     )
     simulation.run_as_far_as_kills_go()
-    assert_applied_once(simulation, LIVE_NUMBERS)
+    simulation.assert_applied_once(LIVE_NUMBERS)
     simulation.assert_switched_once(2, 1)

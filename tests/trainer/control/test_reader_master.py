@@ -31,30 +31,13 @@ class Case:
         return self.incarnation, self.session
 
     def lease(self, reader: str = "a", free: int = 2, **more: Any) -> dict[str, Any]:
-        header = {
-            "reader": reader,
-            "at": f"{reader}:1",
-            "incarnation": 4,
-            "session": TOLD.digest,
-            "free": free,
-            **more,
-        }
-        return dict(self.it.handle("lease", header, ())[0])
+        header = {"reader": reader, "at": f"{reader}:1", "incarnation": 4, "session": TOLD.digest}
+        return dict(self.it.handle("lease", {**header, "free": free, **more}, ())[0])
 
     def want(self, *wanted: tuple[int, int], **more: Any) -> dict[str, Any]:
-        header = {
-            "worker": 0,
-            "incarnation": 4,
-            "session": TOLD.digest,
-            "wanted": wanted,
-            "voided": [],
-            **more,
-        }
-        return dict(
-            self.it.handle(
-                "want", {"in_flight": len(wanted), "fullness": 0.5, "stalled_s": 1.0, **header}, ()
-            )[0]
-        )
+        header = {"worker": 0, "incarnation": 4, "session": TOLD.digest, "wanted": wanted, "voided": []}
+        header |= {"in_flight": len(wanted), "fullness": 0.5, "stalled_s": 1.0, **more}
+        return dict(self.it.handle("want", header, ())[0])
 
 
 def test_a_reader_gets_the_session_and_then_leases_of_wanted_splits() -> None:
@@ -117,7 +100,7 @@ def test_a_reader_that_a_worker_cannot_reach_loses_the_split() -> None:
     assert case.lease("b")["leases"] == [(3, 8, 2, "b")]
 
 
-@pytest.mark.parametrize(("in_flight", "wanted"), [(1, 1), (2, 1), (3, 2), (8, 4), (40, 5)])
+@pytest.mark.parametrize(("in_flight", "wanted"), [(1, 1), (3, 2), (40, 5)])
 def test_the_wanted_number_of_readers_follows_units_in_flight_within_limits(
     in_flight: int, wanted: int
 ) -> None:
@@ -172,16 +155,8 @@ def test_the_lease_log_is_saved() -> None:
     kept.save_if_due(last=True)
     found = read_log(store.get(LEASES_FILE))
     assert found["readers"] == {"a": {"granted": 2, "done": 1, "voided": 1}, "b": {"granted": 1, "over": 1}}
-    assert [(event.what, event.split, event.reader) for event in found["events"]] == [
-        *(
-            ("granted", 3, "a"),
-            ("granted", 4, "a"),
-            ("done", 3, "a"),
-            ("voided", 4, "a"),
-            ("granted", 4, "b"),
-            ("over", 4, "b"),
-        ),
-    ]
+    events = [f"{event.what} {event.split} {event.reader}" for event in found["events"]]
+    assert events == ["granted 3 a", "granted 4 a", "done 3 a", "voided 4 a", "granted 4 b", "over 4 b"]
     assert found["session"]["digest"] == TOLD.digest and (found["incarnation"], found["trained"]) == (5, True)
     case.session = None  # type: ignore[assignment]
     assert case.it.lease_log()["session"]["digest"] == TOLD.digest and not case.it.lease_log()["trained"], (
@@ -210,9 +185,5 @@ def test_other_calls_go_to_the_controller_or_are_refused() -> None:
         case.it.handle("beat", {}, ())
     beside = case.it.extend(lambda method, header, arrays: ({"method": method}, ()))
     assert beside("beat", {}, [])[0] == {"method": "beat"}
-    assert (
-        beside("lease", {"reader": "a", "at": "a:1", "incarnation": 0, "session": "", "free": 0}, [])[0][
-            "incarnation"
-        ]
-        == 4
-    )
+    header = {"reader": "a", "at": "a:1", "incarnation": 0, "session": "", "free": 0}
+    assert beside("lease", header, [])[0]["incarnation"] == 4

@@ -15,12 +15,11 @@ from param_server.row_exchange import RowExchange
 from roostream.runtime.bucket_map import BucketMap
 from tests.trainer import samples
 from tests.trainer.actors import HallTeam
-from tests.trainer.control.test_fleet_commit import lasting
 from tests.trainer.control.test_initial_phase import NUM_CHAOS
 from tests.trainer.control.test_moves import moved_to
 from tests.trainer.control.test_session_phase import NUMBERS, FromTable
 from tests.trainer.network import CONTROLLER
-from tests.trainer.schedules import kills_of
+from tests.trainer.schedules import drawn, run_schedule
 from tests.trainer.simulated_processes import Site
 from tests.trainer.simulator import Kill, Simulation
 from trainer.process_group import DualRendezvous, SingleWorkerGroup
@@ -49,16 +48,10 @@ class AtWorkers(FromTable):
         )
 
 
-def held(at_workers: bool = True, seed: int | None = None, workers: int = 2, **more: Any) -> FromTable:
+def held(at_workers: bool = True, workers: int = 2, **more: Any) -> FromTable:
     made = AtWorkers if at_workers else FromTable
-    settings = {
-        "exact": True,
-        "num_workers": workers,
-        "num_shards": workers,
-        "unit_records": 7,
-        "commit_interval_s": 0.5,
-    }
-    return made(samples.records(NUMBERS), **{**settings, "real_shards": True, "seed": seed, **more})
+    sizes = {"num_workers": workers, "num_shards": workers, "unit_records": 7, "commit_interval_s": 0.5}
+    return made(samples.records(NUMBERS), exact=True, real_shards=True, **sizes, **more)
 
 
 @functools.cache
@@ -164,12 +157,7 @@ def test_g2_g11_selection_of_workers_with_rows_is_the_same_after_kills(
 
 
 def schedule(seed: int) -> None:
-    simulation = held(seed=seed, kills=kills_of(seed, 2), **lasting(seed, 2))
-    if seed % 7 == 0:
-        for _ in range(4 + seed % 9):
-            simulation.round()
-        simulation.start(CONTROLLER)  # beside the one that is still there
-    simulation.run_as_far_as_kills_go()
+    simulation = run_schedule(held(**drawn(seed, 2)), seed)
     assert simulation.bits() == at_shards(), f"--seed {seed}"
 
 
@@ -193,17 +181,10 @@ def test_g2_g11_many_schedules_of_rows_at_workers(first: int) -> None:
 # The hand-over
 
 
-def went_on(site: Site, shards: int, made: type[FromTable] = FromTable) -> dict[str, bytes]:
+def went_on(site: Site, shards: int) -> dict[str, bytes]:
     """By one worker from the stream, with rows at shards."""
-    simulation = made(
-        samples.records(BEHIND),
-        exact=True,
-        real_shards=True,
-        num_shards=shards,
-        commit_interval_s=0.5,
-        site=site,
-    )
-    return simulation.run().bits()
+    settings: dict[str, Any] = {"exact": True, "real_shards": True, "commit_interval_s": 0.5}
+    return FromTable(samples.records(BEHIND), num_shards=shards, site=site, **settings).run().bits()
 
 
 @functools.cache

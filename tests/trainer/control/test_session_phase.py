@@ -18,12 +18,19 @@ from roostream.warehouse.sessions.session import SessionSpec
 from roostream.warehouse.sessions.session_rows import LocalSessionRows, OpenSession, recent_sample_ids
 from roostream.wire.records import Record
 from tests.trainer import samples
-from tests.trainer.control.test_fleet_commit import assert_applied_once, lasting
 from tests.trainer.control.test_initial_phase import NUM_CHAOS
 from tests.trainer.loops import PARTITIONS
 from tests.trainer.network import CONTROLLER
-from tests.trainer.schedules import kills_of, moments_and_victims
-from tests.trainer.simulator import Kill, Simulation
+from tests.trainer.schedules import (
+    PHASED,
+    SWITCH_MOMENTS,
+    drawn,
+    kill_in_switch,
+    kills_of,
+    moments_and_victims,
+    run_schedule,
+)
+from tests.trainer.simulator import Simulation
 from tests.warehouse.memory_table import MemoryTable, table_of
 from trainer.batch_source import BatchSource, NewestIds
 from trainer.sessions.phased_source import PhasedSource
@@ -31,6 +38,8 @@ from trainer.sessions.session_source import SessionSource, empty_like
 
 NUMBERS = [n for n in range(1, 49) if n % 2 == 0 or n <= 39]  # 24 in partition 0, 20 in partition 1
 ENDS = {0: 16, 1: 12}  # what the archive has; behind it whole chunks of 4 are left, as many in each partition
+AGAIN = [*range(1, 25), 20, 23, *range(25, 41), 24, 3]  # some samples come twice
+TWO_SESSIONS = ({0: 13, 1: 12}, {0: 18, 1: 18})
 NUM_SCHEDULES, CHUNK = 20, 5
 
 
@@ -110,15 +119,8 @@ class FromTable(Simulation):
                 assert len(commit.workers) == workers
 
 
-def phased(seed: int | None = None, numbers: list[int] = NUMBERS, **more: Any) -> FromTable:
-    settings = {
-        "exact": True,
-        "num_workers": 1,
-        "initial_workers": 2,
-        "initial_batch_requests": 6,
-        "unit_records": 7,
-    }
-    return FromTable(samples.records(numbers), **{**settings, "commit_interval_s": 0.5, "seed": seed, **more})
+def phased(numbers: list[int] = NUMBERS, **more: Any) -> FromTable:
+    return FromTable(samples.records(numbers), **{**PHASED, "commit_interval_s": 0.5, **more})
 
 
 @functools.cache
@@ -132,7 +134,7 @@ def undisturbed(initial_workers: int = 2, real_shards: bool = False) -> dict[str
 def test_the_warehouse_is_trained_first_and_then_the_stream_from_its_offsets() -> None:
     simulation = phased()
     simulation.run()
-    assert_applied_once(simulation, NUMBERS)
+    simulation.assert_applied_once(NUMBERS)
     simulation.assert_switched(2, 1)
     assert simulation.last.offsets == {("samples", 0): 24, ("samples", 1): 20}
     assert simulation.last.step == 3 + 4, (
@@ -144,62 +146,44 @@ def test_the_warehouse_is_trained_first_and_then_the_stream_from_its_offsets() -
 def test_without_initial_workers_the_stream_s_workers_train_the_warehouse() -> None:
     simulation = phased(initial_workers=0)
     simulation.run()
-    assert_applied_once(simulation, NUMBERS)
+    simulation.assert_applied_once(NUMBERS)
     simulation.assert_switched(1, 1)
 
 
 def test_samples_archived_meanwhile_are_a_further_session() -> None:
     simulation = phased(ends=({0: 8, 1: 8}, ENDS))
     simulation.run()
-    assert_applied_once(simulation, NUMBERS)
+    simulation.assert_applied_once(NUMBERS)
     simulation.assert_switched(2, 1)
     assert {commit.input.version for commit in simulation.commits.values() if commit.input} == {0, 1}
 
 
 def test_g2_a_duplicate_after_the_archived_part_is_skipped() -> None:
-    again = [*range(1, 25), 20, 23, *range(25, 41), 24, 3]
-    simulation = phased(numbers=again, exact=False, ends=({0: 13, 1: 12},))
+    simulation = phased(AGAIN, exact=False, ends=TWO_SESSIONS[:1])
     simulation.run()
-    assert_applied_once(simulation, sorted(set(again)))
+    simulation.assert_applied_once(AGAIN)
 
 
 def test_g2_a_sample_in_two_sessions_is_trained_once() -> None:
-    again = [*range(1, 25), 20, 23, *range(25, 41), 24, 3]
-    simulation = phased(numbers=again, exact=False, ends=({0: 13, 1: 12}, {0: 18, 1: 18}))
+    simulation = phased(AGAIN, exact=False, ends=TWO_SESSIONS)
     simulation.run()
-    assert_applied_once(simulation, sorted(set(again)))
+    simulation.assert_applied_once(AGAIN)
     simulation.assert_switched(2, 1)
-
-
-MOMENTS = [
-    *((CONTROLLER, effect, when) for effect in ("link", "claim") for when in ("before", "after")),
-    *(
-        (who, kind, "after")
-        for who in ("worker 0", "worker 1")
-        for kind in ("cut", "write", "commit", "restore", "start")
-    ),
-    ("shard 0", "freeze", "after"),
-    ("shard 1", "commit", "before"),
-]
 
 
 @pytest.mark.parametrize(
     ("moment", "victim"),
-    moments_and_victims(MOMENTS, [CONTROLLER, "worker 0", "worker 1", "shard 0"]),
+    moments_and_victims(SWITCH_MOMENTS, [CONTROLLER, "worker 0", "worker 1", "shard 0"]),
     ids=str,
 )
 def test_g2_g11_a_kill_in_the_middle_of_the_hand_over_changes_nothing(
     moment: tuple[str, str, str], victim: str
 ) -> None:
-    """The third commit is the last of the session, the second claim and restore are the switch's."""
-    occurrence = 2 if moment[1] in ("claim", "restore", "start") else 3
-    if moment[0] == "worker 1" and occurrence == 2:
-        occurrence = 1  # it isn't of the stream
-    simulation = phased(kills=[Kill(moment, victim, occurrence)])
+    simulation = phased(kills=[kill_in_switch(moment, victim)])
     simulation.run()
     assert simulation.killed == [victim]
     assert simulation.bits() == undisturbed()
-    assert_applied_once(simulation, NUMBERS)
+    simulation.assert_applied_once(NUMBERS)
     simulation.assert_switched(2, 1)
 
 
@@ -207,37 +191,21 @@ def schedule(seed: int) -> None:
     """Every fourth on the parameter server's own shards, every fifth with one worker in both phases, every
     seventh with a second controller; two of three with faults that last."""
     workers, real = 1 if seed % 5 == 0 else 2, seed % 4 == 0
-    simulation = phased(
-        seed,
-        initial_workers=workers,
-        real_shards=real,
-        kills=kills_of(seed, workers),
-        **lasting(seed, workers),
-    )
-    if seed % 7 == 0:
-        for _ in range(4 + seed % 9):
-            simulation.round()
-        simulation.start(CONTROLLER)  # beside the one that is still there
-    simulation.run_as_far_as_kills_go()
+    simulation = phased(initial_workers=workers, real_shards=real, **drawn(seed, workers))
+    run_schedule(simulation, seed)
     assert simulation.bits() == undisturbed(workers, real), f"--seed {seed}"
     simulation.assert_switched(workers, 1)
     if not real:
-        assert_applied_once(simulation, NUMBERS)
+        simulation.assert_applied_once(NUMBERS)
 
 
 def two_sessions(seed: int) -> None:
     """Live samples, some again, two sessions and the stream."""
-    again = [*range(1, 25), 20, 23, *range(25, 41), 24, 3]
     simulation = phased(
-        seed,
-        numbers=again,
-        exact=False,
-        kills=kills_of(seed, 2),
-        ends=({0: 13, 1: 12}, {0: 18, 1: 18}),
-        unit_records=5,
+        AGAIN, exact=False, seed=seed, kills=kills_of(seed, 2), ends=TWO_SESSIONS, unit_records=5
     )
     simulation.run_as_far_as_kills_go()
-    assert_applied_once(simulation, sorted(set(again)))
+    simulation.assert_applied_once(AGAIN)
     simulation.assert_switched(2, 1)
 
 

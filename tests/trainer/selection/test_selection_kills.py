@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from tests.trainer import samples
-from tests.trainer.control.test_fleet_commit import lasting
 from tests.trainer.network import CONTROLLER
-from tests.trainer.schedules import kills_of
+from tests.trainer.schedules import kills_of, lasting
 from tests.trainer.simulator import WORKER, Kill, Simulation
 from trainer.selection.config import DeferralConfig, RehearsalConfig, SelectionConfig, SlipstreamConfig
 from trainer.selection.decision import STALE
