@@ -89,7 +89,7 @@ class Stack:
         self.home, self.options = Home(Path(home)), options or StackOptions()
         self.supervisor = Supervisor(self._write, policy, self.options.log_bytes)
         self._ports = Ports()
-        self._programs: dict[str, Program] = {}
+        self.programs: dict[str, Program] = {}
         self._opened = self._stopped = False
 
     def open(self) -> Stack:
@@ -114,7 +114,7 @@ class Stack:
             self.home.clear_tmp()
             self._port_map = draw_ports(self._ports, self.options, program_names(self.options))
             self._endpoints = self._port_map.endpoints(self.options)
-            self._programs = {p.name: p for p in self._build(java)}
+            self.programs = {p.name: p for p in self._build(java)}
             self._scaling = Scaling(self, self._endpoints.controller)
         except BaseException:
             self._ports.release()
@@ -133,7 +133,7 @@ class Stack:
             ConfigError: a name is unknown.
         """
         wanted = self._with_needs(self.expand(names))
-        self.supervisor.start([self._programs[n] for n in self._programs if n in wanted])
+        self.supervisor.start([self.programs[n] for n in self.programs if n in wanted])
 
     def wait_ready(self, name: str = "all", timeout_s: float = 60.0) -> None:
         """Wait until the started programs of `name` are ready.
@@ -173,7 +173,7 @@ class Stack:
     def start_copy(self, program: str, number: int) -> None:
         """Start a worker or reader. Beyond the number in the options, it gets its settings and a port now."""
         name = SPECS_BY_NAME[program].instance_name(number)
-        if name not in self._programs:
+        if name not in self.programs:
             field = f"num_{program}s"
             options = dataclasses.replace(
                 self.options, **{field: max(getattr(self.options, field), number + 1)}
@@ -182,8 +182,8 @@ class Stack:
             self._port_map = dataclasses.replace(self._port_map, metrics=metrics)
             self._endpoints = self._port_map.endpoints(self.options)
             instance = build_instance(name, self.home, options, self._port_map)
-            self._programs = {**self._programs, name: build_program(instance, self._env)}
-        self.supervisor.start([self._programs[name]])
+            self.programs = {**self.programs, name: build_program(instance, self._env)}
+        self.supervisor.start([self.programs[name]])
 
     def stop_copy(self, program: str, number: int) -> None:
         self.supervisor.stop([SPECS_BY_NAME[program].instance_name(number)])
@@ -264,29 +264,29 @@ class Stack:
             ConfigError: a name is unknown; the message gives the nearest one.
         """
         groups = {
-            "all": [n for n in self._programs if n != SIMULATE],
-            "flink": [n for n in self._programs if n.startswith("flink-")],
-            "shards": [n for n in self._programs if n.startswith("shard-")],
-            "workers": [n for n in self._programs if is_worker(n)],
-            "servings": [n for n in self._programs if n == "serving" or n.startswith("serving-")],
+            "all": [n for n in self.programs if n != SIMULATE],
+            "flink": [n for n in self.programs if n.startswith("flink-")],
+            "shards": [n for n in self.programs if n.startswith("shard-")],
+            "workers": [n for n in self.programs if is_worker(n)],
+            "servings": [n for n in self.programs if n == "serving" or n.startswith("serving-")],
         }
         wanted: set[str] = set()
         for name in names:
-            if name not in self._programs and name not in groups:
+            if name not in self.programs and name not in groups:
                 if name in ("kafka", "redis", "flink"):
                     continue  # an external one
-                raise ConfigError(f"no program {name!r}{nearest(name, [*self._programs, *groups])}")
+                raise ConfigError(f"no program {name!r}{nearest(name, [*self.programs, *groups])}")
             wanted.update(groups.get(name, [name]))
-        return [n for n in self._programs if n in wanted]
+        return [n for n in self.programs if n in wanted]
 
     def _with_needs(self, names: Iterable[str]) -> set[str]:
         closed: set[str] = set()
         todo = list(names)
         while todo:
             name = todo.pop()
-            if name in self._programs and name not in closed:
+            if name in self.programs and name not in closed:
                 closed.add(name)
-                todo += self._programs[name].needs
+                todo += self.programs[name].needs
         return closed
 
     def _build(self, java: Path) -> list[Program]:

@@ -55,6 +55,7 @@ MAX_PARALLELISM = 128
 UID = f"join-{VERSION}"
 _ENVELOPE = Types.PRIMITIVE_ARRAY(Types.BYTE())
 _ALIGN_EVERY_MS = 100
+# PyFlink has no public way to its Java objects: they are private attributes, marked SLF001 below.
 
 
 class JoinFunction(KeyedProcessFunction):  # type: ignore[misc]
@@ -153,7 +154,7 @@ def _source(env: StreamExecutionEnvironment, config: JoinerConfig, topic: int) -
     for key, value in config.kafka_security.java().items():
         builder.set_property(key, value)
     java = get_gateway().jvm
-    builder._j_builder.setDeserializer(java.roostream.RecordDeserializer(topic))
+    builder._j_builder.setDeserializer(java.roostream.RecordDeserializer(topic))  # noqa: SLF001
     strategy = java.roostream.EventTime(config.lateness_ms, config.max_drift_ms, config.producer_timeout_ms)
     max_drift, update_every = (
         java.java.time.Duration.ofMillis(ms) for ms in (config.max_drift_ms, _ALIGN_EVERY_MS)
@@ -167,14 +168,15 @@ def _source(env: StreamExecutionEnvironment, config: JoinerConfig, topic: int) -
 def _drop_heartbeats(records: DataStream) -> DataStream:
     """Heartbeats must leave the deserializer to advance the watermark; they are dropped here."""
     java_filter = get_gateway().jvm.roostream.EventFilter()
-    return DataStream(records._j_data_stream.filter(java_filter)).name("events").uid("events")
+    kept = records._j_data_stream.filter(java_filter)  # noqa: SLF001
+    return DataStream(kept).name("events").uid("events")
 
 
 def _by_key(events: DataStream) -> KeyedStream:
     """Key by field 0, the record's key. `DataStream.key_by` would add a second Python operator."""
     java = get_gateway().jvm
     selector, key_type = java.KeyByKeySelector(), Types.ROW([Types.LONG()]).get_java_type_info()
-    keyed = events._j_data_stream.keyBy(selector, key_type)
+    keyed = events._j_data_stream.keyBy(selector, key_type)  # noqa: SLF001
     kept = keyed.transform("watermark", keyed.getType(), java.roostream.WatermarkKeeper()).uid("watermark")
     utils = java.org.apache.flink.streaming.api.datastream.DataStreamUtils
     return KeyedStream(utils.reinterpretAsKeyedStream(kept, selector, key_type), _ENVELOPE, events)
@@ -195,7 +197,7 @@ def _sink(config: JoinerConfig) -> KafkaSink:
     for key, value in config.kafka_security.java().items():
         builder.set_property(key, value)
     topics = ",".join(name_of(config.prefix, topic) for topic in OUTPUTS)
-    builder._j_builder.setRecordSerializer(get_gateway().jvm.roostream.OutputSerializer(topics))
+    builder._j_builder.setRecordSerializer(get_gateway().jvm.roostream.OutputSerializer(topics))  # noqa: SLF001
     return builder.build()
 
 

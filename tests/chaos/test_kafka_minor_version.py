@@ -97,10 +97,10 @@ def test_a_broker_of_the_next_minor_version_goes_on_with_the_data_of_the_one_bef
     asker, before = Asker(stack.home), applied(stack)
     began_s = time.monotonic()
     stack.stop_program("kafka")
-    kafka = stack._programs["kafka"]
+    kafka = stack.programs["kafka"]
     command = tuple(part.replace(f"jars-{BEFORE}/", "jars/") for part in kafka.command)
     assert command != kafka.command and f"{KAFKA_JARS}/*" in command
-    stack._programs["kafka"] = dataclasses.replace(kafka, command=command)
+    stack.programs["kafka"] = dataclasses.replace(kafka, command=command)
     stack.start(["kafka"])
     stack.wait_ready("kafka", 90)
     away_s = time.monotonic() - began_s

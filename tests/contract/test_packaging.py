@@ -10,36 +10,6 @@ ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 
-def packages() -> set[str]:
-    """What setuptools packages: every folder with an `__init__.py` that its rules include."""
-    from setuptools import find_packages
-
-    return set(find_packages(str(ROOT), include=PROJECT["tool"]["setuptools"]["packages"]["find"]["include"]))
-
-
-def test_the_wheel_installs_the_six_packages_and_nothing_else() -> None:
-    assert {name.partition(".")[0] for name in packages()} == {
-        "roostream",
-        "joiner",
-        "trainer",
-        "param_server",
-        "serving",
-        "infra",
-    }
-
-
-def test_every_source_is_in_a_package() -> None:
-    folders = {name.replace(".", "/") for name in packages()}
-    tops = {name.partition("/")[0] for name in folders}
-    found = [
-        p.relative_to(ROOT)
-        for top in tops
-        for p in (ROOT / top).rglob("*.py")
-        if "__pycache__" not in p.parts
-    ]
-    assert [str(p) for p in found if p.parent.as_posix() not in folders] == []
-
-
 def test_tests_have_no_packages() -> None:
     assert list((ROOT / "tests").rglob("__init__.py")) == []
 

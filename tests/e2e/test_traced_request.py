@@ -63,12 +63,12 @@ def stack(collector: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     options = quick_options()
     traced = dataclasses.replace(options, overrides={**options.overrides, "serving": {"tracing": True}})
     with Stack(tmp_path_factory.mktemp("traced") / "home", traced) as running:
-        serving = running._programs["serving"]
+        serving = running.programs["serving"]
         begin, variables = as_the_page_says("serving", collector)
         with_traces = dataclasses.replace(
             serving, command=(*begin, *serving.command), env={**serving.env, **variables}
         )
-        running._programs["serving"] = with_traces
+        running.programs["serving"] = with_traces
         running.start(["all", "simulate"])
         running.wait_ready("serving", timeout_s=240)
         wait_until("a commit with trained samples", lambda: applied(running) > 50, 240)

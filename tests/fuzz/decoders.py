@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from roostream.errors import CheckpointError, ConfigError, WireError
 from roostream.runtime import manifest, tensor_file
@@ -32,6 +33,7 @@ from serving.oip.tensors import parse_inference
 from serving.rank_json import JsonParser
 from serving.rank_protobuf import parse_impression
 from serving.retrieval.catalogue import read_catalogue
+from tests.runtime.manifest_cases import encoded
 from tests.serving.serving_cases import BODY, HISTORY, NOW_MS, SCHEMA
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -132,7 +134,7 @@ def _records(schema: Schema) -> dict[str, Target]:
 
 
 def _files() -> dict[str, Target]:
-    parser = JsonParser(SCHEMA)
+    parser, outer = JsonParser(SCHEMA), json.loads((GOLDEN / "format_1" / "manifest.json").read_bytes())
     item = {
         "item_id": 8,
         "topics": [1, 7],
@@ -141,7 +143,7 @@ def _files() -> dict[str, Target]:
     }
     lines = b"\n".join((_json(item), _json({**item, "item_id": "i9"})))
     keys = encode_key_file([new_key("web", ["rank", "engage"], 0)[1], new_key("ops", ["admin"], 5, 9)[1]])
-    tensors = tensor_file.encode({"a": _arange(4), "b": _arange(6).reshape(2, 3)}, {"k": "v"})
+    tensors = tensor_file.encode({"a": np.arange(4.0), "b": np.arange(6.0).reshape(2, 3)}, {"k": "v"})
     return {
         "catalogue": Target(
             read=lambda data: read_catalogue(SCHEMA, data.split(b"\n"), parser=parser),
@@ -149,33 +151,18 @@ def _files() -> dict[str, Target]:
             refuses=(ConfigError,),
         ),
         "keys": Target(read=decode_key_file, seeds=(keys,), refuses=(ConfigError,)),
-        "manifest": Target(read=_manifest, seeds=_manifests(), refuses=(CheckpointError,)),
+        "manifest": Target(read=_manifest, seeds=(_json(outer["body"]),), refuses=(CheckpointError,)),
         "tensors": Target(read=tensor_file.decode, seeds=(tensors,), refuses=(CheckpointError,)),
     }
-
-
-def _manifests() -> tuple[bytes, ...]:
-    """Bodies of manifests."""
-    outer = json.loads((GOLDEN / "format_1" / "manifest.json").read_bytes())
-    return (_json(outer["body"]),)
 
 
 def _manifest(data: bytes) -> object:
     """Read a manifest with a valid checksum, so that the code behind the check is reached."""
     try:
-        body = json.loads(data)
-        whole = json.dumps(
-            {"body": body, "checksum": manifest.checksum_of(manifest._canonical(body))}
-        ).encode()
+        whole = encoded(json.loads(data))
     except (ValueError, RecursionError):
         whole = data
     return manifest.decode(whole)
-
-
-def _arange(n: int) -> Any:
-    import numpy as np
-
-    return np.arange(n, dtype=np.float32)
 
 
 def _json(value: object) -> bytes:

@@ -44,7 +44,7 @@ def consume(bootstrap: str, prefix: str, topic: str) -> list[Any]:
         for m in client.consume(500, 1.0):
             if m.error() is None:
                 messages.append(m)
-            elif m.error().code() == KafkaError._PARTITION_EOF:
+            elif m.error().code() == KafkaError._PARTITION_EOF:  # noqa: SLF001 (its only name)
                 ended.add(m.partition())
     client.close()
     return messages

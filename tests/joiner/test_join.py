@@ -7,7 +7,11 @@ from typing import Any
 
 import pytest
 
+from joiner.state import CLOSED, EXPIRED, OPEN
+from roostream.schema.ids import sample_id
+from roostream.wire import roo_pb2 as pb
 from tests.joiner.cases import (
+    KEY,
     Driver,
     closed,
     engagement,
@@ -15,16 +19,16 @@ from tests.joiner.cases import (
     impression,
     nro_block,
     only,
+    reasons,
     rules,
     samples,
+    seen,
 )
 
 T = 1_000
 
 
 # events are stored on arrival; nothing closes on arrival
-
-
 def test_nothing_is_emitted_before_the_watermark_reaches_the_close() -> None:
     driver = Driver(rules(engaged_threshold=1))
     assert driver.send(impression(T), engagement(T + 5, event=1), impression(T + 7, request="s")) == []
@@ -41,8 +45,6 @@ def test_a_request_is_emitted_when_the_watermark_equals_its_close_and_not_one_ms
 
 
 # window
-
-
 def test_a_surface_can_have_its_own_window() -> None:
     sample = closed(impression(T, surface="feed"), surface_windows={"feed": 30})
     assert sample.message.close_ms == T + 30
@@ -58,8 +60,6 @@ def test_jitter_shortens_windows_by_a_hash_of_the_request() -> None:
 
 
 # engaged
-
-
 @pytest.mark.parametrize(
     ("settings", "close", "why"),
     [
@@ -82,8 +82,6 @@ def test_the_engagement_that_reaches_the_threshold_or_is_terminal_closes(
 
 
 # next_request
-
-
 @pytest.mark.parametrize(
     ("scope", "session", "linger", "close"),
     [
@@ -114,8 +112,6 @@ def test_a_request_that_came_behind_the_watermark_closes_no_other() -> None:
 
 
 # features and candidates
-
-
 def test_nro_features_of_a_candidate_come_from_its_first_impression_and_repeats_are_counted() -> None:
     sample = closed(impression(T, (1, 2), tag=10.0), impression(T + 5, (2, 3), tag=20.0, ro=None))
     assert sample.items == [1, 2, 3]
@@ -155,3 +151,275 @@ def test_an_item_is_found_where_its_bytes_also_lie_across_two_others() -> None:
     sample = closed(impression(T, items), engagement(T + 5, last, event=1))
     assert [item for item, labels in sample.labels.items() if labels[0]] == [last]
     assert sample.items[-1] == last
+
+
+# duplicates
+def test_engagements_are_idempotent_by_event_id_and_copies_are_counted() -> None:
+    event = engagement(T + 5, event=1)
+    sample = closed(impression(T), event, event, event)
+    assert sample.events == [1] and sample.message.num_duplicates == 2
+    assert sample.labels[1][1] == 1.0, "the count label counts one"
+
+
+def test_a_retry_after_the_close_is_a_duplicate_and_no_correction() -> None:
+    driver = Driver(rules())
+    driver.send(impression(T), engagement(T + 5, event=1))
+    driver.at(T + 100)
+    driver.send(engagement(T + 150, event=2))
+    driver.at(T + 150)
+    assert driver.send(engagement(T + 5, event=1), engagement(T + 150, event=2), impression(T)) == []
+
+
+def test_a_retry_of_a_refused_engagement_is_a_duplicate_too() -> None:
+    driver = Driver(rules())
+    driver.send(impression(T), engagement(T + 5, 99, event=1))
+    assert reasons(driver.at(T + 105)) == ["item_not_shown"]
+    assert driver.send(engagement(T + 5, 99, event=1)) == []
+
+
+# orphans
+@pytest.mark.parametrize(("messages", "reason"), [([], "no_request"), ([impression(T)], "item_not_shown")])
+def test_an_orphan_is_given_up_when_its_time_and_timeout_pass_the_watermark(
+    messages: list[Any], reason: str
+) -> None:
+    driver = Driver(rules(orphan_timeout_ms=40))
+    driver.send(*messages, engagement(T + 5, 99, event=1))
+    assert reasons(driver.at(T + 44)) == []
+    outputs = driver.at(T + 45)
+    assert reasons(outputs) == [reason]
+    assert only(outputs, "dead_letters").message.event_id == 1
+
+
+# after the close
+def corrected(*messages: Any, close: int = T + 100, at: int = T + 900, **settings: Any) -> Any:
+    """The one correction that these bring after the close of a request with items 1 and 2 and a click on 1 at
+    T + 5."""
+    driver = Driver(rules(**settings))
+    driver.send(impression(T), engagement(T + 5, event=1))
+    driver.at(close)
+    driver.send(*messages)
+    driver.at(max(at, close))
+    return only(driver.outputs, "corrections")
+
+
+def test_an_engagement_behind_the_close_becomes_a_correction_with_labels_before_and_after() -> None:
+    late = corrected(engagement(T + 60, 2, event=2))  # its time is within the window, it came after the close
+    assert late.message.sample_id == sample_id(KEY, "r", 2)
+    assert (late.labels_before, late.labels) == ({2: [0.0] * 4}, {2: [1.0, 1.0, 0.0, 0.0]})
+    assert late.events == [2] and late.items == [2]
+    assert (late.message.close_ms, late.message.close_reason) == (T + 100, pb.CLOSE_WINDOW)
+
+
+@pytest.mark.parametrize(("time", "trainable"), [(T + 150, True), (T + 151, False)])
+def test_a_correction_has_features_within_the_correction_horizon(time: int, trainable: bool) -> None:
+    m = corrected(engagement(time, 2, event=2), correction_horizon_ms=50).message
+    assert m.untrainable is not trainable
+    block = nro_block((1, 2))
+    assert features_of(m) == ({1: (block, 0), 2: (block, 1)} if trainable else {}), (
+        "of the whole list: a model looks at it"
+    )
+    assert m.HasField("ro") is trainable
+
+
+# early close
+def test_an_early_close_tells_what_is_known_and_corrections_the_rest_of_the_window() -> None:
+    driver = Driver(rules(early_close_ms=10))
+    driver.send(
+        impression(T),
+        engagement(T + 5, event=1),
+        engagement(T + 50, 2, event=2),
+        engagement(T + 101, 2, event=3),
+    )
+    early = only(driver.at(T + 10), "samples")
+    assert (early.reason, early.message.close_ms, early.events) == ("CLOSE_EARLY", T + 10, [1])
+    driver.at(T + 200)
+    late = [seen(o) for o in driver.outputs if o.topic == "corrections"]
+    assert [c.events for c in late] == [[2], [3]] and not any(c.message.untrainable for c in late)
+    assert [(c.labels_before[2][1], c.labels[2][1]) for c in late] == [(0.0, 1.0), (1.0, 1.0)], (
+        "the window ends at T + 100"
+    )
+
+
+def test_a_second_correction_starts_from_the_first_ones_labels() -> None:
+    driver = Driver(rules(engaged_threshold=1))
+    driver.send(
+        impression(T), engagement(T + 5, event=1), engagement(T + 30, event=3), engagement(T + 20, event=2)
+    )
+    driver.at(T + 200)
+    counts = [
+        (m.message.event_ids[0], m.labels_before[1][1], m.labels[1][1])
+        for m in (only([o], "corrections") for o in driver.outputs if o.topic == "corrections")
+    ]
+    assert counts == [(2, 1.0, 2.0), (3, 2.0, 3.0)], "in time order"
+
+
+def test_a_correction_waits_for_its_own_time_so_that_their_order_is_that_of_events() -> None:
+    driver = Driver(rules(engaged_threshold=1))
+    driver.send(impression(T), engagement(T + 5, event=1), engagement(T + 50, event=2))
+    assert [o.topic for o in driver.at(T + 49)] == ["samples"]
+    assert [o.topic for o in driver.at(T + 50)] == ["corrections"]
+
+
+@pytest.mark.parametrize(
+    ("time", "reason", "why"),
+    [
+        (T + 1_100, "", "at the horizon: a correction"),
+        (T + 1_101, "too_late", "beyond it"),
+        (T + 2_100, "too_late", "as long as the request is still known by name"),
+        (T + 2_101, "no_request", "then it never was"),
+    ],
+)
+@pytest.mark.parametrize("early", [True, False])
+def test_beyond_the_late_horizon_an_engagement_is_too_late_whenever_it_arrives(
+    time: int, reason: str, why: str, early: bool
+) -> None:
+    driver = Driver(rules())
+    driver.send(impression(T))
+    driver.at(T + 100 if early else time - 1)
+    driver.send(engagement(time, event=1))
+    driver.at(time + 200)
+    assert reasons(driver.outputs) == ([reason] if reason else []), why
+    assert len([o for o in driver.outputs if o.topic == "corrections"]) == (not reason)
+
+
+def test_what_was_too_late_takes_no_room_from_what_follows() -> None:
+    driver = Driver(rules(max_engagements=2))
+    driver.send(impression(T))
+    driver.at(T + 1_100)
+    for event in range(1, 6):
+        driver.send(engagement(T + 1_101 + event, event=event))
+        driver.at(T + 1_101 + event)
+    assert reasons(driver.outputs) == ["too_late"] * 5
+
+
+def test_copies_of_pages_are_known_as_long_as_their_request_s_name() -> None:
+    """Of the one in the sample, of one that came too late, and of one that came when only the name was
+    left."""
+    driver = Driver(rules())
+    sampled, late, later = (impression(T + n, (n + 1,)) for n in range(3))
+    driver.send(sampled)
+    driver.at(T + 100)
+    assert reasons(driver.send(late)) == ["after_close"] and driver.send(sampled, late) == []
+    driver.at(T + 1_100)
+    assert driver.state.requests["r"].phase == EXPIRED and driver.send(sampled, late) == []
+    assert reasons(driver.send(later)) == ["after_close"] and driver.send(later, late, sampled) == []
+
+
+def test_the_tombstone_thins_and_then_goes() -> None:
+    driver = Driver(rules())
+    driver.send(impression(T))
+    phases = [
+        (driver.at(ms), driver.state.requests["r"].phase)[1]
+        for ms in (T + 99, T + 100, T + 1_099, T + 1_100, T + 2_099)
+    ]
+    assert phases == [OPEN, CLOSED, CLOSED, EXPIRED, EXPIRED]
+    driver.at(T + 2_100)
+    assert driver.state.requests == {}
+
+
+# behind the watermark
+def test_a_request_behind_the_watermark_closes_when_its_window_does() -> None:
+    driver = Driver(rules())
+    driver.send(engagement(T + 9, event=1))
+    driver.at(T + 50)
+    assert driver.send(impression(T), engagement(T + 70, event=2)) == [] and driver.at(T + 99) == []
+    sample = only(driver.at(T + 100), "samples")
+    assert (sample.reason, sample.message.close_ms, sample.events) == ("CLOSE_WINDOW", T + 100, [1, 2])
+
+
+@pytest.mark.parametrize(("watermark", "late"), [(T + 99, False), (T + 100, True)])
+def test_only_a_request_whose_close_has_passed_closes_at_once_as_late_with_what_waited(
+    watermark: int, late: bool
+) -> None:
+    driver = Driver(rules(orphan_timeout_ms=500))
+    driver.send(engagement(T + 9, event=1), engagement(T + 104, event=2))
+    driver.at(watermark)
+    outputs = driver.send(impression(T))
+    assert bool(outputs) is late
+    sample = only([*outputs, *driver.at(T + 104)], "samples")
+    assert (sample.reason, sample.message.close_ms) == ("CLOSE_LATE" if late else "CLOSE_WINDOW", T + 100)
+    assert sample.events == [1] and only(driver.outputs, "corrections").events == [2]
+
+
+def test_an_engagement_from_beyond_its_forgotten_request_waits_as_an_orphan_and_leaves_nothing() -> None:
+    driver = Driver(rules(), "memory")
+    close_ms, horizon_ms = T + driver.join.rules.window_ms, driver.join.rules.late_horizon_ms
+    far_ms = close_ms + 2 * horizon_ms + 1
+    driver.send(impression(T), engagement(far_ms, event=1))
+    driver.at(far_ms - 1)
+    assert driver.state.counts.num_orphans == 1, "its request is forgotten, and with it what showed the item"
+    assert reasons(driver.at(far_ms + driver.join.rules.orphan_timeout_ms)) == ["no_request"]
+    assert driver.state.counts.num_orphans == 0 and not driver.state.requests
+
+
+def test_an_impression_so_late_that_its_request_may_have_been_forgotten_is_too_late() -> None:
+    driver = Driver(rules())
+    driver.at(T + 1_000)
+    assert reasons(driver.send(impression(T))) == ["too_late"]
+    assert only(driver.send(impression(T + 1, request="s")), "samples").reason == "CLOSE_LATE"
+
+
+def test_an_engagement_so_late_that_its_request_may_have_been_forgotten_is_too_late() -> None:
+    driver = Driver(rules())
+    driver.at(T + 1_000)
+    assert reasons(driver.send(engagement(T, event=1))) == ["too_late"]
+    assert reasons(driver.send(engagement(T + 1, event=2))) == ["no_request"]
+
+
+def test_a_late_engagement_of_an_open_request_is_folded() -> None:
+    driver = Driver(rules())
+    driver.send(impression(T))
+    driver.at(T + 50)
+    driver.send(engagement(T + 10, event=1))
+    assert only(driver.at(T + 100), "samples").events == [1]
+
+
+# caps
+def test_open_requests_beyond_the_cap_overflow_and_closed_ones_make_room() -> None:
+    driver = Driver(rules(max_open_requests=2))
+    assert reasons(driver.send(*(impression(T + n, request=f"r{n}") for n in range(3)))) == ["overflow"]
+    assert driver.state.counts.num_open == 2
+    driver.at(T + 100)
+    assert driver.send(impression(T + 101, request="r3")) == []
+
+
+def test_remembered_requests_beyond_the_cap_overflow() -> None:
+    driver = Driver(rules(max_requests=1))
+    driver.send(impression(T))
+    driver.at(T + 100)
+    assert reasons(driver.send(impression(T + 200, request="s"))) == ["overflow"]
+
+
+def test_orphans_beyond_the_cap_overflow_and_joining_ones_do_not_count() -> None:
+    driver = Driver(rules(max_orphans=2))
+    assert driver.send(engagement(T, event=1, request="x"), impression(T), engagement(T, 99, event=2)) == []
+    assert driver.send(engagement(T, 1, event=3)) == []
+    assert reasons(driver.send(engagement(T, 98, event=4))) == ["overflow"]
+    assert reasons(driver.send(engagement(T, event=5, request="y"))) == ["overflow"]
+
+
+def test_candidates_beyond_the_cap_overflow_with_the_page_that_brings_them() -> None:
+    driver = Driver(rules())
+    driver.send(impression(T, tuple(range(999))))
+    assert reasons(
+        driver.send(impression(T + 1, (1, 2_001), ro=None), impression(T + 2, (3_001,), ro=None))
+    ) == ["overflow"]
+    assert len(only(driver.end(), "samples").items) == 1_000
+
+
+def test_engagements_that_were_folded_or_corrected_count_for_the_cap() -> None:
+    driver = Driver(rules(max_engagements=2))
+    driver.send(impression(T), engagement(T + 1, event=1))
+    driver.at(T + 100)
+    assert driver.send(engagement(T + 101, event=2)) == []
+    assert [o.topic for o in driver.at(T + 101)] == ["corrections"]
+    assert reasons(driver.send(engagement(T + 102, event=3))) == ["overflow"]
+
+
+def test_a_dead_letter_names_where_it_came_from_and_carries_the_record() -> None:
+    driver = Driver(rules())
+    event = engagement(T, event=7)
+    driver.send(impression(T, request="other"), event)
+    m = only(driver.at(T + 5_000), "dead_letters").message
+    assert (m.topic, m.partition, m.offset, m.event_id, m.request_id) == ("engagements", 0, 2, 7, "r")
+    assert m.raw[2:] == event.SerializeToString(deterministic=True) and m.raw_bytes == len(m.raw) and m.error

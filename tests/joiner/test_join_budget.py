@@ -273,17 +273,3 @@ def test_four_times_the_events_of_a_request_cost_four_times_as_much(kind: str) -
         return weighed(driver, [engagement(time_ms + i, 1, event=i + 1) for i in range(n)])
 
     assert cost(240) < 6 * cost(60)
-
-
-@pytest.mark.parametrize("kind", ["page", "page after the close", "engagement that waits"])
-def test_what_keeps_a_list_in_its_request_costs_little_at_the_cap(kind: str) -> None:
-    driver = Driver(rules())
-    driver.send(impression(T))
-    if "close" in kind:
-        driver.at(T + 100)
-    if "page" in kind:
-        driver.send(*(impression(T + n % 90, range(n, n + 20)) for n in range(600)))
-        assert weighed(driver, [impression(T + 95, (1,))]) < 200_000
-    else:
-        driver.send(*(engagement(T + 50, 999, event=n) for n in range(1, 600)))
-        assert weighed(driver, [engagement(T + 51, 999, event=1_000)]) < 20_000

@@ -280,13 +280,3 @@ def test_a_restart_knows_the_producers_that_held_a_partition(tmp_path: Path) -> 
     again.restore(made.engine.snapshot())
     again.process(record(pb.Heartbeat(time_ms=9_000, producer="b")))
     assert again.watermarks.reached_ms["impressions", 0] == 1_000
-
-
-def test_records_that_retention_deleted_are_counted(tmp_path: Path) -> None:
-    made = pump([], tmp_path, MemorySink())
-    source = made.consumer
-    assert isinstance(source, MemorySource)
-    source.num_lost = 7
-    made.step()
-    (family,) = made.metrics.lost.collect()
-    assert family.samples[0].value == 7

@@ -49,15 +49,6 @@ def test_an_engagement_touches_its_request_and_itself_however_much_is_remembered
     assert touched(driver, engagement(T + 502, event=99)) == ["r", "e", "r", "e"]
 
 
-@pytest.mark.parametrize("num_requests", [1, 40])
-def test_an_impression_touches_its_request_the_counts_its_due_time_and_its_scope(num_requests: int) -> None:
-    driver = Driver(rules(next_request="user"))
-    for n in range(num_requests):
-        driver.send(impression(T + n, request=f"r{n}"))
-    driver.at(T + num_requests + 100)
-    assert sorted(touched(driver, impression(T + 500))) == sorted("rr hh d d s s i".replace(" ", ""))
-
-
 def test_what_a_call_did_is_undone_by_forgetting_it_and_written_by_flush() -> None:
     store = DictStore()
     entries = SerializedState(store)

@@ -17,7 +17,7 @@ from roostream.wire.batch import Batch
 from roostream.wire.decode import Decoder
 from roostream.wire.jagged import Jagged
 from roostream.wire.records import Record
-from tests.wire.test_concat import arrays
+from tests.trainer import samples
 
 
 @pytest.fixture(scope="module")
@@ -145,3 +145,28 @@ def test_taken_rows_keep_values_weights_and_columns(seed: int, num_keys: int, nu
     assert taken.num_rows == len(rows_M) and sorted(taken.columns) == sorted(columns)
     assert [rows_of(taken, m) for m in range(len(rows_M))] == [rows_of(lists, n) for n in rows_M.tolist()]
     assert taken.values.dtype == np.int64 and taken.present_KN.flags.c_contiguous
+
+
+def arrays(of: object) -> dict[str, object]:
+    found: dict[str, object] = {}
+    for field in dataclasses.fields(of):  # type: ignore[arg-type]
+        value = getattr(of, field.name)
+        found |= (
+            {f"{field.name}.{k}": v for k, v in arrays(value).items()}
+            if isinstance(value, Jagged)
+            else {field.name: value}
+        )
+    return found
+
+
+@settings(max_examples=25)
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=4))
+def test_concatenated_parts_equal_the_batch(sizes: list[int]) -> None:
+    whole, _ = Decoder(samples.schema(), {}.get).decode(samples.records(list(range(1, 1 + sum(sizes)))))
+    ends = np.cumsum(sizes)
+    parts = [whole.take_requests(np.arange(end - size, end)) for size, end in zip(sizes, ends, strict=True)]
+    got, expected = arrays(Batch.concat(parts)), arrays(whole)
+    for name, value in expected.items():
+        if isinstance(value, np.ndarray):
+            assert got[name].dtype == value.dtype
+            assert np.array_equal(got[name], value, equal_nan=value.dtype.kind == "f"), name  # type: ignore[union-attr, arg-type]
