@@ -29,10 +29,8 @@ def test_many_consecutive_non_finite_requests_are_blamed_on_the_model(
         built.train_all()
     before = MAX_CONSECUTIVE - batch_requests if batch_requests < MAX_CONSECUTIVE else 0
     assert len(built.letters) == built.loop.counts.non_finite == before
-    assert (
-        built.loop.quarantine.current is not None
-        and len(built.loop.quarantine.current.records) == batch_requests
-    )
+    assert built.loop.quarantine.current is not None
+    assert len(built.loop.quarantine.current.records) == batch_requests
 
 
 def test_one_finite_request_shows_that_the_model_is_sound() -> None:

@@ -26,7 +26,6 @@ def test_lookups_are_deduplicated_only_if_requested() -> None:
 def test_training_with_deduplication_gives_the_same_scores() -> None:
     plain, shared = (build(N12, deduplicate=of).train_all() for of in (False, True))
     for one, other in zip(plain.predicted, shared.predicted, strict=True):
-        assert one.sample_id == other.sample_id and list(other.scores) == pytest.approx(
-            list(one.scores), abs=1e-6
-        )
+        assert one.sample_id == other.sample_id
+        assert list(other.scores) == pytest.approx(list(one.scores), abs=1e-6)
     assert shared.pushes() == plain.pushes() and shared.loop.num_steps == plain.loop.num_steps

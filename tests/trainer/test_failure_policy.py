@@ -54,10 +54,8 @@ def test_repeated_non_finite_weights_are_permanent_and_the_batch_is_saved(
         0,
     )
     trained = sum(manifest.offsets.values())
-    assert (
-        len(saved.records) == 4
-        and min(r.timestamp_ms for r in saved.records) == samples.records([trained + 1])[0].timestamp_ms
-    )
+    assert len(saved.records) == 4
+    assert min(r.timestamp_ms for r in saved.records) == samples.records([trained + 1])[0].timestamp_ms
     assert any(finding.startswith("dense weight ") for finding in saved.findings)
     assert any(finding.startswith("scores of task click: ") for finding in saved.findings)
     assert "in the training of samples-0" in saved.reason and not stage.outputs.letters
@@ -79,9 +77,8 @@ def test_outages_are_never_permanent(tmp_path: Path) -> None:
         stage.started()
         stage.built.transport.down = True
         assert not stage.worker.turn() and stage.worker.report()["broken"]
-    assert stage.worker.report()["fatal"] == stage.worker.report()["saved"] == "" and not list(
-        tmp_path.iterdir()
-    )
+    assert stage.worker.report()["fatal"] == stage.worker.report()["saved"] == ""
+    assert not list(tmp_path.iterdir())
 
 
 def test_repeated_non_finite_requests_are_permanent_and_the_rows_are_named(tmp_path: Path) -> None:
@@ -93,9 +90,8 @@ def test_repeated_non_finite_requests_are_permanent_and_the_rows_are_named(tmp_p
             pass
     assert "gradients" in stage.worker.report()["fatal"]
     saved = decode(Path(stage.worker.report()["saved"]).read_bytes(), "x")
-    assert saved.manifest == saved.checksum == "" and any(
-        finding.startswith("rows of stack ") for finding in saved.findings
-    )
+    assert saved.manifest == saved.checksum == ""
+    assert any(finding.startswith("rows of stack ") for finding in saved.findings)
 
 
 def test_an_unexpected_error_saves_its_batch_for_the_next_process(
@@ -111,9 +107,8 @@ def test_an_unexpected_error_saves_its_batch_for_the_next_process(
         stage.worker.turn()
     path = stage.worker.report()["saved"]
     saved = decode(Path(path).read_bytes(), "x")
-    assert (
-        saved.reason == 'ValueError("shapes don\'t match")' and len(saved.records) == 4 and not saved.findings
-    )
+    assert saved.reason == 'ValueError("shapes don\'t match")' and len(saved.records) == 4
+    assert not saved.findings
     loop = build(
         samples.records([1]), rewire=lambda wiring: dataclasses.replace(wiring, saved=SavedBatches(tmp_path))
     ).loop
@@ -131,7 +126,5 @@ def test_an_unwritable_folder_does_not_hide_the_reason(
 
     monkeypatch.setattr(SavedBatches, "save", full)
     fatals = [diverged(stage, manifest.name) for _ in range(MAX_RELAPSES)]
-    assert (
-        fatals[-1].endswith(f"times after a restore to {manifest.name}")
-        and stage.worker.report()["saved"] == ""
-    )
+    assert fatals[-1].endswith(f"times after a restore to {manifest.name}")
+    assert stage.worker.report()["saved"] == ""

@@ -162,10 +162,8 @@ def test_a_non_finite_request_becomes_a_dead_letter_and_others_are_trained() -> 
     assert [(x.reason, x.topic, x.partition, x.offset) for x in built.letters] == [
         ("non_finite", "samples", n % 2, (n - 1) // 2) for n in (3, 8, 9)
     ]
-    assert [x.raw for x in built.letters] == [samples.sample(n) for n in (3, 8, 9)] and built.offsets() == [
-        6,
-        6,
-    ]
+    assert [x.raw for x in built.letters] == [samples.sample(n) for n in (3, 8, 9)]
+    assert built.offsets() == [6, 6]
     assert (built.loop.counts.non_finite, built.loop.counts.dead_letters) == (3, 3)
     assert all(np.isfinite(v).all() for v in built.loop.snapshot().shared.values())
 
@@ -230,10 +228,8 @@ def test_a_prepared_chunk_is_not_in_a_snapshot_until_trained() -> None:
     ahead = built.loop.pull(built.loop.claim(second))
     built.loop.train(prepared)
     at = built.loop.snapshot()
-    assert (
-        sum(at.progress.values()) == 4
-        and sum(len(cut.tensors["dedupe.id"]) for cut in at.partitions.values()) == 4
-    )
+    assert sum(at.progress.values()) == 4
+    assert sum(len(cut.tensors["dedupe.id"]) for cut in at.partitions.values()) == 4
     built.loop.train(ahead)
     assert built.pushes() == dict.fromkeys(range(1, 9), 1) and sum(built.offsets()) == 8
 

@@ -33,9 +33,8 @@ def test_a_non_finite_row_is_named_with_its_effects() -> None:
     built, chunk = given()
     found = find_non_finite(poisoned(built, 2).loop, chunk)
     assert [line for line in found if line.startswith("rows of stack")] != []
-    assert (
-        "scores of task click: 3 of 12 numbers are not finite" in found and "the loss is not finite" in found
-    )
+    assert "scores of task click: 3 of 12 numbers are not finite" in found
+    assert "the loss is not finite" in found
     assert any(line.startswith("gradient of dense weight") for line in found)
     assert not any(line.startswith("dense weight") for line in found)
 

@@ -233,11 +233,8 @@ def test_g3_training_resumes_by_itself_after_a_shard_was_killed(together: Togeth
     source.append(samples.records(list(range(1, 41)))[20:])
     together.wait_for(lambda: together.committed(40))
     last = manifests.newest(together.store)
-    assert (
-        last is not None
-        and last.manifest.workers[0].metrics["requests"] == 40
-        and last.manifest.workers[0].dedupe == 40
-    )
+    assert last is not None and last.manifest.workers[0].metrics["requests"] == 40
+    assert last.manifest.workers[0].dedupe == 40
     assert together.controller.status()["incarnation"] >= 2
     together.wait_for(lambda: monitor.progress.overall.state is TrainingState.CAUGHT_UP)
     shown = {family.name: family for family in MetricsCollector(monitor.metrics, WORKER).collect()}
@@ -298,9 +295,8 @@ def test_a_pausing_stream_holds_training_until_the_next_record(together: Togethe
     assert isinstance(failure, HeldError) and "nothing to read for 0.2 s; it ends by itself" in str(failure)
     assert first.monitor.progress.overall.state is TrainingState.HELD
     status = together.controller.status()
-    assert (
-        status["holds"][0]["kind"] == "transient" and status["state"] == "held" and status["rollbacks"] == 0
-    )
+    assert status["holds"][0]["kind"] == "transient" and status["state"] == "held"
+    assert status["rollbacks"] == 0
     first.end()
     together.stops.remove(first.end)
     source.append(samples.records(numbers)[8:])
@@ -327,11 +323,8 @@ def test_persistent_non_finite_numbers_hold_training_and_name_the_batch(
     found = re.search(r"dense weights.* 3 times .*`roostream inspect batch (\S+)` shows", hold["reason"])
     assert hold["kind"] == "permanent" and hold["member"] == "worker 0" and found, hold
     told = inspected(decode(Path(found[1]).read_bytes(), found[1]))
-    assert (
-        told["requests"] == 4
-        and told["findings"][0].startswith("dense weight ")
-        and manifests.newest(together.store) is None
-    )
+    assert told["requests"] == 4 and told["findings"][0].startswith("dense weight ")
+    assert manifests.newest(together.store) is None
 
 
 def test_a_worker_without_a_controller_stops(together: Together) -> None:

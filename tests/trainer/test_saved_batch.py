@@ -73,11 +73,8 @@ def test_damaged_or_foreign_files_are_refused(data: bytes, message: str) -> None
 
 def test_a_large_batch_is_saved_partly() -> None:
     size = len(RECORDS[0].value) + len(RECORDS[0].key or b"")
-    assert (
-        fitting(RECORDS, 10 * size) == RECORDS
-        and fitting(RECORDS, size) == RECORDS[:1]
-        and fitting(RECORDS, size - 1) == ()
-    )
+    assert fitting(RECORDS, 10 * size) == RECORDS and fitting(RECORDS, size) == RECORDS[:1]
+    assert fitting(RECORDS, size - 1) == ()
     assert fitting([]) == ()
 
 

@@ -15,9 +15,8 @@ def test_the_watermark_follows_close_times_and_never_goes_back() -> None:
     again = TrainingWatermark(time.watermark_ms, time.recent_ms.tolist())
     for of_both in (time, again):
         of_both.add(np.array([500], np.int64))
-    assert (
-        again.watermark_ms == time.watermark_ms == 500 and again.recent_ms.tolist() == time.recent_ms.tolist()
-    )
+    assert again.watermark_ms == time.watermark_ms == 500
+    assert again.recent_ms.tolist() == time.recent_ms.tolist()
 
 
 def test_newest_times_of_several_workers_are_merged_evenly() -> None:

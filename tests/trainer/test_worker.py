@@ -120,12 +120,8 @@ def test_a_worker_trains_only_between_start_and_cut() -> None:
     stage.do("start")
     assert stage.worker.turn()
     cut = stage.do("cut", seq=1)
-    assert (
-        cut["ok"]
-        and sum(cut["offsets"]["samples"].values()) == 4
-        and cut["step"] == 1
-        and stage.outputs.num_flushes == 1
-    )
+    assert cut["ok"] and sum(cut["offsets"]["samples"].values()) == 4 and cut["step"] == 1
+    assert stage.outputs.num_flushes == 1
     assert not stage.worker.turn(), "paused until resume"
     stage.do("resume", seq=1)
     assert stage.worker.turn()
@@ -154,9 +150,8 @@ def test_a_commit_of_format_1_can_be_restored() -> None:
     stage.started(at.name)
     assert stage.worker.loop.partitions.progress == at.offsets and stage.worker.loop.num_steps == at.step
     measured = summarize(stage.worker.loop.report())
-    assert measured["requests"] == 8 and measured["tasks"]["click"] == pytest.approx(
-        at.workers[0].metrics["tasks"]["click"]
-    )
+    assert measured["requests"] == 8
+    assert measured["tasks"]["click"] == pytest.approx(at.workers[0].metrics["tasks"]["click"])
     kept, _ = tensor_file.decode(manifests.read_file(store, at.dense))
     shared = stage.worker.loop.snapshot().shared
     assert shared.pop("watermark.recent_ms").tolist() == [at.watermark_ms], "what it had to say of times"

@@ -36,10 +36,8 @@ def test_eta_is_unknown_after_a_worker_is_silent_or_restarts(trained: float | No
     pace.estimate(OF, 100.0, 10.0)
     told = pace.estimate(OF, trained, 11.0)
     assert told is not None and told["eta_s"] == [None, None, None]
-    assert pace.estimate(None, 30.0, 12.0) is None and pace.estimate(OF, 40.0, 13.0) == {
-        **OF,
-        "eta_s": [None, None, None],
-    }
+    assert pace.estimate(None, 30.0, 12.0) is None
+    assert pace.estimate(OF, 40.0, 13.0) == {**OF, "eta_s": [None, None, None]}
 
 
 def test_eta_is_unknown_without_progress_and_zero_when_done() -> None:

@@ -47,9 +47,8 @@ def test_the_two_kinds_of_holds_are_counted_apart() -> None:
     assert device_use(State.HELD, idle_hold("nothing to read")) is DeviceUse.TRANSIENT_HOLD
     assert device_use(State.HELD, Hold("permanent", "out of memory", "worker 0")) is DeviceUse.PERMANENT_HOLD
     assert device_use(State.HELD) is DeviceUse.PERMANENT_HOLD
-    assert (
-        device_use(State.RESTORING) is DeviceUse.TEMPORARY and device_use(State.WRITING) is DeviceUse.TRAINING
-    )
+    assert device_use(State.RESTORING) is DeviceUse.TEMPORARY
+    assert device_use(State.WRITING) is DeviceUse.TRAINING
 
 
 @pytest.mark.parametrize(
@@ -169,11 +168,8 @@ def test_a_fatal_worker_report_begins_a_hold(count: int) -> None:
     fleet.to(State.RUNNING)
     fleet.fatal[Key("worker", count - 1)] = "out of memory: 3 GiB more for a batch of 64"
     hold = held(fleet)
-    assert (
-        hold["member"] == f"worker {count - 1}"
-        and hold["reason"].startswith("out of memory")
-        and hold["since_ms"] > 0
-    )
+    assert hold["member"] == f"worker {count - 1}" and hold["reason"].startswith("out of memory")
+    assert hold["since_ms"] > 0
     assert [k.role for k in fleet.members] == ["shard", "shard"], "workers are gone, the rows stay"
     assert fleet.it.coordinator.num_rollbacks == 0
 

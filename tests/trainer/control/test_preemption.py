@@ -40,9 +40,8 @@ def test_a_preemption_commits_first_and_training_waits_for_the_member(who: Key) 
     fleet.step = 7
     assert preempt(fleet, who) == {"seq": 1, "committed": True, "why": ""}
     last = manifests.newest(fleet.store)
-    assert (
-        last is not None and last.manifest.step == 7 and "resume" not in [c["kind"] for _, c in fleet.asked]
-    )
+    assert last is not None and last.manifest.step == 7
+    assert "resume" not in [c["kind"] for _, c in fleet.asked]
     for _ in range(3):
         fleet.turn()
     name = "the controller" if who.role == "controller" else str(who)
@@ -56,9 +55,8 @@ def test_a_preemption_commits_first_and_training_waits_for_the_member(who: Key) 
         after = Fleet(2, fleet.store)
         after.incarnations, fleet = fleet.incarnations, after
     fleet.to(State.RUNNING)
-    assert {c["manifest"] for c in fleet.restored().values()} == {
-        last.name
-    } and fleet.it.coordinator.num_rollbacks == 0
+    assert {c["manifest"] for c in fleet.restored().values()} == {last.name}
+    assert fleet.it.coordinator.num_rollbacks == 0
 
 
 def test_a_preempted_member_gets_its_deadline_and_then_permission_to_exit() -> None:

@@ -76,9 +76,8 @@ def test_rows_held_by_workers_train_like_rows_at_shards(workers: int) -> None:
     simulation.run()
     assert_equal(simulation, at_shards(workers))
     assert (simulation.hall.num_swaps > 0) == (workers > 1)
-    assert set(simulation.last.shards) == set(range(workers)) and all(
-        s["segments"] for s in simulation.last.shards.values()
-    )
+    assert set(simulation.last.shards) == set(range(workers))
+    assert all(s["segments"] for s in simulation.last.shards.values())
 
 
 MOMENTS = [

@@ -38,9 +38,8 @@ def test_status_json_is_the_controller_s_status_plus_the_page_key(run: ReplayedR
     told = run.page.status()
     added = told.pop("page")
     assert told == plain(run.controller.status())
-    assert added["headline"]["state"] == "catching_up" and added["members"] == [
-        f"{role} {n}" for role, n in MEMBERS
-    ]
+    assert added["headline"]["state"] == "catching_up"
+    assert added["members"] == [f"{role} {n}" for role, n in MEMBERS]
     assert added["newest"]["values"]["ne"] == told["reports"]["worker 0"]["metrics"]["ne"]
     assert added["figures"]["shards"]["shard-1"]["rows"]["d8"] > 0
 
@@ -174,10 +173,8 @@ def test_unknown_values_stay_unknown_and_steps_without_readings_are_gaps() -> No
     history.add(10, {"ne": None})
     history.add(50, {"ne": 2.0, "auc": 0.7})
     (grain,) = history.series()
-    assert grain["slot"] == [0, 1, 5] and grain["values"] == {
-        "auc": [None, None, 0.7],
-        "ne": [1.0, None, 2.0],
-    }
+    assert grain["slot"] == [0, 1, 5]
+    assert grain["values"] == {"auc": [None, None, 0.7], "ne": [1.0, None, 2.0]}
 
 
 def test_memory_is_bounded_in_every_resolution() -> None:

@@ -145,11 +145,8 @@ def test_newest_ids_are_known_once_the_session_is_trained() -> None:
     all_of(it)
     assert it.newest_ids({EVEN: 20, ODD: 21}) == {}
     found = it.newest_ids({EVEN: 20, ODD: 22})
-    assert (
-        found.keys() == set(PARTITIONS)
-        and 41 in found[ODD].sample_id.tolist()
-        and 1 not in found[ODD].sample_id.tolist()
-    )
+    assert found.keys() == set(PARTITIONS) and 41 in found[ODD].sample_id.tolist()
+    assert 1 not in found[ODD].sample_id.tolist()
 
 
 def test_readers_get_the_next_splits_to_prefetch() -> None:

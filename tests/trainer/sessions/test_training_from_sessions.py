@@ -39,9 +39,8 @@ def test_g11_training_from_files_equals_training_from_the_topic(tmp_path: Path) 
     files, topic = from_files(tmp_path).train_all(), build(RECORDS, exact=True).train_all()
     assert files.loop.counts.requests == topic.loop.counts.requests == 40
     a, b = files.loop.snapshot(), topic.loop.snapshot()
-    assert a.shared.keys() == b.shared.keys() and all(
-        np.array_equal(a.shared[k], b.shared[k], equal_nan=True) for k in a.shared
-    )
+    assert a.shared.keys() == b.shared.keys()
+    assert all(np.array_equal(a.shared[k], b.shared[k], equal_nan=True) for k in a.shared)
     assert files.pushes() == topic.pushes()
     assert [p.SerializeToString() for p in files.predicted] == [
         p.SerializeToString() for p in topic.predicted
