@@ -19,11 +19,6 @@ class MemoryStore:
     def fail_next(self, method: str, when: str = "before") -> None:
         self._faults.append((method, when))
 
-    @property
-    def num_faults(self) -> int:
-        """That have not happened yet."""
-        return len(self._faults)
-
     def damage(self, name: str) -> None:
         """Flip one bit in the middle."""
         data = bytearray(self.objects[name])

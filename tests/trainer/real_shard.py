@@ -53,18 +53,10 @@ class RealShard:
         disk: MemoryKeyValueStore,
         schema: Schema,
     ) -> None:
-        identity: dict[str, Any] = {
-            "schema": schema,
-            "index": index,
-            "num_shards": num_shards,
-            "publishing": False,
-        }
-        self.shard = make_shard(disk, store, clock, **identity)  # type: ignore[arg-type]
-        self.handle, self.execute, self.report = (
-            ShardRpcHandler(self.shard).handle,
-            self.shard.execute,
-            self.shard.stats,
-        )
+        identity: dict[str, Any] = {"schema": schema, "index": index, "num_shards": num_shards}
+        self.shard = make_shard(disk, store, clock, **identity, publishing=False)  # type: ignore[arg-type]
+        self.handle = ShardRpcHandler(self.shard).handle
+        self.execute, self.report = self.shard.execute, self.shard.stats
         self.is_dead = False
         self.shard.barrier.changed = _Changed(self, self.shard.barrier.lock, clock)  # type: ignore[assignment]
 

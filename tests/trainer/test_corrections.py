@@ -112,18 +112,10 @@ def test_a_changed_value_of_a_value_label_is_a_correction(objective: str, kept: 
     batch = dataclasses.replace(
         batch, label_BT=np.full_like(batch.label_BT, 30.0), weight_BT=np.ones_like(batch.weight_BT)
     )
-    assert (
-        without_unchanged_corrections(
-            as_correction(batch, batch.label_BT / 3), LoopConfig(corrections="on")
-        ).num_requests
-        == kept
-    )
-    assert (
-        without_unchanged_corrections(
-            as_correction(batch, batch.label_BT), LoopConfig(corrections="on")
-        ).num_requests
-        == 0
-    )
+    for before_BT, expected in ((batch.label_BT / 3, kept), (batch.label_BT, 0)):
+        correction = as_correction(batch, before_BT)
+        left = without_unchanged_corrections(correction, LoopConfig(corrections="on"))
+        assert left.num_requests == expected
 
 
 # the loop

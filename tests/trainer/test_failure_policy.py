@@ -47,12 +47,8 @@ def test_repeated_non_finite_weights_are_permanent_and_the_batch_is_saved(
         f"{MAX_RELAPSES} times after a restore to {manifest.name}; `roostream inspect batch {path}`" in fatal
     )
     saved = decode(Path(path).read_bytes(), path)
-    assert (saved.manifest, saved.checksum, saved.step, saved.worker) == (
-        manifest.name,
-        manifest.checksum,
-        2,
-        0,
-    )
+    assert (saved.manifest, saved.checksum) == (manifest.name, manifest.checksum)
+    assert (saved.step, saved.worker) == (2, 0)
     trained = sum(manifest.offsets.values())
     assert len(saved.records) == 4
     assert min(r.timestamp_ms for r in saved.records) == samples.records([trained + 1])[0].timestamp_ms

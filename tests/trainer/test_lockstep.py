@@ -20,7 +20,6 @@ from tests.trainer import samples
 from tests.trainer.fake_shard import FakeShard, Row
 from tests.trainer.fleets import DoubleRows, Fleet, begin, fake_shard, rows_of
 from trainer.lockstep import TurnPlan, TurnReport, decode_report, plan_turn
-from trainer.loop import Snapshot
 
 N48 = samples.records(list(range(1, 49)))
 WORDS = TurnReport(
@@ -191,55 +190,6 @@ def test_no_worker_begins_a_chunk_while_one_is_leaving() -> None:
     for _ in range(6):
         fleet.round()
     assert fleet.num_trained == before < 12 and fleet.cut().progress == fleet.progress
-
-
-def applied(shard: FakeShard) -> dict[int, int]:
-    return {id_: row.pushes for (table, id_), row in shard.rows.items() if table == USER}
-
-
-def test_training_continues_after_changing_the_number_of_workers() -> None:
-    numbers = [n for i in range(1, 97) for n in ((i, i - 6) if i > 6 and i % 5 == 0 else (i,))]
-    records = samples.records(numbers, num_partitions=6)
-    whole = Fleet(records, 1, rows_of(fake_shard()), num_partitions=6)
-    whole.built[0].train_all()
-    shard, at, predicted, skipped = fake_shard(), None, [], 0
-    for incarnation, workers in enumerate((1, 2, 3, 1), start=1):
-        begin(shard, incarnation)
-        fleet = Fleet(
-            records,
-            workers,
-            rows_of(shard),
-            num_partitions=6,
-            at=at,
-            incarnation=incarnation,
-            batch_requests=4,
-        )
-        if workers == 1:
-            for _ in range(4 if at is None else 999):
-                if not (fleet.built[0].loop.step() or (at is not None and fleet.built[0].loop.finish())):
-                    break
-            at = fleet.built[0].loop.snapshot()
-        else:
-            for _ in range(9):
-                fleet.round()
-            at = fleet.cut(incarnation)
-        predicted += fleet.predicted
-        skipped += sum(built.loop.partitions.num_skipped for built in fleet.built)
-    assert at is not None and sorted(predicted) == sorted(set(numbers))
-    assert applied(shard) == dict.fromkeys(sorted(set(numbers)), 1)
-    end = whole.built[0].loop.snapshot()
-    assert at.progress == end.progress and skipped == whole.built[0].loop.partitions.num_skipped > 0
-    assert kept(at) == kept(end), "ids and counts by partition"
-    assert fleet.built[0].loop.report()["requests"] == whole.built[0].loop.report()["requests"]
-
-
-def kept(at: Snapshot) -> dict[str, Any]:
-    return {
-        f"{partition} {name}": value.tolist()
-        for partition, cut in at.partitions.items()
-        for name, value in cut.tensors.items()
-        if name.startswith("dedupe.") or name == "metrics.requests"
-    }
 
 
 RAMP = {"first_batch_requests": 1, "batch_growth_requests": 6, "batch_requests": 4}

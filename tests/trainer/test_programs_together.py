@@ -243,20 +243,6 @@ def test_g3_training_resumes_by_itself_after_a_shard_was_killed(together: Togeth
     assert states["caught_up"] == 1 and sum(states.values()) == 1
 
 
-def test_a_stopping_worker_commits_what_it_trained(together: Together) -> None:
-    source = MemoryConsumer(PARTITIONS, samples.records(list(range(1, 9))))
-    for index in (0, 1):
-        together.shard(index)
-    trainer = together.worker(source)
-    worker = trainer.monitor.worker
-    together.wait_for(lambda: worker.loop.num_steps >= 1)
-    trainer.stop.set()
-    trainer.thread.join(LONG_S)
-    assert not trainer.thread.is_alive() and worker.can_leave()
-    last = manifests.newest(together.store)
-    assert last is not None and last.manifest.step == worker.committed_step == worker.loop.num_steps
-
-
 def preempted(together: Together, role: str) -> dict[str, Any]:
     """While it trains; what the call answered."""
     source = MemoryConsumer(PARTITIONS, samples.records(list(range(1, 9))))

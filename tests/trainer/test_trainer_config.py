@@ -13,20 +13,9 @@ from roostream.schema.settings import load
 from trainer.config import ControllerConfig, LoopConfig, WorkerConfig
 from trainer.selection.config import RehearsalConfig
 
-WORKER: dict[str, Any] = {
-    "bootstrap": "k:1",
-    "schema": "s.toml",
-    "store": "store",
-    "controller": "c:1",
-    "shards": ("a:1",),
-}
-CONTROLLER: dict[str, Any] = {
-    "listen": "127.0.0.1:0",
-    "store": "store",
-    "num_shards": 2,
-    "bootstrap": "k:1",
-    "schema": "s.toml",
-}
+COMMON: dict[str, Any] = {"bootstrap": "k:1", "schema": "s.toml", "store": "store"}
+WORKER = {**COMMON, "controller": "c:1", "shards": ("a:1",)}
+CONTROLLER = {**COMMON, "listen": "127.0.0.1:0", "num_shards": 2}
 
 
 def test_a_worker_is_configured_by_a_file(tmp_path: Path) -> None:
@@ -36,12 +25,8 @@ def test_a_worker_is_configured_by_a_file(tmp_path: Path) -> None:
         'max_batch_wait = "1s"\nexact = true\n'
     )
     config = load(WorkerConfig, path, program="worker", environ={"ROOSTREAM_WORKER_BATCH_REQUESTS": "8"})
-    assert (config.shards, config.max_batch_wait_ms, config.exact, config.batch_requests) == (
-        ("a:1", "b:2"),
-        1000,
-        True,
-        8,
-    )
+    assert config.shards == ("a:1", "b:2") and config.max_batch_wait_ms == 1000
+    assert config.exact and config.batch_requests == 8
 
 
 @pytest.mark.parametrize(

@@ -37,16 +37,15 @@ T0 = 1_700_000_000_000
 _WORLD = WorldConfig(
     num_users=30, num_items=60, mean_candidates=8, item_life_ms=10**12, examination_power=0.0
 )
+_HISTORY = {"name": "history", "kind": "sequence", "table": "item", "max_len": 20}
+_AMOUNT = {"objective": "amount", "scale": 120.0, "weight": 0.5}
 SCHEMA: Schema = schema_from_dict(
     {
         "tables": {"{item,category,user,action}": {"dim": 8}},
         "ro": [
             {"name": "user", "kind": "ids", "table": "user"},
             {
-                "name": "history",
-                "kind": "sequence",
-                "table": "item",
-                "max_len": 20,
+                **_HISTORY,
                 "columns": {"action": "ids", "time": "time_ms"},
                 "column_tables": {"action": "action"},
             },
@@ -58,14 +57,7 @@ SCHEMA: Schema = schema_from_dict(
         ],
         "label": [
             {"name": "click", "action": "click"},
-            {
-                "name": "read_s",
-                "action": "read",
-                "fold": "sum",
-                "objective": "amount",
-                "scale": 120.0,
-                "weight": 0.5,
-            },
+            {"name": "read_s", "action": "read", "fold": "sum", **_AMOUNT},
         ],
     }
 )
@@ -85,17 +77,8 @@ def visits(count: int, seed: int = 0) -> tuple[Record, ...]:
             world.read_seconds(user, int(i), time_ms, random.normal()) * c
             for i, c in zip(items, click_n, strict=True)
         ]
-        out.append(
-            _record(
-                at,
-                user,
-                time_ms,
-                items,
-                clicked[user][-20:][::-1],
-                np.stack([click_n, read_n], axis=1),
-                world,
-            )
-        )
+        history, labels_nT = clicked[user][-20:][::-1], np.stack([click_n, read_n], axis=1)
+        out.append(_record(at, user, time_ms, items, history, labels_nT, world))
         clicked[user] += [(int(i), time_ms) for i in items[click_n]]
     return tuple(out)
 

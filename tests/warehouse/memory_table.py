@@ -57,6 +57,10 @@ class MemoryTable:
         self.batches = {file.path: batch for file, batch in files}
         self.reads: list[tuple[str, int, int]] = []
 
+    def empty(self) -> Batch:
+        """A batch without requests."""
+        return next(iter(self.batches.values())).take_requests(np.arange(0))
+
     @property
     def ends(self) -> dict[int, int]:
         """Partition → next offset that is not archived."""

@@ -8,7 +8,6 @@ restore the same chunks come again."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 import numpy as np
@@ -217,11 +216,6 @@ class SessionSource:
             )
         self._reached = ends
         return None
-
-
-def empty_like(batch: Batch) -> Batch:
-    """A batch like this one, without requests."""
-    return dataclasses.replace(batch.take_requests(np.arange(0)))
 
 
 OpenRows = Callable[[TableInput, OpenSession, TableFiles], SessionRows]

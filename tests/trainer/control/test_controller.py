@@ -220,28 +220,6 @@ def test_the_outcome_of_a_link_is_reported_only_once_it_is_readable() -> None:
     assert stage.it.status()["seq"] == 1 and stage.it.status()["aborts"] == 0
 
 
-def test_a_late_link_of_an_older_controller_keeps_the_name() -> None:
-    stage = Stage().to(State.RUNNING)
-    stage.step = 3
-    stage.it.handle("commit", {"timeout_s": 0}, ())
-    stage.store.objects["manifests/00000001"] = b"another controller's"
-    stage.to(State.ABORTING).to(State.RUNNING)
-    assert stage.store.objects["manifests/00000001"] == b"another controller's"
-    stage.it.handle("commit", {"timeout_s": 0}, ())
-    stage.to(State.COMMITTING)
-    assert manifests.newest(stage.store) is not None and stage.it.status()["seq"] == 2
-
-
-def test_a_claim_of_a_newer_controller_stops_the_link() -> None:
-    stage = Stage().to(State.RUNNING)
-    stage.step = 3
-    stage.it.handle("commit", {"timeout_s": 0}, ())
-    stage.store.create("incarnations/00000009", b"{}")
-    with pytest.raises(FencedError):
-        stage.to(State.COMMITTING)
-    assert not stage.store.list("manifests")
-
-
 def test_the_configured_number_of_manifests_is_kept() -> None:
     stage = Stage()
     stage.it.keep_commits = 2

@@ -11,7 +11,7 @@ from roostream.errors import ConfigError
 from roostream.runtime.bucket_map import BucketMap
 from roostream.runtime.manifest import Manifest, Restorable
 from trainer.control.coordinator import Coordinator
-from trainer.control.types import Claim, CoordinatorConfig, IncarnationPlan, Key, Link, Retire, State
+from trainer.control.types import Claim, CoordinatorConfig, Key, Link, Retire, State
 
 FACTS = CoordinatorConfig(
     schema="ff",
@@ -135,18 +135,6 @@ def test_a_commit_keeps_the_restored_bucket_map() -> None:
     assert manifest.owners == turned and manifest.previous == {"seq": 1, "checksum": moved.checksum}
 
 
-def test_nothing_starts_before_every_member_is_connected() -> None:
-    group = Group()
-    group.claim(1)
-    group.round(SHARD_0, WORKER)
-    assert group.it.state is State.GATHERING and not group.asked
-    group.round(SHARD_1)
-    assert group.it.state is State.RESTORING
-    group.to(State.RUNNING)
-    group.round()
-    assert group.asked == [*((k, "restore") for k in (SHARD_1, SHARD_0, WORKER)), (WORKER, "start")]
-
-
 def test_the_duration_of_each_commit_phase_is_reported() -> None:
     group = Group().cutting()
     for seconds, state in ((0.125, State.FREEZING), (0.25, State.WRITING), (0.5, State.LINKING)):
@@ -184,17 +172,6 @@ def test_an_idle_loop_writes_nothing() -> None:
     assert group.it.state is State.RUNNING and group.it.num_commits == 1
 
 
-STEPS = (
-    State.RESTORING,
-    State.RUNNING,
-    State.CUTTING,
-    State.FREEZING,
-    State.WRITING,
-    State.LINKING,
-    State.COMMITTING,
-)
-
-
 def in_state(state: State) -> Group:
     group = Group()
     if state is State.RESTORING:
@@ -214,29 +191,6 @@ def in_state(state: State) -> Group:
     return group
 
 
-@pytest.mark.parametrize("victim", EVERYONE, ids=str)
-@pytest.mark.parametrize("state", STEPS)
-def test_a_lost_member_begins_a_new_incarnation(state: State, victim: Key) -> None:
-    group = in_state(state)
-    committed = state is State.COMMITTING
-    group.it.take_effects()
-    for _ in range(4):
-        group.now_s += 1
-        for key in EVERYONE:
-            if key != victim:
-                group.beat(key)
-    assert group.it.state is State.CLAIMING and str(victim) in group.it.reason
-    assert all(not group.it.commands(key) for key in EVERYONE)
-    group.claim(2, group.it.last, 2)
-    assert group.it.state is State.GATHERING
-    group.sessions[victim] += 1
-    group.round_without_answers()
-    assert group.it.state is State.RESTORING
-    assert {c["manifest"] for key in EVERYONE for c in group.it.commands(key)} == {
-        "manifests/00000001" if committed else ""
-    }
-
-
 def test_a_broken_worker_begins_a_new_incarnation_once() -> None:
     group = Group().running()
     group.reports[WORKER] = {"broken": "shard 0 is away"}
@@ -245,38 +199,6 @@ def test_a_broken_worker_begins_a_new_incarnation_once() -> None:
     group.claim(2)
     group.beat(WORKER)
     assert group.it.state is State.RESTORING, "what it says of the incarnation before changes nothing"
-
-
-@pytest.mark.parametrize(
-    ("key", "kind"), [(WORKER, "cut"), (SHARD_0, "freeze"), (SHARD_1, "write"), (WORKER, "write")]
-)
-def test_a_refusal_before_the_link_aborts_and_training_continues(key: Key, kind: str) -> None:
-    group = Group().cutting()
-    for _ in range(9):
-        if any(c["kind"] == kind for c in group.it.commands(key)):
-            break
-        for each in EVERYONE:
-            if not any(c["kind"] == kind for c in group.it.commands(each)):
-                group.answer(each)
-    commands = [c for c in group.it.commands(key) if c["kind"] == kind]
-    group.beat(key, ({"id": commands[0]["id"], "ok": False, "error": "disk full"},))
-    assert group.it.state is State.ABORTING and group.it.take_effects() == []
-    assert {c["kind"] for each in EVERYONE for c in group.it.commands(each)} == {"abort"}
-    group.to(State.RUNNING)
-    assert (group.it.seq, group.it.num_aborts) == (0, 1)
-    for _ in range(10):
-        group.now_s += 1
-        group.round_without_answers()
-    group.to(State.LINKING)
-    assert group.link().seq == 2, "the abandoned number is never used again"
-
-
-def test_a_member_that_never_answers_aborts_the_commit() -> None:
-    group = Group().cutting()
-    for _ in range(61):
-        group.now_s += 1
-        group.round_without_answers()
-    assert group.it.state is State.ABORTING
 
 
 LIMITS_S = {State.RESTORING: 600, State.COMMITTING: 60, State.ABORTING: 60, State.RUNNING: 60}
@@ -375,18 +297,6 @@ def test_a_shard_that_is_no_longer_ready_begins_a_new_incarnation() -> None:
     group.reports[SHARD_0] = {"ready": False}
     group.beat(SHARD_0)
     assert group.it.state is State.CLAIMING and "ready" in group.it.reason
-
-
-def test_g5_a_damaged_checkpoint_is_skipped_for_the_previous_one() -> None:
-    group = Group().committed()
-    group.sessions[SHARD_0] += 1
-    group.beat(SHARD_0)
-    group.claim(2, group.it.last, 2)
-    group.round_without_answers()
-    (restore,) = group.it.commands(SHARD_0)
-    group.beat(SHARD_0, ({"id": restore["id"], "ok": False, "error": "checksum", "damaged": True},))
-    assert group.it.state is State.CLAIMING
-    assert group.it.take_effects() == [Claim(frozenset({"manifests/00000001"}), IncarnationPlan(1, 1))]
 
 
 def test_a_refused_restore_is_retried_after_a_pause() -> None:

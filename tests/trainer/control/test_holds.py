@@ -74,12 +74,8 @@ def test_saved_device_times_of_both_formats_are_added(
     spent.add(kept)
     spent.note(DeviceUse.TRAINING, 2, 11.0)
     spent.note(DeviceUse.PERMANENT_HOLD, 2, 9.0)
-    assert spent.by_name() == {
-        "training": 5.0,
-        "temporary": 2.0,
-        "transient_hold": 0.0,
-        "permanent_hold": 7.5,
-    }
+    expected = {"training": 5.0, "temporary": 2.0, "transient_hold": 0.0, "permanent_hold": 7.5}
+    assert spent.by_name() == expected
     again = DeviceTime(0.0)
     again.add(spent.body())
     assert again.by_name() == spent.by_name()

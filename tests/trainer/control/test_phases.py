@@ -126,19 +126,7 @@ def test_the_next_epoch_comes_with_the_commit_of_all_workers() -> None:
     assert [c["seq"] for k, c in fleet.asked if k == Key("shard", 0) and c["kind"] == "commit"] == [1, 2]
 
 
-def test_after_a_lost_worker_the_phase_continues_from_the_last_commit() -> None:
-    fleet = HistoryFleet()
-    fleet.to(State.RUNNING)
-    fleet.to(State.COMMITTING)
-    fleet.sessions[Key("worker", 1)] = 2
-    fleet.to_the_stream()
-    assert fleet.it.coordinator.num_rollbacks == 1 and fleet.asked_for == 1
-    starts = [c["epoch"] for k, c in fleet.asked if k == Key("worker", 1) and c["kind"] == "start"]
-    assert [epoch["number"] for epoch in starts] == [1, 2]
-    assert starts[1]["units"] == [["samples/1", 10, 20], ["samples/3", 10, 20]]
-
-
-@pytest.mark.parametrize("state", [State.RUNNING, State.COMMITTING, State.CLAIMING, State.RESTORING])
+@pytest.mark.parametrize("state", [State.COMMITTING, State.CLAIMING])
 def test_a_restarted_controller_continues_in_the_committed_phase(state: State) -> None:
     first = HistoryFleet()
     first.to(State.RUNNING)

@@ -212,10 +212,7 @@ def test_scaling_is_retried_after_a_refused_commit() -> None:
 @pytest.mark.parametrize("count", [0, 5, -1])
 def test_an_invalid_number_of_workers_is_refused(count: int) -> None:
     fleet = Fleet().to(State.RUNNING)
-    with pytest.raises(
-        ConfigError,
-        match=f"workers, got {count}",
-    ):
+    with pytest.raises(ConfigError, match=f"workers, got {count}"):
         fleet.it.handle("scale", {"workers": count}, ())
     assert fleet.it.coordinator.membership.wanted_workers == 1
 
@@ -224,10 +221,8 @@ def test_a_restarted_controller_keeps_the_wanted_number() -> None:
     first = Fleet(1, started=3).to(State.RUNNING)
     first.scale(3)
     second = Fleet(1, first.store, started=3).to(State.RUNNING)
-    assert (
-        second.it.coordinator.membership.num_workers,
-        second.it.coordinator.membership.wanted_workers,
-    ) == (3, 3)
+    membership = second.it.coordinator.membership
+    assert (membership.num_workers, membership.wanted_workers) == (3, 3)
 
 
 def test_changed_settings_override_the_stored_number() -> None:

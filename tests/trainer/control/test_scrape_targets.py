@@ -45,10 +45,8 @@ def test_freshness_is_that_of_the_slowest_program() -> None:
     targets = ScrapeTargets(URLS, FakeClock(), lambda urls: told)
     assert targets.freshness()["close_to_readable"] == {"p50_ms": None, "p99_ms": None}
     targets.look()
-    assert targets.freshness()["close_to_readable"] == {
-        "p50_ms": pytest.approx(550),
-        "p99_ms": pytest.approx(991),
-    }
+    expected = {"p50_ms": pytest.approx(550), "p99_ms": pytest.approx(991)}
+    assert targets.freshness()["close_to_readable"] == expected
     assert targets.figures()["freshness"] == targets.freshness()
 
 
@@ -86,25 +84,9 @@ def test_stale_answers_are_ignored() -> None:
 @pytest.mark.parametrize(
     ("settings", "workers", "expected", "why"),
     [
-        (
-            {"worker": "http://a"},
-            {0: "h:1", 1: "h:2"},
-            {"worker": "http://a", "worker-1": "http://h:2/metrics"},
-            "new ones",
-        ),
-        ({"worker": "http://a"}, {0: "h:1", 1: ""}, {"worker": "http://a"}, "one that can't say where it is"),
-        (
-            {"worker": "http://a", "worker-1": "http://b", "shard-1": "http://c"},
-            {0: ""},
-            {"worker", "shard-1"},
-            "one that went",
-        ),
-        (
-            {"worker-0": "http://a", "worker-1": "http://b"},
-            {0: "h:1", 1: "h:2"},
-            {"worker-0", "worker-1"},
-            "names of one's own",
-        ),
+        ({"worker": "http://a"}, {0: "h:1", 1: "h:2", 2: ""}, {"worker", "worker-1"}, "new ones"),
+        ({"worker": "u", "worker-1": "v", "shard-1": "w"}, {0: ""}, {"worker", "shard-1"}, "one that went"),
+        ({"worker-0": "u", "worker-1": "v"}, {0: "h:1", 1: "h:2"}, {"worker-0", "worker-1"}, "own names"),
         ({"worker": "http://a"}, {}, {"worker": "http://a"}, "no controller knows yet who there is"),
         ({}, {0: "https://h:1"}, {"worker": "https://h:1/metrics"}, "one that speaks TLS"),
         ({}, {0: "https://h:1/x:1", 1: "file://h:1"}, {}, "what is no address"),

@@ -34,7 +34,7 @@ from tests.trainer.simulator import Simulation
 from tests.warehouse.memory_table import MemoryTable, table_of
 from trainer.batch_source import BatchSource, NewestIds
 from trainer.sessions.phased_source import PhasedSource
-from trainer.sessions.session_source import SessionSource, empty_like
+from trainer.sessions.session_source import SessionSource
 
 NUMBERS = [n for n in range(1, 49) if n % 2 == 0 or n <= 39]  # 24 in partition 0, 20 in partition 1
 ENDS = {0: 16, 1: 12}  # what the archive has; behind it whole chunks of 4 are left, as many in each partition
@@ -81,7 +81,7 @@ class FromTable(Simulation):
             table, spec = self.tables[told.version], SessionSpec.of(told.spec)
             opened = OpenSession(spec, table.files, 4)
             assert opened.order.rows == told.rows
-            empty = empty_like(next(iter(table.batches.values())))
+            empty = table.empty()
             return SessionSource(
                 opened.order,
                 LocalSessionRows(opened, table),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -120,25 +119,14 @@ def test_a_failed_check_changes_nothing_and_is_retried(
     assert case.controller.followed == [] and "the store is away" in caplog.text
 
 
-KEYS: dict[str, Any] = {
-    "bootstrap": "k:1",
-    "schema": "s.toml",
-    "store": "store",
-    "listen": "127.0.0.1:0",
-    "num_shards": 1,
-}
-
-
 @pytest.mark.parametrize("exists", [False, True])
 def test_a_location_without_a_table_is_a_config_error(exists: bool, tmp_path: Path) -> None:
     """No start mends that: whoever supervises has to know it from a place that is away."""
     place = tmp_path / "archive"
     if exists:
         place.mkdir()
-    history = WarehouseHistory(
-        ControllerConfig(**KEYS, warehouse=str(place)),
-        {"samples": "id"},
-        FakeClock(1000),
-    )
+    files = {"schema": "s.toml", "store": "store", "warehouse": str(place)}
+    config = ControllerConfig(bootstrap="k:1", listen="127.0.0.1:0", num_shards=1, **files)  # type: ignore[arg-type]
+    history = WarehouseHistory(config, {"samples": "id"}, FakeClock(1000))
     with pytest.raises(ConfigError, match=rf"^warehouse = '{place}': .*/archive/samples "):
         history.newest()

@@ -26,7 +26,7 @@ from tests.warehouse.memory_table import MemoryTable, table_of
 from trainer.batch_source import NewestIds
 from trainer.chunks import Chunk
 from trainer.control.reader_master import ReaderMaster
-from trainer.sessions.session_source import SessionSource, empty_like
+from trainer.sessions.session_source import SessionSource
 
 NUMBERS = [*range(1, 60), 3, 8, 41]
 
@@ -129,7 +129,7 @@ class Fleet:
         return RemoteSessionRows(self.told.digest, self.schema, link, config, self.clock)
 
     def batches(self, rows: SessionRows, number: int = 0) -> SessionSource:
-        empty = empty_like(next(iter(self.table.batches.values())))
+        empty = self.table.empty()
         made = SessionSource(
             self.session.order,
             rows,

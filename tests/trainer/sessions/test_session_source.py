@@ -16,7 +16,7 @@ from tests.trainer.loops import PARTITIONS
 from tests.warehouse.memory_table import MemoryTable, table_of
 from trainer.batch_source import NewestIds
 from trainer.chunks import Chunk
-from trainer.sessions.session_source import SessionSource, empty_like
+from trainer.sessions.session_source import SessionSource
 
 EVEN, ODD = PARTITIONS
 NUMBERS = [*range(1, 40), 3, 8, 41]
@@ -41,7 +41,7 @@ def source(
 ) -> SessionSource:
     table = table_of(samples.records(list(numbers)), rows_of_file=rows, seed=seed)
     session = table.session(shuffle_seed=None)
-    empty = empty_like(next(iter(table.batches.values())))
+    empty = table.empty()
     its = LocalSessionRows(session, table) if slow is None else SlowRows(session, table, slow)
     newest = lambda partition: NewestIds(*recent_sample_ids(session, table, partition, 10_000))
     made = SessionSource(
