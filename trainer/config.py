@@ -108,12 +108,8 @@ class LoopConfig(Settings):
             raise setting_error("device", "cpu, cuda or cuda:N", self.device)
         if self.attention == "triton":
             if self.device == "cpu":
-                raise setting_error(
-                    "attention",
-                    "reference with device = cpu",
-                    self.attention,
-                    "its kernels are for CUDA devices",
-                )
+                error = "its kernels are for CUDA devices"
+                raise setting_error("attention", "reference with device = cpu", self.attention, error)
             if self.exact:
                 error = "its kernels add bias gradients in a varying order"
                 raise setting_error("attention", "reference with exact = true", self.attention, error)
@@ -121,12 +117,8 @@ class LoopConfig(Settings):
             error = "the compiled code, and so the last bits, depend on the batches that a process has seen"
             raise setting_error("compile", "false with exact = true", self.compile, error)
         if self.loss in ("dfm", "es_dfm") and not self.label_delay_ms:
-            raise setting_error(
-                "label_delay_ms",
-                f"a duration above 0 with loss = {self.loss}",
-                0,
-                "or choose fnw, which needs no delay",
-            )
+            expected = f"a duration above 0 with loss = {self.loss}"
+            raise setting_error("label_delay_ms", expected, 0, "or choose fnw, which needs no delay")
         if self.exact and self.corrections != "off":
             error = "exact mode trains full batches in turns, and corrections are distributed unevenly"
             raise setting_error("corrections", "off with exact = true", self.corrections, error)
@@ -142,12 +134,8 @@ class LoopConfig(Settings):
             error = "rehearsed batches would use labels from before the correction"
             raise setting_error("corrections", "off with rehearsal", self.corrections, error)
         if self.selection.is_on:
-            raise setting_error(
-                "selection.policy",
-                "off with rehearsal",
-                self.selection.policy,
-                "selection trains less and rehearsal more",
-            )
+            error = "selection trains less and rehearsal more"
+            raise setting_error("selection.policy", "off with rehearsal", self.selection.policy, error)
         if self.deferral.is_on:
             error = "deferral depends on how often rows are visited, which rehearsal changes"
             raise setting_error("deferral.share", "0 with rehearsal", f"{self.deferral.share:g}", error)
@@ -255,12 +243,8 @@ class WorkerConfig(LoopConfig, Deployment):
                 "staleness", "0 with read_ahead = 0", self.staleness, "one thread pulls no rows ahead"
             )
         if self.staleness and self.rehearsal.is_on:
-            raise setting_error(
-                "staleness",
-                "0 with rehearsal",
-                self.staleness,
-                "each batch then has two pushes",
-            )
+            error = "each batch then has two pushes"
+            raise setting_error("staleness", "0 with rehearsal", self.staleness, error)
         check_listen("rendezvous_address", self.rendezvous_address, insecure=self.insecure)
 
 
@@ -350,20 +334,14 @@ class ControllerConfig(Deployment):
             error = "the warehouse's table version says where history ends"
             raise setting_error("export_offsets", "none with a warehouse", self.export_offsets[0], error)
         if self.export_offsets and not self.initial_workers:
-            raise setting_error(
-                "export_offsets",
-                "none with initial_workers = 0",
-                self.export_offsets[0],
-                "or set initial_workers",
-            )
+            expected, error = "none with initial_workers = 0", "or set initial_workers"
+            raise setting_error("export_offsets", expected, self.export_offsets[0], error)
 
     @property
     def export(self) -> dict[int, int]:
         """Partition of `samples` → chosen end of its history."""
-        return {
-            int(number): int(offset)
-            for number, _, offset in (text.partition("=") for text in self.export_offsets)
-        }
+        points = (text.split("=") for text in self.export_offsets)
+        return {int(number): int(offset) for number, offset in points}
 
     @property
     def session(self) -> SessionSpec:

@@ -7,13 +7,17 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-from roostream.errors import ConfigError, SchemaError
+from roostream.errors import ConfigError, SchemaError, UnavailableError
 from roostream.runtime import manifest as manifests
+from roostream.runtime.backoff import Backoff
+from roostream.runtime.checkpoint_store import CheckpointStore
 from roostream.runtime.kafka import clients
 from roostream.runtime.kafka.broker import Broker
 from roostream.runtime.kafka.topics import CORRECTIONS, ROWS, SAMPLES
 from roostream.runtime.manifest import Manifest
+from roostream.schema.registry import open_registry, register
 from roostream.schema.schema import Registry, Schema, reading_plan
+from trainer.config import ControllerConfig, WorkerConfig
 
 _TOPICS = (SAMPLES, ROWS, CORRECTIONS)
 
@@ -29,10 +33,8 @@ def kafka_identity(
         UnavailableError: `stop` was set meanwhile.
     """
     cluster_id = clients.wait_for_broker(broker, stop)
-    return {
-        "cluster_id": cluster_id,
-        "topics": clients.wait_for_topics(broker, prefix, _TOPICS, partitions, stop),
-    }
+    topics = clients.wait_for_topics(broker, prefix, _TOPICS, partitions, stop)
+    return {"cluster_id": cluster_id, "topics": topics}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,6 +48,29 @@ class DeploymentIdentity:
     num_buckets: int
     num_partitions: int
     seed: int
+
+    @classmethod
+    def connect(
+        cls,
+        config: WorkerConfig | ControllerConfig,
+        schema: Schema,
+        store: CheckpointStore,
+        num_shards: int,
+        stop: threading.Event,
+    ) -> DeploymentIdentity:
+        """Register the schema in `store` and read the ids of Kafka's topics. Waits for both. Raises as
+        `kafka_identity`."""
+        wait = Backoff(what="the checkpoint store")
+        wait.until(lambda: register(store, schema), (UnavailableError,), stop)
+        return cls(
+            schema=schema,
+            registry=open_registry(store),
+            kafka=kafka_identity(config.broker, config.prefix, config.partitions, stop),
+            num_shards=num_shards,
+            num_buckets=config.buckets,
+            num_partitions=config.partitions,
+            seed=config.seed,
+        )
 
     def check(self, manifest: Manifest) -> None:
         """Raises ConfigError, SchemaError: the manifest belongs to another deployment; an older manifest does

@@ -68,19 +68,9 @@ def decode_report(numbers: Sequence[float], num_tasks: int) -> TurnReport:
     """Decode what `TurnReport.encode` returned."""
     turn, cut, digest, leaving, ready, spare, epoch, weighted, requests = map(int, numbers[:9])
     times = [int(t) for t in numbers[10 + num_tasks :]]
-    return TurnReport(
-        turn=turn,
-        cut=cut,
-        digest=digest,
-        leaving=bool(leaving),
-        ready=bool(ready),
-        spare=bool(spare),
-        epoch=epoch,
-        weighted=bool(weighted),
-        requests=requests,
-        weight_T=tuple(numbers[9 : 9 + num_tasks]),
-        times_ms=tuple(times[: int(numbers[9 + num_tasks])]),
-    )
+    flags = bool(leaving), bool(ready), bool(spare)
+    weight_T, times_ms = tuple(numbers[9 : 9 + num_tasks]), tuple(times[: int(numbers[9 + num_tasks])])
+    return TurnReport(turn, cut, digest, *flags, epoch, bool(weighted), requests, weight_T, times_ms)
 
 
 class TurnPlan(NamedTuple):

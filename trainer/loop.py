@@ -111,11 +111,8 @@ class TrainLoop:
         self.counts, self.outcomes = RequestCounts(), OutcomeCounter()
         self.stages = wiring.stages or StageTimer(wiring.clock)
         self.selection = Selection(config, schema)
-        self._slicers, self.shadow, self.saved = (
-            build_slicers(schema, config.slices),
-            wiring.shadow,
-            wiring.saved,
-        )
+        self._slicers = build_slicers(schema, config.slices)
+        self.shadow, self.saved = wiring.shadow, wiring.saved
         self.staging = open_staging(config.device)
         # Requests that all workers have taken, divided by their number; None: this worker trains alone.
         self.requests_per_worker: int | None = None

@@ -17,7 +17,6 @@ from roostream.errors import ConfigError, HeldError, UnavailableError
 from roostream.models.build import load_model_config
 from roostream.runtime import metrics_server
 from roostream.runtime.address import expand_addresses, reachable_address
-from roostream.runtime.backoff import Backoff
 from roostream.runtime.checkpoint_store import open_store
 from roostream.runtime.clock import Clock, SystemClock
 from roostream.runtime.controller_agent import ControllerAgent
@@ -32,7 +31,6 @@ from roostream.runtime.rpc.client import SocketTransport
 from roostream.runtime.rpc.security import LinkCredentials
 from roostream.runtime.thread_group import StopBudget
 from roostream.runtime.work_unit import TableInput
-from roostream.schema.registry import open_registry, register
 from roostream.schema.schema import Schema
 from roostream.schema.schema_file import load_schema
 from roostream.warehouse.readers.remote_rows import ReadersLink, RemoteSessionOpener
@@ -40,7 +38,7 @@ from roostream.wire.decode import Decoder
 from trainer.batch_source import BatchSource
 from trainer.chunks import ChunkPart
 from trainer.config import WorkerConfig
-from trainer.deployment_identity import DeploymentIdentity, kafka_identity
+from trainer.deployment_identity import DeploymentIdentity
 from trainer.device.numerics import set_numerics
 from trainer.loop import LoopDependencies, TrainLoop
 from trainer.metrics import WORKER, WORKER_READING
@@ -82,21 +80,13 @@ def run_until_stopped(config: WorkerConfig, stop: Stop) -> None:
 
     schema, model_config = load_schema(config.schema), load_model_config(config.model)
     store, clock = open_store(config.store), SystemClock()
-    Backoff(what="the checkpoint store").until(lambda: register(store, schema), (UnavailableError,), stop)
-    identity = DeploymentIdentity(
-        schema=schema,
-        registry=open_registry(store),
-        kafka=kafka_identity(config.broker, config.prefix, config.partitions, stop),
-        num_shards=len(expand_addresses(config.shards)),
-        num_buckets=config.buckets,
-        num_partitions=config.partitions,
-        seed=config.seed,
-    )
+    addresses = expand_addresses(config.shards)
+    identity = DeploymentIdentity.connect(config, schema, store, len(addresses), stop)
     budget = StopBudget(stop, STOP_S)
     with contextlib.ExitStack() as opened:
         # Rows
         keys, stages = config.link_credentials(), StageTimer(clock)
-        shards = [SocketTransport(address, keys=keys) for address in expand_addresses(config.shards)]
+        shards = [SocketTransport(address, keys=keys) for address in addresses]
         for transport in shards:
             opened.callback(transport.close)
         client = Client(
@@ -105,11 +95,10 @@ def run_until_stopped(config: WorkerConfig, stop: Stop) -> None:
         opened.callback(client.close)
 
         # Samples
+        decoder = Decoder(schema, identity.registry)
         session_opener = remote_session_opener(config, keys, clock, lambda: worker.incarnation)
         source, rows, feed = connect_feed(
-            lambda: open_source(
-                config, Decoder(schema, identity.registry), schema, clock, stages, session_opener
-            ),
+            lambda: open_source(config, decoder, schema, clock, stages, session_opener),
             ShardRows(client),
             stages,
             staleness=config.staleness,

@@ -10,10 +10,8 @@ from typing import Any
 
 from prometheus_client import REGISTRY
 
-from roostream.errors import UnavailableError
 from roostream.runtime import metrics_server
 from roostream.runtime.address import parse_address
-from roostream.runtime.backoff import Backoff
 from roostream.runtime.checkpoint_store import open_store
 from roostream.runtime.clock import Clock, SystemClock
 from roostream.runtime.health import Health
@@ -23,7 +21,6 @@ from roostream.runtime.metrics_collector import MetricsCollector, one_of
 from roostream.runtime.program import Stop
 from roostream.runtime.rpc.server import RpcServer
 from roostream.runtime.work_unit import WorkUnit
-from roostream.schema.registry import open_registry, register
 from roostream.schema.schema_file import load_schema
 from trainer.config import ControllerConfig
 from trainer.control.controller import Controller
@@ -35,7 +32,7 @@ from trainer.control.scrape_targets import ScrapeTargets
 from trainer.control.status_page import StatusPage, static_files
 from trainer.control.stream_handover import WarehouseHistory
 from trainer.control.types import PERMANENT, TRANSIENT, CoordinatorConfig, State
-from trainer.deployment_identity import DeploymentIdentity, kafka_identity
+from trainer.deployment_identity import DeploymentIdentity
 from trainer.metrics import CONTROLLER
 
 log = logging.getLogger("roostream.controller")
@@ -54,18 +51,8 @@ def run_until_stopped(config: ControllerConfig, stop: Stop) -> None:
     log.info("status page: %s://%s:%d/", config.scheme, config.metrics_host, port_of_page)
 
     store, clock = open_store(config.store), SystemClock()
-    Backoff(what="the checkpoint store").until(lambda: register(store, schema), (UnavailableError,), stop)
-    kafka = kafka_identity(config.broker, config.prefix, config.partitions, stop)
-    identity = DeploymentIdentity(
-        schema=schema,
-        registry=open_registry(store),
-        kafka=kafka,
-        num_shards=config.num_shards,
-        num_buckets=config.buckets,
-        num_partitions=config.partitions,
-        seed=config.seed,
-    )
-    warehouse = WarehouseHistory(config, kafka["topics"], clock) if config.warehouse else None
+    identity = DeploymentIdentity.connect(config, schema, store, config.num_shards, stop)
+    warehouse = WarehouseHistory(config, identity.kafka["topics"], clock) if config.warehouse else None
     controller = Controller(
         Coordinator(coordinator_config(config, identity), clock.monotonic_s()),
         store,

@@ -214,11 +214,9 @@ class Phases:
     def _has_trained(self, key: Key, incarnation: int) -> bool:
         member = self.membership.members.get(key)
         assert self._allocator is not None
-        return (
-            member is not None
-            and member.incarnation == incarnation
-            and member.report.get("epoch_trained") == self._allocator.number
-        )
+        if member is None or member.incarnation != incarnation:
+            return False
+        return member.report.get("epoch_trained") == self._allocator.number
 
     def progress(self) -> dict[str, Any] | None:
         """Plain values for `status`. None if the initial phase is over or does not exist."""

@@ -120,11 +120,8 @@ class FreshnessTracker:
 def with_workers(urls: Mapping[str, str], workers: Mapping[int, str]) -> dict[str, str]:
     """`urls` of the settings plus the URLs that workers report. `roostream scale` changes the number of
     workers, so a configured worker that is not among `workers` is left out, unless `workers` is empty."""
-    configured = {
-        name: url
-        for name, url in urls.items()
-        if not workers or (number := _worker_number(name)) is None or number in workers
-    }
+    connected = {None, *workers}
+    configured = {n: url for n, url in urls.items() if not workers or _worker_number(n) in connected}
     known, numbers = set(configured.values()), {_worker_number(name) for name in configured}
     reported = {
         n: f"{address if address.startswith('https://') else f'http://{address}'}/metrics"
