@@ -205,7 +205,7 @@ class TrainLoop:
         self.num_steps, self.watermark, self.requests_per_worker = 0, TrainingWatermark(), None
         self.quarantine = DeadLetterQuarantine(self._publish_dead_letter)
         self.selection.reset()
-        self.outcomes.begin()
+        self.outcomes.discard_chunk()
         self._start_partitions(self.source.positions())
 
     def _seek(self, at: Progress) -> None:
@@ -277,7 +277,7 @@ class TrainLoop:
         self.selection.on_trained(self.num_steps, claimed, self.rows)
         if any(not part.trains and part.choice is None for part in claimed.parts):
             self._push_deferred()  # all further requests are frozen
-        self.outcomes.settle(claimed.num_requests)
+        self.outcomes.commit_chunk(claimed.num_requests)
         self.partitions.settle(claimed.chunk.batch, claimed.new_R, claimed.chunk.after)
         for stage, ms in chunk_freshness(claimed.chunk, claimed.new_R, self.clock.now_ms()):
             self.on_freshness(stage, ms)
@@ -348,7 +348,7 @@ class TrainLoop:
             return [part.take(row_M) for row_M in halves]
         ((partition, _),) = rows_by_partition(batch).items()
         if not batch.correction_R[0]:
-            self.outcomes.die()
+            self.outcomes.add_non_finite()
         self.quarantine.suspect(partition, int(batch.offset_R[0]))
         return ()
 
@@ -376,7 +376,7 @@ class TrainLoop:
         self.on_scored(part)
         for prediction in encode_predictions(batch, score_BT, self.num_steps, disposition_R, part.choice):
             self.outputs.prediction(prediction)
-        self.outcomes.tell(disposition_R)
+        self.outcomes.add(disposition_R)
         self.counts.frozen += int((disposition_R == FROZEN).sum())
         self.counts.requests += batch.num_requests
         self.counts.candidates += batch.num_candidates
@@ -385,7 +385,7 @@ class TrainLoop:
         """Publish predictions without scores; the labels are not used."""
         for prediction in encode_unscored(unscored, self.num_steps):
             self.outputs.prediction(prediction)
-        self.outcomes.tell(unscored.reason_R[unscored.row_M])
+        self.outcomes.add(unscored.reason_R[unscored.row_M])
         self.counts.requests += len(unscored.row_M)
 
     def targets(self, part: ChunkPart, total_T: torch.Tensor | None = None) -> Targets:

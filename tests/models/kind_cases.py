@@ -13,6 +13,7 @@ _SIZES = {
     if f.name not in ("kind", "history_attention")
 }
 CONFIGS: dict[str, ModelConfig] = {
+    "ranker": SMALL,
     "hstu": HstuConfig(**_SIZES, hstu_width=6, hstu_heads=2, max_history=5),
     "hstu and attention": HstuConfig(**_SIZES, hstu_width=4, hstu_layers=1, history_attention=True),
     "userarch": dataclasses.replace(SMALL, request_side="userarch", userarch_embeddings=2, userarch_width=4),

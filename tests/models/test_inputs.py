@@ -27,7 +27,7 @@ def test_rows_are_wrapped_without_a_copy_and_are_leaves_when_training() -> None:
             assert rows_UD.is_leaf and rows_UD.requires_grad == train
 
 
-def test_read_only_arrays_are_taken() -> None:
+def test_read_only_arrays_are_accepted() -> None:
     schema = make_schema("candidate only")
     batch = make_batch(schema, [2])
     lookup = build_lookup(batch)
@@ -50,7 +50,7 @@ def test_floats_are_asinh_of_the_transformed_ones() -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_pooling_is_the_mean_or_the_sum_by_squashed_weight_of_each_list(case: str) -> None:
+def test_pooling_is_the_mean_or_the_sum_weighted_by_asinh(case: str) -> None:
     schema = make_schema(case)
     batch = make_batch(schema, [2, 0, 3, 1])
     lookup = build_lookup(batch)
@@ -89,7 +89,7 @@ def test_gradients_of_rows_are_compact() -> None:
     )
 
 
-def test_a_sequence_is_jagged_and_says_which_entries_a_square_of_it_has() -> None:
+def test_a_sequence_is_jagged_and_its_squares_have_the_same_entries() -> None:
     schema = make_schema("everything")
     batch = make_batch(schema, [2, 0, 3, 1])
     lookup = build_lookup(batch)
@@ -114,15 +114,7 @@ def test_a_sequence_is_jagged_and_says_which_entries_a_square_of_it_has() -> Non
         )
 
 
-def test_a_sequence_of_one_request_needs_no_padding() -> None:
-    schema = make_schema("plain history")
-    batch = make_batch(schema, [4], seed=2)
-    lookup = build_lookup(batch)
-    sequence = build_inputs(batch, lookup, make_rows(schema, lookup)).sequences["history"]
-    assert sequence.mask_RN is None and sequence.squares(sequence.index_L) is sequence.index_L
-
-
-def test_time_buckets_step_where_the_formula_does() -> None:
+def test_time_buckets_equal_the_formula() -> None:
     seconds = np.array([0, 1, 2, 10, 59, 3600, 86_400, 10**7], dtype=np.int64)
     expected = [math.floor(math.log(max(s, 1)) / 0.301) for s in seconds.tolist()]
     assert time_buckets(seconds * 1000).tolist() == expected

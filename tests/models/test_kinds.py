@@ -40,7 +40,7 @@ def test_g9_in_any_batch_and_order_logits_agree_to_1e5(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_g10_training_on_requests_equals_training_on_impressions_that_carry_their_list(name: str) -> None:
+def test_g10_training_on_requests_equals_impressions_that_carry_their_list(name: str) -> None:
     schema = make_schema("everything")
     batch = make_batch(schema, [3, 1, 0, 6, 17], seed=3)
     config = CONFIGS[name]
@@ -56,10 +56,9 @@ def test_g10_training_on_requests_equals_training_on_impressions_that_carry_thei
     )
 
 
-@pytest.mark.parametrize("case", ["plain history"])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_g10_without_list_context_a_request_is_its_impressions(name: str, case: str) -> None:
-    schema = make_schema(case)
+def test_g10_without_list_context_requests_equal_their_impressions(name: str) -> None:
+    schema = make_schema("plain history")
     config = dataclasses.replace(
         CONFIGS[name],
         **({"list_layers": 0} if hasattr(CONFIGS[name], "list_layers") else {"item_floats": ()}),
@@ -68,7 +67,7 @@ def test_g10_without_list_context_a_request_is_its_impressions(name: str, case: 
     assert_same_learning(trained_model(schema, config), batch, batch.expand())
 
 
-@pytest.mark.parametrize("counts", [[], [0], [1], COUNTS], ids=str)
+@pytest.mark.parametrize("counts", [[], [0], COUNTS], ids=str)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_batch_shape_scores_and_learns(name: str, counts: list[int]) -> None:
     schema = make_schema("everything")
@@ -85,7 +84,7 @@ def test_every_batch_shape_scores_and_learns(name: str, counts: list[int]) -> No
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_g11_learning_twice_gives_the_same_bits_where_torch_is_held_to_it(name: str) -> None:
+def test_g11_learning_is_deterministic(name: str) -> None:
     schema = make_schema("everything")
     batch = make_batch(schema, COUNTS, seed=5)
     torch.use_deterministic_algorithms(True)  # as in exact mode: raises at what has none
@@ -100,21 +99,7 @@ def test_g11_learning_twice_gives_the_same_bits_where_torch_is_held_to_it(name: 
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_another_request_changes_nothing(name: str) -> None:
-    schema = make_schema("everything")
-    model, batch, other = (
-        trained_model(schema, CONFIGS[name]),
-        make_batch(schema, COUNTS, 6),
-        make_batch(schema, COUNTS, 7),
-    )
-    mine = np.array([0, 3, 6])
-    again = score(model, batch)[np.isin(batch.request_index_B, mine)]
-    torch.testing.assert_close(score(model, batch.take_requests(mine)), again, rtol=0, atol=1e-5)
-    assert not torch.allclose(score(model, other), score(model, batch), atol=1e-3)
-
-
-@pytest.mark.parametrize("name", CONFIGS)
-def test_gradients_of_the_whole_model_are_right_in_float64(name: str) -> None:
+def test_gradients_of_the_whole_model(name: str) -> None:
     schema = make_schema("everything", labels=1)
     assert_row_gradients(
         trained_model(schema, CONFIGS[name]), make_batch(schema, [2, 0, 3], seed=11, longest=3)
@@ -122,6 +107,6 @@ def test_gradients_of_the_whole_model_are_right_in_float64(name: str) -> None:
 
 
 @pytest.mark.parametrize("case", ["candidate only", "history without candidate ids"])
-def test_hstu_without_a_history_or_a_candidate_to_put_behind_it_is_refused(case: str) -> None:
+def test_hstu_without_a_history_or_candidate_ids_is_rejected(case: str) -> None:
     with pytest.raises(SchemaError, match=r"expected an \[\[ro\]\] sequence and \[\[nro\]\] ids for HSTU"):
         build_model(make_schema(case), CONFIGS["hstu"], 0)

@@ -12,14 +12,11 @@ from torch import Tensor
 
 from roostream.errors import SchemaError
 from roostream.models.candidate_groups import build_groups
-from roostream.models.inputs import build_inputs
 from roostream.models.loss import Task, loss, task_objectives
 from roostream.models.model import Targets
 from roostream.schema.schema import Schema
 from roostream.schema.schema_file import schema_from_dict
-from roostream.wire.batch import Batch
-from roostream.wire.lookup import build_lookup
-from tests.models.model_cases import CASES, make_batch, make_rows
+from tests.models.model_cases import CASES, make_batch
 from tests.models.model_checks import SMALL, learn, trained_model
 
 COUNTS = np.array([4, 0, 20, 1], dtype=np.int32)
@@ -47,20 +44,20 @@ def at_minimum(task: Task, label: Tensor) -> float:
     return low
 
 
-def test_an_amount_is_learned_as_the_mean_share_of_a_logarithm() -> None:
+def test_amount_learns_the_mean_log_share() -> None:
     _, label, _ = drawn()
     p = 1 / (1 + math.exp(-at_minimum(Task("amount", 30.0, 1.0), label)))
     assert p == pytest.approx(float((torch.log1p(label) / math.log(31)).clamp_max(1).mean()), rel=1e-9)
     assert (label > 30).any(), "what is beyond the scale counts as the scale"
 
 
-def test_weighted_odds_are_the_sum_of_values_over_the_number_of_negatives() -> None:
+def test_weighted_learns_the_sum_of_values_per_negative() -> None:
     _, label, _ = drawn()
     odds = math.exp(at_minimum(Task("weighted", 10.0, 1.0), label))
     assert odds == pytest.approx(float(label.sum()) / 10 / int((label == 0).sum()), rel=1e-9)
 
 
-def test_pairwise_is_the_loss_of_every_pair_of_a_positive_and_a_negative_of_one_request() -> None:
+def test_pairwise_is_the_loss_of_all_pairs_of_a_request() -> None:
     z, label, weight = drawn()
     got = loss(z, Targets(label, weight), [Task("pairwise", 1.0, 1.0)], GROUPS)
     expected, first = 0.0, 0
@@ -76,15 +73,7 @@ def test_pairwise_is_the_loss_of_every_pair_of_a_positive_and_a_negative_of_one_
     assert float(got) == pytest.approx(expected / float(weight.sum()), rel=1e-12) and expected > 0
 
 
-def test_an_order_is_indifferent_to_what_all_of_a_request_have_in_common() -> None:
-    z, label, weight = drawn()
-    tasks = [Task("pairwise", 1.0, 1.0)]
-    shift = torch.from_numpy(np.repeat(np.arange(4.0), COUNTS))[:, None]
-    moved = loss(z + shift, Targets(label, weight), tasks, GROUPS)
-    torch.testing.assert_close(moved, loss(z, Targets(label, weight), tasks, GROUPS))
-
-
-def test_tasks_of_different_objectives_add_up_by_their_weights() -> None:
+def test_tasks_add_up_by_their_weights() -> None:
     made = [drawn(seed) for seed in range(4)]
     z, label, weight = (torch.cat(parts, dim=1) for parts in zip(*made, strict=True))
     tasks = [EVENT, Task("weighted", 3.0, 0.5), Task("amount", 60.0, 0.0), Task("pairwise", 1.0, 2.0)]
@@ -98,7 +87,7 @@ def test_tasks_of_different_objectives_add_up_by_their_weights() -> None:
 
 
 @pytest.mark.parametrize("objective", ["weighted", "amount", "pairwise"])
-def test_a_sample_and_its_correction_are_the_sample_with_the_corrected_label(objective: str) -> None:
+def test_a_sample_and_its_correction_equal_the_corrected_sample(objective: str) -> None:
     z, before, weight = drawn()
     after, tasks = drawn(1)[1], [Task(objective, 9.0, 1.0)]  # type: ignore[arg-type]
     whole = loss(z, Targets(after, weight), tasks, GROUPS)
@@ -109,7 +98,7 @@ def test_a_sample_and_its_correction_are_the_sample_with_the_corrected_label(obj
 
 
 @pytest.mark.parametrize("objective", ["event", "weighted", "amount", "pairwise"])
-def test_gradients_are_right_in_float64_and_parts_add_up(objective: str) -> None:
+def test_gradients_are_right_and_parts_of_a_batch_add_up(objective: str) -> None:
     z, label, weight = drawn()
     task = Task(objective, 9.0, 0.7)  # type: ignore[arg-type]
     assert torch.autograd.gradcheck(
@@ -131,7 +120,7 @@ def schema_of(**label: object) -> Schema:
     return schema_from_dict({**CASES["everything"], "label": labels})
 
 
-def test_labels_say_what_is_learned_of_them_and_change_no_bytes_by_it() -> None:
+def test_objectives_do_not_change_the_fingerprint() -> None:
     plain, own = schema_of(), schema_of(objective="amount", scale=600.0, weight=0.25)
     assert task_objectives(plain) == () and task_objectives(own) == (EVENT, Task("amount", 600.0, 0.25))
     assert plain.fingerprint == own.fingerprint
@@ -140,28 +129,13 @@ def test_labels_say_what_is_learned_of_them_and_change_no_bytes_by_it() -> None:
     assert len(set(values)) == 3, "of the same parameters"
 
 
-def test_a_label_of_weight_0_teaches_nothing() -> None:
+def test_a_label_of_weight_0_has_no_gradient() -> None:
     schema = schema_of(weight=0.0)
     _, dense, _ = learn(trained_model(schema, SMALL), make_batch(schema, [3, 0, 5], seed=1))
     assert dense["heads.logits.0.weight"].any() and not dense["heads.logits.1.weight"].any()
 
 
-def test_the_losses_of_a_batch_s_requests_alone_add_up_to_its_own_where_lists_are_compared() -> None:
-    schema = schema_of(objective="pairwise")
-    model, batch = trained_model(schema, SMALL), make_batch(schema, [5, 9, 0, 18], seed=3)
-    total_T = torch.from_numpy(batch.weight_BT.sum(axis=0))
-
-    def value(of: Batch) -> float:
-        lookup = build_lookup(of)
-        inputs = build_inputs(of, lookup, make_rows(schema, lookup))
-        targets = Targets(torch.from_numpy(of.label_BT), torch.from_numpy(of.weight_BT), total_T=total_T)
-        return float(model.loss(inputs, model(inputs), targets).detach())
-
-    alone = sum(value(batch.take_requests(np.array([r]))) for r in range(4))
-    assert alone == pytest.approx(value(batch), rel=1e-5)
-
-
-def test_an_amount_of_what_is_only_there_or_not_is_refused() -> None:
+def test_amount_needs_a_numeric_fold() -> None:
     with pytest.raises(
         SchemaError, match="expected count, sum, max or last for objective 'amount', got 'any'"
     ):

@@ -3,7 +3,6 @@ own."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from roostream.models.config import ModelConfig, RankerConfig
+from roostream.models.config import RankerConfig
 from roostream.models.inputs import Inputs, build_inputs, change_tensors
 from roostream.models.model import Model, Targets
 from roostream.wire import transform
@@ -20,16 +19,9 @@ from roostream.wire.batch import Batch
 from roostream.wire.lookup import build_lookup
 from tests.models.kind_cases import CONFIGS
 from tests.models.model_cases import make_rows
-from tests.models.model_checks import SMALL, trained_model
+from tests.models.model_checks import trained_model
 from tests.models.returning import AS_BEFORE, MOVED_ON, returning
 
-KINDS: dict[str, ModelConfig] = {
-    "attention": dataclasses.replace(SMALL, history_attention=True),
-    "attention and userarch": dataclasses.replace(
-        SMALL, history_attention=True, request_side="both", userarch_width=4
-    ),
-    **CONFIGS,
-}
 BATCHES = {"moved on": returning(MOVED_ON), "as before": returning(AS_BEFORE, as_before=True)}
 
 
@@ -60,11 +52,11 @@ def learned(model: Model, batch: Batch, *, deduplicated: bool) -> dict[str, Any]
 
 
 @pytest.mark.parametrize("case", BATCHES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", CONFIGS)
 def test_sharing_changes_neither_logits_nor_gradients(kind: str, case: str) -> None:
     """To 1e-12 of the largest: sums of shared entries are in another order."""
     batch = BATCHES[case]
-    model = trained_model(batch.schema, KINDS[kind]).double()
+    model = trained_model(batch.schema, CONFIGS[kind]).double()
     plain, shared = (learned(model, batch, deduplicated=of) for of in (False, True))
     assert plain.keys() == shared.keys() and float(plain["logits"].abs().max()) > 1e-3
     for name, wanted in plain.items():
@@ -75,7 +67,7 @@ def test_sharing_changes_neither_logits_nor_gradients(kind: str, case: str) -> N
 
 
 @pytest.mark.parametrize("case", BATCHES)
-def test_what_is_looked_up_is_the_same_rows_with_fewer_entries_hashed(case: str) -> None:
+def test_a_deduplicated_lookup_names_the_same_rows(case: str) -> None:
     batch = BATCHES[case]
     plain, shared = (build_lookup(batch, deduplicated=of) for of in (False, True))
     assert (
@@ -90,7 +82,7 @@ def test_what_is_looked_up_is_the_same_rows_with_fewer_entries_hashed(case: str)
         assert len(its.id_U) == len(found.id_U)
 
 
-def test_equal_requests_are_one_and_others_stay_themselves() -> None:
+def test_equal_requests_are_computed_once() -> None:
     equal = build_lookup(BATCHES["as before"], deduplicated=True).unique
     assert equal is not None and equal.row_N.tolist() == [0, 1, 0, 1, 0, 2, 2, 3, 0]
     assert build_lookup(BATCHES["moved on"], deduplicated=True).unique is None
@@ -98,7 +90,7 @@ def test_equal_requests_are_one_and_others_stay_themselves() -> None:
     assert inputs.once(inputs.ro_float_RG).shape[0] == 4 and int(inputs.shared_index_B.max()) == 3
 
 
-def test_transforms_of_equal_requests_run_once_and_give_the_same_bits() -> None:
+def test_transforms_of_equal_requests_give_the_same_bits() -> None:
     batch = BATCHES["as before"]
     unique = build_lookup(batch, deduplicated=True).unique
     for wanted, got in zip(
@@ -107,7 +99,7 @@ def test_transforms_of_equal_requests_run_once_and_give_the_same_bits() -> None:
         assert np.array_equal(got.view(np.int32), wanted.view(np.int32))
 
 
-def test_what_isnt_worth_it_is_left_as_it_is() -> None:
+def test_little_sharing_is_not_used() -> None:
     alone = returning([(1, 4), (2, 7), (3, 5)])
     lookup = build_lookup(alone, deduplicated=True)
     assert not lookup.shared and lookup.unique is None
@@ -127,12 +119,12 @@ def counted(model: Model, batch: Batch) -> Iterator[int]:
 
 
 @pytest.mark.parametrize("case", BATCHES)
-def test_sharing_takes_away_products_of_matrices(case: str) -> None:
+def test_sharing_saves_matrix_products(case: str) -> None:
     plain, shared = counted(trained_model(BATCHES[case].schema, RankerConfig()), BATCHES[case])
     assert shared < plain
 
 
-def test_whoever_copies_inputs_to_a_device_copies_what_is_shared_too() -> None:
+def test_copying_inputs_to_a_device_copies_shared_entries() -> None:
     moved = change_tensors(inputs_of(BATCHES["as before"], deduplicated=True), lambda x: x.to("meta"))
     kept = moved.sequences["history"].kept
     assert kept is not None and kept.at_L.is_meta and kept.column_V["action"].is_meta

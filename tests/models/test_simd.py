@@ -18,10 +18,8 @@ def _exponentials(x: np.ndarray, out: np.ndarray) -> None:
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize(
-    "shape", [(1, 1, 1), (4, 3, 16), (5, 7, 17), (11, 2, 40), (3, 0, 5), (0, 3, 4)], ids=str
-)
-def test_products_of_any_shape_and_order_in_memory(shape: tuple[int, int, int], dtype: type) -> None:
+@pytest.mark.parametrize("shape", [(1, 1, 1), (5, 7, 17), (11, 2, 40), (3, 0, 5), (0, 3, 4)], ids=str)
+def test_products_of_any_shape_and_memory_order(shape: tuple[int, int, int], dtype: type) -> None:
     i, k, j = shape
     rng = np.random.default_rng(0)
     a, b, out = (rng.standard_normal(s).astype(dtype) for s in ((i, k), (k, j), (i + 1, j + 1)))
@@ -41,7 +39,7 @@ def test_exponentials(dtype: type, within: float) -> None:
     assert out[0, 0] == 1
 
 
-def test_exponentials_of_what_is_far_below_are_next_to_nothing_and_nan_stays() -> None:
+def test_exponentials_of_very_small_numbers_and_nan() -> None:
     x, out = np.array([[-1e30, -np.inf, np.nan, -1.0]], dtype=np.float32), np.zeros((1, 4), dtype=np.float32)
     _exponentials(x, out)
     assert (

@@ -15,7 +15,7 @@ from tests.models.model_checks import COUNTS, SMALL, score, trained_model
 CONFIG = dataclasses.replace(SMALL, request_side="userarch", userarch_embeddings=2, userarch_width=4)
 
 
-def test_compression_is_a_matrix_across_embeddings_and_then_one_on_each() -> None:
+def test_compression_equals_its_formula() -> None:
     net, x_RCI = built(LinearCompression(5, 3, 2, 4)), randn(6, 3, 5)
     assert isinstance(net, LinearCompression)
     got = net(x_RCI)
@@ -37,7 +37,7 @@ def test_every_list_is_an_embedding_and_all_floats_are_one() -> None:
     assert few.width == 4, "never more out than in"
 
 
-def test_it_runs_on_requests_and_stands_in_the_place_of_the_tower() -> None:
+def test_user_arch_runs_once_per_request_in_place_of_the_tower() -> None:
     schema = make_schema("everything")
     model = trained_model(schema, CONFIG)
     assert isinstance(model, Ranker) and model.user_arch is not None
@@ -48,7 +48,7 @@ def test_it_runs_on_requests_and_stands_in_the_place_of_the_tower() -> None:
     assert rows == [len(COUNTS)]
 
 
-def test_without_request_features_there_is_none() -> None:
+def test_without_request_features_there_is_no_user_arch() -> None:
     schema = make_schema("candidate only")
     model = trained_model(schema, CONFIG)
     assert isinstance(model, Ranker) and model.user_arch is None

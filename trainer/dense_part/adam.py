@@ -70,9 +70,10 @@ class DenseAdam:
     def norm(self) -> float:
         """Norm of all gradients together; 0 without gradients, NaN or infinite if a square is not finite."""
         gradients = [p.grad.detach() for p in self.parameters.values() if p.grad is not None]
-        return (
-            float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))) if gradients else 0.0
-        )
+        if not gradients:
+            return 0.0
+        norms = torch._foreach_norm(gradients)  # noqa: SLF001 (torch has no public equivalent)
+        return float(torch.linalg.vector_norm(torch.stack(norms)))
 
     @torch.no_grad()
     def step(self) -> bool:

@@ -75,16 +75,15 @@ def compile_rows(model: nn.Module, device: str) -> None:
     the model stays as it is.
     """
     modules = compilable_modules(model)
-    reason = (
-        why_not_compilable(torch.device(device).type)
-        if modules
-        else "this kind of model has no module that can be compiled"
-    )
+    no_module = "this kind of model has no module that can be compiled"
+    reason = why_not_compilable(torch.device(device).type) if modules else no_module
     if reason:
         log.warning("compile: the model is trained without compilation: %s", reason)
         return
-    torch._dynamo.config.recompile_limit = _MAX_GRAPHS
-    torch._dynamo.config.accumulated_recompile_limit = 4 * _MAX_GRAPHS
+    from torch._dynamo import config as dynamo_config
+
+    dynamo_config.recompile_limit = _MAX_GRAPHS
+    dynamo_config.accumulated_recompile_limit = 4 * _MAX_GRAPHS
     for module in modules:
         module.compile(dynamic=True)
 
@@ -94,10 +93,9 @@ def why_not_compilable(device_type: str) -> str:
     """Why torch.compile does not work for this device type, one line; "" if it works. Tries it once per
     process: some seconds."""
     try:
-        import torch._dynamo
-        import torch._inductor.config
+        from torch._inductor import config as inductor_config
 
-        torch._inductor.config.compile_threads = 1  # a worker has no processes of its own
+        inductor_config.compile_threads = 1  # a worker has no processes of its own
         torch.compile(_probe, dynamic=True)(torch.zeros(3, device=device_type))
     except Exception as error:
         return f"nothing can be compiled here: {' '.join(str(error).split()):.200}"

@@ -99,11 +99,11 @@ class _StateTimer:
 class CaughtUpDetector:
     """Derives the state from lags. Call `observe` about once a second with a monotonic clock."""
 
-    def __init__(self, patience: CaughtUpLimits) -> None:
-        self.patience = patience
+    def __init__(self, limits: CaughtUpLimits) -> None:
+        self.limits = limits
         self._trackers: dict[Partition, PartitionTracker] = {}
         self._timers: dict[Partition, _StateTimer] = {}
-        self._overall, self._meter, self._course = _StateTimer(), RateMeter(patience.window_s), ReadPhase.READ
+        self._overall, self._meter, self._phase = _StateTimer(), RateMeter(limits.window_s), ReadPhase.READ
 
     def observe(
         self,
@@ -121,7 +121,7 @@ class CaughtUpDetector:
         that is missing is unknown. `held`, `obstacle`: why training is stopped or cannot continue; "" =
         neither.
         """
-        self._course = phase
+        self._phase = phase
         wanted = {*self._trackers, *lags} if expected is None else set(expected)
         for gone in self._timers.keys() - wanted:
             self._trackers.pop(gone, None)
@@ -142,7 +142,7 @@ class CaughtUpDetector:
         elif p in self._trackers:
             self._trackers[p].note(lag, now_s)
         else:
-            self._trackers[p] = PartitionTracker(lag, now_s, self.patience)
+            self._trackers[p] = PartitionTracker(lag, now_s, self.limits)
 
     def _standing(self, p: Partition, now_s: float) -> LagStatus:
         tracker, timer = self._trackers.get(p), self._timers.setdefault(p, _StateTimer())
@@ -175,26 +175,22 @@ class CaughtUpDetector:
         """(state, reason) by the first rule that applies."""
         if obstacle := tracker.obstacle(now_s):
             return TrainingState.BLOCKED, obstacle
-        if (
-            tracker.is_stuck(now_s)
-            and self._course is not ReadPhase.WAIT
-            and not self._waits_for_merge(tracker, now_s)
-        ):
-            return (
-                TrainingState.STALLED,
-                f"{tracker.lag.records} records are available, but none was trained for {self.patience.stalled_s:g} s",
-            )
-        before_the_start = self._course is ReadPhase.READ and tracker.lag.position < tracker.start_end
-        if before_the_start or self._course in (ReadPhase.HISTORY, ReadPhase.WAIT):
+        may_wait = self._phase is ReadPhase.WAIT or self._waits_for_merge(tracker, now_s)
+        if tracker.is_stuck(now_s) and not may_wait:
+            num, seconds = tracker.lag.records, self.limits.stalled_s
+            reason = f"{num} records are available, but none was trained for {seconds:g} s"
+            return TrainingState.STALLED, reason
+        before_the_start = self._phase is ReadPhase.READ and tracker.lag.position < tracker.start_end
+        if before_the_start or self._phase in (ReadPhase.HISTORY, ReadPhase.WAIT):
             return TrainingState.INITIAL, ""
         if tracker.is_idle(now_s):
             return TrainingState.IDLE, ""
-        if tracker.small_for_s(now_s) >= self.patience.hold_s and tracker.is_small:
+        if tracker.small_for_s(now_s) >= self.limits.hold_s and tracker.is_small:
             return TrainingState.CAUGHT_UP, ""
         lag_ms = tracker.lag_ms(now_s)
-        is_moderate = lag_ms is not None and lag_ms <= 2 * self.patience.lag_ms
+        is_moderate = lag_ms is not None and lag_ms <= 2 * self.limits.lag_ms
         if before in (TrainingState.CAUGHT_UP, TrainingState.IDLE) and (
-            tracker.is_small or (is_moderate and tracker.large_for_s(now_s) < self.patience.hold_s)
+            tracker.is_small or (is_moderate and tracker.large_for_s(now_s) < self.limits.hold_s)
         ):
             return TrainingState.CAUGHT_UP, ""
         return self._direction(tracker.meter.drain, before), ""
@@ -214,7 +210,7 @@ class CaughtUpDetector:
         moving = [
             w.lag.position_ms
             for w in self._trackers.values()
-            if now_s - w.moved_s < self.patience.stalled_s and w.is_known
+            if now_s - w.moved_s < self.limits.stalled_s and w.is_known
         ]
         return bool(moving) and max(moving) <= tracker.lag.newest_ms
 
@@ -294,26 +290,18 @@ class CaughtUpLimits:
 class PartitionTracker:
     """Lag, rates and obstacles of one partition after the last `note`."""
 
-    def __init__(self, lag: PartitionLag, now_s: float, patience: CaughtUpLimits) -> None:
-        self.patience, self.lag = (
-            patience,
-            dataclasses.replace(lag, lost=0),
-        )  # a loss before the first observation is reported too
+    def __init__(self, lag: PartitionLag, now_s: float, limits: CaughtUpLimits) -> None:
+        # A loss before the first observation is reported too.
+        self.limits, self.lag = limits, dataclasses.replace(lag, lost=0)
         self.start_end = lag.stable_end  # records before this offset existed at the start
         self.arrived = self.consumed = self.lost = self._gap = 0
-        self.meter = RateMeter(patience.window_s)
+        self.meter = RateMeter(limits.window_s)
         self.moved_s = self.grew_s = now_s
         self.is_known, self.is_small = True, False
-        self._lost_s = self._pinned_since_s = self._beyond_since_s = self._small_since_s = (
-            self._large_since_s
-        ) = -1.0
-        self._ends: deque[tuple[float, int]] = deque(
-            [(now_s, lag.stable_end)]
-        )  # when each stable end was first seen
-        self._newest = (
-            lag.newest_ms,
-            lag.high_watermark,
-        )  # newest event time, and an offset at or after it
+        self._lost_s = self._pinned_since_s = self._beyond_since_s = -1.0
+        self._small_since_s = self._large_since_s = -1.0
+        self._ends = deque([(now_s, lag.stable_end)])  # when each stable end was first seen
+        self._newest = lag.newest_ms, lag.high_watermark  # newest event time, and an offset at or after it
         self.note(lag, now_s)
         self._gap = 0
 
@@ -335,7 +323,7 @@ class PartitionTracker:
         beyond = lag.position > lag.high_watermark and before.high_watermark == lag.high_watermark
         self._beyond_since_s = self._since(self._beyond_since_s, beyond, now_s)
         lag_ms = self.lag_ms(now_s)
-        self.is_small = lag_ms is not None and lag_ms <= self.patience.lag_ms and not self.obstacle(now_s)
+        self.is_small = lag_ms is not None and lag_ms <= self.limits.lag_ms and not self.obstacle(now_s)
         self._small_since_s = self._since(self._small_since_s, self.is_small, now_s)
         self._large_since_s = self._since(self._large_since_s, not self.is_small, now_s)
 
@@ -368,11 +356,11 @@ class PartitionTracker:
         return min(self.lag.records / kept, 1.0) if self.lag.oldest and kept > 0 else None
 
     def is_idle(self, now_s: float) -> bool:
-        return not self.lag.records and now_s - self.grew_s >= self.patience.idle_s
+        return not self.lag.records and now_s - self.grew_s >= self.limits.idle_s
 
     def is_stuck(self, now_s: float) -> bool:
         """Nothing was consumed for `stalled_s`, though records exist."""
-        return self.lag.records > 0 and now_s - max(self.moved_s, self._ends[0][0]) >= self.patience.stalled_s
+        return self.lag.records > 0 and now_s - max(self.moved_s, self._ends[0][0]) >= self.limits.stalled_s
 
     def small_for_s(self, now_s: float) -> float:
         return now_s - self._small_since_s if self._small_since_s >= 0 else 0.0
@@ -385,17 +373,17 @@ class PartitionTracker:
         lag = self.lag
         if lag.position < lag.oldest:
             return f"{lag.oldest - lag.position} records were deleted before they were read: extend the topic's retention"
-        if self._beyond_since_s >= 0 and now_s - self._beyond_since_s >= self.patience.pinned_s:
+        if self._beyond_since_s >= 0 and now_s - self._beyond_since_s >= self.limits.pinned_s:
             return f"the log ends at {lag.high_watermark}, before {lag.position}, which was read: records were lost"
         hidden_ms = lag.newest_ms - lag.position_ms if lag.position_ms and self._hides() else 0
-        pinned = self._pinned_since_s >= 0 and now_s - self._pinned_since_s >= self.patience.pinned_s
-        if pinned or hidden_ms > self.patience.lag_ms:
+        pinned = self._pinned_since_s >= 0 and now_s - self._pinned_since_s >= self.limits.pinned_s
+        if pinned or hidden_ms > self.limits.lag_ms:
             return f"an open transaction hides {lag.hidden} records from offset {lag.stable_end} on"
         return ""
 
     def loss(self, now_s: float) -> str:
         """A loss of records that is still to be reported; "" = none."""
-        if not self.lost or now_s - self._lost_s > self.patience.loud_s:
+        if not self.lost or now_s - self._lost_s > self.limits.loud_s:
             return ""
         return f"{self.lost} records were deleted before they were read"
 
@@ -411,9 +399,8 @@ class PartitionTracker:
         if lag.stable_end != before.stable_end:
             self.grew_s = now_s
         self.arrived += max(lag.stable_end - before.stable_end, 0)
-        moved = max(
-            lag.position - before.position, 0
-        )  # a position that was reset is no consumption, nor is skipping a gap
+        # Neither a position that was reset nor skipping a gap is consumption.
+        moved = max(lag.position - before.position, 0)
         self._gap += lost
         over = min(self._gap, moved)
         self._gap -= over

@@ -86,27 +86,6 @@ def status_fields(status: LagStatus) -> dict[str, Any]:
     }
 
 
-_WINDOW_GAUGES = {
-    "roostream_worker_window_candidates": "candidates",
-    "roostream_worker_window_base_rate": "base_rate",
-    "roostream_worker_window_ne": "ne",
-    "roostream_worker_window_ne_online": "ne_online",
-    "roostream_worker_window_auc": "auc",
-    "roostream_worker_window_calibration": "calibration",
-}
-_SLICE_GAUGES = {
-    "roostream_worker_slice_candidates": "candidates",
-    "roostream_worker_slice_ne": "ne",
-    "roostream_worker_slice_auc": "auc",
-    "roostream_worker_slice_calibration": "calibration",
-}
-_SHADOW_GAUGES = {
-    "roostream_worker_shadow_candidates": "candidates",
-    "roostream_worker_shadow_ne": "ne",
-    "roostream_worker_shadow_auc": "auc",
-    "roostream_worker_shadow_calibration": "calibration",
-}
-"""Metric → the number that it shows."""
 MAX_TASKS_OF_SLICES = 2  # as gauges; a heartbeat has more
 
 
@@ -133,14 +112,23 @@ def quality_gauges(quality: Mapping[str, Any]) -> dict[str, Any]:
         for task, numbers in shadow.get(name, {}).get(SLICE_WINDOW, {}).items()
     }
     return {
-        **{
-            gauge: {key: numbers[name] for key, numbers in series.items()}
-            for gauges, series in (
-                (_WINDOW_GAUGES, windows),
-                (_SLICE_GAUGES, slices),
-                (_SHADOW_GAUGES, shadows),
-            )
-            for gauge, name in gauges.items()
-        },
-        "roostream_worker_shadow_version": {shadow["version"]: 1} if shadow else {},
+        "window_candidates": _column(windows, "candidates"),
+        "window_base_rate": _column(windows, "base_rate"),
+        "window_ne": _column(windows, "ne"),
+        "window_ne_online": _column(windows, "ne_online"),
+        "window_auc": _column(windows, "auc"),
+        "window_calibration": _column(windows, "calibration"),
+        "slice_candidates": _column(slices, "candidates"),
+        "slice_ne": _column(slices, "ne"),
+        "slice_auc": _column(slices, "auc"),
+        "slice_calibration": _column(slices, "calibration"),
+        "shadow_candidates": _column(shadows, "candidates"),
+        "shadow_ne": _column(shadows, "ne"),
+        "shadow_auc": _column(shadows, "auc"),
+        "shadow_calibration": _column(shadows, "calibration"),
+        "shadow_version": {shadow["version"]: 1} if shadow else {},
     }
+
+
+def _column(series: Mapping[Any, Mapping[str, Any]], name: str) -> dict[Any, Any]:
+    return {key: numbers[name] for key, numbers in series.items()}

@@ -52,10 +52,8 @@ class _DeferredStack:
         self.config, self.width, self.expire_ms = config, width, dict(expire_ms)
         self.rows = RowIndex(capacity=min(config.max_rows, _INITIAL_CAPACITY))
         self._allocate(min(config.max_rows, _INITIAL_CAPACITY))
-        self.recent, self.num_recent = (
-            np.zeros(config.window, np.float32),
-            0,
-        )  # m at visits of hot rows, a ring buffer
+        # m at visits of hot rows, a ring buffer
+        self.recent, self.num_recent = np.zeros(config.window, np.float32), 0
         self.T, self.num_takes = np.float32(-np.inf), 0
         self.num_visits = self.num_pushes = self.num_unfrozen = 0  # since the start
 
@@ -113,22 +111,20 @@ class _DeferredStack:
         number_U = self.rows.number(table_U, id_U, max_rows)
         if len(self.rows) > len(self.state_N):
             self._grow(first)
-        begin(self.state_N, self.w_ND, first, len(self.rows))
+        reset_rows(self.state_N, self.w_ND, first, len(self.rows))
         if self.expire_ms or self.config.choice == "random":
             self._init_from_keys(first)
         return number_U
 
     def _init_from_keys(self, first: int) -> None:
         """Set what depends only on the keys, for rows from `first` on."""
-        of_M, table_M, id_M = (
-            self.state_N[first : len(self.rows)],
-            self.rows.table_N[first:],
-            self.rows.id_N[first:],
-        )
+        of_M, table_M = self.state_N[first : len(self.rows)], self.rows.table_N[first:]
         for table, expire_ms in self.expire_ms.items():
             of_M["late_ms"][table_M == table] = expire_ms // 4
         if self.config.choice == "random":
-            of_M["calm"] = (hashed(table_M, id_M) >> np.uint64(11)) * 2.0**-53 < self.config.share
+            of_M["calm"] = (
+                hashed(table_M, self.rows.id_N[first:]) >> np.uint64(11)
+            ) * 2.0**-53 < self.config.share
 
     def _grow(self, used: int) -> None:
         """Quadruple the capacity and copy the first `used` rows: linear in total."""
@@ -164,20 +160,16 @@ class _DeferredStack:
         move(self.state_N, self.w_ND, self.b_ND, gone_M, *self.rows.drop(gone_M))
 
     def state(self) -> dict[str, np.ndarray]:
-        recent = self.recent[: min(self.num_recent, self.config.window)].copy()
-        numbers = np.array(
-            [self.num_recent, self.num_takes, self.num_visits, self.num_pushes, self.num_unfrozen], np.int64
-        )
         n = len(self.rows)
-        keys_and_sums = {
-            "table": self.rows.table_N,
-            "id": self.rows.id_N,
-            "b": self.b_ND[:n],
-            "w": self.w_ND[:n],
+        rows = {"table": self.rows.table_N, "id": self.rows.id_N, "b": self.b_ND[:n], "w": self.w_ND[:n]}
+        rows |= {name: self.state_N[name][:n] for name in SAVED_FIELDS}
+        numbers = [self.num_recent, self.num_takes, self.num_visits, self.num_pushes, self.num_unfrozen]
+        return {
+            **{name: value.copy() for name, value in rows.items()},
+            "recent": self.recent[: min(self.num_recent, self.config.window)].copy(),
+            "numbers": np.array(numbers, np.int64),
+            "T": np.array(self.T),
         }
-        columns = {name: self.state_N[name][:n] for name in SAVED_FIELDS}
-        copied = {name: value.copy() for name, value in {**keys_and_sums, **columns}.items()}
-        return {**copied, "recent": recent, "numbers": numbers, "T": np.array(self.T)}
 
     def load(self, state: Mapping[str, np.ndarray]) -> None:
         """Load a `state` into an empty stack. Rows of another width are forgotten."""
@@ -189,9 +181,8 @@ class _DeferredStack:
         self.b_ND[number_N], self.w_ND[number_N] = state["b"], state["w"]
         recent = state["recent"][-self.config.window :]
         self.recent[: len(recent)] = recent
-        self.num_recent, self.num_takes, self.num_visits, self.num_pushes, self.num_unfrozen = state[
-            "numbers"
-        ].tolist()
+        self.num_recent, self.num_takes, *counts = state["numbers"].tolist()
+        self.num_visits, self.num_pushes, self.num_unfrozen = counts
         self.T = np.float32(state["T"])
 
 
@@ -200,9 +191,9 @@ class Deferral:
 
     def __init__(self, config: DeferralConfig, schema: Schema) -> None:
         self.config, self.schema = config, schema
-        self.begin()
+        self.reset()
 
-    def begin(self) -> None:
+    def reset(self) -> None:
         """Forget all visits and deferred gradients."""
         self.stacks = {
             stack: _DeferredStack(
@@ -240,9 +231,8 @@ class Deferral:
     def report(self) -> dict[str, float | None]:
         """`row_visits`, `row_pushes`, the share deferred, rows with deferred gradients, and how often such a
         row moved again."""
-        visits, pushes = (
-            sum(getattr(rows, name) for rows in self.stacks.values()) for name in ("num_visits", "num_pushes")
-        )
+        visits = sum(rows.num_visits for rows in self.stacks.values())
+        pushes = sum(rows.num_pushes for rows in self.stacks.values())
         return {
             "row_visits": visits,
             "row_pushes": pushes,
@@ -253,16 +243,14 @@ class Deferral:
 
     def state(self) -> dict[str, np.ndarray]:
         """Tensors for `load`, named `deferral.<stack>.…`."""
-        states = {stack: rows.state() for stack, rows in self.stacks.items()}
-        return {
-            f"deferral.{stack}.{name}": value
-            for stack, state in states.items()
-            for name, value in state.items()
-        }
+        out: dict[str, np.ndarray] = {}
+        for stack, rows in self.stacks.items():
+            out |= {f"deferral.{stack}.{name}": value for name, value in rows.state().items()}
+        return out
 
     def load(self, tensors: Mapping[str, np.ndarray]) -> None:
         """Load a `state`, or start empty without one. Tables that are gone and other widths are forgotten."""
-        self.begin()
+        self.reset()
         for stack, rows in self.stacks.items():
             prefix = f"deferral.{stack}."
             if state := {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}:
@@ -290,9 +278,9 @@ def aligned_zeros(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 
 
 @njit(cache=True, nogil=True)
-def begin(state_N: np.ndarray, w_ND: np.ndarray, first: int, ends: int) -> None:
-    """Reset rows `first` to `ends` - 1, which have no deferred gradients."""
-    for n in range(first, ends):
+def reset_rows(state_N: np.ndarray, w_ND: np.ndarray, first: int, end: int) -> None:
+    """Reset rows `first` to `end` - 1, which have no deferred gradients."""
+    for n in range(first, end):
         of = state_N[n]
         of.v = of.c = of.carried = of.pushed_ms = of.seen = of.calm = 0
         of.m, of.late_ms = np.inf, _NEVER_MS
@@ -445,30 +433,12 @@ def split(  # noqa: PLR0913 (a numba kernel takes flat arrays)
 
 def precompile() -> None:
     """Compile the kernels into numba's cache."""
-    number_U, row_UD, state_N, T = (
-        np.zeros(1, np.int64),
-        np.zeros((1, 2), np.float32),
-        np.zeros(1, ROW_STATE),
-        np.float32(0),
-    )
-    w_ND, b_ND = row_UD.copy(), row_UD.copy()
-    begin(state_N, w_ND, 0, 1)
+    number_U, table_U, row_UD = np.zeros(1, np.int64), np.zeros(1, np.uint32), np.zeros((1, 2), np.float32)
+    state_N, w_ND, b_ND, T = np.zeros(1, ROW_STATE), row_UD.copy(), row_UD.copy(), np.float32(0)
+    reset_rows(state_N, w_ND, 0, 1)
     touch(number_U, state_N, w_ND)
     free_rows(state_N, 1, number_U)
     visit(number_U, row_UD, state_N, w_ND, np.zeros(1, np.float32), 0, 1, 1, T)
-    split(
-        number_U,
-        np.zeros(1, np.uint32),
-        number_U,
-        row_UD,
-        row_UD.copy(),
-        state_N,
-        w_ND,
-        b_ND,
-        1,
-        2,
-        T,
-        False,
-        0,
-    )
+    batch = (number_U, table_U, number_U, row_UD, row_UD.copy())
+    split(*batch, state_N, w_ND, b_ND, 1, 2, T, False, 0)
     move(state_N, w_ND, b_ND, number_U[:0], number_U[:0], number_U[:0])

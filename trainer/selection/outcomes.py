@@ -13,7 +13,6 @@ import numpy as np
 from trainer.selection.decision import NAMES
 
 TAKEN, NON_FINITE = "taken", "non_finite"
-SKIPPED = NAMES[2:]
 
 
 @dataclasses.dataclass
@@ -35,13 +34,13 @@ class OutcomeCounter:
 
     def __init__(self) -> None:
         self.total: Mapping[str, int] = dict.fromkeys((TAKEN, *NAMES, NON_FINITE), 0)
-        self.begin()
+        self.discard_chunk()
 
-    def begin(self) -> None:
+    def discard_chunk(self) -> None:
         """Discard the counts of the current chunk."""
         self._of_chunk = dict.fromkeys((*NAMES, NON_FINITE), 0)
 
-    def tell(self, disposition_R: np.ndarray) -> None:
+    def add(self, disposition_R: np.ndarray) -> None:
         """Count requests of the current chunk, uint8 dispositions."""
         if not disposition_R.any():
             self._of_chunk["trained"] += len(disposition_R)
@@ -49,15 +48,15 @@ class OutcomeCounter:
         for name, count in zip(NAMES, np.bincount(disposition_R, minlength=len(NAMES)).tolist(), strict=True):
             self._of_chunk[name] += count
 
-    def die(self) -> None:
+    def add_non_finite(self) -> None:
         """A request of the chunk gave non-finite results."""
         self._of_chunk[NON_FINITE] += 1
 
-    def settle(self, taken: int) -> None:
+    def commit_chunk(self, taken: int) -> None:
         """The chunk is trained: `taken` of its requests were new."""
         of_chunk = {TAKEN: taken, **self._of_chunk}
         self.total = {name: count + of_chunk[name] for name, count in self.total.items()}
-        self.begin()
+        self.discard_chunk()
 
 
 def sum_outcomes(totals: Sequence[Mapping[str, int]]) -> dict[str, int]:

@@ -156,13 +156,10 @@ def judge(
 ) -> Classified:
     """Classify requests. `s_N`: float32, of the rows named by `slots`, ∞ for rows that count as varying;
     `hot_N`: bool."""
-    hot_R, count_R = (
-        hot_requests(slots, hot_N, num_requests, hot_share),
-        np.bincount(slots.request_S, minlength=num_requests),
-    )
-    needed_R = np.ceil(alpha * count_R - 1e-9).astype(
-        np.int64
-    )  # slots that must be stale to skip the request
+    hot_R = hot_requests(slots, hot_N, num_requests, hot_share)
+    count_R = np.bincount(slots.request_S, minlength=num_requests)
+    # Slots that must be stale to skip the request.
+    needed_R = np.ceil(alpha * count_R - 1e-9).astype(np.int64)
     s_L = np.where(hot_N[slots.row_L], s_N[slots.row_L], np.float32(np.inf))
     first_L = np.r_[True, slots.slot_L[1:] != slots.slot_L[:-1]][: len(s_L)]
     s_S = np.maximum.reduceat(s_L, np.flatnonzero(first_L)) if len(s_L) else s_L
@@ -342,20 +339,15 @@ def take_requests(
     for s in range(len(request_S)):
         num_R[request_S[s]] += 1
         entries_R[request_S[s]] += size_S[s]
-    num_I, slot_at_R, entry_at_R = (
-        np.empty(kept_R.sum(), np.int32),
-        np.empty_like(num_R),
-        np.empty_like(num_R),
-    )
+    num_I = np.empty(kept_R.sum(), np.int32)
+    slot_at_R, entry_at_R = np.empty_like(num_R), np.empty_like(num_R)
     num_inputs = num_slots = num_entries = 0
     for r in range(len(kept_R)):
         if kept_R[r]:
             num_I[num_inputs], slot_at_R[r], entry_at_R[r] = num_R[r], num_slots, num_entries
-            num_inputs, num_slots, num_entries = (
-                num_inputs + 1,
-                num_slots + num_R[r],
-                num_entries + entries_R[r],
-            )
+            num_inputs += 1
+            num_slots += num_R[r]
+            num_entries += entries_R[r]
     kept_S, kept_L, at = np.empty(num_slots, np.int32), np.empty(num_entries, np.int32), 0
     for s in range(len(request_S)):
         r, size = request_S[s], size_S[s]
@@ -371,25 +363,10 @@ def take_requests(
 
 def precompile() -> None:
     """Compile the kernels into numba's cache."""
-    one, request_S, slot_L, row_L = np.ones(1, np.int64), *(np.zeros(1, np.int64) for _ in range(3))
-    slots_C, table_H, id_H = np.full(2, -1, np.int32), np.zeros(0, np.uint32), np.zeros(0, np.int64)
-    table_K, request_N = np.zeros(1, np.int64), np.zeros(1, np.int64)
-    append_slots(
-        one,
-        np.ones((1, 1), np.int32),
-        table_K,
-        request_N,
-        slots_C,
-        table_H,
-        id_H,
-        0,
-        0,
-        request_S,
-        slot_L,
-        row_L,
-        0,
-        0,
-    )
+    request_S, slot_L, row_L = (np.zeros(1, np.int64) for _ in range(3))
+    lists = (np.ones(1, np.int64), np.ones((1, 1), np.int32), np.zeros(1, np.int64), np.zeros(1, np.int64))
+    hot_rows = (np.full(2, -1, np.int32), np.zeros(0, np.uint32), np.zeros(0, np.int64), 0, 0)
+    append_slots(*lists, *hot_rows, request_S, slot_L, row_L, 0, 0)
     hot_N, s_N = np.ones(1, np.bool_), np.zeros(1, np.float32)
     judge_slots(request_S, slot_L, row_L, s_N, hot_N, np.float32(0), 0.5, 1.0, 1)
     nth_smallest(request_S, s_N, row_L)

@@ -53,7 +53,7 @@ Pull = Callable[[Lookup], Mapping[str, np.ndarray]]
 """Stack → float32 [U, D]: current rows."""
 
 
-class _HotStack:
+class HotRows:
     """Hot rows of one stack."""
 
     def __init__(self, table_N: np.ndarray, id_N: np.ndarray) -> None:
@@ -69,7 +69,7 @@ class _HotStack:
         self.before_ND = now_ND.copy()
 
 
-class _HotInputs:
+class HotInputs:
     """Hot inputs from which T is chosen: ragged, by row number over all stacks."""
 
     def __init__(self, kept: Mapping[str, np.ndarray] | None = None) -> None:
@@ -111,14 +111,14 @@ class SlipstreamPolicy:
     def __init__(self, config: SlipstreamConfig, schema: Schema, seed: int = 0) -> None:
         """`seed`: for the paper's sample, if `sample` is set."""
         self.config, self.schema, self._seed = config, schema, seed
-        self._begin()
+        self._reset()
 
-    def _begin(self) -> None:
+    def _reset(self) -> None:
         schema = self.schema
         self.counts = {stack: AccessCounts() for stack in schema.stacks}
         self.num_counted = 0  # requests
-        self.hot: dict[str, _HotStack] = {}
-        self.inputs = _HotInputs()
+        self.hot: dict[str, HotRows] = {}
+        self.inputs = HotInputs()
         self.num_looked = self.num_hot_looked = 0  # requests since the first snapshot, and how many were hot
         self.T: float | None = None  # once it is known
         self.realised: float | None = None  # share of the inputs used for T that T skips
@@ -189,13 +189,12 @@ class SlipstreamPolicy:
         """The log has ended, or the stream begins: everything is trained from now on, and all state is
         dropped."""
         if not self.over:
+            step = self.config.last_snapshot
             early = (
-                ""
-                if self.T is not None
-                else f"; nothing was skipped, because history ended before step {self.config.last_snapshot}"
+                f"; nothing was skipped, because history ended before step {step}" if self.T is None else ""
             )
             log.warning("slipstream ends with history: everything is trained from now on%s", early)
-        self._begin()
+        self._reset()
         self.over = True
 
     def report(self) -> dict[str, float | None]:
@@ -247,7 +246,7 @@ class SlipstreamPolicy:
     def load(self, tensors: Mapping[str, np.ndarray]) -> None:
         """Load a `state`, or start empty without one. If rows are of tables that are gone or have another
         width, they and the saved inputs are forgotten."""
-        self._begin()
+        self._reset()
         saved = {k.removeprefix("slipstream."): v for k, v in tensors.items() if k.startswith("slipstream.")}
         self.over = "over" in saved
         if "numbers" not in saved:
@@ -270,19 +269,19 @@ class SlipstreamPolicy:
         if num_kept < num_saved or not same_stacks:
             return
         if "inputs.row_L" in saved:
-            self.inputs = _HotInputs({name: saved[f"inputs.{name}"] for name in _INPUT_ARRAYS})
+            self.inputs = HotInputs({name: saved[f"inputs.{name}"] for name in _INPUT_ARRAYS})
 
     def _load_stack(self, stack: str, saved: Mapping[str, np.ndarray], *, has_hot: bool) -> int:
         """Number of rows that still belong to tables of the schema."""
         if f"{stack}.id" not in saved:
-            self.hot |= {stack: _HotStack(np.zeros(0, np.uint32), np.zeros(0, np.int64))} if has_hot else {}
+            self.hot |= {stack: HotRows(np.zeros(0, np.uint32), np.zeros(0, np.int64))} if has_hot else {}
             return 0
         kept_N = np.isin(saved[f"{stack}.table"], [table.id for table in self.schema.stacks[stack]])
         table_N, id_N = saved[f"{stack}.table"][kept_N], saved[f"{stack}.id"][kept_N]
         if not has_hot:
             self.counts[stack].add(table_N, id_N, saved[f"{stack}.count"][kept_N])
             return len(id_N)
-        hot = self.hot[stack] = _HotStack(table_N, id_N)
+        hot = self.hot[stack] = HotRows(table_N, id_N)
         hot.s_N, hot.visited_N = (
             saved[f"{stack}.s"][kept_N],
             saved[f"{stack}.visited"][kept_N].astype(np.bool_),
@@ -323,7 +322,7 @@ class SlipstreamPolicy:
             min_count = int(np.sort(all_H)[-self.config.max_hot_rows - 1]) + 1
         for stack, counts in self.counts.items():
             kept_N = hot[stack] & (counts.count_N >= min_count)
-            self.hot[stack] = _HotStack(counts.rows.table_N[kept_N], counts.rows.id_N[kept_N])
+            self.hot[stack] = HotRows(counts.rows.table_N[kept_N], counts.rows.id_N[kept_N])
         self.counts = {stack: AccessCounts() for stack in self.schema.stacks}
 
     def _take_snapshots(self, pull: Pull) -> None:
@@ -336,10 +335,8 @@ class SlipstreamPolicy:
 
     def _visit(self, batch: Batch) -> None:
         """Record a batch between two snapshots."""
-        slots, ends = (
-            read_slots(batch, self._hot_rows),
-            np.cumsum([len(hot.rows) for hot in self.hot.values()]),
-        )
+        slots = read_slots(batch, self._hot_rows)
+        ends = np.cumsum([len(hot.rows) for hot in self.hot.values()])
         hot_H1, seen_H1 = np.ones(int(ends[-1]) + 1, np.bool_), np.zeros(int(ends[-1]) + 1, np.bool_)
         hot_H1[-1], seen_H1[slots.row_L] = False, True
         for hot, seen_N in zip(
@@ -366,7 +363,7 @@ class SlipstreamPolicy:
         s_H1 = np.concatenate([*s, [np.float32(np.inf)]]).astype(np.float32)
         return s_H1, np.arange(len(s_H1)) < len(s_H1) - 1
 
-    def _s(self, hot: _HotStack) -> np.ndarray:
+    def _s(self, hot: HotRows) -> np.ndarray:
         return (
             hot.s_N
             if self.config.unvisited == "stale"

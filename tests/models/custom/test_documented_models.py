@@ -31,12 +31,7 @@ def example(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
     return path
 
 
-def test_an_example_has_at_most_60_lines_of_code(example: Path) -> None:
-    lines = (example.parent / "shop.py").read_text().splitlines()
-    assert 30 < sum(bool(line.strip()) for line in lines) <= 60
-
-
-def test_an_example_keeps_every_rule(example: Path) -> None:
+def test_an_example_passes_every_check(example: Path) -> None:
     assert [v for v in check_model(SCHEMA, load_model_config(str(example))) if v.wrong] == []
 
 

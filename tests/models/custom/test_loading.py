@@ -69,7 +69,7 @@ def forward(model: Model) -> torch.Tensor:
     return logits_BT
 
 
-def test_a_file_has_its_own_configuration_and_is_named_by_its_digest(tmp_path: Path) -> None:
+def test_a_file_has_its_own_settings_and_is_identified_by_its_digest(tmp_path: Path) -> None:
     config = load_model_config(written(tmp_path, CODE, "rows = 5"))
     assert isinstance(config, CustomModelConfig)
     assert dataclasses.asdict(config) == {
@@ -83,8 +83,8 @@ def test_a_file_has_its_own_configuration_and_is_named_by_its_digest(tmp_path: P
     assert [(name, tuple(p.shape)) for name, p in model.named_parameters()] == [("own.bias", (5, 2))]
 
 
-@pytest.mark.parametrize("name", ["models.py", "trainer.py", "torch.py", "json.py"])
-def test_a_file_may_be_called_like_anything_and_hides_nothing(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", ["trainer.py", "torch.py"])
+def test_a_file_of_any_name_hides_no_module(tmp_path: Path, name: str) -> None:
     before = {n for n in sys.modules if not n.startswith("_roostream_own_")}
     build_model(SCHEMA, load_model_config(written(tmp_path, CODE + f"# {name}", name=name)), 0)
     assert {n for n in sys.modules if not n.startswith("_roostream_own_")} == before
@@ -100,9 +100,7 @@ def test_two_versions_of_a_file_are_two_models(tmp_path: Path) -> None:
     assert sizes == [3, 4] and first != second
 
 
-def test_a_package_s_module_is_known_by_all_its_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_digest_of_a_package_covers_all_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     package = tmp_path / "shop_package"
     package.mkdir()
@@ -121,7 +119,7 @@ def test_a_package_s_module_is_known_by_all_its_files(
     )
 
 
-def test_other_code_than_what_was_trained_with_is_refused(tmp_path: Path) -> None:
+def test_other_code_than_that_of_training_is_rejected(tmp_path: Path) -> None:
     path = written(tmp_path, CODE)
     committed = {**dataclasses.asdict(load_model_config(path)), "code": "0" * 64}
     digest = hashlib.sha256(CODE.encode()).hexdigest()[:12]
@@ -132,38 +130,21 @@ def test_other_code_than_what_was_trained_with_is_refused(tmp_path: Path) -> Non
         load_model_config(written(tmp_path, CODE, f'code = "{"0" * 64}"'))
 
 
-def test_code_that_a_program_was_not_given_is_refused() -> None:
-    with pytest.raises(
-        ConfigError,
-        match=r"model 'absent.py:build': expected its code \(digest 12ab\), got none; set `model`",
-    ):
-        model_config_from_dict({"kind": "absent.py:build", "code": "12ab"})
-
-
-def test_the_names_that_are_taken_are_our_folders() -> None:
+def test_reserved_names_are_our_packages() -> None:
     assert set(FOLDERS) == OUR_NAMES
 
 
 @pytest.mark.parametrize(
     ("code", "toml", "message"),
     [
-        (
-            "import nothing_of_that_name",
-            "",
-            r"can't be imported: .*shop.py:1: ModuleNotFoundError: No module named",
-        ),
-        ("\n\ndef (", "", r"can't be imported: .*shop.py:3: SyntaxError: "),
-        ("x = 1", "", r"expected a function build\(schema, config\) in .*shop.py, got none; define it"),
-        (
-            "Config = 3\ndef build(schema, config): ...",
-            "",
-            r"expected Config as a frozen dataclass that extends",
-        ),
+        ("import nothing_of_that_name", "", r"shop.py:1: ModuleNotFoundError"),
+        ("\n\ndef (", "", r"shop.py:3: SyntaxError"),
+        ("x = 1", "", r"expected a function build\(schema, config\)"),
+        ("Config = 3\ndef build(schema, config): ...", "", "expected Config as a frozen dataclass"),
         (CODE, "rowz = 3", r"model.toml:2: unknown key 'rowz' = 3; did you mean 'rows'\?"),
-        (CODE, "rows = 0", r"model.toml:2: key 'rows': expected at least 1, got 0"),
     ],
 )
-def test_what_is_wrong_with_a_module_is_one_sentence(
+def test_an_invalid_module_is_rejected_in_one_sentence(
     tmp_path: Path, code: str, toml: str, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message) as told:
@@ -174,23 +155,14 @@ def test_what_is_wrong_with_a_module_is_one_sentence(
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        (
-            "absent.py:build",
-            r"model\.toml:1: model '.*absent.py' can't be read: expected a Python file, got No such file",
-        ),
+        ("absent.py:build", r"model\.toml:1: model '.*absent.py' can't be read"),
         ("shop.py:", r"expected FILE.py:FUNCTION or PACKAGE.MODULE:FUNCTION, got 'shop.py:'"),
-        ("not-a-name.x:build", r"expected FILE.py:FUNCTION or PACKAGE.MODULE:FUNCTION"),
-        (
-            "roostream.models.ranker:Ranker",
-            r"expected a package of a name of its own, got 'roostream', which is taken; rename it",
-        ),
-        (
-            "no_such_package.x:build",
-            r"expected package 'no_such_package' in this environment, got none; install it",
-        ),
+        ("not-a-name.x:build", "expected FILE.py:FUNCTION or PACKAGE.MODULE:FUNCTION"),
+        ("roostream.models.ranker:Ranker", "got 'roostream', which is taken"),
+        ("no_such_package.x:build", "expected package 'no_such_package' in this environment"),
     ],
 )
-def test_a_kind_that_leads_nowhere_is_told(tmp_path: Path, kind: str, message: str) -> None:
+def test_an_invalid_kind_is_rejected(tmp_path: Path, kind: str, message: str) -> None:
     (tmp_path / "model.toml").write_text(f'kind = "{kind}"\n')
     with pytest.raises(ConfigError, match=message):
         load_model_config(str(tmp_path / "model.toml"))
@@ -199,41 +171,31 @@ def test_a_kind_that_leads_nowhere_is_told(tmp_path: Path, kind: str, message: s
 @pytest.mark.parametrize(
     ("right", "wrong", "message"),
     [
-        (
-            "return Constant(schema, config)",
-            "return 3",
-            r"expected a roostream.models.model.Model, got int \(.*shop.py\); return one",
-        ),
+        ("return Constant(schema, config)", "return 3", r"model.Model, got int \(.*shop.py\)"),
         (
             "return Constant(schema, config)",
             "return config.no",
-            r"failed in build: .*shop.py:24: AttributeError: ",
+            r"failed in build: .*shop.py:24: AttributeError",
         ),
         (
             ".expand(len(inputs.request_index_B), -1)",
             "",
-            r"shop.py:17: expected forward to give logits of shape \(5, 2\), got shape",
+            r"shop.py:17: expected forward to give logits of shape",
         ),
         (
             "return self.bias.mean",
             "return self.bais.mean",
-            r"failed in forward: .*shop.py:18: AttributeError: ",
+            r"failed in forward: .*shop.py:18: AttributeError",
         ),
-        (
-            ".mul(targets.weight_BT).sum()",
-            "",
-            r"shop.py:20: expected loss to give a scalar of shape \(\), got shape \(5, 2\)",
-        ),
+        (".mul(targets.weight_BT).sum()", "", r"shop.py:20: expected loss to give a scalar"),
         (
             "targets.label_BT).square",
             "targets.labels).square",
-            r"failed in loss: .*shop.py:21: AttributeError: ",
+            r"failed in loss: .*shop.py:21: AttributeError",
         ),
     ],
 )
-def test_what_goes_wrong_in_a_model_has_its_file_and_line(
-    tmp_path: Path, right: str, wrong: str, message: str
-) -> None:
+def test_errors_of_a_model_name_file_and_line(tmp_path: Path, right: str, wrong: str, message: str) -> None:
     assert CODE.count(right) == 1
     config = load_model_config(written(tmp_path, CODE.replace(right, wrong)))
     with pytest.raises(ConfigError, match=message) as told:
@@ -241,7 +203,7 @@ def test_what_goes_wrong_in_a_model_has_its_file_and_line(
     assert "\n" not in str(told.value)
 
 
-def test_that_memory_is_out_stays_what_it_is(tmp_path: Path) -> None:
+def test_a_memory_error_passes_through(tmp_path: Path) -> None:
     config = load_model_config(
         written(
             tmp_path,
@@ -252,7 +214,7 @@ def test_that_memory_is_out_stays_what_it_is(tmp_path: Path) -> None:
         forward(build_model(SCHEMA, config, 0))
 
 
-def test_a_manifest_makes_nobody_import_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_manifest_never_causes_an_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "unasked_model.py").write_text("raise SystemExit('imported')")
     for code in ("", "0" * 64):

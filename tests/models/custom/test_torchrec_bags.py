@@ -96,41 +96,17 @@ def compare(
 
 @pytest.mark.parametrize("expand", [False, True])
 @pytest.mark.parametrize("pooling", [MEAN, SUM])
-@pytest.mark.parametrize("counts", [COUNTS, [4], [0, 0], []])
-def test_outputs_and_gradients_are_those_of_torchrecs_own_collection(
-    counts: list[int], pooling: PoolingType, expand: bool
-) -> None:
+@pytest.mark.parametrize("counts", [COUNTS, [4], []])
+def test_outputs_and_gradients_equal_torchrecs(counts: list[int], pooling: PoolingType, expand: bool) -> None:
     assert compare(all_configs(pooling), counts, expand=expand) == sum(counts)
 
 
-def test_the_batches_compared_have_empty_bags_and_repeated_ids() -> None:
-    lengths, values = (
-        as_kjt(made_inputs(COUNTS))["history"].lengths(),
-        as_kjt(made_inputs(COUNTS))["history"].values(),
-    )
-    assert int(lengths.min()) == 0 and len(values.unique()) < len(values)
-
-
 @pytest.mark.parametrize("expand", [False, True])
-def test_weights_count_as_in_torchrecs_weighted_collection(expand: bool) -> None:
+def test_weighted_outputs_and_gradients_equal_torchrecs(expand: bool) -> None:
     compare([config("user", 6, "topics", "user", pooling=SUM)], COUNTS, is_weighted=True, expand=expand)
 
 
-def test_a_mean_is_what_our_own_models_pool() -> None:
-    inputs = made_inputs(COUNTS)
-    with rows_of(inputs):
-        ours = RemoteEmbeddingBagCollection([config("item", 4, "item", "history")], SCHEMA)(as_kjt(inputs))
-    pooled = pool_features(inputs)
-    assert torch.equal(ours["item"], pooled["item"])
-    assert torch.equal(ours["history"], pooled["history"][inputs.request_index_B])
-    with rows_of(inputs):
-        weighted = RemoteEmbeddingBagCollection([config("user", 6, "topics", pooling=SUM)], SCHEMA, True)(
-            as_kjt(inputs)
-        )
-    assert torch.equal(weighted["topics"], pooled["topics"][inputs.request_index_B])
-
-
-def test_entries_of_a_sequence_are_those_of_torchrecs_embedding_collection() -> None:
+def test_entries_of_a_sequence_equal_torchrecs_embedding_collection() -> None:
     inputs = made_inputs(COUNTS)
     rows_UD, jagged = inputs.rows["d4-adagrad"].detach(), as_kjt(inputs)["history"]
     tables = [
@@ -146,7 +122,7 @@ def test_entries_of_a_sequence_are_those_of_torchrecs_embedding_collection() -> 
     assert torch.equal(theirs.values(), rows_UD[sequence.index_L])
 
 
-def test_a_request_is_in_the_tensor_once_or_for_each_candidate() -> None:
+def test_requests_are_shared_or_expanded_in_the_tensor() -> None:
     inputs = made_inputs(COUNTS)
     shared, expanded = as_kjt(inputs), as_kjt(inputs, expand=True)
     per_request = {
@@ -167,7 +143,7 @@ def test_a_request_is_in_the_tensor_once_or_for_each_candidate() -> None:
         assert [bag.tolist() for bag in expanded[key].to_dense()] == [bags[b] for b in bag_B.tolist()]
 
 
-def test_weights_that_are_learned_get_their_gradients() -> None:
+def test_learned_weights_get_gradients() -> None:
     inputs = made_inputs(COUNTS)
     kjt = as_kjt(inputs, expand=True)
     weights = kjt.weights().clone().requires_grad_()
@@ -179,7 +155,7 @@ def test_weights_that_are_learned_get_their_gradients() -> None:
     assert weights.grad is not None and int((weights.grad != 0).sum()) == len(kjt["topics"].values())
 
 
-def test_it_has_no_parameters_and_keeps_nothing() -> None:
+def test_the_collection_has_no_parameters_and_needs_rows() -> None:
     inputs = made_inputs(COUNTS)
     ours = RemoteEmbeddingBagCollection([config("item", 4)], SCHEMA)
     assert ours.state_dict() == {} and list(ours.parameters()) == [] and not ours.is_weighted()
@@ -195,55 +171,33 @@ def test_it_has_no_parameters_and_keeps_nothing() -> None:
 @pytest.mark.parametrize(
     ("configs", "message"),
     [
-        ([], "expected an EmbeddingBagConfig or more, got none"),
-        (
-            [config("itm", 4, "item")],
-            "'itm': expected a table of the schema as its name, got none such; did you mean 'item'",
-        ),
-        (
-            [config("item", 8, "item")],
-            r"'item': expected embedding_dim = 4, as \[tables.item\] has it, got 8; change one",
-        ),
-        (
-            [config("item", 4, "items")],
-            "feature 'items': expected a list feature of the schema, got none such; did you mean",
-        ),
-        ([config("item", 4, "ctr")], "feature 'ctr': expected a list feature of the schema, got none such"),
-        (
-            [config("item", 4, "user")],
-            "'item': feature 'user': expected it in config 'user', its table in the schema",
-        ),
-        (
-            [config("item", 4, "item", "item")],
-            "feature 'item': expected it in one config, got it in 'item' too",
-        ),
-        (
-            [config("item", 4, "item"), config("item", 4, "history")],
-            "'item': expected one config a table, got more",
-        ),
-        (
-            [config("item", 4, "item", pooling=PoolingType.NONE)],
-            "expected pooling SUM or MEAN, got PoolingType.NONE",
-        ),
+        ([], "expected an EmbeddingBagConfig"),
+        ([config("itm", 4, "item")], "'itm': expected a table of the schema .* did you mean 'item'"),
+        ([config("item", 8, "item")], "expected embedding_dim = 4"),
+        ([config("item", 4, "ctr")], "feature 'ctr': expected a list feature of the schema"),
+        ([config("item", 4, "user")], "feature 'user': expected it in config 'user'"),
+        ([config("item", 4, "item", "item")], "feature 'item': expected it in one config"),
+        ([config("item", 4, "item"), config("item", 4, "history")], "expected one config a table"),
+        ([config("item", 4, "item", pooling=PoolingType.NONE)], "expected pooling SUM or MEAN"),
         (
             [dataclasses.replace(config("item", 4, "item"), data_type=DataType.FP16)],
-            "expected data_type FP32, as rows are, got",
+            "expected data_type FP32",
         ),
     ],
 )
-def test_what_differs_between_configs_and_schema_is_said_in_a_sentence(
+def test_configs_that_differ_from_the_schema_are_rejected(
     configs: list[EmbeddingBagConfig], message: str
 ) -> None:
     with pytest.raises(SchemaError, match=message):
         RemoteEmbeddingBagCollection(configs, SCHEMA)
 
 
-def test_means_have_no_weights() -> None:
+def test_weights_require_sum_pooling() -> None:
     with pytest.raises(SchemaError, match=r"expected pooling SUM, as weights need it, got PoolingType\.MEAN"):
         RemoteEmbeddingBagCollection([config("user", 6, "topics")], SCHEMA, is_weighted=True)
 
 
-def test_tensors_that_cannot_be_of_this_batch_are_refused() -> None:
+def test_tensors_of_another_batch_are_rejected() -> None:
     inputs = made_inputs(COUNTS)
     ours = RemoteEmbeddingBagCollection([config("item", 4, "item", "history")], SCHEMA)
     ids = KeyedJaggedTensor(
@@ -269,7 +223,7 @@ def test_tensors_that_cannot_be_of_this_batch_are_refused() -> None:
         torch.testing.assert_close(ours(expanded.permute(order)).values(), ours(expanded).values())
 
 
-def test_rows_are_a_batchs_own_also_when_one_is_within_another() -> None:
+def test_contexts_of_rows_may_be_nested() -> None:
     ours = RemoteEmbeddingBagCollection([config("item", 4, "item")], SCHEMA)
     one, other = made_inputs([2, 1], 1), made_inputs([4], 2)
     with rows_of(one):

@@ -59,7 +59,7 @@ def encoder() -> HistoryEncoder:
     return part
 
 
-def test_entries_actions_times_positions_and_candidates_all_learn() -> None:
+def test_all_parameters_and_rows_learn() -> None:
     batch = make_batch(SCHEMA, [3, 2], seed=2)
     lookup = build_lookup(batch)
     inputs = build_inputs(batch, lookup, make_rows(SCHEMA, lookup), train=True)
@@ -71,20 +71,7 @@ def test_entries_actions_times_positions_and_candidates_all_learn() -> None:
         assert gradient is not None and gradient.any()
 
 
-def test_a_candidate_goes_through_the_matrix_of_the_entries_and_its_other_ids_through_one_of_their_own() -> (
-    None
-):
-    part = targets_of(SCHEMA)
-    assert (
-        part.tokens.item.weight.shape == (4, 4)
-        and part.context is not None
-        and part.context.weight.shape == (4, 2)
-    )
-    alone = targets_of(make_schema("plain history"))
-    assert alone.context is None and not alone.tokens.columns, "an action without a table is not modelled"
-
-
-def test_candidates_without_an_id_in_the_historys_table_are_known_by_their_context() -> None:
+def test_candidates_without_an_id_in_the_historys_table_use_their_context() -> None:
     other = {"name": "topic", "kind": "ids", "table": "action"}
     schema = schema_from_dict(
         {**CASES["everything"], "nro": [other, *CASES["everything"]["nro"][2:]], "label": LABELS}
@@ -94,7 +81,7 @@ def test_candidates_without_an_id_in_the_historys_table_are_known_by_their_conte
     assert out_BD.shape == (5, 4) and len(np.unique(out_BD.round(5), axis=0)) > 1
 
 
-def test_a_history_is_told_by_its_entries_their_order_and_their_times() -> None:
+def test_order_and_times_of_entries_count() -> None:
     batch, part = make_batch(SCHEMA, [1, 1, 1], seed=7), encoder()
     lists = batch.ro_lists
     place = slice(
@@ -110,7 +97,7 @@ def test_a_history_is_told_by_its_entries_their_order_and_their_times() -> None:
         assert np.abs(given(part, other) - before).max() > 1e-4
 
 
-def test_requests_without_a_history_or_without_candidates_have_a_vector_too() -> None:
+def test_requests_without_history_or_candidates_have_a_vector() -> None:
     batch = make_batch(SCHEMA, [2, 0, 1, 1, 1, 1], seed=1)
     length_R = batch.ro_lists.lengths_KN[batch.ro_lists.index("history")]
     out_RD = given(encoder(), batch)

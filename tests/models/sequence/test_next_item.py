@@ -65,7 +65,7 @@ def reference_layer(block: SasRecLayer, x_ND: Tensor) -> Tensor:
     return torch.stack(rows)
 
 
-def test_sasrec_s_layers_are_the_formula_token_by_token() -> None:
+def test_sasrec_equals_its_formula() -> None:
     encoder, x_SD = built("sasrec").encoder, randn(int(LENGTHS.sum()), D)
     assert isinstance(encoder, SasRec)
     expected = []
@@ -78,8 +78,8 @@ def test_sasrec_s_layers_are_the_formula_token_by_token() -> None:
 
 
 @both
-@pytest.mark.parametrize("place", [4, 12, 21])
-def test_another_entry_changes_what_is_behind_it_in_its_own_history_only(name: str, place: int) -> None:
+@pytest.mark.parametrize("place", [4, 21])
+def test_an_entry_changes_later_outputs_of_its_own_history_only(name: str, place: int) -> None:
     module, item_S, sequences = built(name), items(), build_history_sequences(LENGTHS)
     changed = item_S.clone()
     changed[place] = (changed[place] + 1) % ITEMS
@@ -89,7 +89,7 @@ def test_another_entry_changes_what_is_behind_it_in_its_own_history_only(name: s
 
 
 @both
-def test_a_history_gives_the_same_alone_and_in_any_batch(name: str) -> None:
+def test_a_history_gives_the_same_in_any_batch(name: str) -> None:
     module, item_S = built(name), items()
     together = module(item_S, build_history_sequences(LENGTHS))
     for length, mine, its in zip(
@@ -101,27 +101,20 @@ def test_a_history_gives_the_same_alone_and_in_any_batch(name: str) -> None:
 
 
 @both
-def test_where_an_item_stands_counts(name: str) -> None:
-    module, sequences = built(name), build_history_sequences(np.array([2]))
-    same_SD = module(torch.tensor([5, 5]), sequences)
-    assert not torch.allclose(same_SD[0], same_SD[1])
-
-
-@both
 def test_vectors_have_length_1(name: str) -> None:
     module = built(name)
     for vectors in (module(items(), build_history_sequences(LENGTHS)), module.item_vectors()):
         torch.testing.assert_close(vectors.norm(dim=1), torch.ones(len(vectors), dtype=torch.float64))
 
 
-def test_of_no_history_there_is_nothing() -> None:
+def test_an_empty_history_has_no_output() -> None:
     none = np.zeros(1, dtype=np.int64)
     for name in ENCODERS:
         assert built(name)(torch.zeros(0, dtype=torch.int64), build_history_sequences(none)).shape == (0, D)
 
 
 @pytest.mark.parametrize("corrected", [False, True])
-def test_the_loss_is_the_formula_and_a_negative_that_came_next_is_none(corrected: bool) -> None:
+def test_the_loss_equals_its_formula_without_the_next_item_as_negative(corrected: bool) -> None:
     module, u_SD = built("sasrec"), randn(2, D)
     item_SC = torch.tensor([[3, 1, 3, 6], [0, 0, 2, 2]])
     v_ID, q = module.item_vectors().detach(), math.log(3 / (ITEMS - 1)) if corrected else 0.0
@@ -133,14 +126,6 @@ def test_the_loss_is_the_formula_and_a_negative_that_came_next_is_none(corrected
     assert module.loss(u_SD, item_SC, 0.5, corrected=corrected).item() == pytest.approx(sum(expected) / 2)
 
 
-def test_corrected_it_is_expected_to_be_the_softmax_over_all_items() -> None:
-    """With all other items drawn once each it is that softmax."""
-    module, u_SD = built("hstu"), randn(1, D)
-    item_SC = torch.tensor([[2, 0, 1, 3, 4, 5, 6]])
-    whole = -torch.log_softmax(u_SD @ module.item_vectors().T / 0.1, dim=1)[0, 2]
-    torch.testing.assert_close(module.loss(u_SD, item_SC, 0.1, corrected=True), whole)
-
-
 @both
 def test_gradients_are_right_in_float64(name: str) -> None:
     module, item_S, sequences = built(name), items()[:4], build_history_sequences(LENGTHS[:2])
@@ -149,7 +134,7 @@ def test_gradients_are_right_in_float64(name: str) -> None:
 
 
 @both
-def test_dropout_is_of_training(name: str) -> None:
+def test_dropout_is_active_in_training_only(name: str) -> None:
     encoder: nn.Module = Hstu(D, HEADS, 1, MOST, times=False, dropout=0.5)
     if name == "sasrec":
         encoder = SasRec(D, HEADS, 1, dropout=0.5)
@@ -164,7 +149,7 @@ def test_dropout_is_of_training(name: str) -> None:
     assert torch.equal(module(items(), sequences), module(items(), sequences))
 
 
-def test_items_are_small_at_first() -> None:
+def test_initial_item_vectors_are_small() -> None:
     module = NextItem(SasRec(50, 1, 1), 900, 50, 8)
     init_parameters(module, seed=3)
     assert module.item.std().item() == pytest.approx(0.02, rel=0.02)

@@ -15,7 +15,7 @@ from tests.models.layer_checks import randn
 ITEMS = torch.tensor([7, 3, 7, 5, 3, 7])
 
 
-def test_by_the_batch_s_own_counts_it_is_the_softmax_over_its_distinct_items() -> None:
+def test_with_counts_of_the_batch_it_is_the_softmax_over_distinct_items() -> None:
     of_item, positive = randn(2, 3), torch.tensor([0, 4])
     place = torch.tensor([0, 1, 0, 2, 1, 0])  # of 7, 3, 5
     for uniform in (0.0, 3.0):
@@ -24,7 +24,7 @@ def test_by_the_batch_s_own_counts_it_is_the_softmax_over_its_distinct_items() -
 
 
 @pytest.mark.parametrize("uniform", [0.0, 2.0])
-def test_it_is_the_formula_column_by_column(uniform: float) -> None:
+def test_the_loss_equals_its_formula(uniform: float) -> None:
     score, positive = randn(2, 6), torch.tensor([3, 2])
     popularity = torch.tensor([9.0, 4.0, 9.0, 1.0, 4.0, 9.0], dtype=torch.float64)
     counts, shown = {7: 3, 3: 2, 5: 1}, {7: 6 * 9 / 14, 3: 6 * 4 / 14, 5: 6 * 1 / 14}
@@ -56,20 +56,9 @@ def learned_scores(corrected: bool) -> np.ndarray:
     return score.detach().numpy()
 
 
-def test_with_the_correction_scores_are_log_shares_and_without_it_popularity_is_taken_out_of_them() -> None:
+def test_the_correction_removes_the_effect_of_popularity() -> None:
     """A softmax over all items ends at the logarithm of clicks, 2.3 apart; uncorrected at that of clicks a
     showing, 0."""
     apart = [score[0] - score[1:].mean() for score in (learned_scores(True), learned_scores(False))]
     assert apart[0] == pytest.approx(math.log(10), abs=0.2)
     assert apart[1] == pytest.approx(0.0, abs=0.2)
-
-
-def test_gradients_are_right_in_float64() -> None:
-    terms = log_expected(ITEMS, None, 0.5)
-    score = randn(3, 6).requires_grad_()
-    assert torch.autograd.gradcheck(lambda x: sampled_softmax(x, torch.tensor([0, 1, 3]), *terms), (score,))
-
-
-def test_of_no_positive_there_is_no_loss() -> None:
-    none = torch.zeros(0, dtype=torch.int64)
-    assert sampled_softmax(randn(0, 6), none, *log_expected(ITEMS, None, 0.0)).shape == (0,)

@@ -13,7 +13,7 @@ from torch import nn
 from trainer.dense_part.adam import DenseAdam
 
 
-def test_steps_are_those_of_torch_optim() -> None:
+def test_steps_equal_those_of_torch_optim() -> None:
     torch.manual_seed(3)
     mine = nn.Sequential(nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 1))
     theirs = nn.Sequential(nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 1))
@@ -32,7 +32,7 @@ def test_steps_are_those_of_torch_optim() -> None:
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
 
 
-def test_the_rate_may_follow_the_number_of_steps() -> None:
+def test_the_learning_rate_may_depend_on_the_step() -> None:
     weight = nn.Parameter(torch.zeros(1))
     optimizer = DenseAdam([("weight", weight)], learning_rate=lambda num_steps: 0.5 if num_steps else 0.1)
     moved = []
@@ -46,7 +46,7 @@ def test_the_rate_may_follow_the_number_of_steps() -> None:
     )
 
 
-def test_gradients_together_are_scaled_down_to_their_norm() -> None:
+def test_gradients_are_clipped_to_their_common_norm() -> None:
     a, b = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(1))
     optimizer = DenseAdam([("a", a), ("b", b)], learning_rate=0.1, clip_norm=1.5)
     a.grad, b.grad = torch.tensor([2.0, 1.0]), torch.tensor([2.0])
@@ -61,7 +61,7 @@ def test_gradients_together_are_scaled_down_to_their_norm() -> None:
     )
 
 
-def test_the_norm_is_that_of_all_gradients_together() -> None:
+def test_the_norm_is_that_of_all_gradients() -> None:
     a, b = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(1))
     optimizer = DenseAdam([("a", a), ("b", b)], learning_rate=0.1)
     assert optimizer.norm() == 0.0
@@ -74,7 +74,7 @@ def test_the_norm_is_that_of_all_gradients_together() -> None:
 
 
 @pytest.mark.parametrize("size", [1e18, 1e20, math.inf, math.nan])
-def test_no_gradient_can_make_the_state_infinite(size: float) -> None:
+def test_a_gradient_without_a_finite_square_changes_nothing(size: float) -> None:
     weight, other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
     optimizer = DenseAdam([("weight", weight), ("other", other)], learning_rate=0.1, clip_norm=10.0)
     weight.grad, other.grad = torch.tensor([size, 1.0]), torch.ones(2)
@@ -85,18 +85,7 @@ def test_no_gradient_can_make_the_state_infinite(size: float) -> None:
         assert slots["exp_avg"].abs().max() <= 1.01 and slots["exp_avg_sq"].max() <= 0.11
 
 
-def test_a_weight_without_a_gradient_stays() -> None:
-    used, unused = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
-    optimizer = DenseAdam([("used", used), ("unused", unused)], learning_rate=0.1)
-    optimizer.step()
-    used.sum().backward()
-    optimizer.step()
-    assert (unused == 1).all() and (used != 1).all() and optimizer.num_steps == 2
-    optimizer.zero_grad()
-    assert used.grad is None
-
-
-def test_weights_lie_in_one_tensor_each_where_a_product_gives_the_same_bits_as_alone() -> None:
+def test_weights_are_aligned_views_of_one_tensor() -> None:
     module = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 1))
     before = {name: value.clone() for name, value in module.state_dict().items()}
     DenseAdam(module.named_parameters(), learning_rate=0.1)
@@ -106,7 +95,7 @@ def test_weights_lie_in_one_tensor_each_where_a_product_gives_the_same_bits_as_a
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
 
 
-def test_a_weight_between_two_that_are_learned_stays_too() -> None:
+def test_a_weight_without_a_gradient_stays() -> None:
     weights = [nn.Parameter(torch.full((n,), 1.0)) for n in (3, 20, 1)]
     alone = [nn.Parameter(torch.full((n,), 1.0)) for n in (3, 1)]
     optimizer = DenseAdam(zip("abc", weights, strict=True), learning_rate=0.1)

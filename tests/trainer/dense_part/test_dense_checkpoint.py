@@ -26,7 +26,7 @@ def trained(width: int = 3, steps: int = 3) -> tuple[nn.Module, DenseAdam]:
     return model, optimizer
 
 
-def test_weights_and_optimizer_come_back_bit_equal_and_go_on_alike() -> None:
+def test_a_restore_continues_bit_for_bit() -> None:
     model, optimizer = trained()
     tensors, metadata = tensor_file.decode(
         tensor_file.encode(dense_checkpoint.snapshot(model, optimizer), {"step": "3"})
@@ -42,7 +42,7 @@ def test_weights_and_optimizer_come_back_bit_equal_and_go_on_alike() -> None:
     assert mine.keys() == theirs.keys() and all(mine[k].tobytes() == theirs[k].tobytes() for k in mine)
 
 
-def test_what_was_taken_does_not_change_with_later_steps() -> None:
+def test_a_snapshot_is_a_copy() -> None:
     model, optimizer = trained()
     tensors = dense_checkpoint.snapshot(model, optimizer)
     kept = {k: v.copy() for k, v in tensors.items()}
@@ -51,7 +51,7 @@ def test_what_was_taken_does_not_change_with_later_steps() -> None:
     assert all((tensors[k] == v).all() for k, v in kept.items())
 
 
-def test_an_untrained_optimizer_comes_back_untrained() -> None:
+def test_an_untrained_optimizer_is_restored() -> None:
     model, optimizer = trained(steps=0)
     tensors = dense_checkpoint.snapshot(model, optimizer)
     assert int(tensors["optimizer.step"]) == 0
@@ -62,16 +62,7 @@ def test_an_untrained_optimizer_comes_back_untrained() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "data",
-    [b"", b"\x08", b"\xff" * 16, (5).to_bytes(8, "little") + b"hello", (2).to_bytes(8, "little") + b"[]"],
-)
-def test_g5_bytes_that_are_no_dense_file_are_refused(data: bytes) -> None:
-    with pytest.raises(CheckpointError, match="expected a safetensors"):
-        tensor_file.decode(data)
-
-
-def test_a_weight_of_another_shape_is_refused_under_the_same_schema() -> None:
+def test_another_shape_is_rejected_under_the_same_schema() -> None:
     tensors = dense_checkpoint.snapshot(*trained(width=3))
     model, optimizer = trained(width=4)
     before = dense_checkpoint.snapshot(model, optimizer)
@@ -80,7 +71,7 @@ def test_a_weight_of_another_shape_is_refused_under_the_same_schema() -> None:
     assert all((before[k] == v).all() for k, v in dense_checkpoint.snapshot(model, optimizer).items())
 
 
-def test_a_schema_that_grew_keeps_what_still_fits(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_changed_schema_keeps_the_weights_that_fit(caplog: pytest.LogCaptureFixture) -> None:
     tensors = dense_checkpoint.snapshot(*trained(width=3))
     model, optimizer = trained(width=4, steps=1)
     fresh = model.state_dict()["0.weight"].numpy().copy()

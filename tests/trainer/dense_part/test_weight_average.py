@@ -16,7 +16,6 @@ from tests.trainer import samples
 from tests.trainer.fake_shard import FakeShard
 from tests.trainer.fleets import Fleet, fake_shard, rows_of
 from tests.trainer.loops import Built, build
-from trainer.dense_part import dense_checkpoint
 from trainer.dense_part.adam import DenseAdam, WeightAverage
 from trainer.loop import Snapshot
 
@@ -40,19 +39,13 @@ def trained(steps: int, average: int) -> tuple[list[float], float]:
 
 
 @pytest.mark.parametrize(("steps", "average"), [(1, 100), (2, 100), (40, 10), (60, 3), (5, 1)])
-def test_it_is_an_exponential_average_whose_window_grows_up_to_its_steps(steps: int, average: int) -> None:
+def test_the_average_is_exponential_with_a_growing_window(steps: int, average: int) -> None:
     seen, got = trained(steps, average)
     expected = 4.0
     for t, weight in enumerate(seen, 1):
         kept = min(1 - 1 / average, t / (t + 9))
         expected = kept * expected + (1 - kept) * weight
     assert got == pytest.approx(expected, abs=1e-6)
-
-
-def test_the_first_steps_leave_the_initial_values_behind() -> None:
-    for steps in (1, 2, 5, 10):
-        seen, average = trained(steps, 1000)
-        assert abs(average - seen[-1]) < 0.5 * abs(4.0 - seen[-1])
 
 
 def weights(model: nn.Module) -> dict[str, np.ndarray]:
@@ -67,7 +60,7 @@ def rows(shard: FakeShard) -> dict[tuple[int, int], bytes]:
     return {key: row.value_D.tobytes() for key, row in shard.rows.items()}
 
 
-def test_training_is_to_the_bit_as_without_it() -> None:
+def test_averaging_does_not_change_training() -> None:
     without, averaged = (build(N24, average_steps=steps).train_all() for steps in (0, 50))
     assert same(weights(without.loop.model), weights(averaged.loop.model))
     assert rows(without.shard) == rows(averaged.shard)
@@ -83,7 +76,7 @@ def scores_by(built: Built, model: nn.Module, records: list[Any]) -> list[float]
     return [float(x) for x in score_BT.ravel()]
 
 
-def test_what_is_told_of_a_request_is_what_the_average_says_before_its_step() -> None:
+def test_predictions_are_those_of_the_average_before_the_step() -> None:
     built = build(N24[:8])
     assert built.loop.step()
     expected = scores_by(built, built.loop.descent.scorer, N24[4:8])
@@ -94,22 +87,13 @@ def test_what_is_told_of_a_request_is_what_the_average_says_before_its_step() ->
     assert [s for p in built.predicted[4:] for s in p.scores] == expected
 
 
-def test_what_is_only_scored_is_scored_by_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    built = build(N24, freeze_at_ms=1)
-    monkeypatch.setattr(
-        built.loop.model, "forward", lambda inputs: pytest.fail("the weights in training were asked")
-    )
-    built.train_all()
-    assert built.loop.counts.frozen == len(built.predicted) == 24
-
-
 def begun_from(at: Snapshot, **settings: Any) -> Built:
     built = build(N24, **settings)
     built.loop.restore(at)
     return built
 
 
-def test_g11_a_restore_gives_the_average_back_and_goes_on_alike() -> None:
+def test_g11_a_restored_average_continues_bit_for_bit() -> None:
     whole = build(N24).train_all()
     half = build(N24[:12]).train_all()
     at = half.loop.snapshot()
@@ -121,7 +105,7 @@ def test_g11_a_restore_gives_the_average_back_and_goes_on_alike() -> None:
     assert same(again.loop.snapshot().shared, whole.loop.snapshot().shared)
 
 
-def test_the_dense_file_s_model_is_what_scores() -> None:
+def test_the_checkpoint_has_the_scoring_and_the_trained_weights() -> None:
     loop = build(N24).train_all().loop
     shared = loop.snapshot().shared
     for prefix, model in (("model.", loop.descent.scorer), ("trained.", loop.model)):
@@ -130,7 +114,7 @@ def test_the_dense_file_s_model_is_what_scores() -> None:
         )
 
 
-def test_a_file_without_one_begins_it_at_the_weights() -> None:
+def test_an_average_that_a_checkpoint_lacks_starts_at_the_weights() -> None:
     at = build(N24, average_steps=0).train_all().loop.snapshot()
     assert not any(name.startswith("trained.") for name in at.shared)
     loop = begun_from(at).loop
@@ -138,29 +122,20 @@ def test_a_file_without_one_begins_it_at_the_weights() -> None:
     assert same(weights(loop.model), expected) and same(weights(loop.descent.scorer), expected)
 
 
-def test_who_keeps_none_goes_on_with_the_weights_that_were_trained() -> None:
+def test_without_averaging_a_restore_uses_the_trained_weights() -> None:
     before = build(N24).train_all()
     loop = begun_from(before.loop.snapshot(), average_steps=0).loop
     assert same(weights(loop.model), weights(before.loop.model))
     assert not any(name.startswith("trained.") for name in loop.snapshot().shared)
 
 
-def test_a_reset_forgets_it() -> None:
+def test_a_reset_forgets_the_average() -> None:
     built = build(N24).train_all()
     built.loop.reset()
     assert same(weights(built.loop.descent.scorer), weights(built.loop.model))
 
 
-def test_an_untrained_file_comes_back() -> None:
-    loop = build(N24).loop
-    other = begun_from(loop.snapshot()).loop
-    assert same(
-        dense_checkpoint.snapshot(other.model, other.optimizer),
-        dense_checkpoint.snapshot(loop.model, loop.optimizer),
-    )
-
-
-def test_several_workers_have_the_same_one() -> None:
+def test_several_workers_have_the_same_average() -> None:
     fleet = Fleet(N24, 2, rows_of(fake_shard()), batch_requests=4).run()
     averages = [weights(built.loop.descent.scorer) for built in fleet.built]
     assert same(*averages) and not same(averages[0], weights(fleet.built[0].loop.model))

@@ -7,13 +7,12 @@ import pytest
 import torch
 
 from roostream.models.build import build_model
-from roostream.models.config import RankerConfig
 from roostream.models.inputs import Inputs, build_inputs
 from roostream.models.model import Targets
 from roostream.wire.batch import Batch
 from roostream.wire.lookup import build_lookup
 from tests.models.kind_cases import CONFIGS
-from tests.models.model_cases import CASES, make_batch, make_rows, make_schema
+from tests.models.model_cases import make_batch, make_rows, make_schema
 from tests.models.model_checks import trained_model
 from tests.trainer import samples
 from tests.trainer.loops import Built, build
@@ -25,21 +24,8 @@ PRECISIONS = ("float32", "bfloat16")
 N24 = samples.records(list(range(1, 25)))
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_the_forward_pass_asks_the_device_for_nothing(case: str) -> None:
-    """On tensors without values: whatever depends on one (and would wait for a device) raises."""
-    schema = make_schema(case)
-    batch = make_batch(schema, [3, 0, 2])
-    lookup = build_lookup(batch)
-    rows = {
-        stack: torch.from_numpy(np.asarray(r)).to("meta") for stack, r in make_rows(schema, lookup).items()
-    }
-    model = build_model(schema, RankerConfig(), 0).to("meta")
-    assert model(build_inputs(batch, lookup, rows, "meta")).shape == (5, len(schema.tasks))
-
-
 @pytest.mark.parametrize("name", CONFIGS)
-def test_the_forward_pass_of_every_kind_asks_the_device_for_nothing(name: str) -> None:
+def test_the_forward_pass_reads_no_value_from_the_device(name: str) -> None:
     schema = make_schema("everything")
     model, batch = build_model(schema, CONFIGS[name], 0), make_batch(schema, [3, 0, 2])
     assert model.to("meta")(inputs_on("meta", batch)).shape == (5, len(schema.tasks))
@@ -54,7 +40,7 @@ def inputs_on(device: str, batch: Batch) -> Inputs:
 @gpu
 @needs_gpu
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_device_gives_what_the_host_gives_of_every_kind_and_its_forward_pass_waits_for_nothing(
+def test_a_device_agrees_with_the_host_without_synchronizing(
     name: str,
 ) -> None:
     schema = make_schema("everything")
@@ -83,7 +69,7 @@ def trained(device: str) -> Built:
 
 @gpu
 @needs_gpu
-def test_a_device_trains_what_the_host_trains() -> None:
+def test_a_device_trains_as_the_host_does() -> None:
     host, device = trained("cpu"), trained("cuda")
     assert device.pushes() == host.pushes() and device.offsets() == host.offsets()
     mine, theirs = device.loop.snapshot().shared, host.loop.snapshot().shared
@@ -93,7 +79,7 @@ def test_a_device_trains_what_the_host_trains() -> None:
 @gpu
 @needs_gpu
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_the_forward_pass_waits_for_no_device(precision: str) -> None:
+def test_a_prefetched_forward_pass_does_not_synchronize(precision: str) -> None:
     built = build(N24, device="cuda", precision=precision)
     chunk = built.loop.source.poll(4, 0.0)
     assert chunk is not None

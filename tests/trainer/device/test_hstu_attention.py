@@ -27,7 +27,7 @@ needs_triton = pytest.mark.skipif(
 
 @needs_triton
 @pytest.mark.timeout(600)
-def test_in_the_interpreter_the_kernels_are_the_reference_forward_and_back() -> None:
+def test_kernels_equal_the_reference_in_the_interpreter() -> None:
     command = [sys.executable, "-m", "tests.trainer.device.kernel_checks"]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=580, check=False)
@@ -44,15 +44,13 @@ def test_in_the_interpreter_the_kernels_are_the_reference_forward_and_back() -> 
 @pytest.mark.parametrize("times", [True, False])
 @pytest.mark.parametrize("dtype", list(MOST))
 @pytest.mark.parametrize("case", CASES)
-def test_on_a_device_the_kernels_are_the_reference_forward_and_back(
-    case: str, dtype: torch.dtype, times: bool
-) -> None:
+def test_kernels_equal_the_reference_on_a_device(case: str, dtype: torch.dtype, times: bool) -> None:
     found = distances(case, dtype, "cuda", times=times)
     assert all(far < MOST[dtype] for far in found.values()), found
 
 
 @needs_triton
-def test_every_layer_of_hstu_is_given_the_kernel() -> None:
+def test_every_hstu_layer_uses_the_kernel() -> None:
     model = trained_model(make_schema("everything"), CONFIGS["hstu"])
     names = list(model.state_dict())
     use_triton_attention(model)

@@ -11,11 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from roostream.models.build import build_model
 from roostream.models.inputs import Inputs, build_inputs, change_tensors
 from roostream.wire.lookup import build_lookup
 from tests.models.model_cases import make_batch, make_rows, make_schema
-from tests.models.model_checks import SMALL
 from tests.trainer import samples
 from tests.trainer.loops import Built, build
 from tests.trainer.pipeline.pipelines import pipelined
@@ -104,7 +102,7 @@ def test_every_tensor_arrives_with_its_type_shape_and_bits() -> None:
     assert not staged.inputs.ro_float_RG.requires_grad
 
 
-def test_the_copy_is_one_and_shares_no_byte_between_tensors() -> None:
+def test_all_tensors_are_copied_at_once_without_overlap() -> None:
     lane = LateLane()
     staged = Staging(lane).stage(inputs_of(1))
     assert [entry for entry in lane.log if entry.startswith("copy")] == ["copy 0"]
@@ -118,7 +116,7 @@ def test_the_copy_is_one_and_shares_no_byte_between_tensors() -> None:
     assert all((start - base) % 256 == 0 for start, _ in spans)
 
 
-def test_squares_are_made_before_and_go_in_the_same_copy() -> None:
+def test_padding_indices_are_part_of_the_copy() -> None:
     staged = Staging(LateLane()).stage(inputs_of(1))
     base, size = staged.copied.device_N.data_ptr(), staged.copied.device_N.numel()
     slots, sequences = staged.inputs.groups.slots, staged.inputs.sequences.values()
@@ -129,7 +127,7 @@ def test_squares_are_made_before_and_go_in_the_same_copy() -> None:
     assert len(squares) > 3 and all(base <= x.data_ptr() < base + size for x in squares)
 
 
-def test_a_slot_is_filled_again_only_behind_its_copy() -> None:
+def test_a_slot_is_reused_only_after_its_copy() -> None:
     lane = LateLane()
     ring = Staging(lane)
     given = [inputs_of(seed) for seed in range(5)]
@@ -142,7 +140,7 @@ def test_a_slot_is_filled_again_only_behind_its_copy() -> None:
         assert_same(copied.inputs, expected)
 
 
-def test_what_was_given_may_be_changed_while_it_is_on_its_way() -> None:
+def test_inputs_may_change_during_the_copy() -> None:
     ring, inputs, same = Staging(LateLane()), inputs_of(1), inputs_of(1)
     staged = ring.stage(inputs)
     inputs.nro_float_BG.fill_(7)
@@ -150,7 +148,7 @@ def test_what_was_given_may_be_changed_while_it_is_on_its_way() -> None:
     assert_same(staged.inputs, same)
 
 
-def test_the_ring_grows_with_need_and_is_never_given_back() -> None:
+def test_the_ring_grows_to_the_largest_inputs() -> None:
     lane = LateLane()
     ring = Staging(lane)
     least = ring.num_bytes
@@ -166,7 +164,7 @@ def test_the_ring_grows_with_need_and_is_never_given_back() -> None:
     assert ring.num_bytes == grown
 
 
-def test_without_room_the_ring_is_as_before() -> None:
+def test_out_of_memory_leaves_the_ring_unchanged() -> None:
     lane = LateLane()
     ring = Staging(lane)
     first = ring.stage(inputs_of(1))
@@ -179,21 +177,7 @@ def test_without_room_the_ring_is_as_before() -> None:
         assert_same(staged.inputs, inputs_of(seed))
 
 
-def test_a_model_gives_the_same_bits_of_what_was_staged() -> None:
-    model, inputs = build_model(SCHEMA, SMALL, 3), inputs_of(5)
-    staged = Staging(LateLane()).stage(inputs)
-    staged.copied.wait_on_compute_stream()
-    found = []
-    for each in (inputs, staged.inputs):
-        logits_BT = model(each)
-        logits_BT.square().sum().backward()
-        found.append(
-            [logits_BT, *(rows_UD.grad for rows_UD in each.rows.values() if rows_UD.grad is not None)]
-        )
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-
-
-def test_a_host_has_no_ring() -> None:
+def test_a_cpu_has_no_ring() -> None:
     assert open_staging("cpu") is None and build(N24).loop.staging is None
 
 
@@ -201,7 +185,7 @@ def weights(built: Built) -> dict[str, np.ndarray]:
     return built.loop.snapshot().shared
 
 
-def test_training_through_the_ring_is_training_bit_for_bit() -> None:
+def test_staging_does_not_change_training() -> None:
     built, plain = build(N24), build(N24).train_all()
     lane = LateLane()
     built.loop.staging = Staging(lane)
@@ -211,7 +195,7 @@ def test_training_through_the_ring_is_training_bit_for_bit() -> None:
     assert len(lane.copies) == len(firsts) == 6, "each is waited for once, where it is used"
 
 
-def test_rows_pulled_ahead_are_staged_by_the_puller_and_waited_for_where_they_are_used() -> None:
+def test_rows_pulled_ahead_are_staged_too() -> None:
     with pipelined(N24, staleness=1) as piped:
         lane = LateLane()
         piped.built.loop.staging = Staging(lane)

@@ -17,7 +17,7 @@ def outcomes(n: int, tasks: int = 2, seed: int = 3) -> tuple[np.ndarray, np.ndar
     return score_BT, label_BT, random.choice([0.0, 1.0, 2.0], (n, tasks)).astype(np.float32)
 
 
-def test_a_cell_says_what_the_exact_metrics_say() -> None:
+def test_a_cell_agrees_with_the_exact_metrics() -> None:
     score_BT, label_BT, weight_BT = outcomes(5000)
     exact = Metrics(("click", "buy"))
     zeros_B, zeros_R = np.zeros(5000, dtype=np.int64), np.zeros(1, dtype=np.int64)
@@ -33,7 +33,7 @@ def test_a_cell_says_what_the_exact_metrics_say() -> None:
         assert told[task]["auc"] == pytest.approx(expected["auc"], abs=4e-3)
 
 
-def test_the_base_rate_predictor_that_is_beaten_is_the_one_that_was_known_before() -> None:
+def test_ne_online_compares_with_the_base_rate_known_before() -> None:
     cells, n = MetricCells(("click",)), 4000
     label_BT, weight_BT = (
         (np.arange(n) % 4 == 0).astype(np.float32)[:, None],
@@ -51,17 +51,10 @@ def test_the_base_rate_predictor_that_is_beaten_is_the_one_that_was_known_before
 
 
 @pytest.mark.parametrize("labels", [0.0, 1.0])
-def test_what_is_not_defined_is_none(labels: float) -> None:
+def test_undefined_numbers_are_none(labels: float) -> None:
     cells = MetricCells(("click",))
-    assert cells.report([])["click"] == {
-        "candidates": 0,
-        "base_rate": None,
-        "ne": None,
-        "ne_online": None,
-        "auc": None,
-        "calibration": None,
-        "sums": [0.0] * 6,
-    }
+    nothing = dict.fromkeys(("base_rate", "ne", "ne_online", "auc", "calibration"))
+    assert cells.report([])["click"] == {**nothing, "candidates": 0, "sums": [0.0] * 6}
     score_BT = np.array([[0.2], [0.0], [1.0]], dtype=np.float32)
     cells.add(
         np.full(3, cells.number_of(("a",))),
@@ -73,7 +66,7 @@ def test_what_is_not_defined_is_none(labels: float) -> None:
     assert (told["calibration"] is None) == (labels == 0)
 
 
-def test_cells_add_up_come_back_from_their_state_and_can_be_dropped() -> None:
+def test_cells_add_up_and_can_be_saved_loaded_and_dropped() -> None:
     cells = MetricCells(("click",))
     score_BT, label_BT, weight_BT = outcomes(300, tasks=1)
     losses = CandidateLosses(score_BT, label_BT, weight_BT, np.full_like(score_BT, 0.5))
@@ -94,7 +87,7 @@ def test_cells_add_up_come_back_from_their_state_and_can_be_dropped() -> None:
     assert renamed.keys == [], "another task's numbers are nobody's"
 
 
-def test_two_workers_cells_are_pooled_as_if_one_had_counted() -> None:
+def test_merged_reports_of_two_workers_equal_those_of_one() -> None:
     cells, whole = [MetricCells(("click",)) for _ in range(2)], MetricCells(("click",))
     for n, mine in enumerate(cells):
         score_BT, label_BT, weight_BT = outcomes(500, tasks=1, seed=n)

@@ -18,15 +18,7 @@ def metered(steps: list[tuple[float, float]], window_s: float = 60.0) -> RateMet
     return meter
 
 
-def test_a_steady_stream_has_rates_without_any_doubt() -> None:
-    meter = metered([(10, 30)] * 20)
-    assert meter.arrival == pytest.approx(Estimate(10, 10, 10))
-    assert meter.consumption == pytest.approx(Estimate(30, 30, 30))
-    assert meter.drain == pytest.approx(Estimate(20, 20, 20))
-    assert time_left(100, meter.drain) == pytest.approx((5, 5, 5))
-
-
-def test_before_two_observations_there_is_no_rate_and_before_four_no_interval() -> None:
+def test_a_rate_needs_two_observations_and_an_interval_four() -> None:
     assert metered([]).drain is None
     assert metered([(0, 5)]).drain == (5.0, None, None)
     assert time_left(10, metered([(0, 5)]).drain) == (2.0, None, None)
@@ -51,13 +43,13 @@ def test_only_the_window_counts() -> None:
         (60, Estimate(20, -5, 30), (3.0, 2.0, None)),  # perhaps it doesn't shrink at all: no bound above
     ],
 )
-def test_the_time_left_lies_between_what_the_likely_rates_make_of_it(
+def test_time_left_follows_from_the_rate_and_its_interval(
     records: int, drain: Estimate | None, expected: tuple[float | None, ...]
 ) -> None:
     assert time_left(records, drain) == expected
 
 
-def test_the_interval_holds_the_true_rate_nearly_always_also_for_lumpy_consumption() -> None:
+def test_the_interval_contains_the_true_rate_nearly_always() -> None:
     """Poisson arrivals at 50/s, and consumption of whole chunks of 64 or 192 at a mean of 80/s: drain is
     30."""
     random, held = np.random.default_rng(5), 0

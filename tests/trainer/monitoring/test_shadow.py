@@ -40,7 +40,7 @@ def stored(schema: str = "") -> MemoryStore:
     return store
 
 
-def test_training_is_bit_equal_with_and_without_a_copy_beside_it() -> None:
+def test_a_shadow_does_not_change_training() -> None:
     alone, beside = build(samples.records(NUMBERS)).train_all(), with_copy(1).train_all()
     for name, value in alone.loop.snapshot().shared.items():
         np.testing.assert_array_equal(value, beside.loop.snapshot().shared[name], err_msg=name)
@@ -48,7 +48,7 @@ def test_training_is_bit_equal_with_and_without_a_copy_beside_it() -> None:
 
 
 @pytest.mark.parametrize(("every", "candidates"), [(1, 120), (2, 60)])
-def test_the_copy_is_counted_on_the_steps_that_it_scores(every: int, candidates: int) -> None:
+def test_a_shadow_is_counted_on_the_steps_that_it_scores(every: int, candidates: int) -> None:
     loop = with_copy(every).train_all().loop
     told = loop.partitions.windowed.report(loop.watermark_ms)["shadow"]
     assert (
@@ -59,7 +59,7 @@ def test_the_copy_is_counted_on_the_steps_that_it_scores(every: int, candidates:
     assert told["shadow"]["all"]["click"]["ne"] != told["live"]["all"]["click"]["ne"], "the copy stands still"
 
 
-def test_the_copy_has_the_weights_that_were_kept() -> None:
+def test_a_shadow_has_the_committed_weights() -> None:
     copy = load_shadow_model(stored(), "1-3", samples.schema(), "cpu", 2)
     expected = build_model(samples.schema(), samples.MODEL, 7).state_dict()
     assert (copy.version, copy.every) == ("1-3", 2)
@@ -67,7 +67,7 @@ def test_the_copy_has_the_weights_that_were_kept() -> None:
         np.testing.assert_array_equal(value.numpy(), expected[name].numpy(), err_msg=name)
 
 
-def test_a_version_that_is_not_there_or_of_another_schema_is_refused() -> None:
+def test_an_unknown_version_or_another_schema_is_rejected() -> None:
     with pytest.raises(
         ConfigError, match=r"expected shadow to name a committed version \(there is none\), got '9-9'"
     ):
@@ -76,7 +76,7 @@ def test_a_version_that_is_not_there_or_of_another_schema_is_refused() -> None:
         load_shadow_model(stored("0" * 16), "1-3", samples.schema(), "cpu", 1)
 
 
-def test_windows_and_slices_come_back_with_a_rollback() -> None:
+def test_a_rollback_restores_windows_and_slices() -> None:
     built = build(samples.records(NUMBERS), slices=("surface", "user"))
     for _ in range(4):
         built.loop.step()

@@ -82,7 +82,7 @@ def tell(found: Simulated, event: str) -> None:
 
 @given(story)
 @settings(max_examples=60, deadline=None)
-def test_good_is_never_said_of_records_that_wait_and_every_count_is_true(
+def test_waiting_records_are_never_reported_as_caught_up_and_counts_are_exact(
     steps: list[tuple[tuple[int, int, int, str], ...]],
 ) -> None:
     watch, parts = CaughtUpDetector(PATIENCE), [Simulated(0), Simulated(1)]
@@ -116,7 +116,7 @@ def test_good_is_never_said_of_records_that_wait_and_every_count_is_true(
     )
 )
 @settings(max_examples=40, deadline=None)
-def test_whoever_reads_everything_at_once_is_good_soon_and_stays_so(seconds: list[tuple[int, int]]) -> None:
+def test_a_reader_that_keeps_up_is_soon_caught_up_and_stays_so(seconds: list[tuple[int, int]]) -> None:
     """Also where the producers' clocks jump: nothing waits, so nothing is late."""
     watch, part = CaughtUpDetector(PATIENCE), Simulated(0)
     for now_s, (produced, off_ms) in enumerate(seconds):
@@ -128,7 +128,7 @@ def test_whoever_reads_everything_at_once_is_good_soon_and_stays_so(seconds: lis
 
 @given(st.integers(1, 40), st.integers(1, 40))
 @settings(max_examples=40, deadline=None)
-def test_the_direction_of_a_large_lag_is_that_of_the_rates(arriving: int, consuming: int) -> None:
+def test_the_direction_of_a_large_lag_follows_the_rates(arriving: int, consuming: int) -> None:
     watch, part = CaughtUpDetector(dataclasses.replace(PATIENCE, window_s=20)), Simulated(0)
     watch.observe({("samples", 0): part.lag()}, 0)
     part.produce(4000, 0, 0)

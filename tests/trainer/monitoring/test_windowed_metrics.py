@@ -53,7 +53,7 @@ def counted(windowed: WindowedMetrics, watermark_ms: int) -> dict[str, int]:
     return {window: next(iter(tasks.values()))["candidates"] for window, tasks in windows.items()}
 
 
-def test_a_window_forgets_what_is_older_than_it_and_the_whole_keeps_it() -> None:
+def test_a_window_forgets_old_candidates_and_all_keeps_them() -> None:
     windowed = made()
     for hour in range(30):
         count(windowed, batch_of(hour, close_ms=T0 + hour * H))
@@ -63,7 +63,7 @@ def test_a_window_forgets_what_is_older_than_it_and_the_whole_keeps_it() -> None
     assert len(windowed.cells.keys) <= 3 * 6, "and old buckets take no room"
 
 
-def test_what_is_of_another_time_than_the_watermark_is_in_no_window() -> None:
+def test_candidates_far_from_the_watermark_are_in_no_window() -> None:
     windowed = made()
     count(windowed, batch_of(close_ms=T0 + 2 * H), watermark_ms=T0)
     count(windowed, batch_of(close_ms=T0 - 50 * H), watermark_ms=T0)
@@ -72,7 +72,7 @@ def test_what_is_of_another_time_than_the_watermark_is_in_no_window() -> None:
     )
 
 
-def test_a_rollback_takes_back_what_was_counted_and_a_partition_can_move() -> None:
+def test_a_rollback_takes_counts_back_and_a_partition_can_move() -> None:
     windowed, other = made("surface"), made("surface")
     count(windowed, batch_of(1, partition=0))
     count(windowed, batch_of(2, partition=1))
@@ -87,7 +87,7 @@ def test_a_rollback_takes_back_what_was_counted_and_a_partition_can_move() -> No
     assert other.report(T0) == before
 
 
-def test_slices_say_how_each_value_does() -> None:
+def test_slices_count_each_value() -> None:
     windowed, batch = made("surface"), batch_of(requests=9)
     count(windowed, batch)
     found = windowed.report(T0)["slices"]["surface"]
@@ -101,7 +101,7 @@ def test_slices_say_how_each_value_does() -> None:
         )
 
 
-def test_values_beyond_the_bound_are_other_however_many_come() -> None:
+def test_values_beyond_the_limit_are_other() -> None:
     windowed = made("surface")
     for n in range(5):
         texts = np.array([f"s{n}-{r}".encode() for r in range(8)], dtype=TEXT)
@@ -112,7 +112,7 @@ def test_values_beyond_the_bound_are_other_however_many_come() -> None:
     )
 
 
-def test_a_frozen_copy_is_counted_beside_the_model_on_the_same_candidates() -> None:
+def test_the_shadow_and_the_model_are_counted_on_the_same_candidates() -> None:
     windowed = made()
     count(windowed, batch_of(1), shadow=0.9)
     count(windowed, batch_of(2))
@@ -137,7 +137,7 @@ FEATURES = {
 
 
 @pytest.mark.parametrize("transforms", [[], [{"output": "age", "input": "age", "op": "log1p"}]])
-def test_ages_floats_and_ids_have_names_of_their_own(transforms: list[dict[str, str]]) -> None:
+def test_values_of_ages_floats_and_ids_are_named(transforms: list[dict[str, str]]) -> None:
     schema = schema_from_dict({**FEATURES, "transform": transforms})
     batch = make_batch(schema, [6])
     ages = np.array([[30.0], [700.0], [4000.0], [80_000.0], [1e6], [1.0]], dtype=np.float32)
@@ -172,12 +172,12 @@ def test_ages_floats_and_ids_have_names_of_their_own(transforms: list[dict[str, 
         ([f"f{n}" for n in range(9)], "at most 8"),
     ],
 )
-def test_a_slice_that_can_not_be_is_refused_with_what_can(names: list[str], message: str) -> None:
+def test_an_unknown_or_repeated_slice_is_rejected(names: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build_slicers(make_schema("everything"), names)
 
 
-def test_the_age_needs_a_feature_that_still_tells_it() -> None:
+def test_candidate_age_needs_a_feature_that_has_it() -> None:
     with pytest.raises(ConfigError, match="the schema has none"):
         build_slicers(schema_from_dict({**FEATURES, "nro": FEATURES["nro"][1:]}), ["candidate_age"])  # type: ignore[index]
     clipped = [{"output": "age", "input": "age", "op": "clip"}]

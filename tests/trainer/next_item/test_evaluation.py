@@ -33,20 +33,20 @@ def rank_of(scores: list[float], answer: int, seen: list[int]) -> int:
         ([0.1, 0.9, 0.5, 0.7], 1, [1], 1, "an answer that was seen is asked for all the same"),
     ],
 )
-def test_a_rank_counts_who_is_better_among_the_unseen(
+def test_a_rank_counts_better_unseen_items(
     scores: list[float], answer: int, seen: list[int], rank: int, why: str
 ) -> None:
     assert rank_of(scores, answer, seen) == rank, why
 
 
-def test_users_do_not_see_each_other_s_seen_items() -> None:
+def test_seen_items_are_those_of_each_user() -> None:
     score_RI: Tensor = torch.tensor([[3.0, 2.0, 1.0], [3.0, 2.0, 1.0]])
     seen_X = (torch.tensor([0]), torch.tensor([0]))
     assert ranks(score_RI, torch.tensor([1, 1]), seen_X).tolist() == [1, 2]
     assert ranks(score_RI, torch.tensor([1, 1]), NOTHING).tolist() == [2, 2]
 
 
-def test_figures_by_hand() -> None:
+def test_metrics_of_ranks() -> None:
     told = ranking_figures(np.array([1, 3, 10, 11, 50]), (10, 50))
     assert told["HR@10"] == pytest.approx(3 / 5) and told["HR@50"] == 1.0
     gains = [1.0, 0.5, 1 / math.log2(11), 1 / math.log2(12), 1 / math.log2(51)]

@@ -24,15 +24,15 @@ def chains(num_users: int = 64, length: int = 7) -> UserSequences:
 
 
 @pytest.mark.parametrize("model", ["hstu", "sasrec"])
-def test_what_follows_is_learned_from_what_came_before(model: str) -> None:
-    config = NextItemConfig(model=model, epochs=25, evaluate_every=25, **SMALL)
+def test_both_encoders_learn_the_next_item(model: str) -> None:
+    config = NextItemConfig(model=model, epochs=15, evaluate_every=15, **SMALL)
     told = run_next_item(config, chains(), ITEMS)
     before = NextItemTrainer(config, chains(), ITEMS).evaluate(TEST)
     assert told["best"]["test"]["NDCG@10"] > 0.8 > 0.5 > before["NDCG@10"]
     assert told["users"] == 64 and told["items"] == ITEMS
 
 
-def test_the_same_seed_trains_the_same_and_another_does_not() -> None:
+def test_the_seed_determines_training() -> None:
     def losses(seed: int) -> list[float]:
         torch.manual_seed(99)
         told = run_next_item(
@@ -43,7 +43,7 @@ def test_the_same_seed_trains_the_same_and_another_does_not() -> None:
     assert losses(0) == losses(0) != losses(1)
 
 
-def test_the_epoch_that_is_told_is_the_best_of_validation_and_every_evaluation_is_said() -> None:
+def test_the_report_has_every_evaluation_and_the_best_of_validation() -> None:
     said: list[int] = []
     config = NextItemConfig(model="sasrec", epochs=5, evaluate_every=2, **SMALL)
     told = run_next_item(config, chains(), ITEMS, lambda report: said.append(len(report["evaluations"])))
@@ -54,7 +54,7 @@ def test_the_epoch_that_is_told_is_the_best_of_validation_and_every_evaluation_i
     )
 
 
-def test_an_evaluation_changes_nothing() -> None:
+def test_evaluation_does_not_change_training() -> None:
     found = []
     for evaluated in (True, False):
         torch.manual_seed(5)
@@ -65,7 +65,7 @@ def test_an_evaluation_changes_nothing() -> None:
     assert found[0] == found[1]
 
 
-def test_a_loss_that_is_no_number_ends_it() -> None:
+def test_a_non_finite_loss_ends_training() -> None:
     run = NextItemTrainer(NextItemConfig(model="hstu", **SMALL), chains(), ITEMS)
     with torch.no_grad():
         run.model.item.fill_(torch.nan)
@@ -74,7 +74,7 @@ def test_a_loss_that_is_no_number_ends_it() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_a_device_that_is_not_there_is_told() -> None:
+def test_a_missing_device_is_rejected() -> None:
     with pytest.raises(ConfigError, match="expected a CUDA device, got none"):
         run_next_item(NextItemConfig(model="hstu", device="cuda", **SMALL), chains(), ITEMS)
 
@@ -84,7 +84,7 @@ def test_a_device_that_is_not_there_is_told() -> None:
     [({"heads": 3}, "a divisor of width = 50"), ({"device": "tpu"}, "cpu, cuda or cuda:N")],
     ids=str,
 )
-def test_settings_that_cannot_be_are_refused(given: dict[str, object], said: str) -> None:
+def test_invalid_settings_are_rejected(given: dict[str, object], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         NextItemConfig(data="", **given)  # type: ignore[arg-type]
 
@@ -92,6 +92,6 @@ def test_settings_that_cannot_be_are_refused(given: dict[str, object], said: str
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine shows no CUDA device")
 @pytest.mark.parametrize("model", ["hstu", "sasrec"])
-def test_a_device_learns_it_too(model: str) -> None:
+def test_a_device_learns_too(model: str) -> None:
     config = NextItemConfig(model=model, epochs=25, evaluate_every=25, device="cuda", **SMALL)
     assert run_next_item(config, chains(), ITEMS)["best"]["test"]["NDCG@10"] > 0.8

@@ -105,7 +105,7 @@ def still_and_moving(rows: Rows, visits: int) -> None:
 
 
 @pytest.mark.parametrize("expire_after_ms", [0, 120])
-def test_what_is_pushed_is_what_a_dictionary_of_rows_would_push_to_the_bit(expire_after_ms: int) -> None:
+def test_pushes_equal_those_of_the_formula_bit_for_bit(expire_after_ms: int) -> None:
     config = DeferralConfig(share=0.6, min_visits=3, visits=4, window=200)
     deferral, random = Deferral(config, schema(expire_after_ms)), np.random.default_rng(7)
     batches = []
@@ -132,16 +132,21 @@ def test_what_is_pushed_is_what_a_dictionary_of_rows_would_push_to_the_bit(expir
     assert num_waited > 50
 
 
-def test_a_row_that_hardly_moves_waits_and_is_pushed_at_every_kth_visit() -> None:
+def test_a_row_that_hardly_moves_is_deferred_until_it_moves_again() -> None:
     rows = build(visits=4)
     still_and_moving(rows, 200)
     assert rows.num_pushes[2] == 200, "what moves is pushed at each visit"
     assert 50 <= rows.num_pushes[1] < 75, "the first visits, then one in four"
     report = rows.deferral.report()
     assert report["row_visits"] == 400 and report["row_pushes"] == 200 + rows.num_pushes[1]
+    for _ in range(80):
+        rows.visit({1: 3.0, 2: 1.0})
+    before = rows.num_pushes[1]
+    rows.visit({1: 3.0, 2: 1.0})
+    assert rows.num_pushes[1] == before + 1 and rows.deferral.report()["unfrozen_rows"]
 
 
-def test_no_gradient_is_lost_and_a_flush_ends_all_waiting() -> None:
+def test_a_flush_pushes_all_deferred_gradients() -> None:
     rows, random = build(visits=8), np.random.default_rng(0)
     for _ in range(300):
         ids = np.unique(random.integers(0, 30, 8))
@@ -153,7 +158,7 @@ def test_no_gradient_is_lost_and_a_flush_ends_all_waiting() -> None:
         np.testing.assert_allclose(rows.pushed[i], given_D, rtol=1e-5, atol=1e-6)
 
 
-def test_the_control_takes_rows_by_chance_whatever_they_do() -> None:
+def test_choice_random_defers_rows_independently_of_movement() -> None:
     config = DeferralConfig(share=0.5, min_visits=3, visits=4, choice="random")
     rows = Rows(Deferral(config, schema()))
     for _ in range(40):
@@ -162,50 +167,9 @@ def test_the_control_takes_rows_by_chance_whatever_they_do() -> None:
     assert 10 <= len(waited) <= 30
 
 
-@pytest.mark.parametrize("settings", [{"visits": 1}, {"share": 0.0}])
-def test_without_waiting_every_gradient_goes_out_as_it_is(settings: dict[str, float]) -> None:
-    rows = build(**settings)
-    assert not rows.deferral.config.is_on
-    keys = StackLookup(np.full(3, rows.table, np.uint32), np.arange(3), {})
-    for n in range(40):
-        gradient_UD = np.random.default_rng(n).normal(size=(3, D)).astype(np.float32)
-        zero = {STACK: np.zeros((3, D), np.float32)}
-        pushed = rows.deferral.take(Lookup({STACK: keys}), zero, {STACK: gradient_UD}, 0)
-        assert pushed.gradients[STACK].tobytes() == gradient_UD.tobytes()
-        assert pushed.lookup.stacks[STACK].id_U.tolist() == [0, 1, 2]
-
-
-def test_a_row_that_moves_again_is_pushed_within_k_visits_and_waits_no_more_within_ten_pushes() -> None:
-    rows = build(visits=8, window=400)
-    still_and_moving(rows, 150)
-    before = rows.num_pushes[1]
-    for _ in range(8):
-        rows.visit({1: 3.0, 2: 1.0})
-    assert rows.num_pushes[1] > before
-    visits_per_push = []
-    for _ in range(10):
-        start, n = rows.num_pushes[1], 0
-        while rows.num_pushes[1] == start:
-            rows.visit({1: 3.0, 2: 1.0})
-            n += 1
-        visits_per_push.append(n)
-    assert visits_per_push[-1] == 1 and rows.deferral.report()["unfrozen_rows"]
-
-
-def test_a_row_whose_table_expires_is_pushed_in_time() -> None:
-    rows = Rows(Deferral(DeferralConfig(share=0.5, visits=1000, min_visits=3), schema(expire_after_ms=400)))
-    pushed_at = [0]
-    for now_ms in range(0, 4000, 10):
-        before = rows.num_pushes.get(1, 0)
-        rows.visit({1: 1e-4, 2: 1.0}, now_ms)
-        if rows.num_pushes[1] > before:
-            pushed_at.append(now_ms)
-    assert max(np.diff(pushed_at)) == 100, "a quarter of expire_after_ms"
-
-
-def test_no_more_rows_are_remembered_than_there_is_room_for_and_none_that_waits_is_forgotten() -> None:
+def test_watched_rows_are_bounded_and_no_deferred_gradient_is_forgotten() -> None:
     rows, random = build(visits=8, max_rows=16), np.random.default_rng(1)
-    for step in range(400):
+    for step in range(150):
         new = {1000 + 4 * step + n: 1.0 for n in range(4)}
         rows.visit({**{i: 1e-4 for i in range(3)}, **new})
         assert all(len(its.rows) <= 16 for its in rows.deferral.stacks.values())
@@ -217,57 +181,7 @@ def test_no_more_rows_are_remembered_than_there_is_room_for_and_none_that_waits_
         np.testing.assert_allclose(rows.pushed[i], given_D, rtol=1e-5)
 
 
-def test_what_waits_goes_with_its_row_when_it_gets_the_place_of_one_that_gave_way() -> None:
-    rows = build(visits=100, max_rows=16)
-    rows.visit({i: 1.0 for i in range(13)})
-    for _ in range(20):
-        rows.visit({1000 + i: 1e-4 * (i + 1) for i in range(2)} | {2000: 1.0})
-    (its,) = rows.deferral.stacks.values()
-    (before,) = its.rows.find(np.array([rows.table], np.uint32), np.array([1000]))
-    assert rows.deferral.num_waiting
-    rows.visit({3000 + i: 1.0 for i in range(12)})
-    (after,) = its.rows.find(np.array([rows.table], np.uint32), np.array([1000]))
-    assert after < before, "it moved"
-    assert not its.b_ND[its.state_N["c"] == 0].any(), "and left nothing behind"
-    rows.apply(rows.deferral.flush())
-    for i, given_D in rows.given.items():
-        np.testing.assert_allclose(rows.pushed[i], given_D, rtol=1e-5)
-
-
-def test_of_rows_visited_equally_long_ago_the_first_give_way_but_none_of_the_batch() -> None:
-    rows = build(max_rows=16)
-    rows.visit({i: 1.0 for i in range(16)})
-    rows.visit({1: 1.0, **{100 + i: 1.0 for i in range(4)}})
-    (its,) = rows.deferral.stacks.values()
-    asked = [*range(16), 100, 101, 102, 103]
-    number = its.rows.find(np.full(len(asked), rows.table, np.uint32), np.array(asked))
-    assert [i for i, n in zip(asked, number, strict=True) if n < 0] == [0, 2, 3, 4]
-    assert its.state_N["v"][number[1]] == 2, "it was not forgotten in between"
-
-
-def test_places_are_made_for_many_at_a_time_and_a_place_that_nobody_has_is_in_no_state() -> None:
-    rows, made = build(visits=4, max_rows=1 << 12), set()
-    for step in range(200):
-        rows.visit({10 * step + n: 1.0 for n in range(10)})
-        (its,) = rows.deferral.stacks.values()
-        made.add(len(its.b_ND))
-        assert not any(x.ctypes.data % 64 for x in (its.state_N, its.b_ND, its.w_ND)), (
-            "a row is in as few lines of a cache as may be"
-        )
-        assert len(its.state_N) == len(its.b_ND) == len(its.w_ND) >= len(its.rows)
-    assert len(its.rows) == 2000 and len(made) <= 10, "not for each batch"
-    state = rows.deferral.state()
-    prefix = f"deferral.{STACK}."
-    assert {
-        len(state[prefix + name])
-        for name in ("table", "id", "b", "w", "v", "m", "c", "carried", "pushed_ms", "seen")
-    } == {2000}
-    for step in range(200, 900):
-        rows.visit({10 * step + n: 1.0 for n in range(10)})
-    assert max(len(its.b_ND), len(its.rows)) <= 1 << 12, "no more places than rows that may be"
-
-
-def test_who_is_restored_from_what_was_kept_goes_on_in_the_same_bits() -> None:
+def test_g11_a_restored_state_continues_bit_for_bit() -> None:
     first = build(visits=4, max_rows=40)
     random = np.random.default_rng(2)
     batches = [
@@ -289,7 +203,7 @@ def test_who_is_restored_from_what_was_kept_goes_on_in_the_same_bits() -> None:
     }
 
 
-def test_a_width_or_a_table_of_before_is_forgotten() -> None:
+def test_rows_of_another_width_or_an_unknown_table_are_forgotten() -> None:
     rows = build()
     still_and_moving(rows, 20)
     kept = rows.deferral.state()

@@ -38,7 +38,7 @@ def drawn(of: Rehearsal, steps: range = range(60)) -> list[tuple[int, ...]]:
     return [tuple(part.batch.sample_id_R.tolist()) for step in steps if (part := of.draw(step))]
 
 
-def test_a_batch_comes_back_from_its_bytes_in_every_column() -> None:
+def test_a_batch_is_decoded_as_it_was_encoded_in_every_column() -> None:
     batches = batch_of(1, 2, 3), batch_of(5).take_requests(np.zeros(0, np.int64)), drawn_batch(3)
     assert batches[2].ro_lists.columns and len(batches[2].ro_lists.values)
     for batch in batches:
@@ -60,7 +60,7 @@ def test_a_batch_comes_back_from_its_bytes_in_every_column() -> None:
             assert all(mine.columns[name].tolist() == theirs.columns[name].tolist() for name in mine.columns)
 
 
-def test_any_of_the_last_batches_is_drawn_by_seed_and_step_alone() -> None:
+def test_draws_depend_on_seed_and_step_only() -> None:
     mine, theirs = rehearsal(), rehearsal()
     assert mine.draw(1) is None, "nothing is kept yet"
     for number in range(1, 6):
@@ -77,7 +77,7 @@ def dataclass_seed(of: Rehearsal, seed: int) -> Rehearsal:
     return other
 
 
-def test_what_is_kept_is_bounded_in_bytes() -> None:
+def test_kept_batches_are_bounded_in_bytes() -> None:
     one = len(encode_batch(batch_of(1)))
     few = rehearsal(batches=100, max_bytes=3 * one + one // 2)
     for number in range(1, 9):
@@ -91,7 +91,7 @@ def test_what_is_kept_is_bounded_in_bytes() -> None:
     assert set(drawn(few)) == {(6,), (7,), (8,)}, "a batch that fits alone in no bound changes nothing"
 
 
-def test_it_draws_the_same_behind_a_restore_and_nothing_of_another_schema() -> None:
+def test_a_restore_draws_the_same_batches_and_none_of_another_schema() -> None:
     before, after = rehearsal(), rehearsal()
     for number in (1, 2, 3):
         before.keep(batch_of(number))
@@ -111,7 +111,7 @@ def bits(built: Built) -> dict[Any, bytes]:
     }
 
 
-def test_each_request_is_told_once_and_what_is_trained_again_is_counted_apart() -> None:
+def test_each_request_is_reported_once_and_rehearsed_ones_are_counted_separately() -> None:
     built = build(N24, rehearsal=ON).train_all()
     loop = built.loop
     assert (
@@ -128,20 +128,7 @@ def test_each_request_is_told_once_and_what_is_trained_again_is_counted_apart() 
     )
 
 
-def test_off_it_keeps_nothing_and_changes_nothing() -> None:
-    off, on = build(N24).train_all(), build(N24, rehearsal=ON).train_all()
-    assert (
-        off.loop.counts.rehearsed == 0
-        and off.loop.optimizer.num_steps == 6
-        and off.loop.selection.rehearsal_state() == {}
-    )
-    assert bits(off) != bits(on)
-    assert [list(p.scores) for p in off.predicted[:8]] == [list(p.scores) for p in on.predicted[:8]], (
-        "two first passes alone"
-    )
-
-
-def test_a_rehearsed_push_is_no_news_and_moves_no_watermark(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rehearsed_push_reports_no_freshness(monkeypatch: pytest.MonkeyPatch) -> None:
     built, seen = build(N24, rehearsal=ON), list[PushTimes]()
     push = built.loop.rows.push
     monkeypatch.setattr(
@@ -160,7 +147,7 @@ def num_kept(built: Built) -> int:
     return built.loop.selection.rehearsal.num_batches
 
 
-def test_g11_a_restored_loop_rehearses_what_it_would_have() -> None:
+def test_g11_a_restored_loop_rehearses_the_same_batches() -> None:
     whole = build(N24, rehearsal=ON)
     for _ in range(3):
         whole.loop.step()
@@ -181,14 +168,14 @@ def test_g11_a_restored_loop_rehearses_what_it_would_have() -> None:
     assert num_kept(forgot) == 0
 
 
-def test_nothing_is_rehearsed_for_what_is_frozen() -> None:
+def test_frozen_requests_cause_no_rehearsal() -> None:
     built = build(N24, rehearsal=ON, freeze_at_ms=samples.T0 + 12_500).train_all()
     assert built.loop.counts.frozen and built.loop.counts.rehearsed == 4 * (
         built.loop.optimizer.num_steps // 2
     )
 
 
-def test_what_is_no_longer_finite_is_left_and_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rehearsed_batch_with_non_finite_results_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     built = build(N24, rehearsal=ON)
     monkeypatch.setattr(built.loop.descent, "rehearse_step", lambda pulled, targets: False)
     built.train_all()
@@ -212,15 +199,6 @@ def test_what_is_no_longer_finite_is_left_and_changes_nothing(monkeypatch: pytes
         ({"deferral": DeferralConfig(share=0.5)}, r"deferral\.share': expected 0 with rehearsal, got '0\.5'"),
     ],
 )
-def test_what_it_does_not_go_with_is_refused(settings: dict[str, Any], said: str) -> None:
+def test_settings_that_exclude_rehearsal_are_rejected(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         LoopConfig(rehearsal=ON, **settings)
-
-
-def test_several_workers_are_refused() -> None:
-    loop = build(N24, rehearsal=ON).loop
-    loop.selection.validate(workers=1)
-    with pytest.raises(
-        ConfigError, match=r"rehearsal\.batches: expected 0 with 2 workers, got 3; train with one"
-    ):
-        loop.selection.validate(workers=2)

@@ -7,7 +7,7 @@ import numpy as np
 from trainer.selection.row_index import RowIndex
 
 
-def test_rows_are_found_as_a_dictionary_would() -> None:
+def test_numbers_equal_those_of_a_dictionary() -> None:
     rows, known = RowIndex(), dict[tuple[int, int], int]()
     random = np.random.default_rng(3)
     for step in range(60):
@@ -29,7 +29,7 @@ def test_rows_are_found_as_a_dictionary_would() -> None:
     assert again.find(rows.table_N, rows.id_N).tolist() == list(range(len(rows))) == list(known.values())
 
 
-def test_who_comes_when_there_are_as_many_as_may_be_gets_no_number() -> None:
+def test_rows_beyond_the_limit_get_no_number() -> None:
     rows, table = RowIndex(), np.ones(5, np.uint32)
     assert rows.number(table, np.arange(5), max_rows=3).tolist() == [0, 1, 2, -1, -1]
     assert rows.number(table, np.arange(4, -1, -1), max_rows=3).tolist() == [-1, -1, 2, 1, 0]

@@ -64,7 +64,7 @@ def undisturbed(run: Any) -> Run:
 @pytest.mark.parametrize(
     "moment", [(WORKER, "cut", "after"), (WORKER, "write", "after"), ("shard 0", "freeze", "after")]
 )
-def test_g11_skipped_and_waiting_survive_a_kill_in_a_commit(
+def test_g11_skipped_requests_and_deferred_gradients_survive_a_kill_in_a_commit(
     moment: tuple[str, str, str], victim: str
 ) -> None:
     assert stream([Kill(moment, victim, 2)]) == undisturbed(stream)
@@ -72,7 +72,7 @@ def test_g11_skipped_and_waiting_survive_a_kill_in_a_commit(
 
 @pytest.mark.parametrize("victim", [WORKER, "shard 0"])
 @pytest.mark.parametrize("push", [3, 9, 13, 21, 60])
-def test_g11_a_kill_in_any_phase_of_slipstream(push: int, victim: str) -> None:
+def test_g11_slipstream_survives_a_kill_in_any_phase(push: int, victim: str) -> None:
     """Counting, between snapshots, after the last, and while inputs are skipped."""
     bits, became = history([Kill((WORKER, "push", "before"), victim, push)])
     assert bits == undisturbed(history)[0] and became == undisturbed(history)[1]
@@ -80,7 +80,7 @@ def test_g11_a_kill_in_any_phase_of_slipstream(push: int, victim: str) -> None:
 
 @pytest.mark.parametrize("victim", [WORKER, CONTROLLER])
 @pytest.mark.parametrize("moment", SWITCH, ids=" ".join)
-def test_g11_a_kill_in_the_hand_over_at_which_slipstream_ends(
+def test_g11_slipstream_survives_a_kill_in_the_hand_over_to_the_stream(
     moment: tuple[str, str, str], victim: str
 ) -> None:
     """The second claim and restore are the hand-over's."""
@@ -90,7 +90,7 @@ def test_g11_a_kill_in_the_hand_over_at_which_slipstream_ends(
 
 @pytest.mark.parametrize("victim", [WORKER, "shard 1"])
 @pytest.mark.parametrize("push", [2, 11, 20])
-def test_g11_a_kill_within_a_step_while_gradients_wait_on_the_stream(push: int, victim: str) -> None:
+def test_g11_deferred_gradients_survive_a_kill_within_a_step(push: int, victim: str) -> None:
     assert stream([Kill((WORKER, "push", "before"), victim, push)]) == undisturbed(stream)
 
 
@@ -113,7 +113,7 @@ def initial_fleet(kills: list[Kill], **more: Any) -> Run:
         ((WORKER, "restore", "after"), CONTROLLER, 2),
     ],
 )
-def test_g11_history_of_two_workers_and_its_hand_over_skip_the_same(
+def test_g11_two_workers_skip_the_same_requests_through_kills_in_history_and_hand_over(
     moment: tuple[str, str, str], victim: str, occurrence: int
 ) -> None:
     bits, became = initial_fleet([Kill(moment, victim, occurrence)])
@@ -133,7 +133,7 @@ def schedule(seed: int) -> None:
     )
 
 
-def test_g11_schedules_of_training_on_less() -> None:
+def test_g11_drawn_schedules_end_in_the_same_bits() -> None:
     for seed in range(NUM_SCHEDULES):
         schedule(seed)
 
@@ -141,12 +141,12 @@ def test_g11_schedules_of_training_on_less() -> None:
 @pytest.mark.chaos
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("first", range(NUM_SCHEDULES, 505, 50))
-def test_g11_many_schedules_of_training_on_less(first: int) -> None:
+def test_g11_many_drawn_schedules_end_in_the_same_bits(first: int) -> None:
     for seed in range(first, first + 50):
         schedule(seed)
 
 
-def test_history_skips_and_the_stream_behind_it_does_not() -> None:
+def test_slipstream_skips_in_history_and_not_in_the_stream() -> None:
     _, became = undisturbed(history)
     skipped = {number for number, disposition in became.items() if disposition == STALE}
     assert skipped and sorted(became) == HISTORY
@@ -158,7 +158,7 @@ def fleet(kills: list[Kill], **more: Any) -> Run:
 
 
 @pytest.mark.parametrize("victim", [WORKER, "worker 1"])
-def test_g11_several_workers_skip_the_same_whoever_is_killed(victim: str) -> None:
+def test_g11_several_workers_skip_the_same_requests_as_one(victim: str) -> None:
     bits, became = undisturbed(fleet)
     assert (bits, became) == fleet([Kill((WORKER, "write", "after"), victim, 2)])
     assert became == undisturbed(stream)[1], "by the id alone, as one worker would"
@@ -178,7 +178,7 @@ def rehearsed(kills: list[Kill], **more: Any) -> Run:
         (WORKER, "push", "before"),
     ],
 )
-def test_g11_what_is_rehearsed_survives_a_kill(moment: tuple[str, str, str], victim: str) -> None:
+def test_g11_rehearsal_survives_a_kill(moment: tuple[str, str, str], victim: str) -> None:
     assert rehearsed([Kill(moment, victim, 2 if moment[1] != "push" else 17)]) == undisturbed(rehearsed)
 
 
@@ -188,7 +188,7 @@ def rehearsed_from_history(kills: list[Kill]) -> Run:
 
 
 @pytest.mark.parametrize("push", [5, 20, 30])
-def test_g11_what_history_left_is_rehearsed_beside_the_stream(push: int) -> None:
+def test_g11_batches_of_history_are_rehearsed_in_the_stream(push: int) -> None:
     assert rehearsed_from_history([Kill((WORKER, "push", "before"), WORKER, push)]) == undisturbed(
         rehearsed_from_history
     )
