@@ -157,13 +157,15 @@ class TwoTowerConfig(ModelConfig, HstuSettings):
     temperature: float = setting(0.05, "retrieval: divisor of the dot products of unit vectors", gt=0, le=100)
     uniform_negatives: float = setting(
         0.0,
-        "retrieval: additional weight of each distinct item of a batch as a negative, independent of popularity",
+        "retrieval: additional weight of each distinct item of a batch as a negative, independent of "
+        "popularity",
         ge=0,
         le=1000,
     )
     popularity: str = setting(
         "",
-        "retrieval: [[nro]] float, after transforms, with the number of times an item was shown; '' = its count in the batch",
+        "retrieval: [[nro]] float, after transforms, with the number of times an item was shown; '' = its "
+        "count in the batch",
     )
     mix_layers: tuple[int, ...] = setting(
         (64,), "ranking: widths of the layers over both vectors and their product", ge=1, le=_WIDEST

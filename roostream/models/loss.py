@@ -6,11 +6,11 @@ is positive when it is above 0; `threshold` sets the value from which an engagem
 Objectives; z a logit, p = σ(z) the prediction, v a label's value:
 
     event      log loss of "did it happen"; p is its probability
-    weighted   v / `scale` · -log p of a positive, -log(1 - p) of a negative. e^z is the sum of v / `scale` over the number of
-               negatives, nearly the mean of v / `scale` if positives are rare
-    amount     -y log p - (1 - y) log(1 - p) with y = log(1 + v) / log(1 + `scale`), at most 1. p is the mean of y
-    pairwise   of a positive, the mean over the negatives of its request of log(1 + e^(z of the negative - z)); of a negative 0.
-               Only the order within a request is learned; p has no meaning by itself
+    weighted   v / `scale` · -log p of a positive, -log(1 - p) of a negative. e^z is the sum of v / `scale`
+               over the number of negatives, nearly the mean of v / `scale` if positives are rare
+    amount     -y log p - (1 - y) log(1 - p) with y = log(1 + v) / log(1 + `scale`) <= 1. p is the mean of y
+    pairwise   of a positive, the mean of log(1 + e^(z of the negative - z)) over the negatives of its
+               request; of a negative 0. Only the order within a request is learned; p has no meaning by itself
 
 `weighted`: Covington, Adams, Sargin, "Deep neural networks for YouTube recommendations", RecSys 2016, §4.2.
 `amount`: quasi-likelihood regression of a log share (Papke, Wooldridge, J. Applied Econometrics 1996); one
@@ -26,8 +26,8 @@ of these losses has its minimum at the true probability:
 |---|---|---|
 | `log` | log loss | log loss after - before: the sample's is taken back |
 | `fnw` | log loss, weighted: positives 1 + p, negatives (1 - p)(1 + p) | the same positive |
-| `fnc` | log loss of b = p / (1 + p), the share of positives in a stream that has them twice | the same positive |
-| `es_dfm` | log loss, weighted: positives 1 + p(1 - d), negatives (1 + p(1 - d))(1 - p) / (1 - p d) | the same positive |
+| `fnc` | log loss of b = p / (1 + p), the share of positives if each comes twice | the same positive |
+| `es_dfm` | log loss, positives · w = 1 + p(1 - d), negatives · w(1 - p) / (1 - p d) | the same positive |
 | `dfm` | -log p of a positive, -log(1 - p d) of a negative, which may be an unknown positive | nothing |
 
 A correction from positive to negative is loss(after) - loss(before) in all of them. p in a weight has no

@@ -56,7 +56,8 @@ class Ranker(Model):
         width += sum(part.width for part in candidate.values())
         if width == 0:
             raise SchemaError(
-                "expected at least one [[ro]] or [[nro]] feature, got none; a model needs something to look at"
+                "expected at least one [[ro]] or [[nro]] feature, got none; a model needs something to "
+                "look at"
             )
         self.cross = _interaction(width, config)
         self.dense = Mlp(self.cross.width, (config.width,))
@@ -158,6 +159,7 @@ def candidate_encoders(schema: Schema, config: RankerConfig) -> dict[str, Featur
         isinstance(part, HstuTargetEncoder) for part in parts.values()
     ):
         raise SchemaError(
-            "expected an [[ro]] sequence and [[nro]] ids for HSTU, got none; add them, or take kind = 'ranker'"
+            "expected an [[ro]] sequence and [[nro]] ids for HSTU, got none; add them, or take kind = "
+            "'ranker'"
         )
     return {name: part for name, part in parts.items() if part.width}

@@ -1,6 +1,6 @@
 """Dot products of each vector with a few sampled rows, for a softmax over sampled negatives.
 
-    out_pc = u_p · v_(index_pc)        du_p = Σ_c g_pc v_(index_pc)        dv_i = Σ over index_pc = i of g_pc u_p
+    out_pc = u_p · v_(index_pc)     du_p = Σ_c g_pc v_(index_pc)     dv_i = Σ over index_pc = i of g_pc u_p
 
 On a CPU, kernels read rows in place, in sampling order. Copies would take 0.4 GB a step for 128 negatives of
 width 50 and 15,000 tokens. Other devices use torch with copies.

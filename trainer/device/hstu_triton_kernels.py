@@ -5,11 +5,13 @@ calls.
 Of one sequence and head, tokens i (queries) and j (keys), h entries of history and targets behind them
 (models/sequence):
 
-    s_ij = q_i · k_j + b_pos[pos_j - pos_i + P / 2] + b_time[bucket(|gap_j - next_i|)]        pos = min(place, h)
+    s_ij = q_i · k_j + b_pos[pos_j - pos_i + P / 2] + b_time[bucket(|gap_j - next_i|)]        pos = min(place,
+                                                                                              h)
     a_ij = SiLU(s_ij) / N_fixed where i sees j (j < h and j <= i, or j = i), else 0
     o_i  = Σ_j a_ij v_j
 
-    dv_j = Σ_i a_ij do_i       ds_ij = (do_i · v_j) SiLU'(s_ij) / N_fixed       dq_i = Σ_j ds_ij k_j       dk_j = Σ_i ds_ij q_i
+    dv_j = Σ_i a_ij do_i       ds_ij = (do_i · v_j) SiLU'(s_ij) / N_fixed       dq_i = Σ_j ds_ij k_j
+                               dk_j = Σ_i ds_ij q_i
     db_pos[·], db_time[·] = Σ ds_ij of the pairs that have it
 
 Keys of the history are taken block by block; a target's pair with itself is one product a row, so that a
@@ -70,19 +72,9 @@ def _silu_slope(s):
 
 @triton.jit
 def _bias(
-    i_M,
-    j_N,
-    h,
-    next_M,
-    gap_N,
-    pair_MN,
-    pos_ptr,
-    half,
-    time_ptr,
-    step_ptr,
-    TIMES: tl.constexpr,
-    NUM_STEPS: tl.constexpr,
-):
+    i_M, j_N, h, next_M, gap_N, pair_MN, pos_ptr, half, time_ptr, step_ptr,
+    TIMES: tl.constexpr, NUM_STEPS: tl.constexpr,
+):  # fmt: skip
     """float32 [M, N], and where its parts are read: 0 for pairs that aren't seen."""
     offset_MN = tl.where(pair_MN, tl.minimum(j_N, h)[None, :] - tl.minimum(i_M, h)[:, None] + half, 0)
     bias_MN = tl.load(pos_ptr + offset_MN).to(tl.float32)
@@ -97,19 +89,9 @@ def _bias(
 
 @triton.jit
 def _itself(
-    q_MC,
-    k_MC,
-    i_M,
-    next_M,
-    gap_M,
-    alone_M,
-    pos_ptr,
-    half,
-    time_ptr,
-    step_ptr,
-    TIMES: tl.constexpr,
-    NUM_STEPS: tl.constexpr,
-):
+    q_MC, k_MC, i_M, next_M, gap_M, alone_M, pos_ptr, half, time_ptr, step_ptr,
+    TIMES: tl.constexpr, NUM_STEPS: tl.constexpr,
+):  # fmt: skip
     """A target's score with itself, [M], and the bucket of its time."""
     s_M = tl.sum(q_MC.to(tl.float32) * k_MC.to(tl.float32), axis=1) + tl.load(pos_ptr + half).to(tl.float32)
     bucket_M = i_M * 0
@@ -121,7 +103,8 @@ def _itself(
 
 @triton.jit
 def forward_kernel(
-    x_ptr, out_ptr, offset_ptr, history_ptr, gap_ptr, next_ptr, pos_ptr, time_ptr, step_ptr, half, num_blocks, width, scale,
+    x_ptr, out_ptr, offset_ptr, history_ptr, gap_ptr, next_ptr, pos_ptr, time_ptr, step_ptr,
+    half, num_blocks, width, scale,
     HEADS: tl.constexpr, TIMES: tl.constexpr, NUM_STEPS: tl.constexpr, WIDE: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
@@ -164,8 +147,8 @@ def forward_kernel(
 
 @triton.jit
 def query_kernel(
-    x_ptr, do_ptr, dx_ptr, dpos_ptr, dtime_ptr, offset_ptr, history_ptr, gap_ptr, next_ptr, pos_ptr, time_ptr, step_ptr,
-    half, num_blocks, width, scale,
+    x_ptr, do_ptr, dx_ptr, dpos_ptr, dtime_ptr, offset_ptr, history_ptr, gap_ptr, next_ptr, pos_ptr, time_ptr,
+    step_ptr, half, num_blocks, width, scale,
     HEADS: tl.constexpr, TIMES: tl.constexpr, NUM_STEPS: tl.constexpr, WIDE: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
@@ -214,20 +197,9 @@ def query_kernel(
         tl.atomic_add(dtime_ptr + bucket_M, ds_M, mask=alone_M)
     dq_MC += ds_M[:, None] * k_MC
     _put(dx_ptr, start, i_M, c_C, there_M, 3 * d, head * width, width, dq_MC)
-    _put(
-        dx_ptr, start, i_M, c_C, alone_M, 3 * d, d + head * width, width, ds_M[:, None] * q_MC.to(tl.float32)
-    )
-    _put(
-        dx_ptr,
-        start,
-        i_M,
-        c_C,
-        alone_M,
-        3 * d,
-        2 * d + head * width,
-        width,
-        a_M[:, None] * do_MC.to(tl.float32),
-    )
+    dk_MC, dv_MC = ds_M[:, None] * q_MC.to(tl.float32), a_M[:, None] * do_MC.to(tl.float32)
+    _put(dx_ptr, start, i_M, c_C, alone_M, 3 * d, d + head * width, width, dk_MC)
+    _put(dx_ptr, start, i_M, c_C, alone_M, 3 * d, 2 * d + head * width, width, dv_MC)
 
 
 @triton.jit
@@ -265,11 +237,8 @@ def key_kernel(
         da_MN = tl.dot(_wide(do_MC, WIDE), tl.trans(_wide(v_NC, WIDE)), input_precision="ieee")
         ds_MN = tl.where(pair_MN, da_MN * _silu_slope(s_MN) * scale, 0.0)
         a_MN = tl.where(pair_MN, _silu(s_MN) * scale, 0.0)
-        dv_NC += tl.dot(
-            tl.trans(_wide(a_MN.to(do_MC.dtype), WIDE)), _wide(do_MC, WIDE), input_precision="ieee"
-        )
-        dk_NC += tl.dot(
-            tl.trans(_wide(ds_MN.to(q_MC.dtype), WIDE)), _wide(q_MC, WIDE), input_precision="ieee"
-        )
+        a_NM, ds_NM = tl.trans(_wide(a_MN.to(do_MC.dtype), WIDE)), tl.trans(_wide(ds_MN.to(q_MC.dtype), WIDE))
+        dv_NC += tl.dot(a_NM, _wide(do_MC, WIDE), input_precision="ieee")
+        dk_NC += tl.dot(ds_NM, _wide(q_MC, WIDE), input_precision="ieee")
     _put(dx_ptr, start, j_N, c_C, key_N, 3 * d, d + head * width, width, dk_NC)
     _put(dx_ptr, start, j_N, c_C, key_N, 3 * d, 2 * d + head * width, width, dv_NC)

@@ -31,7 +31,7 @@ class TrainingState(enum.StrEnum):
     CAUGHT_UP = "caught_up"
     CATCHING_UP = "catching_up"
     FALLING_BEHIND = "falling_behind"  # the lag is growing, with 95 % confidence
-    INITIAL = "initial"  # records that existed when the initial phase began, or at the start, are still to be trained
+    INITIAL = "initial"  # records from before the start, or before the initial phase, are not trained yet
     STALLED = "stalled"
     BLOCKED = "blocked"
     UNKNOWN = "unknown"  # Kafka has not said where the topics end, or cannot be reached
@@ -372,9 +372,10 @@ class PartitionTracker:
         """What prevents reading the rest; "" = nothing."""
         lag = self.lag
         if lag.position < lag.oldest:
-            return f"{lag.oldest - lag.position} records were deleted before they were read: extend the topic's retention"
+            num = lag.oldest - lag.position
+            return f"{num} records were deleted before they were read: extend the topic's retention"
         if self._beyond_since_s >= 0 and now_s - self._beyond_since_s >= self.limits.pinned_s:
-            return f"the log ends at {lag.high_watermark}, before {lag.position}, which was read: records were lost"
+            return f"the log ends at {lag.high_watermark}, but {lag.position} was read: records were lost"
         hidden_ms = lag.newest_ms - lag.position_ms if lag.position_ms and self._hides() else 0
         pinned = self._pinned_since_s >= 0 and now_s - self._pinned_since_s >= self.limits.pinned_s
         if pinned or hidden_ms > self.limits.lag_ms:

@@ -2,7 +2,8 @@
 
 A label above 0 is positive, as in `roostream.models.loss`. Weight 0 excludes a candidate from a task.
 
-    ne             mean log loss / entropy of the base rate over the same candidates (He et al. 2014; TorchRec's NE)
+    ne             mean log loss / entropy of the base rate over the same candidates (He et al. 2014;
+                   TorchRec's NE)
     auc            over all candidates, by weight, ties ½; `auc_error` bounds the error (ranking_metrics.py)
     request_auc    like `mrr` and `ndcg@10`: mean over requests with a positive and a negative
     calibration    Σ predictions / Σ positives
@@ -47,7 +48,8 @@ class ScoredBatch(NamedTuple):
     time_ms_R: np.ndarray
     scale_T: Sequence[float] = ()  # scale of amounts, 0 for events; empty = all are events
     importance_R: np.ndarray | None = None
-    """How many requests each one represents in request metrics (`weight_BT` already includes it); None = 1."""
+    """How many requests each one represents in request metrics (`weight_BT` already includes it); None = "
+    "1."""
 
     def of_requests(self, kept_R: np.ndarray) -> ScoredBatch:
         """`kept_R`: bool."""

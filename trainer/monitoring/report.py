@@ -5,20 +5,25 @@
     lag_records, hidden_records      up to the last stable offset, and from there to the high watermark
     lag_ms                           event time
     lost_records                     deleted before they were read
-    retention_share                  lag / records kept by retention, null before it deletes anything; at 1 records are lost
-    arrival_per_s, consumption_per_s, drain_per_s     [value, low, high] (95 %; low and high null: unknown), or null
-    eta_s                            [value, low, high]; value null = unknown, high null beside a value = no upper bound
-    windows                          {"1h" | "1d" | "all": {task: numbers}}: progressive metrics of event-time windows that
-                                     end at the watermark, at most MAX_TASKS tasks; numbers: candidates,
-                                     base_rate, ne, ne_online (against the base rate known before), auc,
-                                     calibration, and `sums`, from which all but auc follow
+    retention_share                  lag / records kept by retention, null before it deletes anything; at 1
+                                     records are lost
+    arrival_per_s, consumption_per_s, drain_per_s     [value, low, high] (95 %; low and high null: unknown),
+                                                      or null
+    eta_s                            [value, low, high]; value null = unknown, high null beside a value = no
+                                     upper bound
+    windows                          {"1h" | "1d" | "all": {task: numbers}}: progressive metrics of event-time
+                                     windows that end at the watermark, at most MAX_TASKS tasks; numbers:
+                                     candidates, base_rate, ne, ne_online (against the base rate known
+                                     before), auc, calibration, and `sums`, from which all but auc follow
     slices                           {slice: {value: {"1h" | "all": {task: numbers}}}}
-    shadow                           null, or {version, rows: "live", shadow: {"1h" | "all": …}, live: {…}}: a frozen dense
-                                     part and the model in training, on the same candidates and rows
-    drift                            {} or a report of `DriftDetector`: coverage, psi, lengths {feature: number},
-                                     base_rate {task: number}, new_ids {table: share}, coverage_before,
-                                     base_rate_before
-    partitions                       [{topic, partition, and all of the above but state_seconds}], by name, at most MAX_ROWS
+    shadow                           null, or {version, rows: "live", shadow: {"1h" | "all": …}, live: {…}}: a
+                                     frozen dense part and the model in training, on the same candidates and
+                                     rows
+    drift                            {} or a report of `DriftDetector`: coverage, psi, lengths {feature:
+                                     number}, base_rate {task: number}, new_ids {table: share},
+                                     coverage_before, base_rate_before
+    partitions                       [{topic, partition, and all of the above but state_seconds}], by name, at
+                                     most MAX_ROWS
 
 Unknown numbers are null. The size is bounded, whatever the schema.
 """

@@ -83,5 +83,6 @@ def _committed(store: CheckpointStore, version: str) -> bytes:
             return manifests.read_file(store, manifest.dense)
         versions.append(manifest.version)
     raise ConfigError(
-        f"expected shadow to name a committed version ({', '.join(sorted(versions)) or 'there is none'}), got {version!r}"
+        f"expected shadow to name a committed version ({', '.join(sorted(versions)) or 'there is none'}), "
+        f"got {version!r}"
     )

@@ -88,7 +88,8 @@ def _age(schema: Schema) -> Callable[[Batch], Labelled]:
     name, column = found.name, schema.floats("nro").index(found)
     if any(t.output == name and t.op != "log1p" for t in schema.transforms):
         raise ConfigError(
-            f"expected {name!r} as it is, or its log1p, for the slice candidate_age; give the transform an output"
+            f"expected {name!r} as it is, or its log1p, for the slice candidate_age; give the transform an "
+            "output"
         )
     is_log = any(t.output == name for t in schema.transforms)
     bounds, names = (

@@ -1,6 +1,7 @@
 """Rank of the next item among all items that the user has not seen, and metrics of the ranks.
 
-    HR@k = share of ranks ≤ k        NDCG@k = mean of 1 / log2(1 + rank) where rank ≤ k, else 0        MRR = mean of 1 / rank
+    HR@k = share of ranks ≤ k        NDCG@k = mean of 1 / log2(1 + rank) where rank ≤ k, else 0        MRR =
+                                     mean of 1 / rank
 
 Letters: R users, I items of the corpus, X pairs (user, seen item).
 """

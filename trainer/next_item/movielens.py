@@ -47,7 +47,8 @@ def read_movielens(folder: Path) -> RatedMovies:
     unknown = np.setdiff1d(movie_N, corpus_I)
     if len(unknown):
         raise ConfigError(
-            f"{folder / MOVIES}: expected every movie of {_MEMBER}, got none with id {unknown[0]}; check the file"
+            f"{folder / MOVIES}: expected every movie of {_MEMBER}, got none with id {unknown[0]}; check "
+            "the file"
         )
     return RatedMovies(user_N, movie_N, corpus_I)
 

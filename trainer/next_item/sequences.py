@@ -69,7 +69,8 @@ def group_by_user(user_N: np.ndarray, item_id_N: np.ndarray, corpus_I: np.ndarra
     start_U1 = np.append(first_U, len(user_N)).astype(np.int64)
     if not len(first_U) or len(np.unique(user_N[first_U])) < len(first_U):
         raise ConfigError(
-            "expected the interactions of each user next to each other, got none or a user twice; sort them by user"
+            "expected the interactions of each user next to each other, got none or a user twice; sort "
+            "them by user"
         )
     shortest = int(np.argmin(np.diff(start_U1)))
     if np.diff(start_U1)[shortest] < 3:

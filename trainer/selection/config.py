@@ -72,7 +72,8 @@ class SelectionConfig(Settings):
     )
     score: Literal["all", "probe", "kept"] = setting(
         "all",
-        "skipped requests that are scored for progressive metrics; kept: none, a trained one represents 1 / keep",
+        "skipped requests that are scored for progressive metrics; kept: none, a trained one represents 1 "
+        "/ keep",
     )
     probe: float = setting(0.05, "share of the skipped requests to score with score = probe", gt=0, le=1)
     refill: bool = setting(

@@ -94,7 +94,8 @@ class Selection:
         if self.slipstream and not self._warned_about_control:
             self._warned_about_control = True
             log.warning(
-                "selection.policy: 'slipstream' was not better than dropping as many requests at random where measured; train "
+                "selection.policy: 'slipstream' was not better than dropping as many requests at random "
+                "where measured; train "
                 "the same log also with policy = 'random', at the keep that gives the same skip_share"
             )
         self._num_ahead += 1
@@ -242,7 +243,8 @@ class Selection:
             return
         if not handed_over:
             raise ConfigError(
-                "selection.policy: expected off, negatives or random for a stream, got 'slipstream', which judges rows once; "
+                "selection.policy: expected off, negatives or random for a stream, got 'slipstream', which "
+                "judges rows once; "
                 "choose another policy, or train history first with initial_workers = 1"
             )
         self.slipstream.end()

@@ -1,11 +1,14 @@
 """Slipstream's rules: which rows are hot, which hot rows have stopped moving, which inputs are skipped. Pure.
 
     hot row      c / A >= hot_ratio and c >= 2, c its accesses, A those of all tables
-    s of a row   the largest Euclidean distance between two consecutive snapshots; varying iff s > T, stale iff s <= T
-    slot         a request-only feature, or a feature of a candidate; its s is the largest of its rows (∞ for a row that
-                 is not hot), so it is stale iff all its rows are. A feature without an entry is no slot
+    s of a row   the largest Euclidean distance between two consecutive snapshots; varying iff s > T, stale
+                 iff s <= T
+    slot         a request-only feature, or a feature of a candidate; its s is the largest of its rows (∞ for
+                 a row that is not hot), so it is stale iff all its rows are. A feature without an entry is no
+                 slot
     hot input    the share of slots whose rows are all hot is at least `hot_share`
-    skipped      a hot input with stale slots >= ceil(alpha · slots): with q the ceil(alpha · slots)-th smallest s, q <= T
+    skipped      a hot input with stale slots >= ceil(alpha · slots): with q the ceil(alpha · slots)-th
+                 smallest s, q <= T
     T            the largest q of a hot input with share(q <= T) <= drop: one pass, exact
 
 Maboud et al., "Slipstream: Semantic-Based Training Acceleration for Recommendation Models", algorithm 1,
@@ -246,8 +249,8 @@ def append_slots(  # noqa: PLR0913 (a numba kernel takes flat arrays)
         value_L, length_KN  ids by feature, then by row; number of ids of each row
         table_K             int64: table of a feature; below 0 = its entries are ignored
         request_N           int64: request of a row
-        slots_C, ..         hash table of a stack's hot rows (`roostream.wire.lookup.slot_of`); rows are reported as their
-                            number plus `first`, or as `cold`
+        slots_C, ..         hash table of a stack's hot rows (`roostream.wire.lookup.slot_of`); rows are
+                            reported as their number plus `first`, or as `cold`
     Written, from `num_slots` and `num_entries` on:
         request_S, slot_L, row_L    int64, as in `ReadSlots`
     """

@@ -1,7 +1,9 @@
 """Slipstream over a finite log: what happens after which step.
 
-    steps 1 .. W                  count accesses; after W the hot rows are known, and the first snapshot is taken
-    after W + k, W + 2k, ..       further snapshots: s becomes the largest movement between consecutive snapshots
+    steps 1 .. W                  count accesses; after W the hot rows are known, and the first snapshot is
+                                  taken
+    after W + k, W + 2k, ..       further snapshots: s becomes the largest movement between consecutive
+                                  snapshots
     after the last of N           T, from the hot inputs seen since (at most MAX_INPUTS)
     from AHEAD steps later on     inputs are skipped
 
@@ -173,14 +175,17 @@ class SlipstreamPolicy:
             self.T = threshold(q_I, drop)
         if not num:
             log.warning(
-                "slipstream: no input was hot between the snapshots, so none will be skipped; lower hot_ratio or hot_share"
+                "slipstream: no input was hot between the snapshots, so none will be skipped; lower "
+                "hot_ratio or hot_share"
             )
             return
         self.realised = float((q_I <= self.T).mean())
         if abs(self.realised - drop) > _MAX_DEVIATION:
             log.warning(
-                "slipstream: expected to skip %.0f %% of the hot inputs, but the threshold skips %.1f %%: many rows "
-                "have moved equally far, or the sample is small; choose alpha nearer to 0.5, change unvisited, or set sample = 0",
+                "slipstream: expected to skip %.0f %% of the hot inputs, but the threshold skips %.1f %%: "
+                "many rows "
+                "have moved equally far, or the sample is small; choose alpha nearer to 0.5, change "
+                "unvisited, or set sample = 0",
                 100 * drop,
                 100 * self.realised,
             )
@@ -303,7 +308,8 @@ class SlipstreamPolicy:
         total = sum(counts.total for counts in self.counts.values())
         if self.config.count_requests and self.config.hot_ratio * total < _MIN_ACCESSES:
             log.warning(
-                "slipstream.hot_ratio: expected at least %d counted accesses of a hot row, but %g of %d accesses is fewer: "
+                "slipstream.hot_ratio: expected at least %d counted accesses of a hot row, but %g of %d "
+                "accesses is fewer: "
                 "one or two accesses make a row hot; count more requests, or raise hot_ratio",
                 _MIN_ACCESSES,
                 self.config.hot_ratio,

@@ -1,1 +1,2 @@
-"""Models that users bring (docs/bring-your-own-model.md): loading, checks, TorchRec's EmbeddingBagCollection."""
+"""Models that users bring (docs/bring-your-own-model.md): loading, checks, TorchRec's "
+"EmbeddingBagCollection."""

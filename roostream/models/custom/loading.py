@@ -105,7 +105,8 @@ def loaded_code(config: Mapping[str, Any]) -> CustomCode:
     if others:
         raise _other_code(kind, code, others[-1].digest, others[-1].files[0])
     raise ConfigError(
-        f"model {kind!r}: expected its code (digest {code[:_SHOWN]}), got none; set `model` here to a TOML with that kind"
+        f"model {kind!r}: expected its code (digest {code[:_SHOWN]}), got none; set `model` here to a TOML "
+        "with that kind"
     )
 
 
@@ -180,7 +181,8 @@ def _hash_package(name: str, kind: str) -> _Hashed:
         spec = None
     if spec is None or spec.origin is None:
         raise ConfigError(
-            f"model {kind!r}: expected package {top!r} in this environment, got none; install it with Roostream"
+            f"model {kind!r}: expected package {top!r} in this environment, got none; install it with "
+            "Roostream"
         )
     origin = Path(spec.origin).resolve()
     root = origin.parent
@@ -208,7 +210,8 @@ def _config_and_build(
     if not is_config:
         base = f"{CustomModelConfig.__module__}.{CustomModelConfig.__qualname__}"
         raise ConfigError(
-            f"model {kind!r}: expected Config as a frozen dataclass that extends {base}, got {config!r} in {file}; "
+            f"model {kind!r}: expected Config as a frozen dataclass that extends {base}, got {config!r} in "
+            f"{file}; "
             f"write @dataclass(frozen=True, kw_only=True) class Config({CustomModelConfig.__name__})"
         )
     return config, build
@@ -228,7 +231,8 @@ class CustomModel(Model):
             own = code.build(schema, config)
         if not isinstance(own, Model):
             raise ConfigError(
-                f"model {code.kind!r}: expected a roostream.models.model.Model, got {type(own).__name__} ({code.files[0]}); return one"
+                f"model {code.kind!r}: expected a roostream.models.model.Model, got {type(own).__name__} "
+                f"({code.files[0]}); return one"
             )
         self.own = own
 
@@ -252,7 +256,8 @@ class CustomModel(Model):
             )  # none: it isn't Python's
             where = f"{code.co_filename}:{code.co_firstlineno}" if code else self._code.files[0]
             raise ConfigError(
-                f"model {self._code.kind!r}: {where}: expected {method} to give {what} of shape {shape}, got {got}; correct it"
+                f"model {self._code.kind!r}: {where}: expected {method} to give {what} of shape {shape}, "
+                f"got {got}; correct it"
             )
 
 

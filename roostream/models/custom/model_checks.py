@@ -128,7 +128,7 @@ def _is_logits(subject: _CheckedModel) -> Iterator[str]:
         if logits_BT.dtype != torch.float32:
             yield f"expected logits of float32, got {logits_BT.dtype}; convert them at the end of forward"
         if not torch.isfinite(logits_BT).all():
-            yield "expected finite logits, got others; look for divisions and logarithms of what may be 0 or missing"
+            yield "expected finite logits, got others; look for divisions by 0 and logarithms of 0"
 
 
 def _is_deterministic(subject: _CheckedModel) -> Iterator[str]:
@@ -136,10 +136,10 @@ def _is_deterministic(subject: _CheckedModel) -> Iterator[str]:
     torch.rand(5)
     second = build_model(subject.schema, subject.config, 3).state_dict()
     if list(first) != list(second):
-        yield "expected the same parameters from two builds, got other names; don't number them by what changes"
+        yield "expected the same parameter names from two builds, got others; use fixed names"
     for name in first:
         if first[name].shape != second[name].shape or not _same_bits(first[name], second[name]):
-            yield f"expected the same bits of {name} for the same seed, got others; only parameters may be drawn"
+            yield f"expected the same bits of {name} for the same seed, got others; draw parameters only"
 
 
 def _keeps_nothing(subject: _CheckedModel) -> Iterator[str]:
@@ -149,11 +149,11 @@ def _keeps_nothing(subject: _CheckedModel) -> Iterator[str]:
     with torch.no_grad():
         first, second = (model(subject.inputs(batch)) for _ in range(2))
     if not _same_bits(first, second):
-        yield "expected the same logits from the same batch twice, got others; forward draws (dropout) or keeps something"
+        yield "expected the same logits from the same batch, got others; look for dropout or state"
     subject.learn(model, batch)
     for name, value in model.state_dict().items():
         if not _same_bits(before[name], value):
-            yield f"expected nothing to be kept from one call to the next, got another {name}; BatchNorm's averages do that"
+            yield f"expected {name} not to change between calls; replace layers with state, such as BatchNorm"
 
 
 def _is_the_same_in_serving(subject: _CheckedModel) -> Iterator[str]:
@@ -161,8 +161,10 @@ def _is_the_same_in_serving(subject: _CheckedModel) -> Iterator[str]:
         in_training, in_serving = subject.together([request])[0], subject.alone(subject.served, request)
         if not _same_bits(in_training, in_serving):
             yield (
-                f"expected the bits of training in serving for {len(request.item_n)} candidates, got a difference of "
-                f"{_difference(in_training, in_serving):.1e}; forward looks at training or eval mode, labels or gradients"
+                f"expected the bits of training in serving for {len(request.item_n)} candidates, got a "
+                "difference of "
+                f"{_difference(in_training, in_serving):.1e}; forward looks at training or eval mode, "
+                "labels or gradients"
             )
 
 
@@ -172,8 +174,10 @@ def _is_the_same_in_a_batch(subject: _CheckedModel) -> Iterator[str]:
         for at, logits_nT in zip(order, subject.together([subject.requests[i] for i in order]), strict=True):
             if not _difference(alone[at], logits_nT) <= _CLOSE:
                 yield (
-                    f"expected a request's logits in a batch within {_CLOSE:g} of those alone, got a difference of "
-                    f"{_difference(alone[at], logits_nT):.1e}; nothing may be taken over all requests of a batch"
+                    f"expected a request's logits in a batch within {_CLOSE:g} of those alone, got a "
+                    "difference of "
+                    f"{_difference(alone[at], logits_nT):.1e}; nothing may be taken over all requests of a "
+                    "batch"
                 )
 
 
@@ -184,7 +188,8 @@ def _is_independent_of_others(subject: _CheckedModel) -> Iterator[str]:
         again = subject.together([*others[:at], subject.requests[at], *others[at + 1 :]])[at]
         if not _difference(mine, again) <= _CLOSE:
             yield (
-                f"expected a request's logits to be its own, got a change of {_difference(mine, again):.1e} with other "
+                f"expected a request's logits to be its own, got a change of "
+                f"{_difference(mine, again):.1e} with other "
                 "requests beside it; use request_index_B and a sequence's length_R to keep requests apart"
             )
 
@@ -196,7 +201,7 @@ def _learns(subject: _CheckedModel) -> Iterator[str]:
         yield f"expected a finite loss, got {float(value)}; divide by weights only where there are any"
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     if not gradients:
-        yield "expected a loss with gradients, got none for any parameter; don't detach logits or compute under no_grad"
+        yield "expected a loss with gradients, got none for any parameter; look for detach and no_grad"
     for name, gradient in (
         *gradients.items(),
         *((f"rows of {stack}", rows_UD.grad) for stack, rows_UD in inputs.rows.items()),
@@ -205,7 +210,7 @@ def _learns(subject: _CheckedModel) -> Iterator[str]:
             yield f"expected finite gradients, got others for {name}; a square root or norm of 0 has none"
     nothing, _ = subject.learn(model, subject.batch(subject.requests), weight=0.0)
     if float(nothing) != 0.0:
-        yield f"expected a loss of 0 where all weights are 0, got {float(nothing)}; multiply by targets.weight_BT"
+        yield f"expected a loss of 0 where all weights are 0, got {float(nothing)}; use weight_BT"
 
 
 def _is_safe_to_store(subject: _CheckedModel) -> Iterator[str]:
@@ -216,7 +221,7 @@ def _is_safe_to_store(subject: _CheckedModel) -> Iterator[str]:
     try:
         stored, _ = tensor_file.decode(tensor_file.encode({k: v.numpy() for k, v in state.items()}, {}))
     except (TypeError, ValueError, RuntimeError, CheckpointError) as error:
-        yield f"expected parameters and buffers that safetensors stores, got {error}; keep them in float32 or int64"
+        yield f"expected parameters and buffers in float32 or int64, which safetensors stores, got {error}"
         return
     for name, value in state.items():
         if not _same_bits(value, torch.from_numpy(stored[name])):

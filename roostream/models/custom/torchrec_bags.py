@@ -181,7 +181,8 @@ class RemoteEmbeddingBagCollection(EmbeddingBagCollectionInterface):  # type: ig
         lists = features.to_dict()
         if missing := [key for key in self._keys if key not in lists]:
             raise SchemaError(
-                f"expected feature {missing[0]!r} in the KeyedJaggedTensor, got {', '.join(lists)}; use as_kjt(inputs)"
+                f"expected feature {missing[0]!r} in the KeyedJaggedTensor, got {', '.join(lists)}; use "
+                "as_kjt(inputs)"
             )
         inverse = features.inverse_indices_or_none()
         bag_of = {} if inverse is None else dict(zip(*inverse, strict=True))
@@ -267,15 +268,18 @@ def _check(configs: Sequence[EmbeddingBagConfig], schema: Schema, is_weighted: b
         if table is None:
             near = nearest(c.name, schema.table_by_name)
             raise SchemaError(
-                f"EmbeddingBagConfig {c.name!r}: expected a table of the schema as its name, got none such{near}"
+                f"EmbeddingBagConfig {c.name!r}: expected a table of the schema as its name, got none "
+                f"such{near}"
             )
         if [other.name for other in configs].count(c.name) > 1:
             raise SchemaError(
-                f"EmbeddingBagConfig {c.name!r}: expected one config a table, got more; put their features into one"
+                f"EmbeddingBagConfig {c.name!r}: expected one config a table, got more; put their features "
+                "into one"
             )
         if c.embedding_dim != table.dim:
             raise SchemaError(
-                f"EmbeddingBagConfig {c.name!r}: expected embedding_dim = {table.dim}, as [tables.{c.name}] has it, "
+                f"EmbeddingBagConfig {c.name!r}: expected embedding_dim = {table.dim}, as "
+                f"[tables.{c.name}] has it, "
                 f"got {c.embedding_dim}; change one of them"
             )
         if c.pooling not in (PoolingType.MEAN, PoolingType.SUM) or (
@@ -287,7 +291,8 @@ def _check(configs: Sequence[EmbeddingBagConfig], schema: Schema, is_weighted: b
             )
         if c.data_type is not DataType.FP32:
             raise SchemaError(
-                f"EmbeddingBagConfig {c.name!r}: expected data_type FP32, as rows are, got {c.data_type}; leave it out"
+                f"EmbeddingBagConfig {c.name!r}: expected data_type FP32, as rows are, got {c.data_type}; "
+                "leave it out"
             )
         for feature in c.feature_names:
             _check_feature(c.name, feature, table_of, seen)
@@ -298,7 +303,8 @@ def _check_feature(config: str, feature: str, table_of: Mapping[str, str], seen:
     what = f"EmbeddingBagConfig {config!r}: feature {feature!r}"
     if feature in seen:
         raise SchemaError(
-            f"{what}: expected it in one config, got it in {seen[feature]!r} too; a feature looks into one table"
+            f"{what}: expected it in one config, got it in {seen[feature]!r} too; a feature looks into one "
+            "table"
         )
     if feature not in table_of:
         raise SchemaError(
@@ -306,7 +312,8 @@ def _check_feature(config: str, feature: str, table_of: Mapping[str, str], seen:
         )
     if table_of[feature] != config:
         raise SchemaError(
-            f"{what}: expected it in config {table_of[feature]!r}, its table in the schema; change one of them"
+            f"{what}: expected it in config {table_of[feature]!r}, its table in the schema; change one of "
+            "them"
         )
 
 

@@ -1,4 +1,4 @@
-"""Models of a request's history (ROO paper §3.3): history and targets in one jagged sequence, with causal attention.
+"""Models of a request's history (ROO paper §3.3): history and targets in one jagged sequence.
 
-One pass serves all candidates of a request.
+Attention is causal, so one pass serves all candidates of a request.
 """

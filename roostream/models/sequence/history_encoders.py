@@ -52,7 +52,8 @@ class HistoryTokenizer(nn.Module):
 
 
 class HstuEncoder(FeatureEncoder):
-    """Base of the encoders that pass a history and its targets through HSTU; `forward` returns the targets' outputs."""
+    """Base of the encoders that pass a history and its targets through HSTU; `forward` returns the "
+    "targets' outputs."""
 
     def __init__(self, schema: Schema, feature: Feature, config: HstuSettings) -> None:
         super().__init__()

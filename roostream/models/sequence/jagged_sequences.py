@@ -50,7 +50,9 @@ class JaggedSequences:
     source_S: Tensor  # int64: each token's place among [L entries, then B targets]
     token_B: Tensor  # int64: each target's token
     groups: CandidateGroups  # of tokens: sequences of like lengths, padded to the longest of them
-    token_info_SC: Tensor  # int64: position, is a target, and where there are times, the time to the request of it and of the next one
+    token_info_SC: (
+        Tensor  # int64: position, is a target; with times: own and next token's time to the request
+    )
     tokens_R: np.ndarray  # h + m of each request that has a target, else 0
     lengths_R: np.ndarray  # h of them
 

@@ -1,4 +1,4 @@
-"""Next-item prediction at every entry of a history (Zhai et al. 2024, §4.1.1; Kang & McAuley 2018, §III), and SASRec.
+"""Next-item prediction at every entry of a history (Zhai et al. 2024, §4.1.1), and SASRec.
 
     x_s = √D · e[item_s] + p[place_s]        u = unit(encoder(dropout(x)))        v_i = unit(e_i)
     loss of s = log(e^(u·v⁺/τ) + Σ_n e^(u·v_n/τ - q)) - u·v⁺/τ
@@ -8,13 +8,13 @@ the paper, or log(N / (I - 1)), with which the expected sum is that over all ite
 
 SASRec (Kang & McAuley 2018, "Self-attentive sequential recommendation", §III) is causal self-attention:
 
-    x  ← x + dropout(Attention(LN(x)) W_o)     Attention = softmax(Q Kᵀ / √C, j ≤ i) V,   [Q, K, V] = LN(x) W    (eq. 2, 3)
-    x  ← x + dropout(FFN(LN(x)))               FFN(x) = ReLU(x W1 + b1) W2 + b2                                (eq. 4)
+    x ← x + dropout(softmax(Q Kᵀ / √C, j ≤ i) V W_o)     [Q, K, V] = LN(x) W                         (eq. 2, 3)
+    x ← x + dropout(FFN(LN(x)))                          FFN(x) = ReLU(x W1 + b1) W2 + b2            (eq. 4)
 
-A final LN follows the last layer. Attention matrices have no bias; the feed-forward network is as wide as a token.
+A final LN follows the last layer. Attention matrices have no bias; the feed-forward network keeps the width.
 
-Letters: S tokens, I items of the corpus, N negatives of a token, C = 1 + N, D width. In `_attend`: G sequences
-of a group, N tokens of its longest, H heads, C width of a head, D = H · C.
+Letters: S tokens, I items of the corpus, N negatives of a token, C = 1 + N, D width. In attention: G
+sequences of a group, N tokens of its longest, H heads, C width of a head, D = H · C.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Two-tower models (ROO paper §3.1, Fig. 4): retrieval, early-stage ranking, and a cascade of retrieval and ranker.
+"""Two-tower models (ROO paper §3.1, Fig. 4): retrieval, early-stage ranking, and retrieval with a ranker.
 
-The request tower runs once per request. Item vectors do not depend on a request, so they can be kept in an index.
+The request tower runs once per request. Item vectors do not depend on a request, so an index can hold them.
 
     Retrieval     s = u · v / temperature, u and v of unit length; logit = scale_T · s + bias_T. s decides the
                   order; its softmax over the batch's items trains the towers. Scale and bias calibrate s to a
@@ -107,7 +107,8 @@ def column_of(schema: Schema, name: str, key: str) -> int:
     names = output_names(schema, "nro")
     if name not in names:
         raise SchemaError(
-            f"expected {key} to name [[nro]] floats or outputs of transforms, got {name!r}{nearest(name, names)}"
+            f"expected {key} to name [[nro]] floats or outputs of transforms, got "
+            f"{name!r}{nearest(name, names)}"
         )
     return names.index(name)
 
@@ -227,7 +228,8 @@ def _popularity(schema: Schema, name: str) -> tuple[int, bool] | None:
     column, ops = column_of(schema, name, "popularity"), [t.op for t in schema.transforms if t.output == name]
     if ops not in ([], ["log1p"]):
         raise SchemaError(
-            f"expected popularity to name a count or its log1p, got {name!r} with {', '.join(ops)}; give those an output"
+            f"expected popularity to name a count or its log1p, got {name!r} with {', '.join(ops)}; give "
+            "those an output"
         )
     return column, bool(ops)
 

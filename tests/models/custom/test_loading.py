@@ -123,7 +123,7 @@ def test_other_code_than_that_of_training_is_rejected(tmp_path: Path) -> None:
     path = written(tmp_path, CODE)
     committed = {**dataclasses.asdict(load_model_config(path)), "code": "0" * 64}
     digest = hashlib.sha256(CODE.encode()).hexdigest()[:12]
-    sentence = f"model 'shop.py:build': expected code of digest 000000000000, got {digest} .*; use the file that it was trained with"
+    sentence = f"model 'shop.py:build': expected code of digest 000000000000, got {digest}"
     with pytest.raises(ConfigError, match=sentence):
         model_config_from_dict(committed)
     with pytest.raises(ConfigError, match=f"model.toml:1: {sentence}"):
