@@ -10,7 +10,7 @@ Objectives; z a logit, p = σ(z) the prediction, v a label's value:
                over the number of negatives, nearly the mean of v / `scale` if positives are rare
     amount     -y log p - (1 - y) log(1 - p) with y = log(1 + v) / log(1 + `scale`) <= 1. p is the mean of y
     pairwise   of a positive, the mean of log(1 + e^(z of the negative - z)) over the negatives of its
-               request; of a negative 0. Only the order within a request is learned; p has no meaning by itself
+               request; of a negative 0. Only the order within a request is learned; p alone has no meaning
 
 `weighted`: Covington, Adams, Sargin, "Deep neural networks for YouTube recommendations", RecSys 2016, §4.2.
 `amount`: quasi-likelihood regression of a log share (Papke, Wooldridge, J. Applied Econometrics 1996); one

@@ -6,11 +6,12 @@ from typing import Any
 
 import numpy as np
 
+from roostream.models.inputs import Inputs, build_inputs
 from roostream.schema.schema import Schema
 from roostream.schema.schema_file import schema_from_dict
 from roostream.wire.batch import TEXT, Batch
 from roostream.wire.jagged import Jagged
-from roostream.wire.lookup import Lookup
+from roostream.wire.lookup import Lookup, build_lookup
 
 NOW_MS = 1_700_000_000_000
 LABELS = [{"name": "click", "action": "click"}, {"name": "long_read", "action": "read", "threshold": 30.0}]
@@ -105,6 +106,11 @@ def make_rows(schema: Schema, lookup: Lookup, scale: float = 0.5) -> dict[str, n
         phase = (part.id_U.astype(np.float64) * 0.7 + part.table_U % 97)[:, None] * np.arange(1, dim + 1)
         out[stack] = (scale * np.sin(phase)).astype(np.float32)
     return out
+
+
+def inputs_of(batch: Batch, *, train: bool = False) -> Inputs:
+    lookup = build_lookup(batch)
+    return build_inputs(batch, lookup, make_rows(batch.schema, lookup), train=train)
 
 
 def _floats(schema: Schema, side: str, n: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:

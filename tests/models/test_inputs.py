@@ -12,7 +12,7 @@ from roostream.models.feature_encoders import pool_features
 from roostream.models.inputs import build_inputs, time_buckets
 from roostream.wire.lookup import build_lookup
 from roostream.wire.transform import apply_transforms
-from tests.models.model_cases import CASES, make_batch, make_rows, make_schema
+from tests.models.model_cases import CASES, inputs_of, make_batch, make_rows, make_schema
 
 
 def test_rows_are_wrapped_without_a_copy_and_are_leaves_when_training() -> None:
@@ -40,8 +40,7 @@ def test_read_only_arrays_are_accepted() -> None:
 def test_floats_are_asinh_of_the_transformed_ones() -> None:
     schema = make_schema("everything")
     batch = make_batch(schema, [2, 3])
-    lookup = build_lookup(batch)
-    inputs = build_inputs(batch, lookup, make_rows(schema, lookup))
+    inputs = inputs_of(batch)
     ro, nro = apply_transforms(batch)
     np.testing.assert_array_equal(inputs.ro_float_RG, np.arcsinh(ro))
     np.testing.assert_array_equal(inputs.nro_float_BG, np.arcsinh(nro))

@@ -14,12 +14,11 @@ from torch import nn
 from roostream.errors import ConfigError
 from roostream.models.build import KINDS, ModelKind, build_model, load_model_config, model_config_from_dict
 from roostream.models.config import ModelConfig, RankerConfig
-from roostream.models.inputs import Inputs, build_inputs
+from roostream.models.inputs import Inputs
 from roostream.models.model import Model, Targets
 from roostream.schema.schema import Schema
-from roostream.wire.lookup import build_lookup
 from tests.models.kind_cases import CONFIGS
-from tests.models.model_cases import make_batch, make_rows, make_schema
+from tests.models.model_cases import inputs_of, make_batch, make_schema
 
 
 def bits(seed: int, config: RankerConfig | None = None, case: str = "everything") -> dict[str, bytes]:
@@ -99,8 +98,7 @@ def test_a_new_kind_is_a_module_and_a_row_of_kinds(tmp_path: Path, monkeypatch: 
     assert model_config_from_dict(dataclasses.asdict(config)) == config
     schema = make_schema("everything")
     model, batch = build_model(schema, config, seed=1), make_batch(schema, [2, 3])
-    lookup = build_lookup(batch)
-    inputs = build_inputs(batch, lookup, make_rows(schema, lookup), train=True)
+    inputs = inputs_of(batch, train=True)
     logits_BT = model(inputs)
     assert logits_BT.shape == (5, 2) and model.bias.abs().sum() > 0
     model.loss(inputs, logits_BT, Targets(torch.ones(5, 2), torch.ones(5, 2))).backward()

@@ -21,12 +21,11 @@ from roostream.models.build import build_model
 from roostream.models.candidate_groups import CandidateGroups, build_groups
 from roostream.models.config import RankerConfig
 from roostream.models.feature_encoders import pool_features
-from roostream.models.inputs import Sequence, build_inputs
+from roostream.models.inputs import Sequence
 from roostream.models.layers import Mlp
 from roostream.models.ranker import Heads
-from roostream.wire.lookup import build_lookup
 from tests.models.layer_checks import assert_gradients, built, randn
-from tests.models.model_cases import make_batch, make_rows, make_schema
+from tests.models.model_cases import inputs_of, make_batch, make_schema
 
 
 def test_mlp_gradients_and_the_identity() -> None:
@@ -165,8 +164,7 @@ def test_padding_has_no_influence_and_no_gradient() -> None:
 def test_rows_columns_and_times_of_a_history_learn() -> None:
     schema = make_schema("everything")
     batch = make_batch(schema, [3, 2])
-    lookup = build_lookup(batch)
-    inputs = build_inputs(batch, lookup, make_rows(schema, lookup), train=True)
+    inputs = inputs_of(batch, train=True)
     model = build_model(schema, RankerConfig(), 0)
     model.candidate_parts["attention_history"](inputs, pool_features(inputs)).square().sum().backward()
     times = [p.grad for name, p in model.named_parameters() if ".times." in name]

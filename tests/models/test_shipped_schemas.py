@@ -9,12 +9,10 @@ import torch
 
 from roostream.models.build import build_model
 from roostream.models.config import RankerConfig
-from roostream.models.inputs import build_inputs
 from roostream.models.model import Targets
 from roostream.models.ranker import Ranker
 from roostream.schema.schema_file import load_schema
-from roostream.wire.lookup import build_lookup
-from tests.models.model_cases import make_batch, make_rows
+from tests.models.model_cases import inputs_of, make_batch
 
 SCHEMAS = sorted((Path(__file__).parents[2] / "roostream" / "replay" / "schemas").glob("*.toml"))
 assert {"demo", "ebnerd"} <= {path.stem for path in SCHEMAS}
@@ -24,8 +22,7 @@ assert {"demo", "ebnerd"} <= {path.stem for path in SCHEMAS}
 def test_every_dense_parameter_of_the_default_ranker_learns(path: Path) -> None:
     schema = load_schema(path)
     batch = make_batch(schema, [5, 1, 0, 20], seed=1)
-    lookup = build_lookup(batch)
-    inputs = build_inputs(batch, lookup, make_rows(schema, lookup), train=True)
+    inputs = inputs_of(batch, train=True)
     model = build_model(schema, RankerConfig(), seed=0)
     assert isinstance(model, Ranker)
     with torch.no_grad():

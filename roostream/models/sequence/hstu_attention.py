@@ -8,7 +8,7 @@ the longest sequence of a batch, so a request's result depends on no other.
 `pointwise_attention` is plain torch on padded squares. `attention_in_place` gives the same on a CPU without
 padding, for models without times:
 
-    s_ij = q_i · k_j + b[pos_j - pos_i]   pos = min(place, h)   a_ij = SiLU(s_ij) / N_fixed if i sees j, else 0
+    s_ij = q_i · k_j + b[pos_j - pos_i]  pos = min(place, h)  a_ij = SiLU(s_ij) / N_fixed if i sees j, else 0
     out = a v   dv = aᵀ dout   ds = dout vᵀ ⊙ SiLU'(s) / N_fixed   dq = ds k   dk = dsᵀ q   db[·] = Σ ds
 
 Its backward pass recomputes the scores. Sums follow the order of tokens and sequences, so results are

@@ -8,8 +8,8 @@ the paper, or log(N / (I - 1)), with which the expected sum is that over all ite
 
 SASRec (Kang & McAuley 2018, "Self-attentive sequential recommendation", §III) is causal self-attention:
 
-    x ← x + dropout(softmax(Q Kᵀ / √C, j ≤ i) V W_o)     [Q, K, V] = LN(x) W                         (eq. 2, 3)
-    x ← x + dropout(FFN(LN(x)))                          FFN(x) = ReLU(x W1 + b1) W2 + b2            (eq. 4)
+    x ← x + dropout(softmax(Q Kᵀ / √C, j ≤ i) V W_o)     [Q, K, V] = LN(x) W                  (eq. 2, 3)
+    x ← x + dropout(FFN(LN(x)))                          FFN(x) = ReLU(x W1 + b1) W2 + b2     (eq. 4)
 
 A final LN follows the last layer. Attention matrices have no bias; the feed-forward network keeps the width.
 

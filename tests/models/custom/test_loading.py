@@ -19,11 +19,9 @@ from roostream.models.build import (
 )
 from roostream.models.config import CustomModelConfig
 from roostream.models.custom.loading import OUR_NAMES, CustomModel
-from roostream.models.inputs import build_inputs
 from roostream.models.model import Model, Targets
-from roostream.wire.lookup import build_lookup
 from tests.contract.house import FOLDERS
-from tests.models.model_cases import make_batch, make_rows, make_schema
+from tests.models.model_cases import inputs_of, make_batch, make_schema
 
 CODE = """
 import dataclasses
@@ -62,8 +60,7 @@ def written(folder: Path, code: str, toml: str = "", name: str = "shop.py") -> s
 
 def forward(model: Model) -> torch.Tensor:
     batch = make_batch(SCHEMA, [2, 3])
-    lookup = build_lookup(batch)
-    inputs = build_inputs(batch, lookup, make_rows(SCHEMA, lookup))
+    inputs = inputs_of(batch)
     logits_BT = model(inputs)
     model.loss(inputs, logits_BT, Targets(torch.ones(5, 2), torch.ones(5, 2)))
     return logits_BT

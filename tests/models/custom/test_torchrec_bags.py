@@ -23,9 +23,8 @@ from torchrec.modules.embedding_configs import DataType
 from roostream.errors import SchemaError
 from roostream.models.custom.torchrec_bags import RemoteEmbeddingBagCollection, as_kjt, rows_of
 from roostream.models.feature_encoders import pool_features
-from roostream.models.inputs import Inputs, build_inputs
-from roostream.wire.lookup import build_lookup
-from tests.models.model_cases import make_batch, make_rows, make_schema
+from roostream.models.inputs import Inputs
+from tests.models.model_cases import inputs_of, make_batch, make_schema
 
 SCHEMA = make_schema("everything")
 COUNTS = [3, 0, 5, 1, 0, 2]
@@ -33,9 +32,7 @@ MEAN, SUM = PoolingType.MEAN, PoolingType.SUM
 
 
 def made_inputs(counts: list[int], seed: int = 3) -> Inputs:
-    batch = make_batch(SCHEMA, counts, seed)
-    lookup = build_lookup(batch)
-    return build_inputs(batch, lookup, make_rows(SCHEMA, lookup), train=True)
+    return inputs_of(make_batch(SCHEMA, counts, seed), train=True)
 
 
 def config(

@@ -20,7 +20,7 @@ from roostream.schema.schema_file import schema_from_dict
 from roostream.wire.batch import Batch
 from roostream.wire.jagged import Jagged
 from roostream.wire.lookup import build_lookup
-from tests.models.model_cases import CASES, LABELS, make_batch, make_rows, make_schema
+from tests.models.model_cases import CASES, LABELS, inputs_of, make_batch, make_rows, make_schema
 
 CONFIG = HstuConfig(hstu_width=4, max_history=5)
 SCHEMA = make_schema("everything")
@@ -61,8 +61,7 @@ def encoder() -> HistoryEncoder:
 
 def test_all_parameters_and_rows_learn() -> None:
     batch = make_batch(SCHEMA, [3, 2], seed=2)
-    lookup = build_lookup(batch)
-    inputs = build_inputs(batch, lookup, make_rows(SCHEMA, lookup), train=True)
+    inputs = inputs_of(batch, train=True)
     part = moved(targets_of(SCHEMA))
     part(inputs, pool_features(inputs)).square().sum().backward()
     assert [name for name, p in part.named_parameters() if p.grad is None or not p.grad.any()] == []

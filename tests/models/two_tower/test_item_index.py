@@ -9,12 +9,10 @@ import pytest
 import torch
 
 from roostream.errors import CheckpointError
-from roostream.models.inputs import build_inputs
 from roostream.models.two_tower.item_index import ItemIndex, build_item_index, decode, encode, merged
 from roostream.models.two_tower.models import Retrieval
 from roostream.runtime import tensor_file
-from roostream.wire.lookup import build_lookup
-from tests.models.model_cases import make_batch, make_rows
+from tests.models.model_cases import inputs_of, make_batch
 from tests.models.model_checks import trained_model
 from tests.models.two_tower.test_retrieval import CONFIG, SCHEMA
 
@@ -23,8 +21,7 @@ def made(seed: int = 0, version: str = "1-7") -> tuple[ItemIndex, np.ndarray, np
     """An index of a batch, and the batch's items and their vectors."""
     model, batch = trained_model(SCHEMA, CONFIG), make_batch(SCHEMA, [30, 20], seed=seed)
     assert isinstance(model, Retrieval)
-    lookup = build_lookup(batch)
-    inputs = build_inputs(batch, lookup, make_rows(SCHEMA, lookup))
+    inputs = inputs_of(batch)
     with torch.inference_mode():
         vectors = model.item_vectors(inputs).numpy()
     return build_item_index(model, inputs, f"{SCHEMA.fingerprint:016x}", version), batch.item_B, vectors

@@ -12,14 +12,12 @@ import torch
 from roostream.errors import SchemaError
 from roostream.models.build import build_model
 from roostream.models.config import TwoTowerConfig
-from roostream.models.inputs import Inputs, build_inputs
 from roostream.models.model import Targets
 from roostream.models.two_tower.models import Retrieval
 from roostream.models.two_tower.sampled_softmax import log_expected
 from roostream.schema.schema_file import schema_from_dict
 from roostream.wire.batch import Batch
-from roostream.wire.lookup import build_lookup
-from tests.models.model_cases import CASES, LABELS, make_batch, make_rows, make_schema
+from tests.models.model_cases import CASES, LABELS, inputs_of, make_batch, make_schema
 from tests.models.model_checks import COUNTS, score, trained_model
 
 CONFIG = TwoTowerConfig(user_layers=(6,), item_layers=(5,), width=4)
@@ -30,11 +28,6 @@ def retrieval(config: TwoTowerConfig = CONFIG) -> Retrieval:
     model = trained_model(SCHEMA, config)
     assert isinstance(model, Retrieval)
     return model
-
-
-def inputs_of(batch: Batch, *, train: bool = False) -> Inputs:
-    lookup = build_lookup(batch)
-    return build_inputs(batch, lookup, make_rows(batch.schema, lookup), train=train)
 
 
 def targets_of(batch: Batch, before_BT: np.ndarray | None = None) -> Targets:
