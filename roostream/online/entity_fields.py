@@ -45,9 +45,8 @@ class FieldReader:
     def __init__(self, schema: Schema) -> None:
         self.schema, plan = schema, schema.derived(plan_of)
         sides = field_sides(schema)
-        wanted = {
-            f for c in schema.counters for f in (*c.entity, *((c.of,) if c.aggregation == "distinct" else ()))
-        }
+        wanted = {field for c in schema.counters for field in c.entity}
+        wanted |= {c.of for c in schema.counters if c.aggregation == "distinct"}
         features = wanted - {*REQUEST_FIELDS, ITEM}
         self.ro = sorted(f for f in features if sides[f] == "ro")
         self.nro = sorted(f for f in features if sides[f] == "nro")
@@ -127,9 +126,8 @@ def keys_of(ids: Sequence[int | np.ndarray], num_rows: int) -> np.ndarray:
         return np.broadcast_to(np.asarray(ids[0], dtype=np.int64), (num_rows,))
     x = np.zeros(num_rows, dtype=np.uint64)
     for id_ in ids:
-        x = (x ^ np.broadcast_to(np.asarray(id_, dtype=np.int64), (num_rows,)).view(np.uint64)) + np.uint64(
-            0x9E3779B97F4A7C15
-        )
+        id_n = np.broadcast_to(np.asarray(id_, dtype=np.int64), (num_rows,)).view(np.uint64)
+        x = (x ^ id_n) + np.uint64(0x9E3779B97F4A7C15)
         x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
         x = x ^ (x >> np.uint64(31))
@@ -164,15 +162,10 @@ class ShownFields:
         return self.request, {name: int(ids[index[0]]) for name, ids in self.candidate.items()}
 
     def to_bytes(self) -> bytes:
-        numbers = [
-            np.array(list(self.request.values()), dtype=np.int64),
-            self.item_n,
-            *self.candidate.values(),
-        ]
+        request = np.array(list(self.request.values()), dtype=np.int64)
         names = _names_id([*self.request], [*self.candidate])
-        return _HEAD.pack(_VERSION, names, self.time_ms, len(self.item_n)) + b"".join(
-            a.tobytes() for a in numbers
-        )
+        head = _HEAD.pack(_VERSION, names, self.time_ms, len(self.item_n))
+        return b"".join([head, *(a.tobytes() for a in (request, self.item_n, *self.candidate.values()))])
 
 
 def shown_from_bytes(plan: CounterPlan, schema: Schema, data: bytes) -> ShownFields | None:

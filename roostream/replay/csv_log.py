@@ -25,8 +25,6 @@ from roostream.schema.schema import Schema
 _INTEGER = re.compile(r"-?(?:0|[1-9][0-9]{0,19})")
 _NUMBERS = ("weight", "propensity", "value")
 _TEXTS = ("request_id", "time", "surface", "action")
-
-
 Options = TableOptions
 
 
@@ -37,18 +35,14 @@ def open(options: Options, schema: Schema, window_ms: int) -> EventLog:
     def value(name: str, cell: str) -> Any:
         if name in _TEXTS:
             return cell
-        if name in floats or name == "position":
-            return _number(name, cell)
-        return _ids(name, cell)
+        if name not in floats and name != "position":
+            return _ids(name, cell)
+        try:
+            return int(cell) if name == "position" else float(cell)
+        except ValueError:
+            raise ValueError(f"{name}: expected a number, got {cell[:64]!r}") from None
 
     return open_tables(options, schema, lambda path, reader: _read(path, reader, value))
-
-
-def _number(name: str, cell: str) -> float | int:
-    try:
-        return int(cell) if name == "position" else float(cell)
-    except ValueError:
-        raise ValueError(f"{name}: expected a number, got {cell[:64]!r}") from None
 
 
 def _ids(name: str, cell: str) -> Any:
@@ -73,11 +67,9 @@ def _read(path: str, reader: LogLineReader, value: Callable[[str, str], Any]) ->
 
     def on_bad(row: pyarrow.csv.InvalidRow) -> str:
         skipped_lines.append(row.number)
-        wrong = ValueError(
-            f"expected {row.expected_columns} cells, as in the first line, got {row.actual_columns}"
-        )
+        text = f"expected {row.expected_columns} cells, as in the first line, got {row.actual_columns}"
         try:
-            reader.refuse(f"{path}:{row.number}", wrong)
+            reader.refuse(f"{path}:{row.number}", ValueError(text))
         except LogError as error:
             refused.append(error)
             return "error"

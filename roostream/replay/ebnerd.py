@@ -63,12 +63,8 @@ _HISTORY: dict[str, pa.DataType] = {
     "article_id_fixed": pa.large_list(pa.int64()),
     "impression_time_fixed": pa.large_list(pa.timestamp("ms")),
 }
-_FLOATS = {
-    "sso": "is_sso_user",
-    "subscriber": "is_subscriber",
-    "gender": "gender",
-    "age": "age",
-    "postcode": "postcode",
+_FLOATS = {"sso": "is_sso_user", "subscriber": "is_subscriber"} | {
+    n: n for n in ("gender", "age", "postcode")
 }
 
 
@@ -140,29 +136,22 @@ def histories(paths: Sequence[str]) -> Clicks:
 def without_logged_clicks(clicks: Clicks, behaviors: Sequence[str]) -> Clicks:
     """Remove clicks that the log has too: same user and article, not before the log begins. Raises as
     `events`."""
-    begins = [first_ms for path in behaviors if (first_ms := _first_time_of(path)) is not None]
+    column = {"impression_time": _REQUIRED["impression_time"]}
+    times = [_read(path, column, {})["impression_time"].cast(pa.int64()) for path in behaviors]
+    begins = [first_ms for times_N in times if (first_ms := pc.min(times_N).as_py()) is not None]
     if not begins or not len(clicks.time_ms_N) or clicks.time_ms_N[-1] < min(begins):
         return clicks
     shown: set[tuple[int, int]] = set()
     needed = {name: _REQUIRED[name] for name in ("user_id", "article_ids_clicked")}
     for path in behaviors:
-        table = _read(path, needed, {})
-        for chunk in table.to_batches():
-            for user, items in zip(
-                chunk["user_id"].to_pylist(), _rows(chunk["article_ids_clicked"]), strict=True
-            ):
+        for chunk in _read(path, needed, {}).to_batches():
+            users, clicked = chunk["user_id"].to_pylist(), _rows(chunk["article_ids_clicked"])
+            for user, items in zip(users, clicked, strict=True):
                 shown.update((user, item) for item in items.tolist())
     at_N = np.flatnonzero(clicks.time_ms_N >= min(begins))
     pairs = zip(clicks.user_N[at_N].tolist(), clicks.item_N[at_N].tolist(), strict=True)
     again_N = at_N[np.array([pair in shown for pair in pairs], dtype=np.bool_)]
     return Clicks(*(np.delete(column, again_N) for column in clicks))
-
-
-def _first_time_of(path: str) -> int | None:
-    """Time of the first request of a file; None if there is none."""
-    times = _read(path, {"impression_time": _REQUIRED["impression_time"]}, {})["impression_time"]
-    first: int | None = pc.min(times).cast(pa.int64()).as_py()
-    return first
 
 
 def num_requests(behaviors: Sequence[str]) -> int:
@@ -180,9 +169,8 @@ def _groups(
     """Requests in `order` with their actions, converted to Python objects in slices."""
     for start in range(0, len(order), _ROWS):
         slice_ = table.take(order.slice(start, _ROWS)).combine_chunks()
-        columns: dict[str, Any] = {
-            name: slice_[name].to_pylist() for name in (*_OPTIONAL, "impression_id", "user_id", "session_id")
-        }
+        names_of_row = (*_OPTIONAL, "impression_id", "user_id", "session_id")
+        columns: dict[str, Any] = {name: slice_[name].to_pylist() for name in names_of_row}
         times = slice_["impression_time"].cast(pa.int64()).to_pylist()
         shown, clicked = (
             _rows(slice_[name].combine_chunks()) for name in ("article_ids_inview", "article_ids_clicked")
@@ -219,9 +207,8 @@ def _actions(request: Request, clicked: list[int], read_s: float | None, window_
 
     def action(name: str, number: int, item: int, time_ms: int, value: float) -> Action:
         event_id = hash64(f"{request.request_id}/{name}/{number}")
-        return Action(
-            request.request_id, request.user_id, request.session_id, time_ms, event_id, item, name, value
-        )
+        who = request.request_id, request.user_id, request.session_id
+        return Action(*who, time_ms, event_id, item, name, value)
 
     click_ms = request.time_ms + CLICK_DELAY_MS
     out = [action("click", n, item, click_ms, 1.0) for n, item in enumerate(clicked)]

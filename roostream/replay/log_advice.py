@@ -29,11 +29,8 @@ def advice(
 
 
 def _actions(schema: Schema, profile: LogProfile) -> Iterator[str]:
-    wanted = (
-        {label.action for label in schema.labels}
-        | {schema.online.click}
-        | {c.event for c in schema.counters} - {"", SHOWN}
-    )
+    wanted = {schema.online.click, *(label.action for label in schema.labels)}
+    wanted |= {c.event for c in schema.counters} - {"", SHOWN}
     if unnamed := [a for a in profile.actions if a not in wanted]:
         shown = ", ".join(f"{a!r} ({profile.actions[a]}{nearest(a, wanted)})" for a in unnamed[:_MAX_NAMED])
         more = f" and {len(unnamed) - _MAX_NAMED} more" if len(unnamed) > _MAX_NAMED else ""
@@ -67,11 +64,8 @@ def _features(schema: Schema, profile: LogProfile) -> Iterator[str]:
             if seen["share"] is None or sources.get(f.name) in STATELESS_FEATURES:
                 continue
             if not seen["share"]:
-                own = (
-                    ', or set online = "item_id" if it is the candidate\'s id'
-                    if side == "nro" and f.kind == "ids"
-                    else ""
-                )
+                is_item = side == "nro" and f.kind == "ids"
+                own = ', or set online = "item_id" if it is the candidate\'s id' if is_item else ""
                 yield f"feature {f.name!r} is missing in every row; add it to the log{own}, or remove it"
             elif f.is_list and not seen["max"]:
                 yield f"feature {f.name!r}: every list is empty"
@@ -101,11 +95,8 @@ def _labels(schema: Schema, profile: LogProfile, positives: Mapping[str, int], p
                 "check its threshold and window, and the ids of engagements"
             )
         share = count / profile.num_candidates if profile.num_candidates else 0.0
-        if (
-            count
-            and profile.num_candidates >= _MIN_CANDIDATES
-            and not 1 / _FAR_FROM_PRIOR <= share / prior_of <= _FAR_FROM_PRIOR
-        ):
+        is_near = 1 / _FAR_FROM_PRIOR <= share / prior_of <= _FAR_FROM_PRIOR
+        if count and profile.num_candidates >= _MIN_CANDIDATES and not is_near:
             yield (
                 f"label {label.name!r} is positive for {share:.2g} of the candidates, but the untrained model predicts "
                 f"{prior_of:.2g}; set prior = {share:.2g} in its [[label]]"

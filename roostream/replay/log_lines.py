@@ -112,11 +112,8 @@ class LogLineReader:
         items = [_id("item_id", i) for i in columns.pop("item_id")]
         self._check_names("ro", line.ro or {})
         self._check_names("nro", columns)
-        for name, column in (
-            *columns.items(),
-            ("positions", line.positions),
-            ("propensities", line.propensities),
-        ):
+        given = columns | {"positions": line.positions, "propensities": line.propensities}
+        for name, column in given.items():
             if column and len(column) != len(items):
                 text = f"{name}: expected {len(items)} values, one per candidate, got {len(column)}"
                 raise ValueError(text)
@@ -141,11 +138,9 @@ class LogLineReader:
         for name in given:
             if name not in known:
                 other = "ro" if side == "nro" else "nro"
-                hint = (
-                    f"; it is declared as {other}"
-                    if name in self._names[other]
-                    else nearest(name[:MAX_NAME_BYTES], known)
-                )
+                hint = nearest(name[:MAX_NAME_BYTES], known)
+                if name in self._names[other]:
+                    hint = f"; it is declared as {other}"
                 text = f"unknown {side} feature {name[:MAX_NAME_BYTES]!r}{hint}; declare it in the schema"
                 raise ValueError(text)
 
@@ -172,12 +167,10 @@ def _action(line: EngagementLine, where: str) -> Action:
     at_ms, surface = _time_ms(line.time), _text("surface", line.surface)
     if not abs(line.value) <= _LARGEST_FLOAT:
         raise ValueError(f"value: expected a finite 32-bit float, got {line.value:g}")
+    event_id = _id("event_id", line.event_id)
     if line.event_id == 0:
-        event_id = hash64(
-            msgspec.json.encode([user, session, request_id, item, action, at_ms, line.value, surface])
-        )
-    else:
-        event_id = _id("event_id", line.event_id)
+        parts = [user, session, request_id, item, action, at_ms, line.value, surface]
+        event_id = hash64(msgspec.json.encode(parts))
     return Action(request_id, user, session, at_ms, event_id, item, action, line.value, surface, where)
 
 
@@ -193,11 +186,9 @@ def _columns(
                     f"candidates.{name}: expected a list with one value per candidate, got {_shown(column)}"
                 )
         return dict(flat)
-    rows = (
-        candidates
-        if nro_is_a_feature
-        else [_flat(row, f"candidates[{n}]") for n, row in enumerate(candidates)]
-    )
+    rows = candidates
+    if not nro_is_a_feature:
+        rows = [_flat(row, f"candidates[{n}]") for n, row in enumerate(candidates)]
     names = dict.fromkeys(name for row in rows for name in row)
     for n, row in enumerate(rows):
         if "item_id" not in row:

@@ -71,11 +71,8 @@ class LogProfile:
     def report(self) -> dict[str, Any]:
         """All statistics, with stable keys."""
         lengths_N = np.repeat(list(self.lengths), list(self.lengths.values()))
-        quantiles = {
-            f"p{q}": int(np.percentile(lengths_N, q, method="lower"))
-            for q in (0, 25, 50, 75, 95, 100)
-            if len(lengths_N)
-        }
+        shown = (0, 25, 50, 75, 95, 100) if len(lengths_N) else ()
+        quantiles = {f"p{q}": int(np.percentile(lengths_N, q, method="lower")) for q in shown}
         return {
             "impressions": self.num_impressions,
             "candidates": self.num_candidates,
@@ -124,11 +121,8 @@ class _Side:
             parts = [c.floats if len(c.floats) else np.tile(none, n) for c, n in waiting]
             self._float_sums.add(np.concatenate(parts).reshape(-1, len(self._floats)).astype(np.float64))
         if self._lists:
-            self._list_sums.add(
-                np.concatenate([_lengths(c, n * len(self._lists)) for c, n in waiting]).reshape(
-                    -1, len(self._lists)
-                )
-            )
+            lengths = np.concatenate([_lengths(c, n * len(self._lists)) for c, n in waiting])
+            self._list_sums.add(lengths.reshape(-1, len(self._lists)))
 
 
 def _lengths(columns: Columns, count: int) -> np.ndarray:
@@ -157,12 +151,8 @@ class _Coverage:
         share = n / num_rows if num_rows else None
         if not n:
             return {"share": share, "min": None, "mean": None, "max": None}
-        return {
-            "share": share,
-            "min": float(self.min[i]),
-            "mean": float(self.sum[i] / n),
-            "max": float(self.max[i]),
-        }
+        smallest, mean, largest = (float(x) for x in (self.min[i], self.sum[i] / n, self.max[i]))
+        return {"share": share, "min": smallest, "mean": mean, "max": largest}
 
 
 class Origins:

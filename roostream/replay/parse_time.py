@@ -20,9 +20,8 @@ def parse_time_ms(value: int | str) -> int:
     """
     if isinstance(value, int):
         return _from_number(value)
-    if (
-        8 < len(value) < 32 and value.isascii() and value.isdigit()
-    ):  # eight digits are a date such as 20230523
+    # eight digits are a date such as 20230523
+    if 8 < len(value) < 32 and value.isascii() and value.isdigit():
         return _from_number(int(value))
     try:
         moment = datetime.datetime.fromisoformat(value)
@@ -39,22 +38,14 @@ def _from_number(time_ms: int) -> int:
     if time_ms <= 0:
         raise ValueError(f"expected a time after 1970 in ms, got {shown(time_ms)}")
     if time_ms < EARLIEST_MS:
-        hint = (
-            " which seems to be in seconds: multiply by 1000"
-            if EARLIEST_MS <= 1000 * time_ms <= LATEST_MS
-            else ""
-        )
-        raise ValueError(
-            f"expected ms since 1970, got {time_ms},{hint or ' which is before 2001'}; write a time before 2001 as text, "
-            "such as '1998-04-01T12:00:00'"
-        )
+        is_seconds = EARLIEST_MS <= 1000 * time_ms <= LATEST_MS
+        hint = "seems to be in seconds: multiply by 1000" if is_seconds else "is before 2001"
+        write = "write a time before 2001 as text, such as '1998-04-01T12:00:00'"
+        raise ValueError(f"expected ms since 1970, got {time_ms}, which {hint}; {write}")
     if time_ms > LATEST_MS:
-        hint = (
-            " which seems to be in µs: divide by 1000"
-            if time_ms <= 1000 * LATEST_MS
-            else " which is beyond the year 9999"
-        )
-        raise ValueError(f"expected ms since 1970, got {shown(time_ms)},{hint}")
+        is_micros = time_ms <= 1000 * LATEST_MS
+        hint = "seems to be in µs: divide by 1000" if is_micros else "is beyond the year 9999"
+        raise ValueError(f"expected ms since 1970, got {shown(time_ms)}, which {hint}")
     return time_ms
 
 

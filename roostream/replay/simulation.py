@@ -119,25 +119,21 @@ class Simulation:
         shown."""
         self._in_flight += 1
         try:
-            answer = await self.client.post(
-                "/v1/rank", self._rank_body(visit, items_n, first), _RANK_TIMEOUT_S
-            )
+            body = self._rank_body(visit, items_n, first)
+            answer = await self.client.post("/v1/rank", body, _RANK_TIMEOUT_S)
         finally:
             self._in_flight -= 1
         if answer is None:
             return 0
         order = np.array(answer["order"], dtype=np.int64)
         if not np.array_equal(np.sort(order), np.arange(len(items_n))):
-            log.error(
-                "expected a permutation of %d candidates from serving, got %s", len(items_n), answer["order"]
-            )
+            log.error("expected a permutation of %d candidates, got %s", len(items_n), answer["order"])
             return 0
         served_n, now_ms = items_n[order], self.clock.now_ms()
         self.num_requests += first == 0
         attraction_n = self.world.attraction(visit.user_id, served_n, now_ms)
-        self.click_rates.add(
-            expected_clicks(attraction_n, self.world.examination(len(served_n), first)), self._elapsed_s()
-        )
+        expected = expected_clicks(attraction_n, self.world.examination(len(served_n), first))
+        self.click_rates.add(expected, self._elapsed_s())
         for reaction in visitors.react(visit, served_n, now_ms, first):
             self._spawn(self._engage(visit, reaction))
         return len(served_n)
