@@ -68,7 +68,7 @@ def test_every_click_belongs_to_a_request_that_showed_the_item() -> None:
     for body in serving.ranks:
         shown.setdefault(body["request_id"], set()).update(body["candidates"]["item_id"])
     assert simulation.num_requests == len(shown) > 3
-    assert simulation.num_clicks > 0
+    assert simulation.num_clicks > 0 and simulation.num_cut_off == 0
     for e in serving.engagements:
         assert e["item_id"] in shown[e["request_id"]]
         assert e["action"] in ("click", "read")
