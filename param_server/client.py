@@ -97,10 +97,7 @@ class Client:
             header = {"incarnation": self.incarnation, "stacks": [share.stack for share in shares]}
             _, rows = self._call(shard, "pull", header, arrays)
             for share, rows_MD in zip(shares, rows, strict=True):
-                if isinstance(share.at_M, slice):
-                    out[share.stack] = rows_MD
-                else:
-                    kernels.put_rows(out[share.stack], share.at_M, rows_MD)
+                put_share(out, share, rows_MD)
 
         self._each_shard(self._shares(lookup), pull_from)
         return out
@@ -231,6 +228,14 @@ def split_by_owner(lookup: Lookup, owners: BucketMap) -> list[list[ShardKeys]]:
             if len(at_M):
                 owned.append(ShardKeys(stack, at_M, found.table_U[at_M], found.id_U[at_M]))
     return shares
+
+
+def put_share(out: dict[str, np.ndarray], share: ShardKeys, rows_MD: np.ndarray) -> None:
+    """Put an owner's rows into their positions in `out` (stack → float32 [U, D])."""
+    if isinstance(share.at_M, slice):
+        out[share.stack] = rows_MD
+    else:
+        kernels.put_rows(out[share.stack], share.at_M, rows_MD)
 
 
 def part_of(gradient_UD: np.ndarray, share: ShardKeys) -> np.ndarray:

@@ -325,20 +325,14 @@ def _probe(index_C2: np.ndarray, shift: np.uint64, table: np.uint64, id_: np.uin
 @njit(cache=True, nogil=True)
 def find(
     index_C2: np.ndarray, shift: np.uint64, table_U: np.ndarray, id_U: np.ndarray, row_U: np.ndarray
-) -> int:
-    """Write each key's row number to `row_U` (int64), -1 where absent; return how many are absent.
+) -> None:
+    """Write each key's row number to `row_U` (int64), -1 where absent.
 
     `table_U` uint32, `id_U` int64; `index_C2` and `shift` as in `find_or_insert`.
     """
-    absent = 0
     for u in range(id_U.shape[0]):
         slot = _probe(index_C2, shift, np.uint64(table_U[u]), np.uint64(id_U[u]))
-        if slot < 0:
-            row_U[u] = -1
-            absent += 1
-        else:
-            row_U[u] = np.int64(index_C2[slot, 1] & _LOW32) - 1
-    return absent
+        row_U[u] = -1 if slot < 0 else np.int64(index_C2[slot, 1] & _LOW32) - 1
 
 
 @njit(cache=True, nogil=True)
@@ -356,9 +350,8 @@ def find_or_insert(  # noqa: PLR0913 (a numba kernel takes flat arrays)
     flags_N: np.ndarray,
     row_U: np.ndarray,
     new_U: np.ndarray,
-) -> int:
-    """Write each key's row number to `row_U` (int64), inserting absent keys, which `new_U` (bool) marks;
-    return how many.
+) -> None:
+    """Write each key's row number to `row_U` (int64), inserting absent keys, which `new_U` (bool) marks.
 
     The caller has reserved U more rows, and slots so that at most half of them are taken.
 
@@ -369,7 +362,6 @@ def find_or_insert(  # noqa: PLR0913 (a numba kernel takes flat arrays)
         table_N, id_N       uint32, int64: each row's key
         bucket_N, flags_N   int32 in 0..num_buckets - 1; uint8, LIVE for a new row
     """
-    inserted = 0
     for u in range(id_U.shape[0]):
         table, id_ = np.uint64(table_U[u]), np.uint64(id_U[u])
         slot = _probe(index_C2, shift, table, id_)
@@ -384,7 +376,6 @@ def find_or_insert(  # noqa: PLR0913 (a numba kernel takes flat arrays)
             row = counts[0]
             counts[0] += 1
         counts[2] += 1
-        inserted += 1
         index_C2[~slot, 0] = id_
         index_C2[~slot, 1] = (table << _S32) | np.uint64(row + 1)
         table_N[row] = table_U[u]
@@ -392,7 +383,6 @@ def find_or_insert(  # noqa: PLR0913 (a numba kernel takes flat arrays)
         bucket_N[row] = splitmix64(id_ ^ table) % np.uint64(num_buckets)
         flags_N[row] = LIVE
         row_U[u] = row
-    return inserted
 
 
 @njit(cache=True, nogil=True)

@@ -51,7 +51,7 @@ def _exercise(table: StackTable) -> None:
     table.reserve(len(keys))
     kernels.limit(gradient_UD, np.float32(0.5), np.empty_like(gradient_UD))
     table.outbox.note_change(table.push(keys, gradient_UD, 10), 1, 2, 3)
-    table.pull(_keys(301))
+    table.embeddings.gather(_keys(301))
     table.outbox.take(100.0)
     table.outbox.settle(True)
     table.outbox.settled_after(0, *table.embeddings.rows_by_bucket([0]))

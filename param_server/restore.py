@@ -22,7 +22,7 @@ from param_server.initial_rows import initial_rows
 from param_server.row_block import RowBlock
 from param_server.segment_parts import Segment
 from param_server.segments import EMPTY_COMMIT, Commit, Segments, commit_of
-from param_server.table import FrozenRows, StackTable
+from param_server.table import StackTable
 from roostream.errors import SchemaError, UnavailableError
 from roostream.runtime import manifest as manifests
 from roostream.runtime.bucket_map import BucketMap
@@ -50,26 +50,6 @@ class FrozenCommit:
     def name(self) -> str:
         """Name of the segment that it becomes."""
         return f"{self.seq}-{self.incarnation}"
-
-
-def frozen_of(
-    seq: int,
-    incarnation: int,
-    generations: Mapping[str, FrozenRows],
-    complete: frozenset[int],
-    tables: Mapping[str, StackTable],
-    rows_end: Mapping[int, int],
-) -> FrozenCommit:
-    """What `freeze` keeps of the tables' generations."""
-    return FrozenCommit(
-        seq=seq,
-        incarnation=incarnation,
-        changes={name: generation.block for name, generation in generations.items()},
-        changed={name: generation.changed for name, generation in generations.items()},
-        complete=complete,
-        policy_states={name: table.eviction.state() for name, table in tables.items()},
-        rows_end=dict(rows_end),
-    )
 
 
 class RestoreTarget(NamedTuple):
@@ -123,7 +103,7 @@ def roll_back(
         name: join_keys(table.changed_keys(), frozen.get(name, no_keys())) for name, table in tables.items()
     }
     for name, table in tables.items():
-        table.remove(changed[name])
+        table.index.remove(changed[name])
     for stack, wanted in changed.items():
         wanted_keys = KeyIndex(segments.num_buckets)
         wanted_keys.add_new(wanted)

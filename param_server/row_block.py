@@ -45,12 +45,13 @@ class RowBlock:
     def gone(self) -> Keys:
         return Keys(self.keys.table_U[self.num_live :], self.keys.id_U[self.num_live :])
 
-    def take(self, chosen_K: np.ndarray) -> RowBlock:
-        """The keys where bool [K] is True, in order."""
-        live_L = chosen_K[: self.num_live]
+    def take(self, chosen: np.ndarray) -> RowBlock:
+        """The keys where bool [K] is True, or at int64 positions, live ones first."""
+        order_M = np.flatnonzero(chosen) if chosen.dtype == np.bool_ else chosen
+        live_L = order_M[order_M < self.num_live]
         return RowBlock(
-            keys=self.keys.take(chosen_K),
-            unpublished_K=self.unpublished_K[chosen_K],
+            keys=self.keys.take(order_M),
+            unpublished_K=self.unpublished_K[order_M],
             stamp_ms_L=self.stamp_ms_L[live_L],
             rows_LD=self.rows_LD[live_L],
             state_LA=self.state_LA[live_L],
@@ -63,18 +64,7 @@ def split_by_bucket(block: RowBlock, bucket_K: np.ndarray) -> dict[int, RowBlock
     order_K = np.lexsort((~live_K, bucket_K))  # by bucket, live keys first, else stable
     sorted_K = bucket_K[order_K]
     edges = [*np.flatnonzero(np.diff(sorted_K, prepend=-1)).tolist(), len(order_K)]
-    return {int(sorted_K[start]): _at(block, order_K[start:end]) for start, end in itertools.pairwise(edges)}
-
-
-def _at(block: RowBlock, order_M: np.ndarray) -> RowBlock:
-    live_L = order_M[order_M < block.num_live]
-    return RowBlock(
-        keys=block.keys.take(order_M),
-        unpublished_K=block.unpublished_K[order_M],
-        stamp_ms_L=block.stamp_ms_L[live_L],
-        rows_LD=block.rows_LD[live_L],
-        state_LA=block.state_LA[live_L],
-    )
+    return {int(sorted_K[start]): block.take(order_K[start:end]) for start, end in itertools.pairwise(edges)}
 
 
 def newest_of(newest_first: Sequence[RowBlock], num_buckets: int) -> RowBlock:

@@ -17,8 +17,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from param_server import kernels
-from param_server.client import ShardKeys, checked_gradient, part_of, split_by_owner
+from param_server.client import ShardKeys, checked_gradient, part_of, put_share, split_by_owner
 from param_server.server import Shard, ShardRpcHandler, integer
 from roostream.errors import ConfigError, RoostreamError, UnavailableError
 from roostream.runtime.bucket_map import BucketMap
@@ -100,10 +99,7 @@ class RowExchange:
         ]
         for owned, arrays in zip(shares, self._round(calls, self._pulled), strict=True):
             for share, rows_MD in zip(owned, arrays, strict=True):
-                if isinstance(share.at_M, slice):
-                    out[share.stack] = rows_MD
-                else:
-                    kernels.put_rows(out[share.stack], share.at_M, rows_MD)
+                put_share(out, share, rows_MD)
         return out
 
     def push(

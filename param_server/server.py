@@ -34,7 +34,6 @@ from param_server.outbox import BucketScan, PublishRound, Rollback
 from param_server.restore import (
     FrozenCommit,
     RestoreTarget,
-    frozen_of,
     manifest_numbers,
     reload,
     restore_target,
@@ -103,7 +102,7 @@ class Shard:
             self._check(incarnation, reading=True)
             check_owned(self.identity.index, self.owners, [keys for _, keys in requests])
             self.num_pulls += 1
-            return [table.pull(keys) for table, keys in requests]
+            return [table.embeddings.gather(keys) for table, keys in requests]
 
     def read(self, requests: Sequence[tuple[StackTable, Keys]]) -> tuple[int, list[PublishableRows]]:
         """(incarnation, each stack's rows as far as they may be published), for readers outside training.
@@ -300,8 +299,14 @@ class Shard:
                 generations = {
                     name: table.freeze(watermark_ms, complete) for name, table in self.tables.items()
                 }
-                self._frozen = frozen_of(
-                    seq, self.incarnation, generations, complete, self.tables, self._rows_end
+                self._frozen = FrozenCommit(
+                    seq=seq,
+                    incarnation=self.incarnation,
+                    changes={name: generation.block for name, generation in generations.items()},
+                    changed={name: generation.changed for name, generation in generations.items()},
+                    complete=complete,
+                    policy_states={name: table.eviction.state() for name, table in self.tables.items()},
+                    rows_end=dict(self._rows_end),
                 )
         rows = sum(len(generation.block.keys) for generation in generations.values())
         return {"rows": rows, "paused_ms": (time.perf_counter() - started_s) * 1000}

@@ -118,10 +118,6 @@ class StackTable:
                 f"{table!r}; nothing was applied: lower the learning rate or clip gradients",
             )
 
-    def pull(self, keys: Keys) -> np.ndarray:
-        """float32 [U, D]. A key without a row reads as its initial value, and no row is created."""
-        return self.embeddings.gather(keys)
-
     def read(self, keys: Keys, max_norm: float) -> PublishableRows:
         """The rows of these keys as far as they may be published. Creates no rows."""
         row_U = self.index.find(keys)
@@ -260,10 +256,6 @@ class StackTable:
         self.track_accumulators(block.state_LA)
         self.stamp_ms_N[row_L] = block.stamp_ms_L
         self.index.remove(block.gone)
-
-    def remove(self, keys: Keys) -> None:
-        """Remove rows that committed state does not have."""
-        self.index.remove(keys)
 
     def clear_changes(self) -> None:
         """After a rollback: nothing differs from committed state."""

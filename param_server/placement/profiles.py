@@ -183,10 +183,6 @@ class TableProfile:
         """Ids an example."""
         return self.ids / self.examples if self.examples else 0.0
 
-    @property
-    def batch_examples(self) -> float:
-        return self.examples / self.batches if self.batches else 0.0
-
     def uniques_of(self, examples: float) -> float:
         """Expected unique rows in a batch of so many examples: uniques ~ ids^a (Heaps' law), with a from the
         first halves of batches and whole batches. Exact at the size that was counted."""

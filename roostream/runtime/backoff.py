@@ -32,13 +32,8 @@ class Backoff:
         clock: Clock | None = None,
         log_every_s: float = 30.0,
     ) -> None:
-        self.what, self.timeout_s, self.first_s, self.max_s, self.log_every_s = (
-            what,
-            timeout_s,
-            first_s,
-            max_s,
-            log_every_s,
-        )
+        self.what, self.timeout_s, self.first_s, self.max_s = what, timeout_s, first_s, max_s
+        self.log_every_s = log_every_s
         self.clock = clock or SystemClock()
         self._down_since_s: float | None = None
         self._logged_s = 0.0

@@ -91,24 +91,6 @@ def all_rows(shards: list[Shard]) -> dict[Any, bytes]:
     return {key: bits for shard in shards for key, bits in state_of(shard).items()}
 
 
-@pytest.mark.parametrize("num_shards", [2, 3])
-def test_a_map_of_modulo_is_todays_placement_to_the_bit_the_call_and_the_byte(num_shards: int) -> None:
-    plain = [begun(index=i, num_shards=num_shards) for i in range(num_shards)]
-    mapped = placed(BucketMap.modulo(64, num_shards))
-    (rows, calls), (same, counted) = (
-        trained(plain, None, 1),
-        trained(mapped, BucketMap.modulo(64, num_shards), 2),
-    )
-    assert rows == same and [state_of(s) for s in plain] == [state_of(s) for s in mapped]
-    assert [[method for method, _ in t.calls] for t in counted] == [
-        [method for method, _ in t.calls] for t in calls
-    ]
-    assert [t.bytes for t in counted] == [t.bytes for t in calls] and all(t.bytes for t in calls)
-    assert [header | {"incarnation": 1} for _, header in counted[0].calls] == [
-        header for _, header in calls[0].calls
-    ]
-
-
 def test_rows_are_the_same_wherever_buckets_lie() -> None:
     one, turned = [begun()], placed(TURNED)
     assert trained(one, None, 1)[0] == trained(turned, TURNED, 2)[0]

@@ -175,22 +175,6 @@ def test_a_push_that_fails_inside_the_shard_is_not_sent_again() -> None:
     assert asked == ["push"]
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_a_gradient_that_is_not_finite_is_refused_by_its_shard_and_pushes_wait_for_a_restore(
-    bad: float,
-) -> None:
-    client, _, shards = make_client(2)
-    lookup = lookup_of(LOOKUP)
-    gradients = gradients_of(lookup, 1.0)
-    gradients[ROWWISE][-1, -1] = bad
-    with pytest.raises(WireError):
-        client.push(lookup, gradients, step=0, time_ms=0)
-    assert {} in [state_of(s) for s in shards]
-    with pytest.raises(UnavailableError):
-        client.push(lookup, gradients_of(lookup, 1.0), step=0, time_ms=0)
-    client.close()
-
-
 def test_a_client_keeps_no_batch_alive() -> None:
     client, _, _ = make_client(2)
     lookup = lookup_of(LOOKUP)
@@ -221,24 +205,3 @@ def test_a_stack_without_a_gradient_keeps_its_rows() -> None:
     gradients = gradients_of(lookup, 1.0)
     client.push(lookup, {ROWWISE: gradients[ROWWISE]}, step=0, time_ms=0)
     assert {stack for stack, _, _ in state_of(shards[0])} == {ROWWISE}
-
-
-def test_pulls_run_beside_a_push() -> None:
-    client, _, _ = make_client(2)
-    lookup = lookup_of(LOOKUP)
-    errors: list[BaseException] = []
-
-    def pull_often() -> None:
-        try:
-            for _ in range(30):
-                client.pull(lookup)
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=pull_often)
-    thread.start()
-    for step in range(30):
-        client.push(lookup, gradients_of(lookup, 0.1), step=step, time_ms=0)
-    thread.join(20)
-    assert errors == [] and not thread.is_alive()
-    client.close()

@@ -26,7 +26,6 @@ from tests.param_server.shard_support import (
     pull_from,
     push_to,
     state_of,
-    table_id,
 )
 
 
@@ -81,32 +80,6 @@ def lives(**kwargs: Any) -> tuple[Shard, MemoryKeyValueStore, MemoryStore]:
     return begun(blobs=blobs, store=store, eviction=SecondPush, **kwargs), blobs, store
 
 
-@pytest.mark.parametrize("killed", [False, True])
-def test_a_rollback_brings_back_what_the_policy_knew(killed: bool) -> None:
-    shard, blobs, store = lives()
-    push_to(shard, 1, ids=(1, 2))
-    push_to(shard, 2, ids=(2,))
-    name = commit(shard, store, 1)
-    known = seen(shard)
-    push_to(shard, 3, ids=(1, 5))
-    assert seen(shard) != known and shard.stats()["rows"][ADAGRAD] == 2
-    if killed:
-        shard = make_shard(blobs, store, eviction=SecondPush)
-    shard.restore(2, name)
-    assert seen(shard) == known == {(table_id(ITEM), 1): 1, (table_id(ITEM), 2): 2}
-    assert shard.stats()["rows"][ADAGRAD] == 1
-    push_to(shard, 1, ids=(1,))
-    assert shard.stats()["rows"][ADAGRAD] == 2
-
-
-def test_a_rollback_to_the_beginning_forgets_everything() -> None:
-    shard, _, store = lives()
-    push_to(shard, 1, ids=(1,))
-    commit(shard, store, 1)
-    shard.restore(2, "")
-    assert seen(shard) == {}
-
-
 def test_a_commit_in_which_only_the_policy_learned_something_is_kept() -> None:
     shard, blobs, store = lives()
     push_to(shard, 1, ids=(1,))
@@ -119,18 +92,6 @@ def test_a_commit_in_which_only_the_policy_learned_something_is_kept() -> None:
         again.restore(9, name)
         assert {id_ for _, id_ in seen(again)} == ids
     assert [s.name for s in again.committed.segments] == ["1-1"], "it has no rows, but what the policy knew"
-
-
-def test_an_aborted_commit_leaves_the_policy_as_it_is() -> None:
-    shard, _, store = lives()
-    push_to(shard, 1, ids=(1,))
-    shard.freeze(1, 0)
-    push_to(shard, 2, ids=(3,))
-    shard.abort(1)
-    assert {id_ for _, id_ in seen(shard)} == {1, 3}
-    name = commit(shard, store, 2)
-    shard.restore(2, name)
-    assert {id_ for _, id_ in seen(shard)} == {1, 3}
 
 
 def test_a_damaged_state_is_never_loaded() -> None:

@@ -127,11 +127,3 @@ def test_splitting_by_shard_is_stable_and_agrees_with_buckets(num_shards: int) -
 def test_publishable_rows_are_finite_and_of_bounded_norm(row: list[float], publishable: bool) -> None:
     rows_MD = np.array([[0.0, 0.0], row], np.float32)
     assert kernels.publishable(rows_MD, 5.0).tolist() == [True, publishable]
-
-
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_the_first_row_that_is_not_finite_is_found(bad: float) -> None:
-    gradient_UD = np.full((5, 3), 3e38, np.float32)
-    assert kernels.first_non_finite(gradient_UD) == -1
-    gradient_UD[3, 2] = gradient_UD[4, 0] = bad
-    assert kernels.first_non_finite(gradient_UD) == 3

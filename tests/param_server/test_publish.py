@@ -115,13 +115,6 @@ def test_a_row_that_may_not_go_out_is_taken_from_readers_who_have_it_from_a_hist
     assert len(deltas(loop.topic)) == before, "told once"
 
 
-def test_many_rows_of_a_bucket_are_one_delta_unless_it_would_be_too_large() -> None:
-    loop = Loop(begun(num_buckets=1))
-    loop.push(*range(1000))
-    loop.turn()
-    assert [len(d.ids) for d in deltas(loop.topic)] == [1000]
-
-
 def test_tables_of_a_stack_go_out_apart_and_many_rows_in_several_deltas() -> None:
     loop = Loop(begun(num_buckets=2))
     loop.shard.tables[ADAGRAD].outbox.max_delta_bytes = 3 * (8 + 16)

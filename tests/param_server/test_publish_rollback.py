@@ -23,7 +23,6 @@ from tests.param_server.shard_support import (
     MemoryStore,
     begun,
     commit,
-    link_manifest,
     make_shard,
     small_schema,
 )
@@ -54,31 +53,6 @@ def test_only_a_shard_s_own_buckets_get_barriers() -> None:
     loop.turn()
     assert {b.bucket for _, _, b in messages(loop.topic, wire.BARRIER)} == set(range(1, 64, 2))  # type: ignore[attr-defined]
     assert sorted(shard.stats()["rows_end"]) == ["1", "3"]
-
-
-@pytest.mark.parametrize("survives", [False, True])
-def test_readers_are_told_what_a_rollback_undid(survives: bool) -> None:
-    blobs, store = MemoryKeyValueStore(), MemoryStore()
-    loop = Loop(begun(blobs=blobs, store=store))
-    follower = Follower(loop.topic)
-    loop.push(1, 2)
-    loop.turn()
-    name = commit(loop.shard, store, 1)
-    committed = loop.rows(1, 2, 3)
-    loop.push(2, 3)
-    loop.turn()
-    follower.catch_up(loop.shard)
-    assert follower.rows(ITEM, 1, 2, 3).tobytes() == loop.rows(1, 2, 3).tobytes() != committed.tobytes()
-    if survives:
-        loop.shard.restore(2, name)
-    else:
-        loop = killed_and_restored(loop, blobs, store, name)
-    before = loop.publisher.num_republished
-    loop.turn()
-    follower.catch_up(loop.shard)
-    assert loop.publisher.num_republished == before + 2, "2 and 3 were told behind the commit"
-    assert follower.num_bootstraps == 1 and follower.replica.num_rows == 2
-    assert follower.rows(ITEM, 1, 2, 3).tobytes() == committed.tobytes()
 
 
 def test_a_kill_before_everything_is_republished_repeats_it() -> None:
@@ -119,21 +93,6 @@ def test_rows_that_were_committed_before_they_went_out_go_out_after_a_kill(in_fl
     follower.catch_up(loop.shard)
     assert follower.num_bootstraps == 1
     assert follower.rows(ITEM, 1, 2, 3).tobytes() == loop.rows(1, 2, 3).tobytes()
-
-
-def test_a_tombstone_that_was_committed_before_it_went_out_goes_out_after_a_kill() -> None:
-    blobs, store = MemoryKeyValueStore(), MemoryStore()
-    loop = Loop(begun(blobs=blobs, store=store, schema=small_schema(expire_after_ms=10)))
-    follower = Follower(loop.topic)
-    loop.push(1, time_ms=1)
-    loop.turn()
-    follower.catch_up(loop.shard)
-    commit(loop.shard, store, 1)
-    name = commit(loop.shard, store, 2, watermark_ms=1000)
-    loop = killed_and_restored(loop, blobs, store, name)
-    loop.turn()
-    follower.catch_up(loop.shard)
-    assert follower.replica.num_rows == 0 and follower.num_bootstraps == 1
 
 
 def with_a_round_in_flight() -> tuple[Loop, str, PublishRound]:
@@ -272,13 +231,3 @@ def test_the_thread_goes_on_after_an_outage_and_ends_with_stop() -> None:
     stop.set()
     thread.join(10)
     assert not thread.is_alive() and len(deltas(topic)) == 1 and publisher.published_at_ms > 0
-
-
-def test_manifests_of_several_shards_record_the_smallest_offset() -> None:
-    store = MemoryStore()
-    name = link_manifest(
-        store, 1, 1, [{"segments": [], "rows_end": {0: 7}}, {"segments": [], "rows_end": {0: 3, 1: 4}}]
-    )
-    shard = make_shard(store=store, num_shards=2)
-    shard.restore(1, name)
-    assert shard.stats()["rows_end"] == {"0": 3, "2": 0}

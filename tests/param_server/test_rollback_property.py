@@ -246,4 +246,4 @@ class AdmittingLife(ShardLife):
 TestShardLife = ShardLife.TestCase
 TestShardLife.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
 TestAdmittingLife = AdmittingLife.TestCase
-TestAdmittingLife.settings = settings(max_examples=30, stateful_step_count=40, deadline=None)
+TestAdmittingLife.settings = settings(max_examples=15, stateful_step_count=40, deadline=None)

@@ -153,19 +153,6 @@ def test_rows_are_those_of_the_shards_to_the_bit(holders: Callable[[int], Holder
     assert all(np.isfinite(np.frombuffer(bits[:-8], np.float32)).all() for bits in held.state().values())
 
 
-def test_gradients_are_added_in_the_order_of_workers_and_another_order_shows(
-    holders: Callable[[int], Holders],
-) -> None:
-    lookup, found = lookup_of({ITEM: range(8)}), []
-    for scales in ((1e20, 1.0, -1e20), (1e20, -1e20, 1.0)):
-        held = holders(3)
-        gradients = [gradients_of(lookup, scale) for scale in scales]
-        held.together(lambda worker, rows, its=gradients: rows.push(lookup, its[worker], step=1, time_ms=0))  # type: ignore[misc]
-        found.append(held.state())
-        assert all(np.isfinite(np.frombuffer(bits[:-8], np.float32)).all() for bits in found[-1].values())
-    assert found[0].keys() == found[1].keys() and all(found[0][key] != found[1][key] for key in found[0])
-
-
 def test_what_is_pulled_is_what_was_pushed_also_by_whoever_asks_for_nothing(
     holders: Callable[[int], Holders],
 ) -> None:
@@ -191,10 +178,8 @@ def test_a_worker_alone_sends_nothing_and_others_no_key_twice(holders: Callable[
     assert alone.rows[0].sent_bytes == 0
     before = two.rows[0].sent_bytes
     two.together(lambda worker, rows: rows.pull(lookup_of({ITEM: range(400)} if worker == 0 else {})))
-    foreign = sum(1 for bucket in np.bincount([0]) for bucket in ()) or None
-    assert foreign is None and 200 * 12 * 0.7 < two.rows[0].sent_bytes - before < 200 * 12 * 1.3 + 400, (
-        "keys of the other's buckets"
-    )
+    sent_bytes = two.rows[0].sent_bytes - before
+    assert 200 * 12 * 0.7 < sent_bytes < 200 * 12 * 1.3 + 400, "about half of the keys: the other's buckets"
 
 
 @pytest.mark.parametrize("broken", [0, 1])
@@ -278,7 +263,7 @@ def test_rows_go_from_workers_to_shards_and_on_as_if_they_had_always_been_there(
 # Over torch's process groups
 
 
-@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("workers", [3])
 def test_workers_meet_and_swap_over_gloo(workers: int) -> None:
     places = [TorchRendezvous("127.0.0.1:0", device="cpu", timeout_s=20) for _ in range(workers)]
     meetings = [GroupSpec(1, w, workers, places[0].address, " rows") for w in range(workers)]

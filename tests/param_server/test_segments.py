@@ -56,8 +56,8 @@ def test_a_long_list_is_written_anew_bucket_by_bucket_and_nothing_is_lost() -> N
 
 def test_a_list_of_few_changes_ends_too() -> None:
     writer = Writer()
-    writer.commit({n: 1.0 for n in range(1000)})
-    sizes = [len(writer.commit({n % 3: float(n)})) for n in range(200)]
+    writer.commit({n: 1.0 for n in range(300)})
+    sizes = [len(writer.commit({n % 3: float(n)})) for n in range(120)]
     assert max(sizes) <= FEW_SEGMENTS + MANY_SEGMENTS and state(writer.segments, writer.live) == writer.rows
 
 

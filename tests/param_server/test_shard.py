@@ -22,7 +22,6 @@ from tests.param_server.shard_support import (
     ADAGRAD,
     ITEM,
     ROWWISE,
-    TOPIC,
     USER,
     begun,
     keys,
@@ -89,24 +88,6 @@ def test_tables_of_a_stack_move_by_their_own_rates() -> None:
     np.testing.assert_allclose(before[1] - after[1], 0.05 / np.sqrt(2), rtol=1e-4)
 
 
-def test_tables_of_a_stack_don_t_share_rows() -> None:
-    shard = begun()
-    push(shard, 1, ITEM, (1,))
-    untouched = pull(shard, USER, 1)
-    push(shard, 2, ITEM, (1,))
-    assert pull(shard, USER, 1).tobytes() == untouched.tobytes()
-
-
-def test_one_call_carries_all_stacks() -> None:
-    shard = begun()
-    item, topic = keys(ITEM, 1, 2, 3), keys(TOPIC, 9)
-    header = {"incarnation": 1, "stacks": [ROWWISE, ADAGRAD]}
-    _, rows = ShardRpcHandler(shard).handle(
-        "pull", header, [topic.table_U, topic.id_U, item.table_U, item.id_U]
-    )
-    assert [r.shape for r in rows] == [(1, 3), (3, 4)]
-
-
 def test_a_push_is_applied_once_however_often_it_is_sent() -> None:
     shard = begun()
     assert push(shard, 1) is True
@@ -114,25 +95,6 @@ def test_a_push_is_applied_once_however_often_it_is_sent() -> None:
     assert push(shard, 1) is False
     assert state_of(shard) == before
     assert shard.stats()["repeats"] == 1 and shard.stats()["pushes"] == 1
-
-
-def test_what_a_commit_would_write_is_counted_by_stack() -> None:
-    shard = begun()
-    push(shard, 1, ITEM, (1, 2))
-    push(shard, 2, TOPIC, (1,))
-    assert shard.stats()["dirty"] == 3
-
-
-def test_pulls_are_counted_one_by_one() -> None:
-    shard = begun()
-    for _ in range(3):
-        pull(shard, ITEM, 1, 2)
-    assert shard.stats()["pulls"] == 3
-
-
-def test_each_worker_has_its_own_sequence() -> None:
-    shard = begun()
-    assert push(shard, 1, worker=0) and push(shard, 1, worker=1) and push(shard, 2, worker=0)
 
 
 def test_a_push_after_a_lost_one_is_refused() -> None:
@@ -258,8 +220,3 @@ def test_a_reader_gets_no_row_that_may_not_be_published() -> None:
     rows = table.read(keys(ITEM, 1, 2), 100.0)
     assert rows.exists_U.tolist() == [0, 1] and np.isfinite(rows.rows_UD).all()
     assert rows.rows_UD[0].tobytes() == table.embeddings.gather_at(keys(ITEM, 1), np.array([-1])).tobytes()
-
-
-def test_readers_wait_for_restore_as_trainers_do() -> None:
-    with pytest.raises(UnavailableError):
-        ShardRpcHandler(make_shard()).handle("read", {"stacks": []}, [])

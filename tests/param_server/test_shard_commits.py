@@ -41,89 +41,6 @@ def test_a_restart_gives_the_committed_rows_to_the_bit() -> None:
     assert state_of(again) == committed
 
 
-def test_a_survivor_goes_back_to_the_commit_to_the_bit_and_takes_pushes_again() -> None:
-    store = MemoryStore()
-    shard = begun(store=store)
-    push(shard, 1, ITEM, (1, 2, 3))
-    name = commit(shard, store, 1)
-    committed = state_of(shard)
-    push(shard, 2, ITEM, (2, 7))
-    push(shard, 3, TOPIC, (1,))
-    shard.restore(2, name)
-    assert state_of(shard) == committed and shard.stats()["dirty"] == 0
-    assert push(shard, 1, ITEM, (2,))
-
-
-def test_a_survivor_undoes_both_open_generations() -> None:
-    store = MemoryStore()
-    shard = begun(store=store)
-    push(shard, 1, ITEM, (1, 2))
-    name = commit(shard, store, 1)
-    committed = state_of(shard)
-    push(shard, 2, ITEM, (2, 3))
-    shard.freeze(2, 0)
-    push(shard, 3, ITEM, (3, 4))
-    shard.restore(2, name)
-    assert state_of(shard) == committed
-
-
-def test_a_commit_whose_last_step_was_missed_counts_by_its_manifest() -> None:
-    store = MemoryStore()
-    shard = begun(store=store)
-    push(shard, 1, ITEM, (1, 2))
-    commit(shard, store, 1)
-    push(shard, 2, ITEM, (2, 3))
-    shard.freeze(2, 0)
-    frozen = state_of(shard)
-    push(shard, 3, ITEM, (3, 4))
-    name = link_manifest(store, 2, 1, [shard.write(2)])
-    shard.restore(2, name)
-    assert state_of(shard) == frozen
-    assert shard.stats()["committed_seq"] == 2
-
-
-def test_training_goes_on_while_a_frozen_generation_is_written() -> None:
-    store = MemoryStore()
-    shard = begun(store=store)
-    push(shard, 1, ITEM, (1,))
-    frozen = state_of(shard)
-    shard.freeze(1, 0)
-    push(shard, 2, ITEM, (1,))
-    later = state_of(shard)
-    name = link_manifest(store, 1, 1, [shard.write(1)])
-    shard.commit(1)
-    assert state_of(shard) == later and later != frozen
-    shard.restore(2, name)
-    assert state_of(shard) == frozen
-
-
-def test_an_aborted_commit_s_rows_are_in_the_next_one() -> None:
-    blobs, store = MemoryKeyValueStore(), MemoryStore()
-    shard = begun(blobs=blobs, store=store)
-    push(shard, 1, ITEM, (1, 2))
-    shard.freeze(1, 0)
-    shard.write(1)
-    shard.abort(1)
-    push(shard, 2, ITEM, (2, 3))
-    name = commit(shard, store, 2)
-    again = make_shard(blobs, store)
-    again.restore(2, name)
-    assert state_of(again) == state_of(shard)
-
-
-def test_an_older_manifest_than_the_last_commit_is_read_whole() -> None:
-    store = MemoryStore()
-    shard = begun(store=store)
-    push(shard, 1, ITEM, (1, 2))
-    first, committed = commit(shard, store, 1), state_of(shard)
-    push(shard, 2, ITEM, (1, 3))
-    commit(shard, store, 2)
-    shard.restore(2, first)
-    assert state_of(shard) == committed
-    shard.restore(3, "")
-    assert state_of(shard) == {}
-
-
 @pytest.mark.parametrize("publishing", [True, False])
 def test_rows_expire_by_the_watermark_at_a_freeze_and_come_back_with_a_rollback(publishing: bool) -> None:
     blobs, store = MemoryKeyValueStore(), MemoryStore()
@@ -172,20 +89,6 @@ def test_a_row_that_expired_begins_again_at_its_initial_value() -> None:
     assert pull(shard, ITEM, 1).tobytes() == first.tobytes()
 
 
-def test_a_row_that_expired_and_began_again_before_the_commit_is_in_it() -> None:
-    blobs, store = MemoryKeyValueStore(), MemoryStore()
-    schema = small_schema(expire_after_ms=10)
-    shard = begun(blobs=blobs, store=store, schema=schema)
-    push(shard, 1, ITEM, (1,), time_ms=1)
-    shard.freeze(1, 1000)
-    shard.abort(1)
-    push(shard, 2, ITEM, (1,), time_ms=1000)
-    name = commit(shard, store, 2, watermark_ms=1000)
-    again = make_shard(blobs, store, schema=schema)
-    again.restore(2, name)
-    assert len(state_of(shard)) == 1 and state_of(again) == state_of(shard)
-
-
 def test_event_time_never_goes_back() -> None:
     shard = begun(schema=small_schema(expire_after_ms=10))
     push(shard, 1, ITEM, (1,), time_ms=1000)
@@ -225,20 +128,6 @@ def test_an_abort_ends_whatever_is_frozen_up_to_it_and_is_remembered_until_a_res
     name = commit(shard, store, 9)
     shard.restore(2, name)
     shard.freeze(1, 0)
-
-
-def test_a_failed_write_can_be_tried_again() -> None:
-    blobs, store = MemoryKeyValueStore(), MemoryStore()
-    shard = begun(blobs=blobs, store=store)
-    push(shard, 1)
-    shard.freeze(1, 0)
-    blobs.fail_at(2)
-    with pytest.raises(UnavailableError):
-        shard.write(1)
-    name = link_manifest(store, 1, 1, [shard.write(1)])
-    again = make_shard(blobs, store)
-    again.restore(2, name)
-    assert state_of(again) == state_of(shard)
 
 
 def test_a_commit_holds_even_if_old_segments_can_t_be_deleted(caplog: pytest.LogCaptureFixture) -> None:
@@ -335,21 +224,6 @@ def test_a_manifest_of_another_arrangement_is_refused(changes: dict[str, Any], m
     name = link_manifest(store, 1, 1, [{"segments": [], "rows_end": {}}], **changes)
     with pytest.raises(ConfigError, match=message):
         make_shard(store=store).restore(1, name)
-
-
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        (b"", "expected a manifest in JSON"),
-        (b"[1]", "expected a manifest in JSON"),
-        (b'{"checksum": "0", "body": {}}', "expected checksum 0, got .*: the manifest is damaged"),
-    ],
-)
-def test_g5_a_damaged_manifest_is_refused(data: bytes, message: str) -> None:
-    store = MemoryStore()
-    store.put("manifests/00000001", data)
-    with pytest.raises(CheckpointError, match=message):
-        make_shard(store=store).restore(1, "manifests/00000001")
 
 
 def test_a_manifest_that_is_absent_is_refused_and_fences_all_the_same() -> None:

@@ -254,13 +254,7 @@ def test_a_shard_that_is_asked_to_go_does_what_the_last_commit_needs_first(
         ({"schema": "absent.toml"}, "absent.toml: no such file", REFUSED_CODE),
         ({"index": 3}, "key 'index': expected 0..0 (num_shards - 1), got 3", REFUSED_CODE),
         ({"lisen": "127.0.0.1:0"}, "did you mean 'listen'?", REFUSED_CODE),
-        (
-            {"listen": "0.0.0.0:0"},
-            "key 'listen': expected a loopback address such as 127.0.0.1, got '0.0.0.0:0'",
-            REFUSED_CODE,
-        ),
         ({"listen": "taken"}, "choose another port, or 0 for any", AWAY_CODE),  # by another, who may leave
-        ({"home": "a file"}, "cannot be opened", AWAY_CODE),  # now
     ],
 )
 def test_a_wrong_setting_ends_in_one_sentence(
@@ -268,9 +262,6 @@ def test_a_wrong_setting_ends_in_one_sentence(
 ) -> None:
     if settings.get("listen") == "taken":
         settings = {"listen": lead.server.address}
-    if settings.get("home") == "a file":
-        (tmp_path / "file").write_text("")
-        settings = {"home": str(tmp_path / "file")}
     shard.start(**settings)
     assert shard.process is not None and shard.process.wait(60) == code
     text = shard.log.read_text()

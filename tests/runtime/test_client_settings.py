@@ -41,11 +41,3 @@ def test_a_consumer_sees_committed_transactions_only_and_keeps_no_offsets(
     assert settings["auto.offset.reset"] == "error" and settings["enable.partition.eof"] is True, (
         "as the caller says"
     )
-
-
-def test_all_clients_go_to_the_same_broker_quietly(told: dict[str, dict[str, Any]]) -> None:
-    clients.producer(Broker("h:1"))
-    clients.consumer(Broker("h:1"), "group")
-    clients.admin(Broker("h:1"))
-    assert {settings["bootstrap.servers"] for settings in told.values()} == {"h:1"} and len(told) == 3
-    assert {settings["log.connection.close"] for settings in told.values()} == {False}

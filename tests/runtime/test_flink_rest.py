@@ -22,15 +22,11 @@ def flink() -> Iterator[FakeFlink]:
 @pytest.mark.parametrize(
     ("state", "live"),
     [
-        ("CREATED", True),
         ("RUNNING", True),
-        ("RESTARTING", True),
-        ("FAILING", True),
         ("CANCELLING", True),  # it holds its slots and may still write
         ("SUSPENDED", True),  # another job manager goes on with it
         ("FINISHED", False),
         ("FAILED", False),
-        ("CANCELED", False),
     ],
 )
 def test_a_job_is_live_until_it_has_ended(state: str, live: bool, flink: FakeFlink) -> None:

@@ -208,11 +208,6 @@ def test_records_are_merged_by_time_and_positions_follow() -> None:
     assert reader.positions() == {P0: 2, P1: 1, P2: 0}
 
 
-def test_without_merging_records_come_as_they_are_there() -> None:
-    reader = reader_of(FakeConsumer([FakeMessage(AT1, 0, 30), FakeMessage(AT0, 0, 10)]), AS_THEY_COME)
-    assert [(r.partition, r.timestamp_ms) for r in reader.poll(9, 0)] == [(0, 10), (1, 30)]
-
-
 def test_a_record_that_comes_within_the_time_is_waited_for() -> None:
     reader = reader_of(FakeConsumer([], [], [FakeMessage(AT0, 0, 10)]), AS_THEY_COME)
     assert [r.timestamp_ms for r in reader.poll(9, 0.5)] == [10]
@@ -285,11 +280,6 @@ def test_a_held_partition_is_not_fetched_until_it_is_let_go() -> None:
     assert consumer.paused == {AT1}, "a seek ends no hold"
 
 
-def test_one_partition_alone() -> None:
-    reader = reader_of(FakeConsumer([FakeMessage(AT0, 0, 10), FakeMessage(AT1, 0, 5)]))
-    assert [r.partition for r in reader.poll(9, 0, partition=P0)] == [0]
-
-
 def test_the_end_is_reached_when_all_that_was_there_is_given() -> None:
     consumer = FakeConsumer([FakeMessage(AT0, 0, 10), end(AT0, 1), end(AT1), end(AT2)])
     reader = reader_of(consumer)
@@ -329,20 +319,6 @@ def test_a_broker_that_is_away_is_waited_for() -> None:
     reader = reader_of(consumer, AS_THEY_COME)
     assert reader.poll(9, 0) == []
     assert len(reader.poll(9, 0)) == 1
-
-
-def test_silence_while_records_are_due_is_said_once(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reader = reader_of(consumer := FakeConsumer(), AS_THEY_COME)
-    monkeypatch.setattr("roostream.runtime.kafka.kafka_consumer._WARN_SILENT_S", -1.0)
-    with caplog.at_level(logging.INFO):
-        reader.poll(9, 0)
-        reader.poll(9, 0)
-        consumer.bring(end(AT0), end(AT1), end(AT2))
-        reader.poll(9, 0)
-        reader.poll(9, 0)
-    assert [r.levelname for r in caplog.records] == ["WARNING", "INFO"]
 
 
 def test_opening_connects_to_nobody_and_closing_is_idempotent() -> None:

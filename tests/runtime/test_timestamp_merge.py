@@ -19,16 +19,6 @@ def times(records: list[Record]) -> list[int]:
     return [r.timestamp_ms for r in records]
 
 
-def test_the_oldest_head_comes_first() -> None:
-    merge = TimestampMerge([P0, P1])
-    for r in (record(P0, 0, 10), record(P0, 1, 30), record(P1, 0, 20), record(P1, 1, 40)):
-        merge.offer(r)
-    assert times(merge.take(3)) == [10, 20, 30]
-    assert times(merge.take(3)) == [], "partition 0 is silent and could still hold 35"
-    merge.reached_end(P0)
-    assert times(merge.take(3)) == [40]
-
-
 def test_of_equal_times_the_partition_that_was_named_first_comes_first() -> None:
     merge = TimestampMerge([IMPRESSIONS, P0])
     merge.offer(record(P0, 0, 10))

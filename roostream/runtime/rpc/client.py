@@ -30,11 +30,8 @@ class SocketTransport:
         max_frame_bytes: int = frames.MAX_FRAME_BYTES,
         keys: LinkCredentials | None = None,
     ) -> None:
-        self.address, self.connect_timeout_s, self.max_frame_bytes = (
-            address,
-            connect_timeout_s,
-            max_frame_bytes,
-        )
+        self.address, self.connect_timeout_s = address, connect_timeout_s
+        self.max_frame_bytes = max_frame_bytes
         self.keys = keys or LinkCredentials()
         self._idle: deque[socket.socket] = deque()
         self._open: set[socket.socket] = set()

