@@ -86,7 +86,7 @@ class Snapshot:
     """Everything that training has changed outside the shards, copied between two chunks: what all workers
     share, and what belongs to this worker's partitions."""
 
-    shared: dict[str, np.ndarray]  # weights and optimizer state (dense_part/dense_file.py)
+    shared: dict[str, np.ndarray]  # weights and optimizer state (dense_part/dense_checkpoint.py)
     step: int
     watermark_ms: int
     partitions: dict[Partition, PartitionSnapshot]

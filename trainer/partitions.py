@@ -1,11 +1,10 @@
 """A worker's state by partition, so that a partition can move to another worker with its state.
 
-    partition (topic, number) ──► next offset to train, sample ids within the dedupe horizon, progressive
-    metrics,
-                                  number of chunks and requests taken of it
+    partition (topic, number) ──► next offset to train, sample ids within the dedupe horizon,
+                                  progressive metrics, number of chunks and requests taken of it
 
 Reports merge the metrics of all partitions: sums add up, and score counts have the resolution of the coarsest
-one (auc.py).
+one (monitoring/ranking_metrics.py).
 
 Letters: R requests, B candidates, T tasks."""
 

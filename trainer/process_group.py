@@ -240,12 +240,14 @@ class TorchProcessGroup:
         if self.rendezvous.device.startswith("cuda"):
             nccl: Any = c10d.ProcessGroupNCCL
             options = nccl.Options()
-            options._timeout = _timedelta(self.timeout_s)
+            options._timeout = _timedelta(self.timeout_s)  # noqa: SLF001 (torch has no public name)
             return nccl(store, self.index, self.workers, options)
         gloo: Any = c10d.ProcessGroupGloo
-        options = gloo._Options()
-        options._timeout = _timedelta(self.timeout_s)
-        options._devices = [gloo.create_device(hostname=self.rendezvous.host, lazy_init=False)]
+        # torch has no public names for these options.
+        options = gloo._Options()  # noqa: SLF001
+        options._timeout = _timedelta(self.timeout_s)  # noqa: SLF001
+        device = gloo.create_device(hostname=self.rendezvous.host, lazy_init=False)
+        options._devices = [device]  # noqa: SLF001
         return gloo(store, self.index, self.workers, options)
 
     def _open(self) -> c10d.TCPStore:

@@ -2,10 +2,9 @@
 abort.
 
     restore ──► start ──► training ──► cut ──► paused ──► resume ──► training
-                              │                   write stores the snapshot meanwhile; commit or abort drops it
-                              └─ a shard is unavailable, or Kafka rejected a prediction: the worker is broken,
-                              the next beat
-                                 reports it, and everyone is restored; rejected predictions are sent again
+                          │                 write stores the snapshot meanwhile; commit or abort drops it
+                          └─ a shard is unavailable, or Kafka rejected a prediction: the worker is broken,
+                             the next beat reports it, and everyone is restored; predictions are sent again
 
 The loop runs in the caller's thread. Commands arrive on the controller agent's thread and run between two
 batches, except `write`, which uses the snapshot and does not pause training. One of several workers keeps

@@ -339,7 +339,7 @@ def test_a_manifest_without_a_model_kind_is_restored() -> None:
     [
         MemoryError(),
         RuntimeError(
-            "[enforce fail at alloc_cpu.cpp:119] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"
+            "[enforce fail at alloc_cpu.cpp:119] DefaultCPUAllocator: can't allocate memory: 9 bytes"
         ),
     ],
 )

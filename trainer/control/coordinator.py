@@ -1,11 +1,10 @@
 """The controller's decisions as a pure state machine: events in (beats, ticks, outcomes of effects), effects
 and commands out.
 
-    CLAIMING ──► GATHERING ──► RESTORING ──► RUNNING ──► CUTTING ──► FREEZING ──► WRITING ──► LINKING ──►
-    COMMITTING ─┐
-       ▲         all members     to the last    ▲                        │            │           │                   │
-       │         connected       manifest       ├────── ABORTING ◄───────┴────────────┴───────────┘                   │
-       └── any member lost, or broken           └─────────────────────────────────────────────────────────────────────┘
+   CLAIMING ─► GATHERING ─► RESTORING ─► RUNNING ─► CUTTING ─► FREEZING ─► WRITING ─► LINKING ─► COMMITTING ─┐
+      ▲        all members     to the last  ▲                     │           │          │                   │
+      │        connected       manifest     ├── ABORTING ◄────────┴───────────┴──────────┘                   │
+      └── any member lost, or broken        └────────────────────────────────────────────────────────────────┘
 
 Commit protocol:
   1. Workers train continuously.
@@ -232,9 +231,9 @@ class Coordinator:
         for result in results:
             if (answered := self._pending.take(key, member, result)) and not answered.result.get("ok"):
                 self._refused(answered.kind, key, answered.result, now_s)
-        if is_active and incarnation == self.incarnation and report.get("fatal"):
-            self._hold(key, str(report["fatal"]))
         is_current = is_active and incarnation == self.incarnation
+        if is_current and report.get("fatal"):
+            self._hold(key, str(report["fatal"]))
         if is_current and (report.get("broken") or report.get("ready") is False):
             self._lost(f"{key} cannot continue: {report.get('broken') or 'it is no longer ready'}")
         self.tick(now_s)

@@ -1,8 +1,8 @@
 """Releases workers while there is nothing to read: a pure rule over the backlog, and a thread of the
 controller that applies it.
 
-    training ── nothing to read for `hold_s` ──► on hold on hold ── `min_records` records are unread, or some
-    for `max_wait_s`; not before `min_held_s` ──► training
+    training ── nothing to read for `hold_s` ──► on hold
+    on hold ── `min_records` unread, or some for `max_wait_s`; not before `min_held_s` ──► training
 
 After Kurian et al., *Scalable Machine Learning Training Infrastructure for Online Ads Recommendation*, §VI-A,
 "transient stalls". An unknown backlog neither holds nor releases, and a quiet period before it does not

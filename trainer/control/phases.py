@@ -1,8 +1,7 @@
 """Initial training of history by more workers in larger batches, then training on the stream: the phase of an
 incarnation.
 
-    initial ──► at the export point everything is committed, training does not resume ──► the next
-    incarnation: stream
+    initial ──► at the export point everything is committed and training ends ──► next incarnation: stream
 
 The historical range is fixed when the initial phase begins. It is stored in the incarnation's file, as plans
 and holds are. The phase follows from that range and the committed offsets alone. So a crash cannot leave a
@@ -16,10 +15,9 @@ table's version ends, or it begins a further session of what was archived meanwh
 
 Work units:
 
-    committed offsets ──► epoch ──► of each source, what is left of its part ──► a worker's sources are its
-    units
-          ▲                                                                               │
-          └──── a commit, which is due as soon as every worker reports its units as trained
+    committed offsets ──► epoch ──► rest of each source's part ──► a worker's sources are its units
+          ▲                                                                            │
+          └── a commit, due as soon as every worker reports its units as trained ◄─────┘
 
 The range of every source is divided into the same number of parts of at most `unit_records`. The parts with
 one number are an *epoch*. All sources are in the same epoch, so that none is far ahead of the others. A unit

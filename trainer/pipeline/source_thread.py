@@ -17,7 +17,7 @@ class SourceThread(ForwardingSource):
     reports progress use no handle and do not wait."""
 
     def __init__(self, open_source: Callable[[], BatchSource]) -> None:
-        """`open_source` is called in the thread. Raises RoostreamError: as it does; no thread is left behind."""
+        """`open_source` is called in the thread. If it raises, no thread is left behind."""
         self._closed = False
         self._executor = ThreadPoolExecutor(1, "source")
         self._ident = self._executor.submit(threading.get_ident).result()

@@ -17,8 +17,8 @@ A, B, LABELS = ("samples", 0), ("samples", 1), ("corrections", 0)
 
 
 class Offsets:
-    """A `KafkaConsumer` to a `BacklogProbe`. `ends` as Kafka tells them; offsets in `records` are records, all others below the end
-    are markers."""
+    """A `KafkaConsumer` for a `BacklogProbe`. Offsets in `records` are records; all others below `ends` are
+    markers of transactions."""
 
     def __init__(self, ends: dict[Partition, int], records: Collection[tuple[Partition, int]] = ()) -> None:
         self.partitions, self.ends, self.records = tuple(ends), ends, set(records)

@@ -90,9 +90,7 @@ def test_without_initial_workers_there_are_no_phases() -> None:
     assert fleet.it.status()["initial"] is None
 
 
-def test_history_is_trained_by_more_workers_in_epochs_that_each_end_with_a_commit_then_the_stream_by_fewer() -> (
-    None
-):
+def test_more_workers_train_history_in_epochs_with_a_commit_each_then_fewer_the_stream() -> None:
     fleet = HistoryFleet()
     assert isinstance(fleet.to(State.RUNNING), HistoryFleet)
     assert fleet.state == (2, True)

@@ -12,7 +12,10 @@ from roostream.runtime.scrape import ScrapedMetrics
 from trainer.control.scrape_targets import SCRAPE_S, STALE_S, ScrapeTargets, read_figures, with_workers
 
 URLS = {"worker": "http://w", "shard-0": "http://s"}
-SHARD = 'roostream_shard_rows{stack="d16"} 7\nroostream_shard_rows{stack="d8"} 3\nroostream_shard_pulls_total 12\n'
+SHARD = """roostream_shard_rows{stack="d16"} 7
+roostream_shard_rows{stack="d8"} 3
+roostream_shard_pulls_total 12
+"""
 
 
 def fetched(urls: Mapping[str, str | None]) -> dict[str, ScrapedMetrics]:
