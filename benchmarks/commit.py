@@ -7,7 +7,6 @@ needs for the same bytes.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import statistics
 import tempfile
@@ -20,7 +19,7 @@ from benchmarks.common import samples as data
 from benchmarks.common.shard import empty_shard
 from benchmarks.common.shared_setup import SharedSetup
 from benchmarks.common.training_stack import Trainer, touch, training_stack
-from benchmarks.harness.benchmark import Benchmark, Row, Subject, Work
+from benchmarks.harness.benchmark import Benchmark, Row, Subject, TurnResult, WholeTurn
 from benchmarks.recovery import RATE, WARM
 from param_server.client import Client
 from param_server.key_value_store import KeyValueStore, RocksDbStore
@@ -28,78 +27,42 @@ from param_server.server import Shard, ShardRpcHandler
 from roostream.runtime.manifest import Manifest
 from roostream.runtime.rpc.transport import InMemoryTransport
 
-_ONLY_OURS_MS = 3_600_000  # no commit but those that are asked for
+_NEVER_MS = 3_600_000  # no commits but the requested ones
 _BETWEEN_S = 1.0
 _CHUNK = 1 << 20
 
-_holding = SharedSetup(training_stack)
+_stack_setup = SharedSetup(training_stack)
 
 
 class Committed(NamedTuple):
     """One commit."""
 
     took_s: float  # from the cut to its manifest
-    paused_ms: float  # of the loop: from its cut until it was told to go on
+    paused_ms: float  # of the training loop, from its cut until it goes on
     phases_ms: dict[str, float]
-    bytes: int  # that it wrote: segments of the shards, dense part, the worker's own
+    bytes: int  # of the shards' new segments, the dense part and the worker's part
     rows: int
 
 
-class Commits:
-    """A turn: so many commits, of all rows that are held, or of what training has changed in a second."""
+def commit(trainer: Trainer, rows: int, *, everything: bool) -> Committed:
+    """Commit after a second of training, with `everything` after a change of all `rows`."""
+    if everything:
+        trainer.hold(rows)
+    time.sleep(_BETWEEN_S)
+    before, paused_s = trainer.newest(), _paused_s(trainer)
+    manifest, status = trainer.commit(), trainer.call("status")
+    num_bytes, num_rows = written(before, manifest)
+    paused_ms = 1e3 * (_paused_s(trainer) - paused_s)
+    return Committed(status["commit_ms"] / 1e3, paused_ms, dict(status["phases_ms"]), num_bytes, num_rows)
 
-    def __init__(self, trainer: Trainer, rows: int, count: int, *, everything: bool) -> None:
-        self.trainer, self.rows, self.count, self.everything = trainer, rows, count, everything
-        self._commits: list[Committed] = []
 
-    def step(self) -> None:
-        self._commits = [self._commit() for _ in range(self.count)]
-
-    def _commit(self) -> Committed:
-        trainer = self.trainer
-        if self.everything:
-            trainer.hold(self.rows)
-        time.sleep(_BETWEEN_S)
-        before, paused_s = trainer.newest(), self._paused_s()
-        manifest, status = trainer.commit(), trainer.ask("status")
-        bytes_, rows = written(before, manifest)
-        paused_ms = 1e3 * (self._paused_s() - paused_s)
-        return Committed(status["commit_ms"] / 1e3, paused_ms, dict(status["phases_ms"]), bytes_, rows)
-
-    def _paused_s(self) -> float:
-        seen = self.trainer.seen("worker").value(
-            "roostream_worker_stage_seconds_total", stage="commit", thread="loop"
-        )
-        return seen or 0.0
-
-    @property
-    def bytes(self) -> int:
-        """Of the last commit."""
-        return self._commits[-1].bytes
-
-    def units(self) -> float:
-        return float(len(self._commits))
-
-    def took_s(self) -> float:
-        return sum(one.took_s for one in self._commits)
-
-    def figures(self) -> dict[str, float]:
-        each = self._commits
-        phases = {
-            f"{name}, ms": statistics.median(one.phases_ms[name] for one in each)
-            for name in each[0].phases_ms
-        }
-        return {
-            "rows": statistics.median(one.rows for one in each),
-            "MB": statistics.median(one.bytes for one in each) / 1e6,
-            "training paused, ms": statistics.median(one.paused_ms for one in each),
-            "longest pause, ms": max(one.paused_ms for one in each),
-            **phases,
-        }
+def _paused_s(trainer: Trainer) -> float:
+    name = "roostream_worker_stage_seconds_total"
+    return trainer.metrics("worker").value(name, stage="commit", thread="loop") or 0.0
 
 
 def written(before: Manifest, after: Manifest) -> tuple[int, int]:
-    """Bytes and rows that are of the later one alone."""
+    """Bytes and rows that only the later commit has."""
 
     def segments(manifest: Manifest) -> dict[tuple[int, str], dict[str, Any]]:
         return {
@@ -114,40 +77,56 @@ def written(before: Manifest, after: Manifest) -> tuple[int, int]:
 
 
 def stack() -> contextlib.AbstractContextManager[Trainer]:
-    """What all rows of a run use."""
-    return _holding.open(RATE, 0, WARM, _ONLY_OURS_MS)
+    """The stack of a run, shared by its rows."""
+    return _stack_setup.open(RATE, 0, WARM, _NEVER_MS)
 
 
 @contextlib.contextmanager
-def commits(rows: int, count: int, everything: bool) -> Iterator[Work]:
+def commits(rows: int, count: int, everything: bool) -> Iterator[WholeTurn]:
     """Units: commits. Time: from the cut to the manifest."""
     with stack() as trainer:
-        it = Commits(trainer, rows, count, everything=everything)
-        yield Work(it.step, it.units, it.figures, it.took_s)
+
+        def turn() -> TurnResult:
+            done = [commit(trainer, rows, everything=everything) for _ in range(count)]
+            figures = {
+                "rows": statistics.median(one.rows for one in done),
+                "MB": statistics.median(one.bytes for one in done) / 1e6,
+                "training paused, ms": statistics.median(one.paused_ms for one in done),
+                "longest pause, ms": max(one.paused_ms for one in done),
+            }
+            for phase in done[0].phases_ms:
+                figures[f"{phase}, ms"] = statistics.median(one.phases_ms[phase] for one in done)
+            return TurnResult(count, sum(one.took_s for one in done), figures)
+
+        yield WholeTurn(turn, warm_up=turn)
 
 
 @contextlib.contextmanager
-def synced(rows: int) -> Iterator[Work]:
+def synced(rows: int) -> Iterator[WholeTurn]:
     """The bytes of a commit of all rows, written to one file beside the stack's and synced."""
     with stack() as trainer:
-        its = Commits(trainer, rows, 1, everything=True)
-        its.step()
-        path = trainer.stack.home.tmp / "same-bytes"
-        yield Work(lambda: write_synced(path, its.bytes), lambda: 1.0)
+        num_bytes = commit(trainer, rows, everything=True).bytes
+        yield write_synced(trainer.stack.home.tmp / "same-bytes", num_bytes)
 
 
-def write_synced(path: Path, num_bytes: int) -> None:
-    chunk = os.urandom(_CHUNK)
-    with path.open("wb") as file:
-        for at in range(0, num_bytes, _CHUNK):
-            file.write(chunk[: num_bytes - at])
-        file.flush()
-        os.fsync(file.fileno())
-    path.unlink()
+def write_synced(path: Path, num_bytes: int) -> WholeTurn:
+    """Write a file of so many bytes and sync it."""
+
+    def turn() -> TurnResult:
+        chunk = os.urandom(_CHUNK)
+        with path.open("wb") as file:
+            for start in range(0, num_bytes, _CHUNK):
+                file.write(chunk[: num_bytes - start])
+            file.flush()
+            os.fsync(file.fileno())
+        path.unlink()
+        return TurnResult()
+
+    return WholeTurn(turn, warm_up=turn)
 
 
-class TimedBlobs:
-    """`KeyValueStore` that say what writing took, with and without waiting for the disk."""
+class TimedStore:
+    """A `KeyValueStore` that times writes, with and without a sync."""
 
     def __init__(self, blobs: KeyValueStore) -> None:
         self._blobs = blobs
@@ -164,91 +143,79 @@ class TimedBlobs:
 
 
 class ShardCommits:
-    """One shard's part of a commit, all of its rows changed: freeze, write, commit. A turn is one of them."""
+    """One shard's part of a commit with all rows changed: freeze, write, commit."""
 
-    def __init__(self, shard: Shard, blobs: TimedBlobs, rows: int) -> None:
+    def __init__(self, shard: Shard, blobs: TimedStore, rows: int) -> None:
         self.shard, self.blobs, self.rows = shard, blobs, rows
-        self._client = Client(
-            shard.identity.schema, [InMemoryTransport(ShardRpcHandler(shard).handle)], worker=0
-        )
+        schema = shard.identity.schema
+        self._client = Client(schema, [InMemoryTransport(ShardRpcHandler(shard).handle)], worker=0)
         self._client.set_incarnation(1)
         self._seq = 0
         self.bytes = 0
-        self._at_s: list[float] = []
-        self._write_s = self._sync_s = 0.0
 
-    def step(self) -> None:
+    def turn(self) -> TurnResult:
         touch(self._client, self.rows)
         self._seq += 1
         self.blobs.write_s = self.blobs.sync_s = 0.0
-        self._at_s = [time.perf_counter()]
+        began_s = time.perf_counter()
         self.shard.freeze(self._seq, int(time.time() * 1000))
-        self._at_s.append(time.perf_counter())
+        frozen_s = time.perf_counter()
         segments = self.shard.write(self._seq)["segments"]
-        self._at_s.append(time.perf_counter())
-        self._write_s, self._sync_s = self.blobs.write_s, self.blobs.sync_s
+        written_s = time.perf_counter()
+        write_s, sync_s = self.blobs.write_s, self.blobs.sync_s
         self.shard.commit(self._seq)
-        self._at_s.append(time.perf_counter())
+        ended_s = time.perf_counter()
         self.bytes = int(segments[-1]["bytes"])
-
-    def took_s(self) -> float:
-        return self._at_s[-1] - self._at_s[0]
-
-    def figures(self) -> dict[str, float]:
-        freeze_ms, write_ms, forget_ms = (
-            1e3 * (end_s - begin_s) for begin_s, end_s in itertools.pairwise(self._at_s)
-        )
-        stored_ms = 1e3 * (self._write_s + self._sync_s)
-        return {
+        figures = {
             "MB": self.bytes / 1e6,
-            "copy, pushes wait, ms": freeze_ms,
-            "encode, ms": write_ms - stored_ms,
-            "write, ms": 1e3 * self._write_s,
-            "sync and flush, ms": 1e3 * self._sync_s,
-            "check and forget, ms": forget_ms,
+            "copy, pushes wait, ms": 1e3 * (frozen_s - began_s),
+            "encode, ms": 1e3 * (written_s - frozen_s - write_s - sync_s),
+            "write, ms": 1e3 * write_s,
+            "sync and flush, ms": 1e3 * sync_s,
+            "check and forget, ms": 1e3 * (ended_s - written_s),
         }
+        return TurnResult(1, ended_s - began_s, figures)
 
 
 @contextlib.contextmanager
-def of_a_shard(rows: int) -> Iterator[Work]:
+def of_a_shard(rows: int) -> Iterator[WholeTurn]:
     """Units: commits, in this process, onto a disk."""
-    with _shared_shard.open(rows) as its:
-        yield Work(its.step, lambda: 1.0, its.figures, its.took_s)
+    with _shared_shard.open(rows) as commits:
+        yield WholeTurn(commits.turn, warm_up=commits.turn)
 
 
 @contextlib.contextmanager
-def synced_of_a_shard(rows: int) -> Iterator[Work]:
+def synced_of_a_shard(rows: int) -> Iterator[WholeTurn]:
     """The bytes of such a commit, written to one file and synced."""
-    with _shared_shard.open(rows) as its, tempfile.TemporaryDirectory() as folder:
-        if not its.bytes:
-            its.step()
-        yield Work(lambda: write_synced(Path(folder) / "same-bytes", its.bytes), lambda: 1.0)
+    with _shared_shard.open(rows) as commits, tempfile.TemporaryDirectory() as folder:
+        if not commits.bytes:
+            commits.turn()
+        yield write_synced(Path(folder) / "same-bytes", commits.bytes)
 
 
 @contextlib.contextmanager
-def _committing(rows: int) -> Iterator[ShardCommits]:
+def _shard_commits(rows: int) -> Iterator[ShardCommits]:
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as opened:
         blobs = RocksDbStore(Path(folder) / "segments").open()
         opened.callback(blobs.close)
-        timed = TimedBlobs(blobs)
-        yield ShardCommits(
-            empty_shard(data.demo_schema(), folder, publishing=False, blobs=timed), timed, rows
-        )
+        timed = TimedStore(blobs)
+        shard = empty_shard(data.demo_schema(), folder, publishing=False, blobs=timed)
+        yield ShardCommits(shard, timed, rows)
 
 
-_shared_shard = SharedSetup(_committing)
+_shared_shard = SharedSetup(_shard_commits)
 
 _HERE = "benchmarks.commit"
 _ROWS = (10_000, 100_000, 1_000_000)
 
 
-def _spelt(rows: int) -> str:
+def _spaced(rows: int) -> str:
     return f"{rows:,}".replace(",", " ")
 
 
 def _stack(rows: int) -> Row:
     return Row(
-        name=f"a commit of a running stack that holds {_spelt(rows)} rows",
+        name=f"a commit of a running stack that holds {_spaced(rows)} rows",
         unit="commits",
         shows="cost",
         subjects=(
@@ -261,7 +228,7 @@ def _stack(rows: int) -> Row:
 
 def _shard_row(rows: int) -> Row:
     return Row(
-        name=f"one shard's part, {_spelt(rows)} rows changed",
+        name=f"one shard's part, {_spaced(rows)} rows changed",
         unit="commits",
         shows="cost",
         subjects=(
@@ -278,16 +245,9 @@ BENCHMARK = Benchmark(
     rounds=1,
     run_setup=f"{_HERE}:stack",
     interpretation="""\
-Training stands still from the worker's cut until it is told to go on: "cut" (the batch in hand, pushes acknowledged, predictions
-flushed) and "freeze" (shards copy what has changed). What follows runs beside training: "write" (shards encode and sync their
-rows, the worker its own part and the dense one), "link" (the manifest). The target is a pause of 50 ms at most, which at a commit
-every 10 s would be 0.5 % of the time; a commit writes what has changed, so a second of training is the usual one and every row
-the worst. The pause is counted by the worker's loop itself, the phases by the controller, whose members answer by heartbeats.
-
-A shard alone has its parts in one process without calls: the copy under the lock for which pushes wait, encoding with
-checksums, handing to the store, waiting for the disk, and reading a part back and forgetting old ones.
-
-Broker, two shards, controller, one worker as a stack starts them, on the same cores; 500 requests/s of 20 candidates, demo
-schema (rows of 16 with a state), no row expires; the rows held grow from table to table. The limit is one file of as many bytes,
-written and synced in the same run.""",
+Training pauses during "cut" (finish the batch, wait for pushes, flush predictions) and "freeze" (shards copy changed rows).
+"Write" and "link" run beside training. The target is a pause of at most 50 ms, 0.5 % of the time at a commit every 10 s.
+A commit writes what has changed: a second of training is the usual case, every row the worst one. The rows of one shard alone
+split its part in one process without calls. The stack has a broker, two shards, a controller and one worker on the same cores,
+with 500 requests/s of 20 candidates of the demo schema; the limit is one file of as many bytes, written and synced.""",
 )

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from benchmarks.common.dataset_paths import CRITEO, EBNERD, absent
 from benchmarks.common.public_logs import samples_of
-from benchmarks.common.selection_loop import build_loop
-from benchmarks.harness.benchmark import RUN, Benchmark, Row, Subject, SubjectResult, Work
-from benchmarks.train_step import shard_client
+from benchmarks.common.shard import local_client
+from benchmarks.harness.benchmark import RUN, Benchmark, Row, Subject, SubjectResult, TurnResult, WholeTurn
+from benchmarks.selection import build_loop
 from param_server.client import Client
 from roostream.models.config import RankerConfig
 from roostream.wire.lookup import Lookup
@@ -33,7 +33,7 @@ _WARM_UP, _WINDOW = 256, 20
 
 
 class CountedRows(ShardRows):
-    """With what is pushed: of each 20 steps how many rows changed."""
+    """Counts the rows that pushes change in windows of 20 steps."""
 
     def __init__(self, client: Client) -> None:
         super().__init__(client)
@@ -41,7 +41,7 @@ class CountedRows(ShardRows):
         self.counting_s = 0.0  # CPU time that counting took
 
     def end_window(self) -> None:
-        """Count what has changed since the last one ended."""
+        """Add the rows that have changed in this window."""
         self.dirty += len(self._changed)
         self._changed.clear()
 
@@ -52,33 +52,30 @@ class CountedRows(ShardRows):
             self.end_window()
             self._window = times.step // _WINDOW
         for stack in gradients:
-            its = lookup.stacks[stack]
-            self._changed.update(zip(its.table_U.tolist(), its.id_U.tolist(), strict=True))
+            keys = lookup.stacks[stack]
+            self._changed.update(zip(keys.table_U.tolist(), keys.id_U.tolist(), strict=True))
         self.counting_s += time.thread_time() - began_s
 
 
 @contextlib.contextmanager
 def in_time_order(
     settings: Mapping[str, Any], seed: int, users: int = EVERYBODY, history: int = 50
-) -> Iterator[Work]:
+) -> Iterator[WholeTurn]:
     """Train on EB-NeRD in time order; `settings` are those of the training loop, as in a worker's TOML.
 
-    One step trains all requests of `users` users. The first step is short and warms up. The CPU time covers
-    training only; counting changed rows is left out.
+    A turn trains all requests of `users` users. The CPU time covers training without counting rows.
     """
     schema, records = samples_of("EB-NeRD", users, history)
-    figures: dict[str, float] = {}
 
-    def step() -> None:
-        most = len(records) if figures else min(_WARM_UP, len(records))
+    def run(num_records: int) -> TurnResult:
         with tempfile.TemporaryDirectory() as folder:
-            rows = CountedRows(shard_client(schema, folder))
-            given = {"batch_requests": BATCH, "seed": seed, **settings}
-            figures.update(
-                _trained(build_loop(schema, records[:most], RankerConfig(), given, rows), most, rows)
-            )
+            rows = CountedRows(local_client(schema, folder))
+            loop_settings = {"batch_requests": BATCH, "seed": seed, **settings}
+            loop = build_loop(schema, records[:num_records], RankerConfig(), loop_settings, rows)
+            figures = _trained(loop, num_records, rows)
+        return TurnResult(figures["inputs"], figures["cpu_s"], figures)
 
-    yield Work(step, lambda: figures["inputs"], lambda: dict(figures), lambda: figures["cpu_s"])
+    yield WholeTurn(lambda: run(len(records)), warm_up=lambda: run(min(_WARM_UP, len(records))))
 
 
 def _trained(loop: TrainLoop, requests: int, rows: CountedRows) -> dict[str, float]:
@@ -106,39 +103,39 @@ _IN_TIME_ORDER = "benchmarks.deferral:in_time_order"
 OFF, STALE, RANDOM = "every push", "share .6, every 8th", "share .6, at random"
 
 
-def _compared(told: Mapping[str, SubjectResult]) -> dict[str, float]:
-    base = told[OFF].figures
+def _compared(results: Mapping[str, SubjectResult]) -> dict[str, float]:
+    base = results[OFF].figures
     out: dict[str, float] = {}
-    for name, its in told.items():
+    for name, result in results.items():
         if name != OFF:
-            out[f"log loss of {name}, %"] = _change(its, told, "log loss")
-            out[f"pushes saved by {name}"] = its.figures["row_deferred_share"]
-            out[f"cpu of {name}"] = its.figures["cpu_s"] / base["cpu_s"]
+            out[f"log loss of {name}, %"] = _change(result, results, "log loss")
+            out[f"pushes saved by {name}"] = result.figures["row_deferred_share"]
+            out[f"cpu of {name}"] = result.figures["cpu_s"] / base["cpu_s"]
     return out
 
 
-def _in_rotations(told: Mapping[str, SubjectResult]) -> dict[str, float]:
+def _in_rotations(results: Mapping[str, SubjectResult]) -> dict[str, float]:
     beaten = sum(
-        told[STALE].figures[f"log loss {test}"] < told[RANDOM].figures[f"log loss {test}"]
+        results[STALE].figures[f"log loss {test}"] < results[RANDOM].figures[f"log loss {test}"]
         for test in range(6)
     )
-    return {**_compared(told), "rotations in which staleness beat chance": beaten}
+    return {**_compared(results), "rotations in which staleness beat chance": beaten}
 
 
-def _in_time_order(told: Mapping[str, SubjectResult]) -> dict[str, float]:
+def _in_time_order(results: Mapping[str, SubjectResult]) -> dict[str, float]:
     return {
-        **_compared(told),
+        **_compared(results),
         **{
-            f"dirty rows of {name}, %": _change(told[name], told, "dirty rows")
-            for name in told
+            f"dirty rows of {name}, %": _change(results[name], results, "dirty rows")
+            for name in results
             if name != OFF
         },
     }
 
 
-def _change(its: SubjectResult, told: Mapping[str, SubjectResult], figure: str) -> float:
-    """In percent of what it is where nothing waits."""
-    return 100 * (its.figures[figure] / told[OFF].figures[figure] - 1)
+def _change(result: SubjectResult, results: Mapping[str, SubjectResult], figure: str) -> float:
+    """Change in percent against training without deferral."""
+    return 100 * (result.figures[figure] / results[OFF].figures[figure] - 1)
 
 
 def _waiting(share: float, choice: str) -> dict[str, object]:
@@ -184,14 +181,9 @@ BENCHMARK = Benchmark(
     slice_s=0.0,
     rounds=1,
     interpretation="""\
-Gradients of hot rows that hardly move wait for up to eight visits. What that saves in pushes, what it costs in log loss, and
-whether the same share of hot rows chosen at random costs more.
-
-As the page of `selection`, with the first 5,000 impressions of each part: five parts trained, the sixth predicted, means over the
-six, another seed in each run. `cpu` is the loop's own, deferral and all, so what is above 1 there is its price where pushes cost
-next to nothing. Bytes pushed fall by the pushes saved; deltas fall by less, since one has a row once (docs/decisions/0068).
-
-EB-NeRD: the shipped schema without what depends on the rest of the list, the default model, batches of 32, each request scored
-before it is trained on; the loss is that of the last half of the week's requests. Dirty rows are those that 20 steps changed,
-which is what deltas publish; counting them isn't in `cpu`.""",
+Gradients of hot rows that hardly change wait for up to eight visits. The figures are the saved pushes, the change of log loss, and
+a control that defers the same share of hot rows at random. The first row is set up as on the page of `selection`, with the first
+5,000 impressions of each part. The second trains EB-NeRD's week in time order with the default model in batches of 32 and scores
+each request before it is trained; the loss is that of the second half. "cpu" above 1 is the price of deferral where pushes cost
+almost nothing; "dirty rows" are the rows that 20 steps changed, which a delta would publish (decision 0068).""",
 )

@@ -6,6 +6,7 @@ Time until a score changes: after a commit with a serving program alone, and aft
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import tempfile
 import time
@@ -16,7 +17,8 @@ from typing import Any
 
 from benchmarks.common import samples as data
 from benchmarks.common.serving_program import serving_program
-from benchmarks.harness.benchmark import Benchmark, Row, Subject, Work
+from benchmarks.common.training_stack import until
+from benchmarks.harness.benchmark import Benchmark, Row, Subject, TurnResult, WholeTurn, Work
 from benchmarks.serving_overload import DEADLINE_MS
 from benchmarks.serving_swap import Commits
 from infra.options import demo
@@ -26,9 +28,9 @@ from serving.scorer import first_version
 from serving.versions.loaded_versions import LoadedVersions
 from serving.versions.version_follower import VersionFollower
 
-_LOOK_S = 0.005
-_PATIENCE_S = 120.0
-_QUIET_S = 6.0  # without a change, before something is done that should make one
+_POLL_S = 0.005
+_LIMIT_S = 120.0
+_QUIET_S = 6.0  # without a change of scores, before the next click
 _ITEMS = list(range(1, 9))
 _USER = 7_000_000
 STAGES = ("engagement_to_close", "close_to_readable", "readable_to_trained", "trained_to_servable")
@@ -41,16 +43,16 @@ def committed() -> Iterator[Work]:
         commits, url = Commits(program.store), "http://{}:{}".format(*program.address)
 
         def step() -> None:
-            before = _told(f"{url}/")["model_version"]
+            before = _get(f"{url}/")["model_version"]
             commits.commit()
-            _until("another version", lambda: _told(f"{url}/")["model_version"] != before)
+            until("another version", lambda: _get(f"{url}/")["model_version"] != before, _LIMIT_S, _POLL_S)
 
         yield Work(step)
 
 
 @contextlib.contextmanager
 def loaded() -> Iterator[Work]:
-    """What a follower does with a commit, in process: reads it, checks it, builds the version."""
+    """A version follower in this process: reads and checks a commit, and builds the version."""
     with tempfile.TemporaryDirectory() as folder:
         commits = Commits(Path(folder))
         versions = LoadedVersions(first_version(commits.schema, commits.model, 0))
@@ -64,7 +66,7 @@ def loaded() -> Iterator[Work]:
 
 
 @contextlib.contextmanager
-def engaged(commit_ms: int, window_ms: int) -> Iterator[Work]:
+def engaged(commit_ms: int, window_ms: int) -> Iterator[WholeTurn]:
     """From a click, and the user's next request, to another score of the same candidates."""
     overrides: dict[str, Mapping[str, Any]] = {
         "joiner": {"window_ms": window_ms, "lateness_ms": 500},
@@ -75,76 +77,55 @@ def engaged(commit_ms: int, window_ms: int) -> Iterator[Work]:
     with tempfile.TemporaryDirectory() as home, Stack(Path(home), demo(overrides=overrides)) as stack:
         stack.start(["all"])
         stack.wait_ready("serving", timeout_s=180)
-        clicks = Clicks(stack)
-        yield Work(clicks.step, figures=clicks.figures, took_s=lambda: clicks.took_s)
+        url, probe, users = stack.endpoints.serving, _probe(), itertools.count(_USER + 1)
+
+        def scores() -> Any:
+            """Of a request that is not logged."""
+            return [candidate["scores"] for candidate in _post(f"{url}/v1/explain", probe)["candidates"]]
+
+        def turn() -> TurnResult:
+            before, user = _settled(scores), next(users)
+            request_id = _post(f"{url}/v1/rank", _body(user))["request_id"]
+            began_s = time.perf_counter()
+            click = {"request_id": request_id, "user_id": user, "session_id": 1, "item_id": _ITEMS[0]}
+            _post(f"{url}/v1/engagements", {**click, "action": "click"})
+            _post(f"{url}/v1/rank", _body(user))  # closes the request before
+            until("another score", lambda: scores() != before, _LIMIT_S, _POLL_S)
+            return TurnResult(1.0, time.perf_counter() - began_s, _stage_means(stack))
+
+        yield WholeTurn(turn, warm_up=turn)
 
 
-class Clicks:
-    """A click a step, when nothing of the one before moves a score any more."""
-
-    def __init__(self, stack: Stack) -> None:
-        self.url, self.stack = stack.endpoints.serving, stack
-        self.took_s = 0.0
-        self._asked, self._probe = 0, _probe()
-
-    def step(self) -> None:
-        before = self._settled()
-        self._asked += 1
-        user = _USER + self._asked
-        ranked = _post(f"{self.url}/v1/rank", _body(user))
-        began_s = time.perf_counter()
-        click = {
-            "request_id": ranked["request_id"],
-            "user_id": user,
-            "session_id": 1,
-            "item_id": _ITEMS[0],
-            "action": "click",
-        }
-        _post(f"{self.url}/v1/engagements", click)
-        _post(f"{self.url}/v1/rank", _body(user))  # which closes the one before
-        _until("another score", lambda: self._scores() != before)
-        self.took_s = time.perf_counter() - began_s
-
-    def figures(self) -> dict[str, float]:
-        """Means so far, of the stages, as the programs tell them."""
-        urls = {
-            name: url
-            for name, url in self.stack.endpoints.metrics.items()
-            if name.partition("-")[0] in _TELLERS
-        }
-        told = scrape.fetch_all(urls).values()
-        found = {}
-        for stage in STAGES:
-            sums, counts = (
-                [s.by(f"roostream_freshness_seconds_{what}", "stage").get(stage) for s in told]
-                for what in _PARTS
-            )
-            total, count = (sum(v for v in values if v is not None) for values in (sums, counts))
-            if count:
-                found[f"{stage}, s"] = total / count
-        return found
-
-    def _scores(self) -> Any:
-        """Asked for without being logged."""
-        return [
-            candidate["scores"] for candidate in _post(f"{self.url}/v1/explain", self._probe)["candidates"]
-        ]
-
-    def _settled(self) -> Any:
-        scores, since_s = self._scores(), time.perf_counter()
-        while time.perf_counter() < since_s + _QUIET_S:
-            time.sleep(0.2)
-            if (now := self._scores()) != scores:
-                scores, since_s = now, time.perf_counter()
-        return scores
+def _settled(scores: Callable[[], Any]) -> Any:
+    """Wait until the scores have not changed for _QUIET_S; returns them."""
+    current, since_s = scores(), time.perf_counter()
+    while time.perf_counter() < since_s + _QUIET_S:
+        time.sleep(0.2)
+        if (new := scores()) != current:
+            current, since_s = new, time.perf_counter()
+    return current
 
 
-_PARTS = ("sum", "count")
-_TELLERS = ("worker", "serving", "joiner", "shard")
+def _stage_means(stack: Stack) -> dict[str, float]:
+    """Means of the stages so far, from the programs' metrics."""
+    urls = {n: url for n, url in stack.endpoints.metrics.items() if n.partition("-")[0] in _PROGRAMS}
+    scraped = scrape.fetch_all(urls).values()
+    means = {}
+    for stage in STAGES:
+        total, count = (
+            sum(s.by(f"roostream_freshness_seconds_{part}", "stage").get(stage) or 0.0 for s in scraped)
+            for part in ("sum", "count")
+        )
+        if count:
+            means[f"{stage}, s"] = total / count
+    return means
+
+
+_PROGRAMS = ("worker", "serving", "joiner", "shard")
 
 
 def _probe() -> dict[str, Any]:
-    """With all that would be filled in, so that no score moves by time alone."""
+    """A request with all features given, so that its scores do not change with time alone."""
     schema, body = data.demo_schema(), _body(_USER)
     for candidate in body["candidates"]:
         candidate["nro"] = {f.name: 1.0 for f in schema.floats("nro")}
@@ -155,15 +136,7 @@ def _body(user: int) -> dict[str, Any]:
     return {"user_id": user, "session_id": 1, "candidates": [{"item_id": i} for i in _ITEMS]}
 
 
-def _until(what: str, is_so: Callable[[], bool]) -> None:
-    until_s = time.monotonic() + _PATIENCE_S
-    while not is_so():
-        if time.monotonic() > until_s:
-            raise TimeoutError(f"not within {_PATIENCE_S:.0f} s: {what}")
-        time.sleep(_LOOK_S)
-
-
-def _told(url: str) -> Any:
+def _get(url: str) -> Any:
     with urllib.request.urlopen(url, timeout=30) as answer:
         return json.load(answer)
 
@@ -202,15 +175,12 @@ BENCHMARK = Benchmark(
         ),
     ),
     interpretation="""\
-The first row: a trainer's commit of the demo's model is linked into the store of a `roostream serving`, which looks once a
-second, loads it, checks its sums and tries it with recent requests. The limit is what reading, checking and building the version
-take.
-
-The second row: a whole stack (Kafka, Flink, shards, worker, serving) without other traffic. A user is shown a list, clicks its
-first item and asks for the next list, which closes the request; then a fixed request, with all of its features given, is scored
-again and again (`/v1/explain`, which logs nothing) until a score differs. Its rows are published by the shards every 100 ms, so
-a click is in the scores before any commit; a window of 4 s bounds what waits for heartbeats. The stages are means that the
-programs tell of themselves. Scores are asked for only when those of the step before have been still for six seconds.""",
+First row: a commit of the demo's model is linked into the store of `roostream serving`, which polls once a second, loads and
+checks the version and tries it with recent requests. The limit is reading, checking and building the version in process.
+Second row: in a complete stack without other traffic, a user clicks the first item of a list and asks for the next list, which
+closes the request; then a fixed request is scored by `/v1/explain` until a score differs. Shards publish rows every 100 ms, so a
+click reaches the scores before any commit. The stages are means that the programs measure themselves. Each click waits until the
+scores have not changed for six seconds.""",
     slice_s=1.0,
     rounds=3,
 )

@@ -15,9 +15,8 @@ from typing import Any
 
 from benchmarks.common import samples as data
 from benchmarks.common.shared_setup import SharedSetup
-from benchmarks.common.training_stack import AuditorLoop, Feed, Trainer, until
-from benchmarks.harness.benchmark import Benchmark, Row, Subject, Work
-from benchmarks.train_warehouse import Turns
+from benchmarks.common.training_stack import Feed, Trainer, until
+from benchmarks.harness.benchmark import Benchmark, Row, Subject, TurnResult, WholeTurn
 from infra.options import StackOptions
 from infra.stack import Stack
 from roostream.errors import RoostreamError
@@ -27,16 +26,16 @@ from roostream.warehouse.warehouse import Warehouse
 
 INTERVAL_MS = 10_000  # between commits, as by default
 _MORE = 4_000  # samples that only the topic has
-_BATCH = 64  # from the first one on: what is asked about begins when the files end
-_NEAR = 3_000  # requests before that: from here on it is looked at often, which slows training
-_RATE = 1e9  # what there may be is there at once
+_BATCH = 64  # requests
+_NEAR = 3_000  # requests before the end of the files; from here on metrics are polled often
+_RATE = 1e9  # samples are written at once
 _READY_S, _TRAIN_S, _BACK_S = 120.0, 300.0, 120.0
-_LOOK_S, _FAR_S = 0.01, 0.25
+_POLL_S, _SLOW_POLL_S = 0.01, 0.25
 
 
 @dataclasses.dataclass(frozen=True)
 class Pause:
-    """A time without a step, in seconds: its parts follow each other."""
+    """A time without a training step, in seconds, and its consecutive parts."""
 
     before_s: float  # until the commit begins
     phases_s: Mapping[str, float]  # of the commit, as the controller has them
@@ -44,12 +43,12 @@ class Pause:
     step_s: float  # until that has trained a batch
 
     @property
-    def all_s(self) -> float:
+    def total_s(self) -> float:
         return self.before_s + sum(self.phases_s.values()) + self.restored_s + self.step_s
 
     def figures(self) -> dict[str, float]:
         return {
-            "pause, ms": 1000 * self.all_s,
+            "pause, ms": 1000 * self.total_s,
             "until the commit begins, ms": 1000 * self.before_s,
             **{f"{name}, ms": 1000 * seconds for name, seconds in self.phases_s.items()},
             "claimed and restored, ms": 1000 * self.restored_s,
@@ -63,47 +62,49 @@ class ArchivedStack:
     def __init__(self, stack: Stack, trainer: Trainer, requests: int) -> None:
         self.stack, self.trainer, self.requests = stack, trainer, requests
 
-    def of_worker(self, name: str) -> float:
-        """0 where it doesn't answer."""
-        return self.trainer.seen("worker").value(f"roostream_worker_{name}") or 0.0
+    def worker_value(self, name: str) -> float:
+        """A metric of the worker; 0 if it does not answer."""
+        return self.trainer.metrics("worker").value(f"roostream_worker_{name}") or 0.0
 
     def train(self) -> None:
-        """Have the topic go on behind the files, and begin with these."""
+        """Write more samples to the topic than the files have, then start training."""
         feed = self.trainer.feed
         feed.ahead += _MORE
         until("more samples than files have", lambda: feed.num_sent >= self.requests + _MORE, _READY_S)
-        feed.ahead = _MORE  # from now on before what is committed: who is timed has the machine
+        feed.ahead = _MORE  # beyond the committed ones, so that feeding takes little CPU
         self.stack.start(("shards", "controller", "workers"))
 
     def wait_for_the_end(self) -> float:
-        """Until the last step of the files; the incarnation that trains them."""
+        """Wait for the last step of the files. Returns the incarnation that trains them."""
 
         def left() -> float:
-            return self.requests - self.of_worker("requests")
+            return self.requests - self.worker_value("requests")
 
-        until("the first of the files is trained", lambda: left() < self.requests, _TRAIN_S, _LOOK_S)
-        incarnation = self.of_worker("incarnation")
-        until("the files are nearly trained", lambda: left() <= _NEAR, _TRAIN_S, _FAR_S)
-        until("the files are trained", lambda: left() <= 0, _TRAIN_S, _LOOK_S)
+        until("the first of the files is trained", lambda: left() < self.requests, _TRAIN_S, _POLL_S)
+        incarnation = self.worker_value("incarnation")
+        until("the files are nearly trained", lambda: left() <= _NEAR, _TRAIN_S, _SLOW_POLL_S)
+        until("the files are trained", lambda: left() <= 0, _TRAIN_S, _POLL_S)
         return incarnation
 
     def wait_for_news(self) -> None:
-        """Until something is trained that isn't committed."""
-        until("something new is trained", lambda: self.trainer.ask("status")["news"], _BACK_S)
+        """Wait until something is trained that is not committed."""
+        until("something new is trained", lambda: self.trainer.call("status")["news"], _BACK_S)
 
     def pause(self, before: float, cause: Callable[[], object] = lambda: None) -> Pause:
-        """From here, by way of `cause`, until a batch is trained in the incarnation behind `before`.
+        """The pause from the call of `cause` until an incarnation after `before` trains a batch.
 
         Raises:
-            RuntimeError: none is within two minutes.
+            RuntimeError: none does within two minutes.
         """
         began_ms = time.time() * 1000
         cause()
-        until("the worker is restored", lambda: self.of_worker("incarnation") > before, _BACK_S, _LOOK_S)
+        until("the worker is restored", lambda: self.worker_value("incarnation") > before, _BACK_S, _POLL_S)
         restored_ms, restored_to = time.time() * 1000, self.trainer.newest()
-        until("training goes on", lambda: self.of_worker("step") > restored_to.step, _BACK_S, _LOOK_S)
-        trained_ms, status = time.time() * 1000, self.trainer.ask("status")
-        assert status["manifest"] == restored_to.name, "another commit came: the figures would be its own"
+        until("training goes on", lambda: self.worker_value("step") > restored_to.step, _BACK_S, _POLL_S)
+        trained_ms, status = time.time() * 1000, self.trainer.call("status")
+        assert status["manifest"] == restored_to.name, (
+            "there was another commit: the phases are not those of the pause"
+        )
         committed_ms = float(status["committed_at_ms"])
         return Pause(
             before_s=(committed_ms - status["commit_ms"] - began_ms) / 1000,
@@ -115,7 +116,7 @@ class ArchivedStack:
 
 @contextlib.contextmanager
 def archived_stack(requests: int) -> Iterator[ArchivedStack]:
-    """Samples of now in the topic, and all of them in files."""
+    """A stack with current samples in the topic and all of them in files."""
     with tempfile.TemporaryDirectory(prefix="roostream-bench-", ignore_cleanup_errors=True) as folder:
         home = Path(folder).resolve() / "home"
         overrides: dict[str, dict[str, Any]] = {
@@ -129,7 +130,12 @@ def archived_stack(requests: int) -> Iterator[ArchivedStack]:
             stack.wait_ready("archiver", timeout_s=_READY_S)
             trainer = Trainer(stack, Feed(stack, _RATE, ahead=requests).open())
             try:
-                until("all samples archived", lambda: _rows(home / "warehouse") >= requests, _READY_S, _FAR_S)
+                until(
+                    "all samples archived",
+                    lambda: _rows(home / "warehouse") >= requests,
+                    _READY_S,
+                    _SLOW_POLL_S,
+                )
                 stack.stop_program("archiver")
                 yield ArchivedStack(stack, trainer, requests)
             finally:
@@ -146,84 +152,64 @@ def _rows(place: Path) -> int:
 _stack = SharedSetup(archived_stack)
 
 
-class Once:
-    """The first step is none; the second is what is timed, and the books behind it are looked at."""
-
-    def __init__(self, it: ArchivedStack, pause: Callable[[ArchivedStack], Pause]) -> None:
-        self.it, self._pause = it, pause
-        self._is_first = True
-        self._found: Pause | None = None
-        self._books = AuditorLoop(0, 0)
-
-    def step(self) -> None:
-        if self._is_first:
-            self._is_first = False
-            return
-        self._found = self._pause(self.it)
-        self.it.wait_for_news()  # books that end at the switch would tell nothing of it
-        self._books = self.it.trainer.audited(self.it.trainer.commit())
-
-    def took_s(self) -> float:
-        return self._found.all_s if self._found else 1.0
-
-    def figures(self) -> dict[str, float]:
-        if self._found is None:
-            return {}
-        its = self._books
-        return {
-            **self._found.figures(),
-            "samples in the books": its.below,
-            "lost": its.lost,
-            "trained twice": its.twice,
-        }
-
-    def work(self) -> Work:
-        return Work(self.step, lambda: 1.0, self.figures, self.took_s)
+def _handed_over(stack: ArchivedStack) -> Pause:
+    stack.train()
+    return stack.pause(stack.wait_for_the_end())
 
 
-def _handed_over(it: ArchivedStack) -> Pause:
-    it.train()
-    return it.pause(it.wait_for_the_end())
-
-
-def _restarted(it: ArchivedStack) -> Pause:
+def _restarted(stack: ArchivedStack) -> Pause:
     """The worker commits, ends, and is started again."""
 
     def restart() -> None:
-        it.stack.stop_program("worker")
-        it.stack.start(["worker"])
+        stack.stack.stop_program("worker")
+        stack.stack.start(["worker"])
 
-    it.wait_for_news()
-    return it.pause(it.of_worker("incarnation"), restart)
+    stack.wait_for_news()
+    return stack.pause(stack.worker_value("incarnation"), restart)
+
+
+def _pause(stack: ArchivedStack, make_pause: Callable[[ArchivedStack], Pause]) -> WholeTurn:
+    def turn() -> TurnResult:
+        pause = make_pause(stack)
+        stack.wait_for_news()  # the account must cover samples after the switch
+        account = stack.trainer.audited(stack.trainer.commit())
+        figures = {
+            **pause.figures(),
+            "samples in the books": account.below,
+            "lost": account.lost,
+            "trained twice": account.twice,
+        }
+        return TurnResult(1.0, pause.total_s, figures)
+
+    return WholeTurn(turn)
 
 
 @contextlib.contextmanager
-def handed_over(requests: int) -> Iterator[Work]:
-    """Units: one. Time: from the last step of the files to the first of the stream."""
-    with _stack.open(requests) as it:
-        yield Once(it, _handed_over).work()
+def handed_over(requests: int) -> Iterator[WholeTurn]:
+    """Time: from the last step of the files to the first step of the stream."""
+    with _stack.open(requests) as stack:
+        yield _pause(stack, _handed_over)
 
 
 @contextlib.contextmanager
-def restarted(requests: int) -> Iterator[Work]:
-    """Of the same stack, behind its hand-over. Time: from when the worker is asked to end to the next step of
-    the new one."""
-    with _stack.open(requests) as it:
-        yield Once(it, _restarted).work()
+def restarted(requests: int) -> Iterator[WholeTurn]:
+    """On the same stack after its hand-over. Time: from the worker's stop request to the next step."""
+    with _stack.open(requests) as stack:
+        yield _pause(stack, _restarted)
 
 
 @contextlib.contextmanager
-def committed(requests: int) -> Iterator[Work]:
-    """The same, of a commit that is asked for."""
-    with _stack.open(requests) as it:
+def committed(requests: int) -> Iterator[WholeTurn]:
+    """The time of a requested commit on the same stack."""
+    with _stack.open(requests) as stack:
 
-        def turn() -> tuple[float, float]:
-            it.wait_for_news()
+        def turn() -> TurnResult:
+            stack.wait_for_news()
             began_s = time.monotonic()
-            it.trainer.commit()
-            return 1.0, time.monotonic() - began_s
+            stack.trainer.commit()
+            return TurnResult(1.0, time.monotonic() - began_s)
 
-        yield Turns(turn).work()
+        yield WholeTurn(turn)
 
 
 _HERE = "benchmarks.handover"
@@ -253,17 +239,9 @@ BENCHMARK = Benchmark(
     ),
     rounds=1,
     interpretation="""\
-A stack's own programs: broker, two shards, controller, one worker, and before them an archiver until all samples lie in files.
-They close within the minutes of the run, so all of their ids are among those of the last hour that the worker reads from the
-files before it goes on with the stream: as many as an hour of a site can bring is the dear case.
-
-Handed over: from the last step of the files until the first of the stream, as the worker's metrics show it, looked at about fifty
-times a second. Its parts follow each other: until the controller begins the commit; that commit's phases, in which all of it is
-trained and the offsets are those of the table's version (cut, freeze, write, link); the next incarnation, claimed and restored
-from that commit; the first batch. Whoever trains an archive and has no hand-over ends the program and begins another one: that
-restart is timed in the second stack, with the same parts, from when the worker is asked to end. A hand-over can't take less than
-a commit. The last line is one that is asked for: most of it runs beside training (page of `commit`).
-
-`lost` and `trained twice` are of the books behind each pause: all samples below the offsets that are committed, what parameters
-contain by their own count, and predictions in the topic by their samples' ids.""",
+Handed over: the time from the last step of the files to the first step of the stream, by the worker's metrics. Its consecutive
+parts are the wait for the commit, the commit's phases (cut, freeze, write, link), the next incarnation, and the first batch.
+All samples close within the run, so the worker reads the ids of all of them from the files before it goes on: the expensive case.
+The alternative without a hand-over is to end the worker and start it again, which the second stack measures. The limit is a
+requested commit, most of which runs beside training. "Lost" and "trained twice" are counted after each pause.""",
 )

@@ -1,6 +1,7 @@
 """`roostream bench`: list the benchmarks, run them, write their pages.
 
-A benchmark NAME is the constant BENCHMARK in benchmarks/NAME.py. A result is a JSON document of format 1.
+A benchmark NAME is the constant BENCHMARK in benchmarks/NAME.py, or one of BENCHMARKS in a shared module.
+A result is a JSON document of format 1.
 """
 
 from __future__ import annotations
@@ -27,11 +28,16 @@ from roostream.errors import ConfigError, nearest
 
 RESULTS = "docs/benchmarks"
 _NOT_BENCHMARKS = {"main", "gpu_report", "walks"}
+_MODULES = {  # benchmarks that share a module
+    **dict.fromkeys(("recovery", "preemption", "goodput", "goodput-5min"), "recovery"),
+    **dict.fromkeys(("placement-load", "placement-plan", "placement-profile"), "placement"),
+}
 
 
 def names() -> list[str]:
-    modules = [m.name for m in pkgutil.iter_modules(benchmarks.__path__) if not m.ispkg]
-    return [name.replace("_", "-") for name in modules if name not in _NOT_BENCHMARKS]
+    modules = {m.name for m in pkgutil.iter_modules(benchmarks.__path__) if not m.ispkg}
+    single = modules - _NOT_BENCHMARKS - set(_MODULES.values())
+    return sorted([*(name.replace("_", "-") for name in single), *_MODULES])
 
 
 def find_benchmark(name: str) -> Benchmark:
@@ -40,7 +46,10 @@ def find_benchmark(name: str) -> Benchmark:
         raise ConfigError(
             f"expected a benchmark of {', '.join(names())}, got {name!r}{nearest(name, names())}"
         )
-    return importlib.import_module(f"benchmarks.{name.replace('-', '_')}").BENCHMARK
+    module = importlib.import_module(f"benchmarks.{_MODULES.get(name, name).replace('-', '_')}")
+    if name not in _MODULES:
+        return module.BENCHMARK
+    return next(benchmark for benchmark in module.BENCHMARKS if benchmark.name == name)
 
 
 def benchmarks_by_name() -> dict[str, Benchmark]:

@@ -7,21 +7,21 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from benchmarks.common import samples as data
-from benchmarks.common.peer_process import Peer, start_peer
+from benchmarks.common.shard import remote_client, shard_processes
 from benchmarks.harness.benchmark import Benchmark, Row, Subject, Work
 from benchmarks.train_step import Endless, Silent
 from param_server.client import Client
 from roostream.models.config import RankerConfig
 from roostream.runtime.bucket_map import BucketMap
 from roostream.runtime.clock import SystemClock
-from roostream.runtime.rpc.client import SocketTransport
 from roostream.schema.schema import Schema
 from roostream.wire.decode import Decoder
 from roostream.wire.lookup import Lookup, build_lookup
@@ -36,59 +36,36 @@ _BATCHES = 8
 
 
 class ReadyRows:
-    """`Rows` that are there at once and take gradients at once."""
+    """`Rows` without a shard: zeros, and gradients are dropped."""
 
     def __init__(self, schema: Schema) -> None:
         self.width = {stack: tables[0].dim for stack, tables in schema.stacks.items()}
 
     def set_incarnation(self, incarnation: int, workers: int = 1, owners: BucketMap | None = None) -> None:
-        """Nothing is kept."""
+        """No state."""
 
     def pull(self, lookup: Lookup) -> dict[str, Tensor]:
         return {stack: torch.zeros(len(of.id_U), self.width[stack]) for stack, of in lookup.stacks.items()}
 
     def push(self, lookup: Lookup, gradients: Mapping[str, Tensor], times: PushTimes) -> None:
-        """They are dropped."""
+        """Drop the gradients."""
 
 
 @contextlib.contextmanager
-def shard_processes() -> Iterator[list[Peer]]:
-    """Shards of the demo schema, in incarnation 1."""
-    with contextlib.ExitStack() as opened:
-        shards = [
-            ("benchmarks.common.train_shard", str(index), str(NUM_SHARDS)) for index in range(NUM_SHARDS)
-        ]
-        yield [opened.enter_context(start_peer(*shard)) for shard in shards]
-
-
-@contextlib.contextmanager
-def client_of(
-    schema: Schema, addresses: Sequence[str], *, worker: int = 0, workers: int = 1
-) -> Iterator[Client]:
-    """A worker's way to the shards, in incarnation 1."""
-    with contextlib.ExitStack() as opened:
-        transports = [SocketTransport(address) for address in addresses]
-        for transport in transports:
-            opened.callback(transport.close)
-        client = Client(schema, transports, worker=worker)
-        opened.callback(client.close)
-        client.set_incarnation(1, workers)
-        yield client
-
-
-@contextlib.contextmanager
-def client_of_shards(schema: Schema) -> Iterator[Client]:
-    """A client of shards over loopback, in incarnation 1."""
-    with shard_processes() as shards, client_of(schema, [shard.address for shard in shards]) as client:
+def _client(schema: Schema) -> Iterator[Client]:
+    with (
+        shard_processes(str(data.DEMO), NUM_SHARDS) as shards,
+        remote_client(schema, [shard.address for shard in shards]) as client,
+    ):
         yield client
 
 
 @contextlib.contextmanager
 def steps(requests: int, candidates: int, read_ahead: int, staleness: int) -> Iterator[Work]:
-    """Whole steps; `read_ahead` 0 is the serial loop."""
+    """Complete steps; `read_ahead` 0 is the serial loop."""
     schema = data.demo_schema()
     with (
-        client_of_shards(schema) as client,
+        _client(schema) as client,
         training_loop(schema, ShardRows(client), (requests, candidates), read_ahead, staleness) as loop,
     ):
         yield Work(lambda: _step(loop))
@@ -96,8 +73,7 @@ def steps(requests: int, candidates: int, read_ahead: int, staleness: int) -> It
 
 @contextlib.contextmanager
 def dense(requests: int, candidates: int, read_ahead: int) -> Iterator[Work]:
-    """The same steps where no row is waited for: with `read_ahead`, what the loop's thread has to do in any
-    case."""
+    """The same steps without waiting for rows."""
     schema = data.demo_schema()
     with training_loop(schema, ReadyRows(schema), (requests, candidates), read_ahead, 0) as loop:
         yield Work(lambda: _step(loop))
@@ -109,22 +85,14 @@ def sparse(requests: int, candidates: int) -> Iterator[Work]:
     schema = data.demo_schema()
     records = data.sample_records(schema, requests * _BATCHES, candidates=candidates)
     decoder = Decoder(schema, {schema.fingerprint: schema}.get)
-    lookups = [
-        build_lookup(decoder.decode(records[at : at + requests])[0])
-        for at in range(0, len(records), requests)
-    ]
-    with client_of_shards(schema) as client:
-        at = [0]
+    parts = (records[start : start + requests] for start in range(0, len(records), requests))
+    lookups = itertools.cycle([build_lookup(decoder.decode(part)[0]) for part in parts])
+    with _client(schema) as client:
 
         def step() -> None:
-            at[0] = (at[0] + 1) % len(lookups)
-            rows = client.pull(lookups[at[0]])
-            client.push(
-                lookups[at[0]],
-                {n: np.full_like(r, 1e-6) for n, r in rows.items()},
-                step=1,
-                time_ms=data.T0_MS,
-            )
+            lookup = next(lookups)
+            gradients = {name: np.full_like(rows, 1e-6) for name, rows in client.pull(lookup).items()}
+            client.push(lookup, gradients, step=1, time_ms=data.T0_MS)
 
         yield Work(step)
 
@@ -189,10 +157,8 @@ BENCHMARK = Benchmark(
     slice_s=0.5,
     rounds=5,
     interpretation="""\
-By how much a step with real shards is slower than one whose rows are there at once is the share of it that waits for rows. The
-larger of "rows that are there at once" and "pull and push alone" is what a step can't be shorter than.
-
-The demo schema, samples in memory, two shards in processes of their own, all on the same cores as training: what is done beside
-it takes its core from somebody. One torch thread. With staleness 1 rows are pulled while one push before their training is still
-to come; with 0 every array is that of "one after the other".""",
+The difference between a step with shards and one whose rows are ready is the time that training waits for rows. No step can be
+shorter than the larger of "rows ready" and "pull and push alone". With staleness 1 rows are pulled before the push of the last
+step; with staleness 0 all arrays equal those of the sequential loop. The two shards are processes on the same cores as training,
+so work beside training takes CPU from it; one torch thread, samples in memory.""",
 )

@@ -16,7 +16,7 @@ import numpy as np
 import xxhash
 
 from benchmarks.common import samples as data
-from benchmarks.harness.benchmark import Benchmark, Row, Subject, Work
+from benchmarks.harness.benchmark import Benchmark, Row, Subject, TurnResult, WholeTurn, Work
 from param_server.embedding_table import Keys
 from param_server.key_value_store import RocksDbStore
 from param_server.row_block import RowBlock, newest_of
@@ -35,10 +35,9 @@ _BUCKETS = 64
 
 
 @contextlib.contextmanager
-def switched(num_rows: int, workers: int, shards: int) -> Iterator[Work]:
-    """From so many owners to so many others and back, each time all that must. Figures: the seconds of the
-    last, in which nobody trains, the share of buckets that moved, and how many owners' rows are not what they
-    were."""
+def switched(num_rows: int, workers: int, shards: int) -> Iterator[WholeTurn]:
+    """Move rows between so many owners and so many others, back and forth. Figures: the pause of the last move,
+    the share of moved buckets, and whether any row differs."""
     schema = data.demo_schema()
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as opened:
         store, blobs = FileStore(Path(folder) / "store"), {}
@@ -48,28 +47,26 @@ def switched(num_rows: int, workers: int, shards: int) -> Iterator[Work]:
             opened.callback(blobs[index].close)
         _commit(store, schema, num_rows, workers, blobs)
         maps = [BucketMap.modulo(_BUCKETS, shards), BucketMap.modulo(_BUCKETS, workers)]
-        before, figures = _digest(store, schema, blobs), dict[str, float]()
+        before = _digest(store, schema, blobs)
 
-        def step() -> None:
+        def turn() -> TurnResult:
             began_s = time.monotonic()
             move(store, maps[0], blobs, 0)
-            figures["pause, s"] = time.monotonic() - began_s
+            pause_s = time.monotonic() - began_s
             maps.reverse()
-
-        def told() -> dict[str, float]:
-            share = float((maps[0].owner_B != maps[1].owner_B).mean())
-            return {
-                **figures,
-                "buckets moved": share,
+            figures = {
+                "pause, s": pause_s,
+                "buckets moved": float((maps[0].owner_B != maps[1].owner_B).mean()),
                 "rows differ": float(_digest(store, schema, blobs) != before),
             }
+            return TurnResult(num_rows, pause_s, figures)
 
-        yield Work(step, float(num_rows), told)
+        yield WholeTurn(turn, warm_up=turn)
 
 
 @contextlib.contextmanager
 def written_alone(num_rows: int, width: int) -> Iterator[Work]:
-    """As many bytes as these rows are, with their state, in one file, synced."""
+    """The bytes of these rows and their state, written to one file and synced."""
     payload = np.random.default_rng(0).bytes(num_rows * (8 * width + 21))
     with tempfile.TemporaryDirectory() as folder:
 
@@ -85,7 +82,7 @@ def written_alone(num_rows: int, width: int) -> Iterator[Work]:
 def _commit(
     store: FileStore, schema: Schema, num_rows: int, owners: int, blobs: Mapping[int, RocksDbStore]
 ) -> None:
-    """Commit 1 of as many rows, of the first stack, at as many owners."""
+    """Write commit 1 with `num_rows` rows of the first stack at `owners` owners."""
     stack, (table, *_) = next(iter(schema.stacks.items()))
     width, state_width = shapes_of(schema)[stack]
     random, ids = np.random.default_rng(0), np.arange(num_rows, dtype=np.int64)
@@ -96,11 +93,11 @@ def _commit(
         rows_LD=random.standard_normal((num_rows, width), np.float32),
         state_LA=random.random((num_rows, state_width), np.float32),
     )
-    its = BucketMap.modulo(_BUCKETS, owners)
-    owner_N = its.owner_B[buckets_of(ids, table.id, _BUCKETS)]
+    bucket_map = BucketMap.modulo(_BUCKETS, owners)
+    owner_N = bucket_map.owner_B[buckets_of(ids, table.id, _BUCKETS)]
     shards = {}
     for index in range(owners):
-        segments = Segments(blobs[index], shapes_of(schema), _BUCKETS, buckets=its.buckets_of(index))
+        segments = Segments(blobs[index], shapes_of(schema), _BUCKETS, buckets=bucket_map.buckets_of(index))
         shards[index] = {
             "segments": [
                 s._asdict() for s in segments.write("1-1", {stack: block.take(owner_N == index)}, ())
@@ -128,19 +125,20 @@ def _commit(
 
 
 def _digest(store: FileStore, schema: Schema, blobs: Mapping[int, RocksDbStore]) -> int:
-    """Of all rows with their state, whoever has them."""
-    found = manifests.newest(store)
-    assert found is not None
-    its, sums = CommittedShards(found.manifest, schema, blobs), 0
-    for index in found.manifest.shards:
-        for part in its.segments(index, found.manifest.owners.buckets_of(index)).read(its.state(index)):
+    """An order-independent digest of all rows with their state."""
+    newest = manifests.newest(store)
+    assert newest is not None
+    shards, digest = CommittedShards(newest.manifest, schema, blobs), 0
+    for index in newest.manifest.shards:
+        for part in shards.segments(index, newest.manifest.owners.buckets_of(index)).read(
+            shards.state(index)
+        ):
             block = newest_of(part.blocks, _BUCKETS)
             order = np.argsort(block.keys.id_U, kind="stable")
             arrays = (block.keys.id_U, block.stamp_ms_L, block.rows_LD, block.state_LA)
-            sums ^= xxhash.xxh3_64_intdigest(
-                b"".join(np.ascontiguousarray(a[order]).tobytes() for a in arrays)
-            )
-    return sums
+            content = b"".join(np.ascontiguousarray(a[order]).tobytes() for a in arrays)
+            digest ^= xxhash.xxh3_64_intdigest(content)
+    return digest
 
 
 _HERE = "benchmarks.placement_switch"
@@ -164,7 +162,7 @@ BENCHMARK = Benchmark(
     slice_s=0.0,
     rounds=3,
     interpretation="""\
-`rows differ` must be 0: keys, rows, state and stamps are digested before and behind. The pause is what `placement apply` takes
-without the start of a process: it reads what moves, checks it, writes it at its new owner, synced, and creates the manifest. What
-stays isn't touched, so the time goes with the share of buckets that move. Restoring, which follows, is `recovery`'s question.""",
+The pause is what `placement apply` takes without starting a process: read the moved rows, check them, write and sync them at the
+new owner, and create the manifest. Rows that stay are not touched, so the time follows the share of buckets that move. `rows
+differ` must be 0: keys, rows, state and stamps are digested before and after. The restore that follows is measured by `recovery`.""",
 )

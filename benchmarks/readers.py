@@ -11,7 +11,7 @@ import dataclasses
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import date, timedelta
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ import psutil
 import xxhash
 
 from benchmarks.common import samples as data
-from benchmarks.harness.benchmark import Benchmark, Row, Subject, Work
+from benchmarks.harness.benchmark import Benchmark, Role, Row, Subject, TurnResult, WholeTurn
 from benchmarks.harness.fixture_cache import cached_bytes, cached_folder
 from infra.home import Home
 from infra.process_pool import ProcessPool
@@ -48,19 +48,18 @@ from trainer.sessions.session_source import SessionSource, local_rows, open_sess
 _PARTITIONS, _CANDIDATES, _KINDS = 4, 20, 256
 _DAY_MS = 86_400_000
 _BATCH, _POLL_S = 512, 0.5
-_SILENT_S = 60.0  # without a row: something is broken
+_SILENT_S = 60.0
 
 
-def make_table(place: Path, files: int, rows: int) -> None:
-    """Sealed files of so many requests each, of four partitions, as many days as that takes; all rows differ
-    in id and time."""
-    schema, warehouse = data.demo_schema(), Warehouse(place)
+def make_table(folder: Path, files: int, rows: int) -> None:
+    """Write sealed files of `rows` requests each for four partitions. All rows differ in id and time."""
+    schema, warehouse = data.demo_schema(), Warehouse(folder)
     warehouse.create()
     register(warehouse.store, schema)
-    made, dead = sample_rows(schema, [_record(n) for n in range(rows)])
+    first, dead = sample_rows(schema, [_record(n) for n in range(rows)])
     assert not dead
-    warehouse.samples.widen(made.forms)
-    written = [_file(warehouse, made, number, schema.fingerprint) for number in range(files)]
+    warehouse.samples.widen(first.forms)
+    written = [_file(warehouse, first, number, schema.fingerprint) for number in range(files)]
     ends = {number: rows * len(range(number, files, _PARTITIONS)) for number in range(_PARTITIONS)}
     progress = {f"samples/benchmark/{number}": ProgressStep(None, end) for number, end in ends.items()}
     warehouse.samples.commit(written, progress=progress)
@@ -83,46 +82,44 @@ def _file(warehouse: Warehouse, rows: FileRows, number: int, fingerprint: int) -
         "close_ms": day * _DAY_MS,
         "time_ms": day * _DAY_MS,
     }
-    columns = {
-        **rows.columns,
-        **{name: FlatColumn(rows.columns[name].values + more) for name, more in added.items()},
-    }
-    at = FileKey(
+    shifted = {name: FlatColumn(rows.columns[name].values + more) for name, more in added.items()}
+    columns = {**rows.columns, **shifted}
+    key = FileKey(
         table="samples",
         day=date.fromordinal(day_of(data.T0_MS).toordinal()) + timedelta(days=day),
         partition=partition,
         fingerprint=fingerprint,
         sealed=True,
     )
-    return write_rows(warehouse.store, dataclasses.replace(rows, columns=columns), at)
+    return write_rows(warehouse.store, dataclasses.replace(rows, columns=columns), key)
 
 
 class Session:
-    """A table's session, opened again and again; `read_by`: programs that read for it, None = this process
-    does."""
+    """A table's session, opened repeatedly. `read_by`: opens it through reader programs; None = in this
+    process."""
 
-    def __init__(self, place: Path) -> None:
+    def __init__(self, folder: Path) -> None:
         self.schema, self.clock, self.incarnation = data.demo_schema(), SystemClock(), 0
-        told = SampleTable(str(place)).newest(SessionSpec(table=str(place), version=0), {})
-        assert told is not None
-        self.told: TableInput = told
+        version = SampleTable(str(folder)).newest(SessionSpec(table=str(folder), version=0), {})
+        assert version is not None
+        self.version: TableInput = version
         self.read_by: RemoteSessionOpener | None = None
 
     @property
     def rows(self) -> int:
-        return sum(self.told.rows.values())
+        return sum(self.version.rows.values())
 
     def trained(self) -> tuple[int, TableInput | None]:
         """See `Trained`."""
-        return self.incarnation, self.told if self.incarnation else None
+        return self.incarnation, self.version if self.incarnation else None
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[SessionSource]:
-        """From its begin, of another incarnation."""
+        """The session from its start, in a new incarnation."""
         self.incarnation += 1
         partitions = all_partitions((SAMPLES,), _PARTITIONS)
         batches = open_session(
-            self.told, self.schema, partitions, 0, self.clock, None, self.read_by or local_rows
+            self.version, self.schema, partitions, 0, self.clock, None, self.read_by or local_rows
         )
         batches.seek({})
         try:
@@ -132,12 +129,17 @@ class Session:
 
 
 @contextlib.contextmanager
-def fleet_of(session: Session, least: int, most: int, **settings: Any) -> Iterator[OfflineReaders]:
-    """From `least` to `most` readers with these settings, which read for the session."""
+def fleet_of(
+    session: Session, min_readers: int, max_readers: int, **settings: Any
+) -> Iterator[OfflineReaders]:
+    """Reader programs with these settings, which read for the session."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         home = Home(Path(folder))
         home.make()
-        count, pool = ReaderCountConfig(min_readers=least, max_readers=most), reader_programs(home, settings)
+        count, pool = (
+            ReaderCountConfig(min_readers=min_readers, max_readers=max_readers),
+            reader_programs(home, settings),
+        )
         readers = OfflineReaders(
             ReaderMaster(session.trained, session.schema, session.clock, count), count, pool
         ).open()
@@ -151,26 +153,26 @@ def fleet_of(session: Session, least: int, most: int, **settings: Any) -> Iterat
 
 
 def batches_of(source: SessionSource, rows: int) -> Iterator[Batch]:
-    """All of them. RuntimeError: none came for a minute."""
-    given, heard_s = 0, time.monotonic()
-    while given < rows:
+    """Read all rows. Raises RuntimeError after a minute without a batch."""
+    num_read, heard_s = 0, time.monotonic()
+    while num_read < rows:
         chunk = source.poll(_BATCH, _POLL_S)
         if chunk is None:
             if time.monotonic() - heard_s > _SILENT_S:
-                raise RuntimeError(f"{given} of {rows} rows, and nothing more for {_SILENT_S:.0f} s")
+                raise RuntimeError(f"{num_read} of {rows} rows, and nothing more for {_SILENT_S:.0f} s")
             continue
-        given, heard_s = given + chunk.batch.num_requests, time.monotonic()
+        num_read, heard_s = num_read + chunk.batch.num_requests, time.monotonic()
         yield chunk.batch
 
 
 def digest_of(session: Session) -> bytes:
-    """Of every array of every batch, in order."""
-    found = xxhash.xxh3_128()
+    """A digest of all arrays of all batches, in order."""
+    digest = xxhash.xxh3_128()
     with session.opened() as source:
         for batch in batches_of(source, session.rows):
             for array in _arrays(batch):
-                found.update(array.tobytes())
-    return found.digest()
+                digest.update(array.tobytes())
+    return digest.digest()
 
 
 def _arrays(batch: Batch) -> Iterator[Any]:
@@ -179,129 +181,87 @@ def _arrays(batch: Batch) -> Iterator[Any]:
         yield from (lists.lengths_KN, lists.values, lists.present_KN, *lists.columns.values())
 
 
-class Passes:
-    """A step reads all; what is timed is the second half: until then it is found out how much to have under
-    way. The first step compares every bit with what this process reads."""
-
-    def __init__(self, session: Session, readers: OfflineReaders | None, expected: bytes) -> None:
-        self.session, self.readers, self.expected = session, readers, expected
-        self._is_first = True
-        self.units = self.seconds = 1.0
-        self.cpu_s = 0.0
-
-    def step(self) -> None:
-        if self._is_first:
-            self._is_first = False
-            if digest_of(self.session) != self.expected:
-                raise RuntimeError("readers gave other batches than this process reads")
-            return
-        rows, given = self.session.rows, 0
-        began_s = cpu_s = half = 0.0
-        with self.session.opened() as source:
-            for batch in batches_of(source, rows):
-                given += batch.num_requests
-                if not half and given >= rows / 2:
-                    half, began_s, cpu_s = given, time.perf_counter(), cpu_of(self.readers)
-        self.units, self.seconds = rows - half, time.perf_counter() - began_s
-        self.cpu_s = cpu_of(self.readers) - cpu_s
-
-    def figures(self) -> dict[str, float]:
-        return {
-            "bits as read in this process %": 100.0,
-            "CPU of readers, us a request": self.cpu_s * 1e6 / self.units,
-        }
-
-    def work(self) -> Work:
-        return Work(self.step, lambda: self.units, self.figures, lambda: self.seconds)
-
-
 def cpu_of(readers: OfflineReaders | None) -> float:
-    """Seconds, of those that run now."""
+    """CPU seconds of the running readers."""
     if readers is None:
         return 0.0
     assert isinstance(readers.pool, ProcessPool)
-    found = 0.0
+    total = 0.0
     for pid in readers.pool.pids():
         with contextlib.suppress(psutil.NoSuchProcess):
             times = psutil.Process(pid).cpu_times()
-            found += times.user + times.system
-    return found
+            total += times.user + times.system
+    return total
 
 
 @contextlib.contextmanager
-def read(readers: int, files: int, rows: int) -> Iterator[Work]:
-    """Units: requests. `readers`: programs; 0 = this process."""
-    with _table(files, rows) as place, contextlib.ExitStack() as opened:
-        session = Session(place)
+def read(num_readers: int, files: int, rows: int) -> Iterator[WholeTurn]:
+    """Units: requests of the second half of a pass, because readers adapt their prefetch in the first half.
+    `num_readers`: programs; 0 = this process. The warm-up compares every bit with what this process reads."""
+    with _table(files, rows) as table, contextlib.ExitStack() as opened:
+        session = Session(table)
         expected = cached_bytes(f"digest-{files}x{rows}", lambda: digest_of(session))
-        fleet = opened.enter_context(fleet_of(session, readers, readers)) if readers else None
-        yield Passes(session, fleet, expected).work()
+        readers = opened.enter_context(fleet_of(session, num_readers, num_readers)) if num_readers else None
+
+        def compare() -> None:
+            if digest_of(session) != expected:
+                raise RuntimeError("reader programs returned other batches than this process reads")
+
+        def turn() -> TurnResult:
+            num_read, began_s, cpu_s, half = 0, 0.0, 0.0, 0
+            with session.opened() as source:
+                for batch in batches_of(source, session.rows):
+                    num_read += batch.num_requests
+                    if not half and num_read >= session.rows / 2:
+                        half, began_s, cpu_s = num_read, time.perf_counter(), cpu_of(readers)
+            units, seconds = session.rows - half, time.perf_counter() - began_s
+            cpu_us = (cpu_of(readers) - cpu_s) * 1e6 / units
+            figures = {"bits as read in this process %": 100.0, "CPU of readers, us a request": cpu_us}
+            return TurnResult(units, seconds, figures)
+
+        yield WholeTurn(turn, warm_up=compare)
 
 
 def _table(files: int, rows: int) -> contextlib.AbstractContextManager[Path]:
-    return cached_folder(f"table-{files}x{rows}", lambda place: make_table(place, files, rows))
-
-
-class Paced:
-    """Trains so many requests a second by waiting, and notes how much of its time it had nothing to train."""
-
-    def __init__(
-        self, session: Session, pace: float, warm_s: float, seconds: float, readers: Callable[[], float]
-    ) -> None:
-        self.session, self.pace, self.warm_s, self.seconds, self.readers = (
-            session,
-            pace,
-            warm_s,
-            seconds,
-            readers,
-        )
-        self._is_first = True
-        self.units = self.took_s = 1.0
-        self._figures: dict[str, float] = {}
-
-    def step(self) -> None:
-        if self._is_first:
-            self._is_first = False
-            return
-        began_s, all_s, warm = time.perf_counter(), self.warm_s + self.seconds, (0, 0.0, 0.0)
-        given = 0
-        with self.session.opened() as source:
-            batches = batches_of(source, self.session.rows)
-            while (now_s := time.perf_counter() - began_s) < all_s and (
-                batch := next(batches, None)
-            ) is not None:
-                if not warm[1] and now_s >= self.warm_s:
-                    warm = given, now_s, self._stalled_s()
-                given += batch.num_requests
-                time.sleep(batch.num_requests / self.pace)
-            stalled_s = self._stalled_s()
-        self.units, self.took_s = given - warm[0], now_s - warm[1]
-        self._figures = {
-            "training waited, %": 100.0 * (stalled_s - warm[2]) / self.took_s,
-            "waited until then, s": warm[2],
-            "readers": self.readers(),
-        }
-
-    def _stalled_s(self) -> float:
-        return self.session.read_by.report()["stalled_s"] if self.session.read_by else 0.0
-
-    def work(self) -> Work:
-        return Work(self.step, lambda: self.units, lambda: self._figures, lambda: self.took_s)
+    return cached_folder(f"table-{files}x{rows}", lambda folder: make_table(folder, files, rows))
 
 
 @contextlib.contextmanager
 def starved(
-    most: int, share: float, pace: float, seconds: tuple[float, float], files: int, rows: int
-) -> Iterator[Work]:
-    """Units: requests trained, `pace` a second at most; a reader bears `share` of that by a declared delay,
-    and there may be `most` of them; 0: this process reads, and isn't slowed. `seconds`: before what is
-    measured, and of it."""
-    with _table(files, rows) as place, contextlib.ExitStack() as opened:
-        session, count = Session(place), lambda: 0.0
-        if most:
-            readers = opened.enter_context(fleet_of(session, 1, most, max_requests_s=round(share * pace)))
-            count = lambda: float(len(readers.pool.members()))
-        yield Paced(session, pace, *seconds, count).work()
+    max_readers: int, share: float, pace: float, seconds: tuple[float, float], files: int, rows: int
+) -> Iterator[WholeTurn]:
+    """Units: requests trained, at most `pace` a second, by waiting. A reader delivers `share` of that by a declared
+    delay. `max_readers`: 0 = this process reads without a delay. `seconds`: before the measurement, and of it."""
+    with _table(files, rows) as table, contextlib.ExitStack() as opened:
+        session, readers = Session(table), None
+        if max_readers:
+            limit = round(share * pace)
+            readers = opened.enter_context(fleet_of(session, 1, max_readers, max_requests_s=limit))
+
+        def stalled_s() -> float:
+            return session.read_by.report()["stalled_s"] if session.read_by else 0.0
+
+        def turn() -> TurnResult:
+            began_s, num_read, warm = time.perf_counter(), 0, (0, 0.0, 0.0)
+            with session.opened() as source:
+                for batch in batches_of(source, session.rows):
+                    now_s = time.perf_counter() - began_s
+                    if now_s >= sum(seconds):
+                        break
+                    if not warm[1] and now_s >= seconds[0]:
+                        warm = num_read, now_s, stalled_s()
+                    num_read += batch.num_requests
+                    time.sleep(batch.num_requests / pace)
+                end_stalled_s = stalled_s()
+            took_s = now_s - warm[1]
+            figures = {
+                "training waited, %": 100.0 * (end_stalled_s - warm[2]) / took_s,
+                "waited until then, s": warm[2],
+                "readers": float(len(readers.pool.members())) if readers else 0.0,
+            }
+            return TurnResult(num_read - warm[0], took_s, figures)
+
+        yield WholeTurn(turn)
 
 
 _HERE = "benchmarks.readers"
@@ -317,8 +277,8 @@ def _programs(count: int) -> Subject:
 _ALONE = Subject("the worker reads for itself", f"{_HERE}:read", (0, *_LARGE), "peer")
 
 
-def _starved(name: str, most: int, role: str) -> Subject:
-    return Subject(name, f"{_HERE}:starved", (most, _SHARE, _PACE, _SECONDS, *_SMALL), role)  # type: ignore[arg-type]
+def _starved(name: str, max_readers: int, role: Role) -> Subject:
+    return Subject(name, f"{_HERE}:starved", (max_readers, _SHARE, _PACE, _SECONDS, *_SMALL), role)
 
 
 BENCHMARK = Benchmark(
@@ -353,10 +313,9 @@ BENCHMARK = Benchmark(
     ),
     rounds=1,
     interpretation="""\
-The demo's schema; sealed files, every bit of every batch compared with what one process reads, in order. The first row's
-trainer does nothing, so it is about how fast rows come. A worker that reads for itself does so in the thread of its source,
-with nothing beside it; readers take cores of their own, and what they give is received, copied and put in order: on two cores
-two readers and who is read for are three. The third row's trainer takes 2,000 requests a second by waiting, and each reader
-gives 880 by a declared delay (`max_requests_s`): one keeps training waiting for 56 % of its time. Real processes, started
-and ended by the rule of docs/decisions/0073; `waited until then` contains their start.""",
+Sealed files of the demo's schema; every bit of every batch is compared with what one process reads. The first trainer only counts,
+so the first rows measure delivery: a worker that reads for itself does so in its source's thread, while readers use cores of their
+own and their batches are received, copied and ordered. The last row's trainer takes 2,000 requests a second by waiting, and each
+reader delivers 880 by a declared delay (`max_requests_s`), so one reader keeps training waiting for 56 % of the time. The processes
+are started and ended by the rule of decision 0073; "waited until then" contains their start.""",
 )

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import json
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,21 +14,31 @@ from typing import Literal
 
 import torch
 
-from benchmarks.common.architectures import ARCHITECTURES
 from benchmarks.common.dataset_paths import EBNERD, absent
-from benchmarks.common.flop_bound import A_BATCH, A_REQUEST, FLOP
 from benchmarks.common.flop_count import bytes_of_batch, flops
-from benchmarks.common.flop_steps import HISTORY_IDS, derived
 from benchmarks.common.public_logs import samples_of
 from benchmarks.common.rebatch import cut, shuffled
-from benchmarks.harness.benchmark import Benchmark, Row, Subject, Work
+from benchmarks.common.shard import local_client
+from benchmarks.harness.benchmark import Benchmark, Row, Subject, SubjectResult, TurnResult, WholeTurn
 from benchmarks.harness.fixture_cache import cached_bytes
-from benchmarks.roo_vs_expanded import Learner
-from benchmarks.train_step import shard_client
+from benchmarks.roo_vs_expanded import A_BATCH, A_REQUEST, ARCHITECTURES, FLOP, Learner
 from roostream.wire.batch import Batch
 from roostream.wire.decode import Decoder
 from roostream.wire.dedup import group_impressions, order_by_user
 from roostream.wire.lookup import build_lookup
+
+HISTORY_IDS = "history ids looked up an impression"
+
+
+def derived(results: Mapping[str, SubjectResult]) -> Mapping[str, float]:
+    """History ids and FLOPs of mixed impressions over those of RecD's steps."""
+    first, ratios = results["impressions, mixed"].figures, {}
+    for name in ("requests, clustered", "requests, clustered, shared", "impressions, clustered, IKJT"):
+        if name in results:
+            figures = results[name].figures
+            ratios[f"history ids: mixed impressions / {name}"] = first[HISTORY_IDS] / figures[HISTORY_IDS]
+            ratios[f"FLOPs: mixed impressions / {name}"] = first[FLOP] / figures[FLOP]
+    return ratios
 
 
 @functools.cache
@@ -52,36 +61,45 @@ STEPS: dict[str, Callable[[Batch, int], Sequence[Batch]]] = {
     "requests, clustered": lambda batch, size: cut(clustered(batch), size),
     "requests, clustered, shared": lambda batch, size: cut(clustered(batch), size),
 }
-"""How batches of about so many impressions come of requests in time order. IKJT: made requests again in the
-step (exact). Shared: `deduplicate`, also within the requests."""
+"""How batches are made of requests in time order. IKJT: exact deduplication in the step. Shared: also
+partial deduplication of histories."""
 
 
 @contextlib.contextmanager
-def climbed(architecture: str, step_name: str, users: int, history: int, size: int) -> Iterator[Work]:
-    """A step is all batches once; units are impressions."""
+def climbed(architecture: str, step_name: str, users: int, history: int, size: int) -> Iterator[WholeTurn]:
+    """A turn trains all batches once; units are impressions."""
     torch.set_num_threads(1)
     batch = users_batch(users, history)
     arriving = STEPS[step_name](batch, size)
     convert = group_impressions if step_name.endswith("IKJT") else lambda each: each
     with tempfile.TemporaryDirectory() as folder:
-        client = shard_client(batch.schema, folder)
+        client = local_client(batch.schema, folder)
         learner = Learner(
             ARCHITECTURES[architecture], client, batch.schema, deduplicated=step_name.endswith("shared")
         )
-        turns = itertools.cycle(arriving)
-
-        def step() -> None:
-            for _ in arriving:
-                learner.train(convert(next(turns)))
-
         trained = [convert(each) for each in arriving]
+        number = sum(b.num_candidates for b in arriving)
         name = f"{architecture}-{step_name}-{users}-{history}-{size}.json".replace(" ", "-")
 
-        def counted() -> bytes:
-            return json.dumps(counts(learner, arriving, trained)).encode()
+        @functools.cache
+        def figures() -> Mapping[str, float]:
+            counted = cached_bytes(name, lambda: json.dumps(counts(learner, arriving, trained)).encode())
+            result: dict[str, float] = json.loads(counted)
+            return result
 
-        number = sum(b.num_candidates for b in arriving)
-        yield Work(step, lambda: number, functools.cache(lambda: json.loads(cached_bytes(name, counted))))
+        def train() -> None:
+            for batch in arriving:
+                learner.train(convert(batch))
+
+        def warm_up() -> None:
+            train()
+            figures()
+
+        def turn() -> TurnResult:
+            train()
+            return TurnResult(number, None, figures())
+
+        yield WholeTurn(turn, warm_up)
 
 
 def counts(learner: Learner, arriving: Sequence[Batch], trained: Sequence[Batch]) -> Mapping[str, float]:

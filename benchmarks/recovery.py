@@ -1,6 +1,7 @@
-"""How soon does training continue after a kill -9?
+"""Kills and preemptions of programs of a running stack: recovery, preemption, goodput and goodput-5min.
 
-Kills a program of a running stack: the time until the next step, and the throughput of a period with kills.
+How soon the next step is trained after a kill -9, whether a preempted worker commits in time, and what share
+of the throughput remains with regular kills.
 """
 
 from __future__ import annotations
@@ -16,20 +17,18 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from benchmarks.common.shared_setup import SharedSetup
-from benchmarks.common.training_stack import AuditorLoop, Trainer, books, training_stack
-from benchmarks.harness.benchmark import Benchmark, Row, Subject, Work
+from benchmarks.common.training_stack import Trainer, account, ended, training_stack, until
+from benchmarks.harness.benchmark import Benchmark, Role, Row, Subject, TurnResult, WholeTurn
 from benchmarks.harness.subject_process import ROOT
 from roostream.runtime.manifest import Manifest
 
-RATE, ROWS = (
-    500.0,
-    100_000,
-)  # requests a second, about a fifth of what can be trained; rows held beside those of the samples
-WARM, SATURATED_WARM = 1_000, 10_000  # requests; batches are as large as they become
-INTERVAL_MS = 10_000  # between commits, as by default
-_BACK_S = 120.0
-_LOOK_S = 0.05
-_MS = 1000.0
+RATE, ROWS = 500.0, 100_000  # requests/s, a fifth of what can be trained; rows beside those of the samples
+WARM, SATURATED_WARM = 1_000, 10_000  # requests
+INTERVAL_MS = 10_000  # between commits, the default
+_RECOVERY_LIMIT_S = 120.0
+_POLL_S = 0.05
+_UNCOMMITTED_S = 1.0  # trained between the last commit and a preemption
+_OVERTIME_S = 10.0  # after its notice: the worker will not end at all
 
 caught_up = SharedSetup(training_stack)
 _saturated = SharedSetup(training_stack)
@@ -42,171 +41,191 @@ class Recovered(NamedTuple):
     answers_s: float  # that one answered: its imports are done
     restored_s: float  # the worker was restored
     trained_s: float  # it had trained the next step
-    again: float  # steps that were trained before and went back
+    steps_again: float  # steps that were trained before the kill and rolled back
 
 
-class Kills:
-    """`kill` ends a program and waits for the next step."""
+def kill(trainer: Trainer, victim: str, last: Manifest) -> Recovered:
+    """Kill a program and wait for the next step. `last`: the commit to which everyone is restored.
 
-    def __init__(self, trainer: Trainer, victim: str) -> None:
-        self.trainer, self.victim = trainer, victim
-
-    def kill(self, last: Manifest) -> Recovered:
-        """`last`: what everyone goes back to.
-
-        Raises:
-            RuntimeError: nothing was trained for two minutes.
-        """
-        trainer, seen = self.trainer, self.trainer.seen("worker")
-        incarnation, step = (seen.value(f"roostream_worker_{name}") or 0 for name in ("incarnation", "step"))
-        child, killed_s = trainer.child(self.victim), time.monotonic()
-        os.kill(child.pid, signal.SIGKILL)
-        at_s: dict[str, float] = {}
-        while "trained" not in at_s:
-            time.sleep(_LOOK_S)
-            now_s = time.monotonic() - killed_s
-            if now_s > _BACK_S:
-                raise RuntimeError(
-                    f"nothing was trained for {_BACK_S:.0f} s behind a kill of {self.victim}; seen: {at_s}"
-                )
-            its = trainer.stack.supervisor.slots[self.victim].child
-            if its is not None and its is not child:
-                at_s.setdefault("started", its.started_s - killed_s)
-                if "answers" not in at_s and trainer.seen(self.victim):
-                    at_s["answers"] = now_s
-            worker = trainer.seen("worker")
-            if (worker.value("roostream_worker_incarnation") or 0) > incarnation:
-                at_s.setdefault("restored", now_s)
-                if (worker.value("roostream_worker_step") or 0) > last.step:
-                    at_s["trained"] = now_s
-        started_s = at_s.get("started", at_s["trained"])
-        return Recovered(
-            started_s,
-            at_s.get("answers", started_s),
-            at_s["restored"],
-            at_s["trained"],
-            max(step - last.step, 0),
-        )
-
-
-class Recovery:
-    """A turn: so many kills, one after the other. The first step is none: everything runs already."""
-
-    def __init__(self, trainer: Trainer, victim: str, kills: int) -> None:
-        self.trainer, self.kills, self.victim = trainer, kills, Kills(trainer, victim)
-        self._recovered: list[Recovered] = []
-        self._books = AuditorLoop(0, 0)
-        self._is_first = True
-
-    def step(self) -> None:
-        if self._is_first:
-            self._is_first = False
-            return
-        self._recovered = [self.victim.kill(self._half_way()) for _ in range(self.kills)]
-        self._books = self.trainer.audited(self.trainer.commit())
-
-    def _half_way(self) -> Manifest:
-        """Between two commits: a kill then costs what it costs on average."""
-        return self.trainer.uncommitted(self.trainer.interval_s / 2)
-
-    def units(self) -> float:
-        return float(len(self._recovered)) or 1.0
-
-    def took_s(self) -> float:
-        return sum(one.trained_s for one in self._recovered)
-
-    def figures(self) -> dict[str, float]:
-        if not self._recovered:
-            return {}
-        each = Recovered(*(statistics.median(values) for values in zip(*self._recovered, strict=True)))
-        return {
-            "a new process, ms": each.started_s * _MS,
-            "it answers, ms": each.answers_s * _MS,
-            "restored, ms": each.restored_s * _MS,
-            "next step, ms": each.trained_s * _MS,
-            "longest, ms": max(one.trained_s for one in self._recovered) * _MS,
-            "steps trained again": each.again,
-            "lost": self._books.lost,
-            "trained twice": self._books.twice,
-            "samples in the books": self._books.below,
-        }
+    Raises:
+        RuntimeError: nothing was trained for two minutes.
+    """
+    metrics = trainer.metrics("worker")
+    incarnation, step = (metrics.value(f"roostream_worker_{name}") or 0 for name in ("incarnation", "step"))
+    child, killed_s = trainer.child(victim), time.monotonic()
+    os.kill(child.pid, signal.SIGKILL)
+    times_s: dict[str, float] = {}
+    while "trained" not in times_s:
+        time.sleep(_POLL_S)
+        now_s = time.monotonic() - killed_s
+        if now_s > _RECOVERY_LIMIT_S:
+            raise RuntimeError(
+                f"nothing was trained for {_RECOVERY_LIMIT_S:.0f} s after a kill of {victim}; reached: {times_s}"
+            )
+        new = trainer.stack.supervisor.slots[victim].child
+        if new is not None and new is not child:
+            times_s.setdefault("started", new.started_s - killed_s)
+            if "answers" not in times_s and trainer.metrics(victim):
+                times_s["answers"] = now_s
+        worker = trainer.metrics("worker")
+        if (worker.value("roostream_worker_incarnation") or 0) > incarnation:
+            times_s.setdefault("restored", now_s)
+            if (worker.value("roostream_worker_step") or 0) > last.step:
+                times_s["trained"] = now_s
+    started_s = times_s.get("started", times_s["trained"])
+    return Recovered(
+        started_s,
+        times_s.get("answers", started_s),
+        times_s["restored"],
+        times_s["trained"],
+        max(step - last.step, 0),
+    )
 
 
 @contextlib.contextmanager
-def recovery(victim: str, kills: int, interval_ms: int = INTERVAL_MS) -> Iterator[Work]:
-    """Units: kills. Time: from the kill until the next step is trained."""
+def recovery(victim: str, kills: int, interval_ms: int = INTERVAL_MS) -> Iterator[WholeTurn]:
+    """Units: kills, each half-way between two commits. Time: from a kill until the next step is trained."""
     with caught_up.open(RATE, ROWS, WARM, interval_ms) as trainer:
-        it = Recovery(trainer, victim, kills)
-        yield Work(it.step, it.units, it.figures, it.took_s)
+
+        def turn() -> TurnResult:
+            all_kills = [
+                kill(trainer, victim, trainer.uncommitted(trainer.interval_s / 2)) for _ in range(kills)
+            ]
+            typical = Recovered(*(statistics.median(values) for values in zip(*all_kills, strict=True)))
+            account = trainer.audited(trainer.commit())
+            figures = {
+                "a new process, ms": typical.started_s * 1000,
+                "it answers, ms": typical.answers_s * 1000,
+                "restored, ms": typical.restored_s * 1000,
+                "next step, ms": typical.trained_s * 1000,
+                "longest, ms": max(one.trained_s for one in all_kills) * 1000,
+                "steps trained again": typical.steps_again,
+                "lost": account.lost,
+                "trained twice": account.twice,
+                "samples in the books": account.below,
+            }
+            return TurnResult(len(all_kills), sum(one.trained_s for one in all_kills), figures)
+
+        yield WholeTurn(turn)
 
 
 @contextlib.contextmanager
-def imports(interval_ms: int = INTERVAL_MS) -> Iterator[Work]:
+def imports(interval_ms: int = INTERVAL_MS) -> Iterator[WholeTurn]:
     """A new Python and a worker's imports, beside the same stack."""
     with caught_up.open(RATE, ROWS, WARM, interval_ms):
-        command = [sys.executable, "-c", "import trainer.worker_program"]
-        yield Work(lambda: subprocess.run(command, check=True, cwd=ROOT), lambda: 1.0)
 
+        def turn() -> TurnResult:
+            subprocess.run([sys.executable, "-c", "import trainer.worker_program"], check=True, cwd=ROOT)
+            return TurnResult()
 
-class Goodput:
-    """A turn: what is trained and kept in a time with a kill in its middle, or without one."""
-
-    def __init__(self, trainer: Trainer, seconds: float, victim: str) -> None:
-        self.trainer, self.seconds = trainer, seconds
-        self.victim = Kills(trainer, victim) if victim else None
-        self._before = self._after = AuditorLoop(0, 0)
-        self._took_s = 0.0
-        self._recovered: Recovered | None = None
-        self._is_first = True
-
-    def step(self) -> None:
-        if self._is_first:
-            self._is_first = False
-            return
-        self._before = books(self.trainer.commit())
-        began_s = time.monotonic()
-        if self.victim:
-            time.sleep(0.4 * self.seconds)
-            self._recovered = self.victim.kill(self.trainer.uncommitted(self.trainer.interval_s / 2))
-        time.sleep(max(self.seconds - (time.monotonic() - began_s), 0.0))
-        self._after = books(self.trainer.commit())
-        self._took_s = time.monotonic() - began_s
-
-    def units(self) -> float:
-        return float(self._after.trained - self._before.trained) or 1.0
-
-    def took_s(self) -> float:
-        return self._took_s
-
-    def figures(self) -> dict[str, float]:
-        at = self._recovered
-        return {
-            "seconds": self._took_s,
-            "next step behind a kill, ms": at.trained_s * _MS if at else 0.0,
-            "steps trained again": at.again if at else 0.0,
-            "lost": self._after.lost,
-            "trained twice": self._after.twice,
-        }
+        yield WholeTurn(turn, warm_up=turn)
 
 
 @contextlib.contextmanager
-def goodput(seconds: float, victim: str, interval_ms: int) -> Iterator[Work]:
-    """Units: requests that a commit at the end has and one at the beginning had not; more samples wait than
-    can be trained. `victim`: who is killed once, "" = nobody."""
+def goodput(seconds: float, victim: str, interval_ms: int) -> Iterator[WholeTurn]:
+    """Units: requests that a commit at the end contains and one at the begin did not. More samples wait than
+    can be trained. `victim`: the program that is killed once; "" = none."""
     with _saturated.open(float("inf"), ROWS, SATURATED_WARM, interval_ms) as trainer:
-        it = Goodput(trainer, seconds, victim)
-        yield Work(it.step, it.units, it.figures, it.took_s)
+
+        def turn() -> TurnResult:
+            before, began_s = account(trainer.commit()), time.monotonic()
+            recovered: Recovered | None = None
+            if victim:
+                time.sleep(0.4 * seconds)
+                recovered = kill(trainer, victim, trainer.uncommitted(trainer.interval_s / 2))
+            time.sleep(max(seconds - (time.monotonic() - began_s), 0.0))
+            after = account(trainer.commit())
+            took_s = time.monotonic() - began_s
+            figures = {
+                "seconds": took_s,
+                "next step behind a kill, ms": recovered.trained_s * 1000 if recovered else 0.0,
+                "steps trained again": recovered.steps_again if recovered else 0.0,
+                "lost": after.lost,
+                "trained twice": after.twice,
+            }
+            return TurnResult(float(after.trained - before.trained), took_s, figures)
+
+        yield WholeTurn(turn)
+
+
+class Preempted(NamedTuple):
+    """One preemption."""
+
+    took_s: float  # from the notice to the end of the process
+    committed: bool  # a manifest of the same incarnation contains what the worker had trained
+    exit_code: int
+
+
+def preempt(trainer: Trainer, notice_s: float) -> Preempted:
+    """Preempt the worker a second after a commit, then wait until training goes on."""
+    before = trainer.uncommitted(_UNCOMMITTED_S)
+    child, began_s = trainer.child("worker"), time.monotonic()
+    answer = trainer.call("preempt", role="worker", index=0, notice_s=notice_s)
+    ended_s, code = ended(child, notice_s + _OVERTIME_S)
+    newest = trainer.newest()
+    is_committed = newest.step > before.step and newest.incarnation == before.incarnation
+
+    def trains_again() -> bool:
+        metrics = trainer.metrics("worker")
+        is_ahead = (metrics.value("roostream_worker_step") or 0) > newest.step
+        return is_ahead and bool(metrics.value("roostream_worker_training"))
+
+    until("training goes on after a preemption", trains_again, 60.0)
+    return Preempted(ended_s - began_s, bool(answer["committed"]) and is_committed, code)
+
+
+@contextlib.contextmanager
+def preempted(notice_s: float, count: int, interval_ms: int = INTERVAL_MS) -> Iterator[WholeTurn]:
+    """Units: preemptions. Time: from the notice to the end of the process."""
+    with caught_up.open(RATE, ROWS, WARM, interval_ms) as trainer:
+
+        def turn() -> TurnResult:
+            all_ = [preempt(trainer, notice_s) for _ in range(count)]
+            account = trainer.audited(trainer.commit())
+            figures = {
+                "preemptions": len(all_),
+                "committed %": 100 * sum(one.committed for one in all_) / count,
+                "gone within the notice %": 100 * sum(one.took_s <= notice_s for one in all_) / count,
+                "exit code 0 %": 100 * sum(one.exit_code == 0 for one in all_) / count,
+                "notice to exit, s": statistics.median(one.took_s for one in all_),
+                "longest, s": max(one.took_s for one in all_),
+                "lost": account.lost,
+                "trained twice": account.twice,
+            }
+            return TurnResult(count, sum(one.took_s for one in all_), figures)
+
+        yield WholeTurn(turn)
+
+
+@contextlib.contextmanager
+def committed(count: int, interval_ms: int = INTERVAL_MS) -> Iterator[WholeTurn]:
+    """Requested commits: a preempted worker has to wait for one."""
+    with caught_up.open(RATE, ROWS, WARM, interval_ms) as trainer:
+
+        def turn() -> TurnResult:
+            took_s = 0.0
+            for _ in range(count):
+                trainer.uncommitted(_UNCOMMITTED_S)
+                began_s = time.monotonic()
+                trainer.commit()
+                took_s += time.monotonic() - began_s
+            return TurnResult(count, took_s)
+
+        yield WholeTurn(turn)
 
 
 _HERE = "benchmarks.recovery"
-_KILLS = 2
+_KILLS, _PREEMPTIONS = 2, 4
+_STACK = """\
+The stack has a broker, two shards with 100 000 rows beside those of the samples, a controller and one worker, on the same cores. \
+500 requests/s of 20 candidates are written all the time."""
 
 
-def _killed(name: str, victim: str, role: str = "stage") -> Subject:
-    return Subject(name, f"{_HERE}:recovery", (victim, _KILLS), role)  # type: ignore[arg-type]
+def _killed(name: str, victim: str, role: Role = "stage") -> Subject:
+    return Subject(name, f"{_HERE}:recovery", (victim, _KILLS), role)
 
 
-BENCHMARK = Benchmark(
+RECOVERY = Benchmark(
     name="recovery",
     summary="How soon is the next step trained behind a kill -9?",
     rows=(
@@ -223,17 +242,72 @@ BENCHMARK = Benchmark(
         ),
     ),
     rounds=1,
-    interpretation="""\
-The target is 8 s behind a kill of the worker, its imports among them. The second table says where the time goes: until the stack
-has a new process, until that one answers (it has imported what it needs), until the worker is restored, until it has trained the
-next step. Whoever is killed, everyone goes back to the last commit; steps trained again were behind it. A controller that is
-gone stops nobody: its kill costs what goes back, and training stands still only while everyone is restored.
-
-Lost and trained twice are of the books at the end of each turn: samples below the commit's offsets against samples that its
-parameters contain, and samples without a prediction. All of them are counted from the start of the stack.
-
-Kills come half-way between two commits (10 s apart, the default). Broker, two shards that hold 100 000 rows and those of the
-samples, controller, one worker, as a stack starts and restarts them, on the same cores; 500 requests/s of 20 candidates are
-written all the time. The supervisor starts a program at once that lived for 2 s (by default 30 s: here kills come
-more often than that). What was seen is looked at every 50 ms.""",
+    interpretation=f"""\
+The target is 8 s after a kill of the worker, including its imports. The second table splits the time: a new process runs, the
+process answers, the worker is restored, the next step is trained. After each kill all programs return to the last commit, and
+the steps after it are trained again. Kills come half-way between two commits, which are 10 s apart. "Lost" and "trained twice"
+compare the samples below the commit's offsets with what the parameters and the predictions contain.
+{_STACK}""",
 )
+
+
+PREEMPTION = Benchmark(
+    name="preemption",
+    summary="Does a worker that has to go commit what it trained, and how soon is it gone?",
+    rows=(
+        Row(
+            name="from the notice until the worker's process has ended",
+            unit="preemptions",
+            shows="cost",
+            subjects=(
+                Subject("30 s notice", f"{_HERE}:preempted", (30.0, _PREEMPTIONS)),
+                Subject("5 s notice", f"{_HERE}:preempted", (5.0, _PREEMPTIONS), "stage"),
+                Subject("a commit that is asked for", f"{_HERE}:committed", (_PREEMPTIONS,), "limit"),
+            ),
+        ),
+    ),
+    rounds=1,
+    interpretation=f"""\
+The target is that every preempted worker commits at 30 s notice; 5 s is the shortest notice that is accepted. "Committed" means
+that a manifest of the same incarnation came after the notice and contains what was trained since the last commit. Each preemption
+comes a second after a commit, as `roostream preempt worker` requests it, and the stack then starts the worker again.
+"Lost" and "trained twice" are counted as on the page of `recovery`.
+{_STACK}""",
+)
+
+
+def _goodput_row(seconds: float, interval_ms: int = INTERVAL_MS) -> Row:
+    return Row(
+        name=f"requests trained and committed in {seconds:g} s, commits {interval_ms / 1000:g} s apart",
+        unit="requests",
+        subjects=(
+            Subject("one kill of the worker", f"{_HERE}:goodput", (seconds, "worker", interval_ms)),
+            Subject("nobody is killed", f"{_HERE}:goodput", (seconds, "", interval_ms), "limit"),
+        ),
+    )
+
+
+_GOODPUT = """\
+The ratio is the goodput: requests that are trained and committed with a kill, per request without one. More samples wait than can
+be trained, so time lost in a recovery is lost. A kill costs the time until the next step (page of `recovery`) and the steps since
+the last commit, half an interval on average; a shorter `commit_interval_ms` gives more goodput.
+The two figures come from two stacks, which may differ by a quarter on a machine with other work. Then
+1 - (next step after a kill + steps trained again · 64 / (requests/s)) / time says more than the ratio."""
+
+GOODPUT = Benchmark(
+    name="goodput",
+    summary="What is trained with a kill every 60 s?",
+    rows=(_goodput_row(60.0), _goodput_row(60.0, 3_000)),
+    rounds=1,
+    interpretation=f"The target is 0.85 with a kill every 60 s.\n{_GOODPUT}",
+)
+
+GOODPUT_5MIN = Benchmark(
+    name="goodput-5min",
+    summary="What is trained with a kill every 5 minutes? (Takes half an hour.)",
+    rows=(_goodput_row(300.0),),
+    rounds=1,
+    interpretation=f"The target is 0.95 with a kill every 5 minutes.\n{_GOODPUT}",
+)
+
+BENCHMARKS = (RECOVERY, PREEMPTION, GOODPUT, GOODPUT_5MIN)

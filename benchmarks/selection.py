@@ -20,15 +20,21 @@ import numpy as np
 
 from benchmarks.common.criteo_log import PARTS, has_criteo, part, schema
 from benchmarks.common.dataset_paths import CRITEO, absent
-from benchmarks.common.selection_loop import build_loop
-from benchmarks.harness.benchmark import RUN, Benchmark, Row, Subject, SubjectResult, Work
-from benchmarks.train_step import shard_client
+from benchmarks.common.shard import local_client
+from benchmarks.harness.benchmark import RUN, Benchmark, Row, Subject, SubjectResult, TurnResult, WholeTurn
+from benchmarks.train_step import Silent
 from roostream.models.config import RankerConfig
+from roostream.runtime.clock import SystemClock
+from roostream.runtime.kafka.consumer import MemoryConsumer
+from roostream.schema.schema import Schema
+from roostream.schema.settings import from_dict
 from roostream.wire.decode import Decoder
 from roostream.wire.records import Record
-from trainer.loop import TrainLoop
+from trainer.config import LoopConfig
+from trainer.loop import LoopDependencies, TrainLoop
 from trainer.monitoring.progressive_metrics import Metrics, ScoredBatch
-from trainer.rows import ShardRows
+from trainer.record_source import RecordSource
+from trainer.rows import Rows, ShardRows
 from trainer.selection.config import SlipstreamConfig
 from trainer.selection.slipstream_policy import AHEAD
 
@@ -44,8 +50,28 @@ MODEL = RankerConfig(
 )
 
 
+_PARTITIONS = (("samples", 0),)
+
+
+def build_loop(
+    schema: Schema, records: list[Record], model: RankerConfig, settings: Mapping[str, Any], rows: Rows
+) -> TrainLoop:
+    """A training loop over samples of one partition, with offsets from 0. `settings`: of the loop, as in a
+    worker's TOML; all batches have `batch_requests` requests."""
+    given = {"first_batch_requests": settings["batch_requests"], "dedupe_horizon_ms": 1 << 40, **settings}
+    clock = SystemClock()
+    source = RecordSource(
+        MemoryConsumer(_PARTITIONS, records),
+        Decoder(schema, {schema.fingerprint: schema}.get),
+        clock,
+        max_wait_ms=0,
+    )
+    wiring = LoopDependencies(source=source, rows=rows, outputs=Silent(), clock=clock)
+    return TrainLoop(from_dict(LoopConfig, given), schema, model, wiring)
+
+
 _TRAINED: dict[str, float] = {}
-"""What a rotation trained, as a share of all: for those that train as many."""
+"""Task → share of the requests that it trained; for controls that train as many."""
 
 
 @contextlib.contextmanager
@@ -56,69 +82,67 @@ def rotations(
     max_inputs: int | None = None,
     model: Mapping[str, Any] | None = None,
     like: Mapping[str, Any] | None = None,
-) -> Iterator[Work]:
-    """`settings`: of the loop, as in a worker's TOML. A step is all rotations, the first one a short one, to
-    warm up; figures are means over them. `max_inputs`: of each part; `model`: others of its settings; `like`:
-    settings asked before in this process, of whose requests as many are dropped, rotation by rotation, from
-    the same step on."""
-    figures: dict[str, float] = {}
-    asked, whole = _Asked(settings, model or {}, seed), [False]
+) -> Iterator[WholeTurn]:
+    """`settings`: of the loop, as in a worker's TOML. A turn is all rotations; figures are their means.
 
-    def step() -> None:
-        most, tests = (max_inputs, max_parts) if whole[0] else (min(max_inputs or _WARM_UP, _WARM_UP), 1)
-        told = [_rotation(asked, test, most, like) for test in range(tests)]
-        whole[0] = True
-        figures.clear()
-        figures.update({name: float(np.mean([one[name] for one in told])) for name in told[0]})
-        figures.update({f"log loss {test}": one["log loss"] for test, one in enumerate(told)})
+    `max_inputs`: of each part; `model`: changed model settings; `like`: settings that were measured before in
+    this process. As many requests are dropped as with those, per rotation and from the same step on.
+    """
+    task = _Task(settings, model or {}, seed)
 
-    def took_s() -> float:
-        return figures["cpu_s"] * max_parts
+    def turn() -> TurnResult:
+        results = [_rotation(task, test, max_inputs, like) for test in range(max_parts)]
+        figures = {name: float(np.mean([one[name] for one in results])) for name in results[0]}
+        figures |= {f"log loss {test}": one["log loss"] for test, one in enumerate(results)}
+        return TurnResult(figures["inputs"] * max_parts, figures["cpu_s"] * max_parts, figures)
 
-    yield Work(step, lambda: figures["inputs"] * max_parts, lambda: dict(figures), took_s)
+    def warm_up() -> None:
+        _rotation(task, 0, min(max_inputs or _WARM_UP, _WARM_UP), like)
+
+    yield WholeTurn(turn, warm_up)
 
 
-class _Asked(NamedTuple):
+class _Task(NamedTuple):
     settings: Mapping[str, Any]
     model: Mapping[str, Any]
     seed: int
 
-    def key(self, test: int, most: int | None) -> str:
-        return json.dumps([self.settings, self.model, self.seed, test, most], sort_keys=True)
+    def key(self, test: int, max_inputs: int | None) -> str:
+        return json.dumps([self.settings, self.model, self.seed, test, max_inputs], sort_keys=True)
 
-    def begins(self) -> int:
-        """Steps before any request is skipped."""
-        its = self.settings["selection"]
-        return (
-            SlipstreamConfig(**its["slipstream"]).last_snapshot + AHEAD
-            if its["policy"] == "slipstream"
-            else 0
-        )
+    def first_skip(self) -> int:
+        """The first step that may skip requests."""
+        selection = self.settings["selection"]
+        if selection["policy"] != "slipstream":
+            return 0
+        return SlipstreamConfig(**selection["slipstream"]).last_snapshot + AHEAD
 
 
-def _rotation(asked: _Asked, test: int, most: int | None, like: Mapping[str, Any] | None) -> dict[str, float]:
+def _rotation(
+    task: _Task, test: int, max_inputs: int | None, like: Mapping[str, Any] | None
+) -> dict[str, float]:
     criteo = has_criteo()
     train = [
         record
         for number in range(PARTS)
         if number != test
-        for record in part(number, criteo=criteo, most=most)
+        for record in part(number, criteo=criteo, max_records=max_inputs)
     ]
     with tempfile.TemporaryDirectory() as folder:
-        loop = _loop(_renumbered(train), asked, folder)
+        loop = _loop(_renumbered(train), task, folder)
         began_s = time.process_time()
         if like is not None:
-            _train_like(loop, asked._replace(settings=like), test, most, len(train))
+            _train_like(loop, task._replace(settings=like), test, max_inputs, len(train))
         while loop.step() or loop.finish():
             pass
         cpu_s = time.process_time() - began_s
-        found = _judge(loop, list(part(test, criteo=criteo, most=most)))
+        quality = _evaluate(loop, list(part(test, criteo=criteo, max_records=max_inputs)))
     total = loop.outcomes.total
-    trained = _TRAINED[asked.key(test, most)] = total["trained"] / total["taken"]
+    trained = _TRAINED[task.key(test, max_inputs)] = total["trained"] / total["taken"]
     report = loop.selection.report()
     deferred = {name: float(report[name] or 0) for name in ("row_deferred_share",) if name in report}
     return {
-        **found,
+        **quality,
         **deferred,
         "inputs": len(train),
         "trained": trained,
@@ -127,14 +151,14 @@ def _rotation(asked: _Asked, test: int, most: int | None, like: Mapping[str, Any
     }
 
 
-def _train_like(loop: TrainLoop, other: _Asked, test: int, most: int | None, num_inputs: int) -> None:
-    """The steps in which the other skipped nothing; behind them as many are kept as there."""
-    config, begins = loop.selection.config, other.begins()
+def _train_like(loop: TrainLoop, other: _Task, test: int, max_inputs: int | None, num_inputs: int) -> None:
+    """Take the steps in which the other skipped nothing, then keep as many requests as the other."""
+    config, first_skip = loop.selection.config, other.first_skip()
     loop.selection.config = dataclasses.replace(config, policy="off")
-    while loop.num_steps < begins and loop.step():
+    while loop.num_steps < first_skip and loop.step():
         pass
-    rest = max(1 - begins * BATCH / num_inputs, 1 / num_inputs)
-    kept = 1 - (1 - _TRAINED[other.key(test, most)]) / rest
+    rest = max(1 - first_skip * BATCH / num_inputs, 1 / num_inputs)
+    kept = 1 - (1 - _TRAINED[other.key(test, max_inputs)]) / rest
     loop.selection.config = dataclasses.replace(config, keep=min(max(kept, 0.05), 1.0))
 
 
@@ -142,18 +166,18 @@ def _renumbered(records: list[Record]) -> list[Record]:
     return [record._replace(offset=n) for n, record in enumerate(records)]
 
 
-def _loop(records: list[Record], asked: _Asked, folder: str) -> TrainLoop:
-    given = {"batch_requests": BATCH, "seed": asked.seed, **asked.settings}
+def _loop(records: list[Record], task: _Task, folder: str) -> TrainLoop:
+    loop_settings = {"batch_requests": BATCH, "seed": task.seed, **task.settings}
     return build_loop(
         schema(),
         records,
-        dataclasses.replace(MODEL, **asked.model),
-        given,
-        ShardRows(shard_client(schema(), folder)),
+        dataclasses.replace(MODEL, **task.model),
+        loop_settings,
+        ShardRows(local_client(schema(), folder)),
     )
 
 
-def _judge(loop: TrainLoop, records: list[Record]) -> dict[str, float]:
+def _evaluate(loop: TrainLoop, records: list[Record]) -> dict[str, float]:
     metrics, decoder = Metrics(schema().tasks), Decoder(schema(), {schema().fingerprint: schema()}.get)
     for start in range(0, len(records), 1000):
         batch, _ = decoder.decode(records[start : start + 1000])
@@ -190,37 +214,37 @@ def random_as(name: str) -> str:
     return f"random, as many as {name}"
 
 
-def _compared(told: Mapping[str, SubjectResult]) -> dict[str, float]:
-    """Change of log loss in percent against all of it, as a ratio to the control's, and in how many rotations
-    it is below it."""
-    base = told[OFF]
+def _compared(results: Mapping[str, SubjectResult]) -> dict[str, float]:
+    """Change of log loss in percent against training on everything, its ratio to the control's, and the number
+    of rotations in which it is below the control's."""
+    base = results[OFF]
     out: dict[str, float] = {}
-    for name, its in told.items():
+    for name, result in results.items():
         if name != OFF:
-            out[f"log loss of {name}, %"] = _change(its, base)
-            out[f"cpu of {name}"] = its.figures["cpu_s"] / base.figures["cpu_s"]
-    for name in told:
-        control = told.get(random_as(name))
+            out[f"log loss of {name}, %"] = _change(result, base)
+            out[f"cpu of {name}"] = result.figures["cpu_s"] / base.figures["cpu_s"]
+    for name in results:
+        control = results.get(random_as(name))
         if control is not None and _change(control, base):
-            out[f"{name} / its random"] = _change(told[name], base) / _change(control, base)
+            out[f"{name} / its random"] = _change(results[name], base) / _change(control, base)
             out[f"rotations in which {name} beat its random"] = sum(
-                told[name].figures[f"log loss {test}"] < control.figures[f"log loss {test}"]
+                results[name].figures[f"log loss {test}"] < control.figures[f"log loss {test}"]
                 for test in range(_PARTS)
             )
     return out
 
 
-def _change(its: SubjectResult, base: SubjectResult) -> float:
-    return 100 * (its.figures["log loss"] / base.figures["log loss"] - 1)
+def _change(result: SubjectResult, base: SubjectResult) -> float:
+    return 100 * (result.figures["log loss"] / base.figures["log loss"] - 1)
 
 
 def _row(name: str, subjects: Mapping[str, Mapping[str, object]], model: Mapping[str, object]) -> Row:
-    """All of it, each of `subjects`, and a control for those that aren't refilled."""
-    asked = [Subject(OFF, _HERE, ({}, RUN, _PARTS, _INPUTS, model))]
+    """Training on everything, each of `subjects`, and a control for those that are not refilled."""
+    task = [Subject(OFF, _HERE, ({}, RUN, _PARTS, _INPUTS, model))]
     for what, settings in subjects.items():
-        asked.append(Subject(what, _HERE, (settings, RUN, _PARTS, _INPUTS, model)))
+        task.append(Subject(what, _HERE, (settings, RUN, _PARTS, _INPUTS, model)))
         if what != REFILLED:
-            asked.append(
+            task.append(
                 Subject(random_as(what), _HERE, (_RANDOM, RUN, _PARTS, _INPUTS, model, settings), "peer")
             )
     return Row(
@@ -228,7 +252,7 @@ def _row(name: str, subjects: Mapping[str, Mapping[str, object]], model: Mapping
         unit="inputs",
         shows="cost",
         time="CPU time of the loop",
-        subjects=tuple(asked),
+        subjects=tuple(task),
         derives=_compared,
         skipped=_WITHOUT,
     )
@@ -244,19 +268,10 @@ BENCHMARK = Benchmark(
     slice_s=0.0,
     rounds=1,
     interpretation="""\
-Half of the requests without a click dropped by weight is to cost .45 at most of what as many dropped at random cost, in log
-loss, and to leave .60 of the CPU at most where batches are refilled and nothing of the others is scored. Skipping inputs with
-stale rows (Slipstream, at .6 of the hot ones) is shown beside its control and promises nothing: here it is worse than chance.
-With LayerNorm on both sides, which the paper has on one, it is better than chance in most rotations, of a model that predicts
-worse than without; its loop took more CPU than training on all of it.
-
-The first 3,500 impressions of each part of Criteo's sample, each a request with one candidate: five parts trained once, in
-batches of 128, the sixth predicted, for each of the six. Every run has a seed of its own, so least .. most is over seeds;
-figures are means over the rotations. The loss is a log loss, its change relative to training on all of it. The control drops as
-many requests, rotation by rotation, by a hash of their ids. `cpu` is the loop's own, with one shard in the same process; of
-what is skipped one in twenty is scored, in a pass of its own (none "with the others unscored"). A batch that isn't refilled is
-a step of half a batch, whose fixed part is the same; refilled, chunks are read larger and there are fewer steps. A kept
-negative's weight of 2 makes steps larger, which helps on this log by itself (docs/decisions/0066). In a log of 137 steps few
-inputs have rows that were all seen before: an input is hot here if 80 % of its rows are. Slipstream begins to skip behind step
-58, and so does its control; `trained` says how many were.""",
+The first 3,500 impressions of each part of Criteo's sample are requests with one candidate; five parts are trained once in batches
+of 128, and the sixth is predicted, for each of six rotations with a new seed each run. Each policy's control drops as many
+requests by a hash of their ids. The target for half of the requests without a click, dropped and reweighted: at most 0.45 of the
+control's loss of quality, and at most 0.60 of the CPU when batches are refilled and dropped requests are not scored. Slipstream
+(skip inputs whose rows are stale) loses against its control here; with LayerNorm on both sides it wins in most rotations, with a
+worse model and more CPU. "cpu" is that of the loop with one shard in the same process; of skipped requests one in twenty is scored.""",
 )

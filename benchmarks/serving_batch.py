@@ -13,8 +13,9 @@ import numpy as np
 import torch
 
 from benchmarks.common import samples as data
+from benchmarks.common.http_interface import NOW_MS
 from benchmarks.harness.benchmark import Benchmark, Row, Subject, Work
-from benchmarks.serving_request import NOW_MS, distinct, fill
+from benchmarks.serving_request import distinct, fill
 from param_server.replica.replica import Replica
 from roostream.models.config import RankerConfig
 from roostream.wire.block import nro_columns, ro_columns
@@ -28,14 +29,13 @@ _TOLERANCE = 1e-5
 
 @contextlib.contextmanager
 def once(candidates: int) -> Iterator[Work]:
-    """One request of so many candidates."""
     case = Case(candidates)
     yield Work(case.once)
 
 
 @contextlib.contextmanager
 def repeated(candidates: int) -> Iterator[Work]:
-    """So many requests of one candidate, in one pass. AssertionError where the logits differ."""
+    """One request for each candidate, in one pass. Raises AssertionError if the logits differ."""
     case = Case(candidates)
     np.testing.assert_allclose(case.repeated(), case.once(), rtol=0, atol=_TOLERANCE)
     yield Work(case.repeated)
@@ -105,11 +105,8 @@ BENCHMARK = Benchmark(
     summary="What does it save to compute a request's side once for all its candidates?",
     rows=tuple(_request(n) for n in (10, 50, 200, 1000)),
     interpretation="""\
-From a request's values to its logits: batch, look-up of keys, rows, forward pass. The other way is the same code and the same
-kernel, given each candidate as a request of its own with a copy of the request's features, as where a format knows impressions
-only; all of them go through one pass, so that it pays a pass's fixed cost once too. Logits are equal to 1e-5, which is checked
-before a figure is taken; so the model is without attention over the list, and the schema without transforms within it.
-
-The demo schema with histories of 50, the default ranker otherwise; HTTP, Redis, JSON and encoding left out, though they would be
-repeated as well.""",
+The figure covers a request's values to its logits: batch, lookup, rows, forward pass. "Repeated" gives the same code each
+candidate as a request with a copy of the request's features, all in one pass. The logits are compared to 1e-5 before the timing,
+so the model has no attention over the list and the schema no transforms over it. The demo schema has histories of 50; HTTP,
+Redis, JSON and encoding are left out.""",
 )

@@ -14,31 +14,16 @@ import msgspec
 import numpy as np
 
 from benchmarks.common import samples as data
-from benchmarks.common.open_load import Answered, rank_request
+from benchmarks.common.open_load import Answer, rank_request
 from benchmarks.common.peer_ranking import peer_program
 from benchmarks.common.serving_program import ServingProgram, bodies_of, serving_program
 from benchmarks.common.shared_setup import SharedSetup
-from benchmarks.harness.benchmark import Benchmark, Role, Row, Subject, Work
+from benchmarks.harness.benchmark import Benchmark, Role, Row, Subject, TurnResult, WholeTurn
 from benchmarks.serving_overload import DEADLINE_MS, Load, Served
 from roostream.wire import roo_pb2 as pb
 from serving.client.messages import PROTOBUF, encode_impression
 
 _TOLERANCE = 1e-4
-
-
-class CountedLoad(Load):
-    """Counted by the CPU time that the program took, so that a busy machine costs less of the figure."""
-
-    def figures(self) -> dict[str, float]:
-        named = super().figures()
-        return {name: named[name] for name in _FIGURES}
-
-
-class OneConnection(CountedLoad):
-    """It asks again as soon as it is answered."""
-
-    def ask(self, seconds: float) -> list[Answered]:
-        return self.served.clients.closed_loop(1, seconds)
 
 
 _FIGURES = (
@@ -50,73 +35,85 @@ _FIGURES = (
 )
 
 
-class Programs:
-    """Each is started and warmed when it is first asked for, and stands still while it is not its turn."""
+class OneConnection(Load):
+    """A closed loop of one connection."""
 
-    def __init__(self, all_: contextlib.ExitStack) -> None:
-        self._all = all_
+    def send(self, seconds: float) -> list[Answer]:
+        return self.served.clients.closed_loop(1, seconds)
+
+
+class Programs:
+    """Serving programs, each started and warmed on first use, and suspended while others are timed."""
+
+    def __init__(self, opened: contextlib.ExitStack) -> None:
+        self._opened = opened
         self._running: dict[str, ServingProgram] = {}
         self._served: dict[tuple[str, str, int], Served] = {}
 
     def served(self, kind: str, form: str, candidates: int) -> Served:
-        """AssertionError: its scores aren't ours."""
-        known = kind, form, candidates
-        if known not in self._served:
-            with self.turn_of(kind) as program:
+        """Raises AssertionError if the program's scores differ from those of our ranker."""
+        key = kind, form, candidates
+        if key not in self._served:
+            with self.running(kind) as program:
                 _check_scores(program, form, candidates)
-                served = Served(
-                    program, [rank_request(body, request_media_type(form)) for body in sent(form, candidates)]
-                )
-                self._all.callback(served.clients.close)
-                self._served[known] = served
-        return self._served[known]
+                media = request_media_type(form)
+                requests = [rank_request(body, media) for body in encoded_bodies(form, candidates)]
+                self._served[key] = Served(program, requests)
+                self._opened.callback(self._served[key].clients.close)
+        return self._served[key]
 
     @contextlib.contextmanager
-    def turn_of(self, kind: str) -> Iterator[ServingProgram]:
+    def running(self, kind: str) -> Iterator[ServingProgram]:
         if kind in self._running:
-            self._running[kind].go_on()
+            self._running[kind].resume()
         else:
             program = serving_program(deadline_ms=DEADLINE_MS) if kind == "ours" else peer_program(kind)
-            self._running[kind] = self._all.enter_context(program)
-            self._all.callback(self._running[kind].go_on)  # so that it can end
+            self._running[kind] = self._opened.enter_context(program)
+            self._opened.callback(self._running[kind].resume)  # so that it can end
         try:
             yield self._running[kind]
         finally:
-            self._running[kind].pause()
+            self._running[kind].suspend()
 
 
 @contextlib.contextmanager
 def _open() -> Iterator[Programs]:
-    with contextlib.ExitStack() as all_:
-        yield Programs(all_)
+    with contextlib.ExitStack() as opened:
+        yield Programs(opened)
 
 
 _programs = SharedSetup(_open)
 
 
 def programs() -> contextlib.AbstractContextManager[Programs]:
-    """Of a whole run."""
+    """The programs of a run."""
     return _programs.open()
 
 
 @contextlib.contextmanager
-def under_load(kind: str, form: str, times: float, seconds: float, candidates: int) -> Iterator[Work]:
+def under_load(kind: str, form: str, times: float, seconds: float, candidates: int) -> Iterator[WholeTurn]:
     """`kind`: ours, fastapi, litserve; `times` the capacity, or 0: one connection. Units: requests answered
-    200 within the deadline. AssertionError: scores aren't ours."""
+    200 within the deadline. Time: CPU time of the program."""
     with _programs.open() as running:
         served = running.served(kind, form, candidates)
-        load = CountedLoad(served, times, seconds) if times else OneConnection(served, 1.0, seconds)
+        load = Load(served, times, seconds) if times else OneConnection(served, 1.0, seconds)
 
-        def step() -> None:
-            with running.turn_of(kind):
-                served.clients.begin_anew()
-                load.step()
+        def turn() -> TurnResult:
+            with running.running(kind):
+                served.clients.close_idle()
+                result = load.turn()
+            figures = {name: result.figures[name] for name in _FIGURES}
+            return TurnResult(result.units, load.cpu_s, figures)
 
-        yield Work(step, load.units, load.figures, lambda: load.cpu_s)
+        def warm_up() -> None:
+            with running.running(kind):
+                served.clients.close_idle()
+                load.warm_up()
+
+        yield WholeTurn(turn, warm_up)
 
 
-def sent(form: str, candidates: int) -> list[bytes]:
-    """Bodies of as many users."""
+def encoded_bodies(form: str, candidates: int) -> list[bytes]:
     bodies = bodies_of(candidates)
     if form == "json":
         return bodies
@@ -129,24 +126,24 @@ def request_media_type(form: str) -> str:
 
 
 def _check_scores(program: ServingProgram, form: str, candidates: int) -> None:
-    """Of one request, against those of the ranker in this process."""
+    """Compare the scores of one request with those of the ranker in this process."""
     from benchmarks.common.peer_ranking import DemoRank, Scoring
 
-    body = sent(form, candidates)[0]
+    body, media = encoded_bodies(form, candidates)[0], request_media_type(form)
     url = "http://{}:{}/v1/rank".format(*program.address)
-    headers = {"content-type": request_media_type(form), "accept": request_media_type(form)}
-    with urllib.request.urlopen(urllib.request.Request(url, body, headers), timeout=60) as answer:
-        told = _scores(answer.read(), form)
+    request = urllib.request.Request(url, body, {"content-type": media, "accept": media})
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        scores = _scores(answer.read(), form)
     expected = Scoring().rank(DemoRank.model_validate_json(bodies_of(candidates)[0]))["scores"]
-    np.testing.assert_allclose(told, [list(row.values()) for row in expected], rtol=0, atol=_TOLERANCE)
+    np.testing.assert_allclose(scores, [list(row.values()) for row in expected], rtol=0, atol=_TOLERANCE)
 
 
 def _scores(answer: bytes, form: str) -> Any:
     """[n][T]."""
     if form == "json":
         return [list(row.values()) for row in msgspec.json.decode(answer)["scores"]]
-    told = pb.RankAnswer.FromString(answer)
-    return np.array(told.scores).reshape(-1, len(told.tasks))
+    message = pb.RankAnswer.FromString(answer)
+    return np.array(message.scores).reshape(-1, len(message.tasks))
 
 
 _HERE = "benchmarks.serving_e2e"
@@ -178,19 +175,12 @@ BENCHMARK = Benchmark(
     rows=(_at(0.0, "one connection"), _at(0.5, "at half of what each can answer"), _at(1.0, "at all of it")),
     run_setup=f"{_HERE}:programs",
     interpretation="""\
-Requests answered 200 within a second, divided by the CPU time that the program took for them (of LitServe: of all its processes).
-The targets: 1,000 in JSON, 1,500 in protobuf; p50 at most 2 ms and p99 at most 8 ms at half load. What is short of them, where
-it goes and what the next factor would take: docs/decisions/0051.
-
-Programs of their own on loopback: `roostream serving`, and the same ranker behind FastAPI with Pydantic and behind LitServe, each
-as its tutorial has it, one worker. They type the same body, complete it, score it by the same code and pack the same record, one
-request at a time; ours also admits, keeps deadlines, scores together what waited together, and writes the record to its log.
-Before anything is timed one answer's scores are compared with those of the ranker in process.
-
-The demo schema, initial rows; Kafka, Redis and the shards are away. One connection asks again as soon as it is answered. The
-other loads don't wait: requests at random times (Poisson) over kept connections, encoded beforehand; times count from when a
-request was due. What each can answer is what four connections get that ask again as soon as they are answered. With two cores a
-program has one and the load the other; LitServe's processes share theirs. Programs that are not timed stand still.""",
+The figure is requests answered 200 within a second, divided by the CPU time of all processes of the program. The targets are
+1,000 in JSON and 1,500 in protobuf, and at half load p50 at most 2 ms and p99 at most 8 ms; decision 0051 says what is missing.
+The peers run the same ranker behind FastAPI with Pydantic and behind LitServe, one worker each, without admission, deadlines,
+batching and feature log; one answer of each program is compared with the ranker's scores before the timing. The programs run on
+loopback with the demo schema and initial rows, without Kafka, Redis and shards, and are suspended while others are timed. The
+capacity is what four closed-loop connections get; the other loads are open-loop (Poisson), with latencies from the due time.""",
     slice_s=_SECONDS,
     rounds=3,
 )

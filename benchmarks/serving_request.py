@@ -6,38 +6,26 @@ record.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Executor, Future
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
 import numpy as np
 import torch
-from prometheus_client import CollectorRegistry
 
 from benchmarks.common import samples as data
+from benchmarks.common.http_interface import NOW_MS, asgi_requests, http_interface
 from benchmarks.harness.benchmark import Benchmark, Row, Subject, Work
 from param_server.replica.replica import Replica
 from roostream.models.config import RankerConfig
 from roostream.models.inputs import build_inputs
 from roostream.online.entity_fields import NO_FIELDS, EntityFields
-from roostream.runtime.clock import FakeClock
 from roostream.schema.ids import buckets_of
 from roostream.schema.schema import Schema
 from roostream.wire import roo_pb2 as pb
 from roostream.wire.lookup import Lookup, build_lookup
 from serving.client.messages import encode_impression
-from serving.config import ServingConfig
-from serving.context import ServingContext
-from serving.feature_log.log import FeatureLog
-from serving.http.app import HttpInterface
-from serving.http.body import JSON, PROTOBUF
-from serving.inflight_watermark import InflightWatermark
-from serving.metrics import ServingMetrics
 from serving.rank import RankService
 from serving.rank_json import JsonParser
 from serving.request import RequestBlocks
@@ -45,11 +33,9 @@ from serving.request_batch import RequestColumns, build_batch
 from serving.scorer import first_version
 from serving.versions.loaded_versions import LoadedVersions
 
-NOW_MS = data.T0_MS + 1_000
-
 
 class Online:
-    """Hydrated values that are there already: Redis is not part of this question."""
+    """Online feature values from memory instead of Redis."""
 
     def __init__(self, schema: Schema, candidates: int) -> None:
         rng = np.random.default_rng(2)
@@ -65,20 +51,8 @@ class Online:
         return self.ro, self.nro
 
 
-class Inline(Executor):
-    """Runs what it is given at once, in the caller's thread."""
-
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        future: Future[Any] = Future()
-        try:
-            future.set_result(fn(*args, **kwargs))
-        except Exception as error:
-            future.set_exception(error)
-        return future
-
-
 class Case:
-    """A service with rows in its replica, and the body of one request."""
+    """A rank service with rows in its replica, and one request with its intermediate results."""
 
     def __init__(self, candidates: int) -> None:
         torch.set_num_threads(1)
@@ -103,8 +77,6 @@ class Case:
         hydrated = self.online.read(0, request.item_ids, NOW_MS)
         self.service.completion.open(request)
         return self.service.completion.encode(request, NOW_MS, *hydrated)
-
-    # Stages, each from what the one before it gave.
 
     def whole(self) -> None:
         self.service.rank(self.parser.parse(self.body), NOW_MS).answer.json()
@@ -140,74 +112,29 @@ def stage(name: str, candidates: int) -> Iterator[Work]:
 
 @contextlib.contextmanager
 def endpoint(candidates: int, form: str = "json") -> Iterator[Work]:
-    """What the server calls for a request, without its socket: admission, the whole, the feature log, the
+    """What the server calls for a request, without its socket: admission, ranking, the feature log, the
     answer's body. `form`: json, protobuf."""
-    with tempfile.TemporaryDirectory() as folder, contextlib.closing(asyncio.new_event_loop()) as loop:
-        home, case = Path(folder), Case(candidates)
-        settings = ServingConfig(
-            schema=str(data.DEMO),
-            store=str(home / "store"),
-            home=home,
-            bootstrap="127.0.0.1:1",
-            deadline_ms=60_000,
-            max_log_bytes=1 << 30,
-        )
-        parts = ServingContext(
-            config=settings,
-            schema=case.schema,
-            service=case.service,
-            log=FeatureLog.open(home / "log", max_bytes=1 << 33, segment_bytes=8 << 20),
-            watermark=InflightWatermark(FakeClock(NOW_MS)),
-            metrics=ServingMetrics(CollectorRegistry()),
-            executor=Inline(),
-            waiting_for=lambda: [],
-        )
-        asked = HttpInterface(parts)
-        try:
-            body = (
-                case.body
-                if form == "json"
-                else encode_impression(msgspec.json.decode(case.body), case.schema)
-            )
-            media = PROTOBUF if form == "protobuf" else JSON
-            yield Work(lambda: loop.run_until_complete(_answer(asked, body, media.encode())))
-        finally:
-            parts.log.close()
-
-
-async def _answer(asked: HttpInterface, body: bytes, media: bytes) -> None:
-    sent: list[Any] = []
-
-    async def receive() -> dict[str, Any]:
-        return {"type": "http.request", "body": body}
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-
-    headers = [(b"content-type", media), (b"accept", media)]
-    await asked(
-        {"type": "http", "method": "POST", "path": "/v1/rank", "headers": headers, "query_string": b""},
-        receive,
-        send,
-    )
-    assert sent[0]["status"] == 200, sent
+    case = Case(candidates)
+    body = case.body if form == "json" else encode_impression(msgspec.json.decode(case.body), case.schema)
+    with http_interface(case.schema, case.service) as app, asgi_requests(app, body, form) as post:
+        yield Work(post)
 
 
 def fill(replica: Replica, schema: Schema, lookup: Lookup) -> None:
     """Give the replica a row for every key of the lookup, as the rows topic would."""
     rng = np.random.default_rng(3)
-    for stack, found in lookup.stacks.items():
+    for stack, keys in lookup.stacks.items():
         width = schema.stacks[stack][0].dim
-        bucket_U = buckets_of(found.id_U, found.table_U, replica.num_buckets)
-        for at in {(int(t), int(b)) for t, b in zip(found.table_U, bucket_U, strict=True)}:
-            ids = found.id_U[(found.table_U == at[0]) & (bucket_U == at[1])]
-            sequence = replica.version(stack, at[1])[1] + 1
+        bucket_U = buckets_of(keys.id_U, keys.table_U, replica.num_buckets)
+        pairs = {(int(t), int(b)) for t, b in zip(keys.table_U, bucket_U, strict=True)}
+        for table, bucket in pairs:
+            ids = keys.id_U[(keys.table_U == table) & (bucket_U == bucket)]
             delta = pb.RowDelta(
                 schema=schema.fingerprint,
-                bucket=at[1],
+                bucket=bucket,
                 incarnation=1,
-                sequence=sequence,
-                table_id=at[0],
+                sequence=replica.version(stack, bucket)[1] + 1,
+                table_id=table,
                 dim=width,
                 stack=stack,
             )
@@ -217,19 +144,19 @@ def fill(replica: Replica, schema: Schema, lookup: Lookup) -> None:
 
 
 def body_of(schema: Schema, candidates: int) -> bytes:
-    """What a client of the demo sends: online features are left out."""
+    """The JSON body of a request without online features."""
     rng = np.random.default_rng(1)
     items_n = distinct(data.zipf_ids(rng, 100 * candidates))[:candidates]
     assert len(items_n) == candidates
     ro = {name: value for name, value in data.ro_values(schema, rng).items() if not _online(schema, name)}
     columns = data.nro_columns(schema, rng, items_n)
-    sent = {
+    values = {
         name: [_plain(v) for v in column]
         for name, column in columns.items()
         if not _online(schema, name) and name != "item"
     }
     rows = [
-        {"item_id": int(item), "nro": {name: column[n] for name, column in sent.items()}}
+        {"item_id": int(item), "nro": {name: column[n] for name, column in values.items()}}
         for n, item in enumerate(items_n)
     ]
     return msgspec.json.encode(
@@ -238,7 +165,7 @@ def body_of(schema: Schema, candidates: int) -> bytes:
 
 
 def distinct(ids: np.ndarray) -> np.ndarray:
-    """In order of their first."""
+    """Unique ids in order of their first occurrence."""
     return ids[np.sort(np.unique(ids, return_index=True)[1])]
 
 
@@ -285,12 +212,8 @@ BENCHMARK = Benchmark(
     summary="Where does the time of one rank request go, in process?",
     rows=tuple(_request(n) for n in (20, 50, 200, 1000)),
     interpretation="""\
-What is left is spread: the forward pass is one kernel (docs/decisions/0051); reading JSON, completing and encoding the blocks
-that are logged, and writing the answer cost about as much each. "By modules" is what the forward pass cost before, with the
-inputs that are made for modules; a user's own model goes that way. In protobuf a request saves what reading JSON costs and no
-more; docs/decisions/0051 says where the rest goes, and what would make it less.
-
-The demo schema; HTTP, Redis and Kafka left out, rows in the replica. "whole" is the body's bytes to the answer's bytes and the
-record for the log. The stages are timed alone, each with the processor's caches to itself, and don't add up to the whole.
-The limit is the model's forward pass on a batch and rows that are there already.""",
+"Whole" covers the body's bytes to the answer's bytes and the log record; HTTP, Redis and Kafka are left out, and the rows are in
+the replica. The stages are timed alone with warm caches, so they do not add up to the whole. The limit is the compiled forward
+pass on a batch and rows that exist already; "by modules" is the same pass with torch modules, as for a custom model. Protobuf
+saves the cost of parsing JSON and nothing else (decision 0051).""",
 )

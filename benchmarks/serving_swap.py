@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import re
-import statistics
 import threading
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,10 +18,10 @@ import numpy as np
 import torch
 
 from benchmarks.common import samples as data
-from benchmarks.common.open_load import Answered, rank_request
+from benchmarks.common.open_load import Answer, rank_request
 from benchmarks.common.serving_program import bodies_of, serving_program
 from benchmarks.common.shared_setup import SharedSetup
-from benchmarks.harness.benchmark import Benchmark, Row, Subject, SubjectResult, Work
+from benchmarks.harness.benchmark import Benchmark, Row, Subject, SubjectResult, WholeTurn
 from benchmarks.serving_overload import DEADLINE_MS, Load, Served
 from param_server.replica.replica import Replica
 from roostream.models.build import build_model, load_model_config
@@ -36,14 +35,13 @@ from serving.rank_json import JsonParser
 from serving.scorer import build_version
 from serving.versions.loaded_versions import LoadedVersions
 
-EVERY_S = 1.05  # a little longer than serving takes to look again
+EVERY_S = 1.05  # a little longer than serving's poll interval
 _KEPT = 3
 _TOLERANCE = 1e-5
 
 
 class Commits:
-    """Commits of a model as a trainer makes them, with two sets of weights in turns. Both give other scores
-    than the initial weights, and than each other."""
+    """Commits of a model as a trainer makes them, with two sets of weights in turns."""
 
     def __init__(self, folder: Path) -> None:
         self.store, self.seq = FileStore(folder), 0
@@ -57,7 +55,6 @@ class Commits:
         self._files = [tensor_file.encode(tensors, {}) for tensors in files]
 
     def weights_of(self, version: str) -> int:
-        """Which of `weights`."""
         return int(version.rpartition("-")[2]) % len(self.weights)
 
     def commit(self) -> None:
@@ -104,15 +101,17 @@ class Loaded:
 
     def num_swaps(self) -> int:
         with urllib.request.urlopen(self._url, timeout=30) as answer:
-            found = re.search(rb"^roostream_serving_version_swaps_total (\S+)", answer.read(), re.MULTILINE)
-        return int(float(found[1])) if found else 0
+            match = re.search(rb"^roostream_serving_version_swaps_total (\S+)", answer.read(), re.MULTILINE)
+        return int(float(match[1])) if match else 0
 
-    def is_right(self, answered: Answered) -> bool:
-        """Whether its scores are those of the version that it names, for the request that it answers."""
-        told = msgspec.json.decode(answered.body)
-        expected_nT = self._expected_2RnT[self.commits.weights_of(told["model_version"])][answered.number]
+    def is_right(self, answer: Answer) -> bool:
+        """Whether an answer has the scores of the version that it names."""
+        ranking = msgspec.json.decode(answer.body)
+        expected_nT = self._expected_2RnT[self.commits.weights_of(ranking["model_version"])][answer.number]
         return bool(
-            np.allclose([list(row.values()) for row in told["scores"]], expected_nT, rtol=0, atol=_TOLERANCE)
+            np.allclose(
+                [list(row.values()) for row in ranking["scores"]], expected_nT, rtol=0, atol=_TOLERANCE
+            )
         )
 
 
@@ -131,27 +130,27 @@ def expected(commits: Commits, bodies: Sequence[bytes]) -> list[np.ndarray]:
     return both
 
 
-def timeless(body: bytes) -> bytes:
-    """With the hour of the day given, so that its scores don't depend on when it is asked."""
-    asked = msgspec.json.decode(body)
-    asked["ro"]["hour_of_day"] = 12.0
-    return msgspec.json.encode(asked)
+def with_fixed_hour(body: bytes) -> bytes:
+    """The request with a fixed hour, so that scores do not depend on the time."""
+    request = msgspec.json.decode(body)
+    request["ro"]["hour_of_day"] = 12.0
+    return msgspec.json.encode(request)
 
 
 class SwappedLoad(Load):
-    """`swaps`: with a commit each EVERY_S; else with none."""
+    """`swaps`: with a commit each EVERY_S; else without commits."""
 
     def __init__(self, loaded: Loaded, swaps: bool, times: float, seconds: float) -> None:
         super().__init__(loaded.served, times, seconds)
         self._loaded, self._swaps, self._num_swaps = loaded, swaps, 0
 
-    def step(self) -> None:
+    def run(self, seconds: float) -> None:
         before, stop = self._loaded.num_swaps(), threading.Event()
         thread = threading.Thread(target=self._loaded.commits.run, args=(stop,))
         if self._swaps:
             thread.start()
         try:
-            super().step()
+            super().run(seconds)
         finally:
             stop.set()
             if self._swaps:
@@ -159,28 +158,26 @@ class SwappedLoad(Load):
         self._num_swaps = self._loaded.num_swaps() - before
 
     def figures(self) -> dict[str, float]:
-        took_ms = sorted(1e3 * a.took_s for a in self.answered if a.status == 200) or [0.0]
+        ok = [a for a in self.answers if a.status == 200]
+        latencies = self.latencies()
         return {
             "swaps": self._num_swaps,
-            "asked": len(self.answered),
-            "failed": sum(a.status != 200 for a in self.answered),
-            "of them 429": sum(a.status == 429 for a in self.answered),
-            "other scores than its version's": sum(
-                a.status == 200 and not self._loaded.is_right(a) for a in self.answered
-            ),
-            "p50, ms": statistics.median(took_ms),
-            "p99, ms": took_ms[int(0.99 * (len(took_ms) - 1))],
-            "most that a request was sent late, ms": 1e3
-            * max((a.late_s for a in self.answered), default=0.0),
+            "asked": len(self.answers),
+            "failed": len(self.answers) - len(ok),
+            "of them 429": sum(a.status == 429 for a in self.answers),
+            "other scores than its version's": sum(not self._loaded.is_right(a) for a in ok),
+            "p50, ms": latencies["p50"],
+            "p99, ms": latencies["p99"],
+            "most that a request was sent late, ms": self.latest_ms(),
         }
 
 
 @contextlib.contextmanager
-def under_load(swaps: bool, times: float, seconds: float, candidates: int) -> Iterator[Work]:
+def under_load(swaps: bool, times: float, seconds: float, candidates: int) -> Iterator[WholeTurn]:
     """Units: requests answered 200. Subjects of one process load the same program, in turns."""
     with _loaded.open(candidates) as loaded:
         load = SwappedLoad(loaded, swaps, times, seconds)
-        yield Work(load.step, load.units, load.figures)
+        yield WholeTurn(load.turn, load.warm_up)
 
 
 @contextlib.contextmanager
@@ -188,7 +185,7 @@ def _open(candidates: int) -> Iterator[Loaded]:
     with serving_program(deadline_ms=DEADLINE_MS) as program:
         commits = Commits(program.store)
         commits.commit()
-        bodies = [timeless(body) for body in bodies_of(candidates)]
+        bodies = [with_fixed_hour(body) for body in bodies_of(candidates)]
         served = Served(program, [rank_request(body) for body in bodies], keeps_bodies=True)
         try:
             yield Loaded(served, commits, expected(commits, bodies))
@@ -203,10 +200,10 @@ _TIMES, _SWAPPING_S, _STEADY_S, _CANDIDATES = 0.5, 36.0, 12.0, 20
 _SWAPPING, _STEADY = "a swap a second", "no swap"
 
 
-def _slower(told: Mapping[str, SubjectResult]) -> Mapping[str, float]:
+def _slower(results: Mapping[str, SubjectResult]) -> Mapping[str, float]:
     return {
-        "p99 with swaps / without": told[_SWAPPING].figures["p99, ms"]
-        / max(told[_STEADY].figures["p99, ms"], 1e-9)
+        "p99 with swaps / without": results[_SWAPPING].figures["p99, ms"]
+        / max(results[_STEADY].figures["p99, ms"], 1e-9)
     }
 
 
@@ -225,16 +222,11 @@ BENCHMARK = Benchmark(
         ),
     ),
     interpretation="""\
-A commit a second is written into the store that a serving program follows: manifest and dense file are verified, the model is
-built, tried with 32 recent requests, and swapped, all in a thread beside the requests. The second table is of a turn: three of
-36 s are a run with about 100 swaps. Versions have two sets of weights in turns, and each answer's scores are compared with those
-of the version that it names (1e-5). The targets: no failed request (anything but 200), and a p99 of at most 1.5 times that of the
-turns without a swap, in the same run. Failures that are 429, with swaps and without, say that other work has the core.
-
-`roostream serving` in a process of its own on loopback, the demo schema and the default model, 20 candidates a request, initial
-rows; Kafka, Redis and the shards are away. The load is that of serving-overload at half of the capacity: requests at random
-times, counted from when they were due. With two cores serving has one, for requests and swaps; the load, which also writes the
-commits, has the other. A trainer commits each 10 s by default: ten times as seldom.""",
+Each second a commit is written into the store that a serving program follows. Serving verifies the files, builds the model, tries
+it with 32 recent requests and swaps it, all in a thread beside the requests. Three turns of 36 s make about 100 swaps a run.
+Versions alternate between two sets of weights, and the scores of each answer are compared with the version that it names (1e-5).
+The targets are no failed request (anything but 200) and a p99 of at most 1.5 times that without swaps, in the same run; 429 with
+and without swaps means that other work has the core. Program and load are those of serving-overload at half of the capacity.""",
     slice_s=_SWAPPING_S,
     rounds=3,
 )

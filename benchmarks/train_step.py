@@ -16,10 +16,8 @@ import numpy as np
 import torch
 
 from benchmarks.common import samples as data
-from benchmarks.common.shard import empty_shard
+from benchmarks.common.shard import local_client
 from benchmarks.harness.benchmark import Benchmark, Row, Subject, Work
-from param_server.client import Client
-from param_server.server import ShardRpcHandler
 from roostream.models.build import KINDS, build_model
 from roostream.models.config import ModelConfig, RankerConfig
 from roostream.models.inputs import Inputs, build_inputs
@@ -28,7 +26,6 @@ from roostream.models.model import Targets
 from roostream.runtime.clock import SystemClock
 from roostream.runtime.kafka.consumer import PartitionLag
 from roostream.runtime.kafka.topics import SAMPLES, Partition, Progress
-from roostream.runtime.rpc.transport import InMemoryTransport
 from roostream.runtime.work_unit import TableInput
 from roostream.schema.schema import Schema
 from roostream.wire.decode import Decoder
@@ -48,8 +45,7 @@ _BATCHES = 4
 
 
 class Endless:
-    """A source whose samples come again and again under new sample ids, so that none is skipped as a
-    duplicate."""
+    """A source that repeats its samples under new sample ids, so that none is skipped as a duplicate."""
 
     def __init__(self, records: list[Record], decoder: Decoder) -> None:
         self.all, self.decoder, self.at = records, decoder, 0
@@ -70,23 +66,23 @@ class Endless:
         return None
 
     def seek(self, at: Progress) -> None:
-        """There is no place to go back to."""
+        """No effect."""
 
     def assign(self, numbers: Collection[int], session: TableInput | None = None) -> None:
-        """What is of other partitions doesn't come any more."""
+        """Drop the samples of other partitions."""
         self.numbers = sorted(numbers)
         self.records = [record for record in self.all if record.partition in self.numbers]
         self.parts = [_around_id(r.value, r.offset * NUM_PARTITIONS + r.partition + 1) for r in self.records]
 
     def bound(self, ends: Progress) -> None:
-        """It is read to its end."""
+        """No effect: the source never ends."""
 
     @property
     def ended(self) -> bool:
         return False
 
     def newest_ids(self, trained: Progress) -> Mapping[Partition, NewestIds]:
-        """It never ends."""
+        """Nothing is remembered."""
         return {}
 
     def positions(self) -> Progress:
@@ -100,11 +96,11 @@ class Endless:
         return 0
 
     def close(self) -> None:
-        """Nothing is held."""
+        """No resources."""
 
 
 class Silent:
-    """`Outputs` that make each message and keep none."""
+    """`Outputs` that drop every message."""
 
     def prediction(self, prediction: Any) -> None: ...
 
@@ -119,16 +115,8 @@ def _around_id(value: bytes, sample_id: int) -> tuple[bytes, bytes]:
     return value[:at], value[at + 8 :]
 
 
-def shard_client(schema: Schema, folder: str) -> Client:
-    """A client of one shard in this process, begun as incarnation 1."""
-    shard = empty_shard(schema, folder)
-    client = Client(schema, [InMemoryTransport(ShardRpcHandler(shard).handle)], worker=0)
-    client.set_incarnation(1)
-    return client
-
-
 class Case:
-    """A loop in its steady state, and one of its batches taken apart."""
+    """A training loop, and one of its batches with all intermediate results. Methods are the stages."""
 
     def __init__(
         self,
@@ -138,12 +126,11 @@ class Case:
         model: ModelConfig | None = None,
         **settings: Any,
     ) -> None:
-        """`records`: a few batches of one size; `model`: None = our ranker; `settings`: others of the
-        loop."""
+        """`records`: _BATCHES batches of one size; `model`: None = our ranker; `settings`: of the loop."""
         model = model or RankerConfig()
         torch.set_num_threads(1)
         self.schema, self.records, requests = schema, records, len(records) // _BATCHES
-        self.client = shard_client(self.schema, folder)
+        self.client = local_client(self.schema, folder)
         self.decoder = Decoder(self.schema, {self.schema.fingerprint: self.schema}.get)
         self.source = Endless(self.records, self.decoder)
         self.outputs = Silent()
@@ -168,9 +155,8 @@ class Case:
         self.score_BT = np.random.default_rng(3).random(self.batch.label_BT.shape, dtype=np.float32)
 
     @functools.cached_property
-    def _multiplied(self) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """What each matrix of the model meets: a row of every request, of every entry of a history, or of
-        every candidate."""
+    def _matrix_products(self) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Input, weight and output gradient of each matrix of the model."""
         out = []
         for name, parameter in self.model.named_parameters():
             if parameter.dim() != 2 or ".times." in name:
@@ -208,9 +194,8 @@ class Case:
         loss(self.model(self.inputs), Targets(self.label_BT, self.weight_BT)).backward()  # type: ignore[no-untyped-call]
 
     def products(self) -> None:
-        """The limit: what of the forward and backward pass is products of matrices, of these sizes and
-        nothing else."""
-        for x_NI, weight_OI, gradient_NO in self._multiplied:
+        """The limit: the matrix products of the forward and backward pass."""
+        for x_NI, weight_OI, gradient_NO in self._matrix_products:
             torch.mm(x_NI, weight_OI.t())
             torch.mm(gradient_NO, weight_OI)
             torch.mm(gradient_NO.t(), x_NI)
@@ -229,7 +214,7 @@ class Case:
 
 
 def demo_case(folder: str, requests: int, candidates: int, model: ModelConfig | None = None) -> Case:
-    """Of the demo's schema."""
+    """A case of the demo's schema."""
     schema = data.demo_schema()
     return Case(
         folder, schema, data.sample_records(schema, requests * _BATCHES, candidates=candidates), model
@@ -237,7 +222,7 @@ def demo_case(folder: str, requests: int, candidates: int, model: ModelConfig | 
 
 
 def ebnerd_case(folder: str, requests: int) -> Case:
-    """Of EB-NeRD's schema, with lists as long as there."""
+    """A case of EB-NeRD's schema, with lists as long as in that log."""
     schema, history = data.ebnerd_schema(), data.EBNERD_HISTORY
     records = data.sample_records(schema, requests * _BATCHES, candidates=data.EBNERD_LISTS, history=history)
     return Case(folder, schema, records)
@@ -245,8 +230,7 @@ def ebnerd_case(folder: str, requests: int) -> Case:
 
 @contextlib.contextmanager
 def on_device(kind: str, requests: int, history: int, settings: Mapping[str, Any]) -> Iterator[Work]:
-    """A whole step of a kind of model on EB-NeRD's schema; units are requests. `settings`: of the loop,
-    `device` among them."""
+    """A complete step of a kind of model on EB-NeRD's schema; units are requests. `settings`: of the loop."""
     schema = data.ebnerd_schema()
     records = data.sample_records(schema, requests * _BATCHES, candidates=data.EBNERD_LISTS, history=history)
     with tempfile.TemporaryDirectory() as folder:
@@ -275,25 +259,31 @@ def _work(name: str, build: Callable[[str], Case]) -> Iterator[Work]:
 _WORKLOAD = "benchmarks.train_step"
 
 
-def _step(name: str, stage: str, *size: int) -> Row:
-    """`stage`: a function of the workload, called with the name of a stage and `size`."""
+_STAGES = (
+    ("decode", "decode"),
+    ("look up keys", "look_up"),
+    ("pull", "pull"),
+    ("tensors", "to_tensors"),
+    ("forward and backward", "forward_backward"),
+    ("dense optimizer", "adam"),
+    ("push", "push"),
+    ("predictions", "predict"),
+    ("progressive metrics", "count"),
+)
+
+
+def _step(name: str, function: str, *size: int) -> Row:
+    """`function`: called with the name of a stage and `size`."""
+    setup = f"{_WORKLOAD}:{function}"
     return Row(
         name=name,
         unit="steps",
         shows="cost",
         clock="cpu",
         subjects=(
-            Subject("whole", f"{_WORKLOAD}:{stage}", ("whole", *size)),
-            Subject("decode", f"{_WORKLOAD}:{stage}", ("decode", *size), "stage"),
-            Subject("look up keys", f"{_WORKLOAD}:{stage}", ("look_up", *size), "stage"),
-            Subject("pull", f"{_WORKLOAD}:{stage}", ("pull", *size), "stage"),
-            Subject("tensors", f"{_WORKLOAD}:{stage}", ("to_tensors", *size), "stage"),
-            Subject("forward and backward", f"{_WORKLOAD}:{stage}", ("forward_backward", *size), "stage"),
-            Subject("dense optimizer", f"{_WORKLOAD}:{stage}", ("adam", *size), "stage"),
-            Subject("push", f"{_WORKLOAD}:{stage}", ("push", *size), "stage"),
-            Subject("predictions", f"{_WORKLOAD}:{stage}", ("predict", *size), "stage"),
-            Subject("progressive metrics", f"{_WORKLOAD}:{stage}", ("count", *size), "stage"),
-            Subject("products of matrices alone", f"{_WORKLOAD}:{stage}", ("products", *size), "limit"),
+            Subject("whole", setup, ("whole", *size)),
+            *(Subject(stage, setup, (method, *size), "stage") for stage, method in _STAGES),
+            Subject("products of matrices alone", setup, ("products", *size), "limit"),
         ),
     )
 
@@ -308,9 +298,8 @@ BENCHMARK = Benchmark(
     slice_s=0.3,
     rounds=5,
     interpretation="""\
-The forward and backward pass is the largest part of a step by far; everything about rows is a few percent of it.
-
-The demo's schema, and EB-NeRD's with lists as long as in that log; samples in memory, one shard in the same process, one thread.
-"whole" takes samples from the source, trains, pushes, and says what it predicted; the stages are parts of it, taken alone on
-inputs that are there already. The limit is the products of matrices of a forward and backward pass, each alone.""",
+The forward and backward pass is by far the largest part of a step; lookup, pull and push of rows are a few percent of it. "Whole"
+takes samples from the source, trains, pushes and writes predictions. The stages are parts of it, timed alone on prepared inputs.
+The limit is the matrix products of one forward and backward pass. Samples are in memory, one shard runs in the same process, and
+there is one thread.""",
 )

@@ -14,11 +14,16 @@ from pathlib import Path
 
 from benchmarks.common import samples as data
 from benchmarks.common.training_stack import PROGRAMS, Feed, until
-from benchmarks.harness.benchmark import Benchmark, Row, Subject, Work
+from benchmarks.harness.benchmark import Benchmark, Row, Subject, TurnResult, WholeTurn
 from infra.options import StackOptions
 from infra.stack import Stack
 from roostream.cli.train.config import TrainConfig
 from roostream.cli.train.offline import train_offline
+from roostream.runtime.clock import SystemClock
+from roostream.runtime.kafka import clients
+from roostream.runtime.kafka.broker import Broker
+from roostream.runtime.kafka.kafka_consumer import ConsumerOptions, KafkaConsumer
+from roostream.runtime.kafka.topics import SAMPLES, all_partitions, name_of
 from roostream.runtime.program import Stop
 from roostream.runtime.scrape import fetch
 from roostream.schema.registry import register
@@ -26,37 +31,32 @@ from roostream.schema.schema import Schema
 from roostream.warehouse.archive import group_by_day, sample_rows
 from roostream.warehouse.delta_table import ProgressStep
 from roostream.warehouse.parquet_file import FileKey, write_rows
+from roostream.warehouse.sessions.sample_table import SampleTable
+from roostream.warehouse.sessions.session import SessionSpec
 from roostream.warehouse.warehouse import Warehouse
 from roostream.wire import records as wire
 from roostream.wire import roo_pb2 as pb
+from roostream.wire.decode import Decoder
 from roostream.wire.records import Record
+from trainer.batch_source import BatchSource
 from trainer.config import LoopConfig
+from trainer.record_source import RecordSource
+from trainer.sessions.session_source import open_session
 
 CANDIDATES = 20
 _KINDS, _READY_S, _TRAIN_S, _NEVER_MS = 512, 120.0, 300.0, 600_000
+_BATCH, _PARTITIONS, _POLL_S, _HORIZON_MS, _WAIT_MS = 64, 4, 0.1, 3_600_000, 500
 
 
-class Turns:
-    """The first step is for what warms up, and does nothing; the others are whole turns."""
-
-    def __init__(self, turn: Callable[[], tuple[float, float]]) -> None:
-        self._turn, self._is_first = turn, True
-        self.requests, self.seconds = 1.0, 1.0
-
-    def step(self) -> None:
-        if self._is_first:
-            self._is_first = False
-            return
-        self.requests, self.seconds = self._turn()
-
-    def work(self) -> Work:
-        return Work(self.step, lambda: self.requests, took_s=lambda: self.seconds)
+def _turns(turn: Callable[[], tuple[float, float]]) -> WholeTurn:
+    """`turn` returns requests and seconds."""
+    return WholeTurn(lambda: TurnResult(*turn()))
 
 
 @contextlib.contextmanager
-def from_files(requests: int, batch_requests: int = 0) -> Iterator[Work]:
-    """`roostream train` of so many, from nothing to the commit that has them all. `batch_requests`: in each
-    batch from the first on; 0: as a stream's worker has them."""
+def from_files(requests: int, batch_requests: int = 0) -> Iterator[WholeTurn]:
+    """`roostream train`, from an empty model to the commit with all requests. `batch_requests`: of every batch;
+    0 = the sizes of a stream's worker."""
     loop = (
         LoopConfig(batch_requests=batch_requests, first_batch_requests=batch_requests)
         if batch_requests
@@ -71,22 +71,22 @@ def from_files(requests: int, batch_requests: int = 0) -> Iterator[Work]:
             config = TrainConfig(
                 warehouse=str(Path(folder) / "warehouse"), home=home, schema=str(data.DEMO), partitions=4
             )
-            told = train_offline(config, loop, Stop())
-            assert told["rows"] == requests, told
-            return float(requests), float(told["wall_s"])
+            report = train_offline(config, loop, Stop())
+            assert report["rows"] == requests, report
+            return float(requests), float(report["wall_s"])
 
-        yield Turns(turn).work()
+        yield _turns(turn)
 
 
 def archived(place: Path, schema: Schema, requests: int) -> None:
-    """A warehouse of so many, a file a partition and day."""
+    """Write a warehouse of so many requests, with a file per partition and day."""
     warehouse = Warehouse(place)
     warehouse.create()
     register(warehouse.store, schema)
     samples = [data.sample(schema, n, candidates=CANDIDATES) for n in range(min(_KINDS, requests))]
     for number in range(4):
-        its = [record_of(samples[n % len(samples)], n) for n in range(number, requests, 4)]
-        rows, dead = sample_rows(schema, its)
+        records = [record_of(samples[n % len(samples)], n) for n in range(number, requests, 4)]
+        rows, dead = sample_rows(schema, records)
         assert not dead
         warehouse.samples.widen(rows.forms)
         where = FileKey(
@@ -97,21 +97,21 @@ def archived(place: Path, schema: Schema, requests: int) -> None:
         )
         files = [write_rows(warehouse.store, part, where) for part in group_by_day(rows).values()]
         warehouse.samples.commit(
-            files, progress={f"samples/benchmark/{number}": ProgressStep(None, len(its))}
+            files, progress={f"samples/benchmark/{number}": ProgressStep(None, len(records))}
         )
 
 
 def record_of(sample: pb.Sample, n: int) -> Record:
-    """This sample as the one numbered `n`, of partition n mod 4."""
+    """The sample with number `n`, in partition n mod 4."""
     sample.sample_id, sample.close_ms = n + 1, data.T0_MS + 100 * n
     sample.header.request_id, sample.header.time_ms = f"r{n}", sample.close_ms - 20_000
     return Record("samples", n % 4, n // 4, sample.close_ms, b"", wire.encode(wire.SAMPLE, sample))
 
 
 @contextlib.contextmanager
-def from_kafka(requests: int) -> Iterator[Work]:
-    """A stack's worker with so many in its topic: from when all are written to when all are trained; what it
-    trained before isn't counted. The stack is there for its own turn alone, so that it slows no other."""
+def from_kafka(requests: int) -> Iterator[WholeTurn]:
+    """A stack's worker, from when the topic has all requests until all are trained. Requests trained before
+    are not counted. The stack runs only during its turn."""
 
     def turn() -> tuple[float, float]:
         with tempfile.TemporaryDirectory(prefix="roostream-bench-", ignore_cleanup_errors=True) as folder:
@@ -125,7 +125,7 @@ def from_kafka(requests: int) -> Iterator[Work]:
                 finally:
                     feed.close()
 
-    yield Turns(turn).work()
+    yield _turns(turn)
 
 
 def _trained(stack: Stack, feed: Feed, requests: int) -> tuple[float, float]:
@@ -141,8 +141,69 @@ def _trained(stack: Stack, feed: Feed, requests: int) -> tuple[float, float]:
     return max(requests - before, 1.0), time.monotonic() - began_s
 
 
+def _read(source: BatchSource, requests: int) -> tuple[float, float]:
+    """Read all requests in batches. Returns their number and the seconds."""
+    began_s, count = time.monotonic(), 0
+    while count < requests:
+        chunk = source.poll(_BATCH, _POLL_S)
+        count += chunk.batch.num_requests if chunk is not None else 0
+    return float(count), time.monotonic() - began_s
+
+
+@contextlib.contextmanager
+def read_from_files(requests: int) -> Iterator[WholeTurn]:
+    """The session source of `roostream train`, without training."""
+    schema = data.demo_schema()
+    with tempfile.TemporaryDirectory() as folder:
+        archived(Path(folder), schema, requests)
+        table = SampleTable(folder).newest(SessionSpec(table="", version=0), {})
+        assert table is not None
+        partitions = all_partitions((SAMPLES,), _PARTITIONS)
+
+        def turn() -> tuple[float, float]:
+            source = open_session(table, schema, partitions, _HORIZON_MS, SystemClock())
+            with contextlib.closing(source):
+                return _read(source, requests)
+
+        yield _turns(turn)
+
+
+@contextlib.contextmanager
+def read_from_kafka(requests: int) -> Iterator[WholeTurn]:
+    """The Kafka source of a worker, without training."""
+    schema = data.demo_schema()
+    with (
+        tempfile.TemporaryDirectory(prefix="roostream-bench-", ignore_cleanup_errors=True) as folder,
+        Stack(Path(folder) / "home", StackOptions(replay=True, partitions=_PARTITIONS)) as stack,
+    ):
+        stack.start(["kafka"])
+        stack.wait_ready("kafka", timeout_s=_READY_S)
+        _produce(stack, requests)
+
+        def turn() -> tuple[float, float]:
+            reading = ConsumerOptions(partitions=all_partitions((SAMPLES,), _PARTITIONS), prefix=stack.prefix)
+            reader = KafkaConsumer.open(Broker(stack.endpoints.kafka), "bench", reading)
+            decoder = Decoder(schema, {schema.fingerprint: schema}.get)
+            with contextlib.closing(
+                RecordSource(reader, decoder, SystemClock(), max_wait_ms=_WAIT_MS)
+            ) as source:
+                source.seek({})
+                return _read(source, requests)
+
+        yield _turns(turn)
+
+
+def _produce(stack: Stack, requests: int) -> None:
+    producer = clients.producer(Broker(stack.endpoints.kafka))
+    schema, topic = data.demo_schema(), name_of(stack.prefix, SAMPLES)
+    samples = [data.sample(schema, n, candidates=CANDIDATES) for n in range(min(_KINDS, requests))]
+    for n in range(requests):
+        _, partition, _, time_ms, key, value = record_of(samples[n % len(samples)], n)
+        clients.send(producer, topic, key=key, value=value, timestamp_ms=time_ms, partition=partition)
+    until("all samples written", lambda: producer.flush(5) == 0, _READY_S, 0.02)
+
+
 _HERE = "benchmarks.train_warehouse"
-_ALONE = "benchmarks.common.read_alone"
 _REQUESTS, _READ = 10_000, 30_000
 
 BENCHMARK = Benchmark(
@@ -168,17 +229,15 @@ BENCHMARK = Benchmark(
             name="30,000 requests of 20 candidates, read and not trained",
             unit="requests",
             subjects=(
-                Subject("the session's source, from files", f"{_ALONE}:from_files", (_READ,)),
-                Subject("a worker's source, from Kafka", f"{_ALONE}:from_kafka", (_READ,), "peer"),
+                Subject("the session's source, from files", f"{_HERE}:read_from_files", (_READ,)),
+                Subject("a worker's source, from Kafka", f"{_HERE}:read_from_kafka", (_READ,), "peer"),
             ),
         ),
     ),
     rounds=1,
     interpretation="""\
-The demo's schema and default model, the same samples. From files: one process that has the controller, two shards and the worker,
-from its begin to the commit that holds everything; no socket, no broker, nothing published or predicted. From Kafka: the stack's
-own programs (broker, two shards, controller, worker) on the same cores, from when the topic has all samples to when all are
-trained, without commits. Both in batches of 8 that grow by one each 1,024 requests; the two lines with other batches are other
-models, of fewer steps (docs/decisions/0060). What the joiner takes before that isn't counted: a log's replay through a stack
-takes that too.""",
+From files, one process has the controller, two shards and the worker, and runs from its start to the commit of everything.
+From Kafka, a stack's own programs run on the same cores, from when the topic has all samples to when all are trained, without
+commits. Both start with batches of 8 that grow by one each 1,024 requests; the two rows with other batches train other models with
+fewer steps (decision 0060). The second table reads the same samples without training. The joiner's time is not counted.""",
 )

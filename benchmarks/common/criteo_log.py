@@ -26,7 +26,7 @@ from roostream.wire.records import Record
 
 PARTS, NUM_FLOATS, NUM_TABLES = 6, 13, 26
 _T0_MS = 1_700_000_000_000
-_DRAWN_ROWS = 2_000  # of a part of the drawn log
+_GENERATED_ROWS = 2_000  # of a part
 
 
 def has_criteo() -> bool:
@@ -48,20 +48,21 @@ def schema() -> Schema:
 
 
 @functools.cache
-def part(number: int, *, criteo: bool, most: int | None = None) -> tuple[Record, ...]:
-    """A part's first `most` impressions (None: all) as samples, each its own request; ids are drawn by their
-    place, so every run has the same, and the first makes them for all."""
-    name = f"selection-{'criteo' if criteo else 'drawn'}-{number}-{most or 'all'}"
-    made = cached_bytes(name, lambda: msgspec.msgpack.encode(_messages(number, criteo=criteo, most=most)))
+def part(number: int, *, criteo: bool, max_records: int | None = None) -> tuple[Record, ...]:
+    """The first `max_records` impressions of a part (None = all) as samples, each its own request."""
+    name = f"selection-{'criteo' if criteo else 'generated'}-{number}-{max_records or 'all'}"
+    encoded = cached_bytes(
+        name, lambda: msgspec.msgpack.encode(_messages(number, criteo=criteo, max_records=max_records))
+    )
     first = number * 1_000_000
     return tuple(
-        _record(first + n, value) for n, value in enumerate(msgspec.msgpack.decode(made, type=list[bytes]))
+        _record(first + n, value) for n, value in enumerate(msgspec.msgpack.decode(encoded, type=list[bytes]))
     )
 
 
-def _messages(number: int, *, criteo: bool, most: int | None) -> list[bytes]:
-    labels, floats, ids = _criteo(number, most) if criteo else _drawn(number)
-    first, rows = number * 1_000_000, itertools.islice(zip(labels, floats, ids, strict=True), most)
+def _messages(number: int, *, criteo: bool, max_records: int | None) -> list[bytes]:
+    labels, floats, ids = _criteo(number, max_records) if criteo else _generated(number)
+    first, rows = number * 1_000_000, itertools.islice(zip(labels, floats, ids, strict=True), max_records)
     return [_message(first + n, label, float_F, id_K) for n, (label, float_F, id_K) in enumerate(rows)]
 
 
@@ -92,11 +93,11 @@ def _message(number: int, label: float, floats: list[float | None], ids: list[in
 
 
 def _criteo(
-    number: int, most: int | None
+    number: int, max_records: int | None
 ) -> tuple[list[float], list[list[float | None]], list[list[int | None]]]:
     from pyarrow import orc
 
-    table = orc.read_table(CRITEO / f"part-{number}.orc").slice(0, most).to_pydict()
+    table = orc.read_table(CRITEO / f"part-{number}.orc").slice(0, max_records).to_pydict()
 
     def column(name: str) -> list[Any]:
         return [x[0] if x else None for x in table[name]]
@@ -107,12 +108,12 @@ def _criteo(
     return labels, [*map(list, zip(*floats, strict=True))], [*map(list, zip(*ids, strict=True))]
 
 
-def _drawn(number: int) -> tuple[list[float], list[list[float | None]], list[list[int | None]]]:
-    """Zipf ids with an effect each, the same in all parts."""
+def _generated(number: int) -> tuple[list[float], list[list[float | None]], list[list[int | None]]]:
+    """Zipf ids, each with an effect on the click that is the same in all parts."""
     random = np.random.default_rng(number)
-    ids = np.minimum(random.zipf(1.3, (_DRAWN_ROWS, NUM_TABLES)), 5_000)
+    ids = np.minimum(random.zipf(1.3, (_GENERATED_ROWS, NUM_TABLES)), 5_000)
     effect = np.random.default_rng(99).normal(0, 0.4, (NUM_TABLES, 5_001))
     odds = -3.5 + effect[np.arange(NUM_TABLES), ids].sum(axis=1)
-    labels = (random.random(_DRAWN_ROWS) < 1 / (1 + np.exp(-odds))).astype(float)
-    floats = random.exponential(1.0, (_DRAWN_ROWS, NUM_FLOATS))
+    labels = (random.random(_GENERATED_ROWS) < 1 / (1 + np.exp(-odds))).astype(float)
+    floats = random.exponential(1.0, (_GENERATED_ROWS, NUM_FLOATS))
     return labels.tolist(), floats.tolist(), ids.tolist()

@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from benchmarks.common.architectures import pointwise
 from benchmarks.common.dataset_paths import EBNERD, MIND
 from benchmarks.harness.fixture_cache import cached_bytes
 from roostream.online.counter_seed import seed
@@ -32,17 +31,24 @@ _MAX_REQUESTS = 300
 _WINDOW_MS = 3_600_000
 
 
+def pointwise(schema: Schema) -> Schema:
+    """The schema without floats that depend on the rest of the list, and without floats made of them."""
+    removed = {t.output for t in schema.transforms if t.op in ("rank", "share")}
+    kept = (t for t in schema.transforms if t.op not in ("rank", "share") and t.input not in removed)
+    return dataclasses.replace(schema, transforms=tuple(kept))
+
+
 def ebnerd_batch() -> Batch:
-    """EB-NeRD's first requests, with the histories and counters that they had."""
+    """EB-NeRD's first requests, with histories and counters of their time."""
     schema = pointwise(load_schema(ebnerd.Options.default_schema or ""))
     behaviors, history = str(EBNERD / "behaviors.parquet"), str(EBNERD / "history.parquet")
-    edge = ReplayEncoder(schema)
-    seed(edge.counters, *ebnerd.histories([history]))
-    return _batch(edge, ebnerd.events([behaviors], schema, _WINDOW_MS))
+    encoder = ReplayEncoder(schema)
+    seed(encoder.counters, *ebnerd.histories([history]))
+    return _batch(encoder, ebnerd.events([behaviors], schema, _WINDOW_MS))
 
 
 def mind_batch() -> Batch:
-    """MIND's first requests, with the histories that their lines have."""
+    """MIND's first requests, with the histories of their lines."""
     return _batch(ReplayEncoder(mind_schema()), _mind_events())
 
 
@@ -92,15 +98,13 @@ def _time_ms(text: str) -> int:
 
 
 def samples_of(name: str, users: int, history: int) -> tuple[Schema, list[Record]]:
-    """`name`: EB-NeRD or MIND, whose users and histories are what they are. Made once for all runs of a
-    question."""
+    """`name`: EB-NeRD or MIND; `users` and `history` limit EB-NeRD only. Cached for the runs of a benchmark."""
     schema = ebnerd_schema(history) if name == "EB-NeRD" else mind_schema()
     make = functools.partial(ebnerd_samples, users, history) if name == "EB-NeRD" else mind_samples
     return schema, _unpacked(cached_bytes(f"{name}-{history}-{users}", lambda: _packed(make()[1])))
 
 
 def _packed(records: list[Record]) -> bytes:
-    """Of one partition, without keys."""
     out = pa.BufferOutputStream()
     table = pa.table(
         {
@@ -122,20 +126,20 @@ def _unpacked(data: bytes) -> list[Record]:
 @functools.cache
 def mind_samples() -> tuple[Schema, list[Record]]:
     """Samples of all of MIND's requests, in time order."""
-    edge = ReplayEncoder(mind_schema())
-    return edge.schema, list(_samples(edge, _mind_events(), 1 << 30, None))
+    encoder = ReplayEncoder(mind_schema())
+    return encoder.schema, list(_samples(encoder, _mind_events(), 1 << 30, None))
 
 
 def ebnerd_users(users: int, history: int) -> tuple[Batch, list[Record]]:
-    """All requests of EB-NeRD's first so many users, in time order, with histories of up to `history` clicks;
-    and what serving would have logged of them."""
+    """All requests of EB-NeRD's first `users` users in time order, with histories of up to `history` clicks, and
+    the impressions that serving would have logged."""
     logged: list[Record] = []
     schema, samples = ebnerd_samples(users, history, logged)
     return Decoder(schema, {schema.fingerprint: schema}.get).decode(samples)[0], logged
 
 
 def ebnerd_schema(history: int) -> Schema:
-    """The shipped one, pointwise, with histories of up to `history` clicks."""
+    """The shipped schema, pointwise, with histories of up to `history` clicks."""
     schema = pointwise(load_schema(ebnerd.Options.default_schema or ""))
     longer = [dataclasses.replace(f, max_len=history) if f.name == "history" else f for f in schema.ro]
     return dataclasses.replace(
@@ -144,55 +148,54 @@ def ebnerd_schema(history: int) -> Schema:
 
 
 def mind_schema() -> Schema:
-    """Its own."""
     return load_schema(Path(__file__).parent / "mind.toml")
 
 
 def ebnerd_samples(
     users: int, history: int, logged: list[Record] | None = None
 ) -> tuple[Schema, list[Record]]:
-    """As `ebnerd_users`, before they are a batch; `logged` gets what was logged of them."""
+    """The samples of `ebnerd_users`; `logged` receives the logged impressions."""
     schema = ebnerd_schema(history)
-    edge = ReplayEncoder(schema)
+    encoder = ReplayEncoder(schema)
     behaviors, clicks = str(EBNERD / "behaviors.parquet"), str(EBNERD / "history.parquet")
-    seed(edge.counters, *ebnerd.histories([clicks]))
+    seed(encoder.counters, *ebnerd.histories([clicks]))
     chosen = sorted(
         {hash64(str(e.user_id)): e.user_id for e in ebnerd.events([behaviors], schema, _WINDOW_MS)}.items()
     )[:users]
-    theirs = {user for _, user in chosen}
-    events = (e for e in ebnerd.events([behaviors], schema, _WINDOW_MS) if e.user_id in theirs)
-    return edge.schema, list(_samples(edge, events, 1 << 30, logged))
+    raw_ids = {user for _, user in chosen}
+    events = (e for e in ebnerd.events([behaviors], schema, _WINDOW_MS) if e.user_id in raw_ids)
+    return encoder.schema, list(_samples(encoder, events, 1 << 30, logged))
 
 
 def _batch(
-    edge: ReplayEncoder,
+    encoder: ReplayEncoder,
     events: Iterable[Event],
-    most: int = _MAX_REQUESTS,
+    max_requests: int = _MAX_REQUESTS,
     logged: list[Record] | None = None,
 ) -> Batch:
-    schema = edge.schema
+    schema = encoder.schema
     return Decoder(schema, {schema.fingerprint: schema}.get).decode(
-        list(_samples(edge, events, most, logged))
+        list(_samples(encoder, events, max_requests, logged))
     )[0]
 
 
 def _samples(
-    edge: ReplayEncoder, events: Iterable[Event], most: int, logged: list[Record] | None
+    encoder: ReplayEncoder, events: Iterable[Event], max_requests: int, logged: list[Record] | None
 ) -> Iterator[Record]:
-    """A sample for each of the first requests; `logged` gets what was logged of them."""
+    """Samples of the first `max_requests` requests; `logged` receives their logged impressions."""
     samples: dict[str, pb.Sample] = {}
     for event in events:
-        if isinstance(event, Request) and len(samples) == most:
+        if isinstance(event, Request) and len(samples) == max_requests:
             break
-        record = edge.record(event)
+        record = encoder.record(event)
         if isinstance(event, Request):
             if logged is not None:
                 logged.append(record)
             shown = wire.decode(record.value)[1]
             assert isinstance(shown, pb.Impression)
-            samples[event.request_id] = _sample(edge.schema, shown, len(samples) + 1)
+            samples[event.request_id] = _sample(encoder.schema, shown, len(samples) + 1)
         else:
-            _fold(edge.schema, samples[event.request_id], event)
+            _fold(encoder.schema, samples[event.request_id], event)
     for number, sample in enumerate(samples.values()):
         yield Record("samples", 0, number, sample.close_ms, b"", wire.encode(wire.SAMPLE, sample))
 
@@ -213,7 +216,7 @@ def _sample(schema: Schema, shown: pb.Impression, number: int) -> pb.Sample:
 
 
 def _fold(schema: Schema, sample: pb.Sample, action: Action) -> None:
-    """Every label of both logs' schemas is a matter of whether."""
+    """Set the labels of an action. All labels of both logs' schemas are binary."""
     for t, label in enumerate(schema.labels):
         if label.action == action.action and action.value >= label.threshold:
             sample.labels[list(sample.item_ids).index(action.item_id) * len(schema.labels) + t] = 1.0

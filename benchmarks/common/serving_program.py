@@ -28,34 +28,33 @@ _STOP_MS = 1000
 
 
 class ServingProgram(NamedTuple):
-    """One that runs."""
+    """A running program."""
 
     address: tuple[str, int]
-    store: Path  # that it follows
+    store: Path  # the checkpoint store that it follows
     pid: int
-    stop: Callable[[], int]  # as a supervisor does; its exit code
+    stop: Callable[[], int]  # sends SIGTERM; returns the exit code
 
     def cpu_s(self) -> float:
-        """Its own so far, with that of the processes that it started."""
+        """CPU time so far, with that of child processes."""
         return sum(sum(process.cpu_times()[:2]) for process in self._processes())
 
-    def pause(self) -> None:
-        """Until `go_on` it takes no time from anybody."""
+    def suspend(self) -> None:
         for process in self._processes():
             process.suspend()
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         for process in reversed(self._processes()):
             process.resume()
 
     def _processes(self) -> list[psutil.Process]:
-        own = psutil.Process(self.pid)
-        return [own, *own.children(recursive=True)]
+        process = psutil.Process(self.pid)
+        return [process, *process.children(recursive=True)]
 
 
 @contextlib.contextmanager
 def serving_program(*, listen: str = "127.0.0.1:0", **settings: int | bool) -> Iterator[ServingProgram]:
-    """Listening. With two cores it has one for itself, and who asks it the other."""
+    """A listening program. It gets the first core, and this process the last one."""
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder) / "serving.toml"
         files = {
@@ -64,18 +63,18 @@ def serving_program(*, listen: str = "127.0.0.1:0", **settings: int | bool) -> I
             "home": folder,
             "bootstrap": "127.0.0.1:1",
         }
-        own = {"listen": listen, **files, "max_log_bytes": 4 << 30, "stop_ms": _STOP_MS, **settings}
-        config.write_text("".join(f"{key} = {json.dumps(value)}\n" for key, value in own.items()))
+        table = {"listen": listen, **files, "max_log_bytes": 4 << 30, "stop_ms": _STOP_MS, **settings}
+        config.write_text("".join(f"{key} = {json.dumps(value)}\n" for key, value in table.items()))
         command = [sys.executable, "-m", "roostream.cli.main", "serving", "--config", str(config)]
         os.sched_setaffinity(0, CORES[:1])
         try:
             with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as child:
                 os.sched_setaffinity(0, CORES[-1:])
                 try:
-                    said: list[str] = []
-                    address = _address(child, said)
+                    lines: list[str] = []
+                    address = _address(child, lines)
                     yield ServingProgram(
-                        address, Path(folder) / "store", child.pid, lambda: _stopped(child, said)
+                        address, Path(folder) / "store", child.pid, lambda: _stopped(child, lines)
                     )
                 finally:
                     child.kill()
@@ -84,33 +83,31 @@ def serving_program(*, listen: str = "127.0.0.1:0", **settings: int | bool) -> I
 
 
 def bodies_of(candidates: int) -> list[bytes]:
-    """Of as many users, with a request id each."""
+    """JSON bodies of different users and request ids."""
     one = msgspec.json.decode(body_of(data.demo_schema(), candidates))
     bodies = ({**one, "request_id": f"r-{n}", "user_id": 17 + n} for n in range(_NUM_BODIES))
     return [msgspec.json.encode(body) for body in bodies]
 
 
 def requests_of(candidates: int) -> list[bytes]:
-    """The same as they go over the wire."""
+    """The same as complete HTTP requests."""
     return [rank_request(body) for body in bodies_of(candidates)]
 
 
-def _stopped(child: subprocess.Popen[str], said: list[str]) -> int:
-    """What it said last is told where it ends with anything but 0."""
+def _stopped(child: subprocess.Popen[str], lines: list[str]) -> int:
     child.send_signal(signal.SIGTERM)
     code = child.wait()
     if code:
-        print(f"serving ended with {code}; it said last:\n" + "".join(said[-40:]), file=sys.stderr)
+        print(f"serving ended with {code}; its last lines:\n" + "".join(lines[-40:]), file=sys.stderr)
     return code
 
 
-def _address(child: subprocess.Popen[str], said: list[str]) -> tuple[str, int]:
+def _address(child: subprocess.Popen[str], lines: list[str]) -> tuple[str, int]:
     assert child.stderr is not None
     for line in child.stderr:
-        said.append(line)
-        if found := re.search(r"serving on http://([^:]+):(\d+)", line):
-            threading.Thread(
-                target=said.extend, args=(child.stderr,), daemon=True
-            ).start()  # so that it can go on writing
-            return found[1], int(found[2])
-    raise RuntimeError("serving ended before it listened:\n" + "".join(said))
+        lines.append(line)
+        if match := re.search(r"serving on http://([^:]+):(\d+)", line):
+            # Keep reading, so that the program can go on writing.
+            threading.Thread(target=lines.extend, args=(child.stderr,), daemon=True).start()
+            return match[1], int(match[2])
+    raise RuntimeError("serving ended before it listened:\n" + "".join(lines))

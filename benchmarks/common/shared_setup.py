@@ -10,23 +10,20 @@ T = TypeVar("T")
 
 
 class SharedSetup(Generic[T]):
-    """`make` returns a context manager of the set-up. Subjects that are open at the same time pass equal
-    arguments."""
+    """`make` returns a context manager. Subjects that are open at the same time pass equal arguments."""
 
     def __init__(self, make: Callable[..., contextlib.AbstractContextManager[T]]) -> None:
-        self._make = make
-        self._made: list[T] = []
-        self._users, self._stack = 0, contextlib.ExitStack()
+        self._make, self._users, self._opened = make, 0, contextlib.ExitStack()
 
     @contextlib.contextmanager
-    def open(self, *arguments: Any, **named: Any) -> Iterator[T]:
-        if not self._made:
-            self._made.append(self._stack.enter_context(self._make(*arguments, **named)))
+    def open(self, *arguments: Any) -> Iterator[T]:
+        if not self._users:
+            self._value = self._opened.enter_context(self._make(*arguments))
         self._users += 1
         try:
-            yield self._made[0]
+            yield self._value
         finally:
             self._users -= 1
             if not self._users:
-                self._made.clear()
-                self._stack.close()
+                del self._value
+                self._opened.close()

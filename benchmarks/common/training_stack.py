@@ -40,19 +40,16 @@ PROGRAMS = ("kafka", "shards", "controller", "workers")
 CANDIDATES = 20
 _READY_S = 120.0
 _LOOK_S = 0.1
-_EACH_ALONE = RestartPolicy(
-    stable_s=2.0
-)  # who is killed again and again waits longer each time: here each kill is the first
+_RESTART_AT_ONCE = RestartPolicy(stable_s=2.0)  # a program that lived for 2 s restarts without a delay
 _COMMIT_S, _CALL_S = 60.0, 90.0
 _AUDIT_S = 60.0
 _ROWS_A_PUSH = 50_000
 _HOLD_TRIES = 5
-_LOADER = 63  # a worker's number that no worker has, nor any above
+_FIRST_LOADER = 63  # worker numbers from here on belong to no worker
 
 
 class Feed:
-    """Writes samples that close now, `rate` a second, as long as no more than `ahead` lie before what is
-    committed."""
+    """Writes samples that close now: `rate` a second, and at most `ahead` more than are committed."""
 
     def __init__(self, stack: Stack, rate: float, ahead: int = 60_000, kinds: int = 512) -> None:
         self.stack, self.rate, self.ahead = stack, rate, ahead
@@ -67,10 +64,7 @@ class Feed:
         return self
 
     def close(self) -> None:
-        """Everything that was given to the broker is there. Idempotent.
-
-        Raises whatever ended the feed before.
-        """
+        """Wait until the broker has all samples. Idempotent. Raises the error that ended the feed, if any."""
         self._stop.set()
         self._thread.join(30.0)
         if self._failed:
@@ -88,8 +82,8 @@ class Feed:
         began_s = time.monotonic()
         while not self._stop.wait(_LOOK_S / 2):
             newest = manifests.newest(store)
-            most = self.ahead + (sum(newest.manifest.offsets.values()) if newest else 0)
-            due = min(most, (time.monotonic() - began_s) * self.rate)
+            limit = self.ahead + (sum(newest.manifest.offsets.values()) if newest else 0)
+            due = min(limit, (time.monotonic() - began_s) * self.rate)
             while self.num_sent < due and not self._stop.is_set():
                 self._send(producer, topic)
         producer.flush(20)
@@ -106,12 +100,12 @@ class Feed:
         self.num_sent += 1
 
 
-class AuditorLoop(NamedTuple):
-    """What one commit says of the samples."""
+class SampleAccount(NamedTuple):
+    """The samples of one commit."""
 
-    below: int  # samples before its offsets
-    trained: int  # that its parameters contain, as it counts them: rolled back with everything else
-    unpredicted: int = 0  # of those below, without a prediction; 0 where nobody looked
+    below: int  # samples below the commit's offsets
+    trained: int  # samples that its parameters contain, by the workers' counts
+    unpredicted: int = 0  # samples below the offsets without a prediction; 0 if nobody looked
 
     @property
     def lost(self) -> int:
@@ -123,7 +117,7 @@ class AuditorLoop(NamedTuple):
 
 
 class Trainer:
-    """A running stack, asked."""
+    """A running stack and its feed."""
 
     def __init__(self, stack: Stack, feed: Feed) -> None:
         self.stack, self.feed, self.schema = stack, feed, data.demo_schema()
@@ -131,14 +125,14 @@ class Trainer:
         self._loads = itertools.count()
 
     def warm_up(self, requests: int) -> None:
-        """Wait until so many are trained."""
+        """Wait until so many requests are trained."""
 
         def is_warm() -> bool:
-            return (self.seen("worker").value("roostream_worker_requests_total") or 0) >= requests
+            return (self.metrics("worker").value("roostream_worker_requests_total") or 0) >= requests
 
         until(f"{requests} requests trained", is_warm, _READY_S)
 
-    def ask(self, method: str, **fields: Any) -> dict[str, Any]:
+    def call(self, method: str, **fields: Any) -> dict[str, Any]:
         """A call to the controller."""
         transport = SocketTransport(self.stack.endpoints.controller)
         try:
@@ -147,12 +141,8 @@ class Trainer:
             transport.close()
 
     def commit(self) -> Manifest:
-        """Of everything trained until now, with what is needed for it to be there.
-
-        Raises:
-            RuntimeError: none came within a minute.
-        """
-        answer = self.ask("commit", timeout_s=_COMMIT_S)
+        """Commit everything trained so far. Raises RuntimeError after a minute without a commit."""
+        answer = self.call("commit", timeout_s=_COMMIT_S)
         if not answer["committed"]:
             raise RuntimeError(f"no commit within {_COMMIT_S:.0f} s: {answer}")
         return self.newest()
@@ -162,19 +152,18 @@ class Trainer:
         assert found is not None, "nothing was committed yet"
         return found.manifest
 
-    def seen(self, name: str) -> ScrapedMetrics:
-        """A program's metrics now; empty where it doesn't answer."""
+    def metrics(self, name: str) -> ScrapedMetrics:
+        """A program's metrics now; empty if it does not answer."""
         return fetch(self.stack.endpoints.metrics[name], timeout_s=2.0)
 
     def child(self, name: str) -> Child:
-        """Of a program that runs."""
         child = self.stack.supervisor.slots[name].child
         assert child is not None, f"{name} does not run"
         return child
 
     def hold(self, count: int) -> None:
-        """Touch rows 1 to `count` of the items: they are there, and changed since the last commit; from the
-        beginning again where everyone is restored meanwhile."""
+        """Change rows 1 to `count` of the items, so that the next commit writes them. Starts again if the
+        programs are restored in between."""
         for left in reversed(range(_HOLD_TRIES)):
             try:
                 return self._hold(count)
@@ -185,20 +174,18 @@ class Trainer:
 
     def _hold(self, count: int) -> None:
         transports = [SocketTransport(address) for address in self.stack.endpoints.shards]
-        worker = _LOADER + next(
-            self._loads
-        )  # each client numbers its pushes from 1, and a shard takes none twice
+        worker = _FIRST_LOADER + next(self._loads)  # a shard accepts a push number of a worker once
         client = Client(self.schema, transports, worker=worker, num_buckets=self.stack.options.buckets)
         try:
-            client.set_incarnation(int(self.ask("status")["incarnation"]))
+            client.set_incarnation(int(self.call("status")["incarnation"]))
             touch(client, count)
         finally:
             client.close()
             for transport in transports:
                 transport.close()
 
-    def audited(self, manifest: Manifest) -> AuditorLoop:
-        """The books of this commit, and what the topics say of its samples; reads them from where it was."""
+    def audited(self, manifest: Manifest) -> SampleAccount:
+        """The account of this commit, with what the topics say about its samples."""
         if self._auditor is None:
             stack = self.stack
             self._auditor = Auditor(
@@ -215,29 +202,26 @@ class Trainer:
         auditor.poll(1.0)
         while unpredicted() and time.monotonic() < ends_s:
             auditor.poll(1.0)
-        return books(manifest)._replace(unpredicted=unpredicted())
+        return account(manifest)._replace(unpredicted=unpredicted())
 
     def close(self) -> None:
-        """Idempotent."""
         self.feed.close()
         if self._auditor is not None:
             self._auditor.close()
 
     def uncommitted(self, seconds: float) -> Manifest:
-        """Commit, and train on for so long; the commit, to which everyone goes back who is interrupted
-        now."""
+        """Commit, train for so long, and return the commit to which an interrupted program returns now."""
         self.commit()
         ends_s = time.monotonic() + seconds
         until(
             "something new is trained",
-            lambda: time.monotonic() >= ends_s and self.ask("status")["news"],
+            lambda: time.monotonic() >= ends_s and self.call("status")["news"],
             seconds + 60.0,
         )
         return self.newest()
 
     @property
     def interval_s(self) -> float:
-        """Between two commits."""
         return float(self.stack.options.overrides["controller"]["commit_interval_ms"]) / 1000
 
 
@@ -251,8 +235,8 @@ def touch(client: Client, count: int) -> None:
         client.push(lookup, gradients, step=1, time_ms=int(time.time() * 1000))
 
 
-def books(manifest: Manifest) -> AuditorLoop:
-    return AuditorLoop(
+def account(manifest: Manifest) -> SampleAccount:
+    return SampleAccount(
         below=sum(manifest.offsets.values()),
         trained=sum(part.metrics["requests"] for part in manifest.workers.values()),
     )
@@ -294,11 +278,11 @@ def ended(child: Child, timeout_s: float) -> tuple[float, int]:
 def training_stack(
     rate: float, rows: int, warm_requests: int, interval_ms: int = 10_000
 ) -> Iterator[Trainer]:
-    """A stack that trains `rate` requests a second at most, and holds `rows` rows beside those of its
-    samples; it has trained so many requests. `interval_ms`: between commits, the default's."""
+    """A stack that trains at most `rate` requests a second, has `rows` rows beside those of its samples, and
+    has trained `warm_requests` requests. `interval_ms`: between commits."""
     with tempfile.TemporaryDirectory(prefix="roostream-bench-", ignore_cleanup_errors=True) as folder:
         options = StackOptions(overrides={"controller": {"commit_interval_ms": interval_ms}})
-        with Stack(Path(folder) / "home", options, policy=_EACH_ALONE) as stack:
+        with Stack(Path(folder) / "home", options, policy=_RESTART_AT_ONCE) as stack:
             stack.start(PROGRAMS)
             stack.wait_ready("workers", timeout_s=_READY_S)
             trainer = Trainer(stack, Feed(stack, rate).open())

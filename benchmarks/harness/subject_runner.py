@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from benchmarks.harness.benchmark import Work
+from benchmarks.harness.benchmark import WholeTurn, Work
 
 _MAX_STEPS = 1 << 24
 
@@ -40,27 +40,27 @@ class SubjectRunner:
     ) -> None:
         self._wall, self._cpu = wall, cpu
         self._opened, self._run_setup = contextlib.ExitStack(), contextlib.ExitStack()
-        self._works: list[tuple[Work, int]] = []  # with the number of steps in a slice
+        self._works: list[tuple[Work | WholeTurn, int]] = []  # with the number of steps in a slice
 
     def open(self, setup: str, arguments: list[Any], slice_s: float) -> int:
         """Set up and warm up a subject; returns its number. Errors of the set-up propagate."""
         work = self._opened.enter_context(_import(setup)(*arguments))
-        work.step()  # compiles, fills caches
-        steps, is_whole_turn = 1, callable(work.units)
-        while (
-            not is_whole_turn
-            and (took_s := self._steps(work, steps).wall_s) < slice_s / 4
-            and steps < _MAX_STEPS
-        ):
-            steps *= 4 if took_s < slice_s / 32 else 2
-        self._works.append((work, 1 if is_whole_turn else max(round(steps * slice_s / max(took_s, 1e-9)), 1)))
+        steps = 1
+        if isinstance(work, WholeTurn):
+            work.warm_up()
+        else:
+            work.step()  # compiles, fills caches
+            while (took_s := self._time(work, steps).wall_s) < slice_s / 4 and steps < _MAX_STEPS:
+                steps *= 4 if took_s < slice_s / 32 else 2
+            steps = max(round(steps * slice_s / max(took_s, 1e-9)), 1)
+        self._works.append((work, steps))
         gc.collect()
         gc.freeze()  # garbage collection in a slice then visits only objects of the slice
         return len(self._works) - 1
 
     def slice(self, number: int) -> Slice:
         """One turn of a subject."""
-        return self._steps(*self._works[number])
+        return self._time(*self._works[number])
 
     def close(self) -> None:
         """Close all subjects; numbers start at 0 again."""
@@ -79,35 +79,33 @@ class SubjectRunner:
             self.close()
 
     def versions(self) -> dict[str, str]:
-        """Versions of imported packages that matter for speed."""
-        known = {
-            name: getattr(sys.modules.get(name), "__version__", "")
-            for name in ("numpy", "numba", "torch", "grpc")
-        }
-        return (
-            {"python": sys.version.split()[0]}
-            | {name: str(version) for name, version in known.items() if version}
-            | _device()
-        )
+        """Versions of imported packages that matter for speed, and the CUDA device if one was used."""
+        versions = {"python": sys.version.split()[0]}
+        for name in ("numpy", "numba", "torch", "grpc"):
+            if version := getattr(sys.modules.get(name), "__version__", ""):
+                versions[name] = str(version)
+        torch = sys.modules.get("torch")
+        if torch is not None and torch.cuda.is_initialized():
+            versions["device"] = torch.cuda.get_device_name()
+        return versions
 
-    def _steps(self, work: Work, count: int) -> Slice:
-        step = work.step
+    def _time(self, work: Work | WholeTurn, steps: int) -> Slice:
         cpu_s, wall_s = self._cpu(), self._wall()
-        for _ in range(count):
-            step()
+        if isinstance(work, WholeTurn):
+            result = work.turn()
+        else:
+            step = work.step
+            for _ in range(steps):
+                step()
         wall_s, cpu_s = self._wall() - wall_s, self._cpu() - cpu_s
-        if work.took_s is not None:
-            wall_s = work.took_s()
-        units = work.units() if callable(work.units) else work.units * count
-        return Slice(units, wall_s, cpu_s, dict(work.figures()))
-
-
-def _device() -> dict[str, str]:
-    """The CUDA device, if one was used here."""
-    torch = sys.modules.get("torch")
-    return (
-        {"device": torch.cuda.get_device_name()} if torch is not None and torch.cuda.is_initialized() else {}
-    )
+        if isinstance(work, WholeTurn):
+            return Slice(
+                result.units,
+                wall_s if result.seconds is None else result.seconds,
+                cpu_s,
+                dict(result.figures),
+            )
+        return Slice(work.units * steps, wall_s, cpu_s, dict(work.figures()))
 
 
 def _import(setup: str) -> Callable[..., Any]:

@@ -161,7 +161,7 @@ def bench(name: str, json_file: Path | None, runs: int, against: str) -> None:
     \b
     Example:
       roostream bench list
-      roostream bench codec --json docs/benchmarks/json/codec.json
+      roostream bench decode --json docs/benchmarks/json/decode.json
       roostream bench report
     """
     try:

@@ -1,40 +1,26 @@
-"""Every question can be asked: its subjects open and take a step, at the smallest size."""
+"""Every subject of every benchmark opens and takes a turn, at the smallest size."""
 
 from __future__ import annotations
 
-import contextlib
-import importlib
 import json
 from typing import Any
 
 import pytest
 
-from benchmarks.common.architectures import ARCHITECTURES
 from benchmarks.common.dataset_paths import EBNERD, absent
-from benchmarks.common.request_forms import FORMS
-from benchmarks.dedupe import WAYS
 from benchmarks.harness import machine
 from benchmarks.harness.benchmark import Subject
 from benchmarks.harness.subject_process import ROOT, PeerUnavailable, interpreter_for
+from benchmarks.harness.subject_runner import Slice, SubjectRunner
 from benchmarks.logs import KEYS
 from benchmarks.main import benchmarks_by_name, find_benchmark, with_before
 from benchmarks.recd import STEPS
+from benchmarks.roo_vs_expanded import ARCHITECTURES, FORMS
 from benchmarks.warehouse_bytes import WAYS as WAYS_AT_REST
 from benchmarks.warehouse_read import planned
 from roostream.errors import ConfigError
 
 SMALL: dict[str, list[tuple[str, list[Any]]]] = {
-    "codec": [
-        (f, [2, 3])
-        for f in (
-            "decode_ours",
-            "decode_protobuf",
-            "copy_bytes",
-            "encode_ours",
-            "encode_protobuf",
-            "copy_blocks",
-        )
-    ],
     "train_vs_torchrec": [(f, [4, 3]) for f in ("our_loop", "our_batches", "their_batches")],
     "hstu_attention": [
         ("attention", [way, backward, "float32", "cpu", [3, 20, 2, 2, 3]])
@@ -48,7 +34,7 @@ SMALL: dict[str, list[tuple[str, list[Any]]]] = {
     ],
     "commit": [("of_a_shard", [1000]), ("synced_of_a_shard", [1000])],
     "pipeline": [("steps", [4, 3, 2, 1]), ("dense", [4, 3, 2]), ("sparse", [4, 3])],
-    "common.placement_plans": [
+    "placement": [
         *((f, [5, 2, 0]) for f in ("planned", "sorted_alone")),
         ("loaded", [5, 4, "row hash", 0]),
         *((f, [0]) for f in ("foretold", "drawn")),
@@ -120,10 +106,9 @@ SMALL: dict[str, list[tuple[str, list[Any]]]] = {
     "roo_vs_expanded": [
         *(("trained", ["early", form, 3, 6, 2]) for form in FORMS),
         *(("trained", [architecture, "requests", 3, 6, 2]) for architecture in ARCHITECTURES),
+        *(("hstu_layer", [shared, 9, 3, 8]) for shared in (True, False)),
     ],
-    "common.long_history": [("layer", [True, 9, 3, 8]), ("layer", [False, 9, 3, 8])],
-    "train_warehouse": [("from_files", [60]), ("from_files", [60, 16])],
-    "common.read_alone": [("from_files", [60])],
+    "train_warehouse": [("from_files", [60]), ("from_files", [60, 16]), ("read_from_files", [60])],
     "readers": [
         *(("read", [readers, 4, 600]) for readers in (0, 2)),
         *(("starved", [most, 0.44, 2000.0, [0.2, 0.3], 4, 600]) for most in (0, 2)),
@@ -138,7 +123,6 @@ SMALL: dict[str, list[tuple[str, list[Any]]]] = {
 }
 ON_A_LOG: dict[str, list[tuple[str, list[Any]]]] = {
     "recd": [("climbed", ["late", step, 3, 9, 300]) for step in STEPS],
-    "dedupe": [("found", [way, 3, 9, 16]) for way in WAYS],
     "logs": [("compressed", [key, 3, 9, 4]) for key in KEYS],
     "deferral": [("in_time_order", [{}, 0, 9])],
     "warehouse_bytes": [
@@ -168,9 +152,13 @@ ON_A_STACK: dict[str, list[tuple[str, list[Any]]]] = {
     "freshness/engaged": [("engaged", [1000, 4000])],
     "recovery/goodput": [("goodput", [8.0, "worker", 2000]), ("goodput", [3.0, "", 2000])],
     "train_warehouse": [("from_kafka", [2000])],
-    "common.read_alone": [("from_kafka", [2000])],
+    "train_warehouse/read": [("read_from_kafka", [2000])],
     "handover": [("handed_over", [400]), ("restarted", [400]), ("committed", [400])],
-    "preemption": [("preempted", [5.0, 1, 2000]), ("preempted", [30.0, 1, 2000]), ("committed", [1, 2000])],
+    "recovery/preempted": [
+        ("preempted", [5.0, 1, 2000]),
+        ("preempted", [30.0, 1, 2000]),
+        ("committed", [1, 2000]),
+    ],
 }
 STARTS_PROGRAMS = {
     *("serving_e2e", "freshness", "serving_request", "serving_overload", "serving_restart", "serving_swap"),
@@ -179,54 +167,50 @@ STARTS_PROGRAMS = {
 NOT_RUN_HERE = {"common.rpc_grpc", "adagrad_torch"}  # an environment of its own; torch's compiler is imported
 
 
+def take_turns(module: str, cases: list[tuple[str, list[Any]]]) -> list[Slice]:
+    """Open all subjects of `cases`, and take one turn of each."""
+    runner = SubjectRunner()
+    try:
+        numbers = [runner.open(f"benchmarks.{module}:{function}", args, 0.0) for function, args in cases]
+        return [runner.slice(number) for number in numbers]
+    finally:
+        runner.end()
+
+
 def small() -> list[Any]:
-    """Those that start programs are for `make e2e`."""
+    """Subjects that start programs run in `make e2e`."""
     return [
-        pytest.param(module, *case, marks=[pytest.mark.slow] * (module in STARTS_PROGRAMS))
+        pytest.param(module, case, marks=[pytest.mark.slow] * (module in STARTS_PROGRAMS))
         for module, cases in SMALL.items()
         for case in cases
     ]
 
 
-@pytest.mark.timeout(400)  # peers that are programs of several processes start slowly on a busy machine
-@pytest.mark.parametrize(("module", "function", "arguments"), small())
-def test_a_subject_opens_and_takes_steps(module: str, function: str, arguments: list[Any]) -> None:
-    with getattr(importlib.import_module(f"benchmarks.{module}"), function)(*arguments) as work:
-        work.step()
-        work.step()
-        assert (work.units() if callable(work.units) else work.units) > 0
+@pytest.mark.timeout(400)  # peers of several processes start slowly on a busy machine
+@pytest.mark.parametrize(("module", "case"), small())
+def test_a_subject_takes_a_turn(module: str, case: tuple[str, list[Any]]) -> None:
+    assert take_turns(module, [case])[0].units > 0
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(bool(absent(EBNERD)), reason=absent(EBNERD))
-def test_subjects_on_a_public_log_open_and_take_steps() -> None:
+def test_subjects_on_a_public_log_take_turns() -> None:
     for module, cases in ON_A_LOG.items():
-        for function, arguments in cases:
-            with getattr(importlib.import_module(f"benchmarks.{module}"), function)(*arguments) as work:
-                work.step()
-                assert (work.units() if callable(work.units) else work.units) > 0 and all(
-                    figure > 0 for figure in work.figures().values()
-                ), arguments
+        for case in cases:
+            (turn,) = take_turns(module, [case])
+            assert turn.units > 0 and all(figure > 0 for figure in turn.figures.values()), case
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("module", ON_A_STACK)
-def test_subjects_on_a_running_stack_open_and_take_steps(module: str) -> None:
-    """Those of one line share one."""
-    its = importlib.import_module(f"benchmarks.{module.partition('/')[0]}")
-    with contextlib.ExitStack() as opened:
-        works = [
-            opened.enter_context(getattr(its, function)(*arguments))
-            for function, arguments in ON_A_STACK[module]
-        ]
-        for work in works:
-            work.step()
-            work.step()
-            figures = work.figures()
-            assert (work.units() if callable(work.units) else work.units) > 0
-            assert figures.get("lost", 0) == figures.get("trained twice", 0) == 0, figures
-            assert figures.get("committed %", 100) == figures.get("exit code 0 %", 100) == 100, figures
+@pytest.mark.parametrize("name", ON_A_STACK)
+def test_subjects_on_a_running_stack_lose_nothing(name: str) -> None:
+    """Subjects of one entry share a stack."""
+    for turn in take_turns(name.partition("/")[0], ON_A_STACK[name]):
+        figures = turn.figures
+        assert turn.units > 0
+        assert figures.get("lost", 0) == figures.get("trained twice", 0) == 0, figures
+        assert figures.get("committed %", 100) == figures.get("exit code 0 %", 100) == 100, figures
 
 
 def test_feature_order_by_popularity_needs_fewer_reads() -> None:
@@ -287,13 +271,13 @@ def _skips_stale(arguments: Any) -> bool:
 
 
 def test_against_adds_another_commit_after_each_of_our_subjects() -> None:
-    row = with_before(find_benchmark("codec"), "abc").rows[0]
+    row = with_before(find_benchmark("decode"), "abc").rows[0]
     assert [(s.role, s.environment) for s in row.subjects][:2] == [("ours", ""), ("before", "commit:abc")]
 
 
 def test_an_unknown_benchmark_is_reported_with_the_nearest_name() -> None:
-    with pytest.raises(ConfigError, match="did you mean 'codec'"):
-        find_benchmark("codek")
+    with pytest.raises(ConfigError, match="did you mean 'decode'"):
+        find_benchmark("decod")
 
 
 def test_unavailable_peers_give_a_reason() -> None:

@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.gpu_report import QUESTIONS, Parts, Ran, ask, main, page, run_tests, told
+from benchmarks.gpu_report import QUESTIONS, Parts, Ran, main, told
 from benchmarks.harness.machine import no_device
 from benchmarks.harness.subject_process import ROOT
 from benchmarks.main import find_benchmark
-from roostream.errors import SetupError
 
 JUNIT = """<testsuites><testsuite>
 <testcase classname="tests.a" name="test_x[1]"/>
@@ -57,28 +56,6 @@ def test_test_results_are_counted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tests", "fine"),
-    [(Ran(1, [], []), True), (Ran(1, ["no Triton"], []), True), (Ran(0, ["no device"], []), False)],
-)
-def test_a_run_without_tests_fails(tests: Ran, fine: bool) -> None:
-    assert tests.fine is fine
-
-
-def test_a_failed_benchmark_is_on_the_page() -> None:
-    def measure(name: str, runs: int) -> dict[str, object]:
-        raise SetupError("no memory")
-
-    text = page(
-        DEVICE,
-        told(JUNIT),
-        {"hstu-attention": ask("hstu-attention", 3, measure), "device-step": {"rows": []}},
-    )
-    assert "- device: 1 × A device" in text and "1 passed, 2 failed, 1 skipped." in text
-    assert "- failed: tests.b::test_z: assert 1 == 2" in text
-    assert "Not asked: no memory." in text and "## device-step" in text
-
-
-@pytest.mark.parametrize(
     ("ran", "result", "code"),
     [
         (Ran(3, [], []), {"rows": []}, 0),
@@ -106,16 +83,3 @@ def test_an_unwritable_page_is_reported(tmp_path: Path, capsys: pytest.CaptureFi
     parts = Parts(lambda: DEVICE, lambda: Ran(1, [], []), lambda name, runs: {"rows": []})
     assert main(["--report", str(tmp_path / "file" / "gpu.md")], parts) == 2
     assert "expected a folder for the report" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-@needs_none
-def test_pytest_reports_are_parsed(tmp_path: Path) -> None:
-    ran = run_tests(tmp_path / "tests.xml", ["tests/trainer/device/test_hstu_attention.py"])
-    assert ran.passed == 0 and not ran.failed and not ran.fine
-    assert set(ran.skipped) == {no_device(tmp_path / "absent")}
-
-
-def test_unknown_arguments_are_refused() -> None:
-    with pytest.raises(SystemExit):
-        main(["--speed"])

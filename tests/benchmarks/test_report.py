@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.harness.benchmark import Benchmark, Row, Subject
-from benchmarks.harness.report import MADE, is_made, page, pages, table, write_pages
+from benchmarks.harness.report import is_made, page, pages, table, write_pages
 from benchmarks.harness.subject_process import ROOT
 from benchmarks.main import RESULTS, benchmarks_by_name
 from roostream.errors import ConfigError
@@ -64,12 +64,6 @@ def result(**changes: Any) -> dict[str, Any]:
     }
 
 
-def test_other_figures_are_in_a_second_table() -> None:
-    first, second = row()["subjects"]
-    text = table(row(subjects=[{**first, "figures": {"refused %": figures(12, 10, 15)}}, second]))
-    assert "| | refused % |\n|---|---:|\n| a | 12 (10 .. 15) |" in text and "refused" not in table(row())
-
-
 def test_a_figure_that_a_subject_lacks_leaves_its_cell_empty() -> None:
     first, second = row()["subjects"]
     ours, theirs = (
@@ -96,21 +90,6 @@ def test_published_pages_are_current() -> None:
     assert there == made, "run `roostream bench report`"
 
 
-def test_a_page_has_all_its_parts() -> None:
-    text = page(BENCHMARK, [result()])
-    for part in (
-        MADE,
-        "# q",
-        "How fast?",
-        "It depends.",
-        "a CPU, 2 cores, 8.0 GiB",
-        "abc",
-        "`roostream bench q --runs 3`",
-        "| a |",
-    ):
-        assert part in text
-
-
 def test_a_busy_machine_and_uncommitted_changes_are_marked() -> None:
     busy = result(
         machine=result()["machine"] | {"busy": True, "load_before": 3.1},
@@ -126,10 +105,6 @@ def test_a_busy_machine_and_uncommitted_changes_are_marked() -> None:
 def test_a_rate_is_units_a_second_and_a_cost_microseconds_a_unit() -> None:
     assert "| a | 100 000 | 62 500 .. 125 000 |" in table(row())
     assert "| b (limit) | 5 | 4 .. 8 | 0.5 | 0.4 .. 0.6 |" in table(row(shows="cost"))
-
-
-def test_a_custom_time_is_named() -> None:
-    assert "things/s (simulated time)" in table(row(time="simulated time"))
 
 
 def test_an_unavailable_peer_has_no_figures() -> None:

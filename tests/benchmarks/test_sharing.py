@@ -12,15 +12,13 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.common import flop_bound as bound
-from benchmarks.common.architectures import ARCHITECTURES, pointwise
+from benchmarks import roo_vs_expanded as bound
 from benchmarks.common.dataset_paths import EBNERD, MIND, absent
-from benchmarks.common.flop_count import bytes_of_batch, bytes_of_inputs, bytes_of_rows, flops
+from benchmarks.common.flop_count import flops
+from benchmarks.common.public_logs import pointwise
 from benchmarks.common.rebatch import Rebatcher, concatenate, cut, shuffled
-from benchmarks.common.request_forms import FORMS
-from benchmarks.common.request_pools import pool
 from benchmarks.harness.benchmark import SubjectResult
-from benchmarks.roo_vs_expanded import BENCHMARK, trained
+from benchmarks.roo_vs_expanded import ARCHITECTURES, FORMS, pool, trained
 from roostream.models.attention import attend_to_each_other
 from roostream.models.build import build_model
 from roostream.models.candidate_groups import build_groups
@@ -149,35 +147,6 @@ def test_every_form_trains_the_same_impressions(form: str) -> None:
     assert trained_[0].num_requests == (3 if form in ("requests", "recd") else 12)
 
 
-def test_random_order_spreads_a_request_over_batches() -> None:
-    arrival = FORMS["impressions"](pool(*SITE), 12)
-    assert len(set(next(arrival.trained).sample_id_R.tolist())) > 3
-
-
-def test_of_each_request_its_first_candidate_and_of_all_a_single_one() -> None:
-    batches = pool(*SITE)
-    first, one = (next(FORMS[form](batches, 12).trained) for form in ("first of each", "one impression"))
-    assert (
-        first.item_B.tolist() == batches[0].item_B[::4].tolist()
-        and one.item_B.tolist() == batches[0].item_B[3:4].tolist()
-    )
-
-
-def test_equal_neighbours_become_one_row_and_everything_else_stays() -> None:
-    schema = make_schema("everything")
-    batch = make_batch(schema, [3, 1, 2, 5], seed=1)
-    twin = group_impressions(batch.expand())
-    assert (
-        twin.num_candidates_R.tolist() == [3, 1, 2, 5]
-        and twin.request_index_B.tolist() == batch.request_index_B.tolist()
-    )
-    assert (
-        twin.ro_lists.values.tolist() == batch.ro_lists.values.tolist()
-        and twin.item_B.tolist() == batch.item_B.tolist()
-    )
-    assert group_impressions(make_batch(schema, []).expand()).num_requests == 0
-
-
 @pytest.mark.parametrize("what", ["float", "presence", "time", "value", "weight", "column", "length"])
 def test_whatever_differs_between_neighbours_keeps_both(what: str) -> None:
     """One request of two impressions, of which the second is changed in one place."""
@@ -232,21 +201,6 @@ def test_flops_are_those_of_products_and_of_attention_both_ways() -> None:
     )
 
 
-def test_bytes_are_those_of_arrays_tensors_and_rows() -> None:
-    schema = make_schema("floats only")
-    batch = make_batch(schema, [2, 1])
-    assert (
-        bytes_of_batch(batch.expand()) - bytes_of_batch(batch) == bytes_of_batch(make_batch(schema, [0])) > 0
-    )
-    assert bytes_of_batch(concatenate([batch, batch])) == 2 * bytes_of_batch(batch)
-    lookup = build_lookup(pool(*SITE)[0])
-    inputs = build_inputs(pool(*SITE)[0], lookup, make_rows(pool(*SITE)[0].schema, lookup))
-    (its,) = lookup.stacks.values()
-    assert bytes_of_rows(inputs) == len(its.id_U) * 16 * 4
-    twin = pool(*SITE)[0].expand()
-    assert bytes_of_inputs(build_inputs(twin, build_lookup(twin), {})) > 3 * bytes_of_inputs(inputs) > 0
-
-
 def told(cost_us: float, num_impressions: float, a_request: float = 1.0, flop: float = 1.0) -> SubjectResult:
     return SubjectResult(
         cost_us, {bound.A_BATCH: num_impressions, bound.A_REQUEST: a_request, bound.FLOP: flop}
@@ -260,7 +214,7 @@ def test_costs_of_both_sides_follow_from_three_kinds_of_batches() -> None:
         told((1000 + 160 * 100) / 160, 160),
         told(1100, 1),
     )
-    its = bound.sides(whole, first, one)
+    its = bound.costs(whole, first, one)
     assert its == pytest.approx((90, 10, 1000))
     assert its.bound(10) == pytest.approx(10 * 100 / 190) and its.bound(1) == 1.0
     assert its.forecast(640, 10) == pytest.approx((1000 + 640 * 100) / (1000 + 64 * 90 + 640 * 10))
@@ -274,17 +228,6 @@ def test_costs_of_both_sides_follow_from_three_kinds_of_batches() -> None:
     figures = bound.derived(row)
     assert figures["bound K(a+b)/(a+Kb)"] == pytest.approx(1000 / 190)
     assert figures["of the bound: impressions"] == pytest.approx(99 / whole.cost_us * 190 / 1000)
-
-
-def test_a_candidate_never_costs_less_than_nothing() -> None:
-    its = bound.sides(told(10, 100, 10), told(101, 10), told(11, 1))
-    assert its.candidate == 0.0 and its.bound(10) == 10.0
-
-
-def test_without_timed_sides_flops_alone_are_derived() -> None:
-    assert list(bound.derived({"requests": told(1, 1), "impressions": told(2, 1, flop=3.0)}).values()) == [
-        3.0
-    ]
 
 
 def test_the_papers_count_for_a_long_history() -> None:
@@ -305,8 +248,3 @@ def test_a_log_is_read_as_it_is(log: str) -> None:
     with trained("early", "recd", log, 200, 2) as work:
         work.step()
         assert work.figures()["impressions a request"] > 5
-
-
-def test_rows_without_their_data_are_skipped() -> None:
-    gone = absent(EBNERD / "nothing")
-    assert gone and {row.skipped for row in BENCHMARK.rows} <= {"", gone}

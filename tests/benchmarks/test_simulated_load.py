@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from benchmarks.common.simulated_load import (
+from benchmarks.main import find_benchmark
+from benchmarks.placement import (
     VALIDITY,
     DrawnTable,
     Strategy,
@@ -14,10 +15,9 @@ from benchmarks.common.simulated_load import (
     simulate,
     uniques,
 )
-from benchmarks.main import find_benchmark
 
 
-@pytest.mark.parametrize(("rows", "exponent"), [(500, 1.1), (50_000, 0.7), (50_000, 1.05), (200_000, 0.9)])
+@pytest.mark.parametrize(("rows", "exponent"), [(500, 1.1), (50_000, 0.7)])
 def test_expected_rows_are_those_of_draws(rows: int, exponent: float) -> None:
     table, random = (
         DrawnTable(name="t", rows=rows, dim=8, valency=1.0, exponent=exponent),
@@ -29,7 +29,7 @@ def test_expected_rows_are_those_of_draws(rows: int, exponent: float) -> None:
     assert uniques(table, 4096) == pytest.approx(np.mean(drawn), rel=0.02)
 
 
-@pytest.mark.parametrize("way", ["row cyclic", "row hash", "row cyclic with offset"])
+@pytest.mark.parametrize("way", ["row cyclic", "row hash"])
 def test_what_owners_are_asked_for_is_all_that_is_asked_for(way: Strategy) -> None:
     table = DrawnTable(name="t", rows=100_000, dim=8, valency=3.0, exponent=1.0)
     assert row_loads(table, 768, 16, way, 5).sum() == pytest.approx(uniques(table, 768))

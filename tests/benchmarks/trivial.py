@@ -6,14 +6,14 @@ import contextlib
 from collections.abc import Iterator
 from typing import ClassVar
 
-from benchmarks.harness.benchmark import Work
+from benchmarks.harness.benchmark import TurnResult, WholeTurn, Work
 
 
 class Clock:
     """Seconds, moved by the subjects."""
 
     now_s = 0.0
-    kept: ClassVar[list[str]] = []
+    events: ClassVar[list[str]] = []
 
 
 @contextlib.contextmanager
@@ -25,21 +25,22 @@ def takes(seconds: float, units: float = 1.0) -> Iterator[Work]:
 
 
 @contextlib.contextmanager
-def kept() -> Iterator[None]:
-    Clock.kept.append("open")
+def run_setup() -> Iterator[None]:
+    Clock.events.append("open")
     yield
-    Clock.kept.append("closed")
+    Clock.events.append("closed")
 
 
 @contextlib.contextmanager
-def part() -> Iterator[Work]:
-    """A step of which two seconds are what is asked about."""
+def part() -> Iterator[WholeTurn]:
+    """A turn of seven seconds, of which two count."""
 
-    def step() -> None:
+    def turn() -> TurnResult:
         Clock.now_s += 7
-        Clock.kept.append("step")
+        Clock.events.append("turn")
+        return TurnResult(4.0, 2.0)
 
-    yield Work(step, lambda: 4.0, took_s=lambda: 2.0)
+    yield WholeTurn(turn, warm_up=lambda: Clock.events.append("warm-up"))
 
 
 @contextlib.contextmanager
@@ -49,12 +50,13 @@ def fails(text: str) -> Iterator[Work]:
 
 
 @contextlib.contextmanager
-def tells(seconds: float, *units: float) -> Iterator[Work]:
-    """A step is a turn, and says afterwards what it did."""
-    left = list(units)
+def reports(seconds: float, *units: float) -> Iterator[WholeTurn]:
+    """Turns with these units, one after the other."""
+    remaining = list(units)
 
-    def step() -> None:
+    def turn() -> TurnResult:
         Clock.now_s += seconds
-        left.append(left.pop(0))
+        done = remaining.pop(0)
+        return TurnResult(done, None, {"twice": 2 * done})
 
-    yield Work(step, lambda: left[-1], lambda: {"twice": 2 * left[-1]})
+    yield WholeTurn(turn)
