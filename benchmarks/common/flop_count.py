@@ -19,7 +19,7 @@ from roostream.wire.jagged import Jagged
 
 
 def flops(step: Callable[[], object]) -> int:
-    """Of its matrix products, both ways, two of each multiplication with its addition; what torch counts."""
+    """FLOPs of the matrix products of a step: two per multiply-add."""
     with FlopCounterMode(display=False, custom_mapping=_ATTENTION) as counter, _ragged() as ours:
         step()
     return int(counter.get_total_flops()) + sum(ours)
@@ -27,41 +27,41 @@ def flops(step: Callable[[], object]) -> int:
 
 @contextlib.contextmanager
 def _ragged() -> Iterator[list[int]]:
-    """FLOPs of each call of our own kernels of attention, which torch doesn't see."""
-    found: list[int] = []
+    """FLOPs of each call of our attention kernels, which torch does not count."""
+    counts: list[int] = []
     kernels = {name: vars(attention)[name] for name in ("attend_ragged", "attend_ragged_back")}
 
     def counted(products: int, run: Callable[..., None]) -> Callable[..., None]:
         def call(
-            of: Any, begins: Any, starts: Any, one_QD: np.ndarray, other_QD: np.ndarray, *to: Any
+            group: Any, begins: Any, starts: Any, one_QD: np.ndarray, other_QD: np.ndarray, *outputs: Any
         ) -> None:
-            width = max(one_QD.shape[1], other_QD.shape[1])  # beside it lie logarithms, one a head
-            found.append(products * 2 * width * int(np.dot(*(np.diff(s) for s in starts))))
-            run(of, begins, starts, one_QD, other_QD, *to)
+            width = max(one_QD.shape[1], other_QD.shape[1])  # the other one also has a logarithm per head
+            counts.append(products * 2 * width * int(np.dot(*(np.diff(s) for s in starts))))
+            run(group, begins, starts, one_QD, other_QD, *outputs)
 
         return call
 
     try:
         for products, (name, run) in zip((2, 5), kernels.items(), strict=True):
             setattr(attention, name, counted(products, run))
-        yield found
+        yield counts
     finally:
         for name, run in kernels.items():
             setattr(attention, name, run)
 
 
 def bytes_of_batch(batch: Batch) -> int:
-    """What was decoded."""
+    """Bytes of the decoded arrays."""
     return sum(array.nbytes for array in _arrays(batch))
 
 
 def bytes_of_inputs(inputs: Inputs) -> int:
-    """The tensors that go into a model, but for rows."""
+    """Bytes of the tensors that go into a model, without rows."""
     return sum(x.nbytes for x in _tensors(dataclasses.replace(inputs, rows={})))
 
 
 def bytes_of_rows(inputs: Inputs) -> int:
-    """The rows that were pulled."""
+    """Bytes of the pulled rows."""
     return sum(rows_UD.nbytes for rows_UD in inputs.rows.values())
 
 
@@ -75,7 +75,7 @@ def _arrays(batch: Batch) -> Iterator[np.ndarray]:
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """Of a dataclass, and of what it holds."""
+    """All tensors in nested dataclasses, tuples, lists and dictionaries."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, tuple | list):
@@ -90,7 +90,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 def _attention(
     query_shape: Any, key_shape: Any, value_shape: Any, *args: Any, out_shape: Any = None, **named: Any
 ) -> int:
-    """[.., Q, C] with [.., N, C], and their scores with [.., N, V]."""
+    """FLOPs of [.., Q, C] · [.., N, C] and scores · [.., N, V]."""
     *batch, num_queries, width = query_shape
     return int(2 * np.prod(batch) * num_queries * key_shape[-2] * (width + value_shape[-1]))
 
@@ -104,11 +104,12 @@ def _attention_back(
     out_shape: Any = None,
     **named: Any,
 ) -> int:
-    """Five products for two: scores are made again."""
+    """Five products instead of two, because scores are computed again."""
     return _attention(query_shape, key_shape, value_shape) * 5 // 2
 
 
+_FLASH = "_scaled_dot_product_flash_attention_for_cpu"
 _ATTENTION = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_back,
+    getattr(torch.ops.aten, _FLASH): _attention,
+    getattr(torch.ops.aten, f"{_FLASH}_backward"): _attention_back,
 }

@@ -17,14 +17,6 @@ def test_rotation_does_not_disturb_the_writer(tmp_path: Path) -> None:
     assert (tmp_path / "a.log.1").read_bytes() == b"x" * 100
 
 
-def test_a_small_or_absent_log_is_not_rotated(tmp_path: Path) -> None:
-    path = tmp_path / "a.log"
-    assert not child_logs.rotate(path, max_bytes=50)
-    path.write_bytes(b"x" * 50)
-    assert not child_logs.rotate(path, max_bytes=50)
-    assert not (tmp_path / "a.log.1").exists()
-
-
 def test_last_lines_are_bounded_and_valid_text(tmp_path: Path) -> None:
     path = tmp_path / "a.log"
     assert child_logs.last_lines(path) == []

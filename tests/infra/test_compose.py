@@ -33,15 +33,6 @@ def test_the_compose_file_fits_its_schema() -> None:
     jsonschema.Draft7Validator(SCHEMA).validate(COMPOSE)
 
 
-def test_an_unknown_key_of_compose_is_found() -> None:
-    wrong = {
-        **COMPOSE,
-        "services": {**COMPOSE["services"], "worker": {**COMPOSE["services"]["worker"], "comand": []}},
-    }
-    with pytest.raises(jsonschema.ValidationError, match="comand"):
-        jsonschema.Draft7Validator(SCHEMA).validate(wrong)
-
-
 def test_compose_runs_all_programs_of_the_loop() -> None:
     assert {program_of(service) for service in OURS.values()} == {
         "controller",

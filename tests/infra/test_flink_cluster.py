@@ -57,14 +57,6 @@ def test_redis_has_no_persistence_and_listens_on_loopback(home: Home) -> None:
     assert {"bind 127.0.0.1", "port 1005", 'save ""', "appendonly no"} <= set(text.splitlines())
 
 
-def test_flink_is_configured_by_the_options(cluster: Cluster) -> None:
-    cluster.make()  # replaces the files
-    text = (cluster.conf / "config.yaml").read_text()
-    assert "rest.flamegraph.enabled: true\n" in text and "jobmanager.rpc.port: 1001\n" in text
-    assert f"execution.checkpointing.dir: {(cluster.folder / 'checkpoints').as_uri()}\n" in text
-    assert list(cluster.lib.glob("*.jar"))
-
-
 def test_every_jvm_keeps_its_temporary_files_in_the_home(cluster: Cluster) -> None:
     client = subprocess.run(
         (cluster.bin / "flink", "run", "job 1.py"),
@@ -82,16 +74,6 @@ def test_every_jvm_keeps_its_temporary_files_in_the_home(cluster: Cluster) -> No
 def test_the_web_page_can_neither_upload_nor_cancel(tmp_path: Path) -> None:
     settings = configuration(tmp_path, tmp_path, StackOptions(), 1, 2)
     assert (settings["web.submit.enable"], settings["web.cancel.enable"]) == ("false", "false")
-
-
-def test_only_replays_use_the_optimizing_compiler(home: Home) -> None:
-    def quick_starts(options: StackOptions) -> list[bool]:
-        programs = Cluster(home, options, ECHO, 1, 2).programs({}, [3])
-        programs.append(broker_program(home, options, {}, ECHO, 4, 5))
-        return ["-XX:TieredStopAtLevel=1" in p.command for p in programs]
-
-    assert quick_starts(StackOptions()) == [True, True, True]
-    assert quick_starts(StackOptions(replay=True)) == [True, False, False], "the job manager does little"
 
 
 def test_an_external_broker_that_does_not_answer_is_named() -> None:

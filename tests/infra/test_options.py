@@ -51,9 +51,3 @@ def test_a_damaged_options_file_is_named(text: str, tmp_path: Path) -> None:
 def test_a_table_survives_toml(flat: dict[str, object], inner: dict[str, object]) -> None:
     table = {k: v for k, v in flat.items() if k != "inner"} | {"inner": inner}
     assert tomllib.loads(tomli_w.dumps(to_toml_value(table))) == table
-
-
-def test_paths_become_text_and_tuples_become_lists() -> None:
-    table = {"home": Path('/a "b"\\c'), "shards": ("x:1", "y:2"), "rule": {"files": (Path("d"),)}}
-    expected = {"home": '/a "b"\\c', "shards": ["x:1", "y:2"], "rule": {"files": ["d"]}}
-    assert tomllib.loads(tomli_w.dumps(to_toml_value(table))) == expected

@@ -2,10 +2,8 @@ from __future__ import annotations
 
 import http.server
 import socket
-import tempfile
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -62,14 +60,3 @@ def test_a_url_responds_only_with_success() -> None:
         server.shutdown()
         thread.join()
     assert not ports.responds_ok(f"{url}/good", timeout_s=0.2)
-
-
-def test_reserving_a_port_writes_no_file(
-    drawn: Ports, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr(tempfile, "tempdir", None)
-    other = Ports()
-    with pytest.raises(SetupError, match="in use"):
-        other.take("serving", drawn.draw())
-    assert list(tmp_path.iterdir()) == []

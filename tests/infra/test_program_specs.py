@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 import tomli_w
 
-from infra.child import STOP_TIMEOUT_S, Program, StopRank
+from infra.child import Program, StopRank
 from infra.endpoints import PortMap, draw_ports
-from infra.flink_cluster import Cluster
 from infra.home import Home
 from infra.options import ROOT, StackOptions, demo, to_toml_value
 from infra.ports import Ports
@@ -30,10 +29,8 @@ from infra.program_specs import (
 )
 from infra.supervisor import Supervisor
 from roostream.errors import ConfigError
-from roostream.runtime.program import REFUSED_CODE, STOP_S
+from roostream.runtime.program import REFUSED_CODE
 from roostream.schema.settings import load
-from serving.config import ServingConfig
-from trainer import worker_program
 
 FULL = StackOptions(num_archivers=2, num_readers=2, serving_processes=3, num_task_managers=2)
 
@@ -99,11 +96,6 @@ def test_a_program_stops_before_those_that_it_needs() -> None:
     assert max(rank.values()) < StopRank.REDIS < StopRank.FLINK < StopRank.KAFKA
 
 
-def test_needed_programs_exist() -> None:
-    known = {"kafka", "redis", "flink-jm", "flink-tm-0", "flink-tm-1", *program_names(FULL)}
-    assert all(set(spec.needs(FULL)) <= known for spec in PROGRAM_SPECS)
-
-
 def test_programs_have_each_others_addresses(tmp_path: Path, port_map: PortMap) -> None:
     names = ("shard-1", "worker", "controller", "serving", "reader-1")
     shard, worker, controller, serving, reader = (table(n, tmp_path, FULL, port_map) for n in names)
@@ -149,16 +141,6 @@ def test_external_services_are_used(tmp_path: Path, port_map: PortMap) -> None:
     options = StackOptions(kafka="broker:9092", redis="cache:6379")
     assert table("worker", tmp_path, options, port_map)["bootstrap"] == "broker:9092"
     assert table("features", tmp_path, options, port_map)["redis"] == "redis://cache:6379/0"
-
-
-def test_stop_timeouts_are_longer_than_a_stop_takes(tmp_path: Path, port_map: PortMap) -> None:
-    assert STOP_S < STOP_TIMEOUT_S < 30, "Kubernetes kills after 30 s"
-    stop_ms = {f.name: f.default for f in dataclasses.fields(ServingConfig)}["stop_ms"]
-    assert stop_ms / 1000 <= STOP_S and worker_program.STOP_S <= STOP_S
-    programs = [program(name, tmp_path, port_map) for name in program_names(FULL)]
-    assert {p.stop_timeout_s for p in programs} == {STOP_TIMEOUT_S}
-    flink = Cluster(Home(tmp_path), FULL, tmp_path, 1, 2).programs({}, [3])
-    assert max(p.stop_timeout_s for p in flink) <= STOP_TIMEOUT_S
 
 
 def program(name: str, home: Path, port_map: PortMap, **overrides: dict[str, object]) -> Program:

@@ -100,13 +100,6 @@ def test_workers_follow_the_controller() -> None:
     scaling.close()
 
 
-def test_a_status_without_numbers_changes_nothing() -> None:
-    programs = Started()
-    scaling = Scaling(programs, "127.0.0.1:1")
-    assert scaling.apply({"state": "running"}) == ([], []) and programs.copies("worker") == {0: "ready"}
-    scaling.close()
-
-
 @pytest.mark.parametrize(
     ("wanted", "state", "readers", "start", "stop", "why"),
     [

@@ -9,7 +9,6 @@ import pytest
 
 from infra import jars, machine_checks, precompile, prepare
 from infra.jars import Jar
-from infra.options import ROOT
 from roostream.errors import ConfigError, SetupError
 
 CONTENT = b"a jar"
@@ -62,11 +61,6 @@ def test_a_damaged_download_is_refused_and_leaves_nothing(tmp_path: Path) -> Non
         jars.require_jars(tmp_path)
 
 
-def test_the_list_of_jars_has_broker_connector_and_compiler() -> None:
-    assert {j.path().parent.name for j in jars.read_list()} == {"kafka", "flink", "compiler"}
-    assert all(len(j.sha256) == 64 for j in jars.read_list())
-
-
 def test_a_malformed_line_of_the_list_is_named(tmp_path: Path) -> None:
     path = tmp_path / "jars.sha256"
     path.write_text("abc 12 group:artifact:1\nabc group:artifact:1\n")
@@ -93,12 +87,6 @@ def test_only_a_missing_extra_is_skipped(monkeypatch: pytest.MonkeyPatch, tmp_pa
     for group in ("wire", "other"):
         with pytest.raises(ModuleNotFoundError):
             precompile.main((group,))
-
-
-def test_a_change_of_a_file_with_kernels_is_noticed() -> None:
-    sources = {path.relative_to(ROOT).as_posix() for path in prepare.kernel_sources()}
-    assert {"param_server/kernels.py", "roostream/models/embedding_ops.py", "serving/answer.py"} <= sources
-    assert "trainer/process_group.py" not in sources
 
 
 def test_compiled_kernels_are_restored_from_the_users_cache(

@@ -99,14 +99,6 @@ def test_a_child_that_dies_too_often_stays_down_and_is_logged(
     assert "stays down" in caplog.text
 
 
-def test_a_failed_program_can_be_started_again(bench: Bench) -> None:
-    bench.start(bench.program("a", "raise SystemExit(1)"))
-    bench.wait_state("a", "failed")
-    bench.start(bench.program("a", SLEEP))
-    bench.wait_state("a", "ready")
-    assert bench.state("a") == "ready"
-
-
 def test_a_program_waits_for_its_predecessors(bench: Bench) -> None:
     is_up = False
     bench.start(bench.program("b", SLEEP, after=("a",)), bench.program("a", SLEEP, ready=lambda: is_up))
@@ -187,8 +179,8 @@ def test_a_held_program_stays_down_until_it_is_started(
 
 
 def refusing(code: int, after_s: float = 0.0) -> str:
-    said = "10:00:00 E roostream controller: file:///w is no table; has an archiver written there?"
-    return f"import sys, time; time.sleep({after_s}); print({said!r}, flush=True); sys.exit({code})"
+    line = "10:00:00 E roostream controller: file:///w is no table; has an archiver written there?"
+    return f"import sys, time; time.sleep({after_s}); print({line!r}, flush=True); sys.exit({code})"
 
 
 def test_a_refused_configuration_is_logged_once_and_not_retried(
@@ -205,22 +197,14 @@ def test_a_refused_configuration_is_logged_once_and_not_retried(
     assert len(errors) == 1 and slot.last_error in errors[0]
 
 
-@pytest.mark.parametrize("code", [AWAY_CODE, 1])
-def test_other_errors_are_retried_and_kept_as_last_error(bench: Bench, code: int) -> None:
-    bench.start(bench.program("a", refusing(code), refused_code=REFUSED_CODE))
+def test_other_errors_are_retried_and_kept_as_last_error(bench: Bench) -> None:
+    bench.start(bench.program("a", refusing(AWAY_CODE), refused_code=REFUSED_CODE))
     bench.wait_state("a", "failed")
     slot = bench.supervisor.slots["a"]
     assert (
         slot.restarts.total == 3
         and slot.last_error == "file:///w is no table; has an archiver written there?"
     )
-
-
-def test_refusal_needs_a_declared_exit_code(bench: Bench) -> None:
-    """Kafka's and Redis' 2 says nothing of that."""
-    bench.start(bench.program("a", refusing(REFUSED_CODE)))
-    bench.wait_state("a", "failed")
-    assert bench.supervisor.slots["a"].restarts.total == 3
 
 
 @pytest.mark.parametrize(
@@ -271,16 +255,6 @@ def test_a_stopped_program_is_not_restarted_by_a_changed_file(bench: Bench, tmp_
     assert bench.state("a") == "failed" and bench.supervisor.slots["a"].restarts.total == 0
 
 
-def test_a_killed_program_reports_the_signal(bench: Bench) -> None:
-    bench.start(
-        bench.program(
-            "a", "print('10:00:00 E roostream a: no disk', flush=True); import os; os.kill(os.getpid(), 9)"
-        )
-    )
-    bench.wait_state("a", "failed")
-    assert bench.supervisor.slots["a"].last_error == "killed by signal 9"
-
-
 def test_a_failed_start_is_logged_and_retried(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
     def prepare() -> None:
         raise OSError(28, "No space left on device")
@@ -288,16 +262,6 @@ def test_a_failed_start_is_logged_and_retried(bench: Bench, caplog: pytest.LogCa
     bench.start(bench.program("a", SLEEP, prepare=prepare))
     bench.wait_state("a", "failed")
     assert "No space left on device" in caplog.text
-
-
-def test_a_log_does_not_grow_without_bound(bench: Bench) -> None:
-    code = "import time\nwhile True: print('x' * 500, flush=True); time.sleep(0.01)"
-    bench.start(bench.program("a", code))
-    older = bench.folder / "a.log.1"
-    deadline_s = time.monotonic() + WAIT_S
-    while not older.exists() and time.monotonic() < deadline_s:
-        time.sleep(0.1)
-    assert older.exists()
 
 
 def test_closing_leaves_nothing_running(bench: Bench) -> None:
@@ -347,8 +311,3 @@ def test_restart_delays_double_until_the_limit() -> None:
     restarts = Restarts(policy=policy)
     assert [restarts.died(1.0) for _ in range(3)] == [0.0, 0.5, 1.0]
     assert restarts.died(61.0) == 0.0 and restarts.total == 4, "a long life resets the count"
-
-
-def test_a_kill_every_minute_never_reaches_the_limit() -> None:
-    restarts = Restarts(policy=RestartPolicy())
-    assert {restarts.died(60.0 - 8.0 - 10.0) for _ in range(60)} == {0.0}, "18 s go into start and kill"

@@ -10,11 +10,9 @@ import re
 import shlex
 import shutil
 import subprocess
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import click
 import pytest
 from click.testing import CliRunner
 
@@ -23,18 +21,9 @@ from serving.access.bearer_keys import Keyring
 from tests.contract.house import ROOT
 from tests.k8s.generate import K8S
 from tests.k8s.manifests import build, built, copy_prod, named, of_kind, workloads
-from tests.k8s.test_policies import MADE_BY_HAND
 
 Objects = tuple[dict[str, Any], ...]
 PAGES = ("cluster.md", "day-two.md")
-KINDS = {
-    "hpa": "HorizontalPodAutoscaler",
-    "kafkatopic": "KafkaTopic",
-    "statefulset": "StatefulSet",
-    "deployment": "Deployment",
-    "kafka": "Kafka",
-}
-OPTIONAL = {"roostream-objects"}
 NEEDS_A_CONTAINER = ("exec", "port-forward")
 
 
@@ -54,70 +43,10 @@ def words(command: str) -> list[str]:
     return shlex.split(re.sub(r"\$\(.*?\)", "made", command))
 
 
-def roostream_arguments() -> list[list[str]]:
-    """Arguments of `roostream`, also of commands that run it in a pod."""
-    found = []
-    for command in commands():
-        parts = words(command)
-        if "roostream" in parts and (parts[0] == "roostream" or "--" in parts):
-            found.append(parts[parts.index("roostream", parts.index("--") if "--" in parts else 0) + 1 :])
-    return found
-
-
 def runs_on_a_server(command: str) -> bool:
     """Whether an API server without containers can run it."""
     elsewhere = "https://" in command or "cert-manager" in command
     return command.startswith("kubectl") and not elsewhere and words(command)[1] not in NEEDS_A_CONTAINER
-
-
-def parse(arguments: Sequence[str]) -> click.Context:
-    """Parse a `roostream` command without running it."""
-    context = cli.make_context("roostream", list(arguments))
-    while isinstance(context.command, click.Group):
-        name, command, rest = context.command.resolve_command(
-            context, [*context._protected_args, *context.args]
-        )
-        assert command is not None
-        context = command.make_context(name, rest, parent=context)
-    return context
-
-
-def test_roostream_accepts_its_commands() -> None:
-    assert roostream_arguments()
-    for arguments in roostream_arguments():
-        assert parse(arguments).command.name != "roostream", arguments
-    with pytest.raises(click.UsageError):
-        parse(["checkpoint", "rollback", "120", "--stor", "x"])
-
-
-def test_kubectl_names_objects_that_exist() -> None:
-    known = {(o["kind"], o["metadata"]["name"]) for overlay in ("dev", "prod") for o in built(overlay)}
-    for command in (c for c in commands() if c.startswith("kubectl")):
-        for kind, name in re.findall(
-            r"\b(statefulset|deployment|kafka|hpa|kafkatopic)[/ ]([a-z][\w-]*)", command
-        ):
-            assert (KINDS[kind], name) in known, command
-        for folder in re.findall(r"-k (\S+)", command):
-            assert (ROOT / folder / "kustomization.yaml").exists(), command
-        for name in re.findall(r"secret generic (\S+)", command):
-            assert name in MADE_BY_HAND | OPTIONAL, command
-
-
-def test_the_page_creates_every_secret() -> None:
-    secrets = {n for c in commands("cluster.md") for n in re.findall(r"secret generic (\S+)", c)}
-    assert secrets == MADE_BY_HAND | OPTIONAL
-
-
-def test_operators_have_the_versions_of_the_checked_definitions() -> None:
-    table = (ROOT / "tests/k8s/crds/README.md").read_text(encoding="utf-8")
-    listed = re.findall(r"\| ([\w-]+)/[\w-]+ (?:release-|v)?([\d.]+),", table)
-    assert len(set(listed)) == 4
-    text = "\n".join(commands("cluster.md"))
-    for owner, version in set(listed):
-        line = next(
-            c for c in text.splitlines() if {"apache": "flink-operator"}.get(owner, owner) in c and "://" in c
-        )
-        assert version in line, line
 
 
 def test_the_registry_is_written_into_every_image(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-from infra import flink_cluster
 from infra.flink_cluster import pyflink_home
 from roostream.runtime.kafka.topics import TOPICS, TopicSettings, configs
 from tests.contract.house import ROOT
@@ -59,11 +58,6 @@ def test_overlays_contain_the_demo_schema() -> None:
         demo,
         demo,
     ]
-
-
-def test_flinks_java_options_are_those_of_the_local_stack() -> None:
-    settings = named(built("prod"), "FlinkDeployment", "roostream-joiner")["spec"]["flinkConfiguration"]
-    assert settings["env.java.opts.all"].split() == list(flink_cluster._JAVA_MODULES)
 
 
 def test_flink_or_its_operator_knows_every_key() -> None:

@@ -62,23 +62,6 @@ def test_a_first_call_does_not_take_a_slow_start_for_an_end() -> None:
     assert auditor(Slow(SEEN, [impression(0, "a")])).poll() == 1
 
 
-def test_an_empty_value_is_an_input_that_can_not_be_read() -> None:
-    a = auditor(MemoryConsumer(SEEN, [Record("engagements", 1, 0, 1000, None, b"")]))
-    a.poll()
-    assert a.sums().unread == 1 and not a.sums(ended=True).accounted
-
-
-def test_a_budget_of_zero_is_one_look() -> None:
-    class OneByOne(MemoryConsumer):
-        def poll(
-            self, max_records: int, timeout_s: float, partition: Partition | None = None
-        ) -> list[Record]:
-            return super().poll(1, timeout_s, partition)
-
-    a = auditor(OneByOne(SEEN, [impression(0, "a"), impression(1, "b")]))
-    assert a.poll(0.0) == 1 and a.poll(0.0) == 1 and a.poll(0.0) == 0
-
-
 def test_a_broker_that_is_away_is_waited_for_and_at_the_first_call_told() -> None:
     reader = MemoryConsumer(SEEN, [impression(0, "a")])
     a = auditor(reader)
@@ -88,14 +71,6 @@ def test_a_broker_that_is_away_is_waited_for_and_at_the_first_call_told() -> Non
     assert a.poll() == 1
     with pytest.raises(UnavailableError, match=r"x\.impressions"):
         Auditor(Broker("127.0.0.1:1"), "x.").poll(0.0)
-
-
-def test_the_sums_outlive_the_reader() -> None:
-    a = auditor(MemoryConsumer(SEEN, [impression(0, "a")]))
-    a.poll()
-    a.close()
-    a.close()
-    assert a.sums().requests == 1
 
 
 ALL = all_partitions(AUDITED, 2)
@@ -178,10 +153,6 @@ def test_a_file_that_can_not_be_used_is_read_anew_and_said(
     file.write_bytes({"cut": data[:-9], "empty": b""}.get(damage, data))
     assert audit_file.read(tmp_path, {} if damage == "topics" else TOPICS) is None
     assert "reading the" in caplog.text
-
-
-def test_without_a_file_nothing_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    assert audit_file.read(tmp_path, TOPICS) is None and not caplog.text
 
 
 def test_where_retention_has_been_only_what_came_later_is_audited() -> None:

@@ -138,7 +138,7 @@ def test_every_event_ends_in_one_place() -> None:
 def test_the_topics_may_be_read_in_any_order_relative_to_each_other() -> None:
     story = whole_story()
     expected = accounts_of(story).sums(ended=True)
-    for seed in range(40):
+    for seed in range(15):
         shuffled = list(story)
         random.Random(seed).shuffle(shuffled)
         accounts = accounts_of(shuffled)
@@ -189,8 +189,7 @@ REFUSED = (
 )
 
 
-@pytest.mark.parametrize("reason", wire.REASONS)
-@pytest.mark.parametrize("what", REFUSED)
+@pytest.mark.parametrize(("what", "reason"), [*zip(REFUSED, itertools.cycle(wire.REASONS))])
 def test_a_dead_letter_settles_what_stands_at_its_place_in_every_reading_order(
     what: str, reason: str
 ) -> None:
@@ -218,13 +217,6 @@ def test_a_heartbeat_that_can_not_be_read_needs_no_dead_letter() -> None:
     assert accounts_of([refused("half a heartbeat")]).sums().unreadable == {"engagements": 1}
 
 
-def test_only_the_copy_that_a_dead_letter_names_is_settled_by_it() -> None:
-    first, retry, other = engagement("a", 1), engagement("a", 1), engagement("a", 2)
-    for place in (first, retry):
-        sums = accounts_of([first, retry, other, dead(place, "no_request")]).sums()
-        assert (sums.dead_engagements, sums.pending, sums.duplicates) == (1, 1, 1)
-
-
 def test_a_dead_letter_of_another_place_settles_nothing() -> None:
     event = engagement("a", 1)
     for wrong in (
@@ -241,16 +233,6 @@ def test_a_dead_letter_of_another_place_settles_nothing() -> None:
     assert accounts_of([dead(place, "too_late") for place in nowhere]).sums().unreadable == {
         "dead_letters": 3
     }
-
-
-def test_a_late_fold_in_a_copy_of_a_sample_is_counted_by_name() -> None:
-    story = [impression("a"), engagement("a", 1), engagement("a", 2), sample("a", (1,)), sample("a", (1, 2))]
-    for order in reading_orders(story):
-        sums = accounts_of(order).sums(ended=True)
-        assert (sums.folded, sums.only_repeated, sums.pending, sums.samples) == (1, 1, 0, 1)
-        assert sums.accounted
-    corrected = accounts_of([*story, sample("a", (2,), wire.CORRECTION)]).sums(ended=True)
-    assert (corrected.corrected, corrected.only_repeated) == (1, 0)
 
 
 def test_what_the_trainer_refuses_is_counted_by_reason() -> None:
@@ -277,11 +259,6 @@ def test_reasons_and_names_of_other_builds_do_not_end_the_audit() -> None:
         [impression("a"), engagement("a", 1), engagement("a", 2), odd, dead(odd, "of a newer build")]
     ).sums()
     assert sums.closed_by == {"other": 1} and sums.folded == 2 and sums.dead_letters == {"other": 1}
-
-
-def test_names_are_bounded() -> None:
-    sums = accounts_of([engagement("a", n + 1, action=f"action {n}") for n in range(1200)]).sums()
-    assert len(sums.actions) == 1001 and sums.actions["other"] == 200
 
 
 @given(
@@ -347,7 +324,7 @@ def test_memory_ends_at_the_horizon_and_the_sums_go_on() -> None:
         500,
     )
     assert sums.accounted and sums.dead_letters == {"too_late": 500}
-    assert all(len(ledger._young) + len(ledger._old) < 60 for ledger in accounts.ledgers.values())
+    assert all(ledger.num_remembered < 60 for ledger in accounts.ledgers.values())
     for record in story_of(3, T0 + 3000):
         if record.topic not in ("impressions", "engagements"):
             accounts.add(record._replace(offset=record.offset + 10**6))
@@ -378,8 +355,7 @@ def story_of(n: int, at: int) -> list[Record]:
     ]
 
 
-@pytest.mark.parametrize("at", [0, 1, 2500])
-@pytest.mark.parametrize("wrong_ms", [T0 + 10**9, 1 << 50])
+@pytest.mark.parametrize(("at", "wrong_ms"), [(0, T0 + 10**9), (2500, 1 << 50)])
 def test_a_few_times_from_far_ahead_stop_no_forgetting_and_hide_no_loss(at: int, wrong_ms: int) -> None:
     """Wherever they stand, also as the first that is read, and although a retry writes them again."""
     accounts = Accounts(horizon_ms=10_000, settle_ms=1000)
@@ -394,20 +370,11 @@ def test_a_few_times_from_far_ahead_stop_no_forgetting_and_hide_no_loss(at: int,
     ):
         accounts.add(record)
     sums = accounts.sums()
-    assert all(len(ledger._young) + len(ledger._old) < 60 for ledger in accounts.ledgers.values())
+    assert all(ledger.num_remembered < 60 for ledger in accounts.ledgers.values())
     assert (sums.samples, sums.folded, sums.predicted) == (500, 500, 500)
     assert (sums.overdue, sums.late, sums.pending, sums.pending_requests) == (2, 0, 1, 1), (
         "the lost ones; what is far ahead may wait"
     )
-
-
-def test_a_log_that_pauses_for_days_goes_on_with_its_books() -> None:
-    accounts = Accounts(horizon_ms=10_000, settle_ms=1000)
-    for n in range(200):
-        for record in story_of(n, T0 + n * 1000 + (n >= 100) * 10**9):
-            accounts.add(record)
-    assert accounts.sums().accounted and accounts.sums().folded == 200
-    assert all(len(ledger._young) + len(ledger._old) < 60 for ledger in accounts.ledgers.values())
 
 
 def test_what_was_lost_stays_lost_when_it_is_forgotten() -> None:
@@ -438,16 +405,6 @@ def test_an_outage_of_the_joiner_is_no_loss_however_long() -> None:
             accounts.add(record)
     sums = accounts.sums(ended=True)
     assert sums.accounted and (sums.samples, sums.folded, accounts.num_waiting) == (100, 100, 0)
-
-
-def test_what_is_emitted_again_counts_once() -> None:
-    story = whole_story()
-    again = [
-        r._replace(offset=next(_offsets)) for r in story if r.topic not in ("impressions", "engagements")
-    ]
-    accounts = accounts_of([*story, *again])
-    assert accounts.sums(ended=True) == accounts_of(story).sums(ended=True)
-    assert accounts.features_digest == accounts_of(story).features_digest
 
 
 def test_a_lost_event_is_found() -> None:
@@ -534,25 +491,7 @@ def test_a_trainer_that_is_behind_a_horizon_still_predicts() -> None:
             if record.topic == "predictions":
                 accounts.add(record)
     sums = accounts.sums()
-    assert (sums.predicted, sums.unpredicted, accounts.untrained, accounts._untrained_at) == (100, 0, {}, {})
-
-
-def test_samples_that_wait_for_training_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("infra.auditor.accounts._MAX_UNPREDICTED", 10)
-    accounts = accounts_of([sample(f"r{n}") for n in range(25)])
-    assert (
-        accounts.sums().unpredicted == 25
-        and 5 <= len(accounts.untrained) == len(accounts._untrained_at) <= 10
-    )
-
-
-def test_the_end_of_the_samples_is_behind_the_newest_one() -> None:
-    records = [
-        sample("a")._replace(partition=1, offset=7),
-        sample("b")._replace(partition=1, offset=8),
-        sample("c"),
-    ]
-    assert accounts_of(records).sample_ends == {1: 9, 2: records[2].offset + 1}
+    assert (sums.predicted, sums.unpredicted, accounts.untrained) == (100, 0, {})
 
 
 def test_the_digest_of_a_known_sample_never_changes() -> None:
@@ -564,19 +503,9 @@ def test_the_digest_of_a_known_sample_never_changes() -> None:
     assert accounts_of([record, record]).features_digest == features_hash(message)
 
 
-def test_a_stale_outcome_is_older_than_what_was_forgotten() -> None:
-    ledger = Ledger((FOLDED, DEAD), horizon_ms=1000)
-    assert ledger.floor_ms == 0
-    for at in (100, 1100, 2100):
-        ledger.mark(at, SEEN | FOLDED, at)
-        ledger.turn(at)
-    assert ledger.floor_ms == 1101 and ledger.bits(100) == ledger.bits(1100) == 0 and ledger.bits(2100)
-    assert ledger.is_stale(5, 1100) and not ledger.is_stale(5, 1101) and not ledger.is_stale(2100, 1)
-
-
 def test_a_ledger_turns_sooner_where_a_horizon_holds_too_much() -> None:
     ledger = Ledger((FOLDED,), horizon_ms=10**9, max_ids=50)
     for n in range(1, 1000):
         ledger.mark(n, SEEN | FOLDED, n)
         ledger.turn(n)
-    assert len(ledger._young) + len(ledger._old) <= 100 and ledger.counts[FOLDED] == 999
+    assert ledger.num_remembered <= 100 and ledger.counts[FOLDED] == 999

@@ -7,14 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from infra.auditor import audit_file
 from infra.auditor.auditor import Auditor
 from infra.auditor.auditor_program import AuditorLoop
 from infra.auditor.config import AuditorConfig
-from infra.endpoints import draw_ports
-from infra.options import StackOptions, demo
-from infra.ports import Ports
-from infra.program_specs import SPECS_BY_NAME, build_instance, settings_table
 from roostream.errors import ConfigError, UnavailableError
 from roostream.runtime.kafka.broker import Broker
 from roostream.runtime.kafka.consumer import MemoryConsumer, RecordConsumer
@@ -44,19 +39,16 @@ def books_of(reader: MemoryConsumer, home: Path, **settings: int) -> AuditorLoop
 def test_what_it_tells_goes_on_over_a_restart(tmp_path: Path) -> None:
     reader = MemoryConsumer(ALL, traffic(0, 5))
     first = books_of(reader, tmp_path)
-    assert first.metrics == {}, "nothing is told before something was read"
+    assert first.gauges == {}, "nothing is told before something was read"
     first.open()
     first.turn(0.0)
-    assert (
-        first.metrics["roostream_auditor_requests"] == 5
-        and first.metrics["roostream_auditor_accounted"]["yes"] == 1
-    )
+    assert first.gauges["requests"] == 5 and first.gauges["accounted"]["yes"] == 1
     first.close()
     reader.append(traffic(5, 5, start=5))
     second = books_of(reader, tmp_path)
     second.open()
     second.turn(0.0)
-    assert second.metrics["roostream_auditor_requests"] == second.metrics["roostream_auditor_samples"] == 10
+    assert second.gauges["requests"] == second.gauges["samples"] == 10
     assert sum(second.auditor.accounts.num_records.values()) == 20
 
 
@@ -71,18 +63,7 @@ def test_a_kill_counts_nothing_twice(tmp_path: Path) -> None:
     second = books_of(reader, tmp_path)
     second.open()
     second.turn(0.0)
-    assert (
-        second.metrics["roostream_auditor_requests"] == 10
-        and second.metrics["roostream_auditor_duplicates"] == 0
-    )
-
-
-def test_it_saves_now_and_then(tmp_path: Path) -> None:
-    books = books_of(MemoryConsumer(ALL, traffic(0, 5)), tmp_path, save_interval_ms=100)
-    books.open()
-    books._saved_s -= 1.0
-    books.turn(0.0)
-    assert audit_file.read(tmp_path, TOPICS) is not None
+    assert second.gauges["requests"] == 10 and second.gauges["duplicates"] == 0
 
 
 def test_sums_that_can_not_be_saved_are_told_all_the_same(
@@ -94,7 +75,7 @@ def test_sums_that_can_not_be_saved_are_told_all_the_same(
     books.home = tmp_path / "file" / "no folder"
     with caplog.at_level(logging.WARNING):
         books.close()
-    assert "can't save" in caplog.text and books.metrics["roostream_auditor_requests"] == 5
+    assert "can't save" in caplog.text and books.gauges["requests"] == 5
 
 
 def test_a_broker_that_is_away_at_the_start_is_told(tmp_path: Path) -> None:
@@ -106,7 +87,7 @@ def test_a_broker_that_is_away_at_the_start_is_told(tmp_path: Path) -> None:
     reader.away = False
     books.open()
     books.turn(0.0)
-    assert books.metrics["roostream_auditor_requests"] == 5
+    assert books.gauges["requests"] == 5
 
 
 def test_unfinished_files_of_a_killed_run_are_swept(tmp_path: Path) -> None:
@@ -120,43 +101,8 @@ def test_a_horizon_within_which_something_could_settle_is_refused() -> None:
         AuditorConfig(bootstrap="127.0.0.1:1", home="h", horizon_ms=600_000)
 
 
-@pytest.mark.parametrize("options", [demo(), StackOptions(), StackOptions(replay=True)])
-def test_a_stack_gives_it_settings_that_it_takes(options: StackOptions, tmp_path: Path) -> None:
-    from infra.home import Home
-
-    ports = Ports()
-    try:
-        places = draw_ports(ports, options, ["auditor"])
-        site = build_instance("auditor", Home(tmp_path), options, places)
-        config = AuditorConfig(
-            **{k: str(v) if isinstance(v, Path) else v for k, v in settings_table(site).items()}
-        )
-    finally:
-        ports.release()
-    assert config.settle_ms == options.settle_ms and (config.horizon_ms == 0) == options.replay
-    assert SPECS_BY_NAME["auditor"].needs(options) == ("kafka",)
-
-
 def prediction(n: int) -> Record:
     value = wire.encode(
         wire.PREDICTION, pb.Prediction(sample_id=sample_id(KEY, f"r{n}"), time_ms=T0 + n * 1000)
     )
     return Record("predictions", 0, n, T0 + n * 1000, KEY, value)
-
-
-def test_memory_is_that_of_a_horizon_and_not_of_the_history(tmp_path: Path) -> None:
-    """A bound on ids that are told apart, and on the file, while the traffic goes on a hundred times as
-    long."""
-    auditor = Auditor(Broker("nowhere:1"), "x.", settle_ms=20_000, horizon_ms=40_000)
-    reader, sizes = MemoryConsumer(ALL), []
-    auditor.open_with(reader)
-    for n in range(20):
-        reader.append(traffic(n * 100, 100, start=n * 100))
-        reader.append(prediction(k) for k in range(n * 100, n * 100 + 100))
-        while auditor.poll(0.0):
-            pass
-        audit_file.write(tmp_path, auditor.saved(TOPICS))
-        sizes.append((tmp_path / audit_file.NAME).stat().st_size)
-    assert auditor.sums().requests == auditor.sums().samples == 2000
-    assert len(auditor.accounts.requests._young) + len(auditor.accounts.requests._old) < 300
-    assert max(sizes[10:]) < 1.3 * sizes[2]
