@@ -245,9 +245,10 @@ BENCHMARK = Benchmark(
     rounds=1,
     run_setup=f"{_HERE}:stack",
     interpretation="""\
-Training pauses during "cut" (finish the batch, wait for pushes, flush predictions) and "freeze" (shards copy changed rows).
-"Write" and "link" run beside training. The target is a pause of at most 50 ms, 0.5 % of the time at a commit every 10 s.
-A commit writes what has changed: a second of training is the usual case, every row the worst one. The rows of one shard alone
-split its part in one process without calls. The stack has a broker, two shards, a controller and one worker on the same cores,
-with 500 requests/s of 20 candidates of the demo schema; the limit is one file of as many bytes, written and synced.""",
+Training pauses during "cut" (finish the batch, wait for pushes, flush predictions) and "freeze" (shards
+copy changed rows). "Write" and "link" run beside training. The target is a pause of at most 50 ms, 0.5 % of
+the time at a commit every 10 s. A commit writes what has changed: a second of training is the usual case,
+every row the worst one. The rows of one shard alone split its part in one process without calls. The stack
+has a broker, two shards, a controller and one worker on the same cores, with 500 requests/s of 20
+candidates of the demo schema; the limit is one file of as many bytes, written and synced.""",
 )

@@ -112,7 +112,8 @@ BENCHMARK = Benchmark(
     summary="How fast does a poll become a batch?",
     rows=(_decode(64, 11), _decode(512, 5), _decode(64, 200)),
     interpretation="""\
-The figure covers a poll's messages to the batch that is trained, with rejects and progress, and checks of every shape, limit and
-number. The peer parses message by message with protobuf-python (upb) and builds the same columns with numpy, without checks.
-The demo schema, histories of 30. Decoding dominates over copying, as the memcpy of the same bytes shows.""",
+The figure covers a poll's messages to the batch that is trained, with rejects and progress, and checks of
+every shape, limit and number. The peer parses message by message with protobuf-python (upb) and builds the
+same columns with numpy, without checks. The demo schema, histories of 30. Decoding dominates over copying,
+as the memcpy of the same bytes shows.""",
 )

@@ -181,9 +181,10 @@ BENCHMARK = Benchmark(
     slice_s=0.0,
     rounds=1,
     interpretation="""\
-Gradients of hot rows that hardly change wait for up to eight visits. The figures are the saved pushes, the change of log loss, and
-a control that defers the same share of hot rows at random. The first row is set up as on the page of `selection`, with the first
-5,000 impressions of each part. The second trains EB-NeRD's week in time order with the default model in batches of 32 and scores
-each request before it is trained; the loss is that of the second half. "cpu" above 1 is the price of deferral where pushes cost
-almost nothing; "dirty rows" are the rows that 20 steps changed, which a delta would publish (decision 0068).""",
+Gradients of hot rows that hardly change wait for up to eight visits. The figures are the saved pushes, the
+change of log loss, and a control that defers the same share of hot rows at random. The first row is set up
+as on the page of `selection`, with the first 5,000 impressions of each part. The second trains EB-NeRD's
+week in time order with the default model in batches of 32 and scores each request before it is trained; the
+loss is that of the second half. "cpu" above 1 is the price of deferral where pushes cost almost nothing;
+"dirty rows" are the rows that 20 steps changed, which a delta would publish (decision 0068).""",
 )

@@ -47,8 +47,8 @@ BENCHMARK = Benchmark(
     slice_s=0.5,
     rounds=5,
     interpretation="""\
-A step is all that a worker does for a batch: samples from memory, look-up, pull from a shard in the same process, the copy to the
-device, forward, backward, dense step, push, predictions. Everything runs one after another here; a worker with staleness 1 pulls
-and copies beside the step before. Where the host's part is most of a step, a faster device changes little: train-step says what
-that part costs.""",
+A step is everything that a worker does for a batch: read samples from memory, lookup, pull from a shard in
+the same process, copy to the device, forward, backward, dense step, push, predictions. The parts run one
+after another; a worker with staleness 1 pulls and copies during the step before. If the host's part
+dominates, a faster device changes little; train-step measures that part.""",
 )

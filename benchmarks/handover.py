@@ -239,9 +239,10 @@ BENCHMARK = Benchmark(
     ),
     rounds=1,
     interpretation="""\
-Handed over: the time from the last step of the files to the first step of the stream, by the worker's metrics. Its consecutive
-parts are the wait for the commit, the commit's phases (cut, freeze, write, link), the next incarnation, and the first batch.
-All samples close within the run, so the worker reads the ids of all of them from the files before it goes on: the expensive case.
-The alternative without a hand-over is to end the worker and start it again, which the second stack measures. The limit is a
-requested commit, most of which runs beside training. "Lost" and "trained twice" are counted after each pause.""",
+Handed over: the time from the last step of the files to the first step of the stream, by the worker's
+metrics. Its consecutive parts are the wait for the commit, the commit's phases (cut, freeze, write, link),
+the next incarnation, and the first batch. All samples close within the run, so the worker reads the ids of
+all of them from the files before it goes on: the expensive case. The alternative without a hand-over is to
+end the worker and start it again, which the second stack measures. The limit is a requested commit, most of
+which runs beside training. "Lost" and "trained twice" are counted after each pause.""",
 )

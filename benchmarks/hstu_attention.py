@@ -32,7 +32,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class Shape(NamedTuple):
-    """What a subject's arguments say of a batch."""
+    """Sizes of a batch."""
 
     sequences: int
     longest: int  # of a history; lengths are between a tenth of it and it
@@ -62,8 +62,7 @@ class AttentionCase:
         self.x_SD3.requires_grad_(backward)
 
     def gflop(self) -> float:
-        """Of the products of pairs that are seen, in 10⁹: two forward, four more back; what is computed again
-        doesn't count."""
+        """10⁹ FLOPs of the products of visible pairs: two forward, four more backward."""
         h_R, m = self.length_R.astype(np.float64), self.shape.targets
         pairs = float((h_R * (h_R + 1) / 2 + m * (h_R + 1)).sum())
         return pairs * self.shape.heads * self.shape.width * 2 * (6 if self.backward else 2) / 1e9
@@ -79,7 +78,7 @@ class AttentionCase:
 
 
 def reference(case: AttentionCase) -> Callable[[], Tensor]:
-    """Plain torch, in squares of sequences of like lengths; bfloat16 by autocast, as in training."""
+    """Plain torch, padded in groups of similar lengths; bfloat16 by autocast, as in training."""
 
     def run() -> Tensor:
         with torch.autocast(
@@ -107,7 +106,7 @@ def _rest(case: AttentionCase) -> tuple[JaggedSequences, Tensor, Tensor, int, fl
 
 
 def flex(case: AttentionCase) -> Callable[[], Tensor]:
-    """FlexAttention with the same mask and biases, and a softmax in SiLU's place; compiled on a device."""
+    """FlexAttention with the same mask and biases, and a softmax instead of SiLU; compiled on a device."""
     q, k, v = case.padded()
     jagged = case.sequences.jagged
     assert jagged.gap_S is not None and jagged.next_S is not None
@@ -152,20 +151,20 @@ WAYS = {"reference": reference, "kernel": kernel, "flex": flex, "causal": causal
 def attention(
     way: str, backward: bool, dtype: str, device: str, shape: Sequence[int], block: int = 0
 ) -> Iterator[Work]:
-    """`way`: of WAYS; units are 10⁹ FLOPs. A step waits for the device. `block`: of `kernel`, 0 = as it is in
-    training."""
+    """`way`: of WAYS; units are 10⁹ FLOPs. A step waits for the device. `block`: of `kernel`; 0 = the
+    default."""
     torch.set_num_threads(1)
     case = AttentionCase(Shape(*shape), DTYPES[dtype], device, backward=backward)
     run = kernel(case, block) if block else WAYS[way](case)
     with torch.set_grad_enabled(backward):
         gradient = torch.ones_like(run())
-    told: dict[str, float] = {}
+    figures: dict[str, float] = {}
     on_device = device != "cpu"
 
     def step() -> None:
         began_s = time.perf_counter()
         if on_device:
-            held = torch.cuda.memory_allocated()
+            before = torch.cuda.memory_allocated()
             torch.cuda.reset_peak_memory_stats()
         with torch.set_grad_enabled(backward):
             out = run()
@@ -173,10 +172,10 @@ def attention(
             out.backward(gradient)  # type: ignore[no-untyped-call]
         if on_device:
             torch.cuda.synchronize()
-            told["MiB beside its inputs"] = (torch.cuda.max_memory_allocated() - held) / (1 << 20)
-        told["ms"] = 1000 * (time.perf_counter() - began_s)
+            figures["MiB beside its inputs"] = (torch.cuda.max_memory_allocated() - before) / (1 << 20)
+        figures["ms"] = 1000 * (time.perf_counter() - began_s)
 
-    yield Work(step, case.gflop(), lambda: told)
+    yield Work(step, case.gflop(), lambda: figures)
 
 
 _OPENS = "benchmarks.hstu_attention:attention"
@@ -211,7 +210,7 @@ def _blocks() -> Row:
     def subject(block: int) -> Subject:
         role: Role = (
             "ours" if block == _BLOCK else "peer"
-        )  # what one of another size can't do is told, and the others go on
+        )  # what one of another size can't do is figures, and the others go on
         return Subject(f"blocks of {block}", _OPENS, ("kernel", True, "bfloat16", "cuda", _LONG, block), role)
 
     limit = Subject(
@@ -259,15 +258,11 @@ BENCHMARK = Benchmark(
     slice_s=0.2,
     rounds=5,
     interpretation="""\
-GFLOP are those of products of pairs that are seen, two forward and four more back, the same for everybody: what is padded, masked
-or computed again earns nothing. A step is a call and the wait for its end. Histories are as long as it comes, evenly spread; all
-have position and time biases, and all but the last subject compute them and their gradients. MiB are what a step needs at most
-beside its inputs.
-
-SiLU without a softmax can't be said to FlexAttention: its weights are exponentials over their sum, and a negative weight has no
-logarithm. It has our mask and biases and a softmax in SiLU's place: the same products and reads, so a measure of what such a
-mask costs, not of the same function. torch's fused attention has neither mask nor biases and is padded; it is how fast products
-of these shapes are done at all. Neither is a kernel written for HSTU.
-
-Products of float32 are not TF32 in our kernels.""",
+GFLOP counts the products of visible pairs, two forward and four more backward; padding, masked and
+recomputed products do not count. A step is a call and the wait for its end; MiB are the peak memory beside
+the inputs. Histories have evenly spread lengths, and all subjects but the last compute position and time
+biases and their gradients. FlexAttention cannot express SiLU without a softmax, so it uses our mask and
+biases with a softmax: the same products and reads, another function. torch's fused attention is padded and
+has neither mask nor biases; it shows how fast such products run at all. Our kernels use float32 products
+without TF32.""",
 )

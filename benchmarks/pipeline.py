@@ -157,8 +157,9 @@ BENCHMARK = Benchmark(
     slice_s=0.5,
     rounds=5,
     interpretation="""\
-The difference between a step with shards and one whose rows are ready is the time that training waits for rows. No step can be
-shorter than the larger of "rows ready" and "pull and push alone". With staleness 1 rows are pulled before the push of the last
-step; with staleness 0 all arrays equal those of the sequential loop. The two shards are processes on the same cores as training,
-so work beside training takes CPU from it; one torch thread, samples in memory.""",
+The difference between a step with shards and one whose rows are ready is the time that training waits for
+rows. No step can be shorter than the larger of "rows ready" and "pull and push alone". With staleness 1
+rows are pulled before the push of the last step; with staleness 0 all arrays equal those of the sequential
+loop. The two shards are processes on the same cores as training, so work beside training takes CPU from it;
+one torch thread, samples in memory.""",
 )

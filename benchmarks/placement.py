@@ -74,7 +74,8 @@ def draw_mix(num_tables: int, seed: int) -> list[DrawnTable]:
 
 
 def expected_rows(table: DrawnTable, ids: float) -> tuple[np.ndarray, float]:
-    """(float64 [H], number): probability that `ids` ids contain each head row, and expected rows of the tail."""
+    """(float64 [H], number): probability that `ids` ids contain each head row, and expected rows of the
+    tail."""
     head = min(HEAD, table.rows)
     weight_H = np.arange(1, head + 1, dtype=np.float64) ** -table.exponent
     edges = np.unique(np.geomspace(head + 1, max(table.rows + 1, head + 1), BINS + 1).astype(np.int64))
@@ -150,7 +151,8 @@ def _planned_table(table: DrawnTable, batch: int) -> PlannedTable:
 def _add(
     time_N: np.ndarray, bytes_N: np.ndarray, table: PlannedTable, load_N: np.ndarray, costs: CostModel
 ) -> None:
-    """Add the costs of one table; `load_N`: unique rows that each of the N requesters reads from each owner."""
+    """Add the costs of one table; `load_N`: unique rows that each of the N requesters reads from each
+    owner."""
     total = float(load_N.sum())
     used = np.flatnonzero(load_N)
     for owner in used.tolist():
@@ -233,8 +235,8 @@ def _drawn(table: DrawnTable, ids: int, random: np.random.Generator) -> float:
 
 @contextlib.contextmanager
 def foreseen(batch: int, max_records: int) -> Iterator[Work]:
-    """Unique rows per batch of Criteo's last three parts, predicted from a profile of a few batches of the first
-    three. Figures: compared with counts over all batches."""
+    """Unique rows per batch of Criteo's last three parts, predicted from a profile of a few batches of the
+    first three. Figures: compared with counts over all batches."""
     first, second = (
         [_looked_up(records) for records in _batches(parts, batch, max_records)]
         for parts in ((0, 1, 2), (3, 4, 5))
@@ -341,9 +343,10 @@ LOAD = Benchmark(
     rounds=1,
     slice_s=0.0,
     interpretation=f"""\
-Rows dealt out cyclically, with another first owner for each table, are even to 1.05 or better; whole tables are not. Expected
-unique rows should be within 2 % of sampled ones. `imbalance` is owners · maximum / sum of bytes. The simulator's own time is not
-of interest; validity of its figures: {VALIDITY}. On two real processes such a model of time was wrong by 29 % in the median.""",
+Rows dealt out cyclically, with another first owner for each table, are even to 1.05 or better; whole tables
+are not. Expected unique rows should be within 2 % of sampled ones. `imbalance` is owners · maximum / sum of
+bytes. The simulator's own time is not of interest; validity of its figures: {VALIDITY}. On two real
+processes such a model of time was wrong by 29 % in the median.""",
 )
 
 
@@ -367,9 +370,10 @@ PLAN = Benchmark(
         _row(tables, owners, seed) for tables, owners in ((50, 8), (200, 32), (500, 128)) for seed in range(3)
     ),
     interpretation="""\
-500 tables over 128 owners should be planned within a second, with a predicted step within 1.05 of a bound that no plan can beat
-(with even pieces of a table). So an exact solver could gain at most the rest. Tables are drawn log-uniform within the paper's
-ranges with true statistics; "step / bound" divides two predictions by the same assumed constants and is not a time.""",
+500 tables over 128 owners should be planned within a second, with a predicted step within 1.05 of a bound
+that no plan can beat (with even pieces of a table). So an exact solver could gain at most the rest. Tables
+are drawn log-uniform within the paper's ranges with true statistics; "step / bound" divides two predictions
+by the same assumed constants and is not a time.""",
 )
 
 
@@ -397,8 +401,8 @@ PROFILE = Benchmark(
         ),
     ),
     interpretation="""\
-Counting should take at most 1 % of training when 3 % of the batches are counted. It uses the lookup that the step has made. The
-comparison is with the forward and backward pass, which is less than a complete step.""",
+Counting should take at most 1 % of training when 3 % of the batches are counted. It uses the lookup that
+the step has made. The comparison is with the forward and backward pass, which is less than a complete step.""",
 )
 
 BENCHMARKS = (LOAD, PLAN, PROFILE)

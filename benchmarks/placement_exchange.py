@@ -1,8 +1,9 @@
 """What does a step cost where the workers hold the rows themselves?
 
-A step of two workers whose rows are held by the workers, by shards, or by peers such as TorchRec. Each exchange
-does the same work: pooled sums in the forward pass, and one row-wise Adagrad step with the gradients of all
-workers. `python -m benchmarks.placement_exchange JSON` is a worker process, controlled by lines on stdin.
+A step of two workers whose rows are held by the workers, by shards, or by peers such as TorchRec. Each
+exchange does the same work: pooled sums in the forward pass, and one row-wise Adagrad step with the gradients
+of all workers. `python -m benchmarks.placement_exchange JSON` is a worker process, controlled by lines on
+stdin.
 
 Letters: W workers, T tables (each with one feature), E examples of a worker, L ids of a batch, U unique ones,
 D width.
@@ -382,8 +383,8 @@ def workers() -> contextlib.AbstractContextManager[Workers]:
 
 @contextlib.contextmanager
 def exchanged(kind: str, sizes: Any, steps: int) -> Iterator[WholeTurn]:
-    """`kind`: workers, shards, plain, torchrec table, torchrec row; `sizes`: of the Shape. Units: steps. Time:
-    that of the slower worker."""
+    """`kind`: workers, shards, plain, torchrec table, torchrec row; `sizes`: of the Shape. Units: steps.
+    Time: that of the slower worker."""
     shape = Shape(*sizes)
     with (
         workers() as together,
@@ -443,11 +444,13 @@ BENCHMARK = Benchmark(
     rounds=3,
     run_setup="benchmarks.placement_exchange:workers",
     interpretation="""\
-Two worker processes, gloo over loopback, one torch thread each. All exchanges start from equal rows; "sums differ by" compares
-their pooled sums with ours after 16 updates, and the target is at most 1e-5. "Rows at the workers" (`param_server/row_exchange.py`)
-pulls and pushes each unique row once, in checksummed frames; "rows at two shards" is the same code with two more processes on the
-same cores. "Every id as often as it comes" is torch's `all_to_all_single` without deduplication and keys. TorchRec's sharded
-collection uses FBGEMM's fused update and returns pooled sums, fewer bytes than rows if lists are long; its bytes are not counted.""",
+Two worker processes, gloo over loopback, one torch thread each. All exchanges start from equal rows; "sums
+differ by" compares their pooled sums with ours after 16 updates, and the target is at most 1e-5. "Rows at
+the workers" (`param_server/row_exchange.py`) pulls and pushes each unique row once, in checksummed frames;
+"rows at two shards" is the same code with two more processes on the same cores. "Every id as often as it
+comes" is torch's `all_to_all_single` without deduplication and keys. TorchRec's sharded collection uses
+FBGEMM's fused update and returns pooled sums, fewer bytes than rows if lists are long; its bytes are not
+counted.""",
 )
 
 

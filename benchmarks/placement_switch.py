@@ -36,8 +36,8 @@ _BUCKETS = 64
 
 @contextlib.contextmanager
 def switched(num_rows: int, workers: int, shards: int) -> Iterator[WholeTurn]:
-    """Move rows between so many owners and so many others, back and forth. Figures: the pause of the last move,
-    the share of moved buckets, and whether any row differs."""
+    """Move rows between so many owners and so many others, back and forth. Figures: the pause of the last
+    move, the share of moved buckets, and whether any row differs."""
     schema = data.demo_schema()
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as opened:
         store, blobs = FileStore(Path(folder) / "store"), {}
@@ -162,7 +162,8 @@ BENCHMARK = Benchmark(
     slice_s=0.0,
     rounds=3,
     interpretation="""\
-The pause is what `placement apply` takes without starting a process: read the moved rows, check them, write and sync them at the
-new owner, and create the manifest. Rows that stay are not touched, so the time follows the share of buckets that move. `rows
-differ` must be 0: keys, rows, state and stamps are digested before and after. The restore that follows is measured by `recovery`.""",
+The pause is what `placement apply` takes without starting a process: read the moved rows, check them, write
+and sync them at the new owner, and create the manifest. Rows that stay are not touched, so the time follows
+the share of buckets that move. `rows differ` must be 0: keys, rows, state and stamps are digested before
+and after. The restore that follows is measured by `recovery`.""",
 )

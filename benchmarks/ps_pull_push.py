@@ -174,8 +174,9 @@ BENCHMARK = Benchmark(
     summary="How many rows a second can be read and updated?",
     rows=(*_rows(400), *_rows(4000)),
     interpretation="""\
-The shard has 1.04 M rows of width 16 in 26 tables of one stack, with Adagrad. It finds each key in its index, while numpy and torch
-get row numbers; a push also checks gradients and marks rows for the next commit before it answers. Reading reaches two thirds of
-plain indexing and more, and updating is three times as fast as torch's sparse Adagrad. Over loopback a large pull or push is bound
-by copying, and with `[link]`'s certificates and a token (docs/operations/security.md) by encryption.""",
+The shard has 1.04 M rows of width 16 in 26 tables of one stack, with Adagrad. It finds each key in its
+index, while numpy and torch get row numbers; a push also checks gradients and marks rows for the next
+commit before it answers. Reading reaches two thirds of plain indexing and more, and updating is three times
+as fast as torch's sparse Adagrad. Over loopback a large pull or push is bound by copying, and with
+`[link]`'s certificates and a token (docs/operations/security.md) by encryption.""",
 )

@@ -230,8 +230,9 @@ def _table(files: int, rows: int) -> contextlib.AbstractContextManager[Path]:
 def starved(
     max_readers: int, share: float, pace: float, seconds: tuple[float, float], files: int, rows: int
 ) -> Iterator[WholeTurn]:
-    """Units: requests trained, at most `pace` a second, by waiting. A reader delivers `share` of that by a declared
-    delay. `max_readers`: 0 = this process reads without a delay. `seconds`: before the measurement, and of it."""
+    """Units: requests trained, at most `pace` a second, by waiting. A reader delivers `share` of that by a
+    declared delay. `max_readers`: 0 = this process reads without a delay. `seconds`: before the measurement,
+    and of it."""
     with _table(files, rows) as table, contextlib.ExitStack() as opened:
         session, readers = Session(table), None
         if max_readers:
@@ -313,9 +314,10 @@ BENCHMARK = Benchmark(
     ),
     rounds=1,
     interpretation="""\
-Sealed files of the demo's schema; every bit of every batch is compared with what one process reads. The first trainer only counts,
-so the first rows measure delivery: a worker that reads for itself does so in its source's thread, while readers use cores of their
-own and their batches are received, copied and ordered. The last row's trainer takes 2,000 requests a second by waiting, and each
-reader delivers 880 by a declared delay (`max_requests_s`), so one reader keeps training waiting for 56 % of the time. The processes
-are started and ended by the rule of decision 0073; "waited until then" contains their start.""",
+Sealed files of the demo's schema; every bit of every batch is compared with what one process reads. The
+first trainer only counts, so the first rows measure delivery: a worker that reads for itself does so in its
+source's thread, while readers use cores of their own and their batches are received, copied and ordered.
+The last row's trainer takes 2,000 requests a second by waiting, and each reader delivers 880 by a declared
+delay (`max_requests_s`), so one reader keeps training waiting for 56 % of the time. The processes are
+started and ended by the rule of decision 0073; "waited until then" contains their start.""",
 )

@@ -155,13 +155,15 @@ BENCHMARK = Benchmark(
     rows=(_row("late", 50, 60), _row("late", 500, 30), _row("late with HSTU", 50, 20)),
     rounds=2,
     interpretation="""\
-The same impressions, all requests of some of EB-NeRD's users (about 15 each), trained in batches of about 4 096 impressions, the
-paper's. mixed: impressions in random order. clustered: those of a user next to each other, which alone changes nothing but which
-rows a batch needs. IKJT: equal rows are found in the step and trained once (all of RecD's exact form, floats included). requests:
-as our logs have them, where IKJT has nothing left to find. shared: what requests share beside (partial IKJT: histories that moved
-on), looked up once and multiplied once; in time order few requests of a user meet in a batch, clustered many do.
+The same impressions, all requests of some of EB-NeRD's users (about 15 each), trained in batches of about 4
+096 impressions, the paper's. mixed: impressions in random order. clustered: those of a user next to each
+other, which alone changes nothing but which rows a batch needs. IKJT: equal rows are found in the step and
+trained once (all of RecD's exact form, floats included). requests: as our logs have them, where IKJT has
+nothing left to find. shared: what requests share beside (partial IKJT: histories that moved on), looked up
+once and multiplied once; in time order few requests of a user meet in a batch, clustered many do.
 
-History ids are those that a batch's look-up hashes; rows pulled are the same in all forms of the same batches, since ids are made
-unique anyway. FLOPs are those of matrix products, both ways. CPU time, one thread, a shard in the same process. The paper's
-ladder, on GPUs and against impressions: clustering 1.0, look-ups 1.34, compute 2.42, larger batches 2.48.""",
+History ids are those that a batch's look-up hashes; rows pulled are the same in all forms of the same
+batches, since ids are made unique anyway. FLOPs are those of matrix products, both ways. CPU time, one
+thread, a shard in the same process. The paper's ladder, on GPUs and against impressions: clustering 1.0,
+look-ups 1.34, compute 2.42, larger batches 2.48.""",
 )

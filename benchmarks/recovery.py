@@ -217,8 +217,8 @@ def committed(count: int, interval_ms: int = INTERVAL_MS) -> Iterator[WholeTurn]
 _HERE = "benchmarks.recovery"
 _KILLS, _PREEMPTIONS = 2, 4
 _STACK = """\
-The stack has a broker, two shards with 100 000 rows beside those of the samples, a controller and one worker, on the same cores. \
-500 requests/s of 20 candidates are written all the time."""
+The stack has a broker, two shards with 100 000 rows beside those of the samples, a controller and one
+worker, on the same cores. 500 requests/s of 20 candidates are written all the time."""
 
 
 def _killed(name: str, victim: str, role: Role = "stage") -> Subject:
@@ -243,11 +243,11 @@ RECOVERY = Benchmark(
     ),
     rounds=1,
     interpretation=f"""\
-The target is 8 s after a kill of the worker, including its imports. The second table splits the time: a new process runs, the
-process answers, the worker is restored, the next step is trained. After each kill all programs return to the last commit, and
-the steps after it are trained again. Kills come half-way between two commits, which are 10 s apart. "Lost" and "trained twice"
-compare the samples below the commit's offsets with what the parameters and the predictions contain.
-{_STACK}""",
+The target is 8 s after a kill of the worker, including its imports. The second table splits the time: a new
+process runs, the process answers, the worker is restored, the next step is trained. After each kill all
+programs return to the last commit, and the steps after it are trained again. Kills come half-way between
+two commits, which are 10 s apart. "Lost" and "trained twice" compare the samples below the commit's offsets
+with what the parameters and the predictions contain. {_STACK}""",
 )
 
 
@@ -268,11 +268,11 @@ PREEMPTION = Benchmark(
     ),
     rounds=1,
     interpretation=f"""\
-The target is that every preempted worker commits at 30 s notice; 5 s is the shortest notice that is accepted. "Committed" means
-that a manifest of the same incarnation came after the notice and contains what was trained since the last commit. Each preemption
-comes a second after a commit, as `roostream preempt worker` requests it, and the stack then starts the worker again.
-"Lost" and "trained twice" are counted as on the page of `recovery`.
-{_STACK}""",
+The target is that every preempted worker commits at 30 s notice; 5 s is the shortest notice that is
+accepted. "Committed" means that a manifest of the same incarnation came after the notice and contains what
+was trained since the last commit. Each preemption comes a second after a commit, as `roostream preempt
+worker` requests it, and the stack then starts the worker again. "Lost" and "trained twice" are counted as
+on the page of `recovery`. {_STACK}""",
 )
 
 
@@ -288,11 +288,12 @@ def _goodput_row(seconds: float, interval_ms: int = INTERVAL_MS) -> Row:
 
 
 _GOODPUT = """\
-The ratio is the goodput: requests that are trained and committed with a kill, per request without one. More samples wait than can
-be trained, so time lost in a recovery is lost. A kill costs the time until the next step (page of `recovery`) and the steps since
-the last commit, half an interval on average; a shorter `commit_interval_ms` gives more goodput.
-The two figures come from two stacks, which may differ by a quarter on a machine with other work. Then
-1 - (next step after a kill + steps trained again · 64 / (requests/s)) / time says more than the ratio."""
+The ratio is the goodput: requests that are trained and committed with a kill, per request without one. More
+samples wait than can be trained, so time lost in a recovery is lost. A kill costs the time until the next
+step (page of `recovery`) and the steps since the last commit, half an interval on average; a shorter
+`commit_interval_ms` gives more goodput. The two figures come from two stacks, which may differ by a quarter
+on a machine with other work. Then 1 - (next step after a kill + steps trained again · 64 / (requests/s)) /
+time says more than the ratio."""
 
 GOODPUT = Benchmark(
     name="goodput",

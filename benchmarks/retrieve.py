@@ -240,8 +240,9 @@ BENCHMARK = Benchmark(
     summary="What does it cost to find items, and to keep their vectors fresh?",
     rows=(*map(_exact, (10_000, 100_000)), *map(_lists, (20_000, 100_000)), _kept(10_000), _asked(10_000)),
     interpretation="""\
-Comparing every item costs its dot products and grows with the catalogue. The inverted lists compare a tenth of the items, at the
-recall beside the figure (against the exact search). A look at all rows is the cost per second of freshness when nothing has
-changed; a vector is the cost of an item whose rows have changed. A recommendation is a retrieval, a pass over the found items and
-a rank of the shown ones. Vectors are 32 wide around 500 directions; requests run in process, without HTTP, Redis and Kafka.""",
+Comparing every item costs its dot products and grows with the catalogue. The inverted lists compare a tenth
+of the items, at the recall beside the figure (against the exact search). A look at all rows is the cost per
+second of freshness when nothing has changed; a vector is the cost of an item whose rows have changed. A
+recommendation is a retrieval, a pass over the found items and a rank of the shown ones. Vectors are 32 wide
+around 500 directions; requests run in process, without HTTP, Redis and Kafka.""",
 )

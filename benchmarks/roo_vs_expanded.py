@@ -61,7 +61,8 @@ def requests(pool: Sequence[Batch], size: int) -> Arrival:
 
 
 def first_candidates(pool: Sequence[Batch], size: int) -> Arrival:
-    """A quarter of a batch, with only the first candidate of each request; requests repeat if there are few."""
+    """A quarter of a batch, with only the first candidate of each request; requests repeat if there are
+    few."""
     whole = concatenate(pool)
     first_R = whole.num_candidates_R.cumsum() - whole.num_candidates_R
     first_only = [whole.expand().take_requests(first_R[np.arange(max(size // 4, 2)) % len(first_R)])]
@@ -133,7 +134,8 @@ A_BATCH, A_REQUEST, FLOP = "impressions a batch", "impressions a request", "kFLO
 
 
 class Costs(NamedTuple):
-    """Microseconds of a step that takes c + R a + B b, with R requests of K candidates and B = R K impressions."""
+    """Microseconds of a step that takes c + R a + B b, with R requests of K candidates and B = R K
+    impressions."""
 
     request: float  # a
     candidate: float  # b
@@ -168,7 +170,8 @@ def costs(whole: SubjectResult, first: SubjectResult, one: SubjectResult) -> Cos
 
 
 def derived(results: Mapping[str, SubjectResult]) -> Mapping[str, float]:
-    """FLOPs saved; and if the costs were measured, the costs, the bound and the share of it that was reached."""
+    """FLOPs saved; and if the costs were measured, the costs, the bound and the share of it that was
+    reached."""
     whole, expanded = results["requests"], results["impressions"]
     out = {"FLOPs: impressions / requests": expanded.figures[FLOP] / whole.figures[FLOP]}
     if "first of each" in results:
@@ -262,8 +265,8 @@ class Learner:
 
 @contextlib.contextmanager
 def trained(architecture: str, form: str, of: str | int, size: int, num_batches: int) -> Iterator[Work]:
-    """`form`: of FORMS; `of`, `size`, `batches`: of `pool`. Units are impressions. A step trains one batch, or for
-    a log all batches of its pool, because they differ."""
+    """`form`: of FORMS; `of`, `size`, `batches`: of `pool`. Units are impressions. A step trains one batch,
+    or for a log all batches of its pool, because they differ."""
     torch.set_num_threads(1)
     batches = pool(of, size, num_batches)
     arrival = FORMS[form](batches, size)
@@ -359,11 +362,13 @@ BENCHMARK = Benchmark(
     slice_s=0.15,
     rounds=3,
     interpretation="""\
-All forms train the same impressions, about 640 a batch, with equal logits and gradients (tested), and a step has lookup, pull,
-forward, backward and push on decoded batches with one thread. "Requests" computes the request side once; the "adapter" expands
-and rebatches requests in the step; "impressions" arrive expanded in random order; "RecD" finds equal neighbors in the step.
-K(a+b)/(a+Kb) is the most that sharing can give, with a for the request side, b for a candidate and c for the rest of a step; the
-costs come from steps on whole requests, on single candidates of 160 requests, and on one impression. The ROO paper, on GPUs at 4 to
-7 impressions a request, gained 1.48 to 6.7 (retrieval), 2.25 to 3.66 (early stage) and 1.32 to 2.0 (late stage) against impressions.
-The last row counts one HSTU layer beside the paper's formula, which omits some of a layer's products (9.82 against 9.86).""",
+All forms train the same impressions, about 640 a batch, with equal logits and gradients (tested), and a
+step has lookup, pull, forward, backward and push on decoded batches with one thread. "Requests" computes
+the request side once; the "adapter" expands and rebatches requests in the step; "impressions" arrive
+expanded in random order; "RecD" finds equal neighbors in the step. K(a+b)/(a+Kb) is the most that sharing
+can give, with a for the request side, b for a candidate and c for the rest of a step; the costs come from
+steps on whole requests, on single candidates of 160 requests, and on one impression. The ROO paper, on GPUs
+at 4 to 7 impressions a request, gained 1.48 to 6.7 (retrieval), 2.25 to 3.66 (early stage) and 1.32 to 2.0
+(late stage) against impressions. The last row counts one HSTU layer beside the paper's formula, which omits
+some of a layer's products (9.82 against 9.86).""",
 )

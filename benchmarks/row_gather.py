@@ -128,7 +128,9 @@ BENCHMARK = Benchmark(
     summary="What does reading a row from a bounded cache cost?",
     rows=(_gather(10_000, 16, 300), _gather(1_000_000, 16, 300), _gather(1_000_000, 16, 3000)),
     interpretation="""\
-Rows of one lookup, gathered from a cache that holds all of them, from a full replica, and by a plain copy whose row numbers are
-known. With few keys the call costs more than the rows. With a table beyond the processor's caches, reaching each row dominates.
-Nobody writes while it is measured.""",
+Rows of one lookup are gathered from a cache that holds all of them, from a full replica, and by a plain
+copy with known row numbers. With few keys the call costs more than the rows. With a table beyond the
+processor's caches, reaching each row dominates. Nothing is written during the measurement. The results
+below also have a table shared by several processes; it was slower than a private table and was withdrawn
+together with its code, so it is no longer measured.""",
 )

@@ -215,8 +215,8 @@ def random_as(name: str) -> str:
 
 
 def _compared(results: Mapping[str, SubjectResult]) -> dict[str, float]:
-    """Change of log loss in percent against training on everything, its ratio to the control's, and the number
-    of rotations in which it is below the control's."""
+    """Change of log loss in percent against training on everything, its ratio to the control's, and the
+    number of rotations in which it is below the control's."""
     base = results[OFF]
     out: dict[str, float] = {}
     for name, result in results.items():
@@ -268,10 +268,12 @@ BENCHMARK = Benchmark(
     slice_s=0.0,
     rounds=1,
     interpretation="""\
-The first 3,500 impressions of each part of Criteo's sample are requests with one candidate; five parts are trained once in batches
-of 128, and the sixth is predicted, for each of six rotations with a new seed each run. Each policy's control drops as many
-requests by a hash of their ids. The target for half of the requests without a click, dropped and reweighted: at most 0.45 of the
-control's loss of quality, and at most 0.60 of the CPU when batches are refilled and dropped requests are not scored. Slipstream
-(skip inputs whose rows are stale) loses against its control here; with LayerNorm on both sides it wins in most rotations, with a
-worse model and more CPU. "cpu" is that of the loop with one shard in the same process; of skipped requests one in twenty is scored.""",
+The first 3,500 impressions of each part of Criteo's sample are requests with one candidate; five parts are
+trained once in batches of 128, and the sixth is predicted, for each of six rotations with a new seed each
+run. Each policy's control drops as many requests by a hash of their ids. The target for half of the
+requests without a click, dropped and reweighted: at most 0.45 of the control's loss of quality, and at most
+0.60 of the CPU when batches are refilled and dropped requests are not scored. Slipstream (skip inputs whose
+rows are stale) loses against its control here; with LayerNorm on both sides it wins in most rotations, with
+a worse model and more CPU. "cpu" is that of the loop with one shard in the same process; of skipped
+requests one in twenty is scored.""",
 )

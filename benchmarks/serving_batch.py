@@ -105,8 +105,8 @@ BENCHMARK = Benchmark(
     summary="What does it save to compute a request's side once for all its candidates?",
     rows=tuple(_request(n) for n in (10, 50, 200, 1000)),
     interpretation="""\
-The figure covers a request's values to its logits: batch, lookup, rows, forward pass. "Repeated" gives the same code each
-candidate as a request with a copy of the request's features, all in one pass. The logits are compared to 1e-5 before the timing,
-so the model has no attention over the list and the schema no transforms over it. The demo schema has histories of 50; HTTP,
-Redis, JSON and encoding are left out.""",
+The figure covers a request's values to its logits: batch, lookup, rows, forward pass. "Repeated" gives the
+same code each candidate as a request with a copy of the request's features, all in one pass. The logits are
+compared to 1e-5 before the timing, so the model has no attention over the list and the schema no transforms
+over it. The demo schema has histories of 50; HTTP, Redis, JSON and encoding are left out.""",
 )

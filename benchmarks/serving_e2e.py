@@ -175,12 +175,14 @@ BENCHMARK = Benchmark(
     rows=(_at(0.0, "one connection"), _at(0.5, "at half of what each can answer"), _at(1.0, "at all of it")),
     run_setup=f"{_HERE}:programs",
     interpretation="""\
-The figure is requests answered 200 within a second, divided by the CPU time of all processes of the program. The targets are
-1,000 in JSON and 1,500 in protobuf, and at half load p50 at most 2 ms and p99 at most 8 ms; decision 0051 says what is missing.
-The peers run the same ranker behind FastAPI with Pydantic and behind LitServe, one worker each, without admission, deadlines,
-batching and feature log; one answer of each program is compared with the ranker's scores before the timing. The programs run on
-loopback with the demo schema and initial rows, without Kafka, Redis and shards, and are suspended while others are timed. The
-capacity is what four closed-loop connections get; the other loads are open-loop (Poisson), with latencies from the due time.""",
+The figure is requests answered 200 within a second, divided by the CPU time of all processes of the
+program. The targets are 1,000 in JSON and 1,500 in protobuf, and at half load p50 at most 2 ms and p99 at
+most 8 ms; decision 0051 says what is missing. The peers run the same ranker behind FastAPI with Pydantic
+and behind LitServe, one worker each, without admission, deadlines, batching and feature log; one answer of
+each program is compared with the ranker's scores before the timing. The programs run on loopback with the
+demo schema and initial rows, without Kafka, Redis and shards, and are suspended while others are timed. The
+capacity is what four closed-loop connections get; the other loads are open-loop (Poisson), with latencies
+from the due time.""",
     slice_s=_SECONDS,
     rounds=3,
 )

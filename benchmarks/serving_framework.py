@@ -198,8 +198,9 @@ BENCHMARK = Benchmark(
         ),
     ),
     interpretation="""\
-The figure covers a body's bytes to its answer's bytes, with a model that returns constant scores. Ours does routing, deadline,
-checks of names, types and finite numbers, columns in arrays, admission, the scoring queue (run in place) and a small log record.
-FastAPI with Pydantic gets the same body, checks and answer, without admission, deadline, arrays and log. The limit is a bare ASGI
-route in which msgspec decodes and encodes. All are called without a socket; uvicorn would add the same to each.""",
+The figure covers a body's bytes to its answer's bytes, with a model that returns constant scores. Ours does
+routing, deadline, checks of names, types and finite numbers, columns in arrays, admission, the scoring
+queue (run in place) and a small log record. FastAPI with Pydantic gets the same body, checks and answer,
+without admission, deadline, arrays and log. The limit is a bare ASGI route in which msgspec decodes and
+encodes. All are called without a socket; uvicorn would add the same to each.""",
 )

@@ -138,11 +138,12 @@ BENCHMARK = Benchmark(
         ),
     ),
     interpretation="""\
-Rows are offered loads; units are requests answered 200 within the deadline (1 s, the default). The target is at least 90 % of the
-peak at three times the capacity, so the ratio of 3 × to 1 × and to 2 × should be 0.9 or more. Excess requests get 429 with
-Retry-After before their body is read. `roostream serving` runs on loopback with the demo schema, initial rows and 20 candidates a
-request, without Kafka, Redis and shards. The capacity is what four closed-loop connections get; the load is open-loop (Poisson),
-and latencies count from the due time. On a busy machine use the requests in time per CPU second of serving.""",
+Rows are offered loads; units are requests answered 200 within the deadline (1 s, the default). The target
+is at least 90 % of the peak at three times the capacity, so the ratio of 3 × to 1 × and to 2 × should be
+0.9 or more. Excess requests get 429 with Retry-After before their body is read. `roostream serving` runs on
+loopback with the demo schema, initial rows and 20 candidates a request, without Kafka, Redis and shards.
+The capacity is what four closed-loop connections get; the load is open-loop (Poisson), and latencies count
+from the due time. On a busy machine use the requests in time per CPU second of serving.""",
     slice_s=_SECONDS,
     rounds=3,
 )

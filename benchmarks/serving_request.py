@@ -212,8 +212,9 @@ BENCHMARK = Benchmark(
     summary="Where does the time of one rank request go, in process?",
     rows=tuple(_request(n) for n in (20, 50, 200, 1000)),
     interpretation="""\
-"Whole" covers the body's bytes to the answer's bytes and the log record; HTTP, Redis and Kafka are left out, and the rows are in
-the replica. The stages are timed alone with warm caches, so they do not add up to the whole. The limit is the compiled forward
-pass on a batch and rows that exist already; "by modules" is the same pass with torch modules, as for a custom model. Protobuf
-saves the cost of parsing JSON and nothing else (decision 0051).""",
+"Whole" covers the body's bytes to the answer's bytes and the log record; HTTP, Redis and Kafka are left
+out, and the rows are in the replica. The stages are timed alone with warm caches, so they do not add up to
+the whole. The limit is the compiled forward pass on a batch and rows that exist already; "by modules" is
+the same pass with torch modules, as for a custom model. Protobuf saves the cost of parsing JSON and nothing
+else (decision 0051).""",
 )

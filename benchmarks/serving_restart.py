@@ -122,11 +122,12 @@ BENCHMARK = Benchmark(
         ),
     ),
     interpretation="""\
-A new serving program starts on the port of the running one (`reuse_port`). When it listens, the old one gets SIGTERM; this
-happens ten times, or three times where connections are closed at once. Sixteen clients of Python's standard library keep their
-connections and ask again 50 ms after an answer, without retries: everything but a 200 counts as failed. The target is no failed
-request. A client whose answer says that the connection closes opens a new one, which reaches the new program. The programs share
-one of two cores while they start, which the p99 shows; Kafka, Redis and the shards are away.""",
+A new serving program starts on the port of the running one (`reuse_port`). When it listens, the old one
+gets SIGTERM; this happens ten times, or three times where connections are closed at once. Sixteen clients
+of Python's standard library keep their connections and ask again 50 ms after an answer, without retries:
+everything but a 200 counts as failed. The target is no failed request. A client whose answer says that the
+connection closes opens a new one, which reaches the new program. The programs share one of two cores while
+they start, which the p99 shows; Kafka, Redis and the shards are away.""",
     slice_s=1.0,
     rounds=1,
 )

@@ -222,11 +222,12 @@ BENCHMARK = Benchmark(
         ),
     ),
     interpretation="""\
-Each second a commit is written into the store that a serving program follows. Serving verifies the files, builds the model, tries
-it with 32 recent requests and swaps it, all in a thread beside the requests. Three turns of 36 s make about 100 swaps a run.
-Versions alternate between two sets of weights, and the scores of each answer are compared with the version that it names (1e-5).
-The targets are no failed request (anything but 200) and a p99 of at most 1.5 times that without swaps, in the same run; 429 with
-and without swaps means that other work has the core. Program and load are those of serving-overload at half of the capacity.""",
+Each second a commit is written into the store that a serving program follows. Serving verifies the files,
+builds the model, tries it with 32 recent requests and swaps it, all in a thread beside the requests. Three
+turns of 36 s make about 100 swaps a run. Versions alternate between two sets of weights, and the scores of
+each answer are compared with the version that it names (1e-5). The targets are no failed request (anything
+but 200) and a p99 of at most 1.5 times that without swaps, in the same run; 429 with and without swaps
+means that other work has the core. Program and load are those of serving-overload at half of the capacity.""",
     slice_s=_SWAPPING_S,
     rounds=3,
 )

@@ -36,28 +36,27 @@ from roostream.wire.records import Record
 
 
 def small_table(folder: str, schema: Schema, written_by: Schema, records: list[Record]) -> Warehouse:
-    """A file a day of one partition, as a writer with `schema` would have made them."""
+    """A table with a file a day of one partition, as a writer with `schema` makes it."""
     warehouse = Warehouse(folder)
     warehouse.create()
     register(warehouse.store, schema)
     batch, _ = Decoder(uncut_schema(schema), lambda fingerprint: written_by).decode(records)
     rows = FileRows(columns=columns_of(batch), forms=column_types(schema), counts_R=batch.num_candidates_R)
     warehouse.samples.widen(rows.forms)
-    place = FileKey(table="samples", day=date(1970, 1, 1), partition=0, fingerprint=schema.fingerprint)
+    first_key = FileKey(table="samples", day=date(1970, 1, 1), partition=0, fingerprint=schema.fingerprint)
     days_R = np.array([day_of(ms).toordinal() for ms in batch.close_ms_R.tolist()])
     order = np.lexsort([batch.time_ms_R, batch.ro_lists.values_of("user")])
     files = []
     for day in np.unique(days_R).tolist():
-        its = dataclasses.replace(place, day=date.fromordinal(day))
-        files.append(write_rows(warehouse.store, take_rows(rows, order[days_R[order] == day]), its))
+        key = dataclasses.replace(first_key, day=date.fromordinal(day))
+        files.append(write_rows(warehouse.store, take_rows(rows, order[days_R[order] == day]), key))
     warehouse.samples.commit(files, progress={"samples/benchmark/0": ProgressStep(None, len(records))})
     return warehouse
 
 
 @contextlib.contextmanager
 def read_again(slower: float, share: float, users: int, history: int) -> Iterator[Work]:
-    """`slower`: the share by which the reader takes longer on purpose; `share`: of the features. Units are
-    requests."""
+    """Units are requests. `slower`: share by which the reader is slowed; `share`: of the features."""
     from roostream.cli.data.session_command import session_of
 
     written_by, records = samples_of("EB-NeRD", users, history)
@@ -65,15 +64,15 @@ def read_again(slower: float, share: float, users: int, history: int) -> Iterato
     chosen = rows_at_rest.sampled(schema, share)
     with tempfile.TemporaryDirectory() as folder:
         warehouse = small_table(folder, schema, written_by, records)
-        told = session_of(folder, "", tuple(sorted(chosen)), path := Path(folder) / "session.json")
+        capture = session_of(folder, "", tuple(sorted(chosen)), path := Path(folder) / "session.json")
         session = CapturedSession.read(path)
         files: TableRows = TableFiles(
             warehouse, warehouse.samples.snapshot().files, (), project_schema(schema, chosen)
         )
         rows = SlowedRows(files, slower, time.process_time) if slower else files
-        figures = {"reads": float(told["reads"]), "over-read %": 100.0 * told["over_read"] + 1e-9}
+        figures = {"reads": float(capture["reads"]), "over-read %": 100.0 * capture["over_read"] + 1e-9}
         yield Work(
-            lambda: replay_session(session.reads, rows, digests=False), told["requests"], lambda: figures
+            lambda: replay_session(session.reads, rows, digests=False), capture["requests"], lambda: figures
         )
 
 
@@ -101,8 +100,9 @@ BENCHMARK = Benchmark(
     rows=(_row("30 % of the features", 0.3), _row("a tenth of the features", 0.1)),
     rounds=31,
     interpretation="""\
-What a session read of a table of 300 of EB-NeRD's users, read again with a dummy trainer that only counts. The others are the
-same reader slowed on purpose: a control. A ratio that is far from 1.03 and 1.10 there says that this machine can't tell so
-little apart now. `--against COMMIT` puts the reader of another commit in turns with this one; any warehouse's own sessions are
-compared by `roostream replay session` (docs/warehouse.md).""",
+The reads of a captured session on a table of 300 of EB-NeRD's users are repeated with a dummy trainer that
+only counts. The other subjects are the same reader slowed on purpose: if their ratios are far from 1.03 and
+1.10, this machine cannot resolve such small differences now. `--against COMMIT` compares the reader of
+another commit in the same run; `roostream replay session` compares the sessions of any warehouse
+(docs/warehouse.md).""",
 )

@@ -298,8 +298,8 @@ BENCHMARK = Benchmark(
     slice_s=0.3,
     rounds=5,
     interpretation="""\
-The forward and backward pass is by far the largest part of a step; lookup, pull and push of rows are a few percent of it. "Whole"
-takes samples from the source, trains, pushes and writes predictions. The stages are parts of it, timed alone on prepared inputs.
-The limit is the matrix products of one forward and backward pass. Samples are in memory, one shard runs in the same process, and
-there is one thread.""",
+The forward and backward pass is by far the largest part of a step; lookup, pull and push of rows are a few
+percent of it. "Whole" takes samples from the source, trains, pushes and writes predictions. The stages are
+parts of it, timed alone on prepared inputs. The limit is the matrix products of one forward and backward
+pass. Samples are in memory, one shard runs in the same process, and there is one thread.""",
 )

@@ -47,14 +47,13 @@ def dlrm_case(folder: str, requests: int, candidates: int) -> Case:
 
 
 def batches_of(case: Case) -> list[Batch]:
-    """Those that the loop trains too."""
+    """The batches that the loop trains."""
     size = case.batch.num_requests
     return [case.decoder.decode(case.records[size * n : size * (n + 1)])[0] for n in range(NUM_BATCHES)]
 
 
 class OurBatches:
-    """What TorchRec's step does, with rows on a shard: look up, pull, forward, backward, dense Adam, push.
-    From decoded batches: without reading, decoding, ids seen before, scores and metrics."""
+    """A step from decoded batches with rows on a shard: lookup, pull, forward, backward, dense Adam, push."""
 
     def __init__(self, case: Case) -> None:
         self.model, self.optimizer, self.rows = case.model, case.optimizer, ShardRows(case.client)
@@ -85,9 +84,9 @@ class _Impressions(NamedTuple):
     targets: Targets
 
 
-class TheirBatches:
-    """DLRM over FusedEmbeddingBagCollection, whose backward updates rows by FBGEMM's exact Adagrad; torch's
-    fused Adam for the rest. Tensors are there before: no look-up of keys, no transfer."""
+class TorchRecBatches:
+    """A step of DLRM over FusedEmbeddingBagCollection: FBGEMM's exact Adagrad for rows, torch's fused Adam
+    for the rest. Tensors are prepared: no lookup, no transfer."""
 
     def __init__(self, case: Case) -> None:
         schema, stack = case.schema, next(iter(case.schema.stacks))
@@ -98,7 +97,7 @@ class TheirBatches:
         self.bags = FusedEmbeddingBagCollection(
             configs_of(schema, data.NUM_IDS + 1), torch.optim.Adagrad, rates
         )
-        self._begin_as_ours(rule)
+        self._copy_our_rows(rule)
         self.model = dlrm_over(self.bags, schema)
         weights = {
             n.removeprefix("own.dlrm."): v
@@ -110,7 +109,7 @@ class TheirBatches:
         self.optimizer = torch.optim.Adam(dense, lr=_DENSE_RATE, fused=True)
         self.batches = itertools.cycle([_impressions(batch, stack) for batch in batches_of(case)])
 
-    def _begin_as_ours(self, rule: Adagrad) -> None:
+    def _copy_our_rows(self, rule: Adagrad) -> None:
         with torch.no_grad():
             for name, bag in self.bags.embedding_bags.items():
                 table, id_N = self.tables[name], np.arange(data.NUM_IDS + 1, dtype=np.int64)
@@ -132,7 +131,7 @@ class TheirBatches:
 
 
 def _impressions(batch: Batch, stack: str) -> _Impressions:
-    """Request-only lists are repeated for each candidate, values are ids."""
+    """A row per candidate: request-only lists are repeated, values are ids."""
     lookup, dim = build_lookup(batch), batch.schema.stacks[stack][0].dim
     id_U = torch.from_numpy(lookup.stacks[stack].id_U)
     inputs = build_inputs(batch, lookup, {stack: np.zeros((len(id_U), dim), np.float32)})
@@ -145,19 +144,19 @@ def _impressions(batch: Batch, stack: str) -> _Impressions:
 
 
 def _work(step: Callable[[], object], impressions: int) -> Work:
-    took = {"CPU ms a step": 0.0}
+    figures = {"CPU ms a step": 0.0}
 
     def timed() -> None:
-        begun_s = time.process_time()
+        began_s = time.process_time()
         step()
-        took["CPU ms a step"] = 1000 * (time.process_time() - begun_s)
+        figures["CPU ms a step"] = 1000 * (time.process_time() - began_s)
 
-    return Work(timed, impressions, figures=lambda: dict(took))
+    return Work(timed, impressions, figures=lambda: dict(figures))
 
 
 @contextlib.contextmanager
 def our_loop(requests: int, candidates: int) -> Iterator[Work]:
-    """The worker's whole step, from bytes of samples."""
+    """The worker's complete step, from encoded samples."""
     with tempfile.TemporaryDirectory() as folder:
         yield _work(dlrm_case(folder, requests, candidates).whole, requests * candidates)
 
@@ -169,9 +168,9 @@ def our_batches(requests: int, candidates: int) -> Iterator[Work]:
 
 
 @contextlib.contextmanager
-def their_batches(requests: int, candidates: int) -> Iterator[Work]:
+def torchrec_batches(requests: int, candidates: int) -> Iterator[Work]:
     with tempfile.TemporaryDirectory() as folder:
-        yield _work(TheirBatches(dlrm_case(folder, requests, candidates)).step, requests * candidates)
+        yield _work(TorchRecBatches(dlrm_case(folder, requests, candidates)).step, requests * candidates)
 
 
 _STEPS = "benchmarks.train_vs_torchrec"
@@ -185,7 +184,7 @@ def _row(requests: int, candidates: int) -> Row:
         subjects=(
             Subject("our loop", f"{_STEPS}:our_loop", size),
             Subject("our step from decoded batches", f"{_STEPS}:our_batches", size, "stage"),
-            Subject("TorchRec, from tensors", f"{_STEPS}:their_batches", size, "peer"),
+            Subject("TorchRec, from tensors", f"{_STEPS}:torchrec_batches", size, "peer"),
         ),
     )
 
@@ -197,17 +196,12 @@ BENCHMARK = Benchmark(
     slice_s=0.5,
     rounds=5,
     interpretation="""\
-Both sides train TorchRec's `DLRM` (dense 64-16, over 128-64-2) from the same rows, weights, batches and Adagrad; a test holds
-losses and rows of both to 1e-5. One thread each, in one process, in turns. The demo schema: two request-only lists of one id,
-a history of 30, two ids a candidate, four tables of 100 001 rows of width 16, ids by a Zipf law.
-
-**TorchRec** gets tensors that are there: a row an impression, a request's lists and floats repeated for its candidates. A step is
-forward, backward with FBGEMM's fused exact Adagrad inside, and torch's fused Adam. Reading, decoding, copies and scores are not
-in it. **Our step from decoded batches** looks the keys up, pulls rows from a shard in the same process, makes tensors, runs
-forward and backward through `RemoteEmbeddingBagCollection`, Adam, and pushes. **Our loop** also decodes samples from bytes,
-leaves out ids that it has seen, scores before it trains, counts metrics, clips, and makes a prediction message a request.
-
-What is shared in a request is pooled once by us and for every impression there, so that our share grows with the candidates of a
-request; at one candidate there is nothing to share. Rows live in the process that trains on both sides: nothing is said here of
-shards behind a network, nor of TorchRec on several devices.""",
+Both sides train TorchRec's `DLRM` (dense 64-16, over 128-64-2) from the same rows, weights, batches and
+Adagrad; a test compares their losses and rows to 1e-5. TorchRec gets prepared tensors with a row per
+impression; its step has forward, backward with FBGEMM's fused Adagrad, and torch's fused Adam. "Our step
+from decoded batches" adds lookup, pull, tensors and push with a shard in the same process; "our loop" also
+decodes samples, skips repeated ids, scores, counts metrics, clips and writes predictions. We pool shared
+features once per request, so our share grows with the candidates; with one candidate nothing is shared. One
+thread, rows in the training process on both sides: nothing is said about shards behind a network or
+TorchRec on several devices.""",
 )

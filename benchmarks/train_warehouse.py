@@ -55,8 +55,8 @@ def _turns(turn: Callable[[], tuple[float, float]]) -> WholeTurn:
 
 @contextlib.contextmanager
 def from_files(requests: int, batch_requests: int = 0) -> Iterator[WholeTurn]:
-    """`roostream train`, from an empty model to the commit with all requests. `batch_requests`: of every batch;
-    0 = the sizes of a stream's worker."""
+    """`roostream train`, from an empty model to the commit with all requests. `batch_requests`: of every
+    batch; 0 = the sizes of a stream's worker."""
     loop = (
         LoopConfig(batch_requests=batch_requests, first_batch_requests=batch_requests)
         if batch_requests
@@ -236,8 +236,9 @@ BENCHMARK = Benchmark(
     ),
     rounds=1,
     interpretation="""\
-From files, one process has the controller, two shards and the worker, and runs from its start to the commit of everything.
-From Kafka, a stack's own programs run on the same cores, from when the topic has all samples to when all are trained, without
-commits. Both start with batches of 8 that grow by one each 1,024 requests; the two rows with other batches train other models with
-fewer steps (decision 0060). The second table reads the same samples without training. The joiner's time is not counted.""",
+From files, one process has the controller, two shards and the worker, and runs from its start to the commit
+of everything. From Kafka, a stack's own programs run on the same cores, from when the topic has all samples
+to when all are trained, without commits. Both start with batches of 8 that grow by one each 1,024 requests;
+the two rows with other batches train other models with fewer steps (decision 0060). The second table reads
+the same samples without training. The joiner's time is not counted.""",
 )

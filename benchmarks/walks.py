@@ -47,7 +47,7 @@ from roostream.wire.lookup import build_lookup
 from roostream.wire.records import Record
 
 CANDIDATES = 20
-ROOMS = ("roostream", "joiner", "param_server", "trainer", "serving", "infra")
+PACKAGES = ("roostream", "joiner", "param_server", "trainer", "serving", "infra")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Walk:
 
 
 class Counter:
-    """A profile hook of this thread while it is entered. Comprehensions count as their function."""
+    """Counts calls of this thread while it is entered, with a profile hook."""
 
     def __init__(self) -> None:
         self._ours: dict[CodeType, str] = {}  # code → its file under ROOT, "" = not ours
@@ -109,7 +109,7 @@ def _file_of(code: CodeType) -> str:
     if not path.is_relative_to(ROOT):
         return ""
     file = path.relative_to(ROOT)
-    return str(file) if file.parts[0] in ROOMS else ""
+    return str(file) if file.parts[0] in PACKAGES else ""
 
 
 def count(call: Callable[[], object], *, warm: bool = True) -> Walk:
@@ -133,18 +133,18 @@ def join(folder: str) -> Walk:
     schema = data.demo_schema()
     reader = EventDecoder({schema.fingerprint: schema}.get, schema.limits)
     machine = Join(JoinerConfig().rules, {schema.fingerprint: schema}.get, schema.limits)
-    made = Maker(schema).impression("r-1", 17, START_MS, list(range(1, CANDIDATES + 1)))
-    record = Record(made.topic, 0, 0, made.time_ms, made.key, made.value)
+    event = Maker(schema).impression("r-1", 17, START_MS, list(range(1, CANDIDATES + 1)))
+    record = Record(event.topic, 0, 0, event.time_ms, event.key, event.value)
 
     def step() -> None:
         entries = SerializedState(Overlay({}))
-        event = reader.decode(record)
-        assert isinstance(event, Impression)
-        turn = machine.apply(entries, made.key, event, 0)
+        impression = reader.decode(record)
+        assert isinstance(impression, Impression)
+        result = machine.apply(entries, event.key, impression, 0)
         entries.flush()
         entries.reset()
-        (timer_ms,) = turn.timers_ms
-        closed = machine.advance(entries, made.key, timer_ms, timer_ms)
+        (timer_ms,) = result.timers_ms
+        closed = machine.advance(entries, event.key, timer_ms, timer_ms)
         assert [output.topic for output in closed.outputs] == ["samples"]
         entries.flush()
 

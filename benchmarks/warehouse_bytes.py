@@ -99,11 +99,12 @@ BENCHMARK = Benchmark(
         _log("MIND", 50, "its first 2,000 requests", absent(MIND)),
     ),
     interpretation="""\
-The samples of a log are written into one Parquet file with row groups of 4,096 requests (or about as many impressions) and zstd 3.
-"Ours" uses dictionaries for ids, byte-split floats and delta-coded times; pyarrow alone uses dictionaries for everything. Rows of
-impressions repeat the features of their request; "mixed" interleaves them as dense traffic does, which is RecD's starting point
-(its paper gains 3.71 and 2.06 times by clustering). EB-NeRD has 15.5 requests a user and noisy counters of candidates that do not
-compress; the rows without counters show a log of request features. MIND's first 2,000 requests rarely repeat a user.""",
+The samples of a log are written into one Parquet file with row groups of 4,096 requests (or about as many
+impressions) and zstd 3. "Ours" uses dictionaries for ids, byte-split floats and delta-coded times; pyarrow
+alone uses dictionaries for everything. Rows of impressions repeat the features of their request; "mixed"
+interleaves them as dense traffic does, which is RecD's starting point (its paper gains 3.71 and 2.06 times
+by clustering). EB-NeRD has 15.5 requests a user and noisy counters of candidates that do not compress; the
+rows without counters show a log of request features. MIND's first 2,000 requests rarely repeat a user.""",
     slice_s=0.01,
     rounds=1,
 )

@@ -34,33 +34,32 @@ def read(
     name: str, history: int, rows: str, order: str, share: float = 1.0, users: int = 1 << 30
 ) -> Iterator[Work]:
     """File → batch, row group by row group, of this share of the features; units are impressions."""
-    its = rows_at_rest.log(name, history, users)
-    reader = (
-        its.schema if share == 1.0 else project_schema(its.schema, rows_at_rest.sampled(its.schema, share))
-    )
+    log = rows_at_rest.log(name, history, users)
+    schema = log.schema
+    reader = schema if share == 1.0 else project_schema(schema, rows_at_rest.sampled(schema, share))
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "samples" / "x.parquet"
         path.parent.mkdir()
-        path.write_bytes(rows_at_rest.file_of(its, (name, history, users), rows, order))
-        count = its.batch.num_requests if rows == "requests" else its.batch.num_candidates
-        opened = SampleFile(FileStore(folder), "samples", _file(path, count, its.schema.fingerprint))
+        path.write_bytes(rows_at_rest.file_of(log, (name, history, users), rows, order))
+        count = log.batch.num_requests if rows == "requests" else log.batch.num_candidates
+        opened = SampleFile(FileStore(folder), "samples", _file(path, count, schema.fingerprint))
 
         def step() -> None:
             opened.source.num_requests = opened.source.num_bytes = 0
             for group in range(len(opened.rows_of_groups)):
-                opened.read(its.schema, reader, [group])
+                opened.read(schema, reader, [group])
 
         def figures() -> dict[str, float]:
             return {
                 "reads a row group": opened.source.num_requests / len(opened.rows_of_groups),
-                "bytes read an impression": opened.source.num_bytes / its.batch.num_candidates,
+                "bytes read an impression": opened.source.num_bytes / log.batch.num_candidates,
             }
 
-        yield Work(step, its.batch.num_candidates, figures)
+        yield Work(step, log.batch.num_candidates, figures)
 
 
 def _file(path: Path, rows: int, fingerprint: int) -> DataFile:
-    """What a log would say of it."""
+    """The log entry of a file."""
     return DataFile(
         path=path.name,
         bytes=path.stat().st_size,
@@ -79,14 +78,14 @@ def _file(path: Path, rows: int, fingerprint: int) -> DataFile:
 @contextlib.contextmanager
 def decoded(name: str, history: int, users: int = 1 << 30) -> Iterator[Work]:
     """The wire's decoder on the same samples, in polls; units are impressions."""
-    its = rows_at_rest.log(name, history, users)
-    decoder = Decoder(its.schema, {its.schema.fingerprint: its.schema}.get)
+    log = rows_at_rest.log(name, history, users)
+    decoder = Decoder(log.schema, {log.schema.fingerprint: log.schema}.get)
 
     def step() -> None:
-        for at in range(0, len(its.records), _POLL):
-            decoder.decode(its.records[at : at + _POLL])
+        for at in range(0, len(log.records), _POLL):
+            decoder.decode(log.records[at : at + _POLL])
 
-    yield Work(step, its.batch.num_candidates)
+    yield Work(step, log.batch.num_candidates)
 
 
 _WIDE, _WANTED, _COVERAGE, _ROWS = 1000, 100, 0.45, 4096
@@ -94,13 +93,13 @@ _WIDE, _WANTED, _COVERAGE, _ROWS = 1000, 100, 0.45, 4096
 
 @contextlib.contextmanager
 def flattened(how: str, features: int = _WIDE, rows: int = _ROWS) -> Iterator[Work]:
-    """A tenth of many floats, which are there in 45 % of the rows, to a matrix: from a column each, or from
+    """Read a tenth of many floats, present in 45 % of the rows, into a matrix: from a column each, or from
     one map column."""
     rng = np.random.default_rng(0)
     values = rng.normal(size=(rows, features)).astype(np.float32)
-    there = rng.random((rows, features)) < _COVERAGE
+    present = rng.random((rows, features)) < _COVERAGE
     wanted = np.sort(rng.choice(features, max(features * _WANTED // _WIDE, 1), replace=False))
-    table = _columns(values, there) if how == "columns" else _map(values, there)
+    table = _columns(values, present) if how == "columns" else _map(values, present)
     out = pa.BufferOutputStream()
     split = {
         "column_encoding": dict.fromkeys(table.column_names, "BYTE_STREAM_SPLIT"),
@@ -109,21 +108,23 @@ def flattened(how: str, features: int = _WIDE, rows: int = _ROWS) -> Iterator[Wo
     pq.write_table(table, out, compression="zstd", compression_level=3, **(split if how == "columns" else {}))
     data = out.getvalue()
     read = _of_columns if how == "columns" else _of_map
-    expected = np.where(there, values, np.float32(np.nan))[:, wanted]
+    expected = np.where(present, values, np.float32(np.nan))[:, wanted]
     assert np.array_equal(read(data, wanted, features), expected, equal_nan=True)
     yield Work(lambda: read(data, wanted, features), rows, lambda: {"bytes a row": len(data) / rows})
 
 
-def _columns(values: np.ndarray, there: np.ndarray) -> pa.Table:
-    nothing = np.float32(np.nan)
-    return pa.table({f"f{n}": np.where(there[:, n], values[:, n], nothing) for n in range(values.shape[1])})
-
-
-def _map(values: np.ndarray, there: np.ndarray) -> pa.Table:
-    offsets = np.concatenate([[0], np.cumsum(there.sum(axis=1))]).astype(np.int32)
-    keys = np.nonzero(there)[1].astype(np.int32)
+def _columns(values: np.ndarray, present: np.ndarray) -> pa.Table:
+    absent_value = np.float32(np.nan)
     return pa.table(
-        {"features": pa.MapArray.from_arrays(pa.array(offsets), pa.array(keys), pa.array(values[there]))}
+        {f"f{n}": np.where(present[:, n], values[:, n], absent_value) for n in range(values.shape[1])}
+    )
+
+
+def _map(values: np.ndarray, present: np.ndarray) -> pa.Table:
+    offsets = np.concatenate([[0], np.cumsum(present.sum(axis=1))]).astype(np.int32)
+    keys = np.nonzero(present)[1].astype(np.int32)
+    return pa.table(
+        {"features": pa.MapArray.from_arrays(pa.array(offsets), pa.array(keys), pa.array(values[present]))}
     )
 
 
@@ -135,9 +136,9 @@ def _of_columns(data: pa.Buffer, wanted: np.ndarray, features: int) -> np.ndarra
 def _of_map(data: pa.Buffer, wanted: np.ndarray, features: int) -> np.ndarray:
     column = pq.read_table(pa.BufferReader(data), use_threads=False)["features"].combine_chunks()
     array = column.chunk(0) if isinstance(column, pa.ChunkedArray) else column
-    place = np.full(features, -1)
-    place[wanted] = np.arange(len(wanted))
-    to = place[array.keys.to_numpy()]
+    column_of = np.full(features, -1)
+    column_of[wanted] = np.arange(len(wanted))
+    to = column_of[array.keys.to_numpy()]
     row = np.repeat(np.arange(len(array)), np.diff(array.offsets.to_numpy()))
     out = np.full((len(array), len(wanted)), np.nan, dtype=np.float32)
     out[row[to >= 0], to[to >= 0]] = array.items.to_numpy()[to >= 0]
@@ -149,8 +150,8 @@ _FLOAT_BYTES, _LIST_BYTES, _FLOATS, _JOBS = 2 << 10, 35 << 10, 700, 40
 
 @functools.cache
 def _odds(exponent: float) -> np.ndarray:
-    """How likely a job asks for each of a thousand features: by a power of its rank, a tenth on average, in
-    no order."""
+    """The probability that a job reads each of a thousand features: a power of its rank, a tenth on
+    average."""
     weights, low, high = np.arange(1, _WIDE + 1) ** -exponent, 0.0, 1e7
     for _ in range(80):
         middle = (low + high) / 2
@@ -160,36 +161,35 @@ def _odds(exponent: float) -> np.ndarray:
 
 @functools.cache
 def _jobs(count: int, seed: int, exponent: float) -> list[np.ndarray]:
-    """What jobs ask for."""
     rng = np.random.default_rng(seed)
     return [np.flatnonzero(rng.random(_WIDE) < _odds(exponent)) for _ in range(count)]
 
 
 @contextlib.contextmanager
 def planned(order: str, over_read: float, exponent: float) -> Iterator[Work]:
-    """Ranges of a row group of a thousand columns for jobs that were not seen, in an order of columns: that
-    of the compactor, by hit rate alone, or none; units are jobs."""
+    """Plan the byte ranges of a row group for unseen jobs, with columns in the compactor's order, by hit rate
+    alone, or in random order; units are jobs."""
     sizes = np.where(np.random.default_rng(3).permutation(_WIDE) < _FLOATS, _FLOAT_BYTES, _LIST_BYTES)
     rates = np.bincount(np.concatenate(_jobs(_JOBS, 1, exponent)), minlength=_WIDE)
-    by = {
+    positions = {
         "hash": np.random.default_rng(5).permutation(_WIDE),
         "hit rate": np.argsort(-rates, kind="stable"),
         "ours": np.array(interleave_by_hit_rate(sizes.tolist(), rates.tolist())),
     }[order]
     starts = np.zeros(_WIDE, dtype=np.int64)
-    starts[by] = np.cumsum(sizes[by]) - sizes[by]
+    starts[positions] = np.cumsum(sizes[positions]) - sizes[positions]
     needed = [
         [ByteRange(int(starts[f]), int(starts[f] + sizes[f])) for f in job]
         for job in _jobs(_JOBS, 2, exponent)
     ]
     plans = [merged(ranges, over_read) for ranges in needed]
-    asked = sum(end - start for ranges in needed for start, end in ranges)
-    read = sum(end - start for plan in plans for start, end in plan)
-    told = {
+    needed_bytes = sum(end - start for ranges in needed for start, end in ranges)
+    read_bytes = sum(end - start for plan in plans for start, end in plan)
+    figures = {
         "reads a row group": sum(map(len, plans)) / len(plans),
-        "bytes read of those needed": read / asked,
+        "bytes read of those needed": read_bytes / needed_bytes,
     }
-    yield Work(lambda: [merged(ranges, over_read) for ranges in needed], len(needed), lambda: told)
+    yield Work(lambda: [merged(ranges, over_read) for ranges in needed], len(needed), lambda: figures)
 
 
 _HERE = "benchmarks.warehouse_read"
@@ -243,8 +243,8 @@ def _projected(name: str, history: int, where: str, skipped: str) -> Row:
     )
 
 
-def _fewer(told: Mapping[str, SubjectResult]) -> dict[str, float]:
-    reads = {name: one.figures["reads a row group"] for name, one in told.items()}
+def _reads_saved(results: Mapping[str, SubjectResult]) -> dict[str, float]:
+    reads = {name: one.figures["reads a row group"] for name, one in results.items()}
     ours = reads["wide apart, by hit rate, merged at 8 %"]
     return {
         "reads, in no order and merged / ours": reads["in no order, merged at 8 %"] / ours,
@@ -268,7 +268,7 @@ def _planned(law: str, exponent: float) -> Row:
             Subject(way, f"{_HERE}:planned", (order, over_read, exponent), "peer" if n else "ours")
             for n, (way, order, over_read) in enumerate(ways)
         ),
-        derives=_fewer,
+        derives=_reads_saved,
     )
 
 
@@ -284,7 +284,7 @@ BENCHMARK = Benchmark(
     rows=(
         *(make(*of) for make in (_rows, _wire, _projected) for of in _LOGS),
         Row(
-            name="100 of 1,000 floats, there in 45 % of the rows",
+            name="100 of 1,000 floats, present in 45 % of the rows",
             unit="rows",
             clock="cpu",
             subjects=(
@@ -296,14 +296,12 @@ BENCHMARK = Benchmark(
         _planned("18 % of the features serve 80 % of what is read", 1.5),
     ),
     interpretation="""\
-From a file that the page cache has to the batch that is trained on, checksums of pages verified, one thread, row group by row
-group; the wire's decoder does the same of the samples' records. A tenth of the features leaves the history out, which is most
-of the bytes; the labels and what every sample says of itself are always read. Figures beside the speeds: how many reads a row
-group takes when they are merged to at most 8 % more bytes than are needed, and bytes read an impression.
-
-The last three rows are made up: floats as columns against one map column (DPP's feature flattening), equal matrices checked;
-and which ranges a job reads of a row group of 700 floats of 2 KB and 300 lists of 35 KB, in the order that 40 other jobs
-taught (wide columns apart from narrow ones, as files are sealed, or by hit rate alone) and in none. There the speed is
-that of planning, and the figures are what is asked about.""",
+From a file in the page cache to the batch that is trained, with checksums, one thread, row group by row
+group; the wire's decoder does the same for the samples' records. The figures beside the speed are the reads
+of a row group, merged to at most 8 % more bytes than needed, and the bytes read an impression. A tenth of
+the features omits the history, which has most of the bytes. The last three rows use generated data: floats
+as columns against one map column (DPP's feature flattening; equal matrices are checked), and the reads of a
+job in a row group of 700 floats of 2 KB and 300 lists of 35 KB. There the columns are in the order learned
+from 40 other jobs or in random order, the speed is that of planning, and the figures are the result.""",
     rounds=3,
 )

@@ -224,10 +224,11 @@ BENCHMARK = Benchmark(
     slice_s=_SECONDS,
     rounds=3,
     interpretation="""\
-A step has the same number of requests for any number of workers; each trains its part of the batch. Workers and two shards are
-processes on the same cores, so several workers gain only what one leaves idle; "CPU ms a step" tells what cores of their own
-would give. "In the sum" is the share of a worker's loop in the all-reduce of gradients (float64, gloo), mostly waiting for the
-slowest. "The sum alone" reduces buckets of the same size without training. Samples are in memory, one torch thread a worker.""",
+A step has the same number of requests for any number of workers; each trains its part of the batch. Workers
+and two shards are processes on the same cores, so several workers gain only what one leaves idle; "CPU ms a
+step" tells what cores of their own would give. "In the sum" is the share of a worker's loop in the
+all-reduce of gradients (float64, gloo), mostly waiting for the slowest. "The sum alone" reduces buckets of
+the same size without training. Samples are in memory, one torch thread a worker.""",
 )
 
 

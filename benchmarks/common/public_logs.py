@@ -98,7 +98,8 @@ def _time_ms(text: str) -> int:
 
 
 def samples_of(name: str, users: int, history: int) -> tuple[Schema, list[Record]]:
-    """`name`: EB-NeRD or MIND; `users` and `history` limit EB-NeRD only. Cached for the runs of a benchmark."""
+    """`name`: EB-NeRD or MIND; `users` and `history` limit EB-NeRD only. Cached for the runs of a
+    benchmark."""
     schema = ebnerd_schema(history) if name == "EB-NeRD" else mind_schema()
     make = functools.partial(ebnerd_samples, users, history) if name == "EB-NeRD" else mind_samples
     return schema, _unpacked(cached_bytes(f"{name}-{history}-{users}", lambda: _packed(make()[1])))
@@ -131,8 +132,8 @@ def mind_samples() -> tuple[Schema, list[Record]]:
 
 
 def ebnerd_users(users: int, history: int) -> tuple[Batch, list[Record]]:
-    """All requests of EB-NeRD's first `users` users in time order, with histories of up to `history` clicks, and
-    the impressions that serving would have logged."""
+    """All requests of EB-NeRD's first `users` users in time order, with histories of up to `history` clicks,
+    and the impressions that serving would have logged."""
     logged: list[Record] = []
     schema, samples = ebnerd_samples(users, history, logged)
     return Decoder(schema, {schema.fingerprint: schema}.get).decode(samples)[0], logged

@@ -38,7 +38,8 @@ def empty_shard(
     num_shards: int = 1,
     blobs: KeyValueStore | None = None,
 ) -> Shard:
-    """A shard in incarnation 1. `folder` is its checkpoint store; segments go to `blobs`, or stay in memory."""
+    """A shard in incarnation 1. `folder` is its checkpoint store; segments go to `blobs`, or stay in
+    memory."""
     identity = ShardIdentity(schema=schema, publishing=publishing, index=index, num_shards=num_shards)
     segments = Segments(blobs or MemoryKeyValueStore(), shapes_of(schema), identity.num_buckets)
     shard = Shard(identity, segments, FileStore(folder), SystemClock())

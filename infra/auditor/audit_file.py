@@ -1,9 +1,8 @@
 """The auditor's state between two runs: sums, open ids and offsets of one moment, in one file that is
 replaced atomically.
 
-8 bytes xxh3-64 of the rest, then a tensor file (roostream/runtime/tensor_file.py). If the file is damaged or of an unknown format,
-the topics are read again.
-"""
+8 bytes xxh3-64 of the rest, then a tensor file (roostream/runtime/tensor_file.py). If the file is damaged or
+of an unknown format, the topics are read again."""
 
 from __future__ import annotations
 

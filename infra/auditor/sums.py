@@ -128,8 +128,8 @@ def metrics_of(sums: Sums, is_current: bool, behind: int | None) -> dict[str, An
 
 
 def of_metrics(scraped: ScrapedMetrics) -> dict[str, Any]:
-    """Inverse of `metrics_of`: field → number, {label: number}, or None if unknown. `accounted` is True, False, or
-    None if unknown."""
+    """Inverse of `metrics_of`: field → number, {label: number}, or None if unknown. `accounted` is True,
+    False, or None if unknown."""
     state = scraped.state("roostream_auditor_accounted", "state") or "unknown"
     out: dict[str, Any] = {"state": state}
     for field, gauge in _GAUGES.items():

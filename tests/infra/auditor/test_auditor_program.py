@@ -39,16 +39,19 @@ def books_of(reader: MemoryConsumer, home: Path, **settings: int) -> AuditorLoop
 def test_what_it_tells_goes_on_over_a_restart(tmp_path: Path) -> None:
     reader = MemoryConsumer(ALL, traffic(0, 5))
     first = books_of(reader, tmp_path)
-    assert first.gauges == {}, "nothing is told before something was read"
+    assert first.metrics == {}, "nothing is told before something was read"
     first.open()
     first.turn(0.0)
-    assert first.gauges["requests"] == 5 and first.gauges["accounted"]["yes"] == 1
+    assert (
+        first.metrics["roostream_auditor_requests"] == 5
+        and first.metrics["roostream_auditor_accounted"]["yes"] == 1
+    )
     first.close()
     reader.append(traffic(5, 5, start=5))
     second = books_of(reader, tmp_path)
     second.open()
     second.turn(0.0)
-    assert second.gauges["requests"] == second.gauges["samples"] == 10
+    assert second.metrics["roostream_auditor_requests"] == second.metrics["roostream_auditor_samples"] == 10
     assert sum(second.auditor.accounts.num_records.values()) == 20
 
 
@@ -63,7 +66,10 @@ def test_a_kill_counts_nothing_twice(tmp_path: Path) -> None:
     second = books_of(reader, tmp_path)
     second.open()
     second.turn(0.0)
-    assert second.gauges["requests"] == 10 and second.gauges["duplicates"] == 0
+    assert (
+        second.metrics["roostream_auditor_requests"] == 10
+        and second.metrics["roostream_auditor_duplicates"] == 0
+    )
 
 
 def test_sums_that_can_not_be_saved_are_told_all_the_same(
@@ -75,7 +81,7 @@ def test_sums_that_can_not_be_saved_are_told_all_the_same(
     books.home = tmp_path / "file" / "no folder"
     with caplog.at_level(logging.WARNING):
         books.close()
-    assert "can't save" in caplog.text and books.gauges["requests"] == 5
+    assert "can't save" in caplog.text and books.metrics["roostream_auditor_requests"] == 5
 
 
 def test_a_broker_that_is_away_at_the_start_is_told(tmp_path: Path) -> None:
@@ -87,7 +93,7 @@ def test_a_broker_that_is_away_at_the_start_is_told(tmp_path: Path) -> None:
     reader.away = False
     books.open()
     books.turn(0.0)
-    assert books.gauges["requests"] == 5
+    assert books.metrics["roostream_auditor_requests"] == 5
 
 
 def test_unfinished_files_of_a_killed_run_are_swept(tmp_path: Path) -> None:
