@@ -21,7 +21,7 @@ from benchmarks.warehouse_read import planned
 from roostream.errors import ConfigError
 
 SMALL: dict[str, list[tuple[str, list[Any]]]] = {
-    "train_vs_torchrec": [(f, [4, 3]) for f in ("our_loop", "our_batches", "their_batches")],
+    "train_vs_torchrec": [(f, [4, 3]) for f in ("our_loop", "our_batches", "torchrec_batches")],
     "hstu_attention": [
         ("attention", [way, backward, "float32", "cpu", [3, 20, 2, 2, 3]])
         for way, backward in (("reference", False), ("reference", True), ("causal", False), ("causal", True))

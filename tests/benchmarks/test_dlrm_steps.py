@@ -7,13 +7,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from benchmarks.train_vs_torchrec import NUM_BATCHES, OurBatches, TheirBatches, batches_of, dlrm_case
+from benchmarks.train_vs_torchrec import NUM_BATCHES, OurBatches, TorchRecBatches, batches_of, dlrm_case
 from roostream.wire.lookup import build_lookup
 
 
 def test_our_step_and_torchrecs_learn_the_same(tmp_path: Path) -> None:
     case = dlrm_case(str(tmp_path), 8, 4)
-    ours, theirs = OurBatches(case), TheirBatches(case)
+    ours, theirs = OurBatches(case), TorchRecBatches(case)
     losses = np.array([(ours.step(), theirs.step()) for _ in range(2 * NUM_BATCHES)])
     np.testing.assert_allclose(losses[:, 0], losses[:, 1], rtol=1e-5)
     assert losses[-1, 0] < 0.9 * losses[NUM_BATCHES - 1, 0], "and something is learned"
