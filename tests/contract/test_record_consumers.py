@@ -171,7 +171,7 @@ def test_records_of_all_partitions_come_oldest_first_and_whole(records: Log) -> 
     wait_until(reader.at_end)
 
 
-def test_a_seek_goes_on_exactly_where_it_is_told(records: Log) -> None:
+def test_a_seek_continues_exactly_at_the_given_offsets(records: Log) -> None:
     reader = records.reader()
     records.write(P0, 1_000, 1_001, 1_002)
     records.write(P1, 2_000, 2_001)
@@ -192,7 +192,7 @@ def test_one_partition_can_be_read_alone(records: Log) -> None:
     assert reader.positions() == {SHOWN: 0, P0: 0, P1: 2}
 
 
-def test_nothing_there_is_an_empty_poll_and_an_end(records: Log) -> None:
+def test_an_empty_log_gives_an_empty_poll_at_its_end(records: Log) -> None:
     reader = records.reader()
     reader.seek({})
     assert reader.poll(10, 0.05) == []
@@ -212,7 +212,7 @@ def test_lag_is_counted_in_records_and_in_event_time(records: Log) -> None:
     assert (reader.lag()[P0].records, reader.lag()[P0].event_ms) == (0, 0)
 
 
-def test_what_retention_deleted_before_a_seek_is_counted(records: Log) -> None:
+def test_records_deleted_before_a_seek_are_counted(records: Log) -> None:
     reader = records.reader()
     records.write(P0, *range(1_000, 1_008))
     records.trim(P0, 5)
@@ -223,7 +223,7 @@ def test_what_retention_deleted_before_a_seek_is_counted(records: Log) -> None:
     assert reader.num_lost == 3, "what nobody asked for isn't lost"
 
 
-def test_what_retention_deletes_while_a_partition_is_held_is_counted(records: Log) -> None:
+def test_records_deleted_while_a_partition_is_paused_are_counted(records: Log) -> None:
     reader = records.reader()
     records.write(P0, 1_000)
     reader.seek({})
@@ -238,7 +238,7 @@ def test_what_retention_deletes_while_a_partition_is_held_is_counted(records: Lo
     assert reader.num_lost == 3
 
 
-def test_a_reader_that_may_not_skip_says_that_records_are_gone(records: Log) -> None:
+def test_a_consumer_that_may_not_skip_reports_deleted_records(records: Log) -> None:
     reader = records.reader(skip_lost_records=False)
     records.write(P0, 1_000, 1_001, 1_002)
     records.trim(P0, 2)
@@ -255,7 +255,7 @@ def test_offsets_beyond_the_end_are_gone_too(records: Log) -> None:
         reader.seek({P0: 1_000_000})
 
 
-def test_a_reader_that_may_skip_goes_on_at_the_end_of_a_log_that_was_cut(records: Log) -> None:
+def test_a_consumer_that_may_skip_continues_at_the_end_of_a_truncated_log(records: Log) -> None:
     reader = records.reader()
     records.write(P0, 1_000, 1_001)
     reader.seek({P0: 7})
@@ -264,7 +264,7 @@ def test_a_reader_that_may_skip_goes_on_at_the_end_of_a_log_that_was_cut(records
     assert places(read(reader, 1)) == [(P0, 2)]
 
 
-def test_nothing_from_a_bound_on_is_given_until_it_is_moved(records: Log) -> None:
+def test_no_record_at_or_beyond_a_limit_is_returned_until_it_moves(records: Log) -> None:
     reader = records.reader()
     records.write(P0, 1_000, 1_010, 1_040)
     records.write(P1, 1_020, 1_030)
@@ -285,7 +285,7 @@ def test_nothing_from_a_bound_on_is_given_until_it_is_moved(records: Log) -> Non
 
 
 @pytest.mark.e2e
-def test_records_of_an_open_transaction_are_not_given_and_are_no_lag(stack: Any) -> None:
+def test_records_of_an_open_transaction_are_neither_returned_nor_counted_as_lag(stack: Any) -> None:
     broker = Broker(stack.endpoints.kafka)
     log = KafkaLog(broker)
     reader = log.reader()
@@ -326,7 +326,7 @@ def test_a_killed_broker_is_waited_for(stack: Any) -> None:
 
 
 @pytest.mark.e2e
-def test_what_a_group_has_committed_is_told_to_whoever_is_no_member_of_it(stack: Any) -> None:
+def test_committed_offsets_of_a_group_can_be_read_from_outside_of_it(stack: Any) -> None:
     broker = Broker(stack.endpoints.kafka)
     log = KafkaLog(broker)
     log.write(P0, 1_000)

@@ -134,30 +134,12 @@ def test_each_row_has_the_parameters_of_its_own_table(name: str) -> None:
 
 
 @RULE
-def test_other_rows_do_not_change(rule: Rule) -> None:
-    rows_ND, state_NA = start(rule, 4)
-    before = rows_ND.copy(), state_NA.copy()
-    apply((rows_ND, state_NA), [rule], np.array([7]), np.ones((1, 4), np.float32))
-    others = np.arange(20) != 7
-    assert (rows_ND[others] == before[0][others]).all() and (state_NA[others] == before[1][others]).all()
-    assert (rows_ND[7] != before[0][7]).all()
-
-
-@RULE
 def test_a_zero_gradient_without_state_changes_no_row(rule: Rule) -> None:
     rows_ND, state_NA = start(rule, 4)
     state_NA[:] = 0
     before = rows_ND.copy()
     apply((rows_ND, state_NA), [rule], np.arange(20), np.zeros((20, 4), np.float32))
     assert (rows_ND == before).all() and np.isfinite(state_NA).all()
-
-
-@RULE
-def test_huge_finite_gradients_leave_rows_finite(rule: Rule) -> None:
-    state = start(rule, 4)
-    for sign in (1, -1, 1):
-        apply(state, [rule], np.arange(20), np.full((20, 4), sign * 3e38, np.float32))
-    assert np.isfinite(state[0]).all()
 
 
 @RULE

@@ -38,9 +38,7 @@ def client(folder: Path, script: str) -> None:
     (folder / "bin" / "flink").chmod(0o755)
 
 
-def test_the_client_unpacks_where_no_other_user_was_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_client_unpacks_into_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     client(tmp_path, f'echo "$JVM_ARGS" > {tmp_path}/args; echo "$TMPDIR" > {tmp_path}/tmp; echo JobID {JOB}')
     monkeypatch.setenv("FLINK_HOME", str(tmp_path))
     monkeypatch.setenv("JVM_ARGS", "-Xmx1g")
@@ -70,7 +68,7 @@ def test_the_job_is_submitted_detached_with_its_settings_and_its_restore_point(
 
 
 @pytest.mark.parametrize(
-    ("printed", "told"),
+    ("printed", "expected_message"),
     [
         (
             "Traceback (most recent call last):\\nImportError: no such thing\\nCaused by: java.lang.RuntimeException: exits",
@@ -80,12 +78,12 @@ def test_the_job_is_submitted_detached_with_its_settings_and_its_restore_point(
         ("", "no output"),
     ],
 )
-def test_a_client_that_fails_is_told_with_its_most_telling_line(
-    printed: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_an_error_of_flinks_client_is_reported_by_its_most_specific_line(
+    printed: str, expected_message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client(tmp_path, f"printf '{printed}'; exit 1")
     monkeypatch.setenv("FLINK_HOME", str(tmp_path))
-    with pytest.raises(UnavailableError, match=f"Flink did not accept the job: .*{told}"):
+    with pytest.raises(UnavailableError, match=f"Flink did not accept the job: .*{expected_message}"):
         submit(JoinerConfig(flink="http://x:1"), threading.Event())
 
 
@@ -110,7 +108,7 @@ def test_a_stop_while_submitting_ends_the_client(tmp_path: Path, monkeypatch: py
         submit(JoinerConfig(flink="http://x:1"), stop)
 
 
-def test_what_flink_tells_of_the_job_is_exported() -> None:
+def test_gauges_of_the_job_are_exported_as_metrics() -> None:
     registry = CollectorRegistry()
     JoinerMetrics(registry).set_job(True, {"restarts": 3.0, "checkpoints": 12.0, "watermark_ms": 800.0})
     assert registry.get_sample_value("roostream_joiner_watermark_timestamp_seconds") == 0.8
@@ -118,15 +116,15 @@ def test_what_flink_tells_of_the_job_is_exported() -> None:
 
 
 @pytest.mark.parametrize(
-    ("job", "told"),
+    ("job", "expected_message"),
     [
         (None, "the job manager does not know it"),
         ({"state": "FAILED"}, "FAILED: boom ← Caused by: the root"),
         ({"state": "CANCELED"}, "CANCELED"),
     ],
 )
-def test_watching_ends_with_a_clear_line_when_the_job_has_ended(
-    job: dict[str, str] | None, told: str, flink: FakeFlink
+def test_watching_ends_with_the_reason_when_the_job_has_ended(
+    job: dict[str, str] | None, expected_message: str, flink: FakeFlink
 ) -> None:
     rest, answers = FlinkRest(flink.url), flink.answers
     if job is not None:
@@ -135,7 +133,7 @@ def test_watching_ends_with_a_clear_line_when_the_job_has_ended(
     answers[f"/jobs/{JOB}/exceptions?maxExceptions=1"] = {
         "exceptionHistory": {"entries": [{"stacktrace": trace}]}
     }
-    with pytest.raises(UnavailableError, match=told):
+    with pytest.raises(UnavailableError, match=expected_message):
         flink_client.watch(
             flink_client.FlinkJob(rest, JOB), JoinerMetrics(CollectorRegistry()), Health(60), Stop()
         )
@@ -158,7 +156,7 @@ def test_a_job_that_comes_back_by_high_availability_is_waited_for(flink: FakeFli
     assert health.unready() == "the job manager has not recovered the job yet"
 
 
-def test_what_retention_took_from_flink_is_exported(flink: FakeFlink) -> None:
+def test_records_that_retention_deleted_before_flink_read_them_are_exported(flink: FakeFlink) -> None:
     """Flink's own source goes on from the oldest record without a word."""
     stop, meters = Stop(), JoinerMetrics(registry := CollectorRegistry())
     flink.answers[f"/jobs/{JOB}"] = {"state": "RUNNING"}
@@ -179,7 +177,7 @@ def test_an_absent_job_manager_is_waited_for_until_stopped() -> None:
         )
 
 
-def test_where_somebody_else_submits_the_job_is_waited_for(flink: FakeFlink) -> None:
+def test_a_job_that_another_program_submits_is_waited_for(flink: FakeFlink) -> None:
     flink.answers["/jobs/overview"] = {"jobs": []}
     flink.answers[f"/jobs/{JOB}"] = {"state": "RUNNING"}
     stop, health, meters = Stop(), Health(60), JoinerMetrics(registry := CollectorRegistry())
@@ -190,7 +188,7 @@ def test_where_somebody_else_submits_the_job_is_waited_for(flink: FakeFlink) -> 
     assert registry.get_sample_value("roostream_joiner_running") == 1
 
 
-def test_waiting_for_a_job_that_somebody_else_submits_ends_with_a_signal(flink: FakeFlink) -> None:
+def test_waiting_for_another_programs_job_ends_with_a_signal(flink: FakeFlink) -> None:
     flink.answers["/jobs/overview"] = {"jobs": []}
     stop, health = Stop(), Health(60)
     threading.Timer(0.3, stop.set).start()

@@ -121,7 +121,7 @@ def test_nro_features_of_a_candidate_come_from_its_first_impression_and_repeats_
     assert sample.message.num_duplicates == 1
 
 
-def test_what_was_served_is_copied_and_filled_where_a_page_lacks_it() -> None:
+def test_served_columns_are_copied_and_filled_where_a_page_lacks_them() -> None:
     scores = [0.5 + n for n in range(8)]
     sample = closed(
         impression(T, (1, 2), scores=scores, positions=[4, 5], propensities=[0.5, 0.25], weight=2.0),
@@ -139,7 +139,7 @@ def test_what_was_served_is_copied_and_filled_where_a_page_lacks_it() -> None:
 
 
 @pytest.mark.parametrize("items", [(), (1,), tuple(range(1, 1001))])
-def test_requests_of_no_one_and_the_most_candidates_are_ordinary(items: tuple[int, ...]) -> None:
+def test_a_request_may_have_none_one_or_the_maximum_of_candidates(items: tuple[int, ...]) -> None:
     sample = closed(impression(T, items))
     assert tuple(sample.items) == items and len(sample.message.labels) == 4 * len(items)
 
@@ -179,7 +179,7 @@ def test_a_retry_of_a_refused_engagement_is_a_duplicate_too() -> None:
 
 # orphans
 @pytest.mark.parametrize(("messages", "reason"), [([], "no_request"), ([impression(T)], "item_not_shown")])
-def test_an_orphan_is_given_up_when_its_time_and_timeout_pass_the_watermark(
+def test_an_orphan_is_refused_when_the_watermark_reaches_its_timeout(
     messages: list[Any], reason: str
 ) -> None:
     driver = Driver(rules(orphan_timeout_ms=40))
@@ -222,7 +222,7 @@ def test_a_correction_has_features_within_the_correction_horizon(time: int, trai
 
 
 # early close
-def test_an_early_close_tells_what_is_known_and_corrections_the_rest_of_the_window() -> None:
+def test_after_an_early_close_the_rest_of_the_window_becomes_corrections() -> None:
     driver = Driver(rules(early_close_ms=10))
     driver.send(
         impression(T),
@@ -282,7 +282,7 @@ def test_beyond_the_late_horizon_an_engagement_is_too_late_whenever_it_arrives(
     assert len([o for o in driver.outputs if o.topic == "corrections"]) == (not reason)
 
 
-def test_what_was_too_late_takes_no_room_from_what_follows() -> None:
+def test_engagements_that_are_too_late_do_not_count_for_the_cap() -> None:
     driver = Driver(rules(max_engagements=2))
     driver.send(impression(T))
     driver.at(T + 1_100)
@@ -292,7 +292,7 @@ def test_what_was_too_late_takes_no_room_from_what_follows() -> None:
     assert reasons(driver.outputs) == ["too_late"] * 5
 
 
-def test_copies_of_pages_are_known_as_long_as_their_request_s_name() -> None:
+def test_copies_of_pages_are_recognized_until_the_request_is_forgotten() -> None:
     """Of the one in the sample, of one that came too late, and of one that came when only the name was
     left."""
     driver = Driver(rules())
@@ -305,7 +305,7 @@ def test_copies_of_pages_are_known_as_long_as_their_request_s_name() -> None:
     assert reasons(driver.send(later)) == ["after_close"] and driver.send(later, late, sampled) == []
 
 
-def test_the_tombstone_thins_and_then_goes() -> None:
+def test_a_request_is_closed_then_expired_then_forgotten() -> None:
     driver = Driver(rules())
     driver.send(impression(T))
     phases = [

@@ -82,7 +82,7 @@ def large_engagements() -> list[Record]:
     [scroll, five_large_pages, two_halves, one_of_the_largest, many_engagements, large_engagements],
     ids=lambda f: f.__name__,
 )
-def test_whatever_is_accepted_is_taken_by_the_sink_and_by_the_reader(records) -> None:  # type: ignore[no-untyped-def]
+def test_every_accepted_request_fits_the_sink_and_the_decoder(records) -> None:  # type: ignore[no-untyped-def]
     given = records()
     outputs = joined(given)
     kinds = Counter((o.topic, o.reason) for o in outputs)
@@ -120,7 +120,7 @@ def test_the_sink_refuses_what_is_above_the_cap() -> None:
     )
 
 
-def test_no_sample_is_larger_than_the_costs_of_what_it_is_made_of() -> None:
+def test_no_sample_is_larger_than_the_cost_of_its_events() -> None:
     rng = random.Random(5)
     for n in range(40):
         driver = Driver(rules(), "memory")
@@ -183,7 +183,7 @@ def test_engagements_that_wait_count_before_their_request_is_there_and_no_longer
     assert driver.state.requests["r"].num_bytes == driver.join.max_request_bytes
 
 
-def test_what_a_request_holds_is_counted_in_every_phase() -> None:
+def test_the_budget_counts_pending_events_in_every_phase() -> None:
     driver = Driver(rules())
     acted = [engagement(t, event=n) for n, t in enumerate((T + 5, T + 500, T + 1_500, T + 2_500), 1)]
     costs = [engagement_cost(event(e)) for e in acted]  # type: ignore[arg-type]
@@ -226,7 +226,7 @@ def test_engagements_that_wait_for_an_item_shown_too_late_have_the_cap_of_orphan
     assert driver.state.counts.num_orphans == 0, "their item is shown"
 
 
-def test_an_output_that_is_too_large_all_the_same_is_a_dead_letter_of_each_event() -> None:
+def test_an_oversized_output_becomes_a_dead_letter_of_each_event() -> None:
     driver = Driver(rules(correction_horizon_ms=1_000))
     driver.join.max_sample_bytes = 100
     driver.send(impression(T), impression(T + 1, (3,)), engagement(T + 2, event=1))

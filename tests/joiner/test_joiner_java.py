@@ -30,12 +30,12 @@ pytestmark = pytest.mark.skipif(
     not any(COMPILER_JARS.glob("*.jar")), reason="`make setup` fetches the compiler"
 )
 
-Told = tuple[bool, int, int, int]
+JavaReading = tuple[bool, int, int, int]
 """(whether it goes on to Python, kind, time, event time that the partition has reached)."""
 
 
 @pytest.fixture(scope="module")
-def java(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Sequence[Record]], list[Told]]:
+def java(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Sequence[Record]], list[JavaReading]]:
     """What Java makes of the records of one partition."""
     classes = tmp_path_factory.mktemp("classes")
     libraries = [*(pyflink_home() / "lib").glob("*.jar"), *CONNECTOR_JARS.glob("*.jar")]
@@ -52,7 +52,7 @@ def java(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Sequence[Record]
         str(SILENT_MS),
     )
 
-    def run(records: Sequence[Record]) -> list[Told]:
+    def run(records: Sequence[Record]) -> list[JavaReading]:
         given = b"".join(struct.pack(">qi", r.timestamp_ms, len(r.value)) + r.value for r in records)
         done = subprocess.run(command, input=given, capture_output=True, check=False)
         assert done.returncode == 0, done.stderr.decode()
@@ -78,7 +78,7 @@ def python(r: Record) -> tuple[int, int]:
     return HEARTBEAT if isinstance(found, pb.Heartbeat) else END_MARKER, found.time_ms
 
 
-Run = Callable[[Sequence[Record]], list[Told]]
+Run = Callable[[Sequence[Record]], list[JavaReading]]
 BODIES = (
     b"",
     b"\xff\xff",

@@ -100,7 +100,7 @@ def run(made: LocalRunner) -> None:
     made.run(made.stop)  # type: ignore[attr-defined]
 
 
-def test_killed_anywhere_and_started_again_it_writes_the_same_records(tmp_path: Path) -> None:
+def test_after_kills_and_restarts_the_same_records_are_written(tmp_path: Path) -> None:
     records = generated.placed(generated.arrivals(5))
     undisturbed, killed = MemorySink(), MemorySink()
     run(pump(records, tmp_path / "a", undisturbed))
@@ -112,7 +112,7 @@ def test_killed_anywhere_and_started_again_it_writes_the_same_records(tmp_path: 
     assert set(killed.outputs) == set(undisturbed.outputs)
 
 
-def test_a_stop_writes_a_last_snapshot_from_which_nothing_is_read_again(tmp_path: Path) -> None:
+def test_a_stop_writes_a_snapshot_after_which_nothing_is_read_again(tmp_path: Path) -> None:
     records = generated.placed(generated.arrivals(5))
     run(pump(records, tmp_path, MemorySink()))
     again = MemorySink()
@@ -120,7 +120,7 @@ def test_a_stop_writes_a_last_snapshot_from_which_nothing_is_read_again(tmp_path
     assert again.outputs == []
 
 
-def test_a_damaged_newest_snapshot_is_passed_over_for_the_one_before(tmp_path: Path) -> None:
+def test_a_damaged_newest_snapshot_is_skipped_for_the_one_before(tmp_path: Path) -> None:
     records = generated.placed(generated.arrivals(5))
     run(pump(records, tmp_path, MemorySink()))
     store = FileStore(tmp_path)
@@ -255,7 +255,7 @@ def test_one_record_from_far_ahead_stops_nothing(tmp_path: Path, far: Record) ->
     assert "samples" in [o.topic for o in sink.outputs]
 
 
-def test_a_schema_that_can_not_be_read_is_waited_for_and_its_record_is_joined(tmp_path: Path) -> None:
+def test_a_record_waits_for_its_unreadable_schema_and_is_then_joined(tmp_path: Path) -> None:
     sink, tries = MemorySink(), []
     made = pump([], tmp_path, sink, config=JoinerConfig(window_ms=100))
 
@@ -270,7 +270,7 @@ def test_a_schema_that_can_not_be_read_is_waited_for_and_its_record_is_joined(tm
     assert len(tries) == 3 and sink.outputs == [] and made.engine.num_keys == 1
 
 
-def test_a_restart_knows_the_producers_that_held_a_partition(tmp_path: Path) -> None:
+def test_a_restart_remembers_the_heartbeats_of_producers(tmp_path: Path) -> None:
     config = JoinerConfig(window_ms=100, lateness_ms=0)
     made = pump([], tmp_path, MemorySink(), config=config)
     step_through(

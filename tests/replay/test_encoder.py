@@ -77,7 +77,7 @@ def test_requests_of_the_same_moment_see_each_other_in_order() -> None:
     assert features(edge.record(request(2, 0)))[1]["views"].tolist() == [1, 1]
 
 
-def test_a_label_delay_hides_what_is_too_fresh() -> None:
+def test_a_label_delay_hides_newer_events() -> None:
     edge = ReplayEncoder(SCHEMA, label_delay_ms=60_000)
     edge.record(request(1, 0))
     edge.record(click(1, 1))
@@ -96,7 +96,7 @@ def test_frozen_counters_stand_still_from_the_freeze_on() -> None:
     assert nro["views"] == pytest.approx([1, 1], rel=1e-3)
 
 
-def test_what_the_log_gives_wins_over_what_is_counted() -> None:
+def test_values_of_the_log_replace_counted_ones() -> None:
     given = request(1, 0, ro={"basket": 2.0, "gap": 9.0}, nro={"views": [7.0, 8.0], "price": [1.5, None]})
     ro, nro = features(ReplayEncoder(SCHEMA).record(given))
     assert ro["basket"] == 2.0 and ro["gap"] == 9.0
@@ -126,7 +126,7 @@ def of_elsewhere(*clicks: tuple[int, int, float]) -> Clicks:
     return Clicks(*rows_N3.T)
 
 
-def test_a_click_from_elsewhere_counts_from_its_own_time_on() -> None:
+def test_an_unlogged_click_counts_from_its_own_time_on() -> None:
     edge = ReplayEncoder(SCHEMA)
     edge.add_unlogged_clicks(of_elsewhere((5, 8, 1), (6, 1, 2), (5, 9, 3)))
     assert [
@@ -137,7 +137,7 @@ def test_a_click_from_elsewhere_counts_from_its_own_time_on() -> None:
     assert nro["clicks"][1] == 0, "another user's click is the item's"
 
 
-def test_a_click_from_elsewhere_waits_for_the_delay_too_and_comes_before_the_log_s_own_of_that_time() -> None:
+def test_an_unlogged_click_is_delayed_too_and_precedes_the_logs_clicks_of_its_time() -> None:
     edge = ReplayEncoder(SCHEMA, label_delay_ms=5000)
     edge.add_unlogged_clicks(of_elsewhere((5, 8, 1), (5, 9, 100)))
     edge.record(request(1, 0))

@@ -73,7 +73,7 @@ def test_every_event_is_a_record_and_every_partition_gets_its_end() -> None:
     assert {r.timestamp_ms for r in ends} == {T0 + 6000}
 
 
-def test_quiet_partitions_hear_of_the_time() -> None:
+def test_every_partition_gets_heartbeats() -> None:
     events = [request(n, 100 * n) for n in range(10)]
     stream = list(records(events, ReplayEncoder(SCHEMA), settle_ms=0, heartbeat_ms=300_000))
     beats = [r for r in stream if wire.kind_of(r.value) == wire.HEARTBEAT]
@@ -84,7 +84,7 @@ def test_quiet_partitions_hear_of_the_time() -> None:
         last[r.topic, r.partition] = r.timestamp_ms
 
 
-def test_pace_is_event_time_over_factor_and_the_end_is_not_waited_for() -> None:
+def test_records_are_paced_by_event_time_and_end_markers_are_not_delayed() -> None:
     clock = FakeClock()
     stream = records(
         [request(1, 0), request(2, 600)], ReplayEncoder(SCHEMA), settle_ms=10**9, heartbeat_ms=10**9
@@ -161,7 +161,7 @@ def test_lines_with_features_that_do_not_fit_are_reported_or_skipped(tmp_path: P
     assert patient.skipped()[0] == 1 and "bad.jsonl:1" in patient.skipped().first[0]
 
 
-def test_the_end_lies_beyond_everything_that_the_joiner_remembers() -> None:
+def test_the_end_marker_lies_beyond_the_late_horizon() -> None:
     config = ReplayConfig(
         dataset="jsonl",
         options=jsonl.Options(log=(__file__,)),

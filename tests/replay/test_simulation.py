@@ -97,20 +97,20 @@ def test_clients_repeat_some_engagements_with_the_same_event_id() -> None:
     assert 0 < len(repeats) < 0.1 * len(serving.engagements)
 
 
-def test_users_come_back_after_serving_was_away() -> None:
+def test_requests_are_retried_while_serving_is_away() -> None:
     serving = Serving(fail={2: 0, 3: 503, 4: 429})
     _, client = simulate(serving)
     assert client.outcomes["retried"] == 3
     assert client.outcomes["gave_up"] == 0 == client.outcomes["refused"]
 
 
-def test_a_refusal_is_counted_and_not_tried_again() -> None:
+def test_a_rejected_request_is_counted_and_not_retried() -> None:
     simulation, client = simulate(Serving(fail={1: 400}))
     assert client.outcomes["refused"] == 1 and client.outcomes["retried"] == 0
     assert simulation.num_requests > 0
 
 
-def test_an_order_that_is_none_shows_nothing() -> None:
+def test_an_answer_that_is_no_permutation_shows_nothing() -> None:
     simulation, _ = simulate(Serving(order=[0, 0]))
     assert simulation.num_requests == 0 == simulation.click_rates.total.shown
 
@@ -131,7 +131,7 @@ def test_the_report_and_the_metrics_tell_the_click_rates(tmp_path: Path) -> None
     assert {m.type for name, m in shown.items() if not name.endswith("rate")} == {"counter"}
 
 
-def test_too_many_waiting_users_are_turned_away() -> None:
+def test_visits_beyond_the_maximum_in_flight_are_dropped() -> None:
     simulation, _ = simulate(Serving(fail=dict.fromkeys(range(1, 5), 503)), max_in_flight=2, seconds=0.3)
     assert simulation.num_dropped > 0
 
@@ -158,7 +158,7 @@ def test_rates_are_expected_clicks_a_shown_candidate() -> None:
     assert tally.by_minute()[1]["served"] == pytest.approx(0.2)
 
 
-def test_the_window_forgets() -> None:
+def test_recent_rates_cover_the_newest_requests_only() -> None:
     tally = ExpectedClickRates(window=2)
     for served in (9.0, 1.0, 3.0):
         tally.add(ExpectedClicks(served, 1.0, 9.0, 10), 0.0)

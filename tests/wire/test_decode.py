@@ -330,13 +330,6 @@ def test_the_utf_8_check_equals_that_of_python(data: bytes) -> None:
     )
 
 
-def test_labels_are_matched_by_name() -> None:
-    writer = Schema(labels=(DWELL, CLICK))
-    reader = Decoder(SCHEMA, {SCHEMA.fingerprint: SCHEMA, writer.fingerprint: writer}.get)
-    batch, rejects = reader.decode([record(sample(writer, labels=[30.0, 1.0]).SerializeToString())])
-    assert rejects == [] and batch.label_BT.tolist() == [[1.0, 30.0]]
-
-
 @pytest.mark.parametrize(
     "change", [{"action": "open"}, {"fold": "sum"}, {"window_ms": 5}, {"threshold": 2.0}]
 )
