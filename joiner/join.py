@@ -558,11 +558,9 @@ class Join:
         `rows_are_candidates`: the request has one page without repeats, so an item's row is its candidate
         index.
         """
-        close_ms, stored, expired = (
-            request.close_ms,
-            step.state.engagements_of(request_id),
-            list[Engagement](),
-        )
+        close_ms = request.close_ms
+        stored = step.state.engagements_of(request_id)
+        expired = list[Engagement]()
         joined = at_close.joined
         for event in step.state.engagement_list(request_id, request):
             if type(event) is not Engagement:

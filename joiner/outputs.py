@@ -154,12 +154,10 @@ def correction(key: bytes, request_id: str, request: Request, change: LabelChang
     With features it contains the whole list of candidates, because a model's score of one candidate depends
     on the others. Without features it contains only the one candidate.
     """
-    features, candidate, items, impressions = (
-        _Features(),
-        change.engagement[4],
-        request.items,
-        change.impressions,
-    )
+    features = _Features()
+    candidate = change.engagement[4]
+    items = request.items
+    impressions = change.impressions
     if impressions:
         features = _features(impressions, select_rows([i.page for i in impressions]).rows, num_labels)
     else:

@@ -21,12 +21,10 @@ from roostream.schema.ids import sample_id, splitmix64
 from roostream.schema.settings import Settings, parse_duration_ms, setting, setting_error
 from roostream.wire import roo_pb2 as pb
 
-WINDOW, EARLY, ENGAGED, NEXT_REQUEST = (
-    pb.CLOSE_WINDOW,
-    pb.CLOSE_EARLY,
-    pb.CLOSE_ENGAGED,
-    pb.CLOSE_NEXT_REQUEST,
-)
+WINDOW = pb.CLOSE_WINDOW
+EARLY = pb.CLOSE_EARLY
+ENGAGED = pb.CLOSE_ENGAGED
+NEXT_REQUEST = pb.CLOSE_NEXT_REQUEST
 LATE_REASON = pb.CloseReason.Name(pb.CLOSE_LATE)
 
 

@@ -559,10 +559,8 @@ def fill_lists(buf: np.ndarray, blocks: Blocks, plan: ReadingPlan, out: Lists) -
             b = blocks.out_M[m] + taken
             taken += use
             for k in range(lists):
-                length, streams = (
-                    u32(buf, spans[BLOCK.lengths, 0] + 4 * (row * lists + k)),
-                    plan.streams_SK3[s, k],
-                )
+                length = u32(buf, spans[BLOCK.lengths, 0] + 4 * (row * lists + k))
+                streams = plan.streams_SK3[s, k]
                 if use and plan.list_to_SK[s, k] >= 0:
                     fill_list(
                         buf, at_ids, at_weights, at_times, length, streams, out, plan.list_to_SK[s, k], b

@@ -109,10 +109,8 @@ class MissingFeatures:
             if entry.length > self.schema.limits.max_list:
                 return None
             ids: np.ndarray = np.array([*chain.from_iterable(entry.ids)], dtype=np.uint64).view(np.int64)
-            weights, times = (
-                np.array(entry.weights, np.float32),
-                np.array([*chain.from_iterable(entry.times)], np.int64),
-            )
+            weights = np.array(entry.weights, np.float32)
+            times = np.array([*chain.from_iterable(entry.times)], np.int64)
             start_3 = (lengths_K[:index].astype(np.int64) @ self._streams_K3[:index]).tolist()
             added: tuple[np.ndarray, ...] = (ids, weights, times)
             for s, (start, stream) in enumerate(zip(start_3, added, strict=True)):

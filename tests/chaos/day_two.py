@@ -43,10 +43,8 @@ QUICK = (
 RATE = 5.0
 _EVERY_S = 0.1
 _CANDIDATES = [{"item_id": 1}, {"item_id": 2}]
-_FIRST_USER, _USERS = (
-    10**9,
-    1000,
-)  # none of those who are simulated; many, since the joiner bounds what a single one has open
+_FIRST_USER = 10**9
+_USERS = 1000  # none of those who are simulated; many, since the joiner bounds what a single one has open
 _ANSWERS = frozenset({200, 408, 429, 504})
 _COUNTED = re.compile(r"^roostream_worker_requests_total (\S+)$", re.MULTILINE)
 

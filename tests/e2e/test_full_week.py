@@ -92,9 +92,7 @@ def test_a_model_of_files_goes_on_live_as_well_as_one_that_was_live(tmp_path: Pa
 
 
 def test_live_training_is_worth_more_than_a_frozen_model(live: dict[str, Any], tmp_path: Path) -> None:
-    measured, frozen = (
-        live["metrics"]["measured"],
-        report_of(tmp_path, engine="local", freeze_at=DAY_6)["metrics"]["measured"],
-    )
+    measured = live["metrics"]["measured"]
+    frozen = report_of(tmp_path, engine="local", freeze_at=DAY_6)["metrics"]["measured"]
     assert measured["request_auc"] >= 0.75 and measured["ne"] <= 0.85
     assert frozen["request_auc"] < measured["request_auc"] and frozen["ne"] > measured["ne"]

@@ -58,10 +58,8 @@ def distinct(bootstrap: str, prefix: str, topic: str) -> dict[object, tuple[obje
     for m in consume(bootstrap, prefix, topic):
         message = wire.decode(m.value())[1]
         if topic == "dead_letters":
-            identity, row = (
-                (message.raw, message.reason),
-                (message.topic, message.partition, message.event_id, message.request_id),
-            )
+            identity = (message.raw, message.reason)
+            row = (message.topic, message.partition, message.event_id, message.request_id)
         else:
             stamp = m.timestamp()[1] if topic == "samples" else None
             identity, row = message.sample_id, (m.partition(), m.key(), stamp, m.value())

@@ -30,11 +30,9 @@ def test_seeding_in_bulk_equals_single_clicks() -> None:
     n = 3000
     users_N, items_N = rng.integers(1, 12, n), rng.integers(1, 60, n)
     times_N = T0 + np.sort(rng.integers(0, 40_000_000, n) // 1000 * 1000)
-    users_N[1::50], items_N[1::50], times_N[1::50] = (
-        users_N[::50],
-        items_N[::50],
-        times_N[::50],
-    )  # the same click again
+    users_N[1::50] = users_N[::50]
+    items_N[1::50] = items_N[::50]
+    times_N[1::50] = times_N[::50]  # the same click again
     bulk, single = Counters(SCHEMA), Counters(SCHEMA)
     seed(bulk, users_N, items_N, times_N)
     for user, item, time_ms in zip(users_N.tolist(), items_N.tolist(), times_N.tolist(), strict=True):

@@ -30,10 +30,8 @@ def test_interleaved_columns_keep_their_bits_and_defaults(rows: int, count: int)
         rng.choice(np.concatenate([ODD, rng.normal(size=9).astype(np.float32)]), rows) for _ in range(count)
     ]
     default_F = rng.normal(size=count + 2).astype(np.float32)
-    float_NF, present_NF = (
-        np.full((rows, count + 2), 5, dtype=np.float32),
-        np.ones((rows, count + 2), dtype=np.bool_),
-    )
+    float_NF = np.full((rows, count + 2), 5, dtype=np.float32)
+    present_NF = np.ones((rows, count + 2), dtype=np.bool_)
     bits = [values.view(np.uint32) for values in columns]
     interleave_columns(
         tuple(bits + bits[:1] * (MAX_COLUMNS - count)),
