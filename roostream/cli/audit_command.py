@@ -5,20 +5,19 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import click
-from rich.console import Console
 
 from infra.auditor.auditor import Auditor
 from infra.auditor.config import HORIZON_MS
 from infra.auditor.sums import Sums, state_of
 from infra.home import Home
 from infra.kafka_broker import read_only_broker
-from roostream.cli import status_table as table
+from roostream.cli.output import print_report
+from roostream.cli.status_table import book_rows
 from roostream.errors import SetupError, UnavailableError
 from roostream.runtime.backoff import Backoff
 from roostream.runtime.kafka.broker import Broker
@@ -47,16 +46,13 @@ def run(home: Path, topics: Topics | None, as_json: bool) -> int:
     Returns 0, or 1 if an event is not accounted for.
 
     Raises:
-        SetupError: there is no stack in `home`. UnavailableError: Kafka does not answer, or a topic cannot be
-        read.
+        SetupError: there is no stack in `home`.
+        UnavailableError: Kafka does not answer, or a topic cannot be read.
     """
     with contextlib.nullcontext(topics) if topics is not None else _of_home(Home(home)) as found:
         sums = read_all(found)
     report = {"state": state_of(sums, True, 0), **dataclasses.asdict(sums)}
-    if as_json:
-        print(json.dumps(report, indent=2))
-    else:
-        Console().print(table.render_rows(table.book_rows(report), "Audit"))
+    print_report(as_json, report, book_rows(report), "Audit")
     return 0 if report["state"] == "yes" else 1
 
 

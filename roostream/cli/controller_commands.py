@@ -3,6 +3,7 @@ deployment."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 import click
 
 from infra.home import Home
-from roostream.cli.options import home_option, with_options
+from roostream.cli.options import home_option, wait_option, with_options
 from roostream.errors import ConfigError, printable
 from roostream.runtime.rpc.client import SocketTransport
 from roostream.runtime.rpc.security import LinkCredentials, LinkSecurity
@@ -43,30 +44,21 @@ class _LinkTable(Settings):
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class ControllerClient:
-    """Calls the controller at `address`, or the one of the stack in `home` if `address` is empty.
+def call_controller(
+    home: Path, address: str, link: str, method: str, header: Header, timeout_s: float
+) -> Header:
+    """Call the controller at `address`, or that of the stack in `home` if the address is "".
 
     `link` names a TOML file with a table `[link]`; "" uses no authentication.
+
+    Raises:
+        ConfigError: a file does not exist.
+        TransportError: no controller answers. Any error of the method.
     """
-
-    home: Path
-    address: str = ""
-    link: str = ""
-
-    def call(self, method: str, header: Header, timeout_s: float) -> Header:
-        """Make one call and return the answer.
-
-        Raises:
-            ConfigError: a file does not exist. TransportError: no controller answers. Any error of the
-            method.
-        """
-        address = self.address or str(Home(self.home).running_stack()["controller"])
-        transport = SocketTransport(address, keys=LinkCredentials(read_link_security(self.link)))
-        try:
-            return transport.call(method, header, timeout_s=timeout_s)[0]
-        finally:
-            transport.close()
+    address = address or str(Home(home).running_stack()["controller"])
+    transport = SocketTransport(address, keys=LinkCredentials(read_link_security(link)))
+    with contextlib.closing(transport):
+        return transport.call(method, header, timeout_s=timeout_s)[0]
 
 
 def read_link_security(file: str) -> LinkSecurity:
@@ -82,14 +74,7 @@ def read_link_security(file: str) -> LinkSecurity:
 @click.command()
 @click.argument("target", metavar="workers=N")
 @controller_options
-@click.option(
-    "--wait",
-    "wait_s",
-    type=float,
-    default=120.0,
-    show_default=True,
-    help="seconds to wait until this many workers train",
-)
+@wait_option("seconds to wait until this many workers train")
 def scale(target: str, home: Path, controller: str, link: str, wait_s: float) -> None:
     """Change the number of workers that train, from the next commit on.
 
@@ -103,25 +88,18 @@ def scale(target: str, home: Path, controller: str, link: str, wait_s: float) ->
     name, _, number = target.partition("=")
     if name != "workers" or not number.isdecimal() or int(number) < 1:
         raise ConfigError(f"expected workers=N with N of at least 1, got {target!r}")
-    sys.exit(scale_workers(ControllerClient(home, controller, link), int(number), wait_s))
-
-
-def scale_workers(controller: ControllerClient, count: int, wait_s: float) -> int:
-    """Ask for `count` workers. Returns 0 once they train, 1 if `wait_s` ended before.
-
-    Raises:
-        ConfigError: the count is not possible. TransportError: no controller answers.
-    """
-    answer = controller.call("scale", {"workers": count, "timeout_s": wait_s}, wait_s + 5)
-    if answer["running"]:
-        print(f"training with workers={count}")
-        return 0
-    print(
-        f"workers={count} requested, {answer['workers']} are training: {printable(str(answer['why']))}; "
-        "the request stays in force",
-        file=sys.stderr,
+    answer = call_controller(
+        home, controller, link, "scale", {"workers": int(number), "timeout_s": wait_s}, wait_s + 5
     )
-    return 1
+    if answer["running"]:
+        click.echo(f"training with {target}")
+        return
+    reason = printable(str(answer["why"]))
+    click.echo(
+        f"{target} requested, {answer['workers']} are training: {reason}; the request stays in force",
+        err=True,
+    )
+    sys.exit(1)
 
 
 @click.command()
@@ -145,31 +123,20 @@ def preempt(name: str, notice_s: float, home: Path, controller: str, link: str) 
     Example:
       roostream preempt shard-0 --notice 20
     """
-    sys.exit(preempt_program(ControllerClient(home, controller, link), name, notice_s))
-
-
-def preempt_program(controller: ControllerClient, name: str, notice_s: float) -> int:
-    """End a program of the trainer within `notice_s`. Returns 0 if a commit came first, 1 if work will be
-    repeated.
-
-    Raises:
-        ConfigError: no program of the trainer has this name, or the notice is too short. UnavailableError:
-        the program is
-            not running. TransportError: no controller answers.
-    """
     role, index = parse_program_name(name)
-    answer = controller.call("preempt", {"role": role, "index": index, "notice_s": notice_s}, notice_s + 5)
+    header = {"role": role, "index": index, "notice_s": notice_s}
+    answer = call_controller(home, controller, link, "preempt", header, notice_s + 5)
     if answer["committed"]:
-        print(
-            f"{name} ends; commit {answer['seq']} has all training, and training waits until {name} is back"
+        click.echo(
+            f"{name} ends; commit {answer['seq']} has all training; training waits until {name} is back"
         )
-        return 0
-    print(
+        return
+    click.echo(
         f"{name} ends, but nothing was committed within {notice_s:g} s: {printable(str(answer['why']))}; "
         f"training since commit {answer['seq']} is repeated",
-        file=sys.stderr,
+        err=True,
     )
-    return 1
+    sys.exit(1)
 
 
 def parse_program_name(name: str) -> tuple[str, int]:
@@ -207,15 +174,8 @@ def release(home: Path, controller: str, link: str) -> None:
     Example:
       roostream trainer release --home .roostream
     """
-    sys.exit(release_hold(ControllerClient(home, controller, link)))
-
-
-def release_hold(controller: ControllerClient) -> int:
-    """End the hold on training, if there is one; always 0. Raises TransportError: no controller answers."""
-    answer = controller.call("release", {}, 5.0)
-    print(
-        f"released; the reason of the hold was: {printable(str(answer['reason']))}"
-        if answer["held"]
-        else "training is not held"
+    answer = call_controller(home, controller, link, "release", {}, 5.0)
+    reason = printable(str(answer["reason"]))
+    click.echo(
+        f"released; the reason of the hold was: {reason}" if answer["held"] else "training is not held"
     )
-    return 0

@@ -16,6 +16,7 @@ from infra.options import StackOptions
 from infra.stack import Stack
 from roostream.cli import status_table as table
 from roostream.cli.background_stack import describe_endpoints, log_to, stop_on_signals
+from roostream.cli.output import plain, render_rows
 from roostream.cli.status import StackMonitor
 from roostream.errors import mask_secrets
 
@@ -58,7 +59,7 @@ def run(home: Path, options: StackOptions, seconds: float | None, rate: float) -
 def _print(console: Console, *texts: str) -> None:
     """Print without markup: the text may come from programs, paths and records."""
     for text in texts:
-        console.print(table.plain(text), highlight=False, soft_wrap=True, markup=False, emoji=False)
+        console.print(plain(text), highlight=False, soft_wrap=True, markup=False, emoji=False)
 
 
 class DemoDisplay:
@@ -78,7 +79,11 @@ class DemoDisplay:
         if self.console.is_terminal:
             with Live(console=self.console, refresh_per_second=2) as live:
                 while not self._wait(stop, end_s):
-                    live.update(table.render(self.sample(), "Roostream", describe_endpoints(self.stack_file)))
+                    live.update(
+                        render_rows(
+                            table.rows(self.sample()), "Roostream", describe_endpoints(self.stack_file)
+                        )
+                    )
             return
         next_line_s, endpoints_shown = self.started_s + _PLAIN_LINE_S, False
         while not self._wait(stop, end_s):
@@ -148,5 +153,5 @@ class ConsoleHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         style = {"WARNING": "yellow", "ERROR": "red"}.get(record.levelname, "")
-        text = table.plain(mask_secrets(record.getMessage()))
+        text = plain(mask_secrets(record.getMessage()))
         self.console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -10,17 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from roostream.cli.checkpoint.checkpoint_command import place_options
+from roostream.cli.checkpoint.checkpoint_command import opened_store, place_options
 from roostream.cli.data.dedupe_command import dedupe
 from roostream.cli.data.feature_command import feature
 from roostream.cli.data.session_command import inspect_session
 from roostream.cli.data.warehouse_command import inspect_file, inspect_table
 from roostream.cli.options import json_option
+from roostream.cli.output import Row, clock, print_report
 from roostream.errors import ConfigError
 
 if TYPE_CHECKING:
     from roostream.cli.skew.scored_lists import LoggedList
-    from roostream.cli.status_table import Row
 
 
 @click.group()
@@ -53,10 +52,7 @@ def batch_command(file: Path, as_json: bool) -> None:
     Example:
       roostream inspect batch .roostream/worker/batches/1700000000000-42.batch
     """
-    from rich.console import Console
-
     from roostream.cli.inspect_batch import inspected
-    from roostream.cli.status_table import render_rows
     from trainer.saved_batch import decode
 
     try:
@@ -66,10 +62,7 @@ def batch_command(file: Path, as_json: bool) -> None:
             f"{file}: expected a batch saved by a worker, got {error.strerror}; choose a file in its batches/"
         ) from None
     found = inspected(decode(data, str(file)))
-    if as_json:
-        click.echo(json.dumps(found, indent=2))
-    else:
-        Console().print(render_rows(list(rows(found)), str(file)))
+    print_report(as_json, found, rows(found), str(file))
 
 
 @inspect.command("skew")
@@ -95,21 +88,14 @@ def skew_command(files: tuple[Path, ...], home: Path, store: str, lists: int, as
       roostream inspect skew --lists 500
       roostream inspect skew .roostream/serving/log/* --home .roostream
     """
-    from rich.console import Console
-
-    from roostream.cli.checkpoint.checkpoint_command import opened_store
     from roostream.cli.skew.commit_states import CommitStates
     from roostream.cli.skew.score_comparison import compare_scores, summary
     from roostream.cli.skew.scored_lists import of_file
-    from roostream.cli.status_table import render_rows
 
     commits = CommitStates(opened_store(home, store), home.expanduser().resolve())
     found = [logged for file in files for logged in of_file(file)][-lists:] if files else _newest(home, lists)
     report = summary(compare_scores(commits, found))
-    if as_json:
-        click.echo(json.dumps(report, indent=2))
-    else:
-        Console().print(render_rows(list(skew_rows(report)), f"{report['lists']:,} lists scored again"))
+    print_report(as_json, report, skew_rows(report), f"{report['lists']:,} lists scored again")
     sys.exit(1 if report["verdicts"].get("skew") else 0)
 
 
@@ -158,8 +144,6 @@ _MAX_SHOWN = 10
 
 def rows(found: Mapping[str, Any]) -> Iterator[Row]:
     """Rows of text for a batch: the reason, the origin, then the contents."""
-    from roostream.cli.status_table import clock
-
     yield "why", found["reason"]
     for finding in found["findings"]:
         yield "not finite", finding

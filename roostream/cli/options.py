@@ -28,9 +28,18 @@ home_option = click.option(
     help="directory of the stack: data, logs and generated files",
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="print JSON with stable keys")
-wait_option = click.option(
-    "--wait", "wait_s", type=float, default=120.0, show_default=True, help="give up after this many seconds"
+batch_option = click.option(
+    "--batch",
+    "batch_requests",
+    type=click.IntRange(1, 1 << 16),
+    default=64,
+    show_default=True,
+    help="requests in a batch, for the statistics of duplicates",
 )
+
+
+def wait_option(help: str) -> Any:
+    return click.option("--wait", "wait_s", type=float, default=120.0, show_default=True, help=help)
 
 
 def with_options(*options: Any) -> Any:

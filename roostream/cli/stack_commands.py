@@ -18,6 +18,7 @@ from roostream.cli.options import (
     json_option,
     parse_overrides,
     parse_ports,
+    wait_option,
     with_options,
 )
 from roostream.errors import ConfigError
@@ -103,14 +104,7 @@ def demo_command(home: Path, seconds: float | None, rate: float, **options: Any)
 @click.command()
 @stack_options
 @click.option("--foreground", is_flag=True, help="stay in the foreground and stop all programs on Ctrl-C")
-@click.option(
-    "--wait",
-    "wait_s",
-    type=float,
-    default=120.0,
-    show_default=True,
-    help="give up when no further program became ready for this many seconds",
-)
+@wait_option("give up when no further program became ready for this many seconds")
 @click.option(
     "--from-warehouse",
     metavar="URL",

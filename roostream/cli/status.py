@@ -6,7 +6,6 @@ A value is None where a program does not answer, because the status is needed mo
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -19,6 +18,7 @@ from infra.auditor import sums
 from infra.home import Home
 from roostream.cli import status_table
 from roostream.cli.background_stack import describe_endpoints
+from roostream.cli.output import print_json, render_rows
 from roostream.cli.program_health import unhealthy_controller, unhealthy_programs
 from roostream.errors import RoostreamError, UnavailableError
 from roostream.runtime import scrape
@@ -59,10 +59,10 @@ def run(home: Path, as_json: bool) -> int:
     finally:
         monitor.close()
     if as_json:
-        print(json.dumps({"home": stack["home"], **status}, indent=2))
+        print_json({"home": stack["home"], **status})
     else:
         title = f"Roostream in {stack['home']}"
-        Console().print(status_table.render(status, title, describe_endpoints(stack)))
+        Console().print(render_rows(status_table.rows(status), title, describe_endpoints(stack)))
     return 0 if all(p["state"] in ("ready", "ended") for p in stack["programs"].values()) else 1
 
 

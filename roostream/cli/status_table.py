@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich.table import Table
-from rich.text import Text
-
+from roostream.cli.output import NONE, Row, clock, duration, number
 from roostream.errors import printable
 from trainer.control.holds import DeviceUse
 from trainer.control.types import Hold
 from trainer.selection.decision import NAMES, STALE
 from trainer.selection.outcomes import unaccounted_requests
-
-NONE = "–"
-Row = tuple[str, str]
 
 
 def rows(status: Mapping[str, Any]) -> list[Row]:
@@ -62,31 +56,6 @@ def _commit_line(one: Mapping[str, Any]) -> str:
     return f"{one['incarnation']}-{one['seq']} of {when}; {sizes}; {quality}"
 
 
-def render(status: Mapping[str, Any], title: str, footer: list[str]) -> Table:
-    return render_rows(rows(status), title, footer)
-
-
-def render_rows(lines: list[Row], title: str, footer: Sequence[str] = ()) -> Table:
-    """A table without header. Text is never interpreted as markup."""
-    table = Table(
-        title=Text(printable(title)),
-        title_justify="left",
-        show_header=False,
-        caption=Text("\n".join(map(printable, footer))) if footer else None,
-        caption_justify="left",
-    )
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column()
-    for name, text in lines:
-        table.add_row(Text(printable(name)), Text(plain(text)))
-    return table
-
-
-def plain(text: str) -> str:
-    """Remove control characters, except line ends."""
-    return "\n".join(map(printable, text.split("\n")))
-
-
 def line(status: Mapping[str, Any], elapsed_s: float) -> str:
     """The status as one line, for logs."""
     trainer, rate, g1 = status["trainer"], status["click_rate"], status["guarantees"]["g1"]
@@ -104,25 +73,6 @@ def line(status: Mapping[str, Any], elapsed_s: float) -> str:
     ]
     bad = status["troubles"]
     return printable(" · ".join([*parts, *([f"not ready: {', '.join(bad)}"] if bad else [])]))
-
-
-def number(value: float | None, digits: int = 0) -> str:
-    return NONE if value is None else f"{value:,.{digits}f}"
-
-
-def duration(ms: float | None) -> str:
-    if ms is None:
-        return NONE
-    if ms < 1000:
-        return f"{ms:.0f} ms"
-    return f"{ms / 1000:.1f} s" if ms < 120_000 else f"{ms / 60_000:.1f} min"
-
-
-def clock(ms: float | None) -> str:
-    """A time as text in UTC."""
-    if not ms or ms < 0:
-        return NONE
-    return datetime.datetime.fromtimestamp(ms / 1000, datetime.UTC).strftime("%Y-%m-%d %H:%M:%S")
 
 
 def _programs(programs: Mapping[str, Any]) -> str:

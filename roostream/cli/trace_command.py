@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +10,8 @@ from pathlib import Path
 import click
 
 from infra.home import Home
-from roostream.cli.options import home_option, json_option
+from roostream.cli.options import home_option, json_option, wait_option
+from roostream.cli.output import print_json
 from roostream.cli.request_trace import STEPS, RequestTrace, RowKeys
 from roostream.errors import ConfigError, RoostreamError, SetupError, printable
 from roostream.runtime.clock import Clock, SystemClock
@@ -33,14 +33,7 @@ _MAX_RECORDS, _POLL_S = 2000, 0.2
     metavar="TEXT",
     help="W3C Trace Context of the parent span; default: the one that serving logged",
 )
-@click.option(
-    "--wait",
-    "wait_s",
-    type=float,
-    default=120.0,
-    show_default=True,
-    help="give up after this many seconds; must exceed the join window",
-)
+@wait_option("give up after this many seconds; must exceed the join window")
 @json_option
 def trace_command(request_id: str, home: Path, traceparent: str, wait_s: float, as_json: bool) -> None:
     """Follow one request through a running stack: logged, joined, trained, rows published.
@@ -71,7 +64,7 @@ def trace_command(request_id: str, home: Path, traceparent: str, wait_s: float, 
             "traceparent": traceparent or trace.traceparent,
             "steps": {name: step._asdict() for name, step in trace.steps.items()},
         }
-        click.echo(json.dumps(report, indent=2))
+        print_json(report)
     if not trace.is_complete:
         missing = next(name for name in STEPS if name not in trace.steps)
         click.echo(f"the request was not {missing} within {wait_s:g} s", err=True)
@@ -165,7 +158,8 @@ def export_spans(trace: RequestTrace, traceparent: str, began_ms: int) -> int:
     The SDK and its environment variables say where spans go.
 
     Raises:
-        SetupError: opentelemetry-api is not installed. ConfigError: `traceparent` is not valid.
+        SetupError: opentelemetry-api is not installed.
+        ConfigError: `traceparent` is not valid.
     """
     try:
         from opentelemetry import propagate

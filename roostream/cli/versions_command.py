@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import click
 
+from roostream.cli.options import with_options
 from roostream.errors import ConfigError, UnavailableError, printable
 from roostream.runtime.address import check_addresses
 
@@ -58,24 +59,17 @@ def admin_options(command: Any) -> Any:
     def call(admin: str, token_file: Path, ca: str, certificate: str, **arguments: Any) -> None:
         command(AdminInterface(admin, token_file, ca, certificate), **arguments)
 
-    bundled: Any = call
-    for option in (
+    return with_options(
+        click.option("--admin", metavar="HOST:PORT", required=True, help="admin_listen of a serving process"),
+        click.option("--ca", default="", help="PEM file with the authorities of its certificate; uses HTTPS"),
+        click.option("--certificate", default="", help="PEM file with a client certificate and its key"),
         click.option(
             "--token-file",
             type=click.Path(path_type=Path),
             required=True,
             help="the file named by its admin_token_file",
         ),
-        click.option(
-            "--certificate",
-            default="",
-            help="PEM file with a client certificate and its key",
-        ),
-        click.option("--ca", default="", help="PEM file with the authorities of its certificate; uses HTTPS"),
-        click.option("--admin", metavar="HOST:PORT", required=True, help="admin_listen of a serving process"),
-    ):
-        bundled = option(bundled)
-    return bundled
+    )(call)
 
 
 @versions.command("list")
@@ -116,8 +110,12 @@ def resume(admin: AdminInterface) -> None:
 
 
 def _call(admin: AdminInterface, method: str, path: str) -> Any:
-    """Call the interface. Raises as `_answer`; ConfigError: the address, token or certificate is not
-    valid."""
+    """Call the interface.
+
+    Raises:
+        ConfigError: the address, token or certificate is not valid, or serving rejected the request.
+        UnavailableError: serving does not answer.
+    """
     check_addresses("--admin", admin.address)
     try:
         token = admin.token_file.read_text(encoding="utf-8").partition("\n")[0].strip()
@@ -127,12 +125,7 @@ def _call(admin: AdminInterface, method: str, path: str) -> Any:
         ) from None
     url = f"http{'s' if admin.ca else ''}://{admin.address}/admin/v1/{path}"
     request = urllib.request.Request(url, method=method, headers={"authorization": f"Bearer {token}"})
-    return _answer(request, admin.context())
-
-
-def _answer(request: urllib.request.Request, context: ssl.SSLContext | None) -> Any:
-    """Raises ConfigError: serving rejected the request, with its message. UnavailableError: serving does not
-    answer."""
+    context = admin.context()
     try:
         with urllib.request.urlopen(request, timeout=_TIMEOUT_S, context=context) as answer:
             return json.load(answer)

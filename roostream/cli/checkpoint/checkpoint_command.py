@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import click
 
 from infra.home import Home
 from infra.options import demo
-from roostream.cli.options import home_option, json_option
+from roostream.cli.options import home_option, json_option, with_options
+from roostream.cli.output import print_json, print_report
 from roostream.errors import CheckpointError, SetupError
 from roostream.runtime import manifest as manifests
 from roostream.runtime.checkpoint_store import CheckpointStore, open_store
@@ -27,18 +26,10 @@ def checkpoint() -> None:
     """
 
 
-def place_options(command: Any) -> Any:
-    """The options --home and --store."""
-    for option in reversed(
-        (
-            home_option,
-            click.option(
-                "--store", default="", metavar="URL", help="checkpoint store; default: that of the home"
-            ),
-        )
-    ):
-        command = option(command)
-    return command
+place_options = with_options(
+    home_option,
+    click.option("--store", default="", metavar="URL", help="checkpoint store; default: that of the home"),
+)
 
 
 def opened_store(home: Path, store: str) -> CheckpointStore:
@@ -73,16 +64,11 @@ def list_command(home: Path, store: str, as_json: bool) -> None:
     Example:
       roostream checkpoint list
     """
-    from rich.console import Console
-
     from roostream.cli.checkpoint import checkpoints
-    from roostream.cli.status_table import commit_rows, render_rows
+    from roostream.cli.status_table import commit_rows
 
     commits = checkpoints.list_commits(opened_store(home, store))
-    if as_json:
-        click.echo(json.dumps(commits, indent=2))
-    else:
-        Console().print(render_rows(commit_rows(commits), f"Commits, newest first ({len(commits)})"))
+    print_report(as_json, commits, commit_rows(commits), f"Commits, newest first ({len(commits)})")
 
 
 @checkpoint.command("verify")
@@ -104,18 +90,12 @@ def verify_command(home: Path, store: str, seq: int | None, as_json: bool) -> No
     wanted = manifests.numbers(opened) if seq is None else [seq]
     outcomes = {n: list(checkpoints.verify(opened, n, home.expanduser().resolve())) for n in reversed(wanted)}
     if as_json:
-        click.echo(
-            json.dumps(
-                {str(n): [outcome._asdict() for outcome in found] for n, found in outcomes.items()}, indent=2
-            )
-        )
+        print_json({str(n): [outcome._asdict() for outcome in found] for n, found in outcomes.items()})
     else:
         for n, found in outcomes.items():
             click.echo(f"commit {n}")
-            for outcome in found:
-                click.echo(
-                    f"  {outcome.state:<11} {outcome.part}{f': {outcome.text}' if outcome.text else ''}"
-                )
+            for state, part, text in found:
+                click.echo(f"  {state:<11} {part}{f': {text}' if text else ''}")
     sys.exit(1 if any(outcome.state == "damaged" for found in outcomes.values() for outcome in found) else 0)
 
 

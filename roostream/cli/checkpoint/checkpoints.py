@@ -184,7 +184,8 @@ def export(store: CheckpointStore, number: int, home: Path, to: Path) -> list[st
     there is no `export.json`, and `to` is not an export.
 
     Raises:
-        CheckpointError: a part is missing or damaged. SetupError: `to` exists, or a shard is running.
+        CheckpointError: a part is missing or damaged.
+        SetupError: `to` exists, or a shard is running.
     """
     try:
         to.mkdir(parents=True)
@@ -295,7 +296,7 @@ def import_export(folder: Path, store: CheckpointStore, home: Path) -> Manifest:
     Raises:
         CheckpointError: there is no export, or a part of it is missing or damaged. Nothing was changed.
         SetupError: the store has commits, the home has segments, or the export is in use. Nothing was
-        changed.
+            changed.
     """
     source, manifest = _export_in(folder)
     expect_empty(store, home, manifest.shards)

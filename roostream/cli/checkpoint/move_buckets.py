@@ -87,9 +87,9 @@ def move(
 
     Raises:
         ConfigError: the map is not valid, or an eviction policy keeps state that is not divided by bucket.
-        Nothing was
-            changed. CheckpointError: rows to move are damaged. FencedError: a controller was started
-            meanwhile.
+            Nothing was changed.
+        CheckpointError: rows to move are damaged.
+        FencedError: a controller was started meanwhile.
         UnavailableError: the store or a disk cannot be written.
     """
     last = newest_commit(store)

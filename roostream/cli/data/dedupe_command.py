@@ -3,16 +3,15 @@ pays."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
-from roostream.cli.options import json_option
+from roostream.cli.options import batch_option, json_option
+from roostream.cli.output import counted, print_columns, print_json, print_sentences
 
-if TYPE_CHECKING:
-    from rich.table import Table
+_COLUMNS = ("feature", "kind", "l", "d", "DedupeLen", "DedupeFactor", "exact", "partial")
 
 
 @click.command("dedupe")
@@ -25,14 +24,7 @@ if TYPE_CHECKING:
     show_default=True,
     help="key of the clustered order",
 )
-@click.option(
-    "--batch",
-    "batch_requests",
-    type=click.IntRange(1, 1 << 16),
-    default=64,
-    show_default=True,
-    help="requests in a batch",
-)
+@batch_option
 @click.option("--requests", type=click.IntRange(0), default=0, help="number of requests to read; 0 = all")
 @json_option
 def dedupe(
@@ -49,17 +41,18 @@ def dedupe(
       roostream inspect dedupe --schema my_site.toml monday.jsonl tuesday.jsonl.gz
       roostream inspect dedupe ebnerd/ --batch 364 --by session --json
     """
-    from roostream.cli.data.console import wide_console
-
     report = duplicates_of(log, schema, by, batch_requests, requests)
     if as_json:
-        click.echo(json.dumps(report, indent=2))
+        print_json(report)
         return
-    console = wide_console()
-    for table in tables(report):
-        console.print(table)
-    for sentence in report["advice"]:
-        console.print(f"• {sentence}", soft_wrap=True)
+    for name, arrangement in report["arrangements"].items():
+        order = f"clustered by {by}" if name == "clustered" else "as logged"
+        batches = f"{report['requests']:,} requests in batches of {report['batch_requests']:,}"
+        title = f"{order}: {batches}, S = {arrangement['session_rows']:.2f}"
+        features = ((key, of["kind"], *_numbers(of)) for key, of in arrangement["features"].items())
+        groups = ((key, "group", *_numbers(of)) for key, of in arrangement["groups"].items())
+        print_columns(title, _COLUMNS, (features, groups), left=("feature", "kind"))
+    print_sentences(report["advice"])
 
 
 def duplicates_of(
@@ -72,7 +65,6 @@ def duplicates_of(
     """
     import itertools
 
-    from roostream.cli.data.console import counted
     from roostream.errors import ConfigError
     from roostream.replay.detect_dataset import detect_replay
     from roostream.replay.replay_log import open_log
@@ -111,26 +103,6 @@ def _of_warehouse(place: str, batch_requests: int, max_requests: int) -> dict[st
             if max_requests and duplicates.num_requests >= max_requests:
                 break
     return duplicates.report()
-
-
-def tables(report: Mapping[str, Any]) -> Iterator[Table]:
-    """One table for each order."""
-    from rich.table import Table
-
-    for name, arrangement in report["arrangements"].items():
-        order = f"clustered by {report['by']}" if name == "clustered" else "as logged"
-        batches = f"{report['requests']:,} requests in batches of {report['batch_requests']:,}"
-        title = f"{order}: {batches}, S = {arrangement['session_rows']:.2f}"
-        table = Table(title=title, title_justify="left")
-        for column in ("feature", "kind", "l", "d", "DedupeLen", "DedupeFactor", "exact", "partial"):
-            named = column in ("feature", "kind")
-            table.add_column(column, justify="left" if named else "right", no_wrap=not named, overflow="fold")
-        for key, of in arrangement["features"].items():
-            table.add_row(key, of["kind"], *_numbers(of))
-        table.add_section()
-        for key, of in arrangement["groups"].items():
-            table.add_row(key, "group", *_numbers(of))
-        yield table
 
 
 def _numbers(of: Mapping[str, Any]) -> Iterator[str]:

@@ -4,44 +4,54 @@ day."""
 from __future__ import annotations
 
 import contextlib
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from roostream.cli.options import json_option
+from roostream.cli.options import batch_option, json_option, with_options
+from roostream.cli.output import print_columns, print_json, print_sentences, progress_bar
 from roostream.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from roostream.schema.schema import Schema
     from roostream.warehouse.data_file import DataFile
     from roostream.warehouse.scan import TableScan
     from roostream.wire.batch import Batch
 
-_DAY = click.DateTime(formats=["%Y-%m-%d"])
+_FIGURES = ("rows", "coverage", "length", "longest", "moved", "lengths_moved")
 
 
-def days_of(command: Any) -> Any:
-    """The options --from and --to."""
-    for name in ("last", "first"):
-        option = {"first": "--from", "last": "--to"}[name]
-        command = click.option(
-            option, name, type=_DAY, help=f"{name} day, such as 2024-05-01; default: the {name} in the table"
-        )(command)
-    return command
+class Day(click.DateTime):
+    """A day, as a date."""
+
+    def __init__(self) -> None:
+        super().__init__(formats=["%Y-%m-%d"])
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return super().convert(value, param, ctx).date()
+
+
+day_options = with_options(
+    *(
+        click.option(
+            flag, name, type=Day(), help=f"{name} day, such as 2024-05-01; default: the {name} in the table"
+        )
+        for flag, name in (("--from", "first"), ("--to", "last"))
+    )
+)
 
 
 @click.command("feature")
 @click.argument("warehouse", type=click.Path())
 @click.argument("names", nargs=-1)
-@days_of
+@day_options
 @json_option
-def feature(warehouse: str, names: tuple[str, ...], first: Any, last: Any, as_json: bool) -> None:
+def feature(
+    warehouse: str, names: tuple[str, ...], first: date | None, last: date | None, as_json: bool
+) -> None:
     """Show coverage, list lengths and drift of features by day, how many sessions use them, and warnings.
     Default: all features.
 
@@ -50,16 +60,20 @@ def feature(warehouse: str, names: tuple[str, ...], first: Any, last: Any, as_js
       roostream inspect feature warehouse/ history ctr_1h --from 2024-05-01
       roostream inspect feature s3://site/warehouse --json
     """
-    from roostream.cli.data.console import wide_console
+    from roostream.cli.replay.report_table import number
 
-    report = features_of(warehouse, names, _date(first), _date(last))
+    report = features_of(warehouse, names, first, last)
     if as_json:
-        click.echo(json.dumps(report, indent=2))
+        print_json(report)
         return
-    console = wide_console()
-    console.print(table_of(report))
-    for sentence in report["alerts"]:
-        console.print(f"• {sentence}", soft_wrap=True)
+    lines = (
+        (name, day, *(number(figures.get(key)) for key in _FIGURES), number(report["asked"].get(name)))
+        for day, features in report["days"].items()
+        for name, figures in features.items()
+    )
+    columns = ("feature", "day", *(key.replace("_", " ") for key in _FIGURES), "asked")
+    print_columns(f"version {report['version']}", columns, [lines], left=("feature",))
+    print_sentences(report["alerts"])
 
 
 @click.group("report")
@@ -80,16 +94,11 @@ def report() -> None:
     required=True,
     help="directory for index.html and report.json",
 )
-@days_of
-@click.option(
-    "--batch",
-    "batch_requests",
-    type=click.IntRange(1, 1 << 16),
-    default=64,
-    show_default=True,
-    help="requests in a batch, for the statistics of duplicates",
-)
-def table_command(warehouse: str, out: Path, first: Any, last: Any, batch_requests: int) -> None:
+@day_options
+@batch_option
+def table_command(
+    warehouse: str, out: Path, first: date | None, last: date | None, batch_requests: int
+) -> None:
     """Write a self-contained page about the samples of a warehouse: bytes by column, coverage, list lengths
     and duplicates.
 
@@ -99,7 +108,7 @@ def table_command(warehouse: str, out: Path, first: Any, last: Any, batch_reques
     """
     from roostream.cli.data.table_page import table_report, write_table_page
 
-    with scanned(warehouse, _date(first), _date(last)) as (scan, batches):
+    with scanned(warehouse, first, last) as (scan, batches):
         report = {"warehouse": warehouse, **table_report(scan, batches, batch_requests)}
     write_table_page(out, report)
     click.echo(f"{out / 'index.html'}: {report['requests']:,} requests in {report['files']:,} files")
@@ -115,16 +124,8 @@ def features_of(place: str, names: tuple[str, ...], first: date | None, last: da
     from roostream.warehouse.column_popularity import hit_rates, recent_session_features
     from roostream.warehouse.scan import TableScan
     from roostream.warehouse.statistics import FeatureDays, alerts
-    from roostream.wire.columnar import project_schema
 
-    schema = TableScan(place, first, last).schema()
-    known = [f.name for f in (*schema.ro, *schema.nro)]
-    for name in names:
-        if name not in known:
-            raise ConfigError(
-                f"expected features of schema {schema.name!r}, got {name!r}{nearest(name, known)}"
-            )
-    reader = project_schema(schema, frozenset(names)) if names else schema
+    reader = select_features(TableScan(place, first, last).schema(), names)
     days = FeatureDays(reader)
     with scanned(place, first, last, reader) as (scan, batches):
         for file, batch in batches:
@@ -134,12 +135,24 @@ def features_of(place: str, names: tuple[str, ...], first: date | None, last: da
     return {"version": scan.version, "days": report, "alerts": alerts(report), "asked": rates}
 
 
+def select_features(schema: Schema, names: Sequence[str]) -> Schema:
+    """The schema with these features alone; no names = all. Raises ConfigError: it has no such feature."""
+    from roostream.wire.columnar import project_schema
+
+    known = [f.name for f in (*schema.ro, *schema.nro)]
+    for name in names:
+        if name not in known:
+            raise ConfigError(
+                f"expected features of schema {schema.name!r}, got {name!r}{nearest(name, known)}"
+            )
+    return project_schema(schema, frozenset(names)) if names else schema
+
+
 @contextlib.contextmanager
 def scanned(
     place: str, first: date | None, last: date | None, reader: Schema | None = None
 ) -> Iterator[tuple[TableScan, Iterator[tuple[DataFile, Batch]]]]:
     """A table and its batches, read with a progress bar."""
-    from roostream.cli.data.console import progress_bar
     from roostream.warehouse.scan import TableScan
 
     scan = TableScan(place, first, last)
@@ -153,39 +166,3 @@ def scanned(
                 update(done, None)
 
         yield scan, batches()
-
-
-def table_of(report: Mapping[str, Any]) -> Table:
-    """One row per feature and day."""
-    from rich.table import Table
-
-    from roostream.cli.replay.report_table import number
-
-    table = Table(title=f"version {report['version']}", title_justify="left")
-    for column in (
-        "feature",
-        "day",
-        "rows",
-        "coverage",
-        "length",
-        "longest",
-        "moved",
-        "lengths moved",
-        "asked",
-    ):
-        named = column in ("feature", "day")
-        table.add_column(
-            column, justify="left" if named else "right", no_wrap=column == "day", overflow="fold"
-        )
-    for day, features in report["days"].items():
-        for name, figures_of in features.items():
-            figures = (
-                figures_of.get(key)
-                for key in ("rows", "coverage", "length", "longest", "moved", "lengths_moved")
-            )
-            table.add_row(name, day, *map(number, figures), number(report["asked"].get(name)))
-    return table
-
-
-def _date(given: Any) -> date | None:
-    return None if given is None else given.date()

@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from roostream.cli.options import Duration
+from roostream.cli.output import progress_bar
 
 
 @click.group("import")
@@ -41,7 +42,6 @@ def parquet(files: tuple[str, ...], schema: str, map_file: str, out: Path, skip_
       roostream import parquet --schema shop.toml --map shop_map.toml --out shop.jsonl.gz
       impressions/*.parquet roostream check --schema shop.toml --log shop.jsonl.gz
     """
-    from roostream.cli.data.console import progress_bar
     from roostream.replay.import_map import load_map
     from roostream.replay.parquet_import import import_parquet
     from roostream.schema.schema_file import load_schema
@@ -77,7 +77,6 @@ def log(log: tuple[str, ...], schema: str, warehouse: str, window_ms: int) -> No
     """
     import dataclasses
 
-    from roostream.cli.data.console import progress_bar
     from roostream.cli.data.log_archive import archive_log
     from roostream.replay.detect_dataset import detect_replay, input_paths
 

@@ -8,16 +8,12 @@ Memory: the open requests of the joiner, and the samples of one file for each pa
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import xxhash
 
-from joiner.config import JoinerConfig
-from joiner.local_engine import LocalEngine
-from joiner.outputs import Output
-from roostream.cli.replay.outcome import LocalTopics
-from roostream.cli.replay.program_settings import program_settings
+from roostream.cli.replay.outcome import LocalJoin, LocalTopics
 from roostream.errors import ConfigError, FencedError
 from roostream.replay.config import ReplayConfig
 from roostream.replay.replay_log import open_log
@@ -69,21 +65,18 @@ def archive_log(
     register(warehouse.store, schema)
     digest = digest_of(paths, schema)
     known = warehouse.samples.snapshot()
-    if any(known.progress(f"{SAMPLES}/{digest}/{n}") is not None for n in range(_partitions(replay))):
+    topics = LocalTopics(schema)
+    joiner = LocalJoin(replay, schema, topics)
+    if any(known.progress(f"{SAMPLES}/{digest}/{n}") is not None for n in range(joiner.config.partitions)):
         raise _is_archived_error(place)
     files = _SampleFiles(warehouse, schema, digest, counts)
-    log, topics = open_log(replay, schema), LocalTopics(schema)
-    engine = LocalEngine(
-        JoinerConfig(engine="local", **program_settings(replay).joiner),
-        schema,
-        {schema.fingerprint: schema}.get,
-    )
+    log = open_log(replay, schema)
     for record in log.records:
         if wire.kind_of(record.value) == wire.IMPRESSION:
             counts.requests += 1
             progress(counts.requests, log.num_requests)
-        files.take(topics, engine.process(topics.append(record)), engine.watermark_ms)
-    files.take(topics, engine.end_of_input(), engine.watermark_ms)
+        files.take(joiner.process(topics.append(record)))
+    files.take(joiner.end_of_input())
     files.flush()
     steps = {f"{SAMPLES}/{digest}/{n}": ProgressStep(None, after) for n, after in files.next_offsets.items()}
     try:
@@ -113,10 +106,8 @@ class _SampleFiles:
         self._waiting: dict[int, list[Record]] = {}
         self._bytes: dict[int, int] = {}
 
-    def take(self, topics: LocalTopics, outputs: Sequence[Output], watermark_ms: int) -> None:
-        for output in outputs:
-            time_ms = output.timestamp_ms if output.timestamp_ms is not None else watermark_ms
-            record = topics.write(output.topic, output.key, output.value, time_ms)
+    def take(self, records: Iterable[Record]) -> None:
+        for record in records:
             self.counts.late += record.topic == CORRECTIONS
             if record.topic == SAMPLES:
                 n = record.partition
@@ -147,10 +138,6 @@ class _SampleFiles:
             self.counts.bytes += self.written[-1].bytes
         self.counts.samples += len(rows.counts_R)
         self.next_offsets[n] = records[-1].offset + 1
-
-
-def _partitions(replay: ReplayConfig) -> int:
-    return JoinerConfig(engine="local", **program_settings(replay).joiner).partitions
 
 
 def _is_archived_error(place: str) -> ConfigError:

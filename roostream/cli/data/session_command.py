@@ -3,17 +3,17 @@ readers."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from roostream.cli.data.feature_command import select_features
 from roostream.cli.options import json_option
+from roostream.cli.output import clock, counted, plain, print_json
 
 if TYPE_CHECKING:
     from roostream.warehouse.file_reader import ByteRange
-    from roostream.warehouse.sessions.sample_table import SampleTable, TableFiles
 
 
 def _features_of(text: str) -> tuple[str, ...]:
@@ -57,12 +57,12 @@ def inspect_session(
         raise ConfigError("expected a warehouse, or --leases with a checkpoint store; give one of the two")
     if leases is not None:
         log = read_leases(leases)
-        click.echo(json.dumps(log, indent=2) if as_json else describe_leases(log))
+        print_json(log) if as_json else click.echo(describe_leases(log))
         return
     assert warehouse is not None
     report = session_of(warehouse, days, _features_of(features), capture)
     if as_json:
-        click.echo(json.dumps(report, indent=2))
+        print_json(report)
         return
     click.echo(
         f"version {report['version']}, session {report['digest']}: {report['requests']:,} requests in {report['files']:,} files"
@@ -79,8 +79,8 @@ def read_leases(store: str) -> dict[str, Any]:
     """The log of leases that a controller keeps in its store, as printed by `--json`.
 
     Raises:
-        CheckpointError: no session was read by reader programs. UnavailableError: the store cannot be read
-        now.
+        CheckpointError: no session was read by reader programs.
+        UnavailableError: the store cannot be read now.
     """
     from roostream.errors import CheckpointError
     from roostream.runtime.checkpoint_store import open_store
@@ -97,7 +97,6 @@ def read_leases(store: str) -> dict[str, Any]:
 
 def describe_leases(log: dict[str, Any]) -> str:
     """The log of leases as text: the session, each reader, and the current leases."""
-    from roostream.cli.status_table import clock, plain
     from roostream.warehouse.readers.leases import ENDS
 
     session = log["session"] or {}
@@ -120,17 +119,16 @@ def session_of(
     """What a session reads, as printed by `--json`.
 
     Raises:
-        ConfigError: invalid days, or an unknown feature. CheckpointError: there are no samples, or a file is
-        damaged. UnavailableError: the warehouse cannot be read now.
+        ConfigError: invalid days, or an unknown feature.
+        CheckpointError: there are no samples, or a file is damaged.
+        UnavailableError: the warehouse cannot be read now.
     """
-    from roostream.cli.data.console import counted
-    from roostream.errors import CheckpointError, ConfigError, nearest
+    from roostream.errors import CheckpointError
     from roostream.warehouse.parquet_file import ROWS_OF_GROUP
     from roostream.warehouse.scan import TableScan
     from roostream.warehouse.sessions.sample_table import SampleTable
     from roostream.warehouse.sessions.session import SessionSpec, days_of
     from roostream.warehouse.sessions.session_capture import CapturedRead, CapturedSession
-    from roostream.wire.columnar import project_schema
 
     table = SampleTable(place)
     first, last = days_of(days) if days else ("", "")
@@ -141,16 +139,7 @@ def session_of(
         raise CheckpointError(
             f"{place}: expected samples of {days or 'some day'}, got none; choose other days"
         )
-    schema = TableScan(place).schema()
-    known = [f.name for f in (*schema.ro, *schema.nro)]
-    for name in features:
-        if name not in known:
-            raise ConfigError(
-                f"expected features of schema {schema.name!r}, got {name!r}{nearest(name, known)}"
-            )
-    session, files = table.open_session(
-        report, project_schema(schema, frozenset(features)) if features else schema
-    )
+    session, files = table.open_session(report, select_features(TableScan(place).schema(), features))
     reads = tuple(
         CapturedRead(split.path, start, min(start + ROWS_OF_GROUP, split.end))
         for split in session.order.splits
@@ -219,7 +208,7 @@ def replay_session(
     """
     report = compare_readers(session, warehouse, over_read, slower, turns)
     if as_json:
-        click.echo(json.dumps(report, indent=2))
+        print_json(report)
     else:
         click.echo(
             f"{report['requests']:,} requests, {report['candidates']:,} candidates per turn, {report['turns']} turns"
@@ -237,15 +226,16 @@ def compare_readers(
     """The comparison as printed by `--json`. Without options, the second reader equals the first.
 
     Raises:
-        ConfigError: not a captured session. CheckpointError: the warehouse has no longer this data.
-        UnavailableError: it
-            cannot be read now.
+        ConfigError: not a captured session.
+        CheckpointError: the warehouse has no longer this data.
+        UnavailableError: it cannot be read now.
     """
     import functools
     import time
 
+    from roostream.warehouse.file_reader import MAX_OVER_READ
     from roostream.warehouse.scan import TableScan
-    from roostream.warehouse.sessions.sample_table import SampleTable
+    from roostream.warehouse.sessions.sample_table import SampleTable, TableFiles
     from roostream.warehouse.sessions.session_capture import (
         CapturedSession,
         SlowedRows,
@@ -253,13 +243,16 @@ def compare_readers(
         time_readers,
     )
     from roostream.warehouse.sessions.session_rows import TableRows
-    from roostream.wire.columnar import project_schema
 
     captured, table = CapturedSession.read(path), SampleTable(place)
-    schema = TableScan(place).schema()
-    schema = project_schema(schema, frozenset(captured.features)) if captured.features else schema
-    first: TableRows = _files(table, captured.version, schema)
-    second: TableRows = _files(table, captured.version, schema, over_read)
+    schema = select_features(TableScan(place).schema(), captured.features)
+    stored = table.warehouse.samples.snapshot(captured.version).files
+    first: TableRows
+    second: TableRows
+    first, second = (
+        TableFiles(table.warehouse, stored, (), schema, over_read=share)
+        for share in (MAX_OVER_READ, MAX_OVER_READ if over_read is None else over_read)
+    )
     if slower is not None:
         second = SlowedRows(second, slower, time.process_time)
     seen = [replay_session(captured.reads, rows) for rows in (first, second)]
@@ -276,13 +269,3 @@ def compare_readers(
         **comparison._asdict(),
         "differs": comparison.differs,
     }
-
-
-def _files(table: SampleTable, version: int, schema: Any, over_read: float | None = None) -> TableFiles:
-    from roostream.warehouse.file_reader import MAX_OVER_READ
-    from roostream.warehouse.sessions.sample_table import TableFiles
-
-    files = table.warehouse.samples.snapshot(version).files
-    return TableFiles(
-        table.warehouse, files, (), schema, over_read=MAX_OVER_READ if over_read is None else over_read
-    )

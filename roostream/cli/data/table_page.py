@@ -48,8 +48,8 @@ def write_table_page(folder: Path, report: Mapping[str, Any]) -> None:
     """Write `index.html` and `report.json` into `folder`, which is created.
 
     Raises:
-        SetupError: matplotlib is not installed, or the folder cannot be created. ConfigError: a file cannot
-        be written.
+        SetupError: matplotlib is not installed, or the folder cannot be created.
+        ConfigError: a file cannot be written.
     """
     try:
         from roostream.cli.data.table_figures import figures_of_table

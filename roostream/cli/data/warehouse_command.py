@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
-
 import click
 
 from roostream.cli.options import json_option
+from roostream.cli.output import number, print_columns, print_json
 
-if TYPE_CHECKING:
-    from rich.table import Table
-
+_COUNTS = ("files", "sealed_files", "requests", "candidates", "bytes")
 _TABLE = click.option(
     "--table",
     type=click.Choice(("samples", "corrections")),
@@ -43,8 +38,17 @@ def inspect_table(warehouse: str, table: str, with_files: bool, as_json: bool) -
     report = describe_table(place, table)
     if with_files:
         report["paths"] = [file.path for file in place.tables[table].snapshot().files]
-    _show(report, as_json, _days(report) if not as_json else None)
-    if with_files and not as_json:
+    if as_json:
+        print_json(report)
+        return
+    lines = (
+        (entry["day"], *(f"{entry[key]:,}" for key in _COUNTS), number(entry["bytes_a_candidate"], 1))
+        for entry in (*report["days"], {"day": "all", **report})
+    )
+    pins = "".join(f", pinned by {pin}" for pin in report["pins"])
+    columns = ("day", "files", "sealed", "requests", "candidates", "bytes", "bytes per candidate")
+    print_columns(f"{table}, version {report['version']}{pins}", columns, [lines], left=("day",))
+    if with_files:
         click.echo("\n".join(report["paths"]))
 
 
@@ -65,48 +69,19 @@ def inspect_file(warehouse: str, path: str, table: str, as_json: bool) -> None:
     from roostream.warehouse.warehouse import Warehouse
 
     report = describe_file(Warehouse(warehouse), table, path)
-    _show(report, as_json, _columns(report) if not as_json else None)
-
-
-def _show(report: Mapping[str, Any], as_json: bool, table: Table | None) -> None:
-    from roostream.cli.data.console import wide_console
-
     if as_json:
-        click.echo(json.dumps(report, indent=2))
-    else:
-        wide_console().print(table)
-
-
-def _days(report: Mapping[str, Any]) -> Table:
-    from rich.table import Table
-
-    out = Table(
-        title=f"{report['table']}, version {report['version']}"
-        + "".join(f", pinned by {pin}" for pin in report["pins"])
-    )
-    for name in ("day", "files", "sealed", "requests", "candidates", "bytes", "bytes per candidate"):
-        out.add_column(name, justify="left" if name == "day" else "right")
-    for entry in (*report["days"], {"day": "all", **report}):
-        numbers = (entry[key] for key in ("files", "sealed_files", "requests", "candidates", "bytes"))
-        a_candidate = entry["bytes_a_candidate"]
-        out.add_row(
-            entry["day"], *(f"{n:,}" for n in numbers), "" if a_candidate is None else f"{a_candidate:.1f}"
-        )
-    return out
-
-
-def _columns(report: Mapping[str, Any]) -> Table:
-    from rich.table import Table
-
-    out = Table(title=f"{report['path']}: {report['requests']:,} requests, {report['bytes']:,} bytes")
-    for name in ("column", "values", "bytes", "share", "before zstd", "encodings"):
-        out.add_column(name, justify="left" if name in ("column", "encodings") else "right")
-    for entry in report["columns"]:
-        numbers = (
-            f"{entry['values']:,}",
-            f"{entry['bytes']:,}",
+        print_json(report)
+        return
+    lines = (
+        (
+            entry["column"],
+            *(f"{entry[key]:,}" for key in ("values", "bytes")),
             f"{entry['share']:.1%}",
             f"{entry['plain_bytes']:,}",
+            " ".join(entry["encodings"]),
         )
-        out.add_row(entry["column"], *numbers, " ".join(entry["encodings"]))
-    return out
+        for entry in report["columns"]
+    )
+    title = f"{path}: {report['requests']:,} requests, {report['bytes']:,} bytes"
+    columns = ("column", "values", "bytes", "share", "before zstd", "encodings")
+    print_columns(title, columns, [lines], left=("column", "encodings"))

@@ -3,6 +3,8 @@ stopped stack."""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,27 +12,21 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from roostream.cli.options import json_option
-from roostream.errors import ConfigError, nearest
-
-if TYPE_CHECKING:
-    from param_server.placement.plan import PlacementPlan, PlannedTable
-    from roostream.cli.status_table import Row
-import contextlib
-import dataclasses
-from typing import TYPE_CHECKING
-
 from roostream.cli.checkpoint.checkpoint_command import opened_store, place_options
-from roostream.errors import CheckpointError, SetupError
+from roostream.cli.options import json_option, with_options
+from roostream.cli.output import Row, print_report, print_rows
+from roostream.errors import CheckpointError, ConfigError, SetupError, nearest
 
 if TYPE_CHECKING:
     import numpy as np
 
+    from param_server.placement.plan import PlacementPlan, PlannedTable
     from roostream.cli.checkpoint.move_buckets import CommittedShards
     from roostream.runtime.bucket_map import BucketMap
     from roostream.runtime.checkpoint_store import CheckpointStore
 
 _GIB = 1 << 30
+_PATH = click.Path(path_type=Path)
 _MAX_OWNERS, _MAX_BATCH, _MAX_DIGITS = 4096, 1 << 30, 15
 _NONE = "none: a worker with profile_share above 0 writes profiles at its commits"
 
@@ -46,66 +42,47 @@ def placement() -> None:
     """
 
 
-def _source(command: Any) -> Any:
-    for option in reversed(
-        (
-            click.option(
-                "--store", required=True, help="checkpoint store: a directory, or s3://BUCKET/PREFIX"
-            ),
-            click.option("--schema", type=click.Path(path_type=Path), required=True, help="schema TOML"),
-            click.option(
-                "--batch",
-                type=click.IntRange(1, _MAX_BATCH),
-                default=64,
-                show_default=True,
-                help="examples in a batch of one requester",
-            ),
-            click.option(
-                "--rows",
-                "row_texts",
-                multiple=True,
-                metavar="TABLE=N",
-                help="number of rows of a table, for its memory",
-            ),
-        )
-    ):
-        command = option(command)
-    return command
-
-
-def _planned(command: Any) -> Any:
-    for option in reversed(
-        (
-            click.option(
-                "--owners",
-                type=click.IntRange(1, _MAX_OWNERS),
-                required=True,
-                help="number of workers or shards that own rows",
-            ),
-            click.option(
-                "--memory",
-                "memory_gib",
-                type=click.FloatRange(0, 1e9),
-                default=0.0,
-                help="memory of each owner in GiB; 0 = unlimited",
-            ),
-            click.option(
-                "--columns",
-                "column_texts",
-                multiple=True,
-                metavar="TABLE=N",
-                help="split a table into this many column shards",
-            ),
-            click.option(
-                "--costs",
-                "costs_file",
-                type=click.Path(path_type=Path),
-                help="JSON file with measured constants",
-            ),
-        )
-    ):
-        command = option(command)
-    return command
+_source = with_options(
+    click.option("--store", required=True, help="checkpoint store: a directory, or s3://BUCKET/PREFIX"),
+    click.option("--schema", type=_PATH, required=True, help="schema TOML"),
+    click.option(
+        "--batch",
+        type=click.IntRange(1, _MAX_BATCH),
+        default=64,
+        show_default=True,
+        help="examples in a batch of one requester",
+    ),
+    click.option(
+        "--rows",
+        "row_texts",
+        multiple=True,
+        metavar="TABLE=N",
+        help="number of rows of a table, for its memory",
+    ),
+)
+_planned = with_options(
+    click.option(
+        "--owners",
+        type=click.IntRange(1, _MAX_OWNERS),
+        required=True,
+        help="number of workers or shards that own rows",
+    ),
+    click.option(
+        "--memory",
+        "memory_gib",
+        type=click.FloatRange(0, 1e9),
+        default=0.0,
+        help="memory of each owner in GiB; 0 = unlimited",
+    ),
+    click.option(
+        "--columns",
+        "column_texts",
+        multiple=True,
+        metavar="TABLE=N",
+        help="split a table into this many column shards",
+    ),
+    click.option("--costs", "costs_file", type=_PATH, help="JSON file with measured constants"),
+)
 
 
 @placement.command("profile")
@@ -123,18 +100,9 @@ def profile_command(store: str, schema: Path, batch: int, row_texts: tuple[str, 
     from roostream.schema.schema_file import load_schema
 
     found = stored(open_store(store), load_schema(schema))
-    if as_json:
-        click.echo(
-            json.dumps(
-                {name: {**entry.profile.plain(), "time_ms": entry.time_ms} for name, entry in found.items()},
-                indent=2,
-            )
-        )
-        return
-    show(
-        [(name, _of_profile(entry.profile, batch)) for name, entry in found.items()] or [("profiles", _NONE)],
-        "Profiles",
-    )
+    report = {name: {**entry.profile.plain(), "time_ms": entry.time_ms} for name, entry in found.items()}
+    rows = [(name, _of_profile(entry.profile, batch)) for name, entry in found.items()]
+    print_report(as_json, report, rows or [("profiles", _NONE)], "Profiles")
 
 
 @placement.command("plan")
@@ -144,7 +112,7 @@ def profile_command(store: str, schema: Path, batch: int, row_texts: tuple[str, 
 @click.option(
     "--write-torchrec",
     "torchrec",
-    type=click.Path(path_type=Path),
+    type=_PATH,
     help="also write the plan as a TorchRec sharding plan to this new file",
 )
 @click.option(
@@ -155,7 +123,7 @@ def profile_command(store: str, schema: Path, batch: int, row_texts: tuple[str, 
 )
 @click.option(
     "--collection",
-    type=click.Path(path_type=Path),
+    type=_PATH,
     help="safetensors file of `checkpoint export` with the number of rows of each table",
 )
 def plan_command(
@@ -180,7 +148,7 @@ def plan_command(
     if as_json:
         click.echo(json.dumps(found.plain(), indent=2, sort_keys=True))
     else:
-        show(list(_of_plan(tables, why, found)), f"Plan for {found.owners} owners")
+        print_rows(_of_plan(tables, why, found), f"Plan for {found.owners} owners")
 
 
 @placement.command("explain")
@@ -210,12 +178,12 @@ def explain_command(table: str, **given: Any) -> None:
         for pieces in sorted({1, 2, 4, found.owners}):
             cost_us = 1e6 * piece_cost(entry, found.owners, costs, rows=1 / pieces)
             rows.append((f"{pieces} row shards", f"{cost_us:.2f} µs per step for each owner"))
-    show([*rows, ("times", found.time_accuracy)], f"Table {table}")
+    print_rows([*rows, ("times", found.time_accuracy)], f"Table {table}")
 
 
 @placement.command("diff")
-@click.argument("before", type=click.Path(path_type=Path))
-@click.argument("after", type=click.Path(path_type=Path))
+@click.argument("before", type=_PATH)
+@click.argument("after", type=_PATH)
 def diff_command(before: Path, after: Path) -> None:
     """Show the changes between two plans, which are outputs of `plan --json`.
 
@@ -228,7 +196,7 @@ def diff_command(before: Path, after: Path) -> None:
     rows = [(n, f"{old['tables'].get(n, 'not in it')} → {new['tables'].get(n, 'not in it')}") for n in names]
     changed = [(n, text) for n, text in rows if old["tables"].get(n) != new["tables"].get(n)]
     imbalance = f"{old['bytes_imbalance']:.2f} → {new['bytes_imbalance']:.2f}"
-    show([*(changed or [("tables", "the same")]), ("imbalance (bytes)", imbalance)], "What changes")
+    print_rows([*(changed or [("tables", "the same")]), ("imbalance (bytes)", imbalance)], "What changes")
 
 
 def _read(file: Path) -> dict[str, Any]:
@@ -361,14 +329,6 @@ def _of_plan(tables: list[PlannedTable], why: list[str], found: PlacementPlan) -
     yield from (("no profile", f"{text}: spread over all owners") for text in why)
 
 
-def show(rows: list[Row], title: str) -> None:
-    from rich.console import Console
-
-    from roostream.cli.status_table import render_rows
-
-    Console().print(render_rows(rows, title))
-
-
 _SHOWN = 12
 
 
@@ -409,11 +369,11 @@ def map_command(home: Path, store: str, num_shards: int | None, max_moved: float
     if as_json:
         click.echo(json.dumps(wanted.plain()))
     else:
-        show(list(_describe_moves(now, wanted, bytes_B)), f"Buckets of {committed.manifest.name}")
+        print_rows(_describe_moves(now, wanted, bytes_B), f"Buckets of {committed.manifest.name}")
 
 
 @placement.command("apply")
-@click.argument("map_file", metavar="MAP", type=click.Path(path_type=Path))
+@click.argument("map_file", metavar="MAP", type=_PATH)
 @place_options
 @click.option("--dry-run", is_flag=True, help="show the moves without making them")
 def apply_command(map_file: Path, home: Path, store: str, dry_run: bool) -> None:
@@ -435,13 +395,13 @@ def apply_command(map_file: Path, home: Path, store: str, dry_run: bool) -> None
             _describe_moves(committed.manifest.owners, after, move_buckets.bytes_by_bucket(committed))
         )
         if dry_run:
-            show(rows, f"Moves after {committed.manifest.name}; nothing was changed")
+            print_rows(rows, f"Moves after {committed.manifest.name}; nothing was changed")
             return
         from roostream.runtime.clock import SystemClock
 
         made = move_buckets.move(opened, after, committed.stores, SystemClock().now_ms())
     _keep_shards(home, after.num_owners)
-    show(rows, f"{made.name} has the map")
+    print_rows(rows, f"{made.name} has the map")
 
 
 def _read_map(file: Path) -> BucketMap:

@@ -4,18 +4,14 @@ features, joins."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 
-from joiner.config import JoinerConfig
-from joiner.local_engine import LocalEngine
-from joiner.outputs import Output
-from roostream.cli.replay.outcome import LocalTopics
-from roostream.cli.replay.program_settings import program_settings
-from roostream.cli.replay.report_table import Row, join_rows, number, plain_table, warning_rows
+from roostream.cli.output import Row, print_rows
+from roostream.cli.replay.outcome import LocalJoin, LocalTopics
+from roostream.cli.replay.report_table import join_rows, number, warning_rows
 from roostream.errors import ConfigError
 from roostream.replay.config import CheckConfig
 from roostream.replay.log_advice import advice
@@ -54,18 +50,14 @@ def check(config: CheckConfig, stop: program.Stop) -> dict[str, Any]:
     schema = load_schema(replay.schema_path)
     log = open_log(replay, schema)
     topics, delays = LocalTopics(schema), EngagementDelays()
-    engine = LocalEngine(
-        JoinerConfig(engine="local", **program_settings(replay).joiner),
-        schema,
-        {schema.fingerprint: schema}.get,
-    )
+    joiner = LocalJoin(replay, schema, topics)
     errors: list[str] = []
     try:
         for record in log.records:
             if stop.is_set():
                 raise ConfigError("stopped before the end of the log; there is no report")
-            _write(topics, delays, engine, engine.process(topics.append(record)))
-        _write(topics, delays, engine, engine.end_of_input())
+            delays.add(joiner.process(topics.append(record)))
+        delays.add(joiner.end_of_input())
     except ConfigError as error:
         if stop.is_set() or not log.skipped().number:
             raise
@@ -73,16 +65,8 @@ def check(config: CheckConfig, stop: program.Stop) -> dict[str, Any]:
     report = build_report(schema, log, topics, delays, errors)
     if config.report:
         write_report(config.report, report)
-    Console(markup=False, emoji=False, highlight=False).print(
-        plain_table(f"check {config.schema}", [*_rows(report)])
-    )
+    print_rows(_rows(report), f"check {config.schema}")
     return report
-
-
-def _write(topics: LocalTopics, delays: EngagementDelays, engine: LocalEngine, outputs: list[Output]) -> None:
-    for output in outputs:
-        time_ms = output.timestamp_ms if output.timestamp_ms is not None else engine.watermark_ms
-        delays.add(topics.write(output.topic, output.key, output.value, time_ms))
 
 
 class EngagementDelays:
@@ -91,12 +75,13 @@ class EngagementDelays:
     def __init__(self) -> None:
         self._seconds: Counter[int] = Counter()
 
-    def add(self, record: Record) -> None:
-        """Add a record of any topic; only samples and corrections count."""
-        if record.topic in (SAMPLES, CORRECTIONS):
-            message = wire.decode(record.value)[1]
-            assert isinstance(message, pb.Sample)
-            self._seconds.update(max(t - message.header.time_ms, 0) // 1000 for t in message.event_times)
+    def add(self, records: Iterable[Record]) -> None:
+        """Add records of any topic; only samples and corrections count."""
+        for record in records:
+            if record.topic in (SAMPLES, CORRECTIONS):
+                message = wire.decode(record.value)[1]
+                assert isinstance(message, pb.Sample)
+                self._seconds.update(max(t - message.header.time_ms, 0) // 1000 for t in message.event_times)
 
     def report(self) -> dict[str, int]:
         """`p50` … `p100`; empty without engagements."""

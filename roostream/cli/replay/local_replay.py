@@ -26,16 +26,13 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 
-from joiner.config import JoinerConfig
-from joiner.local_engine import LocalEngine
-from joiner.outputs import Output
 from param_server.client import Client
 from param_server.config import ShardIdentity
 from param_server.key_value_store import MemoryKeyValueStore
 from param_server.segments import Segments
 from param_server.server import Shard, ShardRpcHandler
 from param_server.table import shapes_of
-from roostream.cli.replay.outcome import LocalTopics, Outcome, ReplayProgress, TrainingSummary
+from roostream.cli.replay.outcome import LocalJoin, LocalTopics, Outcome, ReplayProgress, TrainingSummary
 from roostream.cli.replay.program_settings import program_settings, with_model_settings
 from roostream.cli.skew.scored_lists import sample_of
 from roostream.models.build import load_model_config
@@ -177,7 +174,7 @@ class _LocalReplay:
         self.samples = SampleQueue(
             decoder, clock, settings.trained_topics, self.served.score if self.served else lambda: None
         )
-        self.joiner = LocalEngine(JoinerConfig(engine="local", **choices.joiner), schema, registry)
+        self.joiner = LocalJoin(config, schema, self.topics)
         self.shards = _shards(config, schema, store)
         client = Client(
             schema, [InMemoryTransport(ShardRpcHandler(shard).handle) for shard in self.shards], worker=0
@@ -193,14 +190,15 @@ class _LocalReplay:
             if stop.is_set():
                 break
             if wire.kind_of(record.value) == wire.SAMPLE:
-                self._write([Output(SAMPLES, record.key or NO_KEY, record.value, record.timestamp_ms, "")])
+                sample = self.topics.write(SAMPLES, record.key or NO_KEY, record.value, record.timestamp_ms)
+                self._put([sample])
             else:
                 placed = self.topics.append(record)
                 if self.served:
                     self.served.add(placed)
-                self._write(self.joiner.process(placed))
+                self._put(self.joiner.process(placed))
             self._train(progress)
-        self._write(self.joiner.end_of_input())
+        self._put(self.joiner.end_of_input())
         self._train(progress)
         while self.loop.finish():
             progress.update(trained=self.loop.counts.requests)
@@ -235,10 +233,8 @@ class _LocalReplay:
             rows=dict(rows),
         )
 
-    def _write(self, outputs: Iterable[Output]) -> None:
-        for output in outputs:
-            time_ms = output.timestamp_ms if output.timestamp_ms is not None else self.joiner.watermark_ms
-            record = self.topics.write(output.topic, output.key, output.value, time_ms)
+    def _put(self, records: Iterable[Record]) -> None:
+        for record in records:
             if self.served:
                 self.served.add(record)
             self.samples.put(record)

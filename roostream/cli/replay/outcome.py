@@ -13,8 +13,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from infra.auditor.accounts import Accounts
+from joiner.config import JoinerConfig
+from joiner.local_engine import LocalEngine
+from joiner.outputs import Output
 from roostream.cli.replay.baselines import Baselines
 from roostream.cli.replay.prediction_metrics import PredictionMetrics
+from roostream.cli.replay.program_settings import program_settings
 from roostream.errors import WireError, printable
 from roostream.replay.config import ReplayConfig
 from roostream.replay.kafka_partitioner import partition_of
@@ -202,3 +206,25 @@ class LocalTopics:
     def _next_offset(self, topic: str, partition: int) -> int:
         self._offsets[topic, partition] += 1
         return self._offsets[topic, partition] - 1
+
+
+class LocalJoin:
+    """The joiner of a replay in this process: records of the log in, records of the output topics out."""
+
+    def __init__(self, config: ReplayConfig, schema: Schema, topics: LocalTopics) -> None:
+        self.topics, self.config = topics, JoinerConfig(engine="local", **program_settings(config).joiner)
+        self._engine = LocalEngine(self.config, schema, {schema.fingerprint: schema}.get)
+
+    def process(self, record: Record) -> list[Record]:
+        """`record` is one that `LocalTopics.append` returned."""
+        return self._write(self._engine.process(record))
+
+    def end_of_input(self) -> list[Record]:
+        return self._write(self._engine.end_of_input())
+
+    def _write(self, outputs: Iterable[Output]) -> list[Record]:
+        now_ms = self._engine.watermark_ms
+        return [
+            self.topics.write(o.topic, o.key, o.value, now_ms if o.timestamp_ms is None else o.timestamp_ms)
+            for o in outputs
+        ]

@@ -55,8 +55,7 @@ def program_settings(config: ReplayConfig) -> ProgramSettings:
 
     Raises:
         ConfigError: an invalid assignment, an unknown key, a value out of range, a key that has a flag, or a
-        key that the
-            engine does not support.
+            key that the engine does not support.
     """
     model = [text.removeprefix(_MODEL) for text in config.set if text.startswith(_MODEL)]
     sets = parse_overrides(text for text in config.set if not text.startswith(_MODEL))

@@ -12,11 +12,15 @@ import click
 
 from roostream.cli.data.session_command import replay_session
 from roostream.cli.options import MultiValueCommand, settings_flags
-from roostream.cli.replay import warehouse_samples as archived
+from roostream.cli.replay.warehouse_samples import (
+    DATASET,
+    EXAMPLE,
+    HELP,
+    UNUSED_SETTINGS,
+    WarehouseOptions,
+)
 from roostream.replay.config import CheckConfig, ReplayConfig
 from roostream.replay.datasets import DATASETS, Dataset, load_dataset
-
-_MS = "_ms"
 
 
 @click.group()
@@ -45,18 +49,21 @@ class ReplayCommand(MultiValueCommand):
         return super().get_params(ctx)
 
 
-def _run(name: str, given: dict[str, Any]) -> None:
-    options_class = load_dataset(name).Options
+def _run(name: str, options_class: type[Any], given: dict[str, Any]) -> None:
     own = {f.name: given.pop(f.name) for f in dataclasses.fields(options_class)}
     config = ReplayConfig(dataset=name, options=options_class(**own), **given)
     sys.exit(importlib.import_module("roostream.cli.replay.replay_run").run(config))
 
 
+def _help(name: str, text: str, example: str) -> str:
+    return f"{text}\n\n\b\nExample:\n  roostream replay {name} {example}"
+
+
 def _add(name: str, dataset: Dataset) -> None:
     command = ReplayCommand(
         name,
-        callback=lambda **given: _run(name, given),
-        help=f"{dataset.help}\n\n\b\nExample:\n  roostream replay {name} {dataset.example}",
+        callback=lambda **given: _run(name, load_dataset(name).Options, given),
+        help=_help(name, dataset.help, dataset.example),
     )
     command.dataset = name
     replay.add_command(command)
@@ -65,24 +72,12 @@ def _add(name: str, dataset: Dataset) -> None:
 for _name, _dataset in DATASETS.items():
     _add(_name, _dataset)
 
-
-def _run_archived(given: dict[str, Any]) -> None:
-    options = archived.WarehouseOptions(
-        **{f.name: given.pop(f.name) for f in dataclasses.fields(archived.WarehouseOptions)}
-    )
-    config = ReplayConfig(dataset=archived.DATASET, options=options, engine="local", **given)
-    sys.exit(importlib.import_module("roostream.cli.replay.replay_run").run(config))
-
-
 replay.add_command(
     MultiValueCommand(
-        archived.DATASET,
-        params=[
-            *settings_flags(archived.WarehouseOptions),
-            *settings_flags(ReplayConfig, skip=archived.UNUSED_SETTINGS),
-        ],
-        callback=lambda **given: _run_archived(given),
-        help=f"{archived.HELP}\n\n\b\nExample:\n  roostream replay {archived.DATASET} {archived.EXAMPLE}",
+        DATASET,
+        params=[*settings_flags(WarehouseOptions), *settings_flags(ReplayConfig, skip=UNUSED_SETTINGS)],
+        callback=lambda **given: _run(DATASET, WarehouseOptions, {**given, "engine": "local"}),
+        help=_help(DATASET, HELP, EXAMPLE),
     )
 )
 

@@ -16,7 +16,7 @@ from infra.options import to_toml_value
 from roostream.cli.replay.outcome import Engine, Outcome, ReplayProgress
 from roostream.cli.replay.program_settings import program_settings
 from roostream.cli.replay.report_page import write_page
-from roostream.cli.replay.report_table import table_of
+from roostream.cli.replay.report_table import print_table
 from roostream.cli.replay.warehouse_samples import DATASET, open_warehouse_log
 from roostream.errors import UnavailableError
 from roostream.replay.config import ReplayConfig
@@ -47,7 +47,8 @@ def replay(config: ReplayConfig, stop: program.Stop) -> dict[str, Any]:
     """Run the replay, write the report, print the table, and return the report.
 
     Raises:
-        RoostreamError: bad input, or a program of the stack failed. UnavailableError: `stop` was set.
+        RoostreamError: bad input, or a program of the stack failed.
+        UnavailableError: `stop` was set.
     """
     files = report_files(config.report)
     files.check()
@@ -55,8 +56,7 @@ def replay(config: ReplayConfig, stop: program.Stop) -> dict[str, Any]:
     started_s = time.monotonic()
     schema = load_schema(config.schema_path)
     source = open_warehouse_log(config, schema) if config.dataset == DATASET else open_log(config, schema)
-    console = Console(markup=False, emoji=False, highlight=False)
-    with ReplayProgress(console, source.num_requests) as progress:
+    with ReplayProgress(Console(markup=False, emoji=False, highlight=False), source.num_requests) as progress:
         stream = paced(
             progress.count_sent(with_first_record(source.records)), config.speed_factor, SystemClock(), stop
         )
@@ -68,7 +68,7 @@ def replay(config: ReplayConfig, stop: program.Stop) -> dict[str, Any]:
         write_report(files.data, report)
     if files.page:
         write_page(files.page, f"replay {config.dataset}", report)
-    console.print(table_of(config, report))
+    print_table(config, report)
     return report
 
 

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from roostream.cli.replay.report_table import Row, join_rows, number
+from roostream.cli.output import Row
+from roostream.cli.replay.report_table import join_rows, number
 from roostream.errors import SetupError, printable
 from roostream.replay.report_files import write_atomically
 from trainer.monitoring.progressive_metrics import METRIC_NAMES

@@ -5,28 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rich.table import Table
-from rich.text import Text
-
-from roostream.errors import printable
+from roostream.cli.output import Row, print_rows
 from roostream.replay.config import ReplayConfig
 from trainer.monitoring.progressive_metrics import METRIC_NAMES
 
 _SHOWN = ("requests", *METRIC_NAMES)
-Row = tuple[str, str]
 
 
-def table_of(config: ReplayConfig, report: Mapping[str, Any]) -> Table:
+def print_table(config: ReplayConfig, report: Mapping[str, Any]) -> None:
     title = f"replay {config.dataset} · {config.engine} · {report['wall_s']:.0f} s"
     rows = [*_counts(report), *_training(report), *_metrics(report), *warning_rows(report["warnings"])]
-    return plain_table(title, rows)
-
-
-def plain_table(title: str, rows: list[Row]) -> Table:
-    table = Table(title=Text(printable(title)), title_justify="left", show_header=False)
-    for name, text in rows:
-        table.add_row(Text(printable(name)), Text(printable(text)))
-    return table
+    print_rows(rows, title)
 
 
 def warning_rows(warnings: list[str]) -> Iterator[Row]:
@@ -109,15 +98,10 @@ def _metrics(report: Mapping[str, Any]) -> Iterator[Row]:
             yield f"{name}: {task}", _values({"requests": metrics[name]["requests"], **m})
             for baseline, both in report["baselines"].items() if k == 0 else ():
                 yield f"  by {baseline} alone", _values(both[name])
-        for task, m in (
-            report.get("metrics_as_served", metrics)[name]["tasks"].items()
-            if "metrics_as_served" in report
-            else ()
-        ):
-            yield (
-                f"{name} as served: {task}",
-                _values({"requests": report["metrics_as_served"][name]["requests"], **m}),
-            )
+        if "metrics_as_served" in report:
+            served = report["metrics_as_served"][name]
+            for task, m in served["tasks"].items():
+                yield f"{name} as served: {task}", _values({"requests": served["requests"], **m})
 
 
 def _values(m: Mapping[str, Any]) -> str:

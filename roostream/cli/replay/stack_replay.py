@@ -71,7 +71,7 @@ def replay_on_stack(
 
     Raises:
         UnavailableError: a program failed for good, or there was no progress for three minutes; the message
-        says what is missing.
+            says what is missing.
     """
     with _home(config) as home, Stack(home, stack_options(config, home)) as stack:
         stack.start(ARCHIVE_PROGRAMS if config.archived_until else _PROGRAMS)  # 1

@@ -63,9 +63,9 @@ def open_warehouse_log(config: ReplayConfig, schema: Schema) -> ReplayLog:
     """The samples of the newest version, as a stream of records.
 
     Raises:
-        ConfigError: the days are not valid. CheckpointError: there is no such table, no sample of these days,
-        or a file is
-            damaged. UnavailableError: the store cannot be read now.
+        ConfigError: the days are not valid.
+        CheckpointError: there is no such table, no sample of these days, or a file is damaged.
+        UnavailableError: the store cannot be read now.
     """
     from roostream.warehouse.sessions.sample_table import SampleTable, session_records
     from roostream.warehouse.sessions.session import SessionSpec, days_of

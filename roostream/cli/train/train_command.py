@@ -51,7 +51,7 @@ def _print_progress(done: int, rows: int, rate: float) -> None:
 
 
 def _summary(report: dict[str, Any]) -> str:
-    from roostream.cli.status_table import number
+    from roostream.cli.output import number
 
     ne, auc, calibration = (number(report["metrics"].get(name), 4) for name in ("ne", "auc", "calibration"))
     return (

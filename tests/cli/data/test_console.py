@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from roostream.cli.data.console import counted, progress_bar
+from roostream.cli.output import (counted, progress_bar)
 
 
 def test_items_come_as_they_are_and_nothing_is_printed_elsewhere(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from rich.table import Table
 
-from roostream.cli.data.console import wide_console
+from roostream.cli.output import wide_console
 
 
 def test_a_pipe_gets_whole_names_and_a_terminal_its_width(
