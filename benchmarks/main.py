@@ -23,7 +23,8 @@ from benchmarks.harness.benchmark import Benchmark, Subject
 from benchmarks.harness.measure import FORMAT, MIN_RUNS, measure
 from benchmarks.harness.report import table, write_pages
 from benchmarks.harness.subject_process import ROOT, SubjectProcess, interpreter_for
-from roostream.cli.plan import measured, scale_page
+from roostream.cli.plan import measured
+from roostream.cli.plan.plan_command import renew_scale_table
 from roostream.errors import ConfigError, nearest
 
 RESULTS = "docs/benchmarks"
@@ -68,7 +69,9 @@ def main(name: str, json_file: Path | None = None, runs: int = MIN_RUNS, against
         return 0
     if name == "report":
         figures = measured.write(ROOT / RESULTS / "json")
-        scale = scale_page.renew(ROOT / "docs" / "operations" / "scale.md", measured.read())
+        scale = ROOT / "docs" / "operations" / "scale.md"
+        text = renew_scale_table(scale.read_text(encoding="utf-8"), measured.read())
+        scale.write_text(text, encoding="utf-8")
         for path in (*write_pages(benchmarks_by_name(), ROOT / RESULTS), figures, scale):
             print(path.relative_to(ROOT))
         return 0

@@ -107,7 +107,7 @@ def _features(batch: Batch) -> Iterator[tuple[str, dict[str, Any]]]:
     A list has its longest length, its number of distinct ids, and the same figures of its weights.
     """
     for side in ("ro", "nro"):
-        value_NF, present_NF = _floats(batch, side)
+        value_NF, present_NF = side_floats(batch, side)
         for f, feature in enumerate(batch.schema.floats(side)):
             yield (
                 feature.name,
@@ -140,7 +140,8 @@ def _is_weighted(batch: Batch, name: str) -> bool:
     )
 
 
-def _floats(batch: Batch, side: str) -> tuple[np.ndarray, np.ndarray]:
+def side_floats(batch: Batch, side: str) -> tuple[np.ndarray, np.ndarray]:
+    """Values and presence of the floats of "ro" or "nro"."""
     return (
         (batch.ro_float_RF, batch.ro_present_RF)
         if side == "ro"
@@ -168,7 +169,7 @@ def _largest(batch: Batch) -> list[dict[str, Any]]:
     """The floats and list weights with the largest magnitudes, and the offsets of their records."""
     found: list[tuple[float, str, int]] = []
     for side in ("ro", "nro"):
-        value_NF, present_NF = _floats(batch, side)
+        value_NF, present_NF = side_floats(batch, side)
         request_N = np.arange(batch.num_requests) if side == "ro" else batch.request_index_B
         for f, feature in enumerate(batch.schema.floats(side)):
             found += _top(np.where(present_NF[:, f], value_NF[:, f], 0), feature.name, request_N)

@@ -27,13 +27,6 @@ def test_a_port_of_another_form_is_rejected(text: str) -> None:
         parse_ports([text])
 
 
-def test_an_unknown_name_gets_the_nearest_one() -> None:
-    with pytest.raises(ConfigError, match="did you mean 'serving'"):
-        parse_ports(["servng=8080"])
-    with pytest.raises(ConfigError, match="did you mean 'worker'"):
-        parse_overrides(["workr.exact=true"])
-
-
 @pytest.mark.parametrize("text", ["worker", "worker.exact", "exact=true", "worker.=1"])
 def test_an_override_of_another_form_is_rejected(text: str) -> None:
     with pytest.raises(ConfigError, match=r"expected PROGRAM\.KEY=VALUE"):

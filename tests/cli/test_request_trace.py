@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import itertools
 
+import opentelemetry.trace
 import pytest
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from roostream.cli.request_trace import STEPS, RequestTrace
 from roostream.cli.trace_command import TOPICS, describe_step, export, export_spans, follow
@@ -15,7 +19,6 @@ from roostream.runtime.kafka.topics import IMPRESSIONS, PREDICTIONS, ROWS, SAMPL
 from roostream.wire import records as wire
 from roostream.wire import roo_pb2 as pb
 from roostream.wire.records import Record
-from tests.cli.recorded_spans import KeptSpans
 
 KEYS = frozenset({(3, 17), (3, 18)})
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -24,8 +27,12 @@ offsets = itertools.count()
 
 
 @pytest.fixture
-def kept(monkeypatch: pytest.MonkeyPatch) -> KeptSpans:
-    return KeptSpans.instead(monkeypatch)
+def exported(monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
+    """Keeps the spans that are exported."""
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    monkeypatch.setattr(opentelemetry.trace, "get_tracer", provider.get_tracer)
+    return exporter
 
 
 def record(topic: str, kind: int, message: object) -> Record:
@@ -124,21 +131,21 @@ def test_without_a_span_to_stand_below_nothing_is_reported() -> None:
 def test_without_the_package_there_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "opentelemetry", None)
     with pytest.raises(SetupError, match=r"roostream\[opentelemetry\]"):
-        export_spans(followed(impression()), f"00-{TRACE}-{SPAN}-01", 90)
+        export_spans(followed(impression()), PARENT, 90)
 
 
-def test_steps_are_spans_one_below_the_other_in_the_callers_trace(kept: KeptSpans) -> None:
-    assert (
-        export_spans(followed(impression(), sample(), prediction(), delta()), f"00-{TRACE}-{SPAN}-01", 90)
-        == 4
-    )
-    ms = 1_000_000
-    assert kept.told == [
-        ("serving logged", f"{TRACE}/{int(SPAN, 16):x}", 90 * ms, 100 * ms),
-        ("joiner joined", f"{TRACE}/1", 100 * ms, 101 * ms),
-        ("worker trained", f"{TRACE}/2", 101 * ms, 102 * ms),
-        ("shard published", f"{TRACE}/3", 102 * ms, 103 * ms),
+def test_steps_are_spans_one_below_the_other_in_the_callers_trace(exported: InMemorySpanExporter) -> None:
+    assert export_spans(followed(impression(), sample(), prediction(), delta()), PARENT, 90) == 4
+    spans, ms = exported.get_finished_spans(), 1_000_000
+    assert [(span.name, span.start_time, span.end_time) for span in spans] == [
+        ("serving logged", 90 * ms, 100 * ms),
+        ("joiner joined", 100 * ms, 101 * ms),
+        ("worker trained", 101 * ms, 102 * ms),
+        ("shard published", 102 * ms, 103 * ms),
     ]
+    assert {f"{span.context.trace_id:032x}" for span in spans} == {TRACE}
+    parents = [span.parent.span_id if span.parent else 0 for span in spans]
+    assert parents == [int(SPAN, 16), *(span.context.span_id for span in spans[:-1])]
 
 
 def test_a_request_that_serving_traced_says_itself_below_which_span_it_is() -> None:
@@ -153,10 +160,11 @@ def test_a_request_that_serving_traced_says_itself_below_which_span_it_is() -> N
     [("", PARENT, TRACE), (f"00-{'c' * 32}-{SPAN}-01", PARENT, "c" * 32), ("", "", "")],
 )
 def test_spans_stand_below_the_one_that_is_reported_else_below_servings(
-    asked: str, logged: str, parent: str, kept: KeptSpans
+    asked: str, logged: str, parent: str, exported: InMemorySpanExporter
 ) -> None:
     export(followed(impression(traceparent=logged)), asked, 90)
-    assert [span[1].partition("/")[0] for span in kept.told] == ([parent] if parent else [])
+    traces = [f"{span.context.trace_id:032x}" for span in exported.get_finished_spans()]
+    assert traces == ([parent] if parent else [])
 
 
 @pytest.mark.parametrize("logged", [PARENT, "00-nonsense"])

@@ -15,6 +15,7 @@ from infra.auditor import sums
 from infra.auditor.accounts import Accounts
 from roostream.cli import status
 from roostream.cli import status_table as table
+from roostream.cli.output import render_rows
 from roostream.cli.program_health import unhealthy_controller, unhealthy_programs
 from roostream.runtime import scrape
 from roostream.runtime.metrics_collector import MetricsCollector
@@ -103,16 +104,6 @@ def test_a_program_that_does_not_answer_or_talks_nonsense_is_an_empty_scrape() -
     assert scrape.fetch_all({"a": None}) == {}
 
 
-def test_figures_are_gathered_from_whoever_measures_them() -> None:
-    found = whole(scrape.parse(WORKER), scrape.parse(SIMULATE), CONTROL)
-    assert found["trainer"]["state"] == "caught_up"  # type: ignore[index]
-    assert found["trainer"]["requests"] == 1000  # type: ignore[index]
-    assert found["rows"] == {"d16": 7}
-    assert found["click_rate"]["served_to_random"] == 0.3 / 0.2  # type: ignore[index]
-    assert found["freshness"]["close_to_readable"] == {"p50_ms": 131.0, "p99_ms": 206.0}  # type: ignore[index]
-    assert found["metrics"]["ne"] == 0.9  # type: ignore[index]
-
-
 def test_the_table_shows_a_dash_for_what_is_not_known_yet() -> None:
     rows = dict(table.rows(whole(ScrapedMetrics(), ScrapedMetrics(), {})))
     assert rows["trainer"].startswith("–, watermark –")
@@ -154,13 +145,6 @@ def test_history_is_shown_as_far_as_it_is_committed() -> None:
     assert shown(eta_s=[None, None, None]).startswith(f"{of}, time left unknown), watermark")
     assert shown(eta_s=[600.0, 500.0, 700.0], last_close_ms=1_700_000_000_000).startswith(
         f"{of}, up to 2023-11-14 22:13:20, time left 10.0 min), watermark"
-    )
-
-
-def test_one_worker_is_the_trainer() -> None:
-    assert "workers" not in dict(table.rows(whole(ScrapedMetrics(), ScrapedMetrics(), CONTROL)))
-    assert "workers" not in dict(
-        table.rows(whole(ScrapedMetrics(), ScrapedMetrics(), {**CONTROL, "workers": 1, "wanted_workers": 1}))
     )
 
 
@@ -269,15 +253,6 @@ def test_what_slipstream_skipped_is_never_told_without_its_control() -> None:
     assert "its control" not in rows
 
 
-def test_what_is_trained_once_more_is_told_beside_what_is_trained() -> None:
-    for rehearsed, said in ((0, ""), (1200, ", replayed 1,200")):
-        reports = {"worker 0": {"step": 4, "requests": 10, "duplicates": 0, "rehearsed": rehearsed}}
-        rows = dict(
-            table.rows(whole(scrape.parse(WORKER), ScrapedMetrics(), {**CONTROL, "reports": reports}))
-        )  # type: ignore[arg-type]
-        assert rows["trainer"].endswith(f"skipped 0{said}")
-
-
 def test_nothing_is_told_of_selection_where_everything_is_trained() -> None:
     reports = {"worker 0": {"step": 4, "outcomes": {"taken": 5, "trained": 5}}}
     assert "selection" not in dict(
@@ -297,26 +272,6 @@ def test_a_trainer_without_a_reading_is_unknown(watch: dict[str, Any]) -> None:
     assert found["trainer"]["state"] == "unknown"  # type: ignore[index]
     assert dict(table.rows(found))["trainer"].startswith(
         "unknown, because Kafka does not report the end of the samples, watermark –, behind – / – samples"
-    )
-
-
-def test_of_several_workers_the_worst_is_the_trainer_s_state() -> None:
-    behind = {
-        "watch": {"state": "catching_up", "lag_ms": 70_000, "lag_records": 9, "drain_per_s": [2.0, 1.0, 3.0]}
-    }
-    near = {"watch": {"state": "caught_up", "lag_ms": 10, "lag_records": 1, "drain_per_s": [1.5, None, None]}}
-    found = whole(
-        ScrapedMetrics(),
-        ScrapedMetrics(),
-        {**CONTROL, "workers": 2, "reports": {"worker 0": near, "worker 1": behind}},
-    )
-    told = found["trainer"]
-    assert isinstance(told, dict)
-    assert (told["state"], told["lag_ms"], told["lag_records"], told["drain_per_s"]) == (
-        "catching_up",
-        70_000,
-        10,
-        3.5,
     )
 
 
@@ -405,7 +360,7 @@ def test_text_from_outside_is_no_markup_and_moves_no_cursor() -> None:
     found = whole(ScrapedMetrics(), ScrapedMetrics(), {})
     found["troubles"] = {"joiner": "failed: [/b] \x1b[31mred [red]x[/red]"}
     out = io.StringIO()
-    Console(file=out, width=200).print(table.render(found, "home [/tmp]", ["curl '[/x]'"]))
+    Console(file=out, width=200).print(render_rows(table.rows(found), "home [/tmp]", ["curl '[/x]'"]))
     said = out.getvalue()
     assert "[/b] [31mred [red]x[/red]" in said and "home [/tmp]" in said and "curl '[/x]'" in said
     assert "\x1b" not in said

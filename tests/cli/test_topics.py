@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from click.testing import CliRunner
 
@@ -12,7 +10,6 @@ from roostream.cli.main import cli
 from roostream.errors import ConfigError
 from roostream.runtime.kafka.topic_admin import TopicAdmin
 from roostream.runtime.kafka.topics import TOPICS
-from roostream.schema.settings import load
 from tests.runtime.test_topic_admin import FakeAdmin
 
 
@@ -49,16 +46,6 @@ def test_an_address_is_required() -> None:
     assert isinstance(done.exception, ConfigError) and "key 'bootstrap': expected a value" in str(
         done.exception
     )
-
-
-def test_settings_come_from_file_and_environment(tmp_path: Path) -> None:
-    path = tmp_path / "topics.toml"
-    path.write_text(
-        'bootstrap = "k:1"\nretention_ms = "7d"\npartitions = 16\n[kafka_security]\nprotocol = "SSL"\n'
-    )
-    config = load(topics.TopicsConfig, path, program="topics", environ={"ROOSTREAM_TOPICS_REPLICATION": "3"})
-    assert (config.retention_ms, config.partitions, config.replication) == (7 * 86_400_000, 16, 3)
-    assert config.broker.security.protocol == "SSL"
 
 
 def test_keep_raises_retention_and_shows_it(brokers: FakeAdmin) -> None:

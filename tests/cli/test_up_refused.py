@@ -33,12 +33,12 @@ def test_a_wrong_archive_is_reported_once_by_up_and_status_and_nobody_tries_agai
     log = folder / "home/logs/controller.log"
     sentence = f"warehouse = '{folder / 'empty'}': "
     last = up.stderr.strip().splitlines()[-1]
-    assert up.returncode == 2 and last.startswith(f"error: controller can't run: {sentence}"), up.stderr
+    assert up.returncode == 2 and last.startswith(f"error: controller cannot run: {sentence}"), up.stderr
     assert "is no table; has an archiver written there?" in last and f"its log: {log}" in last
     status = json.loads(roostream(folder, "status", "--home", "home", "--json").stdout)
     assert (
-        status["unhealthy_programs"]["controller"].startswith(f"failed: {sentence}")
-        and str(log) in status["unhealthy_programs"]["controller"]
+        status["troubles"]["controller"].startswith(f"failed: {sentence}")
+        and str(log) in status["troubles"]["controller"]
     )
     assert status["programs"]["controller"]["restarts"] == 0
     assert log.read_text().count(sentence) == 1

@@ -46,7 +46,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "deltalake": ("roostream/warehouse/delta_table.py",),
     "ray": ("infra/ray_pool.py",),
     "zstandard": ("roostream/replay",),
-    "matplotlib": ("roostream/cli/replay/report_figures.py", "roostream/cli/data/table_figures.py"),
+    "matplotlib": ("roostream/cli/replay/report_figures.py",),
     "pandas": (),
     "click": ("roostream/cli",),
     "rich": ("roostream/cli", "infra/prepare.py"),

@@ -109,11 +109,13 @@ def move(
     shards = {}
     for index in range(after.num_owners):
         gained = [b for b in changed.tolist() if after.owner_B[b] == index]
-        state = (
-            _written(f"{seq}-{incarnation}", shards_of_commit, index, gained, after)
-            if gained
-            else shards_of_commit.state(index)
-        )  # 3
+        state = shards_of_commit.state(index)
+        if gained:  # 3
+            parts = itertools.chain(
+                _gained_buckets(shards_of_commit, gained), _unpublished(shards_of_commit, index, after)
+            )
+            segments = shards_of_commit.segments(index, after.buckets_of(index))
+            state = segments.write_parts(f"{seq}-{incarnation}", parts, state, complete=frozenset(gained))
         shards[index] = {
             **last.manifest.shards.get(index, {}),
             "segments": [segment._asdict() for segment in state],
@@ -133,17 +135,6 @@ def move(
     if not store.create(manifest.name, manifest.encode()):  # 4
         raise CheckpointError(f"{manifest.name} was just created: a controller runs; stop it and call again")
     return manifest
-
-
-def _written(
-    name: str, shards_of_commit: CommittedShards, index: int, gained: Sequence[int], after: BucketMap
-) -> tuple[Segment, ...]:
-    """Write the segment of a shard that gains buckets; returns its new state."""
-    parts = itertools.chain(
-        _gained_buckets(shards_of_commit, gained), _unpublished(shards_of_commit, index, after)
-    )
-    segments = shards_of_commit.segments(index, after.buckets_of(index))
-    return segments.write_parts(name, parts, shards_of_commit.state(index), complete=frozenset(gained))
 
 
 def _unpublished(shards_of_commit: CommittedShards, index: int, after: BucketMap) -> Iterator[SegmentBucket]:

@@ -325,30 +325,22 @@ def _blocks(
                 raise CheckpointError(
                     f"table {table.name!r}: expected {len(rows[table.name])} ids, one per row, got {len(id_of[table.name])}"
                 )
+        keys = Keys(
+            np.concatenate([np.full(len(rows[t.name]), t.id, np.uint32) for t in there]),
+            np.concatenate([id_of[t.name] for t in there]),
+        )
         states = [
             np.full((len(rows[t.name]), t.rule.state_width(t.dim)), t.rule.first_state, np.float32)
             for t in there
         ]
-        out[stack] = _block(
-            Keys(
-                np.concatenate([np.full(len(rows[t.name]), t.id, np.uint32) for t in there]),
-                np.concatenate([id_of[t.name] for t in there]),
-            ),
-            np.concatenate([rows[t.name] for t in there]),
-            np.concatenate(states),
-            new.time_ms,
+        out[stack] = RowBlock(
+            keys=keys,
+            unpublished_K=np.zeros(len(keys), np.uint8),
+            stamp_ms_L=np.full(len(keys), new.time_ms, np.int64),
+            rows_LD=np.concatenate([rows[t.name] for t in there]),
+            state_LA=np.concatenate(states),
         )
     return out
-
-
-def _block(keys: Keys, rows_LD: np.ndarray, state_LA: np.ndarray, time_ms: int) -> RowBlock:
-    return RowBlock(
-        keys=keys,
-        unpublished_K=np.zeros(len(keys), np.uint8),
-        stamp_ms_L=np.full(len(keys), time_ms, np.int64),
-        rows_LD=rows_LD,
-        state_LA=state_LA,
-    )
 
 
 def _write_shard(

@@ -52,7 +52,7 @@ def write_table_page(folder: Path, report: Mapping[str, Any]) -> None:
         ConfigError: a file cannot be written.
     """
     try:
-        from roostream.cli.data.table_figures import figures_of_table
+        from roostream.cli.replay.report_figures import figures_of_table
     except ModuleNotFoundError as error:
         raise SetupError(f"{error.name} is needed for the page's plots; install roostream[replay]") from None
     try:

@@ -1,10 +1,11 @@
-"""`roostream plan`: print the sizes that a load needs, and the bottleneck."""
+"""`roostream plan`: print the sizes that a load needs, and the bottleneck; and the table in docs/operations/scale.md."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -80,4 +81,46 @@ def _end(need: Need) -> str:
 
 def _number(value: float) -> str:
     """Three significant digits, with thousands separators."""
-    return f"{float(f'{value:.3g}'):,.0f}" if value >= 100 else f"{value:.3g}"
+    return f"{float(f'{value:.3g}'):,.0f}" if value >= 100 else f"{float(f'{value:.3g}'):g}"
+
+
+LOADS = (
+    Load(requests_per_s=25, rows=10**5, batch_requests=512),
+    Load(requests_per_s=1000, rows=10**6),
+    Load(requests_per_s=10**4, rows=10**7),
+    Load(requests_per_s=10**5, rows=10**8, batch_requests=16_384),
+    Load(requests_per_s=10**6, rows=10**9, batch_requests=65_536),
+)
+_COLUMNS = {
+    "serving processes": "serving processes",
+    "task managers": "task managers",
+    "workers": "workers",
+    "shards": "shards",
+    "brokers": "brokers",
+    "Kafka's disks": "Kafka's disks, TB",
+    "row deltas": "row deltas, MB/s",
+}
+_TABLE = re.compile(r"^\| requests/s \| rows \|.*?\n(?=\n)", re.MULTILINE | re.DOTALL)
+
+
+def scale_table(figures: Mapping[str, float]) -> str:
+    """Markdown with one row per load."""
+    head = ["requests/s", "rows", "requests a step", *_COLUMNS.values(), "ends first"]
+    lines = [_markdown_row(head), "|" + "---:|" * (len(head) - 1) + "---|"]
+    for load in LOADS:
+        needs = plan(load, figures)
+        amounts, first = {need.what: need.amount for need in needs}, bottleneck(needs)
+        load_cells = [f"{number:,.0f}" for number in (load.requests_per_s, load.rows, load.batch_requests)]
+        cells = [*load_cells, *(_number(amounts[name]) for name in _COLUMNS)]
+        lines.append(_markdown_row([*cells, f"{first.what} at {_number(first.ends_at)}"]))
+    return "\n".join(lines) + "\n"
+
+
+def renew_scale_table(text: str, figures: Mapping[str, float]) -> str:
+    """The page with its table replaced."""
+    assert _TABLE.search(text)
+    return _TABLE.sub(lambda _: scale_table(figures), text, count=1)
+
+
+def _markdown_row(cells: list[str]) -> str:
+    return "| " + " | ".join(cells) + " |"

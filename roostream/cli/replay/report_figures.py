@@ -1,9 +1,9 @@
-"""Figures of a replay's report as SVG. Imported only for a page, because matplotlib is large."""
+"""Figures of reports of replays and of warehouses as SVG. Imported only for a page, because matplotlib is large."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import matplotlib
@@ -16,7 +16,8 @@ from matplotlib.figure import Figure
 from roostream.errors import printable
 
 _STYLE = {"svg.fonttype": "none", "svg.hashsalt": "roostream", "text.parse_math": False}
-_MAX_BARS = 40
+_MAX_BARS, _MAX_LINES = 40, 12
+ValuesByDay = Mapping[str, Mapping[str, Mapping[str, float | None]]]
 
 
 def figures_of(report: Mapping[str, Any]) -> dict[str, str]:
@@ -25,14 +26,54 @@ def figures_of(report: Mapping[str, Any]) -> dict[str, str]:
     if len(report["metrics"]["by_day"]) > 1:
         found["By day"] = _days(report)
     if report["log"]["features"]:
-        found["Share of rows with a feature"] = _coverage(report["log"]["features"])
-    return to_svg(found)
+        shares = {name: f["share"] or 0.0 for name, f in report["log"]["features"].items()}
+        found["Share of rows with a feature"] = _bars(dict(sorted(shares.items(), key=lambda item: item[1])))
+    return _to_svg(found)
 
 
-def to_svg(figures: Mapping[str, Figure]) -> dict[str, str]:
-    """Heading → SVG; equal figures give equal bytes."""
+def figures_of_table(report: Mapping[str, Any]) -> dict[str, str]:
+    """Heading → SVG: bytes by column, coverage, list lengths, and what deduplication saves."""
+    return _to_svg(dict(_table_figures(report)))
+
+
+def _table_figures(report: Mapping[str, Any]) -> Iterator[tuple[str, Figure]]:
+    days = report["days"]
+    candidates = max(report["candidates"], 1)
+    stored = {name: entry["stored"] / candidates for name, entry in report["columns"].items()}
+    yield "Bytes a candidate, by column", _bars(stored)
+    changing = _max_changing(days, "coverage")
+    if len(days) > 1 and changing:
+        yield "Coverage by day of the features that change most", _lines(days, "coverage", changing)
+    last = days[max(days)] if days else {}
+    yield "Coverage on the last day", _bars({name: f["coverage"] or 0.0 for name, f in last.items()})
+    if lists := [name for name, entry in last.items() if entry.get("length") is not None]:
+        yield "List lengths by day", _lines(days, "length", lists[:_MAX_LINES])
+    if "clustered" in report["duplicates"]["arrangements"]:
+        clustered = report["duplicates"]["arrangements"]["clustered"]["features"]
+        if clustered:
+            saved = {name: of["partial"] for name, of in clustered.items()}
+            yield "Reduction of entries by partial deduplication in a batch", _bars(saved)
+
+
+def _max_changing(days: ValuesByDay, key: str) -> list[str]:
+    spans = {}
+    for name in next(iter(days.values()), {}):
+        found = [
+            value for features in days.values() if (value := features.get(name, {}).get(key)) is not None
+        ]
+        spans[name] = max(found, default=0.0) - min(found, default=0.0)
+    return sorted(spans, key=lambda name: -spans[name])[:_MAX_LINES]
+
+
+def _to_svg(figures: Mapping[str, Figure]) -> dict[str, str]:
+    """Equal figures give equal bytes."""
+    out = {}
     with matplotlib.rc_context(_STYLE):
-        return {heading: _svg(figure) for heading, figure in figures.items()}
+        for heading, figure in figures.items():
+            file = io.StringIO()
+            figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
+            out[heading] = "<svg" + file.getvalue().partition("<svg")[2]
+    return out
 
 
 def _curve(report: Mapping[str, Any]) -> Figure:
@@ -64,20 +105,24 @@ def _days(report: Mapping[str, Any]) -> Figure:
     return figure
 
 
-def _coverage(features: Mapping[str, Mapping[str, Any]]) -> Figure:
-    shares = sorted((f["share"] or 0.0, printable(name)) for name, f in features.items())[:_MAX_BARS]
-    figure = Figure(figsize=(9, 0.6 + 0.25 * len(shares)), layout="constrained")
+def _bars(values: Mapping[str, float]) -> Figure:
+    """The first bars, in order."""
+    pairs = list(values.items())[:_MAX_BARS][::-1]
+    figure = Figure(figsize=(9, 0.8 + 0.25 * len(pairs)), layout="constrained")
+    figure.subplots().barh([printable(name) for name, _ in pairs], [value for _, value in pairs])
+    return figure
+
+
+def _lines(days: ValuesByDay, key: str, names: Sequence[str]) -> Figure:
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
     axes = figure.subplots()
-    axes.barh([name for _, name in shares], [share for share, _ in shares])
-    axes.set(xlim=(0, 1))
+    for name in names:
+        values = [features.get(name, {}).get(key) for features in days.values()]
+        _line(axes, list(days), values, printable(name))
+    axes.tick_params("x", rotation=60, labelsize="small")
+    axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1.0, 0.5))
     return figure
 
 
 def _line(axes: Axes, x: list[Any], y: list[float | None], label: str) -> None:
     axes.plot(x, [float("nan") if v is None else v for v in y], marker=".", label=label)
-
-
-def _svg(figure: Figure) -> str:
-    file = io.StringIO()
-    figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
-    return file.getvalue().partition("<svg")[1] + file.getvalue().partition("<svg")[2]

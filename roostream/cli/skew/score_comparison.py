@@ -23,6 +23,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from roostream.cli.inspect_batch import side_floats
 from roostream.cli.skew.commit_states import CommitStates
 from roostream.cli.skew.scored_lists import LoggedList
 from roostream.errors import CheckpointError, RoostreamError
@@ -237,7 +238,7 @@ def explain_skew(
         for row in [0] if side == "ro" else worst_n:
             value = trial.fitting(side, at, row, tolerance)
             if value is not None:
-                logged = _arrays(batch, side)[0][row, at]
+                logged = side_floats(batch, side)[0][row, at]
                 whose = "" if side == "ro" else f" of item {batch.item_B[row]}"
                 return f"it was scored with {name!r}{whose} = {value:.4g}, but the log has {logged:.4g}"
     return _NOT_EXPLAINED
@@ -257,7 +258,7 @@ class _Trial:
     def batch_with(self, side: str, at: int, row: int | None, value: float | None) -> Batch:
         """The list with another value of one float, in one row or all (row None). Value None = missing, read
         as its default."""
-        value_NF, present_NF = (array.copy() for array in _arrays(self.batch, side))
+        value_NF, present_NF = (array.copy() for array in side_floats(self.batch, side))
         default = self.batch.schema.floats("ro" if side == "ro" else "nro")[at].default
         rows = slice(None) if row is None else row
         value_NF[rows, at] = default if value is None else value
@@ -280,14 +281,6 @@ class _Trial:
             low, high = grid_G[max(nearest - 1, 0)], grid_G[min(nearest + 1, len(grid_G) - 1)]
             grid_G = np.sinh(np.linspace(np.arcsinh(low), np.arcsinh(high), _EACH))
         return float(grid_G[nearest]) if differs[nearest] <= tolerance else None
-
-
-def _arrays(batch: Batch, side: str) -> tuple[np.ndarray, np.ndarray]:
-    return (
-        (batch.ro_float_RF, batch.ro_present_RF)
-        if side == "ro"
-        else (batch.nro_float_BF, batch.nro_present_BF)
-    )
 
 
 def _floats(batch: Batch) -> Iterator[tuple[str, int, str]]:

@@ -16,7 +16,6 @@ from roostream.cli.checkpoint.move_buckets import CommittedShards
 from roostream.cli.train.config import TrainConfig
 from roostream.cli.train.offline import train_offline
 from roostream.cli.train.offline_readers import link_table, reader_actors
-from roostream.cli.train.train_command import _summary
 from roostream.errors import ConfigError, UnavailableError
 from roostream.runtime import manifest as manifests
 from roostream.runtime import tensor_file
@@ -55,15 +54,6 @@ def last(place: Path, home: str) -> Manifest:
     found = manifests.newest(open_store(str(place / home / "store")))
     assert found is not None
     return found.manifest
-
-
-def test_what_was_trained_is_reported_in_a_line() -> None:
-    report = {"requests": 12_000, "candidates": 34_000, "steps": 854, "wall_s": 11.24, "requests_s": 894.6}
-    metrics = {"ne": 1.06465017, "auc": None, "calibration": 1.1843464}
-    assert _summary({**report, "version_of_model": "1-1", "metrics": metrics}) == (
-        "12,000 requests, 34,000 impressions in 854 steps and 11.2 s (895 per second); version 1-1; "
-        "NE 1.0647, AUC –, calibration 1.1843"
-    )
 
 
 def dense(place: Path, home: str) -> bytes:
@@ -138,20 +128,18 @@ def test_what_can_not_be_trained_is_reported(place: Path, more: dict[str, Any], 
         trained(place, "e", **more)
 
 
-def test_a_schema_that_is_not_there_is_rejected_before_anything_is_opened(place: Path) -> None:
-    with pytest.raises(ConfigError, match="no such file; expected a schema TOML"):
-        config(place, "g", schema="nowhere.toml")
-
-
 @pytest.mark.parametrize(
     ("more", "says"),
     [
         ({"pool": "ray"}, "readers or max_readers"),
         ({"readers_listen": "10.0.0.1:7000", "workers": 2}, "'readers_listen': expected"),
         ({"readers_listen": "somewhere"}, "'readers_listen': expected an address"),
+        ({"workers": 3}, "key 'workers': expected at most partitions = 2, got 3"),
+        ({"rows": "device"}, "key 'rows': expected"),
+        ({"schema": "nowhere.toml"}, "expected a schema TOML"),
     ],
 )
-def test_readers_that_are_unavailable_are_rejected(place: Path, more: dict[str, Any], says: str) -> None:
+def test_invalid_settings_are_rejected(place: Path, more: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         config(place, "h", **more)
 
@@ -203,21 +191,6 @@ def rows_of(place: Path, home: str) -> dict[Any, bytes]:
                 ):
                     found[int(table), int(id_)] = row.tobytes() + state.tobytes() + stamp.tobytes()
     return found
-
-
-@pytest.mark.parametrize(
-    ("more", "says"),
-    [
-        (
-            {"workers": 3},
-            "key 'workers': expected at most partitions = 2, got 3; each",
-        ),
-        ({"rows": "device"}, "key 'rows': expected"),
-    ],
-)
-def test_settings_that_can_not_be_together_are_rejected(place: Path, more: dict[str, Any], says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
-        config(place, "none", **more)
 
 
 def test_a_model_that_is_not_there_is_rejected_before_any_process_is_started(place: Path) -> None:

@@ -1,10 +1,11 @@
-"""What takes long has a bar on a terminal, and prints nothing elsewhere."""
+"""Progress bars and wide tables on a terminal and elsewhere."""
 
 from __future__ import annotations
 
 import pytest
+from rich.table import Table
 
-from roostream.cli.output import (counted, progress_bar)
+from roostream.cli.output import counted, progress_bar, wide_console
 
 
 def test_items_come_as_they_are_and_nothing_is_printed_elsewhere(capsys: pytest.CaptureFixture[str]) -> None:
@@ -23,3 +24,17 @@ def test_on_a_terminal_it_shows_how_many_of_how_many(
         tell(4, None)
     told = capsys.readouterr()
     assert told.out == "" and "letters" in told.err and "3/3" in told.err and "4/5" in told.err
+
+
+def test_a_pipe_gets_whole_names_and_a_terminal_its_width(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = [f"a_feature_with_a_long_name_{n}" for n in range(6)]
+    table = Table(*names)
+    table.add_row(*("[b]1[/b]" for _ in names))
+    monkeypatch.delenv("COLUMNS", raising=False)
+    wide_console().print(table)
+    piped = capsys.readouterr().out
+    assert all(name in piped for name in names) and piped.count("[b]1[/b]") == 6
+    monkeypatch.setenv("COLUMNS", "60")
+    assert wide_console().width == 60
