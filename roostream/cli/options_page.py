@@ -72,11 +72,7 @@ def page(cli: click.Group) -> str:
             if isinstance(p, click.Option) and "--help" not in p.opts
         ]
         if lines and not (path in programs and len(lines) == 2):  # --config FILE, --keys
-            parts += [
-                f"## roostream {path}",
-                _first_paragraph(command.help),
-                "\n".join((*_HEAD, *lines)),
-            ]
+            parts += [f"## roostream {path}", _first_paragraph(command.help), "\n".join((*_HEAD, *lines))]
     return "\n\n".join(parts) + "\n"
 
 

@@ -106,9 +106,7 @@ def demo_command(home: Path, seconds: float | None, rate: float, **options: Any)
 @click.option("--foreground", is_flag=True, help="stay in the foreground and stop all programs on Ctrl-C")
 @wait_option("give up when no further program became ready for this many seconds")
 @click.option(
-    "--from-warehouse",
-    metavar="URL",
-    help="train a new model from this archive first, then from the stream",
+    "--from-warehouse", metavar="URL", help="train a new model from this archive first, then from the stream"
 )
 def up(home: Path, foreground: bool, wait_s: float, from_warehouse: str | None, **options: Any) -> None:
     """Start a stack in the background, without simulated users.

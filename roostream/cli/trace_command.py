@@ -72,11 +72,7 @@ def trace_command(request_id: str, home: Path, traceparent: str, wait_s: float, 
 
 
 def follow(
-    trace: RequestTrace,
-    consumer: RecordConsumer,
-    clock: Clock,
-    wait_s: float,
-    on_step: Callable[[str], None],
+    trace: RequestTrace, consumer: RecordConsumer, clock: Clock, wait_s: float, on_step: Callable[[str], None]
 ) -> None:
     """Read records until the trace is complete or `wait_s` is over. Calls `on_step` with the name of each new
     step."""

@@ -6,12 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from roostream.cli.background_stack import (
-    ReadyWait,
-    absolute_location,
-    restarting_programs,
-    settled_programs,
-)
+from roostream.cli.background_stack import ReadyWait, absolute_location, restarting_programs, settled_programs
 
 
 def test_programs_are_settled_when_ready_or_stopped_by_a_hold() -> None:

@@ -50,10 +50,7 @@ def test_everything_about_a_batch_is_reported() -> None:
     assert [
         (at["topic"], at["partition"], at["first_offset"], at["last_offset"], at["count"])
         for at in told["records"]
-    ] == [
-        ("samples", 0, 0, 5, 2),
-        ("samples", 1, 0, 9, 3),
-    ]
+    ] == [("samples", 0, 0, 5, 2), ("samples", 1, 0, 9, 3)]
     assert (told["requests"], told["candidates"], told["rejects"]) == (4, 12, {"undecodable": 1})
     assert told["features"]["hour"] == {
         "kind": "float",
@@ -106,14 +103,7 @@ def test_the_command_prints_what_a_worker_saved(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (
-            None,
-            "got No such file or directory",
-        ),
-        (b"\x00" * 40, "got something else"),
-    ],
+    ("content", "message"), [(None, "got No such file or directory"), (b"\x00" * 40, "got something else")]
 )
 def test_what_is_not_such_a_file_is_reported_in_a_sentence(
     tmp_path: Path, content: bytes | None, message: str

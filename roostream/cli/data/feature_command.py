@@ -89,10 +89,7 @@ def report() -> None:
 @report.command("table")
 @click.argument("warehouse", type=click.Path())
 @click.option(
-    "--out",
-    type=click.Path(path_type=Path),
-    required=True,
-    help="directory for index.html and report.json",
+    "--out", type=click.Path(path_type=Path), required=True, help="directory for index.html and report.json"
 )
 @day_options
 @batch_option

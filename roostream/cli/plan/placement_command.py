@@ -341,10 +341,7 @@ _SHOWN = 12
     help="compute a map for this many shards; default: unchanged",
 )
 @click.option(
-    "--max-moved",
-    type=click.FloatRange(0, 1),
-    default=0.0,
-    help="maximum share of the buckets that may move",
+    "--max-moved", type=click.FloatRange(0, 1), default=0.0, help="maximum share of the buckets that may move"
 )
 @click.option("--json", "as_json", is_flag=True, help="print only the map as JSON, which `apply` reads")
 def map_command(home: Path, store: str, num_shards: int | None, max_moved: float, as_json: bool) -> None:

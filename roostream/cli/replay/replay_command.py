@@ -12,13 +12,7 @@ import click
 
 from roostream.cli.data.session_command import replay_session
 from roostream.cli.options import MultiValueCommand, settings_flags
-from roostream.cli.replay.warehouse_samples import (
-    DATASET,
-    EXAMPLE,
-    HELP,
-    UNUSED_SETTINGS,
-    WarehouseOptions,
-)
+from roostream.cli.replay.warehouse_samples import DATASET, EXAMPLE, HELP, UNUSED_SETTINGS, WarehouseOptions
 from roostream.replay.config import CheckConfig, ReplayConfig
 from roostream.replay.datasets import DATASETS, Dataset, load_dataset
 

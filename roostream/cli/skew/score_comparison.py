@@ -165,10 +165,7 @@ def _verdict(scores: Sequence[np.ndarray], best_nT: np.ndarray, served_nT: np.nd
     if _is_within(best_nT, served_nT):
         return "within", ""
     if len(scores) < 2:
-        return (
-            "rows",
-            "only one commit around it has its rows, so the effect of changed rows is unknown",
-        )
+        return ("rows", "only one commit around it has its rows, so the effect of changed rows is unknown")
     low_nT, high_nT = np.minimum.reduce(scores), np.maximum.reduce(scores)
     span = float((high_nT - low_nT).max())
     beyond = float(np.maximum(low_nT - served_nT, served_nT - high_nT).max())

@@ -32,8 +32,7 @@ class TrainConfig(Settings):
     )
     workers: int = setting(1, "number of workers; several workers run in processes of their own", ge=1, le=64)
     rows: Literal["shards", "workers"] = setting(
-        "shards",
-        "owners of the rows during training: shards in this process, or the worker processes",
+        "shards", "owners of the rows during training: shards in this process, or the worker processes"
     )
     partitions: int = setting(DEFAULT_PARTITIONS, "partitions of the archived topic", ge=1, le=1024)
     seed: int = setting(0, "seed of initial weights and rows, and of the order of files", ge=0, le=MAX_SEED)
@@ -41,10 +40,7 @@ class TrainConfig(Settings):
     commit_interval_ms: int = setting(30_000, "time between commits", ge=100)
     readers: int = setting(0, "number of reader programs; 0 = workers read files themselves", ge=0, le=64)
     max_readers: int = setting(
-        0,
-        "start up to this many readers while workers wait for data; 0 = as many as readers",
-        ge=0,
-        le=64,
+        0, "start up to this many readers while workers wait for data; 0 = as many as readers", ge=0, le=64
     )
     pool: Literal["processes", "ray"] = setting(
         "processes",

@@ -127,10 +127,7 @@ def reader_actors(settings: Mapping[str, Any] | None = None) -> Callable[[str], 
 def link_table(credentials: LinkCredentials) -> dict[str, Any]:
     """The settings by which readers use the same credentials."""
     link = {key: value for key, value in dataclasses.asdict(credentials.security).items() if value}
-    return {
-        **({"link": link} if link else {}),
-        **({"insecure": True} if credentials.insecure else {}),
-    }
+    return {**({"link": link} if link else {}), **({"insecure": True} if credentials.insecure else {})}
 
 
 def child_program(

@@ -124,11 +124,7 @@ def test_rows_are_the_same_to_the_bit_and_each_is_at_its_new_owner(after: Bucket
     assert (
         before
         and made.seq == before.manifest.seq + 1
-        and made.previous
-        == {
-            "seq": before.manifest.seq,
-            "checksum": before.checksum,
-        }
+        and made.previous == {"seq": before.manifest.seq, "checksum": before.checksum}
     )
     assert (made.owners.owner_B == after.owner_B).all() and manifests.newest(store).manifest == made  # type: ignore[union-attr]
     fleet = Fleet(store, every)
@@ -261,10 +257,7 @@ def test_what_is_there_already_is_no_new_commit() -> None:
     ("after", "says"),
     [
         (BucketMap.modulo(32, 2), "expected 64 buckets, got 32"),
-        (
-            BucketMap(np.zeros(64, np.int32), 2, 1),
-            "for each of 2 shards, got none for shard 1",
-        ),
+        (BucketMap(np.zeros(64, np.int32), 2, 1), "for each of 2 shards, got none for shard 1"),
         (BucketMap(np.ones(64, np.int32), 2, 1), "got none for shard 0"),
         (
             BucketMap(BucketMap.modulo(64, 3).owner_B, 1 << 30, 1),

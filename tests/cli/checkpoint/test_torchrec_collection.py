@@ -294,10 +294,7 @@ def test_a_file_that_does_not_fit_is_rejected_and_nothing_is_there(
     ("ids", "message"),
     [
         ({"item": np.arange(5)}, "table 'item': expected 40 ids, one"),
-        (
-            {"item": np.zeros(40, np.int64)},
-            r"expected int64 \[N\], each id once, got int64 \[40\] with",
-        ),
+        ({"item": np.zeros(40, np.int64)}, r"expected int64 \[N\], each id once, got int64 \[40\] with"),
         ({"item": np.zeros(40, np.float32)}, "expected int64"),
         ({"tag": np.arange(5)}, "expected ids of tables"),
     ],

@@ -60,12 +60,7 @@ def test_a_page_has_its_plots_within(place: Path, tmp_path: Path) -> None:
     shown = run("report", "table", place, "--out", tmp_path / "page", "--batch", 32)
     assert shown.exit_code == 0 and f"{2 * ROWS:,} requests in 2 files" in shown.stdout
     page = (tmp_path / "page" / "index.html").read_text()
-    for heading in (
-        "Bytes a candidate, by column",
-        "Coverage by day",
-        "List lengths by day",
-        "Duplicates",
-    ):
+    for heading in ("Bytes a candidate, by column", "Coverage by day", "List lengths by day", "Duplicates"):
         assert heading in page
     assert page.count("<svg") == 5 and "src=" not in page
     told = json.loads((tmp_path / "page" / "report.json").read_text())

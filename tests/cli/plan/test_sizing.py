@@ -42,10 +42,7 @@ def test_every_figure_equals_the_one_in_the_committed_report() -> None:
 
 
 def test_a_report_that_lacks_a_figure_is_reported(tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError,
-        match=r"docs/benchmarks/serving-request\.md, 'a request of 20",
-    ):
+    with pytest.raises(ConfigError, match=r"docs/benchmarks/serving-request\.md, 'a request of 20"):
         measured.of_reports(tmp_path)
 
 

@@ -116,10 +116,7 @@ def test_a_stack_that_archives_first_has_archivers_and_a_trainer_that_begins_in_
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        (
-            {"engine": "local", "archived_until": "2024-05-01"},
-            "'archived_until': expected --engine stack,",
-        ),
+        ({"engine": "local", "archived_until": "2024-05-01"}, "'archived_until': expected --engine stack,"),
         ({"archived_until": "soon"}, "archived_until"),
     ],
 )

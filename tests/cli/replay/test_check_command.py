@@ -93,12 +93,7 @@ def test_lines_that_cannot_be_used_are_all_looked_for_and_the_exit_code_says_so(
     ]
     code, report = check(tmp_path, shown(0), *bad, done(0))
     assert code == 1 and report["counts"]["skipped_lines"] == 4
-    for number, text in (
-        (2, "seconds"),
-        (3, "log.jsonl:3: "),
-        (4, "did you mean 'price'"),
-        (5, "weight"),
-    ):
+    for number, text in ((2, "seconds"), (3, "log.jsonl:3: "), (4, "did you mean 'price'"), (5, "weight")):
         assert any(f"log.jsonl:{number}: " in e and text in e for e in report["errors"])
 
 

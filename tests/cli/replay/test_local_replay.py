@@ -130,10 +130,7 @@ def test_a_report_has_its_stable_keys(first: dict[str, Any]) -> None:
     )
     assert set(report["baselines"]) == {"random", "place", "item", "recent", "linear"} and set(
         report["positives"]
-    ) == {
-        "click",
-        "long_read",
-    }
+    ) == {"click", "long_read"}
     assert report["training"]["steps"] == 15 and report["training"]["non_finite"] == 0
     assert report["training"]["rows"] == {"d4-adagrad": 40} and report["training"]["dense_parameters"] > 1000
     assert report["settings"]["batch_requests"] == report["settings"]["worker"]["batch_requests"] == 32
@@ -276,10 +273,7 @@ def test_bad_input_ends_in_one_sentence_and_exit_code_2(
     week(tmp_path)
     (tmp_path / "history.parquet").write_text("not parquet")
     config = ReplayConfig(
-        dataset="ebnerd",
-        options=options_of(tmp_path),
-        schema=str(tmp_path / "schema.toml"),
-        engine="local",
+        dataset="ebnerd", options=options_of(tmp_path), schema=str(tmp_path / "schema.toml"), engine="local"
     )
     assert run(config) == 2
     told = capfd.readouterr().err
