@@ -74,7 +74,8 @@ def read_all(topics: Topics) -> Sums:
                 answered_s = time.monotonic()
             if time.monotonic() - answered_s > _SILENT_S:
                 raise UnavailableError(
-                    f"Kafka at {topics.kafka} has not answered for {_SILENT_S:.0f} s; start it, then run this again"
+                    f"Kafka at {topics.kafka} has not answered for {_SILENT_S:.0f} s; start it, then run "
+                    "this again"
                 )
             if time.monotonic() - logged_s > _LOG_INTERVAL_S:
                 logged_s = time.monotonic()

@@ -146,7 +146,8 @@ def stop(home: Path) -> int:
     while place.is_locked():
         if time.monotonic() > deadline_s:
             raise SetupError(
-                f"process {stack['supervisor_pid']} did not stop within {MAX_SHUTDOWN_S:.0f} s; see {place.log('supervisor')}"
+                f"process {stack['supervisor_pid']} did not stop within {MAX_SHUTDOWN_S:.0f} s; see "
+                f"{place.log('supervisor')}"
             )
         time.sleep(0.2)
     print("stopped; `roostream up` continues from the committed state")

@@ -148,7 +148,8 @@ def parse_program_name(name: str) -> tuple[str, int]:
     match = re.fullmatch(r"(controller)|(worker)(?:-(\d+))?|(shard)-(\d+)", name)
     if match is None:
         raise ConfigError(
-            f"expected controller, worker, worker-N or shard-N, got {name!r}. Other programs hold no training state: "
+            f"expected controller, worker, worker-N or shard-N, got {name!r}. Other programs hold no "
+            "training state: "
             "end the process, and its stack restarts it"
         )
     controller, worker, number, shard, index = match.groups()

@@ -107,7 +107,8 @@ def _newest(home: Path, lists: int) -> list[LoggedList]:
     stack = Home(home).read_stack()
     if not stack or not stack.get("kafka"):
         raise ConfigError(
-            f"expected a running stack in {home}, got none; give its --home, or segments of serving's log as FILES"
+            f"expected a running stack in {home}, got none; give its --home, or segments of serving's "
+            "log as FILES"
         )
     return of_topic(stack["kafka"], stack["prefix"], int(stack["partitions"]), lists)
 
@@ -154,7 +155,8 @@ def rows(found: Mapping[str, Any]) -> Iterator[Row]:
     )
     yield (
         "when",
-        f"{clock(found['time_ms'])} UTC, worker {found['worker']}, step {found['step']:,}, incarnation {found['incarnation']}",
+        f"{clock(found['time_ms'])} UTC, worker {found['worker']}, step {found['step']:,}, incarnation "
+        f"{found['incarnation']}",
     )
     yield "restored", restored
     for figures in found["records"]:
@@ -163,7 +165,8 @@ def rows(found: Mapping[str, Any]) -> Iterator[Row]:
         )
         yield (
             "records",
-            f"{where}: {figures['count']:,}, {figures['bytes']:,} bytes, {clock(figures['first_ms'])} to {clock(figures['last_ms'])}",
+            f"{where}: {figures['count']:,}, {figures['bytes']:,} bytes, {clock(figures['first_ms'])} to "
+            f"{clock(figures['last_ms'])}",
         )
     if found["left_out"]:
         yield "not saved", f"{found['left_out']:,} more records, above the limit"
@@ -171,12 +174,14 @@ def rows(found: Mapping[str, Any]) -> Iterator[Row]:
         yield "not decoded", f"{count:,}: {reason}"
     yield (
         "batch",
-        f"{found['requests']:,} requests, {found['candidates']:,} candidates, {found['corrections']:,} corrections",
+        f"{found['requests']:,} requests, {found['candidates']:,} candidates, {found['corrections']:,} "
+        "corrections",
     )
     for task, figures in found["tasks"].items():
         yield (
             f"label {task}",
-            f"mean {figures['label_mean']:.4f}, weight {figures['weight']:.6g}, the largest {figures['largest_weight']:.6g}",
+            f"mean {figures['label_mean']:.4f}, weight {figures['weight']:.6g}, the largest "
+            f"{figures['largest_weight']:.6g}",
         )
     for name, figures in found["features"].items():
         yield name, _feature(figures)

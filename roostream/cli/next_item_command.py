@@ -60,7 +60,9 @@ next_item = MultiValueCommand(
     "next-item",
     params=settings_flags(NextItemConfig),
     callback=_command,
-    help="""Predict the next item of each MovieLens-1M user: trains HSTU or SASRec on all but the last items and ranks all items.
+    help="""Predict the next item of each MovieLens-1M user.
+
+    Trains HSTU or SASRec on all but the last items, and ranks all items.
 
     \b
     Example:

@@ -67,7 +67,8 @@ def line(status: Mapping[str, Any], elapsed_s: float) -> str:
         f"trainer {trainer['state'] or NONE} trained {number(trainer['requests'])}",
         f"commit {number(status['commit']['seq'])}",
         f"NE {number(status['metrics']['ne'], 4)} AUC {number(status['metrics']['auc'], 4)}",
-        f"clicks served/random {number(rate['served_to_random'], 2)} (all {number(rate['served_to_random_total'], 2)})",
+        f"clicks served/random {number(rate['served_to_random'], 2)} (all "
+        f"{number(rate['served_to_random_total'], 2)})",
         f"servable p50 {duration(servable['p50_ms'])}",
         f"accounted {g1['state']}",
     ]
@@ -92,7 +93,10 @@ def _joiner(joiner: Mapping[str, Any]) -> str:
 
 
 def _trainer(t: Mapping[str, Any]) -> str:
-    where = f"watermark {clock(t['watermark_ms'])}, behind {duration(t['lag_ms'])} / {number(t['lag_records'])} samples"
+    where = (
+        f"watermark {clock(t['watermark_ms'])}, behind {duration(t['lag_ms'])} / "
+        f"{number(t['lag_records'])} samples"
+    )
     eta = f", caught up in {duration(t['eta_s'] * 1000)}" if t["eta_s"] else ""
     counts = f"step {number(t['step'])}, trained {number(t['requests'])}, skipped {number(t['duplicates'])}"
     counts += f", replayed {number(t['rehearsed'])}" if t["rehearsed"] else ""
@@ -133,7 +137,8 @@ def _readers(of: Mapping[str, Any] | None) -> list[Row]:
     if not of or not (of["there"] or of["splits_wanted"]):
         return []
     lines = [
-        f"{of['there']} of {of['wanted']} wanted ({of['least']} to {of['most']}), {of['splits_wanted']} splits waited for"
+        f"{of['there']} of {of['wanted']} wanted ({of['least']} to {of['most']}), {of['splits_wanted']} "
+        "splits waited for"
     ]
     if of["leases_expired"]:
         lines[0] += f", {of['leases_expired']:,} leases expired"
@@ -146,7 +151,8 @@ def _readers(of: Mapping[str, Any] | None) -> list[Row]:
         splits = [str(lease["split"]) for lease in of["leases"] if lease["reader"] == name]
         has = f"splits {', '.join(splits)}" if splits else "no lease"
         lines.append(
-            f"{name}: {has}; {number(reader.get('requests'))} requests read, last report {duration(reader['silent_s'] * 1000)} ago"
+            f"{name}: {has}; {number(reader.get('requests'))} requests read, last report "
+            f"{duration(reader['silent_s'] * 1000)} ago"
         )
     return [("readers", "\n".join(lines))]
 
@@ -160,7 +166,10 @@ def _history(initial: Mapping[str, Any] | None) -> str:
     last_ms, (eta_s, _, _) = initial.get("last_close_ms"), initial.get("eta_s") or (None, None, None)
     event_time = f", up to {clock(last_ms)}" if last_ms else ""
     left = "unknown" if eta_s is None else duration(eta_s * 1000)
-    return f" (history: {of_history}, epoch {initial['epoch']} of {initial['epochs']}{event_time}, time left {left})"
+    return (
+        f" (history: {of_history}, epoch {initial['epoch']} of {initial['epochs']}{event_time}, time "
+        f"left {left})"
+    )
 
 
 def _workers(workers: Mapping[str, Any]) -> list[Row]:
@@ -179,8 +188,14 @@ def _workers(workers: Mapping[str, Any]) -> list[Row]:
 
 
 def _commit(c: Mapping[str, Any]) -> str:
-    counts = f"{number(c['commits'])} since the start, {number(c['aborts'])} aborted, {number(c['rollbacks'])} rollbacks"
-    return f"{c['state'] or NONE}, {c['incarnation'] or 0}-{c['seq'] or 0}, age {duration(c['commit_age_ms'])}, {counts}"
+    counts = (
+        f"{number(c['commits'])} since the start, {number(c['aborts'])} aborted, "
+        f"{number(c['rollbacks'])} rollbacks"
+    )
+    return (
+        f"{c['state'] or NONE}, {c['incarnation'] or 0}-{c['seq'] or 0}, age "
+        f"{duration(c['commit_age_ms'])}, {counts}"
+    )
 
 
 def _hold(hold: Mapping[str, Any]) -> str:

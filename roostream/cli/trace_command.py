@@ -143,7 +143,8 @@ def export(trace: RequestTrace, traceparent: str, began_ms: int) -> None:
             export_spans(trace, trace.traceparent, began_ms)
         except RoostreamError as error:
             click.echo(
-                f"serving traced this request as {printable(trace.traceparent)}, but no span was exported: {error}",
+                f"serving traced this request as {printable(trace.traceparent)}, but no span was "
+                f"exported: {error}",
                 err=True,
             )
 
@@ -162,7 +163,8 @@ def export_spans(trace: RequestTrace, traceparent: str, began_ms: int) -> int:
         from opentelemetry import trace as otel
     except ImportError:
         raise SetupError(
-            "traces need opentelemetry-api: pip install 'roostream[opentelemetry]', or leave --traceparent out"
+            "traces need opentelemetry-api: pip install 'roostream[opentelemetry]', or leave "
+            "--traceparent out"
         ) from None
     parent = propagate.extract({"traceparent": traceparent})
     if not otel.get_current_span(parent).get_span_context().is_valid:

@@ -377,12 +377,13 @@ def test_a_hold_stands_first_with_what_ends_it_and_devices_are_told_as_in_the_pa
     spent = {"training": 7200.0, "temporary": 72.0, "transient_hold": 0.0, "permanent_hold": 17_928.0}
     control = {**CONTROL, "holds": [hold], "device_s": spent, "device_ratio": ratios(spent)}
     lines = table.rows(whole(ScrapedMetrics(), ScrapedMetrics(), control))
-    said = "since 2023-11-14 22:13:20 UTC, permanent: worker 0: out of memory; `roostream trainer release` ends the hold"
-    assert lines[0] == ("HELD", said) and dict(lines)["trainer"].startswith("held")
-    assert (
-        dict(lines)["devices"]
-        == "training 120.0 min; relative to training: temporary 0.01, transient hold 0.00, permanent hold 2.49"
+    said = (
+        "since 2023-11-14 22:13:20 UTC, permanent: worker 0: out of memory; `roostream trainer release` "
+        "ends the hold"
     )
+    assert lines[0] == ("HELD", said) and dict(lines)["trainer"].startswith("held")
+    ratios_text = "temporary 0.01, transient hold 0.00, permanent hold 2.49"
+    assert dict(lines)["devices"] == f"training 120.0 min; relative to training: {ratios_text}"
 
 
 def test_devices_that_never_trained_have_no_ratio() -> None:

@@ -103,7 +103,7 @@ _PATH = click.Path(path_type=Path)
 ids_option = click.option(
     "--ids",
     type=_PATH,
-    help="with a TorchRec collection: safetensors file with TABLE → int64 ids, one per row; default: row numbers",
+    help="with a TorchRec collection: safetensors file, TABLE → int64 id of each row; default: row numbers",
 )
 
 
@@ -195,7 +195,8 @@ def import_command(
     place = Home(home)
     if not store and place.is_locked():
         raise SetupError(
-            f"a stack runs in {place.root}; stop it with `roostream down --home {place.root}`, or use another home"
+            f"a stack runs in {place.root}; stop it with `roostream down --home {place.root}`, or use "
+            "another home"
         )
     opened = open_store(store or place.root / "store")
     if source.is_file() or source.suffix == ".safetensors":
@@ -209,7 +210,8 @@ def import_command(
         of = new_deployment(schema, model, shards or demo().num_shards)
         result = import_collection(read_collection(source, of.schema), read_ids(ids), opened, place.root, of)
         click.echo(
-            f"{place.root}: commit 1 with {result.num_rows} rows of {result.num_tables} tables and {result.dense_taken} of "
+            f"{place.root}: commit 1 with {result.num_rows} rows of {result.num_tables} tables and "
+            f"{result.dense_taken} of "
             f"{result.dense_all} dense weights from {source}; training starts at the oldest available sample"
         )
         return
@@ -220,7 +222,8 @@ def import_command(
     )
     manifest = import_export(source, opened, place.root)
     click.echo(
-        f"{place.root}: commit {manifest.seq} with {manifest.step} steps; training starts at the oldest available sample"
+        f"{place.root}: commit {manifest.seq} with {manifest.step} steps; training starts at the oldest "
+        "available sample"
     )
 
 
@@ -256,7 +259,8 @@ def rollback_command(home: Path, store: str, seq: int, yes: bool) -> None:
         click.echo(f"commit {seq} is already the newest")
         return
     click.echo(
-        f"these commits are newer than {seq} and will be discarded (kept in {manifests.DISCARDED}/ until new commits follow):"
+        f"these commits are newer than {seq} and will be discarded (kept in {manifests.DISCARDED}/ until "
+        "new commits follow):"
     )
     for name, text in commit_rows(newer):
         click.echo(f"  {name}: {text}")

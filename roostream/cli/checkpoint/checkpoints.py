@@ -214,7 +214,8 @@ def _copy_store(store: CheckpointStore, manifest: Manifest, to: FileStore) -> li
     files = {f.name: f for f in (manifest.dense, *(part.file for part in manifest.workers.values()))}
     for file in files.values():
         to.put(file.name, manifests.read_file(store, file))
-    newest = f"{manifests.INCARNATIONS}/{manifests.newest_incarnation(store):08d}"  # the next is above it: rows never go backwards
+    # the next incarnation is above this one, so that row versions never go backwards
+    newest = f"{manifests.INCARNATIONS}/{manifests.newest_incarnation(store):08d}"
     names = [f"schemas/{manifest.schema}.toml", newest, manifest.name]
     for name in names:
         to.put(name, store.get(name))
@@ -314,7 +315,8 @@ def import_export(folder: Path, store: CheckpointStore, home: Path) -> Manifest:
     imported = without_offsets(manifest)
     if not store.create(imported.name, imported.encode()):
         raise SetupError(
-            f"expected a store without commits, but {imported.name} was just created; stop the trainer that runs there"
+            f"expected a store without commits, but {imported.name} was just created; stop the trainer "
+            "that runs there"
         )
     return imported
 
@@ -345,7 +347,8 @@ def _export_in(folder: Path) -> tuple[FileStore, Manifest]:
         version, number = about["format"], int(about["seq"])
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise CheckpointError(
-            f"expected an export in {folder}, but export.json cannot be read ({error}); create one with `checkpoint export`"
+            f"expected an export in {folder}, but export.json cannot be read ({error}); create one with "
+            "`checkpoint export`"
         ) from None
     if version != EXPORT_FORMAT:
         raise CheckpointError(

@@ -2,8 +2,8 @@
 
   1 check everything; a rejected move changes nothing
   2 claim an incarnation, which fences any running controller
-  3 write the buckets that each shard gains into a segment named after the commit, together with the shard's unpublished rows,
-    because only the newest segment has the publication marks
+  3 write the buckets that each shard gains into a segment named after the commit, together with the shard's
+    unpublished rows, because only the newest segment has the publication marks
   4 create the manifest exclusively under its name; this completes the move
 
 If the process is killed before step 4, the old map remains valid and the new segments are deleted later like

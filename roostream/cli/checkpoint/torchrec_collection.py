@@ -1,7 +1,7 @@
 """Exchange embedding rows with TorchRec: a collection's state_dict as a safetensors file, and the ids of its
 row numbers.
 
-collection   `embedding_bags.TABLE.weight` (or `embeddings.TABLE.weight`), floats [N, D], for each table; any prefix
+collection   `embedding_bags.TABLE.weight` or `embeddings.TABLE.weight`, floats [N, D], for each table
 ids          `TABLE`, int64 [N]: the id of row n; default: ids 0 to N - 1
 
 An import creates the first commit of an empty home (docs/decisions/0043). Rows start with the optimizer state
@@ -79,7 +79,8 @@ def read_collection(path: Path, schema: Schema) -> CollectionRows:
             others[name] = values
     if not rows:
         raise CheckpointError(
-            f"{path}: expected embedding_bags.TABLE.weight of a collection's state_dict, got {', '.join(others) or 'nothing'}"
+            f"{path}: expected embedding_bags.TABLE.weight of a collection's state_dict, got "
+            f"{', '.join(others) or 'nothing'}"
         )
     return CollectionRows(rows, others)
 
@@ -126,7 +127,8 @@ def _checked(what: str, name: str, values: np.ndarray, schema: Schema) -> np.nda
         )
     if values.ndim != 2 or values.shape[1] != table.dim:
         raise SchemaError(
-            f"{what}: expected [N, {table.dim}], as [tables.{name}] has dim = {table.dim}, got {list(values.shape)}; change one"
+            f"{what}: expected [N, {table.dim}], as [tables.{name}] has dim = {table.dim}, got "
+            f"{list(values.shape)}; change one"
         )
     return finite(what, values)
 
@@ -206,7 +208,8 @@ def _numbers(table: Table, id_U: np.ndarray) -> np.ndarray:
     smallest, largest = int(id_U.min()), int(id_U.max())
     if smallest < 0 or largest >= (1 + _MAX_GAPS) * len(id_U) + 1000:
         raise CheckpointError(
-            f"table {table.name!r}: expected ids that are row numbers, got {smallest} to {largest} for {len(id_U)} rows; "
+            f"table {table.name!r}: expected ids that are row numbers, got {smallest} to {largest} for "
+            f"{len(id_U)} rows; "
             "give the ids of the row numbers by --ids, or number them with --make-ids"
         )
     return np.arange(largest + 1)
@@ -297,7 +300,8 @@ def import_collection(
     manifest = _manifest(store, tensors, shards, new)
     if not store.create(manifest.name, manifest.encode()):
         raise SetupError(
-            f"expected a store without commits, but {manifest.name} was just created; stop the trainer that runs there"
+            f"expected a store without commits, but {manifest.name} was just created; stop the trainer "
+            "that runs there"
         )
     num_rows, weights = (
         sum(map(len, collection.rows.values())),
@@ -323,7 +327,8 @@ def _blocks(
         for table in there:
             if len(id_of[table.name]) != len(rows[table.name]):
                 raise CheckpointError(
-                    f"table {table.name!r}: expected {len(rows[table.name])} ids, one per row, got {len(id_of[table.name])}"
+                    f"table {table.name!r}: expected {len(rows[table.name])} ids, one per row, got "
+                    f"{len(id_of[table.name])}"
                 )
         keys = Keys(
             np.concatenate([np.full(len(rows[t.name]), t.id, np.uint32) for t in there]),

@@ -51,7 +51,8 @@ def parquet(files: tuple[str, ...], schema: str, map_file: str, out: Path, skip_
     with progress_bar("rows") as update:
         counts = import_parquet(files, loaded_schema, column_map, out, skip_bad=skip_bad, progress=update)
     click.echo(
-        f"{out}: {counts.requests:,} requests with {counts.engagements:,} engagements from {counts.rows:,} rows"
+        f"{out}: {counts.requests:,} requests with {counts.engagements:,} engagements from "
+        f"{counts.rows:,} rows"
     )
     if counts.skipped:
         click.echo(f"{counts.skipped:,} requests were skipped; the first: {counts.first_skipped}", err=True)
@@ -88,6 +89,7 @@ def log(log: tuple[str, ...], schema: str, warehouse: str, window_ms: int) -> No
     click.echo(f"{warehouse}: {counts.samples:,} samples in {counts.files:,} files, {counts.bytes:,} bytes")
     if counts.late:
         click.echo(
-            f"{counts.late:,} engagements after the join window are in no sample; a longer --window includes them",
+            f"{counts.late:,} engagements after the join window are in no sample; a longer --window "
+            "includes them",
             err=True,
         )

@@ -65,11 +65,13 @@ def inspect_session(
         print_json(report)
         return
     click.echo(
-        f"version {report['version']}, session {report['digest']}: {report['requests']:,} requests in {report['files']:,} files"
+        f"version {report['version']}, session {report['digest']}: {report['requests']:,} requests in "
+        f"{report['files']:,} files"
     )
     click.echo(f"{report['splits']:,} splits, {report['row_groups']:,} row groups, {report['reads']:,} reads")
     click.echo(
-        f"{report['bytes']:,} bytes, {report['over_read']:.1%} more than are needed; the files have {report['file_bytes']:,}"
+        f"{report['bytes']:,} bytes, {report['over_read']:.1%} more than are needed; the files have "
+        f"{report['file_bytes']:,}"
     )
     for partition, rows in report["rows"].items():
         click.echo(f"partition {partition}: {rows:,}")
@@ -204,18 +206,20 @@ def replay_session(
     \b
     Example:
       roostream replay session session.json warehouse/ --over-read 0
-      roostream replay session session.json warehouse/ --slower 0.03     # control: the smallest visible difference
+      roostream replay session session.json warehouse/ --slower 0.03   # control: a known difference
     """
     report = compare_readers(session, warehouse, over_read, slower, turns)
     if as_json:
         print_json(report)
     else:
         click.echo(
-            f"{report['requests']:,} requests, {report['candidates']:,} candidates per turn, {report['turns']} turns"
+            f"{report['requests']:,} requests, {report['candidates']:,} candidates per turn, "
+            f"{report['turns']} turns"
         )
         verdict = "different" if report["differs"] else "no significant difference"
         click.echo(
-            f"second / first: {report['ratio']:.4f} ({report['low']:.4f} .. {report['high']:.4f}), CPU time: {verdict}"
+            f"second / first: {report['ratio']:.4f} ({report['low']:.4f} .. {report['high']:.4f}), CPU "
+            f"time: {verdict}"
         )
     raise SystemExit(0 if report["reads_the_same"] else 1)
 

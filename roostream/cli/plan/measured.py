@@ -116,7 +116,8 @@ def _figure(results: Path, source: FigureSource) -> float:
         return float(found["median"])
     except (OSError, KeyError, ValueError) as error:
         raise ConfigError(
-            f"{source}: expected a figure in a committed report, got none ({error!r}); run the benchmark again"
+            f"{source}: expected a figure in a committed report, got none ({error!r}); run the benchmark "
+            "again"
         ) from None
 
 

@@ -317,7 +317,10 @@ def _numbers(option: str, texts: tuple[str, ...], names: list[str]) -> dict[str,
 
 def _of_profile(profile: Any, batch: int) -> str:
     rows = f"{profile.uniques_of(batch):,.0f} rows of {profile.valency * batch:,.0f} ids in {batch} examples"
-    return f"table {profile.table} ({profile.dim} wide): {rows}; {profile.batches} batches, error {profile.error:.1%}"
+    return (
+        f"table {profile.table} ({profile.dim} wide): {rows}; {profile.batches} batches, error "
+        f"{profile.error:.1%}"
+    )
 
 
 def _of_plan(tables: list[PlannedTable], why: list[str], found: PlacementPlan) -> Iterator[Row]:

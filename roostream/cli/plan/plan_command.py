@@ -1,4 +1,4 @@
-"""`roostream plan`: print the sizes that a load needs, and the bottleneck; and the table in docs/operations/scale.md."""
+"""`roostream plan`: the sizes that a load needs, and the bottleneck. Also the table in docs/operations/scale.md."""
 
 from __future__ import annotations
 
@@ -70,7 +70,10 @@ def lines(load: Load, needs: list[Need]) -> list[str]:
     wide = [max(len(row[column]) for row in rows) for column in range(2)]
     table = [f"{what:{wide[0]}}  {count:{wide[1]}}  {end}".rstrip() for what, count, end in rows]
     enough = "enough for this load" if first.ends_at >= load.requests_per_s else "this load is higher"
-    limit = f"bottleneck: {first.what}, limited to {_number(first.ends_at)} requests/s however many there are; {enough}"
+    limit = (
+        f"bottleneck: {first.what}, limited to {_number(first.ends_at)} requests/s however many there "
+        f"are; {enough}"
+    )
     why = [f"{need.what}: {need.why}" for need in needs]
     return [*table, "", limit, "", *why]
 

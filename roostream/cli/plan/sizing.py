@@ -219,7 +219,10 @@ def _kafka(load: Load, costs: Costs) -> list[Need]:
     kept = (events + samples) * load.retention_h * 3600 * load.replication
     each = 2 * _managers(costs)
     partitions = 1 << math.ceil(math.log2(max(each, 4)))
-    of_a_broker = f"{written / _MB:,.0f} MB/s written, including replicas; {load.broker_mb:g} MB/s per broker is assumed"
+    of_a_broker = (
+        f"{written / _MB:,.0f} MB/s written, including replicas; {load.broker_mb:g} MB/s per broker is "
+        "assumed"
+    )
     why = f"events and samples of {load.retention_h:g} h, {load.replication} replicas, uncompressed"
     return [
         Need(
@@ -240,7 +243,10 @@ def _managers(costs: Costs) -> float:
 
 
 def _joining(costs: Costs) -> list[Need]:
-    why = f"{costs.join_event_s / _S:.0f} µs per event: {SOURCES['join_event_us']}; times the assumed flink_share"
+    why = (
+        f"{costs.join_event_s / _S:.0f} µs per event: {SOURCES['join_event_us']}; times the assumed "
+        "flink_share"
+    )
     return [Need("task managers", math.ceil(_managers(costs)), "with one slot", math.inf, why)]
 
 
@@ -248,10 +254,15 @@ def _training(load: Load, costs: Costs, shards: int) -> list[Need]:
     workers, max_rate = workers_for(costs, shards), trained_at_max(costs, shards)
     readers = load.requests_per_s * costs.decode_s / load.busy
     trains = (
-        f"{costs.train_s / _S:.0f} µs per request: {SOURCES['step_64_of_11_us']}; plus {costs.turn_s / _MS:.1f} ms per "
-        f"step: {SOURCES['four_workers_ms']}; at most {MAX_WORKERS}, in steps of {load.batch_requests} requests"
+        f"{costs.train_s / _S:.0f} µs per request: {SOURCES['step_64_of_11_us']}; plus "
+        f"{costs.turn_s / _MS:.1f} ms per "
+        f"step: {SOURCES['four_workers_ms']}; at most {MAX_WORKERS}, in steps of {load.batch_requests} "
+        "requests"
     )
-    decodes = f"{costs.decode_s / _S:.0f} µs per request, included in the workers' figure: {SOURCES['decode_11_us']}"
+    decodes = (
+        f"{costs.decode_s / _S:.0f} µs per request, included in the workers' figure: "
+        f"{SOURCES['decode_11_us']}"
+    )
     return [
         Need("workers", workers or MAX_WORKERS, "with one core", max_rate, trains),
         Need("readers", math.ceil(readers), "with one core", math.inf, decodes),
@@ -261,9 +272,18 @@ def _training(load: Load, costs: Costs, shards: int) -> list[Need]:
 def _rows(load: Load, costs: Costs, shards: int) -> list[Need]:
     changed = changed_rows(load, load.commit_interval_s)
     pause_s = changed / shards * costs.freeze_row_s + costs.of("cut_ms", _MS)
-    rows = f"1 % of the time in commits, {costs.row_s / _S:.2f} µs per row: {SOURCES['pull_row_us']}; {SOURCES['push_row_us']}"
-    memory = f"{row_bytes(load):.0f} bytes per row: values, equally wide state, key and timestamps, plus half for growth"
-    pause = f"{costs.freeze_row_s * 1e9:.0f} ns per changed row of a shard, and the cut: {SOURCES['freeze_ms']}; {SOURCES['cut_ms']}"
+    rows = (
+        f"1 % of the time in commits, {costs.row_s / _S:.2f} µs per row: {SOURCES['pull_row_us']}; "
+        f"{SOURCES['push_row_us']}"
+    )
+    memory = (
+        f"{row_bytes(load):.0f} bytes per row: values, equally wide state, key and timestamps, plus half "
+        "for growth"
+    )
+    pause = (
+        f"{costs.freeze_row_s * 1e9:.0f} ns per changed row of a shard, and the cut: "
+        f"{SOURCES['freeze_ms']}; {SOURCES['cut_ms']}"
+    )
     disk = f"{costs.figures['committed_mb']:.0f} bytes per changed row: {SOURCES['committed_mb']}"
     return [
         Need("shards", shards, "", MAX_BUCKETS / shards * load.requests_per_s, rows),
@@ -303,7 +323,10 @@ def _network(load: Load) -> Need:
     events = load.sample_bytes + load.engagements * 100
     topics = events * (load.replication + 3) + load.sample_bytes * (load.replication + 2)
     rows = 2 * load.touched * (4 * load.dim + 12)
-    why = f"{topics:,.0f} bytes per request for topics, including replicas and readers, and {rows:,.0f} for rows pulled and pushed"
+    why = (
+        f"{topics:,.0f} bytes per request for topics, including replicas and readers, and {rows:,.0f} "
+        "for rows pulled and pushed"
+    )
     return Need(
         "network",
         load.requests_per_s * (topics + rows) / _MB,

@@ -100,7 +100,8 @@ def build_report(
     warnings = advice(schema, log.profile, positives)
     if late := sums.corrections + sums.dead_letters.get("too_late", 0):
         warnings.append(
-            f"{late} engagements come after the join window and are not trained; a longer --window includes them"
+            f"{late} engagements come after the join window and are not trained; a longer --window "
+            "includes them"
         )
     if left := skipped.number - len(skipped.first):
         errors = [*errors, f"and {left} more lines that cannot be used"]

@@ -1,4 +1,4 @@
-"""Figures of reports of replays and of warehouses as SVG. Imported only for a page, because matplotlib is large."""
+"""Figures of the pages of replays and warehouses as SVG. Imported only for a page: matplotlib is large."""
 
 from __future__ import annotations
 

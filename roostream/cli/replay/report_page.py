@@ -15,7 +15,8 @@ from trainer.monitoring.progressive_metrics import METRIC_NAMES
 
 _STYLE = (
     "body{font:15px/1.5 sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}"
-    "table{border-collapse:collapse;margin:.5rem 0}td,th{border:1px solid #ccc;padding:.2rem .6rem;text-align:left}"
+    "table{border-collapse:collapse;margin:.5rem 0}td,th{border:1px solid #ccc;padding:.2rem "
+    ".6rem;text-align:left}"
     "svg{max-width:100%;height:auto}.warning{background:#fff3cd;padding:.3rem .6rem;margin:.3rem 0}"
 )
 

@@ -78,7 +78,10 @@ def _training(report: Mapping[str, Any]) -> Iterator[Row]:
     skipped = f", {training['non_finite']} non-finite requests" if training["non_finite"] else ""
     again = f", {number(training['rehearsed'])} requests replayed" if training["rehearsed"] else ""
     if archived := report.get("archived"):
-        seals = f"{archived['days']} days, {archived['files']} files, {archived['sealed']} sealed, {archived['bytes']} bytes"
+        seals = (
+            f"{archived['days']} days, {archived['files']} files, {archived['sealed']} sealed, "
+            f"{archived['bytes']} bytes"
+        )
         yield "archived", f"{archived['samples']} samples in {archived['archive_s']:.0f} s ({seals})"
         yield (
             "from archive",

@@ -1,7 +1,8 @@
 """The stack engine of a replay: a local stack with Kafka, Flink and the programs of the trainer.
 
 1 start the stack; topics accept old event times
-2 write the log in transactions, while the auditor reads along (an idempotent producer alone duplicates old records when the broker
+2 write the log in transactions, while the auditor reads along (an idempotent producer alone duplicates old
+  records when the broker
   restarts)
 3 wait until every request and engagement has left the joiner, and every sample has a prediction
 4 wait for the commit that includes the last sample

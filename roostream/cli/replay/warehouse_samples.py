@@ -47,14 +47,12 @@ class WarehouseOptions(DatasetOptions):
     )
     days: str = dataclasses.field(
         default="",
-        metadata={
-            "help": "days on which samples closed, such as 2024-05-01..2024-05-07; either end is optional; '' = all"
-        },
+        metadata={"help": "days of close, such as 2024-05-01..2024-05-07; either end is optional; '' = all"},
     )
     stored_order_until: str = dataclasses.field(
         default="",
         metadata={
-            "help": "train days before this one in file order, as `roostream train` does; '' = all in the order of close"
+            "help": "train days before this one in file order, like `roostream train`; '' = all in order of close"
         },
     )
 
@@ -85,7 +83,8 @@ def open_warehouse_log(config: ReplayConfig, schema: Schema) -> ReplayLog:
     session = table.newest(wanted, {})
     if session is None or not sum(session.rows.values()):
         raise CheckpointError(
-            f"{options.warehouse}: expected samples of {options.days or 'some day'}, got none; choose other days"
+            f"{options.warehouse}: expected samples of {options.days or 'some day'}, got none; choose "
+            "other days"
         )
     records = session_records(*table.open_session(session, schema), options.stored_order_until)
     return ReplayLog(

@@ -89,22 +89,24 @@ def train_offline(
     """
     if config.rows == "workers" and settings.device != "cpu":
         raise ConfigError(
-            f"expected worker.device = cpu with rows = workers, got {settings.device}: rows are exchanged on the host"
+            f"expected worker.device = cpu with rows = workers, got {settings.device}: rows are "
+            "exchanged on the host"
         )
     home = Home(Path(config.home))
     home.make()
     home.lock()
     try:
-        return _OfflineTraining(config, settings, home).run(stop, report_progress)
+        return _OfflineTraining(config, settings, home, stop).run(report_progress)
     finally:
         home.unlock()
 
 
 class _OfflineTraining:
-    """One run."""
+    """One run. `opened` is closed when the training ends."""
 
-    def __init__(self, config: TrainConfig, settings: LoopConfig, home: Home) -> None:
-        self.config, self.settings, self.home = config, settings, home
+    def __init__(self, config: TrainConfig, settings: LoopConfig, home: Home, stop: Stop) -> None:
+        self.config, self.settings, self.home, self.stop = config, settings, home, stop
+        self.opened = contextlib.ExitStack()
         self.parts = TrainingParts(config, settings)
         self.schema, self.store, self.clock = self.parts.schema, self.parts.store, self.parts.clock
         self.table = SampleTable(config.warehouse_url)
@@ -124,7 +126,8 @@ class _OfflineTraining:
             if self.config.rows == "workers" and rows_are_at_workers:
                 return None
             raise ConfigError(
-                f"{self.home.root} has a trained model; choose another --home, or continue with `roostream up`"
+                f"{self.home.root} has a trained model; choose another --home, or continue with "
+                "`roostream up`"
             )
         if session is None or not sum(session.rows.values()):
             raise ConfigError(
@@ -132,8 +135,10 @@ class _OfflineTraining:
             )
         if session.spec != {**self.config.session.plain(), "version": session.version}:
             raise ConfigError(
-                f"{self.home.root} has an interrupted training of {session.spec['first_day'] or 'the first day'}.."
-                f"{session.spec['last_day'] or 'the last'} of {session.table}; use the same settings, or another --home"
+                f"{self.home.root} has an interrupted training of "
+                f"{session.spec['first_day'] or 'the first day'}.."
+                f"{session.spec['last_day'] or 'the last'} of {session.table}; use the same settings, or "
+                "another --home"
             )
         if (newest := max(session.rows)) >= self.config.partitions:
             raise ConfigError(
@@ -143,18 +148,18 @@ class _OfflineTraining:
         self.table.pin_session(session, f"train-{session.digest}", self.clock.now_ms() + _SNAPSHOT_HOLD_MS)
         return session
 
-    def run(self, stop: Stop, report_progress: ReportProgress) -> dict[str, Any]:
+    def run(self, report_progress: ReportProgress) -> dict[str, Any]:
         began_s, counts, reading = time.monotonic(), dataclasses.asdict(RequestCounts()), dict[str, float]()
         if self.session is not None:
             self._move_rows(self.config.num_owners)
-            with contextlib.ExitStack() as opened:
+            with self.opened:
                 controller = self._controller(self.session)
-                readers = self._readers(controller, opened)
+                readers = self._readers(controller)
                 progress = _Progress(self.session, report_progress)
                 if self.config.uses_worker_processes:
-                    counts = self._train_in_processes(controller, readers, stop, progress, opened)
+                    counts = self._train_in_processes(controller, readers, progress)
                 else:
-                    counts, reading = self._train_here(controller, readers, stop, progress, opened)
+                    counts, reading = self._train_here(controller, readers, progress)
         trained_s = time.monotonic() - began_s
         self._move_rows(self.config.num_shards)
         last = manifests.newest(self.store)
@@ -216,7 +221,7 @@ class _OfflineTraining:
             long_poll_s=0.1,
         )
 
-    def _readers(self, controller: Controller, opened: contextlib.ExitStack) -> OfflineReaders | None:
+    def _readers(self, controller: Controller) -> OfflineReaders | None:
         """The pool of reader programs, if one is configured."""
         if not self.config.uses_readers:
             return None
@@ -227,36 +232,31 @@ class _OfflineTraining:
         readers = OfflineReaders(
             master, self.config.reader_count, pool, self.store, self.config.readers_listen, credentials
         ).open()
-        opened.callback(readers.close)
+        self.opened.callback(readers.close)
         return readers
 
-    def _shards(self, opened: contextlib.ExitStack) -> list[Shard]:
+    def _shards(self) -> list[Shard]:
         """The shards in this process; none where the workers own the rows."""
         count = self.config.num_shards if self.config.rows == "shards" else 0
-        return [self.parts.shard(index, opened) for index in range(count)]
+        return [self.parts.shard(index, self.opened) for index in range(count)]
 
     def _train_here(
-        self,
-        controller: Controller,
-        readers: OfflineReaders | None,
-        stop: Stop,
-        progress: _Progress,
-        opened: contextlib.ExitStack,
+        self, controller: Controller, readers: OfflineReaders | None, progress: _Progress
     ) -> tuple[dict[str, Any], dict[str, float]]:
         """Train with one worker in this process; returns its counts and the statistics of reading."""
-        shards = self._shards(opened)
+        shards = self._shards()
         transports = [InMemoryTransport(ShardRpcHandler(shard).handle) for shard in shards]
         client = Client(self.schema, transports, worker=0)
-        opened.callback(client.close)
+        self.opened.callback(client.close)
         opener = (
             readers.session_opener(ReadersConfig(by="programs"), lambda: worker.incarnation)
             if readers
             else None
         )
-        worker: Worker = self.parts.worker(ShardRows(client), opener, opened)
-        errors = self._start_threads(controller, shards, worker, opened)
+        worker: Worker = self.parts.worker(ShardRows(client), opener, self.opened)
+        errors = self._start_threads(controller, shards, worker)
         while not _is_complete(controller):
-            _check(stop, errors)
+            self._check(errors)
             worker.serve_inbox()
             worker.turn()
             if worker.fatal:
@@ -268,23 +268,18 @@ class _OfflineTraining:
         return dataclasses.asdict(worker.loop.counts), opener.report() if opener else {}
 
     def _train_in_processes(
-        self,
-        controller: Controller,
-        readers: OfflineReaders | None,
-        stop: Stop,
-        progress: _Progress,
-        opened: contextlib.ExitStack,
+        self, controller: Controller, readers: OfflineReaders | None, progress: _Progress
     ) -> dict[str, Any]:
         """Train with worker programs; returns the sums of their counts since their last start."""
-        shards = self._shards(opened)
+        shards = self._shards()
         processes = contextlib.ExitStack()
-        opened.callback(processes.close)  # after the controller has ended, so that it does not react
-        errors = self._start_threads(controller, shards, None, opened)
+        self.opened.callback(processes.close)  # after the controller has ended, so that it does not react
+        errors = self._start_threads(controller, shards, None)
         reader_master = readers.server.address if readers else ""
         supervisor = self._start_workers(controller, shards, reader_master, processes)
         coordinator = controller.coordinator
         while not _is_complete(controller):
-            _check(stop, errors)
+            self._check(errors)
             if coordinator.holds.now is not None:
                 raise ConfigError(f"training is held: {coordinator.holds.now.reason}")
             for name, slot in supervisor.slots.items():
@@ -305,12 +300,14 @@ class _OfflineTraining:
             for f in dataclasses.fields(RequestCounts)
         }
 
+    def _check(self, errors: list[BaseException]) -> None:
+        if errors:
+            raise errors[0]
+        if self.stop.is_set():
+            raise UnavailableError("stopped before the end; the same command resumes from the last commit")
+
     def _start_threads(
-        self,
-        controller: Controller,
-        shards: Sequence[Shard],
-        worker: Worker | None,
-        opened: contextlib.ExitStack,
+        self, controller: Controller, shards: Sequence[Shard], worker: Worker | None
     ) -> list[BaseException]:
         """Start the controller, and the agents of shards and worker, as threads; errors of the controller are
         appended."""
@@ -347,7 +344,7 @@ class _OfflineTraining:
             controller_stop.set()
             thread.join(5.0)
 
-        opened.callback(end)
+        self.opened.callback(end)
         thread.start()
         for agent in agents:
             agent.start()
@@ -398,13 +395,6 @@ class _OfflineTraining:
         supervisor.open()
         supervisor.start([program(index) for index in range(self.config.workers)])
         return supervisor
-
-
-def _check(stop: Stop, errors: list[BaseException]) -> None:
-    if errors:
-        raise errors[0]
-    if stop.is_set():
-        raise UnavailableError("stopped before the end; the same command resumes from the last commit")
 
 
 def _is_complete(controller: Controller) -> bool:

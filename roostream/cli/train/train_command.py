@@ -55,8 +55,10 @@ def _summary(report: dict[str, Any]) -> str:
 
     ne, auc, calibration = (number(report["metrics"].get(name), 4) for name in ("ne", "auc", "calibration"))
     return (
-        f"{report['requests']:,} requests, {report['candidates']:,} impressions in {report['steps']:,} steps and "
-        f"{report['wall_s']:.1f} s ({report['requests_s']:,.0f} per second); version {report['version_of_model']}; "
+        f"{report['requests']:,} requests, {report['candidates']:,} impressions in {report['steps']:,} "
+        "steps and "
+        f"{report['wall_s']:.1f} s ({report['requests_s']:,.0f} per second); version "
+        f"{report['version_of_model']}; "
         f"NE {ne}, AUC {auc}, calibration {calibration}"
     )
 
@@ -71,8 +73,8 @@ train = MultiValueCommand(
     callback=_command,
     help="""Train a model from the warehouse, without Kafka.
 
-    One worker runs in this process, several run in processes of their own. With --rows workers they also own the embedding
-    rows. `roostream up` continues from the last commit.
+    One worker runs in this process, several run in processes of their own. With --rows workers they also own the
+    embedding rows. `roostream up` continues from the last commit.
 
     \b
     Example:

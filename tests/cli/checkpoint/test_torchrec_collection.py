@@ -69,7 +69,10 @@ from roostream.models.custom.torchrec_bags import RemoteEmbeddingBagCollection, 
 class Shop(Model):
     def __init__(self, schema):
         super().__init__()
-        tables = [EmbeddingBagConfig(name=t, embedding_dim=4, num_embeddings=1, feature_names=[t]) for t in ("item", "user")]
+        tables = [
+            EmbeddingBagConfig(name=t, embedding_dim=4, num_embeddings=1, feature_names=[t])
+            for t in ("item", "user")
+        ]
         self.dlrm = DLRM(RemoteEmbeddingBagCollection(tables, schema), 1, [8, 4], [8, 1])
 
     def forward(self, inputs):

@@ -79,11 +79,6 @@ def test_a_good_log_is_reported_what_the_joiner_would_do(
     assert "closed by" in told and "nro price" in told
 
 
-def test_the_window_can_be_tried_out(tmp_path: Path) -> None:
-    code, report = check(tmp_path, shown(1), done(1), done(1, 3600, item_id=1), flags=("--window", "2h"))
-    assert code == 0 and report["counts"]["folded"] == 2 and report["warnings"] == []
-
-
 def test_lines_that_cannot_be_used_are_all_looked_for_and_the_exit_code_says_so(tmp_path: Path) -> None:
     bad = [
         shown(1, time=T0 // 1000),

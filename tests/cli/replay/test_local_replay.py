@@ -290,11 +290,6 @@ def test_a_thousand_real_requests_are_replayed_without_loss(tmp_path: Path) -> N
     assert (counts["samples"], counts["actions"]["click"], counts["predicted"]) == (1046, 1047, 1046)
 
 
-def test_a_missing_file_is_reported_when_the_command_line_is_read() -> None:
-    with pytest.raises(RoostreamError, match="no such file"):
-        ebnerd.Options(behaviors=("nowhere.parquet",))
-
-
 # labels that come late
 
 

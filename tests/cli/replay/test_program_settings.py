@@ -43,10 +43,6 @@ def test_flags_and_assignments_reach_the_programs() -> None:
     assert found.worker == worker and found.model == {"width": 32}
 
 
-def test_what_is_not_given_is_left_to_the_trainer() -> None:
-    assert program_settings(config()).worker == {"seed": 0, "freeze_at_ms": 0, "threads": 1}
-
-
 def of_news(tmp_path: Path, *sets: str, **settings: Any) -> dict[str, Any]:
     file = tmp_path / "behaviors.parquet"
     file.touch()

@@ -40,18 +40,6 @@ def test_both_engines_join_by_the_same_rules(tmp_path: Path) -> None:
     assert (rules.window_ms, rules.late_horizon_ms) == (60_000, 600_000)
 
 
-def test_the_worker_is_reported_when_to_stand_still(tmp_path: Path) -> None:
-    chosen = config(tmp_path, freeze_weights_at="2024-05-01", seed=3, batch_requests=8, threads=2)
-    worker = stack_options(chosen, tmp_path).overrides["worker"]
-    assert worker == {
-        "batch_requests": 8,
-        "threads": 2,
-        "model": "",
-        "freeze_at_ms": 1_714_521_600_000,
-        "seed": 3,
-    }
-
-
 def test_a_changed_model_is_a_file_of_the_home(tmp_path: Path) -> None:
     chosen = config(tmp_path, set=("model.width=32", "shard.publish_interval=1s"))
     overrides = stack_options(chosen, tmp_path / "home").overrides
