@@ -26,11 +26,11 @@ _INTRODUCTION = """\
 
 A program reads one TOML file (`roostream worker --config worker.toml`). Environment variables override the
 file, and flags override both. A key `x_ms` can be written as `x = "20s"`, and a key `x_bytes` as
-`x = "64MiB"`. A dot in a key is a TOML table. An unknown key or a value out of range is an error that names file and line.
-An environment variable that sets nothing is an error that names the nearest one. The flag `--keys` of a
-program prints its keys. A text may refer to a variable, `"${NAME}"`, or to a file, `"${file:/run/secrets/kafka}"`; the
-value appears in no message and no log (docs/operations/security.md). Use such references for passwords in
-`--set`, because everybody on the machine can read command lines."""
+`x = "64MiB"`. A dot in a key is a TOML table. An unknown key or a value out of range is an error that names
+file and line. An environment variable that sets nothing is an error that names the nearest one. The flag
+`--keys` of a program prints its keys. A text may refer to a variable, `"${NAME}"`, or to a file,
+`"${file:/run/secrets/kafka}"`; the value appears in no message and no log (docs/operations/security.md). Use
+such references for passwords in `--set`, because everybody on the machine can read command lines."""
 _SHARED = (
     "All programs of a deployment need the same values. "
     "In a variable's name, PROGRAM is the sub-command in capitals."

@@ -86,7 +86,7 @@ def print_sentences(sentences: Iterable[str]) -> None:
 
 
 def wide_console() -> Console:
-    """A console without markup, as wide as the terminal or COLUMNS, else 240 characters: tables are not cut."""
+    """A console without markup, as wide as the terminal or COLUMNS, else 240 characters."""
     from rich.console import Console
 
     width = None if sys.stdout.isatty() or os.environ.get("COLUMNS") else _WIDTH

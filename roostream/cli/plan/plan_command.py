@@ -1,4 +1,4 @@
-"""`roostream plan`: the sizes that a load needs, and the bottleneck. Also the table in docs/operations/scale.md."""
+"""`roostream plan`: the sizes that a load needs, the bottleneck; the table of docs/operations/scale.md."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class WarehouseOptions(DatasetOptions):
     stored_order_until: str = dataclasses.field(
         default="",
         metadata={
-            "help": "train days before this one in file order, like `roostream train`; '' = all in order of close"
+            "help": "train days before this one in file order, others in order of close; '' = all by close"
         },
     )
 
