@@ -248,7 +248,8 @@ def checked_gradient(stack: str, gradient_UD: np.ndarray, shape: tuple[int, int]
     if gradient_UD.shape != shape or gradient_UD.dtype != np.float32:
         raise WireError(
             "bad_shape",
-            f"stack {stack}: expected a float32 gradient of {shape}, got {gradient_UD.dtype} {gradient_UD.shape}",
+            f"stack {stack}: expected a float32 gradient of {shape}, got {gradient_UD.dtype} "
+            f"{gradient_UD.shape}",
         )
     return np.ascontiguousarray(gradient_UD)
 

@@ -32,7 +32,8 @@ class ShardConfig(Deployment):
     )
     accept_lost_rows: tuple[str, ...] = setting(
         (),
-        "damaged segment parts, as named by an error, whose rows a restore may lose; lost rows start from initial values",
+        "damaged segment parts, as named by an error, whose rows a restore may lose; lost rows start "
+        "from initial values",
     )
     seed: int = setting(0, "seed of initial rows; the same in every program", ge=0, le=MAX_SEED)
     max_expired_share: float = setting(

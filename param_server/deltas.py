@@ -64,12 +64,14 @@ def columns_of(delta: pb.RowDelta, width: int, max_norm: float) -> tuple[Keys, n
     num_live = len(delta.ids) - delta.num_tombstones
     if delta.dim != width:
         raise SchemaError(
-            f"rows of stack {delta.stack!r}: expected width {width}, got {delta.dim}; give serving and the shards one schema"
+            f"rows of stack {delta.stack!r}: expected width {width}, got {delta.dim}; give serving and "
+            "the shards one schema"
         )
     if num_live < 0 or len(delta.rows) != num_live * delta.dim:
         raise WireError(
             "bad_shape",
-            f"rows of {delta.stack!r}: expected {num_live} rows of {delta.dim}, got {len(delta.rows)} numbers",
+            f"rows of {delta.stack!r}: expected {num_live} rows of {delta.dim}, got {len(delta.rows)} "
+            "numbers",
         )
     rows_LD = np.fromiter(delta.rows, np.float32, len(delta.rows)).reshape(num_live, delta.dim)
     if not publishable(rows_LD, max_norm).all():

@@ -84,7 +84,8 @@ class ExpiryPolicy:
             return row_M
         self.num_spared += len(row_M)
         log.error(
-            "tables %s: %d of %d rows would expire at once at watermark %d ms, more than max_expired_share = %g; they are kept. "
+            "tables %s: %d of %d rows would expire at once at watermark %d ms, more than "
+            "max_expired_share = %g; they are kept. "
             "Raise max_expired_share if that much time has really passed",
             self.names,
             len(row_M),

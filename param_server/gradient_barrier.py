@@ -54,8 +54,8 @@ class PendingStep:
         got = (update.step, update.workers, update.clip_row_norm)
         if got != mine:
             raise FencedError(
-                f"expected a push of (step, workers, clip_row_norm) {mine} as from the others, got {got} from worker "
-                f"{update.worker}: the workers are not at the same step and must be restored"
+                f"expected a push of (step, workers, clip_row_norm) {mine} as from the others, got {got} "
+                f"from worker {update.worker}: the workers are not at the same step and must be restored"
             )
         self._pushes.setdefault(update.worker, update)
         self.num_sent[update.worker] += 1
@@ -118,7 +118,8 @@ class GradientBarrier:
             return
         raise UnavailableError(
             step.aborted
-            or f"the push of step {step.step} by worker {update.worker} was sent again; the newer call is answered"
+            or f"the push of step {step.step} by worker {update.worker} was sent again; "
+            "the newer call is answered"
         )
 
     def abort(self, reason: str) -> None:
@@ -150,7 +151,8 @@ def check_workers(worker: int, workers: int) -> None:
     if not 1 <= workers <= MAX_WORKERS or not 0 <= worker < max(workers, 1):
         raise WireError(
             "bad_shape",
-            f"expected a push of one of 1 to {MAX_WORKERS} workers, got worker {worker} of {workers}; use fewer",
+            f"expected a push of one of 1 to {MAX_WORKERS} workers, got worker {worker} of {workers}; "
+            "use fewer",
         )
 
 

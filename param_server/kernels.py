@@ -358,7 +358,7 @@ def find_or_insert(  # noqa: PLR0913 (a numba kernel takes flat arrays)
     Read and changed:
         index_C2, shift     uint64 slots as in the module; 64 - log2 C, which shifts a hash down to a slot
         counts              int64 [row numbers used, free ones among them, live ones]
-        free_N              uint32: the first counts[1] are free row numbers below counts[0], taken from the end
+        free_N              uint32: the first counts[1] are free row numbers below counts[0], a stack
         table_N, id_N       uint32, int64: each row's key
         bucket_N, flags_N   int32 in 0..num_buckets - 1; uint8, LIVE for a new row
     """

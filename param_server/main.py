@@ -1,9 +1,10 @@
 """`roostream shard`: rows behind a port, led by the controller and followed by replicas through the topic
 `rows`.
 
-Start: 1 schema, health probes, kernels, segments  2 listen  3 metrics  4 publish  5 connect to the controller, which restores the rows
-Stop:  1 the controller agent, once training is committed or there is no controller (a running command may finish)
-       2 running calls  3 the publisher  4 segments
+Start: 1 schema, health probes, kernels, segments  2 listen  3 metrics  4 publish
+       5 connect to the controller, which restores the rows
+Stop:  1 the controller agent, once training is committed or there is no controller; a running command may
+         finish  2 running calls  3 the publisher  4 segments
 """
 
 from __future__ import annotations

@@ -181,7 +181,8 @@ def converted(block: RowBlock, stack: str, table: StackTable) -> RowBlock:
     if width > table.width:
         name = table.names[int(block.keys.table_U[0])]
         raise SchemaError(
-            f"table {name!r}: expected dim {width} or more, as committed, got {table.width}; give the narrower table another name"
+            f"table {name!r}: expected dim {width} or more, as committed, got {table.width}; give the "
+            "narrower table another name"
         )
     live = block.live
     which_L = np.searchsorted(np.sort(table.embeddings.table_K), live.table_U)

@@ -1,8 +1,8 @@
 """Rows held by the workers themselves: each worker has a shard, and all workers exchange requests and answers
 at once.
 
-    pull   split by owner ─► all_to_all: keys ─► each owner answers all workers ─► all_to_all: rows ─► into place
-    push   split by owner ─► all_to_all: keys, gradients ─► each owner applies one update of all ─► all_to_all: done
+    pull   split by owner ─► all_to_all: keys ─► each owner answers all ─► all_to_all: rows ─► into place
+    push   split by owner ─► all_to_all: keys, gradients ─► each owner applies one update ─► all_to_all: done
 
 Both are collective calls: a worker without keys takes part too. A message is the frame of a shard's RPC call
 (docs/protocols.md), one a peer with all stacks in it. Keys, rules, sums and errors are those of shards, so

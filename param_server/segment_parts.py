@@ -1,8 +1,8 @@
 """The parts of segments in a shard's key-value store, each verified whenever it is read.
 
-d/<segment>                     directory: the parts of the segment, with checksums; empty while it is being
-written b/<segment>/<stack>/<bucket>    one block (param_server/row_block.py) r/<segment>/<stack>
-state of the stack's eviction policy at that commit, if it has any
+d/<segment>                     directory: its parts with checksums; empty while it is being written
+b/<segment>/<stack>/<bucket>    one block (param_server/row_block.py)
+r/<segment>/<stack>             state of the stack's eviction policy at that commit, if it has any
 """
 
 from __future__ import annotations
@@ -144,7 +144,8 @@ class SegmentParts:
         shape = self.shapes.get(stack) or stack_shape(stack)
         if shape is None:
             raise CheckpointError(
-                f"expected a stack such as d16-adagrad, got {stack!r}; use the version of Roostream that wrote it"
+                f"expected a stack such as d16-adagrad, got {stack!r}; use the version of Roostream that "
+                "wrote it"
             )
         return shape
 

@@ -293,8 +293,8 @@ class Segments:
         parts = found if len(found) <= _NAMED else dict.fromkeys(part.split("/")[0] for part in found)
         accepted = ", ".join(f'"{part}"' for part in parts)
         return (
-            f"damaged of {segments[-1].name} are {named}{more}; restore the shard's home from a backup, or continue without "
-            f"these rows by accept_lost_rows = [{accepted}] in the shard's settings"
+            f"damaged of {segments[-1].name} are {named}{more}; restore the shard's home from a backup, "
+            f"or continue without these rows by accept_lost_rows = [{accepted}] in the shard's settings"
         )
 
     def _directories(self, segments: Sequence[Segment]) -> list[SegmentDirectory]:

@@ -2,7 +2,7 @@
 restore them.
 
     RPC calls  pull push read scan owners stats     from any thread, checked by ShardRpcHandler
-    commands   restore freeze write commit abort    from the controller agent's thread, docs/protocols.md "Controller"
+    commands   restore freeze write commit abort    from the controller agent's thread (docs/protocols.md)
     publishing take_round, settle_round, …          from the publisher's thread
 
 One lock makes every push, freeze and round atomic. A commit on a shard (step numbers as in
@@ -145,7 +145,8 @@ class Shard:
                 check_owned(self.identity.index, self.owners, [keys for _, keys, _ in update.parts])
                 if not self._is_next(update.worker, update.sequence):
                     raise FencedError(
-                        f"worker {update.worker}: push {update.sequence} was applied before; restore the worker"
+                        f"worker {update.worker}: push {update.sequence} was applied before; restore the "
+                        "worker"
                     )
             self._apply(updates)
 
@@ -234,7 +235,8 @@ class Shard:
         last = self.sequences.get(worker, 0)
         if sequence > last + 1:
             raise FencedError(
-                f"expected push {last + 1} of worker {worker}, got {sequence}: one was lost; restore the worker"
+                f"expected push {last + 1} of worker {worker}, got {sequence}: one was lost; restore the "
+                "worker"
             )
         return sequence == last + 1
 
@@ -382,7 +384,8 @@ class Shard:
         with self._lock:
             if incarnation < self.incarnation or (incarnation == self.incarnation and self.ready):
                 raise FencedError(
-                    f"expected an incarnation above {self.incarnation}, got {incarnation}: the older one has ended"
+                    f"expected an incarnation above {self.incarnation}, got {incarnation}: the older one "
+                    "has ended"
                 )
             self.incarnation, self.ready = incarnation, False
             self.barrier.abort(f"incarnation {incarnation} has begun")

@@ -114,7 +114,8 @@ class StackTable:
             table = self.names.get(int(keys.table_U[at]), "?")
             raise WireError(
                 "non_finite",
-                f"expected finite gradients, got a NaN or infinity for id {int(keys.id_U[at]) & (1 << 64) - 1} of table "
+                "expected finite gradients, got a NaN or infinity for id "
+                f"{int(keys.id_U[at]) & (1 << 64) - 1} of table "
                 f"{table!r}; nothing was applied: lower the learning rate or clip gradients",
             )
 
@@ -297,8 +298,9 @@ def check_owned(index: int, owners: BucketMap, requested: Sequence[Keys]) -> Non
         if (at := kernels.first_foreign(keys.table_U, keys.id_U, owners.owner_B, index)) >= 0:
             bucket = bucket_of(int(keys.id_U[at]), int(keys.table_U[at]), len(owners.owner_B))
             raise FencedError(
-                f"shard {index}: expected keys of its own buckets (map version {owners.version}), got one of bucket {bucket}, which "
-                f"shard {owners.owner_B[bucket]} owns; read the newest manifest, and check the order of `shards`"
+                f"shard {index}: expected keys of its own buckets (map version {owners.version}), got "
+                f"one of bucket {bucket}, which shard {owners.owner_B[bucket]} owns; read the newest "
+                "manifest, and check the order of `shards`"
             )
 
 

@@ -1,9 +1,9 @@
 """The placement planner: which owner gets which piece of which table. Greedy, with a lower bound on every
 plan.
 
-    for thresholds t from coarse to fine       cut each table into the fewest equal row pieces that cost at most t each
-      tables, the largest piece first          place its pieces at the least loaded owners, each at another one
-    the best of all                            and no worse than everything row-wise
+    for thresholds t from coarse to fine   cut each table into the fewest equal row pieces that cost at most t
+      tables, the largest piece first      place its pieces at the least loaded owners, each at another one
+    the best of all                        and no worse than everything row-wise
 
 A table without a profile is cut over all owners: a wrong guess would cost far more. Column pieces are cut
 only on request, and rejected for rules with one state a row, because each piece would have its own state
@@ -12,7 +12,8 @@ only on request, and rejected for rules with one state a row, because each piece
     bound = max( Σ cheapest cost of a table / N, max over tables of a piece of 1 / N of it )
 
 What a piece costs its owner:
-    memory    a unique row is read, then read and written with its state: (row + 64) + 2 (row + state + 64) bytes
+    memory    a unique row is read, then read and written with its state:
+              (row + 64) + 2 (row + state + 64) bytes
     network   it goes to the requester and its gradient comes back: 2 rows + 8 bytes
     ids       each id that asks for it
     fixed     each piece, however small
@@ -217,8 +218,8 @@ def _check_columns(table: PlannedTable, cuts: int, owners: int) -> None:
         return
     if table.row_wise_rule:
         raise SchemaError(
-            f"table {table.name!r}: expected rows in one piece, because its rule keeps one state a row, got {cuts} column pieces; "
-            "cut it row-wise, or give it an element-wise rule"
+            f"table {table.name!r}: expected rows in one piece, because its rule keeps one state a row, "
+            f"got {cuts} column pieces; cut it row-wise, or give it an element-wise rule"
         )
     if table.dim % cuts:
         raise SchemaError(
@@ -226,8 +227,8 @@ def _check_columns(table: PlannedTable, cuts: int, owners: int) -> None:
         )
     if cuts > owners:
         raise ConfigError(
-            f"table {table.name!r}: expected at most {owners} column pieces, one an owner, got {cuts}; ask for fewer, or "
-            "for more owners"
+            f"table {table.name!r}: expected at most {owners} column pieces, one an owner, got {cuts}; "
+            "ask for fewer, or for more owners"
         )
 
 
@@ -237,8 +238,9 @@ def _check_memory(tables: Sequence[PlannedTable], owners: int, memory_bytes: int
         return
     largest, gib = max(tables, key=lambda table: table.bytes), float(1 << 30)
     raise ConfigError(
-        f"expected owners with {needed / gib:.1f} GiB together, got {owners} of {memory_bytes / gib:.1f}; the largest table is "
-        f"{largest.name!r} with {largest.bytes / gib:.1f} GiB; {math.ceil(needed / memory_bytes)} owners suffice"
+        f"expected owners with {needed / gib:.1f} GiB together, got {owners} of "
+        f"{memory_bytes / gib:.1f}; the largest table is {largest.name!r} with {largest.bytes / gib:.1f} "
+        f"GiB; {math.ceil(needed / memory_bytes)} owners suffice"
     )
 
 

@@ -33,8 +33,8 @@ def sharding_of(plan: PlacementPlan, tables: Sequence[PlannedTable], module: str
     """
     if missing := [table.name for table in tables if not table.rows]:
         raise ConfigError(
-            f"expected how many rows each table has, got none for {', '.join(missing)}; TorchRec's shards are row ranges: "
-            "give the numbers by --rows TABLE=N or --collection FILE"
+            f"expected how many rows each table has, got none for {', '.join(missing)}; TorchRec's "
+            "shards are row ranges: give the numbers by --rows TABLE=N or --collection FILE"
         )
     return {
         "format": FORMAT,
@@ -82,13 +82,13 @@ def _of_table(table: PlannedTable, pieces: Sequence[TablePiece], owners: int) ->
     kind = pieces[0].kind
     if kind == "row" and len(pieces) != owners:
         raise ConfigError(
-            f"table {table.name!r}: expected it uncut or cut over all {owners} owners, as TorchRec cuts rows, got {len(pieces)} "
-            "row pieces; plan with whole_or_all"
+            f"table {table.name!r}: expected it uncut or cut over all {owners} owners, as TorchRec cuts "
+            f"rows, got {len(pieces)} row pieces; plan with whole_or_all"
         )
     if any(piece.columns[1] % _LANES for piece in pieces):
         raise ConfigError(
-            f"table {table.name!r}: expected pieces of a multiple of {_LANES} columns, as FBGEMM has them, got {table.dim} "
-            f"columns in {len(pieces)} {kind} pieces; change dim or --columns"
+            f"table {table.name!r}: expected pieces of a multiple of {_LANES} columns, as FBGEMM has "
+            f"them, got {table.dim} columns in {len(pieces)} {kind} pieces; change dim or --columns"
         )
     if kind == "row":
         return {"sharding_type": _TYPES[kind], "shards": _row_blocks(table, owners)}

@@ -190,8 +190,8 @@ class Replica:
             with self._lock:
                 if (incarnation, sequence) < stack.versions[bucket]:
                     raise UnavailableError(
-                        f"rows of {name}, bucket {bucket}: expected version {stack.versions[bucket]} or later, got "
-                        f"{(incarnation, sequence)}: that shard is being replaced; try again"
+                        f"rows of {name}, bucket {bucket}: expected version {stack.versions[bucket]} or "
+                        f"later, got {(incarnation, sequence)}: that shard is being replaced; try again"
                     )
                 stack.rows.replace_bucket(bucket, keys.take(chosen_U), rows_UD[chosen_U])
                 stack.versions[bucket] = (incarnation, sequence)
@@ -225,6 +225,6 @@ class Replica:
 
 def unknown_bucket(message: pb.RowDelta | pb.Barrier) -> SchemaError:
     return SchemaError(
-        f"rows of stack {message.stack!r}, bucket {message.bucket}: expected a stack and bucket of this deployment; "
-        "give serving and the shards one schema and one number of buckets"
+        f"rows of stack {message.stack!r}, bucket {message.bucket}: expected a stack and bucket of this "
+        "deployment; give serving and the shards one schema and one number of buckets"
     )

@@ -6,9 +6,10 @@ cached rows that are older than it and inserts nothing. Three rules make sure th
 change:
 
 1 The topic's end offsets are noted (`bootstrap`) before the first row is read, so every later change is seen.
-2 A row that was read is cached unless a later delta of its bucket was applied meanwhile; then it is used once.
-3 After a gap in a bucket's sequence, keys older than the delta before the gap's end are dropped. A Barrier drops the keys of
-  older incarnations. A record that was refused drops the whole bucket.
+2 A row that was read is cached unless a later delta of its bucket was applied meanwhile; then it is used
+  once.
+3 After a gap in a bucket's sequence, keys older than the delta before the gap's end are dropped. A Barrier
+  drops the keys of older incarnations. A record that was refused drops the whole bucket.
 
 No row goes back to an older state (G4): only newer deltas change cached rows, and answers of a shard in an
 older incarnation are ignored.

@@ -95,6 +95,7 @@ def moved(before: BucketMap, after: BucketMap) -> np.ndarray:
     """
     if len(before.owner_B) != len(after.owner_B):
         raise ConfigError(
-            f"expected {len(before.owner_B)} buckets, got {len(after.owner_B)}; the number of buckets can't change"
+            f"expected {len(before.owner_B)} buckets, got {len(after.owner_B)}; the number of buckets "
+            "can't change"
         )
     return np.flatnonzero(before.owner_B != after.owner_B)

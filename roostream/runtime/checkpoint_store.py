@@ -29,7 +29,8 @@ class CheckpointStore(Protocol):
     def create(self, name: str, data: bytes) -> bool:
         """Durable, atomic, exclusive. True if this call created the object; False if the name existed.
 
-        **If it fails** (UnavailableError): the name does not exist, or exists completely; call again to learn which.
+        **If it fails** (UnavailableError): the name does not exist, or exists completely; call again to learn
+        which.
         """
 
     def put(self, name: str, data: bytes) -> None:
@@ -263,8 +264,8 @@ class ObjectStore:
             won = [self._create(name, data) for data in (b"first", b"second")]
             if won != [True, False] or self.get(name) != b"first":
                 raise SetupError(
-                    f"{self.url}: expected the store to refuse to create a name twice, but it did: it ignores If-None-Match, "
-                    "so two controllers could commit; use a store that supports it"
+                    f"{self.url}: expected the store to refuse to create a name twice, but it did: it "
+                    "ignores If-None-Match, so two controllers could commit; use a store that supports it"
                 )
             self.delete(name)
             self._create_is_exclusive = True
@@ -343,6 +344,7 @@ def open_store(url: str | Path) -> CheckpointStore:
     if scheme not in STORES:
         known = ", ".join(f"{name}://" for name in STORES)
         raise ConfigError(
-            f"expected a store that is a path or begins with {known}, got {str(url)!r}{nearest(scheme, STORES)}"
+            f"expected a store that is a path or begins with {known}, got "
+            f"{str(url)!r}{nearest(scheme, STORES)}"
         )
     return STORES[scheme](path)

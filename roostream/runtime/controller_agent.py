@@ -3,7 +3,7 @@
 
     heartbeat thread   calls the controller repeatedly; the controller holds the call until it has a command
     command thread     executes commands one after the other, by ascending id
-    result thread      sends a result at once, because a heartbeat may be held just then; also sends the last heartbeat
+    result thread      sends a result at once, as a heartbeat may be held; also sends the last heartbeat
 
 A command is identified by (incarnation, id). If it is received again, only its result is sent again. Two
 threads receive responses, so one may be late. Each response contains all commands that the controller still
@@ -62,7 +62,8 @@ def check_command_schema(command: Command, fingerprint: int) -> None:
     expected, actual = str(command.get("schema", "")), f"{fingerprint:016x}"
     if expected and expected != actual:
         raise UnavailableError(
-            f"expected the controller's schema {expected}, got {actual}; restart the program that has the older schema file"
+            f"expected the controller's schema {expected}, got {actual}; restart the program that has "
+            "the older schema file"
         )
 
 
@@ -225,7 +226,8 @@ class ControllerAgent:
             self._overdue_since_s = since_s if overdue else None
         if running is not None and overdue and now_s - since_s > STUCK_S:
             self.on_stuck(
-                f"command {running.get('kind')} was given up by the controller and still hangs after {now_s - since_s:.0f} s"
+                f"command {running.get('kind')} was given up by the controller and still hangs after "
+                f"{now_s - since_s:.0f} s"
             )
 
     def _command_loop(self) -> None:
@@ -241,7 +243,8 @@ class ControllerAgent:
         try:
             if incarnation < self.incarnation:
                 raise FencedError(
-                    f"expected incarnation {self.incarnation} or later, got {incarnation}: this command is outdated"
+                    f"expected incarnation {self.incarnation} or later, got {incarnation}: this command "
+                    "is outdated"
                 )
             result = {"ok": True, **self.execute(command)}
             if command.get("kind") == "restore":

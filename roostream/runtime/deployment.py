@@ -158,7 +158,8 @@ class RedisSettings(Settings):
             lines = Path(self.redis_password_file).read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(
-                f"redis_password_file: expected a file with a password, got {self.redis_password_file!r}: {error}"
+                "redis_password_file: expected a file with a password, got "
+                f"{self.redis_password_file!r}: {error}"
             ) from None
         scheme, _, rest = address.partition("://")
         return (

@@ -3,9 +3,9 @@
 One record must not move anything that is bounded by time (a watermark, a horizon, an expiry): a line of a log
 with times in a wrong unit would otherwise close, forget or delay everything. Two estimates:
 
-    SteppedEventTime  the newest time; the next record must confirm a jump. Used for the watermark of a partition.
-    MedianEventTime   the median of the newest times; a few wrong times, even consecutive ones, do not move it. Used for
-                      horizons and expiry.
+    SteppedEventTime  the newest time; the next record must confirm a jump. For the watermark of a partition.
+    MedianEventTime   the median of the newest times; a few wrong times, even consecutive ones, do not move
+                      it. For horizons and expiry.
 
 joiner/java/EventTime.java follows `SteppedEventTime` in Flink; a test compares the two.
 """

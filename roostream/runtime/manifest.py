@@ -76,7 +76,8 @@ def read_file(store: CheckpointStore, file: StoredFile) -> bytes:
     got = checksum_of(data)
     if len(data) != file.bytes or got != file.checksum:
         raise CheckpointError(
-            f"{file.name}: expected {file.bytes} bytes with checksum {file.checksum}, got {len(data)} with {got}: it is damaged"
+            f"{file.name}: expected {file.bytes} bytes with checksum {file.checksum}, got {len(data)} "
+            f"with {got}: it is damaged"
         )
     return data
 
@@ -252,7 +253,8 @@ def check_shape(
         committed = getattr(manifest, name)
         if committed != value:
             raise ConfigError(
-                f"{manifest.name}: expected {name} = {committed}, got {value}; use the committed value, or another store and home"
+                f"{manifest.name}: expected {name} = {committed}, got {value}; use the committed value, "
+                "or another store and home"
             )
 
 
@@ -291,7 +293,8 @@ def newest(store: CheckpointStore, skip: Collection[str] = ()) -> Restorable | N
     if names:
         raise CheckpointError(
             f"expected a usable manifest among {len(names)} ({names[0]} … {names[-1]}), got none; "
-            'the warnings above say what is damaged; restore it from a backup (docs/architecture.md, "Damage")'
+            "the warnings above say what is damaged; restore it from a backup "
+            '(docs/architecture.md, "Damage")'
         )
     return None
 

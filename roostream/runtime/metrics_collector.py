@@ -22,11 +22,12 @@ class MetricSpec(NamedTuple):
 class MetricsCollector(Collector):
     """Reads the state of a program when it is scraped.
 
-    `read` returns full metric name → number, or → {label value, or tuple of them: number} for a metric with labels.
-    None is omitted. A name that ends with `_total` is a counter, any other a gauge. `specs` has every name.
+    `read` returns full metric name → number, or → {label value, or tuple of them: number} for a metric with
+    labels. None is omitted. A name that ends with `_total` is a counter, any other a gauge. `specs` has every
+    name.
 
-    If `read` fails, its metrics are missing from this scrape; the other metrics of the program are not affected,
-    and the next scrape reads again.
+    If `read` fails, its metrics are missing from this scrape; the other metrics of the program are not
+    affected, and the next scrape reads again.
     """
 
     def __init__(self, read: Callable[[], Mapping[str, Any]], specs: Mapping[str, MetricSpec]) -> None:

@@ -120,7 +120,8 @@ def setup_logging(form: LogFormat = "text", level: str = "") -> None:
         logging.getLogger(chatty).setLevel(logging.WARNING)
     if level not in known:
         raise ConfigError(
-            f"environment ROOSTREAM_LOG: expected one of {', '.join(known)}, got {level!r}{nearest(level, known)}"
+            f"environment ROOSTREAM_LOG: expected one of {', '.join(known)}, got "
+            f"{level!r}{nearest(level, known)}"
         )
 
 

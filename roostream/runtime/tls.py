@@ -34,7 +34,8 @@ class TlsSettings(Settings):
 
     tls_certificate: str = setting(
         "",
-        "PEM file of the certificate chain of this program's HTTP ports; reloaded when it changes; '' = no TLS",
+        "PEM file of the certificate chain of this program's HTTP ports; reloaded when it changes; '' = "
+        "no TLS",
     )
     tls_key: str = setting("", "PEM file of its private key")
     tls_client_ca: str = setting(
@@ -53,7 +54,8 @@ class TlsSettings(Settings):
         if self.tls_client_required and not self.tls_client_ca:
             raise SettingError(
                 "tls_client_required",
-                "expected tls_client_ca too, got none; set it to the authorities of the clients' certificates",
+                "expected tls_client_ca too, got none; set it to the authorities of the clients' "
+                "certificates",
             )
 
     @property

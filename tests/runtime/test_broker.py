@@ -77,7 +77,8 @@ def test_a_token_is_fetched_by_both_kinds_of_clients() -> None:
         "security.protocol": "SASL_SSL",
         "sasl.mechanism": "OAUTHBEARER",
         "sasl.jaas.config": (
-            f'{package}.OAuthBearerLoginModule required clientId="worker" clientSecret="s3cret" scope="kafka";'
+            f'{package}.OAuthBearerLoginModule required clientId="worker" '
+            'clientSecret="s3cret" scope="kafka";'
         ),
         "sasl.login.callback.handler.class": f"{package}.OAuthBearerLoginCallbackHandler",
         "sasl.oauthbearer.token.endpoint.url": "https://id/token",

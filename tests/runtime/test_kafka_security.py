@@ -80,14 +80,18 @@ def properties(folder: Path, authority: Authority, keys: str, sasl: int, ssl: in
     with."""
     certificate, key = authority.issue("broker")
     (folder / "broker.pem").write_text(Path(key).read_text() + Path(certificate).read_text())
+    guarded = "listener.name.guarded"
     plain = _PLAIN.format(password=PASSWORD.replace("\\", "\\\\").replace('"', '\\"'))
     return {
-        "listener.security.protocol.map": "PLAINTEXT:PLAINTEXT,CONTROLLER:PLAINTEXT,GUARDED:SASL_SSL,SHOWN:SSL",
+        "listener.security.protocol.map": "PLAINTEXT:PLAINTEXT,CONTROLLER:PLAINTEXT,"
+        "GUARDED:SASL_SSL,SHOWN:SSL",
         "sasl.enabled.mechanisms": "PLAIN,SCRAM-SHA-512,OAUTHBEARER",
         "listener.name.guarded.plain.sasl.jaas.config": plain,
-        "listener.name.guarded.scram-sha-512.sasl.jaas.config": f"{_SECURITY}.scram.ScramLoginModule required;",
+        f"{guarded}.scram-sha-512.sasl.jaas.config": f"{_SECURITY}.scram.ScramLoginModule required;",
         "listener.name.guarded.oauthbearer.sasl.jaas.config": f"{_OAUTH}.OAuthBearerLoginModule required;",
-        "listener.name.guarded.oauthbearer.sasl.server.callback.handler.class": f"{_OAUTH}.OAuthBearerValidatorCallbackHandler",
+        f"{guarded}.oauthbearer.sasl.server.callback.handler.class": (
+            f"{_OAUTH}.OAuthBearerValidatorCallbackHandler"
+        ),
         "sasl.oauthbearer.jwks.endpoint.url": keys,
         "sasl.oauthbearer.expected.audience": AUDIENCE,
         "listener.name.shown.ssl.client.auth": "required",

@@ -77,7 +77,8 @@ def test_a_thread_that_waits_in_a_library_does_not_change_the_exit_code(waits: b
     """The interpreter is not taken apart beneath it; without such a thread it is, and what was registered for
     then runs."""
     code = (
-        "import atexit, threading; from roostream.runtime.thread_group import ThreadGroup; from roostream.runtime.program import leave\n"
+        "import atexit, threading; from roostream.runtime.thread_group import ThreadGroup; from "
+        "roostream.runtime.program import leave\n"
         "atexit.register(print, 'taken apart')\n"
         "crew, gone = ThreadGroup(threading.Event()), threading.Event()\n"
         f"crew.start('rows', gone.wait, {300 if waits else 0})\n"
@@ -126,7 +127,8 @@ LEAKS = [
     f"raise UnavailableError('{URL} is away')",
     f"import logging; logging.getLogger('any').warning('at %s', '{URL}')",
     f"from roostream.runtime import redis_client as r; from roostream.runtime.backoff import Backoff; "
-    f"r.wait_for_redis(r.client('{URL}', timeout_s=0.1), '{URL}', stop, backoff=Backoff(what='Redis at {URL}', timeout_s=0.2))",
+    f"r.wait_for_redis(r.client('{URL}', timeout_s=0.1), '{URL}', stop, backoff=Backoff(what='Redis at "
+    f"{URL}', timeout_s=0.2))",
 ]
 
 
@@ -173,7 +175,8 @@ def test_lines_may_be_json_one_object_a_line() -> None:
 
 
 def test_a_line_names_the_call_that_it_is_about() -> None:
-    body = "CURRENT_CALL.set(CallContext('c-1', 'aa', 'bb')); logging.getLogger('any').warning('slow'); CURRENT_CALL.set(None)"
+    begin = "CURRENT_CALL.set(CallContext('c-1', 'aa', 'bb'))"
+    body = f"{begin}; logging.getLogger('any').warning('slow'); CURRENT_CALL.set(None)"
     assert lines_of(body, "text")[0].endswith("any slow [call_id=c-1 trace_id=aa span_id=bb]")
     told = json.loads(lines_of(body, "json")[0])
     assert (told["call_id"], told["trace_id"], told["span_id"]) == ("c-1", "aa", "bb")

@@ -107,8 +107,9 @@ def settings(folder: Path, authority: Authority, program: str, listen: str = "12
     (folder / "token").write_text(TOKEN + "\n")
     path = folder / f"{program}.toml"
     path.write_text(
-        f'schema = "s"\nstore = "s"\nhome = "h"\nlisten = "{listen}"\ncontroller = "${{SHARD}}:{PORT}"\n[link]\n'
-        f'certificate = "{certificate}"\nkey = "{key}"\nca = "{authority.pem}"\ntoken_file = "{folder}/token"\n'
+        f'schema = "s"\nstore = "s"\nhome = "h"\nlisten = "{listen}"\ncontroller = "${{SHARD}}:{PORT}"\n'
+        f'[link]\ncertificate = "{certificate}"\nkey = "{key}"\nca = "{authority.pem}"\n'
+        f'token_file = "{folder}/token"\n'
     )
     return path
 

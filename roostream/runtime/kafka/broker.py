@@ -52,7 +52,8 @@ class KafkaSecurity:
             )
         if self.uses_oauth != bool(self.token_url) or (self.scope and not self.uses_oauth):
             raise ConfigError(
-                f"expected token_url with mechanism OAUTHBEARER alone, got {self.mechanism}; add it, or leave it out"
+                f"expected token_url with mechanism OAUTHBEARER alone, got {self.mechanism}; add it, or "
+                "leave it out"
             )
         if bool(self.certificate) != bool(self.key):
             raise ConfigError("expected certificate and key together, got one of them; add the other")

@@ -150,7 +150,8 @@ def wait_for_topics(
     for name, number in expected.items():
         if number != (got := len(found[name].partitions)):
             raise ConfigError(
-                f"topic {name} at {broker}: expected {number} partitions, got {got}; set `partitions` to this number"
+                f"topic {name} at {broker}: expected {number} partitions, got {got}; set `partitions` to "
+                "this number"
             )
     return {name: str(topic.topic_id) for name, topic in found.items()}
 
@@ -243,6 +244,7 @@ def send(
         except BufferError:
             if give_up():
                 raise UnavailableError(
-                    f"topic {topic}: the producer's queue is full because Kafka accepts no records; stopped waiting"
+                    f"topic {topic}: the producer's queue is full because Kafka accepts no records; "
+                    "stopped waiting"
                 ) from None
             client.poll(0.05)

@@ -82,9 +82,9 @@ class RecordConsumer(Protocol):
         """Continue at these next offsets; a partition that is not named starts at its oldest record. Buffered
         records are dropped. Must come before the first `poll`.
 
-        **If an offset is gone**: logs and counts what is lost in `num_lost`; continues at the oldest record where retention
-        passed the offset, at the end where the offset lies beyond it. A consumer that may not skip raises
-        RecordsGoneError.
+        **If an offset is gone**: logs and counts what is lost in `num_lost`; continues at the oldest record
+        where retention passed the offset, at the end where the offset lies beyond it. A consumer that may not
+        skip raises RecordsGoneError.
 
         Raises:
             UnavailableError: the source is away, or a topic can't be read; nothing was changed.
@@ -179,7 +179,8 @@ class MemoryConsumer:
         lost = {p: abs(there[p] - at) for p, at in wanted.items()}
         if any(lost.values()) and not self.skip_lost_records:
             raise RecordsGoneError(
-                f"expected offsets {wanted}, but {sum(lost.values())} records are gone; start at the oldest offset"
+                f"expected offsets {wanted}, but {sum(lost.values())} records are gone; start at the "
+                "oldest offset"
             )
         self._lost = {p: count + lost[p] for p, count in self._lost.items()}
         self._positions = there

@@ -57,7 +57,8 @@ class RetentionLossCounter:
             self._counted[partition] = oldest
             self.num_lost += oldest - since
             log.error(
-                "%s-%d: retention deleted %d records before %s had committed them; raise the topic's retention",
+                "%s-%d: retention deleted %d records before %s had committed them; raise the topic's "
+                "retention",
                 *partition,
                 oldest - since,
                 self._group,

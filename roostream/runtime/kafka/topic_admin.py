@@ -79,8 +79,8 @@ class TopicAdmin:
         wrong = self.differences()
         if wrong:
             raise ConfigError(
-                f"{'; '.join(wrong)}: use the settings with which the topics were created, alter the topics with Kafka's tools, "
-                "or choose another prefix"
+                f"{'; '.join(wrong)}: use the settings with which the topics were created, alter the "
+                "topics with Kafka's tools, or choose another prefix"
             )
 
     def differences(self) -> list[str]:

@@ -1,9 +1,11 @@
 """Frames of calls (docs/protocols.md, "Calls"): a prefix of fixed size, a small msgpack header, then the
 arrays.
 
-    prefix  magic ROO2 u32 · kind u8 · 3 zero bytes · header bytes u32 · number of arrays u32 · payload bytes u64 · checksum u64
-    header  msgpack map {"method", "header", "arrays": [[dtype, [dimension…]]…]}; errors carry {"error", "message", "reason"}
-    payload each array's bytes, little-endian, C order, padded to 8 bytes
+    prefix   magic ROO2 u32 · kind u8 · 3 zero bytes · header bytes u32 · number of arrays u32
+             · payload bytes u64 · checksum u64
+    header   msgpack map {"method", "header", "arrays": [[dtype, [dimension…]]…]};
+             errors carry {"error", "message", "reason"}
+    payload  each array's bytes, little-endian, C order, padded to 8 bytes
     checksum xxh3-64 of all bytes before and after it
 
 No I/O here. Sizes are checked before memory is allocated for them.
@@ -150,7 +152,8 @@ def parse_header(prefix: Prefix, data: bytes | bytearray | memoryview) -> Body:
     if len(body["arrays"]) != prefix.num_arrays or total != prefix.payload_bytes:
         raise WireError(
             "bad_shape",
-            f"expected {prefix.num_arrays} arrays in {prefix.payload_bytes} bytes, got {len(body['arrays'])} in {total}",
+            f"expected {prefix.num_arrays} arrays in {prefix.payload_bytes} bytes, got "
+            f"{len(body['arrays'])} in {total}",
         )
     return body
 

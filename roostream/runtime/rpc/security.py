@@ -2,7 +2,7 @@
 (docs/operations/security.md).
 
     certificate, key, ca   TLS 1.3; both sides present a certificate and require one signed by `ca`
-    token_file             a client sends the first line before its first call; a server accepts any of the lines
+    token_file             a client sends the first line before its first call; a server accepts any line
 
 Files are checked whenever a connection begins, so renewed files need no restart; open connections continue.
 Files may be renewed in any order: a new `ca` file can contain the old authority too, and a new token follows
@@ -172,6 +172,7 @@ def _tokens(file: str) -> tuple[str, ...]:
     if not tokens or min(map(len, tokens)) < MIN_TOKEN_CHARS:
         raise SettingError(
             "link.token_file",
-            f"expected tokens of at least {MIN_TOKEN_CHARS} characters, one a line, in {file!r}; see `openssl rand -hex 32`",
+            f"expected tokens of at least {MIN_TOKEN_CHARS} characters, one a line, in {file!r}; see "
+            "`openssl rand -hex 32`",
         )
     return tokens

@@ -27,10 +27,10 @@ class Transport(Protocol):
     def call(self, method: str, header: Header, arrays: Arrays = (), *, timeout_s: float = 30.0) -> Answer:
         """One request, one response. Thread-safe; concurrent calls are not ordered.
 
-        **If it fails:** TransportError means that no response arrived: the peer may or may not have acted. Nothing is retried
-        here, because only the caller knows whether the method is idempotent; the next call connects again.
-        Every other error is the peer's response; after UnavailableError the peer may have done part of the
-        work.
+        **If it fails:** TransportError means that no response arrived: the peer may or may not have acted.
+        Nothing is retried here, because only the caller knows whether the method is idempotent; the next call
+        connects again. Every other error is the peer's response; after UnavailableError the peer may have
+        done part of the work.
         """
 
     def close(self) -> None:
