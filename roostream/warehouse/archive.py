@@ -1,13 +1,13 @@
-"""Archiving: records of the topics `samples` and `corrections` become rows of files, each record exactly once.
+"""Archiving: records of the topics `samples` and `corrections` become rows of files, each exactly once.
 
 1 open the tables, read how far each partition has come in them, and seek there
 2 read records until there are enough bytes of them, or the oldest has waited long enough
 3 write files, which nobody sees yet, and send unreadable records to the dead letters
-4 commit to each table its files and the consumer's positions together. If another archiver has moved a position, the commit
-  is rejected: forget everything and go to 1
+4 commit to each table its files and the consumer's positions together. If another archiver has moved a
+  position, the commit is rejected: forget everything and go to 1
 
-A crash between 3 and 4 leaves files that no log names; the vacuum deletes them. A file holds rows of one close
-day, partition and schema, ordered by user, so that what a user's requests share lies together (RecD).
+A crash between 3 and 4 leaves files that no log names; the vacuum deletes them. A file holds rows of one
+close day, partition and schema, ordered by user, so that what a user's requests share lies together (RecD).
 """
 
 from __future__ import annotations

@@ -60,8 +60,8 @@ def own_partitions(config: ArchiverConfig) -> tuple[Partition, ...]:
 
 
 class KafkaDeadLetters:
-    """Sends dead letters to their topic. Keys are the records' positions, as the trainer's, so that consumers count
-    each record once."""
+    """Sends dead letters to their topic. Keys are the records' positions, as the trainer's, so that consumers
+    count each record once."""
 
     def __init__(self, config: ArchiverConfig, clock: Clock) -> None:
         self._producer = clients.producer(config.broker)
@@ -92,7 +92,7 @@ class KafkaDeadLetters:
             )
         if left := self._producer.flush(_FLUSH_S):
             raise UnavailableError(
-                f"expected {left} dead letters to be acknowledged within {_FLUSH_S:g} s, got none; trying again"
+                f"expected {left} dead letters to be acknowledged within {_FLUSH_S:g} s, got none; retrying"
             )
 
 

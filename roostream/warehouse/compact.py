@@ -1,10 +1,10 @@
 """Compaction: the compactor seals days of a warehouse, retires old days and deletes unused files.
 
-What is due follows from the tables' logs alone. The files of a day and partition are merged into new ones; one
-commit replaces them and moves `compact/<day>/<partition>` and `folded/<day>/<partition>`, so of two compactors
-one is rejected, while an archiver may append meanwhile. A sealed day holds each sample once, ordered by user,
-the most popular columns first, with the latest labels beside those at the close. Readers of older versions
-continue: their files stay until the vacuum's age has passed and no pin names them.
+What is due follows from the tables' logs alone. The files of a day and partition are merged into new ones.
+One commit replaces them and moves `compact/<day>/<partition>` and `folded/<day>/<partition>`, so of two
+compactors one is rejected, while an archiver may append meanwhile. A sealed day holds each sample once,
+ordered by user, the most popular columns first, with the latest labels beside those at the close. Readers of
+older versions continue: their files stay until the vacuum's age has passed and no pin names them.
 """
 
 from __future__ import annotations

@@ -60,7 +60,8 @@ class CompactorConfig(WarehouseSettings, ProgramSettings):
     )
     keep_bytes: int = setting(
         0,
-        "bytes of samples that are kept: the oldest days go first, then the oldest files of the last day; 0 = no limit",
+        "bytes of samples that are kept: the oldest days go first, then the oldest files of the last day; "
+        "0 = no limit",
         ge=0,
     )
     vacuum_after_hours: int = setting(

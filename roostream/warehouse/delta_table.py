@@ -70,12 +70,12 @@ class TableSnapshot:
 
     def __init__(self, log: deltalake.DeltaTable) -> None:
         self.version = log.version()
-        self._log = log
+        self.log = log
         self.files: tuple[DataFile, ...] = tuple(_files(log))
 
     def progress(self, name: str) -> int | None:
         """The value of a progress name (see the module), None if it was never set."""
-        return self._log.transaction_version(name)
+        return self.log.transaction_version(name)
 
     def of_days(self, first: date | None = None, last: date | None = None) -> tuple[DataFile, ...]:
         """Files of days [first, last]; None = no bound."""
@@ -219,7 +219,8 @@ class WarehouseTable:
         for name, step in steps.items():
             if (at := found.progress(name)) != step.before:
                 raise FencedError(
-                    f"{self.url}: expected {name} at {step.before}, got {at}: another program moved it; read the table again"
+                    f"{self.url}: expected {name} at {step.before}, got {at}: another program moved it; "
+                    "read the table again"
                 )
         for file in remove:
             if file.path not in paths:
@@ -238,7 +239,7 @@ class WarehouseTable:
         actions: list[AddAction | RemoveAction] = [_added(file, now_ms) for file in add]
         actions += [RemoveAction(f.path, True, now_ms, f.bytes, _partition_values(f)) for f in remove]
         moved = [Transaction(name, step.after) for name, step in steps.items()]
-        log = found._log
+        log = found.log
         log.create_write_transaction(
             actions,
             "append",

@@ -1,4 +1,4 @@
-"""Reading row groups of a file as a batch: only the columns that a schema needs, in few requests to the store.
+"""Reading row groups of a file as a batch: only the columns that a schema needs, in few store requests.
 
 A request to a store costs as much as many bytes. So columns that lie near each other are read in one request,
 with the bytes between them, as long as those are few (DPP, VLDB 2022, §7: over-read reduced from more than
@@ -168,7 +168,7 @@ class SampleFile:
         self.footer_info = self._footer_info()
         if self.footer.num_rows != file.rows:
             raise CheckpointError(
-                f"{self.name} is damaged: expected {file.rows} rows (the table's log), got {self.footer.num_rows}"
+                f"{self.name} is damaged: expected {file.rows} rows as in the log, got {self.footer.num_rows}"
             )
 
     @property
@@ -284,6 +284,7 @@ def writer_of(file: DataFile, registry: Registry) -> Schema:
     found = registry(file.fingerprint)
     if found is None:
         raise SchemaError(
-            f"unknown schema {file.fingerprint:016x} of {file.path}; put its file back into schemas/ of the warehouse"
+            f"unknown schema {file.fingerprint:016x} of {file.path}; "
+            "put its file back into schemas/ of the warehouse"
         )
     return found

@@ -2,12 +2,12 @@
 
 So a topic can be filled again from the warehouse, and labels can be derived anew.
 
-    user_id, session_id, request_id, model_version     from the header; the record's key follows from the first three
+    user_id, session_id, request_id, model_version     from the header; the key follows from the first three
     close_reason, num_duplicates                        from the sample
     given                                               which optional parts the record has, a sum of GIVEN
-    parts                                               candidates of each impression; null if one impression had them all
+    parts                                               candidates of each impression; null if there is one
     event__id, …                                        lists with an entry for each engagement of the sample
-    raw                                                 the record itself if the other columns cannot rebuild it, else null
+    raw                                                 the record if other columns cannot rebuild it, or null
 
 Letters: N rows of a side, F floats, K list features, R requests, B candidates, T labels.
 """

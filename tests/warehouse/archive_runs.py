@@ -126,7 +126,7 @@ class Kills:
 
 def kill_rivals(place: Path, *, kills: int, per_partition: int, seed: int = 0) -> Kills:
     """Run two archivers of all partitions and two compactors; kill one at a time, at any moment after it has
-    begun, and restart it, until `kills` were killed; then let the archivers finish. A process of its own forks
+    begun, and restart it, until `kills` were killed; then let the archivers finish. A separate process forks
     them, because threads of the libraries do not survive a fork."""
     arguments = map(str, (place, kills, per_partition, seed))
     command = [sys.executable, "-m", "tests.warehouse.archive_runs", *arguments]

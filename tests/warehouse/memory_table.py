@@ -82,7 +82,7 @@ class MemoryTable:
 
 
 def table_of(records: Sequence[Record], *, rows_of_file: int = 6, seed: int | None = None) -> MemoryTable:
-    """Files of `rows_of_file` rows of a (day, partition), by offset. A `seed` shuffles the rows of each file."""
+    """Files of `rows_of_file` rows of a (day, partition), by offset. A `seed` shuffles each file's rows."""
     decoder = Decoder(samples.schema(), {}.get)
     groups: dict[tuple[date, int], list[Record]] = {}
     for record in records:

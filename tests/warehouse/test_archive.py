@@ -128,9 +128,8 @@ def test_rows_are_grouped_by_day_and_ordered_by_user(tmp_path: Path) -> None:
     assert [len(day.counts_R) for day in days.values()] == [30, 30]
     for day, part in days.items():
         users = part.columns["user_id"].values
-        assert (np.diff(users) >= 0).all() and {
-            day_of(int(ms)) for ms in part.columns["close_ms"].values
-        } == {day}
+        assert (np.diff(users) >= 0).all()
+        assert {day_of(int(ms)) for ms in part.columns["close_ms"].values} == {day}
     wanted = decoded(SCHEMA, keyed(records))
     order = np.concatenate([part.columns["offset"].values for part in days.values()])
     store = FileStore(tmp_path)
@@ -153,9 +152,7 @@ def test_a_correction_names_its_sample_and_its_labels(tmp_path: Path) -> None:
     reading = SampleFile(store, "corrections", write_rows(store, rows, place_of(SCHEMA, table="corrections")))
     columns, counts_R = reading.columns(rows.forms)
     assert counts_R.tolist() == [1, 1] and columns["item"].values.tolist() == [77, 78]
-    assert columns["label__click"].values.tolist() == [1.0, 0.0] and columns[
-        "label_before__click"
-    ].values.tolist() == [0.0, 1.0]
-    assert len(set(columns["of_sample"].values.tolist())) == 1 and columns[
-        "event__action"
-    ].values.tolist() == ["click", "click"]
+    assert columns["label__click"].values.tolist() == [1.0, 0.0]
+    assert columns["label_before__click"].values.tolist() == [0.0, 1.0]
+    assert len(set(columns["of_sample"].values.tolist())) == 1
+    assert columns["event__action"].values.tolist() == ["click", "click"]

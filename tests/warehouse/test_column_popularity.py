@@ -26,10 +26,8 @@ SCHEMA = rich_schema()
 
 def test_columns_are_ordered_by_width_and_popular_ones_are_neighbors() -> None:
     assert interleave_by_hit_rate([9, 1, 9, 1, 1, 5], [0.5, 0.9, 0.1, 0.2, 0.9, 0.3]) == [2, 0, 5, 3, 1, 4]
-    assert (
-        interleave_by_hit_rate([9, 1, 9, 1], [0.5, 0.9, 0.1, 1.0]) == [2, 0, 3, 1]
-        and interleave_by_hit_rate([], []) == []
-    )
+    assert interleave_by_hit_rate([9, 1, 9, 1], [0.5, 0.9, 0.1, 1.0]) == [2, 0, 3, 1]
+    assert interleave_by_hit_rate([], []) == []
 
 
 def test_popular_features_follow_the_columns_that_every_reader_needs() -> None:
@@ -38,10 +36,8 @@ def test_popular_features_follow_the_columns_that_every_reader_needs() -> None:
     order = column_order(SCHEMA, rates)
     features = [name for name in order if name.startswith(("ro__", "nro__"))]
     lists, single = features[: features.index("ro__history")], features[features.index("nro__age") :]
-    assert (
-        all(name.startswith("nro__") for name in lists)
-        and features[features.index("nro__age") + 1] == "ro__gap"
-    )
+    assert all(name.startswith("nro__") for name in lists)
+    assert features[features.index("nro__age") + 1] == "ro__gap"
     assert {name.split("__")[0] for name in single[1:]} == {"ro"}, (
         "what a candidate has is wider than what its request has"
     )
@@ -60,10 +56,8 @@ def test_sessions_record_their_features_and_determine_the_column_order(
         record_session_features(place.store, SCHEMA, version, "abc", ["topics"])  # it has said so already
     assert recent_session_features(place.store) == [frozenset({"gap"}), frozenset({"age", "gap"})]
     features = [name for name in place.column_order() if name.startswith(("ro__", "nro__"))]
-    assert (
-        features[features.index("nro__age") + 1] == "ro__gap"
-        and len(place.store.list("popularity/asked")) == 2
-    )
+    assert features[features.index("nro__age") + 1] == "ro__gap"
+    assert len(place.store.list("popularity/asked")) == 2
 
 
 def test_unreadable_records_count_as_no_features() -> None:

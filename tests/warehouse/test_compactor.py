@@ -171,10 +171,8 @@ def test_a_reader_applies_corrections_that_no_seal_has_folded(tmp_path: Path) ->
     warehouse = Warehouse(tmp_path)
     files = files_of_part(warehouse.corrections.snapshot().files, date(1970, 1, 1), 0)
     latest = read_latest(warehouse, files, SCHEMA.tasks)
-    assert (
-        next_offset_by_topic(files) == {TOPIC_IDS["corrections"]: 3}
-        and files_of_part(files, date(1970, 1, 2), 0) == []
-    )
+    assert next_offset_by_topic(files) == {TOPIC_IDS["corrections"]: 3}
+    assert files_of_part(files, date(1970, 1, 2), 0) == []
     unsealed = [overlay_batch(batch, latest) for batch in batches(tmp_path, 0)]
     seal_all(a_compactor(tmp_path))
     (sealed,) = batches(tmp_path, 0, "latest")
@@ -295,12 +293,10 @@ def test_a_partly_retired_day_is_recorded_and_keeps_its_corrections(tmp_path: Pa
     warehouse = Warehouse(tmp_path)
     found = warehouse.samples.snapshot()
     (left,) = found.files
-    assert (
-        found.progress(retired_name(TOPIC_IDS["samples"], 0)) == left.first_offset and left.last_offset == 49
-    )
-    assert (
-        found.progress(partly_retired_name(date(1970, 1, 1))) == 1 and warehouse.corrections.snapshot().files
-    )
+    assert found.progress(retired_name(TOPIC_IDS["samples"], 0)) == left.first_offset
+    assert left.last_offset == 49
+    assert found.progress(partly_retired_name(date(1970, 1, 1))) == 1
+    assert warehouse.corrections.snapshot().files
     late = closed_on(rich_records(SCHEMA, 80, partition=0)[50:], 0, first_offset=50)
     archive(tmp_path, [*FIRST, *late, *told])
     assert places(tmp_path) == Counter((0, n) for n in range(left.first_offset, 80)), "progress is as it was"
@@ -313,10 +309,8 @@ def test_retired_days_leave_the_table_and_the_vacuum_deletes_their_files(tmp_pat
     gone = [f.path for f in Warehouse(tmp_path).samples.snapshot().files if f.day == date(1970, 1, 1)]
     assert compactor.retire() == len(gone) > 0 and compactor.retire() == 0
     warehouse = Warehouse(tmp_path)
-    assert (
-        places(tmp_path) == Counter((0, n) for n in range(50, 53))
-        and warehouse.corrections.snapshot().files == ()
-    )
+    assert places(tmp_path) == Counter((0, n) for n in range(50, 53))
+    assert warehouse.corrections.snapshot().files == ()
     for path in gone:
         os.utime(tmp_path / "samples" / path, (0, 0))
     compactor.vacuum()

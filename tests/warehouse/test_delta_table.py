@@ -65,10 +65,8 @@ def test_committed_files_and_progress_are_read_back(place: str) -> None:
         [file, sealed],
         progress={"samples/t/0": ProgressStep(None, 10), "samples/t/3": ProgressStep(None, 13)},
     )
-    assert (
-        set(after.files) == {file, sealed}
-        and after.files == WarehouseTable(place, "samples").snapshot().files
-    )
+    assert set(after.files) == {file, sealed}
+    assert after.files == WarehouseTable(place, "samples").snapshot().files
     assert (after.progress("samples/t/0"), after.progress("samples/t/3"), after.progress("samples/t/1")) == (
         10,
         13,

@@ -205,7 +205,8 @@ def read_log(body: bytes) -> Mapping[str, Any]:
         found = json.loads(body)
         if found["format"] != FORMAT:
             raise CheckpointError(
-                f"expected leases of format {FORMAT}, got {found['format']!r}; use the version of Roostream that wrote it"
+                f"expected leases of format {FORMAT}, got {found['format']!r}; "
+                "use the version of Roostream that wrote it"
             )
         return {**found, "events": [LeaseEvent(*event) for event in found["events"]]}
     except (ValueError, KeyError, TypeError) as error:

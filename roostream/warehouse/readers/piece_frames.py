@@ -2,7 +2,7 @@
 (roostream/runtime/rpc/frames.py).
 
     header  schema: digest of its text · end: position after it · keys and columns of the lists of each side
-    arrays  at_R, then the arrays of `Batch` in their order, then the lists of each side; booleans and texts as bytes
+    arrays  at_R, the arrays of `Batch` in their order, the lists of each side; booleans and texts as bytes
 
 `request_index_B` follows from the numbers of candidates and is not sent. Decoded arrays are views of the
 frame, bit for bit.
@@ -67,7 +67,8 @@ def decode_piece(header: Header, arrays: Arrays, schema: Schema, schema_digest: 
     """
     if header.get("schema") != schema_digest:
         raise SchemaError(
-            f"expected rows of the schema {schema.name!r} with digest {schema_digest}, got {header.get('schema')!r}; "
+            f"expected rows of schema {schema.name!r} with digest {schema_digest}, "
+            f"got {header.get('schema')!r}; "
             "start the controller and the workers with the same schema file"
         )
     try:

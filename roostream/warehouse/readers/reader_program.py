@@ -3,7 +3,7 @@
 1 listen; poll the controller for the session that is trained and for leases of its splits
 2 on a new session open its table version; on a new incarnation forget all leases
 3 read the leased splits in order while there is room; answer workers that fetch pieces
-4 on stop take no more leases, serve what is buffered for at most DRAIN_S, then tell the controller that this reader leaves
+4 on stop take no more leases, serve the buffer for at most DRAIN_S, then tell the controller
 """
 
 from __future__ import annotations

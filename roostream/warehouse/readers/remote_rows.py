@@ -1,8 +1,8 @@
 """A session's rows from `reader` programs, as a worker gets them (Zhao et al., §III: a DPP client).
 
     source thread      expect, piece: takes pieces in order and waits for the one that is missing
-    asking thread      tells the controller what is wanted and how full the buffer is; hears which reader has which split
-    fetching threads   request one piece each, of the first splits that have a reader and that there is room for
+    asking thread      sends the wanted splits and the buffer's fullness to the controller; gets their readers
+    fetching threads   request one piece each, of the first splits that have a reader and for which is room
 
 A reader that does not answer is reported to the controller, which leases its splits to another one. The rows
 of a split are the same whoever reads them, so the batches are too.
@@ -214,7 +214,7 @@ class RemoteSessionRows:
         elif now_s - self._unread_since_s >= _WARN_EVERY_S:
             self._unread_since_s = now_s
             log.warning(
-                "no reader reads the splits that training waits for: %d readers are registered; start `roostream reader`",
+                "no reader reads the wanted splits: %d readers are registered; start `roostream reader`",
                 num_readers,
             )
 

@@ -216,7 +216,7 @@ class SplitReader:
         held = self._held.get(split)
         if held is None or held.lease.grant != grant:
             raise FencedError(
-                f"expected a lease of split {split} that this reader has, got grant {grant}: ask the controller"
+                f"expected a current lease of split {split}, got grant {grant}: ask the controller"
             )
         if held.error is not None:
             raise held.error

@@ -104,7 +104,8 @@ class SampleTable:
         if session.order.rows != dict(table.rows):
             raise CheckpointError(
                 f"{self.location}: expected {sum(table.rows.values())} rows of version {table.version}, got "
-                f"{sum(session.order.rows.values())}: this is another table; restore the one that training began with"
+                f"{sum(session.order.rows.values())}: this is another table; "
+                "restore the one that training began with"
             )
         self._check_labels(spec, found, schema)
         features = spec.features or [feature.name for side in SIDES for feature in getattr(schema, side)]
@@ -131,8 +132,8 @@ class SampleTable:
         own = [label.name for label in schema.labels]
         if own and known and not set(own) & set(known):
             raise ConfigError(
-                f"{self.location}: expected a schema with a label of its samples ({', '.join(known)}), got {schema.name!r} with "
-                f"{', '.join(own)}; use the schema that they were joined with"
+                f"{self.location}: expected a schema with a label of its samples ({', '.join(known)}), "
+                f"got {schema.name!r} with {', '.join(own)}; use the schema that they were joined with"
             )
 
     def pin_session(self, table: TableInput, who: str, until_ms: int) -> None:
@@ -158,8 +159,9 @@ class SampleTable:
         if found.files and not known:
             topic_ids = ", ".join(sorted({file.topic for file in found.files} - {""})) or "another topic"
             raise ConfigError(
-                f"{self.location}: expected an archive of topic {SAMPLES} with id {topics[SAMPLES]}, got one of {topic_ids}: its "
-                "offsets mean nothing here; train from it without Kafka (roostream train), or start another archive"
+                f"{self.location}: expected an archive of topic {SAMPLES} with id {topics[SAMPLES]}, "
+                f"got one of {topic_ids}: its offsets mean nothing here; "
+                "train from it without Kafka (roostream train), or start another archive"
             )
         return known
 
@@ -169,15 +171,17 @@ class SampleTable:
             gone = [found.progress(retired_name(topic, partition)) or 0 for topic in {spec.topic, ""}]
             if max(gone) > begin:
                 raise CheckpointError(
-                    f"{self.location}: expected samples of partition {partition} from offset {begin} on, got them retired up to "
-                    f"{max(gone)}; the stream continues there; raise compactor.keep_bytes and keep_days"
+                    f"{self.location}: expected samples of partition {partition} from offset {begin} on, "
+                    f"got them retired up to {max(gone)}; the stream continues there; "
+                    "raise compactor.keep_bytes and keep_days"
                 )
         if spec.from_offsets:
             for day in sorted({split.day for split in session.order.splits}):
                 if found.progress(partly_retired_name(date.fromisoformat(day))):
                     raise CheckpointError(
-                        f"{self.location}: expected all of {day}, got a day of which keep_bytes has retired a part; the stream "
-                        "continues there; raise compactor.keep_bytes"
+                        f"{self.location}: expected all of {day}, "
+                        "got a day of which keep_bytes has retired a part; the stream continues there; "
+                        "raise compactor.keep_bytes"
                     )
 
 

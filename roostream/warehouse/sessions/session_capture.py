@@ -1,5 +1,5 @@
-"""Recording which rows a session reads, and reading them again with two readers in turns: what a change of the
-reader costs.
+"""Recording which rows a session reads, and reading them again with two readers in turns: what a change of
+the reader costs.
 
 Which files, days, row groups and features are read determines a reader's speed, so recorded reads are used
 instead of made-up ones (DPP, VLDB 2022, §VI-B). Nothing is trained; a batch is only inspected.
@@ -57,7 +57,7 @@ class CapturedSession:
             body = json.loads(path.read_text(encoding="utf-8"))
             if body["format"] != FORMAT:
                 raise ConfigError(
-                    f"{path}: expected a captured session of format {FORMAT}, got {body['format']!r}; capture anew"
+                    f"{path}: expected a session of format {FORMAT}, got {body['format']!r}; capture it again"
                 )
             reads = tuple(CapturedRead(str(name), int(start), int(end)) for name, start, end in body["reads"])
             return cls(version=int(body["version"]), features=tuple(map(str, body["features"])), reads=reads)

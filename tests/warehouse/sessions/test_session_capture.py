@@ -88,10 +88,8 @@ def test_the_interval_is_that_of_order_statistics_around_the_median() -> None:
     assert comparison_of(ratios) == ReaderComparison(6.0, 2.0, 10.0, 11), (
         "of 11 the second and the tenth: 98.8 %"
     )
-    assert (
-        comparison_of([1.2]) == ReaderComparison(1.2, 1.2, 1.2, 1)
-        and not comparison_of([0.9, 1.0, 1.1]).differs
-    )
+    assert comparison_of([1.2]) == ReaderComparison(1.2, 1.2, 1.2, 1)
+    assert not comparison_of([0.9, 1.0, 1.1]).differs
 
 
 def test_a_reader_slowed_by_a_share_takes_that_share_longer() -> None:
