@@ -11,7 +11,7 @@ from roostream.wire import roo_pb2 as pb
 from serving.answer import RankAnswer, shortest
 
 
-def test_scores_are_written_as_the_shortest_decimals_that_are_them() -> None:
+def test_scores_are_written_as_their_shortest_decimals() -> None:
     rng = np.random.default_rng(5)
     values = np.concatenate(
         [rng.random(20_000), 10.0 ** rng.uniform(-12, 0, 20_000), [0.0, 1.0, 0.1, 0.5, 1e-30, 5e-324, 1e-12]]

@@ -35,7 +35,7 @@ class Kept(RankService):
         return super().rank(request, time_ms)
 
 
-def test_what_a_first_request_would_compile_is_compiled_before_for_json_and_protobuf(tmp_path: Path) -> None:
+def test_kernels_are_compiled_before_the_first_request(tmp_path: Path) -> None:
     built = build(tmp_path, Rows(), FakeHydrator({"history": HISTORY}, {"clicks": 1.0}), service=Kept)
     precompile(built.context)
     in_json, in_protobuf = built.service.ranked  # type: ignore[attr-defined]

@@ -40,12 +40,12 @@ def followed(folder: Path, config: ModelConfig, **changed: str) -> tuple[bool, L
     return VersionFollower(store, SCHEMA, versions, 0).poll(), versions
 
 
-def test_the_code_that_was_trained_with_is_served(tmp_path: Path) -> None:
+def test_the_served_model_code_is_that_of_training(tmp_path: Path) -> None:
     served, versions = followed(tmp_path / "store", load_model_config(written(tmp_path, CODE)))
     assert served and versions.newest.name == "1-1"
 
 
-def test_other_code_leaves_the_version_in_use_and_is_told_once(
+def test_a_version_with_other_code_is_skipped_and_logged_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     served, versions = followed(tmp_path / "store", load_model_config(written(tmp_path, CODE)), code="0" * 64)
@@ -55,7 +55,7 @@ def test_other_code_leaves_the_version_in_use_and_is_told_once(
     assert "use the file that it was trained with" in told
 
 
-def test_what_its_code_raises_is_an_answer_without_paths_and_a_line_in_the_log(
+def test_an_error_of_custom_code_is_logged_and_answered_without_paths(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = load_model_config(written(tmp_path, CODE.replace("return z_BT", "return z_BT.no_such_thing")))

@@ -41,7 +41,7 @@ def counted() -> Counters:
     return counters
 
 
-def test_what_was_counted_here_is_scored_and_logged() -> None:
+def test_declared_counters_are_scored_and_logged() -> None:
     impression, degraded = ranked(counted())
     nro = decode_block(SCHEMA, "nro", impression.nro, 2)
     assert nro["here"].tolist() == [0.0, 1.0] and not degraded
@@ -54,7 +54,7 @@ def test_what_was_counted_here_is_scored_and_logged() -> None:
     )
 
 
-def test_without_redis_it_is_missing_and_the_answer_says_so() -> None:
+def test_without_redis_declared_features_are_missing_and_the_answer_is_degraded() -> None:
     away = FakeHydrator()
     away.away = True
     impression, degraded = ranked(away)
@@ -62,6 +62,6 @@ def test_without_redis_it_is_missing_and_the_answer_says_so() -> None:
     assert "orders" not in decode_block(SCHEMA, "ro", impression.ro, 1)
 
 
-def test_an_action_that_a_counter_names_is_used_by_engagements() -> None:
+def test_an_action_of_a_declared_counter_counts_as_used() -> None:
     parser = EngagementParser(SCHEMA, strict=True)
     assert parser.unused(["order", "click", "like"]) == ["like"]

@@ -37,7 +37,7 @@ def features(
     return decode_block(SCHEMA, "ro", ro, 1), decode_block(SCHEMA, "nro", nro, len(request.item_ids))
 
 
-def test_what_the_client_gave_wins() -> None:
+def test_values_of_the_client_win() -> None:
     request = of_json(BODY)
     assert not FILLER.needs_hydration(request)
     ro, nro = features(request, ONLINE_RO, {"clicks_1h": np.array([50, 50, 50], np.float32)})
@@ -45,7 +45,7 @@ def test_what_the_client_gave_wins() -> None:
     assert nro["clicks"].tolist() == [3, 0, 1]
 
 
-def test_what_is_missing_is_hydrated_or_computed() -> None:
+def test_missing_features_are_hydrated_or_computed() -> None:
     request = of_json({"candidates": [{"item_id": 5}, {"item_id": 6, "nro": {"clicks": 2}}]})
     assert FILLER.needs_hydration(request)
     ro, nro = features(request, ONLINE_RO, {"clicks_1h": np.array([50, 51], np.float32)})
@@ -66,7 +66,7 @@ def test_a_later_page_has_later_positions() -> None:
     assert nro["place"].tolist() == [20, 21]
 
 
-def test_whole_blocks_stay_byte_for_byte() -> None:
+def test_complete_blocks_stay_byte_for_byte() -> None:
     ro = encode_ro(SCHEMA, {"hour": 1.0, "num_candidates": 2.0, "history": HISTORY})
     nro = encode_nro(SCHEMA, {"clicks": np.ones(2), "place": np.arange(2.0), "item": np.array([0, 1])}, 2)
     request = of_blocks(ro, nro)
@@ -75,7 +75,7 @@ def test_whole_blocks_stay_byte_for_byte() -> None:
     assert FILLER.encode(request, NOW_MS, ONLINE_RO, {})[:2] == (ro, nro)
 
 
-def test_what_is_computed_alone_asks_nobody() -> None:
+def test_stateless_features_need_no_redis() -> None:
     given = encode_nro(SCHEMA, {"clicks": np.ones(2), "item": np.array([0, 1])}, 2)
     request = of_blocks(encode_ro(SCHEMA, {"history": HISTORY}), given)
     FILLER.open(request)
@@ -95,7 +95,7 @@ def test_what_is_computed_alone_asks_nobody() -> None:
     ],
     ids=["no RO block", "no history", "a missing float", "an empty NRO block"],
 )
-def test_blocks_that_lack_something_are_completed(ro: dict[str, Any] | None, nro: dict[str, Any]) -> None:
+def test_incomplete_blocks_are_completed(ro: dict[str, Any] | None, nro: dict[str, Any]) -> None:
     request = of_blocks(None if ro is None else encode_ro(SCHEMA, ro), encode_nro(SCHEMA, nro, 2))
     FILLER.open(request)
     assert FILLER.needs_hydration(request)
@@ -144,13 +144,13 @@ def test_a_bad_impression_is_refused_with_its_path(message: Any, path: str, text
     assert (caught.value.status, caught.value.path) == (status, path)
 
 
-def test_a_list_beyond_the_cap_is_413() -> None:
+def test_a_list_beyond_the_limit_is_413() -> None:
     block = pb.Block(floats=[1, 1, 1], lengths=[11, 0, 0], ids=range(11)).SerializeToString()
     with pytest.raises(RequestError, match="at most 10 entries") as caught:
         parse_impression(SCHEMA, pb.Impression(item_ids=[1], ro=block).SerializeToString())
     assert caught.value.status == 413
 
 
-def test_hydrated_values_that_no_block_can_hold_are_told() -> None:
+def test_invalid_hydrated_values_are_refused() -> None:
     with pytest.raises(RequestError, match="finite"):
         features(of_json({"candidates": [{"item_id": 5}]}), {}, {"clicks_1h": np.array([np.inf], np.float32)})

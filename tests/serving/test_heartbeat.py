@@ -29,12 +29,12 @@ def beats(log: FeatureLog) -> list[LogRecord]:
     return [e.record for e in log.read(log.cursor, 1 << 20) if e.record is not None]
 
 
-def test_a_process_beats_under_the_name_of_its_log_also_after_a_restart(tmp_path: Path) -> None:
+def test_the_producer_name_survives_a_restart(tmp_path: Path) -> None:
     name = producer_name(tmp_path / "a")
     assert name == producer_name(tmp_path / "b" / ".." / "a") != producer_name(tmp_path / "b")
 
 
-def test_every_partition_of_both_event_topics_gets_one(feature_log: FeatureLog) -> None:
+def test_every_partition_of_both_event_topics_gets_a_heartbeat(feature_log: FeatureLog) -> None:
     clock = FakeClock(5000)
     heartbeat.beat(feature_log, InflightWatermark(clock), "serving-1", 4)
     records = beats(feature_log)
@@ -47,7 +47,7 @@ def test_every_partition_of_both_event_topics_gets_one(feature_log: FeatureLog) 
     assert message.time_ms == 5000 and message.producer == "serving-1"  # type: ignore[attr-defined]
 
 
-def test_a_heartbeat_is_no_younger_than_the_oldest_open_request(feature_log: FeatureLog) -> None:
+def test_a_heartbeat_is_not_newer_than_the_oldest_open_request(feature_log: FeatureLog) -> None:
     clock = FakeClock(5000)
     watermark = InflightWatermark(clock)
     first = watermark.open()
@@ -62,7 +62,7 @@ def test_a_heartbeat_is_no_younger_than_the_oldest_open_request(feature_log: Fea
     assert watermark.horizon_ms() == 6000
 
 
-def test_a_clock_that_goes_back_is_held(feature_log: FeatureLog) -> None:
+def test_a_clock_that_goes_back_repeats_the_last_time(feature_log: FeatureLog) -> None:
     clock = FakeClock(5000)
     watermark = InflightWatermark(clock)
     watermark.close(watermark.open())
@@ -73,7 +73,7 @@ def test_a_clock_that_goes_back_is_held(feature_log: FeatureLog) -> None:
     assert watermark.horizon_ms() == 5000
 
 
-def test_a_full_log_pauses_heartbeats_and_says_so_once(
+def test_a_full_log_pauses_heartbeats_and_is_logged_once(
     feature_log: FeatureLog, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Rounds(FakeClock):

@@ -30,7 +30,7 @@ def counted(spread: ScoreHistogram, task: str) -> tuple[list[float], float]:
     ) or 0.0
 
 
-def test_scores_are_spread_as_a_histogram_spreads_them() -> None:
+def test_scores_are_counted_in_histogram_buckets() -> None:
     rng, spread = np.random.default_rng(0), ScoreHistogram(("click", "dwell"))
     given = [rng.random((n, 2), np.float32) for n in (1, 50, 8192, 5000, 20)]
     given[1][0] = SCORES[3], 0.0
@@ -47,7 +47,7 @@ def test_scores_are_spread_as_a_histogram_spreads_them() -> None:
         assert total == pytest.approx(all_NT[:, at].sum(), rel=1e-5)
 
 
-def test_a_model_without_tasks_and_an_answer_beyond_all_bounds_do_no_harm() -> None:
+def test_scores_beyond_all_buckets_and_models_without_tasks_are_counted() -> None:
     ScoreHistogram(()).add(np.zeros((3, 0), np.float32))
     assert ScoreHistogram(()).collect()[0].samples == []
     spread = ScoreHistogram(("click",))
@@ -75,7 +75,7 @@ def test_a_request_is_counted_by_route_and_class_of_status() -> None:
     )
 
 
-def test_every_stage_of_an_answered_rank_is_told_once(tmp_path: Path) -> None:
+def test_every_stage_of_a_rank_is_observed_once(tmp_path: Path) -> None:
     hydrator = FakeHydrator({"history": None}, {"clicks_1h": 1.0})
     built = build(tmp_path, FakeRows(SCHEMA), hydrator)
     http = TestClient(HttpInterface(built.context))

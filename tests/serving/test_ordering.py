@@ -20,7 +20,7 @@ def test_equal_scores_keep_the_requests_order() -> None:
     assert best_order(np.array([0.1, 0.5, 0.1, 0.5], np.float32)) == [1, 3, 0, 2]
 
 
-def test_without_exploration_the_order_is_the_best_and_certain() -> None:
+def test_without_exploration_the_order_is_by_score() -> None:
     assert explore([2, 0, 1], 0.0, random.Random(1)) == ([2, 0, 1], [1.0, 1.0, 1.0])
     assert explore([], 0.5, random.Random(1)) == ([], [])
 
@@ -38,7 +38,7 @@ def test_the_propensities_of_all_orders_sum_to_one() -> None:
     assert abs(total - 1) < 1e-12
 
 
-def test_logged_propensities_are_the_frequencies_of_what_is_shown_first() -> None:
+def test_logged_propensities_equal_observed_frequencies() -> None:
     draw = random.Random(7)
     first: Counter[int] = Counter()
     logged: dict[int, float] = {}
@@ -94,7 +94,7 @@ RANKINGS = st.integers(1, 5).flatmap(
 )
 
 
-def test_each_picks_its_best_that_is_left_and_the_coin_says_who_is_first() -> None:
+def test_team_draft_picks_the_best_remaining_candidate_of_each_ranker() -> None:
     draft = team_draft([0, 1, 2, 3], [3, 0, 2, 1], Coins([RIVAL, OURS]))
     assert draft.order == [3, 0, 1, 2]
     assert [draft.team_n[c] for c in draft.order] == [RIVAL, OURS, OURS, RIVAL]
@@ -102,7 +102,7 @@ def test_each_picks_its_best_that_is_left_and_the_coin_says_who_is_first() -> No
 
 @settings(max_examples=60, deadline=None)
 @given(RANKINGS)
-def test_propensities_are_those_of_all_coins_given_the_slots_above(
+def test_draft_propensities_equal_enumerated_coin_flips(
     rankings: tuple[list[int], list[int]],
 ) -> None:
     found = drafts(*map(list, rankings))
@@ -116,7 +116,7 @@ def test_propensities_are_those_of_all_coins_given_the_slots_above(
 
 @settings(max_examples=60, deadline=None)
 @given(RANKINGS)
-def test_every_candidate_is_shown_once_and_teams_are_equally_large(
+def test_a_draft_shows_every_candidate_once_with_equal_teams(
     rankings: tuple[list[int], list[int]],
 ) -> None:
     for draft in drafts(*map(list, rankings)):
@@ -124,11 +124,11 @@ def test_every_candidate_is_shown_once_and_teams_are_equally_large(
         assert abs(draft.team_n.count(OURS) - draft.team_n.count(RIVAL)) <= 1
 
 
-def test_rankers_that_agree_give_their_order_for_sure() -> None:
+def test_rankers_that_agree_give_their_order_with_certainty() -> None:
     for draft in drafts([2, 0, 1], [2, 0, 1]):
         assert draft.order == [2, 0, 1] and draft.propensities == [1.0] * 3
 
 
-def test_each_ranker_has_as_many_first_slots_over_many_requests() -> None:
+def test_each_ranker_gets_half_of_the_first_slots() -> None:
     teams = Counter(team_draft([0, 1], [1, 0], random.Random(n)).order[0] for n in range(2000))
     assert 900 < teams[0] < 1100

@@ -70,7 +70,7 @@ def sample_of(impression: pb.Impression) -> Record:
     return Record("samples", 0, 0, 0, b"", wire.encode(wire.SAMPLE, sample))
 
 
-def test_the_answer_and_the_impression_say_the_same(built: Built) -> None:
+def test_answer_and_impression_agree(built: Built) -> None:
     ranked, answer, impression = rank(built.service)
     scores = np.array([[s["click"], s["dwell"]] for s in answer["scores"]], np.float32)
     assert answer["request_id"] == "r-1" and answer["model_version"] == "1-7" and answer["degraded"] is False
@@ -111,7 +111,7 @@ def test_g9_the_logged_impression_scored_alone_by_training_gives_the_same(built:
             np.testing.assert_array_equal(together, logits)
 
 
-def test_the_request_that_misses_a_row_is_marked_degraded_and_the_next_one_is_not(built: Built) -> None:
+def test_only_the_request_with_a_missing_row_is_degraded(built: Built) -> None:
     service, gather = built.service, built.service.rows.gather
     missed = [False]
 
@@ -125,14 +125,14 @@ def test_the_request_that_misses_a_row_is_marked_degraded_and_the_next_one_is_no
     assert rank(service)[1]["degraded"] is False
 
 
-def test_what_was_hydrated_is_logged_as_scored(built: Built) -> None:
+def test_hydrated_features_are_logged_as_scored(built: Built) -> None:
     _, answer, impression = rank(built.service, ro={}, candidates=[{"item_id": 5}])
     assert decode_block(SCHEMA, "ro", impression.ro, 1)["history"]["item"] == [99]
     assert decode_block(SCHEMA, "nro", impression.nro, 1)["clicks"].tolist() == [50]
     assert answer["degraded"] is False
 
 
-def test_redis_away_is_degraded_not_refused(tmp_path: Path) -> None:
+def test_an_unavailable_redis_degrades_answers(tmp_path: Path) -> None:
     hydrator = FakeHydrator()
     hydrator.away = True
     built = build(tmp_path, FakeRows(SCHEMA), hydrator)
@@ -153,7 +153,7 @@ def test_before_the_first_commit_the_initial_weights_are_served(tmp_path: Path) 
     built.close()
 
 
-def test_a_page_that_adds_candidates_is_scored_with_and_logged_without_request_features(built: Built) -> None:
+def test_a_later_page_is_logged_without_request_features(built: Built) -> None:
     _, whole, first = rank(built.service)
     _, answer, added = rank(built.service, append=True)
     assert first.HasField("ro") and not added.HasField("ro")
@@ -175,7 +175,7 @@ def test_exploration_is_logged_with_its_propensities(tmp_path: Path) -> None:
     built.close()
 
 
-def test_a_named_version_is_used_while_it_is_held(built: Built) -> None:
+def test_a_named_version_is_used_while_it_is_loaded(built: Built) -> None:
     assert rank(built.service, model_version="0-0")[1]["model_version"] == "0-0"
     built.service.versions.install(build_version("1-8", SCHEMA, MODEL, 0, perturbed(2)))
     assert rank(built.service, model_version="1-7")[1]["model_version"] == "1-7"
@@ -187,7 +187,7 @@ def test_a_named_version_is_used_while_it_is_held(built: Built) -> None:
     assert caught.value.status == 400
 
 
-def test_an_impression_beyond_the_record_cap_is_413(built: Built) -> None:
+def test_an_impression_beyond_the_record_limit_is_413(built: Built) -> None:
     schema = dataclasses.replace(SCHEMA, limits=dataclasses.replace(SCHEMA.limits, max_record_bytes=1536))
     service = RankService(schema, LoadedVersions(first_version(schema, MODEL, 0)), built.service.rows)
     rank(service)
@@ -229,7 +229,7 @@ class FailsOnTwo(Model):
         raise NotImplementedError
 
 
-def test_what_is_wrong_with_one_request_costs_that_one(built: Built) -> None:
+def test_an_invalid_request_fails_alone(built: Built) -> None:
     version = built.service.versions.newest
     bodies = [{**BODY, "candidates": {"item_id": [i, 30 + i]}} for i in range(4)]
     asked = [(JsonParser(SCHEMA).parse(json.dumps(body).encode()), NOW_MS) for body in bodies]
@@ -249,6 +249,6 @@ def test_what_is_wrong_with_one_request_costs_that_one(built: Built) -> None:
         np.testing.assert_allclose(ranked.answer.scores_nT, alone[i], rtol=0, atol=1e-5)
 
 
-def test_a_version_wants_the_weights_of_its_model() -> None:
+def test_a_version_requires_the_weights_of_its_model() -> None:
     with pytest.raises(RuntimeError, match="Missing key"):
         build_version("1-1", SCHEMA, MODEL, 0, {"x": torch.zeros(1)})

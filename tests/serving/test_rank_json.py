@@ -63,7 +63,7 @@ def test_rows_become_columns_with_missing_values() -> None:
     assert (request.user_id, request.session_id, request.request_id, request.append) == (17, 4, "r-1", False)
 
 
-def test_the_columnar_form_says_the_same() -> None:
+def test_columns_and_rows_are_equivalent() -> None:
     by_row, columnar = parse(BODY), parse(COLUMNS)
     np.testing.assert_array_equal(by_row.item_ids, columnar.item_ids)
     assert by_row.nro["topics"] == columnar.nro["topics"]
@@ -74,7 +74,7 @@ def test_the_columnar_form_says_the_same() -> None:
 FLAT = {**BODY, "candidates": [{"item_id": c["item_id"], **c["nro"]} for c in BODY["candidates"]]}
 
 
-def test_a_rows_features_stand_beside_its_item_as_in_a_line_of_a_log() -> None:
+def test_features_may_stand_beside_item_id() -> None:
     mixed = copy.deepcopy(FLAT)
     mixed["candidates"][0] = BODY["candidates"][0]
     mixed["candidates"][1] = {"item_id": "nine", "topics": 7, "nro": {"age_h": None, "clicks": 0}}
@@ -85,7 +85,7 @@ def test_a_rows_features_stand_beside_its_item_as_in_a_line_of_a_log() -> None:
             np.testing.assert_array_equal(request.nro[name], nested.nro[name])
 
 
-def test_what_an_answer_repeats_is_cut() -> None:
+def test_echoed_input_is_truncated() -> None:
     for body in (
         {**BODY, "x" * 1_000_000: 1},
         {**BODY, "ro": {"y" * 1_000_000: 1}},
@@ -98,7 +98,7 @@ def test_what_an_answer_repeats_is_cut() -> None:
 
 @given(seed=st.integers(0, 2**32 - 1))
 @settings(max_examples=300, deadline=None)
-def test_mutated_bytes_are_parsed_or_refused_in_one_sentence(seed: int) -> None:
+def test_mutated_bodies_are_parsed_or_refused_in_one_sentence(seed: int) -> None:
     draw = random.Random(seed)
     body = bytearray(json.dumps(draw.choice((BODY, FLAT, COLUMNS)), ensure_ascii=False).encode())
     for _ in range(draw.randrange(1, 6)):
@@ -110,7 +110,7 @@ def test_mutated_bytes_are_parsed_or_refused_in_one_sentence(seed: int) -> None:
         assert error.status in (400, 413) and 0 < len(str(error)) <= 401 and error.path.startswith("$")
 
 
-def test_little_is_needed() -> None:
+def test_a_minimal_body_is_valid() -> None:
     request = parse({"candidates": [{"item_id": 8}]})
     assert request.item_ids.tolist() == [8] and request.ro == {} and request.nro == {}
     assert request.user_id == request.session_id == 0
@@ -126,12 +126,12 @@ def test_ids_are_64_bit_integers_or_strings() -> None:
     assert request.item_ids.tolist() == [-2, -1, signed(hash64("x"))]
 
 
-def test_a_sequence_may_call_its_ids_ids() -> None:
+def test_a_sequence_may_name_its_ids_ids() -> None:
     history = {"ids": [8], "action": [1], "time": [5]}
     assert parse(changed("ro.history", history)).ro["history"] == {"item": [8], "action": [1], "time": [5]}
 
 
-def test_the_documented_example_is_taken() -> None:
+def test_the_documented_example_is_valid() -> None:
     assert len(parse(rank_example(SCHEMA)).item_ids) == 2
 
 
@@ -298,7 +298,7 @@ def test_a_bad_field_is_400_with_its_path(body: Any, path: str, text: str) -> No
     assert text in str(caught.value)
 
 
-def test_more_candidates_or_entries_than_the_schema_takes_is_413() -> None:
+def test_too_many_candidates_or_entries_are_413() -> None:
     for body, path in (
         ({"candidates": [{"item_id": i} for i in range(21)]}, "$.candidates"),
         ({"candidates": {"item_id": [1] * 21}}, "$.candidates"),

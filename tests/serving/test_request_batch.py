@@ -132,7 +132,7 @@ def assert_equal(ours: Batch, theirs: Batch, fields: tuple[str, ...] = ()) -> No
 
 @settings(deadline=None, max_examples=60)
 @given(data=st.data())
-def test_a_batch_of_values_is_bit_for_bit_that_of_their_bytes(data: st.DataObject) -> None:
+def test_a_batch_of_values_equals_the_decoded_bytes_bit_for_bit(data: st.DataObject) -> None:
     schema = data.draw(schemas())
     decoder = Decoder(schema, lambda _: schema)
     asked = [data.draw(requests(schema)) for _ in range(data.draw(st.integers(1, 3)))]
@@ -148,7 +148,7 @@ def test_a_batch_of_values_is_bit_for_bit_that_of_their_bytes(data: st.DataObjec
 
 @settings(deadline=None, max_examples=30)
 @given(data=st.data())
-def test_columns_are_those_of_the_bytes_that_are_made_of_them(data: st.DataObject) -> None:
+def test_columns_equal_those_of_their_encoding(data: st.DataObject) -> None:
     schema = data.draw(schemas())
     request = data.draw(requests(schema))
     for columns in (request.ro, request.nro):
@@ -160,7 +160,7 @@ def test_columns_are_those_of_the_bytes_that_are_made_of_them(data: st.DataObjec
 
 @settings(deadline=None, max_examples=60)
 @given(data=st.data())
-def test_flat_values_are_those_that_are_decoded_list_by_list(data: st.DataObject) -> None:
+def test_flat_values_equal_lists_decoded_one_by_one(data: st.DataObject) -> None:
     schema = data.draw(schemas())
     request = data.draw(requests(schema))
     n = len(request.item_ids)
@@ -179,7 +179,7 @@ def test_flat_values_are_those_that_are_decoded_list_by_list(data: st.DataObject
 
 @settings(deadline=None, max_examples=100)
 @given(data=st.data())
-def test_blocks_that_are_checked_at_once_are_those_that_are_checked_one_by_one(data: st.DataObject) -> None:
+def test_the_fast_check_agrees_with_the_full_one(data: st.DataObject) -> None:
     """Damaged in some byte or not: nothing is taken that would be refused, and it is read as the same."""
     schema = data.draw(schemas())
     request = data.draw(requests(schema))
@@ -199,7 +199,7 @@ def test_blocks_that_are_checked_at_once_are_those_that_are_checked_one_by_one(d
         assert [(c.dtype, c.tobytes()) for c in ours] == [(c.dtype, c.tobytes()) for c in theirs]
 
 
-def test_more_candidates_than_the_schema_takes_are_left_to_the_words() -> None:
+def test_too_many_candidates_are_left_to_the_full_check() -> None:
     schema = schema_from_dict(tomllib.loads(RICH))
     most = schema.limits.max_candidates
     assert fast_checked_columns(schema, b"", b"", most) is not None
@@ -208,7 +208,7 @@ def test_more_candidates_than_the_schema_takes_are_left_to_the_words() -> None:
         checked(schema, "nro", b"", most + 1)
 
 
-def test_labels_are_unknown_and_cannot_be_written_to() -> None:
+def test_labels_are_unknown_and_read_only() -> None:
     schema = schema_from_dict(tomllib.loads(RICH))
     batch = build_batch(schema, [RequestColumns(NO_COLUMNS, NO_COLUMNS, np.array([5, 6]), NOW_MS)])
     assert np.isnan(batch.label_before_BT).all() and batch.weight_BT.all() and batch.offset_R.tolist() == [-1]
@@ -216,7 +216,7 @@ def test_labels_are_unknown_and_cannot_be_written_to() -> None:
         batch.label_BT[:] = 1.0
 
 
-def test_warming_compiles_for_every_request() -> None:
+def test_precompile_covers_every_request() -> None:
     precompile()
     kernels = (request_batch.layout_side, request_batch.locate_block_columns)
     before = [len(kernel.nopython_signatures) for kernel in kernels]

@@ -76,7 +76,7 @@ def ended(process: Running) -> int:
 
 
 @pytest.mark.timeout(300)
-def test_no_request_of_16_clients_fails_while_a_successor_takes_over(tmp_path: Path) -> None:
+def test_no_request_of_16_clients_fails_during_a_rolling_restart(tmp_path: Path) -> None:
     port, stop = free_port(), threading.Event()
     clients = [Client(port, stop) for _ in range(NUM_CLIENTS)]
     with running(tmp_path / "a", port) as first:
@@ -98,7 +98,7 @@ def test_no_request_of_16_clients_fails_while_a_successor_takes_over(tmp_path: P
     assert set(sum((c.outcomes for c in clients), Counter())) == {"200"}
 
 
-def test_a_port_is_shared_only_where_both_say_so() -> None:
+def test_a_port_is_shared_only_if_both_processes_allow_it() -> None:
     bound = http_server.bind("127.0.0.1:0", reuse_port=True)
     listen = f"127.0.0.1:{bound.getsockname()[1]}"
     http_server.bind(listen, reuse_port=True).close()
@@ -112,7 +112,7 @@ def built(tmp_path: Path) -> Built:
     return build(tmp_path, FakeRows(SCHEMA), drain_ms=60_000)
 
 
-def test_an_answer_during_the_stop_is_the_last_of_its_connection(built: Built) -> None:
+def test_an_answer_during_shutdown_closes_its_connection(built: Built) -> None:
     with serving_live(built, stop_s=240.0) as live:
         connection = http.client.HTTPConnection(*live.address, timeout=30)
         connection.request("GET", "/healthz")

@@ -42,12 +42,12 @@ def test_a_wrong_setting_is_refused(tmp_path: Path, changes: dict[str, Any], tex
 
 
 @pytest.mark.parametrize("listen", ["127.0.0.1:0", "localhost:80", "127.8.8.8:1", "[::1]:80"])
-def test_loopback_needs_no_leave(tmp_path: Path, listen: str) -> None:
+def test_a_loopback_address_needs_no_permission(tmp_path: Path, listen: str) -> None:
     assert config_of(tmp_path, listen=listen).listen == listen
     assert config_of(tmp_path, listen="0.0.0.0:80", insecure=True).insecure
 
 
-def test_both_programs_load_from_toml(tmp_path: Path) -> None:
+def test_serving_and_updater_settings_load_from_toml(tmp_path: Path) -> None:
     own = tmp_path / "serving.toml"
     own.write_text(
         'schema = "s.toml"\nstore = "st"\nbootstrap = "a:1,b:2"\nhome = "h"\n'

@@ -39,7 +39,7 @@ OUTCOMES = [
 
 
 @pytest.mark.parametrize(("code", "outcome"), OUTCOMES)
-def test_only_what_a_record_is_at_fault_for_is_refused(code: int | None, outcome: str) -> None:
+def test_only_errors_of_the_record_itself_reject_it(code: int | None, outcome: str) -> None:
     producer = Producer()
     sink = KafkaSink(producer, "p-")
     seen: list[str] = []
@@ -56,13 +56,13 @@ def test_only_what_a_record_is_at_fault_for_is_refused(code: int | None, outcome
     assert "partition" not in sent, "the key decides"
 
 
-def test_heartbeats_go_to_the_partition_that_they_name() -> None:
+def test_heartbeats_go_to_their_partition() -> None:
     producer = Producer()
     KafkaSink(producer, "").send(LogRecord("engagements", 3, 5, b"", b"v"), lambda *_: None)
     assert producer.sent[0]["partition"] == 3 and producer.sent[0]["key"] is None
 
 
-def test_a_closed_sink_takes_back_what_is_on_its_way() -> None:
+def test_a_closed_sink_returns_undelivered_records() -> None:
     producer = Producer()
     sink = KafkaSink(producer, "")
     sink.poll(0.1)
@@ -70,7 +70,7 @@ def test_a_closed_sink_takes_back_what_is_on_its_way() -> None:
     assert producer.calls == ["poll", "purge", "poll"]
 
 
-def test_the_rows_topic_is_read_whole_and_may_not_be_skipped() -> None:
+def test_the_rows_topic_is_read_from_the_start_without_skips() -> None:
     reading = rows_reading("p-", 4)
     assert (
         reading.partitions == (("rows", 0), ("rows", 1), ("rows", 2), ("rows", 3))

@@ -90,7 +90,7 @@ class Running:
         return code
 
 
-def test_a_process_whose_peers_are_away_answers_degraded_logs_and_stops_in_order(tmp_path: Path) -> None:
+def test_a_process_without_its_peers_answers_degraded_and_stops_cleanly(tmp_path: Path) -> None:
     (tmp_path / "token").write_text("0123456789abcdef")
     running = Running(
         write_config(tmp_path, admin_listen="127.0.0.1:0", admin_token_file=str(tmp_path / "token"))
@@ -144,7 +144,7 @@ def test_a_process_whose_peers_are_away_answers_degraded_logs_and_stops_in_order
     ],
     ids=["a task", "a store", "a home", "a port", "a model"],
 )
-def test_what_a_user_got_wrong_is_one_sentence(
+def test_user_errors_are_one_sentence(
     tmp_path: Path, changes: dict[str, object], error: type[Exception], text: str
 ) -> None:
     with socket.socket() as taken:

@@ -57,7 +57,9 @@ def keyed(tmp_path: Path) -> Iterator[tuple[TestClient, dict[str, str], Built]]:
         ("GET", "/nowhere", {"rank", "engage", "metrics", "admin"}),
     ],
 )
-def test_a_key_opens_what_it_is_for(keyed: Any, method: str, path: str, opens: set[str]) -> None:
+def test_a_key_gives_access_to_the_routes_of_its_scopes(
+    keyed: Any, method: str, path: str, opens: set[str]
+) -> None:
     http, keys, built = keyed
     bodies = {"/v1/engagements": CLICK, "/v1/rank": BODY, "/v1/explain": BODY}
     body = bodies.get(path, {"inputs": [{"name": "item_id", "shape": [1], "datatype": "INT64", "data": [1]}]})
@@ -77,7 +79,7 @@ def test_a_key_opens_what_it_is_for(keyed: Any, method: str, path: str, opens: s
     assert told("roostream_serving_requests_total", {"route": "access", "status": "401"}) == 1
 
 
-def test_no_route_of_traffic_opens_to_any_key(keyed: Any) -> None:
+def test_every_traffic_route_requires_a_scope(keyed: Any) -> None:
     paths = HttpInterface(
         dataclasses.replace(keyed[2].context, metrics=ServingMetrics(CollectorRegistry()))
     )._traffic
@@ -85,11 +87,11 @@ def test_no_route_of_traffic_opens_to_any_key(keyed: Any) -> None:
 
 
 @pytest.mark.parametrize("path", ["/healthz", "/readyz", "/v2/health/live", "/v2/health/ready"])
-def test_probes_need_no_key(keyed: Any, path: str) -> None:
+def test_probes_work_without_a_key(keyed: Any, path: str) -> None:
     assert keyed[0].get(path).status_code == 200
 
 
-def test_nothing_of_a_refused_call_is_logged_or_scored(keyed: Any) -> None:
+def test_an_unauthorized_call_is_neither_logged_nor_scored(keyed: Any) -> None:
     http, keys, built = keyed
     assert (
         http.post("/v1/rank", json=BODY, headers={"authorization": f"Bearer {keys['engage']}"}).status_code
@@ -101,7 +103,7 @@ def test_nothing_of_a_refused_call_is_logged_or_scored(keyed: Any) -> None:
     )
 
 
-def test_the_client_brings_its_key(tmp_path: Path) -> None:
+def test_the_client_sends_its_key(tmp_path: Path) -> None:
     text, key = new_key("web", ["rank"], 0)
     write_keys(tmp_path / "keys.json", [key])
     built = with_parts(build(tmp_path, FakeRows(SCHEMA)), keys=Keyring(tmp_path / "keys.json"))
@@ -122,7 +124,7 @@ def asked(url: str, tls: ssl.SSLContext) -> list[Any]:
         return client.rank({"candidates": [{"item_id": 1}]}).items
 
 
-def test_a_certificate_is_shown_and_a_new_one_is_taken_without_a_restart(
+def test_a_renewed_certificate_is_used_without_a_restart(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     old, new = Authority(tmp_path, "old"), Authority(tmp_path, "new")
@@ -142,7 +144,7 @@ def test_a_certificate_is_shown_and_a_new_one_is_taken_without_a_restart(
 
 
 @pytest.mark.parametrize("required", [True, False])
-def test_client_certificates_are_asked_for_where_they_are_wanted(tmp_path: Path, required: bool) -> None:
+def test_client_certificates_are_required_if_configured(tmp_path: Path, required: bool) -> None:
     ours, theirs = Authority(tmp_path, "ours"), Authority(tmp_path, "theirs")
     certificate, key = ours.issue("serving")
     files = TlsFiles(certificate=certificate, key=key, client_ca=str(theirs.pem), client_required=required)
@@ -160,7 +162,7 @@ def test_client_certificates_are_asked_for_where_they_are_wanted(tmp_path: Path,
 @pytest.mark.parametrize(
     "changes", [{"certificate": "none.crt"}, {"client_ca": "none.pem"}, {"key": "swapped"}]
 )
-def test_files_that_cant_be_used_end_the_start(tmp_path: Path, changes: dict[str, str]) -> None:
+def test_unusable_key_or_certificate_files_stop_the_start(tmp_path: Path, changes: dict[str, str]) -> None:
     authority = Authority(tmp_path, "ours")
     certificate, key = authority.issue("serving")
     other = authority.issue("other")[1]
@@ -211,9 +213,7 @@ def test_files_that_cant_be_used_end_the_start(tmp_path: Path, changes: dict[str
         ({"admin_listen": "127.0.0.1:1", "keys_file": "f"}, ""),
     ],
 )
-def test_others_reach_only_a_port_that_asks_and_that_nobody_reads(
-    tmp_path: Path, settings: dict[str, Any], refused: str
-) -> None:
+def test_a_public_port_requires_keys_and_tls(tmp_path: Path, settings: dict[str, Any], refused: str) -> None:
     if not refused:
         assert config_of(tmp_path, **settings).listen
         return

@@ -43,7 +43,7 @@ def addresses(running: Running) -> tuple[str, str]:
     raise AssertionError("".join(running.lines))
 
 
-def test_a_process_asks_who_calls_and_follows_its_files(tmp_path: Path) -> None:
+def test_a_process_authenticates_callers_and_reloads_its_files(tmp_path: Path) -> None:
     old, new = Authority(tmp_path, "old"), Authority(tmp_path, "new")
     certificate, private = old.issue("serving")
     (text, key), (admin_text, admin_key) = new_key("web", ["rank"], 0), new_key("ops", ["admin"], 0)

@@ -16,7 +16,7 @@ def made(name: str = "web", *scopes: str) -> tuple[bytes, BearerKey]:
     return text.encode(), key
 
 
-def test_a_key_fits_its_entry_and_no_other() -> None:
+def test_a_key_matches_only_its_own_entry() -> None:
     (first, one), (second, two) = made(), made()
     for text, own, other in ((first, one, two), (second, two, one)):
         told = parse_key(text)
@@ -24,14 +24,14 @@ def test_a_key_fits_its_entry_and_no_other() -> None:
         assert own.fits(told[1]) and not other.fits(told[1]) and not own.fits(told[1][:-1])
 
 
-def test_the_file_has_no_key_in_it() -> None:
+def test_the_key_file_contains_no_secret() -> None:
     text, key = made()
     secret = text.decode().rpartition("_")[2]
     assert secret.encode() not in encode_key_file([key]) and secret not in repr(key)
     assert len({made()[1].salt for _ in range(5)}) == 5
 
 
-def test_what_is_written_is_read() -> None:
+def test_a_written_key_file_is_read_back() -> None:
     keys = tuple(
         new_key(name, scopes, 5, expires)[1]
         for name, scopes, expires in (("a", ["rank"], 0), ("b", ["engage", "admin"], 9))
@@ -44,19 +44,19 @@ def test_what_is_written_is_read() -> None:
     [b"", b"roo_", b"roo_abc_def", b"x" * 80, made()[0][:-1], made()[0] + b"A", made()[0].upper()],
     ids=["empty", "prefix", "short", "other", "cut", "longer", "upper"],
 )
-def test_what_isnt_a_key_is_seen_at_once(text: bytes) -> None:
+def test_malformed_keys_are_rejected(text: bytes) -> None:
     assert parse_key(text) is None
 
 
 @pytest.mark.parametrize(
     ("name", "scopes"), [("Web", ["rank"]), ("", ["rank"]), ("web", []), ("web", ["rnk"])]
 )
-def test_names_and_scopes_are_those_that_there_are(name: str, scopes: list[str]) -> None:
+def test_invalid_names_and_scopes_are_refused(name: str, scopes: list[str]) -> None:
     with pytest.raises(ConfigError, match="expected"):
         new_key(name, scopes, 0)
 
 
-def test_a_misspelt_scope_is_told_the_nearest() -> None:
+def test_a_misspelled_scope_names_the_nearest_one() -> None:
     with pytest.raises(ConfigError, match="did you mean 'metrics'"):
         new_key("web", ["metric"], 0)
 
@@ -89,6 +89,6 @@ def changed(**fields: Any) -> bytes:
         json.dumps({"format": 1, "keys": json.loads(changed())["keys"] * 2}).encode(),
     ],
 )
-def test_another_file_is_refused_in_a_sentence(data: bytes) -> None:
+def test_an_invalid_key_file_is_refused_in_one_sentence(data: bytes) -> None:
     with pytest.raises(ConfigError, match="expected"):
         decode_key_file(data)

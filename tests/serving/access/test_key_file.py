@@ -30,7 +30,7 @@ def status_of(keys: Keyring, header: bytes, scope: str = "rank") -> int:
     return 200
 
 
-def test_a_key_opens_what_its_scopes_name(tmp_path: Path) -> None:
+def test_a_key_is_authorized_for_its_scopes_only(tmp_path: Path) -> None:
     keys, header = ring(tmp_path / "keys.json", "rank", "metrics")
     assert [status_of(keys, header, scope) for scope in ("rank", "metrics", ANY, "engage", "admin")] == [
         200,
@@ -46,11 +46,11 @@ def test_a_key_opens_what_its_scopes_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("header", [b"", b"Bearer", b"Bearer ", b"Basic eDp5", b"Bearer roo_x", b"\xff" * 30])
-def test_whoever_brings_no_key_is_asked_for_one(tmp_path: Path, header: bytes) -> None:
+def test_a_call_without_a_key_is_401(tmp_path: Path, header: bytes) -> None:
     assert status_of(ring(tmp_path / "keys.json")[0], header) == 401
 
 
-def test_another_secret_for_a_known_id_is_no_key(tmp_path: Path) -> None:
+def test_a_wrong_secret_for_a_known_id_is_refused(tmp_path: Path) -> None:
     keys, header = ring(tmp_path / "keys.json")
     last = header[-1:]
     assert status_of(keys, header[:-1] + (b"A" if last != b"A" else b"B")) == 401
@@ -64,7 +64,7 @@ def test_a_key_ends_when_it_expires(tmp_path: Path) -> None:
     assert status_of(keys, header) == 401
 
 
-def test_a_changed_file_is_taken_and_a_bad_one_leaves_the_old_keys(
+def test_a_changed_key_file_is_loaded_and_a_bad_one_keeps_the_old_keys(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = tmp_path / "keys.json"
@@ -89,12 +89,12 @@ def test_a_changed_file_is_taken_and_a_bad_one_leaves_the_old_keys(
     assert status_of(keys, first) == 401 and status_of(keys, second) == 200 and not keys.refused
 
 
-def test_a_process_doesnt_start_without_its_keys(tmp_path: Path) -> None:
+def test_a_process_does_not_start_without_its_key_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="make one with `roostream keys new`"):
         Keyring(tmp_path / "none.json")
 
 
-def test_only_its_owner_may_read_the_file_and_it_is_whole_or_as_it_was(tmp_path: Path) -> None:
+def test_the_key_file_is_private_and_replaced_atomically(tmp_path: Path) -> None:
     file = tmp_path / "keys.json"
     ring(file)
     assert stat.S_IMODE(file.stat().st_mode) == 0o600 and [p.name for p in tmp_path.iterdir()] == [
@@ -104,7 +104,7 @@ def test_only_its_owner_may_read_the_file_and_it_is_whole_or_as_it_was(tmp_path:
         write_keys(tmp_path / "none" / "keys.json", [])
 
 
-def test_a_file_that_is_moved_into_place_counts_as_changed(tmp_path: Path) -> None:
+def test_a_file_moved_into_place_counts_as_changed(tmp_path: Path) -> None:
     file, other = tmp_path / "a", tmp_path / "b"
     file.write_bytes(b"1")
     watch = FileWatcher(file)

@@ -73,7 +73,7 @@ def http(built: Built) -> Iterator[httpx2.Client]:
         yield client
 
 
-def test_with_a_certificate_the_token_goes_over_tls_alone(built: Built, tmp_path: Path) -> None:
+def test_with_a_certificate_the_admin_port_accepts_only_tls(built: Built, tmp_path: Path) -> None:
     ours, theirs = Authority(tmp_path, "ours"), Authority(tmp_path, "theirs")
     certificate, key = ours.issue("serving")
     files = TlsFiles(certificate=certificate, key=key, client_ca=str(theirs.pem), client_required=True)
@@ -94,7 +94,7 @@ def test_with_a_certificate_the_token_goes_over_tls_alone(built: Built, tmp_path
             assert isinstance(CliRunner().invoke(cli, [*told, *given]).exception, error), given
 
 
-def test_what_is_changed_here_is_what_requests_meet(http: httpx2.Client, built: Built) -> None:
+def test_admin_changes_apply_to_requests(http: httpx2.Client, built: Built) -> None:
     assert http.get("/versions").json()["served"] == "0-0"
     answer = http.put("/shadow", json={"version": "newest", "share": 0.5})
     assert answer.status_code == 200 and answer.json()["share"] == 0.5
@@ -102,7 +102,7 @@ def test_what_is_changed_here_is_what_requests_meet(http: httpx2.Client, built: 
 
 
 @pytest.mark.parametrize("header", ["", "Bearer wrong", f"Basic {TOKEN}"])
-def test_without_the_token_nothing_is_told_and_nothing_logged(
+def test_calls_without_the_token_are_refused_and_not_logged(
     http: httpx2.Client, header: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.DEBUG, "roostream"):
@@ -116,11 +116,11 @@ def test_without_the_token_nothing_is_told_and_nothing_logged(
     assert TOKEN not in caplog.text and "wrong" not in caplog.text
 
 
-def test_a_refusal_has_the_shape_of_all_errors(http: httpx2.Client) -> None:
+def test_an_admin_error_has_the_common_error_shape(http: httpx2.Client) -> None:
     answer = http.post("/versions/9-9/activate")
     assert answer.status_code == 404 and answer.json()["error"]["code"] == "unknown_model_version"
 
 
-def test_a_body_is_bounded(http: httpx2.Client) -> None:
+def test_an_admin_body_is_bounded(http: httpx2.Client) -> None:
     answer = http.put("/canary", content=json.dumps({"version": "x" * (70 << 10)}))
     assert answer.status_code == 413

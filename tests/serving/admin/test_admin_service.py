@@ -61,7 +61,7 @@ def states(told: dict[str, Any]) -> list[tuple[str, str]]:
     return [(v["name"], v["state"]) for v in told["versions"]]
 
 
-def test_versions_are_listed_with_state_age_and_why_others_are_not_there(office: Office) -> None:
+def test_versions_are_listed_with_state_age_and_reasons_of_refusal(office: Office) -> None:
     office.versions.refuse("manifests/00000004", "damaged", "a checksum differs")
     told = office.get("versions")
     assert told["served"] == "1-3" and told["activated"] is None
@@ -84,7 +84,7 @@ def test_versions_are_listed_with_state_age_and_why_others_are_not_there(office:
     json.dumps(told)
 
 
-def test_a_held_version_is_activated_and_resumed(office: Office) -> None:
+def test_a_loaded_version_is_activated_and_resumed(office: Office) -> None:
     assert states(office.post("versions/1-1/activate")) == [
         ("1-3", "held"),
         ("1-2", "held"),
@@ -95,7 +95,7 @@ def test_a_held_version_is_activated_and_resumed(office: Office) -> None:
 
 
 @pytest.mark.parametrize("name", ["canary", "shadow", "interleave"])
-def test_a_split_is_put_told_and_taken_away(office: Office, name: str) -> None:
+def test_a_split_is_set_shown_and_removed(office: Office, name: str) -> None:
     told = office.put(name, version="previous", share=0.25)
     assert (told["version"], told["share"], told["means"]) == ("previous", 0.25, "1-2") and office.get(
         name
@@ -105,7 +105,7 @@ def test_a_split_is_put_told_and_taken_away(office: Office, name: str) -> None:
     assert (told["version"], told["share"], told["means"]) == (None, 0, None)
 
 
-def test_interleaving_tells_who_won(office: Office) -> None:
+def test_interleaving_reports_wins(office: Office) -> None:
     office.interleaving_stats.record_list(key_bytes(1, 0, "r"), "r", Pair("1-3", "1-2"), [1, 2], [0, 1])
     click = {"request_id": "r", "user_id": 1, "item_id": 2, "action": "click"}
     parsed = EngagementParser(SCHEMA).parse(json.dumps(click).encode(), 1)
@@ -117,7 +117,7 @@ def test_interleaving_tells_who_won(office: Office) -> None:
     ]
 
 
-def test_slow_requests_are_told_without_their_features(office: Office) -> None:
+def test_slow_requests_are_listed_without_features(office: Office) -> None:
     office.recent.add(
         ScoredRequest(
             request_id="r-1",
@@ -152,7 +152,7 @@ def test_slow_requests_are_told_without_their_features(office: Office) -> None:
         ("PUT", "/admin/v1/canary", b'{"version": "newest", "part": 1}', 400),
     ],
 )
-def test_a_refusal_is_one_sentence_and_changes_nothing(
+def test_an_invalid_admin_call_is_refused_in_one_sentence_and_changes_nothing(
     office: Office, method: str, path: str, body: bytes, status: int
 ) -> None:
     before = office.get("versions")

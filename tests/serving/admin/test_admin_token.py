@@ -13,7 +13,7 @@ TOKEN = "0123456789abcdef0123456789abcdef"
 
 
 @pytest.mark.parametrize("header", [f"Bearer {TOKEN}", f"bearer {TOKEN}", f"BEARER  {TOKEN} "])
-def test_the_token_fits(header: str) -> None:
+def test_the_right_token_is_accepted(header: str) -> None:
     assert AdminToken(TOKEN).fits(header)
 
 
@@ -30,18 +30,18 @@ def test_the_token_fits(header: str) -> None:
         "Bearer \xff",
     ],
 )
-def test_nothing_else_does(header: str) -> None:
+def test_any_other_token_is_refused(header: str) -> None:
     assert not AdminToken(TOKEN).fits(header)
 
 
-def test_a_file_gives_its_first_line(tmp_path: Path) -> None:
+def test_the_token_is_the_first_line_of_its_file(tmp_path: Path) -> None:
     (tmp_path / "token").write_text(f" {TOKEN}\nmore\n")
     token = read_token(str(tmp_path / "token"))
     assert token.fits(f"Bearer {TOKEN}") and TOKEN not in repr(vars(token))
 
 
 @pytest.mark.parametrize("content", [None, b"", b"short\n", b"\xff\xfe" * 20])
-def test_a_file_that_keeps_nobody_out_is_refused_without_what_it_holds(
+def test_an_empty_or_public_token_file_is_refused_without_printing_it(
     tmp_path: Path, content: bytes | None
 ) -> None:
     file = tmp_path / "token"

@@ -73,7 +73,7 @@ def logged(live: LiveServing) -> list[bytes]:
     return [m.SerializeToString(deterministic=True) for m in messages]
 
 
-def test_one_request_is_the_same_in_every_form(live: LiveServing) -> None:
+def test_one_request_gives_equal_answers_in_every_encoding(live: LiveServing) -> None:
     async def asked(schema: Any) -> list[Ranking]:
         async with AsyncClient(live.url, policy=PATIENT, schema=schema) as client:
             return [await client.rank(FIELDS), await client.rank(COLUMNS)]
@@ -93,7 +93,7 @@ def test_one_request_is_the_same_in_every_form(live: LiveServing) -> None:
         assert set(answer.scores[0]) == {"click", "dwell"} and not answer.degraded
 
 
-def test_the_first_slots_alone_are_those_of_the_whole_answer_and_all_are_logged(live: LiveServing) -> None:
+def test_top_returns_the_first_slots_and_all_candidates_are_logged(live: LiveServing) -> None:
     async def asked(schema: Any) -> Any:
         async with AsyncClient(live.url, policy=PATIENT, schema=schema) as client:
             return await client.top(FIELDS, 2)
@@ -110,7 +110,7 @@ def test_the_first_slots_alone_are_those_of_the_whole_answer_and_all_are_logged(
     assert len(set(logged(live))) == 1
 
 
-def test_items_are_found_and_shown(finding: LiveServing) -> None:
+def test_retrieve_and_recommend_return_items(finding: LiveServing) -> None:
     async def asked() -> tuple[Any, Any]:
         async with AsyncClient(finding.url, policy=PATIENT, schema=SCHEMA) as client:
             return await client.retrieve(
@@ -135,7 +135,7 @@ def test_items_are_found_and_shown(finding: LiveServing) -> None:
     assert len(finding.built.records()) == 2
 
 
-def test_a_page_is_a_page_in_both_encodings(live: LiveServing) -> None:
+def test_a_later_page_is_logged_as_a_page_in_both_encodings(live: LiveServing) -> None:
     for schema in (None, SCHEMA):
         with Client(live.url, policy=PATIENT, schema=schema) as client:
             client.rank({**FIELDS, "append": True})
@@ -145,7 +145,7 @@ def test_a_page_is_a_page_in_both_encodings(live: LiveServing) -> None:
     assert [min(m.positions) for m in messages] == [0, 7, 0, 7]
 
 
-def test_engagements_are_told_once_however_often_they_are_sent(live: LiveServing) -> None:
+def test_a_repeated_engagement_has_one_event_id(live: LiveServing) -> None:
     async def told() -> Receipt:
         async with AsyncClient(live.url, policy=PATIENT) as client:
             return await client.engage([CLICK, {**CLICK, "action": "glance"}])
@@ -156,7 +156,7 @@ def test_engagements_are_told_once_however_often_they_are_sent(live: LiveServing
     assert once.event_ids == twice.event_ids[:1]
 
 
-def test_readiness_and_version(live: LiveServing) -> None:
+def test_the_client_reads_readiness_and_version(live: LiveServing) -> None:
     async def asked() -> tuple[bool, str]:
         async with AsyncClient(live.url, policy=PATIENT) as client:
             return await client.ready(), await client.version()
@@ -168,7 +168,7 @@ def test_readiness_and_version(live: LiveServing) -> None:
     assert asyncio.run(asked()) == (False, "0-0")
 
 
-def test_a_refusal_says_where(live: LiveServing) -> None:
+def test_a_refusal_names_the_field(live: LiveServing) -> None:
     wrong: RankFields = {**FIELDS, "candidates": [{"item_id": 8, "age": 1}]}
 
     async def asked() -> None:
@@ -195,7 +195,7 @@ def test_a_refusal_says_where(live: LiveServing) -> None:
         client.rank(wrong)
 
 
-def test_nobody_at_home_is_tried_again_and_told() -> None:
+def test_an_unreachable_server_is_retried_and_then_reported() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         url = f"http://127.0.0.1:{taken.getsockname()[1]}"
     policy = RetryPolicy(retries=1, first_s=0.001)
@@ -211,7 +211,7 @@ def test_nobody_at_home_is_tried_again_and_told() -> None:
     assert sync.value.code == other.value.code == "unreachable"
 
 
-def test_a_silent_server_is_not_waited_for_beyond_the_deadline() -> None:
+def test_a_silent_server_is_given_up_at_the_deadline() -> None:
     async def asked(url: str) -> None:
         async with AsyncClient(url, policy=RetryPolicy(retries=0)) as client:
             await client.rank(FIELDS, deadline_ms=50)
@@ -225,7 +225,7 @@ def test_a_silent_server_is_not_waited_for_beyond_the_deadline() -> None:
     assert sync.value.code == other.value.code == "timeout"
 
 
-def test_a_retry_is_the_same_request_and_a_connection_is_kept() -> None:
+def test_a_retry_repeats_the_request_and_connections_are_reused() -> None:
     seen: list[dict[str, Any]] = []
 
     def answer(request: httpx.Request) -> httpx.Response:
@@ -257,7 +257,7 @@ def test_a_retry_is_the_same_request_and_a_connection_is_kept() -> None:
     "body",
     [b"<html>", b"{}", b'{"request_id":"r","model_version":"","scores":[],"order":[4],"degraded":false}'],
 )
-def test_what_serving_never_says_is_told_as_such(body: bytes) -> None:
+def test_an_unexpected_answer_is_reported_as_such(body: bytes) -> None:
     transport = httpx.MockTransport(lambda _: httpx.Response(200, content=body))
     with (
         Client("http://proxy", transport=transport) as client,
@@ -266,7 +266,7 @@ def test_what_serving_never_says_is_told_as_such(body: bytes) -> None:
         client.rank(FIELDS)
 
 
-def test_fields_are_those_of_the_document() -> None:
+def test_the_client_sends_the_documented_fields() -> None:
     document = describe(SCHEMA, "0", retrieves=True)
     components = document["components"]["schemas"]
     for fields, name in (
@@ -287,7 +287,7 @@ def test_fields_are_those_of_the_document() -> None:
         assert {name for name, _ in exchange.call.headers} == {"content-type", "accept"}
 
 
-def test_bodies_and_answers_are_those_of_the_document(finding: LiveServing) -> None:
+def test_bodies_and_answers_match_the_openapi_document(finding: LiveServing) -> None:
     document = describe(SCHEMA, "0", retrieves=True)
     told: list[tuple[str, bytes, bytes]] = []
 

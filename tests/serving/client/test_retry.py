@@ -51,36 +51,36 @@ def driven(
         return error, pauses, told
 
 
-def test_an_answer_is_the_result() -> None:
+def test_an_answer_is_returned() -> None:
     assert driven([OK]) == (OK, [], [10_000])
 
 
 @pytest.mark.parametrize("status", [0, 408, 429, 502, 503, 504])
-def test_what_can_pass_is_tried_again_after_growing_pauses(status: int) -> None:
+def test_temporary_errors_are_retried_after_growing_pauses(status: int) -> None:
     result, pauses, told = driven([reply(status)] * 3 + [OK])
     assert result == OK and pauses == [0.1, 0.2, 0.3] and told[0] > told[-1] == 9400
 
 
 @pytest.mark.parametrize("status", [400, 401, 403, 404, 413, 415, 431])
-def test_what_another_try_cant_change_is_told_at_once(status: int) -> None:
+def test_permanent_errors_are_not_retried(status: int) -> None:
     result, pauses, _ = driven([reply(status), OK])
     assert isinstance(result, ServingError) and result.status == status and not pauses
 
 
-def test_a_defect_is_tried_once_more() -> None:
+def test_a_server_error_is_retried_once() -> None:
     assert driven([reply(500), OK])[0] == OK
     result, pauses, _ = driven([reply(500), reply(500), OK])
     assert isinstance(result, ServingError) and len(pauses) == 1
 
 
-def test_the_server_is_not_asked_before_it_said() -> None:
+def test_retry_after_is_respected() -> None:
     _, pauses, _ = driven([reply(429, retry_after="2"), OK])
     assert pauses == [2.5], "and not by all clients in the same moment"
     _, pauses, _ = driven([reply(429, retry_after="Wed, 21 Oct 2015 07:28:00 GMT"), OK])
     assert pauses == [0.1]
 
 
-def test_the_deadline_is_of_the_whole_call() -> None:
+def test_the_deadline_covers_all_attempts() -> None:
     result, pauses, told = driven([reply(503), reply(503), OK], deadline_ms=1000, takes_s=0.5)
     assert isinstance(result, ServingError) and result.status == 503
     assert pauses == [0.1] and told == [1000, 400]
@@ -88,12 +88,12 @@ def test_the_deadline_is_of_the_whole_call() -> None:
     assert isinstance(result, ServingError) and not pauses, "there is no time left to wait for"
 
 
-def test_a_policy_without_retries_asks_once() -> None:
+def test_a_policy_without_retries_sends_one_request() -> None:
     result, _, told = driven([reply(503), OK], RetryPolicy(retries=0))
     assert isinstance(result, ServingError) and len(told) == 1
 
 
-def test_pauses_differ_from_client_to_client() -> None:
+def test_pauses_have_jitter() -> None:
     pauses = {RetryPolicy().pause_s(1, 0.0) for _ in range(5)}
     assert len(pauses) == 5 and all(0.05 <= p <= 0.1 for p in pauses)
 
@@ -125,7 +125,9 @@ def test_pauses_differ_from_client_to_client() -> None:
         (Reply(0, {}, b"ReadTimeout"), (0, "timeout", "serving did not answer: ReadTimeout", "", "")),
     ],
 )
-def test_every_failure_is_one_exception(given: Reply, expected: tuple[int, str, str, str, str]) -> None:
+def test_every_failure_raises_the_client_error(
+    given: Reply, expected: tuple[int, str, str, str, str]
+) -> None:
     result, _, _ = driven([given] * 4)
     assert isinstance(result, ServingError)
     assert (result.status, result.code, result.message, result.path, result.call_id) == expected

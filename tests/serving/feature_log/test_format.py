@@ -37,7 +37,7 @@ def segment_of(items: list[LogRecord], sequence: int = 5, room: int = 200) -> tu
 
 
 @given(st.lists(records, max_size=6))
-def test_records_read_as_they_were_written(items: list[LogRecord]) -> None:
+def test_records_round_trip(items: list[LogRecord]) -> None:
     data, ends = segment_of(items)
     found = list(scan(data, 5))
     assert [f.record for f in found] == items
@@ -47,7 +47,7 @@ def test_records_read_as_they_were_written(items: list[LogRecord]) -> None:
 
 
 @given(st.lists(records, min_size=1, max_size=6), st.data())
-def test_a_file_cut_anywhere_keeps_exactly_the_records_before_the_cut(
+def test_a_truncated_segment_keeps_exactly_the_records_before_the_cut(
     items: list[LogRecord], data: st.DataObject
 ) -> None:
     raw, ends = segment_of(items, room=0)
@@ -59,7 +59,7 @@ def test_a_file_cut_anywhere_keeps_exactly_the_records_before_the_cut(
 
 
 @given(st.lists(records, min_size=1, max_size=6), st.data())
-def test_a_record_that_was_being_written_is_not_there(items: list[LogRecord], data: st.DataObject) -> None:
+def test_a_partly_written_record_is_not_read(items: list[LogRecord], data: st.DataObject) -> None:
     """Any subset of its 8-byte words may have reached the page, the first word last."""
     raw, ends = segment_of(items)
     start = ends[-2] if len(ends) > 1 else HEADER_BYTES
@@ -89,13 +89,13 @@ def test_a_damaged_record_is_skipped_where_the_next_one_is_whole() -> None:
     assert [f.record for f in scan(damaged, 5)] == [items[0], None, items[2]]
 
 
-def test_bytes_of_an_older_record_do_not_pass_for_a_newer_one() -> None:
+def test_stale_bytes_of_a_reused_segment_are_not_read_as_records() -> None:
     record = LogRecord("engagements", 2, 7, b"", b"x")
     stale = encode_header(1, 0) + encode_record(record, 0) + encode_record(record, 0)
     assert len(list(scan(stale, 0))) == 1
 
 
-def test_a_header_is_read_only_whole() -> None:
+def test_a_truncated_header_is_not_read() -> None:
     header = encode_header(7, 99)
     assert decode_header(header) == (7, 99)
     assert decode_header(header[:-1]) is None

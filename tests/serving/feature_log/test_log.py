@@ -29,7 +29,7 @@ def numbers(log: FeatureLog, at: Cursor | None = None) -> list[int]:
     ]
 
 
-def test_what_is_appended_is_read_in_order_across_segments(tmp_path: Path) -> None:
+def test_records_are_read_in_order_across_segments(tmp_path: Path) -> None:
     log = FeatureLog.open(tmp_path, **SMALL)
     for i in range(60):
         log.append(record(i))
@@ -43,7 +43,7 @@ def test_what_is_appended_is_read_in_order_across_segments(tmp_path: Path) -> No
     log.close()
 
 
-def test_acknowledged_segments_are_deleted_and_the_cursor_outlives_a_restart(tmp_path: Path) -> None:
+def test_acknowledged_segments_are_deleted_and_the_cursor_survives_a_restart(tmp_path: Path) -> None:
     log = FeatureLog.open(tmp_path, **SMALL)
     for i in range(60):
         log.append(record(i))
@@ -59,7 +59,7 @@ def test_acknowledged_segments_are_deleted_and_the_cursor_outlives_a_restart(tmp
     again.close()
 
 
-def test_a_full_log_refuses_and_takes_again_once_kafka_has_taken_some(tmp_path: Path) -> None:
+def test_a_full_log_refuses_records_until_some_are_delivered(tmp_path: Path) -> None:
     log = FeatureLog.open(tmp_path, **SMALL)
     count = 0
     with pytest.raises(LogFullError, match=r"is full .* try again later"):
@@ -91,7 +91,7 @@ def test_a_closed_log_refuses(tmp_path: Path) -> None:
         log.append(record(0))
 
 
-def test_two_processes_never_share_a_log(tmp_path: Path) -> None:
+def test_two_processes_cannot_open_one_log(tmp_path: Path) -> None:
     log = FeatureLog.open(tmp_path, **SMALL)
     with pytest.raises(SetupError, match="in use by another process"):
         FeatureLog.open(tmp_path, **SMALL)
@@ -99,7 +99,7 @@ def test_two_processes_never_share_a_log(tmp_path: Path) -> None:
     FeatureLog.open(tmp_path, **SMALL).close()
 
 
-def test_a_home_that_cannot_be_used_is_one_sentence(tmp_path: Path) -> None:
+def test_an_unusable_log_directory_is_refused_in_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(SetupError, match="another home"):
         FeatureLog.open(tmp_path / "file" / "log", **SMALL)
@@ -132,7 +132,7 @@ def test_a_damaged_header_is_set_aside_and_the_rest_goes_on(
     again.close()
 
 
-def test_damage_before_the_end_of_a_full_segment_is_told_with_its_count(
+def test_damaged_records_within_a_segment_are_counted_and_reported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     log = FeatureLog.open(tmp_path, **SMALL)
@@ -151,7 +151,7 @@ def test_damage_before_the_end_of_a_full_segment_is_told_with_its_count(
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 40), st.data())
-def test_a_cut_last_segment_keeps_what_lies_before_and_is_appended_to(
+def test_a_truncated_last_segment_keeps_its_records_and_is_appended_to(
     tmp_path_factory: pytest.TempPathFactory, count: int, data: st.DataObject
 ) -> None:
     home = tmp_path_factory.mktemp("log")
@@ -186,7 +186,7 @@ def test_the_cursor_survives_a_torn_write(tmp_path: Path) -> None:
     torn.close()
 
 
-def test_a_lost_cursor_sends_again_rather_than_forgets(tmp_path: Path) -> None:
+def test_a_lost_cursor_repeats_records_and_loses_none(tmp_path: Path) -> None:
     log = FeatureLog.open(tmp_path, **SMALL)
     for i in range(10):
         log.append(record(i))
@@ -220,7 +220,7 @@ while True:
 """
 
 
-def test_everything_appended_before_kill_9_is_there_after_it(tmp_path: Path) -> None:
+def test_records_appended_before_kill_9_survive_it(tmp_path: Path) -> None:
     writer = subprocess.Popen(
         [sys.executable, "-c", _WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True
     )

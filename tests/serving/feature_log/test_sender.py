@@ -59,7 +59,7 @@ def test_the_cursor_stays_behind_the_first_record_that_is_not_acknowledged(featu
     assert feature_log.cursor.sequence == 10
 
 
-def test_after_a_failed_delivery_everything_behind_the_cursor_is_sent_again(feature_log: FeatureLog) -> None:
+def test_a_failed_delivery_repeats_all_records_after_the_cursor(feature_log: FeatureLog) -> None:
     taken: list[LogRecord] = []
     failing = FakeSink(taken, lambda r: "failed" if r.timestamp_ms == 3 else "delivered")
     sender = sender_of(feature_log, [failing, FakeSink(taken)])
@@ -72,7 +72,7 @@ def test_after_a_failed_delivery_everything_behind_the_cursor_is_sent_again(feat
     assert [r.timestamp_ms for r in taken] == [0, 1, 2, 4, 5, 3, 4, 5], "4 and 5 twice: at least once"
 
 
-def test_a_record_that_kafka_refuses_is_counted_and_passed_over_alone(
+def test_a_record_that_kafka_rejects_is_counted_and_skipped_alone(
     feature_log: FeatureLog, caplog: pytest.LogCaptureFixture
 ) -> None:
     taken: list[LogRecord] = []
@@ -91,7 +91,7 @@ def test_a_record_that_kafka_refuses_is_counted_and_passed_over_alone(
     assert "record 2 of the feature log" in caplog.text
 
 
-def test_a_restart_begins_at_the_cursor(tmp_path: Path) -> None:
+def test_a_restart_continues_at_the_cursor(tmp_path: Path) -> None:
     taken: list[LogRecord] = []
     log = FeatureLog.open(tmp_path, segment_bytes=4096, max_bytes=1 << 20)
     sender = sender_of(log, [FakeSink(taken, lambda r: None if r.timestamp_ms >= 5 else "delivered")])
@@ -106,7 +106,7 @@ def test_a_restart_begins_at_the_cursor(tmp_path: Path) -> None:
     again.close()
 
 
-def test_while_kafka_is_away_records_wait_on_disk_not_in_memory(
+def test_records_wait_on_disk_while_kafka_is_unavailable(
     feature_log: FeatureLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(log_sender, "MAX_PENDING_RECORDS", 20)
@@ -124,7 +124,7 @@ def test_while_kafka_is_away_records_wait_on_disk_not_in_memory(
     assert sender.idle
 
 
-def test_draining_gives_up_at_its_time_and_says_what_stays(feature_log: FeatureLog) -> None:
+def test_draining_stops_at_its_timeout_and_reports_the_rest(feature_log: FeatureLog) -> None:
     clock = FakeClock()
     sink = FakeSink([], lambda _: clock.advance(0.1))
     sender = sender_of(feature_log, [sink])
@@ -136,7 +136,7 @@ def test_draining_gives_up_at_its_time_and_says_what_stays(feature_log: FeatureL
     assert sink.closed
 
 
-def test_draining_goes_on_only_while_kafka_takes_something(feature_log: FeatureLog) -> None:
+def test_draining_continues_only_while_kafka_makes_progress(feature_log: FeatureLog) -> None:
     clock = FakeClock()
     begin_s = clock.monotonic_s()
 
@@ -159,7 +159,7 @@ def test_draining_goes_on_only_while_kafka_takes_something(feature_log: FeatureL
     sender.close()
 
 
-def test_the_thread_ends_when_told_even_while_kafka_is_away(feature_log: FeatureLog) -> None:
+def test_the_sender_thread_stops_while_kafka_is_unavailable(feature_log: FeatureLog) -> None:
     stop = threading.Event()
     sender = LogSender(
         feature_log, lambda: FakeSink([], lambda _: "failed"), Backoff(what="Kafka", first_s=0.01)
@@ -177,7 +177,7 @@ outcomes = st.sampled_from(["delivered", "delivered", "failed", "refused", None]
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.lists(outcomes, min_size=3, max_size=3), min_size=1, max_size=12))
-def test_whatever_kafka_does_every_record_is_delivered_or_counted_as_refused(
+def test_every_record_is_delivered_or_counted_as_rejected(
     tmp_path_factory: pytest.TempPathFactory, plans: list[list[Outcome | None]]
 ) -> None:
     """Each record's fate changes from try to try, until Kafka is well again."""

@@ -53,7 +53,7 @@ class Line:
 
 @pytest.mark.parametrize("load", [0.5, 1.0, 2.0, 3.0, 10.0])
 @pytest.mark.parametrize("service_s", [0.003, 0.05, 0.3])
-def test_g7_goodput_does_not_fall_when_more_comes_than_can_be_answered(load: float, service_s: float) -> None:
+def test_g7_goodput_does_not_fall_under_overload(load: float, service_s: float) -> None:
     line = Line(service_s, deadline_s=1.0)
     seconds = 200 * service_s + 10
     line.run(load / service_s, seconds)
@@ -64,14 +64,14 @@ def test_g7_goodput_does_not_fall_when_more_comes_than_can_be_answered(load: flo
     assert load > 1 or line.refused == 0
 
 
-def test_without_an_estimate_what_is_too_much_would_be_late() -> None:
+def test_without_an_estimate_excess_requests_would_miss_their_deadline() -> None:
     line = Line(0.1, deadline_s=1.0)
     line.gate.expected_s = lambda: 0.0  # type: ignore[method-assign]
     line.run(30, 60)
     assert line.late > 10 * line.in_time, "the case that the estimate is for"
 
 
-def test_a_slow_moment_does_not_close_the_gate_for_ever() -> None:
+def test_a_slow_moment_does_not_stop_admission_for_good() -> None:
     line = Line(5.0, deadline_s=1.0)
     line.run(0.25, 60)
     slow, refused = line.gate.service_s, line.refused
@@ -84,14 +84,14 @@ def test_a_slow_moment_does_not_close_the_gate_for_ever() -> None:
     assert line.refused == refused
 
 
-def test_no_more_than_the_bound_are_in_work() -> None:
+def test_the_number_of_admitted_requests_is_bounded() -> None:
     gate = AdmissionGate(2)
     with gate.admit(1.0), gate.admit(1.0), pytest.raises(RequestError, match="2 requests"):
         gate.check(1.0)
     assert gate.in_flight == 0
 
 
-def test_a_request_that_fails_says_nothing_about_the_time_of_the_others() -> None:
+def test_a_failed_request_does_not_change_the_time_estimate() -> None:
     gate = AdmissionGate(2)
     with pytest.raises(ZeroDivisionError), gate.admit(1.0):
         raise ZeroDivisionError
@@ -100,7 +100,7 @@ def test_a_request_that_fails_says_nothing_about_the_time_of_the_others() -> Non
 
 
 @pytest.mark.parametrize("stall_s", [0.05, 0.1, 0.2])
-def test_a_moment_in_which_nothing_was_done_refuses_nobody(stall_s: float) -> None:
+def test_an_idle_moment_refuses_no_request(stall_s: float) -> None:
     """880 requests a second, half of what can be answered; all that came meanwhile is read at once."""
     now_s = [0.0]
     gate = AdmissionGate(ServingConfig.max_in_flight, lambda: now_s[0])
@@ -116,7 +116,7 @@ def test_a_moment_in_which_nothing_was_done_refuses_nobody(stall_s: float) -> No
     assert gate.expected_s() < 0.5, "what one pass lost is not what each of the next ones takes"
 
 
-def test_a_ranker_that_became_slow_is_known_as_slow_within_two_seconds_of_work() -> None:
+def test_a_slower_ranker_is_detected_within_two_seconds_of_work() -> None:
     now_s = [0.0]
     gate = AdmissionGate(1000, lambda: now_s[0])
     for took_s, passes in ((0.001, 1000), (0.1, 20)):
@@ -126,7 +126,7 @@ def test_a_ranker_that_became_slow_is_known_as_slow_within_two_seconds_of_work()
     assert gate.service_s > 0.05
 
 
-def test_a_queue_of_more_than_a_few_leaves_half_of_the_deadline() -> None:
+def test_a_long_queue_must_leave_half_of_the_deadline() -> None:
     gate = AdmissionGate(1000, lambda: 0.0)
     gate.service_s = 0.1
     gate.in_flight = 7
@@ -138,7 +138,7 @@ def test_a_queue_of_more_than_a_few_leaves_half_of_the_deadline() -> None:
 
 
 @pytest.mark.parametrize("together", [1, 4, 64])
-def test_the_service_time_is_a_pass_over_its_requests(together: int) -> None:
+def test_the_service_time_is_that_of_a_pass_divided_by_its_requests(together: int) -> None:
     now_s = [0.0]
     gate = AdmissionGate(1000, lambda: now_s[0])
     gate.service_s = 5.0
@@ -148,7 +148,7 @@ def test_the_service_time_is_a_pass_over_its_requests(together: int) -> None:
     assert gate.service_s == pytest.approx(0.01, rel=1e-3)
 
 
-def test_a_pass_that_was_waited_for_counts_from_when_the_one_before_was_done() -> None:
+def test_a_pass_is_timed_from_the_end_of_the_previous_one() -> None:
     now_s = [1.0]
     gate = AdmissionGate(1000, lambda: now_s[0])
     gate.scored(1, 0.0)

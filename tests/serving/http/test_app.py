@@ -41,7 +41,7 @@ def client(tmp_path: Path) -> Iterator[Client]:
         built.close()
 
 
-def test_the_root_says_who_answers_to_machines_and_to_people(client: Client) -> None:
+def test_the_root_describes_the_service_as_json_and_as_html(client: Client) -> None:
     http, built = client()
     built.waiting_for.append("rows")
     about = http.get("/").json()
@@ -51,7 +51,7 @@ def test_the_root_says_who_answers_to_machines_and_to_people(client: Client) -> 
     assert page.headers["content-type"].startswith("text/html") and 'href="/docs"' in page.text
 
 
-def test_the_root_links_to_the_controllers_page_where_there_is_one(client: Client) -> None:
+def test_the_root_links_to_the_controller_page_if_configured(client: Client) -> None:
     url = "http://127.0.0.1:9100/"
     http, _ = client(status_page=url)
     assert (
@@ -61,7 +61,7 @@ def test_the_root_links_to_the_controllers_page_where_there_is_one(client: Clien
     )
 
 
-def test_pages_need_nothing_from_anywhere_else(client: Client) -> None:
+def test_pages_load_nothing_from_other_hosts(client: Client) -> None:
     http, _ = client()
     for path in ("/", "/docs"):
         page = http.get(path, headers={"accept": "text/html"}).text
@@ -74,7 +74,7 @@ def test_pages_need_nothing_from_anywhere_else(client: Client) -> None:
 
 
 @pytest.mark.parametrize("path", ["/", "/healthz", "/readyz", "/metrics", "/docs", "/openapi.json"])
-def test_load_balancers_may_ask_with_head(client: Client, path: str) -> None:
+def test_probes_accept_head(client: Client, path: str) -> None:
     http, _ = client()
     assert http.head(path).status_code == http.get(path).status_code == 200
 
@@ -90,7 +90,7 @@ def test_load_balancers_may_ask_with_head(client: Client, path: str) -> None:
         ("DELETE", "/healthz", 405, "method_not_allowed", "expected GET or HEAD"),
     ],
 )
-def test_what_isnt_there_is_refused_in_the_one_shape(
+def test_unknown_routes_and_methods_have_the_common_error_shape(
     client: Client, method: str, path: str, status: int, code: str, text: str
 ) -> None:
     http, _ = client()
@@ -114,7 +114,7 @@ def test_what_isnt_there_is_refused_in_the_one_shape(
         ("text/" + "x" * 5000, 415, "…"),
     ],
 )
-def test_media_types_are_taken_as_clients_send_them(
+def test_media_types_are_accepted_as_clients_send_them(
     client: Client, media: str, status: int, text: str
 ) -> None:
     http, _ = client()
@@ -124,7 +124,7 @@ def test_media_types_are_taken_as_clients_send_them(
         assert text in answer.text and (status == 200 or len(answer.content) < 400)
 
 
-def test_an_answer_names_the_items_in_their_order_on_request(client: Client) -> None:
+def test_ranked_returns_item_ids_in_order(client: Client) -> None:
     http, _ = client()
     answer = http.post("/v1/rank?ranked=true", json=BODY).json()
     given = [c["item_id"] for c in BODY["candidates"]]
@@ -137,7 +137,7 @@ def test_an_answer_names_the_items_in_their_order_on_request(client: Client) -> 
     assert set(binary["ranked"]) == {MASK64, 5}
 
 
-def test_an_answer_has_only_the_first_slots_on_request(client: Client) -> None:
+def test_top_returns_only_the_first_slots(client: Client) -> None:
     http, built = client()
     whole = http.post("/v1/rank?ranked=true", json=BODY).json()
     for top in (1, 2, 3, 50):
@@ -157,7 +157,7 @@ def test_an_answer_has_only_the_first_slots_on_request(client: Client) -> None:
     assert len(logged.item_ids) == 3, "all that were scored are logged, with their places"
 
 
-def test_a_client_may_have_less_time_than_the_process(client: Client) -> None:
+def test_a_client_may_set_a_shorter_deadline(client: Client) -> None:
     http, _ = client(deadline_ms=30_000)
     for stated in ("1000", " 30000", "9" * 20):
         assert http.post("/v1/rank", json=BODY, headers={"X-Deadline-Ms": stated}).is_success, stated
@@ -170,7 +170,7 @@ def test_a_client_may_have_less_time_than_the_process(client: Client) -> None:
             ), stated
 
 
-def test_options_are_checked_as_fields_are(client: Client) -> None:
+def test_query_options_are_validated_as_fields_are(client: Client) -> None:
     http, built = client()
     bad = [
         ("appendd=true", "did you mean 'append'"),
@@ -188,7 +188,7 @@ def test_options_are_checked_as_fields_are(client: Client) -> None:
     assert not wire.decode(built.records()[0].value)[1].HasField("ro"), "a page carries no RO features"
 
 
-def test_event_ids_are_texts_that_tell_the_same_event_again(client: Client) -> None:
+def test_event_ids_are_stable_strings(client: Client) -> None:
     http, built = client()
     first = http.post("/v1/engagements", json=CLICK).json()["event_ids"]
     again = http.post("/v1/engagements", json={**CLICK, "event_id": first[0]}).json()["event_ids"]
@@ -203,7 +203,7 @@ def test_event_ids_are_texts_that_tell_the_same_event_again(client: Client) -> N
     assert {str(wire.decode(r.value)[1].event_id) for r in built.records()} == {*first, *other, *beyond}
 
 
-def test_an_action_that_nothing_counts_is_told_and_counted_in_bounds(client: Client) -> None:
+def test_an_unused_action_is_reported_and_counted_within_bounds(client: Client) -> None:
     http, _ = client()
     body = [
         CLICK,
@@ -223,7 +223,7 @@ def test_an_action_that_nothing_counts_is_told_and_counted_in_bounds(client: Cli
     assert 'roostream_serving_engagements_unused_total{action="(other)"} 31.0' in lines
 
 
-def test_a_strict_process_refuses_an_action_that_nothing_counts(client: Client) -> None:
+def test_a_strict_process_refuses_an_unused_action(client: Client) -> None:
     http, built = client(strict_actions=True)
     answer = http.post("/v1/engagements", json=[CLICK, {**CLICK, "action": "clik"}])
     assert answer.status_code == 400 and answer.json()["error"]["path"] == "$[1].action"
@@ -231,7 +231,7 @@ def test_a_strict_process_refuses_an_action_that_nothing_counts(client: Client) 
     assert EngagementParser(SCHEMA).known == ("click", "read")
 
 
-def test_a_defect_is_told_in_full_once_a_minute(client: Client, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_traceback_is_logged_once_a_minute(client: Client, caplog: pytest.LogCaptureFixture) -> None:
     class Broken:
         def gather(self, lookup: Any) -> Any:
             raise ZeroDivisionError("secret")
@@ -241,7 +241,7 @@ def test_a_defect_is_told_in_full_once_a_minute(client: Client, caplog: pytest.L
     assert len([r for r in caplog.records if r.exc_info]) == 1
 
 
-def test_every_refusal_that_can_come_is_documented() -> None:
+def test_every_possible_refusal_is_documented() -> None:
     document = describe(SCHEMA, "1")
     page = (Path(__file__).parents[3] / "docs" / "http.md").read_text(encoding="utf-8")
     for path, methods in document["paths"].items():

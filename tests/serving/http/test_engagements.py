@@ -31,7 +31,7 @@ def parse(body: Any, now_ms: int = NOW_MS) -> tuple[list[Any], list[int]]:
     return [(r, *wire.decode(r.value)) for r in told.records], told.event_ids
 
 
-def test_one_engagement_has_its_requests_header_and_the_edges_time() -> None:
+def test_an_engagement_is_logged_with_request_header_and_receive_time() -> None:
     ((record, kind, message),), ids = parse({**CLICK, "event_id": 77, "time_ms": 5})
     assert kind == wire.ENGAGEMENT and ids == [77] == [message.event_id]
     assert (record.topic, record.partition, record.key) == ("engagements", -1, key_bytes(17, 4, "r-1"))
@@ -42,14 +42,14 @@ def test_one_engagement_has_its_requests_header_and_the_edges_time() -> None:
     assert (message.item_id, message.action, message.value) == (8, "click", 2.0)
 
 
-def test_many_come_in_one_body_and_ids_may_be_strings() -> None:
+def test_a_body_may_have_many_engagements_and_string_ids() -> None:
     parsed, ids = parse([CLICK, {**CLICK, "user_id": 0, "item_id": "nine", "event_id": "e"}])
     assert len(parsed) == 2 and ids[1] == hash64("e")
     assert parsed[1][2].item_id == hash64("nine") and parsed[1][0].key == key_bytes(0, 4, "r-1")
     assert parse([]) == ([], [])
 
 
-def test_a_repeated_post_is_the_same_event_whenever_it_comes() -> None:
+def test_a_repeated_post_has_the_same_event_id() -> None:
     _, first = parse(CLICK)
     _, again = parse(CLICK, NOW_MS + 5000)
     assert first == again
@@ -67,7 +67,7 @@ def test_a_repeated_post_is_the_same_event_whenever_it_comes() -> None:
     ],
     ids=lambda c: next(iter(c)),
 )
-def test_another_event_has_another_id(change: dict[str, Any]) -> None:
+def test_different_events_have_different_ids(change: dict[str, Any]) -> None:
     assert parse(CLICK)[1] != parse({**CLICK, **change})[1]
 
 
@@ -95,7 +95,7 @@ def test_a_bad_engagement_is_400_with_its_path(body: Any, path: str, text: str) 
     assert text in str(caught.value)
 
 
-def test_too_many_are_413() -> None:
+def test_too_many_engagements_are_413() -> None:
     with pytest.raises(RequestError, match="at most 1000 engagements") as caught:
         parse([CLICK] * (MAX_ENGAGEMENTS + 1))
     assert caught.value.status == 413

@@ -51,9 +51,7 @@ def silent() -> Iterator[socket.socket]:
         yield listening
 
 
-def test_a_redis_that_takes_connections_and_says_nothing_costs_one_wait(
-    tmp_path: Path, silent: socket.socket
-) -> None:
+def test_a_silent_redis_costs_one_timeout(tmp_path: Path, silent: socket.socket) -> None:
     clock = FakeClock(NOW_MS)
     hydrator = Hydrator(f"redis://127.0.0.1:{silent.getsockname()[1]}/0", "", SCHEMA, clock=clock)
     with serving_live(build(tmp_path, FakeRows(SCHEMA), hydrator)) as live:
@@ -68,7 +66,7 @@ def test_a_redis_that_takes_connections_and_says_nothing_costs_one_wait(
     assert 1 <= dialled <= 4, "five requests don't each wait for it: it is left alone for a while"
 
 
-def test_a_full_disk_under_the_log_refuses_and_loses_nothing_that_was_answered(
+def test_a_full_disk_refuses_requests_and_loses_no_answered_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def no_space(handle: int, offset: int, size: int) -> None:
@@ -128,7 +126,7 @@ def commit(store: FileStore, seq: int, damage: bool = False) -> None:
     assert store.create(manifest.name, manifest.encode())
 
 
-def test_a_corrupt_version_leaves_the_one_in_use_and_the_next_whole_one_is_served(tmp_path: Path) -> None:
+def test_a_corrupt_version_is_skipped_and_the_next_valid_one_is_served(tmp_path: Path) -> None:
     built, store = build(tmp_path, FakeRows(SCHEMA)), FileStore(tmp_path / "commits")
     follower = VersionFollower(store, SCHEMA, built.service.versions, 0)
     with serving_live(built) as live:
@@ -140,7 +138,7 @@ def test_a_corrupt_version_leaves_the_one_in_use_and_the_next_whole_one_is_serve
     assert served == ["1-1", "1-1", "1-3"]
 
 
-def test_a_shard_that_is_away_leaves_a_cache_answering_and_says_where_rows_were_missing(
+def test_an_unavailable_shard_leaves_the_cache_answering_degraded(
     tmp_path: Path,
 ) -> None:
     def shard(method: str, header: dict[str, Any], arrays: Any) -> Answer:
@@ -174,7 +172,7 @@ def test_a_shard_that_is_away_leaves_a_cache_answering_and_says_where_rows_were_
     )
 
 
-def test_a_replica_whose_topic_stalls_goes_on_answering_and_its_rows_grow_old(tmp_path: Path) -> None:
+def test_a_replica_with_a_stalled_topic_answers_and_reports_row_age(tmp_path: Path) -> None:
     topic, clock, stop, stalled, go_on = (
         FakeRowTopic(),
         FakeClock(NOW_MS),
@@ -210,9 +208,7 @@ def test_a_replica_whose_topic_stalls_goes_on_answering_and_its_rows_grow_old(tm
 
 
 @pytest.mark.parametrize("jump_ms", [-86_400_000, 86_400_000], ids=["back by a day", "ahead by a day"])
-def test_a_clock_that_jumps_fails_no_request_and_its_times_never_go_back(
-    tmp_path: Path, jump_ms: int
-) -> None:
+def test_a_clock_jump_fails_no_request_and_times_never_go_back(tmp_path: Path, jump_ms: int) -> None:
     clock = FakeClock(NOW_MS)
     built = build(tmp_path, FakeRows(SCHEMA), clock=clock)
     with serving_live(built) as live:
@@ -226,7 +222,7 @@ def test_a_clock_that_jumps_fails_no_request_and_its_times_never_go_back(
     assert told == sorted(told) and len(told) >= 10
 
 
-def test_kafka_that_never_answers_costs_no_request_and_takes_all_in_order_when_it_is_back(
+def test_a_silent_kafka_costs_no_request_and_gets_all_records_in_order_later(
     tmp_path: Path,
 ) -> None:
     built, taken = build(tmp_path, FakeRows(SCHEMA)), list[LogRecord]()

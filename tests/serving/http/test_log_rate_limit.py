@@ -16,7 +16,7 @@ class Hand:
         return self.now_s
 
 
-def test_each_kind_is_due_once_a_minute_and_tells_how_many_were_left_out() -> None:
+def test_each_kind_is_logged_once_a_minute_with_the_number_omitted() -> None:
     hand = Hand()
     log_rate_limit = LogRateLimit(hand)
     assert [log_rate_limit.due("a") for _ in range(4)] == [0, None, None, None] and log_rate_limit.due(
@@ -28,20 +28,20 @@ def test_each_kind_is_due_once_a_minute_and_tells_how_many_were_left_out() -> No
     assert log_rate_limit.due("a") == 4 and log_rate_limit.due("b") == 0
 
 
-def test_kinds_are_bounded() -> None:
+def test_the_number_of_kinds_is_bounded() -> None:
     log_rate_limit = LogRateLimit(Hand())
     for i in range(10 * MAX_KINDS):
         log_rate_limit.due(i)
     assert len(log_rate_limit._last) == MAX_KINDS
 
 
-def test_a_librarys_lines_are_of_one_kind_before_values_are_put_in() -> None:
+def test_lines_of_a_library_are_grouped_by_format_string() -> None:
     log_rate_limit = LogRateLimitFilter(LogRateLimit(Hand()))
     lines = [logging.LogRecord("x", 30, "", 0, "bad request of %s", (i,), None) for i in range(5)]
     assert [log_rate_limit.filter(line) for line in lines] == [True, False, False, False, False]
 
 
-def test_errors_of_one_place_are_one_kind() -> None:
+def test_errors_raised_at_one_line_are_one_kind() -> None:
     kinds = set()
     for value in ("x", "y"):
         try:

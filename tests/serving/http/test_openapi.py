@@ -19,7 +19,7 @@ from serving.examples import engagement_example, rank_example
 from serving.http.openapi import describe
 
 
-def test_answers_are_those_that_the_document_names(tmp_path: Path) -> None:
+def test_answers_match_the_openapi_document(tmp_path: Path) -> None:
     statuses = answers_conform(tmp_path, 25)
     assert statuses[200] >= 15 and statuses[400] >= 25
     assert not [status for status in statuses if status >= 500 and status != 504]

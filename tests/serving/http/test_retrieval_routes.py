@@ -72,7 +72,7 @@ def candidates_of(kept: Retrieving, ids: list[Any]) -> list[dict[str, Any]]:
     ]
 
 
-def test_the_k_nearest_are_found_the_nearest_first_with_the_version_of_both_sides(kept: Retrieving) -> None:
+def test_the_k_nearest_items_are_returned_with_the_version_of_both_towers(kept: Retrieving) -> None:
     status, answer = ask(kept, "/v1/retrieve", {**WHO, "k": 5})
     products = [item["product"] for item in answer["items"]]
     assert status == 200 and answer["retrieval_version"] == "1-2" and answer["degraded"] is False
@@ -81,7 +81,7 @@ def test_the_k_nearest_are_found_the_nearest_first_with_the_version_of_both_side
     assert kept.built.records() == []
 
 
-def test_they_are_in_the_order_of_the_models_own_logits(kept: Retrieving) -> None:
+def test_retrieved_items_are_in_the_order_of_the_models_logits(kept: Retrieving) -> None:
     kept.serve(packed_version("1-3", TOWERS))
     kept.turn(60.0)
     who = {
@@ -96,7 +96,7 @@ def test_they_are_in_the_order_of_the_models_own_logits(kept: Retrieving) -> Non
         assert (np.diff(logits) < 1e-4).all() and logits[0] > logits[-1] + 1e-3
 
 
-def test_what_is_excluded_filtered_or_seen_is_not_found(kept: Retrieving) -> None:
+def test_excluded_filtered_and_seen_items_are_not_retrieved(kept: Retrieving) -> None:
     every = found(kept, k=1000)
     assert (
         not {2, "i3"} & set(found(kept, k=1000, exclude=[2, "i3", "no such"]))
@@ -114,7 +114,7 @@ def test_what_is_excluded_filtered_or_seen_is_not_found(kept: Retrieving) -> Non
     assert found(kept, k=5, filter={"lang": "sv"}) == []
 
 
-def test_nothing_but_what_the_client_names_is_found_where_it_names_something(kept: Retrieving) -> None:
+def test_a_client_can_restrict_the_items(kept: Retrieving) -> None:
     every = found(kept, k=1000)
     named = [2, "i3", 4, 5, "no such"]
     assert (
@@ -127,7 +127,7 @@ def test_nothing_but_what_the_client_names_is_found_where_it_names_something(kep
     assert status == 200 and {item["item_id"] for item in answer["items"]} == {2, "i3", 4, 5}
 
 
-def test_what_the_client_left_out_is_hydrated_and_without_redis_the_answer_is_degraded(
+def test_missing_features_are_hydrated_or_the_answer_is_degraded(
     kept: Retrieving,
 ) -> None:
     hydrator = kept.keeper.retriever.hydrator
@@ -147,7 +147,7 @@ def impression(kept: Retrieving) -> pb.Impression:
 
 
 @pytest.mark.parametrize("retrieved", [3, 20])
-def test_a_recommendation_is_one_logged_request_of_what_is_shown(kept: Retrieving, retrieved: int) -> None:
+def test_a_recommendation_is_logged_as_one_request(kept: Retrieving, retrieved: int) -> None:
     status, answer = ask(kept, "/v1/recommend", {**WHO, "k": 3, "retrieved": retrieved})
     assert status == 200 and (answer["model_version"], answer["retrieval_version"]) == ("1-2", "1-2"), answer
     message, space = impression(kept), kept.keeper.retriever.index
@@ -159,7 +159,7 @@ def test_a_recommendation_is_one_logged_request_of_what_is_shown(kept: Retrievin
         assert {item["item_id"] for item in answer["items"]} == set(found(kept, k=3))
 
 
-def test_what_is_shown_is_scored_as_the_list_that_is_shown(kept: Retrieving) -> None:
+def test_shown_items_are_scored_as_the_shown_list(kept: Retrieving) -> None:
     """The same list sent to `/v1/rank` has the same scores; its features come from the catalogue and
     Redis."""
     status, answer = ask(kept, "/v1/recommend", {**WHO, "k": 4, "retrieved": 20})
@@ -174,7 +174,7 @@ def test_what_is_shown_is_scored_as_the_list_that_is_shown(kept: Retrieving) -> 
         assert item["scores"] == pytest.approx(scores, abs=1e-5)
 
 
-def test_what_is_shown_are_the_best_of_what_was_found_by_the_rankers_scores(kept: Retrieving) -> None:
+def test_a_recommendation_shows_the_best_retrieved_items_by_rank_score(kept: Retrieving) -> None:
     kept.serve(
         packed_version("1-3", dataclasses.replace(CASCADE, list_layers=0))
     )  # a candidate's score is its own
@@ -191,7 +191,7 @@ def test_what_is_shown_are_the_best_of_what_was_found_by_the_rankers_scores(kept
     assert [item["item_id"] for item in answer["items"]] == best
 
 
-def test_with_nothing_to_show_nothing_is_logged(kept: Retrieving) -> None:
+def test_an_empty_recommendation_is_not_logged(kept: Retrieving) -> None:
     status, answer = ask(kept, "/v1/recommend", {**WHO, "filter": {"lang": "sv"}})
     assert (
         status == 200
@@ -230,14 +230,14 @@ def test_a_bad_field_is_refused_with_its_path(
     assert kept.built.records() == []
 
 
-def test_a_version_that_is_not_held_is_404_and_the_header_names_one_too(kept: Retrieving) -> None:
+def test_an_unloaded_version_is_404_in_body_or_header(kept: Retrieving) -> None:
     status, answer = ask(kept, "/v1/recommend", {**WHO, "model_version": "9-9"})
     assert (status, answer["error"]["code"]) == (404, "unknown_model_version")
     status, answer = ask(kept, "/v1/recommend", WHO, ((b"x-model-version", b"0-0"),))
     assert status == 200 and answer["model_version"] == "0-0" and answer["retrieval_version"] == "1-2"
 
 
-def test_before_there_are_vectors_it_is_503_with_the_reason(tmp_path: Path) -> None:
+def test_retrieval_is_503_with_a_reason_before_vectors_exist(tmp_path: Path) -> None:
     kept = retrieving(tmp_path / "home", FakeRows(SCHEMA), version=packed_version("1-2", MODEL))
     for reason in ("the items' vectors are not built yet", "expected a model that retrieves"):
         status, answer = ask(kept, "/v1/retrieve", WHO)
@@ -248,7 +248,7 @@ def test_before_there_are_vectors_it_is_503_with_the_reason(tmp_path: Path) -> N
     kept.built.close()
 
 
-def test_without_a_catalogue_there_are_no_such_paths(tmp_path: Path) -> None:
+def test_without_a_catalogue_there_are_no_retrieval_routes(tmp_path: Path) -> None:
     built = build(tmp_path / "home", FakeRows(SCHEMA))
     with serving_live(built) as live, httpx.Client(base_url=live.url) as client:
         assert client.post("/v1/retrieve", json=WHO).status_code == 404
@@ -259,7 +259,7 @@ def test_without_a_catalogue_there_are_no_such_paths(tmp_path: Path) -> None:
     }
 
 
-def test_over_a_socket_each_request_is_retrieved_and_found_again_by_recall(tmp_path: Path) -> None:
+def test_recall_finds_each_retrieved_request(tmp_path: Path) -> None:
     kept = retrieving(tmp_path / "home", FakeRows(SCHEMA))
     kept.turn()
     with serving_live(kept.built) as live, httpx.Client(base_url=live.url) as client:

@@ -75,7 +75,7 @@ def test_a_request_is_scored_logged_and_answered(client: Client) -> None:
     assert impression.header.request_id == "r-1"  # type: ignore[attr-defined]
 
 
-def test_compressed_and_binary_bodies_say_the_same(client: Client) -> None:
+def test_compressed_and_binary_bodies_give_equal_answers(client: Client) -> None:
     http, built = client()
     raw = json.dumps(BODY).encode()
     plain = http.post(
@@ -99,7 +99,7 @@ def test_compressed_and_binary_bodies_say_the_same(client: Client) -> None:
     assert not wire.decode(built.records()[4].value)[1].HasField("ro")
 
 
-def test_a_client_that_accepts_protobuf_is_answered_in_it(client: Client) -> None:
+def test_a_client_that_accepts_protobuf_gets_protobuf(client: Client) -> None:
     http, _ = client()
     plain = http.post("/v1/rank", json=BODY).json()
     wanted = {"accept": "application/x-protobuf, application/json;q=0.5"}
@@ -221,7 +221,7 @@ def test_a_defect_is_500_without_a_traceback_to_the_client(
     assert "defect of Roostream" in caplog.text
 
 
-def test_ready_only_when_nothing_is_waited_for_but_always_alive(client: Client) -> None:
+def test_a_process_is_ready_once_it_waits_for_nothing_and_always_live(client: Client) -> None:
     http, built = client()
     built.waiting_for.append("rows of the shards")
     built.service.rows_ready = lambda: False
@@ -249,7 +249,7 @@ def test_metrics_count_answers_by_route_and_status(client: Client) -> None:
     assert "roostream_serving_candidates_total 3.0" in text and "roostream_serving_in_flight 0.0" in text
 
 
-def test_the_raw_routes_are_documented_with_an_example_that_works(client: Client) -> None:
+def test_documented_examples_work(client: Client) -> None:
     http, _ = client()
     document = http.get("/openapi.json").json()
     assert {"/v1/rank", "/v1/engagements", "/healthz", "/readyz", "/metrics"} <= set(document["paths"])
@@ -270,7 +270,7 @@ def test_the_raw_routes_are_documented_with_an_example_that_works(client: Client
     assert http.get("/docs").status_code == 200
 
 
-def test_the_documented_answers_are_those_that_are_given(client: Client) -> None:
+def test_answers_match_their_documentation(client: Client) -> None:
     http, _ = client()
     schemas = http.get("/openapi.json").json()["components"]["schemas"]
     answer = http.post("/v1/rank?ranked=true", json=BODY).json()
@@ -288,7 +288,7 @@ def _async_client(built: Built) -> httpx2.AsyncClient:
     )
 
 
-def test_g7_what_is_beyond_capacity_is_429_at_once(tmp_path: Path) -> None:
+def test_g7_excess_requests_are_429_at_once(tmp_path: Path) -> None:
     built = build(tmp_path, FakeRows(SCHEMA), service=Waiting, max_in_flight=4)
     service = built.service
     assert isinstance(service, Waiting)
@@ -341,7 +341,7 @@ def test_g7_a_request_that_misses_its_deadline_is_504_and_not_logged(tmp_path: P
     built.close()
 
 
-def test_g7_a_clients_own_deadline_is_504_and_not_logged_and_keeps_others_out(tmp_path: Path) -> None:
+def test_g7_a_clients_deadline_is_504_not_logged_and_counts_for_admission(tmp_path: Path) -> None:
     built = build(tmp_path, FakeRows(SCHEMA), service=Waiting, deadline_ms=30_000)
     service, app = built.service, HttpInterface(built.context)
     assert isinstance(service, Waiting)
@@ -363,7 +363,7 @@ def test_g7_a_clients_own_deadline_is_504_and_not_logged_and_keeps_others_out(tm
     built.close()
 
 
-def test_heartbeats_do_not_overtake_a_request_in_work(tmp_path: Path) -> None:
+def test_heartbeats_do_not_overtake_a_request_in_flight(tmp_path: Path) -> None:
     built = build(tmp_path, FakeRows(SCHEMA), service=Waiting)
     service, clock = built.service, built.context.watermark.clock
     assert isinstance(service, Waiting)
@@ -433,7 +433,7 @@ def _scores(built: Built, version: Any, request: RankRequest) -> list[list[float
     return probabilities(logits).tolist()
 
 
-def test_a_client_that_hangs_up_is_nobody_to_answer(tmp_path: Path) -> None:
+def test_a_client_that_disconnects_gets_no_answer(tmp_path: Path) -> None:
     built = build(tmp_path, FakeRows(SCHEMA))
     app, sent = HttpInterface(built.context), []
 

@@ -83,7 +83,7 @@ def names(outcomes: list[Any]) -> list[str]:
     return [o.answer.request_id if isinstance(o, RankResult) else type(o).__name__ for o in outcomes]
 
 
-def test_whoever_waits_when_the_thread_gets_free_is_scored_together_in_order_of_arrival() -> None:
+def test_waiting_requests_are_scored_together_in_order_of_arrival() -> None:
     outcomes, passes, gate = run([request(n) for n in "abcdef"])
     assert passes.seen == [["a"], ["b", "c", "d"], ["e", "f"]], (
         "the first waits for nobody; three are the most of a pass"
@@ -91,24 +91,24 @@ def test_whoever_waits_when_the_thread_gets_free_is_scored_together_in_order_of_
     assert names(outcomes) == list("abcdef") and gate.service_s > 0
 
 
-def test_a_pass_is_bounded_in_candidates_and_a_large_request_goes_alone() -> None:
+def test_a_pass_has_a_bounded_number_of_candidates() -> None:
     asked = [request("a"), request("b", 6), request("c", 5), request("d", 20), request("e")]
     outcomes, passes, _ = run(asked, most=(16, 10))
     assert passes.seen == [["a"], ["b"], ["c"], ["d"], ["e"]] and names(outcomes) == list("abcde")
 
 
-def test_what_fails_in_the_middle_costs_itself() -> None:
+def test_a_failing_request_fails_alone() -> None:
     outcomes, passes, _ = run([request(n) for n in ("a", "b", "bad", "c")])
     assert passes.seen[1] == ["b", "bad", "c"] and names(outcomes) == ["a", "b", "ZeroDivisionError", "c"]
 
 
-def test_whose_deadline_passes_while_it_waits_is_not_scored_and_while_it_is_scored_not_answered() -> None:
+def test_an_expired_request_is_not_scored_or_not_answered() -> None:
     outcomes, passes, _ = run([request(n) for n in "abcd"], gone="ac")
     assert passes.seen == [["a"], ["b", "d"]]
     assert names(outcomes) == ["CancelledError", "b", "CancelledError", "d"]
 
 
-def test_a_pass_that_fails_as_a_whole_is_everybodys_error_and_the_next_one_begins() -> None:
+def test_a_failed_pass_fails_its_requests_and_the_next_pass_starts() -> None:
     calls: list[int] = []
 
     def broken(asked: Sequence[tuple[RankRequest, int]]) -> list[RankResult | Exception]:
@@ -124,7 +124,7 @@ def test_a_pass_that_fails_as_a_whole_is_everybodys_error_and_the_next_one_begin
     assert calls == [1, 2]
 
 
-def test_requests_that_come_together_are_answered_logged_and_refused_each_as_alone(tmp_path: Path) -> None:
+def test_batched_requests_are_answered_logged_and_refused_as_single_ones(tmp_path: Path) -> None:
     built = build(tmp_path, FakeRows(SCHEMA), max_pass_requests=4)
     bodies = [
         {**BODY, "request_id": f"r{i}", "candidates": BODY["candidates"][: 1 + i % 3]} for i in range(9)
@@ -200,7 +200,7 @@ def together(
     return paced.seen[1:]
 
 
-def test_a_short_pass_is_made_in_the_loop_for_all_that_came_together() -> None:
+def test_a_short_pass_runs_in_the_event_loop() -> None:
     assert together(["a", "bc", "d"], Paced(), unit_s=LOOP_S / 3) == [
         (["a"], True),
         (["b", "c"], True),
@@ -208,14 +208,14 @@ def test_a_short_pass_is_made_in_the_loop_for_all_that_came_together() -> None:
     ]
 
 
-def test_a_pass_in_the_loop_takes_no_more_than_the_loop_may_be_kept_for() -> None:
+def test_a_pass_in_the_event_loop_is_bounded_in_time() -> None:
     seen = together(["a", "bc", "d"], Paced(), unit_s=LOOP_S / 1.5)
     assert seen[:2] == [(["a"], True), (["b"], True)] and ["b", "c"] not in [group for group, _ in seen]
     assert together(["abc"], Paced(), most=(2, 100), unit_s=1e-6)[0] == (["a", "b"], True)
     assert together(["abc"], Paced(), most=(9, 4), unit_s=1e-6)[0] == (["a", "b"], True)
 
 
-def test_the_loop_has_its_turn_between_two_passes() -> None:
+def test_the_event_loop_runs_between_two_passes() -> None:
     paced, turns = Paced(), list[int]()
 
     async def beside() -> None:
@@ -235,7 +235,7 @@ def test_the_loop_has_its_turn_between_two_passes() -> None:
 
 
 @pytest.mark.parametrize("num_coming", [0, 5, 1000])
-def test_connections_that_come_have_turns_of_the_loop_before_the_next_pass_but_not_all(
+def test_new_connections_get_some_turns_before_the_next_pass(
     num_coming: int,
 ) -> None:
     paced, turns = Paced(), list[int]()
@@ -258,13 +258,13 @@ def test_connections_that_come_have_turns_of_the_loop_before_the_next_pass_but_n
     assert abs(turns.count(1) - min(num_coming, MAX_TURNS)) <= 2 and turns.count(1) < MAX_TURNS + 3
 
 
-def test_what_may_wait_for_others_and_all_behind_it_is_scored_in_the_thread() -> None:
+def test_a_request_that_may_wait_and_all_after_it_are_scored_in_the_thread() -> None:
     seen = together(["a", "cb", "bc", "d"], Paced(), may_wait=lambda r: r.request_id == "b", unit_s=1e-6)
     assert seen[:3] == [(["a"], True), (["c"], True), (["b"], False)] and seen[-1] == (["d"], True)
     assert (["b"], False) in seen[3:]
 
 
-def test_slow_passes_leave_the_loop_and_quick_ones_come_back() -> None:
+def test_slow_passes_move_to_the_thread_and_fast_ones_return() -> None:
     paced = Paced(unit_s=2 * LOOP_S)
     assert [here for _, here in together("abc", paced)] == [False] * 3
     pace = PassTimeEstimate()
@@ -278,7 +278,7 @@ def test_slow_passes_leave_the_loop_and_quick_ones_come_back() -> None:
     assert pace.expected_s(1, 0) < LOOP_S
 
 
-def test_a_pass_that_other_programs_kept_from_the_processor_isnt_slow_and_one_that_waits_is() -> None:
+def test_a_preempted_pass_is_not_slow_and_a_waiting_one_is() -> None:
     ticks = itertools.count(0.0, 10.0)
 
     def measured(work: Callable[[], object]) -> float:
@@ -292,7 +292,7 @@ def test_a_pass_that_other_programs_kept_from_the_processor_isnt_slow_and_one_th
     assert measured(lambda: time.sleep(0.001)) == 10.0
 
 
-def test_the_loop_is_kept_by_no_pass_that_is_known_to_be_slow() -> None:
+def test_a_pass_known_to_be_slow_never_runs_in_the_event_loop() -> None:
     """Turns of the loop while five requests wait for the thread."""
     paced, gaps = Paced(unit_s=0.05), []
 
@@ -316,7 +316,7 @@ def test_the_loop_is_kept_by_no_pass_that_is_known_to_be_slow() -> None:
 
 
 @pytest.mark.parametrize("installs", [False, True], ids=["one version", "a swap between"])
-def test_g1_g9_the_same_bytes_are_scored_logged_and_answered_in_the_loop_and_in_the_thread(
+def test_g1_g9_event_loop_and_thread_score_log_and_answer_equal_bytes(
     installs: bool,
 ) -> None:
     """Each request in both places, and a swap between two of them."""

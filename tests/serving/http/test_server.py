@@ -10,7 +10,7 @@ from roostream.errors import SetupError
 from serving.http import server as http_server
 
 
-def test_a_port_is_one_process_unless_all_of_them_share_it() -> None:
+def test_a_port_belongs_to_one_process_unless_all_share_it() -> None:
     with contextlib.closing(http_server.bind("127.0.0.1:0", reuse_port=True)) as first:
         at = "{}:{}".format(*first.getsockname())
         with contextlib.closing(http_server.bind(at, reuse_port=True)) as second:

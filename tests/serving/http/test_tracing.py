@@ -38,12 +38,12 @@ def client_of(built: Built) -> TestClient:
 
 
 @pytest.mark.parametrize("given", ["c-1", "6f1c", "Root=1-67891233-abcdef012345678912345678", "a" * 128])
-def test_a_clients_name_is_taken(given: str) -> None:
+def test_a_clients_request_id_is_used(given: str) -> None:
     assert parse_call_names([(b"host", b"x"), (b"x-request-id", given.encode())]) == CallContext(given)
 
 
 @pytest.mark.parametrize("given", ["", " ", "a" * 129, "a b", "-a", "é", 'a"b', "a\tb", "<script>", "a\n"])
-def test_what_is_no_name_is_replaced(given: str) -> None:
+def test_an_invalid_request_id_is_replaced(given: str) -> None:
     first, second = (parse_call_names([(b"x-request-id", given.encode())]).call_id for _ in range(2))
     assert first != second and re.fullmatch(r"[0-9a-f]{16}-[0-9a-f]+", first)
 
@@ -64,7 +64,7 @@ def test_what_is_no_name_is_replaced(given: str) -> None:
         ("", False),
     ],
 )
-def test_a_place_in_a_trace_is_taken_as_the_standard_says(given: str, taken: bool) -> None:
+def test_traceparent_is_parsed_by_the_standard(given: str, taken: bool) -> None:
     names = parse_call_names([(b"x-request-id", b"c-1"), (b"traceparent", given.encode())])
     assert names == (CallContext("c-1", TRACE, SPAN) if taken else CallContext("c-1"))
 
@@ -80,13 +80,13 @@ def test_a_place_in_a_trace_is_taken_as_the_standard_says(given: str, taken: boo
         ("GET", "/", 200),
     ],
 )
-def test_every_answer_has_its_name(built: Built, method: str, path: str, status: int) -> None:
+def test_every_answer_has_a_request_id(built: Built, method: str, path: str, status: int) -> None:
     answer = client_of(built).request(method, path, json=BODY, headers={"x-request-id": "c-1"})
     assert answer.status_code == status and answer.headers.get_list("x-request-id") == ["c-1"]
     assert client_of(built).request(method, path, json=BODY).headers["x-request-id"] != "c-1"
 
 
-def test_a_line_of_the_log_names_call_and_trace(tmp_path: Path) -> None:
+def test_log_lines_contain_request_and_trace_id(tmp_path: Path) -> None:
     class Broken(FakeRows):
         def gather(self, lookup: Any) -> Any:
             raise ZeroDivisionError
@@ -147,7 +147,7 @@ class Spans(trace.TracerProvider):
         return Tracer()
 
 
-def test_spans_continue_the_callers_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_spans_continue_the_trace_of_the_caller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spans = Spans()
     monkeypatch.setattr(trace, "get_tracer", spans.get_tracer)
     assert propagate.get_global_textmap() is not None
@@ -182,7 +182,7 @@ OWN = "aaaaaaaaaaaaaaaa"
         (False, PARENT, "", "no spans are wanted"),
     ],
 )
-def test_what_is_logged_of_a_traced_call_carries_its_span(
+def test_records_of_a_traced_call_contain_its_span(
     tracing: bool, asked: str, logged: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Tracer(trace.NoOpTracer):
@@ -201,7 +201,7 @@ def test_what_is_logged_of_a_traced_call_carries_its_span(
     assert CURRENT_CALL.get() is None
 
 
-def test_tracing_costs_nothing_unless_it_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tracing_is_not_imported_unless_configured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "opentelemetry", None)
     assert open_tracing(False, frozenset()) is None
     with pytest.raises(SetupError, match=r"roostream\[opentelemetry\]"):

@@ -26,7 +26,7 @@ def http(tmp_path: Path) -> Iterator[TestClient]:
     ("header", "body", "version"),
     [("0-0", "", "0-0"), ("", "", "1-1"), ("0-0", "0-0", "0-0"), ("", "0-0", "0-0")],
 )
-def test_either_names_the_version(http: TestClient, header: str, body: str, version: str) -> None:
+def test_header_or_body_selects_the_version(http: TestClient, header: str, body: str, version: str) -> None:
     answer = http.post("/v1/rank", json={**BODY, "model_version": body}, headers={"X-Model-Version": header})
     assert answer.status_code == 200 and answer.json()["model_version"] == version
 
@@ -39,7 +39,7 @@ def test_either_names_the_version(http: TestClient, header: str, body: str, vers
         ("0-0", "1-1", 400, "bad_request"),
     ],
 )
-def test_what_is_not_held_or_contradicts_is_refused(
+def test_unloaded_or_contradicting_versions_are_refused(
     http: TestClient, header: str, body: str, status: int, code: str
 ) -> None:
     answer = http.post("/v1/rank", json={**BODY, "model_version": body}, headers={"X-Model-Version": header})

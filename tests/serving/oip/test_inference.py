@@ -76,7 +76,7 @@ def with_input(**changes: Any) -> dict[str, Any]:
     return {**WHOLE, "inputs": kept if changes.get("gone") else [*kept, {**old, **changes}]}
 
 
-def test_an_inference_is_the_rank_of_the_same_request(http: TestClient, built: Built) -> None:
+def test_an_inference_equals_the_rank_of_the_same_request(http: TestClient, built: Built) -> None:
     rank = http.post("/v1/rank", json=SAME).json()
     answer = http.post(INFER, json=WHOLE)
     assert answer.status_code == 200, answer.text
@@ -112,14 +112,14 @@ def test_rectangular_lists_and_single_ids_need_no_lengths(http: TestClient, buil
     assert flat == nested
 
 
-def test_only_the_outputs_that_are_asked_for_come(http: TestClient) -> None:
+def test_only_requested_outputs_are_returned(http: TestClient) -> None:
     asked = http.post(INFER, json={**WHOLE, "outputs": [{"name": "order"}, {"name": "click"}]}).json()
     assert [o["name"] for o in asked["outputs"]] == ["order", "click"]
     refused = http.post(INFER, json={**WHOLE, "outputs": [{"name": "clck"}]})
     assert refused.status_code == 400 and "did you mean 'click'" in refused.json()["error"]
 
 
-def test_bytes_stand_behind_the_json_in_both_directions(http: TestClient) -> None:
+def test_binary_tensors_follow_the_json_in_both_directions(http: TestClient) -> None:
     ages, items = (
         np.array([2.5, np.nan, 1], "<f4").tobytes(),
         b"".join(struct.pack("<I", len(t)) + t for t in (b"8", b"nine", b"10")),
@@ -206,7 +206,7 @@ def test_bytes_stand_behind_the_json_in_both_directions(http: TestClient) -> Non
         ({"inputs": 3}, 400, "$.inputs"),
     ],
 )
-def test_what_isnt_right_is_told_with_its_place(
+def test_invalid_tensors_are_refused_with_their_path(
     http: TestClient, built: Built, body: dict[str, Any], status: int, text: str
 ) -> None:
     answer = http.post(INFER, json=body)
@@ -216,7 +216,7 @@ def test_what_isnt_right_is_told_with_its_place(
 
 
 @pytest.mark.parametrize("stated", ["x", "-1", "99999", "9" * 30])
-def test_a_wrong_size_of_the_json_is_told(http: TestClient, stated: str) -> None:
+def test_a_wrong_json_size_is_refused(http: TestClient, stated: str) -> None:
     answer = http.post(INFER, json=WHOLE, headers={"inference-header-content-length": stated})
     assert answer.status_code == 400 and "inference-header-content-length" in answer.json()["error"]
 
@@ -225,7 +225,7 @@ def test_a_wrong_size_of_the_json_is_told(http: TestClient, stated: str) -> None
     ("datatype", "data"),
     [("FP32", b"123"), ("BYTES", b"\x09\0\0\0abc"), ("BYTES", b"\x01\0"), ("BYTES", b"\x01\0\0\0\xff")],
 )
-def test_bytes_that_are_cut_are_told(http: TestClient, datatype: str, data: bytes) -> None:
+def test_truncated_binary_data_is_refused(http: TestClient, datatype: str, data: bytes) -> None:
     one = {
         "name": "item_id",
         "shape": [1],
@@ -240,7 +240,7 @@ def test_bytes_that_are_cut_are_told(http: TestClient, datatype: str, data: byte
         assert answer.status_code == 400 and "expected" in answer.json()["error"]
 
 
-def test_who_asks_and_pages_are_parameters(http: TestClient, built: Built) -> None:
+def test_user_and_page_are_parameters(http: TestClient, built: Built) -> None:
     body = {
         "inputs": [ITEMS],
         "parameters": {
@@ -288,19 +288,19 @@ def test_health_and_metadata(http: TestClient, built: Built) -> None:
         ("DELETE", "/v2/health/live", 405, "expected GET or HEAD"),
     ],
 )
-def test_what_isnt_there_is_told_in_the_protocols_words(
+def test_unknown_models_have_the_errors_of_the_protocol(
     http: TestClient, method: str, path: str, status: int, text: str
 ) -> None:
     answer = http.request(method, path, **({"json": WHOLE} if method == "POST" else {}))
     assert answer.status_code == status and text in answer.json()["error"] and answer.headers["x-request-id"]
 
 
-def test_a_version_is_named_by_the_path_or_the_header(http: TestClient) -> None:
+def test_path_or_header_selects_the_version(http: TestClient) -> None:
     assert http.post("/v2/models/default/versions/0-0/infer", json=WHOLE).json()["model_version"] == "0-0"
     assert http.post(INFER, json=WHOLE, headers={"x-model-version": "9-9"}).status_code == 404
 
 
-def test_inferences_share_the_queue_and_the_counts(http: TestClient, built: Built) -> None:
+def test_inferences_share_queue_and_metrics_with_rank(http: TestClient, built: Built) -> None:
     assert http.post(INFER, json=WHOLE).is_success
     told = built.context.metrics.registry.get_sample_value
     assert told("roostream_serving_requests_total", {"route": "infer", "status": "200"}) == 1
@@ -312,7 +312,7 @@ def test_inferences_share_the_queue_and_the_counts(http: TestClient, built: Buil
     )
 
 
-def test_every_input_of_a_schema_has_one_name() -> None:
+def test_every_input_of_a_schema_has_a_unique_name() -> None:
     names = [i["name"] for i in FeatureTensors(SCHEMA).inputs()]
     assert len(set(names)) == len(names) and {"likes.weights", "history.action", "topics:lengths"} <= set(
         names
@@ -345,7 +345,7 @@ def test_every_input_of_a_schema_has_one_name() -> None:
     assert len(set(names)) == len(names)
 
 
-def test_a_client_of_the_protocol_gets_what_rank_gives(tmp_path: Path) -> None:
+def test_a_client_of_the_protocol_gets_the_scores_of_rank(tmp_path: Path) -> None:
     """NVIDIA's, over a socket, in both encodings."""
     client = pytest.importorskip("tritonclient.http", reason="tritonclient[http] isn't installed")
     np_to_triton = importlib.import_module("tritonclient.utils").np_to_triton_dtype

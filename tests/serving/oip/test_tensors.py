@@ -51,13 +51,13 @@ def taken(body: bytes, header: bytes | None) -> bool:
 
 @settings(max_examples=300, deadline=None)
 @given(BODIES, st.binary(max_size=12), st.sampled_from([None, "right", "short"]))
-def test_any_json_is_taken_or_refused(body: Any, tail: bytes, stated: str | None) -> None:
+def test_any_json_is_accepted_or_refused(body: Any, tail: bytes, stated: str | None) -> None:
     head = json.dumps(body).encode()
     header = None if stated is None else str(len(head) - 3 * (stated == "short")).encode()
     taken(head + (tail if header else b""), header)
 
 
-def test_any_bytes_are_taken_or_refused() -> None:
+def test_any_bytes_are_accepted_or_refused() -> None:
     rng = random.Random(0)
     items = np.arange(3, dtype="<i8").tobytes()
     one = {
@@ -76,7 +76,7 @@ def test_any_bytes_are_taken_or_refused() -> None:
         taken(bytes(body[: rng.randint(0, len(body))] if rng.random() < 0.5 else body), header)
 
 
-def test_data_that_is_no_utf_8_is_refused_with_its_place() -> None:
+def test_text_that_is_not_utf_8_is_refused_with_its_path() -> None:
     """What msgspec doesn't look at while it reads the request, it finds in a tensor's data."""
     body = b'{"inputs": [{"name": "a", "shape": [1], "datatype": "BYTES", "data": ["\xbe"]}]}'
     with pytest.raises(RequestError, match="expected BYTES values") as refused:
@@ -84,13 +84,13 @@ def test_data_that_is_no_utf_8_is_refused_with_its_place() -> None:
     assert (refused.value.status, refused.value.path) == (400, "$.inputs[0].data")
 
 
-def test_more_inputs_than_any_schema_has_are_refused() -> None:
+def test_too_many_inputs_are_refused() -> None:
     one = {"name": "x", "shape": [0], "datatype": "FP32", "data": []}
     with pytest.raises(RequestError, match="at most 4096 inputs"):
         parse_inference(json.dumps({"inputs": [one] * 4097}).encode(), None)
 
 
-def test_an_answer_in_json_alone_has_no_size() -> None:
+def test_an_answer_without_binary_data_has_no_json_size() -> None:
     output = OutputTensor("click", "FP32", np.array([0.5], np.float32), [0.5])
     assert encode_response({"id": "r"}, [(output, False)]) == (
         b'{"id":"r","outputs":[{"name":"click","shape":[1],"datatype":"FP32","data":[0.5]}]}',

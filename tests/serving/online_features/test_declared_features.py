@@ -89,7 +89,7 @@ def replayed(events: list[List | Engagement]) -> list[Record]:
     return records
 
 
-def test_an_impression_of_a_replay_holds_what_a_request_would_have_read(redis: RedisServer) -> None:
+def test_replay_and_serving_hydrate_equal_declared_features(redis: RedisServer) -> None:
     events = random_events(3, 60)
     records = replayed(events)
     hydrator, reader = Hydrator(redis.url, "x.", SCHEMA), FieldReader(SCHEMA)
@@ -104,7 +104,7 @@ def test_an_impression_of_a_replay_holds_what_a_request_would_have_read(redis: R
 
 
 @pytest.mark.parametrize("batch", [1, 4, 512])
-def test_redis_and_a_replay_give_equal_values_whatever_the_batches(redis: RedisServer, batch: int) -> None:
+def test_redis_and_replay_give_equal_values_for_any_batching(redis: RedisServer, batch: int) -> None:
     events, edge, reader = random_events(5, 60), ReplayEncoder(SCHEMA), FieldReader(SCHEMA)
     updater = updater_of(redis, replayed(events), batch)
     while updater.step(0):
@@ -137,7 +137,9 @@ def assert_holds(record: Record, ro: Any, nro: Any, num_rows: int) -> None:
             np.testing.assert_array_equal(logged_nro[feature.name], nro[feature.online], err_msg=feature.name)
 
 
-def test_a_cross_is_read_in_the_one_round_trip(redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_crossed_counter_is_read_in_the_same_round_trip(
+    redis: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     updater = updater_of(redis, replayed(random_events(3, 30)), 512)
     updater.step(0)
     hydrator, reader = Hydrator(redis.url, "x.", SCHEMA), FieldReader(SCHEMA)
@@ -163,7 +165,7 @@ def calls(redis: RedisServer) -> dict[str, int]:
     }
 
 
-def test_the_fields_of_a_list_live_two_days_and_an_entity_thirty(redis: RedisServer) -> None:
+def test_fields_expire_as_declared(redis: RedisServer) -> None:
     updater = updater_of(redis, replayed(random_events(3, 12)), 512)
     updater.step(0)
     connection = updater.store.connection

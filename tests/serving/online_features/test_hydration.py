@@ -48,7 +48,7 @@ def redis(tmp_path: Path) -> Iterator[RedisServer]:
     server.stop()
 
 
-def test_a_request_reads_what_the_updater_wrote(redis: RedisServer) -> None:
+def test_a_request_reads_features_that_the_updater_wrote(redis: RedisServer) -> None:
     hydrator = Hydrator(redis.url, "x.", Schema())
     ids = np.array([7, BIG, 9], dtype=np.uint64).view(np.int64)
     ro, nro = hydrator.read(BIG, ids, T0 + 2000)
@@ -57,14 +57,14 @@ def test_a_request_reads_what_the_updater_wrote(redis: RedisServer) -> None:
     assert hydrator.read(BIG - (1 << 64), ids.tolist(), T0 + 2000)[0] == ro
 
 
-def test_unknown_users_and_empty_requests_are_ordinary(redis: RedisServer) -> None:
+def test_unknown_users_and_empty_requests_are_valid(redis: RedisServer) -> None:
     hydrator = Hydrator(redis.url, "x.", Schema())
     ro, nro = hydrator.read(0, [], T0)
     assert "history" not in ro and len(nro["views_1h"]) == 0
     assert hydrator.read(12345, [7], T0)[0]["history_len"] == 0.0
 
 
-def test_without_redis_a_read_fails_and_it_is_left_alone_for_a_while(redis: RedisServer) -> None:
+def test_a_failed_read_suspends_redis_reads_for_a_while(redis: RedisServer) -> None:
     clock = FakeClock()
     hydrator = Hydrator(redis.url, "x.", Schema(), clock=clock)
     redis.stop()
@@ -77,19 +77,19 @@ def test_without_redis_a_read_fails_and_it_is_left_alone_for_a_while(redis: Redi
     assert hydrator.read(BIG, [7], T0)[1]["user_views"].tolist() == [0.0]
 
 
-def test_states_of_another_version_are_told(redis: RedisServer) -> None:
+def test_states_of_another_version_are_refused(redis: RedisServer) -> None:
     store = FeatureStore(redis_client.client(redis.url, timeout_s=2.0), redis.url, "x.")
     store.connection.set(store.key("user", 3), b"\x09")
     with pytest.raises(CheckpointError, match="expected an entity's state of version 2"):
         Hydrator(redis.url, "x.", Schema()).read(3, [7], T0)
 
 
-def test_an_address_that_is_none_is_refused_at_once() -> None:
+def test_an_invalid_redis_address_is_refused() -> None:
     with pytest.raises(ConfigError, match="expected redis://host:port/0, got 'localhost'"):
         Hydrator("localhost", "", Schema())
 
 
-def test_waiting_for_redis_ends_with_it_or_with_the_time_limit(redis: RedisServer) -> None:
+def test_waiting_for_redis_ends_when_it_answers_or_at_the_timeout(redis: RedisServer) -> None:
     connection = redis_client.client(redis.url, timeout_s=0.2)
     redis_client.wait_for_redis(connection, redis.url)
     redis.stop()

@@ -78,7 +78,7 @@ def update(address: str) -> None:
     updater.step(0)
 
 
-def test_the_updater_writes_and_serving_only_reads(redis: RedisServer, tmp_path: Path) -> None:
+def test_serving_has_read_only_access_to_redis(redis: RedisServer, tmp_path: Path) -> None:
     assert set(users()) == set(PASSWORDS)
     update(url(tmp_path, redis.url, "updater"))
     mine = url(tmp_path, redis.url, "serving")
@@ -94,9 +94,7 @@ def test_the_updater_writes_and_serving_only_reads(redis: RedisServer, tmp_path:
                 redis_client.client(address, timeout_s=2.0).execute_command(*command)
 
 
-def test_without_a_password_or_with_another_nothing_is_read_and_none_is_told(
-    redis: RedisServer, tmp_path: Path
-) -> None:
+def test_a_wrong_redis_password_fails_without_printing_it(redis: RedisServer, tmp_path: Path) -> None:
     for address in (redis.url, url(tmp_path, redis.url, "serving", password="hunter2")):
         with pytest.raises(UnavailableError) as refused:
             Hydrator(address, "x.", Schema()).read(5, [7], T0)
@@ -143,7 +141,7 @@ def _copy(source: socket.socket, target: socket.socket) -> None:
             target.sendall(data)
 
 
-def test_redis_over_tls_has_to_show_a_certificate_for_its_host(redis: RedisServer, tmp_path: Path) -> None:
+def test_redis_over_tls_must_present_a_certificate_for_its_host(redis: RedisServer, tmp_path: Path) -> None:
     (tmp_path / "theirs").mkdir()
     ours, theirs = Authority(tmp_path, "ours"), Authority(tmp_path / "theirs", "theirs")
     front = Terminator(ours.issue("redis"), redis.port)

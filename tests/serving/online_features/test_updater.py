@@ -117,7 +117,7 @@ def drain(updater: FeatureUpdater) -> int:
 
 
 @pytest.mark.parametrize("batch", [1, 3, 512])
-def test_redis_and_memory_give_equal_features_whatever_the_batches(redis: RedisServer, batch: int) -> None:
+def test_redis_and_memory_give_equal_features_for_any_batching(redis: RedisServer, batch: int) -> None:
     records = records_of(events(120))
     updater = opened(redis, MemoryEvents(records), batch=batch)
     assert drain(updater) == len(records)
@@ -125,7 +125,7 @@ def test_redis_and_memory_give_equal_features_whatever_the_batches(redis: RedisS
     assert updater.metrics.bad._value.get() == sum(r.value == b"\x02\x01\xff" for r in records)
 
 
-def test_a_restart_neither_loses_nor_doubles(redis: RedisServer) -> None:
+def test_a_restart_neither_loses_nor_repeats_events(redis: RedisServer) -> None:
     records = records_of(events(60))
     for steps in (2, 3, 1):
         updater = opened(redis, MemoryEvents(records), batch=10)
@@ -135,7 +135,7 @@ def test_a_restart_neither_loses_nor_doubles(redis: RedisServer) -> None:
     assert_equal(updater.store, records)
 
 
-def test_of_two_updaters_one_writes_and_the_other_starts_over(redis: RedisServer) -> None:
+def test_of_two_updaters_only_one_writes(redis: RedisServer) -> None:
     records = records_of(events(40))
     first, second = opened(redis, MemoryEvents(records)), opened(redis, MemoryEvents(records))
     assert first.step(0) and second.step(0)
@@ -144,7 +144,7 @@ def test_of_two_updaters_one_writes_and_the_other_starts_over(redis: RedisServer
     assert_equal(first.store, records)
 
 
-def test_an_emptied_redis_is_filled_again_from_the_beginning(redis: RedisServer) -> None:
+def test_an_emptied_redis_is_filled_again_from_the_first_event(redis: RedisServer) -> None:
     records = records_of(events(60))
     updater = opened(redis, MemoryEvents(records), batch=20)
     updater.step(0)
@@ -155,7 +155,7 @@ def test_an_emptied_redis_is_filled_again_from_the_beginning(redis: RedisServer)
     assert_equal(updater.store, records)
 
 
-def test_another_kafka_cluster_starts_from_nothing_and_leaves_other_prefixes(redis: RedisServer) -> None:
+def test_another_kafka_cluster_starts_empty_and_keeps_other_prefixes(redis: RedisServer) -> None:
     old, other, new = (
         records_of(events(30, seed=1)),
         records_of(events(30, seed=2)),
@@ -170,7 +170,7 @@ def test_another_kafka_cluster_starts_from_nothing_and_leaves_other_prefixes(red
     assert_equal(beside.store, other)
 
 
-def test_redis_away_is_waited_for_and_nothing_is_lost(redis: RedisServer) -> None:
+def test_an_unavailable_redis_is_awaited_and_nothing_is_lost(redis: RedisServer) -> None:
     records = records_of(events(50))
     updater = opened(redis, MemoryEvents(records))
     stop, clock, waits = threading.Event(), FakeClock(), []
@@ -191,7 +191,7 @@ def test_redis_away_is_waited_for_and_nothing_is_lost(redis: RedisServer) -> Non
     assert_equal(updater.store, records)
 
 
-def test_events_that_are_away_are_waited_for(redis: RedisServer) -> None:
+def test_an_unavailable_kafka_is_awaited(redis: RedisServer) -> None:
     records, stop = records_of(events(5)), threading.Event()
     source = EndingEvents(records, stop)
     updater = opened(redis, source)
@@ -205,7 +205,7 @@ def test_events_that_are_away_are_waited_for(redis: RedisServer) -> None:
     assert_equal(updater.store, records)
 
 
-def test_a_stop_while_redis_is_away_ends_quietly(redis: RedisServer) -> None:
+def test_a_stop_while_redis_is_unavailable_is_clean(redis: RedisServer) -> None:
     updater, stop = opened(redis, MemoryEvents([])), threading.Event()
 
     def wait() -> None:
@@ -216,20 +216,20 @@ def test_a_stop_while_redis_is_away_ends_quietly(redis: RedisServer) -> None:
     assert updater.store.offsets("c") == {}, "nothing was applied"
 
 
-def test_states_of_another_version_stop_the_updater_with_a_sentence(redis: RedisServer) -> None:
+def test_states_of_another_version_stop_the_updater_with_one_sentence(redis: RedisServer) -> None:
     updater = opened(redis, MemoryEvents(records_of([impression(1, [5], T0)])))
     updater.store.connection.set(updater.store.key("item", 5), b"\x09")
     with pytest.raises(CheckpointError, match="expected a counter's state of version 3"):
         updater.step(0)
 
 
-def test_a_redis_that_is_away_is_one_error() -> None:
+def test_an_unavailable_redis_raises_one_error_type() -> None:
     connection = redis_client.client("redis://127.0.0.1:1/0", timeout_s=0.2)
     with pytest.raises(UnavailableError, match="Redis at x failed"):
         FeatureStore(connection, "x", "").offsets("c")
 
 
-def test_a_click_at_the_time_of_its_impression_comes_after_it() -> None:
+def test_a_click_at_the_time_of_its_impression_is_applied_after_it() -> None:
     records = records_of([engagement(1, 5, T0), impression(1, [5], T0)])
     source = MemoryEvents(records)
     source.seek({})
@@ -254,7 +254,7 @@ def test_the_program_waits_for_kafka_until_it_is_stopped(tmp_path: Path) -> None
     assert not program.is_alive()
 
 
-def test_the_program_refuses_wrong_settings_before_it_waits(tmp_path: Path) -> None:
+def test_wrong_settings_are_refused_before_the_program_waits(tmp_path: Path) -> None:
     config = FeaturesConfig(
         bootstrap="127.0.0.1:1", redis="redis://127.0.0.1:1/x", schema=tmp_path / "schema.toml"
     )

@@ -40,7 +40,7 @@ def explained(built: Built, body: dict[str, Any] = BODY) -> dict[str, Any]:
     return answer.json()
 
 
-def test_scores_and_order_are_those_of_a_rank_and_nothing_is_logged(built: Built) -> None:
+def test_explain_gives_the_scores_and_order_of_rank_and_logs_nothing(built: Built) -> None:
     learn(built)
     told = explained(built)
     assert built.records() == []
@@ -51,7 +51,7 @@ def test_scores_and_order_are_those_of_a_rank_and_nothing_is_logged(built: Built
         assert one["scores"] == pytest.approx(scores, abs=1e-6)
 
 
-def test_a_change_is_the_score_of_the_request_without_the_feature_less_its_own(built: Built) -> None:
+def test_a_contribution_is_the_score_change_without_the_feature(built: Built) -> None:
     learn(built)
     told = explained(built)
     by_name = {f["name"]: f for f in told["features"]}
@@ -72,7 +72,7 @@ def test_a_change_is_the_score_of_the_request_without_the_feature_less_its_own(b
     )
 
 
-def test_features_are_told_as_they_were_scored(built: Built) -> None:
+def test_features_are_shown_as_scored(built: Built) -> None:
     by_name = {f["name"]: f for f in explained(built)["features"]}
     assert set(by_name) == {f.name for f in (*SCHEMA.ro, *SCHEMA.nro)}
     assert by_name["age_h"]["values"] == [2.5, None, None] and by_name["mood"]["values"] == [0.5]
@@ -83,7 +83,7 @@ def test_features_are_told_as_they_were_scored(built: Built) -> None:
     assert by_name["item"]["values"] == ["8", str(item_id("nine")), "10"] and by_name["mood"]["rows"] is None
 
 
-def test_what_was_hydrated_is_explained_and_marked(tmp_path: Path) -> None:
+def test_hydrated_features_are_explained_and_marked(tmp_path: Path) -> None:
     hydrator = FakeHydrator({}, {"clicks_1h": 7.0})
     built = build(tmp_path, FakeRows(SCHEMA), hydrator)
     body = {"user_id": 1, "candidates": [{"item_id": 1}, {"item_id": 2}]}
@@ -94,7 +94,7 @@ def test_what_was_hydrated_is_explained_and_marked(tmp_path: Path) -> None:
     built.close()
 
 
-def test_rows_are_counted_and_those_that_were_learned(tmp_path: Path) -> None:
+def test_known_and_trained_rows_are_counted(tmp_path: Path) -> None:
     class Learned:
         """Of all rows only item 8's and topic 2's."""
 
@@ -121,7 +121,7 @@ def test_rows_are_counted_and_those_that_were_learned(tmp_path: Path) -> None:
     built.close()
 
 
-def test_it_is_bounded_in_candidates_and_features(built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_explain_is_bounded_in_candidates_and_features(built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(explanation, "MAX_FEATURES", 3)
     told = explained(built)
     assert [f["name"] for f in told["features"] if f["changes"] is not None] == ["item", "topics", "age_h"]
@@ -135,12 +135,12 @@ def test_it_is_bounded_in_candidates_and_features(built: Built, monkeypatch: pyt
     ("body", "status"),
     [({}, 400), ({**BODY, "model_version": "9-9"}, 404), ({**BODY, "ro": {"hours": 1}}, 400)],
 )
-def test_it_is_refused_as_a_rank_is(built: Built, body: dict[str, Any], status: int) -> None:
+def test_explain_refuses_what_rank_refuses(built: Built, body: dict[str, Any], status: int) -> None:
     assert client_of(built).post("/v1/explain", json=body).status_code == status
     assert client_of(built).get("/v1/explain").status_code == 405
 
 
-def test_it_waits_in_line_with_ranks_and_one_at_a_time(built: Built) -> None:
+def test_explain_requests_queue_with_rank_one_at_a_time(built: Built) -> None:
     app = HttpInterface(built.context)
     passes: list[str] = []
     endpoint = app._traffic["/v1/explain"]
@@ -174,12 +174,12 @@ def test_it_waits_in_line_with_ranks_and_one_at_a_time(built: Built) -> None:
     assert full.status_code == 429 and "in flight" in full.text
 
 
-def test_the_example_of_the_page_is_one_that_it_takes(built: Built) -> None:
+def test_the_example_of_the_page_is_valid(built: Built) -> None:
     page = client_of(built).get("/page.json").json()
     assert page["example"] == rank_example(SCHEMA) and explained(built, page["example"])["order"]
 
 
-def test_the_pages_document_says_what_is_served(built: Built) -> None:
+def test_the_page_describes_the_served_schema(built: Built) -> None:
     http = client_of(built)
     page = http.get("/page.json").json()
     assert (page["ready"], page["served"], page["versions"]) == (
@@ -195,7 +195,7 @@ def test_the_pages_document_says_what_is_served(built: Built) -> None:
 
 
 @pytest.mark.parametrize("path", ["/", "/page.css", "/page.js", "/parts.js", "/page.json"])
-def test_files_of_the_page_come_with_its_policy(built: Built, path: str) -> None:
+def test_page_files_have_a_content_security_policy(built: Built, path: str) -> None:
     answer = client_of(built).get(path, headers={"accept": "text/html" if path == "/" else "*/*"})
     assert answer.status_code == 200 and "default-src 'none'" in answer.headers["content-security-policy"]
     assert (

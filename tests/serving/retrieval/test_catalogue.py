@@ -32,7 +32,7 @@ def read(*rows: Any) -> Catalogue:
     )
 
 
-def test_items_are_there_by_id_as_they_were_given() -> None:
+def test_items_are_found_by_id() -> None:
     catalogue = whole()
     assert len(catalogue) == NUM_ITEMS and (np.diff(catalogue.id_I) > 0).all()
     assert {signed(item_id(given)): given for given in catalogue.client_id_I} == dict(
@@ -42,7 +42,7 @@ def test_items_are_there_by_id_as_they_were_given() -> None:
     assert catalogue.attributes.allowed({"lang": "da"}).sum() == NUM_ITEMS / 2
 
 
-def test_features_are_those_of_the_file_whichever_items_are_taken() -> None:
+def test_features_equal_those_of_the_file_for_any_selection() -> None:
     catalogue = whole()
     slots = catalogue.find_slots(catalogue.id_I[[40, 3, 17]])
     features = catalogue.features(slots)
@@ -58,7 +58,7 @@ def test_features_are_those_of_the_file_whichever_items_are_taken() -> None:
         )
 
 
-def test_taken_items_are_what_a_request_with_them_is_decoded_to() -> None:
+def test_selected_items_equal_a_decoded_request_with_them() -> None:
     catalogue, slots = whole(), np.array([3, 17, 40])
     taken = catalogue.take(slots)
     block = encode_nro(SCHEMA, catalogue.features(slots), 3)
@@ -71,7 +71,7 @@ def test_taken_items_are_what_a_request_with_them_is_decoded_to() -> None:
     np.testing.assert_array_equal(taken.item_B, again.item_B)
 
 
-def test_every_kind_of_list_comes_back() -> None:
+def test_every_kind_of_list_round_trips() -> None:
     schema = schema_from_dict(
         {
             "tables": {"item": {"dim": 4}},
@@ -94,7 +94,7 @@ def test_every_kind_of_list_comes_back() -> None:
     assert features["viewers"] == [None, rows[2]["viewers"], rows[1]["viewers"]]
 
 
-def test_ids_that_are_not_here_have_no_slot() -> None:
+def test_unknown_ids_have_no_slot() -> None:
     catalogue = read({"item_id": 5}, {"item_id": 9})
     assert catalogue.find_slots(np.array([9, 1, 7, 100, 9])).tolist() == [1]
     assert catalogue.find_slots(np.zeros(0, np.int64)).tolist() == []
@@ -126,13 +126,13 @@ def test_ids_that_are_not_here_have_no_slot() -> None:
         ),
     ],
 )
-def test_a_line_that_is_no_item_is_refused_with_its_number(bad: Any, message: str) -> None:
+def test_an_invalid_line_is_refused_with_its_number(bad: Any, message: str) -> None:
     good: list[Any] = [{"item_id": i} for i in (*range(1, 20), "nine", 21)]
     with pytest.raises(ConfigError, match=message):
         read(*good, bad)
 
 
-def test_a_file_without_items_and_one_that_is_not_there_are_refused(tmp_path: Path) -> None:
+def test_an_empty_or_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="expected at least one item, got none"):
         load_catalogue(SCHEMA, write_items(tmp_path / "none.jsonl", []))
     with pytest.raises(ConfigError, match=r"items: expected a file of items, got .*: No such file"):
@@ -160,13 +160,13 @@ ATTRIBUTES = Attributes(
         ({"lang": []}, []),
     ],
 )
-def test_items_are_those_that_have_of_each_name_one_of_the_values(
+def test_a_filter_matches_one_of_the_values_of_each_attribute(
     wanted: dict[str, Any], slots: list[int]
 ) -> None:
     assert np.flatnonzero(ATTRIBUTES.allowed(wanted)).tolist() == slots
 
 
-def test_a_name_that_no_item_has_is_refused_with_the_nearest() -> None:
+def test_an_unknown_attribute_is_refused_with_the_nearest_name() -> None:
     with pytest.raises(RequestError, match="no item has attribute 'lng'; did you mean 'lang'") as told:
         ATTRIBUTES.allowed({"lng": "da"})
     assert (told.value.status, told.value.path) == (400, "$.filter.lng")
@@ -175,9 +175,9 @@ def test_a_name_that_no_item_has_is_refused_with_the_nearest() -> None:
 @pytest.mark.parametrize(
     "given", [{"price": 2.5}, {"a": None}, {"a": [["b"]]}, {"a": {"b": 1}}, [1], "a", None]
 )
-def test_attributes_that_cannot_be_compared_are_told(given: object) -> None:
+def test_attributes_of_unsupported_types_are_refused(given: object) -> None:
     assert check_attributes(given).startswith("expected attribute")
 
 
-def test_texts_integers_booleans_and_lists_of_them_are_attributes() -> None:
+def test_strings_integers_booleans_and_lists_are_attributes() -> None:
     assert check_attributes({"a": "b", "c": 1, "d": True, "e": ["b", 1, False], "f": []}) == ""

@@ -28,7 +28,7 @@ def towers() -> Retrieval:
     return model
 
 
-def test_an_item_has_the_same_vector_alone_and_among_all_and_its_length_is_one() -> None:
+def test_an_item_vector_has_norm_one_and_does_not_depend_on_the_batch() -> None:
     model, rows, catalogue = towers(), FakeRows(SCHEMA), whole()
     every_ID = encode_items(model, rows, catalogue.items)
     assert every_ID.shape == (NUM_ITEMS, 4) and len(np.unique(every_ID.round(5), axis=0)) > 0.9 * NUM_ITEMS
@@ -39,7 +39,7 @@ def test_an_item_has_the_same_vector_alone_and_among_all_and_its_length_is_one()
         )
 
 
-def test_it_is_the_vector_that_training_compares_with_a_request() -> None:
+def test_an_item_vector_equals_that_of_training() -> None:
     model, rows, catalogue, slots = towers(), FakeRows(SCHEMA), whole(), np.array([5, 6, 7])
     ro = encode_ro(SCHEMA, {"mood": 0.5, "hour": 3.0})
     block = encode_nro(SCHEMA, {**catalogue.features(slots), "clicks": np.array([1.0, 2.0, 3.0])}, 3)
@@ -58,7 +58,7 @@ def test_it_is_the_vector_that_training_compares_with_a_request() -> None:
         assert (np.argsort(products_BT[:, t]) == np.argsort(logits_BT[:, t])).all()
 
 
-def test_a_vector_that_is_not_finite_is_refused_with_its_item() -> None:
+def test_a_vector_with_non_finite_values_is_refused_with_its_item() -> None:
     model = towers()
     with torch.no_grad():
         model.item.out.bias.fill_(float("nan"))
@@ -88,7 +88,7 @@ def test_a_vector_that_is_not_finite_is_refused_with_its_item() -> None:
         ),
     ],
 )
-def test_towers_that_look_at_a_list_or_at_what_changes_by_the_minute_are_refused(
+def test_item_towers_with_list_or_online_features_are_refused(
     floats: tuple[str, ...], transforms: tuple[Transform, ...], message: str
 ) -> None:
     schema = dataclasses.replace(SCHEMA, transforms=transforms)
@@ -101,7 +101,7 @@ def test_towers_that_look_at_a_list_or_at_what_changes_by_the_minute_are_refused
         check_item_features(schema, model)
 
 
-def test_a_cascade_and_two_towers_retrieve_and_a_ranker_does_not() -> None:
+def test_only_cascades_and_two_tower_models_retrieve() -> None:
     assert isinstance(retrieval_model(build_model(SCHEMA, TOWERS, 0)), Retrieval)
     assert isinstance(retrieval_model(build_model(SCHEMA, CASCADE, 0)), Retrieval)
     assert (

@@ -64,7 +64,7 @@ def space_of(kept: Retrieving) -> RetrievalIndex:
     return space
 
 
-def test_the_first_turn_makes_all_vectors_by_the_version_that_is_served(kept: Retrieving, rows: Rows) -> None:
+def test_the_first_build_uses_the_served_version(kept: Retrieving, rows: Rows) -> None:
     assert kept.keeper.retriever.index is None and kept.keeper.waiting_for == "vectors of items"
     kept.turn()
     space = space_of(kept)
@@ -74,7 +74,7 @@ def test_the_first_turn_makes_all_vectors_by_the_version_that_is_served(kept: Re
     )
 
 
-def test_version_and_vectors_are_put_in_use_as_one(kept: Retrieving, rows: Rows) -> None:
+def test_version_and_vectors_change_together(kept: Retrieving, rows: Rows) -> None:
     kept.turn()
     before = space_of(kept)
     kept.serve(packed_version("1-3", seed=7))
@@ -92,7 +92,7 @@ def test_version_and_vectors_are_put_in_use_as_one(kept: Retrieving, rows: Rows)
     assert seen == {("1-2", True), ("1-3", False)}
 
 
-def test_items_of_changed_rows_have_new_vectors_with_the_next_look(kept: Retrieving, rows: Rows) -> None:
+def test_items_with_changed_rows_get_new_vectors(kept: Retrieving, rows: Rows) -> None:
     kept.turn()
     space, before = space_of(kept), space_of(kept).nearest.vectors()
     rows.changed = {7: 0.9, 11: -0.9}  # 7 is a topic too
@@ -106,9 +106,7 @@ def test_items_of_changed_rows_have_new_vectors_with_the_next_look(kept: Retriev
     assert kept.keeper.metrics()["roostream_serving_items_due"] == 0 and kept.keeper.num_built == 1
 
 
-def test_no_more_are_made_anew_than_the_setting_allows_and_how_far_behind_is_told(
-    tmp_path: Path, rows: Rows
-) -> None:
+def test_refreshes_are_limited_and_the_lag_is_reported(tmp_path: Path, rows: Rows) -> None:
     kept = retrieving(tmp_path / "home", rows, max_items_refreshed_per_s=50)  # ten a turn
     kept.turn()
     rows.changed = {7: 0.9}
@@ -123,7 +121,7 @@ def test_no_more_are_made_anew_than_the_setting_allows_and_how_far_behind_is_tol
     assert lag == [0.0, 0.0, 0.5, 0.0]
 
 
-def test_a_new_file_of_items_is_taken_and_a_bad_one_leaves_the_one_in_use(
+def test_a_new_catalogue_is_loaded_and_a_bad_one_keeps_the_old(
     kept: Retrieving, caplog: pytest.LogCaptureFixture
 ) -> None:
     kept.turn()
@@ -138,7 +136,7 @@ def test_a_new_file_of_items_is_taken_and_a_bad_one_leaves_the_one_in_use(
     assert "items.jsonl:1: unknown field 'no_such'" in told and "stay in use" in told
 
 
-def test_a_file_that_comes_later_is_found(kept: Retrieving) -> None:
+def test_a_catalogue_that_appears_later_is_loaded(kept: Retrieving) -> None:
     kept.items.rename(kept.items.with_suffix(".away"))
     kept.turn()
     assert kept.keeper.retriever.index is None and kept.keeper.waiting_for == "", (
@@ -160,7 +158,7 @@ def test_a_file_that_comes_later_is_found(kept: Retrieving) -> None:
         ),
     ],
 )
-def test_a_version_that_cannot_retrieve_leaves_the_one_in_use_and_is_told_once(
+def test_a_version_that_cannot_retrieve_is_skipped_and_logged_once(
     kept: Retrieving, caplog: pytest.LogCaptureFixture, config: object, message: str
 ) -> None:
     kept.turn()
@@ -174,9 +172,7 @@ def test_a_version_that_cannot_retrieve_leaves_the_one_in_use_and_is_told_once(
     assert space_of(kept).version.name == "1-4"
 
 
-def test_versions_that_come_faster_than_vectors_are_made_are_passed_over(
-    kept: Retrieving, rows: Rows
-) -> None:
+def test_versions_that_arrive_during_a_build_are_skipped(kept: Retrieving, rows: Rows) -> None:
     gather = rows.gather
     rows.gather = lambda lookup: (kept.clock.advance(1.0), gather(lookup))[1]  # type: ignore[method-assign,assignment]
     kept.turn()
@@ -191,7 +187,7 @@ def test_versions_that_come_faster_than_vectors_are_made_are_passed_over(
     assert int(space_of(kept).version.name.partition("-")[2]) > 29 - 10
 
 
-def test_a_stop_ends_a_build_and_leaves_what_is_in_use(kept: Retrieving) -> None:
+def test_a_stop_cancels_a_build(kept: Retrieving) -> None:
     kept.turn()
     kept.serve(packed_version("1-3"))
     stop = threading.Event()
@@ -201,7 +197,7 @@ def test_a_stop_ends_a_build_and_leaves_what_is_in_use(kept: Retrieving) -> None
     assert space_of(kept).version.name == "1-2" and kept.keeper.num_built == 1
 
 
-def test_going_back_to_an_older_version_is_followed_too(kept: Retrieving) -> None:
+def test_a_rollback_is_followed(kept: Retrieving) -> None:
     old, new = packed_version("1-2"), packed_version("1-3", seed=7)
     served: list[Version] = []
     for version in (old, new, old):
@@ -211,7 +207,7 @@ def test_going_back_to_an_older_version_is_followed_too(kept: Retrieving) -> Non
     assert served == [old, new, old]
 
 
-def test_vectors_of_initial_rows_are_all_made_again_once_rows_are_here(kept: Retrieving) -> None:
+def test_vectors_are_rebuilt_once_rows_are_loaded(kept: Retrieving) -> None:
     kept.keeper.retriever.rows_ready = lambda: False
     for _ in range(3):
         kept.turn(after_s=5.0)

@@ -50,7 +50,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("k", [1, 7, 50, 99])
 @pytest.mark.parametrize("allowed", [False, True])
-def test_without_an_index_they_are_exactly_the_best(k: int, allowed: bool) -> None:
+def test_without_an_index_search_is_exact(k: int, allowed: bool) -> None:
     vector_ID, query_D = unit(50, 0), unit(1, 1)[0]
     allowed_I = np.arange(50) % 3 == 0 if allowed else None
     found = NearestItems(vector_ID).best(query_D, k, allowed_I)
@@ -58,13 +58,13 @@ def test_without_an_index_they_are_exactly_the_best(k: int, allowed: bool) -> No
     np.testing.assert_allclose(found.product_K, vector_ID[found.slot_K] @ query_D, rtol=1e-6)
 
 
-def test_of_equal_items_the_first_slots_are_taken() -> None:
+def test_ties_are_broken_by_slot() -> None:
     vector_ID = np.repeat(unit(2, 3), 20, axis=0)
     query_D = vector_ID[25]
     assert NearestItems(vector_ID).best(query_D, 3).slot_K.tolist() == [20, 21, 22]
 
 
-def test_an_index_proposes_and_the_vectors_of_now_decide() -> None:
+def test_index_candidates_are_rescored_with_current_vectors() -> None:
     vector_ID, query_D = unit(50, 0), unit(1, 1)[0]
     best = brute(vector_ID, query_D, 4)
     script = Scripted([best[3], best[1], best[0], 49, 48])
@@ -72,7 +72,7 @@ def test_an_index_proposes_and_the_vectors_of_now_decide() -> None:
     assert found.slot_K.tolist() == [best[0], best[1]] and script.asked == [4]
 
 
-def test_an_item_whose_vector_moved_is_compared_although_the_index_has_it_elsewhere() -> None:
+def test_a_moved_item_is_compared_exactly() -> None:
     vector_ID, query_D = unit(50, 0), unit(1, 1)[0]
     far = brute(vector_ID, query_D, 50)[-1]
     items = NearestItems(vector_ID, lambda _: Scripted(list(range(5))))
@@ -81,27 +81,27 @@ def test_an_item_whose_vector_moved_is_compared_although_the_index_has_it_elsewh
     assert items.best(query_D, 1, np.arange(50) != far).slot_K.tolist() != [far]
 
 
-def test_a_vector_that_hardly_moved_is_left_to_the_index() -> None:
+def test_a_vector_that_hardly_moved_stays_in_the_index() -> None:
     vector_ID, query_D = unit(50, 0), unit(1, 1)[0]
     items = NearestItems(vector_ID, lambda _: Scripted(list(range(6))))
     items.replace(np.array([49]), vector_ID[49:50] * np.float32(0.999))
     assert 49 not in items.best(query_D, 6).slot_K
 
 
-def test_where_the_index_gives_too_few_every_item_is_compared_and_counted() -> None:
+def test_too_few_index_candidates_cause_an_exact_search_that_is_counted() -> None:
     vector_ID, query_D = unit(50, 0), unit(1, 1)[0]
     items = NearestItems(vector_ID, lambda _: Scripted([3]))
     assert items.best(query_D, 5).slot_K.tolist() == brute(vector_ID, query_D, 5) and items.num_whole == 1
 
 
-def test_where_a_filter_leaves_few_items_the_index_is_not_asked() -> None:
+def test_a_selective_filter_bypasses_the_index() -> None:
     vector_ID, query_D, script = unit(50, 0), unit(1, 1)[0], Scripted([])
     allowed_I = np.arange(50) < 8
     found = NearestItems(vector_ID, lambda _: script).best(query_D, 3, allowed_I)
     assert found.slot_K.tolist() == brute(vector_ID, query_D, 3, allowed_I) and script.asked == []
 
 
-def test_a_new_index_is_wanted_once_many_have_moved_and_knows_the_vectors_of_then() -> None:
+def test_a_rebuild_is_due_after_many_moves() -> None:
     given = list[np.ndarray]()
 
     def propose(vector_ID: np.ndarray) -> Scripted:
@@ -118,7 +118,7 @@ def test_a_new_index_is_wanted_once_many_have_moved_and_knows_the_vectors_of_the
     np.testing.assert_array_equal(given[1][20:26], unit(6, 6))
 
 
-def test_nothing_allowed_is_nothing_found() -> None:
+def test_an_empty_filter_result_finds_nothing() -> None:
     found = NearestItems(unit(50, 0)).best(unit(1, 1)[0], 5, np.zeros(50, np.bool_))
     assert found.slot_K.tolist() == [] == found.product_K.tolist()
 
@@ -127,7 +127,7 @@ def test_nothing_allowed_is_nothing_found() -> None:
     ("found", "truth", "expected"),
     [([1, 2], [2, 1], 1.0), ([1, 9], [1, 2], 0.5), ([], [1], 0.0), ([], [], 1.0)],
 )
-def test_recall_is_the_share_of_the_truly_best_that_was_found(
+def test_recall_is_the_share_of_exact_results_found(
     found: list[int], truth: list[int], expected: float
 ) -> None:
     def of(slots: list[int]) -> SearchResult:
@@ -151,7 +151,7 @@ def faiss() -> object:
 
 
 @pytest.mark.usefixtures("faiss")
-def test_most_of_the_nearest_are_found_and_with_all_lists_every_one() -> None:
+def test_recall_is_high_and_complete_with_all_lists() -> None:
     vector_ID, query_ND = clustered(6000, 0), clustered(20, 1)
     some, every = (NearestItems(vector_ID.copy(), lambda v, p=p: InvertedLists(v, p)) for p in (0.2, 1.0))
     recalls = [[recall(items.best(q, 20), items.exact(q, 20)) for q in query_ND] for items in (some, every)]
@@ -159,19 +159,19 @@ def test_most_of_the_nearest_are_found_and_with_all_lists_every_one() -> None:
 
 
 @pytest.mark.usefixtures("faiss")
-def test_what_is_not_allowed_is_not_proposed() -> None:
+def test_filtered_items_are_not_proposed() -> None:
     vector_ID, allowed_I = clustered(6000, 0), np.arange(6000) % 5 == 1
     slots = InvertedLists(vector_ID, 1.0).propose(vector_ID[3], 200, allowed_I)
     assert len(slots) == 200 == len(set(slots.tolist())) and allowed_I[slots].all()
 
 
 @pytest.mark.usefixtures("faiss")
-def test_fewer_than_asked_for_are_proposed_where_there_are_no_more() -> None:
+def test_fewer_than_k_are_returned_if_there_are_no_more() -> None:
     slots = InvertedLists(clustered(50, 0), 1.0).propose(clustered(1, 1)[0], 80, None)
     assert sorted(slots.tolist()) == list(range(50))
 
 
-def test_without_the_package_the_setting_is_refused_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_index_package_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "faiss", None)
     with pytest.raises(
         ConfigError, match=r"items_index: expected the package extra retrieval .*roostream\[retrieval\]"

@@ -7,7 +7,7 @@ import numpy as np
 from serving.retrieval.item_vectors import RefreshQueue
 
 
-def test_the_longest_waiting_are_taken_first_and_wait_no_more() -> None:
+def test_the_longest_waiting_items_are_taken_first() -> None:
     due = RefreshQueue(10)
     due.mark(np.array([7, 8]), 2.0)
     due.mark(np.array([1, 3]), 1.0)
@@ -17,7 +17,7 @@ def test_the_longest_waiting_are_taken_first_and_wait_no_more() -> None:
     assert due.take(5).tolist() == [8] and due.oldest_s is None and len(due.take(5)) == 0
 
 
-def test_an_item_that_is_marked_again_waits_since_the_first_time() -> None:
+def test_an_item_marked_again_keeps_its_first_time() -> None:
     due = RefreshQueue(4)
     due.mark(np.array([2]), 1.0)
     due.mark(np.array([2, 0]), 5.0)

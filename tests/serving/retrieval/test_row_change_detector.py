@@ -41,7 +41,7 @@ def looked(changed: RowChangeDetector, rows: Rows) -> list[int]:
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 1000])
-def test_items_of_changed_rows_are_told_once(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
+def test_items_with_changed_rows_are_reported_once(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
     monkeypatch.setattr(changed_rows, "CHUNK", chunk)
     changed, rows = RowChangeDetector(catalogue().items), Rows()
     assert looked(changed, rows) == []  # the first look learns what is there

@@ -34,7 +34,7 @@ CASCADE = CascadeConfig(
 )
 
 
-def test_trained_towers_find_what_users_like_and_vectors_follow_training(tmp_path: Path) -> None:
+def test_trained_towers_retrieve_liked_items_and_vectors_follow_training(tmp_path: Path) -> None:
     torch.set_num_threads(1)
     world, clock = World(_WORLD), FakeClock(T0)
     loop, _ = visit_loop(CASCADE, visits(1000))

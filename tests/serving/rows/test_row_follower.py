@@ -95,7 +95,7 @@ class Stage:
         return self.replica.gather(lookup_of(item))[ITEM.stack][0]
 
 
-def test_rows_come_from_the_shards_and_then_from_the_topic() -> None:
+def test_rows_are_loaded_from_shards_and_then_from_the_topic() -> None:
     stage = Stage(Shard({8: 0.5}))
     stage.topic.add(delta(8, 0.1, 1))  # before the bootstrap: the shard's answer holds it
     assert not stage.follower.ready and stage.follower.lag() is None
@@ -140,7 +140,7 @@ def test_freshness_is_observed_when_a_delta_becomes_servable() -> None:
     ],
     ids=["empty", "unknown type", "not for rows", "not finite", "cut"],
 )
-def test_g5_a_bad_record_is_counted_and_its_bucket_read_from_the_shard(value: bytes) -> None:
+def test_g5_a_bad_record_is_counted_and_its_bucket_reloaded(value: bytes) -> None:
     stage = Stage(Shard({8: 0.5}))
     stage.follower.bootstrap()
     stage.topic.add(value, bucket_of(8, ITEM.id, DEFAULT_BUCKETS))
@@ -152,7 +152,7 @@ def test_g5_a_bad_record_is_counted_and_its_bucket_read_from_the_shard(value: by
     )
 
 
-def test_a_bad_record_of_nobody_knows_which_bucket_reads_all_rows_again() -> None:
+def test_a_bad_record_of_an_unknown_bucket_reloads_all_rows() -> None:
     stage = Stage(Shard({8: 0.5}))
     stage.follower.bootstrap()
     stage.topic.add(b"")
@@ -160,7 +160,7 @@ def test_a_bad_record_of_nobody_knows_which_bucket_reads_all_rows_again() -> Non
         stage.follower.step()
 
 
-def test_a_shard_that_is_away_is_asked_for_a_stale_bucket_again_after_a_while() -> None:
+def test_an_unavailable_shard_is_retried_for_a_stale_bucket() -> None:
     stage = Stage(Shard({8: 0.5}, version=(1, 0)))
     stage.follower.bootstrap()
     stage.topic.add(delta(8, 0.75, 2))
@@ -175,7 +175,7 @@ def test_a_shard_that_is_away_is_asked_for_a_stale_bucket_again_after_a_while() 
     assert not stage.replica.stale and stage.value(8).tolist() == [0.5] * 4 and stage.follower.num_mended == 1
 
 
-def test_a_barrier_that_says_so_reads_all_rows_again_while_requests_go_on() -> None:
+def test_a_reset_barrier_reloads_all_rows_while_requests_continue() -> None:
     stage = Stage(Shard({8: 0.5}))
     stage.follower.bootstrap()
     stage.topic.add(barrier(8, 2, rebootstrap=True))
@@ -195,7 +195,7 @@ def run_until(stage: Stage, done: Callable[[], bool]) -> None:
     stage.follower.run(stop)
 
 
-def test_shards_and_kafka_away_at_the_start_are_waited_for(caplog: pytest.LogCaptureFixture) -> None:
+def test_shards_and_kafka_may_be_unavailable_at_the_start(caplog: pytest.LogCaptureFixture) -> None:
     stage = Stage(Shard({8: 0.5}))
     stage.topic.outages = 3
     stage.transport.fail_next("scan")
@@ -205,7 +205,7 @@ def test_shards_and_kafka_away_at_the_start_are_waited_for(caplog: pytest.LogCap
     assert "waiting for rows of the shards" in caplog.text
 
 
-def test_a_place_that_the_topic_no_longer_has_reads_all_rows_again() -> None:
+def test_a_deleted_offset_reloads_all_rows() -> None:
     stage = Stage(Shard({8: 0.5}))
     stage.topic.losses = 1
     run_until(stage, lambda: stage.follower.num_bootstraps == 2)
@@ -222,7 +222,7 @@ def test_a_row_follower_stops_while_it_waits() -> None:
 # How old the rows are
 
 
-def test_rows_are_current_while_topic_and_shards_say_so_and_grow_old_without_them() -> None:
+def test_row_age_grows_without_topic_or_shards() -> None:
     stage = Stage(Shard({8: 0.5}))
     assert stage.follower.age_s() is None and stage.follower.current_time_s() is None
     stage.follower.bootstrap()
@@ -241,7 +241,7 @@ def test_rows_are_current_while_topic_and_shards_say_so_and_grow_old_without_the
     assert stage.follower.age_s() == 0
 
 
-def test_rows_grow_old_while_a_shard_is_away_and_it_is_not_asked_all_the_time() -> None:
+def test_row_age_grows_while_a_shard_is_unavailable_and_retries_are_limited() -> None:
     stage = Stage(Shard({8: 0.5}))
     stage.follower.bootstrap()
     stage.follower.step()
@@ -260,7 +260,7 @@ def test_rows_grow_old_while_a_shard_is_away_and_it_is_not_asked_all_the_time() 
     assert stage.follower.age_s() == 0
 
 
-def test_rows_with_records_before_them_or_a_stale_bucket_are_not_current() -> None:
+def test_unread_records_or_a_stale_bucket_make_rows_not_current() -> None:
     stage = Stage(Shard({8: 0.5}, version=(1, 0)))
     stage.follower.bootstrap()
     stage.follower.step()

@@ -29,7 +29,7 @@ def config_of(**settings: Any) -> Any:
     )
 
 
-def test_a_replica_is_the_default_store_of_rows() -> None:
+def test_a_replica_is_the_default_row_store() -> None:
     own = open_rows(config_of(shards=("127.0.0.1:9",)), SCHEMA, 0, SystemClock())
     assert isinstance(own, FollowedRows) and own.waiting_for == "rows of the shards" and not own.ready
     assert (
@@ -66,7 +66,7 @@ class CachedStage:
         return float(self.served.gather(lookup_of(item))[ITEM.stack][0, 0])
 
 
-def test_a_cache_reads_what_it_lacks_and_follows_it() -> None:
+def test_a_cache_reads_missing_rows_and_keeps_them_current() -> None:
     stage = CachedStage()
     assert not stage.served.ready and stage.served.waiting_for == "the end of the rows topic"
     stage.served.follower.bootstrap()
@@ -83,7 +83,7 @@ def test_a_cache_reads_what_it_lacks_and_follows_it() -> None:
     ) == (3, 1, 0, 1)
 
 
-def test_a_cache_whose_shard_and_topic_are_away_answers_what_it_has_and_says_what_it_lacks() -> None:
+def test_a_cache_without_shard_and_topic_answers_with_cached_rows_and_counts_missing_ones() -> None:
     stage = CachedStage()
     stage.served.follower.bootstrap()
     stage.value(8)
@@ -99,7 +99,7 @@ def test_a_cache_whose_shard_and_topic_are_away_answers_what_it_has_and_says_wha
     )
 
 
-def test_a_cache_that_does_not_wait_reads_beside_until_the_process_stops() -> None:
+def test_a_non_blocking_cache_reads_in_the_background_until_stop() -> None:
     stage, stop = CachedStage(waits=False), threading.Event()
     stage.topic.on_poll = lambda: stop.set() if stage.cache.num_rows else stage.served.gather(lookup_of(8))
     stage.served.run(stop)
@@ -115,7 +115,7 @@ def test_a_cache_that_does_not_wait_reads_beside_until_the_process_stops() -> No
         ({"rows": "some"}, "rows"),
     ],
 )
-def test_settings_of_rows_that_don_t_fit_are_refused(settings: dict[str, Any], expected: str) -> None:
+def test_contradicting_row_settings_are_refused(settings: dict[str, Any], expected: str) -> None:
     with pytest.raises(SettingError, match=expected):
         config_of(**settings)
 

@@ -11,26 +11,26 @@ from serving.http.admission import AdmissionGate
 from serving.versions.idle_gate import IdleGate
 
 
-def test_without_requests_nothing_is_waited_for() -> None:
+def test_without_requests_there_is_no_wait() -> None:
     clock = FakeClock()
     assert IdleGate(clock).wait(9.0) and clock.monotonic_s() == 0
 
 
-def test_it_waits_until_the_last_request_is_answered() -> None:
+def test_the_gate_waits_for_the_last_request() -> None:
     clock = FakeClock()
     idle_gate = IdleGate(clock)
     idle_gate.in_flight = lambda: int(clock.monotonic_s() < 0.5)
     assert idle_gate.wait(9.0) and 0.5 <= clock.monotonic_s() < 0.6
 
 
-def test_it_waits_no_longer_than_it_was_told_to() -> None:
+def test_the_gate_waits_at_most_its_timeout() -> None:
     clock = FakeClock()
     idle_gate = IdleGate(clock)
     idle_gate.in_flight = lambda: 1
     assert not idle_gate.wait(2.0) and 2.0 <= clock.monotonic_s() < 2.1
 
 
-def test_a_stop_ends_it() -> None:
+def test_a_stop_ends_the_wait() -> None:
     clock, stop = FakeClock(), threading.Event()
     idle_gate = IdleGate(clock)
     idle_gate.in_flight = lambda: 1
@@ -38,7 +38,7 @@ def test_a_stop_ends_it() -> None:
     assert not idle_gate.wait(60.0, stop) and clock.monotonic_s() < 0.1
 
 
-def test_who_waits_is_woken_when_the_last_request_leaves_and_looks_by_himself_seldom(
+def test_a_waiter_is_woken_by_the_last_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("serving.versions.idle_gate._LOOK_S", 60.0)

@@ -58,7 +58,7 @@ def best(built: Built, version: str) -> list[int]:
     return sorted(range(len(scores)), key=lambda i: -scores[i])
 
 
-def test_an_interleaved_list_is_a_draft_of_both_with_its_propensities(built: Built) -> None:
+def test_an_interleaved_list_is_a_team_draft_with_propensities(built: Built) -> None:
     ours, rival = best(built, "1-2"), best(built, "1-1")
     assert ours != rival
     built.service.versions.put(interleave=TrafficSplit("previous", 1.0))
@@ -77,7 +77,7 @@ def test_a_repeated_request_has_the_same_list(built: Built) -> None:
     assert ranked(built)[0].answer.order == ranked(built)[0].answer.order
 
 
-def test_a_click_is_credited_to_the_version_that_picked_the_item(built: Built) -> None:
+def test_a_click_is_credited_to_the_version_of_the_item(built: Built) -> None:
     built.service.versions.put(interleave=TrafficSplit("previous", 1.0))
     ranked(built)
     click = {"request_id": "r-1", "user_id": 17, "session_id": 4, "item_id": 8, "action": "click"}
@@ -89,7 +89,7 @@ def test_a_click_is_credited_to_the_version_that_picked_the_item(built: Built) -
     ) == [("1-2", "1-1")]
 
 
-def test_a_rival_that_fails_leaves_the_list_to_the_version(built: Built) -> None:
+def test_a_failing_rival_leaves_the_order_unchanged(built: Built) -> None:
     built.service.versions.put(interleave=TrafficSplit("1-3", 0.0))
     built.service.versions.install(build_version("1-3", SCHEMA, MODEL, 0, weights(0, float("inf"))))
     built.service.versions.activate("1-2")
@@ -99,7 +99,7 @@ def test_a_rival_that_fails_leaves_the_list_to_the_version(built: Built) -> None
     assert built.service.interleaving_stats.num_lists == 0
 
 
-def test_what_was_scored_is_told_with_all_that_scoring_it_again_takes(built: Built) -> None:
+def test_a_scored_request_contains_all_inputs_of_a_rescore(built: Built) -> None:
     told: list[ScoredRequest] = []
     built.service.on_scored = told.append
     found, impression = ranked(built)

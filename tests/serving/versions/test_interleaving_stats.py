@@ -54,7 +54,7 @@ def test_an_item_counts_once() -> None:
     assert interleaving_stats.num_engaged == 1
 
 
-def test_other_actions_requests_users_and_items_are_passed_over() -> None:
+def test_other_actions_requests_users_and_items_are_ignored() -> None:
     interleaving_stats = InterleavingStats("click")
     interleaving_stats.record_engagements(engagements(1))
     draft(interleaving_stats)
@@ -68,7 +68,7 @@ def test_other_actions_requests_users_and_items_are_passed_over() -> None:
     assert interleaving_stats.num_engaged == 0 and interleaving_stats.outcomes_by_pair() == {}
 
 
-def test_a_further_page_belongs_to_its_request_and_a_repeated_one_changes_nothing() -> None:
+def test_a_later_page_joins_its_request_and_a_repeat_changes_nothing() -> None:
     interleaving_stats = InterleavingStats("click")
     draft(interleaving_stats)
     draft(interleaving_stats)
@@ -77,7 +77,7 @@ def test_a_further_page_belongs_to_its_request_and_a_repeated_one_changes_nothin
     assert interleaving_stats.num_lists == 1 and interleaving_stats.outcomes()["tie"] == 1
 
 
-def test_memory_is_bounded_the_oldest_request_goes() -> None:
+def test_the_oldest_request_is_dropped_at_the_memory_bound() -> None:
     interleaving_stats = InterleavingStats("click", max_candidates=7)
     for number in range(3):
         draft(interleaving_stats, f"r-{number}")
@@ -86,7 +86,7 @@ def test_memory_is_bounded_the_oldest_request_goes() -> None:
     assert interleaving_stats.num_engaged == 2
 
 
-def test_a_request_that_another_pair_shares_is_theirs() -> None:
+def test_a_request_counts_for_its_newest_pair() -> None:
     interleaving_stats = InterleavingStats("click", max_candidates=4)
     draft(interleaving_stats)
     draft(interleaving_stats, pair=Pair("1-3", "1-2"))
@@ -94,7 +94,7 @@ def test_a_request_that_another_pair_shares_is_theirs() -> None:
     assert interleaving_stats.outcomes_by_pair() == {Pair("1-3", "1-2"): {"served": 0, "rival": 1, "tie": 0}}
 
 
-def test_sums_of_the_newest_pairs_are_kept() -> None:
+def test_only_the_newest_pairs_are_kept() -> None:
     interleaving_stats = InterleavingStats("click")
     for number in range(MAX_PAIRS + 5):
         draft(interleaving_stats, f"r-{number}", Pair(f"1-{number + 1}", f"1-{number}"))

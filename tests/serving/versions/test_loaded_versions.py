@@ -49,20 +49,20 @@ def scored_by(versions: LoadedVersions, **request: Any) -> str:
     return versions.choose(Request(**request)).version.name
 
 
-def test_the_newest_is_served_and_as_many_as_are_kept_are_held() -> None:
+def test_the_newest_version_is_served_and_a_bounded_number_stays_loaded() -> None:
     versions = holding("1-1", "1-2", "1-3", keep=3)
     assert (
         names(versions) == ["1-3", "1-2", "1-1"] and scored_by(versions) == "1-3" and versions.num_swaps == 3
     )
 
 
-def test_one_of_the_same_name_takes_its_place() -> None:
+def test_a_version_of_the_same_name_replaces_it() -> None:
     versions = holding("1-1", "1-2")
     versions.install(version("1-1"), committed_ms=5)
     assert names(versions) == ["1-1", "1-2"] and versions.served.committed_ms == 5
 
 
-def test_an_activated_version_is_served_while_newer_ones_come_until_resume() -> None:
+def test_an_activated_version_is_served_until_resume() -> None:
     versions = holding("1-1", "1-2")
     versions.activate("1-1")
     assert scored_by(versions) == "1-1"
@@ -77,7 +77,7 @@ def test_an_activated_version_is_served_while_newer_ones_come_until_resume() -> 
     assert scored_by(versions) == "1-5" and names(versions) == ["1-5", "1-4"]
 
 
-def test_who_shows_the_served_version_is_told_when_it_becomes_another() -> None:
+def test_a_change_of_the_served_version_is_announced() -> None:
     told: list[str] = []
 
     def changed(loaded: LoadedVersion) -> None:
@@ -92,14 +92,14 @@ def test_who_shows_the_served_version_is_told_when_it_becomes_another() -> None:
     assert told == ["1-2", "1-1", "1-3"]
 
 
-def test_a_request_that_names_a_version_has_it_whatever_is_routed() -> None:
+def test_a_named_version_overrides_routing() -> None:
     versions = holding(
         "1-1", "1-2", canary=TrafficSplit("newest", 1.0), interleave=TrafficSplit("previous", 1.0)
     )
     assert versions.choose(Request(model_version="1-1")) == (versions.named("1-1"), None)
 
 
-def test_a_version_that_is_not_held_is_a_404_with_those_that_are() -> None:
+def test_an_unloaded_version_is_404_with_the_loaded_ones() -> None:
     versions = holding("1-1")
     for ask in (
         lambda: scored_by(versions, model_version="1-9"),
@@ -117,7 +117,7 @@ def test_a_version_that_is_not_held_is_a_404_with_those_that_are() -> None:
         )
 
 
-def test_what_is_no_name_is_a_400() -> None:
+def test_an_invalid_version_name_is_400() -> None:
     with pytest.raises(
         RequestError, match="expected a model version as '<incarnation>-<seq>', got 'latest'"
     ) as error:
@@ -125,7 +125,7 @@ def test_what_is_no_name_is_a_400() -> None:
     assert error.value.status == 400
 
 
-def test_the_newest_as_canary_leaves_the_one_before_to_the_others() -> None:
+def test_with_the_newest_as_canary_other_users_get_the_previous_version() -> None:
     versions = holding("1-1", "1-2", canary=TrafficSplit("newest", 0.3))
     found = [scored_by(versions, user=user) for user in range(1, 400)]
     assert set(found) == {"1-1", "1-2"} and 80 < found.count("1-2") < 160
@@ -133,13 +133,13 @@ def test_the_newest_as_canary_leaves_the_one_before_to_the_others() -> None:
     assert versions.served.version.name == "1-1"
 
 
-def test_the_newest_as_canary_beside_an_activated_version() -> None:
+def test_the_newest_version_can_be_canary_beside_an_activated_one() -> None:
     versions = holding("1-1", "1-2", "1-3", keep=3, canary=TrafficSplit("newest", 0.3))
     versions.activate("1-1")
     assert {scored_by(versions, user=user) for user in range(1, 100)} == {"1-1", "1-3"}
 
 
-def test_a_named_canary_is_held_as_long_as_it_is_one() -> None:
+def test_a_named_canary_stays_loaded() -> None:
     versions = holding("1-1", "1-2")
     versions.put(canary=TrafficSplit("1-1", 0.5))
     versions.install(version("1-3"))
@@ -149,19 +149,19 @@ def test_a_named_canary_is_held_as_long_as_it_is_one() -> None:
     assert names(versions) == ["1-3", "1-2"] and scored_by(versions) == "1-3"
 
 
-def test_a_canary_that_is_not_held_has_no_users() -> None:
+def test_an_unloaded_canary_has_no_users() -> None:
     assert scored_by(holding("1-1", canary=TrafficSplit("1-9", 1.0))) == "1-1"
 
 
 @pytest.mark.parametrize(("reference", "status"), [("1-9", 404), ("best", 400), ("", 400)])
-def test_a_split_for_what_is_no_version_changes_nothing(reference: str, status: int) -> None:
+def test_a_split_of_an_unknown_version_changes_nothing(reference: str, status: int) -> None:
     versions = holding("1-1")
     with pytest.raises(RequestError) as error:
         versions.put(shadow=TrafficSplit("previous", 1.0), canary=TrafficSplit(reference, 0.5))
     assert error.value.status == status and error.value.path == "$.version" and versions.routing == Routing()
 
 
-def test_interleaving_gives_a_share_of_users_a_rival() -> None:
+def test_interleaving_applies_to_its_share_of_users() -> None:
     versions = holding("1-1", "1-2", interleave=TrafficSplit("previous", 0.5))
     choices = [versions.choose(Request(user)) for user in range(1, 100)]
     assert {c.version.name for c in choices} == {"1-2"} and {c.rival and c.rival.name for c in choices} == {
@@ -170,19 +170,19 @@ def test_interleaving_gives_a_share_of_users_a_rival() -> None:
     }
 
 
-def test_a_version_is_not_its_own_rival_nor_its_own_shadow() -> None:
+def test_a_version_is_never_its_own_rival_or_shadow() -> None:
     versions = holding("1-1", interleave=TrafficSplit("newest", 1.0), shadow=TrafficSplit("newest", 1.0))
     assert versions.choose(Request()).rival is None
     assert versions.choose_shadow(Request(model_version="1-1")) is None
 
 
-def test_a_shadow_scores_a_share_of_requests() -> None:
+def test_a_shadow_scores_its_share_of_requests() -> None:
     versions = holding("1-1", shadow=TrafficSplit("previous", 0.5))
     found = [versions.choose_shadow(Request(user, "1-1")) for user in range(200)]
     assert {v and v.name for v in found} == {None, "0-0"} and 70 < found.count(None) < 130
 
 
-def test_versions_that_are_withdrawn_go_unless_they_are_activated() -> None:
+def test_withdrawn_versions_are_removed_unless_activated() -> None:
     versions = holding("1-1", "1-5", "1-6", keep=4)
     versions.activate("1-5")
     versions.install(versions.named("1-1"))
@@ -190,7 +190,7 @@ def test_versions_that_are_withdrawn_go_unless_they_are_activated() -> None:
     assert names(versions) == ["1-1", "1-5", "0-0"] and scored_by(versions) == "1-5"
 
 
-def test_refused_versions_are_remembered_the_newest_ones() -> None:
+def test_the_newest_refused_versions_are_remembered() -> None:
     versions = holding()
     for seq in range(30):
         versions.refuse(f"1-{seq}", "damaged", "why")

@@ -25,7 +25,7 @@ def ids(requests: list[ScoredRequest]) -> list[str]:
     return [r.request_id for r in requests]
 
 
-def test_the_newest_are_kept_within_the_bytes() -> None:
+def test_the_newest_requests_are_kept_within_the_byte_limit() -> None:
     recent = RecentRequests(max_bytes=5 * scored(0).num_bytes)
     for number in range(20):
         recent.add(scored(number))
@@ -36,13 +36,13 @@ def test_the_newest_are_kept_within_the_bytes() -> None:
     assert recent.num_bytes == recent.max_bytes
 
 
-def test_one_larger_than_the_bound_is_not_kept() -> None:
+def test_a_request_larger_than_the_limit_is_not_kept() -> None:
     recent = RecentRequests(max_bytes=100)
     recent.add(scored(1))
     assert recent.newest(1) == [] and recent.num_bytes == 0
 
 
-def test_the_slowest_are_remembered_beyond_the_newest() -> None:
+def test_the_slowest_requests_are_kept_longer() -> None:
     recent = RecentRequests(max_bytes=40 * scored(0).num_bytes)
     for number in range(100):
         recent.add(scored(number, took_s=number % 50))
@@ -53,7 +53,7 @@ def test_the_slowest_are_remembered_beyond_the_newest() -> None:
     )
 
 
-def test_slow_requests_are_kept_within_the_same_bytes() -> None:
+def test_slow_requests_share_the_byte_limit() -> None:
     recent = RecentRequests(max_bytes=3 * scored(0).num_bytes)
     for number in range(10):
         recent.add(scored(number, took_s=number))
@@ -67,7 +67,7 @@ def test_a_slow_request_is_forgotten_after_a_while() -> None:
     assert ids(recent.slowest()) == ["r-2"]
 
 
-def test_what_is_tried_are_slow_ones_and_new_ones_each_once() -> None:
+def test_trials_use_slow_and_new_requests_once() -> None:
     recent = RecentRequests()
     for number in range(10):
         recent.add(scored(number, took_s=10 - number))
@@ -78,7 +78,7 @@ def test_what_is_tried_are_slow_ones_and_new_ones_each_once() -> None:
     )
 
 
-def test_what_was_no_traffic_was_not_slow_but_can_be_tried() -> None:
+def test_replayed_requests_are_not_slow_but_can_be_tried() -> None:
     recent = RecentRequests()
     recent.add(scored(1))
     recent.clear_slow()

@@ -15,16 +15,16 @@ def taken(share: float, purpose: bytes = b"canary") -> set[bytes]:
     return {key for key in KEYS if split.takes(key, purpose)}
 
 
-def test_a_share_is_about_that_many_users() -> None:
+def test_a_share_covers_about_that_many_users() -> None:
     assert len(taken(0.0)) == 0 and len(taken(1.0)) == len(KEYS)
     assert 0.22 < len(taken(0.25)) / len(KEYS) < 0.28
 
 
-def test_a_share_that_grows_keeps_those_that_it_had() -> None:
+def test_a_growing_share_keeps_its_users() -> None:
     assert taken(0.05) < taken(0.1) < taken(0.5)
 
 
-def test_who_is_in_one_share_says_nothing_about_another() -> None:
+def test_shares_are_independent() -> None:
     both = taken(0.5) & taken(0.5, b"interleave")
     assert 0.22 < len(both) / len(KEYS) < 0.28
 
@@ -38,7 +38,7 @@ def test_who_is_in_one_share_says_nothing_about_another() -> None:
         ("3-17@.5", TrafficSplit("3-17", 0.5)),
     ],
 )
-def test_a_split_is_written_as_version_and_share(text: str, split: TrafficSplit) -> None:
+def test_a_split_is_version_and_share(text: str, split: TrafficSplit) -> None:
     assert parse_split("canary", text) == split and parse_split("canary", str(split)) == split
 
 
@@ -46,6 +46,6 @@ def test_a_split_is_written_as_version_and_share(text: str, split: TrafficSplit)
     "text",
     ["newest", "newest@", "@0.5", "newest@1.5", "newest@-1", "best@0.5", "3@0.5", "newest@nan", "3-1 @1"],
 )
-def test_what_is_no_split_is_refused_with_its_form(text: str) -> None:
+def test_an_invalid_split_is_refused_with_the_expected_form(text: str) -> None:
     with pytest.raises(SettingError, match=r"key 'canary': expected VERSION@SHARE such as newest@0\.05"):
         parse_split("canary", text)

@@ -54,7 +54,7 @@ def shadowed(tmp_path: Path) -> Iterator[Shadowed]:
     built.close()
 
 
-def test_equal_versions_do_not_differ_and_others_do(shadowed: Shadowed) -> None:
+def test_a_shadow_reports_differences_of_scores(shadowed: Shadowed) -> None:
     shadowed.install("1-1", 1.0)
     shadowed.ask()
     shadowed.shadow.turn(max_s=0.001)
@@ -70,7 +70,7 @@ def test_equal_versions_do_not_differ_and_others_do(shadowed: Shadowed) -> None:
     assert shadowed.shadow.num_scored == 2 and shadowed.value("difference_sum") > 1e-4
 
 
-def test_nothing_of_it_is_logged_or_answered(shadowed: Shadowed) -> None:
+def test_shadow_scores_are_neither_logged_nor_answered(shadowed: Shadowed) -> None:
     shadowed.install("1-1", 2.0)
     request = JsonParser(SCHEMA).parse(json.dumps(BODY).encode())
     ranked = shadowed.built.service.rank(request, NOW_MS)
@@ -78,20 +78,20 @@ def test_nothing_of_it_is_logged_or_answered(shadowed: Shadowed) -> None:
     assert ranked.answer.model_version == "1-1" and shadowed.built.records() == []
 
 
-def test_without_another_version_nothing_waits(shadowed: Shadowed) -> None:
+def test_without_a_shadow_nothing_is_queued(shadowed: Shadowed) -> None:
     shadowed.ask()
     shadowed.shadow.turn(max_s=0.001)
     assert (shadowed.shadow.num_scored, shadowed.shadow.num_dropped) == (0, 0)
 
 
-def test_what_does_not_fit_in_the_queue_is_dropped_and_counted(shadowed: Shadowed) -> None:
+def test_a_full_shadow_queue_drops_and_counts(shadowed: Shadowed) -> None:
     shadowed.install("1-1", 2.0)
     for number in range(MAX_WAITING + 3):
         shadowed.ask(number)
     assert shadowed.shadow.num_dropped == 3
 
 
-def test_where_requests_never_pause_they_are_dropped(shadowed: Shadowed) -> None:
+def test_without_idle_time_shadow_requests_are_dropped(shadowed: Shadowed) -> None:
     shadowed.install("1-1", 2.0)
     shadowed.idle_gate.in_flight = lambda: 1
     shadowed.ask()
@@ -99,7 +99,7 @@ def test_where_requests_never_pause_they_are_dropped(shadowed: Shadowed) -> None
     assert (shadowed.shadow.num_scored, shadowed.shadow.num_dropped) == (0, 1)
 
 
-def test_a_shadow_that_fails_is_counted(shadowed: Shadowed) -> None:
+def test_a_failing_shadow_is_counted(shadowed: Shadowed) -> None:
     shadowed.install("1-1", float("inf"))
     shadowed.install("1-2", 1.0)
     shadowed.ask()
@@ -114,23 +114,23 @@ def column(*scores: float) -> np.ndarray:
     return np.array(scores, dtype=np.float32)[:, None]
 
 
-def test_equal_scores_differ_in_nothing() -> None:
+def test_equal_scores_have_no_difference() -> None:
     assert differences(column(0.1, 0.5, 0.5), column(0.1, 0.5, 0.5), 0) == (0.0, 1.0, 1.0)
 
 
-def test_a_list_turned_round_correlates_with_minus_one() -> None:
+def test_a_reversed_list_has_correlation_minus_one() -> None:
     found = differences(column(0.1, 0.2, 0.3), column(0.3, 0.2, 0.1), 0)
     assert found.rank_correlation == -1.0 and found.top_overlap == 1.0
     assert found.mean_abs == pytest.approx(0.4 / 3, abs=1e-6)
 
 
-def test_overlap_counts_the_first_ten_slots() -> None:
+def test_overlap_is_of_the_first_ten_slots() -> None:
     one = np.linspace(1, 0, 20, dtype=np.float32)
     moved = np.roll(one, 5)  # its first five were the last five
     assert differences(one[:, None], moved[:, None], 0).top_overlap == 0.5
 
 
-def test_the_task_that_orders_ranks_and_all_tasks_differ() -> None:
+def test_order_uses_the_ordering_task_and_differences_all_tasks() -> None:
     one = np.array([[0.1, 0.9], [0.2, 0.8]], np.float32)
     other = np.array([[0.9, 0.9], [0.1, 0.8]], np.float32)
     assert (

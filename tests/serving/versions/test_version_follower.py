@@ -81,7 +81,7 @@ def test_each_commit_is_installed_once(commits: Commits) -> None:
     assert commits.versions.named("1-1").name == "1-1"
 
 
-def test_what_comes_is_scored_as_the_first_version_is(commits: Commits) -> None:
+def test_a_new_version_scores_as_the_first_one_does(commits: Commits) -> None:
     for as_trained in (False, True):
         versions = LoadedVersions(first_version(SCHEMA, MODEL, 0, as_trained=as_trained))
         commits.commit(1 + as_trained)
@@ -89,7 +89,7 @@ def test_what_comes_is_scored_as_the_first_version_is(commits: Commits) -> None:
         assert versions.newest.name != "0-0" and versions.newest.as_trained is as_trained
 
 
-def test_requests_come_first_before_each_step_of_a_version(
+def test_requests_have_priority_over_loading_a_version(
     commits: Commits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps: list[str] = []
@@ -108,7 +108,7 @@ def test_requests_come_first_before_each_step_of_a_version(
     assert commits.follower.poll() and steps == ["pause", "read_weights", "pause", "build_version"]
 
 
-def test_after_a_pause_only_the_newest_is_loaded(commits: Commits) -> None:
+def test_after_a_pause_only_the_newest_version_is_loaded(commits: Commits) -> None:
     for seq in (1, 2, 3):
         commits.commit(seq)
     assert commits.follower.poll() and commits.installed == ["1-3"]
@@ -121,7 +121,7 @@ def _damage(store: FileStore, name: str) -> None:
 
 
 @pytest.mark.parametrize("part", ["manifest", "dense"])
-def test_g5_what_is_damaged_is_passed_over_for_the_one_before_and_told_once(
+def test_g5_a_damaged_version_is_skipped_and_logged_once(
     commits: Commits, part: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     commits.commit(1, fill=0.25)
@@ -168,7 +168,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("changes", "text", "reason"), [c[:3] for c in CASES], ids=[c[3] for c in CASES])
-def test_what_cannot_be_served_leaves_the_version_in_use(
+def test_an_unservable_version_leaves_the_current_one(
     commits: Commits, caplog: pytest.LogCaptureFixture, changes: dict[str, Any], text: str, reason: str
 ) -> None:
     commits.commit(1)
@@ -179,13 +179,13 @@ def test_what_cannot_be_served_leaves_the_version_in_use(
 
 
 @pytest.mark.parametrize("raw", [b"", b"[]", b"{}", b"\xff", b'{"body": {}, "checksum": 5}'], ids=repr)
-def test_what_is_no_manifest_is_passed_over(commits: Commits, raw: bytes) -> None:
+def test_an_invalid_manifest_is_skipped(commits: Commits, raw: bytes) -> None:
     commits.commit(1)
     commits.store.create("manifests/00000002", raw)
     assert commits.follower.poll() and commits.versions.newest.name == "1-1"
 
 
-def test_a_manifest_of_an_unknown_format_is_refused_with_its_number(
+def test_a_manifest_of_an_unknown_format_is_refused_with_the_format(
     commits: Commits, caplog: pytest.LogCaptureFixture
 ) -> None:
     commits.store.create("manifests/00000001", encoded({"format": 9}))
@@ -193,9 +193,7 @@ def test_a_manifest_of_an_unknown_format_is_refused_with_its_number(
     assert "got 9" in caplog.text
 
 
-def test_a_dense_file_that_is_no_safetensors_is_passed_over(
-    commits: Commits, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_invalid_dense_file_is_skipped(commits: Commits, caplog: pytest.LogCaptureFixture) -> None:
     manifest = commits.commit(1)
     changed = dataclasses.replace(
         manifest, seq=2, dense=store_file(commits.store, manifest.dense.name, b"not tensors")
@@ -205,7 +203,7 @@ def test_a_dense_file_that_is_no_safetensors_is_passed_over(
     assert "expected a safetensors file" in caplog.text
 
 
-def test_a_store_that_cannot_be_read_is_told_once_and_tried_again(
+def test_an_unreadable_store_is_logged_once_and_retried(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Flaky(FileStore):
@@ -236,7 +234,7 @@ def test_a_store_that_cannot_be_read_is_told_once_and_tried_again(
     assert commits.follower.poll() and commits.versions.newest.name == "1-1"
 
 
-def test_a_manifest_of_another_shape_ends_serving(tmp_path: Path) -> None:
+def test_a_manifest_of_another_model_shape_stops_serving(tmp_path: Path) -> None:
     config = config_of(tmp_path, shards=("127.0.0.1:1", "127.0.0.1:2"), buckets=128)
     commits = Commits(tmp_path / "store")
     commits.follower.check = partial(_check_shape, config)
@@ -246,7 +244,7 @@ def test_a_manifest_of_another_shape_ends_serving(tmp_path: Path) -> None:
     assert commits.installed == []
 
 
-def test_a_store_that_went_back_is_followed_to_a_held_version_without_loading_it(commits: Commits) -> None:
+def test_a_rollback_to_a_loaded_version_loads_nothing(commits: Commits) -> None:
     commits.commit(1, fill=0.25)
     commits.follower.poll()
     first = commits.versions.newest
@@ -258,7 +256,7 @@ def test_a_store_that_went_back_is_followed_to_a_held_version_without_loading_it
     assert not commits.follower.poll()
 
 
-def test_a_store_that_went_back_further_is_loaded_from(commits: Commits) -> None:
+def test_a_rollback_to_an_unloaded_version_loads_it(commits: Commits) -> None:
     for seq, fill in ((1, 0.125), (2, 0.25), (3, 0.5), (4, 0.75)):
         commits.commit(seq, fill=fill)
         commits.follower.poll()
@@ -269,7 +267,7 @@ def test_a_store_that_went_back_further_is_loaded_from(commits: Commits) -> None
     assert commits.follower.poll() and commits.versions.newest.name == "2-5" and commits.value == 0.625
 
 
-def test_a_newer_incarnation_with_an_older_model_leaves_nothing_of_what_was_withdrawn(
+def test_a_newer_incarnation_removes_withdrawn_versions(
     commits: Commits,
 ) -> None:
     for seq in (1, 2):
@@ -280,7 +278,7 @@ def test_a_newer_incarnation_with_an_older_model_leaves_nothing_of_what_was_with
     assert commits.follower.poll() and [h.version.name for h in commits.versions.loaded] == ["2-3"]
 
 
-def test_an_activated_version_is_served_although_the_store_went_back(commits: Commits) -> None:
+def test_an_activated_version_survives_a_rollback(commits: Commits) -> None:
     for seq in (1, 2):
         commits.commit(seq)
         commits.follower.poll()
@@ -290,7 +288,7 @@ def test_an_activated_version_is_served_although_the_store_went_back(commits: Co
     assert commits.versions.newest.name == "1-1" and commits.versions.served.version.name == "1-2"
 
 
-def test_versions_that_the_store_no_longer_keeps_are_held(commits: Commits) -> None:
+def test_versions_deleted_from_the_store_stay_loaded(commits: Commits) -> None:
     for seq in (1, 2):
         commits.commit(seq)
         commits.follower.poll()
@@ -304,14 +302,14 @@ def test_versions_that_the_store_no_longer_keeps_are_held(commits: Commits) -> N
     ]
 
 
-def test_a_store_that_lists_nothing_changes_nothing(commits: Commits) -> None:
+def test_an_empty_store_changes_nothing(commits: Commits) -> None:
     commits.commit(1)
     commits.follower.poll()
     commits.store.delete("manifests/00000001")
     assert not commits.follower.poll() and commits.versions.newest.name == "1-1"
 
 
-def test_a_version_that_fails_its_trial_is_refused_once(
+def test_a_version_that_fails_its_trial_is_refused_and_logged_once(
     commits: Commits, caplog: pytest.LogCaptureFixture
 ) -> None:
     tried: list[str] = []

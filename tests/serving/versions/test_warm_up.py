@@ -69,14 +69,14 @@ def overflowing() -> Version:
     )
 
 
-def test_a_version_is_tried_with_recent_requests_and_nothing_else_happens(tried: Tried) -> None:
+def test_a_trial_scores_recent_requests_without_side_effects(tried: Tried) -> None:
     for number in range(6):
         tried.ask(request_id=f"r-{number}")
     tried.warm_up(good())
     assert tried.rows.num_gathers == 4 and tried.built.records() == [] and len(tried.recent.newest(99)) == 6
 
 
-def test_a_version_whose_scores_are_not_finite_is_refused(tried: Tried) -> None:
+def test_a_version_with_non_finite_scores_is_refused(tried: Tried) -> None:
     tried.ask()
     with pytest.raises(
         VersionRefusedError, match=r"1-2: expected a score for request r-1: .*not finite"
@@ -85,7 +85,7 @@ def test_a_version_whose_scores_are_not_finite_is_refused(tried: Tried) -> None:
     assert error.value.reason == "warm_up"
 
 
-def test_a_version_whose_code_fails_is_refused_whatever_it_raises(tried: Tried) -> None:
+def test_a_version_whose_code_raises_is_refused(tried: Tried) -> None:
     tried.ask()
     version = good()
 
@@ -97,19 +97,19 @@ def test_a_version_whose_code_fails_is_refused_whatever_it_raises(tried: Tried) 
         tried.warm_up(version)
 
 
-def test_a_request_that_no_version_can_score_says_nothing_about_the_new_one(tried: Tried) -> None:
+def test_a_request_that_no_version_can_score_does_not_refuse_the_new_one(tried: Tried) -> None:
     tried.ask()
     tried.rows.fill = float("inf")
     tried.warm_up(good())
     assert tried.rows.num_gathers == 2, "the version in use was asked too"
 
 
-def test_without_recent_requests_nothing_is_tried(tried: Tried) -> None:
+def test_without_recent_requests_there_is_no_trial(tried: Tried) -> None:
     tried.warm_up(overflowing())
     assert tried.rows.num_gathers == 0
 
 
-def test_it_waits_for_a_moment_without_requests_but_not_for_long(tried: Tried) -> None:
+def test_a_trial_waits_briefly_for_an_idle_moment(tried: Tried) -> None:
     tried.ask()
     looks = iter([1, 1, 1, 0])
     tried.idle_gate.in_flight = lambda: next(looks)
