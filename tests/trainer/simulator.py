@@ -325,7 +325,8 @@ class Simulation:
             if self.is_done():
                 return self
         raise AssertionError(
-            f"not done after {max_rounds} rounds: {self.controller and self.controller.status()}"
+            f"not done after {max_rounds} rounds, {max_rounds * ROUND_S:g} simulated seconds; kills to come: "
+            f" {self.kills}; {self.controller and self.controller.status()}"
         )
 
     def run_as_far_as_kills_go(self) -> Simulation:

@@ -7,8 +7,7 @@ added to it; older windows fade by a tenth each. The first window is the first r
     lengths    the same of a list's length
     coverage   share of rows in which a feature is present
     base_rate  share of positives of a task
-    new_ids    share of a table's distinct ids of a batch that no earlier batch had, as far as two bitmaps
-               remember
+    new_ids    share of a table's distinct ids of a batch that no earlier batch had, by two bitmaps
 
 Letters: R requests, B candidates, N rows of a side, F features, U distinct ids.
 """

@@ -2,8 +2,7 @@
 
 A label above 0 is positive, as in `roostream.models.loss`. Weight 0 excludes a candidate from a task.
 
-    ne             mean log loss / entropy of the base rate over the same candidates (He et al. 2014;
-                   TorchRec's NE)
+    ne             mean log loss / entropy of the base rate over the same candidates (He et al. 2014)
     auc            over all candidates, by weight, ties ½; `auc_error` bounds the error (ranking_metrics.py)
     request_auc    like `mrr` and `ndcg@10`: mean over requests with a positive and a negative
     calibration    Σ predictions / Σ positives

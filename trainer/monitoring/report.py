@@ -1,29 +1,20 @@
 """`report["watch"]` of a worker's heartbeat: monitoring as plain values, for the status page and `status`.
 
-    state, reason, in_state_s        overall state (trainer/monitoring/caught_up.py)
-    state_seconds                    {state: seconds in it since the worker started}
-    lag_records, hidden_records      up to the last stable offset, and from there to the high watermark
-    lag_ms                           event time
-    lost_records                     deleted before they were read
-    retention_share                  lag / records kept by retention, null before it deletes anything; at 1
-                                     records are lost
-    arrival_per_s, consumption_per_s, drain_per_s     [value, low, high] (95 %; low and high null: unknown),
-                                                      or null
-    eta_s                            [value, low, high]; value null = unknown, high null beside a value = no
-                                     upper bound
-    windows                          {"1h" | "1d" | "all": {task: numbers}}: progressive metrics of event-time
-                                     windows that end at the watermark, at most MAX_TASKS tasks; numbers:
-                                     candidates, base_rate, ne, ne_online (against the base rate known
-                                     before), auc, calibration, and `sums`, from which all but auc follow
-    slices                           {slice: {value: {"1h" | "all": {task: numbers}}}}
-    shadow                           null, or {version, rows: "live", shadow: {"1h" | "all": …}, live: {…}}: a
-                                     frozen dense part and the model in training, on the same candidates and
-                                     rows
-    drift                            {} or a report of `DriftDetector`: coverage, psi, lengths {feature:
-                                     number}, base_rate {task: number}, new_ids {table: share},
-                                     coverage_before, base_rate_before
-    partitions                       [{topic, partition, and all of the above but state_seconds}], by name, at
-                                     most MAX_ROWS
+    state, reason, in_state_s    overall state (trainer/monitoring/caught_up.py)
+    state_seconds                {state: seconds in it since the worker started}
+    lag_records, hidden_records  up to the last stable offset, and from there to the high watermark
+    lag_ms, lost_records         event time; records deleted before they were read
+    retention_share              lag / records kept by retention; null before it deletes, 1 = records are lost
+    arrival_per_s, consumption_per_s, drain_per_s    null, or [value, low, high] (95 %; null: unknown)
+    eta_s                        [value, low, high]; value null = unknown, only high null = no upper bound
+    windows                      {"1h" | "1d" | "all": {task: numbers}}, event-time windows that end at the
+                                 watermark; at most MAX_TASKS tasks. Numbers: candidates, base_rate, ne,
+                                 ne_online (against the base rate known before), auc, calibration, sums
+    slices                       {slice: {value: {"1h" | "all": {task: numbers}}}}
+    shadow                       null, or {version, rows: "live", shadow: {"1h" | "all": …}, live: {…}}: a
+                                 frozen dense part and the model in training, on the same candidates and rows
+    drift                        {} or a report of `DriftDetector`
+    partitions                   [{topic, partition, all of the above but state_seconds}], at most MAX_ROWS
 
 Unknown numbers are null. The size is bounded, whatever the schema.
 """

@@ -3,13 +3,15 @@
 Each evaluation has validation and test metrics, for curves. The result is the evaluation with the best
 validation NDCG@10.
 
-Letters: R users, S entries, C = 1 + negatives.
+    HR@k = share of ranks ≤ k   NDCG@k = mean of 1 / log2(1 + rank) if rank ≤ k else 0  MRR = mean of 1 / rank
+
+Letters: R users, S entries, C = 1 + negatives, I items of the corpus, X pairs (user, seen item).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,11 +26,30 @@ from roostream.models.sequence.jagged_sequences import build_history_sequences
 from roostream.models.sequence.next_item import NextItem, SasRec
 from trainer.dense_part.adam import DenseAdam
 from trainer.next_item.config import NextItemConfig
-from trainer.next_item.evaluation import ranking_figures, ranks
 from trainer.next_item.sequences import TEST, VALIDATION, UserSequences, evaluation_windows, training_windows
 
 BEST_BY = "NDCG@10"
 _BETA2 = 0.98
+CUTS = (10, 50)
+
+
+def ranks(score_RI: Tensor, answer_R: Tensor, seen_X: tuple[Tensor, Tensor]) -> Tensor:
+    """int64 [R], 1 = best. Ties count against the answer, and NaN counts as better. A seen answer is ranked
+    too."""
+    ranked_RI = torch.ones_like(score_RI, dtype=torch.bool)
+    ranked_RI[seen_X] = False
+    ranked_RI.scatter_(1, answer_R[:, None], True)
+    return (ranked_RI & ~(score_RI < score_RI.gather(1, answer_R[:, None]))).sum(dim=1)
+
+
+def ranking_figures(rank_R: np.ndarray, cuts: Sequence[int] = CUTS) -> dict[str, float]:
+    """HR and NDCG at each cut, and MRR."""
+    gain_R = 1 / np.log2(1 + rank_R)
+    metrics = {}
+    for k in cuts:
+        metrics[f"HR@{k}"] = float((rank_R <= k).mean())
+        metrics[f"NDCG@{k}"] = float(np.where(rank_R <= k, gain_R, 0.0).mean())
+    return metrics | {"MRR": float((1 / rank_R).mean())}
 
 
 def build_next_item(config: NextItemConfig, num_items: int) -> NextItem:

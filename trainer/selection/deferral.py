@@ -4,14 +4,11 @@
 For each watched row, all of this worker:
 
     v   visits: batches with a gradient for it              b, c   deferred gradients: their sum and number
-    m   movement per visit, .9 m + .1 d; d = ||w - w'|| / n at the first pull after a push of n visits, w' the
-        row before
+    m   movement per visit, .9 m + .1 d; d = ||w - w'|| / n at the first pull after a push of n visits
 
-    deferred iff v >= min_visits and m <= T and c < visits - 1 and less than expire_after / 4 since its last
-    push
+    deferred iff v >= min_visits, m <= T, c < visits - 1, and less than expire_after / 4 since its last push
     T        the `share`-quantile of m over the last `window` visits of hot rows
-    pushed   b + g; every `visits`-th visit pushes, so m stays current: a row that moves again is pushed at
-             once
+    pushed   b + g; every `visits`-th visit pushes, so m stays current
 
 Rows that are not watched are pushed at each visit; beyond `max_rows`, the longest unvisited rows without
 deferred gradients are forgotten. Steps and event time decide, never clocks. The idea is Slipstream's, applied

@@ -4,8 +4,7 @@ within a stream).
 A rehearsed batch is trained with the current weights and rows. It is counted in no metric, prediction or
 offset.
 
-    draw    after each trained batch: one of the kept batches, chosen by the seed and the number of optimizer
-            steps
+    draw    after each trained batch: one of the kept batches, chosen by seed and number of steps
     keep    then the new batch is added; the oldest ones are dropped beyond `batches` or `max_bytes`
 
 Kept batches are part of a commit, in the worker's own file, so a restored worker draws the same ones (G11).

@@ -47,23 +47,18 @@ class Selection:
 
     def __init__(self, config: LoopConfig, schema: Schema) -> None:
         self.config, self.schema = config.selection, schema
-        self._seed, self._freeze_at_ms, self._deduplicated = (
-            config.seed,
-            config.freeze_at_ms,
-            config.deduplicate,
-        )
-        is_slipstream = self.config.policy == "slipstream"
-        self.slipstream = (
-            SlipstreamPolicy(self.config.slipstream, schema, config.seed) if is_slipstream else None
-        )
-        self.deferral = Deferral(config.deferral, schema) if config.deferral.is_on else None
+        self._seed, self._freeze_at_ms = config.seed, config.freeze_at_ms
+        self._deduplicated = config.deduplicate
         self._warned_about_control = False  # once a process
-        is_rehearsed, deduplicated = config.rehearsal.is_on, config.deduplicate
-        self.rehearsal = (
-            Rehearsal(config.rehearsal, schema, config.seed, deduplicated=deduplicated)
-            if is_rehearsed
-            else None
-        )
+        self.slipstream: SlipstreamPolicy | None = None
+        self.deferral: Deferral | None = None
+        self.rehearsal: Rehearsal | None = None
+        if self.config.policy == "slipstream":
+            self.slipstream = SlipstreamPolicy(self.config.slipstream, schema, config.seed)
+        if config.deferral.is_on:
+            self.deferral = Deferral(config.deferral, schema)
+        if config.rehearsal.is_on:
+            self.rehearsal = Rehearsal(config.rehearsal, schema, config.seed, deduplicated=config.deduplicate)
         self.reset()
 
     def reset(self) -> None:
@@ -104,19 +99,15 @@ class Selection:
         decision = self._decide(judged, num_steps + self._num_ahead)
         scored_R = ~decision.kept_R & ~judged.correction_R
         unscored_R = scored_R & self._is_not_scored(decision)
-        parts = (
+        parts = [
             self._part(judged, decision, scored_R & ~unscored_R, trains=False),
             self._part(judged, decision, decision.kept_R, trains=True),
-            build_part(_taken(batch, frozen_R), trains=False, deduplicated=self._deduplicated)
-            if frozen_R.any()
-            else None,
-        )
-        unscored = (
-            UnscoredRequests(judged, np.flatnonzero(unscored_R), decision.reason_R)
-            if unscored_R.any()
-            else None
-        )
-        return tuple(part for part in parts if part is not None), unscored
+        ]
+        if frozen_R.any():
+            frozen = _taken(batch, frozen_R)
+            parts.append(build_part(frozen, trains=False, deduplicated=self._deduplicated))
+        unscored = UnscoredRequests(judged, np.flatnonzero(unscored_R), decision.reason_R)
+        return tuple(part for part in parts if part is not None), unscored if unscored_R.any() else None
 
     def _decide(self, judged: Batch, step: int) -> Decision:
         stale_R = self.slipstream.stale(judged, step) if self.slipstream else None
@@ -125,9 +116,8 @@ class Selection:
         self._num_skipped += int((~decision.kept_R).sum())
         if judged.num_requests:
             self._num_chunks += 1
-            self._kept_share += (decision.kept_R.mean() - self._kept_share) / min(
-                self._num_chunks, _NUM_AVERAGED
-            )
+            num_averaged = min(self._num_chunks, _NUM_AVERAGED)
+            self._kept_share += (decision.kept_R.mean() - self._kept_share) / num_averaged
         return decision
 
     def _part(
@@ -181,15 +171,9 @@ class Selection:
         self._num_ahead -= 1
         for part in claimed.parts:
             if part.trains:
-                weight = (
-                    part.batch.num_requests
-                    if part.choice is None
-                    else float(part.choice.train_weight_R.sum())
-                )
-                self._weights, self._num_weighed = (
-                    self._weights + weight,
-                    self._num_weighed + part.batch.num_requests,
-                )
+                num = part.batch.num_requests
+                self._weights += num if part.choice is None else float(part.choice.train_weight_R.sum())
+                self._num_weighed += num
         if self.slipstream:
             batches = [(part.batch, part.lookup) for part in claimed.parts if part.trains]
             self.slipstream.on_trained(
@@ -210,27 +194,28 @@ class Selection:
     def flush_deferred(self) -> Outgoing | None:
         """All deferred gradients, to be pushed now; None: there are none."""
         pushed = self.deferral.flush() if self.deferral else None
-        return (
-            None
-            if pushed is None
-            else (pushed.lookup, {s: torch.from_numpy(x) for s, x in pushed.gradients.items()})
-        )
+        if pushed is None:
+            return None
+        return pushed.lookup, {stack: torch.from_numpy(x_UD) for stack, x_UD in pushed.gradients.items()}
 
     # Phases
 
     def validate(self, *, workers: int) -> None:
         """Raise ConfigError if several workers share what needs the visits of all rows."""
-        if workers > 1 and self.slipstream:
+        if workers == 1:
+            return
+        wrong = ""
+        if self.slipstream:
             others = f"off, negatives or random with {workers} workers"
-            raise ConfigError(f"selection.policy: expected {others}, got 'slipstream'; train with one")
-        if workers > 1 and self.deferral:
-            got = f"{self.deferral.config.share:g}"
-            raise ConfigError(f"deferral.share: expected 0 with {workers} workers, got {got}; train with one")
-        if workers > 1 and self.rehearsal:
-            got = f"{self.rehearsal.config.batches}"
-            raise ConfigError(
-                f"rehearsal.batches: expected 0 with {workers} workers, got {got}; train with one"
-            )
+            wrong = f"selection.policy: expected {others}, got 'slipstream'"
+        elif self.deferral:
+            share = self.deferral.config.share
+            wrong = f"deferral.share: expected 0 with {workers} workers, got {share:g}"
+        elif self.rehearsal:
+            batches = self.rehearsal.config.batches
+            wrong = f"rehearsal.batches: expected 0 with {workers} workers, got {batches}"
+        if wrong:
+            raise ConfigError(f"{wrong}; train with one")
 
     def begin_phase(self, *, finite: bool, handed_over: bool) -> None:
         """What is trained from now on is finite (history), or a stream. `handed_over`: history came before

@@ -1,14 +1,11 @@
 """Slipstream's rules: which rows are hot, which hot rows have stopped moving, which inputs are skipped. Pure.
 
     hot row      c / A >= hot_ratio and c >= 2, c its accesses, A those of all tables
-    s of a row   the largest Euclidean distance between two consecutive snapshots; varying iff s > T, stale
-                 iff s <= T
-    slot         a request-only feature, or a feature of a candidate; its s is the largest of its rows (∞ for
-                 a row that is not hot), so it is stale iff all its rows are. A feature without an entry is no
-                 slot
+    s of a row   the largest Euclidean distance between consecutive snapshots; stale iff s <= T, else varying
+    slot         a feature with entries, of a request or of a candidate; its s is the largest of its rows (∞
+                 for a row that is not hot), so it is stale iff all its rows are
     hot input    the share of slots whose rows are all hot is at least `hot_share`
-    skipped      a hot input with stale slots >= ceil(alpha · slots): with q the ceil(alpha · slots)-th
-                 smallest s, q <= T
+    skipped      a hot input with q <= T, q the ceil(alpha · slots)-th smallest s of its slots
     T            the largest q of a hot input with share(q <= T) <= drop: one pass, exact
 
 Maboud et al., "Slipstream: Semantic-Based Training Acceleration for Recommendation Models", algorithm 1,

@@ -1,11 +1,9 @@
 """Slipstream over a finite log: what happens after which step.
 
-    steps 1 .. W                  count accesses; after W the hot rows are known, and the first snapshot is
-                                  taken
-    after W + k, W + 2k, ..       further snapshots: s becomes the largest movement between consecutive
-                                  snapshots
-    after the last of N           T, from the hot inputs seen since (at most MAX_INPUTS)
-    from AHEAD steps later on     inputs are skipped
+    steps 1 .. W                count accesses; then the hot rows are known, and the first snapshot is taken
+    after W + k, W + 2k, ..     further snapshots: s becomes the largest movement between consecutive ones
+    after the last of N         T, from the hot inputs seen since (at most MAX_INPUTS)
+    from AHEAD steps later on   inputs are skipped
 
 Fewer than AHEAD chunks are claimed ahead of training, so no decision depends on how far ahead they are.
 Everything counts steps, and state changes only after a trained step, so `state` is exact at every commit.
@@ -345,9 +343,8 @@ class SlipstreamPolicy:
         ends = np.cumsum([len(hot.rows) for hot in self.hot.values()])
         hot_H1, seen_H1 = np.ones(int(ends[-1]) + 1, np.bool_), np.zeros(int(ends[-1]) + 1, np.bool_)
         hot_H1[-1], seen_H1[slots.row_L] = False, True
-        for hot, seen_N in zip(
-            self.hot.values(), np.split(seen_H1, ends), strict=False
-        ):  # the last part is rows that are not hot
+        # The last part is rows that are not hot.
+        for hot, seen_N in zip(self.hot.values(), np.split(seen_H1, ends), strict=False):
             hot.visited_N |= seen_N
         hot_R = hot_requests(slots, hot_H1, batch.num_requests, self.config.hot_share)
         self.num_looked += batch.num_requests
@@ -370,8 +367,6 @@ class SlipstreamPolicy:
         return s_H1, np.arange(len(s_H1)) < len(s_H1) - 1
 
     def _s(self, hot: HotRows) -> np.ndarray:
-        return (
-            hot.s_N
-            if self.config.unvisited == "stale"
-            else np.where(hot.visited_N, hot.s_N, np.float32(np.inf))
-        )
+        if self.config.unvisited == "stale":
+            return hot.s_N
+        return np.where(hot.visited_N, hot.s_N, np.float32(np.inf))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from trainer.next_item.evaluation import ranking_figures, ranks
+from trainer.next_item.training import ranking_figures, ranks
 
 NOTHING = (torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64))
 
