@@ -96,12 +96,8 @@ def _build_slots(num_candidates_R: np.ndarray, device: str) -> Slots:
     total, longest = int(num_candidates_R.sum()), int(num_candidates_R.max(initial=0))
     num_requests = len(num_candidates_R)
     if total == longest * num_requests:
-        every = Group(
-            requests=slice(0, num_requests),
-            slots=slice(0, total),
-            shape_GK=(num_requests, longest),
-            mask_GK=None,
-        )
+        slices, shape_GK = (slice(0, num_requests), slice(0, total)), (num_requests, longest)
+        every = Group(requests=slices[0], slots=slices[1], shape_GK=shape_GK, mask_GK=None)
         order = np.arange(num_requests if total else 0)
         return Slots(groups=(every,) if total else (), request_order=order, slot_B=None, candidate_S=None)
     starts_R = np.cumsum(num_candidates_R, dtype=np.int64) - num_candidates_R

@@ -186,19 +186,13 @@ def build_inputs(
         groups=groups,
         unique=None if lookup.unique is None else _unique(lookup.unique, batch),
     )
-    on_host = device == "cpu" and all(rows_UD.device.type == "cpu" for rows_UD in inputs.rows.values())
-    if on_host:
+    if device == "cpu" and all(rows_UD.device.type == "cpu" for rows_UD in inputs.rows.values()):
         return inputs
-    inputs = _with_squares(inputs)
-    return inputs if device is None else change_tensors(inputs, lambda x: x.to(device))
-
-
-def _with_squares(inputs: Inputs) -> Inputs:
-    """Build the squares on the host, so that they are part of the one copy to the device."""
+    # Build the squares on the host, so that they are part of the one copy to the device.
     groups = inputs.groups.made()
-    return dataclasses.replace(
-        inputs, groups=groups, sequences={n: s.made(groups) for n, s in inputs.sequences.items()}
-    )
+    sequences = {name: sequence.made(groups) for name, sequence in inputs.sequences.items()}
+    inputs = dataclasses.replace(inputs, groups=groups, sequences=sequences)
+    return inputs if device is None else change_tensors(inputs, lambda x: x.to(device))
 
 
 def change_tensors(inputs: Inputs, change: Callable[[Tensor], Tensor]) -> Inputs:
@@ -310,20 +304,15 @@ def _unique(of: Inverse, batch: Batch) -> UniqueRequests:
 
 def _build_squares(length_R: np.ndarray, order: np.ndarray) -> PaddedEntries:
     start_R = np.cumsum(length_R) - length_R
-    entry_RN, mask_RN = _pad(length_R[order], start_R[order])
+    column_N = np.arange(length_R[order].max(initial=0), dtype=np.int64)
+    mask_RN = column_N < length_R[order, None]
+    entry_RN = np.where(mask_RN, start_R[order, None] + column_N, 0)
     as_it_lies = mask_RN.all() and mask_RN.size == length_R.sum() and (np.diff(order) > 0).all()
     return PaddedEntries(
         shape_RN=(mask_RN.shape[0], mask_RN.shape[1]),
         entry_RN=None if as_it_lies else _wrap(entry_RN.ravel()),
         mask_RN=None if mask_RN.all() else _wrap(mask_RN),
     )
-
-
-def _pad(length_R: np.ndarray, start_R: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Entry at each place of the squares, int64 [R, N], and which places are entries."""
-    column_N = np.arange(length_R.max(initial=0), dtype=np.int64)
-    mask_RN = column_N < length_R[:, None]
-    return np.where(mask_RN, start_R[:, None] + column_N, 0), mask_RN
 
 
 def time_buckets(gap_ms_L: np.ndarray) -> np.ndarray:

@@ -108,21 +108,21 @@ def quality_gauges(quality: Mapping[str, Any]) -> dict[str, Any]:
         for task, numbers in shadow.get(name, {}).get(SLICE_WINDOW, {}).items()
     }
     return {
-        "window_candidates": _column(windows, "candidates"),
-        "window_base_rate": _column(windows, "base_rate"),
-        "window_ne": _column(windows, "ne"),
-        "window_ne_online": _column(windows, "ne_online"),
-        "window_auc": _column(windows, "auc"),
-        "window_calibration": _column(windows, "calibration"),
-        "slice_candidates": _column(slices, "candidates"),
-        "slice_ne": _column(slices, "ne"),
-        "slice_auc": _column(slices, "auc"),
-        "slice_calibration": _column(slices, "calibration"),
-        "shadow_candidates": _column(shadows, "candidates"),
-        "shadow_ne": _column(shadows, "ne"),
-        "shadow_auc": _column(shadows, "auc"),
-        "shadow_calibration": _column(shadows, "calibration"),
-        "shadow_version": {shadow["version"]: 1} if shadow else {},
+        "roostream_worker_window_candidates": _column(windows, "candidates"),
+        "roostream_worker_window_base_rate": _column(windows, "base_rate"),
+        "roostream_worker_window_ne": _column(windows, "ne"),
+        "roostream_worker_window_ne_online": _column(windows, "ne_online"),
+        "roostream_worker_window_auc": _column(windows, "auc"),
+        "roostream_worker_window_calibration": _column(windows, "calibration"),
+        "roostream_worker_slice_candidates": _column(slices, "candidates"),
+        "roostream_worker_slice_ne": _column(slices, "ne"),
+        "roostream_worker_slice_auc": _column(slices, "auc"),
+        "roostream_worker_slice_calibration": _column(slices, "calibration"),
+        "roostream_worker_shadow_candidates": _column(shadows, "candidates"),
+        "roostream_worker_shadow_ne": _column(shadows, "ne"),
+        "roostream_worker_shadow_auc": _column(shadows, "auc"),
+        "roostream_worker_shadow_calibration": _column(shadows, "calibration"),
+        "roostream_worker_shadow_version": {shadow["version"]: 1} if shadow else {},
     }
 
 

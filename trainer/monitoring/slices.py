@@ -22,14 +22,7 @@ from roostream.wire.batch import Batch
 SURFACE, CANDIDATE_AGE = "surface", "candidate_age"
 MAX_SLICES = 8
 OTHER, MISSING = "other", "missing"
-_AGES = (
-    (600, "<10m"),
-    (3600, "<1h"),
-    (6 * 3600, "<6h"),
-    (86_400, "<1d"),
-    (7 * 86_400, "<7d"),
-    (np.inf, ">=7d"),
-)
+_AGES = ((600, "<10m"), (3600, "<1h"), (21_600, "<6h"), (86_400, "<1d"), (604_800, "<7d"), (np.inf, ">=7d"))
 
 Labelled = tuple[np.ndarray, Sequence[str]]  # int64 [B] numbers, and the name of each number
 
@@ -74,9 +67,8 @@ def _values(schema: Schema, name: str) -> Callable[[Batch], Labelled]:
 
 def _surface(batch: Batch) -> Labelled:
     texts, number_R = np.unique(batch.surface_R, return_inverse=True)
-    return number_R[batch.request_index_B], [
-        text.decode("utf-8", "replace") or MISSING for text in texts.tolist()
-    ]
+    names = [text.decode("utf-8", "replace") or MISSING for text in texts.tolist()]
+    return number_R[batch.request_index_B], names
 
 
 def _age(schema: Schema) -> Callable[[Batch], Labelled]:
@@ -92,10 +84,8 @@ def _age(schema: Schema) -> Callable[[Batch], Labelled]:
             "output"
         )
     is_log = any(t.output == name for t in schema.transforms)
-    bounds, names = (
-        np.array([age for age, _ in _AGES[:-1]], dtype=np.float64),
-        [*(label for _, label in _AGES), MISSING],
-    )
+    bounds = np.array([age for age, _ in _AGES[:-1]], dtype=np.float64)
+    names = [*(label for _, label in _AGES), MISSING]
 
     def values(batch: Batch) -> Labelled:
         value_B, present_B = _float(batch, "nro", column)
@@ -108,9 +98,8 @@ def _age(schema: Schema) -> Callable[[Batch], Labelled]:
 def _float(batch: Batch, side: Literal["ro", "nro"], column: int) -> tuple[np.ndarray, np.ndarray]:
     if side == "nro":
         return batch.nro_float_BF[:, column], batch.nro_present_BF[:, column]
-    return batch.ro_float_RF[batch.request_index_B, column], batch.ro_present_RF[
-        batch.request_index_B, column
-    ]
+    index_B = batch.request_index_B
+    return batch.ro_float_RF[index_B, column], batch.ro_present_RF[index_B, column]
 
 
 def _steps(value_B: np.ndarray, present_B: np.ndarray) -> Labelled:

@@ -154,7 +154,8 @@ class RemoteEmbeddingBagCollection(EmbeddingBagCollectionInterface):  # type: ig
             dataclasses.replace(c, feature_names=list(c.feature_names) or [c.name]) for c in tables
         ]
         self._is_weighted = is_weighted
-        _check(self._configs, schema, is_weighted)
+        for difference in _differences(self._configs, schema, is_weighted):
+            raise SchemaError(difference)
         self._keys = [feature for c in self._configs for feature in c.feature_names]
         self._widths = [c.embedding_dim for c in self._configs for _ in c.feature_names]
         together: dict[tuple[str, bool], _PooledAlike] = {}
@@ -257,64 +258,36 @@ def _pool(rows_UD: Tensor, index_L: Tensor, offset_S1: Tensor, weight_L: Tensor 
     return pool_bags(rows_UD, index_L, offset_S1, weight_L)
 
 
-def _check(configs: Sequence[EmbeddingBagConfig], schema: Schema, is_weighted: bool) -> None:
-    """Raises SchemaError: the first difference, in one sentence."""
+def _differences(configs: Sequence[EmbeddingBagConfig], schema: Schema, is_weighted: bool) -> Iterator[str]:
+    """Sentences on what differs between configs and schema."""
     if not configs:
-        raise SchemaError("expected an EmbeddingBagConfig or more, got none; give one a table")
-    table_of = _tables_of_features(schema)
+        yield "expected an EmbeddingBagConfig or more, got none; give one a table"
+    table_of, names = _tables_of_features(schema), [c.name for c in configs]
+    poolings = [PoolingType.SUM] if is_weighted else [PoolingType.SUM, PoolingType.MEAN]
     seen: dict[str, str] = {}
     for c in configs:
-        table = schema.table_by_name.get(c.name)
+        what, table = f"EmbeddingBagConfig {c.name!r}", schema.table_by_name.get(c.name)
         if table is None:
             near = nearest(c.name, schema.table_by_name)
-            raise SchemaError(
-                f"EmbeddingBagConfig {c.name!r}: expected a table of the schema as its name, got none "
-                f"such{near}"
-            )
-        if [other.name for other in configs].count(c.name) > 1:
-            raise SchemaError(
-                f"EmbeddingBagConfig {c.name!r}: expected one config a table, got more; put their features "
-                "into one"
-            )
-        if c.embedding_dim != table.dim:
-            raise SchemaError(
-                f"EmbeddingBagConfig {c.name!r}: expected embedding_dim = {table.dim}, as "
-                f"[tables.{c.name}] has it, "
-                f"got {c.embedding_dim}; change one of them"
-            )
-        if c.pooling not in (PoolingType.MEAN, PoolingType.SUM) or (
-            is_weighted and c.pooling is not PoolingType.SUM
-        ):
+            yield f"{what}: expected a table of the schema as its name, got none such{near}"
+        elif c.embedding_dim != table.dim:
+            yield f"{what}: expected embedding_dim = {table.dim}, got {c.embedding_dim}; change one of them"
+        if names.count(c.name) > 1:
+            yield f"{what}: expected one config a table, got more; put their features into one"
+        if c.pooling not in poolings:
             expected = "SUM, as weights need it" if is_weighted else "SUM or MEAN"
-            raise SchemaError(
-                f"EmbeddingBagConfig {c.name!r}: expected pooling {expected}, got {c.pooling}; change it"
-            )
+            yield f"{what}: expected pooling {expected}, got {c.pooling}; change it"
         if c.data_type is not DataType.FP32:
-            raise SchemaError(
-                f"EmbeddingBagConfig {c.name!r}: expected data_type FP32, as rows are, got {c.data_type}; "
-                "leave it out"
-            )
+            yield f"{what}: expected data_type FP32, as rows are, got {c.data_type}; leave it out"
         for feature in c.feature_names:
-            _check_feature(c.name, feature, table_of, seen)
+            of, near = f"{what}: feature {feature!r}", nearest(feature, table_of)
+            if feature in seen:
+                yield f"{of}: expected it in one config, got it in {seen[feature]!r} too; remove one"
+            elif feature not in table_of:
+                yield f"{of}: expected a list feature of the schema, got none such{near}"
+            elif table_of[feature] != c.name:
+                yield f"{of}: expected it in config {table_of[feature]!r}, its table; change one of them"
             seen[feature] = c.name
-
-
-def _check_feature(config: str, feature: str, table_of: Mapping[str, str], seen: Mapping[str, str]) -> None:
-    what = f"EmbeddingBagConfig {config!r}: feature {feature!r}"
-    if feature in seen:
-        raise SchemaError(
-            f"{what}: expected it in one config, got it in {seen[feature]!r} too; a feature looks into one "
-            "table"
-        )
-    if feature not in table_of:
-        raise SchemaError(
-            f"{what}: expected a list feature of the schema, got none such{nearest(feature, table_of)}"
-        )
-    if table_of[feature] != config:
-        raise SchemaError(
-            f"{what}: expected it in config {table_of[feature]!r}, its table in the schema; change one of "
-            "them"
-        )
 
 
 def _tables_of_features(schema: Schema) -> dict[str, str]:

@@ -33,7 +33,7 @@ def test_kernels_equal_the_reference_in_the_interpreter() -> None:
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=580, check=False)
     assert run.returncode == 0, run.stderr[-2000:]
     told = json.loads(run.stdout)
-    assert len(told) == 4 * len(CASES)
+    assert len(told) == len(CASES) + 2
     for name, found in told.items():
         most = MOST[torch.bfloat16 if "bfloat16" in name else torch.float32]
         assert all(far < most for far in found.values()), (name, found)
