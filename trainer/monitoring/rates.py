@@ -13,16 +13,8 @@ from collections import deque
 from typing import NamedTuple
 
 _BLOCKS = 10
-_T = {
-    2: 4.303,
-    3: 3.182,
-    4: 2.776,
-    5: 2.571,
-    6: 2.447,
-    7: 2.365,
-    8: 2.306,
-    9: 2.262,
-}  # 97.5 % quantiles by degrees of freedom
+# 97.5 % quantiles by degrees of freedom.
+_T = dict(enumerate((4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262), start=2))
 
 
 class Estimate(NamedTuple):
@@ -80,10 +72,8 @@ class RateMeter:
         ]
         if len(points) < 2 or points[-1][0] <= points[0][0]:
             return None
-        elapsed_s, rate = (
-            points[-1][0] - points[0][0],
-            (points[-1][1] - points[0][1]) / (points[-1][0] - points[0][0]),
-        )
+        elapsed_s = points[-1][0] - points[0][0]
+        rate = (points[-1][1] - points[0][1]) / elapsed_s
         n = min(len(points) - 1, _BLOCKS)
         if n < 3:
             return Estimate(rate)

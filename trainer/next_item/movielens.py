@@ -9,6 +9,7 @@ movies.dat                      `movie::title::genres`; the corpus, including mo
 
 from __future__ import annotations
 
+import io
 import zipfile
 import zlib
 from pathlib import Path
@@ -64,12 +65,8 @@ def _read(path: Path) -> bytes:
 
 def _csv(path: Path) -> bytes:
     try:
-        with zipfile.ZipFile(path) as archive:
+        with zipfile.ZipFile(io.BytesIO(_read(path))) as archive:
             return archive.read(_MEMBER)
-    except OSError as error:
-        raise ConfigError(
-            f"{path}: expected a file of MovieLens-1M, got {error.strerror}; check --data"
-        ) from None
     except (zipfile.BadZipFile, zlib.error, KeyError, EOFError) as error:
         raise ConfigError(f"{path}: expected a zip file with {_MEMBER}, got {error}; copy it again") from None
 

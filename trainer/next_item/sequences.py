@@ -61,11 +61,8 @@ def group_by_user(user_N: np.ndarray, item_id_N: np.ndarray, corpus_I: np.ndarra
     Raises:
         ConfigError: there is no user, a user occurs twice, or has fewer than three items.
     """
-    first_U = (
-        np.flatnonzero(np.concatenate([[True], user_N[1:] != user_N[:-1]]))
-        if len(user_N)
-        else np.zeros(0, np.int64)
-    )
+    is_first_N = np.concatenate([[True], user_N[1:] != user_N[:-1]])[: len(user_N)]
+    first_U = np.flatnonzero(is_first_N)
     start_U1 = np.append(first_U, len(user_N)).astype(np.int64)
     if not len(first_U) or len(np.unique(user_N[first_U])) < len(first_U):
         raise ConfigError(
