@@ -19,7 +19,13 @@ from torch.autograd.function import once_differentiable
 
 from roostream.models.candidate_groups import CandidateGroups, build_groups
 from roostream.models.inputs import Sequence
-from roostream.models.ragged_attention import Begins, Starts, Three, attend_ragged, attend_ragged_back
+from roostream.models.ragged_attention import (
+    FirstColumns,
+    QueryKeyValue,
+    SegmentStarts,
+    attend_ragged,
+    attend_ragged_back,
+)
 from roostream.models.simd import COMPILED
 
 
@@ -101,8 +107,8 @@ class _Ragged(torch.autograd.Function):
     """`packed`: queries, keys and values side by side in one tensor, or queries in a separate one."""
 
     @staticmethod
-    def forward(ctx: Any, starts: Starts, heads: int, *packed: Tensor) -> Tensor:
-        of, begins = _three(packed)
+    def forward(ctx: Any, starts: SegmentStarts, heads: int, *packed: Tensor) -> Tensor:
+        of, begins = _views(packed)
         out_QD = packed[0].new_empty(len(packed[0]), sum(x.shape[1] for x in packed) // 3)
         log_QH = out_QD.new_empty(len(out_QD), heads)
         attend_ragged(of, begins, starts, out_QD.numpy(), log_QH.numpy())
@@ -114,15 +120,15 @@ class _Ragged(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient_QD: Tensor) -> tuple[Tensor | None, ...]:
         log_QH, *packed = ctx.saved_tensors
-        of, begins = _three(packed)
+        of, begins = _views(packed)
         to = tuple(torch.empty_like(x) for x in packed)
         attend_ragged_back(
-            of, begins, ctx.starts, log_QH.numpy(), gradient_QD.contiguous().numpy(), _three(to)[0]
+            of, begins, ctx.starts, log_QH.numpy(), gradient_QD.contiguous().numpy(), _views(to)[0]
         )
         return None, None, *to
 
 
-def _three(packed: tuple[Tensor, ...] | list[Tensor]) -> tuple[Three, Begins]:
+def _views(packed: tuple[Tensor, ...] | list[Tensor]) -> tuple[QueryKeyValue, FirstColumns]:
     first, last = (x.detach().numpy() for x in (packed[0], packed[-1]))
     width = sum(x.shape[1] for x in packed) // 3
     return (first, last, last), (0, last.shape[1] - 2 * width, last.shape[1] - width)

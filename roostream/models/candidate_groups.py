@@ -6,8 +6,8 @@
 A group holds lists of up to 16, 64, 256, … candidates. So padding is at most fourfold, and a request's result
 depends on no other request. All squares lie in one tensor of slots, group after group; histories are arranged
 in the same order, so a group's part of both is a view. Without padding (one request, an expanded batch),
-`pad` returns a view. Squares are built on first use; `made` builds them at once, so they reach a device in
-one copy.
+`pad` returns a view. Squares are built on first use; `with_slots` builds them at once, so they reach a device
+in one copy.
 
 Letters: R requests, B candidates, G requests of a group, K the longest list of the group, S slots of all
 squares, D width.
@@ -76,7 +76,7 @@ class CandidateGroups:
         """The inverse, [B, D]."""
         return x_SD if self._slots.slot_B is None else x_SD.index_select(0, self._slots.slot_B)
 
-    def made(self) -> CandidateGroups:
+    def with_slots(self) -> CandidateGroups:
         """The same, with all tensors built."""
         return dataclasses.replace(self, slots=self._slots)
 

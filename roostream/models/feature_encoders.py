@@ -120,9 +120,9 @@ class HistoryAttentionEncoder(FeatureEncoder):
     def forward(self, inputs: Inputs, pooled: PooledFeatures) -> Tensor:
         sequence = inputs.sequences[self.feature.name]
         query_BQ = torch.cat([pooled[name] for name in self._queries], dim=1)
-        if sequence.kept is not None:
+        if sequence.shared_entries is not None:
             return self.attention.to_keys(
-                query_BQ, self._keys(inputs, sequence, sequence.kept), sequence, inputs.groups
+                query_BQ, self._keys(inputs, sequence, sequence.shared_entries), sequence, inputs.groups
             )
         sources = self._rows(inputs, {"": sequence.index_L, **sequence.column_L})
         return self.attention(
@@ -139,16 +139,16 @@ class HistoryAttentionEncoder(FeatureEncoder):
             sources.append((table.weight, sequence.bucket_L[column].clamp_max(self._last_bucket)))
         return sources
 
-    def _keys(self, inputs: Inputs, sequence: Sequence, kept: SharedEntries) -> Tensor:
+    def _keys(self, inputs: Inputs, sequence: Sequence, shared: SharedEntries) -> Tensor:
         """Keys and values of all entries, [L, 2 · width], as from `attention.key_value`.
 
         The part from rows is computed once per shared entry, the part from times once per bucket; each entry
         sums its own.
         """
-        row_VE = gather_rows(self._rows(inputs, {"": kept.index_V, **kept.column_V}))
+        row_VE = gather_rows(self._rows(inputs, {"": shared.index_V, **shared.column_V}))
         weight, bias = self.attention.key_value.weight, self.attention.key_value.bias
         keys_LD2 = gather_rows(
-            [(nn.functional.linear(row_VE, weight[:, : row_VE.shape[1]], bias), kept.at_L)]
+            [(nn.functional.linear(row_VE, weight[:, : row_VE.shape[1]], bias), shared.at_L)]
         )
         first = row_VE.shape[1]
         for table, bucket_L in self._times(sequence):

@@ -92,7 +92,7 @@ class Sequence:
     gap_ms_L: dict[str, np.ndarray]  # time column → int64 time from the entry to its request
     groups: CandidateGroups
     padded: PaddedEntries | None = None  # None: when somebody asks
-    kept: SharedEntries | None = None  # None: nothing is shared, or nobody looked
+    shared_entries: SharedEntries | None = None  # None: nothing is shared, or nobody looked
 
     def squares(self, x_L: Tensor) -> Tensor:
         """[L, ...] → [R · N, ...]; padding has arbitrary values and must be masked."""
@@ -109,7 +109,7 @@ class Sequence:
         """bool, True = an entry; None = no padding."""
         return self._squares.mask_RN
 
-    def made(self, groups: CandidateGroups) -> Sequence:
+    def with_squares(self, groups: CandidateGroups) -> Sequence:
         """The same, with all tensors built; `groups`: its groups, built."""
         return dataclasses.replace(self, groups=groups, padded=self._squares)
 
@@ -189,8 +189,8 @@ def build_inputs(
     if device == "cpu" and all(rows_UD.device.type == "cpu" for rows_UD in inputs.rows.values()):
         return inputs
     # Build the squares on the host, so that they are part of the one copy to the device.
-    groups = inputs.groups.made()
-    sequences = {name: sequence.made(groups) for name, sequence in inputs.sequences.items()}
+    groups = inputs.groups.with_slots()
+    sequences = {name: sequence.with_squares(groups) for name, sequence in inputs.sequences.items()}
     inputs = dataclasses.replace(inputs, groups=groups, sequences=sequences)
     return inputs if device is None else change_tensors(inputs, lambda x: x.to(device))
 
@@ -275,6 +275,7 @@ def _build_sequence(f: Feature, batch: Batch, lookup: Lookup, groups: CandidateG
     length_R = batch.ro_lists.lengths_KN[batch.ro_lists.index(f.name)].astype(np.int64)
     offset_R1 = np.concatenate([[0], np.cumsum(length_R)])
     asked_ms_L = np.repeat(batch.time_ms_R, length_R)
+    dedup = lookup.shared.get(f.name)
     gap_ms = {c: asked_ms_L - batch.ro_lists.columns[f"{f.name}.{c}"] for c in f.time_columns}
     return Sequence(
         length_R=_wrap(length_R),
@@ -285,16 +286,18 @@ def _build_sequence(f: Feature, batch: Batch, lookup: Lookup, groups: CandidateG
         host_length_R=length_R,
         gap_ms_L=gap_ms,
         groups=groups,
-        kept=None if (shared := lookup.shared.get(f.name)) is None else _build_kept(f, shared, index_of),
+        shared_entries=None if dedup is None else _build_shared_entries(f, dedup, index_of),
     )
 
 
-def _build_kept(f: Feature, shared: PartialDedup, index_of: Callable[[str, str], Tensor]) -> SharedEntries:
-    entry_V = _wrap(shared.entry_V)
+def _build_shared_entries(
+    f: Feature, dedup: PartialDedup, index_of: Callable[[str, str], Tensor]
+) -> SharedEntries:
+    entry_V = _wrap(dedup.entry_V)
     return SharedEntries(
         index_V=index_of(f.table, f.name)[entry_V],
         column_V={c: index_of(table, f"{f.name}.{c}")[entry_V] for c, table in f.column_tables.items()},
-        at_L=_wrap(shared.at_L),
+        at_L=_wrap(dedup.at_L),
     )
 
 

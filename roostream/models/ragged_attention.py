@@ -33,17 +33,19 @@ from roostream.models.simd import (
     total,
 )
 
-Three = tuple[np.ndarray, np.ndarray, np.ndarray]
+QueryKeyValue = tuple[np.ndarray, np.ndarray, np.ndarray]
 """Tensors that contain queries, keys and values: [Q, ...], [N, ...], [N, ...]."""
-Begins = tuple[int, int, int]
+FirstColumns = tuple[int, int, int]
 """First column of queries, keys and values in those tensors."""
-Starts = tuple[np.ndarray, np.ndarray]
+SegmentStarts = tuple[np.ndarray, np.ndarray]
 """starts_Q, starts_N: int64 [R + 1]."""
 _QUERY_BLOCK = 32  # queries of a segment: their p stays near the processor, however long a list is
 
 
 @kernel
-def attend_ragged(of: Three, begins: Begins, starts: Starts, out_QD: np.ndarray, log_QH: np.ndarray) -> None:
+def attend_ragged(
+    of: QueryKeyValue, begins: FirstColumns, starts: SegmentStarts, out_QD: np.ndarray, log_QH: np.ndarray
+) -> None:
     """Write the attention output of each query, 0 if its segment has no entry, and the log denominators; D =
     H · C."""
     heads = log_QH.shape[1]
@@ -66,7 +68,12 @@ def attend_ragged(of: Three, begins: Begins, starts: Starts, out_QD: np.ndarray,
 
 @kernel
 def attend_ragged_back(
-    of: Three, begins: Begins, starts: Starts, log_QH: np.ndarray, gradient_QD: np.ndarray, to: Three
+    of: QueryKeyValue,
+    begins: FirstColumns,
+    starts: SegmentStarts,
+    log_QH: np.ndarray,
+    gradient_QD: np.ndarray,
+    to: QueryKeyValue,
 ) -> None:
     """Backward pass of `attend_ragged`: writes the gradients of `of` into the same columns of `to`."""
     heads = log_QH.shape[1]
@@ -99,7 +106,9 @@ def _head(x: np.ndarray, begin: int, h: int, width: int) -> Any:
 
 
 @kernel
-def _buffers(like: np.ndarray, starts: Starts, width: int, together: int) -> tuple[np.ndarray, np.ndarray]:
+def _buffers(
+    like: np.ndarray, starts: SegmentStarts, width: int, together: int
+) -> tuple[np.ndarray, np.ndarray]:
     """Buffers for probabilities and transposed keys of the largest segment."""
     most, longest = 0, 0
     for r in range(len(starts[0]) - 1):

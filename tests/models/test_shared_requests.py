@@ -104,7 +104,7 @@ def test_little_sharing_is_not_used() -> None:
     lookup = build_lookup(alone, deduplicated=True)
     assert not lookup.shared and lookup.unique is None
     inputs = inputs_of(alone, deduplicated=True)
-    assert inputs.unique is None and all(s.kept is None for s in inputs.sequences.values())
+    assert inputs.unique is None and all(s.shared_entries is None for s in inputs.sequences.values())
     assert inputs.shared_index_B is inputs.request_index_B
     empty = build_lookup(returning([]), deduplicated=True)
     assert empty.unique is None and not empty.shared
@@ -126,6 +126,6 @@ def test_sharing_saves_matrix_products(case: str) -> None:
 
 def test_copying_inputs_to_a_device_copies_shared_entries() -> None:
     moved = change_tensors(inputs_of(BATCHES["as before"], deduplicated=True), lambda x: x.to("meta"))
-    kept = moved.sequences["history"].kept
+    kept = moved.sequences["history"].shared_entries
     assert kept is not None and kept.at_L.is_meta and kept.column_V["action"].is_meta
     assert moved.unique is not None and moved.unique.first_U.is_meta

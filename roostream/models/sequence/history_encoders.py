@@ -39,10 +39,10 @@ class HistoryTokenizer(nn.Module):
 
     def forward(self, inputs: Inputs) -> Tensor:
         sequence = inputs.sequences[self._name]
-        kept = sequence.kept
-        if kept is None:
+        shared = sequence.shared_entries
+        if shared is None:
             return self._tokens(inputs, sequence.index_L, sequence.column_L)
-        return gather_rows([(self._tokens(inputs, kept.index_V, kept.column_V), kept.at_L)])
+        return gather_rows([(self._tokens(inputs, shared.index_V, shared.column_V), shared.at_L)])
 
     def _tokens(self, inputs: Inputs, index_L: Tensor, column_L: Mapping[str, Tensor]) -> Tensor:
         x_LD: Tensor = self.item(gather_rows([(inputs.rows[self._stacks[""]], index_L)]))
