@@ -24,7 +24,7 @@ class JoinerConfig(Rules, Deployment):
 
     submits: bool = setting(
         True,
-        "start a job if the cluster has none; false = wait for a job that another program starts, such as Flink's operator",
+        "start a job if the cluster has none; false = wait for a job of another program",
     )
 
     lateness_ms: int = setting(
@@ -36,7 +36,7 @@ class JoinerConfig(Rules, Deployment):
     checkpoint_interval_ms: int = setting(5_000, "between Flink checkpoints, or local snapshots", ge=100)
     delivery: Literal["at_least_once", "exactly_once"] = setting(
         "at_least_once",
-        "guarantee of the Flink job; exactly_once writes in transactions, which consumers see after a checkpoint",
+        "of the Flink job; exactly_once: consumers see records after a checkpoint",
     )
     transaction_timeout_ms: int = setting(
         600_000,

@@ -142,7 +142,7 @@ def _check_header(record: Record, header: pb.Header) -> None:
     key = key_bytes(header.user_id, header.session_id, header.request_id)
     if record.key != key:
         got = "none" if record.key is None else record.key[:16].hex()
-        text = f"expected key {key.hex()} (user {header.user_id}, session {header.session_id}, this request), got {got}"
+        text = f"expected key {key.hex()} of user {header.user_id}, session {header.session_id}, got {got}"
         raise WireError("bad_shape", text)
 
 

@@ -74,9 +74,7 @@ def run_flink(config: JoinerConfig, metrics: JoinerMetrics, health: Health, stop
     if high_availability:
         log.info("if the job manager dies, its high availability (%s) restores the job", high_availability)
     else:
-        log.info(
-            "if the job manager dies, the job is submitted again from its newest checkpoint: high availability is off"
-        )
+        log.info("high availability is off: if the job manager dies, the job is submitted again")
     recovery_s = _RECOVERY_S if high_availability else 0.0
     watch(FlinkJob(rest, job_id, _loss_counter(config)), metrics, health, stop, recovery_s=recovery_s)
 
@@ -181,7 +179,7 @@ def submit(config: JoinerConfig, stop: threading.Event) -> str:
         log.debug("flink run printed:\n%s", output)
         if _FOREIGN_STATE in output:
             raise CheckpointError(
-                f"expected a savepoint with joiner state of version {VERSION}, got {config.restore} with another version; "
+                f"expected a savepoint with joiner state of version {VERSION}, got {config.restore}; "
                 "continue with the build that wrote it, or remove the setting 'restore'"
             )
         raise UnavailableError(f"Flink did not accept the job: {_most_specific_line(output)}")

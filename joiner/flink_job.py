@@ -2,9 +2,8 @@
 (`application_main`).
 
     impressions ─► deserializer ─► event time ─┐
-                                               ├─► drop heartbeats ─► by key ─► watermark ─► JoinFunction ─►
-                                               samples, corrections,
-    engagements ─► deserializer ─► event time ─┘                                                             dead_letters
+                                               ├─► drop heartbeats ─► by key ─► watermark ─► join ─► outputs
+    engagements ─► deserializer ─► event time ─┘
 
 Savepoints depend on the uids, the execution mode, the state's type and the maximal parallelism, so these must
 not change. The join's uid contains the version of its state: Flink refuses a savepoint of another version

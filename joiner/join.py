@@ -220,7 +220,7 @@ class Join:
         if refusal is None and num_shown > self.max_candidates:
             refusal = "overflow", f"expected at most {self.max_candidates} candidates a request"
         if refusal is None and num_bytes > self.max_request_bytes:
-            error = f"expected a request of at most {self.max_request_bytes} bytes, got {num_bytes} with this page"
+            error = f"expected a request of at most {self.max_request_bytes} bytes, got {num_bytes}"
             refusal = "overflow", error
         if refusal is not None:
             step.outputs.append(dead_event(step.key, event, *refusal))
@@ -377,8 +377,8 @@ class Join:
             or (waits and self._too_many_waiting(state, request, event))
         ):
             error = (
-                f"expected at most {rules.max_orphans} waiting engagements a user, {rules.max_engagements} engagements a "
-                f"request and {self.max_request_bytes} bytes a request"
+                f"expected at most {rules.max_orphans} waiting engagements a user, {rules.max_engagements} "
+                f"engagements a request and {self.max_request_bytes} bytes a request"
             )
             step.outputs.append(dead_event(step.key, event, "overflow", error))
             return
@@ -704,7 +704,7 @@ class Join:
         if folder is None:
             schema = self.registry(fingerprint)
             if schema is None:
-                text = f"schema {fingerprint:016x} of an open request is missing from the store; restore its TOML file"
+                text = f"schema {fingerprint:016x} of an open request is not in the store; restore its file"
                 raise CheckpointError(text)
             folder = self._folders[fingerprint] = LabelFolder(schema)
         return folder

@@ -216,7 +216,7 @@ class LocalEngine:
                 raise CheckpointError(f"the snapshot ({len(data)} bytes) is damaged: wrong checksum")
             version, body = msgspec.msgpack.decode(data[8:], type=tuple[int, msgspec.Raw])
             if version != _FORMAT:
-                text = f"expected a snapshot of format {_FORMAT}, got {version}; restore it with the build that wrote it"
+                text = f"expected a snapshot of format {_FORMAT}, got {version}; use the build that wrote it"
                 raise CheckpointError(text)
             snapshot = msgspec.msgpack.decode(body, type=EngineSnapshot)
         except msgspec.MsgspecError as error:

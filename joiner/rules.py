@@ -1,10 +1,10 @@
 """Rules of the join: when a request closes, and which engagements join it. Pure functions of the events known
 so far.
 
-    close time of r = min( time(r) + window,                                                       → window
-                           time(r) + early close,                                                  → early
-                           time of the engagement that reaches the threshold or is terminal,       → engaged
-                           time of the next request of the same user or session + linger )         → next_request
+    close time of r = min( time(r) + window,                                                  → window
+                           time(r) + early close,                                             → early
+                           time of the engagement that reaches the threshold or is terminal,  → engaged
+                           time of the next request of the same user or session + linger )    → next_request
 
 Every term at or before the watermark is final, because all events up to the watermark have arrived. Therefore
 the order of arrival does not matter.
@@ -40,7 +40,7 @@ class Rules(Settings):
     )
     early_close_ms: int = setting(
         0,
-        "a request closes this long after its time; later engagements within its window become corrections; 0 = off",
+        "a request closes this early; later engagements of its window become corrections; 0 = off",
         ge=0,
     )
     orphan_timeout_ms: int = setting(
@@ -56,7 +56,7 @@ class Rules(Settings):
     engaged_min_wait_ms: int = setting(0, "earliest close by an engagement, after the request's time", ge=0)
     correction_horizon_ms: int = setting(
         0,
-        "corrections have features this long after the close; 0 = labels only, or the longest window with early_close",
+        "corrections have features this long; 0 = labels only, with early_close the longest window",
         ge=0,
     )
     max_open_requests: int = setting(64, "open requests a user; further ones become dead letters", ge=1)

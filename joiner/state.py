@@ -10,15 +10,15 @@ State is a map of small entries, so that an event reads and writes only the entr
 | `Impression` | request id, digest | the close, or the end of the correction horizon |
 | `Engagement`, then `SeenEngagement` | request id, event id | the request expires; later only pending ones |
 | `LabelAggregate` | request id, candidate | the request expires |
-| `RequestScope` | session, or 0 for the user | its last request is forgotten; only with the next-request rule |
+| `RequestScope` | session, or 0 for the user | its last request is forgotten; next-request rule only |
 | due list | time in ms | that time |
 
 A request has four phases:
 
     WAITING   only engagements that name the request have arrived
     OPEN      impressions have arrived; the request closes at `close_ms`
-    CLOSED    the sample was emitted; labels and ids are kept for corrections and duplicates, until close + late horizon
-    EXPIRED   only id, time and close time are kept, for as long again: later events are `after_close` or `too_late`
+    CLOSED    the sample was emitted; labels and ids are kept for corrections, until close + late horizon
+    EXPIRED   only id and times are kept, for as long again: later events are dead letters
 
 Events are stored unchanged (`raw`), because samples and dead letters copy their bytes. The engagements of a
 request form a linked list, so that adding one costs the same however many there are.
@@ -278,10 +278,8 @@ def decoder(kind: type[V]) -> Callable[[bytes], V]:
     def decode_entry(data: bytes) -> V:
         if data[:1] != _VERSION:
             got = data[:1].hex() or "no bytes"
-            raise CheckpointError(
-                f"expected joiner state of version {VERSION}, got {got}; continue with the build that wrote it, or start "
-                "without the savepoint"
-            )
+            remedy = "continue with the build that wrote it, or start without the savepoint"
+            raise CheckpointError(f"expected joiner state of version {VERSION}, got {got}; {remedy}")
         try:
             return decode_body(memoryview(data)[1:])
         except msgspec.MsgspecError as error:

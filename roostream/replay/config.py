@@ -56,7 +56,7 @@ class ReplayConfig(Settings):
     freeze_weights_at: str = setting("", "from this time on weights no longer change; '' = never")
     archived_until: str = setting(
         "",
-        "stack: archive the log before this time, train a new model from the archive, then send the rest; '' = off",
+        "stack: archive the log before this time, train from the archive, then go on; '' = off",
     )
     label_delay_ms: int = setting(0, "delay after which an event changes the online counters", ge=0)
     engagement_delay_ms: int = setting(0, "mean delay added to the engagements of the log; 0 = none", ge=0)

@@ -31,8 +31,8 @@ def detect_replay(paths: Sequence[str], schema: str = "") -> ReplayConfig:
     forms = {_SUFFIXES.get(Path(path.removesuffix(".gz").removesuffix(".zst")).suffix, "") for path in paths}
     if len(forms) != 1 or not (form := forms.pop()):
         raise ConfigError(
-            f"{', '.join(paths)}: expected files that all end in .jsonl, all in .parquet or all in .csv (or .gz, .zst of these), "
-            "or a folder with behaviors.parquet"
+            f"{', '.join(paths)}: expected files that all end in .jsonl, all in .parquet or all in .csv "
+            "(or .gz, .zst of these), or a folder with behaviors.parquet"
         )
     settings: dict[str, Any] = {"log" if form == "jsonl" else "impressions": tuple(paths), "skip_bad": True}
     return ReplayConfig(
@@ -52,7 +52,7 @@ def input_paths(replay: ReplayConfig) -> list[str]:
 def _ebnerd(folder: Path, schema: str) -> ReplayConfig:
     behaviors, history = folder / "behaviors.parquet", folder / "history.parquet"
     if not behaviors.is_file():
-        text = f"{folder}: expected a folder with behaviors.parquet (EB-NeRD), got one without; name the log's files"
+        text = f"{folder}: expected a folder with behaviors.parquet (EB-NeRD), got another; name the files"
         raise ConfigError(text)
     settings: dict[str, Any] = {"behaviors": (str(behaviors),)}
     settings |= {"history": (str(history),)} if history.is_file() else {}

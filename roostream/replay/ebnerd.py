@@ -123,7 +123,7 @@ def histories(paths: Sequence[str]) -> Clicks:
             items, times = _rows(batch["article_id_fixed"]), _rows(batch["impression_time_fixed"])
             counts = [len(x) for x in items]
             if counts != [len(x) for x in times]:
-                text = f"{path}: expected lists of equal length in columns article_id_fixed and impression_time_fixed"
+                text = f"{path}: expected equal lengths of article_id_fixed and impression_time_fixed"
                 raise ConfigError(text)
             parts.append(
                 [np.repeat(batch["user_id"].to_numpy(), counts), np.concatenate(items), np.concatenate(times)]
@@ -234,7 +234,9 @@ def _read(path: str, required: dict[str, pa.DataType], optional: dict[str, pa.Da
         there = file.schema_arrow.names
         for name in required:
             if name not in there:
-                text = f"{path}: column {name!r} is absent{nearest(name, there)}; expected EB-NeRD's columns {', '.join(required)}"
+                text = (
+                    f"{path}: column {name!r} is absent{nearest(name, there)}; expected {', '.join(required)}"
+                )
                 raise ConfigError(text)
         raw = file.read([name for name in (*required, *optional) if name in there])
     columns = []
@@ -246,7 +248,7 @@ def _read(path: str, required: dict[str, pa.DataType], optional: dict[str, pa.Da
 def _cast(path: str, name: str, column: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray:
     """Raises ConfigError: a required column has nulls, or values cannot be cast to `kind`."""
     if name in _REQUIRED and column.null_count:
-        text = f"{path}: column {name!r}: expected a value in every row, got {column.null_count} nulls; drop those rows"
+        text = f"{path}: column {name!r}: expected a value in every row, got {column.null_count} nulls"
         raise ConfigError(text)
     try:
         return column.cast(kind, safe=False)
@@ -260,7 +262,6 @@ def _check_offered(schema: Schema) -> None:
     for features, names in ((schema.ro, RO_OFFERED), (schema.nro, NRO_OFFERED)):
         for feature in features:
             if not feature.online and feature.name not in names:
-                raise SchemaError(
-                    f"feature {feature.name!r}: expected an online feature or one that EB-NeRD offers ({', '.join(names)}), "
-                    f"got neither{nearest(feature.name, names)}; remove it or give it online = …"
-                )
+                known = f"expected an online feature or one of EB-NeRD ({', '.join(names)})"
+                near = nearest(feature.name, names)
+                raise SchemaError(f"feature {feature.name!r}: {known}, got neither{near}; remove it")

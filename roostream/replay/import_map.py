@@ -3,9 +3,9 @@ which values.
 
 request = ["user", "shown_at"]      rows with equal values in these columns form one request
 time = "shown_at"                   item = "article"       user = "user"
-[features]                          feature of the schema → column; default: the column with the feature's name
+[features]                          feature of the schema → column; default: of the same name
 basket = "basket_value"
-history = { item = "read_ids", time = "read_at" }       sequence: its table and columns; weighted ids: ids, weights
+history = { item = "read_ids", time = "read_at" }   sequence: table and columns; weighted: ids, weights
 [actions]                           action → the column that is true or above 0 where it happened
 click = { column = "clicked" }
 read = { column = "seconds", least = 5.0, value = "seconds" }
@@ -93,13 +93,13 @@ def load_map(path: str, schema: Schema) -> ImportMap:
     features = {f.name: f for f in (*schema.ro, *schema.nro)}
     for name, given in column_map.features.items():
         if name not in features:
-            text = f"{path}: features.{name}: expected a feature of the schema, got another name{nearest(name, features)}"
+            text = f"{path}: features.{name}: expected a feature of the schema{nearest(name, features)}"
             raise ConfigError(text)
         parts = _parts(features[name])
         for part in given if isinstance(given, dict) else ():
             if part not in parts:
                 wanted = " and ".join(parts) or "one column, as text"
-                text = f"{path}: features.{name}.{part}: expected {wanted}, got another name{nearest(part, parts)}"
+                text = f"{path}: features.{name}.{part}: expected {wanted}{nearest(part, parts)}"
                 raise ConfigError(text)
     wanted_actions = {*(label.action for label in schema.labels), schema.online.click}
     for name in column_map.actions:
@@ -115,7 +115,7 @@ def check_columns(path: str, column_map: ImportMap, schema: Schema, known: Colle
     """Raises ConfigError: a column of the map is not in the file; names the nearest."""
     for column in column_map.columns(schema, known):
         if column not in known:
-            text = f"{path}: column {column!r} is absent{nearest(column, known)}; correct the map, or leave it out there"
+            text = f"{path}: column {column!r} is absent{nearest(column, known)}; correct the map"
             raise ConfigError(text)
 
 

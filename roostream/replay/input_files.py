@@ -78,7 +78,9 @@ def _temporary_copy(path: str, pieces: Iterator[bytes]) -> BinaryIO:
             copy.seek(0)
         except OSError as error:
             folder = tempfile.gettempdir()
-            text = f"{path}: cannot be decompressed into {folder} ({error.strerror}); free space there or set TMPDIR"
+            text = (
+                f"{path}: cannot be decompressed into {folder} ({error.strerror}); free space or set TMPDIR"
+            )
             raise SetupError(text) from None
         opened.pop_all()
         return cast(BinaryIO, copy)

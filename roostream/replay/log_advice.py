@@ -34,11 +34,11 @@ def _actions(schema: Schema, profile: LogProfile) -> Iterator[str]:
     if unnamed := [a for a in profile.actions if a not in wanted]:
         shown = ", ".join(f"{a!r} ({profile.actions[a]}{nearest(a, wanted)})" for a in unnamed[:_MAX_NAMED])
         more = f" and {len(unnamed) - _MAX_NAMED} more" if len(unnamed) > _MAX_NAMED else ""
-        yield f"actions of the log that no [[label]], no [[counter]] and not [online] click uses: {shown}{more}"
+        yield f"actions that no [[label]], no [[counter]] and not [online] click uses: {shown}{more}"
     for label in schema.labels:
         if label.action not in profile.actions:
             near = nearest(label.action, profile.actions)
-            yield f"label {label.name!r}: no engagement of the log has action {label.action!r}{near}; it is never positive"
+            yield f"label {label.name!r}: no engagement of the log has action {label.action!r}{near}"
     online = {source for side in ("ro", "nro") for source in sources_of(schema, side).values()}
     counters = declared(schema)
     wanted_by = {s: counters[s].event or schema.online.click for s in sorted(online) if s in counters}
@@ -83,7 +83,7 @@ def _lists(profile: LogProfile) -> Iterator[str]:
     if profile.num_doubled:
         yield f"{profile.num_doubled} lists show an item twice; the later position is dropped"
     if profile.num_strangers:
-        yield f"{profile.num_strangers} impressions have neither user_id nor session_id, so they have no history"
+        yield f"{profile.num_strangers} impressions have neither user_id nor session_id: no history"
 
 
 def _labels(schema: Schema, profile: LogProfile, positives: Mapping[str, int], prior: float) -> Iterator[str]:
@@ -98,6 +98,6 @@ def _labels(schema: Schema, profile: LogProfile, positives: Mapping[str, int], p
         is_near = 1 / _FAR_FROM_PRIOR <= share / prior_of <= _FAR_FROM_PRIOR
         if count and profile.num_candidates >= _MIN_CANDIDATES and not is_near:
             yield (
-                f"label {label.name!r} is positive for {share:.2g} of the candidates, but the untrained model predicts "
-                f"{prior_of:.2g}; set prior = {share:.2g} in its [[label]]"
+                f"label {label.name!r} is positive for {share:.2g} of the candidates, but the untrained "
+                f"model predicts {prior_of:.2g}; set prior = {share:.2g} in its [[label]]"
             )

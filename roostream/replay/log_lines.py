@@ -156,8 +156,8 @@ def _check_numbers(line: ImpressionLine) -> None:
             raise ValueError(text)
     if not 0 < line.weight <= MAX_WEIGHT:
         raise ValueError(
-            f"weight: expected a number above 0 and at most {MAX_WEIGHT:.0f}, got {line.weight:g}; remove an impression "
-            "that should not count"
+            f"weight: expected a number above 0 and at most {MAX_WEIGHT:.0f}, got {line.weight:g}; remove an "
+            "impression that should not count"
         )
 
 

@@ -116,7 +116,7 @@ def _check(paths: Sequence[str], schema: Schema, column_map: ImportMap) -> _Inpu
             check_columns(path, column_map, schema, known)
             wanted = sorted(set(column_map.columns(schema, known)))
             if columns and wanted != columns:
-                text = f"{path}: expected the columns of {paths[0]}, got others; import files with equal columns together"
+                text = f"{path}: expected the columns of {paths[0]}, got others; import them apart"
                 raise ConfigError(text)
             columns, num_rows = wanted, num_rows + file.metadata.num_rows
             num_bytes += _arrow_bytes(file, set(columns))
@@ -262,7 +262,7 @@ def _times(column: pa.ChunkedArray, column_map: ImportMap) -> np.ndarray:
         ConfigError: a time is missing or invalid.
     """
     if column.null_count:
-        text = f"column of times: expected a time in every row, got {column.null_count} rows without; remove these rows"
+        text = f"column of times: expected a time in every row, got {column.null_count} rows without"
         raise ConfigError(text)
     if pa.types.is_timestamp(column.type) or pa.types.is_date(column.type):
         return np.asarray(column.cast(pa.timestamp("ms"), safe=False).cast(pa.int64()))

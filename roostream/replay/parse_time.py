@@ -26,7 +26,7 @@ def parse_time_ms(value: int | str) -> int:
     try:
         moment = datetime.datetime.fromisoformat(value)
     except ValueError:
-        text = f"expected a time such as '2023-05-23', '2023-05-23T12:00:00' (UTC) or ms since 1970, got {value[:64]!r}"
+        text = f"expected a time such as '2023-05-23', '2023-05-23T12:00:00' or ms, got {value[:64]!r}"
         raise ValueError(text) from None
     time_ms = round((moment if moment.tzinfo else moment.replace(tzinfo=datetime.UTC)).timestamp() * 1000)
     if time_ms <= 0:

@@ -28,7 +28,7 @@ class ReportFiles(NamedTuple):
             try:
                 self.page.parent.mkdir(exist_ok=True)
             except OSError as error:
-                text = f"{self.page.parent}: cannot create the folder of the report ({error.strerror}); choose another"
+                text = f"{self.page.parent}: cannot create the report's folder ({error.strerror})"
                 raise ConfigError(text) from None
         check_report(str(self.data or ""))
 

@@ -3,7 +3,7 @@
 parquet_log.py and csv_log.py read the tables. This module converts rows to the lines of log_lines.py, and
 these to events.
 
-    impressions   request_id  time  item_id  [user_id session_id surface weight position propensity]  features by name
+    impressions   request_id  time  item_id  [user_id session_id surface weight position propensity]  features
     engagements   request_id  time  item_id  action  [user_id session_id surface value event_id]
 
 Rows with the same request, user, session and time form one impression, in their order. Its request features
@@ -114,7 +114,9 @@ def _checked(
     for name in names:
         if name not in known and name not in features:
             near = nearest(name, [*known, *features])
-            text = f"{table.path}: column {name!r} is not a feature of the schema{near}; declare it, or use --ignore {name}"
+            text = (
+                f"{table.path}: column {name!r} is not a feature of the schema{near}; declare or --ignore it"
+            )
             raise ConfigError(text)
     return table._replace(table=table.table.select(names))
 
@@ -208,7 +210,7 @@ def rows_to_impression(rows: Sequence[Row], time_ms: int, schema: Schema) -> Imp
     first, names = rows[0], dict.fromkeys(name for row in rows for name in row)
     for name in names.keys() & (ro | {"weight"}):
         if any(not _equal(row.get(name), first.get(name)) for row in rows):
-            text = f"{name}: expected the same value in all rows of request {first.get('request_id')!r}, got several"
+            text = f"{name}: expected one value in all rows of request {first.get('request_id')!r}"
             raise ValueError(text)
     columns = {name: [row.get(name) for row in rows] for name in names if name in nro or name == "item_id"}
     given: Row = {

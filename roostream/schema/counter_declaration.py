@@ -30,7 +30,7 @@ class CounterDeclaration(Settings):
 
     name: str = setting(help="name for `online`; unique, also among the built-in counters")
     entity: tuple[str, ...] = setting(
-        help="a field, or a cross of fields: user | session | surface | hour | weekday | item | an ids feature"
+        help="field or cross of fields: user | session | surface | hour | weekday | item | an ids feature"
     )
     event: str = setting("", "shown, or the action of engagements; empty = the click of [online]")
     aggregation: Aggregation = setting(

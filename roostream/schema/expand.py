@@ -4,9 +4,9 @@ Of several braces the last one varies fastest; braces may be nested. The expande
 their block, in the order of its names. So the order of features, and the fingerprint, are those of the
 expanded file.
 
-    [[ro]], [[nro]]  a row for each name; braces in `online` and `table` are paired with the names; a missing name is that of
-                     the online feature
-    [[counter]]      a row for each name; braces in `event`, `half_life` and `window` are paired with the names
+    [[ro]], [[nro]]  a row for each name; braces in `online` and `table` are paired with the names; a missing
+                     name is that of the online feature
+    [[counter]]      a row for each name, paired with the braces in `event`, `half_life` and `window`
     [[transform]]    a row for each input and, within an input, each operation
     [tables.NAME]    a table for each name
 """
@@ -121,7 +121,7 @@ def _sequence(pattern: str, at: int, depth: int) -> tuple[list[str], int]:
             raise SchemaError(f"{pattern[:80]!r}: expected at most {MAX_ROWS} names, got more; split it")
         names = [name + item for name in names for item in items]
         if max(map(len, names)) > _MAX_LENGTH:
-            text = f"{pattern[:80]!r}: expected names of at most {_MAX_LENGTH} characters, got longer; shorten it"
+            text = f"{pattern[:80]!r}: expected names of at most {_MAX_LENGTH} characters, got longer"
             raise SchemaError(text)
     return names, at
 
@@ -129,7 +129,7 @@ def _sequence(pattern: str, at: int, depth: int) -> tuple[list[str], int]:
 def _braces(pattern: str, start: int, depth: int) -> tuple[list[str], int]:
     """The items of the braces that open at `start`, and the index behind them."""
     if depth > _MAX_DEPTH:
-        text = f"{pattern[:80]!r}: expected braces at most {_MAX_DEPTH} deep, got deeper; write it as several names"
+        text = f"{pattern[:80]!r}: expected braces at most {_MAX_DEPTH} deep, got deeper"
         raise SchemaError(text)
     items: list[str] = []
     at = start
@@ -138,7 +138,7 @@ def _braces(pattern: str, start: int, depth: int) -> tuple[list[str], int]:
         if at == len(pattern):
             raise SchemaError(f"{pattern[:80]!r}: expected '}}' for the '{{' at {start}, got none; close it")
         if "" in names:
-            text = f"{pattern[:80]!r}: expected a name between braces and commas, got none at {at}; remove the comma"
+            text = f"{pattern[:80]!r}: expected a name between braces and commas, got none at {at}"
             raise SchemaError(text)
         items += names
         if len(items) > MAX_ROWS:
@@ -183,7 +183,7 @@ def _named(row: dict[str, Any], keys: tuple[str, ...]) -> list[dict[str, Any]]:
     paired = {key: names_of(row[key]) for key in keys if isinstance(row.get(key), str) and "{" in row[key]}
     for key, values in paired.items():
         if len(values) != len(names):
-            text = f"expected one {key} for each of {len(names)} names, got {len(values)}: {row[key]!r}; make them equal"
+            text = f"expected one {key} for each of {len(names)} names, got {len(values)}: {row[key]!r}"
             raise SchemaError(text)
     endings, online = (
         [name.rpartition("_")[2] for name in group] for group in (names, paired.get("online", names))
@@ -211,7 +211,7 @@ def _transforms(row: dict[str, Any]) -> list[dict[str, Any]]:
             raise SchemaError(text)
     output = row.get("output", "{input}")
     if len(inputs) > 1 and isinstance(output, str) and "{input}" not in output:
-        text = f"expected {{input}} in the output of {len(inputs)} inputs, got {output!r}; write '{{input}}_{output}'"
+        text = f"expected {{input}} in the output of {len(inputs)} inputs, got {output!r}"
         raise SchemaError(text)
     rest = {key: value for key, value in row.items() if key not in ("input", "inputs", "op", "output")}
     return [

@@ -173,7 +173,7 @@ class Limits(Settings):
     max_list: int = setting(2000, "entries per list", ge=1, le=1 << 20)
     max_record_bytes: int = setting(
         1 << 20,
-        "bytes per impression or engagement; at most half a message, since a sample is larger than its impression",
+        "bytes per impression or engagement; at most half a message, since samples are larger",
         ge=1024,
         le=MAX_MESSAGE_BYTES // 2,
     )
@@ -318,8 +318,8 @@ def reading_plan(writer: Schema, reader: Schema) -> dict[str, list[int]]:
             expected, got = getattr(known.get(label.name, label), what), getattr(label, what)
             if expected != got:
                 raise SchemaError(
-                    f"label {label.name!r}: expected {what} {expected!r} (schema in use), got {got!r} (schema of the data); "
-                    "give the changed label a new name"
+                    f"label {label.name!r}: expected {what} {expected!r} (schema in use), got {got!r} "
+                    "(schema of the data); give the changed label a new name"
                 )
     index = {label.name: i for i, label in enumerate(reader.labels)}
     plan["label"] = [index.get(label.name, -1) for label in writer.labels]

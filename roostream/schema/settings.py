@@ -198,7 +198,7 @@ def check_environment(programs: Iterable[str], others: Iterable[str], environ: M
         known = name in others or name.startswith(tuple(stems)) or not name.startswith("ROOSTREAM_")
         if not known and not _KUBERNETES.search(name):
             near = nearest(name.partition("_")[2], [stem[10:-1] for stem in stems])
-            text = f"environment {name}: expected the name of a program behind ROOSTREAM_, got none{near}; unset it"
+            text = f"environment {name}: expected the name of a program behind ROOSTREAM_, got none{near}"
             raise ConfigError(text)
 
 

@@ -118,10 +118,8 @@ def take_rule(table: dict[str, Any], location: SourceLocation) -> Rule:
     given, flat = table.pop("rule", Adagrad.name), {key: table.pop(key) for key in FLAT if key in table}
     if isinstance(given, Mapping):
         for key, value in flat.items():
-            raise ConfigError(
-                f"{location.describe(key)}key {location.prefix + key!r}: expected it in [{location.prefix}rule], beside the rule's name, "
-                f"got {value!r} outside; move it there"
-            )
+            text = f"expected it in [{location.prefix}rule], got {value!r} outside; move it there"
+            raise ConfigError(f"{location.describe(key)}key {location.prefix + key!r}: {text}")
         flat, location = dict(given), location.child("rule")
         given = flat.pop("name", Adagrad.name)
     rule = RULES.get(given) if isinstance(given, str) else None

@@ -6,7 +6,7 @@ format.
     item, position, …         candidate    fields of Batch for candidates (CANDIDATE)
     label__<label>            candidate    also score__<label>, as served
     ro__<feature>             request      a float, NaN = missing; or a list, present or missing in each row
-    ro__<feature>__<column>   request      a sequence's column, as long as its ids; `weights` of a weighted list
+    ro__<feature>__<column>   request      a sequence's column; `weights` of a weighted list
     nro__<feature>…           candidate    the same of candidates
 
 A file has all features of its writer's schema with uncut lists. A reader skips features that its schema lacks
@@ -98,7 +98,7 @@ def column_types(schema: Schema) -> dict[str, ColumnType]:
         for feature in getattr(schema, side):
             for name, form in _feature_types(side, of, feature).items():
                 if name in out:
-                    text = f"expected one feature per column, got two for {name!r}; give {feature.name!r} another name"
+                    text = f"expected one feature per column, got two for {name!r}; rename {feature.name!r}"
                     raise SchemaError(text)
                 out[name] = form
     return out

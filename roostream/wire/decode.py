@@ -62,8 +62,8 @@ _ERRORS = {
     ),
     scan.BAD_NUMBER: (
         "bad_number",
-        f"expected list weights within ±{wire.MAX_WEIGHT:.0f}, a sample weight in 0..{wire.MAX_WEIGHT:.0f} and "
-        "propensities in (0, 1]; got other numbers",
+        f"expected list weights within ±{wire.MAX_WEIGHT:.0f}, a sample weight in 0..{wire.MAX_WEIGHT:.0f} "
+        "and propensities in (0, 1]; got other numbers",
     ),
     scan.OVERSIZED: ("oversized", "expected candidates and lists within the schema's limits; got more"),
 }

@@ -1,6 +1,6 @@
 """Deduplication of lists within a batch (RecD: Zhao et al. 2022, §4.2 and §7).
 
-    rows of b        exact (`Inverse`)                    partial (`PartialDedup`): overlapping rows share entries
+    rows of b        exact (`Inverse`)                    partial (`PartialDedup`): rows share entries
     [3 4 5]          values   [3 4 5] [4 5 6]             values   [3 4 5 6]
     [4 5 6]          row_N    0 1 0                       span_N2  [0 3] [1 3] [0 3]
     [3 4 5]

@@ -205,8 +205,8 @@ def _advice(arrangements: Mapping[str, Any], candidates: float) -> Iterator[str]
         return
     if candidates >= MIN_FACTOR:
         yield (
-            f"requests have {candidates:.1f} candidates: stored as requests instead of impressions, request-only values are "
-            f"{candidates:.1f} times fewer, before any deduplication"
+            f"requests have {candidates:.1f} candidates: stored as requests instead of impressions, "
+            f"request-only values are {candidates:.1f} times fewer, before any deduplication"
         )
     paying = {name: dict(_paying(figures)) for name, figures in arrangements.items()}
     for key, what in paying["clustered"].items():

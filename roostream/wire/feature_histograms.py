@@ -1,6 +1,6 @@
 """Histograms of features, and the population stability index (PSI) between two of them.
 
-    psi        Σ (p − q) ln(p / q) over the bins; above PSI_SHIFTED the distribution has shifted (Siddiqi 2006, §7.2)
+    psi        Σ (p − q) ln(p / q) over the bins; above PSI_SHIFTED it has shifted (Siddiqi 2006, §7.2)
     floats     bins of signed powers of two, and one for missing
     ids        buckets of a hash of a list's first id, and one for missing or empty
     lengths    bins of powers of two of a list's length

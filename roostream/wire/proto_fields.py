@@ -1,9 +1,9 @@
 """Numbers and wire formats of the fields of messages that are read and written without protobuf's own
 classes.
 
-`SAMPLE.item_ids` is a field's number, also in kernels, where these tuples are constants. `field_formats` finds
-the wire formats. Numba caches a kernel by the kernel's own source, so a number may never change. The joiner
-imports this module: plain numpy only.
+`SAMPLE.item_ids` is a field's number, also in kernels, where these tuples are constants. `field_formats`
+finds the wire formats. Numba caches a kernel by the kernel's own source, so a number may never change. The
+joiner imports this module: plain numpy only.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     log1p        sign(x) · log(1 + |x|)
     clip         x limited to [low, high]
     standardize  (x - mean) / std
-    rank         rank of x among its request's candidates, from 0 = smallest to 1 = largest; ties share their mean rank.
+    rank         rank of x among its request's candidates, 0 = smallest, 1 = largest; ties share their mean.
                  A request with one candidate, or with equal ones only, gives 0.5
     share        max(x, 0) / sum of max(x, 0) over the request's candidates; 0 if that sum is 0
 

@@ -157,8 +157,8 @@ class DayTwo:
         words = blocks()
         ports = f"PORT=(0 {self._instead['9911']} {self._instead['9912']})"
         quick = " ".join(f"--set {key}" for key in QUICK)
-        ours = f'roostream() {{ if [ "$1" = up ]; then {sys.executable} -m roostream.cli.main "$@" {quick}; else '
-        ours += f'{sys.executable} -m roostream.cli.main "$@"; fi; }}'
+        program = f"{sys.executable} -m roostream.cli.main"
+        ours = f'roostream() {{ if [ "$1" = up ]; then {program} "$@" {quick}; else {program} "$@"; fi; }}'
         text = words[heading].replace("991$n", self._instead["991$n"])
         done = subprocess.run(
             ("bash", "-euo", "pipefail", "-c", "\n".join((ports, ours, words["Words"], text))),

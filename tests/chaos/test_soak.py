@@ -46,7 +46,7 @@ KILL_EVERY_S, LOOK_EVERY_S, GARBAGE_EVERY_S, FULL_EVERY_S, FULL_S = 10.0, 10.0, 
 DISK_MB = 64
 GROWN_UP_S = 45.0  # a program's memory counts from this age on
 STILL_FILLING_MB = {
-    "redis": 64,  # 500 users of at most 512 items (40 bytes) and 50 clicks (24): 11 MB, thrice with its largest call
+    "redis": 64,  # 500 users of 512 items (40 bytes) and 50 clicks (24): 11 MB, thrice at most
     "auditor": 128,  # the ids of the newest 30 minutes
 }
 """Programs whose memory has a bound that half an hour doesn't reach: what it may come to."""

@@ -40,9 +40,8 @@ print(json.dumps({
     "schemas": sorted(load_schema(p).name for p in options.DEMO_SCHEMA.parent.glob("*.toml")),
 }))
 """
-SCHEMA = (
-    '[tables.item]\ndim = 4\n[[nro]]\nname = "price"\n[[nro]]\nonline = "item_id"\nkind = "ids"\ntable = "item"\n'
-    + ('[[label]]\nname = "click"\naction = "click"\n')
+SCHEMA = '[tables.item]\ndim = 4\n[[nro]]\nname = "price"\n[[nro]]\nonline = "item_id"\nkind = "ids"\n' + (
+    'table = "item"\n[[label]]\nname = "click"\naction = "click"\n'
 )
 
 
@@ -99,7 +98,7 @@ def test_pip_installs_the_command(python: Path, tmp_path: Path) -> None:
 
 
 def test_the_wheel_contains_all_sources_and_data_files_and_nothing_else(python: Path) -> None:
-    """A new package, web page, schema or table that the project's lists forget would be missed by users alone."""
+    """Only users would miss a package, page or table that the project's lists forget."""
     tracked = subprocess.run(
         ("git", "ls-files", *sorted(TOPS)), cwd=ROOT, capture_output=True, text=True, check=True
     )

@@ -61,6 +61,4 @@ def test_generated_code_is_current(tmp_path: Path) -> None:
     subprocess.run(command, cwd=ROO, check=True, capture_output=True, timeout=60)
     for name in ("roo_pb2.py", "roo_pb2.pyi"):
         made, kept = (tmp_path / name).read_text(encoding="utf-8"), (ROO / name).read_text(encoding="utf-8")
-        assert made == kept, (
-            f"{name} isn't what roo.proto gives: run `{' '.join(command[1:])}` in roo/ with its folder as output"
-        )
+        assert made == kept, f"{name} isn't what roo.proto gives: run `{' '.join(command[1:])}`"

@@ -76,9 +76,7 @@ def shuffled(message: pb.Impression) -> bytes:
     return b"".join(m.SerializeToString() for m in (*pieces, rest, header))
 
 
-def test_an_impression_that_is_not_written_as_protobuf_does_gives_the_same_sample_and_its_own_dead_letter() -> (
-    None
-):
+def test_an_unusual_encoding_gives_the_same_sample() -> None:
     message = impression(T, (1, 2), scores=[0.5] * 8)
     usual = record(message)
     other = usual._replace(value=usual.value[:2] + shuffled(message))

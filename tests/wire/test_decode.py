@@ -464,10 +464,11 @@ DAMAGE = [
     ("a time too many", damaged_nro(times=[1]), "bad_shape"),
     ("more missing bits than lists", damaged_nro(missing=b"\0\0"), "bad_shape"),
     ("a missing list with entries", damaged_nro(missing=b"\1"), "bad_shape"),
-    ("a list beyond the cap", damaged_nro(lengths=[1, 0, 0, 31, 0, 0], ids=range(32), missing=b""), "oversized"),
+    ("a list beyond the cap", damaged_nro(lengths=[1, 0, 0, 31, 0, 0], ids=range(32), missing=b""),
+     "oversized"),
     ("a block that is no message", setter(ro=b"\x0a\x05ab"), "undecodable"),
     ("another schema", lambda s: s.header.__setattr__("schema", 5), "unknown_schema"),
-    ("too many candidates", lambda s: (s.item_ids.__setitem__(slice(None), range(41)), s.labels.extend([0.0] * 78)), "oversized"),
+    ("too many candidates", setter(item_ids=range(41), labels=[0.0] * 82), "oversized"),
 ]  # fmt: skip
 
 
