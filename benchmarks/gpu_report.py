@@ -23,56 +23,56 @@ from roostream.errors import RoostreamError, SetupError
 from roostream.replay.report_files import write_atomically
 
 REPORT = Path("build/gpu/report.md")
-QUESTIONS = ("hstu-attention", "device-step")
+BENCHMARKS = ("hstu-attention", "device-step")
 _TESTS = Path("build/gpu/tests.xml")
 _SHOWN = 300
 
 
-class Ran(NamedTuple):
-    """What pytest said."""
+class TestResults(NamedTuple):
+    """The outcome of a pytest run."""
 
     passed: int
     skipped: Sequence[str]  # reasons
-    failed: Sequence[str]  # names, and the beginnings of why
+    failed: Sequence[str]  # names and shortened messages
 
     @property
-    def fine(self) -> bool:
+    def passed_all(self) -> bool:
         return bool(self.passed) and not self.failed
 
 
 class Parts(NamedTuple):
-    """What the page is made of, in their order; each may raise a RoostreamError."""
+    """The steps that fill the page; each may raise a RoostreamError."""
 
     device: Callable[[], dict[str, str]]
-    tests: Callable[[], Ran]
+    tests: Callable[[], TestResults]
     benchmark: Callable[[str, int], dict[str, Any]]
 
 
 def main(arguments: Sequence[str] | None = None, parts: Parts | None = None) -> int:
-    """0 = all is well, 1 = a test failed or a question could not be asked, 2 = there is no device, or no page
-    could be made."""
+    """Exit code: 0 = all passed, 1 = a test or benchmark failed, 2 = no device or no page."""
     parser = argparse.ArgumentParser(
         prog="make gpu", description="Tests and benchmarks that need a CUDA device, as one page."
     )
     parser.add_argument("--report", type=Path, default=REPORT, help=f"default: {REPORT}")
-    parser.add_argument("--runs", type=int, default=MIN_RUNS, help=f"of each question, at least {MIN_RUNS}")
+    parser.add_argument("--runs", type=int, default=MIN_RUNS, help=f"of each benchmark, at least {MIN_RUNS}")
     given = parser.parse_args(arguments)
     parts = parts or Parts(device_of, run_tests, ask)
     try:
         device, tests = parts.device(), parts.tests()
-        asked = {name: parts.benchmark(name, given.runs) for name in QUESTIONS}
-        write_atomically(_made(given.report), page(device, tests, asked))
+        results = {name: parts.benchmark(name, given.runs) for name in BENCHMARKS}
+        write_atomically(_with_folder(given.report), page(device, tests, results))
     except RoostreamError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(
-        f"{given.report}: {tests.passed} tests passed, {len(tests.failed)} failed, {len(tests.skipped)} skipped"
+        f"{given.report}: {tests.passed} tests passed, "
+        f"{len(tests.failed)} failed, {len(tests.skipped)} skipped"
     )
-    return 0 if tests.fine and not any("failed" in result for result in asked.values()) else 1
+    return 0 if tests.passed_all and not any("failed" in result for result in results.values()) else 1
 
 
-def _made(path: Path) -> Path:
-    """Its folder is there."""
+def _with_folder(path: Path) -> Path:
+    """Create the folder of a file."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -83,62 +83,54 @@ def _made(path: Path) -> Path:
 
 
 def device_of() -> dict[str, str]:
-    """Name, compute capability, memory, and what drives it.
-
-    Raises:
-        SetupError: this machine shows none, or torch can't use it.
-    """
+    """Name, compute capability, memory and versions. Raises SetupError without a usable device."""
     if no_device():
         raise SetupError(f"expected a CUDA device, {no_device()}; run make gpu on a machine that has one")
     import torch
 
     if not torch.cuda.is_available():
         raise SetupError(
-            "expected a CUDA device, there is one that torch can't use; look at nvidia-smi and the driver's version"
+            "expected a CUDA device that torch can use; check nvidia-smi and the driver's version"
         )
-    found = torch.cuda.get_device_properties(0)
-    triton = sys.modules.get("triton") or _imported("triton")
+    device = torch.cuda.get_device_properties(0)
+    try:
+        import triton
+
+        triton_version = triton.__version__
+    except ImportError:
+        triton_version = "absent"
+    versions = f"torch {torch.__version__}, CUDA {torch.version.cuda}, Triton {triton_version}"
     return {
-        "device": f"{torch.cuda.device_count()} × {found.name}",
-        "compute capability": f"{found.major}.{found.minor}",
-        "memory": f"{found.total_memory / (1 << 30):.1f} GiB",
-        "versions": f"torch {torch.__version__}, CUDA {torch.version.cuda}, Triton {getattr(triton, '__version__', 'absent')}",
+        "device": f"{torch.cuda.device_count()} × {device.name}",
+        "compute capability": f"{device.major}.{device.minor}",
+        "memory": f"{device.total_memory / (1 << 30):.1f} GiB",
+        "versions": versions,
     }
 
 
-def _imported(name: str) -> Any:
-    try:
-        return __import__(name)
-    except ImportError:
-        return None
-
-
-def run_tests(report: Path = ROOT / _TESTS, places: Sequence[str] = ()) -> Ran:
-    """Every test marked gpu, in a process of its own. `places`: files of tests; () = all.
-
-    Raises:
-        SetupError: pytest said nothing.
-    """
-    _made(report).unlink(missing_ok=True)
-    command = [sys.executable, "-m", "pytest", "-q", "-rs", "-m", "gpu", "--junitxml", str(report), *places]
+def run_tests(report: Path = ROOT / _TESTS, files: Sequence[str] = ()) -> TestResults:
+    """Run every test marked gpu in its own process. `files`: () = all. Raises SetupError without a report."""
+    _with_folder(report).unlink(missing_ok=True)
+    command = [sys.executable, "-m", "pytest", "-q", "-rs", "-m", "gpu", "--junitxml", str(report), *files]
     subprocess.run(command, cwd=ROOT, check=False)
     if not report.is_file():
-        raise SetupError("expected pytest to tell what it ran, got nothing; its own words are above")
-    return told(report.read_text(encoding="utf-8"))
+        raise SetupError("expected a report of pytest, got none; its output is above")
+    return parse_junit(report.read_text(encoding="utf-8"))
 
 
-def told(junit: str) -> Ran:
-    """Of pytest's XML."""
+def parse_junit(junit: str) -> TestResults:
     skipped, failed, passed = [], [], 0
     for case in ElementTree.fromstring(junit).iter("testcase"):
-        wrong = [child for child in case if child.tag in ("failure", "error")]
-        if wrong:
-            failed.append(f"{case.get('classname')}::{case.get('name')}: {_short(wrong[0].get('message'))}")
-        elif (left_out := case.find("skipped")) is not None:
-            skipped.append(_short(left_out.get("message")))
+        failures = [child for child in case if child.tag in ("failure", "error")]
+        if failures:
+            failed.append(
+                f"{case.get('classname')}::{case.get('name')}: {_short(failures[0].get('message'))}"
+            )
+        elif (skip := case.find("skipped")) is not None:
+            skipped.append(_short(skip.get("message")))
         else:
             passed += 1
-    return Ran(passed, skipped, failed)
+    return TestResults(passed, skipped, failed)
 
 
 def _short(text: str | None) -> str:
@@ -154,16 +146,16 @@ def ask(name: str, runs: int, measure: Callable[..., dict[str, Any]] = run) -> d
         return {"failed": str(error)}
 
 
-def page(device: dict[str, str], tests: Ran, asked: dict[str, dict[str, Any]]) -> str:
-    """Markdown: the device, the tests, the questions."""
-    here, commit = machine.machine(), machine.commit(ROOT)
+def page(device: dict[str, str], tests: TestResults, results: dict[str, dict[str, Any]]) -> str:
+    """The report in Markdown."""
+    host, commit = machine.machine(), machine.commit(ROOT)
     parts = [
         "# gpu",
         "What does a CUDA device do with this code: do its tests pass, and how fast is it?",
         "\n".join(
             (
                 *(f"- {name}: {value}" for name, value in device.items()),
-                f"- host: {here['cpu']}, {here['cores']} cores, {here['memory_gib']} GiB, {here['system']}",
+                f"- host: {host['cpu']}, {host['cores']} cores, {host['memory_gib']} GiB, {host['system']}",
                 f"- commit: {commit_of({'commit': commit})}",
                 "- command: `make gpu`",
             )
@@ -173,10 +165,10 @@ def page(device: dict[str, str], tests: Ran, asked: dict[str, dict[str, Any]]) -
         *(f"- failed: {failed}" for failed in tests.failed),
         *(f"- skipped: {reason}" for reason in sorted(set(tests.skipped))),
     ]
-    for name, result in asked.items():
+    for name, result in results.items():
         parts += [f"## {name}", find_benchmark(name).summary]
         if "failed" in result:
-            parts.append(f"Not asked: {result['failed']}.")
+            parts.append(f"Not run: {result['failed']}.")
             continue
         parts.append(find_benchmark(name).interpretation)
         for row in result["rows"]:

@@ -402,7 +402,7 @@ PROFILE = Benchmark(
     ),
     interpretation="""\
 Counting should take at most 1 % of training when 3 % of the batches are counted. It uses the lookup that
-the step has made. The comparison is with the forward and backward pass, which is less than a complete step.""",
+the step has made. The comparison is with the forward and backward pass, a part of a step.""",
 )
 
 BENCHMARKS = (LOAD, PLAN, PROFILE)

@@ -60,7 +60,7 @@ def kill(trainer: Trainer, victim: str, last: Manifest) -> Recovered:
         now_s = time.monotonic() - killed_s
         if now_s > _RECOVERY_LIMIT_S:
             raise RuntimeError(
-                f"nothing was trained for {_RECOVERY_LIMIT_S:.0f} s after a kill of {victim}; reached: {times_s}"
+                f"no step within {_RECOVERY_LIMIT_S:.0f} s after a kill of {victim}; reached: {times_s}"
             )
         new = trainer.stack.supervisor.slots[victim].child
         if new is not None and new is not child:

@@ -227,7 +227,7 @@ builds the model, tries it with 32 recent requests and swaps it, all in a thread
 turns of 36 s make about 100 swaps a run. Versions alternate between two sets of weights, and the scores of
 each answer are compared with the version that it names (1e-5). The targets are no failed request (anything
 but 200) and a p99 of at most 1.5 times that without swaps, in the same run; 429 with and without swaps
-means that other work has the core. Program and load are those of serving-overload at half of the capacity.""",
+means that other work has the core. Program and load are those of serving-overload at half the capacity.""",
     slice_s=_SWAPPING_S,
     rounds=3,
 )

@@ -59,7 +59,8 @@ class Walk:
     deepest: int  # of our frames on each other
 
     def row(self) -> str:
-        return f"{len(self.files):5} {self.num_functions:9} {self.num_calls:6} {self.num_moves:6} {self.deepest:8}"
+        counts = f"{self.num_functions:9} {self.num_calls:6} {self.num_moves:6} {self.deepest:8}"
+        return f"{len(self.files):5} {counts}"
 
 
 class Counter:

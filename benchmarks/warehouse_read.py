@@ -280,7 +280,7 @@ _LOGS = (
 
 BENCHMARK = Benchmark(
     name="warehouse-read",
-    summary="How fast do samples at rest become batches, and what do order, projection and merged reads save?",
+    summary="How fast do samples at rest become batches; what do order, projection and merged reads save?",
     rows=(
         *(make(*of) for make in (_rows, _wire, _projected) for of in _LOGS),
         Row(

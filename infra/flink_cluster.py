@@ -175,7 +175,8 @@ class Cluster:
             "org.apache.flink.client.cli.CliFrontend", "cli", "256m", "192m", quick_start=True
         )
         client = self.bin / "flink"
-        text = f'#!/bin/sh\nexec {shlex.join(command[:1])} {shlex.join(command[1:-3])} $JVM_ARGS {shlex.join(command[-3:])} "$@"\n'
+        java, class_path = shlex.join(command[:-3]), shlex.join(command[-3:])
+        text = f'#!/bin/sh\nexec {java} $JVM_ARGS {class_path} "$@"\n'
         client.write_text(text, encoding="utf-8")
         client.chmod(0o755)
 

@@ -55,7 +55,8 @@ class Home:
             holder = file.read().strip() or "?"
             file.close()
             raise SetupError(
-                f"a stack already runs in {self.root} (process {holder}); `roostream down --home {self.root}` stops it, "
+                f"a stack already runs in {self.root} (process {holder}); "
+                f"`roostream down --home {self.root}` stops it, "
                 "another --home starts a second one"
             ) from None
         file.truncate(0)

@@ -73,7 +73,8 @@ def require_jars(root: Path = JARS) -> None:
     """Raises SetupError if a jar of the broker or the connector is missing."""
     if absent := missing([jar for jar in read_list() if jar.group not in _OPTIONAL_GROUPS], root):
         raise SetupError(
-            f"expected {absent[0].artifact}-{absent[0].version}.jar in {absent[0].path(root).parent}, got none; "
+            f"expected {absent[0].artifact}-{absent[0].version}.jar in {absent[0].path(root).parent}, "
+            "got none; "
             "run `make setup` in a checkout, `roostream prepare` where the package is installed"
         )
 
@@ -102,7 +103,8 @@ def from_maven(jar: Jar, cache: Path) -> Path:
     except Exception as error:  # errors of the client or of its HTTP library
         reason = (str(error).splitlines() or ["?"])[0]
         raise SetupError(
-            f"{jar.artifact}-{jar.version}.jar can't be downloaded ({reason[:160]}); check the network and run it again"
+            f"{jar.artifact}-{jar.version}.jar can't be downloaded ({reason[:160]}); "
+            "check the network and run it again"
         ) from None
 
 

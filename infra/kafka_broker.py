@@ -155,7 +155,8 @@ def use_external_broker(options: StackOptions) -> None:
     """
     if not port_checks.is_listening(options.kafka, 2.0):
         raise UnavailableError(
-            f"Kafka at {options.kafka} does not answer; start it, or leave the option out to let the stack start a broker"
+            f"Kafka at {options.kafka} does not answer; "
+            "start it, or leave the option out to let the stack start a broker"
         )
     _make_topics(Broker(options.kafka), options)
 

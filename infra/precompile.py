@@ -16,6 +16,7 @@ downloaded."""
 GROUPS = {
     "wire": (
         "roostream.wire.decode",
+        "roostream.wire.dedup",
         "roostream.wire.columnar",
         "roostream.wire.missing_features",
         "roostream.wire.lookup",

@@ -1,7 +1,7 @@
 """The steps of `make setup` after the packages: jars, the operator's jar, compiled kernels. `roostream
 prepare` runs them too.
 
-    python -m infra.prepare early      # while packages are still installed: jars, and the kernels that need no torch
+    python -m infra.prepare early      # during the installation: jars, and kernels without torch
     python -m infra.prepare            # everything that is missing
 
 Each step has a stamp in `build/stamps/` with a hash of what it read, and is skipped while the stamp is valid.

@@ -410,8 +410,8 @@ def settings_table(instance: ProgramInstance) -> dict[str, Any]:
             table[key] = {**table.get(key, {}), **value} if isinstance(value, Mapping) else value
     if table.get("tls_certificate"):
         raise ConfigError(
-            f"{instance.name}: expected no tls_certificate in a local stack, which probes its programs by HTTP on "
-            f"loopback; start `roostream {spec.name}` separately to serve HTTPS"
+            f"{instance.name}: expected no tls_certificate in a local stack, which probes its programs "
+            f"by HTTP on loopback; start `roostream {spec.name}` separately to serve HTTPS"
         )
     return table
 

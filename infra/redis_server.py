@@ -31,7 +31,8 @@ def find_redis() -> Path:
 
 def redis_conf(data: Path, port: int) -> str:
     """No persistence: the content of Redis is rebuilt from the topics."""
-    return f'bind {ports.HOST}\nport {port}\ndir "{data}"\nsave ""\nappendonly no\ndaemonize no\ntcp-backlog 128\n'
+    listen = f"bind {ports.HOST}\nport {port}\ntcp-backlog 128\n"
+    return f'{listen}dir "{data}"\nsave ""\nappendonly no\ndaemonize no\n'
 
 
 def redis_program(home: Home, env: Mapping[str, str], port: int) -> Program:

@@ -1,39 +1,21 @@
 """The local stack: Kafka, Redis, Flink and Roostream's programs as child processes of this one.
 
-    from infra.options import StackOptions
-    from infra.stack import Stack
-
-    options = StackOptions(
-        schema=Path("roostream/replay/schemas/demo.toml"),   # written into every generated TOML file
-        prefix="",                                           # of topic names
-        replay=False,                                        # topics accept old event times
-        num_shards=2, num_task_managers=1,
-        overrides={"joiner": {"window_ms": 5000}, "worker": {"exact": True}},   # program → settings
-        java="",                                             # "" = the installed runtime; else a `java` of 17 or later
-    )
-    with Stack(home, options) as stack:                # the end of the block stops everything in order
-        stack.start(["kafka", "redis", "flink"])       # and the programs they need; returns at once
-        stack.wait_ready("flink", timeout_s=60)        # raises UnavailableError with the last lines of its log
+    options = StackOptions(num_shards=2, overrides={"joiner": {"window_ms": 5000}})   # program → settings
+    with Stack(home, options) as stack:            # the end of the block stops everything in order
+        stack.start(["kafka", "redis", "flink"])   # and the programs they need; returns at once
+        stack.wait_ready("flink", timeout_s=60)    # UnavailableError with the last lines of its log
         stack.start(["joiner", "shards", "controller", "workers", "serving", "features"])
-        stack.endpoints.kafka                          # "127.0.0.1:port"; .redis .controller .shards; .flink .serving (URLs)
-        stack.endpoints.metrics["worker"]              # URL of its /metrics
-        stack.kill("shard-0")                          # SIGKILL, returns the old pid; the supervisor restarts it
-        stack.log_path("worker"), stack.config_path("worker"), stack.pid("worker"), stack.restarts("worker")
-        stack.stop_program("worker")                   # not restarted; `start(["worker"])` brings it back
-        stack.run_to_end("simulate", timeout_s=60)     # for a program that ends by itself: its exit code
+        stack.endpoints.metrics["worker"]          # URL of /metrics
+        stack.kill("shard-0")                      # SIGKILL; the supervisor restarts it
 
-Programs: kafka, redis, flink-jm, flink-tm-0…, and those of `infra/program_specs.py`. The words "flink" (job
-manager and task managers), "shards", "workers", "servings" and "all" (everything but simulate) name several.
-The number of workers and readers follows the controller (`infra/scaling.py`). The stack creates the topics
-when Kafka answers; programs start at the same time and wait for them.
+Programs: kafka, redis, flink-jm, flink-tm-0…, and those of `infra/program_specs.py`. The words "flink",
+"shards", "workers", "servings" and "all" (everything but simulate) name several. The number of workers and
+readers follows the controller (`infra/scaling.py`). Programs start at the same time and wait for Kafka and for
+the topics that the stack creates.
 
-The joiner program gets an environment in which `flink run` works: venv/bin first on PATH, JAVA_HOME,
-FLINK_HOME, FLINK_CONF_DIR and FLINK_LIB_DIR. It submits the job `roostream-joiner` unless one runs, from the
-restore point in its setting `restore`, which the stack sets at each start. It then watches the job, and exits
-with 1 when the job has failed or disappeared; the supervisor starts it again, which submits the job again.
-SIGTERM leaves the job running: the stack takes the savepoint at shutdown. With `engine = "local"` the joiner
-joins in its own process. Checkpoints are in `{home}/flink/checkpoints`, savepoints in
-`{home}/flink/savepoints`.
+The joiner submits the Flink job `roostream-joiner` unless one runs, from the restore point that the stack sets
+at each start, and exits with 1 when the job has failed; its restart submits the job again. SIGTERM leaves the
+job running: the stack takes the savepoint at shutdown.
 """
 
 from __future__ import annotations

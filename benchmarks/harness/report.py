@@ -28,17 +28,19 @@ def pages(known: Mapping[str, Benchmark], results: Path) -> dict[str, str]:
     Raises:
         ConfigError: a result has another format or belongs to an unknown benchmark.
     """
-    found: dict[str, list[dict[str, Any]]] = {}
+    results_by_name: dict[str, list[dict[str, Any]]] = {}
     for path in sorted(results.glob("*.json")):
         result = json.loads(path.read_text(encoding="utf-8"))
         if result.get("format") != FORMAT or result.get("question") not in known:
             raise ConfigError(
                 f"{path.name}: expected a result of format {FORMAT} of a known benchmark; take it anew"
             )
-        found.setdefault(result["question"], []).append(result)
-    made = {f"{name}.md": page(known[name], found[name]) for name in known if name in found}
+        results_by_name.setdefault(result["question"], []).append(result)
+    made = {
+        f"{name}.md": page(known[name], results_by_name[name]) for name in known if name in results_by_name
+    }
     by_hand = [path for path in sorted(results.parent.glob("*.md")) if not is_made(path)]
-    return {"README.md": _index(known, found, by_hand), **made}
+    return {"README.md": _index(known, results_by_name, by_hand), **made}
 
 
 def is_made(path: Path) -> bool:
@@ -79,18 +81,18 @@ def _circumstances(result: Mapping[str, Any]) -> str:
 
 
 def table(row: Mapping[str, Any]) -> str:
-    """Markdown: a line a subject, its figure and spread over the runs, and how its speed compares with the
-    first one's (what was before, with what is now)."""
+    """Markdown: a line per subject with its figure, its spread over the runs, and its ratio to the first one."""
     if "skipped" in row:
         return f"Not asked: {row['skipped']}."
     unit, rate = row["unit"], row["shows"] == "rate"
     clock = row.get("time") or ("CPU time" if row["clock"] == "cpu" else "wall time")
     one = unit.removesuffix("es") if unit.endswith("ches") else unit.removesuffix("s")
     figure = f"{unit}/s" if rate else f"µs {'an' if one[0] in 'aeiou' else 'a'} {one}"
+    first = row["subjects"][0]["name"]
     lines = [
-        f"| | {figure} ({clock}) | least .. most | {row['subjects'][0]['name']} is × as fast | least .. most |"
+        f"| | {figure} ({clock}) | least .. most | {first} is × as fast | least .. most |",
+        "|---|---:|---|---:|---|",
     ]
-    lines.append("|---|---:|---|---:|---|")
     ratios = {ratio["to"]: ratio["times_as_fast"] for ratio in row["ratios"]}
     for subject in row["subjects"]:
         name = (
@@ -115,21 +117,19 @@ def table(row: Mapping[str, Any]) -> str:
             if ratio
             else " | "
         )
-        lines.append(
-            f"| {name} | {_number(_shown(cost['median'], rate))} | {_number(ends[0])} .. {_number(ends[1])} | {compared} |"
-        )
+        median = _number(_shown(cost["median"], rate))
+        lines.append(f"| {name} | {median} | {_number(ends[0])} .. {_number(ends[1])} | {compared} |")
     return "\n".join([*lines, *_figures(row), *_derived(row)])
 
 
 def _figures(row: Mapping[str, Any]) -> list[str]:
-    """A second table where the subjects gave other figures: a line a subject, medians with least .. most.
-    Empty: that subject hasn't got it."""
-    told = [subject for subject in row["subjects"] if "figures" in subject]
-    if not told:
+    """A second table of the subjects' other figures: medians with least .. most."""
+    with_figures = [subject for subject in row["subjects"] if "figures" in subject]
+    if not with_figures:
         return []
-    names = list(dict.fromkeys(name for subject in told for name in subject["figures"]))
+    names = list(dict.fromkeys(name for subject in with_figures for name in subject["figures"]))
     lines = ["", "| | " + " | ".join(names) + " |", "|---|" + "---:|" * len(names)]
-    for subject in told:
+    for subject in with_figures:
         cells = (_middle_and_ends(subject["figures"].get(name)) for name in names)
         lines.append(f"| {subject['name']} | " + " | ".join(cells) + " |")
     return lines
@@ -144,7 +144,7 @@ def _middle_and_ends(figure: Mapping[str, float] | None) -> str:
 
 
 def _derived(row: Mapping[str, Any]) -> list[str]:
-    """A last table where figures of the row as a whole follow from its subjects'."""
+    """A last table of the figures that are derived for the row."""
     if "figures" not in row:
         return []
     cells = [
@@ -175,7 +175,7 @@ def _index(
     found: Mapping[str, Sequence[Mapping[str, Any]]],
     by_hand: Sequence[Path] = (),
 ) -> str:
-    """`by_hand`: pages that no command makes; the first paragraph below a title says what is asked."""
+    """`by_hand`: pages written by hand; the first paragraph below a title is the summary."""
     lines = [
         MADE,
         "# Benchmarks",
@@ -184,10 +184,10 @@ def _index(
     ]
     rows = [f"| [{name}]({name}.md) | {known[name].summary} |" for name in known if name in found]
     rows += [f"| {name} | {known[name].summary} (no result yet) |" for name in known if name not in found]
-    rows += [f"| [{path.stem}]({path.name}) | {_asked(path)} (written by hand) |" for path in by_hand]
+    rows += [f"| [{path.stem}]({path.name}) | {_summary(path)} (written by hand) |" for path in by_hand]
     return "\n\n".join(lines[:3]) + "\n\n" + "\n".join(["| question | |", "|---|---|", *rows]) + "\n"
 
 
-def _asked(path: Path) -> str:
+def _summary(path: Path) -> str:
     paragraphs = path.read_text(encoding="utf-8").split("\n\n")
     return " ".join(paragraphs[1].split()) if len(paragraphs) > 1 else ""

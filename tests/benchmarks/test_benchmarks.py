@@ -27,8 +27,8 @@ SMALL: dict[str, list[tuple[str, list[Any]]]] = {
         for way, backward in (("reference", False), ("reference", True), ("causal", False), ("causal", True))
     ],
     "joiner_core": [
-        *((f, [5, 2]) for f in ("joined", "read_and_joined", "parsed")),
-        *((f, [5]) for f in ("joined_as_in_the_demo", "parsed_as_in_the_demo")),
+        *(("joined", [5, users]) for users in (2, 0)),
+        *((f, [5, 2]) for f in ("read_and_joined", "parsed")),
         ("one_event", [3, 2]),
         ("read_one", []),
     ],

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.gpu_report import QUESTIONS, Parts, Ran, main, told
+from benchmarks.gpu_report import BENCHMARKS, Parts, TestResults, main, parse_junit
 from benchmarks.harness.machine import no_device
 from benchmarks.harness.subject_process import ROOT
 from benchmarks.main import find_benchmark
@@ -34,7 +34,7 @@ def test_without_a_device_the_command_fails_with_one_sentence() -> None:
 
 
 @needs_none
-@pytest.mark.parametrize("name", QUESTIONS)
+@pytest.mark.parametrize("name", BENCHMARKS)
 def test_without_a_device_its_rows_are_skipped(name: str) -> None:
     skipped = {row.skipped for row in find_benchmark(name).rows if "cuda" in str(row.subjects[0].arguments)}
     assert skipped == {no_device()}
@@ -49,21 +49,23 @@ def test_a_device_is_known_by_its_nodes(tmp_path: Path) -> None:
 
 
 def test_test_results_are_counted() -> None:
-    tests = told(JUNIT)
+    tests = parse_junit(JUNIT)
     assert tests.passed == 1 and tests.skipped == ["no Triton"]
     assert tests.failed == ["tests.b::test_z: assert 1 == 2", "tests.b::test_w: fixture"]
-    assert not tests.fine
+    assert not tests.passed_all
 
 
 @pytest.mark.parametrize(
     ("ran", "result", "code"),
     [
-        (Ran(3, [], []), {"rows": []}, 0),
-        (Ran(3, [], ["tests.a::test_x: no"]), {"rows": []}, 1),
-        (Ran(3, [], []), {"failed": "no memory"}, 1),
+        (TestResults(3, [], []), {"rows": []}, 0),
+        (TestResults(3, [], ["tests.a::test_x: no"]), {"rows": []}, 1),
+        (TestResults(3, [], []), {"failed": "no memory"}, 1),
     ],
 )
-def test_the_page_is_always_written(tmp_path: Path, ran: Ran, result: dict[str, object], code: int) -> None:
+def test_the_page_is_always_written(
+    tmp_path: Path, ran: TestResults, result: dict[str, object], code: int
+) -> None:
     asked: list[tuple[str, int]] = []
 
     def benchmark(name: str, runs: int) -> dict[str, object]:
@@ -74,12 +76,12 @@ def test_the_page_is_always_written(tmp_path: Path, ran: Ran, result: dict[str, 
     assert (
         main(["--report", str(target), "--runs", "5"], Parts(lambda: DEVICE, lambda: ran, benchmark)) == code
     )
-    assert asked == [(name, 5) for name in QUESTIONS]
+    assert asked == [(name, 5) for name in BENCHMARKS]
     assert "- device: 1 × A device" in target.read_text() and "3 passed" in target.read_text()
 
 
 def test_an_unwritable_page_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").touch()
-    parts = Parts(lambda: DEVICE, lambda: Ran(1, [], []), lambda name, runs: {"rows": []})
+    parts = Parts(lambda: DEVICE, lambda: TestResults(1, [], []), lambda name, runs: {"rows": []})
     assert main(["--report", str(tmp_path / "file" / "gpu.md")], parts) == 2
     assert "expected a folder for the report" in capsys.readouterr().err

@@ -15,7 +15,10 @@ from infra.child import Program, StopRank
 from infra.process_pool import ProcessPool
 
 WAIT_S = 20.0
-SLOW_TO_END = "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.5), sys.exit(0))); time.sleep(600)"
+SLOW_TO_END = (
+    "import signal, sys, time; "
+    "signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.5), sys.exit(0))); time.sleep(600)"
+)
 
 
 @pytest.fixture

@@ -19,7 +19,10 @@ from roostream.runtime.program import AWAY_CODE, HELD_CODE, REFUSED_CODE
 
 WAIT_S = 20.0
 SLEEP = "import time; time.sleep(600)"
-STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=True); time.sleep(600)"
+STUBBORN = (
+    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+    "print('ready', flush=True); time.sleep(600)"
+)
 
 
 class Bench:
@@ -232,7 +235,10 @@ def test_a_program_that_worked_for_a_while_gets_one_more_start(
 def test_a_changed_file_causes_another_start(bench: Bench, tmp_path: Path) -> None:
     file = tmp_path / "schema.toml"
     file.write_text("wrong")
-    code = f"import sys, time; open({str(file)!r}).read() == 'wrong' and sys.exit({REFUSED_CODE}); time.sleep(600)"
+    code = (
+        f"import sys, time; open({str(file)!r}).read() == 'wrong' and sys.exit({REFUSED_CODE}); "
+        "time.sleep(600)"
+    )
     bench.start(
         bench.program("a", code, refused_code=REFUSED_CODE, watched_files=(file, tmp_path / "absent"))
     )
@@ -281,7 +287,7 @@ import os, time
 from pathlib import Path
 from infra.child import Program, StopRank, start_child
 log = Path({str(tmp_path)!r}) / "a.log"
-program = Program(name="a", command=("sleep", "600"), log=log, env=dict(os.environ), stop_rank=StopRank.TRAFFIC)
+program = Program(name="a", command=("sleep", "600"), log=log, env=dict(os.environ))
 child = start_child(program, 0.0)
 print(child.pid, flush=True)
 time.sleep(600)

@@ -34,9 +34,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
         pytest.skip("kubectl is not on PATH")
     missing = [program for program in PROGRAMS if find(program) is None]
     if missing and go() is None:
-        pytest.skip(
-            "Go is not on this machine, and no API server was built before: schemas are checked by test_schemas.py alone"
-        )
+        pytest.skip("Go is absent and no API server was built before: only test_schemas.py checks schemas")
     if missing and not os.environ.get("BUILD_KUBERNETES"):
         pytest.skip(f"{', '.join(missing)} is not built yet: make k8s builds it once, in minutes")
     with ApiServer(tmp_path_factory.mktemp("server")) as running:
