@@ -28,7 +28,7 @@ _TESTS = Path("build/gpu/tests.xml")
 _SHOWN = 300
 
 
-class TestResults(NamedTuple):
+class PytestResult(NamedTuple):
     """The outcome of a pytest run."""
 
     passed: int
@@ -44,7 +44,7 @@ class Parts(NamedTuple):
     """The steps that fill the page; each may raise a RoostreamError."""
 
     device: Callable[[], dict[str, str]]
-    tests: Callable[[], TestResults]
+    tests: Callable[[], PytestResult]
     benchmark: Callable[[str, int], dict[str, Any]]
 
 
@@ -108,7 +108,7 @@ def device_of() -> dict[str, str]:
     }
 
 
-def run_tests(report: Path = ROOT / _TESTS, files: Sequence[str] = ()) -> TestResults:
+def run_tests(report: Path = ROOT / _TESTS, files: Sequence[str] = ()) -> PytestResult:
     """Run every test marked gpu in its own process. `files`: () = all. Raises SetupError without a report."""
     _with_folder(report).unlink(missing_ok=True)
     command = [sys.executable, "-m", "pytest", "-q", "-rs", "-m", "gpu", "--junitxml", str(report), *files]
@@ -118,7 +118,7 @@ def run_tests(report: Path = ROOT / _TESTS, files: Sequence[str] = ()) -> TestRe
     return parse_junit(report.read_text(encoding="utf-8"))
 
 
-def parse_junit(junit: str) -> TestResults:
+def parse_junit(junit: str) -> PytestResult:
     skipped, failed, passed = [], [], 0
     for case in ElementTree.fromstring(junit).iter("testcase"):
         failures = [child for child in case if child.tag in ("failure", "error")]
@@ -130,7 +130,7 @@ def parse_junit(junit: str) -> TestResults:
             skipped.append(_short(skip.get("message")))
         else:
             passed += 1
-    return TestResults(passed, skipped, failed)
+    return PytestResult(passed, skipped, failed)
 
 
 def _short(text: str | None) -> str:
@@ -146,7 +146,7 @@ def ask(name: str, runs: int, measure: Callable[..., dict[str, Any]] = run) -> d
         return {"failed": str(error)}
 
 
-def page(device: dict[str, str], tests: TestResults, results: dict[str, dict[str, Any]]) -> str:
+def page(device: dict[str, str], tests: PytestResult, results: dict[str, dict[str, Any]]) -> str:
     """The report in Markdown."""
     host, commit = machine.machine(), machine.commit(ROOT)
     parts = [

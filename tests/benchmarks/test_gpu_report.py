@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.gpu_report import BENCHMARKS, Parts, TestResults, main, parse_junit
+from benchmarks.gpu_report import BENCHMARKS, Parts, PytestResult, main, parse_junit
 from benchmarks.harness.machine import no_device
 from benchmarks.harness.subject_process import ROOT
 from benchmarks.main import find_benchmark
@@ -58,13 +58,13 @@ def test_test_results_are_counted() -> None:
 @pytest.mark.parametrize(
     ("ran", "result", "code"),
     [
-        (TestResults(3, [], []), {"rows": []}, 0),
-        (TestResults(3, [], ["tests.a::test_x: no"]), {"rows": []}, 1),
-        (TestResults(3, [], []), {"failed": "no memory"}, 1),
+        (PytestResult(3, [], []), {"rows": []}, 0),
+        (PytestResult(3, [], ["tests.a::test_x: no"]), {"rows": []}, 1),
+        (PytestResult(3, [], []), {"failed": "no memory"}, 1),
     ],
 )
 def test_the_page_is_always_written(
-    tmp_path: Path, ran: TestResults, result: dict[str, object], code: int
+    tmp_path: Path, ran: PytestResult, result: dict[str, object], code: int
 ) -> None:
     asked: list[tuple[str, int]] = []
 
@@ -82,6 +82,6 @@ def test_the_page_is_always_written(
 
 def test_an_unwritable_page_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").touch()
-    parts = Parts(lambda: DEVICE, lambda: TestResults(1, [], []), lambda name, runs: {"rows": []})
+    parts = Parts(lambda: DEVICE, lambda: PytestResult(1, [], []), lambda name, runs: {"rows": []})
     assert main(["--report", str(tmp_path / "file" / "gpu.md")], parts) == 2
     assert "expected a folder for the report" in capsys.readouterr().err
