@@ -113,8 +113,8 @@ def _stage_means(stack: Stack) -> dict[str, float]:
     means = {}
     for stage in STAGES:
         total, count = (
-            sum(s.by(f"roostream_freshness_seconds_{part}", "stage").get(stage) or 0.0 for s in scraped)
-            for part in ("sum", "count")
+            sum(s.by(name, "stage").get(stage) or 0.0 for s in scraped)
+            for name in ("roostream_freshness_seconds_sum", "roostream_freshness_seconds_count")
         )
         if count:
             means[f"{stage}, s"] = total / count

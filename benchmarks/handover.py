@@ -64,7 +64,7 @@ class ArchivedStack:
 
     def worker_value(self, name: str) -> float:
         """A metric of the worker; 0 if it does not answer."""
-        return self.trainer.metrics("worker").value(f"roostream_worker_{name}") or 0.0
+        return self.trainer.metrics("worker").value(name) or 0.0
 
     def train(self) -> None:
         """Write more samples to the topic than the files have, then start training."""
@@ -78,10 +78,10 @@ class ArchivedStack:
         """Wait for the last step of the files. Returns the incarnation that trains them."""
 
         def left() -> float:
-            return self.requests - self.worker_value("requests")
+            return self.requests - self.worker_value("roostream_worker_requests_total")
 
         until("the first of the files is trained", lambda: left() < self.requests, _TRAIN_S, _POLL_S)
-        incarnation = self.worker_value("incarnation")
+        incarnation = self.worker_value("roostream_worker_incarnation")
         until("the files are nearly trained", lambda: left() <= _NEAR, _TRAIN_S, _SLOW_POLL_S)
         until("the files are trained", lambda: left() <= 0, _TRAIN_S, _POLL_S)
         return incarnation
@@ -98,9 +98,19 @@ class ArchivedStack:
         """
         began_ms = time.time() * 1000
         cause()
-        until("the worker is restored", lambda: self.worker_value("incarnation") > before, _BACK_S, _POLL_S)
+        until(
+            "the worker is restored",
+            lambda: self.worker_value("roostream_worker_incarnation") > before,
+            _BACK_S,
+            _POLL_S,
+        )
         restored_ms, restored_to = time.time() * 1000, self.trainer.newest()
-        until("training goes on", lambda: self.worker_value("step") > restored_to.step, _BACK_S, _POLL_S)
+        until(
+            "training goes on",
+            lambda: self.worker_value("roostream_worker_step") > restored_to.step,
+            _BACK_S,
+            _POLL_S,
+        )
         trained_ms, status = time.time() * 1000, self.trainer.call("status")
         assert status["manifest"] == restored_to.name, (
             "there was another commit: the phases are not those of the pause"
@@ -165,7 +175,7 @@ def _restarted(stack: ArchivedStack) -> Pause:
         stack.stack.start(["worker"])
 
     stack.wait_for_news()
-    return stack.pause(stack.worker_value("incarnation"), restart)
+    return stack.pause(stack.worker_value("roostream_worker_incarnation"), restart)
 
 
 def _pause(stack: ArchivedStack, make_pause: Callable[[ArchivedStack], Pause]) -> WholeTurn:

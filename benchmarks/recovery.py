@@ -51,7 +51,8 @@ def kill(trainer: Trainer, victim: str, last: Manifest) -> Recovered:
         RuntimeError: nothing was trained for two minutes.
     """
     metrics = trainer.metrics("worker")
-    incarnation, step = (metrics.value(f"roostream_worker_{name}") or 0 for name in ("incarnation", "step"))
+    incarnation = metrics.value("roostream_worker_incarnation") or 0
+    step = metrics.value("roostream_worker_step") or 0
     child, killed_s = trainer.child(victim), time.monotonic()
     os.kill(child.pid, signal.SIGKILL)
     times_s: dict[str, float] = {}

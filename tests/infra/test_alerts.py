@@ -108,6 +108,16 @@ def test_every_state_that_an_alert_names_exists() -> None:
     assert len(found) >= 5 and found <= {str(state) for state in TrainingState}
 
 
+def test_every_metric_that_a_program_reads_is_exported() -> None:
+    reads = re.compile(r'"(roostream_(?:worker|controller|shard|auditor|archiver|compactor|reader)_[a-z_]+)"')
+    known = {name for table in TABLES for name in table} | {"roostream_shard_call_seconds"}
+    folders = ("roostream/cli", "trainer/control", "infra", "benchmarks")
+    code = [path.read_text(encoding="utf-8") for name in folders for path in (ROOT / name).rglob("*.py")]
+    found = {name for text in code for name in reads.findall(text)}
+    assert len(found) > 20 and found - known == set()
+    assert not [text for text in code if 'f"roostream_' in text], "names are literal: grep finds them"
+
+
 def test_names_have_the_prefix_of_their_program() -> None:
     for table in TABLES:
         programs = {name.split("_")[1] for name in table}

@@ -176,14 +176,21 @@ def read_figures(names: Mapping[str, str], scraped: Mapping[str, ScrapedMetrics]
 def lost_records(scraped: Mapping[str, ScrapedMetrics]) -> dict[str, int]:
     """Program → number of records that retention deleted before the program read them; only programs with
     some."""
-    lost: dict[str, float | None] = {}
-    for name, s in scraped.items():
-        program = name.partition("-")[0]
-        if program == "worker":
-            lost[name] = s.value("roostream_worker_lost_records_total")
-        elif program != "auditor":
-            lost[name] = s.value(f"roostream_{program}_lost_records")
+    lost = {
+        name: s.value(_LOST_RECORDS[program])
+        for name, s in scraped.items()
+        if (program := name.partition("-")[0]) in _LOST_RECORDS
+    }
     return {name: int(count) for name, count in lost.items() if count}
+
+
+_LOST_RECORDS = {
+    "worker": "roostream_worker_lost_records_total",
+    "joiner": "roostream_joiner_lost_records",
+    "features": "roostream_features_lost_records",
+    "archiver": "roostream_archiver_lost_total",
+}
+"""Program → its metric of records that retention deleted before they were read."""
 
 
 def rows_by_stack(scraped: Mapping[str, ScrapedMetrics]) -> dict[str, int]:

@@ -211,9 +211,8 @@ class _StackReplay:
         """Figures from the newest manifest and the metrics of the worker."""
         newest = manifests.newest(FileStore(self.stack.home.store))
         worker = fetch(self.stack.endpoints.metrics["worker"])
-        skipped, rehearsed = (
-            worker.value(f"roostream_worker_{name}") for name in ("non_finite", "rehearsed")
-        )
+        skipped = worker.value("roostream_worker_non_finite_total")
+        rehearsed = worker.value("roostream_worker_rehearsed_total")
         return TrainingSummary(
             steps=newest.manifest.step if newest else None,
             model=newest.manifest.model if newest else None,
