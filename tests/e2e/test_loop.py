@@ -60,15 +60,13 @@ def test_g6_bytes_that_are_no_record_stop_nobody(stack: Stack) -> None:
     assert unreadable(stack) == count
 
 
-def test_g3_the_loop_resumes_by_itself_after_kills_of_a_shard_the_worker_and_flink(stack: Stack) -> None:
-    """`make chaos` kills every process, one at a time."""
+@pytest.mark.parametrize("victim", ["shard-0", "worker", "flink-tm-0"])
+def test_g3_the_loop_resumes_by_itself_after_a_kill(stack: Stack, victim: str) -> None:
     manifest = newest(stack)
     assert manifest is not None
-    stack.kill("shard-0")
-    stack.kill("flink-tm-0")
-    assert kill_and_resume(stack, "worker") >= 50
+    assert kill_and_resume(stack, victim) >= 50
     after = newest(stack)
-    assert after is not None and after.incarnation > manifest.incarnation
+    assert after is not None and (victim.startswith("flink") or after.incarnation > manifest.incarnation)
 
 
 def test_g1_g2_nothing_is_lost_and_nothing_is_trained_twice(stack: Stack) -> None:
