@@ -81,7 +81,7 @@ def _circumstances(result: Mapping[str, Any]) -> str:
 
 
 def table(row: Mapping[str, Any]) -> str:
-    """Markdown: a line per subject with its figure, its spread over the runs, and its ratio to the first one."""
+    """Markdown: a line per subject with its figure, its spread, and its ratio to the first one."""
     if "skipped" in row:
         return f"Not asked: {row['skipped']}."
     unit, rate = row["unit"], row["shows"] == "rate"

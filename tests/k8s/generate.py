@@ -60,8 +60,8 @@ RIGHTS = {
 HEADS = {
     "kafka/topics.yaml": "# Made from roostream/runtime/kafka/topics.py by "
     "`python -m tests.k8s.generate`; don't edit.",
-    "kafka/users.yaml": "# Made by `python -m tests.k8s.generate`; don't edit. A user's certificate is in the\n"
-    "# Secret of its name.",
+    "kafka/users.yaml": "# Made by `python -m tests.k8s.generate`; don't edit. "
+    "A user's certificate is in the\n# Secret of its name.",
     "monitoring/alerts.yaml": "# Made from infra/alerts by `python -m tests.k8s.generate`; don't edit.",
 }
 
