@@ -43,13 +43,11 @@ def other_id_form(item: int, shown: Iterable[int]) -> str:
     known = set(shown)
     for number in {item, signed(item)}:
         if hash64(str(number)) in known:
-            return f'; it did show the text "{number}", this is the integer {number}: write ids in one form'
+            return f'; it did show the text "{number}", and this is the integer {number}: use one form'
     for other in known:
         for number in {other, signed(other)}:
             if hash64(str(number)) == item:
-                return (
-                    f'; it did show the integer {number}, this is the text "{number}": write ids in one form'
-                )
+                return f'; it did show the integer {number}, and this is the text "{number}": use one form'
     return ""
 
 
