@@ -54,11 +54,13 @@ class RowsSettings(RowSourceSettings):
     rows_cache_bytes: int = setting(256 << 20, "memory of the row cache", ge=1 << 16, le=1 << 40)
     rows_missing: Literal["read", "initial"] = setting(
         "read",
-        "for a row that the cache lacks: read waits for its shard, initial uses its initial value and reads it afterwards",
+        "for a row that the cache lacks: read waits for its shard, initial uses its initial value and "
+        "reads it afterwards",
     )
     rows_read_timeout_ms: int = setting(
         50,
-        "how long a request waits for rows that the cache lacks before it uses initial values and is marked degraded",
+        "how long a request waits for rows that the cache lacks before it uses initial values and is "
+        "marked degraded",
         ge=1,
         le=10_000,
     )
@@ -100,14 +102,16 @@ class ServingConfig(RedisSettings, RetrievalSettings, RowsSettings):
     )
     canary: str = setting(
         "",
-        "version for a share of users, e.g. newest@0.05; the other users get the version before it, until the next commit",
+        "version for a share of users, e.g. newest@0.05; the other users get the version before it, until "
+        "the next commit",
     )
     shadow: str = setting(
         "", "version that scores a share of requests after the answer, for comparison, e.g. previous@0.1"
     )
     interleave: str = setting(
         "",
-        "version whose order is interleaved with the served version's for a share of users, e.g. previous@0.1",
+        "version whose order is interleaved with the served version's for a share of users, e.g. "
+        "previous@0.1",
     )
     heartbeat_ms: int = setting(
         1000, "interval of heartbeats to every partition of both event topics", ge=10, le=60_000
@@ -120,7 +124,8 @@ class ServingConfig(RedisSettings, RetrievalSettings, RowsSettings):
     )
     scoring: Literal["kernel", "modules"] = setting(
         "kernel",
-        "kernel: compiled forward pass, within 1e-5 of training's scores; modules: training's modules, each request alone, "
+        "kernel: compiled forward pass, within 1e-5 of training's scores; modules: training's modules, "
+        "each request alone, "
         "bit-equal, at two to three times the cost (docs/decisions)",
     )
     max_pass_requests: int = setting(16, "queued requests that are scored in one pass", ge=1, le=1024)
@@ -129,7 +134,8 @@ class ServingConfig(RedisSettings, RetrievalSettings, RowsSettings):
     )
     deadline_ms: int = setting(
         1000,
-        "deadline of a request; answered 408 if its body is incomplete by then, 504 if it is not scored; not logged then",
+        "deadline of a request; answered 408 if its body is incomplete by then, 504 if it is not scored; "
+        "not logged then",
         ge=1,
         le=600_000,
     )

@@ -3,7 +3,7 @@
 1 complete    fill in missing features from Redis or compute them (serving/feature_completion.py)
 2 encode      the block bytes are logged; the same arrays are scored
 3 score       one version per request; requests that arrived together share one forward pass
-4 order       by the configured task, with exploration, or interleaved with another version (serving/ordering.py)
+4 order       by the configured task, with exploration, or interleaved (serving/ordering.py)
 5 impression  features as scored, scores and positions as served, propensities
 
 With `append` a page adds candidates to an earlier request. Its RO features are hydrated again for scoring,

@@ -15,7 +15,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, overload
 import httpx2 as httpx
 
 from roostream.schema.schema import Schema
-from serving.client import messages as said
+from serving.client import messages
 from serving.client.messages import (
     ApiCall,
     EngagementFields,
@@ -58,7 +58,7 @@ class _SyncOrAsync(Generic[P, T]):
 
         @functools.wraps(self._asks)
         def ask(*given: P.args, **named: P.kwargs) -> Any:
-            return client._done(functools.partial(self._asks, client, *given, **named))
+            return client.execute(functools.partial(self._asks, client, *given, **named))
 
         return ask
 
@@ -93,30 +93,30 @@ class _Caller(Generic[Transport]):
             ServingError: refused, or not answered within the deadline after all retries.
             WireError: with a schema: a feature does not fit the schema.
         """
-        return said.rank_exchange(fields, self.schema)._replace(deadline_ms=deadline_ms)
+        return messages.rank_exchange(fields, self.schema)._replace(deadline_ms=deadline_ms)
 
     @_SyncOrAsync
     def top(self, fields: RankFields, slots: int, deadline_ms: int | None = None) -> ApiCall[TopRanking]:
         """As `rank`, but the answer has only the first `slots`; all candidates are scored and logged. Raises
         as `rank`."""
-        return said.top_exchange(fields, slots, self.schema)._replace(deadline_ms=deadline_ms)
+        return messages.top_exchange(fields, slots, self.schema)._replace(deadline_ms=deadline_ms)
 
     @_SyncOrAsync
     def retrieve(self, fields: RetrieveFields, deadline_ms: int | None = None) -> ApiCall[FoundItems]:
         """Find items of the catalogue for a request. Raises ServingError."""
-        return said.retrieve_exchange(fields)._replace(deadline_ms=deadline_ms)
+        return messages.retrieve_exchange(fields)._replace(deadline_ms=deadline_ms)
 
     @_SyncOrAsync
     def recommend(self, fields: RecommendFields, deadline_ms: int | None = None) -> ApiCall[Recommendation]:
         """Find items and rank them. Show `items` of the answer, in that order. Raises ServingError."""
-        return said.recommend_exchange(fields)._replace(deadline_ms=deadline_ms)
+        return messages.recommend_exchange(fields)._replace(deadline_ms=deadline_ms)
 
     @_SyncOrAsync
     def engage(
         self, fields: EngagementFields | Sequence[EngagementFields], deadline_ms: int | None = None
     ) -> ApiCall[Receipt]:
         """Send engagements. Repeating a call is safe. Raises ServingError."""
-        return said.engage_exchange(fields)._replace(deadline_ms=deadline_ms)
+        return messages.engage_exchange(fields)._replace(deadline_ms=deadline_ms)
 
     @_SyncOrAsync
     def ready(self) -> ApiCall[bool]:
@@ -126,7 +126,7 @@ class _Caller(Generic[Transport]):
     @_SyncOrAsync
     def version(self) -> ApiCall[str]:
         """The model version in use. Raises ServingError."""
-        return ApiCall(_ABOUT, lambda reply: str(said.decode_json(dict, reply).get("model_version", "")))
+        return ApiCall(_ABOUT, lambda reply: str(messages.decode_json(dict, reply).get("model_version", "")))
 
     def _connect(self, **settings: Any) -> None:
         raise NotImplementedError
@@ -154,7 +154,7 @@ class ServingClient(_Caller[httpx.BaseTransport]):
     def _connect(self, **settings: Any) -> None:
         self._http = httpx.Client(**settings)
 
-    def _done(self, build_call: Callable[[], ApiCall[T]]) -> T:
+    def execute(self, build_call: Callable[[], ApiCall[T]]) -> T:
         api_call = build_call()
         flow = self._begin(api_call)
         step = next(flow)
@@ -192,7 +192,7 @@ class AsyncServingClient(_Caller[httpx.AsyncBaseTransport]):
     def _connect(self, **settings: Any) -> None:
         self._http = httpx.AsyncClient(**settings)
 
-    async def _done(self, build_call: Callable[[], ApiCall[T]]) -> T:
+    async def execute(self, build_call: Callable[[], ApiCall[T]]) -> T:
         api_call = build_call()
         flow = self._begin(api_call)
         step = next(flow)

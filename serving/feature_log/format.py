@@ -1,8 +1,10 @@
 """Bytes of the feature log: segment files of records, readable after any crash of the writing process.
 
     segment   header (64 bytes) · record · record · … · zeros
-    header    magic "ROOLOG1\\0" · version u32 · 0 u32 · number u64 · first sequence u64 · xxh3 of those 32 bytes u64 · zeros
-    record    body bytes u32 · MARK u32 · xxh3 of (sequence u64 ‖ body) u64 · body · zeros up to a multiple of 8
+    header    magic "ROOLOG1\\0" · version u32 · 0 u32 · number u64 · first sequence u64
+              · xxh3 of those 32 bytes u64 · zeros
+    record    body bytes u32 · MARK u32 · xxh3 of (sequence u64 ‖ body) u64 · body
+              · zeros up to a multiple of 8
     body      topic u8 · key bytes u8 · 0 u16 · partition i32 · timestamp ms i64 · key · value
 
 Little-endian. The first 8 bytes of a record are stored last, so that an incomplete record reads as the end.

@@ -206,7 +206,8 @@ class FeatureLog:
     def _rotate(self) -> None:
         if not self._may_rotate():
             raise LogFullError(
-                f"the feature log is full ({self.max_bytes >> 20} MiB): Kafka has not accepted its records; try again later"
+                f"the feature log is full ({self.max_bytes >> 20} MiB): Kafka has not accepted its "
+                "records; try again later"
             )
         end = self._active.end
         try:

@@ -1,12 +1,13 @@
 """Sends the feature log to Kafka: in order, at least once. The cursor never passes an undelivered record.
 
-1 Read the entries after the last one sent and give them to the sink, at most `MAX_PENDING_*` at a time: while Kafka is
-  unavailable, records wait on disk and not in memory.
+1 Read the entries after the last one sent and give them to the sink, at most `MAX_PENDING_*` at a time:
+  while Kafka is unavailable, records wait on disk and not in memory.
 2 Acknowledgements come in any order; the cursor moves over the delivered prefix only.
-3 After a transient failure (broker gone, producer fenced), everything after the cursor is sent again by a new sink. The joiner drops
-  the duplicates.
-4 A record that Kafka rejects for itself (too large, invalid time) would block all others. A broker rejects whole batches, so all
-  pending records are sent again one by one; the one that is rejected alone is counted and skipped.
+3 After a transient failure (broker gone, producer fenced), everything after the cursor is sent again by a
+  new sink. The joiner drops the duplicates.
+4 A record that Kafka rejects for itself (too large, invalid time) would block all others. A broker rejects
+  whole batches, so all pending records are sent again one by one; the one that is rejected alone is counted
+  and skipped.
 
 `step` does a bounded amount of work; `run` is a thread that calls it.
 """

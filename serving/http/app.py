@@ -64,16 +64,16 @@ class HttpInterface:
         self.gate, self._max_s = rank.gate, context.config.deadline_ms / 1000
         is_plain = context.keys is None and not context.config.tracing
         self.whole = WholeRanks(rank) if is_plain else None
-        self._traffic: dict[str, RankEndpoint | EngagementsEndpoint] = {
+        self.endpoints: dict[str, RankEndpoint | EngagementsEndpoint] = {
             "/v1/rank": rank,
             "/v1/engagements": EngagementsEndpoint(context, self.body_reader, log_rate_limit),
             "/v1/explain": ExplainEndpoint(context, rank, log_rate_limit),
         }
         if context.items is not None:
-            self._traffic["/v1/retrieve"] = RetrieveEndpoint(
+            self.endpoints["/v1/retrieve"] = RetrieveEndpoint(
                 context, rank, context.items.retriever, log_rate_limit
             )
-            self._traffic["/v1/recommend"] = RecommendEndpoint(
+            self.endpoints["/v1/recommend"] = RecommendEndpoint(
                 context, rank, context.items.retriever, log_rate_limit
             )
         self.connections: Collection[object] = ()  # open connections of the server that runs this application
@@ -130,7 +130,7 @@ class HttpInterface:
                 send, refusal, **({"www-authenticate": "Bearer"} if refusal.status == 401 else {})
             )
             return
-        endpoint = self._traffic.get(scope["path"])
+        endpoint = self.endpoints.get(scope["path"])
         if endpoint is None:
             others = self._inference if scope["path"].startswith("/v2") else self._framework_app
             await others(scope, receive, send)

@@ -95,7 +95,10 @@ class BodyReader:
                 if not message.get("more_body", False):
                     return b"".join((*chunks, chunk)) if chunks else chunk
                 if self.num_bytes > self.max_bytes:
-                    full = f"{self.max_bytes} bytes of bodies are being received, the maximum of this process; try again"
+                    full = (
+                        f"{self.max_bytes} bytes of bodies are being received, the maximum of this "
+                        "process; try again"
+                    )
                     raise RequestError(429, full, retry_after_s=RETRY_AFTER_S)
                 if self.is_stopping:
                     raise stopping_error()

@@ -46,7 +46,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._in_head, self._refused = True, False
         self._barren_bytes = 0  # received since the last complete headers or body part
         self._head_timer: asyncio.TimerHandle | None = None
-        self._active_s = self._head_began_s = time.monotonic()
+        self.active_s = self.head_began_s = time.monotonic()
         self._whole: list[bytes] | None = None  # body parts, while the fast path parses a request
         self._is_complete = False  # the parser agrees that the request is complete
         # A fast-path request is being answered; its answer is the connection's last
@@ -80,7 +80,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._refused:
             return
-        self._active_s = time.monotonic()
+        self.active_s = time.monotonic()
         if self._asks:
             self._hold(data)
             return
@@ -120,7 +120,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if size > MAX_HEAD_BYTES:
             self._refuse_head()
         elif len(self.pipeline) >= MAX_PIPELINED:
-            self._refuse(RequestError(429, f"more than {MAX_PIPELINED} requests wait on this connection"))
+            self.refuse(RequestError(429, f"more than {MAX_PIPELINED} requests wait on this connection"))
         if not self._refused:
             self._barren_bytes = 0
             super().on_headers_complete()
@@ -143,20 +143,20 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         """Called by uvicorn for input that is not HTTP."""
-        self._refuse(RequestError(400, "expected an HTTP request"))
+        self.refuse(RequestError(400, "expected an HTTP request"))
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if self.transport.is_closing():
-            self._close()
+            self.close()
 
     def timeout_keep_alive_handler(self) -> None:
         """uvicorn starts this timer only after its own answers, so a fast-path answer may be more recent."""
-        remaining_s = self._active_s + self.timeout_keep_alive - time.monotonic()
+        remaining_s = self.active_s + self.timeout_keep_alive - time.monotonic()
         if self._asks or remaining_s > 0:
             self._time_keep_alive(max(remaining_s, 1.0))
         else:
-            self._close()
+            self.close()
 
     def shutdown(self) -> None:
         if self._asks:
@@ -164,7 +164,7 @@ class LimitedProtocol(HttpToolsProtocol):
             return
         super().shutdown()
         if self.transport.is_closing():
-            self._close()
+            self.close()
 
     def _ask_whole(self, whole: WholeRanks, data: bytes) -> None:
         """Parse a complete request without uvicorn's request cycle."""
@@ -199,7 +199,7 @@ class LimitedProtocol(HttpToolsProtocol):
             STATUS_LINE[status] + b"".join([b"%b: %b\r\n" % line for line in lines]) + b"\r\n" + body
         )
         if self._is_last:
-            self._close()
+            self.close()
         elif self.timeout_keep_alive_task is None:
             self._time_keep_alive(self.timeout_keep_alive)
         if self._held:
@@ -227,7 +227,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._time_keep_alive(self.timeout_keep_alive)
 
     def _time_head(self) -> None:
-        self._head_began_s = time.monotonic()
+        self.head_began_s = time.monotonic()
         self._head_timer = self.loop.call_later(HEAD_S, self._head_is_late)
 
     def _head_is_here(self) -> None:
@@ -238,26 +238,26 @@ class LimitedProtocol(HttpToolsProtocol):
     def _head_is_late(self) -> None:
         self._head_timer = None
         if self._barren_bytes:
-            self._refuse(
+            self.refuse(
                 RequestError(408, f"expected complete headers within {HEAD_S:g} s", code="header_timeout")
             )
         else:
-            self._close()
+            self.close()
 
     def _refuse_head(self) -> None:
-        self._refuse(RequestError(431, f"expected at most {MAX_HEAD_BYTES} bytes of headers"))
+        self.refuse(RequestError(431, f"expected at most {MAX_HEAD_BYTES} bytes of headers"))
 
     def _make_room(self) -> None:
         """Close the connection that has been idle longest, else the one whose headers have been incomplete
         longest, so that slow clients keep nobody out. If all connections are busy, refuse the new one.
         """
         others = [c for c in self.connections if c is not self and isinstance(c, LimitedProtocol)]
-        idle = min((c for c in others if c.is_idle), key=lambda c: c._active_s, default=None)
-        slow = min((c for c in others if c.is_in_head), key=lambda c: c._head_began_s, default=None)
+        idle = min((c for c in others if c.is_idle), key=lambda c: c.active_s, default=None)
+        slow = min((c for c in others if c.is_in_head), key=lambda c: c.head_began_s, default=None)
         if idle is not None:
-            idle._close()
+            idle.close()
         elif slow is not None:
-            slow._refuse(
+            slow.refuse(
                 RequestError(
                     408,
                     "expected complete headers; the connection is needed for another client",
@@ -266,9 +266,9 @@ class LimitedProtocol(HttpToolsProtocol):
             )
         else:
             message = f"{self.max_connections} connections are open, the maximum of this process; try again"
-            self._refuse(RequestError(503, message, retry_after_s=RETRY_AFTER_S))
+            self.refuse(RequestError(503, message, retry_after_s=RETRY_AFTER_S))
 
-    def _refuse(self, error: RequestError) -> None:
+    def refuse(self, error: RequestError) -> None:
         """Send an error and close. A request that is being answered on this connection is cut off."""
         if self._refused:
             return
@@ -284,9 +284,9 @@ class LimitedProtocol(HttpToolsProtocol):
         lines = b"".join(f"{name}: {value}\r\n".encode() for name, value in headers.items())
         if self._owes_nothing:
             self.transport.write(STATUS_LINE[error.status] + lines + b"\r\n" + body)
-        self._close()
+        self.close()
 
-    def _close(self) -> None:
+    def close(self) -> None:
         """Close without waiting for a client that does not read its last answer."""
         if not self.transport.is_closing():
             self.transport.close()

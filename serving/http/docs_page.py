@@ -8,9 +8,11 @@ from html import escape
 from typing import Any
 
 _STYLE = (
-    "body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color:#222;background:#fff}"
+    "body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 "
+    "1rem;color:#222;background:#fff}"
     "pre{background:#f4f4f4;padding:.8rem;overflow-x:auto;font-size:14px}table{border-collapse:collapse}"
-    "td,th{border:1px solid #ccc;padding:.2rem .6rem;text-align:left;vertical-align:top}code{background:#f4f4f4}"
+    "td,th{border:1px solid #ccc;padding:.2rem "
+    ".6rem;text-align:left;vertical-align:top}code{background:#f4f4f4}"
     "@media(prefers-color-scheme:dark){body{color:#ddd;background:#181818}pre,code{background:#262626}a{color:#8bf}}"
 )
 
@@ -78,6 +80,9 @@ def _text(value: object) -> str:
 
 
 def _page(title: str, body: str) -> str:
-    head = f"<meta charset='utf-8'><meta name='viewport' content='width=device-width'><title>{escape(title)}</title>"
+    head = (
+        "<meta charset='utf-8'><meta name='viewport' "
+        f"content='width=device-width'><title>{escape(title)}</title>"
+    )
     body = f"<body><h1>{escape(title)}</h1>{body}</body>"
     return f"<!doctype html><html lang='en'><head>{head}<style>{_STYLE}</style></head>{body}</html>"

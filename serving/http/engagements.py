@@ -46,7 +46,8 @@ class EngagementBody(msgspec.Struct, forbid_unknown_fields=True):
     event_id: Annotated[
         PlainId | None,
         Meta(
-            description="made of the other fields when missing, null or 0: a repeated post is one event; digits are a number"
+            description="made of the other fields when missing, null or 0: a repeated post is one event; "
+            "digits are a number"
         ),
     ] = None
     time_ms: Annotated[

@@ -36,7 +36,7 @@ class ExplainEndpoint(RankEndpoint):
         self.gate = rank.gate
         initial = functools.cache(lambda: Replica(context.schema, context.config.seed, num_buckets=1))
         self.explainer = Explainer(context.service, initial)
-        self._busy = False
+        self.is_busy = False
 
     async def answer(self, scope: Scope, receive: Receive, until_s: float) -> ExplainAnswer:
         """Nothing is logged in any case.
@@ -56,9 +56,9 @@ class ExplainEndpoint(RankEndpoint):
             )
             raise RequestError(413, message, "$.candidates")
         self.gate.check(self.remaining_s(until_s))
-        if self._busy:
+        if self.is_busy:
             raise RequestError(429, "another explanation is running; try again", retry_after_s=RETRY_AFTER_S)
-        self._busy = True
+        self.is_busy = True
         try:
             async with asyncio.timeout(EXPLAIN_S):
                 explanation = await self._run_in_scoring_thread(
@@ -72,7 +72,7 @@ class ExplainEndpoint(RankEndpoint):
                 504, f"not explained within {EXPLAIN_S:g} s", retry_after_s=RETRY_AFTER_S
             ) from None
         finally:
-            self._busy = False
+            self.is_busy = False
 
     async def _run_in_scoring_thread(self, call: Callable[..., T], *arguments: Any) -> T:
         """Run in the scoring thread, after what waits for it already."""

@@ -17,21 +17,20 @@ class LogRateLimit:
     def __init__(self, now_s: Callable[[], float] = time.monotonic, every_s: float = EVERY_S) -> None:
         self.now_s, self.every_s = now_s, every_s
         self._lock = threading.Lock()
-        self._last: dict[
-            Hashable, tuple[float, int]
-        ] = {}  # kind → (time of the last line, number of lines suppressed since)
+        # kind → (time of the last line, number of lines suppressed since)
+        self._last: dict[Hashable, tuple[float, int]] = {}
 
     def due(self, kind: Hashable) -> int | None:
         """Return None to suppress a line, else the number of lines of this kind that were suppressed since
         the last one."""
         now_s = self.now_s()
         with self._lock:
-            said_s, left_out = self._last.pop(kind, (-self.every_s, 0))
-            is_due = now_s - said_s >= self.every_s
-            self._last[kind] = (now_s, 0) if is_due else (said_s, left_out + 1)
+            last_s, suppressed = self._last.pop(kind, (-self.every_s, 0))
+            is_due = now_s - last_s >= self.every_s
+            self._last[kind] = (now_s, 0) if is_due else (last_s, suppressed + 1)
             if len(self._last) > MAX_KINDS:
                 del self._last[next(iter(self._last))]
-        return left_out if is_due else None
+        return suppressed if is_due else None
 
 
 class LogRateLimitFilter(logging.Filter):
@@ -42,10 +41,10 @@ class LogRateLimitFilter(logging.Filter):
         self.log_rate_limit = log_rate_limit
 
     def filter(self, record: logging.LogRecord) -> bool:
-        left_out = self.log_rate_limit.due(record.msg)
-        if left_out:
-            record.msg = f"{record.msg} (and {left_out} more like it)"
-        return left_out is not None
+        suppressed = self.log_rate_limit.due(record.msg)
+        if suppressed:
+            record.msg = f"{record.msg} (and {suppressed} more like it)"
+        return suppressed is not None
 
 
 def error_kind(error: BaseException) -> Hashable:

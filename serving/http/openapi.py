@@ -78,7 +78,8 @@ class Accepted(msgspec.Struct, forbid_unknown_fields=True):
     event_ids: Annotated[
         list[Annotated[str, limits(pattern="^[0-9]{1,20}$")]],
         Meta(
-            description="64-bit numbers as text, in the body's order; sent as event_id, the same event is sent again"
+            description="64-bit numbers as text, in the body's order; sent as event_id, the same event is "
+            "sent again"
         ),
     ]
     unused_actions: Annotated[
@@ -128,7 +129,8 @@ def describe(schema: Schema, version: str, *, retrieves: bool = False) -> dict[s
         "info": {
             "title": "Roostream serving",
             "version": version,
-            "description": "Rank the candidates of a request, and send engagements. Pages with examples: docs/http.md.",
+            "description": "Rank the candidates of a request, and send engagements. Pages with examples: "
+            "docs/http.md.",
         },
         "tags": [
             {"name": "traffic", "description": "for clients"},
@@ -236,7 +238,8 @@ def _explain(schema: Schema) -> dict[str, Any]:
     return {
         "operationId": "explain",
         "tags": ["traffic"],
-        "summary": "Rank without logging and explain: scores without each feature; at most 50 candidates, one call at a time",
+        "summary": "Rank without logging and explain: scores without each feature; at most 50 candidates, "
+        "one call at a time",
         "parameters": [_OWN_DEADLINE, *DOCUMENTED],
         "requestBody": {"required": True, "content": body},
         "responses": _ok(_json("ExplainAnswer"), "scored; nothing is logged") | _errors(*_ERRORS),

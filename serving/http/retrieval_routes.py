@@ -148,7 +148,10 @@ class RetrieveParser(JsonParser):
         if not name:
             return self.default_task
         if name not in self.schema.tasks:
-            message = f"expected one of {', '.join(self.schema.tasks)}, got {shown(name)!r}{nearest(shown(name), self.schema.tasks)}"
+            message = (
+                f"expected one of {', '.join(self.schema.tasks)}, got "
+                f"{shown(name)!r}{nearest(shown(name), self.schema.tasks)}"
+            )
             raise RequestError(400, message, "$.task")
         return self.schema.tasks.index(name)
 

@@ -98,7 +98,10 @@ def apply_version_header(scope: Scope, request: RankRequest) -> None:
     differ."""
     named = next((value.decode("latin-1") for name, value in scope["headers"] if name == HEADER.encode()), "")
     if named and request.model_version and named != request.model_version:
-        message = f"expected one version, got {shown(request.model_version)!r} here and {shown(named)!r} in {HEADER}"
+        message = (
+            f"expected one version, got {shown(request.model_version)!r} here and {shown(named)!r} "
+            f"in {HEADER}"
+        )
         raise RequestError(400, message, "$.model_version")
     request.model_version = request.model_version or named
 

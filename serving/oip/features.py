@@ -1,9 +1,10 @@
 """Features as tensors: the inputs of the model, and the conversion of an inference request to a RankRequest.
 
     item_id             [N]              candidate ids: integers, or BYTES, which are hashed
-    RO float            [1]              RO list   <name> [1, L], and a tensor of equal shape for each of its columns
-    NRO float           [N]              NRO list  <name> [sum of lengths] with <name>:lengths [N], or [N, L] without; same for
-                                                   each of its columns
+    RO float            [1]
+    NRO float           [N]
+    RO list             <name> [1, L], and a tensor of equal shape for each of its columns
+    NRO list            <name> [sum of lengths] with <name>:lengths [N], or [N, L] without; same for its columns
     columns             <name>.weights of weighted ids; <name>.<column> of a sequence
 
 An absent input is missing; so are NaN and a length of -1. The user is in the request's parameters `user_id`,

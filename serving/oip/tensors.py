@@ -84,7 +84,8 @@ def parse_inference(body: bytes, header_length: bytes | None) -> Inference:
         if not header_length.isdigit() or len(header_length) > 10 or int(header_length) > len(body):
             raise RequestError(
                 400,
-                f"expected {HEADER_LENGTH.decode()} within the body's {len(body)} bytes, got {shown(header_length)}",
+                f"expected {HEADER_LENGTH.decode()} within the body's {len(body)} bytes, got "
+                f"{shown(header_length)}",
             )
         size = int(header_length)
     request: _InferenceBody = decode_body(_DECODER, body[:size], {})
@@ -113,7 +114,10 @@ def parse_inference(body: bytes, header_length: bytes | None) -> Inference:
 def _input(given: _Input, body: bytes, at: int, path: str) -> tuple[int, Tensor]:
     """Return (offset of the next input's bytes, the tensor)."""
     if given.datatype not in TYPES:
-        known = f"expected one of {', '.join(TYPES)}, got {shown(given.datatype)!r}{nearest(shown(given.datatype), TYPES)}"
+        known = (
+            f"expected one of {', '.join(TYPES)}, got "
+            f"{shown(given.datatype)!r}{nearest(shown(given.datatype), TYPES)}"
+        )
         raise RequestError(400, known, f"{path}.datatype")
     if len(given.shape) > _MAX_BODY_DIMS or any(not 0 <= d < 1 << 31 for d in given.shape):
         raise RequestError(

@@ -1,8 +1,8 @@
 """Online features in Redis: keys, values, and the script that writes them.
 
     <prefix>features:at             hash: topic:partition → next offset, and `cluster` → Kafka's cluster id
-    <prefix>features:i:<8 bytes>    state of an item; `u` of a user, `l` of a shown list, `e<4 bytes of the name>` of other
-                                    entities (roostream/online/)
+    <prefix>features:i:<8 bytes>    state of an item; `u` of a user, `l` of a shown list,
+                                    `e<4 bytes of the name>` of other entities (roostream/online/)
 
 A commit writes the new states of a batch together with its end offsets, if the stored offsets are still those
 at which the batch started. Therefore a restart, a second updater or an emptied Redis can neither lose an

@@ -150,13 +150,15 @@ class FeatureUpdater:
     def step(self, timeout_s: float = _POLL_S) -> int:
         """Apply the next records. Returns their number.
 
-        **If it fails** (UnavailableError, CheckpointError): it is unknown whether they were applied; `open` finds out.
+        **If it fails** (UnavailableError, CheckpointError): it is unknown whether they were applied; `open`
+        finds out.
         """
         records = self.source.poll(self.batch_records, timeout_s)
         self.metrics.lost.set(self.source.num_lost)
         if records and not self._apply(records):
             log.warning(
-                "the offsets in Redis changed (it was emptied, or another updater runs); continuing from the stored offsets"
+                "the offsets in Redis changed (it was emptied, or another updater runs); continuing from "
+                "the stored offsets"
             )
             self.open()
         return len(records)

@@ -52,7 +52,8 @@ class FeatureEffect(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     changes: Annotated[
         list[dict[str, float]] | None,
         Meta(
-            description="of each candidate, by task: its score without this feature less the one with it; null: not tried"
+            description="of each candidate, by task: its score without this feature less the one with it; "
+            "null: not tried"
         ),
     ]
 

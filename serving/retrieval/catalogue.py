@@ -85,7 +85,10 @@ def check_attributes(given: object) -> str:
     for name, value in given.items():
         for each in value if isinstance(value, list) else [value]:
             if not isinstance(each, AttributeValue):
-                return f"expected attribute {shown(name)!r} as a text, an integer, true, false or a list of them, got {shown(each)}"
+                return (
+                    f"expected attribute {shown(name)!r} as a text, an integer, true, false or a list "
+                    f"of them, got {shown(each)}"
+                )
     return ""
 
 
@@ -150,7 +153,8 @@ def read_catalogue(
     twice = np.flatnonzero(id_I[1:] == id_I[:-1])
     if len(twice):
         raise ConfigError(
-            f"{name}: expected each item once, got {shown(reader.given[order_I[twice[0]]])} as a number and as a text"
+            f"{name}: expected each item once, got {shown(reader.given[order_I[twice[0]]])} as a number "
+            "and as a text"
         )
     return Catalogue(
         id_I=id_I,

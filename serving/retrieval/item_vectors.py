@@ -64,12 +64,14 @@ def check_item_features(schema: Schema, model: Retrieval) -> None:
         listed = [op for op in ops if op in _OF_A_LIST]
         if listed:
             raise ConfigError(
-                f"item_floats: expected floats of an item's own, got {name!r}, a {listed[0]} within a list; leave it out"
+                f"item_floats: expected floats of an item's own, got {name!r}, a {listed[0]} within a "
+                "list; leave it out"
             )
         stateful = next((i for i in inputs if i in online), "")
         if stateful:
             raise ConfigError(
-                f"item_floats: expected floats that a catalogue can have, got {stateful!r}, kept online; leave it out"
+                f"item_floats: expected floats that a catalogue can have, got {stateful!r}, kept online; "
+                "leave it out"
             )
     for f in schema.lists("nro"):
         if online.get(f.name, "item_id") != "item_id":
@@ -318,7 +320,8 @@ class ItemVectorUpdater:
         model = retrieval_model(version.model)
         if model is None:
             raise ConfigError(
-                'expected a model that retrieves (kind = "cascade", or "two_tower" with its stage), got another'
+                'expected a model that retrieves (kind = "cascade", or "two_tower" with its '
+                "stage), got another"
             )
         check_item_features(self.schema, model)
         changed = RowChangeDetector(catalogue.items)

@@ -4,8 +4,8 @@
 2 Stream all rows from the shards into the replica.
 3 Apply the topic from the noted offsets. The replica drops deltas that the shards' answers already contained.
 4 A bucket with a missed or refused record is read from its shard again, while the topic is followed.
-5 If deltas alone cannot keep the replica up to date (a barrier says so, or the topic lost the next offset), start again at 1.
-  Requests use the rows in memory meanwhile; a row never goes back to an older version (G4).
+5 If deltas alone cannot keep the replica up to date (a barrier says so, or the topic lost the next offset),
+  start again at 1. Requests use the rows in memory meanwhile; a row never goes back to an older version (G4).
 
 The rows are known to be current when the whole topic is applied, no bucket is stale, and every shard answers:
 a silent shard may have rows that were not published. The age of the rows counts from the last such moment.

@@ -150,7 +150,8 @@ class VersionFollower:
         if manifest.schema != mine:
             raise VersionRefusedError(
                 "schema",
-                f"{manifest.name}: expected schema {mine} (serving's), got {manifest.schema} (the trainer's); "
+                f"{manifest.name}: expected schema {mine} (serving's), got {manifest.schema} (the "
+                "trainer's); "
                 "restart serving with the trainer's schema",
             )
         self.pause()

@@ -156,7 +156,8 @@ def test_it_follows_what_happens_and_announces_only_the_state(opened: Any) -> No
     page.wait("document.getElementById('state-text').textContent === 'Caught up'")
     page.wait("document.getElementById('wrong').textContent.includes('serving does not answer')")
     page.wait(
-        f"document.querySelector('figure:nth-child(2) path.c0').getAttribute('d').split('L').length > {points + 2}"
+        "document.querySelector('figure:nth-child(2) path.c0').getAttribute('d').split('L').length > "
+        f"{points + 2}"
     )
     assert (
         page.tab.evaluate("document.activeElement.getAttribute('aria-label')")
@@ -207,7 +208,8 @@ def test_a_page_that_cannot_reach_the_controller_says_since_when_it_shows_old_va
     assert page.text("h1") == "Unknown" and page.tab.get_attribute("body", "data-tone") == "unknown"
     page.context.set_offline(False)
     page.wait(
-        "document.getElementById('old').hidden && document.getElementById('state-text').textContent === 'Caught up'"
+        "document.getElementById('old').hidden && document.getElementById('state-text').textContent === "
+        "'Caught up'"
     )
     page.said = [s for s in page.said if "ERR_INTERNET_DISCONNECTED" not in s]
 
@@ -275,7 +277,8 @@ def test_nothing_is_in_the_way_of_anyone(opened: Any, scheme: str) -> None:
 def test_nothing_moves_while_it_is_read(opened: Any) -> None:
     page = opened(ReplayedRun().to_the_end())
     script = """() => new Promise(done => { let sum = 0;
-        new PerformanceObserver(list => { for (const e of list.getEntries()) sum += e.value; }).observe({type: 'layout-shift'});
+        new PerformanceObserver(list => { for (const e of list.getEntries()) sum += e.value; })
+            .observe({type: 'layout-shift'});
         setTimeout(() => done(sum), 2500); })"""
     page.run.step()
     assert page.tab.evaluate(script) < 0.02

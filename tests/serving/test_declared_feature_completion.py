@@ -23,7 +23,10 @@ SCHEMA = schema_with(
         {"name": "orders", "entity": "user", "event": "order", "aggregation": "history"},
     ]
 )
-BODY = b'{"user_id": 7, "session_id": 1, "ro": {"page": ["home"]}, "candidates": [{"item_id": 5}, {"item_id": 6}]}'
+BODY = (
+    b'{"user_id": 7, "session_id": 1, "ro": {"page": ["home"]}, '
+    b'"candidates": [{"item_id": 5}, {"item_id": 6}]}'
+)
 MODEL = RankerConfig(request_layers=(4,), history_attention=False)
 
 

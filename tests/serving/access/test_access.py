@@ -82,7 +82,7 @@ def test_a_key_gives_access_to_the_routes_of_its_scopes(
 def test_every_traffic_route_requires_a_scope(keyed: Any) -> None:
     paths = HttpInterface(
         dataclasses.replace(keyed[2].context, metrics=ServingMetrics(CollectorRegistry()))
-    )._traffic
+    ).endpoints
     assert len(paths) >= 3 and {required_scope(path, frozenset()) for path in paths} == {"rank", "engage"}
 
 

@@ -131,7 +131,10 @@ def test_the_answer_is_that_of_every_error() -> None:
 
 def asked(connection: socket.socket, body: bytes) -> tuple[int, bytes]:
     """(status, body) of one rank request on a connection that stays."""
-    head = f"POST /v1/rank HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    head = (
+        "POST /v1/rank HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: "
+        f"{len(body)}\r\n\r\n"
+    )
     connection.sendall(head.encode() + body)
     received = connection.recv(65536)
     while b"\r\n\r\n" not in received:

@@ -7,7 +7,7 @@ import logging
 from serving.http.log_rate_limit import MAX_KINDS, LogRateLimit, LogRateLimitFilter, error_kind
 
 
-class Hand:
+class Clock:
     """A clock that is set by hand."""
 
     now_s = 0.0
@@ -17,26 +17,26 @@ class Hand:
 
 
 def test_each_kind_is_logged_once_a_minute_with_the_number_omitted() -> None:
-    hand = Hand()
-    log_rate_limit = LogRateLimit(hand)
-    assert [log_rate_limit.due("a") for _ in range(4)] == [0, None, None, None] and log_rate_limit.due(
-        "b"
-    ) == 0
-    hand.now_s = 59.9
+    clock = Clock()
+    log_rate_limit = LogRateLimit(clock)
+    assert [log_rate_limit.due("a") for _ in range(4)] == [0, None, None, None]
+    assert log_rate_limit.due("b") == 0
+    clock.now_s = 59.9
     assert log_rate_limit.due("a") is None
-    hand.now_s = 60.0
+    clock.now_s = 60.0
     assert log_rate_limit.due("a") == 4 and log_rate_limit.due("b") == 0
 
 
 def test_the_number_of_kinds_is_bounded() -> None:
-    log_rate_limit = LogRateLimit(Hand())
+    log_rate_limit = LogRateLimit(Clock())
     for i in range(10 * MAX_KINDS):
         log_rate_limit.due(i)
-    assert len(log_rate_limit._last) == MAX_KINDS
+    assert log_rate_limit.due(10 * MAX_KINDS - 1) is None
+    assert log_rate_limit.due(0) == 0, "the oldest kinds are forgotten"
 
 
 def test_lines_of_a_library_are_grouped_by_format_string() -> None:
-    log_rate_limit = LogRateLimitFilter(LogRateLimit(Hand()))
+    log_rate_limit = LogRateLimitFilter(LogRateLimit(Clock()))
     lines = [logging.LogRecord("x", 30, "", 0, "bad request of %s", (i,), None) for i in range(5)]
     assert [log_rate_limit.filter(line) for line in lines] == [True, False, False, False, False]
 

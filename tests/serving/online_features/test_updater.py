@@ -122,7 +122,9 @@ def test_redis_and_memory_give_equal_features_for_any_batching(redis: RedisServe
     updater = opened(redis, MemoryEvents(records), batch=batch)
     assert drain(updater) == len(records)
     assert_equal(updater.store, records)
-    assert updater.metrics.bad._value.get() == sum(r.value == b"\x02\x01\xff" for r in records)
+    assert updater.metrics.bad.collect()[0].samples[0].value == sum(
+        r.value == b"\x02\x01\xff" for r in records
+    )
 
 
 def test_a_restart_neither_loses_nor_repeats_events(redis: RedisServer) -> None:
