@@ -205,3 +205,24 @@ def test_a_stack_without_a_gradient_keeps_its_rows() -> None:
     gradients = gradients_of(lookup, 1.0)
     client.push(lookup, {ROWWISE: gradients[ROWWISE]}, step=0, time_ms=0)
     assert {stack for stack, _, _ in state_of(shards[0])} == {ROWWISE}
+
+
+def test_pulls_and_pushes_may_run_at_the_same_time() -> None:
+    client, _, _ = make_client(2)
+    lookup = lookup_of(LOOKUP)
+    errors: list[BaseException] = []
+
+    def pull_often() -> None:
+        try:
+            for _ in range(30):
+                client.pull(lookup)
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=pull_often)
+    thread.start()
+    for step in range(30):
+        client.push(lookup, gradients_of(lookup, 0.1), step=step, time_ms=0)
+    thread.join(20)
+    assert errors == [] and not thread.is_alive()
+    client.close()

@@ -267,3 +267,48 @@ def test_leaving_without_new_steps_makes_no_commit() -> None:
     for _ in range(4):
         fleet.turn()
     assert fleet.it.coordinator.state is State.RUNNING and fleet.it.coordinator.num_commits == 0
+
+
+def test_a_lost_worker_rolls_everyone_back_to_the_last_commit() -> None:
+    fleet = Fleet(2).to(State.RUNNING)
+    fleet.step = 4
+    fleet.it.handle("commit", {"timeout_s": 0}, ())
+    fleet.to(State.COMMITTING).to(State.RUNNING)
+    fleet.sessions[Key("worker", 1)] = 2
+    fleet.turn()
+    fleet.to(State.RUNNING)
+    assert fleet.it.coordinator.num_rollbacks == 1 and fleet.it.coordinator.membership.num_workers == 2
+    assert {c["manifest"] for c in fleet.restored().values()} == {"manifests/00000001"}
+
+
+def test_the_wanted_number_can_change_while_a_lost_worker_is_awaited() -> None:
+    fleet = Fleet(2).to(State.RUNNING)
+    fleet.stop(Key("worker", 1))
+    for _ in range(5):
+        fleet.turn(1.0)
+    assert fleet.it.coordinator.state is State.GATHERING
+    assert fleet.scale(1)["running"] is True
+
+
+@pytest.mark.parametrize("who", [Key("worker", 1), Key("worker", 0), Key("shard", 0)])
+def test_a_leaving_member_gets_a_closing_commit_and_is_awaited(who: Key) -> None:
+    fleet = Fleet(2).to(State.RUNNING)
+    fleet.step, fleet.asked = 5, [a for a in fleet.asked if a[1]["kind"] == "restore"]
+    fleet.leaving.add(who)
+    for _ in range(8):
+        fleet.turn()
+    assert fleet.it.coordinator.state is State.GATHERING and fleet.it.coordinator.reason == f"{who} leaves"
+    last = manifests.newest(fleet.store)
+    assert last is not None and last.manifest.step == 5
+    assert "resume" not in [c["kind"] for _, c in fleet.asked] and fleet.it.coordinator.num_rollbacks == 0
+    fleet.stop(who)
+    for _ in range(5):
+        fleet.turn(1.0)
+    assert fleet.it.coordinator.state is State.GATHERING
+    fleet.leaving.clear()
+    fleet.sessions[who] = 2
+    fleet.members.append(who)
+    fleet.to(State.RUNNING)
+    assert {c["manifest"] for c in fleet.restored().values()} == {
+        last.name
+    } and fleet.it.coordinator.num_rollbacks == 0
