@@ -4,7 +4,7 @@
     RO float            [1]
     NRO float           [N]
     RO list             <name> [1, L], and a tensor of equal shape for each of its columns
-    NRO list            <name> [sum of lengths] with <name>:lengths [N], or [N, L] without; same for its columns
+    NRO list            <name> [sum of lengths] and <name>:lengths [N], or <name> [N, L]; so are its columns
     columns             <name>.weights of weighted ids; <name>.<column> of a sequence
 
 An absent input is missing; so are NaN and a length of -1. The user is in the request's parameters `user_id`,
