@@ -45,8 +45,7 @@ class EventDecoder:
 
         Raises:
             CheckpointError, UnavailableError: the record's schema is registered but can't be loaded now. The
-            record itself may
-                be good; decode it again later.
+            record itself may be good; decode it again later.
         """
         origin = Origin(record.topic, record.partition, record.offset)
         message: pb.Impression | pb.Engagement | TimeMark | None = None

@@ -58,8 +58,7 @@ def run_flink(config: JoinerConfig, metrics: JoinerMetrics, health: Health, stop
 
     Raises:
         UnavailableError: the job failed for good, was cancelled, or is unknown to a restarted job manager. A
-        restart of this
-            program submits it again, from the setting `restore`.
+        restart of this program submits it again, from the setting `restore`.
     """
     rest = FlinkRest(config.flink)
     job = retry(rest, rest.live_job, stop) if config.submits else wait_for_job(rest, health, stop)
@@ -151,8 +150,7 @@ def submit(config: JoinerConfig, stop: threading.Event) -> str:
     Raises:
         SetupError: PyFlink is not installed. CheckpointError: `config.restore` is of another version of the
         joiner's state. UnavailableError: Flink's client failed (with its error), or `stop` was set. Either no
-        job was started, or `live_job`
-            finds it.
+        job was started, or `live_job` finds it.
     """
     address = re.sub(r"^https?://", "", config.flink.rstrip("/"))
     command = [str(flink_home() / "bin" / "flink"), "run", "-d", "-m", address]

@@ -8,6 +8,7 @@ RoostreamError
 │   └── TransportError     a call to a shard or the controller failed; its effect is unknown
 ├── FencedError            a newer incarnation exists; the process must stop or rejoin
 ├── CheckpointError        committed data is damaged, or absent from a store that answers
+├── HeldError              training is on hold; this program is not needed until the hold ends
 └── SetupError             the machine lacks something (Python, port, disk, memory, package)
 
 A message says what was expected, what was given and what to do. Asserts are for internal invariants only.

@@ -51,8 +51,7 @@ def serve(config: ServingConfig, stop: threading.Event) -> None:
 
     Raises:
         ConfigError, SetupError: a setting is wrong, or the port, home directory or store cannot be used.
-        Kafka, Redis, shards
-            and commits may be missing: requests are answered meanwhile.
+        Kafka, Redis, shards and commits may be missing: requests are answered meanwhile.
     """
     torch.set_num_threads(config.threads)
     sys.setswitchinterval(SWITCH_INTERVAL_S)

@@ -80,8 +80,7 @@ class Auditor:
 
         Raises:
             UnavailableError: the topics can't be read (missing, access denied), or Kafka is away at the first
-            call; call
-                again.
+            call; call again.
         """
         consumer = self._consumer or self._open()
         until_s, count = self._clock.monotonic_s() + budget_s, 0

@@ -28,8 +28,7 @@ def sharding_of(plan: PlacementPlan, tables: Sequence[PlannedTable], module: str
 
     Raises:
         ConfigError: a table with an unknown number of rows, one cut into row pieces for some of the owners,
-        or pieces of a width that
-            FBGEMM rejects.
+        or pieces of a width that FBGEMM rejects.
     """
     if missing := [table.name for table in tables if not table.rows]:
         raise ConfigError(

@@ -72,8 +72,7 @@ class DatasetModule(Protocol):
 
         Raises:
             ConfigError, SchemaError: a file or the schema cannot be used; the message names file and column.
-            While events
-                are read, a RoostreamError for an event that cannot be used, with file and line.
+            While events are read, a RoostreamError for an event that cannot be used, with file and line.
         """
 
 

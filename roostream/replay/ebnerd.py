@@ -103,8 +103,7 @@ def events(behaviors: Sequence[str], schema: Schema, window_ms: int) -> Iterator
 
     Raises:
         ConfigError: before the first event, if a file is not Parquet, lacks a column, or has one of another
-        type; names
-            file and column.
+        type; names file and column.
         SchemaError: the schema declares a feature that is neither online nor in the dataset.
     """
     _check_offered(schema)

@@ -46,9 +46,8 @@ def open_log(config: ReplayConfig, schema: Schema) -> ReplayLog:
 
     Raises:
         ConfigError, SchemaError: a file or the schema cannot be used; the message names file and column.
-        While the stream is
-            read: LogError for a bad line, WireError for features that do not fit the schema, and at the end
-            ConfigError if the log was empty.
+        While the stream is read: LogError for a bad line, WireError for features that do not fit the schema,
+        and at the end ConfigError if the log was empty.
     """
     source = load_dataset(config.dataset).open(config.options, schema, config.window_ms)
     profile, freeze_at_ms = LogProfile(schema), config.freeze_counters_at_ms

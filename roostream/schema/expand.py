@@ -96,8 +96,7 @@ def names_of(pattern: str) -> tuple[str, ...]:
 
     Raises:
         SchemaError: a brace without its other half, an empty item, braces nested more than 8 deep, more than
-        MAX_ROWS
-            names, a name longer than 64.
+        MAX_ROWS names, a name longer than 64.
     """
     names, end = _sequence(pattern, 0, depth=0)
     if end < len(pattern):

@@ -292,8 +292,7 @@ def reading_plan(writer: Schema, reader: Schema) -> dict[str, list[int]]:
 
     Raises:
         SchemaError: the kind, table or columns of a feature changed, or the engagements that a label counts.
-        The width of a
-            table may change.
+        The width of a table may change.
     """
     plan: dict[str, list[int]] = {}
     for side in ("ro", "nro"):

@@ -171,8 +171,7 @@ def load(
 
     Raises:
         ConfigError: an unknown key or variable (with the nearest known one), a value of the wrong type, or
-        one that
-            `__post_init__` rejects; names key, value, file and line.
+        one that `__post_init__` rejects; names key, value, file and line.
     """
     if file is not None and not isinstance(file, TomlFile):
         file = read_toml(file)

@@ -179,8 +179,7 @@ def resolve_references(
 
     Raises:
         ConfigError: a variable is not set, a file can't be read, or a reference has another form; names file,
-        line
-            and key.
+        line and key.
     """
     return {key: _resolve(value, location.child(key), environ) for key, value in raw.items()}
 

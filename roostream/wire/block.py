@@ -125,9 +125,8 @@ def check_columns(schema: Schema, side: Side, columns: Columns, num_rows: int, l
 
     Raises:
         WireError: `bad_shape` (lengths that disagree, with each other or with `num_rows`), `oversized` (rows
-        or a list
-            beyond `limits`), `non_finite` (an infinity; NaN outside of `floats`), `bad_number` (a weight
-            beyond MAX_WEIGHT).
+        or a list beyond `limits`), `non_finite` (an infinity; NaN outside of `floats`), `bad_number` (a
+        weight beyond MAX_WEIGHT).
     """
     if num_rows > limits.max_candidates:
         raise WireError("oversized", f"expected at most {limits.max_candidates} candidates, got {num_rows}")
@@ -203,8 +202,7 @@ def encode_ro(schema: Schema, values: Mapping[str, object]) -> bytes:
 
     Raises:
         WireError: `bad_shape` for an unknown name, a value of another kind, or columns of unequal length;
-        `oversized`,
-            `non_finite` or `bad_number` for what `check_block` rejects.
+        `oversized`, `non_finite` or `bad_number` for what `check_block` rejects.
     """
     return pack(ro_columns(schema, values))
 

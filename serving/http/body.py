@@ -45,8 +45,8 @@ class BodyReader:
 
         Raises:
             RequestError: 408 incomplete at the deadline; 413 more than `max_body_bytes`, as sent or
-            decompressed; 415 unknown encoding; 400
-                corrupt compression; 429 too many bytes are being read; 503 the process is stopping.
+            decompressed; 415 unknown encoding; 400 corrupt compression; 429 too many bytes are being read;
+            503 the process is stopping.
             ClientGoneError: the client hung up.
         """
         headers = _content_headers(scope)

@@ -43,8 +43,7 @@ class ExplainEndpoint(RankEndpoint):
 
         Raises:
             RequestError: 400, 404, 408, 413, 415, 500; 429: rank requests are refused, or another explanation
-            is running; 504: it took
-                more than EXPLAIN_S.
+            is running; 504: it took more than EXPLAIN_S.
             ClientGoneError: the body did not arrive.
         """
         request_media_type(scope, (JSON,))
