@@ -24,19 +24,23 @@ class JoinerConfig(Rules, Deployment):
 
     submits: bool = setting(
         True,
-        "start a job if the cluster has none; false = wait for a job of another program",
+        "start a job if the cluster has none; false = wait for a job that another program starts, such as "
+        "Flink's operator",
     )
 
     lateness_ms: int = setting(
-        2_000, "disorder within a partition: watermark = newest time - lateness - 1 ms", ge=0
+        2_000, "maximum disorder within a partition: watermark = newest time - lateness - 1 ms", ge=0
     )
     idleness_ms: int = setting(
-        0, "a partition silent this long does not hold back the watermark; 0 = off", ge=0
+        0, "a partition silent for this long no longer holds back the watermark; 0 = off (replays)", ge=0
     )
-    checkpoint_interval_ms: int = setting(5_000, "between Flink checkpoints, or local snapshots", ge=100)
+    checkpoint_interval_ms: int = setting(
+        5_000, "time between Flink checkpoints, or snapshots of the local engine", ge=100
+    )
     delivery: Literal["at_least_once", "exactly_once"] = setting(
         "at_least_once",
-        "of the Flink job; exactly_once: consumers see records after a checkpoint",
+        "guarantee of the Flink job; exactly_once writes in transactions, which consumers see after a "
+        "checkpoint",
     )
     transaction_timeout_ms: int = setting(
         600_000,
@@ -47,12 +51,14 @@ class JoinerConfig(Rules, Deployment):
     restart_attempts: int = setting(0, "restarts of a failed Flink job before it ends; 0 = no limit", ge=0)
     read_ahead_ms: int = setting(
         0,
-        "how far a partition is read ahead, and one event may move its time; "
-        "0 = 6 x the longest window, at least 1 min",
+        "a partition is read at most this far ahead of the slowest, and one event moves its time at most "
+        "this far; 0 = 6 x the longest window, at least 1 min",
         ge=0,
     )
     producer_timeout_ms: int = setting(
-        30_000, "a producer silent this long does not hold back its partition", ge=0
+        30_000,
+        "a producer whose last heartbeat is this old no longer holds back its partition's event time",
+        ge=0,
     )
     replay: bool = setting(False, "join old events as fast as they can be read: no idleness")
 

@@ -34,36 +34,52 @@ class Rules(Settings):
     durations of `surface_windows` become milliseconds there."""
 
     window_ms: int = setting(600_000, "a request closes at the latest this long after its time", ge=1)
-    surface_windows: dict[str, Any] = setting(factory=dict, help="windows of surfaces, as name = duration")
+    surface_windows: dict[str, Any] = setting(
+        factory=dict, help="windows of single surfaces, as name = duration"
+    )
     window_jitter_ms: int = setting(
-        0, "a window is shortened by a hash of the request, at most by this", ge=0
+        0, "each window is shortened by a hash of the request, by at most this", ge=0
     )
     early_close_ms: int = setting(
         0,
-        "a request closes this early; later engagements of its window become corrections; 0 = off",
+        "a request closes this long after its time; later engagements within its window become "
+        "corrections; 0 = off",
         ge=0,
     )
     orphan_timeout_ms: int = setting(
-        0, "an engagement waits this long for its item; 0 = the longest window", ge=0
+        0, "how long an engagement waits for its request and item; 0 = the longest window", ge=0
     )
-    late_horizon_ms: int = setting(0, "a closed request is kept this long; 0 = 10 x the longest window", ge=0)
+    late_horizon_ms: int = setting(
+        0, "how long a closed request is remembered; 0 = 10 x the longest window", ge=0
+    )
     next_request: Literal["off", "session", "user"] = setting(
         "off", "close a request when a later one of the same session or user arrives"
     )
     linger_ms: int = setting(0, "next_request: wait this long after the later request", ge=0)
     engaged_threshold: int = setting(0, "number of distinct engagements that close a request; 0 = off", ge=0)
-    terminal_actions: tuple[str, ...] = setting((), "engagements with these actions close their request")
-    engaged_min_wait_ms: int = setting(0, "earliest close by an engagement, after the request's time", ge=0)
+    terminal_actions: tuple[str, ...] = setting(
+        (), "an engagement with one of these actions closes its request"
+    )
+    engaged_min_wait_ms: int = setting(
+        0, "earliest close by an engagement, after the request's time (for calibration)", ge=0
+    )
     correction_horizon_ms: int = setting(
         0,
-        "corrections have features this long; 0 = labels only, with early_close the longest window",
+        "corrections have features this long after the close; 0 = labels only, or the longest window with "
+        "early_close",
         ge=0,
     )
-    max_open_requests: int = setting(64, "open requests a user; further ones become dead letters", ge=1)
-    max_requests: int = setting(4096, "requests a user, closed ones that are kept included", ge=1)
+    max_open_requests: int = setting(
+        64, "open requests a user; events of further ones become dead letters (overflow)", ge=1
+    )
+    max_requests: int = setting(
+        4096, "requests a user, including closed ones that are still remembered", ge=1
+    )
     max_orphans: int = setting(256, "engagements of a user that wait for their request or item", ge=0)
     max_engagements: int = setting(10_000, "distinct engagements a request", ge=1)
-    max_impressions: int = setting(256, "distinct impressions of a request, all pages", ge=1)
+    max_impressions: int = setting(
+        256, "distinct impressions of a request: the opening page and later pages", ge=1
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -34,7 +34,7 @@ batch_option = click.option(
     type=click.IntRange(1, 1 << 16),
     default=64,
     show_default=True,
-    help="requests in a batch, for the statistics of duplicates",
+    help="requests in a batch",
 )
 
 

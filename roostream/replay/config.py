@@ -21,12 +21,17 @@ class SimulateConfig(ProgramSettings):
     rate: float = setting(25.0, "requests per second", ge=0.01, le=10_000)
     users: int = setting(500, "simulated users", ge=1, le=10_000_000)
     items: int = setting(300, "items alive at a time", ge=2, le=1_000_000)
-    item_life_ms: int = setting(1_800_000, "mean life of an item; a new one replaces it", ge=1000, le=1 << 50)
+    item_life_ms: int = setting(
+        1_800_000, "mean life of an item, which a new one then replaces", ge=1000, le=1 << 50
+    )
     candidates: int = setting(20, "mean number of candidates of a request", ge=2, le=500)
     seed: int = setting(0, "seed of the hidden model of users and items", ge=0, le=MAX_SEED)
     seconds: float = setting(0.0, "stop after this many seconds; 0 = run until stopped", ge=0, le=1e9)
     max_in_flight: int = setting(
-        64, "requests that may wait for serving; further ones are dropped", ge=1, le=10_000
+        64,
+        "maximum number of requests that wait for serving; further arrivals are dropped and counted",
+        ge=1,
+        le=10_000,
     )
     report: str = setting("", "file for the JSON report, written every 10 s and at the end; '' = none")
 
@@ -48,34 +53,47 @@ class ReplayConfig(Settings):
     schema: str = setting("", "schema TOML; '' = the dataset's own")
     model: str = setting("", "model TOML; '' = the default ranker")
     engine: Literal["stack", "local"] = setting(
-        "stack", "stack = Kafka, Flink, processes; local = one process"
+        "stack", "stack = Kafka, Flink and processes; local = all in this process"
     )
     speed: str = setting("max", "'max', or a multiple of event time such as '60x'")
     measure_from: str = setting("", "metrics.measured covers requests from this time on; '' = all")
-    freeze_at: str = setting("", "from this time on weights and counters no longer change; '' = never")
+    freeze_at: str = setting(
+        "", "from this time on requests are only scored: weights and counters no longer change; '' = never"
+    )
     freeze_weights_at: str = setting("", "from this time on weights no longer change; '' = never")
     archived_until: str = setting(
         "",
-        "stack: archive the log before this time, train from the archive, then go on; '' = off",
+        "stack: archive the log before this time, train a new model from the archive, then send "
+        "the rest; '' = off",
     )
     label_delay_ms: int = setting(0, "delay after which an event changes the online counters", ge=0)
     engagement_delay_ms: int = setting(0, "mean delay added to the engagements of the log; 0 = none", ge=0)
     window_ms: int = setting(1_800_000, "the join window", ge=1000)
     early_close_ms: int = setting(
-        0, "train requests this long after their time, then correct labels; 0 = off", ge=0
+        0,
+        "train requests this long after their time, and correct their labels until the window ends; 0 = off",
+        ge=0,
     )
-    as_served: bool = setting(False, "local: also score each request with the weights of its time")
+    as_served: bool = setting(
+        False, "local: also score every request at its own time, with the weights of that time"
+    )
     lateness_ms: int = setting(2000, "how far events may be out of order in the joiner", ge=0)
     batch_requests: int = setting(0, "requests in a training batch; 0 = the default of the trainer", ge=0)
     learning_rate: float = setting(
-        0.0, "of Adam for the dense weights; 0 = the trainer's default", ge=0, le=10
+        0.0, "learning rate of Adam for the dense weights; 0 = the default of the trainer", ge=0, le=10
     )
-    set: tuple[str, ...] = setting((), "other settings: joiner.KEY=VALUE, worker.KEY=VALUE, model.KEY=VALUE")
+    set: tuple[str, ...] = setting(
+        (), "any other setting: joiner.KEY=VALUE, worker.KEY=VALUE, model.KEY=VALUE, …"
+    )
     threads: int = setting(1, "threads of torch in training", ge=1, le=256)
     seed: int = setting(0, "seed of initial weights and rows", ge=0, le=MAX_SEED)
     num_shards: int = setting(2, "parameter server shards", ge=1)
-    report: str = setting("", "FILE.json, or a directory for report.json and report.html; '' = only print")
-    home: str = setting("", "stack: directory to keep for `up --home`; '' = a temporary one")
+    report: str = setting(
+        "", "FILE.json, or a directory for report.json and report.html; '' = print only the table"
+    )
+    home: str = setting(
+        "", "stack: directory that is kept for `up --home`; '' = a temporary one, deleted at the end"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

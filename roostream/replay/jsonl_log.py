@@ -28,7 +28,9 @@ from roostream.schema.settings import setting
 class Options(DatasetOptions):
     """Settings of the dataset."""
 
-    log: tuple[str, ...] = setting(help="files with one event a line, in any order; also .gz, .zst and pipes")
+    log: tuple[str, ...] = setting(
+        help="files with one impression or engagement per line, in any order; also .gz, .zst and pipes"
+    )
     skip_bad: bool = setting(False, "skip and count bad lines instead of stopping at the first")
 
     def __post_init__(self) -> None:

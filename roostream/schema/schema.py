@@ -37,9 +37,14 @@ class Table(Settings):
     name: str = setting("", "the name in [tables.NAME]")
     dim: int = setting(help="width of a row's embedding", ge=1, le=4096)
     rule: Rule = setting(help="update rule and its parameters", factory=Adagrad)
-    init_scale: float = setting(0.05, "new rows are uniform in [-init_scale, init_scale]", ge=0, le=1e3)
+    init_scale: float = setting(
+        0.05,
+        "new rows are uniform in [-init_scale, init_scale], a function of (seed, table, id)",
+        ge=0,
+        le=1e3,
+    )
     expire_after_ms: int = setting(
-        0, "drop rows without an update for this long, at a commit; 0 = never", ge=0, le=1 << 53
+        0, "drop rows without an update for this long in event time, at a commit; 0 = never", ge=0, le=1 << 53
     )
 
     def __post_init__(self) -> None:
@@ -74,12 +79,18 @@ class Feature(Settings):
     kind: Kind = setting("float", "float | ids | weighted_ids | sequence")
     table: str = setting("", "embedding table of the ids; required unless float")
     default: float = setting(0.0, "value of a missing float")
-    max_len: int = setting(0, "only the first max_len entries are used; 0 = limits.max_list")
-    columns: dict[str, str] = setting(factory=dict, help="columns of a sequence: name -> ids | time_ms")
+    max_len: int = setting(
+        0, "list entries in use: the first max_len, and producers put the newest first; 0 = limits.max_list"
+    )
+    columns: dict[str, str] = setting(
+        factory=dict, help="aligned columns of a sequence: name -> ids | time_ms"
+    )
     column_tables: dict[str, str] = setting(
         factory=dict, help="embedding table of an ids column; without one the column is plain integers"
     )
-    online: str = setting("", "online feature that fills it in where a request lacks it (docs/schema.md)")
+    online: str = setting(
+        "", "online feature that serving fills in when a request lacks this one (docs/schema.md)"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -110,12 +121,14 @@ class Label(Settings):
     action: str = setting(help="action of the engagements that count")
     fold: Fold = setting("any", "any | count | sum | max | last")
     window_ms: int = setting(
-        0, "engagements count this long after the request; 0 = the window", ge=0, le=1 << 53
+        0, "count only engagements within this time after the request; 0 = the join window", ge=0, le=1 << 53
     )
     threshold: float = setting(
-        0.0, "engagements count from this value on; 0 = all", ge=-_MAX_FLOAT, le=_MAX_FLOAT
+        0.0, "count only engagements with at least this value; 0 = all", ge=-_MAX_FLOAT, le=_MAX_FLOAT
     )
-    prior: float = setting(0.0, "prediction of an untrained model; 0 = the model's default", ge=0, lt=1)
+    prior: float = setting(
+        0.0, "probability that an untrained model predicts; 0 = the model's default", ge=0, lt=1
+    )
     objective: Objective = setting(
         "event", "training objective (roostream/models/loss.py): event | weighted | amount | pairwise"
     )
@@ -125,7 +138,9 @@ class Label(Settings):
         gt=0,
         le=_MAX_FLOAT,
     )
-    weight: float = setting(1.0, "weight of its loss; 0 = the label is only predicted and measured", ge=0)
+    weight: float = setting(
+        1.0, "weight of the label's loss; 0 = the label is only predicted and measured", ge=0
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -173,7 +188,8 @@ class Limits(Settings):
     max_list: int = setting(2000, "entries per list", ge=1, le=1 << 20)
     max_record_bytes: int = setting(
         1 << 20,
-        "bytes per impression or engagement; at most half a message, since samples are larger",
+        "bytes per impression or engagement; at most half a message, since a sample is larger than its "
+        "impression",
         ge=1024,
         le=MAX_MESSAGE_BYTES // 2,
     )

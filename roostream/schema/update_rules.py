@@ -57,7 +57,12 @@ class Adagrad(Rule):
 
     name = "adagrad"
     learning_rate: float = setting(0.05, "step size", ge=0, le=1_000_000)
-    initial_accumulator: float = setting(1e-5, "initial value of the accumulators", ge=0, le=1e9)
+    initial_accumulator: float = setting(
+        1e-5,
+        "initial value of the accumulators; small, since gradients are of the mean loss of a batch",
+        ge=0,
+        le=1e9,
+    )
     epsilon: float = setting(1e-8, "added to the divisor", ge=1e-12, le=1)
 
     @classmethod

@@ -103,7 +103,8 @@ _PATH = click.Path(path_type=Path)
 ids_option = click.option(
     "--ids",
     type=_PATH,
-    help="with a TorchRec collection: safetensors file, TABLE → int64 id of each row; default: row numbers",
+    help="with a TorchRec collection: safetensors file with TABLE → int64 ids, one per row; "
+    "default: row numbers",
 )
 
 

@@ -25,7 +25,7 @@ def _features_of(text: str) -> tuple[str, ...]:
 @click.option(
     "--days",
     default="",
-    help="days of close, such as 2024-05-01..2024-05-07; either end is optional; '' = all",
+    help="days on which samples closed, such as 2024-05-01..2024-05-07; either end is optional; '' = all",
 )
 @click.option("--features", default="", help="names separated by commas; '' = all")
 @click.option(

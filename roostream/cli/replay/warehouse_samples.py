@@ -47,12 +47,16 @@ class WarehouseOptions(DatasetOptions):
     )
     days: str = dataclasses.field(
         default="",
-        metadata={"help": "days of close, such as 2024-05-01..2024-05-07; either end is optional; '' = all"},
+        metadata={
+            "help": "days on which samples closed, such as 2024-05-01..2024-05-07; either end is "
+            "optional; '' = all"
+        },
     )
     stored_order_until: str = dataclasses.field(
         default="",
         metadata={
-            "help": "train days before this one in file order, others in order of close; '' = all by close"
+            "help": "train days before this one in file order, as `roostream train` does; '' = all in the "
+            "order of close"
         },
     )
 
