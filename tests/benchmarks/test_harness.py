@@ -120,7 +120,7 @@ def test_ratios_divide_speeds_by_the_first_subject() -> None:
     assert (ratio["of"], ratio["to"], ratio["times_as_fast"]["median"]) == ("a", "b", 3.0)
 
 
-def test_an_older_commit_is_compared_with_its_own_subject() -> None:
+def test_an_older_commit_runs_its_own_version_of_the_subject() -> None:
     subjects = (
         Subject("a", TAKES, (0.001,)),
         Subject("b", TAKES, (0.002,), "stage"),

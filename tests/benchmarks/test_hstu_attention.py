@@ -74,7 +74,7 @@ for block in (0, 16):
 @pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="Triton has no wheel for this platform"
 )
-def test_our_kernels_take_a_step_of_it_in_the_interpreter() -> None:
+def test_our_kernels_take_a_step_in_the_interpreter() -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     run = subprocess.run(
         [sys.executable, "-c", CODE],

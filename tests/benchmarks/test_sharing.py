@@ -119,7 +119,7 @@ def test_batches_cut_anew_add_up_to_the_same_losses_and_gradients(name: str) -> 
     assert_same([learned(model, part, total_T) for part in [*parts, rest]], learned(model, whole, total_T))
 
 
-def test_candidates_that_see_each_other_are_left_out_of_what_is_compared() -> None:
+def test_subjects_whose_candidates_attend_to_each_other_are_not_compared() -> None:
     assert all(getattr(config, "list_layers", 0) == 0 for config in ARCHITECTURES.values())
     schema = make_schema("everything")
     assert {t.op for t in schema.transforms} == {"rank", "share"} and pointwise(schema).transforms == ()
@@ -185,7 +185,7 @@ def test_batches_end_with_the_request_that_is_nearest_to_their_size() -> None:
     assert sorted(shuffled(batch).num_candidates_R.tolist()) == [1, 2, 3, 4, 8, 9]
 
 
-def test_flops_are_those_of_products_and_of_attention_both_ways() -> None:
+def test_flops_count_products_and_attention_forward_and_backward() -> None:
     x = torch.ones(3, 4, requires_grad=True)
     assert flops(lambda: (x @ torch.ones(4, 5)).sum().backward()) == 2 * 2 * 3 * 4 * 5
     q = torch.ones(2, 3, 4, 8, requires_grad=True)

@@ -30,12 +30,12 @@ def test_expected_rows_are_those_of_draws(rows: int, exponent: float) -> None:
 
 
 @pytest.mark.parametrize("way", ["row cyclic", "row hash"])
-def test_what_owners_are_asked_for_is_all_that_is_asked_for(way: Strategy) -> None:
+def test_requests_to_owners_add_up_to_all_requests(way: Strategy) -> None:
     table = DrawnTable(name="t", rows=100_000, dim=8, valency=3.0, exponent=1.0)
     assert row_loads(table, 768, 16, way, 5).sum() == pytest.approx(uniques(table, 768))
 
 
-def test_an_offset_a_table_evens_out_what_all_tables_begin_with() -> None:
+def test_an_offset_per_table_evens_out_hot_first_rows() -> None:
     mix = draw_mix(60, 0)
     cyclic = simulate(mix, 32, 256, "row cyclic")
     offset, tables = (

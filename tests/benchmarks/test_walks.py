@@ -9,14 +9,14 @@ from roostream.schema.ids import item_id, key_bytes
 from serving.request import parse_id
 
 
-def test_calls_moves_and_depth_are_those_of_our_own_files() -> None:
+def test_walks_count_calls_moves_and_depth_in_project_files_only() -> None:
     walk = walks.count(lambda: (parse_id(7, "$"), key_bytes(0, 3, "r"), sorted([2, 1])))
     assert walk.files == ("serving/request.py", "roostream/schema/ids.py")
     # parse_id → item_id (a move); key_bytes → hash64 (none)
     assert (walk.num_functions, walk.num_calls, walk.num_moves, walk.deepest) == (4, 4, 1, 2)
 
 
-def test_what_raises_is_walked_too() -> None:
+def test_calls_that_raise_are_counted() -> None:
     def refused() -> None:
         try:
             item_id(None)  # type: ignore[arg-type]
@@ -26,7 +26,7 @@ def test_what_raises_is_walked_too() -> None:
     assert walks.count(refused).deepest == 1, "a frame that raised is left"
 
 
-def test_every_walk_ends_where_it_should_and_is_the_same_again(tmp_path: Path) -> None:
+def test_every_walk_reaches_its_end_and_is_reproducible(tmp_path: Path) -> None:
     last = {
         "rank": "serving/answer.py",
         "join": "joiner/outputs.py",

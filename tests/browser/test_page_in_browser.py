@@ -72,7 +72,7 @@ def opened(browser: Any, finished: ReplayedRun) -> Iterator[Any]:
         assert all(url.startswith((tab.url, "data:")) for url in tab.asked), tab.asked
 
 
-def test_state_comes_first_and_the_past_is_there_at_once(opened: Any) -> None:
+def test_the_page_shows_state_first_and_history_at_once(opened: Any) -> None:
     page = opened()
     assert page.text("h1") == "Caught up" and "behind by 0 ms" in page.text("#state-more")
     assert "No known problems." in page.text("#wrong")
@@ -89,7 +89,7 @@ def test_state_comes_first_and_the_past_is_there_at_once(opened: Any) -> None:
     )
 
 
-def test_readers_are_told_with_what_they_have_and_buffers_with_what_they_lack(opened: Any) -> None:
+def test_readers_and_buffers_are_shown(opened: Any) -> None:
     run = ReplayedRun().to_the_end()
     lease = {"split": 7, "worker": 0, "position": 0, "reader": HOSTILE, "for_s": 1.0}
     run.controller.readers = lambda: {
@@ -123,7 +123,7 @@ def test_readers_are_told_with_what_they_have_and_buffers_with_what_they_lack(op
     assert ["b:1/y", "has no lease"] in [row[:2] for row in rows[2:]]
 
 
-def test_quality_is_told_by_window_and_slice_beside_the_inputs_that_moved_most(opened: Any) -> None:
+def test_quality_is_shown_by_window_and_slice_beside_drifted_inputs(opened: Any) -> None:
     page = opened()
     told = page.run.page.status()["reports"]["worker 0"]["metrics"]
     windows = [row.split("\t") for row in page.text("#windows-body tbody").strip().split("\n")]
@@ -141,7 +141,7 @@ def test_quality_is_told_by_window_and_slice_beside_the_inputs_that_moved_most(o
     assert inputs[-1][:3] == ["new ids of user", "–", "3.1 %"]
 
 
-def test_it_follows_what_happens_and_announces_only_the_state(opened: Any) -> None:
+def test_the_page_follows_changes_and_announces_only_the_state(opened: Any) -> None:
     run = ReplayedRun()
     for _ in range(6):
         run.step()
@@ -166,7 +166,7 @@ def test_it_follows_what_happens_and_announces_only_the_state(opened: Any) -> No
     assert "Unknown" in page.text("#wrong") and "caught up, was catching up" in page.text("#changes-body")
 
 
-def test_while_there_is_nothing_to_read_the_page_says_so_also_on_a_phone(opened: Any) -> None:
+def test_an_idle_stream_is_shown_also_on_a_phone(opened: Any) -> None:
     run = ReplayedRun().to_the_end()
     run.hold_idle("nothing to read for 60 s")
     run.step()
@@ -200,7 +200,7 @@ def test_history_is_shown_as_far_as_it_is_committed(opened: Any) -> None:
     )
 
 
-def test_a_page_that_cannot_reach_the_controller_says_since_when_it_shows_old_values(opened: Any) -> None:
+def test_a_page_without_its_controller_shows_the_age_of_its_values(opened: Any) -> None:
     page = opened()
     page.context.set_offline(True)
     page.wait("!document.getElementById('old').hidden")
@@ -214,7 +214,7 @@ def test_a_page_that_cannot_reach_the_controller_says_since_when_it_shows_old_va
     page.said = [s for s in page.said if "ERR_INTERNET_DISCONNECTED" not in s]
 
 
-def test_all_of_it_is_reached_by_keyboard(opened: Any) -> None:
+def test_everything_is_reachable_by_keyboard(opened: Any) -> None:
     page = opened()
     press = page.tab.keyboard.press
     seen = []
@@ -274,7 +274,7 @@ def test_nothing_is_in_the_way_of_anyone(opened: Any, scheme: str) -> None:
     assert len(found["passes"]) > 20
 
 
-def test_nothing_moves_while_it_is_read(opened: Any) -> None:
+def test_the_layout_does_not_shift(opened: Any) -> None:
     page = opened(ReplayedRun().to_the_end())
     script = """() => new Promise(done => { let sum = 0;
         new PerformanceObserver(list => { for (const e of list.getEntries()) sum += e.value; })

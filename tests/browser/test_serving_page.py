@@ -92,7 +92,7 @@ def shown(browser: Any, tmp_path: Path) -> Iterator[Any]:
         assert all(url.startswith((tab.url, "data:")) for url in tab.asked), tab.asked
 
 
-def test_it_says_what_is_served_and_where_to_go(shown: Any) -> None:
+def test_the_serving_page_shows_what_is_served_and_links(shown: Any) -> None:
     page = shown()
     page.wait("document.querySelectorAll('#now dd').length > 5")
     assert page.text("h1") == "Ready" and page.tab.get_attribute("body", "data-tone") == "good"
@@ -110,7 +110,7 @@ def test_it_says_what_is_served_and_where_to_go(shown: Any) -> None:
     assert page.tab.eval_on_selector_all("[aria-live]", "all => all.map(e => e.id)") == ["state"]
 
 
-def test_what_is_missing_is_said_first(shown: Any) -> None:
+def test_missing_parts_are_shown_first(shown: Any) -> None:
     shown.built.waiting_for.append("rows of the shards")
     page = shown()
     assert page.text("h1") == "Not ready" and "waiting for rows of the shards" in page.text("#state-more")
@@ -140,7 +140,7 @@ def test_the_example_is_there_to_be_ranked_and_each_score_is_explained(shown: An
     assert page.tab.is_visible(".candidate:last-child table")
 
 
-def test_a_refusal_is_told_with_its_place(shown: Any) -> None:
+def test_a_refusal_names_the_field(shown: Any) -> None:
     page = shown()
     page.rank({**BODY, "ro": {"hours": 1}})
     assert "did you mean 'hour'" in page.text("#refused") and "$.ro.hours" in page.text("#refused")
@@ -152,7 +152,7 @@ def test_a_refusal_is_told_with_its_place(shown: Any) -> None:
     assert page.text("#refused") == ""
 
 
-def test_where_keys_are_asked_for_the_page_asks_too(shown: Any) -> None:
+def test_the_page_asks_for_a_key_if_serving_requires_one(shown: Any) -> None:
     page = shown(with_keys=True)
     assert page.text("h1") == "Unknown" and page.tab.is_visible("#key")
     page.tab.fill("#key", shown.key)
@@ -163,7 +163,7 @@ def test_where_keys_are_asked_for_the_page_asks_too(shown: Any) -> None:
     assert page.tab.evaluate("localStorage.length + sessionStorage.length + document.cookie.length") == 0
 
 
-def test_all_of_it_is_reached_by_keyboard(shown: Any) -> None:
+def test_everything_is_reachable_by_keyboard(shown: Any) -> None:
     page = shown()
     page.wait(
         "document.querySelectorAll('#links a').length === 4 && document.getElementById('body').value !== ''"
@@ -235,7 +235,7 @@ def test_hostile_names_are_text_and_nothing_else(shown: Any) -> None:
     assert page.tab.evaluate("window.hurt === undefined && !document.querySelector('main img, main script')")
 
 
-def test_a_serving_that_is_gone_is_told(shown: Any) -> None:
+def test_the_page_reports_an_unreachable_server(shown: Any) -> None:
     page = shown()
     page.wait("document.getElementById('read').textContent !== ''")
     page.context.set_offline(True)

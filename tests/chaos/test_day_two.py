@@ -55,7 +55,7 @@ def test_every_block_of_the_page_is_run() -> None:
     assert list(blocks()) == ["Words", "Begin", *WHILE_USERS_ASK, *WITH_NOBODY_ASKING]
 
 
-def test_without_a_block_training_goes_on(site: DayTwo) -> None:
+def test_training_continues_without_a_block(site: DayTwo) -> None:
     """What the pauses below are compared with: samples come in bursts."""
     assert site.watch
     began_s, before = time.monotonic(), site.applied()
@@ -65,11 +65,11 @@ def test_without_a_block_training_goes_on(site: DayTwo) -> None:
 
 
 @pytest.mark.parametrize("heading", WHILE_USERS_ASK)
-def test_training_goes_on_behind_it_and_every_user_is_answered(site: DayTwo, heading: str) -> None:
+def test_training_continues_and_every_user_is_answered(site: DayTwo, heading: str) -> None:
     assert site.drill(heading) == []
 
 
-def test_the_new_feature_is_what_is_trained_now(site: DayTwo) -> None:
+def test_the_new_feature_is_trained(site: DayTwo) -> None:
     schema: Schema = load_schema(site.folder / "schema.toml")
     found = site.newest()
     assert found is not None and found.schema == f"{schema.fingerprint:016x}"
@@ -89,7 +89,7 @@ def test_everything_that_came_is_accounted_for_and_trained_once(site: DayTwo) ->
     site.figures["lost"] = {"samples": sums["samples"] - site.applied()}
 
 
-def test_an_earlier_commit_becomes_the_newest_and_what_came_after_it_is_trained_again(site: DayTwo) -> None:
+def test_a_rollback_trains_later_data_again(site: DayTwo) -> None:
     trained = site.applied()
     site.run("Back to an earlier commit")
     site.until("what was discarded is trained again", lambda: site.applied() == trained, 240)
@@ -108,7 +108,7 @@ def test_two_task_managers_go_on_where_one_was(site: DayTwo) -> None:
     assert site.applied() <= site.audit()["samples"]
 
 
-def test_a_model_goes_on_with_another_kafka_where_the_disks_of_its_own_are_lost(site: DayTwo) -> None:
+def test_a_model_continues_on_another_kafka_cluster(site: DayTwo) -> None:
     site.stop_users()
     site.stop_watching()
     site.run("Kafka's disks are lost")

@@ -92,7 +92,7 @@ def metadata_of(stack: Stack) -> str:
     return line.partition("FinalizedVersionLevel: ")[2].split()[0]
 
 
-def test_a_broker_of_the_next_minor_version_goes_on_with_the_data_of_the_one_before(stack: Stack) -> None:
+def test_a_broker_of_the_next_minor_version_continues_with_the_same_data(stack: Stack) -> None:
     assert metadata_of(stack).startswith("4.1")
     asker, before = Asker(stack.home), applied(stack)
     began_s = time.monotonic()

@@ -63,7 +63,7 @@ def emitted(stack: Stack) -> set[int]:
 
 
 @pytest.mark.parametrize("victim", ["worker-1", "worker", "shard-0", "flink-tm-0", "controller"])
-def test_g3_learning_from_corrections_goes_on_after_a_kill(stack: Stack, victim: str) -> None:
+def test_g3_training_on_corrections_continues_after_a_kill(stack: Stack, victim: str) -> None:
     before = len(trained(stack))
     assert kill_and_resume(stack, victim, timeout_s=240) >= 50
     wait_until("more corrections", lambda: len(trained(stack)) > before, 120)

@@ -84,7 +84,7 @@ def bits(place: Path, home: str) -> dict[str, bytes]:
 
 @pytest.mark.chaos
 @pytest.mark.timeout(1800)
-def test_g2_g11_kills_of_readers_and_of_whom_they_read_for_change_no_bit(
+def test_g2_g11_kills_of_readers_and_workers_change_no_bit(
     tmp_path: Path, pytestconfig: pytest.Config
 ) -> None:
     draw = random.Random(pytestconfig.getoption("--seed", default=0))

@@ -49,7 +49,7 @@ def test_g3_several_workers_go_on_after_a_kill_during_a_commit(stack: Stack, vic
     assert kill_and_resume(stack, victim, timeout_s=240) >= 50
 
 
-def test_as_many_workers_train_as_are_wanted_and_the_rest_is_stopped(stack: Stack) -> None:
+def test_the_requested_number_of_workers_trains(stack: Stack) -> None:
     for count in (1, 3, 2):
         assert ask(stack, "scale", workers=count, timeout_s=80.0)["running"]
         before = applied(stack)

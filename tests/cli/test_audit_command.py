@@ -30,7 +30,7 @@ def test_a_kafka_that_does_not_answer_is_one_sentence(tmp_path: Path) -> None:
         audit_command.run(tmp_path, Topics(kafka="127.0.0.1:1", start_timeout_s=0.0), False)
 
 
-def test_a_home_without_a_broker_of_its_own_has_none_to_start(tmp_path: Path) -> None:
+def test_an_external_broker_is_not_started(tmp_path: Path) -> None:
     with pytest.raises(SetupError, match="no Kafka data"), read_only_broker(Home(tmp_path)):
         raise AssertionError("unreachable")
 
@@ -49,7 +49,7 @@ def test_the_broker_of_a_stack_that_runs_is_not_started_again(tmp_path: Path) ->
 @pytest.mark.slow
 @pytest.mark.e2e
 @pytest.mark.timeout(300)
-def test_a_stack_is_audited_while_it_runs_and_when_it_is_stopped(
+def test_a_running_or_stopped_stack_can_be_audited(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lost = 3

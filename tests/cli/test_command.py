@@ -121,7 +121,7 @@ def test_a_duration_of_another_form_is_reported() -> None:
     assert result.exit_code == 2 and "expected a duration such as '500ms'" in result.output
 
 
-def test_numbers_are_computed_with_one_thread_unless_it_is_said_otherwise() -> None:
+def test_math_libraries_use_one_thread_by_default() -> None:
     code = "import roostream.cli, os; print(os.environ['OMP_NUM_THREADS'])"
     environ = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
     for given, threads in ((environ, "1"), ({**environ, "OMP_NUM_THREADS": "2"}, "2")):

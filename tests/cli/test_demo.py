@@ -72,7 +72,7 @@ def test_a_demo_that_trained_nothing_or_lacks_a_program_is_not_good(
     assert show.succeeded == good
 
 
-def test_what_is_wrong_is_the_first_line_of_the_summary(tmp_path: Path) -> None:
+def test_problems_are_the_first_lines_of_the_summary(tmp_path: Path) -> None:
     show = show_of(tmp_path, io.StringIO())
     assert "ended before" in show.summary()
     show.record(seen(0, joiner="failed: [/b] no such jar"))

@@ -72,7 +72,7 @@ def test_everything_about_a_batch_is_reported() -> None:
     assert told["tasks"]["click"]["largest_weight"] == 1.0 and told["findings"] == list(SAVED.findings)
 
 
-def test_why_stands_first_and_what_is_extreme_is_reported() -> None:
+def test_the_reason_comes_first_and_extreme_values_are_reported() -> None:
     lines = list(rows(inspected(saved(large(7, 0, 5)))))
     assert lines[:2] == [
         ("why", "nothing is finite"),
@@ -105,9 +105,7 @@ def test_the_command_prints_what_a_worker_saved(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"), [(None, "got No such file or directory"), (b"\x00" * 40, "got something else")]
 )
-def test_what_is_not_such_a_file_is_reported_in_a_sentence(
-    tmp_path: Path, content: bytes | None, message: str
-) -> None:
+def test_another_file_is_refused_in_one_sentence(tmp_path: Path, content: bytes | None, message: str) -> None:
     path = tmp_path / "x.batch"
     if content is not None:
         path.write_bytes(content)

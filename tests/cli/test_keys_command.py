@@ -21,7 +21,7 @@ def keys(*arguments: str, file: Path) -> Result:
     return result
 
 
-def test_a_key_is_shown_once_and_opens_what_it_was_made_for(tmp_path: Path) -> None:
+def test_a_new_key_is_shown_once_and_has_its_scopes(tmp_path: Path) -> None:
     file = tmp_path / "keys.json"
     text = keys(
         "new", "web", "--scope", "rank", "--scope", "engage", "--expires", "90d", file=file
@@ -44,7 +44,7 @@ def test_rotation_lets_old_and_new_work_side_by_side(tmp_path: Path) -> None:
     assert read_keys(file)[0].expires_s == soon, "what was to end sooner still does"
 
 
-def test_what_is_revoked_is_gone_by_name_or_by_id(tmp_path: Path) -> None:
+def test_a_key_is_revoked_by_name_or_id(tmp_path: Path) -> None:
     file = tmp_path / "keys.json"
     for name in ("web", "web", "scraper"):
         keys("new", name, "--scope", "metrics", file=file)

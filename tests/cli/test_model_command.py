@@ -21,9 +21,7 @@ def schema(tmp_path: Path) -> str:
 
 
 @pytest.mark.parametrize("file", ["model.toml", "shop.py", "shop.py:build"])
-def test_a_model_that_keeps_every_rule_is_reported_what_a_request_costs(
-    tmp_path: Path, schema: str, file: str
-) -> None:
+def test_a_valid_model_is_reported_with_its_cost_per_request(tmp_path: Path, schema: str, file: str) -> None:
     written(tmp_path, CODE)
     done = CliRunner().invoke(cli, ["check-model", str(tmp_path / file), "--schema", schema])
     assert done.exit_code == 0, done.output

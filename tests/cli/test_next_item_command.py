@@ -21,7 +21,7 @@ def asked(*arguments: str) -> Result:
 
 
 @pytest.mark.slow
-def test_both_models_say_a_line_an_evaluation_and_write_what_they_found(tmp_path: Path) -> None:
+def test_both_models_print_each_evaluation_and_write_the_result(tmp_path: Path) -> None:
     folder = str(written(tmp_path, ROWS, MOVIES))
     for model in ("hstu", "sasrec"):
         report = tmp_path / f"{model}.json"
@@ -33,7 +33,7 @@ def test_both_models_say_a_line_an_evaluation_and_write_what_they_found(tmp_path
         assert set(told["best"]["test"]) == {"HR@10", "NDCG@10", "HR@50", "NDCG@50", "MRR"}
 
 
-def test_what_can_not_be_is_reported_before_anything_is_trained(tmp_path: Path) -> None:
+def test_impossible_settings_are_refused_before_training(tmp_path: Path) -> None:
     folder = str(written(tmp_path, ROWS, MOVIES))
     assert "expected a file of MovieLens-1M" in str(asked("--data", str(tmp_path / "absent")).exception)
     assert "expected a divisor of width = 50" in str(asked("--data", folder, "--heads", "7").exception)

@@ -55,7 +55,7 @@ def test_every_setting_and_every_flag_is_on_the_page() -> None:
     assert flags and [x for x in (*keys, *flags) if f"`{x}`" not in text and x not in ("-h", "--help")] == []
 
 
-def test_every_setting_says_what_it_is_for() -> None:
+def test_every_setting_has_a_help_text() -> None:
     assert [
         f"{kind.name}.{o.key}" for kind in PROGRAM_SPECS for o in options(kind.settings_class()) if not o.help
     ] == []

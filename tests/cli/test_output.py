@@ -8,12 +8,12 @@ from rich.table import Table
 from roostream.cli.output import counted, progress_bar, wide_console
 
 
-def test_items_come_as_they_are_and_nothing_is_printed_elsewhere(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_terminal_no_progress_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert list(counted("abc", "letters", 3)) == ["a", "b", "c"]
     assert capsys.readouterr() == ("", "")
 
 
-def test_on_a_terminal_it_shows_how_many_of_how_many(
+def test_a_terminal_shows_progress_as_done_of_total(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")

@@ -68,7 +68,7 @@ def followed(*records: Record) -> RequestTrace:
     return found
 
 
-def test_a_request_comes_through_four_steps() -> None:
+def test_a_request_is_traced_through_four_steps() -> None:
     found = followed(impression(), sample(), prediction(), delta())
     assert found.is_complete and list(found.steps) == list(STEPS)
     assert [step.reached_ms for step in found.steps.values()] == [100, 101, 102, 103]
@@ -94,23 +94,23 @@ def test_rows_that_are_there_before_the_workers_word_are_not_missed() -> None:
         Record(ROWS, 0, 0, 0, b"", b"\x08no record"),
     ],
 )
-def test_what_is_another_request_s_is_not_its_step(other: Record) -> None:
+def test_records_of_other_requests_are_ignored(other: Record) -> None:
     found = followed(other, impression(), other, sample(), other, prediction(), other)
     assert list(found.steps) == list(STEPS[:3])
 
 
-def test_rows_from_before_the_join_are_not_of_it() -> None:
+def test_rows_published_before_the_join_are_ignored() -> None:
     assert list(followed(impression(), delta(), sample(), prediction()).steps) == list(STEPS[:3])
 
 
-def test_what_comes_again_is_the_same_step() -> None:
+def test_repeated_records_are_one_step() -> None:
     found = followed(
         impression(), impression(), sample(), sample(), prediction(), prediction(), delta(), delta()
     )
     assert [step.reached_ms for step in found.steps.values()] == [100, 102, 104, 106]
 
 
-def test_following_ends_when_it_is_through_or_the_wait_is_over() -> None:
+def test_a_trace_ends_when_complete_or_at_the_timeout() -> None:
     partitions = tuple((topic, 0) for topic in TOPICS)
     said: list[str] = []
     clock = FakeClock()
@@ -148,7 +148,7 @@ def test_steps_are_spans_one_below_the_other_in_the_callers_trace(exported: InMe
     assert parents == [int(SPAN, 16), *(span.context.span_id for span in spans[:-1])]
 
 
-def test_a_request_that_serving_traced_says_itself_below_which_span_it_is() -> None:
+def test_a_traced_request_contains_its_parent_span() -> None:
     found = followed(impression(traceparent=PARENT), sample(traceparent=PARENT))
     assert found.traceparent == PARENT
     assert [step.details["traceparent"] for step in found.steps.values()] == [PARENT, PARENT]
@@ -168,7 +168,7 @@ def test_spans_stand_below_the_one_that_is_reported_else_below_servings(
 
 
 @pytest.mark.parametrize("logged", [PARENT, "00-nonsense"])
-def test_a_request_is_followed_where_no_span_can_be_told(
+def test_a_request_without_a_span_is_followed(
     logged: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(__import__("sys").modules, "opentelemetry", None)

@@ -121,7 +121,7 @@ def several(number: int, wanted: int) -> dict[str, object]:
     return {**CONTROL, "workers": number, "wanted_workers": wanted, "reports": reports, "members": members}
 
 
-def test_of_several_workers_each_is_shown_and_those_that_train_are_added_up() -> None:
+def test_workers_are_shown_one_by_one_and_summed() -> None:
     found = whole(ScrapedMetrics(), ScrapedMetrics(), several(2, 3))
     assert found["trainer"]["requests"] == 201  # type: ignore[index]
     assert dict(table.rows(found))["workers"].split("\n") == [
@@ -148,7 +148,7 @@ def test_history_is_shown_as_far_as_it_is_committed() -> None:
     )
 
 
-def test_the_table_names_what_is_down_and_what_holds() -> None:
+def test_the_table_names_stopped_programs_and_holds() -> None:
     found = whole(scrape.parse(WORKER), scrape.parse(SIMULATE), CONTROL)
     found["guarantees"] = {"g1": books(folded=3, engagements=5, dead_engagements=1, pending=1)}
     lines = table.rows(found)
@@ -191,7 +191,7 @@ def test_sums_are_the_same_behind_the_metrics() -> None:
         (False, None, True, "unknown", "unknown, because Kafka does not answer"),
     ],
 )
-def test_only_a_whole_and_present_reading_is_judged(
+def test_only_complete_current_readings_are_judged(
     is_current: bool, behind: int | None, accounted: bool, state: str, said: str
 ) -> None:
     found = books(
@@ -205,7 +205,7 @@ def test_only_a_whole_and_present_reading_is_judged(
     assert table.book_rows(found)[0][1].startswith(said)
 
 
-def test_what_is_in_no_sum_is_named() -> None:
+def test_values_missing_from_a_sum_are_named() -> None:
     rows = dict(
         table.book_rows(
             books(
@@ -226,7 +226,7 @@ def test_what_is_in_no_sum_is_named() -> None:
 
 
 @pytest.mark.parametrize(("missing", "said"), [(0, ""), (3, "; ERROR: 3 are missing")])
-def test_requests_that_were_skipped_are_told_and_add_up(missing: int, said: str) -> None:
+def test_skipped_requests_are_shown_and_add_up(missing: int, said: str) -> None:
     of = {
         "taken": 10 + missing,
         "trained": 6,
@@ -241,7 +241,7 @@ def test_requests_that_were_skipped_are_told_and_add_up(missing: int, said: str)
     assert rows["selection"] == f"{10 + missing} requests = 6 trained + 3 negative + 1 non_finite{said}"
 
 
-def test_what_slipstream_skipped_is_never_told_without_its_control() -> None:
+def test_skips_of_slipstream_are_shown_with_their_control() -> None:
     of = {"taken": 200, "trained": 150, "negative": 0, "random": 0, "stale": 50, "non_finite": 0}
     reports = {"worker 0": {"step": 4, "outcomes": of}}
     rows = dict(table.rows(whole(scrape.parse(WORKER), ScrapedMetrics(), {**CONTROL, "reports": reports})))  # type: ignore[arg-type]
@@ -253,7 +253,7 @@ def test_what_slipstream_skipped_is_never_told_without_its_control() -> None:
     assert "its control" not in rows
 
 
-def test_nothing_is_told_of_selection_where_everything_is_trained() -> None:
+def test_selection_is_hidden_if_everything_is_trained() -> None:
     reports = {"worker 0": {"step": 4, "outcomes": {"taken": 5, "trained": 5}}}
     assert "selection" not in dict(
         table.rows(whole(scrape.parse(WORKER), ScrapedMetrics(), {**CONTROL, "reports": reports}))
@@ -311,7 +311,7 @@ class Probe(BaseHTTPRequestHandler):
         """Nobody reads it."""
 
 
-def test_who_start_timeout_says_itself_what_it_waits_for(
+def test_a_start_timeout_shows_what_each_program_waits_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log = tmp_path / "worker.log"
@@ -336,14 +336,14 @@ def test_who_start_timeout_says_itself_what_it_waits_for(
     )
 
 
-def test_a_controller_that_answers_and_waits_for_its_store_is_not_well() -> None:
+def test_a_controller_that_waits_for_its_store_is_not_healthy() -> None:
     assert unhealthy_controller({"away": "s3://b can't be read now"}) == {
         "controller": "waits: s3://b can't be read now"
     }
     assert unhealthy_controller({"away": ""}) == unhealthy_controller({}) == {}
 
 
-def test_what_readers_lost_is_told_by_program() -> None:
+def test_lost_records_are_shown_by_program() -> None:
     lost = scrape_targets.lost_records(
         {
             "worker": scrape.parse("roostream_worker_lost_records_total 12.0\n"),
@@ -367,7 +367,7 @@ def test_text_from_outside_is_no_markup_and_moves_no_cursor() -> None:
     assert "\x1b" not in table.line(found, 1.0)
 
 
-def test_a_hold_stands_first_with_what_ends_it_and_devices_are_told_as_in_the_paper() -> None:
+def test_a_hold_comes_first_with_what_ends_it() -> None:
     hold = {
         "kind": "permanent",
         "reason": "out of memory",
@@ -399,7 +399,7 @@ def test_devices_that_never_trained_have_no_ratio() -> None:
     )
 
 
-def test_readers_are_told_of_while_there_are_any() -> None:
+def test_readers_are_shown_while_there_are_any() -> None:
     none = whole(ScrapedMetrics(), ScrapedMetrics(), CONTROL)
     buffers = {"0": {"fullness": 0.25, "in_flight": 2, "stalled_s": 1.0, "stall_share": 0.125, "pieces": 4}}
     there = {

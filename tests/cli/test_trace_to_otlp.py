@@ -143,7 +143,7 @@ def check_attributes(about: list[dict[str, Any]]) -> None:
     assert logged["roostream.traceparent"] == joined["roostream.traceparent"]
 
 
-def test_a_caller_who_does_not_sample_shows_nobody(
+def test_a_caller_without_sampling_exports_no_span(
     collector: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sdk = sdk_of("roostream-serving", collector, monkeypatch)

@@ -27,7 +27,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     roostream(tmp_path, "down", "--home", "home")
 
 
-def test_a_wrong_archive_is_reported_once_by_up_and_status_and_nobody_tries_again(folder: Path) -> None:
+def test_a_wrong_archive_is_reported_once_and_not_retried(folder: Path) -> None:
     (folder / "empty").mkdir()
     up = roostream(folder, "up", "--home", "home", "--from-warehouse", "empty")
     log = folder / "home/logs/controller.log"
@@ -50,7 +50,7 @@ def test_a_wrong_archive_is_reported_once_by_up_and_status_and_nobody_tries_agai
     )
 
 
-def test_a_store_that_is_away_is_waited_for_and_status_says_so(folder: Path) -> None:
+def test_an_unavailable_store_is_awaited_and_shown_by_status(folder: Path) -> None:
     place = ("--from-warehouse", "s3://bucket/prefix", "--wait", "45")
     up = roostream(folder, "up", "--home", "home", *place)
     assert up.returncode == 1 and "controller: " in up.stderr, up.stderr

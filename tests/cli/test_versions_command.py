@@ -108,7 +108,7 @@ def versions(address: str, token: Path, *arguments: str) -> Result:
         (("resume",), ("POST", "/admin/v1/versions/resume")),
     ],
 )
-def test_each_asks_for_one_thing_and_shows_what_is_held(
+def test_each_command_shows_the_loaded_versions(
     admin: Admin, token: Path, arguments: tuple[str, ...], asked: tuple[str, str]
 ) -> None:
     lines = versions(admin.address, token, *arguments).output.splitlines()
@@ -140,7 +140,7 @@ def test_a_refusal_is_reported_in_one_sentence(
         versions(admin.address, token, "activate", "1-9")
 
 
-def test_a_process_that_is_away_and_a_token_that_is_absent_are_reported(token: Path, tmp_path: Path) -> None:
+def test_an_unreachable_process_and_a_missing_token_are_reported(token: Path, tmp_path: Path) -> None:
     with pytest.raises(UnavailableError, match="admin_listen"):
         versions("127.0.0.1:1", token, "list")
     with pytest.raises(ConfigError, match="--token-file: expected a file with a token"):
@@ -149,7 +149,7 @@ def test_a_process_that_is_away_and_a_token_that_is_absent_are_reported(token: P
         versions("nowhere", token, "list")
 
 
-def test_what_is_no_json_is_no_answer_of_serving(admin: Admin, token: Path) -> None:
+def test_an_answer_that_is_not_json_is_refused(admin: Admin, token: Path) -> None:
     admin.answer = (200, b"<html>")
     with pytest.raises(UnavailableError, match="admin interface at 127"):
         versions(admin.address, token, "list")

@@ -45,7 +45,7 @@ def test_a_table_s_days_are_reported(place: str) -> None:
     assert "1970-01-01" in text and said["paths"][0] in text
 
 
-def test_a_file_s_columns_are_reported_as_they_lie(place: str) -> None:
+def test_columns_of_a_file_are_listed_in_storage_order(place: str) -> None:
     path = json.loads(told("table", place, "--json", "--files"))["paths"][0]
     said = json.loads(told("file", place, path, "--json"))
     columns = {its["column"]: its for its in said["columns"]}
@@ -58,7 +58,7 @@ def test_a_file_s_columns_are_reported_as_they_lie(place: str) -> None:
     assert "ro__history" in told("file", place, path)
 
 
-def test_what_isn_t_there_is_reported(place: str, tmp_path: Path) -> None:
+def test_a_missing_table_or_file_is_reported(place: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="samples has no file 'x'"):
         told("file", place, "x")
     with pytest.raises(CheckpointError, match="is no table"):

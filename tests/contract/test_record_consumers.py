@@ -248,7 +248,7 @@ def test_a_consumer_that_may_not_skip_reports_deleted_records(records: Log) -> N
     assert places(read(reader, 1)) == [(P0, 2)] and reader.num_lost == 0
 
 
-def test_offsets_beyond_the_end_are_gone_too(records: Log) -> None:
+def test_offsets_beyond_the_end_count_as_deleted(records: Log) -> None:
     reader = records.reader(skip_lost_records=False)
     records.write(P0, 1_000)
     with pytest.raises(RecordsGoneError):

@@ -63,9 +63,7 @@ def test_one_process_gives_the_same_counts_and_features(live: dict[str, Any], tm
     assert local["features_digest"] == live["features_digest"]
 
 
-def test_a_model_of_the_stack_s_own_archive_goes_on_live_as_well_as_one_that_was_live(
-    live: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_model_of_the_archive_is_as_good_live_as_a_live_one(live: dict[str, Any], tmp_path: Path) -> None:
     ours = report_of(tmp_path, engine="stack", archived_until=DAY_6)
     past = ours["archived"]
     assert past["trained"] == past["samples"] > 16_000 and past["days"] >= 5 and past["sealed"] >= 16
@@ -76,7 +74,7 @@ def test_a_model_of_the_stack_s_own_archive_goes_on_live_as_well_as_one_that_was
     assert measured["ne"] <= theirs["ne"] + 0.01 and measured["request_auc"] >= theirs["request_auc"] - 0.01
 
 
-def test_a_model_of_files_goes_on_live_as_well_as_one_that_was_live(tmp_path: Path) -> None:
+def test_a_model_of_files_is_as_good_live_as_a_live_one(tmp_path: Path) -> None:
     """In one process: streamed, three seeds have a request AUC of 0.8054 to 0.8067 and an NE of 0.7320 to
     0.7358."""
     log = detect_replay((str(WEEK),))

@@ -52,7 +52,7 @@ def test_samples_are_trained_and_change_a_served_score(stack: Stack) -> None:
     assert rank(stack, ITEMS)["scores"] != before["scores"]
 
 
-def test_g6_bytes_that_are_no_record_stop_nobody(stack: Stack) -> None:
+def test_g6_invalid_bytes_stop_no_program(stack: Stack) -> None:
     before = applied(stack)
     count = produce_garbage(stack)
     wait_until("50 more committed samples behind the garbage", lambda: applied(stack) >= before + 50, 60)

@@ -71,7 +71,7 @@ def sample_of(stack: Stack, request_id: str) -> Any:
     return found[0] if found else None
 
 
-def test_what_is_found_has_what_was_asked_for_by_a_version_that_was_trained(stack: Stack) -> None:
+def test_retrieval_answers_with_a_trained_version(stack: Stack) -> None:
     wait_until("a commit with trained samples", lambda: applied(stack) > 50, 240)
 
     def trained() -> Any:
@@ -84,7 +84,7 @@ def test_what_is_found_has_what_was_asked_for_by_a_version_that_was_trained(stac
     assert {item["item_id"] for item in some["items"]} == {3, 9, 27}
 
 
-def test_what_is_recommended_and_clicked_is_joined_and_trained_as_one_request(stack: Stack) -> None:
+def test_a_clicked_recommendation_is_joined_and_trained_as_one_request(stack: Stack) -> None:
     user = 900_017
     shown = ask(
         stack,

@@ -144,7 +144,7 @@ def test_a_collector_gets_one_trace_from_the_caller_to_the_row_delta(
     assert told["steps"]["trained"]["details"]["became"] == "DISPOSITION_TRAINED"
 
 
-def test_a_caller_who_does_not_sample_is_followed_and_no_collector_hears_of_it(
+def test_a_caller_without_sampling_is_logged_but_not_exported(
     stack: Stack, collector: Any, tmp_path: Path
 ) -> None:
     told = followed(stack, collector, tmp_path, "followed-2", f"00-{UNSAMPLED}-{CALLER}-00")
@@ -152,9 +152,7 @@ def test_a_caller_who_does_not_sample_is_followed_and_no_collector_hears_of_it(
     assert "traceparent" not in told["steps"]["joined"]["details"]
 
 
-def test_once_serving_has_sent_all_that_it_had_there_are_the_spans_of_the_callers_trace_alone(
-    stack: Stack, collector: Any
-) -> None:
+def test_only_spans_of_the_callers_trace_are_exported(stack: Stack, collector: Any) -> None:
     """Users who are simulated ask without a trace, and nobody decided for them."""
     assert stack.stop_program("serving") == [], "it ended by itself"
     assert {span.trace for span in collector.told} == {TRACE}

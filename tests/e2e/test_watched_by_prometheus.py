@@ -85,7 +85,7 @@ def test_every_program_is_scraped_and_has_fewer_than_two_thousand_series(prometh
     assert counted.keys() == up.keys() and max(counted.values()) < MAX_SERIES, counted
 
 
-def test_what_programs_expose_has_base_units_moments_histograms_counters_a_total_and_one_prefix(
+def test_metrics_follow_prometheus_conventions(
     prometheus: Prometheus,
 ) -> None:
     kinds: set[tuple[str, str]] = set()
@@ -119,7 +119,7 @@ def test_no_alert_fires_on_a_stack_that_is_well(prometheus: Prometheus) -> None:
     assert [rule["name"] for group in groups for rule in group["rules"] if rule["health"] == "err"] == []
 
 
-def test_a_person_who_waits_for_the_first_trained_sample_in_a_cluster_is_told_of_it(stack: Stack) -> None:
+def test_first_training_progress_in_a_cluster_is_visible(stack: Stack) -> None:
     """The line of docs/operations/cluster.md, of the worker here."""
     page = (ROOT / "docs/operations/cluster.md").read_text(encoding="utf-8")
     (waits,) = re.findall(r"^until curl .*$", page, re.MULTILINE)

@@ -35,7 +35,7 @@ def test_a_manifest_of_format_1_is_read_as_a_commit_of_one_worker_with_four_part
     assert manifests.read_file(golden_store(), part.file)
 
 
-def test_it_is_written_in_the_current_format() -> None:
+def test_the_golden_commit_is_written_in_the_current_format() -> None:
     manifest = manifests.load(golden_store(), "manifests/00000001").manifest
     again = manifests.decode(manifest.encode())
     assert again.manifest == manifest and f'"format":{FORMAT}'.encode() in manifest.encode()

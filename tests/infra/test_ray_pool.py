@@ -93,7 +93,7 @@ def copy(number: int, folder: Path) -> Program:
     )
 
 
-def test_it_grows_and_shrinks_without_waiting(cluster: Cluster) -> None:
+def test_the_pool_grows_and_shrinks_without_waiting(cluster: Cluster) -> None:
     pool = RayPool(copy, "copy")
     pool.resize(3)
     pool.resize(3)

@@ -122,7 +122,7 @@ def test_a_bad_record_becomes_a_dead_letter_with_its_reason(bad: Record, reason:
     assert m.error and "\n" not in m.error
 
 
-def test_good_events_come_out_with_what_joining_needs() -> None:
+def test_valid_events_are_decoded() -> None:
     shown, acted = reader().decode(GOOD), reader().decode(record(engagement(T, 2, event=7, value=2.5)))
     assert isinstance(shown, Impression) and (shown.request_id, shown.page.items, shown.raw) == (
         "r",
@@ -150,12 +150,12 @@ def test_a_dead_letter_carries_a_bounded_part_of_a_large_record_and_the_ids_that
 @pytest.mark.parametrize(
     "key", [None, b"", b"1234567", bytes((4 << 20) - 120)], ids=["none", "empty", "7 bytes", "4 MiB"]
 )
-def test_a_key_that_is_none_of_ours_is_not_repeated(key: bytes | None) -> None:
+def test_an_invalid_key_is_not_copied_to_the_dead_letter(key: bytes | None) -> None:
     dead = reader().decode(GOOD._replace(key=key, value=b"\x01"))
     assert isinstance(dead, Output) and dead.key == bytes(8)
 
 
-def test_nothing_of_a_bad_record_makes_its_dead_letter_large() -> None:
+def test_dead_letters_have_a_bounded_size() -> None:
     """A name is as long as its record; what is wrong may be told with the bytes that are."""
     long_name = reader().decode(changed(impression(T), request_id="x" * 500_000))
     assert isinstance(long_name, Output)
@@ -171,7 +171,7 @@ def test_nothing_of_a_bad_record_makes_its_dead_letter_large() -> None:
     assert isinstance(dead, Output) and len(dead.value) < 2_000
 
 
-def test_events_with_neither_user_nor_session_are_taken_under_a_key_of_their_request() -> None:
+def test_anonymous_events_are_keyed_by_request() -> None:
     nobody = {"user": 0, "session": 0}
     shown = reader().decode(record(impression(T, request="a", **nobody)))  # type: ignore[arg-type]
     acted = reader().decode(record(engagement(T, request="a", event=1, **nobody)))

@@ -87,7 +87,7 @@ def test_an_error_of_flinks_client_is_reported_by_its_most_specific_line(
         submit(JoinerConfig(flink="http://x:1"), threading.Event())
 
 
-def test_a_savepoint_of_another_version_is_refused_with_what_to_do(
+def test_a_savepoint_of_another_version_is_refused_with_advice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client(
@@ -148,7 +148,7 @@ def test_a_running_job_is_adopted_and_left_running_on_stop(flink: FakeFlink, tmp
     assert flink.asked == {}  # neither submitted again nor stopped
 
 
-def test_a_job_that_comes_back_by_high_availability_is_waited_for(flink: FakeFlink) -> None:
+def test_a_job_that_recovers_by_high_availability_is_awaited(flink: FakeFlink) -> None:
     stop, health = Stop(), Health(60)
     meters = JoinerMetrics(CollectorRegistry())
     threading.Timer(0.5, stop.set).start()

@@ -144,7 +144,7 @@ def test_a_request_may_have_none_one_or_the_maximum_of_candidates(items: tuple[i
     assert tuple(sample.items) == items and len(sample.message.labels) == 4 * len(items)
 
 
-def test_an_item_is_found_where_its_bytes_also_lie_across_two_others() -> None:
+def test_an_item_is_found_although_its_bytes_also_span_two_others() -> None:
     """8-byte ids side by side: the middle of the first two reads as the last."""
     across, last = (0x22222222_00000001, 0x00000005_11111111), 0x11111111_22222222
     items = (*across, *range(20, 29), last)
@@ -253,7 +253,7 @@ def test_a_second_correction_starts_from_the_first_ones_labels() -> None:
     assert counts == [(2, 1.0, 2.0), (3, 2.0, 3.0)], "in time order"
 
 
-def test_a_correction_waits_for_its_own_time_so_that_their_order_is_that_of_events() -> None:
+def test_corrections_are_emitted_in_event_time_order() -> None:
     driver = Driver(rules(engaged_threshold=1))
     driver.send(impression(T), engagement(T + 5, event=1), engagement(T + 50, event=2))
     assert [o.topic for o in driver.at(T + 49)] == ["samples"]
@@ -270,7 +270,7 @@ def test_a_correction_waits_for_its_own_time_so_that_their_order_is_that_of_even
     ],
 )
 @pytest.mark.parametrize("early", [True, False])
-def test_beyond_the_late_horizon_an_engagement_is_too_late_whenever_it_arrives(
+def test_an_engagement_beyond_the_late_horizon_is_too_late(
     time: int, reason: str, why: str, early: bool
 ) -> None:
     driver = Driver(rules())
@@ -318,7 +318,7 @@ def test_a_request_is_closed_then_expired_then_forgotten() -> None:
 
 
 # behind the watermark
-def test_a_request_behind_the_watermark_closes_when_its_window_does() -> None:
+def test_a_late_request_closes_with_its_window() -> None:
     driver = Driver(rules())
     driver.send(engagement(T + 9, event=1))
     driver.at(T + 50)
@@ -328,7 +328,7 @@ def test_a_request_behind_the_watermark_closes_when_its_window_does() -> None:
 
 
 @pytest.mark.parametrize(("watermark", "late"), [(T + 99, False), (T + 100, True)])
-def test_only_a_request_whose_close_has_passed_closes_at_once_as_late_with_what_waited(
+def test_a_request_past_its_close_is_emitted_at_once_with_waiting_engagements(
     watermark: int, late: bool
 ) -> None:
     driver = Driver(rules(orphan_timeout_ms=500))
@@ -341,7 +341,7 @@ def test_only_a_request_whose_close_has_passed_closes_at_once_as_late_with_what_
     assert sample.events == [1] and only(driver.outputs, "corrections").events == [2]
 
 
-def test_an_engagement_from_beyond_its_forgotten_request_waits_as_an_orphan_and_leaves_nothing() -> None:
+def test_an_engagement_of_a_forgotten_request_becomes_an_orphan() -> None:
     driver = Driver(rules(), "memory")
     close_ms, horizon_ms = T + driver.join.rules.window_ms, driver.join.rules.late_horizon_ms
     far_ms = close_ms + 2 * horizon_ms + 1
@@ -352,14 +352,14 @@ def test_an_engagement_from_beyond_its_forgotten_request_waits_as_an_orphan_and_
     assert driver.state.counts.num_orphans == 0 and not driver.state.requests
 
 
-def test_an_impression_so_late_that_its_request_may_have_been_forgotten_is_too_late() -> None:
+def test_an_impression_older_than_the_memory_of_requests_is_too_late() -> None:
     driver = Driver(rules())
     driver.at(T + 1_000)
     assert reasons(driver.send(impression(T))) == ["too_late"]
     assert only(driver.send(impression(T + 1, request="s")), "samples").reason == "CLOSE_LATE"
 
 
-def test_an_engagement_so_late_that_its_request_may_have_been_forgotten_is_too_late() -> None:
+def test_an_engagement_older_than_the_memory_of_requests_is_too_late() -> None:
     driver = Driver(rules())
     driver.at(T + 1_000)
     assert reasons(driver.send(engagement(T, event=1))) == ["too_late"]
@@ -416,7 +416,7 @@ def test_engagements_that_were_folded_or_corrected_count_for_the_cap() -> None:
     assert reasons(driver.send(engagement(T + 102, event=3))) == ["overflow"]
 
 
-def test_a_dead_letter_names_where_it_came_from_and_carries_the_record() -> None:
+def test_a_dead_letter_has_the_origin_and_the_record() -> None:
     driver = Driver(rules())
     event = engagement(T, event=7)
     driver.send(impression(T, request="other"), event)

@@ -106,7 +106,7 @@ def test_every_accepted_request_fits_the_sink_and_the_decoder(records) -> None: 
     assert num_parts == len(shown) and num_events == len(given) - len(shown), "all is accounted for"
 
 
-def test_the_sink_refuses_what_is_above_the_cap() -> None:
+def test_the_sink_refuses_records_above_the_limit() -> None:
     """So the test above would fail without the budget."""
     from confluent_kafka import KafkaException
 
@@ -171,9 +171,7 @@ def test_a_page_or_engagement_that_exceeds_the_budget_overflows_and_the_rest_is_
     assert driver.send(engagement(T + 150, event=3)) == [], "what was folded made room"
 
 
-def test_engagements_that_wait_count_before_their_request_is_there_and_no_longer_once_they_are_given_up() -> (
-    None
-):
+def test_waiting_engagements_count_until_they_are_given_up() -> None:
     driver = Driver(rules(orphan_timeout_ms=10))
     driver.join.max_request_bytes = page_bytes(impression(T))  # type: ignore[arg-type]
     driver.send(engagement(T, event=1))
@@ -204,7 +202,7 @@ def test_impressions_of_a_request_have_a_cap_and_copies_do_not_count() -> None:
     assert only(driver.end(), "samples").message.num_duplicates == 4
 
 
-def test_impressions_that_come_after_the_close_are_known_again_up_to_the_cap() -> None:
+def test_repeated_impressions_after_the_close_are_recognized_up_to_the_limit() -> None:
     driver = Driver(rules(max_impressions=1))
     late = [impression(T + 1 + n) for n in range(3)]
     driver.send(impression(T))

@@ -193,7 +193,7 @@ def test_every_open_request_is_due_at_its_close_after_every_call(
 
 @settings(max_examples=400, deadline=None)
 @given(traffic(), rule_sets, st.data())
-def test_every_order_of_arrival_gives_what_the_oracle_gives(
+def test_every_order_of_arrival_equals_the_oracle(
     messages: list[Message], settings_: dict, data: Any
 ) -> None:
     with_rules = rules(**settings_)

@@ -44,14 +44,12 @@ def test_with_an_early_close_corrections_carry_features_for_the_longest_window()
         ({"delivery": "exactly_once", "checkpoint_interval_ms": 400_000}, "at least two checkpoints"),
     ],
 )
-def test_a_setting_that_can_not_be_is_refused_with_its_name_and_value(
-    settings: dict[str, Any], message: str
-) -> None:
+def test_an_invalid_setting_is_refused_with_name_and_value(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         JoinerConfig(**settings)
 
 
-def test_it_loads_from_toml_with_durations_and_surface_windows(tmp_path: Path) -> None:
+def test_settings_load_from_toml_with_durations_and_surface_windows(tmp_path: Path) -> None:
     file = tmp_path / "joiner.toml"
     file.write_text(
         'window = "20s"\nterminal_actions = ["buy"]\n[surface_windows]\nfeed = "5s"\n', encoding="utf-8"

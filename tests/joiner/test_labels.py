@@ -67,7 +67,7 @@ def test_a_sum_beyond_float32_is_the_largest_finite_one() -> None:
     assert labels([Label(name="sum", action="x", fold="sum")], huge) == [3.4028234663852886e38]
 
 
-def test_an_engagement_that_comes_out_of_order_is_not_the_last() -> None:
+def test_an_older_engagement_does_not_become_the_last() -> None:
     label = Label(name="dwell", action="dwell", fold="last")
     assert labels([label], [DWELLS[1], DWELLS[0]]) == [9.0]
     assert labels([label], [(1_010, 2, "dwell", 1.0, 3), (1_010, 1, "dwell", 2.0, 3)]) == [1.0], (

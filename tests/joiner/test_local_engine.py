@@ -49,7 +49,7 @@ def test_the_watermark_waits_for_every_partition_of_both_topics_and_is_the_slowe
     assert joined.watermark_ms == 5_000 - 1_000 - 1
 
 
-def test_a_record_is_joined_before_the_watermark_that_it_moves() -> None:
+def test_a_record_is_joined_before_it_moves_the_watermark() -> None:
     joined = engine(JoinerConfig(window_ms=10, lateness_ms=0))
     for r in generated.everywhere(pb.Heartbeat(time_ms=100)):
         joined.process(r)
@@ -61,7 +61,7 @@ def test_a_record_is_joined_before_the_watermark_that_it_moves() -> None:
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_a_whole_stream_gives_what_the_oracle_gives(seed: int) -> None:
+def test_a_whole_stream_equals_the_oracle(seed: int) -> None:
     outputs = outputs_of(generated.placed(generated.arrivals(seed)))
     by_key = defaultdict(list)
     for m in generated.messages(seed):
@@ -110,7 +110,7 @@ def test_another_interleaving_of_the_partitions_gives_the_same_outputs() -> None
     assert unordered(outputs_of(records)) == unordered(outputs_of(mixed))
 
 
-def test_a_snapshot_at_any_moment_goes_on_with_the_same_outputs() -> None:
+def test_a_snapshot_at_any_moment_continues_with_equal_outputs() -> None:
     records = generated.placed(generated.arrivals(4))
     whole, first = engine(), engine()
     expected = outputs_of(records, whole)
@@ -130,7 +130,7 @@ def test_a_damaged_snapshot_is_refused_by_its_checksum(damage) -> None:  # type:
         engine().restore(damage(joined.snapshot()))
 
 
-def test_a_snapshot_says_its_format_and_one_of_another_is_refused() -> None:
+def test_a_snapshot_of_another_format_is_refused() -> None:
     body = engine().snapshot()[8:]
     version, state = msgspec.msgpack.decode(body)
     assert version == 3, (
@@ -165,7 +165,7 @@ def test_a_step_of_the_bound_is_no_jump() -> None:
     assert after(100, 100 + MAX_MS).newest_ms == 1_100 and after(100, 101 + MAX_MS).newest_ms == 100
 
 
-def test_a_pause_of_the_whole_partition_is_believed_with_the_second_event_behind_it() -> None:
+def test_a_pause_of_a_partition_needs_two_events_to_be_confirmed() -> None:
     assert after(100, 50_000, 50_007).newest_ms == 50_000
     assert after(100, 50_000, 50_007, 50_008).newest_ms == 50_008
     assert after(100, 10**10, 50_000, 50_001).newest_ms == 50_001, "the smaller of the two"
@@ -196,7 +196,7 @@ def test_a_producer_that_is_silent_for_too_long_holds_nothing_and_is_forgotten()
     assert set(split.heartbeats) == {"a"}
 
 
-def test_heartbeats_without_a_name_and_end_markers_are_nobody_s() -> None:
+def test_unnamed_heartbeats_and_end_markers_belong_to_no_producer() -> None:
     split = PartitionTime()
     split.heartbeat(1_000, "", SILENT_MS)
     split.heartbeat(1_100, "a", SILENT_MS)
@@ -217,7 +217,7 @@ def test_the_watermark_is_the_slowest_busy_partition_s_and_never_goes_back() -> 
     assert [marks.observe(TWO, 560), marks.observe(TWO, 700), marks.observe(ONE, 900)] == [549, 589, 689]
 
 
-def test_a_partition_that_was_idle_holds_the_watermark_again_once_it_speaks() -> None:
+def test_an_idle_partition_holds_the_watermark_again_after_a_record() -> None:
     marks = Watermarks([ONE, TWO], 0)
     marks.observe(ONE, 500)
     marks.observe(TWO, 500)
@@ -228,7 +228,7 @@ def test_a_partition_that_was_idle_holds_the_watermark_again_once_it_speaks() ->
     assert marks.observe(TWO, 5_000) == 4_999
 
 
-def test_idle_partitions_are_nobody_s_measure_of_being_ahead() -> None:
+def test_idle_partitions_do_not_limit_reading_ahead() -> None:
     marks = Watermarks([ONE, TWO, THREE], 0)
     for partition, reached_ms in ((ONE, 100), (TWO, 7_000), (THREE, 5_000)):
         marks.observe(partition, reached_ms)

@@ -139,7 +139,7 @@ def test_no_snapshot_is_written_while_outputs_are_not_acknowledged(tmp_path: Pat
     assert FileStore(tmp_path).list("snapshots") == []
 
 
-def test_a_partition_far_ahead_of_the_slowest_is_held_until_that_catches_up(tmp_path: Path) -> None:
+def test_a_partition_far_ahead_waits_for_the_slowest(tmp_path: Path) -> None:
     config = JoinerConfig(window_ms=100, read_ahead_ms=1_000)
     beats = [
         record(pb.Heartbeat(time_ms=ms), partition=p, offset=n)

@@ -43,7 +43,7 @@ def forgotten(reached_ms: int) -> list[Record]:
     return [record(m, partition=-1) for m in impressions if m.header.time_ms + end_ms <= reached_ms]
 
 
-def test_a_job_goes_on_from_a_savepoint_with_requests_in_every_phase(tmp_path: Path) -> None:
+def test_a_job_continues_from_a_savepoint_with_requests_in_every_phase(tmp_path: Path) -> None:
     from infra.options import StackOptions
     from infra.stack import Stack
     from roostream.runtime.flink_rest import FlinkRest

@@ -38,9 +38,7 @@ def touched(driver: Driver, message: object) -> list[str]:
 
 @pytest.mark.parametrize("num_requests", [1, 40])
 @pytest.mark.parametrize("num_events", [2, 40])
-def test_an_engagement_touches_its_request_and_itself_however_much_is_remembered(
-    num_requests: int, num_events: int
-) -> None:
+def test_an_engagement_touches_two_state_entries_only(num_requests: int, num_events: int) -> None:
     driver = Driver(rules(next_request="user"))
     for n in range(num_requests):
         driver.send(impression(T + n, request=f"r{n}"))
@@ -49,7 +47,7 @@ def test_an_engagement_touches_its_request_and_itself_however_much_is_remembered
     assert touched(driver, engagement(T + 502, event=99)) == ["r", "e", "r", "e"]
 
 
-def test_what_a_call_did_is_undone_by_forgetting_it_and_written_by_flush() -> None:
+def test_changes_are_discarded_or_flushed() -> None:
     store = DictStore()
     entries = SerializedState(store)
     entries.requests["r"] = Request(num_events=3)
@@ -74,7 +72,7 @@ def test_request_ids_with_dots_digits_and_kinds_in_them_do_not_collide() -> None
     } == {r: [n] for n, r in enumerate(names, 1)}
 
 
-def test_state_of_every_phase_comes_back_equal_from_a_snapshot() -> None:
+def test_state_of_every_phase_round_trips() -> None:
     driver = Driver(rules(correction_horizon_ms=50, next_request="session"), "memory")
     driver.send(
         engagement(900, event=9, request="w"),
@@ -98,7 +96,7 @@ def test_every_value_begins_with_the_version() -> None:
 
 
 @pytest.mark.parametrize("data", [b"", bytes((1,)) + encode(MemoryState())[1:], bytes((VERSION + 1,))])
-def test_another_version_is_refused_with_what_to_do(data: bytes) -> None:
+def test_state_of_another_version_is_refused_with_advice(data: bytes) -> None:
     with pytest.raises(
         CheckpointError, match=f"expected joiner state of version {VERSION}, got .*; continue with the build"
     ):

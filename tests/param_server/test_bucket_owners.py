@@ -91,7 +91,7 @@ def all_rows(shards: list[Shard]) -> dict[Any, bytes]:
     return {key: bits for shard in shards for key, bits in state_of(shard).items()}
 
 
-def test_rows_are_the_same_wherever_buckets_lie() -> None:
+def test_rows_do_not_depend_on_the_owner_of_their_bucket() -> None:
     one, turned = [begun()], placed(TURNED)
     assert trained(one, None, 1)[0] == trained(turned, TURNED, 2)[0]
     assert all_rows(turned) == state_of(one[0])
@@ -99,7 +99,7 @@ def test_rows_are_the_same_wherever_buckets_lie() -> None:
         assert {TURNED.owner_B[bucket_of(id_, table, 64)] for _, table, id_ in state_of(shard)} == {index}
 
 
-def test_a_shard_refuses_rows_of_buckets_that_are_not_its_own_and_changes_nothing() -> None:
+def test_a_shard_refuses_rows_of_other_buckets_and_changes_nothing() -> None:
     shard = placed(TURNED)[0]
     foreign = next(i for i in IDS if TURNED.owner_B[bucket_of(i, table_id(ITEM), 64)] == 1)
     says = f"bucket {bucket_of(foreign, table_id(ITEM), 64)}"
@@ -138,7 +138,7 @@ def test_a_split_made_by_one_map_is_not_used_by_another() -> None:
     client.close()
 
 
-def test_a_restore_to_the_same_segments_by_another_map_keeps_what_is_its_own() -> None:
+def test_a_restore_with_another_map_keeps_owned_rows() -> None:
     store, shard = MemoryStore(), begun()
     shard.store = store
     push_to(shard, 1, ITEM, tuple(IDS))
@@ -155,7 +155,7 @@ def test_a_restore_to_the_same_segments_by_another_map_keeps_what_is_its_own() -
     assert state_of(shard) == rows
 
 
-def test_readers_ask_the_shards_who_has_which_bucket_and_believe_the_newest_incarnation() -> None:
+def test_readers_learn_the_bucket_map_from_the_newest_incarnation() -> None:
     shards = placed(TURNED)
     transports = [Weighed(transport_to(shard)) for shard in shards]
     assert fetch_bucket_map(transports, 64, timeout_s=1.0) == TURNED
@@ -174,7 +174,7 @@ def test_readers_ask_the_shards_who_has_which_bucket_and_believe_the_newest_inca
     )
 
 
-def test_a_replica_mends_a_bucket_at_the_shard_that_has_it() -> None:
+def test_a_replica_reloads_a_bucket_from_its_owner() -> None:
     shards = placed(TURNED)
     trained(shards, TURNED, 2)
     replica = Replica(small_schema(), 0)
@@ -211,9 +211,7 @@ def test_a_cache_learns_of_another_map_beside_requests_and_from_a_refusal() -> N
     reads.close()
 
 
-def test_where_nobody_says_who_has_what_the_map_that_was_known_is_gone_by_and_it_is_asked_again_later() -> (
-    None
-):
+def test_without_an_answer_the_known_map_is_used_and_retried() -> None:
     waiting, clock = [make_shard(index=i, num_shards=2) for i in range(2)], FakeClock()
     transports = [Weighed(transport_to(shard)) for shard in waiting]
     reads = ShardReads(transports, 64, 0.05, clock)
@@ -226,7 +224,7 @@ def test_where_nobody_says_who_has_what_the_map_that_was_known_is_gone_by_and_it
     reads.close()
 
 
-def test_a_barrier_goes_to_the_buckets_of_the_restore_that_it_is_of() -> None:
+def test_a_barrier_covers_the_buckets_of_its_restore() -> None:
     shards = placed(TURNED)
     assert [shard.rollback().buckets for shard in shards] == [
         frozenset(TURNED.buckets_of(i)) for i in range(2)

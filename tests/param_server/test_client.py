@@ -108,7 +108,7 @@ def test_a_push_whose_call_fails_is_sent_again_and_applied_once(when: str) -> No
     quiet.close()
 
 
-def test_a_shard_that_stays_away_is_told_after_a_bounded_time() -> None:
+def test_an_unavailable_shard_is_reported_after_a_bounded_time() -> None:
     client, transports, _ = make_client(1, resend_for_s=5.0)
     transports[0].down = True
     with pytest.raises(UnavailableError):

@@ -61,7 +61,7 @@ def test_a_delta_has_the_bytes_of_its_message(one: Delta) -> None:
     )
 
 
-def test_golden_deltas_and_barriers_are_what_is_written() -> None:
+def test_deltas_and_barriers_equal_the_golden_bytes() -> None:
     rows_LD = np.array([[0.5, -0.5]], np.float32)
     golden = Delta("d2-adagrad", 5, 9, 77, np.array([1, 2]), rows_LD, False, 1, 2, 3)
     assert encode_delta(golden, 11, 2) == wire.encode(*MESSAGES["row_delta"])

@@ -35,7 +35,7 @@ def seen(shard: Shard) -> dict[tuple[int, int], int]:
     return dict(policy.seen)
 
 
-def test_expiry_admits_every_key_and_evicts_what_its_table_has_not_had_pushed_for_so_long() -> None:
+def test_expiry_admits_every_key_and_evicts_old_ones() -> None:
     short, never = Table(name="a", dim=2, expire_after_ms=100), Table(name="b", dim=2)
     policy, index = ExpiryPolicy([short, never]), KeyIndex(4)
     keys = Keys(np.array([short.id, short.id, never.id], np.uint32), np.array([1, 2, 1], np.int64))
@@ -48,7 +48,7 @@ def test_expiry_admits_every_key_and_evicts_what_its_table_has_not_had_pushed_fo
     assert policy.state() == b""
 
 
-def test_g8_an_eviction_of_too_many_rows_at_once_is_refused_and_said(
+def test_g8_an_eviction_of_too_many_rows_is_refused_and_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     table = Table(name="a", dim=2, expire_after_ms=100)
@@ -62,7 +62,7 @@ def test_g8_an_eviction_of_too_many_rows_at_once_is_refused_and_said(
     assert len(ExpiryPolicy([table]).evict(1 << 50, index, stamp_ms_N)) == 4
 
 
-def test_what_a_policy_does_not_admit_keeps_its_initial_value_and_its_gradient_is_dropped() -> None:
+def test_rows_that_are_not_admitted_keep_their_initial_value() -> None:
     shard = begun(eviction=SecondPush)
     before = pull_from(shard, ITEM, 1, 2)
     push_to(shard, 1, ids=(1,))

@@ -50,7 +50,7 @@ def update(worker: int, workers: int = 2, step: int = 1, **changes: Any) -> Grad
 
 
 @pytest.mark.parametrize("other", [update(1, step=2), update(1, workers=3), update(1, clip_row_norm=2.0)])
-def test_workers_that_are_not_in_step_are_told_so(other: GradientPush) -> None:
+def test_workers_at_different_steps_are_refused(other: GradientPush) -> None:
     its = PendingStep(update(0))
     its.join(update(0))
     with pytest.raises(FencedError):
@@ -89,7 +89,7 @@ def test_the_sum_is_that_of_a_dictionary_in_float64(workers: list[dict[int, int]
     assert np.array_equal(sum_UD, np.array([g.astype(np.float32) for g in expected.values()]).reshape(-1, 4))
 
 
-def test_each_row_s_sum_is_clipped_and_not_what_it_is_made_of() -> None:
+def test_the_sum_of_a_row_is_clipped_and_not_its_parts() -> None:
     shard = begun()
     pushes = [
         update(w, parts=part_of(shard, {1: value, 2: 0.01}), clip_row_norm=2.0)
@@ -101,7 +101,7 @@ def test_each_row_s_sum_is_clipped_and_not_what_it_is_made_of() -> None:
     np.testing.assert_allclose(sum_UD[1], 0.02 * one_D, rtol=1e-6)
 
 
-def test_sums_beyond_float32_are_brought_back_to_what_a_rule_can_hold() -> None:
+def test_sums_beyond_float32_are_scaled_down() -> None:
     shard = begun()
     huge = [(shard.tables[ADAGRAD], keys(ITEM, 1), np.array([[3e38, 0, -1e38, 0]], np.float32))]
     ((_, _, sum_UD),) = sum_pushes([update(w, parts=huge) for w in range(2)]).parts
@@ -109,7 +109,7 @@ def test_sums_beyond_float32_are_brought_back_to_what_a_rule_can_hold() -> None:
     assert shard.stats()["limited"] == 1
 
 
-def test_a_sum_is_as_late_as_the_latest_and_its_events_as_old_as_the_oldest_that_is_known() -> None:
+def test_a_sum_has_the_latest_time_and_the_oldest_event() -> None:
     times = [(50, 0, 7), (40, 9, 3), (0, 0, 0)]
     pushes = [
         update(w, 3, time_ms=time_ms, oldest_engagement_ms=engagement_ms, oldest_close_ms=close_ms)
@@ -254,9 +254,7 @@ ENDS: dict[str, Callable[[Shard], object]] = {
 
 
 @pytest.mark.parametrize("what", ENDS)
-def test_all_that_wait_are_told_when_a_step_is_given_up_and_nothing_of_it_was_applied(
-    closing: list[Any], what: str
-) -> None:
+def test_an_aborted_step_is_applied_nowhere_and_ends_all_waits(closing: list[Any], what: str) -> None:
     workers = fleet(closing, 3, num_shards=1)
     (shard,) = workers.shards
     done = [workers.push(w, 1) for w in (0, 2)]
@@ -281,7 +279,7 @@ def test_a_step_without_a_worker_s_push_ends_after_a_time_and_names_the_worker(c
         workers.push(0, 2).result(10)
 
 
-def test_a_freeze_while_a_push_waits_is_refused_and_a_commit_beside_it_is_not(closing: list[Any]) -> None:
+def test_a_freeze_during_a_waiting_push_is_refused(closing: list[Any]) -> None:
     store = MemoryStore()
     workers = Workers([begun(store=store)], 2)
     closing.append(workers)
@@ -311,7 +309,7 @@ def test_pulls_go_on_while_a_push_waits(closing: list[Any]) -> None:
     done.result(10)
 
 
-def test_a_defect_in_the_middle_is_told_to_all_and_everybody_must_be_restored(closing: list[Any]) -> None:
+def test_a_failure_during_an_update_requires_a_restore_of_all(closing: list[Any]) -> None:
     workers = fleet(closing, 2, num_shards=1)
     (shard,) = workers.shards
     done = workers.push(0, 1)
@@ -342,7 +340,7 @@ def test_a_defect_in_the_middle_is_told_to_all_and_everybody_must_be_restored(cl
         {"worker": 0, "workers": 2, "step": "1"},
     ],
 )
-def test_a_push_of_nobody_is_refused_and_waits_for_nobody(header: dict[str, Any]) -> None:
+def test_a_push_of_an_unknown_worker_is_refused_at_once(header: dict[str, Any]) -> None:
     shard = begun()
     with pytest.raises(WireError):
         push_to(shard, 1, **header)
@@ -350,9 +348,7 @@ def test_a_push_of_nobody_is_refused_and_waits_for_nobody(header: dict[str, Any]
 
 
 @pytest.mark.parametrize("count", [3])
-def test_over_sockets_steps_go_on_and_a_worker_that_dies_ends_its_step_only(
-    closing: list[Any], count: int
-) -> None:
+def test_a_worker_that_dies_ends_only_its_step(closing: list[Any], count: int) -> None:
     shards = [begun(index=i, num_shards=2) for i in range(2)]
     servers = {id(shard): RpcServer(ShardRpcHandler(shard).handle).start() for shard in shards}
     workers = Workers(shards, count, lambda shard: SocketTransport(servers[id(shard)].address))

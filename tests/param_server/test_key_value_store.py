@@ -21,7 +21,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[KeyValueSt
     blobs.close()
 
 
-def test_gives_back_what_was_put(store: KeyValueStore) -> None:
+def test_values_round_trip(store: KeyValueStore) -> None:
     big = bytes(range(256)) * 4096
     store.write([(b"a/1", b""), (b"a/2", big)], sync=True)
     assert store.get(b"a/1") == b"" and store.get(b"a/2") == big and store.get(b"a/3") is None
@@ -48,14 +48,14 @@ def test_rocks_keeps_everything_over_a_restart(tmp_path: Path) -> None:
     again.close()
 
 
-def test_a_second_process_is_told_in_one_sentence(tmp_path: Path) -> None:
+def test_a_store_in_use_is_refused_in_one_sentence(tmp_path: Path) -> None:
     first = RocksDbStore(tmp_path).open()
     with pytest.raises(SetupError):
         RocksDbStore(tmp_path).open()
     first.close()
 
 
-def test_a_place_that_is_a_file_is_told_in_one_sentence(tmp_path: Path) -> None:
+def test_a_path_that_is_a_file_is_refused_in_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "x").write_text("")
     with pytest.raises(SetupError):
         RocksDbStore(tmp_path / "x").open()
@@ -71,7 +71,7 @@ def test_a_failed_write_of_memory_changes_nothing() -> None:
     assert store.data == {b"a": b"1", b"b": b"3"}
 
 
-def test_rocks_goes_on_when_a_full_disk_has_room_again(tmp_path: Path) -> None:
+def test_rocksdb_continues_after_a_full_disk(tmp_path: Path) -> None:
     store = RocksDbStore(tmp_path).open()
     store.write([(b"a", b"1" * 4096)], sync=True)
     with room_for(1 << 16):
@@ -86,7 +86,7 @@ def test_rocks_goes_on_when_a_full_disk_has_room_again(tmp_path: Path) -> None:
     again.close()
 
 
-def test_rocks_that_can_t_be_opened_again_yet_says_so_and_tries_at_each_call(tmp_path: Path) -> None:
+def test_rocksdb_is_reopened_at_each_call_until_it_succeeds(tmp_path: Path) -> None:
     store = RocksDbStore(tmp_path / "home" / "segments").open()
     store.write([(b"a", b"1")], sync=True)
     with room_for(1 << 12):
@@ -122,7 +122,7 @@ def stored(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("suffix", ["sst", "blob"])
-def test_rocks_tells_damage_from_what_can_t_be_read_now(tmp_path: Path, suffix: str) -> None:
+def test_rocksdb_errors_distinguish_damage_from_outage(tmp_path: Path, suffix: str) -> None:
     (path,) = stored(tmp_path).glob(f"*.{suffix}")
     flip(path, 40)
     store = RocksDbStore(tmp_path).open()
@@ -131,7 +131,7 @@ def test_rocks_tells_damage_from_what_can_t_be_read_now(tmp_path: Path, suffix: 
     store.close()
 
 
-def test_rocks_calls_an_absent_file_damage_while_its_directory_is_there(tmp_path: Path) -> None:
+def test_a_missing_rocksdb_file_is_damage_if_its_directory_exists(tmp_path: Path) -> None:
     (path,) = stored(tmp_path).glob("*.blob")
     store = RocksDbStore(tmp_path).open()
     path.unlink()
@@ -140,7 +140,7 @@ def test_rocks_calls_an_absent_file_damage_while_its_directory_is_there(tmp_path
     store.close()
 
 
-def test_rocks_syncs_its_log_when_it_is_asked_to_and_only_then(tmp_path: Path) -> None:
+def test_rocksdb_syncs_only_on_request(tmp_path: Path) -> None:
     options = rocks_options()
     options.enable_statistics()
     store = RocksDbStore(tmp_path, lambda: options).open()
@@ -161,7 +161,7 @@ def test_rocks_syncs_its_log_when_it_is_asked_to_and_only_then(tmp_path: Path) -
     store.close()
 
 
-def test_rocks_keeps_little_of_what_was_written_in_memory(tmp_path: Path) -> None:
+def test_rocksdb_bounds_its_write_memory(tmp_path: Path) -> None:
     store = RocksDbStore(tmp_path).open()
     most = 0
     for n in range(200):

@@ -29,7 +29,7 @@ from tests.param_server.shard_support import (
 )
 
 
-def test_touched_rows_go_out_once_as_they_are_then() -> None:
+def test_changed_rows_are_published_once_with_current_values() -> None:
     loop = Loop(begun())
     loop.push(1, 2, 3)
     loop.push(2, value=5.0)
@@ -42,7 +42,7 @@ def test_touched_rows_go_out_once_as_they_are_then() -> None:
     assert len(deltas(loop.topic)) == before
 
 
-def test_deltas_say_bucket_version_schema_and_lie_in_the_bucket_s_partition() -> None:
+def test_deltas_have_bucket_version_schema_and_partition() -> None:
     loop = Loop(begun())
     for _ in range(2):
         loop.push(1)
@@ -62,7 +62,7 @@ def test_deltas_say_bucket_version_schema_and_lie_in_the_bucket_s_partition() ->
     )
 
 
-def test_a_delta_carries_the_oldest_times_behind_its_rows() -> None:
+def test_a_delta_has_the_oldest_event_times_of_its_rows() -> None:
     loop = Loop(begun())
     shard_clock = loop.shard.clock
     assert isinstance(shard_clock, FakeClock)
@@ -86,7 +86,7 @@ def test_rows_that_are_too_large_are_counted_and_left_out() -> None:
     assert loop.shard.stats()["withheld"] == 1
 
 
-def test_a_row_that_may_not_go_out_is_taken_from_readers_who_have_it_from_a_history_that_is_over() -> None:
+def test_a_withdrawn_row_gets_a_tombstone() -> None:
     blobs, store = MemoryKeyValueStore(), MemoryStore()
     loop = Loop(begun(blobs=blobs, store=store))
     follower = Follower(loop.topic)
@@ -132,7 +132,7 @@ def test_tables_of_a_stack_go_out_apart_and_many_rows_in_several_deltas() -> Non
             assert [d.more for d in of_bucket] == [True] * (len(of_bucket) - 1) + [False]
 
 
-def test_a_bucket_settles_with_the_delta_that_tells_of_its_own_tombstones() -> None:
+def test_a_bucket_settles_with_the_delta_of_its_tombstones() -> None:
     outbox = begun(num_buckets=8).tables[ADAGRAD].outbox
     gone, nowhere = keys(ITEM, 7), np.zeros(0, np.int64)
     [bucket] = buckets_of(gone.id_U, gone.table_U, 8)
@@ -159,7 +159,7 @@ def test_expired_rows_go_out_as_tombstones() -> None:
     assert follower.rows(ITEM, 1, 2).tobytes() == loop.rows(1, 2).tobytes()
 
 
-def test_a_row_that_came_back_before_its_tombstone_went_out_goes_out_as_a_row() -> None:
+def test_a_row_recreated_before_its_tombstone_is_published_as_a_row() -> None:
     loop = Loop(begun(schema=small_schema(expire_after_ms=10)))
     loop.push(1, time_ms=1)
     loop.shard.freeze(1, 1000)
@@ -169,7 +169,7 @@ def test_a_row_that_came_back_before_its_tombstone_went_out_goes_out_as_a_row() 
 
 
 @pytest.mark.parametrize("num_appended", [0, 1, 2])
-def test_while_kafka_is_away_rows_wait_and_nothing_is_lost(num_appended: int) -> None:
+def test_rows_wait_while_kafka_is_unavailable(num_appended: int) -> None:
     loop = Loop(begun())
     follower = Follower(loop.topic)
     loop.turn()

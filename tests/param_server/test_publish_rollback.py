@@ -35,7 +35,7 @@ def killed_and_restored(loop: Loop, blobs: MemoryKeyValueStore, store: MemorySto
     return Loop(shard, loop.topic)
 
 
-def test_a_barrier_for_each_bucket_comes_before_the_new_incarnation_s_deltas() -> None:
+def test_barriers_precede_deltas_of_a_new_incarnation() -> None:
     loop = Loop(begun(num_buckets=8))
     loop.push(1)
     loop.turn()
@@ -78,7 +78,7 @@ def test_a_kill_before_everything_is_republished_repeats_it() -> None:
 
 
 @pytest.mark.parametrize("in_flight", [False, True])
-def test_rows_that_were_committed_before_they_went_out_go_out_after_a_kill(in_flight: bool) -> None:
+def test_committed_unpublished_rows_are_published_after_a_kill(in_flight: bool) -> None:
     blobs, store = MemoryKeyValueStore(), MemoryStore()
     loop = Loop(begun(blobs=blobs, store=store, schema=small_schema()))
     follower = Follower(loop.topic)
@@ -119,7 +119,7 @@ def test_a_round_that_ends_after_a_restore_is_settled_all_the_same() -> None:
 
 
 @pytest.mark.parametrize("acknowledged", [False, True])
-def test_a_round_that_ends_while_rows_are_restored_is_settled_behind_it(acknowledged: bool) -> None:
+def test_a_publishing_round_that_ends_during_a_restore_is_settled_after_it(acknowledged: bool) -> None:
     """Unless it is, its rows stay in flight for ever, and a reader that asks is told to wait for a delta that
     never comes."""
     loop, name, taken = with_a_round_in_flight()
@@ -138,7 +138,7 @@ def test_a_round_that_ends_while_rows_are_restored_is_settled_behind_it(acknowle
 
 
 @pytest.mark.parametrize("first", [5, 100])
-def test_a_recorded_offset_that_is_gone_tells_readers_to_begin_anew(first: int) -> None:
+def test_a_deleted_recorded_offset_makes_readers_reload(first: int) -> None:
     blobs, store = MemoryKeyValueStore(), MemoryStore()
     loop = Loop(begun(blobs=blobs, store=store))
     loop.push(1, 2)
@@ -167,7 +167,7 @@ class VanishingRows(InMemoryRows):
         raise RecordsGoneError(f"rows {partition}: offset {start} is gone")
 
 
-def test_an_offset_that_goes_while_it_is_read_tells_readers_too(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_offset_deleted_during_reading_makes_readers_reload(caplog: pytest.LogCaptureFixture) -> None:
     loop = Loop(begun(num_buckets=4), VanishingRows())
     loop.turn()
     barriers = [m for _, _, m in messages(loop.topic, wire.BARRIER)]
@@ -195,7 +195,7 @@ def test_a_restore_in_the_middle_of_a_rollback_begins_another() -> None:
     assert loop.shard.rollback() is None
 
 
-def test_the_offset_that_a_manifest_records_lies_before_everything_later() -> None:
+def test_a_manifest_records_an_offset_before_all_later_records() -> None:
     store = MemoryStore()
     loop = Loop(begun(store=store))
     loop.turn()
@@ -208,7 +208,7 @@ def test_the_offset_that_a_manifest_records_lies_before_everything_later() -> No
     assert loop.shard.write(1)["rows_end"] == dict(enumerate(ends))
 
 
-def test_the_thread_goes_on_after_an_outage_and_ends_with_stop() -> None:
+def test_the_publisher_continues_after_an_outage_and_ends_with_stop() -> None:
     loop = Loop(begun())
     stop = threading.Event()
 

@@ -71,7 +71,7 @@ def item_1(replica: Replica) -> float:
     return -1.0 if row.tobytes() == initial.tobytes() else float(row[0])
 
 
-def test_g4_only_newer_versions_are_taken() -> None:
+def test_g4_only_newer_versions_are_applied() -> None:
     replica = Replica(small_schema(), 0)
     steps = [
         (delta(1, 1.0), True, 1.0),
@@ -121,7 +121,7 @@ def stale(*messages: pb.RowDelta | pb.Barrier) -> bool:
         ([delta(2, 2.0, incarnation=2)], True),
     ],
 )
-def test_a_number_that_was_left_out_makes_its_bucket_stale(
+def test_a_gap_in_versions_makes_the_bucket_stale(
     messages: list[pb.RowDelta | pb.Barrier], expected: bool
 ) -> None:
     assert stale(*messages) is expected
@@ -147,7 +147,7 @@ def test_a_delta_that_doesn_t_fit_changes_nothing(message: pb.RowDelta, error: t
     assert item_1(replica) == 1.0 and replica.version(ADAGRAD, BUCKET) == (1, 1)
 
 
-def test_a_rebootstrap_barrier_asks_for_it() -> None:
+def test_a_reset_barrier_requires_a_bootstrap() -> None:
     follower = Follower(InMemoryRows())
     follower.bootstrap(begun())
     assert not follower.replica.needs_bootstrap
@@ -209,7 +209,7 @@ def test_deltas_that_a_bootstrap_had_already_are_not_newer() -> None:
     assert follower.replica.num_dropped == 2
 
 
-def test_a_bootstrap_replaces_what_a_shard_has_no_more() -> None:
+def test_a_bootstrap_removes_rows_that_the_shard_dropped() -> None:
     replica = Replica(small_schema(), 0)
     replica.apply(delta(1, 1.0))
     shard = make_shard()
@@ -218,7 +218,7 @@ def test_a_bootstrap_replaces_what_a_shard_has_no_more() -> None:
     assert replica.num_rows == 0 and item_1(replica) == -1.0
 
 
-def test_g4_stale_buckets_are_mended_by_their_shards_and_only_they() -> None:
+def test_g4_only_stale_buckets_are_reloaded() -> None:
     shards = [begun(index=i, num_shards=2) for i in range(2)]
     topic = InMemoryRows()
     publishers = [Publisher(shard, topic, FakeClock()) for shard in shards]
@@ -267,7 +267,7 @@ def test_a_shard_that_is_behind_is_not_believed() -> None:
     assert replica.needs_bootstrap and item_1(replica) == 1.0
 
 
-def test_a_shard_that_is_away_leaves_the_rows_as_they_are() -> None:
+def test_an_unavailable_shard_leaves_rows_unchanged() -> None:
     replica = Replica(small_schema(), 0)
     replica.apply(delta(1, 1.0))
     with pytest.raises(UnavailableError):
@@ -311,7 +311,7 @@ def test_rows_that_have_been_published_since_need_no_second_bootstrap() -> None:
     assert follower.num_bootstraps == 1 and not follower.replica.needs_bootstrap
 
 
-def test_readers_see_whole_rows_while_they_change() -> None:
+def test_readers_never_see_partial_rows() -> None:
     replica = Replica(small_schema(), 0, max_norm=1e9)
     replica.apply(delta(1, 1.0))
     stop, torn = threading.Event(), []

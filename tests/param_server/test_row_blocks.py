@@ -41,7 +41,7 @@ IDS = st.lists(st.integers(-(2**63), 2**63 - 1), max_size=9)
 
 @settings(deadline=None)
 @given(live=IDS, gone=IDS, unpublished=st.booleans())
-def test_come_back_as_they_were(live: list[int], gone: list[int], unpublished: bool) -> None:
+def test_blocks_round_trip(live: list[int], gone: list[int], unpublished: bool) -> None:
     block = make_block(live, gone, unpublished)
     assert same(blocks.decode(blocks.encode(block, KEY), KEY, 2, 1), block)
 
@@ -60,7 +60,7 @@ def test_one_stored_under_another_key_is_noticed() -> None:
         blocks.decode(blocks.encode(make_block([1]), KEY), b"b/1-1/d2-adagrad/00004", 2, 1)
 
 
-def test_another_width_says_expected_and_got() -> None:
+def test_another_width_is_refused_with_expected_and_got() -> None:
     with pytest.raises(CheckpointError):
         blocks.decode(blocks.encode(make_block([1]), KEY), KEY, 3, 3)
 
@@ -70,12 +70,12 @@ def forge(data: bytes, at: int, value: bytes) -> bytes:
     return body + blocks.checksum(body, KEY).to_bytes(8, "little")
 
 
-def test_another_version_says_expected_and_got() -> None:
+def test_another_version_is_refused_with_expected_and_got() -> None:
     with pytest.raises(CheckpointError):
         blocks.decode(forge(blocks.encode(make_block([1]), KEY), 4, b"\x09"), KEY, 2, 1)
 
 
-def test_counts_that_disagree_with_its_length_are_noticed_before_memory_is_taken() -> None:
+def test_inconsistent_counts_are_refused_before_memory_is_allocated() -> None:
     with pytest.raises(CheckpointError, match="damaged"):
         blocks.decode(forge(blocks.encode(make_block([1]), KEY), 12, b"\xff\xff\xff\x7f"), KEY, 2, 1)
 
@@ -91,6 +91,6 @@ def test_splitting_by_bucket_keeps_every_key_once_live_ones_first() -> None:
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 7, 1000])
-def test_how_many_rows_a_block_holds_is_known_from_its_size(num_rows: int) -> None:
+def test_the_number_of_rows_follows_from_the_size(num_rows: int) -> None:
     size = len(blocks.encode(make_block(list(range(num_rows))), KEY))
     assert num_rows <= blocks.rows_in(size, 2, 1) <= num_rows + 1

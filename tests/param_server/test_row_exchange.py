@@ -145,7 +145,9 @@ def at_shards(workers: int, steps: int, num_shards: int = 2, **more: Any) -> dic
 
 
 @pytest.mark.parametrize("workers", [1, 2, 4])
-def test_rows_are_those_of_the_shards_to_the_bit(holders: Callable[[int], Holders], workers: int) -> None:
+def test_exchanged_rows_equal_those_of_shards_bit_for_bit(
+    holders: Callable[[int], Holders], workers: int
+) -> None:
     held = holders(workers)
     for step in range(4):
         assert held.push(step, clip_row_norm=0.7) == [None] * workers
@@ -153,7 +155,7 @@ def test_rows_are_those_of_the_shards_to_the_bit(holders: Callable[[int], Holder
     assert all(np.isfinite(np.frombuffer(bits[:-8], np.float32)).all() for bits in held.state().values())
 
 
-def test_what_is_pulled_is_what_was_pushed_also_by_whoever_asks_for_nothing(
+def test_pulls_return_what_was_pushed(
     holders: Callable[[int], Holders],
 ) -> None:
     held = holders(2)
@@ -171,7 +173,7 @@ def test_what_is_pulled_is_what_was_pushed_also_by_whoever_asks_for_nothing(
     client.close()
 
 
-def test_a_worker_alone_sends_nothing_and_others_no_key_twice(holders: Callable[[int], Holders]) -> None:
+def test_no_key_is_sent_twice(holders: Callable[[int], Holders]) -> None:
     alone, two = holders(1), holders(2)
     for held in (alone, two):
         held.push(0)
@@ -183,7 +185,7 @@ def test_a_worker_alone_sends_nothing_and_others_no_key_twice(holders: Callable[
 
 
 @pytest.mark.parametrize("broken", [0, 1])
-def test_what_is_refused_by_one_owner_is_told_to_all_and_nothing_more_is_pushed(
+def test_a_refusal_of_one_owner_fails_the_push_for_all(
     holders: Callable[[int], Holders], broken: int
 ) -> None:
     held = holders(2)
@@ -231,7 +233,7 @@ def test_owners_that_are_not_the_workers_are_refused(holders: Callable[[int], Ho
 # From workers to shards
 
 
-def test_rows_go_from_workers_to_shards_and_on_as_if_they_had_always_been_there() -> None:
+def test_rows_move_from_workers_to_shards_without_a_difference() -> None:
     store, blobs, table = MemoryStore(), {i: MemoryKeyValueStore() for i in range(3)}, Table(2)
     register(store, small_schema())
     shards = [make_shard(blobs[i], store, index=i, num_shards=2) for i in range(2)]

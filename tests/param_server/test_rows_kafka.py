@@ -81,12 +81,12 @@ def test_delivers_in_order_and_reads_back(topic: KafkaRows) -> None:
     assert topic.deliver([], GO) == []
 
 
-def test_an_offset_beyond_the_topic_is_gone(topic: KafkaRows) -> None:
+def test_an_offset_beyond_the_topic_counts_as_deleted(topic: KafkaRows) -> None:
     with pytest.raises(RecordsGoneError):
         list(topic.read(3, 1_000_000, 1_000_001, GO))
 
 
-def test_a_killed_shard_s_successor_takes_back_what_was_not_committed(topic: KafkaRows) -> None:
+def test_a_successor_withdraws_uncommitted_rows(topic: KafkaRows) -> None:
     blobs, store = MemoryKeyValueStore(), MemoryStore()
     shard = begun(blobs=blobs, store=store)
     publisher = Publisher(shard, topic, SystemClock())

@@ -17,7 +17,7 @@ def damage(store: MemoryKeyValueStore, key: bytes) -> None:
 
 
 @pytest.mark.parametrize("kind", ["block", "absent block", "directory", "residency"])
-def test_g5_damage_of_what_is_committed_is_found_by_later_commits_and_written_anew_from_memory(
+def test_g5_a_damaged_segment_is_found_and_rewritten_from_memory(
     kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = MemoryKeyValueStore()
@@ -134,7 +134,7 @@ def lossy(store: MemoryKeyValueStore) -> tuple[Writer, bytes]:
     return writer, key
 
 
-def test_which_rows_are_lost_is_told_by_name_and_number_with_the_setting_that_accepts_it() -> None:
+def test_lost_rows_are_reported_with_the_setting_that_accepts_the_loss() -> None:
     store = MemoryKeyValueStore()
     writer, key = lossy(store)
     assert "restore again" in writer.segments.explain_damage(writer.live[1:])
@@ -171,7 +171,7 @@ def test_accepted_rows_begin_anew_and_the_next_commit_needs_no_acceptance(accept
     assert state(make_segments(store), writer.live) == writer.rows
 
 
-def test_a_segment_that_is_gone_whole_can_be_accepted_too() -> None:
+def test_the_loss_of_a_whole_segment_can_be_accepted() -> None:
     store = MemoryKeyValueStore()
     writer, _ = lossy(store)
     del store.data[b"d/1-1"]

@@ -61,7 +61,7 @@ def test_a_list_of_few_changes_ends_too() -> None:
     assert max(sizes) <= FEW_SEGMENTS + MANY_SEGMENTS and state(writer.segments, writer.live) == writer.rows
 
 
-def test_rows_of_a_whole_bucket_that_are_gone_don_t_come_back_from_older_segments() -> None:
+def test_deleted_rows_of_a_bucket_do_not_return_from_older_segments() -> None:
     segments = make_segments()
     live = segments.write("1-1", changes({n: 1.0 for n in range(50)}), ())
     live = segments.write("2-1", changes({1: 2.0}), live, complete=frozenset(range(8)))
@@ -70,7 +70,7 @@ def test_rows_of_a_whole_bucket_that_are_gone_don_t_come_back_from_older_segment
     assert state(segments, live) == {}
 
 
-def test_what_was_gone_stays_gone_when_the_segment_that_said_so_is_dropped() -> None:
+def test_deleted_rows_stay_deleted_when_their_segment_is_dropped() -> None:
     """The row's segment is still needed for another bucket; the one that says that it is gone is not needed
     any more."""
     first, other = (next(n for n in range(100) if bucket_of(n) == bucket) for bucket in (1, 2))
@@ -128,7 +128,7 @@ def test_a_segment_that_was_never_committed_is_deleted_with_the_next_commit() ->
     assert not list(store.keys(b"b/1-1/")) and list(store.keys(b"b/1-2/"))
 
 
-def test_a_segment_that_was_never_committed_is_deleted_at_a_restore_unless_a_manifest_may_name_it() -> None:
+def test_an_uncommitted_segment_is_deleted_at_a_restore() -> None:
     store = MemoryKeyValueStore()
     live = make_segments(store).write("1-1", changes({1: 1.0}), ())
     make_segments(store).commit(Commit(1, 1, live))
@@ -171,7 +171,7 @@ def test_going_back_forgets_the_commits_after() -> None:
     assert segments.history() == [*commits[:2], Commit(3, 2, live)]
 
 
-def test_a_commit_that_only_its_manifest_told_of_is_kept_like_the_others() -> None:
+def test_a_commit_known_only_by_its_manifest_is_kept() -> None:
     """The process that wrote it was killed before it heard of the commit."""
     store = MemoryKeyValueStore()
     live = make_segments(store).write("1-1", changes({1: 1.0}), ())
@@ -183,7 +183,7 @@ def test_a_commit_that_only_its_manifest_told_of_is_kept_like_the_others() -> No
 
 
 @pytest.mark.parametrize("nth", [1, 2, 3])
-def test_a_full_disk_leaves_the_committed_state_as_it_was_and_nothing_else(nth: int) -> None:
+def test_a_full_disk_leaves_the_committed_state_only(nth: int) -> None:
     store = MemoryKeyValueStore()
     segments = make_segments(store)
     live = segments.write("1-1", changes({1: 1.0}), ())
@@ -195,7 +195,7 @@ def test_a_full_disk_leaves_the_committed_state_as_it_was_and_nothing_else(nth: 
     assert state(segments, segments.write("2-1", changes({1: 2.0}), live)) == {1: 2.0}
 
 
-def test_what_a_manifest_will_name_is_synced_last_and_whole() -> None:
+def test_segments_are_synced_before_a_manifest_names_them() -> None:
     class Noting(MemoryKeyValueStore):
         def write(
             self, puts: Iterable[tuple[bytes, bytes]], deletes: Iterable[bytes] = (), *, sync: bool = False
@@ -240,7 +240,7 @@ def test_g5_any_absent_part_is_noticed() -> None:
         store.data[key] = good
 
 
-def test_g5_a_part_of_another_segment_in_its_place_is_noticed() -> None:
+def test_g5_a_part_of_another_segment_is_detected() -> None:
     store = MemoryKeyValueStore()
     segments = make_segments(store)
     live = segments.write("1-1", changes({1: 1.0}), ())
@@ -251,7 +251,7 @@ def test_g5_a_part_of_another_segment_in_its_place_is_noticed() -> None:
         state(segments, live)
 
 
-def test_a_format_of_the_future_says_expected_and_got() -> None:
+def test_a_future_format_is_refused() -> None:
     store = MemoryKeyValueStore()
     segments = make_segments(store)
     (segment,) = segments.write("1-1", changes({1: 1.0}), ())
@@ -263,7 +263,7 @@ def test_a_format_of_the_future_says_expected_and_got() -> None:
         state(segments, (segment._replace(checksum=f"{checksum(data):016x}"),))
 
 
-def test_stacks_that_the_schema_had_once_are_read_by_their_names_and_come_first() -> None:
+def test_removed_stacks_are_still_readable_by_name() -> None:
     store = MemoryKeyValueStore()
     live = make_segments(store).write("1-1", changes({1: 1.0}), ())
     now = Segments(store, {"d3-adagrad": (3, 3)}, 8)

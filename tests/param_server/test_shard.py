@@ -40,7 +40,7 @@ def test_every_metric_of_a_shard_has_a_help_text() -> None:
     assert metrics_of(shard, publisher).keys() == METRICS.keys()
 
 
-def test_a_row_that_was_never_pushed_reads_as_its_initial_value_and_is_not_created() -> None:
+def test_reading_an_unknown_row_gives_its_initial_value_and_creates_none() -> None:
     shard = begun()
     table = small_schema().table_by_name[USER]
     expected = initial_rows(
@@ -131,7 +131,7 @@ def test_nothing_is_answered_before_restore() -> None:
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_a_gradient_that_is_not_finite_is_refused_whole(bad: float) -> None:
+def test_a_push_with_a_non_finite_gradient_is_refused(bad: float) -> None:
     shard = begun()
     gradient_UD = np.ones((2, 4), np.float32)
     gradient_UD[1, 3] = bad

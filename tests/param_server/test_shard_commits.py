@@ -42,7 +42,7 @@ def test_a_restart_gives_the_committed_rows_to_the_bit() -> None:
 
 
 @pytest.mark.parametrize("publishing", [True, False])
-def test_rows_expire_by_the_watermark_at_a_freeze_and_come_back_with_a_rollback(publishing: bool) -> None:
+def test_rows_expire_at_a_freeze_and_return_with_a_rollback(publishing: bool) -> None:
     blobs, store = MemoryKeyValueStore(), MemoryStore()
     schema = small_schema(expire_after_ms=5000)
     shard = begun(blobs=blobs, store=store, schema=schema, publishing=publishing)
@@ -64,7 +64,7 @@ def test_rows_expire_by_the_watermark_at_a_freeze_and_come_back_with_a_rollback(
     assert state_of(again) == before
 
 
-def test_what_a_restore_did_without_is_forgotten_by_the_next_one() -> None:
+def test_an_accepted_loss_applies_to_one_restore() -> None:
     """Of rows that were lost nobody knows what readers have; of those of a whole commit they do."""
     blobs, store = MemoryKeyValueStore(), MemoryStore()
     shard = begun(blobs=blobs, store=store)
@@ -114,7 +114,7 @@ def test_steps_of_a_commit_out_of_order_are_refused_and_change_nothing() -> None
     assert shard.commit(1) == {} and shard.commit(1) == {}
 
 
-def test_an_abort_ends_whatever_is_frozen_up_to_it_and_is_remembered_until_a_restore() -> None:
+def test_an_abort_ends_all_freezes_up_to_it() -> None:
     store = MemoryStore()
     shard = begun(store=store)
     push(shard, 1)
@@ -153,7 +153,7 @@ def test_a_restore_that_is_not_newer_is_refused(incarnation: int) -> None:
     assert shard.ready
 
 
-def test_a_whole_commit_by_commands() -> None:
+def test_a_commit_by_its_commands() -> None:
     store = MemoryStore()
     shard = make_shard(store=store)
     shard.execute({"kind": "restore", "incarnation": 1, "manifest": ""})

@@ -71,7 +71,7 @@ def test_a_commit_that_is_given_up_leaves_no_segment() -> None:
     assert state_of(again) == state_of(shard)
 
 
-def test_a_restore_works_while_the_disk_is_full_and_commits_work_when_it_is_not() -> None:
+def test_a_full_disk_allows_restores_and_blocks_commits() -> None:
     blobs, store = FullDisk(), MemoryStore()
     shard = begun(blobs=blobs, store=store)
     push(shard, 1)
@@ -95,7 +95,7 @@ def test_a_restore_works_while_the_disk_is_full_and_commits_work_when_it_is_not(
     assert state_of(after) == state_of(again)
 
 
-def test_a_commit_after_a_given_up_one_writes_no_more_than_it_must() -> None:
+def test_a_commit_after_an_aborted_one_writes_only_changes() -> None:
     blobs, store = MemoryKeyValueStore(), MemoryStore()
     shard = begun(blobs=blobs, store=store, publishing=False)
     push(shard, 1, ITEM, tuple(range(1000)))
@@ -147,7 +147,7 @@ def test_the_store_of_a_shard_on_a_full_disk_is_used_again_when_there_is_room(tm
 # SegmentDamage
 
 
-def test_g5_one_flipped_bit_in_the_first_segment_is_healed_from_memory_before_anybody_needs_it() -> None:
+def test_g5_a_flipped_bit_is_repaired_from_memory() -> None:
     blobs, store = MemoryKeyValueStore(), MemoryStore()
     shard = begun(blobs=blobs, store=store)
     push(shard, 1, ITEM, tuple(range(200)))
@@ -187,7 +187,7 @@ def accepting(blobs: MemoryKeyValueStore, store: MemoryStore, *parts: str) -> Sh
     return shard
 
 
-def test_a_restore_that_would_lose_rows_names_them_and_goes_on_without_them_when_it_is_told_to() -> None:
+def test_a_restore_that_would_lose_rows_needs_permission() -> None:
     blobs, store, loop, name, part = lossy()
     before = state_of(loop.shard)
     again = make_shard(blobs, store)

@@ -182,7 +182,7 @@ def test_a_shard_is_not_ready_before_it_is_restored(shard: Shard, lead: Lead) ->
     wait_for_probe(port, "/readyz", "ok")
 
 
-def test_a_killed_shard_comes_back_with_its_committed_rows(shard: Shard, lead: Lead, tmp_path: Path) -> None:
+def test_a_killed_shard_restores_its_committed_rows(shard: Shard, lead: Lead, tmp_path: Path) -> None:
     shard.start()
     assert lead.do("restore", 1, manifest="") == {"ok": True, "rows": 0}
     line = shard.said("listens on")
@@ -229,9 +229,7 @@ def test_a_killed_shard_comes_back_with_its_committed_rows(shard: Shard, lead: L
 
 
 @pytest.mark.parametrize("asked", ["signal", "notice"])
-def test_a_shard_that_is_asked_to_go_does_what_the_last_commit_needs_first(
-    shard: Shard, lead: Lead, asked: str
-) -> None:
+def test_a_stopping_shard_takes_part_in_the_last_commit(shard: Shard, lead: Lead, asked: str) -> None:
     lead.frees = False
     shard.start()
     lead.do("restore", 1, manifest="")

@@ -101,7 +101,7 @@ def initial_of(its: Schema) -> np.ndarray:
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_columns_that_were_there_stay_and_new_ones_begin_as_those_of_any_new_row(rule: str) -> None:
+def test_old_columns_stay_and_new_ones_start_at_initial_values(rule: str) -> None:
     home, before = trained(rule)
     (rows_N4, _), users = held(before, "item"), held(before, "user")
     shard = home.start(schema(6, rule))
@@ -113,7 +113,7 @@ def test_columns_that_were_there_stay_and_new_ones_begin_as_those_of_any_new_row
     assert np.isfinite(held(shard, "item")[0]).all() and not np.array_equal(held(shard, "item")[0], rows_N6)
 
 
-def test_what_a_rule_knows_of_a_row_goes_on_and_begins_for_the_new_columns() -> None:
+def test_optimizer_state_is_kept_and_extended_for_new_columns() -> None:
     home, before = trained("adagrad")
     _, state_N6 = held(home.start(schema(6)), "item")
     assert (
@@ -140,7 +140,7 @@ def test_another_rule_begins_with_rows_that_were_learned(then: str, now: str, di
     assert (state_NA == np.float32(shard.identity.schema.table_by_name["item"].rule.first_state)).all()
 
 
-def test_the_first_commit_writes_everything_once_and_later_ones_only_what_changed() -> None:
+def test_the_first_commit_writes_everything_and_later_ones_changes() -> None:
     home, _ = trained()
     shard = home.start(schema(6))
     assert shard.segments.needs_rewrite
@@ -187,7 +187,7 @@ def test_going_back_behind_the_change_brings_the_rows_of_then() -> None:
     assert state_of(shard) == bits and shard.segments.needs_rewrite
 
 
-def test_a_table_that_shares_its_stack_leaves_it_and_one_that_is_gone_leaves_nothing(
+def test_a_widened_table_leaves_its_stack_and_a_removed_one_is_deleted(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     home, before = trained()

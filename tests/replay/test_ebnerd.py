@@ -132,7 +132,7 @@ def test_histories_come_in_time_order_over_all_users(tmp_path: Path) -> None:
     assert [len(column) for column in ebnerd.histories([])] == [0, 0, 0]
 
 
-def test_a_history_that_knows_the_log_s_future_shows_nothing_before_its_time(tmp_path: Path) -> None:
+def test_a_history_file_from_the_future_is_used_only_in_time(tmp_path: Path) -> None:
     """The log's own click is in the history again: once, at its time. Another is in the history only."""
     shown = [
         row(1, 0, [7, 8, 9], []),
@@ -214,7 +214,7 @@ def test_uneven_histories_are_rejected(tmp_path: Path) -> None:
         ebnerd.histories([path])
 
 
-def test_a_feature_that_nobody_offers_is_rejected(tmp_path: Path) -> None:
+def test_an_unknown_feature_is_rejected(tmp_path: Path) -> None:
     path = write(tmp_path / "b.parquet", [row(1, 0, [1], [1])])
     with pytest.raises(SchemaError, match=r"'frontpage'.*did you mean 'front_page'"):
         ebnerd.events([path], schema("frontpage"), WINDOW_MS)

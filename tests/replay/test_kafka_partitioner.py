@@ -16,5 +16,5 @@ from roostream.replay.kafka_partitioner import murmur2
         (b"abc", 479470107),
     ],
 )
-def test_it_is_java_kafkas_hash(key: bytes, hashed: int) -> None:
+def test_the_partitioner_equals_java_kafkas(key: bytes, hashed: int) -> None:
     assert murmur2(key) == hashed % (1 << 32)

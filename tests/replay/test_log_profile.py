@@ -76,7 +76,7 @@ def test_actions_are_counted_without_control_characters_and_in_bounded_memory() 
     assert len(profile.actions) == 1001 and profile.actions["a5"] == 2 and profile.actions[OTHER] == 201
 
 
-def test_a_dead_letter_is_traced_to_its_line_while_that_is_remembered() -> None:
+def test_a_dead_letter_is_traced_to_its_line() -> None:
     origins = Origins(max_size=2)
     origins.add(action(7, "click"))
     origins.add(request(1, [1], where="log:1"))

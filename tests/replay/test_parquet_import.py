@@ -159,7 +159,7 @@ def events_of(path: Path) -> list[tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize("out", ["log.jsonl", "log.jsonl.gz"])
-def test_expanded_requests_come_back_whatever_the_order_of_their_rows_and_files(
+def test_requests_are_reassembled_from_rows_in_any_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, out: str
 ) -> None:
     monkeypatch.setattr(parquet_import, "BUCKET_BYTES", 2000)  # several buckets
@@ -200,7 +200,7 @@ def test_a_column_of_the_features_own_name_needs_no_line_in_the_map(tmp_path: Pa
     ("unit", "given"),
     [("ms", T0), ("s", T0 // 1000), ("us", T0 * 1000), ("ms", "2023-11-14T22:13:20"), ("s", T0 / 1000)],
 )
-def test_times_come_in_any_form(tmp_path: Path, unit: str, given: object) -> None:
+def test_times_are_read_in_every_unit_and_type(tmp_path: Path, unit: str, given: object) -> None:
     text = f'request=["id"]\ntime="t"\nitem="item"\ntime_unit="{unit}"'
     imported(tmp_path, table_of([{"id": 1, "t": given, "item": 3, "price": 1.0}]), text=text)
     assert json.loads((tmp_path / "log.jsonl").read_text())["time"] == T0
@@ -215,7 +215,7 @@ def test_a_long_id_of_a_request_becomes_its_hash(tmp_path: Path) -> None:
     assert len(json.loads((tmp_path / "log.jsonl").read_text())["request_id"]) == 16
 
 
-def test_rows_of_a_request_that_differ_in_what_it_has_once_are_reported_or_skipped(tmp_path: Path) -> None:
+def test_contradicting_rows_of_a_request_are_reported_or_skipped(tmp_path: Path) -> None:
     rows = expanded(requests(3))
     two = next(n for n in range(1, len(rows)) if rows[n]["visit"] == rows[n - 1]["visit"])
     rows[two]["basket_value"] += 1.0
@@ -263,7 +263,7 @@ def test_a_map_that_is_wrong_is_reported_in_a_sentence(tmp_path: Path, wrong: st
         ({"left_at": "left"}, "column 'left_at' is absent"),
     ],
 )
-def test_a_column_that_isnt_there_is_reported_with_its_file(
+def test_a_missing_column_is_reported_with_its_file(
     tmp_path: Path, change: dict[str, str], message: str
 ) -> None:
     table = table_of(expanded(requests(2)))
@@ -271,7 +271,7 @@ def test_a_column_that_isnt_there_is_reported_with_its_file(
         imported(tmp_path, table.rename_columns([change.get(name, name) for name in table.column_names]))
 
 
-def test_files_of_two_forms_a_name_that_is_taken_and_a_time_that_is_missing_are_reported(
+def test_mixed_files_name_clashes_and_missing_times_are_reported(
     tmp_path: Path,
 ) -> None:
     text = 'request=["id"]\ntime="t"\nitem="item"'

@@ -33,7 +33,7 @@ def test_one_moment_can_be_written_in_many_ways(value: int | str) -> None:
         (10**30, "got a number of 100 bits"),
     ],
 )
-def test_what_is_no_time_is_reported(value: int | str, message: str) -> None:
+def test_an_invalid_time_is_refused(value: int | str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         parse_time_ms(value)
 

@@ -60,7 +60,7 @@ def test_actions_are_merged_between_requests_by_time() -> None:
     ]
 
 
-def test_every_event_is_a_record_and_every_partition_gets_its_end() -> None:
+def test_every_event_is_a_record_and_every_partition_gets_an_end_marker() -> None:
     stream = list(records([request(1, 0), click(1, 1)], ReplayEncoder(SCHEMA), settle_ms=5000))
     assert kinds(stream) == {
         ("impressions", 1): 1,

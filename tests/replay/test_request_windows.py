@@ -55,7 +55,7 @@ def windows(folder: Path, *lines: dict[str, Any], **how: Any) -> list[RequestWin
     return list(request_windows(log_of(folder, *lines), SCHEMA, **how))
 
 
-def test_a_window_has_what_a_request_knows_and_how_much_it_showed(tmp_path: Path) -> None:
+def test_a_window_has_the_features_and_length_of_its_request(tmp_path: Path) -> None:
     (window,) = windows(tmp_path, line(1, 5, 50, 3), line(2, 6, 60, 1), line(3, 5, 51, 2))
     assert window.batch.ro_float_RF[:, 0].tolist() == [1.0, 2.0, 3.0]
     assert window.batch.ro_lists.values_of("seen").tolist() == [1, 9, 2, 9, 3, 9]
@@ -72,7 +72,7 @@ def test_windows_are_bounded_and_in_the_order_of_the_log(tmp_path: Path) -> None
     assert [w.group_R.tolist() for w in found] == [[1, 2], [3, 4], [5]]
 
 
-def test_sessions_or_users_are_who_came_and_strangers_are_each_their_own(tmp_path: Path) -> None:
+def test_visitors_are_sessions_or_users_and_unknown_ones_are_distinct(tmp_path: Path) -> None:
     lines = (line(1, 5, 50, 1), line(2, 5, 51, 1), line(3, 0, 0, 1), line(4, 0, 0, 1), line(5, 0, 50, 1))
     (by_session,) = windows(tmp_path, *lines, by="session")
     assert by_session.group_R.tolist()[:2] == [50, 51] and by_session.group_R[4] == 50
@@ -85,7 +85,7 @@ def test_a_page_that_only_adds_candidates_and_engagements_are_no_requests(tmp_pa
     assert window.candidates_R.tolist() == [3]
 
 
-def test_a_path_says_which_log_it_is(tmp_path: Path) -> None:
+def test_the_format_of_a_log_follows_from_its_path(tmp_path: Path) -> None:
     names = ("a.jsonl", "b.jsonl.gz", "c.csv", "d.parquet", "s.toml", "behaviors.parquet", "history.parquet")
     paths = {name: str(tmp_path / name) for name in names}
     for path in paths.values():

@@ -97,7 +97,7 @@ def test_clients_repeat_some_engagements_with_the_same_event_id() -> None:
     assert 0 < len(repeats) < 0.1 * len(serving.engagements)
 
 
-def test_requests_are_retried_while_serving_is_away() -> None:
+def test_requests_are_retried_while_serving_is_unavailable() -> None:
     serving = Serving(fail={2: 0, 3: 503, 4: 429})
     _, client = simulate(serving)
     assert client.outcomes["retried"] == 3
@@ -115,7 +115,7 @@ def test_an_answer_that_is_no_permutation_shows_nothing() -> None:
     assert simulation.num_requests == 0 == simulation.click_rates.total.shown
 
 
-def test_the_report_and_the_metrics_tell_the_click_rates(tmp_path: Path) -> None:
+def test_report_and_metrics_have_click_rates(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     simulation, _ = simulate(Serving(), report=str(report))
     told = json.loads(report.read_text())

@@ -180,7 +180,7 @@ def test_columns_may_be_ignored_and_empty_lines_are_none(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("module", [csv_log, parquet_log])
-def test_what_is_no_table_is_reported(tmp_path: Path, module: Any) -> None:
+def test_a_file_that_is_not_a_table_is_refused(tmp_path: Path, module: Any) -> None:
     file = tmp_path / "file"
     file.write_bytes(b"a,b\n\xff\xfe,1\n" if module is csv_log else b"nothing of the kind")
     with pytest.raises(ConfigError, match=r"expected"):

@@ -21,7 +21,7 @@ def test_loopback_may_be_listened_on_without_leave(host: str) -> None:
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0:80", "[::]:80", "10.0.0.1:80", "example.org:80"])
-def test_what_others_reach_needs_leave_and_the_advice_works(address: str) -> None:
+def test_a_public_address_needs_permission(address: str) -> None:
     with pytest.raises(ConfigError) as caught:
         check_listen("listen", address, insecure=False)
     assert "key 'listen': expected a loopback address" in str(caught.value) and "set insecure = true" in str(
@@ -30,7 +30,7 @@ def test_what_others_reach_needs_leave_and_the_advice_works(address: str) -> Non
     check_listen("listen", address, insecure=True)
 
 
-def test_what_is_no_address_is_named_with_its_key() -> None:
+def test_an_invalid_address_is_named_with_its_key() -> None:
     check_addresses("shards", "a:1", "b:2")
     with pytest.raises(
         ConfigError, match=r"^key 'shards': expected an address like '127.0.0.1:7000', got 'b'$"
@@ -51,9 +51,7 @@ def test_what_is_no_address_is_named_with_its_key() -> None:
         ("[::1]", "[::1]:7000", "[::1]:9", "IPv6"),
     ],
 )
-def test_what_another_one_is_told_leads_here_or_is_nothing(
-    host: str, other: str, expected: str, why: str
-) -> None:
+def test_an_advertised_address_is_reachable_or_empty(host: str, other: str, expected: str, why: str) -> None:
     assert reachable_address(host, 9, other) == expected, why
 
 
@@ -65,9 +63,7 @@ def test_what_another_one_is_told_leads_here_or_is_nothing(
         (("shard-{1}.shards:7000", "late:7000"), ("shard-0.shards:7000", "late:7000")),
     ],
 )
-def test_an_address_with_a_number_in_braces_stands_for_so_many(
-    given: tuple[str, ...], meant: tuple[str, ...]
-) -> None:
+def test_braces_in_an_address_expand_to_a_range(given: tuple[str, ...], meant: tuple[str, ...]) -> None:
     assert expand_addresses(given) == meant
     check_addresses("shards", *given)
 

@@ -32,7 +32,7 @@ def test_a_peer_that_answers_starts_from_the_first_delay_again() -> None:
     assert clock.monotonic_s() - before <= 0.1 + 1e-9
 
 
-def test_an_outage_is_told_once_a_while_and_so_is_its_end(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_outage_and_its_end_are_logged_at_intervals(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="roostream")
     backoff = Backoff(what="Redis", clock=FakeClock(), max_s=2.0, log_every_s=30.0)
     for _ in range(10):
@@ -48,7 +48,7 @@ def test_an_outage_is_told_once_a_while_and_so_is_its_end(caplog: pytest.LogCapt
     assert len(caplog.records) == count
 
 
-def test_the_time_limit_of_an_outage_ends_the_wait_with_what_to_do() -> None:
+def test_an_outage_beyond_its_limit_ends_the_wait_with_advice() -> None:
     clock = FakeClock()
     clock.advance(1000.0)  # a clock's beginning means nothing
     backoff = Backoff(what="a shard", timeout_s=1.0, clock=clock)
@@ -68,7 +68,7 @@ def test_a_stop_ends_the_wait() -> None:
         Backoff(what="Kafka", clock=FakeClock()).wait("refused", stop)
 
 
-def test_a_call_is_tried_until_it_raises_none_of_the_errors_that_are_waited_out() -> None:
+def test_a_call_is_retried_on_retryable_errors() -> None:
     clock, tries = FakeClock(), []
 
     def call() -> int:

@@ -18,7 +18,7 @@ def test_plaintext_needs_no_settings() -> None:
     assert Broker("k:1").security.librdkafka() == {} == Broker("k:1").security.java()
 
 
-def test_sasl_over_ssl_is_told_to_both_kinds_of_clients(tmp_path: Path) -> None:
+def test_sasl_over_ssl_configures_python_and_java_clients(tmp_path: Path) -> None:
     ca = tmp_path / "ca.pem"
     ca.write_text("-----BEGIN CERTIFICATE-----\n")
     security = KafkaSecurity(**SASL, ca=str(ca))
@@ -41,7 +41,7 @@ def test_sasl_over_ssl_is_told_to_both_kinds_of_clients(tmp_path: Path) -> None:
     }
 
 
-def test_a_certificate_of_ones_own_is_told_to_both_kinds_of_clients(tmp_path: Path) -> None:
+def test_a_custom_certificate_configures_python_and_java_clients(tmp_path: Path) -> None:
     chain, key = tmp_path / "own.pem", tmp_path / "own.key"
     chain.write_text("chain")
     key.write_text("key")
@@ -126,6 +126,6 @@ def test_an_unknown_protocol_names_the_nearest(tmp_path: Path) -> None:
         load(KafkaSecurity, tmp_path / "s.toml")
 
 
-def test_a_file_that_is_not_there_is_named_when_java_needs_its_text() -> None:
+def test_a_missing_file_is_named_when_java_needs_it() -> None:
     with pytest.raises(ConfigError, match=r"kafka_security.ca: expected a PEM file, got 'nowhere.pem'"):
         KafkaSecurity(**SASL, ca="nowhere.pem").java()

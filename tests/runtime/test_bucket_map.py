@@ -9,7 +9,7 @@ from roostream.errors import CheckpointError, ConfigError
 from roostream.runtime.bucket_map import BucketMap, moved
 
 
-def test_a_map_comes_back_and_modulo_is_what_no_map_means() -> None:
+def test_a_map_round_trips_and_no_map_means_modulo() -> None:
     modulo = BucketMap.modulo(64, 3)
     assert modulo.is_modulo and modulo.version == 0 and modulo.buckets_of(1)[:3] == [1, 4, 7]
     again = BucketMap.from_plain(modulo.plain())
@@ -26,7 +26,7 @@ def test_a_bucket_without_an_owner_is_refused(owners: list[int]) -> None:
 
 
 @pytest.mark.parametrize("owners", [8, "01", [0.5, 1], [True, 0], [[0, 0, 9]], [None], {"a": 1}])
-def test_what_is_no_list_of_owners_is_refused_in_a_sentence(owners: object) -> None:
+def test_an_invalid_list_of_owners_is_refused_in_one_sentence(owners: object) -> None:
     with pytest.raises(CheckpointError, match="expected a map of buckets to owners"):
         BucketMap.from_plain({"owners": owners, "num_owners": 3, "version": 1})
     with pytest.raises(ConfigError, match=r"an owner of 0\.\.2 for every bucket, got shape \(1, 3\)"):

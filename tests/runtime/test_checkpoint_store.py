@@ -76,9 +76,7 @@ class Disk:
 
 
 @pytest.mark.parametrize("method", ["create", "put"])
-def test_the_file_is_synced_before_it_has_its_name_and_the_directory_afterwards(
-    tmp_path: Path, method: str
-) -> None:
+def test_files_are_synced_before_and_directories_after_renaming(tmp_path: Path, method: str) -> None:
     (tmp_path / "dense").mkdir()
     disk = Disk(tmp_path, "dense/1")
     getattr(FileStore(tmp_path, fsync=disk.fsync), method)("dense/1", b"new")
@@ -96,7 +94,7 @@ def test_a_directory_that_had_to_be_made_is_synced_in_the_one_above(tmp_path: Pa
     ]
 
 
-def test_a_sync_that_fails_is_told_and_the_name_is_absent_or_whole(tmp_path: Path) -> None:
+def test_a_failed_sync_is_reported_and_leaves_no_partial_file(tmp_path: Path) -> None:
     def refuse(handle: int) -> None:
         raise OSError(28, "No space left on device")
 
@@ -106,7 +104,7 @@ def test_a_sync_that_fails_is_told_and_the_name_is_absent_or_whole(tmp_path: Pat
     assert files(FileStore(tmp_path)) == []
 
 
-def test_what_a_killed_writer_left_is_swept_and_nothing_else(store: FileStore) -> None:
+def test_only_leftovers_of_killed_writers_are_deleted(store: FileStore) -> None:
     store.put("dense/1", b"x")
     (store.root / "dense" / ".tmp1234").write_bytes(bytes(1000))
     (store.root / "manifests").mkdir()

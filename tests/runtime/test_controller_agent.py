@@ -94,7 +94,7 @@ def do_all(member: ControllerAgent) -> None:
         member.run(got)
 
 
-def test_a_beat_says_who_it_is_and_how_it_is() -> None:
+def test_a_heartbeat_has_identity_and_report() -> None:
     controller = FakeController([])
     member = make_member(controller, Doer(), session=9)
     assert member.beat(controller) is False
@@ -108,7 +108,7 @@ def test_sessions_of_two_processes_differ() -> None:
     assert make_member(controller, Doer()).session != make_member(controller, Doer()).session
 
 
-def test_a_command_is_done_once_and_its_result_told_until_it_is_known() -> None:
+def test_a_command_is_executed_once_and_its_result_repeated() -> None:
     controller, doer = FakeController([command(1)]), Doer()
     member = make_member(controller, doer)
     assert member.beat(controller) is True and member.beat(controller) is False
@@ -142,7 +142,7 @@ def test_commands_are_done_in_the_order_of_their_ids() -> None:
     assert doer.done == [1, 2, 3]
 
 
-def test_a_command_that_its_withdrawal_has_overtaken_is_never_begun() -> None:
+def test_a_withdrawn_command_is_never_started() -> None:
     controller, doer = FakeController([command(6, "abort")], [command(5, "freeze")], []), Doer()
     member = make_member(controller, doer)
     assert member.beat(controller) is True and member.beat(controller) is False
@@ -173,7 +173,7 @@ def test_two_threads_that_take_answers_at_once_queue_them_in_order() -> None:
     assert taken == sorted(taken) and taken[-1] == 199
 
 
-def test_a_command_that_hangs_after_the_controller_gave_it_up_ends_the_process() -> None:
+def test_an_abandoned_hanging_command_ends_the_process() -> None:
     clock, doer, stuck = FakeClock(), Doer(), []
     doer.hold.clear()
     controller = FakeController([command(1, "write")])
@@ -234,7 +234,7 @@ def test_a_restore_that_fails_leaves_the_incarnation() -> None:
         ("defect", ("a defect of Roostream: ZeroDivisionError('oops')", False, False, False)),
     ],
 )
-def test_an_error_is_told_and_the_member_goes_on(
+def test_an_error_is_reported_and_the_agent_continues(
     kind: str, expected: tuple[str, bool, bool, bool], caplog: pytest.LogCaptureFixture
 ) -> None:
     controller, doer = FakeController([command(1, kind), command(2)], []), Doer()
@@ -264,7 +264,7 @@ def test_a_lost_controller_is_dialled_again_and_silence_is_counted() -> None:
     assert controller.closed == 2
 
 
-def test_beats_go_on_while_a_command_is_done_and_its_result_is_told_at_once() -> None:
+def test_heartbeats_continue_during_a_command() -> None:
     controller, doer = FakeController([command(1)], []), Doer()
     doer.hold.clear()
     member = make_member(controller, doer).start()
@@ -277,7 +277,7 @@ def test_beats_go_on_while_a_command_is_done_and_its_result_is_told_at_once() ->
     assert member.join()
 
 
-def test_a_result_does_not_wait_for_the_beat_that_is_held() -> None:
+def test_a_result_does_not_wait_for_a_held_heartbeat() -> None:
     held, told = threading.Event(), threading.Event()
 
     class Holding(FakeController):
@@ -298,7 +298,7 @@ def test_a_result_does_not_wait_for_the_beat_that_is_held() -> None:
     assert member.join()
 
 
-def test_join_says_when_a_command_does_not_end() -> None:
+def test_join_reports_a_command_that_does_not_end() -> None:
     controller, doer = FakeController([command(1)], []), Doer()
     doer.hold.clear()
     member = make_member(controller, doer).start()
@@ -335,7 +335,7 @@ def leaver(controller: FakeController, seconds: float = 8.0) -> tuple[Controller
     return member, StopBudget(stop, seconds, member.clock)
 
 
-def test_who_leaves_says_so_and_waits_until_it_is_free() -> None:
+def test_a_leaving_member_waits_for_permission() -> None:
     controller = FakeController([])
     member, ending = leaver(controller)
     beaten(controller, member)
@@ -351,19 +351,19 @@ def test_who_leaves_says_so_and_waits_until_it_is_free() -> None:
     assert [beat["report"].get("leaving", False) for beat in controller.beats] == [False, True, True, True]
 
 
-def test_who_leaves_waits_for_no_controller_that_is_away() -> None:
+def test_a_leaving_member_does_not_wait_for_an_unavailable_controller() -> None:
     controller = FakeController(TransportError("refused"))
     member, ending = leaver(controller)
     assert member.leave(ending, 1.0) is False and len(controller.beats) == 1
 
 
-def test_who_leaves_goes_when_its_time_is_over_whatever_the_controller_says() -> None:
+def test_a_leaving_member_leaves_at_its_deadline() -> None:
     member, ending = leaver(FakeController([]), seconds=3.0)
     assert member.leave(ending, 1.0) is False
     assert 0.9 <= ending.left_s() <= 1.0
 
 
-def test_a_member_that_is_asked_to_leave_ends_within_the_notice() -> None:
+def test_a_preempted_member_ends_within_the_notice() -> None:
     controller, stop = FakeController([]), threading.Event()
     ending = StopBudget(stop, 8.0, FakeClock())
     member = make_member(controller, Doer(), stop_budget=ending)
@@ -377,7 +377,7 @@ def test_a_member_that_is_asked_to_leave_ends_within_the_notice() -> None:
     assert ending.seconds == 17.0, "it is asked once"
 
 
-def test_a_member_that_ends_tells_what_it_did_last() -> None:
+def test_a_member_sends_its_last_result_before_it_ends() -> None:
     controller, doer = FakeController([command(1)]), Doer()
     member = make_member(controller, doer)
     member.beat(controller)
@@ -388,7 +388,7 @@ def test_a_member_that_ends_tells_what_it_did_last() -> None:
     assert controller.beats[-1]["results"] == [{"id": 1, "ok": True, "rows": 7}]
 
 
-def test_who_has_another_schema_than_the_controller_waits() -> None:
+def test_a_member_with_another_schema_waits() -> None:
     check_command_schema({"kind": "restore", "schema": "00000000000000ff"}, 255)
     check_command_schema({"kind": "restore"}, 255)  # of a controller that does not say
     with pytest.raises(

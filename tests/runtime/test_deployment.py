@@ -74,7 +74,7 @@ def test_metrics_that_others_reach_need_leave(
 
 
 @pytest.mark.parametrize(("cls", "own"), [p for p in PROGRAMS if p[0] in LISTENING])
-def test_listening_where_others_reach_it_needs_leave(
+def test_listening_on_a_public_address_needs_permission(
     cls: type[Deployment], own: dict[str, Any], tmp_path: Path
 ) -> None:
     values = {**SHARED, **own, "listen": "0.0.0.0:7000"}
@@ -100,7 +100,7 @@ def test_a_link_with_certificates_may_be_reached_by_others(
 
 
 @pytest.mark.parametrize(("cls", "own"), PROGRAMS[:-1])
-def test_what_a_program_needs_is_asked_for(
+def test_a_missing_required_setting_is_named(
     cls: type[Deployment], own: dict[str, Any], tmp_path: Path
 ) -> None:
     for key in set(cls.needs) & set(SHARED):
@@ -117,13 +117,13 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("change", "said"), WRONG)
-def test_what_can_not_be_is_refused(change: dict[str, Any], said: str) -> None:
+def test_impossible_settings_are_refused(change: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError) as caught:
         Deployment(**{**SHARED, **change})
     assert str(caught.value) == said
 
 
-def test_the_password_of_redis_comes_from_the_address_or_a_file(tmp_path: Path) -> None:
+def test_the_redis_password_is_read_from_address_or_file(tmp_path: Path) -> None:
     (tmp_path / "password").write_text("s3/cret\n")
     common = {"bootstrap": "h:1", "schema": "s.toml", "store": "s"}
     file = {"redis_password_file": str(tmp_path / "password")}
@@ -148,7 +148,7 @@ def test_the_password_of_redis_comes_from_the_address_or_a_file(tmp_path: Path) 
 @pytest.mark.parametrize(
     "url", ["localhost:6379", "redis://", "redis://h:x/0", "http://h:1", ":s3cret@h:1", "redis:s3cret@h"]
 )
-def test_what_is_no_address_of_redis_is_refused_without_its_password(url: str) -> None:
+def test_an_invalid_redis_address_is_refused_without_its_password(url: str) -> None:
     with pytest.raises(ConfigError, match="key 'redis': expected redis://host:port/0") as error:
         FeaturesConfig(bootstrap="h:1", schema="s.toml", store="s", redis=url)
     assert "s3cret" not in str(error.value)

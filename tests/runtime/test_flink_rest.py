@@ -54,14 +54,14 @@ def test_readiness_of_a_cluster(flink: FakeFlink) -> None:
     assert rest.answers() and rest.task_managers() == {"tm-0"}
 
 
-def test_a_job_manager_that_is_away_is_unavailable_and_not_ready() -> None:
+def test_an_unreachable_job_manager_is_unavailable_and_not_ready() -> None:
     rest = FlinkRest("http://127.0.0.1:9")
     assert not rest.answers() and not rest.is_running() and rest.task_managers() == set()
     with pytest.raises(UnavailableError, match=r"Flink at http://127\.0\.0\.1:9"):
         rest.live_job()
 
 
-def test_what_the_job_manager_refuses_is_told(flink: FakeFlink) -> None:
+def test_a_refusal_of_the_job_manager_is_reported(flink: FakeFlink) -> None:
     flink.answers["/jobs/overview"] = 503
     with pytest.raises(UnavailableError, match="answered 503 for /jobs/overview"):
         FlinkRest(flink.url).live_job()
@@ -109,7 +109,7 @@ def test_a_stop_with_savepoint_gives_its_path(flink: FakeFlink) -> None:
         ({"status": {"id": "IN_PROGRESS"}}, "no savepoint within 0 s"),
     ],
 )
-def test_a_savepoint_that_is_not_made_is_told(answer: dict[str, object], told: str, flink: FakeFlink) -> None:
+def test_a_failed_savepoint_is_reported(answer: dict[str, object], told: str, flink: FakeFlink) -> None:
     rest = FlinkRest(flink.url)
     with pytest.raises(UnavailableError, match=f"does not know /jobs/{JOB}/stop"):
         rest.stop_with_savepoint(JOB, "file:/points", 0.3)

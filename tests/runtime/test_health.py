@@ -19,12 +19,12 @@ def health(clock: FakeClock) -> Health:
     return Health(60, clock)
 
 
-def test_a_start_may_wait_for_its_peers_as_long_as_it_takes(health: Health, clock: FakeClock) -> None:
+def test_a_starting_program_stays_alive_while_it_waits(health: Health, clock: FakeClock) -> None:
     clock.advance(3600)
     assert health.dead() == "" and health.unready() == "it is starting"
 
 
-def test_a_loop_that_turns_is_alive_and_says_what_is_missing(health: Health, clock: FakeClock) -> None:
+def test_a_turning_loop_is_alive_and_lists_what_is_missing(health: Health, clock: FakeClock) -> None:
     health.turned("it waits for the controller to restore it")
     assert health.unready() == "it waits for the controller to restore it"
     health.turned()
@@ -32,9 +32,7 @@ def test_a_loop_that_turns_is_alive_and_says_what_is_missing(health: Health, clo
     assert health.dead() == "" == health.unready()
 
 
-def test_a_loop_that_stands_still_is_dead_after_the_bound_until_it_turns_again(
-    health: Health, clock: FakeClock
-) -> None:
+def test_a_stalled_loop_is_unhealthy_until_it_turns_again(health: Health, clock: FakeClock) -> None:
     health.turned()
     clock.advance(61)
     assert health.dead() == "the main loop has not turned for 61 s"

@@ -26,16 +26,16 @@ def test_a_quantile_is_linear_within_its_bucket(q: float, expected: float, why: 
     assert quantile_of(TEN, q) == pytest.approx(expected), why
 
 
-def test_beyond_the_last_bound_it_is_that_bound() -> None:
+def test_a_quantile_beyond_the_last_bucket_is_its_lower_bound() -> None:
     assert quantile_of({1.0: 0, math.inf: 5}, 0.5) == 1.0
 
 
 @pytest.mark.parametrize("told", [{}, {1.0: 0, math.inf: 0}])
-def test_of_nothing_there_is_none(told: dict[float, float]) -> None:
+def test_a_quantile_of_nothing_is_none(told: dict[float, float]) -> None:
     assert quantile_of(told, 0.5) is None
 
 
-def test_after_one_look_it_is_of_all_then_of_what_came_since() -> None:
+def test_a_quantile_covers_the_time_since_the_previous_reading() -> None:
     recent = RecentQuantiles()
     assert recent.quantile(0.5) is None
     recent.add(0, {1.0: 100, 2.0: 100, math.inf: 100})
@@ -46,7 +46,7 @@ def test_after_one_look_it_is_of_all_then_of_what_came_since() -> None:
     assert recent.quantile(0.5) == 1.5, "both of the window"
 
 
-def test_what_is_older_than_the_window_counts_no_more() -> None:
+def test_readings_older_than_the_window_are_dropped() -> None:
     recent = RecentQuantiles(window_s=60)
     for at_s in range(0, 121, 5):
         slow = min(at_s, 30)  # until then all are slow, later ones are fast

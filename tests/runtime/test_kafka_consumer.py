@@ -43,7 +43,7 @@ def test_every_partition_is_assigned_at_its_offset_or_from_its_oldest_record() -
     assert reader.positions() == {P0: 7, P1: 2, P2: 2} and reader.num_lost == 0
 
 
-def test_records_that_retention_deleted_are_counted_and_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_records_deleted_by_retention_are_counted_and_logged(caplog: pytest.LogCaptureFixture) -> None:
     consumer = FakeConsumer(oldest=10)
     reader = KafkaConsumer(consumer, MERGED)
     with caplog.at_level(logging.ERROR):
@@ -55,7 +55,7 @@ def test_records_that_retention_deleted_are_counted_and_said(caplog: pytest.LogC
     assert consumer.assigned[AT0] == 10 and len(caplog.records) == 1 and reader.num_lost == 6
 
 
-def test_what_retention_deletes_while_it_waits_is_skipped_counted_and_said(
+def test_records_deleted_while_waiting_are_skipped_and_counted(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     consumer = FakeConsumer(
@@ -71,7 +71,7 @@ def test_what_retention_deletes_while_it_waits_is_skipped_counted_and_said(
     assert "offset 1 is gone, the partition has 5 to 100" in caplog.text
 
 
-def test_skipping_waits_for_a_broker_that_is_away() -> None:
+def test_skipping_waits_for_an_unavailable_broker() -> None:
     consumer = FakeConsumer([FakeMessage(AT0, -1, error=clients.AUTO_OFFSET_RESET)])
     reader = reader_of(consumer)
     reader.poll(9, 0)
@@ -82,7 +82,7 @@ def test_skipping_waits_for_a_broker_that_is_away() -> None:
     assert consumer.assigned[AT0] == 3 and reader.num_lost == 3
 
 
-def test_a_log_that_was_cut_before_a_seek_is_read_from_its_end(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_log_truncated_before_a_seek_is_read_from_its_end(caplog: pytest.LogCaptureFixture) -> None:
     consumer = FakeConsumer([FakeMessage(AT0, 50, 5)], newest=50)
     reader = KafkaConsumer(consumer, AS_THEY_COME)
     with caplog.at_level(logging.ERROR):
@@ -96,7 +96,7 @@ def test_a_log_that_was_cut_before_a_seek_is_read_from_its_end(caplog: pytest.Lo
     assert [r.offset for r in reader.poll(9, 0)] == [50], "the first of the new ones"
 
 
-def test_a_log_that_is_cut_while_it_is_read_is_read_from_its_end(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_log_truncated_during_reading_is_read_from_its_end(caplog: pytest.LogCaptureFixture) -> None:
     consumer = FakeConsumer(
         [FakeMessage(AT0, -1, error=clients.AUTO_OFFSET_RESET)], [], [FakeMessage(AT0, 20, 5)]
     )
@@ -120,7 +120,7 @@ def test_an_offset_that_is_there_after_all_is_read() -> None:
 
 
 @pytest.mark.parametrize("code", [clients.AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE])
-def test_a_reader_that_may_not_skip_is_told(code: int) -> None:
+def test_a_reader_that_may_not_skip_gets_an_error(code: int) -> None:
     consumer = FakeConsumer([FakeMessage(AT1, -1, error=code)])
     reader = reader_of(consumer, dataclasses.replace(MERGED, skip_lost_records=False))
     with pytest.raises(RecordsGoneError, match=r"t\.samples-1 no longer has offset 0"):
@@ -141,7 +141,7 @@ def test_a_reader_that_may_not_skip_is_told(code: int) -> None:
         (KafkaError.UNKNOWN_TOPIC_OR_PART, "create the topics first"),
     ],
 )
-def test_seeking_where_nothing_can_be_asked_is_told_and_changes_nothing(code: int, todo: str) -> None:
+def test_a_failed_seek_is_reported_and_changes_nothing(code: int, todo: str) -> None:
     consumer = FakeConsumer()
     consumer.fails = code
     reader = KafkaConsumer(consumer, MERGED, what="Kafka at k:1")
@@ -150,7 +150,7 @@ def test_seeking_where_nothing_can_be_asked_is_told_and_changes_nothing(code: in
     assert consumer.assigned == {}
 
 
-def test_a_broker_that_tells_nothing_of_one_partition_in_time_is_away(
+def test_a_partition_without_an_answer_in_time_is_unavailable(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     consumer, told = FakeConsumer(), FakeConsumer.offsets_for_times
@@ -168,9 +168,7 @@ def test_a_broker_that_tells_nothing_of_one_partition_in_time_is_away(
 
 
 @pytest.mark.parametrize("code", [KafkaError.UNKNOWN_LEADER_EPOCH, KafkaError.NOT_LEADER_FOR_PARTITION])
-def test_a_partition_that_is_just_getting_its_leader_is_asked_for_again(
-    code: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_partition_without_a_leader_is_retried(code: int, monkeypatch: pytest.MonkeyPatch) -> None:
     consumer, told, refusals = FakeConsumer(oldest=2, newest=9), FakeConsumer.offsets_for_times, [code, code]
 
     def moving(asked: list[Any], timeout: float) -> list[Any]:
@@ -191,7 +189,7 @@ def test_a_partition_that_is_just_getting_its_leader_is_asked_for_again(
     assert refusals, "not for ever"
 
 
-def test_ends_and_bounds_are_asked_when_wanted() -> None:
+def test_ends_and_bounds_are_fetched_on_request() -> None:
     reader = KafkaConsumer(FakeConsumer(oldest=2, newest=9), MERGED)
     assert reader.end_offsets() == {P0: 9, P1: 9, P2: 9} and reader.bounds(P0) == {P0: (2, 9)}
 
@@ -208,13 +206,13 @@ def test_records_are_merged_by_time_and_positions_follow() -> None:
     assert reader.positions() == {P0: 2, P1: 1, P2: 0}
 
 
-def test_a_record_that_comes_within_the_time_is_waited_for() -> None:
+def test_a_record_that_arrives_within_the_timeout_is_returned() -> None:
     reader = reader_of(FakeConsumer([], [], [FakeMessage(AT0, 0, 10)]), AS_THEY_COME)
     assert [r.timestamp_ms for r in reader.poll(9, 0.5)] == [10]
 
 
 @pytest.mark.parametrize("follows", [True, False])
-def test_ends_are_followed_from_the_opening_where_that_is_asked_for(follows: bool) -> None:
+def test_end_offsets_are_followed_from_the_start_on_request(follows: bool) -> None:
     before = threading.enumerate()
     reader = KafkaConsumer.open(
         Broker("127.0.0.1:1"), "g", dataclasses.replace(MERGED, track_end_offsets=follows)
@@ -223,7 +221,7 @@ def test_ends_are_followed_from_the_opening_where_that_is_asked_for(follows: boo
     reader.close()
 
 
-def test_silence_of_a_partition_that_is_behind_is_told_once_and_its_end_too(
+def test_silence_of_a_lagging_partition_is_logged_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("roostream.runtime.kafka.kafka_consumer._WARN_SILENT_S", 0.0)
@@ -245,14 +243,14 @@ def test_a_record_without_a_value_has_an_empty_one() -> None:
     assert reader.poll(9, 0)[0].value == b""
 
 
-def test_what_was_fetched_before_a_seek_is_not_given() -> None:
+def test_records_fetched_before_a_seek_are_dropped() -> None:
     consumer = FakeConsumer([FakeMessage(AT0, 3, 1), FakeMessage(AT0, 5, 2), FakeMessage(AT0, 5, 2)])
     reader = KafkaConsumer(consumer, AS_THEY_COME)
     reader.seek({P0: 5})
     assert [r.offset for r in reader.poll(9, 0)] == [5]
 
 
-def test_a_full_buffer_pauses_its_partition_until_there_is_room() -> None:
+def test_a_full_buffer_pauses_its_partition() -> None:
     consumer = FakeConsumer([end(AT2), FakeMessage(AT0, 0, 10), FakeMessage(AT0, 1, 11)], [end(AT1)])
     reader = reader_of(consumer, dataclasses.replace(MERGED, max_buffered=2))
     assert reader.poll(9, 0) == [], "partition 1 has not spoken"
@@ -260,7 +258,7 @@ def test_a_full_buffer_pauses_its_partition_until_there_is_room() -> None:
     assert len(reader.poll(9, 0)) == 2 and consumer.paused == set()
 
 
-def test_a_seek_ends_a_pause_for_a_full_buffer_since_the_client_keeps_it() -> None:
+def test_a_seek_resumes_a_paused_partition() -> None:
     consumer = FakeConsumer([FakeMessage(AT0, 0, 10), FakeMessage(AT0, 1, 11)])
     reader = reader_of(consumer, dataclasses.replace(MERGED, max_buffered=2))
     reader.poll(9, 0)
@@ -269,7 +267,7 @@ def test_a_seek_ends_a_pause_for_a_full_buffer_since_the_client_keeps_it() -> No
     assert consumer.paused == set()
 
 
-def test_a_held_partition_is_not_fetched_until_it_is_let_go() -> None:
+def test_a_held_partition_is_not_fetched() -> None:
     consumer = FakeConsumer()
     reader = reader_of(consumer)
     reader.pause({P0, P1})
@@ -314,14 +312,14 @@ def test_a_lag_is_not_known_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     assert reader.lag() == {}, "the broker has not spoken since"
 
 
-def test_a_broker_that_is_away_is_waited_for() -> None:
+def test_an_unavailable_broker_is_awaited() -> None:
     consumer = FakeConsumer([FakeMessage(AT0, 0, error=clients.TRANSPORT)], [FakeMessage(AT0, 0, 10)])
     reader = reader_of(consumer, AS_THEY_COME)
     assert reader.poll(9, 0) == []
     assert len(reader.poll(9, 0)) == 1
 
 
-def test_opening_connects_to_nobody_and_closing_is_idempotent() -> None:
+def test_opening_does_not_connect_and_closing_is_idempotent() -> None:
     reader = KafkaConsumer.open(
         Broker("127.0.0.1:1"), "g", dataclasses.replace(MERGED, track_end_offsets=True)
     )
@@ -335,7 +333,7 @@ def test_opening_connects_to_nobody_and_closing_is_idempotent() -> None:
     assert consumer.closed
 
 
-def test_a_bound_behind_which_only_a_marker_lies_is_reached_when_the_end_is_told() -> None:
+def test_a_bound_before_a_transaction_marker_is_reached() -> None:
     consumer = FakeConsumer([FakeMessage(AT0, 0, 10), FakeMessage(AT0, 1, 20)], [end(AT0, 3)], [])
     reader = KafkaConsumer(consumer, dataclasses.replace(MERGED, partitions=(P0,)))
     reader.seek({})

@@ -200,7 +200,7 @@ def test_our_clients_make_topics_write_and_read(guarded: Guarded, how: str) -> N
 
 
 @pytest.mark.parametrize("how", ["PLAIN", "SCRAM-SHA-512"])
-def test_a_wrong_password_is_refused_and_not_told(
+def test_a_wrong_password_is_refused_and_not_printed(
     guarded: Guarded, how: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     security = KafkaSecurity(
@@ -241,7 +241,7 @@ def listed(guarded: Guarded, classpath: str, broker: Broker, *flags: str) -> sub
 
 
 @pytest.mark.parametrize("how", ["PLAIN", "SCRAM-SHA-512", "SSL"])
-def test_the_client_in_flinks_connector_takes_the_jobs_properties(
+def test_the_client_in_flinks_connector_accepts_the_properties(
     guarded: Guarded, probe: str, how: str
 ) -> None:
     done = listed(guarded, probe, broker_of(guarded, how))

@@ -40,7 +40,7 @@ def brokers(monkeypatch: pytest.MonkeyPatch, partitions: dict[str, int], num_fai
     return Broker("k:1")
 
 
-def test_topics_are_waited_for_and_told_with_their_ids(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_topics_are_awaited_and_returned_with_ids(monkeypatch: pytest.MonkeyPatch) -> None:
     broker = brokers(monkeypatch, {"p.samples": 8, "p.dead_letters": 1}, num_failures=1)
     found = clients.wait_for_topics(broker, "p.", (SAMPLES, DEAD_LETTERS), 8)
     assert found == {"p.samples": "id-of-p.samples", "p.dead_letters": "id-of-p.dead_letters"}
@@ -58,7 +58,7 @@ def test_other_partitions_than_the_deployments_are_refused(monkeypatch: pytest.M
         clients.check_topics(broker, "", (ROWS,), 8, threading.Event())
 
 
-def test_a_check_beside_a_program_ends_quietly_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_background_check_ends_with_its_program(monkeypatch: pytest.MonkeyPatch) -> None:
     broker, stop = brokers(monkeypatch, {"rows": 8}, num_failures=10**6), threading.Event()
     stop.set()
     with pytest.raises(UnavailableError):

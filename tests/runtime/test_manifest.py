@@ -34,7 +34,7 @@ def commit(store: MemoryStore, manifest: Manifest) -> None:
         store.put(file.name, b"abc")
 
 
-def test_what_is_written_is_read_with_numbers_as_keys() -> None:
+def test_a_manifest_round_trips_with_integer_keys() -> None:
     manifest = a_manifest(workers={7: a_part({("samples", 3): 4}, metrics={"ne": 0.1 + 0.2, "auc": None})})
     assert manifests.decode(manifest.encode()) == (manifest, manifest.checksum)
     assert manifest.checksum == json.loads(manifest.encode())["checksum"]
@@ -47,7 +47,7 @@ def test_a_manifest_of_format_1_is_of_one_worker_whose_state_lies_in_the_dense_f
     assert part.metrics == body["metrics"] and part.offsets
 
 
-def test_what_an_incarnation_was_claimed_for_is_found_again() -> None:
+def test_the_purpose_of_an_incarnation_is_stored() -> None:
     store = MemoryStore()
     assert manifests.kept_wish(store) == {}
     manifests.claim_incarnation(store, 0, {"workers": 3})
@@ -56,7 +56,7 @@ def test_what_an_incarnation_was_claimed_for_is_found_again() -> None:
     assert manifests.kept_wish(store) == {}
 
 
-def test_the_offsets_of_a_commit_are_those_of_all_its_workers() -> None:
+def test_the_offsets_of_a_commit_cover_all_workers() -> None:
     parts = {i: a_part({("samples", i): 5 + i, ("corrections", i): i}) for i in range(2)}
     assert a_manifest(workers=parts).offsets == {
         ("samples", 0): 5,
@@ -109,7 +109,7 @@ def test_g5_any_flipped_bit_is_detected(data: st.DataObject) -> None:
         ),
     ],
 )
-def test_what_is_not_a_manifest_is_refused(raw: bytes, says: str) -> None:
+def test_an_invalid_manifest_is_refused(raw: bytes, says: str) -> None:
     with pytest.raises(CheckpointError, match=says):
         manifests.decode(raw)
 
@@ -125,14 +125,14 @@ def test_a_manifest_of_format_3_has_its_buckets_at_bucket_mod_shards() -> None:
     assert found == a_manifest() and found.owners == BucketMap.modulo(64, 2)
 
 
-def test_a_map_of_buckets_is_part_of_what_is_committed() -> None:
+def test_a_manifest_contains_the_bucket_map() -> None:
     manifest = a_manifest(bucket_map=BucketMap(np.arange(64, dtype=np.int32)[::-1] % 2, 2, 7))
     again = manifests.decode(manifest.encode()).manifest
     assert again == manifest and again.owners.version == 7 and again.owners.buckets_of(0)[:2] == [1, 3]
     assert manifest.checksum != a_manifest().checksum
 
 
-def test_while_a_session_of_the_warehouse_is_trained_offsets_are_where_the_stream_was_before_it() -> None:
+def test_during_a_warehouse_session_offsets_are_those_before_it() -> None:
     at = {("samples", 0): 70, ("samples", 1): 8, ("corrections", 0): 0}
     manifest = a_manifest(input=an_input(), workers={0: a_part(at)})
     again = manifests.decode(manifest.encode()).manifest
@@ -232,7 +232,7 @@ def test_a_claim_of_a_retired_name_is_lost() -> None:
         manifests.claim_incarnation(Slow(), 0)
 
 
-def test_retiring_keeps_the_newest_and_what_they_name() -> None:
+def test_retention_keeps_the_newest_manifests_and_their_files() -> None:
     store = MemoryStore()
     for seq in range(1, 9):
         commit(store, a_manifest(seq))

@@ -66,5 +66,5 @@ def test_a_failed_reading_spares_the_scrape_and_recovers(caplog: pytest.LogCaptu
     assert "roostream_x_ready 1.0" in generate_latest(registry).decode()
 
 
-def test_a_state_is_one_of_its_names() -> None:
+def test_a_state_is_exported_as_one_of_its_names() -> None:
     assert one_of("b", ("a", "b")) == {"a": 0, "b": 1}

@@ -54,7 +54,7 @@ def test_metrics_and_probes_are_served_on_one_drawn_port(health: Health, clock: 
     assert asked(port, "/other") == (404, "expected /metrics, /livez or /readyz\n")
 
 
-def test_a_port_that_is_taken_is_told(health: Health) -> None:
+def test_a_port_in_use_is_reported(health: Health) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -66,7 +66,7 @@ def test_a_port_that_is_taken_is_told(health: Health) -> None:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.2", "::1", "[::1]"])
-def test_metrics_are_served_on_the_address_that_is_asked_for(health: Health, host: str) -> None:
+def test_metrics_are_served_on_the_configured_address(health: Health, host: str) -> None:
     port = metrics_server.serve(ProgramSettings(metrics_host=host), health)
     assert asked(port, "/livez", f"[{host.strip('[]')}]" if ":" in host else host)[0] == 200
 
@@ -80,9 +80,7 @@ def told(port: int, authority: Authority, *own: str) -> int:
         return int(answer.status)
 
 
-def test_the_port_speaks_tls_where_the_program_has_a_certificate_and_takes_a_new_one(
-    health: Health, tmp_path: Path
-) -> None:
+def test_the_metrics_port_uses_tls_and_reloads_certificates(health: Health, tmp_path: Path) -> None:
     old, new = Authority(tmp_path, "old"), Authority(tmp_path, "new")
     certificate, key = old.issue("program")
     config = ProgramSettings(tls_certificate=certificate, tls_key=key)
@@ -99,7 +97,7 @@ def test_the_port_speaks_tls_where_the_program_has_a_certificate_and_takes_a_new
     assert told(ports[1], new) == 200
 
 
-def test_who_brings_no_certificate_is_refused_where_one_is_required(health: Health, tmp_path: Path) -> None:
+def test_a_missing_client_certificate_is_refused_if_required(health: Health, tmp_path: Path) -> None:
     ours, theirs = Authority(tmp_path, "ours"), Authority(tmp_path, "theirs")
     certificate, key = ours.issue("program")
     asking = {
@@ -116,7 +114,7 @@ def test_who_brings_no_certificate_is_refused_where_one_is_required(health: Heal
     assert told(port, ours, *theirs.issue("friend")) == 200
 
 
-def test_others_reach_the_port_only_where_it_asks_for_certificates() -> None:
+def test_a_public_metrics_port_requires_client_certificates() -> None:
     files = {"tls_certificate": "c", "tls_key": "k", "tls_client_ca": "a"}
     for settings in ({}, files):
         with pytest.raises(

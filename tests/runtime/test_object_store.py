@@ -44,14 +44,14 @@ def test_a_prefix_is_a_store_of_its_own(s3: str) -> None:
     assert two.list("dense") == [] and one.list("dense") == ["dense/1"]
 
 
-def test_large_objects_are_whole_or_not_there(s3: str) -> None:
+def test_large_objects_are_complete_or_absent(s3: str) -> None:
     store = open_store(f"s3://{s3_server.BUCKET}/large")
     data = bytes(range(256)) * (1 << 16)
     store.put("dense/1", data)
     assert store.create("dense/2", data) and store.get("dense/1") == store.get("dense/2") == data
 
 
-def test_what_proves_the_store_is_swept_away(s3: str) -> None:
+def test_objects_of_the_store_check_are_deleted(s3: str) -> None:
     store = open_store(f"s3://{s3_server.BUCKET}/proof")
     store.put("probes/left", b"by one that was killed")
     store.create("manifests/1", b"x")
@@ -114,7 +114,7 @@ def test_a_store_in_which_two_may_win_is_refused_before_anything_is_committed(
     assert asked[:2] == [("PUT", "*"), ("PUT", "*")], "the condition is asked for"
 
 
-def test_a_create_whose_outcome_is_not_known_is_told_and_never_tried_again_by_itself(
+def test_a_create_with_an_unknown_outcome_is_reported_and_not_retried(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with (
@@ -126,7 +126,7 @@ def test_a_create_whose_outcome_is_not_known_is_told_and_never_tried_again_by_it
     assert "secret-of-mine" not in str(told.value) and "\n" not in str(told.value)
 
 
-def test_a_store_that_is_away_is_not_one_that_lacks_the_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unavailable_store_differs_from_a_missing_object(monkeypatch: pytest.MonkeyPatch) -> None:
     with answering(monkeypatch, 500), pytest.raises(UnavailableError, match="can't be read"):
         open_store("s3://bucket").get("manifests/1")
     with answering(monkeypatch, 404), pytest.raises(CheckpointError, match="is absent from s3://bucket"):
@@ -134,12 +134,12 @@ def test_a_store_that_is_away_is_not_one_that_lacks_the_name(monkeypatch: pytest
 
 
 @pytest.mark.parametrize("url", ["s3://", "s3:///x", "s3://bucket/Upper", "s3://bucket/../x"])
-def test_a_place_that_is_none_is_told(url: str) -> None:
+def test_an_invalid_store_url_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="expected a store like s3://bucket/prefix"):
         open_store(url)
 
 
-def test_without_its_package_the_sentence_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "obstore", None)
     with pytest.raises(SetupError, match=r"install roostream\[s3\]"):
         open_store("s3://bucket")

@@ -57,14 +57,12 @@ def test_how_a_body_ends_is_the_exit_code_and_one_line(body: str, code: int, say
 @pytest.mark.parametrize(
     ("code", "commands"), [(0, 0), (1, 1), (REFUSED_CODE, 2), (AWAY_CODE, 2), (HELD_CODE, 75)]
 )
-def test_a_command_that_nobody_starts_again_has_one_code_for_all_that_it_could_not_do(
-    code: int, commands: int
-) -> None:
+def test_a_command_has_one_exit_code_for_all_failures(code: int, commands: int) -> None:
     assert command_exit_code(code) == commands
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_stops_the_body_in_its_own_order(number: signal.Signals) -> None:
+def test_a_signal_stops_a_program_in_order(number: signal.Signals) -> None:
     process = started("print('up', flush=True); stop.wait(30); print('down', flush=True)")
     assert process.stdout is not None and process.stdout.readline() == "up\n"
     process.send_signal(number)
@@ -92,7 +90,7 @@ def test_a_thread_that_waits_in_a_library_does_not_change_the_exit_code(waits: b
 
 
 @pytest.mark.parametrize("client", ["confluent_kafka", "json"])
-def test_the_interpreter_is_not_taken_apart_beneath_the_kafka_client(client: str) -> None:
+def test_a_program_exits_without_tearing_down_the_kafka_client(client: str) -> None:
     """Its threads call back for as long as there are any. What was registered for the end runs all the
     same."""
     code = (
@@ -111,7 +109,7 @@ def test_the_interpreter_is_not_taken_apart_beneath_the_kafka_client(client: str
     )
 
 
-def test_a_log_level_that_there_is_not_is_told() -> None:
+def test_an_unknown_log_level_is_refused() -> None:
     process = started("pass", ROOSTREAM_LOG="debgu")
     _, stderr = process.communicate(timeout=60)
     assert (
@@ -139,7 +137,7 @@ def test_a_password_in_an_address_reaches_no_log(body: str) -> None:
     assert "s3cret" not in stderr and "redis://***@127.0.0.1:1/0" in stderr
 
 
-def test_a_program_says_once_that_it_compiles_kernels() -> None:
+def test_compiling_kernels_is_logged_once() -> None:
     """Those that are in the cache are not compiled, so nothing is said of them."""
     head = "from numba import njit; f = njit(lambda x: x + 1); g = njit(lambda x: x + 2)"
     process = started(f"{head}; f(1); g(1)", PYTHONSTARTUP="")
@@ -174,7 +172,7 @@ def test_lines_may_be_json_one_object_a_line() -> None:
     assert "ZeroDivisionError" in told[1]["error"] and "error" not in told[0]
 
 
-def test_a_line_names_the_call_that_it_is_about() -> None:
+def test_a_log_line_names_its_call() -> None:
     begin = "CURRENT_CALL.set(CallContext('c-1', 'aa', 'bb'))"
     body = f"{begin}; logging.getLogger('any').warning('slow'); CURRENT_CALL.set(None)"
     assert lines_of(body, "text")[0].endswith("any slow [call_id=c-1 trace_id=aa span_id=bb]")

@@ -43,7 +43,7 @@ def test_a_reader_that_keeps_up_loses_nothing() -> None:
         assert kafka.lost_at(A, oldest, committed) == 0
 
 
-def test_what_was_deleted_before_it_was_committed_is_counted_once_and_said(
+def test_records_deleted_before_their_commit_are_counted_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     kafka = Kafka()
@@ -66,7 +66,7 @@ def test_a_reader_that_has_committed_nothing_was_promised_nothing() -> None:
     assert Kafka().lost_at(A, 30, -1) == 0
 
 
-def test_while_kafka_is_away_nothing_is_told_and_the_next_look_finds_it() -> None:
+def test_an_outage_hides_losses_only_until_the_next_check() -> None:
     kafka = Kafka()
     kafka.away = True
     assert kafka.lost_at(A, 30, 10) == 0
@@ -92,7 +92,7 @@ def test_a_groups_offsets_stand_beside_the_oldest_ones_under_our_names() -> None
     assert asked(Group(oldest=3)) == {A: CommittedOffset(3, 5), B: CommittedOffset(3, -1)}
 
 
-def test_a_broker_that_is_away_is_told_as_such() -> None:
+def test_an_unavailable_broker_is_reported() -> None:
     group = Group()
     group.fails = clients.TRANSPORT
     with pytest.raises(UnavailableError, match="unknown"):

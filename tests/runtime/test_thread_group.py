@@ -25,7 +25,7 @@ def test_a_thread_that_fails_stops_the_process(caplog: pytest.LogCaptureFixture)
     assert isinstance(told.value.__cause__, ZeroDivisionError)
 
 
-def test_what_a_thread_refuses_is_one_sentence(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_error_of_a_thread_is_one_sentence(caplog: pytest.LogCaptureFixture) -> None:
     def refuse() -> None:
         raise ConfigError("expected 8 partitions, got 4")
 

@@ -19,7 +19,7 @@ def times(records: list[Record]) -> list[int]:
     return [r.timestamp_ms for r in records]
 
 
-def test_of_equal_times_the_partition_that_was_named_first_comes_first() -> None:
+def test_equal_times_are_ordered_by_partition() -> None:
     merge = TimestampMerge([IMPRESSIONS, P0])
     merge.offer(record(P0, 0, 10))
     merge.offer(record(IMPRESSIONS, 0, 10))
@@ -28,7 +28,7 @@ def test_of_equal_times_the_partition_that_was_named_first_comes_first() -> None
     assert [r.topic for r in merge.take(2)] == ["impressions", "samples"]
 
 
-def test_a_partition_at_its_end_holds_up_nobody() -> None:
+def test_a_partition_at_its_end_delays_no_other() -> None:
     merge = TimestampMerge([P0, P1, P2])
     merge.reached_end(P1)
     merge.reached_end(P2)
@@ -41,7 +41,7 @@ def test_a_partition_at_its_end_holds_up_nobody() -> None:
     assert times(merge.take(5)) == [20]
 
 
-def test_a_partition_that_is_closed_gives_nothing_and_holds_up_nobody() -> None:
+def test_a_closed_partition_delays_no_other() -> None:
     merge = TimestampMerge([P0, P1])
     for r in (record(P0, 0, 10), record(P1, 0, 20), record(P0, 1, 30)):
         merge.offer(r)
@@ -51,7 +51,7 @@ def test_a_partition_that_is_closed_gives_nothing_and_holds_up_nobody() -> None:
     assert times(merge.take_from(P0, 9)) == [30]
 
 
-def test_a_partition_is_drained_when_all_of_it_is_given() -> None:
+def test_a_partition_is_drained_when_all_records_are_returned() -> None:
     merge = TimestampMerge([P0])
     merge.offer(record(P0, 0, 10))
     merge.reached_end(P0)
@@ -68,7 +68,7 @@ def test_buffers_are_bounded_by_room() -> None:
     assert merge.num_free(P0) == 0
 
 
-def test_buffers_are_bounded_by_bytes_too_whoever_takes() -> None:
+def test_buffers_are_bounded_by_bytes() -> None:
     merge = TimestampMerge([P0, P1], max_buffered=10, max_buffered_bytes=1000)
     for offset in range(3):
         merge.offer(record(P0, offset, 10)._replace(value=bytes(300)))
@@ -86,7 +86,7 @@ def test_buffers_are_bounded_by_bytes_too_whoever_takes() -> None:
     assert merge.num_free(P0) == 10
 
 
-def test_one_partition_can_be_taken_alone_or_all_as_they_are() -> None:
+def test_one_partition_or_all_can_be_read() -> None:
     merge = TimestampMerge([P0, P1])
     for n, p in enumerate((P0, P1, P1)):
         merge.offer(record(p, max(n - 1, 0), 50 - n))
@@ -99,9 +99,7 @@ def test_one_partition_can_be_taken_alone_or_all_as_they_are() -> None:
 @given(
     st.lists(st.lists(st.integers(0, 50), max_size=10).map(sorted), min_size=1, max_size=4), st.integers(1, 7)
 )
-def test_sorted_partitions_come_out_sorted_whatever_arrives_first(
-    partitions: list[list[int]], poll: int
-) -> None:
+def test_sorted_partitions_are_merged_in_order(partitions: list[list[int]], poll: int) -> None:
     names = [("samples", p) for p in range(len(partitions))]
     merge = TimestampMerge(names)
     out: list[Record] = []

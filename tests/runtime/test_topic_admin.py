@@ -105,7 +105,7 @@ def test_a_broker_that_hears_of_a_new_topic_late_is_waited_for() -> None:
     admin(brokers).check()
 
 
-def test_what_exists_otherwise_is_told_in_one_sentence() -> None:
+def test_an_existing_topic_that_differs_is_reported_in_one_sentence() -> None:
     brokers = FakeAdmin()
     admin(brokers).create()
     del brokers.topics["p.rows"]
@@ -125,7 +125,7 @@ def test_a_topic_that_is_refused_is_named() -> None:
         admin(brokers, replication=3).create()
 
 
-def test_brokers_that_are_away_are_told() -> None:
+def test_unavailable_brokers_are_reported() -> None:
     brokers = FakeAdmin()
     brokers.down = True
     with pytest.raises(UnavailableError, match="away"):
@@ -154,7 +154,7 @@ def test_records_are_kept_longer_and_never_for_a_shorter_time() -> None:
     admin(brokers, retention_ms=1_000).check()
 
 
-def test_a_broker_that_refuses_to_keep_longer_is_told_of() -> None:
+def test_a_refused_retention_change_is_reported() -> None:
     brokers = FakeAdmin()
     admin(brokers, retention_ms=1_000).create()
     brokers.refused["p.samples"] = KafkaError.TOPIC_AUTHORIZATION_FAILED

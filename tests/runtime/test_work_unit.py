@@ -12,25 +12,25 @@ from tests.runtime.manifest_cases import an_input
 AT = {("samples", 0): 100, ("samples", 1): 8, ("samples", 2): 0, ("corrections", 0): 0}
 
 
-def test_it_survives_json() -> None:
+def test_a_work_unit_round_trips_as_json() -> None:
     assert TableInput.of(json.loads(json.dumps(an_input().plain()))) == an_input()
     assert TableInput.of(None) is None and TableInput.of({}) is None
 
 
-def test_it_is_handed_out_as_positions_of_each_partition() -> None:
+def test_a_work_unit_is_positions_by_partition() -> None:
     assert an_input(rows={1: 8, 0: 100, 2: 0}).units == (
         WorkUnit("samples/0", 0, 100),
         WorkUnit("samples/1", 0, 8),
     )
 
 
-def test_it_is_trained_when_every_partition_is() -> None:
+def test_a_work_unit_is_done_when_every_partition_is() -> None:
     assert an_input().is_trained(AT)
     assert not an_input().is_trained({**AT, ("samples", 1): 7}) and not an_input().is_trained({})
 
 
 @pytest.mark.parametrize(("version", "corrections"), [(4, 3), (-1, 0)])
-def test_the_stream_goes_on_where_the_version_ends(version: int, corrections: int) -> None:
+def test_the_stream_continues_where_the_table_version_ends(version: int, corrections: int) -> None:
     """Labels as they were at the close lack all corrections."""
     behind = an_input(corrections=version).stream_behind(AT)
     assert behind == {
@@ -44,10 +44,10 @@ def test_the_stream_goes_on_where_the_version_ends(version: int, corrections: in
 @pytest.mark.parametrize(
     "told", [{"table": "t"}, {**an_input().plain(), "rows": {"a": 1}}, {**an_input().plain(), "new": 1}]
 )
-def test_what_is_no_session_is_refused(told: dict[str, object]) -> None:
+def test_an_invalid_session_is_refused(told: dict[str, object]) -> None:
     with pytest.raises((KeyError, TypeError, ValueError, AttributeError)):
         TableInput.of(told)
 
 
-def test_where_no_stream_is_known_whichever_comes_begins_at_its_beginning() -> None:
+def test_without_known_offsets_a_stream_starts_at_its_first_record() -> None:
     assert an_input(topics={}).stream_behind(AT) == dict.fromkeys(AT, 0)

@@ -213,7 +213,7 @@ SEQUENCE = (
         ('{ a = "item" }', '{ b = "item" }', "feature 'h': expected column_tables {'a': 'item'}"),
     ],
 )
-def test_a_change_that_cannot_be_read_says_expected_and_got(old: str, new: str, message: str) -> None:
+def test_an_unreadable_schema_change_is_refused(old: str, new: str, message: str) -> None:
     text = GOOD + SEQUENCE
     assert old in text
     with pytest.raises(SchemaError) as error:

@@ -47,7 +47,7 @@ def test_storage_settings_of_rows_may_change_after_a_commit(now: Schema, why: st
         (schema(5), False, ConfigError, "in the store"),
     ],
 )
-def test_what_the_committed_weights_and_rows_do_not_fit_is_refused(
+def test_a_model_that_does_not_fit_the_commit_is_refused(
     now: Schema, known: bool, error: type[Exception], message: str
 ) -> None:
     registry = {COMMITTED.fingerprint: COMMITTED} if known else {}

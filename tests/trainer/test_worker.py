@@ -236,7 +236,7 @@ def test_an_abort_ends_older_cuts_and_refuses_later_ones() -> None:
     assert stage.do("cut", seq=1)["ok"]
 
 
-def test_a_broken_worker_that_is_told_to_resume_does_not_train() -> None:
+def test_a_broken_worker_does_not_resume_on_command() -> None:
     stage = Stage().started()
     stage.worker.turn()
     assert stage.do("cut", seq=1)["ok"]
@@ -316,7 +316,7 @@ def test_offsets_of_another_kafka_are_refused() -> None:
         other.worker.turn()
 
 
-def test_another_model_is_refused_and_names_what_differs() -> None:
+def test_another_model_is_refused_with_the_difference() -> None:
     stage = Stage()
     stage.committed()
     stage.built.loop.model_config = dataclasses.replace(samples.MODEL, cross_layers=2)

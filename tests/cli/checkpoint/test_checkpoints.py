@@ -127,7 +127,7 @@ def test_a_damaged_manifest_is_listed_as_one(home: OneShardHome) -> None:
     assert "cannot be read" in ran("list", "--home", home.root)[1]
 
 
-def test_a_whole_commit_is_verified_to_its_last_part(home: OneShardHome) -> None:
+def test_verify_reads_every_part_of_a_commit(home: OneShardHome) -> None:
     found = home.verified(3)
     assert set(found.values()) == {"ok"} and len(found) == 6
     assert home.verified(1)["manifests/00000001 continues 0"] == "not reached"
@@ -205,7 +205,7 @@ def test_rows_of_a_copy_are_arrays_that_any_program_reads(home: OneShardHome, tm
     assert bits == {key: value for key, value in home.states[3].items() if key[0] == stack} and len(bits) == 4
 
 
-def test_a_copy_of_what_is_damaged_is_rejected_and_is_no_export(home: OneShardHome, tmp_path: Path) -> None:
+def test_a_damaged_commit_is_not_exported(home: OneShardHome, tmp_path: Path) -> None:
     home.store.put("dense/00000003-1.safetensors", b"x")
     with pytest.raises(CheckpointError, match="it is damaged"):
         checkpoints.export(home.store, 3, home.root, tmp_path / "copy")
@@ -214,7 +214,7 @@ def test_a_copy_of_what_is_damaged_is_rejected_and_is_no_export(home: OneShardHo
         checkpoints.export(home.store, 2, home.root, tmp_path / "copy")
 
 
-def test_going_back_says_what_is_discarded_and_asks(home: OneShardHome) -> None:
+def test_rollback_lists_what_is_discarded_and_asks(home: OneShardHome) -> None:
     code, text = ran("rollback", "--home", home.root, 1, answer="n\n")
     assert code == 1 and "2: 1-2 of" in text and "3: 1-3 of" in text and "Discard them?" in text
     assert manifests.numbers(home.store) == [1, 2, 3]
@@ -225,7 +225,7 @@ def test_going_back_says_what_is_discarded_and_asks(home: OneShardHome) -> None:
     assert manifests.next_seq(home.store) == 4, "numbers are never used again"
 
 
-def test_going_back_to_the_newest_or_to_what_is_not_there_changes_nothing(home: OneShardHome) -> None:
+def test_rollback_to_the_newest_or_a_missing_commit_changes_nothing(home: OneShardHome) -> None:
     assert "already the newest" in ran("rollback", "--home", home.root, 3, "--yes")[1]
     with pytest.raises(CheckpointError, match="one of the commits 1 to 3 that are kept, got 9"):
         ran("rollback", "--home", home.root, 9, "--yes")
@@ -235,7 +235,7 @@ def test_going_back_to_the_newest_or_to_what_is_not_there_changes_nothing(home: 
     assert manifests.numbers(home.store) == [1, 2, 3] and manifests.newest_incarnation(home.store) == 1
 
 
-def test_going_back_fences_a_controller_that_still_runs_and_takes_what_it_linked_meanwhile(
+def test_rollback_fences_a_running_controller(
     home: OneShardHome,
 ) -> None:
     late = manifests.load(home.store, "manifests/00000003").manifest
@@ -265,7 +265,7 @@ def test_going_back_that_is_cut_off_leaves_a_log_without_a_gap(home: OneShardHom
     assert manifests.discard_after(home.store, 1) == [2]
 
 
-def test_a_home_without_commits_says_so(tmp_path: Path) -> None:
+def test_a_home_without_commits_is_reported(tmp_path: Path) -> None:
     with pytest.raises(SetupError, match="there is no store"):
         ran("list", "--home", tmp_path)
     (tmp_path / "store").mkdir()
@@ -281,9 +281,7 @@ def imported(home: OneShardHome, tmp_path: Path, seq: int = 2) -> tuple[Path, Pa
     return tmp_path / "export", tmp_path / "other"
 
 
-def test_a_model_is_imported_to_another_kafka_with_everything_that_it_learned_and_no_offset(
-    home: OneShardHome, tmp_path: Path
-) -> None:
+def test_an_import_has_all_trained_state_and_no_offsets(home: OneShardHome, tmp_path: Path) -> None:
     export, other = imported(home, tmp_path)
     assert restored(other) == home.states[2]
     store, then = FileStore(other / "store"), manifests.load(home.store, "manifests/00000002").manifest
@@ -325,7 +323,7 @@ def test_incarnations_continue_above_those_of_the_other_cluster(home: OneShardHo
     assert manifests.claim_incarnation(store, 0) == newest + 1
 
 
-def test_a_model_comes_only_into_what_is_empty_and_only_whole(home: OneShardHome, tmp_path: Path) -> None:
+def test_an_import_needs_an_empty_home_and_is_all_or_nothing(home: OneShardHome, tmp_path: Path) -> None:
     export, other = imported(home, tmp_path)
     before = restored(home.root)
     with pytest.raises(SetupError, match="expected a store without commits, got 3"):

@@ -116,7 +116,7 @@ def disks(blobs: Mapping[int, MemoryKeyValueStore], count: int) -> dict[int, Mem
 @pytest.mark.parametrize(
     "after", [SWAPPED, TURNED, ONE, THREE], ids=["swapped", "turned", "to one", "to three"]
 )
-def test_rows_are_the_same_to_the_bit_and_each_is_at_its_new_owner(after: BucketMap) -> None:
+def test_moved_rows_are_bit_equal_at_their_new_owner(after: BucketMap) -> None:
     store, blobs, rows = trained()
     every = disks(blobs, after.num_owners)
     before = manifests.newest(store)
@@ -195,7 +195,7 @@ def killed_moves() -> Iterator[tuple[bool, MemoryStore, dict[int, MemoryKeyValue
             break
 
 
-def test_killed_anywhere_the_old_map_holds_or_the_new_one_does_and_it_can_be_done_again() -> None:
+def test_a_killed_move_leaves_the_old_or_the_new_map_and_can_be_repeated() -> None:
     outcomes = []
     for is_moved, store, blobs, rows in killed_moves():
         outcomes.append(is_moved)
@@ -211,7 +211,7 @@ def test_killed_anywhere_the_old_map_holds_or_the_new_one_does_and_it_can_be_don
     assert len(outcomes) > 8 and outcomes.count(True) == 1, "the kill behind the link alone has the new map"
 
 
-def test_readers_are_reported_what_they_had_not_got_before_the_move() -> None:
+def test_unpublished_changes_survive_a_move() -> None:
     store, blobs = MemoryStore(), {i: MemoryKeyValueStore() for i in range(2)}
     register(store, small_schema())
     topic = InMemoryRows()
@@ -247,7 +247,7 @@ def test_a_rollback_to_before_the_move_has_the_old_map_and_rows() -> None:
     assert back.rows() == rows and back.shards[0].owners == BucketMap.modulo(64, 2)
 
 
-def test_what_is_there_already_is_no_new_commit() -> None:
+def test_applying_the_current_map_makes_no_commit() -> None:
     store, blobs, _ = trained()
     before = manifests.newest(store)
     assert before and move(store, BucketMap.modulo(64, 2), blobs, 0) == before.manifest
@@ -265,7 +265,7 @@ def test_what_is_there_already_is_no_new_commit() -> None:
         ),
     ],
 )
-def test_a_map_that_cannot_be_gone_to_is_rejected_and_nothing_changes(after: BucketMap, says: str) -> None:
+def test_an_invalid_map_is_rejected_and_changes_nothing(after: BucketMap, says: str) -> None:
     store, blobs, _ = trained()
     objects, data = dict(store.objects), {i: dict(b.data) for i, b in blobs.items()}
     with pytest.raises(ConfigError, match=says):
@@ -288,7 +288,7 @@ def test_damaged_rows_are_not_moved_and_a_full_disk_leaves_the_last_commit() -> 
     assert Fleet(store, sound).rows() == rows
 
 
-def test_whoever_ran_is_fenced() -> None:
+def test_a_move_fences_running_programs() -> None:
     store, blobs, _ = trained()
     mine = manifests.newest_incarnation(store)
     move(store, TURNED, blobs, 0)

@@ -160,7 +160,7 @@ def lookup_of(schema: Schema, table: str, ids: tuple[int, ...]) -> Lookup:
     return Lookup(stacks)
 
 
-def test_rows_come_in_by_their_row_numbers_and_go_out_as_they_came(place: Path) -> None:
+def test_rows_round_trip_by_row_number(place: Path) -> None:
     collection = a_collection()
     text = brought(place, collection.state_dict())
     assert "commit 1 with 65 rows of 2 tables and 0 of 8 dense weights" in text
@@ -173,7 +173,7 @@ def test_rows_come_in_by_their_row_numbers_and_go_out_as_they_came(place: Path) 
     again.load_state_dict(out)
 
 
-def test_ids_that_are_no_row_numbers_come_by_a_map_and_leave_by_one(place: Path) -> None:
+def test_rows_with_other_ids_round_trip_by_a_map(place: Path) -> None:
     collection = a_collection()
     id_N = np.random.default_rng(1).integers(-(1 << 62), 1 << 62, SIZES["item"])
     (place / "ids.safetensors").write_bytes(tensor_file.encode({"item": id_N}, {}))
@@ -194,7 +194,7 @@ def test_ids_that_are_no_row_numbers_come_by_a_map_and_leave_by_one(place: Path)
     assert torch.equal(out["embedding_bags.item.weight"], weight[np.argsort(id_N)])
 
 
-def test_a_row_number_without_a_row_holds_what_a_new_row_would_and_ids_without_a_number_are_reported(
+def test_missing_rows_have_initial_values_and_ids_without_a_number_are_reported(
     place: Path,
 ) -> None:
     brought(place, a_collection().state_dict())
@@ -309,7 +309,7 @@ def test_ids_that_do_not_fit_are_rejected(place: Path, ids: dict[str, np.ndarray
     assert not (place / "home").exists()
 
 
-def test_rows_come_only_into_what_is_empty_and_leave_only_into_a_new_file(place: Path) -> None:
+def test_import_needs_an_empty_home_and_export_a_new_file(place: Path) -> None:
     brought(place, a_collection().state_dict())
     with pytest.raises(SetupError, match="expected a store without commits, got 1"):
         brought(place, a_collection().state_dict())

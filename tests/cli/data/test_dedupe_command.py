@@ -65,7 +65,7 @@ def test_factors_as_logged_and_clustered_are_reported_for_machines(log: Path) ->
     )
 
 
-def test_people_get_tables_and_what_to_do(log: Path) -> None:
+def test_the_command_prints_tables_and_advice(log: Path) -> None:
     shown = run(log, "--batch", "4")
     assert shown.exit_code == 0 and "as logged: 16 requests in batches of 4, S = 1.00" in shown.stdout
     assert (

@@ -27,7 +27,7 @@ def run(*arguments: object) -> Result:
     return CliRunner().invoke(cli, [str(argument) for argument in arguments])
 
 
-def test_a_feature_is_reported_by_day_with_how_often_it_is_asked_for(place: Path) -> None:
+def test_a_feature_is_reported_by_day_with_its_use_in_sessions(place: Path) -> None:
     told = json.loads(run("inspect", "feature", place, "age", "history", "--json").stdout)
     assert list(told["days"]) == ["2024-05-01", "2024-05-02"] and set(told["days"]["2024-05-01"]) == {
         "age",
@@ -40,23 +40,23 @@ def test_a_feature_is_reported_by_day_with_how_often_it_is_asked_for(place: Path
     assert told["asked"] == {"age": 1.0, "history": 0.5}
 
 
-def test_people_get_a_table_of_the_days_they_name(place: Path) -> None:
+def test_the_command_prints_a_table_of_the_named_days(place: Path) -> None:
     shown = run("inspect", "feature", place, "--from", "2024-05-02")
     assert shown.exit_code == 0 and "2024-05-02" in shown.stdout and "2024-05-01" not in shown.stdout
 
 
-def test_a_feature_that_isnt_there_is_reported(place: Path) -> None:
+def test_an_unknown_feature_is_refused(place: Path) -> None:
     failed = run("inspect", "feature", place, "agee")
     assert failed.exit_code != 0 and "did you mean 'age'" in str(failed.exception)
 
 
-def test_duplicates_of_a_warehouse_are_reported_as_those_of_a_log(place: Path) -> None:
+def test_duplicates_of_a_warehouse_equal_those_of_its_log(place: Path) -> None:
     told = json.loads(run("inspect", "dedupe", place, "--json").stdout)
     assert told["requests"] == 2 * ROWS and "history" in told["arrangements"]["clustered"]["features"]
     assert json.loads(run("inspect", "dedupe", place, "--requests", 10, "--json").stdout)["requests"] == ROWS
 
 
-def test_a_page_has_its_plots_within(place: Path, tmp_path: Path) -> None:
+def test_a_page_contains_its_plots(place: Path, tmp_path: Path) -> None:
     shown = run("report", "table", place, "--out", tmp_path / "page", "--batch", 32)
     assert shown.exit_code == 0 and f"{2 * ROWS:,} requests in 2 files" in shown.stdout
     page = (tmp_path / "page" / "index.html").read_text()

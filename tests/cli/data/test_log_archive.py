@@ -55,7 +55,7 @@ def run(folder: Path, *more: str) -> Result:
     return CliRunner().invoke(cli, [*arguments, *more])
 
 
-def test_every_request_is_a_sample_with_its_labels_and_lies_by_user(log: Path) -> None:
+def test_an_imported_log_has_every_request_as_a_sample_clustered_by_user(log: Path) -> None:
     done = run(log)
     assert done.exit_code == 0 and "30 samples in " in done.stdout
     scan = TableScan(log / "w")

@@ -29,7 +29,7 @@ def told(*arguments: str) -> str:
     return found.output
 
 
-def test_a_session_is_reported_before_it_is_read(place: Path, tmp_path: Path) -> None:
+def test_a_session_is_described_before_it_is_read(place: Path, tmp_path: Path) -> None:
     whole = json.loads(told("inspect", "session", str(place), "--json"))
     assert (whole["requests"], whole["files"], whole["splits"], whole["row_groups"]) == (2 * ROWS, 2, 2, 2)
     assert 0 <= whole["over_read"] <= 0.08 and whole["rows"] == {"3": 2 * ROWS}
@@ -62,7 +62,7 @@ def test_two_readers_of_a_captured_session_read_the_same(place: Path, tmp_path: 
     assert "second / first: " in text and "3 turns" in text
 
 
-def test_what_is_not_there_is_reported(place: Path) -> None:
+def test_a_missing_table_is_reported(place: Path) -> None:
     run = CliRunner().invoke
     assert "expected features of schema" in str(
         run(cli, ["inspect", "session", str(place), "--features", "agee"]).exception
@@ -75,7 +75,7 @@ def test_what_is_not_there_is_reported(place: Path) -> None:
     )
 
 
-def test_who_read_what_in_a_run_is_reported(tmp_path: Path) -> None:
+def test_the_readers_of_a_run_are_listed(tmp_path: Path) -> None:
     log, store = LeaseLog(), open_store(str(tmp_path / "store"))
     log.note(1, "granted", Lease(3, 0, 1, "a:1/x"))
     log.note(2, "done", Lease(3, 0, 1, "a:1/x"))

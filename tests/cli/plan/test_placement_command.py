@@ -39,7 +39,7 @@ def test_profiles_are_reported_by_feature(known: list[str]) -> None:
     assert told["user"]["examples"] == 40
 
 
-def test_a_plan_says_how_even_it_is_and_what_its_times_rest_on(known: list[str]) -> None:
+def test_a_plan_shows_its_imbalance_and_the_basis_of_its_times(known: list[str]) -> None:
     shown = placement("plan", *known, "--owners", "4")
     assert shown.exit_code == 0
     for text in ("imbalance", "the lower bound", "assumed constants"):
@@ -126,7 +126,7 @@ def test_two_plans_are_compared(known: list[str], tmp_path: Path) -> None:
         (["--memory", "nan"], "--memory: expected"),
     ],
 )
-def test_what_cannot_be_is_said_in_a_sentence(known: list[str], arguments: list[str], said: str) -> None:
+def test_an_impossible_plan_is_one_sentence(known: list[str], arguments: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         CliRunner().invoke(
             cli, ["placement", "plan", *known, "--owners", "4", *arguments], catch_exceptions=False

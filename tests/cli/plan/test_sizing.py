@@ -49,7 +49,7 @@ def test_a_report_that_lacks_a_figure_is_reported(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "what", ["brokers", "Kafka's disks", "task managers", "serving processes", "readers", "network"]
 )
-def test_what_grows_linearly_grows_linearly(what: str) -> None:
+def test_linear_costs_grow_linearly(what: str) -> None:
     small, large = needs(requests_per_s=20_000)[what].amount, needs(requests_per_s=200_000)[what].amount
     assert 9.0 < large / small < 11.0 or math.ceil(large) <= 10 * math.ceil(small)
     assert math.isinf(needs(requests_per_s=20_000)[what].ends_at)
@@ -68,14 +68,14 @@ def test_as_many_workers_as_keep_up_and_no_more() -> None:
     )
 
 
-def test_workers_end_by_what_a_step_costs_beside_its_requests() -> None:
+def test_workers_are_limited_by_the_fixed_cost_of_a_step() -> None:
     small, large = (
         needs(requests_per_s=1000, batch_requests=batch)["workers"].ends_at for batch in (512, 8192)
     )
     assert small < large / 2  # small steps are all sum and calls
 
 
-def test_the_bottleneck_is_what_ends_first_and_a_load_beyond_it_is_reported() -> None:
+def test_the_bottleneck_is_found_and_an_impossible_load_is_reported() -> None:
     found = plan(Load(requests_per_s=1_000_000, rows=10**9), FIGURES)
     assert bottleneck(found).what == "workers" and bottleneck(found).ends_at < 1_000_000
     done = CliRunner().invoke(cli, ["plan", "--requests-per-s", "1000000", "--rows", "1000000000"])
@@ -84,7 +84,7 @@ def test_the_bottleneck_is_what_ends_first_and_a_load_beyond_it_is_reported() ->
     assert "enough for this load" in done.output
 
 
-def test_rows_decide_on_shards_by_memory_and_on_what_serving_holds() -> None:
+def test_rows_determine_the_number_of_shards_and_the_memory_of_serving() -> None:
     few, many = needs(requests_per_s=10, rows=10**6), needs(requests_per_s=10, rows=10**10)
     assert few["shards"].amount == 1 and many["shards"].amount == math.ceil(
         10**10 * row_bytes(Load(requests_per_s=10)) / (64e9 * 0.6)
@@ -96,7 +96,7 @@ def test_rows_decide_on_shards_by_memory_and_on_what_serving_holds() -> None:
 
 
 @pytest.mark.parametrize(("candidates", "history"), [(5, 30), (20, 30), (20, 100), (200, 30), (11, 50)])
-def test_a_samples_bytes_are_about_those_that_the_encoder_makes(candidates: int, history: int) -> None:
+def test_estimated_bytes_of_a_sample_are_close_to_the_encoder(candidates: int, history: int) -> None:
     records = data.sample_records(data.demo_schema(), 20, candidates=candidates, history=history)
     made = sum(len(record.value or b"") for record in records) / len(records)
     assert Load(requests_per_s=1, candidates=candidates, history=history).sample_bytes == pytest.approx(
@@ -104,7 +104,7 @@ def test_a_samples_bytes_are_about_those_that_the_encoder_makes(candidates: int,
     )
 
 
-def test_a_rows_bytes_are_those_of_a_shards_table() -> None:
+def test_estimated_bytes_of_a_row_equal_the_shards_table() -> None:
     schema = data.demo_schema()
     tables = [table for table in schema.tables if table.dim == 16]
     table = StackTable("s", tables, seed=0, num_buckets=64, eviction=ExpiryPolicy)
@@ -112,7 +112,7 @@ def test_a_rows_bytes_are_those_of_a_shards_table() -> None:
     assert per_row <= row_bytes(Load(requests_per_s=1, dim=16)) <= 2 * per_row
 
 
-def test_the_plan_for_programs_says_the_same() -> None:
+def test_json_and_text_plans_agree() -> None:
     done = CliRunner().invoke(cli, ["plan", "--requests-per-s", "20000", "--candidates", "50", "--json"])
     told = json.loads(done.output)
     assert told["load"] == dataclasses.asdict(Load(requests_per_s=20_000, candidates=50))
@@ -122,14 +122,14 @@ def test_the_plan_for_programs_says_the_same() -> None:
     )
 
 
-def test_every_need_says_where_its_figure_is_from() -> None:
+def test_every_figure_names_its_source() -> None:
     for need in plan(Load(requests_per_s=1000), FIGURES):
         assert need.why
     cited = " ".join(need.why for need in plan(Load(requests_per_s=1000), FIGURES))
     assert cited.count("docs/benchmarks/") >= 10 and "assumed" in cited
 
 
-def test_what_can_not_be_is_rejected_by_its_flag() -> None:
+def test_an_invalid_flag_is_rejected_by_name() -> None:
     done = CliRunner().invoke(cli, ["plan", "--requests-per-s", "0"])
     assert (
         isinstance(done.exception, ConfigError)
@@ -137,7 +137,7 @@ def test_what_can_not_be_is_rejected_by_its_flag() -> None:
     )
 
 
-def test_the_pages_table_is_what_the_plan_says() -> None:
+def test_the_table_of_the_page_equals_the_plan() -> None:
     text = (ROOT / "docs" / "operations" / "scale.md").read_text(encoding="utf-8")
     assert renew_scale_table(text, FIGURES) == text
     faster = renew_scale_table(text, FIGURES | {"serve_20_us": 1.0, "serve_200_us": 2.0})

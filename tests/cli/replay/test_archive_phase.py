@@ -27,7 +27,7 @@ def at(*times_ms: int) -> list[Record]:
     return [Record("impressions", 0, -1, time_ms, b"", b"") for time_ms in times_ms]
 
 
-def test_a_log_is_parted_at_a_time_and_nothing_of_it_is_lost() -> None:
+def test_a_log_is_split_at_a_time_without_losses() -> None:
     log = SplitLog(iter(at(1, 4, 4, 5, 9)), 5)
     assert [record.timestamp_ms for record in log.before()] == [1, 4, 4]
     assert [record.timestamp_ms for record in log.others()] == [5, 9]
@@ -35,7 +35,7 @@ def test_a_log_is_parted_at_a_time_and_nothing_of_it_is_lost() -> None:
     assert len(list(all_before.before())) == 2 and not list(all_before.others())
 
 
-def test_the_log_is_read_no_further_than_it_is_asked_for() -> None:
+def test_the_log_is_read_only_as_far_as_needed() -> None:
     read: list[int] = []
 
     def log() -> Iterator[Record]:
@@ -59,7 +59,7 @@ def past(place: Path, clock: FakeClock) -> ArchivePhase:
     return ArchivePhase(place / "warehouse", FileStore(place / "store"), clock)
 
 
-def test_it_is_archived_when_the_files_have_all_and_no_sample_comes_for_a_while(place: Path) -> None:
+def test_the_archive_is_complete_when_files_have_all_samples(place: Path) -> None:
     clock = FakeClock()
     it = past(place, clock)
     ends = {0: 30, 1: 30}
@@ -75,7 +75,7 @@ def test_it_is_archived_when_the_files_have_all_and_no_sample_comes_for_a_while(
     assert not past(place / "elsewhere", clock).is_archived(ends)
 
 
-def test_it_waits_until_days_that_are_over_are_sealed(tmp_path: Path) -> None:
+def test_the_archive_phase_waits_until_finished_days_are_sealed(tmp_path: Path) -> None:
     clock, ends = FakeClock(), {0: 30, 1: 30}
     archiver, reader, _ = an_archiver(tmp_path / "warehouse", topic(rich_schema(), 30, days=3), clock=clock)
     archiver.open()
@@ -120,6 +120,6 @@ def test_a_stack_that_archives_first_has_archivers_and_a_trainer_that_begins_in_
         ({"archived_until": "soon"}, "archived_until"),
     ],
 )
-def test_what_can_not_be_is_rejected(tmp_path: Path, settings: dict[str, Any], says: str) -> None:
+def test_impossible_settings_are_rejected(tmp_path: Path, settings: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         config(tmp_path, **settings)

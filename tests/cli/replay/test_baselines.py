@@ -53,7 +53,7 @@ def fed(
     baselines.add(sample, Record(SAMPLES, 0, number, time_ms, b"", wire.encode(wire.SAMPLE, sample)))
 
 
-def test_an_item_that_is_always_clicked_is_found_by_its_rate_and_not_by_its_place() -> None:
+def test_popularity_finds_an_item_that_is_always_clicked() -> None:
     rng, baselines = np.random.default_rng(0), Baselines(CLICK)
     for n in range(600):
         items = rng.permutation(6).tolist()
@@ -74,7 +74,7 @@ def test_a_place_that_is_always_clicked_is_found_by_the_places_as_shown() -> Non
     assert baselines.report()["place"]["overall"]["request_auc"] > 0.95
 
 
-def test_what_is_liked_now_is_found_by_what_is_recent() -> None:
+def test_recent_popularity_finds_what_is_liked_now() -> None:
     """Each day another of five items is clicked."""
     rng, baselines = np.random.default_rng(1), Baselines(CLICK)
     for n in range(1200):
@@ -92,7 +92,7 @@ def test_what_is_liked_now_is_found_by_what_is_recent() -> None:
     assert found["recent"]["overall"]["request_auc"] > 0.9 > found["item"]["overall"]["request_auc"]
 
 
-def test_what_floats_tell_is_found_by_the_line_on_them() -> None:
+def test_the_linear_baseline_learns_from_floats() -> None:
     rng, baselines = np.random.default_rng(2), Baselines(CLICK)
     for n in range(1500):
         prices = rng.lognormal(0, 2, 4)
@@ -109,7 +109,7 @@ def test_what_floats_tell_is_found_by_the_line_on_them() -> None:
     assert found["auc"] > 0.8 and found["ne"] < 0.85 and 0.9 < found["calibration"] < 1.1
 
 
-def test_a_sample_is_scored_before_it_counts_and_measured_from_the_time_given() -> None:
+def test_baselines_score_a_sample_before_learning_from_it() -> None:
     baselines = Baselines(BOTH, measure_from_ms=DAY)
     fed(baselines, BOTH, 1, [1, 2], [1, 0, 0, 0])
     fed(baselines, BOTH, 2, [1, 2], [1, 1, 0, 0], time_ms=DAY)

@@ -61,9 +61,7 @@ def check(folder: Path, *lines: object, flags: tuple[str, ...] = ()) -> tuple[in
     return int(str(ended.value.code)), json.loads(report.read_text()) if report.exists() else {}
 
 
-def test_a_good_log_is_reported_what_the_joiner_would_do(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_check_reports_what_the_joiner_would_do(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     lines = [*(shown(n) for n in range(20)), *(done(n) for n in range(0, 20, 2)), done(0), done(3, 3600)]
     code, report = check(tmp_path, *lines)
     assert code == 0 and report["errors"] == []
@@ -79,7 +77,7 @@ def test_a_good_log_is_reported_what_the_joiner_would_do(
     assert "closed by" in told and "nro price" in told
 
 
-def test_lines_that_cannot_be_used_are_all_looked_for_and_the_exit_code_says_so(tmp_path: Path) -> None:
+def test_check_finds_all_bad_lines_and_sets_the_exit_code(tmp_path: Path) -> None:
     bad = [
         shown(1, time=T0 // 1000),
         "{",
@@ -123,7 +121,7 @@ def test_tables_are_checked_too(tmp_path: Path, capfd: pytest.CaptureFixture[str
     assert ended.value.code == 0 and "click 1" in capfd.readouterr().out
 
 
-def test_what_cannot_be_checked_is_reported(tmp_path: Path) -> None:
+def test_a_log_that_cannot_be_checked_is_refused(tmp_path: Path) -> None:
     (tmp_path / "s.toml").write_text(SCHEMA)
     schema = str(tmp_path / "s.toml")
     with pytest.raises(ConfigError, match="expected --log FILES, or --impressions FILES"):

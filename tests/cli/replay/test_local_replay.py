@@ -123,7 +123,7 @@ def test_every_event_of_a_log_is_accounted_for(first: dict[str, Any], tmp_path: 
     assert counts["pending"] == counts["duplicates"] == counts["corrections"] == counts["untrained"] == 0
 
 
-def test_a_report_has_its_stable_keys(first: dict[str, Any]) -> None:
+def test_a_report_has_stable_keys(first: dict[str, Any]) -> None:
     report = first
     assert {"counts", "accounted", "metrics", "wall_s", "features_digest", "settings", "warnings"} <= set(
         report
@@ -220,7 +220,7 @@ def test_a_folder_gets_the_report_and_a_page_with_figures(tmp_path: Path) -> Non
     assert "by place alone" in page and "<td>item</td>" in page
 
 
-def test_the_first_dead_letter_of_a_reason_is_reported_with_its_line(tmp_path: Path) -> None:
+def test_the_first_dead_letter_of_each_reason_names_its_line(tmp_path: Path) -> None:
     assert (
         run(write_log(tmp_path, SHOWN, DONE | {"item_id": 7, "action": "click"}, DONE | {"request_id": "no"}))
         == 0
@@ -293,7 +293,7 @@ def test_a_thousand_real_requests_are_replayed_without_loss(tmp_path: Path) -> N
 # labels that come late
 
 
-def test_scores_as_served_know_less_than_those_of_training_and_cover_the_same(
+def test_as_served_scores_are_worse_and_cover_the_same_requests(
     first: dict[str, Any], tmp_path: Path
 ) -> None:
     expected = week(tmp_path)

@@ -49,7 +49,7 @@ def test_many_requests_are_counted_in_batches_as_one_by_one() -> None:
     )
 
 
-def test_of_an_amount_the_error_in_its_own_unit_is_reported_overall_and_by_day() -> None:
+def test_an_amount_has_an_error_in_its_unit_overall_and_by_day() -> None:
     metrics = PredictionMetrics(("click", "read_s"), scale_T=(0.0, 60.0))
     metrics.add(prediction(1, DAY, [0.5, 0.25, 0.5, 0.75], [1, 20, 0, 100], tasks=2))
     report = metrics.report()

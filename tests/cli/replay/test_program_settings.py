@@ -56,7 +56,7 @@ def of_news(tmp_path: Path, *sets: str, **settings: Any) -> dict[str, Any]:
     return program_settings(ReplayConfig(**given)).worker
 
 
-def test_a_log_has_a_rehearsal_of_its_own_unless_something_is_said_that_it_may_not_go_with(
+def test_a_replay_enables_rehearsal_unless_settings_exclude_it(
     tmp_path: Path,
 ) -> None:
     assert (

@@ -61,7 +61,7 @@ def of_table(folder: Path, days: str = "", stored_order_until: str = "") -> dict
 
 
 @pytest.mark.parametrize("is_sealed", [False, True])
-def test_what_is_replayed_from_files_is_what_is_replayed_from_the_log(folder: Path, is_sealed: bool) -> None:
+def test_a_replay_of_files_equals_a_replay_of_the_log(folder: Path, is_sealed: bool) -> None:
     if is_sealed:
         compactor = Compactor(
             Warehouse(folder / "w"),
@@ -76,7 +76,7 @@ def test_what_is_replayed_from_files_is_what_is_replayed_from_the_log(folder: Pa
     assert ours["warnings"] == [] and ours["settings"]["options"]["warehouse"] == str(folder / "w")
 
 
-def test_days_before_are_trained_as_files_lie_and_the_others_by_their_close(folder: Path) -> None:
+def test_earlier_days_are_trained_in_file_order_and_later_ones_by_close(folder: Path) -> None:
     by_close, mixed = of_table(folder), of_table(folder, stored_order_until="2023-05-19")
     for key in ("features_digest", "positives"):
         assert mixed[key] == by_close[key], key
@@ -96,7 +96,7 @@ def test_days_before_are_trained_as_files_lie_and_the_others_by_their_close(fold
     assert old != sorted(old, key=lambda r: r.timestamp_ms) and users == sorted(users)
 
 
-def test_days_are_replayed_alone(folder: Path) -> None:
+def test_selected_days_are_replayed_alone(folder: Path) -> None:
     whole, one = of_table(folder), of_table(folder, "2023-05-19")
     assert 0 < one["counts"]["samples"] < 120 and set(one["metrics"]["by_day"]) <= {
         "2023-05-18",
@@ -110,7 +110,7 @@ def test_days_without_samples_are_reported(folder: Path, capfd: pytest.CaptureFi
     assert "expected samples of 2024-01-01, got none" in capfd.readouterr().err
 
 
-def test_the_command_has_what_speaks_of_samples_alone() -> None:
+def test_the_command_has_only_options_about_samples() -> None:
     told = CliRunner().invoke(cli, ["replay", "warehouse", "--help"]).output
     assert all(flag in told for flag in ("--warehouse", "--days", "--batch-requests", "--measure-from"))
     assert not any(flag in told for flag in ("--window", "--engine", "--home", "--as-served"))

@@ -89,14 +89,14 @@ def test_a_feature_that_was_changed_between_serving_and_log_is_found_and_named(
     assert one["why"].startswith(named), one["why"]
 
 
-def test_a_feature_that_the_log_alone_has_is_reported_as_that(home: ScoringHome) -> None:
+def test_a_feature_that_only_the_log_has_is_reported(home: ScoringHome) -> None:
     home.rank("planted", T0 + SECOND, scored={"basket": None}, logged={"basket": 40.0})
     home.commit(T0 + 10 * SECOND)
     one = judged(home, home.close())["planted"]
     assert one.verdict == "skew" and one.why == "it was scored without 'basket', which the log has"
 
 
-def test_what_no_single_feature_explains_is_not_explained(home: ScoringHome) -> None:
+def test_a_difference_of_several_features_is_left_unexplained(home: ScoringHome) -> None:
     home.rank(
         "planted",
         T0 + SECOND,
@@ -119,7 +119,7 @@ def test_rows_that_moved_between_the_commits_are_reported_and_are_no_skew(home: 
     assert found["after"].verdict == "within" and found["after"].rows_of == 2
 
 
-def test_a_skew_beyond_what_rows_moved_is_found_beside_them(home: ScoringHome) -> None:
+def test_skew_is_found_beside_changes_of_rows(home: ScoringHome) -> None:
     home.push(2, by=-0.01)
     home.rank("planted", T0 + SECOND, logged={"hour": -900.0, "basket": 1e5})
     home.commit(T0 + 10 * SECOND)
@@ -133,7 +133,7 @@ def test_without_a_second_commit_a_difference_is_not_called_a_skew(home: Scoring
     assert one.verdict == "rows" and "only one commit around it" in one.why
 
 
-def test_what_cannot_be_scored_again_has_a_reason(home: ScoringHome) -> None:
+def test_lists_that_cannot_be_scored_again_have_a_reason(home: ScoringHome) -> None:
     home.rank("gone", T0 + SECOND)
     home.rank("pages", T0 + SECOND)
     home.rank("schema", T0 + SECOND)
@@ -235,7 +235,7 @@ def test_the_newest_lists_of_a_topic_are_taken_over_all_partitions(home: Scoring
     assert newest(MemoryConsumer([(SAMPLES, 0)]), 3, "k") == []
 
 
-def test_without_a_stack_or_commits_it_says_what_to_name(home: ScoringHome, tmp_path: Path) -> None:
+def test_without_a_stack_or_commits_the_missing_option_is_named(home: ScoringHome, tmp_path: Path) -> None:
     home.close()
     with pytest.raises(ConfigError, match=r"its --home, or segments"):
         ran(home)

@@ -72,7 +72,7 @@ def trained(
     return train_offline(config(place, home, **more), loop, stop or Stop(), lambda done, rows, rate: None)
 
 
-def test_all_samples_are_trained_once_and_what_is_committed_begins_a_stream(
+def test_offline_training_trains_all_samples_once_and_its_commit_starts_a_stream(
     place: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     report = trained(place, "a")
@@ -84,7 +84,7 @@ def test_all_samples_are_trained_once_and_what_is_committed_begins_a_stream(
     assert {number: at for (_, number), at in manifest.offsets.items()} == {0: 0, 1: 0}
 
 
-def test_a_home_with_a_trained_model_is_left_alone(place: Path) -> None:
+def test_a_home_with_a_trained_model_is_not_overwritten(place: Path) -> None:
     trained(place, "b")
     with pytest.raises(ConfigError, match="with `roostream up`"):
         trained(place, "b")
@@ -102,7 +102,7 @@ class StopsAfter(Stop):
         return self.looks < 0
 
 
-def test_g11_training_that_was_interrupted_continues_at_its_last_commit_and_ends_with_the_same_bits(
+def test_g11_interrupted_training_resumes_and_ends_with_equal_bits(
     place: Path,
 ) -> None:
     trained(place, "c")
@@ -123,7 +123,7 @@ def test_g11_training_that_was_interrupted_continues_at_its_last_commit_and_ends
         ({"partitions": 1}, "expected partitions = 2 or more,"),
     ],
 )
-def test_what_can_not_be_trained_is_reported(place: Path, more: dict[str, Any], says: str) -> None:
+def test_untrainable_input_is_refused(place: Path, more: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         trained(place, "e", **more)
 
@@ -198,7 +198,7 @@ def test_a_model_that_is_not_there_is_rejected_before_any_process_is_started(pla
         trained(place, "none", model="nowhere.toml", workers=2, rows="workers")
 
 
-def test_workers_swap_rows_on_the_host_alone(place: Path) -> None:
+def test_workers_exchange_rows_on_one_host_only(place: Path) -> None:
     with pytest.raises(ConfigError, match=r"expected worker\.device = cpu with rows = workers, got cuda"):
         train_offline(config(place, "none", rows="workers"), LoopConfig(device="cuda"), Stop())
 
@@ -241,9 +241,7 @@ def test_rows_that_are_still_at_the_workers_go_to_the_shards_with_the_same_comma
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("num_shards", [2, 3])
-def test_g11_workers_that_hold_rows_learn_what_workers_with_shards_learn(
-    place: Path, num_shards: int
-) -> None:
+def test_g11_rows_at_workers_train_like_rows_at_shards(place: Path, num_shards: int) -> None:
     if not (place / "of-shards").exists():
         report = trained(place, "of-shards", workers=2, num_shards=2)
         assert (report["requests"], report["metrics"]["requests"], report["steps"]) == (
@@ -261,7 +259,7 @@ def test_g11_workers_that_hold_rows_learn_what_workers_with_shards_learn(
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_what_no_restart_mends_ends_it_with_its_reason(place: Path) -> None:
+def test_a_permanent_error_ends_training_with_its_reason(place: Path) -> None:
     often = dataclasses.replace(EXACT, rehearsal=RehearsalConfig(batches=5))
     with pytest.raises(ConfigError, match=r"training is held: .*rehears"):
         train_offline(config(place, "often", workers=2, rows="workers"), often, Stop())
@@ -269,7 +267,7 @@ def test_what_no_restart_mends_ends_it_with_its_reason(place: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_g11_readers_show_who_they_are_where_the_link_asks(place: Path, tmp_path: Path) -> None:
+def test_g11_readers_authenticate_on_a_secured_link(place: Path, tmp_path: Path) -> None:
     authority = Authority(tmp_path, "ours")
     certificate, key = authority.issue("trainer")
     (tmp_path / "token").write_text("t" * 32)

@@ -38,7 +38,7 @@ def auditor(reader: RecordConsumer, seen: list[Record] | None = None) -> Auditor
     return out
 
 
-def test_it_reads_until_there_is_nothing_more() -> None:
+def test_the_auditor_reads_until_the_end_of_the_topics() -> None:
     seen: list[Record] = []
     reader = MemoryConsumer(SEEN, [impression(0, "a"), impression(1, "b")])
     a = auditor(reader, seen)
@@ -62,7 +62,7 @@ def test_a_first_call_does_not_take_a_slow_start_for_an_end() -> None:
     assert auditor(Slow(SEEN, [impression(0, "a")])).poll() == 1
 
 
-def test_a_broker_that_is_away_is_waited_for_and_at_the_first_call_told() -> None:
+def test_an_unavailable_broker_is_awaited_after_the_first_call() -> None:
     reader = MemoryConsumer(SEEN, [impression(0, "a")])
     a = auditor(reader)
     reader.away = True
@@ -92,7 +92,7 @@ def traffic(first: int, count: int, start: int = 0) -> list[Record]:
     return out
 
 
-def test_a_part_is_never_told_as_the_whole() -> None:
+def test_a_partial_sum_is_never_reported_as_the_sum() -> None:
     class OneByOne(MemoryConsumer):
         def poll(
             self, max_records: int, timeout_s: float, partition: Partition | None = None
@@ -108,7 +108,7 @@ def test_a_part_is_never_told_as_the_whole() -> None:
     assert a.behind() == 6
 
 
-def test_it_is_not_current_before_kafka_has_told_where_the_topics_end() -> None:
+def test_the_audit_is_not_current_before_end_offsets_are_known() -> None:
     class Silent(MemoryConsumer):
         def lag(self) -> dict[Partition, PartitionLag]:
             return {}
@@ -118,7 +118,7 @@ def test_it_is_not_current_before_kafka_has_told_where_the_topics_end() -> None:
     assert not a.is_current() and a.behind() is None
 
 
-def test_it_goes_on_from_what_was_saved(tmp_path: Path) -> None:
+def test_the_auditor_continues_from_its_file(tmp_path: Path) -> None:
     reader = MemoryConsumer(ALL, traffic(0, 5))
     first = auditor(reader)
     first.poll()
@@ -138,7 +138,7 @@ def test_it_goes_on_from_what_was_saved(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["bit", "cut", "empty", "format", "topics"])
-def test_a_file_that_can_not_be_used_is_read_anew_and_said(
+def test_an_unusable_audit_file_restarts_the_audit_with_a_warning(
     damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     a = auditor(MemoryConsumer(ALL, traffic(0, 5)))
@@ -155,7 +155,7 @@ def test_a_file_that_can_not_be_used_is_read_anew_and_said(
     assert "reading the" in caplog.text
 
 
-def test_where_retention_has_been_only_what_came_later_is_audited() -> None:
+def test_after_retention_only_later_records_are_audited() -> None:
     reader = MemoryConsumer(ALL, traffic(0, 100))
     reader.trim(("samples", 1), 20)
     a = Auditor(Broker("nowhere:1"), "x.", settle_ms=15_000, clock=FakeClock())
@@ -166,7 +166,7 @@ def test_where_retention_has_been_only_what_came_later_is_audited() -> None:
     assert sums.accounted and sums.requests == sums.samples == 100 - 45
 
 
-def test_an_emptied_topic_says_nothing_about_what_was_in_it() -> None:
+def test_an_emptied_topic_does_not_count_as_lost() -> None:
     reader = MemoryConsumer(ALL, traffic(0, 10))
     reader.trim(("samples", 1), 10)
     a = Auditor(Broker("nowhere:1"), "x.", settle_ms=1000, clock=FakeClock(T0 + 10**6))
@@ -190,7 +190,7 @@ def test_records_that_were_deleted_unread_begin_the_sums_anew(caplog: pytest.Log
     assert sums.accounted and sums.requests == sums.samples == 110 - 51 and a.is_current()
 
 
-def test_an_outage_while_it_must_restart_counts_nothing_twice(tmp_path: Path) -> None:
+def test_an_outage_during_a_restart_counts_nothing_twice(tmp_path: Path) -> None:
     class Fragile(MemoryConsumer):
         fails = False
 
@@ -220,7 +220,7 @@ def test_an_outage_while_it_must_restart_counts_nothing_twice(tmp_path: Path) ->
     assert b.sums().lost_records == 40
 
 
-def test_while_too_much_waits_for_the_joiner_only_its_outputs_are_read() -> None:
+def test_with_too_many_pending_events_only_outputs_are_read() -> None:
     inputs = [r for r in traffic(0, 500) if r.topic == "impressions"]
     outputs = [r for r in traffic(0, 500) if r.topic == "samples"]
     reader = MemoryConsumer(ALL, inputs)

@@ -94,7 +94,7 @@ def whole_story() -> list[Record]:
     ]
 
 
-def test_what_became_of_requests_adds_up_to_those_predicted_however_often_they_come() -> None:
+def test_outcomes_add_up_despite_repeated_records() -> None:
     story = [record for name in "abc" for record in (impression(name), sample(name))]
     said = [prediction("a"), prediction("b", pb.DISPOSITION_NEGATIVE), prediction("c", pb.DISPOSITION_FROZEN)]
     accounts = accounts_of([*story, *said, prediction("b", pb.DISPOSITION_NEGATIVE)])
@@ -190,9 +190,7 @@ REFUSED = (
 
 
 @pytest.mark.parametrize(("what", "reason"), [*zip(REFUSED, itertools.cycle(wire.REASONS))])
-def test_a_dead_letter_settles_what_stands_at_its_place_in_every_reading_order(
-    what: str, reason: str
-) -> None:
+def test_a_dead_letter_settles_its_record_in_any_reading_order(what: str, reason: str) -> None:
     source = refused(what)
     story = [impression("a"), source, engagement("a", 1), sample("a", (1,)), dead(source, reason)]
     expected = accounts_of(story).sums(ended=True)
@@ -206,7 +204,7 @@ def test_a_dead_letter_settles_what_stands_at_its_place_in_every_reading_order(
 
 
 @pytest.mark.parametrize("what", [w for w in REFUSED if w != "half a heartbeat"])
-def test_without_its_dead_letter_it_is_missed(what: str) -> None:
+def test_a_lost_event_without_a_dead_letter_is_missed(what: str) -> None:
     sums = accounts_of([impression("a"), refused(what), sample("a")]).sums(ended=True)
     assert not sums.accounted and sums.pending + sums.pending_requests + sums.unread == 1
 
@@ -235,7 +233,7 @@ def test_a_dead_letter_of_another_place_settles_nothing() -> None:
     }
 
 
-def test_what_the_trainer_refuses_is_counted_by_reason() -> None:
+def test_rejects_of_the_trainer_are_counted_by_reason() -> None:
     whole, garbage = sample("a"), sample("b")._replace(value=b"\x03\x01\xff")
     story = [impression("a"), whole, garbage, dead(whole, "non_finite"), dead(garbage, "undecodable")]
     for order in reading_orders(story):
@@ -290,7 +288,7 @@ def test_a_dump_is_the_same_accounts() -> None:
         assert second.untrained == first.untrained
 
 
-def test_what_is_older_than_the_audit_is_left_out_on_both_sides() -> None:
+def test_records_older_than_the_audit_are_excluded_on_both_sides() -> None:
     old, new = T0 - 1000, T0
     orphaned = sample("deleted", (7,))
     message = wire.decode(orphaned.value)[1]
@@ -377,7 +375,7 @@ def test_a_few_times_from_far_ahead_stop_no_forgetting_and_hide_no_loss(at: int,
     )
 
 
-def test_what_was_lost_stays_lost_when_it_is_forgotten() -> None:
+def test_lost_events_stay_counted_after_they_are_forgotten() -> None:
     accounts = Accounts(horizon_ms=10_000, settle_ms=1000)
     accounts.add(impression("lost", T0))
     accounts.add(engagement("lost", 10**9, T0))
@@ -419,7 +417,7 @@ def test_an_invented_event_is_found() -> None:
     assert sums.unknown == 1 and not sums.accounted
 
 
-def test_folded_comes_before_corrected_before_dead() -> None:
+def test_an_event_counts_for_its_first_outcome() -> None:
     e = engagement("a", 1)
     sums = accounts_of(
         [impression("a"), e, dead(e, "too_late", 1), sample("a", (1,), wire.CORRECTION)]

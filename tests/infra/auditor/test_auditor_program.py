@@ -36,7 +36,7 @@ def books_of(reader: MemoryConsumer, home: Path, **settings: int) -> AuditorLoop
     return AuditorLoop(config, Ready(reader), TOPICS)
 
 
-def test_what_it_tells_goes_on_over_a_restart(tmp_path: Path) -> None:
+def test_counters_continue_after_a_restart(tmp_path: Path) -> None:
     reader = MemoryConsumer(ALL, traffic(0, 5))
     first = books_of(reader, tmp_path)
     assert first.metrics == {}, "nothing is told before something was read"
@@ -72,7 +72,7 @@ def test_a_kill_counts_nothing_twice(tmp_path: Path) -> None:
     )
 
 
-def test_sums_that_can_not_be_saved_are_told_all_the_same(
+def test_sums_are_exported_even_if_they_cannot_be_saved(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").write_text("")
@@ -84,7 +84,7 @@ def test_sums_that_can_not_be_saved_are_told_all_the_same(
     assert "can't save" in caplog.text and books.metrics["roostream_auditor_requests"] == 5
 
 
-def test_a_broker_that_is_away_at_the_start_is_told(tmp_path: Path) -> None:
+def test_an_unavailable_broker_at_the_start_is_reported(tmp_path: Path) -> None:
     reader = MemoryConsumer(ALL, traffic(0, 5))
     reader.away = True
     books = books_of(reader, tmp_path)

@@ -29,7 +29,7 @@ def test_an_evener_map_moves_few_buckets_and_leaves_no_owner_without(
         assert each[1] <= each[0] + 1e-9
 
 
-def test_two_owners_become_three_by_moving_a_third_and_come_back_whole() -> None:
+def test_two_owners_become_three_and_two_again() -> None:
     load_B = np.ones(60)
     three = balanced_map(BucketMap.modulo(60, 2), 3, load_B)
     assert len(moved(BucketMap.modulo(60, 2), three)) == 20 and np.bincount(three.owner_B).tolist() == [
@@ -42,7 +42,7 @@ def test_two_owners_become_three_by_moving_a_third_and_come_back_whole() -> None
     assert balanced_map(two, 2, load_B) == BucketMap(two.owner_B, 2, two.version + 1), "what is even stays"
 
 
-def test_the_bucket_that_is_half_of_the_gap_goes() -> None:
+def test_the_bucket_of_half_the_gap_is_moved() -> None:
     before = BucketMap(np.array([0, 0, 0, 1], np.int32), 2)
     assert moved(before, balanced_map(before, 2, np.array([5.0, 3.0, 2.0, 0.0]))).tolist() == [0]
 

@@ -40,7 +40,7 @@ def mix(seed: int, count: int) -> list[PlannedTable]:
     return [table(f"t{n}", float(uniques), int(dim)) for n, (uniques, dim) in enumerate(sizes)]
 
 
-def test_the_papers_example_goes_from_two_to_one() -> None:
+def test_the_example_of_the_paper_improves_from_two_to_one() -> None:
     assert imbalance(np.array([0.6, 0.6, 0.0, 0.0])) == pytest.approx(2.0)
     tables = [table("a", dim=8), table("b", dim=8)]
     found = plan(tables, 4, CostModel(piece_s=0), columns={"a": 2, "b": 2})
@@ -94,12 +94,12 @@ def test_any_other_placement_is_not_below_the_bound_either() -> None:
         assert loads(pieces, tables, owners, COSTS)[0].max() >= least
 
 
-def test_a_table_that_nobody_counted_has_its_fixed_price_at_each_owner_in_the_bound() -> None:
+def test_an_uncounted_table_has_a_fixed_cost_in_the_bound() -> None:
     unknown = [table("u", None), table("v", None)]
     assert bound(unknown, 4, COSTS) == pytest.approx(2 * COSTS.piece_s) == plan(unknown, 4).predicted_s
 
 
-def test_what_an_owner_is_charged_is_counted_by_hand() -> None:
+def test_the_cost_of_an_owner_equals_a_manual_count() -> None:
     its, costs = table("a"), CostModel()
     memory, network, ids = 400 * (128 + 2 * 192), 400 * 136, 800
     expected_s = memory / 720e9 + network / 100e9 + ids * 0.15e-9 + 0.4e-6
@@ -115,19 +115,19 @@ def test_what_an_owner_is_charged_is_counted_by_hand() -> None:
     assert plan([its], 1).kind_of("a") == "whole at 0"
 
 
-def test_even_pieces_come_within_a_twentieth_of_the_bound() -> None:
+def test_equal_pieces_are_within_5_percent_of_the_bound() -> None:
     found = plan(mix(5, 200), 32)
     assert found.predicted_s <= 1.05 * found.bound_s
 
 
-def test_what_nobody_has_counted_is_spread_over_all_and_named() -> None:
+def test_uncounted_tables_are_spread_over_all_owners_and_named() -> None:
     found = plan([table("known"), table("new", None)], 4)
     assert found.kind_of("new") == "4 row pieces" and found.kind_of("nothing") == "not in it"
     assert found.warnings == ("no profile of new: spread over all owners",)
     assert "assumed constants" in found.time_accuracy
 
 
-def test_rows_that_do_not_fit_are_refused_with_what_would_do() -> None:
+def test_rows_that_do_not_fit_are_refused_with_advice() -> None:
     big = [table("a", rows=1 << 24), table("b", rows=1 << 20)]
     with pytest.raises(
         ConfigError,
@@ -138,7 +138,7 @@ def test_rows_that_do_not_fit_are_refused_with_what_would_do() -> None:
     assert np.bincount([p.owner for p in found.pieces if p.table == "a"], minlength=8).max() == 1
 
 
-def test_constants_come_from_a_bench_and_say_how_good_they_are() -> None:
+def test_constants_of_a_benchmark_state_their_accuracy() -> None:
     measured = CostModel(memory_bytes_s=1e9, error=0.18)
     assert costs_of(json.dumps(plain(measured))) == measured and "18%" in measured.time_accuracy
     with pytest.raises(ConfigError, match="memory_bytes_s"):
@@ -158,7 +158,7 @@ def test_constants_come_from_a_bench_and_say_how_good_they_are() -> None:
     ],
     ids=str,
 )
-def test_constants_that_are_none_are_refused_in_a_sentence(given: object, said: str) -> None:
+def test_invalid_constants_are_refused_in_one_sentence(given: object, said: str) -> None:
     with pytest.raises(ConfigError, match=f"costs.json: .*{re.escape(said)}"):
         costs_of(json.dumps(given), "costs.json")
     assert costs_of(json.dumps({"id_s": 0, "error": None})).id_s == 0

@@ -49,7 +49,7 @@ def test_requests_features_are_counted_by_request_and_items_by_candidate() -> No
     assert item.valency == 1.0 and item.max_len == 1 and item.table == "item" and item.dim == 4
 
 
-def test_uniques_of_another_batch_follow_a_power_of_its_ids() -> None:
+def test_unique_ids_of_another_batch_size_follow_a_power_law() -> None:
     item, user = (counted().profiles[name] for name in ("item", "user"))
     assert item.uniques_of(24) == pytest.approx(item.uniques / 5), (
         "at the size that was looked at it is exact"
@@ -80,7 +80,7 @@ def test_the_same_steps_are_looked_at_in_every_run_and_about_their_share() -> No
     assert not any(Profiler(0.0).looks_at(step) for step in range(100))
 
 
-def test_what_is_added_counts_whole_and_what_was_before_its_share() -> None:
+def test_new_counts_are_added_fully_and_old_ones_decayed() -> None:
     before = {"batches": 4, "examples": 80, "ids": 100, "uniques": 48, "max_len": 3, "squares": 600.0}
     more = {"batches": 2, "examples": 40, "ids": 60, "uniques": 50, "max_len": 2, "squares": 1300.0}
     both = TableProfile(feature="f", table="t", dim=8, half_ids=50, half_uniques=30, **before)  # type: ignore[arg-type]
@@ -97,7 +97,7 @@ def test_what_is_added_counts_whole_and_what_was_before_its_share() -> None:
     assert both.valency == 110 / 80
 
 
-def test_what_is_stored_is_added_to_and_the_old_counts_for_less() -> None:
+def test_saved_counts_are_decayed_and_added_to() -> None:
     store, schema = MemoryStore(), samples.schema()
     save(store, counted().profiles, NOW)
     save(store, counted().profiles, NOW + 1)
@@ -106,7 +106,7 @@ def test_what_is_stored_is_added_to_and_the_old_counts_for_less() -> None:
     assert {name.split("/")[0] for name in store.list(FOLDER)} == {FOLDER}
 
 
-def test_what_a_loop_counts_is_saved_once_and_lost_where_the_store_is_away(
+def test_counts_are_saved_once_and_lost_without_a_store(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     store, profiler = MemoryStore(), counted()
@@ -124,7 +124,7 @@ def test_what_a_loop_counts_is_saved_once_and_lost_where_the_store_is_away(
     assert "profiles of 2 features are lost: away" in caplog.text and profiler.profiles == {}
 
 
-def test_a_damaged_profile_is_as_none_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_profile_is_ignored_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     store = MemoryStore()
     save(store, counted().profiles, NOW)
     (name,) = [name for name in store.list(FOLDER) if "item" in name]
@@ -134,7 +134,7 @@ def test_a_damaged_profile_is_as_none_with_a_warning(caplog: pytest.LogCaptureFi
     assert "it is damaged" in caplog.text
 
 
-def test_what_is_missing_young_or_old_is_as_if_nobody_had_counted_it() -> None:
+def test_missing_small_or_old_counts_are_ignored() -> None:
     store, schema = MemoryStore(), samples.schema()
     save(store, {"item": counted().profiles["item"], "user": counted(2).profiles["user"]}, NOW)
     known = stored(store, schema)

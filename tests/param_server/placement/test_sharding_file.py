@@ -19,7 +19,7 @@ def table(name: str, rows: int, dim: int = 4, uniques: float | None = 10.0) -> P
     return PlannedTable(name=name, dim=dim, row_wise_rule=False, rows=rows, uniques=uniques, ids=uniques)
 
 
-def test_whole_tables_row_blocks_and_columns_are_torchrecs_three_kinds() -> None:
+def test_plans_have_the_three_sharding_types_of_torchrec() -> None:
     tables = [table("whole", 9, uniques=1.0), table("rows", 10, uniques=None), table("columns", 6, dim=8)]
     found = sharding_of(plan(tables, 4, columns={"columns": 2}, whole_or_all=True), tables, "sparse.bags")
     assert (found["format"], found["owners"], found["module"]) == (1, 4, "sparse.bags")
@@ -58,7 +58,7 @@ def test_pieces_of_a_width_that_fbgemm_refuses_are_refused_here() -> None:
             sharding_of(plan([its], 4, columns=columns, whole_or_all=True), [its])
 
 
-def test_a_table_whose_rows_nobody_counted_is_refused() -> None:
+def test_a_table_with_an_unknown_number_of_rows_is_refused() -> None:
     tables = [table("known", 9), table("new", 0), table("other", 0)]
     with pytest.raises(ConfigError):
         sharding_of(plan(tables, 2, whole_or_all=True), tables)

@@ -39,7 +39,7 @@ def held(stack: CachedTable, *ids: int) -> list[bool]:
     return (stack.rows.index.find(keys_of(*ids)) >= 0).tolist()
 
 
-def test_what_was_added_is_found_and_what_was_not_reads_as_its_initial_value() -> None:
+def test_added_rows_are_found_and_missing_ones_are_initial() -> None:
     stack = stack_of()
     add(stack, [1, 2])
     add(stack, [3], there=False)
@@ -52,7 +52,7 @@ def test_what_was_added_is_found_and_what_was_not_reads_as_its_initial_value() -
     assert stack.num_keys == 3 and stack.num_without_row == 1
 
 
-def test_keys_that_are_asked_for_stay_and_others_go() -> None:
+def test_recently_used_keys_stay() -> None:
     stack = stack_of(64)
     add(stack, list(range(64)))
     for start in range(100, 160, 10):
@@ -69,7 +69,7 @@ def test_keys_without_a_row_have_a_quarter_at_most() -> None:
     assert stack.num_keys == 64 and stack.num_without_row <= 16
 
 
-def test_a_delta_changes_what_is_here_and_older_and_brings_nothing() -> None:
+def test_a_delta_updates_only_cached_older_rows() -> None:
     stack = stack_of()
     add(stack, [1, 2], version=5)
     add(stack, [3], version=7)

@@ -98,7 +98,7 @@ def test_reading_creates_nothing_and_a_key_without_a_row_is_remembered_as_such()
     assert cached.rows(7).tobytes() == cached.loop.rows(7).tobytes() and cached.cache.num_rows == 1
 
 
-def test_a_shard_that_is_away_costs_one_wait_and_its_rows_are_initial_and_said_to_be() -> None:
+def test_an_unavailable_shard_costs_one_wait_and_its_rows_are_marked_initial() -> None:
     cached = Cached()
     cached.loop.push(1)
     cached.transport.down = True
@@ -122,7 +122,7 @@ def test_without_waiting_a_missed_row_is_initial_and_there_the_next_time() -> No
     assert cached.rows(1).tobytes() == cached.loop.rows(1).tobytes() and cached.cache.num_missed == 1
 
 
-def test_what_is_not_waited_for_is_read_by_a_thread_that_ends() -> None:
+def test_non_blocking_reads_run_in_a_thread_that_ends() -> None:
     cached, stop = Cached(waits=False), threading.Event()
     cached.loop.push(1)
     thread = threading.Thread(target=cached.cache.run, args=(stop,))
@@ -167,7 +167,7 @@ def test_a_row_that_was_read_while_a_delta_was_applied_is_used_once_and_not_kept
     assert cached.rows(1).tobytes() == cached.loop.rows(1).tobytes() != older.tobytes()
 
 
-def test_a_number_that_was_left_out_forgets_what_may_have_missed_it() -> None:
+def test_a_gap_in_versions_drops_affected_rows() -> None:
     cached = Cached()
     cached.loop.push(1)
     cached.loop.turn()
@@ -202,7 +202,7 @@ def test_a_barrier_forgets_rows_of_older_incarnations_and_a_dead_shard_is_not_be
     assert cached.rows(1).tobytes() == initial(1).tobytes() and cached.cache.complete
 
 
-def test_a_record_that_was_refused_forgets_its_bucket_and_an_unknown_one_everything() -> None:
+def test_a_refused_record_drops_its_bucket_or_everything() -> None:
     cached = Cached()
     cached.loop.push(1, 2, 3)
     cached.rows(1, 2, 3)
@@ -229,7 +229,7 @@ def test_before_the_topic_is_followed_rows_are_used_and_not_kept() -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_g4_after_any_history_what_is_here_is_what_was_published(seed: int) -> None:
+def test_g4_after_any_history_cached_rows_equal_published_ones(seed: int) -> None:
     generator = random.Random(seed)
     cached = Cached(max_bytes=64 * 160)
     for step in range(200):
@@ -264,7 +264,7 @@ def test_g4_after_any_history_what_is_here_is_what_was_published(seed: int) -> N
 # Some buckets whole
 
 
-def test_some_buckets_are_held_and_the_others_are_read() -> None:
+def test_some_buckets_are_held_and_others_are_read_on_demand() -> None:
     shards = [begun(index=i, num_shards=2) for i in range(2)]
     loops = [Loop(shard) for shard in shards]
     transports = [transport_to(shard) for shard in shards]

@@ -169,7 +169,7 @@ def test_a_connection_may_be_idle_for_longer_between_two_calls(
     server.stop()
 
 
-def test_a_peer_that_takes_no_answer_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_that_reads_no_answer_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rpc_server, "FRAME_S", 0.05)
     monkeypatch.setattr(connections, "MIN_BYTES_PER_S", 1e12)
     monkeypatch.setattr(connections, "_SOCKET_BUFFER_BYTES", 1 << 16)
@@ -189,9 +189,7 @@ def test_a_peer_that_takes_no_answer_is_let_go(monkeypatch: pytest.MonkeyPatch) 
     server.stop()
 
 
-def test_silent_and_half_sent_connections_lock_nobody_out(
-    peer: Peer, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_silent_connections_do_not_block_others(peer: Peer, caplog: pytest.LogCaptureFixture) -> None:
     server = RpcServer(peer, max_connections=4).start()
     transport = SocketTransport(server.address)
     transport.call("echo", {})
@@ -236,15 +234,13 @@ def test_many_arrays_go_in_one_frame(transport: SocketTransport) -> None:
     assert [a[0] for a in transport.call("echo", {}, arrays)[1]] == list(range(3000))
 
 
-def test_a_call_without_an_answer_ends_by_its_time_limit_and_the_next_one_dials_again(
-    transport: SocketTransport, peer: Peer
-) -> None:
+def test_an_unanswered_call_times_out_and_the_next_reconnects(transport: SocketTransport, peer: Peer) -> None:
     with pytest.raises(TransportError, match=r"hold at .*: no answer within 0.05 s"):
         transport.call("hold", {}, timeout_s=0.05)
     assert transport.call("echo", {"x": 1})[0] == {"x": 1}
 
 
-def test_a_peer_that_is_not_there_is_told() -> None:
+def test_an_unreachable_peer_is_reported() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     with pytest.raises(TransportError, match="can't connect"):
@@ -343,12 +339,12 @@ def test_connections_beyond_the_limit_are_refused_with_a_line(
     server.stop()
 
 
-def test_a_taken_port_is_told_in_one_sentence(server: RpcServer, peer: Peer) -> None:
+def test_a_port_in_use_is_refused_in_one_sentence(server: RpcServer, peer: Peer) -> None:
     with pytest.raises(SetupError, match=r"can't be listened on .* choose another port, or 0 for any"):
         RpcServer(peer, port=server.port).start()
 
 
-def test_only_loopback_is_listened_on_unless_told_otherwise(peer: Peer) -> None:
+def test_servers_listen_on_loopback_by_default(peer: Peer) -> None:
     with pytest.raises(SetupError, match="or insecure = true"):
         RpcServer(peer, "0.0.0.0").start()
     server = RpcServer(peer, "0.0.0.0", keys=LinkCredentials(insecure=True)).start()

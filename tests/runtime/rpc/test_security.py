@@ -70,9 +70,7 @@ def tokens(folder: Path, name: str, *lines: str) -> str:
     return str(folder / name)
 
 
-def test_calls_between_those_of_one_authority_carry_what_they_carry_without(
-    authority: Authority, serve: Serve, dial: Dial
-) -> None:
+def test_tls_calls_carry_the_same_data(authority: Authority, serve: Serve, dial: Dial) -> None:
     transport = dial(serve(shown(authority, "shard")), shown(authority, "worker"))
     arrays = [
         np.arange(7),
@@ -104,7 +102,7 @@ def test_a_caller_of_another_authority_is_refused(
         transport.call("echo", {})
 
 
-def test_one_that_is_called_is_refused_unless_it_is_of_our_authority(
+def test_a_server_of_another_authority_is_refused(
     authority: Authority, serve: Serve, dial: Dial, tmp_path: Path
 ) -> None:
     (tmp_path / "theirs").mkdir()
@@ -115,7 +113,7 @@ def test_one_that_is_called_is_refused_unless_it_is_of_our_authority(
         transport.call("echo", {})
 
 
-def test_one_that_is_called_has_to_have_the_name_that_is_dialled(authority: Authority, serve: Serve) -> None:
+def test_a_server_certificate_must_match_its_host_name(authority: Authority, serve: Serve) -> None:
     server = serve(shown(authority, "shard", "shard-0.shards"))
     keys = shown(authority, "worker")
     named = SocketTransport(
@@ -137,7 +135,7 @@ def test_one_that_is_called_has_to_have_the_name_that_is_dialled(authority: Auth
     other.close()
 
 
-def test_whoever_speaks_plain_text_is_not_heard(
+def test_plain_text_connections_are_refused(
     authority: Authority, serve: Serve, dial: Dial, caplog: pytest.LogCaptureFixture
 ) -> None:
     server = serve(shown(authority, "shard"))
@@ -178,7 +176,7 @@ def test_half_written_files_leave_the_ones_of_before_in_force(
 
 
 @pytest.mark.parametrize("told", [(), (OTHER,), (OTHER, TOKEN)])
-def test_without_a_token_that_is_taken_nothing_is_called(
+def test_a_call_without_a_valid_token_is_refused(
     serve: Serve, dial: Dial, tmp_path: Path, told: tuple[str, ...], caplog: pytest.LogCaptureFixture
 ) -> None:
     server = serve(LinkSecurity(token_file=tokens(tmp_path, "taken", TOKEN)))
@@ -188,7 +186,7 @@ def test_without_a_token_that_is_taken_nothing_is_called(
     assert "refused a client without a valid token" in caplog.text and TOKEN not in caplog.text
 
 
-def test_nothing_large_is_taken_of_a_caller_that_has_told_no_token(serve: Serve, tmp_path: Path) -> None:
+def test_an_unauthenticated_caller_cannot_send_large_data(serve: Serve, tmp_path: Path) -> None:
     server = serve(LinkSecurity(token_file=tokens(tmp_path, "taken", TOKEN)))
     with socket.create_connection((server.host, server.port), timeout=10) as connection:
         connection.sendall(
@@ -213,7 +211,7 @@ def test_tokens_are_rotated_without_a_restart(serve: Serve, dial: Dial, tmp_path
         dial(server, own).call("echo", {})
 
 
-def test_a_token_is_taken_by_a_server_that_asks_for_none(serve: Serve, dial: Dial, tmp_path: Path) -> None:
+def test_a_server_without_tokens_accepts_a_token(serve: Serve, dial: Dial, tmp_path: Path) -> None:
     own = LinkSecurity(token_file=tokens(tmp_path, "told", TOKEN))
     assert dial(serve(LinkSecurity()), own).call("echo", {"x": 1})[0] == {"x": 1}
 

@@ -35,7 +35,7 @@ def test_eta_is_unknown_if_one_worker_has_none() -> None:
 
 
 @pytest.mark.parametrize("workers", [(), (FAST, {})])
-def test_what_no_worker_or_not_every_worker_reports_is_unknown(workers: tuple[dict[str, Any], ...]) -> None:
+def test_values_that_not_every_worker_reports_are_unknown(workers: tuple[dict[str, Any], ...]) -> None:
     total = aggregate_status(status(*workers))
     assert total["state"] == "unknown"
     assert total["lag_ms"] is total["eta_s"] is total["requests"] is None

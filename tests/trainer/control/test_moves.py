@@ -81,9 +81,7 @@ RULES = {table.name: table.rule for table in samples.schema().tables}
     "kills",
     [[], [Kill(("shard 0", "write", "after"), "shard 1"), Kill(("shard 1", "commit", "before"), "worker 0")]],
 )
-def test_training_goes_on_with_the_rows_that_were_learned(
-    schema: Schema, why: str, kills: list[Kill]
-) -> None:
+def test_training_continues_with_the_trained_rows(schema: Schema, why: str, kills: list[Kill]) -> None:
     before = first()
     learned = {table: rows_of(before, table) for table in ("user", "item")}
     simulation = fleet(LATER, after(before, schema=schema), kills=list(kills)).run()
@@ -162,7 +160,7 @@ def moved_to(before: Simulation, owners: BucketMap) -> Site:
     ],
     ids=["calm", "while writing", "while restoring"],
 )
-def test_moved_buckets_do_not_change_what_is_learned(owners: BucketMap, kills: list[Kill]) -> None:
+def test_moved_buckets_do_not_change_training(owners: BucketMap, kills: list[Kill]) -> None:
     def alone(numbers: list[int], site: Site, **more: object) -> Simulation:
         return Simulation(
             samples.records(numbers), exact=True, real_shards=True, commit_interval_s=0.5, site=site, **more

@@ -43,7 +43,7 @@ def test_training_windows_end_before_the_evaluated_items() -> None:
         (TEST, [[10, 20, 30, 40], [60, 10], [50, 40, 30]], [50, 20, 20]),
     ],
 )
-def test_validation_asks_for_the_last_but_one_item_and_the_test_for_the_last(
+def test_validation_predicts_the_last_but_one_item_and_test_the_last(
     behind: int, given: list[list[int]], answers: list[int]
 ) -> None:
     windows = evaluation_windows(sequences(), ALL, 10, behind)

@@ -32,7 +32,7 @@ def test_a_history_that_moves_on_is_shared_partially_and_only_within_a_batch() -
     assert alone["partial"] == 1.0 and alone["same"] is None, "a batch of one request shares nothing"
 
 
-def test_clustering_brings_into_a_batch_what_lies_apart_in_the_log() -> None:
+def test_clustering_brings_duplicates_into_one_batch() -> None:
     visits = [(1, 5), (2, 5), (3, 5), (1, 6), (2, 6), (3, 6)]
     arrangements = report_of(visits, 2)["arrangements"]
     assert arrangements["logged"]["features"]["history"]["partial"] == 1.0
@@ -58,7 +58,7 @@ def test_features_that_change_together_are_a_group_with_one_index() -> None:
     assert its[EVERYTHING]["same"] == pytest.approx(5 / 6)
 
 
-def test_what_pays_is_said_and_what_saves_less_than_its_index_is_not() -> None:
+def test_only_worthwhile_deduplication_is_recommended() -> None:
     advice = report_of(MOVED_ON, 9)["advice"]
     assert advice[0].startswith("requests have 4.0 candidates")
     assert any(line.startswith("history: deduplicate partially") for line in advice)
@@ -69,7 +69,7 @@ def test_what_pays_is_said_and_what_saves_less_than_its_index_is_not() -> None:
     assert "no deduplication pays" in lonely[-1]
 
 
-def test_only_what_clustering_brings_is_said_to_need_it() -> None:
+def test_clustering_is_recommended_only_where_it_helps() -> None:
     visits = [(user, clicks) for clicks in range(5, 9) for user in range(1, 5)]
     lines = [line for line in report_of(visits, 4)["advice"] if line.startswith("history")]
     assert len(lines) == 1 and "only if clustered" in lines[0]

@@ -44,15 +44,13 @@ def rows_of(lists: Jagged, key: str) -> Rows:
     return [values[offset_N1[n] : offset_N1[n + 1]].tolist() for n in range(lists.num_rows)]
 
 
-def test_a_list_that_comes_again_is_kept_once_as_in_the_papers_figure_5() -> None:
+def test_a_repeated_list_is_stored_once_as_in_figure_5_of_the_paper() -> None:
     lists = lists_of(b=[[3, 4, 5], [4, 5, 6], [3, 4, 5]])
     found = find_inverse(list_values(lists, "b"), 3)
     assert found.row_N.tolist() == [0, 1, 0] and rows_of(found.unique(lists), "b") == [[3, 4, 5], [4, 5, 6]]
 
 
-def test_features_of_a_group_share_their_inverse_and_what_is_made_of_them_is_made_once_a_distinct_row() -> (
-    None
-):
+def test_features_of_a_group_share_an_inverse() -> None:
     """The paper's sums of c and d by row (§5): [24, 24, 21], of which two are computed."""
     lists = lists_of(c=[[7, 8], [7, 8], [10]], d=[[9], [9], [11]])
     found = find_inverse([*list_values(lists, "c"), *list_values(lists, "d")], 3)
@@ -62,7 +60,7 @@ def test_features_of_a_group_share_their_inverse_and_what_is_made_of_them_is_mad
     assert rows_of(found.expand(kept), "c") == [[7, 8], [7, 8], [10]]
 
 
-def test_a_list_that_moved_on_shares_its_entries_as_in_the_papers_partial_form() -> None:
+def test_a_shifted_list_shares_entries_as_in_the_papers_partial_form() -> None:
     lists = lists_of(b=[[3, 4, 5], [4, 5, 6], [3, 4, 5]])
     found = find_partial_dedup(lists, "b", newest_first=False)
     assert lists.values_of("b")[found.entry_V].tolist() == [3, 4, 5, 6]
@@ -76,7 +74,7 @@ def test_an_entry_is_shared_only_with_all_of_its_columns() -> None:
     assert len(find_partial_dedup(equal, "h").entry_V) == 3
 
 
-def test_rows_that_lie_apart_are_found_by_the_order_in_which_they_are_visited() -> None:
+def test_rows_that_are_far_apart_are_deduplicated() -> None:
     lists = lists_of(h=[[2, 1], [9, 8], [3, 2], [10, 9]])
     assert len(find_partial_dedup(lists, "h").entry_V) == 8
     found = find_partial_dedup(lists, "h", order_M=np.array([0, 2, 1, 3]))
@@ -101,7 +99,7 @@ row_lists = st.lists(st.lists(st.integers(0, 3), max_size=5), max_size=12)
 
 
 @given(row_lists, row_lists, st.randoms())
-def test_whatever_the_rows_are_they_come_back(one: Rows, other: Rows, random: object) -> None:
+def test_any_rows_round_trip(one: Rows, other: Rows, random: object) -> None:
     num_rows = min(len(one), len(other))
     lists = lists_of(a=one[:num_rows], b=other[:num_rows])
     found = find_inverse([*list_values(lists, "a"), *list_values(lists, "b")], num_rows)
