@@ -21,13 +21,11 @@ class JoinerConfig(Rules, Deployment):
     engine: Literal["flink", "local"] = setting("flink", "flink: a job on a cluster · local: in this process")
     flink: str = setting("", "REST address of the Flink cluster, http://host:port")
     restore: str = setting("", "savepoint or checkpoint from which a new Flink job continues; empty = none")
-
     submits: bool = setting(
         True,
         "start a job if the cluster has none; false = wait for a job that another program starts, such as "
         "Flink's operator",
     )
-
     lateness_ms: int = setting(
         2_000, "maximum disorder within a partition: watermark = newest time - lateness - 1 ms", ge=0
     )
@@ -47,7 +45,7 @@ class JoinerConfig(Rules, Deployment):
         "exactly_once: longest outage without loss; at most the broker's transaction.max.timeout.ms",
         ge=10_000,
     )
-    parallelism: int = setting(1, "of the Flink operator; one task slot each", ge=1)
+    parallelism: int = setting(1, "parallelism of the Flink operator; one task slot each", ge=1)
     restart_attempts: int = setting(0, "restarts of a failed Flink job before it ends; 0 = no limit", ge=0)
     read_ahead_ms: int = setting(
         0,

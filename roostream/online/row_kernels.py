@@ -1,4 +1,8 @@
-"""Compiled arithmetic of event_rows.py: events into rows, and the values of rows at a time."""
+"""Compiled arithmetic of event_rows.py: adds events to the rows of counters, and reads the rows' values.
+
+A row is float64 [W]; column 0 is the time of its newest event. `op_W` and `param_W` say what each other column
+is (roostream/schema/row_layout.py); `takes_W` says which columns count events of the action at hand.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +22,9 @@ def _add_event(
     op_W: np.ndarray,
     param_W: np.ndarray,
 ) -> None:
+    """Add one event. Decayed sums fade to the time of the newest event; a late event enters with its own decay.
+    `share`: number of items among which the event is divided.
+    """
     late_ms = 0.0 if np.isnan(row[0]) else row[0] - time_ms
     life_ms, fade, kept = 0.0, 1.0, 1.0
     for c in range(1, len(op_W)):
@@ -71,6 +78,7 @@ def add_list(
     op_W: np.ndarray,
     param_W: np.ndarray,
 ) -> None:
+    """Add one event to each of the rows `at_n`."""
     for i in at_n:
         _add_event(rows_I[i], time_ms, value, share, takes_W, op_W, param_W)
 
@@ -85,6 +93,7 @@ def add_each(
     op_W: np.ndarray,
     param_W: np.ndarray,
 ) -> None:
+    """Add events at `times_N` to the rows `at_N`, in order."""
     for k in range(len(at_N)):
         _add_event(rows_I[at_N[k]], times_N[k], value, 1.0, takes_W, op_W, param_W)
 
@@ -93,6 +102,7 @@ def add_each(
 def read_rows(
     rows_n: np.ndarray, time_ms: float, op_W: np.ndarray, param_W: np.ndarray, out_nW: np.ndarray
 ) -> None:
+    """Write the values of the rows at `time_ms` to `out_nW`: sums decayed, ages in seconds, window counts."""
     for i in range(len(rows_n)):
         row = rows_n[i]
         fade_ms = 0.0 if np.isnan(row[0]) else min(row[0] - time_ms, 0.0)

@@ -63,12 +63,8 @@ class FollowedRows:
     complete, waits, waiting_for = True, False, "rows of the shards"
 
     def __init__(self, follower: RowFollower) -> None:
-        self.follower, self.gather, self.age_s, self.run = (
-            follower,
-            follower.replica.gather,
-            follower.age_s,
-            follower.run,
-        )
+        self.follower = follower
+        self.gather, self.age_s, self.run = follower.replica.gather, follower.age_s, follower.run
 
     @property
     def ready(self) -> bool:
@@ -118,10 +114,10 @@ class CachedRows:
 
     def run(self, stop: threading.Event) -> None:
         """Rows that requests do not wait for are read in a second thread."""
-        beside = threading.Thread(target=self.cache.run, args=(stop,), name="row-reads", daemon=True)
-        beside.start()
+        reader = threading.Thread(target=self.cache.run, args=(stop,), name="row-reads", daemon=True)
+        reader.start()
         self.follower.run(stop)
-        beside.join()
+        reader.join()
 
     def close(self) -> None:
         self.follower.topic.close()

@@ -79,7 +79,7 @@ class TrainConfig(Settings):
         if self.workers > self.partitions:
             remedy = "each worker trains at least one partition"
             raise setting_error("workers", f"at most partitions = {self.partitions}", self.workers, remedy)
-        assert self.session
+        _ = self.session  # raises ConfigError if `days` is invalid
 
     @property
     def uses_worker_processes(self) -> bool:
