@@ -1,7 +1,7 @@
 """Compiled arithmetic of event_rows.py: adds events to the rows of counters, and reads the rows' values.
 
-A row is float64 [W]; column 0 is the time of its newest event. `op_W` and `param_W` say what each other column
-is (roostream/schema/row_layout.py); `takes_W` says which columns count events of the action at hand.
+A row is float64 [W]; column 0 is the time of its newest event. `op_W` and `param_W` say what each other
+column is (roostream/schema/row_layout.py); `takes_W` says which columns count events of the action at hand.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ def _add_event(
     op_W: np.ndarray,
     param_W: np.ndarray,
 ) -> None:
-    """Add one event. Decayed sums fade to the time of the newest event; a late event enters with its own decay.
-    `share`: number of items among which the event is divided.
-    """
+    """Add one event. Decayed sums fade to the time of the newest event; a late event enters decayed. `share`:
+    number of items among which the event is divided."""
     late_ms = 0.0 if np.isnan(row[0]) else row[0] - time_ms
     life_ms, fade, kept = 0.0, 1.0, 1.0
     for c in range(1, len(op_W)):
