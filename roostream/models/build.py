@@ -68,7 +68,7 @@ def build_model(schema: Schema, config: ModelConfig, seed: int, *, is_loaded: bo
         ConfigError: a custom model failed, or its code is missing; names file and line.
     """
     if isinstance(config, CustomModelConfig):
-        return _build_own(loaded_code({"kind": config.kind, "code": config.code}), schema, config, seed)
+        return _build_custom(loaded_code({"kind": config.kind, "code": config.code}), schema, config, seed)
     with torch.random.fork_rng(devices=[]):
         model = KINDS[config.kind].build(schema, config)
     if not is_loaded:
@@ -76,7 +76,7 @@ def build_model(schema: Schema, config: ModelConfig, seed: int, *, is_loaded: bo
     return model
 
 
-def _build_own(code: CustomCode, schema: Schema, config: CustomModelConfig, seed: int) -> Model:
+def _build_custom(code: CustomCode, schema: Schema, config: CustomModelConfig, seed: int) -> Model:
     with torch.random.fork_rng(devices=[]):
         model = CustomModel(code, schema, config)
         with user_errors_as_config_errors(code, "adjust_initial_parameters"):
