@@ -1,6 +1,6 @@
 """Log files of child processes: rotation, the last lines, and the last error.
 
-A child appends to its file directly, so no pipe has to be read and a slow supervisor blocks nobody. Rotation
+A child appends to its file directly, so no pipe must be read, and a slow supervisor blocks no child. Rotation
 copies the file and truncates it in place: lines that are written between the two steps are lost.
 """
 

@@ -151,7 +151,7 @@ class Cluster:
         }
 
     def make(self) -> None:
-        """Write folders and configuration anew; checkpoints and savepoints stay."""
+        """Write folders and configuration again; checkpoints and savepoints stay."""
         shutil.rmtree(self.lib, ignore_errors=True)
         for folder in (self.conf, self.lib, self.bin, self.tmp, self.folder / "plugins"):
             folder.mkdir(parents=True, exist_ok=True)

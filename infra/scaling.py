@@ -1,4 +1,4 @@
-"""Keeps as many worker and reader programs running as the controller asks for.
+"""Keeps as many worker and reader programs running as the controller requests.
 
 The controller stores the wanted numbers, also across restarts, but starts no program itself. A stack reads
 its status every second, starts missing workers, and stops surplus ones once the controller trains without

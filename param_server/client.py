@@ -67,8 +67,8 @@ class Client:
         )
 
     def set_incarnation(self, incarnation: int, workers: int = 1, owners: BucketMap | None = None) -> None:
-        """The shards were restored: pushes start anew, from so many workers a step, and buckets are owned as
-        `owners` says.
+        """The shards were restored: pushes start again, from this number of workers a step, and buckets are
+        owned as `owners` says.
 
         `owners` None = bucket mod shards. No push may be in progress.
 

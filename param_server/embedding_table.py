@@ -155,7 +155,7 @@ class KeyIndex:
 class EmbeddingTable:
     """Embedding rows of one stack by key, as shards train them and replicas read them. Not thread-safe.
 
-    Growing replaces `index` arrays and `rows_ND`, so read the attributes anew for each use. Optimizer state
+    Growing replaces `index` arrays and `rows_ND`, so read the attributes again for each use. Optimizer state
     is kept by the shard (`param_server.table`).
     """
 

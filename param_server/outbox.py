@@ -88,7 +88,7 @@ class Outbox:
         self._times_3B[:, touched_B] = _older(self._times_3B[:, touched_B], times_3[:, None])
 
     def add_tombstones(self, keys: Keys) -> None:
-        """Replicas must be told that these keys have no row."""
+        """Record that replicas must delete the rows of these keys."""
         self._unsent = join_keys(self._unsent, keys)
 
     def tombstones(self) -> Keys:

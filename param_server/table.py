@@ -233,7 +233,7 @@ class StackTable:
             self.outbox.add_tombstones(keys)
 
     def _take_gone(self) -> tuple[Keys, np.ndarray]:
-        """Keys that have no row any more, each once, and bool [G]: whether readers still have to be told."""
+        """Keys that have no row any more, each once, and bool [G]: whether readers still need a tombstone."""
         unpublished = self.outbox.tombstones()
         gone = self._absent(join_keys(unpublished, self._gone))
         self._gone = no_keys()

@@ -19,7 +19,7 @@ CODES = {
     503: "unavailable",
     504: "deadline_exceeded",
 }
-MAX_SHOWN = 64  # at most so many characters of a client's value are repeated in an answer
+MAX_SHOWN = 64  # characters of a client's value that an answer repeats
 _MAX_MESSAGE = 400
 
 

@@ -36,7 +36,7 @@ from serving.request import (
 RANK_QUERY = {
     "append": "a page that adds candidates to an earlier request",
     "ranked": "the answer has `ranked`: item ids, first slot first",
-    "top": "the answer has `top` instead of scores and order: so many first slots with item id and scores",
+    "top": "the answer has `top` instead of scores and order: this many first slots with item id and scores",
 }
 MAX_FLOAT = float(np.finfo(np.float32).max)
 FORBID: dict[str, Any] = {"forbid_unknown_fields": True}

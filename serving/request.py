@@ -43,7 +43,7 @@ class RankRequest:
     first_position: int  # position of the first slot of this answer
     model_version: str  # "" = the newest
     return_ranked: bool = False  # include item ids in ranked order in the answer
-    # Return only so many first slots, with items and scores; 0 = return all scores and the order
+    # Return only this many first slots, with items and scores; 0 = return all scores and the order
     top: int = 0
     blocks: RequestBlocks | None = None  # as the client encoded them; `ro` and `nro` are empty then
     # Whether the blocks lack a feature that can be filled in; None = not checked yet

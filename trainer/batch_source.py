@@ -1,4 +1,4 @@
-"""The interface of training inputs: chunks of decoded samples, each with the progress that it stands for.
+"""The interface of training inputs: chunks of decoded samples, each with the progress that it makes.
 
 Implementations: Kafka or records in memory (record_source.py), a warehouse session
 (sessions/session_source.py), and a source that switches between both (sessions/phased_source.py). Gathering
@@ -36,7 +36,7 @@ class BatchSource(Protocol):
         None: no chunk is due after `timeout_s`. Over all partitions, the oldest samples come first.
 
         With `partition`, only full chunks of that partition are returned, however long they take, so that
-        chunks do not depend on time. The caller asks for the same partition until its chunk comes. An
+        chunks do not depend on time. The caller requests the same partition until its chunk comes. An
         unavailable source is waited for (None)."""
 
     def rest(self, max_requests: int) -> Chunk | None:

@@ -20,7 +20,7 @@ class NotFiniteError(UnavailableError):
 
 class DeadLetterQuarantine:
     """Quarantines requests of a chunk that produce non-finite numbers on their own. They become dead letters
-    when the chunk ends, unless so many come in a row that the model must be the cause. The loop's thread
+    when the chunk ends, unless so many follow one another that the model must be the cause. The loop's thread
     only."""
 
     def __init__(self, publish: Callable[[Rejected], None]) -> None:

@@ -8,8 +8,8 @@
 A worker without data adds zeros and pulls no rows. In a turn that trains, all workers pull once, and all push
 once if there are gradients, so that both may be collective calls (`param_server/row_exchange.py`). A cut
 happens after the turn in which all workers want the same one. What was announced for the next turn stays
-announced, and is not part of the cut. While nobody trains, the bucket contains the reports alone, and a turn
-waits for data as a poll does.
+announced, and is not part of the cut. While no worker trains, the bucket contains the reports alone, and a
+turn waits for data as a poll does.
 
 Non-finite numbers never reach a sum: a worker whose part gives non-finite numbers, or numbers that could
 overflow the sum over all workers, adds zeros and trains the halves of its part next.

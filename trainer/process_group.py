@@ -94,8 +94,8 @@ class Rendezvous(Protocol):
     address: str  # where other workers connect; "" if they cannot
 
     def join(self, spec: GroupSpec) -> ProcessGroup:
-        """Create the group without waiting for anybody. Raises UnavailableError: this process cannot join any
-        group."""
+        """Create the group without waiting for other workers. Raises UnavailableError: this process cannot
+        join any group."""
 
 
 class PeerRendezvous(Protocol):
@@ -202,8 +202,8 @@ class TorchProcessGroup:
             message = f"the collective operation with the other workers failed: {why}"
         except UnavailableError as error:
             why = message = str(error)
-        # Outside the handlers: an error's frames hold the group, and whoever drops the last reference waits
-        # for it.
+        # Outside the handlers: an error's frames hold the group, and the thread that drops the last reference
+        # waits for it.
         self._leave(why)
         raise UnavailableError(message)
 

@@ -15,7 +15,7 @@ What a piece costs its owner:
     memory    a unique row is read, then read and written with its state:
               (row + 64) + 2 (row + state + 64) bytes
     network   it goes to the requester and its gradient comes back: 2 rows + 8 bytes
-    ids       each id that asks for it
+    ids       each id that reads it
     fixed     each piece, however small
 
 The constants are assumed until a benchmark has measured them, and every predicted time says so. Loads in
@@ -228,7 +228,7 @@ def _check_columns(table: PlannedTable, cuts: int, owners: int) -> None:
     if cuts > owners:
         raise ConfigError(
             f"table {table.name!r}: expected at most {owners} column pieces, one an owner, got {cuts}; "
-            "ask for fewer, or for more owners"
+            "request fewer, or use more owners"
         )
 
 

@@ -184,8 +184,8 @@ class TableProfile:
         return self.ids / self.examples if self.examples else 0.0
 
     def uniques_of(self, examples: float) -> float:
-        """Expected unique rows in a batch of so many examples: uniques ~ ids^a (Heaps' law), with a from the
-        first halves of batches and whole batches. Exact at the size that was counted."""
+        """Expected unique rows in a batch of this many examples: uniques ~ ids^a (Heaps' law), with a from
+        the first halves of batches and whole batches. Exact at the size that was counted."""
         if not self.batches or not self.uniques:
             return 0.0
         ids, uniques, power = self.ids / self.batches, self.uniques / self.batches, 1.0

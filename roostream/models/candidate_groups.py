@@ -54,7 +54,7 @@ class CandidateGroups:
 
     start_R1: np.ndarray  # int64, on the host: of request r are the candidates start_R1[r] .. start_R1[r + 1]
     device: str  # where squares are made
-    slots: Slots | None = None  # None: when somebody asks
+    slots: Slots | None = None  # None: computed on first use
 
     @property
     def groups(self) -> tuple[Group, ...]:

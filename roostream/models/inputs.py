@@ -88,11 +88,11 @@ class Sequence:
     index_L: Tensor  # int64, positions in the stack's rows
     column_L: dict[str, Tensor]  # id column with a table → int64 positions in its stack's rows
     bucket_L: dict[str, Tensor]  # time column → int64 bucket of the time since the entry
-    host_length_R: np.ndarray  # `length_R`, where nobody waits for a device to read it
+    host_length_R: np.ndarray  # `length_R`, readable without waiting for the device
     gap_ms_L: dict[str, np.ndarray]  # time column → int64 time from the entry to its request
     groups: CandidateGroups
-    padded: PaddedEntries | None = None  # None: when somebody asks
-    shared_entries: SharedEntries | None = None  # None: nothing is shared, or nobody looked
+    padded: PaddedEntries | None = None  # None: computed on first use
+    shared_entries: SharedEntries | None = None  # None: nothing is shared, or it was not checked
 
     def squares(self, x_L: Tensor) -> Tensor:
         """[L, ...] → [R · N, ...]; padding has arbitrary values and must be masked."""
@@ -138,7 +138,7 @@ class Inputs:
     bags: tuple[Bags, ...]
     sequences: dict[str, Sequence]
     groups: CandidateGroups
-    unique: UniqueRequests | None = None  # None: requests differ, or nobody looked
+    unique: UniqueRequests | None = None  # None: requests differ, or it was not checked
 
     def once(self, x_RD: Tensor) -> Tensor:
         """[R, D] → [U, D]: one row per distinct request. Map results back with `shared_index_B`."""

@@ -82,7 +82,7 @@ class Ranker(Model):
         return self.heads(self.deep(x_BD))
 
     def loss(self, inputs: Inputs, logits_BT: Tensor, targets: Targets) -> Tensor:
-        """Multi-task loss (loss.py); pairs within a request's list if a label asks for it."""
+        """Multi-task loss (loss.py); pairs within a request's list if a label requires it."""
         return loss(logits_BT, targets, self._tasks, inputs.groups)
 
     def request(self, inputs: Inputs, pooled: PooledFeatures) -> list[Tensor]:

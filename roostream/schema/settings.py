@@ -392,7 +392,7 @@ def _from_text(hint: Any, value: Any) -> Any:
 
 
 def _parsed(hint: Any, text: ResolvedText) -> Any:
-    """The TOML value that a text stands for: `8`, `true`, `["a"]`, or `a,b` for a list of texts; else the
+    """The TOML value that a text means: `8`, `true`, `["a"]`, or `a,b` for a list of texts; else the
     text."""
     if hint is str and text.written == text:
         return str(text)

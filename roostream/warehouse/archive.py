@@ -2,7 +2,7 @@
 
 1 open the tables, read how far each partition has come in them, and seek there
 2 read records until there are enough bytes of them, or the oldest has waited long enough
-3 write files, which nobody sees yet, and send unreadable records to the dead letters
+3 write files, which are not visible yet, and send unreadable records to the dead letters
 4 commit to each table its files and the consumer's positions together. If another archiver has moved a
   position, the commit is rejected: forget everything and go to 1
 

@@ -36,7 +36,7 @@ from roostream.wire.columnar import CANDIDATE, ColumnType, FlatColumn, label_col
 DayPart = tuple[date, int]
 """A close day and a partition: what is sealed together."""
 CorrectionSource = tuple[date, int, str]
-"""Day, partition and topic id of corrections; offsets of another topic id start anew."""
+"""Day, partition and topic id of corrections; offsets of another topic id start again."""
 
 
 class Seal(NamedTuple):

@@ -1,6 +1,6 @@
 """The columns of a record that a batch does not have, and rebuilding records from columns, byte for byte.
 
-So a topic can be filled again from the warehouse, and labels can be derived anew.
+So a topic can be filled again from the warehouse, and labels can be derived again.
 
     user_id, session_id, request_id, model_version     from the header; the key follows from the first three
     close_reason, num_duplicates                        from the sample

@@ -220,7 +220,7 @@ def encode_nro(schema: Schema, columns: Mapping[str, Any], num_rows: int) -> byt
     """Encode the NRO block of `num_rows` candidates.
 
     A float column is float32 [n], NaN or None = missing. A list column has one value for each row, as in
-    `encode_ro`. An integer or string stands for a list of one, so a flat array of ids gives every row exactly
+    `encode_ro`. An integer or string means a list of one, so a flat array of ids gives every row exactly
     one.
 
     Raises:

@@ -57,7 +57,7 @@ REASONS = (
     "unknown_type",  # an unknown type or version byte
     "unknown_schema",  # a fingerprint without a registered schema
     "bad_shape",  # columns whose lengths disagree
-    "non_finite",  # an infinity, or a NaN that does not stand for missing
+    "non_finite",  # an infinity, or a NaN that does not mean missing
     "bad_number",  # a weight or propensity out of bounds
     "oversized",  # more bytes, candidates or list entries than the limits
     "bad_time",  # an impossible event time, or another than the record's timestamp

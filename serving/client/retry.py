@@ -50,7 +50,7 @@ class RetryPolicy:
     draw: Callable[[], float] = random.random  # jitter, in [0, 1)
 
     def pause_s(self, attempt: int, asked_s: float) -> float:
-        """Pause before the retry after try number `attempt`: at least what the server asks for, with
+        """Pause before the retry after try number `attempt`: at least what the server requests, with
         jitter."""
         jitter = 0.5 + self.draw() / 2
         return max(asked_s * (1 + self.draw() / 4), min(self.first_s * 2**attempt, self.max_s) * jitter)

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from serving.errors import RequestError
 
 RETRY_AFTER_S = 1
-# A new answer is averaged with so many earlier answers, or with RECENT_S of work, whichever is more
+# A new answer is averaged with this many earlier answers, or with RECENT_S of work, whichever is more
 _NEWEST = 9
 RECENT_S = 0.25
 _FEW = 8  # so few requests may take the whole deadline; a longer queue may take half of it
@@ -76,7 +76,7 @@ class AdmissionGate:
             self.on_idle()
 
     def scored(self, num_answered: int, since_s: float) -> None:
-        """Record a pass with so many answers, whose first request waited since `since_s`. A pass without
+        """Record a pass with this many answers, whose first request waited since `since_s`. A pass without
         answers is not counted."""
         now_s = self.now_s()
         took_s = now_s - max(since_s, self._done_s)

@@ -20,7 +20,7 @@ _CHARSETS = ("utf-8", "utf8", "us-ascii")
 
 
 class ClientGoneError(Exception):
-    """The client closed the connection before its body was complete: there is nobody to answer."""
+    """The client closed the connection before its body was complete: there is no one to answer."""
 
 
 class BodyReader:

@@ -2,7 +2,7 @@
 connections.
 
 A connection that breaks a limit gets an error answer, if one can still be sent, and is closed. The limits are
-here because httptools collects an endless header, trailer or URL and joins it anew with each piece, and
+here because httptools collects an endless header, trailer or URL and joins it again with each piece, and
 because uvicorn never closes a connection that stays silent before its first request or in the middle of its
 headers.
 """
@@ -249,7 +249,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _make_room(self) -> None:
         """Close the connection that has been idle longest, else the one whose headers have been incomplete
-        longest, so that slow clients keep nobody out. If all connections are busy, refuse the new one.
+        longest, so that slow clients do not keep others out. If all connections are busy, refuse the new one.
         """
         others = [c for c in self.connections if c is not self and isinstance(c, LimitedProtocol)]
         idle = min((c for c in others if c.is_idle), key=lambda c: c.active_s, default=None)

@@ -153,7 +153,7 @@ class InferEndpoint(RankEndpoint):
         return _fault(error)
 
     def encode(self, scope: Scope, answer: object) -> tuple[bytes, str, dict[str, str]]:
-        """Binary outputs follow the JSON where the request asks for them."""
+        """Binary outputs follow the JSON if the request wants them."""
         if not isinstance(answer, InferenceAnswer):
             return msgspec.json.encode(answer), JSON, {}
         ranked = answer.ranked

@@ -28,7 +28,7 @@ RankAll = Callable[[list[tuple[RankRequest, int]]], "list[RankResult | Exception
 
 LOOP_S = 0.003
 MAX_TURNS = 16  # turns of the event loop between two passes
-_CANDIDATES = 64  # so many candidates take about as long as the fixed part of a request
+_CANDIDATES = 64  # candidates that take about as long as the fixed part of a request
 # weight of the newest pass in the estimate when it was slower, and when it was faster
 _RISES, _FALLS = (0.5, 0.1)
 
@@ -162,7 +162,7 @@ class ScoringQueue:
             self.executor.submit(self._run_in_thread, batch, asyncio.get_running_loop())
 
     def _fits_in_loop(self, queued: _QueuedRank, num_requests: int = 0, num_candidates: int = 0) -> bool:
-        """Whether the request can be scored in the loop, behind so many others of its pass."""
+        """Whether the request can be scored in the loop, after this many others of its pass."""
         expected_s = self.pass_time.expected_s(num_requests + 1, num_candidates + queued.num_candidates)
         return expected_s <= LOOP_S and not queued.may_wait
 

@@ -3,7 +3,7 @@ progress.
 
 1 measure recall: repeat a sampled request's search exactly
 2 reload the catalogue if its file has changed; an invalid file leaves the current one in use
-3 if the served version or the catalogue changed, build all vectors anew and switch to them at once
+3 if the served version or the catalogue changed, build all vectors again and switch to them at once
 4 update the vectors of items whose rows changed, at a bounded rate, the longest waiting first
 5 build a new index when many vectors have moved away from their indexed position
 

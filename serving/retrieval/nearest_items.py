@@ -21,7 +21,7 @@ import numpy as np
 from roostream.errors import ConfigError
 
 MOVED_BELOW = 0.97  # product of an item's current and indexed vector, both of length 1
-FEW = 4096  # up to so many items are compared exhaustively
+FEW = 4096  # up to this many items are compared exhaustively
 MAX_MOVED_SHARE = 0.05
 _WIDER = 2  # proposals per requested item, since some have moved since
 _CHUNK = 8192
@@ -70,7 +70,7 @@ class NearestItems:
 
     @property
     def needs_rebuild(self) -> bool:
-        """Whether so many vectors have moved that a new index pays off."""
+        """Whether enough vectors have moved for a new index to pay off."""
         return self._indexed is not None and len(self._indexed.moved_N) > max(
             FEW // 4, MAX_MOVED_SHARE * len(self)
         )

@@ -248,7 +248,7 @@ def _ids(value: Any, name: str, key: str) -> np.ndarray:
 class Shortlist:
     """Chooses the items to rank and show. Call `choose` in the scoring thread.
 
-    Many items are retrieved and few are shown. Only the shown list is logged, since an item that nobody saw
+    Many items are retrieved and few are shown. Only the shown list is logged, since an item that no user saw
     is no negative. So all retrieved items are scored once to choose the few, and the few are then ranked like
     any list.
     """

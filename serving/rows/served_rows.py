@@ -150,7 +150,7 @@ def open_follower(config: RowSourceSettings, replica: RowReplica, clock: Clock) 
 
 
 def open_rows(config: RowsSettings, schema: Schema, seed: int, clock: Clock) -> ServedRows:
-    """Open the rows that the settings describe; waits for nobody."""
+    """Open the rows that the settings describe; does not wait."""
     if config.rows == "cache":
         return _open_cache(config, schema, seed, clock)
     return FollowedRows(open_follower(config, Replica(schema, seed, num_buckets=config.buckets), clock))

@@ -22,7 +22,7 @@ class IdleGate:
         self._came = threading.Event()
 
     def notify_idle(self) -> None:
-        """No request is in progress. Nearly free if nobody waits."""
+        """No request is in progress. Nearly free if no thread waits."""
         if not self._came.is_set():
             self._came.set()
 

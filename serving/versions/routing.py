@@ -53,7 +53,7 @@ def parse_split(key: str, text: str) -> TrafficSplit:
 
 @dataclasses.dataclass(frozen=True)
 class Routing:
-    """What operators or settings ask for instead of "the newest"."""
+    """What operators or settings choose instead of "the newest"."""
 
     activated: str = ""
     canary: TrafficSplit = TrafficSplit()

@@ -22,7 +22,7 @@ Work units:
 The range of every source is divided into the same number of parts of at most `unit_records`. The parts with
 one number are an *epoch*. All sources are in the same epoch, so that none is far ahead of the others. A unit
 is done when the offsets of a manifest say so. There is no other list of finished units, so nothing is handed
-out twice, whoever dies."""
+out twice, whichever program dies."""
 
 from __future__ import annotations
 
@@ -205,8 +205,8 @@ class Phases:
         return {**fields, "input": self.session.plain()} if self.session and self._began_initial else fields
 
     def is_trained(self, incarnation: int) -> bool:
-        """Whether all workers have trained their units. A commit is due then, and nobody has work until it is
-        done."""
+        """Whether all workers have trained their units. A commit is due then, and no worker has work until it
+        is done."""
         return self.is_initial and all(self._has_trained(key, incarnation) for key in self.membership.workers)
 
     def _has_trained(self, key: Key, incarnation: int) -> bool:

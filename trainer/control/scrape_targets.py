@@ -1,6 +1,6 @@
 """What other programs report at their /metrics, for the controller's page and `roostream status`.
 
-A program that does not answer reports nothing. A value that nobody reports is None, which means unknown,
+A program that does not answer reports nothing. A value that no program reports is None, which means unknown,
 never 0."""
 
 from __future__ import annotations

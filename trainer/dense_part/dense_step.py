@@ -46,7 +46,7 @@ class DenseTrainer:
         rate: Callable[[int], float],
         stages: StageTimer,
     ) -> None:
-        """Build untrained models. `rate`: Adam's learning rate after so many steps. Raises as
+        """Build untrained models. `rate`: Adam's learning rate after a number of steps. Raises as
         `build_training_model`."""
         self.config, self.stages = config, stages
         self.model = self.scorer = build_training_model(schema, model_config, config)

@@ -152,7 +152,7 @@ class CudaCopyStream:
         with torch.cuda.stream(self.stream):
             device_N = torch.empty(len(host_N), dtype=torch.uint8, device=self.stream.device)
             device_N.copy_(host_N, non_blocking=True)
-            done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # whoever waits sleeps
+            done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # a waiting thread sleeps
             done.record(self.stream)
         return _CudaCopy(device_N, done)
 

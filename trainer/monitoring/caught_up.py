@@ -6,7 +6,7 @@ wall time (G8).
 initial ──► catching_up ◄────────────┼─┘          │ (history)         │  ▲               │            │
 stalled    records exist, none is consumed
                   ▼  └───────────────┴── caught_up          blocked    the next record cannot be read
-             caught_up ◄──► idle (nothing arrives)          held       somebody stopped training
+             caught_up ◄──► idle (nothing arrives)          held       training was stopped
 
 unknown, from any state: the offsets cannot be read now. An old state is never reported as current. The rules
 are in docs/operations/caught-up.md. Paper: Ads infrastructure, §III A (initial and caught-up training).
@@ -136,7 +136,7 @@ class CaughtUpDetector:
 
     def _note(self, p: Partition, lag: PartitionLag | None, now_s: float) -> None:
         if lag is None:
-            if p in self._trackers:  # afterwards the lag has to be small for a while again
+            if p in self._trackers:  # afterwards the lag must be small for a while again
                 self._trackers[p].forget()
             self._meter.clear()
         elif p in self._trackers:

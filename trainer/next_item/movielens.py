@@ -4,7 +4,7 @@ has them.
 paddlerec_ensfm_train.csv.zip   train.csv, one interaction per line, `user-gender-age-occupation,movie-genre`;
                                 one user after the other, in order of time; the last interaction of each user
                                 is withheld
-movies.dat                      `movie::title::genres`; the corpus, including movies that nobody rated
+movies.dat                      `movie::title::genres`; the corpus, including movies without ratings
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Items of each user in order, and windows of them (leave-last-out).
 
-For a user with items a b c d e, the test asks for the last one and validation for the one before:
+For a user with items a b c d e, the test predicts the last one and validation the one before:
 
     training     a b → b c         each entry predicts the next one
     validation   a b c → d

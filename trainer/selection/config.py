@@ -111,7 +111,9 @@ class DeferralConfig(Settings):
     choice: Literal["stale", "random"] = setting(
         "stale", "hot rows to defer; random: the same share at random, as a control"
     )
-    visits: int = setting(8, "a row's gradients are pushed at least every so many visits", ge=1, le=1 << 16)
+    visits: int = setting(
+        8, "a row's gradients are pushed at least once in this many visits", ge=1, le=1 << 16
+    )
     min_visits: int = setting(10, "visits that make a row hot", ge=1)
     max_rows: int = setting(1 << 16, "watched rows per stack", ge=1)
     window: int = setting(20_000, "newest visits of hot rows from which the threshold is taken", ge=1)

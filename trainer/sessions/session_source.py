@@ -32,7 +32,7 @@ from trainer.batch_source import NewestIds
 from trainer.chunks import Chunk
 from trainer.pipeline.stage_timer import StageTimer
 
-MAX_EXPECTED = 64  # splits that readers are told to prefetch
+MAX_EXPECTED = 64  # splits that readers prefetch
 
 
 class SessionSource:

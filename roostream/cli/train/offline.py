@@ -63,7 +63,9 @@ from trainer.rows import ShardRows
 from trainer.selection.outcomes import RequestCounts
 from trainer.worker import Worker
 
-_UNIT_ROWS = 1 << 20  # rows of each partition in a work unit; large, because nobody else waits for rows
+_UNIT_ROWS = (
+    1 << 20
+)  # rows of each partition in a work unit; large, because no other work unit waits for rows
 _PROGRESS_INTERVAL_S = 2.0
 _POLL_S = 0.1
 _LAST_COMMIT_S = 3.0
@@ -179,7 +181,7 @@ class _OfflineTraining:
         }
 
     def _move_rows(self, num_owners: int) -> None:
-        """Distribute the rows of the last commit over this many owners; nobody may have them open."""
+        """Distribute the rows of the last commit over this many owners; no process may have them open."""
         last = manifests.newest(self.store)
         if last is None or last.manifest.num_shards == num_owners:
             return

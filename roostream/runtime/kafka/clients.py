@@ -189,10 +189,10 @@ def _offsets_at(client: Consumer, places: Sequence[TopicPartition], when: int, e
     while True:
         left_s = end_s - time.monotonic()
         asked = [TopicPartition(place.topic, place.partition, when) for place in places]
-        told = {
+        offsets = {
             (at.topic, at.partition): at for at in client.offsets_for_times(asked, timeout=max(left_s, 0.1))
         }
-        at = [told[place.topic, place.partition] for place in places]
+        at = [offsets[place.topic, place.partition] for place in places]
         refused = next((place.error for place in at if place.error is not None), None)
         if refused is None:
             return [int(place.offset) for place in at]

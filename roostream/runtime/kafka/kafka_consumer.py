@@ -44,7 +44,7 @@ class ConsumerOptions:
     partitions: tuple[Partition, ...]
     prefix: str = ""
     merge_by_time: bool = False  # oldest record first over all partitions; otherwise in order of arrival
-    max_buffered: int = 4096  # records a partition; fetching pauses for a partition that has so many
+    max_buffered: int = 4096  # records a partition; fetching pauses for a partition with this many
     skip_lost_records: bool = True  # log and count records that the broker deleted; False: RecordsGoneError
     track_end_offsets: bool = False  # needed for `lag`
 

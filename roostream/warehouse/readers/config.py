@@ -38,7 +38,7 @@ class ReadersConfig(Settings):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReaderCountConfig(Settings):
-    """`[readers]` of a controller: how many readers it asks for, by the fullness of its workers' buffers."""
+    """`[readers]` of a controller: how many readers it requests, by the fullness of its workers' buffers."""
 
     min_readers: int = setting(1, "readers while programs read a session", ge=1, le=MAX_READERS)
     max_readers: int = setting(

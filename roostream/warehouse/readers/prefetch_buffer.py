@@ -1,4 +1,4 @@
-"""Buffer of pieces that a worker has fetched from readers, and what it asks for next; pure.
+"""Buffer of pieces that a worker has fetched from readers, and what it requests next; pure.
 
     expect ──► splits in order ──► wanted: (split, position), the most urgent first ──► controller
                                         │                              lease holders ◄─────┘

@@ -5,7 +5,7 @@
     fetching threads   request one piece each, of the first splits that have a reader and for which is room
 
 A reader that does not answer is reported to the controller, which leases its splits to another one. The rows
-of a split are the same whoever reads them, so the batches are too.
+of a split are the same for every reader, so the batches are too.
 """
 
 from __future__ import annotations

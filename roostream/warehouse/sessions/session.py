@@ -1,6 +1,6 @@
 """What a reading session reads: a table version, its days and rows, their order, and the labels.
 
-Two sessions with equal digests read the same rows in the same order, whoever plans them.
+Two sessions with equal digests read the same rows in the same order, in any process.
 
     files of a version ──► splits in one order, numbered ──► each partition's part of that order
                              day 1: f3 f1 f2                   partition 0:  f3 f2 | ...      rows 0 .. N0

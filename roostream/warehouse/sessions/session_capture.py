@@ -68,7 +68,7 @@ class CapturedSession:
             ) from None
         except (ValueError, KeyError, TypeError):
             raise ConfigError(
-                f"{path}: expected a captured session, got something else; capture anew"
+                f"{path}: expected a captured session, got something else; capture it again"
             ) from None
 
 
