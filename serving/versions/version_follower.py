@@ -31,7 +31,7 @@ from serving.versions.idle_gate import MAX_IDLE_WAIT_S, IdleGate
 from serving.versions.loaded_versions import LoadedVersions
 from serving.versions.recent_requests import RecentRequests, ScoredRequest
 
-log = logging.getLogger("roostream.serving.dense")
+log = logging.getLogger("roostream.serving.versions")
 
 POLL_S = 1.0
 
@@ -179,9 +179,6 @@ class VersionFollower:
             log.warning("cannot read the checkpoint store: %s; the version in use stays", error)
         self._away = True
         return False
-
-
-log = logging.getLogger("roostream.serving.versions")
 
 
 class WarmUp:
