@@ -105,13 +105,14 @@ class Decoder:
         values = [record.value or b"" for record in records]
         found, is_correction_N = self._scan(values, rejects)
         plan_N = self._plan_numbers(found, rejects)
-        status_N = self._check(found, plan_N)
+        is_untrainable_N = read_varint(found.buf, field(found.spans_N, SAMPLE.untrainable)) != 0
+        status_N = self._check(found, plan_N, is_correction_N & is_untrainable_N)
         for n in np.flatnonzero(status_N > 0):
             rejects[int(found.index_N[n])] = _ERRORS[int(status_N[n])]
         self._check_times(records, found, is_correction_N, status_N, rejects)
         is_trainable_N = ~is_correction_N
         if corrections:
-            is_trainable_N |= read_varint(found.buf, field(found.spans_N, SAMPLE.untrainable)) == 0
+            is_trainable_N |= ~is_untrainable_N
         kept_R = np.flatnonzero((status_N == OK) & is_trainable_N)
         index_R = found.index_N[kept_R]
         batch = Batch(
@@ -201,11 +202,14 @@ class Decoder:
                     rejects[int(n)] = ("unknown_schema", str(error))
         return numbers[inverse]
 
-    def _check(self, found: SampleScan, plan_N: np.ndarray) -> np.ndarray:
-        """int64 [N]: OK or the first error; -1 for samples of an unreadable writer."""
+    def _check(self, found: SampleScan, plan_N: np.ndarray, is_bare_N: np.ndarray) -> np.ndarray:
+        """int64 [N]: OK or the first error; -1 for samples of an unreadable writer. `is_bare_N`: corrections
+        that may lack features, because they are not trained."""
         limits, plans = self.schema.limits, self.plans
         status_N = np.where(plan_N < 0, -1, OK)
         used_N = np.bincount(found.sample_P, weights=found.used_P, minlength=len(plan_N)).astype(np.int64)
+        num_items_N = np.diff(field(found.spans_N, SAMPLE.item_ids), axis=1)[:, 0] // 8
+        used_N = np.where(is_bare_N & (used_N == 0), num_items_N, used_N)
         num_labels_N = plans.num_labels_S[plan_N]
         scan.check_samples(found.buf, found.spans_N, num_labels_N, used_N, limits.max_candidates, status_N)
         ro, nro = found.ro_blocks(plan_N), found.nro_blocks(plan_N)

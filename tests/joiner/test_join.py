@@ -9,9 +9,13 @@ import pytest
 
 from joiner.state import CLOSED, EXPIRED, OPEN
 from roostream.schema.ids import sample_id
+from roostream.wire import records as wire
 from roostream.wire import roo_pb2 as pb
+from roostream.wire.decode import Decoder
+from roostream.wire.records import Record
 from tests.joiner.cases import (
     KEY,
+    SCHEMA,
     Driver,
     closed,
     engagement,
@@ -219,6 +223,16 @@ def test_a_correction_has_features_within_the_correction_horizon(time: int, trai
         "of the whole list: a model looks at it"
     )
     assert m.HasField("ro") is trainable
+
+
+@pytest.mark.parametrize("horizon_ms", [0, 500])
+def test_readers_accept_corrections_with_and_without_features(horizon_ms: int) -> None:
+    m = corrected(engagement(T + 60, 2, event=2), correction_horizon_ms=horizon_ms).message
+    reader = Decoder(SCHEMA, {SCHEMA.fingerprint: SCHEMA}.get)
+    record = Record("corrections", 0, 0, T, KEY, wire.encode(wire.CORRECTION, m))
+    batch, rejects = reader.decode([record], corrections=True)
+    assert rejects == []
+    assert (batch.num_requests, reader.num_skipped_corrections) == ((1, 0) if horizon_ms else (0, 1))
 
 
 # early close

@@ -94,7 +94,7 @@ def keyed(records: list[Record]) -> list[Record]:
 def a_correction(
     record: Record, item: int, before: float, after: float, *, offset: int, event: int
 ) -> Record:
-    """Of the sample of `record`: one item's labels are others."""
+    """A correction without features, as the joiner writes it: the labels of one item change."""
     sample = pb.Sample.FromString(record.value[2:])
     header = sample.header
     made = pb.Sample(
@@ -102,7 +102,6 @@ def a_correction(
     )
     made.labels.extend([after, 0.0])
     made.labels_before.extend([before, 0.0])
-    made.parts.add(num_rows=1)
     made.event_ids.append(event)
     made.event_candidates.append(0)
     made.event_actions.append(0)

@@ -211,6 +211,19 @@ def test_corrections_are_decoded_only_on_request(schema: Schema, to_record: ToRe
     assert batch.expand().correction_R.tolist() == [False, False, True, True]
 
 
+@pytest.mark.parametrize(
+    ("kind", "labels", "reasons"),
+    [(wire.CORRECTION, 2, []), (wire.CORRECTION, 1, ["bad_shape"]), (wire.SAMPLE, 2, ["bad_shape"])],
+)
+def test_only_an_untrainable_correction_may_lack_features(
+    schema: Schema, to_record: ToRecord, kind: int, labels: int, reasons: list[str]
+) -> None:
+    message = pb.Sample(header=pb.Header(schema=schema.fingerprint), untrainable=True, item_ids=[7])
+    message.labels[:] = [1.0] * labels
+    _, rejects = decoder(schema).decode([to_record(message, 0, kind)], corrections=True)
+    assert [r.reason for r in rejects] == reasons
+
+
 def test_a_request_is_decoded_like_its_later_sample(schema: Schema, to_record: ToRecord) -> None:
     sample = valid(schema)
     reader = decoder(schema)
