@@ -20,6 +20,7 @@ from roostream.errors import CheckpointError, ConfigError, SetupError, Unavailab
 
 _NAME = re.compile(r"^[a-z0-9][a-z0-9._-]{0,63}(/[a-z0-9][a-z0-9._-]{0,63})*$")
 _PROBE = "probes"
+_UNFINISHED = ".roostream-unfinished."  # begins the name of a file that is being written
 
 
 class CheckpointStore(Protocol):
@@ -138,13 +139,12 @@ class FileStore:
 
     def sweep(self) -> None:
         with _disk_errors(f"{self.root} can't be swept"):
-            for path in list(self.root.rglob(".*")):  # names of finished files never begin with a dot
-                if path.is_file():
-                    path.unlink(missing_ok=True)
+            for path in list(self.root.rglob(f"{_UNFINISHED}*")):
+                path.unlink(missing_ok=True)
 
     def _write(self, target: Path, data: bytes) -> Path:
         self._make_directory(target.parent)
-        handle, name = tempfile.mkstemp(prefix=".", dir=target.parent)
+        handle, name = tempfile.mkstemp(prefix=_UNFINISHED, dir=target.parent)
         temporary = Path(name)
         try:
             with os.fdopen(handle, "wb") as file:

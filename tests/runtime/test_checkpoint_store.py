@@ -106,9 +106,9 @@ def test_a_failed_sync_is_reported_and_leaves_no_partial_file(tmp_path: Path) ->
 
 def test_only_leftovers_of_killed_writers_are_deleted(store: FileStore) -> None:
     store.put("dense/1", b"x")
-    (store.root / "dense" / ".tmp1234").write_bytes(bytes(1000))
+    (store.root / "dense" / ".roostream-unfinished.1234").write_bytes(bytes(1000))
     (store.root / "manifests").mkdir()
-    (store.root / "manifests" / ".k2j1").write_bytes(b"half")
+    (store.root / "manifests" / ".roostream-unfinished.k2j1").write_bytes(b"half")
     store.sweep()
     assert files(store) == ["dense/1"]
     FileStore(store.root / "nothing").sweep()
@@ -122,3 +122,14 @@ def test_a_store_that_can_t_be_read_is_not_one_whose_names_are_absent(tmp_path: 
     ):
         with pytest.raises(UnavailableError, match="can't be"):
             do()
+
+
+def test_a_sweep_deletes_only_unfinished_files_of_stores(tmp_path: Path) -> None:
+    store = FileStore(tmp_path)
+    store.put("dense/1", b"finished")
+    foreign = [tmp_path / ".bashrc", tmp_path / "dense" / ".gitignore", tmp_path / "project" / ".env"]
+    foreign[2].parent.mkdir()
+    for path in foreign:
+        path.write_text("of the user")
+    store.sweep()
+    assert store.get("dense/1") == b"finished" and all(path.exists() for path in foreign)

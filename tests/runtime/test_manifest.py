@@ -207,7 +207,7 @@ def test_incarnations_go_up_and_one_of_two_racing_controllers_exits(tmp_path: Pa
     store = FileStore(tmp_path)
     assert [manifests.claim_incarnation(store, 0) for _ in range(3)] == [1, 2, 3]
 
-    (tmp_path / "incarnations" / ".left").write_bytes(b"half")
+    (tmp_path / "incarnations" / ".roostream-unfinished.left").write_bytes(b"half")
     assert manifests.claim_incarnation(store, 0) == 4
     assert not list(tmp_path.rglob(".*")), "what a killed writer left is swept at the claim"
 

@@ -142,8 +142,14 @@ class RpcServer:
             if full:
                 log.warning("refused a connection from %s: %d are open", peer, self.max_connections)
                 connection.close()
-            else:
+                continue
+            try:
                 thread.start()
+            except RuntimeError as error:  # out of threads or memory; accepting continues
+                log.warning("closed the connection from %s: %s", peer, error)
+                with self._lock:
+                    del self._connections[connection]
+                connection.close()
 
     def _make_room(self) -> bool:
         """Close the connection that has been idle longest. The caller holds the lock."""

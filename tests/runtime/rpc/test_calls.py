@@ -355,3 +355,16 @@ def test_an_error_that_was_answered_is_never_a_lost_answer() -> None:
     assert type(error_of({"error": "FencedError", "message": "m"})) is FencedError
     for name in ("TransportError", "Exception", "RoostreamErrr", "Iterable", "nearest", ""):
         assert type(error_of({"error": name, "message": "m"})) is UnavailableError
+
+
+def test_a_connection_without_a_thread_is_closed_and_the_next_one_is_served(
+    server: RpcServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_thread(*args: object, **kwargs: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(rpc_server.threading.Thread, "start", no_thread)
+        with contextlib.suppress(ConnectionResetError):
+            assert raw(server, GOOD) == b""
+    assert raw(server, GOOD) != b""
