@@ -97,9 +97,9 @@ def test_an_unavailable_broker_at_the_start_is_reported(tmp_path: Path) -> None:
 
 
 def test_unfinished_files_of_a_killed_run_are_swept(tmp_path: Path) -> None:
-    (tmp_path / ".half").write_bytes(b"half")
+    (tmp_path / ".roostream-unfinished.half").write_bytes(b"half")
     books_of(MemoryConsumer(ALL), tmp_path).open()
-    assert not (tmp_path / ".half").exists()
+    assert not (tmp_path / ".roostream-unfinished.half").exists()
 
 
 def test_a_horizon_within_which_something_could_settle_is_refused() -> None:

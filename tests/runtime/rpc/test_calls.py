@@ -365,6 +365,6 @@ def test_a_connection_without_a_thread_is_closed_and_the_next_one_is_served(
 
     with monkeypatch.context() as patched:
         patched.setattr(rpc_server.threading.Thread, "start", no_thread)
-        with contextlib.suppress(ConnectionResetError):
+        with contextlib.suppress(OSError):  # the server may close before the call was sent
             assert raw(server, GOOD) == b""
     assert raw(server, GOOD) != b""
