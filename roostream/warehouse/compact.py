@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import date, timedelta
 from typing import NamedTuple
@@ -94,13 +95,28 @@ def next_offset_by_topic(corrections: Iterable[DataFile]) -> dict[str, int]:
     return behind
 
 
+def newest_day(files: Sequence[DataFile]) -> date:
+    """The newest day on or after which at least a tenth of an average day's rows closed. So a few samples
+    with a wrong time in the future retire nothing."""
+    rows_by_day: Counter[date] = Counter()
+    for file in files:
+        rows_by_day[file.day] += file.rows
+    enough = rows_by_day.total() / len(rows_by_day) / 10
+    later = 0
+    for day in sorted(rows_by_day, reverse=True):
+        later += rows_by_day[day]
+        if later >= enough:
+            return day
+    raise AssertionError("the oldest day has all rows")
+
+
 def files_to_retire(files: Sequence[DataFile], keep_days: int, keep_bytes: int) -> list[DataFile]:
-    """Files to retire: those of days before the newest `keep_days`; then the oldest days until at most
-    `keep_bytes` are left; of the newest day the files that closed first, but never the last file of a
-    partition. 0 = no limit."""
+    """Files to retire: those of days before the newest `keep_days` (see `newest_day`); then the oldest days
+    until at most `keep_bytes` are left; of the newest day the files that closed first, but never the last
+    file of a partition. 0 = no limit."""
     if not files:
         return []
-    newest = max(file.day for file in files)
+    newest = newest_day(files)
     oldest = newest - timedelta(days=keep_days - 1) if keep_days else date.min
     out = [file for file in files if file.day < oldest]
     left = sorted((file for file in files if file.day >= oldest), key=lambda file: file.day)

@@ -271,6 +271,15 @@ def test_whole_days_are_retired_oldest_first_and_the_newest_day_stays() -> None:
     assert partly_retired_days(files, files[:3]) == []
 
 
+def test_a_few_samples_of_a_future_day_retire_nothing() -> None:
+    day = date(2023, 5, 18)
+    files = [dataclasses.replace(a_file(0, 999), day=day + timedelta(days=n)) for n in range(3)]
+    future = dataclasses.replace(a_file(1000, 1001), day=day + timedelta(days=4000))
+    assert files_to_retire([*files, future], 3, 0) == []
+    assert files_to_retire([*files, future], 2, 0) == files[:1]
+    assert files_to_retire([*files, future], 0, files[2].bytes + future.bytes) == files[:2]
+
+
 def test_a_day_that_is_too_large_loses_its_first_closed_files_but_no_partition_its_last() -> None:
     def closed(first: int, ms: int, partition: int = 0) -> DataFile:
         return dataclasses.replace(a_file(first, first + 9, partition), last_close_ms=ms)
