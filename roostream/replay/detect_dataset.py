@@ -13,9 +13,9 @@ from roostream.replay.datasets import load_dataset
 _SUFFIXES = {".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet", ".csv": "csv"}
 
 
-def detect_replay(paths: Sequence[str], schema: str = "") -> ReplayConfig:
+def detect_replay(paths: Sequence[str], schema: str = "", *, skip_bad: bool = True) -> ReplayConfig:
     """Settings of a local replay of `paths`: files of one format, or the folder (or behaviors.parquet) of
-    EB-NeRD.
+    EB-NeRD. `skip_bad`: skip and count lines that cannot be used; False: the first one ends the replay.
 
     Raises:
         ConfigError: a file does not exist, the format is unknown, or a schema is required.
@@ -34,7 +34,8 @@ def detect_replay(paths: Sequence[str], schema: str = "") -> ReplayConfig:
             f"{', '.join(paths)}: expected files that all end in .jsonl, all in .parquet or all in .csv "
             "(or .gz, .zst of these), or a folder with behaviors.parquet"
         )
-    settings: dict[str, Any] = {"log" if form == "jsonl" else "impressions": tuple(paths), "skip_bad": True}
+    paths_setting = "log" if form == "jsonl" else "impressions"
+    settings: dict[str, Any] = {paths_setting: tuple(paths), "skip_bad": skip_bad}
     return ReplayConfig(
         dataset=form, options=load_dataset(form).Options(**settings), schema=schema, engine="local"
     )

@@ -65,7 +65,10 @@ def parquet(files: tuple[str, ...], schema: str, map_file: str, out: Path, skip_
 @click.option(
     "--window", "window_ms", type=Duration(), default="30m", show_default=True, help="the join window"
 )
-def log(log: tuple[str, ...], schema: str, warehouse: str, window_ms: int) -> None:
+@click.option(
+    "--skip-bad", is_flag=True, help="skip and count bad lines; default: the first one ends the import"
+)
+def log(log: tuple[str, ...], schema: str, warehouse: str, window_ms: int, skip_bad: bool) -> None:
     """Join a log in this process and add its samples to a warehouse in one commit. The same log cannot be
     added twice.
 
@@ -81,12 +84,14 @@ def log(log: tuple[str, ...], schema: str, warehouse: str, window_ms: int) -> No
     from roostream.cli.data.log_archive import archive_log
     from roostream.replay.detect_dataset import detect_replay, input_paths
 
-    replay = dataclasses.replace(detect_replay(log, schema), window_ms=window_ms)
+    replay = dataclasses.replace(detect_replay(log, schema, skip_bad=skip_bad), window_ms=window_ms)
     with progress_bar("requests") as update:
         counts = archive_log(
             replay, input_paths(replay), warehouse, lambda done, total: update(done, total or None)
         )
     click.echo(f"{warehouse}: {counts.samples:,} samples in {counts.files:,} files, {counts.bytes:,} bytes")
+    if counts.skipped:
+        click.echo(f"{counts.skipped:,} lines were skipped; the first: {counts.first_skipped}", err=True)
     if counts.late:
         click.echo(
             f"{counts.late:,} engagements after the join window are in no sample; a longer --window "

@@ -42,6 +42,8 @@ class ArchivedLog:
     files: int = 0
     bytes: int = 0
     late: int = 0  # engagements after the join window, which are in no sample
+    skipped: int = 0  # lines that cannot be used
+    first_skipped: str = ""  # the error of the first one
 
 
 def archive_log(
@@ -57,6 +59,7 @@ def archive_log(
 
     Raises:
         ConfigError: the warehouse has this log already, or the log cannot be read.
+        LogError: a line cannot be used, and `replay` does not skip such lines; nothing was committed.
         UnavailableError: the warehouse cannot be written now.
     """
     schema = load_schema(replay.schema_path)
@@ -78,6 +81,8 @@ def archive_log(
         files.take(joiner.process(topics.append(record)))
     files.take(joiner.end_of_input())
     files.flush()
+    skipped = log.skipped()
+    counts.skipped, counts.first_skipped = skipped.number, next(iter(skipped.first), "")
     steps = {f"{SAMPLES}/{digest}/{n}": ProgressStep(None, after) for n, after in files.next_offsets.items()}
     try:
         warehouse.samples.commit(files.written, progress=steps)

@@ -97,3 +97,14 @@ def test_engagements_behind_the_window_are_reported(log: Path) -> None:
     with (log / "log.jsonl").open("a") as file:
         file.write(json.dumps(late) + "\n")
     assert "1 engagements after the join window" in run(log, "--window", "60s").stderr
+
+
+def test_a_bad_line_ends_the_import_unless_bad_lines_are_skipped(log: Path) -> None:
+    with (log / "log.jsonl").open("a") as file:
+        file.write('{"type": "impression", "request_id": 5}\n')
+    refused = run(log)
+    assert refused.exit_code != 0 and "log.jsonl:46" in str(refused.exception)
+    assert not Warehouse(log / "w").samples.snapshot().files
+    done = run(log, "--skip-bad")
+    assert done.exit_code == 0 and "1 lines were skipped; the first: " in done.stderr and ":46" in done.stderr
+    assert TableScan(log / "w").num_requests == 30
