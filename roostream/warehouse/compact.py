@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from roostream.errors import CheckpointError, FencedError
+from roostream.errors import CheckpointError, FencedError, SchemaError
 from roostream.runtime.clock import Clock
 from roostream.runtime.kafka.topics import CORRECTIONS, SAMPLES
 from roostream.schema.schema import Schema
@@ -244,8 +244,8 @@ class Compactor:
         self.num_due = 0
 
     def run_once(self, stop: threading.Event, beat: Callable[[], None] = lambda: None) -> None:
-        """Seal what is due, retire and vacuum. A damaged file stops its own day only. `beat` is called after
-        each seal.
+        """Seal what is due, retire and vacuum. A damaged file or a missing schema stops its own days only.
+        `beat` is called after each seal.
 
         Raises:
             UnavailableError: the warehouse is away; finished steps stay done.
@@ -257,7 +257,7 @@ class Compactor:
             self.num_due = len(due) - n
             try:
                 self.seal(seal)
-            except CheckpointError as error:
+            except (CheckpointError, SchemaError) as error:
                 self.counts.damaged += 1
                 log.error("%s partition %d is not sealed: %s", seal.day, seal.partition, error)
             beat()
@@ -282,6 +282,7 @@ class Compactor:
         Raises:
             UnavailableError: the warehouse cannot be read or written now.
             CheckpointError: a file is damaged; the message names it.
+            SchemaError: the schema that wrote a file is missing from the warehouse.
         """
         table, name = self.warehouse.samples, compact_name(seal.day, seal.partition)
         before = table.snapshot()

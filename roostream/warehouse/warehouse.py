@@ -68,6 +68,7 @@ class Warehouse:
             UnavailableError: the store cannot be read now.
         """
         try:
-            return [str(name) for name in json.loads(self.store.get(COLUMN_ORDER))]
+            names = json.loads(self.store.get(COLUMN_ORDER))
         except (CheckpointError, ValueError):
             return []
+        return [str(name) for name in names] if isinstance(names, list) else []

@@ -238,6 +238,26 @@ def test_a_damaged_file_stops_only_its_day_and_is_named(tmp_path: Path) -> None:
     assert compactor.counts.seals == 1 and path.exists()
 
 
+def test_a_missing_schema_stops_only_the_days_that_it_wrote(tmp_path: Path) -> None:
+    archive(tmp_path, [*FIRST, *NEXT])
+    (schema,) = (tmp_path / "schemas").iterdir()
+    text = schema.read_bytes()
+    schema.unlink()
+    compactor = a_compactor(tmp_path)
+    compactor.run_once(threading.Event())
+    assert (compactor.counts.damaged, compactor.counts.seals) == (1, 0)
+    schema.write_bytes(text)
+    compactor.run_once(threading.Event())
+    assert (compactor.counts.damaged, compactor.counts.seals) == (1, 1)
+
+
+@pytest.mark.parametrize("stored", [b"null", b"7", b"not JSON"])
+def test_an_unusable_column_order_is_ignored(tmp_path: Path, stored: bytes) -> None:
+    archive(tmp_path, [*FIRST, *NEXT])
+    Warehouse(tmp_path).store.put(COLUMN_ORDER, stored)
+    assert seal_all(a_compactor(tmp_path)) == 1
+
+
 def test_corrections_of_a_recreated_topic_are_folded_from_offset_0(
     tmp_path: Path,
 ) -> None:
