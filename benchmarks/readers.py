@@ -247,10 +247,10 @@ def starved(
             with session.opened() as source:
                 for batch in batches_of(source, session.rows):
                     now_s = time.perf_counter() - began_s
-                    if now_s >= sum(seconds):
-                        break
                     if not warm[1] and now_s >= seconds[0]:
                         warm = num_read, now_s, stalled_s()
+                    elif now_s >= sum(seconds):
+                        break
                     num_read += batch.num_requests
                     time.sleep(batch.num_requests / pace)
                 end_stalled_s = stalled_s()

@@ -34,12 +34,10 @@ def test_a_wrong_archive_is_reported_once_and_not_retried(folder: Path) -> None:
     sentence = f"warehouse = '{folder / 'empty'}': "
     last = up.stderr.strip().splitlines()[-1]
     assert up.returncode == 2 and last.startswith(f"error: controller cannot run: {sentence}"), up.stderr
-    assert "is no table; has an archiver written there?" in last and f"its log: {log}" in last
+    assert "is no table" in last and f"its log: {log}" in last
     status = json.loads(roostream(folder, "status", "--home", "home", "--json").stdout)
-    assert (
-        status["troubles"]["controller"].startswith(f"failed: {sentence}")
-        and str(log) in status["troubles"]["controller"]
-    )
+    trouble = status["troubles"]["controller"]
+    assert trouble.startswith(f"failed: {sentence}") and str(log) in trouble
     assert status["programs"]["controller"]["restarts"] == 0
     assert log.read_text().count(sentence) == 1
     shown = roostream(folder, "status", "--home", "home")
@@ -55,12 +53,11 @@ def test_an_unavailable_store_is_awaited_and_shown_by_status(folder: Path) -> No
     up = roostream(folder, "up", "--home", "home", *place)
     assert up.returncode == 1 and "controller: " in up.stderr, up.stderr
 
-    def unhealthy_programs() -> dict[str, str]:
-        return json.loads(roostream(folder, "status", "--home", "home", "--json").stdout)[
-            "unhealthy_programs"
-        ]
+    def troubles() -> dict[str, str]:
+        status = json.loads(roostream(folder, "status", "--home", "home", "--json").stdout)
+        return status["troubles"]
 
     end_s = time.monotonic() + 300  # the controller goes on trying, on a machine that is busy also to begin
-    while "s3://bucket/prefix" not in (told := json.dumps(unhealthy_programs())) and time.monotonic() < end_s:
+    while "s3://bucket/prefix" not in (told := json.dumps(troubles())) and time.monotonic() < end_s:
         time.sleep(1)
     assert "s3://bucket/prefix" in told
