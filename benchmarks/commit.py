@@ -110,7 +110,7 @@ def synced(rows: int) -> Iterator[WholeTurn]:
 
 
 def write_synced(path: Path, num_bytes: int) -> WholeTurn:
-    """Write a file of so many bytes and sync it."""
+    """Write a file of `num_bytes` bytes and sync it."""
 
     def turn() -> TurnResult:
         chunk = os.urandom(_CHUNK)

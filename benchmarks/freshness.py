@@ -178,7 +178,7 @@ BENCHMARK = Benchmark(
 First row: a commit of the demo's model is linked into the store of `roostream serving`, which polls once a
 second, loads and checks the version and tries it with recent requests. The limit is reading, checking and
 building the version in process. Second row: in a complete stack without other traffic, a user clicks the
-first item of a list and asks for the next list, which closes the request; then a fixed request is scored by
+first item of a list and requests the next list, which closes the request; then a fixed request is scored by
 `/v1/explain` until a score differs. Shards publish rows every 100 ms, so a click reaches the scores before
 any commit. The stages are means that the programs measure themselves. Each click waits until the scores
 have not changed for six seconds.""",

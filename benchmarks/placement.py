@@ -55,11 +55,11 @@ def draw_mix(num_tables: int, seed: int) -> list[DrawnTable]:
     """Tables with log-uniform sizes within the paper's ranges."""
     random = np.random.default_rng(seed)
 
-    def drawn(low: float, high: float) -> np.ndarray:
+    def log_uniform(low: float, high: float) -> np.ndarray:
         return np.exp(random.uniform(np.log(low), np.log(high), num_tables))
 
-    rows, dim = drawn(64, 300e6).astype(np.int64), drawn(8, 380).astype(np.int64)
-    valency = np.where(random.random(num_tables) < 0.6, 1.0, drawn(1, 230))
+    rows, dim = log_uniform(64, 300e6).astype(np.int64), log_uniform(8, 380).astype(np.int64)
+    valency = np.where(random.random(num_tables) < 0.6, 1.0, log_uniform(1, 230))
     exponent = random.uniform(0.6, 1.2, num_tables)
     return [
         DrawnTable(
@@ -198,23 +198,23 @@ def loaded(num_tables: int, owners: int, way: Strategy, seed: int) -> Iterator[W
 
 
 @contextlib.contextmanager
-def foretold(seed: int) -> Iterator[Work]:
+def expected_unique(seed: int) -> Iterator[Work]:
     """Expected unique rows of random tables. Figures: compared with sampled ids."""
     tables = _tables(seed)
 
     def figures() -> dict[str, float]:
         random = np.random.default_rng(seed)
-        ratios = [uniques(table, _IDS) / _drawn(table, _IDS, random) for table in tables]
+        ratios = [uniques(table, _IDS) / _mean_sampled_unique(table, _IDS, random) for table in tables]
         return {"least predicted / drawn": min(ratios), "most predicted / drawn": max(ratios)}
 
     yield Work(lambda: [uniques(table, _IDS) for table in tables], 1.0, functools.cache(figures))
 
 
 @contextlib.contextmanager
-def drawn(seed: int) -> Iterator[Work]:
+def sampled_unique(seed: int) -> Iterator[Work]:
     """The same by sampling ids."""
     tables, random = _tables(seed), np.random.default_rng(seed)
-    yield Work(lambda: [_drawn(table, _IDS, random) for table in tables], 1.0)
+    yield Work(lambda: [_mean_sampled_unique(table, _IDS, random) for table in tables], 1.0)
 
 
 def _tables(seed: int) -> list[DrawnTable]:
@@ -227,14 +227,14 @@ def _tables(seed: int) -> list[DrawnTable]:
     ]
 
 
-def _drawn(table: DrawnTable, ids: int, random: np.random.Generator) -> float:
+def _mean_sampled_unique(table: DrawnTable, ids: int, random: np.random.Generator) -> float:
     cumulated = np.cumsum(np.arange(1, table.rows + 1) ** -table.exponent)
     samples = [np.searchsorted(cumulated, random.random(ids) * cumulated[-1]) for _ in range(_DRAWS)]
     return float(np.mean([len(np.unique(rows)) for rows in samples]))
 
 
 @contextlib.contextmanager
-def foreseen(batch: int, max_records: int) -> Iterator[Work]:
+def profiled_unique(batch: int, max_records: int) -> Iterator[Work]:
     """Unique rows per batch of Criteo's last three parts, predicted from a profile of a few batches of the
     first three. Figures: compared with counts over all batches."""
     first, second = (
@@ -321,8 +321,8 @@ LOAD = Benchmark(
                 shows="cost",
                 clock="cpu",
                 subjects=(
-                    Subject("expected", f"{_HERE}:foretold", (seed,)),
-                    Subject("drawn 20 times", f"{_HERE}:drawn", (seed,), "peer"),
+                    Subject("expected", f"{_HERE}:expected_unique", (seed,)),
+                    Subject("drawn 20 times", f"{_HERE}:sampled_unique", (seed,), "peer"),
                 ),
             )
             for seed in range(3)
@@ -333,7 +333,7 @@ LOAD = Benchmark(
             shows="cost",
             clock="cpu",
             subjects=(
-                Subject("from a profile of 4 batches", f"{_HERE}:foreseen", (256, 5000)),
+                Subject("from a profile of 4 batches", f"{_HERE}:profiled_unique", (256, 5000)),
                 Subject("all of the later batches", f"{_HERE}:counted_all", (256, 5000), "peer"),
             ),
             skipped=absent(CRITEO),
@@ -386,7 +386,7 @@ def _share(results: Mapping[str, SubjectResult]) -> dict[str, float]:
 
 PROFILE = Benchmark(
     name="placement-profile",
-    summary="What does it cost to count what tables are asked for?",
+    summary="What does it cost to count the traffic of tables?",
     rows=(
         Row(
             name="a batch of 512 requests of 5 candidates",

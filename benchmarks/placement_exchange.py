@@ -303,7 +303,7 @@ class ExchangeWorker:
         self._batches: dict[Shape, list[Batch]] = {}
 
     def take(self, kind: str, shape: Shape, steps: int, shards: list[str]) -> Took:
-        """Take so many steps, together with the other workers."""
+        """Take this many steps, together with the other workers."""
         if shape not in self._batches:
             self._batches[shape] = batches_of(shape, self.index)
         batches = self._batches[shape]

@@ -35,8 +35,8 @@ _BUCKETS = 64
 
 
 @contextlib.contextmanager
-def switched(num_rows: int, workers: int, shards: int) -> Iterator[WholeTurn]:
-    """Move rows between so many owners and so many others, back and forth. Figures: the pause of the last
+def move_rows(num_rows: int, workers: int, shards: int) -> Iterator[WholeTurn]:
+    """Move rows back and forth between two groups of owners. Figures: the pause of the last
     move, the share of moved buckets, and whether any row differs."""
     schema = data.demo_schema()
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as opened:
@@ -65,7 +65,7 @@ def switched(num_rows: int, workers: int, shards: int) -> Iterator[WholeTurn]:
 
 
 @contextlib.contextmanager
-def written_alone(num_rows: int, width: int) -> Iterator[Work]:
+def write_file(num_rows: int, width: int) -> Iterator[Work]:
     """The bytes of these rows and their state, written to one file and synced."""
     payload = np.random.default_rng(0).bytes(num_rows * (8 * width + 21))
     with tempfile.TemporaryDirectory() as folder:
@@ -149,15 +149,15 @@ def _row(rows: int, workers: int, shards: int) -> Row:
         name=f"{rows} rows of width 16, {workers} owners and {shards} in turns",
         unit="rows",
         subjects=(
-            Subject("a commit by another map", f"{_HERE}:switched", (rows, workers, shards)),
-            Subject("as many bytes in a file, synced", f"{_HERE}:written_alone", (rows, 16), "limit"),
+            Subject("a commit by another map", f"{_HERE}:move_rows", (rows, workers, shards)),
+            Subject("as many bytes in a file, synced", f"{_HERE}:write_file", (rows, 16), "limit"),
         ),
     )
 
 
 BENCHMARK = Benchmark(
     name="placement-switch",
-    summary="How long does nobody train while rows go from workers to shards?",
+    summary="How long does training pause while rows move from workers to shards?",
     rows=(_row(1_000_000, 2, 3), _row(1_000_000, 2, 4), _row(1_000_000, 1, 2)),
     slice_s=0.0,
     rounds=3,

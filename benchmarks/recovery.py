@@ -263,7 +263,7 @@ PREEMPTION = Benchmark(
             subjects=(
                 Subject("30 s notice", f"{_HERE}:preempted", (30.0, _PREEMPTIONS)),
                 Subject("5 s notice", f"{_HERE}:preempted", (5.0, _PREEMPTIONS), "stage"),
-                Subject("a commit that is asked for", f"{_HERE}:committed", (_PREEMPTIONS,), "limit"),
+                Subject("a requested commit", f"{_HERE}:committed", (_PREEMPTIONS,), "limit"),
             ),
         ),
     ),
@@ -283,7 +283,7 @@ def _goodput_row(seconds: float, interval_ms: int = INTERVAL_MS) -> Row:
         unit="requests",
         subjects=(
             Subject("one kill of the worker", f"{_HERE}:goodput", (seconds, "worker", interval_ms)),
-            Subject("nobody is killed", f"{_HERE}:goodput", (seconds, "", interval_ms), "limit"),
+            Subject("no program is killed", f"{_HERE}:goodput", (seconds, "", interval_ms), "limit"),
         ),
     )
 

@@ -72,7 +72,7 @@ def private(num_rows: int, width: int, num_keys: int) -> Iterator[Work]:
 
 @contextlib.contextmanager
 def cached(num_rows: int, width: int, num_keys: int) -> Iterator[Work]:
-    """All that is asked for is there."""
+    """All requested rows are present."""
     schema = schema_of(width)
     stack, keys, _ = rows_of(schema, num_rows)
 

@@ -209,7 +209,7 @@ def _slower(results: Mapping[str, SubjectResult]) -> Mapping[str, float]:
 
 BENCHMARK = Benchmark(
     name="serving-swap",
-    summary="Does anybody notice when the model is swapped?",
+    summary="Do clients notice when the model is swapped?",
     rows=(
         Row(
             name="rank requests at half of the capacity, answered 200 within 1 s",

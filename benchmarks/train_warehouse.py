@@ -63,7 +63,7 @@ def from_files(requests: int, batch_requests: int = 0) -> Iterator[WholeTurn]:
         else LoopConfig()
     )
     with tempfile.TemporaryDirectory() as folder:
-        archived(Path(folder) / "warehouse", data.demo_schema(), requests)
+        write_archive(Path(folder) / "warehouse", data.demo_schema(), requests)
         homes = itertools.count()
 
         def turn() -> tuple[float, float]:
@@ -78,8 +78,8 @@ def from_files(requests: int, batch_requests: int = 0) -> Iterator[WholeTurn]:
         yield _turns(turn)
 
 
-def archived(place: Path, schema: Schema, requests: int) -> None:
-    """Write a warehouse of so many requests, with a file per partition and day."""
+def write_archive(place: Path, schema: Schema, requests: int) -> None:
+    """Write a warehouse of this many requests, with a file per partition and day."""
     warehouse = Warehouse(place)
     warehouse.create()
     register(warehouse.store, schema)
@@ -155,7 +155,7 @@ def read_from_files(requests: int) -> Iterator[WholeTurn]:
     """The session source of `roostream train`, without training."""
     schema = data.demo_schema()
     with tempfile.TemporaryDirectory() as folder:
-        archived(Path(folder), schema, requests)
+        write_archive(Path(folder), schema, requests)
         table = SampleTable(folder).newest(SessionSpec(table="", version=0), {})
         assert table is not None
         partitions = all_partitions((SAMPLES,), _PARTITIONS)

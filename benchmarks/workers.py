@@ -70,7 +70,7 @@ class WorkerLoop:
         self._requests, self._sum_s = 0, 0.0
 
     def take(self, turns: int) -> Took:
-        """Take so many turns. The other workers take as many."""
+        """Take this many turns. The other workers take as many."""
         turn = self._turn if self.part.trains else self._sum
         requests, reduce_s, wall_s, cpu_s = (
             self.num_requests,

@@ -215,7 +215,7 @@ class JoinState(Protocol):
         added."""
 
     def engagement_list(self, request_id: str, request: Request, /) -> Sequence[Engagement | SeenEngagement]:
-        """All engagements of a request, newest first. One that was forgotten and sent again keeps its
+        """All engagements of a request, newest first. An engagement that was dropped and sent again keeps its
         position."""
 
     def drop_engagements(self, request_id: str, request: Request, /) -> None: ...

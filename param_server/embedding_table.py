@@ -1,6 +1,6 @@
 """Embedding rows in memory: a hash index from (table, id) to a row number, and the array of rows beside it.
 
-Letters: U keys asked for, N rows of the array, M chosen rows, C slots of the index, D width, K tables of the
+Letters: U requested keys, N rows of the array, M chosen rows, C slots of the index, D width, K tables of the
 stack.
 """
 

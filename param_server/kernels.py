@@ -1,6 +1,6 @@
 """Compiled loops over rows and over the key index. None of them holds the GIL or allocates per row.
 
-Letters: C index slots, U keys asked for, N rows of a stack, D width, A state width, K tables of the stack, M
+Letters: C index slots, U requested keys, N rows of a stack, D width, A state width, K tables of the stack, M
 chosen rows, B buckets, S shards.
 
 The index is open addressing with linear probing over (table, id). A slot is two uint64: the id's bits, and

@@ -59,7 +59,7 @@ class BatchSource(Protocol):
     def bound(self, ends: Progress) -> None:
         """Return nothing at or beyond these offsets until the next call; {} = no bounds. Any thread.
 
-        The chunk before a bound is cut short. If one partition is asked for that is at its bound while others
+        The chunk before a bound is cut short. If one partition is requested that is at its bound while others
         are not, the chunk is empty, so that the turn passes. Only a `seek` may follow a bound that was
         lowered."""
 

@@ -14,7 +14,7 @@ from trainer.rows import Rows
 
 
 class ChunkRequest(NamedTuple):
-    """What a source is asked for."""
+    """A request to the source for a chunk."""
 
     max_requests: int
     partition: Partition | None  # None: any

@@ -116,7 +116,7 @@ class Clients:
         return True
 
     def _open(self) -> _Connection | None:
-        """None: nobody listens. Blocking, because a request fits into the socket's buffer."""
+        """None: the server does not listen. Blocking, because a request fits into the socket's buffer."""
         try:
             connection = _Connection(socket.create_connection(self.address, timeout=_TIMEOUT_S))
         except OSError:

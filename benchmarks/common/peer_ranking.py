@@ -154,17 +154,17 @@ SERVERS: dict[str, Callable[[int], None]] = {"fastapi": _fastapi, "litserve": _l
 
 
 def main(kind: str) -> NoReturn:
-    """Until stdin ends; then with everything that it started."""
+    """Serve until stdin ends, then kill all child processes."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = int(free.getsockname()[1])
-    told = os.dup(1)
-    os.dup2(2, 1)  # what a server says at its start is no address
+    address_out = os.dup(1)
+    os.dup2(2, 1)  # what a server prints at its start is not its address
 
     def watch() -> None:
         while not _answers(port):
             time.sleep(0.1)
-        os.write(told, f"127.0.0.1:{port}\n".encode())
+        os.write(address_out, f"127.0.0.1:{port}\n".encode())
         sys.stdin.read()
         for child in psutil.Process().children(recursive=True):
             child.kill()

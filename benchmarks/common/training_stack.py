@@ -105,7 +105,7 @@ class SampleAccount(NamedTuple):
 
     below: int  # samples below the commit's offsets
     trained: int  # samples that its parameters contain, by the workers' counts
-    unpredicted: int = 0  # samples below the offsets without a prediction; 0 if nobody looked
+    unpredicted: int = 0  # samples below the offsets without a prediction; 0 if not counted
 
     @property
     def lost(self) -> int:
@@ -125,7 +125,7 @@ class Trainer:
         self._loads = itertools.count()
 
     def warm_up(self, requests: int) -> None:
-        """Wait until so many requests are trained."""
+        """Wait until this many requests are trained."""
 
         def is_warm() -> bool:
             return (self.metrics("worker").value("roostream_worker_requests_total") or 0) >= requests

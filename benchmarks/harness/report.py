@@ -33,7 +33,8 @@ def pages(known: Mapping[str, Benchmark], results: Path) -> dict[str, str]:
         result = json.loads(path.read_text(encoding="utf-8"))
         if result.get("format") != FORMAT or result.get("question") not in known:
             raise ConfigError(
-                f"{path.name}: expected a result of format {FORMAT} of a known benchmark; take it anew"
+                f"{path.name}: expected a result of format {FORMAT} of a known benchmark; run the "
+                "benchmark again"
             )
         results_by_name.setdefault(result["question"], []).append(result)
     made = {

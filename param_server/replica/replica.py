@@ -9,7 +9,7 @@ they had changed.
 A bucket is stale if a delta of it was missed (a gap in the sequence, an unreadable record). Its rows stay in
 use until `repair` has read the bucket from its shard.
 
-Letters: U keys asked for, L live keys of a delta, D width.
+Letters: U requested keys, L live keys of a delta, D width.
 """
 
 from __future__ import annotations

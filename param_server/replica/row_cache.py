@@ -14,7 +14,7 @@ change:
 No row goes back to an older state (G4): only newer deltas change cached rows, and answers of a shard in an
 older incarnation are ignored.
 
-Letters: U keys asked for, M missed keys, L live keys of a delta, N rows of the table, D width, B buckets.
+Letters: U requested keys, M missed keys, L live keys of a delta, N rows of the table, D width, B buckets.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from roostream.wire import roo_pb2 as pb
 from roostream.wire.lookup import Lookup, StackLookup
 
 NO_ROW, USED = 32, 64
-"""Flags beside those of the index: the key is known to have no row; the key was asked for since the clock
+"""Flags beside those of the index: the key is known to have no row; the key was requested since the clock
 hand passed."""
 
 _MIN_KEYS = 64
@@ -340,7 +340,7 @@ def row_bytes(width: int) -> int:
 def advance_hand(flags_N: np.ndarray, used: int, hand: int, wanted: int, only: int) -> tuple[np.ndarray, int]:
     """Choose rows to evict by CLOCK: (int64 [M] row numbers, at most `wanted`; the new position of the hand).
 
-    A row that was asked for since the hand passed is spared once. `only`: flags of which a row must have one,
+    A row that was requested since the hand passed is spared once. `only`: flags of which a row must have one,
     0 = any row.
     """
     out_M = np.empty(wanted, np.int64)

@@ -5,7 +5,7 @@ A shard that did not answer is not asked again for RETRY_AFTER_S, so an outage c
 one wait a request. The map from buckets to shards is fetched in the background (`refresh_bucket_map`), again
 after a shard has refused a key that it does not own.
 
-Letters: U keys asked for, M keys of one shard, D width.
+Letters: U requested keys, M keys of one shard, D width.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def fetch_bucket_map(shards: Sequence[Transport], num_buckets: int, *, timeout_s
 class FetchedRows(NamedTuple):
     """The rows of one stack that one shard returned."""
 
-    at_M: np.ndarray  # int64: positions among the keys asked for
+    at_M: np.ndarray  # int64: positions among the requested keys
     rows_MD: np.ndarray  # float32
     exists_M: np.ndarray  # uint8: 1 = the shard has the row
     incarnation: int

@@ -42,7 +42,7 @@ Row = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TableOptions(DatasetOptions):
-    """Settings of a dataset of tables."""
+    """Settings of a log in Parquet or CSV tables: one row per shown candidate, one per engagement."""
 
     impressions: tuple[str, ...] = setting(help="files with one row per shown candidate, in any order")
     engagements: tuple[str, ...] = setting((), "files with one row per engagement, in any order")

@@ -10,6 +10,7 @@ older versions continue: their files stay until the vacuum's age has passed and 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import threading
 from collections import Counter
@@ -102,12 +103,9 @@ def newest_day(files: Sequence[DataFile]) -> date:
     for file in files:
         rows_by_day[file.day] += file.rows
     enough = rows_by_day.total() / len(rows_by_day) / 10
-    later = 0
-    for day in sorted(rows_by_day, reverse=True):
-        later += rows_by_day[day]
-        if later >= enough:
-            return day
-    raise AssertionError("the oldest day has all rows")
+    days = sorted(rows_by_day, reverse=True)
+    rows_since = itertools.accumulate(rows_by_day[day] for day in days)
+    return next(day for day, rows in zip(days, rows_since, strict=True) if rows >= enough)
 
 
 def files_to_retire(files: Sequence[DataFile], keep_days: int, keep_bytes: int) -> list[DataFile]:

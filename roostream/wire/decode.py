@@ -93,7 +93,7 @@ class Decoder:
         self.num_skipped_features = 0
         """Features of decoded samples that the schema in use no longer has, so far."""
         self.num_skipped_corrections = 0
-        """Corrections that were not asked for, or have no features, so far."""
+        """Corrections that were not requested, or have no features, so far."""
 
     def decode(self, records: Sequence[Record], *, corrections: bool = False) -> tuple[Batch, list[Reject]]:
         """Decode the samples of one poll and, if asked, its trainable corrections.

@@ -37,15 +37,15 @@ SMALL: dict[str, list[tuple[str, list[Any]]]] = {
     "placement": [
         *((f, [5, 2, 0]) for f in ("planned", "sorted_alone")),
         ("loaded", [5, 4, "row hash", 0]),
-        *((f, [0]) for f in ("foretold", "drawn")),
+        *((f, [0]) for f in ("expected_unique", "sampled_unique")),
         ("profiled", [4]),
-        *((f, [8, 40]) for f in ("foreseen", "counted_all")),
+        *((f, [8, 40]) for f in ("profiled_unique", "counted_all")),
     ],
     "placement_exchange": [
         ("exchanged", [kind, [2, 50, 4, 3, 2, 1.0], 2])
         for kind in ("workers", "shards", "plain", "torchrec table", "torchrec row")
     ],
-    "placement_switch": [("switched", [200, 2, 3]), ("written_alone", [200, 16])],
+    "placement_switch": [("move_rows", [200, 2, 3]), ("write_file", [200, 16])],
     "decode": [(f, [2, 3]) for f in ("ours", "protobuf", "memcpy")],
     "common.rpc_ours": [
         ("send", [4096]),

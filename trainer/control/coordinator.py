@@ -253,7 +253,7 @@ class Coordinator:
             case _ if self._pending and now_s - self._pending.asked_s >= self._time_limit_s:
                 self._handle_timeout(now_s)
             case State.RUNNING if now_s >= self._closing_s and (
-                self.membership.should_rescale() or self._must_commit_for_leaver()
+                self.membership.should_rescale() or self._must_commit_before_leaving()
             ):
                 self._cut(now_s, closing=True)
             case State.RUNNING if now_s >= self._closing_s and self.phases.is_trained(self.incarnation):
@@ -413,7 +413,7 @@ class Coordinator:
 
     # Commit
 
-    def _must_commit_for_leaver(self) -> bool:
+    def _must_commit_before_leaving(self) -> bool:
         """Whether a member is leaving while there are uncommitted steps."""
         return bool(self.membership.leaving()) and self.has_uncommitted_steps()
 

@@ -20,7 +20,7 @@ import numpy as np
 from roostream.errors import ConfigError
 
 TEST, VALIDATION = 1, 2
-"""Distance of the item asked for from the end of a user's items."""
+"""Distance of the target item from the end of a user's items."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -46,7 +46,7 @@ class NextWindows:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class EvaluationWindows:
-    """Entries, and the one item asked for."""
+    """The history of each user, and the target item."""
 
     item_S: np.ndarray  # int64; as of NextWindows
     length_R: np.ndarray  # int64
@@ -79,7 +79,7 @@ def group_by_user(user_N: np.ndarray, item_id_N: np.ndarray, corpus_I: np.ndarra
 
 
 def training_windows(sequences: UserSequences, user_R: np.ndarray, max_length: int) -> NextWindows:
-    """Windows of the newest entries before those that are asked for."""
+    """Windows of the newest entries before the target items."""
     end_R = sequences.start_U1[user_R + 1] - VALIDATION
     length_R = np.minimum(end_R - 1 - sequences.start_U1[user_R], max_length)
     place_S = _ranges(end_R - 1 - length_R, length_R)

@@ -236,14 +236,15 @@ class PipelinedFeed:
     # In the source's thread
 
     def _read(self, request: ChunkRequest) -> Chunk | None:
-        """Poll until a chunk comes. None: stopped. A failure also stops the reads behind it."""
+        """Poll the source until it returns a chunk. Returns None if reading was stopped. If a poll fails,
+        later reads stop too."""
         while not self._halt.is_set():
             try:
                 chunk = self.steps.poll(request, _POLL_S)
             except BaseException as error:
                 positions = sorted(self.source.positions().items())
                 at = ", ".join(f"{topic}-{n} {offset}" for (topic, n), offset in positions)
-                error.add_note(f"in the reading from {at} on")
+                error.add_note(f"while reading from {at}")
                 self._halt.set()
                 raise
             if chunk is not None:

@@ -6,7 +6,7 @@
 
 Adding a row takes amortized constant time.
 
-Letters: N rows, U rows asked for, C slots.
+Letters: N rows, U requested rows, C slots.
 """
 
 from __future__ import annotations

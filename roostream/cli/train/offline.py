@@ -1,8 +1,8 @@
 """`roostream train`: train a model from the warehouse, with the controller, shards and worker of a stack but
 without Kafka.
 
-One worker runs in this process. Several workers are programs beside it, under the supervisor that a stack
-has.
+One worker runs in this process. Several workers are separate programs, which the supervisor of a stack
+starts.
 
 The commits are those of a stack: `roostream up` continues from them, and an interrupted run resumes at its
 last commit. Nothing is published or predicted. The model has no offsets in the stream yet, as after

@@ -167,8 +167,8 @@ class KafkaConsumer:
         return sum(self._lost.values())
 
     def seek(self, progress: Mapping[Partition, int]) -> None:
-        """See RecordConsumer. The broker is asked for all bounds first, so that nothing changes where it is
-        away."""
+        """See RecordConsumer. All bounds are requested from the broker first, so that nothing changes if it
+        is unavailable."""
         bounds = self.bounds(*self.partitions)
         self._positions = {
             p: self._readable_offset(p, progress.get(p, bounds[p][0]), *bounds[p]) for p in self.partitions
@@ -277,9 +277,8 @@ class KafkaConsumer:
     def _fetch(self, max_records: int, timeout_s: float) -> None:
         self._skip_gone()
         client = self._client()
-        first = client.poll(
-            timeout_s
-        )  # `consume` alone would wait until it has all records that it is asked for
+        # `consume` alone would wait until it has all requested records
+        first = client.poll(timeout_s)
         messages = [] if first is None else [first, *client.consume(max(max_records, 64), 0)]
         self._log_silence(bool(messages))
         for message in messages:

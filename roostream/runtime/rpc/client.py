@@ -128,7 +128,7 @@ class SocketTransport:
 
 def error_of(body: frames.Body) -> RoostreamError:
     """The error that `error_body` described, or UnavailableError for a class that isn't known here. Never a
-    TransportError: this peer did answer, so that what it did must not be asked for again."""
+    TransportError: this peer did answer, so the call must not be repeated."""
     name, message = str(body.get("error", "")), str(body.get("message", ""))
     cls = getattr(errors, name, None)
     if cls is TransportError:

@@ -21,7 +21,7 @@ MAX_WANTED = 64  # splits that one worker may name
 
 
 class Lease(NamedTuple):
-    """A reader's right to read a split and to be asked for its rows."""
+    """A reader's right to read a split and to serve its rows."""
 
     split: int  # number in the session's order
     position: int  # of its partition, from which on rows are wanted
