@@ -455,13 +455,15 @@ class Join:
         if request.phase == EXPIRED:
             self._forget(step, request_id, request)
             return
+        due_ms = request.due_ms
+        request.due_ms = NEVER  # after a change of the rules, the next step may have the same time
         if request.phase == OPEN:
             self._close(step, request_id, request)
         else:
             for page in request.pages:  # later corrections have no features
                 del step.state.impressions[request_id, page.digest]
             request.pages = []
-            if request.due_ms >= request.close_ms + self.rules.late_horizon_ms:
+            if due_ms >= request.close_ms + self.rules.late_horizon_ms:
                 self._expire(step, request_id, request)
         self._schedule_request(step, request_id, request)
         step.state.requests[request_id] = request

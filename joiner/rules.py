@@ -173,8 +173,9 @@ def close_time(rules: Rules, request: Request) -> tuple[int, int]:
     close_ms, reason = request.time_ms + request.window_ms, WINDOW
     if rules.early_close_ms:
         close_ms, reason = request.time_ms + rules.early_close_ms, EARLY
-    reached = 0 < rules.engaged_threshold == len(request.joined_ms)
-    engaged_ms = min(request.joined_ms[-1] if reached else NEVER, request.terminal_ms)
+    threshold = rules.engaged_threshold  # a lower one than before may be exceeded already
+    reached = 0 < threshold <= len(request.joined_ms)
+    engaged_ms = min(request.joined_ms[threshold - 1] if reached else NEVER, request.terminal_ms)
     if engaged_ms != NEVER:
         engaged_ms = max(engaged_ms, request.time_ms + rules.engaged_min_wait_ms)
         if engaged_ms < close_ms:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from joiner.join import Join
 from joiner.state import CLOSED, EXPIRED, OPEN
 from roostream.schema.ids import sample_id
 from roostream.wire import records as wire
@@ -16,6 +17,7 @@ from roostream.wire.records import Record
 from tests.joiner.cases import (
     KEY,
     SCHEMA,
+    SCHEMAS,
     Driver,
     closed,
     engagement,
@@ -386,6 +388,15 @@ def test_a_late_engagement_of_an_open_request_is_folded() -> None:
     driver.at(T + 50)
     driver.send(engagement(T + 10, event=1))
     assert only(driver.at(T + 100), "samples").events == [1]
+
+
+def test_a_lowered_threshold_that_is_already_exceeded_closes_a_request_at_its_next_event() -> None:
+    driver = Driver(rules(engaged_threshold=4))
+    driver.send(impression(T), *(engagement(T + n, event=n) for n in (1, 2, 3)))
+    driver.join = Join(rules(engaged_threshold=2), SCHEMAS.get, SCHEMA.limits)
+    driver.send(engagement(T + 4, event=4))
+    sample = only(driver.at(T + 5), "samples")
+    assert (sample.message.close_ms, sample.reason) == (T + 2, "CLOSE_ENGAGED")
 
 
 # caps

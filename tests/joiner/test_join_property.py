@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
+from joiner.join import Join
 from joiner.rules import Rules, close_time
 from joiner.state import NEVER, OPEN, WAITING, Engagement, MemoryState, SeenEngagement
 from roostream.schema.ids import sample_id
@@ -65,6 +66,12 @@ rule_sets = st.fixed_dictionaries(
         "late_horizon_ms": st.sampled_from([0, 100, 150]),
         "correction_horizon_ms": st.sampled_from([0, 0, 30]),
     }
+)
+
+changing_rules = st.builds(
+    lambda settings, horizon_ms: {**settings, "late_horizon_ms": horizon_ms},
+    rule_sets,
+    st.sampled_from([100, 200, 400]),  # each the half of another: then two due times coincide
 )
 
 
@@ -246,6 +253,36 @@ def test_g1_every_event_is_accounted_for_at_every_step_even_late(
     dead = {seen(o).message.request_id for o in driver.outputs if o.topic == "dead_letters"}
     assert all(n == 1 for n in sampled.values())
     assert shown <= set(sampled) | dead and set(sampled) <= shown
+
+
+@settings(max_examples=150, deadline=None)
+@given(traffic(), st.lists(changing_rules, min_size=2, max_size=3), st.data())
+def test_changed_rules_after_a_restore_leave_no_state_and_lose_no_event(
+    messages: list[Message], rule_changes: list[dict], data: Any
+) -> None:
+    driver, come, mark = Driver(rules(**rule_changes[0]), data.draw(st.sampled_from(KINDS))), set(), 0
+    order = data.draw(st.permutations(messages))
+    changes = {data.draw(st.integers(0, len(order))): rules(**changed) for changed in rule_changes[1:]}
+    for n, message in enumerate(order):
+        if n in changes:
+            driver.join = Join(changes[n], SCHEMAS.get, SCHEMA.limits)
+        mark += data.draw(st.integers(0, 200))
+        driver.at(mark)
+        driver.send(message)
+        check_counts(driver.state)
+        if isinstance(message, pb.Engagement):
+            come.add(message.event_id)
+        assert _ended(driver) | _pending(driver) == come
+    if len(order) in changes:
+        driver.join = Join(changes[len(order)], SCHEMAS.get, SCHEMA.limits)
+    driver.at(mark + 5 * SPAN_MS)
+    driver.end()
+    assert driver.state == MemoryState(), "nothing is left after the end of input"
+    assert _ended(driver) == come
+    shown = {m.header.request_id for m in messages if isinstance(m, pb.Impression)}
+    sampled = {seen(o).message.header.request_id for o in driver.outputs if o.topic == "samples"}
+    dead = {seen(o).message.request_id for o in driver.outputs if o.topic == "dead_letters"}
+    assert shown <= sampled | dead and sampled <= shown
 
 
 def _ended(driver: Driver) -> set[int]:

@@ -235,3 +235,16 @@ def test_idle_partitions_do_not_limit_reading_ahead() -> None:
     assert marks.ahead_ms(TWO) == 6_900
     marks.set_idle(ONE)
     assert (marks.ahead_ms(TWO), marks.ahead_ms(THREE)) == (2_000, 0)
+
+
+def test_a_window_halved_at_a_restore_leaves_no_request_behind() -> None:
+    before = engine(JoinerConfig(window_ms=100, lateness_ms=0))
+
+    def beats(at_ms: int) -> list[Record]:
+        return generated.everywhere(pb.Heartbeat(time_ms=at_ms))
+
+    outputs_of([*beats(900), record(impression(1_000)), *beats(1_101)], before)
+    after = engine(JoinerConfig(window_ms=50, lateness_ms=0))
+    after.restore(before.snapshot())
+    outputs_of(beats(2_101), after)
+    assert after.num_keys == 0
