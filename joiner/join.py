@@ -218,7 +218,10 @@ class Join:
         num_bytes = self._num_bytes_with(request, event, num_shown)
         refusal = self._refuse_impression(step, request, event)
         if refusal is None and num_shown > self.max_candidates:
-            refusal = "overflow", f"expected at most {self.max_candidates} candidates a request"
+            error = (
+                f"expected at most {self.max_candidates} candidates a request (max_candidates of the schema)"
+            )
+            refusal = "overflow", error
         if refusal is None and num_bytes > self.max_request_bytes:
             error = f"expected a request of at most {self.max_request_bytes} bytes, got {num_bytes}"
             refusal = "overflow", error
@@ -270,11 +273,16 @@ class Join:
                     f"arrived {behind_ms} ms behind the watermark: its request may have been emitted",
                 )
             counts = state.counts
-            if counts.num_open >= rules.max_open_requests or counts.num_requests >= rules.max_requests:
-                return "overflow", f"expected at most {rules.max_open_requests} open requests a user"
+            if counts.num_open >= rules.max_open_requests:
+                error = "open requests of the user have reached max_open_requests"
+                return "overflow", f"{error} ({rules.max_open_requests})"
+            if counts.num_requests >= rules.max_requests:
+                error = "requests of the user, open or remembered, have reached max_requests"
+                return "overflow", f"{error} ({rules.max_requests})"
         elif request.phase == OPEN:
             if len(request.pages) >= rules.max_impressions:
-                return "overflow", f"expected at most {rules.max_impressions} impressions a request"
+                error = f"impressions of the request have reached max_impressions ({rules.max_impressions})"
+                return "overflow", error
         else:
             if len(request.digests) < 16 * rules.max_impressions:
                 request.digests += _pack_u64(page.digest)
@@ -371,15 +379,8 @@ class Join:
             set_join_time(event, request, rules)
             waits = event.joins_ms == NEVER
         num_bytes = request.num_bytes + engagement_cost(event)
-        if (
-            request.num_events >= rules.max_engagements
-            or num_bytes > self.max_request_bytes
-            or (waits and self._too_many_waiting(state, request, event))
-        ):
-            error = (
-                f"expected at most {rules.max_orphans} waiting engagements a user, {rules.max_engagements} "
-                f"engagements a request and {self.max_request_bytes} bytes a request"
-            )
+        error = self._overflow(state, request, event, num_bytes, waits)
+        if error:
             step.outputs.append(dead_event(step.key, event, "overflow", error))
             return
         if known is not None:
@@ -407,11 +408,21 @@ class Join:
         stored[event.event_id] = event
         state.requests[request_id] = request
 
-    def _too_many_waiting(self, state: JoinState, request: Request, event: Engagement) -> bool:
-        """Whether one more engagement that does not join exceeds the limit of its request, or of the user if
-        its item is not shown."""
-        limit = self.rules.max_orphans
-        return len(request.waiting) >= limit or (event.row < 0 and state.counts.num_orphans >= limit)
+    def _overflow(
+        self, state: JoinState, request: Request, event: Engagement, num_bytes: int, waits: bool
+    ) -> str:
+        """The limit that one more engagement exceeds; empty if there is none. `waits`: it does not join so
+        far, and counts for its request, and for the user if its item is not shown."""
+        rules = self.rules
+        if request.num_events >= rules.max_engagements:
+            return f"engagements of the request have reached max_engagements ({rules.max_engagements})"
+        if num_bytes > self.max_request_bytes:
+            return f"expected a request of at most {self.max_request_bytes} bytes, got {num_bytes}"
+        if waits:
+            limit = rules.max_orphans
+            if len(request.waiting) >= limit or (event.row < 0 and state.counts.num_orphans >= limit):
+                return f"engagements that wait for their request or item have reached max_orphans ({limit})"
+        return ""
 
     # Scheduling.
 

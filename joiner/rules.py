@@ -70,7 +70,10 @@ class Rules(Settings):
         ge=0,
     )
     max_open_requests: int = setting(
-        64, "open requests a user; events of further ones become dead letters (overflow)", ge=1
+        256,
+        "open requests a user; events of further ones become dead letters (overflow). The default allows a "
+        "request every 2.3 s in a window of 10 min",
+        ge=1,
     )
     max_requests: int = setting(
         4096, "requests a user, including closed ones that are still remembered", ge=1

@@ -32,6 +32,7 @@ from tests.joiner.cases import (
 )
 
 T = 1_000
+Message = pb.Impression | pb.Engagement
 
 
 # events are stored on arrival; nothing closes on arrival
@@ -413,6 +414,34 @@ def test_remembered_requests_beyond_the_cap_overflow() -> None:
     driver.send(impression(T))
     driver.at(T + 100)
     assert reasons(driver.send(impression(T + 200, request="s"))) == ["overflow"]
+
+
+def test_a_reader_who_scrolls_for_a_whole_window_overflows_nothing() -> None:
+    driver = Driver(rules(window_ms=600_000), "memory")
+    shown = [impression(T + 4_000 * n, request=f"r{n}") for n in range(3 * 150)]
+    out = []
+    for message in shown:
+        driver.at(message.header.time_ms - 1)
+        out += driver.send(message)
+    assert reasons(out) == []
+
+
+@pytest.mark.parametrize(
+    ("cap", "messages"),
+    [
+        ("max_open_requests", [impression(T), impression(T, request="s")]),
+        ("max_requests", [impression(T), impression(T, request="s")]),
+        ("max_impressions", [impression(T), impression(T + 1)]),
+        ("max_engagements", [engagement(T, event=1), engagement(T, event=2)]),
+        ("max_orphans", [engagement(T, event=1), engagement(T, event=2)]),
+    ],
+)
+def test_an_overflow_names_the_setting_that_was_reached_and_its_value(
+    cap: str, messages: list[Message]
+) -> None:
+    out = Driver(rules(**{cap: 1})).send(*messages)
+    error = only(out, "dead_letters").message.error
+    assert f"{cap} (1)" in error and error.count("max_") == 1
 
 
 def test_orphans_beyond_the_cap_overflow_and_joining_ones_do_not_count() -> None:
