@@ -35,10 +35,11 @@ from pyflink.java_gateway import get_gateway
 from joiner.config import JoinerConfig
 from joiner.envelope import pack, unpack
 from joiner.event_decoder import EventDecoder
-from joiner.join import Join, StepResult
+from joiner.join import INTERNAL_ERROR, Join, StepResult
+from joiner.keyed_join import KeyedJoin
 from joiner.outputs import OUTPUTS, Output
 from joiner.rules import LATE_REASON
-from joiner.state import VERSION, Engagement, Impression, SerializedState
+from joiner.state import VERSION, Engagement, Impression
 from roostream.errors import RoostreamError
 from roostream.runtime.checkpoint_store import open_store
 from roostream.runtime.flink_rest import JOB_NAME, LATE_REQUESTS
@@ -51,6 +52,7 @@ from roostream.schema.schema_file import load_schema
 from roostream.schema.settings import from_dict, load
 
 MAX_PARALLELISM = 128
+INTERNAL_ERRORS = "internal_errors"  # Flink counter: events that became dead letters because the join failed
 UID = f"join-{VERSION}"
 _ENVELOPE = Types.PRIMITIVE_ARRAY(Types.BYTE())
 _ALIGN_EVERY_MS = 100
@@ -59,7 +61,7 @@ _ALIGN_EVERY_MS = 100
 
 class JoinFunction(KeyedProcessFunction):  # type: ignore[misc]
     """The operator around `Join`, in thread mode (inside the JVM). State is one map, name → bytes
-    (`SerializedState`).
+    (`KeyedJoin`).
 
     Key: the record's 8 key bytes as an integer. Input and output: envelopes (joiner/envelope.py).
     """
@@ -71,11 +73,12 @@ class JoinFunction(KeyedProcessFunction):  # type: ignore[misc]
         tune_garbage_collector()
         schema, registry = load_schema(self.config.schema), open_registry(open_store(self.config.store))
         self.decoder = EventDecoder(registry, schema.limits)
-        self.join = Join(self.config.rules, registry, schema.limits)
         # In thread mode only pickled bytes come back as bytes. The values are our own versioned encoding.
         descriptor = MapStateDescriptor("entries", Types.STRING(), Types.PICKLED_BYTE_ARRAY())
-        self.state = SerializedState(runtime_context.get_map_state(descriptor))
-        self.late = runtime_context.get_metrics_group().counter(LATE_REQUESTS)
+        join = Join(self.config.rules, registry, schema.limits)
+        self.join = KeyedJoin(join, runtime_context.get_map_state(descriptor))
+        metrics = runtime_context.get_metrics_group()
+        self.late, self.failed = metrics.counter(LATE_REQUESTS), metrics.counter(INTERNAL_ERRORS)
 
     def process_element(self, value: bytes, ctx: KeyedProcessFunction.Context) -> Iterator[bytes]:
         record = unpack(value)
@@ -86,22 +89,21 @@ class JoinFunction(KeyedProcessFunction):  # type: ignore[misc]
             return iter(())
         assert record.key is not None
         timers = ctx.timer_service()
-        self.state.reset()
-        step = self.join.apply(self.state, record.key, event, timers.current_watermark())
+        step = self.join.apply(record.key, event, timers.current_watermark())
         return self._finish(step, timers)
 
     def on_timer(self, timestamp: int, ctx: KeyedProcessFunction.OnTimerContext) -> Iterator[bytes]:
         timers = ctx.timer_service()
         key = (ctx.get_current_key() & 0xFFFF_FFFF_FFFF_FFFF).to_bytes(8, "little")
-        self.state.reset()
-        step = self.join.advance(self.state, key, timestamp, timers.current_watermark())
+        step = self.join.advance(key, timestamp, timers.current_watermark())
         return self._finish(step, timers)
 
     def _finish(self, step: StepResult, timers: TimerService) -> Iterator[bytes]:
-        """Write the changed entries, set the timers, return the outputs."""
-        self.state.flush()
+        """Set the timers, return the outputs."""
         if num_late := sum(output.reason == LATE_REASON for output in step.outputs):
             self.late.inc(num_late)
+        if num_failed := sum(output.reason == INTERNAL_ERROR for output in step.outputs):
+            self.failed.inc(num_failed)
         for due_ms in step.timers_ms:
             timers.register_event_time_timer(due_ms)
         return map(pack, step.outputs)

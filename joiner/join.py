@@ -53,12 +53,13 @@ from joiner.state import (
     SeenEngagement,
     index_of,
 )
-from roostream.errors import CheckpointError
+from roostream.errors import CheckpointError, RoostreamError
 from roostream.schema.ids import other_id_form
 from roostream.schema.schema import Limits, Registry
 from roostream.wire import roo_pb2 as pb
 
 _pack_u64 = struct.Struct("<Q").pack
+INTERNAL_ERROR = "internal_error"
 _MAX_ITEMS_COMPARED = 256
 
 # The size budget of a request. The costs are upper bounds of what a page, a candidate and an engagement add
@@ -94,6 +95,14 @@ def candidates_cost(count: int, num_labels: int) -> int:
 
 def engagement_cost(engagement: Engagement) -> int:
     return len(engagement.raw) + _ENGAGEMENT_BYTES
+
+
+class FailedRequest(Exception):
+    """Processing a due request raised the cause of this error."""
+
+    def __init__(self, request_id: str) -> None:
+        super().__init__(request_id)
+        self.request_id = request_id
 
 
 class StepResult(Struct, gc=False):
@@ -189,22 +198,66 @@ class Join:
     def advance(self, state: JoinState, key: bytes, timer_ms: int, watermark_ms: int) -> StepResult:
         """Do what is due at `timer_ms`, a time from `StepResult.timers_ms` that the watermark has reached
         (`END` at the end of input). Timers of a key must come in ascending order. A timer that is no longer
-        needed does nothing."""
+        needed does nothing.
+
+        Raises:
+            FailedRequest: a request could not be processed, because of a defect.
+        """
         step = StepResult(state, key, watermark_ms)
         step.take_due(timer_ms)
         self._process_due(step)
         return step
 
+    def remove_failed(
+        self, state: JoinState, key: bytes, request_id: str, watermark_ms: int, error: str
+    ) -> StepResult:
+        """Remove a request whose processing fails. Its events that are in no output yet become dead
+        letters."""
+        step = StepResult(state, key, watermark_ms)
+        request = state.requests.get(request_id)
+        if request is None:
+            return step
+        for page in request.pages:
+            impression = state.impressions.get((request_id, page.digest))
+            if impression is not None:
+                if request.phase == OPEN:
+                    step.outputs.append(dead_event(key, impression, INTERNAL_ERROR, error))
+                del state.impressions[request_id, page.digest]
+        for event in _pending(state, request_id, request):
+            step.outputs.append(dead_event(key, event, INTERNAL_ERROR, error))
+        if request.newest_event:
+            state.drop_engagements(request_id, request)
+        if request.aggregated:
+            state.drop_aggregates(request_id, request.aggregated)
+        if request.scope is not None:
+            next_request.leave(state, request_id, request)
+        if request.phase <= OPEN:
+            state.counts.num_orphans -= request.num_orphans
+        state.counts.num_open -= request.phase == OPEN
+        state.counts.num_requests -= 1
+        del state.requests[request_id]
+        return step
+
     def _process_due(self, step: StepResult) -> None:
         while step.due_now:
             due_ms, is_request, event_id, request_id = heapq.heappop(step.due_now)
-            request = step.state.requests.get(request_id)
-            if request is None:
-                continue
-            if not is_request:
-                self._engagement_due(step, request_id, request, event_id)
-            elif request.due_ms == due_ms:  # otherwise it was rescheduled
-                self._request_due(step, request_id, request)
+            try:
+                self._process_one(step, due_ms, is_request, event_id, request_id)
+            except RoostreamError:
+                raise
+            except Exception as error:
+                raise FailedRequest(request_id) from error
+
+    def _process_one(
+        self, step: StepResult, due_ms: int, is_request: bool, event_id: int, request_id: str
+    ) -> None:
+        request = step.state.requests.get(request_id)
+        if request is None:
+            return
+        if not is_request:
+            self._engagement_due(step, request_id, request, event_id)
+        elif request.due_ms == due_ms:  # otherwise it was rescheduled
+            self._request_due(step, request_id, request)
 
     # An impression arrives.
 

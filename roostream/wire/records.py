@@ -65,6 +65,7 @@ REASONS = (
     "item_not_shown",  # an engagement with an item that its request did not show
     "after_close",  # an impression of a request that is closed
     "too_late",  # an engagement beyond the late horizon
+    "internal_error",  # the joiner failed because of a defect; the job goes on without the event
     "overflow",  # beyond the limits of a user (open requests, orphans) or of a request (bytes, events)
 )
 
