@@ -49,13 +49,14 @@ from roostream.runtime.program import tune_garbage_collector
 from roostream.schema.limits import MAX_MESSAGE_BYTES
 from roostream.schema.registry import open_registry, register
 from roostream.schema.schema_file import load_schema
-from roostream.schema.settings import from_dict, load
+from roostream.schema.settings import from_dict, load, setting_error
 
 MAX_PARALLELISM = 128
 INTERNAL_ERRORS = "internal_errors"  # Flink counter: events that became dead letters because the join failed
 UID = f"join-{VERSION}"
 _ENVELOPE = Types.PRIMITIVE_ARRAY(Types.BYTE())
 _ALIGN_EVERY_MS = 100
+_UNALIGNED = "execution.checkpointing.unaligned.enabled"
 # PyFlink has no public way to its Java objects: they are private attributes, marked SLF001 below.
 
 
@@ -120,7 +121,17 @@ def build(config: JoinerConfig) -> StreamExecutionEnvironment:
 
 
 def _environment(config: JoinerConfig) -> StreamExecutionEnvironment:
+    """Raises ConfigError if the cluster enables unaligned checkpoints.
+
+    After a restore `WatermarkKeeper` continues from the newest watermark of all subtasks. At aligned barriers
+    these are equal. Unaligned ones store records in flight, which would then be behind the watermark.
+    """
+    cluster = get_gateway().jvm.org.apache.flink.configuration.GlobalConfiguration.loadConfiguration()
+    if str(cluster.toMap().get(_UNALIGNED)).lower() == "true":
+        remedy = "after a restore the join would take records of unaligned checkpoints for late ones"
+        raise setting_error(f"{_UNALIGNED} (configuration of Flink)", "false", True, remedy)
     settings = Configuration()
+    settings.set_string(_UNALIGNED, "false")
     settings.set_string("python.execution-mode", "thread")
     settings.set_string("state.backend.type", "hashmap")
     settings.set_string("execution.checkpointing.externalized-checkpoint-retention", "RETAIN_ON_CANCELLATION")
