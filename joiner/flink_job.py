@@ -52,6 +52,7 @@ from roostream.schema.schema_file import load_schema
 from roostream.schema.settings import from_dict, load, setting_error
 
 MAX_PARALLELISM = 128
+RULES_CHANGED = "keys_with_changed_rules"  # Flink counter: users whose state was joined by other rules
 INTERNAL_ERRORS = "internal_errors"  # Flink counter: events that became dead letters because the join failed
 UID = f"join-{VERSION}"
 _ENVELOPE = Types.PRIMITIVE_ARRAY(Types.BYTE())
@@ -80,6 +81,7 @@ class JoinFunction(KeyedProcessFunction):  # type: ignore[misc]
         self.join = KeyedJoin(join, runtime_context.get_map_state(descriptor))
         metrics = runtime_context.get_metrics_group()
         self.late, self.failed = metrics.counter(LATE_REQUESTS), metrics.counter(INTERNAL_ERRORS)
+        self.changed = metrics.counter(RULES_CHANGED)
 
     def process_element(self, value: bytes, ctx: KeyedProcessFunction.Context) -> Iterator[bytes]:
         record = unpack(value)
@@ -103,6 +105,8 @@ class JoinFunction(KeyedProcessFunction):  # type: ignore[misc]
         """Set the timers, return the outputs."""
         if num_late := sum(output.reason == LATE_REASON for output in step.outputs):
             self.late.inc(num_late)
+        if step.rules_changed:
+            self.changed.inc(1)
         if num_failed := sum(output.reason == INTERNAL_ERROR for output in step.outputs):
             self.failed.inc(num_failed)
         for due_ms in step.timers_ms:

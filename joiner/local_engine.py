@@ -15,6 +15,7 @@ import xxhash
 from joiner.config import JoinerConfig
 from joiner.event_decoder import Event, EventDecoder, TimeMark
 from joiner.join import Join, StepResult
+from joiner.keyed_join import RulesWarning
 from joiner.outputs import Output
 from joiner.state import END, Engagement, Impression, MemoryState, decode, encode
 from roostream.errors import CheckpointError
@@ -129,6 +130,7 @@ class LocalEngine:
         self._states: dict[bytes, MemoryState] = {}
         self._timers: list[tuple[int, bytes]] = []  # heap of (due_ms, key)
         self._watermark_ms = START
+        self._rules_warning = RulesWarning()
 
     @property
     def watermark_ms(self) -> int:
@@ -192,6 +194,8 @@ class LocalEngine:
         return outputs
 
     def _finish(self, key: bytes, state: MemoryState, step: StepResult) -> list[Output]:
+        if step.rules_changed:
+            self._rules_warning.log()
         for due_ms in step.timers_ms:
             heapq.heappush(self._timers, (due_ms, key))
         if not state.requests:

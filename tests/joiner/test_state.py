@@ -5,7 +5,17 @@ from __future__ import annotations
 
 import pytest
 
-from joiner.state import END, VERSION, MemoryState, Request, SerializedState, decode, encode
+from joiner.state import (
+    END,
+    VERSION,
+    KeyCounts,
+    MemoryState,
+    Request,
+    SerializedState,
+    decode,
+    decoder,
+    encode,
+)
 from roostream.errors import CheckpointError
 from tests.joiner.cases import DictStore, Driver, engagement, impression, rules
 
@@ -106,3 +116,8 @@ def test_state_of_another_version_is_refused_with_advice(data: bytes) -> None:
 def test_damaged_bytes_are_refused() -> None:
     with pytest.raises(CheckpointError, match="decoded"):
         decode(bytes((VERSION,)) + b"\xc1")
+
+
+def test_counts_without_a_fingerprint_of_the_rules_are_read() -> None:
+    written_before = bytes((VERSION, 0x93, 2, 1, 0))  # [2, 1, 0]
+    assert decoder(KeyCounts)(written_before) == KeyCounts(num_requests=2, num_open=1)
