@@ -121,3 +121,13 @@ def test_damaged_bytes_are_refused() -> None:
 def test_counts_without_a_fingerprint_of_the_rules_are_read() -> None:
     written_before = bytes((VERSION, 0x93, 2, 1, 0))  # [2, 1, 0]
     assert decoder(KeyCounts)(written_before) == KeyCounts(num_requests=2, num_open=1)
+
+
+def test_a_request_is_stored_in_fewer_bytes_after_each_phase() -> None:
+    driver = Driver(rules(terminal_actions=("buy",)))
+    driver.send(impression(T, items=range(1, 21)), *(engagement(T + n, event=n) for n in (1, 2)))
+    sizes = []
+    for watermark_ms in (T + 3, T + 100, T + 1_100, T + 2_100):
+        driver.at(watermark_ms)
+        sizes.append(sum(len(name) + len(value) for name, value in driver.store.items()))
+    assert sizes[1] < 400 and sizes[2] < 90 and sizes[3] == 0, sizes
