@@ -42,6 +42,7 @@ class Load(Settings):
         0.5, "assumed share of a request's ids that are not in its batch already", gt=0, le=1
     )
     batch_requests: int = setting(4096, "requests in a step of all workers together", ge=1)
+    window_s: float = setting(600.0, "window of the join in seconds", gt=0)
     retention_h: float = setting(
         72.0, "retention time of Kafka in hours; must exceed the longest catch-up", gt=0
     )
@@ -247,7 +248,27 @@ def _joining(costs: Costs) -> list[Need]:
         f"{costs.join_event_s / _S:.0f} µs per event: {SOURCES['join_event_us']}; times the assumed "
         "flink_share"
     )
-    return [Need("task managers", math.ceil(_managers(costs)), "with one slot", math.inf, why)]
+    state, load = join_state_bytes(costs.load), costs.load
+    holds = (
+        f"{state / load.requests_per_s / _MB:,.1f} MB per request/s: bytes a request, docs/decisions/0012; "
+        f"open for {load.window_s:g} s, then closed and expired for ten windows each (late_horizon_ms); "
+        "on a heap about 2.5 times as much"
+    )
+    return [
+        Need("task managers", math.ceil(_managers(costs)), "with one slot", math.inf, why),
+        Need("joiner's state", state / _GB, "GB, serialized", math.inf, holds),
+    ]
+
+
+def join_state_bytes(load: Load) -> float:
+    """Serialized state of the join, from bytes measured for each phase of a request (docs/decisions/0012)."""
+    request = 176 + 8 * load.candidates + 43  # its entry, due time and counts
+    is_open = request + load.sample_bytes + 300 + 202 * load.engagements
+    is_closed = request + 63 * load.engagements
+    is_expired = 118
+    horizon_s = 10 * load.window_s
+    seconds = is_open * load.window_s + (is_closed + is_expired) * horizon_s
+    return load.requests_per_s * seconds
 
 
 def _training(load: Load, costs: Costs, shards: int) -> list[Need]:

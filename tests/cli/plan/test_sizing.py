@@ -10,7 +10,13 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from benchmarks.common import joiner_events
 from benchmarks.common import samples as data
+from joiner.config import JoinerConfig
+from joiner.event_decoder import EventDecoder
+from joiner.join import Join
+from joiner.keyed_join import KeyedJoin
+from joiner.state import Engagement, Impression
 from param_server.eviction import ExpiryPolicy
 from param_server.table import StackTable
 from roostream.cli.main import cli
@@ -21,6 +27,7 @@ from roostream.cli.plan.sizing import (
     Load,
     Need,
     bottleneck,
+    join_state_bytes,
     plan,
     row_bytes,
     shards_for,
@@ -28,6 +35,8 @@ from roostream.cli.plan.sizing import (
     workers_for,
 )
 from roostream.errors import ConfigError
+from roostream.wire.records import Record
+from tests.joiner.cases import DictStore
 
 ROOT = Path(__file__).resolve().parents[3]
 FIGURES = measured.read()
@@ -47,12 +56,49 @@ def test_a_report_that_lacks_a_figure_is_reported(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "what", ["brokers", "Kafka's disks", "task managers", "serving processes", "readers", "network"]
+    "what",
+    [
+        "brokers",
+        "Kafka's disks",
+        "task managers",
+        "joiner's state",
+        "serving processes",
+        "readers",
+        "network",
+    ],
 )
 def test_linear_costs_grow_linearly(what: str) -> None:
     small, large = needs(requests_per_s=20_000)[what].amount, needs(requests_per_s=200_000)[what].amount
     assert 9.0 < large / small < 11.0 or math.ceil(large) <= 10 * math.ceil(small)
     assert math.isinf(needs(requests_per_s=20_000)[what].ends_at)
+
+
+def test_the_joiners_state_is_what_the_join_stores_of_the_demos_requests() -> None:
+    schema, window_ms, num_requests = data.demo_schema(), 20_000, 100
+    decoder = EventDecoder({schema.fingerprint: schema}.get, schema.limits)
+    join = Join(JoinerConfig(window_ms=window_ms).rules, {schema.fingerprint: schema}.get, schema.limits)
+    stores: dict[str, DictStore] = {}  # one user a request
+    opened_ms: dict[str, int] = {}
+    num_engagements = 0
+    for n, e in enumerate(joiner_events.events(schema, num_requests)):
+        found = decoder.decode(Record(e.topic, 0, n, e.time_ms, e.key, e.value))
+        assert isinstance(found, (Impression, Engagement))
+        store = stores.setdefault(found.request_id, DictStore())
+        KeyedJoin(join, store).apply(e.key, found, 0)
+        num_engagements += isinstance(found, Engagement)
+        if isinstance(found, Impression):
+            opened_ms[found.request_id] = min(opened_ms.get(found.request_id, found.time_ms), found.time_ms)
+    byte_seconds = 0.0
+    for windows in (1, 10, 10):  # open, closed, expired
+        stored = sum(len(name) + len(value) for store in stores.values() for name, value in store.items())
+        byte_seconds += stored / num_requests * windows * window_ms / 1000
+        for store in stores.values():
+            due_ms = min(store.whole().due)
+            KeyedJoin(join, store).advance(bytes(8), due_ms, due_ms)
+    load = Load(
+        requests_per_s=1, window_s=window_ms / 1000, history=4, engagements=num_engagements / num_requests
+    )
+    assert join_state_bytes(load) == pytest.approx(byte_seconds, rel=0.1)
 
 
 def test_as_many_workers_as_keep_up_and_no_more() -> None:
