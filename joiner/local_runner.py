@@ -90,11 +90,16 @@ class SnapshotStore:
     def write(self, data: bytes) -> None:
         """Durable before older snapshots are deleted. Raises UnavailableError (disk full): the older ones
         stay."""
-        names = self.store.list("snapshots")
+        names = self._names()
         number = int(names[-1].rsplit("/", 1)[1]) + 1 if names else 1
         self.store.put(f"snapshots/{number:08d}", data)
         for name in names[: 1 - _KEEP_SNAPSHOTS]:
             self.store.delete(name)
+
+    def _names(self) -> list[str]:
+        """Oldest first. Other files of the directory are left alone."""
+        names = self.store.list("snapshots")
+        return [name for name in names if name.rsplit("/", 1)[1].isdecimal()]
 
     def restore(self, engine: LocalEngine) -> str:
         """Restore `engine` from the newest readable snapshot. Returns its name, "" if there is none.
@@ -102,7 +107,7 @@ class SnapshotStore:
         Raises:
             CheckpointError: there are snapshots, but none is readable.
         """
-        names = self.store.list("snapshots")
+        names = self._names()
         for name in reversed(names):
             try:
                 engine.restore(self.store.get(name))

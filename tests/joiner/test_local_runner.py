@@ -134,6 +134,15 @@ def test_a_damaged_newest_snapshot_is_skipped_for_the_one_before(tmp_path: Path)
         SnapshotStore(store).restore(engine)
 
 
+def test_a_foreign_file_beside_the_snapshots_neither_stops_the_joiner_nor_is_deleted(tmp_path: Path) -> None:
+    store, engine = FileStore(tmp_path), LocalEngine(CONFIG, SCHEMA, SCHEMAS.get)
+    store.put("snapshots/notes", b"not ours")
+    assert SnapshotStore(store).restore(engine) == ""
+    for _ in range(3):
+        SnapshotStore(store).write(engine.snapshot())
+    assert store.list("snapshots") == ["snapshots/00000002", "snapshots/00000003", "snapshots/notes"]
+
+
 def test_no_snapshot_is_written_while_outputs_are_not_acknowledged(tmp_path: Path) -> None:
     run(pump([record(impression(1_000))], tmp_path, MemorySink(away=True)))
     assert FileStore(tmp_path).list("snapshots") == []
