@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click import shell_completion
 
 from infra.program_specs import PROGRAM_SPECS, SIMULATE, ProgramSpec
 from roostream.cli.checkpoint.checkpoint_command import checkpoint
@@ -21,6 +22,7 @@ from roostream.cli.data.feature_command import report
 from roostream.cli.data.import_command import import_group
 from roostream.cli.inspect_command import inspect
 from roostream.cli.keys_command import keys
+from roostream.cli.logs_command import logs
 from roostream.cli.model_command import check_model
 from roostream.cli.next_item_command import next_item
 from roostream.cli.options import home_option
@@ -36,8 +38,59 @@ from roostream.errors import RoostreamError, SetupError
 from roostream.runtime.program import leave
 from roostream.schema.settings import check_environment, load
 
+SECTIONS = {
+    "Start": {
+        "demo": "Run everything with simulated users and a live table.",
+        "up": "Start everything in the background.",
+        "down": "Stop what `up` started.",
+        "status": "Show rates, lags, training, freshness and quality.",
+        "logs": "Print the last lines of programs' logs, or follow them.",
+        "reset": "Delete a stopped stack with its data and checkpoints.",
+    },
+    "Data": {
+        "check": "Check a log against a schema, without training.",
+        "replay": "Train on a log in event time, and report quality.",
+        "import": "Convert data of other systems, or add a log to a warehouse.",
+        "simulate": "Send requests of simulated users to serving.",
+        "schema": "Look at a schema file.",
+        "inspect": "Look at batches, samples, and differences in scores.",
+        "report": "Write pages with plots.",
+    },
+    "Model": {
+        "check-model": "Check a custom model before it is trained.",
+        "train": "Train from a warehouse, without Kafka.",
+        "versions": "List and choose the versions that serving uses.",
+        "checkpoint": "List, verify, export, import and roll back commits.",
+    },
+    "Operate": {
+        "scale": "Change the number of workers.",
+        "preempt": "End a program after a commit, so that nothing is lost.",
+        "trainer": "End a hold of training after its cause was repaired.",
+        "audit": "Check that every event is accounted for.",
+        "trace": "Follow one request from its log to trained rows.",
+        "plan": "Compute the sizes that a load needs.",
+        "placement": "Plan which shard has which part of which table.",
+        "topics": "Create and check the Kafka topics.",
+        "keys": "Manage API keys of serving.",
+        "completion": "Print a completion script for your shell.",
+    },
+    "Programs": {spec.name: spec.help for spec in PROGRAM_SPECS if spec.name != SIMULATE},
+}
+"""The commands that `roostream --help` lists, with a line for each. Other commands are for developers."""
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+
+class SectionedGroup(click.Group):
+    """Lists its commands by SECTIONS."""
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write one list for each section."""
+        width = max(len(name) for lines in SECTIONS.values() for name in lines)
+        for title, lines in SECTIONS.items():
+            with formatter.section(title):
+                formatter.write_dl([(f"{name:{width}}", line) for name, line in lines.items()])
+
+
+@click.group(cls=SectionedGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="roostream", message="%(prog)s %(version)s")
 def cli() -> None:
     """Request-level continuous training of recommenders.
@@ -187,6 +240,21 @@ def prepare() -> None:
     sys.exit(importlib.import_module("infra.prepare").main())
 
 
+@cli.command()
+@click.argument("shell", type=click.Choice(("bash", "zsh", "fish")))
+def completion(shell: str) -> None:
+    """Print a script that completes commands and options in a shell.
+
+    \b
+    Example:
+      source <(roostream completion bash)
+      roostream completion fish > ~/.config/fish/completions/roostream.fish
+    """
+    kind = shell_completion.get_completion_class(shell)
+    assert kind is not None
+    click.echo(kind(cli, {}, "roostream", "_ROOSTREAM_COMPLETE").source())
+
+
 @cli.command("options")
 @click.option(
     "--write", is_flag=True, help="write docs/options.md of this checkout instead of printing the page"
@@ -211,6 +279,7 @@ for _command in (
     down,
     reset,
     status,
+    logs,
     audit,
     replay,
     check,

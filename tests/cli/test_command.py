@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,7 +13,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from roostream.cli.main import cli, main
+from roostream.cli.main import SECTIONS, cli, main
 
 
 def commands(group: click.Group = cli, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
@@ -30,6 +31,31 @@ def test_every_command_helps_with_an_example(command: tuple[str, ...]) -> None:
     assert result.exit_code == 0
     assert "Example:\n" in result.output
     assert "roostream" in result.output.split("Example:\n")[1]
+
+
+def test_the_help_lists_the_commands_of_each_section_once() -> None:
+    output = CliRunner().invoke(cli, ["--help"]).output
+    listed = re.findall(r"^  ([a-z-]+) ", output.split("Start:")[1], re.MULTILINE)
+    assert listed == [name for names in SECTIONS.values() for name in names]
+    hidden = {"bench", "next-item", "options", "prepare"}
+    assert set(listed) | hidden == set(cli.commands) and len(listed) == len(set(listed))
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_a_completion_script_asks_the_command_for_words(shell: str) -> None:
+    script = CliRunner().invoke(cli, ["completion", shell]).output
+    assert f"{shell}_complete" in script
+    words = CliRunner().invoke(
+        cli,
+        [],
+        env={
+            "_ROOSTREAM_COMPLETE": f"{shell}_complete",
+            "COMP_WORDS": "roostream sta",
+            "COMP_CWORD": "sta" if shell == "fish" else "1",
+        },
+        prog_name="roostream",
+    )
+    assert "status" in words.output
 
 
 @pytest.fixture
