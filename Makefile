@@ -13,7 +13,7 @@ export PATH := $(VENV)/bin:$(PATH)
 export VIRTUAL_ENV := $(VENV)
 unexport PYTHONPATH PYTHONHOME
 
-.PHONY: help setup setup-dev demo test check coverage e2e chaos soak fuzz gpu bench k8s options reset format lock promtool
+.PHONY: help setup setup-dev demo test check coverage e2e chaos soak fuzz gpu bench k8s docs reset format lock promtool
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 10
@@ -30,11 +30,12 @@ demo: setup  ## the whole loop with simulated users, until Ctrl-C (DEMO_SECONDS=
 test: setup-dev  ## all tests but the long ones; what CI runs
 	@pytest -q -n auto --maxprocesses 4 --dist loadscope --no-loadscope-reorder -m "not chaos and not slow" $(ARGS)
 
-check: setup-dev  ## format, lint, types, import rules
+check: setup-dev  ## format, lint, types, import rules, links of the documentation
 	@ruff format --check .
 	@ruff check .
 	@mypy
 	@pytest -q -m "not e2e" tests/contract
+	@NO_MKDOCS_2_WARNING=1 mkdocs build --quiet --strict
 
 coverage: setup-dev  ## line coverage of all tests but e2e, chaos and slow; fails below 90 %
 	@rm -rf build/coverage && mkdir -p build/coverage
@@ -67,8 +68,8 @@ promtool:  ## get promtool into .tools/bin and test the alert rules
 	@infra/promtool.sh
 	@.tools/bin/promtool test rules infra/alerts/roostream.test.yml
 
-options: setup-dev  ## make docs/options.md anew
-	@roostream options --write
+docs: setup-dev  ## the documentation as a site in build/site, with reference pages from the code; fails on a broken link
+	@NO_MKDOCS_2_WARNING=1 mkdocs build --quiet --strict
 
 reset: setup  ## delete the demo's home: data, checkpoints, logs
 	@roostream reset --home $(HOME_DIR) --yes

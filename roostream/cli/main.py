@@ -108,7 +108,7 @@ def cli() -> None:
 def _keys_option(kind: ProgramSpec) -> Any:
     def print_keys(context: click.Context, option: click.Parameter, given: bool) -> None:
         if given:
-            from roostream.cli.options_page import keys
+            from roostream.cli.reference_pages import keys
 
             click.echo(keys(kind.settings_class(), f"ROOSTREAM_{kind.name}".upper()))
             context.exit()
@@ -253,24 +253,6 @@ def completion(shell: str) -> None:
     kind = shell_completion.get_completion_class(shell)
     assert kind is not None
     click.echo(kind(cli, {}, "roostream", "_ROOSTREAM_COMPLETE").source())
-
-
-@cli.command("options")
-@click.option(
-    "--write", is_flag=True, help="write docs/options.md of this checkout instead of printing the page"
-)
-def options_command(write: bool) -> None:
-    """Print every option of every program, file and command as Markdown.
-
-    \b
-    Example:
-      roostream options | less
-      roostream options --write
-    """
-    from roostream.cli.options_page import PAGE, page
-
-    text = page(cli)
-    PAGE.write_text(text, encoding="utf-8") if write else click.echo(text, nl=False)
 
 
 for _command in (

@@ -1,7 +1,11 @@
-"""`roostream options`: docs/options.md, generated from the declarations of all settings and commands."""
+"""The reference pages of the documentation site, made from the code: settings, commands, metrics, messages.
+
+`make docs` calls them (roostream/cli/mkdocs_hooks.py). A program's flag `--keys` prints its settings by `keys`.
+"""
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import inspect
 import typing
@@ -18,27 +22,36 @@ from roostream.schema import schema
 from roostream.schema import update_rules as rules
 from roostream.schema.settings import range_text, type_text
 
-PAGE = ROOT / "docs" / "options.md"
-_INTRODUCTION = """\
-<!-- Made by `roostream options`; don't edit. -->
-
-# Options
+_SETTINGS = """\
+# Settings
 
 A program reads one TOML file (`roostream worker --config worker.toml`). Environment variables override the
 file, and flags override both. A key `x_ms` can be written as `x = "20s"`, and a key `x_bytes` as
 `x = "64MiB"`. A dot in a key is a TOML table. An unknown key or a value out of range is an error that names
 file and line. An environment variable that sets nothing is an error that names the nearest one. The flag
 `--keys` of a program prints its keys. A text may refer to a variable, `"${NAME}"`, or to a file,
-`"${file:/run/secrets/kafka}"`; the value appears in no message and no log (docs/operations/security.md). Use
-such references for passwords in `--set`, because everybody on the machine can read command lines."""
+`"${file:/run/secrets/kafka}"`; the value appears in no message and no log. Use such references for passwords
+in `--set`, because everybody on the machine can read command lines."""
 _SHARED = (
     "All programs of a deployment need the same values. "
     "In a variable's name, PROGRAM is the sub-command in capitals."
 )
+_METRICS = """\
+# Metrics
+
+Each program serves its metrics for Prometheus at `/metrics` of its metrics port. Units are base units
+(seconds, bytes). A name that ends in `_total` is a counter since the start of the process. Times are
+timestamps, so an age is `time() - metric`."""
+_MESSAGES = """\
+# Messages
+
+Records in Kafka and the binary form of requests are protobuf messages of this file
+(`roostream/wire/roo.proto`), each with two bytes for type and version before it."""
 _UNITS: dict[str, tuple[tuple[int, str], ...]] = {
     "_ms": ((86_400_000, "d"), (3_600_000, "h"), (60_000, "m"), (1000, "s"), (1, "ms"))
 }
 _UNITS["_bytes"] = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"), (1, "B"))
+_PROGRAMS = ("joiner", "trainer", "param_server", "serving", "infra", "roostream")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,9 +65,9 @@ class Option:
     help: str
 
 
-def page(cli: click.Group) -> str:
-    """The page, with the commands of `cli`."""
-    parts = [_INTRODUCTION, "## Every program", _SHARED, _table(options(Deployment), "ROOSTREAM_PROGRAM")]
+def settings_page() -> str:
+    """Every setting of every program, model and schema table."""
+    parts = [_SETTINGS, "## Every program", _SHARED, _table(options(Deployment), "ROOSTREAM_PROGRAM")]
     shared = {f.name: f for f in dataclasses.fields(Deployment)}
     for spec in PROGRAM_SPECS:
         settings = spec.settings_class()
@@ -68,16 +81,71 @@ def page(cli: click.Group) -> str:
     for name, text, cls in _files():
         parts += [f"## {name}", text, _table(options(cls))]
     parts += ["## stack", "What `up` and `demo` make programs of.", _table(options(StackOptions))]
-    programs = {spec.name for spec in PROGRAM_SPECS}
+    return "\n\n".join(parts) + "\n"
+
+
+def commands_page(cli: click.Group) -> str:
+    """Every command below `cli` with its text, its example and its options."""
+    parts = ["# Commands"]
     for path, command in commands(cli):
+        text, _, example = inspect.cleandoc(command.help or "").partition("\b\nExample:\n")
+        parts += [f"## roostream {path}", text.strip()]
+        if example:
+            parts.append(f"```\n{inspect.cleandoc(example).strip()}\n```")
         lines = [
             _flag(p)
             for p in command.get_params(click.Context(command))
             if isinstance(p, click.Option) and "--help" not in p.opts
         ]
-        if lines and not (path in programs and len(lines) == 2):  # --config FILE, --keys
-            parts += [f"## roostream {path}", _first_paragraph(command.help), "\n".join((*_HEAD, *lines))]
+        if lines:
+            parts.append("\n".join((*_HEAD, *lines)))
     return "\n\n".join(parts) + "\n"
+
+
+def metrics_page() -> str:
+    """Every metric that a file of the programs names, with its help text and labels."""
+    parts = [_METRICS]
+    for program in _PROGRAMS:
+        lines = [
+            f"| `{name}` | {', '.join(f'`{label}`' for label in labels)} | {_cell(help)} |"
+            for name, help, labels in sorted(metrics(ROOT / program))
+        ]
+        if lines:
+            parts += [f"## {program}", "\n".join(("| metric | labels | meaning |", "|---|---|---|", *lines))]
+    return "\n\n".join(parts) + "\n"
+
+
+def metrics(folder: Path) -> Iterator[tuple[str, str, tuple[str, ...]]]:
+    """Name, help text and labels of each metric that is declared below `folder`: a `MetricSpec` in a table of
+    names, or a class of prometheus_client that is called with its name."""
+    for file in sorted(folder.rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Dict):
+                for key, value in zip(node.keys, node.values, strict=True):
+                    if _is_metric_name(key) and isinstance(value, ast.Call) and value.args:
+                        yield (_text(key), _text(value.args[0]), _texts(value.args[1:]))
+            elif isinstance(node, ast.Call) and len(node.args) > 1 and _is_metric_name(node.args[0]):
+                yield (_text(node.args[0]), _text(node.args[1]), _texts(node.args[2:]))
+
+
+def _is_metric_name(node: ast.expr | None) -> bool:
+    return isinstance(node, ast.Constant) and str(node.value).startswith("roostream_")
+
+
+def _text(node: ast.expr | None) -> str:
+    return str(node.value) if isinstance(node, ast.Constant) else ""
+
+
+def _texts(nodes: list[ast.expr]) -> tuple[str, ...]:
+    """The texts in the first list or tuple of `nodes`."""
+    lists = [node for node in nodes if isinstance(node, ast.List | ast.Tuple)]
+    return tuple(_text(element) for element in lists[0].elts) if lists else ()
+
+
+def messages_page() -> str:
+    """The protobuf file."""
+    proto = (ROOT / "roostream" / "wire" / "roo.proto").read_text(encoding="utf-8")
+    return f"{_MESSAGES}\n\n```protobuf\n{proto.strip()}\n```\n"
 
 
 def keys(settings: type[Any], stem: str) -> str:
