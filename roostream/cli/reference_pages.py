@@ -1,6 +1,6 @@
 """The reference pages of the documentation site, made from the code: settings, commands, metrics, messages.
 
-`make docs` calls them (roostream/cli/mkdocs_hooks.py). A program's flag `--keys` prints its settings by `keys`.
+`make docs` calls them (roostream/cli/mkdocs_hooks.py). A program's flag `--keys` prints its settings.
 """
 
 from __future__ import annotations
