@@ -30,7 +30,9 @@ class JoinerConfig(Rules, Deployment):
         2_000, "maximum disorder within a partition: watermark = newest time - lateness - 1 ms", ge=0
     )
     idleness_ms: int = setting(
-        0, "a partition silent for this long no longer holds back the watermark; 0 = off (replays)", ge=0
+        0,
+        "local engine: a partition silent for this long no longer holds back the watermark; 0 = off",
+        ge=0,
     )
     checkpoint_interval_ms: int = setting(
         5_000, "time between Flink checkpoints, or snapshots of the local engine", ge=100
@@ -41,9 +43,15 @@ class JoinerConfig(Rules, Deployment):
         "checkpoint",
     )
     transaction_timeout_ms: int = setting(
-        600_000,
-        "exactly_once: longest outage without loss; at most the broker's transaction.max.timeout.ms",
+        900_000,
+        "exactly_once: a longer outage of Kafka or Flink loses written outputs; at most the broker's "
+        "transaction.max.timeout.ms (15 min unless it was changed)",
         ge=10_000,
+    )
+    state_backend: Literal["heap", "rocksdb"] = setting(
+        "heap",
+        "where the Flink job keeps its state: heap · rocksdb: on the task managers' disks, with incremental "
+        "checkpoints, for state that exceeds their memory",
     )
     parallelism: int = setting(1, "parallelism of the Flink operator; one task slot each", ge=1)
     restart_attempts: int = setting(0, "restarts of a failed Flink job before it ends; 0 = no limit", ge=0)
@@ -64,6 +72,10 @@ class JoinerConfig(Rules, Deployment):
         super().__post_init__()
         if self.engine == "flink" and self.flink and not self.flink.startswith(("http://", "https://")):
             raise setting_error("flink", "http://host:port", self.flink)
+        if self.idleness_ms and self.engine == "flink" and not self.replay:
+            # FLINK-40093: Flink 2.3.0 never resumes a partition that becomes idle while alignment pauses it.
+            text = "0 with the flink engine; let every producer send heartbeats to its partitions instead"
+            raise setting_error("idleness_ms", text, self.idleness_ms)
         if self.delivery == "exactly_once" and self.engine != "flink":
             text = "at_least_once with the local engine, which has no transactions"
             raise setting_error("delivery", text, self.delivery)

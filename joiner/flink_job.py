@@ -1,9 +1,9 @@
 """The Flink job of the joiner, and its two entry points: Flink's client (`main`) and an application cluster
 (`application_main`).
 
-    impressions ─► deserializer ─► event time ─┐
-                                               ├─► drop heartbeats ─► by key ─► watermark ─► join ─► outputs
-    engagements ─► deserializer ─► event time ─┘
+    impressions ─► deserializer ─► event time ─► drop heartbeats ─┐
+                                                                  ├─► by key ─► watermark ─► join ─► outputs
+    engagements ─► deserializer ─► event time ─► drop heartbeats ─┘
 
 Savepoints depend on the uids, the execution mode, the state's type and the maximal parallelism, so these must
 not change. The join's uid contains the version of its state: Flink refuses a savepoint of another version
@@ -52,12 +52,12 @@ from roostream.schema.schema_file import load_schema
 from roostream.schema.settings import from_dict, load, setting_error
 
 MAX_PARALLELISM = 128
-RULES_CHANGED = "keys_with_changed_rules"  # Flink counter: users whose state was joined by other rules
 INTERNAL_ERRORS = "internal_errors"  # Flink counter: events that became dead letters because the join failed
 UID = f"join-{VERSION}"
 _ENVELOPE = Types.PRIMITIVE_ARRAY(Types.BYTE())
 _ALIGN_EVERY_MS = 100
 _UNALIGNED = "execution.checkpointing.unaligned.enabled"
+_ANY_NUMBER = 2**31 - 1
 # PyFlink has no public way to its Java objects: they are private attributes, marked SLF001 below.
 
 
@@ -81,7 +81,6 @@ class JoinFunction(KeyedProcessFunction):  # type: ignore[misc]
         self.join = KeyedJoin(join, runtime_context.get_map_state(descriptor))
         metrics = runtime_context.get_metrics_group()
         self.late, self.failed = metrics.counter(LATE_REQUESTS), metrics.counter(INTERNAL_ERRORS)
-        self.changed = metrics.counter(RULES_CHANGED)
 
     def process_element(self, value: bytes, ctx: KeyedProcessFunction.Context) -> Iterator[bytes]:
         record = unpack(value)
@@ -105,8 +104,6 @@ class JoinFunction(KeyedProcessFunction):  # type: ignore[misc]
         """Set the timers, return the outputs."""
         if num_late := sum(output.reason == LATE_REASON for output in step.outputs):
             self.late.inc(num_late)
-        if step.rules_changed:
-            self.changed.inc(1)
         if num_failed := sum(output.reason == INTERNAL_ERROR for output in step.outputs):
             self.failed.inc(num_failed)
         for due_ms in step.timers_ms:
@@ -118,7 +115,7 @@ def build(config: JoinerConfig) -> StreamExecutionEnvironment:
     """The environment with the complete job in it."""
     env = _environment(config)
     impressions, engagements = (_source(env, config, topic) for topic in range(len(EVENTS)))
-    events = _by_key(_drop_heartbeats(impressions.union(engagements)))
+    events = _by_key(config, impressions.union(engagements))
     joined = events.process(JoinFunction(config), output_type=_ENVELOPE)
     joined.name("join").uid(UID).sink_to(_sink(config)).name("write").uid("write")
     return env
@@ -137,7 +134,13 @@ def _environment(config: JoinerConfig) -> StreamExecutionEnvironment:
     settings = Configuration()
     settings.set_string(_UNALIGNED, "false")
     settings.set_string("python.execution-mode", "thread")
-    settings.set_string("state.backend.type", "hashmap")
+    settings.set_string("state.backend.type", "rocksdb" if config.state_backend == "rocksdb" else "hashmap")
+    if config.state_backend == "rocksdb":
+        settings.set_string("execution.checkpointing.incremental", "true")
+        settings.set_string("execution.checkpointing.local-backup.enabled", "true")
+        settings.set_string("execution.state-recovery.from-local", "true")
+    # A store that is full or away fails checkpoints, not the job; an alert watches the age of the newest one.
+    settings.set_string("execution.checkpointing.tolerable-failed-checkpoints", str(_ANY_NUMBER))
     settings.set_string("execution.checkpointing.externalized-checkpoint-retention", "RETAIN_ON_CANCELLATION")
     settings.set_string("execution.checkpointing.min-pause", f"{config.checkpoint_interval_ms // 2} ms")
     if config.restart_attempts:
@@ -153,8 +156,12 @@ def _environment(config: JoinerConfig) -> StreamExecutionEnvironment:
 
 
 def _source(env: StreamExecutionEnvironment, config: JoinerConfig, topic: int) -> DataStream:
-    """One topic. Event time is tracked a partition at a time, by the rules of
-    `joiner.local_engine.PartitionTime`."""
+    """The events of one topic. Event time is tracked a partition at a time, by the rules of
+    `joiner.local_engine.PartitionTime`.
+
+    Heartbeats must leave the deserializer to advance the watermark. `EventTimeKeeper` drops them; it must be
+    in the chain of its source, so each source has one.
+    """
     name = name_of(config.prefix, EVENTS[topic])
     builder = (
         KafkaSource.builder()
@@ -176,24 +183,22 @@ def _source(env: StreamExecutionEnvironment, config: JoinerConfig, topic: int) -
         java.java.time.Duration.ofMillis(ms) for ms in (config.max_drift_ms, _ALIGN_EVERY_MS)
     )
     strategy = strategy.withWatermarkAlignment(JOB_NAME, max_drift, update_every)
-    if config.idleness_ms and not config.replay:
-        strategy = strategy.withIdleness(java.java.time.Duration.ofMillis(config.idleness_ms))
-    return env.from_source(builder.build(), WatermarkStrategy(strategy), name).uid(f"read-{EVENTS[topic]}")
+    # A source subtask without a partition would hold back the watermark of the whole job for ever.
+    parallelism = min(config.parallelism, config.partitions)
+    records = env.from_source(builder.build(), WatermarkStrategy(strategy), name)
+    records.uid(f"read-{EVENTS[topic]}").set_parallelism(parallelism)
+    stream = records._j_data_stream  # noqa: SLF001
+    events = stream.transform("event-time", stream.getType(), java.roostream.EventTimeKeeper())
+    return DataStream(events).uid(f"event-time-{EVENTS[topic]}").set_parallelism(parallelism)
 
 
-def _drop_heartbeats(records: DataStream) -> DataStream:
-    """Heartbeats must leave the deserializer to advance the watermark; they are dropped here."""
-    java_filter = get_gateway().jvm.roostream.EventFilter()
-    kept = records._j_data_stream.filter(java_filter)  # noqa: SLF001
-    return DataStream(kept).name("events").uid("events")
-
-
-def _by_key(events: DataStream) -> KeyedStream:
+def _by_key(config: JoinerConfig, events: DataStream) -> KeyedStream:
     """Key by field 0, the record's key. `DataStream.key_by` would add a second Python operator."""
     java = get_gateway().jvm
     selector, key_type = java.KeyByKeySelector(), Types.ROW([Types.LONG()]).get_java_type_info()
     keyed = events._j_data_stream.keyBy(selector, key_type)  # noqa: SLF001
-    kept = keyed.transform("watermark", keyed.getType(), java.roostream.WatermarkKeeper()).uid("watermark")
+    keeper = java.roostream.WatermarkKeeper(config.rules.text)
+    kept = keyed.transform("watermark", keyed.getType(), keeper).uid("watermark")
     utils = java.org.apache.flink.streaming.api.datastream.DataStreamUtils
     return KeyedStream(utils.reinterpretAsKeyedStream(kept, selector, key_type), _ENVELOPE, events)
 

@@ -115,7 +115,6 @@ class StepResult(Struct, gc=False):
     outputs: list[Output] = []
     timers_ms: list[int] = []
     due_now: list[Due] = []  # a heap: what is due at or before the watermark
-    rules_changed: bool = False  # the key's earlier requests have been joined by other rules
 
     def schedule_engagement(self, due_ms: int, request_id: str, event_id: int) -> None:
         """Process an engagement when the watermark reaches `due_ms`, in this step if it already has."""
@@ -180,7 +179,6 @@ class Join:
         self.max_request_bytes = max_request_bytes(limits)
         self._closes_on_engagement = rules.closes_on_engagement
         self._closes_on_next_request = rules.next_request != "off"
-        self._rules_fingerprint = rules.fingerprint
         self._folders: dict[int, LabelFolder] = {}
 
     def apply(
@@ -236,7 +234,8 @@ class Join:
         if request.phase <= OPEN:
             state.counts.num_orphans -= request.num_orphans
         state.counts.num_open -= request.phase == OPEN
-        _remove_request(state, request_id)
+        del state.requests[request_id]
+        state.counts.num_requests -= 1
         return step
 
     def _process_due(self, step: StepResult) -> None:
@@ -284,7 +283,7 @@ class Join:
             return
         if request is None:
             request = Request()
-            self._count_request(step)
+            state.counts.num_requests += 1
         if request.phase == WAITING:
             request.phase, request.late = OPEN, page.time_ms <= step.watermark_ms
             state.counts.num_open += 1
@@ -302,12 +301,6 @@ class Join:
         if request.late and request.close_ms <= step.watermark_ms:
             request.reason = pb.CLOSE_LATE
         state.requests[request_id] = request
-
-    def _count_request(self, step: StepResult) -> None:
-        counts, fingerprint = step.state.counts, self._rules_fingerprint
-        step.rules_changed = counts.rules not in (0, fingerprint)
-        counts.rules = fingerprint
-        counts.num_requests += 1
 
     def _is_duplicate(self, step: StepResult, request: Request, event: Impression) -> bool:
         """Whether this impression is known; an open request counts the copies."""
@@ -448,7 +441,7 @@ class Join:
         else:
             event.previous_id, request.newest_event = request.newest_event, event.event_id
         if not request.num_events and phase == WAITING:
-            self._count_request(step)
+            state.counts.num_requests += 1
         request.num_events += 1
         request.num_pending += 1
         request.num_bytes = num_bytes
@@ -772,7 +765,8 @@ class Join:
 
     def _remove(self, state: JoinState, request_id: str, request: Request) -> None:
         _keep_pending(state, request_id, request)
-        _remove_request(state, request_id)
+        del state.requests[request_id]
+        state.counts.num_requests -= 1
 
     def _label_folder(self, fingerprint: int) -> LabelFolder:
         folder = self._folders.get(fingerprint)
@@ -783,13 +777,6 @@ class Join:
                 raise CheckpointError(text)
             folder = self._folders[fingerprint] = LabelFolder(schema)
         return folder
-
-
-def _remove_request(state: JoinState, request_id: str) -> None:
-    del state.requests[request_id]
-    state.counts.num_requests -= 1
-    if not state.counts.num_requests:
-        state.counts.rules = 0
 
 
 def _page_order(page: Page) -> tuple[int, int]:

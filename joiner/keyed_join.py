@@ -18,19 +18,6 @@ MAX_FAILED_CALLS = 100
 _CALLS_PER_FAILURE = 10
 
 
-class RulesWarning:
-    """Logs once that restored state was joined by other rules."""
-
-    def __init__(self) -> None:
-        self._logged = False
-
-    def log(self) -> None:
-        if not self._logged:
-            self._logged = True
-            text = "the rules differ from those of the restored state; what applies to requests that are "
-            log.warning(text + "already open: docs/decisions/0003-join-semantics.md")
-
-
 class KeyedJoin:
     """One instance per subtask. `store` holds the entries of the current key.
 
@@ -42,7 +29,6 @@ class KeyedJoin:
 
     def __init__(self, join: Join, store: ByteMap) -> None:
         self.join, self.state = join, SerializedState(store)
-        self._rules_warning = RulesWarning()
         self._debt = 0  # a failed call adds _CALLS_PER_FAILURE, any other removes 1
 
     def apply(self, key: bytes, event: Impression | Engagement, watermark_ms: int) -> StepResult:
@@ -84,8 +70,6 @@ class KeyedJoin:
     def _finish(self, step: StepResult) -> StepResult:
         self.state.flush()
         self._debt = max(0, self._debt - 1)
-        if step.rules_changed:
-            self._rules_warning.log()
         return step
 
     def _failed(self, error: BaseException, where: str) -> None:

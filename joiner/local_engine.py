@@ -7,6 +7,7 @@ runs it on Kafka.
 from __future__ import annotations
 
 import heapq
+import logging
 from collections.abc import Iterable, Mapping
 
 import msgspec
@@ -15,7 +16,6 @@ import xxhash
 from joiner.config import JoinerConfig
 from joiner.event_decoder import Event, EventDecoder, TimeMark
 from joiner.join import Join, StepResult
-from joiner.keyed_join import RulesWarning
 from joiner.outputs import Output
 from joiner.state import END, Engagement, Impression, MemoryState, decode, encode
 from roostream.errors import CheckpointError
@@ -25,6 +25,7 @@ from roostream.schema.schema import Registry, Schema
 from roostream.wire import roo_pb2 as pb
 from roostream.wire.records import Record
 
+log = logging.getLogger("roostream.joiner")
 _FORMAT = 3
 
 
@@ -114,6 +115,7 @@ class EngineSnapshot(msgspec.Struct, array_like=True):
     watermark_ms: int
     partitions: list[tuple[str, int, int, PartitionTime]]  # topic, number, next offset, event time
     states: dict[bytes, bytes]
+    rules: str = ""  # `Rules.text`; empty in snapshots that were written before it was kept
 
 
 class LocalEngine:
@@ -121,7 +123,8 @@ class LocalEngine:
 
     def __init__(self, config: JoinerConfig, schema: Schema, registry: Registry) -> None:
         self.decoder = EventDecoder(registry, schema.limits)
-        self.join = Join(config.rules, registry, schema.limits)
+        self.join, self._rules = Join(config.rules, registry, schema.limits), config.rules.text
+        self.rules_changed = False  # the restored snapshot was written under other rules
         self.partitions = all_partitions(EVENTS, config.partitions)
         self.watermarks = Watermarks(self.partitions, config.lateness_ms)
         self._max_step_ms, self._producer_timeout_ms = config.max_drift_ms, config.producer_timeout_ms
@@ -130,7 +133,6 @@ class LocalEngine:
         self._states: dict[bytes, MemoryState] = {}
         self._timers: list[tuple[int, bytes]] = []  # heap of (due_ms, key)
         self._watermark_ms = START
-        self._rules_warning = RulesWarning()
 
     @property
     def watermark_ms(self) -> int:
@@ -194,8 +196,6 @@ class LocalEngine:
         return outputs
 
     def _finish(self, key: bytes, state: MemoryState, step: StepResult) -> list[Output]:
-        if step.rules_changed:
-            self._rules_warning.log()
         for due_ms in step.timers_ms:
             heapq.heappush(self._timers, (due_ms, key))
         if not state.requests:
@@ -206,7 +206,8 @@ class LocalEngine:
         """A checksum, then the state with the offsets of exactly the records it includes."""
         partitions = [(t, p, self.next_offsets.get((t, p), 0), time) for (t, p), time in self._times.items()]
         states = {key: encode(state) for key, state in self._states.items()}
-        body = msgspec.msgpack.encode((_FORMAT, EngineSnapshot(self._watermark_ms, partitions, states)))
+        snapshot = EngineSnapshot(self._watermark_ms, partitions, states, self._rules)
+        body = msgspec.msgpack.encode((_FORMAT, snapshot))
         return xxhash.xxh3_64_digest(body) + body
 
     def restore(self, data: bytes) -> None:
@@ -225,6 +226,14 @@ class LocalEngine:
             snapshot = msgspec.msgpack.decode(body, type=EngineSnapshot)
         except msgspec.MsgspecError as error:
             raise CheckpointError(f"the snapshot can't be decoded: {error}") from None
+        self.rules_changed = bool(snapshot.rules) and snapshot.rules != self._rules
+        if self.rules_changed:
+            log.warning(
+                "the rules of the join have changed, from %s to %s; what applies to requests that are "
+                "already open: docs/decisions/0003-join-semantics.md",
+                snapshot.rules,
+                self._rules,
+            )
         self._states = {key: decode(state) for key, state in snapshot.states.items()}
         self._timers = [(due_ms, key) for key, state in self._states.items() for due_ms in state.due]
         heapq.heapify(self._timers)

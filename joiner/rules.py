@@ -18,7 +18,7 @@ import json
 from typing import Any, Literal
 
 from joiner.state import NEVER, Engagement, Page, Request, index_of
-from roostream.schema.ids import hash64, sample_id, splitmix64
+from roostream.schema.ids import sample_id, splitmix64
 from roostream.schema.settings import Settings, parse_duration_ms, setting, setting_error
 from roostream.wire import roo_pb2 as pb
 
@@ -118,10 +118,10 @@ class Rules(Settings):
         return min([self.window_ms, *self.surface_windows.values()])
 
     @property
-    def fingerprint(self) -> int:
-        """Equal rules have the same one. Not 0."""
-        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(Rules)}
-        return hash64(json.dumps(values, sort_keys=True)) or 1
+    def text(self) -> str:
+        """The rules as JSON. Engines store it with their state and compare it after a restore."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(Rules)}
+        return json.dumps(values, sort_keys=True)
 
     @property
     def closes_on_engagement(self) -> bool:

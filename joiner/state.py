@@ -175,7 +175,6 @@ class KeyCounts(Struct, array_like=True, gc=False):
     num_requests: int = 0
     num_open: int = 0
     num_orphans: int = 0
-    rules: int = 0  # fingerprint of the rules at the key's newest request; 0: written before this was kept
 
 
 K = TypeVar("K")

@@ -16,6 +16,7 @@ import java.nio.ByteOrder;
 final class Envelope {
     static final int IN_HEAD = 29;
     static final int OUT_HEAD = 13;
+    private static final int OFFSET_AT = 5;
     private static final int TIMESTAMP_AT = 13;
     private static final int KEY_BYTES_AT = 21;
 
@@ -34,6 +35,15 @@ final class Envelope {
             out.put(value);
         }
         return out.array();
+    }
+
+    /** The partition of an event topic, as one number. */
+    static long partitionOf(byte[] in) {
+        return (long) in[0] << 32 | ByteBuffer.wrap(in).order(ByteOrder.LITTLE_ENDIAN).getInt(1);
+    }
+
+    static long offsetOf(byte[] in) {
+        return ByteBuffer.wrap(in).order(ByteOrder.LITTLE_ENDIAN).getLong(OFFSET_AT);
     }
 
     static long timestampOf(byte[] in) {

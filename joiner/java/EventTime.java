@@ -1,7 +1,5 @@
 package roostream;
 
-import java.util.HashMap;
-import java.util.Map;
 import org.apache.flink.api.common.eventtime.Watermark;
 import org.apache.flink.api.common.eventtime.WatermarkGenerator;
 import org.apache.flink.api.common.eventtime.WatermarkGeneratorSupplier;
@@ -9,7 +7,10 @@ import org.apache.flink.api.common.eventtime.WatermarkOutput;
 import org.apache.flink.api.common.eventtime.WatermarkStrategy;
 import org.apache.flink.types.Row;
 
-/** Event time of each partition, by the rules of PartitionTime in joiner/local_engine.py; a test compares the two. */
+/**
+ * Event time of each partition, by the rules of PartitionTime in joiner/local_engine.py; a test compares the two. Flink keeps no
+ * state of a watermark generator: EventTimeKeeper, in the chain of each source, stores it.
+ */
 public final class EventTime implements WatermarkStrategy<Row> {
     private static final long serialVersionUID = 1L;
     private final long latenessMs;
@@ -30,65 +31,33 @@ public final class EventTime implements WatermarkStrategy<Row> {
 
     /** One partition. */
     final class Split implements WatermarkGenerator<Row> {
-        private static final long START = Long.MIN_VALUE;
-        private static final long NEVER = Long.MAX_VALUE;
-        private long newestMs = START;
-        private long unconfirmedMs = NEVER;
-        private final Map<String, Long> heartbeats = new HashMap<>();
+        private PartitionTime time;
 
         @Override
         public void onEvent(Row row, long timestamp, WatermarkOutput output) {
-            observe(TimeSignal.of((byte[]) row.getField(1)));
+            byte[] in = (byte[]) row.getField(1);
+            if (time == null) { // only a record says which partition this is
+                time = PartitionTime.ofTask(Envelope.partitionOf(in));
+            }
+            time.offset = Envelope.offsetOf(in);
+            observe(time, TimeSignal.of(in));
         }
 
         @Override
         public void onPeriodicEmit(WatermarkOutput output) {
-            long reachedMs = reachedMs();
-            if (reachedMs != START) {
+            long reachedMs = time == null ? PartitionTime.START : time.reachedMs(producerTimeoutMs);
+            if (reachedMs != PartitionTime.START) {
                 output.emitWatermark(new Watermark(reachedMs - latenessMs - 1));
             }
         }
+    }
 
-        void observe(TimeSignal signal) {
-            switch (signal.kind) {
-                case EVENT -> event(signal.timeMs);
-                case HEARTBEAT -> heartbeat(signal.timeMs, signal.producer);
-                case END_MARKER -> {
-                    newestMs = Math.max(newestMs, signal.timeMs);
-                    heartbeats.clear();
-                }
-                default -> { }
-            }
-        }
-
-        long reachedMs() {
-            long slowest = NEVER;
-            int live = 0;
-            for (long ms : heartbeats.values()) {
-                if (ms >= newestMs - producerTimeoutMs) {
-                    slowest = Math.min(slowest, ms);
-                    live++;
-                }
-            }
-            return live > 1 ? slowest : newestMs;
-        }
-
-        private void event(long timeMs) {
-            boolean isJump = newestMs != START && timeMs > newestMs + maxStepMs;
-            if (isJump && unconfirmedMs == NEVER) {
-                unconfirmedMs = timeMs;
-                return;
-            }
-            newestMs = Math.max(newestMs, isJump ? Math.min(timeMs, unconfirmedMs) : timeMs);
-            unconfirmedMs = timeMs > newestMs + maxStepMs ? timeMs : NEVER;
-        }
-
-        private void heartbeat(long timeMs, String producer) {
-            newestMs = Math.max(newestMs, timeMs);
-            if (!producer.isEmpty()) {
-                heartbeats.merge(producer, timeMs, Math::max);
-            }
-            heartbeats.values().removeIf(ms -> ms < newestMs - producerTimeoutMs);
+    void observe(PartitionTime time, TimeSignal signal) {
+        switch (signal.kind) {
+            case EVENT -> time.event(signal.timeMs, maxStepMs);
+            case HEARTBEAT -> time.heartbeat(signal.timeMs, signal.producer, producerTimeoutMs);
+            case END_MARKER -> time.endMarker(signal.timeMs);
+            default -> { }
         }
     }
 }

@@ -3,6 +3,7 @@ package roostream;
 import java.util.List;
 import org.apache.flink.api.common.state.ListState;
 import org.apache.flink.api.common.state.ListStateDescriptor;
+import org.apache.flink.metrics.Gauge;
 import org.apache.flink.runtime.state.StateInitializationContext;
 import org.apache.flink.runtime.state.StateSnapshotContext;
 import org.apache.flink.streaming.api.operators.AbstractStreamOperator;
@@ -16,29 +17,70 @@ import org.apache.flink.types.Row;
  * Keeps the watermark of the join from going back, in the same operator chain. After a restore Flink starts at MIN_VALUE, and
  * events of requests that the join has forgotten would count as new. This operator stores the watermark in its state and emits
  * it before the first record after a restore.
+ *
+ * <p>It also passes large steps of the watermark on in slices (WatermarkSlices), stores the join's rules, and reports when a job
+ * continues the state of a job with other rules. For the join, which has no operator state in Python, it stores how many requests
+ * the subtask holds (RequestCounts).
  */
 public final class WatermarkKeeper extends AbstractStreamOperator<Row> implements OneInputStreamOperator<Row, Row> {
-    private static final long serialVersionUID = 1L;
-    private transient ListState<Long> stored;
-    private transient long watermarkMs;
-    private transient boolean isEmitted;
+    private static final long serialVersionUID = 3L;
+    private final String rules;
+    private transient ListState<Long> storedWatermark;
+    private transient ListState<String> storedRules;
+    private transient ListState<long[]> storedCounts;
+    private transient RequestCounts counts;
+    private transient WatermarkSlices slices;
+    private transient boolean isRestoredEmitted;
+    private transient boolean isScheduled;
+
+    /** The rules are only compared and logged. */
+    public WatermarkKeeper(String rules) {
+        this.rules = rules;
+    }
 
     @Override
     public void initializeState(StateInitializationContext context) throws Exception {
         super.initializeState(context);
-        // Union state: every subtask needs the watermark after a change of parallelism. All entries of a checkpoint are equal.
-        stored = context.getOperatorStateStore().getUnionListState(new ListStateDescriptor<>("watermark", Long.class));
-        watermarkMs = Long.MIN_VALUE;
-        for (long ms : stored.get()) {
-            watermarkMs = Math.max(watermarkMs, ms);
+        // Union state: every subtask needs the watermark after a change of parallelism. Because barriers are aligned, each subtask
+        // has received every watermark that another one has emitted a part of, so the largest is right for all of them.
+        storedWatermark =
+            context.getOperatorStateStore().getUnionListState(new ListStateDescriptor<>("watermark", Long.class));
+        slices = new WatermarkSlices();
+        for (long ms : storedWatermark.get()) {
+            slices.restore(ms);
         }
-        isEmitted = watermarkMs == Long.MIN_VALUE;
+        isRestoredEmitted = slices.emittedMs() == WatermarkSlices.START;
+        storedRules = context.getOperatorStateStore().getUnionListState(new ListStateDescriptor<>("rules", String.class));
+        String before = rules;
+        for (String other : storedRules.get()) {
+            before = other;
+        }
+        int isChanged = before.equals(rules) ? 0 : 1;
+        if (isChanged == 1) {
+            LOG.warn("the rules of the join have changed, from {} to {}; what applies to requests that are already open: "
+                + "docs/decisions/0003-join-semantics.md", before, rules);
+        }
+        storedCounts = context.getOperatorStateStore().getListState(new ListStateDescriptor<>("requests", long[].class));
+        counts = RequestCounts.ofTask();
+        for (long[] part : storedCounts.get()) { // several after a change of parallelism: only their sum has a meaning
+            counts.addAll(part);
+        }
+        getMetricGroup().gauge("rules_changed", (Gauge<Integer>) () -> isChanged);
+        WatermarkSlices ours = slices;
+        getMetricGroup().gauge("watermark_pending_ms", (Gauge<Long>) ours::pendingMs);
+        for (int phase = 0; phase < RequestCounts.PHASES.length; phase++) {
+            int index = phase;
+            RequestCounts found = counts;
+            getMetricGroup().gauge("requests_" + RequestCounts.PHASES[phase], (Gauge<Long>) () -> found.get(index));
+        }
     }
 
     @Override
     public void snapshotState(StateSnapshotContext context) throws Exception {
         super.snapshotState(context);
-        stored.update(List.of(watermarkMs));
+        storedWatermark.update(List.of(slices.emittedMs()));
+        storedRules.update(List.of(rules));
+        storedCounts.update(List.of(counts.toArray()));
     }
 
     @Override
@@ -50,9 +92,11 @@ public final class WatermarkKeeper extends AbstractStreamOperator<Row> implement
     @Override
     public void processWatermark(Watermark mark) throws Exception {
         emitRestored();
-        if (mark.getTimestamp() > watermarkMs) {
-            watermarkMs = mark.getTimestamp();
+        slices.advance(mark.getTimestamp());
+        if (mark.getTimestamp() == WatermarkSlices.END) {
             super.processWatermark(mark);
+        } else if (!isScheduled && slices.hasNext()) {
+            emitSlice();
         }
     }
 
@@ -62,10 +106,25 @@ public final class WatermarkKeeper extends AbstractStreamOperator<Row> implement
         super.processWatermarkStatus(status);
     }
 
+    /** The others follow as tasks of their own, so that records and barriers pass in between. */
+    private void emitSlice() throws Exception {
+        super.processWatermark(new Watermark(slices.next()));
+        if (slices.hasNext()) {
+            isScheduled = true;
+            long nowMs = getProcessingTimeService().getCurrentProcessingTime();
+            getProcessingTimeService().registerTimer(nowMs, time -> {
+                isScheduled = false;
+                if (slices.hasNext()) {
+                    emitSlice();
+                }
+            });
+        }
+    }
+
     private void emitRestored() throws Exception {
-        if (!isEmitted) {
-            isEmitted = true;
-            super.processWatermark(new Watermark(watermarkMs));
+        if (!isRestoredEmitted) {
+            isRestoredEmitted = true;
+            super.processWatermark(new Watermark(slices.emittedMs()));
         }
     }
 }

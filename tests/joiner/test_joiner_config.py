@@ -41,7 +41,9 @@ def test_with_an_early_close_corrections_carry_features_for_the_longest_window()
             {"delivery": "exactly_once", "engine": "local"},
             "'delivery': expected at_least_once with the local engine",
         ),
-        ({"delivery": "exactly_once", "checkpoint_interval_ms": 400_000}, "at least two checkpoints"),
+        ({"delivery": "exactly_once", "checkpoint_interval_ms": 500_000}, "at least two checkpoints"),
+        ({"idleness_ms": 1_000}, "'idleness_ms': expected 0 with the flink engine"),
+        ({"state_backend": "disk"}, "'state_backend': expected"),
     ],
 )
 def test_an_invalid_setting_is_refused_with_name_and_value(settings: dict[str, Any], message: str) -> None:

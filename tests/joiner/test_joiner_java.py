@@ -35,18 +35,23 @@ JavaReading = tuple[bool, int, int, int]
 
 
 @pytest.fixture(scope="module")
-def java(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Sequence[Record]], list[JavaReading]]:
-    """What Java makes of the records of one partition."""
+def class_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Our operators and the tests' programs, compiled, and their libraries."""
     classes = tmp_path_factory.mktemp("classes")
     libraries = [*(pyflink_home() / "lib").glob("*.jar"), *CONNECTOR_JARS.glob("*.jar")]
     own = Path(__file__).parent / "java"
     compile_java([*JAVA_SOURCES.rglob("*.java"), *own.rglob("*.java")], libraries, classes)
-    path = ":".join(map(str, [classes, *libraries]))
+    return ":".join(map(str, [classes, *libraries]))
+
+
+@pytest.fixture(scope="module")
+def java(class_path: str) -> Callable[[Sequence[Record]], list[JavaReading]]:
+    """What Java makes of the records of one partition."""
     command = (
         str(find_java()),
         "-Xmx256m",
         "-cp",
-        path,
+        class_path,
         "roostream.Differential",
         str(MAX_MS),
         str(SILENT_MS),
@@ -142,7 +147,7 @@ def test_java_and_python_read_the_same_time_from_the_same_bytes(java: Run) -> No
     assert kinds == {NOTHING, EVENT, HEARTBEAT, END_MARKER}
 
 
-def test_a_partition_s_time_is_the_same_in_both_engines(java: Run) -> None:
+def test_a_partition_s_time_is_the_same_in_both_engines_also_after_restores(java: Run) -> None:
     rng, records, expected, split, now_ms = random.Random(3), [], [], PartitionTime(), 100_000
     for _ in range(3_000):
         now_ms += rng.choice([0, 1, 100, 900])
@@ -159,3 +164,30 @@ def test_a_partition_s_time_is_the_same_in_both_engines(java: Run) -> None:
             split.event(time_ms, MAX_MS)
         expected.append(split.reached_ms(SILENT_MS))
     assert [told[3] for told in java(records)] == expected
+
+
+END = (1 << 63) - 1
+
+
+def sliced(class_path: str, *steps: str) -> tuple[list[int], int]:
+    """The watermarks that the keeper emits, and the one that it stores."""
+    command = (str(find_java()), "-Xmx64m", "-cp", class_path, "roostream.Slices")
+    done = subprocess.run(command, input=" ".join(steps), capture_output=True, text=True, check=True)
+    *emitted, stored = done.stdout.split("\n")[:-1]
+    return [int(line) for line in emitted if line != "-"], int(stored.removeprefix("stored "))
+
+
+def test_a_large_step_of_the_watermark_is_divided(class_path: str) -> None:
+    emitted, stored = sliced(class_path, "advance 1000", "next", "advance 6401000", *["next"] * 99)
+    assert emitted == [1_000, *range(101_000, 6_401_001, 100_000)] and stored == 6_401_000
+    emitted, _ = sliced(class_path, "restore 5000", "advance 7500", *["next"] * 9)
+    assert emitted == [6_000, 7_000, 7_500]
+
+
+def test_the_stored_watermark_never_exceeds_what_the_join_has_seen(class_path: str) -> None:
+    assert sliced(class_path, "restore 1000", "advance 9000", "next") == ([2_000], 2_000)
+
+
+def test_the_end_of_input_is_never_stored_as_a_watermark(class_path: str) -> None:
+    assert sliced(class_path, "advance 1000", "next", f"advance {END}", "next") == ([1_000], 1_000)
+    assert sliced(class_path, "restore 1000", f"restore {END}", "advance 1500", "next") == ([1_500], 1_500)

@@ -100,18 +100,3 @@ def test_a_store_that_cannot_be_read_costs_no_event() -> None:
     with pytest.raises(CheckpointError):
         close_all(keyed, store)
     assert store.whole().counts.num_requests == 1
-
-
-def test_the_first_new_request_of_a_key_with_state_of_other_rules_reports_the_change() -> None:
-    store = DictStore()
-    before, after = (
-        KeyedJoin(Join(rules(window_ms=ms), SCHEMAS.get, SCHEMA.limits), store) for ms in (100, 50)
-    )
-    found = [event(impression(T + n, request=f"r{n}")) for n in range(4)]
-    steps = [
-        before.apply(KEY, found[0], 0),
-        before.apply(KEY, found[1], 0),
-        after.apply(KEY, found[2], 0),
-        after.apply(KEY, found[3], 0),
-    ]
-    assert [step.rules_changed for step in steps] == [False, False, True, False]

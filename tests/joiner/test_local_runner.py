@@ -172,7 +172,7 @@ def test_a_partition_far_ahead_waits_for_the_slowest(tmp_path: Path) -> None:
 
 def test_idle_partitions_stop_holding_the_watermark_and_never_in_a_replay(tmp_path: Path) -> None:
     for replay, joined in ((False, True), (True, False)):
-        config = JoinerConfig(window_ms=100, lateness_ms=0, idleness_ms=1_000, replay=replay)
+        config = JoinerConfig(window_ms=100, engine="local", lateness_ms=0, idleness_ms=1_000, replay=replay)
         sink = MemorySink()
         made = pump([], tmp_path / str(replay), sink, config=config)
         source = made.consumer
@@ -198,7 +198,7 @@ def step_through(made: LocalRunner, records: Sequence[Record], seconds: float = 
 
 def test_one_partition_that_fell_silent_does_not_stop_the_others(tmp_path: Path) -> None:
     """One event on one partition, then silence; the others are busy far beyond what may be read ahead."""
-    config = JoinerConfig(window_ms=100, lateness_ms=0, idleness_ms=1_000, read_ahead_ms=600)
+    config = JoinerConfig(window_ms=100, engine="local", lateness_ms=0, idleness_ms=1_000, read_ahead_ms=600)
     sink = MemorySink()
     made = pump([], tmp_path, sink, config=config)
     busy = [p for p in made.engine.partitions if p != ("impressions", 0)]
@@ -215,7 +215,7 @@ def test_one_partition_that_fell_silent_does_not_stop_the_others(tmp_path: Path)
 
 
 def test_a_partition_that_is_held_is_not_idle(tmp_path: Path) -> None:
-    config = JoinerConfig(window_ms=100, lateness_ms=0, idleness_ms=1_000, read_ahead_ms=600)
+    config = JoinerConfig(window_ms=100, engine="local", lateness_ms=0, idleness_ms=1_000, read_ahead_ms=600)
     made = pump([], tmp_path, MemorySink(), config=config)
     first, *others = made.engine.partitions
     beat = {

@@ -8,12 +8,10 @@ import pytest
 from joiner.state import (
     END,
     VERSION,
-    KeyCounts,
     MemoryState,
     Request,
     SerializedState,
     decode,
-    decoder,
     encode,
 )
 from roostream.errors import CheckpointError
@@ -116,11 +114,6 @@ def test_state_of_another_version_is_refused_with_advice(data: bytes) -> None:
 def test_damaged_bytes_are_refused() -> None:
     with pytest.raises(CheckpointError, match="decoded"):
         decode(bytes((VERSION,)) + b"\xc1")
-
-
-def test_counts_without_a_fingerprint_of_the_rules_are_read() -> None:
-    written_before = bytes((VERSION, 0x93, 2, 1, 0))  # [2, 1, 0]
-    assert decoder(KeyCounts)(written_before) == KeyCounts(num_requests=2, num_open=1)
 
 
 def test_a_request_is_stored_in_fewer_bytes_after_each_phase() -> None:

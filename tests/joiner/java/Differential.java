@@ -13,7 +13,8 @@ public final class Differential {
         DataOutputStream out = new DataOutputStream(new java.io.BufferedOutputStream(System.out));
         EventFilter filter = new EventFilter();
         EventTime time = new EventTime(0, Long.parseLong(args[0]), Long.parseLong(args[1]));
-        EventTime.Split split = (EventTime.Split) time.createWatermarkGenerator(null);
+        long timeout = Long.parseLong(args[1]);
+        int count = 0;
         while (true) {
             long timestamp;
             try {
@@ -25,11 +26,16 @@ public final class Differential {
             in.readFully(value);
             byte[] envelope = Envelope.in(0, 0, 0, timestamp, null, value);
             TimeSignal signal = TimeSignal.of(envelope);
-            split.observe(signal);
+            if (++count % 100 == 0) { // a restore in between changes nothing
+                byte[] stored = PartitionTime.ofTask(0).encode(0);
+                PartitionTime.ofTask().clear();
+                PartitionTime.restore(stored);
+            }
+            time.observe(PartitionTime.ofTask(0), signal);
             out.writeByte(filter.filter(Row.of(0L, envelope)) ? 1 : 0);
             out.writeByte(signal.kind.ordinal());
             out.writeLong(signal.timeMs);
-            out.writeLong(split.reachedMs());
+            out.writeLong(PartitionTime.ofTask(0).reachedMs(timeout));
         }
         out.flush();
     }
