@@ -10,34 +10,35 @@ import importlib
 import sys
 import time
 
-EARLY_GROUPS = ("wire", "rows")
+EARLY_GROUPS = ("decode", "rows", "wire")
 """Groups that need only the packages of `infra/setup.sh`'s first step, so they can run while the others are
 downloaded."""
+# Each group is compiled by a process of its own; their sizes are alike.
 GROUPS = {
+    "decode": ("roostream.wire.decode",),
+    "rows": ("param_server.precompile", "param_server.replica.row_cache"),
     "wire": (
-        "roostream.wire.decode",
         "roostream.wire.dedup",
         "roostream.wire.columnar",
         "roostream.wire.missing_features",
         "roostream.wire.lookup",
         "roostream.wire.transform",
         "roostream.online.counters",
+        "serving.request_batch",
     ),
-    "rows": ("param_server.precompile", "param_server.replica.row_cache", "serving.request_batch"),
     "models": (
         "roostream.models.embedding_ops",
         "roostream.models.attention",
         "roostream.models.compiled.scorer",
-        "trainer.selection.deferral",
-        "trainer.selection.slipstream",
         "serving.answer",
     ),
+    "selection": ("trainer.selection.deferral", "trainer.selection.slipstream"),
 }
-_PROGRAMS = (
+PROGRAMS = (
     "trainer.main",
     "trainer.worker",
     "serving.http.app",
-    "joiner.job",
+    "joiner.flink_job",
     "roostream.warehouse.archiver_program",
 )
 
@@ -48,9 +49,8 @@ def main(groups: tuple[str, ...]) -> int:
             started_s = time.monotonic()
             try:
                 module = importlib.import_module(name)
-            except ModuleNotFoundError as error:  # an extra that was left out
-                is_ours = error.name is None or error.name.partition(".")[0] == name.partition(".")[0]
-                if is_ours or group in EARLY_GROUPS:
+            except ModuleNotFoundError as error:
+                if group in EARLY_GROUPS or not _is_extra(error, name):
                     raise
                 print(f"  {name}: skipped, {error.name} is not installed", flush=True)
                 continue
@@ -62,11 +62,17 @@ def main(groups: tuple[str, ...]) -> int:
 def import_programs() -> None:
     """Import the largest programs once, which writes their byte code before many processes need it at the
     same time."""
-    for name in _PROGRAMS:
+    for name in PROGRAMS:
         try:
             importlib.import_module(name)
-        except ModuleNotFoundError:  # an extra that was left out
-            continue
+        except ModuleNotFoundError as error:
+            if not _is_extra(error, name):
+                raise
+
+
+def _is_extra(error: ModuleNotFoundError, name: str) -> bool:
+    """Whether the import of our module `name` failed because a package of an extra is not installed."""
+    return error.name is not None and error.name.partition(".")[0] != name.partition(".")[0]
 
 
 if __name__ == "__main__":

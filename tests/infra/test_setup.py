@@ -89,6 +89,13 @@ def test_only_a_missing_extra_is_skipped(monkeypatch: pytest.MonkeyPatch, tmp_pa
             precompile.main((group,))
 
 
+def test_a_program_that_does_not_exist_is_not_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    precompile.import_programs()
+    monkeypatch.setattr(precompile, "PROGRAMS", ("joiner.missing",))
+    with pytest.raises(ModuleNotFoundError):
+        precompile.import_programs()
+
+
 def test_compiled_kernels_are_restored_from_the_users_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
