@@ -9,9 +9,9 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import secrets
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,8 +19,11 @@ from typing import Any, Protocol
 from roostream.errors import CheckpointError, ConfigError, SetupError, UnavailableError, nearest
 
 _NAME = re.compile(r"^[a-z0-9][a-z0-9._-]{0,63}(/[a-z0-9][a-z0-9._-]{0,63})*$")
-_PROBE = "probes"
+_PROBE = "probes/create"  # always has the same bytes and is never deleted
+_PROBE_ATTEMPTS = 3  # an older version of Roostream may delete the object between two creates
 _UNFINISHED = ".roostream-unfinished."  # begins the name of a file that is being written
+UNFINISHED_S = 600.0
+"""A file that nobody has written to for so long belongs to a writer that was killed."""
 
 
 class CheckpointStore(Protocol):
@@ -54,8 +57,7 @@ class CheckpointStore(Protocol):
         """Idempotent."""
 
     def sweep(self) -> None:
-        """Delete unfinished files of writers that were killed. A write in progress may fail by it, as by a
-        full disk."""
+        """Delete what writers that were killed have left unfinished. Writes in progress are left alone."""
 
 
 def check_name(name: str) -> str:
@@ -80,8 +82,19 @@ class FileStore:
     directory is fsynced, and so is the parent of each directory that had to be created.
     """
 
-    def __init__(self, root: str | Path, *, fsync: Callable[[int], None] = os.fsync) -> None:
-        self.root, self._fsync = Path(root), fsync
+    def __init__(
+        self,
+        root: str | Path,
+        *,
+        fsync: Callable[[int], None] = os.fsync,
+        now_s: Callable[[], float] = time.time,
+    ) -> None:
+        self.root, self._fsync, self._now_s = Path(root), fsync, now_s
+
+    def make_root(self) -> None:
+        """Create the directory. Raises UnavailableError: it cannot be created."""
+        with _disk_errors(f"{self.root} can't be created"):
+            self._make_directory(self.root)
 
     def path(self, name: str) -> Path:
         return self.root / check_name(name)
@@ -126,11 +139,12 @@ class FileStore:
     def list(self, prefix: str) -> list[str]:
         base = self.path(prefix)
         with _disk_errors(f"{base} can't be read"):
-            if not base.is_dir():
+            try:
+                with os.scandir(base) as entries:
+                    names = [e.name for e in entries if e.is_file() and not e.name.startswith(".")]
+            except FileNotFoundError:
                 return []
-            return sorted(
-                f"{prefix}/{p.name}" for p in base.iterdir() if p.is_file() and not p.name.startswith(".")
-            )
+        return sorted(f"{prefix}/{name}" for name in names)
 
     def delete(self, name: str) -> None:
         path = self.path(name)
@@ -138,9 +152,13 @@ class FileStore:
             path.unlink(missing_ok=True)
 
     def sweep(self) -> None:
+        """Only files of this store: of its directory and of the folders of its names. A folder below may be
+        another store, such as a warehouse."""
         with _disk_errors(f"{self.root} can't be swept"):
-            for path in list(self.root.rglob(f"{_UNFINISHED}*")):
-                path.unlink(missing_ok=True)
+            for path in [*self.root.glob(f"{_UNFINISHED}*"), *self.root.glob(f"*/{_UNFINISHED}*")]:
+                with contextlib.suppress(FileNotFoundError):  # its writer has just finished
+                    if self._now_s() - path.stat().st_mtime >= UNFINISHED_S:
+                        path.unlink()
 
     def _write(self, target: Path, data: bytes) -> Path:
         self._make_directory(target.parent)
@@ -239,10 +257,7 @@ class ObjectStore:
             _obstore().delete(self._client, check_name(name))
 
     def sweep(self) -> None:
-        """Each object is one atomic PUT, so nothing unfinished exists but probes of
-        `_check_exclusive_create`."""
-        for name in self.list(_PROBE):
-            self.delete(name)
+        """Each object is one atomic PUT, so nothing is ever unfinished."""
 
     def _create(self, name: str, data: bytes) -> bool:
         """Never retried: after a lost answer, a second try would find its own object and report that another
@@ -256,19 +271,22 @@ class ObjectStore:
         return True
 
     def _check_exclusive_create(self) -> None:
-        """Raises SetupError: in this store two writers can create the same name."""
+        """Create one object twice. All programs use the same object with the same bytes, and none deletes it.
+
+        Raises:
+            SetupError: in this store two writers can create the same name.
+        """
         with self._lock:
-            if self._create_is_exclusive:
-                return
-            name = f"{_PROBE}/{secrets.token_hex(16)}"
-            won = [self._create(name, data) for data in (b"first", b"second")]
-            if won != [True, False] or self.get(name) != b"first":
+            for _ in range(_PROBE_ATTEMPTS):
+                if self._create_is_exclusive:
+                    return
+                self._create(_PROBE, b"")
+                self._create_is_exclusive = not self._create(_PROBE, b"")
+            if not self._create_is_exclusive:
                 raise SetupError(
                     f"{self.url}: expected the store to refuse to create a name twice, but it did: it "
                     "ignores If-None-Match, so two controllers could commit; use a store that supports it"
                 )
-            self.delete(name)
-            self._create_is_exclusive = True
 
 
 def _obstore() -> Any:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-from roostream.errors import CheckpointError, ConfigError, FencedError
+from roostream.errors import CheckpointError, ConfigError, FencedError, UnavailableError
 from roostream.runtime.bucket_map import BucketMap
 from roostream.runtime.checkpoint_store import CheckpointStore
 from roostream.runtime.kafka.topics import Progress, flat, nested
@@ -27,6 +27,8 @@ FORMAT = 4
 MANIFESTS, INCARNATIONS, DENSE, WORKERS = "manifests", "incarnations", "dense", "workers"
 DISCARDED = "discarded"  # manifests that were rolled back
 KEEP_MANIFESTS, KEEP_INCARNATIONS = 5, 8
+_MAX_ROLLBACKS = 16  # a manifest that is older than so many rollbacks does not arrive any more
+_MAX_RETIRED = 100  # incarnations deleted at once: thousands of them must not delay a restore
 _PARTITIONS_1 = 4  # partitions of every topic in format 1
 _SINCE = {"input": 3, "bucket_map": 4}  # key → format that added it; null in older formats
 
@@ -276,20 +278,26 @@ def load(store: CheckpointStore, name: str) -> Restorable:
 
 
 def newest(store: CheckpointStore, skip: Collection[str] = ()) -> Restorable | None:
-    """The newest usable manifest; None if nothing was ever committed. Skips damaged ones, with a warning, and
-    those in `skip` (names of manifests whose parts are damaged).
+    """The newest usable manifest; None if nothing was ever committed. Skips damaged ones and those that a
+    rollback discarded, with a warning, and those in `skip` (names of manifests whose parts are damaged).
 
     Raises:
         CheckpointError: there are manifests but none is usable; training must not start over on its own.
     """
     names = sorted((n for n in store.list(MANIFESTS) if seq_of(n)), key=seq_of, reverse=True)
+    past = rollbacks(store) if names else ()
     for name in names:
         if name in skip:
             continue
         try:
-            return load(store, name)
+            found = load(store, name)
         except CheckpointError as error:
             log.warning("skipping a damaged manifest: %s", error)
+            continue
+        if any(rollback.discards(found.manifest) for rollback in past):
+            log.warning("skipping %s of incarnation %d: it was rolled back", name, found.manifest.incarnation)
+            continue
+        return found
     if names:
         raise CheckpointError(
             f"expected a usable manifest among {len(names)} ({names[0]} … {names[-1]}), got none; "
@@ -308,23 +316,75 @@ def newest_incarnation(store: CheckpointStore) -> int:
     return max((seq_of(n) for n in store.list(INCARNATIONS)), default=0)
 
 
-def claim_incarnation(store: CheckpointStore, time_ms: int, wish: Mapping[str, Any] | None = None) -> int:
-    """Claim the next incarnation: controllers with older ones are fenced from then on, and unfinished files
-    are deleted. The incarnation's file stores `wish`, what it was claimed for (`kept_wish`).
+class PastRollback(NamedTuple):
+    """A `checkpoint rollback`. A manifest that was on its way to the store then may arrive at any later time;
+    it stays discarded."""
+
+    seq: int  # the commit that was made the newest
+    incarnation: int  # claimed for the rollback
+
+    def discards(self, manifest: Manifest) -> bool:
+        return manifest.seq > self.seq and manifest.incarnation < self.incarnation
+
+
+def rollbacks(store: CheckpointStore) -> list[PastRollback]:
+    """All rollbacks that still discard manifests. Each claim repeats those of the claim before it."""
+    for name in sorted(store.list(INCARNATIONS), key=seq_of, reverse=True):
+        try:
+            body = json.loads(store.get(name))
+            return [PastRollback(*map(int, pair)) for pair in body.get("rollbacks", ())]
+        except (CheckpointError, ValueError, AttributeError, TypeError) as error:
+            log.warning("%s can't be read (%s); using the incarnation before it", name, error)
+    return []
+
+
+def claim_incarnation(
+    store: CheckpointStore,
+    time_ms: int,
+    wish: Mapping[str, Any] | None = None,
+    *,
+    restored_seq: int | None = None,
+    above: int = 0,
+) -> int:
+    """Claim the next incarnation: controllers with older ones are fenced from then on. Unfinished files and
+    incarnations that nobody needs are deleted. The incarnation's file stores `wish`, what it was claimed for
+    (`kept_wish`), and past rollbacks.
+
+    `restored_seq`: this claim makes that commit the newest. `above`: the incarnation is higher than this one.
 
     Raises:
         FencedError: another controller claimed it first; this one must exit.
     """
-    mine = newest_incarnation(store) + 1
-    body = json.dumps({"time_ms": time_ms, **({"wish": dict(wish)} if wish else {})}, sort_keys=True)
-    created = store.create(f"{INCARNATIONS}/{mine:08d}", body.encode())
+    mine = max(newest_incarnation(store), above) + 1
+    past = rollbacks(store)
+    if restored_seq is not None:  # it also covers rollbacks to the same commit or a later one
+        past = [*(p for p in past if p.seq < restored_seq), PastRollback(restored_seq, mine)][
+            -_MAX_ROLLBACKS:
+        ]
+    body: dict[str, Any] = {"time_ms": time_ms}
+    if wish:
+        body["wish"] = dict(wish)
+    if past:
+        body["rollbacks"] = [list(p) for p in past]
+    created = store.create(f"{INCARNATIONS}/{mine:08d}", json.dumps(body, sort_keys=True).encode())
     # Between listing and creation, others may have claimed higher incarnations and deleted lower names.
     if not created or newest_incarnation(store) != mine:
         raise FencedError(
             f"incarnation {mine} belongs to another controller that is running; this controller stops"
         )
-    store.sweep()
+    try:
+        retire_incarnations(store)
+        store.sweep()
+    except UnavailableError as error:
+        log.warning("old incarnations could not be deleted: %s; the next claim tries again", error)
     return mine
+
+
+def retire_incarnations(store: CheckpointStore) -> None:
+    """Delete all but the newest incarnations. Their numbers are not claimed again, because only higher ones
+    are."""
+    for name in sorted(store.list(INCARNATIONS), key=seq_of)[:-KEEP_INCARNATIONS][:_MAX_RETIRED]:
+        store.delete(name)
 
 
 def kept_wish(store: CheckpointStore) -> dict[str, Any]:
@@ -343,19 +403,25 @@ def numbers(store: CheckpointStore) -> list[int]:
     return sorted(seq_of(name) for name in store.list(MANIFESTS) if seq_of(name))
 
 
-def discard_after(store: CheckpointStore, seq: int) -> list[int]:
+def discard_after(store: CheckpointStore, seq: int, *, above: int = 0) -> list[int]:
     """Make manifest `seq` the newest by moving later ones to `discarded/`. Returns their numbers.
 
-    Fences a running controller; a commit that it still makes is discarded too.
+    Fences a running controller; a commit that it still makes is discarded too, also one that arrives after
+    this call (`PastRollback`). `above`: as in `claim_incarnation`.
 
     Raises:
-        CheckpointError: manifest `seq` is absent or damaged; nothing was changed.
+        CheckpointError: manifest `seq` is absent, damaged or was rolled back; nothing was changed.
         FencedError: a controller started at this moment; stop it and call again.
 
     **If it fails half-way:** some of the newest are discarded; the next call continues.
     """
-    load(store, manifest_name(seq))
-    claim_incarnation(store, 0, kept_wish(store))
+    kept = load(store, manifest_name(seq)).manifest
+    if any(rollback.discards(kept) for rollback in rollbacks(store)):
+        raise CheckpointError(
+            f"expected a commit that is in use, got {kept.name} of incarnation {kept.incarnation}, which was "
+            "rolled back; choose another one of `roostream checkpoint list`"
+        )
+    claim_incarnation(store, 0, kept_wish(store), restored_seq=seq, above=above)
     gone: list[int] = []
     while newer := [number for number in reversed(numbers(store)) if number > seq]:
         for number in newer:  # newest first, so that the remaining manifests never have a gap
@@ -367,21 +433,24 @@ def discard_after(store: CheckpointStore, seq: int) -> list[int]:
 
 def retire(store: CheckpointStore, keep: int = KEEP_MANIFESTS) -> None:
     """Delete what no restart needs: all but the newest `keep` manifests, older trainer files that none of
-    these lists, and old incarnations. After an interruption the next call continues."""
+    these lists, and old incarnations. After an interruption the next call continues.
+
+    The files of a damaged manifest stay as long as its name is kept, because a backup may repair it.
+    """
     names = [manifest_name(number) for number in numbers(store)]
     for name in (*names[:-keep], *sorted(store.list(DISCARDED))[:-keep]):
         store.delete(name)
-    needed, last = set(), 0
+    needed, damaged, last = set(), set(), 0
     for name in names[-keep:]:
         try:
             manifest = load(store, name).manifest
             needed |= {manifest.dense.name, *(part.file.name for part in manifest.workers.values())}
             last = max(last, seq_of(name))
         except CheckpointError:
-            log.debug("%s is damaged; its files are not kept", name)
+            damaged.add(seq_of(name))
     for name in (*store.list(DENSE), *store.list(WORKERS)):
         number = name.rsplit("/", 1)[-1].split("-", 1)[0]
-        if name not in needed and number.isdecimal() and int(number) < last:
-            store.delete(name)
-    for name in sorted(store.list(INCARNATIONS), key=seq_of)[:-KEEP_INCARNATIONS]:
+        if name in needed or not number.isdecimal() or int(number) in damaged or int(number) >= last:
+            continue
         store.delete(name)
+    retire_incarnations(store)

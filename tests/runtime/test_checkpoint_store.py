@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from roostream.errors import ConfigError, UnavailableError
-from roostream.runtime.checkpoint_store import FileStore, open_store
+from roostream.runtime.checkpoint_store import UNFINISHED_S, FileStore, open_store
 from tests.runtime.full_disk import room_for
 
 
@@ -104,14 +104,35 @@ def test_a_failed_sync_is_reported_and_leaves_no_partial_file(tmp_path: Path) ->
     assert files(FileStore(tmp_path)) == []
 
 
-def test_only_leftovers_of_killed_writers_are_deleted(store: FileStore) -> None:
+def leave_unfinished(folder: Path) -> Path:
+    """What a writer that was killed leaves."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / ".roostream-unfinished.k2j1"
+    path.write_bytes(bytes(1000))
+    os.utime(path, (0, 0))
+    return path
+
+
+def test_only_leftovers_of_killed_writers_are_deleted(tmp_path: Path) -> None:
+    now_s = UNFINISHED_S
+    store = FileStore(tmp_path, now_s=lambda: now_s)
     store.put("dense/1", b"x")
-    (store.root / "dense" / ".roostream-unfinished.1234").write_bytes(bytes(1000))
-    (store.root / "manifests").mkdir()
-    (store.root / "manifests" / ".roostream-unfinished.k2j1").write_bytes(b"half")
+    for folder in (tmp_path, tmp_path / "dense", tmp_path / "manifests"):
+        leave_unfinished(folder)
+    now_s -= 1
+    store.sweep()
+    assert len(files(store)) == 4, "they may still be written"
+    now_s += 1
     store.sweep()
     assert files(store) == ["dense/1"]
-    FileStore(store.root / "nothing").sweep()
+    FileStore(tmp_path / "nothing").sweep()
+
+
+def test_a_sweep_leaves_another_store_below_the_directory_alone(tmp_path: Path) -> None:
+    (tmp_path / "warehouse").mkdir()
+    foreign = leave_unfinished(tmp_path / "warehouse" / "schemas")
+    FileStore(tmp_path).sweep()
+    assert foreign.exists()
 
 
 def test_a_store_that_can_t_be_read_is_not_one_whose_names_are_absent(tmp_path: Path) -> None:
@@ -131,5 +152,6 @@ def test_a_sweep_deletes_only_unfinished_files_of_stores(tmp_path: Path) -> None
     foreign[2].parent.mkdir()
     for path in foreign:
         path.write_text("of the user")
+        os.utime(path, (0, 0))
     store.sweep()
     assert store.get("dense/1") == b"finished" and all(path.exists() for path in foreign)

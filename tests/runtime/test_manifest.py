@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roostream.errors import CheckpointError, ConfigError, FencedError
+from roostream.errors import CheckpointError, ConfigError, FencedError, UnavailableError
 from roostream.runtime import manifest as manifests
 from roostream.runtime.bucket_map import BucketMap
 from roostream.runtime.checkpoint_store import FileStore
@@ -207,7 +208,9 @@ def test_incarnations_go_up_and_one_of_two_racing_controllers_exits(tmp_path: Pa
     store = FileStore(tmp_path)
     assert [manifests.claim_incarnation(store, 0) for _ in range(3)] == [1, 2, 3]
 
-    (tmp_path / "incarnations" / ".roostream-unfinished.left").write_bytes(b"half")
+    left = tmp_path / "incarnations" / ".roostream-unfinished.left"
+    left.write_bytes(b"half")
+    os.utime(left, (0, 0))
     assert manifests.claim_incarnation(store, 0) == 4
     assert not list(tmp_path.rglob(".*")), "what a killed writer left is swept at the claim"
 
@@ -230,6 +233,72 @@ def test_a_claim_of_a_retired_name_is_lost() -> None:
 
     with pytest.raises(FencedError):
         manifests.claim_incarnation(Slow(), 0)
+
+
+def test_incarnations_without_a_commit_do_not_pile_up() -> None:
+    store = MemoryStore()
+    for n in range(1, 40):
+        assert manifests.claim_incarnation(store, 0, {"workers": n}) == n
+    assert len(store.list("incarnations")) == manifests.KEEP_INCARNATIONS
+    assert manifests.kept_wish(store) == {"workers": 39}
+
+
+def test_a_claim_succeeds_where_old_incarnations_cannot_be_deleted() -> None:
+    class Undeletable(MemoryStore):
+        def delete(self, name: str) -> None:
+            raise UnavailableError("the store can't be written")
+
+    store = Undeletable()
+    assert [manifests.claim_incarnation(store, 0) for _ in range(12)] == list(range(1, 13))
+
+
+def test_a_create_that_was_on_its_way_does_not_undo_a_rollback() -> None:
+    store = MemoryStore()
+    incarnation = manifests.claim_incarnation(store, 0)
+    for seq in (1, 2, 3):
+        commit(store, a_manifest(seq, incarnation=incarnation))
+    assert manifests.discard_after(store, 1) == [2, 3]
+    late = a_manifest(4, incarnation=incarnation)
+    assert store.create(late.name, late.encode()), "it arrives after the rollback"
+
+    for _ in range(manifests.KEEP_INCARNATIONS + 2):  # the claim of the rollback itself is deleted meanwhile
+        newest = manifests.newest(store)
+        assert newest is not None and newest.manifest.seq == 1
+        incarnation = manifests.claim_incarnation(store, 0)
+    with pytest.raises(CheckpointError, match="rolled back"):
+        manifests.discard_after(store, 4)
+
+    assert manifests.next_seq(store) == 5, "its number stays taken"
+    commit(store, a_manifest(5, incarnation=incarnation))
+    newest = manifests.newest(store)
+    assert newest is not None and newest.manifest.seq == 5
+
+
+def test_a_second_rollback_does_not_bring_back_what_the_first_one_discarded() -> None:
+    store = MemoryStore()
+    first = manifests.claim_incarnation(store, 0)
+    for seq in (1, 2):
+        commit(store, a_manifest(seq, incarnation=first))
+    manifests.discard_after(store, 1)
+    second = manifests.claim_incarnation(store, 0)
+    for seq in (3, 4):
+        commit(store, a_manifest(seq, incarnation=second))
+    manifests.discard_after(store, 3)
+    late = a_manifest(2, incarnation=first)
+    assert store.create(late.name, late.encode())
+    store.delete(manifests.manifest_name(3))
+    newest = manifests.newest(store)
+    assert newest is not None and newest.manifest.seq == 1
+
+
+def test_the_files_of_a_damaged_manifest_are_kept_for_its_repair() -> None:
+    store = MemoryStore()
+    for seq in (1, 2, 3):
+        commit(store, a_manifest(seq))
+    store.damage(manifests.manifest_name(2))
+    manifests.retire(store, keep=2)
+    assert store.list("dense") == [manifests.dense_name(seq, 1) for seq in (2, 3)]
+    assert store.list("workers") == [manifests.worker_name(seq, 1, 0) for seq in (2, 3)]
 
 
 def test_retention_keeps_the_newest_manifests_and_their_files() -> None:

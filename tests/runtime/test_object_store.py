@@ -51,13 +51,23 @@ def test_large_objects_are_complete_or_absent(s3: str) -> None:
     assert store.create("dense/2", data) and store.get("dense/1") == store.get("dense/2") == data
 
 
-def test_objects_of_the_store_check_are_deleted(s3: str) -> None:
-    store = open_store(f"s3://{s3_server.BUCKET}/proof")
-    store.put("probes/left", b"by one that was killed")
-    store.create("manifests/1", b"x")
-    assert store.list("probes") == ["probes/left"]
-    store.sweep()
-    assert store.list("probes") == [] and store.list("manifests") == ["manifests/1"]
+def test_a_claim_of_one_program_does_not_disturb_the_store_check_of_another(s3: str) -> None:
+    """The check begins with the first `create`, while others claim and sweep all the time."""
+    url, stop = f"s3://{s3_server.BUCKET}/check", threading.Event()
+
+    def sweep() -> None:
+        while not stop.wait(0.001):
+            open_store(url).sweep()
+
+    sweeping = threading.Thread(target=sweep)
+    sweeping.start()
+    try:
+        for n in range(20):
+            assert open_store(url).create(f"manifests/{n:08d}", b"x")
+    finally:
+        stop.set()
+        sweeping.join()
+    assert not open_store(url).create("manifests/00000000", b"y")
 
 
 @contextlib.contextmanager
