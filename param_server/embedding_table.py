@@ -7,7 +7,8 @@ stack.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+import secrets
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -35,17 +36,26 @@ def no_keys() -> Keys:
 
 
 def join_keys(*parts: Keys) -> Keys:
-    return Keys(np.concatenate([p.table_U for p in parts]), np.concatenate([p.id_U for p in parts]))
+    return (
+        no_keys()
+        if not parts
+        else Keys(np.concatenate([p.table_U for p in parts]), np.concatenate([p.id_U for p in parts]))
+    )
+
+
+_SECRET = np.uint64(secrets.randbits(64))
+"""Of this process; see param_server/kernels.py."""
 
 
 class KeyIndex:
     """Map from (table, id) to a row number in growing arrays. Not thread-safe.
 
-    A row number is stable until its key is removed; a removed key's number is used again.
+    A row number is stable until its key is removed; a removed key's number is used again. Row numbers do not
+    depend on `secret`, which only decides where the index keeps a key.
     """
 
-    def __init__(self, num_buckets: int, capacity: int = 256) -> None:
-        self.num_buckets = num_buckets
+    def __init__(self, num_buckets: int, capacity: int = 256, secret: np.uint64 = _SECRET) -> None:
+        self.num_buckets, self.secret = num_buckets, secret
         self.table_N = np.zeros(capacity, np.uint32)
         self.id_N = np.zeros(capacity, np.int64)
         self.bucket_N = np.zeros(capacity, np.int32)
@@ -82,13 +92,15 @@ class KeyIndex:
         for name, array in zip(names, arrays, strict=True):
             setattr(self, name, array)
         self.slots_C2, self.shift = slots
-        kernels.rebuild(self.slots_C2, self.shift, self.used, self.table_N, self.id_N, self.flags_N)
+        kernels.rebuild(
+            self.slots_C2, self.secret, self.shift, self.used, self.table_N, self.id_N, self.flags_N
+        )
         return True
 
     def find(self, keys: Keys) -> np.ndarray:
         """int64 [U]: each key's row number, -1 if it is absent."""
         row_U = np.empty(len(keys), np.int64)
-        kernels.find(self.slots_C2, self.shift, keys.table_U, keys.id_U, row_U)
+        kernels.find(self.slots_C2, self.secret, self.shift, keys.table_U, keys.id_U, row_U)
         return row_U
 
     def add(self, keys: Keys) -> tuple[np.ndarray, np.ndarray]:
@@ -100,6 +112,7 @@ class KeyIndex:
         row_U, new_U = np.empty(len(keys), np.int64), np.empty(len(keys), np.bool_)
         kernels.find_or_insert(
             self.slots_C2,
+            self.secret,
             self.shift,
             keys.table_U,
             keys.id_U,
@@ -124,16 +137,24 @@ class KeyIndex:
         """Remove the keys that are present; return how many were."""
         return int(
             kernels.remove(
-                self.slots_C2, self.shift, keys.table_U, keys.id_U, self._counts, self._free_N, self.flags_N
+                self.slots_C2,
+                self.secret,
+                self.shift,
+                keys.table_U,
+                keys.id_U,
+                self._counts,
+                self._free_N,
+                self.flags_N,
             )
         )
 
     def keys_at(self, row_M: np.ndarray) -> Keys:
         return Keys(self.table_N[row_M], self.id_N[row_M])
 
-    def flagged(self, flags: int) -> np.ndarray:
-        """int64 [M]: live rows with any of `flags`."""
-        return kernels.flagged(self.flags_N, self.used, flags)
+    def flagged(self, flags: int, rows: range | None = None) -> np.ndarray:
+        """int64 [M]: live rows with any of `flags`, among row numbers `rows` (None = all), ascending."""
+        rows = range(self.used) if rows is None else rows
+        return kernels.flagged(self.flags_N, rows.start, rows.stop, flags)
 
     def count_flagged(self, flags: int) -> int:
         """Count the live rows with any of `flags`."""
@@ -144,12 +165,22 @@ class KeyIndex:
         `by`."""
         kernels.replace_flags(self.flags_N, self.used, flags, by, also)
 
-    def in_buckets(self, buckets: Iterable[int], flags: int = 0) -> np.ndarray:
-        """int64 [M]: live rows of these buckets, and live rows with any of `flags`. One pass over all
-        rows."""
+    def replace_flags_at(self, row_M: np.ndarray, flags: int, by: int = 0, also: int = 0) -> int:
+        """As `replace_flags`, of these rows (int64) only. Return how many rows have become DIRTY."""
+        return int(kernels.replace_flags_at(self.flags_N, row_M, flags, by, also))
+
+    def in_buckets(self, buckets: Iterable[int], flags: int = 0, rows: range | None = None) -> np.ndarray:
+        """int64 [M]: live rows of these buckets, and live rows with any of `flags`, among row numbers `rows`
+        (None = all), ascending."""
         chosen_B = np.zeros(self.num_buckets, np.bool_)
         chosen_B[list(buckets)] = True
-        return kernels.in_buckets(self.flags_N, self.bucket_N, self.used, chosen_B, flags)
+        rows = range(self.used) if rows is None else rows
+        return kernels.in_buckets(self.flags_N, self.bucket_N, rows.start, rows.stop, chosen_B, flags)
+
+    def slices(self, num_rows: int) -> Iterator[range]:
+        """The row numbers that may be in use now, in ranges of at most `num_rows`."""
+        used = self.used
+        return (range(start, min(start + num_rows, used)) for start in range(0, used, num_rows))
 
 
 class EmbeddingTable:

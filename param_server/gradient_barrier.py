@@ -93,7 +93,9 @@ class GradientBarrier:
 
     @property
     def num_waiting(self) -> int:
-        return self.open_step.num_waiting if self.open_step else 0
+        """Any thread; needs no lock."""
+        step = self.open_step
+        return step.num_waiting if step else 0
 
     def push(self, update: GradientPush, apply: Callable[[Sequence[GradientPush]], None]) -> None:
         """Add a push and wait for the others; called with the lock held, which is released while waiting.

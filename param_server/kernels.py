@@ -4,9 +4,11 @@ Letters: C index slots, U requested keys, N rows of a stack, D width, A state wi
 chosen rows, B buckets, S shards.
 
 The index is open addressing with linear probing over (table, id). A slot is two uint64: the id's bits, and
-table << 32 | (row + 1), 0 = free. The hash is splitmix64(id ^ table). Its low bits choose the bucket
-(`roostream.schema.ids`); slots are chosen by the high bits, since all keys of a shard have similar low ones.
-At most half of the slots are taken.
+table << 32 | (row + 1), 0 = free. At most half of the slots are taken.
+
+splitmix64(id ^ table) chooses the bucket (`roostream.schema.ids`), which is part of the stored formats. The
+high bits of splitmix64(id ^ table ^ secret) choose the slot. `secret` differs in each process and is never
+stored, so nobody can choose ids that all belong to the same slot.
 """
 
 from __future__ import annotations
@@ -15,6 +17,11 @@ import numpy as np
 from numba import njit
 
 from param_server.initial_rows import fill_one, splitmix64
+
+LIVE, DIRTY, UNPUBLISHED, IN_FLIGHT, DISOWNED, FROZEN = 1, 2, 4, 8, 16, 128
+"""Flags of a row: in use; changed since the last freeze; changed since the last delta; in a delta that is not
+acknowledged yet; replicas may have a value of a history that was rolled back, so they must not keep it; a
+commit in progress needs the row as it is, so it is copied before its next change."""
 
 
 @njit(cache=True, nogil=True, inline="always")
@@ -113,18 +120,34 @@ def stamp(
     stamp_ms_N: np.ndarray,
     bucket_N: np.ndarray,
     touched_B: np.ndarray,
-) -> None:
+) -> int:
     """Mark rows `row_U` (int64) as changed, with `flags` and event time `time_ms`, and their buckets in
-    `touched_B` (bool).
+    `touched_B` (bool). Return how many of the rows were not DIRTY before.
 
     A stamp (int64) never decreases.
     """
+    num_new = 0
     for u in range(row_U.shape[0]):
         n = row_U[u]
+        num_new += (flags_N[n] & DIRTY) == 0
         flags_N[n] |= flags
         if time_ms > stamp_ms_N[n]:
             stamp_ms_N[n] = time_ms
         touched_B[bucket_N[n]] = True
+    return num_new
+
+
+@njit(cache=True, nogil=True)
+def count_by_table(
+    flags_N: np.ndarray, used: int, table_N: np.ndarray, known_K: np.ndarray, count_K: np.ndarray
+) -> None:
+    """Add the number of live rows of each table to `count_K` (int64)."""
+    k = 0
+    for n in range(used):
+        if flags_N[n] & LIVE:
+            k = table_at(table_N[n], known_K, k)
+            if k >= 0:
+                count_K[k] += 1
 
 
 @njit(cache=True, nogil=True)
@@ -296,23 +319,21 @@ def first_foreign(table_U: np.ndarray, id_U: np.ndarray, owner_B: np.ndarray, ow
     return -1
 
 
-LIVE, DIRTY, UNPUBLISHED, IN_FLIGHT, DISOWNED = 1, 2, 4, 8, 16
-"""Flags of a row: in use; changed since the last freeze; changed since the last delta; in a delta that is not
-acknowledged yet; replicas may have a value of a history that was rolled back, so they must not keep it."""
-
 _S32, _LOW32 = np.uint64(32), np.uint64(0xFFFFFFFF)
 
 
 @njit(cache=True, nogil=True, inline="always")
-def _slot(id_: np.uint64, table: np.uint64, shift: np.uint64) -> np.int64:
-    return np.int64(splitmix64(id_ ^ table) >> shift)
+def _slot(id_: np.uint64, table: np.uint64, secret: np.uint64, shift: np.uint64) -> np.int64:
+    return np.int64(splitmix64(id_ ^ table ^ secret) >> shift)
 
 
 @njit(cache=True, nogil=True, inline="always")
-def _probe(index_C2: np.ndarray, shift: np.uint64, table: np.uint64, id_: np.uint64) -> np.int64:
+def _probe(
+    index_C2: np.ndarray, secret: np.uint64, shift: np.uint64, table: np.uint64, id_: np.uint64
+) -> np.int64:
     """Slot of the key, or ~slot of the free slot where it belongs."""
     mask = index_C2.shape[0] - 1
-    slot = _slot(id_, table, shift)
+    slot = _slot(id_, table, secret, shift)
     while True:
         word = index_C2[slot, 1]
         if word == 0:
@@ -324,20 +345,26 @@ def _probe(index_C2: np.ndarray, shift: np.uint64, table: np.uint64, id_: np.uin
 
 @njit(cache=True, nogil=True)
 def find(
-    index_C2: np.ndarray, shift: np.uint64, table_U: np.ndarray, id_U: np.ndarray, row_U: np.ndarray
+    index_C2: np.ndarray,
+    secret: np.uint64,
+    shift: np.uint64,
+    table_U: np.ndarray,
+    id_U: np.ndarray,
+    row_U: np.ndarray,
 ) -> None:
     """Write each key's row number to `row_U` (int64), -1 where absent.
 
-    `table_U` uint32, `id_U` int64; `index_C2` and `shift` as in `find_or_insert`.
+    `table_U` uint32, `id_U` int64; `index_C2`, `secret` and `shift` as in `find_or_insert`.
     """
     for u in range(id_U.shape[0]):
-        slot = _probe(index_C2, shift, np.uint64(table_U[u]), np.uint64(id_U[u]))
+        slot = _probe(index_C2, secret, shift, np.uint64(table_U[u]), np.uint64(id_U[u]))
         row_U[u] = -1 if slot < 0 else np.int64(index_C2[slot, 1] & _LOW32) - 1
 
 
 @njit(cache=True, nogil=True)
 def find_or_insert(  # noqa: PLR0913 (a numba kernel takes flat arrays)
     index_C2: np.ndarray,
+    secret: np.uint64,
     shift: np.uint64,
     table_U: np.ndarray,
     id_U: np.ndarray,
@@ -356,7 +383,8 @@ def find_or_insert(  # noqa: PLR0913 (a numba kernel takes flat arrays)
     The caller has reserved U more rows, and slots so that at most half of them are taken.
 
     Read and changed:
-        index_C2, shift     uint64 slots as in the module; 64 - log2 C, which shifts a hash down to a slot
+        index_C2            uint64 slots as in the module
+        secret, shift       the module's secret; 64 - log2 C, which shifts a hash down to a slot
         counts              int64 [row numbers used, free ones among them, live ones]
         free_N              uint32: the first counts[1] are free row numbers below counts[0], a stack
         table_N, id_N       uint32, int64: each row's key
@@ -364,7 +392,7 @@ def find_or_insert(  # noqa: PLR0913 (a numba kernel takes flat arrays)
     """
     for u in range(id_U.shape[0]):
         table, id_ = np.uint64(table_U[u]), np.uint64(id_U[u])
-        slot = _probe(index_C2, shift, table, id_)
+        slot = _probe(index_C2, secret, shift, table, id_)
         new_U[u] = slot < 0
         if slot >= 0:
             row_U[u] = np.int64(index_C2[slot, 1] & _LOW32) - 1
@@ -388,6 +416,7 @@ def find_or_insert(  # noqa: PLR0913 (a numba kernel takes flat arrays)
 @njit(cache=True, nogil=True)
 def remove(
     index_C2: np.ndarray,
+    secret: np.uint64,
     shift: np.uint64,
     table_U: np.ndarray,
     id_U: np.ndarray,
@@ -404,7 +433,7 @@ def remove(
     mask = index_C2.shape[0] - 1
     removed = 0
     for u in range(id_U.shape[0]):
-        hole = _probe(index_C2, shift, np.uint64(table_U[u]), np.uint64(id_U[u]))
+        hole = _probe(index_C2, secret, shift, np.uint64(table_U[u]), np.uint64(id_U[u]))
         if hole < 0:
             continue
         row = np.int64(index_C2[hole, 1] & _LOW32) - 1
@@ -415,7 +444,7 @@ def remove(
         removed += 1
         slot = (hole + 1) & mask
         while index_C2[slot, 1] != 0:
-            home = _slot(index_C2[slot, 0], index_C2[slot, 1] >> _S32, shift)
+            home = _slot(index_C2[slot, 0], index_C2[slot, 1] >> _S32, secret, shift)
             if ((slot - home) & mask) >= ((slot - hole) & mask):
                 index_C2[hole, 0] = index_C2[slot, 0]
                 index_C2[hole, 1] = index_C2[slot, 1]
@@ -428,6 +457,7 @@ def remove(
 @njit(cache=True, nogil=True)
 def rebuild(
     index_C2: np.ndarray,
+    secret: np.uint64,
     shift: np.uint64,
     used: int,
     table_N: np.ndarray,
@@ -438,21 +468,44 @@ def rebuild(
     for n in range(used):
         if flags_N[n] & LIVE:
             table, id_ = np.uint64(table_N[n]), np.uint64(id_N[n])
-            slot = ~_probe(index_C2, shift, table, id_)
+            slot = ~_probe(index_C2, secret, shift, table, id_)
             index_C2[slot, 0] = id_
             index_C2[slot, 1] = (table << _S32) | np.uint64(n + 1)
 
 
 @njit(cache=True, nogil=True)
-def flagged(flags_N: np.ndarray, used: int, flags: int) -> np.ndarray:
-    """int64 [M]: live rows with any of `flags`, ascending."""
+def freeze(flags_N: np.ndarray, row_M: np.ndarray) -> np.ndarray:
+    """Mark rows `row_M` (int64) as FROZEN and not DIRTY; return their flags before (uint8 [M])."""
+    was_M = np.empty(row_M.shape[0], dtype=np.uint8)
+    for m in range(row_M.shape[0]):
+        was_M[m] = flags_N[row_M[m]]
+        flags_N[row_M[m]] = (was_M[m] & ~DIRTY) | FROZEN
+    return was_M
+
+
+@njit(cache=True, nogil=True)
+def thaw(flags_N: np.ndarray, row_U: np.ndarray) -> np.ndarray:
+    """Clear FROZEN in rows `row_U` (int64); return those that had it (int64 [M])."""
+    out_U = np.empty(row_U.shape[0], dtype=np.int64)
+    m = 0
+    for u in range(row_U.shape[0]):
+        if flags_N[row_U[u]] & FROZEN:
+            flags_N[row_U[u]] &= ~FROZEN
+            out_U[m] = row_U[u]
+            m += 1
+    return out_U[:m].copy()
+
+
+@njit(cache=True, nogil=True)
+def flagged(flags_N: np.ndarray, start: int, end: int, flags: int) -> np.ndarray:
+    """int64 [M]: live rows from `start` to `end` - 1 with any of `flags`, ascending."""
     count = 0
-    for n in range(used):
+    for n in range(start, end):
         if flags_N[n] & LIVE and flags_N[n] & flags:
             count += 1
     out_M = np.empty(count, dtype=np.int64)
     m = 0
-    for n in range(used):
+    for n in range(start, end):
         if flags_N[n] & LIVE and flags_N[n] & flags:
             out_M[m] = n
             m += 1
@@ -471,21 +524,35 @@ def count_flagged(flags_N: np.ndarray, used: int, flags: int) -> int:
 
 @njit(cache=True, nogil=True)
 def in_buckets(
-    flags_N: np.ndarray, bucket_N: np.ndarray, used: int, chosen_B: np.ndarray, flags: int
+    flags_N: np.ndarray, bucket_N: np.ndarray, start: int, end: int, chosen_B: np.ndarray, flags: int
 ) -> np.ndarray:
-    """int64 [M], ascending: live rows of the buckets where `chosen_B` (bool) is True, or with any of
-    `flags`."""
+    """int64 [M], ascending: live rows from `start` to `end` - 1 that are in a bucket where `chosen_B` (bool)
+    is True, or have any of `flags`."""
     count = 0
-    for n in range(used):
+    for n in range(start, end):
         if flags_N[n] & LIVE and (chosen_B[bucket_N[n]] or flags_N[n] & flags):
             count += 1
     out_M = np.empty(count, dtype=np.int64)
     m = 0
-    for n in range(used):
+    for n in range(start, end):
         if flags_N[n] & LIVE and (chosen_B[bucket_N[n]] or flags_N[n] & flags):
             out_M[m] = n
             m += 1
     return out_M
+
+
+@njit(cache=True, nogil=True)
+def replace_flags_at(flags_N: np.ndarray, row_M: np.ndarray, flags: int, by: int, also: int) -> int:
+    """In those of the rows `row_M` (int64) that have any of `flags`: clear `flags` and `also`, then set `by`.
+    Return how many of them were not DIRTY before and are now."""
+    num_new = 0
+    for m in range(row_M.shape[0]):
+        n = row_M[m]
+        if flags_N[n] & flags:
+            was = flags_N[n]
+            flags_N[n] = (was & ~(flags | also)) | by
+            num_new += (flags_N[n] & DIRTY) > (was & DIRTY)
+    return num_new
 
 
 @njit(cache=True, nogil=True)

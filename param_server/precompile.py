@@ -9,6 +9,7 @@ from param_server.embedding_table import Keys
 from param_server.eviction import ExpiryPolicy
 from param_server.gradient_barrier import sum_pushes
 from param_server.initial_rows import initial_rows
+from param_server.outbox import run_to_end
 from param_server.table import GradientPush, StackTable
 from roostream.runtime.bucket_map import BucketMap
 from roostream.schema.schema import Table
@@ -52,12 +53,17 @@ def _exercise(table: StackTable) -> None:
     kernels.limit(gradient_UD, np.float32(0.5), np.empty_like(gradient_UD))
     table.outbox.note_change(table.push(keys, gradient_UD, 10), 1, 2, 3)
     table.embeddings.gather(_keys(301))
-    table.outbox.take(100.0)
-    table.outbox.settle(True)
+    outbox = table.outbox
+    for planned in outbox.number(outbox.plan(*run_to_end(outbox.collect()))):
+        outbox.copy(planned, 100.0)
+    run_to_end(outbox.settle(True))
     table.outbox.settled_after(0, *table.embeddings.rows_by_bucket([0]))
     table.track_accumulators(table.state_NA)
     table.num_changed()
-    changes, changed = table.freeze(1000, [0])
-    table.unfreeze(changed)
+    run_to_end(table.evict(table.due_rows(1000)[:1]))
+    frozen = run_to_end(table.freeze(*table.gone_keys(outbox.tombstones()), [0]))
+    table.push(_keys(300), gradient_UD, 10)
+    changes = run_to_end(table.copy_frozen(frozen, np.arange(len(frozen.row_M))))
+    run_to_end(table.unfreeze(frozen))
     stored = row_block.decode(row_block.encode(changes, b"warm"), b"warm", 2, table.state_width)
     table.put(stored)

@@ -1,8 +1,8 @@
 """The publisher: sends changed rows to the topic `rows`, in versions, and tells replicas about rollbacks.
 
-Each interval: 1 take what is unpublished, 2 send it, 3 wait for every acknowledgement, 4 settle. There is one
-round at a time, so nothing piles up while Kafka is away: rows stay marked and are sent once, as they are
-then.
+Each interval: 1 take what is unpublished, 2 send it, 3 wait for every acknowledgement, 4 settle. A large
+round is copied, encoded and sent in portions, so it is never in memory as a whole. There is one round at a
+time, so nothing piles up while Kafka is away: rows stay marked and are sent once, as they are then.
 
 After a restore, before the next round:
   1. write Barrier(incarnation) for each bucket, to learn where the older incarnation ends;
@@ -35,6 +35,8 @@ from roostream.wire import roo_pb2 as pb
 log = logging.getLogger("roostream.publish")
 
 _REPUBLISH_KEYS = 65_536
+_PORTION_BYTES = 8 << 20
+"""Deltas of a round that are encoded and sent together."""
 
 
 class Message(NamedTuple):
@@ -103,19 +105,27 @@ class Publisher:
             return
         schema = self.shard.identity.schema.fingerprint
         ends: dict[int, int] = {}
+        num_deltas = num_keys = 0
         done = False
         try:
-            messages = [
-                self._message(d.bucket, encode_delta(d, schema, taken.incarnation)) for d in taken.deltas
-            ]
-            ends = self._send(messages, stop)  # 2, 3
+            portion: list[Message] = []
+            for planned in taken.deltas:
+                if (delta := self.shard.copy_delta(taken, planned)) is not None:
+                    portion.append(
+                        self._message(delta.bucket, encode_delta(delta, schema, taken.incarnation))
+                    )
+                    num_deltas, num_keys = num_deltas + 1, num_keys + len(delta.id_M)
+                if sum(len(message.value) for message in portion) >= _PORTION_BYTES:
+                    ends |= self._send(portion, stop)  # 2, 3
+                    portion = []
+            ends |= self._send(portion, stop)
             done = True
         finally:
             self.shard.settle_round(taken, done, ends)  # 4
         self.published_at_ms = self.clock.now_ms()
-        self.num_rounds += bool(taken.deltas)
-        self.num_deltas += len(taken.deltas)
-        self.num_keys += sum(len(d.id_M) for d in taken.deltas)
+        self.num_rounds += bool(num_deltas)
+        self.num_deltas += num_deltas
+        self.num_keys += num_keys
 
     def roll_back(self, rollback: Rollback, stop: threading.Event) -> None:
         """Write barriers and mark every key behind the manifest's offsets, so that the next round sends its

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -22,7 +22,7 @@ from param_server.initial_rows import initial_rows
 from param_server.row_block import RowBlock
 from param_server.segment_parts import Segment
 from param_server.segments import EMPTY_COMMIT, Commit, Segments, commit_of
-from param_server.table import StackTable
+from param_server.table import FrozenRows, StackTable
 from roostream.errors import SchemaError, UnavailableError
 from roostream.runtime import manifest as manifests
 from roostream.runtime.bucket_map import BucketMap
@@ -39,9 +39,8 @@ class FrozenCommit:
 
     seq: int
     incarnation: int
-    changes: dict[str, RowBlock]
-    changed: dict[str, Keys]  # stack → keys of the changes that a rollback must undo
-    complete: frozenset[int]  # buckets of which the changes have every row
+    rows: dict[str, FrozenRows]  # by stack
+    complete: frozenset[int]  # buckets of which `rows` has every row
     policy_states: dict[str, bytes]  # stack → state of its eviction policy
     rows_end: dict[int, int]
     segments: tuple[Segment, ...] | None = None  # once written
@@ -90,17 +89,24 @@ def manifest_numbers(store: CheckpointStore) -> set[int] | None:
 
 
 def roll_back(
-    tables: Mapping[str, StackTable], frozen: Mapping[str, Keys], segments: Segments, state: Sequence[Segment]
+    tables: Mapping[str, StackTable],
+    frozen: Mapping[str, FrozenRows],
+    segments: Segments,
+    state: Sequence[Segment],
+    on_progress: Callable[[], None] = lambda: None,
 ) -> None:
-    """Read again exactly what changed in either generation: in the open one, and the keys that were `frozen`
-    (stack → keys).
+    """Read again exactly what changed in either generation: in the open one, and what is `frozen` (by stack).
+    `on_progress` is called after each part.
 
     The tables must have been at `state` before these changes.
 
     **If it fails** (CheckpointError): the tables are in no known state; `reload` helps.
     """
     changed = {
-        name: join_keys(table.changed_keys(), frozen.get(name, no_keys())) for name, table in tables.items()
+        name: join_keys(
+            table.changed_keys(), frozen[name].changed_keys(table.index) if name in frozen else no_keys()
+        )
+        for name, table in tables.items()
     }
     for name, table in tables.items():
         table.index.remove(changed[name])
@@ -111,14 +117,20 @@ def roll_back(
         for part in segments.read(state, {stack: buckets}):
             for block in reversed(part.blocks):
                 tables[stack].put(block.take(wanted_keys.find(block.keys) >= 0))
+            on_progress()
     _load_policy_states(tables, segments, state)
     for name, table in tables.items():
         table.mark_unpublished(changed[name])
 
 
-def reload(tables: Mapping[str, StackTable], segments: Segments, state: Sequence[Segment]) -> None:
+def reload(
+    tables: Mapping[str, StackTable],
+    segments: Segments,
+    state: Sequence[Segment],
+    on_progress: Callable[[], None] = lambda: None,
+) -> None:
     """Read all rows, also those of tables that belonged to another stack then; `segments.needs_rewrite` tells
-    whether there were any.
+    whether there were any. `on_progress` is called after each part.
 
     Raises:
         SchemaError: a table has become narrower.
@@ -130,6 +142,7 @@ def reload(tables: Mapping[str, StackTable], segments: Segments, state: Sequence
     for table in tables.values():
         table.clear()
     for part in segments.read(state):
+        on_progress()
         for block in reversed(part.blocks):
             stack_table = tables.get(part.stack)
             if stack_table is None or not (own_K := _belongs_to(block.keys, stack_table)).all():

@@ -20,6 +20,10 @@ import xxhash
 from param_server.embedding_table import KeyIndex, Keys, join_keys
 from roostream.errors import CheckpointError
 
+MAX_BLOCK_BYTES = 64 << 20
+"""A bucket with more bytes is stored in several blocks: it may exceed what the store can hold under one key,
+and each block is in memory a few times while it is encoded."""
+
 VERSION = 1
 _HEAD = struct.Struct("<4sHHIII4x")
 _MAGIC = b"RSEG"
@@ -56,6 +60,15 @@ class RowBlock:
             rows_LD=self.rows_LD[live_L],
             state_LA=self.state_LA[live_L],
         )
+
+
+def with_gone(block: RowBlock, gone: Keys, unpublished_G: np.ndarray) -> RowBlock:
+    """`block` without deleted keys, and these deleted keys."""
+    return dataclasses.replace(
+        block,
+        keys=join_keys(block.keys, gone),
+        unpublished_K=np.concatenate([block.unpublished_K, unpublished_G.astype(np.uint8)]),
+    )
 
 
 def split_by_bucket(block: RowBlock, bucket_K: np.ndarray) -> dict[int, RowBlock]:

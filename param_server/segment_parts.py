@@ -1,13 +1,14 @@
 """The parts of segments in a shard's key-value store, each verified whenever it is read.
 
 d/<segment>                     directory: its parts with checksums; empty while it is being written
-b/<segment>/<stack>/<bucket>    one block (param_server/row_block.py)
+b/<segment>/<stack>/<bucket>    one block (param_server/row_block.py); `.<number>` follows from the second
+                                block of a bucket on
 r/<segment>/<stack>             state of the stack's eviction policy at that commit, if it has any
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -18,8 +19,9 @@ from param_server.row_block import RowBlock
 from roostream.errors import CheckpointError
 from roostream.schema.schema import stack_shape
 
-FORMAT = 2
-"""Format of directories. Format 1, without complete buckets, can be read too."""
+FORMAT, FORMAT_BLOCKS = 2, 3
+"""Formats of directories: of one block a bucket, and of several. Format 1, without complete buckets, can be
+read too."""
 
 _BATCH_BYTES = 8 << 20
 
@@ -38,13 +40,14 @@ class BlockEntry(NamedTuple):
 
     bytes: int
     checksum: str
+    number: int = 0  # among the blocks of its bucket
 
 
 class SegmentDirectory(NamedTuple):
     """The parts of one segment."""
 
     name: str
-    blocks: Mapping[str, Mapping[int, BlockEntry]]  # stack → bucket → block
+    blocks: Mapping[str, Mapping[int, Sequence[BlockEntry]]]  # stack → bucket → blocks
     complete: frozenset[int]  # buckets with all their rows: older blocks of them are obsolete
     policy_checksums: Mapping[str, str]  # stack → checksum
 
@@ -78,24 +81,33 @@ class SegmentParts:
         complete: Iterable[int],
         policy_states: Mapping[str, bytes],
     ) -> Segment:
-        """Store a segment of one block a bucket, replacing one of the same name. Durable on return."""
+        """Store a segment, replacing one of the same name. Each part has one block; parts of the same bucket
+        follow each other and have different keys. Durable on return."""
         self.delete([name])
         self.store.write([(_directory_key(name), b"")])
         entries: dict[str, dict[str, Any]] = {}
         batch: list[tuple[bytes, bytes]] = []
         waiting = total = rows = 0
+        format_ = FORMAT
         for stack, bucket, (block,) in parts:
-            key = _block_key(name, stack, bucket)
+            first = entries.setdefault(stack, {}).get(str(bucket))
+            more = first.setdefault("more", []) if first else []
+            key = _block_key(name, stack, bucket, len(more) + 1 if first else 0)
             data = blocks.encode(block, key)
             batch.append((key, data))
-            entries.setdefault(stack, {})[str(bucket)] = {"bytes": len(data), "checksum": data[-8:].hex()}
+            entry = {"bytes": len(data), "checksum": data[-8:].hex()}
+            if first:
+                more.append(entry)
+                format_ = FORMAT_BLOCKS
+            else:
+                entries[stack][str(bucket)] = entry
             waiting, total, rows = waiting + len(data), total + len(data), rows + len(block.keys)
             if waiting >= _BATCH_BYTES:
                 self.store.write(batch)
                 batch, waiting = [], 0
         states = {stack: (_policy_key(name, stack), state) for stack, state in policy_states.items()}
         content: dict[str, Any] = {
-            "format": FORMAT,
+            "format": format_,
             "name": name,
             "blocks": entries,
             "whole": sorted(complete),
@@ -119,19 +131,20 @@ class SegmentParts:
                 f"segment {segment.name}: expected checksum {segment.checksum}, got another: it is damaged"
             )
         content = msgspec.json.decode(data)
-        if content["format"] not in (1, FORMAT):
+        if content["format"] not in (1, FORMAT, FORMAT_BLOCKS):
             raise CheckpointError(
-                f"segment {segment.name}: expected format 1 or {FORMAT}, got {content['format']}"
+                f"segment {segment.name}: expected format 1 to {FORMAT_BLOCKS}, got {content['format']}; "
+                "use the version of Roostream that wrote it"
             )
         found = {
-            stack: {int(bucket): BlockEntry(**entry) for bucket, entry in entries.items()}
+            stack: {int(bucket): _entries(entry) for bucket, entry in entries.items()}
             for stack, entries in content["blocks"].items()
         }
         checksums = {stack: entry["checksum"] for stack, entry in content.get("residency", {}).items()}
         return SegmentDirectory(segment.name, found, frozenset(content.get("whole", ())), checksums)
 
     def block(self, name: str, stack: str, bucket: int, entry: BlockEntry) -> RowBlock:
-        key = _block_key(name, stack, bucket)
+        key = _block_key(name, stack, bucket, entry.number)
         data = self.store.get(key)
         if data is None or len(data) != entry.bytes or data[-8:].hex() != entry.checksum:
             raise CheckpointError(
@@ -174,5 +187,13 @@ def _policy_key(name: str, stack: str) -> bytes:
     return f"r/{name}/{stack}".encode()
 
 
-def _block_key(name: str, stack: str, bucket: int) -> bytes:
-    return f"b/{name}/{stack}/{bucket:05d}".encode()
+def _block_key(name: str, stack: str, bucket: int, number: int) -> bytes:
+    return f"b/{name}/{stack}/{bucket:05d}{f'.{number}' if number else ''}".encode()
+
+
+def _entries(stored: Mapping[str, Any]) -> list[BlockEntry]:
+    """A bucket's blocks, as a directory states them."""
+    return [
+        BlockEntry(entry["bytes"], entry["checksum"], number)
+        for number, entry in enumerate([stored, *stored.get("more", ())])
+    ]

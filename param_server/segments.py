@@ -137,14 +137,23 @@ class Segments:
         **If it fails:** `base` is unchanged. What is left of segment `name` is deleted with the next
         `commit`.
         """
+        num_keys = sum(len(block.keys) for block in changes.values())
+        return self.write_changes(name, num_keys, self._split(changes), base, policy_states, complete)
+
+    def write_changes(
+        self,
+        name: str,
+        num_keys: int,
+        parts: Iterable[SegmentBucket],
+        base: Sequence[Segment],
+        policy_states: Mapping[str, bytes] | None = None,
+        complete: frozenset[int] = _NONE,
+    ) -> tuple[Segment, ...]:
+        """As `write`, of changes of `num_keys` keys that come part by part (see `SegmentParts.write`)."""
         states = {stack: state for stack, state in (policy_states or {}).items() if state}
-        if (
-            not any(len(block.keys) for block in changes.values())
-            and not complete
-            and self._has_policy_states(base, states)
-        ):
+        if not num_keys and not complete and self._has_policy_states(base, states):
             return tuple(base)
-        return self.write_parts(name, self._split(changes), base, states, complete)
+        return self.write_parts(name, parts, base, states, complete)
 
     def write_parts(
         self,
@@ -154,8 +163,7 @@ class Segments:
         policy_states: Mapping[str, bytes] | None = None,
         complete: frozenset[int] = _NONE,
     ) -> tuple[Segment, ...]:
-        """As `write`, for parts with one block each that come one by one; writes a segment even if there are
-        none."""
+        """As `write_changes`; writes a segment even if there are no changes."""
         try:
             state = (*base, self._parts.write(name, parts, complete, policy_states or {}))
             return tuple(
@@ -418,8 +426,7 @@ def _entries(
 ) -> Iterator[tuple[str, BlockEntry]]:
     """Entries of a bucket, newest first, down to the segment that has it completely."""
     for directory in directories:
-        entry = directory.blocks.get(stack, {}).get(bucket)
-        if entry:
+        for entry in directory.blocks.get(stack, {}).get(bucket, ()):
             yield directory.name, entry
         if bucket in directory.complete:
             return

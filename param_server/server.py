@@ -5,10 +5,12 @@ restore them.
     commands   restore freeze write commit abort    from the controller agent's thread (docs/protocols.md)
     publishing take_round, settle_round, …          from the publisher's thread
 
-One lock makes every push, freeze and round atomic. A commit on a shard (step numbers as in
-docs/protocols.md):
-  4. freeze: evict, copy the changes, start the next generation; training continues from here.
-  5. write: store the copy as a segment.
+One lock makes every call atomic. Work that grows with the rows holds it for some milliseconds at a time, so
+calls go on meanwhile; pushes wait for the end of a freeze. Heartbeats read `stats`, which needs no lock.
+
+A commit on a shard (step numbers as in docs/protocols.md):
+  4. freeze: evict, mark what has changed, start the next generation; training continues from here.
+  5. write: copy the marked rows as they were at the freeze, bucket by bucket, and store them as a segment.
   7. commit: a manifest names the segment; the older generation is dropped. Or abort: its rows count as
      changed again.
 A restore reads committed segments: only the rows that changed in either generation if this process was at the
@@ -21,8 +23,8 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -30,7 +32,7 @@ from param_server.config import ShardIdentity
 from param_server.embedding_table import Keys, join_keys, no_keys
 from param_server.eviction import EvictionPolicyFactory, ExpiryPolicy
 from param_server.gradient_barrier import GradientBarrier, check_workers, sum_pushes
-from param_server.outbox import BucketScan, PublishRound, Rollback
+from param_server.outbox import BucketScan, Delta, PlannedDelta, PublishRound, Rollback, run_to_end
 from param_server.restore import (
     FrozenCommit,
     RestoreTarget,
@@ -39,8 +41,17 @@ from param_server.restore import (
     restore_target,
     roll_back,
 )
+from param_server.row_block import MAX_BLOCK_BYTES, with_gone
+from param_server.segment_parts import SegmentBucket
 from param_server.segments import EMPTY_COMMIT, Commit, Segments
-from param_server.table import GradientPush, PublishableRows, StackTable, build_tables, check_owned
+from param_server.table import (
+    FrozenRows,
+    GradientPush,
+    PublishableRows,
+    StackTable,
+    build_tables,
+    check_owned,
+)
 from roostream.errors import (
     CheckpointError,
     FencedError,
@@ -52,8 +63,14 @@ from roostream.errors import (
 from roostream.runtime.checkpoint_store import CheckpointStore
 from roostream.runtime.clock import Clock
 from roostream.runtime.rpc.transport import Header
+from roostream.schema.ids import buckets_of
 
 log = logging.getLogger("roostream.shard")
+
+T = TypeVar("T")
+
+_YIELD_S = 1e-4
+"""Pause between two short holds of the lock, so that calls that wait for it get their turn."""
 
 _BEFORE_ALL = -1
 """An offset that never exists: the publisher finds it gone and tells replicas to bootstrap again."""
@@ -87,6 +104,10 @@ class Shard:
         self._rows_end: dict[int, int] = {}
         self._rollback: Rollback | None = None
         self._settled_late: bool | None = None  # outcome of a round that ended during a restore
+        self._is_freezing = False
+        self._frozen_over = threading.Condition(self._lock)  # a freeze has ended
+        # Grows while a command is at work, so that the controller and the agent see that it does not hang.
+        self.progress = 0
 
     # ShardRpcHandler; param_server/server.py has checked what they carry
 
@@ -125,6 +146,7 @@ class Shard:
         call raises UnavailableError, and the controller restores all programs.
         """
         with self._lock:
+            self._wait_for_freeze()
             self._check(incarnation)
             check_owned(self.identity.index, self.owners, [keys for _, keys, _ in update.parts])
             if not self._is_next(update.worker, update.sequence):
@@ -140,6 +162,7 @@ class Shard:
         """Apply the pushes of all workers of a step at once, in their order. As `push` of each, without
         waiting."""
         with self._lock:
+            self._wait_for_freeze()
             self._check(incarnation)
             for update in updates:
                 check_owned(self.identity.index, self.owners, [keys for _, keys, _ in update.parts])
@@ -149,6 +172,12 @@ class Shard:
                         "worker"
                     )
             self._apply(updates)
+
+    def _wait_for_freeze(self) -> None:
+        """A push that comes during a freeze belongs to the next generation; called with the lock held. A
+        freeze always ends, also if it fails."""
+        while self._is_freezing:
+            self._frozen_over.wait()
 
     def _apply(self, pushes: Sequence[GradientPush]) -> None:
         """Apply the pushes of a step as one update; called with the lock held."""
@@ -191,31 +220,59 @@ class Shard:
         return pages, left[len(pages) :]
 
     def stats(self) -> dict[str, Any]:
-        """Plain numbers for status reports and metrics."""
-        with self._lock:
-            tables = self.tables
-            return {
-                "ready": self.ready,
-                "incarnation": self.incarnation,
-                "committed_seq": self.committed.seq,
-                "segments": len(self.committed.segments),
-                "rows": {name: t.num_rows for name, t in tables.items()},
-                "bytes": sum(t.num_bytes for t in tables.values()),
-                "dirty": sum(t.num_changed() for t in tables.values()) if self.ready else 0,
-                "spared": sum(t.eviction.num_spared for t in tables.values()),
-                "withheld": sum(t.outbox.num_withheld for t in tables.values()),
-                "limited": sum(t.num_limited for t in tables.values()),
-                "largest_accumulator": {name: t.largest_accumulator for name, t in tables.items()},
-                "damaged": len(self.segments.damaged),
-                "damages": self.segments.num_damaged,
-                "broken": self._broken,
-                "pulls": self.num_pulls,
-                "pushes": self.num_pushes,
-                "repeats": self.num_repeats,
-                "waiting": self.barrier.num_waiting,
-                "rows_end": {str(p): offset for p, offset in self._rows_end.items()},
-                "rolling_back": self._rollback is not None,
-            }
+        """Plain numbers for heartbeats, status reports and metrics. Any thread.
+
+        Takes no lock and costs the same for any number of rows, because a heartbeat must not wait for data.
+        The numbers may belong to slightly different moments.
+        """
+        tables = self.tables
+        return {
+            "ready": self.ready,
+            "index": self.identity.index,
+            "incarnation": self.incarnation,
+            "committed_seq": self.committed.seq,
+            "segments": len(self.committed.segments),
+            "rows": {name: t.num_rows for name, t in tables.items()},
+            "bytes": sum(t.num_bytes for t in tables.values()),
+            "dirty": sum(t.num_changed() for t in tables.values()) if self.ready else 0,
+            "spared": sum(t.eviction.num_spared for t in tables.values()),
+            "withheld": sum(t.outbox.num_withheld for t in tables.values()),
+            "limited": sum(t.num_limited for t in tables.values()),
+            "largest_accumulator": {name: t.largest_accumulator for name, t in tables.items()},
+            "damaged": len(self.segments.damaged),
+            "damages": self.segments.num_damaged,
+            "broken": self._broken,
+            "pulls": self.num_pulls,
+            "pushes": self.num_pushes,
+            "repeats": self.num_repeats,
+            "waiting": self.barrier.num_waiting,
+            "rows_end": {str(p): offset for p, offset in dict(self._rows_end).items()},
+            "rolling_back": self._rollback is not None,
+            "progress": self.progress,
+        }
+
+    def answers(self, timeout_s: float) -> bool:
+        """Whether the lock that calls need becomes free within `timeout_s`. False for long: a deadlock."""
+        if not self._lock.acquire(timeout=timeout_s):
+            return False
+        self._lock.release()
+        return True
+
+    def _in_steps(self, steps: Generator[None, None, T], check: Callable[[], None] = lambda: None) -> T:
+        """Run a generator with the lock held in each of its steps, and free between them; return its result.
+        `check` is called with the lock held before each step, and may raise."""
+        while True:
+            with self._lock:
+                check()
+                try:
+                    next(steps)
+                except StopIteration as end:
+                    return end.value  # type: ignore[no-any-return]
+            self._advance()
+            time.sleep(_YIELD_S)
+
+    def _advance(self) -> None:
+        self.progress += 1
 
     @contextlib.contextmanager
     def _breaking(self, what: str) -> Iterator[None]:
@@ -224,11 +281,15 @@ class Shard:
         try:
             yield
         except BaseException as error:
-            self.ready = self._consistent = False
-            self._broken = f"{what} failed half-way ({error!r:.200})"
-            self.barrier.abort(self._broken)
-            log.exception("%s: all programs must be restored", self._broken)
+            self._break(what, error)
             raise
+
+    def _break(self, what: str, error: BaseException) -> None:
+        """Called with the lock held."""
+        self.ready = self._consistent = False
+        self._broken = f"{what} failed half-way ({error!r:.200})"
+        self.barrier.abort(self._broken)
+        log.exception("%s: all programs must be restored", self._broken)
 
     def _is_next(self, worker: int, sequence: int) -> bool:
         """False: the push was applied before. Raises FencedError: a push in between was lost."""
@@ -297,27 +358,44 @@ class Shard:
                 raise CheckpointError(
                     f"expected commit {self._frozen.seq} to be committed or aborted before {seq} is frozen"
                 )
-            with self._breaking("a freeze"):
-                generations = {
-                    name: table.freeze(watermark_ms, complete) for name, table in self.tables.items()
-                }
-                self._frozen = FrozenCommit(
-                    seq=seq,
-                    incarnation=self.incarnation,
-                    changes={name: generation.block for name, generation in generations.items()},
-                    changed={name: generation.changed for name, generation in generations.items()},
-                    complete=complete,
-                    policy_states={name: table.eviction.state() for name, table in self.tables.items()},
-                    rows_end=dict(self._rows_end),
-                )
-        rows = sum(len(generation.block.keys) for generation in generations.values())
-        return {"rows": rows, "paused_ms": (time.perf_counter() - started_s) * 1000}
+            self._is_freezing = True
+            # What is published during the freeze lies behind these offsets, so a restore reads it again.
+            rows_end = dict(self._rows_end)
+        try:
+            rows = {
+                name: self._freeze_table(table, watermark_ms, complete) for name, table in self.tables.items()
+            }
+            self._frozen = FrozenCommit(
+                seq=seq,
+                incarnation=self.incarnation,
+                rows=rows,
+                complete=complete,
+                policy_states={name: table.eviction.state() for name, table in self.tables.items()},
+                rows_end=rows_end,
+            )
+        except BaseException as error:
+            with self._lock:
+                self._break("a freeze", error)
+            raise
+        finally:
+            with self._lock:
+                self._is_freezing = False
+                self._frozen_over.notify_all()
+        return {
+            "rows": sum(map(len, rows.values())),
+            "paused_ms": (time.perf_counter() - started_s) * 1000,
+        }
+
+    def _freeze_table(self, table: StackTable, watermark_ms: int, complete: frozenset[int]) -> FrozenRows:
+        self._in_steps(table.evict(table.due_rows(watermark_ms)))
+        with self._lock:
+            unpublished = table.outbox.tombstones()
+        return self._in_steps(table.freeze(*table.gone_keys(unpublished), complete))
 
     def _buckets_to_rewrite(self) -> frozenset[int]:
         """Buckets of which the next segment should hold every row."""
-        with self._lock:
-            changed = sum(table.num_changed() for table in self.tables.values())
-            rows = sum(table.num_rows for table in self.tables.values())
+        changed = sum(table.num_changed() for table in self.tables.values())
+        rows = sum(table.num_rows for table in self.tables.values())
         try:
             return self.segments.buckets_to_rewrite(
                 self.committed.segments, 0.0 if self._minimal else changed / max(rows, 1)
@@ -330,12 +408,38 @@ class Shard:
         """Step 5: store the frozen rows; return the segments of commit `seq`. After a failure it can be
         called again."""
         frozen = self._expect_frozen(seq)
-        frozen.segments = self.segments.write(
-            frozen.name, frozen.changes, self.committed.segments, frozen.policy_states, frozen.complete
-        )
-        for name, block in frozen.changes.items():
-            self.tables[name].track_accumulators(block.state_LA)
+        if frozen.segments is None:
+            frozen.segments = self.segments.write_changes(
+                frozen.name,
+                sum(map(len, frozen.rows.values())),
+                self._frozen_parts(frozen),
+                self.committed.segments,
+                frozen.policy_states,
+                frozen.complete,
+            )
+            for name, rows in frozen.rows.items():
+                self._in_steps(self.tables[name].release(rows))
         return {"segments": [s._asdict() for s in frozen.segments], "rows_end": dict(frozen.rows_end)}
+
+    def _frozen_parts(self, frozen: FrozenCommit) -> Iterator[SegmentBucket]:
+        """The frozen rows by bucket; a large bucket comes in several blocks."""
+        for name, rows in frozen.rows.items():
+            table, num_buckets = self.tables[name], self.identity.num_buckets
+            bucket_M = table.index.bucket_N[rows.row_M]
+            order_M = np.argsort(bucket_M, kind="stable")
+            edge_B = np.searchsorted(bucket_M[order_M], np.arange(num_buckets + 1))
+            gone_bucket_G = buckets_of(rows.gone.id_U, rows.gone.table_U, num_buckets)
+            max_rows = max(MAX_BLOCK_BYTES // table.row_bytes, 1)
+            for bucket in range(num_buckets):
+                at_M = order_M[edge_B[bucket] : edge_B[bucket + 1]]
+                gone_M = np.flatnonzero(gone_bucket_G == bucket)
+                for start in range(0, max(len(at_M), int(len(gone_M) > 0)), max_rows):
+                    block = self._in_steps(table.copy_frozen(rows, at_M[start : start + max_rows]))
+                    table.track_accumulators(block.state_LA)
+                    if start + max_rows >= len(at_M):
+                        block = with_gone(block, rows.gone.take(gone_M), rows.unpublished_G[gone_M])
+                    yield SegmentBucket(name, bucket, [block])
+                    self._advance()
 
     def commit(self, seq: int) -> dict[str, Any]:
         """Step 7: a manifest names what was written."""
@@ -359,11 +463,10 @@ class Shard:
         with self._lock:
             self._aborted = max(self._aborted, seq)
             frozen = self._frozen if self._frozen and self._frozen.seq <= seq else None
-            if frozen:
-                for name, keys in frozen.changed.items():
-                    self.tables[name].unfreeze(keys)
-                self._frozen, self._minimal = None, True
         if frozen:
+            for name, rows in frozen.rows.items():
+                self._in_steps(self.tables[name].unfreeze(rows))
+            self._frozen, self._minimal = None, True
             self.segments.discard(frozen.name)
         return {}
 
@@ -398,10 +501,10 @@ class Shard:
             self.owners, self.buckets = target.owners, target.owners.buckets_of(self.identity.index)
             self.segments.buckets = tuple(self.buckets)
             if same and target.commit.segments in states:
-                frozen = self._frozen.changed if self._frozen else {}
-                roll_back(self.tables, frozen, self.segments, target.commit.segments)
+                frozen = self._frozen.rows if self._frozen else {}
+                roll_back(self.tables, frozen, self.segments, target.commit.segments, self._advance)
             else:
-                reload(self.tables, self.segments, target.commit.segments)
+                reload(self.tables, self.segments, target.commit.segments, self._advance)
         except CheckpointError as error:
             raise CheckpointError(
                 f"{error}; {self.segments.explain_damage(target.commit.segments)}"
@@ -421,7 +524,7 @@ class Shard:
         for table in self.tables.values():
             table.clear_changes()
             if self._settled_late is not None:
-                table.outbox.settle(self._settled_late)
+                run_to_end(table.outbox.settle(self._settled_late))
             table.outbox.begin_incarnation()
         self.sequences.clear()
         self._settled_late = None
@@ -454,27 +557,66 @@ class Shard:
                 self._rollback = None
 
     def take_round(self) -> PublishRound | None:
-        """Take all unpublished rows; None if a rollback comes first. `settle_round` must follow."""
+        """Take all unpublished rows; None if a rollback comes first. `settle_round` must follow.
+
+        Raises:
+            UnavailableError: a restore has begun meanwhile; nothing is in flight.
+        """
         with self._lock:
             if not self.ready or self._rollback:
                 return None
-            deltas = [
-                d for table in self.tables.values() for d in table.outbox.take(self.identity.max_publish_norm)
-            ]
-            return PublishRound(self.incarnation, deltas)
+            taken = PublishRound(self.incarnation, [])
+        try:
+            for table in self.tables.values():
+                outbox = table.outbox
+                rows = self._in_steps(outbox.collect(), lambda: self._check_round(taken))
+                planned = outbox.plan(*rows)
+                with self._lock:
+                    self._check_round(taken)
+                    taken.deltas.extend(outbox.number(planned))
+        except BaseException:
+            self.settle_round(taken, False, {})
+            raise
+        return taken
+
+    def copy_delta(self, taken: PublishRound, planned: PlannedDelta) -> Delta | None:
+        """One delta of the round, with its rows as they are now; None: there is nothing to send.
+
+        Raises:
+            UnavailableError: a restore has begun meanwhile.
+        """
+        with self._lock:
+            self._check_round(taken)
+            return self.tables[planned.stack].outbox.copy(planned, self.identity.max_publish_norm)
+
+    def _check_round(self, taken: PublishRound) -> None:
+        """Called with the lock held."""
+        if not self.ready or taken.incarnation != self.incarnation:
+            raise UnavailableError(
+                "a restore has begun during a publishing round; the next round sends its rows"
+            )
 
     def settle_round(self, taken: PublishRound, acknowledged: bool, rows_end: Mapping[int, int]) -> None:
         """The round's deltas are all at offsets below `rows_end` (partition → offset), or may be lost and are
         due again."""
-        with self._lock:
+
+        def check() -> None:
             if not self.ready:
                 self._settled_late = acknowledged
-                return
-            same = taken.incarnation == self.incarnation
+                raise _RestoreBegunError
+
+        with contextlib.suppress(_RestoreBegunError):
             for table in self.tables.values():
-                table.outbox.settle(acknowledged, same)
-            if same and acknowledged:
-                self._rows_end.update(rows_end)
+                same = taken.incarnation == self.incarnation
+                self._in_steps(table.outbox.settle(acknowledged, same), check)
+            with self._lock:
+                check()
+                if taken.incarnation == self.incarnation and acknowledged:
+                    self._rows_end.update(rows_end)
+
+
+class _RestoreBegunError(Exception):
+    """A restore has begun; it settles the round."""
 
 
 MAX_SCAN_ROWS = 1 << 20

@@ -4,23 +4,27 @@ rule are stored together in growing arrays. The rule's parameters are those of e
 Letters: U keys of a call, N rows of the array, M chosen rows, D width, A state width, K tables of the stack,
 P parameters, B buckets.
 
-Two generations of changes can be open. `freeze` copies what changed since the last freeze and starts the next
-generation. Until the copy is committed, a rollback must undo both `changed_keys` and the keys of the copy.
+Two generations of changes can be open. A freeze fixes what changed since the last freeze and starts the next
+generation. Until the frozen rows are committed, a rollback must undo both `changed_keys` and their keys.
+
+A freeze marks rows and copies none, so it takes milliseconds for millions of rows. The values are copied
+while training continues: by `copy_frozen` when a segment is written, and by a push just before it changes a
+row that is still frozen (copy-on-write by row).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Generator, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from param_server import kernels
 from param_server.config import ShardIdentity
-from param_server.embedding_table import EmbeddingTable, KeyIndex, Keys, grown, join_keys, no_keys
+from param_server.embedding_table import EmbeddingTable, KeyIndex, Keys, grown, join_keys
 from param_server.eviction import NEVER, EvictionPolicyFactory
-from param_server.kernels import DIRTY, DISOWNED, IN_FLIGHT, UNPUBLISHED
-from param_server.outbox import Outbox
+from param_server.kernels import DIRTY, DISOWNED, FROZEN, IN_FLIGHT, LIVE, UNPUBLISHED
+from param_server.outbox import SLICE_ROWS, Outbox
 from param_server.row_block import RowBlock
 from param_server.rules import KERNELS, MAX_GRADIENT, accumulators
 from roostream.errors import FencedError, SchemaError, WireError
@@ -28,12 +32,83 @@ from roostream.runtime.bucket_map import BucketMap
 from roostream.schema.ids import bucket_of
 from roostream.schema.schema import Schema, Table
 
+_CHANGED = DIRTY | UNPUBLISHED | IN_FLIGHT
+_SAVED_ROWS = 1 << 14
+COPY_BYTES = 4 << 20
+"""Bytes of rows that are copied while the shard's lock is held once."""
 
-class FrozenRows(NamedTuple):
-    """What a freeze copies."""
 
-    block: RowBlock
-    changed: Keys  # keys of the block that a rollback must undo; the others are as committed
+class SavedRows:
+    """Copies of rows, in blocks of equal size, so that saving one more never moves the others."""
+
+    def __init__(self, width: int, state_width: int) -> None:
+        self.width, self.state_width, self.num_rows = width, state_width, 0
+        self._blocks: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+
+    def append(self, stamp_ms_M: np.ndarray, rows_MD: np.ndarray, state_MA: np.ndarray) -> np.ndarray:
+        """Add rows; return their numbers here (int64 [M])."""
+        number_M = np.arange(self.num_rows, self.num_rows + len(stamp_ms_M))
+        while len(self._blocks) * _SAVED_ROWS < self.num_rows + len(stamp_ms_M):
+            self._blocks.append(
+                (
+                    np.empty(_SAVED_ROWS, np.int64),
+                    np.empty((_SAVED_ROWS, self.width), np.float32),
+                    np.empty((_SAVED_ROWS, self.state_width), np.float32),
+                )
+            )
+        for block, here_M in self._by_block(number_M):
+            for array, values in zip(block, (stamp_ms_M, rows_MD, state_MA), strict=True):
+                array[number_M[here_M] % _SAVED_ROWS] = values[here_M]
+        self.num_rows += len(stamp_ms_M)
+        return number_M
+
+    def put_into(self, number_M: np.ndarray, at_M: np.ndarray, into: Sequence[np.ndarray]) -> None:
+        """Copy the rows with these numbers to positions `at_M` (int64) of arrays (stamps, rows, state)."""
+        for block, here_M in self._by_block(number_M):
+            for array, out in zip(block, into, strict=True):
+                out[at_M[here_M]] = array[number_M[here_M] % _SAVED_ROWS]
+
+    def _by_block(
+        self, number_M: np.ndarray
+    ) -> Iterator[tuple[tuple[np.ndarray, np.ndarray, np.ndarray], np.ndarray]]:
+        """(block, positions in `number_M` of its rows)."""
+        block_M = number_M // _SAVED_ROWS
+        for block in np.unique(block_M).tolist():
+            yield self._blocks[block], np.flatnonzero(block_M == block)
+
+
+class FrozenRows:
+    """What a freeze has fixed. Rows are numbered as in the table; the numbers stay the same until the next
+    freeze."""
+
+    def __init__(
+        self, row_M: np.ndarray, flags_M: np.ndarray, gone: Keys, unpublished_G: np.ndarray, saved: SavedRows
+    ) -> None:
+        """`row_M`: ascending. `flags_M`: flags of the rows before the freeze. `gone`: keys that have no row;
+        `unpublished_G` (bool): whether replicas still need their tombstone."""
+        self.row_M, self.flags_M, self.gone, self.unpublished_G = row_M, flags_M, gone, unpublished_G
+        self.saved, self._saved_at_M = saved, np.full(len(row_M), -1, np.int64)
+
+    def __len__(self) -> int:
+        """Number of keys, with those that have no row."""
+        return len(self.row_M) + len(self.gone)
+
+    @property
+    def changed_row_M(self) -> np.ndarray:
+        """int64: rows that differ from what is committed or published; the others belong to buckets that are
+        written whole."""
+        return self.row_M[(self.flags_M & _CHANGED) != 0]
+
+    def changed_keys(self, index: KeyIndex) -> Keys:
+        """Keys that a rollback must undo."""
+        return join_keys(index.keys_at(self.changed_row_M), self.gone)
+
+    def note_saved(self, row_M: np.ndarray, number_M: np.ndarray) -> None:
+        self._saved_at_M[np.searchsorted(self.row_M, row_M)] = number_M
+
+    def saved_numbers(self, at_M: np.ndarray) -> np.ndarray:
+        """int64: number in `saved` of the rows at these positions of `row_M`; -1 = the table has it."""
+        return self._saved_at_M[at_M]
 
 
 class PublishableRows(NamedTuple):
@@ -77,7 +152,9 @@ class StackTable:
         self.outbox = Outbox(self.name, self.embeddings)
         self.state_NA = np.zeros((self.index.capacity, self.state_width), np.float32)
         self.stamp_ms_N = np.zeros(self.index.capacity, np.int64)
-        self._gone = no_keys()
+        self._gone: list[Keys] = []
+        self._num_dirty = 0
+        self.frozen: FrozenRows | None = None  # rows that pushes save before they change them
 
     @property
     def index(self) -> KeyIndex:
@@ -86,6 +163,11 @@ class StackTable:
     @property
     def num_rows(self) -> int:
         return self.index.num_live
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row with its key, state and time."""
+        return 4 * (self.width + self.state_width) + 21
 
     @property
     def num_bytes(self) -> int:
@@ -144,10 +226,12 @@ class StackTable:
                 keys, row_U, gradient_UD = keys.take(admitted_U), row_U[admitted_U], gradient_UD[admitted_U]
         which_U = kernels.which_table(keys.table_U, self.embeddings.table_K)
         gradient_UD = self._scaled(gradient_UD)
+        if self.frozen is not None:
+            self._save(self.frozen, row_U)
         self.kernel(self.embeddings.rows_ND, self.state_NA, row_U, gradient_UD, which_U, self.parameters_KP)
         touched_B = np.zeros(self.num_buckets, np.bool_)
         flags = DIRTY | UNPUBLISHED if self.publishing else DIRTY
-        kernels.stamp(
+        self._num_dirty += kernels.stamp(
             row_U, flags, time_ms, self.index.flags_N, self.stamp_ms_N, self.index.bucket_N, touched_B
         )
         return touched_B
@@ -188,58 +272,106 @@ class StackTable:
         return row_U
 
     def num_changed(self) -> int:
-        return self.index.count_flagged(DIRTY) + len(self._gone)
+        """Any thread; needs no lock."""
+        return self._num_dirty + sum(map(len, tuple(self._gone)))
 
     def changed_keys(self) -> Keys:
         """Keys that were changed or expired since the last freeze."""
-        return join_keys(self.index.keys_at(self.index.flagged(DIRTY)), self._gone)
+        return join_keys(self.index.keys_at(self.index.flagged(DIRTY)), *self._gone)
 
-    def freeze(self, watermark_ms: int, complete: Collection[int] = ()) -> FrozenRows:
-        """Evict by the watermark, then copy all changes since the last freeze, all unpublished rows, and all
-        rows of the buckets in `complete`.
+    # A freeze, in this order. No push may come in between: then the steps that only read need no lock, and
+    # the lock may be released between two steps of the generators.
 
-        The next generation starts empty.
-        """
-        self._evict(watermark_ms)
-        flags = DIRTY | UNPUBLISHED | IN_FLIGHT
-        row_M = self.index.in_buckets(complete, flags)
-        changed = self.index.keys_at(row_M[(self.index.flags_N[row_M] & flags) != 0])
-        gone, unpublished_G = self._take_gone()
-        block = RowBlock(
-            keys=join_keys(self.index.keys_at(row_M), gone),
-            unpublished_K=np.concatenate(
-                [(self.index.flags_N[row_M] & (UNPUBLISHED | IN_FLIGHT)) != 0, unpublished_G]
-            ).astype(np.uint8),
-            stamp_ms_L=self.stamp_ms_N[row_M],
-            rows_LD=kernels.take_rows(self.embeddings.rows_ND, row_M),
-            state_LA=kernels.take_rows(self.state_NA, row_M),
-        )
-        self.index.replace_flags(DIRTY)
-        return FrozenRows(block, join_keys(changed, gone))
+    def due_rows(self, watermark_ms: int) -> np.ndarray:
+        """int64 [M]: rows to evict. Only reads."""
+        return self.eviction.evict(watermark_ms, self.index, self.stamp_ms_N)
 
-    def unfreeze(self, changed: Keys) -> None:
-        """The generation of these keys is not committed: they count as changed again."""
-        row_K = self.index.find(changed)
-        self.index.flags_N[row_K[row_K >= 0]] |= DIRTY
-        self._gone = join_keys(self._gone, changed.take(row_K < 0))
+    def evict(self, row_M: np.ndarray) -> Generator[None, None, None]:
+        """Remove these rows."""
+        for start in range(0, len(row_M), SLICE_ROWS // 4):
+            keys = self.index.keys_at(row_M[start : start + SLICE_ROWS // 4])
+            self.index.remove(keys)
+            self._gone.append(keys)
+            if self.publishing:
+                self.outbox.add_tombstones(keys)
+            yield
 
-    def _evict(self, watermark_ms: int) -> None:
-        keys = self.index.keys_at(self.eviction.evict(watermark_ms, self.index, self.stamp_ms_N))
-        if not len(keys):
-            return
-        self.index.remove(keys)
-        self._gone = join_keys(self._gone, keys)
-        if self.publishing:
-            self.outbox.add_tombstones(keys)
-
-    def _take_gone(self) -> tuple[Keys, np.ndarray]:
-        """Keys that have no row any more, each once, and bool [G]: whether readers still need a tombstone."""
-        unpublished = self.outbox.tombstones()
-        gone = self._absent(join_keys(unpublished, self._gone))
-        self._gone = no_keys()
+    def gone_keys(self, unpublished: Keys) -> tuple[Keys, np.ndarray]:
+        """Keys that have no row any more, each once, and bool [G]: whether replicas still need a tombstone.
+        `unpublished`: `Outbox.tombstones`. Only reads."""
+        gone = self._absent(join_keys(unpublished, *self._gone))
         unpublished_keys = KeyIndex(self.num_buckets)
         unpublished_keys.add_new(unpublished)
         return gone, unpublished_keys.find(gone) >= 0
+
+    def freeze(
+        self, gone: Keys, unpublished_G: np.ndarray, complete: Collection[int] = ()
+    ) -> Generator[None, None, FrozenRows]:
+        """Freeze all changes since the last freeze, all unpublished rows, and all rows of the buckets in
+        `complete`. The next generation starts empty. `gone`, `unpublished_G`: of `gone_keys`."""
+        rows, flags = [np.zeros(0, np.int64)], [np.zeros(0, np.uint8)]
+        for numbers in self.index.slices(SLICE_ROWS):
+            rows.append(self.index.in_buckets(complete, _CHANGED, numbers))
+            flags.append(kernels.freeze(self.index.flags_N, rows[-1]))
+            yield
+        self._gone, self._num_dirty = [], 0
+        saved = SavedRows(self.width, self.state_width)
+        self.frozen = FrozenRows(np.concatenate(rows), np.concatenate(flags), gone, unpublished_G, saved)
+        return self.frozen
+
+    def _save(self, frozen: FrozenRows, row_U: np.ndarray) -> None:
+        """Copy those of the rows that are frozen, before they change."""
+        row_M = kernels.thaw(self.index.flags_N, row_U)
+        if len(row_M):
+            number_M = frozen.saved.append(
+                self.stamp_ms_N[row_M],
+                kernels.take_rows(self.embeddings.rows_ND, row_M),
+                kernels.take_rows(self.state_NA, row_M),
+            )
+            frozen.note_saved(row_M, number_M)
+
+    def copy_frozen(self, frozen: FrozenRows, at_M: np.ndarray) -> Generator[None, None, RowBlock]:
+        """A block of the frozen rows at positions `at_M` (int64) of `frozen.row_M`, as they were at the
+        freeze. The lock may be released between two steps."""
+        row_M = frozen.row_M[at_M]
+        stamp_ms_M = np.empty(len(row_M), np.int64)
+        rows_MD = np.empty((len(row_M), self.width), np.float32)
+        state_MA = np.empty((len(row_M), self.state_width), np.float32)
+        num_rows = max(COPY_BYTES // (4 * (self.width + self.state_width) + 8), 1)
+        for start in range(0, len(row_M), num_rows):
+            here = slice(start, start + num_rows)
+            stamp_ms_M[here] = self.stamp_ms_N[row_M[here]]
+            rows_MD[here] = kernels.take_rows(self.embeddings.rows_ND, row_M[here])
+            state_MA[here] = kernels.take_rows(self.state_NA, row_M[here])
+            number_M = frozen.saved_numbers(at_M[here])
+            saved_M = np.flatnonzero(number_M >= 0)
+            frozen.saved.put_into(number_M[saved_M], saved_M + start, (stamp_ms_M, rows_MD, state_MA))
+            yield
+        return RowBlock(
+            keys=self.index.keys_at(row_M),
+            unpublished_K=((frozen.flags_M[at_M] & (UNPUBLISHED | IN_FLIGHT)) != 0).astype(np.uint8),
+            stamp_ms_L=stamp_ms_M,
+            rows_LD=rows_MD,
+            state_LA=state_MA,
+        )
+
+    def release(self, frozen: FrozenRows) -> Generator[None, None, None]:
+        """The frozen values are not needed any more. The lock may be released between two steps."""
+        self.frozen = None
+        for start in range(0, len(frozen.row_M), SLICE_ROWS):
+            self.index.replace_flags_at(frozen.row_M[start : start + SLICE_ROWS], FROZEN)
+            yield
+
+    def unfreeze(self, frozen: FrozenRows) -> Generator[None, None, None]:
+        """The frozen generation is not committed: its rows count as changed again. The lock may be released
+        between two steps."""
+        yield from self.release(frozen)
+        row_M = frozen.changed_row_M
+        for start in range(0, len(row_M), SLICE_ROWS):
+            rows = row_M[start : start + SLICE_ROWS]
+            self._num_dirty += self.index.replace_flags_at(rows, LIVE, LIVE | DIRTY)
+            yield
+        self._gone.append(frozen.gone)
 
     def _absent(self, keys: Keys) -> Keys:
         """The keys without a row, each once."""
@@ -259,9 +391,9 @@ class StackTable:
         self.index.remove(block.gone)
 
     def clear_changes(self) -> None:
-        """After a rollback: nothing differs from committed state."""
-        self.index.replace_flags(DIRTY)
-        self._gone = no_keys()
+        """After a rollback: nothing differs from committed state, and nothing is frozen."""
+        self.index.replace_flags(DIRTY | FROZEN)
+        self._gone, self._num_dirty, self.frozen = [], 0, None
 
     def mark_unpublished(self, keys: Keys) -> None:
         """Readers may have another state of these keys: publish the row, or that there is none."""

@@ -61,15 +61,44 @@ def test_keys_of_one_shard_spread_over_the_slots() -> None:
     mine = ids[buckets_of(ids, 9, 64) == 5]
     index = KeyIndex(64, 8192)
     index.add_new(Keys(np.full(len(mine), 9, np.uint32), mine))
+    assert longest_run(index) < 60
+
+
+def longest_run(index: KeyIndex) -> int:
+    """Slots that a search may have to look at, one after the other."""
     used = (index.slots_C2[:, 1] != 0).astype(int)
-    runs = np.diff(np.flatnonzero(np.diff(np.concatenate([[0], used, [0]]))))[::2]
-    assert runs.max() < 60
+    return int(np.diff(np.flatnonzero(np.diff(np.concatenate([[0], used, [0]]))))[::2].max())
+
+
+def test_ids_that_were_chosen_to_collide_spread_over_the_slots_of_every_process() -> None:
+    hash_U = np.arange(1000, dtype=np.uint64) * np.uint64(
+        1 << 20
+    )  # the high bits, which choose the slot, are 0
+    chosen = Keys(np.zeros(1000, np.uint32), _unmixed(hash_U).view(np.int64))
+    assert (_splitmix64(chosen.id_U.view(np.uint64)) == hash_U).all()
+    known, secret = KeyIndex(64, 8192, secret=np.uint64(0)), KeyIndex(64, 8192)
+    for index in (known, secret):
+        assert index.add_new(chosen).all() and (index.find(chosen) == np.arange(1000)).all()
+    assert longest_run(known) >= 1000 and longest_run(secret) < 60
+    assert (known.bucket_N == secret.bucket_N).all(), (
+        "buckets are stored, so they do not depend on the process"
+    )
+
+
+def _unmixed(hash_U: np.ndarray) -> np.ndarray:
+    """The inverse of `_splitmix64`."""
+    x = hash_U ^ (hash_U >> np.uint64(31)) ^ (hash_U >> np.uint64(62))
+    x = x * np.uint64(pow(0x94D049BB133111EB, -1, 1 << 64))
+    x = x ^ (x >> np.uint64(27)) ^ (x >> np.uint64(54))
+    x = x * np.uint64(pow(0xBF58476D1CE4E5B9, -1, 1 << 64))
+    x = x ^ (x >> np.uint64(30)) ^ (x >> np.uint64(60))
+    return x - np.uint64(0x9E3779B97F4A7C15)
 
 
 def test_keys_of_one_home_slot_stay_findable_whatever_is_removed_between_them() -> None:
     """A run of one home slot and its neighbours': removing closes the gap, and nothing that follows may be
     left behind it."""
-    index = KeyIndex(8, 256)
+    index = KeyIndex(8, 256, secret=np.uint64(0))
     mask, shift = len(index.slots_C2) - 1, index.shift
     ids = np.arange(200_000, dtype=np.int64)
     home_U = (_splitmix64(ids.astype(np.uint64) ^ np.uint64(0)) >> shift).astype(np.int64)

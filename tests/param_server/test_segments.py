@@ -255,7 +255,7 @@ def test_a_future_format_is_refused() -> None:
     store = MemoryKeyValueStore()
     segments = make_segments(store)
     (segment,) = segments.write("1-1", changes({1: 1.0}), ())
-    data = json.dumps(json.loads(store.data[b"d/1-1"]) | {"format": 3}).encode()
+    data = json.dumps(json.loads(store.data[b"d/1-1"]) | {"format": 4}).encode()
     store.data[b"d/1-1"] = data
     from param_server.row_block import checksum
 

@@ -1,0 +1,263 @@
+"""Work that grows with the rows: calls and heartbeats go on during it, and a commit has the rows of its
+freeze."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from param_server.embedding_table import KeyIndex
+from param_server.eviction import ExpiryPolicy
+from param_server.key_value_store import MemoryKeyValueStore
+from param_server.publish import Message, Publisher
+from param_server.rows_topic import InMemoryRows
+from param_server.server import Shard
+from param_server.table import GradientPush
+from roostream.errors import UnavailableError
+from roostream.runtime.clock import FakeClock
+from roostream.schema.schema import Schema
+from roostream.schema.schema_file import schema_from_dict
+from tests.param_server.shard_support import (
+    ITEM,
+    TOPIC,
+    MemoryStore,
+    begun,
+    commit,
+    keys,
+    link_manifest,
+    make_shard,
+    small_schema,
+    state_of,
+)
+from tests.param_server.shard_support import pull_from as pull
+from tests.param_server.shard_support import push_to as push
+
+MANY = tuple(range(20_000))
+
+
+class ActingStore(MemoryKeyValueStore):
+    """`act` is called once, within the next write."""
+
+    act: Callable[[], object] | None = None
+
+    def write(
+        self, puts: Iterable[tuple[bytes, bytes]], deletes: Iterable[bytes] = (), *, sync: bool = False
+    ) -> None:
+        act, self.act = self.act, None
+        if act:
+            act()
+        super().write(puts, deletes, sync=sync)
+
+
+class ActingPolicy(ExpiryPolicy):
+    """`act` is called while it looks for rows to evict."""
+
+    act: Callable[[], object] = staticmethod(lambda: None)
+
+    def evict(self, watermark_ms: int, index: KeyIndex, stamp_ms_N: np.ndarray) -> np.ndarray:
+        self.act()
+        return super().evict(watermark_ms, index, stamp_ms_N)
+
+
+def restored(blobs: MemoryKeyValueStore, store: MemoryStore, name: str, **identity: Any) -> Shard:
+    again = make_shard(blobs, store, **identity)
+    again.restore(2, name)
+    return again
+
+
+def in_time(act: Callable[[], object]) -> bool:
+    """Whether `act` returns although this thread holds something."""
+    done = threading.Thread(target=act, daemon=True)
+    done.start()
+    done.join(10)
+    return not done.is_alive()
+
+
+def test_a_heartbeat_never_waits_for_the_lock_of_the_rows() -> None:
+    shard = begun()
+    push(shard, 1)
+    with shard.barrier.lock:
+        assert in_time(shard.stats) and not shard.answers(0.01)
+    assert shard.stats()["dirty"] == 2 and shard.answers(1.0)
+
+
+def test_the_count_of_changed_rows_follows_freezes_aborts_and_restores() -> None:
+    store = MemoryStore()
+    shard = begun(store=store)
+    push(shard, 1, ITEM, (1, 2, 3))
+    push(shard, 2, ITEM, (3, 4))
+    assert shard.stats()["dirty"] == 4
+    shard.freeze(1, 0)
+    assert shard.stats()["dirty"] == 0
+    push(shard, 3, ITEM, (4, 5))
+    shard.abort(1)
+    assert shard.stats()["dirty"] == 5
+    name = commit(shard, store, 2)
+    push(shard, 4, ITEM, (1,))
+    shard.restore(2, name)
+    assert shard.stats()["dirty"] == 0
+
+
+def test_a_commit_has_the_rows_of_its_freeze_although_they_change_before_and_while_they_are_written() -> None:
+    blobs, store = ActingStore(), MemoryStore()
+    shard = begun(blobs=blobs, store=store)
+    push(shard, 1, ITEM, MANY)
+    push(shard, 2, TOPIC, (1, 2))
+    frozen = state_of(shard)
+    shard.freeze(1, 0)
+    push(shard, 3, ITEM, MANY[::2])
+    push(shard, 4, ITEM, (0, 2, 30_000))
+    blobs.act = lambda: (pull(shard, ITEM, 1), push(shard, 5, ITEM, MANY))
+    name = link_manifest(store, 1, 1, [shard.write(1)])
+    assert blobs.act is None, "pulls and pushes are answered while a segment is written"
+    shard.commit(1)
+    assert state_of(restored(blobs, store, name)) == frozen
+    push(shard, 6, TOPIC, (2,))
+    second = commit(shard, store, 2)
+    assert state_of(restored(blobs, store, second)) == state_of(shard)
+
+
+def test_a_write_that_failed_half_way_is_repeated_with_the_rows_of_the_freeze() -> None:
+    blobs, store = MemoryKeyValueStore(), MemoryStore()
+    shard = begun(blobs=blobs, store=store)
+    push(shard, 1, ITEM, (1, 2, 3))
+    frozen = state_of(shard)
+    shard.freeze(1, 0)
+    blobs.fail_at(3)
+    with pytest.raises(UnavailableError):
+        shard.write(1)
+    push(shard, 2, ITEM, (2, 3, 4))
+    name = link_manifest(store, 1, 1, [shard.write(1)])
+    assert state_of(restored(blobs, store, name)) == frozen
+
+
+def test_an_aborted_freeze_leaves_nothing_frozen() -> None:
+    blobs, store = MemoryKeyValueStore(), MemoryStore()
+    shard = begun(blobs=blobs, store=store)
+    push(shard, 1, ITEM, (1, 2, 3))
+    shard.freeze(1, 0)
+    push(shard, 2, ITEM, (1,))
+    shard.abort(1)
+    push(shard, 3, ITEM, (2,))
+    name = commit(shard, store, 2)
+    assert state_of(restored(blobs, store, name)) == state_of(shard)
+
+
+def test_reads_are_answered_during_a_freeze_and_a_push_belongs_to_the_next_commit() -> None:
+    blobs, store = MemoryKeyValueStore(), MemoryStore()
+    schema = small_schema(expire_after_ms=10)
+    shard = begun(blobs=blobs, store=store, schema=schema, eviction=ActingPolicy)
+    push(shard, 1, ITEM, (1, 2), time_ms=1000)
+    before = state_of(shard)
+    pusher = threading.Thread(target=lambda: push(shard, 2, ITEM, (2, 3), time_ms=1000), daemon=True)
+
+    def act() -> None:
+        assert in_time(lambda: pull(shard, ITEM, 1))
+        if not pusher.ident:
+            pusher.start()
+
+    for table in shard.tables.values():
+        table.eviction.act = act  # type: ignore[attr-defined]
+    shard.freeze(1, 1000)
+    pusher.join(10)
+    assert not pusher.is_alive() and shard.stats()["pushes"] == 2
+    name = link_manifest(store, 1, 1, [shard.write(1)])
+    assert state_of(restored(blobs, store, name, schema=schema)) == before
+
+
+def wide_schema() -> Schema:
+    return schema_from_dict(
+        {"tables": {ITEM: {"dim": 1024}}, "label": [{"name": "click", "action": "click"}]}
+    )
+
+
+def push_wide(shard: Shard, sequence: int, num_rows: int) -> None:
+    (table,) = shard.tables.values()
+    asked = keys(ITEM, *range(num_rows))
+    gradient_UD = np.full((num_rows, 1024), sequence, np.float32)
+    shard.push(shard.incarnation, GradientPush(0, sequence, 1, 1, 1, [(table, asked, gradient_UD)]))
+
+
+def test_a_large_bucket_is_stored_in_several_blocks() -> None:
+    blobs, store = MemoryKeyValueStore(), MemoryStore()
+    identity = {"schema": wide_schema(), "num_buckets": 1, "num_partitions": 1}
+    shard = begun(blobs=blobs, store=store, **identity)
+    push_wide(shard, 1, 9000)
+    shard.freeze(1, 0)
+    progress = shard.stats()["progress"]
+    name = link_manifest(store, 1, 1, [shard.write(1)], num_buckets=1, num_partitions=1)
+    assert shard.stats()["progress"] > progress + 10, "so that nobody takes it for a hanging command"
+    assert len(list(blobs.keys(b"b/1-1/"))) == 2
+    assert max(len(blobs.get(key) or b"") for key in blobs.keys(b"b/")) < 65 << 20
+    again = restored(blobs, store, name, **identity)
+    assert again.stats()["rows"] == shard.stats()["rows"]
+    (mine,), (its,) = shard.tables.values(), again.tables.values()
+    asked = keys(ITEM, 0, 4500, 8999)
+    assert (mine.embeddings.gather(asked) == its.embeddings.gather(asked)).all()
+    second = list(blobs.keys(b"b/1-1/"))[1]
+    blobs.write([(second, b"damaged")])
+    assert list(shard.segments.check(again.committed.segments, [0]))
+
+
+class Portions(InMemoryRows):
+    """Notes the bytes of each delivery."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        self.delivered: list[int] = []
+
+    def deliver(self, messages: Sequence[Message], stop: threading.Event) -> list[int]:
+        self.delivered.append(sum(len(message.value) for message in messages))
+        return super().deliver(messages, stop)
+
+
+def test_a_large_round_is_sent_in_portions() -> None:
+    topic = Portions()
+    shard = begun(schema=wide_schema(), num_buckets=1, num_partitions=1)
+    publisher = Publisher(shard, topic, FakeClock())
+    publisher.turn(threading.Event())
+    topic.delivered.clear()
+    push_wide(shard, 1, 5000)
+    publisher.turn(threading.Event())
+    assert sum(topic.delivered) > 15 << 20 and max(topic.delivered) < 10 << 20
+    assert publisher.num_keys == 5000 and publisher.num_rounds == 1
+    topic.delivered.clear()
+    publisher.turn(threading.Event())
+    assert sum(topic.delivered) == 0, "everything was acknowledged"
+
+
+def test_rows_that_expire_during_a_round_are_left_out_and_buried_by_the_next() -> None:
+    topic = InMemoryRows()
+    shard = begun(schema=small_schema(expire_after_ms=10))
+    publisher = Publisher(shard, topic, FakeClock())
+    publisher.turn(threading.Event())
+    push(shard, 1, ITEM, (1, 2), time_ms=1)
+    push(shard, 2, ITEM, (2,), time_ms=1000)
+    taken = shard.take_round()
+    assert taken is not None
+    shard.freeze(1, 1000)
+    sent = [delta for planned in taken.deltas if (delta := shard.copy_delta(taken, planned))]
+    assert [id_ for delta in sent for id_ in delta.id_M.tolist()] == [2]
+    shard.settle_round(taken, True, {})
+    following = shard.take_round()
+    assert following is not None
+    (tombstone,) = [delta for planned in following.deltas if (delta := shard.copy_delta(following, planned))]
+    assert tombstone.id_M.tolist() == [1] and len(tombstone.rows_LD) == 0
+
+
+def test_a_round_ends_when_a_restore_begins() -> None:
+    store = MemoryStore()
+    shard = begun(store=store)
+    shard.rolled_back(1, {})
+    push(shard, 1)
+    name = commit(shard, store, 1)
+    taken = shard.take_round()
+    assert taken is not None and taken.deltas
+    shard.restore(2, name)
+    with pytest.raises(UnavailableError):
+        shard.copy_delta(taken, taken.deltas[0])
+    shard.settle_round(taken, False, {})
