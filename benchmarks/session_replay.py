@@ -67,7 +67,7 @@ def read_again(slower: float, share: float, users: int, history: int) -> Iterato
         capture = session_of(folder, "", tuple(sorted(chosen)), path := Path(folder) / "session.json")
         session = CapturedSession.read(path)
         files: TableRows = TableFiles(
-            warehouse, warehouse.samples.snapshot().files, (), project_schema(schema, chosen)
+            warehouse, warehouse.samples.snapshot().files, None, project_schema(schema, chosen)
         )
         rows = SlowedRows(files, slower, time.process_time) if slower else files
         figures = {"reads": float(capture["reads"]), "over-read %": 100.0 * capture["over_read"] + 1e-9}

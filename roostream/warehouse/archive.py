@@ -6,8 +6,9 @@
 4 commit to each table its files and the consumer's positions together. If another archiver has moved a
   position, the commit is rejected: forget everything and go to 1
 
-A crash between 3 and 4 leaves files that no log names; the vacuum deletes them. A file holds rows of one
-close day, partition and schema, ordered by user, so that what a user's requests share lies together (RecD).
+A crash between 3 and 4 leaves files that no log names; the vacuum deletes them a week later. A file holds
+rows of one close day, partition and schema, ordered by user, so that what a user's requests share lies
+together (RecD). A record or schema that cannot be stored becomes dead letters and stops nothing else.
 """
 
 from __future__ import annotations
@@ -16,22 +17,22 @@ import dataclasses
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import date
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 from google.protobuf.message import DecodeError
 
-from roostream.errors import FencedError
+from roostream.errors import CheckpointError, FencedError, SchemaError, UnavailableError, printable
+from roostream.runtime.checkpoint_store import CheckpointStore
 from roostream.runtime.clock import Clock
 from roostream.runtime.kafka.consumer import RecordConsumer
 from roostream.runtime.kafka.topics import SAMPLES, Partition
 from roostream.schema.ids import key_bytes, sample_id, signed
 from roostream.schema.registry import register
 from roostream.schema.schema import Registry, Schema
-from roostream.warehouse.data_file import DataFile, day_of
-from roostream.warehouse.delta_table import ProgressStep
-from roostream.warehouse.parquet_file import FileKey, FileRows, write_rows
+from roostream.warehouse.data_file import LATEST_MS, DataFile, day_of
+from roostream.warehouse.delta_table import MissingFilesError, ProgressStep
+from roostream.warehouse.parquet_file import MAX_VALUES, FileKey, FileRows, write_rows
 from roostream.warehouse.record_columns import (
     ENVELOPE,
     EVENTS,
@@ -144,28 +145,86 @@ def _sample_of(correction: pb.Sample) -> int:
 def group_by_writer(
     records: Iterable[Record], registry: Registry, kind: int
 ) -> tuple[dict[int, list[Record]], list[DeadRecord]]:
-    """Fingerprint → records of this kind, in their order; and records of unknown schemas or other kinds.
+    """Fingerprint → records of this kind, in their order; and records that cannot be stored: of another kind,
+    with an impossible close time, or of a schema that is unknown, damaged, or has two features for one
+    column.
 
     Raises:
         UnavailableError: schemas cannot be read now.
     """
     of: dict[int, list[Record]] = {}
     dead: list[DeadRecord] = []
+    unusable: dict[int, str] = {}
     for record in records:
         if (got := wire.kind_of(record.value)) != kind:
             dead.append(DeadRecord(record, "unknown_type", f"expected a record of type {kind}, got {got}"))
             continue
         try:
-            fingerprint = pb.Sample.FromString(record.value[2:]).header.schema
+            found = pb.Sample.FromString(record.value[2:])
         except DecodeError as cause:
             dead.append(DeadRecord(record, "undecodable", f"expected a Sample: {cause}"))
             continue
-        if registry(fingerprint) is None:
-            error = f"unknown schema {fingerprint:016x}; register the schema that wrote the record"
-            dead.append(DeadRecord(record, "unknown_schema", error))
+        if not 0 <= found.close_ms <= LATEST_MS:
+            error = f"expected a close time in ms before the year 10000, got {found.close_ms}"
+            dead.append(DeadRecord(record, "bad_time", error))
+            continue
+        fingerprint = found.header.schema
+        if (
+            fingerprint not in of
+            and fingerprint not in unusable
+            and (error := _unusable(fingerprint, registry))
+        ):
+            unusable[fingerprint] = error
+        if fingerprint in unusable:
+            dead.append(DeadRecord(record, "unknown_schema", unusable[fingerprint]))
         else:
             of.setdefault(fingerprint, []).append(record)
     return of, dead
+
+
+def _unusable(fingerprint: int, registry: Registry) -> str:
+    """Why records of a schema cannot be stored; "" if they can."""
+    try:
+        writer = registry(fingerprint)
+        if writer is None:
+            return f"unknown schema {fingerprint:016x}; register the schema that wrote the record"
+        sample_forms(writer)
+    except (CheckpointError, SchemaError) as error:
+        return f"schema {fingerprint:016x} cannot be used: {error}"
+    return ""
+
+
+MakeRows = Callable[[Schema, Sequence[Record]], tuple[FileRows, list[DeadRecord]]]
+"""`sample_rows` or `correction_rows`."""
+
+
+def rows_by_day(
+    make: MakeRows, writer: Schema, records: Sequence[Record]
+) -> tuple[dict[date, FileRows], list[DeadRecord]]:
+    """The rows of records of one writer by the day of their close, each day's ordered by user; and records
+    that cannot be stored. A record that reveals a defect is found by halving, and only it becomes dead."""
+    try:
+        rows, dead = make(writer, records)
+        return (group_by_day(rows) if len(rows.counts_R) else {}), dead
+    except UnavailableError:
+        raise
+    except Exception as error:  # a defect of ours, by which one record would stop the archive for ever
+        if len(records) == 1:
+            log.exception("a record cannot be stored because of a defect")
+            text = printable(f"the archiver failed: {type(error).__name__}: {error}")[:500]
+            return {}, [DeadRecord(records[0], "internal_error", text)]
+    halves = [records[: len(records) // 2], records[len(records) // 2 :]]
+    days: dict[date, list[FileRows]] = {}
+    all_dead: list[DeadRecord] = []
+    for half in halves:
+        of_days, dead = rows_by_day(make, writer, half)
+        all_dead += dead
+        for day, rows in of_days.items():
+            days.setdefault(day, []).append(rows)
+    merged = {
+        day: merge_rows(parts, np.arange(sum(len(p.counts_R) for p in parts))) for day, parts in days.items()
+    }
+    return {day: sort_by_user(rows) for day, rows in merged.items()}, all_dead
 
 
 def group_by_day(rows: FileRows) -> dict[date, FileRows]:
@@ -186,15 +245,66 @@ def sort_by_user(rows: FileRows) -> FileRows:
 
 def take_rows(rows: FileRows, rows_M: np.ndarray) -> FileRows:
     """The rows `rows_M` (int64 [M]), in that order."""
-    counts_M = rows.counts_R[rows_M]
-    at_B = _ranges(_starts(rows.counts_R)[rows_M], counts_M)
-    at = {"request": rows_M, "candidate": at_B}
+    return merge_rows([rows], rows_M)
+
+
+def merge_rows(parts: Sequence[FileRows], rows_M: np.ndarray) -> FileRows:
+    """The rows `rows_M` (int64 [M]) of several parts with the same columns, counted over all parts."""
+    counts_R = np.concatenate([part.counts_R for part in parts])
+    counts_M = counts_R[rows_M]
+    at = {"request": rows_M, "candidate": _ranges(_starts(counts_R)[rows_M], counts_M)}
+    forms = {name: form for name, form in parts[0].forms.items() if name in parts[0].columns}
     columns = {
-        name: _taken(column, at[rows.forms[name].of])
-        for name, column in rows.columns.items()
-        if name in rows.forms
+        name: _taken(concat_columns([part.columns[name] for part in parts]), at[form.of])
+        for name, form in forms.items()
     }
-    return FileRows(columns=columns, forms=rows.forms, counts_R=counts_M)
+    return FileRows(columns=columns, forms=parts[0].forms, counts_R=counts_M)
+
+
+def split_rows(rows: FileRows, max_values: int = MAX_VALUES) -> list[FileRows]:
+    """The rows in pieces with at most `max_values` values in every column; a single request may have more."""
+    count, most_R = len(rows.counts_R), np.ones(len(rows.counts_R), dtype=np.int64)
+    for name, column in rows.columns.items():
+        most_R = np.maximum(most_R, _num_values_R(column, rows.forms[name], rows.counts_R))
+    ends_R = most_R.cumsum()
+    pieces, first = [], 0
+    while first < count:
+        before = int(ends_R[first - 1]) if first else 0
+        end = int(np.searchsorted(ends_R, before + max_values, side="right"))
+        end = max(end, first + 1)
+        pieces.append(rows if end - first == count else take_rows(rows, np.arange(first, end)))
+        first = end
+    return pieces
+
+
+def _num_values_R(column: FlatColumn, form: ColumnType, counts_R: np.ndarray) -> np.ndarray:
+    """int64 [R]: values of each request in a column."""
+    if form.of == "request":
+        lengths = np.ones(len(counts_R)) if column.lengths is None else column.lengths
+        return lengths.astype(np.int64)
+    if column.lengths is None:
+        return counts_R.astype(np.int64)
+    ends_B = np.concatenate([[0], np.cumsum(column.lengths, dtype=np.int64)])
+    ends_R = np.cumsum(counts_R, dtype=np.int64)
+    return ends_B[ends_R] - ends_B[ends_R - counts_R]
+
+
+def concat_columns(columns: Sequence[FlatColumn]) -> FlatColumn:
+    """The values of several columns, one after the other."""
+    if len(columns) == 1:
+        return columns[0]
+    values = np.concatenate([column.values for column in columns])
+    if columns[0].lengths is None:
+        return FlatColumn(values)
+    lengths = np.concatenate([column.lengths for column in columns if column.lengths is not None])
+    present = np.concatenate(
+        [
+            np.ones(len(c.lengths), np.bool_) if c.present is None else c.present
+            for c in columns
+            if c.lengths is not None
+        ]
+    )
+    return FlatColumn(values, lengths, present)
 
 
 def _taken(column: FlatColumn, at: np.ndarray) -> FlatColumn:
@@ -228,6 +338,8 @@ class FlushPolicy:
     after_ms: int  # since the oldest record was read
 
 
+MAX_PENDING_MS = 24 * 3_600_000
+"""Files that wait longer for their commit are written again, long before a vacuum deletes them."""
 SendDeadRecords = Callable[[Sequence[DeadRecord]], None]
 """Sends records that cannot be read; returns when all are stored. Raises UnavailableError: they are not; send
 them again."""
@@ -261,34 +373,40 @@ class Archiver:
         self,
         warehouse: Warehouse,
         reader: RecordConsumer,
-        topic_ids: Mapping[str, str],
+        topic_ids: Callable[[], Mapping[str, str]],
         registry: Registry,
+        memory: CheckpointStore,
         rule: FlushPolicy,
         send_dead: SendDeadRecords,
         clock: Clock,
     ) -> None:
-        """`topic_ids`: the broker's id of each topic; a topic that is deleted and created again has another
-        one.
+        """`topic_ids`: asks the broker for the id of each topic, or raises UnavailableError; a topic that is
+        deleted and created again has another id.
 
-        `registry`: schemas of all writers.
+        `registry`: schemas of all writers. `memory`: the deployment's store, which remembers the warehouse.
         """
         self.warehouse, self.reader, self.topic_ids, self.rule = warehouse, reader, topic_ids, rule
-        self.registry, self.send_dead, self.clock = registry, send_dead, clock
+        self.registry, self.memory, self.send_dead, self.clock = registry, memory, send_dead, clock
         self.counts = ArchiveCounts()
         self.num_buffered_bytes = 0
         self._buffered: list[Record] = []
         self._oldest_s = 0.0
         self._positions: dict[Partition, int | None] = {}
         self._pending: dict[str, _PendingFiles] = {}
+        self._pending_since_ms = 0
+        self._ids: dict[str, str] = {}  # of the topics that are read, from the first `open` on
         self._registered: set[int] = set()  # fingerprints of schemas that are stored in the warehouse
+        self._warned: set[tuple[int, str]] = set()  # fingerprint and column
 
     def open(self) -> None:
         """Step 1.
 
         Raises:
             UnavailableError: the warehouse or the source is away; call again.
+            CheckpointError: another warehouse is at its place.
         """
-        self.warehouse.create()
+        self._ids = self._ids or dict(self.topic_ids())
+        self.warehouse.open_remembered(self.memory)
         found = {
             topic: self.warehouse.tables[topic].snapshot()
             for topic in {topic for topic, _ in self.reader.partitions}
@@ -320,18 +438,42 @@ class Archiver:
         )
 
     def flush(self) -> None:
-        """Steps 3 and 4 for all buffered records. Raises as `turn`."""
+        """Steps 3 and 4 for all buffered records.
+
+        Raises:
+            UnavailableError: as `turn`.
+            FencedError: a topic was deleted and created again; the program must begin again.
+        """
+        if not self._buffered:
+            return
+        self._check_topics()
+        if self.clock.now_ms() - self._pending_since_ms > MAX_PENDING_MS:
+            self._pending = {}
         try:
             if not self._pending:
-                self._pending = self._files()
+                self._pending, self._pending_since_ms = self._files(), self.clock.now_ms()
             for topic, made in list(self._pending.items()):
                 self.warehouse.tables[topic].commit(made.files, progress=made.steps)
                 self._committed(topic, made)
             self._forget()
+        except MissingFilesError as error:
+            self._pending = {}
+            raise UnavailableError(str(error)) from None
         except FencedError as error:
             log.warning("%s; continuing from there", error)
             self.counts.refused += 1
             self.open()
+
+    def _check_topics(self) -> None:
+        """An unchanged id proves that every buffered record belongs to the topic that its offset is committed
+        for."""
+        for topic, id_ in self.topic_ids().items():
+            if id_ != self._ids[topic]:
+                raise FencedError(
+                    f"topic {topic} was created again: expected id {self._ids[topic]}, got {id_}; "
+                    f"{len(self._buffered)} records that may be of either were not archived; "
+                    "start the archiver again to archive the new topic from its beginning"
+                )
 
     def _files(self) -> dict[str, _PendingFiles]:
         """Step 3: topic → its files, and the new positions of its partitions."""
@@ -358,24 +500,46 @@ class Archiver:
         topic, number = partition
         out: list[DataFile] = []
         kind = wire.SAMPLE if topic == SAMPLES else wire.CORRECTION
-        of_writer, unreadable = group_by_writer(records, self.registry, kind)
+        of_writer, unreadable = group_by_writer(records, self._schema, kind)
         dead += unreadable
         for fingerprint, of in of_writer.items():
-            writer = self.registry(fingerprint)
+            writer = self._schema(fingerprint)
             assert writer is not None
-            rows, wrong = sample_rows(writer, of) if topic == SAMPLES else correction_rows(writer, of)
+            days, wrong = rows_by_day(sample_rows if topic == SAMPLES else correction_rows, writer, of)
             dead += wrong
-            if not len(rows.counts_R):
-                continue
-            if fingerprint not in self._registered:
-                register(self.warehouse.store, writer)
-                self._registered.add(fingerprint)
-            self.warehouse.tables[topic].widen(rows.forms)
-            key = partial(FileKey, table=topic, partition=number, fingerprint=fingerprint)
-            for day, part in group_by_day(rows).items():
-                file_key = key(day=day, topic=self.topic_ids[topic])
-                out.append(write_rows(self.warehouse.store, part, file_key))
+            if days:
+                self._prepare(topic, writer, next(iter(days.values())))
+            for day, rows in days.items():
+                key = FileKey(
+                    table=topic, day=day, partition=number, fingerprint=fingerprint, topic=self._ids[topic]
+                )
+                out += [write_rows(self.warehouse.store, part, key) for part in split_rows(rows)]
         return out
+
+    def _schema(self, fingerprint: int) -> Schema | None:
+        """A schema from the deployment's store, or, if its file there is missing or damaged, the copy in the
+        warehouse."""
+        try:
+            if (found := self.registry(fingerprint)) is not None:
+                return found
+        except CheckpointError as error:
+            log.warning("%s; the warehouse's copy is used if there is one", error)
+        return self.warehouse.registry(fingerprint)
+
+    def _prepare(self, topic: str, writer: Schema, rows: FileRows) -> None:
+        """Store the schema, and declare the columns in the table's log."""
+        if writer.fingerprint not in self._registered:
+            register(self.warehouse.store, writer)
+            self._registered.add(writer.fingerprint)
+        for column in self.warehouse.tables[topic].widen(rows.forms):
+            if (writer.fingerprint, column) not in self._warned:
+                self._warned.add((writer.fingerprint, column))
+                log.warning(
+                    "schema %r writes column %s with another type than earlier schemas: tools other than "
+                    "Roostream cannot read this column; rename the feature",
+                    writer.name,
+                    column,
+                )
 
     def _committed(self, topic: str, made: _PendingFiles) -> None:
         del self._pending[topic]
@@ -392,7 +556,7 @@ class Archiver:
         self._buffered, self._pending, self.num_buffered_bytes = [], {}, 0
 
     def _name(self, partition: Partition) -> str:
-        return progress_name(partition, self.topic_ids[partition[0]])
+        return progress_name(partition, self._ids[partition[0]])
 
 
 def progress_name(partition: Partition, topic_id: str) -> str:

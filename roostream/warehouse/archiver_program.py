@@ -1,6 +1,6 @@
 """`roostream archiver`.
 
-1 wait for the topics; their ids are part of what is committed
+1 wait for the topics; their ids are part of what is committed, and must not change
 2 open the tables, which tell where to continue
 3 read, write and commit until stopped; while Kafka or the warehouse is away, keep what was read and wait
 4 on stop commit what was read, in the time that is left
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from functools import partial
 
 from prometheus_client import REGISTRY
 
@@ -100,15 +101,14 @@ def archive(config: ArchiverConfig, stop: Stop) -> None:
     """Run an archiver until `stop`.
 
     Raises:
-        RoostreamError: a topic has another number of partitions than the settings say, or the warehouse is
-        damaged.
+        RoostreamError: a topic has another number of partitions than the settings say, or was created again,
+        or the warehouse is damaged or another one.
     """
     health, clock = Health(config.stalled_after_ms / 1000), SystemClock()
     metrics_server.serve(config, health)
+    topics = SAMPLES, CORRECTIONS
     with health.waiting("Kafka"):
-        topics = clients.wait_for_topics(
-            config.broker, config.prefix, (SAMPLES, CORRECTIONS), config.partitions, stop
-        )
+        clients.wait_for_topics(config.broker, config.prefix, topics, config.partitions, stop)
     partitions = own_partitions(config)
     reading = ConsumerOptions(
         partitions=partitions,
@@ -118,11 +118,13 @@ def archive(config: ArchiverConfig, stop: Stop) -> None:
         track_end_offsets=True,
     )
     reader = KafkaConsumer.open(config.broker, "archiver", reading)
+    store = open_store(config.store)
     archiver = Archiver(
         Warehouse(config.warehouse),
         reader,
-        {topic: topics[name_of(config.prefix, topic)] for topic in (SAMPLES, CORRECTIONS)},
-        open_registry(open_store(config.store)),
+        partial(clients.topic_ids, config.broker, config.prefix, topics),
+        open_registry(store),
+        store,
         FlushPolicy(bytes=config.flush_bytes, after_ms=config.flush_interval_ms),
         KafkaDeadLetters(config, clock).send,
         clock,

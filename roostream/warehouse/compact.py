@@ -14,26 +14,33 @@ import itertools
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from datetime import date, timedelta
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import date
 from typing import NamedTuple
 
 import numpy as np
 
-from roostream.errors import CheckpointError, FencedError, SchemaError
+from roostream.errors import CheckpointError, FencedError, SchemaError, UnavailableError
 from roostream.runtime.clock import Clock
 from roostream.runtime.kafka.topics import CORRECTIONS, SAMPLES
 from roostream.schema.schema import Schema
-from roostream.warehouse.archive import sample_forms, sort_by_user, take_rows
+from roostream.warehouse.archive import (
+    correction_forms,
+    merge_rows,
+    sample_forms,
+    sort_by_user,
+    split_rows,
+    take_rows,
+)
 from roostream.warehouse.config import CompactorConfig
-from roostream.warehouse.data_file import DataFile, day_bounds_ms
+from roostream.warehouse.data_file import DataFile, day_bounds_ms, day_of
 from roostream.warehouse.delta_table import ProgressStep, TableSnapshot
-from roostream.warehouse.file_reader import writer_of
+from roostream.warehouse.file_reader import SampleFile, writer_of
 from roostream.warehouse.latest_labels import LATEST, LatestLabels, overlay_labels, read_latest
-from roostream.warehouse.parquet_file import FileKey, FileRows, write_rows
+from roostream.warehouse.parquet_file import ROWS_OF_GROUP, FileKey, FileRows, write_rows
 from roostream.warehouse.version_pins import pinned_versions
 from roostream.warehouse.warehouse import Warehouse
-from roostream.wire.columnar import CANDIDATE, ColumnType, FlatColumn, label_column
+from roostream.wire.columnar import CANDIDATE, REQUEST, ColumnType, FlatColumn, label_column
 
 DayPart = tuple[date, int]
 """A close day and a partition: what is sealed together."""
@@ -55,8 +62,9 @@ def seals_due(
     corrections: Iterable[DataFile],
     folded: Mapping[CorrectionSource, int],
     seal_after_ms: int,
+    now_ms: int,
 ) -> list[Seal]:
-    """What to seal, the oldest day first: days that ended `seal_after_ms` before the newest close and have
+    """What to seal, the oldest day first: days that ended `seal_after_ms` before `newest_close_ms` and have
     unsealed files or corrections that are not folded in.
 
     `folded`: offset after the last correction that sealed files contain; 0 = none.
@@ -66,7 +74,7 @@ def seals_due(
     for files, group in ((samples, by_part), (corrections, corrections_by_part)):
         for file in files:
             group.setdefault((file.day, file.partition), []).append(file)
-    newest_ms = max((file.last_close_ms for files in by_part.values() for file in files), default=0)
+    newest_ms = newest_close_ms([file for files in by_part.values() for file in files], now_ms)
     out = []
     for (day, partition), files in sorted(by_part.items()):
         late = corrections_by_part.get((day, partition), [])
@@ -97,25 +105,45 @@ def next_offset_by_topic(corrections: Iterable[DataFile]) -> dict[str, int]:
 
 
 def newest_day(files: Sequence[DataFile]) -> date:
-    """The newest day on or after which at least a tenth of an average day's rows closed. So a few samples
-    with a wrong time in the future retire nothing."""
+    """The newest day on or after which at least a twentieth of an average day's rows closed. So a few
+    samples with a wrong time in the future retire and seal nothing."""
     rows_by_day: Counter[date] = Counter()
     for file in files:
         rows_by_day[file.day] += file.rows
-    enough = rows_by_day.total() / len(rows_by_day) / 10
+    enough = rows_by_day.total() / len(rows_by_day) / 20
     days = sorted(rows_by_day, reverse=True)
     rows_since = itertools.accumulate(rows_by_day[day] for day in days)
     return next(day for day, rows in zip(days, rows_since, strict=True) if rows >= enough)
 
 
-def files_to_retire(files: Sequence[DataFile], keep_days: int, keep_bytes: int) -> list[DataFile]:
-    """Files to retire: those of days before the newest `keep_days` (see `newest_day`); then the oldest days
-    until at most `keep_bytes` are left; of the newest day the files that closed first, but never the last
-    file of a partition. 0 = no limit."""
+def newest_close_ms(files: Sequence[DataFile], now_ms: int) -> int:
+    """The newest close time that can be believed: of the days up to `newest_day`, and not after now. So a
+    few samples with a wrong time in the future end no day. 0 without files."""
+    if not files:
+        return 0
+    newest = newest_day(files)
+    return min(max(file.last_close_ms for file in files if file.day <= newest), now_ms)
+
+
+def oldest_kept_day(files: Sequence[DataFile], keep_days: int, today: date) -> date:
+    """The first of the newest `keep_days` days (see `newest_day`), which do not end after today. 0 = no
+    limit."""
+    if not keep_days or not files:
+        return date.min
+    newest = min(newest_day(files), today)
+    return date.fromordinal(max(newest.toordinal() - keep_days + 1, 1))
+
+
+def files_to_retire(
+    files: Sequence[DataFile], keep_days: int, keep_bytes: int, today: date = date.max
+) -> list[DataFile]:
+    """Files to retire: those of days before the newest `keep_days`; then the oldest days until at most
+    `keep_bytes` are left; of the newest day the files that closed first, but never the last file of a
+    partition. 0 = no limit."""
     if not files:
         return []
     newest = newest_day(files)
-    oldest = newest - timedelta(days=keep_days - 1) if keep_days else date.min
+    oldest = oldest_kept_day(files, keep_days, today)
     out = [file for file in files if file.day < oldest]
     left = sorted((file for file in files if file.day >= oldest), key=lambda file: file.day)
     total = sum(file.bytes for file in left)
@@ -146,16 +174,62 @@ def partly_retired_days(files: Sequence[DataFile], gone: Sequence[DataFile]) -> 
     return sorted({file.day for file in gone} & {file.day for file in files if file.path not in paths})
 
 
-def merged_rows(parts: Sequence[FileRows]) -> FileRows:
-    """The rows of several files of one writer: each sample once (its lowest offset), ordered by user."""
-    forms = dict(parts[0].forms)
-    columns = {name: _joined([part.columns[name] for part in parts]) for name in forms}
-    rows = FileRows(columns=columns, forms=forms, counts_R=np.concatenate([part.counts_R for part in parts]))
-    order = np.lexsort([columns["offset"].values, columns["sample_id"].values])
-    ids = columns["sample_id"].values[order]
+def merge_files(
+    files: Sequence[SampleFile], forms: Mapping[str, ColumnType], max_rows: int
+) -> Iterator[FileRows]:
+    """The rows of several files of one writer, ordered by user, in pieces: each sample once (its lowest
+    offset). A piece has at most `max_rows` rows and about _PIECE_BYTES, so memory does not grow with a day.
+    For each piece the row groups that hold rows of it are read; others are skipped.
+
+    Raises:
+        UnavailableError, CheckpointError: as `SampleFile.columns`.
+    """
+    file_M, row_M = _rows_by_user(files)
+    size = sum(chunk.total_uncompressed_size for file in files for _, chunk in file.column_chunks())
+    at_once = min(max_rows, max(1, _PIECE_BYTES * len(row_M) // max(size, 1)))
+    for start in range(0, len(row_M), at_once):
+        yield _gather(files, forms, file_M[start : start + at_once], row_M[start : start + at_once])
+
+
+def _rows_by_user(files: Sequence[SampleFile]) -> tuple[np.ndarray, np.ndarray]:
+    """(number of the file, row in it) of each sample's first copy, int64 [M], ordered as `sort_by_user`."""
+    keys = {name: REQUEST[name] for name in ("sample_id", "offset", "time_ms")}
+    keys |= {name: REQUEST["sample_id"] for name in ("user_id", "session_id")}
+    found: dict[str, list[np.ndarray]] = {name: [] for name in keys}
+    for file in files:
+        columns, _ = file.columns(keys)
+        file.source.fetch(())  # drops the bytes that were read
+        for name in keys:
+            found[name].append(columns[name].values)
+    rows = [np.arange(len(offsets)) for offsets in found["offset"]]
+    key_N = {name: np.concatenate(parts) for name, parts in found.items()}
+    file_N = np.repeat(np.arange(len(files)), [len(part) for part in rows])
+    order = np.lexsort([key_N["offset"], key_N["sample_id"]])
+    ids = key_N["sample_id"][order]
     first = np.ones(len(ids), dtype=np.bool_)
     first[1:] = ids[1:] != ids[:-1]
-    return sort_by_user(take_rows(rows, np.sort(order[first])))
+    kept = order[first]
+    by_user = np.lexsort([key_N[name][kept] for name in ("offset", "time_ms", "session_id", "user_id")])
+    return file_N[kept[by_user]], np.concatenate(rows)[kept[by_user]]
+
+
+def _gather(
+    files: Sequence[SampleFile], forms: Mapping[str, ColumnType], file_M: np.ndarray, row_M: np.ndarray
+) -> FileRows:
+    """Rows `row_M` of files `file_M`, in that order."""
+    parts: list[FileRows] = []
+    at_M, taken = np.empty(len(row_M), dtype=np.int64), 0
+    for n in np.unique(file_M).tolist():
+        group_M = np.where(file_M == n, row_M // ROWS_OF_GROUP, -1)
+        for group in np.unique(group_M[group_M >= 0]).tolist():
+            here_M = np.flatnonzero(group_M == group)
+            columns, counts_R = files[n].columns(forms, [group])
+            rows = FileRows(columns=columns, forms=forms, counts_R=counts_R)
+            parts.append(take_rows(rows, row_M[here_M] - group * ROWS_OF_GROUP))
+            at_M[here_M] = np.arange(taken, taken + len(here_M))
+            taken += len(here_M)
+        files[n].source.fetch(())
+    return merge_rows(parts, at_M)
 
 
 def with_latest(rows: FileRows, writer: Schema, latest: LatestLabels) -> FileRows:
@@ -177,34 +251,13 @@ def with_latest(rows: FileRows, writer: Schema, latest: LatestLabels) -> FileRow
     return FileRows(columns={**rows.columns, **new}, forms={**rows.forms, **forms}, counts_R=rows.counts_R)
 
 
-def split_rows(rows: FileRows, max_rows: int) -> list[FileRows]:
-    """The rows in pieces of at most `max_rows`."""
-    count = len(rows.counts_R)
-    return [take_rows(rows, np.arange(at, min(at + max_rows, count))) for at in range(0, count, max_rows)]
-
-
-def latest_forms(writer: Schema) -> dict[str, ColumnType]:
-    """Columns that a sealed file may have beyond those of a sample."""
-    return {label_column(label.name, LATEST): CANDIDATE["propensity"] for label in writer.labels}
-
-
-def _joined(columns: Sequence[FlatColumn]) -> FlatColumn:
-    values = np.concatenate([column.values for column in columns])
-    if columns[0].lengths is None:
-        return FlatColumn(values)
-    lengths = np.concatenate([column.lengths for column in columns if column.lengths is not None])
-    present = np.concatenate(
-        [
-            np.ones(len(c.lengths), np.bool_) if c.present is None else c.present
-            for c in columns
-            if c.lengths is not None
-        ]
-    )
-    return FlatColumn(values, lengths, present)
-
-
 log = logging.getLogger("roostream.compactor")
 _RETIRED = "compact/retired"
+RETIRED_DAYS = "retired_days"
+"""Progress name: ordinal of the first day of which samples may be left; all earlier days were retired."""
+_PIECE_BYTES = 256 << 20  # uncompressed bytes of the rows that are merged at once
+_MAX_CORRECTION_FILES = 8  # of a sealed day and partition; more are merged
+_VACUUM_INTERVAL_S = 3600.0  # a vacuum lists every file of the warehouse
 
 
 def compact_name(day: date, partition: int) -> str:
@@ -240,14 +293,20 @@ class Compactor:
         self.warehouse, self.config, self.clock = warehouse, config, clock
         self.counts = CompactCounts()
         self.num_due = 0
+        self._next_vacuum_s = clock.monotonic_s()
+        self._table_ids: dict[str, str] = {}  # of the warehouse that was there at first
 
     def run_once(self, stop: threading.Event, beat: Callable[[], None] = lambda: None) -> None:
-        """Seal what is due, retire and vacuum. A damaged file or a missing schema stops its own days only.
-        `beat` is called after each seal.
+        """Seal what is due, merge corrections, retire and, once an hour, vacuum. A damaged file, a missing
+        schema or a file that cannot be read now stops its own day only. `beat` is called after each seal.
 
         Raises:
-            UnavailableError: the warehouse is away; finished steps stay done.
+            UnavailableError: the warehouse, or a file of a day that is due, cannot be used now; finished
+            steps stay done.
+            CheckpointError: a table's log is damaged, or another table is at its place.
         """
+        self._check_tables()
+        unavailable: UnavailableError | None = None
         due = self.due()
         for n, seal in enumerate(due):
             if stop.is_set():
@@ -255,13 +314,41 @@ class Compactor:
             self.num_due = len(due) - n
             try:
                 self.seal(seal)
-            except (CheckpointError, SchemaError) as error:
-                self.counts.damaged += 1
-                log.error("%s partition %d is not sealed: %s", seal.day, seal.partition, error)
+            except UnavailableError as error:
+                unavailable = unavailable or error
+            except Exception as error:
+                self._damaged(f"{seal.day} partition {seal.partition} is not sealed", error)
             beat()
         self.num_due = 0
+        self.merge_corrections()
         self.retire()
-        self.vacuum()
+        if self.clock.monotonic_s() >= self._next_vacuum_s:
+            self.vacuum()
+            self._next_vacuum_s = self.clock.monotonic_s() + _VACUUM_INTERVAL_S
+        if unavailable is not None:
+            raise unavailable
+
+    def _check_tables(self) -> None:
+        """Another table at the same place is a wrong mount: nothing may be sealed or retired in it."""
+        found = self.warehouse.table_ids()
+        self._table_ids = self._table_ids or found
+        if missing := sorted(self.warehouse.tables.keys() - found.keys()):
+            raise UnavailableError(
+                f"{self.warehouse.location}: expected a warehouse, found no table {' and '.join(missing)}; "
+                "mount it, or start an archiver, which creates it"
+            )
+        if found != self._table_ids:
+            raise CheckpointError(
+                f"{self.warehouse.location}: expected the tables {self._table_ids}, got {found}: another "
+                "warehouse was mounted there; start the compactor again if that is right"
+            )
+
+    def _damaged(self, what: str, error: Exception) -> None:
+        self.counts.damaged += 1
+        if isinstance(error, (CheckpointError, SchemaError)):
+            log.error("%s: %s", what, error)
+        else:
+            log.exception("%s because of a defect", what)
 
     def due(self) -> list[Seal]:
         """Step 1.
@@ -271,7 +358,11 @@ class Compactor:
         """
         samples, corrections = (self.warehouse.tables[name].snapshot() for name in (SAMPLES, CORRECTIONS))
         return seals_due(
-            samples.files, corrections.files, _folded(samples, corrections.files), self.config.seal_after_ms
+            samples.files,
+            corrections.files,
+            folded(samples, corrections.files),
+            self.config.seal_after_ms,
+            self.clock.now_ms(),
         )
 
     def seal(self, seal: Seal) -> bool:
@@ -289,8 +380,8 @@ class Compactor:
         new_files, count = self._write_sealed(seal), before.progress(name)
         steps = {name: ProgressStep(count, (count or 0) + 1)}
         for topic, behind in next_offset_by_topic(seal.corrections).items():
-            at = before.progress(folded := folded_name(seal.day, seal.partition, topic))
-            steps[folded] = ProgressStep(at, max(behind, at or 0))
+            at = before.progress(name := folded_name(seal.day, seal.partition, topic))
+            steps[name] = ProgressStep(at, max(behind, at or 0))
         try:
             table.commit(new_files, seal.files, steps)
         except FencedError as error:
@@ -306,28 +397,78 @@ class Compactor:
         log.info("sealed %s partition %d: %s", seal.day, seal.partition, replaced)
         return True
 
+    def merge_corrections(self) -> int:
+        """Merge the files of corrections of each sealed day and partition that has many; return how many were
+        merged. A damaged file stops its own day only. Raises UnavailableError."""
+        samples, late = (self.warehouse.tables[name].snapshot() for name in (SAMPLES, CORRECTIONS))
+        newest_ms = newest_close_ms(samples.files, self.clock.now_ms())
+        parts: dict[DayPart, list[DataFile]] = {}
+        for file in late.files:
+            if day_bounds_ms(file.day)[1] + self.config.seal_after_ms <= newest_ms:
+                parts.setdefault((file.day, file.partition), []).append(file)
+        merged = 0
+        for (day, partition), files in parts.items():
+            groups = {(file.fingerprint, file.topic) for file in files}
+            if len(files) <= max(_MAX_CORRECTION_FILES, len(groups)):
+                continue
+            count = late.progress(name := compact_name(day, partition))
+            try:
+                new = [file for group in sorted(groups) for file in self._merged_corrections(files, group)]
+                step = {name: ProgressStep(count, (count or 0) + 1)}
+                self.warehouse.corrections.commit(new, files, step)
+            except FencedError as error:
+                log.warning("%s", error)
+                self.counts.refused += 1
+            except UnavailableError:
+                raise
+            except Exception as error:
+                self._damaged(f"corrections of {day} partition {partition} are not merged", error)
+            else:
+                merged += len(files)
+        return merged
+
+    def _merged_corrections(self, files: Sequence[DataFile], group: tuple[int, str]) -> list[DataFile]:
+        chosen = [file for file in files if (file.fingerprint, file.topic) == group]
+        forms = correction_forms(writer_of(chosen[0], self.warehouse.registry))
+        parts = []
+        for file in chosen:
+            columns, counts_R = self.warehouse.open_file(CORRECTIONS, file).columns(forms)
+            parts.append(FileRows(columns=columns, forms=forms, counts_R=counts_R))
+        rows = sort_by_user(merge_rows(parts, np.arange(sum(file.rows for file in chosen))))
+        key = FileKey(
+            table=CORRECTIONS,
+            day=chosen[0].day,
+            partition=chosen[0].partition,
+            fingerprint=group[0],
+            topic=group[1],
+            sealed=True,
+        )
+        return [write_rows(self.warehouse.store, part, key) for part in split_rows(rows)]
+
     def retire(self) -> int:
-        """Remove files beyond the limits from the tables, the oldest first; return how many. Raises
-        UnavailableError."""
-        samples = self.warehouse.samples.snapshot()
-        gone = files_to_retire(samples.files, self.config.keep_days, self.config.keep_bytes)
-        if not gone:
-            return 0
-        in_part = partly_retired_days(samples.files, gone)
-        days = {file.day for file in gone} - set(in_part)
-        late = self.warehouse.corrections.snapshot()
-        steps = {
-            name: ProgressStep(samples.progress(name), after)
-            for name, after in _retirement_progress(samples, gone, in_part).items()
-        }
+        """Remove files beyond the limits from the tables, the oldest first; return how many files of samples.
+        Raises UnavailableError."""
         try:
-            self.warehouse.samples.commit((), gone, {**_retire_step(samples), **steps})
-            if old := [file for file in late.files if file.day in days]:
-                self.warehouse.corrections.commit((), old, _retire_step(late))
+            retired = self._retire_samples()
+            self._retire_corrections()
         except FencedError as error:
             log.warning("%s", error)
             self.counts.refused += 1
             return 0
+        return retired
+
+    def _retire_samples(self) -> int:
+        samples = self.warehouse.samples.snapshot()
+        today = day_of(self.clock.now_ms())
+        gone = files_to_retire(samples.files, self.config.keep_days, self.config.keep_bytes, today)
+        if not gone:
+            return 0
+        in_part = partly_retired_days(samples.files, gone)
+        steps = {
+            name: ProgressStep(samples.progress(name), after)
+            for name, after in _retirement_progress(samples, gone, in_part).items()
+        }
+        self.warehouse.samples.commit((), gone, {**_retire_step(samples), **steps})
         for day in in_part:
             log.warning(
                 "a part of %s was retired: expected keep_bytes = %d to hold a whole day; raise it",
@@ -337,6 +478,17 @@ class Compactor:
         self.counts.cut += sum(file.day in in_part for file in gone)
         self.counts.retired += len(gone)
         return len(gone)
+
+    def _retire_corrections(self) -> None:
+        """Corrections of days whose samples were retired, whenever they came. Corrections of a day that has
+        no samples yet stay: an archiver may be about to commit those."""
+        samples, late = (self.warehouse.tables[name].snapshot() for name in (SAMPLES, CORRECTIONS))
+        today = day_of(self.clock.now_ms())
+        limit = oldest_kept_day(samples.files, self.config.keep_days, today).toordinal()
+        limit = max(limit, samples.progress(RETIRED_DAYS) or 0)
+        there = {(file.day, file.partition) for file in samples.files}
+        if old := [f for f in late.files if f.day.toordinal() < limit and (f.day, f.partition) not in there]:
+            self.warehouse.corrections.commit((), old, _retire_step(late))
 
     def vacuum(self) -> list[str]:
         """Delete unused files and return their paths.
@@ -359,8 +511,7 @@ class Compactor:
             files = [file for file in seal.files if (file.fingerprint, file.topic) == (fingerprint, topic)]
             writer = writer_of(files[0], self.warehouse.registry)
             latest = read_latest(self.warehouse, seal.corrections, [label.name for label in writer.labels])
-            rows = with_latest(merged_rows([self._rows(file) for file in files]), writer, latest)
-            self.warehouse.samples.widen(rows.forms)
+            forms = sample_forms(writer)
             key = FileKey(
                 table=SAMPLES,
                 day=seal.day,
@@ -369,19 +520,19 @@ class Compactor:
                 topic=topic,
                 sealed=True,
             )
-            new_files += [
-                write_rows(self.warehouse.store, piece, key, order)
-                for piece in split_rows(rows, self.config.max_rows)
-            ]
+            opened = [self.warehouse.open_file(SAMPLES, file) for file in files]
+            for merged in merge_files(opened, forms, self.config.max_rows):
+                rows = with_latest(merged, writer, latest)
+                self.warehouse.samples.widen(rows.forms)
+                new_files += [
+                    write_rows(self.warehouse.store, piece, key, order) for piece in split_rows(rows)
+                ]
         return new_files
 
-    def _rows(self, file: DataFile) -> FileRows:
-        forms = sample_forms(writer_of(file, self.warehouse.registry))
-        columns, counts_R = self.warehouse.open_file(SAMPLES, file).columns(forms)
-        return FileRows(columns=columns, forms=forms, counts_R=counts_R)
 
-
-def _folded(samples: TableSnapshot, corrections: Sequence[DataFile]) -> Mapping[CorrectionSource, int]:
+def folded(samples: TableSnapshot, corrections: Sequence[DataFile]) -> Mapping[CorrectionSource, int]:
+    """Offset below which the sealed files contain the corrections of a source, for all sources of these
+    files."""
     sources = {(file.day, file.partition, file.topic) for file in corrections}
     return {source: samples.progress(folded_name(*source)) or 0 for source in sources}
 
@@ -400,4 +551,8 @@ def _retirement_progress(
     for file in gone:
         name = retired_name(file.topic, file.partition)
         steps[name] = max(steps.get(name, samples.progress(name) or 0), file.last_offset + 1)
+    paths = {file.path for file in gone}
+    oldest_left = min((file.day for file in samples.files if file.path not in paths), default=date.min)
+    if any(file.day < oldest_left for file in gone):
+        steps[RETIRED_DAYS] = max(samples.progress(RETIRED_DAYS) or 0, oldest_left.toordinal())
     return steps

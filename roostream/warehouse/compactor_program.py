@@ -40,14 +40,11 @@ def compact(config: CompactorConfig, stop: Stop) -> None:
     """Run until `stop`. An unfinished step is not committed, and the next compactor does it again."""
     health = Health(config.stalled_after_ms / 1000)
     metrics_server.serve(config, health)
-    warehouse = Warehouse(config.warehouse)
-    compactor = Compactor(warehouse, config, SystemClock())
+    compactor = Compactor(Warehouse(config.warehouse), config, SystemClock())
     collector = MetricsCollector(lambda: metrics_of(compactor), METRICS)
     REGISTRY.register(collector)
     waits = Backoff(what=f"the warehouse at {config.warehouse}")
     try:
-        with health.waiting("warehouse"):
-            waits.until(warehouse.create, (UnavailableError,), stop)
         while not stop.is_set():
             try:
                 compactor.run_once(stop, health.turned)

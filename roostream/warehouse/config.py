@@ -65,7 +65,11 @@ class CompactorConfig(WarehouseSettings, ProgramSettings):
         ge=0,
     )
     vacuum_after_hours: int = setting(
-        168, "hours that a file is kept after the last version that uses it", ge=0, le=100_000
+        168,
+        "hours that a file is kept after another one has replaced it; a reader must pin its version within "
+        "this time",
+        ge=1,
+        le=100_000,
     )
     interval_ms: int = setting(60_000, "time between two runs", ge=100)
 

@@ -7,6 +7,8 @@ import re
 import secrets
 from datetime import UTC, date, datetime
 
+LATEST_MS = 253_402_300_799_999
+"""The last millisecond of the year 9999, the latest close time that can be stored."""
 _DAY_MS = 86_400_000
 _NAME = re.compile(
     r"[^/]+/\d+/[0-9a-f]{16}/(?:t((?:[0-9a-f]{2})+)/)?(?:sealed-)?(\d+)-[0-9a-f]+\.parquet", re.ASCII
@@ -60,6 +62,11 @@ def candidates_of(path: str) -> int:
     """The number of candidates in a path of `new_path`; 0 for any other path."""
     found = _NAME.fullmatch(path)
     return int(found[2]) if found else 0
+
+
+def is_file_path(path: str) -> bool:
+    """Whether `new_path` makes such paths. Other files in a table's folder belong to somebody else."""
+    return _NAME.fullmatch(path) is not None
 
 
 def topic_of(path: str) -> str:

@@ -9,20 +9,23 @@ of two commits that move the same name one is rejected, while others are rebased
     compact/<day>/<partition>           how often that day's files were replaced
     folded/<day>/<partition>/<topic id>  offset of `corrections` below which they are folded into sealed files
     retired/<topic id>/<partition>      offset of the topic below which files may have been retired
+    retired_days                        ordinal of the first day of which samples may be left
     cut/<day>                           how often a part of that day's files was retired
 
 Delta checks added files against each other and progress against itself, but not removals. So a commit that
-removes files must also move a name, and this module rejects a commit whose files are gone.
+removes files must also move a name, and this module rejects a commit whose files are gone. A vacuum deletes
+files that no version has named for ORPHAN_HOURS, so whoever writes files commits them much sooner.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from datetime import date
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -33,7 +36,8 @@ from deltalake.exceptions import CommitFailedError, DeltaError, TableNotFoundErr
 from deltalake.transaction import AddAction, RemoveAction
 
 from roostream.errors import CheckpointError, ConfigError, FencedError, UnavailableError
-from roostream.warehouse.data_file import DataFile, candidates_of, topic_of
+from roostream.runtime.checkpoint_store import open_store
+from roostream.warehouse.data_file import DataFile, candidates_of, is_file_path, topic_of
 from roostream.warehouse.parquet_file import ordered
 from roostream.wire.columnar import CANDIDATE, REQUEST, ColumnType
 
@@ -48,7 +52,12 @@ _S3_OPTIONS = {  # a put that loses is reported; callers have their own retries
     "retry_timeout": "10s",
 }
 # what delta-rs says of a log that exists but cannot be understood
-_DAMAGE = "Json error", "Invalid JSON", "Invalid table version", "Invalid log", "Parquet error", "LogSegment"
+_DAMAGE = (
+    *("Json error", "Invalid JSON", "Invalid table version", "Invalid log", "Parquet error", "LogSegment"),
+    *("found gap", "Invalid Checkpoint", "No table metadata or protocol"),  # files of the log are missing
+)
+ORPHAN_HOURS = 168
+"""Hours that a file stays that no version of the table has named: it may wait for its commit."""
 _CONFIGURATION: dict[str, str | None] = {
     "delta.logRetentionDuration": "interval 60 days",
     "delta.checkpointInterval": "20",
@@ -56,6 +65,11 @@ _CONFIGURATION: dict[str, str | None] = {
 
 
 T = TypeVar("T")
+log = logging.getLogger("roostream.warehouse")
+
+
+class MissingFilesError(CheckpointError):
+    """Files that a commit would add are gone. Nothing was committed; write them again."""
 
 
 class ProgressStep(NamedTuple):
@@ -71,11 +85,24 @@ class TableSnapshot:
     def __init__(self, log: deltalake.DeltaTable) -> None:
         self.version = log.version()
         self.log = log
-        self.files: tuple[DataFile, ...] = tuple(_files(log))
+
+    @cached_property
+    def files(self) -> tuple[DataFile, ...]:
+        """All files, sorted by path."""
+        return tuple(_files(self.log))
+
+    @property
+    def table_id(self) -> str:
+        """The id that Delta draws when a table is created; it never changes."""
+        return str(self.log.metadata().id)
 
     def progress(self, name: str) -> int | None:
         """The value of a progress name (see the module), None if it was never set."""
         return self.log.transaction_version(name)
+
+    def paths(self) -> frozenset[str]:
+        """The paths of all files; faster than `files`."""
+        return frozenset(self.log.get_add_actions(flatten=True)["path"].to_pylist())
 
     def of_days(self, first: date | None = None, last: date | None = None) -> tuple[DataFile, ...]:
         """Files of days [first, last]; None = no bound."""
@@ -93,6 +120,10 @@ class WarehouseTable:
         self.name = name
         self.url = _joined(location, name)
         self._options = _S3_OPTIONS if self.url.startswith("s3://") else None
+        self._store = open_store(location)
+        self._columns: dict[
+            str, str
+        ] = {}  # of the table as last read, with their types; none is ever removed
 
     def create(self) -> None:
         """Create the table if it is absent. Idempotent, also when several programs call it at once.
@@ -145,61 +176,99 @@ class WarehouseTable:
                     f"{self.url} is no table; check that an archiver has written there"
                 ) from None
 
-    def widen(self, forms: Mapping[str, ColumnType]) -> None:
-        """Add missing columns to the table's schema, in a commit of its own. Raises as `commit`."""
+    def widen(self, forms: Mapping[str, ColumnType]) -> list[str]:
+        """Add missing columns to the table's schema, in a commit of its own; return the columns that the
+        table has with another type. Other tools cannot read those columns, Roostream can. Raises as
+        `commit`."""
+        fields = [_field(name, form) for name, form in forms.items()]
 
         def add_missing() -> None:
             log = self._newest()
-            there = {field.name for field in log.schema().fields}
-            if new := [_field(name, form) for name, form in forms.items() if name not in there]:
+            self._columns = {field.name: field.type.to_json() for field in log.schema().fields}
+            if new := [field for field in fields if field.name not in self._columns]:
                 log.alter.add_columns(new)
+                self._columns |= {field.name: field.type.to_json() for field in new}
 
-        self._retry(add_missing)
+        if not self._columns.keys() >= forms.keys():
+            self._retry(add_missing)
+        return [field.name for field in fields if self._columns[field.name] != field.type.to_json()]
 
     def commit(
         self,
         add: Sequence[DataFile],
         remove: Sequence[DataFile] = (),
         progress: Mapping[str, ProgressStep] | None = None,
-    ) -> TableSnapshot:
-        """Add files, remove files and move progress names in one transaction; return the table after it.
+    ) -> None:
+        """Add files, remove files and move progress names in one transaction.
 
         Raises:
             FencedError: another program moved one of the names or removed one of the files. Nothing was
-            committed. UnavailableError: the log cannot be written. All or nothing was committed; call again
-            with the same files to learn which.
+            committed. MissingFilesError: a file of `add` is not in the store; nothing was committed.
+            UnavailableError: the log cannot be written. All or nothing was committed; call again with the
+            same files to learn which.
         """
         steps = dict(progress or {})
         assert steps or not remove, "a removal needs a progress name that moves"
 
-        def attempt() -> TableSnapshot:
+        def attempt() -> None:
             found = TableSnapshot(self._newest())
-            paths = {file.path for file in found.files}
+            moved = _moved(found, steps)
+            # listing the paths takes long in a large table: only where they decide something
+            paths = found.paths() if moved or remove or not steps else frozenset()
             if add and all(file.path in paths for file in add):
-                return found  # an earlier call committed them, but its answer was lost
-            self._check(found, paths, remove, steps)
+                return  # an earlier call committed them, but its answer was lost
+            if moved:
+                name, at = moved
+                raise FencedError(
+                    f"{self.url}: expected {name} at {steps[name].before}, got {at}: another program moved "
+                    "it; read the table again"
+                )
+            for file in remove:
+                if file.path not in paths:
+                    raise FencedError(
+                        f"{self.url}: {file.path} is gone: another program replaced it; read the table again"
+                    )
+            self._check_written(add)
             self._write(found, add, remove, steps)
-            return TableSnapshot(self._newest())
 
-        return self._retry(attempt)
+        self._retry(attempt)
 
     def vacuum(
         self, retention_hours: int, keep_versions: Collection[int] = (), *, dry_run: bool = False
     ) -> list[str]:
-        """Delete files that no version has named for so long; return their paths. Files of `keep_versions`
-        stay.
+        """Delete files that were removed from the table this long ago, and files that no version has named
+        for ORPHAN_HOURS; return their paths. Files of `keep_versions` stay, and so do files whose name is
+        none of this package. It lists the whole table twice.
 
         Raises:
-            UnavailableError: the location cannot be written.
+            UnavailableError: the location cannot be read or written.
+            CheckpointError: there is no such table, or its log is damaged.
         """
         with self._translating_errors("swept"):
-            return self._newest().vacuum(
-                retention_hours=retention_hours,
-                dry_run=dry_run,
-                enforce_retention_duration=False,
-                full=True,
-                keep_versions=sorted(keep_versions) or None,
+            log = self._newest()
+            keep = [version for version in sorted(set(keep_versions)) if self._is_readable(version)]
+            deletable = partial(
+                log.vacuum, dry_run=True, enforce_retention_duration=False, keep_versions=keep or None
             )
+            removed = set(deletable(retention_hours=retention_hours, full=False))
+            present = deletable(retention_hours=retention_hours, full=True)
+            orphans = set(deletable(retention_hours=max(retention_hours, ORPHAN_HOURS), full=True))
+            found = sorted(path for path in present if path in removed | orphans and is_file_path(path))
+        if not dry_run:
+            for path in found:
+                self._store.delete(f"{self.name}/{path}")
+        return found
+
+    def _is_readable(self, version: int) -> bool:
+        """Whether a pinned version exists. A pin of one that does not protects nothing."""
+        try:
+            deltalake.DeltaTable(self.url, version=version, storage_options=self._options)
+        except (DeltaError, OverflowError) as error:
+            if isinstance(error, DeltaError) and not any(word in str(error) for word in _DAMAGE):
+                raise
+            log.warning("%s: a pin names version %d, which does not exist; it is ignored", self.url, version)
+            return False
+        return True
 
     def _retry(self, attempt: Callable[[], T]) -> T:
         """Repeat while other programs commit at the same time. Raises UnavailableError after `_TRIES`."""
@@ -209,24 +278,14 @@ class WarehouseTable:
                     return attempt()
         raise UnavailableError(f"{self.url}: too many programs write to it at once; try again later")
 
-    def _check(
-        self,
-        found: TableSnapshot,
-        paths: Collection[str],
-        remove: Sequence[DataFile],
-        steps: Mapping[str, ProgressStep],
-    ) -> None:
-        for name, step in steps.items():
-            if (at := found.progress(name)) != step.before:
-                raise FencedError(
-                    f"{self.url}: expected {name} at {step.before}, got {at}: another program moved it; "
-                    "read the table again"
-                )
-        for file in remove:
-            if file.path not in paths:
-                raise FencedError(
-                    f"{self.url}: {file.path} is gone: another program replaced it; read the table again"
-                )
+    def _check_written(self, files: Sequence[DataFile]) -> None:
+        for file in files:
+            try:
+                self._store.get_range(f"{self.name}/{file.path}", 0, 1)
+            except CheckpointError:
+                raise MissingFilesError(
+                    f"{self.url}: expected {file.path} before its commit, but it is gone; write it again"
+                ) from None
 
     def _write(
         self,
@@ -275,6 +334,14 @@ class WarehouseTable:
             raise UnavailableError(
                 f"{self.url} cannot be {verb} now ({text}); make its location available"
             ) from None
+
+
+def _moved(found: TableSnapshot, steps: Mapping[str, ProgressStep]) -> tuple[str, int | None] | None:
+    """The first name that is not where its step begins, and where it is."""
+    for name, step in steps.items():
+        if (at := found.progress(name)) != step.before:
+            return name, at
+    return None
 
 
 def _joined(location: str | Path, name: str) -> str:

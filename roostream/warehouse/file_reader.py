@@ -288,3 +288,30 @@ def writer_of(file: DataFile, registry: Registry) -> Schema:
             "put its file back into schemas/ of the warehouse"
         )
     return found
+
+
+def check_writers(
+    files: Iterable[DataFile], registry: Registry, reader: Schema, location: str
+) -> list[Schema]:
+    """The schemas that wrote these files. Checked before reading, so that a single file cannot stop it
+    midway.
+
+    Raises:
+        SchemaError: one is not registered, or `reader` cannot read what it wrote; names the days.
+    """
+    of_writer: dict[int, list[DataFile]] = {}
+    for file in files:
+        of_writer.setdefault(file.fingerprint, []).append(file)
+    writers = []
+    for some in of_writer.values():
+        writer = writer_of(some[0], registry)
+        try:
+            needed_columns(writer, reader)
+        except SchemaError as error:
+            days = sorted({file.day.isoformat() for file in some})
+            raise SchemaError(
+                f"{location}: {len(some)} files of {days[0]} to {days[-1]} by schema {writer.name!r} "
+                f"({writer.fingerprint:016x}) cannot be read: {error}; or choose other days or features"
+            ) from None
+        writers.append(writer)
+    return writers

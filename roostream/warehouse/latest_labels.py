@@ -11,7 +11,7 @@ Letters: M corrected (sample, item) pairs, R requests, B candidates, T labels.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import date
 from typing import NamedTuple
 
@@ -40,8 +40,14 @@ class LatestLabels(NamedTuple):
         return not len(self.sample_M)
 
 
-def read_latest(warehouse: Warehouse, files: Iterable[DataFile], labels: Sequence[str]) -> LatestLabels:
-    """The labels after all corrections in these files of one partition.
+def read_latest(
+    warehouse: Warehouse,
+    files: Iterable[DataFile],
+    labels: Sequence[str],
+    from_offsets: Mapping[str, int] | None = None,
+) -> LatestLabels:
+    """The labels after all corrections in these files of one partition. `from_offsets`: topic id → offset
+    below which corrections are left out, because sealed files contain them.
 
     Raises:
         UnavailableError: a file cannot be read now.
@@ -50,17 +56,21 @@ def read_latest(warehouse: Warehouse, files: Iterable[DataFile], labels: Sequenc
     """
     samples, items, offsets, values = [], [], [], []
     for file in files:
+        first = (from_offsets or {}).get(file.topic, 0)
+        if file.last_offset < first:
+            continue
         known = correction_forms(writer_of(file, warehouse.registry))
         columns, counts_R = warehouse.open_file(CORRECTIONS, file).columns(known)
         index_B = np.repeat(np.arange(len(counts_R)), counts_R)
-        samples.append(columns[OF_SAMPLE].values[index_B])
-        offsets.append(columns["offset"].values[index_B])
-        items.append(columns["item"].values)
+        kept_B = columns["offset"].values[index_B] >= first
+        samples.append(columns[OF_SAMPLE].values[index_B][kept_B])
+        offsets.append(columns["offset"].values[index_B][kept_B])
+        items.append(columns["item"].values[kept_B])
         label_BT = np.full((len(index_B), len(labels)), np.nan, dtype=np.float32)
         for t, label in enumerate(labels):
             if (name := label_column(label)) in columns:
                 label_BT[:, t] = columns[name].values
-        values.append(label_BT)
+        values.append(label_BT[kept_B])
     if not samples:
         none = np.zeros(0, dtype=np.int64)
         return LatestLabels(none, none, np.zeros((0, len(labels)), dtype=np.float32))

@@ -99,6 +99,8 @@ def write_rows(
     )
 
 
+MAX_VALUES = 1 << 30
+"""Values of a column in one file: Arrow's lists count in 32 bits."""
 ROWS_OF_GROUP = 4096
 """Requests of a row group, the smallest part of a column that is read."""
 FIRST = ("offset", "close_ms")
@@ -221,7 +223,10 @@ def _offsets(array: pa.ListArray) -> np.ndarray:
 
 
 def _starts(counts: np.ndarray) -> np.ndarray:
-    """int32 [N + 1]: where each row's values begin."""
+    """int32 [N + 1]: where each row's values begin. Raises ValueError: there are more than 32 bits can
+    count."""
+    if (total := int(counts.sum(dtype=np.int64))) >= 1 << 31:
+        raise ValueError(f"expected fewer than 2**31 values in a column of a file, got {total}")
     out = np.zeros(len(counts) + 1, dtype=np.int32)
     np.cumsum(counts, out=out[1:])
     return out

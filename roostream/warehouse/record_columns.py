@@ -176,7 +176,7 @@ def rebuild_records(
                 request_id=text["request_id"][r],
                 user_id=user,
                 session_id=session,
-                surface=columns["surface"].values[r].decode(),
+                surface=columns["surface"].values[r].decode("utf-8", "replace"),
                 time_ms=number["time_ms"][r],
                 schema=schema.fingerprint,
                 model_version=text["model_version"][r],

@@ -12,7 +12,8 @@ from roostream.errors import CheckpointError
 from roostream.runtime.kafka.topics import SAMPLES
 from roostream.schema.schema import Schema
 from roostream.warehouse.data_file import DataFile
-from roostream.warehouse.file_reader import writer_of
+from roostream.warehouse.delta_table import WarehouseTable
+from roostream.warehouse.file_reader import check_writers, writer_of
 from roostream.warehouse.warehouse import Warehouse
 from roostream.wire.batch import Batch
 
@@ -60,6 +61,7 @@ class TableScan:
             UnavailableError: it cannot be read now.
             SchemaError: `reader` cannot read what a file's writer wrote.
         """
+        check_writers(self.files, self._warehouse.registry, reader, self._warehouse.location)
         for file in sorted(self.files, key=lambda file: (file.day, file.partition, file.first_offset)):
             opened = self._warehouse.open_file(SAMPLES, file)
             for group in range(len(opened.rows_of_groups)):
@@ -76,5 +78,11 @@ class TableScan:
 
 
 def is_warehouse(location: str | Path) -> bool:
-    """Whether this directory holds a table of samples."""
+    """Whether this directory, or s3://bucket/prefix, holds a table of samples.
+
+    Raises:
+        UnavailableError: the bucket cannot be read now.
+    """
+    if str(location).startswith("s3://"):
+        return WarehouseTable(location, SAMPLES).exists()
     return (Path(location) / SAMPLES / "_delta_log").is_dir()

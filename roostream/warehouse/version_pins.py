@@ -7,12 +7,14 @@ keeps nothing.
 from __future__ import annotations
 
 import json
+import logging
 from typing import NamedTuple
 
 from roostream.errors import CheckpointError
 from roostream.runtime.checkpoint_store import CheckpointStore
 
 _FOLDER = "pins"
+log = logging.getLogger("roostream.warehouse")
 
 
 class VersionPin(NamedTuple):
@@ -44,7 +46,8 @@ def unpin_version(store: CheckpointStore, table: str, owner: str) -> None:
 
 
 def pinned_versions(store: CheckpointStore, table: str, now_ms: int) -> set[int]:
-    """The versions of a table that are pinned now. Expired and unreadable pins are deleted.
+    """The versions of a table that are pinned now. Expired pins are deleted, and so are objects that are no
+    pins.
 
     Raises:
         UnavailableError: the store cannot be read; then no version may be considered free.
@@ -56,7 +59,10 @@ def pinned_versions(store: CheckpointStore, table: str, now_ms: int) -> set[int]
         try:
             body = json.loads(store.get(name))
             version, until_ms = int(body["version"]), int(body["until_ms"])
-        except (CheckpointError, ValueError, KeyError, TypeError):  # just deleted, or not a pin
+        except CheckpointError:  # just deleted
+            continue
+        except (ValueError, KeyError, TypeError, OverflowError):
+            log.warning("%s is not a pin and is deleted; readers write their pins again", name)
             until_ms = 0
         if until_ms > now_ms:
             found.add(version)

@@ -417,9 +417,12 @@ def _float_bits(shape: tuple[int, ...], value: float) -> np.ndarray:
 
 
 def _texts(buf: np.ndarray, spans_R: np.ndarray) -> np.ndarray:
-    """bytes S64 [R]; longer texts are cut."""
+    """bytes S64 [R]; longer texts are cut between two letters."""
     starts, ends = spans_R.T.tolist() if len(spans_R) else ([], [])
-    return np.array([buf[start:end].tobytes() for start, end in zip(starts, ends, strict=True)], dtype=TEXT)
+    texts = [buf[start:end].tobytes() for start, end in zip(starts, ends, strict=True)]
+    limit = np.dtype(TEXT).itemsize
+    whole = [t if len(t) <= limit else t[:limit].decode("utf-8", "ignore").encode() for t in texts]
+    return np.array(whole, dtype=TEXT)
 
 
 def _fill_request(

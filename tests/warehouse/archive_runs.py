@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from roostream.errors import UnavailableError
+from roostream.runtime.checkpoint_store import CheckpointStore
 from roostream.runtime.clock import Clock, FakeClock, SystemClock
 from roostream.runtime.kafka.consumer import MemoryConsumer
 from roostream.schema.schema import Schema
@@ -30,6 +31,7 @@ from roostream.wire import records as wire
 from roostream.wire import roo_pb2 as pb
 from roostream.wire.columnar import REQUEST, ColumnType
 from roostream.wire.records import Record
+from tests.trainer.memory_store import MemoryStore
 from tests.warehouse.sample_cases import keyed, rich_records, rich_schema
 
 PARTITIONS, DAYS = 2, 12
@@ -62,13 +64,23 @@ def an_archiver(
     numbers: Sequence[int] = range(PARTITIONS),
     clock: Clock | None = None,
     topics: Mapping[str, str] = TOPIC_IDS,
+    memory: CheckpointStore | None = None,
 ) -> tuple[Archiver, MemoryConsumer, list[DeadRecord]]:
     """An archiver of these partition numbers, its consumer, and the records that it could not read."""
     schema, dead = rich_schema(), list[DeadRecord]()
     partitions = [(name, n) for name in TOPIC_IDS for n in numbers]
     reader = MemoryConsumer(partitions, [r for r in records if (r.topic, r.partition) in partitions])
     registry = {schema.fingerprint: schema}.get
-    archiver = Archiver(Warehouse(place), reader, topics, registry, RULE, dead.extend, clock or FakeClock())
+    archiver = Archiver(
+        Warehouse(place),
+        reader,
+        lambda: topics,
+        registry,
+        memory or MemoryStore(),
+        RULE,
+        dead.extend,
+        clock or FakeClock(),
+    )
     return archiver, reader, dead
 
 

@@ -16,6 +16,7 @@ from roostream.warehouse.archive import (
     group_by_writer,
     sample_forms,
     sample_rows,
+    split_rows,
 )
 from roostream.warehouse.data_file import day_of
 from roostream.warehouse.file_reader import SampleFile
@@ -156,3 +157,20 @@ def test_a_correction_names_its_sample_and_its_labels(tmp_path: Path) -> None:
     assert columns["label_before__click"].values.tolist() == [0.0, 1.0]
     assert len(set(columns["of_sample"].values.tolist())) == 1
     assert columns["event__action"].values.tolist() == ["click", "click"]
+
+
+def test_rows_with_too_many_values_for_one_file_are_split_between_requests() -> None:
+    rows, _ = sample_rows(SCHEMA, keyed(rich_records(SCHEMA, 40)))
+    most = max(
+        len(column.values) for name, column in rows.columns.items() if rows.forms[name].of == "candidate"
+    )
+    pieces = split_rows(rows, max_values=most // 3)
+    assert len(pieces) > 3 and split_rows(rows) == [rows]
+    for name, column in rows.columns.items():
+        parts = [piece.columns[name].values for piece in pieces]
+        assert np.concatenate(parts).tolist() == column.values.tolist() or rows.forms[name].dtype == "f4"
+        assert all(
+            len(part) <= most // 3 or len(piece.counts_R) == 1
+            for part, piece in zip(parts, pieces, strict=True)
+        )
+    assert all(len(piece.counts_R) == 1 for piece in split_rows(rows, max_values=1))

@@ -4,25 +4,55 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
-from roostream.errors import UnavailableError
+from roostream.errors import CheckpointError, FencedError, UnavailableError
 from roostream.runtime.clock import FakeClock
-from roostream.warehouse.archive import progress_name
+from roostream.schema.registry import open_registry, register
+from roostream.schema.schema import Schema
+from roostream.warehouse.archive import (
+    MAX_PENDING_MS,
+    DeadRecord,
+    progress_name,
+    rows_by_day,
+    sample_forms,
+    sample_rows,
+)
 from roostream.warehouse.archiver_program import METRICS, metrics_of, own_partitions
 from roostream.warehouse.config import ArchiverConfig
+from roostream.warehouse.parquet_file import FileRows
+from roostream.warehouse.record_columns import rebuild_records
 from roostream.warehouse.warehouse import Warehouse
 from roostream.wire import records as wire
+from roostream.wire import roo_pb2 as pb
+from roostream.wire.block import encode_nro, encode_ro
 from roostream.wire.records import Record
 from tests.trainer.memory_store import MemoryStore
 from tests.warehouse.archive_runs import RULE, TOPIC_IDS, an_archiver, kill_rivals, places, topic
-from tests.warehouse.sample_cases import rich_schema
+from tests.warehouse.sample_cases import decoded, rich_schema, same_batch
+from tests.wire.sample_builders import parse_schema, record_of
 
 SCHEMA = rich_schema()
 RECORDS = topic(SCHEMA, 40)
 ALL = Counter((r.partition, r.offset) for r in RECORDS)
+
+
+def plain_sample(schema: Schema, ro: Mapping[str, Any]) -> pb.Sample:
+    """A sample of one candidate, with these request features."""
+    return pb.Sample(
+        header=pb.Header(request_id="r", user_id=1, time_ms=1, schema=schema.fingerprint),
+        sample_id=1,
+        close_ms=2,
+        item_ids=[1],
+        ro=encode_ro(schema, ro),
+        parts=[pb.Part(nro=encode_nro(schema, {}, 1), num_rows=1)],
+        labels=[0.0] * len(schema.labels),
+    )
 
 
 def test_every_record_becomes_one_row_and_progress_is_the_end_of_the_topic(tmp_path: Path) -> None:
@@ -122,6 +152,217 @@ def test_a_partition_of_only_dead_records_makes_progress(tmp_path: Path) -> None
     assert len(dead) == 3
     found = Warehouse(tmp_path).samples.snapshot()
     assert found.files == () and found.progress(progress_name(("samples", 0), TOPIC_IDS["samples"])) == 3
+
+
+def test_a_record_that_cannot_be_stored_becomes_a_dead_letter_and_others_are_archived(
+    tmp_path: Path,
+) -> None:
+    records = [r for r in RECORDS if r.partition == 0]
+    late, early, cut = (pb.Sample.FromString(records[n].value[2:]) for n in (3, 5, 7))
+    late.close_ms, early.close_ms, cut.header.surface = 1 << 62, -(1 << 62), "x" * 63 + "é"
+    for n, sample in ((3, late), (5, early), (7, cut)):
+        records[n] = records[n]._replace(value=wire.encode(wire.SAMPLE, sample))
+    records[9] = records[9]._replace(value=b"")
+    archiver, _, dead = an_archiver(tmp_path, records, [0])
+    archiver.open()
+    archiver.turn(0.0)
+    archiver.flush()
+    wanted = {3: "bad_time", 5: "bad_time", 9: "unknown_type"}
+    assert {d.record.offset: d.reason for d in dead} == wanted
+    assert set(places(tmp_path)) == {(0, n) for n in range(40) if n not in wanted}
+    warehouse = Warehouse(tmp_path)
+    stored = {}
+    for file in warehouse.samples.snapshot().files:
+        opened = warehouse.open_file("samples", file)
+        columns, counts_R = opened.columns(sample_forms(SCHEMA))
+        rebuilt = rebuild_records(SCHEMA, columns, counts_R)
+        stored |= dict(zip(columns["offset"].values.tolist(), rebuilt, strict=True))
+        wire_batch = decoded(SCHEMA, [records[n] for n in sorted(columns["offset"].values.tolist())])
+        same_batch(
+            opened.read(SCHEMA, SCHEMA),
+            wire_batch.take_requests(np.argsort(np.argsort(columns["offset"].values))),
+        )
+    assert stored[7] == (records[7].key, records[7].value)
+
+
+def test_a_schema_with_two_features_for_one_column_stops_only_its_own_records(tmp_path: Path) -> None:
+    colliding = parse_schema(
+        """
+        name = "colliding"
+        [tables.item]
+        dim = 4
+        [[label]]
+        name = "click"
+        action = "click"
+        [[ro]]
+        name = "a"
+        kind = "sequence"
+        table = "item"
+        columns = { b = "time_ms" }
+        [[ro]]
+        name = "a__b"
+        """
+    )
+    records = [r for r in RECORDS if r.partition == 0]
+    records[4] = record_of(plain_sample(colliding, {}), 4)._replace(partition=0)
+    archiver, _, dead = an_archiver(tmp_path, records, [0])
+    known = archiver.registry
+    archiver.registry = lambda fingerprint: (
+        colliding if fingerprint == colliding.fingerprint else known(fingerprint)
+    )
+    archiver.open()
+    archiver.turn(0.0)
+    archiver.flush()
+    assert [(d.record.offset, d.reason) for d in dead] == [(4, "unknown_schema")] and "a__b" in dead[0].error
+    assert set(places(tmp_path)) == {(0, n) for n in range(40) if n != 4}
+
+
+def test_a_damaged_schema_file_stops_only_its_own_records_unless_the_warehouse_has_a_copy(
+    tmp_path: Path,
+) -> None:
+    store = MemoryStore()
+    store.put(f"schemas/{SCHEMA.fingerprint:016x}.toml", b"cut off [")
+    for copied in (False, True):
+        place = tmp_path / str(copied)
+        archiver, _, dead = an_archiver(place, RECORDS)
+        archiver.registry = open_registry(store)
+        archiver.open()
+        if copied:
+            register(archiver.warehouse.store, SCHEMA)
+        archiver.turn(0.0)
+        archiver.flush()
+        assert places(place) == (ALL if copied else Counter()) and len(dead) == (0 if copied else 80)
+
+
+def test_a_record_that_reveals_a_defect_is_found_and_others_are_kept() -> None:
+    def fails_on_offset_5(writer: Schema, records: Sequence[Record]) -> tuple[FileRows, list[DeadRecord]]:
+        if any(record.offset == 5 for record in records):
+            raise ZeroDivisionError
+        return sample_rows(writer, records)
+
+    records = [r for r in RECORDS if r.partition == 0]
+    days, dead = rows_by_day(fails_on_offset_5, SCHEMA, records)
+    (rows,) = days.values()
+    assert sorted(rows.columns["offset"].values.tolist()) == [n for n in range(40) if n != 5]
+    assert [(d.record.offset, d.reason) for d in dead] == [(5, "internal_error")]
+    whole, _ = rows_by_day(sample_rows, SCHEMA, records[:5])
+    assert whole.keys() == days.keys()
+
+
+def test_files_that_are_gone_before_their_commit_are_written_again(tmp_path: Path) -> None:
+    clock = FakeClock()
+    archiver, _, _ = an_archiver(tmp_path, RECORDS, clock=clock)
+    archiver.open()
+    archiver.turn(0.0, max_records=5)
+    archiver.flush()
+    archiver.turn(0.0, max_records=5)
+    log = tmp_path / "samples/_delta_log"
+    log.rename(tmp_path / "away")
+    for _ in range(2):
+        with pytest.raises(CheckpointError):
+            archiver.flush()
+    (tmp_path / "away").rename(log)
+    committed = {file.path for file in Warehouse(tmp_path).samples.snapshot().files}
+    waiting = [
+        p for p in (tmp_path / "samples").rglob("*.parquet") if not p.as_posix().endswith(tuple(committed))
+    ]
+    assert waiting
+    for path in waiting:
+        path.unlink()
+    with pytest.raises(UnavailableError):
+        archiver.flush()
+    archiver.flush()
+    assert sum(places(tmp_path).values()) == 10
+
+
+def test_files_that_waited_a_day_for_their_commit_are_written_again(tmp_path: Path) -> None:
+    clock = FakeClock()
+    archiver, _, _ = an_archiver(tmp_path, RECORDS, clock=clock)
+    archiver.open()
+    archiver.turn(0.0, max_records=5)
+    archiver.flush()
+    archiver.turn(0.0, max_records=5)
+    first = {path.name for path in (tmp_path / "samples").rglob("*.parquet")}
+    (tmp_path / "samples/_delta_log").rename(tmp_path / "away")
+    with pytest.raises(CheckpointError):
+        archiver.flush()
+    waiting = {path.name for path in (tmp_path / "samples").rglob("*.parquet")} - first
+    assert waiting
+    (tmp_path / "away").rename(tmp_path / "samples/_delta_log")
+    clock.jump(MAX_PENDING_MS + 1)
+    archiver.flush()
+    committed = {Path(file.path).name for file in Warehouse(tmp_path).samples.snapshot().files}
+    assert sum(places(tmp_path).values()) == 10 and not committed & waiting
+
+
+def test_an_empty_mount_is_not_archived_into_from_scratch(tmp_path: Path) -> None:
+    memory, place = MemoryStore(), tmp_path / "warehouse"
+    an_archiver(place, RECORDS, memory=memory)[0].open()
+    place.rename(tmp_path / "unmounted")
+    place.mkdir()
+    archiver, _, _ = an_archiver(place, RECORDS, memory=memory)
+    with pytest.raises(UnavailableError, match="mount"):
+        archiver.open()
+    assert not list(place.iterdir())
+    place.rmdir()
+    (tmp_path / "unmounted").rename(place)
+    archiver.open()
+
+
+def test_a_foreign_or_partial_warehouse_is_not_archived_into(tmp_path: Path) -> None:
+    memory, place = MemoryStore(), tmp_path / "warehouse"
+    an_archiver(place, RECORDS, memory=memory)[0].open()
+    (place / "corrections").rename(tmp_path / "corrections")
+    archiver, _, _ = an_archiver(place, RECORDS, memory=memory)
+    with pytest.raises(UnavailableError, match="corrections"):
+        archiver.open()
+    Warehouse(place).create()
+    with pytest.raises(CheckpointError, match="corrections"):
+        archiver.open()
+    (name,) = memory.list("warehouses")
+    memory.put(name, b"cut off")
+    with pytest.raises(CheckpointError, match="damaged"):
+        archiver.open()
+    memory.delete(name)
+    archiver.open()
+
+
+def test_records_of_a_topic_that_was_created_again_are_not_archived_under_the_old_id(tmp_path: Path) -> None:
+    topics = dict(TOPIC_IDS)
+    archiver, _, _ = an_archiver(tmp_path, RECORDS, topics=topics)
+    archiver.open()
+    archiver.turn(0.0, max_records=5)
+    topics["samples"] = "made-again"
+    with pytest.raises(FencedError, match="samples"):
+        archiver.flush()
+    assert not Warehouse(tmp_path).samples.snapshot().files
+    again, _, _ = an_archiver(tmp_path, RECORDS, topics=topics)
+    again.open()
+    again.turn(0.0)
+    again.flush()
+    assert {file.topic for file in Warehouse(tmp_path).samples.snapshot().files} == {"made-again"}
+
+
+def test_a_column_of_another_type_is_archived_and_its_file_can_be_read(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    archive_of = {"float": "", "ids": 'kind = "ids"\ntable = "item"\n'}
+    for kind, more in archive_of.items():
+        head = f'name = "{kind}"\n[tables.item]\ndim = 4\n[[label]]\nname = "click"\naction = "click"\n'
+        schema = parse_schema(f'{head}[[ro]]\nname = "age"\n{more}')
+        record = record_of(plain_sample(schema, {"age": [7, 8] if kind == "ids" else 7.5}), 0)._replace(
+            partition=0
+        )
+        archiver, _, dead = an_archiver(tmp_path, [record], [0], topics={**TOPIC_IDS, "samples": kind})
+        archiver.registry = {schema.fingerprint: schema}.get
+        archiver.open()
+        archiver.turn(0.0)
+        archiver.flush()
+        assert not dead
+        warehouse = Warehouse(tmp_path)
+        (file,) = [f for f in warehouse.samples.snapshot().files if f.topic == kind]
+        same_batch(warehouse.open_file("samples", file).read(schema, schema), decoded(schema, [record]))
+    assert "rename the feature" in caplog.text
 
 
 def test_programs_killed_at_any_moment_store_every_record_once(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import threading
 from collections import Counter
 from collections.abc import Mapping
@@ -13,12 +12,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from roostream.errors import CheckpointError
+from roostream.errors import CheckpointError, UnavailableError
 from roostream.runtime.clock import FakeClock
 from roostream.schema.ids import key_bytes, sample_id
 from roostream.warehouse.archive import sample_forms
 from roostream.warehouse.compact import (
     Compactor,
+    compact_name,
     files_to_retire,
     folded_name,
     next_offset_by_topic,
@@ -31,6 +31,8 @@ from roostream.warehouse.config import CompactorConfig
 from roostream.warehouse.data_file import DataFile
 from roostream.warehouse.latest_labels import files_of_part, overlay_batch, read_latest
 from roostream.warehouse.record_columns import rebuild_records
+from roostream.warehouse.sessions.sample_table import SampleTable
+from roostream.warehouse.sessions.session import SessionSpec
 from roostream.warehouse.warehouse import COLUMN_ORDER, Warehouse
 from roostream.wire import records as wire
 from roostream.wire import roo_pb2 as pb
@@ -188,6 +190,33 @@ def test_a_reader_applies_corrections_that_no_seal_has_folded(tmp_path: Path) ->
     assert at in wanted
 
 
+@pytest.mark.parametrize("sealed_with", [0, 1, 3])
+def test_a_session_reads_latest_labels_from_sealed_files_and_adds_later_corrections(
+    tmp_path: Path, sealed_with: int
+) -> None:
+    told, at = corrected()
+    if sealed_with:
+        archive(tmp_path, [*FIRST, *NEXT, *told[:sealed_with]], per_flush=1 if sealed_with == 1 else 9)
+        seal_all(a_compactor(tmp_path))
+    archive(tmp_path, [*FIRST, *NEXT, *told])
+    table = SampleTable(str(tmp_path))
+    wanted = decoded(SCHEMA, FIRST)
+    after = wanted.label_BT[wanted.request_index_B == at].copy()
+    after[1], after[2] = [1.0, 0.0], [0.0, 0.0]
+    for labels in ("latest", "as_streamed"):
+        spec = SessionSpec(table="", version=0, last_day="1970-01-01", labels=labels)
+        fixed = table.newest(spec, {})
+        assert fixed is not None
+        session, rows = table.open_session(fixed, SCHEMA)
+        for split in session.order.splits:
+            batch = rows.batch(split.path, split.start, split.end)
+            for row, offset in enumerate(batch.offset_R.tolist()):
+                label_BT = batch.label_BT[batch.request_index_B == row]
+                changed = labels == "latest" and offset == at
+                expected = after if changed else wanted.label_BT[wanted.request_index_B == offset]
+                assert label_BT.tolist() == expected.tolist()
+
+
 def test_corrections_that_come_after_a_seal_make_the_day_due_again(tmp_path: Path) -> None:
     told, at = corrected()
     archive(tmp_path, [*FIRST, *NEXT, told[0]])
@@ -331,16 +360,112 @@ def test_a_partly_retired_day_is_recorded_and_keeps_its_corrections(tmp_path: Pa
     assert places(tmp_path) == Counter((0, n) for n in range(left.first_offset, 80)), "progress is as it was"
 
 
+def test_samples_of_a_future_day_seal_nothing(tmp_path: Path) -> None:
+    future = closed_on(rich_records(SCHEMA, 1, partition=0), 4000, first_offset=50)
+    archive(tmp_path, [*FIRST, *future])
+    assert a_compactor(tmp_path).due() == []
+
+
+def test_a_day_that_has_not_ended_by_the_clock_is_not_sealed(tmp_path: Path) -> None:
+    archive(tmp_path, [*FIRST, *NEXT])
+    config = CompactorConfig(warehouse=str(tmp_path), seal_after_ms=60_000)
+    running, ended = (
+        Compactor(Warehouse(tmp_path), config, FakeClock(now_ms=DAY_MS + ms)) for ms in (59_000, 60_000)
+    )
+    assert running.due() == [] and len(ended.due()) == 1
+
+
+def test_corrections_that_come_after_their_day_was_retired_are_removed(tmp_path: Path) -> None:
+    told, _ = corrected()
+    archive(tmp_path, [*FIRST, *NEXT, *told[:1]])
+    a_compactor(tmp_path, keep_days=1).retire()
+    unseen = closed_on(rich_records(SCHEMA, 60, partition=0)[55:], 5)
+    ahead = a_correction(unseen[0], 1, 0.0, 1.0, offset=3, event=9)
+    archive(tmp_path, [*FIRST, *NEXT, *told, ahead])
+    corrections = Warehouse(tmp_path).corrections
+    assert {file.day for file in corrections.snapshot().files} == {date(1970, 1, 1), date(1970, 1, 6)}
+    assert a_compactor(tmp_path).retire() == 0
+    assert {file.day for file in corrections.snapshot().files} == {date(1970, 1, 6)}, "samples may follow"
+
+
+def test_many_files_of_corrections_of_a_sealed_day_are_merged_and_mean_the_same(tmp_path: Path) -> None:
+    told, _ = corrected()
+    item = pb.Sample.FromString(told[0].value[2:]).item_ids[0]
+    more = [a_correction(FIRST[0], item, 0.0, 1.0, offset=3 + n, event=20 + n) for n in range(9)]
+    archive(tmp_path, [*FIRST, *NEXT, *told, *more], per_flush=1)
+    warehouse, compactor = Warehouse(tmp_path), a_compactor(tmp_path)
+    files = warehouse.corrections.snapshot().files
+    before = read_latest(warehouse, files, SCHEMA.tasks)
+    compactor.run_once(threading.Event())
+    (merged,) = warehouse.corrections.snapshot().files
+    assert (merged.rows, merged.first_offset, merged.last_offset) == (12, 0, 11) and len(files) == 12
+    after = read_latest(warehouse, [merged], SCHEMA.tasks)
+    assert all(np.array_equal(a, b, equal_nan=True) for a, b in zip(before, after, strict=True))
+    assert compactor.due() == [] and compactor.merge_corrections() == 0
+    assert warehouse.corrections.snapshot().progress(compact_name(date(1970, 1, 1), 0)) == 1
+
+
+def test_two_compactors_at_once_do_no_harm(tmp_path: Path) -> None:
+    told, _ = corrected()
+    old = closed_on(rich_records(SCHEMA, 12, partition=0), 0)
+    records = [*old, *closed_on(rich_records(SCHEMA, 40, partition=0), 2, first_offset=12), *told]
+    records += closed_on(rich_records(SCHEMA, 30, partition=0), 4, first_offset=52)
+    archive(tmp_path, records, per_flush=5)
+    rivals = [a_compactor(tmp_path, keep_days=3) for _ in range(2)]
+    threads = [threading.Thread(target=rival.run_once, args=(threading.Event(),)) for rival in rivals]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    rivals[0].run_once(threading.Event())
+    assert places(tmp_path) == Counter((0, n) for n in range(12, 82))
+    assert all(compactor.counts.damaged == 0 for compactor in rivals)
+    for file in Warehouse(tmp_path).samples.snapshot().files:
+        assert (tmp_path / "samples" / file.path).exists()
+
+
+def test_a_compactor_creates_nothing_in_an_empty_mount_and_notices_another_warehouse(tmp_path: Path) -> None:
+    place = tmp_path / "mount"
+    place.mkdir()
+    compactor = a_compactor(place)
+    with pytest.raises(UnavailableError, match="mount"):
+        compactor.run_once(threading.Event())
+    assert not list(place.iterdir())
+    archive(place, [*FIRST, *NEXT])
+    compactor.run_once(threading.Event())
+    place.rename(tmp_path / "away")
+    archive(place, [*FIRST, *NEXT])
+    with pytest.raises(CheckpointError, match="another warehouse"):
+        compactor.run_once(threading.Event())
+
+
+def test_a_file_that_cannot_be_read_now_delays_only_its_day(tmp_path: Path) -> None:
+    second = closed_on(rich_records(SCHEMA, 12, partition=0), 1, first_offset=50)
+    last = closed_on(rich_records(SCHEMA, 3, partition=0), 4, first_offset=62)
+    archive(tmp_path, [*FIRST, *second, *last])
+    compactor = a_compactor(tmp_path)
+    path = tmp_path / "samples" / compactor.due()[0].files[0].path
+    content = path.read_bytes()
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(UnavailableError):
+        compactor.run_once(threading.Event())
+    assert compactor.counts.seals == 1 and len(batches(tmp_path, 1)) == 1
+    path.rmdir()
+    path.write_bytes(content)
+    compactor.run_once(threading.Event())
+    assert compactor.counts.seals == 2
+
+
 def test_retired_days_leave_the_table_and_the_vacuum_deletes_their_files(tmp_path: Path) -> None:
     told, _ = corrected()
     archive(tmp_path, [*FIRST, *NEXT, *told])
-    compactor = a_compactor(tmp_path, keep_days=1, vacuum_after_hours=0)
+    compactor = a_compactor(tmp_path, keep_days=1)
     gone = [f.path for f in Warehouse(tmp_path).samples.snapshot().files if f.day == date(1970, 1, 1)]
     assert compactor.retire() == len(gone) > 0 and compactor.retire() == 0
     warehouse = Warehouse(tmp_path)
     assert places(tmp_path) == Counter((0, n) for n in range(50, 53))
     assert warehouse.corrections.snapshot().files == ()
-    for path in gone:
-        os.utime(tmp_path / "samples" / path, (0, 0))
-    compactor.vacuum()
+    assert compactor.vacuum() == []
+    assert warehouse.samples.vacuum(0) == sorted(gone)
     assert not any((tmp_path / "samples" / path).exists() for path in gone)

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from roostream.errors import CheckpointError, ConfigError, FencedError, UnavailableError
 from roostream.runtime.checkpoint_store import open_store
 from roostream.warehouse.data_file import DataFile, new_path
-from roostream.warehouse.delta_table import ProgressStep, WarehouseTable
+from roostream.warehouse.delta_table import MissingFilesError, ProgressStep, WarehouseTable
 from roostream.warehouse.version_pins import VersionPin, pin_version, pinned_versions, unpin_version
 from roostream.wire.columnar import ColumnType
 from tests.runtime import s3_server
@@ -25,6 +27,13 @@ DAY = date(2023, 5, 18)
 def a_file(first: int, last: int, partition: int = 0, *, sealed: bool = False, topic: str = "") -> DataFile:
     path = new_path(DAY, partition, (1 << 64) - 5, 7, topic=topic, sealed=sealed)
     return data_file(path, DAY, partition, last - first + 1, 7, first, sealed=sealed, topic=topic)
+
+
+def written(place: str | Path, first: int, last: int, partition: int = 0, **kind: Any) -> DataFile:
+    """A file that is in the store and waits for its commit."""
+    file = a_file(first, last, partition, **kind)
+    open_store(place).put(f"samples/{file.path}", b"x" * file.bytes)
+    return file
 
 
 @pytest.fixture(scope="module")
@@ -60,11 +69,16 @@ def test_a_table_is_created_once_and_is_empty(place: str) -> None:
 
 
 def test_committed_files_and_progress_are_read_back(place: str) -> None:
-    table, file, sealed = opened(place), a_file(0, 9), a_file(10, 12, 3, sealed=True, topic="q1_-Z" * 4)
-    after = table.commit(
+    table, file, sealed = (
+        opened(place),
+        written(place, 0, 9),
+        written(place, 10, 12, 3, sealed=True, topic="q1_-Z" * 4),
+    )
+    table.commit(
         [file, sealed],
         progress={"samples/t/0": ProgressStep(None, 10), "samples/t/3": ProgressStep(None, 13)},
     )
+    after = table.snapshot()
     assert set(after.files) == {file, sealed}
     assert after.files == WarehouseTable(place, "samples").snapshot().files
     assert (after.progress("samples/t/0"), after.progress("samples/t/3"), after.progress("samples/t/1")) == (
@@ -78,30 +92,32 @@ def test_committed_files_and_progress_are_read_back(place: str) -> None:
 
 def test_a_second_commit_of_a_partition_is_rejected_and_another_partition_succeeds(place: str) -> None:
     one, other = opened(place), opened(place)
-    one.commit([a_file(0, 9)], progress={"samples/t/0": ProgressStep(None, 10)})
+    one.commit([written(place, 0, 9)], progress={"samples/t/0": ProgressStep(None, 10)})
     with pytest.raises(FencedError, match="10"):
-        other.commit([a_file(0, 9)], progress={"samples/t/0": ProgressStep(None, 10)})
-    other.commit([a_file(0, 4, 1)], progress={"samples/t/1": ProgressStep(None, 5)})
+        other.commit([written(place, 0, 9)], progress={"samples/t/0": ProgressStep(None, 10)})
+    other.commit([written(place, 0, 4, 1)], progress={"samples/t/1": ProgressStep(None, 5)})
     with pytest.raises(FencedError):
         one.commit(
-            [a_file(0, 4, 1), a_file(10, 11)],
+            [written(place, 0, 4, 1), written(place, 10, 11)],
             progress={"samples/t/1": ProgressStep(None, 5), "samples/t/0": ProgressStep(10, 12)},
         )
     assert sorted(f.partition for f in one.snapshot().files) == [0, 1]
 
 
 def test_a_commit_whose_answer_was_lost_is_not_repeated(tmp_path: Path) -> None:
-    table, file = opened(tmp_path), a_file(0, 9)
-    first = table.commit([file], progress={"samples/t/0": ProgressStep(None, 10)})
-    again = table.commit([file], progress={"samples/t/0": ProgressStep(None, 10)})
+    table, file = opened(tmp_path), written(tmp_path, 0, 9)
+    table.commit([file], progress={"samples/t/0": ProgressStep(None, 10)})
+    first = table.snapshot()
+    table.commit([file], progress={"samples/t/0": ProgressStep(None, 10)})
+    again = table.snapshot()
     assert again.version == first.version and again.files == (file,)
 
 
 def test_of_two_replacements_of_the_same_files_one_is_committed(place: str) -> None:
     table, rival = opened(place), opened(place)
-    small = [a_file(0, 4), a_file(5, 9)]
+    small = [written(place, 0, 4), written(place, 5, 9)]
     table.commit(small, progress={"samples/t/0": ProgressStep(None, 10)})
-    whole, other = a_file(0, 9, sealed=True), a_file(0, 9, sealed=True)
+    whole, other = written(place, 0, 9, sealed=True), written(place, 0, 9, sealed=True)
     table.commit([whole], small, {"compact/2023-05-18/0": ProgressStep(None, 1)})
     for step in (ProgressStep(None, 1), ProgressStep(1, 2)):
         with pytest.raises(FencedError):
@@ -111,11 +127,13 @@ def test_of_two_replacements_of_the_same_files_one_is_committed(place: str) -> N
 
 def test_a_replacement_is_committed_after_a_concurrent_append(tmp_path: Path) -> None:
     table, archiver = opened(tmp_path), opened(tmp_path)
-    small = a_file(0, 4)
+    small = written(tmp_path, 0, 4)
     table.commit([small], progress={"samples/t/0": ProgressStep(None, 5)})
-    archiver.commit([late := a_file(5, 9)], progress={"samples/t/0": ProgressStep(5, 10)})
+    archiver.commit([late := written(tmp_path, 5, 9)], progress={"samples/t/0": ProgressStep(5, 10)})
     table.commit(
-        [whole := a_file(0, 4, sealed=True)], [small], {"compact/2023-05-18/0": ProgressStep(None, 1)}
+        [whole := written(tmp_path, 0, 4, sealed=True)],
+        [small],
+        {"compact/2023-05-18/0": ProgressStep(None, 1)},
     )
     assert set(table.snapshot().files) == {whole, late}
 
@@ -126,12 +144,13 @@ def test_new_columns_are_added_once(tmp_path: Path) -> None:
         "ro__age": ColumnType("request", "float", "f4"),
         "nro__topics": ColumnType("candidate", "id", "i8", is_list=True),
     }
-    table.widen(forms)
+    assert table.widen(forms) == []
     version = table.snapshot().version
     table.widen(forms)
-    stale.widen(forms)
+    assert stale.widen(forms) == []
     assert table.snapshot().version == version, "what is there isn't committed again"
-    table.commit([a_file(0, 9)], progress={"samples/t/0": ProgressStep(None, 10)})
+    table.commit([written(tmp_path, 0, 9)], progress={"samples/t/0": ProgressStep(None, 10)})
+    assert table.widen({"ro__age": ColumnType("request", "id", "i8", is_list=True)}) == ["ro__age"]
     names = json.loads((tmp_path / "samples/_delta_log" / f"{version:020}.json").read_text().split("\n")[1])
     assert "nro__topics" in json.dumps(names)
 
@@ -146,25 +165,61 @@ def test_progress_survives_many_commits_and_log_checkpoints(tmp_path: Path) -> N
     assert (found.progress("samples/t/0"), found.progress("samples/t/1")) == (45, 77)
 
 
-def test_the_vacuum_deletes_orphans_and_replaced_files_but_not_pinned_ones(tmp_path: Path) -> None:
+def test_the_vacuum_deletes_replaced_files_but_not_pinned_ones(tmp_path: Path) -> None:
     table, store = opened(tmp_path), open_store(tmp_path)
-    small, replaced, orphan, whole = a_file(0, 4), a_file(5, 9), a_file(10, 11), a_file(0, 9, sealed=True)
-    for file in (small, replaced, orphan, whole):
-        store.put(f"samples/{file.path}", b"x" * 100)
-        os.utime(tmp_path / "samples" / file.path, (0, 0))
+    small, replaced = written(tmp_path, 0, 4), written(tmp_path, 5, 9)
     table.commit([small, replaced], progress={"samples/t/0": ProgressStep(None, 10)})
-    read = table.snapshot()
+    read, whole = table.snapshot(), written(tmp_path, 0, 9, sealed=True)
     table.commit([whole], [small, replaced], {"compact/2023-05-18/0": ProgressStep(None, 1)})
     pin_version(store, "session-1", VersionPin("samples", read.version, until_ms=2_000))
 
     def there() -> set[str]:
-        return {f.path for f in (small, replaced, orphan, whole) if (tmp_path / "samples" / f.path).exists()}
+        return {f.path for f in (small, replaced, whole) if (tmp_path / "samples" / f.path).exists()}
 
     table.vacuum(0, pinned_versions(store, "samples", now_ms=1_000))
     assert there() == {small.path, replaced.path, whole.path}
     assert pinned_versions(store, "corrections", now_ms=1_000) == set()
+    assert table.vacuum(1) == [] and len(table.vacuum(0, dry_run=True)) == 2
+    version = table.snapshot().version
     table.vacuum(0, pinned_versions(store, "samples", now_ms=2_000))
     assert there() == {whole.path} and store.list("pins") == []
+    assert table.snapshot().version == version, "a vacuum adds nothing to the log"
+
+
+def test_the_vacuum_spares_files_that_wait_for_their_commit_and_files_of_others(tmp_path: Path) -> None:
+    table = opened(tmp_path)
+    waiting, orphan = written(tmp_path, 0, 4), written(tmp_path, 5, 9)
+    notes = tmp_path / "samples" / "NOTES.txt"
+    notes.write_text("mine")
+    day_ago_s = time.time() - 86_400
+    os.utime(tmp_path / "samples" / waiting.path, (day_ago_s, day_ago_s))
+    for path in (tmp_path / "samples" / orphan.path, notes):
+        os.utime(path, (0, 0))
+    assert table.vacuum(0) == [orphan.path]
+    table.commit([waiting], progress={"samples/t/0": ProgressStep(None, 5)})
+    assert notes.exists() and table.snapshot().files == (waiting,)
+
+
+def test_a_commit_of_a_missing_file_is_refused_and_changes_nothing(place: str) -> None:
+    table, file, gone = opened(place), written(place, 0, 9), written(place, 10, 19)
+    step = {"samples/t/0": ProgressStep(None, 20)}
+    open_store(place).delete(f"samples/{gone.path}")
+    version = table.snapshot().version
+    with pytest.raises(MissingFilesError, match=gone.path):
+        table.commit([file, gone], progress=step)
+    assert table.snapshot().version == version
+    table.commit([file], progress=step)
+
+
+@pytest.mark.parametrize("version", [99, -3, 10**30])
+def test_a_pin_of_a_version_that_does_not_exist_does_not_stop_the_vacuum(
+    tmp_path: Path, version: int
+) -> None:
+    table, store = opened(tmp_path), open_store(tmp_path)
+    pin_version(store, "a", VersionPin("samples", version, 5_000))
+    orphan = written(tmp_path, 0, 4)
+    os.utime(tmp_path / "samples" / orphan.path, (0, 0))
+    assert table.vacuum(1, pinned_versions(store, "samples", 1_000)) == [orphan.path]
 
 
 def test_a_deleted_or_unreadable_pin_has_no_effect(tmp_path: Path) -> None:
@@ -172,6 +227,8 @@ def test_a_deleted_or_unreadable_pin_has_no_effect(tmp_path: Path) -> None:
     pin_version(store, "a", VersionPin("samples", 3, 5_000))
     pin_version(store, "b", VersionPin("samples", 4, 5_000))
     store.put("pins/samples.c", b"no pin")
+    store.put("pins/samples.d", b'{"table": "samples", "version": 3, "until_ms": 1e400}')
+    store.put("pins/samples.e", b'{"table": "samples", "version": 1e400, "until_ms": 9000}')
     unpin_version(store, "samples", "a")
     unpin_version(store, "samples", "a")
     assert pinned_versions(store, "samples", 1_000) == {4}
@@ -179,7 +236,7 @@ def test_a_deleted_or_unreadable_pin_has_no_effect(tmp_path: Path) -> None:
 
 def test_a_damaged_log_or_missing_version_is_reported_as_damage(tmp_path: Path) -> None:
     table = opened(tmp_path)
-    table.commit([a_file(0, 9)], progress={"samples/t/0": ProgressStep(None, 10)})
+    table.commit([written(tmp_path, 0, 9)], progress={"samples/t/0": ProgressStep(None, 10)})
     log = tmp_path / "samples/_delta_log/00000000000000000001.json"
     good = log.read_text()
     log.write_text(good[:-30])
@@ -188,6 +245,23 @@ def test_a_damaged_log_or_missing_version_is_reported_as_damage(tmp_path: Path) 
     log.write_text(good)
     with pytest.raises(CheckpointError):
         table.snapshot(99)
+
+
+@pytest.mark.parametrize("missing", [1, 3, 5, "first", "checkpoint"])
+def test_a_log_with_missing_files_is_reported_as_damage(tmp_path: Path, missing: int | str) -> None:
+    table, log = opened(tmp_path), tmp_path / "samples/_delta_log"
+    for n in range(25 if missing == "checkpoint" else 6):
+        table.commit([], progress={"samples/t/0": ProgressStep(n or None, n + 1)})
+    if missing == "checkpoint":
+        gone = [*log.glob("*.checkpoint.parquet"), *(log / f"{n:020}.json" for n in range(15))]
+    else:
+        gone = [log / f"{0 if missing == 'first' else missing:020}.json"]
+    for path in gone:
+        path.unlink()
+    with pytest.raises(CheckpointError, match="restore"):
+        table.snapshot()
+    with pytest.raises(CheckpointError, match="restore"):
+        table.commit([], progress={"samples/t/1": ProgressStep(None, 1)})
 
 
 def test_a_store_that_does_not_answer_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:

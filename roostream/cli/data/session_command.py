@@ -254,7 +254,7 @@ def compare_readers(
     first: TableRows
     second: TableRows
     first, second = (
-        TableFiles(table.warehouse, stored, (), schema, over_read=share)
+        TableFiles(table.warehouse, stored, None, schema, over_read=share)
         for share in (MAX_OVER_READ, MAX_OVER_READ if over_read is None else over_read)
     )
     if slower is not None:

@@ -156,6 +156,20 @@ def wait_for_topics(
     return {name: str(topic.topic_id) for name, topic in found.items()}
 
 
+def topic_ids(broker: Broker, prefix: str, topics: Iterable[str]) -> dict[str, str]:
+    """Name without prefix → the broker's id of the topic now; a topic that is created again has another one.
+
+    Raises:
+        UnavailableError: the broker does not answer, or a topic does not exist now.
+    """
+    full_names = {name_of(prefix, topic): topic for topic in topics}
+    try:
+        described = admin(broker).describe_topics(TopicCollection(list(full_names)), request_timeout=2)
+        return {full_names[name]: str(future.result().topic_id) for name, future in described.items()}
+    except KafkaException as error:
+        raise UnavailableError(error.args[0].str() if error.args else str(error)) from None
+
+
 def check_topics(
     broker: Broker, prefix: str, topics: Iterable[str], partitions: int, stop: threading.Event
 ) -> None:

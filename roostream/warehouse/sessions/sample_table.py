@@ -18,14 +18,14 @@ from roostream.runtime.work_unit import TableInput
 from roostream.schema.schema import Schema
 from roostream.warehouse.archive import sample_forms
 from roostream.warehouse.column_popularity import record_session_features
-from roostream.warehouse.compact import partly_retired_name, retired_name
+from roostream.warehouse.compact import CorrectionSource, folded, partly_retired_name, retired_name
 from roostream.warehouse.data_file import DataFile
 from roostream.warehouse.delta_table import TableSnapshot
-from roostream.warehouse.file_reader import MAX_OVER_READ, ByteRange, writer_of
+from roostream.warehouse.file_reader import MAX_OVER_READ, ByteRange, check_writers, writer_of
 from roostream.warehouse.latest_labels import LatestLabels, files_of_part, overlay_batch, read_latest
 from roostream.warehouse.parquet_file import ROWS_OF_GROUP
 from roostream.warehouse.record_columns import rebuild_records
-from roostream.warehouse.sessions.session import SessionSpec
+from roostream.warehouse.sessions.session import Labels, SessionSpec
 from roostream.warehouse.sessions.session_rows import OpenSession, SampleMarks, first_copies
 from roostream.warehouse.statistics import SIDES
 from roostream.warehouse.version_pins import VersionPin, pin_version
@@ -107,27 +107,32 @@ class SampleTable:
                 f"{sum(session.order.rows.values())}: this is another table; "
                 "restore the one that training began with"
             )
-        self._check_labels(spec, found, schema)
+        self._check_writers(spec, found, schema)
         features = spec.features or [feature.name for side in SIDES for feature in getattr(schema, side)]
         record_session_features(self.warehouse.store, schema, table.version, table.digest, features)
         if spec.features:
             schema = project_schema(schema, frozenset(spec.features))
-        late = self.warehouse.corrections.snapshot(table.corrections).files if table.corrections >= 0 else ()
-        return session, TableFiles(self.warehouse, found.files, late, schema)
+        if table.corrections < 0:
+            return session, TableFiles(self.warehouse, found.files, None, schema)
+        late = self.warehouse.corrections.snapshot(table.corrections).files
+        return session, TableFiles(self.warehouse, found.files, late, schema, folded=folded(found, late))
 
     def check_reader(self, table: TableInput, schema: Schema) -> None:
         """Check, before training, that a schema can read the session.
 
         Raises:
             UnavailableError: the table cannot be read now.
-            SchemaError: the schema that wrote a file is not registered.
+            SchemaError: the schema that wrote a file is not registered, or wrote a feature in another way.
             ConfigError: the schema shares no label with the session's samples: it belongs to another site.
         """
-        self._check_labels(SessionSpec.of(table.spec), self.warehouse.samples.snapshot(table.version), schema)
+        self._check_writers(
+            SessionSpec.of(table.spec), self.warehouse.samples.snapshot(table.version), schema
+        )
 
-    def _check_labels(self, spec: SessionSpec, found: TableSnapshot, schema: Schema) -> None:
-        of_schema = {file.fingerprint: file for file in found.files if spec.has_day(file.day.isoformat())}
-        writers = [writer_of(file, self.warehouse.registry) for file in of_schema.values()]
+    def _check_writers(self, spec: SessionSpec, found: TableSnapshot, schema: Schema) -> None:
+        files = [file for file in found.files if spec.has_day(file.day.isoformat())]
+        read = project_schema(schema, frozenset(spec.features)) if spec.features else schema
+        writers = check_writers(files, self.warehouse.registry, read, self.location)
         known = sorted({label.name for writer in writers for label in writer.labels})
         own = [label.name for label in schema.labels]
         if own and known and not set(own) & set(known):
@@ -197,19 +202,22 @@ def _archived_progress(
 
 
 class TableFiles:
-    """Implements `TableRows` for the files of one version. Recently used files stay open. Labels include
-    these corrections."""
+    """Implements `TableRows` for the files of one version. Recently used files stay open."""
 
     def __init__(
         self,
         warehouse: Warehouse,
         files: Sequence[DataFile],
-        corrections: Sequence[DataFile],
+        corrections: Sequence[DataFile] | None,
         schema: Schema,
         *,
+        folded: Mapping[CorrectionSource, int] | None = None,
         over_read: float = MAX_OVER_READ,
     ) -> None:
+        """`corrections`: labels include those in these files; None: labels are as they were at the close.
+        `folded`: offsets of corrections that sealed files contain."""
         self.warehouse, self.schema, self.corrections = warehouse, schema, corrections
+        self._folded = folded or {}
         self._files = {file.path: file for file in files}
         self._open_file = functools.lru_cache(_OPEN_FILES)(
             lambda path: warehouse.open_file(SAMPLES, self._files[path], over_read)
@@ -222,9 +230,11 @@ class TableFiles:
             file = self._open_file(path)
             first, last = start // ROWS_OF_GROUP, (end - 1) // ROWS_OF_GROUP
             writer = writer_of(file.file, self.warehouse.registry)
-            batch = file.read(writer, self.schema, range(first, last + 1))
+            labels: Labels = "as_streamed" if self.corrections is None else "latest"
+            batch = file.read(writer, self.schema, range(first, last + 1), labels=labels)
             if self.corrections:
-                batch = overlay_batch(batch, self._latest(file.file.day, file.file.partition))
+                is_sealed = file.file.sealed
+                batch = overlay_batch(batch, self._latest(file.file.day, file.file.partition, is_sealed))
         from_row, to_row = start - first * ROWS_OF_GROUP, end - first * ROWS_OF_GROUP
         if (from_row, to_row) == (0, batch.num_requests):
             return batch
@@ -255,11 +265,11 @@ class TableFiles:
         ):
             yield Record(SAMPLES, partition, offset, close_ms, key, value)
 
-    def _read_latest(self, day: date, partition: int) -> LatestLabels:
-        """All corrections of a day and partition, including those that a seal has applied: they say the
-        same."""
-        files = files_of_part(self.corrections, day, partition)
-        return read_latest(self.warehouse, files, self.schema.tasks)
+    def _read_latest(self, day: date, partition: int, is_sealed: bool) -> LatestLabels:
+        """All corrections of a day and partition; for a sealed file without those that it contains."""
+        files = files_of_part(self.corrections or (), day, partition)
+        sources = {file.topic: self._folded.get((day, partition, file.topic), 0) for file in files}
+        return read_latest(self.warehouse, files, self.schema.tasks, sources if is_sealed else None)
 
 
 def session_records(

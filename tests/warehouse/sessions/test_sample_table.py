@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from roostream.errors import CheckpointError, ConfigError
+from roostream.errors import CheckpointError, ConfigError, SchemaError
 from roostream.runtime.checkpoint_store import open_store
 from roostream.schema.registry import register
 from roostream.schema.schema import Schema
@@ -17,6 +17,7 @@ from roostream.warehouse.archive import OF_SAMPLE, correction_rows
 from roostream.warehouse.column_popularity import recent_session_features
 from roostream.warehouse.delta_table import ProgressStep, WarehouseTable
 from roostream.warehouse.parquet_file import FileKey, FileRows, write_rows
+from roostream.warehouse.scan import TableScan
 from roostream.warehouse.sessions.sample_table import SampleTable
 from roostream.warehouse.sessions.session import SessionSpec
 from roostream.warehouse.sessions.session_rows import LocalSessionRows
@@ -117,6 +118,22 @@ def test_a_schema_without_a_label_of_the_archive_is_rejected_before_training(
             ask(told, labelled("order"))
         for known in (schema, labelled("order", "click"), labelled()):
             ask(told, known)
+
+
+def test_a_schema_that_cannot_read_a_file_of_the_session_is_rejected_before_training(tmp_path: Path) -> None:
+    archive(tmp_path, samples.records(list(range(1, 5))))
+    table, schema = SampleTable(str(tmp_path)), samples.schema()
+    hour = next(f for f in schema.ro if f.name == "hour")
+    changed = dataclasses.replace(schema, ro=(dataclasses.replace(hour, kind="ids", table="item"),))
+    told = table.newest(WANTED, TOPICS)
+    without = table.newest(dataclasses.replace(WANTED, features=("age",)), TOPICS)
+    assert told is not None and without is not None
+    for ask in (table.check_reader, table.open_session):
+        with pytest.raises(SchemaError, match=rf"2023-11-14.*{schema.name}.*hour"):
+            ask(told, changed)
+        ask(without, changed)
+    with pytest.raises(SchemaError, match="choose other days"):
+        next(TableScan(tmp_path).batches(changed))
 
 
 def test_a_part_of_a_row_group_is_read_as_such(tmp_path: Path) -> None:
