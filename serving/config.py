@@ -118,7 +118,8 @@ class ServingConfig(RedisSettings, RetrievalSettings, RowsSettings):
     )
     max_in_flight: int = setting(
         256,
-        "rank requests in progress; further ones, and those that would miss their deadline, are answered 429",
+        "requests in progress, of ranking, engagements and retrieval each; further ones, and those that "
+        "would miss their deadline, are answered 429",
         ge=1,
         le=100_000,
     )

@@ -66,7 +66,7 @@ class HttpInterface:
         self.whole = WholeRanks(rank) if is_plain else None
         self.endpoints: dict[str, RankEndpoint | EngagementsEndpoint] = {
             "/v1/rank": rank,
-            "/v1/engagements": EngagementsEndpoint(context, self.body_reader, log_rate_limit),
+            "/v1/engagements": EngagementsEndpoint(context, rank, log_rate_limit),
             "/v1/explain": ExplainEndpoint(context, rank, log_rate_limit),
         }
         if context.items is not None:

@@ -7,7 +7,9 @@ items in one request; the list is logged like any ranked list, so that engagemen
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -20,7 +22,7 @@ from roostream.schema.schema import Schema
 from serving.answer import RankAnswer, shortest
 from serving.context import ServingContext
 from serving.errors import RequestError, shown
-from serving.http.admission import RETRY_AFTER_S
+from serving.http.admission import RETRY_AFTER_S, WorkLane
 from serving.http.body import JSON, request_media_type
 from serving.http.log_rate_limit import LogRateLimit
 from serving.http.routes import RankEndpoint, apply_version_header
@@ -191,7 +193,8 @@ T = TypeVar("T")
 
 
 class RetrieveEndpoint(RankEndpoint):
-    """Shares the admission and the queue of `/v1/rank`."""
+    """Has an admission gate of its own, and uses the scoring thread one request at a time, in turns with
+    `/v1/rank`."""
 
     route = "retrieve"
 
@@ -200,6 +203,7 @@ class RetrieveEndpoint(RankEndpoint):
     ) -> None:
         super().__init__(context, rank.body_reader, log_rate_limit)
         self.gate, self.queue, self.retriever = rank.gate, rank.queue, retriever
+        self.lane = WorkLane(rank.gate)
         self.bodies = RetrieveParser(context.schema, context.service.policy.task)
 
     async def answer(self, scope: Scope, receive: Receive, until_s: float) -> object:
@@ -216,22 +220,32 @@ class RetrieveEndpoint(RankEndpoint):
 
     async def body(self, scope: Scope, receive: Receive, until_s: float) -> bytes:
         """Read the body of a request that can be admitted. Raises as `answer`."""
-        self.gate.check(self.remaining_s(until_s))
+        self.lane.check(until_s)
         request_media_type(scope, (JSON,))
         return await self.body_reader.read(scope, receive, until_s)
 
     async def run_in_scoring_thread(self, work: Callable[[int], T], until_s: float) -> T:
-        """Call `work(now_ms)` in the scoring thread, admitted like a rank request. Raises as `answer`."""
-        now_ms = self.context.watermark.clock.now_ms()
-        with self.gate.admit(self.remaining_s(until_s)):
-            try:
-                async with asyncio.timeout_at(until_s):
-                    return await asyncio.get_running_loop().run_in_executor(
-                        self.context.executor, work, now_ms
-                    )
-            except TimeoutError:
-                message = "nothing was found within the deadline; nothing was logged"
-                raise RequestError(504, message, retry_after_s=RETRY_AFTER_S) from None
+        """Call `work(now_ms)` in the scoring thread when the request's turn comes. Raises as `answer`.
+
+        Work that has started cannot be interrupted: after the deadline, the next request waits until it has
+        ended.
+        """
+        since_s = await self.lane.begin(until_s)
+        loop = asyncio.get_running_loop()
+
+        def end(done: Future[T]) -> None:
+            is_answered = not done.cancelled() and done.exception() is None
+            with contextlib.suppress(RuntimeError):  # the loop has ended, after a stop
+                loop.call_soon_threadsafe(self.lane.end, since_s, is_answered)
+
+        running = self.context.executor.submit(work, self.context.watermark.clock.now_ms())
+        running.add_done_callback(end)
+        try:
+            async with asyncio.timeout_at(until_s):
+                return await asyncio.wrap_future(running)
+        except TimeoutError:
+            message = "nothing was found within the deadline; nothing was logged"
+            raise RequestError(504, message, retry_after_s=RETRY_AFTER_S) from None
 
 
 class RecommendEndpoint(RetrieveEndpoint):

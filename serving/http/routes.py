@@ -18,7 +18,7 @@ from serving.context import ServingContext
 from serving.errors import RequestError, shown
 from serving.feature_log.format import LogRecord
 from serving.feature_log.log import LogFullError
-from serving.http.admission import RETRY_AFTER_S, AdmissionGate
+from serving.http.admission import RETRY_AFTER_S, AdmissionGate, WorkLane
 from serving.http.body import (
     JSON,
     PROTOBUF,
@@ -30,7 +30,7 @@ from serving.http.body import (
     stopping_error,
     wants_protobuf,
 )
-from serving.http.engagements import EngagementParser
+from serving.http.engagements import SHARE, EngagementParser, ParsedEngagements
 from serving.http.log_rate_limit import LogRateLimit, error_kind
 from serving.http.scoring_queue import ScoringQueue
 from serving.rank import RankResult
@@ -285,24 +285,27 @@ class EngagementsEndpoint(_Endpoint):
 
     route = "engagements"
 
-    def __init__(
-        self, context: ServingContext, body_reader: BodyReader, log_rate_limit: LogRateLimit
-    ) -> None:
-        super().__init__(context, body_reader, log_rate_limit)
+    def __init__(self, context: ServingContext, rank: RankEndpoint, log_rate_limit: LogRateLimit) -> None:
+        super().__init__(context, rank.body_reader, log_rate_limit)
+        self.lane = WorkLane(rank.gate, SHARE)
         self.json = EngagementParser(context.schema, strict=context.config.strict_actions)
 
     async def answer(self, scope: Scope, receive: Receive, until_s: float) -> dict[str, Any]:
         """Raises RequestError 400, 408, 413, 415, 429: nothing is logged; 503: the log became full, earlier
         records are logged."""
+        self.lane.check(until_s)  # before a body is read and parsed in vain
         request_media_type(scope, (JSON,))
         body = await self.body_reader.read(scope, receive, until_s)
-        stamp_ms = self.context.watermark.open()
-        try:
-            parsed = self.json.parse(body, stamp_ms)
-            self.append_to_log(parsed.records)
-            self.context.service.interleaving_stats.record_engagements(parsed.records)
-        finally:
-            self.context.watermark.close(stamp_ms)
+        parsed = ParsedEngagements([], [], [])
+        async with self.lane.turn(until_s):
+            stamp_ms = self.context.watermark.open()
+            try:
+                for _ in self.json.parse_in_pieces(body, stamp_ms, parsed):
+                    await self.lane.pause()
+                self.append_to_log(parsed.records)
+                self.context.service.interleaving_stats.record_engagements(parsed.records)
+            finally:
+                self.context.watermark.close(stamp_ms)
         metrics, unused = self.context.metrics, self.json.unused(parsed.actions)
         metrics.engagements.inc(len(parsed.records))
         for action in unused:
