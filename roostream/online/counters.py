@@ -26,6 +26,7 @@ from roostream.online.entity_fields import (
 from roostream.online.entity_state import EntityState, state_from_bytes
 from roostream.online.event_rows import add_event, new_rows, row_to_bytes, rows_from_bytes
 from roostream.online.read_counters import EntityStates, OnlineValues, read_all
+from roostream.online.seen_events import SEEN_MS, EventId, SeenEvents, seen_from_bytes
 from roostream.schema.counter_declaration import SHOWN
 from roostream.schema.counter_plan import ITEM, USER, Entity, plan_of
 from roostream.schema.ids import signed
@@ -37,9 +38,12 @@ STATELESS_FEATURES = ("hour_of_day", "num_candidates", "position", "item_id")
 """Online features that need no state; `stateless_features` computes them."""
 LISTS = "list"
 """The name in `Keys` of the fields that are remembered of a shown list."""
+SEEN = "seen"
+"""The name in `Keys` of the events that were counted (seen_events.py)."""
 Keys: TypeAlias = dict[str, np.ndarray]
 """Name of an entity → int64 [k], the keys of its states."""
 _MAX_REMEMBERED_LISTS = 200_000
+_MIN_SEEN_KEYS = 4096
 _DAY_MS, _HOUR_MS = 86_400_000, 3_600_000
 
 
@@ -65,13 +69,16 @@ def stateless_features(
 
 class Counters:
     """Ids may be uint64 or int64. Not thread-safe. The size of a state is bounded, the number of states is
-    not. The fields of the newest 200,000 shown lists are remembered."""
+    not. The fields of the newest 200,000 shown lists are remembered, and the events of the last hour (of
+    event time) that were counted."""
 
     def __init__(self, schema: Schema) -> None:
         self.schema, self.plan = schema, schema.derived(plan_of)
         self._rows = {name: RowsByKey(layout) for name, layout in self.plan.row_layouts.items()}
         self._states: dict[str, dict[int, EntityState]] = {name: {} for name in self.plan.state_layouts}
         self._lists: dict[int, ShownFields] = {}
+        self._seen: dict[int, SeenEvents] = {}
+        self._max_seen = _MIN_SEEN_KEYS  # keys in memory before the old ones are removed
 
     def apply_impression(
         self,
@@ -79,10 +86,14 @@ class Counters:
         item_ids: Sequence[int] | np.ndarray,
         time_ms: int,
         fields: EntityFields = NO_FIELDS,
+        event_id: EventId | None = None,
     ) -> None:
         """Count items that were shown to a user; user 0 is unknown and not counted. An item that occurs twice
-        counts once. For an entity of the request the whole list is one event."""
+        counts once. For an entity of the request the whole list is one event. A list whose `event_id` was
+        counted before is ignored; None = it is counted."""
         self.remember(item_ids, time_ms, fields)
+        if self._is_repeated(event_id, time_ms):
+            return
         item_n, first_n = np.unique(as_int64(item_ids), return_index=True)
         ids = self._ids(user_id, item_n, time_ms, self._complete(fields), first_n)
         for entity in self.plan.entities:
@@ -97,11 +108,14 @@ class Counters:
         value: float,
         time_ms: int,
         fields: EntityFields = NO_FIELDS,
+        event_id: EventId | None = None,
     ) -> None:
-        """Count an action that a counter names; others are ignored. A repeated (user, item, time) is a
-        client's retry and ignored as far back as the user's history reaches. Without a user every one
-        counts."""
-        if action not in self.plan.actions:
+        """Count an action that a counter names; others are ignored.
+
+        An engagement whose `event_id` was counted before is ignored; None = it has none. A repeated (user,
+        item, time) is ignored too, as far back as the user's history reaches.
+        """
+        if action not in self.plan.actions or self._is_repeated(event_id, time_ms):
             return
         item = signed(item_id)
         if user_id and not self._state(USER, signed(user_id)).add_to_history(action, item, time_ms):
@@ -186,6 +200,10 @@ class Counters:
             self._ids_of_engagement(user_id, signed(item_id), time_ms, fields), 1, action
         )
 
+    def seen_keys(self, event_id: EventId | None) -> Keys:
+        """The key of the events that were counted, which applying an event changes too."""
+        return {SEEN: np.array([event_id.key], dtype=np.int64)} if event_id else {}
+
     def list_keys(self, fields: EntityFields) -> Keys:
         return {LISTS: np.array([fields.list_id], dtype=np.int64)} if fields.list_id else {}
 
@@ -212,9 +230,8 @@ class Counters:
                 layout = self.plan.row_layouts[name]
                 out += [row_to_bytes(layout, row_W) for row_W in self._rows[name].find(keys_k)]
                 continue
-            stored: Mapping[int, EntityState | ShownFields] = (
-                self._lists if name == LISTS else self._states[name]
-            )
+            stored: Mapping[int, EntityState | ShownFields | SeenEvents]
+            stored = {LISTS: self._lists, SEEN: self._seen}.get(name) or self._states.get(name, {})
             states = [stored.get(key) for key in keys_k.tolist()]
             out += [None if state is None else state.to_bytes() for state in states]
         return out
@@ -234,10 +251,31 @@ class Counters:
                 self._lists.pop(key, None)
             else:
                 self._lists[key] = shown
+        elif name == SEEN:
+            if value is None:
+                self._seen.pop(key, None)
+            else:
+                self._seen[key] = seen_from_bytes(value)
         elif value is None:
             self._states[name].pop(key, None)
         else:
             self._states[name][key] = state_from_bytes(self.plan.state_layouts[name], value)
+
+    def _is_repeated(self, event_id: EventId | None, time_ms: int) -> bool:
+        """Whether the event was counted before; if not, it is remembered."""
+        if event_id is None:
+            return False
+        seen = self._seen.get(event_id.key)
+        if seen is None:
+            if len(self._seen) >= self._max_seen:
+                self._forget_seen(time_ms)
+            seen = self._seen[event_id.key] = SeenEvents()
+        return not seen.add(event_id.id, time_ms)
+
+    def _forget_seen(self, time_ms: int) -> None:
+        """Remove the keys without events that a repetition at `time_ms` or later could match."""
+        self._seen = {key: seen for key, seen in self._seen.items() if seen.newest_ms > time_ms - SEEN_MS}
+        self._max_seen = max(_MIN_SEEN_KEYS, 2 * len(self._seen))
 
     def _complete(self, fields: EntityFields) -> EntityFields:
         """Fields of a page; a later page without request features takes those of the first page."""

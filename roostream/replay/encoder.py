@@ -15,6 +15,7 @@ import numpy as np
 
 from roostream.online.counters import Counters, sources_of, stateless_features
 from roostream.online.entity_fields import EntityFields, FieldReader
+from roostream.online.seen_events import engagement_id, list_id
 from roostream.replay.datasets import Clicks
 from roostream.replay.events import Action, Event, Request
 from roostream.replay.kafka_partitioner import partition_of
@@ -106,10 +107,9 @@ class ReplayEncoder:
 
     def _fields(self, event: Event) -> EntityFields:
         """The fields by which counters aggregate, beside user, items and time."""
-        header = event.user_id, event.session_id, event.surface, event.request_id
         if isinstance(event, Request):
-            return self._reader.from_values(header, event.ro, event.nro, len(event.items_n))
-        return self._reader.from_header(header)
+            return self._reader.from_values(_who(event), event.ro, event.nro, len(event.items_n))
+        return self._reader.from_header(_who(event))
 
     def _header(self, event: Event) -> pb.Header:
         """Ids are uint64."""
@@ -135,13 +135,14 @@ class ReplayEncoder:
             time_ms = min(time_ms, self.freeze_at_ms - 1)
         while (event := self._next_until(time_ms)) is not None:
             if isinstance(event, Request):
+                once = list_id(_who(event), event.items_n, event.ro is not None)
                 self.counters.apply_impression(
-                    event.user_id, event.items_n, event.time_ms, self._fields(event)
+                    event.user_id, event.items_n, event.time_ms, self._fields(event), once
                 )
             else:
-                fields = self._fields(event)
+                fields, once = self._fields(event), engagement_id(_who(event), event.event_id)
                 self.counters.apply_engagement(
-                    event.user_id, event.item_id, event.action, event.value, event.time_ms, fields
+                    event.user_id, event.item_id, event.action, event.value, event.time_ms, fields, once
                 )
 
     def _next_until(self, time_ms: int) -> Event | None:
@@ -154,3 +155,8 @@ class ReplayEncoder:
             self._next_elsewhere = next(self._elsewhere, None)
             return action
         return heapq.heappop(self._waiting)[2] if due_ms is not None and due_ms <= time_ms else None
+
+
+def _who(event: Event) -> tuple[int, int, str, str]:
+    """User, session, surface and request id."""
+    return event.user_id, event.session_id, event.surface, event.request_id

@@ -23,11 +23,19 @@ _PAUSE_S = 0.5  # after a failure, so that an outage costs one timeout, not one 
 class Hydrator:
     """Thread-safe. Connects at the first read."""
 
-    def __init__(self, redis_url: str, prefix: str, schema: Schema, *, clock: Clock | None = None) -> None:
+    def __init__(
+        self,
+        redis_url: str,
+        prefix: str,
+        schema: Schema,
+        *,
+        clock: Clock | None = None,
+        timeout_s: float = _TIMEOUT_S,
+    ) -> None:
         """Raises ConfigError: `redis_url` is no Redis URL."""
         self.schema, self.url = schema, redis_url
         self._clock = clock or SystemClock()
-        self._store = FeatureStore(redis_client.client(redis_url, timeout_s=_TIMEOUT_S), redis_url, prefix)
+        self._store = FeatureStore(redis_client.client(redis_url, timeout_s=timeout_s), redis_url, prefix)
         self._paused_until_s = 0.0
 
     def read(

@@ -1,17 +1,17 @@
 """Online features in Redis: keys, values, and the script that writes them.
 
     <prefix>features:at             hash: topic:partition → next offset, and `cluster` → Kafka's cluster id
-    <prefix>features:i:<8 bytes>    state of an item; `u` of a user, `l` of a shown list,
-                                    `e<4 bytes of the name>` of other entities (roostream/online/)
+    <prefix>features:i:<8 bytes>    state of an item; `u` of a user, `l` of a shown list, `d` ids of counted
+                                    events, `e<4 bytes of the name>` of other entities (roostream/online/)
 
 A commit writes the new states of a batch together with its end offsets, if the stored offsets are still those
 at which the batch started. Therefore a restart, a second updater or an emptied Redis can neither lose an
 event nor count it twice.
 
 Memory with the built-in counters: 171 bytes an item, at most 25 kB a user (16 a click of the history, 48 for
-each of 512 items). Entities without events expire after 30 days, lists after two. Declared counters add what
-docs/schema.md says; no state exceeds
-256 KiB.
+each of 512 items), and at most 4 kB of a user for the ids of the counted events. Entities without events
+expire after 30 days, lists after two, the ids of counted events after six hours. Declared counters add what
+docs/schema.md says; no state exceeds 256 KiB.
 """
 
 from __future__ import annotations
@@ -23,14 +23,18 @@ from typing import Any
 import numpy as np
 import redis
 
-from roostream.online.counters import LISTS, Counters, Keys
+from roostream.online.counters import LISTS, SEEN, Counters, Keys
 from roostream.runtime.kafka.topics import DEFAULT_PARTITIONS, EVENTS, Partition, Progress, all_partitions
 from roostream.runtime.redis_client import redis_errors
 from roostream.schema.ids import table_id
 
 _KEEP_S = 30 * 86_400  # expiry of entities without events, which bounds memory
 _KEEP_LIST_S = 2 * 86_400  # after a day of event time, engagements no longer use the fields of their list
-_SHORT = {"item": b"i:", "user": b"u:", LISTS: b"l:"}
+# The ids of counted events are used for an hour of event time; an updater that was away for five hours still
+# finds them.
+_KEEP_SEEN_S = 6 * 3600
+_KEEP = {LISTS: _KEEP_LIST_S, SEEN: _KEEP_SEEN_S}
+_SHORT = {"item": b"i:", "user": b"u:", LISTS: b"l:", SEEN: b"d:"}
 _COMMIT = """
 local n = tonumber(ARGV[1])
 for i = 2, 3 * n + 1, 3 do
@@ -94,11 +98,7 @@ class FeatureStore:
         moves: list[Any] = ["cluster", cluster, ""]
         for partition in self.partitions:
             moves += [f"{partition[0]}:{partition[1]}", before.get(partition, ""), after.get(partition, "")]
-        keeps = [
-            _KEEP_LIST_S if name == LISTS else _KEEP_S
-            for name, keys_k in keys.items()
-            for _ in range(len(keys_k))
-        ]
+        keeps = [_KEEP.get(name, _KEEP_S) for name, keys_k in keys.items() for _ in range(len(keys_k))]
         found = zip(self._names(keys), counters.dump(keys), keeps, strict=True)
         kept = [(name, state, keep_s) for name, state, keep_s in found if state is not None]
         with redis_errors(self.url):

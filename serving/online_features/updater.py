@@ -19,6 +19,7 @@ from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge
 from roostream.errors import UnavailableError, WireError
 from roostream.online.counters import LISTS, Counters, Keys, merge_keys
 from roostream.online.entity_fields import NO_FIELDS, EntityFields, FieldReader
+from roostream.online.seen_events import EventId, engagement_id, list_id
 from roostream.runtime import metrics_server, redis_client
 from roostream.runtime.backoff import Backoff
 from roostream.runtime.health import Health
@@ -47,6 +48,7 @@ class Shown(NamedTuple):
     item_ids: list[int]
     time_ms: int
     fields: EntityFields = NO_FIELDS
+    event_id: EventId | None = None
 
 
 class Engaged(NamedTuple):
@@ -56,6 +58,7 @@ class Engaged(NamedTuple):
     value: float
     time_ms: int
     fields: EntityFields = NO_FIELDS
+    event_id: EventId | None = None
 
 
 Event: TypeAlias = Shown | Engaged
@@ -74,9 +77,11 @@ def event_of(record: Record, reader: FieldReader) -> Event | None:
         item_ids = [signed(i) for i in message.item_ids]
         ro = message.ro if message.HasField("ro") else None
         fields = reader.from_blocks(request, ro, message.nro, len(item_ids), header.schema)
-        return Shown(user_id, item_ids, header.time_ms, fields)
-    fields = reader.from_header(request)
-    return Engaged(user_id, signed(message.item_id), message.action, message.value, header.time_ms, fields)
+        return Shown(user_id, item_ids, header.time_ms, fields, list_id(request, item_ids, ro is not None))
+    fields, once = reader.from_header(request), engagement_id(request, message.event_id)
+    return Engaged(
+        user_id, signed(message.item_id), message.action, message.value, header.time_ms, fields, once
+    )
 
 
 def apply(counters: Counters, event: Event) -> None:
@@ -88,10 +93,12 @@ def apply(counters: Counters, event: Event) -> None:
 
 def touched(counters: Counters, event: Event) -> Keys:
     """The states that the event changes. The fields of its list must be loaded."""
+    seen = counters.seen_keys(event.event_id)
     if isinstance(event, Shown):
         counters.remember(event.item_ids, event.time_ms, event.fields)
-        return counters.keys(*event, SHOWN)
-    return counters.engagement_keys(event.user_id, event.item_id, event.action, event.time_ms, event.fields)
+        return seen | counters.keys(event.user_id, event.item_ids, event.time_ms, event.fields, SHOWN)
+    keys = counters.engagement_keys(event.user_id, event.item_id, event.action, event.time_ms, event.fields)
+    return seen | keys if keys else keys
 
 
 class FeatureMetrics:

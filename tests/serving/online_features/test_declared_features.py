@@ -3,6 +3,7 @@ request."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -80,9 +81,13 @@ def updater_of(redis: RedisServer, records: list[Record], batch: int) -> Feature
 
 def replayed(events: list[List | Engagement]) -> list[Record]:
     """As a replay writes them, with offsets."""
+    return written([event_of(1 + number, event) for number, event in enumerate(events)])
+
+
+def written(events: list[Event]) -> list[Record]:
     edge, ends, records = ReplayEncoder(SCHEMA), dict[tuple[str, int], int](), []
-    for number, event in enumerate(events):
-        record = edge.record(event_of(number, event))
+    for event in events:
+        record = edge.record(event)
         place = (record.topic, record.partition)
         records.append(record._replace(offset=ends.get(place, 0)))
         ends[place] = ends.get(place, 0) + 1
@@ -92,7 +97,7 @@ def replayed(events: list[List | Engagement]) -> list[Record]:
 def test_replay_and_serving_hydrate_equal_declared_features(redis: RedisServer) -> None:
     events = random_events(3, 60)
     records = replayed(events)
-    hydrator, reader = Hydrator(redis.url, "x.", SCHEMA), FieldReader(SCHEMA)
+    hydrator, reader = Hydrator(redis.url, "x.", SCHEMA, timeout_s=5.0), FieldReader(SCHEMA)
     updater = updater_of(redis, records, 1)
     for event, record in zip(events, records, strict=True):
         if isinstance(event, List):
@@ -110,16 +115,48 @@ def test_redis_and_replay_give_equal_values_for_any_batching(redis: RedisServer,
     while updater.step(0):
         pass
     for number, event in enumerate(events):
-        edge.record(event_of(number, event))
+        edge.record(event_of(1 + number, event))
     now_ms = events[-1].time_ms + 5000
     edge.record(Request("last", 0, 0, now_ms, np.array([5])))  # everything before it is counted
-    hydrator = Hydrator(redis.url, "x.", SCHEMA)
+    hydrator = Hydrator(redis.url, "x.", SCHEMA, timeout_s=5.0)
     for asked in [e for e in events if isinstance(e, List)]:
         items_n = np.array([signed(i) for i in asked.items])
         fields = reader.from_values(asked.header, asked.ro, asked.nro, len(items_n))
         read, known = (c.read(asked.user, items_n, now_ms, fields) for c in (hydrator, edge.counters))
         assert read[0] == known[0]
         assert {k: v.tobytes() for k, v in read[1].items()} == {k: v.tobytes() for k, v in known[1].items()}
+
+
+@pytest.mark.parametrize("batch", [1, 7, 512])
+def test_retried_events_count_once_in_redis_and_in_replay(redis: RedisServer, batch: int) -> None:
+    once = [event_of(1 + number, event) for number, event in enumerate(random_events(8, 60))]
+    retried: list[Event] = []
+    for event in once:
+        again = [dataclasses.replace(event, time_ms=event.time_ms + late_ms) for late_ms in (0, 300)]
+        retried += [event, *again]
+    retried.sort(key=lambda event: event.time_ms)
+    updater = updater_of(redis, written(retried), batch)
+    while updater.step(0):
+        pass
+    expected, repeated = ReplayEncoder(SCHEMA), ReplayEncoder(SCHEMA)
+    now_ms = retried[-1].time_ms + 5000
+    last = Request("last", 0, 0, now_ms, np.array([5]))
+    for edge, events in ((expected, once), (repeated, retried)):
+        for event in [*events, last]:
+            edge.record(event)
+    hydrator, reader = Hydrator(redis.url, "x.", SCHEMA, timeout_s=5.0), FieldReader(SCHEMA)
+    for asked in [e for e in once if isinstance(e, Request)]:
+        header = asked.user_id, asked.session_id, asked.surface, asked.request_id
+        fields = reader.from_values(header, asked.ro, asked.nro, len(asked.items_n))
+        known, *others = (
+            source.read(asked.user_id, asked.items_n, now_ms, fields)
+            for source in (expected.counters, repeated.counters, hydrator)
+        )
+        for other in others:
+            assert other[0] == known[0]
+            assert {k: v.tobytes() for k, v in other[1].items()} == {
+                k: v.tobytes() for k, v in known[1].items()
+            }
 
 
 def assert_holds(record: Record, ro: Any, nro: Any, num_rows: int) -> None:
@@ -142,7 +179,7 @@ def test_a_crossed_counter_is_read_in_the_same_round_trip(
 ) -> None:
     updater = updater_of(redis, replayed(random_events(3, 30)), 512)
     updater.step(0)
-    hydrator, reader = Hydrator(redis.url, "x.", SCHEMA), FieldReader(SCHEMA)
+    hydrator, reader = Hydrator(redis.url, "x.", SCHEMA, timeout_s=5.0), FieldReader(SCHEMA)
     before = calls(redis)
     fields = reader.from_values((1, 1, "app", "new"), {"page": ["home"]}, {"category": [[11], None]}, 2)
     _, nro = hydrator.read(1, np.array([5, 6]), 1_700_000_999_000, fields)

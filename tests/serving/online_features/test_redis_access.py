@@ -82,7 +82,9 @@ def test_serving_has_read_only_access_to_redis(redis: RedisServer, tmp_path: Pat
     assert set(users()) == set(PASSWORDS)
     update(url(tmp_path, redis.url, "updater"))
     mine = url(tmp_path, redis.url, "serving")
-    assert Hydrator(mine, "x.", Schema()).read(5, [7, 8], T0 + 2000)[1]["user_clicks"].tolist() == [0, 1]
+    assert Hydrator(mine, "x.", Schema(), timeout_s=5.0).read(5, [7, 8], T0 + 2000)[1][
+        "user_clicks"
+    ].tolist() == [0, 1]
     with pytest.raises(UnavailableError, match="no permissions"):
         update(mine)
     with pytest.raises(UnavailableError, match="no permissions"):
