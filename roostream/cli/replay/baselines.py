@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from roostream.cli.replay.verdict import RULES, PairedRequests
 from roostream.schema.schema import Schema
 from roostream.wire import roo_pb2 as pb
 from roostream.wire import transform
@@ -31,8 +32,9 @@ from roostream.wire.batch import Batch
 from roostream.wire.decode import Decoder
 from roostream.wire.records import Record
 from trainer.monitoring.progressive_metrics import Metrics, Report, ScoredBatch, summarize
+from trainer.monitoring.ranking_metrics import score_requests
 
-NAMES = ("random", "place", "item", "recent", "linear")
+NAMES = ("random", *RULES)
 _AT_ONCE = 512
 _STEP = 16  # samples in a step of `linear`
 _RECENT_MS = 3 * 3_600_000.0
@@ -43,8 +45,11 @@ _VIEWS_BEFORE = 10.0
 class Baselines:
     """Call `add` once for each sample, not for corrections. Memory: 40 bytes per item and task."""
 
-    def __init__(self, schema: Schema, measure_from_ms: int = 0) -> None:
-        self.tasks, self._measure_from_ms = schema.tasks, measure_from_ms
+    def __init__(
+        self, schema: Schema, measure_from_ms: int = 0, paired: PairedRequests | None = None
+    ) -> None:
+        """`paired` gets the request AUC of each request."""
+        self.tasks, self._measure_from_ms, self._paired = schema.tasks, measure_from_ms, paired
         tasks = self.tasks
         self.positives_T, self.num_candidates = np.zeros(len(tasks)), 0
         self._place = _Rates(len(tasks), _MAX_PLACES)
@@ -77,7 +82,9 @@ class Baselines:
         self.num_candidates += len(label_nT)
         scores["linear"] = scores["random"]  # until `_learn` has computed it
         self._waiting.append(
-            _Scored(scores, label_nT, sample.header.time_ms, (record.partition, record.offset))
+            _Scored(
+                scores, label_nT, sample.header.time_ms, (record.partition, record.offset), sample.sample_id
+            )
         )
         self._to_learn.append(record)
         if len(self._to_learn) >= _STEP:
@@ -108,6 +115,8 @@ class Baselines:
         if self._to_learn:
             self._learn()
         waiting, self._waiting = self._waiting, []
+        if waiting and self._paired is not None:
+            self._compare(waiting, self._paired)
         for when, since_ms in (("overall", 0), ("measured", self._measure_from_ms)):
             kept = [w for w in waiting if w.time_ms >= since_ms]
             if not kept:
@@ -120,6 +129,17 @@ class Baselines:
                 scored = ScoredBatch(score_BT, label_BT, np.ones_like(label_BT), index_B, time_ms_R)
                 self._metrics[name][when].update(scored)
 
+    def _compare(self, waiting: Sequence[_Scored], paired: PairedRequests) -> None:
+        index_B = np.repeat(np.arange(len(waiting)), [len(w.label_nT) for w in waiting])
+        positive_B = np.concatenate([w.label_nT[:, 0] for w in waiting]) > 0
+        ranked = {
+            name: score_requests(np.concatenate([w.scores[name][:, 0] for w in waiting]), positive_B, index_B)
+            for name in RULES
+        }
+        requests = ranked[RULES[0]].request_M.tolist()
+        ids = [waiting[r].sample_id for r in requests]
+        paired.add_rules(ids, {name: of.auc_M for name, of in ranked.items()})
+
 
 class _Scored(NamedTuple):
     """A scored sample that is not yet in the metrics."""
@@ -128,6 +148,7 @@ class _Scored(NamedTuple):
     label_nT: np.ndarray
     time_ms: int
     position: tuple[int, int]  # partition, offset
+    sample_id: int
 
 
 class _Rates:

@@ -7,12 +7,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from roostream.cli.replay.verdict import PairedRequests
 from roostream.errors import WireError
 from roostream.runtime.kafka.topics import PREDICTIONS
 from roostream.wire import records as wire
 from roostream.wire import roo_pb2 as pb
 from roostream.wire.records import Record
 from trainer.monitoring.progressive_metrics import DailyMetrics, Metrics, ScoredBatch, summarize
+from trainer.monitoring.ranking_metrics import score_requests
 
 _AT_ONCE = 512
 _FIRST_LENGTH, _MAX_POINTS = 32, 40
@@ -24,9 +26,15 @@ class PredictionMetrics:
     Memory: 8 bytes per id, and more for exact AUC.
     """
 
-    def __init__(self, tasks: Sequence[str], measure_from_ms: int = 0, scale_T: Sequence[float] = ()) -> None:
-        """`scale_T`: see `ScoredBatch`."""
-        self._scale_T = scale_T
+    def __init__(
+        self,
+        tasks: Sequence[str],
+        measure_from_ms: int = 0,
+        scale_T: Sequence[float] = (),
+        paired: PairedRequests | None = None,
+    ) -> None:
+        """`scale_T`: see `ScoredBatch`. `paired` gets the request AUC of each request."""
+        self._scale_T, self._paired, self._num_scored = scale_T, paired, 0
         self._daily = DailyMetrics(tasks, measure_from_ms=measure_from_ms)
         self._curve = LearningCurve(tasks)
         self._num_tasks = len(tasks)
@@ -74,6 +82,12 @@ class PredictionMetrics:
         scored = ScoredBatch(
             score_BT, label_BT, weight_BT, index_B, time_ms_R, self._scale_T, importance_R=metric_weight_R
         )
+        if self._paired is not None:
+            ranked = score_requests(score_BT[:, 0], label_BT[:, 0] > 0, index_B)
+            ids = [waiting[r].sample_id for r in ranked.request_M.tolist()]
+            places_M = self._num_scored + ranked.request_M
+            self._paired.add_model(ids, places_M, time_ms_R[ranked.request_M], ranked.auc_M)
+        self._num_scored += len(waiting)
         self._daily.update(scored)
         self._curve.update(scored._replace(scale_T=()))
 

@@ -17,6 +17,7 @@ from roostream.cli.replay.outcome import Engine, Outcome, ReplayProgress
 from roostream.cli.replay.program_settings import program_settings
 from roostream.cli.replay.report_page import write_page
 from roostream.cli.replay.report_table import print_table
+from roostream.cli.replay.verdict import likely_reasons
 from roostream.cli.replay.warehouse_samples import DATASET, open_warehouse_log
 from roostream.errors import UnavailableError
 from roostream.replay.config import ReplayConfig
@@ -93,17 +94,28 @@ def build_report(config: ReplayConfig, schema: Schema, outcome: Outcome, source:
     skipped = source.skipped()
     statistics, profile = outcome.statistics, source.profile
     positives, model = statistics.positives(), outcome.training.model or {}
+    metrics, baselines = statistics.metrics.report(), statistics.baselines.report()
+    verdict = statistics.paired.verdict(config.measure_from_ms)
+    reasons = likely_reasons(verdict, schema, sums.samples)
+    warnings = []
+    if profile.num_impressions:
+        warnings = advice(schema, profile, positives, prior=float(model.get("prior", 0.1)))
+    if verdict.state == "behind":
+        warnings.append(f"the model is {verdict.sentence()}; likely reasons: {'; '.join(reasons)}")
     return {
         "counts": {**sums.counts(), "untrained": outcome.untrained, "skipped_lines": skipped.number},
         "first_skipped_line": skipped.first[0] if skipped.first else "",
         "first_dead_letters": statistics.first_dead_letters(profile.origins.find),
-        "warnings": advice(schema, profile, positives, prior=float(model.get("prior", 0.1)))
-        if profile.num_impressions
-        else [],
+        "warnings": warnings,
+        "verdict": {
+            **dataclasses.asdict(verdict),
+            "sentence": verdict.sentence(),
+            "likely_reasons": reasons,
+        },
         "accounted": (sums.accounted or config.dataset == DATASET) and outcome.untrained == 0,
-        "metrics": statistics.metrics.report(),
+        "metrics": metrics,
         **({"metrics_as_served": outcome.served} if outcome.served is not None else {}),
-        "baselines": statistics.baselines.report(),
+        "baselines": baselines,
         "positives": positives,
         "log": profile.report(),
         "training": dataclasses.asdict(outcome.training),

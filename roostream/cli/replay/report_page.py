@@ -40,6 +40,7 @@ def write_page(path: Path, title: str, report: Mapping[str, Any]) -> None:
 def page_of(title: str, report: Mapping[str, Any], figures: Mapping[str, str]) -> str:
     """The HTML of the page; `figures`: heading → SVG."""
     sections = {
+        "Is the model better than counting?": _verdict(report["verdict"]),
         "Model and baselines": table(("", "requests", *METRIC_NAMES), _metric_rows(report)),
         **figures,
         "What happened to the log": table((), join_rows(report)),
@@ -56,6 +57,26 @@ def page(title: str, warnings: Iterable[str], sections: Mapping[str, str]) -> st
     parts += [f"<h2>{_text(name)}</h2>{section}" for name, section in sections.items()]
     head = f'<meta charset="utf-8"><title>{_text(title)}</title><style>{_STYLE}</style>'
     return f'<!doctype html>\n<html lang="en"><head>{head}</head><body>{"".join(parts)}</body></html>\n'
+
+
+def _verdict(verdict: Mapping[str, Any]) -> str:
+    """The sentence, the likely reasons, and the comparison by tenths of the log."""
+    parts = [f"<p>The model is {_text(verdict['sentence'])}.</p>"]
+    if verdict["likely_reasons"]:
+        items = "".join(f"<li>{_text(reason)}</li>" for reason in verdict["likely_reasons"])
+        parts.append(f"<p>Likely reasons, and what to change:</p><ul>{items}</ul>")
+    if verdict["windows"]:
+        head = ("from request", "requests", "model", verdict["baseline"], "difference", "± (95 %)")
+        rows = (
+            (
+                str(w["first_request"]),
+                str(w["requests"]),
+                *(number(x) for x in (w["model"], w["baseline"], *w["difference"])),
+            )
+            for w in verdict["windows"]
+        )
+        parts.append(table(head, rows))
+    return "".join(parts)
 
 
 def _metric_rows(report: Mapping[str, Any]) -> Iterable[tuple[str, ...]]:

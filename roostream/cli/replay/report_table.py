@@ -14,7 +14,8 @@ _SHOWN = ("requests", *METRIC_NAMES)
 
 def print_table(config: ReplayConfig, report: Mapping[str, Any]) -> None:
     title = f"replay {config.dataset} · {config.engine} · {report['wall_s']:.0f} s"
-    rows = [*_counts(report), *_training(report), *_metrics(report), *warning_rows(report["warnings"])]
+    rows = [*_counts(report), *_training(report), *_metrics(report), *_verdict(report)]
+    rows += warning_rows(report["warnings"])
     print_rows(rows, title)
 
 
@@ -105,6 +106,13 @@ def _metrics(report: Mapping[str, Any]) -> Iterator[Row]:
             served = report["metrics_as_served"][name]
             for task, m in served["tasks"].items():
                 yield f"{name} as served: {task}", _values({"requests": served["requests"], **m})
+
+
+def _verdict(report: Mapping[str, Any]) -> Iterator[Row]:
+    verdict = report["verdict"]
+    yield "model", verdict["sentence"]
+    if verdict["state"] == "level":  # a model that is behind has a warning with its reasons
+        yield from (("  likely reason", reason) for reason in verdict["likely_reasons"])
 
 
 def _values(m: Mapping[str, Any]) -> str:
