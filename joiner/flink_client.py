@@ -19,11 +19,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from joiner.config import JoinerConfig
-from joiner.metrics import JoinerMetrics
+from joiner.metrics import EventTimeProgress, JoinerMetrics
 from joiner.outputs import OUTPUTS
 from joiner.state import VERSION
 from roostream.errors import CheckpointError, SetupError, UnavailableError
 from roostream.runtime.backoff import Backoff
+from roostream.runtime.clock import Clock, SystemClock
 from roostream.runtime.flink_rest import ENDED, JOB_NAME, FlinkRest
 from roostream.runtime.health import Health
 from roostream.runtime.kafka.clients import consumer, wait_for_topics
@@ -95,11 +96,18 @@ def wait_for_job(rest: FlinkRest, health: Health, stop: Stop) -> dict[str, Any]:
 
 
 def watch(
-    job: FlinkJob, metrics: JoinerMetrics, health: Health, stop: Stop, *, recovery_s: float = 0.0
+    job: FlinkJob,
+    metrics: JoinerMetrics,
+    health: Health,
+    stop: Stop,
+    *,
+    recovery_s: float = 0.0,
+    clock: Clock | None = None,
 ) -> None:
     """Export the job's state and losses, and log state changes, until `stop` is set. The job may be unknown
     for `recovery_s`. Raises as `run_flink`."""
     rest, losses = job.rest, job.losses
+    event_time = EventTimeProgress(clock or SystemClock())
     logged_state, unknown_since_s, count_losses_at_s = "", 0.0, 0.0
     while not stop.is_set():
         with health.waiting(f"Flink at {rest.url}"):
@@ -120,12 +128,17 @@ def watch(
             log.info("the job is %s%s", state, f" ({rest.failure(job.id)})" if failing else "")
             logged_state = state
         with health.waiting(f"Flink at {rest.url}"):
-            metrics.set_job(state == "RUNNING", retry(rest, lambda: rest.gauges(job.id), stop))
+            gauges = retry(rest, lambda: rest.gauges(job.id), stop)
+        metrics.set_job(state == "RUNNING", gauges)
         if losses is not None and time.monotonic() >= count_losses_at_s:
             losses.update()
             metrics.lost.set(losses.num_lost)
             count_losses_at_s = time.monotonic() + _COUNT_LOSSES_EVERY_S
-        health.turned("" if state == "RUNNING" else f"the job is {state}")
+        values = gauges.values
+        stands_still = event_time.observe(
+            values.get("watermark_ms"), values.get("records", 0.0), gauges.partition_ms
+        )
+        health.turned(stands_still if state == "RUNNING" else f"the job is {state}")
         stop.wait(POLL_S)
 
 

@@ -31,18 +31,18 @@ from pyflink.datastream.connectors import DeliveryGuarantee
 from pyflink.datastream.connectors.kafka import KafkaOffsetsInitializer, KafkaSink, KafkaSource
 from pyflink.datastream.state import MapStateDescriptor
 from pyflink.java_gateway import get_gateway
+from pyflink.metrics import Counter
 
 from joiner.config import JoinerConfig
 from joiner.envelope import pack, unpack
 from joiner.event_decoder import EventDecoder
-from joiner.join import INTERNAL_ERROR, Join, StepResult
+from joiner.join import Join, StepResult
 from joiner.keyed_join import KeyedJoin
 from joiner.outputs import OUTPUTS, Output
-from joiner.rules import LATE_REASON
-from joiner.state import VERSION, Engagement, Impression
+from joiner.state import GONE, VERSION, Engagement, Impression
 from roostream.errors import RoostreamError
 from roostream.runtime.checkpoint_store import open_store
-from roostream.runtime.flink_rest import JOB_NAME, LATE_REQUESTS
+from roostream.runtime.flink_rest import JOB_NAME, output_counter
 from roostream.runtime.kafka.clients import wait_for_topics
 from roostream.runtime.kafka.topics import EVENTS, name_of
 from roostream.runtime.program import tune_garbage_collector
@@ -52,7 +52,6 @@ from roostream.schema.schema_file import load_schema
 from roostream.schema.settings import from_dict, load, setting_error
 
 MAX_PARALLELISM = 128
-INTERNAL_ERRORS = "internal_errors"  # Flink counter: events that became dead letters because the join failed
 UID = f"join-{VERSION}"
 _ENVELOPE = Types.PRIMITIVE_ARRAY(Types.BYTE())
 _ALIGN_EVERY_MS = 100
@@ -79,13 +78,16 @@ class JoinFunction(KeyedProcessFunction):  # type: ignore[misc]
         descriptor = MapStateDescriptor("entries", Types.STRING(), Types.PICKLED_BYTE_ARRAY())
         join = Join(self.config.rules, registry, schema.limits)
         self.join = KeyedJoin(join, runtime_context.get_map_state(descriptor))
-        metrics = runtime_context.get_metrics_group()
-        self.late, self.failed = metrics.counter(LATE_REQUESTS), metrics.counter(INTERNAL_ERRORS)
+        self.metrics, self.counters = runtime_context.get_metrics_group(), dict[str, Counter]()
+        from pemja import findClass  # exists only inside the JVM
+
+        self.request_counts = findClass("roostream.RequestCounts")
 
     def process_element(self, value: bytes, ctx: KeyedProcessFunction.Context) -> Iterator[bytes]:
         record = unpack(value)
         event = self.decoder.decode(record)
         if isinstance(event, Output):
+            self._count_output(event)
             return iter((pack(event),))
         if not isinstance(event, (Impression, Engagement)):
             return iter(())
@@ -101,14 +103,24 @@ class JoinFunction(KeyedProcessFunction):  # type: ignore[misc]
         return self._finish(step, timers)
 
     def _finish(self, step: StepResult, timers: TimerService) -> Iterator[bytes]:
-        """Set the timers, return the outputs."""
-        if num_late := sum(output.reason == LATE_REASON for output in step.outputs):
-            self.late.inc(num_late)
-        if num_failed := sum(output.reason == INTERNAL_ERROR for output in step.outputs):
-            self.failed.inc(num_failed)
+        """Set the timers, count, return the outputs."""
         for due_ms in step.timers_ms:
             timers.register_event_time_timer(due_ms)
+        for output in step.outputs:
+            self._count_output(output)
+        for before, after in step.phase_changes:
+            if before != GONE:
+                self.request_counts.add(before, -1)
+            if after != GONE:
+                self.request_counts.add(after, 1)
         return map(pack, step.outputs)
+
+    def _count_output(self, output: Output) -> None:
+        name = output_counter(output.topic, output.reason)
+        counter = self.counters.get(name)
+        if counter is None:
+            counter = self.counters[name] = self.metrics.counter(name)
+        counter.inc()
 
 
 def build(config: JoinerConfig) -> StreamExecutionEnvironment:

@@ -41,6 +41,7 @@ from joiner.rules import Rules, close_time, record_join, set_join_time, window_o
 from joiner.state import (
     CLOSED,
     EXPIRED,
+    GONE,
     NEVER,
     OPEN,
     WAITING,
@@ -115,6 +116,7 @@ class StepResult(Struct, gc=False):
     outputs: list[Output] = []
     timers_ms: list[int] = []
     due_now: list[Due] = []  # a heap: what is due at or before the watermark
+    phase_changes: list[tuple[int, int]] = []  # (before, after) of requests, for metrics
 
     def schedule_engagement(self, due_ms: int, request_id: str, event_id: int) -> None:
         """Process an engagement when the watermark reaches `due_ms`, in this step if it already has."""
@@ -236,6 +238,7 @@ class Join:
         state.counts.num_open -= request.phase == OPEN
         del state.requests[request_id]
         state.counts.num_requests -= 1
+        step.phase_changes.append((request.phase, GONE))
         return step
 
     def _process_due(self, step: StepResult) -> None:
@@ -281,10 +284,12 @@ class Join:
         if refusal is not None:
             step.outputs.append(dead_event(step.key, event, *refusal))
             return
+        phase = WAITING if request is not None else GONE
         if request is None:
             request = Request()
             state.counts.num_requests += 1
         if request.phase == WAITING:
+            step.phase_changes.append((phase, OPEN))
             request.phase, request.late = OPEN, page.time_ms <= step.watermark_ms
             state.counts.num_open += 1
         request.num_shown, request.num_bytes = num_shown, num_bytes
@@ -442,6 +447,7 @@ class Join:
             event.previous_id, request.newest_event = request.newest_event, event.event_id
         if not request.num_events and phase == WAITING:
             state.counts.num_requests += 1
+            step.phase_changes.append((GONE, WAITING))
         request.num_events += 1
         request.num_pending += 1
         request.num_bytes = num_bytes
@@ -544,7 +550,7 @@ class Join:
         elif event_id in request.waiting:
             self._give_up(step, request_id, request, event)
             if request.phase == WAITING and not request.waiting:
-                self._remove(step.state, request_id, request)
+                self._remove(step, request_id, request)
                 return
         step.state.requests[request_id] = request
 
@@ -568,6 +574,7 @@ class Join:
         state.counts.num_open -= 1
         state.counts.num_orphans -= request.num_orphans
         request.phase = CLOSED
+        step.phase_changes.append((OPEN, CLOSED))
         request.digests = b"".join([page.digest.to_bytes(8, "little") for page in pages])
         request.waiting, request.joined_ms, request.num_orphans = [], [], 0
         # Not needed any more; NEVER and ids take 9 bytes each, 0 takes 1.
@@ -732,6 +739,7 @@ class Join:
                 self._settle(step, request_id, request, event)
         if request.aggregated:
             state.drop_aggregates(request_id, request.aggregated)
+        step.phase_changes.append((CLOSED, EXPIRED))
         request.phase, request.header, request.items, request.aggregated = EXPIRED, b"", b"", []
         request.schema = request.window_ms = request.reason = 0
         for event in _keep_pending(state, request_id, request):
@@ -747,8 +755,9 @@ class Join:
             next_request.leave(state, request_id, request)
         waiting = _keep_pending(state, request_id, request)
         if not waiting:
-            self._remove(state, request_id, request)
+            self._remove(step, request_id, request)
             return
+        step.phase_changes.append((EXPIRED, WAITING))
         state.requests[request_id] = Request(
             waiting=[e.event_id for e in waiting],
             num_orphans=len(waiting),
@@ -763,10 +772,11 @@ class Join:
             state.engagements_of(request_id)[event.event_id] = event
             step.schedule_engagement(event.time_ms + self.rules.orphan_timeout_ms, request_id, event.event_id)
 
-    def _remove(self, state: JoinState, request_id: str, request: Request) -> None:
-        _keep_pending(state, request_id, request)
-        del state.requests[request_id]
-        state.counts.num_requests -= 1
+    def _remove(self, step: StepResult, request_id: str, request: Request) -> None:
+        _keep_pending(step.state, request_id, request)
+        del step.state.requests[request_id]
+        step.state.counts.num_requests -= 1
+        step.phase_changes.append((request.phase, GONE))
 
     def _label_folder(self, fingerprint: int) -> LabelFolder:
         folder = self._folders.get(fingerprint)

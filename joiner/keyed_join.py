@@ -49,7 +49,7 @@ class KeyedJoin:
     def advance(self, key: bytes, timer_ms: int, watermark_ms: int) -> StepResult:
         """As `Join.advance`; the changed entries are written. A request whose step fails is removed, then
         the others that are due at this time are processed."""
-        outputs = []
+        outputs, phase_changes = [], []
         while True:  # each round removes a request, or `_failed` raises
             self.state.reset()
             try:
@@ -63,8 +63,10 @@ class KeyedJoin:
                 )
                 self.state.flush()
                 outputs += removed.outputs
+                phase_changes += removed.phase_changes
                 continue
             step.outputs[:0] = outputs
+            step.phase_changes += phase_changes
             return self._finish(step)
 
     def _finish(self, step: StepResult) -> StepResult:

@@ -17,7 +17,7 @@ from joiner.config import JoinerConfig
 from joiner.event_decoder import Event, EventDecoder, TimeMark
 from joiner.join import Join, StepResult
 from joiner.outputs import Output
-from joiner.state import END, Engagement, Impression, MemoryState, decode, encode
+from joiner.state import END, GONE, PHASES, Engagement, Impression, MemoryState, decode, encode
 from roostream.errors import CheckpointError
 from roostream.runtime.event_time import START, SteppedEventTime
 from roostream.runtime.kafka.topics import EVENTS, Partition, Progress, all_partitions
@@ -131,6 +131,7 @@ class LocalEngine:
         self._times = {partition: PartitionTime() for partition in self.partitions}
         self.next_offsets: Progress = {}
         self._states: dict[bytes, MemoryState] = {}
+        self.num_requests = [0] * len(PHASES)  # by phase
         self._timers: list[tuple[int, bytes]] = []  # heap of (due_ms, key)
         self._watermark_ms = START
 
@@ -196,6 +197,11 @@ class LocalEngine:
         return outputs
 
     def _finish(self, key: bytes, state: MemoryState, step: StepResult) -> list[Output]:
+        for before, after in step.phase_changes:
+            if before != GONE:
+                self.num_requests[before] -= 1
+            if after != GONE:
+                self.num_requests[after] += 1
         for due_ms in step.timers_ms:
             heapq.heappush(self._timers, (due_ms, key))
         if not state.requests:
@@ -237,6 +243,10 @@ class LocalEngine:
         self._states = {key: decode(state) for key, state in snapshot.states.items()}
         self._timers = [(due_ms, key) for key, state in self._states.items() for due_ms in state.due]
         heapq.heapify(self._timers)
+        self.num_requests = [0] * len(PHASES)
+        for state in self._states.values():
+            for request in state.requests.values():
+                self.num_requests[request.phase] += 1
         self._watermark_ms = snapshot.watermark_ms
         for topic, partition, offset, time in snapshot.partitions:
             self.next_offsets[topic, partition] = offset

@@ -20,7 +20,7 @@ from confluent_kafka import KafkaError
 from joiner.config import JoinerConfig
 from joiner.event_decoder import Event, TimeMark
 from joiner.local_engine import LocalEngine
-from joiner.metrics import JoinerMetrics
+from joiner.metrics import EventTimeProgress, JoinerMetrics
 from joiner.outputs import Output
 from roostream.errors import CheckpointError, UnavailableError
 from roostream.runtime.backoff import Backoff
@@ -142,6 +142,7 @@ class LocalRunner:
         self._paused: set[Partition] = set()
         self._stop = threading.Event()
         self._schema_backoff = Backoff(what="a schema in the store", clock=clock)
+        self._event_time, self._num_records = EventTimeProgress(clock), 0
         self._idleness_s = 0.0 if config.replay else config.idleness_ms / 1000
 
     def run(self, stop: threading.Event) -> None:
@@ -172,14 +173,16 @@ class LocalRunner:
             self._last_record_s[record.topic, record.partition] = now_s
             self._write(self.engine.process_decoded(record, self._decode(record)))
         self.metrics.records.inc(len(records))
+        self._num_records += len(records)
         self.metrics.lost.set(self.consumer.num_lost)
         if self._idleness_s:
             self._set_idle_partitions(now_s)
         watermarks, max_drift_ms = self.engine.watermarks, self.config.max_drift_ms
         self._paused = {p for p in self.engine.partitions if watermarks.ahead_ms(p) > max_drift_ms}
         self.consumer.pause(self._paused)
-        self.metrics.set_state(self.engine.watermark_ms, self.engine.num_keys)
-        self.health.turned()
+        watermark_ms, reached_ms = self.engine.watermark_ms, watermarks.reached_ms
+        self.metrics.set_state(watermark_ms, self.engine.num_keys, self.engine.num_requests, reached_ms)
+        self.health.turned(self._event_time.observe(watermark_ms, self._num_records, reached_ms))
 
     def checkpoint(self, stop: threading.Event) -> None:
         """Wait until all outputs are acknowledged, then write a snapshot (2, 3). If `stop` is set first, none
@@ -187,7 +190,12 @@ class LocalRunner:
         with self.health.waiting("Kafka to acknowledge the joiner's outputs"):
             acknowledged = self.sink.flush(stop)
         if acknowledged:
-            self.snapshots.write(self.engine.snapshot())
+            started_s, snapshot = self.clock.monotonic_s(), self.engine.snapshot()
+            self.snapshots.write(snapshot)
+            duration_s = self.clock.monotonic_s() - started_s
+            self.metrics.set_snapshot(
+                self.clock.now_ms(), duration_s, len(snapshot), self.engine.rules_changed
+            )
 
     def _decode(self, record: Record) -> Event | TimeMark | Output:
         """Decode a record; wait while its schema can't be loaded. Raises UnavailableError: stopped."""

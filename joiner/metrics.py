@@ -1,17 +1,59 @@
 """Prometheus metrics of the joiner. With the local engine it counts itself; of a Flink job it exports Flink's
-own gauges."""
+own numbers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
+from joiner.join import INTERNAL_ERROR
 from joiner.outputs import Output
 from joiner.rules import LATE_REASON
-from joiner.state import END
+from joiner.state import END, PHASES
+from roostream.runtime.clock import Clock
 from roostream.runtime.event_time import START
-from roostream.runtime.flink_rest import LATE_REQUESTS
+from roostream.runtime.flink_rest import JobGauges
+from roostream.runtime.kafka.topics import DEAD_LETTERS, Partition
+
+_MAX_STILL_S = 60.0
+_MAX_NAMED = 5
+
+
+class EventTimeProgress:
+    """Notices that records arrive while event time stands still: then nothing is closed, and no sample is
+    written."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self._watermark_ms: float | None = None
+        self._num_records = 0.0
+        self._still_since_s: float | None = None
+
+    def observe(
+        self, watermark_ms: float | None, num_records: float, partition_ms: Mapping[Partition, float]
+    ) -> str:
+        """Why no sample can be written; empty while event time advances or nothing arrives.
+
+        `watermark_ms`: None before the first watermark. `num_records`: read so far; it begins again at 0 when
+        a job restarts. `partition_ms`: event time of each partition, negative before its first record.
+        """
+        if watermark_ms != self._watermark_ms or num_records < self._num_records:
+            self._watermark_ms, self._num_records, self._still_since_s = watermark_ms, num_records, None
+        if num_records == self._num_records:
+            return ""
+        now_s = self.clock.monotonic_s()
+        if self._still_since_s is None:
+            self._still_since_s = now_s
+        if now_s - self._still_since_s < _MAX_STILL_S:
+            return ""
+        slowest_ms = min(partition_ms.values(), default=0.0)
+        names = [f"{topic}[{n}]" for (topic, n), ms in sorted(partition_ms.items()) if ms == slowest_ms]
+        held_by = ", ".join(names[:_MAX_NAMED]) + (" and others" if len(names) > _MAX_NAMED else "")
+        return (
+            f"event time stands still while records arrive: {held_by or 'a partition'} is silent; every "
+            "producer must send heartbeats to all partitions of the event topics"
+        )
 
 
 class JoinerMetrics:
@@ -25,12 +67,27 @@ class JoinerMetrics:
         self.outputs = Counter(
             "roostream_joiner_outputs_total", "records written", ["topic", "reason"], registry=registry
         )
+        self.outputs.labels(DEAD_LETTERS, INTERNAL_ERROR)  # an alert sees an increase only from 0
         self.watermark = Gauge(
             "roostream_joiner_watermark_timestamp_seconds",
             "event time that all partitions have reached",
             registry=registry,
         )
-        self.keys = Gauge("roostream_joiner_keys", "users with state", registry=registry)
+        self.partition_watermark = Gauge(
+            "roostream_joiner_partition_watermark_timestamp_seconds",
+            "event time that a partition has reached; absent before its first record",
+            ["topic", "partition"],
+            registry=registry,
+        )
+        self.watermark_pending = Gauge(
+            "roostream_joiner_watermark_pending_seconds",
+            "event time that has been reached, but whose due requests are not processed yet",
+            registry=registry,
+        )
+        self.keys = Gauge("roostream_joiner_keys", "users with state (local engine only)", registry=registry)
+        self.requests = Gauge(
+            "roostream_joiner_requests", "requests in the state, by phase", ["phase"], registry=registry
+        )
         self.running = Gauge("roostream_joiner_running", "1 while events are joined", registry=registry)
         self.late = Gauge(
             "roostream_joiner_late_requests",
@@ -43,6 +100,46 @@ class JoinerMetrics:
         self.checkpoints = Gauge(
             "roostream_joiner_checkpoints", "completed checkpoints of the Flink job", registry=registry
         )
+        self.failed_checkpoints = Gauge(
+            "roostream_joiner_failed_checkpoints", "failed checkpoints of the Flink job", registry=registry
+        )
+        self.checkpoint = Gauge(
+            "roostream_joiner_checkpoint_timestamp_seconds",
+            "when the newest checkpoint or snapshot was completed",
+            registry=registry,
+        )
+        self.checkpoint_duration = Gauge(
+            "roostream_joiner_checkpoint_duration_seconds",
+            "how long the newest checkpoint or snapshot took",
+            registry=registry,
+        )
+        self.checkpoint_bytes = Gauge(
+            "roostream_joiner_checkpoint_bytes",
+            "bytes that the newest checkpoint or snapshot wrote",
+            registry=registry,
+        )
+        self.state_bytes = Gauge(
+            "roostream_joiner_state_bytes",
+            "size of the join's state, serialized, at the newest checkpoint or snapshot",
+            registry=registry,
+        )
+        self.failed_commits = Counter(
+            "roostream_joiner_failed_commits_total",
+            "transactions of outputs that could not be committed: the outputs are lost",
+            registry=registry,
+        )
+        self.task_time = Counter(
+            "roostream_joiner_task_seconds_total",
+            "time of the join's Flink tasks, by state",
+            ["state"],
+            registry=registry,
+        )
+        self.rules_changed = Gauge(
+            "roostream_joiner_rules_changed",
+            "1 if the state was restored from a job with other rules (see the log)",
+            registry=registry,
+        )
+        self._seen: dict[str, float] = {}  # totals of Flink that are in our counters already
 
     def count_outputs(self, outputs: Iterable[Output]) -> None:
         for output in outputs:
@@ -50,20 +147,70 @@ class JoinerMetrics:
             if output.reason == LATE_REASON:
                 self.late.inc()
 
-    def set_state(self, watermark_ms: int, num_keys: int) -> None:
+    def set_state(
+        self,
+        watermark_ms: int,
+        num_keys: int,
+        num_requests: Sequence[int],
+        partition_ms: Mapping[Partition, float],
+    ) -> None:
+        """Of the local engine. `num_requests`: by phase."""
         if START < watermark_ms < END:
             self.watermark.set(watermark_ms / 1000)
         self.keys.set(num_keys)
+        for phase, num in zip(PHASES, num_requests, strict=True):
+            self.requests.labels(phase).set(num)
+        self._set_partitions(partition_ms)
         self.running.set(1)
 
-    def set_job(self, running: bool, gauges: Mapping[str, float]) -> None:
-        """`gauges`: of `FlinkRest.gauges`."""
+    def set_snapshot(self, time_ms: int, duration_s: float, num_bytes: int, rules_changed: bool) -> None:
+        """The local engine has written a snapshot, which contains its complete state."""
+        self.checkpoint.set(time_ms / 1000)
+        self.checkpoint_duration.set(duration_s)
+        self.checkpoint_bytes.set(num_bytes)
+        self.state_bytes.set(num_bytes)
+        self.rules_changed.set(rules_changed)
+
+    def set_job(self, running: bool, gauges: JobGauges) -> None:
+        """Of a Flink job."""
         self.running.set(running)
+        values = gauges.values
         for name, gauge, scale in (
             ("restarts", self.restarts, 1.0),
             ("checkpoints", self.checkpoints, 1.0),
+            ("failed_checkpoints", self.failed_checkpoints, 1.0),
+            ("checkpoint_ms", self.checkpoint, 1e-3),
+            ("checkpoint_duration_ms", self.checkpoint_duration, 1e-3),
+            ("checkpoint_bytes", self.checkpoint_bytes, 1.0),
+            ("state_bytes", self.state_bytes, 1.0),
             ("watermark_ms", self.watermark, 1e-3),
-            (LATE_REQUESTS, self.late, 1.0),
+            ("watermark_pending_ms", self.watermark_pending, 1e-3),
+            ("rules_changed", self.rules_changed, 1.0),
         ):
-            if name in gauges:
-                gauge.set(gauges[name] * scale)
+            if name in values:
+                gauge.set(values[name] * scale)
+        for phase in PHASES:
+            if f"requests_{phase}" in values:
+                # A subtask's own count may be negative after a change of parallelism; the sum is right.
+                self.requests.labels(phase).set(max(0.0, values[f"requests_{phase}"]))
+        self._set_partitions(gauges.partition_ms)
+        self._count("records", values.get("records"), self.records)
+        self._count("commits", values.get("failedCommittables"), self.failed_commits)
+        for state in ("busy", "backpressured", "idle"):
+            self._count(state, values.get(f"{state}_ms"), self.task_time.labels(state), 1e-3)
+        for (topic, reason), total in gauges.outputs.items():
+            self._count(f"{topic} {reason}", total, self.outputs.labels(topic, reason))
+            if reason == LATE_REASON:
+                self.late.set(total)
+
+    def _set_partitions(self, partition_ms: Mapping[Partition, float]) -> None:
+        for (topic, partition), ms in partition_ms.items():
+            if ms > 0:
+                self.partition_watermark.labels(topic, str(partition)).set(ms / 1000)
+
+    def _count(self, name: str, total: float | None, counter: Counter, scale: float = 1.0) -> None:
+        """Add what a total of Flink has grown by. It begins again at 0 when the job restarts."""
+        if total is not None:
+            before = self._seen.get(name, 0.0)
+            counter.inc((total - before if total >= before else total) * scale)
+            self._seen[name] = total

@@ -43,6 +43,8 @@ VERSION = 3
 """Version of the serialized state. Savepoints of other versions are refused (docs/decisions/0012)."""
 
 WAITING, OPEN, CLOSED, EXPIRED = range(4)
+PHASES = ("waiting", "open", "closed", "expired")
+GONE = -1  # before a request is known, and after it is forgotten
 
 
 class Origin(Struct, array_like=True, frozen=True, gc=False):

@@ -2,21 +2,66 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import re
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from typing import Any
 
 from roostream.errors import UnavailableError
 
-LATE_REQUESTS = "late_requests"  # a counter of the join operator
 JOB_NAME = "roostream-joiner"
 ENDED = ("FINISHED", "FAILED", "CANCELED")
 """Jobs in any other state are live. A job that is being cancelled still has its slots and may write, so no
 other is started."""
 
 _TIMEOUT_S = 5.0
+_METRICS_A_CALL = 25  # Flink refuses a request line of more than 4,096 bytes
+
+
+def output_counter(topic: str, reason: str) -> str:
+    """Name of the join operator's counter of its outputs."""
+    return f"outputs_{topic}_{reason}"
+
+
+_OPERATOR_METRIC = re.compile(
+    r"\.split\.(?P<split>.+-\d+)\.watermark\.currentWatermark$"
+    r"|^join\.outputs_(?P<topic>samples|corrections|dead_letters)_(?P<reason>\w*)$"
+    r"|\.(?P<name>rules_changed|watermark_pending_ms|requests_\w+|failedCommittables)$"
+    r"|^Source__.*\.(?P<records>numRecordsIn)$"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class JobGauges:
+    """Numbers of a job. Those of operators begin again at 0 with each restart, except `requests_…`.
+
+    `values`: restarts, checkpoints, failed_checkpoints; of the newest completed checkpoint checkpoint_ms (the
+    time of its end), checkpoint_duration_ms, checkpoint_bytes (written) and state_bytes (complete);
+    watermark_ms, watermark_pending_ms, records, rules_changed, failedCommittables, requests_{phase}; and
+    busy_ms, backpressured_ms and idle_ms of the join's tasks.
+    """
+
+    values: dict[str, float] = dataclasses.field(default_factory=dict)
+    outputs: dict[tuple[str, str], float] = dataclasses.field(default_factory=dict)  # by (topic, reason)
+    partition_ms: dict[tuple[str, int], float] = dataclasses.field(default_factory=dict)
+    """(Topic, partition) → its watermark; below 0 before its first record."""
+
+
+def _add(found: JobGauges, match: re.Match[str], metric: dict[str, Any]) -> None:
+    """Add an operator's metric, which Flink has aggregated over its subtasks."""
+    if match["split"]:
+        topic, _, partition = match["split"].rpartition("-")
+        found.partition_ms[topic, int(partition)] = float(metric["max"])
+    elif match["topic"]:
+        found.outputs[match["topic"], match["reason"]] = float(metric["sum"])
+    else:
+        name = match["name"] or "records"
+        value = float(metric["max" if name in ("rules_changed", "watermark_pending_ms") else "sum"])
+        found.values[name] = found.values.get(name, 0.0) + value
 
 
 class FlinkRest:
@@ -90,25 +135,45 @@ class FlinkRest:
         causes = [line.strip() for line in lines if line.startswith("Caused by")]
         return " ← ".join([*lines[:1], *causes[-1:]]) or "no reason given"
 
-    def gauges(self, job: str) -> dict[str, float]:
-        """`restarts`, `checkpoints`, and if available `watermark_ms` and LATE_REQUESTS."""
-        out: dict[str, float] = {}
+    def gauges(self, job: str) -> JobGauges:
+        """What the job manager knows of a job; numbers that it does not have yet are left out. Operator
+        metrics reach it every 10 s."""
+        found = JobGauges()
+        values = found.values
         for metric in (self.get(f"/jobs/{job}/metrics?get=numRestarts") or {}).get("list", []):
-            out["restarts"] = float(metric["value"])
-        counts = (self.get(f"/jobs/{job}/checkpoints") or {}).get("counts", {})
-        out["checkpoints"] = float(counts.get("completed", 0))
+            values["restarts"] = float(metric["value"])
+        checkpoints = self.get(f"/jobs/{job}/checkpoints") or {}
+        counts = checkpoints.get("counts", {})
+        values["checkpoints"] = float(counts.get("completed", 0))
+        values["failed_checkpoints"] = float(counts.get("failed", 0))
+        if newest := (checkpoints.get("latest") or {}).get("completed"):
+            values["checkpoint_ms"] = float(newest["latest_ack_timestamp"])
+            values["checkpoint_duration_ms"] = float(newest["end_to_end_duration"])
+            values["checkpoint_bytes"] = float(newest["checkpointed_size"])
+            values["state_bytes"] = float(newest["state_size"])
         for vertex in (self.get(f"/jobs/{job}") or {}).get("vertices", []):
+            path = f"/jobs/{job}/vertices/{vertex['id']}"
             if "join" in vertex["name"]:
-                marks = (self.get(f"/jobs/{job}/vertices/{vertex['id']}/watermarks") or {}).get("list", [])
-                values = [int(m["value"]) for m in marks]
-                if values and min(values) > 0:
-                    out["watermark_ms"] = float(min(values))
-                path = (
-                    f"/jobs/{job}/vertices/{vertex['id']}/subtasks/metrics?get=join.{LATE_REQUESTS}&agg=sum"
-                )
-                for metric in (self.get(path) or {}).get("list", []):
-                    out[LATE_REQUESTS] = float(metric["sum"])
-        return out
+                marks = (self.get(f"{path}/watermarks") or {}).get("list", [])
+                times_ms = [int(mark["value"]) for mark in marks]
+                if times_ms and min(times_ms) > 0:
+                    values["watermark_ms"] = float(min(times_ms))
+                for state in ("busy", "backpressured", "idle"):
+                    total_ms = vertex.get("metrics", {}).get(f"accumulated-{state}-time")
+                    if isinstance(total_ms, (int, float)):  # "NaN" before the task runs
+                        values[f"{state}_ms"] = float(total_ms)
+            self._read_operators(f"{path}/subtasks/metrics", found)
+        return found
+
+    def _read_operators(self, path: str, found: JobGauges) -> None:
+        """Add the metrics of one vertex's operators, over all of its subtasks."""
+        ids = [str(metric["id"]) for metric in (self.get(path) or {}).get("list", [])]
+        names = {metric_id: match for metric_id in ids if (match := _OPERATOR_METRIC.search(metric_id))}
+        wanted = [*names]
+        for n in range(0, len(wanted), _METRICS_A_CALL):
+            query = urllib.parse.quote(",".join(wanted[n : n + _METRICS_A_CALL]), safe=",")
+            for metric in (self.get(f"{path}?get={query}") or {}).get("list", []):
+                _add(found, names[metric["id"]], metric)
 
     def stop_with_savepoint(self, job: str, folder: str, timeout_s: float) -> str:
         """Stop a job with a savepoint. Returns the savepoint's path.

@@ -30,7 +30,6 @@ SILENT = {
     "roostream_worker_drift_coverage": "as above",
     "roostream_worker_drift_new_ids": "as above",
     "roostream_worker_retention_share": "a number once retention has begun to delete",
-    "rate(roostream_joiner_outputs_total[5m])": "counted by the local engine only",
 }
 """Queries that a stack which is well has no answer to."""
 

@@ -15,6 +15,7 @@ from joiner.outputs import Output
 from joiner.rules import Rules
 from joiner.state import (
     END,
+    GONE,
     Engagement,
     Impression,
     KeyCounts,
@@ -206,6 +207,7 @@ class Driver:
         self.outputs: list[Output] = []
         self._memory, self.store = MemoryState(), DictStore()
         self._timers: list[int] = []
+        self.num_requests = [0] * 4  # by phase, as the steps count it
         self._offset = 0
 
     @property
@@ -250,6 +252,11 @@ class Driver:
             turn = call(self._memory)
         for due_ms in turn.timers_ms:
             heapq.heappush(self._timers, due_ms)
+        for before, after in turn.phase_changes:
+            if before != GONE:
+                self.num_requests[before] -= 1
+            if after != GONE:
+                self.num_requests[after] += 1
         self.outputs += turn.outputs
         return turn.outputs
 

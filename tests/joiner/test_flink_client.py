@@ -12,9 +12,10 @@ from prometheus_client import CollectorRegistry
 from joiner import flink_client
 from joiner.config import JoinerConfig
 from joiner.flink_client import submit
-from joiner.metrics import JoinerMetrics
+from joiner.metrics import EventTimeProgress, JoinerMetrics
 from roostream.errors import CheckpointError, UnavailableError
-from roostream.runtime.flink_rest import JOB_NAME, FlinkRest
+from roostream.runtime.clock import FakeClock
+from roostream.runtime.flink_rest import JOB_NAME, FlinkRest, JobGauges
 from roostream.runtime.health import Health
 from roostream.runtime.kafka.broker import KafkaSecurity
 from roostream.runtime.kafka.retention_loss import CommittedOffset, RetentionLossCounter
@@ -108,11 +109,41 @@ def test_a_stop_while_submitting_ends_the_client(tmp_path: Path, monkeypatch: py
         submit(JoinerConfig(flink="http://x:1"), stop)
 
 
-def test_gauges_of_the_job_are_exported_as_metrics() -> None:
-    registry = CollectorRegistry()
-    JoinerMetrics(registry).set_job(True, {"restarts": 3.0, "checkpoints": 12.0, "watermark_ms": 800.0})
-    assert registry.get_sample_value("roostream_joiner_watermark_timestamp_seconds") == 0.8
-    assert registry.get_sample_value("roostream_joiner_job_restarts") == 3.0
+def test_what_flink_counts_is_exported_as_metrics() -> None:
+    metrics = JoinerMetrics(registry := CollectorRegistry())
+    key, late = ("samples", "CLOSE_WINDOW"), ("samples", "CLOSE_LATE")
+    values = {"restarts": 3.0, "watermark_ms": 800.0, "requests_open": 5.0, "checkpoint_ms": 2_000.0}
+    partitions = {("impressions", 0): 900.0, ("impressions", 1): -1.0}
+    metrics.set_job(True, JobGauges(values, {key: 10.0, late: 2.0}, partitions))
+    metrics.set_job(True, JobGauges({}, {key: 14.0}))
+    metrics.set_job(True, JobGauges({}, {key: 1.0}))  # restarted
+    for name, labels, expected in (
+        ("watermark_timestamp_seconds", {}, 0.8),
+        ("checkpoint_timestamp_seconds", {}, 2.0),
+        ("job_restarts", {}, 3.0),
+        ("requests", {"phase": "open"}, 5.0),
+        ("late_requests", {}, 2.0),
+        ("outputs_total", {"topic": "samples", "reason": "CLOSE_WINDOW"}, 15.0),
+        ("partition_watermark_timestamp_seconds", {"topic": "impressions", "partition": "0"}, 0.9),
+        ("partition_watermark_timestamp_seconds", {"topic": "impressions", "partition": "1"}, None),
+    ):
+        assert registry.get_sample_value(f"roostream_joiner_{name}", labels) == expected, name
+
+
+def test_records_that_arrive_while_event_time_stands_still_are_noticed() -> None:
+    progress = EventTimeProgress(clock := FakeClock())
+    partitions = {("impressions", 0): 900.0, ("impressions", 1): -1.0, ("engagements", 0): 800.0}
+
+    def observe(watermark_ms: float | None, num_records: float, after_s: float = 40) -> str:
+        clock.advance(after_s)
+        return progress.observe(watermark_ms, num_records, partitions)
+
+    assert [observe(None, n) for n in (0, 0, 0)] == [""] * 3, "nothing arrives"
+    assert [observe(None, n) for n in (1, 2)] == [""] * 2, "for a short time"
+    assert "impressions[1] is silent" in observe(None, 3)
+    assert observe(5.0, 4) == "", "event time moves again"
+    assert [observe(5.0, n) for n in (5, 6)] == [""] * 2
+    assert observe(5.0, 0) == "", "the job was restarted"
 
 
 @pytest.mark.parametrize(
@@ -154,6 +185,35 @@ def test_a_job_that_recovers_by_high_availability_is_awaited(flink: FakeFlink) -
     threading.Timer(0.5, stop.set).start()
     flink_client.watch(flink_client.FlinkJob(FlinkRest(flink.url), JOB), meters, health, stop, recovery_s=60)
     assert health.unready() == "the job manager has not recovered the job yet"
+
+
+def test_a_running_job_whose_event_time_stands_still_is_not_ready(flink: FakeFlink) -> None:
+    metrics, stop, health = f"/jobs/{JOB}/vertices/s/subtasks/metrics", Stop(), Health(60)
+    flink.answers[f"/jobs/{JOB}"] = {"state": "RUNNING", "vertices": [{"id": "s", "name": "Source: x"}]}
+    flink.answers[metrics] = [{"id": "Source__x.numRecordsIn"}]
+
+    class Clock(FakeClock):
+        """Moves by 70 s between two polls of the job, whose sources have read one more record each time."""
+
+        num_records = 1
+
+        def monotonic_s(self) -> float:
+            self.advance(70)
+            self.num_records += 1
+            self.answer()
+            if self.num_records > 2:
+                stop.set()
+            return super().monotonic_s()
+
+        def answer(self) -> None:
+            counted = {"id": "Source__x.numRecordsIn", "min": 0, "max": 0, "sum": self.num_records}
+            flink.answers[f"{metrics}?get=Source__x.numRecordsIn"] = [counted]
+
+    clock = Clock()
+    clock.answer()
+    job, meters = flink_client.FlinkJob(FlinkRest(flink.url), JOB), JoinerMetrics(CollectorRegistry())
+    flink_client.watch(job, meters, health, stop, clock=clock)
+    assert "event time stands still" in health.unready()
 
 
 def test_records_that_retention_deleted_before_flink_read_them_are_exported(flink: FakeFlink) -> None:

@@ -99,15 +99,18 @@ def arrive(data: Any, messages: list[Message], with_rules: Rules) -> Driver:
             low = max(driver.watermark_ms, 0)
             driver.at(data.draw(st.integers(low, limit)) if limit >= low else limit)
         driver.send(message)
-        check_counts(driver.state)
+        check_counts(driver)
     driver.end()
-    check_counts(driver.state)
+    check_counts(driver)
     return driver
 
 
-def check_counts(state: MemoryState) -> None:
+def check_counts(driver: Driver) -> None:
     """What is counted as events come and go is what there is."""
+    state = driver.state
     head, requests = state.counts, state.requests
+    by_phase = Counter(request.phase for request in requests.values())
+    assert driver.num_requests == [by_phase[phase] for phase in range(4)]
     for request_id, request in requests.items():
         events = [e for e in state.engagement_list(request_id, request)] if request.newest_event else []
         pending = {e.event_id: e for e in events if isinstance(e, Engagement)}
@@ -269,7 +272,7 @@ def test_changed_rules_after_a_restore_leave_no_state_and_lose_no_event(
         mark += data.draw(st.integers(0, 200))
         driver.at(mark)
         driver.send(message)
-        check_counts(driver.state)
+        check_counts(driver)
         if isinstance(message, pb.Engagement):
             come.add(message.event_id)
         assert _ended(driver) | _pending(driver) == come

@@ -7,7 +7,8 @@ import pytest
 from joiner import keyed_join
 from joiner.join import Join, StepResult
 from joiner.keyed_join import KeyedJoin
-from joiner.state import END, Engagement, Impression, JoinState, MemoryState, Request
+from joiner.outputs import Output
+from joiner.state import END, GONE, Engagement, Impression, JoinState, MemoryState, Request
 from roostream.errors import CheckpointError
 from tests.joiner.cases import (
     KEY,
@@ -53,10 +54,15 @@ def join(error: Exception = FaultyJoin.error) -> tuple[KeyedJoin, DictStore]:
     return KeyedJoin(faulty, store), store
 
 
-def close_all(keyed: KeyedJoin, store: DictStore) -> list:
+def close_all(
+    keyed: KeyedJoin, store: DictStore, changes: list[tuple[int, int]] | None = None
+) -> list[Output]:
     out = []
     while due := sorted(store.whole().due):
-        out += keyed.advance(KEY, due[0], END).outputs
+        step = keyed.advance(KEY, due[0], END)
+        out += step.outputs
+        if changes is not None:
+            changes += step.phase_changes
     return out
 
 
@@ -77,10 +83,12 @@ def test_a_request_whose_close_fails_becomes_dead_letters_and_others_due_at_its_
     for request in ("a", BAD_REQUEST, "z"):
         keyed.apply(KEY, event(impression(T, request=request)), 0)
     keyed.apply(KEY, event(engagement(T + 1, event=1, request=BAD_REQUEST)), 0)
-    out = close_all(keyed, store)
+    changes: list[tuple[int, int]] = []
+    out = close_all(keyed, store, changes)
     assert {s.message.header.request_id for s in samples(out)} == {"a", "z"}
     assert reasons(out) == ["internal_error"] * 2
     assert store.whole() == MemoryState() and not store
+    assert sum(after == GONE for _, after in changes) == 3, "the removed request is counted too"
 
 
 def test_a_defect_that_affects_everything_is_raised() -> None:

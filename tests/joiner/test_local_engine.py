@@ -246,7 +246,9 @@ def test_a_window_halved_at_a_restore_leaves_no_request_behind() -> None:
     outputs_of([*beats(900), record(impression(1_000)), *beats(1_101)], before)
     after = engine(JoinerConfig(window_ms=50, lateness_ms=0))
     after.restore(before.snapshot())
+    assert after.num_requests == before.num_requests == [0, 0, 1, 0], "it is closed"
     outputs_of(beats(2_101), after)
+    assert after.num_requests == [0, 0, 0, 0]
     assert after.num_keys == 0
 
 

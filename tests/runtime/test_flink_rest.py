@@ -75,17 +75,59 @@ def test_the_state_of_an_unknown_job_is_unknown(flink: FakeFlink) -> None:
 
 
 def test_gauges_are_read_of_the_job(flink: FakeFlink) -> None:
+    busy = {"accumulated-busy-time": 70, "accumulated-idle-time": "NaN"}
+    newest = {
+        "latest_ack_timestamp": 5_000,
+        "end_to_end_duration": 40,
+        "checkpointed_size": 10,
+        "state_size": 90,
+    }
     flink.answers |= {
         f"/jobs/{JOB}/metrics?get=numRestarts": [{"id": "numRestarts", "value": "3"}],
-        f"/jobs/{JOB}/checkpoints": {"counts": {"completed": 12}},
-        f"/jobs/{JOB}": {"state": "RUNNING", "vertices": [{"id": "v", "name": "join -> write: Writer"}]},
+        f"/jobs/{JOB}/checkpoints": {
+            "counts": {"completed": 12, "failed": 2},
+            "latest": {"completed": newest},
+        },
+        f"/jobs/{JOB}": {
+            "state": "RUNNING",
+            "vertices": [
+                {"id": "s", "name": "Source: impressions -> event-time"},
+                {"id": "v", "name": "watermark -> join -> write: Writer", "metrics": busy},
+            ],
+        },
         f"/jobs/{JOB}/vertices/v/watermarks": [{"id": "0.w", "value": "900"}, {"id": "1.w", "value": "800"}],
     }
-    expected = {"restarts": 3.0, "checkpoints": 12.0, "watermark_ms": 800.0}
-    assert FlinkRest(flink.url).gauges(JOB) == expected
-    counted = [{"id": "join.late_requests", "sum": 7.0}]
-    flink.answers[f"/jobs/{JOB}/vertices/v/subtasks/metrics?get=join.late_requests&agg=sum"] = counted
-    assert FlinkRest(flink.url).gauges(JOB) == {**expected, "late_requests": 7.0}
+    assert FlinkRest(flink.url).gauges(JOB).values == {
+        "restarts": 3.0,
+        "checkpoints": 12.0,
+        "failed_checkpoints": 2.0,
+        "checkpoint_ms": 5_000.0,
+        "checkpoint_duration_ms": 40.0,
+        "checkpoint_bytes": 10.0,
+        "state_bytes": 90.0,
+        "watermark_ms": 800.0,
+        "busy_ms": 70.0,
+    }
+
+
+def test_operator_metrics_are_read_over_all_subtasks(flink: FakeFlink) -> None:
+    of_source = ["Source__impressions.split.a-impressions-2.watermark.currentWatermark"]
+    of_source.append("Source__impressions.numRecordsIn")
+    of_join = ["join.outputs_samples_CLOSE_WINDOW", "watermark.requests_open", "watermark.rules_changed"]
+    flink.answers[f"/jobs/{JOB}"] = {
+        "vertices": [{"id": "s", "name": "Source: impressions"}, {"id": "v", "name": "watermark -> join"}]
+    }
+    for vertex, ids in (("s", of_source), ("v", of_join)):
+        path = f"/jobs/{JOB}/vertices/{vertex}/subtasks/metrics"
+        flink.answers[path] = [{"id": name} for name in [*ids, "numBytesIn"]]
+        flink.answers[f"{path}?get={','.join(ids)}"] = [
+            {"id": name, "min": 1.0, "max": 4.0, "sum": 7.0} for name in ids
+        ]
+    gauges = FlinkRest(flink.url).gauges(JOB)
+    assert gauges.outputs == {("samples", "CLOSE_WINDOW"): 7.0}
+    assert gauges.partition_ms == {("a-impressions", 2): 4.0}
+    assert gauges.values["records"] == 7.0
+    assert (gauges.values["requests_open"], gauges.values["rules_changed"]) == (7.0, 4.0)
 
 
 def test_a_stop_with_savepoint_gives_its_path(flink: FakeFlink) -> None:
