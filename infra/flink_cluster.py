@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -22,8 +23,10 @@ from infra.kafka_broker import log4j_properties
 from infra.options import StackOptions
 from roostream.errors import SetupError
 from roostream.runtime.flink_rest import FlinkRest
+from roostream.schema.settings import setting_error
 
 JOB_MANAGER = "flink-jm"
+_TASK, _FRAMEWORK = "taskmanager.memory.task", "taskmanager.memory.framework"
 _AFTER, _AFTER_S = ("serving",), 12.0
 """On few cores, programs that start at once slow each other. Traffic comes first: its events wait for a whole
 join window, and in that time the cluster starts."""
@@ -215,8 +218,12 @@ class Cluster:
     def _task_manager(self, env: Mapping[str, str], index: int, port: int) -> Program:
         name = task_manager(index)
         entry = "org.apache.flink.runtime.taskexecutor.TaskManagerRunner"
-        direct = "-XX:MaxDirectMemorySize=192m"
-        main = self._java(entry, "console", "768m", "256m", direct, quick_start=not self.options.replay)
+        heap = f"{self._megabytes(f'{_TASK}.heap.size', f'{_FRAMEWORK}.heap.size')}m"
+        direct = self._megabytes(
+            f"{_TASK}.off-heap.size", f"{_FRAMEWORK}.off-heap.size", "taskmanager.memory.network.max"
+        )
+        limit = f"-XX:MaxDirectMemorySize={direct}m"
+        main = self._java(entry, "console", heap, "256m", limit, quick_start=not self.options.replay)
         return Program(
             name=name,
             # With the same id after a restart, the job manager drops the dead one before its heartbeat times
@@ -239,6 +246,17 @@ class Cluster:
             stop_timeout_s=10.0,
             cwd=self.home.root,
         )
+
+    def _megabytes(self, *keys: str) -> int:
+        """The sum of memory sizes of the configuration. Raises ConfigError if one is not in MiB."""
+        settings = configuration(self.folder, self.tmp, self.options, self.rpc_port, self.rest_port)
+        total = 0
+        for key in keys:
+            found = re.fullmatch(r"(\d+)\s*mb?", settings[key])
+            if found is None:
+                raise setting_error(f"flink.{key}", "a size in MiB, such as 640m", settings[key])
+            total += int(found[1])
+        return total
 
     def _java(
         self, main: str, log: str, heap: str, metaspace: str, *more: str, quick_start: bool = False

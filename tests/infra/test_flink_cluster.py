@@ -20,7 +20,7 @@ from infra.home import Home
 from infra.kafka_broker import broker_program, use_external_broker
 from infra.options import StackOptions
 from infra.redis_server import redis_program
-from roostream.errors import UnavailableError
+from roostream.errors import ConfigError, UnavailableError
 
 ECHO = Path("/bin/echo")
 
@@ -49,6 +49,17 @@ def test_services_log_in_the_home_and_are_not_ready_before_they_answer(cluster: 
     assert [p.name for p in programs] == ["kafka", "redis", JOB_MANAGER, task_manager(0), task_manager(1)]
     assert all(p.log == home.log(p.name) and not p.ready() for p in programs)
     assert "-Dtaskmanager.resource-id=flink-tm-1" in programs[-1].command, "the same id after a restart"
+
+
+def test_a_task_manager_has_the_heap_that_its_configuration_says(home: Home) -> None:
+    def command(**flink: str) -> tuple[str, ...]:
+        made = Cluster(home, StackOptions(flink=flink), ECHO, 1001, 1002)
+        return made.programs({}, [1006])[-1].command
+
+    assert {"-Xmx768m", "-XX:MaxDirectMemorySize=192m"} <= set(command())
+    assert "-Xmx192m" in command(**{"taskmanager.memory.task.heap.size": "64m"})
+    with pytest.raises(ConfigError, match=r"task\.heap\.size.*expected a size in MiB"):
+        command(**{"taskmanager.memory.task.heap.size": "1g"})
 
 
 def test_redis_has_no_persistence_and_listens_on_loopback(home: Home) -> None:
