@@ -13,7 +13,7 @@ from roostream.replay.datasets import load_dataset
 _SUFFIXES = {".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet", ".csv": "csv"}
 
 
-def detect_replay(paths: Sequence[str], schema: str = "", *, skip_bad: bool = True) -> ReplayConfig:
+def detect_replay(paths: Sequence[str], schema: str = "", *, skip_bad: bool = False) -> ReplayConfig:
     """Settings of a local replay of `paths`: files of one format, or the folder (or behaviors.parquet) of
     EB-NeRD. `skip_bad`: skip and count lines that cannot be used; False: the first one ends the replay.
 

@@ -1,7 +1,8 @@
 """The column map of `roostream import parquet --map`: which columns of another site's Parquet files hold
 which values.
 
-request = ["user", "shown_at"]      rows with equal values in these columns form one request
+request = ["user", "shown_at"]      rows with equal values in these columns form one request, if user, session
+                                    and surface are equal too
 time = "shown_at"                   item = "article"       user = "user"
 [features]                          feature of the schema → column; default: of the same name
 basket = "basket_value"
@@ -14,8 +15,10 @@ read = { column = "seconds", least = 5.0, value = "seconds" }
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterator
-from typing import Any, Literal
+from collections.abc import Callable, Collection, Iterator
+from typing import Any, Literal, NamedTuple
+
+import pyarrow as pa
 
 from roostream.errors import ConfigError, nearest
 from roostream.schema.schema import Feature, Schema
@@ -59,6 +62,12 @@ class ImportMap(Settings):
             if not parts or not all(isinstance(column, str) and column for column in parts.values()):
                 text = f"expected a column, or a table of columns, got {given!r}"
                 raise SettingError(f"features.{name}", text)
+
+    @property
+    def identity(self) -> tuple[str, ...]:
+        """The columns that are equal in all rows of a request, and only there. A request id is often unique
+        within a user only."""
+        return tuple(dict.fromkeys((*self.request, *filter(None, (self.user, self.session, self.surface)))))
 
     def plain(self) -> dict[str, str]:
         """Name of a single-valued column in a table log (table_log.py) → column of the files."""
@@ -123,3 +132,129 @@ def _parts(feature: Feature) -> tuple[str, ...]:
     if feature.kind == "weighted_ids":
         return ("ids", "weights")
     return (feature.table, *feature.columns) if feature.kind == "sequence" else ()
+
+
+def check_types(path: str, column_map: ImportMap, schema: Schema, arrow: pa.Schema) -> None:
+    """Raises ConfigError: a column of the map has a type that cannot be used for what the map says."""
+    expectations = (*_of_requests(column_map), *_of_features(column_map, schema, arrow.names))
+    for key, column, expected, fits in expectations:
+        if not fits(kind := _plain(arrow.field(column).type)):
+            text = f"{path}: column {column!r} ({key}): expected {expected}, got {kind}; convert the column"
+            raise ConfigError(text)
+
+
+class _Expectation(NamedTuple):
+    """What a key of the map expects of its column."""
+
+    key: str
+    column: str
+    expected: str
+    fits: Callable[[pa.DataType], bool]
+
+
+def _of_requests(column_map: ImportMap) -> Iterator[_Expectation]:
+    for column in column_map.request:
+        yield _Expectation("request", column, "text or numbers", _is_plain)
+    kinds = {
+        "integers or text": (_is_id, ("item", "user", "session")),
+        "numbers": (_is_number, ("weight", "propensity")),
+        "text": (_is_text, ("surface",)),
+        "integers": (_is_integer, ("position",)),
+    }
+    for expected, (fits, keys) in kinds.items():
+        for key in keys:
+            if column := getattr(column_map, key):
+                yield _Expectation(key, column, expected, fits)
+    times = {"time": column_map.time}
+    for name, action in column_map.actions.items():
+        times |= {f"actions.{name}.time": action.time} if action.time else {}
+        for key in ("column", "value"):
+            if column := getattr(action, key):
+                yield _Expectation(f"actions.{name}.{key}", column, "true or false, or numbers", _is_number)
+    for key, column in times.items():
+        yield _Expectation(key, column, "timestamps, numbers or text", _is_time)
+
+
+def _of_features(column_map: ImportMap, schema: Schema, known: Collection[str]) -> Iterator[_Expectation]:
+    for feature in (*schema.ro, *schema.nro):
+        for part, column in column_map.parts_of(feature, known).items():
+            key = f"features.{feature.name}{f'.{part}' if part else ''}"
+            if feature.kind == "float":
+                yield _Expectation(key, column, "numbers", _is_number)
+            elif part == "weights" or part in feature.time_columns:
+                fits = _is_list_of(_is_number, pa.types.is_timestamp)
+                yield _Expectation(key, column, "lists of numbers or times", fits)
+            elif part or feature.kind == "ids":
+                fits = _is_list_of(_is_id, or_plain=True)
+                yield _Expectation(key, column, "integers or text, or lists of these", fits)
+            else:
+                yield _Expectation(key, column, "structs or lists", pa.types.is_nested)
+
+
+def numeric_columns(column_map: ImportMap, schema: Schema, arrow: pa.Schema) -> dict[str, pa.DataType]:
+    """Column → the type that it is cast to: decimals, and truth values of float features, are numbers."""
+    floats = {
+        column
+        for feature in (*schema.ro, *schema.nro)
+        if feature.kind == "float"
+        for column in column_map.parts_of(feature, arrow.names).values()
+    }
+    found = {}
+    for column in set(column_map.columns(schema, arrow.names)):
+        kind = arrow.field(column).type
+        if pa.types.is_decimal(kind):
+            found[column] = pa.int64() if _is_integer(kind) and column not in floats else pa.float64()
+        elif pa.types.is_boolean(kind) and column in floats:
+            found[column] = pa.float64()
+    return found
+
+
+def _plain(kind: pa.DataType) -> pa.DataType:
+    return kind.value_type if pa.types.is_dictionary(kind) else kind
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_null(kind))
+
+
+def _is_integer(kind: pa.DataType) -> bool:
+    """Also a decimal without digits after the point whose values fit 64 bits."""
+    is_whole = pa.types.is_decimal(kind) and kind.scale == 0 and kind.precision <= 18
+    return bool(pa.types.is_integer(kind) or is_whole or pa.types.is_null(kind))
+
+
+def _is_id(kind: pa.DataType) -> bool:
+    return _is_integer(kind) or _is_text(kind)
+
+
+def _is_number(kind: pa.DataType) -> bool:
+    is_real = pa.types.is_floating(kind) or pa.types.is_decimal(kind) or pa.types.is_boolean(kind)
+    return bool(_is_integer(kind) or is_real)
+
+
+def _is_time(kind: pa.DataType) -> bool:
+    is_date = pa.types.is_timestamp(kind) or pa.types.is_date(kind)
+    return bool(is_date or pa.types.is_integer(kind) or pa.types.is_floating(kind) or _is_text(kind))
+
+
+def _is_plain(kind: pa.DataType) -> bool:
+    is_bytes = (
+        pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_fixed_size_binary(kind)
+    )
+    return not (is_bytes or pa.types.is_nested(kind))
+
+
+def _is_list_of(
+    *fits: Callable[[pa.DataType], bool], or_plain: bool = False
+) -> Callable[[pa.DataType], bool]:
+    """Whether a type is a list of fitting values, or with `or_plain` such a value itself."""
+
+    def check(kind: pa.DataType) -> bool:
+        is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+        if not is_list and not or_plain:
+            return bool(pa.types.is_null(kind))
+        inner = _plain(kind.value_type) if is_list else kind
+        is_decimal = pa.types.is_decimal(inner) and is_list  # inside lists nothing is cast
+        return not is_decimal and any(fit(inner) for fit in fits)
+
+    return check

@@ -3,10 +3,11 @@
 
     files ─► columns by the map ─► buckets by request ─► impression lines and engagement lines ─► OUT.jsonl
 
-A hash of the request assigns each row to a bucket, a temporary file of Arrow batches; then each bucket is
-read completely. A bucket has about BUCKET_BYTES however large the input is, unless a single request is
-larger. The time of a request is that of its earliest row. Its candidates are its rows, by position or in file
-order. The lines of the log are not in time order; datasets sort them.
+Rows with equal request columns, user, session and surface form one request. A hash of these columns assigns
+each row to a bucket, a temporary file of Arrow batches; then each bucket is read completely. A bucket has
+about BUCKET_BYTES however large the input is, unless a single request is larger. The time of a request is
+that of its earliest row. Its candidates are its rows, by position or in file order. The lines of the log are
+not in time order; datasets sort them.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from roostream.errors import ConfigError, SetupError
-from roostream.replay.import_map import ImportMap, check_columns
+from roostream.replay.import_map import ImportMap, check_columns, check_types, numeric_columns
 from roostream.replay.log_lines import UNREADABLE, EngagementLine, ImpressionLine, LogLineReader
 from roostream.replay.parquet_log import parquet_file
 from roostream.replay.parse_time import parse_time_ms
@@ -39,6 +40,8 @@ from roostream.schema.schema import Feature, Schema
 
 _ROWS = 8192
 _WHERE = "roostream: file and row"  # no column of a site is called so
+_TIME_MS = "roostream: time in ms"
+_NO_TIME = np.iinfo(np.int64).min  # of a cell that is not a time
 _PER_MS = {"ms": 1.0, "s": 1e3, "us": 1e-3}
 _CLICK_DELAY_MS = 1000
 
@@ -50,8 +53,8 @@ class ImportCounts:
     rows: int = 0
     requests: int = 0
     engagements: int = 0
-    skipped: int = 0  # requests with an invalid value
-    first_skipped: str = ""
+    skipped: int = 0  # requests with an invalid value, and rows without a request
+    first_skipped: tuple[str, ...] = ()  # the messages of the first ones
 
 
 class _Input(NamedTuple):
@@ -78,7 +81,8 @@ def import_parquet(
     On failure no file is left behind.
 
     Raises:
-        ConfigError: a file is not Parquet, lacks a column of the map, or `out` exists.
+        ConfigError: a file is not Parquet, lacks a column of the map or has it with an unusable type, or
+        `out` exists.
         LogError: a bad row without `skip_bad`; names file and row.
         SetupError: there is no space.
     """
@@ -91,9 +95,9 @@ def import_parquet(
             part = Path(folder) / "out"
             open_out = partial(gzip.open, compresslevel=6) if out.suffix == ".gz" else open
             with cast(BinaryIO, open_out(part, "wb")) as file:
-                rows = _batches(given, counts, progress)
+                rows = _batches(given, column_map, schema, reader, counts, progress)
                 number = max(1, min(MAX_BUCKETS, -(-given.num_bytes // BUCKET_BYTES)))
-                for bucket in into_buckets(rows, column_map.request, Path(folder), number):
+                for bucket in into_buckets(rows, column_map.identity, Path(folder), number):
                     for lines in _requests(bucket, schema, column_map, reader, given.paths):
                         counts.requests += 1
                         counts.engagements += len(lines) - 1
@@ -103,7 +107,7 @@ def import_parquet(
         text = f"{out}: cannot be written ({error.strerror}); free space or choose another folder"
         raise SetupError(text) from None
     skipped = reader.skipped()
-    counts.skipped, counts.first_skipped = skipped.number, next(iter(skipped.first), "")
+    counts.skipped, counts.first_skipped = skipped.number, skipped.first
     return counts
 
 
@@ -114,6 +118,7 @@ def _check(paths: Sequence[str], schema: Schema, column_map: ImportMap) -> _Inpu
         with parquet_file(path) as file:
             known = file.schema_arrow.names
             check_columns(path, column_map, schema, known)
+            check_types(path, column_map, schema, file.schema_arrow)
             wanted = sorted(set(column_map.columns(schema, known)))
             if columns and wanted != columns:
                 text = f"{path}: expected the columns of {paths[0]}, got others; import them apart"
@@ -133,19 +138,30 @@ def _arrow_bytes(file: pq.ParquetFile, columns: set[str]) -> int:
 
 
 def _batches(
-    given: _Input, counts: ImportCounts, progress: Callable[[int, int], None]
+    given: _Input,
+    column_map: ImportMap,
+    schema: Schema,
+    reader: LogLineReader,
+    counts: ImportCounts,
+    progress: Callable[[int, int], None],
 ) -> Iterator[pa.RecordBatch]:
-    """The rows of all files with their file and row; those that were used are counted."""
+    """The rows of all files with their time, file and row, without those that name no request; those that
+    were read are counted."""
     for number, path in enumerate(given.paths):
         first = 0
         with parquet_file(path) as file:
+            numbers = numeric_columns(column_map, schema, file.schema_arrow)
             try:
                 for batch in file.iter_batches(_ROWS, columns=given.columns):
                     where_N = (number << 40) + first + 1 + np.arange(len(batch), dtype=np.int64)
                     first += len(batch)
-                    ordered = batch.select(given.columns)
-                    arrays = [*ordered.columns, pa.array(where_N)]
-                    yield pa.RecordBatch.from_arrays(arrays, [*given.columns, _WHERE])
+                    names = [*given.columns, _TIME_MS, _WHERE]
+                    arrays = [_as_number(batch.column(n), numbers.get(n)) for n in given.columns]
+                    times_N = _times(batch.column(column_map.time), column_map)
+                    arrays += [pa.array(times_N), pa.array(where_N)]
+                    yield _with_request(
+                        pa.RecordBatch.from_arrays(arrays, names), column_map, reader, given.paths
+                    )
                     counts.rows += len(batch)
                     progress(counts.rows, given.num_rows)
             except (pa.ArrowInvalid, OSError) as error:
@@ -154,14 +170,37 @@ def _batches(
                 raise ConfigError(text) from None
 
 
+def _as_number(column: pa.Array, as_type: pa.DataType | None) -> pa.Array:
+    return column if as_type is None else column.cast(as_type, safe=False)
+
+
+def _with_request(
+    batch: pa.RecordBatch, column_map: ImportMap, reader: LogLineReader, paths: Sequence[str]
+) -> pa.RecordBatch:
+    """The rows that name a request; the others are refused one by one."""
+    has_id_N = np.array([bool(id_) for id_ in request_ids(batch, column_map.request)], dtype=np.bool_)
+    for row in np.flatnonzero(~has_id_N).tolist():
+        columns = " and ".join(map(repr, column_map.request))
+        where = _place(paths, batch.column(_WHERE)[row].as_py())
+        reader.refuse(where, ValueError(f"expected a request in {columns}, got nothing"))
+    return batch if has_id_N.all() else batch.filter(pa.array(has_id_N))
+
+
+def _place(paths: Sequence[str], at: int) -> str:
+    """`file:row`; rows count from 1."""
+    return f"{paths[at >> 40]}:{at & ((1 << 40) - 1)}"
+
+
 def _requests(
     bucket: pa.Table, schema: Schema, column_map: ImportMap, reader: LogLineReader, paths: Sequence[str]
 ) -> Iterator[list[ImpressionLine | EngagementLine]]:
     """The lines of each request with its impression first; requests in the order of their earliest row."""
     id_N = request_ids(bucket, column_map.request)
-    time_ms_N = _times(bucket.column(column_map.time), column_map)
-    _, number_N = np.unique(id_N.astype(str), return_inverse=True)
-    begin_ms_U = np.full(int(number_N.max(initial=-1)) + 1, np.iinfo(np.int64).max)
+    time_ms_N = bucket.column(_TIME_MS).to_numpy()
+    keys: dict[tuple[str, ...], int] = {}
+    texts = [_texts(bucket.column(column)) for column in column_map.identity]
+    number_N = np.array([keys.setdefault(key, len(keys)) for key in zip(*texts, strict=True)], dtype=np.int64)
+    begin_ms_U = np.full(len(keys), np.iinfo(np.int64).max)
     np.minimum.at(begin_ms_U, number_N, time_ms_N)
     place_N = np.zeros(len(bucket))
     if column_map.position:
@@ -170,9 +209,14 @@ def _requests(
     table = _renamed(bucket.take(pa.array(order_N)), schema, column_map)
     id_N, number_N = id_N[order_N], number_N[order_N]
     for first, rows in _runs(table, number_N):
-        at = rows[0][_WHERE]
-        where = f"{paths[at >> 40]}:{at & ((1 << 40) - 1)}"
+        where = _place(paths, rows[0][_WHERE])
         try:
+            for row in rows:
+                if row[_TIME_MS] == _NO_TIME:
+                    where = _place(paths, row[_WHERE])
+                    raise ValueError(
+                        f"column {column_map.time!r}: expected a time, got none that can be read"
+                    )
             lines = _lines(rows, str(id_N[first]), int(begin_ms_U[number_N[first]]), schema, column_map)
             for line in lines:
                 reader.event(line, where)
@@ -203,7 +247,7 @@ def _lines(
     ]
     for row in plain:
         row["request_id"] = request_id
-        row.pop(_WHERE)
+        del row[_WHERE], row[_TIME_MS]
     shown = rows_to_impression(plain, time_ms, schema)
     lines: list[ImpressionLine | EngagementLine] = [shown]
     for row, own in zip(rows, plain, strict=True):
@@ -215,6 +259,11 @@ def _lines(
             done_ms = row[f"time\0{name}"]
             who: Row = {key: own[key] for key in ("user_id", "session_id", "surface") if key in own}
             line: Row = {"type": "engagement", "request_id": request_id, "action": name, **who}
+            if done_ms == _NO_TIME:
+                raise ValueError(
+                    f"action {name!r}: expected a time in column {action.time!r} where it happened, got none "
+                    "that can be read"
+                )
             line["time"] = time_ms + _CLICK_DELAY_MS if done_ms is None else done_ms
             line |= {"item_id": own.get("item_id"), "value": float(value or 0.0)}
             lines.append(msgspec.convert(line, EngagementLine))
@@ -235,7 +284,7 @@ def _renamed(table: pa.Table, schema: Schema, column_map: ImportMap) -> pa.Table
         if action.time:
             times = pa.array(_times(table.column(action.time), column_map))
         columns[f"time\0{name}"] = times
-    return pa.table({**columns, _WHERE: table.column(_WHERE)})
+    return pa.table({**columns, _TIME_MS: table.column(_TIME_MS), _WHERE: table.column(_WHERE)})
 
 
 def _feature(table: pa.Table, feature: Feature, parts: dict[str, str]) -> Any:
@@ -255,24 +304,26 @@ def _in_ms(column: pa.ChunkedArray) -> pa.ChunkedArray:
     return column
 
 
-def _times(column: pa.ChunkedArray, column_map: ImportMap) -> np.ndarray:
-    """int64 ms [N].
+def _times(column: pa.Array | pa.ChunkedArray, column_map: ImportMap) -> np.ndarray:
+    """int64 ms [N]; _NO_TIME where the cell is empty or not a time."""
+    kind = column.type
+    if pa.types.is_timestamp(kind) or pa.types.is_date(kind):
+        column = column.cast(pa.timestamp("ms"), safe=False).cast(pa.int64())
+        return np.asarray(pc.fill_null(column, _NO_TIME))
+    if pa.types.is_integer(kind) or pa.types.is_floating(kind):
+        numbers = pc.fill_null(column.cast(pa.float64(), safe=False), float("nan"))
+        scaled_N = np.asarray(numbers, dtype=np.float64) * _PER_MS[column_map.time_unit]
+        is_time_N = np.abs(scaled_N) < 2.0**62  # False for NaN
+        return np.where(is_time_N, np.where(is_time_N, scaled_N, 0.0).astype(np.int64), _NO_TIME)
+    known = {text: _time_of(text) for text in set(column.to_pylist())}
+    return np.array([known[text] for text in column.to_pylist()], dtype=np.int64)
 
-    Raises:
-        ConfigError: a time is missing or invalid.
-    """
-    if column.null_count:
-        text = f"column of times: expected a time in every row, got {column.null_count} rows without"
-        raise ConfigError(text)
-    if pa.types.is_timestamp(column.type) or pa.types.is_date(column.type):
-        return np.asarray(column.cast(pa.timestamp("ms"), safe=False).cast(pa.int64()))
-    if pa.types.is_integer(column.type) or pa.types.is_floating(column.type):
-        scaled_N = np.asarray(column, dtype=np.float64) * _PER_MS[column_map.time_unit]
-        return np.asarray(scaled_N).astype(np.int64)
+
+def _time_of(text: str | None) -> int:
     try:
-        return np.array([parse_time_ms(cell) for cell in column.to_pylist()], dtype=np.int64)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"column of times: {error}") from None
+        return _NO_TIME if text is None else parse_time_ms(text)
+    except ValueError:
+        return _NO_TIME
 
 
 BUCKET_BYTES = 64 << 20
@@ -280,15 +331,17 @@ MAX_BUCKETS = 256  # maximum number of open files
 
 
 def request_ids(table: pa.Table | pa.RecordBatch, columns: Sequence[str]) -> np.ndarray:
-    """Text [N]: the request id of each row from its columns; a hash if that is longer than 64 bytes, "" if
-    all are null."""
+    """Text [N]: the request id of each row from its columns; a hash if that is longer than 64 bytes or could
+    mean other cells, "" if all are empty."""
     texts = [_texts(table.column(column)) for column in columns]
-    joined_N = np.array(
-        ["|".join(cells) if any(cells) else "" for cells in zip(*texts, strict=True)], dtype=object
-    )
-    long_N = np.array([len(text.encode()) > 64 for text in joined_N], dtype=np.bool_)
-    joined_N[long_N] = [f"{hash64(text):016x}" for text in joined_N[long_N]]
-    return joined_N
+    known: dict[tuple[str, ...], str] = {}
+    for cells in zip(*texts, strict=True):
+        if cells not in known:
+            joined = "|".join(cells) if any(cells) else ""
+            if len(cells) > 1 and any("|" in cell for cell in cells):
+                joined = f"{hash64(msgspec.json.encode(cells)):016x}"
+            known[cells] = joined if len(joined.encode()) <= 64 else f"{hash64(joined):016x}"
+    return np.array([known[cells] for cells in zip(*texts, strict=True)], dtype=object)
 
 
 def into_buckets(
@@ -316,11 +369,14 @@ def into_buckets(
 
 
 def _bucket(batch: pa.RecordBatch, columns: Sequence[str], number: int) -> np.ndarray:
-    """int64 [N]: hash of the first column, which is equal within a request."""
-    coded = pc.dictionary_encode(batch.column(columns[0]))
-    hashes_U = np.array([hash64(text) % number for text in _texts(coded.dictionary)] + [0], dtype=np.int64)
-    at_N: np.ndarray = hashes_U[pc.fill_null(coded.indices, len(hashes_U) - 1).to_numpy(zero_copy_only=False)]
-    return at_N
+    """int64 [N]: a hash of the columns; an empty cell is the same as an empty text."""
+    mixed_N = np.zeros(len(batch), dtype=np.uint64)
+    for column in columns:
+        coded = pc.dictionary_encode(batch.column(column))
+        hashes_U = np.array([hash64(text) for text in [*_texts(coded.dictionary), ""]], dtype=np.uint64)
+        at_N = pc.fill_null(coded.indices, len(hashes_U) - 1).to_numpy(zero_copy_only=False)
+        mixed_N = mixed_N * np.uint64(0x9E3779B97F4A7C15) + hashes_U[at_N]
+    return (mixed_N % np.uint64(number)).astype(np.int64)
 
 
 def _texts(column: pa.Array | pa.ChunkedArray) -> list[str]:

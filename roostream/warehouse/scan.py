@@ -6,16 +6,20 @@ from collections import Counter
 from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
+
+import numpy as np
 
 from roostream.errors import CheckpointError
 from roostream.runtime.kafka.topics import SAMPLES
 from roostream.schema.schema import Schema
 from roostream.warehouse.data_file import DataFile
 from roostream.warehouse.delta_table import WarehouseTable
-from roostream.warehouse.file_reader import check_writers, writer_of
+from roostream.warehouse.file_reader import SampleFile, check_writers, writer_of
+from roostream.warehouse.record_columns import PLAIN
 from roostream.warehouse.warehouse import Warehouse
 from roostream.wire.batch import Batch
+from roostream.wire.dedup import user_numbers
 
 
 class ColumnBytes(NamedTuple):
@@ -61,11 +65,28 @@ class TableScan:
             UnavailableError: it cannot be read now.
             SchemaError: `reader` cannot read what a file's writer wrote.
         """
+        for opened, _, batch in self._row_groups(reader):
+            yield opened.file, batch
+
+    def grouped(self, reader: Schema, by: Literal["user", "session"]) -> Iterator[tuple[Batch, np.ndarray]]:
+        """As `batches`, with the user or session of each request as int64 [R]: equal numbers mean the same
+        one. A request without a session counts for its user; without both it is alone."""
+        for opened, group, batch in self._row_groups(reader):
+            if by == "user":
+                yield batch, user_numbers(batch)
+                continue
+            columns, _ = opened.columns({name: PLAIN[name] for name in ("session_id", "user_id")}, [group])
+            session_R, user_R = (columns[name].values for name in ("session_id", "user_id"))
+            alone_R = -1 - np.arange(batch.num_requests, dtype=np.int64)
+            yield batch, np.where(session_R != 0, session_R, np.where(user_R != 0, user_R, alone_R))
+
+    def _row_groups(self, reader: Schema) -> Iterator[tuple[SampleFile, int, Batch]]:
         check_writers(self.files, self._warehouse.registry, reader, self._warehouse.location)
         for file in sorted(self.files, key=lambda file: (file.day, file.partition, file.first_offset)):
             opened = self._warehouse.open_file(SAMPLES, file)
             for group in range(len(opened.rows_of_groups)):
-                yield file, opened.read(writer_of(file, self._warehouse.registry), reader, [group])
+                writer = writer_of(file, self._warehouse.registry)
+                yield opened, group, opened.read(writer, reader, [group])
 
     def bytes_by_column(self) -> dict[str, ColumnBytes]:
         """Column → its bytes, largest first, from footers alone. Raises as `batches`."""

@@ -11,6 +11,7 @@ import pytest
 from roostream.runtime.clock import FakeClock
 from roostream.warehouse.compact import Compactor
 from roostream.warehouse.config import CompactorConfig
+from roostream.warehouse.scan import is_warehouse
 from roostream.warehouse.sessions.sample_table import SampleTable
 from roostream.warehouse.sessions.session import SessionSpec
 from roostream.warehouse.sessions.session_rows import LocalSessionRows
@@ -44,6 +45,7 @@ def test_archiving_sealing_reading_and_retiring_work_on_s3(place: str) -> None:
             archiver.turn(0.0, max_records=20)
             archiver.flush()
     assert rows_at(place) == EACH_ONCE
+    assert is_warehouse(place) and not is_warehouse(f"{place}/none")
 
     compactor = Compactor(
         Warehouse(place), CompactorConfig(warehouse=place, seal_after_ms=0, keep_days=2), FakeClock()

@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from roostream.cli.data.import_command import print_skipped
 from roostream.cli.options import batch_option, json_option
 from roostream.cli.output import counted, print_columns, print_json, print_sentences
 
@@ -26,22 +27,29 @@ _COLUMNS = ("feature", "kind", "l", "d", "DedupeLen", "DedupeFactor", "exact", "
 )
 @batch_option
 @click.option("--requests", type=click.IntRange(0), default=0, help="number of requests to read; 0 = all")
+@click.option("--skip-bad", is_flag=True, help="skip and count bad lines; default: the first one ends it")
 @json_option
 def dedupe(
-    log: tuple[str, ...], schema: str, by: str, batch_requests: int, requests: int, as_json: bool
+    log: tuple[str, ...],
+    schema: str,
+    by: str,
+    batch_requests: int,
+    requests: int,
+    skip_bad: bool,
+    as_json: bool,
 ) -> None:
     """Measure how often request features repeat within a batch, in logged and in clustered order
     (docs/deduplication.md).
 
     LOG is a list of files that end in .jsonl, .parquet or .csv, the folder of EB-NeRD with behaviors.parquet,
-    or a warehouse. It is read once, in bounded memory.
+    or a warehouse, also s3://bucket/prefix. It is read once, in bounded memory.
 
     \b
     Example:
       roostream inspect dedupe --schema my_site.toml monday.jsonl tuesday.jsonl.gz
       roostream inspect dedupe ebnerd/ --batch 364 --by session --json
     """
-    report = duplicates_of(log, schema, by, batch_requests, requests)
+    report = duplicates_of(log, schema, by, batch_requests, requests, skip_bad=skip_bad)
     if as_json:
         print_json(report)
         return
@@ -53,12 +61,19 @@ def dedupe(
         groups = ((key, "group", *_numbers(of)) for key, of in arrangement["groups"].items())
         print_columns(title, _COLUMNS, (features, groups), left=("feature", "kind"))
     print_sentences(report["advice"])
+    print_skipped("lines", report.get("skipped_lines", 0), report.get("first_skipped_lines", ()))
 
 
 def duplicates_of(
-    paths: tuple[str, ...], schema: str, by: str, batch_requests: int, max_requests: int = 0
+    paths: tuple[str, ...],
+    schema: str,
+    by: str,
+    batch_requests: int,
+    max_requests: int = 0,
+    *,
+    skip_bad: bool = False,
 ) -> dict[str, Any]:
-    """The report of duplicates in a log.
+    """The report of duplicates in a log or a warehouse.
 
     Raises:
         RoostreamError: a file, the schema or a line cannot be used.
@@ -75,8 +90,10 @@ def duplicates_of(
     from roostream.wire.duplicate_statistics import DuplicateStatistics
 
     if len(paths) == 1 and is_warehouse(paths[0]):
-        return {"log": list(paths), "by": "user", **_of_warehouse(paths[0], batch_requests, max_requests)}
-    replay = detect_replay(paths, schema)
+        return {"log": list(paths), "by": by, **_of_warehouse(paths[0], by, batch_requests, max_requests)}
+    if paths[0].startswith("s3://"):
+        raise ConfigError(f"{paths[0]}: expected a warehouse, found no table of samples; check the address")
+    replay = detect_replay(paths, schema, skip_bad=skip_bad)
     its_schema = load_schema(replay.schema_path)
     if not its_schema.ro:
         raise ConfigError(f"{replay.schema_path}: expected at least one [[ro]] feature, got none")
@@ -86,20 +103,31 @@ def duplicates_of(
     read = counted(itertools.islice(shown, max_requests or None), "requests", total)
     for window in request_windows(read, its_schema, "session" if by == "session" else "user"):
         duplicates.add(*window)
-    return {"log": list(paths), "by": by, **duplicates.report()}
+    skipped = opened.skipped()
+    return {
+        "log": list(paths),
+        "by": by,
+        **duplicates.report(),
+        "skipped_lines": skipped.number,
+        "first_skipped_lines": list(skipped.first),
+    }
 
 
-def _of_warehouse(place: str, batch_requests: int, max_requests: int) -> dict[str, Any]:
-    """The same for the samples of a warehouse, clustered by user; each row group is a window."""
-    from roostream.cli.data.feature_command import scanned
-    from roostream.wire.dedup import sort_by_time, user_numbers
+def _of_warehouse(place: str, by: str, batch_requests: int, max_requests: int) -> dict[str, Any]:
+    """The same for the samples of a warehouse, in time order and clustered; each row group is a window."""
+    import numpy as np
+
+    from roostream.cli.output import progress_bar
+    from roostream.warehouse.scan import TableScan
     from roostream.wire.duplicate_statistics import DuplicateStatistics
 
-    duplicates = DuplicateStatistics(batch_requests)
-    with scanned(place, None, None) as (_, batches):
-        for _, batch in batches:
-            timely = sort_by_time(batch)
-            duplicates.add(timely, user_numbers(timely), timely.num_candidates_R)
+    duplicates, scan = DuplicateStatistics(batch_requests), TableScan(place)
+    with progress_bar("requests", scan.num_requests) as update:
+        for batch, group_R in scan.grouped(scan.schema(), "session" if by == "session" else "user"):
+            order_R = np.argsort(batch.time_ms_R, kind="stable")
+            timely = batch.take_requests(order_R)
+            duplicates.add(timely, group_R[order_R], timely.num_candidates_R)
+            update(duplicates.num_requests, None)
             if max_requests and duplicates.num_requests >= max_requests:
                 break
     return duplicates.report()

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
 
 from roostream.cli.options import Duration
-from roostream.cli.output import progress_bar
+from roostream.cli.output import plain, progress_bar
+
+
+def print_skipped(what: str, number: int, first: Sequence[str]) -> None:
+    """Name the first skipped ones on standard error, if there are any."""
+    if number:
+        click.echo(f"{number:,} {what} were skipped; the first:", err=True)
+        click.echo("\n".join(f"  {plain(message)}" for message in first), err=True)
 
 
 @click.group("import")
@@ -54,8 +62,7 @@ def parquet(files: tuple[str, ...], schema: str, map_file: str, out: Path, skip_
         f"{out}: {counts.requests:,} requests with {counts.engagements:,} engagements from "
         f"{counts.rows:,} rows"
     )
-    if counts.skipped:
-        click.echo(f"{counts.skipped:,} requests were skipped; the first: {counts.first_skipped}", err=True)
+    print_skipped("requests", counts.skipped, counts.first_skipped)
 
 
 @import_group.command("log")
@@ -66,7 +73,9 @@ def parquet(files: tuple[str, ...], schema: str, map_file: str, out: Path, skip_
     "--window", "window_ms", type=Duration(), default="30m", show_default=True, help="the join window"
 )
 @click.option(
-    "--skip-bad", is_flag=True, help="skip and count bad lines; default: the first one ends the import"
+    "--skip-bad",
+    is_flag=True,
+    help="skip and count bad lines, and events that cannot be joined; default: they end the import",
 )
 def log(log: tuple[str, ...], schema: str, warehouse: str, window_ms: int, skip_bad: bool) -> None:
     """Join a log in this process and add its samples to a warehouse in one commit. The same log cannot be
@@ -87,14 +96,18 @@ def log(log: tuple[str, ...], schema: str, warehouse: str, window_ms: int, skip_
     replay = dataclasses.replace(detect_replay(log, schema, skip_bad=skip_bad), window_ms=window_ms)
     with progress_bar("requests") as update:
         counts = archive_log(
-            replay, input_paths(replay), warehouse, lambda done, total: update(done, total or None)
+            replay,
+            input_paths(replay),
+            warehouse,
+            skip_bad=skip_bad,
+            progress=lambda done, total: update(done, total or None),
         )
     click.echo(f"{warehouse}: {counts.samples:,} samples in {counts.files:,} files, {counts.bytes:,} bytes")
-    if counts.skipped:
-        click.echo(f"{counts.skipped:,} lines were skipped; the first: {counts.first_skipped}", err=True)
+    print_skipped("lines", counts.skipped, counts.first_skipped)
+    print_skipped("events that cannot be joined", counts.dead, counts.first_dead)
     if counts.late:
         click.echo(
-            f"{counts.late:,} engagements after the join window are in no sample; a longer --window "
-            "includes them",
+            f"{counts.late:,} engagements after the join window are stored as corrections, which change "
+            "labels with a longer window_ms in sessions with the latest labels; a longer --window joins them",
             err=True,
         )

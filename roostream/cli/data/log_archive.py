@@ -1,36 +1,42 @@
-"""Join a log in this process and archive its samples in a warehouse, in one commit, like an archiver behind
+"""Join a log in this process and archive its samples and corrections in a warehouse, like an archiver behind
 Kafka.
 
-The digest of the log takes the place of a topic id, so that the same log is rejected a second time.
-Memory: the open requests of the joiner, and the samples of one file for each partition.
+The digest of the log takes the place of a topic id, so that the same log is rejected a second time. Samples
+are one commit. Corrections are committed before: if the import ends between the two, it can be repeated.
+Memory: the open requests of the joiner, and the records of one file for each topic and partition.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import xxhash
 
 from roostream.cli.replay.outcome import LocalJoin, LocalTopics
-from roostream.errors import ConfigError, FencedError
+from roostream.errors import ConfigError, FencedError, printable
 from roostream.replay.config import ReplayConfig
+from roostream.replay.log_lines import LogError
 from roostream.replay.replay_log import open_log
-from roostream.runtime.kafka.topics import CORRECTIONS, SAMPLES
+from roostream.runtime.kafka.topics import CORRECTIONS, DEAD_LETTERS, SAMPLES, Partition
 from roostream.schema.registry import register
 from roostream.schema.schema import Schema
 from roostream.schema.schema_file import load_schema
-from roostream.warehouse.archive import group_by_day, sample_rows
+from roostream.warehouse.archive import correction_rows, rows_by_day, sample_rows, split_rows
 from roostream.warehouse.data_file import DataFile
 from roostream.warehouse.delta_table import ProgressStep
 from roostream.warehouse.parquet_file import FileKey, write_rows
 from roostream.warehouse.warehouse import Warehouse
 from roostream.wire import records as wire
+from roostream.wire import roo_pb2 as pb
 from roostream.wire.records import Record
 
 FILE_BYTES = 64 << 20
 """Size of the samples of a partition, as records, that are written to one file."""
+_MAX_MESSAGES = 10
 
 
 @dataclasses.dataclass
@@ -41,25 +47,30 @@ class ArchivedLog:
     samples: int = 0
     files: int = 0
     bytes: int = 0
-    late: int = 0  # engagements after the join window, which are in no sample
+    late: int = 0  # engagements after the join window, which became corrections
     skipped: int = 0  # lines that cannot be used
-    first_skipped: str = ""  # the error of the first one
+    first_skipped: tuple[str, ...] = ()  # the errors of the first ones
+    dead: int = 0  # events that cannot be joined, and samples that cannot be stored
+    first_dead: tuple[str, ...] = ()
 
 
 def archive_log(
     replay: ReplayConfig,
     paths: Sequence[str],
     place: str,
+    *,
+    skip_bad: bool = False,
     progress: Callable[[int, int], None] = lambda done, of: None,
 ) -> ArchivedLog:
-    """Archive the log in `paths`. `progress` is called with the number of requests read and the total (0 =
-    unknown).
+    """Archive the log in `paths`. Lines that cannot be used are skipped if `replay` says so. Events that
+    cannot be joined are counted with `skip_bad`, and end the import otherwise. `progress` is called with
+    the number of requests read and the total (0 = unknown).
 
     On failure unreferenced files may remain in the warehouse.
 
     Raises:
         ConfigError: the warehouse has this log already, or the log cannot be read.
-        LogError: a line cannot be used, and `replay` does not skip such lines; nothing was committed.
+        LogError: a line cannot be used or joined, and such lines are not skipped; nothing was committed.
         UnavailableError: the warehouse cannot be written now.
     """
     schema = load_schema(replay.schema_path)
@@ -72,8 +83,8 @@ def archive_log(
     joiner = LocalJoin(replay, schema, topics)
     if any(known.progress(f"{SAMPLES}/{digest}/{n}") is not None for n in range(joiner.config.partitions)):
         raise _is_archived_error(place)
-    files = _SampleFiles(warehouse, schema, digest, counts)
     log = open_log(replay, schema)
+    files = _LogFiles(warehouse, schema, digest, counts, log.profile.origins.find)
     for record in log.records:
         if wire.kind_of(record.value) == wire.IMPRESSION:
             counts.requests += 1
@@ -82,10 +93,18 @@ def archive_log(
     files.take(joiner.end_of_input())
     files.flush()
     skipped = log.skipped()
-    counts.skipped, counts.first_skipped = skipped.number, next(iter(skipped.first), "")
-    steps = {f"{SAMPLES}/{digest}/{n}": ProgressStep(None, after) for n, after in files.next_offsets.items()}
+    counts.skipped, counts.first_skipped = skipped.number, skipped.first
+    counts.dead, counts.first_dead = files.num_dead, tuple(files.first_dead)
+    if counts.dead and not skip_bad:
+        shown = "; ".join(counts.first_dead)
+        raise LogError(
+            f"{counts.dead} events cannot be joined, and nothing was imported: {shown}; correct the log, or "
+            "use --skip-bad to leave such events out"
+        )
+    with contextlib.suppress(FencedError):  # an import that ended before the samples' commit did this part
+        warehouse.corrections.commit(*files.commit_of(CORRECTIONS))
     try:
-        warehouse.samples.commit(files.written, progress=steps)
+        warehouse.samples.commit(*files.commit_of(SAMPLES))
     except FencedError:
         raise _is_archived_error(place) from None
     return counts
@@ -101,48 +120,86 @@ def digest_of(paths: Sequence[str], schema: Schema) -> str:
     return f"log-{digest.hexdigest()}"
 
 
-class _SampleFiles:
-    """Collects samples by partition and writes them to files, which the commit names later."""
+class _LogFiles:
+    """Collects records by topic and partition and writes them to files, which commits name later."""
 
-    def __init__(self, warehouse: Warehouse, schema: Schema, digest: str, counts: ArchivedLog) -> None:
+    def __init__(
+        self,
+        warehouse: Warehouse,
+        schema: Schema,
+        digest: str,
+        counts: ArchivedLog,
+        find: Callable[[pb.DeadLetter], str],
+    ) -> None:
+        """`find` returns the position of a dead letter's event in the log."""
         self.warehouse, self.schema, self.digest, self.counts = warehouse, schema, digest, counts
-        self.written: list[DataFile] = []
-        self.next_offsets: dict[int, int] = {}
-        self._waiting: dict[int, list[Record]] = {}
-        self._bytes: dict[int, int] = {}
+        self.num_dead = 0
+        self.first_dead: list[str] = []
+        self._find = find
+        self._written: dict[str, list[DataFile]] = {SAMPLES: [], CORRECTIONS: []}
+        self._next_offsets: dict[Partition, int] = {}
+        self._waiting: dict[Partition, list[Record]] = {}
+        self._bytes: Counter[Partition] = Counter()
 
     def take(self, records: Iterable[Record]) -> None:
         for record in records:
             self.counts.late += record.topic == CORRECTIONS
-            if record.topic == SAMPLES:
-                n = record.partition
-                self._waiting.setdefault(n, []).append(record)
-                self._bytes[n] = self._bytes.get(n, 0) + len(record.value or b"")
-                if self._bytes[n] >= FILE_BYTES:
-                    self._flush(n)
+            if record.topic == DEAD_LETTERS:
+                self._dead_letter(record)
+            if record.topic in self._written:
+                partition = record.topic, record.partition
+                self._waiting.setdefault(partition, []).append(record)
+                self._bytes[partition] += len(record.value)
+                if self._bytes[partition] >= FILE_BYTES:
+                    self._flush(partition)
 
     def flush(self) -> None:
-        for n in sorted(self._waiting):
-            self._flush(n)
+        for partition in sorted(self._waiting):
+            self._flush(partition)
 
-    def _flush(self, n: int) -> None:
-        records = self._waiting.pop(n, [])
-        self._bytes[n] = 0
+    def commit_of(self, topic: str) -> tuple[list[DataFile], list[DataFile], dict[str, ProgressStep]]:
+        """The arguments of a table's commit."""
+        steps = {
+            f"{topic}/{self.digest}/{number}": ProgressStep(None, after)
+            for (name, number), after in self._next_offsets.items()
+            if name == topic
+        }
+        return self._written[topic], [], steps
+
+    def _flush(self, partition: Partition) -> None:
+        (topic, number), records = partition, self._waiting.pop(partition, [])
+        self._bytes[partition] = 0
         if not records:
             return
-        rows, _ = sample_rows(self.schema, records)
-        self.warehouse.samples.widen(rows.forms)
-        for day, day_rows in group_by_day(rows).items():
-            where = FileKey(
-                table=SAMPLES, day=day, partition=n, fingerprint=self.schema.fingerprint, topic=self.digest
+        days, dead = rows_by_day(sample_rows if topic == SAMPLES else correction_rows, self.schema, records)
+        for one in dead:
+            self._dead(f"{topic} of the log: {one.reason}: {one.error}")
+        for day, rows in days.items():
+            self.warehouse.tables[topic].widen(rows.forms)
+            key = FileKey(
+                table=topic,
+                day=day,
+                partition=number,
+                fingerprint=self.schema.fingerprint,
+                topic=self.digest,
             )
-            self.written.append(
-                write_rows(self.warehouse.store, day_rows, where, self.warehouse.column_order())
-            )
-            self.counts.files += 1
-            self.counts.bytes += self.written[-1].bytes
-        self.counts.samples += len(rows.counts_R)
-        self.next_offsets[n] = records[-1].offset + 1
+            for part in split_rows(rows):
+                file = write_rows(self.warehouse.store, part, key, self.warehouse.column_order())
+                self._written[topic].append(file)
+                self.counts.files += 1
+                self.counts.bytes += file.bytes
+            self.counts.samples += len(rows.counts_R) if topic == SAMPLES else 0
+        self._next_offsets[partition] = records[-1].offset + 1
+
+    def _dead_letter(self, record: Record) -> None:
+        letter = wire.decode(record.value)[1]
+        assert isinstance(letter, pb.DeadLetter)
+        self._dead(f"{self._find(letter)}: {letter.reason}: {letter.error}")
+
+    def _dead(self, message: str) -> None:
+        self.num_dead += 1
+        if len(self.first_dead) < _MAX_MESSAGES:
+            self.first_dead.append(printable(message))
 
 
 def _is_archived_error(place: str) -> ConfigError:

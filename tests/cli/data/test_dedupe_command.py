@@ -82,3 +82,12 @@ def test_a_schema_without_request_only_features_has_nothing_to_share(log: Path) 
     (log / "site.toml").write_text(SCHEMA.replace("[[ro]]", "[[nro]]", 1))
     failed = run(log)
     assert failed.exit_code != 0 and "expected at least one [[ro]] feature" in str(failed.exception)
+
+
+def test_a_bad_line_ends_it_unless_bad_lines_are_skipped(log: Path) -> None:
+    with (log / "log.jsonl").open("a") as file:
+        file.write("no JSON\n")
+    failed = run(log)
+    assert failed.exit_code != 0 and "log.jsonl:17" in str(failed.exception)
+    done = run(log, "--skip-bad")
+    assert done.exit_code == 0 and "1 lines were skipped" in done.stderr and "log.jsonl:17" in done.stderr

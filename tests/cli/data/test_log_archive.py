@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
 
 from roostream.cli.main import cli
+from roostream.warehouse.latest_labels import read_latest
 from roostream.warehouse.scan import TableScan
 from roostream.warehouse.warehouse import Warehouse
 from tests.cli.data.test_dedupe_command import SCHEMA
@@ -85,18 +87,44 @@ def test_another_log_is_added(log: Path) -> None:
     assert TableScan(log / "w").num_requests == 60
 
 
-def test_engagements_behind_the_window_are_reported(log: Path) -> None:
-    late = {
-        "type": "engagement",
-        "request_id": "r0",
-        "user_id": 1,
-        "time": T0 + 90_000,
-        "item_id": 1,
-        "action": "click",
-    }
+def engagement(**changes: object) -> str:
+    given = {"request_id": "r0", "user_id": 1, "time": T0 + 90_000, "item_id": 1, "action": "click"}
+    return json.dumps({"type": "engagement", **given, **changes}) + "\n"
+
+
+def test_engagements_after_the_window_become_corrections(log: Path) -> None:
+    (log / "site.toml").write_text(SCHEMA + "window_ms = 120_000\n")
     with (log / "log.jsonl").open("a") as file:
-        file.write(json.dumps(late) + "\n")
-    assert "1 engagements after the join window" in run(log, "--window", "60s").stderr
+        file.write(engagement())
+    done = run(log, "--window", "60s")
+    assert done.exit_code == 0 and "1 engagements after the join window are stored" in done.stderr
+    warehouse = Warehouse(log / "w")
+    (corrections,) = warehouse.corrections.snapshot().files
+    assert corrections.rows == 1 and TableScan(log / "w").num_requests == 30
+    latest = read_latest(warehouse, [corrections], ["click"])
+    assert latest.item_M.tolist() == [1] and latest.label_MT.tolist() == [[1.0]]
+
+
+def test_an_import_that_ended_between_its_two_commits_can_be_repeated(log: Path) -> None:
+    with (log / "log.jsonl").open("a") as file:
+        file.write(engagement())
+    assert run(log, "--window", "60s").exit_code == 0
+    shutil.rmtree(log / "w" / "samples")
+    assert run(log, "--window", "60s").exit_code == 0
+    assert TableScan(log / "w").num_requests == 30
+    assert sum(file.rows for file in Warehouse(log / "w").corrections.snapshot().files) == 1
+
+
+def test_events_that_cannot_be_joined_end_the_import_unless_they_are_skipped(log: Path) -> None:
+    with (log / "log.jsonl").open("a") as file:
+        file.writelines(engagement(request_id=f"x{n}") for n in range(11))
+    refused = run(log)
+    assert refused.exit_code != 0 and "11 events cannot be joined" in str(refused.exception)
+    assert "log.jsonl:46: no_request" in str(refused.exception)
+    assert not Warehouse(log / "w").samples.snapshot().files
+    done = run(log, "--skip-bad")
+    assert done.exit_code == 0 and "11 events that cannot be joined were skipped" in done.stderr
+    assert done.stderr.count("no_request") == 10 and TableScan(log / "w").num_requests == 30
 
 
 def test_a_bad_line_ends_the_import_unless_bad_lines_are_skipped(log: Path) -> None:
@@ -106,5 +134,18 @@ def test_a_bad_line_ends_the_import_unless_bad_lines_are_skipped(log: Path) -> N
     assert refused.exit_code != 0 and "log.jsonl:46" in str(refused.exception)
     assert not Warehouse(log / "w").samples.snapshot().files
     done = run(log, "--skip-bad")
-    assert done.exit_code == 0 and "1 lines were skipped; the first: " in done.stderr and ":46" in done.stderr
+    assert done.exit_code == 0 and "1 lines were skipped; the first:" in done.stderr and ":46" in done.stderr
     assert TableScan(log / "w").num_requests == 30
+
+
+def test_duplicates_of_a_warehouse_are_clustered_by_session_on_request(log: Path) -> None:
+    lines = [json.loads(line) for line in (log / "log.jsonl").read_text().splitlines()]
+    (log / "log.jsonl").write_text("".join(json.dumps({**line, "session_id": 7}) + "\n" for line in lines))
+    assert run(log).exit_code == 0
+    rows = {}
+    for by in ("user", "session"):
+        arguments = ["inspect", "dedupe", str(log / "w"), "--by", by, "--batch", "30", "--json"]
+        report = json.loads(CliRunner().invoke(cli, arguments).stdout)
+        assert (report["by"], report["requests"]) == (by, 30)
+        rows[by] = report["arrangements"]["clustered"]["session_rows"]
+    assert rows["session"] > 1 and rows["session"] > rows["user"]
