@@ -7,7 +7,7 @@ record.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -26,6 +26,7 @@ from roostream.schema.schema import Schema
 from roostream.wire import roo_pb2 as pb
 from roostream.wire.lookup import Lookup, build_lookup
 from serving.client.messages import encode_impression
+from serving.online_features.hydration import Hydrated, HydrationRequest
 from serving.rank import RankService
 from serving.rank_json import JsonParser
 from serving.request import RequestBlocks
@@ -49,6 +50,9 @@ class Online:
         self, user_id: int, item_ids: np.ndarray, time_ms: int, fields: EntityFields = NO_FIELDS
     ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
         return self.ro, self.nro
+
+    def read_all(self, requests: Sequence[HydrationRequest]) -> Sequence[Hydrated]:
+        return [(self.ro, self.nro)] * len(requests)
 
 
 class Case:

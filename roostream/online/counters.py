@@ -231,7 +231,10 @@ class Counters:
                 out += [row_to_bytes(layout, row_W) for row_W in self._rows[name].find(keys_k)]
                 continue
             stored: Mapping[int, EntityState | ShownFields | SeenEvents]
-            stored = {LISTS: self._lists, SEEN: self._seen}.get(name) or self._states.get(name, {})
+            if name == LISTS:
+                stored = self._lists
+            else:
+                stored = self._seen if name == SEEN else self._states[name]
             states = [stored.get(key) for key in keys_k.tolist()]
             out += [None if state is None else state.to_bytes() for state in states]
         return out

@@ -58,9 +58,13 @@ def add_events(
 
 
 def read_rows(layout: RowLayout, rows_n: np.ndarray, time_ms: int) -> np.ndarray:
-    """float32 [W, n]: the value of each column at `time_ms`; ages in s, NaN = there was no event."""
+    """float32 [W, n]: the value of each column at `time_ms`; ages in s.
+
+    NaN: there was no event, or the state is damaged and gives an infinite value.
+    """
     out_nW = np.zeros(rows_n.shape, dtype=np.float32)
     _kernels().read_rows(rows_n, float(time_ms), layout.op_W, layout.param_W, out_nW)
+    out_nW[np.isinf(out_nW)] = np.nan
     return np.ascontiguousarray(out_nW.T)
 
 

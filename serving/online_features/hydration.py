@@ -1,14 +1,21 @@
-"""Reads the online features of a request from Redis: one round trip with a short timeout, and none during an
-outage."""
+"""Reads the online features of requests from Redis: one round trip for all requests of a pass, and
+none during an outage or while Redis is slow.
+
+The thread that scores waits for the read. So a slow Redis would make requests queue: after SLOW_READS slow
+reads in a row, nothing is read for a while and answers are degraded, as in an outage. Then one read tries
+again.
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
+from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
-from roostream.errors import UnavailableError
-from roostream.online.counters import Counters
+from roostream.errors import RoostreamError, UnavailableError
+from roostream.online.counters import Counters, Keys
 from roostream.online.entity_fields import NO_FIELDS, EntityFields
 from roostream.online.read_counters import OnlineValues
 from roostream.runtime import redis_client
@@ -16,8 +23,31 @@ from roostream.runtime.clock import Clock, SystemClock
 from roostream.schema.schema import Schema
 from serving.online_features.store import FeatureStore
 
+log = logging.getLogger("roostream.serving.features")
+
 _TIMEOUT_S = 0.05
+SLOW_S = 0.02  # a read that takes longer is slow
+SLOW_READS = 3
 _PAUSE_S = 0.5  # after a failure, so that an outage costs one timeout, not one a request
+
+
+class HydrationRequest(NamedTuple):
+    """The arguments of `Counters.read`."""
+
+    user_id: int
+    item_ids: Sequence[int] | np.ndarray
+    time_ms: int
+    fields: EntityFields = NO_FIELDS
+
+
+class StateReader(Protocol):
+    """Implemented by `FeatureStore`."""
+
+    def read(self, keys: Sequence[Keys]) -> list[list[bytes | None]]:
+        """The stored states of each `Keys`, in one round trip. Raises UnavailableError."""
+
+
+Hydrated: TypeAlias = OnlineValues | RoostreamError
 
 
 class Hydrator:
@@ -31,12 +61,17 @@ class Hydrator:
         *,
         clock: Clock | None = None,
         timeout_s: float = _TIMEOUT_S,
+        store: StateReader | None = None,
     ) -> None:
-        """Raises ConfigError: `redis_url` is no Redis URL."""
+        """`store` replaces the one at `redis_url`. Raises ConfigError: `redis_url` is no Redis URL."""
         self.schema, self.url = schema, redis_url
         self._clock = clock or SystemClock()
-        self._store = FeatureStore(redis_client.client(redis_url, timeout_s=timeout_s), redis_url, prefix)
+        self._store = store or FeatureStore(
+            redis_client.client(redis_url, timeout_s=timeout_s), redis_url, prefix
+        )
         self._paused_until_s = 0.0
+        self._pause_reason = ""
+        self._num_slow = 0  # slow reads in a row
 
     def read(
         self,
@@ -48,18 +83,56 @@ class Hydrator:
         """(RO, NRO) as `Counters.read` returns them.
 
         Raises:
-            UnavailableError: Redis is away, or was within the last 0.5 s.
+            UnavailableError: Redis is away or slow, or was within the last 0.5 s.
             CheckpointError: it has states of another version.
         """
-        now_s = self._clock.monotonic_s()
-        if now_s < self._paused_until_s:
-            raise UnavailableError(
-                f"Redis at {self.url} did not answer within the last {_PAUSE_S} s; retrying soon"
-            )
+        (hydrated,) = self.read_all([HydrationRequest(user_id, item_ids, time_ms, fields)])
+        if isinstance(hydrated, RoostreamError):
+            raise hydrated
+        return hydrated
+
+    def read_all(self, requests: Sequence[HydrationRequest]) -> list[Hydrated]:
+        """For each request what `read` returns or raises, in one round trip."""
         counters = Counters(self.schema)
+        keys = [counters.keys(*request) for request in requests]
         try:
-            self._store.load(counters, counters.keys(user_id, item_ids, time_ms, fields))
+            states = self._read_states(keys)
+        except UnavailableError as error:
+            return [error] * len(requests)
+        out: list[Hydrated] = []
+        for request, its_keys, values in zip(requests, keys, states, strict=True):
+            counters = Counters(self.schema)
+            try:
+                counters.load(its_keys, values)
+                out.append(counters.read(*request))
+            except RoostreamError as error:
+                out.append(error)
+        return out
+
+    def _read_states(self, keys: Sequence[Keys]) -> list[list[bytes | None]]:
+        begin_s = self._clock.monotonic_s()
+        if begin_s < self._paused_until_s:
+            raise UnavailableError(f"Redis at {self.url} {self._pause_reason}; retrying soon")
+        try:
+            states = self._store.read(keys)
         except UnavailableError:
-            self._paused_until_s = now_s + _PAUSE_S
+            self._pause(f"did not answer within the last {_PAUSE_S} s")
             raise
-        return counters.read(user_id, item_ids, time_ms, fields)
+        took_s = self._clock.monotonic_s() - begin_s
+        self._num_slow = self._num_slow + 1 if took_s > SLOW_S else 0
+        if self._num_slow >= SLOW_READS:
+            if self._num_slow == SLOW_READS:
+                log.warning(
+                    "Redis at %s is slow: %d reads in a row took more than %.0f ms, the last one %.0f ms; "
+                    "answers are degraded until it is faster",
+                    self.url,
+                    SLOW_READS,
+                    SLOW_S * 1000,
+                    took_s * 1000,
+                )
+            self._pause(f"took {took_s * 1000:.0f} ms for a read")
+        return states
+
+    def _pause(self, reason: str) -> None:
+        self._pause_reason = reason
+        self._paused_until_s = self._clock.monotonic_s() + _PAUSE_S

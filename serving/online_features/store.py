@@ -16,8 +16,9 @@ docs/schema.md says; no state exceeds 256 KiB.
 
 from __future__ import annotations
 
+import itertools
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -76,10 +77,17 @@ class FeatureStore:
 
     def load(self, counters: Counters, keys: Keys) -> None:
         """Load these states into `counters`, in one round trip. Raises CheckpointError for invalid bytes."""
-        names = list(self._names(keys))
-        with redis_errors(self.url):
-            values = self.connection.mget(names) if names else []
+        (values,) = self.read([keys])
         counters.load(keys, values)
+
+    def read(self, keys: Sequence[Keys]) -> list[list[bytes | None]]:
+        """The stored states of each `Keys`, in one round trip; None = not stored."""
+        names = [list(self._names(its_keys)) for its_keys in keys]
+        distinct = list(dict.fromkeys(itertools.chain.from_iterable(names)))
+        with redis_errors(self.url):
+            found = self.connection.mget(distinct) if distinct else []
+        value_of = dict(zip(distinct, found, strict=True))
+        return [[value_of[name] for name in its_names] for its_names in names]
 
     def commit(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from roostream.wire.lookup import Lookup, StackLookup
 from roostream.wire.records import Record
 from serving.feature_log.format import LogRecord
 from serving.feature_log.sender import DeliveryCallback, Outcome
+from serving.online_features.hydration import Hydrated, HydrationRequest
 
 
 class FakeSink:
@@ -64,6 +65,17 @@ class FakeHydrator:
         return dict(self.ro), {
             name: np.full(len(item_ids), value, np.float32) for name, value in self.nro.items()
         }
+
+    def read_all(self, requests: Sequence[HydrationRequest]) -> list[Hydrated]:
+        """One read for all."""
+        num_reads, out = self.num_reads + 1, list[Hydrated]()
+        for user_id, item_ids, time_ms, fields in requests:
+            try:
+                out.append(self.read(user_id, np.asarray(item_ids), time_ms, fields))
+            except UnavailableError as error:
+                out.append(error)
+        self.num_reads = num_reads
+        return out
 
 
 class FakeRows:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from serving_fakes import FakeHydrator, FakeRows
 
@@ -11,6 +13,7 @@ from roostream.online.entity_fields import FieldReader
 from roostream.wire import roo_pb2 as pb
 from roostream.wire.block import decode_block
 from serving.http.engagements import EngagementParser
+from serving.online_features.hydration import Hydrated, HydrationRequest
 from serving.rank import Hydration, RankService
 from serving.rank_json import JsonParser
 from serving.scorer import first_version
@@ -36,9 +39,16 @@ def ranked(hydrator: Hydration, body: bytes = BODY) -> tuple[pb.Impression, bool
     return pb.Impression.FromString(done.record.value[2:]), done.answer.degraded
 
 
-def counted() -> Counters:
+class CountersInMemory(Counters):
+    """Counters that stand in for those in Redis."""
+
+    def read_all(self, requests: Sequence[HydrationRequest]) -> list[Hydrated]:
+        return [self.read(*request) for request in requests]
+
+
+def counted() -> CountersInMemory:
     """An order of item 6 on the page."""
-    counters, reader, header = Counters(SCHEMA), FieldReader(SCHEMA), (7, 1, "", "before")
+    counters, reader, header = CountersInMemory(SCHEMA), FieldReader(SCHEMA), (7, 1, "", "before")
     counters.apply_impression(7, [6], T0, reader.from_values(header, {"page": ["home"]}, {}, 1))
     counters.apply_engagement(7, 6, "order", 1.0, T0 + 1, reader.from_header(header))
     return counters
