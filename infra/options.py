@@ -97,8 +97,13 @@ class StackOptions(Settings):
         return max(self.num_readers, 1) if self.max_readers else self.num_readers
 
     @property
+    def window_ms(self) -> int:
+        """The joiner's window."""
+        return int(self.overrides.get("joiner", {}).get("window_ms", 600_000))
+
+    @property
     def settle_ms(self) -> int:
-        return settle_ms(int(self.overrides.get("joiner", {}).get("window_ms", 600_000)))
+        return settle_ms(self.window_ms)
 
 
 def settle_ms(window_ms: int) -> int:

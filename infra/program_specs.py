@@ -145,6 +145,7 @@ def _serving(instance: ProgramInstance) -> dict[str, Any]:
         "home": instance.home.root / instance.name,
         "store": instance.home.store,
         "seed": options.seed,
+        "join_window_ms": options.window_ms,
         "status_page": at.metrics.get("controller", "").removesuffix("metrics"),
     }
     if options.serving_processes > 1:

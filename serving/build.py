@@ -111,7 +111,7 @@ def build_process(
     service.rows_ready, service.rows_complete = (lambda: rows.ready), (lambda: rows.complete)
     service.row_reads_wait = rows.waits
     idle_gate = IdleGate(clock)
-    items = open_retrieval(config, schema, service, idle_gate, clock, registry)
+    items, recent = open_retrieval(config, schema, service, idle_gate, clock, registry), RecentRequests()
     context = ServingContext(
         config=config,
         schema=schema,
@@ -126,10 +126,10 @@ def build_process(
         keys=Keyring(Path(config.keys_file)) if config.keys_file else None,
         tls=TlsContext(config.tls) if config.tls else None,
         items=items,
+        recent=recent,
     )
     versions.on_change = lambda loaded: metrics.show_version(loaded.version.name, loaded.committed_ms)
     versions.on_change(versions.served)
-    recent = RecentRequests()
     shadow = ShadowScoring(versions, rows, policy.task, idle_gate)
     registry.register(shadow)
 

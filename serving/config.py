@@ -91,6 +91,9 @@ class ServingConfig(RedisSettings, RetrievalSettings, RowsSettings):
     exploration: float = setting(
         0.0, "probability that a slot of the answer is drawn at random (serving/ordering.py)", ge=0, le=1
     )
+    join_window_ms: int = setting(
+        0, "the joiner's window, to tell on the front page when a click is trained; 0 = unknown", ge=0
+    )
     order_task: str = setting("", "label whose score decides the order; '' = the first label")
     keep_versions: int = setting(2, "newest model versions to keep loaded", ge=2, le=16)
     admin_listen: str = setting(

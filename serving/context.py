@@ -16,6 +16,7 @@ from serving.inflight_watermark import InflightWatermark
 from serving.metrics import ServingMetrics
 from serving.rank import RankService
 from serving.retrieval.item_vectors import ItemVectorUpdater
+from serving.versions.recent_requests import RecentRequests
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -34,3 +35,4 @@ class ServingContext:
     keys: Keyring | None = None  # None = requests need no key
     tls: TlsContext | None = None
     items: ItemVectorUpdater | None = None  # None = no retrieval
+    recent: RecentRequests = dataclasses.field(default_factory=RecentRequests)

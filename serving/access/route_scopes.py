@@ -10,6 +10,8 @@ _SCOPES = {
     "/v1/explain": "rank",
     "/v1/retrieve": "rank",
     "/v1/recommend": "rank",
+    "/page/items.json": "rank",
+    "/page/rescored.json": "rank",
     "/v1/engagements": "engage",
     "/metrics": "metrics",
 }

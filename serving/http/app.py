@@ -38,6 +38,7 @@ from serving.http.routes import EngagementsEndpoint, RankEndpoint
 from serving.http.tracing import HEADER, SpanFactory, open_tracing, parse_call_names
 from serving.metrics import METRICS
 from serving.page import front_page
+from serving.page.live import LivePage
 
 LINKS = {
     "rank": "/v1/rank",
@@ -230,6 +231,7 @@ def _framework_app(context: ServingContext) -> FastAPI:
     routes |= {
         front_page.DOCUMENT: page_document,
         **dict.fromkeys([path for path in front_page.FILES if path != "/"], page),
+        **LivePage(context).routes,
     }
     for path, answer in routes.items():
         app.add_route(path, answer, methods=["GET"])  # HEAD is added

@@ -15,6 +15,7 @@ FILES = {
     "/": ("index.html", "text/html; charset=utf-8"),
     "/page.css": ("page.css", "text/css; charset=utf-8"),
     "/page.js": ("page.js", "text/javascript; charset=utf-8"),
+    "/live.js": ("live.js", "text/javascript; charset=utf-8"),
     "/parts.js": ("parts.js", "text/javascript; charset=utf-8"),
 }
 DOCUMENT = "/page.json"
@@ -44,6 +45,7 @@ def page_document(context: ServingContext, release: str, recent: RecentQuantiles
         "served": {
             "name": served.version.name,
             "age_s": (now_ms - served.committed_ms) / 1000 if served.committed_ms else None,
+            "trained_up_to_ms": served.trained_up_to_ms or None,
         },
         "versions": [loaded.version.name for loaded in versions.loaded],
         "rows": row_metrics.get("roostream_serving_replica_rows"),

@@ -50,11 +50,13 @@ class VersionChoice(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class LoadedVersion:
-    """A version and the times when it was committed and installed."""
+    """A version, the times when it was committed and installed, and the event time up to which it was
+    trained (0 = unknown)."""
 
     version: Version
     committed_ms: int
     installed_ms: int
+    trained_up_to_ms: int = 0
 
 
 class RefusedVersion(NamedTuple):
@@ -120,14 +122,13 @@ class LoadedVersions:
     def routing(self) -> Routing:
         return self._state.routing
 
-    def install(self, version: Version, committed_ms: int = 0) -> None:
+    def install(self, version: Version, committed_ms: int = 0, trained_up_to_ms: int = 0) -> None:
         """Make it the newest version; it replaces a loaded one of the same name."""
         with self._lock:
             others = tuple(h for h in self._state.loaded if h.version.name != version.name)
             self.num_swaps += 1
-            self._set_state(
-                (LoadedVersion(version, committed_ms, self.now_ms()), *others), self._state.routing
-            )
+            loaded = LoadedVersion(version, committed_ms, self.now_ms(), trained_up_to_ms)
+            self._set_state((loaded, *others), self._state.routing)
 
     def withdraw(self, is_withdrawn: Callable[[str], bool]) -> None:
         """Unload versions by name, except the newest and those that the routing names."""

@@ -1,4 +1,5 @@
-"""Recent scored requests: new versions are warmed up with them, and the slowest are listed for operators.
+"""Recent scored requests: new versions are warmed up with them, the slowest are listed for operators, and the
+front page shows their items.
 
 Letters: n candidates, T tasks.
 """
@@ -55,6 +56,7 @@ class RecentRequests:
         self.max_bytes, self.num_bytes = max_bytes, 0
         self._lock = threading.Lock()
         self._ring: deque[ScoredRequest] = deque()
+        self._num_practice = 0  # the oldest of the ring, from before the start
         self._slow: list[ScoredRequest] = []  # slowest first
 
     def add(self, request: ScoredRequest) -> None:
@@ -64,6 +66,7 @@ class RecentRequests:
             self.num_bytes += request.num_bytes
             while self.num_bytes > self.max_bytes:
                 self.num_bytes -= self._ring.popleft().num_bytes
+                self._num_practice = max(self._num_practice - 1, 0)
             if (
                 len(self._slow) < MAX_SLOW
                 or request.took_s > self._slow[-1].took_s
@@ -75,6 +78,16 @@ class RecentRequests:
         """Return at most `most`, newest first."""
         with self._lock:
             return [self._ring[-1 - i] for i in range(min(most, len(self._ring)))]
+
+    def newest_traffic(self, most: int) -> list[ScoredRequest]:
+        """As `newest`, without the requests from before the start, which were not traffic."""
+        with self._lock:
+            return [self._ring[-1 - i] for i in range(min(most, len(self._ring) - self._num_practice))]
+
+    def find(self, request_id: str) -> ScoredRequest | None:
+        """The newest request of this id, or None."""
+        with self._lock:
+            return next((r for r in reversed(self._ring) if r.request_id == request_id), None)
 
     def slowest(self) -> list[ScoredRequest]:
         """Slowest first."""
@@ -93,6 +106,7 @@ class RecentRequests:
         warm-up."""
         with self._lock:
             self._slow.clear()
+            self._num_practice = len(self._ring)
 
     def _is_old(self, now_ms: int) -> bool:
         return any(r.time_ms < now_ms - SLOW_FOR_MS for r in self._slow)

@@ -130,7 +130,7 @@ class VersionFollower:
         if manifest.seq < self._seq:
             log.warning("the store was rolled back to model version %s", version.name)
         self._seq, self._away = manifest.seq, False
-        self.versions.install(version, manifest.time_ms)
+        self.versions.install(version, manifest.time_ms, manifest.watermark_ms)
         log.info("model version %s installed, %s is served", version.name, self.versions.served.version.name)
         return True
 

@@ -13,14 +13,16 @@ from typing import Any
 
 import pytest
 
+from roostream.wire.records import decode
 from serving.access.bearer_keys import Keyring, new_key, write_keys
+from serving.rank_json import JsonParser
 from tests.browser import chromium
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "serving"))  # what its tests share
 
 from live_serving import serving_live
-from serving_cases import BODY, SCHEMA, Built, build, learn
-from serving_fakes import FakeRows
+from serving_cases import BODY, NOW_MS, SCHEMA, Built, build, learn
+from serving_fakes import FakeHydrator, FakeRows
 
 PHONE = {"width": 360, "height": 740}
 HOSTILE = '<img src=x onerror="window.hurt=1"><script>window.hurt=1</script>'
@@ -68,8 +70,10 @@ def shown(browser: Any, tmp_path: Path) -> Iterator[Any]:
     def change(built: Built, **parts: Any) -> Built:
         return Built(dataclasses.replace(built.context, **parts), built.waiting_for)
 
-    built = build(tmp_path, FakeRows(SCHEMA), status_page="http://127.0.0.1:1/")
-    text, key = new_key("page", ["rank"], 0)
+    settings: dict[str, Any] = {"status_page": "http://127.0.0.1:1/", "join_window_ms": 20_000}
+    built = build(tmp_path, FakeRows(SCHEMA), hydrator := FakeHydrator(), **settings)
+    built.service.on_scored = built.context.recent.add
+    text, key = new_key("page", ["rank", "engage"], 0)
     write_keys(tmp_path / "keys.json", [key])
     keyed: list[str] = []
 
@@ -80,7 +84,7 @@ def shown(browser: Any, tmp_path: Path) -> Iterator[Any]:
         tabs.append(Shown(browser, live.url, **options))
         return tabs[-1]
 
-    open_.key, open_.built = text, built  # type: ignore[attr-defined]
+    open_.key, open_.built, open_.hydrator = text, built, hydrator  # type: ignore[attr-defined]
     with serving_live(built) as live:
         app = live.app
         yield open_
@@ -248,3 +252,153 @@ def test_the_page_reports_an_unreachable_server(shown: Any) -> None:
     page.tab.evaluate("document.getElementById('who').requestSubmit()")
     page.wait("document.getElementById('state-text').textContent === 'Ready'")
     page.said = [s for s in page.said if "ERR_INTERNET_DISCONNECTED" not in s]
+
+
+def shop(shown: Any, **options: Any) -> Shown:
+    """The page with a list of twelve items in four kinds, which another client ranked."""
+    learn(shown.built)
+    candidates = [{"item_id": 100 + i, "nro": {"topics": [1 + i % 4], "age_h": i}} for i in range(12)]
+    request = shown.built.service.rank
+    body = {"user_id": 9, "ro": {"user": [9]}, "candidates": candidates}
+    request(JsonParser(SCHEMA).parse(json.dumps(body).encode()), NOW_MS)
+    page = shown(**options)
+    page.wait("document.querySelectorAll('.story .score:not(:empty)').length === 12")
+    return page
+
+
+def order(page: Shown) -> list[str]:
+    return page.tab.eval_on_selector_all(".story .name", "all => all.map(e => e.textContent)")
+
+
+def other_order(before: list[str]) -> str:
+    """Script: whether the items are in another order."""
+    names = "[...document.querySelectorAll('.story .name')].map(e => e.textContent).join()"
+    return f"{names} !== {json.dumps(','.join(before))}"
+
+
+def logged(built: Built) -> list[tuple[str, int, str]]:
+    """(request id, user, action or "") of each record of the log."""
+    messages = [decode(record.value)[1] for record in built.records()]
+    return [(m.header.request_id, m.header.user_id, getattr(m, "action", "")) for m in messages]
+
+
+def click(page: Shown, name: str) -> None:
+    page.tab.click(f".story:has-text('{name}') .pick")
+    page.wait("document.querySelectorAll('#stages li').length === 4")
+
+
+def test_the_list_is_in_the_served_order_and_looking_at_it_logs_nothing(shown: Any) -> None:
+    page = shop(shown)
+    assert shown.built.records() == []
+    scores = [
+        float(text)
+        for text in page.tab.eval_on_selector_all(".score", "all => all.slice(0, 12).map(e => e.textContent)")
+    ]
+    assert scores == sorted(scores, reverse=True) and len(set(scores)) > 1 and len(set(order(page))) == 12
+    assert page.text("#stages") == "Nothing is logged until you click."
+    rows = page.text("#why-table tbody").split("\n")
+    assert len(rows) > 5 and any("topics" in row for row in rows), rows
+    page.tab.click(".story:last-child .why")
+    assert order(page)[-1] in page.text("#why-title")
+
+
+def test_a_click_is_logged_as_a_clients_and_its_features_change_the_order(shown: Any) -> None:
+    page = shop(shown)
+    page.tab.fill("#user", "17")
+    page.tab.keyboard.press("Enter")
+    before = order(page)
+    click(page, name := before[7])
+    ((request, user, _), (other, same, action)) = logged(shown.built)
+    assert request == other and request.startswith("page-") and user == same == 17 and action == "click"
+    page.wait("document.getElementById('verdict').textContent.includes('features')")
+    assert "waiting" in page.text("#stages") and "closes in 20 s" in page.text("#stages")
+    item = int(name.split()[1])
+    shown.hydrator.ro = {"history": {"item": [item], "action": [1], "time": [NOW_MS]}}
+    page.wait("document.querySelectorAll('#stages .done').length === 2")
+    assert "history" in page.text("#stages .done:nth-child(2)")
+    page.wait(f"document.querySelectorAll('.moved:not(:empty)').length > 1 && {other_order(before)}")
+    assert re.search(r"features [+−]0\.\d{3}", page.text("#cards")) and "training" not in page.text("#cards")
+    assert "training" in (verdict := page.text("#verdict")) and "not joined yet" in verdict
+    page.tab.click(f".story:has-text('{name}') .why")
+    history = next(row for row in page.text("#why-table tbody").split("\n") if row.startswith("history"))
+    assert history.split("\t")[1:3] == ["missing", name], "at the click, and now"
+
+
+def test_training_is_named_as_the_cause_and_a_trained_click_is_shown(shown: Any) -> None:
+    page = shop(shown)
+    click(page, order(page)[3])
+    learn(shown.built, seed=2)
+    page.wait("/training [+−]0/.test(document.getElementById('cards').textContent)")
+    assert "features" not in page.text("#cards") and "not joined yet" in page.text("#verdict")
+    shown.built.context.watermark.clock.advance(21.0)
+    page.wait("document.querySelectorAll('#stages .done').length === 2")
+    assert "perhaps yours" in page.text("#verdict")
+    versions = shown.built.service.versions
+    versions.install(versions.newest, NOW_MS + 22_000, NOW_MS + 20_500)
+    page.wait("document.querySelectorAll('#stages .done').length === 3")
+    assert "version 1-9" in page.text("#stages .done:last-child") and "of yours" in page.text("#verdict")
+    assert "trained" in page.text("#live-said")
+
+
+@pytest.mark.slow
+def test_the_focus_stays_on_a_card_that_moves(shown: Any) -> None:
+    page = shop(shown)
+    name = order(page)[-1]
+    page.tab.focus(f".story:has-text('{name}') .pick")
+    before = order(page)
+    page.tab.keyboard.press("Enter")
+    learn(shown.built, seed=3)
+    page.wait(other_order(before))
+    assert name in page.tab.evaluate("document.activeElement.textContent"), "the focus moved with its card"
+
+
+@pytest.mark.slow
+def test_a_paused_list_stands_still(shown: Any) -> None:
+    page = shop(shown)
+    page.tab.click("#pause")
+    assert page.tab.get_attribute("#pause", "aria-pressed") == "true"
+    page.tab.wait_for_timeout(300)
+    num_asked = len([url for url in page.asked if url.endswith("/v1/explain")])
+    page.tab.wait_for_timeout(1500)
+    assert len([url for url in page.asked if url.endswith("/v1/explain")]) == num_asked
+
+
+@pytest.mark.slow
+def test_a_visitor_can_be_another_user_and_see_other_items(shown: Any) -> None:
+    page = shop(shown)
+    first = page.tab.input_value("#user")
+    page.tab.click("#guest")
+    assert page.tab.input_value("#user") != first and page.tab.input_value("#user").startswith("guest-")
+    page.tab.fill("#user", HOSTILE)
+    page.tab.click("#visitor button:first-of-type")
+    assert HOSTILE[:40] in page.text("#live-said")
+    page.tab.click("#others")
+    page.wait("document.querySelectorAll('.story .score:not(:empty)').length === 12")
+    assert page.tab.evaluate("window.hurt === undefined && !document.querySelector('main img, main script')")
+
+
+@pytest.mark.slow
+def test_the_live_list_needs_a_key_if_serving_requires_one(shown: Any) -> None:
+    learn(shown.built)
+    shown.built.service.rank(JsonParser(SCHEMA).parse(json.dumps(BODY).encode()), NOW_MS)
+    page = shown(with_keys=True)
+    assert not page.tab.is_visible("#shop")
+    page.tab.fill("#key", shown.key)
+    page.tab.keyboard.press("Enter")
+    page.wait("document.querySelectorAll('.story .score:not(:empty)').length === 3")
+    click(page, order(page)[1])
+    assert [action for *_, action in logged(shown.built)] == ["", "click"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"color_scheme": "light"}, {"color_scheme": "dark", "viewport": PHONE}])
+def test_the_live_list_is_in_nobodys_way(shown: Any, options: dict[str, Any]) -> None:
+    page = shop(shown, **options)
+    click(page, order(page)[2])
+    shown.hydrator.ro = {"history": {"item": [100], "action": [1], "time": [NOW_MS]}}
+    page.wait("document.querySelectorAll('#stages .done').length === 2")
+    assert page.tab.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    page.tab.evaluate(chromium.axe())
+    wanted = "{runOnly: ['wcag2a', 'wcag2aa', 'wcag21a', 'wcag21aa', 'wcag22aa', 'best-practice']}"
+    found = page.tab.evaluate(f"axe.run(document, {wanted})")
+    assert [f"{v['id']}: {[n['html'][:120] for n in v['nodes']]}" for v in found["violations"]] == []

@@ -102,6 +102,8 @@ def test_programs_have_each_others_addresses(tmp_path: Path, port_map: PortMap) 
     assert worker["shards"] == serving["shards"] and worker["shards"][1] == shard["listen"]
     assert shard["controller"] == worker["controller"] == reader["controller"] == controller["listen"]
     assert shard["store"] == worker["store"] == controller["store"] == serving["store"]
+    window_ms = table("serving", tmp_path, demo(), port_map)["join_window_ms"]
+    assert window_ms == demo().overrides["joiner"]["window_ms"] and serving["join_window_ms"] == 600_000
     assert worker["readers"] == {"by": "programs"} and controller["readers"] == {
         "min_readers": 2,
         "max_readers": 2,

@@ -7,7 +7,7 @@ let key = "";
 let example = "";
 let busy = false;
 
-async function ask(path, body) {
+export async function ask(path, body) {
   const headers = key ? { authorization: `Bearer ${key}` } : {};
   const options = body === undefined ? { headers } : { method: "POST", body, headers: { ...headers, "content-type": "application/json" } };
   const answer = await fetch(path, { cache: "no-store", ...options });
@@ -30,7 +30,7 @@ function figure(name, value, sub) {
 function show(page) {
   const served = page.served;
   tell(page.ready ? "good" : "warning", page.ready ? "Ready" : "Not ready",
-    page.ready ? `${page.schema}, version ${served.name}` : `waiting for ${page.waiting_for.join(", ")}; rank answers are marked degraded`);
+    page.ready ? `${page.schema}, version ${served.name}${served.trained_up_to_ms ? `, trained up to ${new Date(served.trained_up_to_ms).toLocaleTimeString("en-GB")}` : ""}` : `waiting for ${page.waiting_for.join(", ")}; rank answers are marked degraded`);
   const fresh = page.freshness;
   const held = page.versions.filter((v) => v !== served.name);
   put(byId("now"),

@@ -51,6 +51,8 @@ def keyed(tmp_path: Path) -> Iterator[tuple[TestClient, dict[str, str], Built]]:
         ("POST", "/v1/retrieve", {"rank"}),
         ("POST", "/v1/recommend", {"rank"}),
         ("POST", "/v1/engagements", {"engage"}),
+        ("GET", "/page/items.json", {"rank"}),
+        ("GET", "/page/rescored.json", {"rank"}),
         ("GET", "/metrics", {"metrics"}),
         ("GET", "/openapi.json", {"rank", "engage", "metrics", "admin"}),
         ("GET", "/v2/models/default", {"rank", "engage", "metrics", "admin"}),

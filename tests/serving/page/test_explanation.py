@@ -184,17 +184,18 @@ def test_the_page_describes_the_served_schema(built: Built) -> None:
     page = http.get("/page.json").json()
     assert (page["ready"], page["served"], page["versions"]) == (
         True,
-        {"name": "0-0", "age_s": None},
+        {"name": "0-0", "age_s": None, "trained_up_to_ms": None},
         ["0-0"],
     )
     assert page["rows"] is None and page["tasks"] == ["click", "dwell"] and "trainer" not in page["links"]
     built.waiting_for.append("rows")
-    built.service.versions.install(built.service.versions.newest, NOW_MS - 5000)
+    built.service.versions.install(built.service.versions.newest, NOW_MS - 5000, NOW_MS - 9000)
     page = http.get("/page.json").json()
     assert page["waiting_for"] == ["rows"] and page["served"]["age_s"] == 5.0
+    assert page["served"]["trained_up_to_ms"] == NOW_MS - 9000
 
 
-@pytest.mark.parametrize("path", ["/", "/page.css", "/page.js", "/parts.js", "/page.json"])
+@pytest.mark.parametrize("path", ["/", "/page.css", "/page.js", "/live.js", "/parts.js", "/page.json"])
 def test_page_files_have_a_content_security_policy(built: Built, path: str) -> None:
     answer = client_of(built).get(path, headers={"accept": "text/html" if path == "/" else "*/*"})
     assert answer.status_code == 200 and "default-src 'none'" in answer.headers["content-security-policy"]

@@ -83,3 +83,26 @@ def test_replayed_requests_are_not_slow_but_can_be_tried() -> None:
     recent.add(scored(1))
     recent.clear_slow()
     assert recent.slowest() == [] and ids(recent.warm_up_sample(4)) == ["r-1"]
+
+
+def test_requests_from_before_the_start_are_not_traffic() -> None:
+    recent = RecentRequests(max_bytes=4 * scored(0).num_bytes)
+    for number in range(3):
+        recent.add(scored(number))
+    recent.clear_slow()
+    assert recent.newest_traffic(9) == [] and len(recent.newest(9)) == 3
+    for number in range(3, 5):
+        recent.add(scored(number))
+    assert ids(recent.newest_traffic(9)) == ["r-4", "r-3"] and ids(recent.newest_traffic(1)) == ["r-4"]
+    for number in range(5, 12):
+        recent.add(scored(number))
+    assert ids(recent.newest_traffic(9)) == ["r-11", "r-10", "r-9", "r-8"]
+
+
+def test_a_recent_request_is_found_by_its_id() -> None:
+    recent = RecentRequests(max_bytes=2 * scored(0).num_bytes)
+    for number in (1, 2, 3):
+        recent.add(scored(number))
+    recent.add(scored(3, time_ms=7))
+    found = recent.find("r-3")
+    assert found is not None and found.time_ms == 7 and recent.find("r-1") is None

@@ -81,6 +81,12 @@ def test_each_commit_is_installed_once(commits: Commits) -> None:
     assert commits.versions.named("1-1").name == "1-1"
 
 
+def test_a_version_knows_up_to_when_it_was_trained(commits: Commits) -> None:
+    assert commits.versions.served.trained_up_to_ms == 0
+    manifest = commits.commit(1)
+    assert commits.follower.poll() and commits.versions.served.trained_up_to_ms == manifest.watermark_ms > 0
+
+
 def test_a_new_version_scores_as_the_first_one_does(commits: Commits) -> None:
     for as_trained in (False, True):
         versions = LoadedVersions(first_version(SCHEMA, MODEL, 0, as_trained=as_trained))
