@@ -29,12 +29,12 @@ def produce(bootstrap: str, prefix: str, records: list[Record]) -> None:
     assert client.flush(30) == 0
 
 
-def consume(bootstrap: str, prefix: str, topic: str) -> list[Any]:
+def consume(bootstrap: str, prefix: str, topic: str, num_partitions: int = DEFAULT_PARTITIONS) -> list[Any]:
     """All that is in a topic now."""
     from confluent_kafka import OFFSET_BEGINNING, KafkaError, TopicPartition
 
     client = clients.consumer(Broker(bootstrap), "test", enable_partition_eof=True)
-    name, partitions = name_of(prefix, topic), range(partitions_of(topic, DEFAULT_PARTITIONS))
+    name, partitions = name_of(prefix, topic), range(partitions_of(topic, num_partitions))
     client.assign([TopicPartition(name, p, OFFSET_BEGINNING) for p in partitions])
     messages: list[Any] = []
     ended: set[int] = set()
@@ -67,19 +67,19 @@ def distinct(bootstrap: str, prefix: str, topic: str) -> dict[object, tuple[obje
     return found
 
 
-def wait(what: str, reached: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + _WAIT_S
+def wait(what: str, reached: Callable[[], Any], timeout_s: float = _WAIT_S) -> None:
+    deadline_s = time.monotonic() + timeout_s
     while not reached():
-        assert time.monotonic() < deadline_s, f"{what} did not happen within {_WAIT_S} s"
+        assert time.monotonic() < deadline_s, f"{what} did not happen within {timeout_s} s"
         time.sleep(0.3)
 
 
-def count(bootstrap: str, prefix: str, topic: str) -> int:
+def count(bootstrap: str, prefix: str, topic: str, num_partitions: int = DEFAULT_PARTITIONS) -> int:
     client = clients.consumer(Broker(bootstrap), "count")
     try:
         return sum(
             clients.end_offsets(
-                client, name_of(prefix, topic), range(partitions_of(topic, DEFAULT_PARTITIONS))
+                client, name_of(prefix, topic), range(partitions_of(topic, num_partitions))
             ).values()
         )
     finally:
