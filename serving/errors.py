@@ -62,3 +62,7 @@ class RequestError(RoostreamError):
         its end."""
         retry = {"retry-after": str(self.retry_after_s)} if self.retry_after_s else {}
         return retry | ({"connection": "close"} if self.status in (408, 413) else {})
+
+
+class NonFiniteScoreError(RequestError):
+    """500: a model version gave a score that is not finite for this request."""

@@ -25,7 +25,7 @@ from roostream.models.config import ModelConfig
 from roostream.models.model import Model
 from roostream.schema.schema import Schema
 from roostream.wire.lookup import Lookup, build_lookup
-from serving.errors import RequestError
+from serving.errors import NonFiniteScoreError, RequestError
 from serving.request_batch import RequestColumns, build_batch
 
 log = logging.getLogger("roostream.serving")
@@ -91,7 +91,7 @@ class Version:
     def finite(self, logits_nT: np.ndarray) -> np.ndarray:
         """Return `logits_nT`. Raises RequestError 500 if a value is not finite."""
         if not np.isfinite(logits_nT).all():
-            raise RequestError(
+            raise NonFiniteScoreError(
                 500, f"model version {self.name} gave a score that is not finite for this request"
             )
         return logits_nT

@@ -267,7 +267,16 @@ def _canonical(body: Mapping[str, Any]) -> bytes:
 def load(store: CheckpointStore, name: str) -> Restorable:
     """Raises CheckpointError, with the name: absent or damaged."""
     try:
-        found = decode(store.get(name))
+        data = store.get(name)
+    except CheckpointError as error:
+        raise CheckpointError(f"{name}: {error}") from None
+    return load_data(name, data)
+
+
+def load_data(name: str, data: bytes) -> Restorable:
+    """The manifest that was read under this name. Raises CheckpointError, with the name: damaged."""
+    try:
+        found = decode(data)
     except CheckpointError as error:
         raise CheckpointError(f"{name}: {error}") from None
     if found.name != name:

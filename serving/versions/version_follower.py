@@ -6,7 +6,8 @@ recent requests before it is served. A version that is damaged or fails is refus
 version in use stays (G5).
 
 The store is authoritative, also after a rollback: if the newest manifest is older than the version in use
-(`roostream checkpoint rollback`), that older version is served again, and withdrawn versions are unloaded.
+(`roostream checkpoint rollback`), that older version is served again, and withdrawn versions are unloaded. A
+commit is known by its whole manifest, so a new commit of a known number replaces the one that was discarded.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
@@ -25,7 +27,7 @@ from roostream.runtime.checkpoint_store import CheckpointStore
 from roostream.runtime.clock import Clock
 from roostream.runtime.manifest import Manifest
 from roostream.schema.schema import Schema
-from serving.errors import RequestError, VersionRefusedError
+from serving.errors import NonFiniteScoreError, RequestError, VersionRefusedError, shown
 from serving.scorer import RowReader, Version, build_version
 from serving.versions.idle_gate import MAX_IDLE_WAIT_S, IdleGate
 from serving.versions.loaded_versions import LoadedVersions
@@ -34,6 +36,7 @@ from serving.versions.recent_requests import RecentRequests, ScoredRequest
 log = logging.getLogger("roostream.serving.versions")
 
 POLL_S = 1.0
+MAX_NON_FINITE = 8
 
 
 def read_weights(store: CheckpointStore, manifest: Manifest) -> dict[str, torch.Tensor]:
@@ -59,11 +62,12 @@ def read_weights(store: CheckpointStore, manifest: Manifest) -> dict[str, torch.
     return weights
 
 
-def _is_withdrawn(version: str, seqs: set[int]) -> bool:
-    """Whether the manifest was removed by a rollback. Expired manifests are removed from the old end
-    instead."""
-    seq = int(version.rpartition("-")[2])
-    return seq not in seqs and seq > min(seqs, default=seq)
+class _Commit(NamedTuple):
+    """A manifest as it is stored. Its bytes tell it from another commit of the same number, which a rollback
+    and a later incarnation can make."""
+
+    name: str
+    data: bytes
 
 
 class VersionFollower:
@@ -86,9 +90,10 @@ class VersionFollower:
         self.check, self.warm_up, self.pause = check, warm_up, pause
         self.store, self.schema, self.versions, self.seed = store, schema, versions, seed
         self._as_trained = versions.newest.as_trained
-        self._seq = 0  # of the newest installed version
-        self._bad: set[str] = set()  # manifests that cannot be served
-        self._away = False
+        self._installed: _Commit | None = None  # the version installed last
+        self._seq = 0  # its number
+        self._bad: set[_Commit] = set()  # manifests that cannot be served
+        self._away = self._is_empty = False
 
     def run(self, clock: Clock, stop: threading.Event) -> None:
         """Poll every POLL_S until `stop`."""
@@ -103,47 +108,76 @@ class VersionFollower:
             ConfigError: the commit belongs to a deployment of another shape (`check`).
         """
         try:
-            names = self.store.list("manifests")
+            names = [name for name in self.store.list(manifests.MANIFESTS) if manifests.seq_of(name)]
+            self._note_empty(not names)
+            for name in sorted(names, key=manifests.seq_of, reverse=True):
+                commit = self._read(name)
+                if commit is None or commit in self._bad:
+                    continue
+                if commit == self._installed:
+                    return False
+                if self._install(commit):
+                    self._withdraw({manifests.seq_of(name): name for name in names})
+                    return True
         except UnavailableError as error:
             return self._unreadable(error)
-        seqs = {seq for name in names if (seq := manifests.seq_of(name))}
-        # 0 after a rollback: the newest remaining manifest is installed
-        known = self._seq if self._seq <= max(seqs, default=self._seq) else 0
-        for name in sorted(names, reverse=True):
-            if 0 < manifests.seq_of(name) <= known:
-                return False
-            if name not in self._bad and self._install(name):
-                self.versions.withdraw(lambda version: _is_withdrawn(version, seqs))
-                return True
         return False
 
-    def _install(self, name: str) -> bool:
+    def _read(self, name: str) -> _Commit | None:
+        """None: it was deleted since the store was listed."""
         try:
-            manifest = manifests.load(self.store, name).manifest
+            return _Commit(name, self.store.get(name))
+        except CheckpointError as error:
+            log.debug("%s", error)
+            return None
+
+    def _note_empty(self, is_empty: bool) -> None:
+        """A store without manifests is no reason to serve an untrained model: perhaps it is not mounted."""
+        if is_empty and not self._is_empty and self._installed is not None:
+            log.warning("the checkpoint store lists no manifests any more; the version in use stays")
+        self._is_empty = is_empty
+
+    def _install(self, commit: _Commit) -> bool:
+        """Raises UnavailableError: a file cannot be read now."""
+        try:
+            manifest = manifests.load_data(commit.name, commit.data).manifest
             self.check(manifest)
             version = self._held(manifest) or self._load(manifest)
         except CheckpointError as error:
-            self._refuse(name, error)
+            self._refuse(commit, error)
             return False
-        except UnavailableError as error:
-            return self._unreadable(error)
         if manifest.seq < self._seq:
             log.warning("the store was rolled back to model version %s", version.name)
-        self._seq, self._away = manifest.seq, False
+        self._installed, self._seq, self._away = commit, manifest.seq, False
         self.versions.install(version, manifest.time_ms, manifest.watermark_ms)
         log.info("model version %s installed, %s is served", version.name, self.versions.served.version.name)
         return True
+
+    def _withdraw(self, names: dict[int, str]) -> None:
+        """Unload the versions that a rollback removed: their number is gone, though not at the old end, where
+        expired manifests are removed; or it belongs to a commit of another incarnation."""
+
+        def is_withdrawn(version: str) -> bool:
+            seq = int(version.rpartition("-")[2])
+            if seq not in names:
+                return seq > min(names)
+            try:
+                return manifests.load(self.store, names[seq]).manifest.version != version
+            except CheckpointError:
+                return False  # damaged or just deleted: nothing says that it was another commit
+
+        self.versions.withdraw(is_withdrawn)
 
     def _held(self, manifest: Manifest) -> Version | None:
         """A loaded version was verified and warmed up before."""
         return next((h.version for h in self.versions.loaded if h.version.name == manifest.version), None)
 
-    def _refuse(self, name: str, error: CheckpointError) -> None:
-        """Log the refusal once; the manifest is not tried again."""
+    def _refuse(self, commit: _Commit, error: CheckpointError) -> None:
+        """Log the refusal once; the manifest is not tried again, another one of its name is."""
         log.warning("model version refused: %s", error)
-        self._bad.add(name)
+        self._bad.add(commit)
         reason = error.reason if isinstance(error, VersionRefusedError) else "damaged"
-        self.versions.refuse(name, reason, str(error))
+        self.versions.refuse(commit.name, reason, str(error))
 
     def _load(self, manifest: Manifest) -> Version:
         mine = f"{self.schema.fingerprint:016x}"
@@ -185,8 +219,9 @@ class WarmUp:
     """Tries a new version on recent requests before it is served. Used by one thread.
 
     A version is refused if it cannot score a request that the version in use can score: it would fail the
-    next user. Scoring also loads kernels and fills caches of shapes, which the first request would otherwise
-    wait for.
+    next user. Scores that are not finite refuse it only if they come from more than one in MAX_NON_FINITE of
+    the users, because a single client can post numbers so extreme that no training bounds their scores.
+    Scoring also loads kernels and fills caches of shapes, which the first request would otherwise wait for.
     """
 
     def __init__(
@@ -211,20 +246,34 @@ class WarmUp:
         Raises:
             VersionRefusedError: it cannot score a request that the version in use can score.
         """
+        users, non_finite = set[bytes](), dict[bytes, str]()
         for request in self.recent.warm_up_sample(self.max_requests):
             self.idle_gate.wait(MAX_IDLE_WAIT_S, stop)
-            failure = self._failure(version, request)
-            if failure and not self._failure(self.served(), request):
-                raise VersionRefusedError(
-                    "warm_up", f"{version.name}: expected a score for request {request.request_id}: {failure}"
-                )
+            users.add(request.key)
+            error = self._failure(version, request)
+            if error is None or self._failure(self.served(), request) is not None:
+                continue
+            why = (
+                describe_error(error)
+                if isinstance(error, RequestError)
+                else f"{type(error).__name__}: {error}"
+            )
+            why = f"{version.name}: expected a score for request {shown(request.request_id)!r}: {why}"
+            if not isinstance(error, NonFiniteScoreError):
+                raise VersionRefusedError("warm_up", why)
+            non_finite[request.key] = why
+        if len(non_finite) * MAX_NON_FINITE > len(users):
+            raise VersionRefusedError("warm_up", next(iter(non_finite.values())))
+        for why in non_finite.values():
+            log.warning("%s; the version is served, because it scores the other users' requests", why)
 
-    def _failure(self, version: Version, request: ScoredRequest) -> str:
+    def _failure(self, version: Version, request: ScoredRequest) -> Exception | None:
+        """Any failure of a custom model: it must not reach users."""
         try:
             request.score_with(version, self.rows)
         except RequestError as error:
-            return describe_error(error)
-        except Exception as error:  # any failure of a custom model must not reach users
+            return error
+        except Exception as error:
             log.debug("warm-up of version %s", version.name, exc_info=True)
-            return f"{type(error).__name__}: {error}"
-        return ""
+            return error
+        return None

@@ -284,6 +284,41 @@ def test_a_newer_incarnation_removes_withdrawn_versions(
     assert commits.follower.poll() and [h.version.name for h in commits.versions.loaded] == ["2-3"]
 
 
+def test_a_new_commit_of_a_known_number_replaces_the_discarded_one(commits: Commits) -> None:
+    for seq, fill in ((1, 0.125), (2, 0.25)):
+        commits.commit(seq, fill=fill)
+        commits.follower.poll()
+    commits.store.delete("manifests/00000002")
+    commits.commit(2, incarnation=3, fill=0.75)
+    assert commits.follower.poll() and commits.versions.newest.name == "3-2" and commits.value == 0.75
+    assert [h.version.name for h in commits.versions.loaded] == ["3-2"], "1-2 is not served any more"
+    assert not commits.follower.poll()
+
+
+def test_commits_of_known_numbers_after_a_rollback_between_two_polls_are_installed(commits: Commits) -> None:
+    commits.versions.keep = 4
+    for seq in (1, 2, 3):
+        commits.commit(seq)
+        commits.follower.poll()
+    for seq in (2, 3):
+        commits.store.delete(f"manifests/{seq:08d}")
+        commits.commit(seq, incarnation=2, fill=0.1 * seq)
+    assert commits.follower.poll() and commits.versions.newest.name == "2-3"
+    assert [h.version.name for h in commits.versions.loaded] == ["2-3", "1-1"]
+    commits.commit(4, incarnation=2)
+    assert commits.follower.poll() and commits.versions.newest.name == "2-4"
+
+
+def test_a_good_commit_in_place_of_a_refused_one_is_installed(commits: Commits) -> None:
+    commits.commit(1)
+    commits.follower.poll()
+    commits.commit(2, fill=float("nan"))
+    assert not commits.follower.poll()
+    commits.store.delete("manifests/00000002")
+    commits.commit(2, incarnation=2, fill=0.75)
+    assert commits.follower.poll() and commits.versions.newest.name == "2-2"
+
+
 def test_an_activated_version_survives_a_rollback(commits: Commits) -> None:
     for seq in (1, 2):
         commits.commit(seq)
@@ -308,11 +343,16 @@ def test_versions_deleted_from_the_store_stay_loaded(commits: Commits) -> None:
     ]
 
 
-def test_an_empty_store_changes_nothing(commits: Commits) -> None:
+def test_an_empty_store_changes_nothing_and_is_logged_once(
+    commits: Commits, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert not commits.follower.poll() and not caplog.text
     commits.commit(1)
     commits.follower.poll()
     commits.store.delete("manifests/00000001")
-    assert not commits.follower.poll() and commits.versions.newest.name == "1-1"
+    for _ in range(2):
+        assert not commits.follower.poll() and commits.versions.newest.name == "1-1"
+    assert caplog.text.count("lists no manifests") == 1
 
 
 def test_a_version_that_fails_its_trial_is_refused_and_logged_once(

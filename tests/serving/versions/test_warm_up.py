@@ -79,10 +79,48 @@ def test_a_trial_scores_recent_requests_without_side_effects(tried: Tried) -> No
 def test_a_version_with_non_finite_scores_is_refused(tried: Tried) -> None:
     tried.ask()
     with pytest.raises(
-        VersionRefusedError, match=r"1-2: expected a score for request r-1: .*not finite"
+        VersionRefusedError, match=r"1-2: expected a score for request 'r-1': .*not finite"
     ) as error:
         tried.warm_up(overflowing())
     assert error.value.reason == "warm_up"
+
+
+def test_extreme_requests_of_one_user_do_not_refuse_a_version(
+    tried: Tried, caplog: pytest.LogCaptureFixture
+) -> None:
+    tried.warm_up.max_requests = 32
+    for number in range(9):
+        tried.ask(request_id=f"r-{number}", user_id=100 + number)
+    for number in range(3):
+        tried.ask(request_id=f"extreme-{number}", user_id=17)
+    for request in tried.recent.newest(3):
+        request.item_ids[0] = EXTREME
+    tried.warm_up(FailsOn(EXTREME).version)
+    assert caplog.text.count("request 'extreme-") == 1 and "is served" in caplog.text
+    for request in tried.recent.newest(99)[3:5]:
+        request.item_ids[0] = EXTREME
+    with pytest.raises(VersionRefusedError, match="not finite"):
+        tried.warm_up(FailsOn(EXTREME).version)
+
+
+EXTREME = 12345
+
+
+class FailsOn:
+    """A version whose scores are not finite for requests whose first item is `item`."""
+
+    def __init__(self, item: int) -> None:
+        self.version = good()
+        score_all = self.version.score_all
+
+        def scored(rows: Any, requests: Any) -> list[np.ndarray]:
+            found = score_all(rows, requests)
+            return [
+                np.full_like(logits, np.nan) if request.item_ids[0] == item else logits
+                for request, logits in zip(requests, found, strict=True)
+            ]
+
+        vars(self.version)["score_all"] = scored
 
 
 def test_a_version_whose_code_raises_is_refused(tried: Tried) -> None:
