@@ -242,6 +242,16 @@ class EmbeddingTable:
         return [row_M[order_M[start:end]] for start, end in edges]
 
 
+MAX_SLICES = 1 << 20
+
+
+def slices_of(keys: Keys, num_buckets: int, num_slices: int) -> np.ndarray:
+    """int32 [U]: the slice of its bucket that each key belongs to, below `num_slices`. A function of the key
+    alone, so that a bucket can be read slice by slice while it changes."""
+    slice_U: np.ndarray = kernels.buckets(keys.table_U, keys.id_U, num_buckets * num_slices) // num_buckets
+    return slice_U
+
+
 def grown(array: np.ndarray, capacity: int) -> np.ndarray:
     """Copy an array into one with `capacity` rows; the new rows are 0."""
     out = np.zeros((capacity, *array.shape[1:]), array.dtype)

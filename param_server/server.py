@@ -29,7 +29,7 @@ from typing import Any, TypeAlias, TypeVar
 import numpy as np
 
 from param_server.config import ShardIdentity
-from param_server.embedding_table import Keys, join_keys, no_keys
+from param_server.embedding_table import MAX_SLICES, Keys, join_keys, no_keys, slices_of
 from param_server.eviction import EvictionPolicyFactory, ExpiryPolicy
 from param_server.gradient_barrier import GradientBarrier, check_workers, sum_pushes
 from param_server.outbox import BucketScan, Delta, PlannedDelta, PublishRound, Rollback, run_to_end
@@ -199,11 +199,15 @@ class Shard:
         with self._lock:
             self.barrier.abort("the shard stops")
 
-    def scan(self, table: StackTable, cursor: int, limit: int) -> tuple[list[BucketScan], list[int]]:
-        """(pages, buckets left): complete buckets from number `cursor` on, as far as their rows may be
-        published, all at one moment.
+    def scan(
+        self, table: StackTable, cursor: int, limit: int, max_rows: int
+    ) -> tuple[list[BucketScan], list[int], int]:
+        """(pages, buckets left, slices of the first one left): complete buckets from number `cursor` on, as
+        far as their rows may be published, all at one moment.
 
-        At least one bucket is returned, then more until about `limit` rows. Raises as `pull`.
+        At least one bucket is returned, then more until about `limit` rows. A bucket of more than `max_rows`
+        is not returned; if it is the first one, no page is, and the last number says in how many slices
+        `scan_slice` gives it, else it is 0. Raises as `pull`.
         """
         pages: list[BucketScan] = []
         with self._lock:
@@ -214,10 +218,27 @@ class Shard:
             for bucket, row_M in zip(candidates, table.embeddings.rows_by_bucket(candidates), strict=True):
                 if sum(len(page.keys) for page in pages) >= max(limit, 1):
                     break
+                if len(row_M) > max_rows:
+                    num_slices = 1 << (-(-2 * len(row_M) // max_rows) - 1).bit_length()
+                    return pages, left[len(pages) :], 0 if pages else num_slices
                 pages.append(
                     table.outbox.scan_bucket(bucket, row_M, self.identity.max_publish_norm, self.incarnation)
                 )
-        return pages, left[len(pages) :]
+        return pages, left[len(pages) :], 0
+
+    def scan_slice(self, table: StackTable, bucket: int, index: int, num_slices: int) -> BucketScan:
+        """One slice of a bucket (`slices_of`), as it is at this moment. Raises as `pull`."""
+        with self._lock:
+            self._check(0, reading=True)
+            if bucket not in self.buckets:
+                raise UnavailableError(
+                    f"shard {self.identity.index} does not own bucket {bucket} now; try again"
+                )
+            row_M = table.embeddings.index.in_buckets((bucket,))
+            slice_M = slices_of(table.embeddings.index.keys_at(row_M), self.identity.num_buckets, num_slices)
+            return table.outbox.scan_bucket(
+                bucket, row_M[slice_M == index], self.identity.max_publish_norm, self.incarnation
+            )
 
     def stats(self) -> dict[str, Any]:
         """Plain numbers for heartbeats, status reports and metrics. Any thread.
@@ -620,6 +641,7 @@ class _RestoreBegunError(Exception):
 
 
 MAX_SCAN_ROWS = 1 << 20
+MAX_SCAN_BYTES = 64 << 20  # of one bucket; it is read in slices beyond, far below the size of a frame
 
 StackRequest: TypeAlias = tuple[StackTable, Keys, Sequence[np.ndarray]]
 
@@ -627,8 +649,8 @@ StackRequest: TypeAlias = tuple[StackTable, Keys, Sequence[np.ndarray]]
 class ShardRpcHandler:
     """Serves the RPC calls of a shard (docs/protocols.md, "Shard") and checks their arguments."""
 
-    def __init__(self, shard: Shard) -> None:
-        self.shard = shard
+    def __init__(self, shard: Shard, max_scan_bytes: int = MAX_SCAN_BYTES) -> None:
+        self.shard, self.max_scan_bytes = shard, max_scan_bytes
 
     def handle(
         self, method: str, header: Header, arrays: Sequence[np.ndarray]
@@ -686,17 +708,28 @@ class ShardRpcHandler:
 
     def _scan(self, header: Header) -> tuple[Header, Sequence[np.ndarray]]:
         """Complete buckets from number `cursor` on, until `limit` rows are reached, each as it was at one
-        moment.
+        moment. With `num_slices`, slice `slice` of bucket `cursor`.
 
-        `buckets` in the answer: [bucket, incarnation, sequence, settles_at], see `BucketScan`.
+        `buckets` in the answer: [bucket, incarnation, sequence, settles_at], see `BucketScan`. `num_slices`
+        in the answer: bucket `cursor` is too large for one answer and must be read in so many slices; 0 = it
+        is not.
         """
-        table = self._table(header.get("stack", ""))
-        cursor, limit = integer(header, "cursor"), min(integer(header, "limit"), MAX_SCAN_ROWS)
-        pages, left = self.shard.scan(table, cursor, limit)
+        table, cursor = self._table(header.get("stack", "")), integer(header, "cursor")
+        if "num_slices" in header:
+            num_slices = integer(header, "num_slices")
+            if not 1 <= num_slices <= MAX_SLICES:
+                raise WireError("bad_shape", f"expected 1 to {MAX_SLICES} slices, got {num_slices}")
+            pages = [self.shard.scan_slice(table, cursor, integer(header, "slice"), num_slices)]
+            left, num_slices = [], 0
+        else:
+            limit = min(integer(header, "limit"), MAX_SCAN_ROWS)
+            max_rows = max(self.max_scan_bytes // (4 * table.width + 20), 1)
+            pages, left, num_slices = self.shard.scan(table, cursor, limit, max_rows)
         answer = {
             "cursor": left[0] if left else -1,
             "incarnation": max((p.incarnation for p in pages), default=0),
             "buckets": [[p.bucket, p.incarnation, p.sequence, p.settles_at] for p in pages],
+            "num_slices": num_slices,
         }
         keys = join_keys(no_keys(), *(p.keys for p in pages))
         rows_ND = np.concatenate([np.zeros((0, table.width), np.float32), *(p.rows_MD for p in pages)])

@@ -24,7 +24,7 @@ import numpy as np
 from param_server import kernels
 from param_server.config import MAX_PUBLISH_NORM
 from param_server.deltas import columns_of
-from param_server.embedding_table import EmbeddingTable, Keys
+from param_server.embedding_table import EmbeddingTable, Keys, slices_of
 from param_server.replica.shard_reads import fetch_bucket_map
 from roostream.errors import SchemaError, UnavailableError
 from roostream.runtime.kafka.topics import DEFAULT_BUCKETS
@@ -54,6 +54,9 @@ class _StackReplica(NamedTuple):
     rows: EmbeddingTable
     versions: list[Version]  # by bucket
     unsettled: dict[int, Version]  # bucket → the delta that publishes the last of what its scan returned
+    slices: dict[
+        int, list[Version]
+    ]  # bucket → versions of its slices, while they are newer than the bucket's
 
 
 class Replica:
@@ -82,7 +85,7 @@ class Replica:
             for name, tables in schema.stacks.items()
         }
         self._stacks = {
-            name: _StackReplica(rows, [(0, 0)] * num_buckets, {}) for name, rows in self.tables.items()
+            name: _StackReplica(rows, [(0, 0)] * num_buckets, {}, {}) for name, rows in self.tables.items()
         }
         self._lock = threading.Lock()
 
@@ -122,9 +125,11 @@ class Replica:
         with self._lock:
             applied = self._advance_version(stack, message)
             if applied:
-                stack.rows.reserve(num_live)
-                stack.rows.put(keys.take(np.arange(num_live)), rows_LD)
-                stack.rows.index.remove(keys.take(np.arange(num_live, len(keys))))
+                older_U = self._older(stack, message, keys)
+                live_L, gone_M = older_U[:num_live], np.flatnonzero(older_U[num_live:]) + num_live
+                stack.rows.reserve(int(live_L.sum()))
+                stack.rows.put(keys.take(np.flatnonzero(live_L)), rows_LD[live_L])
+                stack.rows.index.remove(keys.take(gone_M))
                 self.freshness = Freshness(
                     message.oldest_engagement_ms, message.oldest_close_ms, message.oldest_trained_ms
                 )
@@ -175,8 +180,79 @@ class Replica:
         """Read buckets from number `cursor` on, about `limit` rows; return the next cursor, -1 at the end."""
         header = {"stack": stack, "cursor": cursor, "limit": limit}
         answer, (table_U, id_U, rows_UD, *_) = transport.call("scan", header, timeout_s=timeout_s)
+        if num_slices := int(answer.get("num_slices", 0)):
+            bucket = int(answer["cursor"])
+            if bucket in self.buckets:
+                self._scan_slices(transport, stack, bucket, num_slices, timeout_s)
+            return bucket + 1
         self._apply_scan(stack, answer["buckets"], Keys(table_U, id_U), rows_UD)
         return int(answer["cursor"])
+
+    def _scan_slices(
+        self, transport: Transport, name: str, bucket: int, num_slices: int, timeout_s: float
+    ) -> None:
+        """Read a bucket that is too large for one answer, slice by slice.
+
+        The bucket changes meanwhile, so each slice has a version of its own; a delta is applied to the slices
+        that are older than it, until all are equal. **If it fails:** the slices that were read are up to
+        date, the bucket stays stale; call again.
+        """
+        stack, settles_at, versions = self._stacks[name], (0, 0), list[Version]()
+        for index in range(num_slices):
+            header = {"stack": name, "cursor": bucket, "limit": 1, "slice": index, "num_slices": num_slices}
+            answer, (table_U, id_U, rows_UD, *_) = transport.call("scan", header, timeout_s=timeout_s)
+            ((_, incarnation, sequence, settles),) = answer["buckets"]
+            version = (int(incarnation), int(sequence))
+            with self._lock:
+                self._check_not_older(name, bucket, version)
+                # of slices that were cut in another number, the newest version is a safe one
+                known = stack.slices.get(bucket, [stack.versions[bucket]])
+                known = known if len(known) == num_slices else [max(known)] * num_slices
+                if version < known[index]:
+                    raise _being_replaced(name, bucket, known[index], version)
+                stack.slices[bucket] = known
+                self._replace_slice(stack, bucket, index, num_slices, Keys(table_U, id_U), rows_UD)
+                known[index] = version
+            versions.append(version)
+            if settles:
+                settles_at = max(settles_at, (version[0], int(settles)))
+        if versions[0][0] != versions[-1][0]:
+            raise UnavailableError(
+                f"rows of {name}, bucket {bucket}: the shard was restored while it was read; try again"
+            )
+        with self._lock:
+            stack.versions[bucket] = min(versions)
+            stack.unsettled.pop(bucket, None)
+            self.stale.discard((name, bucket))
+            if settles_at[1]:
+                stack.unsettled[bucket] = settles_at
+
+    def _replace_slice(
+        self, stack: _StackReplica, bucket: int, index: int, num_slices: int, keys: Keys, rows_UD: np.ndarray
+    ) -> None:
+        """Make these keys the only ones of a slice."""
+        present = stack.rows.index.keys_at(stack.rows.index.in_buckets((bucket,)))
+        in_slice_U = slices_of(present, self.num_buckets, num_slices) == index
+        stack.rows.index.remove(present.take(np.flatnonzero(in_slice_U)))
+        stack.rows.reserve(len(keys))
+        stack.rows.put(keys, rows_UD)
+
+    def _older(self, stack: _StackReplica, delta: pb.RowDelta, keys: Keys) -> np.ndarray:
+        """bool [U]: keys whose rows are older than the delta. All are, unless the bucket was read in
+        slices."""
+        version, versions = (delta.incarnation, delta.sequence), stack.slices.get(delta.bucket)
+        if versions is None:
+            return np.ones(len(keys), np.bool_)
+        older_K = np.array([known < version for known in versions])
+        if older_K.all():
+            del stack.slices[delta.bucket]
+        older_U: np.ndarray = older_K[slices_of(keys, self.num_buckets, len(versions))]
+        return older_U
+
+    def _check_not_older(self, name: str, bucket: int, version: Version) -> None:
+        known = self._stacks[name].versions[bucket]
+        if version < known:
+            raise _being_replaced(name, bucket, known, version)
 
     def _apply_scan(
         self, name: str, buckets: Sequence[Sequence[int]], keys: Keys, rows_UD: np.ndarray
@@ -188,11 +264,10 @@ class Replica:
                 continue
             chosen_U = bucket_U == bucket
             with self._lock:
-                if (incarnation, sequence) < stack.versions[bucket]:
-                    raise UnavailableError(
-                        f"rows of {name}, bucket {bucket}: expected version {stack.versions[bucket]} or "
-                        f"later, got {(incarnation, sequence)}: that shard is being replaced; try again"
-                    )
+                newest = max([stack.versions[bucket], *stack.slices.get(bucket, ())])
+                if (incarnation, sequence) < newest:
+                    raise _being_replaced(name, bucket, newest, (incarnation, sequence))
+                stack.slices.pop(bucket, None)
                 stack.rows.replace_bucket(bucket, keys.take(chosen_U), rows_UD[chosen_U])
                 stack.versions[bucket] = (incarnation, sequence)
                 stack.unsettled.pop(bucket, None)
@@ -221,6 +296,13 @@ class Replica:
             self.needs_bootstrap |= barrier.rebootstrap or unsettled < barrier.incarnation
             stack.versions[barrier.bucket] = max(stack.versions[barrier.bucket], (barrier.incarnation, 0))
         return True
+
+
+def _being_replaced(name: str, bucket: int, known: Version, got: Version) -> UnavailableError:
+    return UnavailableError(
+        f"rows of {name}, bucket {bucket}: expected version {known} or later, got {got}: that shard is being "
+        "replaced; try again"
+    )
 
 
 def unknown_bucket(message: pb.RowDelta | pb.Barrier) -> SchemaError:
