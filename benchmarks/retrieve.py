@@ -29,6 +29,7 @@ from roostream.models.two_tower.item_index import ItemIndex
 from roostream.runtime.clock import FakeClock
 from roostream.wire.batch import Batch
 from roostream.wire.lookup import build_lookup
+from serving.answer import ENCODER
 from serving.build import open_retrieval
 from serving.config import RetrievalSettings
 from serving.http.retrieval_routes import RetrieveParser
@@ -123,7 +124,7 @@ class Case:
         request, num_shown = self.bodies.recommend(self.body)
         listed, _ = self.shortlist.choose(request, num_shown, NOW_MS)
         assert listed is not None
-        self.service.rank(listed, NOW_MS).answer.json()
+        ENCODER.encode(self.service.rank(listed, NOW_MS).answer)
 
 
 def _without_graph(tower: Callable[[Inputs], torch.Tensor], inputs: Inputs) -> None:
@@ -145,7 +146,7 @@ def asked(what: str, num_items: int) -> Iterator[Work]:
         if what == "rank":
             listed, _ = case.shortlist.choose(case.bodies.recommend(case.body)[0], 10, NOW_MS)
             assert listed is not None
-            yield Work(lambda: case.service.rank(listed, NOW_MS).answer.json())
+            yield Work(lambda: ENCODER.encode(case.service.rank(listed, NOW_MS).answer))
         elif what == "tower":
             index = case.updater.retriever.index
             assert index is not None

@@ -30,11 +30,12 @@ from roostream.schema.schema import Schema
 from roostream.schema.schema_file import schema_from_dict
 from roostream.wire import roo_pb2 as pb
 from roostream.wire.block import encode_nro, encode_ro
-from serving.answer import RankAnswer
+from serving.answer import Scores
 from serving.feature_log.format import LogRecord
 from serving.rank import RankResult, RankService
 from serving.request import RankRequest
 from serving.scorer import first_version
+from serving.types import RankAnswer
 from serving.versions.loaded_versions import LoadedVersions
 
 CANDIDATES, RO, NRO = 50, 20, 8
@@ -155,12 +156,11 @@ def body_of(form: str) -> bytes:
     )
 
 
-def answer_of(request_id: str) -> RankAnswer:
+def answer_of(request_id: str) -> RankAnswer[Any]:
     return RankAnswer(
         request_id=request_id,
         model_version="1-1",
-        tasks=("click",),
-        scores_nT=_SCORES_NT,
+        scores=Scores(("click",), _SCORES_NT),
         order=_ORDER,
         degraded=False,
     )

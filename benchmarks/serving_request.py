@@ -25,6 +25,7 @@ from roostream.schema.ids import buckets_of
 from roostream.schema.schema import Schema
 from roostream.wire import roo_pb2 as pb
 from roostream.wire.lookup import Lookup, build_lookup
+from serving.answer import ENCODER
 from serving.client.messages import encode_impression
 from serving.online_features.hydration import Hydrated, HydrationRequest
 from serving.rank import RankService
@@ -83,7 +84,7 @@ class Case:
         return self.service.completion.encode(request, NOW_MS, *hydrated)
 
     def whole(self) -> None:
-        self.service.rank(self.parser.parse(self.body), NOW_MS).answer.json()
+        ENCODER.encode(self.service.rank(self.parser.parse(self.body), NOW_MS).answer)
 
     def parse(self) -> None:
         self.parser.parse(self.body)

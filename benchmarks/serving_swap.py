@@ -124,8 +124,8 @@ def expected(commits: Commits, bodies: Sequence[bytes]) -> list[np.ndarray]:
         service = RankService(
             schema, LoadedVersions(build_version("1-1", schema, commits.model, 0, weights)), replica
         )
-        scored = (service.rank(parser.parse(body), data.T0_MS).answer for body in bodies)
-        both.append(np.stack([answer.scores_nT for answer in scored]))
+        scored = (service.rank(parser.parse(body), data.T0_MS) for body in bodies)
+        both.append(np.stack([ranked.scores_nT for ranked in scored]))
     assert (np.abs(both[0] - both[1]).max((1, 2)) > 10 * _TOLERANCE).all()
     return both
 

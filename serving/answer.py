@@ -1,79 +1,83 @@
-"""The answer of `POST /v1/rank` and its JSON and protobuf encodings.
+"""The scores of a rank's answer, and the answer's encodings as JSON and protobuf.
 
 Letters: n candidates in the request's order, T tasks.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, overload
 
 import msgspec
 import numpy as np
 from numba import njit
 
 from roostream.wire.proto_fields import RANK_ANSWER, VARINT, encode_fields
+from serving.types import RankAnswer, ScoredItem, TopAnswer
 
 _LEAST = 1e-12
 _DEGRADED = bytes((RANK_ANSWER.degraded << 3 | VARINT, 1))
 _POWERS = np.array([float(f"1e{k}") for k in range(23)])
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class RankAnswer:
-    request_id: str
-    model_version: str
-    tasks: tuple[str, ...]
-    scores_nT: np.ndarray  # float32 probabilities
-    order: list[int]  # candidate indices, first slot first
-    degraded: bool  # online features or rows were unavailable
-    ranked: Sequence[int | str] | None = None  # client item ids, first slot first; None = not requested
-    top: Sequence[int | str] | None = None  # client item ids of the first slots, if only those were requested
+class Scores(Sequence[msgspec.Struct]):
+    """The scores of all candidates. An element has a field for each task; elements are created when they are
+    read, because an answer in protobuf does not need them."""
 
-    def json(self) -> bytes:
-        """Encode as JSON, see `/docs`. Scores are the shortest decimals that round to the same float32."""
-        if self.top is not None:
-            return msgspec.json.encode(self._top(self.top))
-        answer: dict[str, Any] = {
-            "request_id": self.request_id,
-            "model_version": self.model_version,
-            "scores": self._scores(self.scores_nT),
-            "order": self.order,
-            "degraded": self.degraded,
-        }
-        if self.ranked is not None:
-            answer["ranked"] = self.ranked
-        return msgspec.json.encode(answer)
+    def __init__(self, tasks: tuple[str, ...], values_nT: np.ndarray) -> None:
+        """`values_nT`: float32 probabilities."""
+        self.tasks, self.values_nT = tasks, values_nT
 
-    def _top(self, ids: Sequence[int | str]) -> dict[str, Any]:
-        rows = self._scores(self.scores_nT[self.order[: len(ids)]])
-        return {
-            "request_id": self.request_id,
-            "model_version": self.model_version,
-            "top": [
-                {"item_id": item_id, "scores": scores} for item_id, scores in zip(ids, rows, strict=True)
-            ],
-            "degraded": self.degraded,
-        }
+    def __len__(self) -> int:
+        return len(self.values_nT)
 
-    def _scores(self, scores_nT: np.ndarray) -> list[msgspec.Struct]:
-        return list(itertools.starmap(_scores_type(self.tasks), shortest(scores_nT).tolist()))
+    def __iter__(self) -> Iterator[msgspec.Struct]:
+        """Scores are the shortest decimals that round to the same float32."""
+        return itertools.starmap(_scores_type(self.tasks), shortest(self.values_nT).tolist())
 
-    def protobuf(self) -> bytes:
-        """Encode as `roo.RankAnswer`, which has no item ids. With `top`, `order` has only the first slots;
-        `scores` has all candidates."""
-        order = self.order if self.top is None else self.order[: len(self.top)]
-        fields = (
-            (RANK_ANSWER.request_id, self.request_id.encode() or None),
-            (RANK_ANSWER.model_version, self.model_version.encode() or None),
-            *((RANK_ANSWER.tasks, task.encode()) for task in self.tasks),
-            (RANK_ANSWER.scores, self.scores_nT.astype("<f4").tobytes() or None),
-            (RANK_ANSWER.order, np.array(order, dtype="<u4").tobytes() or None),
-        )
-        return encode_fields(fields) + (_DEGRADED if self.degraded else b"")
+    @overload
+    def __getitem__(self, at: int) -> msgspec.Struct: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[msgspec.Struct]: ...
+    def __getitem__(self, at: int | slice) -> msgspec.Struct | list[msgspec.Struct]:
+        return list(self)[at]
+
+    def in_order(self, order: Sequence[int]) -> Scores:
+        """The scores of these candidates, in this order."""
+        return Scores(self.tasks, self.values_nT[order])
+
+
+ENCODER = msgspec.json.Encoder(enc_hook=list)  # `list` turns Scores into what JSON has
+
+
+def top_answer(answer: RankAnswer[Any], item_ids: Sequence[int | str], num_slots: int) -> TopAnswer[Any]:
+    """The answer with the first slots only. `item_ids` are those of the request."""
+    assert isinstance(answer.scores, Scores)
+    order = answer.order[:num_slots]
+    top = [
+        ScoredItem(item_ids[i], scores)
+        for i, scores in zip(order, answer.scores.in_order(order), strict=True)
+    ]
+    common = set(TopAnswer.__struct_fields__) - {"top"}
+    return TopAnswer(top=top, **{name: getattr(answer, name) for name in common})
+
+
+def encode_protobuf(answer: RankAnswer[Any], num_slots: int = 0) -> bytes:
+    """Encode as `roo.RankAnswer`, which has no item ids. With `num_slots`, `order` has only the first slots;
+    `scores` always has all candidates."""
+    scores = answer.scores
+    assert isinstance(scores, Scores)
+    order = answer.order[:num_slots] if num_slots else answer.order
+    fields = (
+        (RANK_ANSWER.request_id, answer.request_id.encode() or None),
+        (RANK_ANSWER.model_version, answer.model_version.encode() or None),
+        *((RANK_ANSWER.tasks, task.encode()) for task in scores.tasks),
+        (RANK_ANSWER.scores, scores.values_nT.astype("<f4").tobytes() or None),
+        (RANK_ANSWER.order, np.array(order, dtype="<u4").tobytes() or None),
+    )
+    return encode_fields(fields) + (_DEGRADED if answer.degraded else b"")
 
 
 @functools.lru_cache(maxsize=16)

@@ -6,8 +6,9 @@ from typing import Any
 
 from roostream.schema.schema import Feature, Schema
 from roostream.wire.block import main_key
+from serving.types import EngagementsAnswer, RankAnswer
 
-ENGAGED = {"accepted": 1, "event_ids": ["18136445899183003242"], "unused_actions": []}
+ENGAGED = EngagementsAnswer(1, ["18136445899183003242"], [])
 
 
 def rank_example(schema: Schema) -> dict[str, Any]:
@@ -41,13 +42,12 @@ def _value(f: Feature) -> Any:
     }
 
 
-def answer_example(schema: Schema) -> dict[str, Any]:
+def answer_example(schema: Schema) -> RankAnswer[dict[str, float]]:
     """A possible answer."""
-    scores = [dict.fromkeys(schema.tasks, score) for score in (0.0625, 0.125)]
-    return {
-        "request_id": "r-1",
-        "model_version": "1-27",
-        "scores": scores,
-        "order": [1, 0],
-        "degraded": False,
-    }
+    return RankAnswer(
+        request_id="r-1",
+        model_version="1-27",
+        degraded=False,
+        scores=[dict.fromkeys(schema.tasks, score) for score in (0.0625, 0.125)],
+        order=[1, 0],
+    )

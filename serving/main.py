@@ -18,7 +18,7 @@ from roostream.runtime.thread_group import StopBudget, ThreadGroup
 from serving import heartbeat
 from serving.admin import admin_server
 from serving.admin.admin_server import read_token
-from serving.admin.admin_service import ROOT, AdminService
+from serving.admin.admin_service import AdminService
 from serving.build import ServingProcess, build_process, precompile
 from serving.config import ServingConfig
 from serving.http import server as http_server
@@ -116,7 +116,12 @@ def _start_admin(
     socket = resources.enter_context(
         contextlib.closing(http_server.bind(config.admin_listen, "admin_listen"))
     )
-    log.info("admin interface on http%s://%s:%d%s", "s" if tls else "", *socket.getsockname()[:2], ROOT)
+    log.info(
+        "admin interface on http%s://%s:%d%s",
+        "s" if tls else "",
+        *socket.getsockname()[:2],
+        admin_server.ROOT,
+    )
     threads.start("admin", admin_server.run, app, socket, tls, halt)
 
 

@@ -28,7 +28,7 @@ from roostream.schema.schema import Schema
 from roostream.wire import records as wire
 from roostream.wire import roo_pb2 as pb
 from roostream.wire.proto_fields import IMPRESSION, encode_fields
-from serving.answer import RankAnswer
+from serving.answer import Scores
 from serving.errors import RequestError
 from serving.feature_completion import FeatureCompletion
 from serving.feature_log.format import LogRecord
@@ -38,6 +38,7 @@ from serving.ordering import Draft, best_order, explore, request_rng, team_draft
 from serving.request import RankRequest, RequestBlocks
 from serving.request_batch import RequestColumns
 from serving.scorer import RowReader, probabilities
+from serving.types import RankAnswer
 from serving.versions.interleaving_stats import InterleavingStats, Pair
 from serving.versions.loaded_versions import LoadedVersions, VersionChoice
 from serving.versions.recent_requests import ScoredRequest
@@ -70,8 +71,14 @@ class OrderPolicy:
 class RankResult:
     """An answer and its log record, which is not appended yet."""
 
-    answer: RankAnswer
+    answer: RankAnswer[Any]
     record: LogRecord
+
+    @property
+    def scores_nT(self) -> np.ndarray:
+        """float32 probabilities, by candidate in the request's order and by task."""
+        assert isinstance(self.answer.scores, Scores)
+        return self.answer.scores.values_nT
 
 
 class _OpenedRequest(NamedTuple):
@@ -239,14 +246,12 @@ class RankService:
         answer = RankAnswer(
             request_id=request.request_id,
             model_version=version.name,
-            tasks=self.schema.tasks,
-            scores_nT=scores_nT,
+            scores=Scores(self.schema.tasks, scores_nT),
             order=order,
             degraded=complete.degraded or not self.rows_complete(),
-            ranked=[request.client_item_ids[i] for i in order] if request.return_ranked else None,
-            top=[request.client_item_ids[i] for i in order[: request.top]] if request.top else None,
+            ranked=[request.client_item_ids[i] for i in order] if request.return_ranked else [],
         )
-        value = self._impression(complete, answer, propensities)
+        value = self._impression(complete, answer, scores_nT, propensities)
         took_s = sum(complete.took_s) + share_s + time.perf_counter() - begin_s
         self._notify_scored(complete, scores_nT, took_s)
         return RankResult(answer, LogRecord(IMPRESSIONS, -1, complete.time_ms, request.key, value))
@@ -330,7 +335,13 @@ class RankService:
         """The request's random generator: a repeated request gets the same draws."""
         return request_rng(self.policy.seed, request.key, request.request_id, request.first_position)
 
-    def _impression(self, complete: CompletedRequest, answer: RankAnswer, propensities: list[float]) -> bytes:
+    def _impression(
+        self,
+        complete: CompletedRequest,
+        answer: RankAnswer[Any],
+        scores_nT: np.ndarray,
+        propensities: list[float],
+    ) -> bytes:
         """Encode the impression. Raises RequestError 413."""
         request, blocks = complete.request, complete.blocks
         header = pb.Header(
@@ -351,7 +362,7 @@ class RankService:
             (IMPRESSION.ro, None if request.append else blocks.ro),
             (IMPRESSION.item_ids, request.item_ids.astype("<i8").tobytes() or None),
             (IMPRESSION.nro, blocks.nro or None),
-            (IMPRESSION.scores, answer.scores_nT.astype("<f4").tobytes() or None),
+            (IMPRESSION.scores, scores_nT.astype("<f4").tobytes() or None),
             (IMPRESSION.positions, position_n.tobytes() or None),
             (IMPRESSION.propensities, np.array(propensities, dtype="<f4").tobytes() or None),
         )

@@ -18,13 +18,11 @@ import numpy as np
 from msgspec import Meta
 
 from roostream.errors import nearest
-from roostream.schema.ids import MASK64
 from roostream.schema.schema import Feature, Schema
 from roostream.wire.block import main_key
 from roostream.wire.records import MAX_WEIGHT
 from serving.errors import RequestError, shown
 from serving.request import (
-    MAX_TEXT_BYTES,
     RankRequest,
     check_ids,
     check_text,
@@ -32,36 +30,21 @@ from serving.request import (
     parse_ids,
     parse_request_id,
 )
+from serving.types import FORBID, Id, RankFields, RankOptions, described, limits
 
-RANK_QUERY = {
-    "append": "a page that adds candidates to an earlier request",
-    "ranked": "the answer has `ranked`: item ids, first slot first",
-    "top": "the answer has `top` instead of scores and order: this many first slots with item id and scores",
-}
+RANK_QUERY = RankOptions.__struct_fields__
 MAX_FLOAT = float(np.finfo(np.float32).max)
-FORBID: dict[str, Any] = {"forbid_unknown_fields": True}
-
-
-def limits(description: str = "", **of_schema: Any) -> Meta:
-    """Limits that appear in the OpenAPI document but are checked by our own code, for its messages and status
-    codes."""
-    return Meta(description=description or None, extra_json_schema=of_schema or None)
-
-
-TEXT = limits("at most 64 bytes of UTF-8", maxLength=MAX_TEXT_BYTES)
-NAME = limits("1 to 64 bytes of UTF-8", minLength=1, maxLength=MAX_TEXT_BYTES)
 TIME = limits("ms since 1970", minimum=-(1 << 63), maximum=(1 << 63) - 1)
 FLOAT = limits(minimum=-MAX_FLOAT, maximum=MAX_FLOAT)
-PlainId = Annotated[int, limits(minimum=-(1 << 63), maximum=MASK64)] | Annotated[str, limits(minLength=1)]
-Id = Annotated[PlainId, Meta(description="an integer passes through, a string is hashed; no empty one")]
 
 
 @dataclasses.dataclass(frozen=True)
 class JsonTypes:
-    """`rank` is the type of the whole body. `known` lists the field names at each path, for suggestions in
-    error messages."""
+    """`rank` is the type of the whole body, `ro` that of the request's features. `known` lists the field
+    names at each path, for suggestions in error messages."""
 
     rank: type[msgspec.Struct]
+    ro: type[msgspec.Struct]
     known: dict[str, tuple[str, ...]]  # path without indices → names
     flat: tuple[int, ...]  # indices of the NRO features that a candidate row may have beside item_id
 
@@ -74,7 +57,7 @@ def build_types(schema: Schema) -> JsonTypes:
     flat = tuple(i for i, f in enumerate(schema.nro) if f.name not in ("item_id", "nro"))
     own = [
         ("item_id", Id),
-        ("nro", Annotated[nro | None, Meta(description="features may also stand in here")], None),
+        ("nro", Annotated[nro | None, described("features may also stand in here")], None),
     ]
     row = _struct("CandidateRow", [(schema.nro[i], value[schema.nro[i].name]) for i in flat], own)
     count: dict[str, Any] = {"minItems": 1, "maxItems": schema.limits.max_candidates}
@@ -83,48 +66,23 @@ def build_types(schema: Schema) -> JsonTypes:
         "CandidateColumns", [(f, _column(value[f.name], schema)) for f in schema.nro], [("item_id", items)]
     )
     both = Annotated[list[row], limits(**count)] | columns  # type: ignore[valid-type]
-    fields = _fields(both, ro)
-    return JsonTypes(msgspec.defstruct("RankRequest", fields, **FORBID), _known(schema, fields, flat), flat)
+    rank = msgspec.defstruct(
+        "RankRequest",
+        [
+            ("candidates", Annotated[both, described("rows, or columns; each item once")]),
+            ("ro", ro, msgspec.field(default_factory=ro)),
+        ],
+        bases=(RankFields,),
+        kw_only=True,
+        **FORBID,
+    )
+    return JsonTypes(rank, ro, _known(schema, rank.__struct_encode_fields__, flat), flat)
 
 
-def _fields(candidates: Any, ro: type[msgspec.Struct]) -> list[Any]:
-    return [
-        ("candidates", Annotated[candidates, Meta(description="rows, or columns; each item once")]),
-        (
-            "request_id",
-            Annotated[
-                str, limits("at most 64 bytes of UTF-8; made here when missing", maxLength=MAX_TEXT_BYTES)
-            ],
-            "",
-        ),
-        ("user_id", Id, 0),
-        ("session_id", Id, 0),
-        ("surface", Annotated[str, TEXT], ""),
-        ("ro", ro, msgspec.field(default_factory=ro)),
-        (
-            "append",
-            Annotated[bool, Meta(description="a page that adds candidates to an earlier request")],
-            False,
-        ),
-        (
-            "first_position",
-            Annotated[int, limits("position of this page's first slot", minimum=0, maximum=(1 << 31) - 1)],
-            0,
-        ),
-        (
-            "model_version",
-            Annotated[
-                str, limits("empty = the newest; 404 if it is not loaded", pattern=r"^(\d{1,20}-\d{1,20})?$")
-            ],
-            "",
-        ),
-    ]
-
-
-def _known(schema: Schema, fields: list[Any], flat: tuple[int, ...]) -> dict[str, tuple[str, ...]]:
+def _known(schema: Schema, fields: tuple[str, ...], flat: tuple[int, ...]) -> dict[str, tuple[str, ...]]:
     nro = tuple(f.name for f in schema.nro)
     known = {
-        "$": tuple(f[0] for f in fields),
+        "$": fields,
         "$.candidates[]": ("item_id", "nro", *(schema.nro[i].name for i in flat)),
     }
     known |= {
@@ -215,8 +173,8 @@ class JsonParser:
 
     def __init__(self, schema: Schema) -> None:
         self.schema = schema
-        self._types = build_types(schema)
-        self._decoder = msgspec.json.Decoder(self._types.rank)
+        self.types = build_types(schema)
+        self._decoder = msgspec.json.Decoder(self.types.rank)
         self._nro = [(f"f{i}", f) for i, f in enumerate(schema.nro)]
         self._ro = [(f"f{i}", f, f"$.ro.{f.name}") for i, f in enumerate(schema.ro)]
 
@@ -227,7 +185,7 @@ class JsonParser:
             RequestError: 400 with the path of the field; 413 for more candidates or list entries than the
             schema allows.
         """
-        rank: Any = decode_body(self._decoder, body, self._types.known)
+        rank: Any = decode_body(self._decoder, body, self.types.known)
         by_row = isinstance(rank.candidates, list)
         ids = [c.item_id for c in rank.candidates] if by_row else rank.candidates.item_id
         return RankRequest(
@@ -240,7 +198,7 @@ class JsonParser:
             ro=self._request_values(rank.ro),
             nro=self._rows(rank.candidates) if by_row else self._columns(rank.candidates),
             append=rank.append,
-            first_position=_position(rank.first_position),
+            first_position=check_position(rank.first_position, len(ids)),
             model_version=rank.model_version,
         )
 
@@ -263,7 +221,7 @@ class JsonParser:
         """Features beside `item_id`, nested in `nro`, or both."""
         _, nested, *flat = zip(*map(msgspec.structs.astuple, candidates), strict=True)
         given = {
-            f.name: (f, column) for f, column in _given(flat, [self._nro[i][1] for i in self._types.flat])
+            f.name: (f, column) for f, column in _given(flat, [self._nro[i][1] for i in self.types.flat])
         }
         if nested.count(None) == len(nested):
             return self._checked_columns(list(given.values()), "$.candidates[{}].{}")
@@ -430,10 +388,13 @@ def _decode_error(message: str, known: dict[str, tuple[str, ...]]) -> RequestErr
     return RequestError(400, f"unknown field {name!r}{instead}", f"{path}.{name}")
 
 
-def _position(value: int) -> int:
-    if not 0 <= value < 1 << 31:
-        raise RequestError(400, f"expected a position of at least 0, got {value}", "$.first_position")
-    return value
+def check_position(first: int, num_candidates: int, path: str = "$.first_position") -> int:
+    """Return `first`. Raises RequestError 400: the position of a candidate would be beyond 31 bits, which the
+    trainer would refuse."""
+    most = (1 << 31) - 1 - num_candidates
+    if not 0 <= first <= most:
+        raise RequestError(400, f"expected a position from 0 to {most}, got {shown(first)}", path)
+    return first
 
 
 def _aligned(columns: dict[str, Any], path: str) -> dict[str, Any]:

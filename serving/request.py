@@ -12,8 +12,7 @@ import numpy as np
 from roostream.schema.ids import LOWEST_ID, MASK64, item_id, key_bytes
 from roostream.wire.block import Columns
 from serving.errors import RequestError
-
-MAX_TEXT_BYTES = 64
+from serving.types import MAX_TEXT_BYTES
 
 
 class RequestBlocks(NamedTuple):
@@ -43,8 +42,6 @@ class RankRequest:
     first_position: int  # position of the first slot of this answer
     model_version: str  # "" = the newest
     return_ranked: bool = False  # include item ids in ranked order in the answer
-    # Return only this many first slots, with items and scores; 0 = return all scores and the order
-    top: int = 0
     blocks: RequestBlocks | None = None  # as the client encoded them; `ro` and `nro` are empty then
     # Whether the blocks lack a feature that can be filled in; None = not checked yet
     has_missing: bool | None = None

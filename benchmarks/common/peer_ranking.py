@@ -106,11 +106,12 @@ class Scoring:
             first_position=0,
             model_version="",
         )
-        answer = self.service.rank(request, time.time_ns() // 1_000_000).answer
+        ranked = self.service.rank(request, time.time_ns() // 1_000_000)
+        answer = ranked.answer
         return {
             "request_id": answer.request_id,
             "model_version": answer.model_version,
-            "scores": [dict(zip(self.tasks, row, strict=True)) for row in answer.scores_nT.tolist()],
+            "scores": [dict(zip(self.tasks, row, strict=True)) for row in ranked.scores_nT.tolist()],
             "order": answer.order,
             "degraded": answer.degraded,
         }

@@ -205,15 +205,16 @@ class Keyring:
         return True
 
     def poll(self) -> None:
-        """Load the file if it has changed. If it is invalid, the error is logged and the old keys stay in
-        force."""
-        if not self._watch.changed():
+        """Load the file if it has changed. If it cannot be read or is invalid, the error is logged once, the
+        old keys stay in force, and the file is tried again at every call."""
+        if not (self._watch.changed() or self.refused):
             return
         try:
             self._keys = _by_id(read_keys(self.file))
         except ConfigError as error:
+            if str(error) != self.refused:
+                log.error("%s; the previous keys stay in force", error)
             self.refused = str(error)
-            log.error("%s; the previous keys stay in force", error)
         else:
             self.refused = ""
             log.info("%s: %d keys are in force", self.file, len(self._keys))

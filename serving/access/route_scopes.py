@@ -5,23 +5,33 @@ from __future__ import annotations
 from serving.access.bearer_keys import ANY
 
 _OPEN = frozenset({"/healthz", "/readyz", "/v2/health/live", "/v2/health/ready"})
-_SCOPES = {
+_TRAFFIC = {
     "/v1/rank": "rank",
-    "/v1/explain": "rank",
-    "/v1/retrieve": "rank",
-    "/v1/recommend": "rank",
-    "/page/items.json": "rank",
-    "/page/rescored.json": "rank",
-    "/v1/engagements": "engage",
-    "/metrics": "metrics",
+    "/v1/explain": "explain",
+    "/v1/retrieve": "retrieve",
+    "/v1/recommend": "recommend",
+    "/v1/engagements": "engagements",
 }
+_PAGE = frozenset(
+    {"/page/items.json", "/page/rescored.json"}
+)  # the live list: as much as a rank answer tells
+
+
+def traffic_route(path: str) -> str | None:
+    """The name of the traffic route at this path, or None."""
+    route = _TRAFFIC.get(path)
+    if route is None and path.startswith("/v2/models/") and path.endswith("/infer"):
+        return "infer"
+    return route
 
 
 def required_scope(path: str, open_files: frozenset[str]) -> str | None:
     """Return a scope, ANY, or None: probes and `open_files`, which contain no data, need no key."""
-    scope = _SCOPES.get(path)
-    if scope is not None:
-        return scope
-    if path in _OPEN or path in open_files:
-        return None
-    return "rank" if path.startswith("/v2/models/") and path.endswith("/infer") else ANY
+    route = traffic_route(path)
+    if route is not None:
+        return "engage" if route == "engagements" else "rank"
+    if path in _PAGE:
+        return "rank"
+    if path == "/metrics":
+        return "metrics"
+    return None if path in _OPEN or path in open_files else ANY

@@ -5,22 +5,24 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
-import logging
 import socket
 import threading
 from pathlib import Path
 
-import msgspec
 import uvloop
-from starlette.types import Receive, Scope, Send
+from fastapi import FastAPI, Request
+from fastapi.middleware import Middleware
+from starlette.types import Scope
 
 from roostream.runtime.tls import TlsContext
 from roostream.schema.settings import SettingError
 from serving.access.bearer_keys import Keyring
-from serving.admin.admin_service import AdminService
+from serving.admin.admin_service import SPLITS, AdminService, Answer
 from serving.errors import RequestError
 from serving.http import server as http_server
-from serving.http.body import JSON, BodyReader, ClientGoneError, send_answer
+from serving.http.body import BodyReader
+from serving.http.error_handlers import EXCEPTION_HANDLERS
+from serving.http.middleware import AccessMiddleware
 
 MIN_BYTES = 16
 _SCHEME = "bearer "
@@ -61,50 +63,67 @@ def _digest(token: str) -> bytes:
     return hashlib.sha256(token.encode("utf-8", "surrogateescape")).digest()
 
 
-log = logging.getLogger("roostream.serving.admin")
-
+ROOT = "/admin/v1"
 MAX_BODY_BYTES = 64 << 10
 MAX_CONNECTIONS = 32
 DEADLINE_S = 5.0  # for a body
 _LOOK_S = 0.2  # poll interval for the stop
 
 
-class AdminInterface:
-    """The ASGI application."""
+class AdminInterface(FastAPI):
+    """The application of the admin port.
+
+    GET  /admin/v1/versions                  loaded versions, and refused ones with the reason
+    POST /admin/v1/versions/<name>/activate  serve this loaded version until `resume`
+    POST /admin/v1/versions/resume           serve the newest version again
+    GET, PUT /admin/v1/canary | shadow | interleave   {"version", "share"}; a share of 0 is off
+    GET  /admin/v1/slow                      the slowest requests of the last ten minutes
+    """
 
     def __init__(self, admin_service: AdminService, token: AdminToken | Keyring) -> None:
-        self.admin_service, self.token = admin_service, token
-        self.body_reader = BodyReader(MAX_BODY_BYTES, MAX_CONNECTIONS * MAX_BODY_BYTES)
+        def check(scope: Scope) -> None:
+            given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+            if not token.fits(given.decode("latin-1")):
+                expected = "expected the header 'authorization: Bearer TOKEN' with the token of "
+                raise RequestError(401, expected + "admin_token_file")
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers: dict[str, str] = {}
-        answer: object
-        try:
-            status, answer = 200, await self._answer(scope, receive)
-        except ClientGoneError:
-            return
-        except RequestError as error:
-            status, answer, headers = error.status, error.body(), error.headers()
-        except Exception:
-            log.exception("an admin request failed: this is a defect of Roostream")
-            status, answer = (
-                500,
-                RequestError(500, "this could not be done; the cause is in serving's log").body(),
-            )
-        if status == 401:
-            headers["www-authenticate"] = "Bearer"
-        await send_answer(send, status, msgspec.json.encode(answer), JSON, headers)
-
-    async def _answer(self, scope: Scope, receive: Receive) -> dict[str, object]:
-        given = next(
-            (value.decode("latin-1") for name, value in scope["headers"] if name == b"authorization"), ""
+        super().__init__(
+            openapi_url=None,
+            redirect_slashes=False,
+            telemetry={"tracing": False, "metrics": False, "logs": False},
+            middleware=[Middleware(AccessMiddleware, check, lambda status: None)],
+            exception_handlers=EXCEPTION_HANDLERS,
         )
-        if not self.token.fits(given):
-            raise RequestError(
-                401, "expected the header 'authorization: Bearer TOKEN' with the token of admin_token_file"
-            )
-        body = await self.body_reader.read(scope, receive, asyncio.get_running_loop().time() + DEADLINE_S)
-        return self.admin_service.answer(scope["method"], scope["path"], body)
+        bodies = BodyReader(MAX_BODY_BYTES, MAX_CONNECTIONS * MAX_BODY_BYTES)
+
+        @self.get(f"{ROOT}/versions")
+        async def versions() -> Answer:
+            return admin_service.list_versions()
+
+        @self.post(f"{ROOT}/versions/resume")
+        async def resume() -> Answer:
+            return admin_service.resume()
+
+        @self.post(f"{ROOT}/versions/{{name}}/activate")
+        async def activate(name: str) -> Answer:
+            return admin_service.activate(name)
+
+        @self.get(f"{ROOT}/slow")
+        async def slow() -> Answer:
+            return admin_service.slow()
+
+        def add_split(name: str) -> None:
+            @self.get(f"{ROOT}/{name}")
+            async def get_split() -> Answer:
+                return admin_service.split(name)
+
+            @self.put(f"{ROOT}/{name}")
+            async def put_split(request: Request) -> Answer:
+                until_s = asyncio.get_running_loop().time() + DEADLINE_S
+                return admin_service.put_split(name, await bodies.read(request, until_s))
+
+        for name in SPLITS:
+            add_split(name)
 
 
 def run(app: AdminInterface, bound: socket.socket, tls: TlsContext | None, stop: threading.Event) -> None:

@@ -1,23 +1,14 @@
-"""The operations of the admin port, without sockets: method, path and body in, the answer out.
-
-GET  /admin/v1/versions                  loaded versions, and refused ones with the reason
-POST /admin/v1/versions/<name>/activate  serve this loaded version until `resume`
-POST /admin/v1/versions/resume           serve the newest version again
-GET, PUT /admin/v1/canary | shadow | interleave   {"version", "share"}; a share of 0 is off
-GET  /admin/v1/slow                      the slowest requests of the last ten minutes
-"""
+"""The operations of the admin port, without HTTP."""
 
 from __future__ import annotations
 
 import logging
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
-from roostream.errors import nearest
 from serving.errors import RequestError, shown
 from serving.versions.interleaving_stats import InterleavingStats
 from serving.versions.loaded_versions import LoadedVersion, LoadedVersions
@@ -27,12 +18,8 @@ from serving.versions.shadow_scoring import ShadowScoring
 
 log = logging.getLogger("roostream.serving.admin")
 
-ROOT = "/admin/v1"
 SPLITS = ("canary", "shadow", "interleave")
-_ACTIVATE = re.compile(rf"{ROOT}/versions/([^/]+)/activate")
-
 Answer = dict[str, Any]
-Handlers = Mapping[str, Callable[[bytes], Answer]]  # by method
 
 
 class SplitBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -60,26 +47,8 @@ class AdminService:
             interleaving_stats,
             now_ms,
         )
-        self._handlers: dict[str, Handlers] = {
-            f"{ROOT}/versions": {"GET": self._list},
-            f"{ROOT}/versions/resume": {"POST": self._resume},
-            f"{ROOT}/slow": {"GET": self._slow},
-            **{f"{ROOT}/{name}": self._split_handlers(name) for name in SPLITS},
-        }
 
-    def answer(self, method: str, path: str, body: bytes) -> Answer:
-        """Raises RequestError 400, 404, 405: nothing was changed."""
-        handlers = self._handlers.get(path)
-        if handlers is None and (match := _ACTIVATE.fullmatch(path)):
-            name = match[1]
-            handlers = {"POST": lambda body: self._activate(name)}
-        if handlers is None:
-            raise RequestError(404, f"nothing is at {shown(path)!r}{nearest(shown(path), self._handlers)}")
-        if method not in handlers:
-            raise RequestError(405, f"expected {' or '.join(handlers)}, got {shown(method)}")
-        return handlers[method](body)
-
-    def _list(self, body: bytes) -> Answer:
+    def list_versions(self) -> Answer:
         versions = self.versions
         return {
             "served": versions.served.version.name,
@@ -101,39 +70,39 @@ class AdminService:
             "age_s": round((now_ms - loaded.committed_ms) / 1000, 1) if loaded.committed_ms else None,
         }
 
-    def _activate(self, name: str) -> Answer:
+    def activate(self, name: str) -> Answer:
+        """Raises RequestError 400, 404: nothing was changed."""
         self.versions.activate(name)
         log.info("version %s is served until resume", name)
-        return self._list(b"")
+        return self.list_versions()
 
-    def _resume(self, body: bytes) -> Answer:
+    def resume(self) -> Answer:
         self.versions.resume()
         log.info("the newest version is served again: %s", self.versions.served.version.name)
-        return self._list(b"")
+        return self.list_versions()
 
-    def _split_handlers(self, name: str) -> Handlers:
-        def get(body: bytes) -> Answer:
-            split: TrafficSplit = getattr(self.versions.routing, name)
-            loaded = self.versions.resolve(split)
-            means = loaded.version.name if loaded is not None else None
-            return {
-                "version": split.version or None,
-                "share": split.share,
-                "means": means,
-                **self._results(name),
-            }
+    def split(self, name: str) -> Answer:
+        """`name`: one of SPLITS."""
+        split: TrafficSplit = getattr(self.versions.routing, name)
+        loaded = self.versions.resolve(split)
+        means = loaded.version.name if loaded is not None else None
+        return {
+            "version": split.version or None,
+            "share": split.share,
+            "means": means,
+            **self._results(name),
+        }
 
-        def put(body: bytes) -> Answer:
-            try:
-                given = msgspec.json.decode(body, type=SplitBody)
-            except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-                message = f'expected {{"version": "newest", "share": 0.05}}: {shown(error)}'
-                raise RequestError(400, message, "$") from None
-            self.versions.put(**{name: TrafficSplit(given.version if given.share else "", given.share)})
-            log.info("%s: %s", name, getattr(self.versions.routing, name) or "none")
-            return get(b"")
-
-        return {"GET": get, "PUT": put}
+    def put_split(self, name: str, body: bytes) -> Answer:
+        """Raises RequestError 400, 404: nothing was changed."""
+        try:
+            given = msgspec.json.decode(body, type=SplitBody)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            message = f'expected {{"version": "newest", "share": 0.05}}: {shown(error)}'
+            raise RequestError(400, message, "$") from None
+        self.versions.put(**{name: TrafficSplit(given.version if given.share else "", given.share)})
+        log.info("%s: %s", name, getattr(self.versions.routing, name) or "none")
+        return self.split(name)
 
     def _results(self, name: str) -> Answer:
         if name == "shadow":
@@ -153,7 +122,7 @@ class AdminService:
             return counts | {"results": results}
         return {}
 
-    def _slow(self, body: bytes) -> Answer:
+    def slow(self) -> Answer:
         """Request contents are left out: features belong to users."""
         return {
             "requests": [

@@ -16,6 +16,14 @@ from roostream.schema.schema import Schema
 from roostream.wire import roo_pb2 as pb
 from roostream.wire.block import encode_nro, encode_ro
 from serving.client.retry import Call, Reply, ServingError
+from serving.types import (
+    EngagementsAnswer,
+    RankAnswer,
+    RecommendAnswer,
+    RetrieveAnswer,
+    ScoredItem,
+    TopAnswer,
+)
 
 JSON = "application/json"
 PROTOBUF = "application/x-protobuf"
@@ -83,65 +91,16 @@ class EngagementFields(TypedDict, total=False):
     time_ms: int | None
 
 
-class Ranking(msgspec.Struct, frozen=True):
+class Ranking(RankAnswer[dict[str, float]], kw_only=True):
     """The answer of a rank request. Show `items`, the candidates' ids as given, first slot first."""
 
-    request_id: str
-    model_version: str
-    scores: list[dict[str, float]]  # by task, in the request's order
-    order: list[int]  # candidate indices, first slot first
-    degraded: bool
-    items: list[Id] = []
+    items: list[Id] = msgspec.field(default_factory=list)
 
 
-class PlacedItem(msgspec.Struct, frozen=True):
-    """An item in a slot."""
-
-    item_id: Id
-    scores: dict[str, float]  # by task
-
-
-class TopRanking(msgspec.Struct, frozen=True):
-    """The answer of a rank request with the first slots only."""
-
-    request_id: str
-    model_version: str
-    top: list[PlacedItem]  # to show, first slot first
-    degraded: bool
-
-
-class NearItem(msgspec.Struct, frozen=True):
-    """An item of the catalogue."""
-
-    item_id: Id
-    product: float  # of its vector with the request's vector
-
-
-class FoundItems(msgspec.Struct, frozen=True):
-    """The answer of a retrieve request; nothing is logged."""
-
-    request_id: str
-    retrieval_version: str
-    items: list[NearItem]  # nearest first
-    degraded: bool
-
-
-class Recommendation(msgspec.Struct, frozen=True):
-    """The answer of a recommend request, which is logged like a rank request."""
-
-    request_id: str
-    retrieval_version: str
-    model_version: str
-    items: list[PlacedItem]  # to show, first slot first
-    degraded: bool
-
-
-class Receipt(msgspec.Struct, frozen=True):
-    """The answer to engagements: event ids in the given order, and actions that nothing counts."""
-
-    accepted: int
-    event_ids: list[str]
-    unused_actions: list[str]
+TopRanking = TopAnswer[dict[str, float]]
+FoundItems = RetrieveAnswer
+Recommendation = RecommendAnswer[dict[str, float]]
+Receipt = EngagementsAnswer
 
 
 def rank_exchange(fields: RankFields, schema: Schema | None) -> ApiCall[Ranking]:
@@ -186,11 +145,11 @@ def decode_json(kind: type[T], reply: Reply) -> T:
 def encode_impression(fields: RankFields, schema: Schema) -> bytes:
     """Encode `fields` as a `roo.Impression` without scores. Raises WireError, as
     `roostream.wire.block.encode_nro`."""
-    ids = [item_id(i) for i in item_ids_of(fields)]
+    ids = [_uint64(i) for i in item_ids_of(fields)]
     header = pb.Header(
         request_id=fields.get("request_id", ""),
-        user_id=item_id(fields.get("user_id", 0)),
-        session_id=item_id(fields.get("session_id", 0)),
+        user_id=_uint64(fields.get("user_id", 0)),
+        session_id=_uint64(fields.get("session_id", 0)),
         surface=fields.get("surface", ""),
         schema=schema.fingerprint,
         model_version=fields.get("model_version", ""),
@@ -209,7 +168,13 @@ def item_ids_of(fields: RankFields) -> list[Id]:
         if isinstance(candidates, Mapping)
         else [c["item_id"] for c in candidates]
     )
-    return ids.tolist() if isinstance(ids, np.ndarray) else list(ids)
+    if isinstance(ids, np.ndarray):
+        return ids.tolist()
+    return [i.item() if isinstance(i, np.generic) else i for i in ids]
+
+
+def _uint64(value: Id | np.generic) -> int:
+    return item_id(value.item() if isinstance(value, np.generic) else value)
 
 
 def _rank_call(fields: RankFields, schema: Schema | None, *query: str) -> Call:
@@ -261,10 +226,11 @@ def _top_ranking(reply: Reply, given: list[Id]) -> TopRanking:
         return decode_json(TopRanking, reply)
     ranking = _decoded_ranking(reply)
     try:
-        top = [PlacedItem(given[i], ranking.scores[i]) for i in ranking.order]
+        top = [ScoredItem(given[i], ranking.scores[i]) for i in ranking.order]
     except IndexError as error:
         raise _not_ours(reply, error) from None
-    return TopRanking(ranking.request_id, ranking.model_version, top, ranking.degraded)
+    common = {name: getattr(ranking, name) for name in TopAnswer.__struct_fields__ if name != "top"}
+    return TopAnswer(top=top, **common)
 
 
 def _decoded_ranking(reply: Reply) -> Ranking:
@@ -277,7 +243,13 @@ def _decoded_ranking(reply: Reply) -> Ranking:
         scores = [dict(zip(answer.tasks, row, strict=True)) for row in rows]
     except (DecodeError, ValueError) as error:
         raise _not_ours(reply, error) from None
-    return Ranking(answer.request_id, answer.model_version, scores, list(answer.order), answer.degraded)
+    return Ranking(
+        request_id=answer.request_id,
+        model_version=answer.model_version,
+        scores=scores,
+        order=list(answer.order),
+        degraded=answer.degraded,
+    )
 
 
 def _is_protobuf(reply: Reply) -> bool:

@@ -43,7 +43,7 @@ _MAX_SHOWN = 200
 class RetryPolicy:
     """Deadlines and pauses. Times are for a whole call with all attempts and pauses."""
 
-    deadline_ms: int = 1000  # for calls that give none
+    deadline_ms: int = 5000  # for calls that give none: long enough to retry after a `retry-after` of 1 s
     retries: int = 3  # after the first attempt; 0 = never
     first_s: float = 0.05  # pause before the first retry; each later one is twice as long
     max_s: float = 2.0

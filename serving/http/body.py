@@ -1,15 +1,16 @@
-"""Reads request bodies with a deadline and bounded memory, and writes answers, both straight on ASGI."""
+"""Reads request bodies with a deadline and bounded memory, and encodes answers."""
 
 from __future__ import annotations
 
 import asyncio
 import zlib
-from typing import Any
+from collections.abc import Mapping
 
-import msgspec
-from starlette.types import Receive, Scope, Send
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope
 
-from serving.answer import RankAnswer
+from serving.answer import ENCODER
 from serving.errors import RequestError, shown
 from serving.http.admission import RETRY_AFTER_S
 
@@ -40,8 +41,8 @@ class BodyReader:
         for wait in self._waits:
             wait.reschedule(asyncio.get_running_loop().time())
 
-    async def read(self, scope: Scope, receive: Receive, until_s: float) -> bytes:
-        """Return a body, decompressed; `until_s` is a time of the event loop's clock.
+    async def read(self, request: Request, until_s: float) -> bytes:
+        """Return the body, decompressed; `until_s` is a time of the event loop's clock.
 
         Raises:
             RequestError: 408 incomplete at the deadline; 413 more than `max_body_bytes`, as sent or
@@ -49,7 +50,7 @@ class BodyReader:
             503 the process is stopping.
             ClientGoneError: the client hung up.
         """
-        headers = _content_headers(scope)
+        headers = _content_headers(request.scope)
         stated = headers.get(b"content-length", "")
         if stated.isdecimal() and int(stated[:20]) > self.max_body_bytes:
             raise _too_large(self.max_body_bytes)
@@ -57,7 +58,7 @@ class BodyReader:
             async with asyncio.timeout_at(until_s) as wait:
                 self._waits.add(wait)
                 try:
-                    body = await self._receive_all(receive)
+                    body = await self._receive_all(request.receive)
                 finally:
                     self._waits.discard(wait)
         except TimeoutError:
@@ -66,15 +67,6 @@ class BodyReader:
             raise RequestError(
                 408, "expected a complete body within the deadline, got a part of it"
             ) from None
-        return self._inflated(body, headers)
-
-    def take(self, scope: Scope, body: bytes) -> bytes:
-        """Decompress a body that is complete. Raises as `read`: 400, 413, 415."""
-        if len(body) > self.max_body_bytes:
-            raise _too_large(self.max_body_bytes)
-        return self._inflated(body, _content_headers(scope))
-
-    def _inflated(self, body: bytes, headers: dict[bytes, str]) -> bytes:
         encoding = headers.get(b"content-encoding", "identity").strip().lower()
         return body if encoding == "identity" else _inflate(body, encoding, self.max_body_bytes)
 
@@ -172,28 +164,14 @@ def wants_protobuf(scope: Scope) -> bool:
     return any(name == b"accept" and PROTOBUF.encode() in value.lower() for name, value in scope["headers"])
 
 
-def encode_body(answer: object, protobuf: bool) -> tuple[bytes, str]:
-    """Return (body, media type). Only the answer of a rank has a protobuf form; everything else, including
-    errors, is JSON."""
-    if isinstance(answer, RankAnswer):
-        return (answer.protobuf(), PROTOBUF) if protobuf else (answer.json(), JSON)
-    return msgspec.json.encode(answer), JSON
+def json_response(answer: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(ENCODER.encode(answer), status, headers, JSON)
 
 
-async def send_answer(send: Send, status: int, body: bytes, media: str, headers: dict[str, str]) -> None:
-    """Send one complete answer."""
-    raw: list[tuple[bytes, bytes]] = [
-        (b"content-type", media.encode()),
-        (b"content-length", str(len(body)).encode()),
-    ]
-    raw += [(name.encode(), value.encode()) for name, value in headers.items()]
-    start: dict[str, Any] = {"type": "http.response.start", "status": status, "headers": raw}
-    await send(start)
-    await send({"type": "http.response.body", "body": body})
-
-
-async def send_error(send: Send, error: RequestError, **headers: str) -> None:
-    """Send an error in the format of all errors."""
-    await send_answer(
-        send, error.status, msgspec.json.encode(error.body()), JSON, {**error.headers(), **headers}
-    )
+def error_response(scope: Scope, error: RequestError, **headers: str) -> Response:
+    """The answer to a request that fails, in the format of its interface: paths below `/v2` have the errors
+    of the Open Inference Protocol."""
+    fault: object = error.body()
+    if scope["path"].startswith("/v2"):
+        fault = {"error": f"{error} (at {error.path})" if error.path else str(error)}
+    return json_response(fault, error.status, {**error.headers(), **headers})

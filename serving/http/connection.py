@@ -1,279 +1,303 @@
-"""uvicorn's HTTP protocol with limits: bytes and time of the headers, pipelined requests, and the number of
-connections.
+"""uvicorn's HTTP protocol with limits on what a client can hold: time in each state of a connection, bytes of
+the headers, pipelined requests, and the number of connections.
 
 A connection that breaks a limit gets an error answer, if one can still be sent, and is closed. The limits are
 here because httptools collects an endless header, trailer or URL and joins it again with each piece, and
-because uvicorn never closes a connection that stays silent before its first request or in the middle of its
-headers.
+because uvicorn limits the time of idle connections only.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Callable
+import enum
 from typing import Any
 
 import httptools
 import msgspec
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from serving.errors import RequestError
 from serving.http.admission import RETRY_AFTER_S
-from serving.http.fast_path import PATH, WholeRanks, is_whole_post
 
 MAX_HEAD_BYTES = 32 << 10  # request line and headers
 MAX_PIPELINED = 64  # requests that wait on one connection
-HEAD_S = 10.0  # from the first byte of a request (or from connecting) until its headers are complete
-LINGER_S = 5.0  # for the client to receive the last answer
-# A larger request rarely arrives in one piece, so the fast path does not look at it
-_MAX_WHOLE = MAX_HEAD_BYTES
+MAX_REST_BYTES = 16 << 20  # of a body that arrive after the request was answered
+HEAD_S = 10.0  # from connecting or from the first byte of a request until its headers are complete
+REST_S = 10.0  # for the rest of a body after the request was answered
+STALLED_S = 20.0  # for the client to read answers that wait
+LINGER_S = 2.0  # for the client to read the last answer, while its input is discarded
+_UPGRADE = (b"connection", b"upgrade", b"http2-settings")
+
+
+class State(enum.Enum):
+    """What a connection waits for."""
+
+    IDLE = "the next request"
+    HEAD = "the rest of the headers"
+    BUSY = "the application, or the body that the application reads"
+    REST = "the rest of a body that is no longer needed"
+    STALLED = "the client to read"
+    CLOSING = "the client to close"
+
+
+_SLOW = (State.HEAD, State.REST, State.STALLED)  # states that wait for the client
+
+
+class OpenConnections:
+    """The connections of a server that can be closed to make room for a new one, each longest first."""
+
+    def __init__(self, max_connections: int) -> None:
+        self.max_connections = max_connections
+        self.idle: dict[LimitedProtocol, None] = {}
+        self.slow: dict[LimitedProtocol, None] = {}  # waiting for the client, in any other state
+
+    def moved(self, connection: LimitedProtocol, state: State | None) -> None:
+        """Record the new state of a connection; None = it is closed."""
+        self.idle.pop(connection, None)
+        self.slow.pop(connection, None)
+        if state is State.IDLE:
+            self.idle[connection] = None
+        elif state in _SLOW:
+            self.slow[connection] = None
+
+    def make_room(self, newcomer: LimitedProtocol) -> None:
+        """Close the connection that has been idle longest, else the one that has waited longest for its
+        client. If all connections are busy, refuse the new one."""
+        if victim := next((c for c in self.idle if c is not newcomer), None):
+            victim.close()
+        elif victim := next(iter(self.slow), None):
+            message = "expected a complete request; the connection is needed for another client"
+            victim.refuse(RequestError(408, message, code="header_timeout"))
+        else:
+            message = f"{self.max_connections} connections are open, the maximum of this process; try again"
+            newcomer.refuse(RequestError(503, message, retry_after_s=RETRY_AFTER_S))
+
+
+class _LingeringTransport(asyncio.Transport):
+    """A transport of which the protocol decides how it is closed. Nothing is written after that."""
+
+    def __init__(self, transport: asyncio.Transport, protocol: LimitedProtocol) -> None:
+        super().__init__()
+        self.inner, self._protocol = transport, protocol
+
+    def close(self) -> None:
+        self._protocol.close()
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        if not self.is_closing():
+            self.inner.write(data)
+
+    def is_closing(self) -> bool:
+        return self._protocol.state is State.CLOSING or self.inner.is_closing()
+
+    def pause_reading(self) -> None:
+        if not self.inner.is_closing():
+            self.inner.pause_reading()
+
+    def resume_reading(self) -> None:
+        if not self.inner.is_closing():
+            self.inner.resume_reading()
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return self.inner.get_extra_info(name, default)
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """One per connection. `limited_to` makes a subclass with `max_connections`, `refuses` and `whole`."""
+    """One per connection. `limited_to` makes a subclass with `open`."""
 
-    max_connections = 1000
-    whole: WholeRanks | None = None  # the fast path (serving/http/fast_path.py); None = off
-
-    @staticmethod
-    def refuses(data: bytes) -> bytes | None:
-        """The answer to a request that is refused without parsing it (serving/http/fast_path.py)."""
-        return None
+    open = OpenConnections(1000)
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
-        self._in_head, self._refused = True, False
+        self.state = State.IDLE
+        self._in_head, self._refused, self._upgrades = True, False, False
         self._barren_bytes = 0  # received since the last complete headers or body part
-        self._head_timer: asyncio.TimerHandle | None = None
-        self.active_s = self.head_began_s = time.monotonic()
-        self._whole: list[bytes] | None = None  # body parts, while the fast path parses a request
-        self._is_complete = False  # the parser agrees that the request is complete
-        # A fast-path request is being answered; its answer is the connection's last
-        self._asks = self._is_last = False
-        self._held = b""  # received meanwhile
-
-    @property
-    def is_idle(self) -> bool:
-        """Between requests; no byte of the next one has arrived."""
-        return self._in_head and not self._barren_bytes and self._owes_nothing
-
-    @property
-    def is_in_head(self) -> bool:
-        """Some headers of a request have arrived, not all, and nothing else is in progress."""
-        return self._in_head and self._barren_bytes > 0 and self._owes_nothing and not self._refused
+        self._rest_bytes = 0  # received of a body after its request was answered, or while closing
+        self._running: RequestResponseCycle | None = None  # the request that the application answers
+        self._timer: asyncio.TimerHandle | None = None
 
     @property
     def _owes_nothing(self) -> bool:
-        return not self._asks and (self.cycle is None or self.cycle.response_complete)
+        return not self.pipeline and (self._running is None or self._running.response_complete)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self._time_head()
-        if len(self.connections) > self.max_connections:
-            self._make_room()
+        super().connection_made(_LingeringTransport(transport, self))
+        self._inner = transport
+        self.open.moved(self, State.IDLE)
+        self._timer = self.loop.call_later(HEAD_S, self._is_late)
+        if len(self.connections) > self.open.max_connections:
+            self.open.make_room(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._head_is_here()
+        self._stop_timer()
+        self.open.moved(self, None)
+        self.state = State.CLOSING
+        self.pipeline.clear()
+        if self._running is not None and not self._running.response_complete:
+            self._running.disconnected = True
+            self._running.message_event.set()
         super().connection_lost(exc)
 
-    def data_received(self, data: bytes) -> None:
-        if self._refused:
-            return
-        self.active_s = time.monotonic()
-        if self._asks:
-            self._hold(data)
-            return
-        if self.is_idle and not self.flow.write_paused:
-            if (answer := self.refuses(data)) is not None:
-                self._answer_at_once(answer)
-                return
-            if (
-                self.whole is not None
-                and self.whole.is_open
-                and len(data) <= _MAX_WHOLE
-                and is_whole_post(data, PATH)
-            ):
-                self._ask_whole(self.whole, data)
-                return
-        self._barren_bytes += len(data)
-        if self._in_head and self._head_timer is None:
-            self._time_head()
-        super().data_received(data)
-        if self._barren_bytes > MAX_HEAD_BYTES:
-            self._refuse_head()
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """A client that only listens any more gets the answers to its complete requests."""
+        if self.scheme != "http" or self.state is State.CLOSING or self._owes_nothing or not self._in_head:
+            return False
+        self._newest.keep_alive = False
+        return True
 
-    def on_message_begin(self) -> None:
-        if self._whole is not None:
-            self.url, self.headers = b"", []
+    def data_received(self, data: bytes) -> None:
+        if self._refused or self.state is State.CLOSING:
+            self._count_rest(len(data))
             return
-        super().on_message_begin()
-        if self._head_timer is None:
-            self._time_head()
+        self._barren_bytes += len(data)
+        self._unset_keepalive_if_required()
+        self._feed(data)
+        if self._barren_bytes > MAX_HEAD_BYTES:
+            self.refuse(RequestError(431, f"expected at most {MAX_HEAD_BYTES} bytes of headers"))
+        self._update_state()
+
+    def _feed(self, data: bytes) -> None:
+        while not self._refused:
+            try:
+                self.parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as upgrade:
+                if self.parser.get_method() == b"CONNECT":
+                    self.refuse(RequestError(400, "expected an HTTP request to this server, got CONNECT"))
+                    return
+                # httptools skips the body of a request with `Upgrade`. The request is parsed again without
+                # it, because a server may ignore it.
+                data = self._head_without_upgrade() + data[upgrade.args[0] :]
+                self._upgrades = False
+                self.parser = httptools.HttpRequestParser(self)
+                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+            except httptools.HttpParserError:
+                self.logger.warning("Invalid HTTP request received.")
+                self.refuse(RequestError(400, "expected an HTTP request"))
+
+    def _head_without_upgrade(self) -> bytes:
+        lines = [b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, self._version)]
+        lines += [b"%b: %b" % header for header in self.headers if header[0] not in _UPGRADE]
+        named = b",".join(value for name, value in self.headers if name == b"connection").lower()
+        if b"close" in (token.strip() for token in named.split(b",")):
+            lines.append(b"connection: close")
+        return b"\r\n".join(lines) + b"\r\n\r\n"
+
+    @property
+    def _version(self) -> bytes:
+        return self.parser.get_http_version().encode()
 
     def on_headers_complete(self) -> None:
-        if self._whole is not None:
+        self._upgrades = self.parser.should_upgrade()
+        if self._upgrades or self._refused:
             return
-        self._head_is_here()
-        self._in_head = False
         size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
         if size > MAX_HEAD_BYTES:
-            self._refuse_head()
+            self.refuse(RequestError(431, f"expected at most {MAX_HEAD_BYTES} bytes of headers"))
         elif len(self.pipeline) >= MAX_PIPELINED:
             self.refuse(RequestError(429, f"more than {MAX_PIPELINED} requests wait on this connection"))
-        if not self._refused:
-            self._barren_bytes = 0
+        else:
+            self._in_head, self._barren_bytes = False, 0
             super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        if self._whole is not None:
-            self._whole.append(body)
-            return
-        self._barren_bytes = 0
         if not self._refused:
+            self._barren_bytes = 0
+            if self.cycle.response_complete:
+                self._count_rest(len(body))
             super().on_body(body)
 
     def on_message_complete(self) -> None:
-        if self._whole is not None:
-            self._is_complete = True
-            return
-        self._barren_bytes, self._in_head = 0, True
-        if not self._refused:
+        if not (self._refused or self._upgrades):
+            self._barren_bytes, self._rest_bytes, self._in_head = 0, 0, True
             super().on_message_complete()
 
-    def send_400_response(self, msg: str) -> None:
-        """Called by uvicorn for input that is not HTTP."""
-        self.refuse(RequestError(400, "expected an HTTP request"))
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if self.transport.is_closing():
-            self.close()
+        self._update_state()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._update_state()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._update_state()
 
     def timeout_keep_alive_handler(self) -> None:
-        """uvicorn starts this timer only after its own answers, so a fast-path answer may be more recent."""
-        remaining_s = self.active_s + self.timeout_keep_alive - time.monotonic()
-        if self._asks or remaining_s > 0:
-            self._time_keep_alive(max(remaining_s, 1.0))
+        self.close()
+
+    @property
+    def _newest(self) -> RequestResponseCycle:
+        """The newest request without a complete answer."""
+        assert self._running is not None
+        return self.pipeline[0][0] if self.pipeline else self._running
+
+    def _update_state(self) -> None:
+        """Each state has its own time limit, which starts when the connection enters the state."""
+        if self.state is State.CLOSING:
+            return
+        if self.flow.write_paused:
+            state = State.STALLED
+        elif not self._owes_nothing:
+            state = State.BUSY
+        elif not self._in_head:
+            state = State.REST
+        else:
+            state = State.HEAD if self._barren_bytes else State.IDLE
+        if state is self.state:
+            return
+        self.state = state
+        self.open.moved(self, state)
+        self._stop_timer()
+        if state in _SLOW:
+            limit_s = {State.HEAD: HEAD_S, State.REST: REST_S, State.STALLED: STALLED_S}[state]
+            self._timer = self.loop.call_later(limit_s, self._is_late)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _is_late(self) -> None:
+        self._timer = None
+        if self.state is State.HEAD:
+            message = f"expected complete headers within {HEAD_S:g} s"
+            self.refuse(RequestError(408, message, code="header_timeout"))
+        elif self.state is State.STALLED:
+            self._inner.abort()
         else:
             self.close()
 
-    def shutdown(self) -> None:
-        if self._asks:
-            self._is_last = True
-            return
-        super().shutdown()
-        if self.transport.is_closing():
-            self.close()
-
-    def _ask_whole(self, whole: WholeRanks, data: bytes) -> None:
-        """Parse a complete request without uvicorn's request cycle."""
-        self._head_is_here()
-        parts: list[bytes] = []
-        self._whole, self._is_complete = parts, False
-        try:
-            self.parser.feed_data(data)
-            query = httptools.parse_url(self.url).query if b"?" in self.url else b""
-        except httptools.HttpParserError:
-            self._is_complete = False
-        finally:
-            self._whole = None
-        if not self._is_complete:
-            self.send_400_response("")
-            return
-        self._asks = True
-        whole.take(
-            {"type": "http", "headers": self.headers, "query_string": query or b""}, b"".join(parts), self
-        )
-
-    def answer_whole(self, status: int, body: bytes, headers: list[tuple[bytes, bytes]]) -> None:
-        """See `serving.http.fast_path.AskingConnection`."""
-        self._asks = False
-        if self.transport.is_closing():
-            return
-        lines = [*self.server_state.default_headers, *headers, (b"content-length", str(len(body)).encode())]
-        self._is_last |= (b"connection", b"close") in lines
-        if self._is_last and (b"connection", b"close") not in lines:
-            lines.append((b"connection", b"close"))
-        self.transport.write(
-            STATUS_LINE[status] + b"".join([b"%b: %b\r\n" % line for line in lines]) + b"\r\n" + body
-        )
-        if self._is_last:
-            self.close()
-        elif self.timeout_keep_alive_task is None:
-            self._time_keep_alive(self.timeout_keep_alive)
-        if self._held:
-            self._go_on()
-
-    def _hold(self, data: bytes) -> None:
-        """Keep input until the current request is answered."""
-        self._held += data
-        self.flow.pause_reading()
-
-    def _go_on(self) -> None:
-        data, self._held = self._held, b""
-        self.flow.resume_reading()
-        if not self.transport.is_closing():
-            self.data_received(data)
-
-    def _time_keep_alive(self, seconds: float) -> None:
-        self.timeout_keep_alive_task = self.loop.call_later(seconds, self.timeout_keep_alive_handler)
-
-    def _answer_at_once(self, answer: bytes) -> None:
-        """Send an answer without the parser; the connection stays open as after any other answer."""
-        self._head_is_here()
-        self.transport.write(answer)
-        if self.timeout_keep_alive_task is None:
-            self._time_keep_alive(self.timeout_keep_alive)
-
-    def _time_head(self) -> None:
-        self.head_began_s = time.monotonic()
-        self._head_timer = self.loop.call_later(HEAD_S, self._head_is_late)
-
-    def _head_is_here(self) -> None:
-        if self._head_timer is not None:
-            self._head_timer.cancel()
-            self._head_timer = None
-
-    def _head_is_late(self) -> None:
-        self._head_timer = None
-        if self._barren_bytes:
-            self.refuse(
-                RequestError(408, f"expected complete headers within {HEAD_S:g} s", code="header_timeout")
-            )
-        else:
-            self.close()
-
-    def _refuse_head(self) -> None:
-        self.refuse(RequestError(431, f"expected at most {MAX_HEAD_BYTES} bytes of headers"))
-
-    def _make_room(self) -> None:
-        """Close the connection that has been idle longest, else the one whose headers have been incomplete
-        longest, so that slow clients do not keep others out. If all connections are busy, refuse the new one.
-        """
-        others = [c for c in self.connections if c is not self and isinstance(c, LimitedProtocol)]
-        idle = min((c for c in others if c.is_idle), key=lambda c: c.active_s, default=None)
-        slow = min((c for c in others if c.is_in_head), key=lambda c: c.head_began_s, default=None)
-        if idle is not None:
-            idle.close()
-        elif slow is not None:
-            slow.refuse(
-                RequestError(
-                    408,
-                    "expected complete headers; the connection is needed for another client",
-                    code="header_timeout",
-                )
-            )
-        else:
-            message = f"{self.max_connections} connections are open, the maximum of this process; try again"
-            self.refuse(RequestError(503, message, retry_after_s=RETRY_AFTER_S))
+    def _count_rest(self, num_bytes: int) -> None:
+        self._rest_bytes += num_bytes
+        if self._rest_bytes > MAX_REST_BYTES:
+            if self.state is State.CLOSING:
+                self._inner.abort()
+            else:
+                self.close()
 
     def refuse(self, error: RequestError) -> None:
-        """Send an error and close. A request that is being answered on this connection is cut off."""
+        """Parse nothing more, answer complete requests, or send the error if there are none, and close."""
         if self._refused:
             return
         self._refused = True
-        self._head_is_here()
+        if not (self._in_head or self.cycle.response_complete):  # the body of the newest request is invalid
+            if self.pipeline:
+                self.pipeline.popleft()
+            else:
+                self.cycle.disconnected = self.cycle.response_complete = True
+                self.cycle.message_event.set()
+                if self.cycle.response_started:
+                    self.close()
+        if not self._owes_nothing:
+            self._newest.keep_alive = False
+            self._update_state()
+            return
         body = msgspec.json.encode(error.body())
         headers = {
             "content-type": "application/json",
@@ -282,20 +306,32 @@ class LimitedProtocol(HttpToolsProtocol):
             "connection": "close",
         }
         lines = b"".join(f"{name}: {value}\r\n".encode() for name, value in headers.items())
-        if self._owes_nothing:
-            self.transport.write(STATUS_LINE[error.status] + lines + b"\r\n" + body)
+        self.transport.write(STATUS_LINE[error.status] + lines + b"\r\n" + body)
         self.close()
 
     def close(self) -> None:
-        """Close without waiting for a client that does not read its last answer."""
-        if not self.transport.is_closing():
-            self.transport.close()
-        self.loop.call_later(LINGER_S, self.transport.abort)
+        """Close, without waiting longer than LINGER_S for a client that does not read its last answer.
+
+        While input is unread, closing a socket at once would make the kernel reset the connection, and the
+        client might lose the answer. So only the output is closed, and the input is discarded.
+        """
+        if self.state is State.CLOSING:
+            return
+        has_input = self._refused or not self._in_head or self._barren_bytes > 0 or self.flow.read_paused
+        self.state, self._rest_bytes = State.CLOSING, 0
+        self.open.moved(self, None)
+        self._stop_timer()
+        if self._inner.is_closing():
+            return
+        if has_input:
+            if self._inner.can_write_eof():
+                self._inner.write_eof()
+            self.flow.resume_reading()
+        else:
+            self._inner.close()
+        self._timer = self.loop.call_later(LINGER_S, self._inner.abort)
 
 
-def limited_to(
-    max_connections: int, refuses: Callable[[bytes], bytes | None], whole: WholeRanks | None = None
-) -> type[LimitedProtocol]:
-    """Return the protocol class with these limits; uvicorn creates its instances itself."""
-    own = {"max_connections": max_connections, "refuses": staticmethod(refuses), "whole": whole}
-    return type("LimitedProtocol", (LimitedProtocol,), own)
+def limited_to(max_connections: int) -> type[LimitedProtocol]:
+    """Return the protocol class with this limit; uvicorn creates its instances itself."""
+    return type("LimitedProtocol", (LimitedProtocol,), {"open": OpenConnections(max_connections)})

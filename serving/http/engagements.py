@@ -25,10 +25,10 @@ from roostream.wire import records as wire
 from roostream.wire import roo_pb2 as pb
 from serving.errors import RequestError, shown
 from serving.feature_log.format import LogRecord
-from serving.rank_json import FLOAT, MAX_FLOAT, NAME, TEXT, TIME, Id, PlainId, decode_body
-from serving.request import MAX_TEXT_BYTES, check_text, parse_id
+from serving.rank_json import FLOAT, MAX_FLOAT, TIME, decode_body
+from serving.request import check_text, parse_id
+from serving.types import MAX_ENGAGEMENTS, MAX_TEXT_BYTES, NAME, TEXT, Id, limits
 
-MAX_ENGAGEMENTS = 1000  # per body
 SHARE = 0.25  # of the event loop's time, while rank requests come
 _PIECE = 100  # engagements that are parsed without a pause, about 1 ms
 
@@ -46,7 +46,7 @@ class EngagementBody(msgspec.Struct, forbid_unknown_fields=True):
     surface: Annotated[str, TEXT] = ""
     value: Annotated[float, FLOAT] = 0.0
     event_id: Annotated[
-        PlainId | None,
+        Annotated[int, limits(minimum=0, maximum=MASK64)] | Annotated[str, limits(minLength=1)] | None,
         Meta(
             description="made of the other fields when missing, null or 0: a repeated post is one event; "
             "digits are a number"
@@ -161,6 +161,8 @@ def _event_id(given: int | str | None, path: str) -> int:
     it."""
     if isinstance(given, str) and _DECIMAL.fullmatch(given) and int(given) <= MASK64:
         return int(given)
+    if isinstance(given, int) and given < 0:
+        raise RequestError(400, f"expected an id from 0 on, or a text, got {shown(given)}", path)
     return 0 if given is None else parse_id(given, path)
 
 

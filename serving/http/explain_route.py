@@ -11,68 +11,73 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from starlette.types import Receive, Scope
+from fastapi import Request, Response
 
 from param_server.replica.replica import Replica
-from serving.context import ServingContext
 from serving.errors import RequestError
+from serving.examples import rank_example
 from serving.http.admission import RETRY_AFTER_S
-from serving.http.body import JSON, request_media_type
-from serving.http.log_rate_limit import LogRateLimit
-from serving.http.routes import RankEndpoint, apply_version_header
+from serving.http.body import JSON, json_response, request_media_type
+from serving.http.middleware import UNTIL_S
+from serving.http.openapi import VERSION
+from serving.http.routes import Traffic, apply_version_header, remaining_s
 from serving.page.explanation import MAX_CANDIDATES, ExplainAnswer, Explainer
+from serving.rank_json import JsonParser
+from serving.request import RankRequest
 
 EXPLAIN_S = 10.0
 T = TypeVar("T")
 
 
-class ExplainEndpoint(RankEndpoint):
-    """Checks the admission gate of `rank` without taking a place in it."""
+def add_explain_route(traffic: Traffic) -> Explainer:
+    context, ranking, bodies, types = traffic.context, traffic.ranking, traffic.bodies, traffic.types
+    schema = context.schema
+    parser = JsonParser(schema)
+    initial = functools.cache(lambda: Replica(schema, context.config.seed, num_buckets=1))
+    explainer = Explainer(context.service, initial)
+    running = asyncio.Semaphore(1)
 
-    route = "explain"
+    async def run_in_scoring_thread(call: Callable[..., T], *arguments: Any) -> T:
+        """Run after what waits for the thread already."""
+        return await asyncio.get_running_loop().run_in_executor(context.executor, call, *arguments)
 
-    def __init__(self, context: ServingContext, rank: RankEndpoint, log_rate_limit: LogRateLimit) -> None:
-        super().__init__(context, rank.body_reader, log_rate_limit)
-        self.gate = rank.gate
-        initial = functools.cache(lambda: Replica(context.schema, context.config.seed, num_buckets=1))
-        self.explainer = Explainer(context.service, initial)
-        self.is_busy = False
+    async def explained(request: RankRequest) -> ExplainAnswer:
+        explanation = await run_in_scoring_thread(explainer.begin, request, context.watermark.clock.now_ms())
+        for names in explainer.passes(explanation):
+            await run_in_scoring_thread(explainer.score_without, explanation, names)
+        return explainer.build_answer(explanation)
 
-    async def answer(self, scope: Scope, receive: Receive, until_s: float) -> ExplainAnswer:
-        """Nothing is logged in any case.
+    about = types.traffic(
+        "explain",
+        f"Rank without logging and explain: scores without each feature; at most {MAX_CANDIDATES} "
+        "candidates, one call at a time",
+        types.json(parser.types.rank, example=rank_example(schema)),
+        types.json(ExplainAnswer),
+        [VERSION],
+    )
 
-        Raises:
-            RequestError: 400, 404, 408, 413, 415, 500; 429: rank requests are refused, or another explanation
-            is running; 504: it took more than EXPLAIN_S.
-            ClientGoneError: the body did not arrive.
-        """
+    @traffic.router.post("/v1/explain", name="explain", **about)
+    async def explain(request: Request) -> Response:
+        """Nothing is logged. Answered 429 while rank requests are refused or another explanation runs, and
+        504 after EXPLAIN_S."""
+        scope = request.scope
         request_media_type(scope, (JSON,))
-        request = self.json.parse(await self.body_reader.read(scope, receive, until_s))
-        apply_version_header(scope, request)
-        if len(request.item_ids) > MAX_CANDIDATES:
+        parsed = parser.parse(await bodies.read(request, scope[UNTIL_S]))
+        apply_version_header(scope, parsed)
+        if len(parsed.item_ids) > MAX_CANDIDATES:
             message = (
-                f"expected at most {MAX_CANDIDATES} candidates to be explained, got {len(request.item_ids)}"
+                f"expected at most {MAX_CANDIDATES} candidates to be explained, got {len(parsed.item_ids)}"
             )
             raise RequestError(413, message, "$.candidates")
-        self.gate.check(self.remaining_s(until_s))
-        if self.is_busy:
+        ranking.gate.check(remaining_s(scope[UNTIL_S]))
+        if running.locked():
             raise RequestError(429, "another explanation is running; try again", retry_after_s=RETRY_AFTER_S)
-        self.is_busy = True
         try:
-            async with asyncio.timeout(EXPLAIN_S):
-                explanation = await self._run_in_scoring_thread(
-                    self.explainer.begin, request, self.context.watermark.clock.now_ms()
-                )
-                for names in self.explainer.passes(explanation):
-                    await self._run_in_scoring_thread(self.explainer.score_without, explanation, names)
-                return self.explainer.build_answer(explanation)
+            async with running, asyncio.timeout(EXPLAIN_S):
+                return json_response(await explained(parsed))
         except TimeoutError:
             raise RequestError(
                 504, f"not explained within {EXPLAIN_S:g} s", retry_after_s=RETRY_AFTER_S
             ) from None
-        finally:
-            self.is_busy = False
 
-    async def _run_in_scoring_thread(self, call: Callable[..., T], *arguments: Any) -> T:
-        """Run in the scoring thread, after what waits for it already."""
-        return await asyncio.get_running_loop().run_in_executor(self.context.executor, call, *arguments)
+    return explainer

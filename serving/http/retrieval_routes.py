@@ -14,84 +14,60 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 import numpy as np
-from msgspec import Meta
-from starlette.types import Receive, Scope
+from fastapi import Request, Response
 
 from roostream.errors import nearest
 from roostream.schema.schema import Schema
-from serving.answer import RankAnswer, shortest
+from serving.answer import Scores
 from serving.context import ServingContext
 from serving.errors import RequestError, shown
 from serving.http.admission import RETRY_AFTER_S, WorkLane
-from serving.http.body import JSON, request_media_type
-from serving.http.log_rate_limit import LogRateLimit
-from serving.http.routes import RankEndpoint, apply_version_header
-from serving.rank_json import FORBID, Id, JsonParser, decode_body, limits
+from serving.http.body import JSON, json_response, request_media_type
+from serving.http.middleware import UNTIL_S
+from serving.http.openapi import VERSION
+from serving.http.routes import Traffic, apply_version_header
+from serving.rank_json import JsonParser, decode_body
 from serving.request import RankRequest, check_text, parse_id, parse_ids, parse_request_id
-from serving.retrieval.catalogue import AttributeValue
 from serving.retrieval.retriever import Retrieved, Retriever, RetrieveRequest, Shortlist
+from serving.types import (
+    FORBID,
+    MAX_FILTERED,
+    MAX_ITEMS,
+    MAX_NAMED,
+    FoundItem,
+    RecommendAnswer,
+    RecommendFields,
+    RetrieveAnswer,
+    RetrieveFields,
+    ScoredItem,
+    limits,
+)
 
-MAX_ITEMS = 1000  # per answer
-MAX_NAMED = 10_000  # ids in one list of a body
-MAX_FILTERED = 32  # attributes in a filter
-_WHO = ("request_id", "user_id", "session_id", "surface", "ro")
-_Value = Annotated[AttributeValue | list[AttributeValue], Meta(description="or a list: one of them")]
-_COMMON: list[Any] = [
-    ("task", Annotated[str, limits("label whose towers are used; '' = the one that orders")], ""),
-    (
-        "exclude",
-        Annotated[list[Id], limits("items to leave out", maxItems=MAX_NAMED)],
-        msgspec.field(default_factory=list),
-    ),
-    (
-        "among",
-        Annotated[
-            list[Id] | None,
-            limits("no others than these are found; null = all of the catalogue", maxItems=MAX_NAMED),
-        ],
-        None,
-    ),
-    (
-        "exclude_seen",
-        Annotated[bool, Meta(description="leave out the items of the request's histories")],
-        False,
-    ),
-    (
-        "filter",
-        Annotated[
-            dict[str, _Value],
-            limits("attributes of the catalogue that items must have", maxProperties=MAX_FILTERED),
-        ],
-        msgspec.field(default_factory=dict),
-    ),
-]
+T = TypeVar("T")
 
 
-def retrieve_type(rank: type[msgspec.Struct]) -> type[msgspec.Struct]:
-    """The body of `/v1/retrieve`; `rank` is the body of `/v1/rank`."""
-    k = Annotated[int, limits("items to find", minimum=1, maximum=MAX_ITEMS)]
-    return msgspec.defstruct("RetrieveRequest", [*_who(rank), ("k", k, 100), *_COMMON], **FORBID)
+def retrieve_type(ro: Any) -> type[msgspec.Struct]:
+    """The body of `/v1/retrieve`; `ro` is the type of the request's features."""
+    return _with_features("RetrieveRequest", ro, [], RetrieveFields)
 
 
-def recommend_type(schema: Schema, rank: type[msgspec.Struct]) -> type[msgspec.Struct]:
-    """The body of `/v1/recommend`; `rank` is the body of `/v1/rank`."""
+def recommend_type(schema: Schema, ro: Any) -> type[msgspec.Struct]:
+    """The body of `/v1/recommend`; `ro` is the type of the request's features."""
     most = max_found(schema)
-    fields = [
-        *_who(rank),
+    own = [
         ("k", Annotated[int, limits("items to show", minimum=1, maximum=most)], min(10, most)),
         (
             "retrieved",
             Annotated[int, limits("items that are found for the ranker", minimum=1, maximum=most)],
             min(100, most),
         ),
-        (
-            "model_version",
-            Annotated[str, limits("of the ranking, as for a rank", pattern=r"^(\d{1,20}-\d{1,20})?$")],
-            "",
-        ),
-        *_COMMON,
     ]
-    return msgspec.defstruct("RecommendRequest", fields, **FORBID)
+    return _with_features("RecommendRequest", ro, own, RecommendFields)
+
+
+def _with_features(name: str, ro: Any, own: list[Any], base: type[msgspec.Struct]) -> type[msgspec.Struct]:
+    fields = [*own, ("ro", ro, msgspec.field(default_factory=ro))]
+    return msgspec.defstruct(name, fields, bases=(base,), kw_only=True, **FORBID)
 
 
 def max_found(schema: Schema) -> int:
@@ -105,11 +81,12 @@ class RetrieveParser(JsonParser):
     def __init__(self, schema: Schema, default_task: int) -> None:
         super().__init__(schema)
         self.default_task = default_task
-        known, rank = self._types.known, self._types.rank
-        retrieve, recommend = retrieve_type(rank), recommend_type(schema, rank)
-        self._retrieve, self._recommend = msgspec.json.Decoder(retrieve), msgspec.json.Decoder(recommend)
-        self._known_retrieve = {**known, "$": retrieve.__struct_fields__}
-        self._known_recommend = {**known, "$": recommend.__struct_fields__}
+        known, ro = self.types.known, self.types.ro
+        self.retrieve_type, self.recommend_type = retrieve_type(ro), recommend_type(schema, ro)
+        self._retrieve = msgspec.json.Decoder(self.retrieve_type)
+        self._recommend = msgspec.json.Decoder(self.recommend_type)
+        self._known_retrieve = {**known, "$": self.retrieve_type.__struct_fields__}
+        self._known_recommend = {**known, "$": self.recommend_type.__struct_fields__}
 
     def retrieve(self, body: bytes) -> RetrieveRequest:
         """Raises RequestError 400 with the path of the field, 413."""
@@ -176,126 +153,100 @@ def _checked_filter(wanted: dict[str, Any]) -> dict[str, Any]:
     return wanted
 
 
-def _who(rank: type[msgspec.Struct]) -> list[Any]:
-    """The fields of a rank body that describe the user."""
-    given = {f.name: f for f in msgspec.structs.fields(rank)}
-    fields: list[Any] = []
-    for name in _WHO:
-        f = given[name]
-        made = (
-            msgspec.field(default_factory=f.default_factory) if f.default is msgspec.NODEFAULT else f.default
+def add_retrieval_routes(traffic: Traffic, retriever: Retriever) -> None:
+    """Both use the scoring thread one request at a time, in turns with `/v1/rank`. `/v1/recommend` uses it
+    twice: to find items, then to rank them."""
+    context, ranking, bodies, types = traffic.context, traffic.ranking, traffic.bodies, traffic.types
+    lane = ranking.retrieval_lane
+    parser = RetrieveParser(context.schema, context.service.policy.task)
+    shortlist = Shortlist(context.service, retriever)
+    retrieved = types.traffic(
+        "retrieve",
+        "Find items of the catalogue",
+        types.json(parser.retrieve_type, example={"request_id": "r-1", "user_id": 17, "k": 5}),
+        types.json(RetrieveAnswer),
+    )
+    recommended = types.traffic(
+        "recommend",
+        "Find items and rank them",
+        types.json(parser.recommend_type, example={"request_id": "r-1", "user_id": 17, "k": 3}),
+        types.json(RecommendAnswer[types.scores]),
+        [VERSION],
+    )
+
+    @traffic.router.post("/v1/retrieve", name="retrieve", **retrieved)
+    async def retrieve(request: Request) -> Response:
+        """Nothing is logged, because no user has seen the items."""
+        request_media_type(request.scope, (JSON,))
+        parsed = parser.retrieve(await bodies.read(request, request.scope[UNTIL_S]))
+        found = await run_in_scoring_thread(
+            context, lane, lambda now_ms: retriever.retrieve(parsed, now_ms), request.scope[UNTIL_S]
         )
-        fields.append((name, f.type, made))
-    return fields
-
-
-T = TypeVar("T")
-
-
-class RetrieveEndpoint(RankEndpoint):
-    """Has an admission gate of its own, and uses the scoring thread one request at a time, in turns with
-    `/v1/rank`."""
-
-    route = "retrieve"
-
-    def __init__(
-        self, context: ServingContext, rank: RankEndpoint, retriever: Retriever, log_rate_limit: LogRateLimit
-    ) -> None:
-        super().__init__(context, rank.body_reader, log_rate_limit)
-        self.gate, self.queue, self.retriever = rank.gate, rank.queue, retriever
-        self.lane = WorkLane(rank.gate)
-        self.bodies = RetrieveParser(context.schema, context.service.policy.task)
-
-    async def answer(self, scope: Scope, receive: Receive, until_s: float) -> object:
-        """Raises RequestError 400, 408, 413, 415, 429, 500, 503, 504; ClientGoneError."""
-        request = self.bodies.retrieve(await self.body(scope, receive, until_s))
-        found = await self.run_in_scoring_thread(
-            lambda now_ms: self.retriever.retrieve(request, now_ms), until_s
+        return json_response(
+            RetrieveAnswer(
+                request_id=parsed.rank_request.request_id,
+                degraded=found.degraded,
+                retrieval_version=found.index.version.name,
+                items=_items(found),
+            )
         )
-        return {
-            **_about(request.rank_request.request_id, found),
-            "items": _items(found),
-            "degraded": found.degraded,
-        }
 
-    async def body(self, scope: Scope, receive: Receive, until_s: float) -> bytes:
-        """Read the body of a request that can be admitted. Raises as `answer`."""
-        self.lane.check(until_s)
-        request_media_type(scope, (JSON,))
-        return await self.body_reader.read(scope, receive, until_s)
-
-    async def run_in_scoring_thread(self, work: Callable[[int], T], until_s: float) -> T:
-        """Call `work(now_ms)` in the scoring thread when the request's turn comes. Raises as `answer`.
-
-        Work that has started cannot be interrupted: after the deadline, the next request waits until it has
-        ended.
-        """
-        since_s = await self.lane.begin(until_s)
-        loop = asyncio.get_running_loop()
-
-        def end(done: Future[T]) -> None:
-            is_answered = not done.cancelled() and done.exception() is None
-            with contextlib.suppress(RuntimeError):  # the loop has ended, after a stop
-                loop.call_soon_threadsafe(self.lane.end, since_s, is_answered)
-
-        running = self.context.executor.submit(work, self.context.watermark.clock.now_ms())
-        running.add_done_callback(end)
-        try:
-            async with asyncio.timeout_at(until_s):
-                return await asyncio.wrap_future(running)
-        except TimeoutError:
-            message = "nothing was found within the deadline; nothing was logged"
-            raise RequestError(504, message, retry_after_s=RETRY_AFTER_S) from None
-
-
-class RecommendEndpoint(RetrieveEndpoint):
-    """Uses the scoring thread twice: to find items, then to rank them."""
-
-    route = "recommend"
-
-    def __init__(
-        self, context: ServingContext, rank: RankEndpoint, retriever: Retriever, log_rate_limit: LogRateLimit
-    ) -> None:
-        super().__init__(context, rank, retriever, log_rate_limit)
-        self.shortlist = Shortlist(context.service, retriever)
-
-    async def answer(self, scope: Scope, receive: Receive, until_s: float) -> object:
-        """Answer once the impression is logged; without items to show, none is logged. Raises as
-        RankEndpoint.answer."""
-        body = await self.body(scope, receive, until_s)
-        request, shown = self.bodies.recommend(body)
-        apply_version_header(scope, request.rank_request)
-        listed, found = await self.run_in_scoring_thread(
-            lambda now_ms: self.shortlist.choose(request, shown, now_ms), until_s
+    @traffic.router.post("/v1/recommend", name="recommend", **recommended)
+    async def recommend(request: Request) -> Response:
+        """Answered once the impression is logged. Without items to show, none is logged."""
+        until_s = request.scope[UNTIL_S]
+        request_media_type(request.scope, (JSON,))
+        body = await bodies.read(request, until_s)
+        parsed, num_shown = parser.recommend(body)
+        rank_request = parsed.rank_request
+        apply_version_header(request.scope, rank_request)
+        listed, found = await run_in_scoring_thread(
+            context, lane, lambda now_ms: shortlist.choose(parsed, num_shown, now_ms), until_s
         )
-        about = _about(request.rank_request.request_id, found)
+        answer: RecommendAnswer[Any] = RecommendAnswer(
+            request_id=rank_request.request_id,
+            degraded=found.degraded,
+            retrieval_version=found.index.version.name,
+            model_version="",
+            items=[],
+        )
         if listed is None:
-            named = self.context.service.versions.named(request.rank_request.model_version).name
-            return {**about, "model_version": named, "items": [], "degraded": found.degraded}
-        ranked = await self.rank_request(listed, len(body), until_s)
-        return {
-            **about,
-            "model_version": ranked.model_version,
-            "items": _ranked_items(ranked),
-            "degraded": ranked.degraded or found.degraded,
-        }
+            answer.model_version = context.service.versions.named(rank_request.model_version).name
+            return json_response(answer)
+        ranked = await ranking.rank(listed, len(body), until_s)
+        assert isinstance(ranked.scores, Scores)
+        in_order = ranked.scores.in_order(ranked.order)
+        answer.items = [ScoredItem(i, scores) for i, scores in zip(ranked.ranked, in_order, strict=True)]
+        answer.model_version, answer.degraded = ranked.model_version, ranked.degraded or found.degraded
+        return json_response(answer)
 
 
-def _about(request_id: str, found: Retrieved) -> dict[str, Any]:
-    return {"request_id": request_id, "retrieval_version": found.index.version.name}
+async def run_in_scoring_thread(
+    context: ServingContext, lane: WorkLane, work: Callable[[int], T], until_s: float
+) -> T:
+    """Call `work(now_ms)` in the scoring thread when the request's turn comes.
+
+    Work that has started cannot be interrupted: after the deadline, the next request waits until it has
+    ended. Raises RequestError 429, 504, and what `work` raises.
+    """
+    since_s = await lane.begin(until_s)
+    loop = asyncio.get_running_loop()
+
+    def end(done: Future[T]) -> None:
+        is_answered = not done.cancelled() and done.exception() is None
+        with contextlib.suppress(RuntimeError):  # the loop has ended, after a stop
+            loop.call_soon_threadsafe(lane.end, since_s, is_answered)
+
+    running = context.executor.submit(work, context.watermark.clock.now_ms())
+    running.add_done_callback(end)
+    try:
+        async with asyncio.timeout_at(until_s):
+            return await asyncio.wrap_future(running)
+    except TimeoutError:
+        message = "nothing was found within the deadline; nothing was logged"
+        raise RequestError(504, message, retry_after_s=RETRY_AFTER_S) from None
 
 
-def _items(found: Retrieved) -> list[dict[str, Any]]:
+def _items(found: Retrieved) -> list[FoundItem]:
     decimals = found.found.product_K.astype(float).round(6).tolist()
-    return [
-        {"item_id": item, "product": product} for item, product in zip(found.given, decimals, strict=True)
-    ]
-
-
-def _ranked_items(ranked: RankAnswer) -> list[dict[str, Any]]:
-    """In the order to show."""
-    assert ranked.ranked is not None
-    scores = [dict(zip(ranked.tasks, row, strict=True)) for row in shortest(ranked.scores_nT).tolist()]
-    return [
-        {"item_id": item, "scores": scores[i]} for item, i in zip(ranked.ranked, ranked.order, strict=True)
-    ]
+    return [FoundItem(item, product) for item, product in zip(found.given, decimals, strict=True)]

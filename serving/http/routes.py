@@ -1,59 +1,264 @@
-"""The routes `/v1/rank` and `/v1/engagements`: parse, admit, score, log, answer; and what all endpoints
-share."""
+"""The routes `/v1/rank` and `/v1/engagements`, and what all traffic routes share."""
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import time
-from typing import Any, NamedTuple
+from collections.abc import Callable, Coroutine
+from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import parse_qsl
 
-from starlette.types import Receive, Scope, Send
+from fastapi import APIRouter, Request, Response
+from fastapi.routing import APIRoute
+from starlette.types import Scope
 
 from roostream.errors import WireError, nearest
 from roostream.runtime.program import CURRENT_CALL
-from serving.answer import RankAnswer
+from serving import examples
+from serving.answer import encode_protobuf, top_answer
 from serving.context import ServingContext
 from serving.errors import RequestError, shown
 from serving.feature_log.format import LogRecord
-from serving.feature_log.log import LogFullError
+from serving.feature_log.log import FeatureLog, LogFullError
 from serving.http.admission import RETRY_AFTER_S, AdmissionGate, WorkLane
 from serving.http.body import (
     JSON,
     PROTOBUF,
     BodyReader,
     ClientGoneError,
-    encode_body,
+    error_response,
+    json_response,
     request_media_type,
-    send_answer,
     stopping_error,
     wants_protobuf,
 )
-from serving.http.engagements import SHARE, EngagementParser, ParsedEngagements
-from serving.http.log_rate_limit import LogRateLimit, error_kind
+from serving.http.engagements import SHARE, EngagementBody, EngagementParser, ParsedEngagements
+from serving.http.error_handlers import NoResponse
+from serving.http.log_rate_limit import error_kind
+from serving.http.middleware import UNTIL_S, parse_positive
+from serving.http.openapi import (
+    BINARY,
+    VERSION,
+    VERSION_HEADER,
+    TypeComponents,
+    query_parameters,
+)
 from serving.http.scoring_queue import ScoringQueue
-from serving.rank import RankResult
-from serving.rank_json import RANK_QUERY, JsonParser
+from serving.rank_json import JsonParser
 from serving.rank_protobuf import parse_impression
 from serving.request import RankRequest
+from serving.types import MAX_ENGAGEMENTS, EngagementsAnswer, RankAnswer, RankOptions, TopAnswer, limits
 
-DEADLINE = "x-deadline-ms"
+if TYPE_CHECKING:
+    from serving.http.app import HttpInterface
+
+log = logging.getLogger("roostream.serving")
 
 
-class RankOptions(NamedTuple):
-    append: bool = False
-    ranked: bool = False
-    top: int = 0  # 0 = all candidates, as scores and order
+class TrafficRoute(APIRoute):
+    """A route whose endpoint takes the request and returns the response.
+
+    Endpoints decode and encode bodies themselves, with msgspec or protobuf, so FastAPI's dependencies and
+    models are not used. Every error becomes an answer, and every answer is counted under the route's name.
+    """
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        endpoint, name = self.endpoint, self.name
+
+        async def handle(request: Request) -> Response:
+            begin_s = time.perf_counter()
+            app: HttpInterface = request.app
+            try:
+                response: Response = await endpoint(request)
+            except ClientGoneError:
+                return NoResponse()
+            except (Exception, asyncio.CancelledError) as error:
+                refusal = _refusal(app, name, error)
+                response = error_response(request.scope, refusal)
+            app.context.metrics.answered(name, response.status_code, time.perf_counter() - begin_s)
+            return response
+
+        return handle
+
+
+def _refusal(app: HttpInterface, route: str, error: BaseException) -> RequestError:
+    """The error to answer with. A cancellation is one during a stop, when the server cancels requests that do
+    not end in time; any other is raised again."""
+    if isinstance(error, RequestError):
+        return error
+    if isinstance(error, asyncio.CancelledError):
+        if not app.body_reader.is_stopping:
+            raise error
+        return stopping_error()
+    left_out = app.log_rate_limit.due(error_kind(error))
+    if left_out is not None:
+        more = f" ({left_out} more since the last report)" if left_out else ""
+        log.error("a %s request failed: this is a defect of Roostream%s", route, more, exc_info=error)
+    return RequestError(500, "this request could not be answered; the cause is in serving's log")
+
+
+class Ranking:
+    """Ranks parsed requests for all routes: admission, scoring queue, feature log. Used by one event loop.
+
+    Engagements and retrieval have lanes of their own beside the rank requests.
+    """
+
+    def __init__(self, context: ServingContext) -> None:
+        self.context = context
+        self.gate = AdmissionGate(context.config.max_in_flight)
+        self.engagement_lane, self.retrieval_lane = WorkLane(self.gate, SHARE), WorkLane(self.gate)
+        most = (context.config.max_pass_requests, context.config.max_pass_candidates)
+        service, waited = context.service, context.metrics.stages.queue.observe
+        self.queue = ScoringQueue(
+            context.executor, service.rank_all, self.gate, most, waited, service.may_wait
+        )
+
+    async def rank(self, request: RankRequest, num_bytes: int, until_s: float) -> RankAnswer[Any]:
+        """Rank a request and log its impression; `num_bytes` is the size of its body. Nothing is logged if
+        this raises.
+
+        Raises:
+            RequestError: 404, 413, 429, 500; 503: the log is full; 504: the deadline `until_s` passed.
+        """
+        context = self.context
+        if not context.log.has_room(num_bytes):
+            message = "the feature log is full: Kafka has not accepted its records; try again"
+            raise RequestError(503, message, retry_after_s=RETRY_AFTER_S)
+        names = CURRENT_CALL.get()
+        request.traceparent = names.traceparent if names else ""
+        with self.gate.admit(remaining_s(until_s)):
+            stamp_ms = context.watermark.open()  # only now, so that a slow body does not hold it back
+            try:
+                async with asyncio.timeout_at(until_s):
+                    ranked = await self.queue.score(request, stamp_ms)
+                begin_s = time.perf_counter()
+                append_to_log(context.log, [ranked.record])
+                context.metrics.stages.log.observe(time.perf_counter() - begin_s)
+            except TimeoutError:
+                raise RequestError(
+                    504, "not scored within the deadline; nothing was logged", retry_after_s=RETRY_AFTER_S
+                ) from None
+            finally:
+                context.watermark.close(stamp_ms)
+        context.metrics.candidates.inc(len(ranked.answer.order))
+        if ranked.answer.degraded:
+            context.metrics.degraded.inc()
+        return ranked.answer
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """What the traffic routes are built from. Functions called `add_…_route` add them to `router`."""
+
+    context: ServingContext
+    ranking: Ranking
+    bodies: BodyReader
+    types: TypeComponents
+    router: APIRouter
+
+
+def append_to_log(feature_log: FeatureLog, records: list[LogRecord]) -> None:
+    """Append records in the event loop. After this the request is answered, even past its deadline.
+
+    Raises:
+        RequestError: 413 a record is too large; 503 the log is full. Records before it are logged.
+    """
+    try:
+        for record in records:
+            feature_log.append(record)
+    except LogFullError as error:
+        raise RequestError(503, str(error), retry_after_s=RETRY_AFTER_S) from None
+    except WireError as error:
+        raise RequestError(413, str(error)) from None
+
+
+def add_rank_route(traffic: Traffic) -> None:
+    schema, ranking, bodies = traffic.context.schema, traffic.ranking, traffic.bodies
+    parser, parse_s = JsonParser(schema), traffic.context.metrics.stages.parse
+    types, scores = traffic.types, traffic.types.scores
+    about = types.traffic(
+        "rank",
+        "Rank the candidates of a request",
+        types.json(parser.types.rank, example=examples.rank_example(schema))
+        | {PROTOBUF: {"schema": {**BINARY, "description": "a roo.Impression without scores"}}},
+        types.json(RankAnswer[scores], TopAnswer[scores], example=examples.answer_example(schema))
+        | {PROTOBUF: {"schema": {**BINARY, "description": "a roo.RankAnswer, for a client that accepts it"}}},
+        [*query_parameters(RankOptions), VERSION],
+    )
+
+    @traffic.router.post("/v1/rank", name="rank", **about)
+    async def rank(request: Request) -> Response:
+        """All candidates are scored, and the list is logged before it is returned."""
+        scope = request.scope
+        options = parse_rank_options(scope["query_string"])
+        media = request_media_type(scope, (JSON, PROTOBUF))
+        body = await bodies.read(request, scope[UNTIL_S])
+        begin_s = time.perf_counter()
+        parsed = parse_impression(schema, body) if media == PROTOBUF else parser.parse(body)
+        parsed.append |= options.append
+        parsed.return_ranked = options.ranked
+        parse_s.observe(time.perf_counter() - begin_s)
+        apply_version_header(scope, parsed)
+        answer = await ranking.rank(parsed, len(body), scope[UNTIL_S])
+        if wants_protobuf(scope):
+            return Response(encode_protobuf(answer, options.top), media_type=PROTOBUF)
+        if options.top:
+            return json_response(top_answer(answer, parsed.client_item_ids, options.top))
+        return json_response(answer)
+
+
+def add_engagements_route(traffic: Traffic) -> None:
+    context, bodies, types = traffic.context, traffic.bodies, traffic.types
+    lane = traffic.ranking.engagement_lane
+    parser = EngagementParser(context.schema, strict=context.config.strict_actions)
+    many = Annotated[list[EngagementBody], limits(maxItems=MAX_ENGAGEMENTS)]
+    about = types.traffic(
+        "engage",
+        "Send engagements",
+        types.json(EngagementBody, many, example=examples.engagement_example(context.schema)),
+        types.json(EngagementsAnswer, example=examples.ENGAGED),
+        without=(404, 504),
+    )
+
+    @traffic.router.post("/v1/engagements", name="engagements", **about)
+    async def engagements(request: Request) -> Response:
+        """All engagements of a list are logged before this is answered, or none is accepted."""
+        until_s = request.scope[UNTIL_S]
+        request_media_type(request.scope, (JSON,))
+        body = await bodies.read(request, until_s)
+        parsed = ParsedEngagements([], [], [])
+        async with lane.turn(until_s):
+            stamp_ms = context.watermark.open()
+            try:
+                for _ in parser.parse_in_pieces(body, stamp_ms, parsed):
+                    await lane.pause()
+                append_to_log(context.log, parsed.records)
+                context.service.interleaving_stats.record_engagements(parsed.records)
+            finally:
+                context.watermark.close(stamp_ms)
+        metrics, unused = context.metrics, parser.unused(parsed.actions)
+        metrics.engagements.inc(len(parsed.records))
+        for action in unused:
+            metrics.unused_action(action, parsed.actions.count(action))
+        return json_response(
+            EngagementsAnswer(len(parsed.records), [str(e) for e in parsed.event_ids], unused)
+        )
+
+
+def remaining_s(until_s: float) -> float:
+    return until_s - asyncio.get_running_loop().time()
 
 
 def parse_rank_options(query: bytes) -> RankOptions:
     """Parse `?append=true&ranked=true&top=10`. RequestError 400 for an unknown name or invalid value."""
     out: dict[str, Any] = {}
+    known = RankOptions.__struct_fields__
     for name, value in parse_qsl(query.decode("latin-1"), keep_blank_values=True) if query else ():
-        if name not in RANK_QUERY:
+        if name not in known:
             raise RequestError(
-                400, f"unknown parameter {shown(name)!r}{nearest(shown(name), RANK_QUERY)}", f"?{shown(name)}"
+                400, f"unknown parameter {shown(name)!r}{nearest(shown(name), known)}", f"?{shown(name)}"
             )
         out[name] = _top(value) if name == "top" else _flag(name, value)
     return RankOptions(**out)
@@ -66,252 +271,21 @@ def _flag(name: str, value: str) -> bool:
 
 
 def _top(value: str) -> int:
-    number = _positive(value)
+    number = parse_positive(value)
     if not number:
         raise RequestError(400, f"expected a number of slots from 1 on, got {shown(value)!r}", "?top")
     return number
 
 
-def parse_deadline_ms(scope: Scope, max_ms: int) -> int:
-    """Return the client's `x-deadline-ms`, at most `max_ms`. RequestError 400 if it is invalid."""
-    stated = next(
-        (value.decode("latin-1") for name, value in scope["headers"] if name == DEADLINE.encode()), None
-    )
-    if stated is None:
-        return max_ms
-    number = _positive(stated.strip())
-    if not number:
-        raise RequestError(400, f"expected {DEADLINE} as whole milliseconds from 1 on, got {shown(stated)!r}")
-    return min(number, max_ms)
-
-
-def _positive(text: str) -> int:
-    """Return 0 if `text` is not a positive number."""
-    return int(text) if text.isascii() and text.isdigit() and len(text) <= 20 else 0
-
-
-HEADER = "x-model-version"
-
-
 def apply_version_header(scope: Scope, request: RankRequest) -> None:
     """Take the header `x-model-version` as the body's `model_version`. RequestError 400 if both are given and
     differ."""
-    named = next((value.decode("latin-1") for name, value in scope["headers"] if name == HEADER.encode()), "")
-    if named and request.model_version and named != request.model_version:
+    name = VERSION_HEADER.encode()
+    stated = next((value.decode("latin-1") for header, value in scope["headers"] if header == name), "")
+    if stated and request.model_version and stated != request.model_version:
         message = (
-            f"expected one version, got {shown(request.model_version)!r} here and {shown(named)!r} "
-            f"in {HEADER}"
+            f"expected one version, got {shown(request.model_version)!r} here and {shown(stated)!r} "
+            f"in {VERSION_HEADER}"
         )
         raise RequestError(400, message, "$.model_version")
-    request.model_version = request.model_version or named
-
-
-log = logging.getLogger("roostream.serving")
-
-
-class _Endpoint:
-    """Error handling, metrics and encoding that all endpoints share."""
-
-    route = ""
-
-    def __init__(
-        self, context: ServingContext, body_reader: BodyReader, log_rate_limit: LogRateLimit
-    ) -> None:
-        self.context, self.body_reader, self.log_rate_limit = context, body_reader, log_rate_limit
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request, whatever fails. Nothing is sent to a client that hung up."""
-        begin_s = time.perf_counter()
-        headers: dict[str, str] = {}
-        answer: object
-        begun_s = asyncio.get_running_loop().time()
-        try:
-            until_s = begun_s + parse_deadline_ms(scope, self.context.config.deadline_ms) / 1000
-            status, answer = 200, await self.answer(scope, receive, until_s)
-        except ClientGoneError:
-            return
-        except (Exception, asyncio.CancelledError) as error:
-            status, answer, headers = self.error_response(error)
-        body, media, own = self.encode(scope, answer)
-        self.context.metrics.answered(self.route, status, time.perf_counter() - begin_s)
-        await send_answer(send, status, body, media, headers | own)
-
-    def error_response(self, error: BaseException) -> tuple[int, object, dict[str, str]]:
-        """Return (status, body, headers) of an error. Re-raises a cancellation outside of a stop."""
-        if isinstance(error, RequestError | asyncio.CancelledError):
-            refusal = self._refusal(error)
-        else:
-            self._log_defect(error)
-            refusal = RequestError(500, "this request could not be answered; the cause is in serving's log")
-        return refusal.status, self.error_body(refusal), refusal.headers()
-
-    def error_body(self, error: RequestError) -> object:
-        """The body of an error answer."""
-        return error.body()
-
-    def encode(self, scope: Scope, answer: object) -> tuple[bytes, str, dict[str, str]]:
-        """Return (body, media type, extra headers)."""
-        return *encode_body(answer, wants_protobuf(scope)), {}
-
-    async def answer(self, scope: Scope, receive: Receive, until_s: float) -> object:
-        """Return the body of a 200 answer, to be encoded by `encode`. Raises RequestError,
-        ClientGoneError."""
-        raise NotImplementedError
-
-    def append_to_log(self, records: list[LogRecord]) -> None:
-        """Append records to the feature log, in the event loop. After this the request is answered, even past
-        its deadline."""
-        try:
-            for record in records:
-                self.context.log.append(record)
-        except LogFullError as error:
-            raise RequestError(503, str(error), retry_after_s=RETRY_AFTER_S) from None
-        except WireError as error:
-            raise RequestError(413, str(error)) from None
-
-    def _refusal(self, error: RequestError | asyncio.CancelledError) -> RequestError:
-        """During a stop, the server cancels requests that do not end in time."""
-        if isinstance(error, RequestError):
-            return error
-        if not self.body_reader.is_stopping:
-            raise error
-        return stopping_error()
-
-    def _log_defect(self, error: BaseException) -> None:
-        left_out = self.log_rate_limit.due(error_kind(error))
-        if left_out is not None:
-            more = f" ({left_out} more since the last report)" if left_out else ""
-            log.error(
-                "a %s request failed: this is a defect of Roostream%s", self.route, more, exc_info=error
-            )
-
-
-class RankEndpoint(_Endpoint):
-    """`POST /v1/rank`: read the body, parse, admit, wait in the scoring queue, log, answer."""
-
-    route = "rank"
-
-    def __init__(
-        self, context: ServingContext, body_reader: BodyReader, log_rate_limit: LogRateLimit
-    ) -> None:
-        super().__init__(context, body_reader, log_rate_limit)
-        self.gate = AdmissionGate(context.config.max_in_flight)
-        self.json = JsonParser(context.schema)
-        most = (context.config.max_pass_requests, context.config.max_pass_candidates)
-        service, waited = context.service, context.metrics.stages.queue.observe
-        self.queue = ScoringQueue(
-            context.executor, service.rank_all, self.gate, most, waited, service.may_wait
-        )
-
-    async def answer(self, scope: Scope, receive: Receive, until_s: float) -> object:
-        """Answer once the impression is logged.
-
-        Raises:
-            RequestError: 400, 404, 408, 413, 415, 429, 500; 503: the log is full; 504: the deadline passed.
-            Nothing is logged. ClientGoneError: nothing is logged.
-        """
-        self.gate.check(self.remaining_s(until_s))  # before a body is read and parsed in vain
-        options = parse_rank_options(scope["query_string"])
-        media = request_media_type(scope, (JSON, PROTOBUF))
-        body = await self.body_reader.read(scope, receive, until_s)
-        request = self.parse_request(scope, body, media, options)
-        return await self.rank_request(request, len(body), until_s)
-
-    def parse_request(self, scope: Scope, body: bytes, media: str, options: RankOptions) -> RankRequest:
-        """Raises RequestError 400, 413."""
-        begin_s = time.perf_counter()
-        request = self._parse(body, media, options)
-        self.context.metrics.stages.parse.observe(time.perf_counter() - begin_s)
-        apply_version_header(scope, request)
-        return request
-
-    async def rank_request(self, request: RankRequest, num_bytes: int, until_s: float) -> RankAnswer:
-        """Rank a parsed request and log its impression. Raises RequestError 404, 413, 429, 500, 503, 504."""
-        self.check_log_space(request, num_bytes)
-        with self.gate.admit(self.remaining_s(until_s)):
-            return await self._scored(request, until_s)
-
-    def check_log_space(self, request: RankRequest, num_bytes: int) -> None:
-        """Call before admission. Raises RequestError 503: the feature log has no space for the impression."""
-        if not self.context.log.has_room(num_bytes):
-            message = "the feature log is full: Kafka has not accepted its records; try again"
-            raise RequestError(503, message, retry_after_s=RETRY_AFTER_S)
-        names = CURRENT_CALL.get()
-        request.traceparent = names.traceparent if names else ""
-
-    def log_impression(self, ranked: RankResult) -> RankAnswer:
-        """Log the impression; the answer may be sent afterwards. Raises RequestError 413, 503."""
-        begin_s, answer = time.perf_counter(), ranked.answer
-        self.append_to_log([ranked.record])
-        self.context.metrics.stages.log.observe(time.perf_counter() - begin_s)
-        self.context.metrics.candidates.inc(len(answer.order))
-        if answer.degraded:
-            self.context.metrics.degraded.inc()
-        return answer
-
-    async def _scored(self, request: RankRequest, until_s: float) -> RankAnswer:
-        """The timestamp is taken only now, so that a slow body does not hold the watermark back."""
-        stamp_ms = self.context.watermark.open()
-        try:
-            async with asyncio.timeout_at(until_s):
-                ranked = await self.queue.score(request, stamp_ms)
-            return self.log_impression(ranked)
-        except TimeoutError:
-            raise deadline_error() from None
-        finally:
-            self.context.watermark.close(stamp_ms)
-
-    def _parse(self, body: bytes, media: str, options: RankOptions) -> RankRequest:
-        if media == PROTOBUF:
-            request = parse_impression(self.context.schema, body)
-        else:
-            request = self.json.parse(body)
-        request.append |= options.append
-        request.return_ranked, request.top = options.ranked, options.top
-        return request
-
-    def remaining_s(self, until_s: float) -> float:
-        return until_s - asyncio.get_running_loop().time()
-
-
-def deadline_error() -> RequestError:
-    return RequestError(
-        504, "not scored within the deadline; nothing was logged", retry_after_s=RETRY_AFTER_S
-    )
-
-
-class EngagementsEndpoint(_Endpoint):
-    """`POST /v1/engagements`: answered once the engagements are logged."""
-
-    route = "engagements"
-
-    def __init__(self, context: ServingContext, rank: RankEndpoint, log_rate_limit: LogRateLimit) -> None:
-        super().__init__(context, rank.body_reader, log_rate_limit)
-        self.lane = WorkLane(rank.gate, SHARE)
-        self.json = EngagementParser(context.schema, strict=context.config.strict_actions)
-
-    async def answer(self, scope: Scope, receive: Receive, until_s: float) -> dict[str, Any]:
-        """Raises RequestError 400, 408, 413, 415, 429: nothing is logged; 503: the log became full, earlier
-        records are logged."""
-        self.lane.check(until_s)  # before a body is read and parsed in vain
-        request_media_type(scope, (JSON,))
-        body = await self.body_reader.read(scope, receive, until_s)
-        parsed = ParsedEngagements([], [], [])
-        async with self.lane.turn(until_s):
-            stamp_ms = self.context.watermark.open()
-            try:
-                for _ in self.json.parse_in_pieces(body, stamp_ms, parsed):
-                    await self.lane.pause()
-                self.append_to_log(parsed.records)
-                self.context.service.interleaving_stats.record_engagements(parsed.records)
-            finally:
-                self.context.watermark.close(stamp_ms)
-        metrics, unused = self.context.metrics, self.json.unused(parsed.actions)
-        metrics.engagements.inc(len(parsed.records))
-        for action in unused:
-            metrics.unused_action(action, parsed.actions.count(action))
-        return {
-            "accepted": len(parsed.records),
-            "event_ids": [str(e) for e in parsed.event_ids],
-            "unused_actions": unused,
-        }
+    request.model_version = request.model_version or stated

@@ -73,7 +73,7 @@ def run(app: HttpInterface, bound: socket.socket, budget: StopBudget, turned: Ca
     for bodies, and finish requests in flight within half of `budget`. `turned` is called from the event loop
     periodically until then.
     """
-    limits = limited_to(app.context.config.max_connections, app.refuses, app.whole)
+    limits = limited_to(app.context.config.max_connections)
     config = _settings(app, limits, max(int(budget.seconds / 2), 1), app.context.tls)
 
     server = _AnnouncingServer(config)
@@ -97,7 +97,7 @@ def run(app: HttpInterface, bound: socket.socket, budget: StopBudget, turned: Ca
 def second_server(app: ASGIApp, max_connections: int, tls: TlsContext | None) -> uvicorn.Server:
     """A server with the same connection limits for another application; the caller runs it in its own event
     loop."""
-    return _PlainServer(_settings(app, limited_to(max_connections, lambda data: None), 1, tls))
+    return _PlainServer(_settings(app, limited_to(max_connections), 1, tls))
 
 
 def _settings(

@@ -22,7 +22,7 @@ from roostream.errors import nearest
 from roostream.schema.schema import Feature, Schema
 from serving.errors import RequestError, shown
 from serving.oip.tensors import Inference, Tensor
-from serving.rank_json import check_num_candidates, check_unique
+from serving.rank_json import check_num_candidates, check_position, check_unique
 from serving.request import RankRequest, check_ids, check_text, parse_id, parse_ids, parse_request_id
 
 ITEMS = "item_id"
@@ -87,7 +87,9 @@ class FeatureTensors:
             ro=self._values(inference.inputs),
             nro=self._columns(inference.inputs, len(items)),
             append=parameters["append"],
-            first_position=parameters["first_position"],
+            first_position=check_position(
+                parameters["first_position"], len(items), "$.parameters.first_position"
+            ),
             model_version=model_version,
         )
 
@@ -195,12 +197,6 @@ def _parse_parameters(parameters: dict[str, Any]) -> dict[str, Any]:
             wanted = " or ".join(kind.__name__ for kind in _PARAMETERS[name])
             raise RequestError(400, f"expected {wanted}, got {shown(value)!r}", f"$.parameters.{name}")
         out[name] = value
-    if not 0 <= out["first_position"] < 1 << 31:
-        raise RequestError(
-            400,
-            f"expected a position of at least 0, got {shown(out['first_position'])}",
-            "$.parameters.first_position",
-        )
     return out
 
 

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import torch
 
-from roostream.errors import CheckpointError, ConfigError, UnavailableError, describe_error
+from roostream.errors import CheckpointError, ConfigError, UnavailableError, describe_error, printable
 from roostream.models.build import model_config_from_dict
 from roostream.runtime import manifest as manifests
 from roostream.runtime import tensor_file
@@ -258,7 +258,9 @@ class WarmUp:
                 if isinstance(error, RequestError)
                 else f"{type(error).__name__}: {error}"
             )
-            why = f"{version.name}: expected a score for request {shown(request.request_id)!r}: {why}"
+            why = printable(
+                f"{version.name}: expected a score for request {shown(request.request_id)!r}: {why}"
+            )
             if not isinstance(error, NonFiniteScoreError):
                 raise VersionRefusedError("warm_up", why)
             non_finite[request.key] = why

@@ -26,8 +26,9 @@ from serving.errors import RequestError
 from serving.feature_log.format import LogRecord, decode_header, encode_header, encode_record, scan
 from serving.http.body import _inflate
 from serving.http.engagements import EngagementParser
+from serving.http.middleware import parse_deadline_ms
 from serving.http.retrieval_routes import RetrieveParser
-from serving.http.routes import parse_deadline_ms, parse_rank_options
+from serving.http.routes import parse_rank_options
 from serving.oip.features import FeatureTensors
 from serving.oip.tensors import parse_inference
 from serving.rank_json import JsonParser

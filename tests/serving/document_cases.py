@@ -22,7 +22,7 @@ from serving_cases import SCHEMA
 from serving_fakes import FakeRows
 
 from serving.http.app import HttpInterface
-from serving.http.routes import DEADLINE
+from serving.http.middleware import DEADLINE
 
 CHECKS = [
     not_a_server_error,

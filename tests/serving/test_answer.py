@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import numpy as np
 import pytest
 
 from roostream.wire import roo_pb2 as pb
-from serving.answer import RankAnswer, shortest
+from serving.answer import ENCODER, Scores, encode_protobuf, shortest
+from serving.types import RankAnswer
 
 
 def test_scores_are_written_as_their_shortest_decimals() -> None:
@@ -29,42 +31,39 @@ def test_scores_are_written_as_their_shortest_decimals() -> None:
 @pytest.mark.parametrize("degraded", [False, True])
 @pytest.mark.parametrize(
     ("n", "tasks", "top"),
-    [(1, ("click",), None), (200, ("click", "dwell"), None), (3, ("click", "dwell"), [7, 8])],
+    [(1, ("click",), 0), (200, ("click", "dwell"), 0), (3, ("click", "dwell"), 2)],
 )
 def test_an_answer_in_protobuf_has_the_bytes_that_protobuf_writes(
-    n: int, tasks: tuple[str, ...], top: list[int] | None, degraded: bool
+    n: int, tasks: tuple[str, ...], top: int, degraded: bool
 ) -> None:
     scores_nT = np.random.default_rng(n).random((n, len(tasks)), dtype=np.float32)
     order = list(range(n))[::-1]
-    answer = RankAnswer(
+    answer: RankAnswer[Any] = RankAnswer(
         request_id="é" * 32,
         model_version="1-2",
-        tasks=tasks,
-        scores_nT=scores_nT,
+        scores=Scores(tasks, scores_nT),
         order=order,
         degraded=degraded,
-        top=top,
     )
     message = pb.RankAnswer(
         request_id="é" * 32,
         model_version="1-2",
         tasks=tasks,
         scores=scores_nT.ravel().tolist(),
-        order=order if top is None else order[: len(top)],
+        order=order[:top] if top else order,
         degraded=degraded,
     )
-    assert answer.protobuf() == message.SerializeToString(deterministic=True)
+    assert encode_protobuf(answer, top) == message.SerializeToString(deterministic=True)
 
 
 def test_an_answer_in_json() -> None:
     scores = np.array([[0.1, 0.25], [1 / 3, 1.0]], dtype=np.float32)
-    answer = RankAnswer(
+    answer: RankAnswer[Any] = RankAnswer(
         request_id="r",
         model_version="1-2",
-        tasks=("click", "dwell"),
-        scores_nT=scores,
+        scores=Scores(("click", "dwell"), scores),
         order=[1, 0],
         degraded=False,
     )
-    assert b'{"click":0.1,"dwell":0.25},{"click":0.33333334,"dwell":1.0}' in answer.json()
-    assert "ranked" not in json.loads(answer.json())
+    assert b'{"click":0.1,"dwell":0.25},{"click":0.33333334,"dwell":1.0}' in ENCODER.encode(answer)
+    assert "ranked" not in json.loads(ENCODER.encode(answer))

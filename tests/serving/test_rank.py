@@ -25,6 +25,7 @@ from roostream.wire.block import decode_block
 from roostream.wire.decode import Decoder
 from roostream.wire.lookup import Lookup, build_lookup
 from roostream.wire.records import Record
+from serving.answer import ENCODER
 from serving.errors import RequestError
 from serving.rank import OrderPolicy, RankResult, RankService
 from serving.rank_json import JsonParser
@@ -57,7 +58,7 @@ def rank(service: RankService, **changes: Any) -> tuple[RankResult, dict[str, An
     kind, message = wire.decode(ranked.record.value)
     assert wire.encode(kind, message) == ranked.record.value, "the bytes that protobuf would have written"
     assert kind == wire.IMPRESSION and isinstance(message, pb.Impression)
-    return ranked, json.loads(ranked.answer.json()), message
+    return ranked, json.loads(ENCODER.encode(ranked.answer)), message
 
 
 def sample_of(impression: pb.Impression) -> Record:
@@ -233,7 +234,7 @@ def test_an_invalid_request_fails_alone(built: Built) -> None:
     version = built.service.versions.newest
     bodies = [{**BODY, "candidates": {"item_id": [i, 30 + i]}} for i in range(4)]
     asked = [(JsonParser(SCHEMA).parse(json.dumps(body).encode()), NOW_MS) for body in bodies]
-    alone = [built.service.rank(*each).answer.scores_nT for each in asked]
+    alone = [built.service.rank(*each).scores_nT for each in asked]
 
     built.service.versions.install(dataclasses.replace(version, model=FailsOnTwo(version.model)))
     outcomes = built.service.rank_all(asked)
@@ -246,7 +247,7 @@ def test_an_invalid_request_fails_alone(built: Built) -> None:
     for i in (0, 3):
         ranked = outcomes[i]
         assert isinstance(ranked, RankResult)
-        np.testing.assert_allclose(ranked.answer.scores_nT, alone[i], rtol=0, atol=1e-5)
+        np.testing.assert_allclose(ranked.scores_nT, alone[i], rtol=0, atol=1e-5)
 
 
 def test_a_version_requires_the_weights_of_its_model() -> None:

@@ -33,7 +33,6 @@ from serving.client.messages import (
     top_exchange,
 )
 from serving.client.retry import DEADLINE_HEADER
-from serving.http.openapi import describe
 
 FIELDS = cast(RankFields, BODY)
 COLUMNS: RankFields = {
@@ -266,8 +265,8 @@ def test_an_unexpected_answer_is_reported_as_such(body: bytes) -> None:
         client.rank(FIELDS)
 
 
-def test_the_client_sends_the_documented_fields() -> None:
-    document = describe(SCHEMA, "0", retrieves=True)
+def test_the_client_sends_the_documented_fields(finding: LiveServing) -> None:
+    document = finding.app.openapi()
     components = document["components"]["schemas"]
     for fields, name in (
         (RankFields, "RankRequest"),
@@ -288,7 +287,7 @@ def test_the_client_sends_the_documented_fields() -> None:
 
 
 def test_bodies_and_answers_match_the_openapi_document(finding: LiveServing) -> None:
-    document = describe(SCHEMA, "0", retrieves=True)
+    document = finding.app.openapi()
     told: list[tuple[str, bytes, bytes]] = []
 
     class ParsedEngagements(httpx.HTTPTransport):

@@ -16,7 +16,7 @@ from serving_cases import BODY, SCHEMA, build
 from serving_fakes import FakeRows
 
 from serving.examples import engagement_example, rank_example
-from serving.http.openapi import describe
+from serving.http.app import HttpInterface
 
 
 def test_answers_match_the_openapi_document(tmp_path: Path) -> None:
@@ -28,7 +28,9 @@ def test_answers_match_the_openapi_document(tmp_path: Path) -> None:
 @pytest.fixture
 def generated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """The name of a package that openapi-python-client makes of the document."""
-    (tmp_path / "openapi.json").write_text(json.dumps(describe(SCHEMA, "1")))
+    described = build(tmp_path / "described", FakeRows(SCHEMA))
+    (tmp_path / "openapi.json").write_text(json.dumps(HttpInterface(described.context).openapi()))
+    described.close()
     overrides = "content_type_overrides:\n  application/x-protobuf: application/octet-stream\n"
     (tmp_path / "generator.yaml").write_text(f"post_hooks: []\n{overrides}")
     command = [

@@ -21,7 +21,6 @@ from serving_fakes import FakeHydrator, FakeRows
 
 from roostream.wire import records as wire
 from roostream.wire import roo_pb2 as pb
-from serving.http.openapi import describe
 
 WHO: dict[str, Any] = {"request_id": "r-1", "user_id": 17, "ro": {"mood": 0.5, "hour": 13.0}}
 
@@ -253,10 +252,12 @@ def test_without_a_catalogue_there_are_no_retrieval_routes(tmp_path: Path) -> No
     with serving_live(built) as live, httpx.Client(base_url=live.url) as client:
         assert client.post("/v1/retrieve", json=WHO).status_code == 404
         assert "/v1/retrieve" not in client.get("/openapi.json").json()["paths"]
-    assert set(describe(SCHEMA, "1", retrieves=True)["paths"]) - set(describe(SCHEMA, "1")["paths"]) == {
+    kept = retrieving(tmp_path / "with", FakeRows(SCHEMA))
+    assert set(kept.app.openapi()["paths"]) - set(live.app.openapi()["paths"]) == {
         "/v1/retrieve",
         "/v1/recommend",
     }
+    kept.built.close()
 
 
 def test_recall_finds_each_retrieved_request(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from serving_cases import BODY, MODEL, SCHEMA, build
 from serving_fakes import FakeRows
 
 from roostream.wire import records as wire
+from serving.answer import ENCODER
 from serving.errors import RequestError
 from serving.http.admission import AdmissionGate
 from serving.http.app import HttpInterface
@@ -142,7 +143,9 @@ def test_batched_requests_are_answered_logged_and_refused_as_single_ones(tmp_pat
         if answer.status_code == 404:
             continue
         alone = SERVICE.rank(PARSER.parse(json.dumps(body).encode()), 0).answer
-        for mine, other in zip(answer.json()["scores"], json.loads(alone.json())["scores"], strict=True):
+        for mine, other in zip(
+            answer.json()["scores"], json.loads(ENCODER.encode(alone))["scores"], strict=True
+        ):
             assert mine == pytest.approx(other, abs=1e-5)
     logged = [wire.decode(r.value)[1].header.request_id for r in built.records()]  # type: ignore[attr-defined]
     assert sorted(logged) == [f"r{i}" for i in range(9) if i != 4]
@@ -340,7 +343,7 @@ def test_g1_g9_event_loop_and_thread_score_log_and_answer_equal_bytes(
                 if installs and number == 2:
                     versions.install(learned("1-9", 2))
                 ranked = await queue.score(PARSER.parse(json.dumps(body).encode()), number)
-                seen.append((ranked.record.value, ranked.answer.json()))
+                seen.append((ranked.record.value, ENCODER.encode(ranked.answer)))
 
         with ThreadPoolExecutor(1) as executor:
             asyncio.run(go())

@@ -194,7 +194,7 @@ def test_too_many_engagements_in_progress_are_429_and_ranks_are_answered(tmp_pat
     app = HttpInterface(built.context)
 
     async def main() -> None:
-        lane = app.endpoints["/v1/engagements"].lane  # type: ignore[union-attr]
+        lane = app.ranking.engagement_lane
         since_s = await lane.begin(asyncio.get_running_loop().time() + 60)
         status, answer = await post(app, "/v1/engagements", CLICK)
         assert (status, answer["error"]["code"]) == (429, "overloaded") and built.records() == []
@@ -211,7 +211,7 @@ def test_a_retrieval_that_misses_its_deadline_keeps_the_next_one_waiting_until_i
 ) -> None:
     kept = retrieving(tmp_path / "home", FakeRows(SCHEMA), max_in_flight=2)
     kept.turn()
-    lane, who = kept.app.endpoints["/v1/retrieve"].lane, {"request_id": "r-1", "user_id": 17}  # type: ignore[union-attr]
+    lane, who = kept.app.ranking.retrieval_lane, {"request_id": "r-1", "user_id": 17}
     may_end = threading.Event()
     kept.built.context.executor.submit(may_end.wait, 30)  # the scoring thread is busy
 
@@ -233,7 +233,7 @@ def test_retrievals_in_progress_refuse_further_ones_and_no_ranks(tmp_path: Path)
     who = {"request_id": "r-1", "user_id": 17}
 
     async def main() -> None:
-        lane = kept.app.endpoints["/v1/retrieve"].lane  # type: ignore[union-attr]
+        lane = kept.app.ranking.retrieval_lane
         since_s = await lane.begin(asyncio.get_running_loop().time() + 60)
         for path in ("/v1/retrieve",):
             status, answer = await post(kept.app, path, who)

@@ -1,0 +1,231 @@
+"""No state of a connection lasts longer than its limit, whatever the client does; and every complete request
+gets its one answer."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import struct
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from live_serving import LiveServing, answer_of, serving_live
+from serving_cases import BODY, SCHEMA, build
+from serving_fakes import FakeRows
+
+from serving.http import connection
+from serving.http.connection import MAX_HEAD_BYTES
+
+JSON_BODY = json.dumps(BODY).encode()
+OK = b"HTTP/1.1 200 OK\r\n"
+PING = b"GET /healthz HTTP/1.1\r\nhost: x\r\n\r\n"
+HUGE = b"content-length: 1000000000\r\n\r\n{"
+
+
+def post(body: bytes, *headers: bytes, path: bytes = b"/v1/rank") -> bytes:
+    lines = [b"POST %b HTTP/1.1" % path, b"host: x", *headers, b"content-length: %d" % len(body)]
+    return b"\r\n".join(lines) + b"\r\n\r\n" + body
+
+
+def live_of(tmp_path: Path, **settings: Any) -> Any:
+    return serving_live(build(tmp_path, FakeRows(SCHEMA), **settings))
+
+
+def statuses(received: bytes) -> list[int]:
+    return [int(part[:3]) for part in received.split(b"HTTP/1.1 ")[1:]]
+
+
+def wait_until_closed(live: LiveServing) -> None:
+    until_s = time.monotonic() + 60
+    while live.app.connections and time.monotonic() < until_s:
+        time.sleep(0.01)
+    assert not live.app.connections
+
+
+EARLY = {
+    "healthz": b"GET /healthz HTTP/1.1\r\nhost: x\r\n" + HUGE,
+    "no such path": b"POST /nowhere HTTP/1.1\r\nhost: x\r\n" + HUGE,
+    "method": b"PUT /v1/rank HTTP/1.1\r\nhost: x\r\n" + HUGE,
+    "deadline": b"POST /v1/rank HTTP/1.1\r\nhost: x\r\nx-deadline-ms: soon\r\n" + HUGE,
+    "too large": b"POST /v1/rank HTTP/1.1\r\nhost: x\r\n" + HUGE,
+    "chunks": b"GET /healthz HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n1\r\n{\r\n",
+}
+
+
+def test_a_request_that_is_answered_before_its_body_ends_does_not_keep_its_connection(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "REST_S", 0.2)
+    monkeypatch.setattr(connection, "LINGER_S", 0.2)
+    with live_of(tmp_path) as live, contextlib.ExitStack() as stack:
+        lines = [stack.enter_context(live.connect()) for _ in EARLY]
+        for line, start in zip(lines, EARLY.values(), strict=True):
+            line.sendall(start)
+        for line, name in zip(lines, EARLY, strict=True):
+            status, received = answer_of(line)
+            assert status in (200, 400, 404, 405, 413) and len(statuses(received)) == 1, name
+        wait_until_closed(live)
+
+
+def test_requests_with_unfinished_bodies_make_room_for_a_new_client(tmp_path: Path) -> None:
+    with live_of(tmp_path, max_connections=4) as live, contextlib.ExitStack() as stack:
+        for _ in range(4):
+            line = stack.enter_context(live.connect())
+            line.sendall(EARLY["healthz"])
+            assert line.recv(65536).startswith(OK)
+        assert httpx2.get(f"{live.url}/healthz", timeout=30).status_code == 200
+
+
+def test_the_rest_of_a_body_may_come_after_the_answer(tmp_path: Path) -> None:
+    with live_of(tmp_path) as live, live.connect() as line:
+        line.sendall(b"POST /nowhere HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n")
+        assert statuses(line.recv(65536)) == [404]
+        line.sendall(b"GET /healthz HTTP/1.1\r\n\r\n".ljust(100) + PING)
+        assert statuses(line.recv(65536)) == [200], "the connection goes on after the body, and not in it"
+
+
+def test_a_client_that_does_not_read_is_disconnected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "STALLED_S", 0.3)
+    with live_of(tmp_path) as live, live.connect() as deaf:
+        deaf.sendall(b"GET /docs/swagger-ui-bundle.js HTTP/1.1\r\nhost: x\r\n\r\n" * 12)
+        wait_until_closed(live)
+
+
+def test_clients_that_do_not_read_make_room_for_a_new_client(tmp_path: Path) -> None:
+    with live_of(tmp_path, max_connections=2) as live, contextlib.ExitStack() as stack:
+        for _ in range(2):
+            deaf = stack.enter_context(live.connect())
+            deaf.sendall(b"GET /docs/swagger-ui-bundle.js HTTP/1.1\r\nhost: x\r\n\r\n" * 12)
+        until_s = time.monotonic() + 60
+        while time.monotonic() < until_s:
+            with contextlib.suppress(httpx2.TransportError):
+                if httpx2.get(f"{live.url}/healthz", timeout=30).status_code == 200:
+                    break
+            time.sleep(0.05)
+        assert time.monotonic() < until_s
+
+
+H2C = (b"connection: Upgrade, HTTP2-Settings", b"upgrade: h2c", b"http2-settings: AAEAAEAAAAIAAAAA")
+
+
+@pytest.mark.parametrize("upgrade", [H2C, (b"connection: upgrade", b"upgrade: websocket")])
+@pytest.mark.parametrize("is_in_pieces", [False, True])
+def test_an_upgrade_is_ignored_and_the_request_keeps_its_body(
+    tmp_path: Path, upgrade: tuple[bytes, ...], is_in_pieces: bool
+) -> None:
+    data = post(JSON_BODY, *upgrade)
+    at = data.index(b"{")
+    pieces = (data[:20], data[20:at], data[at:]) if is_in_pieces else (data,)
+    with live_of(tmp_path) as live, live.connect() as line:
+        for _ in range(2):
+            for piece in pieces:
+                line.sendall(piece)
+                time.sleep(0.02)
+        line.sendall(post(b"{}", b"connection: close"))
+        assert statuses(answer_of(line)[1]) == [200, 200, 400]
+        assert len(live.built.records()) == 2
+
+
+def test_a_body_behind_an_upgrade_is_not_taken_as_a_request(tmp_path: Path) -> None:
+    with live_of(tmp_path) as live, live.connect() as line:
+        head, _, body = post(PING, *H2C, b"connection: close", path=b"/v1/engagements").partition(b"\r\n\r\n")
+        line.sendall(head + b"\r\n\r\n")
+        time.sleep(0.05)
+        line.sendall(body)
+        assert statuses(answer_of(line)[1]) == [400]
+
+
+def test_a_draining_process_closes_the_connections_of_refused_requests(tmp_path: Path) -> None:
+    with live_of(tmp_path, drain_ms=5000) as live, live.connect() as line:
+        line.sendall(PING)
+        assert line.recv(65536).startswith(OK)
+        live.app.gate.in_flight = live.app.gate.max_in_flight
+        live.stop.set()
+        time.sleep(0.5)
+        line.sendall(post(JSON_BODY))
+        status, received = answer_of(line)
+        assert status == 429 and b"connection: close" in received
+        live.app.gate.in_flight = 0
+
+
+def test_an_overloaded_process_reads_each_body_to_its_end(tmp_path: Path) -> None:
+    """A request is refused by what the parser says of it, however its headers are written."""
+    with live_of(tmp_path) as live, live.connect() as line:
+        live.app.gate.in_flight = live.app.gate.max_in_flight
+        smuggled = post(b"{}")
+        data = post(smuggled).replace(
+            b"content-length: %d" % len(smuggled), b"content-length:%d" % len(smuggled)
+        )
+        line.sendall(data + PING + PING.replace(b"host: x", b"host: x\r\nconnection: close"))
+        assert statuses(answer_of(line)[1]) == [429, 200, 200]
+        live.app.gate.in_flight = 0
+
+
+def test_a_proxy_connection_header_does_not_confuse_the_end_of_a_connection(tmp_path: Path) -> None:
+    with live_of(tmp_path) as live, live.connect() as line:
+        line.sendall(PING.replace(b"host: x", b"host: x\r\nproxy-connection: close"))
+        status, received = answer_of(line)
+        assert status == 200 and b"connection: close" in received
+
+
+def test_a_half_closed_client_gets_its_answer_however_its_request_arrives(tmp_path: Path) -> None:
+    data = post(JSON_BODY)
+    with live_of(tmp_path) as live:
+        for pieces in ((data,), (data[:50], data[50:]), (data + data,)):
+            with live.connect() as half:
+                for piece in pieces:
+                    half.sendall(piece)
+                    time.sleep(0.02)
+                half.shutdown(socket.SHUT_WR)
+                assert set(statuses(answer_of(half)[1])) == {200}, len(pieces)
+        with live.connect() as incomplete:
+            incomplete.sendall(data[:-1])
+            incomplete.shutdown(socket.SHUT_WR)
+            assert answer_of(incomplete) == (0, b"")
+
+
+def test_a_refusal_reaches_a_client_that_is_still_sending(tmp_path: Path) -> None:
+    with live_of(tmp_path, max_body_bytes=4096) as live, live.connect() as line:
+        line.sendall(post(b" " * (4 << 20)))
+        status, received = answer_of(line)
+        assert status == 413 and b"too_large" in received
+
+
+def test_a_client_that_vanishes_amid_pipelined_answers_leaves_no_traceback(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with live_of(tmp_path) as live:
+        for _ in range(5):
+            gone = live.connect()
+            gone.sendall(post(JSON_BODY) * 20)
+            gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            gone.close()
+        wait_until_closed(live)
+        assert httpx2.post(f"{live.url}/v1/rank", json=BODY, timeout=30).status_code == 200
+    assert not [r for r in caplog.records if r.exc_info]
+
+
+@pytest.mark.parametrize(
+    "garbage", [b"\x00\xff garbage\r\n\r\n", b"x: " + b"a" * 2 * MAX_HEAD_BYTES, b"GET / HTTP/9.9\r\n\r\n"]
+)
+def test_a_valid_request_before_garbage_is_answered(tmp_path: Path, garbage: bytes) -> None:
+    with live_of(tmp_path) as live, live.connect() as line:
+        line.sendall(post(JSON_BODY) + post(JSON_BODY) + garbage)
+        received = statuses(answer_of(line)[1])
+        assert received[:2] == [200, 200] and len(received) <= 3 and len(live.built.records()) == 2
+
+
+def test_a_broken_body_is_refused_after_the_answers_before_it(tmp_path: Path) -> None:
+    chunked = b"POST /v1/rank HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+    with live_of(tmp_path) as live:
+        for data, expected in (
+            (chunked + b"zz\r\n", [400]),
+            (post(JSON_BODY) + chunked + b"zz\r\n", [200]),
+        ):
+            with live.connect() as line:
+                line.sendall(data)
+                assert statuses(answer_of(line)[1]) == expected

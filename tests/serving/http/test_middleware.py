@@ -1,0 +1,68 @@
+"""Requests that are refused before their bodies are read."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from serving_cases import BODY, SCHEMA, Built, build
+from serving_fakes import FakeRows
+from starlette.testclient import TestClient
+
+from serving.http.app import HttpInterface
+
+
+@pytest.fixture
+def built(tmp_path: Path) -> Iterator[Built]:
+    made = build(tmp_path, FakeRows(SCHEMA))
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 200),
+        ({"sec-fetch-site": "same-origin", "origin": "https://shop.example"}, 200),
+        ({"sec-fetch-site": "none"}, 200),
+        ({"origin": "http://testserver"}, 200),
+        ({"origin": "https://TESTSERVER"}, 200),
+        ({"sec-fetch-site": "cross-site", "origin": "http://testserver"}, 403),
+        ({"sec-fetch-site": "same-site"}, 403),
+        ({"origin": "https://evil.example"}, 403),
+        ({"origin": "http://testserver:81"}, 403),
+        ({"origin": "null"}, 403),
+        ({"origin": "http://["}, 403),
+    ],
+)
+def test_pages_of_other_sites_cannot_post(built: Built, headers: dict[str, str], status: int) -> None:
+    http = TestClient(HttpInterface(built.context))
+    answer = http.post("/v1/rank", json=BODY, headers=headers)
+    assert answer.status_code == status and len(built.records()) == (status == 200)
+    assert http.get("/healthz", headers=headers).status_code == 200, "reading is up to the browser"
+    if status == 403:
+        assert answer.json()["error"]["code"] == "forbidden"
+
+
+def test_an_overloaded_process_refuses_without_reading_the_body(built: Built) -> None:
+    app = HttpInterface(built.context)
+    app.gate.in_flight = app.gate.max_in_flight
+    sent: list[Any] = []
+
+    async def receive() -> Any:
+        raise AssertionError("the body is read")
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    for path in ("/v1/rank", "/v1/explain", "/v2/models/default/infer"):
+        scope = {"type": "http", "method": "POST", "path": path, "headers": [], "query_string": b""}
+        asyncio.run(app(scope, receive, send))
+    assert [message["status"] for message in sent[::2]] == [429] * 3
+    registry = built.context.metrics.registry
+    for route in ("rank", "explain", "infer"):
+        labels = {"route": route, "status": "429"}
+        assert registry.get_sample_value("roostream_serving_requests_total", labels) == 1
