@@ -35,6 +35,7 @@ from roostream.runtime.program import Stop
 
 log = logging.getLogger("roostream.joiner")
 POLL_S = 1.0
+_READ_GAUGES_EVERY_S = 5.0  # Flink's own are up to 10 s old
 _COUNT_LOSSES_EVERY_S = 10.0
 _RECOVERY_S = 60.0  # a job manager with high availability recovers its jobs within this time
 _MAIN_SCRIPT = "from joiner.flink_job import main\n\nmain()\n"
@@ -107,7 +108,8 @@ def watch(
     """Export the job's state and losses, and log state changes, until `stop` is set. The job may be unknown
     for `recovery_s`. Raises as `run_flink`."""
     rest, losses = job.rest, job.losses
-    event_time = EventTimeProgress(clock or SystemClock())
+    clock = clock or SystemClock()
+    event_time, stands_still, read_gauges_at_s = EventTimeProgress(clock), "", clock.monotonic_s()
     logged_state, unknown_since_s, count_losses_at_s = "", 0.0, 0.0
     while not stop.is_set():
         with health.waiting(f"Flink at {rest.url}"):
@@ -127,17 +129,19 @@ def watch(
             failing = state in ("RESTARTING", "FAILING")
             log.info("the job is %s%s", state, f" ({rest.failure(job.id)})" if failing else "")
             logged_state = state
-        with health.waiting(f"Flink at {rest.url}"):
-            gauges = retry(rest, lambda: rest.gauges(job.id), stop)
-        metrics.set_job(state == "RUNNING", gauges)
+        metrics.running.set(state == "RUNNING")
+        if clock.monotonic_s() >= read_gauges_at_s:
+            with health.waiting(f"Flink at {rest.url}"):
+                gauges = retry(rest, lambda: rest.gauges(job.id), stop)
+            metrics.set_job(gauges)
+            stands_still = event_time.observe(
+                gauges.values.get("watermark_ms"), gauges.values.get("records", 0.0), gauges.partition_ms
+            )
+            read_gauges_at_s = clock.monotonic_s() + _READ_GAUGES_EVERY_S
         if losses is not None and time.monotonic() >= count_losses_at_s:
             losses.update()
             metrics.lost.set(losses.num_lost)
             count_losses_at_s = time.monotonic() + _COUNT_LOSSES_EVERY_S
-        values = gauges.values
-        stands_still = event_time.observe(
-            values.get("watermark_ms"), values.get("records", 0.0), gauges.partition_ms
-        )
         health.turned(stands_still if state == "RUNNING" else f"the job is {state}")
         stop.wait(POLL_S)
 

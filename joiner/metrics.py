@@ -171,9 +171,8 @@ class JoinerMetrics:
         self.state_bytes.set(num_bytes)
         self.rules_changed.set(rules_changed)
 
-    def set_job(self, running: bool, gauges: JobGauges) -> None:
-        """Of a Flink job."""
-        self.running.set(running)
+    def set_job(self, gauges: JobGauges) -> None:
+        """Of a Flink job, besides `running`."""
         values = gauges.values
         for name, gauge, scale in (
             ("restarts", self.restarts, 1.0),

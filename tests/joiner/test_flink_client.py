@@ -114,9 +114,9 @@ def test_what_flink_counts_is_exported_as_metrics() -> None:
     key, late = ("samples", "CLOSE_WINDOW"), ("samples", "CLOSE_LATE")
     values = {"restarts": 3.0, "watermark_ms": 800.0, "requests_open": 5.0, "checkpoint_ms": 2_000.0}
     partitions = {("impressions", 0): 900.0, ("impressions", 1): -1.0}
-    metrics.set_job(True, JobGauges(values, {key: 10.0, late: 2.0}, partitions))
-    metrics.set_job(True, JobGauges({}, {key: 14.0}))
-    metrics.set_job(True, JobGauges({}, {key: 1.0}))  # restarted
+    metrics.set_job(JobGauges(values, {key: 10.0, late: 2.0}, partitions))
+    metrics.set_job(JobGauges({}, {key: 14.0}))
+    metrics.set_job(JobGauges({}, {key: 1.0}))  # restarted
     for name, labels, expected in (
         ("watermark_timestamp_seconds", {}, 0.8),
         ("checkpoint_timestamp_seconds", {}, 2.0),
@@ -193,7 +193,7 @@ def test_a_running_job_whose_event_time_stands_still_is_not_ready(flink: FakeFli
     flink.answers[metrics] = [{"id": "Source__x.numRecordsIn"}]
 
     class Clock(FakeClock):
-        """Moves by 70 s between two polls of the job, whose sources have read one more record each time."""
+        """Moves by 70 s each time that it is read, and the job has then read one more record."""
 
         num_records = 1
 
@@ -201,7 +201,7 @@ def test_a_running_job_whose_event_time_stands_still_is_not_ready(flink: FakeFli
             self.advance(70)
             self.num_records += 1
             self.answer()
-            if self.num_records > 2:
+            if self.num_records > 6:
                 stop.set()
             return super().monotonic_s()
 
