@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from param_server import kernels
-from roostream.errors import RoostreamError, TransportError, UnavailableError, WireError
+from roostream.errors import ConfigError, RoostreamError, TransportError, UnavailableError, WireError
 from roostream.runtime.backoff import Backoff
 from roostream.runtime.bucket_map import BucketMap
 from roostream.runtime.clock import Clock, SystemClock
@@ -26,7 +26,7 @@ from roostream.runtime.rpc.transport import Answer, Arrays, Header, Transport
 from roostream.schema.schema import Schema
 from roostream.wire.lookup import Lookup
 
-_TIMEOUT_S = 30.0  # of one call
+_TIMEOUT_S, _CHECK_TIMEOUT_S = 30.0, 5.0  # of one call
 
 
 class ShardKeys(NamedTuple):
@@ -82,6 +82,22 @@ class Client:
             self._sequence_S = [0] * len(self.transports)
             self._lost = ""
             self._splits.clear()
+
+    def check_order(self) -> None:
+        """Check that the transports are in the order of the shards' indices. Otherwise every pull would be
+        refused, and restoring everyone would not help.
+
+        Raises:
+            ConfigError: another shard answers.
+            UnavailableError, TransportError: a shard does not answer.
+        """
+        for index, transport in enumerate(self.transports):
+            answer, _ = transport.call("stats", {}, timeout_s=_CHECK_TIMEOUT_S)
+            if answer.get("index", index) != index:
+                raise ConfigError(
+                    f"shards: expected the address of shard {index} at place {index}, got that of shard "
+                    f"{answer['index']}; list the addresses in the order of the shards' `index`"
+                )
 
     def pull(self, lookup: Lookup) -> dict[str, np.ndarray]:
         """Stack → float32 [U, D], aligned with the lookup; keys without a row read as their initial value.

@@ -38,7 +38,7 @@ class ShardConfig(Deployment):
     seed: int = setting(0, "seed of initial rows; the same in every program", ge=0, le=MAX_SEED)
     max_expired_share: float = setting(
         0.5,
-        "a commit that would expire more than this share of a stack's rows expires none; 1 = no limit",
+        "a commit that would expire more than this share of a table's rows expires none; 1 = no limit",
         gt=0,
         le=1,
     )

@@ -60,13 +60,14 @@ class ExpiryPolicy:
     """Every key gets a row at its first push. A row expires `expire_after_ms` of its table after its last
     push.
 
-    If more than `max_share` of a stack's rows would expire at once, a wrong time is more likely than so much
-    age. Then all rows stay, an error is logged, and the next freeze asks again.
+    If more than `max_share` of a table's rows would expire at once, a wrong time is more likely than so much
+    age. Then all rows of that table stay, an error is logged, and the next freeze asks again.
     """
 
     def __init__(self, tables: Sequence[Table], max_share: float = 1.0) -> None:
-        self.names, self.max_share = ", ".join(t.name for t in tables), max_share
+        self.names, self.max_share = [t.name for t in tables], max_share
         self.num_spared = 0
+        self._logged: dict[int, int] = {}  # table → rows that were kept when it was last logged
         self.table_K = np.array([t.id for t in tables], np.uint32)
         self.expire_after_ms_K = np.array([t.expire_after_ms for t in tables], np.int64)
 
@@ -80,20 +81,27 @@ class ExpiryPolicy:
         row_M = kernels.expired(
             index.flags_N, index.used, index.table_N, stamp_ms_N, self.table_K, before_ms_K
         )
-        if len(row_M) <= self.max_share * index.num_live:
-            return row_M
-        self.num_spared += len(row_M)
-        log.error(
-            "tables %s: %d of %d rows would expire at once at watermark %d ms, more than "
-            "max_expired_share = %g; they are kept. "
-            "Raise max_expired_share if that much time has really passed",
-            self.names,
-            len(row_M),
-            index.num_live,
-            watermark_ms,
-            self.max_share,
-        )
-        return np.zeros(0, np.int64)
+        which_M = kernels.which_table(index.table_N[row_M], self.table_K)
+        due_K = np.bincount(which_M, minlength=len(self.table_K))
+        live_K = np.zeros(len(self.table_K), np.int64)
+        kernels.count_by_table(index.flags_N, index.used, index.table_N, self.table_K, live_K)
+        spared_K = due_K > self.max_share * live_K
+        for k in np.flatnonzero(spared_K).tolist():
+            self.num_spared += int(due_K[k])
+            if self._logged.get(k) == due_K[k]:
+                continue
+            self._logged[k] = int(due_K[k])
+            log.error(
+                "table %s: %d of %d rows would expire at once at watermark %d ms, more than "
+                "max_expired_share = %g; they are kept. "
+                "Raise max_expired_share if that much time has really passed",
+                self.names[k],
+                due_K[k],
+                live_K[k],
+                watermark_ms,
+                self.max_share,
+            )
+        return row_M[~spared_K[which_M]]
 
     def state(self) -> bytes:
         return b""

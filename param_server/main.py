@@ -127,11 +127,13 @@ def serve(config: ShardConfig, stop: threading.Event) -> None:
         log.info(
             "shard %d of %d listens on %s, metrics on port %d", config.index, config.num_shards, address, at
         )
-        while not (
-            stop.wait(_TURN_S) or left.is_set()
-        ):  # a deadlock in the shard stops the loop and fails the health probe
-            health.turned("" if shard.stats()["ready"] else "waiting for the controller to restore it")
+        while not (stop.wait(_TURN_S) or left.is_set()):
+            member.check()
+            if shard.answers(_TURN_S):  # else the loop does not turn: a deadlock fails the health probe
+                waiting = "" if shard.ready else "waiting for the controller to restore it"
+                health.turned(member.refused or waiting)
         member.leave(ending, _CLOSING_S)
+        member.check()
     crew.check()
 
 

@@ -289,6 +289,11 @@ class ControllerConfig(Deployment):
         "continue with a further warehouse session if more samples than this were archived meanwhile",
         ge=0,
     )
+    lost_after_ms: int = setting(
+        3000,
+        "a shard or worker that sends no heartbeat for this long is lost, and everyone is restored",
+        ge=1000,
+    )
     commit_interval_ms: int = setting(10_000, "time between commits", ge=100)
     seed: int = setting(
         0, "seed of initial weights and rows; workers and shards use the same one", ge=0, le=MAX_SEED

@@ -330,7 +330,9 @@ class TrainLoop:
             return
         pulled = self.pull_part(part)
         if self.descent.rehearse_step(pulled, self.targets(part)):
-            times = PushTimes(step=self.num_steps, time_ms=self.watermark_ms)  # it contains no new engagement
+            times = PushTimes(
+                step=self.num_steps, time_ms=self.watermark.push_time_ms
+            )  # it contains no new engagement
             with self.stages("push"):
                 self.rows.push(part.lookup, gradients_of(pulled.inputs), times)
             self.counts.rehearsed += part.batch.num_requests
@@ -400,9 +402,11 @@ class TrainLoop:
         """Push the gradients of a part. None: this worker has none in a step in which other workers push.
         `clip_row_norm`: limit for the norm of each row's gradient sum over all workers."""
         if pulled is None:
-            times = PushTimes(step=self.num_steps, time_ms=self.watermark_ms, clip_row_norm=clip_row_norm)
+            times = PushTimes(
+                step=self.num_steps, time_ms=self.watermark.push_time_ms, clip_row_norm=clip_row_norm
+            )
             return self.rows.push(empty_lookup(self.schema), {}, times)
-        limits = {"step": self.num_steps, "time_ms": self.watermark_ms}
+        limits = {"step": self.num_steps, "time_ms": self.watermark.push_time_ms}
         times = push_times(pulled.part.batch, **limits, clip_row_norm=clip_row_norm)
         with self.stages("push"):
             gradients = gradients_of(pulled.inputs)
@@ -411,4 +415,4 @@ class TrainLoop:
     def _push_deferred(self) -> None:
         """Push gradients that deferral still holds back, because training ends."""
         if waiting := self.selection.flush_deferred():
-            self.rows.push(*waiting, PushTimes(step=self.num_steps, time_ms=self.watermark_ms))
+            self.rows.push(*waiting, PushTimes(step=self.num_steps, time_ms=self.watermark.push_time_ms))

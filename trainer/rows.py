@@ -28,7 +28,7 @@ class PushTimes(NamedTuple):
     """Times and limits that shards record with a push."""
 
     step: int
-    time_ms: int  # event-time watermark that stamps the rows
+    time_ms: int  # event time that stamps the rows (`TrainingWatermark.push_time_ms`)
     oldest_engagement_ms: int = 0  # of the batch; 0 = none
     oldest_close_ms: int = 0
     clip_row_norm: float = 0.0  # several workers: limit for the norm of each row's gradient sum; 0 = none

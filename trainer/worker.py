@@ -47,6 +47,7 @@ log = logging.getLogger("roostream.worker")
 
 Command = dict[str, Any]
 _IDLE_S = 0.1
+_MAX_WRONG_SHARDS = 3
 _AGREE_S = 30.0  # less than the controller's time limit for a step of a commit
 
 
@@ -77,6 +78,9 @@ class Worker:
         self.failures = FailurePolicy(loop, index)
         # Called during a commit in the agent's thread; may not raise.
         self.on_write: Callable[[], None] = lambda: None
+        # Called before training starts; raises ConfigError if the settings name the wrong shards.
+        self.check_shards: Callable[[], None] = lambda: None
+        self._wrong_shards = 0  # checks in a row that failed
         self.leaving = False  # it is stopping: no more batches, a last commit, then exit
         self._snapshot: tuple[int, Snapshot] | None = None
         self._cut_s: float | None = None  # since when training is paused for a commit
@@ -258,6 +262,15 @@ class Worker:
         return {}
 
     def _start(self, command: Command) -> dict[str, Any]:
+        try:
+            self.check_shards()
+            self._wrong_shards = 0
+        except ConfigError as error:
+            self._wrong_shards += 1
+            if self._wrong_shards < _MAX_WRONG_SHARDS:  # an address may belong to a shard that just moved
+                raise UnavailableError(str(error)) from None
+            self.refusal = error
+            raise
         self.read_bounds.begin(command.get("epoch"))
         bounds = self.read_bounds
         self._check_or_exit(

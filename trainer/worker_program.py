@@ -144,7 +144,7 @@ def run_until_stopped(config: WorkerConfig, stop: Stop) -> None:
         )
         opened.callback(rendezvous.close)
         worker = Worker(loop, outputs, store, identity, config.index, rendezvous)
-        worker.on_write = profiles.save
+        worker.on_write, worker.check_shards = profiles.save, client.check_order
         patience = CaughtUpLimits(lag_ms=config.caught_up_lag_ms, hold_s=config.caught_up_hold_ms / 1000)
         monitor = Monitor(worker, clock, patience, drift)
         REGISTRY.register(MetricsCollector(monitor.metrics, WORKER))
@@ -183,6 +183,7 @@ def train(
 
     Raises:
         UnavailableError: no controller answers.
+        ConfigError: another process has this worker's index.
         HeldError: training is on hold, or will be once the controller hears why this worker cannot use the
             commit.
     """
@@ -192,10 +193,11 @@ def train(
             raise HeldError(f"training cannot continue with this worker: {worker.refusal}")
         worker.turn()
         monitor.observe(held=agent.hold)
+        agent.check()
         if agent.hold:
             raise HeldError(f"training is on hold: {agent.hold}")
         waiting = "" if worker.incarnation else "waiting for the controller to restore this worker"
-        health.turned(worker.broken or waiting)
+        health.turned(agent.refused or worker.broken or waiting)
         if worker.training and agent.silent_s > controller_timeout_s:
             raise UnavailableError(
                 f"the controller has not answered for {agent.silent_s:.0f} s; "

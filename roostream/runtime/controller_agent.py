@@ -9,7 +9,10 @@ A command is identified by (incarnation, id). If it is received again, only its 
 threads receive responses, so one may be late. Each response contains all commands that the controller still
 wants, so a command below the newest one was withdrawn and is never started. If a command hangs, the
 controller claims a new incarnation; if it still hangs `STUCK_S` after that incarnation's first command, the
-process ends, because a thread cannot be killed.
+process ends, because a thread cannot be killed. A command whose progress is reported does not hang.
+
+Only one process at a time can have a role and index. The controller refuses a second one while the first one
+sends heartbeats; `check` raises an error if that lasts.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import logging
 import os
 import queue
 import random
+import socket
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
@@ -36,6 +40,8 @@ Command: TypeAlias = dict[str, Any]
 Result: TypeAlias = dict[str, Any]
 
 STUCK_S = 60.0
+REFUSED_S = 10.0
+"""A process is refused for less time than this if the one before it has died, and longer if both run."""
 
 _MAX_RESULTS = 256
 _CALL_TIMEOUT_S = 3.0
@@ -100,7 +106,8 @@ class ControllerAgent:
         on_received: Callable[[Command], None] = lambda command: None,
         stop_budget: StopBudget | None = None,
     ) -> None:
-        """`on_stuck(reason)` is called when a command hangs for good; the default ends the process.
+        """`report` must not wait for anything. If it has a field `progress`, that changes while a command is
+        at work. `on_stuck(reason)` is called when a command hangs for good; the default ends the process.
         `on_received(command)` is called when a command arrives, before earlier ones are done; it must not
         block. `stop_budget` begins when the controller asks this program to leave."""
         self.transport_factory, self.role, self.index = transport_factory, role, index
@@ -108,6 +115,9 @@ class ControllerAgent:
         self.session = session if session is not None else random.SystemRandom().getrandbits(63)
         self.incarnation = 0  # of the last successful RESTORE
         self.hold = ""  # why training is on hold and what ends the hold, from the controller's last response
+        self.refused = ""  # why the controller refuses this process, from its last response
+        self._refused_since_s = 0.0
+        self.process = f"pid {os.getpid()} on {socket.gethostname()}"
         # Received and not begun; the command thread takes them.
         self.commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -117,6 +127,8 @@ class ControllerAgent:
         self._running: Command | None = None
         # Since when a command of a later incarnation waits behind the running one
         self._overdue_since_s: float | None = None
+        self._progress: Any = None  # as last reported
+        self._progressed_s = 0.0
         self.on_stuck, self.on_received, self.stop_budget = on_stuck or end_process, on_received, stop_budget
         self._leaving = self._may_leave = False
         self._reached = True  # the last call was answered
@@ -136,12 +148,31 @@ class ControllerAgent:
         self._threads.start("agent-results", self._result_loop)
         return self
 
+    def check(self) -> None:
+        """Check that heartbeats are sent and accepted. Call it in every turn of the main loop.
+
+        Raises:
+            ConfigError: another process has this role and index; the message names both.
+            RoostreamError, RuntimeError: a thread has failed, so this program cannot do its work.
+        """
+        self._threads.check()
+        refused = self.refused
+        if refused and self.clock.monotonic_s() - self._refused_since_s >= REFUSED_S:
+            raise ConfigError(refused)
+
     def leave(self, budget: StopBudget, min_s: float) -> bool:
         """Announce that this program leaves, and wait until no training result is lost by it. False: the
-        controller does not response, or at most `min_s` of `budget` is left."""
+        controller does not answer or refuses this process, a thread has failed, or at most `min_s` of
+        `budget` is left."""
         self._leaving = True
         self._result_ready.set()
-        while self._reached and not self._may_leave and budget.left_s() > min_s:
+        while (
+            self._reached
+            and not self._may_leave
+            and not self.refused
+            and not self._threads.failed
+            and budget.left_s() > min_s
+        ):
             self.clock.sleep(_MIN_HEARTBEAT_INTERVAL_S)
         return self._may_leave
 
@@ -170,14 +201,17 @@ class ControllerAgent:
         """Send one heartbeat with all unsent results. True: the response had a new command."""
         with self._lock:
             results = dict(self._unsent_results)
-        leaving = self._leaving
+        leaving, incarnation, report = self._leaving, self.incarnation, self.report()
+        if report.get("progress") != self._progress:
+            self._progress, self._progressed_s = report.get("progress"), self.clock.monotonic_s()
         header = {
             "role": self.role,
             "index": self.index,
             "session": self.session,
-            "incarnation": self.incarnation,
+            "process": self.process,
+            "incarnation": incarnation,
             "results": list(results.values()),
-            "report": {**self.report(), **({"leaving": True} if leaving else {})},
+            "report": {**report, **({"leaving": True} if leaving else {})},
         }
         try:
             response, _ = transport.call("beat", header, timeout_s=_CALL_TIMEOUT_S)
@@ -185,7 +219,11 @@ class ControllerAgent:
             self._reached = False
             raise
         self._reached, self._last_response_s = True, self.clock.monotonic_s()
-        self.hold = str(response.get("hold", ""))
+        self.hold, refused = str(response.get("hold", "")), str(response.get("refused", ""))
+        if refused and not self.refused:
+            self._refused_since_s = self._last_response_s
+            log.warning("%s", refused)
+        self.refused = refused
         self._may_leave = leaving and bool(response.get("free"))
         if self.stop_budget and response.get("leave_s") is not None:
             self.stop_budget.begin(float(response["leave_s"]))
@@ -224,6 +262,7 @@ class ControllerAgent:
             now_s = self.clock.monotonic_s()
             since_s = self._overdue_since_s if self._overdue_since_s is not None else now_s
             self._overdue_since_s = since_s if overdue else None
+            since_s = max(since_s, self._progressed_s)
         if running is not None and overdue and now_s - since_s > STUCK_S:
             self.on_stuck(
                 f"command {running.get('kind')} was given up by the controller and still hangs after "
@@ -241,10 +280,10 @@ class ControllerAgent:
         incarnation, id_ = _key(command)
         self._running = command
         try:
-            if incarnation < self.incarnation:
+            newest = max(self.incarnation, self._newest[0])
+            if incarnation < newest:  # it waited behind a long one, and the controller has given it up
                 raise FencedError(
-                    f"expected incarnation {self.incarnation} or later, got {incarnation}: this command "
-                    "is outdated"
+                    f"expected incarnation {newest} or later, got {incarnation}: this command is outdated"
                 )
             result = {"ok": True, **self.execute(command)}
             if command.get("kind") == "restore":

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
 import ssl
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 from wsgiref.simple_server import WSGIRequestHandler, make_server
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("roostream.metrics")
 
 _IDLE_S = 10.0  # a connection that sends nothing for so long is closed
+_REQUEST_S = 60.0  # for a request and its answer; a slower connection is closed
+_MAX_CONNECTIONS = 128  # beyond it the oldest one is closed, so that probes are always answered
 
 
 class PageResponse(NamedTuple):
@@ -135,9 +139,43 @@ def _page(page: Callable[[], PageResponse], method: str, start: StartResponse) -
 
 
 class _Server(ThreadingWSGIServer):
-    """One thread a connection."""
+    """One thread a connection; number and duration of connections are limited."""
 
     context: ssl.SSLContext | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._since_s: dict[Any, float] = {}  # open connection → when it was accepted
+        self._lock = threading.Lock()
+        super().__init__(*args, **kwargs)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self._lock:
+            self._since_s[request] = time.monotonic()
+            oldest = min(self._since_s, key=self._since_s.__getitem__)
+            full = len(self._since_s) > _MAX_CONNECTIONS
+        if full:
+            self._end(oldest)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._lock:
+            self._since_s.pop(request, None)
+        super().shutdown_request(request)
+
+    def service_actions(self) -> None:
+        """Called every half second."""
+        limit_s = time.monotonic() - _REQUEST_S
+        with self._lock:
+            late = [request for request, since_s in self._since_s.items() if since_s < limit_s]
+        for request in late:
+            self._end(request)
+
+    def _end(self, request: Any) -> None:
+        """Its thread fails at once, and closes it."""
+        with self._lock:
+            self._since_s.pop(request, None)
+        with contextlib.suppress(OSError):
+            socket.socket.shutdown(request, socket.SHUT_RDWR)
 
     def get_request(self) -> tuple[Any, Any]:
         """The TLS handshake is left to the connection's own thread."""

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from param_server.client import Client
-from roostream.errors import FencedError, TransportError, UnavailableError, WireError
+from roostream.errors import ConfigError, FencedError, TransportError, UnavailableError, WireError
 from roostream.runtime.clock import FakeClock
 from roostream.runtime.rpc.transport import Answer, Arrays, Header, InMemoryTransport
 from tests.param_server.shard_support import (
@@ -226,3 +226,11 @@ def test_pulls_and_pushes_may_run_at_the_same_time() -> None:
     thread.join(20)
     assert errors == [] and not thread.is_alive()
     client.close()
+
+
+def test_shards_in_a_wrong_order_are_named() -> None:
+    shards = [begun(num_shards=2, index=index) for index in (1, 0)]
+    client = Client(small_schema(), [transport_to(shard) for shard in shards], worker=0)
+    with pytest.raises(ConfigError, match="expected the address of shard 0 at place 0, got that of shard 1"):
+        client.check_order()
+    Client(small_schema(), [transport_to(shard) for shard in reversed(shards)], worker=0).check_order()

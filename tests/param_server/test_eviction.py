@@ -62,6 +62,22 @@ def test_g8_an_eviction_of_too_many_rows_is_refused_and_logged(
     assert len(ExpiryPolicy([table]).evict(1 << 50, index, stamp_ms_N)) == 4
 
 
+def test_g8_the_limit_of_expired_rows_holds_for_each_table_of_a_stack(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    small, large = Table(name="small", dim=2, expire_after_ms=100), Table(name="large", dim=2)
+    policy, index = ExpiryPolicy([small, large], max_share=0.5), KeyIndex(4)
+    index.add_new(
+        Keys(np.array([small.id] * 4 + [large.id] * 100, np.uint32), np.arange(104, dtype=np.int64))
+    )
+    stamp_ms_N = np.zeros(index.capacity, np.int64)
+    for _ in range(2):
+        assert len(policy.evict(1 << 50, index, stamp_ms_N)) == 0
+    assert policy.num_spared == 8 and caplog.text.count("table small: 4 of 4 rows") == 1
+    stamp_ms_N[:2] = 1 << 50
+    assert len(policy.evict(1 << 50, index, stamp_ms_N)) == 2
+
+
 def test_rows_that_are_not_admitted_keep_their_initial_value() -> None:
     shard = begun(eviction=SecondPush)
     before = pull_from(shard, ITEM, 1, 2)

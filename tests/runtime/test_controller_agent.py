@@ -12,7 +12,13 @@ import pytest
 
 from roostream.errors import CheckpointError, ConfigError, FencedError, TransportError, UnavailableError
 from roostream.runtime.clock import FakeClock
-from roostream.runtime.controller_agent import ControllerAgent, check_command_schema, error_result
+from roostream.runtime.controller_agent import (
+    REFUSED_S,
+    STUCK_S,
+    ControllerAgent,
+    check_command_schema,
+    error_result,
+)
 from roostream.runtime.rpc.transport import Answer, Arrays, Header
 from roostream.runtime.thread_group import StopBudget
 
@@ -99,7 +105,15 @@ def test_a_heartbeat_has_identity_and_report() -> None:
     member = make_member(controller, Doer(), session=9)
     assert member.beat(controller) is False
     assert controller.beats == [
-        {"role": "shard", "index": 2, "session": 9, "incarnation": 0, "results": [], "report": {"rows": 5}}
+        {
+            "role": "shard",
+            "index": 2,
+            "session": 9,
+            "process": member.process,
+            "incarnation": 0,
+            "results": [],
+            "report": {"rows": 5},
+        }
     ]
 
 
@@ -396,3 +410,64 @@ def test_a_member_with_another_schema_waits() -> None:
     ) as caught:
         check_command_schema({"kind": "restore", "schema": "00000000000000fe"}, 255)
     assert error_result(caught.value)["away"], "it is asked again, and no manifest is passed over for it"
+
+
+def test_a_command_that_makes_progress_does_not_end_the_process() -> None:
+    """As a large RESTORE does that the controller has given up, because another shard refused."""
+    controller, doer, stuck = FakeController([command(1, "restore")], [command(2, "restore", 2)]), Doer(), []
+    doer.hold.clear()
+    member = make_member(controller, doer, on_stuck=stuck.append)
+    progress = iter(range(1000))
+    member.report = lambda: {"progress": next(progress)}
+    member.beat(controller)
+    thread = threading.Thread(target=lambda: do_all(member), daemon=True)
+    thread.start()
+    assert doer.begun.wait(10)
+    for _ in range(10):
+        member.clock.sleep(STUCK_S / 2)
+        member.beat(controller)
+    assert not stuck
+    member.report = lambda: {"progress": 0}
+    for _ in range(4):
+        member.clock.sleep(STUCK_S / 2)
+        member.beat(controller)
+    assert stuck
+    doer.hold.set()
+    thread.join(10)
+
+
+def test_commands_of_an_incarnation_that_was_given_up_are_not_executed() -> None:
+    controller, doer = FakeController([command(1, "restore")], [command(2, "restore", 2)]), Doer()
+    member = make_member(controller, doer)
+    member.beat(controller)
+    member.beat(controller)
+    do_all(member)
+    assert doer.done == [2] and member.incarnation == 2
+
+
+def test_a_process_that_is_refused_for_long_ends_with_the_sentence() -> None:
+    controller = FakeController([])
+    controller.said = {"refused": "two processes run as shard 2"}
+    member = make_member(controller, Doer())
+    for _ in range(2):
+        member.beat(controller)
+        member.check()
+        member.clock.sleep(REFUSED_S / 2)
+    member.beat(controller)
+    assert member.leave(StopBudget(threading.Event(), 1.0, member.clock), 0.0) is False
+    with pytest.raises(ConfigError, match="two processes run as shard 2"):
+        member.check()
+
+
+def test_a_failed_thread_is_an_error_of_the_program() -> None:
+    def report() -> dict[str, Any]:
+        raise ZeroDivisionError("a defect")
+
+    member = make_member(FakeController([]), Doer())
+    member.report = report
+    member.start()
+    assert member.stop.wait(10)
+    assert member.leave(StopBudget(threading.Event(), 1.0, member.clock), 0.0) is False
+    with pytest.raises(RuntimeError, match="agent-heartbeat"):
+        member.check()
+    member.join()

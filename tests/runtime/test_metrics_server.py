@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import socket
 import urllib.error
 import urllib.request
@@ -125,3 +126,11 @@ def test_a_public_metrics_port_requires_client_certificates() -> None:
     assert ProgramSettings(metrics_host="0.0.0.0", insecure=True).scheme == "http"
     with pytest.raises(ConfigError, match="expected PEM files of a certificate chain"):
         metrics_server.serve(ProgramSettings(tls_certificate="none.crt", tls_key="none.key"), Health(60))
+
+
+def test_idle_connections_never_keep_a_probe_from_being_answered(health: Health) -> None:
+    port = metrics_server.serve(ProgramSettings(), health)
+    with contextlib.ExitStack() as opened:
+        for _ in range(140):
+            opened.enter_context(socket.create_connection(("127.0.0.1", port), 10))
+        assert asked(port, "/livez") == (200, "ok\n")

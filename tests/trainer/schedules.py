@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tests.trainer.network import CONTROLLER, STORE, DeadLink, Lasting, SlowShard
-from tests.trainer.simulator import Kill, Simulation
+from tests.trainer.simulator import Kill, Simulation, Twin
 
 SHARDS = ("shard 0", "shard 1")
 LIMITS = {"step_timeout_s": 5.0, "restore_timeout_s": 6.0}
@@ -45,6 +45,16 @@ def kills_of(seed: int, workers: int) -> list[Kill]:
     return [
         Kill(m, draw.choice(everyone), draw.randint(1, 4))
         for m in draw.sample(moments(workers), draw.randint(0, 3))
+    ]
+
+
+def twins_of(seed: int, workers: int) -> list[Twin]:
+    """One or two second processes of some members."""
+    draw = random.Random(f"twins {seed}")
+    members = [*SHARDS, *(f"worker {i}" for i in range(workers))]
+    return [
+        Twin(draw.choice(members), draw.randint(1, 25), draw.randint(10, 60))
+        for _ in range(draw.randint(1, 2))
     ]
 
 

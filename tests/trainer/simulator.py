@@ -22,7 +22,7 @@ import functools
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from param_server.client import Client
 from param_server.key_value_store import MemoryKeyValueStore
@@ -76,6 +76,15 @@ class Kill:
     occurrence: int = 1
 
 
+class Twin(NamedTuple):
+    """A second process of a member, from one round on for some rounds. It does what it is asked, should the
+    controller accept it; calls of others still reach the first process."""
+
+    who: str
+    first: int
+    rounds: int
+
+
 class Simulation:
     """`run` until every record is trained and committed."""
 
@@ -99,11 +108,12 @@ class Simulation:
         seed: int | None = None,
         lasting: Lasting = NOTHING_LASTS,
         limits: dict[str, float] | None = None,
+        twins: Sequence[Twin] = (),
         site: Site = NEW,
         loop: Mapping[str, Any] | None = None,
     ) -> None:
-        """`loop`: settings of the loop beyond the others. `limits`: time limits of `Facts` that are not the
-        product's own."""
+        """`twins`: second processes of members. `loop`: settings of the loop beyond the others. `limits`:
+        time limits of `Facts` that are not the product's own."""
         self.site = site
         self.real_shards, self.seeded, self.disorder = real_shards, seed is not None, Disorder(seed)
         self.network = Network(lasting)
@@ -137,6 +147,8 @@ class Simulation:
         ]
         self.workers = worker_keys(max(num_workers, initial_workers))
         self.places = {str(key): Place() for key in (*self.facts.shards, *self.workers)}
+        self.twins = {twin: Place(session=100 + n) for n, twin in enumerate(twins)}
+        self.refusals: Counter[str] = Counter()  # who was refused in favor of another process, how often
         self.controller: WatchedController | None = None
         self.controller_dead_rounds = 0
         self.moments: Counter[tuple[str, str, str]] = Counter()
@@ -162,13 +174,17 @@ class Simulation:
             )
             self.controller.moment = self.moment
             return
-        session = self.places[who].session + 1
+        self.places[who] = self._started(who, self.places[who].session + 1, self.moment)
+
+    def _started(
+        self, who: str, session: int, moment: Callable[[str, str, str], None] = lambda *_: None
+    ) -> Place:
         role, index = who.split()
         process = self._process(role, index)
-        self.places[who] = place = Place(process=process, session=session)
+        place = Place(process=process, session=session)
 
         def execute(command: dict[str, Any]) -> dict[str, Any]:
-            self.moment(who, command["kind"], "before")
+            moment(who, command["kind"], "before")
             try:
                 result = process.execute(command)
             except RoostreamError:
@@ -176,7 +192,7 @@ class Simulation:
             except Exception as error:
                 self.defects.append(error)
                 raise
-            self.moment(who, command["kind"], "after")
+            moment(who, command["kind"], "after")
             return result
 
         place.member = ControllerAgent(
@@ -190,6 +206,7 @@ class Simulation:
             session=session,
             on_received=getattr(process, "hear", lambda command: None),
         )
+        return place
 
     def _history(self, committed: Mapping[int, int]) -> tuple[WorkUnit, ...]:
         ends = Counter(record.partition for record in self.records)
@@ -224,14 +241,16 @@ class Simulation:
         if who == CONTROLLER:
             self.controller, self.controller_dead_rounds = None, 0
         else:
-            place = self.places[who]
-            if isinstance(place.process, (FakeShard, RealShard)):
-                place.process.die()
-            elif place.process is not None:
-                self.hall.away(int(who.split()[1]))
-            place.process, place.dead_rounds = None, 0
-            if not place.actor.is_running:
-                place.actor.kill()
+            self._end_process(who, self.places[who])
+
+    def _end_process(self, who: str, place: Place) -> None:
+        if isinstance(place.process, (FakeShard, RealShard)):
+            place.process.die()
+        elif place.process is not None:
+            self.hall.away(int(who.split()[1]))
+        place.process, place.dead_rounds = None, 0
+        if not place.actor.is_running:
+            place.actor.kill()
 
     def moment(self, who: str, what: str, when: str) -> None:
         self.moments[who, what, when] += 1
@@ -311,6 +330,8 @@ class Simulation:
         self._revive()
         for who in self.places:
             self.guard(lambda who=who: self._beat(who))
+        for twin in self.twins:
+            self._be_twin(twin)
         self.guard(self.disorder.deliver_late)
         self.guard(self.control)
         for _ in range(3 * len(self.workers)):
@@ -350,7 +371,33 @@ class Simulation:
             and self.controller is not None
             and self.controller.coordinator.state is State.RUNNING
             and all(place.process is not None for place in self.places.values())
+            and self._is_everyone_restored(self.controller.coordinator)
         )
+
+    def _is_everyone_restored(self, coordinator: Coordinator) -> bool:
+        """No twin is left, and the controller's members are the processes at their places."""
+        here = [self.places[str(key)].member for key in coordinator.membership.everyone]
+        return all(self.network.round >= twin.first + twin.rounds for twin in self.twins) and all(
+            member is not None and member.incarnation == coordinator.incarnation for member in here
+        )
+
+    def _be_twin(self, twin: Twin) -> None:
+        """It starts, does what the others of its kind do, and restarts when it was refused for a while. In
+        its last round it is killed, so that every run ends."""
+        place = self.twins[twin]
+        if self.network.round == twin.first:
+            self.twins[twin] = self._started(twin.who, place.session)
+        elif self.network.round >= twin.first + twin.rounds:
+            if place.member is not None and place.member.refused:
+                place.process = None  # it has no part in anything
+            self._end_process(twin.who, place)
+        elif place.process is not None and place.member is not None:
+            self.guard(lambda: self._beat_place(twin.who, place))
+            self.refusals[f"{twin.who}'s twin"] += bool(place.member.refused)
+            if twin.who.startswith("worker"):
+                self._train_place(place)
+            if place.member.refused and self.network.round % 8 == 0:
+                self.twins[twin] = self._started(twin.who, place.session + 1000)
 
     def _revive(self) -> None:
         for who, place in list(self.places.items()):
@@ -376,8 +423,12 @@ class Simulation:
             self.kill(CONTROLLER)
 
     def _beat(self, who: str) -> None:
-        """What the threads of roostream.runtime.controller_agent do, in one."""
         place = self.places[who]
+        self._beat_place(who, place)
+        self.refusals[who] += bool(place.member and place.member.refused)
+
+    def _beat_place(self, who: str, place: Place) -> None:
+        """What the threads of roostream.runtime.controller_agent do, in one."""
         if place.process is None or place.member is None:
             return
         with contextlib.suppress(RoostreamError):
@@ -392,7 +443,8 @@ class Simulation:
             assert command is not None
             self._act(place, functools.partial(place.member.run, command))
             if who.startswith("worker"):
-                self._train(who, self.disorder.random.randint(0, 3) if self.seeded else 2)
+                for _ in range(self.disorder.random.randint(0, 3) if self.seeded else 2):
+                    self._train_place(place)
             most = most and most - 1
 
     def _begins_late(self, who: str, place: Place) -> bool:
@@ -408,9 +460,11 @@ class Simulation:
 
     def _train(self, who: str, times: int) -> None:
         for _ in range(times):
-            place = self.places[who]
-            if place.process is not None and self._is_free(place):
-                self._act(place, place.process.turn)
+            self._train_place(self.places[who])
+
+    def _train_place(self, place: Place) -> None:
+        if place.process is not None and self._is_free(place):
+            self._act(place, place.process.turn)
 
     def _in_some_order(self) -> list[str]:
         """The workers; where it is drawn some wait longer."""

@@ -268,6 +268,19 @@ def test_the_pause_of_a_commit_is_counted_as_commit_time() -> None:
     assert stage.worker.loop.stages.of_loop("commit") == 4
 
 
+def test_shards_that_are_named_in_a_wrong_order_put_training_on_hold_after_some_tries() -> None:
+    worker = Stage().worker
+
+    def refuse_order() -> None:
+        raise ConfigError("shards: expected the address of shard 0 at place 0")
+
+    worker.check_shards = refuse_order
+    for error in (UnavailableError, UnavailableError, ConfigError):
+        with pytest.raises(error, match="at place 0"):
+            worker.execute({"kind": "start", "incarnation": 1})
+        assert not worker.training and (worker.refusal is not None) == (error is ConfigError)
+
+
 def test_an_unknown_command_is_refused() -> None:
     assert "expected one of restore, start" in Stage().do("dance")["error"]
 

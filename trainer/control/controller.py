@@ -256,6 +256,7 @@ class Controller:
                 "workers": it.membership.num_workers,
                 "wanted_workers": it.membership.wanted_workers,
                 "holds": [it.holds.now._asdict()] if it.holds.now else [],
+                "rivals": it.membership.rivals(now_s),
                 "device_s": device_s,
                 "device_ratio": ratios(device_s),
                 "initial": self._eta.estimate(it.phases.progress(), self._num_trained(), now_s),
@@ -289,7 +290,13 @@ class Controller:
             it = self.coordinator
             session, incarnation = int(header["session"]), int(header["incarnation"])
             results, report = header.get("results", ()), dict(header.get("report", {}))
-            it.beat(key, session, incarnation, results, report, self.clock.monotonic_s())
+            process = str(header.get("process", ""))
+            refused = it.beat(key, session, incarnation, results, report, self.clock.monotonic_s(), process)
+            if refused:
+                if self.long_poll_s:
+                    self._changed.wait_for(lambda: it.state is State.FENCED, self.long_poll_s)
+                self._raise_if_fenced()
+                return {"commands": [], "incarnation": it.incarnation, "refused": refused}
             self._changed.notify_all()
             if self.long_poll_s:
                 self._changed.wait_for(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,6 +19,7 @@ from roostream.runtime.kafka.topics import CORRECTIONS, SAMPLES, Partition, Prog
 from roostream.runtime.metrics_collector import MetricsCollector, one_of
 from roostream.runtime.program import Stop
 from roostream.runtime.rpc.server import RpcServer
+from roostream.runtime.thread_group import ThreadGroup
 from roostream.runtime.work_unit import WorkUnit
 from roostream.schema.schema_file import load_schema
 from trainer.config import ControllerConfig
@@ -79,17 +79,21 @@ def run_until_stopped(config: ControllerConfig, stop: Stop) -> None:
     server = RpcServer(master.extend(controller.handle), host, port, keys=config.link_credentials())
     server.start()
     log.info("controller listens on %s", server.address)
-    threading.Thread(target=targets.run, args=(stop,), name="scrape", daemon=True).start()
-    idle_watcher = _start_idle_watcher(config, controller, clock, stop)
+    threads = ThreadGroup(stop)
+    threads.start("scrape", targets.run, stop)
+    if config.idle_hold_ms:
+        threads.start("idle-watcher", watch_for_idle, config, controller, clock, stop)
     if warehouse:
-        warehouse.start_handover(controller, lambda: oldest_samples(config), stop)
+        handover = warehouse.handover(controller, lambda: oldest_samples(config))
+        threads.start("handover", handover.run, stop)
     try:
         REGISTRY.register(MetricsCollector(lambda: _metrics(controller.status()), CONTROLLER))
         controller.run(stop, on_turn, _CLOSING_S)
     finally:
         leases.save_if_due(last=True)
         server.stop()
-        idle_watcher.join(_CLOSING_S)
+        threads.join(_CLOSING_S)
+    threads.check()
 
 
 def coordinator_config(config: ControllerConfig, identity: DeploymentIdentity) -> CoordinatorConfig:
@@ -105,6 +109,7 @@ def coordinator_config(config: ControllerConfig, identity: DeploymentIdentity) -
         num_partitions=identity.num_partitions,
         kafka=identity.kafka,
         commit_interval_s=config.commit_interval_ms / 1000,
+        lost_after_s=config.lost_after_ms / 1000,
         holds_idle=config.idle_hold_ms > 0,
     )
 
@@ -130,26 +135,17 @@ def _open_consumer(config: ControllerConfig, topics: tuple[str, ...]) -> KafkaCo
     return KafkaConsumer.open(config.broker, f"{config.prefix}controller", options)
 
 
-def _start_idle_watcher(
-    config: ControllerConfig, controller: Controller, clock: Clock, stop: Stop
-) -> threading.Thread:
-    """Start a thread that runs until `stop`. It does nothing if settings never release workers."""
+def watch_for_idle(config: ControllerConfig, controller: Controller, clock: Clock, stop: Stop) -> None:
+    """Release workers while there is nothing to read, until `stop`. Raises RoostreamError: Kafka refuses the
+    consumer; without this thread nothing would end a hold."""
     rule = IdleRule(
         hold_s=config.idle_hold_ms / 1000,
         min_records=config.idle_release_records,
         max_wait_s=config.idle_release_ms / 1000,
         min_held_s=config.idle_min_ms / 1000,
     )
-
-    def watch() -> None:
-        if not rule.hold_s:
-            return
-        with contextlib.closing(_open_consumer(config, (SAMPLES, CORRECTIONS))) as consumer:
-            IdleHoldWatcher(controller, BacklogProbe(consumer), IdleDetector(rule), clock).run(stop)
-
-    thread = threading.Thread(target=watch, name="idle-watcher", daemon=True)
-    thread.start()
-    return thread
+    with contextlib.closing(_open_consumer(config, (SAMPLES, CORRECTIONS))) as consumer:
+        IdleHoldWatcher(controller, BacklogProbe(consumer), IdleDetector(rule), clock).run(stop)
 
 
 def _metrics(status: dict[str, Any]) -> dict[str, Any]:

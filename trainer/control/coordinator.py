@@ -19,7 +19,8 @@ Commit protocol:
 A failure before step 6 commits nothing. A refused command leads to ABORT. A lost member leads to the next
 incarnation, which starts with RESTORE of the last manifest.
 
-Every state has a way out, because every command has a time limit. A late step of a commit is aborted.
+Every state has a way out, because every command has a time limit. It begins again whenever the member reports
+progress, so it follows the size of the work. A late step of a commit is aborted.
 Anything else that is late ends the incarnation, and so do `max_aborts` aborts in a row. Aborts caused by
 storage that is temporarily unavailable do not count: a rollback would not help, and the next successful
 commit contains everything.
@@ -60,6 +61,7 @@ from trainer.control.types import (
 
 log = logging.getLogger("roostream.controller")
 
+_PROGRESS_S = 10.0  # a member whose last progress is older may hang
 _SETTLED_S = 1.0  # after this much training, every worker's beats have reported whether there is new data
 
 
@@ -112,9 +114,19 @@ class PendingCommands:
         """Results of `keys`, all of which must have answered."""
         return [self._results[kind, key] for key in keys]
 
-    def late(self) -> str:
-        """Names of the members that have not answered."""
-        return ", ".join(sorted({str(key) for key in self._waiting.values()}))
+    def late(self, now_s: float, limit_s: float) -> str:
+        """Names of the members that have neither answered nor reported progress for `limit_s`."""
+        late = {key for key in self._waiting.values() if now_s - self._active_s(key) >= limit_s}
+        return ", ".join(sorted(map(str, late)))
+
+    def progresses(self, role: str, now_s: float) -> bool:
+        """Whether a member of this role works on a command and has recently reported progress."""
+        waiting = [key for key in self._waiting.values() if key.role == role]
+        return any(self.asked_s < self._active_s(key) > now_s - _PROGRESS_S for key in waiting)
+
+    def _active_s(self, key: Key) -> float:
+        member = self.members.get(key)
+        return max(self.asked_s, member.progressed_s if member else 0.0)
 
     def clear(self) -> None:
         """Drop all outstanding commands."""
@@ -202,6 +214,7 @@ class Coordinator:
         self._skipped_manifests: set[str] = set()
         self._pending = PendingCommands(self.members, now_s)
         self._aborts_in_a_row = self._late_restores = 0
+        self._refused_restore = ""  # why this incarnation ends once no shard makes progress with its RESTORE
         self._next_seq = 1
         self._due_s = self._closing_s = self._not_before_s = self._running_s = now_s
         self._wanted = False
@@ -209,24 +222,39 @@ class Coordinator:
     # Events
 
     def beat(
-        self, key: Key, session: int, incarnation: int, results: Iterable[dict], report: dict, now_s: float
-    ) -> None:
-        """Handle a beat of a member. A new session of a known member means that its old process died. Raises
-        ConfigError: the member does not belong to this controller."""
+        self,
+        key: Key,
+        session: int,
+        incarnation: int,
+        results: Iterable[dict],
+        report: dict,
+        now_s: float,
+        process: str = "",
+    ) -> str:
+        """Handle a beat of a member's process ("pid 12 on host a"). Returns "", or why this process is
+        refused: another one has the key. Raises ConfigError: the member does not belong to this controller.
+
+        A new session of a known key is accepted once the process before is silent. It means that the old one
+        died."""
         self.membership.check(key)
         is_active = key in self.membership.everyone
+        if refused := self.membership.refuse_rival(key, session, process, now_s):
+            return refused
         if incarnation > self.incarnation and self.state is not State.CLAIMING:
-            return self.fenced(
-                f"{key} is at incarnation {incarnation}, this controller is at {self.incarnation}"
-            )
+            self.fenced(f"{key} is at incarnation {incarnation}, this controller is at {self.incarnation}")
+            return ""
         member = self.members.get(key)
         if member is None or member.session != session:
             before = member  # None: the member was silent, and its loss is already counted
-            self.members[key] = member = MemberState(session=session, seen_s=now_s, since_s=now_s)
+            self.members[key] = member = MemberState(
+                session=session, seen_s=now_s, since_s=now_s, process=process
+            )
             if is_active and before:
-                self._died(key, before, f"{key} restarted")
+                self._died(key, before, f"{key} restarted", now_s)
             elif is_active:
                 self._lost(f"{key} restarted")
+        if report.get("progress") != member.report.get("progress"):
+            member.progressed_s = now_s
         member.seen_s, member.incarnation, member.report = now_s, incarnation, report
         for result in results:
             if (answered := self._pending.take(key, member, result)) and not answered.result.get("ok"):
@@ -237,12 +265,14 @@ class Coordinator:
         if is_current and (report.get("broken") or report.get("ready") is False):
             self._lost(f"{key} cannot continue: {report.get('broken') or 'it is no longer ready'}")
         self.tick(now_s)
+        return ""
 
     def tick(self, now_s: float) -> None:
         """Check for lost members, a due commit and a late step."""
         for key, member in self.membership.lost(now_s).items():
             if key in self.membership.everyone:
-                self._died(key, member, f"{key} has sent no beat for {self.config.lost_after_s:g} s")
+                reason = f"{key} has sent no beat for {self.config.lost_after_s:g} s"
+                self._died(key, member, reason, now_s)
         match self.state:
             case State.GATHERING if self.membership.should_rescale():
                 self._end(self.membership.closing_reason())
@@ -250,8 +280,11 @@ class Coordinator:
                 not self.membership.absent(self.membership.num_workers) and now_s >= self._not_before_s
             ):
                 self._restore(now_s)
-            case _ if self._pending and now_s - self._pending.asked_s >= self._time_limit_s:
-                self._handle_timeout(now_s)
+            case State.RESTORING if self._refused_restore and not self._pending.progresses("shard", now_s):
+                self._not_before_s = now_s + self.config.retry_s
+                self._lost(self._refused_restore)
+            case _ if late := self._pending.late(now_s, self._time_limit_s):
+                self._handle_timeout(late, now_s)
             case State.RUNNING if now_s >= self._closing_s and (
                 self.membership.should_rescale() or self._must_commit_before_leaving()
             ):
@@ -367,13 +400,12 @@ class Coordinator:
         self.num_rollbacks += 1
         self._end(reason)
 
-    def _died(self, key: Key, member: MemberState, reason: str) -> None:
+    def _died(self, key: Key, member: MemberState, reason: str, now_s: float) -> None:
         """A process ended: everyone is restored. A worker that keeps dying without being asked to puts
         training on hold."""
         counts = self.state not in (State.HELD, State.FENCED) and not member.leaves
-        if counts and (
-            hold := self.holds.died(key, member.seen_s - member.since_s, str(member.report.get("saved", "")))
-        ):
+        lived_s, saved = member.seen_s - member.since_s, str(member.report.get("saved", ""))
+        if counts and (hold := self.holds.died(key, lived_s, saved, self.membership.rival(key, now_s))):
             return self._hold(key, hold.reason)
         self._lost(reason)
 
@@ -394,7 +426,7 @@ class Coordinator:
         self._effects = [Claim(frozenset(self._skipped_manifests), self.phases.next_plan(self.holds.now))]
 
     def _restore(self, now_s: float) -> None:
-        self.state = State.RESTORING
+        self.state, self._refused_restore = State.RESTORING, ""
         fields = {"manifest": self.last.name if self.last else "", "schema": self.config.schema}
         self._ask("restore", self.config.shards, now_s, **fields)
         self._ask_workers("restore", now_s, self.phases.restore_fields, **fields)
@@ -536,6 +568,9 @@ class Coordinator:
             self._hold(key, error)
         elif kind in ("cut", "freeze", "resume", "write"):
             self._abort(f"{key} refused {kind}: {error}", now_s, counts=not result.get("away"))
+        elif kind == "restore" and self._pending.progresses("shard", now_s):
+            # A large shard would begin again in the next incarnation, and never finish.
+            self._refused_restore = self._refused_restore or f"{key} refused {kind}: {error}"
         else:  # restore, start, commit, abort: the member's state is unknown
             self._not_before_s = now_s + self.config.retry_s
             self._lost(f"{key} refused {kind}: {error}")
@@ -547,9 +582,9 @@ class Coordinator:
             return self.config.restore_timeout_s * 2 ** min(self._late_restores, 4)
         return self.config.step_timeout_s
 
-    def _handle_timeout(self, now_s: float) -> None:
+    def _handle_timeout(self, late: str, now_s: float) -> None:
         waited_s = now_s - self._pending.asked_s
-        reason = f"{self._pending.late()} did not answer for {waited_s:g} s in state {self.state}"
+        reason = f"{late} did not answer for {waited_s:g} s in state {self.state}"
         if self.state in (State.CUTTING, State.FREEZING, State.WRITING):
             return self._abort(reason, now_s)
         self._late_restores += self.state is State.RESTORING

@@ -47,19 +47,21 @@ class Holds:
     def is_transient(self) -> bool:
         return self.now is not None and self.now.kind == TRANSIENT
 
-    def died(self, key: Key, lived_s: float = 0.0, saved: str = "") -> Hold | None:
+    def died(self, key: Key, lived_s: float = 0.0, saved: str = "", rival: str = "") -> Hold | None:
         """A process ended without being asked to. Returns a hold if it is a worker that keeps dying. Shards
-        hold the rows, so training always waits for them. `saved`: path of the batch at which the worker
-        died."""
+        hold the rows, so training always waits for them. `saved`: path of the batch at which the worker died.
+        `rival`: a sentence about another process that has tried to be this worker."""
         if key.role != "worker":
             return None
         self._deaths[key] = 1 if lived_s > _EARLY_DEATH_S else self._deaths[key] + 1
         if self._deaths[key] < self.max_deaths:
             return None
         hint = f"; `roostream inspect batch {saved}` shows the last batch that it saved" if saved else ""
+        also = f"; {rival}" if rival else ""
         return self.stop(
             key,
-            f"it died {self._deaths[key]} times without a commit in between; see its log for the cause{hint}",
+            f"it died {self._deaths[key]} times without a commit in between; see its log for the "
+            f"cause{hint}{also}",
         )
 
     def committed(self) -> None:

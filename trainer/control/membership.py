@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from typing import Any
 
 from roostream.errors import ConfigError, UnavailableError
 from trainer.control.types import CoordinatorConfig, Key, MemberState, worker_keys
 
+log = logging.getLogger("roostream.controller")
+
 _MIN_NOTICE_S = 5.0
+_RECENT_RIVAL_S = 60.0
 
 
 def check_notice(notice_s: float) -> None:
@@ -20,13 +24,44 @@ def check_notice(notice_s: float) -> None:
 
 
 class Membership:
-    """Members by key. Not thread-safe."""
+    """Members by key. Not thread-safe.
+
+    A key belongs to one process at a time. A second process with the same key is refused as long as the first
+    one sends beats, so that two of them cannot take the key from each other in turns."""
 
     def __init__(self, config: CoordinatorConfig) -> None:
         self.config = config
         self.members: dict[Key, MemberState] = {}
         self.num_workers = self.wanted_workers = config.num_workers
         self.controller_leaves = False
+        self._rivals: dict[Key, tuple[str, float]] = {}  # a sentence, and when it was last true
+
+    def refuse_rival(self, key: Key, session: int, process: str, now_s: float) -> str:
+        """Why a process with this session cannot be `key` now; "" if it can.
+
+        The process that has the key keeps it until it has been silent for `lost_after_s`, or leaves."""
+        member = self.members.get(key)
+        if member is None or member.session == session or member.leaves:
+            return ""
+        if now_s - member.seen_s >= self.config.lost_after_s:
+            return ""
+        sentence = (
+            f"two processes run as {key}: {member.process or 'an unnamed one'}, which has this index now, "
+            f"and {process or 'an unnamed one'}, which is refused; stop one of them, or give it another index"
+        )
+        if self._rivals.get(key, ("", 0.0))[0] != sentence:
+            log.warning("%s", sentence)
+        self._rivals[key] = sentence, now_s
+        return sentence
+
+    def rival(self, key: Key, now_s: float) -> str:
+        """The sentence of a recently refused process of this key; "" if there is none."""
+        sentence, seen_s = self._rivals.get(key, ("", -math.inf))
+        return sentence if now_s - seen_s < _RECENT_RIVAL_S else ""
+
+    def rivals(self, now_s: float) -> list[str]:
+        """Sentences of all recently refused processes."""
+        return [sentence for key in sorted(self._rivals) if (sentence := self.rival(key, now_s))]
 
     def check(self, key: Key) -> None:
         """Raises ConfigError: the member does not belong to this controller."""

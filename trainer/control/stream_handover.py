@@ -123,12 +123,8 @@ class WarehouseHistory:
     def protect(self, session: TableInput, until_ms: int) -> None:
         self.table.pin_session(session, f"session-{session.digest}", until_ms)
 
-    def start_handover(
-        self, controller: Controller, oldest: Callable[[], Progress], stop: threading.Event
-    ) -> StreamHandover:
-        """Start the checks in a thread that runs until `stop`."""
-        handover = StreamHandover(
+    def handover(self, controller: Controller, oldest: Callable[[], Progress]) -> StreamHandover:
+        """The checks of the stream's offsets; `run` has a thread of its own."""
+        return StreamHandover(
             controller, self.newest, self.protect, oldest, self.clock, self.config.handover_records
         )
-        threading.Thread(target=handover.run, args=(stop,), name="handover", daemon=True).start()
-        return handover

@@ -181,6 +181,8 @@ class MemberState:
     session: int
     seen_s: float
     since_s: float = 0.0  # time of its first beat
+    process: str = ""  # "pid 12 on host a"
+    progressed_s: float = 0.0  # when its report stated progress with a command, last
     outbox: dict[int, Command] = dataclasses.field(default_factory=dict)  # commands without a result
     incarnation: int = 0
     report: dict[str, Any] = dataclasses.field(default_factory=dict)

@@ -126,30 +126,40 @@ class RpcServer:
         while not self._stopping:
             try:
                 connection, peer = self._listener.accept()
-                connection = self.keys.wrap_accepted(connection)
             except OSError as error:
                 if not self._stopping:  # probably out of file descriptors; retried, because connections end
                     log.warning("can't accept a connection: %s", error)
                     time.sleep(0.1)
                 continue
-            with self._lock:
-                full = len(self._connections) >= self.max_connections and not self._make_room()
-                if not full:
-                    thread = threading.Thread(
-                        target=self._serve, args=(connection, peer), name="rpc", daemon=True
-                    )
-                    self._connections[connection] = _Connection(thread, time.monotonic())
-            if full:
-                log.warning("refused a connection from %s: %d are open", peer, self.max_connections)
-                connection.close()
-                continue
             try:
-                thread.start()
-            except RuntimeError as error:  # out of threads or memory; accepting continues
-                log.warning("closed the connection from %s: %s", peer, error)
-                with self._lock:
-                    del self._connections[connection]
+                self._open(connection, peer)
+            except Exception as error:  # no error of one connection may end the thread that accepts all
+                expected = isinstance(error, OSError | RuntimeError | MemoryError)
+                log.warning("closed the connection from %s: %r", peer, error, exc_info=not expected)
                 connection.close()
+
+    def _open(self, accepted: socket.socket, peer: object) -> None:
+        """Serve a connection in a thread of its own. Raises OSError, RuntimeError, MemoryError: it cannot be
+        served; the caller closes it."""
+        connection = self.keys.wrap_accepted(accepted)
+        with self._lock:
+            full = len(self._connections) >= self.max_connections and not self._make_room()
+            if not full:
+                thread = threading.Thread(
+                    target=self._serve, args=(connection, peer), name="rpc", daemon=True
+                )
+                self._connections[connection] = _Connection(thread, time.monotonic())
+        if full:
+            log.warning("refused a connection from %s: %d are open", peer, self.max_connections)
+            connection.close()
+            return
+        try:
+            thread.start()
+        except BaseException:  # out of threads or memory
+            with self._lock:
+                self._connections.pop(connection, None)
+            connection.close()
+            raise
 
     def _make_room(self) -> bool:
         """Close the connection that has been idle longest. The caller holds the lock."""

@@ -368,3 +368,22 @@ def test_a_connection_without_a_thread_is_closed_and_the_next_one_is_served(
         with contextlib.suppress(OSError):  # the server may close before the call was sent
             assert raw(server, GOOD) == b""
     assert raw(server, GOOD) != b""
+
+
+def test_an_unexpected_error_of_one_connection_never_ends_the_thread_that_accepts(peer: Peer) -> None:
+    class OnceBroken(LinkCredentials):
+        broken = True
+
+        def wrap_accepted(self, connection: socket.socket) -> socket.socket:
+            if self.broken:
+                self.broken = False
+                raise ValueError("a defect")
+            return super().wrap_accepted(connection)
+
+    server = RpcServer(peer, keys=OnceBroken()).start()
+    try:
+        with contextlib.suppress(OSError):
+            assert raw(server, GOOD) == b""
+        assert raw(server, GOOD) != b""
+    finally:
+        server.stop()

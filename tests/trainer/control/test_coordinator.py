@@ -325,3 +325,63 @@ def test_a_foreign_member_is_rejected() -> None:
     group = Group()
     with pytest.raises(ConfigError, match=r"expected shards 0\.\.1 and workers 0\.\.3, got shard 2"):
         group.it.beat(Key("shard", 2), 1, 0, (), {}, 0.0)
+
+
+def test_a_second_process_of_a_member_is_refused_until_the_first_is_silent() -> None:
+    group = Group().running()
+
+    def beat(session: int, process: str) -> str:
+        return group.it.beat(WORKER, session, group.incarnations[WORKER], (), {}, group.now_s, process)
+
+    assert beat(1, "pid 1 on a") == ""
+    for _ in range(20):
+        group.now_s += 0.5
+        group.round_without_answers()
+        refused = beat(2, "pid 2 on b")
+        assert refused.startswith("two processes run as worker 0") and "pid 2 on b" in refused
+    assert group.it.state is State.RUNNING and group.it.incarnation == 1
+    assert group.it.membership.rivals(group.now_s) == [refused]
+    for _ in range(2):
+        group.now_s += 1.5
+        for key in (SHARD_0, SHARD_1):
+            group.beat(key)
+    assert beat(2, "pid 2 on b") == "" and group.it.state is State.CLAIMING
+    assert beat(1, "pid 1 on a"), "it was paused, and another process has its place now"
+
+
+def test_a_member_that_leaves_is_replaced_at_once() -> None:
+    group = Group().running()
+    group.reports[WORKER] = {"leaving": True}
+    group.beat(WORKER)
+    group.sessions[WORKER], group.reports[WORKER] = 2, {}
+    group.beat(WORKER)
+    assert group.it.members[WORKER].session == 2
+
+
+def test_a_command_whose_progress_is_reported_is_never_late() -> None:
+    group = in_state(State.RESTORING)
+    for key in (SHARD_1, WORKER):
+        group.answer(key)
+    for second in range(2000):
+        group.now_s += 1
+        group.reports[SHARD_0] = {"progress": second // 100}
+        group.round_without_answers()
+        assert group.it.state is State.RESTORING
+    for _ in range(600):
+        group.now_s += 1
+        group.round_without_answers()
+    assert group.it.state is State.CLAIMING and "shard 0 did not answer" in group.it.reason
+
+
+def test_a_refused_restore_does_not_end_the_restore_of_a_large_shard() -> None:
+    group = in_state(State.RESTORING)
+    for second in range(120):
+        group.now_s += 1
+        group.reports[SHARD_0] = {"progress": second}
+        group.round_without_answers()
+        if second == 10:
+            group.answer(SHARD_1, ok=False, away=True, error="expected the controller's schema")
+            group.answer(WORKER)
+        assert group.it.state is State.RESTORING and group.it.incarnation == 1
+    group.answer(SHARD_0)
+    assert group.it.state is State.CLAIMING and "shard 1 refused restore" in group.it.reason

@@ -13,8 +13,8 @@ import pytest
 
 from tests.trainer import samples
 from tests.trainer.network import CONTROLLER, STORE, DeadLink, Lasting, SlowShard
-from tests.trainer.schedules import LIMITS, drawn, kills_of, run_schedule
-from tests.trainer.simulator import Kill, Simulation
+from tests.trainer.schedules import LIMITS, drawn, kills_of, run_schedule, twins_of
+from tests.trainer.simulator import Kill, Simulation, Twin
 
 NUMBERS = list(range(1, 25))
 LIVE_NUMBERS = [
@@ -129,3 +129,37 @@ def test_all_workers_share_one_watermark_which_the_manifest_states() -> None:
         simulation.last.watermark_ms == loops[0].watermark_ms == loops[1].watermark_ms == samples.T0 + 24_500
     )
     assert {loop.num_steps for loop in loops} == {simulation.last.step}
+
+
+@pytest.mark.parametrize("who", ["worker 1", "shard 0"])
+def test_a_second_process_of_a_member_is_refused_and_training_goes_on_undisturbed(who: str) -> None:
+    """For 30 s; each of them beats every quarter of a second."""
+    simulation = fleet(2, twins=[Twin(who, 6, 120)])
+    for _ in range(130):
+        simulation.round()
+    assert simulation.controller is not None and simulation.controller.coordinator.incarnation == 1
+    assert simulation.refusals[f"{who}'s twin"] > 100 and not simulation.refusals[who]
+    assert simulation.run().bits() == undisturbed(2)
+
+
+def schedule_with_twins(seed: int) -> Simulation:
+    """As `schedule`, where some members have a second process for a while."""
+    workers, real = 2 + seed % 2, seed % 5 == 0
+    simulation = fleet(workers, real_shards=real, twins=twins_of(seed, workers), **drawn(seed, workers))
+    run_schedule(simulation, seed)
+    assert simulation.bits() == undisturbed(workers, real), f"--seed {seed}"
+    return simulation
+
+
+@pytest.mark.parametrize("first", [0, 10])
+def test_g2_g11_two_processes_of_one_member_never_change_what_is_trained(first: int) -> None:
+    for seed in range(first, first + 10):
+        schedule_with_twins(seed)
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("first", range(20, 620, 100))
+def test_g2_g11_hundreds_of_schedules_with_twins(first: int) -> None:
+    for seed in range(first, first + 100):
+        schedule_with_twins(seed)

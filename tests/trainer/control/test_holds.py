@@ -186,16 +186,35 @@ def test_temporary_outages_are_retried_and_cause_no_hold() -> None:
     fleet.to(State.RUNNING, 1.0)
 
 
+def dies(fleet: HeldFleet) -> None:
+    """The worker is silent until the controller has lost it."""
+    fleet.stop(WORKER)
+    for _ in range(4):
+        fleet.turn(1.0)
+
+
+def test_a_permanent_hold_names_the_process_that_was_refused_as_the_same_worker() -> None:
+    fleet = HeldFleet()
+    for n in range(MAX_DEATHS):
+        fleet.start_again(WORKER)
+        fleet.to(State.RUNNING, 1.0)
+        if n == MAX_DEATHS - 1:
+            twin = {"role": "worker", "index": 0, "session": 99, "incarnation": 0, "process": "pid 7 on b"}
+            assert "pid 7 on b" in fleet.it.handle("beat", twin, ())[0]["refused"]
+        dies(fleet)
+    assert "two processes run as worker 0" in held(fleet)["reason"]
+
+
 def test_a_crash_loop_escalates_to_a_hold() -> None:
     fleet = HeldFleet()
     fleet.to(State.RUNNING)
     for _ in range(MAX_DEATHS - 1):
+        dies(fleet)
         fleet.start_again(WORKER)
-        fleet.turn(1.0)
         fleet.to(State.RUNNING, 1.0)
     fleet.saved = "/home/worker/batches/1.batch"
     fleet.turn(1.0)
-    fleet.start_again(WORKER)
+    dies(fleet)
     reason = held(fleet)["reason"]
     assert reason.startswith(f"it died {MAX_DEATHS} times without a commit")
     assert reason.endswith(

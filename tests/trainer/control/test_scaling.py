@@ -157,8 +157,6 @@ def test_workers_on_standby_may_come_and_go() -> None:
     fleet = Fleet(1, started=3).to(State.RUNNING)
     assert fleet.it.status()["workers"] == 1 and set(fleet.it.status()["members"]) >= {"worker 1", "worker 2"}
     standing = Key("worker", 2)
-    fleet.sessions[standing] = 7
-    fleet.turn()
     fleet.stop(standing)
     for _ in range(5):
         fleet.turn(1.0)
@@ -172,8 +170,11 @@ def test_scaling_waits_for_missing_workers_without_stopping_training() -> None:
     answer = fleet.scale(2, timeout_s=0.05)
     assert answer == {"workers": 1, "running": False, "why": "it waits for worker 1"}
     assert fleet.it.coordinator.state is State.RUNNING
+    fleet.stop(Key("shard", 0))
+    for _ in range(4):
+        fleet.turn(1.0)
     fleet.sessions[Key("shard", 0)] = 2  # a rollback meanwhile doesn't wait for it either
-    fleet.turn()
+    fleet.members.append(Key("shard", 0))
     fleet.to(State.RUNNING)
     assert fleet.it.coordinator.membership.num_workers == 1
     fleet.start_workers(2)
@@ -274,8 +275,11 @@ def test_a_lost_worker_rolls_everyone_back_to_the_last_commit() -> None:
     fleet.step = 4
     fleet.it.handle("commit", {"timeout_s": 0}, ())
     fleet.to(State.COMMITTING).to(State.RUNNING)
+    fleet.stop(Key("worker", 1))
+    for _ in range(4):
+        fleet.turn(1.0)
     fleet.sessions[Key("worker", 1)] = 2
-    fleet.turn()
+    fleet.members.append(Key("worker", 1))
     fleet.to(State.RUNNING)
     assert fleet.it.coordinator.num_rollbacks == 1 and fleet.it.coordinator.membership.num_workers == 2
     assert {c["manifest"] for c in fleet.restored().values()} == {"manifests/00000001"}
