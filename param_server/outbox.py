@@ -39,7 +39,7 @@ def run_to_end(steps: Generator[None, None, T]) -> T:
         try:
             next(steps)
         except StopIteration as end:
-            return end.value  # type: ignore[no-any-return]
+            return end.value
 
 
 class Delta(NamedTuple):

@@ -640,8 +640,10 @@ class _RestoreBegunError(Exception):
     """A restore has begun; it settles the round."""
 
 
-MAX_SCAN_ROWS = 1 << 20
-MAX_SCAN_BYTES = 64 << 20  # of one bucket; it is read in slices beyond, far below the size of a frame
+MAX_SCAN_ROWS, MAX_SCAN_BYTES = 1 << 20, 64 << 20
+"""Limits of one answer. A bucket with more bytes is read in slices, far below the size of a frame."""
+MAX_LOCKED_BYTES = 32 << 20
+"""Further buckets are added to an answer up to this size, because they are copied while the lock is held."""
 
 StackRequest: TypeAlias = tuple[StackTable, Keys, Sequence[np.ndarray]]
 
@@ -722,7 +724,7 @@ class ShardRpcHandler:
             pages = [self.shard.scan_slice(table, cursor, integer(header, "slice"), num_slices)]
             left, num_slices = [], 0
         else:
-            limit = min(integer(header, "limit"), MAX_SCAN_ROWS)
+            limit = min(integer(header, "limit"), MAX_SCAN_ROWS, MAX_LOCKED_BYTES // (4 * table.width))
             max_rows = max(self.max_scan_bytes // (4 * table.width + 20), 1)
             pages, left, num_slices = self.shard.scan(table, cursor, limit, max_rows)
         answer = {

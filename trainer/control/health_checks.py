@@ -99,6 +99,8 @@ def _check_controller(status: Mapping[str, Any], members: set[str], interval_ms:
         yield Finding("controller", BAD, f"{_NOT_RUNNING[State(state)]} ({status['reason']}){waits}")
     elif missing:
         yield Finding("members", BAD, f"not connected: {missing}")
+    for sentence in status.get("rivals", ()):
+        yield Finding(f"rival {sentence}", BAD, sentence)
     for key, member in status["members"].items():
         if member["silent_ms"] > _SILENT_MS:
             silent_s = member["silent_ms"] / 1000

@@ -146,3 +146,10 @@ def test_the_headline_is_the_worst_and_unknown_is_never_good(told: dict[str, Any
 @pytest.mark.parametrize(("version", "behind"), [("3-17", 3), ("3-25", 0), (None, None), ("begin", None)])
 def test_age_of_the_served_version_in_commits(version: str | None, behind: int | None) -> None:
     assert commits_behind(20, version) == behind
+
+
+def test_a_second_process_of_a_member_is_a_problem() -> None:
+    sentence = "two processes run as shard 0: pid 1 on a, which has this index now, and pid 2 on b"
+    assert [(finding.text, finding.level) for finding in judged(status(rivals=[sentence]))] == [
+        (sentence, BAD)
+    ]
