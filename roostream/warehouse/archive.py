@@ -373,19 +373,21 @@ class Archiver:
         self,
         warehouse: Warehouse,
         reader: RecordConsumer,
-        topic_ids: Callable[[], Mapping[str, str]],
+        topic_ids: Mapping[str, str],
+        current_topic_ids: Callable[[], Mapping[str, str]],
         registry: Registry,
         memory: CheckpointStore,
         rule: FlushPolicy,
         send_dead: SendDeadRecords,
         clock: Clock,
     ) -> None:
-        """`topic_ids`: asks the broker for the id of each topic, or raises UnavailableError; a topic that is
-        deleted and created again has another id.
+        """`topic_ids`: the broker's id of each topic before `reader` was opened; a topic that is deleted and
+        created again has another one. `current_topic_ids` asks the broker, or raises UnavailableError.
 
         `registry`: schemas of all writers. `memory`: the deployment's store, which remembers the warehouse.
         """
-        self.warehouse, self.reader, self.topic_ids, self.rule = warehouse, reader, topic_ids, rule
+        self.warehouse, self.reader, self.rule = warehouse, reader, rule
+        self.topic_ids, self.current_topic_ids = topic_ids, current_topic_ids
         self.registry, self.memory, self.send_dead, self.clock = registry, memory, send_dead, clock
         self.counts = ArchiveCounts()
         self.num_buffered_bytes = 0
@@ -394,7 +396,6 @@ class Archiver:
         self._positions: dict[Partition, int | None] = {}
         self._pending: dict[str, _PendingFiles] = {}
         self._pending_since_ms = 0
-        self._ids: dict[str, str] = {}  # of the topics that are read, from the first `open` on
         self._registered: set[int] = set()  # fingerprints of schemas that are stored in the warehouse
         self._warned: set[tuple[int, str]] = set()  # fingerprint and column
 
@@ -405,7 +406,6 @@ class Archiver:
             UnavailableError: the warehouse or the source is away; call again.
             CheckpointError: another warehouse is at its place.
         """
-        self._ids = self._ids or dict(self.topic_ids())
         self.warehouse.open_remembered(self.memory)
         found = {
             topic: self.warehouse.tables[topic].snapshot()
@@ -451,7 +451,8 @@ class Archiver:
             self._pending = {}
         try:
             if not self._pending:
-                self._pending, self._pending_since_ms = self._files(), self.clock.now_ms()
+                self._pending_since_ms = self.clock.now_ms()
+                self._pending = self._files()
             for topic, made in list(self._pending.items()):
                 self.warehouse.tables[topic].commit(made.files, progress=made.steps)
                 self._committed(topic, made)
@@ -467,10 +468,10 @@ class Archiver:
     def _check_topics(self) -> None:
         """An unchanged id proves that every buffered record belongs to the topic that its offset is committed
         for."""
-        for topic, id_ in self.topic_ids().items():
-            if id_ != self._ids[topic]:
+        for topic, id_ in self.current_topic_ids().items():
+            if id_ != self.topic_ids[topic]:
                 raise FencedError(
-                    f"topic {topic} was created again: expected id {self._ids[topic]}, got {id_}; "
+                    f"topic {topic} was created again: expected id {self.topic_ids[topic]}, got {id_}; "
                     f"{len(self._buffered)} records that may be of either were not archived; "
                     "start the archiver again to archive the new topic from its beginning"
                 )
@@ -511,7 +512,11 @@ class Archiver:
                 self._prepare(topic, writer, next(iter(days.values())))
             for day, rows in days.items():
                 key = FileKey(
-                    table=topic, day=day, partition=number, fingerprint=fingerprint, topic=self._ids[topic]
+                    table=topic,
+                    day=day,
+                    partition=number,
+                    fingerprint=fingerprint,
+                    topic=self.topic_ids[topic],
                 )
                 out += [write_rows(self.warehouse.store, part, key) for part in split_rows(rows)]
         return out
@@ -556,7 +561,7 @@ class Archiver:
         self._buffered, self._pending, self.num_buffered_bytes = [], {}, 0
 
     def _name(self, partition: Partition) -> str:
-        return progress_name(partition, self._ids[partition[0]])
+        return progress_name(partition, self.topic_ids[partition[0]])
 
 
 def progress_name(partition: Partition, topic_id: str) -> str:

@@ -108,7 +108,7 @@ def archive(config: ArchiverConfig, stop: Stop) -> None:
     metrics_server.serve(config, health)
     topics = SAMPLES, CORRECTIONS
     with health.waiting("Kafka"):
-        clients.wait_for_topics(config.broker, config.prefix, topics, config.partitions, stop)
+        ids = clients.wait_for_topics(config.broker, config.prefix, topics, config.partitions, stop)
     partitions = own_partitions(config)
     reading = ConsumerOptions(
         partitions=partitions,
@@ -122,6 +122,7 @@ def archive(config: ArchiverConfig, stop: Stop) -> None:
     archiver = Archiver(
         Warehouse(config.warehouse),
         reader,
+        {topic: ids[name_of(config.prefix, topic)] for topic in topics},
         partial(clients.topic_ids, config.broker, config.prefix, topics),
         open_registry(store),
         store,

@@ -138,8 +138,8 @@ def files_to_retire(
     files: Sequence[DataFile], keep_days: int, keep_bytes: int, today: date = date.max
 ) -> list[DataFile]:
     """Files to retire: those of days before the newest `keep_days`; then the oldest days until at most
-    `keep_bytes` are left; of the newest day the files that closed first, but never the last file of a
-    partition. 0 = no limit."""
+    `keep_bytes` are left; from the newest day on (a day that has just begun may follow it) the files that
+    closed first, but never the last file of a partition. 0 = no limit."""
     if not files:
         return []
     newest = newest_day(files)
@@ -149,16 +149,16 @@ def files_to_retire(
     total = sum(file.bytes for file in left)
     if not keep_bytes:
         return out
-    for day in sorted({file.day for file in left} - {newest}):
+    for day in sorted({file.day for file in left if file.day < newest}):
         if total <= keep_bytes:
             break
         gone = [file for file in left if file.day == day]
         out, total = out + gone, total - sum(file.bytes for file in gone)
-    return out + _first_closed([file for file in left if file.day == newest], total - keep_bytes)
+    return out + _first_closed([file for file in left if file.day >= newest], total - keep_bytes)
 
 
 def _first_closed(files: Sequence[DataFile], excess: int) -> list[DataFile]:
-    """The earliest files of one day that sum up to `excess` bytes, but never the last one of a partition."""
+    """The earliest files that sum up to `excess` bytes, but never the last one of a partition."""
     last = {file.partition: file for file in sorted(files, key=lambda file: file.last_close_ms)}
     out: list[DataFile] = []
     for file in sorted(files, key=lambda file: (file.last_close_ms, file.path)):
@@ -380,8 +380,9 @@ class Compactor:
         new_files, count = self._write_sealed(seal), before.progress(name)
         steps = {name: ProgressStep(count, (count or 0) + 1)}
         for topic, behind in next_offset_by_topic(seal.corrections).items():
-            at = before.progress(name := folded_name(seal.day, seal.partition, topic))
-            steps[name] = ProgressStep(at, max(behind, at or 0))
+            source = folded_name(seal.day, seal.partition, topic)
+            at = before.progress(source)
+            steps[source] = ProgressStep(at, max(behind, at or 0))
         try:
             table.commit(new_files, seal.files, steps)
         except FencedError as error:

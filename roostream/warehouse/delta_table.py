@@ -43,6 +43,7 @@ from roostream.wire.columnar import CANDIDATE, REQUEST, ColumnType
 
 _PARTITION_BY = {"day": "date", "partition": "integer", "fingerprint": "string", "sealed": "boolean"}
 _TYPES = {"i8": "long", "i4": "integer", "f4": "float", "bytes": "binary"}
+_BOUNDS = "min.offset", "max.offset", "min.close_ms", "max.close_ms"  # in the log of each file
 _TRIES = 20
 _S3_OPTIONS = {  # a put that loses is reported; callers have their own retries
     "conditional_put": "etag",
@@ -384,22 +385,33 @@ def _added(file: DataFile, now_ms: int) -> AddAction:
 
 
 def _files(log: deltalake.DeltaTable) -> Iterator[DataFile]:
-    """Sorted by path, so that every program lists them in the same order."""
+    """Sorted by path, so that every program lists them in the same order.
+
+    Raises:
+        CheckpointError: another program than Roostream added a file.
+    """
     actions = log.get_add_actions(flatten=True)
     columns = {name: actions[name].to_pylist() for name in actions.schema.names}
     for n in sorted(range(actions.num_rows), key=lambda n: columns["path"][n]):
+        entry = {name: values[n] for name, values in columns.items()}
+        numbers = [entry.get(name) for name in ("num_records", *_BOUNDS)]
+        if None in numbers or not is_file_path(entry["path"]):
+            raise CheckpointError(
+                f"{log.table_uri}: expected files of Roostream, got {entry['path']!r} of another program; "
+                "restore the version of the table before it"
+            )
         yield DataFile(
-            path=columns["path"][n],
-            bytes=columns["size_bytes"][n],
-            rows=columns["num_records"][n],
-            candidates=candidates_of(columns["path"][n]),
-            day=columns["partition.day"][n],
-            partition=columns["partition.partition"][n],
-            fingerprint=int(columns["partition.fingerprint"][n], 16),
-            first_offset=columns["min.offset"][n],
-            last_offset=columns["max.offset"][n],
-            first_close_ms=columns["min.close_ms"][n],
-            last_close_ms=columns["max.close_ms"][n],
-            sealed=columns["partition.sealed"][n],
-            topic=topic_of(columns["path"][n]),
+            path=entry["path"],
+            bytes=entry["size_bytes"],
+            rows=entry["num_records"],
+            candidates=candidates_of(entry["path"]),
+            day=entry["partition.day"],
+            partition=entry["partition.partition"],
+            fingerprint=int(entry["partition.fingerprint"], 16),
+            first_offset=entry["min.offset"],
+            last_offset=entry["max.offset"],
+            first_close_ms=entry["min.close_ms"],
+            last_close_ms=entry["max.close_ms"],
+            sealed=entry["partition.sealed"],
+            topic=topic_of(entry["path"]),
         )

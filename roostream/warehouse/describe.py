@@ -30,6 +30,7 @@ def describe_table(warehouse: Warehouse, name: str) -> dict[str, Any]:
     ends = {str(p): max(file.last_offset for file in found.files if file.partition == p) for p in partitions}
     return {
         "table": name,
+        "id": found.table_id,
         "version": found.version,
         **_sum(found.files),
         "last_offsets": ends,

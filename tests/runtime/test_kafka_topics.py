@@ -46,6 +46,15 @@ def test_topics_are_awaited_and_returned_with_ids(monkeypatch: pytest.MonkeyPatc
     assert found == {"p.samples": "id-of-p.samples", "p.dead_letters": "id-of-p.dead_letters"}
 
 
+def test_ids_of_topics_are_asked_for_by_their_short_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    broker = brokers(monkeypatch, {"p.samples": 8, "p.dead_letters": 1})
+    found = clients.topic_ids(broker, "p.", (SAMPLES, DEAD_LETTERS))
+    assert found == {SAMPLES: "id-of-p.samples", DEAD_LETTERS: "id-of-p.dead_letters"}
+    broker = brokers(monkeypatch, {"p.samples": 8}, num_failures=1)
+    with pytest.raises(UnavailableError):
+        clients.topic_ids(broker, "p.", (SAMPLES,))
+
+
 @pytest.mark.parametrize("got", [4, 16])
 def test_other_partitions_than_the_deployments_are_refused(monkeypatch: pytest.MonkeyPatch, got: int) -> None:
     broker = brokers(monkeypatch, {"rows": got})

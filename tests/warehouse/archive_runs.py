@@ -74,6 +74,7 @@ def an_archiver(
     archiver = Archiver(
         Warehouse(place),
         reader,
+        dict(topics),
         lambda: topics,
         registry,
         memory or MemoryStore(),

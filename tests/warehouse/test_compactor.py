@@ -342,6 +342,16 @@ def test_a_day_that_is_too_large_loses_its_first_closed_files_but_no_partition_i
     assert partly_retired_days([*files, old], [old, files[1]]) == [files[1].day]
 
 
+def test_the_files_of_a_day_that_has_just_begun_go_after_those_of_the_day_before() -> None:
+    day = date(2023, 5, 18)
+    yesterday = [
+        dataclasses.replace(a_file(100 * n, 100 * n + 99), day=day, last_close_ms=n) for n in range(3)
+    ]
+    today = dataclasses.replace(a_file(300, 301), day=day + timedelta(days=1), last_close_ms=9)
+    assert files_to_retire([*yesterday, today], 0, 300) == yesterday[:1]
+    assert files_to_retire([*yesterday, today], 0, 100) == yesterday
+
+
 def test_a_partly_retired_day_is_recorded_and_keeps_its_corrections(tmp_path: Path) -> None:
     told, _ = corrected()
     archive(tmp_path, [*FIRST, *told])

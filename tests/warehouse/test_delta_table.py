@@ -247,6 +247,19 @@ def test_a_damaged_log_or_missing_version_is_reported_as_damage(tmp_path: Path) 
         table.snapshot(99)
 
 
+def test_a_file_that_another_program_added_is_named(tmp_path: Path) -> None:
+    table, foreign = opened(tmp_path), "day=2023-05-18/part-0.parquet"
+    table.commit([written(tmp_path, 0, 9)], progress={"samples/t/0": ProgressStep(None, 10)})
+    log = tmp_path / "samples/_delta_log"
+    entry = json.loads((log / f"{1:020}.json").read_text().split("\n")[0])
+    assert "add" in entry or pytest.fail("expected the file's entry first")
+    entry["add"]["path"] = foreign
+    (log / f"{2:020}.json").write_text(json.dumps(entry) + "\n")
+    with pytest.raises(CheckpointError, match=foreign):
+        _ = table.snapshot().files
+    assert table.snapshot().progress("samples/t/0") == 10
+
+
 @pytest.mark.parametrize("missing", [1, 3, 5, "first", "checkpoint"])
 def test_a_log_with_missing_files_is_reported_as_damage(tmp_path: Path, missing: int | str) -> None:
     table, log = opened(tmp_path), tmp_path / "samples/_delta_log"

@@ -110,6 +110,7 @@ def build_report(
         "warnings": warnings,
         "counts": {**sums.counts(), "skipped_lines": skipped.number},
         "first_skipped_line": skipped.first[0] if skipped.first else "",
+        "first_skipped_lines": list(skipped.first),
         "first_dead_letters": topics.statistics.first_dead_letters(log.profile.origins.find),
         "positives": positives,
         "baselines": topics.statistics.baselines.report(),

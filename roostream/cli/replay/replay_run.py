@@ -105,6 +105,7 @@ def build_report(config: ReplayConfig, schema: Schema, outcome: Outcome, source:
     return {
         "counts": {**sums.counts(), "untrained": outcome.untrained, "skipped_lines": skipped.number},
         "first_skipped_line": skipped.first[0] if skipped.first else "",
+        "first_skipped_lines": list(skipped.first),
         "first_dead_letters": statistics.first_dead_letters(profile.origins.find),
         "warnings": warnings,
         "verdict": {
