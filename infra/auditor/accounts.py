@@ -53,6 +53,7 @@ _KINDS = {
     PREDICTIONS: (wire.PREDICTION,),
 }
 _SETTLED = (IMPRESSIONS, ENGAGEMENTS, SAMPLES)  # topics whose bad records get dead letters
+_PLACED = (*_SETTLED, CORRECTIONS)  # topics whose records dead letters may name
 _MARKERS = (wire.HEARTBEAT, wire.END_MARKER)
 _LEDGERS = ("events", "requests", "bad", "bad_samples", "dead")
 _MAX_NAMES = 1000
@@ -264,6 +265,8 @@ class Accounts:
             return
         reason = message.reason if message.reason in wire.REASONS else _OTHER
         self._dead_letters[reason] += 1
+        if message.topic == CORRECTIONS:  # its engagements were settled when the joiner wrote it
+            return
         if message.topic == SAMPLES:
             self._untrained_by[reason] += 1
             self.bad_samples.die(place, now_ms)
@@ -397,9 +400,9 @@ def features_hash(sample: pb.Sample) -> int:
 
 def _place(topic: str, partition: int, offset: int) -> int:
     """A Kafka position as one number below 2^63; NOWHERE if it cannot be one of an audited record."""
-    if topic not in _SETTLED or not 0 <= partition < 1 << 12 or not 0 <= offset < 1 << 48:
+    if topic not in _PLACED or not 0 <= partition < 1 << 12 or not 0 <= offset < 1 << 48:
         return NOWHERE
-    return _SETTLED.index(topic) << 60 | partition << 48 | offset
+    return _PLACED.index(topic) << 60 | partition << 48 | offset
 
 
 def _events(message: pb.Sample) -> Iterator[tuple[int, int]]:

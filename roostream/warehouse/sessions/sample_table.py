@@ -3,6 +3,7 @@ read."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -12,7 +13,7 @@ from datetime import date
 
 import numpy as np
 
-from roostream.errors import CheckpointError, ConfigError
+from roostream.errors import CheckpointError, ConfigError, UnavailableError
 from roostream.runtime.kafka.topics import CORRECTIONS, SAMPLES, Progress
 from roostream.runtime.work_unit import TableInput
 from roostream.schema.schema import Schema
@@ -225,8 +226,21 @@ class TableFiles:
         self._latest = functools.lru_cache(_MAX_GROUPS)(self._read_latest)
         self._lock = threading.Lock()
 
-    def batch(self, path: str, start: int, end: int) -> Batch:
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[None]:
+        """One thread at a time. A file that is missing together with its table is not damaged: the mount is
+        away."""
         with self._lock:
+            try:
+                yield
+            except CheckpointError:
+                if self.warehouse.samples.exists():
+                    raise
+                location = self.warehouse.location
+                raise UnavailableError(f"{location}: its table is not there now; mount it again") from None
+
+    def batch(self, path: str, start: int, end: int) -> Batch:
+        with self._reading():
             file = self._open_file(path)
             first, last = start // ROWS_OF_GROUP, (end - 1) // ROWS_OF_GROUP
             writer = writer_of(file.file, self.warehouse.registry)
@@ -241,13 +255,13 @@ class TableFiles:
         return batch.take_requests(np.arange(from_row, to_row))
 
     def marks(self, path: str) -> SampleMarks:
-        with self._lock:
+        with self._reading():
             columns, _ = self._open_file(path).columns({name: REQUEST[name] for name in _MARKS})
             return SampleMarks(*(columns[name].values for name in _MARKS))
 
     def ranges(self, path: str, start: int, end: int) -> tuple[list[ByteRange], list[ByteRange]]:
         """(ranges that `batch` reads of the file, ranges that it needs). Raises as `batch`."""
-        with self._lock:
+        with self._reading():
             file = self._open_file(path)
             groups = range(start // ROWS_OF_GROUP, (end - 1) // ROWS_OF_GROUP + 1)
             names = (*needed_columns(writer_of(file.file, self.warehouse.registry), self.schema), "item")
@@ -256,7 +270,7 @@ class TableFiles:
     def records(self, path: str) -> Iterator[Record]:
         """A file's samples as the records that they were, in the file's order. Raises as `batch`."""
         partition = self._files[path].partition
-        with self._lock:
+        with self._reading():
             writer = writer_of(self._files[path], self.warehouse.registry)
             columns, counts_R = self._open_file(path).columns(sample_forms(writer))
         offsets, closes = (columns[name].values.tolist() for name in ("offset", "close_ms"))

@@ -233,6 +233,15 @@ def test_a_dead_letter_of_another_place_settles_nothing() -> None:
     }
 
 
+def test_dead_letters_of_corrections_are_counted_once_by_reason_and_are_readable() -> None:
+    late = sample("a", (1,), wire.CORRECTION)
+    story = [impression("a"), engagement("a", 1), sample("a"), late, prediction("a")]
+    letters = [dead(late, "bad_shape"), dead(late, "bad_shape")]  # of the archiver and of the trainer
+    for order in (story + letters, letters + story):
+        sums = accounts_of(order).sums(ended=True)
+        assert sums.dead_letters == {"bad_shape": 1} and sums.unreadable == {} and sums.accounted
+
+
 def test_rejects_of_the_trainer_are_counted_by_reason() -> None:
     whole, garbage = sample("a"), sample("b")._replace(value=b"\x03\x01\xff")
     story = [impression("a"), whole, garbage, dead(whole, "non_finite"), dead(garbage, "undecodable")]

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from roostream.errors import CheckpointError, ConfigError, SchemaError
+from roostream.errors import CheckpointError, ConfigError, SchemaError, UnavailableError
 from roostream.runtime.checkpoint_store import open_store
 from roostream.schema.registry import register
 from roostream.schema.schema import Schema
@@ -145,6 +145,30 @@ def test_a_part_of_a_row_group_is_read_as_such(tmp_path: Path) -> None:
     path = session.order.splits[0].path
     assert files.batch(path, 3, 7).sample_id_R.tolist() == files.batch(path, 0, 10).sample_id_R.tolist()[3:7]
     assert files.marks(path).offset_R.tolist() == list(range(10))
+
+
+def test_a_mount_that_goes_away_during_a_session_is_waited_for_and_a_missing_file_is_not(
+    tmp_path: Path,
+) -> None:
+    place, away = tmp_path / "mount", tmp_path / "away"
+    archive(place, samples.records(list(range(1, 21))))
+    table = SampleTable(str(place))
+    told = table.newest(WANTED, TOPICS)
+    assert told is not None
+    session, files = table.open_session(told, samples.schema())
+    path = session.order.splits[0].path
+    before = files.batch(path, 0, 10).sample_id_R.tolist()
+    place.rename(away)
+    place.mkdir()
+    for read in (lambda: files.batch(path, 0, 10), lambda: files.marks(path)):
+        with pytest.raises(UnavailableError, match="mount"):
+            read()
+    place.rmdir()
+    away.rename(place)
+    assert files.batch(path, 0, 10).sample_id_R.tolist() == before
+    (place / "samples" / path).unlink()
+    with pytest.raises(CheckpointError, match=path):
+        files.batch(path, 0, 10)
 
 
 def test_labels_are_corrected_or_as_streamed_and_the_stream_brings_the_other_corrections(
