@@ -1,4 +1,4 @@
-"""`roostream topics create | check | keep`: topics on a Kafka that is not part of a local stack."""
+"""`roostream topics create | check | grow | keep`: topics on a Kafka that is not part of a local stack."""
 
 from __future__ import annotations
 
@@ -82,6 +82,26 @@ def topics_check(file: Path | None, **flags: Any) -> None:
     admin = open_topic_admin(load(TopicsConfig, file, program="topics", flags=flags))
     admin.check()
     click.echo(f"{len(admin.topics)} topics are as expected")
+
+
+@topics.command("grow")
+@topics_options
+def topics_grow(file: Path | None, **flags: Any) -> None:
+    """Add partitions to the topics, up to the number in the settings.
+
+    Then restart all programs with the same number: they continue where they were, and read the new partitions
+    from their first record. Kafka cannot remove partitions again.
+
+    \b
+    Example:
+      roostream topics grow --bootstrap kafka:9092 --partitions 32
+    """
+    config = load(TopicsConfig, file, program="topics", flags=flags)
+    admin = open_topic_admin(config)
+    grown = set(admin.grow())
+    for topic in admin.topics:
+        name = name_of(config.prefix, topic)
+        click.echo(f"{name}: {'has more partitions now' if name in grown else 'unchanged'}")
 
 
 @topics.command("keep")

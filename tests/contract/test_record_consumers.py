@@ -326,6 +326,67 @@ def test_a_killed_broker_is_waited_for(stack: Any) -> None:
 
 
 @pytest.mark.e2e
+def test_the_ends_are_known_again_within_30_s_of_every_restart_of_the_broker(stack: Any) -> None:
+    """The same clients live through all restarts, with the leaders that they have cached."""
+    from roostream.cli.status import StackMonitor
+
+    log = KafkaLog(Broker(stack.endpoints.kafka))
+    reader = log.reader()
+    reader.seek({})
+    nowhere = "127.0.0.1:1"
+    monitor = StackMonitor(
+        {"kafka": stack.endpoints.kafka, "prefix": "", "flink": nowhere, "controller": nowhere}
+    )
+    for count in (1, 2):
+        wait_until(lambda: bool(monitor.sample({})["topics"]))
+        stack.kill("kafka")
+        reader.poll(10, 0.2)
+        assert monitor.sample({})["topics"] == {}, "unknown, not the number of before"
+        stack.wait_ready("kafka", timeout_s=180)
+        log.write(P0, 1_000)
+        wait_until(lambda count=count: (found := reader.lag()) and found[P0].stable_end == count)
+        wait_until(lambda: bool(monitor.sample({})["topics"]))
+        wait_until(lambda count=count: reader.end_offsets()[P0] == count)
+    monitor.close()
+    log.close()
+
+
+@pytest.mark.e2e
+def test_offsets_that_a_broker_lost_and_used_again_are_counted_and_their_new_records_read(stack: Any) -> None:
+    log = KafkaLog(Broker(stack.endpoints.kafka))
+    reader = log.reader()
+    for time_ms in range(1_000, 1_010):
+        log.write(P0, time_ms)  # one batch of the log each
+    reader.seek({})
+    assert len(read(reader, 10)) == 10
+    epochs = reader.leader_epochs({P0: 10})
+    stack.stop_program("kafka")
+    cut_off_log(stack.home.root, name_of(log.prefix, P0[0]), P0[1], keep=6)
+    stack.start(["kafka"])
+    stack.wait_ready("kafka", timeout_s=180)
+    log.write(P0, *range(2_000, 2_008))
+    assert places(read(reader, 8)) == [(P0, offset) for offset in range(6, 14)], "as they come"
+    assert reader.num_lost == 4
+    restarted = log.reader()
+    restarted.seek({P0: 10}, epochs)
+    assert places(read(restarted, 8)) == [(P0, offset) for offset in range(6, 14)], "after a restart"
+    assert restarted.num_lost == 4 and restarted.positions()[P0] == 14
+    log.close()
+
+
+def cut_off_log(root: Path, topic: str, partition: int, *, keep: int) -> None:
+    """Keep the first `keep` batches of a stopped broker's log, as after a power loss."""
+    folder = next(root.rglob(f"{topic}-{partition}"))
+    file = folder / "00000000000000000000.log"
+    data, end = file.read_bytes(), 0
+    for _ in range(keep):
+        end += 12 + int.from_bytes(data[end + 8 : end + 12], "big")
+    file.write_bytes(data[:end])
+    for later in (*folder.glob("*.snapshot"), *folder.parent.glob(".kafka_cleanshutdown")):
+        later.unlink()
+
+
+@pytest.mark.e2e
 def test_committed_offsets_of_a_group_can_be_read_from_outside_of_it(stack: Any) -> None:
     broker = Broker(stack.endpoints.kafka)
     log = KafkaLog(broker)

@@ -24,10 +24,12 @@ class FakeMessage:
         *,
         key: bytes = b"k",
         value: bytes | None = b"v",
-        error: int | None = None,
+        error: int | KafkaError | None = None,
+        epoch: int | None = None,
     ) -> None:
         self._place, self._offset, self._time_ms, self._key, self._value = place, offset, time_ms, key, value
-        self._error = None if error is None else KafkaError(error)
+        self._error = KafkaError(error) if isinstance(error, int) else error
+        self._epoch = epoch
 
     def topic(self) -> str:
         return self._place[0]
@@ -37,6 +39,9 @@ class FakeMessage:
 
     def offset(self) -> int:
         return self._offset
+
+    def leader_epoch(self) -> int | None:
+        return self._epoch
 
     def timestamp(self) -> tuple[int, int]:
         return 1, self._time_ms
@@ -65,6 +70,7 @@ class FakeConsumer:
         self.fails: int | None = None
         self.num_refreshed = 0
         self.assigned: dict[Partition, int] = {}
+        self.leader_epochs: dict[Partition, int] = {}  # of the newest `assign`
         self.paused: set[Partition] = set()
         self.closed = False
 
@@ -85,6 +91,9 @@ class FakeConsumer:
     def assign(self, places: list[Any]) -> None:
         """What the application has paused stays paused, as librdkafka keeps it."""
         self.assigned = {(at.topic, at.partition): at.offset for at in places}
+        self.leader_epochs = {
+            (at.topic, at.partition): at.leader_epoch for at in places if at.leader_epoch is not None
+        }
 
     def poll(self, timeout: float) -> FakeMessage | None:
         if self.coming and not self.coming[0]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import logging
 import threading
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,6 +29,27 @@ P0, P1, P2 = (("samples", n) for n in range(3))
 AT0, AT1, AT2 = (("t.samples", n) for n in range(3))
 MERGED = ConsumerOptions(partitions=(P0, P1, P2), prefix="t.", merge_by_time=True)
 AS_THEY_COME = dataclasses.replace(MERGED, merge_by_time=False)
+
+
+class FakeAdmin:
+    """An admin client to which the broker answers `answer`: an end offset, an error, or nothing."""
+
+    def __init__(self, answer: int | Exception | None = 7) -> None:
+        self.answer = answer
+
+    def list_offsets(self, request: dict[Any, Any], **options: Any) -> dict[Any, Any]:
+        futures: dict[Any, concurrent.futures.Future[Any]] = {
+            place: concurrent.futures.Future() for place in request
+        }
+        for future in futures.values():
+            if isinstance(self.answer, Exception):
+                future.set_exception(self.answer)
+            elif self.answer is not None:
+                future.set_result(SimpleNamespace(offset=self.answer, timestamp=1000))
+        return futures
+
+
+STALE = KafkaException(KafkaError(KafkaError.FENCED_LEADER_EPOCH))
 
 
 def reader_of(consumer: FakeConsumer, reading: ConsumerOptions = MERGED) -> KafkaConsumer:
@@ -288,7 +311,7 @@ def test_the_end_is_reached_when_all_that_was_there_is_given() -> None:
 
 
 def test_markers_of_transactions_are_not_lag() -> None:
-    ends = EndOffsetPoller(None, MERGED)
+    ends = EndOffsetPoller(FakeAdmin, MERGED)
     reader = KafkaConsumer(
         FakeConsumer([FakeMessage(AT0, 0, 10), end(AT0, 2), end(AT1), end(AT2)]), MERGED, ends
     )
@@ -302,7 +325,7 @@ def test_markers_of_transactions_are_not_lag() -> None:
 
 
 def test_a_lag_is_not_known_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    ends = EndOffsetPoller(None, MERGED)
+    ends = EndOffsetPoller(FakeAdmin, MERGED)
     reader = KafkaConsumer(
         FakeConsumer([FakeMessage(AT0, 0, 10), end(AT0, 1), end(AT1), end(AT2)]), MERGED, ends
     )
@@ -342,3 +365,61 @@ def test_a_bound_before_a_transaction_marker_is_reached() -> None:
     assert reader.has_more(P0) is None, "there may be a third record"
     assert reader.poll(9, 0) == []
     assert reader.has_more(P0) is False and reader.positions() == {P0: 2}
+
+
+@pytest.mark.parametrize("answer", [STALE, None], ids=["stale leader epoch", "no answer"])
+def test_end_offsets_are_known_again_after_a_client_failed(
+    answer: Exception | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client goes on failing after a restart of the broker, because it has cached the partitions'
+    leaders."""
+    monkeypatch.setattr("roostream.runtime.kafka.kafka_consumer._ANSWER_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("roostream.runtime.kafka.kafka_consumer._END_OFFSETS_EVERY_S", 0.01)
+    opened = [FakeAdmin(answer), FakeAdmin(answer), FakeAdmin()]
+    clients_left = iter(opened)
+    ends = EndOffsetPoller(lambda: next(clients_left), MERGED)  # type: ignore[arg-type,return-value]
+    ends.start()
+    until_s = time.monotonic() + 5
+    while not ends.ends and time.monotonic() < until_s:
+        time.sleep(0.01)
+    assert ends.ends == {p: PartitionEnd(7, 7, 1000, 7) for p in MERGED.partitions}
+    opened[-1].answer = 8
+    while ends.ends[P0].last_stable != 8 and time.monotonic() < until_s:
+        time.sleep(0.01)
+    ends.stop()
+    assert ends.ends[P0].last_stable == 8, "a client that works is kept"
+
+
+def test_a_log_cut_off_below_the_offset_is_read_again_from_the_cut(caplog: pytest.LogCaptureFixture) -> None:
+    """The broker lost offsets 6 to 9 and gave them to other records before this consumer noticed."""
+    consumer = FakeConsumer([FakeMessage(AT0, n, n, epoch=2) for n in range(10)])
+    reader = reader_of(consumer, AS_THEY_COME)
+    assert len(reader.poll(8, 0)) == 8 and reader.leader_epochs({P0: 8, P1: 3}) == {P0: 2}
+    consumer.bring(FakeMessage(AT0, -1, error=truncation(6)))
+    consumer.bring()
+    consumer.bring(*(FakeMessage(AT0, n, 100 + n, epoch=4) for n in (6, 7)))
+    with caplog.at_level(logging.ERROR):
+        found = [r for _ in range(6) for r in reader.poll(9, 0)]
+    assert [r.timestamp_ms for r in found] == [8, 9, 106, 107]
+    assert consumer.assigned[AT0] == 6 and reader.num_lost == 4 and reader.positions()[P0] == 8
+    assert "offset 10 is gone, the partition has 0 to 6" in caplog.text and "uncleanly" in caplog.text
+    assert reader.leader_epochs({P0: 6}) == {P0: 2} and reader.leader_epochs({P0: 8}) == {P0: 4}
+
+
+def test_a_restart_also_notices_that_offsets_were_used_again() -> None:
+    consumer = FakeConsumer([FakeMessage(AT0, -1, error=truncation(6))], [])
+    reader = KafkaConsumer(consumer, AS_THEY_COME)
+    reader.seek({P0: 10, P1: 4}, {P0: 2})
+    assert consumer.assigned == {AT0: 10, AT1: 4, AT2: 0} and consumer.leader_epochs == {AT0: 2}
+    reader.poll(9, 0)
+    reader.poll(9, 0)
+    assert consumer.assigned[AT0] == 6 and reader.num_lost == 4 and reader.positions()[P0] == 6
+    assert consumer.leader_epochs == {}, "the epoch of the record before the cut is not known"
+
+
+def truncation(end: int) -> KafkaError:
+    return KafkaError(
+        clients.AUTO_OFFSET_RESET,
+        f"Partition log truncation detected at offset 10 (leader epoch 2): broker end offset is {end} "
+        "(offset leader epoch 2). Reset to INVALID.",
+    )

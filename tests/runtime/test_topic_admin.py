@@ -53,6 +53,14 @@ class FakeAdmin:
         done.set_result(None)
         return done
 
+    def create_partitions(self, new: list[Any], **_: Any) -> dict[str, Future[None]]:
+        futures: dict[str, Future[None]] = {}
+        for more in new:
+            self.topics[more.topic].partitions = dict.fromkeys(range(more.new_total_count))
+            futures[more.topic] = Future()
+            futures[more.topic].set_result(None)
+        return futures
+
     def list_topics(self, timeout: float) -> Any:
         if self.down:
             raise KafkaException(KafkaError(clients.TRANSPORT, "away"))
@@ -96,6 +104,21 @@ def test_all_topics_are_made_once_and_then_are_as_expected() -> None:
         f"p.{topic}": partitions_of(topic, 8) for topic in TOPICS
     }
     assert partitions_of(DEAD_LETTERS, 8) == 1 and partitions_of(ROWS, 8) == 8
+
+
+def test_topics_grow_to_the_number_of_the_settings() -> None:
+    brokers = FakeAdmin()
+    admin(brokers, 4).create()
+    brokers.topics["p.samples"].partitions = dict.fromkeys(range(5))  # somebody added one
+    grown = admin(brokers, 5).grow()
+    assert set(grown) == {f"p.{topic}" for topic in TOPICS if topic not in (SAMPLES, DEAD_LETTERS)}
+    admin(brokers, 5).check()
+    assert admin(brokers, 5).grow() == []
+    with pytest.raises(ConfigError, match=r"at most 4 partitions, got 5"):
+        admin(brokers, 4).grow()
+    del brokers.topics["p.rows"]
+    with pytest.raises(ConfigError, match=r"p.rows to exist"):
+        admin(brokers, 6).grow()
 
 
 def test_a_broker_that_hears_of_a_new_topic_late_is_waited_for() -> None:

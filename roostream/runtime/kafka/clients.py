@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from confluent_kafka import (
@@ -34,6 +35,7 @@ AUTO_OFFSET_RESET = KafkaError._AUTO_OFFSET_RESET  # noqa: SLF001
 PARTITION_EOF = KafkaError._PARTITION_EOF  # noqa: SLF001
 UNKNOWN_PARTITION = KafkaError._UNKNOWN_PARTITION  # noqa: SLF001
 TRANSPORT = KafkaError._TRANSPORT  # noqa: SLF001
+_TIMED_OUT = KafkaError._TIMED_OUT  # noqa: SLF001
 _NO_LEADER_YET = (
     KafkaError.UNKNOWN_LEADER_EPOCH,
     KafkaError.FENCED_LEADER_EPOCH,
@@ -109,6 +111,18 @@ def admin(broker: Broker) -> AdminClient:
     return AdminClient(_common(broker))
 
 
+def results_of(futures: Mapping[Any, concurrent.futures.Future[Any]], timeout_s: float) -> dict[Any, Any]:
+    """The results of an admin client's request. The client has its own time limit; this one ends the wait if
+    the client does not keep it.
+
+    Raises:
+        KafkaException: the broker is away or refuses, or there is no answer after `timeout_s`.
+    """
+    if concurrent.futures.wait(futures.values(), timeout_s).not_done:
+        raise KafkaException(KafkaError(_TIMED_OUT, f"no answer within {timeout_s:g} s"))
+    return {key: future.result() for key, future in futures.items()}
+
+
 def wait_for_broker(
     broker: Broker, stop: threading.Event | None = None, timeout_s: float | None = None
 ) -> str:
@@ -140,7 +154,7 @@ def wait_for_topics(
     def describe() -> dict[str, Any]:
         try:
             described = client.describe_topics(TopicCollection(list(expected)), request_timeout=2)
-            return {name: future.result() for name, future in described.items()}
+            return results_of(described, timeout_s=10)
         except KafkaException as error:
             raise UnavailableError(error.args[0].str() if error.args else str(error)) from None
 
@@ -149,10 +163,13 @@ def wait_for_topics(
     )
     for name, number in expected.items():
         if number != (got := len(found[name].partitions)):
-            raise ConfigError(
-                f"topic {name} at {broker}: expected {number} partitions, got {got}; set `partitions` to "
-                "this number"
-            )
+            remedy = "set `partitions` to this number"
+            if got > number:
+                remedy = (
+                    f"run `roostream topics grow --partitions {got}`, so that all topics have as many, and "
+                    f"set `partitions` to {got}"
+                )
+            raise ConfigError(f"topic {name} at {broker}: expected {number} partitions, got {got}; {remedy}")
     return {name: str(topic.topic_id) for name, topic in found.items()}
 
 

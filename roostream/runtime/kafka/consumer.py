@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Protocol
 
 from roostream.errors import UnavailableError
@@ -78,13 +79,19 @@ class RecordConsumer(Protocol):
         """Records, since this consumer was made, that retention deleted before they were returned; and
         offsets that were returned and that the log lost again after an unclean stop of the broker."""
 
-    def seek(self, progress: Mapping[Partition, int]) -> None:
+    def seek(
+        self, progress: Mapping[Partition, int], leader_epochs: Mapping[Partition, int] = MappingProxyType({})
+    ) -> None:
         """Continue at these next offsets; a partition that is not named starts at its oldest record. Buffered
         records are dropped. Must come before the first `poll`.
 
+        `leader_epochs`: what `leader_epochs` returned for these offsets. Without it, offsets that a broker
+        lost and used again for other records cannot be told from those that were read.
+
         **If an offset is gone**: logs and counts what is lost in `num_lost`; continues at the oldest record
-        where retention passed the offset, at the end where the offset lies beyond it. A consumer that may not
-        skip raises RecordsGoneError.
+        where retention passed the offset, at the end where the offset lies beyond it. A log that was cut off
+        below an offset that was read is read again from the cut, so `positions` can go back, also in a later
+        `poll`. A consumer that may not skip raises RecordsGoneError.
 
         Raises:
             UnavailableError: the source is away, or a topic can't be read; nothing was changed.
@@ -118,6 +125,9 @@ class RecordConsumer(Protocol):
 
     def positions(self) -> Progress:
         """Offset after the last record that `poll` returned, or the one of the last `seek`."""
+
+    def leader_epochs(self, at: Progress) -> dict[Partition, int]:
+        """The leader epochs of the records before these offsets, as far as they are known. Any thread."""
 
     def end_offsets(self) -> Progress:
         """Last stable offsets, asked now. UnavailableError: the source is away, or a topic can't be read."""
@@ -172,7 +182,9 @@ class MemoryConsumer:
         """Delete the records below offset `first`."""
         self._oldest[partition] = first
 
-    def seek(self, progress: Mapping[Partition, int]) -> None:
+    def seek(
+        self, progress: Mapping[Partition, int], leader_epochs: Mapping[Partition, int] = MappingProxyType({})
+    ) -> None:
         self._check()
         wanted = {p: progress.get(p, self._oldest[p]) for p in self.partitions}
         there = {p: min(max(at, self._oldest[p]), len(self._logs[p])) for p, at in wanted.items()}
@@ -217,6 +229,10 @@ class MemoryConsumer:
 
     def positions(self) -> Progress:
         return dict(self._positions)
+
+    def leader_epochs(self, at: Progress) -> dict[Partition, int]:
+        """Records in memory have none."""
+        return {}
 
     def end_offsets(self) -> Progress:
         self._check()

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import re
 import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from confluent_kafka import Consumer, IsolationLevel, KafkaError, KafkaException, TopicPartition
@@ -29,7 +31,12 @@ _POLL_SLICE_S = 0.1  # `poll` checks its time limit this often
 _END_OFFSETS_EVERY_S = 1.0
 _END_OFFSETS_VALID_S = 5.0
 _JOIN_S = 0.5  # the polling thread may be waiting for a broker that is away; it can be abandoned without loss
+_ANSWER_TIMEOUT_S = 2 * _REQUEST_TIMEOUT_S  # a client that keeps a request for longer is replaced
 _GONE = (clients.AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE)
+# An AUTO_OFFSET_RESET after a failed check of leader epochs; only its text says where the log was cut off.
+_TRUNCATED_AT = re.compile(r"log truncation detected .* broker end offset is (\d+)")
+_MAX_EPOCHS = 16  # of a partition; a leader epoch begins when a broker starts or a leader changes
+_NO_EPOCHS: Mapping[Partition, int] = MappingProxyType({})
 _UNREADABLE = (
     KafkaError.UNKNOWN_TOPIC_OR_PART,
     clients.UNKNOWN_PARTITION,
@@ -69,10 +76,16 @@ class PartitionEnd(NamedTuple):
 
 class EndOffsetPoller:
     """Asks the broker for the partitions' end offsets once a second, in a background thread, so that no batch
-    waits for it."""
+    waits for it.
 
-    def __init__(self, admin: AdminClient, options: ConsumerOptions) -> None:
-        self.admin, self.options = admin, options
+    A client that fails is replaced. It has cached the leaders of the partitions, and after a restart of the
+    broker it would ask with outdated leader epochs, and fail, until its next metadata refresh (librdkafka:
+    5 minutes later).
+    """
+
+    def __init__(self, open_admin: Callable[[], AdminClient], options: ConsumerOptions) -> None:
+        self.open_admin, self.options = open_admin, options
+        self._admin: AdminClient | None = None
         self._ends: dict[Partition, PartitionEnd] = {}
         self._updated_s = 0.0
         self._stop = threading.Event()
@@ -95,7 +108,14 @@ class EndOffsetPoller:
         self._ends, self._updated_s = ends, time.monotonic()
 
     def fetch(self) -> dict[Partition, PartitionEnd]:
-        """Raises KafkaException: the broker is away or refuses."""
+        """Ask now. Raises KafkaException: the broker is away or refuses; the next call uses a new client."""
+        try:
+            return self._fetch()
+        except KafkaException:
+            self._admin = None
+            raise
+
+    def _fetch(self) -> dict[Partition, PartitionEnd]:
         stable = self._offsets(OffsetSpec.latest(), IsolationLevel.READ_COMMITTED)
         high = self._offsets(OffsetSpec.latest(), IsolationLevel.READ_UNCOMMITTED)
         newest = self._offsets(OffsetSpec.max_timestamp(), IsolationLevel.READ_UNCOMMITTED)
@@ -116,12 +136,11 @@ class EndOffsetPoller:
             self._stop.wait(_END_OFFSETS_EVERY_S)
 
     def _offsets(self, spec: OffsetSpec, level: IsolationLevel) -> dict[Partition, Any]:
+        self._admin = admin = self._admin or self.open_admin()
         request = {self.options.topic_partition(p): spec for p in self.options.partitions}
-        futures = self.admin.list_offsets(request, isolation_level=level, request_timeout=_REQUEST_TIMEOUT_S)
-        return {
-            self.options.partition_of(tp.topic, tp.partition): future.result()
-            for tp, future in futures.items()
-        }
+        futures = admin.list_offsets(request, isolation_level=level, request_timeout=_REQUEST_TIMEOUT_S)
+        answers = clients.results_of(futures, _ANSWER_TIMEOUT_S)
+        return {self.options.partition_of(tp.topic, tp.partition): answer for tp, answer in answers.items()}
 
 
 class KafkaConsumer:
@@ -135,10 +154,12 @@ class KafkaConsumer:
         end_offsets: EndOffsetPoller | None = None,
         *,
         what: str = "Kafka",
+        reopen: Callable[[], Consumer] | None = None,
     ) -> None:
         """`consumer` must report ends of partitions and offsets that are gone, as the one of `open` does.
-        `what` names the broker in messages."""
+        `what` names the broker in messages. `reopen`: a new client in place of `consumer`."""
         self.options, self.partitions, self.what = options, options.partitions, what
+        self._reopen = reopen
         self._lost = dict.fromkeys(options.partitions, 0)
         self._end_offsets = end_offsets
         self._merge = TimestampMerge(options.partitions, options.max_buffered)
@@ -146,6 +167,11 @@ class KafkaConsumer:
         self._position_ms = dict.fromkeys(options.partitions, 0)
         self._fetched = dict.fromkeys(options.partitions, 0)  # next offset to arrive from the broker
         self._gone: set[Partition] = set()  # partitions whose next offset the broker no longer has
+        self._truncated: dict[Partition, int] = {}  # of these, where the log was cut off
+        # Leader epochs of the records that arrived, as (first offset, epoch); the newest last.
+        self._epochs: dict[Partition, list[tuple[int, int]]] = {p: [] for p in options.partitions}
+        # Offset after the newest record that arrived or that `seek` knows the epoch of.
+        self._epoch_end: dict[Partition, int] = {}
         self._paused_by_caller: set[Partition] = set()
         self._paused: set[Partition] = set()
         self._consumer: Consumer | None = consumer
@@ -156,26 +182,42 @@ class KafkaConsumer:
     def open(cls, broker: Broker, group: str, options: ConsumerOptions) -> KafkaConsumer:
         """Start the clients without waiting for the broker; `seek` must follow. `group` only matters for the
         broker's access rules: nothing is committed to it."""
-        consumer = clients.consumer(broker, group, enable_partition_eof=True, auto_offset_reset="error")
-        ends = EndOffsetPoller(clients.admin(broker), options) if options.track_end_offsets else None
+
+        def open_client() -> Consumer:
+            return clients.consumer(broker, group, enable_partition_eof=True, auto_offset_reset="error")
+
+        ends = EndOffsetPoller(lambda: clients.admin(broker), options) if options.track_end_offsets else None
         if ends is not None:
             ends.start()
-        return cls(consumer, options, ends, what=f"Kafka at {broker}")
+        return cls(open_client(), options, ends, what=f"Kafka at {broker}", reopen=open_client)
 
     @property
     def num_lost(self) -> int:
         return sum(self._lost.values())
 
-    def seek(self, progress: Mapping[Partition, int]) -> None:
+    def seek(
+        self, progress: Mapping[Partition, int], leader_epochs: Mapping[Partition, int] = _NO_EPOCHS
+    ) -> None:
         """See RecordConsumer. All bounds are requested from the broker first, so that nothing changes if it
         is unavailable."""
         bounds = self.bounds(*self.partitions)
+        self._truncated.clear()
         self._positions = {
             p: self._readable_offset(p, progress.get(p, bounds[p][0]), *bounds[p]) for p in self.partitions
         }
+        self._epochs = {
+            p: [(at - 1, leader_epochs[p])] if p in leader_epochs and at == progress.get(p) else []
+            for p, at in self._positions.items()
+        }
+        self._epoch_end = {p: at for p, at in self._positions.items() if self._epochs[p]}
         self._position_ms = dict.fromkeys(self.partitions, 0)
         self._fetched = dict(self._positions)
         self._merge.clear()
+        if self._epoch_end and self._reopen:
+            # A client compares leader epochs when it learns of a new one. One that already knows the leaders
+            # would start without that.
+            self._client().close()
+            self._consumer, self._paused = self._reopen(), set()
         self._assign()
 
     def poll(self, max_records: int, timeout_s: float, partition: Partition | None = None) -> list[Record]:
@@ -210,6 +252,10 @@ class KafkaConsumer:
 
     def positions(self) -> Progress:
         return dict(self._positions)
+
+    def leader_epochs(self, at: Progress) -> dict[Partition, int]:
+        found = {p: self._epoch_before(p, offset) for p, offset in at.items()}
+        return {p: epoch for p, epoch in found.items() if epoch is not None}
 
     def end_offsets(self) -> Progress:
         return {p: end for p, (_, end) in self.bounds(*self.partitions).items()}
@@ -290,7 +336,9 @@ class KafkaConsumer:
                 self._fetched[p] = max(self._fetched[p], message.offset())
                 self._merge.reached_end(p)
             elif error.code() in _GONE:
-                self._gone.add(self._partition(message))
+                self._gone.add(p := self._partition(message))
+                if found := _TRUNCATED_AT.search(error.str()):
+                    self._truncated[p] = int(found[1])
             else:
                 log.debug("%s: %s", self.options.topic_names(), error)
         if self._gone and not self.options.skip_lost_records:
@@ -301,7 +349,10 @@ class KafkaConsumer:
         p, offset = self._partition(message), message.offset()
         if offset < self._fetched[p]:
             return  # fetched before a seek or a pause
-        self._fetched[p] = offset + 1
+        epoch = message.leader_epoch()
+        if epoch is not None and epoch >= 0 and epoch != self._epoch_before(p, offset):
+            self._epochs[p] = [*self._epochs[p], (offset, epoch)][-_MAX_EPOCHS:]
+        self._fetched[p] = self._epoch_end[p] = offset + 1
         self._merge.offer(Record(*p, offset, message.timestamp()[1], message.key(), message.value() or b""))
 
     def _skip_gone(self) -> None:
@@ -315,31 +366,45 @@ class KafkaConsumer:
             log.debug("%s", error)
             return
         for p, found in bounds.items():
-            self._fetched[p] = self._readable_offset(p, self._fetched[p], *found)
+            before, at = self._fetched[p], self._readable_offset(p, self._fetched[p], *found)
+            self._fetched[p] = at
+            if at < before:
+                # Buffered records beyond the cut are gone too: other consumers will never see them.
+                self._merge.truncate(p, at)
+                self._positions[p] = min(self._positions[p], at)
+                self._epochs[p] = [(first, epoch) for first, epoch in self._epochs[p] if first < at]
         self._assign()
 
     def _readable_offset(self, partition: Partition, wanted: int, oldest: int, end: int) -> int:
         """`wanted`, or the nearest offset that can be read; the records in between are counted as lost."""
-        if oldest <= wanted <= end:
+        cut = min(self._truncated.get(partition, end), end)
+        if oldest <= wanted <= cut:
             return wanted
-        name, resumed = self._name(partition), oldest if wanted < oldest else end
+        name, resumed = self._name(partition), oldest if wanted < oldest else max(cut, oldest)
         if not self.options.skip_lost_records:
-            raise RecordsGoneError(f"{name} no longer has offset {wanted}: it has {oldest} to {end}")
+            raise RecordsGoneError(f"{name} no longer has offset {wanted}: it has {oldest} to {cut}")
         self._lost[partition] += abs(wanted - resumed)
         if wanted < oldest:
             reason = f"retention deleted {oldest - wanted} records before they were read; raise the retention"
         else:
-            reason = f"Kafka lost {wanted - end} offsets that had been read; new records will reuse them"
+            reason = (
+                f"Kafka lost {wanted - resumed} offsets that had been read (a broker stopped uncleanly); "
+                "new records reuse them"
+            )
         log.error(
             "%s: offset %d is gone, the partition has %d to %d: %s; continuing at %d",
             name,
             wanted,
             oldest,
-            end,
+            cut,
             reason,
             resumed,
         )
         return resumed
+
+    def _epoch_before(self, partition: Partition, offset: int) -> int | None:
+        """Leader epoch of the last record below `offset`; None = not known."""
+        return next((epoch for first, epoch in reversed(self._epochs[partition]) if first < offset), None)
 
     def _assign(self) -> None:
         """Assign all partitions at the next offset to fetch.
@@ -350,10 +415,21 @@ class KafkaConsumer:
         """
         if self._paused:
             self._pause_and_resume()
-        self._client().assign([self.options.topic_partition(p, self._fetched[p]) for p in self.partitions])
+        self._client().assign([self._place(p, self._fetched[p]) for p in self.partitions])
         self._gone.clear()
+        self._truncated.clear()
         self._silent_since_s = time.monotonic()
         self._pause_and_resume()
+
+    def _place(self, partition: Partition, offset: int) -> TopicPartition:
+        """Where to fetch. With the leader epoch of the record before it, the client notices if a broker lost
+        that record and gave its offset to another one. A marker of a transaction may have another epoch."""
+        place, epoch = self.options.topic_partition(partition), None
+        if self._epoch_end.get(partition) == offset:
+            epoch = self._epoch_before(partition, offset)
+        return TopicPartition(
+            place.topic, place.partition, offset, leader_epoch=-1 if epoch is None else epoch
+        )
 
     def _pause_and_resume(self) -> None:
         """Pause partitions whose buffers are full or that the caller paused, so that memory stays bounded

@@ -92,6 +92,13 @@ class TimestampMerge:
             out += self.take_from(partition, max_records - len(out))
         return out
 
+    def truncate(self, partition: Partition, end: int) -> None:
+        """Forget the buffered records of a partition from offset `end` on; it may get more records."""
+        buffer = self._buffers[partition]
+        while buffer and buffer[-1].offset >= end:
+            self._bytes[partition] -= len(buffer.pop().value)
+        self._at_end[partition] = False
+
     def clear(self) -> None:
         """Forget all records, and which partitions are at their end."""
         for partition, buffer in self._buffers.items():

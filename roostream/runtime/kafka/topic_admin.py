@@ -15,14 +15,17 @@ from confluent_kafka.admin import (
     AlterConfigOpType,
     ConfigEntry,
     ConfigResource,
+    NewPartitions,
     NewTopic,
     ResourceType,
 )
 
 from roostream.errors import ConfigError, UnavailableError
+from roostream.runtime.kafka import clients
 from roostream.runtime.kafka.topics import ROWS, TOPICS, TopicSettings, configs, name_of, partitions_of
 
 _TIMEOUT_S = 20.0
+_ANSWER_TIMEOUT_S = 2 * _TIMEOUT_S
 _MAX_POLLS, _POLL_EVERY_S = 50, 0.1
 
 
@@ -59,7 +62,7 @@ class TopicAdmin:
         made = []
         for name, future in self.client.create_topics(new, operation_timeout=_TIMEOUT_S).items():
             try:
-                future.result()
+                clients.results_of({name: future}, _ANSWER_TIMEOUT_S)
                 made.append(name)
             except KafkaException as error:
                 if error.args[0].code() != KafkaError.TOPIC_ALREADY_EXISTS:
@@ -109,6 +112,39 @@ class TopicAdmin:
                     out.append(f"topic {name}: expected {key} = {value}, got {found[topic].get(key)}")
         return out
 
+    def grow(self) -> list[str]:
+        """Give every topic as many partitions as the settings say. Returns the names of the topics that got
+        more. Kafka cannot remove partitions, so a topic that has more is an error before anything is changed.
+
+        Raises:
+            ConfigError: a topic is missing, or has more partitions.
+            UnavailableError: the brokers are away or refuse; some topics may have grown. Call again.
+        """
+        try:
+            known = self.client.list_topics(timeout=_TIMEOUT_S).topics
+            wanted = {
+                name_of(self.prefix, topic): partitions_of(topic, self.partitions) for topic in self.topics
+            }
+            if missing := [name for name in wanted if name not in known]:
+                raise ConfigError(
+                    f"expected topic {missing[0]} to exist, got none: run `roostream topics create`"
+                )
+            numbers = {name: len(known[name].partitions) for name in wanted}
+            if larger := [name for name in wanted if numbers[name] > wanted[name]]:
+                raise ConfigError(
+                    f"topic {larger[0]}: expected at most {wanted[larger[0]]} partitions, "
+                    f"got {numbers[larger[0]]}; use at least this number for `partitions`"
+                )
+            new = [NewPartitions(name, wanted[name]) for name in wanted if numbers[name] < wanted[name]]
+            if new:
+                grown = self.client.create_partitions(new, request_timeout=_TIMEOUT_S)
+                clients.results_of(grown, _ANSWER_TIMEOUT_S)
+        except KafkaException as error:
+            raise UnavailableError(
+                f"partitions could not be added to the topics: {error.args[0].str()}"
+            ) from None
+        return [str(partitions.topic) for partitions in new]
+
     def keep_longer(self, retention_ms: int) -> dict[str, int]:
         """Raise the retention of every topic except `rows` to at least `retention_ms`. Returns name →
         retention in ms.
@@ -139,10 +175,8 @@ class TopicAdmin:
             for topic in topics
         ]
         if resources:
-            for future in self.client.incremental_alter_configs(
-                resources, request_timeout=_TIMEOUT_S
-            ).values():
-                future.result()
+            altered = self.client.incremental_alter_configs(resources, request_timeout=_TIMEOUT_S)
+            clients.results_of(altered, _ANSWER_TIMEOUT_S)
 
     def _wait_for(self, names: list[str]) -> None:
         """A broker may learn of a new topic a moment after the controller created it."""
@@ -158,8 +192,8 @@ class TopicAdmin:
             return {}
         futures = self.client.describe_configs(list(asked), request_timeout=_TIMEOUT_S)
         return {
-            asked[resource]: {key: entry.value for key, entry in future.result().items()}
-            for resource, future in futures.items()
+            asked[resource]: {key: entry.value for key, entry in entries.items()}
+            for resource, entries in clients.results_of(futures, _ANSWER_TIMEOUT_S).items()
         }
 
 

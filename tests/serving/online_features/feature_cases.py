@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 
@@ -75,9 +76,11 @@ class MemoryEvents(MemoryConsumer):
         super().__init__(EVENT_PARTITIONS, records)
         self.seeks = 0
 
-    def seek(self, progress: Mapping[Partition, int]) -> None:
+    def seek(
+        self, progress: Mapping[Partition, int], leader_epochs: Mapping[Partition, int] = MappingProxyType({})
+    ) -> None:
         self.seeks += 1
-        super().seek(progress)
+        super().seek(progress, leader_epochs)
 
 
 def impression(user_id: int, item_ids: list[int], time_ms: int) -> tuple[str, int, bytes]:
