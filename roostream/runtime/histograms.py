@@ -16,15 +16,25 @@ BUCKETS_S = (
     *(0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5),
     *(1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0),
 )
+
+
+def _log_spaced(first_exponent: int, last_exponent: int, per_decade: int) -> tuple[float, ...]:
+    """Bounds from 10^first (included) to 10^last (not included)."""
+    steps = range(first_exponent * per_decade, last_exponent * per_decade)
+    return tuple(float(f"{10 ** (step / per_decade):.3g}") for step in steps)
+
+
 FRESHNESS_BUCKETS_S = (
     0.001,
     0.002,
     0.005,
-    *(round(m * 10.0**e, 6) for e in range(-2, 3) for m in (1, 1.5, 2, 3, 4, 5, 7)),
-    1000.0,
+    *_log_spaced(-2, 0, per_decade=10),
+    *_log_spaced(0, 3, per_decade=20),
+    *_log_spaced(3, 5, per_decade=10),
+    100_000.0,
 )
-"""Quantiles of these times are shown on a page, so the buckets are narrow in the range of a join window and
-of training."""
+"""Quantiles of these times are shown on a page, and that of the whole should agree with those of its stages.
+A quantile between two bounds is off by at most their distance: 12 % from 1 s to 1,000 s, else 26 %."""
 
 Buckets = Mapping[float, float]
 """Upper bound, including inf → observations up to this bound since the program started."""
@@ -103,8 +113,8 @@ class RecentQuantiles:
 
 
 def quantile_of(buckets: Buckets, q: float) -> float | None:
-    """In the histogram's unit, linear within a bucket; the highest finite bound if it lies above; None
-    without observations."""
+    """In the histogram's unit, interpolated linearly within its bucket. None without observations, and where
+    it lies above the highest finite bound, because nothing says how far."""
     bounds = sorted(buckets)
     if not bounds or buckets[bounds[-1]] <= 0:
         return None
@@ -112,6 +122,6 @@ def quantile_of(buckets: Buckets, q: float) -> float | None:
     for bound in bounds:
         if buckets[bound] >= rank and buckets[bound] > below:
             inside = (rank - below) / (buckets[bound] - below)
-            return lower + (bound - lower) * inside if math.isfinite(bound) else lower
+            return lower + (bound - lower) * inside if math.isfinite(bound) else None
         below, lower = buckets[bound], bound
-    return lower
+    return None

@@ -7,7 +7,13 @@ import math
 import pytest
 from prometheus_client import CollectorRegistry
 
-from roostream.runtime.histograms import RecentQuantiles, StageHistogram, freshness_histogram, quantile_of
+from roostream.runtime.histograms import (
+    FRESHNESS_BUCKETS_S,
+    RecentQuantiles,
+    StageHistogram,
+    freshness_histogram,
+    quantile_of,
+)
 
 TEN = {1.0: 2, 2.0: 8, 4.0: 10, math.inf: 10}  # two up to 1, six up to 2, two up to 4
 
@@ -26,8 +32,26 @@ def test_a_quantile_is_linear_within_its_bucket(q: float, expected: float, why: 
     assert quantile_of(TEN, q) == pytest.approx(expected), why
 
 
-def test_a_quantile_beyond_the_last_bucket_is_its_lower_bound() -> None:
-    assert quantile_of({1.0: 0, math.inf: 5}, 0.5) == 1.0
+def test_a_quantile_beyond_the_highest_bound_is_unknown() -> None:
+    assert quantile_of({1.0: 0, math.inf: 5}, 0.5) is None
+    assert quantile_of({1.0: 3, math.inf: 5}, 0.5) == pytest.approx(2.5 / 3)
+
+
+@pytest.mark.parametrize("stages_s", [(20.0, 0.05, 0.2, 0.05), (2.1, 0.4, 0.6, 1.0), (290.0, 8.0, 3.0, 1.5)])
+def test_the_median_of_the_whole_agrees_with_the_medians_of_its_stages(stages_s: tuple[float, ...]) -> None:
+    histogram = StageHistogram("fresh_seconds", "help", FRESHNESS_BUCKETS_S, registry=None)
+    for number in range(200):
+        spread = 0.95 + number / 2000
+        for stage, seconds in enumerate(stages_s):
+            histogram.observe(str(stage), 1000 * seconds * spread)
+        histogram.observe("whole", 1000 * sum(stages_s) * spread)
+    medians = {
+        name: quantile_of(histogram.buckets(name), 0.5) for name in (*map(str, range(len(stages_s))), "whole")
+    }
+    assert None not in medians.values()
+    whole = medians.pop("whole")
+    assert whole == pytest.approx(sum(stages_s), rel=0.06)
+    assert whole == pytest.approx(sum(medians.values()), rel=0.12)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("told", [{}, {1.0: 0, math.inf: 0}])
