@@ -10,6 +10,7 @@ import functools
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -65,7 +66,7 @@ class Endless:
     def rest(self, max_requests: int) -> Chunk | None:
         return None
 
-    def seek(self, at: Progress) -> None:
+    def seek(self, at: Progress, leader_epochs: Mapping[Partition, int] = MappingProxyType({})) -> None:
         """No effect."""
 
     def assign(self, numbers: Collection[int], session: TableInput | None = None) -> None:

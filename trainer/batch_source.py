@@ -7,6 +7,7 @@ full chunks is the source's job: it alone knows whether more will come."""
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from types import MappingProxyType
 from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -42,9 +43,10 @@ class BatchSource(Protocol):
     def rest(self, max_requests: int) -> Chunk | None:
         """Return a partial chunk after the caller knows that no more input comes. None: nothing is left."""
 
-    def seek(self, at: Progress) -> None:
+    def seek(self, at: Progress, leader_epochs: Mapping[Partition, int] = MappingProxyType({})) -> None:
         """Continue from these offsets; partitions that are missing start from their beginning. What was read
-        ahead is dropped. Raises UnavailableError: the source is unavailable; nothing was changed."""
+        ahead is dropped. `leader_epochs`: as known from the chunk before each offset (`Chunk`). Raises
+        UnavailableError: the source is unavailable; nothing was changed."""
 
     def assign(self, numbers: Collection[int], session: TableInput | None = None) -> None:
         """Return chunks of the partitions with these numbers only: of a warehouse session, whose positions
@@ -107,8 +109,8 @@ class ForwardingSource:
     def rest(self, max_requests: int) -> Chunk | None:
         return self.run(lambda: self.source.rest(max_requests))
 
-    def seek(self, at: Progress) -> None:
-        self.run(lambda: self.source.seek(at))
+    def seek(self, at: Progress, leader_epochs: Mapping[Partition, int] = MappingProxyType({})) -> None:
+        self.run(lambda: self.source.seek(at, leader_epochs))
 
     def assign(self, numbers: Collection[int], session: TableInput | None = None) -> None:
         self.run(lambda: self.source.assign(numbers, session))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -45,6 +45,8 @@ class Chunk:
     after: Progress  # next offset behind this chunk, for each of its partitions
     read_ms: int  # wall time at which its records were read, before decoding
     records: Sequence[Record] = ()  # the undecoded records, if known
+    # Kafka's leader epochs of the records before `after`, as far as they are known
+    leader_epochs: Mapping[Partition, int] = dataclasses.field(default_factory=dict)
 
     def raw_of(self, partition: Partition, offset: int) -> bytes:
         """The record at this offset; empty if unknown."""

@@ -13,7 +13,8 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -183,7 +184,8 @@ class TrainLoop:
         self.num_steps = at.step
         recent_ms = at.shared.get(_RECENT, np.array([at.watermark_ms])).tolist()
         self.watermark = TrainingWatermark(at.watermark_ms, recent_ms)
-        self._seek(at.progress)
+        epochs = {p: part.leader_epoch for p, part in at.partitions.items() if part.leader_epoch >= 0}
+        self._seek(at.progress, epochs)
         self.partitions.load(at.partitions)
 
     def assign(self, numbers: Collection[int], session: TableInput | None = None) -> None:
@@ -208,9 +210,10 @@ class TrainLoop:
         self.outcomes.discard_chunk()
         self._start_partitions(self.source.positions())
 
-    def _seek(self, at: Progress) -> None:
+    def _seek(self, at: Progress, leader_epochs: Mapping[Partition, int] = MappingProxyType({})) -> None:
         mine = self.source.positions().keys()
-        self.source.seek({partition: offset for partition, offset in at.items() if partition in mine})
+        wanted = {partition: offset for partition, offset in at.items() if partition in mine}
+        self.source.seek(wanted, leader_epochs)
         self._start_partitions(self.source.positions())
 
     def _start_partitions(self, at: Progress) -> None:
@@ -278,7 +281,8 @@ class TrainLoop:
         if any(not part.trains and part.choice is None for part in claimed.parts):
             self._push_deferred()  # all further requests are frozen
         self.outcomes.commit_chunk(claimed.num_requests)
-        self.partitions.settle(claimed.chunk.batch, claimed.new_R, claimed.chunk.after)
+        chunk = claimed.chunk
+        self.partitions.settle(chunk.batch, claimed.new_R, chunk.after, chunk.leader_epochs)
         for stage, ms in chunk_freshness(claimed.chunk, claimed.new_R, self.clock.now_ms()):
             self.on_freshness(stage, ms)
 

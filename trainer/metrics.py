@@ -111,6 +111,9 @@ CONTROLLER = {
     "roostream_controller_device_seconds_total": MetricSpec("device time by use", ("spent_on",)),
     "roostream_controller_held": MetricSpec("1 while training is on hold", ("kind",)),
     "roostream_controller_history_left_records": MetricSpec("historical samples that are not committed"),
+    "roostream_controller_topics_with_unread_partitions": MetricSpec(
+        "topics with more partitions than the programs read"
+    ),
     "roostream_controller_readers": MetricSpec("connected and wanted reader programs", ("what",)),
     "roostream_controller_splits_wanted": MetricSpec("splits that workers wait for"),
     "roostream_controller_leases_expired_total": MetricSpec("leases that expired"),

@@ -11,15 +11,20 @@ Letters: R requests, B candidates, T tasks."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 import numpy as np
 
+from roostream.errors import CheckpointError
+from roostream.runtime import manifest as manifests
 from roostream.runtime import tensor_file
+from roostream.runtime.checkpoint_store import CheckpointStore
 from roostream.runtime.kafka.topics import CORRECTIONS, SAMPLES, Partition, Progress
+from roostream.runtime.manifest import StoredFile, WorkerPart
 from roostream.wire.batch import Batch
 from trainer.corrections import record_due_ms
-from trainer.dedupe import Dedupe
+from trainer.dedupe import Dedupe, DedupeSnapshot, IdRun, merged, plan_files
 from trainer.monitoring.progressive_metrics import Metrics, Report, ScoredBatch, update_each
 from trainer.monitoring.slices import Slicer
 from trainer.monitoring.windowed_metrics import WindowedMetrics
@@ -33,8 +38,9 @@ class PartitionSnapshot:
     """State of one partition between two chunks."""
 
     offset: int  # next to train
-    # dedupe.id, dedupe.close_ms, dedupe.recent_ms, metrics.<name>, windows.<name>, taken
-    tensors: dict[str, np.ndarray]
+    tensors: dict[str, np.ndarray]  # metrics.<name>, windows.<name>, taken
+    dedupe: DedupeSnapshot
+    leader_epoch: int = -1  # Kafka's, of the record before `offset`; -1 = unknown
 
 
 class _PartitionState:
@@ -43,12 +49,12 @@ class _PartitionState:
         self.taken = np.zeros(2, np.int64)  # number of chunks with records of it, and of new requests
 
     def tensors(self) -> dict[str, np.ndarray]:
-        tensors = {f"dedupe.{name}": value for name, value in self.dedupe.state().items()}
-        tensors |= {f"metrics.{name}": value for name, value in self.metrics.state().items()}
+        tensors = {f"metrics.{name}": value for name, value in self.metrics.state().items()}
         return {name: value.copy() for name, value in (tensors | {"taken": self.taken}).items()}
 
-    def load(self, tensors: Mapping[str, np.ndarray]) -> None:
-        self.dedupe.load(_part(tensors, "dedupe."))
+    def load(self, snapshot: PartitionSnapshot) -> None:
+        tensors = snapshot.tensors
+        self.dedupe.load(snapshot.dedupe)
         if metrics := _part(tensors, "metrics."):
             self.metrics.load(metrics)
         # Old files have no `taken`.
@@ -61,10 +67,16 @@ def _part(tensors: Mapping[str, np.ndarray], prefix: str) -> dict[str, np.ndarra
 
 def report_of_snapshots(snapshots: Collection[PartitionSnapshot], tasks: Sequence[str]) -> Report:
     """Metrics of the partitions as of these snapshots."""
-    states = [_PartitionState(tasks, 0) for _ in snapshots]
-    for state, snapshot in zip(states, snapshots, strict=True):
-        state.load(snapshot.tensors)
-    return _merged([state.metrics for state in states], tasks).report()
+    return metrics_of_snapshots(snapshots, tasks).report()
+
+
+def metrics_of_snapshots(snapshots: Collection[PartitionSnapshot], tasks: Sequence[str]) -> Metrics:
+    """Merged metrics of the partitions as of these snapshots."""
+    parts = [Metrics(tasks, MAX_SCORES) for _ in snapshots]
+    for part, snapshot in zip(parts, snapshots, strict=True):
+        if metrics := _part(snapshot.tensors, "metrics."):
+            part.load(metrics)
+    return _merged(parts, tasks)
 
 
 def _merged(parts: Iterable[Metrics], tasks: Sequence[str]) -> Metrics:
@@ -86,6 +98,8 @@ class PartitionStates:
         # State of corrections while they are not trained.
         self._parked: dict[Partition, PartitionSnapshot] = {}
         self._states = {partition: _PartitionState(self.tasks, horizon_ms) for partition in at}
+        # Partition → an offset, and the leader epoch of the record before it.
+        self._leader_epochs: dict[Partition, tuple[int, int]] = {}
 
     def claim(self, batch: Batch) -> np.ndarray:
         """Claim the new requests of a chunk. Returns bool [R]: False for ids that were trained or claimed
@@ -95,8 +109,15 @@ class PartitionStates:
             new_R[row_M] = self._states[partition].dedupe.claim(batch.sample_id_R[row_M], due_ms_R[row_M])
         return new_R
 
-    def settle(self, batch: Batch, new_R: np.ndarray, after: Progress) -> None:
-        """The chunk of the oldest claim is trained. `batch`: as given to `claim`; `new_R`: its result."""
+    def settle(
+        self,
+        batch: Batch,
+        new_R: np.ndarray,
+        after: Progress,
+        leader_epochs: Mapping[Partition, int] = MappingProxyType({}),
+    ) -> None:
+        """The chunk of the oldest claim is trained. `batch`: as given to `claim`; `new_R`: its result.
+        `after`, `leader_epochs`: of the chunk."""
         for partition, row_M in rows_by_partition(batch).items():
             state = self._states[partition]
             state.dedupe.settle(new_R[row_M])
@@ -105,6 +126,7 @@ class PartitionStates:
         for partition in after:
             self._states[partition].taken[0] += 1
         self.progress |= after
+        self._leader_epochs |= {p: (after[p], epoch) for p, epoch in leader_epochs.items()}
 
     def count(
         self,
@@ -155,8 +177,20 @@ class PartitionStates:
     def snapshot(self) -> dict[Partition, PartitionSnapshot]:
         """Copy the state of all partitions, without what is only claimed."""
         return self._parked | {
-            p: PartitionSnapshot(offset=self.progress[p], tensors=self._tensors(p)) for p in self._states
+            p: PartitionSnapshot(
+                offset=self.progress[p],
+                tensors=self._tensors(p),
+                dedupe=state.dedupe.cut(),
+                leader_epoch=self._leader_epoch(p),
+            )
+            for p, state in self._states.items()
         }
+
+    def committed(self, stored: Mapping[Partition, PartitionSnapshot]) -> None:
+        """The last snapshot is committed; `stored`: what `store_ids` made of it."""
+        self._parked = {p: stored[p] for p in self._parked}
+        for partition, state in self._states.items():
+            state.dedupe.committed(stored[partition].dedupe.runs)
 
     def load(self, snapshots: Mapping[Partition, PartitionSnapshot]) -> None:
         """Load snapshots, also those of other workers. Offsets are those of the source. Partitions without a
@@ -165,7 +199,8 @@ class PartitionStates:
         unread = [p for p in snapshots if p not in self._states]
         self._parked = {p: snapshots[p] for p in unread if p[0] == CORRECTIONS}
         for partition in self._states.keys() & snapshots.keys():
-            self._states[partition].load(snapshots[partition].tensors)
+            self._states[partition].load(snapshots[partition])
+            self._leader_epochs[partition] = snapshots[partition].offset, snapshots[partition].leader_epoch
             if partition[0] == SAMPLES and (windows := _part(snapshots[partition].tensors, "windows.")):
                 self.windowed.load(partition[1], windows)
 
@@ -173,7 +208,11 @@ class PartitionStates:
         """Replace the remembered sample ids of a partition, sorted by close time.
 
         There may be no open claim."""
-        self._states[partition].dedupe.load({"id": sample_id, "close_ms": close_ms})
+        self._states[partition].dedupe.load(DedupeSnapshot.of(sample_id, close_ms))
+
+    def _leader_epoch(self, partition: Partition) -> int:
+        offset, epoch = self._leader_epochs.get(partition, (-1, -1))
+        return epoch if offset == self.progress[partition] else -1
 
     def _tensors(self, partition: Partition) -> dict[str, np.ndarray]:
         windows = self.windowed.state(partition[1]) if partition[0] == SAMPLES else {}
@@ -191,44 +230,153 @@ def rows_by_partition(batch: Batch) -> dict[Partition, np.ndarray]:
     }
 
 
+# A worker's part of a commit, in two kinds of tensor files. Names of tensors: `<topic>/<partition>/<name>`.
+#
+#     part.file      one a commit: metrics, windows, `leader_epoch` (offset, epoch), and for the ids
+#                    `dedupe.recent_ms` and `dedupe.runs` int64 [K, 3]: (index in part.id_files, number of
+#                    ids, floor_ms)
+#     part.id_files  ids, times and floors as in `IdRun`: the new ids of this commit, and files of earlier
+#                    commits. A partition has at most one run in a file.
+
+
+def store_ids(
+    partitions: Mapping[Partition, PartitionSnapshot], store: Callable[[bytes], StoredFile]
+) -> dict[Partition, PartitionSnapshot]:
+    """Store the ids that are in no file yet. Returns the snapshots with a file for every run. `store` is
+    called at most once; its errors pass through."""
+    plans = {partition: plan_files(snapshot.dedupe.runs) for partition, snapshot in partitions.items()}
+    new = {partition: run for partition, (_, run) in plans.items() if run is not None}
+    file = None
+    if new:
+        tensors = {_tensor_name(partition, "id"): run.id_N for partition, run in new.items()}
+        tensors |= {_tensor_name(partition, "time_ms"): run.time_ms_N for partition, run in new.items()}
+        file = store(tensor_file.encode(tensors, {}))
+    out = {}
+    for partition, (kept, run) in plans.items():
+        runs = kept if run is None else [*kept, run._replace(file=file)]
+        dedupe = partitions[partition].dedupe._replace(runs=tuple(runs))
+        out[partition] = dataclasses.replace(partitions[partition], dedupe=dedupe)
+    return out
+
+
+def id_files(partitions: Mapping[Partition, PartitionSnapshot]) -> tuple[StoredFile, ...]:
+    """The files that `store_ids` left the ids in, in the order of their names."""
+    runs = [run for snapshot in partitions.values() for run in snapshot.dedupe.runs]
+    return tuple(sorted({run.file for run in runs if run.file}, key=lambda file: file.name))
+
+
 def encode_partitions(
     partitions: Mapping[Partition, PartitionSnapshot], metadata: Mapping[str, str]
 ) -> bytes:
-    """A worker's part of a commit: one tensor file with names `<topic>/<partition>/<name>`. Offsets are in
+    """The file of a worker's part, for snapshots of `store_ids`. Offsets and the names of `id_files` are in
     the manifest."""
-    tensors = {
-        f"{topic}/{number}/{name}": value
-        for (topic, number), snapshot in partitions.items()
-        for name, value in snapshot.tensors.items()
-    }
+    index = {file: number for number, file in enumerate(id_files(partitions))}
+    tensors: dict[str, np.ndarray] = {}
+    for partition, snapshot in partitions.items():
+        runs = [(index[run.file], len(run.id_N), run.floor_ms) for run in snapshot.dedupe.runs if run.file]
+        own = snapshot.tensors | {
+            "dedupe.recent_ms": np.array(snapshot.dedupe.recent_ms, np.int64),
+            "dedupe.runs": np.array(runs, np.int64).reshape(-1, 3),
+            "leader_epoch": np.array([snapshot.offset, snapshot.leader_epoch], np.int64),
+        }
+        tensors |= {_tensor_name(partition, name): value for name, value in own.items()}
     return tensor_file.encode(tensors, metadata)
 
 
-def decode_partitions(data: bytes, offsets: Progress) -> dict[Partition, PartitionSnapshot]:
-    """Decode the partitions of `offsets`, which the manifest names for this file. Raises CheckpointError: not
-    such a file."""
-    tensors, _ = tensor_file.decode(data)
+def read_partitions(
+    store: CheckpointStore, part: WorkerPart, wanted: Collection[Partition] | None = None, *, ids: bool = True
+) -> dict[Partition, PartitionSnapshot]:
+    """Read `wanted` partitions of a worker's part; None = all. Without `ids` no trained ids are read.
+
+    Raises:
+        CheckpointError: a file is absent, damaged, or not such a file.
+        UnavailableError: the store cannot be read now.
+    """
+    tensors, _ = tensor_file.decode(manifests.read_file(store, part.file))
+    offsets = {p: offset for p, offset in part.offsets.items() if wanted is None or p in wanted}
     if "dedupe.id" in tensors:
-        return _decode_format_1(tensors, offsets)
-    by_partition: dict[Partition, dict[str, np.ndarray]] = {partition: {} for partition in offsets}
+        found = _of_format_1(tensors, part.offsets)
+        return {partition: _snapshot(offset, found[partition]) for partition, offset in offsets.items()}
+    by_partition = _by_partition(tensors)
+    read: dict[StoredFile, dict[Partition, dict[str, np.ndarray]]] = {}
+    out = {}
+    for partition, offset in offsets.items():
+        own = by_partition.get(partition, {})
+        runs = []
+        for number, length, floor_ms in own.pop("dedupe.runs", np.zeros((0, 3), np.int64)).tolist():
+            if not ids:
+                continue
+            if number >= len(part.id_files):
+                raise CheckpointError(
+                    f"{part.file.name}: expected one of {len(part.id_files)} files of ids, got {number}"
+                )
+            file = part.id_files[number]
+            if file not in read:
+                read[file] = _by_partition(tensor_file.decode(manifests.read_file(store, file))[0])
+            columns = read[file].get(partition, {})
+            if {len(columns.get(name, ())) for name in ("id", "time_ms")} != {length}:
+                raise CheckpointError(f"{file.name}: expected {length} ids of {partition}, got others")
+            run = IdRun.of(columns["id"], columns["time_ms"])
+            runs.append(run._replace(floor_ms=floor_ms, file=file))
+        out[partition] = _snapshot(offset, own, runs)
+    return out
+
+
+def with_new_partitions(
+    committed: Mapping[Partition, PartitionSnapshot], wanted: Collection[Partition]
+) -> dict[Partition, PartitionSnapshot]:
+    """The snapshots of `wanted` after the topics got more partitions than the commit has.
+
+    The keys are spread anew, so a sample that is emitted again may come in another partition than before:
+    every partition gets the ids of all partitions of its topic. New partitions start at their first record.
+    """
+    out = {}
+    for partition in wanted:
+        of_topic = [at for (topic, _), at in sorted(committed.items()) if topic == partition[0]]
+        if not of_topic:
+            continue
+        runs = [run for at in of_topic for run in at.dedupe.runs]
+        at = committed.get(partition)
+        if at is None:  # it has had its turns, so that nobody waits until it has caught up
+            turns = min(int(other.tensors.get("taken", np.zeros(2, np.int64))[0]) for other in of_topic)
+            taken = {"taken": np.array([turns, 0], np.int64)}
+            at = PartitionSnapshot(offset=0, tensors=taken, dedupe=of_topic[0].dedupe)
+        dedupe = at.dedupe._replace(runs=(merged(runs),) if runs else ())
+        out[partition] = dataclasses.replace(at, dedupe=dedupe)
+    return out
+
+
+def _snapshot(offset: int, own: dict[str, np.ndarray], runs: Sequence[IdRun] = ()) -> PartitionSnapshot:
+    """Formats before 5 have the ids and their close times in the same file; the oldest one has no
+    `recent_ms`, which the close times replace."""
+    id_N, close_ms_N = (own.pop(f"dedupe.{name}", np.zeros(0, np.int64)) for name in ("id", "close_ms"))
+    dedupe = DedupeSnapshot.of(id_N, close_ms_N) if len(id_N) else DedupeSnapshot(tuple(runs))
+    if (recent_ms := own.pop("dedupe.recent_ms", None)) is not None:
+        dedupe = dedupe._replace(recent_ms=tuple(recent_ms.tolist()))
+    known_at, leader_epoch = own.pop("leader_epoch", np.array([-1, -1])).tolist()
+    if known_at != offset:  # an import starts at other offsets
+        leader_epoch = -1
+    return PartitionSnapshot(offset=offset, tensors=own, dedupe=dedupe, leader_epoch=leader_epoch)
+
+
+def _tensor_name(partition: Partition, name: str) -> str:
+    return f"{partition[0]}/{partition[1]}/{name}"
+
+
+def _by_partition(tensors: Mapping[str, np.ndarray]) -> dict[Partition, dict[str, np.ndarray]]:
+    found: dict[Partition, dict[str, np.ndarray]] = {}
     for name, value in tensors.items():
         topic, number, rest = name.split("/", 2)
-        by_partition[topic, int(number)][rest] = value
-    return {
-        partition: PartitionSnapshot(offset=offsets[partition], tensors=tensors)
-        for partition, tensors in by_partition.items()
-    }
+        found.setdefault((topic, int(number)), {})[rest] = value
+    return found
 
 
-def _decode_format_1(
+def _of_format_1(
     tensors: Mapping[str, np.ndarray], offsets: Progress
-) -> dict[Partition, PartitionSnapshot]:
+) -> dict[Partition, dict[str, np.ndarray]]:
     """Format 1 stored ids and metrics of all partitions together. Every partition gets all ids, which is safe
     until the horizon has passed. Metrics are sums, so only the first partition gets them."""
     ids = {name: tensors[name] for name in ("dedupe.id", "dedupe.close_ms")}
     metrics = {name: value for name, value in tensors.items() if name.startswith("metrics.")}
     first = min(offsets)
-    return {
-        p: PartitionSnapshot(offset=offset, tensors=ids | (metrics if p == first else {}))
-        for p, offset in offsets.items()
-    }
+    return {p: ids | (metrics if p == first else {}) for p in offsets}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
+from types import MappingProxyType
 
 from roostream.errors import UnavailableError
 from roostream.runtime.clock import Clock
@@ -43,10 +44,15 @@ class RecordSource:
         self._reached: Progress | None = None  # the bounds in `_ends` that are reached
 
     def poll(self, max_requests: int, timeout_s: float, partition: Partition | None = None) -> Chunk | None:
-        before, ends = len(self._waiting), self._ends
+        before, ends, lost_before = len(self._waiting), self._ends, self.consumer.num_lost
         if partition is None and before:
             timeout_s = min(max(self.max_wait_ms / 1000 - self._waited_s(), 0.0), timeout_s)
-        self._waiting += self.consumer.poll(max_requests - before, timeout_s, partition)
+        records = self.consumer.poll(max_requests - before, timeout_s, partition)
+        if self.consumer.num_lost != lost_before:  # a broker may have given the offsets to other records
+            next_offset = self.consumer.positions()
+            next_offset |= {(r.topic, r.partition): r.offset for r in reversed(records)}
+            self._waiting = [r for r in self._waiting if r.offset < next_offset[r.topic, r.partition]]
+        self._waiting += records
         if self._waiting and not before:
             self._since_s = self.clock.monotonic_s()
         full = len(self._waiting) >= max_requests
@@ -64,10 +70,10 @@ class RecordSource:
                 records, self.decoder, self.clock.now_ms(), corrections=reads_corrections(self._given)
             )
         self._given |= chunk.after
-        return chunk
+        return dataclasses.replace(chunk, leader_epochs=self.consumer.leader_epochs(chunk.after))
 
-    def seek(self, at: Progress) -> None:
-        self.consumer.seek(at)
+    def seek(self, at: Progress, leader_epochs: Mapping[Partition, int] = MappingProxyType({})) -> None:
+        self.consumer.seek(at, leader_epochs)
         self._waiting.clear()
         self._given = self.consumer.positions()
 

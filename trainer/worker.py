@@ -18,7 +18,7 @@ import json
 import logging
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -37,8 +37,16 @@ from trainer.deployment_identity import DeploymentIdentity
 from trainer.failure_policy import FailurePolicy
 from trainer.lockstep import LockStep
 from trainer.loop import Snapshot, TrainLoop
-from trainer.monitoring.progressive_metrics import summarize
-from trainer.partitions import PartitionSnapshot, decode_partitions, encode_partitions, report_of_snapshots
+from trainer.monitoring.progressive_metrics import SHARED_SCORES, summarize
+from trainer.partitions import (
+    PartitionSnapshot,
+    encode_partitions,
+    id_files,
+    metrics_of_snapshots,
+    read_partitions,
+    store_ids,
+    with_new_partitions,
+)
 from trainer.predictions import DurableOutputs
 from trainer.process_group import SINGLE_WORKER, GroupSpec, ProcessGroup, Rendezvous, SingleWorkerGroup
 from trainer.read_bounds import ReadBounds
@@ -83,6 +91,8 @@ class Worker:
         self._wrong_shards = 0  # checks in a row that failed
         self.leaving = False  # it is stopping: no more batches, a last commit, then exit
         self._snapshot: tuple[int, Snapshot] | None = None
+        # The partitions of the newest commit that was written, with the files of their ids.
+        self._stored: tuple[int, Mapping[Partition, PartitionSnapshot]] = (0, {})
         self._cut_s: float | None = None  # since when training is paused for a commit
         self._aborted = 0  # newest aborted commit; a cut that arrives after its abort is refused
         # Newest incarnation to restore to, and its newest commit to abort, among the commands that were
@@ -352,11 +362,17 @@ class Worker:
             "step": str(at.step),
         }
         name = manifests.worker_name(seq, incarnation, self.index)
-        own = manifests.store_file(self.store, name, encode_partitions(at.partitions, metadata))
+        name_of_ids = manifests.worker_ids_name(seq, incarnation, self.index)
+        stored = store_ids(at.partitions, lambda data: manifests.store_file(self.store, name_of_ids, data))
+        own = manifests.store_file(self.store, name, encode_partitions(stored, metadata))
+        self._stored = seq, stored
+        metrics = metrics_of_snapshots(stored.values(), self.loop.schema.tasks)
+        several = self.lockstep is not None
         result = {
             "own": dataclasses.asdict(own),
-            "dedupe": sum(len(part.tensors["dedupe.id"]) for part in at.partitions.values()),
-            "metrics": summarize(report_of_snapshots(at.partitions.values(), self.loop.schema.tasks)),
+            "id_files": [dataclasses.asdict(file) for file in id_files(stored)],
+            "dedupe": sum(part.dedupe.num_ids for part in stored.values()),
+            "metrics": metrics.mergeable_summary(SHARED_SCORES) if several else summarize(metrics.report()),
         }
         if not command.get("shared"):
             return result
@@ -369,8 +385,10 @@ class Worker:
         return {**result, "dense": dataclasses.asdict(dense)}
 
     def _commit(self, command: Command) -> dict[str, Any]:
-        _, at = self._snapshot_for(command)
-        self.committed_step, self._snapshot = at.step, None
+        seq, at = self._snapshot_for(command)
+        if self._stored[0] == seq:
+            self.loop.partitions.committed(self._stored[1])
+        self.committed_step, self._snapshot, self._stored = at.step, None, (0, {})
         self.read_bounds.extend(command.get("epoch"))
         return {}
 
@@ -426,10 +444,12 @@ class Worker:
         read = self.loop.source.positions()
         mine = {*read, *((CORRECTIONS, number) for _, number in read)}  # see PartitionStates.load
         partitions: dict[Partition, PartitionSnapshot] = {}
+        has_grown = manifest.num_partitions < self.identity.num_partitions
         for part in manifest.workers.values():
-            if mine & part.offsets.keys():
-                found = decode_partitions(manifests.read_file(self.store, part.file), part.offsets)
-                partitions |= {partition: found[partition] for partition in mine & found.keys()}
+            if has_grown or mine & part.offsets.keys():
+                partitions |= read_partitions(self.store, part, None if has_grown else mine)
+        if has_grown:
+            partitions = with_new_partitions(partitions, mine)
         return Snapshot(
             shared=shared, step=manifest.step, watermark_ms=manifest.watermark_ms, partitions=partitions
         )

@@ -18,7 +18,7 @@ from trainer.monitoring.caught_up import (
 )
 from trainer.monitoring.drift import DriftDetector
 from trainer.monitoring.drift_report import DRIFT_METRICS
-from trainer.monitoring.progressive_metrics import summarize
+from trainer.monitoring.progressive_metrics import SHARED_SCORES
 from trainer.monitoring.report import liveness_report, quality_gauges, quality_report
 from trainer.read_bounds import ReadBounds
 from trainer.worker import Worker
@@ -94,9 +94,11 @@ class Monitor:
         if now_s >= self._metrics_due_s:
             self._metrics_due_s = now_s + _METRICS_EVERY_S
             loop = self.worker.loop
+            several = self.worker.lockstep is not None
             counted = loop.partitions.metrics()
-            self._metrics = {**summarize(counted.report()), "sums": counted.sums()}
-            self._quality = quality_report(loop.partitions.windowed.report(loop.watermark_ms), loop.shadow)
+            self._metrics = counted.mergeable_summary(SHARED_SCORES if several else 0)
+            windows = loop.partitions.windowed.report(loop.watermark_ms)
+            self._quality = quality_report(windows, loop.shadow, with_scores=several)
 
     @property
     def progress(self) -> Observation:

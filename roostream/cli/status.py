@@ -111,11 +111,13 @@ class StackMonitor:
             self._consumer = None
 
     def _end_offsets(self) -> dict[str, int]:
-        """Topic → number of records ever written; empty if Kafka does not answer."""
+        """Topic → number of records ever written; empty if Kafka does not answer. A client that failed is
+        replaced, because its view of the partitions' leaders may be outdated."""
         try:
             self._consumer = self._consumer or clients.consumer(Broker(self.kafka), f"{self.prefix}status")
             return {t: self._end(t) for t in TOPICS}
         except KafkaException:
+            self.close()
             return {}
 
     def _end(self, topic: str) -> int:
@@ -164,8 +166,9 @@ def joiner_state(job: Mapping[str, Any] | None, joiner: ScrapedMetrics) -> dict[
 
 
 def trainer_state(control: Mapping[str, Any]) -> dict[str, Any]:
-    """All training workers together: the worst state, the largest lag, sums of counts. None without a
-    controller."""
+    """All training workers together: the worst state, the largest lag, and `trained`, the requests of the
+    model as of the last commit. `requests` and the other counts are of the present worker processes. None
+    without a controller."""
     whole = aggregate_status(control) if control else {}
     reports = worker_reports(control).values() if control else ()
     counted = ("candidates", "duplicates", "dead_letters", "non_finite", "rehearsed")
@@ -180,6 +183,7 @@ def trainer_state(control: Mapping[str, Any]) -> dict[str, Any]:
                 "lost_records",
                 "watermark_ms",
                 "step",
+                "trained",
                 "requests",
             )
         },

@@ -64,7 +64,7 @@ def line(status: Mapping[str, Any], elapsed_s: float) -> str:
         f"{elapsed_s:5.0f} s",
         f"impressions/s {number(status['rates']['impressions'], 1)}",
         f"samples/s {number(status['rates']['samples'], 1)}",
-        f"trainer {trainer['state'] or NONE} trained {number(trainer['requests'])}",
+        f"trainer {trainer['state'] or NONE} trained {number(trainer['trained'])}",
         f"commit {number(status['commit']['seq'])}",
         f"NE {number(status['metrics']['ne'], 4)} AUC {number(status['metrics']['auc'], 4)}",
         f"clicks served/random {number(rate['served_to_random'], 2)} (all "
@@ -98,7 +98,9 @@ def _trainer(t: Mapping[str, Any]) -> str:
         f"{number(t['lag_records'])} samples"
     )
     eta = f", caught up in {duration(t['eta_s'] * 1000)}" if t["eta_s"] else ""
-    counts = f"step {number(t['step'])}, trained {number(t['requests'])}, skipped {number(t['duplicates'])}"
+    counts = f"step {number(t['step'])}, trained {number(t['trained'])} as of the last commit"
+    counts += f"; since the workers started: trained {number(t['requests'])}"
+    counts += f", skipped {number(t['duplicates'])}"
     counts += f", replayed {number(t['rehearsed'])}" if t["rehearsed"] else ""
     state = (
         "unknown, because Kafka does not report the end of the samples"
@@ -109,7 +111,7 @@ def _trainer(t: Mapping[str, Any]) -> str:
 
 
 def _outcomes(t: Mapping[str, Any]) -> list[Row]:
-    """Outcomes of the requests taken since the workers started; no row if all were trained."""
+    """Outcomes of the requests taken; no row if all were trained."""
     of = t["outcomes"]
     if not of or of["taken"] == of["trained"]:
         return []
@@ -117,7 +119,8 @@ def _outcomes(t: Mapping[str, Any]) -> list[Row]:
         f"{n:,} {name}" for name, n in of.items() if name != "taken" and (n or name == "trained")
     )
     missing = unaccounted_requests(of)
-    text = f"{of['taken']:,} requests = {parts}{f'; ERROR: {missing:,} are missing' if missing else ''}"
+    error = f"; ERROR: {missing:,} are missing" if missing else ""
+    text = f"{of['taken']:,} requests since the workers started = {parts}{error}"
     return [("selection", text), *_control(of)]
 
 
@@ -179,7 +182,8 @@ def _workers(workers: Mapping[str, Any]) -> list[Row]:
     target = "" if workers["wanted"] == workers["number"] else f", {number(workers['wanted'])} requested"
     rows = [f"{number(workers['number'])} training{target}"]
     for name, worker in workers["each"].items():
-        active = f"trained {number(worker['requests'])}" if worker["trains"] else "standing by"
+        trained = f"trained {number(worker['requests'])} since its start"
+        active = trained if worker["trains"] else "standing by"
         silent = duration(worker["silent_ms"])
         rows.append(
             f"{name}: {worker['broken'] or active}, step {number(worker['step'])}, last report {silent} ago"
@@ -294,6 +298,10 @@ def _named(sums: Mapping[str, Any]) -> list[Row]:
 
 def _lost(lost: Mapping[str, int]) -> list[Row]:
     return [
-        ("LOST", f"{name} missed {n:,} records that retention deleted; raise the retention time")
+        (
+            "LOST",
+            f"{name} missed {n:,} records since its start: retention deleted them, or a broker stopped "
+            "uncleanly and lost them; its log says which",
+        )
         for name, n in lost.items()
     ]

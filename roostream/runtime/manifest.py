@@ -23,7 +23,7 @@ from roostream.runtime.work_unit import TableInput
 
 log = logging.getLogger("roostream.manifest")
 
-FORMAT = 4
+FORMAT = 5
 MANIFESTS, INCARNATIONS, DENSE, WORKERS = "manifests", "incarnations", "dense", "workers"
 DISCARDED = "discarded"  # manifests that were rolled back
 KEEP_MANIFESTS, KEEP_INCARNATIONS = 5, 8
@@ -31,6 +31,7 @@ _MAX_ROLLBACKS = 16  # a manifest that is older than so many rollbacks does not 
 _MAX_RETIRED = 100  # incarnations deleted at once: thousands of them must not delay a restore
 _PARTITIONS_1 = 4  # partitions of every topic in format 1
 _SINCE = {"input": 3, "bucket_map": 4}  # key → format that added it; null in older formats
+_ID_FILES_SINCE = 5  # key `id_files` of a worker; none in older formats
 
 
 def checksum_of(data: bytes) -> str:
@@ -48,6 +49,10 @@ def dense_name(seq: int, incarnation: int) -> str:
 
 def worker_name(seq: int, incarnation: int, index: int) -> str:
     return f"{WORKERS}/{seq:08d}-{incarnation}-{index}.safetensors"
+
+
+def worker_ids_name(seq: int, incarnation: int, index: int) -> str:
+    return f"{WORKERS}/{seq:08d}-{incarnation}-{index}-ids.safetensors"
 
 
 def seq_of(name: str) -> int:
@@ -90,8 +95,13 @@ class WorkerPart:
 
     offsets: Progress  # positions in the session while one is trained (`Manifest.input`)
     file: StoredFile
-    dedupe: int  # number of sample ids in the file
+    dedupe: int  # number of trained sample ids that later duplicates are compared with
     metrics: dict[str, Any]  # of this worker's partitions since the start of training
+    id_files: tuple[StoredFile, ...] = ()  # with these ids, mostly written by earlier commits
+
+    @property
+    def files(self) -> tuple[StoredFile, ...]:
+        return self.file, *self.id_files
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -144,6 +154,18 @@ class Manifest:
         return {
             partition: offset for part in self.workers.values() for partition, offset in part.offsets.items()
         }
+
+    @property
+    def num_trained(self) -> int:
+        """Requests that all workers have trained since the start of training."""
+        return sum(int(part.metrics.get("requests") or 0) for part in self.workers.values())
+
+    @property
+    def files(self) -> dict[str, StoredFile]:
+        """Name → file, of all files that the trainer wrote for this commit or that it shares with earlier
+        ones."""
+        parts = [file for part in self.workers.values() for file in part.files]
+        return {file.name: file for file in (self.dense, *parts)}
 
     @property
     def checksum(self) -> str:
@@ -202,6 +224,8 @@ def decode(data: bytes) -> Restorable:
     try:
         body = _from_format_1(body) if version == 1 else body
         later = {key: None for key, since in _SINCE.items() if version < since}
+        if version < _ID_FILES_SINCE:
+            body["workers"] = {i: {**part, "id_files": []} for i, part in body["workers"].items()}
         return Restorable(_manifest({**body, **later}), stated)
     except (TypeError, ValueError, KeyError, AttributeError, ConfigError) as error:
         raise CheckpointError(f"expected the keys of manifest format {version}: {error!r}") from None
@@ -210,7 +234,14 @@ def decode(data: bytes) -> Restorable:
 def _manifest(body: Mapping[str, Any]) -> Manifest:
     """Converts the text keys of JSON back to numbers."""
     workers = {
-        int(i): WorkerPart(**{**part, "offsets": flat(part["offsets"]), "file": StoredFile(**part["file"])})
+        int(i): WorkerPart(
+            **{
+                **part,
+                "offsets": flat(part["offsets"]),
+                "file": StoredFile(**part["file"]),
+                "id_files": tuple(StoredFile(**file) for file in part["id_files"]),
+            }
+        )
         for i, part in body["workers"].items()
     }
     numbered = {
@@ -244,7 +275,7 @@ def check_shape(
     manifest: Manifest, *, num_shards: int, num_buckets: int, num_partitions: int, seed: int
 ) -> None:
     """Raises ConfigError: a value differs from the committed one. Placement and initialization of rows depend
-    on these values."""
+    on these values. Only the number of partitions may grow (`roostream topics grow`)."""
     mine = {
         "num_shards": num_shards,
         "num_buckets": num_buckets,
@@ -253,7 +284,7 @@ def check_shape(
     }
     for name, value in mine.items():
         committed = getattr(manifest, name)
-        if committed != value:
+        if committed != value and not (name == "num_partitions" and value > committed):
             raise ConfigError(
                 f"{manifest.name}: expected {name} = {committed}, got {value}; use the committed value, "
                 "or another store and home"
@@ -449,11 +480,11 @@ def retire(store: CheckpointStore, keep: int = KEEP_MANIFESTS) -> None:
     names = [manifest_name(number) for number in numbers(store)]
     for name in (*names[:-keep], *sorted(store.list(DISCARDED))[:-keep]):
         store.delete(name)
-    needed, damaged, last = set(), set(), 0
+    needed, damaged, last = set[str](), set[int](), 0
     for name in names[-keep:]:
         try:
             manifest = load(store, name).manifest
-            needed |= {manifest.dense.name, *(part.file.name for part in manifest.workers.values())}
+            needed |= manifest.files.keys()
             last = max(last, seq_of(name))
         except CheckpointError:
             damaged.add(seq_of(name))

@@ -23,7 +23,8 @@ from tests.e2e.loop_stack import (
     wait_until,
 )
 from tests.joiner.joined_topics import consume
-from trainer.partitions import decode_partitions
+from trainer.dedupe import merged
+from trainer.partitions import read_partitions
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(600)]
 
@@ -50,9 +51,9 @@ def trained(stack: Stack) -> list[int]:
     assert manifest is not None
     found: list[int] = []
     for part in manifest.workers.values():
-        for (topic, _), cut in decode_partitions(store.get(part.file.name), part.offsets).items():
+        for (topic, _), cut in read_partitions(store, part).items():
             if topic == CORRECTIONS:
-                found += cut.tensors["dedupe.id"].tolist()
+                found += merged(cut.dedupe.runs).id_N.tolist() if cut.dedupe.runs else []
     return found
 
 

@@ -44,6 +44,7 @@ CONTROL = {
     "seq": 12,
     "incarnation": 2,
     "commit_age_ms": 4000.0,
+    "trained": 5432,
     "freshness": {"close_to_readable": {"p50_ms": 131.0, "p99_ms": 206.0}},
     "reports": {
         "worker 0": {
@@ -121,12 +122,27 @@ def several(number: int, wanted: int) -> dict[str, object]:
     return {**CONTROL, "workers": number, "wanted_workers": wanted, "reports": reports, "members": members}
 
 
+def test_trained_is_the_count_of_the_model_and_the_others_say_whose_they_are() -> None:
+    """A restarted worker counts from 0 again; the model does not."""
+    restarted = several(2, 2)
+    for name in ("worker 0", "worker 1"):
+        restarted["reports"][name] = {"step": 90, "requests": 0, "duplicates": 0}  # type: ignore[index]
+    row = dict(table.rows(whole(ScrapedMetrics(), ScrapedMetrics(), restarted)))["trainer"]
+    assert "trained 5,432 as of the last commit" in row
+    assert "since the workers started: trained 0, skipped 0" in row
+
+
+def test_partitions_that_nobody_reads_are_a_problem_of_the_stack() -> None:
+    control = {**CONTROL, "unread_partitions": {"samples": "topic samples has 5 partitions"}}
+    assert unhealthy_controller(control) == {"topic samples": "topic samples has 5 partitions"}
+
+
 def test_workers_are_shown_one_by_one_and_summed() -> None:
     found = whole(ScrapedMetrics(), ScrapedMetrics(), several(2, 3))
     assert found["trainer"]["requests"] == 201  # type: ignore[index]
     assert dict(table.rows(found))["workers"].split("\n") == [
         "2 training, 3 requested",
-        "worker 0: trained 100, step 9, last report 200 ms ago",
+        "worker 0: trained 100 since its start, step 9, last report 200 ms ago",
         "worker 1: shard 0 is away, step 9, last report 200 ms ago",
         "worker 2: standing by, step 9, last report 200 ms ago",
     ]
@@ -238,7 +254,10 @@ def test_skipped_requests_are_shown_and_add_up(missing: int, said: str) -> None:
     }
     reports = {"worker 0": {"step": 4, "outcomes": of}}
     rows = dict(table.rows(whole(scrape.parse(WORKER), ScrapedMetrics(), {**CONTROL, "reports": reports})))  # type: ignore[arg-type]
-    assert rows["selection"] == f"{10 + missing} requests = 6 trained + 3 negative + 1 non_finite{said}"
+    assert (
+        rows["selection"]
+        == f"{10 + missing} requests since the workers started = 6 trained + 3 negative + 1 non_finite{said}"
+    )
 
 
 def test_skips_of_slipstream_are_shown_with_their_control() -> None:

@@ -1,14 +1,19 @@
-"""Every version reads a commit of format 1: its manifest and its dense file."""
+"""Every version reads commits of older formats: their manifests and the files of their trainers."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
+
 from roostream.runtime import manifest as manifests
 from roostream.runtime.manifest import FORMAT
+from tests.trainer import samples
 from tests.trainer.memory_store import MemoryStore
+from trainer.dedupe import Dedupe
+from trainer.partitions import read_partitions, report_of_snapshots
 
-FOLDER = Path(__file__).parent / "format_1"
+FOLDER, FOLDER_4 = (Path(__file__).parent / name for name in ("format_1", "format_4"))
 
 
 def golden_store() -> MemoryStore:
@@ -39,3 +44,22 @@ def test_the_golden_commit_is_written_in_the_current_format() -> None:
     manifest = manifests.load(golden_store(), "manifests/00000001").manifest
     again = manifests.decode(manifest.encode())
     assert again.manifest == manifest and f'"format":{FORMAT}'.encode() in manifest.encode()
+
+
+def test_the_trained_ids_of_a_commit_of_format_4_are_those_of_its_worker_file() -> None:
+    """Format 5 keeps them in files of their own."""
+    store = MemoryStore()
+    store.put("manifests/00000001", (FOLDER_4 / "manifest.json").read_bytes())
+    store.put("workers/00000001-1-0.safetensors", (FOLDER_4 / "worker.safetensors").read_bytes())
+    (part,) = manifests.load(store, "manifests/00000001").manifest.workers.values()
+    found = read_partitions(store, part)
+    assert part.id_files == () and {p: at.offset for p, at in found.items()} == part.offsets
+    for number, ids in enumerate(([2, 4, 6], [1, 3, 5])):
+        dedupe = Dedupe(3_600_000)
+        dedupe.load(found["samples", number].dedupe)
+        assert dedupe.cut().recent_ms == tuple(1_700_000_000_500 + 1000 * id_ for id_ in ids)
+        times = np.array(dedupe.cut().recent_ms)
+        assert dedupe.claim(np.array([*ids, 99]), np.array([*times, times[-1]])).tolist() == [False] * 3 + [
+            True
+        ]
+    assert report_of_snapshots(found.values(), samples.schema().tasks)["requests"] == 6

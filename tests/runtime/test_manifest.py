@@ -19,14 +19,23 @@ from roostream.runtime import manifest as manifests
 from roostream.runtime.bucket_map import BucketMap
 from roostream.runtime.checkpoint_store import FileStore
 from roostream.runtime.manifest import Manifest
-from tests.runtime.manifest_cases import a_manifest, a_part, an_input, encoded
+from tests.runtime.manifest_cases import a_file, a_manifest, a_part, an_input, encoded
 from tests.trainer.memory_store import MemoryStore
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "format_1"
 
 
-def body_of_4() -> dict[str, Any]:
+def newest_body() -> dict[str, Any]:
     return dict(json.loads(a_manifest().encode())["body"])
+
+
+def body_of_4() -> dict[str, Any]:
+    """Before format 5 the ids of a worker were in its one file."""
+    workers = {
+        index: {key: value for key, value in part.items() if key != "id_files"}
+        for index, part in newest_body()["workers"].items()
+    }
+    return {**newest_body(), "format": 4, "workers": workers}
 
 
 def commit(store: MemoryStore, manifest: Manifest) -> None:
@@ -94,10 +103,11 @@ def test_g5_any_flipped_bit_is_detected(data: st.DataObject) -> None:
         (b"", "expected a manifest in JSON"),
         (b"[]", "expected a manifest in JSON"),
         (b'{"checksum": "0", "body": {"format": 1}}', "the manifest is damaged"),
-        (encoded({"format": 5}), "expected manifest format 1 to 4, got 5; use the Roostream that wrote it"),
+        (encoded({"format": 6}), "expected manifest format 1 to 5, got 6; use the Roostream that wrote it"),
         (encoded({"format": 1}), "the keys of manifest format 1"),
         (encoded({"format": 2}), "the keys of manifest format 2"),
         (encoded({"format": 3}), "the keys of manifest format 3"),
+        (encoded({**body_of_4(), "format": 5}), "the keys of manifest format 5: KeyError.'id_files'"),
         (encoded({**body_of_4(), "input": {"phase": "initial"}}), "the keys of manifest format 4"),
         (encoded({**body_of_4(), "samplers": {}}), "unexpected keyword argument 'samplers'"),
         (
@@ -113,6 +123,20 @@ def test_g5_any_flipped_bit_is_detected(data: st.DataObject) -> None:
 def test_an_invalid_manifest_is_refused(raw: bytes, says: str) -> None:
     with pytest.raises(CheckpointError, match=says):
         manifests.decode(raw)
+
+
+def test_files_of_ids_that_an_earlier_commit_wrote_are_kept_as_long_as_a_commit_names_them() -> None:
+    store, ids = MemoryStore(), a_file(manifests.worker_ids_name(1, 1, 0))
+    for seq in range(1, 10):
+        files = (ids,) if seq <= 6 else ()
+        commit(store, a_manifest(seq, workers={0: a_part({("samples", 0): seq}, seq, id_files=files)}))
+        store.put(ids.name, b"abc") if seq == 1 else None
+        manifests.retire(store, keep=2)
+        assert (ids.name in store.list("workers")) == (seq <= 7), seq
+
+
+def test_a_manifest_of_format_4_has_no_files_of_ids() -> None:
+    assert manifests.decode(encoded(body_of_4())).manifest == a_manifest()
 
 
 def test_a_manifest_of_format_2_is_one_of_the_stream() -> None:
@@ -141,14 +165,20 @@ def test_during_a_warehouse_session_offsets_are_those_before_it() -> None:
     assert again.offsets == {("samples", 0): 5, ("samples", 1): 0, ("corrections", 0): 0}
 
 
-@pytest.mark.parametrize("changed", ["num_shards", "num_buckets", "num_partitions", "seed"])
-def test_rows_and_samples_dealt_out_in_another_way_are_refused(changed: str) -> None:
+@pytest.mark.parametrize(
+    ("changed", "value"), [("num_shards", 9), ("num_buckets", 9), ("num_partitions", 3), ("seed", 9)]
+)
+def test_rows_and_samples_dealt_out_in_another_way_are_refused(changed: str, value: int) -> None:
     mine = {"num_shards": 2, "num_buckets": 64, "num_partitions": 4, "seed": 0}
     manifests.check_shape(a_manifest(), **mine)
     with pytest.raises(
-        ConfigError, match=f"expected {changed} = {mine[changed]}, got 9; use the committed value"
+        ConfigError, match=f"expected {changed} = {mine[changed]}, got {value}; use the committed value"
     ):
-        manifests.check_shape(a_manifest(), **{**mine, changed: 9})
+        manifests.check_shape(a_manifest(), **{**mine, changed: value})
+
+
+def test_topics_may_have_got_more_partitions_since_a_commit() -> None:
+    manifests.check_shape(a_manifest(), num_shards=2, num_buckets=64, num_partitions=5, seed=0)
 
 
 @pytest.mark.parametrize("data", [b"abd", b"ab", b""])

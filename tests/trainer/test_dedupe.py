@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -10,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roostream.runtime.event_time import NUM_RECENT
-from trainer.dedupe import Dedupe
+from roostream.runtime.manifest import StoredFile
+from trainer.dedupe import Dedupe, DedupeSnapshot, IdRun, plan_files
 
 
 def take(dedupe: Dedupe, *pairs: tuple[int, int]) -> list[bool]:
@@ -28,8 +30,26 @@ def test_an_id_is_new_once_within_and_across_batches() -> None:
     assert dedupe.num_skipped == 2
 
 
-def lists(dedupe: Dedupe) -> dict[str, list[int]]:
-    return {name: array.tolist() for name, array in dedupe.state().items()}
+def trained(runs: Sequence[IdRun]) -> list[tuple[int, int]]:
+    """(id, time) of the ids that are not forgotten, sorted."""
+    return sorted(
+        pair
+        for run in runs
+        for pair in zip(run.id_N[run.live_N].tolist(), run.time_ms_N[run.live_N].tolist(), strict=True)
+    )
+
+
+def state(dedupe: Dedupe) -> tuple[list[tuple[int, int]], tuple[int, ...]]:
+    cut = dedupe.cut()
+    return trained(cut.runs), cut.recent_ms
+
+
+def stored(dedupe: Dedupe, name: str) -> list[IdRun]:
+    """Commit a cut, with its new ids in a file of this name. Returns the runs of the commit."""
+    kept, new = plan_files(dedupe.cut().runs)
+    runs = [*kept, *([new._replace(file=StoredFile(name=name, bytes=0, checksum=""))] if new else [])]
+    dedupe.committed(runs)
+    return runs
 
 
 def at(time_ms: int, first_id: int = 1000) -> list[tuple[int, int]]:
@@ -40,8 +60,61 @@ def at(time_ms: int, first_id: int = 1000) -> list[tuple[int, int]]:
 def test_ids_older_than_the_horizon_are_forgotten() -> None:
     dedupe = Dedupe(100)
     take(dedupe, (1, 19), (2, 20), (3, 21))
-    take(dedupe, *at(120))
-    assert take(dedupe, (2, 20), (3, 21), (1, 19)) == [False, False, True]
+    take(dedupe, *at(121))
+    assert take(dedupe, (3, 21), (2, 20), (1, 19)) == [False, True, True]
+
+
+def test_an_id_is_remembered_for_a_horizon_after_its_claim_even_if_it_came_late() -> None:
+    dedupe = Dedupe(100)
+    take(dedupe, *at(500))
+    take(dedupe, (1, 350), (2, 600))
+    take(dedupe, *at(590, 2000))
+    assert take(dedupe, (1, 350)) == [False]
+    take(dedupe, *at(620, 3000))
+    assert take(dedupe, (1, 350), (2, 600)) == [True, False]
+
+
+@pytest.mark.parametrize("odd_ms", [1 << 50, (1 << 63) - 1, 0, -(1 << 63)])
+def test_an_odd_time_holds_back_no_other_id(odd_ms: int) -> None:
+    dedupe = Dedupe(1000)
+    for now_ms in range(10_000, 20_000, 500):
+        odd = [(-now_ms, odd_ms)] if now_ms == 10_500 else []
+        take(dedupe, *at(now_ms, now_ms), *odd, *at(now_ms, now_ms + 50))
+    assert dedupe.cut().num_ids <= 16 * 3 + 1, "those of the last horizon, and at most the odd one"
+    assert len(dedupe.cut().runs) == 1
+
+
+def test_a_commit_writes_new_ids_and_few_others_again() -> None:
+    dedupe, num_written, num_taken = Dedupe(100_000), 0, 0
+    for commit in range(200):
+        take(dedupe, *[(100 * commit + n, 1000 * commit) for n in range(100)])
+        num_taken += 100
+        runs = stored(dedupe, f"{commit}")
+        num_written += sum(len(run.id_N) for run in runs if run.file and run.file.name == f"{commit}")
+        assert len(runs) <= 10 and trained(runs) == trained(dedupe.cut().runs)
+    assert num_taken <= num_written <= 8 * num_taken, "not the 100 commits of the horizon each time"
+    assert sum(len(run.id_N) for run in runs) <= 2.5 * dedupe.cut().num_ids
+
+
+def test_ids_of_an_aborted_commit_are_in_the_next_one() -> None:
+    dedupe = Dedupe(1000)
+    take(dedupe, (1, 10))
+    first = stored(dedupe, "a")
+    take(dedupe, (2, 20))
+    aborted = plan_files(dedupe.cut().runs)
+    take(dedupe, (3, 30))
+    kept, new = plan_files(dedupe.cut().runs)
+    assert trained(first) == [(1, 10)] and aborted[1] is not None and new is not None
+    assert trained([*kept, new]) == [(1, 10), (2, 20), (3, 30)]
+
+
+def test_a_cut_leaves_the_arrays_of_earlier_cuts_as_they_are() -> None:
+    dedupe = Dedupe(1000)
+    take(dedupe, (1, 10))
+    before = dedupe.cut()
+    take(dedupe, (2, 20), *at(5000))
+    assert trained(before.runs) == [(1, 10)]
+    assert 1 not in [id_ for id_, _ in trained(dedupe.cut().runs)]
 
 
 @pytest.mark.parametrize("wrong", [1, NUM_RECENT // 2])
@@ -55,20 +128,13 @@ def test_a_few_wrong_times_do_not_move_the_clock(wrong: int, time_ms: int) -> No
     assert take(dedupe, *at(500)) == [True] * (NUM_RECENT // 2 + 1), "and the horizon goes on"
 
 
-def test_an_old_state_without_recent_times_can_be_loaded() -> None:
-    whole, read = Dedupe(100), Dedupe(100)
-    take(whole, *at(500))
-    read.load({name: a for name, a in whole.state().items() if name != "recent_ms"})
-    for dedupe in (whole, read):
-        assert take(dedupe, *at(500), *at(700, 2000)) == [False] * 8 + [True] * 8 and len(dedupe) == 8
-
-
 def test_a_claimed_id_is_a_duplicate_but_not_in_the_state_until_settled() -> None:
     dedupe, id_R, close_ms_R = Dedupe(1000), np.array([5, 6]), np.array([10, 20])
     new_R = dedupe.claim(id_R, close_ms_R)
-    assert new_R.all() and not dedupe.claim(id_R, close_ms_R).any() and len(dedupe) == 0
+    assert new_R.all() and not dedupe.claim(id_R, close_ms_R).any()
+    assert state(dedupe) == ([], ())
     dedupe.settle(new_R)
-    assert lists(dedupe) == {"id": [5, 6], "close_ms": [10, 20], "recent_ms": [10, 20]}
+    assert state(dedupe) == ([(5, 10), (6, 20)], (10, 20))
 
 
 @given(
@@ -76,18 +142,20 @@ def test_a_claimed_id_is_a_duplicate_but_not_in_the_state_until_settled() -> Non
         st.lists(st.tuples(st.integers(-5, 5), st.integers(0, 300)), min_size=1, max_size=8), max_size=12
     ),
     st.integers(0, 11),
+    st.sets(st.integers(0, 11)),
 )
-def test_the_state_round_trips(batches: list[list[tuple[int, int]]], cut: int) -> None:
-    whole = Dedupe(100)
-    first = Dedupe(100)
-    for batch in batches[:cut]:
-        take(whole, *batch)
-        take(first, *batch)
-    second = Dedupe(100)
-    second.load(first.state())
-    for batch in batches[cut:]:
-        assert take(second, *batch) == take(whole, *batch)
-    assert lists(second) == lists(whole)
+def test_a_restored_state_decides_as_the_undisturbed_one_whenever_commits_are_made(
+    batches: list[list[tuple[int, int]]], kill: int, commits: set[int]
+) -> None:
+    undisturbed, killed = Dedupe(100), Dedupe(100)
+    for number, batch in enumerate(batches):
+        if number in commits:
+            stored(killed, f"{number}")
+        if number == kill:
+            before, killed = killed.cut(), Dedupe(100)
+            killed.load(DedupeSnapshot(before.runs, before.recent_ms))
+        assert take(killed, *batch) == take(undisturbed, *batch)
+    assert state(killed) == state(undisturbed)
 
 
 @given(
@@ -107,4 +175,4 @@ def test_claiming_ahead_gives_the_same_results_as_claiming_one_by_one(
         serial.settle(new_R)
         assert claimed[0].tolist() == new_R.tolist()
         ahead.settle(claimed.popleft())
-        assert lists(ahead) == lists(serial) and ahead.num_skipped == serial.num_skipped
+        assert state(ahead) == state(serial) and ahead.num_skipped == serial.num_skipped

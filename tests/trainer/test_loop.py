@@ -229,7 +229,7 @@ def test_a_prepared_chunk_is_not_in_a_snapshot_until_trained() -> None:
     built.loop.train(prepared)
     at = built.loop.snapshot()
     assert sum(at.progress.values()) == 4
-    assert sum(len(cut.tensors["dedupe.id"]) for cut in at.partitions.values()) == 4
+    assert sum(cut.dedupe.num_ids for cut in at.partitions.values()) == 4
     built.loop.train(ahead)
     assert built.pushes() == dict.fromkeys(range(1, 9), 1) and sum(built.offsets()) == 8
 

@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 
+from roostream.errors import CheckpointError
 from roostream.runtime.kafka.topics import CORRECTIONS, SAMPLES
+from roostream.runtime.manifest import WorkerPart, store_file
 from roostream.wire.batch import Batch
 from roostream.wire.decode import Decoder
 from tests.trainer import samples
+from tests.trainer.memory_store import MemoryStore
+from trainer.dedupe import Dedupe
 from trainer.monitoring.progressive_metrics import METRIC_NAMES, Metrics, ScoredBatch
-from trainer.partitions import PartitionStates, report_of_snapshots, rows_by_partition
+from trainer.partitions import (
+    PartitionStates,
+    encode_partitions,
+    id_files,
+    read_partitions,
+    report_of_snapshots,
+    rows_by_partition,
+    store_ids,
+    with_new_partitions,
+)
 
 AT = {(SAMPLES, 0): 0, (SAMPLES, 1): 0}
 
@@ -51,6 +66,48 @@ def test_the_report_equals_one_metric_over_all_partitions(num_candidates: int) -
     )
     assert report_of_snapshots(split.snapshot().values(), samples.schema().tasks) == mine
     assert all(mine[name] == theirs[name] for name in ("requests", "first_ms", "last_ms"))
+
+
+def test_a_sample_that_comes_again_in_a_new_partition_is_not_trained_again() -> None:
+    both, batch = partitions(), batch_of([1, 2, 3, 4])
+    both.settle(batch, both.claim(batch), {(SAMPLES, 0): 2, (SAMPLES, 1): 2})
+    all_three = [(SAMPLES, number) for number in range(3)]
+    grown = with_new_partitions(both.snapshot(), all_three)
+    assert {p: at.offset for p, at in grown.items()} == dict(zip(all_three, (2, 2, 0), strict=True))
+    for partition in all_three:
+        dedupe = Dedupe(3_600_000)
+        dedupe.load(grown[partition].dedupe)
+        ids, times = np.array([1, 2, 3, 4, 9]), np.array(batch.close_ms_R[[0, 1, 2, 3, 3]])
+        assert dedupe.claim(ids, times).tolist() == [False] * 4 + [True]
+    three = PartitionStates(dict.fromkeys(all_three, 0), samples.schema().tasks, 3_600_000)
+    three.load(grown)
+    assert three.in_turn() == (SAMPLES, 0), "the new one is not behind with its turns"
+    assert three.metrics().num_requests == both.metrics().num_requests
+
+
+def test_a_part_of_a_commit_is_read_as_it_was_stored() -> None:
+    store, both, batch = MemoryStore(), partitions(), batch_of([1, 2, 3, 4])
+    new_R = both.claim(batch)
+    both.settle(batch, new_R, {(SAMPLES, 0): 2, (SAMPLES, 1): 2}, {(SAMPLES, 0): 5})
+    ids = store_ids(both.snapshot(), lambda data: store_file(store, "ids", data))
+    file = store_file(store, "own", encode_partitions(ids, {}))
+    part = WorkerPart(
+        offsets={(SAMPLES, 0): 2, (SAMPLES, 1): 2}, file=file, dedupe=4, metrics={}, id_files=id_files(ids)
+    )
+    found = read_partitions(store, part)
+    assert {p: (at.offset, at.leader_epoch) for p, at in found.items()} == {
+        (SAMPLES, 0): (2, 5),
+        (SAMPLES, 1): (2, -1),
+    }
+    for p, at in found.items():
+        assert at.dedupe.recent_ms == ids[p].dedupe.recent_ms and at.dedupe.num_ids == 2
+        assert all((at.tensors[name] == value).all() for name, value in ids[p].tensors.items())
+    assert [at.dedupe.num_ids for at in read_partitions(store, part, ids=False).values()] == [0, 0]
+    elsewhere = dataclasses.replace(part, offsets=dict.fromkeys(part.offsets, 0))  # as an import makes it
+    assert [at.leader_epoch for at in read_partitions(store, elsewhere).values()] == [-1, -1]
+    assert list(read_partitions(store, part, [(SAMPLES, 1)])) == [(SAMPLES, 1)]
+    with pytest.raises(CheckpointError, match="expected one of 0 files of ids"):
+        read_partitions(store, dataclasses.replace(part, id_files=()))
 
 
 def test_a_snapshot_can_be_loaded_by_another_worker() -> None:

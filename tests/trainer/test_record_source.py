@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from roostream.runtime.clock import FakeClock
 from roostream.runtime.kafka.consumer import MemoryConsumer
+from roostream.runtime.kafka.topics import Partition, Progress
 from roostream.wire.decode import Decoder
 from roostream.wire.records import Record
 from tests.trainer import samples
@@ -63,6 +64,46 @@ def test_a_seek_drops_what_was_read() -> None:
     source.seek({EVEN: 0, ODD: 1})
     assert source.rest(4) is None and source.positions() == {EVEN: 0, ODD: 1}
     assert ids(source.poll(2, 0.0)) == [2, 3]
+
+
+class LosingConsumer(MemoryConsumer):
+    """Its broker loses the records from `cut` on, and gives their offsets to `instead`."""
+
+    epoch = 3
+
+    def lose(self, partition: Partition, cut: int, instead: list[Record]) -> None:
+        others = [r for p in self.partitions if p != partition for r in self._logs[p]]
+        kept = self._logs[partition][:cut]
+        positions, lost = {**self.positions(), partition: cut}, self.positions()[partition] - cut
+        super().__init__(self.partitions, [*others, *kept, *instead])
+        self.seek(positions)
+        self._lost[partition] += lost
+        self.epoch += 1
+
+    def leader_epochs(self, at: Progress) -> dict[Partition, int]:
+        return dict.fromkeys(at, self.epoch)
+
+
+def test_chunks_carry_leader_epochs_and_never_records_that_a_broker_lost() -> None:
+    case = Case(samples.records([1, 3, 5]))
+    reader = LosingConsumer(PARTITIONS, samples.records([1, 3, 5]))
+    source = RecordSource(reader, Decoder(samples.schema(), {}.get), case.clock, max_wait_ms=500)
+    chunk = source.poll(1, 0.0)
+    assert chunk is not None and (chunk.after, chunk.leader_epochs) == ({ODD: 1}, {ODD: 3})
+    assert source.poll(3, 0.0) is None, "3 and 5 wait for one more"
+    polled = reader.poll
+
+    def poll(max_records: int, timeout_s: float, partition: Partition | None = None) -> list[Record]:
+        reader.lose(ODD, 1, samples.records([1, 7, 9])[1:])
+        return polled(max_records, timeout_s, partition)
+
+    reader.poll = poll  # type: ignore[method-assign]
+    assert source.poll(3, 0.0) is None, "7 has the offset of 3"
+    case.clock.advance(1)
+    reader.poll = polled  # type: ignore[method-assign]
+    chunk = source.poll(3, 0.0)
+    assert ids(chunk) == [7, 9] and chunk is not None
+    assert (chunk.after, chunk.leader_epochs) == ({ODD: 3}, {ODD: 4})
 
 
 def test_a_reject_keeps_what_its_dead_letter_needs() -> None:

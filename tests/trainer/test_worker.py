@@ -93,6 +93,7 @@ def manifest_of(*parts: tuple[dict[str, Any], dict[str, Any]]) -> Manifest:
             index: WorkerPart(
                 offsets=flat(cut["offsets"]),
                 file=StoredFile(**written["own"]),
+                id_files=tuple(StoredFile(**file) for file in written["id_files"]),
                 dedupe=written["dedupe"],
                 metrics=written["metrics"],
             )
@@ -141,6 +142,47 @@ def test_a_restored_worker_is_the_one_that_was_cut() -> None:
     assert other.worker.loop.report()["requests"] == 4
     assert other.worker.loop.watermark_ms == manifest.watermark_ms > 0
     assert manifest.workers[0].dedupe == 4
+
+
+def test_a_commit_writes_only_the_ids_trained_since_the_last_one() -> None:
+    stage = Stage(numbers=range(1, 41))
+    stage.committed()
+    first = stage.store.get("workers/00000001-1-0-ids.safetensors")
+    stage.worker.turn()
+    assert stage.do("cut", seq=2)["ok"] and stage.do("write", seq=2, shared=True)["ok"]
+    assert stage.do("abort", seq=2)["ok"], "so the next commit has its ids too"
+    for _ in range(7):
+        stage.worker.turn()
+    cut, written = stage.do("cut", seq=3), stage.do("write", seq=3, shared=True)
+    assert stage.do("resume", seq=3)["ok"] and stage.do("commit", seq=3)["ok"]
+    stage.worker.turn()
+    last = stage.do("cut", seq=4), stage.do("write", seq=4, shared=True)
+    new = tensor_file.decode(stage.store.get("workers/00000004-1-0-ids.safetensors"))[0]
+    assert sum(len(ids) for name, ids in new.items() if name.endswith("/id")) == 4
+    manifest = dataclasses.replace(manifest_of(last), seq=4)
+    names = [file.name for file in manifest.workers[0].id_files]
+    assert names == [f"workers/{seq:08d}-1-0-ids.safetensors" for seq in (3, 4)]
+    assert (written["dedupe"], manifest.workers[0].dedupe) == (36, 40) and cut["ok"]
+    assert stage.store.get("workers/00000001-1-0-ids.safetensors") == first
+    stage.put(manifest)
+    again = Stage(stage.store, numbers=[*range(1, 41), *range(1, 41), 50, 51, 52, 53]).started(manifest.name)
+    again.built.train_all()
+    assert sorted(p.sample_id for p in again.outputs.predicted) == [50, 51, 52, 53]
+
+
+def test_a_commit_has_the_leader_epochs_of_the_records_before_its_offsets() -> None:
+    stage = Stage().started()
+    chunk = stage.worker.loop.source.poll(4, 0.0)
+    assert chunk is not None
+    epochs = {partition: 7 for partition in chunk.after}
+    loop = stage.worker.loop
+    claimed = loop.claim(dataclasses.replace(chunk, leader_epochs=epochs))
+    loop.train(loop.pull(claimed))
+    at = loop.snapshot()
+    assert {p: part.leader_epoch for p, part in at.partitions.items() if part.offset} == epochs
+    loop.partitions.progress |= {p: offset + 1 for p, offset in chunk.after.items()}
+    later = loop.snapshot()
+    assert all(part.leader_epoch == -1 for part in later.partitions.values()), "not of the record before"
 
 
 def test_a_commit_of_format_1_can_be_restored() -> None:
@@ -285,11 +327,12 @@ def test_an_unknown_command_is_refused() -> None:
     assert "expected one of restore, start" in Stage().do("dance")["error"]
 
 
-@pytest.mark.parametrize("part", ["shared", "own"])
+@pytest.mark.parametrize("part", ["shared", "own", "ids"])
 def test_g5_damaged_files_are_reported_as_damaged(part: str) -> None:
     stage = Stage()
     manifest = stage.committed()
-    name = manifest.dense.name if part == "shared" else manifest.workers[0].file.name
+    own = manifest.workers[0]
+    name = {"shared": manifest.dense, "own": own.file, "ids": own.id_files[0]}[part].name
     stage.store.damage(name)
     result = stage.do("restore", manifest=manifest.name)
     assert result["damaged"] and "it is damaged" in result["error"]

@@ -1,5 +1,4 @@
-"""The reports of all workers as one status: worst state, largest lag, sum of trained requests, overall
-quality.
+"""The reports of all workers as one status: worst state, largest lag, sums of counts, overall quality.
 
 A value that one worker does not report is unknown. While training is on hold, that is the state, whatever
 workers reported last."""
@@ -24,8 +23,11 @@ def worker_reports(status: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 
 
 def aggregate_status(status: Mapping[str, Any]) -> dict[str, Any]:
-    """Aggregate `status` of `Controller.status`. `initial`: progress of the initial phase, or None. `eta_s`
-    and `drain_per_s`: [value, low, high], or None if unknown. `quality` (windows, slices, shadow, drift) and
+    """Aggregate `status` of `Controller.status`.
+
+    `trained`: requests of the model as of the last commit, so it survives restarts; `requests`: those that
+    the present worker processes have trained. `initial`: progress of the initial phase, or None. `eta_s` and
+    `drain_per_s`: [value, low, high], or None if unknown. `quality` (windows, slices, shadow, drift) and
     `partitions` are as in trainer/monitoring/report.py; each partition names its `worker`."""
     reports = worker_reports(status)
     watches = [report.get("watch") or {} for report in reports.values()]
@@ -42,6 +44,7 @@ def aggregate_status(status: Mapping[str, Any]) -> dict[str, Any]:
         "eta_s": max(etas, key=_eta, default=None) if all(etas) else None,
         "drain_per_s": _sum_rates([watch.get("drain_per_s") for watch in watches]),
         "lost_records": sum(watch.get("lost_records") or 0 for watch in watches),
+        "trained": status.get("trained"),
         "requests": _fold_known(sum, (report.get("requests") for report in reports.values())),
         "step": _fold_known(max, (report.get("step") for report in reports.values())),
         "watermark_ms": _fold_known(min, (report.get("watermark_ms") for report in reports.values())),

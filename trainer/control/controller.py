@@ -106,6 +106,7 @@ class Controller:
         self.long_poll_s, self.keep_commits = long_poll_s, keep_commits
         self.readers: Callable[[], dict[str, Any]] | None = None  # status of the session's readers
         self.freshness: Callable[[], dict[str, Any]] = dict  # stage → latency measured by other programs
+        self.unread_partitions: Callable[[], Mapping[str, str]] = dict  # topic → what is wrong with it
         self.device_time = DeviceTime(clock.monotonic_s())
         self._eta, self._wall = BackfillEta(), MonotonicToWallTime(clock)
         self._changed = threading.Condition()
@@ -239,12 +240,14 @@ class Controller:
             return {
                 "readers": readers,
                 "freshness": self.freshness(),
+                "unread_partitions": dict(self.unread_partitions()),
                 "state": str(it.state),
                 "reason": it.reason,
                 "away": self.outage,
                 "incarnation": it.incarnation,
                 "seq": it.seq,
                 "manifest": it.last.name if it.last else "",
+                "trained": it.last.manifest.num_trained if it.last else 0,
                 "commit_age_ms": (now_s - it.committed_at_s) * 1000,
                 "committed_at_ms": self._wall.of(it.committed_at_s),
                 "commit_ms": it.commit_s * 1000,

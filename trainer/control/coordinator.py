@@ -172,6 +172,7 @@ def build_manifest(
             i: WorkerPart(
                 offsets=flat(cut["offsets"]),
                 file=StoredFile(**written["own"]),
+                id_files=tuple(StoredFile(**file) for file in written["id_files"]),
                 dedupe=int(written["dedupe"]),
                 metrics=dict(written["metrics"]),
             )

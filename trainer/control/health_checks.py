@@ -23,6 +23,7 @@ _NOT_RUNNING = {
     State.RESTORING: "members are being restored",
     State.FENCED: "a newer controller exists",
 }
+_WHY_GONE = "deleted by retention before they were read, or lost by a broker that stopped uncleanly"
 _OPTIONAL = ("simulate",)  # a deployment is healthy without it
 
 
@@ -108,6 +109,8 @@ def _check_controller(status: Mapping[str, Any], members: set[str], interval_ms:
     if status.get("news") and status["commit_age_ms"] > 3 * interval_ms:
         age_s = status["commit_age_ms"] / 1000
         yield Finding("commit", BAD, f"trained samples have not been committed for {age_s:.0f} s")
+    for name, text in (status.get("unread_partitions") or {}).items():
+        yield Finding(f"unread {name}", BAD, text)
     if hold and hold.get("kind") != TRANSIENT:
         why = ", ".join(str(hold[key]) for key in ("kind", "reason") if hold.get(key))
         yield Finding("held", BAD, f"on hold: {why}")
@@ -133,7 +136,8 @@ def _check_training(status: Mapping[str, Any]) -> Iterator[Finding]:
         level, text = _TRAINING[state]
         yield Finding("training", level, f"{text}: {total['reason']}" if total["reason"] else text)
     if lost := total["lost_records"]:
-        yield Finding("lost", BAD, f"retention deleted {lost:,} samples before they were trained")
+        text = f"{lost:,} samples are gone from Kafka, {_WHY_GONE}; the workers' logs say which"
+        yield Finding("lost", BAD, text)
     calibration, requests = total["metrics"].get("calibration"), total["metrics"].get("requests") or 0
     is_known = calibration is not None and requests >= _MIN_REQUESTS
     if is_known and not MIN_CALIBRATION <= calibration <= MAX_CALIBRATION:
@@ -149,7 +153,7 @@ def _check_programs(status: Mapping[str, Any], figures: Mapping[str, Any]) -> It
             yield Finding(f"silent {name}", UNKNOWN, text)
     for name, count in figures["lost_records"].items():
         if not name.startswith("worker"):  # workers report theirs themselves
-            text = f"retention deleted {count:,} records before {name} read them"
+            text = f"{count:,} records that {name} reads are gone from Kafka, {_WHY_GONE}"
             yield Finding(f"lost {name}", BAD, text)
     for name, shard in figures["shards"].items():
         if count := shard.get("damaged"):

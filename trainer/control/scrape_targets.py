@@ -174,8 +174,8 @@ def read_figures(names: Mapping[str, str], scraped: Mapping[str, ScrapedMetrics]
 
 
 def lost_records(scraped: Mapping[str, ScrapedMetrics]) -> dict[str, int]:
-    """Program → number of records that retention deleted before the program read them; only programs with
-    some."""
+    """Program → number of records that are gone from Kafka (`RecordConsumer.num_lost`), since the program
+    started; only programs with some."""
     lost = {
         name: s.value(_LOST_RECORDS[program])
         for name, s in scraped.items()
@@ -190,7 +190,7 @@ _LOST_RECORDS = {
     "features": "roostream_features_lost_records",
     "archiver": "roostream_archiver_lost_total",
 }
-"""Program → its metric of records that retention deleted before they were read."""
+"""Program → its metric of records that are gone from Kafka."""
 
 
 def rows_by_stack(scraped: Mapping[str, ScrapedMetrics]) -> dict[str, int]:

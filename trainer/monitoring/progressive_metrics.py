@@ -33,6 +33,9 @@ Report = dict[str, object]
 METRIC_NAMES = ("base_rate", "ne", "auc", "request_auc", "mrr", "ndcg@10", "calibration")
 """The metrics of a task in reports, heartbeats, manifests and pages."""
 
+SHARED_SCORES = 256
+"""Rounded scores a task that each of several workers reports, so that the AUC of all can be computed."""
+_MAX_MERGED_SCORES = 1 << 18
 _EPSILON = 1e-12  # as in TorchRec: avoids log(0)
 _SUMS = ("candidates", "weight", "positive", "predicted", "log_loss", "ranked_requests", "auc", "mrr", "ndcg")
 
@@ -160,8 +163,23 @@ class Metrics:
         }
 
     def sums(self) -> dict[str, dict[str, float]]:
-        """Task → the sums behind its metrics, for `merge_summaries`."""
+        """Task → the sums behind its metrics."""
         return {name: {**task.sums, **task.amount()} for name, task in self.tasks.items()}
+
+    def mergeable_summary(self, max_scores: int) -> dict[str, Any]:
+        """`summarize` of the report, with what `merge_summaries` needs: by task the `sums` behind its
+        metrics, and `scores`, the counts of at most `max_scores` rounded scores (0 = none)."""
+        coarse = {name: ScoreHistogram(max_scores) for name in self.tasks if max_scores}
+        for name, scores in coarse.items():
+            scores.merge(self.tasks[name].scores)
+        return {
+            **summarize(self.report()),
+            "sums": self.sums(),
+            "scores": {
+                name: {key: column.tolist() for key, column in scores.state().items()}
+                for name, scores in coarse.items()
+            },
+        }
 
     def state(self) -> dict[str, np.ndarray]:
         """Arrays for `load`, with stable names."""
@@ -249,24 +267,32 @@ def summarize(report: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def merge_summaries(summaries: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge the summaries of several workers by the `sums` of their tasks.
+    """Merge the `Metrics.mergeable_summary` of several workers. {} without reports.
 
-    Exact except `auc`, which sums cannot give: it is None if more than one worker has counted anything. {}
-    without reports.
+    Sums and counts are added, so all metrics are exact but `auc`, whose scores were rounded: the error was
+    below 1e-4 with 256 scores. A metric is None if a worker that has counted anything does not report what it
+    needs.
     """
     reported = [one for one in summaries if one]
     counted = [one for one in reported if one.get("requests")] or reported[:1]
     if len(counted) < 2:
-        return dict(counted[0]) if counted else {}
+        return {key: value for one in counted for key, value in one.items() if key not in ("sums", "scores")}
+    requests = sum(one["requests"] for one in counted)
+    if not all("sums" in one for one in counted):
+        unknown = dict.fromkeys(("candidates", *METRIC_NAMES))
+        return {**unknown, "requests": requests, "tasks": {}}
     tasks: dict[str, dict[str, Any]] = {}
     for name in counted[0]["sums"]:
-        task = TaskMetrics(1)
+        task = TaskMetrics(_MAX_MERGED_SCORES)
         for one in counted:
             task.add(**one["sums"][name])
-        tasks[name] = {**task.report(), "auc": None}
-    return summarize(
-        {"requests": sum(one["requests"] for one in counted), **next(iter(tasks.values())), "tasks": tasks}
-    )
+            if scores := one.get("scores", {}).get(name):
+                part = ScoreHistogram(_MAX_MERGED_SCORES)
+                part.load({key: np.array(column) for key, column in scores.items()})
+                task.scores.merge(part)
+        has_scores = all(one.get("scores", {}).get(name) for one in counted)
+        tasks[name] = task.report() if has_scores else {**task.report(), "auc": None}
+    return summarize({"requests": requests, **next(iter(tasks.values())), "tasks": tasks})
 
 
 class DailyMetrics:

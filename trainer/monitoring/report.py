@@ -9,7 +9,8 @@
     eta_s                        [value, low, high]; value null = unknown, only high null = no upper bound
     windows                      {"1h" | "1d" | "all": {task: numbers}}, event-time windows that end at the
                                  watermark; at most MAX_TASKS tasks. Numbers: candidates, base_rate, ne,
-                                 ne_online (against the base rate known before), auc, calibration, sums
+                                 ne_online (against the base rate known before), auc, calibration, sums;
+                                 of several workers also scores, for the AUC of all
     slices                       {slice: {value: {"1h" | "all": {task: numbers}}}}
     shadow                       null, or {version, rows: "live", shadow: {"1h" | "all": …}, live: {…}}: a
                                  frozen dense part and the model in training, on the same candidates and rows
@@ -26,7 +27,7 @@ from typing import Any
 
 from trainer.monitoring.caught_up import LagStatus, Observation
 from trainer.monitoring.shadow import ShadowModel
-from trainer.monitoring.windowed_metrics import LIVE, SHADOW, SLICE_WINDOW
+from trainer.monitoring.windowed_metrics import LIVE, SHADOW, SLICE_WINDOW, without_scores
 
 MAX_ROWS = 256
 MAX_TASKS = 4
@@ -45,23 +46,32 @@ def liveness_report(observation: Observation) -> dict[str, Any]:
     }
 
 
-def quality_report(metrics: Mapping[str, Any], shadow: ShadowModel | None) -> dict[str, Any]:
-    """The part on prediction quality; `metrics`: `WindowedMetrics.report`."""
+def quality_report(
+    metrics: Mapping[str, Any], shadow: ShadowModel | None, *, with_scores: bool = False
+) -> dict[str, Any]:
+    """The part on prediction quality; `metrics`: `WindowedMetrics.report`. `with_scores`: include what the
+    controller needs for the AUC over several workers."""
+
+    def few(windows: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+        return {
+            window: {
+                task: dict(numbers) if with_scores else without_scores(numbers)
+                for task, numbers in list(tasks.items())[:MAX_TASKS]
+            }
+            for window, tasks in windows.items()
+        }
+
     copies = (
-        {name: _few(windows) for name, windows in metrics["shadow"].items()} if metrics.get("shadow") else {}
+        {name: few(windows) for name, windows in metrics["shadow"].items()} if metrics.get("shadow") else {}
     )
     return {
-        "windows": _few(metrics["windows"]),
+        "windows": few(metrics["windows"]),
         "slices": {
-            slice_: {v: _few(windows) for v, windows in values.items()}
+            slice_: {v: few(windows) for v, windows in values.items()}
             for slice_, values in metrics["slices"].items()
         },
         "shadow": {"version": shadow.version, "rows": "live", **copies} if shadow else None,
     }
-
-
-def _few(windows: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    return {window: dict(list(tasks.items())[:MAX_TASKS]) for window, tasks in windows.items()}
 
 
 def status_fields(status: LagStatus) -> dict[str, Any]:

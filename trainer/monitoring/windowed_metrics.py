@@ -306,19 +306,27 @@ class CandidateLosses:
 
 
 def merge_cell_reports(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge the reports of the same cells at several workers by their `sums`; `auc` is None if more than one
-    counted anything."""
+    """Merge the reports of the same cells at several workers. Exact; `auc` is None if one that counted
+    anything does not report its `scores`."""
     counted = [numbers for numbers in reports if numbers["candidates"]] or reports[:1]
     if len(counted) == 1:
-        return dict(counted[0])
-    return {
-        **_from_sums([sum(column) for column in zip(*(n["sums"] for n in counted), strict=True)]),
-        "auc": None,
-    }
+        return without_scores(counted[0])
+    nothing = [0.0] * 2 * STEPS
+    sums_S = np.sum([numbers["sums"] for numbers in counted], axis=0)
+    scores_H = np.sum([numbers.get("scores", nothing) for numbers in counted], axis=0)
+    if not all("scores" in numbers for numbers in counted):
+        scores_H[:] = 0.0
+    return without_scores(_numbers(sums_S, scores_H))
+
+
+def without_scores(numbers: Mapping[str, Any]) -> dict[str, Any]:
+    """The numbers of a cell without what only `merge_cell_reports` needs."""
+    return {name: value for name, value in numbers.items() if name != "scores"}
 
 
 def _numbers(sums_S: np.ndarray, scores_H: np.ndarray) -> dict[str, Any]:
-    return {**_from_sums(sums_S.tolist()), "auc": auc_of_counts(scores_H[:STEPS], scores_H[STEPS:])}
+    auc = auc_of_counts(scores_H[:STEPS], scores_H[STEPS:])
+    return {**_from_sums(sums_S.tolist()), "auc": auc, "scores": scores_H.tolist()}
 
 
 def _from_sums(sums: list[float]) -> dict[str, Any]:

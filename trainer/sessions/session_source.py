@@ -9,6 +9,7 @@ restore the same chunks come again."""
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from types import MappingProxyType
 
 import numpy as np
 
@@ -87,7 +88,8 @@ class SessionSource:
         self._given |= after
         return Chunk(batch=batch, rejects=(), after=after, read_ms=self.clock.now_ms())
 
-    def seek(self, at: Progress) -> None:
+    def seek(self, at: Progress, leader_epochs: Mapping[Partition, int] = MappingProxyType({})) -> None:
+        """Positions in a session are not offsets of Kafka, so there are no leader epochs."""
         self._begin(tuple(self._given))
         known = {
             partition: min(position, self._rows(partition))

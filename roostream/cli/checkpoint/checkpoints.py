@@ -32,6 +32,7 @@ from roostream.runtime.checkpoint_store import CheckpointStore, FileStore
 from roostream.runtime.manifest import Manifest
 from roostream.schema.registry import open_registry, register
 from roostream.schema.schema import Schema
+from trainer.monitoring.progressive_metrics import merge_summaries
 
 EXPORT_FORMAT = 1
 _BATCH = 256
@@ -60,7 +61,7 @@ def list_commits(store: CheckpointStore) -> list[dict[str, Any]]:
 
 def _describe(manifest: Manifest) -> dict[str, Any]:
     segments = [segment for shard in manifest.shards.values() for segment in shard.get("segments", ())]
-    metrics: dict[str, Any] = next((part.metrics for part in manifest.workers.values() if part.metrics), {})
+    metrics = merge_summaries(part.metrics for part in manifest.workers.values())
     return {
         "seq": manifest.seq,
         "incarnation": manifest.incarnation,
@@ -70,7 +71,7 @@ def _describe(manifest: Manifest) -> dict[str, Any]:
         "workers": len(manifest.workers),
         "dense_bytes": manifest.dense.bytes,
         "workers_bytes": sum(
-            part.file.bytes for part in manifest.workers.values() if part.file.name != manifest.dense.name
+            file.bytes for name, file in manifest.files.items() if name != manifest.dense.name
         ),
         "rows_bytes": sum(int(segment.get("bytes", 0)) for segment in segments),
         "segments": len(segments),
@@ -90,9 +91,7 @@ def verify(store: CheckpointStore, number: int, home: Path | None) -> Iterator[O
     manifest = restorable.manifest
     yield Outcome(name, "ok")
     yield _previous(store, manifest)
-    for file in {
-        f.name: f for f in (manifest.dense, *(part.file for part in manifest.workers.values()))
-    }.values():
+    for file in manifest.files.values():
         try:
             tensor_file.decode(manifests.read_file(store, file))
             yield Outcome(file.name, "ok")
@@ -211,7 +210,7 @@ def export(store: CheckpointStore, number: int, home: Path, to: Path) -> list[st
 
 
 def _copy_store(store: CheckpointStore, manifest: Manifest, to: FileStore) -> list[str]:
-    files = {f.name: f for f in (manifest.dense, *(part.file for part in manifest.workers.values()))}
+    files = manifest.files
     for file in files.values():
         to.put(file.name, manifests.read_file(store, file))
     # the next incarnation is above this one, so that row versions never go backwards
@@ -306,7 +305,7 @@ def import_export(folder: Path, store: CheckpointStore, home: Path) -> Manifest:
         with shard_segments(manifest, schema, index, folder) as (segments, state):
             copy_segments(segments, state, home / f"shard-{index}" / "segments")
     register(store, schema)
-    for file in (manifest.dense, *(part.file for part in manifest.workers.values())):
+    for file in manifest.files.values():
         store.put(file.name, manifests.read_file(source, file))
     newest = max(manifests.newest_incarnation(source), manifests.newest_incarnation(store))
     store.put(

@@ -23,6 +23,7 @@ import heapq
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 import numpy as np
 
@@ -123,7 +124,7 @@ class SampleQueue:
         self._given |= chunk.after
         return chunk
 
-    def seek(self, at: Progress) -> None:
+    def seek(self, at: Progress, leader_epochs: Mapping[Partition, int] = MappingProxyType({})) -> None:
         assert not any(at.values()) and self._count == 0, "a local replay cannot seek back"
 
     def assign(self, numbers: Collection[int], session: TableInput | None = None) -> None:

@@ -58,7 +58,7 @@ from trainer.control.coordinator import Coordinator
 from trainer.control.reader_master import ReaderMaster
 from trainer.control.types import CoordinatorConfig, State, worker_keys
 from trainer.monitoring.progressive_metrics import summarize
-from trainer.partitions import PartitionSnapshot, decode_partitions, report_of_snapshots
+from trainer.partitions import PartitionSnapshot, read_partitions, report_of_snapshots
 from trainer.rows import ShardRows
 from trainer.selection.outcomes import RequestCounts
 from trainer.worker import Worker
@@ -196,7 +196,7 @@ class _OfflineTraining:
         """Metrics of all workers together, from their files."""
         snapshots: list[PartitionSnapshot] = []
         for part in manifest.workers.values():
-            snapshots += decode_partitions(manifests.read_file(self.store, part.file), part.offsets).values()
+            snapshots += read_partitions(self.store, part, ids=False).values()
         return summarize(report_of_snapshots(snapshots, self.schema.tasks))
 
     def _controller(self, session: TableInput) -> Controller:

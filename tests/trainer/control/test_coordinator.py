@@ -34,6 +34,7 @@ ANSWERS: dict[tuple[str, str], dict[str, Any]] = {
     },
     ("worker", "write"): {
         "own": {"name": "workers/00000001-1-0.safetensors", "bytes": 5, "checksum": "cd"},
+        "id_files": [{"name": "workers/00000001-1-0-ids.safetensors", "bytes": 6, "checksum": "ef"}],
         "dedupe": 4,
         "metrics": {},
         "dense": {"name": "dense/00000001-1.safetensors", "bytes": 9, "checksum": "ab"},

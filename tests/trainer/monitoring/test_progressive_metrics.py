@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer.monitoring.progressive_metrics import (
+    SHARED_SCORES,
     DailyMetrics,
     Metrics,
     ScoredBatch,
@@ -211,8 +212,8 @@ def test_a_task_that_the_state_lacks_starts_at_nothing() -> None:
 
 
 def summary(metrics: Metrics) -> dict[str, object]:
-    """What a worker's heartbeat reports."""
-    return {**summarize(metrics.report()), "sums": metrics.sums()}
+    """What the heartbeat of one of several workers reports."""
+    return metrics.mergeable_summary(SHARED_SCORES)
 
 
 def test_an_amount_has_an_error_in_its_own_unit_that_merges_and_is_saved() -> None:
@@ -243,10 +244,37 @@ def test_merged_metrics_and_summaries_equal_those_of_one_worker() -> None:
     whole = counted(*batches).report()
     equals(left.report(), whole)
     equals(merged, summarize(whole), without=("auc", "tasks"))
-    assert merged["auc"] is None, "sums do not give it"
+    assert merged["auc"] == pytest.approx(whole["auc"], abs=1e-3), "of rounded scores"
     assert merged["tasks"].keys() == {"click"}
     alone = summary(right)
-    assert merge_summaries([summary(counted()), alone]) == alone and merge_summaries([{}]) == {}
+    assert merge_summaries([summary(counted()), alone]) == summarize(right.report())
+    assert merge_summaries([{}]) == {}
+
+
+def test_the_auc_of_two_workers_with_many_scores_is_that_of_one() -> None:
+    random = np.random.default_rng(0)
+    workers, whole = (Metrics(["click"]), Metrics(["click"])), Metrics(["click"])
+    for worker in workers:
+        for _ in range(20):
+            score_B1 = random.beta(1, 20, (2000, 1)).astype(np.float32)
+            label_B1 = (random.random((2000, 1)) < score_B1).astype(np.float32)
+            request_B = np.arange(2000) // 20
+            batch = ScoredBatch(score_B1, label_B1, np.ones_like(label_B1), request_B, np.arange(100))
+            worker.update(batch)
+            whole.update(batch)
+    merged = merge_summaries([summary(worker) for worker in workers])
+    assert merged["auc"] == pytest.approx(whole.report()["auc"], abs=1e-4)
+    assert len(summary(whole)["scores"]["click"]["score"]) <= SHARED_SCORES  # type: ignore[index]
+
+
+def test_metrics_are_unknown_if_a_worker_does_not_report_what_they_need() -> None:
+    left, right = (counted(draw(seed)) for seed in (1, 2))
+    without_scores = left.mergeable_summary(0)
+    merged = merge_summaries([without_scores, summary(right)])
+    assert merged["auc"] is None and merged["ne"] is not None
+    old = summarize(left.report())  # a manifest of an older version
+    merged = merge_summaries([old, summary(right)])
+    assert merged["ne"] is None and merged["requests"] == left.num_requests + right.num_requests
 
 
 def test_daily_metrics_split_by_request_time() -> None:

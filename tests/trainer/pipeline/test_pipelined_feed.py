@@ -203,7 +203,7 @@ def test_a_cut_drains_pushes_and_keeps_chunks_read_ahead() -> None:
         assert piped.built.loop.step()
         at = piped.built.loop.snapshot()
         assert sum(at.progress.values()) == 4
-        assert sum(len(cut.tensors["dedupe.id"]) for cut in at.partitions.values()) == 4
+        assert sum(cut.dedupe.num_ids for cut in at.partitions.values()) == 4
         assert piped.rows.num_pushed == 1
         assert piped.built.train_all().pushes() == dict.fromkeys(range(1, 41), 1)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
+from types import MappingProxyType
 
 import pytest
 
@@ -27,7 +29,7 @@ class Noting:
     def rest(self, max_requests: int) -> Chunk | None:
         return self._note("rest")
 
-    def seek(self, at: Progress) -> None:
+    def seek(self, at: Progress, leader_epochs: Mapping[Partition, int] = MappingProxyType({})) -> None:
         self._note("seek")
 
     def positions(self) -> Progress:

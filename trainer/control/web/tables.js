@@ -31,7 +31,7 @@ export function now(host, status) {
     ["Last commit", status.commits || status.seq ? `${duration(status.commit_age_ms)} ago` : "none yet", status.manifest || "no commit yet"],
     ["Normalized entropy", fixed(metrics.ne, 4), `AUC ${fixed(metrics.auc, 4)}, calibration ${fixed(metrics.calibration, 3)}`],
     ["Click rate, served ÷ random", fixed(clicks.served_to_random, 2), `served ${fixed(clicks.served, 4)}, best ${fixed(clicks.best, 4)}`],
-    ["Trained", count(training.requests), `requests in ${count(training.step)} steps`],
+    ["Trained", count(training.trained), `requests as of the last commit; now at step ${count(training.step)}`],
     ["Trained up to", known(training.watermark_ms) && training.watermark_ms > 0 ? eventTime(training.watermark_ms).slice(11, 19) : UNKNOWN, `UTC of event time, ${eventTime(training.watermark_ms).slice(0, 10)}`],
     ["All events accounted for", plain(figures.accounted), "by the auditor"],
   ];
