@@ -23,10 +23,10 @@ def unhealthy_programs(programs: Mapping[str, Mapping[str, Any]]) -> dict[str, s
 
 
 def unhealthy_controller(status: Mapping[str, Any]) -> dict[str, str]:
-    """The same for what a controller reports in `status`: why it cannot continue, and topics with partitions
-    that nobody reads."""
-    unread = {f"topic {name}": text for name, text in (status.get("unread_partitions") or {}).items()}
-    return unread | ({"controller": f"waits: {status['away']}"} if status.get("away") else {})
+    """The same for what a controller reports in `status`: why it cannot continue, and what is wrong with
+    topics."""
+    topics = {f"topic {name}": text for name, text in (status.get("topic_problems") or {}).items()}
+    return topics | ({"controller": f"waits: {status['away']}"} if status.get("away") else {})
 
 
 def reason(entry: Mapping[str, Any]) -> str:

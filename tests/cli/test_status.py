@@ -133,7 +133,7 @@ def test_trained_is_the_count_of_the_model_and_the_others_say_whose_they_are() -
 
 
 def test_partitions_that_nobody_reads_are_a_problem_of_the_stack() -> None:
-    control = {**CONTROL, "unread_partitions": {"samples": "topic samples has 5 partitions"}}
+    control = {**CONTROL, "topic_problems": {"samples": "topic samples has 5 partitions"}}
     assert unhealthy_controller(control) == {"topic samples": "topic samples has 5 partitions"}
 
 

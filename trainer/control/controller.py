@@ -106,7 +106,7 @@ class Controller:
         self.long_poll_s, self.keep_commits = long_poll_s, keep_commits
         self.readers: Callable[[], dict[str, Any]] | None = None  # status of the session's readers
         self.freshness: Callable[[], dict[str, Any]] = dict  # stage → latency measured by other programs
-        self.unread_partitions: Callable[[], Mapping[str, str]] = dict  # topic → what is wrong with it
+        self.topic_problems: Callable[[], Mapping[str, str]] = dict  # topic → what is wrong with it
         self.device_time = DeviceTime(clock.monotonic_s())
         self._eta, self._wall = BackfillEta(), MonotonicToWallTime(clock)
         self._changed = threading.Condition()
@@ -240,7 +240,7 @@ class Controller:
             return {
                 "readers": readers,
                 "freshness": self.freshness(),
-                "unread_partitions": dict(self.unread_partitions()),
+                "topic_problems": dict(self.topic_problems()),
                 "state": str(it.state),
                 "reason": it.reason,
                 "away": self.outage,

@@ -16,7 +16,7 @@ from roostream.runtime.clock import Clock, SystemClock
 from roostream.runtime.health import Health
 from roostream.runtime.kafka import clients
 from roostream.runtime.kafka.kafka_consumer import ConsumerOptions, KafkaConsumer
-from roostream.runtime.kafka.partition_watch import PartitionWatch
+from roostream.runtime.kafka.topic_watch import TopicWatch
 from roostream.runtime.kafka.topics import CORRECTIONS, SAMPLES, Partition, Progress, all_partitions
 from roostream.runtime.metrics_collector import MetricsCollector, one_of
 from roostream.runtime.program import Stop
@@ -69,8 +69,8 @@ def run_until_stopped(config: ControllerConfig, stop: Stop) -> None:
     pages |= page.responses()
     master = ReaderMaster(controller.session_now, schema, clock, config.readers)
     controller.readers, controller.freshness = master.status, targets.freshness
-    watch = PartitionWatch(lambda: clients.admin(config.broker), config.prefix, config.partitions)
-    controller.unread_partitions = watch.problems
+    watch = TopicWatch(lambda: clients.admin(config.broker), config.prefix, config.partitions)
+    controller.topic_problems = watch.problems
     leases = LeaseRecorder(master, store, clock)
 
     def on_turn() -> None:
@@ -85,7 +85,7 @@ def run_until_stopped(config: ControllerConfig, stop: Stop) -> None:
     log.info("controller listens on %s", server.address)
     threads = ThreadGroup(stop)
     threads.start("scrape", targets.run, stop)
-    threads.start("partition-watch", watch.run, stop)
+    threads.start("topic-watch", watch.run, stop)
     if config.idle_hold_ms:
         threads.start("idle-watcher", watch_for_idle, config, controller, clock, stop)
     if warehouse:
@@ -173,7 +173,7 @@ def _metrics(status: dict[str, Any]) -> dict[str, Any]:
         "roostream_controller_wanted_workers": status["wanted_workers"],
         "roostream_controller_device_seconds_total": status["device_s"],
         "roostream_controller_held": {kind: int(kind in held) for kind in (PERMANENT, TRANSIENT)},
-        "roostream_controller_topics_with_unread_partitions": len(status["unread_partitions"]),
+        "roostream_controller_topic_problems": len(status["topic_problems"]),
         "roostream_controller_history_left_records": (status["initial"] or {"left": 0})["left"],
     }
     if readers := status["readers"]:

@@ -109,8 +109,8 @@ def _check_controller(status: Mapping[str, Any], members: set[str], interval_ms:
     if status.get("news") and status["commit_age_ms"] > 3 * interval_ms:
         age_s = status["commit_age_ms"] / 1000
         yield Finding("commit", BAD, f"trained samples have not been committed for {age_s:.0f} s")
-    for name, text in (status.get("unread_partitions") or {}).items():
-        yield Finding(f"unread {name}", BAD, text)
+    for name, text in (status.get("topic_problems") or {}).items():
+        yield Finding(f"topic {name}", BAD, text)
     if hold and hold.get("kind") != TRANSIENT:
         why = ", ".join(str(hold[key]) for key in ("kind", "reason") if hold.get(key))
         yield Finding("held", BAD, f"on hold: {why}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,26 +12,32 @@ import pytest
 from confluent_kafka import KafkaError, KafkaException
 
 from roostream.runtime.kafka import clients
-from roostream.runtime.kafka.partition_watch import LOOK_S, PartitionWatch
+from roostream.runtime.kafka.topic_watch import LOOK_S, TopicWatch
 from roostream.runtime.kafka.topics import DEAD_LETTERS, SAMPLES, TOPICS, partitions_of
 
 
 class FakeAdmin:
-    """Topics with numbers of partitions; `away`: no broker answers."""
+    """Topics with ids and numbers of partitions; `away`: no broker answers."""
 
     def __init__(self) -> None:
         self.numbers = {f"p.{topic}": partitions_of(topic, 4) for topic in TOPICS}
+        self.ids = {name: f"id of {name}" for name in self.numbers}
         self.away = False
 
-    def list_topics(self, timeout: float) -> Any:
-        if self.away:
-            raise KafkaException(KafkaError(clients.TRANSPORT, "away"))
-        topics = {n: SimpleNamespace(partitions=dict.fromkeys(range(k))) for n, k in self.numbers.items()}
-        return SimpleNamespace(topics=topics)
+    def describe_topics(self, topics: Any, **_: Any) -> dict[str, Future[Any]]:
+        futures: dict[str, Future[Any]] = {name: Future() for name in topics.topic_names}
+        for name, future in futures.items():
+            if self.away or name not in self.numbers:
+                code = clients.TRANSPORT if self.away else KafkaError.UNKNOWN_TOPIC_OR_PART
+                future.set_exception(KafkaException(KafkaError(code, "no")))
+            else:
+                partitions = [None] * self.numbers[name]
+                future.set_result(SimpleNamespace(partitions=partitions, topic_id=self.ids[name]))
+        return futures
 
 
-def watch_of(brokers: FakeAdmin) -> PartitionWatch:
-    return PartitionWatch(lambda: brokers, "p.", 4)  # type: ignore[arg-type,return-value]
+def watch_of(brokers: FakeAdmin) -> TopicWatch:
+    return TopicWatch(lambda: brokers, "p.", 4)  # type: ignore[arg-type,return-value]
 
 
 def test_an_added_partition_is_reported_with_what_to_do_until_it_is_read(
@@ -55,6 +62,20 @@ def test_an_added_partition_is_reported_with_what_to_do_until_it_is_read(
     watch.look()
     assert watch.problems() == {}
     assert LOOK_S < 60
+
+
+def test_a_topic_that_was_deleted_or_created_again_is_reported() -> None:
+    """Readers cannot tell: its new records have the offsets of the old ones."""
+    brokers = FakeAdmin()
+    watch = watch_of(brokers)
+    watch.look()
+    number = brokers.numbers.pop(f"p.{SAMPLES}")
+    watch.look()
+    assert "does not exist" in watch.problems()[f"p.{SAMPLES}"]
+    brokers.numbers[f"p.{SAMPLES}"], brokers.ids[f"p.{SAMPLES}"] = number, "another"
+    for _ in range(2):
+        watch.look()
+        assert "created again" in watch.problems()[f"p.{SAMPLES}"]
 
 
 def test_dead_letters_have_one_partition_whatever_the_setting() -> None:
