@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from functools import partial
 from typing import Any
 
@@ -53,7 +53,7 @@ class LivePage:
         self._is_busy = False
 
     @property
-    def routes(self) -> dict[str, Callable[[Request], Awaitable[Response]]]:
+    def routes(self) -> dict[str, Callable[[Request], Coroutine[Any, Any, Response]]]:
         """GET routes by path."""
         return {
             "/page/items.json": partial(_answer, self._items),
@@ -233,7 +233,9 @@ def _click_features(schema: Schema, action: str) -> list[str]:
     return [f.name for f in (*schema.nro, *schema.ro) if f.online in counters]
 
 
-async def _answer(call: Callable[[Request], Awaitable[dict[str, Any]]], request: Request) -> Response:
+async def _answer(
+    call: Callable[[Request], Coroutine[Any, Any, dict[str, Any]]], request: Request
+) -> Response:
     headers = dict(PAGE_HEADERS)
     try:
         return JSONResponse(await call(request), headers=headers)

@@ -115,6 +115,7 @@ async function look() {
 
 async function rescore(since, told) {
   const { status, told: scores } = await ask(`/page/rescored.json?request_id=${since.requestId}&model_version=${told.model_version}`);
+  since.unknown = status === 404;
   if (status !== 200) return;
   since.rescored = scores;
   const after = (Date.now() - since.atMs) / 1000;
@@ -214,6 +215,7 @@ function stages() {
 }
 
 function verdict() {
+  if (click && click.unknown) return ["The causes are not known: the process that answered now did not rank the clicked list."];
   if (!click || !click.rescored) return [];
   const largest = (name) => Math.max(...cards.map((_, at) => Math.abs(causes(at)[name])));
   const [features, training] = [largest("features"), largest("training")];
