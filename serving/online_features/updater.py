@@ -3,7 +3,7 @@
 1 read the next records, merged by time
 2 load the states that they change, in one round trip (two if engagements use the fields of their lists)
 3 apply the events with roostream.online, as a replay does
-4 write states and offsets with one script; if the stored offsets have changed, start over
+4 write states and offsets as one commit (store.py); if the stored offsets have changed, start over
 """
 
 from __future__ import annotations

@@ -4,12 +4,13 @@ losses."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
+from redis import ConnectionError, Redis
 
 from roostream.errors import CheckpointError, ConfigError, UnavailableError, WireError
 from roostream.online.counters import Counters
@@ -22,7 +23,7 @@ from roostream.runtime.kafka.topics import ENGAGEMENTS, IMPRESSIONS, Partition
 from roostream.schema.schema import Schema
 from roostream.wire.records import Record
 from serving.online_features.config import FeaturesConfig
-from serving.online_features.store import FeatureStore
+from serving.online_features.store import MAX_KEYS, FeatureStore
 from serving.online_features.updater import (
     FeatureMetrics,
     FeatureUpdater,
@@ -72,10 +73,16 @@ class EndingEvents(MemoryEvents):
 
 
 def opened(
-    redis: RedisServer, source: MemoryEvents, cluster: str = "c1", prefix: str = "a*[", batch: int = 512
+    redis: RedisServer,
+    source: MemoryEvents,
+    cluster: str = "c1",
+    prefix: str = "a*[",
+    batch: int = 512,
+    connection: Redis | None = None,
+    max_keys: int = MAX_KEYS,
 ) -> FeatureUpdater:
-    connection = redis_client.client(redis.url, timeout_s=2.0)
-    store = FeatureStore(connection, redis.url, prefix)
+    connection = connection or redis_client.client(redis.url, timeout_s=5.0)
+    store = FeatureStore(connection, redis.url, prefix, max_keys=max_keys)
     updater = FeatureUpdater(Schema(), store, source, cluster, FeatureMetrics(CollectorRegistry()))
     updater.batch_records = batch
     updater.open()
@@ -144,6 +151,104 @@ def test_of_two_updaters_only_one_writes(redis: RedisServer) -> None:
     assert second.source.seeks == 2, "the second found other offsets and read them again"  # type: ignore[attr-defined]
     drain(first), drain(second)
     assert_equal(first.store, records)
+
+
+class FaultyRedis(Redis):
+    """Calls `before` ahead of each command, with its number, and `after` behind it."""
+
+    before: Callable[[int], None] = staticmethod(lambda number: None)
+    after: Callable[[int], None] = staticmethod(lambda number: None)
+    num_commands = 0
+
+    def execute_command(self, *args: Any, **options: Any) -> Any:
+        self.num_commands += 1
+        number = self.num_commands
+        self.before(number)
+        answer = super().execute_command(*args, **options)
+        self.after(number)
+        return answer
+
+
+def faulty(redis: RedisServer) -> FaultyRedis:
+    connection: FaultyRedis = FaultyRedis.from_url(redis.url, socket_timeout=5.0)
+    return connection
+
+
+def test_a_large_batch_is_committed_in_pieces_of_bounded_commands(redis: RedisServer) -> None:
+    items = list(range(3 * MAX_KEYS))
+    records = records_of([impression(1, items, T0), engagement(1, 7, T0 + 1000)])
+    connection = faulty(redis)
+    updater = opened(redis, MemoryEvents(records), connection=connection)
+    assert drain(updater) == 2 and connection.num_commands > 10
+    assert_equal(updater.store, records)
+    left = list(connection.scan_iter(match=b"*redo*"))
+    assert left == [], "staged pieces are deleted"
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_crash_at_any_command_of_a_commit_neither_loses_nor_doubles_events(
+    redis: RedisServer, when: str
+) -> None:
+    records = records_of(events(14))
+    for prefix in ("first.", "second."):  # the first one also loads the scripts
+        connection = faulty(redis)
+        drain(opened(redis, MemoryEvents(records), prefix=prefix, connection=connection, max_keys=6))
+    total = connection.num_commands
+    assert total > 12
+    for crash_at in range(1, total + 1):
+        connection, prefix = faulty(redis), f"crash{crash_at}."
+
+        def crash(number: int, crash_at: int = crash_at) -> None:
+            if number == crash_at:
+                raise ConnectionError("the updater was killed")
+
+        setattr(connection, when, crash)
+        with pytest.raises(UnavailableError):
+            drain(opened(redis, MemoryEvents(records), prefix=prefix, connection=connection, max_keys=6))
+        again = opened(redis, MemoryEvents(records), prefix=prefix, max_keys=6)
+        drain(again)
+        assert_equal(again.store, records)
+
+
+def test_an_updater_that_was_replaced_within_a_commit_overwrites_nothing(redis: RedisServer) -> None:
+    records = records_of(events(40))
+    for moment in range(3, 14):
+        connection, prefix = faulty(redis), f"moment{moment}."
+
+        def replace(number: int, moment: int = moment, prefix: str = prefix) -> None:
+            if number == moment:
+                drain(opened(redis, MemoryEvents(records), prefix=prefix, max_keys=6))
+
+        connection.before = replace
+        slow = opened(
+            redis, MemoryEvents(records), prefix=prefix, batch=20, connection=connection, max_keys=6
+        )
+        drain(slow)
+        assert connection.num_commands >= moment
+        assert_equal(slow.store, records)
+
+
+def test_when_staged_pieces_are_gone_everything_is_filled_again(
+    redis: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    records = records_of(events(14))
+    connection = faulty(redis)
+    looking = redis_client.client(redis.url, timeout_s=5.0)
+
+    def crash(number: int) -> None:
+        if looking.hget(b"x.features:at", b"pending"):
+            raise ConnectionError("the updater was killed")
+
+    connection.after = crash
+    with pytest.raises(UnavailableError):
+        drain(opened(redis, MemoryEvents(records), prefix="x.", connection=connection, max_keys=6))
+    staged = sorted(looking.scan_iter(match=b"x.features:redo*"))
+    assert len(staged) > 1
+    looking.delete(staged[0])
+    again = opened(redis, MemoryEvents(records), prefix="x.", max_keys=6)
+    drain(again)
+    assert "filled again" in caplog.text
+    assert_equal(again.store, records)
 
 
 def test_an_emptied_redis_is_filled_again_from_the_first_event(redis: RedisServer) -> None:
