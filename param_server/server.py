@@ -722,7 +722,7 @@ class ShardRpcHandler:
             if not 1 <= num_slices <= MAX_SLICES:
                 raise WireError("bad_shape", f"expected 1 to {MAX_SLICES} slices, got {num_slices}")
             pages = [self.shard.scan_slice(table, cursor, integer(header, "slice"), num_slices)]
-            left, num_slices = [], 0
+            left, num_slices = list[int](), 0
         else:
             limit = min(integer(header, "limit"), MAX_SCAN_ROWS, MAX_LOCKED_BYTES // (4 * table.width))
             max_rows = max(self.max_scan_bytes // (4 * table.width + 20), 1)
