@@ -22,6 +22,7 @@ from roostream.schema.schema import Feature, Schema
 from roostream.wire.block import main_key
 from roostream.wire.records import MAX_WEIGHT
 from serving.errors import RequestError, shown
+from serving.json_keys import check_keys
 from serving.request import (
     RankRequest,
     check_ids,
@@ -354,9 +355,9 @@ def check_unique(item_ids_n: np.ndarray, path: str) -> None:
 
 def decode_body(decoder: msgspec.json.Decoder[Any], body: bytes, known: dict[str, tuple[str, ...]]) -> Any:
     """Decode `body`. Raises RequestError 400 with the path of the field, and the nearest known name if a name
-    is unknown."""
+    is unknown; or if an object has a field twice."""
     try:
-        return decoder.decode(body)
+        decoded = decoder.decode(body)
     except UnicodeDecodeError as error:
         raise RequestError(
             400, f"expected JSON in UTF-8, got byte 0x{error.object[error.start]:02x} in a string", "$"
@@ -367,6 +368,8 @@ def decode_body(decoder: msgspec.json.Decoder[Any], body: bytes, known: dict[str
         ) from None
     except msgspec.DecodeError as error:
         raise _decode_error(str(error), known) from None
+    check_keys(body)
+    return decoded
 
 
 def _decode_error(message: str, known: dict[str, tuple[str, ...]]) -> RequestError:

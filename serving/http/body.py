@@ -16,6 +16,7 @@ from serving.http.admission import RETRY_AFTER_S
 
 JSON = "application/json"
 PROTOBUF = "application/x-protobuf"
+MAX_GZIP_MEMBERS = 64
 _WINDOW = {"gzip": 31, "deflate": 15}
 _CHARSETS = ("utf-8", "utf8", "us-ascii")
 
@@ -108,19 +109,26 @@ def stopping_error() -> RequestError:
 
 
 def _inflate(body: bytes, encoding: str, max_bytes: int) -> bytes:
-    """Produce at most `max_bytes` of output, whatever the input claims to hold."""
+    """Produce at most `max_bytes` of output, whatever the input claims to hold. A gzip body may have up to
+    MAX_GZIP_MEMBERS members, of which the outputs are joined."""
     if encoding not in _WINDOW:
         raise RequestError(415, f"expected content-encoding gzip, deflate or none, got {shown(encoding)!r}")
-    inflater = zlib.decompressobj(_WINDOW[encoding])
-    try:
-        out = inflater.decompress(body, max_bytes + 1)
-    except zlib.error as error:
-        raise RequestError(400, f"expected a {encoding} body: {error}") from None
-    if len(out) > max_bytes:
-        raise _too_large(max_bytes)
-    if not inflater.eof:
-        raise RequestError(400, f"expected a complete {encoding} body, got a truncated one")
-    return out
+    out, rest = b"", body
+    for _ in range(MAX_GZIP_MEMBERS if encoding == "gzip" else 1):
+        inflater = zlib.decompressobj(_WINDOW[encoding])
+        try:
+            out += inflater.decompress(rest, max_bytes + 1 - len(out))
+        except zlib.error as error:
+            raise RequestError(400, f"expected a {encoding} body: {error}") from None
+        if len(out) > max_bytes:
+            raise _too_large(max_bytes)
+        if not inflater.eof:
+            raise RequestError(400, f"expected a complete {encoding} body, got a truncated one")
+        rest = inflater.unused_data
+        if not rest:
+            return out
+    got = f"{len(rest)} bytes after its end"
+    raise RequestError(400, f"expected one {encoding} body of at most {MAX_GZIP_MEMBERS} parts, got {got}")
 
 
 def _too_large(max_bytes: int) -> RequestError:

@@ -22,6 +22,7 @@ from serving.http.admission import RETRY_AFTER_S
 MAX_HEAD_BYTES = 32 << 10  # request line and headers
 MAX_PIPELINED = 64  # requests that wait on one connection
 MAX_REST_BYTES = 16 << 20  # of a body that arrive after the request was answered
+MAX_REFUSED_BYTES = 256 << 10  # that arrive after something that is not HTTP
 HEAD_S = 10.0  # from connecting or from the first byte of a request until its headers are complete
 REST_S = 10.0  # for the rest of a body after the request was answered
 STALLED_S = 20.0  # for the client to read answers that wait
@@ -197,8 +198,8 @@ class LimitedProtocol(HttpToolsProtocol):
         elif len(self.pipeline) >= MAX_PIPELINED:
             self.refuse(RequestError(429, f"more than {MAX_PIPELINED} requests wait on this connection"))
         else:
-            self._in_head, self._barren_bytes = False, 0
             super().on_headers_complete()
+            self._in_head, self._barren_bytes = False, 0
 
     def on_body(self, body: bytes) -> None:
         if not self._refused:
@@ -275,7 +276,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _count_rest(self, num_bytes: int) -> None:
         self._rest_bytes += num_bytes
-        if self._rest_bytes > MAX_REST_BYTES:
+        if self._rest_bytes > (MAX_REFUSED_BYTES if self._refused else MAX_REST_BYTES):
             if self.state is State.CLOSING:
                 self._inner.abort()
             else:

@@ -162,7 +162,7 @@ def _event_id(given: int | str | None, path: str) -> int:
     if isinstance(given, str) and _DECIMAL.fullmatch(given) and int(given) <= MASK64:
         return int(given)
     if isinstance(given, int) and given < 0:
-        raise RequestError(400, f"expected an id from 0 on, or a text, got {shown(given)}", path)
+        raise RequestError(400, f"expected a 64-bit id from 0 on, or a text, got {shown(given)}", path)
     return 0 if given is None else parse_id(given, path)
 
 

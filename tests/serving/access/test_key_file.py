@@ -89,6 +89,26 @@ def test_a_changed_key_file_is_loaded_and_a_bad_one_keeps_the_old_keys(
     assert status_of(keys, first) == 401 and status_of(keys, second) == 200 and not keys.refused
 
 
+def test_a_key_file_that_could_not_be_read_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "keys.json"
+    keys, _ = ring(file, "rank")
+    text, key = new_key("second", ["rank"], 0)
+    write_keys(file, [key])
+
+    def unreadable(path: Path) -> bytes:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as failing:
+        failing.setattr(Path, "read_bytes", unreadable)
+        keys.poll()
+        keys.poll()
+    assert keys.refused and caplog.text.count("the previous keys stay in force") == 1
+    keys.poll()
+    assert not keys.refused and status_of(keys, b"Bearer " + text.encode()) == 200
+
+
 def test_a_process_does_not_start_without_its_key_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="make one with `roostream keys new`"):
         Keyring(tmp_path / "none.json")

@@ -55,6 +55,14 @@ def test_an_answer_is_returned() -> None:
     assert driven([OK]) == (OK, [], [10_000])
 
 
+@pytest.mark.parametrize("status", [429, 503, 504])
+def test_the_default_policy_retries_what_serving_asks_to_send_again(status: int) -> None:
+    policy = RetryPolicy()
+    refused = reply(status, retry_after="1")
+    result, pauses, _ = driven([refused, refused, OK], policy, policy.deadline_ms)
+    assert result == OK and len(pauses) == 2 and min(pauses) >= 1.0
+
+
 @pytest.mark.parametrize("status", [0, 408, 429, 502, 503, 504])
 def test_temporary_errors_are_retried_after_growing_pauses(status: int) -> None:
     result, pauses, told = driven([reply(status)] * 3 + [OK])

@@ -81,6 +81,7 @@ BAD = [
     ({**CLICK, "value": 1e39}, "$.value", "finite 32-bit"),
     ({**CLICK, "item_id": 2**64}, "$.item_id", "64-bit"),
     ({**CLICK, "event_id": -(2**63) - 1}, "$.event_id", "64-bit"),
+    ({**CLICK, "event_id": -1}, "$.event_id", "from 0 on"),
     ({**CLICK, "user_id": 2**64}, "$.user_id", "64-bit"),
     ({**CLICK, "time_ms": 2**63}, "$.time_ms", "64-bit"),
     ({k: v for k, v in CLICK.items() if k != "action"}, "$", "missing required field `action`"),

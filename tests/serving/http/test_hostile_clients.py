@@ -20,6 +20,7 @@ from serving_cases import BODY, SCHEMA, build
 from serving_fakes import FakeRows
 
 from serving.http import connection
+from serving.http.connection import State
 
 RANK = b"POST /v1/rank HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
 CHUNKED = RANK + b"transfer-encoding: chunked\r\n\r\n"
@@ -76,7 +77,10 @@ def test_who_drips_headers_on_every_connection_keeps_nobody_out(tmp_path: Path) 
         lines = [live.connect() for _ in range(8)]
         with dripping(lines, RANK + b"x: ", b"a"):
             until_s = time.monotonic() + 60
-            while len([c for c in connections(live) if c.is_in_head]) < 8 and time.monotonic() < until_s:
+            while (
+                len([c for c in connections(live) if c.state is State.HEAD]) < 8
+                and time.monotonic() < until_s
+            ):
                 time.sleep(0.02)
             ranked(live, 20)
 

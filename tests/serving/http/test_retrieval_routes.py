@@ -6,6 +6,8 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -188,6 +190,26 @@ def test_a_recommendation_shows_the_best_retrieved_items_by_rank_score(kept: Ret
     )
     best = [everything[i]["item_id"] for i in ranked["order"][:4]]
     assert [item["item_id"] for item in answer["items"]] == best
+
+
+def test_a_retrieval_past_its_deadline_keeps_its_place_until_it_ends(kept: Retrieving) -> None:
+    go, app, retriever = threading.Event(), kept.app, kept.keeper.retriever
+    retrieve = retriever.retrieve
+    retriever.retrieve = lambda *given: (go.wait(30), retrieve(*given))[1]  # type: ignore[method-assign]
+
+    async def ask_twice() -> list[int]:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://serving") as client:
+            hurried = {"x-deadline-ms": "50"}
+            answers = [await client.post("/v1/retrieve", json=WHO, headers=hurried) for _ in range(2)]
+            counts = [app.gate.in_flight]
+            go.set()
+            until_s = time.monotonic() + 30
+            while app.gate.in_flight and time.monotonic() < until_s:
+                await asyncio.sleep(0.01)
+            return [*(answer.status_code for answer in answers), *counts, app.gate.in_flight]
+
+    assert asyncio.run(ask_twice()) == [504, 504, 1, 0], "the second one never began"
 
 
 def test_an_empty_recommendation_is_not_logged(kept: Retrieving) -> None:

@@ -163,6 +163,34 @@ def test_every_refusal_has_a_status_a_code_and_leaves_no_record(client: Client) 
     assert http.get("/v1/rank").status_code == 405
 
 
+def test_all_members_of_a_gzip_body_are_read(client: Client) -> None:
+    http, built = client()
+    data, encoding = json.dumps(BODY).encode(), {"content-encoding": "gzip"}
+    parts = b"".join(gzip.compress(data[at : at + 100]) for at in range(0, len(data), 100))
+    assert http.post("/v1/rank", content=parts, headers=encoding).status_code == 200
+    assert len(built.records()) == 1
+    for bad in (gzip.compress(data) + b"garbage", parts + parts[:-1], gzip.compress(b"") * 100):
+        assert http.post("/v1/rank", content=bad, headers=encoding).status_code == 400
+    more = zlib.compress(data) + b"x"
+    assert http.post("/v1/rank", content=more, headers={"content-encoding": "deflate"}).status_code == 400
+
+
+def test_positions_that_the_trainer_would_refuse_are_refused(client: Client) -> None:
+    http, built = client()
+    most = (1 << 31) - 1 - len(BODY["candidates"])
+    assert http.post("/v1/rank", json={**BODY, "first_position": most}).status_code == 200
+    for first in (most + 1, (1 << 31) - 1, 1 << 31, -1):
+        answer = http.post("/v1/rank", json={**BODY, "first_position": first})
+        assert answer.status_code == 400 and error_of(answer)["path"] == "$.first_position", first
+        inference = {
+            "inputs": [{"name": "item_id", "shape": [3], "datatype": "INT64", "data": [1, 2, 3]}],
+            "parameters": {"first_position": first},
+        }
+        assert http.post("/v2/models/default/infer", json=inference).status_code == 400
+    positions = wire.decode(built.records()[0].value)[1].positions  # type: ignore[attr-defined]
+    assert max(positions) == (1 << 31) - 2
+
+
 def test_engagements_are_logged_before_they_are_answered(client: Client) -> None:
     http, built = client()
     click = {"request_id": "r-1", "user_id": 17, "item_id": 8, "action": "click"}

@@ -57,6 +57,13 @@ def tried(tmp_path: Path) -> Iterator[Tried]:
     built.close()
 
 
+def test_a_refusal_shows_no_control_characters_of_a_request_id(tried: Tried) -> None:
+    tried.ask(request_id="r\n2026 ERROR forged\x1b[2J")
+    with pytest.raises(VersionRefusedError) as refused:
+        tried.warm_up(overflowing())
+    assert "forged" in str(refused.value) and str(refused.value).isprintable()
+
+
 def good() -> Version:
     return build_version("1-2", SCHEMA, MODEL, 1, {})
 
