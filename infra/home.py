@@ -14,13 +14,21 @@ from pathlib import Path
 from typing import IO, Any
 
 from roostream.errors import SetupError
+from roostream.runtime.store_identity import (
+    IDENTITY_NAME,
+    IdentifiedStore,
+    init_store,
+    open_checkpoint_store,
+)
 
 FORMAT = 1
 FOLDERS = ("conf", "logs", "run", "store", "tmp")
+_STORE_FOLDERS = ("manifests", "incarnations", "schemas")
+"""Each store that was ever used has one of these."""
 
 
 class Home:
-    """Paths of a home folder. `make` creates the sub-folders."""
+    """Paths of a home folder. `make` creates the sub-folders, `open_store` the checkpoint store."""
 
     def __init__(self, root: Path) -> None:
         self.root = root.expanduser().resolve()
@@ -32,14 +40,36 @@ class Home:
         return self.logs / f"{name}.log"
 
     def make(self) -> None:
-        """Create the folders. Raises SetupError if that fails."""
+        """Create the folders except `store`. Raises SetupError if that fails."""
         try:
-            for folder in (self.conf, self.logs, self.run, self.store, self.tmp):
+            for folder in (self.conf, self.logs, self.run, self.tmp):
                 folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise SetupError(
                 f"home {self.root} can't be created: {error.strerror}; choose another --home"
             ) from None
+
+    def open_store(self) -> IdentifiedStore:
+        """Open the checkpoint store, and create it at the first use of this home.
+
+        Raises:
+            SetupError: the home has rows of shards but no store, for example because the store's volume is
+                not mounted. Nothing was created.
+            UnavailableError: the store cannot be read or written.
+        """
+        is_used = any((self.store / folder).is_dir() for folder in _STORE_FOLDERS)
+        if (
+            not is_used
+            and not (self.store / IDENTITY_NAME).exists()
+            and any(self.root.glob("shard-*/segments"))
+        ):
+            raise SetupError(
+                f"expected the checkpoint store of the rows in {self.root} in {self.store}, got an empty or "
+                "missing folder; mount its volume or put it back from a backup, or start over with "
+                "`roostream reset`"
+            )
+        init_store(self.store)
+        return open_checkpoint_store(self.store)
 
     def lock(self) -> None:
         """Lock this home for one supervisor until `unlock` or the end of the process.

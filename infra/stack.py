@@ -79,7 +79,8 @@ class Stack:
         program.
 
         Raises:
-            SetupError: a requirement on the machine is not met, or the home is in use.
+            SetupError: a requirement on the machine is not met, the home is in use, or it has rows without
+                their checkpoint store.
         """
         require_python()
         require_disk(self.home.root)
@@ -89,6 +90,7 @@ class Stack:
         self.home.make()
         self.home.lock()
         try:
+            self.home.open_store().verify()
             if left := self.home.end_leftovers():
                 log.warning(
                     "stopped %d processes that an earlier stack had left in %s", len(left), self.home.root

@@ -41,11 +41,11 @@ from joiner.keyed_join import KeyedJoin
 from joiner.outputs import OUTPUTS, Output
 from joiner.state import GONE, VERSION, Engagement, Impression
 from roostream.errors import RoostreamError
-from roostream.runtime.checkpoint_store import open_store
 from roostream.runtime.flink_rest import JOB_NAME, output_counter
 from roostream.runtime.kafka.clients import wait_for_topics
 from roostream.runtime.kafka.topics import EVENTS, name_of
 from roostream.runtime.program import tune_garbage_collector
+from roostream.runtime.store_identity import open_checkpoint_store
 from roostream.schema.limits import MAX_MESSAGE_BYTES
 from roostream.schema.registry import open_registry, register
 from roostream.schema.schema_file import load_schema
@@ -72,7 +72,10 @@ class JoinFunction(KeyedProcessFunction):  # type: ignore[misc]
 
     def open(self, runtime_context: RuntimeContext) -> None:
         tune_garbage_collector()
-        schema, registry = load_schema(self.config.schema), open_registry(open_store(self.config.store))
+        schema, registry = (
+            load_schema(self.config.schema),
+            open_registry(open_checkpoint_store(self.config.store)),
+        )
         self.decoder = EventDecoder(registry, schema.limits)
         # In thread mode only pickled bytes come back as bytes. The values are our own versioned encoding.
         descriptor = MapStateDescriptor("entries", Types.STRING(), Types.PICKLED_BYTE_ARRAY())
@@ -264,7 +267,7 @@ def application_main() -> None:
     """
     try:
         config = application_config(sys.argv[1:])
-        register(open_store(config.store), load_schema(config.schema))
+        register(open_checkpoint_store(config.store), load_schema(config.schema))
         wait_for_topics(config.broker, config.prefix, (*EVENTS, *OUTPUTS), config.partitions)
         job = build(config)
     except RoostreamError as error:

@@ -9,7 +9,9 @@ from joiner.config import JoinerConfig
 from joiner.flink_client import run_flink
 from joiner.metrics import JoinerMetrics
 from joiner.outputs import OUTPUTS
+from roostream.errors import UnavailableError
 from roostream.runtime import metrics_server, program
+from roostream.runtime.backoff import Backoff
 from roostream.runtime.checkpoint_store import open_store
 from roostream.runtime.clock import SystemClock
 from roostream.runtime.health import Health
@@ -17,6 +19,7 @@ from roostream.runtime.kafka.clients import wait_for_topics
 from roostream.runtime.kafka.kafka_consumer import ConsumerOptions, KafkaConsumer
 from roostream.runtime.kafka.topics import EVENTS
 from roostream.runtime.program import Stop
+from roostream.runtime.store_identity import open_checkpoint_store
 from roostream.schema.registry import open_registry, register
 from roostream.schema.schema import Schema
 from roostream.schema.schema_file import load_schema
@@ -30,9 +33,11 @@ def run(config: JoinerConfig) -> int:
 
 def _run(config: JoinerConfig, stop: Stop) -> None:
     config.require("bootstrap", "schema", "store", "home" if config.engine == "local" else "flink")
-    schema = register(open_store(config.store), load_schema(config.schema))
+    schema, store = load_schema(config.schema), open_checkpoint_store(config.store)
     health = Health(config.stalled_after_ms / 1000)
     metrics_server.serve(config, health)
+    with health.waiting("the checkpoint store"):
+        Backoff(what="the checkpoint store").until(lambda: register(store, schema), (UnavailableError,), stop)
     metrics = JoinerMetrics(REGISTRY)
     if config.engine == "local":
         run_local(config, schema, metrics, health, stop)
@@ -48,7 +53,7 @@ def run_local(
     from joiner.local_runner import KafkaSink, LocalRunner, SnapshotStore
 
     wait_for_topics(config.broker, config.prefix, (*EVENTS, *OUTPUTS), config.partitions, stop)
-    engine = LocalEngine(config, schema, open_registry(open_store(config.store)))
+    engine = LocalEngine(config, schema, open_registry(open_checkpoint_store(config.store)))
     options = ConsumerOptions(
         partitions=engine.partitions, prefix=config.prefix, skip_lost_records=config.skip_lost
     )

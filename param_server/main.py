@@ -32,7 +32,6 @@ from param_server.server import Shard, ShardRpcHandler
 from param_server.table import shapes_of
 from roostream.runtime import metrics_server, program
 from roostream.runtime.address import parse_address
-from roostream.runtime.checkpoint_store import open_store
 from roostream.runtime.clock import SystemClock
 from roostream.runtime.controller_agent import Command, ControllerAgent, check_command_schema
 from roostream.runtime.health import Health
@@ -44,6 +43,7 @@ from roostream.runtime.rpc.client import SocketTransport
 from roostream.runtime.rpc.security import LinkCredentials
 from roostream.runtime.rpc.server import RpcServer
 from roostream.runtime.rpc.transport import Handler, Header
+from roostream.runtime.store_identity import open_checkpoint_store
 from roostream.runtime.thread_group import StopBudget, ThreadGroup
 from roostream.schema.schema_file import load_schema
 
@@ -157,7 +157,7 @@ def build_shard(config: ShardConfig, segment_store: KeyValueStore) -> Shard:
         keep=config.keep_commits,
     )
     eviction = functools.partial(ExpiryPolicy, max_share=config.max_expired_share)
-    return Shard(identity, segments, open_store(config.store), SystemClock(), eviction=eviction)
+    return Shard(identity, segments, open_checkpoint_store(config.store), SystemClock(), eviction=eviction)
 
 
 def _listen(

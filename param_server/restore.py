@@ -23,7 +23,7 @@ from param_server.row_block import RowBlock
 from param_server.segment_parts import Segment
 from param_server.segments import EMPTY_COMMIT, Commit, Segments, commit_of
 from param_server.table import FrozenRows, StackTable
-from roostream.errors import SchemaError, UnavailableError
+from roostream.errors import CheckpointError, ConfigError, SchemaError, UnavailableError
 from roostream.runtime import manifest as manifests
 from roostream.runtime.bucket_map import BucketMap
 from roostream.runtime.checkpoint_store import CheckpointStore
@@ -77,6 +77,74 @@ def restore_target(identity: ShardIdentity, store: CheckpointStore, name: str) -
         seed=identity.seed,
     )
     return RestoreTarget(commit_of(manifest, identity.index), manifest.rows_end, manifest.owners)
+
+
+def check_home(
+    segments: Segments, store: CheckpointStore, store_id: str, target: Commit, index: int, incarnation: int
+) -> None:
+    """Check that `store`, whose identity is `store_id`, may decide about the rows in this shard's home.
+    `target`: this shard's part of the manifest that is restored in `incarnation`.
+
+    A home from before stores had identities remembers none. It accepts a store with a commit that names its
+    segments, and a home without commits accepts any store. Nothing is checked if neither the home nor the
+    caller knows an identity (`store_id` = "").
+
+    Raises:
+        ConfigError: the rows belong to another store, to a newer copy of it, or the store has lost them.
+            Nothing was changed.
+    """
+    remembered = segments.remembered_store()
+    if not store_id and not remembered:
+        return
+    change = f"nothing in the home of shard {index} was changed"
+    if remembered and remembered != store_id:
+        raise ConfigError(
+            f"the rows of shard {index} belong to the checkpoint store {remembered}, but the setting `store` "
+            f"leads to store {store_id}; {change}: set `store` to the first one, or "
+            "give every shard an empty home to start over"
+        )
+    try:
+        history = segments.history()
+    except CheckpointError as error:  # then the checksums of the segments must suffice
+        log.warning("%s", error)
+        history = [EMPTY_COMMIT]
+    if not history:
+        return
+    newest, of_store = history[-1], f"store {store_id}"
+    if not target.seq:
+        raise ConfigError(
+            f"shard {index} has committed rows up to commit {newest.seq}, but {of_store} has no commit; "
+            f"{change}: bring the store's manifests back, set `store` to the store of these rows, or give "
+            "every shard an empty home to start over"
+        )
+    if incarnation <= newest.incarnation:
+        raise ConfigError(
+            f"shard {index} has committed in incarnation {newest.incarnation}, but {of_store} is only at "
+            f"incarnation {incarnation}, so it is an older copy; {change}: bring the newest copy back, or "
+            f"continue from the older one with `roostream checkpoint rollback {target.seq} --incarnation "
+            f"{newest.incarnation}`"
+        )
+    held = {(segment.name, segment.checksum) for commit in history for segment in commit.segments}
+    if held and not remembered and not _is_named(held, store, target, index):
+        raise ConfigError(
+            f"shard {index} has committed rows up to commit {newest.seq}, but no commit of {of_store} names "
+            f"them; {change}: set `store` to the store of these rows, or give every shard an empty home to "
+            "start over"
+        )
+
+
+def _is_named(held: set[tuple[str, str]], store: CheckpointStore, target: Commit, index: int) -> bool:
+    """Whether a commit names one of these segments: (name, checksum)."""
+    if any((segment.name, segment.checksum) in held for segment in target.segments):
+        return True
+    for number in reversed(manifests.numbers(store)):
+        try:
+            commit = commit_of(manifests.load(store, manifests.manifest_name(number)).manifest, index)
+        except CheckpointError:
+            continue
+        if any((segment.name, segment.checksum) in held for segment in commit.segments):
+            return True
+    return False
 
 
 def manifest_numbers(store: CheckpointStore) -> set[int] | None:

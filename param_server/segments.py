@@ -3,7 +3,8 @@ the state.
 
 A segment is named `<seq>-<incarnation>`. A commit's state is its list of segments, oldest first: the newest
 entry of a key counts. `history`, beside the segments (param_server/segment_parts.py), lists the newest
-commits of this shard: [[seq, incarnation, [segment…]]…].
+commits of this shard: [[seq, incarnation, [segment…]]…]. `store`, also beside them, is the identity of the
+checkpoint store whose manifests name the segments (roostream/runtime/store_identity.py).
 
 **Lists do not grow for ever, and no commit writes everything.** When a list is long, each commit also writes
 some buckets *completely*: every row of them, from memory. Older blocks of these buckets are obsolete, and a
@@ -36,7 +37,7 @@ log = logging.getLogger("roostream.segments")
 
 KEEP_COMMITS = KEEP_MANIFESTS  # a manifest is useless without its segments
 FEW_SEGMENTS, MANY_SEGMENTS = 8, 64
-_HISTORY = b"history"
+_HISTORY, STORE_KEY = b"history", b"store"
 _NAMED = 8
 _NONE: frozenset[int] = frozenset()
 
@@ -79,6 +80,7 @@ class Segments:
 
     `shapes`: stack → (width, state width). `buckets`: the shard's buckets, None = all. `accepted`: names of
     parts whose rows may be lost (`<segment>`, `<segment>/<stack>`, `<segment>/<stack>/<bucket>`).
+    `store_id`: the checkpoint store of the commits, remembered with the next segment; "" = not known.
 
     Every method raises UnavailableError if the store cannot be read or written now.
     """
@@ -92,10 +94,11 @@ class Segments:
         buckets: Iterable[int] | None = None,
         accepted: Iterable[str] = (),
         keep: int = KEEP_COMMITS,
+        store_id: str = "",
     ) -> None:
         self.store, self.shapes, self.num_buckets = store, dict(shapes), num_buckets
         self.buckets = tuple(range(num_buckets) if buckets is None else buckets)
-        self.accepted, self.keep = frozenset(accepted), keep
+        self.accepted, self.keep, self.store_id = frozenset(accepted), keep, store_id
         self.damaged: dict[str, SegmentDamage] = {}  # damaged parts of the last commit's state
         self.num_damaged = 0  # damaged parts found since the start
         self.lost: set[str] = set()  # accepted parts that the last restore skipped
@@ -165,6 +168,8 @@ class Segments:
     ) -> tuple[Segment, ...]:
         """As `write_changes`; writes a segment even if there are no changes."""
         try:
+            if self.store_id and self.remembered_store() != self.store_id:
+                self.store.write([(STORE_KEY, self.store_id.encode())])
             state = (*base, self._parts.write(name, parts, complete, policy_states or {}))
             return tuple(
                 s for s, live in zip(state, self._live(state), strict=True) if live or s.name == name
@@ -249,6 +254,16 @@ class Segments:
             except CheckpointError as error:
                 self._accept(f"{segments[-1].name}/{stack}/residency", SegmentDamage(_NONE, 0), error)
         return states
+
+    def remembered_store(self) -> str:
+        """Identity of the checkpoint store that the segments belong to; "" if none was written since stores
+        have identities."""
+        return (self.store.get(STORE_KEY) or b"").decode("ascii", "replace")
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was ever written here."""
+        return not self.remembered_store() and not self._parts.names() and self.store.get(_HISTORY) is None
 
     def history(self) -> list[Commit]:
         """Oldest first."""

@@ -36,6 +36,7 @@ from param_server.outbox import BucketScan, Delta, PlannedDelta, PublishRound, R
 from param_server.restore import (
     FrozenCommit,
     RestoreTarget,
+    check_home,
     manifest_numbers,
     reload,
     restore_target,
@@ -63,6 +64,7 @@ from roostream.errors import (
 from roostream.runtime.checkpoint_store import CheckpointStore
 from roostream.runtime.clock import Clock
 from roostream.runtime.rpc.transport import Header
+from roostream.runtime.store_identity import check_same_store, ensure_identity
 from roostream.schema.ids import buckets_of
 
 log = logging.getLogger("roostream.shard")
@@ -342,7 +344,8 @@ class Shard:
         """
         kind, incarnation = command.get("kind"), int(command.get("incarnation", 0))
         if kind == "restore":
-            return self.restore(incarnation, str(command.get("manifest", "")))
+            name, store_id = str(command.get("manifest", "")), str(command.get("store", ""))
+            return self.restore(incarnation, name, store_id)
         if incarnation != self.incarnation:
             raise FencedError(
                 f"{kind}: expected incarnation {self.incarnation}, got {incarnation}: the older one has ended"
@@ -498,12 +501,12 @@ class Shard:
             )
         return self._frozen
 
-    def restore(self, incarnation: int, name: str) -> dict[str, Any]:
+    def restore(self, incarnation: int, name: str, store_id: str = "") -> dict[str, Any]:
         """Go to manifest `name` ("" = the beginning) in `incarnation`. Older incarnations are fenced from now
-        on, also if it fails.
+        on, also if it fails. `store_id`: identity of the controller's checkpoint store; "" = not stated.
 
         **If it fails** (CheckpointError, UnavailableError, ConfigError): calls raise UnavailableError until a
-        restore in a later incarnation, of this manifest or another, has succeeded.
+        restore in a later incarnation, of this manifest or another, has succeeded. The home is unchanged.
         """
         with self._lock:
             if incarnation < self.incarnation or (incarnation == self.incarnation and self.ready):
@@ -513,7 +516,12 @@ class Shard:
                 )
             self.incarnation, self.ready = incarnation, False
             self.barrier.abort(f"incarnation {incarnation} has begun")
+        if store_id:
+            check_same_store(self.store, store_id)
+        elif self.segments.remembered_store():
+            store_id = ensure_identity(self.store)
         target = restore_target(self.identity, self.store, name)
+        check_home(self.segments, self.store, store_id, target.commit, self.identity.index, incarnation)
         states = [self.committed.segments, self._frozen.segments if self._frozen else None]
         consistent, self._consistent = self._consistent, False
         self.segments.lost.clear()
@@ -527,10 +535,17 @@ class Shard:
             else:
                 reload(self.tables, self.segments, target.commit.segments, self._advance)
         except CheckpointError as error:
-            raise CheckpointError(
-                f"{error}; {self.segments.explain_damage(target.commit.segments)}"
-            ) from None
-        self.segments.note_restored(target.commit, manifest_numbers(self.store))
+            text = f"{error}; {self.segments.explain_damage(target.commit.segments)}"
+            if self.segments.is_empty:  # an older manifest would lose the rows of all shards since
+                raise UnavailableError(
+                    f"the home of shard {self.identity.index} is empty, but {name} names rows in it: mount "
+                    f"its volume and restart the shard ({text})"
+                ) from None
+            raise CheckpointError(text) from None
+        # A home that remembers no store may hold what an older version committed in another one.
+        is_known = bool(name) or not store_id or bool(self.segments.remembered_store())
+        self.segments.note_restored(target.commit, manifest_numbers(self.store) if is_known else None)
+        self.segments.store_id = store_id
         with self._lock:
             self._finish_restore(target)
         log.info(

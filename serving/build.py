@@ -19,10 +19,11 @@ from prometheus_client import REGISTRY, CollectorRegistry
 from roostream.errors import ConfigError, SetupError, UnavailableError, nearest
 from roostream.models.build import load_model_config
 from roostream.runtime import manifest as manifests
-from roostream.runtime.checkpoint_store import CheckpointStore, open_store
+from roostream.runtime.checkpoint_store import CheckpointStore
 from roostream.runtime.clock import Clock, SystemClock
 from roostream.runtime.manifest import Manifest
 from roostream.runtime.metrics_collector import MetricsCollector
+from roostream.runtime.store_identity import open_checkpoint_store
 from roostream.runtime.tls import TlsContext
 from roostream.schema import registry as schema_registry
 from roostream.schema.ids import hash64
@@ -253,7 +254,7 @@ def _check_shape(config: ServingConfig, manifest: Manifest) -> None:
 
 
 def _open_store(config: ServingConfig, schema: Schema) -> CheckpointStore:
-    store = open_store(config.store)
+    store = open_checkpoint_store(config.store)
     try:
         schema_registry.register(store, schema)
     except UnavailableError as error:

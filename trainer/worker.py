@@ -32,6 +32,7 @@ from roostream.runtime.checkpoint_store import CheckpointStore
 from roostream.runtime.controller_agent import check_command_schema
 from roostream.runtime.kafka.topics import CORRECTIONS, Partition, nested
 from roostream.runtime.manifest import Manifest
+from roostream.runtime.store_identity import check_same_store
 from roostream.runtime.work_unit import TableInput
 from trainer.deployment_identity import DeploymentIdentity
 from trainer.failure_policy import FailurePolicy
@@ -242,6 +243,7 @@ class Worker:
         self.group.leave()
         self.read_bounds.clear()
         check_command_schema(command, self.loop.schema.fingerprint)
+        check_same_store(self.store, str(command.get("store", "")))
         session = TableInput.of(command.get("input"))
         if "partitions" in command:
             self.loop.assign([int(number) for number in command["partitions"]], session)

@@ -17,7 +17,6 @@ from roostream.errors import ConfigError, HeldError, UnavailableError
 from roostream.models.build import load_model_config
 from roostream.runtime import metrics_server
 from roostream.runtime.address import expand_addresses, reachable_address
-from roostream.runtime.checkpoint_store import open_store
 from roostream.runtime.clock import Clock, SystemClock
 from roostream.runtime.controller_agent import ControllerAgent
 from roostream.runtime.health import Health
@@ -29,6 +28,7 @@ from roostream.runtime.metrics_collector import MetricsCollector
 from roostream.runtime.program import Stop
 from roostream.runtime.rpc.client import SocketTransport
 from roostream.runtime.rpc.security import LinkCredentials
+from roostream.runtime.store_identity import open_checkpoint_store
 from roostream.runtime.thread_group import StopBudget
 from roostream.runtime.work_unit import TableInput
 from roostream.schema.schema import Schema
@@ -79,7 +79,7 @@ def run_until_stopped(config: WorkerConfig, stop: Stop) -> None:
         metrics_address = f"https://{metrics_address}"
 
     schema, model_config = load_schema(config.schema), load_model_config(config.model)
-    store, clock = open_store(config.store), SystemClock()
+    store, clock = open_checkpoint_store(config.store), SystemClock()
     addresses = expand_addresses(config.shards)
     identity = DeploymentIdentity.connect(config, schema, store, len(addresses), stop)
     budget = StopBudget(stop, STOP_S)

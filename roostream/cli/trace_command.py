@@ -97,13 +97,15 @@ def describe_step(trace: RequestTrace, name: str, began_ms: int) -> str:
 def row_keys_of(place: Home) -> Callable[[Record], RowKeys]:
     """A function from the record of a sample to the rows that training on it changes, by the schema that
     wrote it."""
-    from roostream.runtime.checkpoint_store import open_store
+    from roostream.runtime.store_identity import open_checkpoint_store
     from roostream.schema.registry import open_registry
     from roostream.schema.schema_file import load_schema
     from roostream.wire.decode import Decoder
     from roostream.wire.lookup import build_lookup
 
-    decoder = Decoder(load_schema(place.running_stack()["schema"]), open_registry(open_store(place.store)))
+    decoder = Decoder(
+        load_schema(place.running_stack()["schema"]), open_registry(open_checkpoint_store(place.store))
+    )
 
     def row_keys(record: Record) -> RowKeys:
         batch, _ = decoder.decode([record])

@@ -31,7 +31,10 @@ def register(store: Store, schema: Schema | str) -> Schema:
     """
     if isinstance(schema, str):
         schema = _parse(schema, "schema")
-    store.create(_name(schema.fingerprint), to_toml(schema).encode())
+    try:
+        store.get(_name(schema.fingerprint))
+    except CheckpointError:  # only then, so that a program that may only read can start
+        store.create(_name(schema.fingerprint), to_toml(schema).encode())
     return schema
 
 

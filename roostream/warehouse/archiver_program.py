@@ -17,7 +17,6 @@ from prometheus_client import REGISTRY
 from roostream.errors import UnavailableError
 from roostream.runtime import metrics_server, program
 from roostream.runtime.backoff import Backoff
-from roostream.runtime.checkpoint_store import open_store
 from roostream.runtime.clock import Clock, SystemClock
 from roostream.runtime.health import Health
 from roostream.runtime.kafka import clients
@@ -118,7 +117,7 @@ def archive(config: ArchiverConfig, stop: Stop) -> None:
         track_end_offsets=True,
     )
     reader = KafkaConsumer.open(config.broker, "archiver", reading)
-    store = open_store(config.store)
+    store = open_checkpoint_store(config.store)
     archiver = Archiver(
         Warehouse(config.warehouse),
         reader,

@@ -21,6 +21,7 @@ from roostream.runtime.kafka import clients
 from roostream.runtime.kafka.broker import Broker
 from roostream.runtime.kafka.topic_admin import TopicAdmin
 from roostream.runtime.kafka.topics import DEFAULT_PARTITIONS, TopicSettings
+from roostream.runtime.store_identity import init_store
 from roostream.schema.registry import to_toml
 from tests.joiner import generated
 from tests.joiner.cases import SCHEMA
@@ -59,6 +60,7 @@ def start_local(stack: Any, home: Path) -> subprocess.Popen[bytes]:
     """Start `roostream joiner` with the local engine."""
     lines = [f"{k} = {str(v).lower() if isinstance(v, bool) else v!r}" for k, v in SETTINGS.items()]
     config = home / "local.toml"
+    init_store(home / "store")
     paths = {
         "bootstrap": stack.endpoints.kafka,
         "prefix": LOCAL,

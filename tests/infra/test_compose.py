@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from tomllib import loads as load_toml
 from typing import Any
 
 import jsonschema
@@ -31,6 +32,16 @@ OURS = {name: service for name, service in COMPOSE["services"].items() if progra
 
 def test_the_compose_file_fits_its_schema() -> None:
     jsonschema.Draft7Validator(SCHEMA).validate(COMPOSE)
+
+
+def test_the_checkpoint_store_is_created_before_any_program_starts() -> None:
+    (creating,) = (
+        s for s in COMPOSE["services"].values() if s.get("command", [])[:2] == ["checkpoint", "init"]
+    )
+    stores = {load_toml(COMPOSE["configs"][name]["content"]).get("store") for name in ("controller", "shard")}
+    assert stores == {creating["command"][-1]}
+    for name, service in OURS.items():
+        assert service["depends_on"]["store"] == {"condition": "service_completed_successfully"}, name
 
 
 def test_compose_runs_all_programs_of_the_loop() -> None:

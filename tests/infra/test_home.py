@@ -80,3 +80,33 @@ def test_a_running_home_is_not_deleted(home: Home) -> None:
     assert background_stack.delete(home.root) == 0
     assert not home.root.exists()
     assert background_stack.delete(home.root) == 0
+
+
+def with_rows(home: Home) -> Path:
+    """Rows of a shard in the home; returns their folder."""
+    rows = home.root / "shard-0" / "segments"
+    rows.mkdir(parents=True)
+    return rows
+
+
+def test_the_first_use_of_a_home_creates_its_store(home: Home) -> None:
+    assert not home.store.exists()
+    identity = home.open_store().verify()
+    with_rows(home)
+    assert home.open_store().verify() == identity
+
+
+@pytest.mark.parametrize("has_mount_point", [True, False])
+def test_a_home_with_rows_does_not_get_a_new_store(home: Home, has_mount_point: bool) -> None:
+    with_rows(home)
+    if has_mount_point:
+        home.store.mkdir()
+    with pytest.raises(SetupError, match="mount its volume"):
+        home.open_store()
+    assert not home.store.exists() or not any(home.store.iterdir())
+
+
+def test_the_store_of_a_home_of_an_older_version_gets_an_identity(home: Home) -> None:
+    with_rows(home)
+    (home.store / "schemas").mkdir(parents=True)
+    assert len(home.open_store().verify()) == 32

@@ -143,13 +143,27 @@ def test_autoscaled_workloads_set_no_replicas(objects: Objects) -> None:
 
 def test_every_program_has_a_workload(objects: Objects, request: pytest.FixtureRequest) -> None:
     """Simulated users exist on one node only."""
-    started = {c["args"][0] for w in workloads(objects) for c in w.containers if "args" in c}
+    started = {c["args"][0] for w in workloads(objects) for c in w.pod["containers"] if "args" in c}
     optional = {"simulate"}
     assert (
         {kind.name for kind in PROGRAM_SPECS} - optional <= started <= {kind.name for kind in PROGRAM_SPECS}
     )
     wanted = {"simulate"} if request.node.callspec.params["objects"] == "dev" else set()
     assert started & optional == wanted
+
+
+def test_the_controller_s_pod_creates_the_checkpoint_store_first(objects: Objects) -> None:
+    """With the image, the access and the volume of the program itself."""
+    pod = named(objects, "Deployment", "roostream-controller")["spec"]["template"]["spec"]
+    program = pod["containers"][0]
+    (creating,) = (c for c in pod["initContainers"] if c["name"] == "store")
+    assert creating["args"] == ["checkpoint", "init", "--store", "$(STORE)"]
+    assert creating["image"] == program["image"]
+    settings = {source["configMapRef"]["name"] for source in program["envFrom"] if "configMapRef" in source}
+    assert creating["env"][0]["valueFrom"]["configMapKeyRef"]["name"] in settings
+    assert [s for s in creating["envFrom"] if s not in program["envFrom"]] == []
+    mounts = [m for m in program["volumeMounts"] if m["name"] == "store"]
+    assert [m for m in creating["volumeMounts"] if m["name"] == "store"] == mounts
 
 
 def test_every_metrics_service_has_one_monitor(

@@ -19,6 +19,7 @@ import pytest
 from infra.ports import Ports
 from infra.program_specs import find_spec
 from roostream.runtime.rpc.security import LinkCredentials
+from roostream.runtime.store_identity import init_store
 from roostream.schema.settings import check_environment, load
 from tests.certificates import Authority
 from tests.k8s.manifests import OVERLAYS, Workload, built, own_folder, workloads
@@ -168,6 +169,7 @@ class Running:
         workload, self.container = _find(program, overlay)
         self.kubelet = kubelet = Kubelet(built(overlay), folder / "root", Anything(folder / "keys"), instead)
         self.started: Started = kubelet.start(workload, self.container)
+        init_store(kubelet.here("/var/lib/roostream/store"))  # as the controller's pod does
         self.address = f"127.0.0.1:{listen}"
         self.log = folder / "log"
         with self.log.open("wb") as log:

@@ -136,6 +136,7 @@ class ShardLife(RuleBasedStateMachine):
             self.is_written = True
         except UnavailableError:
             assert fail_at
+            self.is_written = False  # what an earlier write of the same commit stored is deleted
         self.blobs.fail_at(0)
 
     @precondition(lambda self: self.is_written and not self.linked)

@@ -25,6 +25,7 @@ from roostream.runtime.program import AWAY_CODE, REFUSED_CODE
 from roostream.runtime.rpc.client import SocketTransport
 from roostream.runtime.rpc.server import RpcServer
 from roostream.runtime.rpc.transport import Header
+from roostream.runtime.store_identity import init_store
 from tests.param_server.shard_support import (
     ITEM,
     TOPIC,
@@ -99,6 +100,7 @@ class Shard:
     def __init__(self, directory: Path, lead: Lead) -> None:
         self.directory, self.lead = directory, lead
         (directory / "schema.toml").write_text(SCHEMA)
+        init_store(directory / "store")
         self.log = directory / "log"
         self.process: subprocess.Popen[bytes] | None = None
 

@@ -18,6 +18,7 @@ import pytest
 from serving_cases import BODY, SCHEMA
 
 from roostream.errors import ConfigError, SetupError
+from roostream.runtime.store_identity import init_store
 from roostream.schema.registry import to_toml
 from roostream.schema.settings import load
 from roostream.wire import records as wire
@@ -39,6 +40,7 @@ sys.exit(code)
 
 def write_config(home: Path, /, **changes: object) -> Path:
     (home / "schema.toml").write_text(to_toml(SCHEMA))
+    init_store(home / "store")
     own: dict[str, object] = {
         "listen": "127.0.0.1:0",
         "schema": str(home / "schema.toml"),

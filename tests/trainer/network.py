@@ -49,11 +49,21 @@ class SlowShard(NamedTuple):
     begins_late: bool = False  # it does late what it is asked; else it does it at once, and answers late
 
 
+class StoreFault(NamedTuple):
+    """What becomes of the store, for one program or for all."""
+
+    kind: str  # "unmounted" (an empty folder is in its place), "read-only" or "unavailable"
+    first: int  # round
+    rounds: int
+    who: str = ""  # "" = everyone
+
+
 class Lasting(NamedTuple):
     """Faults that last."""
 
     links: tuple[DeadLink, ...] = ()
     slow: tuple[SlowShard, ...] = ()
+    store: tuple[StoreFault, ...] = ()
 
 
 class Network:
@@ -81,6 +91,14 @@ class Network:
         except TransportError:
             return False
         return True
+
+    def store_fault(self, who: str) -> str:
+        """What is wrong with the store of `who` now; "" = nothing."""
+        for fault in self.lasting.store:
+            if fault.who in ("", who) and 0 <= self.round - fault.first < fault.rounds:
+                self.struck[f"store {fault.kind}"] += 1
+                return fault.kind
+        return ""
 
     def late(self, shard: str) -> SlowShard | None:
         """How it is slow now."""
@@ -132,36 +150,39 @@ class ShakyStore(MemoryStore):
 
 
 class StoreLink:
-    """The store as one program reaches it."""
+    """The store as one program reaches it. `mount_point` is what is there while the store is not mounted."""
 
-    def __init__(self, store: MemoryStore, who: str, network: Network) -> None:
-        self.store, self.who, self.network = store, who, network
+    def __init__(self, store: MemoryStore, mount_point: MemoryStore, who: str, network: Network) -> None:
+        self.mounted, self.mount_point, self.who, self.network = store, mount_point, who, network
 
     def create(self, name: str, data: bytes) -> bool:
-        return self._reached(lambda: self.store.create(name, data))
+        return self._reached(lambda store: store.create(name, data), writes=True)
 
     def put(self, name: str, data: bytes) -> None:
-        self._reached(lambda: self.store.put(name, data))
+        self._reached(lambda store: store.put(name, data), writes=True)
 
     def get(self, name: str) -> bytes:
-        return self._reached(lambda: self.store.get(name))
+        return self._reached(lambda store: store.get(name))
 
     def get_range(self, name: str, start: int, size: int) -> bytes:
-        return self._reached(lambda: self.store.get_range(name, start, size))
+        return self._reached(lambda store: store.get_range(name, start, size))
 
     def list(self, prefix: str) -> list[str]:
-        return self._reached(lambda: self.store.list(prefix))
+        return self._reached(lambda store: store.list(prefix))
 
     def delete(self, name: str) -> None:
-        self._reached(lambda: self.store.delete(name))
+        self._reached(lambda store: store.delete(name), writes=True)
 
     def sweep(self) -> None:
-        self._reached(self.store.sweep)
+        self._reached(lambda store: store.sweep(), writes=True)
 
-    def _reached(self, do: Callable[[], T]) -> T:
+    def _reached(self, do: Callable[[MemoryStore], T], *, writes: bool = False) -> T:
+        fault = self.network.store_fault(self.who)
+        if fault == "unavailable" or (fault == "read-only" and writes):
+            raise UnavailableError(f"the store is {fault}")
         try:
             self.network.reach(self.who, STORE)
-            done = do()
+            done = do(self.mount_point if fault == "unmounted" else self.mounted)
             self.network.reach(self.who, STORE, is_answer=True)
         except TransportError:
             raise UnavailableError("the store is away") from None

@@ -7,7 +7,7 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from tests.trainer.network import CONTROLLER, STORE, DeadLink, Lasting, SlowShard
+from tests.trainer.network import CONTROLLER, STORE, DeadLink, Lasting, SlowShard, StoreFault
 from tests.trainer.simulator import Kill, Simulation, Twin
 
 SHARDS = ("shard 0", "shard 1")
@@ -98,6 +98,26 @@ def lasting_of(seed: int, workers: int) -> Lasting:
         )
     ]
     return Lasting(tuple(dead), tuple(slow) if not number or draw.random() < 0.5 else ())
+
+
+STORE_FAULTS = ("unmounted", "read-only", "unavailable")
+
+
+def with_store_faults(lasting: Lasting, seed: int, workers: int) -> Lasting:
+    """Add one or two faults of the store, of one program or of all."""
+    draw = random.Random(f"store {seed}")
+    programs = ["", "", CONTROLLER, *SHARDS, *(f"worker {i}" for i in range(workers))]
+    faults = [
+        StoreFault(draw.choice(STORE_FAULTS), draw.randint(1, 30), draw.randint(2, 30), draw.choice(programs))
+        for _ in range(draw.randint(1, 2))
+    ]
+    return lasting._replace(store=tuple(faults))
+
+
+def drawn_with_store_faults(seed: int, workers: int) -> dict[str, Any]:
+    """`drawn`, where the store is unmounted, read-only or unavailable for a while."""
+    options = drawn(seed, workers)
+    return {**options, "lasting": with_store_faults(options.get("lasting", Lasting()), seed, workers)}
 
 
 def lasting(seed: int, workers: int) -> dict[str, Any]:

@@ -32,6 +32,7 @@ from roostream.runtime.controller_agent import ControllerAgent
 from roostream.runtime.kafka.kafka_consumer import ConsumerOptions
 from roostream.runtime.kafka.topics import Partition
 from roostream.runtime.manifest import Manifest
+from roostream.runtime.store_identity import IdentifiedStore
 from roostream.runtime.work_unit import TableInput, WorkUnit
 from roostream.wire.decode import Decoder
 from roostream.wire.records import Record
@@ -40,6 +41,7 @@ from tests.trainer import samples
 from tests.trainer.actors import Hall, HallTeam, Killed
 from tests.trainer.fake_shard import FakeRows, FakeShard
 from tests.trainer.loops import PARTITIONS, MemoryOutputs
+from tests.trainer.memory_store import MemoryStore
 from tests.trainer.network import (
     CONTROLLER,
     BeatWire,
@@ -142,6 +144,8 @@ class Simulation:
         )
         self.clock, self.store = EvenClock(), ShakyStore(self.disorder)
         self.store.objects |= site.objects
+        self.mount_point = MemoryStore()
+        self.mount_point.objects.clear()
         self.disks: list[Any] = list(site.disks) or [
             MemoryKeyValueStore() if real_shards else {} for _ in range(num_shards)
         ]
@@ -229,8 +233,8 @@ class Simulation:
 
         return BeatWire(self, who, lambda: self.controller, overtake)
 
-    def _store(self, who: str) -> StoreLink:
-        return StoreLink(self.store, who, self.network)
+    def _store(self, who: str) -> IdentifiedStore:
+        return IdentifiedStore(StoreLink(self.store, self.mount_point, who, self.network), "the store")
 
     def kill(self, who: str) -> None:
         self.killed.append(who)
@@ -343,6 +347,7 @@ class Simulation:
         for _ in range(max_rounds):
             self.round()
             assert not self.defects, self.defects
+            assert not self.mount_point.objects, "something was written where the store is mounted"
             if self.is_done():
                 return self
         raise AssertionError(

@@ -24,6 +24,7 @@ from roostream.runtime.clock import Clock, MonotonicToWallTime
 from roostream.runtime.kafka.topics import SAMPLES, Progress
 from roostream.runtime.manifest import Manifest
 from roostream.runtime.rpc.transport import Header
+from roostream.runtime.store_identity import ensure_identity
 from roostream.runtime.work_unit import TableInput, WorkUnit
 from trainer.control.coordinator import Coordinator
 from trainer.control.holds import DeviceTime, device_use, ratios
@@ -113,6 +114,7 @@ class Controller:
         self._effects: deque[Effect] = deque()
         self._outage = Backoff(what="the checkpoint store", clock=clock)
         self.outage = ""  # why the next effect is waiting for the store
+        self._store_id = ""  # identity of the store of the first claim
         self._fence_checked_s = 0.0
         self._device_time_saved_s = clock.monotonic_s()
         self._leave_by_s: float | None = None  # deadline of its own preemption
@@ -404,11 +406,20 @@ class Controller:
                     )
 
     def _claim(self, effect: Claim) -> None:
+        store_id = ensure_identity(self.store)
+        if self._store_id not in ("", store_id):
+            raise UnavailableError(
+                f"expected the checkpoint store {self._store_id}, got store {store_id}; bring the earlier "
+                "one back, or restart all programs with the right setting `store`"
+            )
+        if not self._store_id and (committed := manifests.newest(self.store, effect.skipped_manifests)):
+            self.check(committed.manifest)  # before a claim could fence the controller of another deployment
+        self._store_id = store_id
         known, newest = self.coordinator.incarnation, manifests.newest_incarnation(self.store)
         if newest < known:
             raise UnavailableError(
-                f"expected incarnation {known} in the checkpoint store, got {newest}: this is another store; "
-                "bring the earlier one back"
+                f"expected incarnation {known} in the checkpoint store, got {newest}: this is an older copy "
+                "of the store; bring the newest one back"
             )
         plan = effect.plan or self._stored_plan()
         if plan.hold and not plan.hold.since_ms:
@@ -420,6 +431,7 @@ class Controller:
             self.check(last.manifest)
         with self._changed:
             if self.coordinator.state is State.CLAIMING:
+                self.coordinator.store_id = store_id
                 self.coordinator.claimed(incarnation, last, next_seq, self.clock.monotonic_s(), plan)
         self._save_device_time()
 

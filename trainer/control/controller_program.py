@@ -11,7 +11,6 @@ from prometheus_client import REGISTRY
 
 from roostream.runtime import metrics_server
 from roostream.runtime.address import parse_address
-from roostream.runtime.checkpoint_store import open_store
 from roostream.runtime.clock import Clock, SystemClock
 from roostream.runtime.health import Health
 from roostream.runtime.kafka import clients
@@ -21,6 +20,7 @@ from roostream.runtime.kafka.topics import CORRECTIONS, SAMPLES, Partition, Prog
 from roostream.runtime.metrics_collector import MetricsCollector, one_of
 from roostream.runtime.program import Stop
 from roostream.runtime.rpc.server import RpcServer
+from roostream.runtime.store_identity import open_checkpoint_store
 from roostream.runtime.thread_group import ThreadGroup
 from roostream.runtime.work_unit import WorkUnit
 from roostream.schema.schema_file import load_schema
@@ -52,7 +52,7 @@ def run_until_stopped(config: ControllerConfig, stop: Stop) -> None:
     port_of_page = metrics_server.serve(config, health, pages=pages)
     log.info("status page: %s://%s:%d/", config.scheme, config.metrics_host, port_of_page)
 
-    store, clock = open_store(config.store), SystemClock()
+    store, clock = open_checkpoint_store(config.store), SystemClock()
     identity = DeploymentIdentity.connect(config, schema, store, config.num_shards, stop)
     warehouse = WarehouseHistory(config, identity.kafka["topics"], clock) if config.warehouse else None
     controller = Controller(

@@ -203,6 +203,7 @@ class Coordinator:
         self.state = State.CLAIMING
         self.reason = "start"
         self.incarnation = 0
+        self.store_id = ""  # of the checkpoint store; members refuse to restore from another one
         self.membership, self.holds = Membership(config), Holds()
         self.phases, self.members = Phases(config, self.membership), self.membership.members
         self.last: Restorable | None = None
@@ -428,7 +429,11 @@ class Coordinator:
 
     def _restore(self, now_s: float) -> None:
         self.state, self._refused_restore = State.RESTORING, ""
-        fields = {"manifest": self.last.name if self.last else "", "schema": self.config.schema}
+        fields = {
+            "manifest": self.last.name if self.last else "",
+            "schema": self.config.schema,
+            "store": self.store_id,
+        }
         self._ask("restore", self.config.shards, now_s, **fields)
         self._ask_workers("restore", now_s, self.phases.restore_fields, **fields)
 

@@ -14,11 +14,12 @@ from roostream.cli.output import print_json, print_report
 from roostream.errors import CheckpointError, SetupError
 from roostream.runtime import manifest as manifests
 from roostream.runtime.checkpoint_store import CheckpointStore, open_store
+from roostream.runtime.store_identity import init_store, open_checkpoint_store
 
 
 @click.group()
 def checkpoint() -> None:
-    """List, verify, export, import and roll back commits.
+    """Create a checkpoint store; list, verify, export, import and roll back commits.
 
     \b
     Example:
@@ -33,13 +34,39 @@ place_options = with_options(
 
 
 def opened_store(home: Path, store: str) -> CheckpointStore:
-    """Open the given store, or that of the home. Raises SetupError: there is none."""
-    if store:
-        return open_store(store)
-    place = home.expanduser().resolve() / "store"
-    if not place.is_dir():
+    """Open the given store, or that of the home.
+
+    Raises:
+        SetupError: there is no store in the home.
+        UnavailableError: the store cannot be read, or it is empty and was never created.
+    """
+    place = store or home.expanduser().resolve() / "store"
+    if not store and not Path(place).is_dir():
         raise SetupError(f"there is no store in {home}; give another --home, or a --store")
-    return open_store(place)
+    opened = open_checkpoint_store(place)
+    opened.verify()
+    return opened
+
+
+@checkpoint.command("init")
+@click.option("--store", required=True, metavar="URL", help="checkpoint store: a directory, or its URL")
+@click.option(
+    "--identity",
+    default="",
+    metavar="ID",
+    help="only for a store whose identity was lost: the one that its shards name when they refuse it",
+)
+def init_command(store: str, identity: str) -> None:
+    """Create a checkpoint store, before the first start of a deployment. An existing one stays as it is.
+
+    Programs never create a store on their own, because an empty one may be a volume that is not mounted.
+    (`roostream up` creates the store of a new home.)
+
+    \b
+    Example:
+      roostream checkpoint init --store s3://roostream/checkpoints
+    """
+    click.echo(f"{store} is store {init_store(store, identity)}")
 
 
 def _number(store: CheckpointStore, seq: int | None) -> int:
@@ -51,7 +78,10 @@ def _number(store: CheckpointStore, seq: int | None) -> int:
         raise CheckpointError(
             f"expected one of the commits {there[0]} to {there[-1]} that are kept, got {seq}"
         )
-    return there[-1] if seq is None else seq
+    if seq is not None:
+        return seq
+    newest = manifests.newest(store)
+    return newest.manifest.seq if newest else there[-1]
 
 
 @checkpoint.command("list")
@@ -199,7 +229,7 @@ def import_command(
             f"a stack runs in {place.root}; stop it with `roostream down --home {place.root}`, or use "
             "another home"
         )
-    opened = open_store(store or place.root / "store")
+    opened = open_store(store or place.root / "store")  # created once the import is known to be complete
     if source.is_file() or source.suffix == ".safetensors":
         from roostream.cli.checkpoint.torchrec_collection import (
             import_collection,
@@ -236,8 +266,15 @@ def _only_of_collections(given: dict[str, object], instead: str) -> None:
 @checkpoint.command("rollback")
 @place_options
 @click.argument("seq", type=int)
+@click.option(
+    "--incarnation",
+    type=click.IntRange(0),
+    default=0,
+    metavar="N",
+    help="continue above incarnation N, which a shard names when the store is an older copy",
+)
 @click.option("--yes", is_flag=True, help="do not ask for confirmation")
-def rollback_command(home: Path, store: str, seq: int, yes: bool) -> None:
+def rollback_command(home: Path, store: str, seq: int, incarnation: int, yes: bool) -> None:
     """Make commit SEQ of a stopped stack the newest. The next start resumes there and trains later data
     again.
 
@@ -256,16 +293,16 @@ def rollback_command(home: Path, store: str, seq: int, yes: bool) -> None:
             f"a stack runs in {place.root}; stop it with `roostream down --home {place.root}` first"
         )
     newer = [one for one in checkpoints.list_commits(opened) if one["seq"] > seq]
-    if not newer:
+    if not newer and incarnation <= manifests.newest_incarnation(opened):
         click.echo(f"commit {seq} is already the newest")
         return
     click.echo(
-        f"these commits are newer than {seq} and will be discarded (kept in {manifests.DISCARDED}/ until "
-        "new commits follow):"
+        f"{len(newer)} commits are newer than {seq} and will be discarded (kept in {manifests.DISCARDED}/ "
+        "until new commits follow):"
     )
     for name, text in commit_rows(newer):
         click.echo(f"  {name}: {text}")
     if not yes:
         click.confirm("Discard them?", abort=True)
-    gone = manifests.discard_after(opened, seq)
+    gone = manifests.discard_after(opened, seq, above=incarnation)
     click.echo(f"commit {seq} is the newest now; {len(gone)} discarded")

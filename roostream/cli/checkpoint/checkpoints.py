@@ -23,13 +23,14 @@ import numpy as np
 from param_server.embedding_table import Keys
 from param_server.key_value_store import RocksDbStore
 from param_server.segment_parts import Segment
-from param_server.segments import Segments, commit_of
+from param_server.segments import STORE_KEY, Segments, commit_of
 from param_server.table import shapes_of
 from roostream.errors import CheckpointError, SetupError
 from roostream.runtime import manifest as manifests
 from roostream.runtime import tensor_file
 from roostream.runtime.checkpoint_store import CheckpointStore, FileStore
 from roostream.runtime.manifest import Manifest
+from roostream.runtime.store_identity import IDENTITY_NAME, create_store, init_store
 from roostream.schema.registry import open_registry, register
 from roostream.schema.schema import Schema
 from trainer.monitoring.progressive_metrics import merge_summaries
@@ -194,11 +195,12 @@ def export(store: CheckpointStore, number: int, home: Path, to: Path) -> list[st
         ) from None
     manifest = manifests.load(store, manifests.manifest_name(number)).manifest
     schema = schema_of(store, manifest)
-    written = _copy_store(store, manifest, FileStore(to / "store"))
+    store_id = init_store(to / "store")  # a copy that continues on its own is another store
+    written = [f"store/{IDENTITY_NAME}", *_copy_store(store, manifest, FileStore(to / "store"))]
     (to / "rows").mkdir()
     for index in manifest.shards:
         with shard_segments(manifest, schema, index, home) as (segments, state):
-            written += copy_segments(segments, state, to / f"shard-{index}" / "segments")
+            written += copy_segments(segments, state, to / f"shard-{index}" / "segments", store_id)
             for stack, block in live_rows(segments, state).items():
                 about = {"stack": stack, "shard": str(index), "seq": str(number), "schema": manifest.schema}
                 file = to / "rows" / f"{stack}-{index}.safetensors"
@@ -221,8 +223,9 @@ def _copy_store(store: CheckpointStore, manifest: Manifest, to: FileStore) -> li
     return [f"store/{name}" for name in (*files, *names)]
 
 
-def copy_segments(segments: Segments, state: tuple[Segment, ...], to: Path) -> list[str]:
+def copy_segments(segments: Segments, state: tuple[Segment, ...], to: Path, store_id: str) -> list[str]:
     """Copy segments byte for byte, because checksums include their keys; returns the relative path written.
+    `store_id`: the checkpoint store that the copies belong to.
 
     Raises:
         CheckpointError: a part is damaged.
@@ -233,6 +236,7 @@ def copy_segments(segments: Segments, state: tuple[Segment, ...], to: Path) -> l
         )
     copy = RocksDbStore(to).open()
     try:
+        copy.write([(STORE_KEY, store_id.encode())], sync=True)
         for segment in state:
             prefixes = [f"{kind}/{segment.name}".encode() for kind in "brd"]
             keys = [
@@ -300,10 +304,10 @@ def import_export(folder: Path, store: CheckpointStore, home: Path) -> Manifest:
     """
     source, manifest = _export_in(folder)
     expect_empty(store, home, manifest.shards)
-    schema = schema_of(source, manifest)
+    schema, store_id = schema_of(source, manifest), create_store(store)
     for index in manifest.shards:
         with shard_segments(manifest, schema, index, folder) as (segments, state):
-            copy_segments(segments, state, home / f"shard-{index}" / "segments")
+            copy_segments(segments, state, home / f"shard-{index}" / "segments", store_id)
     register(store, schema)
     for file in manifest.files.values():
         store.put(file.name, manifests.read_file(source, file))

@@ -31,6 +31,7 @@ from roostream.runtime import manifest as manifests
 from roostream.runtime.bucket_map import BucketMap, moved
 from roostream.runtime.checkpoint_store import CheckpointStore
 from roostream.runtime.manifest import Manifest, Restorable
+from roostream.runtime.store_identity import ensure_identity
 from roostream.schema.schema import Schema
 
 
@@ -40,11 +41,16 @@ class CommittedShards(NamedTuple):
     manifest: Manifest
     schema: Schema
     stores: Mapping[int, KeyValueStore]
+    store_id: str = ""  # identity of the checkpoint store; "" = the shards keep the one that they remember
 
     def segments(self, index: int, buckets: Sequence[int]) -> Segments:
         """The segments of a shard, limited to these buckets."""
         return Segments(
-            self.stores[index], shapes_of(self.schema), self.manifest.num_buckets, buckets=buckets
+            self.stores[index],
+            shapes_of(self.schema),
+            self.manifest.num_buckets,
+            buckets=buckets,
+            store_id=self.store_id,
         )
 
     def state(self, index: int) -> tuple[Segment, ...]:
@@ -86,8 +92,8 @@ def move(
     again.
 
     Raises:
-        ConfigError: the map is not valid, or an eviction policy keeps state that is not divided by bucket.
-            Nothing was changed.
+        ConfigError: the map is not valid, the rows belong to another store, or an eviction policy keeps state
+            that is not divided by bucket. Nothing was changed.
         CheckpointError: rows to move are damaged.
         FencedError: a controller was started meanwhile.
         UnavailableError: the store or a disk cannot be written.
@@ -96,7 +102,14 @@ def move(
     before, changed = last.manifest.owners, check_move(last.manifest, after)  # 1
     if not len(changed) and before.num_owners == after.num_owners:
         return last.manifest
-    shards_of_commit = CommittedShards(last.manifest, schema_of(store, last.manifest), stores)
+    store_id = ensure_identity(store)
+    shards_of_commit = CommittedShards(last.manifest, schema_of(store, last.manifest), stores, store_id)
+    for index in stores:
+        if shards_of_commit.segments(index, ()).remembered_store() not in ("", store_id):
+            raise ConfigError(
+                f"expected a home whose rows belong to store {store_id}, got another store's rows in "
+                f"shard-{index}; give the --home and --store of one deployment"
+            )
     if any(
         shards_of_commit.segments(index, ()).policy_states(shards_of_commit.state(index))
         for index in last.manifest.shards

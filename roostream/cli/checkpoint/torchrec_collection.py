@@ -38,6 +38,7 @@ from roostream.runtime.bucket_map import BucketMap
 from roostream.runtime.checkpoint_store import CheckpointStore
 from roostream.runtime.clock import SystemClock
 from roostream.runtime.manifest import Manifest
+from roostream.runtime.store_identity import create_store
 from roostream.schema.ids import buckets_of
 from roostream.schema.registry import register
 from roostream.schema.schema import Schema, Table
@@ -293,8 +294,9 @@ def import_collection(
     blocks = _blocks(collection.rows, ids, new)
     tensors, taken = _dense(collection.others, new)
     expect_empty(store, home, indices)
+    store_id = create_store(store)
     register(store, new.schema)
-    shards = {index: _write_shard(blocks, index, home, new) for index in indices}
+    shards = {index: _write_shard(blocks, index, home, new, store_id) for index in indices}
     save_options(home, new.options)
     store.put(f"{manifests.INCARNATIONS}/{_INCARNATION:08d}", b"{}")
     manifest = _manifest(store, tensors, shards, new)
@@ -349,7 +351,7 @@ def _blocks(
 
 
 def _write_shard(
-    blocks: Mapping[str, RowBlock], index: int, home: Path, new: NewDeployment
+    blocks: Mapping[str, RowBlock], index: int, home: Path, new: NewDeployment, store_id: str
 ) -> dict[str, object]:
     """Write the rows of a shard's buckets as a segment; returns the shard's entry in the manifest."""
     owners = BucketMap.modulo(new.options.buckets, new.options.num_shards)
@@ -364,7 +366,11 @@ def _write_shard(
     blobs = RocksDbStore(place).open()
     try:
         segments = Segments(
-            blobs, shapes_of(new.schema), new.options.buckets, buckets=owners.buckets_of(index)
+            blobs,
+            shapes_of(new.schema),
+            new.options.buckets,
+            buckets=owners.buckets_of(index),
+            store_id=store_id,
         )
         written = segments.write(f"{_SEQ}-{_INCARNATION}", mine, ())
     finally:

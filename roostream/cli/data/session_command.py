@@ -85,12 +85,12 @@ def read_leases(store: str) -> dict[str, Any]:
         UnavailableError: the store cannot be read now.
     """
     from roostream.errors import CheckpointError
-    from roostream.runtime.checkpoint_store import open_store
+    from roostream.runtime.store_identity import open_checkpoint_store
     from roostream.warehouse.readers.leases import read_log
     from trainer.control.reader_master import LEASES_FILE
 
     try:
-        body = open_store(store).get(LEASES_FILE)
+        body = open_checkpoint_store(store).get(LEASES_FILE)
     except CheckpointError:
         raise CheckpointError(f"{store}: expected a run with reader programs, found no leases") from None
     found = read_log(body)

@@ -96,10 +96,10 @@ def profile_command(store: str, schema: Path, batch: int, row_texts: tuple[str, 
       roostream placement profile --store .roostream/store --schema my_site.toml
     """
     from param_server.placement.profiles import stored
-    from roostream.runtime.checkpoint_store import open_store
+    from roostream.runtime.store_identity import open_checkpoint_store
     from roostream.schema.schema_file import load_schema
 
-    found = stored(open_store(store), load_schema(schema))
+    found = stored(open_checkpoint_store(store), load_schema(schema))
     report = {name: {**entry.profile.plain(), "time_ms": entry.time_ms} for name, entry in found.items()}
     rows = [(name, _of_profile(entry.profile, batch)) for name, entry in found.items()]
     print_report(as_json, report, rows or [("profiles", _NONE)], "Profiles")
@@ -240,13 +240,13 @@ def _plan(
     """The tables, why some have no usable profile, and the plan."""
     from param_server.placement.plan import plan
     from param_server.placement.profiles import planned_tables, stored
-    from roostream.runtime.checkpoint_store import open_store
     from roostream.runtime.clock import SystemClock
+    from roostream.runtime.store_identity import open_checkpoint_store
     from roostream.schema.schema_file import load_schema
 
     loaded = load_schema(schema)
     names = [table.name for table in loaded.tables]
-    known = stored(open_store(store), loaded)
+    known = stored(open_checkpoint_store(store), loaded)
     rows = _numbers("--rows", row_texts, names)
     tables, why = planned_tables(loaded, known, batch=batch, now_ms=SystemClock().now_ms(), rows=rows)
     if not memory_gib >= 0:
@@ -424,6 +424,7 @@ def _committed(store: CheckpointStore, home: Path, num_shards: int = 0) -> Itera
     from param_server.key_value_store import RocksDbStore
     from roostream.cli.checkpoint.checkpoints import schema_of
     from roostream.cli.checkpoint.move_buckets import CommittedShards, newest_commit
+    from roostream.runtime.store_identity import ensure_identity
 
     manifest = newest_commit(store).manifest
     with contextlib.ExitStack() as opened:
@@ -437,7 +438,7 @@ def _committed(store: CheckpointStore, home: Path, num_shards: int = 0) -> Itera
             place.parent.mkdir(parents=True, exist_ok=True)
             blobs[index] = RocksDbStore(place).open()
             opened.callback(blobs[index].close)
-        yield CommittedShards(manifest, schema_of(store, manifest), blobs)
+        yield CommittedShards(manifest, schema_of(store, manifest), blobs, ensure_identity(store))
 
 
 def _keep_shards(home: Path, num_shards: int) -> None:

@@ -29,7 +29,7 @@ from roostream.cli.train.config import TrainConfig
 from roostream.errors import UnavailableError
 from roostream.models.build import load_model_config
 from roostream.runtime import program
-from roostream.runtime.checkpoint_store import CheckpointStore, open_store
+from roostream.runtime.checkpoint_store import CheckpointStore
 from roostream.runtime.clock import SystemClock
 from roostream.runtime.controller_agent import ControllerAgent
 from roostream.runtime.kafka.consumer import MemoryConsumer
@@ -97,7 +97,7 @@ class TrainingParts:
         self.home, self.clock = Home(Path(config.home)), SystemClock()
         self.schema: Schema = load_schema(Path(config.schema))
         self.model = load_model_config(config.model)
-        self.store: CheckpointStore = open_store(str(self.home.store))
+        self.store: CheckpointStore = self.home.open_store()
         register(self.store, self.schema)
         self.identity = DeploymentIdentity(
             schema=self.schema,

@@ -13,7 +13,14 @@ from click.testing import CliRunner
 from param_server.key_value_store import RocksDbStore
 from roostream.cli.checkpoint import checkpoints
 from roostream.cli.main import cli
-from roostream.errors import CheckpointError, ConfigError, FencedError, RoostreamError, SetupError
+from roostream.errors import (
+    CheckpointError,
+    ConfigError,
+    FencedError,
+    RoostreamError,
+    SetupError,
+    UnavailableError,
+)
 from roostream.runtime import manifest as manifests
 from roostream.runtime import tensor_file
 from roostream.runtime.checkpoint_store import FileStore
@@ -269,8 +276,22 @@ def test_a_home_without_commits_is_reported(tmp_path: Path) -> None:
     with pytest.raises(SetupError, match="there is no store"):
         ran("list", "--home", tmp_path)
     (tmp_path / "store").mkdir()
+    with pytest.raises(UnavailableError, match="its volume is not mounted"):
+        ran("verify", "--home", tmp_path)
+    _, text = ran("init", "--store", tmp_path / "store")
+    assert ran("init", "--store", tmp_path / "store")[1] == text, "an existing store stays as it is"
     with pytest.raises(CheckpointError, match="nothing was committed yet"):
         ran("verify", "--home", tmp_path)
+
+
+def test_an_older_copy_of_a_store_is_continued_above_the_incarnation_of_its_shards(
+    home: OneShardHome,
+) -> None:
+    newest = manifests.numbers(home.store)[-1]
+    assert ran("rollback", newest, "--home", home.root, "--yes")[1].endswith("already the newest\n")
+    code, _ = ran("rollback", newest, "--home", home.root, "--incarnation", 70, "--yes")
+    assert code == 0 and manifests.newest_incarnation(home.store) == 71
+    assert manifests.numbers(home.store)[-1] == newest
 
 
 def imported(home: OneShardHome, tmp_path: Path, seq: int = 2) -> tuple[Path, Path]:

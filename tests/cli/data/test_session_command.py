@@ -9,8 +9,9 @@ import pytest
 from click.testing import CliRunner
 
 from roostream.cli.main import cli
-from roostream.errors import CheckpointError, ConfigError
+from roostream.errors import CheckpointError, ConfigError, UnavailableError
 from roostream.runtime.checkpoint_store import open_store
+from roostream.runtime.store_identity import init_store
 from roostream.warehouse.readers.leases import Lease, LeaseLog
 from tests.warehouse.small_warehouse import ROWS, small_warehouse
 from trainer.control.reader_master import LEASES_FILE
@@ -95,6 +96,9 @@ def test_the_readers_of_a_run_are_listed(tmp_path: Path) -> None:
 
 
 def test_a_run_without_readers_and_a_question_about_nothing_are_reported(tmp_path: Path) -> None:
+    with pytest.raises(UnavailableError, match="names another place"):
+        told("inspect", "session", "--leases", str(tmp_path))
+    init_store(tmp_path)
     with pytest.raises(CheckpointError, match="programs, found no leases"):
         told("inspect", "session", "--leases", str(tmp_path))
     with pytest.raises(ConfigError, match="expected a warehouse, or --leases with a checkpoint store"):

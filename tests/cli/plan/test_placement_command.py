@@ -15,6 +15,7 @@ from roostream.cli.main import cli
 from roostream.errors import ConfigError
 from roostream.runtime.checkpoint_store import FileStore
 from roostream.runtime.clock import SystemClock
+from roostream.runtime.store_identity import init_store
 from roostream.schema.registry import to_toml
 from tests.param_server.placement.test_profiles import counted
 from tests.trainer import samples
@@ -24,6 +25,7 @@ from tests.trainer import samples
 def known(tmp_path: Path) -> list[str]:
     """`--store` and `--schema` of a store with profiles."""
     (tmp_path / "s.toml").write_text(to_toml(samples.schema()))
+    init_store(tmp_path / "store")
     save(FileStore(tmp_path / "store"), counted().profiles, SystemClock().now_ms())
     return ["--store", str(tmp_path / "store"), "--schema", str(tmp_path / "s.toml")]
 
@@ -47,6 +49,7 @@ def test_a_plan_shows_its_imbalance_and_the_basis_of_its_times(known: list[str])
 
 
 def test_without_a_profile_a_table_is_spread_and_named(known: list[str], tmp_path: Path) -> None:
+    init_store(tmp_path / "empty")
     shown = placement("plan", "--store", str(tmp_path / "empty"), *known[2:], "--owners", "4")
     assert shown.output.count("never counted") == 2 and shown.output.count("4 row pieces") == 2
     assert "none: a worker" in placement("profile", "--store", str(tmp_path / "empty"), *known[2:]).output

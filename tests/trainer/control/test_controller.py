@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from typing import Any
 
 import pytest
 
-from roostream.errors import CheckpointError, FencedError, RoostreamError, UnavailableError
+from roostream.errors import CheckpointError, ConfigError, FencedError, RoostreamError, UnavailableError
 from roostream.runtime import manifest as manifests
 from roostream.runtime.clock import FakeClock
+from roostream.runtime.manifest import Manifest
+from roostream.runtime.store_identity import IDENTITY_NAME
 from tests.trainer.control.test_coordinator import ANSWERS, FACTS
 from tests.trainer.memory_store import MemoryStore
 from trainer.control.controller import Controller
@@ -147,7 +150,7 @@ def test_a_restarted_controller_checks_the_manifest_before_any_command() -> None
     first = committed_once()
     second = Stage(first.store)
     second.it.turn()
-    assert second.checked == ["manifests/00000001"] and second.it.status()["incarnation"] == 2
+    assert set(second.checked) == {"manifests/00000001"} and second.it.status()["incarnation"] == 2
     with pytest.raises(FencedError, match="this controller stops"):
         first.clock.advance(2)
         first.it.turn()
@@ -189,7 +192,11 @@ def test_an_empty_store_in_place_of_the_known_one_is_not_used(
     for _ in range(5):
         stage.it.turn()
     assert stage.it.coordinator.state is State.CLAIMING and stage.store.objects == {}
-    assert "expected incarnation 1" in caplog.text
+    assert "checkpoint init" in caplog.text
+    stage.store.objects |= {IDENTITY_NAME: there[IDENTITY_NAME]}
+    stage.it.turn()
+    assert "an older copy of the store" in stage.it.status()["away"]
+    assert list(stage.store.objects) == [IDENTITY_NAME]
     stage.store.objects = there
     stage.it.turn()
     assert stage.it.coordinator.last is not None and stage.it.coordinator.last.name == "manifests/00000001"
@@ -231,3 +238,55 @@ def test_the_configured_number_of_manifests_is_kept() -> None:
             stage.turn()
     stage.turn()
     assert manifests.numbers(stage.store) == [3, 4]
+
+
+def other_identity() -> bytes:
+    return json.dumps({"store": "1" * 32}).encode()
+
+
+def test_a_store_that_was_never_created_is_waited_for_and_stays_empty() -> None:
+    store = MemoryStore()
+    identity = store.objects.pop(IDENTITY_NAME)
+    stage = Stage(store)
+    for _ in range(3):
+        stage.it.turn()
+    assert "checkpoint init" in stage.it.status()["away"] and not store.objects
+    store.objects[IDENTITY_NAME] = identity
+    stage.to(State.RUNNING)
+
+
+def test_nothing_is_claimed_in_another_store_than_before() -> None:
+    stage = Stage().to(State.RUNNING)
+    first, stage.store.objects = stage.store.objects, {IDENTITY_NAME: other_identity()}
+    stage.clock.advance(100)  # every member is lost, so the controller claims again
+    for _ in range(3):
+        stage.it.turn()
+    away = stage.it.status()["away"]
+    assert "0" * 32 in away and "1" * 32 in away
+    assert list(stage.store.objects) == [IDENTITY_NAME]
+    stage.store.objects = first
+    stage.to(State.RUNNING)
+
+
+def test_a_controller_of_another_deployment_does_not_claim() -> None:
+    """A claim would fence the controller that commits in this store."""
+    first = committed_once()
+
+    def refuse(manifest: Manifest) -> None:
+        raise ConfigError(f"{manifest.name} belongs to another deployment")
+
+    other = Controller(Coordinator(FACTS), first.store, first.clock, check=refuse)
+    with pytest.raises(ConfigError):
+        other.turn()
+    assert manifests.newest_incarnation(first.store) == first.it.coordinator.incarnation
+
+
+def test_members_are_restored_from_the_controller_s_store() -> None:
+    stage = Stage()
+    stage.it.turn()
+    for role, index in EVERYONE:
+        stage.beat(role, index)
+    stage.it.turn()
+    for role, index in EVERYONE:
+        (command,) = stage.beat(role, index)
+        assert command["kind"] == "restore" and command["store"] == "0" * 32

@@ -12,8 +12,16 @@ import functools
 import pytest
 
 from tests.trainer import samples
-from tests.trainer.network import CONTROLLER, STORE, DeadLink, Lasting, SlowShard
-from tests.trainer.schedules import LIMITS, drawn, kills_of, run_schedule, twins_of
+from tests.trainer.network import CONTROLLER, STORE, DeadLink, Lasting, SlowShard, StoreFault
+from tests.trainer.schedules import (
+    LIMITS,
+    STORE_FAULTS,
+    drawn,
+    drawn_with_store_faults,
+    kills_of,
+    run_schedule,
+    twins_of,
+)
 from tests.trainer.simulator import Kill, Simulation, Twin
 
 NUMBERS = list(range(1, 25))
@@ -60,6 +68,47 @@ def test_g2_g11_workers_killed_at_any_moment_are_bit_equal_to_undisturbed_ones(f
 def test_g2_g11_thousands_of_schedules(first: int) -> None:
     for seed in range(first, first + 100):
         schedule(seed)
+
+
+def store_schedule(seed: int) -> None:
+    """As `schedule`, where the store is also unmounted, read-only or unavailable for a while; three of four
+    on the parameter server's own shards."""
+    workers, real = 1 + seed % 2, seed % 4 != 0
+    simulation = run_schedule(
+        fleet(workers, real_shards=real, **drawn_with_store_faults(seed, workers)), seed
+    )
+    assert simulation.bits() == undisturbed(workers, real), f"seed {seed}"
+
+
+def test_g2_a_store_that_comes_and_goes_changes_nothing() -> None:
+    for seed in range(5000, 5006):
+        store_schedule(seed)
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("first", range(5100, 6100, 100))
+def test_g2_hundreds_of_schedules_with_a_store_that_comes_and_goes(first: int) -> None:
+    for seed in range(first, first + 100):
+        store_schedule(seed)
+
+
+@pytest.mark.parametrize("real", [False, True], ids=["fake", "real"])
+@pytest.mark.parametrize("kind", STORE_FAULTS)
+def test_g1_all_programs_restart_while_the_store_is_away(kind: str, real: bool) -> None:
+    fault = StoreFault(kind, 13, 40)
+    simulation = fleet(2, lasting=Lasting(store=(fault,)), limits=LIMITS, real_shards=real)
+    for _ in range(20):
+        simulation.round()
+    committed = simulation.last
+    for who in (CONTROLLER, *simulation.places):
+        simulation.kill(who)
+    for _ in range(20):
+        simulation.round()
+    assert simulation.last == committed and simulation.controller is not None
+    assert simulation.controller.status()["away"] and not simulation.mount_point.objects
+    simulation.run()
+    assert simulation.bits() == undisturbed(2, real)
 
 
 def test_the_same_seed_is_the_same_run() -> None:

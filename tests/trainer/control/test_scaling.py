@@ -117,7 +117,7 @@ def test_restore_assigns_each_partition_once_with_the_rendezvous_address(count: 
     assert all(p % count == index for index, c in its.items() for p in c["partitions"])
     assert {(c["workers"], c["meet"]) for c in its.values()} == {(count, MEET if count > 1 else "")}
     assert all(
-        set(c) == {"id", "kind", "incarnation", "manifest", "schema"}
+        set(c) == {"id", "kind", "incarnation", "manifest", "schema", "store"}
         for k, c in fleet.restored().items()
         if k.role == "shard"
     )
