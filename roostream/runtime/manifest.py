@@ -378,6 +378,11 @@ def rollbacks(store: CheckpointStore) -> list[PastRollback]:
     return []
 
 
+def is_rolled_back(store: CheckpointStore, manifest: Manifest) -> bool:
+    """Whether a rollback discarded this manifest, although its name is still, or again, in the store."""
+    return any(rollback.discards(manifest) for rollback in rollbacks(store))
+
+
 def claim_incarnation(
     store: CheckpointStore,
     time_ms: int,
@@ -456,7 +461,7 @@ def discard_after(store: CheckpointStore, seq: int, *, above: int = 0) -> list[i
     **If it fails half-way:** some of the newest are discarded; the next call continues.
     """
     kept = load(store, manifest_name(seq)).manifest
-    if any(rollback.discards(kept) for rollback in rollbacks(store)):
+    if is_rolled_back(store, kept):
         raise CheckpointError(
             f"expected a commit that is in use, got {kept.name} of incarnation {kept.incarnation}, which was "
             "rolled back; choose another one of `roostream checkpoint list`"

@@ -142,6 +142,10 @@ class VersionFollower:
         try:
             manifest = manifests.load_data(commit.name, commit.data).manifest
             self.check(manifest)
+            if manifests.is_rolled_back(self.store, manifest):
+                log.warning("%s is not served: it was rolled back", name)
+                self._bad.add(name)
+                return False
             version = self._held(manifest) or self._load(manifest)
         except CheckpointError as error:
             self._refuse(commit, error)

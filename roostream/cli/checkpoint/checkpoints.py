@@ -54,7 +54,11 @@ def list_commits(store: CheckpointStore) -> list[dict[str, Any]]:
     for number in reversed(manifests.numbers(store)):
         name = manifests.manifest_name(number)
         try:
-            out.append(_describe(manifests.load(store, name).manifest))
+            manifest = manifests.load(store, name).manifest
+            if manifests.is_rolled_back(store, manifest):
+                out.append({"seq": number, "problem": "it arrived after it was rolled back; it is not used"})
+            else:
+                out.append(_describe(manifest))
         except CheckpointError as error:
             out.append({"seq": number, "problem": str(error)})
     return out

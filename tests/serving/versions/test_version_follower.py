@@ -273,6 +273,17 @@ def test_a_rollback_to_an_unloaded_version_loads_it(commits: Commits) -> None:
     assert commits.follower.poll() and commits.versions.newest.name == "2-5" and commits.value == 0.625
 
 
+def test_a_commit_that_arrives_after_its_rollback_is_not_served(commits: Commits) -> None:
+    incarnation = manifests.claim_incarnation(commits.store, 0)
+    commits.commit(1, incarnation=incarnation)
+    commits.follower.poll()
+    manifests.discard_after(commits.store, 1)
+    commits.commit(2, incarnation=incarnation, fill=0.75)
+    assert not commits.follower.poll() and commits.versions.newest.name == "1-1"
+    commits.commit(3, incarnation=incarnation + 2, fill=0.625)
+    assert commits.follower.poll() and commits.versions.newest.name == "3-3"
+
+
 def test_a_newer_incarnation_removes_withdrawn_versions(
     commits: Commits,
 ) -> None:
