@@ -188,6 +188,8 @@ def _source(env: StreamExecutionEnvironment, config: JoinerConfig, topic: int) -
         .set_property("partition.discovery.interval.ms", "-1")
         .set_property("isolation.level", "read_committed")
         .set_property("fetch.max.wait.ms", "50")
+        # The records of a poll are on the heap at once, and a record may have a megabyte.
+        .set_property("max.poll.records", "100")
     )
     for key, value in config.kafka_security.java().items():
         builder.set_property(key, value)

@@ -242,25 +242,21 @@ class Join:
         return step
 
     def _process_due(self, step: StepResult) -> None:
-        while step.due_now:
-            due_ms, is_request, event_id, request_id = heapq.heappop(step.due_now)
-            try:
-                self._process_one(step, due_ms, is_request, event_id, request_id)
-            except RoostreamError:
-                raise
-            except Exception as error:
-                raise FailedRequest(request_id) from error
-
-    def _process_one(
-        self, step: StepResult, due_ms: int, is_request: bool, event_id: int, request_id: str
-    ) -> None:
-        request = step.state.requests.get(request_id)
-        if request is None:
-            return
-        if not is_request:
-            self._engagement_due(step, request_id, request, event_id)
-        elif request.due_ms == due_ms:  # otherwise it was rescheduled
-            self._request_due(step, request_id, request)
+        request_id = ""
+        try:
+            while step.due_now:
+                due_ms, is_request, event_id, request_id = heapq.heappop(step.due_now)
+                request = step.state.requests.get(request_id)
+                if request is None:
+                    continue
+                if not is_request:
+                    self._engagement_due(step, request_id, request, event_id)
+                elif request.due_ms == due_ms:  # otherwise it was rescheduled
+                    self._request_due(step, request_id, request)
+        except RoostreamError:
+            raise
+        except Exception as error:
+            raise FailedRequest(request_id) from error
 
     # An impression arrives.
 

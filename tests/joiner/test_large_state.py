@@ -3,8 +3,10 @@ from an incremental checkpoint, and joins all of it."""
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from roostream.schema.ids import key_bytes
@@ -18,7 +20,7 @@ from tests.joiner.joined_topics import count, produce, wait
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(500)]
 
-HEAP_MB = 96
+HEAP_MB = 128
 WINDOW_MS = 600_000
 START_MS = 1_700_000_000_000
 SCHEMA = schema_from_dict(
@@ -30,16 +32,24 @@ SCHEMA = schema_from_dict(
     }
 )
 CANDIDATES = list(range(1, 61))
-BLOCK = encode_nro(SCHEMA, {"similar": [[item] * 1_900 for item in CANDIDATES]}, len(CANDIDATES))
-NUM_REQUESTS = 10 * (HEAP_MB << 20) // len(BLOCK) + 1
+NUM_SIMILAR = 1_900
+NUM_REQUESTS = 10 * (HEAP_MB << 20) // (len(CANDIDATES) * NUM_SIMILAR * 8) + 1
+
+
+@functools.cache
+def block(n: int) -> bytes:
+    """Ids are small, so that the broker and the disks hold less, and random, so that a fetch of compressed
+    bytes is not hundreds of records."""
+    similar = np.random.default_rng(n).integers(1, 17, (len(CANDIDATES), NUM_SIMILAR))
+    return encode_nro(SCHEMA, {"similar": similar.tolist()}, len(CANDIDATES))
 
 
 def shown(n: int) -> Record:
-    """An impression of almost a megabyte; its bytes repeat, so that the broker and the disk hold less."""
+    """An impression of almost a megabyte."""
     header = pb.Header(
         request_id=f"r{n}", user_id=n, session_id=1, time_ms=START_MS + 100 * n, schema=SCHEMA.fingerprint
     )
-    value = wire.encode(wire.IMPRESSION, pb.Impression(header=header, item_ids=CANDIDATES, nro=BLOCK))
+    value = wire.encode(wire.IMPRESSION, pb.Impression(header=header, item_ids=CANDIDATES, nro=block(n % 16)))
     return Record("impressions", 0, 0, header.time_ms, key_bytes(n, 1, header.request_id), value)
 
 
@@ -81,6 +91,7 @@ def test_a_job_with_state_of_ten_times_its_heap_continues(tmp_path: Path) -> Non
 
         wait("all requests in the state", lambda: value("requests_open") == NUM_REQUESTS, 240)
         assert value("restarts") == 0
+        assert NUM_REQUESTS * len(shown(0).value) >= 10 * HEAP_MB << 20
         checkpoints = value("checkpoints")
         wait("a checkpoint of them", lambda: value("checkpoints") > checkpoints + 1)
         stack.kill("flink-tm-0")
