@@ -12,7 +12,7 @@ from infra.stack import Stack
 from tests.browser.live_page_movie import lowest_kind
 from tests.e2e.loop_stack import applied, quick_options, wait_until
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 
 LOADED = "document.querySelectorAll('.story .score:not(:empty)').length === 12"
 
@@ -25,7 +25,7 @@ def stack(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[St
     with Stack(tmp_path_factory.mktemp("live"), options) as running:
         running.start(["all", "simulate"])
         running.wait_ready("serving", timeout_s=120)
-        wait_until("1,500 trained samples", lambda: applied(running) >= 1500, 200)
+        wait_until("1,000 trained samples", lambda: applied(running) >= 1000, 300)
         yield running
 
 
