@@ -98,6 +98,11 @@ class Replica:
         with self._lock:
             return {n: self.tables[n].gather(Keys(s.table_U, s.id_U)) for n, s in lookup.stacks.items()}
 
+    @property
+    def incarnation(self) -> int:
+        """The newest incarnation of which rows or barriers were applied."""
+        return max(max(stack.versions)[0] for stack in self._stacks.values())
+
     def version(self, stack: str, bucket: int) -> Version:
         return self._stacks[stack].versions[bucket]
 

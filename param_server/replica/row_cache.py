@@ -96,6 +96,11 @@ class RowCache:
         return sum(stack.num_keys - stack.num_without_row for stack in self._stacks.values())
 
     @property
+    def incarnation(self) -> int:
+        """The newest incarnation of which deltas or barriers were applied."""
+        return max(int(applied_B.max()) for applied_B in self._applied.values()) >> _SEQUENCE_BITS
+
+    @property
     def num_without_row(self) -> int:
         return sum(stack.num_without_row for stack in self._stacks.values())
 
@@ -387,6 +392,10 @@ class PartialReplica:
     @property
     def num_rows(self) -> int:
         return self.replica.num_rows + self.cache.num_rows
+
+    @property
+    def incarnation(self) -> int:
+        return max(self.replica.incarnation, self.cache.incarnation)
 
     def apply(self, message: pb.RowDelta | pb.Barrier) -> bool:
         """Raises as `Replica.apply`."""

@@ -113,13 +113,16 @@ class WorkLane:
         ranking: AdmissionGate,
         share: float = 1.0,
         sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
+        work_s: Callable[[], float] = time.thread_time,
     ) -> None:
-        """`ranking`: the gate of the rank requests; its maximum in flight applies to the lane too."""
+        """`ranking`: the gate of the rank requests; its maximum in flight applies to the lane too. `work_s`:
+        processor time of the event loop, so that a piece that other programs interrupted needs no longer
+        pause."""
         self.gate = AdmissionGate(ranking.max_in_flight, ranking.now_s)
-        self._ranking, self._share, self._sleep = ranking, share, sleep
+        self._ranking, self._share, self._sleep, self._work_s = ranking, share, sleep, work_s
         self._turn = asyncio.Lock()
         self._due_s = -math.inf  # until then, earlier work has used the lane's share of the time
-        self._piece_s = 0.0  # when the piece that is being worked on began
+        self._piece_s = 0.0  # `work_s` when the piece that is being worked on began
 
     def check(self, until_s: float) -> None:
         """Raises RequestError 429: a request with this deadline (time of the event loop) cannot be
@@ -150,7 +153,7 @@ class WorkLane:
                     "other requests of its kind took until its deadline; try again"
                 ) from None
             raise
-        self._piece_s = self.gate.now_s()
+        self._piece_s = self._work_s()
         return since_s
 
     def end(self, since_s: float, is_answered: bool = True) -> None:
@@ -176,11 +179,11 @@ class WorkLane:
         self._charge()
         if not await self._wait_for_share():
             await self._sleep(0.0)
-        self._piece_s = self.gate.now_s()
+        self._piece_s = self._work_s()
 
     def _charge(self) -> None:
-        now_s = self.gate.now_s()
-        self._due_s = max(self._due_s, self._piece_s) + (now_s - self._piece_s) / self._share
+        worked_s = self._work_s() - self._piece_s
+        self._due_s = max(self._due_s, self.gate.now_s() - worked_s) + worked_s / self._share
 
     async def _wait_for_share(self) -> bool:
         """Return whether it waited."""

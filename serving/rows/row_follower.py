@@ -13,7 +13,6 @@ a silent shard may have rows that were not published. The age of the rows counts
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 from collections.abc import Callable, Collection, Sequence
@@ -50,6 +49,10 @@ class RowReplica(Protocol):
 
     @property
     def num_rows(self) -> int: ...
+
+    @property
+    def incarnation(self) -> int:
+        """The newest incarnation of which rows or barriers were applied."""
 
     def apply(self, message: Any) -> bool:
         """Apply a RowDelta or Barrier; False if it was not newer. May set `needs_bootstrap`. RoostreamError:
@@ -105,14 +108,20 @@ class RowFollower:
         self._backoff = Backoff(what="rows of the shards", clock=clock)
         self._mend_at_s = self._ask_at_s = 0.0
         self._shards_answer = False
+        self._warned_of = -1  # the incarnation that the last warning named
         self._wall = MonotonicToWallTime(clock)
 
     def run(self, stop: threading.Event) -> None:
-        """Run until `stop`."""
-        with contextlib.suppress(UnavailableError):  # stopped while waiting for shards or the topic
-            while not stop.is_set():
-                self._backoff.until(self.bootstrap, (UnavailableError,), stop)
-                self._follow(stop)
+        """Run until `stop`. A shard whose answers cannot be read is waited for like one that is away.
+
+        The rows in memory stay in use meanwhile, and their age tells how old they are.
+        """
+        while not stop.is_set():
+            try:
+                self._backoff.until(self.bootstrap, (UnavailableError, WireError), stop)
+            except UnavailableError:  # stopped while waiting for shards or the topic
+                return
+            self._follow(stop)
 
     def bootstrap(self) -> None:
         """Steps 1 to 3. UnavailableError: rows that have arrived are used; call again."""
@@ -151,17 +160,29 @@ class RowFollower:
         return len(records)
 
     def _all_answer(self) -> bool:
-        """Whether every shard answered an empty pull a moment ago."""
+        """Whether every shard answered a moment ago, in an incarnation that is not older than the rows."""
         if self.clock.monotonic_s() >= self._ask_at_s:
             try:
-                for shard in self.shards:
-                    shard.call("pull", {"incarnation": 0, "stacks": []}, timeout_s=_ASK_TIMEOUT_S)
-                self._shards_answer = True
+                self._shards_answer = all([self._answers(shard) for shard in self.shards])
             except RoostreamError as error:
                 log.debug("a shard does not answer: %s", error)
                 self._shards_answer = False
             self._ask_at_s = self.clock.monotonic_s() + (ASK_EVERY_S if self._shards_answer else ASK_AGAIN_S)
         return self._shards_answer
+
+    def _answers(self, shard: Transport) -> bool:
+        """False: the shard's rows belong to another history than those in memory, whose deltas are older."""
+        header, _ = shard.call("owners", {}, timeout_s=_ASK_TIMEOUT_S)
+        incarnation, known = int(header["incarnation"]), self.replica.incarnation
+        if incarnation < known and incarnation != self._warned_of:
+            self._warned_of = incarnation
+            log.warning(
+                "a shard is in incarnation %d, but rows of incarnation %d are in memory: they are not known "
+                "to be current; if the checkpoint store was replaced, restart serving",
+                incarnation,
+                known,
+            )
+        return incarnation >= known
 
     def _mend(self) -> None:
         """Step 4, at most once in MEND_EVERY_S."""
@@ -172,7 +193,7 @@ class RowFollower:
             log.warning(
                 "%d stale buckets were read from their shards again, because records were missed", missed
             )
-        except UnavailableError as error:
+        except (UnavailableError, WireError) as error:
             log.warning(
                 "%d buckets are stale because records were missed, and their shards cannot be read: %s",
                 missed,
@@ -183,7 +204,7 @@ class RowFollower:
         try:
             while not stop.is_set():
                 self.step()
-        except RecordsGoneError as error:  # step 5
+        except UnavailableError as error:  # step 5; RecordsGoneError is one
             log.warning("reading all rows from the shards again: %s", error)
 
     def _take(self, record: Record) -> None:

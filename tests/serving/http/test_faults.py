@@ -142,8 +142,8 @@ def test_an_unavailable_shard_leaves_the_cache_answering_degraded(
     tmp_path: Path,
 ) -> None:
     def shard(method: str, header: dict[str, Any], arrays: Any) -> Answer:
-        if method == "pull":
-            return {}, []
+        if method == "owners":
+            return {"incarnation": 1}, []
         dims = [SCHEMA.stacks[stack][0].dim for stack in header["stacks"]]
         rows = [
             np.full((len(ids), dim), 0.5, np.float32) for dim, ids in zip(dims, arrays[1::2], strict=True)

@@ -55,7 +55,7 @@ def simulate(main: Callable[[SimulatedTimeLoop], Coroutine[Any, Any, None]]) -> 
 def test_a_lane_takes_its_share_of_the_time_while_rank_requests_come() -> None:
     async def main(loop: SimulatedTimeLoop) -> None:
         gate = AdmissionGate(100, loop.time)
-        lane = WorkLane(gate, 0.25)
+        lane = WorkLane(gate, 0.25, work_s=loop.time)
         async with lane.turn(60.0):
             for _ in range(200):
                 with gate.admit(DEADLINE_S):
@@ -68,7 +68,7 @@ def test_a_lane_takes_its_share_of_the_time_while_rank_requests_come() -> None:
 
 def test_a_lane_takes_all_of_the_time_without_rank_requests() -> None:
     async def main(loop: SimulatedTimeLoop) -> None:
-        lane = WorkLane(AdmissionGate(100, loop.time), 0.25)
+        lane = WorkLane(AdmissionGate(100, loop.time), 0.25, work_s=loop.time)
         async with lane.turn(60.0):
             for _ in range(200):
                 loop.now_s += 0.001
@@ -81,7 +81,7 @@ def test_a_lane_takes_all_of_the_time_without_rank_requests() -> None:
 def test_short_work_is_not_delayed() -> None:
     async def main(loop: SimulatedTimeLoop) -> None:
         gate = AdmissionGate(100, loop.time)
-        lane = WorkLane(gate, 0.25)
+        lane = WorkLane(gate, 0.25, work_s=loop.time)
         gate.enter(DEADLINE_S)
         for _ in range(10):
             async with lane.turn(60.0):
@@ -116,7 +116,7 @@ def test_three_times_the_capacity_is_refused_early_and_the_rest_is_answered_in_t
 
     async def main(loop: SimulatedTimeLoop) -> None:
         gate = AdmissionGate(256, loop.time)
-        lane = WorkLane(gate, share)
+        lane = WorkLane(gate, share, work_s=loop.time)
         async with asyncio.TaskGroup() as tasks:
             for n in range(int(SECONDS * 3 * share / service_s)):
                 with gate.admit(DEADLINE_S):

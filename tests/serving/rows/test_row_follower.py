@@ -13,6 +13,7 @@ from serving_fakes import FakeRowTopic
 
 from param_server.initial_rows import initial_rows
 from param_server.replica.replica import Replica
+from roostream.errors import UnavailableError, WireError
 from roostream.runtime.clock import FakeClock
 from roostream.runtime.kafka.consumer import RecordsGoneError
 from roostream.runtime.kafka.topics import DEFAULT_BUCKETS
@@ -33,9 +34,8 @@ class Shard:
         self.rows, self.version, self.num_scans = rows, version, 0
 
     def __call__(self, method: str, header: dict[str, Any], arrays: Any) -> Answer:
-        if method == "pull":
-            assert header == {"incarnation": 0, "stacks": []}, "asked only whether it answers"
-            return {}, []
+        if method == "owners":
+            return {"incarnation": self.version[0], "version": 0, "num_owners": 1}, [np.zeros(64, np.int32)]
         assert method == "scan"
         self.num_scans += 1
         ids = np.array(sorted(self.rows) if header["stack"] == ITEM.stack else [], np.int64)
@@ -210,6 +210,48 @@ def test_a_deleted_offset_reloads_all_rows() -> None:
     stage.topic.losses = 1
     run_until(stage, lambda: stage.follower.num_bootstraps == 2)
     assert stage.follower.num_bootstraps == 2
+
+
+def test_an_unreadable_answer_of_a_shard_is_waited_for() -> None:
+    stage = Stage(Shard({8: 0.5}))
+    handler, failures = stage.transport.handler, iter(range(3))
+
+    def unreadable(method: str, header: Any, arrays: Any) -> Answer:
+        if method == "scan" and next(failures, None) is not None:
+            raise WireError("oversized", "expected a frame of at most 1 GiB")
+        return handler(method, header, arrays)
+
+    stage.transport.handler = unreadable
+    run_until(stage, lambda: stage.follower.ready)
+    assert stage.value(8).tolist() == [0.5] * 4
+
+
+def test_a_topic_that_fails_while_it_is_followed_does_not_end_the_follower() -> None:
+    stage = Stage(Shard({8: 0.5}))
+    polled = iter(range(100))
+
+    def poll() -> None:
+        if next(polled) == 1:
+            raise UnavailableError("injected")
+
+    stop = threading.Event()
+    stage.topic.on_poll = lambda: (poll(), stop.set() if stage.follower.num_bootstraps == 2 else None)
+    stage.follower.run(stop)
+    assert stage.follower.num_bootstraps == 2
+
+
+def test_rows_of_a_newer_incarnation_than_the_shards_are_not_reported_as_current(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    stage = Stage(Shard({8: 0.5}, version=(3, 1)))
+    stage.follower.bootstrap()
+    stage.follower.step()
+    assert stage.follower.age_s() == 0
+    stage.shard.version = (1, 9)
+    for _ in range(3):
+        stage.clock.advance(10)
+        stage.follower.step()
+    assert stage.follower.age_s() == 30 and caplog.text.count("not known to be current") == 1
 
 
 def test_a_row_follower_stops_while_it_waits() -> None:
