@@ -12,7 +12,6 @@ from fastapi.middleware import Middleware
 from starlette.types import Scope
 
 from roostream.runtime.metrics_collector import MetricsCollector
-from serving.access.bearer_keys import Keyring
 from serving.access.route_scopes import required_scope, traffic_route
 from serving.context import ServingContext
 from serving.http.admission import AdmissionGate
@@ -30,6 +29,7 @@ from serving.http.tracing import open_tracing
 from serving.metrics import METRICS
 from serving.page import front_page
 
+_OPEN_FILES = frozenset(front_page.FILES) - {"/"}
 _ROUTES = frozenset(("/", *LINKS.values()))
 
 
@@ -88,12 +88,18 @@ class HttpInterface(FastAPI):
         """Stop waiting for incomplete bodies. Call from the event loop, before connections are closed."""
         self.body_reader.stop()
 
+    def _check_key(self, scope: Scope) -> None:
+        """Raises RequestError 401, 403 for a request without a key that opens its path."""
+        if self.context.keys is None:
+            return
+        wanted = required_scope(scope["path"], _OPEN_FILES)
+        if wanted is not None and not (scope["path"] == "/" and wants_page(scope)):
+            given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+            self.context.keys.check(given, wanted)
+
     def _middleware(self) -> list[Middleware]:
         """From the outside in. A refused request goes no further, and its body is not read."""
-        context = self.context
-        metrics, keys = context.metrics, context.keys
-        open_files = frozenset(front_page.FILES) - {"/"}
-        ranking = self.ranking
+        context, metrics, ranking = self.context, self.context.metrics, self.ranking
         gates = {
             **dict.fromkeys(("rank", "infer", "explain"), ranking.gate),
             **dict.fromkeys(("retrieve", "recommend"), ranking.retrieval_lane.gate),
@@ -108,7 +114,7 @@ class HttpInterface(FastAPI):
             Middleware(CallMiddleware, open_tracing(context.config.tracing, _ROUTES)),
             Middleware(
                 AccessMiddleware,
-                None if keys is None else functools.partial(_check_key, keys, open_files),
+                self._check_key,
                 lambda status: metrics.answered("access", status, 0.0),
             ),
             Middleware(AdmissionMiddleware, context.config.deadline_ms, gate_of, metrics),
@@ -124,14 +130,6 @@ class HttpInterface(FastAPI):
             "roostream_serving_keys": None if keys is None else len(keys.keys),
             "roostream_serving_keys_file_refused": None if keys is None else bool(keys.refused),
         }
-
-
-def _check_key(keys: Keyring, open_files: frozenset[str], scope: Scope) -> None:
-    """Raises RequestError 401, 403."""
-    wanted = required_scope(scope["path"], open_files)
-    if wanted is not None and not (scope["path"] == "/" and wants_page(scope)):
-        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        keys.check(given, wanted)
 
 
 @functools.cache

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 from fastapi import Request, Response
 from starlette.exceptions import HTTPException
@@ -48,7 +49,8 @@ async def _defect(request: Request, error: Exception) -> Response:
     return error_response(request.scope, refusal)
 
 
-EXCEPTION_HANDLERS: dict[int | type[Exception], Callable[[Request, Exception], Awaitable[Response]]] = {
+Handler = Callable[[Request, Any], Coroutine[Any, Any, Response]]
+EXCEPTION_HANDLERS: dict[int | type[Exception], Handler] = {
     RequestError: _request_error,
     ClientGoneError: _client_gone,
     HTTPException: _http_error,

@@ -66,11 +66,9 @@ class CallMiddleware:
 class AccessMiddleware:
     """Rejects unauthorized requests, and requests that a page of another site makes a browser send."""
 
-    def __init__(
-        self, app: ASGIApp, check: Callable[[Scope], None] | None, count: Callable[[int], None]
-    ) -> None:
-        """`check` raises RequestError for a request without a suitable key; None = no keys are needed.
-        `count` is called with the status of each rejection."""
+    def __init__(self, app: ASGIApp, check: Callable[[Scope], None], count: Callable[[int], None]) -> None:
+        """`check` raises RequestError for a request without a suitable key. `count` is called with the status
+        of each rejection."""
         self.app, self.check, self.count = app, check, count
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -78,8 +76,7 @@ class AccessMiddleware:
             try:
                 if scope["method"] not in _SAFE_METHODS:
                     check_same_site(scope)
-                if self.check is not None:
-                    self.check(scope)
+                self.check(scope)
             except RequestError as error:
                 self.count(error.status)
                 own = {"www-authenticate": "Bearer"} if error.status == 401 else {}

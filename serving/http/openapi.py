@@ -107,6 +107,10 @@ class TypeComponents:
         shown = {} if example is None else {"example": msgspec.to_builtins(example)}
         return {JSON: {"schema": schemas[0] if len(schemas) == 1 else {"anyOf": schemas}, **shown}}
 
+    def scored(self, kind: Any) -> Any:
+        """A generic type with the scores of this schema."""
+        return kind[self.scores]
+
     def schema_of(self, kind: Any) -> dict[str, Any]:
         """The JSON Schema of a type; its structs become components."""
         made = msgspec.json.schema_components([kind], ref_template=_REF)
@@ -155,5 +159,7 @@ def query_parameters(kind: type[msgspec.Struct]) -> list[dict[str, Any]]:
     parameters = []
     for name, schema in components[kind.__name__]["properties"].items():
         about = {"name": name, "in": "query", "description": schema.pop("description")}
+        if schema.get("default", 0) < schema.get("minimum", 0):
+            del schema["default"]  # it stands for an absent parameter
         parameters.append({**about, "required": False, "schema": schema})
     return parameters

@@ -170,7 +170,7 @@ def add_retrieval_routes(traffic: Traffic, retriever: Retriever) -> None:
         "recommend",
         "Find items and rank them",
         types.json(parser.recommend_type, example={"request_id": "r-1", "user_id": 17, "k": 3}),
-        types.json(RecommendAnswer[types.scores]),
+        types.json(types.scored(RecommendAnswer)),
         [VERSION],
     )
 

@@ -177,13 +177,13 @@ def append_to_log(feature_log: FeatureLog, records: list[LogRecord]) -> None:
 def add_rank_route(traffic: Traffic) -> None:
     schema, ranking, bodies = traffic.context.schema, traffic.ranking, traffic.bodies
     parser, parse_s = JsonParser(schema), traffic.context.metrics.stages.parse
-    types, scores = traffic.types, traffic.types.scores
+    types = traffic.types
     about = types.traffic(
         "rank",
         "Rank the candidates of a request",
         types.json(parser.types.rank, example=examples.rank_example(schema))
         | {PROTOBUF: {"schema": {**BINARY, "description": "a roo.Impression without scores"}}},
-        types.json(RankAnswer[scores], TopAnswer[scores], example=examples.answer_example(schema))
+        types.json(types.scored(RankAnswer), types.scored(TopAnswer), example=examples.answer_example(schema))
         | {PROTOBUF: {"schema": {**BINARY, "description": "a roo.RankAnswer, for a client that accepts it"}}},
         [*query_parameters(RankOptions), VERSION],
     )

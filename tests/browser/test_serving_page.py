@@ -402,3 +402,26 @@ def test_the_live_list_is_in_nobodys_way(shown: Any, options: dict[str, Any]) ->
     wanted = "{runOnly: ['wcag2a', 'wcag2aa', 'wcag21a', 'wcag21aa', 'wcag22aa', 'best-practice']}"
     found = page.tab.evaluate(f"axe.run(document, {wanted})")
     assert [f"{v['id']}: {[n['html'][:120] for n in v['nodes']]}" for v in found["violations"]] == []
+
+
+def test_the_documentation_pages_work_offline_and_send_an_example(browser: Any, tmp_path: Path) -> None:
+    built = build(tmp_path, FakeRows(SCHEMA))
+    with serving_live(built) as live:
+        context = browser.new_context()
+        tab, said, asked = context.new_page(), list[str](), list[str]()
+        tab.on("console", lambda message: said.append(message.text))
+        tab.on("pageerror", lambda error: said.append(str(error)))
+        tab.on("request", lambda request: asked.append(request.url))
+        tab.goto(f"{live.url}/docs")
+        rank = "#operations-traffic-rank"
+        tab.click(f"{rank} .opblock-summary-control")
+        tab.click(f"{rank} .try-out__btn")
+        tab.click(f"{rank} .execute")
+        status = tab.inner_text(f"{rank} table.live-responses-table tr.response .response-col_status")
+        assert status.startswith("200") and len(built.records()) == 1
+        tab.goto(f"{live.url}/redoc")
+        tab.wait_for_selector("h1:has-text('Roostream serving')")
+        context.close()
+        assert [text for text in said if "redoc/logo" not in text] == [], "Redoc's logo is blocked"
+        loaded = [url for url in asked if "redoc/logo" not in url]
+        assert all(url.startswith((live.url, "data:", "blob:")) for url in loaded), loaded

@@ -202,6 +202,7 @@ def test_a_retrieval_past_its_deadline_keeps_its_place_until_it_ends(kept: Retri
         async with httpx.AsyncClient(transport=transport, base_url="http://serving") as client:
             hurried = {"x-deadline-ms": "50"}
             answers = [await client.post("/v1/retrieve", json=WHO, headers=hurried) for _ in range(2)]
+            await asyncio.sleep(0.05)
             counts = [app.gate.in_flight]
             go.set()
             until_s = time.monotonic() + 30
