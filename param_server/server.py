@@ -290,7 +290,7 @@ class Shard:
                 try:
                     next(steps)
                 except StopIteration as end:
-                    return end.value  # type: ignore[no-any-return]
+                    return end.value
             self._advance()
             time.sleep(_YIELD_S)
 

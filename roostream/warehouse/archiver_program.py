@@ -24,6 +24,7 @@ from roostream.runtime.kafka.kafka_consumer import ConsumerOptions, KafkaConsume
 from roostream.runtime.kafka.topics import CORRECTIONS, DEAD_LETTERS, SAMPLES, Partition, name_of
 from roostream.runtime.metrics_collector import MetricsCollector, MetricSpec
 from roostream.runtime.program import Stop
+from roostream.runtime.store_identity import open_checkpoint_store
 from roostream.schema.registry import open_registry
 from roostream.warehouse.archive import Archiver, DeadRecord, FlushPolicy
 from roostream.warehouse.config import ArchiverConfig

@@ -143,8 +143,8 @@ class VersionFollower:
             manifest = manifests.load_data(commit.name, commit.data).manifest
             self.check(manifest)
             if manifests.is_rolled_back(self.store, manifest):
-                log.warning("%s is not served: it was rolled back", name)
-                self._bad.add(name)
+                log.warning("%s is not served: it was rolled back", commit.name)
+                self._bad.add(commit)
                 return False
             version = self._held(manifest) or self._load(manifest)
         except CheckpointError as error:
