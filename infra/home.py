@@ -101,11 +101,16 @@ class Home:
             self._lock = None
 
     def is_locked(self) -> bool:
-        """Whether a supervisor has locked this home."""
+        """Whether a supervisor has locked this home. Raises SetupError: that cannot be seen."""
         try:
             file = (self.run / "lock").open("r+")
-        except OSError:
+        except FileNotFoundError:
             return False
+        except OSError as error:
+            raise SetupError(
+                f"{self.run / 'lock'} can't be opened ({error.strerror}), so a stack may run there; use the "
+                "account of the stack, or another --home"
+            ) from None
         with file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -82,6 +82,14 @@ def test_a_running_home_is_not_deleted(home: Home) -> None:
     assert background_stack.delete(home.root) == 0
 
 
+def test_a_lock_that_cannot_be_read_is_not_taken_for_a_free_home(tmp_path: Path) -> None:
+    home = Home(tmp_path / "home")
+    assert not home.is_locked(), "nothing was started there"
+    (home.run / "lock").mkdir(parents=True)
+    with pytest.raises(SetupError, match="may run there"):
+        home.is_locked()
+
+
 def with_rows(home: Home) -> Path:
     """Rows of a shard in the home; returns their folder."""
     rows = home.root / "shard-0" / "segments"
