@@ -149,6 +149,8 @@ def _environment(config: JoinerConfig) -> StreamExecutionEnvironment:
     settings = Configuration()
     settings.set_string(_UNALIGNED, "false")
     settings.set_string("python.execution-mode", "thread")
+    # `EventTimeKeeper` and `RequestCounts` share the thread of their neighbours in the chain.
+    settings.set_string("pipeline.operator-chaining.enabled", "true")
     settings.set_string("state.backend.type", "rocksdb" if config.state_backend == "rocksdb" else "hashmap")
     if config.state_backend == "rocksdb":
         settings.set_string("execution.checkpointing.incremental", "true")
