@@ -40,7 +40,7 @@ NUM_REQUESTS = 10 * (HEAP_MB << 20) // (len(CANDIDATES) * NUM_SIMILAR * 8) + 1
 def block(n: int) -> bytes:
     """Ids are small, so that the broker and the disks hold less, and random, so that a fetch of compressed
     bytes is not hundreds of records."""
-    similar = np.random.default_rng(n).integers(1, 17, (len(CANDIDATES), NUM_SIMILAR))
+    similar = np.random.default_rng(n).integers(1, 4097, (len(CANDIDATES), NUM_SIMILAR))
     return encode_nro(SCHEMA, {"similar": similar.tolist()}, len(CANDIDATES))
 
 
