@@ -71,8 +71,9 @@ log = logging.getLogger("roostream.shard")
 
 T = TypeVar("T")
 
-_YIELD_S = 1e-4
-"""Pause between two short holds of the lock, so that calls that wait for it get their turn."""
+_SHORT_HOLD_S, _YIELD_S, _FREEZE_YIELD_S = 2e-4, 1e-3, 1e-4
+"""After the lock was held for longer than the first, pause for the second before the next step, so that calls
+that wait for the lock get their turn. The pause is shorter while a freeze pauses training."""
 
 _BEFORE_ALL = -1
 """An offset that never exists: the publisher finds it gone and tells replicas to bootstrap again."""
@@ -281,18 +282,25 @@ class Shard:
         self._lock.release()
         return True
 
-    def _in_steps(self, steps: Generator[None, None, T], check: Callable[[], None] = lambda: None) -> T:
+    def _in_steps(
+        self,
+        steps: Generator[None, None, T],
+        check: Callable[[], None] = lambda: None,
+        yield_s: float = _YIELD_S,
+    ) -> T:
         """Run a generator with the lock held in each of its steps, and free between them; return its result.
         `check` is called with the lock held before each step, and may raise."""
         while True:
             with self._lock:
                 check()
+                began_s = time.perf_counter()
                 try:
                     next(steps)
                 except StopIteration as end:
                     return end.value
             self._advance()
-            time.sleep(_YIELD_S)
+            if time.perf_counter() - began_s >= _SHORT_HOLD_S:
+                time.sleep(yield_s)
 
     def _advance(self) -> None:
         self.progress += 1
@@ -411,10 +419,11 @@ class Shard:
         }
 
     def _freeze_table(self, table: StackTable, watermark_ms: int, complete: frozenset[int]) -> FrozenRows:
-        self._in_steps(table.evict(table.due_rows(watermark_ms)))
+        self._in_steps(table.evict(table.due_rows(watermark_ms)), yield_s=_FREEZE_YIELD_S)
         with self._lock:
             unpublished = table.outbox.tombstones()
-        return self._in_steps(table.freeze(*table.gone_keys(unpublished), complete))
+        steps = table.freeze(*table.gone_keys(unpublished), complete)
+        return self._in_steps(steps, yield_s=_FREEZE_YIELD_S)
 
     def _buckets_to_rewrite(self) -> frozenset[int]:
         """Buckets of which the next segment should hold every row."""

@@ -34,7 +34,7 @@ from roostream.schema.schema import Schema, Table
 
 _CHANGED = DIRTY | UNPUBLISHED | IN_FLIGHT
 _SAVED_ROWS = 1 << 14
-COPY_BYTES = 4 << 20
+COPY_BYTES = 1 << 20
 """Bytes of rows that are copied while the shard's lock is held once."""
 
 
