@@ -255,7 +255,7 @@ log = logging.getLogger("roostream.compactor")
 _RETIRED = "compact/retired"
 RETIRED_DAYS = "retired_days"
 """Progress name: ordinal of the first day of which samples may be left; all earlier days were retired."""
-_PIECE_BYTES = 256 << 20  # uncompressed bytes of the rows that are merged at once
+_PIECE_BYTES = 128 << 20  # uncompressed bytes of the rows merged at once; about 5 times that are needed
 _MAX_CORRECTION_FILES = 8  # of a sealed day and partition; more are merged
 _VACUUM_INTERVAL_S = 3600.0  # a vacuum lists every file of the warehouse
 
