@@ -371,6 +371,13 @@ def test_offsets_that_a_broker_lost_and_used_again_are_counted_and_their_new_rec
     restarted.seek({P0: 10}, epochs)
     assert places(read(restarted, 8)) == [(P0, offset) for offset in range(6, 14)], "after a restart"
     assert restarted.num_lost == 4 and restarted.positions()[P0] == 14
+    epochs = restarted.leader_epochs({P0: 14})
+    stack.kill("kafka")
+    stack.wait_ready("kafka", timeout_s=180)
+    log.write(P0, 3_000)
+    unharmed = log.reader()
+    unharmed.seek({P0: 14}, epochs)
+    assert places(read(unharmed, 1)) == [(P0, 14)] and unharmed.num_lost == 0, "a newer epoch is no loss"
     log.close()
 
 
