@@ -19,7 +19,7 @@ import xxhash
 from roostream.errors import CheckpointError
 from roostream.runtime import tensor_file
 from roostream.runtime.checkpoint_store import FileStore
-from roostream.runtime.kafka.topics import Progress, flat, nested
+from roostream.runtime.kafka.topics import Partition, Progress, flat, nested
 
 log = logging.getLogger("roostream.auditor")
 FORMAT = 3  # 1 had no recent times, 2 had no dispositions
@@ -30,17 +30,24 @@ _SUM_BYTES = 8
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Saved:
-    """`numbers` and `arrays`: of `Accounts.dump`. `topics`: full name → the broker's topic id."""
+    """`numbers` and `arrays`: of `Accounts.dump`. `topics`: full name → the broker's topic id.
+    `leader_epochs`: see RecordConsumer; old files have none."""
 
     numbers: dict[str, Any]
     arrays: dict[str, np.ndarray]
     progress: Progress
     topics: dict[str, str]
+    leader_epochs: dict[Partition, int] = dataclasses.field(default_factory=dict)
 
 
 def write(home: Path, saved: Saved) -> None:
     """Replace the file. Raises OSError or UnavailableError: the old file stays."""
-    metadata = {"numbers": saved.numbers, "progress": nested(saved.progress), "topics": saved.topics}
+    metadata = {
+        "numbers": saved.numbers,
+        "progress": nested(saved.progress),
+        "leader_epochs": nested(saved.leader_epochs),
+        "topics": saved.topics,
+    }
     data = tensor_file.encode(
         saved.arrays, {"format": str(FORMAT), **{k: json.dumps(v) for k, v in metadata.items()}}
     )
@@ -73,7 +80,8 @@ def _decode(data: bytes) -> Saved:
     if metadata.get("format") not in _READABLE_FORMATS:
         raise CheckpointError(f"expected format {FORMAT}, got {metadata.get('format')!r}")
     numbers, progress, topics = (json.loads(metadata[k]) for k in ("numbers", "progress", "topics"))
-    return Saved(numbers=numbers, arrays=arrays, progress=flat(progress), topics=topics)
+    epochs = flat(json.loads(metadata.get("leader_epochs", "{}")))
+    return Saved(numbers=numbers, arrays=arrays, progress=flat(progress), topics=topics, leader_epochs=epochs)
 
 
 def _checksum(data: bytes) -> bytes:

@@ -105,7 +105,7 @@ class Auditor:
         if saved is None:
             self._begin(consumer)
         else:
-            consumer.seek(saved.progress)
+            consumer.seek(saved.progress, saved.leader_epochs)
         self._consumer = consumer
         self._check_progress(consumer)
         return consumer
@@ -127,7 +127,14 @@ class Auditor:
         """The state for `open_with`; `topics` as in `Saved`. Not while `must_restart`."""
         assert self._consumer is not None and not self.must_restart, "nothing was read yet"
         numbers, arrays = self.accounts.dump()
-        return Saved(numbers=numbers, arrays=arrays, progress=self._consumer.positions(), topics=topics)
+        progress = self._consumer.positions()
+        return Saved(
+            numbers=numbers,
+            arrays=arrays,
+            progress=progress,
+            topics=topics,
+            leader_epochs=self._consumer.leader_epochs(progress),
+        )
 
     def close(self) -> None:
         """Idempotent; the sums stay."""

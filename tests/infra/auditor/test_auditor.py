@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +136,29 @@ def test_the_auditor_continues_from_its_file(tmp_path: Path) -> None:
         10,
         True,
     )
+
+
+class WithEpochs(MemoryConsumer):
+    """Its records were written in leader epoch 3. Keeps what the newest `seek` was given."""
+
+    given: Mapping[Partition, int] = {}
+
+    def seek(self, progress: Mapping[Partition, int], leader_epochs: Mapping[Partition, int] = {}) -> None:
+        self.given = leader_epochs
+        super().seek(progress, leader_epochs)
+
+    def leader_epochs(self, at: Progress) -> dict[Partition, int]:
+        return {partition: 3 for partition, offset in at.items() if offset}
+
+
+def test_the_file_has_the_leader_epochs_by_which_a_truncated_log_is_noticed(tmp_path: Path) -> None:
+    reader = WithEpochs(ALL, traffic(0, 5))
+    first = auditor(reader)
+    first.poll()
+    saved = first.saved(TOPICS)
+    audit_file.write(tmp_path, saved)
+    Auditor(Broker("nowhere:1"), "x.", clock=FakeClock()).open_with(reader, audit_file.read(tmp_path, TOPICS))
+    assert reader.given == {partition: 3 for partition, offset in saved.progress.items() if offset} != {}
 
 
 @pytest.mark.parametrize("damage", ["bit", "cut", "empty", "format", "topics"])
