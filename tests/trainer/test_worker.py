@@ -170,6 +170,24 @@ def test_a_commit_writes_only_the_ids_trained_since_the_last_one() -> None:
     assert sorted(p.sample_id for p in again.outputs.predicted) == [50, 51, 52, 53]
 
 
+def test_a_commit_is_restored_after_the_topics_got_more_partitions() -> None:
+    """Keys are spread anew: a sample that was trained comes again in the new partition."""
+    stage = Stage()
+    manifest = stage.committed()
+    trained = sorted(p.sample_id for p in stage.outputs.predicted)
+    again = Stage(stage.store, partitions=(*PARTITIONS, ("samples", 2)))
+    again.worker.identity = dataclasses.replace(
+        again.worker.identity, num_partitions=manifest.num_partitions + 1
+    )
+    again.started(manifest.name)
+    assert again.worker.loop.partitions.progress == {**manifest.offsets, ("samples", 2): 0}
+    moved = [
+        record._replace(partition=2, offset=offset) for offset, record in enumerate(samples.records(trained))
+    ]
+    batch = again.worker.loop.source.decoder.decode(moved)[0]  # type: ignore[attr-defined]
+    assert len(trained) == 4 and not again.worker.loop.partitions.claim(batch).any()
+
+
 def test_a_commit_has_the_leader_epochs_of_the_records_before_its_offsets() -> None:
     stage = Stage().started()
     chunk = stage.worker.loop.source.poll(4, 0.0)
