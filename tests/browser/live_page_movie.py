@@ -66,7 +66,7 @@ class Recorder:
         """Record the page's animations frame by frame, if any run; returns the seconds that this took.
 
         Screenshots are too slow for a smooth picture, so the animations are held at each frame, and the page
-        does not ask the server meanwhile.
+        does not ask the server meanwhile. Times that the page measures are longer by these pauses.
         """
         begin_s = time.monotonic()
         if not self.tab.evaluate(_HOLD):
