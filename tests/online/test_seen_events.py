@@ -128,6 +128,15 @@ def test_seen_events_survive_their_bytes_and_foreign_bytes_are_refused() -> None
             seen_from_bytes(data)
 
 
+def test_seen_events_keep_their_bytes() -> None:
+    seen = SeenEvents()
+    seen.add(5, T0)
+    seen.add(-1, T0 - 1)
+    golden = "01" + "ff" * 8 + "0500000000000000" + "ff67e5cf8b010000" + "0068e5cf8b010000"
+    assert seen.to_bytes().hex() == golden
+    assert not seen_from_bytes(bytes.fromhex(golden)).add(5, T0 + 1)
+
+
 def test_the_key_is_the_one_of_the_record_in_kafka() -> None:
     identity = engagement_id((2**64 - 5, 0, "", "r"), 7)
     assert identity is not None and identity.key == -5
