@@ -38,8 +38,8 @@ class HttpInterface(FastAPI):
 
     def __init__(self, context: ServingContext) -> None:
         self.context = context
-        self.log_rate_limit = LogRateLimit()
-        self.log_filter = LogRateLimitFilter(self.log_rate_limit)
+        log_rate_limit = LogRateLimit()
+        self.log_filter = LogRateLimitFilter(log_rate_limit)
         self.body_reader = BodyReader(context.config.max_body_bytes, context.config.max_reading_bytes)
         self.connections: Collection[object] = ()  # open connections of the server that runs this application
         self.ranking = ranking = Ranking(context)
@@ -65,8 +65,14 @@ class HttpInterface(FastAPI):
         )
         router = APIRouter(route_class=TrafficRoute)
         traffic = Traffic(
-            context=context, ranking=ranking, bodies=self.body_reader, types=self.types, router=router
+            context=context,
+            ranking=ranking,
+            bodies=self.body_reader,
+            log_rate_limit=log_rate_limit,
+            types=self.types,
+            router=router,
         )
+        self.state.traffic = traffic
         add_rank_route(traffic)
         add_engagements_route(traffic)
         self.explainer = add_explain_route(traffic)

@@ -7,7 +7,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable, Coroutine
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 from urllib.parse import parse_qsl
 
 from fastapi import APIRouter, Request, Response
@@ -36,7 +36,7 @@ from serving.http.body import (
 )
 from serving.http.engagements import SHARE, EngagementBody, EngagementParser, ParsedEngagements
 from serving.http.error_handlers import NoResponse
-from serving.http.log_rate_limit import error_kind
+from serving.http.log_rate_limit import LogRateLimit, error_kind
 from serving.http.middleware import UNTIL_S, parse_positive
 from serving.http.openapi import (
     BINARY,
@@ -50,9 +50,6 @@ from serving.rank_json import JsonParser
 from serving.rank_protobuf import parse_impression
 from serving.request import RankRequest
 from serving.types import MAX_ENGAGEMENTS, EngagementsAnswer, RankAnswer, RankOptions, TopAnswer, limits
-
-if TYPE_CHECKING:
-    from serving.http.app import HttpInterface
 
 log = logging.getLogger("roostream.serving")
 
@@ -69,30 +66,30 @@ class TrafficRoute(APIRoute):
 
         async def handle(request: Request) -> Response:
             begin_s = time.perf_counter()
-            app: HttpInterface = request.app
+            traffic: Traffic = request.app.state.traffic
             try:
                 response: Response = await endpoint(request)
             except ClientGoneError:
                 return NoResponse()
             except (Exception, asyncio.CancelledError) as error:
-                refusal = _refusal(app, name, error)
+                refusal = _refusal(traffic, name, error)
                 response = error_response(request.scope, refusal)
-            app.context.metrics.answered(name, response.status_code, time.perf_counter() - begin_s)
+            traffic.context.metrics.answered(name, response.status_code, time.perf_counter() - begin_s)
             return response
 
         return handle
 
 
-def _refusal(app: HttpInterface, route: str, error: BaseException) -> RequestError:
+def _refusal(traffic: Traffic, route: str, error: BaseException) -> RequestError:
     """The error to answer with. A cancellation is one during a stop, when the server cancels requests that do
     not end in time; any other is raised again."""
     if isinstance(error, RequestError):
         return error
     if isinstance(error, asyncio.CancelledError):
-        if not app.body_reader.is_stopping:
+        if not traffic.bodies.is_stopping:
             raise error
         return stopping_error()
-    left_out = app.log_rate_limit.due(error_kind(error))
+    left_out = traffic.log_rate_limit.due(error_kind(error))
     if left_out is not None:
         more = f" ({left_out} more since the last report)" if left_out else ""
         log.error("a %s request failed: this is a defect of Roostream%s", route, more, exc_info=error)
@@ -150,11 +147,13 @@ class Ranking:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """What the traffic routes are built from. Functions called `add_…_route` add them to `router`."""
+    """What the traffic routes share; it is in the application's state. Functions called `add_…_route` add
+    routes to `router`."""
 
     context: ServingContext
     ranking: Ranking
     bodies: BodyReader
+    log_rate_limit: LogRateLimit
     types: TypeComponents
     router: APIRouter
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ import httpx2
 import pytest
 import torch
 from click.testing import CliRunner
+from live_serving import answer_of
 from serving_cases import SCHEMA, Built, build
 from serving_fakes import FakeRows
 
@@ -23,6 +25,7 @@ from roostream.runtime.tls import TlsContext, TlsFiles
 from serving.admin import admin_server
 from serving.admin.admin_server import AdminToken
 from serving.admin.admin_service import AdminService
+from serving.http import connection
 from serving.http import server as http_server
 from serving.versions.idle_gate import IdleGate
 from serving.versions.recent_requests import RecentRequests
@@ -124,3 +127,14 @@ def test_an_admin_error_has_the_common_error_shape(http: httpx2.Client) -> None:
 def test_an_admin_body_is_bounded(http: httpx2.Client) -> None:
     answer = http.put("/canary", content=json.dumps({"version": "x" * (70 << 10)}))
     assert answer.status_code == 413
+
+
+def test_an_early_answer_of_the_admin_port_does_not_keep_its_connection(
+    built: Built, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "REST_S", 0.2)
+    head = f"GET /admin/v1/versions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {TOKEN}\r\n"
+    with admin_of(built) as port, socket.create_connection(("127.0.0.1", port), timeout=30) as line:
+        line.sendall(f"{head}content-length: 1000000000\r\n\r\n{{".encode())
+        status, received = answer_of(line)
+        assert status == 200 and received.count(b"HTTP/1.1") == 1

@@ -81,7 +81,7 @@ def live(tmp_path: Path) -> Iterator[LiveServing]:
 def ranks_and_engages(live: LiveServing, *command: str) -> None:
     bodies = (json.dumps(BODY), json.dumps(CLICK))
     done = subprocess.run(
-        [*command, live.url, *bodies], capture_output=True, text=True, timeout=100, check=False
+        [*command, live.url, *bodies], capture_output=True, text=True, timeout=300, check=False
     )
     assert done.stdout.split() == ["200", "200"], done.stdout + done.stderr
     assert [record.topic for record in live.built.records()] == ["impressions", "engagements"]
@@ -105,7 +105,7 @@ def test_curl_with_http2_ranks_and_engages(live: LiveServing) -> None:
     post = (program("curl"), "--http2", "--silent", "-H", f"content-type: {JSON}", "-w", "\n%{http_code}")
     for path, body in (("/v1/rank", BODY), ("/v1/engagements", CLICK)):
         command = [*post, live.url + path, "-d", json.dumps(body)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
         assert done.stdout.endswith("\n200"), done.stdout
     assert [record.topic for record in live.built.records()] == ["impressions", "engagements"]
 
@@ -115,6 +115,7 @@ def test_node_ranks_and_engages(live: LiveServing) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(700)
 def test_go_ranks_and_engages(live: LiveServing, tmp_path: Path) -> None:
     (tmp_path / "client.go").write_text(GO)
     client = str(tmp_path / "client")
@@ -123,6 +124,7 @@ def test_go_ranks_and_engages(live: LiveServing, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(700)
 def test_the_http_client_of_the_jdk_ranks_and_engages(live: LiveServing, tmp_path: Path) -> None:
     """Its default settings ask for an upgrade to HTTP/2."""
     try:
