@@ -25,8 +25,9 @@ MAX_REST_BYTES = 16 << 20  # of a body that arrive after the request was answere
 MAX_REFUSED_BYTES = 256 << 10  # that arrive after something that is not HTTP
 HEAD_S = 10.0  # from connecting or from the first byte of a request until its headers are complete
 REST_S = 10.0  # for the rest of a body after the request was answered
-STALLED_S = 20.0  # for the client to read answers that wait
-LINGER_S = 2.0  # for the client to read the last answer, while its input is discarded
+STALLED_S = 20.0  # for the client to read MIN_READ_BYTES of answers that wait
+LINGER_S = 2.0  # for the client to read MIN_READ_BYTES of the last answer, while its input is discarded
+MIN_READ_BYTES = 16 << 10
 _UPGRADE = (b"connection", b"upgrade", b"http2-settings")
 
 
@@ -116,6 +117,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._rest_bytes = 0  # received of a body after its request was answered, or while closing
         self._running: RequestResponseCycle | None = None  # the request that the application answers
         self._timer: asyncio.TimerHandle | None = None
+        self._unread_bytes = 0  # of answers, when the timer was started
 
     @property
     def _owes_nothing(self) -> bool:
@@ -125,7 +127,7 @@ class LimitedProtocol(HttpToolsProtocol):
         super().connection_made(_LingeringTransport(transport, self))
         self._inner = transport
         self.open.moved(self, State.IDLE)
-        self._timer = self.loop.call_later(HEAD_S, self._is_late)
+        self._start_timer(HEAD_S)
         if len(self.connections) > self.open.max_connections:
             self.open.make_room(self)
 
@@ -256,21 +258,27 @@ class LimitedProtocol(HttpToolsProtocol):
         self.open.moved(self, state)
         self._stop_timer()
         if state in _SLOW:
-            limit_s = {State.HEAD: HEAD_S, State.REST: REST_S, State.STALLED: STALLED_S}[state]
-            self._timer = self.loop.call_later(limit_s, self._is_late)
+            self._start_timer({State.HEAD: HEAD_S, State.REST: REST_S, State.STALLED: STALLED_S}[state])
+
+    def _start_timer(self, seconds: float) -> None:
+        self._unread_bytes = self._inner.get_write_buffer_size()
+        self._timer = self.loop.call_later(seconds, self._is_late, seconds)
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
-    def _is_late(self) -> None:
+    def _is_late(self, seconds: float) -> None:
         self._timer = None
-        if self.state is State.HEAD:
+        if self.state in (State.STALLED, State.CLOSING):
+            if self._unread_bytes - self._inner.get_write_buffer_size() >= MIN_READ_BYTES:
+                self._start_timer(seconds)  # the client reads, slowly
+            else:
+                self._inner.abort()
+        elif self.state is State.HEAD:
             message = f"expected complete headers within {HEAD_S:g} s"
             self.refuse(RequestError(408, message, code="header_timeout"))
-        elif self.state is State.STALLED:
-            self._inner.abort()
         else:
             self.close()
 
@@ -330,7 +338,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self.flow.resume_reading()
         else:
             self._inner.close()
-        self._timer = self.loop.call_later(LINGER_S, self._inner.abort)
+        self._start_timer(LINGER_S)
 
 
 def limited_to(max_connections: int) -> type[LimitedProtocol]:

@@ -6,7 +6,7 @@ Refused requests are answered before their bodies are read.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -120,12 +120,19 @@ def check_same_site(scope: Scope) -> None:
     Browsers that do not send `Sec-Fetch-Site` send `Origin`, which has to name the host that the request is
     for. Other clients send neither.
     """
-    headers: Mapping[bytes, bytes] = dict(scope["headers"])
-    site, origin = headers.get(b"sec-fetch-site"), headers.get(b"origin")
+    site = origin = None
+    host = b""
+    for name, value in scope["headers"]:
+        if name == b"sec-fetch-site":
+            site = value
+        elif name == b"origin":
+            origin = value
+        elif name == b"host":
+            host = value.lower()
     if site is not None:
         is_ours = site in _SAME_SITE
     else:
-        is_ours = origin is None or _host_of(origin) == headers.get(b"host", b"").lower()
+        is_ours = origin is None or _host_of(origin) == host
     if not is_ours:
         got = shown((origin or site or b"").decode("latin-1"))
         raise RequestError(

@@ -6,13 +6,13 @@ import asyncio
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from typing import Annotated, Any
 from urllib.parse import parse_qsl
 
 from fastapi import APIRouter, Request, Response
 from fastapi.routing import APIRoute
-from starlette.types import Scope
+from starlette.types import Receive, Scope, Send
 
 from roostream.errors import WireError, nearest
 from roostream.runtime.program import CURRENT_CALL
@@ -35,7 +35,6 @@ from serving.http.body import (
     wants_protobuf,
 )
 from serving.http.engagements import SHARE, EngagementBody, EngagementParser, ParsedEngagements
-from serving.http.error_handlers import NoResponse
 from serving.http.log_rate_limit import LogRateLimit, error_kind
 from serving.http.middleware import UNTIL_S, parse_positive
 from serving.http.openapi import (
@@ -61,23 +60,21 @@ class TrafficRoute(APIRoute):
     models are not used. Every error becomes an answer, and every answer is counted under the route's name.
     """
 
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        endpoint, name = self.endpoint, self.name
+    def __init__(self, path: str, endpoint: Callable[..., Any], **options: Any) -> None:
+        super().__init__(path, endpoint, **options)
+        self.app = self._answer  # in place of FastAPI's request_response, which opens stacks of dependencies
 
-        async def handle(request: Request) -> Response:
-            begin_s = time.perf_counter()
-            traffic: Traffic = request.app.state.traffic
-            try:
-                response: Response = await endpoint(request)
-            except ClientGoneError:
-                return NoResponse()
-            except (Exception, asyncio.CancelledError) as error:
-                refusal = _refusal(traffic, name, error)
-                response = error_response(request.scope, refusal)
-            traffic.context.metrics.answered(name, response.status_code, time.perf_counter() - begin_s)
-            return response
-
-        return handle
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        begin_s = time.perf_counter()
+        traffic: Traffic = scope["app"].state.traffic
+        try:
+            response: Response = await self.endpoint(Request(scope, receive, send))
+        except ClientGoneError:
+            return
+        except (Exception, asyncio.CancelledError) as error:
+            response = error_response(scope, _refusal(traffic, self.name, error))
+        traffic.context.metrics.answered(self.name, response.status_code, time.perf_counter() - begin_s)
+        await response(scope, receive, send)
 
 
 def _refusal(traffic: Traffic, route: str, error: BaseException) -> RequestError:

@@ -95,6 +95,22 @@ def test_a_client_that_does_not_read_is_disconnected(tmp_path: Path, monkeypatch
         wait_until_closed(live)
 
 
+def test_a_client_that_reads_slowly_gets_the_whole_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "LINGER_S", 0.3)
+    monkeypatch.setattr(connection, "MIN_READ_BYTES", 1)
+    with live_of(tmp_path) as live, live.connect() as slow:
+        slow.sendall(b"GET /docs/swagger-ui-bundle.js HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+        received = 0
+        for _ in range(8):
+            time.sleep(0.05)
+            received += len(slow.recv(1 << 16))
+        while chunk := slow.recv(1 << 20):
+            received += len(chunk)
+        assert received > 1_500_000
+
+
 def test_clients_that_do_not_read_make_room_for_a_new_client(tmp_path: Path) -> None:
     with live_of(tmp_path, max_connections=2) as live, contextlib.ExitStack() as stack:
         for _ in range(2):
