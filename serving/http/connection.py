@@ -68,8 +68,7 @@ class OpenConnections:
         if victim := next((c for c in self.idle if c is not newcomer), None):
             victim.close()
         elif victim := next(iter(self.slow), None):
-            message = "expected a complete request; the connection is needed for another client"
-            victim.refuse(RequestError(408, message, code="header_timeout"))
+            victim.give_way()
         else:
             message = f"{self.max_connections} connections are open, the maximum of this process; try again"
             newcomer.refuse(RequestError(503, message, retry_after_s=RETRY_AFTER_S))
@@ -295,6 +294,11 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._refused:
             return
         self._refused = True
+        if (
+            self.state is State.REST
+        ):  # the request has its answer, and a second one would be taken for another's
+            self.close()
+            return
         if not (self._in_head or self.cycle.response_complete):  # the body of the newest request is invalid
             if self.pipeline:
                 self.pipeline.popleft()
@@ -317,6 +321,14 @@ class LimitedProtocol(HttpToolsProtocol):
         lines = b"".join(f"{name}: {value}\r\n".encode() for name, value in headers.items())
         self.transport.write(STATUS_LINE[error.status] + lines + b"\r\n" + body)
         self.close()
+
+    def give_way(self) -> None:
+        """End a connection that waits for its client, because another client needs it."""
+        if self.state is State.STALLED:
+            self._inner.abort()
+        else:
+            message = "expected a complete request; the connection is needed for another client"
+            self.refuse(RequestError(408, message, code="header_timeout"))
 
     def close(self) -> None:
         """Close, without waiting longer than LINGER_S for a client that does not read its last answer.

@@ -88,6 +88,14 @@ def test_the_rest_of_a_body_may_come_after_the_answer(tmp_path: Path) -> None:
         assert statuses(line.recv(65536)) == [200], "the connection goes on after the body, and not in it"
 
 
+def test_a_broken_rest_of_an_answered_request_gets_no_second_answer(tmp_path: Path) -> None:
+    with live_of(tmp_path) as live, live.connect() as line:
+        line.sendall(EARLY["chunks"])
+        assert statuses(line.recv(65536)) == [200]
+        line.sendall(b"zz\r\n" + PING)
+        assert answer_of(line) == (0, b"")
+
+
 def test_a_client_that_does_not_read_is_disconnected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "STALLED_S", 0.3)
     with live_of(tmp_path) as live, live.connect() as deaf:
@@ -122,6 +130,8 @@ def test_clients_that_do_not_read_make_room_for_a_new_client(tmp_path: Path) -> 
                 if httpx2.get(f"{live.url}/healthz", timeout=30).status_code == 200:
                     break
             time.sleep(0.05)
+        while len(live.app.connections) > 2 and time.monotonic() < until_s:
+            time.sleep(0.01)
         assert time.monotonic() < until_s
 
 
