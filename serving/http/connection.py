@@ -294,12 +294,10 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._refused:
             return
         self._refused = True
-        if (
-            self.state is State.REST
-        ):  # the request has its answer, and a second one would be taken for another's
-            self.close()
+        if not self._in_head and self.cycle.response_complete:
+            self.close()  # a second answer would be taken for that of the next request
             return
-        if not (self._in_head or self.cycle.response_complete):  # the body of the newest request is invalid
+        if not self._in_head:  # the body of the newest request is invalid
             if self.pipeline:
                 self.pipeline.popleft()
             else:

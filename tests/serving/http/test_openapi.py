@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import schemathesis
 from document_cases import answers_conform
 from live_serving import serving_live
+from retrieval_cases import retrieving
 from serving_cases import BODY, SCHEMA, build
 from serving_fakes import FakeRows
 
@@ -23,6 +25,17 @@ def test_answers_match_the_openapi_document(tmp_path: Path) -> None:
     statuses = answers_conform(tmp_path, 25)
     assert statuses[200] >= 15 and statuses[400] >= 25
     assert not [status for status in statuses if status >= 500 and status != 504]
+
+
+def test_the_document_is_valid_openapi(tmp_path: Path) -> None:
+    kept = retrieving(tmp_path, FakeRows(SCHEMA))
+    document = kept.app.openapi()
+    schemathesis.openapi.from_dict(document).validate()
+    assert document["openapi"].startswith("3.1") and "/v1/recommend" in document["paths"]
+    broken = {**document, "paths": {"/v1/rank": {"post": {"responses": 3}}}}
+    with pytest.raises(Exception, match="responses"):
+        schemathesis.openapi.from_dict(broken).validate()
+    kept.built.close()
 
 
 @pytest.fixture
