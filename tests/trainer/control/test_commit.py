@@ -185,9 +185,10 @@ def test_g2_every_worker_s_part_is_committed_and_restored(schedule: list[Kill]) 
 
 
 def disturbed_at_rest(simulation: Simulation) -> Simulation:
-    """Kill the worker when everything is committed and let everyone be restored."""
+    """Kill the worker when everything is committed and let everyone be restored, which begins once it has
+    been silent for 3 s."""
     simulation.kill(WORKER)
-    for _ in range(8):
+    for _ in range(24):
         simulation.round()
     return simulation.run()
 
