@@ -71,7 +71,7 @@ class OpenConnections:
             victim.give_way()
         else:
             message = f"{self.max_connections} connections are open, the maximum of this process; try again"
-            newcomer.refuse(RequestError(503, message, retry_after_s=RETRY_AFTER_S))
+            newcomer.refuse(RequestError(503, message, retry_after_s=RETRY_AFTER_S), lingers=False)
 
 
 class _LingeringTransport(asyncio.Transport):
@@ -289,13 +289,14 @@ class LimitedProtocol(HttpToolsProtocol):
             else:
                 self.close()
 
-    def refuse(self, error: RequestError) -> None:
-        """Parse nothing more, answer complete requests, or send the error if there are none, and close."""
+    def refuse(self, error: RequestError, lingers: bool = True) -> None:
+        """Parse nothing more, answer complete requests, or send the error if there are none, and close; see
+        `close` for `lingers`."""
         if self._refused:
             return
         self._refused = True
         if not self._in_head and self.cycle.response_complete:
-            self.close()  # a second answer would be taken for that of the next request
+            self.close(lingers)  # a second answer would be taken for that of the next request
             return
         if not self._in_head:  # the body of the newest request is invalid
             if self.pipeline:
@@ -318,7 +319,7 @@ class LimitedProtocol(HttpToolsProtocol):
         }
         lines = b"".join(f"{name}: {value}\r\n".encode() for name, value in headers.items())
         self.transport.write(STATUS_LINE[error.status] + lines + b"\r\n" + body)
-        self.close()
+        self.close(lingers)
 
     def give_way(self) -> None:
         """End a connection that waits for its client, because another client needs it."""
@@ -326,23 +327,25 @@ class LimitedProtocol(HttpToolsProtocol):
             self._inner.abort()
         else:
             message = "expected a complete request; the connection is needed for another client"
-            self.refuse(RequestError(408, message, code="header_timeout"))
+            self.refuse(RequestError(408, message, code="header_timeout"), lingers=False)
 
-    def close(self) -> None:
+    def close(self, lingers: bool = True) -> None:
         """Close, without waiting longer than LINGER_S for a client that does not read its last answer.
 
         While input is unread, closing a socket at once would make the kernel reset the connection, and the
-        client might lose the answer. So only the output is closed, and the input is discarded.
+        client might lose the answer. So only the output is closed, and the input is discarded. Without
+        `lingers` this is not done, because the place of the connection is needed.
         """
         if self.state is State.CLOSING:
             return
         has_input = self._refused or not self._in_head or self._barren_bytes > 0 or self.flow.read_paused
+        lingers = lingers and has_input
         self.state, self._rest_bytes = State.CLOSING, 0
         self.open.moved(self, None)
         self._stop_timer()
         if self._inner.is_closing():
             return
-        if has_input:
+        if lingers:
             if self._inner.can_write_eof():
                 self._inner.write_eof()
             self.flow.resume_reading()
