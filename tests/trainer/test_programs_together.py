@@ -31,6 +31,7 @@ from roostream.runtime.metrics_collector import MetricsCollector
 from roostream.runtime.program import Stop
 from roostream.runtime.rpc.client import SocketTransport
 from roostream.runtime.rpc.server import RpcServer
+from roostream.runtime.store_identity import create_store
 from roostream.runtime.thread_group import StopBudget
 from roostream.wire.decode import Decoder
 from tests.trainer import samples
@@ -98,6 +99,7 @@ class Together:
 
     def __init__(self, folder: Path) -> None:
         self.store, self.clock = FileStore(folder), SystemClock()
+        create_store(self.store)
         schema = f"{samples.schema().fingerprint:016x}"
         facts = dataclasses.replace(
             FACTS, schema=schema, kafka=samples.KAFKA, commit_interval_s=0.1, holds_idle=True
