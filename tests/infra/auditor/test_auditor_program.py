@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 
 import pytest
@@ -97,9 +98,11 @@ def test_an_unavailable_broker_at_the_start_is_reported(tmp_path: Path) -> None:
 
 
 def test_unfinished_files_of_a_killed_run_are_swept(tmp_path: Path) -> None:
-    (tmp_path / ".roostream-unfinished.half").write_bytes(b"half")
+    left = tmp_path / ".roostream-unfinished.half"
+    left.write_bytes(b"half")
+    os.utime(left, (0, 0))
     books_of(MemoryConsumer(ALL), tmp_path).open()
-    assert not (tmp_path / ".roostream-unfinished.half").exists()
+    assert not left.exists()
 
 
 def test_a_horizon_within_which_something_could_settle_is_refused() -> None:
