@@ -54,7 +54,7 @@ def ranked(built: Built, **changes: Any) -> tuple[RankResult, pb.Impression]:
 
 def best(built: Built, version: str) -> list[int]:
     built.service.versions.put(interleave=TrafficSplit())
-    scores = ranked(built, model_version=version)[0].answer.scores_nT[:, 0]
+    scores = ranked(built, model_version=version)[0].answer.scores.values_nT[:, 0]
     return sorted(range(len(scores)), key=lambda i: -scores[i])
 
 
@@ -111,5 +111,5 @@ def test_a_scored_request_contains_all_inputs_of_a_rescore(built: Built) -> None
         impression.nro,
     )
     again = scored.score_with(built.service.versions.served.version, built.service.rows)
-    np.testing.assert_array_equal(probabilities(again), found.answer.scores_nT)
+    np.testing.assert_array_equal(probabilities(again), found.answer.scores.values_nT)
     assert scored.took_s > 0
