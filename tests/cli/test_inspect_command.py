@@ -99,7 +99,7 @@ def test_the_command_prints_what_a_worker_saved(tmp_path: Path) -> None:
     path = SavedBatches(tmp_path).save(saved())
     shown = run(str(path))
     assert shown.exit_code == 0 and "nothing is finite" in shown.output and "samples-1 0..1" in shown.output
-    assert json.loads(run(str(path), "--json").output) == inspected(saved())
+    assert json.loads(run(str(path), "--json").stdout) == inspected(saved())
 
 
 @pytest.mark.parametrize(

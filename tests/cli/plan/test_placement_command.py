@@ -37,7 +37,7 @@ def placement(*arguments: str) -> Result:
 def test_profiles_are_reported_by_feature(known: list[str]) -> None:
     shown = placement("profile", *known)
     assert shown.exit_code == 0 and "table item (4 wide)" in shown.output and "5 batches" in shown.output
-    told = json.loads(placement("profile", *known, "--json").output)
+    told = json.loads(placement("profile", *known, "--json").stdout)
     assert told["user"]["examples"] == 40
 
 

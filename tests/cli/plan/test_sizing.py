@@ -160,7 +160,7 @@ def test_estimated_bytes_of_a_row_equal_the_shards_table() -> None:
 
 def test_json_and_text_plans_agree() -> None:
     done = CliRunner().invoke(cli, ["plan", "--requests-per-s", "20000", "--candidates", "50", "--json"])
-    told = json.loads(done.output)
+    told = json.loads(done.stdout)
     assert told["load"] == dataclasses.asdict(Load(requests_per_s=20_000, candidates=50))
     assert {need["what"] for need in told["needs"]} == set(needs(requests_per_s=1))
     assert told["fits"] is (

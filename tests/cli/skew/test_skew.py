@@ -44,7 +44,7 @@ def ran(home: ScoringHome, *arguments: object) -> tuple[int, dict[str, Any]]:
     )
     if isinstance(done.exception, RoostreamError):
         raise done.exception
-    return done.exit_code, json.loads(done.output)
+    return done.exit_code, json.loads(done.stdout)
 
 
 def judged(home: ScoringHome, path: Path) -> dict[str, ScoreComparison]:
