@@ -44,7 +44,7 @@ coverage: setup-dev  ## line coverage of all tests but e2e, chaos and slow; fail
 	@coverage report --fail-under=90 --skip-covered --sort=cover
 
 e2e: setup-dev  ## the long runs: a full week, two stacks side by side, history, Prometheus over a stack, a savepoint
-	@pytest -q -m slow tests/e2e tests/benchmarks tests/cli tests/infra tests/joiner $(ARGS)
+	@pytest -q -m slow tests $(ARGS)
 
 chaos: setup-dev  ## kill -9 of every process of a running stack; thousands of schedules of the simulator
 	@pytest -q -m chaos tests/chaos tests/trainer $(ARGS)

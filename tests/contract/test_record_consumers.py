@@ -326,6 +326,7 @@ def test_a_killed_broker_is_waited_for(stack: Any) -> None:
 
 
 @pytest.mark.e2e
+@pytest.mark.slow
 def test_the_ends_are_known_again_within_30_s_of_every_restart_of_the_broker(stack: Any) -> None:
     """The same clients live through all restarts, with the leaders that they have cached."""
     from roostream.cli.status import StackMonitor
@@ -352,6 +353,7 @@ def test_the_ends_are_known_again_within_30_s_of_every_restart_of_the_broker(sta
 
 
 @pytest.mark.e2e
+@pytest.mark.slow
 def test_offsets_that_a_broker_lost_and_used_again_are_counted_and_their_new_records_read(stack: Any) -> None:
     log = KafkaLog(Broker(stack.endpoints.kafka))
     reader = log.reader()

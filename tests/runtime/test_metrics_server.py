@@ -128,6 +128,7 @@ def test_a_public_metrics_port_requires_client_certificates() -> None:
         metrics_server.serve(ProgramSettings(tls_certificate="none.crt", tls_key="none.key"), Health(60))
 
 
+@pytest.mark.slow
 def test_idle_connections_never_keep_a_probe_from_being_answered(health: Health) -> None:
     port = metrics_server.serve(ProgramSettings(), health)
     with contextlib.ExitStack() as opened:
