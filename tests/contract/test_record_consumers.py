@@ -18,6 +18,7 @@ from roostream.runtime.kafka.consumer import MemoryConsumer, RecordConsumer, Rec
 from roostream.runtime.kafka.kafka_consumer import ConsumerOptions, KafkaConsumer
 from roostream.runtime.kafka.retention_loss import CommittedOffset, committed_offsets
 from roostream.runtime.kafka.topic_admin import TopicAdmin
+from roostream.runtime.kafka.topic_watch import TopicWatch
 from roostream.runtime.kafka.topics import Partition, TopicSettings, name_of
 from roostream.wire.records import Record
 
@@ -323,6 +324,29 @@ def test_a_killed_broker_is_waited_for(stack: Any) -> None:
     log.write(P0, 2_000)
     assert places(read(reader, 1)) == [(P0, 1)] and reader.num_lost == 0
     log.close()
+
+
+@pytest.mark.e2e
+def test_topics_are_described_by_a_broker(stack: Any) -> None:
+    log = KafkaLog(Broker(stack.endpoints.kafka))
+    topics = ("impressions", "engagements")
+    wait_until(lambda: bool(described(log, topics)))
+    ids = described(log, topics)
+    assert set(ids) == set(topics) and len(set(ids.values())) == 2
+    watch = TopicWatch(lambda: clients.admin(log.broker), log.prefix, 3, topics)
+    watch.look()
+    found = watch.problems()
+    assert set(found) == {name_of(log.prefix, topic) for topic in topics}
+    assert all("4 partitions" in problem for problem in found.values())
+    log.close()
+
+
+def described(log: KafkaLog, topics: tuple[str, ...]) -> dict[str, str]:
+    """The ids of the topics; {} while the broker does not know them yet."""
+    try:
+        return clients.topic_ids(log.broker, log.prefix, topics)
+    except UnavailableError:
+        return {}
 
 
 @pytest.mark.e2e

@@ -181,8 +181,9 @@ def topic_ids(broker: Broker, prefix: str, topics: Iterable[str]) -> dict[str, s
     """
     full_names = {name_of(prefix, topic): topic for topic in topics}
     try:
-        described = admin(broker).describe_topics(TopicCollection(list(full_names)), request_timeout=2)
-        return {full_names[name]: str(future.result().topic_id) for name, future in described.items()}
+        client = admin(broker)  # must outlive its request: an answer is lost with its client
+        described = client.describe_topics(TopicCollection(list(full_names)), request_timeout=2)
+        return {full_names[name]: str(topic.topic_id) for name, topic in results_of(described, 4).items()}
     except KafkaException as error:
         raise UnavailableError(error.args[0].str() if error.args else str(error)) from None
 

@@ -55,9 +55,8 @@ class TopicWatch:
         names = {name_of(self.prefix, topic): topic for topic in self.topics}
         found = {}
         try:
-            asked = self.open_admin().describe_topics(
-                TopicCollection(list(names)), request_timeout=_TIMEOUT_S
-            )
+            client = self.open_admin()  # must outlive its request: an answer is lost with its client
+            asked = client.describe_topics(TopicCollection(list(names)), request_timeout=_TIMEOUT_S)
             for name, future in asked.items():
                 if problem := self._problem(name, names[name], future):
                     found[name] = problem
