@@ -53,6 +53,7 @@ def compact(config: CompactorConfig, stop: Stop) -> None:
             except UnavailableError as error:
                 health.turned(str(error))
                 waits.wait(error, stop)
+                continue  # soon again: the interval is for a warehouse that was looked at
             stop.wait(config.interval_ms / 1000)
     finally:
         REGISTRY.unregister(collector)
