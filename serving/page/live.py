@@ -76,7 +76,7 @@ class LivePage:
             self._is_busy = False
 
     def items(self) -> dict[str, Any]:
-        """Return a list to rank, chosen anew by each call; it has no items while there was no traffic."""
+        """Return a list to rank. Each call chooses other items; there are none before the first traffic."""
         schema, config = self.schema, self.context.config
         recent = self.context.recent.newest_traffic(_MAX_READ)
         rows, action = _candidates(schema, recent), _action(schema)
