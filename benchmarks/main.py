@@ -1,4 +1,4 @@
-"""`roostream bench`: list the benchmarks, run them, write their pages.
+"""`roostream bench`: list the benchmarks and run them.
 
 A benchmark NAME is the constant BENCHMARK in benchmarks/NAME.py, or one of BENCHMARKS in a shared module.
 A result is a JSON document of format 1.
@@ -21,14 +21,14 @@ import benchmarks
 from benchmarks.harness import machine
 from benchmarks.harness.benchmark import Benchmark, Subject
 from benchmarks.harness.measure import FORMAT, MIN_RUNS, measure
-from benchmarks.harness.report import table, write_pages
+from benchmarks.harness.report import table
 from benchmarks.harness.subject_process import ROOT, SubjectProcess, interpreter_for
 from roostream.cli.plan import measured
 from roostream.cli.plan.plan_command import renew_scale_table
 from roostream.errors import ConfigError, nearest
 
 RESULTS = "docs/benchmarks"
-_NOT_BENCHMARKS = {"main", "gpu_report", "walks"}
+_NOT_BENCHMARKS = {"main", "gpu_report", "plots", "walks"}
 _MODULES = {  # benchmarks that share a module
     **dict.fromkeys(("recovery", "preemption", "goodput", "goodput-5min"), "recovery"),
     **dict.fromkeys(("placement-load", "placement-plan", "placement-profile"), "placement"),
@@ -72,7 +72,7 @@ def main(name: str, json_file: Path | None = None, runs: int = MIN_RUNS, against
         scale = ROOT / "docs" / "operations" / "scale.md"
         text = renew_scale_table(scale.read_text(encoding="utf-8"), measured.read())
         scale.write_text(text, encoding="utf-8")
-        for path in (*write_pages(benchmarks_by_name(), ROOT / RESULTS), figures, scale):
+        for path in (figures, scale):
             print(path.relative_to(ROOT))
         return 0
     results = []

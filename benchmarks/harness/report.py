@@ -1,4 +1,4 @@
-"""Writes docs/benchmarks/NAME.md from docs/benchmarks/json/NAME*.json."""
+"""Pages of the benchmarks, made from docs/benchmarks/json/NAME*.json when the documentation is built."""
 
 from __future__ import annotations
 
@@ -11,15 +11,7 @@ from benchmarks.harness.benchmark import Benchmark
 from benchmarks.harness.measure import FORMAT
 from roostream.errors import ConfigError
 
-MADE = "<!-- Made by `roostream bench report`; don't edit. -->"
-
-
-def write_pages(known: Mapping[str, Benchmark], folder: Path) -> list[Path]:
-    """Write all pages of `folder`; returns their paths."""
-    made = pages(known, folder / "json")
-    for name, text in made.items():
-        (folder / name).write_text(text, encoding="utf-8")
-    return [folder / name for name in made]
+INDEX = "runs.md"
 
 
 def pages(known: Mapping[str, Benchmark], results: Path) -> dict[str, str]:
@@ -40,19 +32,14 @@ def pages(known: Mapping[str, Benchmark], results: Path) -> dict[str, str]:
     made = {
         f"{name}.md": page(known[name], results_by_name[name]) for name in known if name in results_by_name
     }
-    by_hand = [path for path in sorted(results.parent.glob("*.md")) if not is_made(path)]
-    return {"README.md": _index(known, results_by_name, by_hand), **made}
-
-
-def is_made(path: Path) -> bool:
-    return path.name == "README.md" or path.read_text(encoding="utf-8").startswith(MADE)
+    return {INDEX: _index(known, results_by_name), **made}
 
 
 def page(benchmark: Benchmark, results: Sequence[Mapping[str, Any]]) -> str:
     """Summary, interpretation, then each result with hardware, commit, command and tables; newest result
-    last."""
-    parts = [MADE, f"# {benchmark.name}", benchmark.summary, "## What it means", benchmark.interpretation]
-    for result in sorted(results, key=lambda r: (r["taken"], r["commit"]["describe"])):
+    first."""
+    parts = [f"# {benchmark.name}", benchmark.summary, "## What it means", benchmark.interpretation]
+    for result in sorted(results, key=lambda r: (r["taken"], r["commit"]["describe"]), reverse=True):
         parts += [f"## Taken {result['taken']} at {commit_of(result)}", _circumstances(result)]
         for row in result["rows"]:
             parts += [f"### {row['name']}", table(row)]
@@ -171,24 +158,12 @@ def _number(value: float) -> str:
     return f"{value:.3g}"
 
 
-def _index(
-    known: Mapping[str, Benchmark],
-    found: Mapping[str, Sequence[Mapping[str, Any]]],
-    by_hand: Sequence[Path] = (),
-) -> str:
-    """`by_hand`: pages written by hand; the first paragraph below a title is the summary."""
-    lines = [
-        MADE,
-        "# Benchmarks",
-        "`roostream bench NAME` asks one of these questions again; `roostream bench list` names them.",
-        "",
-    ]
+def _index(known: Mapping[str, Benchmark], found: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
     rows = [f"| [{name}]({name}.md) | {known[name].summary} |" for name in known if name in found]
-    rows += [f"| {name} | {known[name].summary} (no result yet) |" for name in known if name not in found]
-    rows += [f"| [{path.stem}]({path.name}) | {_summary(path)} (written by hand) |" for path in by_hand]
-    return "\n\n".join(lines[:3]) + "\n\n" + "\n".join(["| question | |", "|---|---|", *rows]) + "\n"
-
-
-def _summary(path: Path) -> str:
-    paragraphs = path.read_text(encoding="utf-8").split("\n\n")
-    return " ".join(paragraphs[1].split()) if len(paragraphs) > 1 else ""
+    text = (
+        "Each page shows one benchmark: what it asks, how to read it, and its results, newest first. "
+        "`roostream bench NAME` runs it again. The documents are in `docs/benchmarks/json`."
+    )
+    return (
+        "\n".join(["# All measurements", "", text, "", "| benchmark | question |", "|---|---|", *rows]) + "\n"
+    )

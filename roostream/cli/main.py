@@ -202,7 +202,7 @@ def schema_show(file: Path) -> None:
     "--json",
     "json_file",
     type=click.Path(path_type=Path),
-    help="write the result to this file; `bench report` turns it into a page",
+    help="write the result to this file; `make docs` turns those in docs/benchmarks/json into pages",
 )
 @click.option(
     "--runs", type=int, default=3, show_default=True, help="number of runs, each in new processes; at least 3"

@@ -1,6 +1,10 @@
-"""Hooks of MkDocs (`make docs`): add the reference pages that are made from the code."""
+"""Hooks of MkDocs (`make docs`): add the reference pages that are made from the code, and the pages and plots
+that are made from the results of benchmarks."""
 
 from __future__ import annotations
+
+import importlib
+from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
@@ -18,4 +22,11 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         ("messages", reference_pages.messages_page()),
     ):
         files.append(File.generated(config, f"reference/{name}.md", content=text))
+    report, plots = (importlib.import_module(f"benchmarks.{name}") for name in ("harness.report", "plots"))
+    known = importlib.import_module("benchmarks.main").benchmarks_by_name()
+    results = Path(config.docs_dir) / "benchmarks" / "json"
+    for name, text in report.pages(known, results).items():
+        files.append(File.generated(config, f"benchmarks/{name}", content=text))
+    for name, text in plots.plots().items():
+        files.append(File.generated(config, f"benchmarks/plots/{name}.svg", content=text))
     return files

@@ -1,4 +1,4 @@
-"""The published pages are what the command makes of the published results."""
+"""The pages that the documentation shows of the published results."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.harness.benchmark import Benchmark, Row, Subject
-from benchmarks.harness.report import is_made, page, pages, table, write_pages
+from benchmarks.harness.report import page, pages, table
 from benchmarks.harness.subject_process import ROOT
 from benchmarks.main import RESULTS, benchmarks_by_name
 from roostream.errors import ConfigError
@@ -83,11 +83,18 @@ def test_derived_figures_and_skipped_rows_are_shown() -> None:
     assert table(row(skipped="no data", subjects=[], ratios=[])) == "Not asked: no data."
 
 
-def test_published_pages_are_current() -> None:
-    folder = ROOT / RESULTS
-    made = pages(benchmarks_by_name(), folder / "json")
-    there = {p.name: p.read_text(encoding="utf-8") for p in folder.glob("*.md") if is_made(p)}
-    assert there == made, "run `roostream bench report`"
+def test_every_published_result_has_a_page_and_a_line_in_the_index() -> None:
+    results = ROOT / RESULTS / "json"
+    made = pages(benchmarks_by_name(), results)
+    for path in results.glob("*.json"):
+        name = json.loads(path.read_text(encoding="utf-8"))["question"]
+        assert f"# {name}" in made[f"{name}.md"] and f"]({name}.md)" in made["runs.md"]
+
+
+def test_the_newest_result_comes_first() -> None:
+    text = page(BENCHMARK, [result(), result(taken="2024-02-01"), result(taken="2023-12-01")])
+    taken = [line.split()[2] for line in text.splitlines() if line.startswith("## Taken")]
+    assert taken == ["2024-02-01", "2024-01-01", "2023-12-01"]
 
 
 def test_a_busy_machine_and_uncommitted_changes_are_marked() -> None:
@@ -120,16 +127,8 @@ def test_results_of_another_format_are_refused(tmp_path: Path) -> None:
         pages({"q": BENCHMARK}, tmp_path)
 
 
-def test_pages_and_an_index_are_written(tmp_path: Path) -> None:
-    (tmp_path / "json").mkdir()
-    (tmp_path / "json" / "q.json").write_text(json.dumps(result()))
-    assert [p.name for p in write_pages({"q": BENCHMARK}, tmp_path)] == ["README.md", "q.md"]
-    assert "[q](q.md)" in (tmp_path / "README.md").read_text()
-
-
-def test_a_handwritten_page_is_kept_and_listed(tmp_path: Path) -> None:
-    (tmp_path / "json").mkdir()
-    (tmp_path / "hand.md").write_text("# hand\n\nHow good\nis it?\n\nVery.\n")
-    assert [p.name for p in write_pages({"q": BENCHMARK}, tmp_path)] == ["README.md"]
-    assert "| [hand](hand.md) | How good is it? (written by hand) |" in (tmp_path / "README.md").read_text()
-    assert (tmp_path / "hand.md").read_text().endswith("Very.\n")
+def test_a_benchmark_without_a_result_has_no_page(tmp_path: Path) -> None:
+    (tmp_path / "q.json").write_text(json.dumps(result()))
+    other = BENCHMARK.__class__(name="other", summary="?", rows=BENCHMARK.rows, interpretation="")
+    made = pages({"q": BENCHMARK, "other": other}, tmp_path)
+    assert list(made) == ["runs.md", "q.md"] and "other" not in made["runs.md"]
