@@ -1,0 +1,45 @@
+"""TorchRec's DLRM, unchanged: its embedding collection reads rows that live on the parameter servers."""
+
+import torch
+from torch import Tensor
+from torchrec import EmbeddingBagConfig, PoolingType
+from torchrec.models.dlrm import DLRM
+
+from roostream.models.config import CustomModelConfig
+from roostream.models.custom.torchrec_bags import RemoteEmbeddingBagCollection, as_kjt, rows_of
+from roostream.models.inputs import Inputs
+from roostream.models.loss import loss
+from roostream.models.model import Model, Targets
+from roostream.schema.schema import Schema
+from roostream.wire.transform import output_names
+
+
+def table(name: str, *features: str) -> EmbeddingBagConfig:
+    return EmbeddingBagConfig(
+        name=name, embedding_dim=8, num_embeddings=1, feature_names=list(features), pooling=PoolingType.MEAN
+    )
+
+
+class ShopDlrm(Model):
+    def __init__(self, schema: Schema) -> None:
+        super().__init__()
+        tables = [table("item", "item", "history"), table("category", "category")]
+        floats = sum(len(output_names(schema, side)) for side in ("ro", "nro"))
+        self.dlrm = DLRM(
+            embedding_bag_collection=RemoteEmbeddingBagCollection(tables, schema),
+            dense_in_features=floats,
+            dense_arch_layer_sizes=[32, 8],
+            over_arch_layer_sizes=[32, len(schema.tasks)],
+        )
+
+    def forward(self, inputs: Inputs) -> Tensor:
+        dense_BG = torch.cat([inputs.ro_float_RG[inputs.request_index_B], inputs.nro_float_BG], dim=1)
+        with rows_of(inputs):
+            return self.dlrm(dense_features=dense_BG, sparse_features=as_kjt(inputs))
+
+    def loss(self, inputs: Inputs, logits_BT: Tensor, targets: Targets) -> Tensor:
+        return loss(logits_BT, targets)
+
+
+def build(schema: Schema, config: CustomModelConfig) -> Model:
+    return ShopDlrm(schema)

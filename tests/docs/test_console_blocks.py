@@ -1,0 +1,133 @@
+"""The tutorials run as they stand: every block marked `console` is executed, and its output compared.
+
+A line that begins with `$ ` is a command, one with `> ` continues it, and the lines below are its output.
+Numbers are compared as numbers of any value, `…` stands for any text, and a line `...` for any lines.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
+LIMIT_S = 1500
+_BLOCK = re.compile(r"^```console\n(.*?)^```", re.MULTILINE | re.DOTALL)
+_MARK = "@@@ "
+
+
+@dataclasses.dataclass
+class Step:
+    """A command and the lines that it should print."""
+
+    command: str
+    expected: list[str]
+
+
+def steps(page: str) -> list[Step]:
+    found: list[Step] = []
+    for block in _BLOCK.findall(page):
+        for line in block.splitlines():
+            if line.startswith("$ "):
+                found.append(Step(line[2:], []))
+            elif line.startswith("> "):
+                found[-1].command += "\n" + line[2:]
+            else:
+                found[-1].expected.append(line)
+    return found
+
+
+def pattern(line: str) -> re.Pattern[str]:
+    """The line with any numbers, any text for `…`, and any width of gaps."""
+    parts = re.split(r"(…|\d[\d,.]*|\s+)", line.strip())
+    kinds = {"…": ".*"}
+    text = "".join(
+        kinds.get(part)
+        or (r"\s+" if part.isspace() else r"\d[\d,.]*" if part[:1].isdigit() else re.escape(part))
+        for part in parts
+        if part
+    )
+    return re.compile(text)
+
+
+def missing(step: Step, output: str) -> str | None:
+    """The first expected line that the output does not have behind those before it."""
+    lines = iter(output.splitlines())
+    for expected in step.expected:
+        if expected.strip() == "...":
+            continue
+        wanted = pattern(expected)
+        if not any(wanted.search(line) for line in lines):
+            return expected
+    return None
+
+
+@pytest.mark.parametrize(
+    ("expected", "printed", "found"),
+    [
+        (["a 1", "...", "c…"], "a 22\nb\ncc", True),
+        (["1,024 rows  in …"], "17 rows in 3 s", True),
+        (["b", "a"], "a\nb", False),  # order counts
+        (["a (x)"], "a x", False),  # no regular expressions
+    ],
+)
+def test_output_is_compared_in_its_stable_parts(expected: list[str], printed: str, found: bool) -> None:
+    assert (missing(Step("", expected), printed) is None) is found
+
+
+def test_commands_span_lines_and_have_their_own_output() -> None:
+    page = "text\n```console\n$ one '\n> two'\nout\n$ three\n```\n```\n$ not run\n```\n"
+    assert steps(page) == [Step("one '\ntwo'", ["out"]), Step("three", [])]
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+@pytest.mark.timeout(LIMIT_S + 60)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_the_tutorial_runs_as_it_stands(page: Path, tmp_path: Path) -> None:
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    todo = steps(page.read_text(encoding="utf-8"))
+    script = "\n".join(
+        f"printf '\\n%s\\n' '{_MARK}{number}'\n{step.command}\nprintf '\\n%s\\n' '{_MARK}status '$?"
+        for number, step in enumerate(todo)
+    )
+    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
+    shell = subprocess.Popen(
+        ("bash", "-c", script),
+        cwd=tmp_path,
+        env={**os.environ, "PATH": path},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        printed, _ = shell.communicate(timeout=LIMIT_S)
+    finally:
+        _end(shell, tmp_path)
+    outputs = re.split(rf"^{_MARK}\d+\n", printed, flags=re.MULTILINE)[1:]
+    assert len(outputs) == len(todo), printed[-3000:]
+    for step, output in zip(todo, outputs, strict=True):
+        text, _, status = output.rpartition(f"{_MARK}status ")
+        assert status.strip() == "0", f"$ {step.command}\n{output}"
+        assert (line := missing(step, text)) is None, f"$ {step.command}\nexpected {line!r} in\n{text}"
+
+
+def _end(shell: subprocess.Popen[str], folder: Path) -> None:
+    """Stop what the page started: its stacks in order, then whatever is left in its session."""
+    for stack in folder.glob("*/stack.json"):
+        command = (shutil.which("roostream") or "roostream", "down", "--home", str(stack.parent))
+        subprocess.run(command, capture_output=True, timeout=120, check=False)
+    try:
+        os.killpg(shell.pid, signal.SIGTERM)
+    except ProcessLookupError:
+        return
+    shell.wait(30)
