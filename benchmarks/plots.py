@@ -87,7 +87,9 @@ def _finish(figure: Figure, *results: Result) -> Figure:
     for ax in figure.axes:
         for axis, scale in ((ax.xaxis, ax.get_xscale()), (ax.yaxis, ax.get_yscale())):
             if scale == "log" and isinstance(axis.get_major_formatter(), LogFormatter):
-                axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+                axis.set_major_formatter(
+                    FuncFormatter(lambda value, _: f"{value:,.0f}" if value >= 1 else f"{value:g}")
+                )
     figure.supxlabel(basis(*results), fontsize=8, color=_LIMIT, x=0.01, ha="left")
     return figure
 
@@ -213,7 +215,7 @@ def _bars(bars: Sequence[tuple[str, str, float]], label: str, *results: Result) 
             f"{value:.3g}", (value, place), (3, 0), textcoords="offset points", va="center", fontsize=8
         )
     ax.invert_yaxis()
-    ax.set_xlabel(label)
+    ax.set_xlabel(label, loc="right")
     ax.margins(x=0.1)
     return _finish(figure, *results)
 
