@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -90,6 +90,19 @@ def _message(number: int, label: float, floats: list[float | None], ids: list[in
         weight=1.0,
     )
     return wire.encode(wire.SAMPLE, message)
+
+
+class CriteoImpression(NamedTuple):
+    """A row of Criteo's sample; None = missing."""
+
+    label: float
+    floats: list[float | None]
+    ids: list[int | None]
+
+
+def impressions(number: int) -> list[CriteoImpression]:
+    """The rows of a part of Criteo's sample."""
+    return [CriteoImpression(*row) for row in zip(*_criteo(number, None), strict=True)]
 
 
 def _criteo(

@@ -1,12 +1,13 @@
-"""Folders of evaluation data beside the checkout; the data are not part of the project."""
+"""Folders of evaluation data, beside the checkout or in BENCH_DATA; the data are not part of the project."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
-_FOLDER = Path(__file__).resolve().parents[3] / "shared" / "data"
+_FOLDER = Path(os.environ.get("BENCH_DATA") or Path(__file__).resolve().parents[3] / "shared" / "data")
 EBNERD, MIND = _FOLDER / "ebnerd_week1", _FOLDER / "mind"
-CRITEO = _FOLDER / "criteo"
+CRITEO, KUAIRAND = _FOLDER / "criteo", _FOLDER / "kuairand_partial"
 
 
 def absent(folder: Path) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gzip
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -49,10 +49,10 @@ def ebnerd_batch() -> Batch:
 
 def mind_batch() -> Batch:
     """MIND's first requests, with the histories of their lines."""
-    return _batch(ReplayEncoder(mind_schema()), _mind_events())
+    return _batch(ReplayEncoder(mind_schema()), mind_events())
 
 
-def _mind_events() -> Iterator[Event]:
+def mind_events() -> Iterator[Event]:
     """In time order; a click is at its request's time."""
     categories = _categories()
     with gzip.open(MIND / "behaviors_first2000.tsv.gz", "rt", encoding="utf-8") as lines:
@@ -102,7 +102,12 @@ def samples_of(name: str, users: int, history: int) -> tuple[Schema, list[Record
     benchmark."""
     schema = ebnerd_schema(history) if name == "EB-NeRD" else mind_schema()
     make = functools.partial(ebnerd_samples, users, history) if name == "EB-NeRD" else mind_samples
-    return schema, _unpacked(cached_bytes(f"{name}-{history}-{users}", lambda: _packed(make()[1])))
+    return schema, cached_samples(f"{name}-{history}-{users}", lambda: make()[1])
+
+
+def cached_samples(name: str, make: Callable[[], list[Record]]) -> list[Record]:
+    """The samples of `make`, cached for the runs of a benchmark."""
+    return _unpacked(cached_bytes(name, lambda: _packed(make())))
 
 
 def _packed(records: list[Record]) -> bytes:
@@ -128,7 +133,7 @@ def _unpacked(data: bytes) -> list[Record]:
 def mind_samples() -> tuple[Schema, list[Record]]:
     """Samples of all of MIND's requests, in time order."""
     encoder = ReplayEncoder(mind_schema())
-    return encoder.schema, list(_samples(encoder, _mind_events(), 1 << 30, None))
+    return encoder.schema, list(_samples(encoder, mind_events(), 1 << 30, None))
 
 
 def ebnerd_users(users: int, history: int) -> tuple[Batch, list[Record]]:
@@ -178,6 +183,11 @@ def _batch(
     return Decoder(schema, {schema.fingerprint: schema}.get).decode(
         list(_samples(encoder, events, max_requests, logged))
     )[0]
+
+
+def joined_samples(encoder: ReplayEncoder, events: Iterable[Event], max_requests: int) -> list[Record]:
+    """Samples of the first `max_requests` requests of `events`, in time order."""
+    return list(_samples(encoder, events, max_requests, None))
 
 
 def _samples(

@@ -9,6 +9,7 @@ Letters: N paired requests, M baselines.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
@@ -53,6 +54,29 @@ class PairedRequests:
             else:
                 self._rules[sample] = tuple(rules)
 
+    def between(self, edges: Sequence[int]) -> list[Comparison]:
+        """Compare the requests that were scored as number edges[0] + 1 to edges[1], edges[1] + 1 to edges[2]
+        and so on, in training order. Intervals without paired requests are left out."""
+        pairs = sorted(self._pairs)
+        place_N = np.array([p[0] for p in pairs], np.int64)
+        found = []
+        for first, last in itertools.pairwise(edges):
+            part = pairs[slice(*np.searchsorted(place_N, (first, last)).tolist())]
+            if not part:
+                continue
+            model_N, rule_NM = np.array([p[2] for p in part]), np.array([p[3] for p in part])
+            best = int(rule_NM.mean(axis=0).argmax())
+            found.append(
+                Comparison(
+                    last_request=last,
+                    requests=len(part),
+                    model=float(model_N.mean()),
+                    rules=dict(zip(RULES, rule_NM.mean(axis=0).tolist(), strict=True)),
+                    difference=_mean(model_N - rule_NM[:, best]),
+                )
+            )
+        return found
+
     def verdict(self, measure_from_ms: int = 0) -> Verdict:
         """Judge the requests from `measure_from_ms` on, or, if that is 0, the second half."""
         pairs = sorted(self._pairs)
@@ -89,6 +113,17 @@ class PairedRequests:
             ahead_since=_ahead_since(windows) if state == "ahead" else None,
             windows=windows,
         )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Request AUC of the model and of each baseline over an interval of requests."""
+
+    last_request: int
+    requests: int  # with a positive and a negative candidate
+    model: float
+    rules: dict[str, float]
+    difference: tuple[float, float]  # to the interval's best baseline: mean, half of its 95 % interval
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

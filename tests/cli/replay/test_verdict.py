@@ -54,6 +54,19 @@ def test_the_request_from_which_on_the_model_is_ahead_is_named() -> None:
     assert compared(model_N, rule_N, measure_from_ms=1_900_000).requests == 100
 
 
+def test_intervals_are_compared_with_the_best_baseline_of_each() -> None:
+    paired, ids = PairedRequests(), list(range(250))
+    place_N = np.arange(250)
+    better = np.where(place_N < 100, 0.5, 0.7)
+    paired.add_model(ids, place_N, place_N * 1000, np.full(250, 0.6))
+    paired.add_rules(ids, {name: better if name == "recent" else np.full(250, 0.55) for name in RULES})
+    first, second = paired.between((0, 100, 300, 1000))
+    assert (first.last_request, first.requests) == (100, 100)
+    assert (second.last_request, second.requests) == (300, 150)
+    assert first.difference[0] == pytest.approx(0.05) and second.difference[0] == pytest.approx(-0.1)
+    assert second.rules["recent"] == pytest.approx(0.7)
+
+
 def test_differences_within_the_interval_are_level() -> None:
     verdict = compared(noise(1000, 4), noise(1000, 5))
     assert verdict.state == "level" and verdict.ahead_since is None
