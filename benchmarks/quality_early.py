@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import io
-import threading
 import time
 from collections.abc import Iterator
+from typing import cast
 
 from rich.console import Console
 
@@ -21,6 +21,7 @@ from roostream.cli.replay.local_replay import replay_in_process
 from roostream.cli.replay.outcome import ReplayProgress
 from roostream.replay.config import ReplayConfig
 from roostream.replay.datasets import DatasetOptions
+from roostream.runtime.program import Stop
 
 EDGES = (0, 100, 300, 1_000, 3_000, 10_000, 30_000)
 _MAX_REQUESTS = 3_000
@@ -37,7 +38,7 @@ def learned(log: str, max_requests: int, run: int) -> Iterator[WholeTurn]:
     def turn() -> TurnResult:
         started_s = time.process_time()
         with ReplayProgress(Console(file=io.StringIO()), len(records)) as progress:
-            outcome = replay_in_process(config, schema, records, progress, threading.Event())
+            outcome = replay_in_process(config, schema, records, progress, Stop())
         seconds = time.process_time() - started_s
         figures = {}
         for at in outcome.statistics.paired.between(EDGES):
@@ -45,9 +46,9 @@ def learned(log: str, max_requests: int, run: int) -> Iterator[WholeTurn]:
             figures[f"best baseline to {at.last_request}"] = max(at.rules.values())
             figures[f"difference to {at.last_request}"], figures[f"± to {at.last_request}"] = at.difference
         metrics = outcome.statistics.metrics.report()["overall"]
-        baselines = outcome.statistics.baselines.report()
-        figures["NE"] = metrics["ne"]  # type: ignore[index]
-        figures["best NE of a baseline"] = min(baselines[name]["overall"]["ne"] for name in baselines)
+        baselines = outcome.statistics.baselines.report().values()
+        figures["NE"] = cast(float, metrics["ne"])  # type: ignore[index]
+        figures["best NE of a baseline"] = min(cast(float, each["overall"]["ne"]) for each in baselines)
         return TurnResult(len(records), seconds, figures)
 
     yield WholeTurn(turn)

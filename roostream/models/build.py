@@ -126,13 +126,15 @@ def custom_model_config(file: TomlFile, folder: Path) -> CustomModelConfig:
 
 
 def model_config_from_dict(raw: Mapping[str, Any]) -> ModelConfig:
-    """The inverse of `dataclasses.asdict`, for manifests; without `kind` it is a ranker.
+    """The inverse of `dataclasses.asdict`, for manifests; without `kind` it is a ranker, without
+    `first_order` one that starts with no order.
 
     Raises:
         ConfigError: an unknown key or value, or custom code that this process was not given.
     """
     config = loaded_code(raw).config if is_custom(raw.get("kind")) else _kind_of(raw).config
-    return from_dict(config, raw)
+    before = {"first_order": False} if issubclass(config, RankerConfig) else {}
+    return from_dict(config, {**before, **raw})
 
 
 def _kind_of(raw: Mapping[str, Any], location: SourceLocation = NO_LOCATION) -> ModelKind:

@@ -88,6 +88,9 @@ class RankerConfig(ModelConfig):
     task_layers: tuple[int, ...] = setting(
         (32,), "widths of the layers of each task's tower", ge=1, le=_WIDEST
     )
+    first_order: bool = setting(
+        True, "start with the order by click rate, if the rank of a rate is among the candidate's floats"
+    )
     prior: float = setting(0.1, "probability that an untrained model predicts", gt=0, lt=1)
 
     def __post_init__(self) -> None:

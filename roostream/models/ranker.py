@@ -35,7 +35,13 @@ from roostream.models.layers import Mlp
 from roostream.models.loss import loss, task_objectives
 from roostream.models.model import Model, Targets
 from roostream.models.sequence.history_encoders import HstuTargetEncoder
+from roostream.online.counters import sources_of
+from roostream.schema.counter_plan import ITEM, declared
 from roostream.schema.schema import Schema
+from roostream.wire.transform import output_names
+
+_FIRST_SLOPE = 1.0  # logits between the last and the first of a list
+_MIDDLE = math.asinh(0.5)  # the rank of the middle of a list, as models see it
 
 
 class Ranker(Model):
@@ -69,17 +75,22 @@ class Ranker(Model):
         self.heads = Heads(
             self.deep.width, config.task_layers, [label.prior or config.prior for label in schema.labels]
         )
+        columns = [rate_rank(schema, label.action) for label in schema.labels]
+        has_one = config.first_order and any(column is not None for column in columns)
+        self.first_order = FirstOrder(columns) if has_one else None
 
     def forward(self, inputs: Inputs) -> Tensor:
         """→ logits_BT in the order of `schema.tasks`."""
         pooled = normalize_pooled(pool_features(inputs)) if self.normalizes_rows else pool_features(inputs)
         blocks = [part(inputs, pooled) for part in self.candidate_parts.values()]
+        own = blocks[:1]  # the floats, if there are any
         if request := self.request(inputs, pooled):
             blocks.insert(0, gather_rows([(x_UD, inputs.shared_index_B) for x_UD in request]))
         x_BD = self.dense(self.cross(torch.cat(blocks, dim=1)))
         for block in self.list_attention:
             x_BD = block(x_BD, inputs.groups)
-        return self.heads(self.deep(x_BD))
+        logits_BT = self.heads(self.deep(x_BD))
+        return logits_BT if self.first_order is None else logits_BT + self.first_order(own[0])
 
     def loss(self, inputs: Inputs, logits_BT: Tensor, targets: Targets) -> Tensor:
         """Multi-task loss (loss.py); pairs within a request's list if a label requires it."""
@@ -98,6 +109,54 @@ def _interaction(width: int, config: RankerConfig) -> CrossNet | Dhen:
         return CrossNet(width, config.cross_layers, config.cross_rank)
     tokens = {"tokens": config.dhen_tokens, "token_width": config.dhen_width, "rank": config.cross_rank}
     return Dhen(width, config.dhen_layers, config.dhen_interactions, **tokens)
+
+
+class FirstOrder(nn.Module):
+    """Logits linear in one float of a candidate, [B, G] → [B, T], added to those of the network: its rank in
+    the list by how often the item brought the label's action.
+
+    The first weights order the candidates by that rank, so an untrained model is about as good as counting.
+    They add 0 to the middle of a list.
+    """
+
+    def __init__(self, columns: Sequence[int | None]) -> None:
+        """`columns`: for each task that of `rate_rank`."""
+        super().__init__()
+        self._columns = [column or 0 for column in columns]
+        self._has_column = [column is not None for column in columns]
+        self.weight = nn.Parameter(torch.zeros(len(columns)))
+
+    def adjust_initial_parameters(self) -> None:
+        for task, has_column in enumerate(self._has_column):
+            self.weight[task] = _FIRST_SLOPE if has_column else 0.0
+
+    def forward(self, x_BG: Tensor) -> Tensor:
+        return (x_BG[:, self._columns] - _MIDDLE) * self.weight
+
+    def as_linear(self, width: int) -> nn.Linear:
+        """The same as a layer over all `width` floats, for the compiled scorer."""
+        layer = nn.Linear(width, len(self._columns))
+        with torch.no_grad():
+            nn.init.zeros_(layer.weight)
+            layer.weight[range(len(self._columns)), self._columns] = self.weight
+            layer.bias.copy_(-_MIDDLE * self.weight)
+        return layer
+
+
+def rate_rank(schema: Schema, action: str) -> int | None:
+    """Column, among the candidate's floats after transforms, of the rank in the list by the share of an
+    item's views with `action` over the longest time; None without a rank, or if a transform replaced it."""
+    replaced = {t.input for t in schema.transforms if t.output == t.input}
+    counters, sources, found = declared(schema), sources_of(schema, "nro"), dict[str, float]()
+    for t in schema.transforms:
+        counter = counters.get(sources.get(t.input, ""))
+        if t.op != "rank" or t.output in replaced or t.input in replaced:
+            continue
+        if counter is None or counter.aggregation != "rate" or counter.entity != (ITEM,):
+            continue
+        if (counter.event or schema.online.click) == action:
+            found[t.output] = counter.half_life_ms or counter.window_ms or math.inf
+    return output_names(schema, "nro").index(max(found, key=found.__getitem__)) if found else None
 
 
 class Heads(nn.Module):

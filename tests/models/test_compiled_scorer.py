@@ -17,9 +17,10 @@ from roostream.models.compiled.scorer import CompiledScorer, Rows, build_scorer
 from roostream.models.config import CascadeConfig, HstuConfig, RankerConfig, TwoTowerConfig
 from roostream.models.inputs import build_inputs
 from roostream.models.model import Model
+from roostream.schema.schema_file import schema_from_dict
 from roostream.wire.batch import Batch
 from roostream.wire.lookup import Lookup, build_lookup
-from tests.models.model_cases import CASES, make_batch, make_rows, make_schema
+from tests.models.model_cases import CASES, LABELS, make_batch, make_rows, make_schema
 from tests.models.model_checks import COUNTS, SMALL, trained_model
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -28,6 +29,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "no cross": {"cross_layers": 0},
     "no list attention": {"list_layers": 0},
     "two list attentions of one head": {"list_layers": 2, "list_heads": 1},
+    "no first order": {"first_order": False},
     "no layers": {"request_layers": (), "deep_layers": (), "task_layers": ()},
     "no history attention": {"history_attention": False},
     "few time buckets": {"time_buckets": 3},
@@ -72,6 +74,19 @@ def test_g9_compiled_logits_equal_torch_for_every_setting(changes: dict[str, Any
     assert isinstance(run, CompiledScorer)
     expected = torch_forward(model, batch)
     assert np.ptp(expected) > 0.01, "weights that have a say"
+    np.testing.assert_allclose(run(*asked(batch)), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("ro", [[], [{"name": "hour"}]], ids=["candidate only", "with a request side"])
+def test_g9_the_first_order_is_compiled(ro: list[dict[str, str]]) -> None:
+    nro = [{"name": "price"}, {"online": "ctr_24h"}]
+    rank = {"inputs": ["ctr_24h"], "op": "rank"}
+    schema = schema_from_dict({"ro": ro, "nro": nro, "label": LABELS, "transform": [rank]})
+    run = build_scorer(model := build_model(schema, SMALL, 0), schema)
+    batch = make_batch(schema, [7, 1, 4], seed=3)
+    assert isinstance(run, CompiledScorer)
+    expected = torch_forward(model, batch)
+    assert np.ptp(expected) > 0.5, "an untrained model has an order"
     np.testing.assert_allclose(run(*asked(batch)), expected, rtol=0, atol=1e-5)
 
 

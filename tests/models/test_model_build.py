@@ -68,6 +68,8 @@ def test_config_goes_through_a_manifest() -> None:
     assert model_config_from_dict(written) == config
     del written["kind"]
     assert model_config_from_dict(written) == config, "a manifest from before there were kinds is a ranker's"
+    del written["first_order"]
+    assert model_config_from_dict(written) == dataclasses.replace(config, first_order=False)
 
 
 class Constant(Model):

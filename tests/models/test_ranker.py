@@ -13,8 +13,10 @@ from roostream.models.build import build_model
 from roostream.models.config import RankerConfig
 from roostream.models.feature_encoders import normalize_pooled
 from roostream.models.inputs import build_inputs
+from roostream.models.ranker import rate_rank
 from roostream.schema.schema_file import schema_from_dict
 from roostream.wire.lookup import build_lookup
+from roostream.wire.transform import output_names
 from tests.models.expansion import expand_with_context
 from tests.models.model_cases import CASES, LABELS, make_batch, make_rows, make_schema
 from tests.models.model_checks import (
@@ -111,6 +113,48 @@ def test_an_untrained_model_predicts_the_prior_of_each_label() -> None:
     expected_T = torch.tensor([0.004] + [0.03] * len(rest))
     torch.testing.assert_close(probability_BT, expected_T.expand_as(probability_BT))
     assert own.fingerprint == schema.fingerprint
+
+
+RANKED = {"inputs": ["ctr_{1h,24h}"], "op": "rank"}
+RATES = {
+    "nro": [{"online": "ctr_{1h,24h}"}, {"name": "price"}],
+    "label": [*LABELS, {"name": "buy", "action": "buy"}],
+    "transform": [RANKED],
+}
+
+
+def test_an_untrained_model_orders_candidates_by_the_longest_rate_of_the_label() -> None:
+    schema = schema_from_dict(RATES)
+    batch = make_batch(schema, [7])
+    batch.nro_float_BF[:] = np.random.default_rng(0).uniform(0.01, 3.0, batch.nro_float_BF.shape)
+    rate_B = batch.nro_float_BF[:, 1]
+    logits_BT = score(build_model(schema, RankerConfig(prior=0.2), 0), batch)
+    assert logits_BT[:, 0].argsort().tolist() == rate_B.argsort().tolist()
+    middle = int(rate_B.argsort()[3])
+    assert torch.sigmoid(logits_BT[middle, 0]).item() == pytest.approx(0.2, abs=1e-5)
+    assert np.ptp(logits_BT[:, 1].numpy()) == 0.0, "no feature is a rate of purchases"
+
+
+@pytest.mark.parametrize(
+    ("nro", "transforms", "found"),
+    [
+        ([{"online": "ctr_{24h,1h}"}], [RANKED], "ctr_24h_rank"),
+        ([{"name": "much", "online": "ctr_6h"}], [{"input": "much", "op": "rank", "output": "m"}], "m"),
+        ([{"online": "views_24h"}], [{"input": "views_24h", "op": "rank", "output": "m"}], None),
+        ([{"online": "ctr_24h"}], [], None),
+        (
+            [{"online": "ctr_{24h,1h}"}],
+            [RANKED, {"input": "ctr_24h_rank", "op": "standardize", "mean": 0.5, "std": 0.3}],
+            "ctr_1h_rank",
+        ),
+    ],
+)
+def test_the_rank_of_the_longest_rate_is_found(
+    nro: list[dict[str, str]], transforms: list[dict[str, object]], found: str | None
+) -> None:
+    schema = schema_from_dict({"nro": nro, "label": LABELS, "transform": transforms})
+    column = rate_rank(schema, "click")
+    assert (None if column is None else output_names(schema, "nro")[column]) == found
 
 
 def test_a_schema_without_features_is_rejected() -> None:

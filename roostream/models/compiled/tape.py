@@ -23,7 +23,7 @@ from roostream.models.feature_encoders import (
 )
 from roostream.models.interaction_layers import CrossNet
 from roostream.models.layers import Mlp
-from roostream.models.ranker import Ranker
+from roostream.models.ranker import FirstOrder, Ranker
 from roostream.schema.schema import Schema
 from roostream.wire.block import Side
 
@@ -94,7 +94,9 @@ def compile_tape(model: Ranker, schema: Schema) -> Tape | None:
     x = writer.mlp(model.dense, x)
     for block in model.list_attention:
         writer.list_attention(cast(ListAttention, block), x)
-    writer.heads(model, writer.mlp(model.deep, x))
+    logits = writer.heads(model, writer.mlp(model.deep, x))
+    if model.first_order is not None:
+        writer.first_order(model.first_order, candidate["floats"].width, x0, tower, logits)
     return writer.tape()
 
 
@@ -166,12 +168,19 @@ class _Writer:
         self._op(ops.ATTEND_CANDIDATES, *columns, 3 * width, width, mode=block.heads)
         self._linear(block.out, attended, to=ColumnRange(x), mode=ops.ADDED)
 
-    def heads(self, model: Ranker, x: int) -> None:
-        """The logits are the last register."""
+    def heads(self, model: Ranker, x: int) -> int:
+        """The logits are the last register, which is returned."""
         towers = [self.mlp(cast(Mlp, tower), x) for tower in model.heads.towers]
         logits = self._register(CANDIDATES, len(towers))
         for task, (layer, tower) in enumerate(zip(model.heads.logits, towers, strict=True)):
             self._linear(cast(nn.Linear, layer), tower, to=ColumnRange(logits, task))
+        return logits
+
+    def first_order(self, part: FirstOrder, floats: int, x0: int, tower: int | None, logits: int) -> None:
+        """Add to the logits; the floats are the first of the candidate's own columns."""
+        layer = part.as_linear(floats)
+        own = self._width(tower) if tower is not None else 0
+        self._linear(layer, x0, a_column=own, to=ColumnRange(logits), mode=ops.ADDED)
 
     def _write_parts(self, side: Side, parts: dict[str, FeatureEncoder], register: int, column: int) -> None:
         """Parts side by side from `column` on. Histories are queried by the candidate's embeddings, which
