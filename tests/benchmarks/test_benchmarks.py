@@ -154,6 +154,7 @@ ON_A_STACK: dict[str, list[tuple[str, list[Any]]]] = {
     "recovery/goodput": [("goodput", [8.0, "worker", 2000]), ("goodput", [3.0, "", 2000])],
     "train_warehouse": [("from_kafka", [2000])],
     "train_warehouse/read": [("read_from_kafka", [2000])],
+    "serving_live": [("under_load", [kind, "json", 2, 0.0]) for kind in ("live", "fastapi")],
     "handover": [("handed_over", [400]), ("restarted", [400]), ("committed", [400])],
     "recovery/preempted": [
         ("preempted", [5.0, 1, 2000]),
