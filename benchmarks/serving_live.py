@@ -223,18 +223,17 @@ _HERE = "benchmarks.serving_live"
 _LOADED = f"{_HERE}:under_load"
 
 
-def _row(name: str, connections: int, rate: float, peer: bool) -> Row:
+def _row(name: str, connections: int, rate: float) -> Row:
     def subject(of: str, kind: str, form: str, role: Role) -> Subject:
         return Subject(of, _LOADED, (kind, form, connections, rate), role)
 
-    peers = (subject("FastAPI + Pydantic, JSON, no log", "fastapi", "json", "peer"),) if peer else ()
     return Row(
         name=f"requests a CPU second of serving, {_CANDIDATES} candidates, {name}",
         unit="requests",
         time="CPU time of the serving program",
         subjects=(
             subject("the stack, JSON", "live", "json", "ours"),
-            *peers,
+            subject("FastAPI + Pydantic, JSON, no log", "fastapi", "json", "peer"),
             subject("the stack, protobuf", "live", "protobuf", "stage"),
         ),
     )
@@ -244,8 +243,8 @@ BENCHMARK = Benchmark(
     name="serving-live",
     summary="How many ranks does a second of CPU time answer inside a running stack?",
     rows=(
-        *(_row(f"{n} connection{'s' * (n > 1)}", n, 0.0, peer=n == 16) for n in (1, 4, 16, 64)),
-        *(_row(f"{rate} requests/s", 0, rate, peer=False) for rate in (50, 100, 200)),
+        *(_row(f"{n} connection{'s' * (n > 1)}", n, 0.0) for n in (1, 4, 16, 64)),
+        *(_row(f"{rate} requests/s", 0, rate) for rate in (50, 100, 200)),
     ),
     run_setup=f"{_HERE}:programs",
     interpretation="""\

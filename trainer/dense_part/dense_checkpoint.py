@@ -20,6 +20,8 @@ from trainer.dense_part.adam import DenseAdam
 log = logging.getLogger("roostream.dense")
 
 _TRAINED = "trained."
+# A part that was added to models later. A commit of before continues with it at zero, which changes no score.
+_ADDED = "first_order."
 
 
 def snapshot(model: nn.Module, optimizer: DenseAdam) -> dict[str, np.ndarray]:
@@ -39,6 +41,7 @@ def restore(
     """Set `model` and `optimizer` to a `snapshot`.
 
     An average that the snapshot lacks starts at the weights; one that is no longer configured is dropped.
+    A snapshot from before a part was added to the model (`_ADDED`) starts it at zero.
     With another, compatible schema, a weight whose shape changed keeps its initial value.
 
     Raises:
@@ -51,6 +54,8 @@ def restore(
         wanted += [(f"model.{name}", value) for name, value in optimizer.average.model.state_dict().items()]
     for name, slots in optimizer.slots.items():
         wanted += [(f"optimizer.{name}.{slot}", value) for slot, value in slots.items()]
+    added = {n: value for n, value in wanted if n not in tensors and n.partition(".")[2].startswith(_ADDED)}
+    tensors = {**tensors, **{name: np.zeros(value.shape, np.float32) for name, value in added.items()}}
     misfits = {n: value for n, value in wanted if n not in tensors or tensors[n].shape != tuple(value.shape)}
     if misfits and same_schema:
         first, value = next(iter(misfits.items()))
