@@ -17,6 +17,7 @@ from typing import Any
 
 import tomli_w
 
+from infra.auditor.config import horizon_for
 from infra.child import STOP_TIMEOUT_S, Program, StopRank
 from infra.endpoints import Endpoints, PortMap, local_address
 from infra.flink_cluster import JOB_MANAGER, delete_old_restore_points, newest_restore_point, task_manager
@@ -158,13 +159,11 @@ def _features(instance: ProgramInstance) -> dict[str, Any]:
 
 
 def _auditor(instance: ProgramInstance) -> dict[str, Any]:
-    """In a replay the auditor remembers all ids, because times of events and of dead letters are years
-    apart."""
     settle_ms = instance.options.settle_ms
     return {
         "home": instance.home.root / instance.name,
         "settle_ms": settle_ms,
-        "horizon_ms": 0 if instance.options.replay else max(2 * settle_ms, 1_800_000),
+        "horizon_ms": horizon_for(settle_ms, replay=instance.options.replay),
     }
 
 

@@ -302,6 +302,7 @@ class Stack:
                 "schema": str(self.options.schema.resolve()),
                 "home": str(self.home.root),
                 "settle_ms": self.options.settle_ms,
+                "replay": self.options.replay,
                 "partitions": self.options.partitions,
                 "supervisor_pid": os.getpid(),
                 "kafka": at.kafka,

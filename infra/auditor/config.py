@@ -11,6 +11,12 @@ from roostream.schema.settings import setting, setting_error
 HORIZON_MS = 1_800_000
 
 
+def horizon_for(settle_ms: int, *, replay: bool) -> int:
+    """`horizon_ms` of a deployment. In a replay the auditor remembers all ids (0), because events have the
+    times of their log and corrections and dead letters the broker's time, years apart."""
+    return 0 if replay else max(2 * settle_ms, HORIZON_MS)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AuditorConfig(Deployment):
     """`roostream auditor`: counts all records of the topics to prove that every event is accounted for."""

@@ -6,13 +6,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import click
 
 from infra.auditor.auditor import Auditor
-from infra.auditor.config import HORIZON_MS
+from infra.auditor.config import horizon_for
 from infra.auditor.sums import Sums, state_of
 from infra.home import Home
 from infra.kafka_broker import read_only_broker
@@ -31,12 +32,14 @@ _STARTS_S = 60.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Topics:
-    """The topics to audit, and how long an event may wait in them."""
+    """The topics to audit, and how long an event may wait in them. `replay`: their events have the times of a
+    log."""
 
     kafka: str
     prefix: str = ""
     partitions: int = DEFAULT_PARTITIONS
     settle_ms: int = 600_000
+    replay: bool = False
     start_timeout_s: float = _LEADERS_S  # time for a broker to become leader of its partitions
 
 
@@ -59,13 +62,7 @@ def run(home: Path, topics: Topics | None, as_json: bool) -> int:
 def read_all(topics: Topics) -> Sums:
     """Read all records that are present at the start, and return the sums. Raises UnavailableError as
     `run`."""
-    auditor = Auditor(
-        Broker(topics.kafka),
-        topics.prefix,
-        num_partitions=topics.partitions,
-        settle_ms=topics.settle_ms,
-        horizon_ms=max(HORIZON_MS, 2 * topics.settle_ms),
-    )
+    auditor = build_auditor(topics)
     try:
         backoff = Backoff(what=f"Kafka at {topics.kafka}", timeout_s=topics.start_timeout_s)
         answered_s = logged_s = time.monotonic()
@@ -85,6 +82,28 @@ def read_all(topics: Topics) -> Sums:
         auditor.close()
 
 
+def build_auditor(topics: Topics) -> Auditor:
+    """The auditor of `topics`; it reads nothing yet."""
+    return Auditor(
+        Broker(topics.kafka),
+        topics.prefix,
+        num_partitions=topics.partitions,
+        settle_ms=topics.settle_ms,
+        horizon_ms=horizon_for(topics.settle_ms, replay=topics.replay),
+    )
+
+
+def topics_of(stack: Mapping[str, Any]) -> Topics:
+    """The topics of a stack; `stack` is its stack.json."""
+    return Topics(
+        kafka=str(stack["kafka"]),
+        prefix=str(stack["prefix"]),
+        partitions=int(stack.get("partitions", DEFAULT_PARTITIONS)),
+        settle_ms=int(stack["settle_ms"]),
+        replay=bool(stack.get("replay", False)),
+    )
+
+
 @contextlib.contextmanager
 def _of_home(home: Home) -> Iterator[Topics]:
     stack = home.read_stack()
@@ -92,12 +111,7 @@ def _of_home(home: Home) -> Iterator[Topics]:
         raise SetupError(
             f"there is no stack in {home.root}; give a Kafka with --kafka HOST:PORT, or another --home"
         )
-    found = Topics(
-        kafka=str(stack["kafka"]),
-        prefix=str(stack["prefix"]),
-        partitions=int(stack.get("partitions", DEFAULT_PARTITIONS)),
-        settle_ms=int(stack["settle_ms"]),
-    )
+    found = topics_of(stack)
     if home.is_locked() or "kafka" not in stack["programs"]:
         yield found
         return

@@ -204,8 +204,11 @@ def status(home: Path, as_json: bool) -> None:
     show_default=True,
     help="with --kafka: the join window",
 )
+@click.option("--replay", is_flag=True, help="with --kafka: the topics were created with --replay")
 @json_option
-def audit(home: Path, kafka: str, prefix: str, partitions: int, window_ms: int, as_json: bool) -> None:
+def audit(
+    home: Path, kafka: str, prefix: str, partitions: int, window_ms: int, replay: bool, as_json: bool
+) -> None:
     """Read all topics once from their oldest record. Exit code 0 if every event is accounted for, else 1.
 
     If the stack is stopped, its broker is started for the audit and stopped afterwards.
@@ -218,5 +221,7 @@ def audit(home: Path, kafka: str, prefix: str, partitions: int, window_ms: int, 
     from infra.options import settle_ms
     from roostream.cli.audit_command import Topics, run
 
-    topics = Topics(kafka=kafka, prefix=prefix, partitions=partitions, settle_ms=settle_ms(window_ms))
+    topics = Topics(
+        kafka=kafka, prefix=prefix, partitions=partitions, settle_ms=settle_ms(window_ms), replay=replay
+    )
     sys.exit(run(home, topics if kafka else None, as_json))

@@ -8,16 +8,23 @@ from pathlib import Path
 
 import pytest
 
+from infra.auditor.auditor import AUDITED
 from infra.home import Home
 from infra.kafka_broker import read_only_broker
 from infra.options import StackOptions
 from infra.stack import Stack
 from roostream.cli import audit_command
-from roostream.cli.audit_command import Topics
+from roostream.cli.audit_command import Topics, build_auditor, topics_of
 from roostream.errors import SetupError, UnavailableError
 from roostream.runtime.kafka import clients
 from roostream.runtime.kafka.broker import Broker
-from tests.infra.auditor.test_auditor import traffic
+from roostream.runtime.kafka.consumer import MemoryConsumer
+from roostream.runtime.kafka.topics import all_partitions
+from roostream.schema.ids import sample_id
+from roostream.wire import records as wire
+from roostream.wire import roo_pb2 as pb
+from roostream.wire.records import Record
+from tests.infra.auditor.test_auditor import KEY, T0, traffic
 
 
 def test_a_folder_without_a_stack_is_one_sentence(tmp_path: Path) -> None:
@@ -44,6 +51,36 @@ def test_the_broker_of_a_stack_that_runs_is_not_started_again(tmp_path: Path) ->
     with pytest.raises(SetupError, match="already runs"), read_only_broker(Home(tmp_path)):
         raise AssertionError("unreachable")
     home.unlock()
+
+
+def test_a_correction_with_the_time_of_the_broker_settles_an_event_of_a_replayed_log(tmp_path: Path) -> None:
+    """The log is years old, and hours long."""
+    with Stack(tmp_path, StackOptions(replay=True)) as stack:
+        described = stack.home.read_stack()
+    assert described is not None
+    log = [record for n in range(1000) for record in traffic(n * 10, 1, start=n)]
+    late = pb.Engagement(header=pb.Header(request_id="r0", user_id=5, time_ms=T0 + 60_000), event_id=7)
+    clicked = Record("engagements", 1, 0, T0 + 60_000, KEY, wire.encode(wire.ENGAGEMENT, late))
+    corrected = pb.Sample(
+        header=pb.Header(request_id="r0", user_id=5, time_ms=T0),
+        sample_id=sample_id(KEY, "r0", 7),
+        event_ids=[7],
+        event_times=[T0 + 60_000],
+    )
+    years_later_ms = T0 + 3 * 365 * 86_400_000
+    correction = Record("corrections", 1, 0, years_later_ms, KEY, wire.encode(wire.CORRECTION, corrected))
+    auditor = build_auditor(topics_of(described))
+    auditor.open_with(
+        MemoryConsumer(all_partitions(AUDITED, 2), [*sorted([*log, clicked], key=by_time), correction])
+    )
+    while auditor.poll(0.0):
+        pass
+    sums = auditor.sums()
+    assert (sums.engagements, sums.corrected, sums.overdue, sums.accounted) == (1, 1, 0, True), sums
+
+
+def by_time(record: Record) -> int:
+    return record.timestamp_ms
 
 
 @pytest.mark.slow
