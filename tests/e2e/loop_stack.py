@@ -13,7 +13,7 @@ from infra.options import StackOptions, demo
 from infra.stack import Stack
 from roostream.errors import UnavailableError
 from roostream.runtime import manifest as manifests
-from roostream.runtime.checkpoint_store import FileStore
+from roostream.runtime.checkpoint_store import open_store
 from roostream.runtime.kafka import clients
 from roostream.runtime.kafka.broker import Broker
 from roostream.runtime.kafka.topics import ENGAGEMENTS, IMPRESSIONS, SAMPLES, name_of, nested
@@ -32,14 +32,17 @@ def quick_options() -> StackOptions:
     )
 
 
-def wait_until(what: str, check: Callable[[], Any], timeout_s: float) -> Any:
-    """The first true value of `check`; fails the test with `what` if none comes."""
+def wait_until(
+    what: str, check: Callable[[], Any], timeout_s: float, read: Callable[[], object] | None = None
+) -> Any:
+    """The first true value of `check`; fails the test with `what` and with what `read` returns if none
+    comes."""
     until_s = time.monotonic() + timeout_s
     while time.monotonic() < until_s:
         if value := check():
             return value
         time.sleep(0.25)
-    raise AssertionError(f"not within {timeout_s:.0f} s: {what}")
+    raise AssertionError(f"not within {timeout_s:.0f} s: {what}{f'; read: {read()}' if read else ''}")
 
 
 def rank(stack: Stack, items: list[int]) -> dict[str, Any]:
@@ -53,7 +56,8 @@ def rank(stack: Stack, items: list[int]) -> dict[str, Any]:
 
 
 def newest(stack: Stack) -> Manifest | None:
-    found = manifests.newest(FileStore(stack.home.store))
+    url = stack.options.overrides.get("controller", {}).get("store", stack.home.store)
+    found = manifests.newest(open_store(url))
     return found.manifest if found else None
 
 
@@ -65,7 +69,12 @@ def applied(stack: Stack) -> int:
 
 
 def auditor(stack: Stack) -> Auditor:
-    return Auditor(Broker(stack.endpoints.kafka), stack.prefix, settle_ms=stack.options.settle_ms)
+    return Auditor(
+        Broker(stack.endpoints.kafka),
+        stack.prefix,
+        num_partitions=stack.options.partitions,
+        settle_ms=stack.options.settle_ms,
+    )
 
 
 def drained(stack: Stack, audit: Auditor) -> bool:
@@ -107,7 +116,12 @@ def check_nothing_lost_or_twice(stack: Stack, *, within_s: float = 120) -> None:
     stack.stop_program("simulate")
     audit = auditor(stack)
     try:
-        wait_until("every request sampled and committed", lambda: drained(stack, audit), within_s)
+        wait_until(
+            "every request sampled and committed",
+            lambda: drained(stack, audit),
+            within_s,
+            lambda: (applied(stack), audit.sums()),
+        )
         sums = audit.sums(ended=True)
         assert sums.accounted, sums
         assert (
