@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import threading
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -58,12 +59,22 @@ class StoreFault(NamedTuple):
     who: str = ""  # "" = everyone
 
 
+class WrongClock(NamedTuple):
+    """The wall clock of one program is wrong by `ms`: it jumps there and back."""
+
+    who: str
+    first: int  # round
+    rounds: int
+    ms: int
+
+
 class Lasting(NamedTuple):
     """Faults that last."""
 
     links: tuple[DeadLink, ...] = ()
     slow: tuple[SlowShard, ...] = ()
     store: tuple[StoreFault, ...] = ()
+    clocks: tuple[WrongClock, ...] = ()
 
 
 class Network:
@@ -100,6 +111,14 @@ class Network:
                 return fault.kind
         return ""
 
+    def clock_error_ms(self, who: str) -> int:
+        """By how much the wall clock of `who` is wrong now."""
+        for wrong in self.lasting.clocks:
+            if wrong.who == who and 0 <= self.round - wrong.first < wrong.rounds:
+                self.struck[f"clock of {who}"] += 1
+                return wrong.ms
+        return 0
+
     def late(self, shard: str) -> SlowShard | None:
         """How it is slow now."""
         for slow in self.lasting.slow:
@@ -133,6 +152,22 @@ class Disorder:
         while self.late and self.random.random() < 0.5:
             with contextlib.suppress(RoostreamError):
                 self.late.pop()()
+
+
+class ProgramClock:
+    """The clock of one program: time passes as for all of them, and the wall clock may be wrong."""
+
+    def __init__(self, clock: Clock, who: str, network: Network) -> None:
+        self.clock, self.who, self.network = clock, who, network
+
+    def now_ms(self) -> int:
+        return self.clock.now_ms() + self.network.clock_error_ms(self.who)
+
+    def monotonic_s(self) -> float:
+        return self.clock.monotonic_s()
+
+    def sleep(self, seconds: float, stop: threading.Event | None = None) -> bool:
+        return self.clock.sleep(seconds, stop)
 
 
 class ShakyStore(MemoryStore):

@@ -7,7 +7,7 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from tests.trainer.network import CONTROLLER, STORE, DeadLink, Lasting, SlowShard, StoreFault
+from tests.trainer.network import CONTROLLER, STORE, DeadLink, Lasting, SlowShard, StoreFault, WrongClock
 from tests.trainer.simulator import Kill, Simulation, Twin
 
 SHARDS = ("shard 0", "shard 1")
@@ -118,6 +118,20 @@ def drawn_with_store_faults(seed: int, workers: int) -> dict[str, Any]:
     """`drawn`, where the store is unmounted, read-only or unavailable for a while."""
     options = drawn(seed, workers)
     return {**options, "lasting": with_store_faults(options.get("lasting", Lasting()), seed, workers)}
+
+
+HOUR_MS = 3_600_000
+
+
+def drawn_with_wrong_clocks(seed: int, workers: int) -> dict[str, Any]:
+    """`drawn`, where every program's clock is wrong by up to an hour, from some round on for some rounds."""
+    options, draw = drawn(seed, workers), random.Random(f"clocks {seed}")
+    clocks = [
+        WrongClock(who, draw.randint(1, 8), draw.randint(4, 100), draw.randint(-HOUR_MS, HOUR_MS))
+        for who in (CONTROLLER, *SHARDS, *(f"worker {i}" for i in range(workers)))
+    ]
+    faults = options.get("lasting", Lasting())._replace(clocks=tuple(clocks))
+    return {**options, "lasting": faults}
 
 
 def lasting(seed: int, workers: int) -> dict[str, Any]:

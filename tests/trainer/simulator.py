@@ -48,6 +48,7 @@ from tests.trainer.network import (
     Disorder,
     Lasting,
     Network,
+    ProgramClock,
     ShakyStore,
     StoreLink,
     Wire,
@@ -170,7 +171,7 @@ class Simulation:
             self.controller = WatchedController(
                 coordinator,
                 store,
-                self.clock,
+                self._clock(CONTROLLER),
                 history=self._history,
                 open_session=self._open_session,
                 long_poll_s=0,
@@ -206,7 +207,7 @@ class Simulation:
             execute,
             process.report,
             threading.Event(),
-            clock=self.clock,
+            clock=self._clock(who),
             session=session,
             on_received=getattr(process, "hear", lambda command: None),
         )
@@ -235,6 +236,9 @@ class Simulation:
 
     def _store(self, who: str) -> IdentifiedStore:
         return IdentifiedStore(StoreLink(self.store, self.mount_point, who, self.network), "the store")
+
+    def _clock(self, who: str) -> ProgramClock:
+        return ProgramClock(self.clock, who, self.network)
 
     def kill(self, who: str) -> None:
         self.killed.append(who)
@@ -273,10 +277,10 @@ class Simulation:
         return (who,)
 
     def _shard(self, index: int) -> FakeShard | RealShard:
-        store = self._store(f"shard {index}")
+        store, clock = self._store(f"shard {index}"), self._clock(f"shard {index}")
         if self.real_shards:
-            return RealShard(index, len(self.disks), store, self.clock, self.disks[index], self.site.schema)
-        return FakeShard(index, self.site.schema, store, self.disks[index], self.clock)
+            return RealShard(index, len(self.disks), store, clock, self.disks[index], self.site.schema)
+        return FakeShard(index, self.site.schema, store, self.disks[index], clock)
 
     def _process(self, role: str, index: str) -> Any:
         return self._worker(int(index)) if role == "worker" else self._shard(int(index))
@@ -287,7 +291,8 @@ class Simulation:
     def _rows(self, worker: int) -> FakeRows | Client:
         shards = [self._wire(f"worker {worker}", f"shard {i}") for i in range(len(self.disks))]
         if self.real_shards:
-            client = Client(self.site.schema, shards, worker=worker, resend_for_s=0.2, clock=self.clock)
+            clock = self._clock(f"worker {worker}")
+            client = Client(self.site.schema, shards, worker=worker, resend_for_s=0.2, clock=clock)
             client.close()
             client.pool = None  # an actor has one thread: one shard after the other
             return client
@@ -303,14 +308,12 @@ class Simulation:
                 LogConsumer(mine, self.records), ConsumerOptions(partitions=mine, merge_by_time=True)
             )  # type: ignore[arg-type]
 
-        decoder = Decoder(self.site.schema, self.site.registry)
+        decoder, clock = Decoder(self.site.schema, self.site.registry), self._clock(f"worker {index}")
         wiring = LoopDependencies(
-            source=self._source(
-                RecordSource(read(PARTITIONS), decoder, self.clock, max_wait_ms=500, reopen=read)
-            ),
+            source=self._source(RecordSource(read(PARTITIONS), decoder, clock, max_wait_ms=500, reopen=read)),
             rows=ShardRows(self._rows(index)),  # type: ignore[arg-type]
             outputs=self.outputs,
-            clock=self.clock,
+            clock=clock,
         )
         loop = TrainLoop(self.config, self.site.schema, samples.MODEL, wiring)
         identity, team = self.site.identity(self.facts), self._team(index, wiring.rows)

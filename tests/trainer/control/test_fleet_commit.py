@@ -18,6 +18,7 @@ from tests.trainer.schedules import (
     STORE_FAULTS,
     drawn,
     drawn_with_store_faults,
+    drawn_with_wrong_clocks,
     kills_of,
     run_schedule,
     twins_of,
@@ -91,6 +92,29 @@ def test_g2_a_store_that_comes_and_goes_changes_nothing() -> None:
 def test_g2_hundreds_of_schedules_with_a_store_that_comes_and_goes(first: int) -> None:
     for seed in range(first, first + 100):
         store_schedule(seed)
+
+
+def schedule_with_wrong_clocks(seed: int) -> Simulation:
+    """As `schedule`, where wall clocks jump by up to an hour, and back; half of them on the
+    parameter server's own shards."""
+    workers, real = 1 + seed % 3, seed % 2 == 0
+    simulation = fleet(workers, real_shards=real, **drawn_with_wrong_clocks(seed, workers))
+    run_schedule(simulation, seed)
+    assert simulation.bits() == undisturbed(workers, real), f"seed {seed}"
+    return simulation
+
+
+def test_g8_wall_clocks_an_hour_wrong_change_nothing_that_is_trained() -> None:
+    struck = {who for seed in range(7000, 7004) for who in schedule_with_wrong_clocks(seed).network.struck}
+    assert {f"clock of {who}" for who in ("controller", "worker 0", "worker 1", "shard 0")} <= struck
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("first", [7100, 7200])
+def test_g8_hundreds_of_schedules_with_wall_clocks_an_hour_wrong(first: int) -> None:
+    for seed in range(first, first + 100):
+        schedule_with_wrong_clocks(seed)
 
 
 @pytest.mark.parametrize("real", [False, True], ids=["fake", "real"])
