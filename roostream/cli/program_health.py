@@ -23,10 +23,14 @@ def unhealthy_programs(programs: Mapping[str, Mapping[str, Any]]) -> dict[str, s
 
 
 def unhealthy_controller(status: Mapping[str, Any]) -> dict[str, str]:
-    """The same for what a controller reports in `status`: why it cannot continue, and what is wrong with
-    topics."""
-    topics = {f"topic {name}": text for name, text in (status.get("topic_problems") or {}).items()}
-    return topics | ({"controller": f"waits: {status['away']}"} if status.get("away") else {})
+    """The same for what a controller reports in `status`: why it cannot continue or commit, and what is wrong
+    with topics."""
+    found = {f"topic {name}": text for name, text in (status.get("topic_problems") or {}).items()}
+    if status.get("abort_reason"):
+        found["controller"] = f"the last commit was aborted: {status['abort_reason']}"
+    if status.get("away"):
+        found["controller"] = f"waits: {status['away']}"
+    return found
 
 
 def reason(entry: Mapping[str, Any]) -> str:

@@ -362,6 +362,12 @@ def test_a_controller_that_waits_for_its_store_is_not_healthy() -> None:
     assert unhealthy_controller({"away": ""}) == unhealthy_controller({}) == {}
 
 
+def test_a_controller_whose_commits_are_aborted_is_not_healthy() -> None:
+    assert unhealthy_controller({"away": "", "abort_reason": "worker 0 refused write: Read-only"}) == {
+        "controller": "the last commit was aborted: worker 0 refused write: Read-only"
+    }
+
+
 def test_lost_records_are_shown_by_program() -> None:
     lost = scrape_targets.lost_records(
         {

@@ -257,6 +257,7 @@ class Controller:
                 "phases_ms": {name: seconds * 1000 for name, seconds in it.phases_s.items()},
                 "commits": it.num_commits,
                 "aborts": it.num_aborts,
+                "abort_reason": it.abort_reason,
                 "rollbacks": it.num_rollbacks,
                 "workers": it.membership.num_workers,
                 "wanted_workers": it.membership.wanted_workers,

@@ -209,6 +209,7 @@ class Coordinator:
         self.last: Restorable | None = None
         self.commit: CommitInProgress | None = None
         self.num_commits = self.num_aborts = self.num_rollbacks = 0
+        self.abort_reason = ""  # of the last abort since the last commit
         self.commit_s = self.paused_s = 0.0  # of the last commit
         self.phases_s: dict[str, float] = {}
         self.committed_at_s = now_s
@@ -505,7 +506,7 @@ class Coordinator:
         commit = self._running_commit()
         assert commit.manifest is not None
         self.state, self.last = State.COMMITTING, Restorable(commit.manifest, commit.manifest.checksum)
-        self.num_commits += 1
+        self.num_commits, self.abort_reason = self.num_commits + 1, ""
         self.holds.committed()
         self._aborts_in_a_row = 0
         self.commit_s, self.paused_s = now_s - commit.started_s, commit.frozen_s - commit.started_s
@@ -521,7 +522,7 @@ class Coordinator:
         log.warning(
             "commit %d is aborted: %s; nothing of it is committed", self._running_commit().seq, reason
         )
-        self.num_aborts += 1
+        self.num_aborts, self.abort_reason = self.num_aborts + 1, reason
         self._aborts_in_a_row += counts
         self._closing_s = now_s + self.config.commit_interval_s
         if self._aborts_in_a_row >= self.config.max_aborts:

@@ -278,6 +278,7 @@ def test_a_commit_resets_the_count_of_aborts() -> None:
         group.to(State.RUNNING)
         group.it.take_effects()
         group.it.last = None
+        assert group.it.abort_reason == ""
     assert group.it.num_rollbacks == 0 and group.it.num_aborts == 5
 
 
@@ -288,6 +289,7 @@ def test_aborts_for_a_full_disk_cause_no_rollback() -> None:
         assert group.it.state is State.ABORTING
         group.to(State.RUNNING)
     assert group.it.num_rollbacks == 0 and group.it.num_aborts == 10
+    assert "No space left on device" in group.it.abort_reason
 
 
 def test_a_shard_that_is_no_longer_ready_begins_a_new_incarnation() -> None:

@@ -64,6 +64,7 @@ BAD, WARNING, UNKNOWN = Level
         (status(members={"worker 0": {"silent_ms": 0.0}}), "members", BAD, "shard 0"),
         (status(members=SHARD_SILENT), "silent shard 0", WARNING, "2.0 s"),
         (status(commit_age_ms=31_000.0), "commit", BAD, "31 s"),
+        (status(commit_age_ms=31_000.0, abort_reason="the disk is full"), "commit", BAD, "disk is full"),
         (status(holds=[PERMANENT]), "held", BAD, "out of memory"),
         (status(holds=[TRANSIENT], members={}), "members", BAD, "shard 0"),
         (status({**GOOD, "broken": "a shard is away"}), "broken", BAD, "worker 0"),
