@@ -97,7 +97,7 @@ class ServingConfig(RedisSettings, RetrievalSettings, RowsSettings):
     order_task: str = setting("", "label whose score decides the order; '' = the first label")
     keep_versions: int = setting(2, "newest model versions to keep loaded", ge=2, le=16)
     admin_listen: str = setting(
-        "", "host:port of the admin interface (docs/operations/versions.md); '' = none"
+        "", "host:port of the admin interface (docs/operations/upgrade.md); '' = none"
     )
     admin_token_file: str = setting("", "file whose first line is the token of the admin interface")
     warm_up_requests: int = setting(

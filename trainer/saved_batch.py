@@ -1,5 +1,5 @@
 """The batch at which training failed, saved to a file: its raw records, and the commit that it was trained
-from. Read it with `roostream inspect batch` (docs/operations/holds.md).
+from. Read it with `roostream inspect batch` (docs/operations/troubleshooting.md).
 
 The format is safetensors (roostream/runtime/tensor_file.py), so that reading it executes no code:
 

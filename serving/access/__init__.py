@@ -1,1 +1,1 @@
-"""Access control of serving's ports: bearer keys with scopes (docs/operations/access.md)."""
+"""Access control of serving's ports: bearer keys with scopes (docs/operations/security.md)."""

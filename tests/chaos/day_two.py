@@ -30,7 +30,7 @@ from roostream.runtime import manifest as manifests
 from roostream.runtime.checkpoint_store import FileStore
 from tests.contract.house import ROOT
 
-PAGE = ROOT / "docs/operations/one-machine.md"
+PAGE = ROOT / "docs/operations/day-two.md"
 QUICK = (
     *(
         "joiner.window=4s",
@@ -50,9 +50,10 @@ _COUNTED = re.compile(r"^roostream_worker_requests_total (\S+)$", re.MULTILINE)
 
 
 def blocks() -> dict[str, str]:
-    """Heading → what stands in its shell block."""
+    """Heading → its shell block, of the sections for one machine."""
     sections = re.split(r"^## ", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
-    return {s.partition("\n")[0]: "\n".join(re.findall(r"```sh\n(.*?)```", s, re.DOTALL)) for s in sections}
+    found = {s.partition("\n")[0]: "\n".join(re.findall(r"```sh\n(.*?)```", s, re.DOTALL)) for s in sections}
+    return {heading: block for heading, block in found.items() if heading != "In a cluster"}
 
 
 class Watch:
@@ -99,7 +100,7 @@ class Watch:
 class Asker:
     """Asks serving ten times a second, each time over a new connection, once more where that was reset: Linux
     may do that to a connection which is being opened while a process that shares the port ends
-    (docs/operations/versions.md)."""
+    (docs/operations/upgrade.md)."""
 
     def __init__(self, home: Home) -> None:
         self.home, self.num_asked, self.failed = home, 0, list[str]()
@@ -161,7 +162,7 @@ class DayTwo:
         ours = f'roostream() {{ if [ "$1" = up ]; then {program} "$@" {quick}; else {program} "$@"; fi; }}'
         text = words[heading].replace("991$n", self._instead["991$n"])
         done = subprocess.run(
-            ("bash", "-euo", "pipefail", "-c", "\n".join((ports, ours, words["Words"], text))),
+            ("bash", "-euo", "pipefail", "-c", "\n".join((ports, ours, words["Shell functions"], text))),
             cwd=self.folder,
             env={**os.environ, "PYTHONPATH": str(ROOT)},
             capture_output=True,

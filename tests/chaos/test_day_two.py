@@ -40,7 +40,7 @@ WITH_NOBODY_ASKING = ("Back to an earlier commit", "More of Flink", "Kafka's dis
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DayTwo]:
     running = DayTwo(tmp_path_factory.mktemp("day-two"))
     try:
-        running.run("Begin")
+        running.run("Start the stack")
         running.start_users()
         running.until("a commit with trained samples", lambda: running.applied() > 50, 240)
         running.start_watching()
@@ -52,7 +52,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DayTwo]:
 
 
 def test_every_block_of_the_page_is_run() -> None:
-    assert list(blocks()) == ["Words", "Begin", *WHILE_USERS_ASK, *WITH_NOBODY_ASKING]
+    assert list(blocks()) == ["Shell functions", "Start the stack", *WHILE_USERS_ASK, *WITH_NOBODY_ASKING]
 
 
 def test_training_continues_without_a_block(site: DayTwo) -> None:

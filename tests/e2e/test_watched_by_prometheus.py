@@ -119,8 +119,8 @@ def test_no_alert_fires_on_a_stack_that_is_well(prometheus: Prometheus) -> None:
 
 
 def test_first_training_progress_in_a_cluster_is_visible(stack: Stack) -> None:
-    """The line of docs/operations/cluster.md, of the worker here."""
-    page = (ROOT / "docs/operations/cluster.md").read_text(encoding="utf-8")
+    """The line of docs/operations/deploy.md, of the worker here."""
+    page = (ROOT / "docs/operations/deploy.md").read_text(encoding="utf-8")
     (waits,) = re.findall(r"^until curl .*$", page, re.MULTILINE)
     line = waits.replace("http://127.0.0.1:9090/metrics", stack.endpoints.metrics["worker"])
     wait_until("a trained sample", lambda: applied(stack) > 0, 240)

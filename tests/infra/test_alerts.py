@@ -36,7 +36,7 @@ from trainer.monitoring.windowed_metrics import MAX_VALUES, WindowedMetrics
 
 TABLES = (SHARD, WORKER, WORKER_READING, CONTROLLER, SERVING, AUDITOR, ARCHIVER, COMPACTOR, READER)
 ALERTS, DASHBOARDS = ROOT / "infra/alerts", sorted((ROOT / "infra/dashboards").glob("*.json"))
-RUNBOOK = ROOT / "docs/operations/alerts.md"
+RUNBOOK = ROOT / "docs/operations/monitor.md"
 METRIC = re.compile(r"\broostream_[a-z0-9_]+")
 SUFFIX = re.compile(r"_(bucket|count|sum|total)$")
 
@@ -96,9 +96,9 @@ def test_every_alert_has_a_test_and_a_runbook() -> None:
     assert (
         tested
         == alerts()
-        == re.findall(r"^## (\w+)", RUNBOOK.read_text(encoding="utf-8"), flags=re.MULTILINE)
+        == re.findall(r"^### (Roostream\w+)", RUNBOOK.read_text(encoding="utf-8"), flags=re.MULTILINE)
     )
-    assert [f"docs/operations/alerts.md#{name.lower()}" for name in alerts()] == re.findall(
+    assert [f"docs/operations/monitor.md#{name.lower()}" for name in alerts()] == re.findall(
         r"runbook: (\S+)", rules()
     )
 

@@ -1,4 +1,4 @@
-"""Code blocks of the cluster's pages: `roostream` accepts its commands, and `kubectl` names objects that
+"""Code blocks marked `sh` of the operations pages, which are for a cluster: `roostream` accepts its commands, and `kubectl` names objects that
 exist.
 
 `test_api_server.py` runs the `kubectl` commands against a real API server.
@@ -23,7 +23,7 @@ from tests.k8s.generate import K8S
 from tests.k8s.manifests import build, built, copy_prod, named, of_kind, workloads
 
 Objects = tuple[dict[str, Any], ...]
-PAGES = ("cluster.md", "day-two.md")
+PAGES = ("install.md", "deploy.md", "upgrade.md", "scale.md", "backup.md", "day-two.md")
 NEEDS_A_CONTAINER = ("exec", "port-forward")
 
 
@@ -72,7 +72,7 @@ def test_the_registry_is_written_into_every_image(tmp_path: Path) -> None:
 def test_an_external_store_is_used_by_programs_and_flink(tmp_path: Path) -> None:
     """The page's patch at the end of a folder that is a copy of prod's, as the page says to make one."""
     copy_prod(tmp_path)
-    (patch,) = re.findall(r"```yaml\n(.*?)```", page("cluster.md"), re.DOTALL)
+    (patch,) = re.findall(r"```yaml\n(.*?)```", page("deploy.md"), re.DOTALL)
     with (tmp_path / "kustomization.yaml").open("a", encoding="utf-8") as kustomization:
         kustomization.write(patch)
     objects = build(tmp_path)
@@ -101,12 +101,12 @@ def test_an_external_store_is_used_by_programs_and_flink(tmp_path: Path) -> None
 def test_serving_accepts_the_keys_that_the_page_creates(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (told,) = [words(c) for c in commands("cluster.md") if c.startswith("roostream")]
+    (told,) = [words(c) for c in commands("deploy.md") if c.startswith("roostream")]
     monkeypatch.chdir(tmp_path)
     done = CliRunner().invoke(cli, told[1:])
     assert done.exit_code == 0, done.output
     assert "kubectl create secret generic roostream-keys -n roostream --from-file=keys.json" in commands(
-        "cluster.md"
+        "deploy.md"
     )
     ring = Keyring(tmp_path / "keys.json")
     assert {
@@ -116,7 +116,7 @@ def test_serving_accepts_the_keys_that_the_page_creates(
 
 def test_the_overlay_for_one_node_fits_on_the_node_of_the_page() -> None:
     """With 1 CPU and 2 GiB left for the cluster itself."""
-    said = re.search(r"one node with (\d+) CPUs and (\d+) GiB", page("cluster.md"))
+    said = re.search(r"one node with (\d+) CPUs and (\d+) GiB", page("deploy.md"))
     assert said
     cpus, gib = requested_resources(built("dev"))
     assert cpus <= int(said[1]) - 1 and gib <= int(said[2]) - 2, (cpus, gib)

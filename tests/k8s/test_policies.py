@@ -17,7 +17,7 @@ from tests.k8s.policy import RULES, Rule
 
 Objects = tuple[dict[str, Any], ...]
 MADE_BY_STRIMZI = {"roostream-cluster-ca-cert"}
-MADE_BY_HAND = {"roostream-redis", "roostream-keys", "roostream-link"}  # docs/operations/cluster.md
+MADE_BY_HAND = {"roostream-redis", "roostream-keys", "roostream-link"}  # docs/operations/deploy.md
 
 
 @pytest.fixture(scope="module", params=OVERLAYS)

@@ -9,7 +9,7 @@ stalled    records exist, none is consumed
              caught_up ◄──► idle (nothing arrives)          held       training was stopped
 
 unknown, from any state: the offsets cannot be read now. An old state is never reported as current. The rules
-are in docs/operations/caught-up.md. Paper: Ads infrastructure, §III A (initial and caught-up training).
+are in docs/concepts/freshness.md. Paper: Ads infrastructure, §III A (initial and caught-up training).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Score logged lists again with the training code and the version that served them, and classify the
 difference.
 
-    within    at most 1e-5, with the rows of a commit around the request (docs/operations/skew.md)
+    within    at most 1e-5, with the rows of a commit around the request (docs/operations/monitor.md)
     rows      more, but not more than the change of rows between these commits explains
     skew      more than that: the scored features differ from the logged ones
     unscored, pages, schema, gone, unreadable    not scored again; `why` has the reason
