@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from roostream.online.counters import sources_of
 from roostream.schema.schema import Feature, Schema
 from roostream.wire.block import main_key
 from serving.types import EngagementsAnswer, RankAnswer
@@ -12,13 +13,14 @@ ENGAGED = EngagementsAnswer(1, ["18136445899183003242"], [])
 
 
 def rank_example(schema: Schema) -> dict[str, Any]:
-    """A valid rank body without the features that are kept in Redis, as clients leave them out."""
+    """A valid rank body without the features that serving fills in, as clients leave them out."""
+    filled = sources_of(schema, "ro")
     own = {f.name: _value(f) for f in schema.nro if not f.online and f.name not in ("item", "item_id", "nro")}
     return {
         "request_id": "r-1",
         "user_id": 17,
         "session_id": 4,
-        "ro": {f.name: _value(f) for f in schema.ro if not f.online},
+        "ro": {f.name: _value(f) for f in schema.ro if f.name not in filled},
         "candidates": [{"item_id": 8, **own}, {"item_id": 9, **own}],
     }
 

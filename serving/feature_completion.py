@@ -97,7 +97,9 @@ class FeatureCompletion:
         if request.blocks is not None and not request.has_missing:
             return request.blocks
         n = len(request.item_ids)
-        own_ro, own_nro = stateless_features(request.item_ids, time_ms, request.first_position)
+        own_ro, own_nro = stateless_features(
+            request.user_id, request.item_ids, time_ms, request.first_position
+        )
         try:
             arrays = self._arrays(request, {**ro_online, **own_ro}, {**nro_online, **own_nro}, n)
         except WireError as error:

@@ -34,8 +34,9 @@ from roostream.schema.row_layout import RowLayout
 from roostream.schema.schema import Schema
 from roostream.wire.block import Side
 
-STATELESS_FEATURES = ("hour_of_day", "num_candidates", "position", "item_id")
+STATELESS_FEATURES = ("hour_of_day", "num_candidates", "user_id", "position", "item_id")
 """Online features that need no state; `stateless_features` computes them."""
+_OWN_IDS: dict[Side, dict[str, str]] = {"ro": {"user": "user_id"}, "nro": {"item": "item_id"}}
 LISTS = "list"
 """The name in `Keys` of the fields that are remembered of a shown list."""
 SEEN = "seen"
@@ -48,19 +49,25 @@ _DAY_MS, _HOUR_MS = 86_400_000, 3_600_000
 
 
 def sources_of(schema: Schema, side: Side) -> dict[str, str]:
-    """Feature → the online feature that fills it where it is missing. A candidate's ids feature named `item`
-    is filled with the candidate's id unless the schema names another source."""
-    item = {f.name: "item_id" for f in schema.nro if side == "nro" and f.kind == "ids" and f.name == "item"}
-    return item | {f.name: f.online for f in getattr(schema, side) if f.online}
+    """Feature → the online feature that fills it where it is missing.
+
+    An ids feature named `item` of candidates is filled with the candidate's id, and one named `user` of
+    requests with the user's, unless the schema names another source.
+    """
+    features, own = getattr(schema, side), _OWN_IDS[side]
+    ids = {f.name: own[f.name] for f in features if f.kind == "ids" and f.name in own}
+    return ids | {f.name: f.online for f in features if f.online}
 
 
 def stateless_features(
-    item_ids: np.ndarray, time_ms: int, first_position: int = 0
+    user_id: int, item_ids: np.ndarray, time_ms: int, first_position: int = 0
 ) -> tuple[dict[str, object], dict[str, np.ndarray]]:
     """(RO, NRO) values of STATELESS_FEATURES, for int64 [n] item ids at positions from `first_position`
-    on."""
+    on. User 0 is unknown: then there is no `user_id`."""
     n = len(item_ids)
     ro: dict[str, object] = {"hour_of_day": time_ms % _DAY_MS / _HOUR_MS, "num_candidates": float(n)}
+    if user_id:
+        ro["user_id"] = [user_id]
     return ro, {
         "position": np.arange(first_position, first_position + n, dtype=np.float32),
         "item_id": item_ids,

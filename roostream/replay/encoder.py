@@ -77,7 +77,7 @@ class ReplayEncoder:
         self._apply_until(request.time_ms)
         num_rows = len(request.items_n)
         ro, nro = self.counters.read(request.user_id, request.items_n, request.time_ms, self._fields(request))
-        own_ro, own_nro = stateless_features(request.items_n, request.time_ms)
+        own_ro, own_nro = stateless_features(request.user_id, request.items_n, request.time_ms)
         message = pb.Impression(
             header=self._header(request),
             item_ids=request.items_n.view(np.uint64).tolist(),

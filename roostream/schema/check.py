@@ -23,7 +23,7 @@ from roostream.schema.schema import Feature, Schema
 
 MAX_STATE_BYTES = 256 * 1024
 """Largest state that the counters of one entity may have."""
-_STATELESS = {"ro": ("num_candidates", "hour_of_day"), "nro": ("position", "item_id")}
+_STATELESS = {"ro": ("num_candidates", "hour_of_day", "user_id"), "nro": ("position", "item_id")}
 _BUILT_IN = online_names(Schema())
 ONLINE = {side: (*_BUILT_IN[side], *names) for side, names in _STATELESS.items()}
 """Online features that `online` may name in every schema, by side; roostream/online/counters.py computes
@@ -122,7 +122,8 @@ def _check_online(schema: Schema, side: str, f: Feature, at: str) -> None:
         raise SchemaError(f"{at}: unknown online feature {f.online!r} for [[{side}]]{near}")
     counter = declared(schema).get(f.online)
     is_history = counter is not None and counter.aggregation == "history"
-    kinds = ("ids", "sequence") if is_history else ("ids",) if f.online == "item_id" else ("float",)
+    is_id = f.online in ("user_id", "item_id")
+    kinds = ("ids", "sequence") if is_history else ("ids",) if is_id else ("float",)
     if f.kind not in kinds:
         raise SchemaError(f"{at}: expected kind {' or '.join(kinds)} for online {f.online!r}, got {f.kind!r}")
     columns = {"action": "ids", "time": "time_ms"}

@@ -172,9 +172,9 @@ class Retriever:
         """Fill missing features of the request; return True if Redis was unavailable."""
         missing = {name: source for name, source in self._sources.items() if request.ro.get(name) is None}
         online, away = dict[str, Any](), False
-        own, _ = stateless_features(_NO_ITEMS, time_ms)
+        own, _ = stateless_features(request.user_id, _NO_ITEMS, time_ms)
         own.pop("num_candidates")  # there is no list yet
-        if self.hydrator is not None and any(source not in own for source in missing.values()):
+        if self.hydrator is not None and any(source not in STATELESS_FEATURES for source in missing.values()):
             try:
                 read, _ = self.hydrator.read(request.user_id, _NO_ITEMS, time_ms, self._fields(request))
                 online.update(read)

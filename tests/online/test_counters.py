@@ -81,19 +81,20 @@ def test_user_item_counters_follow_views_and_clicks() -> None:
 
 def test_stateless_features_come_from_the_request_alone() -> None:
     ids = np.array([5, -1, 3])
-    ro, nro = stateless_features(ids, 25 * HOUR + HOUR // 2, first_position=4)
-    assert ro == {"num_candidates": 3.0, "hour_of_day": 1.5}
+    ro, nro = stateless_features(7, ids, 25 * HOUR + HOUR // 2, first_position=4)
+    assert ro == {"num_candidates": 3.0, "hour_of_day": 1.5, "user_id": [7]}
     assert nro["position"].tolist() == [4, 5, 6] and nro["item_id"] is ids
     assert {*ro, *nro} == set(STATELESS_FEATURES)
+    assert "user_id" not in stateless_features(0, ids, HOUR)[0], "an unknown user has no id"
 
 
-def test_an_ids_feature_named_item_defaults_to_the_candidates_id() -> None:
-    item = Feature(name="item", kind="ids", table="item")
+def test_ids_features_named_item_and_user_default_to_the_ids_of_candidate_and_user() -> None:
+    item, user = (Feature(name=name, kind="ids", table=name) for name in ("item", "user"))
     schema = Schema(
-        ro=(item, Feature(name="hour", online="hour_of_day")),
-        nro=(item, Feature(name="place", online="position")),
+        ro=(item, user, Feature(name="hour", online="hour_of_day")),
+        nro=(item, user, Feature(name="place", online="position")),
     )
-    assert sources_of(schema, "ro") == {"hour": "hour_of_day"}
+    assert sources_of(schema, "ro") == {"user": "user_id", "hour": "hour_of_day"}
     assert sources_of(schema, "nro") == {"item": "item_id", "place": "position"}
 
 
@@ -107,7 +108,7 @@ def test_a_new_user_has_an_empty_history_and_no_gap() -> None:
 def test_every_online_name_of_the_schema_is_computed() -> None:
     counters = Counters(Schema())
     counters.apply_impression(1, [1], T0)
-    (ro, nro), (own_ro, own_nro) = counters.read(1, [1], T0), stateless_features(np.array([1]), T0)
+    (ro, nro), (own_ro, own_nro) = counters.read(1, [1], T0), stateless_features(1, np.array([1]), T0)
     assert {*ro, *own_ro} == set(ONLINE["ro"]) and {*nro, *own_nro} == set(ONLINE["nro"])
     assert not {*ro} & {*own_ro} and not {*nro} & {*own_nro}, "each is computed in one place"
     assert all(column.dtype == np.float32 and column.shape == (1,) for column in nro.values())

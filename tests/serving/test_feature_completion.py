@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 from serving_cases import BODY, HISTORY, NOW_MS, SCHEMA
 
+from roostream.schema.ids import hash64, signed
+from roostream.schema.schema_file import schema_from_dict
 from roostream.wire import roo_pb2 as pb
 from roostream.wire.block import decode_block, encode_nro, encode_ro
 from serving.errors import RequestError
@@ -57,6 +59,28 @@ def test_missing_features_are_hydrated_or_computed() -> None:
     assert nro["clicks"].tolist() == [50, 2], "candidate by candidate"
     assert nro["place"].tolist() == [0, 1] and nro["item"] == [[5], [6]]
     assert np.isnan(nro["age_h"]).all(), "what is kept nowhere stays missing"
+
+
+@pytest.mark.parametrize("as_blocks", [False, True])
+def test_a_request_feature_named_user_is_filled_with_the_users_id(as_blocks: bool) -> None:
+    schema = schema_from_dict(
+        {
+            "tables": {"user": {"dim": 4}},
+            "ro": [{"name": "user", "kind": "ids", "table": "user"}],
+            "nro": [{"name": "price"}],
+            "label": [{"name": "click", "action": "click"}],
+        }
+    )
+    body = {"user_id": "ann", "candidates": [{"item_id": 5, "price": 2.0}]}
+    request = JsonParser(schema).parse(json.dumps(body).encode())
+    if as_blocks:
+        message = pb.Impression(nro=encode_nro(schema, {"price": [2.0]}, 1), item_ids=[5])
+        message.header.user_id = hash64("ann")
+        request = parse_impression(schema, message.SerializeToString())
+    filler = FeatureCompletion(schema)
+    filler.open(request)
+    ro, *_ = filler.encode(request, NOW_MS, {}, {})
+    assert decode_block(schema, "ro", ro, 1)["user"] == [signed(hash64("ann"))]
 
 
 def test_a_later_page_has_later_positions() -> None:
