@@ -20,6 +20,7 @@ from roostream.cli.checkpoint.checkpoint_command import checkpoint
 from roostream.cli.controller_commands import preempt, scale, trainer
 from roostream.cli.data.feature_command import report
 from roostream.cli.data.import_command import import_group
+from roostream.cli.init.init_command import init
 from roostream.cli.inspect_command import inspect
 from roostream.cli.keys_command import keys
 from roostream.cli.logs_command import logs
@@ -48,6 +49,7 @@ SECTIONS = {
         "reset": "Delete a stopped stack with its data and checkpoints.",
     },
     "Data": {
+        "init": "Write a schema and a model for a log, or a sample log that runs.",
         "check": "Check a log against a schema, without training.",
         "replay": "Train on a log in event time, and report quality.",
         "import": "Convert data of other systems, or add a log to a warehouse.",
@@ -263,6 +265,7 @@ for _command in (
     status,
     logs,
     audit,
+    init,
     replay,
     check,
     topics,

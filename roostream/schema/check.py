@@ -195,6 +195,8 @@ def _check_field(schema: Schema, field: str, at: str) -> None:
     feature = next((f for f in lists if f.name == field), None)
     if feature is None:
         return
+    if field == USER:
+        return  # the request's user, which fills a feature of that name
     if field in REQUEST_FIELDS:
         text = f"{field!r} is a field of the request and also the name of a feature; rename the feature"
         raise SchemaError(f"{at}: {text}")

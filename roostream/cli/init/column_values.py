@@ -1,0 +1,137 @@
+"""What the values of a column or feature of a log are: the kind of feature that can hold them."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Literal
+
+from roostream.errors import ConfigError
+from roostream.replay.parse_time import EARLIEST_MS, LATEST_MS, parse_time_ms
+
+Kind = Literal["float", "ids", "weighted_ids", "sequence"]
+_MAX_DISTINCT = 10_000
+_LARGEST_EXACT = 1 << 24  # of whole numbers in a 32-bit float
+_ID_WORDS = frozenset(
+    {
+        *("id", "ids", "author", "brand", "campaign", "categories", "category", "city", "code", "country"),
+        *("device", "genre", "genres", "lang", "language", "page", "publisher", "seller", "shop", "source"),
+        *("store", "surface", "tag", "tags", "topic", "topics", "type"),
+    }
+)
+_TIME_UNITS = {"ms": 1.0, "s": 1000.0, "us": 0.001}
+
+
+class ColumnValues:
+    """Call `add` with every value; None is missing."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.present = self.bools = self.fractions = self.texts = self.lists = 0
+        self.low = self.high = 0.0
+        self.not_times = 0  # texts and numbers that are not a time as `parse_time_ms` reads it
+        self.parts: dict[str, ColumnValues] = {}  # of objects, by key
+        self.entries: ColumnValues | None = None  # of lists
+        self.distinct: set[Any] = set()
+
+    def add(self, value: Any) -> None:
+        if value is None or value != value:
+            return
+        self.present += 1
+        if isinstance(value, dict):
+            for key, part in value.items():
+                self.parts.setdefault(str(key), ColumnValues(str(key))).add(part)
+        elif isinstance(value, list):
+            self.lists += 1
+            self.entries = self.entries or ColumnValues(self.name)
+            for entry in value:
+                self.entries.add(entry)
+        else:
+            self._add_plain(value)
+
+    def _add_plain(self, value: Any) -> None:
+        if len(self.distinct) < _MAX_DISTINCT:
+            self.distinct.add(value)
+        if isinstance(value, bool):
+            self.bools += 1
+        elif isinstance(value, int | float):
+            self.fractions += value != int(value) if abs(value) < float("inf") else 1
+            self.low, self.high = min(self.low, value), max(self.high, value)
+        elif isinstance(value, str):
+            self.texts += 1
+            if self.not_times == 0:
+                self.not_times += not _is_time_text(value)
+        else:  # of Arrow: a timestamp, a decimal, bytes
+            self.texts += 1
+            self.not_times += not hasattr(value, "isoformat")
+
+    def num_distinct(self) -> int:
+        """Distinct values, of lists those of their entries; at most 10,000 are counted."""
+        return len(self.distinct) if self.entries is None else self.entries.num_distinct()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all values are whole numbers."""
+        return bool(
+            self.present and not (self.bools or self.fractions or self.texts or self.lists or self.parts)
+        )
+
+    @property
+    def is_number(self) -> bool:
+        return bool(self.present and not (self.bools or self.texts or self.lists or self.parts))
+
+    @property
+    def is_id(self) -> bool:
+        return bool(self.present and not (self.bools or self.fractions or self.lists or self.parts))
+
+    @property
+    def is_flag(self) -> bool:
+        """Whether all values are true or false, or 0 or 1."""
+        return bool(self.present and not self.texts and not self.lists and self.distinct <= {0, 1})
+
+    def time_unit(self) -> str:
+        """The unit of these times, "text" for ISO 8601 and timestamps, or "" if they are no times."""
+        if self.texts == self.present and self.present:
+            return "" if self.not_times else "text"
+        for unit, factor in _TIME_UNITS.items():
+            low = min((v for v in self.distinct if isinstance(v, int | float)), default=0) * factor
+            if self.is_whole and low >= EARLIEST_MS and self.high * factor <= LATEST_MS:
+                return unit
+        return ""
+
+    def kind(self) -> Kind:
+        """The kind of feature that holds the values.
+
+        Raises:
+            ConfigError: no kind can hold them; says what to change.
+        """
+        if self.parts:
+            return "weighted_ids" if set(self.parts) == {"ids", "weights"} else "sequence"
+        if self.entries is not None:
+            if self.entries.fractions or self.entries.bools or self.entries.lists or self.entries.parts:
+                raise ConfigError(
+                    f"feature {self.name!r} is a list of something else than ids, which no kind of feature "
+                    "holds; make each entry a feature of its own, or remove it from the log"
+                )
+            return "ids"
+        if self.bools and not self.texts:
+            return "float"
+        words = set(re.split(r"[_-]", self.name.lower()))
+        is_number = not self.texts and (self.fractions or self.high <= _LARGEST_EXACT)
+        return "float" if is_number and not (self.is_whole and words & _ID_WORDS) else "ids"
+
+    def sequence(self) -> tuple[str, dict[str, Literal["ids", "time_ms"]]]:
+        """The key of a sequence's ids, and its other columns."""
+        keys = [key for key, part in self.parts.items() if part.entries is None or not part.entries.fractions]
+        main = next((key for key in ("ids", "item", *keys) if key in keys), "ids")
+        times = {
+            key for key, part in self.parts.items() if part.entries is not None and part.entries.time_unit()
+        }
+        return main, {key: "time_ms" if key in times else "ids" for key in self.parts if key != main}
+
+
+def _is_time_text(text: str) -> bool:
+    try:
+        parse_time_ms(text)
+    except ValueError:
+        return False
+    return True

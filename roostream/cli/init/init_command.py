@@ -1,0 +1,177 @@
+"""`roostream init`: write a folder with a schema, a model, and, without `--from`, a sample log."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from roostream.cli.options import MultiValueCommand
+from roostream.errors import ConfigError
+from roostream.schema.settings import SettingError, check_name
+
+_ROLES = ("user", "item", "request", "time")
+
+
+def init_folder(name: str, given: dict[str, Any]) -> None:
+    """See the command's help."""
+    folder = Path(name)
+    try:
+        check_name("folder", folder.name)
+    except SettingError as error:
+        raise ConfigError(f"{error}; such as `roostream init shop`") from None
+    if given["log"]:
+        _write(folder, given["log"], given)
+        return
+    for flag in ("engagements", "ignore", "click", *_ROLES):
+        if given[flag]:
+            raise ConfigError(f"--{flag} is about a log of yours; name the log with --from FILE")
+    action, second, requests = _questions(given)
+    _check_new(folder, ("schema.toml", "model.toml", "log.jsonl"))
+    from roostream.cli.init.sample_log import sample_lines
+
+    folder.mkdir(parents=True, exist_ok=True)
+    log = folder / "log.jsonl"
+    with log.open("x", encoding="utf-8") as file:
+        file.writelines(f"{line}\n" for line in sample_lines(requests, action, second))
+    _write(folder, (str(log),), {**given, "click": action}, is_sample=True)
+
+
+def _questions(given: dict[str, Any]) -> tuple[str, str, int]:
+    """The answers on a terminal, or the flags and defaults."""
+    action, second, requests = given["action"], given["second_action"], given["requests"]
+    if sys.stdin.isatty():
+        action = action or click.prompt("What shall the model predict? Users of the sample…", default="click")
+        if second is None:
+            second = click.prompt("A rarer action after it, or none", default="order")
+        requests = requests or click.prompt("Requests in the sample log", default=6000, type=int)
+    action, second, requests = action or "click", "order" if second is None else second, requests or 6000
+    second = "" if second == "none" else second
+    if not 100 <= requests <= 1_000_000:
+        raise ConfigError(f"--requests: expected 100 to 1,000,000, got {requests:,}")
+    for name in filter(None, (action, second)):
+        try:
+            check_name("action", name)
+        except SettingError as error:
+            raise ConfigError(str(error)) from None
+    if action == second:
+        raise ConfigError(f"--second-action: expected another action than {action!r}; or none")
+    return action, second, requests
+
+
+def _check_new(folder: Path, names: Sequence[str]) -> None:
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"{folder}: expected a new folder, got a file; choose another name")
+    if existing := [name for name in names if (folder / name).exists()]:
+        raise ConfigError(
+            f"{folder / existing[0]} exists and is not replaced; choose another name than {str(folder)!r}, "
+            "or remove the file"
+        )
+
+
+def _write(folder: Path, log: tuple[str, ...], given: dict[str, Any], is_sample: bool = False) -> None:
+    """Detect the log's features, write the files, and print what to type next."""
+    from roostream.cli.init.detect_log import Choices, detect_log
+    from roostream.cli.init.schema_text import MODEL, map_text, schema_text
+    from roostream.cli.output import print_sentences
+    from roostream.schema.schema_file import load_schema
+
+    if len(log) == 1 and Path(log[0]).is_dir():
+        raise ConfigError(
+            f"{log[0]}: expected files of a log, got a folder; an EB-NeRD folder needs no schema: "
+            f"roostream replay ebnerd --behaviors {Path(log[0]) / 'behaviors.parquet'}"
+        )
+    choices = Choices(
+        engagements=given["engagements"],
+        ignore=given["ignore"],
+        click=given["click"] or "",
+        columns={role: given[role] for role in _ROLES if given[role]},
+    )
+    found = detect_log(log, choices)
+    files = {"schema.toml": schema_text(folder.name, found, ", ".join(map(str, log))), "model.toml": MODEL}
+    if found.form == "flat":
+        files["map.toml"] = map_text(found)
+    _check_new(folder, list(files))
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    load_schema(folder / "schema.toml")
+    if not is_sample:
+        print_sentences(found.assumed)
+        print_sentences([f"the action to predict first is {found.click!r}"])
+        print_sentences(
+            ["a feature that is known only after the list was shown must be removed: it tells the label"]
+        )
+    written = ", ".join([*files, *(["log.jsonl"] if is_sample else [])])
+    click.echo(f"{folder}/: {written}; {found.requests:,} requests with {found.candidates:,} candidates")
+    click.echo("next:")
+    for command in _next(folder, log, given, found.form):
+        click.echo(f"  {command}")
+
+
+def _next(folder: Path, log: Sequence[str], given: dict[str, Any], form: str) -> list[str]:
+    """The commands that use the written files."""
+    schema, model = shlex.quote(str(folder / "schema.toml")), shlex.quote(str(folder / "model.toml"))
+    files, first = shlex.join(log), []
+    if form == "flat":
+        imported = shlex.quote(str(folder / "log.jsonl.gz"))
+        map_file = shlex.quote(str(folder / "map.toml"))
+        first = [f"roostream import parquet --schema {schema} --map {map_file} --out {imported} {files}"]
+        form, files = "jsonl", imported
+    inputs = f"--log {files}"
+    if form != "jsonl":
+        ignored = f" --ignore {shlex.join(given['ignore'])}" if given["ignore"] else ""
+        inputs = f"--impressions {files} --engagements {shlex.join(given['engagements'])}{ignored}"
+    home, report = shlex.quote(str(folder / "home")), shlex.quote(f"{folder / 'report'}/")
+    replay = f"roostream replay {form} --schema {schema} --model {model} {inputs}"
+    return [
+        *first,
+        f"roostream check --schema {schema} {inputs}",
+        f"{replay} --engine local --report {report}    # trains in this process",
+        f"{replay} --home {home}    # trains on Kafka and Flink, and keeps the model",
+        f"roostream up --home {home} --port serving=8080    # serves it and goes on learning",
+    ]
+
+
+init = MultiValueCommand(
+    "init",
+    params=[
+        click.Argument(["name"]),
+        click.Option(
+            ["--from", "log"], multiple=True, metavar="FILE...", help="a log of yours; default: a sample log"
+        ),
+        click.Option(
+            ["--engagements"], multiple=True, metavar="FILE...", help="tables: files of engagements"
+        ),
+        click.Option(["--ignore"], multiple=True, metavar="COLUMN...", help="tables: columns to leave out"),
+        click.Option(["--click"], default="", metavar="NAME", help="the main action, or its column"),
+        *(
+            click.Option(
+                [f"--{role}"], default="", metavar="COLUMN", help=f"flat table: column of the {role}"
+            )
+            for role in _ROLES
+        ),
+        click.Option(["--action"], default="", help="sample log: what users do  [default: click]"),
+        click.Option(
+            ["--second-action"], help="sample log: a rarer action after it, or none  [default: order]"
+        ),
+        click.Option(["--requests"], type=int, help="sample log: number of requests  [default: 6000]"),
+    ],
+    callback=lambda name, **given: init_folder(name, given),
+    help="""Write a folder NAME with a commented schema and a model for your log, or with a sample log.
+
+    Without --from, three questions are asked on a terminal; their flags answer them beforehand. With --from,
+    the log's columns are found by their names and values, and each conclusion is printed. Files are never
+    replaced.
+
+    \b
+    Example:
+      roostream init shop
+      roostream init shop --from monday.jsonl tuesday.jsonl.gz
+      roostream init shop --from shown.csv --engagements done.csv
+    """,
+)

@@ -1,0 +1,230 @@
+"""The commented TOML files that `roostream init` writes: a schema, a model, and the map of a flat table."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+
+from roostream.cli.init.detect_log import FoundFeature, FoundLog
+
+_DIM = 8
+_ROW_BYTES = 2 * 4 * _DIM  # weights and adagrad's accumulators, 4 bytes each
+_LIVES = ("10m", "1h", "24h")
+_MAX_PAIRS = 3
+_MAX_LABELS = 8
+_MIN_FOR_PRIOR = 1000  # candidates
+
+MODEL = """\
+# The model: the default ranker. Each key can be deleted; then it has its default, which is the value here.
+# docs/models.md describes all keys. `--set model.KEY=VALUE` of `roostream replay` tries others.
+kind = "ranker"
+width = 64             # of a candidate's vector
+list_layers = 1        # attention over the candidates of a request; 0 = candidates do not see each other
+cross_layers = 2       # products of features
+deep_layers = [64]     # layers that all labels share
+task_layers = [32]     # layers of each label
+first_order = true     # start with the order by click rate instead of none
+"""
+
+
+def schema_text(name: str, log: FoundLog, source: str) -> str:
+    """The schema of a log with the features that Roostream can keep for it."""
+    own = {f.name for f in log.features}
+    parts = [
+        f"# Schema of {source}, written by `roostream init`. docs/schema.md describes every key.\n"
+        "# A part goes from one blank line to the next. Each part can be deleted alone, except the first\n"
+        "# two and the labels. Sizes are for each item, user or pair that occurs.\n"
+        f"name = {json.dumps(name)}\n\n"
+        f"[online]\nclick = {json.dumps(log.click)}    # the action that histories and rates count",
+        *_tables(log, own),
+        *_ids(log, own),
+        *_of_the_log(log),
+        *_kept(log, own),
+        *_labels(log),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _tables(log: FoundLog, own: set[str]) -> Iterator[str]:
+    tables = dict.fromkeys(["item", *(["user"] if _has_users(log, own) else [])])
+    for f in log.features:
+        tables |= dict.fromkeys([_table(f)] if f.kind != "float" else [])
+        tables |= dict.fromkeys(column for column, kind in f.columns.items() if kind == "ids")
+    for table in tables:
+        yield (
+            f"# Embeddings: {_ROW_BYTES} bytes on a shard for each id. Delete a table together with the\n"
+            "# features that use it.\n"
+            f"[tables.{table}]\ndim = {_DIM}"
+        )
+
+
+def _ids(log: FoundLog, own: set[str]) -> Iterator[str]:
+    if "item" not in own:
+        yield (
+            "# The candidate's own id. It costs a row of the table; serving and replays fill it in.\n"
+            '[[nro]]\nname = "item"\nkind = "ids"\ntable = "item"'
+        )
+    if _has_users(log, own) and "user" not in own:
+        yield (
+            "# The user's own id. It costs a row of the table; serving and replays fill it in.\n"
+            '[[ro]]\nname = "user"\nkind = "ids"\ntable = "user"'
+        )
+    if "history" not in own:
+        yield (
+            "# The user's newest clicks, which candidates attend to: 16 bytes in Redis for each entry, and\n"
+            "# the time of an attention over the list.\n"
+            '[[ro]]\nname = "history"\nkind = "sequence"\ntable = "item"\nmax_len = 50\n'
+            'columns = { time = "time_ms" }\nonline = "history"'
+        )
+
+
+def _of_the_log(log: FoundLog) -> Iterator[str]:
+    """The features that clients send."""
+    for f in log.features:
+        side = "a candidate" if f.side == "nro" else "the request"
+        yield f"# Of the log, a feature of {side}; clients send it. It costs {_cost(f)}.\n{_declared(f)}"
+
+
+def _cost(f: FoundFeature) -> str:
+    if f.kind != "float":
+        return "a row of its table for each id"
+    return (
+        "one number of input, and one for its rank in the list" if f.side == "nro" else "one number of input"
+    )
+
+
+def _declared(f: FoundFeature) -> str:
+    lines = [f"[[{f.side}]]", f'name = "{f.name}"']
+    if f.kind != "float":
+        lines += [f'kind = "{f.kind}"', f'table = "{_table(f)}"']
+    if f.kind == "sequence":
+        columns = ", ".join(f'{column} = "{kind}"' for column, kind in f.columns.items())
+        tables = ", ".join(f'{column} = "{column}"' for column, kind in f.columns.items() if kind == "ids")
+        lines += [f"columns = {{ {columns} }}"] if columns else []
+        lines += [f"column_tables = {{ {tables} }}"] if tables else []
+    if f.kind == "float" and f.side == "nro":
+        lines += ["", "[[transform]]", f'input = "{f.name}"', 'op = "rank"']
+    return "\n".join(lines).replace("\n\n", "\n")
+
+
+def _table(f: FoundFeature) -> str:
+    return f.key if f.kind == "sequence" and f.key != "ids" else f.name
+
+
+def _has_users(log: FoundLog, own: set[str]) -> bool:
+    return log.users > 0 or "user" in own
+
+
+def _kept(log: FoundLog, own: set[str]) -> Iterator[str]:
+    """What Roostream keeps online: counters, ages and times. Names that the log has are its own."""
+    request = [n for n in ("history_len", "hour_of_day", "num_candidates") if n not in own]
+    if request:
+        logs = [n for n in request if n != "hour_of_day"]
+        yield (
+            "# Of the request itself: one number of input each, and no state beyond the history.\n"
+            + _online("ro", request)
+            + (f"\n{_transform(logs, 'log1p')}" if logs else "")
+        )
+    for life in _LIVES:
+        names = [f"{what}_{life}" for what in ("clicks", "views", "expected", "ctr")]
+        names = [name for name in names if name not in own]
+        counts = [name for name in names if not name.startswith("ctr_")]
+        extra = f"\n{_transform(counts, 'log1p')}" if counts else ""
+        note = "" if life != _LIVES[-1] else " The rank of this rate is what an untrained model orders by."
+        if names:
+            yield (
+                f"# Clicks, views, expected clicks and click rate of the item, half-life {life}, and how\n"
+                f"# they compare within the list: 36 bytes in Redis for each item, and {3 * len(names)} numbers of "
+                f"input.{note}\n"
+                f"{_online('nro', names)}\n{_transform(names, 'rank', 'share')}{extra}"
+            )
+    if "age_s" not in own:
+        yield (
+            "# Time since the item was first shown: 12 bytes in Redis for each item, and 3 numbers of\n"
+            f"# input.\n{_online('nro', ['age_s'])}\n{_transform(['age_s'], 'rank', 'share')}\n"
+            f"{_transform(['age_s'], 'log1p')}"
+        )
+    pair = [n for n in ("user_views", "user_clicks") if n not in own]
+    if pair and _has_users(log, own):
+        yield (
+            "# How often this user was shown and clicked the item: 24 bytes in Redis for each of the user's\n"
+            f"# 512 newest items.\n{_online('nro', pair)}\n{_transform(pair, 'log1p')}"
+        )
+    for f in _crossed(log, own):
+        counter = f"user_{f.name}_ctr"
+        yield (
+            f"# This user's clicks per view by {f.name}, and its rank in the list: 24 bytes in Redis for each\n"
+            f"# of the user's 512 newest values, and 2 numbers of input.\n"
+            f'[[counter]]\nname = "{counter}"\nentity = ["user", "{f.name}"]\naggregation = "rate"\n'
+            f"{_online('nro', [counter])}\n{_transform([counter], 'rank')}"
+        )
+
+
+def _crossed(log: FoundLog, own: set[str]) -> list[FoundFeature]:
+    """Ids of candidates that several items share, those with the fewest values first."""
+    shared = [
+        f
+        for f in log.features
+        if f.side == "nro"
+        and f.kind == "ids"
+        and _table(f) != "item"
+        and 2 <= f.distinct <= log.items / 2
+        and f"user_{f.name}_ctr" not in own
+        and len(f.name) <= 40
+    ]
+    return sorted(shared, key=lambda f: f.distinct)[:_MAX_PAIRS] if _has_users(log, own) else []
+
+
+def _online(side: str, names: Sequence[str]) -> str:
+    return f'[[{side}]]\nonline = "{_family(names)}"'
+
+
+def _family(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else "{" + ",".join(names) + "}"
+
+
+def _transform(names: Sequence[str], *ops: str) -> str:
+    shown = f'"{ops[0]}"' if len(ops) == 1 else "[" + ", ".join(f'"{op}"' for op in ops) + "]"
+    return f'[[transform]]\ninputs = ["{_family(names)}"]\nop = {shown}'
+
+
+def _labels(log: FoundLog) -> Iterator[str]:
+    names = sorted(log.actions, key=lambda name: (name != log.click, -log.actions[name]))
+    for action in names[:_MAX_LABELS]:
+        share = log.actions[action] / log.candidates
+        prior = ""
+        if log.is_complete and log.candidates >= _MIN_FOR_PRIOR and 0 < share < 1:
+            prior = (
+                f"\nprior = {share:.2g}    # predicted before training: the share of candidates in the log"
+            )
+        yield (
+            f"# What to predict: did the user do {json.dumps(action)}?\n"
+            f"[[label]]\nname = {json.dumps(_label_name(action))}\naction = {json.dumps(action)}{prior}"
+        )
+
+
+def _label_name(action: str) -> str:
+    return "".join(c if c.isascii() and (c.isalnum() or c in "_-") else "_" for c in action.lower()).strip(
+        "_-"
+    )
+
+
+def map_text(log: FoundLog) -> str:
+    """The map of a flat table, for `roostream import parquet`."""
+    m = log.map
+    lines = [
+        "# Which column is what, for `roostream import parquet`, as `roostream init` found it.",
+        "# docs/bring-your-own-data.md describes every key.",
+        f"request = {json.dumps(m['request'])}    # rows with equal values here are one request",
+        *(f"{key} = {json.dumps(value)}" for key, value in m.items() if isinstance(value, str)),
+        *_section("features", m["features"].items()),
+        "",
+        "[actions]    # an engagement where the column is true or above 0",
+        *(f"{json.dumps(action)} = {{ column = {json.dumps(c)} }}" for action, c in m["actions"].items()),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _section(name: str, pairs: Iterable[tuple[str, str]]) -> list[str]:
+    lines = [f"{json.dumps(key)} = {json.dumps(value)}" for key, value in pairs]
+    return ["", f"[{name}]", *lines] if lines else []

@@ -1,0 +1,199 @@
+"""`roostream init`: the written files are valid, and what cannot be decided is asked for in one sentence."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from click.testing import CliRunner, Result
+
+from roostream.cli.init.init_command import init
+from roostream.errors import ConfigError
+from roostream.models.build import load_model_config
+from roostream.models.config import RankerConfig
+from roostream.models.ranker import rate_rank
+from roostream.replay.import_map import load_map
+from roostream.replay.parquet_import import import_parquet
+from roostream.schema.schema import Schema
+from roostream.schema.schema_file import load_schema, schema_from_dict
+
+T0 = 1_714_521_600_000
+
+
+@pytest.fixture(autouse=True)
+def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run(*args: str) -> Result:
+    result = CliRunner().invoke(init, args)
+    if isinstance(result.exception, ConfigError):
+        raise result.exception
+    assert result.exit_code == 0, result.output
+    return result
+
+
+def written(name: str = "shop") -> Schema:
+    return load_schema(Path(name) / "schema.toml")
+
+
+def write_lines(name: str, lines: list[dict[str, Any]]) -> None:
+    Path(name).write_text("".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8")
+
+
+def a_log(**ro: Any) -> list[dict[str, Any]]:
+    who = {"request_id": "r1", "user_id": "ann", "time": T0}
+    candidates = [
+        {"item_id": f"i{n}", "category": ("hats", "bags")[n % 2], "price": 1.5 * n, "brand_id": n % 2}
+        for n in range(4)
+    ]
+    return [
+        {"type": "impression", **who, "ro": ro, "candidates": candidates},
+        {"type": "engagement", **who, "item_id": "i1", "action": "open"},
+    ]
+
+
+def test_a_sample_log_is_written_with_its_schema_and_model_and_never_replaced() -> None:
+    output = run("shop", "--requests", "200").output
+    schema = written()
+    assert {f.name for f in schema.ro} >= {"user", "history", "basket_value"}
+    assert {f.name for f in schema.nro} >= {"item", "category", "price", "expected_1h", "ctr_24h"}
+    assert [label.name for label in schema.labels] == ["click", "order"]
+    assert rate_rank(schema, "click") is not None, "an untrained model has an order"
+    assert load_model_config("shop/model.toml") == RankerConfig()
+    assert "roostream replay jsonl --schema shop/schema.toml" in output and "roostream up" in output
+    with pytest.raises(ConfigError, match="not replaced"):
+        run("shop", "--requests", "200")
+
+
+def test_actions_of_the_sample_log_can_be_chosen() -> None:
+    run("news", "--action", "open", "--second-action", "none", "--requests", "100")
+    schema = written("news")
+    assert schema.online.click == "open" and [label.action for label in schema.labels] == ["open"]
+
+
+def test_kinds_of_features_follow_their_values() -> None:
+    write_lines("log.jsonl", a_log(topics=["a", "b"], basket=3, past={"item": [1, 2], "at": [T0, T0]}))
+    output = run("shop", "--from", "log.jsonl").output
+    schema = written()
+    kinds = {f.name: f.kind for f in (*schema.ro, *schema.nro)}
+    assert kinds["topics"] == kinds["category"] == kinds["brand_id"] == "ids"
+    assert kinds["basket"] == kinds["price"] == "float"
+    past = next(f for f in schema.ro if f.name == "past")
+    assert (past.table, past.columns) == ("item", {"at": "time_ms"})
+    assert "'price' of a candidate is of kind float" in output and "'open'" in output
+
+
+def test_features_of_the_log_replace_those_of_the_same_name() -> None:
+    write_lines("log.jsonl", a_log(user="ann", hour_of_day=3.5))
+    run("shop", "--from", "log.jsonl")
+    features = {f.name: f for f in written().ro}
+    assert features["user"].kind == "ids" and features["hour_of_day"].online == ""
+
+
+@pytest.mark.parametrize(
+    ("engaged", "wanted"),
+    [(["like", "share"], "--click"), ([], "--click"), (["click", "share"], "")],
+    ids=["two actions", "none", "a usual name"],
+)
+def test_an_unclear_action_is_asked_for(engaged: list[str], wanted: str) -> None:
+    shown, done = a_log()
+    write_lines("log.jsonl", [shown, *({**done, "action": name} for name in engaged)])
+    if not wanted:
+        run("shop", "--from", "log.jsonl")
+        assert written().online.click == "click"
+        return
+    with pytest.raises(ConfigError, match=wanted):
+        run("shop", "--from", "log.jsonl")
+    assert not Path("shop").exists()
+
+
+def test_two_csv_tables_are_understood() -> None:
+    names = ("request_id", "time", "user_id", "item_id", "basket", "price", "category")
+    with Path("shown.csv").open("w", newline="") as file:
+        csv.writer(file).writerows(
+            [
+                names,
+                *((f"r{n // 2}", T0 + n // 2, "ann", f"i{n}", 7 + n // 2, n / 3, "hats") for n in range(6)),
+            ]
+        )
+    Path("done.csv").write_text(f"request_id,time,user_id,item_id,action\nr0,{T0},ann,i1,click\n")
+    output = run("shop", "--from", "shown.csv", "--engagements", "done.csv").output
+    schema = written()
+    assert "basket" in {f.name for f in schema.ro} and "price" in {f.name for f in schema.nro}
+    assert "replay csv" in output and "--engagements done.csv" in output
+
+
+def flat(**more: list[Any]) -> dict[str, list[Any]]:
+    return {
+        "visitor": [1, 1, 2, 2],
+        "shownAt": [T0 // 1000, T0 // 1000, T0 // 1000 + 5, T0 // 1000 + 5],
+        "article": ["a", "b", "a", "c"],
+        "Price": [1.5, 2.5, 1.5, 3.5],
+        "clicked": [True, False, False, True],
+        **more,
+    }
+
+
+def test_a_flat_table_gets_a_map_that_imports_it() -> None:
+    pq.write_table(pa.table(flat()), "rows.parquet")
+    output = run("shop", "--from", "rows.parquet").output
+    assert "column 'article' is the item" in output and "import parquet" in output
+    schema = written()
+    counts = import_parquet(
+        ["rows.parquet"], schema, load_map("shop/map.toml", schema), Path("shop/log.jsonl")
+    )
+    assert (counts.requests, counts.engagements, counts.skipped) == (2, 2, 0)
+
+
+@pytest.mark.parametrize(
+    ("columns", "flags", "word"),
+    [
+        (flat(product=["p", "q", "r", "s"]), (), "--item"),
+        ({k: v for k, v in flat().items() if k != "article"}, (), "--item"),
+        (flat(time=[T0] * 4, shown_at=[T0] * 4), ("--time", "tine"), "'time'"),
+        ({k: v for k, v in flat().items() if k != "clicked"}, (), "--click"),
+    ],
+    ids=["two items", "no item", "a misspelled column", "no action"],
+)
+def test_an_unclear_flat_table_is_asked_about(
+    columns: dict[str, Any], flags: tuple[str, ...], word: str
+) -> None:
+    pq.write_table(pa.table(columns), "rows.parquet")
+    with pytest.raises(ConfigError, match=word):
+        run("shop", "--from", "rows.parquet", *flags)
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("shop", "--from", "absent.jsonl"),
+        ("shop", "--from", "log.txt"),
+        ("shop", "--item", "x"),
+        ("shop", "--requests", "3"),
+        ("a b",),
+    ],
+)
+def test_wrong_input_is_one_sentence(args: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError) as error:
+        run(*args)
+    assert "\n" not in str(error.value)
+
+
+def test_a_counter_of_the_user_may_stand_beside_a_feature_named_user() -> None:
+    schema = schema_from_dict(
+        {
+            "tables": {"user": {"dim": 4}},
+            "ro": [{"name": "user", "kind": "ids", "table": "user"}],
+            "nro": [{"name": "price"}],
+            "counter": [{"name": "orders", "entity": "user", "event": "order"}],
+            "label": [{"name": "click", "action": "click"}],
+        }
+    )
+    assert schema.counters[0].entity == ("user",)
