@@ -271,7 +271,7 @@ PREEMPTION = Benchmark(
     interpretation=f"""\
 The target is that every preempted worker commits at 30 s notice; 5 s is the shortest notice that is
 accepted. "Committed" means that a manifest of the same incarnation came after the notice and contains what
-was trained since the last commit. Each preemption comes a second after a commit, as `roostream preempt
+was trained since the last commit. Each preemption comes a second after a commit, as `roostream drain
 worker` requests it, and the stack then starts the worker again. "Lost" and "trained twice" are counted as
 on the page of `recovery`. {_STACK}""",
 )

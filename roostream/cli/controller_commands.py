@@ -72,10 +72,10 @@ def read_link_security(file: str) -> LinkSecurity:
 
 
 @click.command()
-@click.argument("target", metavar="workers=N")
+@click.option("--workers", type=click.IntRange(1), required=True, help="number of workers")
 @controller_options
 @wait_option("seconds to wait until this many workers train")
-def scale(target: str, home: Path, controller: str, link: str, wait_s: float) -> None:
+def scale(workers: int, home: Path, controller: str, link: str, wait_s: float) -> None:
     """Change the number of workers that train, from the next commit on.
 
     Exit code 1: the number was not reached within --wait. A local stack starts and stops the worker processes
@@ -83,20 +83,18 @@ def scale(target: str, home: Path, controller: str, link: str, wait_s: float) ->
 
     \b
     Example:
-      roostream scale workers=2 --home .roostream
+      roostream scale --workers 2 --home .roostream
     """
-    name, _, number = target.partition("=")
-    if name != "workers" or not number.isdecimal() or int(number) < 1:
-        raise ConfigError(f"expected workers=N with N of at least 1, got {target!r}")
     answer = call_controller(
-        home, controller, link, "scale", {"workers": int(number), "timeout_s": wait_s}, wait_s + 5
+        home, controller, link, "scale", {"workers": workers, "timeout_s": wait_s}, wait_s + 5
     )
     if answer["running"]:
-        click.echo(f"training with {target}")
+        click.echo(f"training with {workers} workers")
         return
     reason = printable(str(answer["why"]))
     click.echo(
-        f"{target} requested, {answer['workers']} are training: {reason}; the request stays in force",
+        f"{workers} workers requested, {answer['workers']} are training: {reason}; "
+        "the request stays in force",
         err=True,
     )
     sys.exit(1)
@@ -113,7 +111,7 @@ def scale(target: str, home: Path, controller: str, link: str, wait_s: float) ->
     help="seconds until the program must have ended",
 )
 @controller_options
-def preempt(name: str, notice_s: float, home: Path, controller: str, link: str) -> None:
+def drain(name: str, notice_s: float, home: Path, controller: str, link: str) -> None:
     """End a worker, a shard or the controller after a commit, so that no training is lost.
 
     Exit code 1: the commit did not finish in time. Training waits until the program is back. A local stack
@@ -121,7 +119,7 @@ def preempt(name: str, notice_s: float, home: Path, controller: str, link: str) 
 
     \b
     Example:
-      roostream preempt shard-0 --notice 20
+      roostream drain shard-0 --notice 20
     """
     role, index = parse_program_name(name)
     header = {"role": role, "index": index, "notice_s": notice_s}

@@ -17,7 +17,7 @@ from click import shell_completion
 
 from infra.program_specs import PROGRAM_SPECS, SIMULATE, ProgramSpec
 from roostream.cli.checkpoint.checkpoint_command import checkpoint
-from roostream.cli.controller_commands import preempt, scale, trainer
+from roostream.cli.controller_commands import drain, scale, trainer
 from roostream.cli.data.feature_command import report
 from roostream.cli.data.import_command import import_group
 from roostream.cli.init.init_command import init
@@ -66,7 +66,7 @@ SECTIONS = {
     },
     "Operate": {
         "scale": "Change the number of workers.",
-        "preempt": "End a program after a commit, so that nothing is lost.",
+        "drain": "End a program after a commit, so that nothing is lost.",
         "trainer": "End a hold of training after its cause was repaired.",
         "audit": "Check that every event is accounted for.",
         "trace": "Follow one request from its log to trained rows.",
@@ -116,7 +116,7 @@ def _keys_option(kind: ProgramSpec) -> Any:
             context.exit()
 
     return click.option(
-        "--keys",
+        "--show-config",
         is_flag=True,
         is_eager=True,
         expose_value=False,
@@ -270,7 +270,7 @@ for _command in (
     check,
     topics,
     scale,
-    preempt,
+    drain,
     trainer,
     checkpoint,
     inspect,

@@ -1,6 +1,6 @@
 """The reference pages of the documentation site, made from the code: settings, commands, metrics, messages.
 
-`make docs` calls them (roostream/cli/mkdocs_hooks.py). A program's flag `--keys` prints its settings.
+`make docs` calls them (roostream/cli/mkdocs_hooks.py). A program's flag `--show-config` prints its settings.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ A program reads one TOML file (`roostream worker --config worker.toml`). Environ
 file, and flags override both. A key `x_ms` can be written as `x = "20s"`, and a key `x_bytes` as
 `x = "64MiB"`. A dot in a key is a TOML table. An unknown key or a value out of range is an error that names
 file and line. An environment variable that sets nothing is an error that names the nearest one. The flag
-`--keys` of a program prints its keys. A text may refer to a variable, `"${NAME}"`, or to a file,
+`--show-config` of a program prints its keys. A text may refer to a variable, `"${NAME}"`, or to a file,
 `"${file:/run/secrets/kafka}"`; the value appears in no message and no log. Use such references for passwords
 in `--set`, because everybody on the machine can read command lines."""
 _SHARED = (

@@ -21,7 +21,7 @@ _WAIT_S = 10.0
 
 topics_options = with_options(
     click.option(
-        "--bootstrap", metavar="HOST:PORT", help="address of Kafka; several are separated by commas"
+        "--kafka", "bootstrap", metavar="HOST:PORT", help="address of Kafka; several are separated by commas"
     ),
     click.option(
         "--config",
@@ -48,7 +48,7 @@ def topics() -> None:
 
     \b
     Example:
-      roostream topics create --bootstrap kafka:9092 --config topics.toml
+      roostream topics create --kafka kafka:9092 --config topics.toml
     """
 
 
@@ -59,7 +59,7 @@ def topics_create(file: Path | None, **flags: Any) -> None:
 
     \b
     Example:
-      roostream topics create --bootstrap kafka:9092 --partitions 16 --replication 3
+      roostream topics create --kafka kafka:9092 --partitions 16 --replication 3
     """
     config = load(TopicsConfig, file, program="topics", flags=flags)
     admin = open_topic_admin(config)
@@ -77,7 +77,7 @@ def topics_check(file: Path | None, **flags: Any) -> None:
 
     \b
     Example:
-      roostream topics check --bootstrap kafka:9092 --config topics.toml
+      roostream topics check --kafka kafka:9092 --config topics.toml
     """
     admin = open_topic_admin(load(TopicsConfig, file, program="topics", flags=flags))
     admin.check()
@@ -94,7 +94,7 @@ def topics_grow(file: Path | None, **flags: Any) -> None:
 
     \b
     Example:
-      roostream topics grow --bootstrap kafka:9092 --partitions 32
+      roostream topics grow --kafka kafka:9092 --partitions 32
     """
     config = load(TopicsConfig, file, program="topics", flags=flags)
     admin = open_topic_admin(config)
@@ -114,7 +114,7 @@ def topics_keep(duration: str, file: Path | None, **flags: Any) -> None:
 
     \b
     Example:
-      roostream topics keep 7d --bootstrap kafka:9092
+      roostream topics keep 7d --kafka kafka:9092
     """
     try:
         retention_ms = parse_duration_ms(duration)

@@ -158,7 +158,7 @@ def test_math_libraries_use_one_thread_by_default() -> None:
 
 
 def test_a_program_shows_its_keys_with_their_variables() -> None:
-    output = CliRunner().invoke(cli, ["worker", "--keys"]).output
+    output = CliRunner().invoke(cli, ["worker", "--show-config"]).output
     assert (
         "batch_requests  (integer, 1..65536, default " in output
         and "ROOSTREAM_WORKER_BATCH_REQUESTS" in output
@@ -168,7 +168,7 @@ def test_a_program_shows_its_keys_with_their_variables() -> None:
 
 def test_keys_need_no_package_of_another_program() -> None:
     code = "import sys; from roostream.cli.main import main; main()"
-    command = (sys.executable, "-X", "importtime", "-c", code, "shard", "--keys")
+    command = (sys.executable, "-X", "importtime", "-c", code, "shard", "--show-config")
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout
     assert not any(line.endswith(("| torch", "|   torch")) for line in done.stderr.splitlines())

@@ -1,4 +1,4 @@
-"""`roostream preempt` and `trainer release` against a controller's RPC server."""
+"""`roostream drain` and `trainer release` against a controller's RPC server."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_other_names_are_rejected(name: str) -> None:
         ({"committed": False, "seq": 7, "why": "the controller is cutting: start"}, 1),
     ],
 )
-def test_preempt_calls_the_controller_and_shows_the_commit(answer: Header, code: int) -> None:
+def test_drain_calls_the_controller_and_shows_the_commit(answer: Header, code: int) -> None:
     calls: list[tuple[str, dict[str, Any]]] = []
 
     def handle(method: str, header: Header, arrays: Sequence[Any]) -> tuple[Header, Sequence[Any]]:
@@ -49,9 +49,7 @@ def test_preempt_calls_the_controller_and_shows_the_commit(answer: Header, code:
 
     server = RpcServer(handle).start()
     try:
-        done = CliRunner().invoke(
-            cli, ["preempt", "shard-1", "--notice", "9", "--controller", server.address]
-        )
+        done = CliRunner().invoke(cli, ["drain", "shard-1", "--notice", "9", "--controller", server.address])
     finally:
         server.stop()
     assert (done.exit_code, calls) == (code, [("preempt", {"role": "shard", "index": 1, "notice_s": 9.0})])

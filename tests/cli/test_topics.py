@@ -24,18 +24,18 @@ def brokers(monkeypatch: pytest.MonkeyPatch) -> FakeAdmin:
 
 
 def test_create_shows_which_topics_were_created_and_which_exist(brokers: FakeAdmin) -> None:
-    first = CliRunner().invoke(cli, ["topics", "create", "--bootstrap", "k:1", "--partitions", "2"])
-    again = CliRunner().invoke(cli, ["topics", "create", "--bootstrap", "k:1", "--partitions", "2"])
+    first = CliRunner().invoke(cli, ["topics", "create", "--kafka", "k:1", "--partitions", "2"])
+    again = CliRunner().invoke(cli, ["topics", "create", "--kafka", "k:1", "--partitions", "2"])
     assert first.exit_code == again.exit_code == 0
     assert "samples: created" in first.output and "samples: exists" in again.output
-    done = CliRunner().invoke(cli, ["topics", "check", "--bootstrap", "k:1", "--partitions", "2"])
+    done = CliRunner().invoke(cli, ["topics", "check", "--kafka", "k:1", "--partitions", "2"])
     assert done.output == f"{len(TOPICS)} topics are as expected\n" and done.exit_code == 0
 
 
 def test_create_and_check_reject_topics_with_other_settings(brokers: FakeAdmin) -> None:
-    CliRunner().invoke(cli, ["topics", "create", "--bootstrap", "k:1"])
+    CliRunner().invoke(cli, ["topics", "create", "--kafka", "k:1"])
     for what in ("create", "check"):
-        done = CliRunner().invoke(cli, ["topics", what, "--bootstrap", "k:1", "--partitions", "8"])
+        done = CliRunner().invoke(cli, ["topics", what, "--kafka", "k:1", "--partitions", "8"])
         assert isinstance(done.exception, ConfigError) and "expected 8 partitions, got 4" in str(
             done.exception
         )
@@ -49,13 +49,13 @@ def test_an_address_is_required() -> None:
 
 
 def test_keep_raises_retention_and_shows_it(brokers: FakeAdmin) -> None:
-    CliRunner().invoke(cli, ["topics", "create", "--bootstrap", "k:1"])
+    CliRunner().invoke(cli, ["topics", "create", "--kafka", "k:1"])
     brokers.topics["predictions"].config["retention.ms"] = "-1"
-    done = CliRunner().invoke(cli, ["topics", "keep", "7d", "--bootstrap", "k:1"])
+    done = CliRunner().invoke(cli, ["topics", "keep", "7d", "--kafka", "k:1"])
     assert done.exit_code == 0, done.exception
     assert (
         "samples: retention 168 hours\n" in done.output
         and "predictions: retention unlimited\n" in done.output
     )
-    done = CliRunner().invoke(cli, ["topics", "keep", "long", "--bootstrap", "k:1"])
+    done = CliRunner().invoke(cli, ["topics", "keep", "long", "--kafka", "k:1"])
     assert isinstance(done.exception, ConfigError) and "expected a duration such as" in str(done.exception)

@@ -270,7 +270,7 @@ def test_a_shard_answers_clients_with_certificate_and_token(tmp_path: Path) -> N
             running.kubelet.here(w)
             for w in shlex.split(re.sub(r"\$(\w+)", lambda m: variables[m[1]], before_end))
         ]
-        assert words[:2] == ["preempt", "shard-0"] and words[-2] == "--link"
+        assert words[:2] == ["drain", "shard-0"] and words[-2] == "--link"
         words[words.index("--controller") + 1] = running.address
         assert "expected a call of owners, pull, push" in _asks(words, running)
         stranger = _asks(words[:-2], running)

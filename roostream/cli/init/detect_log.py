@@ -111,8 +111,8 @@ def detect_log(paths: Sequence[str], choices: Choices) -> FoundLog:
     if form == "csv":
         raise ConfigError(
             f"{paths[0]}: expected columns request_id, time and item_id, and --engagements FILE with the "
-            f"clicks, got {', '.join(sorted(known)) or 'an empty file'}; a table with other columns can be read as "
-            ".parquet"
+            f"clicks, got {', '.join(sorted(known)) or 'an empty file'}; a table with other columns can be "
+            "read as .parquet"
         )
     return _flat(paths[0], rows, complete, choices)
 

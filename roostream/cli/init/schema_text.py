@@ -134,8 +134,8 @@ def _kept(log: FoundLog, own: set[str]) -> Iterator[str]:
         if names:
             yield (
                 f"# Clicks, views, expected clicks and click rate of the item, half-life {life}, and how\n"
-                f"# they compare within the list: 36 bytes in Redis for each item, and {3 * len(names)} numbers of "
-                f"input.{note}\n"
+                f"# they compare within the list: 36 bytes in Redis for each item, and {3 * len(names)} "
+                f"numbers of input.{note}\n"
                 f"{_online('nro', names)}\n{_transform(names, 'rank', 'share')}{extra}"
             )
     if "age_s" not in own:
@@ -153,8 +153,8 @@ def _kept(log: FoundLog, own: set[str]) -> Iterator[str]:
     for f in _crossed(log, own):
         counter = f"user_{f.name}_ctr"
         yield (
-            f"# This user's clicks per view by {f.name}, and its rank in the list: 24 bytes in Redis for each\n"
-            f"# of the user's 512 newest values, and 2 numbers of input.\n"
+            f"# This user's clicks per view by {f.name}, and its rank in the list: 24 bytes in Redis for\n"
+            f"# each of the user's 512 newest values, and 2 numbers of input.\n"
             f'[[counter]]\nname = "{counter}"\nentity = ["user", "{f.name}"]\naggregation = "rate"\n'
             f"{_online('nro', [counter])}\n{_transform([counter], 'rank')}"
         )
