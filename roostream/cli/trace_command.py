@@ -48,7 +48,10 @@ def trace_command(request_id: str, home: Path, traceparent: str, wait_s: float, 
     trace = RequestTrace(request_id, row_keys_of(place))
     with contextlib.closing(_consumer(place)) as consumer:
         began_ms = clock.now_ms()
-        click.echo(f"waiting for request {printable(request_id)}; send it now", err=True)
+        click.echo(
+            f"waiting for request {printable(request_id)} to be sent from now on; earlier ones are not found",
+            err=True,
+        )
         follow(
             trace,
             consumer,
@@ -67,7 +70,10 @@ def trace_command(request_id: str, home: Path, traceparent: str, wait_s: float, 
         print_json(report)
     if not trace.is_complete:
         missing = next(name for name in STEPS if name not in trace.steps)
-        click.echo(f"the request was not {missing} within {wait_s:g} s", err=True)
+        hint = ""
+        if missing == STEPS[0]:
+            hint = "; a request from before this command is not found: send it again with another request_id"
+        click.echo(f"the request was not {missing} within {wait_s:g} s{hint}", err=True)
     sys.exit(0 if trace.is_complete else 1)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import subprocess
@@ -13,6 +14,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
+from roostream.cli import reference_pages
 from roostream.cli.main import SECTIONS, cli, main
 
 
@@ -23,6 +25,11 @@ def commands(group: click.Group = cli, path: tuple[str, ...] = ()) -> list[tuple
         if isinstance(command, click.Group):
             found += commands(command, (*path, name))
     return found
+
+
+def leaves() -> list[tuple[tuple[str, ...], click.Command]]:
+    """Every command that is not a group, with its words."""
+    return [(tuple(path.split()), command) for path, command in reference_pages.commands(cli)]
 
 
 @pytest.mark.parametrize("command", [(), *commands()], ids=lambda c: " ".join(c) or "roostream")
@@ -99,6 +106,35 @@ def test_a_mistake_is_one_sentence_and_exit_code_2(
     assert said in error
     assert "Traceback" not in error
     assert len(error.strip().splitlines()) == 1
+
+
+VALID_WITHOUT_FILES = {"demo", "up", "prepare", "bench", "completion", "init", "checkpoint init", "plan"}
+"""Commands for which nothing below is a mistake; `demo` and `up` would start a stack."""
+
+
+def with_absent_files(command: click.Command) -> list[str]:
+    """Arguments that name files, a home and ids that do not exist."""
+    given = []
+    for p in command.get_params(click.Context(command)):
+        if isinstance(p, click.Argument):
+            given.append("absent")
+        elif p.name == "home":
+            given += ["--home", "no-home"]
+        elif p.required:
+            given += [p.opts[0], "absent" if p.type.name in ("text", "path") else "7"]
+    return given
+
+
+@pytest.mark.parametrize(
+    "path", [p for p, _ in leaves() if " ".join(p) not in VALID_WITHOUT_FILES], ids=" ".join
+)
+def test_absent_files_and_homes_end_every_command_in_a_sentence(
+    path: tuple[str, ...], roostream: Callable[..., tuple[int, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
+    code, error = roostream(*path, *with_absent_files(dict(leaves())[path]))
+    assert code != 0 and error.strip()
+    assert "Traceback" not in error
 
 
 def test_a_home_or_a_java_that_cannot_be_used_is_one_sentence(tmp_path: Path) -> None:
