@@ -493,8 +493,8 @@ class Controller:
         now_s = self.clock.monotonic_s()
         if now_s - self._fence_checked_s < FENCE_CHECK_S:
             return
-        self._fence_checked_s = now_s
         newest = manifests.newest_incarnation(self.store)
+        self._fence_checked_s = now_s  # a check that failed is repeated in the next turn
         with self._changed:
             if self.coordinator.state is not State.CLAIMING and newest > self.coordinator.incarnation:
                 self.coordinator.fenced(f"incarnation {newest} was claimed by another controller")

@@ -77,6 +77,18 @@ def test_a_commit_on_demand_is_waited_for() -> None:
     )
 
 
+def test_a_store_that_is_away_is_reported_as_away_until_it_answers() -> None:
+    stage = Stage().to(State.RUNNING)
+    stage.clock.advance(2)
+    for _ in range(3):
+        stage.store.fail_next("list")
+    reported = []
+    for _ in range(4):
+        stage.it.turn()
+        reported.append(bool(stage.it.status()["away"]))
+    assert reported == [True, True, True, False]
+
+
 def test_a_commit_on_demand_does_not_succeed_during_an_outage_or_restore() -> None:
     stage = Stage()
     stage.it.turn()
