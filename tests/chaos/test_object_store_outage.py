@@ -1,0 +1,98 @@
+"""An object store that answers 503 for a while under a running stack: commits wait, and nothing is lost.
+
+OUTAGE_S=600: for how long.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infra.options import demo
+from infra.stack import Stack
+from roostream.runtime.store_identity import init_store
+from tests.chaos.stack_faults import control_status
+from tests.e2e.loop_stack import applied, check_nothing_lost_or_twice, quick_options, wait_until
+from tests.runtime import s3_server
+
+OUTAGE_S = float(os.environ.get("OUTAGE_S", "30"))
+STORE = f"s3://{s3_server.BUCKET}/stack"
+WITH_STORE = ("shard", "controller", "worker", "serving", "joiner")
+
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(900 + OUTAGE_S)]
+
+
+class Outage:
+    """A WSGI application that answers 503 while `is_away`."""
+
+    def __init__(self, application: Callable[..., Iterable[bytes]]) -> None:
+        self.application, self.is_away, self.num_refused = application, False, 0
+
+    def __call__(self, environ: dict[str, Any], start_response: Callable[..., object]) -> Iterable[bytes]:
+        if not self.is_away:
+            return self.application(environ, start_response)
+        self.num_refused += 1
+        start_response("503 Slow Down", [("Content-Type", "application/xml")])
+        return [b"<Error><Code>SlowDown</Code><Message>Reduce your request rate.</Message></Error>"]
+
+
+@contextlib.contextmanager
+def object_store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Outage]:
+    with s3_server.running():
+        from moto.server import DomainDispatcherApplication, create_backend_app
+        from werkzeug.serving import make_server
+
+        outage = Outage(DomainDispatcherApplication(create_backend_app))
+        server = make_server("127.0.0.1", 0, outage, threaded=True)
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.server_port}")
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield outage
+        finally:
+            server.shutdown()
+            thread.join(30)
+            server.server_close()
+
+
+def test_commits_wait_for_an_object_store_that_answers_503(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    print(f"OUTAGE_S={OUTAGE_S:g}")
+    quick = quick_options().overrides
+    overrides = {**quick, **{name: {**quick.get(name, {}), "store": STORE} for name in WITH_STORE}}
+    with object_store(monkeypatch) as outage:
+        init_store(STORE)
+        with Stack(tmp_path, demo(overrides=overrides, num_archivers=0)) as stack:
+            stack.start(["all", "simulate"])
+            stack.wait_ready("serving", timeout_s=240)
+            wait_until("a commit with trained samples", lambda: applied(stack) > 50, 240)
+            before = applied(stack)
+            outage.is_away = True
+            try:
+                wait_until(
+                    "the controller says that the store is away",
+                    lambda: control_status(stack).get("away"),
+                    120,
+                    lambda: control_status(stack),
+                )
+                time.sleep(OUTAGE_S)
+                during = control_status(stack)
+            finally:
+                outage.is_away = False
+            assert outage.num_refused and during["away"] and during["rollbacks"] == 0, during
+            wait_until(
+                "50 more committed samples",
+                lambda: applied(stack) >= before + 50,
+                240,
+                lambda: (applied(stack), control_status(stack)),
+            )
+            check_nothing_lost_or_twice(stack, within_s=240)
+            assert stack.failed() == []
