@@ -1,15 +1,15 @@
-"""Requests made of the OpenAPI document: such as it allows, and such as it forbids; every answer must be one
-that it names."""
+"""Requests made of an OpenAPI document: those it allows, and those it forbids. Every answer must be one that
+the document names."""
 
 from __future__ import annotations
 
+import os
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
+import requests
 import schemathesis
 from hypothesis import HealthCheck, given, seed, settings
-from retrieval_cases import retrieving
 from schemathesis import Case, GenerationMode
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import (
@@ -18,12 +18,11 @@ from schemathesis.specs.openapi.checks import (
     response_schema_conformance,
     status_code_conformance,
 )
-from serving_cases import SCHEMA
-from serving_fakes import FakeRows
 
-from serving.http.app import HttpInterface
 from serving.http.middleware import DEADLINE
 
+NUM_CASES = int(os.environ.get("OPENAPI_CASES", "8"))
+"""Cases of each operation, allowed ones and as many forbidden ones."""
 CHECKS = [
     not_a_server_error,
     status_code_conformance,
@@ -33,54 +32,64 @@ CHECKS = [
 ]
 GIVEN_MS = 60_000
 KEEPS_DEADLINE = 8
-"""Every so many-th case keeps the deadline that was made up for it: most of these are too short for a
-score."""
+"""Every so many-th case keeps its generated deadline; most of these are too short for a score."""
 
 
-def answers_conform(home: Path, cases_each: int, seed_number: int = 0) -> Counter[int]:
-    """`cases_each` cases of each call that carries traffic, allowed and forbidden; how many were answered
-    with which status: of those from 500 on only 504 can be there, where the caller's own deadline had passed.
-    Raises what a check finds, with the case."""
-    kept = retrieving(home, FakeRows(SCHEMA), max_log_bytes=1 << 28)
-    kept.turn()
-    built = kept.built
+def answers_conform(
+    document: dict[str, Any],
+    url: str,
+    num_cases: int,
+    seed_number: int = 0,
+    headers: dict[str, str] | None = None,
+) -> Counter[int]:
+    """Send `num_cases` allowed and as many forbidden requests of each operation; an operation without
+    parameters and body has one. Return the number of answers by status.
+
+    Raises what a check finds, with the case. A status from 500 on can only be 504, where the deadline of the
+    case had passed.
+    """
     statuses: Counter[int] = Counter()
-    try:
-        document = schemathesis.openapi.from_asgi("/openapi.json", HttpInterface(built.context))
-        for found in document.get_all_operations():
+    with requests.Session() as session:
+        session.headers.update(headers or {})
+        for found in schemathesis.openapi.from_dict(document).get_all_operations():
             operation = found.ok()
-            modes = (
-                [GenerationMode.POSITIVE, GenerationMode.NEGATIVE]
-                if operation.method == "post"
-                else [GenerationMode.POSITIVE]
-            )
+            modes = [GenerationMode.POSITIVE]
+            if operation.body or operation.query or operation.path_parameters:
+                modes.append(GenerationMode.NEGATIVE)
             for mode in modes:
-                _run(operation.as_strategy(generation_mode=mode), cases_each, seed_number, statuses)
-    finally:
-        built.close()
+                strategy = operation.as_strategy(generation_mode=mode)
+                _send_cases(strategy, url, session, num_cases, seed_number, statuses)
     return statuses
 
 
-def _run(strategy: Any, num_cases: int, seed_number: int, statuses: Counter[int]) -> None:
+def _send_cases(
+    strategy: Any,
+    url: str,
+    session: requests.Session,
+    num_cases: int,
+    seed_number: int,
+    statuses: Counter[int],
+) -> None:
     @seed(seed_number)
     @settings(max_examples=num_cases, deadline=None, suppress_health_check=list(HealthCheck), database=None)
     @given(case=strategy)
-    def ask(case: Case) -> None:
+    def send(case: Case) -> None:
         case.body = _whole(case.body)
         if statuses.total() % KEEPS_DEADLINE:
             _give_time(case)
-        answer = case.call(timeout=GIVEN_MS / 1000)  # the first may compile kernels
+        # The first case may compile kernels.
+        answer = case.call(base_url=url, session=session, timeout=GIVEN_MS / 1000)
         statuses[answer.status_code] += 1
         lawful = answer.status_code == 504 and 0 < own_deadline_ms(case) < GIVEN_MS
         case.validate_response(
             answer, checks=[check for check in CHECKS if not (lawful and check is not_a_server_error)]
         )
 
-    ask()
+    send()
 
 
 def own_deadline_ms(case: Case) -> int:
-    """What the caller asks for; 0 = nothing, or what isn't one."""
+    """The deadline of the case; 0 = none, or an invalid one."""
     stated = next(
         (str(value).strip() for name, value in (case.headers or {}).items() if name.lower() == DEADLINE), ""
     )
@@ -88,7 +97,7 @@ def own_deadline_ms(case: Case) -> int:
 
 
 def _give_time(case: Case) -> None:
-    """A deadline of a millisecond is answered 504, as it asks; here it is one that a busy machine keeps."""
+    """Replace a deadline of a millisecond, which is answered 504, by one that a busy machine keeps."""
     if own_deadline_ms(case):
         for name in [name for name in case.headers if name.lower() == DEADLINE]:
             case.headers[name] = str(GIVEN_MS)

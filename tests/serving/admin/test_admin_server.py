@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import socket
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx2
 import pytest
 import torch
+from admin_cases import TOKEN, admin_of
 from click.testing import CliRunner
 from live_serving import answer_of
 from serving_cases import SCHEMA, Built, build
@@ -20,19 +19,9 @@ from serving_fakes import FakeRows
 
 from roostream.cli.main import cli
 from roostream.errors import ConfigError, UnavailableError
-from roostream.runtime.clock import FakeClock
 from roostream.runtime.tls import TlsContext, TlsFiles
-from serving.admin import admin_server
-from serving.admin.admin_server import AdminToken
-from serving.admin.admin_service import AdminService
 from serving.http import connection
-from serving.http import server as http_server
-from serving.versions.idle_gate import IdleGate
-from serving.versions.recent_requests import RecentRequests
-from serving.versions.shadow_scoring import ShadowScoring
 from tests.certificates import Authority
-
-TOKEN = "0123456789abcdef0123456789abcdef"
 
 
 @pytest.fixture
@@ -41,28 +30,6 @@ def built(tmp_path: Path) -> Iterator[Built]:
     built = build(tmp_path, FakeRows(SCHEMA))
     yield built
     built.close()
-
-
-@contextlib.contextmanager
-def admin_of(built: Built, tls: TlsContext | None = None) -> Iterator[int]:
-    """Its port."""
-    service, clock = built.service, FakeClock()
-    shadow = ShadowScoring(service.versions, service.rows, 0, IdleGate(clock))
-    admin_service = AdminService(
-        service.versions, RecentRequests(), shadow, service.interleaving_stats, clock.now_ms
-    )
-    bound, stop = http_server.bind("127.0.0.1:0"), threading.Event()
-    bound.listen(8)
-    app = admin_server.AdminInterface(admin_service, AdminToken(TOKEN))
-    thread = threading.Thread(target=admin_server.run, args=(app, bound, tls, stop))
-    thread.start()
-    try:
-        yield bound.getsockname()[1]
-    finally:
-        stop.set()
-        thread.join(20)
-        bound.close()
-        assert not thread.is_alive()
 
 
 @pytest.fixture

@@ -1,30 +1,92 @@
-"""The OpenAPI document is what the process does: cases made of it, and a client generated from it."""
+"""The OpenAPI document is what the process does: requests made of it, and a client generated from it."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import subprocess
 import sys
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import schemathesis
-from document_cases import answers_conform
-from live_serving import serving_live
+from admin_cases import TOKEN, admin_app, admin_of
+from document_cases import NUM_CASES, answers_conform
+from fastapi import FastAPI
+from live_serving import LiveServing, serving_live
 from retrieval_cases import retrieving
 from serving_cases import BODY, SCHEMA, build
 from serving_fakes import FakeRows
+from starlette.routing import Route
+from undocumented_routes import admin_document, inference_document, page_document
 
 from serving.examples import engagement_example, rank_example
 from serving.http.app import HttpInterface
+from serving.oip.features import FeatureTensors
 
 
+@contextlib.contextmanager
+def finding(home: Path) -> Iterator[LiveServing]:
+    """A process with all routes."""
+    kept = retrieving(home, FakeRows(SCHEMA), max_log_bytes=1 << 28)
+    kept.turn()
+    with serving_live(kept.built) as live:
+        yield live
+
+
+def cases_of_all_routes(home: Path, num_cases: int, seed_number: int) -> dict[str, Counter[int]]:
+    """Answers by status, for each document."""
+    with finding(home) as live, admin_of(live.built) as port:
+        documented = live.app.openapi()
+        features = FeatureTensors(SCHEMA)
+        inference = inference_document(
+            SCHEMA.name, [about["name"] for about in features.inputs()], [*SCHEMA.tasks, "order", "unknown"]
+        )
+        named = {**documented["paths"], **inference["paths"]}
+        pages = page_document([path for path in paths_of(live.app) if path not in named])
+        assert set(paths_of(live.app)) == {*named, *pages["paths"]}, "cases are made for every route"
+        traffic = answers_conform(documented, live.url, num_cases, seed_number)
+        others = answers_conform(inference, live.url, num_cases, seed_number)
+        others += answers_conform(pages, live.url, num_cases, seed_number)
+        token = {"authorization": f"Bearer {TOKEN}"}
+        admin = answers_conform(admin_document(), f"http://127.0.0.1:{port}", num_cases, seed_number, token)
+        return {"traffic": traffic, "others": others, "admin": admin}
+
+
+def paths_of(app: FastAPI) -> list[str]:
+    return [route.path for route in app.routes if isinstance(route, Route)]
+
+
+def test_the_admin_routes_are_those_that_cases_are_made_for(tmp_path: Path) -> None:
+    built = build(tmp_path, FakeRows(SCHEMA))
+    assert set(paths_of(admin_app(built))) == set(admin_document()["paths"])
+    built.close()
+
+
+@pytest.mark.timeout(600)
 def test_answers_match_the_openapi_document(tmp_path: Path) -> None:
-    statuses = answers_conform(tmp_path, 25)
-    assert statuses[200] >= 15 and statuses[400] >= 25
-    assert not [status for status in statuses if status >= 500 and status != 504]
+    found = cases_of_all_routes(tmp_path, NUM_CASES, 0)
+    assert found["traffic"][200] >= 15 and found["traffic"][400] >= 25
+    assert found["others"][200] >= 15 and found["others"][400] >= 5 and found["admin"][200] >= 5
+    assert not server_errors(found)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+def test_twenty_thousand_requests_get_no_server_error(tmp_path: Path) -> None:
+    found = cases_of_all_routes(tmp_path, max(NUM_CASES, 1_600), 7)
+    print({name: dict(sorted(statuses.items())) for name, statuses in found.items()})
+    assert sum(statuses.total() for statuses in found.values()) >= 20_000
+    assert not server_errors(found)
+
+
+def server_errors(found: dict[str, Counter[int]]) -> list[int]:
+    """Without 504, which a case with a short deadline asks for."""
+    return [status for statuses in found.values() for status in statuses if status >= 500 and status != 504]
 
 
 def test_the_document_is_valid_openapi(tmp_path: Path) -> None:
