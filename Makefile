@@ -30,7 +30,7 @@ demo: setup  ## the whole loop with simulated users, until Ctrl-C (DEMO_SECONDS=
 test: setup-dev  ## all tests but the long ones; what CI runs
 	@pytest -q -n auto --maxprocesses 4 --dist loadscope --no-loadscope-reorder -m "not chaos and not slow" $(ARGS)
 
-check: setup-dev  ## format, lint, types, import rules, links of the documentation
+check: setup-dev  ## format, lint, types, import rules, style of prose, links of the documentation
 	@ruff format --check .
 	@ruff check .
 	@mypy

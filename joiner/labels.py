@@ -1,9 +1,9 @@
 """Computes the labels of a closed request from its engagements, by the `[[label]]` tables of the schema.
 
-An engagement counts for a label if it has the label's action, its value reaches the threshold (if there is
-one), and it came within the label's window (the request's window if the label has none). Later engagements
-appear in corrections but change no label. Labels are aggregated a candidate at a time in (time, event id)
-order, so that a correction needs only the aggregate and none of the earlier engagements.
+An engagement counts for a label if it has the label's action, its value reaches the label's threshold, and it
+came within the label's window. A label may have no threshold; its window is by default the request's. Later
+engagements appear in corrections but change no label. Labels are aggregated a candidate at a time in (time,
+event id) order, so that a correction needs only the aggregate and none of the earlier engagements.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ class ExpiryPolicy:
             log.error(
                 "table %s: %d of %d rows would expire at once at watermark %d ms, more than "
                 "max_expired_share = %g; they are kept. "
-                "Raise max_expired_share if that much time has really passed",
+                "Raise max_expired_share if that much time has passed",
                 self.names[k],
                 due_K[k],
                 live_K[k],

@@ -1,6 +1,6 @@
 """The publisher: sends changed rows to the topic `rows`, in versions, and tells replicas about rollbacks.
 
-Each interval: 1 take what is unpublished, 2 send it, 3 wait for every acknowledgement, 4 settle. A large
+Each interval: 1 take what is unpublished, 2 send it, 3 wait for every acknowledgment, 4 settle. A large
 round is copied, encoded and sent in portions, so it is never in memory as a whole. There is one round at a
 time, so nothing piles up while Kafka is away: rows stay marked and are sent once, as they are then.
 

@@ -105,15 +105,15 @@ class ServingConfig(RedisSettings, RetrievalSettings, RowsSettings):
     )
     canary: str = setting(
         "",
-        "version for a share of users, e.g. newest@0.05; the other users get the version before it, until "
+        "version for a share of users, such as newest@0.05; the other users get the version before it, until "
         "the next commit",
     )
     shadow: str = setting(
-        "", "version that scores a share of requests after the answer, for comparison, e.g. previous@0.1"
+        "", "version that scores a share of requests after the answer, for comparison, such as previous@0.1"
     )
     interleave: str = setting(
         "",
-        "version whose order is interleaved with the served version's for a share of users, e.g. "
+        "version whose order is interleaved with the served version's for a share of users, such as "
         "previous@0.1",
     )
     heartbeat_ms: int = setting(

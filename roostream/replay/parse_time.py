@@ -50,5 +50,5 @@ def _from_number(time_ms: int) -> int:
 
 
 def shown(number: int) -> str:
-    """A number for a message; a very long one is abbreviated."""
+    """A number for a message; one beyond 20 digits is abbreviated."""
     return str(number) if abs(number) < 10**20 else f"a number of {number.bit_length()} bits"

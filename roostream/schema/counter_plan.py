@@ -3,7 +3,7 @@ readings.
 
 An entity with a field of the candidate has one row for each value. If it is crossed with the user, its rows
 are stored in the user's state and their number is bounded. An entity of the request alone has a state with
-histories and sets. A request of n candidates thus reads one state per entity of the request and n rows per
+histories and sets. A request of n candidates reads one state per entity of the request and n rows per
 entity of the candidate.
 """
 

@@ -2,7 +2,7 @@
 
 1 Read the entries after the last one sent and give them to the sink, at most `MAX_PENDING_*` at a time:
   while Kafka is unavailable, records wait on disk and not in memory.
-2 Acknowledgements come in any order; the cursor moves over the delivered prefix only.
+2 Acknowledgments come in any order; the cursor moves over the delivered prefix only.
 3 After a transient failure (broker gone, producer fenced), everything after the cursor is sent again by a
   new sink. The joiner drops the duplicates.
 4 A record that Kafka rejects for itself (too large, invalid time) would block all others. A broker rejects
@@ -30,7 +30,7 @@ log = logging.getLogger("roostream.serving.log")
 
 MAX_PENDING_BYTES, MAX_PENDING_RECORDS, READ_BYTES = 32 << 20, 20_000, 1 << 20
 POLL_S, IDLE_S = 0.02, 0.5
-STUCK_S = 2.0  # at a stop: after so long without an acknowledgement, Kafka is considered unavailable
+STUCK_S = 2.0  # at a stop: after so long without an acknowledgment, Kafka is considered unavailable
 
 Outcome: TypeAlias = Literal["delivered", "refused", "failed"]
 DeliveryCallback: TypeAlias = Callable[[Outcome, str], None]
@@ -91,7 +91,7 @@ class LogSender:
                 self.log.appended.wait(IDLE_S)
 
     def step(self, stop: threading.Event | None = None) -> None:
-        """Send what fits, process acknowledgements. Waits about POLL_S at most, or as the backoff says."""
+        """Send what fits, process acknowledgments. Waits about POLL_S at most, or as the backoff says."""
         sink = self._sink = self._sink or self.open_sink()
         for entry in self._readable():
             self._send(sink, entry)

@@ -19,8 +19,8 @@ that does not fit into one command is written in pieces:
 A crash before 2 leaves the old states; after it, the next `offsets` applies the staged pieces again. A piece
 holds whole states, so applying it twice changes nothing.
 
-Memory with the built-in counters: 171 bytes an item, at most 25 kB a user (16 a click of the history, 48 for
-each of 512 items), and at most 4 kB of a user for the ids of the counted events. Entities without events
+Memory with the built-in counters: 171 bytes an item and at most 25 kB a user (16 a click of the history, 48
+for each of 512 items). The ids of the counted events take at most 4 kB of a user. Entities without events
 expire after 30 days, lists after two, the ids of counted events after six hours. Declared counters add what
 docs/schema.md says; no state exceeds 256 KiB.
 """

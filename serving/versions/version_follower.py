@@ -224,7 +224,7 @@ class WarmUp:
 
     A version is refused if it cannot score a request that the version in use can score: it would fail the
     next user. Scores that are not finite refuse it only if they come from more than one in MAX_NON_FINITE of
-    the users, because a single client can post numbers so extreme that no training bounds their scores.
+    the users. A single client can post numbers so extreme that no training bounds their scores.
     Scoring also loads kernels and fills caches of shapes, which the first request would otherwise wait for.
     """
 

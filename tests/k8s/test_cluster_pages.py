@@ -1,5 +1,5 @@
-"""Code blocks marked `sh` of the operations pages, which are for a cluster: `roostream` accepts its commands, and `kubectl` names objects that
-exist.
+"""Blocks of the operations pages for a cluster (marked `sh`): `roostream` accepts its commands, and `kubectl`
+names objects that exist.
 
 `test_api_server.py` runs the `kubectl` commands against a real API server.
 """
