@@ -116,8 +116,7 @@ class CompletedRequest(NamedTuple):
 
 
 class RankService:
-    """`rank` and `rank_all` run in one thread at a time. Requests that `may_wait` always run in the same
-    thread, the Redis client's."""
+    """`rank` and `rank_all` run in one thread at a time."""
 
     def __init__(
         self,
@@ -141,13 +140,6 @@ class RankService:
         )
         # called with each scored request, in the scoring thread
         self.on_scored: Callable[[ScoredRequest], None] = lambda scored: None
-
-    def may_wait(self, request: RankRequest) -> bool:
-        """Whether ranking this request may wait for Redis or a shard."""
-        if self.row_reads_wait or self.hydrator is None:
-            return self.row_reads_wait
-        self.completion.open(request)
-        return self.completion.needs_hydration(request)
 
     def rank(self, request: RankRequest, time_ms: int) -> RankResult:
         """Rank one request. Raises RequestError; nothing is logged then."""

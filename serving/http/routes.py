@@ -106,7 +106,7 @@ class Ranking:
         most = (context.config.max_pass_requests, context.config.max_pass_candidates)
         service, waited = context.service, context.metrics.stages.queue.observe
         self.queue = ScoringQueue(
-            context.executor, service.rank_all, self.gate, most, waited, service.may_wait
+            context.executor, service.rank_all, self.gate, most, waited, service.row_reads_wait
         )
 
     async def rank(self, request: RankRequest, num_bytes: int, until_s: float) -> RankAnswer[Any]:

@@ -6,8 +6,11 @@ one.
 
 A short pass runs in the event loop's own thread, since switching threads would cost more than the loop gains.
 It takes up to LOOP_S of work, as estimated from recent passes, and the loop gets a turn before the next pass;
-several turns while connections arrive, because uvloop accepts one per turn. A request that takes longer, or
-may wait for Redis or a shard, is scored in the scoring thread.
+several turns while connections arrive, because uvloop accepts one per turn. A longer pass runs in the scoring
+thread; so do all passes if they may wait for a shard.
+
+A pass reads online features from Redis in one round trip, which the estimate includes: while Redis is slow,
+passes run in the thread. A read that becomes slow suddenly holds the loop once, up to its limit of 50 ms.
 """
 
 from __future__ import annotations
@@ -91,7 +94,6 @@ class _QueuedRank(NamedTuple):
     time_ms: int
     since_s: float
     outcome: ResultSink
-    may_wait: bool  # whether scoring may wait for Redis or a shard
 
     @property
     def num_candidates(self) -> int:
@@ -110,19 +112,14 @@ class ScoringQueue:
         gate: AdmissionGate,
         most: tuple[int, int],
         waited: Callable[[float], None] = lambda seconds: None,
-        may_wait: Callable[[RankRequest], bool] = lambda request: False,
+        row_reads_wait: bool = False,
     ) -> None:
         """`most`: maximum requests and candidates per pass; a request with more candidates is scored alone.
-        `waited` is called with the queueing time of each request. `may_wait`: whether scoring a request may
-        wait for Redis or a shard.
+        `waited` is called with the queueing time of each request. `row_reads_wait`: whether a pass may wait
+        for a shard; it then always runs in the thread.
         """
-        self.executor, self.rank_all, self.gate, self.waited, self.may_wait = (
-            executor,
-            rank_all,
-            gate,
-            waited,
-            may_wait,
-        )
+        self.executor, self.rank_all, self.gate, self.waited = executor, rank_all, gate, waited
+        self.row_reads_wait = row_reads_wait
         self.max_requests, self.max_candidates = most
         self.pass_time = PassTimeEstimate()
         # open connections: while the number changes, more are waiting to be accepted
@@ -140,7 +137,7 @@ class ScoringQueue:
 
     def submit(self, request: RankRequest, time_ms: int, outcome: ResultSink) -> None:
         """Queue a request; `outcome` gets the result, never before this returns."""
-        queued = _QueuedRank(request, time_ms, self.gate.now_s(), outcome, self.may_wait(request))
+        queued = _QueuedRank(request, time_ms, self.gate.now_s(), outcome)
         self._waiting.append(queued)
         self._start_pass()
 
@@ -164,7 +161,7 @@ class ScoringQueue:
     def _fits_in_loop(self, queued: _QueuedRank, num_requests: int = 0, num_candidates: int = 0) -> bool:
         """Whether the request can be scored in the loop, after this many others of its pass."""
         expected_s = self.pass_time.expected_s(num_requests + 1, num_candidates + queued.num_candidates)
-        return expected_s <= LOOP_S and not queued.may_wait
+        return expected_s <= LOOP_S and not self.row_reads_wait
 
     def _run_in_thread(self, batch: list[_QueuedRank], loop: asyncio.AbstractEventLoop) -> None:
         """In the scoring thread. The result goes straight to the loop, without an executor's futures."""

@@ -65,7 +65,7 @@ def run(
     passes, gate = Passes(), AdmissionGate(100)
 
     async def go() -> list[Any]:
-        queue = ScoringQueue(executor, passes, gate, most, may_wait=lambda request: True)
+        queue = ScoringQueue(executor, passes, gate, most, row_reads_wait=True)
         first = asyncio.create_task(queue.score(asked[0], 0))
         await asyncio.to_thread(passes.begun.wait)
         tasks = [first, *(asyncio.create_task(queue.score(r, 0)) for r in asked[1:])]
@@ -183,14 +183,14 @@ def together(
     groups: Sequence[str],
     paced: Paced,
     most: tuple[int, int] = (16, 100),
-    may_wait: Callable[[RankRequest], bool] = lambda request: False,
+    row_reads_wait: bool = False,
     unit_s: float | None = None,
 ) -> list[tuple[list[str], bool]]:
     """What was scored where, of groups that come at once, each when the one before is answered; behind one
     that is measured. `unit_s`: what is known of a turn then, else what it took."""
 
     async def go() -> None:
-        queue = ScoringQueue(executor, paced, AdmissionGate(100), most, may_wait=may_wait)
+        queue = ScoringQueue(executor, paced, AdmissionGate(100), most, row_reads_wait=row_reads_wait)
         await queue.score(request("first"), 0)
         for group in groups:
             queue.pass_time.unit_s = queue.pass_time.unit_s if unit_s is None else unit_s
@@ -261,10 +261,9 @@ def test_new_connections_get_some_turns_before_the_next_pass(
     assert abs(turns.count(1) - min(num_coming, MAX_TURNS)) <= 2 and turns.count(1) < MAX_TURNS + 3
 
 
-def test_a_request_that_may_wait_and_all_after_it_are_scored_in_the_thread() -> None:
-    seen = together(["a", "cb", "bc", "d"], Paced(), may_wait=lambda r: r.request_id == "b", unit_s=1e-6)
-    assert seen[:3] == [(["a"], True), (["c"], True), (["b"], False)] and seen[-1] == (["d"], True)
-    assert (["b"], False) in seen[3:]
+def test_passes_that_may_wait_for_a_shard_run_in_the_thread() -> None:
+    seen = together(["a", "bc"], Paced(), row_reads_wait=True, unit_s=1e-6)
+    assert not any(in_loop for _, in_loop in seen)
 
 
 def test_slow_passes_move_to_the_thread_and_fast_ones_return() -> None:
