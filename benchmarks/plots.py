@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -160,6 +161,29 @@ def latency_at_rates() -> Figure:
         ylabel="ms (solid: p99, dotted: p50)",
     )
     ax.margins(x=0.12)
+    ax.legend(loc="center left", bbox_to_anchor=(1, 0.5))
+    return _finish(figure, result)
+
+
+def live_serving() -> Figure:
+    """Requests that a CPU second of serving answers inside a running stack, by open connections."""
+    result = load("serving-live")
+    figure, (ax,) = _axes(height=3.2)
+    rows = [row for row in result["rows"] if "connection" in row["name"]]
+    connections = [int(re.search(r"(\d+) connection", row["name"])[1]) for row in rows]  # type: ignore[index]
+    for name, color in zip(_subjects(rows[0]), (_OURS, _PEER, _OTHER), strict=False):
+        rates = [1e6 / _cost_us(row, _subjects(row)[name]) for row in rows]
+        ax.plot(connections, rates, "o-", color=color, label=name)
+        below = name == "the stack, JSON"
+        for x, y in zip(connections, rates, strict=True):
+            offset = (0, -12 if below else 5)
+            ax.annotate(f"{y:.0f}", (x, y), offset, textcoords="offset points", fontsize=8, ha="center")
+    ax.set(
+        xscale="log", xlabel="connections with one request in flight each", ylabel="requests per CPU second"
+    )
+    ax.set_xticks(connections)
+    ax.margins(0.08, 0.15)
+    ax.set_ylim(bottom=0)
     ax.legend(loc="center left", bbox_to_anchor=(1, 0.5))
     return _finish(figure, result)
 
@@ -373,6 +397,7 @@ PLOTS: dict[str, Callable[[], Figure]] = {
     "quality-over-the-week": quality_over_the_week,
     "freshness": freshness_stages,
     "latency-at-rates": latency_at_rates,
+    "live-serving": live_serving,
     "overload": overload,
     "user-side-once": user_side_once,
     "rows-per-second": rows_per_second,

@@ -124,7 +124,7 @@ def count(call: Callable[[], object], *, warm: bool = True) -> Walk:
 
 def rank(folder: str) -> Walk:
     """HTTP body → answer and log record; 20 candidates of the demo schema."""
-    with one_request.endpoint(CANDIDATES) as work:
+    with one_request.endpoint(CANDIDATES, in_executor=True) as work:
         return count(work.step)
 
 

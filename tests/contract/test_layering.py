@@ -42,7 +42,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "redis": ("roostream/runtime", "serving/online_features"),
     "opentelemetry": ("serving/http/tracing.py", "roostream/cli/trace_command.py"),
     "obstore": ("roostream/runtime/checkpoint_store.py",),
-    "pyarrow": ("roostream/replay", "roostream/warehouse"),
+    "pyarrow": ("roostream/replay", "roostream/warehouse", "roostream/cli/init/detect_log.py"),
     "deltalake": ("roostream/warehouse/delta_table.py",),
     "ray": ("infra/ray_pool.py",),
     "zstandard": ("roostream/replay",),

@@ -126,7 +126,8 @@ def test_every_online_name_can_be_declared() -> None:
     text = GOOD
     for side, names in ONLINE.items():
         for i, name in enumerate(names):
-            kind = 'kind = "ids"\ntable = "item"\n' if name in ("history", "item_id") else ""
+            is_ids = name in ("history", "item_id", "user_id")
+            kind = 'kind = "ids"\ntable = "item"\n' if is_ids else ""
             text += f'[[{side}]]\nname = "{side}{i}"\nonline = "{name}"\n{kind}'
     schema = parse_schema(text)
     assert [f.online for f in schema.ro] == list(ONLINE["ro"])

@@ -205,7 +205,7 @@ def _flat(path: str, rows: list[dict[str, Any]], complete: bool, choices: Choice
     for role in ("time", "item"):
         if not roles[role]:
             raise ConfigError(
-                f"{path}: no column is clearly the {role}; name it with --{role} COLUMN (columns: "
+                f"{path}: no column is recognized as the {role}; name it with --{role} COLUMN (columns: "
                 f"{', '.join(columns)})"
             )
     request = [roles["request"]] if roles["request"] else [c for c in (roles["user"], roles["time"]) if c]

@@ -155,6 +155,43 @@ def test_a_repeated_engagement_has_one_event_id(live: LiveServing) -> None:
     assert once.event_ids == twice.event_ids[:1]
 
 
+@pytest.mark.parametrize("kind", [np.int64, np.uint64, np.int32])
+def test_numpy_ids_are_those_of_python_in_both_encodings(live: LiveServing, kind: type[Any]) -> None:
+    numpy_fields = cast(
+        RankFields,
+        {
+            "request_id": "r-1",
+            "user_id": kind(17),
+            "session_id": kind(4),
+            "candidates": {"item_id": np.array([8, 9, 10], kind), "clicks": np.array([3, 0, 1])},
+        },
+    )
+    rows = [{"item_id": kind(i), "clicks": c} for i, c in ((8, 3), (9, 0), (10, 1))]
+    ids = {"user_id": 17, "session_id": 4, "candidates": {"item_id": [8, 9, 10], "clicks": [3, 0, 1]}}
+    for schema in (None, SCHEMA):
+        with Client(live.url, policy=PATIENT, schema=schema) as client:
+            forms = (numpy_fields, {**numpy_fields, "candidates": rows}, {"request_id": "r-1", **ids})
+            answers = [client.rank(cast(RankFields, fields)) for fields in forms]
+            assert answers[0].items == answers[1].items == answers[2].items
+            assert {type(item) for answer in answers for item in answer.items} == {int}
+    assert len(live.built.records()) == 6 and len(set(logged(live))) == 1
+    with Client(live.url, policy=PATIENT) as client:
+        click = client.engage(cast(Any, {**CLICK, "user_id": kind(17), "item_id": kind(8)}))
+        assert click.event_ids == client.engage(CLICK).event_ids
+
+
+@pytest.mark.parametrize("given", [2**63 + 5, 2**64 - 1])
+def test_numpy_ids_beyond_63_bits_are_sent_in_both_encodings(live: LiveServing, given: int) -> None:
+    for schema in (None, SCHEMA):
+        with Client(live.url, policy=PATIENT, schema=schema) as client:
+            ids = np.array([given, 1], np.uint64)
+            ranking = client.rank(
+                cast(Any, {"request_id": "r-1", "user_id": ids[0], "candidates": {"item_id": ids}})
+            )
+            assert set(ranking.items) == {given, 1}
+    assert len(live.built.records()) == 2 and len(set(logged(live))) == 1
+
+
 def test_the_client_reads_readiness_and_version(live: LiveServing) -> None:
     async def asked() -> tuple[bool, str]:
         async with AsyncClient(live.url, policy=PATIENT) as client:

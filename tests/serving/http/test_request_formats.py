@@ -1,0 +1,182 @@
+"""One request as JSON rows (two forms), JSON columns, protobuf and an inference of the Open Inference Protocol:
+equal bytes in the log, equal scores, equal order."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, seed, settings
+from hypothesis import strategies as st
+from serving_cases import NOW_MS, SCHEMA, Built, build, learn
+from serving_fakes import FakeRows
+from starlette.testclient import TestClient
+
+from roostream.wire import roo_pb2 as pb
+from serving.client.messages import rank_exchange
+from serving.http.app import HttpInterface
+
+NUM_FORMATS = 5
+TEXTS = st.text(min_size=1, max_size=8)
+INTEGERS = st.integers(-(1 << 63), (1 << 63) - 1)
+FLOATS = st.floats(width=32, min_value=-1e6, max_value=1e6)
+TIMES = st.integers(0, NOW_MS)
+
+
+def lists_of(**columns: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, list[Any]]]:
+    """Columns of equal length, as a sequence or weighted ids have them."""
+    rows = st.lists(st.tuples(*columns.values()), max_size=5)
+    return rows.map(lambda rows: {name: [row[i] for row in rows] for i, name in enumerate(columns)})
+
+
+def features(ids: st.SearchStrategy[Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Strategies of a request's and of a candidate's features; each may be absent or null."""
+    ro = {
+        "hour": FLOATS,
+        "mood": FLOATS,
+        "user": st.lists(ids, max_size=3),
+        "likes": lists_of(ids=ids, weights=FLOATS),
+        "history": lists_of(item=ids, action=INTEGERS, time=TIMES),
+        "num_candidates": FLOATS,
+    }
+    nro = {
+        "item": st.lists(ids, max_size=3),
+        "topics": st.lists(ids, max_size=3),
+        "age_h": FLOATS,
+        "clicks": FLOATS,
+        "place": FLOATS,
+    }
+    return {k: st.none() | v for k, v in ro.items()}, {k: st.none() | v for k, v in nro.items()}
+
+
+@st.composite
+def bodies(draw: st.DrawFn) -> dict[str, Any]:
+    """A rank request as nested rows. All ids of a request are integers or all are texts, because the elements
+    of a tensor have one type."""
+    ids = draw(st.sampled_from((INTEGERS, TEXTS)))
+    ro, nro = features(ids)
+    items = draw(st.lists(ids, min_size=1, max_size=4, unique=True))
+    optional = {
+        "user_id": INTEGERS | TEXTS,
+        "session_id": INTEGERS | TEXTS,
+        "surface": st.text(max_size=8),
+        "append": st.booleans(),
+        "model_version": st.sampled_from(("", "1-9")),
+    }
+    return {
+        "request_id": "r-1",
+        **draw(st.fixed_dictionaries({}, optional=optional)),
+        **draw(st.fixed_dictionaries({}, optional={"ro": st.fixed_dictionaries({}, optional=ro)})),
+        "candidates": [
+            {"item_id": item, "nro": draw(st.fixed_dictionaries({}, optional=nro))} for item in items
+        ],
+    }
+
+
+def in_columns(body: dict[str, Any]) -> dict[str, Any]:
+    rows = body["candidates"]
+    names = dict.fromkeys(name for row in rows for name in row["nro"])
+    columns = {name: [row["nro"].get(name) for row in rows] for name in names}
+    return {**body, "candidates": {"item_id": [row["item_id"] for row in rows], **columns}}
+
+
+def inference(body: dict[str, Any]) -> dict[str, Any]:
+    """The same request as tensors. A feature that no candidate has is left out."""
+    columns = in_columns(body)["candidates"]
+    inputs = [id_tensor("item_id", columns.pop("item_id"))]
+    for feature in SCHEMA.ro:
+        value = body.get("ro", {}).get(feature.name)
+        if value is not None and feature.kind == "float":
+            inputs.append(tensor(feature.name, "FP32", [value]))
+        elif value is not None:
+            inputs += [id_tensor(name, part, [1, len(part)]) for name, part in parts_of(feature.name, value)]
+    for feature in SCHEMA.nro:
+        column = columns.get(feature.name, [None])
+        if all(value is None for value in column):
+            continue
+        if feature.kind == "float":
+            inputs.append(tensor(feature.name, "FP32", column))
+            continue
+        lengths = [-1 if value is None else len(value) for value in column]
+        inputs.append(id_tensor(feature.name, [v for value in column for v in value or ()]))
+        inputs.append(tensor(f"{feature.name}:lengths", "INT32", lengths))
+    fields = ("user_id", "session_id", "surface", "append")
+    return {
+        "id": body["request_id"],
+        "parameters": {name: body[name] for name in fields if name in body},
+        "inputs": inputs,
+    }
+
+
+def parts_of(name: str, value: Any) -> list[tuple[str, list[Any]]]:
+    if isinstance(value, list):
+        return [(name, value)]
+    return [(name if part in ("ids", "item") else f"{name}.{part}", values) for part, values in value.items()]
+
+
+def tensor(name: str, datatype: str, data: list[Any], shape: list[int] | None = None) -> dict[str, Any]:
+    return {"name": name, "shape": shape or [len(data)], "datatype": datatype, "data": data}
+
+
+def id_tensor(name: str, data: list[Any], shape: list[int] | None = None) -> dict[str, Any]:
+    """Of ids, times or weights."""
+    is_float = name.endswith(".weights")
+    is_text = any(isinstance(value, str) for value in data)
+    return tensor(name, "FP32" if is_float else "BYTES" if is_text else "INT64", data, shape)
+
+
+def answers(http: TestClient, body: dict[str, Any]) -> list[tuple[list[list[float]], list[int]]]:
+    """(scores by candidate, order) in each format."""
+    flat = {**body, "candidates": [{"item_id": row["item_id"], **row["nro"]} for row in body["candidates"]]}
+    found = []
+    for form in (body, flat, in_columns(body)):
+        answer = http.post("/v1/rank", json=form)
+        assert answer.status_code == 200, answer.text
+        scores = [list(each.values()) for each in answer.json()["scores"]]
+        found.append((scores, answer.json()["order"]))
+    call = rank_exchange(cast(Any, body), SCHEMA).call
+    binary = http.post(call.path, content=call.body, headers=dict(call.headers))
+    assert binary.status_code == 200, binary.text
+    message = pb.RankAnswer.FromString(binary.content)
+    found.append((np.array(message.scores).reshape(-1, len(message.tasks)).tolist(), list(message.order)))
+    version = body.get("model_version")
+    path = f"/v2/models/default{f'/versions/{version}' if version else ''}/infer"
+    inferred = http.post(path, json=inference(body))
+    assert inferred.status_code == 200, inferred.text
+    outputs = {output["name"]: output["data"] for output in inferred.json()["outputs"]}
+    by_task = [outputs[task] for task in SCHEMA.tasks]
+    found.append(([list(each) for each in zip(*by_task, strict=True)], outputs["order"]))
+    return [(np.array(scores, np.float32).tolist(), order) for scores, order in found]
+
+
+@pytest.fixture
+def built(tmp_path: Path) -> Built:
+    built = build(tmp_path, FakeRows(SCHEMA), max_log_bytes=1 << 26)
+    learn(built)
+    return built
+
+
+def test_every_format_of_a_request_gives_equal_scores_and_equal_records(built: Built) -> None:
+    http = TestClient(HttpInterface(built.context), raise_server_exceptions=False)
+    seen: set[str] = set()
+    num_records = 0
+
+    @seed(0)
+    @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+    @given(bodies())
+    def check(body: dict[str, Any]) -> None:
+        nonlocal num_records
+        found = answers(http, body)
+        records = built.records()[num_records:]
+        num_records += NUM_FORMATS
+        assert len(found) == len(records) == NUM_FORMATS
+        assert all(answer == found[0] for answer in found), json.dumps(body)
+        assert len({record.value for record in records}) == 1, json.dumps(body)
+        seen.update(str(scores) for scores in found[0][0])
+
+    check()
+    assert len(seen) > NUM_FORMATS, "requests are scored differently"
+    built.close()
