@@ -1,5 +1,5 @@
-"""One request as JSON rows (two forms), JSON columns, protobuf and an inference of the Open Inference Protocol:
-equal bytes in the log, equal scores, equal order."""
+"""One request in five formats: JSON rows (two forms), JSON columns, protobuf, and an inference of the Open
+Inference Protocol. Bytes in the log, scores and order are equal."""
 
 from __future__ import annotations
 
