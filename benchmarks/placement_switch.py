@@ -99,9 +99,7 @@ def _commit(
     for index in range(owners):
         segments = Segments(blobs[index], shapes_of(schema), _BUCKETS, buckets=bucket_map.buckets_of(index))
         shards[index] = {
-            "segments": [
-                s._asdict() for s in segments.write("1-1", {stack: block.take(owner_N == index)}, ())
-            ]
+            "segments": [s.plain() for s in segments.write("1-1", {stack: block.take(owner_N == index)}, ())]
         }
     manifest = Manifest(
         seq=1,

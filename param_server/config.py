@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from roostream.runtime.address import LINK_AUTHENTICATION, check_addresses, check_listen
 from roostream.runtime.bucket_map import BucketMap
+from roostream.runtime.checkpoint_store import is_object_store
 from roostream.runtime.deployment import Deployment
 from roostream.runtime.kafka.topics import DEFAULT_BUCKETS, DEFAULT_PARTITIONS
 from roostream.schema.schema import Schema
@@ -27,6 +28,11 @@ class ShardConfig(Deployment):
     index: int = setting(0, "number of this shard, from 0", ge=0)
     num_shards: int = setting(1, "number of shards of the deployment", ge=1)
     home: str = setting(help="data directory of this shard; its committed segments are stored below it")
+    upload_segments: Literal["auto", "always", "never"] = setting(
+        "auto",
+        "copy rows to the checkpoint store before they are committed: always, never, or auto = if the store "
+        "is an object store (s3://…)",
+    )
     publish_interval_ms: int = setting(
         1000, "time between two publications of changed rows to the topic `rows`", ge=1
     )
@@ -45,6 +51,12 @@ class ShardConfig(Deployment):
     max_publish_norm: float = setting(
         MAX_PUBLISH_NORM, "rows with a larger Euclidean norm are counted and not published", gt=0
     )
+
+    @property
+    def uploads(self) -> bool:
+        """Whether rows are copied to the checkpoint store."""
+        is_auto = self.upload_segments == "auto"
+        return is_object_store(self.store) if is_auto else self.upload_segments == "always"
 
     def __post_init__(self) -> None:
         super().__post_init__()

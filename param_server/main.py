@@ -71,6 +71,8 @@ METRICS = {
         "damaged parts of committed segments; the next commit rewrites their rows"
     ),
     "roostream_shard_found_damaged_segment_parts_total": MetricSpec("segment parts that were found damaged"),
+    "roostream_shard_sent_bytes_total": MetricSpec("bytes of segments copied to the checkpoint store"),
+    "roostream_shard_fetched_bytes_total": MetricSpec("bytes of segments fetched from the checkpoint store"),
     "roostream_shard_pulls_total": MetricSpec("pulls answered"),
     "roostream_shard_pushes_total": MetricSpec("pushes applied"),
     "roostream_shard_duplicate_pushes_total": MetricSpec("pushes that had been applied before"),
@@ -157,7 +159,14 @@ def build_shard(config: ShardConfig, segment_store: KeyValueStore) -> Shard:
         keep=config.keep_commits,
     )
     eviction = functools.partial(ExpiryPolicy, max_share=config.max_expired_share)
-    return Shard(identity, segments, open_checkpoint_store(config.store), SystemClock(), eviction=eviction)
+    return Shard(
+        identity,
+        segments,
+        open_checkpoint_store(config.store),
+        SystemClock(),
+        eviction=eviction,
+        uploads=config.uploads,
+    )
 
 
 def _listen(
@@ -234,6 +243,8 @@ def metrics_of(shard: Shard, publisher: Publisher | None) -> dict[str, Any]:
         "roostream_shard_largest_accumulator": stats["largest_accumulator"],
         "roostream_shard_damaged_segment_parts": stats["damaged"],
         "roostream_shard_found_damaged_segment_parts_total": stats["damages"],
+        "roostream_shard_sent_bytes_total": stats["sent_bytes"],
+        "roostream_shard_fetched_bytes_total": stats["fetched_bytes"],
         "roostream_shard_pulls_total": stats["pulls"],
         "roostream_shard_pushes_total": stats["pushes"],
         "roostream_shard_duplicate_pushes_total": stats["repeats"],

@@ -8,7 +8,8 @@ r/<segment>/<stack>             state of the stack's eviction policy at that com
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -17,6 +18,7 @@ from param_server import row_block as blocks
 from param_server.key_value_store import KeyValueStore
 from param_server.row_block import RowBlock
 from roostream.errors import CheckpointError
+from roostream.runtime.manifest import StoredFile
 from roostream.schema.schema import stack_shape
 
 FORMAT, FORMAT_BLOCKS = 2, 3
@@ -33,6 +35,20 @@ class Segment(NamedTuple):
     rows: int
     bytes: int
     checksum: str  # of its directory, xxh3-64 in hex; the directory has those of the blocks
+    copy: StoredFile | None = None  # in the checkpoint store; None = the shard's disk has the only one
+
+    def plain(self) -> dict[str, Any]:
+        """As a manifest has it."""
+        found = self._asdict()
+        del found["copy"]
+        return found | ({"copy": dataclasses.asdict(self.copy)} if self.copy else {})
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> Segment:
+        """Inverse of `plain`. Raises KeyError, TypeError: it is something else."""
+        copy = plain.get("copy")
+        name, rows, num_bytes, checksum = (plain[f] for f in ("name", "rows", "bytes", "checksum"))
+        return cls(name, rows, num_bytes, checksum, StoredFile(**copy) if copy else None)
 
 
 class BlockEntry(NamedTuple):
@@ -121,36 +137,83 @@ class SegmentParts:
         return Segment(name, rows, total, f"{blocks.checksum(directory):016x}")
 
     def directory(self, segment: Segment) -> SegmentDirectory:
-        data = self.store.get(_directory_key(segment.name))
-        if not data:
-            raise CheckpointError(
-                f"segment {segment.name} is absent; expected the data directory of the shard that wrote it"
-            )
-        if f"{blocks.checksum(data):016x}" != segment.checksum:
-            raise CheckpointError(
-                f"segment {segment.name}: expected checksum {segment.checksum}, got another: it is damaged"
-            )
-        content = msgspec.json.decode(data)
-        if content["format"] not in (1, FORMAT, FORMAT_BLOCKS):
-            raise CheckpointError(
-                f"segment {segment.name}: expected format 1 to {FORMAT_BLOCKS}, got {content['format']}; "
-                "use the version of Roostream that wrote it"
-            )
-        found = {
-            stack: {int(bucket): _entries(entry) for bucket, entry in entries.items()}
-            for stack, entries in content["blocks"].items()
-        }
-        checksums = {stack: entry["checksum"] for stack, entry in content.get("residency", {}).items()}
-        return SegmentDirectory(segment.name, found, frozenset(content.get("whole", ())), checksums)
+        return _directory(segment, self._directory_bytes(segment))
+
+    def has_directory(self, segment: Segment) -> bool:
+        """Whether this segment is here, as far as its directory tells."""
+        return _is_directory(segment, self.store.get(_directory_key(segment.name)))
 
     def block(self, name: str, stack: str, bucket: int, entry: BlockEntry) -> RowBlock:
         key = _block_key(name, stack, bucket, entry.number)
         data = self.store.get(key)
         if data is None or len(data) != entry.bytes or data[-8:].hex() != entry.checksum:
-            raise CheckpointError(
-                f"segment part {key.decode()} is damaged: absent, or not what was committed"
-            )
+            raise _damaged(key)
         return blocks.decode(data, key, *self.shape(stack))
+
+    def sizes(self, segment: Segment) -> Iterator[tuple[bytes, int]]:
+        """Key and size of every part of a segment."""
+        yield _directory_key(segment.name), len(self._directory_bytes(segment))
+        directory = self.directory(segment)
+        for key, entry in _block_entries(directory):
+            yield key, entry.bytes
+        for stack, checksum in directory.policy_checksums.items():
+            yield _policy_key(segment.name, stack), len(self.policy_state(segment.name, stack, checksum))
+
+    def read(self, segment: Segment) -> Iterator[tuple[bytes, bytes]]:
+        """Key and bytes of every part of a segment, verified, the directory first."""
+        yield _directory_key(segment.name), self._directory_bytes(segment)
+        directory = self.directory(segment)
+        for key, entry in _block_entries(directory):
+            data = self.store.get(key)
+            if not _is_block(key, entry, data):
+                raise _damaged(key)
+            assert data is not None
+            yield key, data
+        for stack, checksum in directory.policy_checksums.items():
+            yield _policy_key(segment.name, stack), self.policy_state(segment.name, stack, checksum)
+
+    def store_again(self, segment: Segment, parts: Iterator[tuple[bytes, bytes]]) -> None:
+        """Inverse of `read`: replace the parts of a segment that is damaged or absent here by these. Durable
+        on return.
+
+        Raises:
+            CheckpointError: `parts` are not those of `segment`. Parts that are in order stay; the segment
+            counts as absent if its directory is absent now.
+        """
+        key, directory_bytes = next(parts)
+        if key != _directory_key(segment.name) or not _is_directory(segment, directory_bytes):
+            raise _damaged(key)
+        directory = _directory(segment, directory_bytes)
+        missing = dict(_block_entries(directory))
+        policies = {_policy_key(segment.name, stack): s for stack, s in directory.policy_checksums.items()}
+        if not self.has_directory(segment):
+            self.store.write([(key, b"")])
+        batch, waiting = list[tuple[bytes, bytes]](), 0
+        for key, data in parts:
+            entry = missing.pop(key, None)
+            is_policy = key in policies and f"{blocks.checksum(data, key):016x}" == policies.pop(key)
+            if not is_policy and (entry is None or not _is_block(key, entry, data)):
+                raise _damaged(key)
+            batch.append((key, data))
+            waiting += len(data)
+            if waiting >= _BATCH_BYTES:
+                self.store.write(batch)
+                batch, waiting = [], 0
+        if missing or policies:
+            raise _damaged(next(iter(missing or policies)))
+        self.store.write([*batch, (_directory_key(segment.name), directory_bytes)], sync=True)
+
+    def _directory_bytes(self, segment: Segment) -> bytes:
+        data = self.store.get(_directory_key(segment.name))
+        if not data:
+            raise CheckpointError(
+                f"segment {segment.name} is absent; expected the data directory of the shard that wrote it"
+            )
+        if not _is_directory(segment, data):
+            raise CheckpointError(
+                f"segment {segment.name}: expected checksum {segment.checksum}, got another: it is damaged"
+            )
+        return data
 
     def shape(self, stack: str) -> tuple[int, int]:
         """(width, state width); of a former stack as its name tells."""
@@ -166,9 +229,7 @@ class SegmentParts:
         key = _policy_key(name, stack)
         data = self.store.get(key)
         if data is None or f"{blocks.checksum(data, key):016x}" != checksum:
-            raise CheckpointError(
-                f"segment part {key.decode()} is damaged: absent, or not what was committed"
-            )
+            raise _damaged(key)
         return data
 
     def delete(self, names: Iterable[str]) -> None:
@@ -197,3 +258,44 @@ def _entries(stored: Mapping[str, Any]) -> list[BlockEntry]:
         BlockEntry(entry["bytes"], entry["checksum"], number)
         for number, entry in enumerate([stored, *stored.get("more", ())])
     ]
+
+
+def _directory(segment: Segment, data: bytes) -> SegmentDirectory:
+    content = msgspec.json.decode(data)
+    if content["format"] not in (1, FORMAT, FORMAT_BLOCKS):
+        raise CheckpointError(
+            f"segment {segment.name}: expected format 1 to {FORMAT_BLOCKS}, got {content['format']}; "
+            "use the version of Roostream that wrote it"
+        )
+    found = {
+        stack: {int(bucket): _entries(entry) for bucket, entry in entries.items()}
+        for stack, entries in content["blocks"].items()
+    }
+    checksums = {stack: entry["checksum"] for stack, entry in content.get("residency", {}).items()}
+    return SegmentDirectory(segment.name, found, frozenset(content.get("whole", ())), checksums)
+
+
+def _block_entries(directory: SegmentDirectory) -> Iterator[tuple[bytes, BlockEntry]]:
+    """Key and entry of every block of a segment."""
+    for stack, buckets in directory.blocks.items():
+        for bucket, entries in buckets.items():
+            for entry in entries:
+                yield _block_key(directory.name, stack, bucket, entry.number), entry
+
+
+def _is_block(key: bytes, entry: BlockEntry, data: bytes | None) -> bool:
+    """Whether these are the bytes that a directory names."""
+    if data is None or len(data) != entry.bytes or data[-8:].hex() != entry.checksum:
+        return False
+    return blocks.checksum(memoryview(data)[:-8], key) == int.from_bytes(data[-8:], "little")
+
+
+def _is_directory(segment: Segment, data: bytes | None) -> bool:
+    """Whether this is the directory that a manifest names."""
+    return bool(data) and f"{blocks.checksum(data or b''):016x}" == segment.checksum
+
+
+def _damaged(key: bytes) -> CheckpointError:
+    return CheckpointError(
+        f"segment part {key.decode(errors='replace')} is damaged: absent, or not what was committed"
+    )

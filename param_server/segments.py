@@ -14,13 +14,16 @@ and time stay within twice what the changes take.
 **Damage is found while memory still has the rows.** Each commit reads back one bucket of the state, and the
 segment of the oldest kept commit, before it deletes what only older commits need. The next commit rewrites
 the buckets of a damaged part completely.
+
+**A commit is durable where its manifest is.** `send` copies new segments to the checkpoint store before they
+are committed, and `fetch` brings back what a lost or damaged disk does not have (segment_copies.py).
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -28,9 +31,10 @@ import msgspec
 from param_server import row_block as blocks
 from param_server.key_value_store import KeyValueStore
 from param_server.row_block import RowBlock
+from param_server.segment_copies import SegmentCopies
 from param_server.segment_parts import BlockEntry, Segment, SegmentBucket, SegmentDirectory, SegmentParts
 from roostream.errors import CheckpointError, UnavailableError
-from roostream.runtime.manifest import KEEP_MANIFESTS, Manifest
+from roostream.runtime.manifest import KEEP_MANIFESTS, Manifest, StoredFile
 from roostream.schema.ids import buckets_of
 
 log = logging.getLogger("roostream.segments")
@@ -38,6 +42,7 @@ log = logging.getLogger("roostream.segments")
 KEEP_COMMITS = KEEP_MANIFESTS  # a manifest is useless without its segments
 FEW_SEGMENTS, MANY_SEGMENTS = 8, 64
 _HISTORY, STORE_KEY = b"history", b"store"
+_NUM_STORED = len(Segment._fields) - 1  # the manifest says where the copies are
 _NAMED = 8
 _NONE: frozenset[int] = frozenset()
 
@@ -65,9 +70,7 @@ def commit_of(manifest: Manifest, index: int) -> Commit:
         CheckpointError: it names no segments of this shard.
     """
     try:
-        segments = tuple(
-            Segment(**{f: s[f] for f in Segment._fields}) for s in manifest.shards[index]["segments"]
-        )
+        segments = tuple(Segment.from_plain(s) for s in manifest.shards[index]["segments"])
     except (KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"{manifest.name}: expected the segments of shard {index}, got something else ({error!r})"
@@ -106,6 +109,7 @@ class Segments:
         self._parts = SegmentParts(store, shapes)
         self._restored: Commit | None = None  # since the last `commit`
         self._read_back = ""  # segment that was read back last
+        self._sent: dict[str, StoredFile] = {}  # segment → its copy that no manifest names yet
 
     def buckets_to_rewrite(self, base: Sequence[Segment], share: float) -> frozenset[int]:
         """Buckets that the next segment over `base` should hold completely, where `share` of the rows have
@@ -168,8 +172,7 @@ class Segments:
     ) -> tuple[Segment, ...]:
         """As `write_changes`; writes a segment even if there are no changes."""
         try:
-            if self.store_id and self.remembered_store() != self.store_id:
-                self.store.write([(STORE_KEY, self.store_id.encode())])
+            self._remember_store()
             state = (*base, self._parts.write(name, parts, complete, policy_states or {}))
             return tuple(
                 s for s, live in zip(state, self._live(state), strict=True) if live or s.name == name
@@ -178,9 +181,51 @@ class Segments:
             self.discard(name)
             raise
 
+    def send(
+        self, state: Sequence[Segment], copies: SegmentCopies, on_progress: Callable[[], None] = lambda: None
+    ) -> tuple[Segment, ...]:
+        """Copy those segments of a state to the checkpoint store that have no copy yet; return the state with
+        its copies.
+
+        **If it fails** (UnavailableError, or CheckpointError: a segment is damaged here, and the next commit
+        rewrites its rows): call it again; it continues with the segment that failed.
+        """
+        for segment in state:
+            if segment.copy is None and segment.name not in self._sent:
+                try:
+                    self._sent[segment.name] = copies.send(self._parts, segment, on_progress)
+                except CheckpointError:
+                    self._note_damage({segment.name: SegmentDamage(frozenset(self.buckets), segment.rows)})
+                    raise
+        return tuple(s if s.copy else s._replace(copy=self._sent[s.name]) for s in state)
+
+    def fetch(
+        self,
+        segments: Iterable[Segment],
+        copies: SegmentCopies,
+        on_progress: Callable[[], None] = lambda: None,
+    ) -> list[str]:
+        """Replace these segments by their copies in the checkpoint store; returns what is wrong with copies,
+        whose segments stay as they are. Those without a copy are left out."""
+        problems = []
+        for segment in segments:
+            if segment.copy is not None:
+                self._remember_store()
+                try:
+                    copies.fetch(self._parts, segment, on_progress)
+                except CheckpointError as error:
+                    log.error("%s", error)
+                    problems.append(str(error))
+        return problems
+
+    def absent(self, state: Sequence[Segment]) -> list[Segment]:
+        """The segments of a state that are not here, or whose directory is damaged."""
+        return [segment for segment in state if not self._parts.has_directory(segment)]
+
     def discard(self, name: str) -> None:
         """Delete a segment that will not be committed. Never raises: the next `commit` deletes what is
         left."""
+        self._sent.pop(name, None)
         try:
             self._parts.delete([name])
         except (CheckpointError, UnavailableError) as error:
@@ -193,6 +238,7 @@ class Segments:
         Nothing is deleted while something is damaged.
         """
         self.needs_rewrite = False
+        self._sent.clear()
         history = self._remember(commit)
         self._drop_obsolete_damage(commit.segments)
         if history:
@@ -208,6 +254,7 @@ class Segments:
         commit: those whose number is not in `linked`, the numbers of all manifests (None: not known).
         """
         self._restored = commit
+        self._sent.clear()
         if linked is None:
             return
         try:
@@ -259,6 +306,11 @@ class Segments:
         """Identity of the checkpoint store that the segments belong to; "" if none was written since stores
         have identities."""
         return (self.store.get(STORE_KEY) or b"").decode("ascii", "replace")
+
+    def _remember_store(self) -> None:
+        """Before the first segment, so that no other store decides about it."""
+        if self.store_id and self.remembered_store() != self.store_id:
+            self.store.write([(STORE_KEY, self.store_id.encode())])
 
     @property
     def is_empty(self) -> bool:
@@ -425,7 +477,8 @@ class Segments:
             if newer is not None:
                 past = [*(c for c in past if c.seq < newer.seq), newer]
         history = [c for c in past if c.segments][-self.keep :]
-        self.store.write([(_HISTORY, msgspec.json.encode(history))], sync=True)
+        listed = [(c.seq, c.incarnation, [s[:_NUM_STORED] for s in c.segments]) for c in history]
+        self.store.write([(_HISTORY, msgspec.json.encode(listed))], sync=True)
         self._restored = None
         return history
 

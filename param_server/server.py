@@ -43,7 +43,8 @@ from param_server.restore import (
     roll_back,
 )
 from param_server.row_block import MAX_BLOCK_BYTES, with_gone
-from param_server.segment_parts import SegmentBucket
+from param_server.segment_copies import SegmentCopies
+from param_server.segment_parts import Segment, SegmentBucket
 from param_server.segments import EMPTY_COMMIT, Commit, Segments
 from param_server.table import (
     FrozenRows,
@@ -89,8 +90,14 @@ class Shard:
         store: CheckpointStore,
         clock: Clock,
         eviction: EvictionPolicyFactory = ExpiryPolicy,
+        *,
+        copies: SegmentCopies | None = None,
+        uploads: bool = False,
     ) -> None:
+        """`uploads`: copy every segment to `store` before it is committed. `copies`: where its copies are;
+        None = as usual in `store`."""
         self.identity, self.segments, self.store, self.clock = identity, segments, store, clock
+        self.copies, self.uploads = copies or SegmentCopies(store, identity.index), uploads
         self.tables = build_tables(identity, eviction)
         self.owners, self.buckets = identity.first_owners, identity.first_owners.buckets_of(identity.index)
         self.incarnation, self.ready = 0, False
@@ -265,6 +272,8 @@ class Shard:
             "largest_accumulator": {name: t.largest_accumulator for name, t in tables.items()},
             "damaged": len(self.segments.damaged),
             "damages": self.segments.num_damaged,
+            "sent_bytes": self.copies.sent_bytes,
+            "fetched_bytes": self.copies.fetched_bytes,
             "broken": self._broken,
             "pulls": self.num_pulls,
             "pushes": self.num_pushes,
@@ -438,8 +447,8 @@ class Shard:
             return frozenset()
 
     def write(self, seq: int) -> dict[str, Any]:
-        """Step 5: store the frozen rows; return the segments of commit `seq`. After a failure it can be
-        called again."""
+        """Step 5: store the frozen rows, here and as a copy in the checkpoint store if `uploads`; return the
+        segments of commit `seq`. After a failure it can be called again."""
         frozen = self._expect_frozen(seq)
         if frozen.segments is None:
             frozen.segments = self.segments.write_changes(
@@ -452,7 +461,9 @@ class Shard:
             )
             for name, rows in frozen.rows.items():
                 self._in_steps(self.tables[name].release(rows))
-        return {"segments": [s._asdict() for s in frozen.segments], "rows_end": dict(frozen.rows_end)}
+        if self.uploads:
+            frozen.segments = self.segments.send(frozen.segments, self.copies, self._advance)
+        return {"segments": [s.plain() for s in frozen.segments], "rows_end": dict(frozen.rows_end)}
 
     def _frozen_parts(self, frozen: FrozenCommit) -> Iterator[SegmentBucket]:
         """The frozen rows by bucket; a large bucket comes in several blocks."""
@@ -514,8 +525,12 @@ class Shard:
         """Go to manifest `name` ("" = the beginning) in `incarnation`. Older incarnations are fenced from now
         on, also if it fails. `store_id`: identity of the controller's checkpoint store; "" = not stated.
 
+        Segments that the home does not have, or has damaged, are fetched from their copies in the checkpoint
+        store.
+
         **If it fails** (CheckpointError, UnavailableError, ConfigError): calls raise UnavailableError until a
-        restore in a later incarnation, of this manifest or another, has succeeded. The home is unchanged.
+        restore in a later incarnation, of this manifest or another, has succeeded. The home has what it had,
+        and the segments that were fetched.
         """
         with self._lock:
             if incarnation < self.incarnation or (incarnation == self.incarnation and self.ready):
@@ -531,6 +546,14 @@ class Shard:
             store_id = ensure_identity(self.store)
         target = restore_target(self.identity, self.store, name)
         check_home(self.segments, self.store, store_id, target.commit, self.identity.index, incarnation)
+        state = target.commit.segments
+        # A home that remembers no store may hold what an older version committed in another one.
+        is_known = bool(name) or not store_id or bool(self.segments.remembered_store())
+        self.segments.store_id = store_id
+        # Segments that have no copy may be on a volume that is not mounted: then nothing is fetched.
+        waits = self.segments.is_empty and any(segment.copy is None for segment in state)
+        absent = [] if waits else self.segments.absent(state)
+        problems = self._fetch(absent)
         states = [self.committed.segments, self._frozen.segments if self._frozen else None]
         consistent, self._consistent = self._consistent, False
         self.segments.lost.clear()
@@ -538,23 +561,28 @@ class Shard:
             same = consistent and not self.segments.needs_rewrite and target.owners == self.owners
             self.owners, self.buckets = target.owners, target.owners.buckets_of(self.identity.index)
             self.segments.buckets = tuple(self.buckets)
-            if same and target.commit.segments in states:
-                frozen = self._frozen.rows if self._frozen else {}
-                roll_back(self.tables, frozen, self.segments, target.commit.segments, self._advance)
-            else:
-                reload(self.tables, self.segments, target.commit.segments, self._advance)
+            try:
+                if same and state in states:
+                    frozen = self._frozen.rows if self._frozen else {}
+                    roll_back(self.tables, frozen, self.segments, state, self._advance)
+                else:
+                    reload(self.tables, self.segments, state, self._advance)
+            except CheckpointError:
+                damaged = {part.split("/")[0] for part in self.segments.check(state, self.buckets)}
+                damaged -= {segment.name for segment in absent}
+                if waits or not any(segment.copy and segment.name in damaged for segment in state):
+                    raise
+                problems += self._fetch([segment for segment in state if segment.name in damaged])
+                reload(self.tables, self.segments, state, self._advance)
         except CheckpointError as error:
-            text = f"{error}; {self.segments.explain_damage(target.commit.segments)}"
-            if self.segments.is_empty:  # an older manifest would lose the rows of all shards since
+            text = "; ".join([str(error), *problems, self.segments.explain_damage(state)])
+            if waits:  # an older manifest would lose the rows of all shards since
                 raise UnavailableError(
                     f"the home of shard {self.identity.index} is empty, but {name} names rows in it: mount "
                     f"its volume and restart the shard ({text})"
                 ) from None
             raise CheckpointError(text) from None
-        # A home that remembers no store may hold what an older version committed in another one.
-        is_known = bool(name) or not store_id or bool(self.segments.remembered_store())
         self.segments.note_restored(target.commit, manifest_numbers(self.store) if is_known else None)
-        self.segments.store_id = store_id
         with self._lock:
             self._finish_restore(target)
         log.info(
@@ -564,6 +592,21 @@ class Shard:
             incarnation,
         )
         return {"rows": sum(t.num_rows for t in self.tables.values())}
+
+    def _fetch(self, segments: Sequence[Segment]) -> list[str]:
+        """Replace these segments by their copies; returns what is wrong with copies."""
+        began_s, before = self.clock.monotonic_s(), self.copies.fetched_bytes
+        problems = self.segments.fetch(segments, self.copies, self._advance)
+        if fetched := self.copies.fetched_bytes - before:
+            log.info(
+                "shard %d fetched %d segments from the checkpoint store: %d rows, %d bytes in %.3f s",
+                self.identity.index,
+                sum(segment.copy is not None for segment in segments) - len(problems),
+                sum(segment.rows for segment in segments if segment.copy),
+                fetched,
+                self.clock.monotonic_s() - began_s,
+            )
+        return problems
 
     def _finish_restore(self, target: RestoreTarget) -> None:
         for table in self.tables.values():

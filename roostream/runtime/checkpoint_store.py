@@ -12,7 +12,8 @@ import re
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,6 +25,11 @@ _PROBE_ATTEMPTS = 3  # an older version of Roostream may delete the object betwe
 _UNFINISHED = ".roostream-unfinished."  # begins the name of a file that is being written
 UNFINISHED_S = 600.0
 """A file that nobody has written to for so long belongs to a writer that was killed."""
+PART_BYTES = 8 << 20
+"""A larger object is written and read in parts of this size."""
+_MAX_PARTS = 9_000  # S3 takes 10,000
+_PARTS_AT_ONCE = 4
+_RETRY_S = 20.0  # far below the time limit of a step of a commit
 
 
 class CheckpointStore(Protocol):
@@ -42,6 +48,11 @@ class CheckpointStore(Protocol):
 
         **If it fails** (UnavailableError): the object is unchanged, or has the new bytes.
         """
+
+    def put_stream(self, name: str, chunks: Iterable[bytes], size: int) -> None:
+        """As `put`, of `size` bytes that come in chunks and need not fit into memory. A name is written with
+        the same bytes only, so parts of it may be sent again. Whatever `chunks` raises is raised, and the
+        object is unchanged then."""
 
     def get(self, name: str) -> bytes:
         """Raises CheckpointError if absent. Does not verify: the manifest has the checksums."""
@@ -118,6 +129,12 @@ class FileStore:
             os.replace(self._write(target, data), target)
             self._sync_directory(target.parent)
 
+    def put_stream(self, name: str, chunks: Iterable[bytes], size: int) -> None:
+        target = self.path(name)
+        with _disk_errors(f"{target} can't be written"):
+            os.replace(self._write_chunks(target, chunks), target)
+            self._sync_directory(target.parent)
+
     def get(self, name: str) -> bytes:
         path = self.path(name)
         with _disk_errors(f"{path} can't be read"):
@@ -161,12 +178,15 @@ class FileStore:
                         path.unlink()
 
     def _write(self, target: Path, data: bytes) -> Path:
+        return self._write_chunks(target, (data,))
+
+    def _write_chunks(self, target: Path, chunks: Iterable[bytes]) -> Path:
         self._make_directory(target.parent)
         handle, name = tempfile.mkstemp(prefix=_UNFINISHED, dir=target.parent)
         temporary = Path(name)
         try:
             with os.fdopen(handle, "wb") as file:
-                file.write(data)
+                file.writelines(chunks)
                 file.flush()
                 self._fsync(file.fileno())
         except BaseException:
@@ -225,6 +245,7 @@ class ObjectStore:
             )
         self.url = f"s3://{location.rstrip('/')}"
         self._client = _client(bucket, prefix)
+        self._retrying_client = _client(bucket, prefix, max_retries=3)  # for what may be repeated
         self._create_is_exclusive = False
         self._lock = threading.Lock()
 
@@ -236,6 +257,35 @@ class ObjectStore:
         with _s3_errors(f"{self.url}/{name} can't be written"):
             _obstore().put(self._client, check_name(name), data, use_multipart=False)
 
+    def put_stream(self, name: str, chunks: Iterable[bytes], size: int) -> None:
+        """In parts, of which four are on their way at once; the object exists once all are there. Parts of a
+        writer that was killed stay hidden in the bucket until a rule of its life cycle deletes them
+        (docs/operations/backup.md)."""
+        failed: list[Exception] = []
+
+        def guarded() -> Iterator[bytes]:
+            try:
+                yield from chunks
+            except Exception as error:  # obstore would hide its type
+                failed.append(error)
+                raise
+
+        data: bytes | Iterator[bytes] = guarded() if size > PART_BYTES else b"".join(chunks)
+        try:
+            with _s3_errors(f"{self.url}/{name} can't be written"):
+                _obstore().put(
+                    self._retrying_client,
+                    check_name(name),
+                    data,
+                    use_multipart=size > PART_BYTES,
+                    chunk_size=max(PART_BYTES, -(-size // _MAX_PARTS)),
+                    max_concurrency=_PARTS_AT_ONCE,
+                )
+        except Exception:
+            if failed:
+                raise failed[0] from None
+            raise
+
     def get(self, name: str) -> bytes:
         with _s3_errors(f"{self.url}/{name} can't be read", f"{name} is absent from {self.url}"):
             return bytes(_obstore().get(self._client, check_name(name)).bytes())
@@ -244,7 +294,9 @@ class ObjectStore:
         if not size:
             return b""
         with _s3_errors(f"{self.url}/{name} can't be read", f"{name} is absent from {self.url}"):
-            found = bytes(_obstore().get_range(self._client, check_name(name), start=start, length=size))
+            found = bytes(
+                _obstore().get_range(self._retrying_client, check_name(name), start=start, length=size)
+            )
         return check_range(name, start, size, found)
 
     def list(self, prefix: str) -> list[str]:
@@ -257,7 +309,7 @@ class ObjectStore:
             _obstore().delete(self._client, check_name(name))
 
     def sweep(self) -> None:
-        """Each object is one atomic PUT, so nothing is ever unfinished."""
+        """An object exists once it is complete, so nothing that can be listed is ever unfinished."""
 
     def _create(self, name: str, data: bytes) -> bool:
         """Never retried: after a lost answer, a second try would find its own object and report that another
@@ -304,14 +356,15 @@ def _allows_http() -> bool:
     return os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("1", "true", "yes")
 
 
-def _client(bucket: str, prefix: str) -> Any:
+def _client(bucket: str, prefix: str, *, max_retries: int = 0) -> Any:
+    """Only the caller knows which calls may be repeated."""
     obstore = _obstore()
-    try:  # no retries: only the caller knows which calls may be repeated
+    try:
         return obstore.store.S3Store(
             bucket,
             prefix=prefix or None,
             client_options={"timeout": "30s", "connect_timeout": "5s", "allow_http": _allows_http()},
-            retry_config={"max_retries": 0},
+            retry_config={"max_retries": max_retries, "retry_timeout": timedelta(seconds=_RETRY_S)},
         )
     except (obstore.exceptions.BaseError, ValueError) as error:
         raise ConfigError(
@@ -346,6 +399,12 @@ def _file_store(path: str) -> FileStore:
 
 STORES: Mapping[str, Callable[[str], CheckpointStore]] = {"file": _file_store, "s3": ObjectStore}
 """URL scheme → function that opens the rest of the URL. A new kind of store is one class and one entry."""
+
+
+def is_object_store(url: str | Path) -> bool:
+    """Whether the store at `url` is a bucket, and not a directory."""
+    scheme, is_url, _ = str(url).partition("://")
+    return bool(is_url) and scheme != "file"
 
 
 def open_store(url: str | Path) -> CheckpointStore:

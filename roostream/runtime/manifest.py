@@ -25,6 +25,7 @@ log = logging.getLogger("roostream.manifest")
 
 FORMAT = 5
 MANIFESTS, INCARNATIONS, DENSE, WORKERS = "manifests", "incarnations", "dense", "workers"
+SEGMENTS = "segments"
 DISCARDED = "discarded"  # manifests that were rolled back
 KEEP_MANIFESTS, KEEP_INCARNATIONS = 5, 8
 _MAX_ROLLBACKS = 16  # a manifest that is older than so many rollbacks does not arrive any more
@@ -53,6 +54,19 @@ def worker_name(seq: int, incarnation: int, index: int) -> str:
 
 def worker_ids_name(seq: int, incarnation: int, index: int) -> str:
     return f"{WORKERS}/{seq:08d}-{incarnation}-{index}-ids.safetensors"
+
+
+def segment_copy_name(shard: int, segment: str) -> str:
+    """Name of the copy of segment `<seq>-<incarnation>` of a shard (param_server/segment_copies.py)."""
+    return f"{SEGMENTS}/{shard}-{segment}"
+
+
+def segment_copy_seq(name: str) -> int:
+    """Number of the commit that the segment was written for, from the name of its copy; 0 for other
+    names."""
+    _, _, segment = name.partition("-")
+    number = segment.partition("-")[0]
+    return int(number) if number.isdecimal() else 0
 
 
 def seq_of(name: str) -> int:
@@ -166,6 +180,15 @@ class Manifest:
         ones."""
         parts = [file for part in self.workers.values() for file in part.files]
         return {file.name: file for file in (self.dense, *parts)}
+
+    @property
+    def segment_copies(self) -> set[str]:
+        """Names that the copies of this commit's segments have, also of those that are not copied yet."""
+        return {
+            segment_copy_name(index, segment["name"])
+            for index, shard in self.shards.items()
+            for segment in shard.get("segments", ())
+        }
 
     @property
     def checksum(self) -> str:
@@ -477,8 +500,8 @@ def discard_after(store: CheckpointStore, seq: int, *, above: int = 0) -> list[i
 
 
 def retire(store: CheckpointStore, keep: int = KEEP_MANIFESTS) -> None:
-    """Delete what no restart needs: all but the newest `keep` manifests, older trainer files that none of
-    these lists, and old incarnations. After an interruption the next call continues.
+    """Delete what no restart needs: all but the newest `keep` manifests, older trainer files and copies of
+    segments that none of these lists, and old incarnations. After an interruption the next call continues.
 
     The files of a damaged manifest stay as long as its name is kept, because a backup may repair it.
     """
@@ -489,7 +512,7 @@ def retire(store: CheckpointStore, keep: int = KEEP_MANIFESTS) -> None:
     for name in names[-keep:]:
         try:
             manifest = load(store, name).manifest
-            needed |= manifest.files.keys()
+            needed |= manifest.files.keys() | manifest.segment_copies
             last = max(last, seq_of(name))
         except CheckpointError:
             damaged.add(seq_of(name))
@@ -498,4 +521,8 @@ def retire(store: CheckpointStore, keep: int = KEEP_MANIFESTS) -> None:
         if name in needed or not number.isdecimal() or int(number) in damaged or int(number) >= last:
             continue
         store.delete(name)
+    for name in store.list(SEGMENTS):
+        # A damaged manifest may name any older segment, and a commit that is being made has a higher number.
+        if name not in needed and max(damaged, default=0) < segment_copy_seq(name) < last:
+            store.delete(name)
     retire_incarnations(store)

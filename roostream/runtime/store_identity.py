@@ -12,6 +12,7 @@ import json
 import logging
 import re
 import secrets
+from collections.abc import Iterable
 from pathlib import Path
 
 from roostream.errors import CheckpointError, ConfigError, UnavailableError
@@ -160,6 +161,11 @@ class IdentifiedStore:
     def put(self, name: str, data: bytes) -> None:
         self.verify()
         self.store.put(name, data)
+        self.verify()
+
+    def put_stream(self, name: str, chunks: Iterable[bytes], size: int) -> None:
+        self.verify()
+        self.store.put_stream(name, chunks, size)
         self.verify()
 
     def get(self, name: str) -> bytes:

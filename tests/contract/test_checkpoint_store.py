@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from roostream.errors import CheckpointError
+from roostream.runtime.checkpoint_store import PART_BYTES, CheckpointStore, FileStore, open_store
 from roostream.runtime.checkpoint_store import STORES as SCHEMES
-from roostream.runtime.checkpoint_store import CheckpointStore, FileStore, open_store
 from tests.runtime import s3_server
 from tests.trainer.memory_store import MemoryStore
 
@@ -70,6 +71,29 @@ def test_put_replaces(store: CheckpointStore) -> None:
     store.put("dense/1", b"a")
     store.put("dense/1", b"b")
     assert store.get("dense/1") == b"b"
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1000, PART_BYTES, 2 * PART_BYTES + 5])
+def test_an_object_is_written_from_chunks(store: CheckpointStore, num_bytes: int) -> None:
+    data = random.Random(1).randbytes(num_bytes)
+    chunks = (data[at : at + 1_000_000] for at in range(0, len(data), 1_000_000))
+    store.put_stream("segments/0-1-1", chunks, len(data))
+    assert store.get("segments/0-1-1") == data and store.list("segments") == ["segments/0-1-1"]
+
+
+@pytest.mark.parametrize("num_chunks", [1, 9])
+def test_an_error_of_the_chunks_is_raised_and_nothing_is_written(
+    store: CheckpointStore, num_chunks: int
+) -> None:
+    def chunks() -> Iterator[bytes]:
+        for _ in range(num_chunks):
+            yield bytes(2 << 20)
+        raise CheckpointError("a chunk is damaged")
+
+    store.put("segments/0-1-1", b"before")
+    with pytest.raises(CheckpointError, match="a chunk is damaged"):
+        store.put_stream("segments/0-1-1", chunks(), (num_chunks + 1) << 21)
+    assert store.get("segments/0-1-1") == b"before" and store.list("segments") == ["segments/0-1-1"]
 
 
 def test_names_are_listed_by_prefix_in_order(store: CheckpointStore) -> None:

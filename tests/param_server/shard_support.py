@@ -4,7 +4,7 @@ as a dict."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from param_server.config import ShardIdentity
 from param_server.embedding_table import Keys
 from param_server.eviction import EvictionPolicyFactory, ExpiryPolicy
 from param_server.key_value_store import KeyValueStore, MemoryKeyValueStore
+from param_server.segment_copies import SegmentCopies
 from param_server.segments import Segments
 from param_server.server import Shard, ShardRpcHandler
 from param_server.table import shapes_of
@@ -25,6 +26,7 @@ from roostream.wire.lookup import Lookup, StackLookup
 from tests.runtime.manifest_cases import a_manifest
 
 ADAGRAD, ROWWISE = "d4-adagrad", "d3-rowwise_adagrad"
+PIECE_BYTES = 512
 ITEM, USER, TOPIC = "item", "user", "topic"
 
 
@@ -86,6 +88,11 @@ class MemoryStore:
     def put(self, name: str, data: bytes) -> None:
         self.objects[name] = data
 
+    def put_stream(self, name: str, chunks: Iterable[bytes], size: int) -> None:
+        data = b"".join(chunks)
+        assert len(data) == size
+        self.objects[name] = data
+
     def get(self, name: str) -> bytes:
         if name not in self.objects:
             raise CheckpointError(f"{name} is absent")
@@ -109,16 +116,20 @@ def make_shard(
     store: MemoryStore | None = None,
     clock: Clock | None = None,
     eviction: EvictionPolicyFactory = ExpiryPolicy,
+    uploads: bool = False,
     **identity: Any,
 ) -> Shard:
-    """A shard process at its start: nothing restored yet."""
+    """A shard process at its start: nothing restored yet. Copies of segments are sent in small pieces."""
     who = ShardIdentity(**{"schema": small_schema(), **identity})
+    store = store or MemoryStore()
     return Shard(
         who,
         Segments(blobs or MemoryKeyValueStore(), shapes_of(who.schema), who.num_buckets),
-        store or MemoryStore(),
+        store,
         clock or FakeClock(),
         eviction,
+        copies=SegmentCopies(store, who.index, reads_at_once=1, piece_bytes=PIECE_BYTES),
+        uploads=uploads,
     )
 
 

@@ -144,7 +144,7 @@ def test_a_restore_with_another_map_keeps_owned_rows() -> None:
     push_to(shard, 1, ITEM, tuple(IDS))
     name = commit(shard, store, 1)
     rows, alone = state_of(shard), make_shard(shard.segments.store, store, index=0, num_shards=2)
-    segments = [{"segments": [s._asdict() for s in shard.committed.segments], "rows_end": {}}] * 2
+    segments = [{"segments": [s.plain() for s in shard.committed.segments], "rows_end": {}}] * 2
     alone.restore(2, link_manifest(store, 2, 1, segments, bucket_map=TURNED))
     own = {key for key in rows if TURNED.owner_B[bucket_of(key[2], key[1], 64)] == 0}
     assert state_of(alone) == {key: rows[key] for key in own} and own != rows.keys()

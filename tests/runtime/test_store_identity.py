@@ -101,6 +101,7 @@ CALLS: dict[str, Callable[[IdentifiedStore], object]] = {
     "get_range": lambda store: store.get_range("manifests/00000001", 0, 1),
     "create": lambda store: store.create("manifests/00000002", b"x"),
     "put": lambda store: store.put("dense/1", b"x"),
+    "put_stream": lambda store: store.put_stream("segments/0-1-1", [b"x"], 1),
     "delete": lambda store: store.delete("dense/1"),
     "sweep": lambda store: store.sweep(),
     "newest": manifests.newest,

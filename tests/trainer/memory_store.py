@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from roostream.errors import CheckpointError, UnavailableError
 from roostream.runtime.checkpoint_store import check_range
@@ -16,6 +16,7 @@ class MemoryStore:
     def __init__(self) -> None:
         self.objects: dict[str, bytes] = {IDENTITY_NAME: json.dumps({"store": "0" * 32}).encode()}
         self.before_create: Callable[[str], object] = lambda name: None
+        self.before_part: Callable[[str, int], object] = lambda name, part: None
         self._faults: list[tuple[str, str]] = []
 
     def fail_next(self, method: str, when: str = "before") -> None:
@@ -39,6 +40,20 @@ class MemoryStore:
     def put(self, name: str, data: bytes) -> None:
         self._fault("put", "before")
         self.objects[name] = data
+
+    def put_stream(self, name: str, chunks: Iterable[bytes], size: int) -> None:
+        """`before_part(name, n)` is called before the n-th part of an upload, and once more before the object
+        exists."""
+        parts: list[bytes] = []
+        for chunk in chunks:
+            self.before_part(name, len(parts))
+            self._fault("put_stream", "before")
+            parts.append(chunk)
+        self.before_part(name, len(parts))
+        data = b"".join(parts)
+        assert len(data) == size, (name, len(data), size)
+        self.objects[name] = data
+        self._fault("put_stream", "after")
 
     def get(self, name: str) -> bytes:
         if name != IDENTITY_NAME:  # it is read with every other call

@@ -11,7 +11,7 @@ import contextlib
 import random
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
@@ -195,6 +195,9 @@ class StoreLink:
 
     def put(self, name: str, data: bytes) -> None:
         self._reached(lambda store: store.put(name, data), writes=True)
+
+    def put_stream(self, name: str, chunks: Iterable[bytes], size: int) -> None:
+        self._reached(lambda store: store.put_stream(name, chunks, size), writes=True)
 
     def get(self, name: str) -> bytes:
         return self._reached(lambda store: store.get(name))

@@ -131,7 +131,7 @@ def move(
             state = segments.write_parts(f"{seq}-{incarnation}", parts, state, complete=frozenset(gained))
         shards[index] = {
             **last.manifest.shards.get(index, {}),
-            "segments": [segment._asdict() for segment in state],
+            "segments": [segment.plain() for segment in state],
         }
     manifest = dataclasses.replace(
         last.manifest,

@@ -375,7 +375,7 @@ def _write_shard(
         written = segments.write(f"{_SEQ}-{_INCARNATION}", mine, ())
     finally:
         blobs.close()
-    return {"segments": [segment._asdict() for segment in written], "rows_end": {}}
+    return {"segments": [segment.plain() for segment in written], "rows_end": {}}
 
 
 def _dense(others: Mapping[str, np.ndarray], new: NewDeployment) -> tuple[dict[str, np.ndarray], int]:
