@@ -26,7 +26,7 @@ from roostream.wire.lookup import Lookup, StackLookup
 from tests.runtime.manifest_cases import a_manifest
 
 ADAGRAD, ROWWISE = "d4-adagrad", "d3-rowwise_adagrad"
-PIECE_BYTES = 512
+PIECE_BYTES = 150
 ITEM, USER, TOPIC = "item", "user", "topic"
 
 

@@ -52,9 +52,13 @@ class RealShard:
         clock: Clock,
         disk: MemoryKeyValueStore,
         schema: Schema,
+        *,
+        uploads: bool = False,
     ) -> None:
         identity: dict[str, Any] = {"schema": schema, "index": index, "num_shards": num_shards}
-        self.shard = make_shard(disk, store, clock, **identity, publishing=False)  # type: ignore[arg-type]
+        self.shard = make_shard(  # type: ignore[arg-type]
+            disk, store, clock, **identity, publishing=False, uploads=uploads
+        )
         self.handle = ShardRpcHandler(self.shard).handle
         self.execute, self.report = self.shard.execute, self.shard.stats
         self.is_dead = False

@@ -77,6 +77,7 @@ class Kill:
     moment: tuple[str, str, str]
     victim: str
     occurrence: int = 1
+    loses_disk: bool = False  # the victim, a shard, comes back with an empty home
 
 
 class Twin(NamedTuple):
@@ -108,6 +109,7 @@ class Simulation:
         batch_requests: int = 4,
         commit_interval_s: float = 0.7,
         real_shards: bool = False,
+        uploads: bool = False,
         seed: int | None = None,
         lasting: Lasting = NOTHING_LASTS,
         limits: dict[str, float] | None = None,
@@ -115,9 +117,11 @@ class Simulation:
         site: Site = NEW,
         loop: Mapping[str, Any] | None = None,
     ) -> None:
-        """`twins`: second processes of members. `loop`: settings of the loop beyond the others. `limits`:
-        time limits of `Facts` that are not the product's own."""
+        """`uploads`: real shards copy their segments to the store; each piece of a copy is a moment
+        `(shard, "upload", "before")`. `twins`: second processes of members. `loop`: settings of the loop
+        beyond the others. `limits`: time limits of `Facts` that are not the product's own."""
         self.site = site
+        self.uploads = uploads
         self.real_shards, self.seeded, self.disorder = real_shards, seed is not None, Disorder(seed)
         self.network = Network(lasting)
         self.records, self.kills, self.restart_after = list(records), list(kills), restart_after
@@ -145,6 +149,7 @@ class Simulation:
         )
         self.clock, self.store = EvenClock(), ShakyStore(self.disorder)
         self.store.objects |= site.objects
+        self.store.before_part = self._before_part
         self.mount_point = MemoryStore()
         self.mount_point.objects.clear()
         self.disks: list[Any] = list(site.disks) or [
@@ -240,8 +245,14 @@ class Simulation:
     def _clock(self, who: str) -> ProgramClock:
         return ProgramClock(self.clock, who, self.network)
 
-    def kill(self, who: str) -> None:
+    def _before_part(self, name: str, part: int) -> None:
+        shard = name.removeprefix("segments/").partition("-")[0]
+        self.moment(f"shard {shard}", "upload", "before")
+
+    def kill(self, who: str, *, loses_disk: bool = False) -> None:
         self.killed.append(who)
+        if loses_disk and who.startswith("shard"):
+            self.disks[int(who.split()[1])] = MemoryKeyValueStore()
         for member in self._process_of(who):
             self._end(member)
 
@@ -268,7 +279,7 @@ class Simulation:
             if k.moment == (who, what, when) and k.occurrence == self.moments[who, what, when]
         ]:
             self.kills.remove(kill)
-            self.kill(kill.victim)
+            self.kill(kill.victim, loses_disk=kill.loses_disk)
             if who in self._process_of(kill.victim):
                 raise Killed
 
@@ -279,7 +290,8 @@ class Simulation:
     def _shard(self, index: int) -> FakeShard | RealShard:
         store, clock = self._store(f"shard {index}"), self._clock(f"shard {index}")
         if self.real_shards:
-            return RealShard(index, len(self.disks), store, clock, self.disks[index], self.site.schema)
+            disk, schema = self.disks[index], self.site.schema
+            return RealShard(index, len(self.disks), store, clock, disk, schema, uploads=self.uploads)
         return FakeShard(index, self.site.schema, store, self.disks[index], clock)
 
     def _process(self, role: str, index: str) -> Any:

@@ -1,0 +1,125 @@
+"""Commits whose segments are copied to the store: kills at each piece of an upload, disks that are lost, and
+a store that is away. Rows end bit-equal to those of the undisturbed run."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import random
+from typing import Any
+
+import pytest
+
+from param_server.key_value_store import MemoryKeyValueStore
+from roostream.runtime import manifest as manifests
+from tests.trainer import samples
+from tests.trainer.network import CONTROLLER
+from tests.trainer.schedules import SHARDS, around, drawn_with_store_faults, kills_of
+from tests.trainer.simulator import WORKER, Kill, Simulation
+
+NUMBERS = list(range(1, 49))
+UPLOAD = ("shard 0", "upload", "before")
+
+
+@functools.cache
+def undisturbed() -> dict[str, bytes]:
+    """The disks have the only copy of the rows."""
+    return Simulation(samples.records(NUMBERS), exact=True, real_shards=True).run().bits()
+
+
+@functools.cache
+def num_pieces() -> int:
+    """How many pieces shard 0 uploads in an undisturbed run."""
+    simulation = Simulation(samples.records(NUMBERS), exact=True, real_shards=True, uploads=True).run()
+    assert simulation.bits() == undisturbed()
+    return simulation.moments[UPLOAD]
+
+
+def run(kills: list[Kill], **options: Any) -> Simulation:
+    simulation = Simulation(
+        samples.records(NUMBERS), exact=True, real_shards=True, uploads=True, kills=kills, **options
+    )
+    simulation.run_as_far_as_kills_go()
+    check(simulation)
+    return simulation
+
+
+def check(simulation: Simulation) -> None:
+    """Every kept commit has its copies, others are deleted, and the newest one can be restored from them
+    alone."""
+    assert simulation.bits() == undisturbed()
+    store = simulation.store
+    for number in manifests.numbers(store):
+        manifest = manifests.load(store, manifests.manifest_name(number)).manifest
+        for shard in manifest.shards.values():
+            for segment in shard["segments"]:
+                manifests.read_file(store, manifests.StoredFile(**segment["copy"]))
+    manifests.retire(store)  # the store may have been away at the last one
+    kept = [manifests.load(store, manifests.manifest_name(n)).manifest for n in manifests.numbers(store)]
+    unnamed = set(store.list(manifests.SEGMENTS)) - set[str]().union(*(one.segment_copies for one in kept))
+    assert all(manifests.segment_copy_seq(name) >= kept[-1].seq for name in unnamed)
+    simulation.disks[:] = [MemoryKeyValueStore() for _ in simulation.disks]
+    for who in SHARDS:
+        simulation.kill(who)
+    for _ in range(24):
+        simulation.round()
+    assert simulation.run().bits() == undisturbed()
+
+
+def test_there_are_enough_pieces_to_be_killed_at() -> None:
+    assert num_pieces() > 20
+
+
+@pytest.mark.parametrize("piece", range(1, 40, 3))
+@pytest.mark.parametrize("loses_disk", [False, True])
+def test_g11_a_shard_is_killed_at_a_piece_of_its_upload(piece: int, loses_disk: bool) -> None:
+    simulation = run([Kill(UPLOAD, "shard 0", piece, loses_disk)])
+    assert simulation.killed[0] == "shard 0"
+
+
+@pytest.mark.parametrize("victim", [CONTROLLER, WORKER, "shard 1"])
+@pytest.mark.parametrize("piece", [2, 11, 23])
+def test_g11_another_program_is_killed_during_an_upload(victim: str, piece: int) -> None:
+    run([Kill(UPLOAD, victim, piece, loses_disk=True)])
+
+
+@pytest.mark.parametrize(
+    "moment",
+    [
+        *around("shard 0", "freeze", "write", "commit"),
+        *around(CONTROLLER, "link"),
+        ("shard 1", "restore", "before"),
+    ],
+    ids=str,
+)
+def test_g11_both_disks_are_lost_at_a_moment_of_a_commit(moment: tuple[str, str, str]) -> None:
+    occurrence = 1 if moment[1] == "restore" else 3
+    run([Kill(moment, shard, occurrence, loses_disk=True) for shard in SHARDS])
+
+
+@pytest.mark.parametrize("seed", range(400, 420))
+def test_g11_any_kills_lost_disks_and_faults_of_the_store(
+    seed: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    draw = random.Random(f"upload {seed}")
+    options = drawn_with_store_faults(seed, 1)
+    kills = [
+        *(dataclasses.replace(k, loses_disk=draw.random() < 0.5) for k in kills_of(seed, 1)),
+        Kill(UPLOAD, draw.choice([*SHARDS, CONTROLLER]), draw.randint(1, num_pieces()), draw.random() < 0.5),
+    ]
+    with caplog.at_level(logging.WARNING):
+        simulation = run(**{**options, "kills": kills})
+    assert simulation.network.struck
+    assert "damaged" not in caplog.text
+
+
+def test_a_store_that_takes_no_uploads_for_a_while_delays_commits_and_rolls_nothing_back() -> None:
+    simulation = Simulation(samples.records(NUMBERS), exact=True, real_shards=True, uploads=True)
+    for _ in range(10):
+        simulation.store.fail_next("put_stream")
+    simulation.run()
+    assert simulation.controller is not None
+    status = simulation.controller.status()
+    assert status["aborts"] >= 4 and status["rollbacks"] == 0
+    check(simulation)
