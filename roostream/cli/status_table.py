@@ -53,7 +53,9 @@ def _commit_line(one: Mapping[str, Any]) -> str:
     sizes = ", ".join(f"{what} {one[f'{what}_bytes'] / 1e6:,.1f} MB" for what in ("dense", "workers", "rows"))
     quality = f"NE {number(one['quality']['ne'], 4)} AUC {number(one['quality']['auc'], 4)}"
     when = f"{clock(one['time_ms'])}, step {one['step']:,}, trained up to {clock(one['watermark_ms'])}"
-    return f"{one['incarnation']}-{one['seq']} of {when}; {sizes}; {quality}"
+    copied = f" ({one['copied_bytes'] / 1e6:,.1f} MB in the store)" if one["copied_bytes"] else ""
+    kept = f"kept as {one['tier']}" if one["tier"] else "not kept after the next commit"
+    return f"{one['incarnation']}-{one['seq']} of {when}; {sizes}{copied}; {kept}; {quality}"
 
 
 def line(status: Mapping[str, Any], elapsed_s: float) -> str:

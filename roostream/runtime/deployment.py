@@ -14,7 +14,9 @@ from roostream.errors import ConfigError
 from roostream.runtime.address import check_addresses, check_listen, check_redis
 from roostream.runtime.kafka.broker import Broker, KafkaSecurity
 from roostream.runtime.kafka.topics import DEFAULT_BUCKETS, DEFAULT_PARTITIONS
+from roostream.runtime.manifest import KEEP_MANIFESTS
 from roostream.runtime.program import LogFormat
+from roostream.runtime.retention import Retention
 from roostream.runtime.rpc.security import LinkCredentials, LinkSecurity
 from roostream.runtime.tls import TlsSettings
 from roostream.schema.settings import SettingError, Settings, setting, setting_error
@@ -72,8 +74,19 @@ class Deployment(ProgramSettings):
         DEFAULT_PARTITIONS, "partitions of each topic; dead_letters has one", ge=1, le=1024
     )
     keep_commits: int = setting(
-        5, "newest commits to keep, with all files they need; equal in all programs", ge=2, le=1000
+        KEEP_MANIFESTS,
+        "newest commits to keep, with all files they need; equal in all programs",
+        ge=2,
+        le=1000,
     )
+    keep_minutes: int = setting(
+        60,
+        "of older commits whose rows are in the store, keep one a minute, of so many minutes",
+        ge=0,
+        le=10_000,
+    )
+    keep_hours: int = setting(24, "and one an hour, of so many hours", ge=0, le=10_000)
+    keep_days: int = setting(7, "and one a day, of so many days", ge=0, le=10_000)
     buckets: int = setting(
         DEFAULT_BUCKETS, "buckets into which the rows of a stack are divided", ge=1, le=1 << 16
     )
@@ -100,6 +113,11 @@ class Deployment(ProgramSettings):
                 num_shards,
                 "each shard needs at least one bucket",
             )
+
+    @property
+    def retention(self) -> Retention:
+        """Which commits are kept."""
+        return Retention(self.keep_commits, self.keep_minutes, self.keep_hours, self.keep_days)
 
     @property
     def broker(self) -> Broker:

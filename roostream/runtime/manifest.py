@@ -27,7 +27,7 @@ FORMAT = 5
 MANIFESTS, INCARNATIONS, DENSE, WORKERS = "manifests", "incarnations", "dense", "workers"
 SEGMENTS = "segments"
 DISCARDED = "discarded"  # manifests that were rolled back
-KEEP_MANIFESTS, KEEP_INCARNATIONS = 5, 8
+KEEP_MANIFESTS, KEEP_INCARNATIONS = 10, 8
 _MAX_ROLLBACKS = 16  # a manifest that is older than so many rollbacks does not arrive any more
 _MAX_RETIRED = 100  # incarnations deleted at once: thousands of them must not delay a restore
 _PARTITIONS_1 = 4  # partitions of every topic in format 1
@@ -497,32 +497,3 @@ def discard_after(store: CheckpointStore, seq: int, *, above: int = 0) -> list[i
             store.delete(manifest_name(number))
             gone.append(number)
     return sorted(gone)
-
-
-def retire(store: CheckpointStore, keep: int = KEEP_MANIFESTS) -> None:
-    """Delete what no restart needs: all but the newest `keep` manifests, older trainer files and copies of
-    segments that none of these lists, and old incarnations. After an interruption the next call continues.
-
-    The files of a damaged manifest stay as long as its name is kept, because a backup may repair it.
-    """
-    names = [manifest_name(number) for number in numbers(store)]
-    for name in (*names[:-keep], *sorted(store.list(DISCARDED))[:-keep]):
-        store.delete(name)
-    needed, damaged, last = set[str](), set[int](), 0
-    for name in names[-keep:]:
-        try:
-            manifest = load(store, name).manifest
-            needed |= manifest.files.keys() | manifest.segment_copies
-            last = max(last, seq_of(name))
-        except CheckpointError:
-            damaged.add(seq_of(name))
-    for name in (*store.list(DENSE), *store.list(WORKERS)):
-        number = name.rsplit("/", 1)[-1].split("-", 1)[0]
-        if name in needed or not number.isdecimal() or int(number) in damaged or int(number) >= last:
-            continue
-        store.delete(name)
-    for name in store.list(SEGMENTS):
-        # A damaged manifest may name any older segment, and a commit that is being made has a higher number.
-        if name not in needed and max(damaged, default=0) < segment_copy_seq(name) < last:
-            store.delete(name)
-    retire_incarnations(store)

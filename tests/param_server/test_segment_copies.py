@@ -249,6 +249,17 @@ def test_a_restore_of_a_home_in_order_fetches_nothing() -> None:
     assert state_of(it.shard) == it.rows and it.shard.stats()["fetched_bytes"] == 0
 
 
+def test_a_kept_commit_is_restored_after_the_home_has_deleted_its_segments() -> None:
+    it = Committed()
+    first, rows = it.name, it.rows
+    for seq in range(4, 40):
+        push(it.shard, seq + 7, ITEM, tuple(range(seq % 5, 40)))
+        commit(it.shard, it.store, seq)  # type: ignore[arg-type]
+    assert "2-1" not in {key.split(b"/")[1].decode() for key in it.home.keys(b"d/")}
+    it.name = first
+    assert state_of(it.restored()) == rows
+
+
 def test_a_running_shard_whose_disk_is_emptied_rolls_back_bit_equal() -> None:
     it = Committed()
     it.home.write((), list(it.home.keys(b"")))

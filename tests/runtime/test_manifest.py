@@ -19,6 +19,7 @@ from roostream.runtime import manifest as manifests
 from roostream.runtime.bucket_map import BucketMap
 from roostream.runtime.checkpoint_store import FileStore
 from roostream.runtime.manifest import Manifest
+from roostream.runtime.retention import Retention, StoreCleaner
 from tests.runtime.manifest_cases import a_file, a_manifest, a_part, an_input, encoded
 from tests.trainer.memory_store import MemoryStore
 
@@ -131,7 +132,7 @@ def test_files_of_ids_that_an_earlier_commit_wrote_are_kept_as_long_as_a_commit_
         files = (ids,) if seq <= 6 else ()
         commit(store, a_manifest(seq, workers={0: a_part({("samples", 0): seq}, seq, id_files=files)}))
         store.put(ids.name, b"abc") if seq == 1 else None
-        manifests.retire(store, keep=2)
+        StoreCleaner(store, Retention(2)).clean()
         assert (ids.name in store.list("workers")) == (seq <= 7), seq
 
 
@@ -326,7 +327,7 @@ def test_the_files_of_a_damaged_manifest_are_kept_for_its_repair() -> None:
     for seq in (1, 2, 3):
         commit(store, a_manifest(seq))
     store.damage(manifests.manifest_name(2))
-    manifests.retire(store, keep=2)
+    StoreCleaner(store, Retention(2)).clean()
     assert store.list("dense") == [manifests.dense_name(seq, 1) for seq in (2, 3)]
     assert store.list("workers") == [manifests.worker_name(seq, 1, 0) for seq in (2, 3)]
 
@@ -339,12 +340,12 @@ def test_retention_keeps_the_newest_manifests_and_their_files() -> None:
     store.put("dense/00000003-1.safetensors", b"of an aborted commit")
     store.put("dense/00000009-1.safetensors", b"being written")
     store.put("workers/00000003-1-1.safetensors", b"of an aborted commit")
-    manifests.retire(store, keep=3)
+    StoreCleaner(store, Retention(3)).clean()
     assert store.list("manifests") == [manifests.manifest_name(s) for s in (6, 7, 8)]
     assert store.list("dense") == [manifests.dense_name(s, 1) for s in (6, 7, 8, 9)]
     assert store.list("workers") == [manifests.worker_name(s, 1, 0) for s in (6, 7, 8)]
     assert manifests.newest_incarnation(store) == 8
     for _ in range(5):
         manifests.claim_incarnation(store, 0)
-    manifests.retire(store)
+    StoreCleaner(store).clean()
     assert len(store.list("incarnations")) == manifests.KEEP_INCARNATIONS

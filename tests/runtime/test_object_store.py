@@ -15,6 +15,7 @@ import pytest
 from roostream.errors import CheckpointError, ConfigError, SetupError, UnavailableError
 from roostream.runtime import manifest as manifests
 from roostream.runtime.checkpoint_store import open_store
+from roostream.runtime.retention import Retention, StoreCleaner
 from tests.runtime import s3_server
 from tests.runtime.manifest_cases import a_manifest
 
@@ -33,7 +34,7 @@ def test_the_commit_log_lives_in_a_bucket(s3: str) -> None:
     assert not other.create(manifests.manifest_name(3), b"late")
     newest = manifests.newest(other)
     assert newest is not None and newest.manifest.seq == 3
-    manifests.retire(store, keep=2)
+    StoreCleaner(store, Retention(2)).clean()
     assert manifests.numbers(other) == [2, 3]
     assert manifests.discard_after(store, 2) == [3] and manifests.next_seq(other) == 4
 

@@ -11,6 +11,7 @@ import pytest
 from roostream.errors import CheckpointError, ConfigError, UnavailableError
 from roostream.runtime import manifest as manifests
 from roostream.runtime.checkpoint_store import FileStore, open_store
+from roostream.runtime.retention import StoreCleaner
 from roostream.runtime.store_identity import (
     IDENTITY_NAME,
     IdentifiedStore,
@@ -106,7 +107,7 @@ CALLS: dict[str, Callable[[IdentifiedStore], object]] = {
     "sweep": lambda store: store.sweep(),
     "newest": manifests.newest,
     "claim": lambda store: manifests.claim_incarnation(store, 0),
-    "retire": manifests.retire,
+    "clean": lambda store: StoreCleaner(store).clean(),
     "rollback": lambda store: manifests.discard_after(store, 1),
     "schema": lambda store: open_registry(store)(5),
 }

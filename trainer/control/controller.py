@@ -23,6 +23,7 @@ from roostream.runtime.checkpoint_store import CheckpointStore
 from roostream.runtime.clock import Clock, MonotonicToWallTime
 from roostream.runtime.kafka.topics import SAMPLES, Progress
 from roostream.runtime.manifest import Manifest
+from roostream.runtime.retention import DEFAULT_RETENTION, Retention, StoreCleaner, write_retention
 from roostream.runtime.rpc.transport import Header
 from roostream.runtime.store_identity import ensure_identity
 from roostream.runtime.work_unit import TableInput, WorkUnit
@@ -98,13 +99,14 @@ class Controller:
         history: Callable[[Mapping[int, int]], Sequence[WorkUnit]] = lambda committed: (),
         open_session: Callable[[], TableInput | None] = lambda: None,
         long_poll_s: float = LONG_POLL_S,
-        keep_commits: int = manifests.KEEP_MANIFESTS,
+        retention: Retention = DEFAULT_RETENTION,
     ) -> None:
         """`history`: units to train before the stream, given the committed offset of each partition of
         `samples`. `open_session`: a session of the warehouse to train first if nothing is committed."""
         self.coordinator, self.store, self.clock, self.check = coordinator, store, clock, check
         self.history, self.open_session = history, open_session
-        self.long_poll_s, self.keep_commits = long_poll_s, keep_commits
+        self.long_poll_s, self.cleaner = long_poll_s, StoreCleaner(store, retention)
+        self._has_written_retention = False
         self.readers: Callable[[], dict[str, Any]] | None = None  # status of the session's readers
         self.freshness: Callable[[], dict[str, Any]] = dict  # stage → latency measured by other programs
         self.topic_problems: Callable[[], Mapping[str, str]] = dict  # topic → what is wrong with it
@@ -400,11 +402,18 @@ class Controller:
             case Retire():
                 self._save_device_time()
                 try:
-                    manifests.retire(self.store, self.keep_commits)
+                    self.cleaner.clean()
+                    self._write_retention()
                 except UnavailableError as error:
                     log.warning(
                         "old checkpoints could not be deleted: %s; the next commit tries again", error
                     )
+
+    def _write_retention(self) -> None:
+        is_mine = manifests.newest_incarnation(self.store) == self.coordinator.incarnation
+        if is_mine and not self._has_written_retention:
+            write_retention(self.store, self.cleaner.retention)
+            self._has_written_retention = True
 
     def _claim(self, effect: Claim) -> None:
         store_id = ensure_identity(self.store)

@@ -62,7 +62,7 @@ def run_until_stopped(config: ControllerConfig, stop: Stop) -> None:
         check=identity.check,
         history=lambda committed: history_units(config, committed),
         open_session=warehouse.newest if warehouse else lambda: None,
-        keep_commits=config.keep_commits,
+        retention=config.retention,
     )
     targets = ScrapeTargets(config.scrape_urls, clock, workers=controller.worker_metrics_addresses)
     page = StatusPage(controller, targets, interval_ms=config.commit_interval_ms)

@@ -8,7 +8,6 @@ import enum
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from roostream.runtime.manifest import KEEP_MANIFESTS
 from trainer.control.aggregate_status import aggregate_status, current_hold, worker_reports
 from trainer.control.types import TRANSIENT, State
 from trainer.monitoring.caught_up import TrainingState
@@ -16,7 +15,7 @@ from trainer.monitoring.caught_up import TrainingState
 MIN_CALIBRATION, MAX_CALIBRATION = 0.9, 1.1
 _MIN_REQUESTS = 1000  # calibration of fewer requests is too noisy
 _SILENT_MS = 1500.0  # three beats
-_MAX_COMMITS_BEHIND = KEEP_MANIFESTS // 2
+_MAX_COMMITS_BEHIND = 2
 _NOT_RUNNING = {
     State.CLAIMING: "an incarnation is being claimed",
     State.GATHERING: "waiting for all members",

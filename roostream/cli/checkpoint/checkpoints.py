@@ -30,6 +30,7 @@ from roostream.runtime import manifest as manifests
 from roostream.runtime import tensor_file
 from roostream.runtime.checkpoint_store import CheckpointStore, FileStore
 from roostream.runtime.manifest import Manifest
+from roostream.runtime.retention import StoreCleaner, read_retention
 from roostream.runtime.store_identity import IDENTITY_NAME, create_store, init_store
 from roostream.schema.registry import open_registry, register
 from roostream.schema.schema import Schema
@@ -48,9 +49,9 @@ class Outcome(NamedTuple):
 
 
 def list_commits(store: CheckpointStore) -> list[dict[str, Any]]:
-    """Every commit in the store, newest first: number, times, sizes and quality, or `problem` if it cannot be
-    read."""
-    out = []
+    """Every commit in the store, newest first: number, tier, times, sizes and quality, or `problem` if it
+    cannot be read. The tier is "" if the next commit will delete it."""
+    out, tiers = [], StoreCleaner(store, read_retention(store)).tiers()
     for number in reversed(manifests.numbers(store)):
         name = manifests.manifest_name(number)
         try:
@@ -58,7 +59,7 @@ def list_commits(store: CheckpointStore) -> list[dict[str, Any]]:
             if manifests.is_rolled_back(store, manifest):
                 out.append({"seq": number, "problem": "it arrived after it was rolled back; it is not used"})
             else:
-                out.append(_describe(manifest))
+                out.append({**_describe(manifest), "tier": tiers.get(number, "")})
         except CheckpointError as error:
             out.append({"seq": number, "problem": str(error)})
     return out
@@ -79,6 +80,7 @@ def _describe(manifest: Manifest) -> dict[str, Any]:
             file.bytes for name, file in manifest.files.items() if name != manifest.dense.name
         ),
         "rows_bytes": sum(int(segment.get("bytes", 0)) for segment in segments),
+        "copied_bytes": sum(int(s["copy"]["bytes"]) for s in segments if s.get("copy")),
         "segments": len(segments),
         "quality": {name: metrics.get(name) for name in ("requests", "ne", "auc", "calibration")},
     }

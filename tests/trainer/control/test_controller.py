@@ -12,6 +12,7 @@ from roostream.errors import CheckpointError, ConfigError, FencedError, Roostrea
 from roostream.runtime import manifest as manifests
 from roostream.runtime.clock import FakeClock
 from roostream.runtime.manifest import Manifest
+from roostream.runtime.retention import Retention
 from roostream.runtime.store_identity import IDENTITY_NAME
 from tests.trainer.control.test_coordinator import ANSWERS, FACTS
 from tests.trainer.memory_store import MemoryStore
@@ -241,7 +242,7 @@ def test_the_outcome_of_a_link_is_reported_only_once_it_is_readable() -> None:
 
 def test_the_configured_number_of_manifests_is_kept() -> None:
     stage = Stage()
-    stage.it.keep_commits = 2
+    stage.it.cleaner.retention = Retention(2)
     for seq in range(1, 5):
         stage.step = 3 + seq
         stage.to(State.RUNNING)
