@@ -11,11 +11,14 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.common import samples as data
+from benchmarks.common.peer_process import peer_address
+from benchmarks.common.s3_server import BUCKET, server_environment
 from benchmarks.common.shard import empty_shard
 from benchmarks.common.shared_setup import SharedSetup
 from benchmarks.common.training_stack import Trainer, touch, training_stack
@@ -23,7 +26,11 @@ from benchmarks.harness.benchmark import Benchmark, Row, Subject, TurnResult, Wh
 from benchmarks.recovery import RATE, WARM
 from param_server.client import Client
 from param_server.key_value_store import KeyValueStore, RocksDbStore
+from param_server.segment_copies import SegmentCopies
+from param_server.segment_parts import Segment
+from param_server.segments import Segments
 from param_server.server import Shard, ShardRpcHandler
+from roostream.runtime.checkpoint_store import CheckpointStore, open_store
 from roostream.runtime.manifest import Manifest
 from roostream.runtime.rpc.transport import InMemoryTransport
 
@@ -205,8 +212,96 @@ def _shard_commits(rows: int) -> Iterator[ShardCommits]:
 
 _shared_shard = SharedSetup(_shard_commits)
 
+
+class CopiedSegment(NamedTuple):
+    """A committed segment of a shard, and a bucket on a server of its own."""
+
+    segments: Segments
+    segment: Segment
+    store: CheckpointStore
+    copies: SegmentCopies
+    object: bytes  # the copy
+
+
+@contextlib.contextmanager
+def _bucket() -> Iterator[CheckpointStore]:
+    """A store in a bucket of moto's S3 server, which runs in its own process."""
+    with peer_address("benchmarks.common.s3_server") as url, server_environment(url):
+        yield open_store(f"s3://{BUCKET}/commit")
+
+
+@contextlib.contextmanager
+def _copied_segment(rows: int) -> Iterator[CopiedSegment]:
+    with _shard_commits(rows) as commits, _bucket() as store:
+        commits.turn()
+        segments = commits.shard.segments
+        copies = SegmentCopies(store, 0)
+        (segment,) = segments.send(commits.shard.committed.segments[-1:], copies)
+        assert segment.copy is not None
+        yield CopiedSegment(segments, segment, store, copies, store.get(segment.copy.name))
+
+
+_shared_copy = SharedSetup(_copied_segment)
+
+
+def _timed(act: Callable[[], object], num_bytes: int) -> WholeTurn:
+    def turn() -> TurnResult:
+        act()
+        return TurnResult(num_bytes / 1e6)
+
+    return WholeTurn(turn, warm_up=turn)
+
+
+@contextlib.contextmanager
+def sent(rows: int) -> Iterator[WholeTurn]:
+    """Units: MB of a segment that the shard reads, verifies and copies to the bucket."""
+    with _shared_copy.open(rows) as copied:
+        parts = copied.segments.parts
+
+        def send() -> None:
+            copied.copies.send(parts, copied.segment, lambda: None)
+
+        yield _timed(send, len(copied.object))
+
+
+@contextlib.contextmanager
+def fetched(rows: int) -> Iterator[WholeTurn]:
+    """Units: MB of a segment that an empty home fetches, verifies and stores, synced."""
+    with _shared_copy.open(rows) as copied, tempfile.TemporaryDirectory() as folder:
+        home = RocksDbStore(Path(folder) / "segments").open()
+        try:
+            there = Segments(home, copied.segments.shapes, copied.segments.num_buckets)
+
+            def fetch() -> None:
+                if problems := there.fetch([copied.segment], copied.copies):
+                    raise RuntimeError(problems[0])
+
+            yield _timed(fetch, len(copied.object))
+        finally:
+            home.close()
+
+
+@contextlib.contextmanager
+def same_bytes(rows: int, how: str) -> Iterator[WholeTurn]:
+    """Units: MB of the same object, that obstore alone puts into the bucket, or gets."""
+    with _shared_copy.open(rows) as copied:
+        import obstore
+
+        client = obstore.store.S3Store(BUCKET, prefix="plain", client_options={"allow_http": True})
+        obstore.put(client, "object", copied.object)
+
+        def act() -> None:
+            if how == "put":
+                obstore.put(client, "object", copied.object)
+            else:
+                obstore.get(client, "object").bytes()
+
+        yield _timed(act, len(copied.object))
+
+
 _HERE = "benchmarks.commit"
 _ROWS = (10_000, 100_000, 1_000_000)
+_COPIED_ROWS = 100_000
 
 
 def _spaced(rows: int) -> str:
@@ -238,10 +333,27 @@ def _shard_row(rows: int) -> Row:
     )
 
 
+def _copy_row(rows: int, what: str, subject: str, how: str) -> Row:
+    return Row(
+        name=f"a segment of {_spaced(rows)} rows is {what}",
+        unit="MB",
+        skipped="" if find_spec("moto") and find_spec("obstore") else "moto or obstore is not installed",
+        subjects=(
+            Subject("the shard", f"{_HERE}:{subject}", (rows,)),
+            Subject(f"obstore's {how} of the same bytes", f"{_HERE}:same_bytes", (rows, how), "limit"),
+        ),
+    )
+
+
 BENCHMARK = Benchmark(
     name="commit",
     summary="For how long does a commit hold up training, and where does its time go?",
-    rows=(*map(_shard_row, _ROWS), *map(_stack, _ROWS)),
+    rows=(
+        *map(_shard_row, _ROWS),
+        _copy_row(_COPIED_ROWS, "copied to a bucket", "sent", "put"),
+        _copy_row(_COPIED_ROWS, "fetched into an empty home", "fetched", "get"),
+        *map(_stack, _ROWS),
+    ),
     rounds=1,
     run_setup=f"{_HERE}:stack",
     interpretation="""\
@@ -250,5 +362,8 @@ copy changed rows). "Write" and "link" run beside training. The target is a paus
 the time at a commit every 10 s. A commit writes what has changed: a second of training is the usual case,
 every row the worst one. The rows of one shard alone split its part in one process without calls. The stack
 has a broker, two shards, a controller and one worker on the same cores, with 500 requests/s of 20
-candidates of the demo schema; the limit is one file of as many bytes, written and synced.""",
+candidates of the demo schema; the limit is one file of as many bytes, written and synced.
+
+A copy of a segment goes to moto's S3 server in a process of its own on the same machine, and comes back from
+it: the server and its Python bound both sides, so the ratio counts, not the MB/s.""",
 )

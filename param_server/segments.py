@@ -106,7 +106,7 @@ class Segments:
         self.num_damaged = 0  # damaged parts found since the start
         self.lost: set[str] = set()  # accepted parts that the last restore skipped
         self.needs_rewrite = False  # rows have moved to other stacks: the next commit rewrites every bucket
-        self._parts = SegmentParts(store, shapes)
+        self.parts = SegmentParts(store, shapes)
         self._restored: Commit | None = None  # since the last `commit`
         self._read_back = ""  # segment that was read back last
         self._sent: dict[str, StoredFile] = {}  # segment → its copy that no manifest names yet
@@ -173,7 +173,7 @@ class Segments:
         """As `write_changes`; writes a segment even if there are no changes."""
         try:
             self._remember_store()
-            state = (*base, self._parts.write(name, parts, complete, policy_states or {}))
+            state = (*base, self.parts.write(name, parts, complete, policy_states or {}))
             return tuple(
                 s for s, live in zip(state, self._live(state), strict=True) if live or s.name == name
             )
@@ -193,7 +193,7 @@ class Segments:
         for segment in state:
             if segment.copy is None and segment.name not in self._sent:
                 try:
-                    self._sent[segment.name] = copies.send(self._parts, segment, on_progress)
+                    self._sent[segment.name] = copies.send(self.parts, segment, on_progress)
                 except CheckpointError:
                     self._note_damage({segment.name: SegmentDamage(frozenset(self.buckets), segment.rows)})
                     raise
@@ -212,7 +212,7 @@ class Segments:
             if segment.copy is not None:
                 self._remember_store()
                 try:
-                    copies.fetch(self._parts, segment, on_progress)
+                    copies.fetch(self.parts, segment, on_progress)
                 except CheckpointError as error:
                     log.error("%s", error)
                     problems.append(str(error))
@@ -220,14 +220,14 @@ class Segments:
 
     def absent(self, state: Sequence[Segment]) -> list[Segment]:
         """The segments of a state that are not here, or whose directory is damaged."""
-        return [segment for segment in state if not self._parts.has_directory(segment)]
+        return [segment for segment in state if not self.parts.has_directory(segment)]
 
     def discard(self, name: str) -> None:
         """Delete a segment that will not be committed. Never raises: the next `commit` deletes what is
         left."""
         self._sent.pop(name, None)
         try:
-            self._parts.delete([name])
+            self.parts.delete([name])
         except (CheckpointError, UnavailableError) as error:
             log.warning("an aborted segment could not be deleted (%s); the next commit tries again", error)
 
@@ -245,7 +245,7 @@ class Segments:
             self._scrub(history)
         if not self.damaged:
             kept = {s.name for past in history for s in past.segments}
-            self._parts.delete([name for name in self._parts.names() if name not in kept])
+            self.parts.delete([name for name in self.parts.names() if name not in kept])
 
     def note_restored(self, commit: Commit, linked: Collection[int] | None = None) -> None:
         """The state is this one again. Later commits are abandoned, but forgotten only with the next commit.
@@ -259,7 +259,7 @@ class Segments:
             return
         try:
             kept = {s.name for past in (*self.history(), commit) for s in past.segments}
-            abandoned = [n for n in self._parts.names() if n not in kept and _seq_of(n) not in linked]
+            abandoned = [n for n in self.parts.names() if n not in kept and _seq_of(n) not in linked]
         except (CheckpointError, UnavailableError) as error:
             log.warning("abandoned segments could not be listed (%s); the next commit tries again", error)
             return
@@ -297,7 +297,7 @@ class Segments:
         states = {}
         for stack, checksum in directories[0].policy_checksums.items():
             try:
-                states[stack] = self._parts.policy_state(segments[-1].name, stack, checksum)
+                states[stack] = self.parts.policy_state(segments[-1].name, stack, checksum)
             except CheckpointError as error:
                 self._accept(f"{segments[-1].name}/{stack}/residency", SegmentDamage(_NONE, 0), error)
         return states
@@ -315,7 +315,7 @@ class Segments:
     @property
     def is_empty(self) -> bool:
         """Whether nothing was ever written here."""
-        return not self.remembered_store() and not self._parts.names() and self.store.get(_HISTORY) is None
+        return not self.remembered_store() and not self.parts.names() and self.store.get(_HISTORY) is None
 
     def history(self) -> list[Commit]:
         """Oldest first."""
@@ -336,7 +336,7 @@ class Segments:
         directories: list[SegmentDirectory] = []
         for segment in reversed(segments):
             try:
-                directories.append(self._parts.directory(segment))
+                directories.append(self.parts.directory(segment))
             except CheckpointError:
                 found[segment.name] = SegmentDamage(frozenset(self.buckets), segment.rows)
         stacks = {*self.shapes, *(stack for directory in directories for stack in directory.blocks)}
@@ -344,14 +344,14 @@ class Segments:
         for stack, bucket in wanted:
             for name, entry in _entries(directories, stack, bucket):
                 try:
-                    self._parts.block(name, stack, bucket, entry)
+                    self.parts.block(name, stack, bucket, entry)
                 except CheckpointError:
                     found[f"{name}/{stack}/{bucket}"] = SegmentDamage(
                         frozenset({bucket}), self._rows_in(stack, entry)
                     )
         for stack, checksum in directories[0].policy_checksums.items() if directories else ():
             try:
-                self._parts.policy_state(directories[0].name, stack, checksum)
+                self.parts.policy_state(directories[0].name, stack, checksum)
             except CheckpointError:
                 found[f"{directories[0].name}/{stack}/residency"] = SegmentDamage(_NONE, 0)
         return found
@@ -377,7 +377,7 @@ class Segments:
         found = []
         for segment in reversed(segments):
             try:
-                found.append(self._parts.directory(segment))
+                found.append(self.parts.directory(segment))
             except CheckpointError as error:
                 self._accept(segment.name, SegmentDamage(frozenset(self.buckets), segment.rows), error)
         return found
@@ -388,7 +388,7 @@ class Segments:
         """(segment, block), newest first."""
         for name, entry in _entries(directories, stack, bucket):
             try:
-                yield name, self._parts.block(name, stack, bucket, entry)
+                yield name, self.parts.block(name, stack, bucket, entry)
             except CheckpointError as error:
                 self._accept(
                     f"{name}/{stack}/{bucket}",
@@ -406,7 +406,7 @@ class Segments:
         self.damaged[part] = damage
 
     def _rows_in(self, stack: str, entry: BlockEntry) -> int:
-        return blocks.rows_in(entry.bytes, *self._parts.shape(stack))
+        return blocks.rows_in(entry.bytes, *self.parts.shape(stack))
 
     def bytes_by_bucket(self, segments: Sequence[Segment]) -> dict[int, int]:
         """Bytes of a state in each bucket of this shard, from directories alone. Raises as `read`."""
@@ -424,7 +424,7 @@ class Segments:
         out: list[frozenset[int]] = []
         for segment in reversed(state):
             try:
-                directory = self._parts.directory(segment)
+                directory = self.parts.directory(segment)
                 stored = [b for stack in self.shapes for b in directory.blocks.get(stack, ())]
                 complete = directory.complete
             except CheckpointError:

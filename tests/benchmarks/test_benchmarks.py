@@ -32,7 +32,14 @@ SMALL: dict[str, list[tuple[str, list[Any]]]] = {
         ("one_event", [3, 2]),
         ("read_one", []),
     ],
-    "commit": [("of_a_shard", [1000]), ("synced_of_a_shard", [1000])],
+    "commit": [
+        ("of_a_shard", [1000]),
+        ("synced_of_a_shard", [1000]),
+        ("sent", [1000]),
+        ("fetched", [1000]),
+        ("same_bytes", [1000, "put"]),
+        ("same_bytes", [1000, "get"]),
+    ],
     "pipeline": [("steps", [4, 3, 2, 1]), ("dense", [4, 3, 2]), ("sparse", [4, 3])],
     "placement": [
         *((f, [5, 2, 0]) for f in ("planned", "sorted_alone")),
