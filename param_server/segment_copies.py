@@ -86,6 +86,12 @@ class SegmentCopies:
             raise CheckpointError(f"copy {segment.copy.name} in the checkpoint store: {error}") from None
         self.fetched_bytes += segment.copy.bytes
 
+    def verify(self, segment: Segment) -> None:
+        """Read a copy. Raises CheckpointError: it is absent or damaged."""
+        assert segment.copy is not None
+        for _ in _CopyReader(self._pieces(segment.copy, lambda: None), segment.copy).parts():
+            pass
+
     def _pieces(self, copy: StoredFile, on_progress: Callable[[], None]) -> Iterator[bytes]:
         """The bytes of a copy, in order; a few requests are ahead of the caller."""
         ranges = deque(

@@ -13,7 +13,7 @@ from roostream.cli.options import home_option, json_option, with_options
 from roostream.cli.output import print_json, print_report
 from roostream.errors import CheckpointError, SetupError
 from roostream.runtime import manifest as manifests
-from roostream.runtime.checkpoint_store import CheckpointStore, open_store
+from roostream.runtime.checkpoint_store import CheckpointStore, is_object_store, open_store
 from roostream.runtime.store_identity import init_store, open_checkpoint_store
 
 
@@ -143,9 +143,10 @@ ids_option = click.option(
 @click.option("--seq", type=int, help="number of a commit; default: the newest")
 @click.option(
     "--to",
-    type=_PATH,
     required=True,
-    help="directory to create, or FILE.safetensors for the rows as a TorchRec collection",
+    metavar="PLACE",
+    help="directory to create, an empty store such as s3://bucket/prefix, or FILE.safetensors for the rows "
+    "as a TorchRec collection",
 )
 @ids_option
 @click.option(
@@ -154,31 +155,36 @@ ids_option = click.option(
     help="number the rows of tables that are not in --ids by ascending id, and write all ids to this file",
 )
 def export_command(
-    home: Path, store: str, seq: int | None, to: Path, ids: Path | None, make_ids: Path | None
+    home: Path, store: str, seq: int | None, to: str, ids: Path | None, make_ids: Path | None
 ) -> None:
-    """Copy a commit of a stopped stack into a directory from which another home can start, with its rows as
-    safetensors.
+    """Copy a commit into a directory from which another home can start, with its rows as safetensors, or into
+    an empty store. The stack may run if the store has copies of its rows, else it must be stopped.
 
     With --to FILE.safetensors, write the rows as the state_dict of a TorchRec EmbeddingBagCollection instead.
 
     \b
     Example:
       roostream checkpoint export --seq 12 --to /backup/12
+      roostream checkpoint export --store s3://roostream/checkpoints --to s3://backup/12
       roostream checkpoint export --to collection.safetensors
     """
     from roostream.cli.checkpoint import checkpoints
 
     opened = opened_store(home, store)
     number, place = _number(opened, seq), home.expanduser().resolve()
-    if to.suffix != ".safetensors":
+    if not to.endswith(".safetensors"):
         _only_of_collections({"--ids": ids, "--make-ids": make_ids}, "--to FILE.safetensors")
-        written = checkpoints.export(opened, number, place, to)
-        click.echo(f"{to}: {len(written)} files and directories")
+        if "://" in to:
+            manifest = checkpoints.export_to_store(opened, number, place, open_store(to))
+            click.echo(f"{to}: commit {manifest.seq} with {manifest.step} steps")
+        else:
+            written = checkpoints.export(opened, number, place, Path(to))
+            click.echo(f"{to}: {len(written)} files and directories")
         return
     from roostream.cli.checkpoint.torchrec_collection import collection_of, read_ids, write_tensors
 
     made = collection_of(opened, number, place, read_ids(ids), make_ids=make_ids is not None)
-    write_tensors(to, made.tensors)
+    write_tensors(Path(to), made.tensors)
     if make_ids is not None:
         write_tensors(make_ids, made.ids)
     for name, values in made.tensors.items():
@@ -192,9 +198,10 @@ def export_command(
 @click.option(
     "--from",
     "source",
-    type=_PATH,
+    metavar="PLACE",
     required=True,
-    help="directory written by `checkpoint export`, or FILE.safetensors of a TorchRec collection",
+    help="directory or store written by `checkpoint export`, the store of another deployment that has copies "
+    "of its rows, or FILE.safetensors of a TorchRec collection",
 )
 @ids_option
 @click.option(
@@ -205,14 +212,14 @@ def export_command(
 def import_command(
     home: Path,
     store: str,
-    source: Path,
+    source: str,
     ids: Path | None,
     schema: Path | None,
     model: Path | None,
     shards: int | None,
 ) -> None:
     """Create the first commit of an empty home from an export, on any Kafka: rows, weights and trained ids,
-    but no offsets.
+    but no offsets. With a --store in a bucket the rows go there, and shards fetch them when they start.
 
     Or from the rows of a TorchRec EmbeddingBagCollection, and the dense weights in the file whose names match
     the model.
@@ -230,7 +237,7 @@ def import_command(
             "another home"
         )
     opened = open_store(store or place.root / "store")  # created once the import is known to be complete
-    if source.is_file() or source.suffix == ".safetensors":
+    if Path(source).is_file() or source.endswith(".safetensors"):
         from roostream.cli.checkpoint.torchrec_collection import (
             import_collection,
             new_deployment,
@@ -239,22 +246,28 @@ def import_command(
         )
 
         of = new_deployment(schema, model, shards or demo().num_shards)
-        result = import_collection(read_collection(source, of.schema), read_ids(ids), opened, place.root, of)
+        result = import_collection(
+            read_collection(Path(source), of.schema), read_ids(ids), opened, place.root, of
+        )
         click.echo(
             f"{place.root}: commit 1 with {result.num_rows} rows of {result.num_tables} tables and "
             f"{result.dense_taken} of "
             f"{result.dense_all} dense weights from {source}; training starts at the oldest available sample"
         )
         return
-    from roostream.cli.checkpoint.checkpoints import import_export
+    from roostream.cli.checkpoint.checkpoints import import_export, import_store
 
     _only_of_collections(
         {"--ids": ids, "--schema": schema, "--model": model, "--shards": shards}, "--from FILE.safetensors"
     )
-    manifest = import_export(source, opened, place.root)
+    to_home = None if is_object_store(store) else place.root
+    if "://" in source:
+        manifest = import_store(open_checkpoint_store(source), opened, to_home)
+    else:
+        manifest = import_export(Path(source), opened, to_home)
     click.echo(
-        f"{place.root}: commit {manifest.seq} with {manifest.step} steps; training starts at the oldest "
-        "available sample"
+        f"{to_home or store}: commit {manifest.seq} with {manifest.step} steps; training starts at the "
+        "oldest available sample"
     )
 
 

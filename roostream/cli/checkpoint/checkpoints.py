@@ -2,7 +2,7 @@
 of shards.
 
 The segments of a shard can be read while it is stopped. Segments of a running shard, or on another machine,
-are "not reached".
+are "not reached", unless they have copies in the store (docs/decisions/0111).
 
 An export can be imported on another Kafka. Rows with optimizer state, dense weights, trained ids and metrics
 are copied; offsets are not, because they belong to the other cluster. Training starts at the oldest sample
@@ -14,7 +14,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-from collections.abc import Iterable, Iterator
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ import numpy as np
 
 from param_server.embedding_table import Keys
 from param_server.key_value_store import RocksDbStore
+from param_server.segment_copies import SegmentCopies
 from param_server.segment_parts import Segment
 from param_server.segments import STORE_KEY, Segments, commit_of
 from param_server.table import shapes_of
@@ -112,6 +114,18 @@ def verify(store: CheckpointStore, number: int, home: Path | None) -> Iterator[O
         return
     for index in manifest.shards:
         yield _shard(manifest, schema, index, home)
+        yield from _copies(store, manifest, index)
+
+
+def _copies(store: CheckpointStore, manifest: Manifest, index: int) -> Iterator[Outcome]:
+    """Read the copies of a shard's segments."""
+    for segment in commit_of(manifest, index).segments:
+        if segment.copy is not None:
+            try:
+                SegmentCopies(store, index).verify(segment)
+                yield Outcome(segment.copy.name, "ok")
+            except CheckpointError as error:
+                yield Outcome(segment.copy.name, "damaged", str(error))
 
 
 def _previous(store: CheckpointStore, manifest: Manifest) -> Outcome:
@@ -170,16 +184,41 @@ def shard_segments(
     """
     if home is None or not (home / f"shard-{index}" / "segments").is_dir():
         raise SetupError(f"expected segments in shard-{index}/segments of a home, got none; give its --home")
-    buckets = manifest.owners.buckets_of(index)
-    blobs = RocksDbStore(home / f"shard-{index}" / "segments")
+    with _opened(manifest, schema, index, home / f"shard-{index}" / "segments", to_read) as segments:
+        yield segments, commit_of(manifest, index).segments
+
+
+@contextlib.contextmanager
+def _opened(
+    manifest: Manifest, schema: Schema, index: int, folder: Path, to_read: bool = False
+) -> Iterator[Segments]:
+    blobs = RocksDbStore(folder)
     try:
         _ = blobs.open_to_read() if to_read else blobs.open()
-        yield (
-            Segments(blobs, shapes_of(schema), manifest.num_buckets, buckets=buckets),
-            commit_of(manifest, index).segments,
-        )
+        buckets = manifest.owners.buckets_of(index)
+        yield Segments(blobs, shapes_of(schema), manifest.num_buckets, buckets=buckets)
     finally:
         blobs.close()
+
+
+@contextlib.contextmanager
+def _rows_of(
+    store: CheckpointStore, manifest: Manifest, schema: Schema, index: int, home: Path | None
+) -> Iterator[tuple[Segments, tuple[Segment, ...]]]:
+    """As `shard_segments`, from the copies in the store if it has all of them; then the shard may run, and
+    its home may be anywhere."""
+    state = commit_of(manifest, index).segments
+    if not state or any(segment.copy is None for segment in state):
+        with shard_segments(manifest, schema, index, home) as found:
+            yield found
+        return
+    with (
+        tempfile.TemporaryDirectory(prefix="roostream-") as folder,
+        _opened(manifest, schema, index, Path(folder) / "segments") as segments,
+    ):
+        if problems := segments.fetch(state, SegmentCopies(store, index)):
+            raise CheckpointError("; ".join(problems))
+        yield segments, state
 
 
 def export(store: CheckpointStore, number: int, home: Path, to: Path) -> list[str]:
@@ -191,7 +230,7 @@ def export(store: CheckpointStore, number: int, home: Path, to: Path) -> list[st
 
     Raises:
         CheckpointError: a part is missing or damaged.
-        SetupError: `to` exists, or a shard is running.
+        SetupError: `to` exists, or a shard is running whose rows are only in its home.
     """
     try:
         to.mkdir(parents=True)
@@ -202,31 +241,76 @@ def export(store: CheckpointStore, number: int, home: Path, to: Path) -> list[st
     manifest = manifests.load(store, manifests.manifest_name(number)).manifest
     schema = schema_of(store, manifest)
     store_id = init_store(to / "store")  # a copy that continues on its own is another store
-    written = [f"store/{IDENTITY_NAME}", *_copy_store(store, manifest, FileStore(to / "store"))]
+    copy = FileStore(to / "store")
+    written = [f"store/{IDENTITY_NAME}", *(f"store/{name}" for name in _copy_files(store, manifest, copy))]
     (to / "rows").mkdir()
     for index in manifest.shards:
-        with shard_segments(manifest, schema, index, home) as (segments, state):
+        with _rows_of(store, manifest, schema, index, home) as (segments, state):
             written += copy_segments(segments, state, to / f"shard-{index}" / "segments", store_id)
             for stack, block in live_rows(segments, state).items():
                 about = {"stack": stack, "shard": str(index), "seq": str(number), "schema": manifest.schema}
                 file = to / "rows" / f"{stack}-{index}.safetensors"
                 file.write_bytes(tensor_file.encode(block, about))
                 written.append(file.relative_to(to).as_posix())
+    states = {i: [s._replace(copy=None) for s in commit_of(manifest, i).segments] for i in manifest.shards}
+    copy.put(manifest.name, _with_segments(manifest, states).encode())
+    written.append(f"store/{manifest.name}")
     whole = {"format": EXPORT_FORMAT, "seq": number, "version": manifest.version, "files": written}
     (to / "export.json").write_text(json.dumps(whole, indent=2) + "\n", encoding="utf-8")
     return written
 
 
-def _copy_store(store: CheckpointStore, manifest: Manifest, to: FileStore) -> list[str]:
-    files = manifest.files
-    for file in files.values():
+def export_to_store(store: CheckpointStore, number: int, home: Path | None, to: CheckpointStore) -> Manifest:
+    """Copy and verify one commit into the empty store `to`, rows included; returns its manifest there.
+
+    The result is a checkpoint store with one commit, from which a deployment on the same Kafka can continue,
+    and which `import_store` reads. The manifest is written last; before, `to` has no commit.
+
+    Raises:
+        CheckpointError: a part is missing or damaged.
+        SetupError: `to` has commits, or a shard is running whose rows are only in its home.
+    """
+    manifest = manifests.load(store, manifests.manifest_name(number)).manifest
+    schema = schema_of(store, manifest)
+    expect_empty(to, None, ())
+    create_store(to)
+    states = {}
+    for index in manifest.shards:
+        with _rows_of(store, manifest, schema, index, home) as (segments, state):
+            states[index] = _send_all(segments, state, to, index)
+    _copy_files(store, manifest, to)
+    copied = _with_segments(manifest, states)
+    if not to.create(copied.name, copied.encode()):
+        raise SetupError(f"expected a store without commits, but {copied.name} was just created")
+    return copied
+
+
+def _send_all(
+    segments: Segments, state: Iterable[Segment], to: CheckpointStore, index: int
+) -> tuple[Segment, ...]:
+    """Copy a shard's segments to another store."""
+    return segments.send([s._replace(copy=None) for s in state], SegmentCopies(to, index))
+
+
+def _with_segments(manifest: Manifest, states: Mapping[int, Iterable[Segment]]) -> Manifest:
+    """The same commit with these segments of each shard."""
+    shards = {
+        index: {**manifest.shards[index], "segments": [segment.plain() for segment in state]}
+        for index, state in states.items()
+    }
+    return dataclasses.replace(manifest, shards=shards)
+
+
+def _copy_files(store: CheckpointStore, manifest: Manifest, to: CheckpointStore) -> list[str]:
+    """Copy everything of a commit but its rows and its manifest; returns the names."""
+    for file in manifest.files.values():
         to.put(file.name, manifests.read_file(store, file))
     # the next incarnation is above this one, so that row versions never go backwards
     newest = f"{manifests.INCARNATIONS}/{manifests.newest_incarnation(store):08d}"
-    names = [f"schemas/{manifest.schema}.toml", newest, manifest.name]
+    names = [f"schemas/{manifest.schema}.toml", newest]
     for name in names:
         to.put(name, store.get(name))
-    return [f"store/{name}" for name in (*files, *names)]
+    return [*manifest.files, *names]
 
 
 def copy_segments(segments: Segments, state: tuple[Segment, ...], to: Path, store_id: str) -> list[str]:
@@ -297,9 +381,9 @@ def _arrays(rows: dict[tuple[int, int], tuple[int, np.ndarray, np.ndarray]]) -> 
     }
 
 
-def import_export(folder: Path, store: CheckpointStore, home: Path) -> Manifest:
-    """Make the export in `folder` the only commit of `store`, with its segments in `home`; returns its
-    manifest.
+def import_export(folder: Path, store: CheckpointStore, home: Path | None) -> Manifest:
+    """Make the export in `folder` the only commit of `store`, with its segments in `home`, or as copies in
+    `store` if `home` is None; returns its manifest.
 
     After any other error than those below there is no commit; empty the home and call again.
 
@@ -309,11 +393,35 @@ def import_export(folder: Path, store: CheckpointStore, home: Path) -> Manifest:
             changed.
     """
     source, manifest = _export_in(folder)
+    return _import(source, manifest, folder, store, home)
+
+
+def import_store(source: CheckpointStore, store: CheckpointStore, home: Path | None) -> Manifest:
+    """As `import_export`, of the newest commit of a store that has copies of all rows, such as
+    `export_to_store` makes. Its deployment may run."""
+    newest = manifests.newest(source)
+    if newest is None:
+        raise CheckpointError("expected a commit in the store to import from, got none")
+    return _import(source, newest.manifest, None, store, home)
+
+
+def _import(
+    source: CheckpointStore,
+    manifest: Manifest,
+    source_home: Path | None,
+    store: CheckpointStore,
+    home: Path | None,
+) -> Manifest:
     expect_empty(store, home, manifest.shards)
     schema, store_id = schema_of(source, manifest), create_store(store)
+    states = {}
     for index in manifest.shards:
-        with shard_segments(manifest, schema, index, folder) as (segments, state):
-            copy_segments(segments, state, home / f"shard-{index}" / "segments", store_id)
+        with _rows_of(source, manifest, schema, index, source_home) as (segments, state):
+            if home is None:
+                states[index] = _send_all(segments, state, store, index)
+            else:
+                copy_segments(segments, state, home / f"shard-{index}" / "segments", store_id)
+                states[index] = tuple(segment._replace(copy=None) for segment in state)
     register(store, schema)
     for file in manifest.files.values():
         store.put(file.name, manifests.read_file(source, file))
@@ -321,7 +429,7 @@ def import_export(folder: Path, store: CheckpointStore, home: Path) -> Manifest:
     store.put(
         f"{manifests.INCARNATIONS}/{newest:08d}", b"{}"
     )  # row versions continue above those of the other cluster
-    imported = without_offsets(manifest)
+    imported = without_offsets(_with_segments(manifest, states))
     if not store.create(imported.name, imported.encode()):
         raise SetupError(
             f"expected a store without commits, but {imported.name} was just created; stop the trainer "
@@ -330,11 +438,11 @@ def import_export(folder: Path, store: CheckpointStore, home: Path) -> Manifest:
     return imported
 
 
-def expect_empty(store: CheckpointStore, home: Path, shards: Iterable[int]) -> None:
+def expect_empty(store: CheckpointStore, home: Path | None, shards: Iterable[int]) -> None:
     """Raises SetupError: the store has commits, or the home segments of one of the shards."""
     if there := manifests.numbers(store):
         raise SetupError(f"expected a store without commits, got {len(there)}; import into an empty home")
-    if held := [index for index in shards if (home / f"shard-{index}" / "segments").exists()]:
+    if home and (held := [index for index in shards if (home / f"shard-{index}" / "segments").exists()]):
         raise SetupError(
             f"expected a home without rows, got shard-{held[0]} in {home}; import into an empty home"
         )

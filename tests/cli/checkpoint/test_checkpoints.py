@@ -23,7 +23,7 @@ from roostream.errors import (
 )
 from roostream.runtime import manifest as manifests
 from roostream.runtime import tensor_file
-from roostream.runtime.checkpoint_store import FileStore
+from roostream.runtime.checkpoint_store import CheckpointStore, FileStore
 from roostream.runtime.manifest import StoredFile
 from roostream.schema.registry import register
 from tests.param_server.shard_support import (
@@ -40,15 +40,16 @@ from trainer.deployment_identity import check_kafka
 
 
 class OneShardHome:
-    """A home whose only shard made three commits; `states` as they were."""
+    """A home whose only shard made three commits; `states` as they were. `store`: another store, which gets
+    copies of the rows."""
 
-    def __init__(self, root: Path) -> None:
-        self.root, self.store = root, FileStore(root / "store")
+    def __init__(self, root: Path, store: CheckpointStore | None = None) -> None:
+        self.root, self.store = root, store or FileStore(root / "store")
         register(self.store, small_schema())
         self.states: dict[int, dict[tuple[str, int, int], bytes]] = {}
         blobs = RocksDbStore(root / "shard-0" / "segments").open()
         try:
-            shard = make_shard(blobs=blobs, store=self.store)  # type: ignore[arg-type]
+            shard = make_shard(blobs=blobs, store=self.store, uploads=store is not None)  # type: ignore[arg-type]
             incarnation = manifests.claim_incarnation(self.store, 0)
             shard.restore(incarnation, "")
             for seq in (1, 2, 3):
