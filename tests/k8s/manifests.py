@@ -135,6 +135,31 @@ def workloads(objects: tuple[dict[str, Any], ...]) -> Iterator[Workload]:
             yield Workload(o["kind"], name, spec, template["spec"], template["metadata"]["labels"])
 
 
+def kafka_pods(objects: tuple[dict[str, Any], ...]) -> Iterator[Workload]:
+    """The pods that Strimzi makes of `Kafka` and its pools, with their containers' own names: what a template
+    does not state is Strimzi's default, which is nothing (its provider `baseline`)."""
+    for kafka in of_kind(objects, "Kafka"):
+        cluster, spec = {"strimzi.io/cluster": kafka["metadata"]["name"]}, kafka["spec"]
+        for pool in of_kind(objects, "KafkaNodePool"):
+            name = pool["metadata"]["name"]
+            template = spec["kafka"].get("template", {}) | pool["spec"].get("template", {})
+            resources = {"resources": pool["spec"].get("resources", {})}
+            containers = [{"name": "kafka", **template.get("kafkaContainer", {}), **resources}]
+            first = [{"name": "kafka-init", **template.get("initContainer", {}), **resources}]
+            pod = {"containers": containers, "initContainers": first if "rack" in spec["kafka"] else []}
+            labels = cluster | {"strimzi.io/kind": "Kafka", "strimzi.io/pool-name": name}
+            yield Workload("Kafka", name, pool["spec"], pod | template.get("pod", {}), labels)
+        if (operator := spec.get("entityOperator")) is not None:
+            template = operator.get("template", {})
+            containers = [
+                {"name": name, **template.get(f"{key}Container", {}), **operator[key]}
+                for name, key in (("topic-operator", "topicOperator"), ("user-operator", "userOperator"))
+                if key in operator
+            ]
+            pod = {"containers": containers, **template.get("pod", {})}
+            yield Workload("Kafka", "entity-operator", operator, pod, cluster | {"strimzi.io/kind": "Kafka"})
+
+
 @cache
 def definitions() -> dict[tuple[str, str], dict[str, Any]]:
     """(apiVersion, kind) → schema, of the operators' resources in crds/."""

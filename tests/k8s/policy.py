@@ -40,6 +40,31 @@ def without_capabilities(workload: Workload) -> Iterator[str]:
             yield f"{container['name']}: expected {wanted}, got {security}"
 
 
+def restricted(workload: Workload) -> Iterator[str]:
+    """The API server admits it to a namespace that enforces the Pod Security level `restricted`
+    (https://kubernetes.io/docs/concepts/security/pod-security-standards)."""
+    pod = workload.pod.get("securityContext", {})
+    for container in workload.containers:
+        security = pod | container.get("securityContext", {})
+        capabilities = security.get("capabilities", {})
+        broken = {
+            "allowPrivilegeEscalation: false": security.get("allowPrivilegeEscalation") is not False,
+            "runAsNonRoot: true": security.get("runAsNonRoot") is not True,
+            "a runAsUser other than 0": security.get("runAsUser") == 0,
+            "seccompProfile: RuntimeDefault or Localhost": security.get("seccompProfile", {}).get("type")
+            not in ("RuntimeDefault", "Localhost"),
+            "capabilities: drop ALL": "ALL" not in capabilities.get("drop", ()),
+            "no added capability but NET_BIND_SERVICE": bool(
+                set(capabilities.get("add", ())) - {"NET_BIND_SERVICE"}
+            ),
+        }
+        yield from (f"{container['name']}: expected {wanted}" for wanted, is_so in broken.items() if is_so)
+    for volume in workload.pod.get("volumes", ()):
+        allowed = {"configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "persistentVolumeClaim"}
+        if not volume.keys() & (allowed | {"projected", "secret"}):
+            yield f"volume {volume['name']}: expected a kind that restricted allows"
+
+
 def with_limits(workload: Workload) -> Iterator[str]:
     """It says what it needs, and has an end to its memory and to what it writes."""
     for container in workload.containers:
@@ -115,6 +140,7 @@ def _is_ours(workload: Workload) -> bool:
 
 RULES: tuple[Rule, ...] = (
     *(
+        restricted,
         unprivileged,
         without_capabilities,
         with_limits,

@@ -20,7 +20,7 @@ from roostream.cli.main import cli
 from serving.access.bearer_keys import Keyring
 from tests.contract.house import ROOT
 from tests.k8s.generate import K8S
-from tests.k8s.manifests import build, built, copy_prod, named, of_kind, workloads
+from tests.k8s.manifests import build, built, copy_prod, kafka_pods, named, workloads
 
 Objects = tuple[dict[str, Any], ...]
 PAGES = ("install.md", "deploy.md", "upgrade.md", "scale.md", "backup.md", "day-two.md")
@@ -131,9 +131,9 @@ def requested_resources(objects: Objects) -> tuple[float, float]:
         else:
             count = workload.spec.get("replicas", 1)
             found += [(count, container["resources"]["requests"]) for container in workload.pod["containers"]]
-    found += [
-        (o["spec"]["replicas"], o["spec"]["resources"]["requests"]) for o in of_kind(objects, "KafkaNodePool")
-    ]
+    for workload in kafka_pods(objects):
+        count = workload.spec.get("replicas", 1)
+        found += [(count, container["resources"]["requests"]) for container in workload.pod["containers"]]
     cpus = sum(count * _amount(requests["cpu"]) for count, requests in found)
     return cpus, sum(count * _amount(requests["memory"]) for count, requests in found) / 2**30
 

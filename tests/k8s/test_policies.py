@@ -12,7 +12,7 @@ import pytest
 
 from infra.program_specs import PROGRAM_SPECS
 from tests.k8s import policy
-from tests.k8s.manifests import OVERLAYS, Workload, built, named, of_kind, own_folder, workloads
+from tests.k8s.manifests import OVERLAYS, Workload, built, kafka_pods, named, of_kind, own_folder, workloads
 from tests.k8s.policy import RULES, Rule
 
 Objects = tuple[dict[str, Any], ...]
@@ -30,6 +30,13 @@ def test_every_pod_obeys_the_rules(rule: Rule, objects: Objects) -> None:
     assert {w.name: broken for w in workloads(objects) if (broken := list(rule(w)))} == {}
 
 
+@pytest.mark.parametrize("rule", [policy.restricted, policy.with_limits], ids=lambda rule: rule.__name__)
+def test_strimzis_pods_are_admitted_and_have_limits(rule: Rule, objects: Objects) -> None:
+    pods = list(kafka_pods(objects))
+    assert {"broker", "entity-operator"} <= {w.name for w in pods}
+    assert {w.name: broken for w in pods if (broken := list(rule(w)))} == {}
+
+
 def shard(**changes: Any) -> Workload:
     """The shard's, with changes of its pod."""
     found = next(w for w in workloads(built("prod")) if w.name == "roostream-shard")
@@ -44,6 +51,8 @@ def with_container(**changes: Any) -> Workload:
 @pytest.mark.parametrize(
     ("rule", "broken"),
     [
+        (policy.restricted, lambda: with_container(securityContext={})),
+        (policy.restricted, lambda: shard(volumes=[{"name": "x", "nfs": {}}])),
         (policy.unprivileged, lambda: shard(securityContext={"runAsUser": 0})),
         (policy.unprivileged, lambda: shard(hostNetwork=True)),
         (policy.without_capabilities, lambda: with_container(securityContext={"privileged": True})),
