@@ -1,4 +1,5 @@
-"""infra/compose.yaml: by Compose's own schema, and every program in it with settings that it takes."""
+"""infra/compose.yaml: by Compose's own schema, every program in it with settings that it takes, and what a
+container needs: commands of its image, folders that its user may write, ports that somebody opens."""
 
 from __future__ import annotations
 
@@ -12,9 +13,11 @@ import jsonschema
 import pytest
 import yaml
 
+from infra.flink_cluster import pyflink_home
 from infra.program_specs import PROGRAM_SPECS
 from roostream.runtime.program import STOP_S
 from roostream.schema.settings import load
+from tests.k8s.dockerfile import read
 
 INFRA = Path(__file__).resolve().parents[2] / "infra"
 COMPOSE: dict[str, Any] = yaml.safe_load((INFRA / "compose.yaml").read_text(encoding="utf-8"))
@@ -91,3 +94,84 @@ def test_only_serving_is_published_on_loopback() -> None:
 def test_every_image_has_a_version() -> None:
     for service in COMPOSE["services"].values():
         assert re.search(r":\d[\w.]*\}?$", service["image"]), service["image"]
+
+
+DOCKERFILE = read(INFRA / "image" / "Dockerfile")
+UID = re.search(r"useradd --uid (\d+)", " ".join(i.text for i in DOCKERFILE if i.word == "RUN"))
+KAFKAS = {"/var/lib/kafka/data"}
+"""Volumes that the image apache/kafka declares, owned by its user."""
+
+
+def of_our_images() -> dict[str, dict[str, Any]]:
+    return {name: s for name, s in COMPOSE["services"].items() if "roostream" in s["image"]}
+
+
+def mounts(service: dict[str, Any]) -> list[str]:
+    """Folders that volumes of this file are mounted on."""
+    return [volume.split(":")[1] for volume in service.get("volumes", ())]
+
+
+def owned_folders() -> set[str]:
+    """Folders that the image gives to its user; a new volume takes the owner of the folder it is mounted on,
+    and belongs to root where there is none."""
+    made = " ".join(i.text for i in DOCKERFILE if i.word == "RUN" and i.stage == "roostream")
+    found = re.findall(r"install -d -o roostream -g roostream ([^&]+)", made)
+    return {folder for text in found for folder in text.split()}
+
+
+def test_volumes_belong_to_the_user_of_the_container() -> None:
+    for name, service in of_our_images().items():
+        assert UID and service["user"] == f"{UID[1]}:{UID[1]}", name
+        assert set(mounts(service)) <= owned_folders(), name
+
+
+def test_kafka_keeps_its_records_in_its_volume() -> None:
+    kafka = COMPOSE["services"]["kafka"]
+    assert kafka["environment"]["KAFKA_LOG_DIRS"] in set(mounts(kafka)) <= KAFKAS
+
+
+def test_every_mounted_volume_is_declared_and_mounted_volumes_are_all() -> None:
+    used = {v.split(":")[0] for s in COMPOSE["services"].values() for v in s.get("volumes", ())}
+    assert used == set(COMPOSE["volumes"])
+
+
+@pytest.mark.parametrize("name", of_our_images())
+def test_read_only_containers_write_to_mounts_only(name: str) -> None:
+    service = of_our_images()[name]
+    assert service["read_only"]
+    writable = {*mounts(service), *(folder.split(":")[0] for folder in service["tmpfs"])}
+    variables = " ".join(i.text for i in DOCKERFILE if i.word == "ENV" and i.stage == "roostream")
+    cache = re.search(r"NUMBA_CACHE_DIR=(\S+)", variables)
+    assert cache and {cache[1], "/tmp"} <= writable
+    if name == "kernels":
+        assert service["entrypoint"][-1] == cache[1]
+
+
+def test_commands_of_flinks_image_exist_there() -> None:
+    """It has no entry point. Its scripts are PyFlink's, and take options as `-D KEY=VALUE` in two words."""
+    scripts = {path.name for path in (pyflink_home() / "bin").iterdir()}
+    for name, service in of_our_images().items():
+        if "flink" in service["image"]:
+            command = service["command"]
+            assert command[0] in scripts | {"roostream"}, name
+            if command[0] in scripts:
+                assert command[1] == "start-foreground" and len(command) % 2 == 0
+                assert set(command[2::2]) == {"-D"} and all("=" in option for option in command[3::2])
+
+
+def test_every_dialed_address_is_one_that_a_service_listens_on() -> None:
+    flink = dict(option.split("=", 1) for option in COMPOSE["services"]["flink"]["command"][3::2])
+    assert flink["rest.bind-address"] == flink["jobmanager.bind-host"] == "0.0.0.0"
+    listens = {("flink", "8081"), ("redis", "6379")}
+    advertised = COMPOSE["services"]["kafka"]["environment"]["KAFKA_ADVERTISED_LISTENERS"]
+    listens.add(tuple(advertised.removeprefix("PLAINTEXT://").split(":")))
+    for name, service in OURS.items():
+        mounted = {entry["target"]: entry["source"] for entry in service["configs"]}
+        settings = load_toml(COMPOSE["configs"][mounted[service["command"][-1]]]["content"])
+        if "listen" in settings:
+            host, _, port = settings["listen"].partition(":")
+            assert host == "0.0.0.0", name
+            listens.add((name, port))
+    texts = " ".join(config.get("content", "") for config in COMPOSE["configs"].values())
+    dialed = set(re.findall(r'"(?:\w+://)?([\w-]+):(\d+)(?:/\d+)?"', texts)) - {("0", "0")}
+    assert len(dialed) >= 5 and {address for address in dialed if address not in listens} == set()
