@@ -4,6 +4,7 @@ a side that no policy selects gives it to everybody."""
 from __future__ import annotations
 
 import dataclasses
+import ipaddress
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -12,12 +13,13 @@ Policies = Iterable[Mapping[str, Any]]
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """A pod, or with `labels` None an address outside of the cluster."""
+    """A pod, or with `labels` None an address outside of the pods' network."""
 
     name: str
     labels: Mapping[str, str] | None
     namespace: str = "roostream"
     namespace_labels: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    address: str = "203.0.113.7"
 
 
 def allows(policies: Policies, source: Place, target: Place, port: int, protocol: str = "TCP") -> bool:
@@ -52,8 +54,9 @@ def _is_peer(peers: Iterable[Mapping[str, Any]], other: Place, own_namespace: st
 
 
 def _fits(peer: Mapping[str, Any], other: Place, own_namespace: str) -> bool:
-    if other.labels is None:
-        return "ipBlock" in peer
+    if other.labels is None or "ipBlock" in peer:
+        block = peer.get("ipBlock", {"cidr": "0.0.0.0/32"})["cidr"]
+        return other.labels is None and ipaddress.ip_address(other.address) in ipaddress.ip_network(block)
     if "namespaceSelector" in peer:
         if not selects(peer["namespaceSelector"], other.namespace_labels):
             return False

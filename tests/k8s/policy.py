@@ -119,6 +119,15 @@ def without_api_token(workload: Workload) -> Iterator[str]:
         yield "expected enableServiceLinks: false"
 
 
+def leaves_a_lost_node(workload: Workload) -> Iterator[str]:
+    """It does not stay for Kubernetes' default of five minutes on a node that is gone."""
+    if workload.kind != "Job" and _is_ours(workload):
+        tolerated = {t["key"]: t.get("tolerationSeconds", 300) for t in workload.pod.get("tolerations", ())}
+        for reason in ("not-ready", "unreachable"):
+            if tolerated.get(f"node.kubernetes.io/{reason}", 300) > 60:
+                yield f"expected to tolerate {reason} for at most 60 s"
+
+
 def with_grace_period(workload: Workload) -> Iterator[str]:
     """The time that it has for ending holds what happens before it is told, and what our programs take."""
     if workload.kind != "FlinkDeployment" and _is_ours(workload):
@@ -148,6 +157,7 @@ RULES: tuple[Rule, ...] = (
         probed,
         termination_message_from_logs,
         without_api_token,
+        leaves_a_lost_node,
         with_grace_period,
     ),
 )

@@ -13,7 +13,7 @@ from infra.flink_cluster import pyflink_home
 from roostream.runtime.kafka.topics import TOPICS, TopicSettings, configs
 from tests.contract.house import ROOT
 from tests.k8s.generate import K8S, RIGHTS, contents
-from tests.k8s.manifests import built, named, of_kind
+from tests.k8s.manifests import built, definitions, named, of_kind
 
 
 @pytest.mark.parametrize("path", contents(), ids=lambda path: path.name)
@@ -58,6 +58,20 @@ def test_overlays_contain_the_demo_schema() -> None:
         demo,
         demo,
     ]
+
+
+def test_flinks_version_is_the_newest_that_the_operator_knows() -> None:
+    """The operator's field names features of the operator; the image decides which Flink runs. When the
+    definition of a newer operator is vendored, this fails until the field follows."""
+    spec = named(built("prod"), "FlinkDeployment", "roostream-joiner")["spec"]
+    (jar,) = pyflink_home().glob("lib/flink-dist-*.jar")
+    runs = tuple(map(int, jar.stem.removeprefix("flink-dist-").split(".")[:2]))
+    schema = definitions()[("flink.apache.org/v1beta1", "FlinkDeployment")]["properties"]["spec"]
+    known = {
+        tuple(map(int, name.removeprefix("v").split("_"))): name
+        for name in schema["properties"]["flinkVersion"]["enum"]
+    }
+    assert spec["flinkVersion"] == known[max(version for version in known if version <= runs)]
 
 
 def test_flink_or_its_operator_knows_every_key() -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import re
+from pathlib import Path
 
 import pytest
 
-from tests.k8s.manifests import built, named, of_kind, workloads
+from tests.k8s.manifests import build, built, copy_prod, named, of_kind, workloads
 from tests.k8s.network import Place, allows, selects
 
 ROWS, MEET, RANK, FLINK, METRICS, FLINK_METRICS, KAFKA, STORE, DNS = (
@@ -64,6 +66,7 @@ WATCHED = (
     "compactor",
     "joiner-watch",
 )  # on the controller's page
+NAMES = ("names", "coredns", "dns-cache")  # DNS servers of several distributions, and a node's cache
 OTHERS = (
     Place("kafka", {"strimzi.io/cluster": "roostream", "strimzi.io/kind": "Kafka"}),
     Place("stranger", {"app": "x"}),
@@ -72,6 +75,8 @@ OTHERS = (
     Place("flink-operator", {"app.kubernetes.io/name": "flink-kubernetes-operator"}, "operators"),
     Place("foreigner", {"app.kubernetes.io/part-of": "roostream"}, "elsewhere"),
     Place("names", {"k8s-app": "kube-dns"}, "kube-system", {"kubernetes.io/metadata.name": "kube-system"}),
+    Place("coredns", {"app": "coredns"}, "kube-system", {"kubernetes.io/metadata.name": "kube-system"}),
+    Place("dns-cache", None, address="169.254.20.10"),
     Place("outside", None),
 )
 ARROWS = {
@@ -83,7 +88,7 @@ ARROWS = {
     *(("joiner", "joiner", port) for port in (FLINK, 6121, 6122, 6123, 6124)),
     *(("joiner-watch", "joiner", FLINK), ("flink-operator", "joiner", FLINK), ("joiner", "outside", 6443)),
     *((program, "kafka", KAFKA) for program in PROGRAMS if program not in WITHOUT_KAFKA),
-    *((program, "names", DNS) for program in PROGRAMS),
+    *((program, names, DNS) for program in PROGRAMS for names in NAMES),
     *((program, "outside", STORE) for program in PROGRAMS),
     *((program, "outside", 6380) for program in ("serving", "features")),
     *(("prometheus", program, port) for program in PROGRAMS for port in (METRICS, FLINK_METRICS)),
@@ -116,8 +121,28 @@ def test_only_documented_connections_are_allowed() -> None:
 
 def test_all_programs_may_use_dns() -> None:
     policies = of_kind(built("prod"), "NetworkPolicy")
-    names = next(p for p in OTHERS if p.name == "names")
-    assert all(allows(policies, p, names, DNS, "UDP") for p in places("prod") if p.name in PROGRAMS)
+    for names in (p for p in OTHERS if p.name in NAMES):
+        assert all(allows(policies, p, names, DNS, "UDP") for p in places("prod") if p.name in PROGRAMS)
+
+
+@pytest.mark.parametrize(
+    ("component", "address", "port"),
+    [("eks", "169.254.170.23", 80), ("gke", "169.254.169.254", 80), ("gke", "169.254.169.252", 988)],
+)
+def test_a_component_opens_the_issuer_of_a_cloud_s_credentials(
+    component: str, address: str, port: int, tmp_path: Path
+) -> None:
+    copy_prod(tmp_path)
+    kustomization = tmp_path / "kustomization.yaml"
+    text = kustomization.read_text(encoding="utf-8")
+    added = re.sub(
+        r"(  - (\S+)/components/values\n)", rf"  - \2/components/pod-identity-{component}\n\1", text
+    )
+    kustomization.write_text(added, encoding="utf-8")
+    issuer = Place("issuer", None, address=address)
+    shard = next(p for p in places("prod") if p.name == "shard")
+    assert not allows(of_kind(built("prod"), "NetworkPolicy"), shard, issuer, port)
+    assert allows(of_kind(build(tmp_path), "NetworkPolicy"), shard, issuer, port)
 
 
 @pytest.mark.parametrize("overlay", ["dev", "prod"])

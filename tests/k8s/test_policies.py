@@ -70,6 +70,7 @@ def with_container(**changes: Any) -> Workload:
         ),
         (policy.termination_message_from_logs, lambda: with_container(terminationMessagePolicy="File")),
         (policy.without_api_token, lambda: shard(automountServiceAccountToken=True)),
+        (policy.leaves_a_lost_node, lambda: shard(tolerations=[])),
         (policy.with_grace_period, lambda: shard(terminationGracePeriodSeconds=30)),
     ],
 )
