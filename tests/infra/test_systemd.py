@@ -13,7 +13,7 @@ import pytest
 
 from infra.program_specs import PROGRAM_SPECS, SIMULATE
 from roostream.runtime.program import HELD_CODE, REFUSED_CODE, STOP_S
-from roostream.schema.settings import environment_variables
+from roostream.schema.settings import environment_variables, load
 
 UNITS = Path(__file__).resolve().parents[2] / "infra" / "systemd"
 SERVICES = sorted(UNITS.glob("*.service"))
@@ -64,6 +64,36 @@ def test_environment_variables_of_units_are_settings(unit: Path) -> None:
     for name, value in own.items():
         if name.endswith("_HOME"):
             assert value.removeprefix("/var/lib/") in its["StateDirectory"]
+
+
+def instance(unit: Path, number: int) -> dict[str, str]:
+    """The environment of one instance of a template unit."""
+    words = " ".join(read(unit)["Environment"]).replace("%i", str(number)).split()
+    return dict(word.split("=", 1) for word in words)
+
+
+def test_instances_on_one_machine_share_no_home_port_or_address(tmp_path: Path) -> None:
+    """With one settings file for all, as the page of systemd writes an address."""
+    page = (UNITS.parents[1] / "docs/operations/deploy.md").read_text(encoding="utf-8")
+    listen = re.search(r'`(listen = "[^`]+")` in `shard.toml`', page)
+    assert listen
+    file = tmp_path / "shard.toml"
+    file.write_text(
+        f'{listen[1]}\nnum_shards = 10\ncontroller = "10.0.0.4:7000"\nbootstrap = "k:9092"\ninsecure = true\n'
+    )
+    seen: list[str] = []
+    for unit in UNITS.glob("*@.service"):
+        program = program_of(unit)
+        for number in range(10):
+            environment = instance(unit, number)
+            name = f"ROOSTREAM_{program.upper()}"
+            seen += [environment[f"{name}_HOME"], environment[f"{name}_METRICS_PORT"]]
+            if program == "shard":
+                own = environment | {f"{name}_SCHEMA": str(file), f"{name}_STORE": str(tmp_path)}
+                settings = load(PROGRAMS[program].settings_class(), file, program=program, environ=own)
+                seen.append(str(getattr(settings, "listen")))  # noqa: B009 (the class is that of any program)
+                assert str(getattr(settings, "metrics_port")) == environment[f"{name}_METRICS_PORT"]  # noqa: B009
+    assert len(seen) == 70 and len(set(seen)) == len(seen)
 
 
 def test_units_wait_for_existing_units() -> None:
