@@ -225,6 +225,9 @@ class WorkerConfig(LoopConfig, Deployment):
     reduce_timeout_ms: int = setting(
         20_000, "maximum wait for the other workers in a step", ge=100, le=600_000
     )
+    wait_on_hold: bool = setting(
+        False, "wait for the end of a hold instead of ending with exit code 75; for Kubernetes"
+    )
     controller_timeout_ms: int = setting(
         30_000, "training stops without the controller for this long; use 3 x commit_interval_ms", ge=1
     )

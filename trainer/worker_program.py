@@ -63,6 +63,7 @@ log = logging.getLogger("roostream.worker")
 STOP_S = 8.0
 _CLOSING_S = 3.0  # part of it, reserved for what follows the last commit
 _MIN_CLOSING_S = 1.5  # the reserve once the last commit has begun
+_LOOK_FOR_RELEASE_S = 0.2
 _RESEND_S = 1.0  # to a shard that does not answer; the controller handles longer outages
 
 
@@ -167,7 +168,29 @@ def run_until_stopped(config: WorkerConfig, stop: Stop) -> None:
         opened.callback(worker.close)
         opened.callback(left.set)
         agent.start()
-        train(worker, monitor, agent, health, budget, config.controller_timeout_ms / 1000)
+        try:
+            train(worker, monitor, agent, health, budget, config.controller_timeout_ms / 1000)
+        except HeldError as held:
+            if not config.wait_on_hold:
+                raise
+            wait_for_release(held, agent, health, stop)
+
+
+def wait_for_release(held: HeldError, agent: ControllerAgent, health: Health, stop: Stop) -> None:
+    """Wait until the hold is over, or `stop` is set. Meanwhile the program is ready, so that a roll-out that
+    repairs the cause goes on.
+
+    Raises:
+        UnavailableError: the hold is over. A new process trains on.
+    """
+    log.error("%s; this process waits for the end of the hold (wait_on_hold)", held)
+    heard = False
+    while not stop.wait(_LOOK_FOR_RELEASE_S):
+        agent.check()
+        health.turned()
+        heard = heard or bool(agent.hold)
+        if heard and not agent.hold:
+            raise UnavailableError("the hold is over; a new process trains on")
 
 
 def train(
@@ -196,7 +219,8 @@ def train(
         agent.check()
         if agent.hold:
             raise HeldError(f"training is on hold: {agent.hold}")
-        waiting = "" if worker.incarnation else "waiting for the controller to restore this worker"
+        is_restored = worker.incarnation or agent.standby
+        waiting = "" if is_restored else "waiting for the controller to restore this worker"
         health.turned(agent.refused or worker.broken or waiting)
         if worker.training and agent.silent_s > controller_timeout_s:
             raise UnavailableError(

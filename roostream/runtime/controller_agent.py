@@ -115,6 +115,7 @@ class ControllerAgent:
         self.session = session if session is not None else random.SystemRandom().getrandbits(63)
         self.incarnation = 0  # of the last successful RESTORE
         self.hold = ""  # why training is on hold and what ends the hold, from the controller's last response
+        self.standby = False  # the controller wants fewer workers than there are, and this one is not needed
         self.refused = ""  # why the controller refuses this process, from its last response
         self._refused_since_s = 0.0
         self.process = f"pid {os.getpid()} on {socket.gethostname()}"
@@ -220,6 +221,7 @@ class ControllerAgent:
             raise
         self._reached, self._last_response_s = True, self.clock.monotonic_s()
         self.hold, refused = str(response.get("hold", "")), str(response.get("refused", ""))
+        self.standby = bool(response.get("standby"))
         if refused and not self.refused:
             self._refused_since_s = self._last_response_s
             log.warning("%s", refused)

@@ -100,6 +100,8 @@ def test_programs_accept_the_settings_of_their_pods(overlay: str, tmp_path: Path
                     environ=started.environment,
                 )
                 assert getattr(config, "index", index) == index
+                # Kubernetes would start again and again what ends with exit code 75.
+                assert getattr(config, "wait_on_hold", True)
             seen.add(program)
     assert seen == {*PROGRAMS}
 

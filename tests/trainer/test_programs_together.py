@@ -52,7 +52,7 @@ from trainer.rows import ShardRows
 from trainer.saved_batch import SavedBatches, decode
 from trainer.worker import Worker
 from trainer.worker_monitor import Monitor
-from trainer.worker_program import train
+from trainer.worker_program import train, wait_for_release
 
 LONG_S = 60.0
 
@@ -72,6 +72,8 @@ class Trainer(NamedTuple):
     thread: threading.Thread
     clock: Ahead  # of its member
     end: Callable[[], None]
+    health: Health
+    agent: ControllerAgent
 
 
 class SpoiltLoop(TrainLoop):
@@ -133,11 +135,18 @@ class Together:
         return kill
 
     def worker(
-        self, source: MemoryConsumer, staleness: int = 0, *, home: Path | None = None, spoilt: bool = False
+        self,
+        source: MemoryConsumer,
+        staleness: int = 0,
+        *,
+        home: Path | None = None,
+        spoilt: bool = False,
+        index: int = 0,
+        waits: bool = False,
     ) -> Trainer:
-        """`spoilt`: its weights are not finite after each restore."""
+        """`spoilt`: its weights are not finite after each restore. `waits`: for the end of a hold."""
         shards = [SocketTransport(f"127.0.0.1:{port}") for port in self.ports]
-        client = Client(samples.schema(), shards, worker=0, resend_for_s=0.5)
+        client = Client(samples.schema(), shards, worker=index, resend_for_s=0.5)
         settings = LoopConfig(batch_requests=4)
         decoder = Decoder(samples.schema(), {}.get)
         outputs = MemoryOutputs()
@@ -154,15 +163,25 @@ class Together:
         wiring = LoopDependencies(**parts, clock=self.clock, stages=stages, saved=saved)
         identity = samples.identity(num_shards=2)
         loop = (SpoiltLoop if spoilt else TrainLoop)(settings, samples.schema(), samples.MODEL, wiring)
-        worker = Worker(loop, outputs, self.store, identity)
+        worker = Worker(loop, outputs, self.store, identity, index)
         monitor = Monitor(worker, self.clock, CaughtUpLimits(lag_ms=5000))
         stop, left, clock = Stop(), threading.Event(), Ahead()
         dial, ending = lambda: SocketTransport(self.server.address), StopBudget(stop, LONG_S)
         member = ControllerAgent(
-            dial, "worker", 0, worker.submit, monitor.report, left, clock=clock, stop_budget=ending
+            dial, "worker", index, worker.submit, monitor.report, left, clock=clock, stop_budget=ending
         )
         member.start()
-        thread = self._thread(lambda: train(worker, monitor, member, Health(LONG_S), ending, LONG_S))
+        health = Health(LONG_S)
+
+        def run() -> None:
+            try:
+                train(worker, monitor, member, health, ending, LONG_S)
+            except HeldError as held:
+                if not waits:
+                    raise
+                wait_for_release(held, member, health, stop)
+
+        thread = self._thread(run)
 
         def end() -> None:
             stop.set()
@@ -177,7 +196,7 @@ class Together:
                 transport.close()
 
         self.stops.append(end)
-        return Trainer(monitor, stop, thread, clock, end)
+        return Trainer(monitor, stop, thread, clock, end, health, member)
 
     def watch_idleness(self, source: MemoryConsumer) -> None:
         """Release the workers when `source` has had nothing to read for a moment."""
@@ -313,6 +332,35 @@ def test_persistent_non_finite_numbers_hold_training_and_name_the_batch(
     told = inspected(decode(Path(found[1]).read_bytes(), found[1]))
     assert told["requests"] == 4 and told["findings"][0].startswith("dense weight ")
     assert manifests.newest(together.store) is None
+
+
+def test_a_worker_on_standby_is_ready(together: Together) -> None:
+    """Otherwise its pod would block the roll-out of the set that it belongs to."""
+    source = MemoryConsumer(PARTITIONS, samples.records(list(range(1, 9))))
+    for index in (0, 1):
+        together.shard(index)
+    spare = together.worker(source, index=1)
+    together.wait_for(lambda: not spare.health.unready())
+    assert not spare.monitor.worker.incarnation
+    needed = together.worker(source)
+    together.wait_for(lambda: together.committed(8) and not needed.health.unready())
+    assert needed.monitor.worker.incarnation and not spare.monitor.worker.incarnation
+
+
+def test_a_worker_may_wait_for_the_end_of_a_hold(together: Together) -> None:
+    source = MemoryConsumer(PARTITIONS, samples.records(list(range(1, 9))))
+    for index in (0, 1):
+        together.shard(index)
+    trainer = together.worker(source, spoilt=True, waits=True)
+    together.wait_for(lambda: together.controller.status()["state"] == "held" and trainer.agent.hold)
+    together.wait_for(lambda: not trainer.health.unready())  # a roll-out that repairs the cause goes on
+    assert trainer.thread.is_alive()
+    transport = SocketTransport(together.server.address)
+    transport.call("release", {}, timeout_s=LONG_S)
+    transport.close()
+    trainer.thread.join(LONG_S)
+    failure = together.failures.get(timeout=LONG_S)
+    assert isinstance(failure, UnavailableError) and "the hold is over" in str(failure)
 
 
 def test_a_worker_without_a_controller_stops(together: Together) -> None:

@@ -314,6 +314,7 @@ class Controller:
             self._raise_if_fenced()
             hold = it.holds.now.describe() if it.holds.now and it.state is State.HELD else ""
             answer = {"commands": it.commands(key), "incarnation": it.incarnation, "hold": hold}
+            answer["standby"] = key not in it.membership.everyone
             return answer | self._leave_fields(key)
 
     def _leave_fields(self, key: Key) -> dict[str, Any]:
