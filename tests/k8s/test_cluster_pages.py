@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from click.testing import CliRunner
 
 from roostream.cli.main import cli
 from serving.access.bearer_keys import Keyring
 from tests.contract.house import ROOT
 from tests.k8s.generate import K8S
-from tests.k8s.manifests import build, built, copy_prod, kafka_pods, named, workloads
+from tests.k8s.manifests import build, built, copy_prod, kafka_pods, named, of_kind, workloads
 
 Objects = tuple[dict[str, Any], ...]
 PAGES = ("install.md", "deploy.md", "upgrade.md", "scale.md", "backup.md", "day-two.md")
@@ -46,6 +47,7 @@ def words(command: str) -> list[str]:
 def runs_on_a_server(command: str) -> bool:
     """Whether an API server without containers can run it."""
     elsewhere = "https://" in command or "cert-manager" in command
+    elsewhere = elsewhere or "patch persistentvolumeclaim" in command  # needs volumes that can grow
     return command.startswith("kubectl") and not elsewhere and words(command)[1] not in NEEDS_A_CONTAINER
 
 
@@ -120,6 +122,26 @@ def test_the_overlay_for_one_node_fits_on_the_node_of_the_page() -> None:
     assert said
     cpus, gib = requested_resources(built("dev"))
     assert cpus <= int(said[1]) - 1 and gib <= int(said[2]) - 2, (cpus, gib)
+
+
+def test_values_that_can_change_at_any_time_touch_no_fixed_field(tmp_path: Path) -> None:
+    """An apply that changes a StatefulSet's claims is refused as a whole."""
+    copy_prod(tmp_path)
+    values = tmp_path / "values.yaml"
+    text = values.read_text(encoding="utf-8")
+    free = text[text.index("# Can change at any time") :]
+    names = re.findall(r"^  ([A-Z_]+):", free[: free.index("\n\n")], re.MULTILINE)
+    data = yaml.safe_load(text)
+    for name in names:
+        data["data"][name] = re.sub(r"\d+", lambda found: str(int(found[0]) + 1), data["data"][name])
+    values.write_text(yaml.safe_dump(data), encoding="utf-8")
+    changed = {o["metadata"]["name"]: o["spec"] for o in of_kind(build(tmp_path), "StatefulSet")}
+    assert len(names) >= 6 and "WORKERS" in names
+    before = {o["metadata"]["name"]: o["spec"] for o in of_kind(built("prod"), "StatefulSet")}
+    assert changed != before
+    for name, spec in before.items():
+        for field in spec.keys() - {"replicas", "template", "updateStrategy", "minReadySeconds"}:
+            assert changed[name][field] == spec[field], (name, field)
 
 
 def requested_resources(objects: Objects) -> tuple[float, float]:
