@@ -24,7 +24,7 @@ from benchmarks.harness.measure import FORMAT, MIN_RUNS, measure
 from benchmarks.harness.report import table
 from benchmarks.harness.subject_process import ROOT, SubjectProcess, interpreter_for
 from roostream.cli.plan import measured
-from roostream.cli.plan.plan_command import renew_scale_table
+from roostream.cli.plan.plan_command import renew_tables
 from roostream.errors import ConfigError, nearest
 
 RESULTS = "docs/benchmarks"
@@ -70,7 +70,7 @@ def main(name: str, json_file: Path | None = None, runs: int = MIN_RUNS, against
     if name == "report":
         figures = measured.write(ROOT / RESULTS / "json")
         scale = ROOT / "docs" / "operations" / "scale.md"
-        text = renew_scale_table(scale.read_text(encoding="utf-8"), measured.read())
+        text = renew_tables(scale.read_text(encoding="utf-8"), measured.read())
         scale.write_text(text, encoding="utf-8")
         for path in (figures, scale):
             print(path.relative_to(ROOT))

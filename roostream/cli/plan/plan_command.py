@@ -1,4 +1,5 @@
-"""`roostream plan`: the sizes that a load needs, the bottleneck; the table of docs/operations/scale.md."""
+"""`roostream plan`: the sizes that a load needs, the bottleneck, the cost; the tables of
+docs/operations/scale.md."""
 
 from __future__ import annotations
 
@@ -13,14 +14,15 @@ import click
 
 from roostream.cli.options import json_option
 from roostream.cli.plan import measured
+from roostream.cli.plan.cost import Cost, Prices, cost_of
 from roostream.cli.plan.sizing import Load, Need, bottleneck, plan
 from roostream.errors import ConfigError
 from roostream.schema.settings import SettingError
 
 
 def _options(command: Any) -> Any:
-    """One flag for each setting of `Load`."""
-    for field in reversed(dataclasses.fields(Load)):
+    """One flag for each setting of `Load` and `Prices`."""
+    for field in reversed((*dataclasses.fields(Load), *dataclasses.fields(Prices))):
         needed = field.default is dataclasses.MISSING
         kind = int if field.type == "int" else float
         shown = {} if needed else {"default": field.default, "show_default": True}
@@ -41,12 +43,20 @@ def plan_command(as_json: bool, **values: Any) -> None:
     Example:
       roostream plan --requests-per-s 10000 --candidates 20 --rows 10000000
     """
+    names = {field.name for field in dataclasses.fields(Prices)}
     try:
-        load = Load(**values)
+        load = Load(**{name: value for name, value in values.items() if name not in names})
+        prices = Prices(**{name: value for name, value in values.items() if name in names})
     except SettingError as error:
         raise ConfigError(f"--{error.key.replace('_', '-')}: {error.reason}") from None
     needs = plan(load, measured.read())
-    print(json.dumps(as_plain(load, needs), indent=1) if as_json else "\n".join(lines(load, needs)))
+    cost = cost_of(load, needs, prices)
+    if as_json:
+        print(
+            json.dumps({**as_plain(load, needs), "cost": {**cost._asdict(), "month": cost.month}}, indent=1)
+        )
+    else:
+        print("\n".join([*lines(load, needs), "", *cost_lines(cost)]))
 
 
 def as_plain(load: Load, needs: list[Need]) -> Mapping[str, Any]:
@@ -66,20 +76,36 @@ def as_plain(load: Load, needs: list[Need]) -> Mapping[str, Any]:
 def lines(load: Load, needs: list[Need]) -> list[str]:
     """One line per part, the bottleneck, and the reasons."""
     first = bottleneck(needs)
-    rows = [(need.what, f"{_number(need.amount)} {need.unit}".strip(), _end(need)) for need in needs]
+    rows = [(need.what, f"{_number(need.amount)} {need.unit}".strip(), _end(need, load)) for need in needs]
     wide = [max(len(row[column]) for row in rows) for column in range(2)]
     table = [f"{what:{wide[0]}}  {count:{wide[1]}}  {end}".rstrip() for what, count, end in rows]
     enough = "enough for this load" if first.ends_at >= load.requests_per_s else "this load is higher"
-    limit = (
-        f"bottleneck: {first.what}, limited to {_number(first.ends_at)} requests/s however many there "
-        f"are; {enough}"
-    )
+    limit = f"bottleneck: {first.what}, limited to {_number(first.ends_at)} requests/s; {enough}"
     why = [f"{need.what}: {need.why}" for need in needs]
     return [*table, "", limit, "", *why]
 
 
-def _end(need: Need) -> str:
-    return f"limit {_number(need.ends_at)} requests/s" if math.isfinite(need.ends_at) else ""
+def cost_lines(cost: Cost) -> list[str]:
+    """What the plan needs of machines, disks and network, and its price."""
+    return [
+        f"machines: {cost.machines} for {_number(cost.cores)} cores and {_number(cost.memory_gb)} GB, and "
+        f"{cost.broker_machines} for brokers",
+        f"disks: {_number(cost.disk_gb)} GB; object store: {_number(cost.object_gb)} GB; "
+        f"network: {_number(cost.network_mb)} MB/s",
+        f"a month at the given prices: {_number(cost.month)} = machines {_number(cost.machines_month)} + "
+        f"disks {_number(cost.disks_month)} + objects {_number(cost.objects_month)} + network "
+        f"{_number(cost.network_month)}",
+    ]
+
+
+def _end(need: Need, load: Load) -> str:
+    if not math.isfinite(need.ends_at):
+        return ""
+    return f"limit {_number(need.ends_at)} requests/s{_mark(need, load)}"
+
+
+def _mark(need: Need, load: Load) -> str:
+    return " (too little)" if need.ends_at < load.requests_per_s else ""
 
 
 def _number(value: float) -> str:
@@ -103,26 +129,84 @@ _COLUMNS = {
     "Kafka's disks": "Kafka's disks, TB",
     "row deltas": "row deltas, MB/s",
 }
-_TABLE = re.compile(r"^\| requests/s \| rows \|.*?\n(?=\n)", re.MULTILINE | re.DOTALL)
+_COST_LOADS = (
+    Load(requests_per_s=100, rows=10**6),
+    Load(requests_per_s=2000, rows=10**6),
+    Load(requests_per_s=20_000, rows=10**7),
+)
+_LIMITS_LOAD = Load(requests_per_s=10_000, rows=10**7)
+_REMEDIES = {
+    "auditor": "run it for a share of the time, or not at all: training does not need it",
+    "feature updater": "none yet: it is one process",
+    "Redis": "a faster core; none yet beyond it, since all keys are in one Redis",
+    "compactor": "a faster core, or no archive",
+    "compactor's memory": "larger machines",
+    "controller": "larger shards (`--machine-gb`), so that there are fewer",
+    "workers": "larger steps (`--batch-requests`), a device per worker (`--core 0.05`), a selection",
+    "task managers": "a shorter `late_horizon_ms`, larger disks; then cores that join faster",
+    "row deltas": 'a larger `publish_interval_ms`, or `rows = "cache"` with `rows_buckets`',
+    "row deltas from Kafka": "the same, or more brokers",
+    "partitions": "none: programs refuse more",
+    "archivers": "none: one per partition",
+    "shards": "none: one per bucket",
+    "dedupe ids": "a shorter `dedupe_horizon_ms`",
+}
 
 
 def scale_table(figures: Mapping[str, float]) -> str:
-    """Markdown with one row per load."""
+    """Markdown with one row per load. A number that is a limit and does not suffice is marked."""
     head = ["requests/s", "rows", "requests a step", *_COLUMNS.values(), "ends first"]
     lines = [_markdown_row(head), "|" + "---:|" * (len(head) - 1) + "---|"]
     for load in LOADS:
         needs = plan(load, figures)
-        amounts, first = {need.what: need.amount for need in needs}, bottleneck(needs)
+        found, first = {need.what: need for need in needs}, bottleneck(needs)
         load_cells = [f"{number:,.0f}" for number in (load.requests_per_s, load.rows, load.batch_requests)]
-        cells = [*load_cells, *(_number(amounts[name]) for name in _COLUMNS)]
+        cells = [*load_cells, *(_amount(found[name], load) for name in _COLUMNS)]
         lines.append(_markdown_row([*cells, f"{first.what} at {_number(first.ends_at)}"]))
     return "\n".join(lines) + "\n"
 
 
-def renew_scale_table(text: str, figures: Mapping[str, float]) -> str:
-    """The page with its table replaced."""
-    assert _TABLE.search(text)
-    return _TABLE.sub(lambda _: scale_table(figures), text, count=1)
+def _amount(need: Need, load: Load) -> str:
+    return f"{_number(need.amount)}{_mark(need, load)}"
+
+
+def limits_table(figures: Mapping[str, float]) -> str:
+    """Markdown with one row per limit, the lowest first."""
+    needs = [need for need in plan(_LIMITS_LOAD, figures) if math.isfinite(need.ends_at)]
+    lines = [_markdown_row(["part", "limit, requests/s", "what moves it"]), "|---|---:|---|"]
+    for need in sorted(needs, key=lambda need: need.ends_at):
+        lines.append(_markdown_row([need.what, _number(need.ends_at), _REMEDIES[need.what]]))
+    return "\n".join(lines) + "\n"
+
+
+def cost_table(figures: Mapping[str, float]) -> str:
+    """Markdown with one row per load, at the default prices."""
+    head = (
+        "requests/s, rows, machines, brokers, disk GB, object store GB, network MB/s, a month, of it machines"
+    )
+    lines = [_markdown_row(head.split(", ")), "|" + "---:|" * len(head.split(", "))]
+    for load in _COST_LOADS:
+        cost = cost_of(load, plan(load, figures), Prices())
+        numbers = (cost.disk_gb, cost.object_gb, cost.network_mb, cost.month, cost.machines_month)
+        sizes = [f"{load.requests_per_s:,.0f}", f"{load.rows:,.0f}", str(cost.machines)]
+        lines.append(_markdown_row([*sizes, str(cost.broker_machines), *map(_number, numbers)]))
+    return "\n".join(lines) + "\n"
+
+
+_TABLES = (
+    ("| requests/s | rows | requests a step |", scale_table),
+    ("| part | limit, requests/s |", limits_table),
+    ("| requests/s | rows | machines |", cost_table),
+)
+
+
+def renew_tables(text: str, figures: Mapping[str, float]) -> str:
+    """The page with its tables replaced."""
+    for head, table in _TABLES:
+        found = re.compile(rf"^{re.escape(head)}.*?\n(?=\n)", re.MULTILINE | re.DOTALL)
+        assert found.search(text), head
+        text = found.sub(lambda _, table=table: table(figures), text, count=1)  # type: ignore[misc]
+    return text
 
 
 def _markdown_row(cells: list[str]) -> str:

@@ -12,15 +12,21 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from roostream.cli.plan.measured import SOURCES
 from roostream.runtime.deployment import MAX_WORKERS
+from roostream.runtime.rpc.server import MAX_CONNECTIONS
 from roostream.schema.settings import Settings, setting
 
 MAX_PARTITIONS, MAX_BUCKETS = 1024, 1 << 16
+MAX_TASK_MANAGERS = 128  # joiner.flink_job.MAX_PARALLELISM, which needs Flink to be imported
 _COMMIT_SHARE = 0.01  # of the time
+_MAX_DISK_SHARE = 0.8
+_ID_BYTES = 130  # trainer/dedupe.py
+_USER_BYTES, _ITEM_BYTES = 25_000, 171  # serving/online_features/store.py
+_SPARE_CONNECTIONS = 32
 _S, _MS, _MB, _GB, _GBIT = 1e-6, 1e-3, 1e6, 1e9, 1e9 / 8
 
 
@@ -55,6 +61,19 @@ class Load(Settings):
     )
     network_gbit: float = setting(10.0, "network bandwidth of a machine in Gbit/s", gt=0)
     machine_gb: float = setting(64.0, "memory of a machine in GB", gt=0)
+    machine_cores: int = setting(16, "cores of a machine", ge=1)
+    users: int = setting(100_000, "users with events within 30 days, whose state Redis keeps", ge=0)
+    items: int = setting(100_000, "items with events within 30 days, whose counters Redis keeps", ge=0)
+    redis_us: float = setting(
+        40.0, "assumed microseconds of Redis for a read of a request or a write of an event", gt=0
+    )
+    updater_us: float = setting(80.0, "assumed microseconds of the feature updater for an event", gt=0)
+    auditor_us: float = setting(60.0, "assumed microseconds of the auditor for a record", gt=0)
+    archive_us: float = setting(60.0, "assumed microseconds of an archiver for a sample", gt=0)
+    compact_us: float = setting(30.0, "assumed microseconds of the compactor for a sample", gt=0)
+    dedupe_h: float = setting(1.0, "hours for which workers remember sample ids (dedupe_horizon_ms)", ge=0)
+    task_manager_disk_gb: float = setting(20.0, "disk of a task manager for its state", gt=0)
+    broker_disk_gb: float = setting(16_000.0, "disks of a broker", gt=0)
     broker_mb: float = setting(
         100.0, "assumed MB per second that one broker accepts, including replicas", gt=0
     )
@@ -186,8 +205,13 @@ def plan(load: Load, figures: Mapping[str, float]) -> list[Need]:
         *_kafka(load, costs),
         *_joining(costs),
         *_training(load, costs, shards),
+        _dedupe(load, costs, shards),
+        _controller(load, costs),
         *_rows(load, costs, shards),
         *_serving(load, costs),
+        *_online_features(load),
+        *_warehouse(load, costs),
+        _auditor(load),
         _network(load),
     ]
 
@@ -218,29 +242,49 @@ def _kafka(load: Load, costs: Costs) -> list[Need]:
     deltas = changed_rows(load, 1.0) * delta_bytes(load)
     written = (events + samples + deltas) * load.replication
     kept = (events + samples) * load.retention_h * 3600 * load.replication
-    each = 2 * _managers(costs)
-    partitions = 1 << math.ceil(math.log2(max(each, 4)))
+    partitions = partitions_for(load, costs)
     of_a_broker = (
         f"{written / _MB:,.0f} MB/s written, including replicas; {load.broker_mb:g} MB/s per broker is "
-        "assumed"
+        "assumed; at least one for each replica"
     )
-    why = f"events and samples of {load.retention_h:g} h, {load.replication} replicas, uncompressed"
+    brokers = max(
+        math.ceil(written / _MB / load.broker_mb),
+        math.ceil(kept / _GB / load.broker_disk_gb / _MAX_DISK_SHARE),
+        load.replication,
+    )
+    why = (
+        f"events and samples of {load.retention_h:g} h, {load.replication} replicas, uncompressed; "
+        f"{load.broker_disk_gb:g} GB per broker, 80 % full"
+    )
     return [
         Need(
             "partitions",
             min(partitions, MAX_PARTITIONS),
             "per topic",
-            MAX_PARTITIONS / each * rate,
-            "two per task manager; at most 1024",
+            MAX_PARTITIONS / partitions_needed(load, costs) * rate,
+            f"two per task manager, and a day of each in the compactor's memory; at most {MAX_PARTITIONS}",
         ),
-        Need("brokers", math.ceil(written / _MB / load.broker_mb), "", math.inf, of_a_broker),
+        Need("brokers", brokers, "", math.inf, of_a_broker),
         Need("Kafka's disks", kept / 1e12, "TB", math.inf, why),
     ]
 
 
+def partitions_needed(load: Load, costs: Costs) -> float:
+    """Two for each task manager, and so many that the compactor can hold a day of one in half a machine."""
+    day_bytes = load.requests_per_s * 86_400 * load.sample_bytes
+    return max(2 * _managers(costs), day_bytes / (load.machine_gb * _GB * load.busy))
+
+
+def partitions_for(load: Load, costs: Costs) -> int:
+    """The next power of two, from 4; not limited."""
+    return 1 << math.ceil(math.log2(max(partitions_needed(load, costs), 4)))
+
+
 def _managers(costs: Costs) -> float:
+    """Task managers by the time of the join, or by the disk that its state takes."""
     load = costs.load
-    return load.requests_per_s * (1 + load.engagements) * costs.join_event_s / load.busy
+    by_time = load.requests_per_s * (1 + load.engagements) * costs.join_event_s / load.busy
+    return max(by_time, join_state_bytes(load) / (load.task_manager_disk_gb * _GB * load.busy))
 
 
 def _joining(costs: Costs) -> list[Need]:
@@ -255,7 +299,14 @@ def _joining(costs: Costs) -> list[Need]:
         "on a heap about 2.5 times as much"
     )
     return [
-        Need("task managers", math.ceil(_managers(costs)), "with one slot", math.inf, why),
+        Need(
+            "task managers",
+            min(math.ceil(_managers(costs)), MAX_TASK_MANAGERS),
+            "with one slot",
+            MAX_TASK_MANAGERS / _managers(costs) * load.requests_per_s,
+            f"{why}; or {load.task_manager_disk_gb:g} GB of disk each for the state; at most "
+            f"{MAX_TASK_MANAGERS}, the maximum parallelism of the job",
+        ),
         Need("joiner's state", state / _GB, "GB, serialized", math.inf, holds),
     ]
 
@@ -315,28 +366,166 @@ def _rows(load: Load, costs: Costs, shards: int) -> list[Need]:
 
 
 def _serving(load: Load, costs: Costs) -> list[Need]:
-    memory = load.rows * replica_bytes(load) / _GB
     full = load.network_gbit * _GBIT * load.busy
+    processes = load.requests_per_s * costs.serve_s / load.busy
+    machines = serving_machines(load, costs)
+    deltas_bytes = changed_rows(load, 1.0) * delta_bytes(load)
     ends_at = full / (load.touched * delta_bytes(load)) if load.rows * delta_bytes(load) > full else math.inf
+    brokers_at = _limit(load, lambda at: _delta_bytes_of_a_broker(at, costs) <= full)
+    each = min(math.ceil(processes / machines), load.machine_cores)
+    memory = load.rows * replica_bytes(load) / _GB * each
     fits = memory <= load.machine_gb * load.busy
     why = (
-        "one copy for all processes of a machine (rows = shared)"
+        f"a copy in each of {each} processes (rows = replica)"
         if fits
-        else "more than a machine has: rows = cache"
+        else f"a copy in each of {each} processes is more than a machine has: rows = cache"
     )
     served = f"{costs.serve_s / _S:,.0f} µs per request: {SOURCES['serve_20_us']}; {SOURCES['serve_200_us']}"
     deltas = f"each row that changes in a second, to every serving machine with {load.network_gbit:g} Gbit/s"
     return [
-        Need(
-            "serving processes",
-            math.ceil(load.requests_per_s * costs.serve_s / load.busy),
-            "with one core",
-            math.inf,
-            served,
-        ),
+        Need("serving processes", math.ceil(processes), "with one core", math.inf, served),
+        Need("serving machines", machines, f"of {load.machine_cores} cores", math.inf, "of these processes"),
         Need("a serving machine's memory", memory, "GB", math.inf, why),
-        Need("row deltas", changed_rows(load, 1.0) * delta_bytes(load) / _MB, "MB/s", ends_at, deltas),
+        Need("row deltas", deltas_bytes / _MB, "MB/s", ends_at, deltas),
+        Need(
+            "row deltas from Kafka",
+            deltas_bytes * machines / _MB,
+            f"MB/s to {machines} serving machines",
+            brokers_at,
+            f"the same to each of them, from all brokers together, each with {load.network_gbit:g} Gbit/s",
+        ),
     ]
+
+
+def serving_machines(load: Load, costs: Costs) -> int:
+    """Each has all rows, or a cache of them, and as many processes as cores."""
+    return math.ceil(load.requests_per_s * costs.serve_s / load.busy / load.machine_cores)
+
+
+def _delta_bytes_of_a_broker(load: Load, costs: Costs) -> float:
+    brokers = next(need.amount for need in _kafka(load, Costs(load, costs.figures)) if need.what == "brokers")
+    at = Costs(load, costs.figures)
+    return changed_rows(load, 1.0) * delta_bytes(load) * serving_machines(load, at) / brokers
+
+
+def _limit(load: Load, fits: Callable[[Load], bool]) -> float:
+    """The highest rate at which `fits` holds, to 0.1 %; inf beyond 10^9 requests/s. `fits` holds at no rate
+    above one at which it does not."""
+
+    def at(rate: float) -> bool:
+        return fits(dataclasses.replace(load, requests_per_s=rate))
+
+    low, high = 1e-3, 1e9
+    if at(high):
+        return math.inf
+    while high / low > 1.001:
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if at(middle) else (low, middle)
+    return low
+
+
+def _dedupe(load: Load, costs: Costs, shards: int) -> Need:
+    """Sample ids that workers remember (trainer/dedupe.py)."""
+    ids = load.requests_per_s * load.dedupe_h * 3600
+    workers = workers_for(costs, shards) or MAX_WORKERS
+    limit = MAX_WORKERS * load.machine_gb * _GB * load.busy / _ID_BYTES
+    ends_at = limit / (load.dedupe_h * 3600) if load.dedupe_h else math.inf
+    why = (
+        f"{_ID_BYTES} bytes an id (trainer/dedupe.py) for {load.dedupe_h:g} h; a commit writes the new ones, "
+        "and a smaller file now and then again"
+    )
+    return Need("dedupe ids", ids * _ID_BYTES / workers / _GB, "GB in each worker", ends_at, why)
+
+
+def _controller(load: Load, costs: Costs) -> Need:
+    """Each member keeps two connections: for heartbeats, which the controller holds, and for results."""
+
+    def connections(at: Load) -> int:
+        costs_at = Costs(at, costs.figures)
+        shards = shards_for(at, costs_at)
+        return 2 * (shards + (workers_for(costs_at, shards) or MAX_WORKERS))
+
+    return Need(
+        "controller",
+        connections(load),
+        "connections",
+        _limit(load, lambda at: connections(at) <= MAX_CONNECTIONS - _SPARE_CONNECTIONS),
+        f"two for each shard and worker; one controller, which accepts {MAX_CONNECTIONS}, "
+        f"{_SPARE_CONNECTIONS} of them for readers and commands",
+    )
+
+
+def _online_features(load: Load) -> list[Need]:
+    events = 1 + load.engagements
+    state = load.users * _USER_BYTES + load.items * _ITEM_BYTES
+    fits = state <= load.machine_gb * _GB * load.busy
+    updater = load.requests_per_s * events * load.updater_us * _S * load.core
+    redis = load.requests_per_s * (1 + events) * load.redis_us * _S * load.core
+    memory = (
+        f"at most {_USER_BYTES} bytes a user and {_ITEM_BYTES} an item (serving/online_features/store.py), "
+        "without declared counters"
+    )
+    return [
+        Need(
+            "feature updater",
+            updater,
+            "cores of one process",
+            load.busy / updater * load.requests_per_s,
+            f"{load.updater_us:g} µs per event are assumed (updater_us); one process",
+        ),
+        Need(
+            "Redis",
+            redis,
+            "cores of one thread",
+            load.busy / redis * load.requests_per_s,
+            f"a read per request and a write per event; {load.redis_us:g} µs each are assumed (redis_us)",
+        ),
+        Need("Redis' memory", state / _GB, "GB", math.inf if fits else 0.0, memory),
+    ]
+
+
+def _warehouse(load: Load, costs: Costs) -> list[Need]:
+    archivers = load.requests_per_s * load.archive_us * _S * load.core / load.busy
+    compactor = load.requests_per_s * load.compact_us * _S * load.core
+    partitions = min(partitions_for(load, costs), MAX_PARTITIONS)
+    day = load.requests_per_s * 86_400 * load.sample_bytes / partitions
+    return [
+        Need(
+            "archivers",
+            min(math.ceil(archivers), MAX_PARTITIONS),
+            "with one core",
+            MAX_PARTITIONS / archivers * load.requests_per_s,
+            f"{load.archive_us:g} µs per sample are assumed (archive_us); at most one per partition",
+        ),
+        Need(
+            "compactor",
+            compactor,
+            "cores of one process",
+            load.busy / compactor * load.requests_per_s,
+            f"{load.compact_us:g} µs per sample are assumed (compact_us); one process seals every day",
+        ),
+        Need(
+            "compactor's memory",
+            day / _GB,
+            "GB",
+            load.machine_gb * _GB * load.busy * MAX_PARTITIONS / day / partitions * load.requests_per_s,
+            f"a day of one of {partitions} partitions, uncompressed; {MAX_PARTITIONS} at most",
+        ),
+    ]
+
+
+def _auditor(load: Load) -> Need:
+    """It reads impressions, engagements, samples and predictions."""
+    records = load.requests_per_s * (3 + load.engagements)
+    cores = records * load.auditor_us * _S * load.core
+    return Need(
+        "auditor",
+        cores,
+        "cores of one process",
+        load.busy / cores * load.requests_per_s,
+        f"{load.auditor_us:g} µs per record are assumed (auditor_us); one process. Beyond its limit it falls "
+        "behind, and training does not",
+    )
 
 
 def _network(load: Load) -> Need:

@@ -22,6 +22,7 @@ from roostream.runtime.rpc.transport import Handler, Header
 
 log = logging.getLogger("roostream.rpc")
 
+MAX_CONNECTIONS = 256  # each has a thread
 FIRST_CALL_S = 10.0  # until the first byte of a connection
 IDLE_S = 300.0  # between two calls; the client connects again later
 FRAME_S = 10.0  # to receive a frame, or to send a response, plus a time proportional to its size
@@ -53,7 +54,7 @@ class RpcServer:
         port: int = 0,
         *,
         max_frame_bytes: int = frames.MAX_FRAME_BYTES,
-        max_connections: int = 256,
+        max_connections: int = MAX_CONNECTIONS,
         keys: LinkCredentials | None = None,
     ) -> None:
         self.handler, self.host, self.port, self.keys = handler, host, port, keys or LinkCredentials()

@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import tracemalloc
 from pathlib import Path
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
@@ -14,6 +16,7 @@ from benchmarks.common import joiner_events
 from benchmarks.common import samples as data
 from joiner.config import JoinerConfig
 from joiner.event_decoder import EventDecoder
+from joiner.flink_job import MAX_PARALLELISM
 from joiner.join import Join
 from joiner.keyed_join import KeyedJoin
 from joiner.state import Engagement, Impression
@@ -21,8 +24,11 @@ from param_server.eviction import ExpiryPolicy
 from param_server.table import StackTable
 from roostream.cli.main import cli
 from roostream.cli.plan import measured
-from roostream.cli.plan.plan_command import renew_scale_table
+from roostream.cli.plan.cost import HOURS, Prices, cost_of
+from roostream.cli.plan.plan_command import renew_tables
 from roostream.cli.plan.sizing import (
+    MAX_PARTITIONS,
+    MAX_TASK_MANAGERS,
     Costs,
     Load,
     Need,
@@ -35,8 +41,11 @@ from roostream.cli.plan.sizing import (
     workers_for,
 )
 from roostream.errors import ConfigError
+from roostream.runtime.deployment import MAX_WORKERS
+from roostream.runtime.rpc.server import MAX_CONNECTIONS
 from roostream.wire.records import Record
 from tests.joiner.cases import DictStore
+from trainer.dedupe import Dedupe
 
 ROOT = Path(__file__).resolve().parents[3]
 FIGURES = measured.read()
@@ -60,7 +69,6 @@ def test_a_report_that_lacks_a_figure_is_reported(tmp_path: Path) -> None:
     [
         "brokers",
         "Kafka's disks",
-        "task managers",
         "joiner's state",
         "serving processes",
         "readers",
@@ -123,9 +131,10 @@ def test_workers_are_limited_by_the_fixed_cost_of_a_step() -> None:
 
 def test_the_bottleneck_is_found_and_an_impossible_load_is_reported() -> None:
     found = plan(Load(requests_per_s=1_000_000, rows=10**9), FIGURES)
-    assert bottleneck(found).what == "workers" and bottleneck(found).ends_at < 1_000_000
+    assert bottleneck(found).ends_at < 1_000_000
     done = CliRunner().invoke(cli, ["plan", "--requests-per-s", "1000000", "--rows", "1000000000"])
-    assert "bottleneck: workers, limited to " in done.output and "this load is higher" in done.output
+    assert f"bottleneck: {bottleneck(found).what}, limited to " in done.output
+    assert "this load is higher" in done.output and done.output.count("(too little)") >= 5
     done = CliRunner().invoke(cli, ["plan", "--requests-per-s", "100"])
     assert "enough for this load" in done.output
 
@@ -136,9 +145,99 @@ def test_rows_determine_the_number_of_shards_and_the_memory_of_serving() -> None
         10**10 * row_bytes(Load(requests_per_s=10)) / (64e9 * 0.6)
     )
     assert (
-        "rows = shared" in few["a serving machine's memory"].why
+        "rows = replica" in few["a serving machine's memory"].why
         and "rows = cache" in many["a serving machine's memory"].why
     )
+
+
+GROWS = (
+    *("joiner's state", "dedupe ids", "feature updater", "Redis", "Redis' memory", "auditor", "controller"),
+    *("archivers", "compactor", "compactor's memory", "readers", "row deltas from Kafka", "Kafka's disks"),
+)
+
+
+def test_everything_that_grows_has_a_line() -> None:
+    small = needs(requests_per_s=5_000, users=10**5, rows=10**9)
+    large = needs(requests_per_s=500_000, users=10**7, rows=10**9)
+    assert {what for what in GROWS if not small[what].amount < large[what].amount} == set()
+    # A day of a partition is bounded by more partitions, until there are as many as programs take.
+    assert large["partitions"].amount == MAX_PARTITIONS > small["partitions"].amount
+
+
+@pytest.mark.parametrize("rate", [1.0, 100.0, 10_000.0, 10**6, 10**8])
+def test_a_plan_promises_nothing_beyond_a_cap(rate: float) -> None:
+    """Not more processes than there can be, and a limit below the load wherever a cap is reached."""
+    found = needs(requests_per_s=rate, rows=10**9)
+    caps = {
+        "workers": MAX_WORKERS,
+        "task managers": MAX_TASK_MANAGERS,
+        "partitions": MAX_PARTITIONS,
+        "archivers": MAX_PARTITIONS,
+    }
+    assert MAX_TASK_MANAGERS == MAX_PARALLELISM
+    for what, cap in caps.items():
+        assert found[what].amount <= cap, what
+    single = ("feature updater", "Redis", "compactor", "auditor")
+    for what in single:
+        assert (found[what].amount > Load(requests_per_s=1).busy) == (found[what].ends_at < rate), what
+    assert (found["controller"].amount > MAX_CONNECTIONS) <= (found["controller"].ends_at < rate)
+
+
+def test_limits_do_not_depend_on_the_load_at_which_they_are_asked() -> None:
+    """What ends at a rate ends there, whether it is asked for a tenth of it or for ten times as much. Except
+    the limit of workers, who call as many shards as the load has, and that of shards."""
+    for need in plan(Load(requests_per_s=10_000, rows=10**9), FIGURES):
+        if math.isfinite(need.ends_at) and need.what not in ("shards", "workers"):
+            asked = (needs(requests_per_s=need.ends_at * share, rows=10**9)[need.what] for share in (0.1, 10))
+            assert [found.ends_at for found in asked] == pytest.approx([need.ends_at] * 2, rel=0.02), (
+                need.what
+            )
+
+
+def test_row_deltas_leave_kafka_once_for_each_serving_machine() -> None:
+    found = needs(requests_per_s=100_000, rows=10**8)
+    machines = found["serving machines"].amount
+    assert machines > 5
+    assert found["row deltas from Kafka"].amount == pytest.approx(found["row deltas"].amount * machines)
+
+
+def test_remembered_ids_take_the_bytes_of_the_plan() -> None:
+    num_ids, dedupe = 50_000, Dedupe(3_600_000)
+    tracemalloc.start()
+    rng = np.random.default_rng(0)
+    for begin in range(0, num_ids, 512):
+        ids = rng.integers(-(1 << 63), (1 << 63) - 1, min(512, num_ids - begin))
+        dedupe.settle(dedupe.claim(ids, np.full(len(ids), begin)))
+    used, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    planned = needs(requests_per_s=num_ids / 3600)["dedupe ids"]
+    assert planned.amount * 1e9 == pytest.approx(used, rel=0.5) and num_ids == dedupe.cut().num_ids
+
+
+def test_a_cost_is_its_parts_times_their_prices() -> None:
+    load = Load(requests_per_s=2000)
+    found = plan(load, FIGURES)
+    free = {"disk_gb_month": 0.0, "object_gb_month": 0.0, "network_gb": 0.0}
+    cost = cost_of(load, found, Prices(machine_hour=2.0, **free))
+    assert cost.month == cost.machines_month == (cost.machines + cost.broker_machines) * 2.0 * HOURS
+    more = cost_of(
+        load, found, Prices(machine_hour=0.0, disk_gb_month=1.0, object_gb_month=0.0, network_gb=0.0)
+    )
+    assert more.month == more.disk_gb >= needs(requests_per_s=2000)["Kafka's disks"].amount * 1000
+    sent_gb = cost.network_mb * 3600 * HOURS / 1000
+    paid = cost_of(load, found, Prices(machine_hour=0.0, zone_share=1.0, **(free | {"network_gb": 1.0})))
+    assert paid.month == pytest.approx(sent_gb)
+
+
+def test_a_price_is_an_option_and_a_wrong_one_is_named() -> None:
+    arguments = ["plan", "--requests-per-s", "2000", "--json"]
+    told = [
+        json.loads(CliRunner().invoke(cli, [*arguments, "--machine-hour", price]).stdout)["cost"]["month"]
+        for price in ("0", "1")
+    ]
+    assert told[0] < told[1]
+    done = CliRunner().invoke(cli, [*arguments, "--machine-hour", "-1"])
+    assert isinstance(done.exception, ConfigError) and "--machine-hour: expected" in str(done.exception)
 
 
 @pytest.mark.parametrize(("candidates", "history"), [(5, 30), (20, 30), (20, 100), (200, 30), (11, 50)])
@@ -185,6 +284,6 @@ def test_an_invalid_flag_is_rejected_by_name() -> None:
 
 def test_the_table_of_the_page_equals_the_plan() -> None:
     text = (ROOT / "docs" / "operations" / "scale.md").read_text(encoding="utf-8")
-    assert renew_scale_table(text, FIGURES) == text
-    faster = renew_scale_table(text, FIGURES | {"serve_20_us": 1.0, "serve_200_us": 2.0})
+    assert renew_tables(text, FIGURES) == text
+    faster = renew_tables(text, FIGURES | {"serve_20_us": 1.0, "serve_200_us": 2.0})
     assert faster != text and len(faster.splitlines()) == len(text.splitlines())
