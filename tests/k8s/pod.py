@@ -85,7 +85,11 @@ class Kubelet:
         if "configMap" in found:
             data = named(self.objects, "ConfigMap", found["configMap"]["name"])["data"]
             return {name: self.here(text).encode() for name, text in data.items()}
-        return dict(self.secrets[found["secret"]["secretName"]]) if "secret" in found else None
+        if "secret" not in found:
+            return None
+        files = self.secrets[found["secret"]["secretName"]]
+        items = found["secret"].get("items")
+        return {i["path"]: files[i["key"]] for i in items} if items else dict(files)
 
     def _environment(self, container: dict[str, Any], index: int) -> dict[str, str]:
         found: dict[str, str] = {}

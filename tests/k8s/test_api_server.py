@@ -189,7 +189,8 @@ def _one_at_a_time(server: ApiServer, namespace: str, shards: list[str]) -> None
 def test_kubectl_commands_of_the_pages_work(server: ApiServer, nodes: SimulatedNodes, tmp_path: Path) -> None:
     """All of `kubectl`'s, in the pages' order, but for what runs inside of a container."""
     shutil.copytree(ROOT / "infra", tmp_path / "infra")
-    (tmp_path / "redis-password.txt").write_text("s3cret\n", encoding="utf-8")
+    for name in ("serving", "features"):
+        (tmp_path / f"redis-{name}.txt").write_text("s3cret\n", encoding="utf-8")
     (tmp_path / "keys.json").write_text("{}", encoding="utf-8")
     server.kubectl("create", "namespace", "gateways")
     ran: list[str] = []

@@ -15,15 +15,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import redis
 
 from infra.ports import Ports
 from infra.program_specs import find_spec
+from roostream.runtime import redis_client
 from roostream.runtime.rpc.security import LinkCredentials
 from roostream.runtime.store_identity import init_store
 from roostream.schema.settings import check_environment, load
 from tests.certificates import Authority
 from tests.k8s.manifests import OVERLAYS, Workload, built, own_folder, workloads
 from tests.k8s.pod import Kubelet, Started
+from tests.serving.online_features.feature_cases import find_redis
 
 Objects = tuple[dict[str, Any], ...]
 LINKED = ("shard", "controller", "worker", "serving")
@@ -60,7 +63,8 @@ class Anything(dict[str, dict[str, bytes]]):
             "tls.key": key,
         }
         self.files |= {
-            "password": b"s3cret\n",
+            "serving": b"s3rving\n",
+            "features": b"f3atures\n",
             "keys.json": b'{"keys": []}',
             "token": b"0123456789abcdef0123456789abcdef",
         }
@@ -104,6 +108,64 @@ def test_programs_accept_the_settings_of_their_pods(overlay: str, tmp_path: Path
                 assert getattr(config, "wait_on_hold", True)
             seen.add(program)
     assert seen == {*PROGRAMS}
+
+
+@pytest.mark.skipif(find_redis() is None, reason="no redis-server here: run `make setup`")
+def test_serving_and_the_updater_are_two_users_of_redis(tmp_path: Path) -> None:
+    """The overlay's own server, and the user and password that each pod has."""
+    objects, ports = built("dev"), Ports()
+    port = ports.draw()
+    found = {w.name: w for w in workloads(objects)}
+    secrets = Anything(tmp_path / "keys")
+    (script,) = found["roostream-redis"].pod["containers"][0]["command"][2:]
+    for name in ("serving", "features"):
+        (tmp_path / name).write_bytes(secrets.files[name])
+    script = script.replace("/etc/redis/", f"{tmp_path}/").replace("redis-server -", f"{find_redis()} -")
+    script = script.replace("maxmemory", f"port {port}\nbind 127.0.0.1\nmaxmemory")
+    settings = {}
+    for program in ("serving", "features"):
+        workload = found[f"roostream-{program}"]
+        instead = {"roostream-redis:6379": f"127.0.0.1:{port}"}
+        started = Kubelet(objects, tmp_path / f"{program}-root", secrets, instead).start(
+            workload, workload.pod["containers"][0]
+        )
+        settings[program] = load(
+            find_spec(program).settings_class(),
+            started.arguments[-1],
+            program=program,
+            environ=started.environment,
+        )
+    server = subprocess.Popen(("/bin/sh", "-c", f"exec {script}"), cwd=tmp_path, stdout=subprocess.DEVNULL)
+    try:
+        clients = {
+            name: redis_client.client(config.redis_url, timeout_s=5.0)  # type: ignore[attr-defined]
+            for name, config in settings.items()
+        }
+        deadline_s = time.monotonic() + 60
+        while True:
+            try:
+                assert clients["features"].hset("features:at", "x", "1") == 1
+                break
+            except redis.ConnectionError:
+                assert time.monotonic() < deadline_s
+                time.sleep(0.1)
+        assert clients["serving"].mget("features:i:1") == [None]
+        for name, command in (("serving", ("HSET", "features:at", "x", "2")), ("features", ("FLUSHALL",))):
+            with pytest.raises(redis.exceptions.NoPermissionError):
+                clients[name].execute_command(*command)
+    finally:
+        server.kill()
+        server.wait()
+        ports.release()
+
+
+def test_every_program_may_have_its_own_keys_of_the_object_store(tmp_path: Path) -> None:
+    for workload in workloads(of_overlay("all", tmp_path)):
+        for container in workload.pod["containers"]:
+            secrets = [s["secretRef"]["name"] for s in container.get("envFrom", ()) if "secretRef" in s]
+            if secrets:  # the last one of a name counts
+                program = workload.name.removeprefix("roostream-").removesuffix("-watch")
+                assert secrets == ["roostream-objects", f"roostream-objects-{program}"], workload.name
 
 
 def test_shard_counts_agree(tmp_path: Path) -> None:
