@@ -16,6 +16,8 @@ from roostream.errors import ConfigError, nearest
 from roostream.models.config import (
     CascadeConfig,
     CustomModelConfig,
+    DcnConfig,
+    DlrmConfig,
     HstuConfig,
     ModelConfig,
     RankerConfig,
@@ -50,11 +52,24 @@ def _two_tower(schema: Schema, config: TwoTowerConfig) -> Model:
     return Retrieval(schema, config) if config.stage == "retrieval" else EarlyRanker(schema, config)
 
 
+def _dlrm(schema: Schema, config: DlrmConfig) -> Model:
+    try:
+        from roostream.models.dlrm import Dlrm  # imports TorchRec: seconds and 200 MiB
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"kind = {config.kind!r}: expected TorchRec, got no package {error.name!r}; pip install "
+            "'roostream[torchrec]' for worker and serving"
+        ) from None
+    return Dlrm(schema, config)
+
+
 KINDS = {
     "ranker": ModelKind(RankerConfig, Ranker),
     "hstu": ModelKind(HstuConfig, Ranker),
     "two_tower": ModelKind(TwoTowerConfig, _two_tower),
     "cascade": ModelKind(CascadeConfig, Cascade),
+    "dlrm": ModelKind(DlrmConfig, _dlrm),
+    "dcn": ModelKind(DcnConfig, _dlrm),
 }
 
 
@@ -64,8 +79,9 @@ def build_model(schema: Schema, config: ModelConfig, seed: int, *, is_loaded: bo
     `is_loaded`: all parameters will be loaded, so they are not initialized.
 
     Raises:
-        SchemaError: the schema declares no feature.
-        ConfigError: a custom model failed, or its code is missing; names file and line.
+        SchemaError: the schema declares no feature that the kind needs.
+        ConfigError: a custom model failed, or its code is missing; names file and line. Or TorchRec is not
+            installed.
     """
     if isinstance(config, CustomModelConfig):
         return _build_custom(loaded_code({"kind": config.kind, "code": config.code}), schema, config, seed)

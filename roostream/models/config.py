@@ -198,3 +198,49 @@ class CascadeConfig(RankerConfig):
                 self.retrieval.stage,
                 "leave kind and stage out",
             )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DlrmConfig(ModelConfig):
+    """TorchRec's `DLRM` over the schema's floats and lists. Keys are named as its arguments; all tables need
+    one width."""
+
+    kind: str = setting("dlrm", "kind of model, see roostream/models/build.py")
+    features: tuple[str, ...] = setting(
+        (),
+        "list features to use; () = all; FEATURE.COLUMN is an id column of a request-only sequence, with a "
+        "table",
+    )
+    embedding_dim: int = setting(0, "width that all tables must have; 0 = the schema's", ge=0, le=_WIDEST)
+    dense_arch_layer_sizes: tuple[int, ...] = setting(
+        (),
+        "widths of the layers over the floats; the last is the tables' width; () = 64, then that width",
+        ge=1,
+        le=_WIDEST,
+    )
+    over_arch_layer_sizes: tuple[int, ...] = setting(
+        (),
+        "widths of the layers after the interaction, at least two; the last is the number of labels; () = "
+        "64, 32, then that number",
+        ge=1,
+        le=_WIDEST,
+    )
+    first_order: bool = setting(
+        True, "start with the order by click rate, if the rank of a rate is among the candidate's floats"
+    )
+    prior: float = setting(0.1, "probability that an untrained model predicts", gt=0, lt=1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if len(self.over_arch_layer_sizes) == 1:
+            expected = "two widths or more, as TorchRec's OverArch needs"
+            raise setting_error("over_arch_layer_sizes", expected, list(self.over_arch_layer_sizes))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DcnConfig(DlrmConfig):
+    """TorchRec's `DLRM_DCN`: DLRM with DCNv2's low-rank cross network as interaction."""
+
+    kind: str = setting("dcn", "kind of model, see roostream/models/build.py")
+    dcn_num_layers: int = setting(2, "layers of the cross network", ge=1, le=16)
+    dcn_low_rank_dim: int = setting(32, "rank of a cross layer's matrix", ge=1, le=_WIDEST)

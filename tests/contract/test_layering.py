@@ -32,7 +32,11 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 ONLY_IN: dict[str, tuple[str, ...]] = {
     "torch": ("roostream/models", "trainer", "serving"),
-    "torchrec": ("roostream/models/custom/torchrec_bags.py", "trainer/torchrec_plan.py"),
+    "torchrec": (
+        "roostream/models/custom/torchrec_bags.py",
+        "roostream/models/dlrm.py",
+        "trainer/torchrec_plan.py",
+    ),
     "fbgemm_gpu": (),
     "pyflink": ("joiner/flink_job.py",),
     "py4j": ("joiner/flink_job.py",),

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 
-from roostream.models.config import CascadeConfig, HstuConfig, ModelConfig, TwoTowerConfig
+from roostream.models.config import (
+    CascadeConfig,
+    DcnConfig,
+    DlrmConfig,
+    HstuConfig,
+    ModelConfig,
+    TwoTowerConfig,
+)
 from tests.models.model_checks import SMALL
 
 _SIZES = {
@@ -41,4 +48,6 @@ CONFIGS: dict[str, ModelConfig] = {
     ),
     "normalized rows": dataclasses.replace(SMALL, normalize_rows=True, request_side="both", userarch_width=4),
     "dhen": dataclasses.replace(SMALL, interaction="dhen", dhen_tokens=3, dhen_width=4),
+    "dlrm": DlrmConfig(features=("item", "history"), dense_arch_layer_sizes=(4,)),
+    "dcn": DcnConfig(features=("item", "history"), dcn_low_rank_dim=3),
 }

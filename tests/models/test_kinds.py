@@ -11,7 +11,7 @@ import torch
 
 from roostream.errors import SchemaError
 from roostream.models.build import build_model
-from roostream.models.config import CascadeConfig
+from roostream.models.config import CascadeConfig, TwoTowerConfig
 from tests.models.expansion import expand_with_context
 from tests.models.kind_cases import CONFIGS
 from tests.models.model_cases import make_batch, make_schema
@@ -48,9 +48,7 @@ def test_g10_training_on_requests_equals_impressions_that_carry_their_list(name:
         config, CascadeConfig
     ):  # a list that is carried is more negatives: the towers are held by the test below
         config = dataclasses.replace(config, retrieval_weight=0.0)
-    with_lists = hasattr(
-        config, "list_layers"
-    )  # without, what an impression's list would add is read by nobody
+    with_lists = not isinstance(config, TwoTowerConfig)  # the towers read nothing that the list adds
     assert_same_learning(
         trained_model(schema, config), batch, expand_with_context(batch) if with_lists else batch.expand()
     )
@@ -61,7 +59,7 @@ def test_g10_without_list_context_requests_equal_their_impressions(name: str) ->
     schema = make_schema("plain history")
     config = dataclasses.replace(
         CONFIGS[name],
-        **({"list_layers": 0} if hasattr(CONFIGS[name], "list_layers") else {"item_floats": ()}),
+        **{key: off for key, off in (("list_layers", 0), ("item_floats", ())) if hasattr(CONFIGS[name], key)},
     )
     batch = make_batch(schema, COUNTS, seed=2)
     assert_same_learning(trained_model(schema, config), batch, batch.expand())

@@ -6,7 +6,15 @@ import numpy as np
 import pytest
 import torch
 
-from roostream.models.config import CascadeConfig, HstuConfig, ModelConfig, RankerConfig, TwoTowerConfig
+from roostream.models.config import (
+    CascadeConfig,
+    DcnConfig,
+    DlrmConfig,
+    HstuConfig,
+    ModelConfig,
+    RankerConfig,
+    TwoTowerConfig,
+)
 from tests.trainer.visit_checks import assert_serving_scores_as, log_losses
 from tests.trainer.visits import visit_loop, visits
 
@@ -35,6 +43,8 @@ KINDS: dict[str, ModelConfig] = {
         **SMALL, history_width=8, retrieval=TwoTowerConfig(user_layers=(32,), item_layers=(32,), width=16)
     ),
     "hstu": HstuConfig(**SMALL, hstu_width=16, max_history=20),
+    "dlrm": DlrmConfig(dense_arch_layer_sizes=(16, 8), over_arch_layer_sizes=(16, 8, 2)),
+    "dcn": DcnConfig(dense_arch_layer_sizes=(16, 8), over_arch_layer_sizes=(16, 8, 2), dcn_low_rank_dim=8),
 }
 
 

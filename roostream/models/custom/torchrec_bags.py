@@ -262,7 +262,7 @@ def _differences(configs: Sequence[EmbeddingBagConfig], schema: Schema, is_weigh
     """Sentences on what differs between configs and schema."""
     if not configs:
         yield "expected an EmbeddingBagConfig or more, got none; give one a table"
-    table_of, names = _tables_of_features(schema), [c.name for c in configs]
+    table_of, names = tables_of_features(schema), [c.name for c in configs]
     poolings = [PoolingType.SUM] if is_weighted else [PoolingType.SUM, PoolingType.MEAN]
     seen: dict[str, str] = {}
     for c in configs:
@@ -290,7 +290,7 @@ def _differences(configs: Sequence[EmbeddingBagConfig], schema: Schema, is_weigh
             seen[feature] = c.name
 
 
-def _tables_of_features(schema: Schema) -> dict[str, str]:
+def tables_of_features(schema: Schema) -> dict[str, str]:
     """Key of `as_kjt` → table."""
     found = {f.name: f.table for f in (*schema.lists("ro"), *schema.lists("nro"))}
     for f in schema.lists("ro"):
