@@ -166,6 +166,21 @@ def test_ne_equals_torchrecs() -> None:
     assert counted(batch).report()["ne"] == pytest.approx(float(theirs), abs=1e-9, rel=1e-9)
 
 
+def test_auc_equals_torchrecs() -> None:
+    from torchrec.metrics.auc import compute_auc
+
+    rng, batch = np.random.default_rng(3), draw(3, requests=200)
+    score_B = rng.permutation(len(batch.score_BT)) / len(
+        batch.score_BT
+    )  # no ties: TorchRec orders them anyhow
+    weight_BT = rng.random(batch.score_BT.shape).astype(np.float32)
+    batch = batch._replace(score_BT=score_B[:, None].astype(np.float32), weight_BT=weight_BT)
+    p, y, w = (torch.from_numpy(x.T.astype(np.float64)) for x in batch[:3])
+    first, second = np.arange(200) < 70, np.arange(200) >= 70
+    ours = counted(batch.of_requests(first), batch.of_requests(second)).report()["auc"]
+    assert ours == pytest.approx(float(compute_auc(1, [p], [y], [w])), abs=1e-9, rel=1e-9)
+
+
 def test_calibration_and_base_rate_count_a_label_above_zero_as_one_positive() -> None:
     report = counted(one_request([0.2, 0.4, 0.6], [0, 3, 0])).report()
     assert report["base_rate"] == pytest.approx(1 / 3)
