@@ -91,6 +91,8 @@ class ChunkPart:
     lookup: Lookup
     # Selection's decisions; None: all trained, or all frozen, with weight 1
     choice: SelectionWeights | None = None
+    # Floats of impressions after transforms, of requests and of candidates; None: computed from the batch
+    floats: tuple[np.ndarray, np.ndarray] | None = None
 
     @property
     def has_weight(self) -> bool:
@@ -109,7 +111,10 @@ class ChunkPart:
         choice = (
             None if self.choice is None else SelectionWeights(*(column_R[row_M] for column_R in self.choice))
         )
-        return build_part(self.batch.take_requests(row_M), trains=self.trains, choice=choice)
+        part = build_part(self.batch.take_requests(row_M), trains=self.trains, choice=choice)
+        if self.floats is None:
+            return part
+        return dataclasses.replace(part, floats=(self.floats[0][row_M], self.floats[1][row_M]))
 
 
 def build_part(

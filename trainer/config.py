@@ -66,6 +66,12 @@ class LoopConfig(Settings):
     )
     clip_norm: float = setting(10.0, "maximum global norm of the dense gradients", gt=0, le=1e15)
     clip_row_norm: float = setting(1.0, "maximum norm of a row's gradient", gt=0, le=1e15)
+    expand: Literal["off", "impressions"] = setting(
+        "off", "train impressions in batches of batch_impressions (docs/bring-your-torchrec-model.md)"
+    )
+    batch_impressions: int = setting(
+        640, "impressions per batch with expand; the rest waits for the next requests", ge=1, le=1 << 20
+    )
     dedupe_horizon_ms: int = setting(
         3_600_000, "duplicate sample ids within this close time are skipped", ge=0
     )
@@ -126,6 +132,21 @@ class LoopConfig(Settings):
             error = "chunk sizes depend on recently skipped requests, which are in no commit"
             raise setting_error("selection.refill", "false with exact = true", self.selection.refill, error)
         self._check_rehearsal()
+        self._check_expansion()
+
+    def _check_expansion(self) -> None:
+        if self.expand == "off":
+            return
+        for key, value, is_on in (
+            ("selection.policy", self.selection.policy, self.selection.is_on),
+            ("deferral.share", self.deferral.share, self.deferral.is_on),
+            ("rehearsal.batches", self.rehearsal.batches, self.rehearsal.is_on),
+            ("corrections", self.corrections, self.corrections != "off"),
+            ("deduplicate", self.deduplicate, self.deduplicate),
+        ):
+            if is_on:
+                error = "these need batches of requests"
+                raise setting_error(key, "the default with expand = impressions", value, error)
 
     def _check_rehearsal(self) -> None:
         if not self.rehearsal.is_on:
@@ -156,7 +177,10 @@ class LoopConfig(Settings):
         because a small batch has a noisier gradient (Malladi et al. 2022).
 
         The batch size is computed as if all batches were full: first · e^(steps / growth). So it is the same
-        for all workers, and after a restore. With rehearsal, every other step has no new batch."""
+        for all workers, and after a restore. With rehearsal, every other step has no new batch. Batches of
+        impressions do not grow."""
+        if self.expand != "off":
+            return self.learning_rate
         num_steps = num_steps // 2 if self.rehearsal.is_on else num_steps
         first = min(self.first_batch_requests, self.batch_requests) / self.batch_requests
         grown = first * math.exp(min(num_steps / self.batch_growth_requests, _FULLY_GROWN))
@@ -245,6 +269,9 @@ class WorkerConfig(LoopConfig, Deployment):
             raise setting_error(
                 "staleness", "0 with read_ahead = 0", self.staleness, "one thread pulls no rows ahead"
             )
+        if self.staleness and self.expand != "off":
+            error = "a chunk then has any number of pushes"
+            raise setting_error("staleness", "0 with expand = impressions", self.staleness, error)
         if self.staleness and self.rehearsal.is_on:
             error = "each batch then has two pushes"
             raise setting_error("staleness", "0 with rehearsal", self.staleness, error)

@@ -19,6 +19,7 @@ from types import MappingProxyType
 import numpy as np
 import torch
 
+from roostream.errors import ConfigError
 from roostream.models.config import ModelConfig
 from roostream.models.inputs import build_inputs
 from roostream.models.model import Targets
@@ -45,6 +46,7 @@ from trainer.dense_part import dense_checkpoint
 from trainer.dense_part.dense_step import DenseTrainer, gradients_of
 from trainer.device.numerics import forward_logits
 from trainer.device.staging import open_staging
+from trainer.expansion import Expansion, check_expandable, warn_of_dropped
 from trainer.feed import ChunkRequest, Feed, LoopSteps, SerialFeed
 from trainer.monitoring.freshness import chunk_freshness
 from trainer.monitoring.progressive_metrics import Report
@@ -112,6 +114,10 @@ class TrainLoop:
         self.counts, self.outcomes = RequestCounts(), OutcomeCounter()
         self.stages = wiring.stages or StageTimer(wiring.clock)
         self.selection = Selection(config, schema)
+        self.expansion: Expansion | None = None
+        if config.expand == "impressions":
+            check_expandable(schema, model_config)
+            self.expansion = Expansion(config.batch_impressions, schema)
         self._slicers = build_slicers(schema, config.slices)
         self.shadow, self.saved = wiring.shadow, wiring.saved
         self.staging = open_staging(config.device)
@@ -129,10 +135,13 @@ class TrainLoop:
         """At the end of the input, train on the remaining partial chunks.
 
         Exact mode trains only full chunks."""
-        trained = self._train(self.feed.rest())
-        if not trained:
-            self._push_deferred()
-        return trained
+        if self._train(self.feed.rest()):
+            return True
+        self._push_deferred()
+        waiting = self.expansion.take_waiting() if self.expansion and not self.config.exact else None
+        if waiting is not None:
+            self._train_impressions(waiting)
+        return waiting is not None
 
     def scores(self, batch: Batch) -> np.ndarray:
         """Probabilities [B, T] with the current weights and rows. Nothing is counted or changed. Raises
@@ -163,8 +172,9 @@ class TrainLoop:
         )
 
     def _partition_snapshots(self) -> dict[Partition, PartitionSnapshot]:
-        """The first partition also gets the worker's state of selection."""
+        """The first partition also gets the worker's state of selection and expansion."""
         snapshots, more = self.partitions.snapshot(), self.selection.rehearsal_state()
+        more = more | (self.expansion.state() if self.expansion else {})
         if more and self.partitions.progress:
             first = min(self.partitions.progress)
             snapshots[first] = dataclasses.replace(snapshots[first], tensors=snapshots[first].tensors | more)
@@ -178,15 +188,26 @@ class TrainLoop:
         self._build()
         dense_checkpoint.restore(at.shared, self.model, self.optimizer, same_schema=same_schema)
         self.selection.load(at.shared)
-        self.selection.load_rehearsal(
-            {name: value for partition in at.partitions.values() for name, value in partition.tensors.items()}
-        )
+        own = {name: value for part in at.partitions.values() for name, value in part.tensors.items()}
+        self.selection.load_rehearsal(own)
+        if self.expansion is not None:
+            self.expansion.load(own)
+        else:
+            warn_of_dropped(own, "expand = 'off'")
         self.num_steps = at.step
         recent_ms = at.shared.get(_RECENT, np.array([at.watermark_ms])).tolist()
         self.watermark = TrainingWatermark(at.watermark_ms, recent_ms)
         epochs = {p: part.leader_epoch for p, part in at.partitions.items() if part.leader_epoch >= 0}
         self._seek(at.progress, epochs)
         self.partitions.load(at.partitions)
+
+    def validate(self, *, workers: int) -> None:
+        """Raise ConfigError if these settings need a single worker, and there are several."""
+        self.selection.validate(workers=workers)
+        if self.expansion is not None and workers > 1:
+            raise ConfigError(
+                f"expand: expected off with {workers} workers, got 'impressions'; train with one"
+            )
 
     def assign(self, numbers: Collection[int], session: TableInput | None = None) -> None:
         """Train these partitions of `session` or the stream from now on. `restore` or `reset` must follow."""
@@ -207,6 +228,8 @@ class TrainLoop:
         self.num_steps, self.watermark, self.requests_per_worker = 0, TrainingWatermark(), None
         self.quarantine = DeadLetterQuarantine(self._publish_dead_letter)
         self.selection.reset()
+        if self.expansion is not None:
+            self.expansion.load({})
         self.outcomes.discard_chunk()
         self._start_partitions(self.source.positions())
 
@@ -302,7 +325,9 @@ class TrainLoop:
         with self.stages("pull"):
             rows_by_stack = (rows or self.rows).pull(part.lookup)
         device = None if self.staging else self.config.device
-        inputs = build_inputs(part.batch, part.lookup, rows_by_stack, device, train=part.trains)
+        inputs = build_inputs(
+            part.batch, part.lookup, rows_by_stack, device, train=part.trains, floats=part.floats
+        )
         if self.staging is None:
             return PulledPart(part=part, inputs=inputs)
         return PulledPart(part=part, **self.staging.stage(inputs)._asdict())
@@ -312,6 +337,8 @@ class TrainLoop:
         training, down to the single request that causes it. That request is quarantined; all others are
         counted and trained."""
         part, trains = pulled.part, pulled.part.has_weight
+        if self.expansion is not None and part.trains:
+            return self._learn_expanded(pulled, self.expansion)
         logits = self.descent.forward(pulled)
         if logits is None or (
             trains and not self.descent.train_step(pulled, logits.trained_BT, self.targets(part))
@@ -323,6 +350,36 @@ class TrainLoop:
             self._rehearse(part.batch)
         return ()
 
+    def _learn_expanded(self, pulled: PulledPart, expansion: Expansion) -> Sequence[ChunkPart]:
+        """Score the requests of a part as `_learn`; train the batches of impressions that are now full."""
+        scored_BT = self.descent.score(pulled)
+        if scored_BT is None:
+            return self.split_non_finite(pulled.part)
+        self.record_scores(pulled, scored_BT)
+        for impressions in expansion.add(pulled.part.batch):
+            self._train_impressions(impressions)
+        return ()
+
+    def _train_impressions(self, impressions: ChunkPart) -> None:
+        """Learn and push. Impressions with a non-finite result are left out, alone. Raises NotFiniteError:
+        the dense weights are not finite."""
+        parts = deque([impressions])
+        while parts:
+            part = parts.popleft()
+            if not part.has_weight:
+                continue
+            pulled = self.pull_part(part)
+            if self.descent.train_unscored(pulled, self.targets(part)):
+                self.push(pulled)
+            elif part.batch.num_requests > 1 or not self.descent.is_finite():
+                parts.extendleft(reversed(self.split_non_finite(part)))
+            else:
+                self.counts.non_finite += 1
+                log.warning(
+                    "an impression of the request at offset %d is left out: its gradients are not finite",
+                    part.batch.offset_R[0],
+                )
+
     def _rehearse(self, new: Batch) -> None:
         """Train on an earlier batch again, if rehearsal is configured."""
         rehearsal = self.selection.rehearsal
@@ -333,7 +390,7 @@ class TrainLoop:
         if part is None:
             return
         pulled = self.pull_part(part)
-        if self.descent.rehearse_step(pulled, self.targets(part)):
+        if self.descent.train_unscored(pulled, self.targets(part)):
             times = PushTimes(
                 step=self.num_steps, time_ms=self.watermark.push_time_ms
             )  # it contains no new engagement

@@ -264,7 +264,7 @@ class Worker:
         self.committed_step = self.loop.num_steps
         self.incarnation = int(command["incarnation"])
         workers = int(command.get("workers", 1))
-        self._check_or_exit(lambda: self.loop.selection.validate(workers=workers))
+        self._check_or_exit(lambda: self.loop.validate(workers=workers))
         address = str(command.get("meet", ""))
         self.group = self.rendezvous.join(GroupSpec(self.incarnation, self.index, workers, address))
         self.lockstep = LockStep(self.loop, self.group, self.read_bounds) if workers > 1 else None

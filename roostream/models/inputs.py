@@ -157,16 +157,18 @@ def build_inputs(
     device: str | None = "cpu",
     *,
     train: bool = False,
+    floats: tuple[np.ndarray, np.ndarray] | None = None,
 ) -> Inputs:
     """Build the inputs, without copies if the device is the CPU; with `train=True` the rows require
     gradients.
 
     `rows`: stack → float32 [U, D], aligned with `lookup`; a numpy array, or a tensor on any device, which is
     not written to. `device`: None = rows stay where they are, everything else is on the host. Requests that
-    the lookup reports as shared are computed once; results differ only by the order of sums.
+    the lookup reports as shared are computed once; results differ only by the order of sums. `floats`: those
+    of requests and candidates after transforms, if they were transformed before.
     """
     schema = batch.schema
-    ro_float_RG, nro_float_BG = apply_transforms(batch, lookup.unique)
+    ro_float_RG, nro_float_BG = apply_transforms(batch, lookup.unique) if floats is None else floats
     groups = build_groups(batch.num_candidates_R)
     inputs = Inputs(
         ro_float_RG=_wrap(np.arcsinh(ro_float_RG)),

@@ -72,6 +72,12 @@ class DenseTrainer:
         )
         return Logits(trained_BT, scored_BT) if finite else None
 
+    def score(self, pulled: PulledPart) -> Tensor | None:
+        """Logits of the weights that score, [B, T], or None if one is not finite."""
+        with self.stages("forward"), torch.no_grad():
+            scored_BT = forward_logits(self.scorer, pulled.ready(), self.config)
+        return scored_BT if torch.isfinite(scored_BT).all() else None
+
     def train_step(self, pulled: PulledPart, logits_BT: Tensor, targets: Targets) -> bool:
         """Backward pass with clipping, and the optimizer step. False: a squared gradient is not finite;
         nothing was changed."""
@@ -79,8 +85,9 @@ class DenseTrainer:
         with self.stages("backward"):
             return clip_rows(gradients_of(pulled.inputs), self.config.clip_row_norm) and self.optimizer.step()
 
-    def rehearse_step(self, pulled: PulledPart, targets: Targets) -> bool:
-        """Train an earlier batch again. False: something is not finite; nothing was changed."""
+    def train_unscored(self, pulled: PulledPart, targets: Targets) -> bool:
+        """Train a batch whose scores are not recorded. False: something is not finite; nothing was
+        changed."""
         with self.stages("forward"):
             logits_BT = forward_logits(self.model, pulled.ready(), self.config)
         return bool(torch.isfinite(logits_BT).all()) and self.train_step(pulled, logits_BT, targets)

@@ -33,6 +33,7 @@ _EXCLUDES_REHEARSAL = {
     "selection",
     "deferral",
     "staleness",
+    "expand",
     "num_workers",
     "initial_workers",
 }

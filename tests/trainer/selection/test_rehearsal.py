@@ -177,7 +177,7 @@ def test_frozen_requests_cause_no_rehearsal() -> None:
 
 def test_a_rehearsed_batch_with_non_finite_results_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     built = build(N24, rehearsal=ON)
-    monkeypatch.setattr(built.loop.descent, "rehearse_step", lambda pulled, targets: False)
+    monkeypatch.setattr(built.loop.descent, "train_unscored", lambda pulled, targets: False)
     built.train_all()
     assert built.loop.counts.rehearsed == 0 and bits(built) == bits(build(N24).train_all())
     pulled = built.loop.pull_part(built.loop.selection.rehearsal.draw(1))  # type: ignore[union-attr, arg-type]
@@ -185,7 +185,7 @@ def test_a_rehearsed_batch_with_non_finite_results_changes_nothing(monkeypatch: 
     with torch.no_grad():
         for rows_UD in pulled.inputs.rows.values():
             rows_UD.fill_(torch.nan)
-    assert not built.loop.descent.rehearse_step(pulled, built.loop.targets(pulled.part))
+    assert not built.loop.descent.train_unscored(pulled, built.loop.targets(pulled.part))
 
 
 @pytest.mark.parametrize(
