@@ -1,4 +1,4 @@
-"""The page's examples: taken from it as a user would, held to the checks, trained and served."""
+"""The pages' examples: taken from them as a user would, held to the checks, trained and served."""
 
 from __future__ import annotations
 
@@ -15,17 +15,20 @@ from roostream.models.custom.model_checks import check_model
 from tests.trainer.visit_checks import assert_serving_scores_as, log_losses
 from tests.trainer.visits import SCHEMA, visit_loop, visits
 
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "bring-your-own-model.md"
+DOCS = Path(__file__).resolve().parents[3] / "docs"
 
 
-TOMLS = ["width = 16\ntask_weights = [1.0, 0.5]\n", ""]  # of a model of plain torch, and of TorchRec's DLRM
+TOMLS = {
+    "bring-your-own-model.md": "width = 16\ntask_weights = [1.0, 0.5]\n",
+    "bring-your-torchrec-model.md": "",
+}
 
 
-@pytest.fixture(params=[0, 1], ids=["plain torch", "torchrec"])
+@pytest.fixture(params=TOMLS)
 def example(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
-    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
-    assert len(blocks) == len(TOMLS)
-    (tmp_path / "shop.py").write_text(blocks[request.param])
+    page = (DOCS / request.param).read_text(encoding="utf-8")
+    (block,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "shop.py").write_text(block)
     path = tmp_path / "model.toml"
     path.write_text('kind = "shop.py:build"\n' + TOMLS[request.param])
     return path
