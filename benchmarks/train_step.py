@@ -42,7 +42,7 @@ from trainer.record_source import build_chunk
 from trainer.rows import ShardRows
 
 NUM_PARTITIONS = 4  # of `data.sample_records`
-_BATCHES = 4
+BATCHES = 4
 
 
 class Endless:
@@ -127,10 +127,10 @@ class Case:
         model: ModelConfig | None = None,
         **settings: Any,
     ) -> None:
-        """`records`: _BATCHES batches of one size; `model`: None = our ranker; `settings`: of the loop."""
+        """`records`: BATCHES batches of one size; `model`: None = our ranker; `settings`: of the loop."""
         model = model or RankerConfig()
         torch.set_num_threads(1)
-        self.schema, self.records, requests = schema, records, len(records) // _BATCHES
+        self.schema, self.records, requests = schema, records, len(records) // BATCHES
         self.client = local_client(self.schema, folder)
         self.decoder = Decoder(self.schema, {self.schema.fingerprint: self.schema}.get)
         self.source = Endless(self.records, self.decoder)
@@ -217,15 +217,13 @@ class Case:
 def demo_case(folder: str, requests: int, candidates: int, model: ModelConfig | None = None) -> Case:
     """A case of the demo's schema."""
     schema = data.demo_schema()
-    return Case(
-        folder, schema, data.sample_records(schema, requests * _BATCHES, candidates=candidates), model
-    )
+    return Case(folder, schema, data.sample_records(schema, requests * BATCHES, candidates=candidates), model)
 
 
 def ebnerd_case(folder: str, requests: int) -> Case:
     """A case of EB-NeRD's schema, with lists as long as in that log."""
     schema, history = data.ebnerd_schema(), data.EBNERD_HISTORY
-    records = data.sample_records(schema, requests * _BATCHES, candidates=data.EBNERD_LISTS, history=history)
+    records = data.sample_records(schema, requests * BATCHES, candidates=data.EBNERD_LISTS, history=history)
     return Case(folder, schema, records)
 
 
@@ -233,7 +231,7 @@ def ebnerd_case(folder: str, requests: int) -> Case:
 def on_device(kind: str, requests: int, history: int, settings: Mapping[str, Any]) -> Iterator[Work]:
     """A complete step of a kind of model on EB-NeRD's schema; units are requests. `settings`: of the loop."""
     schema = data.ebnerd_schema()
-    records = data.sample_records(schema, requests * _BATCHES, candidates=data.EBNERD_LISTS, history=history)
+    records = data.sample_records(schema, requests * BATCHES, candidates=data.EBNERD_LISTS, history=history)
     with tempfile.TemporaryDirectory() as folder:
         case = Case(folder, schema, records, KINDS[kind].config(), **settings)
         yield Work(case.whole, requests)

@@ -116,6 +116,9 @@ SMALL: dict[str, list[tuple[str, list[Any]]]] = {
         *(("trained", [architecture, "requests", 3, 6, 2]) for architecture in ARCHITECTURES),
         *(("hstu_layer", [shared, 9, 3, 8]) for shared in (True, False)),
     ],
+    "expand": [
+        ("trained", [kind, way, 6, 3]) for kind in ("dlrm", "dcn", "ranker") for way in ("off", "impressions")
+    ],
     "train_warehouse": [("from_files", [60]), ("from_files", [60, 16]), ("read_from_files", [60])],
     "readers": [
         *(("read", [readers, 4, 600]) for readers in (0, 2)),
