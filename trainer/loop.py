@@ -132,7 +132,7 @@ class TrainLoop:
         return self._train(self.feed.next_claimed(_POLL_S))
 
     def finish(self) -> bool:
-        """At the end of the input, train on the remaining partial chunks.
+        """At the end of the input, train on the remaining partial chunks, then on impressions that wait.
 
         Exact mode trains only full chunks."""
         if self._train(self.feed.rest()):

@@ -4,6 +4,7 @@ gradients as on requests."""
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from typing import Any
 
@@ -22,6 +23,8 @@ from tests.models.model_cases import CASES, LABELS, make_batch, make_rows
 from tests.models.model_checks import COUNTS, learn, trained_model
 from tests.trainer import samples
 from tests.trainer.loops import Built, build
+from tests.trainer.network import CONTROLLER
+from tests.trainer.simulator import WORKER, Kill, Simulation
 from trainer.config import LoopConfig
 from trainer.expansion import Expansion, check_expandable
 from trainer.selection.config import DeferralConfig, RehearsalConfig, SelectionConfig
@@ -144,6 +147,39 @@ def test_commits_do_not_change_the_batches() -> None:
     while often.loop.step():
         often.loop.snapshot()
     assert bits(often.train_all()) == bits(never)
+
+
+Run = tuple[dict[str, bytes], dict[int, int], set[int]]
+
+
+def run(kills: list[Kill]) -> Run:
+    """Rows and weights, pushes by user, and the reported samples, of a worker with commits and a store."""
+    loop = {"expand": "impressions", "batch_impressions": 7}
+    simulation = Simulation(samples.records(list(range(1, 49))), exact=True, kills=kills, loop=loop)
+    simulation.run()
+    assert [kill.victim for kill in kills] == simulation.killed
+    reported = {p.sample_id for p in simulation.outputs.predicted}
+    return simulation.bits(), simulation.pushes(), reported
+
+
+@functools.cache
+def undisturbed() -> Run:
+    return run([])
+
+
+@pytest.mark.parametrize(
+    ("moment", "victim", "occurrence"),
+    [
+        *(((WORKER, "push", "before"), WORKER, push) for push in (2, 9, 17)),
+        ((WORKER, "push", "before"), "shard 0", 5),
+        *(((WORKER, "cut", "after"), victim, 2) for victim in (WORKER, "shard 0")),
+        *(((WORKER, "write", "after"), victim, 2) for victim in (WORKER, CONTROLLER)),
+    ],
+)
+def test_g11_each_impression_is_trained_once_through_kills_and_commits(
+    moment: tuple[str, str, str], victim: str, occurrence: int
+) -> None:
+    assert run([Kill(moment, victim, occurrence)]) == undisturbed()
 
 
 def test_impressions_that_cannot_be_trained_after_a_restore_are_reported(

@@ -40,6 +40,7 @@ def test_a_worker_is_configured_by_a_file(tmp_path: Path) -> None:
         ({"attention": "triton", "device": "cuda", "exact": True}, "attention"),
         ({"compile": True, "exact": True}, "compile"),
         ({"staleness": 1, "rehearsal": RehearsalConfig(batches=1)}, "staleness"),
+        ({"staleness": 1, "expand": "impressions"}, "staleness"),
         ({"staleness": 1, "read_ahead": 0}, "staleness"),
         ({"corrections": "on", "exact": True}, "corrections"),
         ({"loss": "dfm"}, "label_delay_ms"),
