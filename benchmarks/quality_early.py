@@ -75,7 +75,7 @@ BENCHMARK = Benchmark(
     interpretation="""\
 Each figure "to N" covers the requests from the last checkpoint (100, 300, 1,000, 3,000) to N, scored before
 they are trained: request AUC of the default model and of the best baseline of that interval (place, item,
-recent or linear; roostream/cli/replay/baselines.py), the mean of their difference request by request, and
+recent or linear; trainer/monitoring/baselines.py), the mean of their difference request by request, and
 half of its 95 % interval in one run. The best baseline is chosen afterwards, so small negative differences
 are expected even of an equal model. NE covers all requests. EB-NeRD has its own schema and Criteo one of
 its floats and ids; the other logs have `benchmarks/common/first_logs.toml`, as a new user would write it.

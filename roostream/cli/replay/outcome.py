@@ -16,10 +16,8 @@ from infra.auditor.accounts import Accounts
 from joiner.config import JoinerConfig
 from joiner.local_engine import LocalEngine
 from joiner.outputs import Output
-from roostream.cli.replay.baselines import Baselines
 from roostream.cli.replay.prediction_metrics import PredictionMetrics
 from roostream.cli.replay.program_settings import program_settings
-from roostream.cli.replay.verdict import PairedRequests
 from roostream.errors import WireError, printable
 from roostream.replay.config import ReplayConfig
 from roostream.replay.kafka_partitioner import partition_of
@@ -35,7 +33,9 @@ from roostream.schema.schema import Schema
 from roostream.wire import records as wire
 from roostream.wire import roo_pb2 as pb
 from roostream.wire.records import Record
+from trainer.monitoring.baselines import Baselines
 from trainer.monitoring.progressive_metrics import Report
+from trainer.monitoring.verdict import PairedRequests
 
 log = logging.getLogger("roostream.replay")
 
@@ -132,7 +132,7 @@ class ReplayStatistics:
     """Metrics, baselines and dead letters of a replay. Call `add` with every record, in the order of each
     partition.
 
-    Memory: 48 bytes per sample, and more for exact AUC.
+    Memory: 140 bytes per sample, and more for exact AUC.
     """
 
     def __init__(self, schema: Schema, measure_from_ms: int = 0) -> None:

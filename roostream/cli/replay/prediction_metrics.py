@@ -7,14 +7,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from roostream.cli.replay.verdict import PairedRequests
 from roostream.errors import WireError
 from roostream.runtime.kafka.topics import PREDICTIONS
 from roostream.wire import records as wire
 from roostream.wire import roo_pb2 as pb
 from roostream.wire.records import Record
 from trainer.monitoring.progressive_metrics import DailyMetrics, Metrics, ScoredBatch, summarize
-from trainer.monitoring.ranking_metrics import score_requests
+from trainer.monitoring.scored_predictions import add_to_pairs, is_scored, scored_batch
+from trainer.monitoring.verdict import PairedRequests
 
 _AT_ONCE = 512
 _FIRST_LENGTH, _MAX_POINTS = 32, 40
@@ -33,7 +33,7 @@ class PredictionMetrics:
         scale_T: Sequence[float] = (),
         paired: PairedRequests | None = None,
     ) -> None:
-        """`scale_T`: see `ScoredBatch`. `paired` gets the request AUC of each request."""
+        """`scale_T`: see `ScoredBatch`. `paired` gets the scores of each request."""
         self._scale_T, self._paired, self._num_scored = scale_T, paired, 0
         self._daily = DailyMetrics(tasks, measure_from_ms=measure_from_ms)
         self._curve = LearningCurve(tasks)
@@ -62,31 +62,13 @@ class PredictionMetrics:
 
     def _count(self) -> None:
         """Add the waiting requests to the metrics as one batch."""
-        waiting = [
-            p for p in self._waiting if p.scores or not p.item_ids
-        ]  # requests without scores were skipped by selection
+        waiting = [p for p in self._waiting if is_scored(p)]
         self._waiting = []
         if not waiting:
             return
-        counts_R = np.array([len(p.item_ids) for p in waiting], np.int64)
-        score_BT, label_BT = (
-            np.concatenate([np.array(getattr(p, name), dtype=np.float32) for p in waiting]).reshape(
-                -1, self._num_tasks
-            )
-            for name in ("scores", "labels")
-        )
-        index_B = np.repeat(np.arange(len(waiting)), counts_R)
-        time_ms_R = np.array([p.time_ms for p in waiting], dtype=np.int64)
-        metric_weight_R = np.array([p.metric_weight or 1.0 for p in waiting])
-        weight_BT = np.ones_like(label_BT) * metric_weight_R[index_B][:, None].astype(np.float32)
-        scored = ScoredBatch(
-            score_BT, label_BT, weight_BT, index_B, time_ms_R, self._scale_T, importance_R=metric_weight_R
-        )
+        scored = scored_batch(waiting, self._num_tasks, self._scale_T)
         if self._paired is not None:
-            ranked = score_requests(score_BT[:, 0], label_BT[:, 0] > 0, index_B)
-            ids = [waiting[r].sample_id for r in ranked.request_M.tolist()]
-            places_M = self._num_scored + ranked.request_M
-            self._paired.add_model(ids, places_M, time_ms_R[ranked.request_M], ranked.auc_M)
+            add_to_pairs(self._paired, waiting, scored, self._num_scored)
         self._num_scored += len(waiting)
         self._daily.update(scored)
         self._curve.update(scored._replace(scale_T=()))

@@ -13,11 +13,11 @@ from typing import Any
 from rich.console import Console
 
 from infra.options import to_toml_value
+from roostream.cli.replay.likely_reasons import likely_reasons
 from roostream.cli.replay.outcome import Engine, Outcome, ReplayProgress
 from roostream.cli.replay.program_settings import program_settings
 from roostream.cli.replay.report_page import write_page
 from roostream.cli.replay.report_table import print_table
-from roostream.cli.replay.verdict import likely_reasons
 from roostream.cli.replay.warehouse_samples import DATASET, open_warehouse_log
 from roostream.errors import UnavailableError
 from roostream.replay.config import ReplayConfig
@@ -95,24 +95,15 @@ def build_report(config: ReplayConfig, schema: Schema, outcome: Outcome, source:
     statistics, profile = outcome.statistics, source.profile
     positives, model = statistics.positives(), outcome.training.model or {}
     metrics, baselines = statistics.metrics.report(), statistics.baselines.report()
-    verdict = statistics.paired.verdict(config.measure_from_ms)
-    reasons = likely_reasons(verdict, schema, sums.samples)
     warnings = []
     if profile.num_impressions:
         warnings = advice(schema, profile, positives, prior=float(model.get("prior", 0.1)))
-    if verdict.state == "behind":
-        warnings.append(f"the model is {verdict.sentence()}; likely reasons: {'; '.join(reasons)}")
-    return {
+    report = {
         "counts": {**sums.counts(), "untrained": outcome.untrained, "skipped_lines": skipped.number},
         "first_skipped_line": skipped.first[0] if skipped.first else "",
         "first_skipped_lines": list(skipped.first),
         "first_dead_letters": statistics.first_dead_letters(profile.origins.find),
         "warnings": warnings,
-        "verdict": {
-            **dataclasses.asdict(verdict),
-            "sentence": verdict.sentence(),
-            "likely_reasons": reasons,
-        },
         "accounted": (sums.accounted or config.dataset == DATASET) and outcome.untrained == 0,
         "metrics": metrics,
         **({"metrics_as_served": outcome.served} if outcome.served is not None else {}),
@@ -125,6 +116,12 @@ def build_report(config: ReplayConfig, schema: Schema, outcome: Outcome, source:
         "features_digest": f"{outcome.accounts.features_digest:016x}",
         "engine": config.engine,
     }
+    verdict = statistics.paired.verdict(config.measure_from_ms)
+    reasons = likely_reasons(verdict, schema, config, report)
+    if verdict.state == "behind":
+        listed = " · ".join(reason.sentence() for reason in reasons)
+        warnings.append(f"the model is {verdict.sentence()}. Likely reasons: {listed}")
+    return report | {"verdict": {**verdict.report(), "likely_reasons": [r._asdict() for r in reasons]}}
 
 
 def settings_of(config: ReplayConfig) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from roostream.errors import printable
+from trainer.monitoring.verdict import WORDS
 
 _STYLE = {"svg.fonttype": "none", "svg.hashsalt": "roostream", "text.parse_math": False}
 _MAX_BARS, _MAX_LINES = 40, 12
@@ -21,8 +22,11 @@ ValuesByDay = Mapping[str, Mapping[str, Mapping[str, float | None]]]
 
 
 def figures_of(report: Mapping[str, Any]) -> dict[str, str]:
-    """Heading → SVG: the learning curve, metrics by day if there are several days, and feature coverage."""
+    """Heading → SVG: the learning curve, the difference to baselines, metrics by day if there are several
+    days, and feature coverage."""
     found = {"Learning curve": _curve(report)}
+    if any(window["ne"]["baselines"] for window in report["verdict"]["windows"]):
+        found["Model minus baselines, by tenths of the log"] = _differences(report["verdict"])
     if len(report["metrics"]["by_day"]) > 1:
         found["By day"] = _days(report)
     if report["log"]["features"]:
@@ -92,6 +96,23 @@ def _curve(report: Mapping[str, Any]) -> Figure:
                 )
         axes.set(xlabel="requests", title=name.replace("_", " "))
         axes.legend(fontsize="small")
+    return figure
+
+
+def _differences(verdict: Mapping[str, Any]) -> Figure:
+    """With intervals; above the line, or below it for NE, the model is better."""
+    figure = Figure(figsize=(9, 3.4), layout="constrained")
+    for axes, (metric, word) in zip(figure.subplots(1, 2), WORDS.items(), strict=True):
+        windows = [w for w in verdict["windows"] if w[metric]["baselines"]]
+        for name in windows[0][metric]["baselines"] if windows else ():
+            points = [w[metric]["baselines"][name] for w in windows]
+            errors = [p["high"] - p["difference"] for p in points]
+            ends = [w["last_request"] for w in windows]
+            axes.errorbar(ends, [p["difference"] for p in points], errors, capsize=2, label=f"minus {name}")
+        axes.axhline(0.0, linewidth=0.8, color="black")
+        axes.set(xlabel="requests", title=word)
+        if windows:
+            axes.legend(fontsize="small")
     return figure
 
 

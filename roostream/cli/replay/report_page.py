@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from roostream.cli.replay.report_table import join_rows, number
 from roostream.errors import SetupError, printable
 from roostream.replay.report_files import write_atomically
 from trainer.monitoring.progressive_metrics import METRIC_NAMES
+from trainer.monitoring.verdict import WORDS
 
 _STYLE = (
     "body{font:15px/1.5 sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}"
@@ -40,7 +41,7 @@ def write_page(path: Path, title: str, report: Mapping[str, Any]) -> None:
 def page_of(title: str, report: Mapping[str, Any], figures: Mapping[str, str]) -> str:
     """The HTML of the page; `figures`: heading → SVG."""
     sections = {
-        "Is the model better than counting?": _verdict(report["verdict"]),
+        "Is the model better than the baselines?": _verdict(report["verdict"]),
         "Model and baselines": table(("", "requests", *METRIC_NAMES), _metric_rows(report)),
         **figures,
         "What happened to the log": table((), join_rows(report)),
@@ -59,24 +60,51 @@ def page(title: str, warnings: Iterable[str], sections: Mapping[str, str]) -> st
     return f'<!doctype html>\n<html lang="en"><head>{head}</head><body>{"".join(parts)}</body></html>\n'
 
 
+_METHOD = (
+    "Differences are the model minus the baseline on the same requests. Intervals are normal approximations "
+    "over requests and cover all baselines at once with 95 %. Higher is better for request AUC, lower for NE."
+)
+
+
 def _verdict(verdict: Mapping[str, Any]) -> str:
-    """The sentence, the likely reasons, and the comparison by tenths of the log."""
+    """The sentence, the likely reasons, and the comparison with each baseline, also by tenths of the log."""
     parts = [f"<p>The model is {_text(verdict['sentence'])}.</p>"]
-    if verdict["likely_reasons"]:
-        items = "".join(f"<li>{_text(reason)}</li>" for reason in verdict["likely_reasons"])
-        parts.append(f"<p>Likely reasons, and what to change:</p><ul>{items}</ul>")
-    if verdict["windows"]:
-        head = ("from request", "requests", "model", verdict["baseline"], "difference", "± (95 %)")
+    if reasons := verdict["likely_reasons"]:
+        parts.append("<p>Likely reasons, the likeliest first:</p>")
+        parts.append(table(("found in this run", "to change"), ((r["fact"], r["change"]) for r in reasons)))
+    for metric, word in WORDS.items():
+        compared = verdict[metric]
+        if not compared["baselines"]:
+            continue
+        judged = f"{word}, {compared['requests']} requests"
+        head = (judged, "model", "baseline", "difference", "interval")
         rows = (
-            (
-                str(w["first_request"]),
-                str(w["requests"]),
-                *(number(x) for x in (w["model"], w["baseline"], *w["difference"])),
-            )
-            for w in verdict["windows"]
+            (name, *(number(x) for x in (compared["model"], each["value"], each["difference"])), _span(each))
+            for name, each in compared["baselines"].items()
         )
-        parts.append(table(head, rows))
-    return "".join(parts)
+        parts += [table(head, rows), _windows(verdict["windows"], metric, word)]
+    return "".join([*parts, f"<p>{_METHOD}</p>"])
+
+
+def _windows(windows: Sequence[Mapping[str, Any]], metric: str, word: str) -> str:
+    """The differences by tenths of the log."""
+    shown = [w for w in windows if w[metric]["baselines"]]
+    names = list(shown[0][metric]["baselines"]) if shown else []
+    rows = (
+        (
+            f"{w['first_request']} to {w['last_request']}",
+            number(w[metric]["requests"]),
+            number(w[metric]["model"]),
+            *(f"{b['difference']:+.4f} {_span(b)}" for b in w[metric]["baselines"].values()),
+        )
+        for w in shown
+    )
+    head = ("requests", "counted", "model", *(f"minus {name}" for name in names))
+    return f"<details><summary>{word} by tenths of the log</summary>{table(head, rows)}</details>"
+
+
+def _span(difference: Mapping[str, float]) -> str:
+    return f"[{difference['low']:+.4f}, {difference['high']:+.4f}]"
 
 
 def _metric_rows(report: Mapping[str, Any]) -> Iterable[tuple[str, ...]]:

@@ -112,8 +112,8 @@ def _metrics(report: Mapping[str, Any]) -> Iterator[Row]:
 def _verdict(report: Mapping[str, Any]) -> Iterator[Row]:
     verdict = report["verdict"]
     yield "model", verdict["sentence"]
-    if verdict["state"] == "level":  # a model that is behind has a warning with its reasons
-        yield from (("  likely reason", reason) for reason in verdict["likely_reasons"])
+    if verdict["state"] == "undecided":  # a model that is behind has a warning with its reasons
+        yield from (("  likely reason", f"{r['fact']}; {r['change']}") for r in verdict["likely_reasons"])
 
 
 def _values(m: Mapping[str, Any]) -> str:

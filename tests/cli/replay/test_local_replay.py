@@ -131,8 +131,9 @@ def test_a_report_has_stable_keys(first: dict[str, Any]) -> None:
     assert set(report["baselines"]) == {"random", "place", "item", "recent", "linear"} and set(
         report["positives"]
     ) == {"click", "long_read"}
-    assert report["verdict"]["state"] in ("ahead", "level", "behind", "unknown")
+    assert report["verdict"]["state"] in ("ahead", "undecided", "behind", "unknown")
     assert report["verdict"]["sentence"].startswith(report["verdict"]["state"])
+    assert set(report["verdict"]["request_auc"]["baselines"]) == {"place", "item", "recent", "linear"}
     assert report["training"]["steps"] == 15 and report["training"]["non_finite"] == 0
     assert report["training"]["rows"] == {"d4-adagrad": 40} and report["training"]["dense_parameters"] > 1000
     assert report["settings"]["batch_requests"] == report["settings"]["worker"]["batch_requests"] == 32

@@ -3,7 +3,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from roostream.cli.replay.baselines import Baselines
 from roostream.runtime.kafka.topics import SAMPLES
 from roostream.schema.schema import Schema
 from roostream.schema.schema_file import schema_from_dict
@@ -11,6 +10,7 @@ from roostream.wire import records as wire
 from roostream.wire import roo_pb2 as pb
 from roostream.wire.block import encode_nro, encode_ro
 from roostream.wire.records import Record
+from trainer.monitoring.baselines import Baselines
 
 DAY = 86_400_000
 HOUR = 3_600_000

@@ -24,7 +24,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from roostream.cli.replay.verdict import RULES, PairedRequests
 from roostream.schema.schema import Schema
 from roostream.wire import roo_pb2 as pb
 from roostream.wire import transform
@@ -32,7 +31,7 @@ from roostream.wire.batch import Batch
 from roostream.wire.decode import Decoder
 from roostream.wire.records import Record
 from trainer.monitoring.progressive_metrics import Metrics, Report, ScoredBatch, summarize
-from trainer.monitoring.ranking_metrics import score_requests
+from trainer.monitoring.verdict import RULES, PairedRequests, request_scores
 
 NAMES = ("random", *RULES)
 _AT_ONCE = 512
@@ -48,7 +47,7 @@ class Baselines:
     def __init__(
         self, schema: Schema, measure_from_ms: int = 0, paired: PairedRequests | None = None
     ) -> None:
-        """`paired` gets the request AUC of each request."""
+        """`paired` gets the scores of each request."""
         self.tasks, self._measure_from_ms, self._paired = schema.tasks, measure_from_ms, paired
         tasks = self.tasks
         self.positives_T, self.num_candidates = np.zeros(len(tasks)), 0
@@ -132,13 +131,16 @@ class Baselines:
     def _compare(self, waiting: Sequence[_Scored], paired: PairedRequests) -> None:
         index_B = np.repeat(np.arange(len(waiting)), [len(w.label_nT) for w in waiting])
         positive_B = np.concatenate([w.label_nT[:, 0] for w in waiting]) > 0
-        ranked = {
-            name: score_requests(np.concatenate([w.scores[name][:, 0] for w in waiting]), positive_B, index_B)
+        scores = {
+            name: request_scores(
+                np.concatenate([w.scores[name][:, 0] for w in waiting]).astype(np.float32),
+                positive_B,
+                index_B,
+                len(waiting),
+            )
             for name in RULES
         }
-        requests = ranked[RULES[0]].request_M.tolist()
-        ids = [waiting[r].sample_id for r in requests]
-        paired.add_rules(ids, {name: of.auc_M for name, of in ranked.items()})
+        paired.add_rules([w.sample_id for w in waiting], scores)
 
 
 class _Scored(NamedTuple):

@@ -1,0 +1,282 @@
+"""Verdicts and reasons of replays of small logs, of which each has one fault."""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from roostream.cli.replay.likely_reasons import MAX_REASONS, likely_reasons, reasons_of
+from roostream.cli.replay.replay_run import run
+from roostream.replay import jsonl_log as jsonl
+from roostream.replay.config import ReplayConfig
+from roostream.schema.schema_file import load_schema
+from trainer.monitoring.verdict import RULES, Baseline, Comparison, Verdict
+
+START_MS = 1_700_000_000_000
+SCHEMA = """
+[tables."{item,user}"]
+dim = 4
+
+[[ro]]
+name = "user"
+kind = "ids"
+table = "user"
+
+[[ro]]
+name = "history"
+kind = "sequence"
+table = "item"
+online = "history"
+
+[[nro]]
+name = "item"
+kind = "ids"
+table = "item"
+
+[[nro]]
+name = "price"
+
+[[nro]]
+online = "ctr_1h"
+
+[[label]]
+name = "click"
+action = "click"
+
+[[transform]]
+inputs = ["ctr_1h"]
+op = "rank"
+"""
+HISTORY = SCHEMA[SCHEMA.index('[[ro]]\nname = "history"') : SCHEMA.index("[[nro]]")]
+USER = SCHEMA[SCHEMA.index("[[ro]]") : SCHEMA.index('[[ro]]\nname = "history"')]
+ITEM = SCHEMA[SCHEMA.index("[[nro]]") : SCHEMA.index('[[nro]]\nname = "price"')]
+TRANSFORM = SCHEMA[SCHEMA.index("[[transform]]") :]
+Line = dict[str, Any]
+Chance = Callable[[np.random.Generator, np.ndarray, np.ndarray], np.ndarray]
+
+
+def log_of(num_requests: int, chance: Chance, num_candidates: int = 4, delay_ms: int = 10_000) -> list[Line]:
+    """A request every 20 s by one of 40 users; `chance(rng, items, prices)` of a click on each of them."""
+    rng, lines = np.random.default_rng(0), list[Line]()
+    for n in range(num_requests):
+        items_n, prices_n = (
+            rng.choice(30, num_candidates, replace=False) + 1,
+            rng.normal(0, 1, num_candidates),
+        )
+        time_ms, user = START_MS + 20_000 * n, int(rng.integers(1, 41))
+        key: Line = {"request_id": f"r{n}", "user_id": user, "session_id": user}
+        candidates = {"item_id": items_n.tolist(), "price": prices_n.tolist()}
+        lines.append({**key, "type": "impression", "time": time_ms, "candidates": candidates})
+        clicked_n = rng.random(num_candidates) < chance(rng, items_n, prices_n)
+        for item in items_n[clicked_n].tolist():
+            click = {"type": "engagement", "time": time_ms + delay_ms, "item_id": item, "action": "click"}
+            lines.append({**key, **click})
+    return lines
+
+
+def at_random(rng: np.random.Generator, items_n: np.ndarray, prices_n: np.ndarray) -> np.ndarray:
+    return np.full(len(items_n), 0.15)
+
+
+def by_item(rng: np.random.Generator, items_n: np.ndarray, prices_n: np.ndarray) -> np.ndarray:
+    """Three items are clicked, others never: the baseline `item` needs few requests to know."""
+    return np.where(items_n <= 5, 0.9, 0.01)
+
+
+def by_the_distance_of_the_price_from_0(
+    rng: np.random.Generator, items_n: np.ndarray, prices_n: np.ndarray
+) -> np.ndarray:
+    """No baseline knows it: it is no item, place, or linear function."""
+    return np.where(np.abs(prices_n) > 1.2, 0.6, 0.02)
+
+
+def replayed(folder: Path, lines: list[Line], schema: str = SCHEMA, **settings: Any) -> dict[str, Any]:
+    config = config_of(folder, lines, schema, **settings)
+    assert run(config) == 0
+    return json.loads(Path(config.report).read_text())
+
+
+def config_of(folder: Path, lines: list[Line], schema: str, **settings: Any) -> ReplayConfig:
+    (folder / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "schema.toml").write_text(schema)
+    return ReplayConfig(
+        dataset="jsonl",
+        options=jsonl.Options(log=(str(folder / "log.jsonl"),)),
+        schema=str(folder / "schema.toml"),
+        engine="local",
+        **{"report": str(folder / "report.json"), **settings},
+    )
+
+
+def judged(nearest: str, state: str = "behind") -> Verdict:
+    """A verdict whose both metrics are decided by one baseline."""
+    baselines = {name: Baseline(value=0.6, difference=-0.1, low=-0.2, high=-0.05) for name in RULES}
+    auc, ne = (
+        Comparison(metric=m, state=state, requests=500, model=0.5, nearest=nearest, baselines=baselines)
+        for m in ("request_auc", "ne")
+    )
+    return Verdict(requests=500, request_auc=auc, ne=ne)
+
+
+def found(folder: Path, case: Case, nearest: str = "item") -> set[str]:
+    """Names of all reasons of a replay of this log."""
+    config = config_of(folder, case.lines, case.schema, **case.settings)
+    assert run(config) == 0
+    report = json.loads(Path(config.report).read_text())
+    return {r.name for r in reasons_of(judged(nearest), load_schema(folder / "schema.toml"), config, report)}
+
+
+class Case(NamedTuple):
+    """A log, schema and settings."""
+
+    lines: list[Line]
+    schema: str = SCHEMA
+    settings: dict[str, Any] = {}  # noqa: RUF012
+
+
+GOOD = Case(log_of(300, at_random))
+
+
+def changed(lines: list[Line], **keys: Any) -> list[Line]:
+    return [{**line, **keys} for line in lines]
+
+
+def prices(value: Callable[[int], list[float] | None]) -> list[Line]:
+    """The good log with other prices; None = the list has none."""
+    lines = []
+    for n, line in enumerate(GOOD.lines):
+        if line["type"] == "impression":
+            given, shown = value(n), line["candidates"]["item_id"]
+            line = {**line, "candidates": {"item_id": shown, **({"price": given} if given else {})}}
+        lines.append(line)
+    return lines
+
+
+def unknown_requests(lines: list[Line]) -> Iterator[Line]:
+    """One click in ten names a request that does not exist."""
+    clicks = 0
+    for line in lines:
+        clicks += line["type"] == "engagement"
+        is_lost = line["type"] == "engagement" and clicks % 10 == 0
+        yield {**line, "request_id": "unknown"} if is_lost else line
+
+
+FAULTS = {
+    "labels_lost": Case([*unknown_requests(GOOD.lines)]),
+    "features_missing": Case(prices(lambda n: [1.0, 2.0, 3.0, 4.0] if n % 5 == 0 else None)),
+    "features_constant": Case(prices(lambda n: [7.0] * 4)),
+    "frozen": Case(GOOD.lines, settings={"freeze_weights_at": str(START_MS + 3_000_000)}),
+    "counted_action_missing": Case(GOOD.lines, SCHEMA + '\n[online]\nclick = "klick"\n'),
+    "no_click_rates": Case(GOOD.lines, SCHEMA.replace('"ctr_1h"', '"views_1h"')),
+    "rates_not_compared": Case(GOOD.lines, SCHEMA.replace(TRANSFORM, "")),
+    "no_item_id": Case(GOOD.lines, SCHEMA.replace(ITEM, "")),
+    "no_user_in_log": Case(changed(GOOD.lines, user_id=0, session_id=0)),
+    "no_user_id": Case(GOOD.lines, SCHEMA.replace(USER, "").replace('"{item,user}"', "item")),
+    "no_history": Case(GOOD.lines, SCHEMA.replace(HISTORY, "")),
+    "batches_too_large": Case(GOOD.lines, settings={"set": ("worker.first_batch_requests=64",)}),
+    "prior_far_off": Case(log_of(300, lambda rng, items_n, prices_n: np.full(len(items_n), 0.6))),
+}
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
+    return found(tmp_path_factory.mktemp("good"), GOOD)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_reason_is_found_in_a_log_with_its_fault_and_not_in_one_without(
+    fault: str, good: set[str], tmp_path: Path
+) -> None:
+    assert good == {"few_requests"}
+    assert found(tmp_path, FAULTS[fault]) == good | {fault}
+
+
+@pytest.mark.parametrize(
+    ("nearest", "reason"), [("linear", "linear_is_better"), ("place", "positions_explain_clicks")]
+)
+def test_the_baseline_that_is_better_is_a_reason(nearest: str, reason: str, tmp_path: Path) -> None:
+    assert found(tmp_path, GOOD, nearest) == {"few_requests", reason}
+
+
+def test_late_clicks_are_a_reason_for_a_longer_window(tmp_path: Path) -> None:
+    lines = log_of(300, at_random, delay_ms=120_000)
+    config = config_of(tmp_path, lines, SCHEMA, window_ms=60_000)
+    assert run(config) == 0
+    report, loaded = json.loads(Path(config.report).read_text()), load_schema(tmp_path / "schema.toml")
+    reason = likely_reasons(judged("item"), loaded, config, report)[0]
+    assert reason.name == "labels_lost" and "100%" in reason.fact and "--window" in reason.change
+
+
+def test_requests_with_broken_numbers_are_a_reason(tmp_path: Path) -> None:
+    config = config_of(tmp_path, GOOD.lines, SCHEMA)
+    assert run(config) == 0
+    report = json.loads(Path(config.report).read_text())
+    report["training"]["non_finite"] = 3
+    names = [
+        r.name for r in reasons_of(judged("item"), load_schema(tmp_path / "schema.toml"), config, report)
+    ]
+    assert "non_finite" in names
+
+
+def test_no_reasons_are_given_to_a_model_that_is_ahead_and_at_most_three_else(tmp_path: Path) -> None:
+    schema = SCHEMA.replace(HISTORY, "").replace(USER, "").replace('"{item,user}"', "item")
+    config = config_of(tmp_path, GOOD.lines, schema.replace(TRANSFORM, ""))
+    assert run(config) == 0
+    report, loaded = json.loads(Path(config.report).read_text()), load_schema(tmp_path / "schema.toml")
+    assert likely_reasons(judged("item", "ahead"), loaded, config, report) == []
+    assert likely_reasons(judged("item", "unknown"), loaded, config, report) == []
+    assert len(likely_reasons(judged("item"), loaded, config, report)) == MAX_REASONS
+    assert len(list(reasons_of(judged("item"), loaded, config, report))) > MAX_REASONS
+
+
+def test_a_model_with_less_than_a_baseline_knows_is_behind_with_a_warning(tmp_path: Path) -> None:
+    schema = SCHEMA.replace(ITEM, "").replace(HISTORY, "").replace(USER, "").replace(TRANSFORM, "")
+    schema = schema.replace('[[nro]]\nonline = "ctr_1h"\n', "").replace(
+        '[tables."{item,user}"]\ndim = 4\n', ""
+    )
+    config = config_of(tmp_path, log_of(500, by_item), schema, report=str(tmp_path))
+    assert run(config) == 0
+    report = json.loads((tmp_path / "report.json").read_text())
+    verdict = report["verdict"]
+    assert verdict["state"] == verdict["request_auc"]["state"] == "behind"
+    assert verdict["sentence"].startswith(f"behind {verdict['request_auc']['nearest']!r} by ")
+    assert verdict["request_auc"]["baselines"]["item"]["high"] < 0
+    assert verdict["ne"]["baselines"]["item"]["low"] > 0
+    reasons = [r["name"] for r in verdict["likely_reasons"]]
+    assert reasons == ["no_click_rates", "no_item_id", "no_user_id"]
+    assert any(verdict["sentence"] in warning for warning in report["warnings"])
+    page = html.unescape((tmp_path / "report.html").read_text())
+    assert verdict["sentence"] in page and "minus recent" in page and "Model minus baselines" in page
+    assert all(r["fact"] in page and r["change"] in page for r in verdict["likely_reasons"])
+
+
+def test_a_log_of_chance_is_undecided_without_a_warning(tmp_path: Path) -> None:
+    report = replayed(tmp_path, log_of(700, at_random))
+    auc = report["verdict"]["request_auc"]
+    assert (
+        auc["state"] == "undecided" and auc["baselines"]["item"]["low"] < 0 < auc["baselines"]["item"]["high"]
+    )
+    assert auc["ahead_since"] is None
+
+
+@pytest.mark.slow
+def test_a_model_that_knows_more_is_ahead_without_a_warning_or_reason(tmp_path: Path) -> None:
+    lines = log_of(5200, by_the_distance_of_the_price_from_0)
+    report = replayed(tmp_path, lines, set=("worker.learning_rate=0.005",))
+    verdict = report["verdict"]
+    assert verdict["state"] == verdict["request_auc"]["state"] == verdict["ne"]["state"] == "ahead"
+    assert 1 <= verdict["request_auc"]["ahead_since"] <= 5200 and verdict["likely_reasons"] == []
+    assert all(b["low"] > 0 for b in verdict["request_auc"]["baselines"].values())
+    assert all(b["high"] < 0 for b in verdict["ne"]["baselines"].values())
+    assert not any("behind" in warning for warning in report["warnings"])
+    config = config_of(tmp_path, lines, SCHEMA)
+    names = [
+        r.name for r in reasons_of(judged("item"), load_schema(tmp_path / "schema.toml"), config, report)
+    ]
+    assert names == []
