@@ -17,6 +17,7 @@ from prometheus_client import REGISTRY
 from infra.auditor import audit_file, sums
 from infra.auditor.auditor import AUDITED, Auditor
 from infra.auditor.config import AuditorConfig
+from infra.auditor.model_quality import ModelQuality
 from roostream.errors import UnavailableError
 from roostream.runtime import metrics_server, program
 from roostream.runtime.backoff import Backoff
@@ -25,6 +26,8 @@ from roostream.runtime.health import Health
 from roostream.runtime.kafka import clients
 from roostream.runtime.metrics_collector import MetricsCollector
 from roostream.runtime.program import Stop
+from roostream.schema.schema_file import load_schema
+from trainer.monitoring import verdict_metrics
 
 log = logging.getLogger("roostream.auditor")
 _POLL_S = 1.0
@@ -40,8 +43,15 @@ def run(config: AuditorConfig) -> int:
 class AuditorLoop:
     """The auditor with its metrics and its file. Single-threaded, except `metrics`."""
 
-    def __init__(self, config: AuditorConfig, auditor: Auditor, topics: dict[str, str]) -> None:
-        self.config, self.auditor, self.topics = config, auditor, topics
+    def __init__(
+        self,
+        config: AuditorConfig,
+        auditor: Auditor,
+        topics: dict[str, str],
+        quality: ModelQuality | None = None,
+    ) -> None:
+        """`quality` gets the records of `auditor`; None = its metrics are not exported."""
+        self.config, self.auditor, self.topics, self.quality = config, auditor, topics, quality
         self.home = Path(config.home)
         self.metrics: dict[str, Any] = {}
         self._saved_s = time.monotonic()
@@ -69,7 +79,8 @@ class AuditorLoop:
     def export(self) -> None:
         """Update the exported sums."""
         self._exported_s = time.monotonic()
-        self.metrics = sums.metrics_of(self.auditor.sums(), self.auditor.is_current(), self.auditor.behind())
+        accounts = sums.metrics_of(self.auditor.sums(), self.auditor.is_current(), self.auditor.behind())
+        self.metrics = {**accounts, **(self.quality.metrics() if self.quality else {})}
         if not self._logged_current and self.auditor.is_current():
             self._logged_current = True
             log.info("all records that existed at the start have been counted")
@@ -95,10 +106,13 @@ def run_until_stopped(config: AuditorConfig, stop: Stop) -> None:
     """Run until `stop` is set.
 
     Raises:
-        RoostreamError: a topic has another number of partitions than the settings.
+        RoostreamError: a topic has another number of partitions than the settings, or the schema is invalid.
     """
     health = Health(config.stalled_after_ms / 1000)
     metrics_server.serve(config, health)
+    quality = (
+        ModelQuality(load_schema(Path(config.schema))) if config.compare_model and config.schema else None
+    )
     auditor = Auditor(
         config.broker,
         config.prefix,
@@ -106,11 +120,12 @@ def run_until_stopped(config: AuditorConfig, stop: Stop) -> None:
         settle_ms=config.settle_ms,
         horizon_ms=config.horizon_ms,
         max_waiting=config.max_waiting,
+        on_record=quality.add if quality else None,
     )
     with health.waiting("Kafka"):
         topics = clients.wait_for_topics(config.broker, config.prefix, AUDITED, config.partitions, stop)
-    loop = AuditorLoop(config, auditor, topics)
-    collector = MetricsCollector(lambda: loop.metrics, sums.METRICS)
+    loop = AuditorLoop(config, auditor, topics, quality)
+    collector = MetricsCollector(lambda: loop.metrics, {**sums.METRICS, **verdict_metrics.SPECS})
     REGISTRY.register(collector)
     try:
         with health.waiting("Kafka"):

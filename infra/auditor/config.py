@@ -35,6 +35,11 @@ class AuditorConfig(Deployment):
     save_interval_ms: int = setting(15_000, "time between two saves of the sums", ge=100)
     max_waiting: int = setting(1_000_000, "inputs without an outcome at which reading of inputs pauses", ge=1)
 
+    compare_model: bool = setting(
+        True,
+        "compare the model with simple baselines, about 0.3 ms of CPU a request; needs the schema",
+    )
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.horizon_ms and self.horizon_ms < 2 * self.settle_ms:

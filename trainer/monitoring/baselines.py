@@ -45,9 +45,17 @@ class Baselines:
     """Call `add` once for each sample, not for corrections. Memory: 40 bytes per item and task."""
 
     def __init__(
-        self, schema: Schema, measure_from_ms: int = 0, paired: PairedRequests | None = None
+        self,
+        schema: Schema,
+        measure_from_ms: int = 0,
+        paired: PairedRequests | None = None,
+        *,
+        max_items: int = 0,
+        keep_metrics: bool = True,
     ) -> None:
-        """`paired` gets the scores of each request."""
+        """`paired` gets the scores of each request. `max_items`: beyond it, the less viewed half of the items
+        is forgotten; 0 = never. Without `keep_metrics`, `report` counts nothing."""
+        self._max_items, self._keep_metrics = max_items, keep_metrics
         self.tasks, self._measure_from_ms, self._paired = schema.tasks, measure_from_ms, paired
         tasks = self.tasks
         self.positives_T, self.num_candidates = np.zeros(len(tasks)), 0
@@ -65,6 +73,8 @@ class Baselines:
             return  # written with another schema, which has other labels
         shown_n = np.array(sample.positions or range(len(label_nT)), np.int64)
         place_n = np.minimum(shown_n, _MAX_PLACES - 1)
+        if self._max_items and len(self._row_of) > self._max_items:
+            self._forget_items()
         item_n = np.array([self._row_of.setdefault(i, len(self._row_of)) for i in sample.item_ids], np.int64)
         share_T = (self.positives_T + 1) / (self.num_candidates + 10)
         scores = {
@@ -91,6 +101,14 @@ class Baselines:
         if len(self._waiting) >= _AT_ONCE:
             self._count()
 
+    def _forget_items(self) -> None:
+        items = list(self._row_of)
+        views_I = self._recent.views(len(items))
+        kept = np.sort(np.argsort(views_I, kind="stable")[len(items) // 2 :])
+        self._row_of = {items[row]: n for n, row in enumerate(kept.tolist())}
+        self._item.keep(kept)
+        self._recent.keep(kept)
+
     def positives(self) -> dict[str, int]:
         """Label → number of candidates with a value above 0."""
         return dict(zip(self.tasks, self.positives_T.astype(int).tolist(), strict=True))
@@ -116,6 +134,8 @@ class Baselines:
         waiting, self._waiting = self._waiting, []
         if waiting and self._paired is not None:
             self._compare(waiting, self._paired)
+        if not self._keep_metrics:
+            return
         for when, since_ms in (("overall", 0), ("measured", self._measure_from_ms)):
             kept = [w for w in waiting if w.time_ms >= since_ms]
             if not kept:
@@ -168,6 +188,16 @@ class _Rates:
     def add(self, row_n: np.ndarray, positive_nT: np.ndarray) -> None:
         np.add.at(self._views_I, row_n, 1.0)
         np.add.at(self._positives_IT, row_n, positive_nT)
+
+    def views(self, num_rows: int) -> np.ndarray:
+        """[num_rows]."""
+        self._grow(num_rows - 1)
+        return self._views_I[:num_rows]
+
+    def keep(self, row_n: np.ndarray) -> None:
+        """Row n becomes what row_n[n] was; all others are forgotten."""
+        self._grow(int(row_n.max(initial=0)))
+        self._views_I, self._positives_IT = self._views_I[row_n], self._positives_IT[row_n]
 
     def _grow(self, row: int) -> None:
         if row >= len(self._views_I):

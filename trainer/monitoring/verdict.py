@@ -33,6 +33,7 @@ MIN_REQUESTS = 100
 MIN_POSITIVES = 30
 """With fewer requests with a positive, log losses are too far from normal for a verdict."""
 METRICS = ("request_auc", "ne")
+STATES = ("ahead", "undecided", "behind", "unknown")
 WORDS = {"request_auc": "request AUC", "ne": "NE"}
 _SIGN = {"request_auc": 1.0, "ne": -1.0}  # of a difference that is a gain
 _EPSILON = 1e-12  # as in progressive_metrics.py
@@ -244,15 +245,8 @@ class _Pairs:
                 high=difference + z * error,
             )
         enough = requests >= MIN_REQUESTS and num_known >= MIN_POSITIVES
-        state, nearest = _judge(metric, baselines)
-        return Comparison(
-            metric=metric,
-            state=state if enough else "unknown",
-            requests=requests,
-            model=float(model_N.sum() / y_N.sum()),
-            nearest=nearest,
-            baselines=baselines,
-        )
+        model = float(model_N.sum() / y_N.sum())
+        return Comparison.of(metric, baselines, requests=requests, model=model, is_known=enough)
 
     def _entropy(self) -> np.ndarray:
         """Log loss of each request under the base rate of all; its sum's derivative by the rate is 0, so the
@@ -339,6 +333,23 @@ class Comparison:
     nearest: str = ""  # the baseline that decides the state
     ahead_since: int | None = None  # number of a request, counted from 1 over all scored requests
     baselines: dict[str, Baseline] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls, metric: str, baselines: dict[str, Baseline], *, requests: int, model: float, is_known: bool
+    ) -> Comparison:
+        """`is_known`: there are enough requests for a state."""
+        if not baselines:
+            return cls(metric=metric, state="unknown", requests=requests)
+        state, nearest = _judge(metric, baselines)
+        return cls(
+            metric=metric,
+            state=state if is_known else "unknown",
+            requests=requests,
+            model=model,
+            nearest=nearest,
+            baselines=baselines,
+        )
 
     def phrase(self) -> str:
         """Metric, state and figures, as a part of a sentence."""

@@ -26,6 +26,8 @@ _SHORT_LOG = 5000
 _MANY_STEPS = 1000
 _MAX_MEAN_BATCH = 16.0
 """265 steps in batches of 64 cost 1.3 % of NE against 1,193 steps (docs/benchmarks/quality.md)."""
+_MAX_HALF_LIVES = 48
+"""Length of a log in half-lives of its longest click rate."""
 _FAR_FROM_PRIOR = 2.0
 _MIN_POSITIVES = 100  # below this a base rate is too uncertain
 
@@ -63,7 +65,7 @@ def reasons_of(
     yield from _labels(config, report)
     yield from _values(schema, report)
     yield from _frozen(config, report)
-    yield from _counters(schema, report)
+    yield from _counters(schema, report, set(nearest.values()))
     yield from _inputs(schema, report)
     yield from _amount_of_training(config, report)
     if verdict.ne.state in ("behind", "undecided"):
@@ -139,7 +141,7 @@ def _frozen(config: ReplayConfig, report: Mapping[str, Any]) -> Iterator[Reason]
         yield Reason("frozen", f"{parts} stop learning during the log", f"remove {flag}")
 
 
-def _counters(schema: Schema, report: Mapping[str, Any]) -> Iterator[Reason]:
+def _counters(schema: Schema, report: Mapping[str, Any], nearest: set[str]) -> Iterator[Reason]:
     """Counters that count nothing, or that the model does not see as the baselines see them."""
     counters = declared(schema)
     wanted = {*sources_of(schema, "ro").values(), *sources_of(schema, "nro").values()} & counters.keys()
@@ -151,13 +153,22 @@ def _counters(schema: Schema, report: Mapping[str, Any]) -> Iterator[Reason]:
             f"counters count the action {unseen[0]!r}, which the log does not have",
             f"set [online] click or the counter's event to one of {_some(sorted(actions)) or 'its actions'}",
         )
-    rates = [
-        name
+    rates = {
+        name: counters[source].half_life_ms
         for name, source in sources_of(schema, "nro").items()
         if source in counters
         and "item" in counters[source].entity
         and counters[source].aggregation in ("rate", "expected")
-    ]
+    }
+    span_ms = report["log"]["last_ms"] - report["log"]["first_ms"]
+    longest_ms = max(rates.values(), default=0) if all(rates.values()) else 0  # 0 = one never forgets
+    if "item" in nearest and 0 < longest_ms < span_ms / _MAX_HALF_LIVES:
+        yield Reason(
+            "rates_forget",
+            f"click rates forget half in {longest_ms / 3_600_000:g} h at most, but the log spans "
+            f"{span_ms / 3_600_000:,.0f} h and a rate that never forgets is better",
+            'add longer half-lives: [[nro]] online = "{clicks,views,ctr}_24h"',
+        )
     if not rates:
         yield Reason(
             "no_click_rates",
@@ -165,11 +176,11 @@ def _counters(schema: Schema, report: Mapping[str, Any]) -> Iterator[Reason]:
             'add [[nro]] online = "{views,ctr,expected}_{1h,24h}"',
         )
     compared = {t.input for t in schema.transforms if t.op in ("rank", "share")}
-    if rates and not compared & set(rates):
+    if rates and not compared & rates.keys():
         yield Reason(
             "rates_not_compared",
             "click rates are not compared within the list",
-            f'add [[transform]] inputs = ["{rates[0]}"], op = ["rank", "share"]',
+            f'add [[transform]] inputs = ["{next(iter(rates))}"], op = ["rank", "share"]',
         )
 
 

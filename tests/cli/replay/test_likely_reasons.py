@@ -147,6 +147,11 @@ def changed(lines: list[Line], **keys: Any) -> list[Line]:
     return [{**line, **keys} for line in lines]
 
 
+def spread(lines: list[Line], times: int) -> list[Line]:
+    """Requests `times` as far apart."""
+    return [{**line, "time": START_MS + times * (line["time"] - START_MS)} for line in lines]
+
+
 def prices(value: Callable[[int], list[float] | None]) -> list[Line]:
     """The good log with other prices; None = the list has none."""
     lines = []
@@ -174,6 +179,7 @@ FAULTS = {
     "frozen": Case(GOOD.lines, settings={"freeze_weights_at": str(START_MS + 3_000_000)}),
     "counted_action_missing": Case(GOOD.lines, SCHEMA + '\n[online]\nclick = "klick"\n'),
     "no_click_rates": Case(GOOD.lines, SCHEMA.replace('"ctr_1h"', '"views_1h"')),
+    "rates_forget": Case(spread(GOOD.lines, 60)),
     "rates_not_compared": Case(GOOD.lines, SCHEMA.replace(TRANSFORM, "")),
     "no_item_id": Case(GOOD.lines, SCHEMA.replace(ITEM, "")),
     "no_user_in_log": Case(changed(GOOD.lines, user_id=0, session_id=0)),

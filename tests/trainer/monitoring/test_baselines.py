@@ -11,6 +11,7 @@ from roostream.wire import roo_pb2 as pb
 from roostream.wire.block import encode_nro, encode_ro
 from roostream.wire.records import Record
 from trainer.monitoring.baselines import Baselines
+from trainer.monitoring.verdict import PairedRequests, RequestScores
 
 DAY = 86_400_000
 HOUR = 3_600_000
@@ -132,3 +133,32 @@ def test_labels_of_another_schema_count_for_nothing_and_features_of_another_for_
         found["linear"]["overall"] == found["random"]["overall"]
         and found["item"]["overall"]["requests"] == 40
     )
+
+
+def test_a_limit_on_items_forgets_those_with_few_views() -> None:
+    """Item 3 is always shown and clicked; every other item is new."""
+    baselines = Baselines(CLICK, max_items=50)
+    for n in range(600):
+        items = [3, 100 + 2 * n, 101 + 2 * n]
+        fed(baselines, CLICK, n, items, [1.0, 0.0, 0.0], time_ms=n * 1000)
+    found = baselines.report()
+    assert found["item"]["overall"]["request_auc"] > 0.95
+    assert found["recent"]["overall"]["request_auc"] > 0.95
+
+
+def test_without_metrics_only_the_pairs_are_kept() -> None:
+    paired = PairedRequests()
+    baselines = Baselines(CLICK, paired=paired, keep_metrics=False)
+    for n in range(20):
+        fed(baselines, CLICK, n, [1, 2], [1.0, 0.0])
+    assert baselines.report()["item"]["overall"]["requests"] == 0
+    ids = np.arange(20)
+    paired.add_model(
+        ids.tolist(),
+        RequestScores(np.ones(20), np.ones(20)),
+        place_R=ids,
+        time_ms_R=ids,
+        candidates_R=np.full(20, 2),
+        positives_R=np.ones(20),
+    )
+    assert paired.verdict().requests == 10

@@ -2,7 +2,7 @@
 
 import { Chart } from "./chart.js";
 import { element, list, say } from "./parts.js";
-import { changesTable, commits, drift, members, now, partitions, readers, rows, slices, stages, windows } from "./tables.js";
+import { baselines, changesTable, commits, drift, members, now, partitions, readers, rows, slices, stages, windows } from "./tables.js";
 import { clock, count, duration, known } from "./words.js";
 
 const EVERY_MS = 2000;
@@ -108,6 +108,7 @@ function show(status) {
   problems(findings, atS);
   now($("now"), status);
   windows($("windows-body"), status);
+  baselines($("baselines-body"), $("verdict"), status);
   slices($("slices-body"), status);
   drift($("drift-body"), status);
   stages($("stages-body"), status);

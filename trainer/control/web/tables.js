@@ -134,6 +134,22 @@ export function windows(host, status) {
   table(host, "Scores from before training on the labels, by window of event time", [{ name: "task and window" }, ...FIGURES], lines, "Unknown: no worker has reported yet.");
 }
 
+const METRICS = [["request_auc", "request AUC"], ["ne", "NE"]];
+const signed = (value) => (known(value) ? `${value < 0 ? "−" : "+"}${Math.abs(value).toFixed(4)}` : UNKNOWN);
+
+/** The model minus each baseline on the same newest requests, and the verdict in words. */
+export function baselines(host, words, status) {
+  const found = status.page.figures.model_quality;
+  say(words, found ? `The model is ${found.sentence}.` : "");
+  const lines = METRICS.flatMap(([metric, name]) =>
+    Object.entries(found?.[metric]?.baselines ?? {}).map(([rule, it]) => [
+      `${name}, by ${rule} alone`, count(found[metric].requests), fixed(found[metric].model, 4), fixed(it.value, 4), signed(it.difference), `${signed(it.low)} to ${signed(it.high)}`,
+    ]),
+  );
+  const columns = [{ name: "metric and baseline" }, { name: "requests" }, { name: "model" }, { name: "baseline" }, { name: "difference" }, { name: "interval, 95 % for all baselines" }];
+  table(host, "The model minus baselines, on the same newest requests", columns, lines, found ? "Too few requests so far." : "Unknown: the auditor does not compare the model.");
+}
+
 /** The last hour of each slice, if it has one. */
 export function slices(host, status) {
   const lines = Object.entries(status.page.training.quality.slices).flatMap(([slice, values]) =>
