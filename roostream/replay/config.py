@@ -51,7 +51,9 @@ class ReplayConfig(Settings):
     dataset: str = setting(help="name of a dataset in roostream/replay/datasets.py")
     options: DatasetOptions = setting(help="settings of this dataset")
     schema: str = setting("", "schema TOML; '' = the dataset's own")
-    model: str = setting("", "model TOML; '' = the default ranker")
+    model: tuple[str, ...] = setting(
+        (), "model TOML; several (local only) learn from the same samples in one pass and are compared"
+    )
     engine: Literal["stack", "local"] = setting(
         "stack", "stack = Kafka, Flink and processes; local = all in this process"
     )
@@ -102,12 +104,14 @@ class ReplayConfig(Settings):
                 f"replay {self.dataset} needs --schema FILE: the TOML that declares the log's features "
                 "(docs/bring-your-own-data.md)"
             )
-        for path in filter(None, (self.schema, self.model)):
+        for path in filter(None, (self.schema, *self.model)):
             if not Path(path).is_file():
                 raise ConfigError(f"{path}: no such file; check the path")
         if self.home and self.engine != "stack":
             text = "--engine stack, the only engine that keeps its model"
             raise setting_error("home", text, self.home, "change the engine or leave it out")
+        if len(self.model) > 1:
+            self._check_models()
         if self.as_served and self.engine != "local":
             text = "--engine local, the only engine that controls the order of scoring and training"
             raise setting_error("as_served", text, True, "change the engine")
@@ -120,6 +124,21 @@ class ReplayConfig(Settings):
         for name in ("measure_from", "freeze_at", "freeze_weights_at", "archived_until"):
             self._time_ms(name)
         _ = self.speed_factor
+
+    def _check_models(self) -> None:
+        if self.engine != "local":
+            text = "one file, or --engine local for several"
+            raise setting_error("model", text, ", ".join(self.model), "change the engine")
+        if self.as_served:
+            text = "expected one --model with --as-served, got several; leave --as-served out"
+            raise ConfigError(text)
+        if len(set(self.model)) < len(self.model):
+            raise ConfigError(f"expected different files for --model, got {', '.join(self.model)}")
+
+    @property
+    def first_model(self) -> str:
+        """Its predictions are those of the report; '' = the default ranker."""
+        return self.model[0] if self.model else ""
 
     def _time_ms(self, name: str) -> int:
         text = getattr(self, name)

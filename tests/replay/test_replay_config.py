@@ -38,7 +38,7 @@ def test_speeds() -> None:
     ("settings", "message"),
     [
         ({"dataset": "jsonl", "options": jsonl.Options(log=(HERE,))}, "replay jsonl needs --schema FILE"),
-        ({"model": "nowhere.toml"}, "nowhere.toml: no such file"),
+        ({"model": ("nowhere.toml",)}, "nowhere.toml: no such file"),
         ({"freeze_at": "soon"}, "key 'freeze_at': expected a time such as '2023-05-23'.*got 'soon'"),
         ({"freeze_at": "2023-05-23", "freeze_weights_at": "2023-05-23"}, "got both"),
         ({"speed": "fast"}, "key 'speed': expected 'max' or a multiple such as '60x', got 'fast'"),

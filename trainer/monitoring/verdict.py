@@ -96,6 +96,20 @@ class PairedRequests:
         )
         self._trim(self._model)
 
+    def with_other_model(self) -> PairedRequests:
+        """Pairs of another model with the same scores of the baselines, those that are still to come too."""
+        other = PairedRequests(self.rules, self._max_requests)
+        other._rules = self._rules
+        return other
+
+    def against(self, other: PairedRequests, name: str) -> PairedRequests:
+        """Pairs of this model with the model of `other`, which takes the place of a baseline."""
+        paired = PairedRequests((name,))
+        paired._model = self._model
+        ids, _, _, auc_R, log_loss_R, *_ = other._model.columns()
+        paired.add_rules(ids.tolist(), {name: RequestScores(auc_R, log_loss_R)})
+        return paired
+
     def add_rules(self, sample_id_R: Sequence[int], scores: Mapping[str, RequestScores]) -> None:
         """Add requests that all baselines scored; the first scores of an id count."""
         columns = itertools.chain.from_iterable(scores[name] for name in self.rules)

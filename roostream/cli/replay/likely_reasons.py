@@ -73,7 +73,7 @@ def reasons_of(
     if "linear" in nearest.values():
         yield Reason(
             "linear_is_better",
-            "a linear model on the same floats is at least as good, so the network learns slowly",
+            "the model is not clearly better than a linear one on the same floats, so it learns slowly",
             "try --learning-rate 0.005",
         )
     if nearest.get("request_auc") == "place":

@@ -6,6 +6,9 @@ records ─► LocalEngine ─► samples, by close time ─► TrainLoop ─►
 
 Records from a warehouse are samples already and bypass the joiner.
 
+Several models have a queue, a training loop and shards each. They share the records, the joiner, the counters
+and the baselines. The predictions of the first are those of the replay; of the others only metrics are kept.
+
 With `as_served`, requests are also scored at their own time. The training loop scores a sample when it is
 trained, with weights that have seen one join window of the future, so only `AsServedScorer` shows the cost of
 late labels:
@@ -23,6 +26,7 @@ import heapq
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 
 import numpy as np
@@ -33,9 +37,18 @@ from param_server.key_value_store import MemoryKeyValueStore
 from param_server.segments import Segments
 from param_server.server import Shard, ShardRpcHandler
 from param_server.table import shapes_of
-from roostream.cli.replay.outcome import LocalJoin, LocalTopics, Outcome, ReplayProgress, TrainingSummary
+from roostream.cli.replay.outcome import (
+    LocalJoin,
+    LocalTopics,
+    OtherModel,
+    Outcome,
+    ReplayProgress,
+    TrainingSummary,
+)
+from roostream.cli.replay.prediction_metrics import PredictionMetrics
 from roostream.cli.replay.program_settings import program_settings, with_model_settings
 from roostream.cli.skew.scored_lists import sample_of
+from roostream.errors import ConfigError
 from roostream.models.build import load_model_config
 from roostream.replay.config import ReplayConfig
 from roostream.runtime.checkpoint_store import FileStore
@@ -68,7 +81,7 @@ from trainer.config import LoopConfig
 from trainer.device.numerics import set_numerics
 from trainer.loop import LoopDependencies, TrainLoop
 from trainer.monitoring.progressive_metrics import DailyMetrics, Report, ScoredBatch
-from trainer.predictions import Prediction
+from trainer.predictions import Outputs, Prediction
 from trainer.record_source import build_chunk
 from trainer.rows import ShardRows
 
@@ -78,7 +91,7 @@ def replay_in_process(
 ) -> Outcome:
     """Run a replay. Memory: the joiner's open window, the rows, and the ids for the audit."""
     with tempfile.TemporaryDirectory(prefix="roostream-replay-") as store:
-        return _LocalReplay(config, schema, FileStore(store)).run(records, progress, stop)
+        return _LocalReplay(config, schema, Path(store)).run(records, progress, stop)
 
 
 class SampleQueue:
@@ -155,36 +168,102 @@ class SampleQueue:
         """Nothing to do."""
 
 
-class _LocalReplay:
-    """Connects the parts of a local replay, and is the `Outputs` of the training loop."""
+class _Learner:
+    """One model of a local replay: the samples that wait for it, its training loop and its rows."""
 
-    def __init__(self, config: ReplayConfig, schema: Schema, store: FileStore) -> None:
-        self.schema = schema
-        self.measure_from_ms = config.measure_from_ms
-        self.topics = LocalTopics(schema, config.measure_from_ms)
-        self.accounts = self.topics.accounts
-        choices = program_settings(config)
-        registry, clock = {schema.fingerprint: schema}.get, SystemClock()
-        decoder = Decoder(schema, registry)
-        self.served = (
-            AsServedScorer(schema.tasks, decoder, lambda batch: self.loop.scores(batch))
-            if config.as_served
-            else None
-        )
+    def __init__(
+        self,
+        config: ReplayConfig,
+        schema: Schema,
+        store: FileStore,
+        file: str,
+        outputs: Outputs,
+        before_chunk: Callable[[], None] = lambda: None,
+    ) -> None:
+        choices, clock = program_settings(config), SystemClock()
         settings = LoopConfig(**choices.worker)
-        self.samples = SampleQueue(
-            decoder, clock, settings.trained_topics, self.served.score if self.served else lambda: None
-        )
-        self.joiner = LocalJoin(config, schema, self.topics)
+        self.decoder = Decoder(schema, {schema.fingerprint: schema}.get)
+        self.samples = SampleQueue(self.decoder, clock, settings.trained_topics, before_chunk)
         self.shards = _shards(config, schema, store)
         client = Client(
             schema, [InMemoryTransport(ShardRpcHandler(shard).handle) for shard in self.shards], worker=0
         )
         client.set_incarnation(1)
         set_numerics(settings)
-        model = with_model_settings(load_model_config(config.model), choices.model)
-        wiring = LoopDependencies(source=self.samples, rows=ShardRows(client), outputs=self, clock=clock)
-        self.loop = TrainLoop(settings, schema, model, wiring)
+        model = with_model_settings(load_model_config(file), choices.model)
+        wiring = LoopDependencies(source=self.samples, rows=ShardRows(client), outputs=outputs, clock=clock)
+        try:
+            self.loop = TrainLoop(settings, schema, model, wiring)
+        except ConfigError as error:
+            raise ConfigError(f"{file}: {error}" if file and file not in str(error) else str(error)) from None
+
+    def train(self) -> bool:
+        """Train as many complete batches as are waiting. Returns whether there was one."""
+        before = self.loop.num_steps
+        while len(self.samples) and self.loop.step():
+            pass
+        return self.loop.num_steps > before
+
+    def summary(self) -> TrainingSummary:
+        rows: Counter[str] = Counter()
+        for shard in self.shards:
+            rows.update(shard.stats()["rows"])
+        return TrainingSummary(
+            steps=self.loop.num_steps,
+            non_finite=self.loop.counts.non_finite,
+            corrections=self.loop.counts.corrections,
+            rehearsed=self.loop.counts.rehearsed,
+            model=dataclasses.asdict(self.loop.model_config),
+            dense_parameters=sum(p.numel() for p in self.loop.model.parameters()),
+            rows=dict(rows),
+        )
+
+
+class _MetricsOnly:
+    """The `Outputs` of a model whose predictions are only counted."""
+
+    def __init__(self, metrics: PredictionMetrics) -> None:
+        self.metrics = metrics
+
+    def prediction(self, prediction: Prediction) -> None:
+        self.metrics.add(Record(PREDICTIONS, 0, 0, prediction.time_ms, NO_KEY, prediction.value))
+
+    def dead_letter(self, letter: pb.DeadLetter) -> None:
+        """Nothing to do: the training summary counts these requests."""
+
+    def flush(self) -> None:
+        """Nothing to do."""
+
+
+class _LocalReplay:
+    """Connects the parts of a local replay, and is the `Outputs` of the first model's training loop."""
+
+    def __init__(self, config: ReplayConfig, schema: Schema, store: Path) -> None:
+        self.schema = schema
+        self.measure_from_ms = config.measure_from_ms
+        self.topics = LocalTopics(schema, config.measure_from_ms)
+        self.accounts = self.topics.accounts
+        self.served = (
+            AsServedScorer(
+                schema.tasks,
+                Decoder(schema, {schema.fingerprint: schema}.get),
+                lambda batch: self.first.loop.scores(batch),
+            )
+            if config.as_served
+            else None
+        )
+        self.joiner = LocalJoin(config, schema, self.topics)
+        before_chunk = self.served.score if self.served else lambda: None
+        folder = FileStore(store / "0")
+        self.first = _Learner(config, schema, folder, config.first_model, self, before_chunk)
+        self.others: list[tuple[_Learner, OtherModel]] = []
+        scales = [label.amount_scale for label in schema.labels]
+        for n, file in enumerate(config.model[1:], start=1):
+            paired = self.topics.statistics.paired.with_other_model()
+            metrics = PredictionMetrics(schema.tasks, config.measure_from_ms, scales, paired)
+            learner = _Learner(config, schema, FileStore(store / str(n)), file, _MetricsOnly(metrics))
+            other = OtherModel(file=file, metrics=metrics, paired=paired, training=TrainingSummary())
+            self.others.append((learner, other))
 
     def run(self, records: Iterable[Record], progress: ReplayProgress, stop: Stop) -> Outcome:
         for record in records:
@@ -201,44 +280,35 @@ class _LocalReplay:
             self._train(progress)
         self._put(self.joiner.end_of_input())
         self._train(progress)
-        while self.loop.finish():
-            progress.update(trained=self.loop.counts.requests)
-        untrained = self.accounts.untrained_below(self.accounts.sample_ends)
+        for learner in self._learners():
+            while learner.loop.finish():
+                progress.update(trained=self.first.loop.counts.requests)
+        for learner, other in self.others:
+            other.training = learner.summary()
         return Outcome(
             accounts=self.accounts,
             statistics=self.topics.statistics,
-            untrained=untrained,
-            training=self._training(),
+            untrained=self.accounts.untrained_below(self.accounts.sample_ends),
+            training=self.first.summary(),
             served=self.served.report(self.measure_from_ms) if self.served else None,
+            others=tuple(other for _, other in self.others),
         )
+
+    def _learners(self) -> list[_Learner]:
+        return [self.first, *(learner for learner, _ in self.others)]
 
     def _train(self, progress: ReplayProgress) -> None:
-        """Train as many complete batches as are waiting."""
-        before = self.loop.num_steps
-        while len(self.samples) and self.loop.step():
-            pass
-        if self.loop.num_steps > before:
-            progress.update(joined=self.accounts.sums().samples, trained=self.loop.counts.requests)
-
-    def _training(self) -> TrainingSummary:
-        rows: Counter[str] = Counter()
-        for shard in self.shards:
-            rows.update(shard.stats()["rows"])
-        return TrainingSummary(
-            steps=self.loop.num_steps,
-            non_finite=self.loop.counts.non_finite,
-            corrections=self.loop.counts.corrections,
-            rehearsed=self.loop.counts.rehearsed,
-            model=dataclasses.asdict(self.loop.model_config),
-            dense_parameters=sum(p.numel() for p in self.loop.model.parameters()),
-            rows=dict(rows),
-        )
+        if self.first.train():
+            progress.update(joined=self.accounts.sums().samples, trained=self.first.loop.counts.requests)
+        for learner, _ in self.others:
+            learner.train()
 
     def _put(self, records: Iterable[Record]) -> None:
         for record in records:
             if self.served:
                 self.served.add(record)
-            self.samples.put(record)
+            for learner in self._learners():
+                learner.samples.put(record)
 
     def prediction(self, prediction: Prediction) -> None:
         key = prediction.sample_id.to_bytes(8, "little")

@@ -50,6 +50,17 @@ class Outcome:
     training: TrainingSummary
     served: Report | None = None  # metrics of the scores at request time; None without --as-served
     archived: ArchivedPart | None = None  # the part trained from the archive; None without --archived-until
+    others: tuple[OtherModel, ...] = ()  # models of the same pass beside the first
+
+
+@dataclasses.dataclass(kw_only=True)
+class OtherModel:
+    """A further model that learned from the same samples."""
+
+    file: str
+    metrics: PredictionMetrics
+    paired: PairedRequests
+    training: TrainingSummary
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console
@@ -15,11 +16,12 @@ from rich.console import Console
 from infra.options import to_toml_value
 from roostream.cli.replay.likely_reasons import likely_reasons
 from roostream.cli.replay.outcome import Engine, Outcome, ReplayProgress
-from roostream.cli.replay.program_settings import program_settings
+from roostream.cli.replay.program_settings import program_settings, with_model_settings
 from roostream.cli.replay.report_page import write_page
 from roostream.cli.replay.report_table import print_table
 from roostream.cli.replay.warehouse_samples import DATASET, open_warehouse_log
 from roostream.errors import UnavailableError
+from roostream.models.build import load_model_config
 from roostream.replay.config import ReplayConfig
 from roostream.replay.log_advice import advice
 from roostream.replay.replay_log import ReplayLog, open_log, paced, with_first_record
@@ -53,7 +55,10 @@ def replay(config: ReplayConfig, stop: program.Stop) -> dict[str, Any]:
     """
     files = report_files(config.report)
     files.check()
-    program_settings(config)
+    model_settings = program_settings(config).model
+    if config.engine == "local":
+        for file in config.model:  # a bad file ends the replay before the log is read
+            with_model_settings(load_model_config(file), model_settings)
     started_s = time.monotonic()
     schema = load_schema(config.schema_path)
     source = open_warehouse_log(config, schema) if config.dataset == DATASET else open_log(config, schema)
@@ -98,7 +103,7 @@ def build_report(config: ReplayConfig, schema: Schema, outcome: Outcome, source:
     warnings = []
     if profile.num_impressions:
         warnings = advice(schema, profile, positives, prior=float(model.get("prior", 0.1)))
-    report = {
+    report: dict[str, Any] = {
         "counts": {**sums.counts(), "untrained": outcome.untrained, "skipped_lines": skipped.number},
         "first_skipped_line": skipped.first[0] if skipped.first else "",
         "first_skipped_lines": list(skipped.first),
@@ -121,7 +126,37 @@ def build_report(config: ReplayConfig, schema: Schema, outcome: Outcome, source:
     if verdict.state == "behind":
         listed = " · ".join(reason.sentence() for reason in reasons)
         warnings.append(f"the model is {verdict.sentence()}. Likely reasons: {listed}")
-    return report | {"verdict": {**verdict.report(), "likely_reasons": [r._asdict() for r in reasons]}}
+    report |= {"verdict": {**verdict.report(), "likely_reasons": [r._asdict() for r in reasons]}}
+    if outcome.others:
+        report |= {"models": _compare_models(config, outcome, report)}
+    return report
+
+
+def _compare_models(
+    config: ReplayConfig, outcome: Outcome, report: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """Each model of the pass with its metrics and verdict; all but the first also against the first."""
+    found = [
+        {
+            "model": config.first_model,
+            "metrics": {when: report["metrics"][when] for when in ("overall", "measured")},
+            "training": report["training"],
+            "verdict": report["verdict"],
+        }
+    ]
+    for other in outcome.others:
+        metrics = other.metrics.report()
+        against = other.paired.against(outcome.statistics.paired, config.first_model)
+        found.append(
+            {
+                "model": other.file,
+                "metrics": {when: metrics[when] for when in ("overall", "measured")},
+                "training": dataclasses.asdict(other.training),
+                "verdict": other.paired.verdict(config.measure_from_ms).report(),
+                "against_first": against.verdict(config.measure_from_ms).report(),
+            }
+        )
+    return found
 
 
 def settings_of(config: ReplayConfig) -> dict[str, Any]:

@@ -42,6 +42,7 @@ def page_of(title: str, report: Mapping[str, Any], figures: Mapping[str, str]) -
     """The HTML of the page; `figures`: heading → SVG."""
     sections = {
         "Is the model better than the baselines?": _verdict(report["verdict"]),
+        **({"Models of this pass": _models(report["models"])} if "models" in report else {}),
         "Model and baselines": table(("", "requests", *METRIC_NAMES), _metric_rows(report)),
         **figures,
         "What happened to the log": table((), join_rows(report)),
@@ -84,6 +85,22 @@ def _verdict(verdict: Mapping[str, Any]) -> str:
         )
         parts += [table(head, rows), _windows(verdict["windows"], metric, word)]
     return "".join([*parts, f"<p>{_METHOD}</p>"])
+
+
+def _models(models: Sequence[Mapping[str, Any]]) -> str:
+    """Metrics of each model, and its verdict against the baselines and against the first."""
+    rows = (
+        (
+            m["model"],
+            number(m["metrics"]["measured"]["requests"]),
+            *(number(m["metrics"]["measured"][name]) for name in METRIC_NAMES),
+            m["verdict"]["sentence"],
+            m["against_first"]["sentence"] if "against_first" in m else "–",
+        )
+        for m in models
+    )
+    head = ("model", "requests", *METRIC_NAMES, "against the baselines", f"against {models[0]['model']}")
+    return table(head, rows)
 
 
 def _windows(windows: Sequence[Mapping[str, Any]], metric: str, word: str) -> str:

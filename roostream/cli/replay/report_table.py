@@ -14,7 +14,7 @@ _SHOWN = ("requests", *METRIC_NAMES)
 
 def print_table(config: ReplayConfig, report: Mapping[str, Any]) -> None:
     title = f"replay {config.dataset} · {config.engine} · {report['wall_s']:.0f} s"
-    rows = [*_counts(report), *_training(report), *_metrics(report), *_verdict(report)]
+    rows = [*_counts(report), *_training(report), *_metrics(report), *_verdict(report), *_models(report)]
     rows += warning_rows(report["warnings"])
     print_rows(rows, title)
 
@@ -114,6 +114,15 @@ def _verdict(report: Mapping[str, Any]) -> Iterator[Row]:
     yield "model", verdict["sentence"]
     if verdict["state"] == "undecided":  # a model that is behind has a warning with its reasons
         yield from (("  likely reason", f"{r['fact']}; {r['change']}") for r in verdict["likely_reasons"])
+
+
+def _models(report: Mapping[str, Any]) -> Iterator[Row]:
+    """The models of one pass; each but the first against the first."""
+    for model in report.get("models", ()):
+        measured = model["metrics"]["measured"]
+        yield f"model {model['model']}", _values({"requests": measured["requests"], **measured})
+        if "against_first" in model:
+            yield "", model["against_first"]["sentence"]
 
 
 def _values(m: Mapping[str, Any]) -> str:

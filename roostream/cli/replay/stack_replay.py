@@ -129,10 +129,10 @@ def options_for_up(config: ReplayConfig, options: StackOptions, home: Path) -> S
 def _model_file(config: ReplayConfig, sets: Mapping[str, Any], home: Path) -> str:
     """Path of the model TOML; with `--set model.KEY` a changed copy in the home."""
     if not sets:
-        return str(Path(config.model).resolve()) if config.model else ""
-    given = read_toml(config.model).raw if config.model else {}
+        return str(Path(config.first_model).resolve()) if config.first_model else ""
+    given = read_toml(config.first_model).raw if config.first_model else {}
     if str(given.get("kind", "")).rpartition(":")[0].endswith(".py"):  # relative to the original TOML
-        given = {**given, "kind": str(Path(config.model).resolve().parent / given["kind"])}
+        given = {**given, "kind": str(Path(config.first_model).resolve().parent / given["kind"])}
     file = home.resolve() / "model.toml"
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(tomli_w.dumps(given | dict(sets)), encoding="utf-8")

@@ -90,7 +90,7 @@ def test_a_log_has_settings_of_the_ranker_unless_another_model_is_chosen(tmp_pat
         "list_layers": 1,
         "width": 8,
     }
-    assert program_settings(ReplayConfig(**log, model=str(model))).model == {}
+    assert program_settings(ReplayConfig(**log, model=(str(model),))).model == {}
     assert program_settings(ReplayConfig(**log, set=("model.kind=two_tower",))).model == {"kind": "two_tower"}
 
 

@@ -86,6 +86,6 @@ def test_the_stack_and_one_process_agree_byte_for_byte(tmp_path: Path) -> None:
 def test_a_file_of_a_model_of_a_user_is_found_from_the_home_s_toml(tmp_path: Path) -> None:
     model = tmp_path / "model.toml"
     model.write_text('kind = "shop.py:build"\nwidth = 3\n')
-    chosen = config(tmp_path, model=str(model), set=("model.width=5",))
+    chosen = config(tmp_path, model=(str(model),), set=("model.width=5",))
     written = read_toml(stack_options(chosen, tmp_path / "home").overrides["worker"]["model"])
     assert written.raw == {"kind": str(tmp_path / "shop.py:build"), "width": 5}
