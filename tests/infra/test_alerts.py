@@ -95,6 +95,12 @@ def test_every_metric_that_a_dashboard_shows_is_exported() -> None:
     assert len(DASHBOARDS) == 6 and len(found) > 40
 
 
+def test_recorded_series_exist_where_they_are_read() -> None:
+    recorded = {rule["record"] for rule in rules() if "record" in rule}
+    texts = [*rule_expressions(), *(path.read_text(encoding="utf-8") for path in DASHBOARDS)]
+    assert recorded == {name for text in texts for name in re.findall(r"\broostream:[\w:]+", text)}
+
+
 def test_every_dashboard_is_installed_in_a_cluster() -> None:
     text = (ROOT / "infra/dashboards/kustomization.yaml").read_text(encoding="utf-8")
     assert sorted(re.findall(r"[\w-]+\.json", text)) == [path.name for path in DASHBOARDS]
