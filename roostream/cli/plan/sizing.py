@@ -65,9 +65,9 @@ class Load(Settings):
     users: int = setting(100_000, "users with events within 30 days, whose state Redis keeps", ge=0)
     items: int = setting(100_000, "items with events within 30 days, whose counters Redis keeps", ge=0)
     redis_us: float = setting(
-        40.0, "assumed microseconds of Redis for a read of a request or a write of an event", gt=0
+        25.0, "assumed microseconds of Redis for a read of a request or a write of an event", gt=0
     )
-    updater_us: float = setting(80.0, "assumed microseconds of the feature updater for an event", gt=0)
+    updater_us: float = setting(400.0, "assumed microseconds of the feature updater for an event", gt=0)
     auditor_us: float = setting(60.0, "assumed microseconds of the auditor for a record", gt=0)
     archive_us: float = setting(60.0, "assumed microseconds of an archiver for a sample", gt=0)
     compact_us: float = setting(30.0, "assumed microseconds of the compactor for a sample", gt=0)
