@@ -41,12 +41,12 @@ def learned(log: str, max_requests: int, run: int) -> Iterator[WholeTurn]:
             outcome = replay_in_process(config, schema, records, progress, Stop())
         seconds = time.process_time() - started_s
         figures = {}
+        metrics = outcome.statistics.metrics.report()["overall"]  # counts the last requests too
+        baselines = outcome.statistics.baselines.report().values()
         for at in outcome.statistics.paired.between(EDGES):
             figures[f"model to {at.last_request}"] = at.model
             figures[f"best baseline to {at.last_request}"] = max(at.rules.values())
             figures[f"difference to {at.last_request}"], figures[f"± to {at.last_request}"] = at.difference
-        metrics = outcome.statistics.metrics.report()["overall"]
-        baselines = outcome.statistics.baselines.report().values()
         figures["NE"] = cast(float, metrics["ne"])  # type: ignore[index]
         figures["best NE of a baseline"] = min(cast(float, each["overall"]["ne"]) for each in baselines)
         return TurnResult(len(records), seconds, figures)

@@ -21,6 +21,7 @@ from roostream.runtime.clock import FakeClock
 from roostream.runtime.deployment import ProgramSettings
 from roostream.runtime.health import Health
 from roostream.runtime.histograms import FRESHNESS_BUCKETS_S, StageHistogram
+from roostream.runtime.metrics_collector import MetricsCollector
 from roostream.runtime.scrape import ScrapedMetrics
 from roostream.runtime.work_unit import WorkUnit
 from tests.trainer.control.test_coordinator import ANSWERS, FACTS
@@ -29,6 +30,8 @@ from trainer.control.controller import Controller
 from trainer.control.coordinator import Coordinator
 from trainer.control.scrape_targets import FRESHNESS_STAGES, ScrapeTargets
 from trainer.control.status_page import StatusPage, static_files
+from trainer.monitoring import verdict_metrics
+from trainer.monitoring.verdict import Baseline, Comparison, Verdict
 
 MEMBERS = (("shard", 0), ("shard", 1), ("worker", 0))
 STEP_S = 10.0
@@ -175,7 +178,7 @@ class ReplayedRun:
         lines["serving"] = [f'roostream_serving_model_version{{version="{version}"}} 1']
         lines["joiner"], lines["auditor"] = (
             ["roostream_joiner_running 1"],
-            ['roostream_auditor_accounted{state="yes"} 1'],
+            ['roostream_auditor_accounted{state="yes"} 1', *_verdict()],
         )
         served = 0.0443 + 0.03 * (1 - math.exp(-self.at / 25))
         rates = {"served": served * wave**0.2, "random": 0.0443, "best": 0.0869}
@@ -188,6 +191,23 @@ class ReplayedRun:
             n: scrape.parse("\n".join(texts) + "\n") if n not in self.silent else ScrapedMetrics()
             for n, texts in lines.items()
         }
+
+
+def _verdict() -> list[str]:
+    """The auditor's metrics of a model that is ahead by request AUC."""
+    rules = {
+        "item": Baseline(value=0.69, difference=0.02, low=0.01, high=0.03),
+        "linear": Baseline(value=0.68, difference=0.03, low=0.02, high=0.04),
+    }
+    losses = {"item": Baseline(value=0.93, difference=-0.001, low=-0.004, high=0.002)}
+    verdict = Verdict(
+        requests=9000,
+        request_auc=Comparison.of("request_auc", rules, requests=8000, model=0.71, is_known=True),
+        ne=Comparison.of("ne", losses, requests=9000, model=0.929, is_known=True),
+    )
+    registry = CollectorRegistry()
+    registry.register(MetricsCollector(lambda: verdict_metrics.metrics_of(verdict), verdict_metrics.SPECS))
+    return generate_latest(registry).decode().splitlines()
 
 
 def _quality(candidates: int, told: dict[str, float]) -> dict[str, Any]:

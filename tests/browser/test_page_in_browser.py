@@ -141,6 +141,17 @@ def test_quality_is_shown_by_window_and_slice_beside_drifted_inputs(opened: Any)
     assert inputs[-1][:3] == ["new ids of user", "–", "3.1 %"]
 
 
+def test_the_verdict_on_the_model_is_shown_with_each_baseline(opened: Any) -> None:
+    page = opened()
+    assert page.text("#verdict").startswith("The model is ahead in request AUC: +0.0200 [+0.0100, +0.0300]")
+    rows = [row.split("\t") for row in page.text("#baselines-body tbody").strip().split("\n")]
+    assert rows == [
+        ["request AUC, by item alone", "8,000", "0.7100", "0.6900", "+0.0200", "+0.0100 to +0.0300"],
+        ["request AUC, by linear alone", "8,000", "0.7100", "0.6800", "+0.0300", "+0.0200 to +0.0400"],
+        ["NE, by item alone", "9,000", "0.9290", "0.9300", "−0.0010", "−0.0040 to +0.0020"],
+    ]
+
+
 def test_the_page_follows_changes_and_announces_only_the_state(opened: Any) -> None:
     run = ReplayedRun()
     for _ in range(6):
