@@ -1,4 +1,5 @@
-"""An object store that answers 503 for a while under a running stack: commits wait, and nothing is lost.
+"""A running stack whose store is a bucket: it answers 503 for a while, or the disks of all shards are lost.
+Commits wait or rows are fetched, and nothing is lost.
 
 OUTAGE_S=600: for how long.
 """
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -15,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from infra.options import demo
+from infra.options import StackOptions, demo
 from infra.stack import Stack
 from roostream.runtime.store_identity import init_store
 from tests.chaos.stack_faults import control_status
@@ -62,15 +64,19 @@ def object_store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Outage]:
             server.server_close()
 
 
+def stack_options() -> StackOptions:
+    quick = quick_options().overrides
+    overrides = {**quick, **{name: {**quick.get(name, {}), "store": STORE} for name in WITH_STORE}}
+    return demo(overrides=overrides, num_archivers=0)
+
+
 def test_commits_wait_for_an_object_store_that_answers_503(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     print(f"OUTAGE_S={OUTAGE_S:g}")
-    quick = quick_options().overrides
-    overrides = {**quick, **{name: {**quick.get(name, {}), "store": STORE} for name in WITH_STORE}}
     with object_store(monkeypatch) as outage:
         init_store(STORE)
-        with Stack(tmp_path, demo(overrides=overrides, num_archivers=0)) as stack:
+        with Stack(tmp_path, stack_options()) as stack:
             stack.start(["all", "simulate"])
             stack.wait_ready("serving", timeout_s=240)
             wait_until("a commit with trained samples", lambda: applied(stack) > 50, 240)
@@ -94,5 +100,31 @@ def test_commits_wait_for_an_object_store_that_answers_503(
                 240,
                 lambda: (applied(stack), control_status(stack)),
             )
+            check_nothing_lost_or_twice(stack, within_s=240)
+            assert stack.failed() == []
+
+
+def test_rows_come_back_from_the_store_after_the_disks_of_all_shards_are_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with object_store(monkeypatch):
+        init_store(STORE)
+        with Stack(tmp_path, stack_options()) as stack:
+            stack.start(["all", "simulate"])
+            stack.wait_ready("serving", timeout_s=240)
+            wait_until("a commit with trained samples", lambda: applied(stack) > 50, 240)
+            before = applied(stack)
+            shards = [name for name in stack.supervisor.slots if name.startswith("shard")]
+            for name in shards:
+                stack.kill(name)
+                shutil.rmtree(stack.home.root / name)
+            wait_until(
+                "50 more committed samples",
+                lambda: applied(stack) >= before + 50,
+                240,
+                lambda: (applied(stack), control_status(stack)),
+            )
+            logs = "".join(path.read_text() for path in stack.home.root.rglob("shard*.log"))
+            assert logs.count("from the checkpoint store") >= len(shards), logs[-2000:]
             check_nothing_lost_or_twice(stack, within_s=240)
             assert stack.failed() == []
