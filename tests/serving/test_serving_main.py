@@ -29,12 +29,13 @@ from serving.main import serve
 ROOT = Path(__file__).parents[2]
 _RUN = """
 import sys
+from roostream.runtime.program import leave
 from roostream.schema.settings import load
 from serving.config import ServingConfig
 from serving.main import run
 code = run(load(ServingConfig, sys.argv[1]))
 assert not [m for m in ("torchrec", "pyflink", "pandas") if m in sys.modules]
-sys.exit(code)
+leave(code)
 """
 
 
