@@ -75,7 +75,8 @@ class ShardConfig(Deployment):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShardIdentity:
-    """What identifies a shard for as long as its data exist. Which buckets it owns is in the manifest."""
+    """Settings of a shard that must not change as long as its rows exist. The manifest says which buckets it
+    owns."""
 
     schema: Schema
     index: int = 0

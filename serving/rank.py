@@ -47,7 +47,8 @@ log = logging.getLogger("roostream.serving")
 
 
 class Hydration(Protocol):
-    """Implemented by `serving.online_features.hydration.Hydrator`."""
+    """Reads the online features of a request's user and candidates; `Hydrator` reads them from Redis
+    (serving/online_features/hydration.py)."""
 
     def read(
         self, user_id: int, item_ids: np.ndarray, time_ms: int, fields: EntityFields

@@ -452,8 +452,8 @@ class TrainLoop:
         self.counts.requests += len(unscored.row_M)
 
     def targets(self, part: ChunkPart, total_T: torch.Tensor | None = None) -> Targets:
-        """Targets of the loss. `total_T` [T]: total weight over the parts of all workers; None = of this
-        part."""
+        """Labels and weights of a part, as the loss needs them. `total_T`, float32 [T]: the sum of weights of
+        each task over the parts of all workers, by which the loss divides; None = over this part."""
         targets = corrections.build_targets(part.batch, self.config)
         if total_T is not None:
             targets = targets._replace(total_T=total_T.to(targets.weight_BT))

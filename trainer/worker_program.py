@@ -64,6 +64,7 @@ STOP_S = 8.0
 _CLOSING_S = 3.0  # part of it, reserved for what follows the last commit
 _MIN_CLOSING_S = 1.5  # the reserve once the last commit has begun
 _LOOK_FOR_RELEASE_S = 0.2
+_HOLD_IS_KNOWN_S = 60.0  # without a hold by then, it was released before this worker heard of it
 _RESEND_S = 1.0  # to a shard that does not answer; the controller handles longer outages
 
 
@@ -184,12 +185,12 @@ def wait_for_release(held: HeldError, agent: ControllerAgent, health: Health, st
         UnavailableError: the hold is over. A new process trains on.
     """
     log.error("%s; this process waits for the end of the hold (wait_on_hold)", held)
-    heard = False
+    heard, waited_s = False, 0.0
     while not stop.wait(_LOOK_FOR_RELEASE_S):
         agent.check()
         health.turned()
-        heard = heard or bool(agent.hold)
-        if heard and not agent.hold:
+        heard, waited_s = heard or bool(agent.hold), waited_s + _LOOK_FOR_RELEASE_S
+        if not agent.hold and (heard or waited_s > _HOLD_IS_KNOWN_S):
             raise UnavailableError("the hold is over; a new process trains on")
 
 

@@ -39,7 +39,8 @@ from roostream.schema.settings import setting_error
 
 
 class Dlrm(Model):
-    """A logit for each candidate and task.
+    """TorchRec's `DLRM`, or `DLRM_DCN` for a `DcnConfig`, as a model of this project: a logit for each
+    candidate and task.
 
     Raises:
         SchemaError: no list feature, an unknown one in `features`, or tables of several widths.

@@ -382,7 +382,8 @@ class RowsByKey:
         self._rows_I = new_rows(layout, 64)
 
     def find(self, keys_n: np.ndarray) -> np.ndarray:
-        """float64 [n, W]; a new row for a key without events."""
+        """The counters of each key, float64 [n, W] with W numbers a key. A key without events has those of a
+        new row."""
         index_n = np.array([self._row_of.get(key, -1) for key in keys_n.tolist()], dtype=np.int64)
         rows_n: np.ndarray = self._rows_I[index_n]
         rows_n[index_n < 0] = new_rows(self.layout, 1)

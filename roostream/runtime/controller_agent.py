@@ -224,7 +224,7 @@ class ControllerAgent:
         self.standby = bool(response.get("standby"))
         if refused and not self.refused:
             self._refused_since_s = self._last_response_s
-            log.warning("%s", refused)
+            log.warning("the controller refuses this process: %s", refused)
         self.refused = refused
         self._may_leave = leaving and bool(response.get("free"))
         if self.stop_budget and response.get("leave_s") is not None:

@@ -138,7 +138,12 @@ class VersionFollower:
         self._is_empty = is_empty
 
     def _install(self, commit: _Commit) -> bool:
-        """Raises UnavailableError: a file cannot be read now."""
+        """Load the model version of a commit and offer it for serving. Returns False if the commit was rolled
+        back, or is damaged or does not fit; it is then refused and not tried again.
+
+        Raises:
+            UnavailableError: a file cannot be read now. Nothing was changed; call again.
+        """
         try:
             manifest = manifests.load_data(commit.name, commit.data).manifest
             self.check(manifest)

@@ -70,6 +70,15 @@ def stack_options() -> StackOptions:
     return demo(overrides=overrides, num_archivers=0)
 
 
+def wait_for_more_commits(stack: Stack, before: int) -> None:
+    wait_until(
+        "50 more committed samples",
+        lambda: applied(stack) >= before + 50,
+        240,
+        lambda: (applied(stack), control_status(stack)),
+    )
+
+
 def test_commits_wait_for_an_object_store_that_answers_503(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -94,12 +103,7 @@ def test_commits_wait_for_an_object_store_that_answers_503(
             finally:
                 outage.is_away = False
             assert outage.num_refused and during["away"] and during["rollbacks"] == 0, during
-            wait_until(
-                "50 more committed samples",
-                lambda: applied(stack) >= before + 50,
-                240,
-                lambda: (applied(stack), control_status(stack)),
-            )
+            wait_for_more_commits(stack, before)
             check_nothing_lost_or_twice(stack, within_s=240)
             assert stack.failed() == []
 
@@ -118,12 +122,7 @@ def test_rows_come_back_from_the_store_after_the_disks_of_all_shards_are_lost(
             for name in shards:
                 stack.kill(name)
                 shutil.rmtree(stack.home.root / name)
-            wait_until(
-                "50 more committed samples",
-                lambda: applied(stack) >= before + 50,
-                240,
-                lambda: (applied(stack), control_status(stack)),
-            )
+            wait_for_more_commits(stack, before)
             logs = "".join(path.read_text() for path in stack.home.root.rglob("shard*.log"))
             assert logs.count("from the checkpoint store") >= len(shards), logs[-2000:]
             check_nothing_lost_or_twice(stack, within_s=240)

@@ -203,8 +203,8 @@ def test_sums_are_the_same_behind_the_metrics() -> None:
         (True, 0, False, "no", "NO, 7 are missing: "),
         (True, 0, True, "waiting", "not yet, 3 wait for the joiner"),
         (False, 1234, False, "reading", "still reading, 1,234 records left"),
-        (True, None, True, "unknown", "unknown, because Kafka does not answer"),
-        (False, None, True, "unknown", "unknown, because Kafka does not answer"),
+        (True, None, True, "unknown", "unknown now, because Kafka did not report"),
+        (False, None, True, "unknown", "unknown now, because Kafka did not report"),
     ],
 )
 def test_only_complete_current_readings_are_judged(

@@ -22,20 +22,7 @@ def s3() -> Iterator[str]:
         yield url
 
 
-@pytest.fixture
-def lead() -> Iterator[Lead]:
-    lead = Lead()
-    yield lead
-    lead.server.stop(0.1)
-
-
-@pytest.fixture
-def shard(tmp_path: Path, lead: Lead, s3: str) -> Iterator[Shard]:
-    shard = Shard(tmp_path, lead)
-    yield shard
-    if shard.process and shard.process.poll() is None:
-        shard.process.kill()
-        shard.process.wait(10)
+pytestmark = pytest.mark.usefixtures("s3")
 
 
 def test_a_shard_whose_home_was_deleted_comes_back_bit_equal(

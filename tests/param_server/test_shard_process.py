@@ -12,7 +12,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -134,22 +134,6 @@ class Shard:
         self.process.send_signal(number)
         code = self.process.wait(30)
         return code
-
-
-@pytest.fixture
-def lead() -> Iterator[Lead]:
-    lead = Lead()
-    yield lead
-    lead.server.stop(0.1)
-
-
-@pytest.fixture
-def shard(tmp_path: Path, lead: Lead) -> Iterator[Shard]:
-    shard = Shard(tmp_path, lead)
-    yield shard
-    if shard.process and shard.process.poll() is None:
-        shard.process.kill()
-        shard.process.wait(10)
 
 
 def client_to(line: str, incarnation: int) -> tuple[Client, SocketTransport]:

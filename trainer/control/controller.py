@@ -81,7 +81,7 @@ class BackfillEta:
         if left != self._left:
             self._left, self._trained_at_commit = left, self._trained
         if trained is not None:
-            self._meter.note(now_s, 0.0, trained)
+            self._meter.update(now_s, 0.0, trained)
         ahead = max(left - (self._trained - self._trained_at_commit), 0.0)
         return {**initial, "eta_s": list(time_left(ahead, self._meter.consumption))}
 

@@ -86,7 +86,7 @@ class _StateTimer:
         self.since_s = self.seen_s = 0.0
         self.seconds: dict[TrainingState, float] = {}
 
-    def note(self, state: TrainingState, now_s: float) -> float:
+    def update(self, state: TrainingState, now_s: float) -> float:
         """Seconds in this state. The time between two observations counts for the state of the first."""
         if self.state is not None:
             self.seconds[self.state] = self.seconds.get(self.state, 0.0) + now_s - self.seen_s
@@ -140,7 +140,7 @@ class CaughtUpDetector:
                 self._trackers[p].forget()
             self._meter.clear()
         elif p in self._trackers:
-            self._trackers[p].note(lag, now_s)
+            self._trackers[p].update(lag, now_s)
         else:
             self._trackers[p] = PartitionTracker(lag, now_s, self.limits)
 
@@ -150,14 +150,14 @@ class CaughtUpDetector:
             return LagStatus(
                 state=TrainingState.UNKNOWN,
                 reason="Kafka has not reported the end offset of this partition",
-                in_state_s=timer.note(TrainingState.UNKNOWN, now_s),
+                in_state_s=timer.update(TrainingState.UNKNOWN, now_s),
                 lost_records=tracker.lost if tracker else 0,
             )
         state, reason = self._state(tracker, timer.state, now_s)
         return LagStatus(
             state=state,
             reason=reason or tracker.loss(now_s),
-            in_state_s=timer.note(state, now_s),
+            in_state_s=timer.update(state, now_s),
             lag_records=tracker.lag.records,
             hidden_records=tracker.lag.hidden,
             lag_ms=tracker.lag_ms(now_s),
@@ -221,17 +221,17 @@ class CaughtUpDetector:
         lost = sum(s.lost_records for s in statuses.values())
         if len(known) < len(statuses) or not known:
             return LagStatus(
-                state=state, reason=reason, in_state_s=self._overall.note(state, now_s), lost_records=lost
+                state=state, reason=reason, in_state_s=self._overall.update(state, now_s), lost_records=lost
             )
         trackers = self._trackers.values()
-        self._meter.note(now_s, sum(w.arrived for w in trackers), sum(w.consumed for w in trackers))
+        self._meter.update(now_s, sum(w.arrived for w in trackers), sum(w.consumed for w in trackers))
         records = sum(w.lag.records for w in trackers)
         if state in (TrainingState.CATCHING_UP, TrainingState.FALLING_BEHIND):
             state = self._direction(self._meter.drain, self._overall.state)
         return LagStatus(
             state=state,
             reason=reason,
-            in_state_s=self._overall.note(state, now_s),
+            in_state_s=self._overall.update(state, now_s),
             lag_records=records,
             hidden_records=sum(w.lag.hidden for w in trackers),
             lag_ms=None if any(s.lag_ms is None for s in known) else max(s.lag_ms or 0 for s in known),
@@ -302,11 +302,12 @@ class PartitionTracker:
         self._small_since_s = self._large_since_s = -1.0
         self._ends = deque([(now_s, lag.stable_end)])  # when each stable end was first seen
         self._newest = lag.newest_ms, lag.high_watermark  # newest event time, and an offset at or after it
-        self.note(lag, now_s)
+        self.update(lag, now_s)
         self._gap = 0
 
-    def note(self, lag: PartitionLag, now_s: float) -> None:
-        """Add the next observation."""
+    def update(self, lag: PartitionLag, now_s: float) -> None:
+        """Update the counters and timers of the partition with the newest measurement of its lag, taken at
+        `now_s` of a monotonic clock."""
         before, self.lag, self.is_known = self.lag, lag, True
         self._count(before, now_s)
         if lag.stable_end != self._ends[-1][1]:
@@ -406,7 +407,7 @@ class PartitionTracker:
         over = min(self._gap, moved)
         self._gap -= over
         self.consumed += moved - over
-        self.meter.note(now_s, self.arrived, self.consumed)
+        self.meter.update(now_s, self.arrived, self.consumed)
 
     @staticmethod
     def _since(since_s: float, holds: bool, now_s: float) -> float:

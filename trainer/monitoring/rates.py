@@ -43,7 +43,7 @@ class RateMeter:
         self.window_s = window_s
         self._history: deque[tuple[float, float, float]] = deque()  # (time, total arrived, total consumed)
 
-    def note(self, now_s: float, arrived: float, consumed: float) -> None:
+    def update(self, now_s: float, arrived: float, consumed: float) -> None:
         """Add totals, which never shrink."""
         self._history.append((now_s, arrived, consumed))
         while len(self._history) > 2 and now_s - self._history[0][0] > self.window_s:

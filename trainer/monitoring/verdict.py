@@ -67,7 +67,7 @@ class PairedRequests:
     """
 
     def __init__(self, rules: Sequence[str] = RULES, max_requests: int = 0) -> None:
-        """`max_requests`: only about so many of the newest are kept; 0 = all."""
+        """`max_requests`: keep about this many requests, the newest; 0 keeps all."""
         self.rules, self._max_requests = tuple(rules), max_requests
         self._model = _Table(7)
         self._rules = _Table(2 * len(self.rules))

@@ -63,7 +63,8 @@ class FoundFeature:
 
 @dataclasses.dataclass
 class FoundLog:
-    """What a log has. `assumed` says in one sentence each what was concluded from names and values."""
+    """Features, actions and sizes that were found in a log. `assumed`: the conclusions that were drawn from
+    names and values, one sentence each, for the user to check."""
 
     form: str  # jsonl, csv, parquet, flat
     features: list[FoundFeature]

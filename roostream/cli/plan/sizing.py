@@ -85,8 +85,8 @@ class Load(Settings):
 
     @property
     def sample_bytes(self) -> float:
-        """Encoded, uncompressed size: a fixed part, 24 bytes for each list entry (id, action, time), and the
-        candidates."""
+        """Bytes of a sample, encoded and not compressed: a fixed part, 24 bytes for each entry of the history
+        (id, action, time), and the candidates."""
         return 130 + 24 * self.history + self.candidates * self.candidate_bytes
 
 
@@ -270,7 +270,8 @@ def _kafka(load: Load, costs: Costs) -> list[Need]:
 
 
 def partitions_needed(load: Load, costs: Costs) -> float:
-    """Two for each task manager, and so many that the compactor can hold a day of one in half a machine."""
+    """Partitions of each topic: at least two per task manager, and enough that a day's samples of one
+    partition fit in the compactor's memory, which is the share `busy` of a machine's."""
     day_bytes = load.requests_per_s * 86_400 * load.sample_bytes
     return max(2 * _managers(costs), day_bytes / (load.machine_gb * _GB * load.busy))
 

@@ -174,7 +174,10 @@ class RpcServer:
         *_, connection = min(idle, key=lambda entry: entry[:2])
         del self._connections[connection]
         connections.shutdown(connection, socket.SHUT_RDWR)
-        log.warning("%d connections are open; closed an idle one", self.max_connections)
+        log.warning(
+            "the limit of %d open connections is reached: the one that was idle longest is closed",
+            self.max_connections,
+        )
         return True
 
     def _serve(self, connection: socket.socket, peer: object) -> None:

@@ -11,10 +11,10 @@ from trainer.monitoring.rates import Estimate, RateMeter, time_left
 def metered(steps: list[tuple[float, float]], window_s: float = 60.0) -> RateMeter:
     """One second a step: (arrived, consumed) in it."""
     meter, arrived, consumed = RateMeter(window_s), 0.0, 0.0
-    meter.note(0.0, 0, 0)
+    meter.update(0.0, 0, 0)
     for second, (came, went) in enumerate(steps, start=1):
         arrived, consumed = arrived + came, consumed + went
-        meter.note(float(second), arrived, consumed)
+        meter.update(float(second), arrived, consumed)
     return meter
 
 
