@@ -269,7 +269,9 @@ def _g1(sums: Mapping[str, Any]) -> str:
         "no": f"NO, {sums['overdue']:,} are missing",
         "waiting": f"not yet, {sums['late']:,} wait for the joiner, which is behind",
     }
-    verdict = verdicts.get(sums["state"], "unknown now, because Kafka did not report its end offsets in time; before that")
+    verdict = verdicts.get(
+        sums["state"], "unknown now, because Kafka did not report its end offsets in time; before that"
+    )
     return f"{verdict}: {events}; {requests}{sums['pending_requests']:,} pending"
 
 
