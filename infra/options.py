@@ -113,9 +113,22 @@ def settle_ms(window_ms: int) -> int:
 
 
 def demo(**changes: Any) -> StackOptions:
-    """Options of the demo: short join window, frequent commits, exploration on."""
+    """Options of the demo: short join window, frequent commits, exploration on.
+
+    A request closes when an item was read, but not before 3 s; 4 s after its user asked for the next list; or
+    after 20 s. What its user does within 20 s after the close is trained as corrections.
+    """
     overrides: dict[str, Mapping[str, Any]] = {
-        "joiner": {"window_ms": 20_000, "lateness_ms": 1_000},
+        "joiner": {
+            "window_ms": 20_000,
+            "lateness_ms": 1_000,
+            "terminal_actions": ["read"],
+            "engaged_min_wait_ms": 3_000,
+            "next_request": "session",
+            "linger_ms": 4_000,
+            "correction_horizon_ms": 20_000,
+        },
+        "worker": {"corrections": "on"},
         "shard": {"publish_interval_ms": 1_000},
         "controller": {"commit_interval_ms": 10_000},
         "serving": {"exploration": 0.05},

@@ -21,6 +21,7 @@ def rows(status: Mapping[str, Any]) -> list[Row]:
         ("programs", _programs(status["programs"])),
         ("records /s", f"{_rates(status['rates'])}; heartbeats among the first two"),
         ("joiner", _joiner(status["joiner"])),
+        *_closed_by(status["guarantees"]["g1"]),
         ("trainer", _trainer(status["trainer"])),
         *_outcomes(status["trainer"]),
         *_workers(status["workers"]),
@@ -92,6 +93,16 @@ def _rates(rates: Mapping[str, float | None]) -> str:
 def _joiner(joiner: Mapping[str, Any]) -> str:
     counts = f"{number(joiner['checkpoints'])} checkpoints, {number(joiner['restarts'])} restarts"
     return f"{joiner['state'] or NONE}, watermark {clock(joiner['watermark_ms'])}, {counts}"
+
+
+def _closed_by(sums: Mapping[str, Any]) -> list[Row]:
+    """What closed the requests joined so far, the most frequent first; no row before the first sample."""
+    counts: Mapping[str, int] = sums.get("closed_by") or {}
+    total = sum(counts.values())
+    if not total:
+        return []
+    ordered = sorted(counts.items(), key=lambda item: -item[1])
+    return [("closed by", ", ".join(f"{reason} {count / total:.0%}" for reason, count in ordered))]
 
 
 def _trainer(t: Mapping[str, Any]) -> str:

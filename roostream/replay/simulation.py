@@ -109,7 +109,7 @@ class Simulation:
     async def _visit(self, visitors: Visitors, visit: Visit) -> None:
         shown = await self._show(visitors, visit, visit.items_n, 0)
         for _ in range(visit.pages if shown else 0):
-            await self._sleep(1.0 + float(visitors.rng.exponential(1.0)))
+            await self._sleep(0.5 + float(visitors.rng.exponential(0.5)))
             items_n = visitors.more(visit, self.clock.now_ms())
             if len(items_n) >= 2:
                 await self._show(visitors, visit, items_n, shown)

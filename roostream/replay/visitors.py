@@ -90,7 +90,7 @@ class Visitors:
             click_s = min(click_s, 8.0)
             seconds = self.world.read_seconds(visit.user_id, item_id, time_ms, float(self.rng.normal()))
             out.append(self._reaction(visit, click_s, item_id, "click", 1.0))
-            out.append(self._reaction(visit, click_s + min(seconds * 0.1, 6.0), item_id, "read", seconds))
+            out.append(self._reaction(visit, click_s + min(seconds * 0.05, 3.0), item_id, "read", seconds))
         return out
 
     def _reaction(self, visit: Visit, delay_s: float, item_id: int, action: str, value: float) -> Reaction:

@@ -187,6 +187,13 @@ def books(*, is_current: bool = True, behind: int | None = 0, **changed: Any) ->
     return sums.of_metrics(scrape.parse(generate_latest(registry).decode()))
 
 
+def test_the_status_says_what_closed_the_requests() -> None:
+    found = whole(ScrapedMetrics(), ScrapedMetrics(), {})
+    assert "closed by" not in dict(table.rows(found))
+    found["guarantees"] = {"g1": books(closed_by={"window": 30, "engaged": 69, "next_request": 1})}
+    assert dict(table.rows(found))["closed by"] == "engaged 69%, window 30%, next_request 1%"
+
+
 def test_sums_are_the_same_behind_the_metrics() -> None:
     told = dataclasses.replace(
         Accounts().sums(), requests=1 << 40, dead_letters={"too_late": 2}, actions={'a"b\n[/c]': 1}

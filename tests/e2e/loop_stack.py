@@ -21,10 +21,12 @@ from roostream.runtime.manifest import Manifest
 
 
 def quick_options() -> StackOptions:
-    """The demo's stack with shorter times, so that a test sees many commits."""
+    """The demo's stack with shorter times, so that a test sees many commits. Requests close at the end of
+    the window, so that every engagement is in its sample."""
     return demo(
         overrides={
             "joiner": {"window_ms": 4_000, "lateness_ms": 1_000, "checkpoint_interval_ms": 2_000},
+            "worker": {},
             "shard": {"publish_interval_ms": 300},
             "controller": {"commit_interval_ms": 2_000},
             "simulate": {"rate": 15.0},
