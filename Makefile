@@ -11,7 +11,8 @@ EXPORT := --quiet --frozen --no-emit-project --no-annotate --no-header
 # The environment comes first on PATH everywhere: Flink's thread mode starts whatever `python3` PATH names.
 export PATH := $(VENV)/bin:$(PATH)
 export VIRTUAL_ENV := $(VENV)
-unexport PYTHONPATH PYTHONHOME
+# Without byte code every process compiles torch and the project anew: seconds of CPU each.
+unexport PYTHONPATH PYTHONHOME PYTHONDONTWRITEBYTECODE
 
 .PHONY: help setup setup-dev demo test check coverage e2e chaos soak fuzz gpu bench k8s docs reset format lock promtool
 
