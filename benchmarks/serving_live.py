@@ -160,7 +160,7 @@ class Programs:
             assert url.hostname is not None
             assert url.port is not None
             assert pid is not None
-            self._running["live"] = ServingProgram((url.hostname, url.port), Path(), pid, lambda: 0)
+            self._running["live"] = ServingProgram((url.hostname, url.port), Path(), pid)
         return self._running["live"]
 
 

@@ -125,7 +125,7 @@ def peer_program(kind: str) -> Iterator[ServingProgram]:
         with start_peer(_HERE, kind) as peer:
             os.sched_setaffinity(0, CORES[-1:])
             host, _, port = peer.address.rpartition(":")
-            yield ServingProgram((host, int(port)), Path(), peer.pid, lambda: 0)
+            yield ServingProgram((host, int(port)), Path(), peer.pid)
     finally:
         os.sched_setaffinity(0, CORES)
 

@@ -6,12 +6,11 @@ import contextlib
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,7 +32,6 @@ class ServingProgram(NamedTuple):
     address: tuple[str, int]
     store: Path  # the checkpoint store that it follows
     pid: int
-    stop: Callable[[], int]  # sends SIGTERM; returns the exit code
 
     def cpu_s(self) -> float:
         """CPU time so far, with that of child processes."""
@@ -53,7 +51,7 @@ class ServingProgram(NamedTuple):
 
 
 @contextlib.contextmanager
-def serving_program(*, listen: str = "127.0.0.1:0", **settings: int | bool) -> Iterator[ServingProgram]:
+def serving_program(**settings: int | bool) -> Iterator[ServingProgram]:
     """A listening program. It gets the first core, and this process the last one."""
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder) / "serving.toml"
@@ -63,7 +61,7 @@ def serving_program(*, listen: str = "127.0.0.1:0", **settings: int | bool) -> I
             "home": folder,
             "bootstrap": "127.0.0.1:1",
         }
-        table = {"listen": listen, **files, "max_log_bytes": 4 << 30, "stop_ms": _STOP_MS, **settings}
+        table = {"listen": "127.0.0.1:0", **files, "max_log_bytes": 4 << 30, "stop_ms": _STOP_MS, **settings}
         config.write_text("".join(f"{key} = {json.dumps(value)}\n" for key, value in table.items()))
         command = [sys.executable, "-m", "roostream.cli.main", "serving", "--config", str(config)]
         os.sched_setaffinity(0, CORES[:1])
@@ -71,11 +69,7 @@ def serving_program(*, listen: str = "127.0.0.1:0", **settings: int | bool) -> I
             with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as child:
                 os.sched_setaffinity(0, CORES[-1:])
                 try:
-                    lines: list[str] = []
-                    address = _address(child, lines)
-                    yield ServingProgram(
-                        address, Path(folder) / "store", child.pid, lambda: _stopped(child, lines)
-                    )
+                    yield ServingProgram(_address(child), Path(folder) / "store", child.pid)
                 finally:
                     child.kill()
         finally:
@@ -94,16 +88,9 @@ def requests_of(candidates: int) -> list[bytes]:
     return [rank_request(body) for body in bodies_of(candidates)]
 
 
-def _stopped(child: subprocess.Popen[str], lines: list[str]) -> int:
-    child.send_signal(signal.SIGTERM)
-    code = child.wait()
-    if code:
-        print(f"serving ended with {code}; its last lines:\n" + "".join(lines[-40:]), file=sys.stderr)
-    return code
-
-
-def _address(child: subprocess.Popen[str], lines: list[str]) -> tuple[str, int]:
+def _address(child: subprocess.Popen[str]) -> tuple[str, int]:
     assert child.stderr is not None
+    lines: list[str] = []
     for line in child.stderr:
         lines.append(line)
         if match := re.search(r"serving on http://([^:]+):(\d+)", line):

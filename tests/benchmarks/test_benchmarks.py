@@ -83,21 +83,17 @@ SMALL: dict[str, list[tuple[str, list[Any]]]] = {
         ),
     ],
     "serving_batch": [("once", [3]), ("repeated", [3])],
-    "serving_framework": [(f, ["json"]) for f in ("ours", "fastapi_pydantic", "raw_msgspec")]
-    + [("ours", ["protobuf"])],
     "serving_overload": [("offered", [1.0, 0.3, 2])],
     "serving_e2e": [
         ("under_load", [kind, form, 0.3, 0.5, 3])
         for kind, form in (("ours", "json"), ("ours", "protobuf"), ("fastapi", "json"), ("litserve", "json"))
     ],
     "freshness": [("committed", []), ("loaded", [])],
-    "serving_restart": [("rolled", [1, 2, 100, 2])],
     "retrieve": [
         *(("search", [how, 200]) for how in ("exact", "sorted", "products")),
         *(("kept", [what, 120]) for what in ("vectors", "look", "tower")),
         *(("asked", [what, 120]) for what in ("retrieve", "recommend", "rank", "tower")),
     ],
-    "row_gather": [(f, [200, 4, 20]) for f in ("private", "cached", "copied")],
     "serving_swap": [("under_load", [True, 0.2, 0.3, 2])],
     "workers": [("trained", [1, 4, 3, 0.1]), ("trained", [2, 4, 3, 0.1]), ("summed", [2, 4, 3, 0.1])],
     "train_step": [
@@ -173,7 +169,7 @@ ON_A_STACK: dict[str, list[tuple[str, list[Any]]]] = {
     ],
 }
 STARTS_PROGRAMS = {
-    *("serving_e2e", "freshness", "serving_request", "serving_overload", "serving_restart", "serving_swap"),
+    *("serving_e2e", "freshness", "serving_request", "serving_overload", "serving_swap"),
     *("placement_exchange", "workers", "readers"),
 }
 COMPARES_ITSELF = {"quality-early"}  # its figures are differences to baselines on the same requests
