@@ -96,10 +96,11 @@ def by_the_distance_of_the_price_from_0(
     return np.where(np.abs(prices_n) > 1.2, 0.6, 0.02)
 
 
-def replayed(folder: Path, lines: list[Line], schema: str = SCHEMA, **settings: Any) -> dict[str, Any]:
+def replayed(folder: Path, lines: list[Line], schema: str = SCHEMA, **settings: Any) -> Replayed:
     config = config_of(folder, lines, schema, **settings)
     assert run(config) == 0
-    return json.loads(Path(config.report).read_text())
+    report = Path(config.report)
+    return Replayed(config, json.loads((report / "report.json" if report.is_dir() else report).read_text()))
 
 
 def config_of(folder: Path, lines: list[Line], schema: str, **settings: Any) -> ReplayConfig:
@@ -114,6 +115,17 @@ def config_of(folder: Path, lines: list[Line], schema: str, **settings: Any) -> 
     )
 
 
+class Replayed(NamedTuple):
+    """A finished replay of a log."""
+
+    config: ReplayConfig
+    report: dict[str, Any]
+
+    def reasons(self, nearest: str = "item") -> set[str]:
+        """Names of all reasons."""
+        return {r.name for r in reasons_of(judged(nearest), load_schema(self.config.schema), *self)}
+
+
 def judged(nearest: str, state: str = "behind") -> Verdict:
     """A verdict whose both metrics are decided by one baseline."""
     baselines = {name: Baseline(value=0.6, difference=-0.1, low=-0.2, high=-0.05) for name in RULES}
@@ -122,14 +134,6 @@ def judged(nearest: str, state: str = "behind") -> Verdict:
         for m in ("request_auc", "ne")
     )
     return Verdict(requests=500, request_auc=auc, ne=ne)
-
-
-def found(folder: Path, case: Case, nearest: str = "item") -> set[str]:
-    """Names of all reasons of a replay of this log."""
-    config = config_of(folder, case.lines, case.schema, **case.settings)
-    assert run(config) == 0
-    report = json.loads(Path(config.report).read_text())
-    return {r.name for r in reasons_of(judged(nearest), load_schema(folder / "schema.toml"), config, report)}
 
 
 class Case(NamedTuple):
@@ -191,54 +195,45 @@ FAULTS = {
 
 
 @pytest.fixture(scope="module")
-def good(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
-    return found(tmp_path_factory.mktemp("good"), GOOD)
+def good(tmp_path_factory: pytest.TempPathFactory) -> Replayed:
+    return replayed(tmp_path_factory.mktemp("good"), GOOD.lines)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_reason_is_found_in_a_log_with_its_fault_and_not_in_one_without(
-    fault: str, good: set[str], tmp_path: Path
+    fault: str, good: Replayed, tmp_path: Path
 ) -> None:
-    assert good == {"few_requests"}
-    assert found(tmp_path, FAULTS[fault]) == good | {fault}
+    case = FAULTS[fault]
+    assert good.reasons() == {"few_requests"}
+    assert replayed(tmp_path, case.lines, case.schema, **case.settings).reasons() == {"few_requests", fault}
 
 
 @pytest.mark.parametrize(
     ("nearest", "reason"), [("linear", "linear_is_better"), ("place", "positions_explain_clicks")]
 )
-def test_the_baseline_that_is_better_is_a_reason(nearest: str, reason: str, tmp_path: Path) -> None:
-    assert found(tmp_path, GOOD, nearest) == {"few_requests", reason}
+def test_the_baseline_that_is_better_is_a_reason(nearest: str, reason: str, good: Replayed) -> None:
+    assert good.reasons(nearest) == {"few_requests", reason}
 
 
 def test_late_clicks_are_a_reason_for_a_longer_window(tmp_path: Path) -> None:
-    lines = log_of(300, at_random, delay_ms=120_000)
-    config = config_of(tmp_path, lines, SCHEMA, window_ms=60_000)
-    assert run(config) == 0
-    report, loaded = json.loads(Path(config.report).read_text()), load_schema(tmp_path / "schema.toml")
-    reason = likely_reasons(judged("item"), loaded, config, report)[0]
+    found = replayed(tmp_path, log_of(300, at_random, delay_ms=120_000), window_ms=60_000)
+    reason = likely_reasons(judged("item"), load_schema(found.config.schema), *found)[0]
     assert reason.name == "labels_lost" and "100%" in reason.fact and "--window" in reason.change
 
 
-def test_requests_with_broken_numbers_are_a_reason(tmp_path: Path) -> None:
-    config = config_of(tmp_path, GOOD.lines, SCHEMA)
-    assert run(config) == 0
-    report = json.loads(Path(config.report).read_text())
-    report["training"]["non_finite"] = 3
-    names = [
-        r.name for r in reasons_of(judged("item"), load_schema(tmp_path / "schema.toml"), config, report)
-    ]
-    assert "non_finite" in names
+def test_requests_with_broken_numbers_are_a_reason(good: Replayed) -> None:
+    training = {**good.report["training"], "non_finite": 3}
+    assert "non_finite" in good._replace(report={**good.report, "training": training}).reasons()
 
 
 def test_no_reasons_are_given_to_a_model_that_is_ahead_and_at_most_three_else(tmp_path: Path) -> None:
     schema = SCHEMA.replace(HISTORY, "").replace(USER, "").replace('"{item,user}"', "item")
-    config = config_of(tmp_path, GOOD.lines, schema.replace(TRANSFORM, ""))
-    assert run(config) == 0
-    report, loaded = json.loads(Path(config.report).read_text()), load_schema(tmp_path / "schema.toml")
-    assert likely_reasons(judged("item", "ahead"), loaded, config, report) == []
-    assert likely_reasons(judged("item", "unknown"), loaded, config, report) == []
-    assert len(likely_reasons(judged("item"), loaded, config, report)) == MAX_REASONS
-    assert len(list(reasons_of(judged("item"), loaded, config, report))) > MAX_REASONS
+    found = replayed(tmp_path, GOOD.lines, schema.replace(TRANSFORM, ""))
+    loaded = load_schema(found.config.schema)
+    assert likely_reasons(judged("item", "ahead"), loaded, *found) == []
+    assert likely_reasons(judged("item", "unknown"), loaded, *found) == []
+    assert len(likely_reasons(judged("item"), loaded, *found)) == MAX_REASONS
+    assert len(found.reasons()) > MAX_REASONS
 
 
 def test_a_model_with_less_than_a_baseline_knows_is_behind_with_a_warning(tmp_path: Path) -> None:
@@ -246,9 +241,7 @@ def test_a_model_with_less_than_a_baseline_knows_is_behind_with_a_warning(tmp_pa
     schema = schema.replace('[[nro]]\nonline = "ctr_1h"\n', "").replace(
         '[tables."{item,user}"]\ndim = 4\n', ""
     )
-    config = config_of(tmp_path, log_of(500, by_item), schema, report=str(tmp_path))
-    assert run(config) == 0
-    report = json.loads((tmp_path / "report.json").read_text())
+    report = replayed(tmp_path, log_of(500, by_item), schema, report=str(tmp_path)).report
     verdict = report["verdict"]
     assert verdict["state"] == verdict["request_auc"]["state"] == "behind"
     assert verdict["sentence"].startswith(f"behind {verdict['request_auc']['nearest']!r} by ")
@@ -263,7 +256,7 @@ def test_a_model_with_less_than_a_baseline_knows_is_behind_with_a_warning(tmp_pa
 
 
 def test_a_log_of_chance_is_undecided_without_a_warning(tmp_path: Path) -> None:
-    report = replayed(tmp_path, log_of(700, at_random))
+    report = replayed(tmp_path, log_of(700, at_random)).report
     auc = report["verdict"]["request_auc"]
     assert (
         auc["state"] == "undecided" and auc["baselines"]["item"]["low"] < 0 < auc["baselines"]["item"]["high"]
@@ -274,15 +267,12 @@ def test_a_log_of_chance_is_undecided_without_a_warning(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_model_that_knows_more_is_ahead_without_a_warning_or_reason(tmp_path: Path) -> None:
     lines = log_of(5200, by_the_distance_of_the_price_from_0)
-    report = replayed(tmp_path, lines, set=("worker.learning_rate=0.005",))
+    found = replayed(tmp_path, lines, set=("worker.learning_rate=0.005",))
+    report = found.report
     verdict = report["verdict"]
     assert verdict["state"] == verdict["request_auc"]["state"] == verdict["ne"]["state"] == "ahead"
     assert 1 <= verdict["request_auc"]["ahead_since"] <= 5200 and verdict["likely_reasons"] == []
     assert all(b["low"] > 0 for b in verdict["request_auc"]["baselines"].values())
     assert all(b["high"] < 0 for b in verdict["ne"]["baselines"].values())
     assert not any("behind" in warning for warning in report["warnings"])
-    config = config_of(tmp_path, lines, SCHEMA)
-    names = [
-        r.name for r in reasons_of(judged("item"), load_schema(tmp_path / "schema.toml"), config, report)
-    ]
-    assert names == []
+    assert found.reasons() == set()
