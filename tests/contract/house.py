@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -12,6 +11,7 @@ FOLDERS = ("roostream", "joiner", "param_server", "trainer", "serving", "infra")
 GENERATED = {"roo_pb2.py"}
 
 
+@cache
 def sources(*folders: str) -> list[Path]:
     """Every Python file below these folders (default: all of the product), without generated ones."""
     found = [p for folder in folders or FOLDERS for p in (ROOT / folder).rglob("*.py")]
@@ -23,14 +23,17 @@ def tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
-def imports(path: Path) -> Iterator[tuple[int, str]]:
+@cache
+def imports(path: Path) -> tuple[tuple[int, str], ...]:
     """(line, dotted name) of every import, also inside of functions; `from a import b` gives a.b."""
+    found: list[tuple[int, str]] = []
     for node in ast.walk(tree(path)):
         if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
+            found += ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}:{node.lineno}: relative import"
-            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+            found += ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+    return tuple(found)
 
 
 def module_of(path: Path) -> str:

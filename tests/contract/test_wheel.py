@@ -48,7 +48,7 @@ SCHEMA = '[tables.item]\ndim = 4\n[[nro]]\nname = "price"\n[[nro]]\nonline = "it
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The interpreter of a fresh environment with the wheel in it, built of what the project lists and
-    installed by pip. Other packages are those of this environment, so that nothing is fetched: that they
+    installed by uv. Other packages are those of this environment, so that nothing is fetched: that they
     resolve is not shown here."""
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
@@ -59,19 +59,10 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copy(ROOT / name, source)
     build = "import sys; from setuptools.build_meta import build_wheel; build_wheel(sys.argv[1])"
     subprocess.run([sys.executable, "-c", build, str(folder)], cwd=source, check=True, capture_output=True)
-    venv.create(folder / "env", with_pip=True, symlinks=True)
+    venv.create(folder / "env", symlinks=True)
     python, wheel = folder / "env" / "bin" / "python", next(folder.glob("*.whl"))
-    install = (
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--no-deps",
-        "--no-index",
-        "--disable-pip-version-check",
-        str(wheel),
-    )
-    subprocess.run([python, *install], check=True, capture_output=True, env={"PATH": os.environ["PATH"]})
+    install = ("pip", "install", "--quiet", "--offline", "--no-deps", "--no-index", "--python", str(python))
+    subprocess.run([ROOT / ".tools" / "bin" / "uv", *install, str(wheel)], check=True, capture_output=True)
     packages = next((folder / "env").glob("lib/python*/site-packages"))
     (packages / "others.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
     return python
@@ -90,7 +81,7 @@ def ran(python: Path, place: Path, *arguments: str) -> str:
     return done.stdout
 
 
-def test_pip_installs_the_command(python: Path, tmp_path: Path) -> None:
+def test_an_installed_wheel_has_the_command(python: Path, tmp_path: Path) -> None:
     script = python.with_name("roostream")
     assert script.read_text().startswith("#!" + str(python))
     told = ran(python, tmp_path, str(script), "plan", "--requests-per-s", "1000")

@@ -17,15 +17,20 @@ SMALL, LARGE = "width = 8\n", "width = 16\n"
 @pytest.fixture(scope="module")
 def news(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("news")
-    week(folder, num_requests=400)
+    week(folder, num_requests=200)
     (folder / "a.toml").write_text(SMALL)
     (folder / "b.toml").write_text(LARGE)
     return folder
 
 
-def test_each_model_learns_as_if_it_were_alone(news: Path) -> None:
+@pytest.fixture(scope="module")
+def both(news: Path) -> dict[str, Any]:
+    """The report of a replay with both models."""
+    return replay(news, model=(str(news / "a.toml"), str(news / "b.toml")))
+
+
+def test_each_model_learns_as_if_it_were_alone(news: Path, both: dict[str, Any]) -> None:
     a, b = str(news / "a.toml"), str(news / "b.toml")
-    both = replay(news, model=(a, b))
     assert both["accounted"] and [m["model"] for m in both["models"]] == [a, b]
     for model, file in zip(both["models"], (a, b), strict=True):
         alone = replay(news, model=(file,))
@@ -38,9 +43,9 @@ def test_each_model_learns_as_if_it_were_alone(news: Path) -> None:
     assert both["models"][0]["metrics"] != both["models"][1]["metrics"]
 
 
-def test_the_models_are_compared_request_by_request(news: Path) -> None:
-    a, b = str(news / "a.toml"), str(news / "b.toml")
-    first, second = replay(news, model=(a, b))["models"]
+def test_the_models_are_compared_request_by_request(news: Path, both: dict[str, Any]) -> None:
+    a = str(news / "a.toml")
+    first, second = both["models"]
     against = second["against_first"]
     for metric in ("request_auc", "ne"):
         compared = against[metric]["baselines"][a]

@@ -4,6 +4,7 @@ metrics."""
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +28,16 @@ from roostream.wire import roo_pb2 as pb
 from tests.cli.replay.test_local_replay import options_of, replay, week
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A log, and the warehouse that holds it."""
-    week(tmp_path)
+    folder = tmp_path_factory.mktemp("week")
+    week(folder)
     config = ReplayConfig(
-        dataset="ebnerd", options=options_of(tmp_path), schema=str(tmp_path / "schema.toml"), engine="local"
+        dataset="ebnerd", options=options_of(folder), schema=str(folder / "schema.toml"), engine="local"
     )
-    archive_log(config, input_paths(config), str(tmp_path / "w"))
-    return tmp_path
+    archive_log(config, input_paths(config), str(folder / "w"))
+    return folder
 
 
 def config_of(folder: Path, days: str = "", stored_order_until: str = "") -> ReplayConfig:
@@ -60,24 +62,33 @@ def of_table(folder: Path, days: str = "", stored_order_until: str = "") -> dict
     return json.loads((folder / "of_table.json").read_text())
 
 
-@pytest.mark.parametrize("is_sealed", [False, True])
-def test_a_replay_of_files_equals_a_replay_of_the_log(folder: Path, is_sealed: bool) -> None:
-    if is_sealed:
-        compactor = Compactor(
-            Warehouse(folder / "w"),
-            CompactorConfig(warehouse=str(folder / "w"), seal_after_ms=0),
-            FakeClock(),
-        )
-        assert sum(compactor.seal(seal) for seal in compactor.due()) > 3
-    of_log, ours = replay(folder), of_table(folder)
-    for key in ("features_digest", "metrics", "baselines", "positives", "training"):
-        assert ours[key] == of_log[key], key
-    assert ours["counts"]["samples"] == ours["counts"]["predicted"] == 120 and ours["accounted"]
-    assert ours["warnings"] == [] and ours["settings"]["options"]["warehouse"] == str(folder / "w")
+@pytest.fixture(scope="module")
+def whole(folder: Path) -> dict[str, Any]:
+    """The report of a replay of the warehouse."""
+    return of_table(folder)
 
 
-def test_earlier_days_are_trained_in_file_order_and_later_ones_by_close(folder: Path) -> None:
-    by_close, mixed = of_table(folder), of_table(folder, stored_order_until="2023-05-19")
+def test_a_replay_of_files_equals_a_replay_of_the_log(
+    folder: Path, whole: dict[str, Any], tmp_path: Path
+) -> None:
+    sealed = tmp_path / "sealed"
+    shutil.copytree(folder, sealed)
+    compactor = Compactor(
+        Warehouse(sealed / "w"), CompactorConfig(warehouse=str(sealed / "w"), seal_after_ms=0), FakeClock()
+    )
+    assert sum(compactor.seal(seal) for seal in compactor.due()) > 3
+    of_log = replay(folder)
+    for ours, place in ((whole, folder), (of_table(sealed), sealed)):
+        for key in ("features_digest", "metrics", "baselines", "positives", "training"):
+            assert ours[key] == of_log[key], key
+        assert ours["counts"]["samples"] == ours["counts"]["predicted"] == 120 and ours["accounted"]
+        assert ours["warnings"] == [] and ours["settings"]["options"]["warehouse"] == str(place / "w")
+
+
+def test_earlier_days_are_trained_in_file_order_and_later_ones_by_close(
+    folder: Path, whole: dict[str, Any]
+) -> None:
+    by_close, mixed = whole, of_table(folder, stored_order_until="2023-05-19")
     for key in ("features_digest", "positives"):
         assert mixed[key] == by_close[key], key
     assert mixed["counts"]["samples"] == 120 and mixed["metrics"] != by_close["metrics"], "other batches"
@@ -96,8 +107,8 @@ def test_earlier_days_are_trained_in_file_order_and_later_ones_by_close(folder: 
     assert old != sorted(old, key=lambda r: r.timestamp_ms) and users == sorted(users)
 
 
-def test_selected_days_are_replayed_alone(folder: Path) -> None:
-    whole, one = of_table(folder), of_table(folder, "2023-05-19")
+def test_selected_days_are_replayed_alone(folder: Path, whole: dict[str, Any]) -> None:
+    one = of_table(folder, "2023-05-19")
     assert 0 < one["counts"]["samples"] < 120 and set(one["metrics"]["by_day"]) <= {
         "2023-05-18",
         "2023-05-19",
