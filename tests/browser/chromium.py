@@ -16,6 +16,7 @@ import tarfile
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 CHROMIUM = (
     "@sparticuz/chromium",
@@ -55,6 +56,17 @@ def axe() -> str:
     return (
         _installed(AXE, lambda package, to, _: shutil.copy(package / "axe.min.js", to)) / "axe.min.js"
     ).read_text("utf-8")
+
+
+def assert_accessible(tab: Any, scheme: str) -> None:
+    """The page has the colors of `scheme` (light, dark), and axe finds nothing that is in anyone's way."""
+    color = "getComputedStyle(document.body).backgroundColor"
+    assert tab.evaluate(f"{color}.match(/\\d+/g).every(n => n < 60)") == (scheme == "dark")
+    tab.evaluate(axe())
+    wanted = "{runOnly: ['wcag2a', 'wcag2aa', 'wcag21a', 'wcag21aa', 'wcag22aa', 'best-practice']}"
+    found = tab.evaluate(f"axe.run(document, {wanted})")
+    assert [f"{v['id']}: {[n['html'][:120] for n in v['nodes']]}" for v in found["violations"]] == []
+    assert len(found["passes"]) > 20
 
 
 def environment(binary: Path) -> dict[str, str]:

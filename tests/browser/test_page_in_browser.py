@@ -274,15 +274,7 @@ def test_nothing_is_in_the_way_of_anyone(opened: Any, scheme: str) -> None:
         run.step(leaving=True)
     page = opened(run, color_scheme=scheme)
     page.tab.click("figure:first-child summary")
-    dark = page.tab.evaluate(
-        "getComputedStyle(document.body).backgroundColor.match(/\\d+/g).every(n => n < 60)"
-    )
-    assert dark == (scheme == "dark")
-    page.tab.evaluate(chromium.axe())
-    wanted = "{runOnly: ['wcag2a', 'wcag2aa', 'wcag21a', 'wcag21aa', 'wcag22aa', 'best-practice']}"
-    found = page.tab.evaluate(f"axe.run(document, {wanted})")
-    assert [f"{v['id']}: {[n['html'][:120] for n in v['nodes']]}" for v in found["violations"]] == []
-    assert len(found["passes"]) > 20
+    chromium.assert_accessible(page.tab, scheme)
 
 
 def test_the_layout_does_not_shift(opened: Any) -> None:
