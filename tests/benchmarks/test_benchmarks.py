@@ -186,18 +186,20 @@ def take_turns(module: str, cases: list[tuple[str, list[Any]]]) -> list[Slice]:
         runner.end()
 
 
-def small() -> list[Any]:
-    """Subjects that start programs run in `make e2e`."""
-    return [
-        pytest.param(module, case, marks=[pytest.mark.slow] * (module in STARTS_PROGRAMS))
-        for module, cases in SMALL.items()
-        for case in cases
-    ]
-
-
 @pytest.mark.timeout(400)  # peers of several processes start slowly on a busy machine
-@pytest.mark.parametrize(("module", "case"), small())
-def test_a_subject_takes_a_turn(module: str, case: tuple[str, list[Any]]) -> None:
+@pytest.mark.parametrize("module", [module for module in SMALL if module not in STARTS_PROGRAMS])
+def test_every_subject_of_a_benchmark_takes_a_turn(module: str) -> None:
+    """All of a benchmark are open at once: a process collects its garbage whenever one is opened."""
+    for case, turn in zip(SMALL[module], take_turns(module, SMALL[module]), strict=True):
+        assert turn.units > 0, case
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    ("module", "case"), [(m, case) for m in sorted(STARTS_PROGRAMS & {*SMALL}) for case in SMALL[m]]
+)
+def test_a_subject_that_starts_programs_takes_a_turn(module: str, case: tuple[str, list[Any]]) -> None:
     assert take_turns(module, [case])[0].units > 0
 
 
