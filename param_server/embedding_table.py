@@ -166,7 +166,8 @@ class KeyIndex:
         kernels.replace_flags(self.flags_N, self.used, flags, by, also)
 
     def replace_flags_at(self, row_M: np.ndarray, flags: int, by: int = 0, also: int = 0) -> int:
-        """As `replace_flags`, of these rows (int64) only. Return how many rows have become DIRTY."""
+        """As `replace_flags`, of these rows (int64) only. Return how many of those that were changed had none
+        of `by` before."""
         return int(kernels.replace_flags_at(self.flags_N, row_M, flags, by, also))
 
     def in_buckets(self, buckets: Iterable[int], flags: int = 0, rows: range | None = None) -> np.ndarray:

@@ -18,10 +18,13 @@ from numba import njit
 
 from param_server.initial_rows import fill_one, splitmix64
 
-LIVE, DIRTY, UNPUBLISHED, IN_FLIGHT, DISOWNED, FROZEN = 1, 2, 4, 8, 16, 128
-"""Flags of a row: in use; changed since the last freeze; changed since the last delta; in a delta that is not
-acknowledged yet; replicas may have a value of a history that was rolled back, so they must not keep it; a
-commit in progress needs the row as it is, so it is copied before its next change."""
+LIVE, UNPUBLISHED, IN_FLIGHT, DISOWNED = 1, 4, 8, 16
+"""Flags of a row: in use; changed since the last delta; in a delta that is not acknowledged yet; replicas may
+have a value of a history that was rolled back, so they must not keep it."""
+DIRTY_A, DIRTY_B = 2, 128
+"""Flags of a row that was changed since the last freeze, and of one that was changed before it. Each freeze
+exchanges their meaning (param_server/table.py)."""
+DIRTY = DIRTY_A | DIRTY_B
 
 
 @njit(cache=True, nogil=True, inline="always")
@@ -114,6 +117,7 @@ def fill_new(
 @njit(cache=True, nogil=True)
 def stamp(
     row_U: np.ndarray,
+    dirty: int,
     flags: int,
     time_ms: int,
     flags_N: np.ndarray,
@@ -121,16 +125,16 @@ def stamp(
     bucket_N: np.ndarray,
     touched_B: np.ndarray,
 ) -> int:
-    """Mark rows `row_U` (int64) as changed, with `flags` and event time `time_ms`, and their buckets in
-    `touched_B` (bool). Return how many of the rows were not DIRTY before.
+    """Mark rows `row_U` (int64) as changed, with the flag `dirty`, `flags` and event time `time_ms`, and
+    their buckets in `touched_B` (bool). Return how many of the rows did not have `dirty` before.
 
     A stamp (int64) never decreases.
     """
     num_new = 0
     for u in range(row_U.shape[0]):
         n = row_U[u]
-        num_new += (flags_N[n] & DIRTY) == 0
-        flags_N[n] |= flags
+        num_new += (flags_N[n] & dirty) == 0
+        flags_N[n] |= dirty | flags
         if time_ms > stamp_ms_N[n]:
             stamp_ms_N[n] = time_ms
         touched_B[bucket_N[n]] = True
@@ -474,24 +478,17 @@ def rebuild(
 
 
 @njit(cache=True, nogil=True)
-def freeze(flags_N: np.ndarray, row_M: np.ndarray) -> np.ndarray:
-    """Mark rows `row_M` (int64) as FROZEN and not DIRTY; return their flags before (uint8 [M])."""
-    was_M = np.empty(row_M.shape[0], dtype=np.uint8)
-    for m in range(row_M.shape[0]):
-        was_M[m] = flags_N[row_M[m]]
-        flags_N[row_M[m]] = (was_M[m] & ~DIRTY) | FROZEN
-    return was_M
-
-
-@njit(cache=True, nogil=True)
-def thaw(flags_N: np.ndarray, row_U: np.ndarray) -> np.ndarray:
-    """Clear FROZEN in rows `row_U` (int64); return those that had it (int64 [M])."""
+def frozen_among(
+    flags_N: np.ndarray, bucket_N: np.ndarray, row_U: np.ndarray, dirty: int, flags: int, chosen_B: np.ndarray
+) -> np.ndarray:
+    """int64 [M]: those of the live rows `row_U` (int64) that do not have the flag `dirty`, and have any of
+    `flags` or are in a bucket where `chosen_B` (bool) is True."""
     out_U = np.empty(row_U.shape[0], dtype=np.int64)
     m = 0
     for u in range(row_U.shape[0]):
-        if flags_N[row_U[u]] & FROZEN:
-            flags_N[row_U[u]] &= ~FROZEN
-            out_U[m] = row_U[u]
+        n = row_U[u]
+        if not flags_N[n] & dirty and (flags_N[n] & flags or chosen_B[bucket_N[n]]):
+            out_U[m] = n
             m += 1
     return out_U[:m].copy()
 
@@ -544,14 +541,13 @@ def in_buckets(
 @njit(cache=True, nogil=True)
 def replace_flags_at(flags_N: np.ndarray, row_M: np.ndarray, flags: int, by: int, also: int) -> int:
     """In those of the rows `row_M` (int64) that have any of `flags`: clear `flags` and `also`, then set `by`.
-    Return how many of them were not DIRTY before and are now."""
+    Return how many of them had none of `by` before."""
     num_new = 0
     for m in range(row_M.shape[0]):
         n = row_M[m]
         if flags_N[n] & flags:
-            was = flags_N[n]
-            flags_N[n] = (was & ~(flags | also)) | by
-            num_new += (flags_N[n] & DIRTY) > (was & DIRTY)
+            num_new += (flags_N[n] & by) == 0
+            flags_N[n] = (flags_N[n] & ~(flags | also)) | by
     return num_new
 
 

@@ -9,8 +9,9 @@ One lock makes every call atomic. Work that grows with the rows holds it for som
 calls go on meanwhile; pushes wait for the end of a freeze. Heartbeats read `stats`, which needs no lock.
 
 A commit on a shard (step numbers as in docs/protocols.md):
-  4. freeze: evict, mark what has changed, start the next generation; training continues from here.
-  5. write: copy the marked rows as they were at the freeze, bucket by bucket, and store them as a segment.
+  4. freeze: evict, start the next generation; training continues from here.
+  5. write: find the rows of the generation before and copy them as they were at the freeze, bucket by bucket,
+     into a segment.
   7. commit: a manifest names the segment; the older generation is dropped. Or abort: its rows count as
      changed again.
 A restore reads committed segments: only the rows that changed in either generation if this process was at the
@@ -423,7 +424,7 @@ class Shard:
                 self._is_freezing = False
                 self._frozen_over.notify_all()
         return {
-            "rows": sum(map(len, rows.values())),
+            "rows": sum(frozen.num_changed for frozen in rows.values()),
             "paused_ms": (time.perf_counter() - started_s) * 1000,
         }
 
@@ -431,8 +432,9 @@ class Shard:
         self._in_steps(table.evict(table.due_rows(watermark_ms)), yield_s=_FREEZE_YIELD_S)
         with self._lock:
             unpublished = table.outbox.tombstones()
-        steps = table.freeze(*table.gone_keys(unpublished), complete)
-        return self._in_steps(steps, yield_s=_FREEZE_YIELD_S)
+        gone = table.gone_keys(unpublished)
+        with self._lock:
+            return table.freeze(*gone, complete)
 
     def _buckets_to_rewrite(self) -> frozenset[int]:
         """Buckets of which the next segment should hold every row."""
@@ -451,6 +453,8 @@ class Shard:
         segments of commit `seq`. After a failure it can be called again."""
         frozen = self._expect_frozen(seq)
         if frozen.segments is None:
+            for name, rows in frozen.rows.items():
+                rows.set_rows(*self._in_steps(self.tables[name].mark(rows)))
             frozen.segments = self.segments.write_changes(
                 frozen.name,
                 sum(map(len, frozen.rows.values())),

@@ -23,7 +23,7 @@ from param_server import kernels
 from param_server.config import ShardIdentity
 from param_server.embedding_table import EmbeddingTable, KeyIndex, Keys, grown, join_keys
 from param_server.eviction import NEVER, EvictionPolicyFactory
-from param_server.kernels import DIRTY, DISOWNED, FROZEN, IN_FLIGHT, LIVE, UNPUBLISHED
+from param_server.kernels import DIRTY, DIRTY_A, DIRTY_B, DISOWNED, IN_FLIGHT, UNPUBLISHED
 from param_server.outbox import SLICE_ROWS, Outbox
 from param_server.row_block import RowBlock
 from param_server.rules import KERNELS, MAX_GRADIENT, accumulators
@@ -32,7 +32,7 @@ from roostream.runtime.bucket_map import BucketMap
 from roostream.schema.ids import bucket_of
 from roostream.schema.schema import Schema, Table
 
-_CHANGED = DIRTY | UNPUBLISHED | IN_FLIGHT
+_PUBLISHING = UNPUBLISHED | IN_FLIGHT
 _SAVED_ROWS = 1 << 14
 COPY_BYTES = 1 << 20
 """Bytes of rows that are copied while the shard's lock is held once."""
@@ -78,37 +78,59 @@ class SavedRows:
 
 
 class FrozenRows:
-    """What a freeze has fixed. Rows are numbered as in the table; the numbers stay the same until the next
-    freeze."""
+    """What a freeze has fixed: the rows that were changed before it, those that replicas did not have yet,
+    and all rows of the buckets in `chosen_B`.
+
+    The freeze itself looks at no row. `StackTable.mark` finds the rows afterwards, while training changes
+    them: a push saves a frozen row before it changes it.
+    """
 
     def __init__(
-        self, row_M: np.ndarray, flags_M: np.ndarray, gone: Keys, unpublished_G: np.ndarray, saved: SavedRows
+        self,
+        num_changed: int,
+        flags: int,
+        chosen_B: np.ndarray,
+        gone: Keys,
+        unpublished_G: np.ndarray,
+        saved: SavedRows,
     ) -> None:
-        """`row_M`: ascending. `flags_M`: flags of the rows before the freeze. `gone`: keys that have no row;
-        `unpublished_G` (bool): whether replicas still need their tombstone."""
-        self.row_M, self.flags_M, self.gone, self.unpublished_G = row_M, flags_M, gone, unpublished_G
-        self.saved, self._saved_at_M = saved, np.full(len(row_M), -1, np.int64)
+        """`num_changed`: keys that were changed or expired. `flags`: a row without the flag of later changes
+        is frozen if it has any of these. `gone`: keys that have no row; `unpublished_G` (bool): whether
+        replicas still need their tombstone. `saved`: where pushes copy rows to."""
+        self.num_changed, self.flags, self.chosen_B = num_changed, flags, chosen_B
+        self.gone, self.unpublished_G, self.saved = gone, unpublished_G, saved
+        self.row_M, self.flags_M = np.zeros(0, np.int64), np.zeros(0, np.uint8)
+        self._noted: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []  # rows, numbers in `saved`, flags
+        self._number_M, self._num_looked_up = np.zeros(0, np.int64), 0
 
     def __len__(self) -> int:
-        """Number of keys, with those that have no row."""
+        """Number of keys, with those that have no row; known after `set_rows`."""
         return len(self.row_M) + len(self.gone)
 
-    @property
-    def changed_row_M(self) -> np.ndarray:
-        """int64: rows that differ from what is committed or published; the others belong to buckets that are
-        written whole."""
-        return self.row_M[(self.flags_M & _CHANGED) != 0]
-
     def changed_keys(self, index: KeyIndex) -> Keys:
-        """Keys that a rollback must undo."""
-        return join_keys(index.keys_at(self.changed_row_M), self.gone)
+        """Keys that a rollback must undo; those without a row only, before `set_rows`."""
+        row_M = self.row_M[(self.flags_M & (DIRTY | _PUBLISHING)) != 0]
+        return join_keys(index.keys_at(row_M), self.gone)
 
-    def note_saved(self, row_M: np.ndarray, number_M: np.ndarray) -> None:
-        self._saved_at_M[np.searchsorted(self.row_M, row_M)] = number_M
+    def note_saved(self, row_M: np.ndarray, number_M: np.ndarray, flags_M: np.ndarray) -> None:
+        self._noted.append((row_M, number_M, flags_M))
+
+    def set_rows(self, rows: Sequence[np.ndarray], flags: Sequence[np.ndarray]) -> None:
+        """Complete the rows that `mark` has found by those that were saved before it found them. Needs no
+        lock."""
+        noted = tuple(self._noted)
+        row_M = np.concatenate([*rows, *(rows_M for rows_M, _, _ in noted)])
+        flags_M = np.concatenate([*flags, *(flags_M for _, _, flags_M in noted)])
+        self.row_M, first_M = np.unique(row_M, return_index=True)
+        self.flags_M = flags_M[first_M]
+        self._number_M, self._num_looked_up = np.full(len(self.row_M), -1, np.int64), 0
 
     def saved_numbers(self, at_M: np.ndarray) -> np.ndarray:
         """int64: number in `saved` of the rows at these positions of `row_M`; -1 = the table has it."""
-        return self._saved_at_M[at_M]
+        for row_M, number_M, _ in self._noted[self._num_looked_up :]:
+            self._number_M[np.searchsorted(self.row_M, row_M)] = number_M
+        self._num_looked_up = len(self._noted)
+        return self._number_M[at_M]
 
 
 class PublishableRows(NamedTuple):
@@ -154,7 +176,8 @@ class StackTable:
         self.stamp_ms_N = np.zeros(self.index.capacity, np.int64)
         self._gone: list[Keys] = []
         self._num_dirty = 0
-        self.frozen: FrozenRows | None = None  # rows that pushes save before they change them
+        self._dirty, self._dirty_before = DIRTY_A, DIRTY_B  # changed since the last freeze, and before it
+        self.frozen: FrozenRows | None = None  # pushes save its rows before they change them
 
     @property
     def index(self) -> KeyIndex:
@@ -219,6 +242,8 @@ class StackTable:
         """
         row_U = self.index.find(keys)
         absent_U = row_U < 0
+        if self.frozen is not None:
+            self._save(self.frozen, row_U[~absent_U])
         if absent_U.any():
             row_U[absent_U] = self._create_rows(keys.take(absent_U))
             admitted_U = row_U >= 0
@@ -226,13 +251,17 @@ class StackTable:
                 keys, row_U, gradient_UD = keys.take(admitted_U), row_U[admitted_U], gradient_UD[admitted_U]
         which_U = kernels.which_table(keys.table_U, self.embeddings.table_K)
         gradient_UD = self._scaled(gradient_UD)
-        if self.frozen is not None:
-            self._save(self.frozen, row_U)
         self.kernel(self.embeddings.rows_ND, self.state_NA, row_U, gradient_UD, which_U, self.parameters_KP)
         touched_B = np.zeros(self.num_buckets, np.bool_)
-        flags = DIRTY | UNPUBLISHED if self.publishing else DIRTY
         self._num_dirty += kernels.stamp(
-            row_U, flags, time_ms, self.index.flags_N, self.stamp_ms_N, self.index.bucket_N, touched_B
+            row_U,
+            self._dirty,
+            UNPUBLISHED if self.publishing else 0,
+            time_ms,
+            self.index.flags_N,
+            self.stamp_ms_N,
+            self.index.bucket_N,
+            touched_B,
         )
         return touched_B
 
@@ -276,11 +305,12 @@ class StackTable:
         return self._num_dirty + sum(map(len, tuple(self._gone)))
 
     def changed_keys(self) -> Keys:
-        """Keys that were changed or expired since the last freeze."""
+        """Keys that were changed or expired since the last freeze. Rows of an earlier freeze are among them
+        until it is released."""
         return join_keys(self.index.keys_at(self.index.flagged(DIRTY)), *self._gone)
 
-    # A freeze, in this order. No push may come in between: then the steps that only read need no lock, and
-    # the lock may be released between two steps of the generators.
+    # A freeze, in this order: due_rows, evict, gone_keys, freeze. No push may come in between: then the steps
+    # that only read need no lock, and the lock may be released between two steps of a generator.
 
     def due_rows(self, watermark_ms: int) -> np.ndarray:
         """int64 [M]: rows to evict. Only reads."""
@@ -304,31 +334,58 @@ class StackTable:
         unpublished_keys.add_new(unpublished)
         return gone, unpublished_keys.find(gone) >= 0
 
-    def freeze(
-        self, gone: Keys, unpublished_G: np.ndarray, complete: Collection[int] = ()
-    ) -> Generator[None, None, FrozenRows]:
+    def freeze(self, gone: Keys, unpublished_G: np.ndarray, complete: Collection[int] = ()) -> FrozenRows:
         """Freeze all changes since the last freeze, all unpublished rows, and all rows of the buckets in
-        `complete`. The next generation starts empty. `gone`, `unpublished_G`: of `gone_keys`."""
-        rows, flags = [np.zeros(0, np.int64)], [np.zeros(0, np.uint8)]
-        for numbers in self.index.slices(SLICE_ROWS):
-            rows.append(self.index.in_buckets(complete, _CHANGED, numbers))
-            flags.append(kernels.freeze(self.index.flags_N, rows[-1]))
-            yield
-        self._gone, self._num_dirty = [], 0
+        `complete`. The next generation starts empty. `gone`, `unpublished_G`: of `gone_keys`.
+
+        Takes the same time with any number of rows.
+        """
+        chosen_B = np.zeros(self.num_buckets, np.bool_)
+        chosen_B[list(complete)] = True
+        self._dirty, self._dirty_before = self._dirty_before, self._dirty
+        flags = self._dirty_before | _PUBLISHING
         saved = SavedRows(self.width, self.state_width)
-        self.frozen = FrozenRows(np.concatenate(rows), np.concatenate(flags), gone, unpublished_G, saved)
+        self.frozen = FrozenRows(self.num_changed(), flags, chosen_B, gone, unpublished_G, saved)
+        self._gone, self._num_dirty = [], 0
         return self.frozen
 
     def _save(self, frozen: FrozenRows, row_U: np.ndarray) -> None:
-        """Copy those of the rows that are frozen, before they change."""
-        row_M = kernels.thaw(self.index.flags_N, row_U)
+        """Copy those of the rows (int64) that are frozen, before they change for the first time."""
+        flags_N = self.index.flags_N
+        row_M = kernels.frozen_among(
+            flags_N, self.index.bucket_N, row_U, self._dirty, frozen.flags, frozen.chosen_B
+        )
         if len(row_M):
             number_M = frozen.saved.append(
                 self.stamp_ms_N[row_M],
                 kernels.take_rows(self.embeddings.rows_ND, row_M),
                 kernels.take_rows(self.state_NA, row_M),
             )
-            frozen.note_saved(row_M, number_M)
+            frozen.note_saved(row_M, number_M, flags_N[row_M])
+
+    def mark(self, frozen: FrozenRows) -> Generator[None, None, tuple[list[np.ndarray], list[np.ndarray]]]:
+        """Find the frozen rows that were not changed since, and mark them; return them for
+        `FrozenRows.set_rows`. The lock may be released between two steps.
+
+        Rows that replicas have received since the freeze may be missing: what was sent since then is sent
+        again after a restore.
+        """
+        index, rows, flags = self.index, [np.zeros(0, np.int64)], [np.zeros(0, np.uint8)]
+        wanted = frozen.flags = self._dirty_before | _PUBLISHING
+        for numbers in index.slices(SLICE_ROWS):
+            row_M = kernels.in_buckets(
+                index.flags_N, index.bucket_N, numbers.start, numbers.stop, frozen.chosen_B, wanted
+            )
+            row_M = kernels.frozen_among(
+                index.flags_N, index.bucket_N, row_M, self._dirty, wanted, frozen.chosen_B
+            )
+            flags_M = index.flags_N[row_M]
+            index.flags_N[row_M[(flags_M & _PUBLISHING) != 0]] |= self._dirty_before
+            rows.append(row_M)
+            flags.append(flags_M)
+            yield
+        frozen.flags = self._dirty_before  # a row that becomes unpublished from now on is not frozen
+        return rows, flags
 
     def copy_frozen(self, frozen: FrozenRows, at_M: np.ndarray) -> Generator[None, None, RowBlock]:
         """A block of the frozen rows at positions `at_M` (int64) of `frozen.row_M`, as they were at the
@@ -359,17 +416,16 @@ class StackTable:
         """The frozen values are not needed any more. The lock may be released between two steps."""
         self.frozen = None
         for start in range(0, len(frozen.row_M), SLICE_ROWS):
-            self.index.replace_flags_at(frozen.row_M[start : start + SLICE_ROWS], FROZEN)
+            self.index.replace_flags_at(frozen.row_M[start : start + SLICE_ROWS], self._dirty_before)
             yield
 
     def unfreeze(self, frozen: FrozenRows) -> Generator[None, None, None]:
         """The frozen generation is not committed: its rows count as changed again. The lock may be released
         between two steps."""
-        yield from self.release(frozen)
-        row_M = frozen.changed_row_M
-        for start in range(0, len(row_M), SLICE_ROWS):
-            rows = row_M[start : start + SLICE_ROWS]
-            self._num_dirty += self.index.replace_flags_at(rows, LIVE, LIVE | DIRTY)
+        self.frozen = None
+        for numbers in self.index.slices(SLICE_ROWS):
+            row_M = self.index.flagged(self._dirty_before, numbers)
+            self._num_dirty += self.index.replace_flags_at(row_M, self._dirty_before, self._dirty)
             yield
         self._gone.append(frozen.gone)
 
@@ -392,7 +448,7 @@ class StackTable:
 
     def clear_changes(self) -> None:
         """After a rollback: nothing differs from committed state, and nothing is frozen."""
-        self.index.replace_flags(DIRTY | FROZEN)
+        self.index.replace_flags(DIRTY)
         self._gone, self._num_dirty, self.frozen = [], 0, None
 
     def mark_unpublished(self, keys: Keys) -> None:

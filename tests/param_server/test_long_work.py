@@ -4,24 +4,26 @@ freeze."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Generator, Iterable, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
 
-from param_server.embedding_table import KeyIndex
+from param_server.embedding_table import KeyIndex, Keys
 from param_server.eviction import ExpiryPolicy
 from param_server.key_value_store import MemoryKeyValueStore
+from param_server.outbox import run_to_end
 from param_server.publish import Message, Publisher
 from param_server.rows_topic import InMemoryRows
 from param_server.server import Shard
-from param_server.table import GradientPush
+from param_server.table import GradientPush, build_tables
 from roostream.errors import UnavailableError
 from roostream.runtime.clock import FakeClock
 from roostream.schema.schema import Schema
 from roostream.schema.schema_file import schema_from_dict
 from tests.param_server.shard_support import (
+    ADAGRAD,
     ITEM,
     TOPIC,
     MemoryStore,
@@ -36,6 +38,7 @@ from tests.param_server.shard_support import (
 from tests.param_server.shard_support import pull_from as pull
 from tests.param_server.shard_support import push_to as push
 
+T = TypeVar("T")
 MANY = tuple(range(20_000))
 
 
@@ -261,3 +264,72 @@ def test_a_round_ends_when_a_restore_begins() -> None:
     with pytest.raises(UnavailableError):
         shard.copy_delta(taken, taken.deltas[0])
     shard.settle_round(taken, False, {})
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_commit_has_the_rows_of_its_freeze_whatever_happens_while_they_are_found(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pushes and publishing rounds between any two steps, after commits and aborts, with buckets that are
+    written whole."""
+    monkeypatch.setattr("param_server.table.SLICE_ROWS", 8)
+    monkeypatch.setattr("param_server.table.COPY_BYTES", 64)
+    draw = np.random.default_rng(seed)
+    shard_table = build_tables(make_shard().identity, ExpiryPolicy)[ADAGRAD]
+    item = shard_table.embeddings.table_K[0]
+    uncommitted: set[int] = set()  # ids
+
+    def change() -> set[int]:
+        """Push, or publish with or without an acknowledgement; returns the ids that were pushed."""
+        outbox = shard_table.outbox
+        if draw.random() < 0.1:
+            for planned in outbox.number(outbox.plan(*run_to_end(outbox.collect()))):
+                outbox.copy(planned, 100.0)
+            run_to_end(outbox.settle(bool(draw.random() < 0.3)))
+            return set()
+        pushed = Keys(np.full(3, item), draw.choice(300, 3, replace=False))
+        shard_table.reserve(3)
+        shard_table.push(pushed, draw.normal(size=(3, shard_table.width)).astype(np.float32), 1)
+        return set(pushed.id_U.tolist())
+
+    def rows_now() -> dict[int, bytes]:
+        index = shard_table.index
+        live_M = index.in_buckets(range(shard_table.num_buckets))
+        rows = zip(shard_table.embeddings.rows_ND[live_M], shard_table.state_NA[live_M], strict=True)
+        return {
+            int(id_): row.tobytes() + state.tobytes()
+            for id_, (row, state) in zip(index.id_N[live_M], rows, strict=True)
+        }
+
+    for _ in range(6):
+        for _ in range(int(draw.integers(20))):
+            uncommitted |= change()
+        complete = np.flatnonzero(draw.random(shard_table.num_buckets) < 0.2).tolist()
+        index, at_freeze = shard_table.index, rows_now()
+        whole = set(index.id_N[index.in_buckets(complete)].tolist())
+        frozen = shard_table.freeze(*shard_table.gone_keys(shard_table.outbox.tombstones()), complete)
+        later: set[int] = set()
+
+        def between_steps(steps: Generator[None, None, T], later: set[int] = later) -> T:
+            while True:
+                later |= change() if draw.random() < 0.3 else set()
+                try:
+                    next(steps)
+                except StopIteration as end:
+                    return end.value
+
+        if draw.random() < 0.8:
+            frozen.set_rows(*between_steps(shard_table.mark(frozen)))
+            block = between_steps(shard_table.copy_frozen(frozen, np.arange(len(frozen.row_M))))
+            copied = zip(block.keys.id_U.tolist(), block.rows_LD, block.state_LA, strict=True)
+            found = {id_: row.tobytes() + state.tobytes() for id_, row, state in copied}
+            assert found == {id_: at_freeze[id_] for id_ in found}
+            assert uncommitted | whole <= found.keys()
+        if len(frozen.row_M) and draw.random() < 0.8:
+            between_steps(shard_table.release(frozen))
+            uncommitted = set()
+        else:
+            uncommitted |= set(frozen.changed_keys(index).id_U.tolist())  # unpublished rows are among them
+            between_steps(shard_table.unfreeze(frozen))
+        uncommitted |= later
+        assert shard_table.num_changed() == len(uncommitted)
