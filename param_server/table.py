@@ -107,10 +107,15 @@ class FrozenRows:
         """Number of keys, with those that have no row; known after `set_rows`."""
         return len(self.row_M) + len(self.gone)
 
+    @property
+    def changed_row_M(self) -> np.ndarray:
+        """int64: rows that differ from what is committed or published; the others belong to buckets that are
+        written whole. Empty before `set_rows`."""
+        return self.row_M[(self.flags_M & (DIRTY | _PUBLISHING)) != 0]
+
     def changed_keys(self, index: KeyIndex) -> Keys:
-        """Keys that a rollback must undo; those without a row only, before `set_rows`."""
-        row_M = self.row_M[(self.flags_M & (DIRTY | _PUBLISHING)) != 0]
-        return join_keys(index.keys_at(row_M), self.gone)
+        """Keys that a rollback must undo; before `set_rows` only those without a row."""
+        return join_keys(index.keys_at(self.changed_row_M), self.gone)
 
     def note_saved(self, row_M: np.ndarray, number_M: np.ndarray, flags_M: np.ndarray) -> None:
         self._noted.append((row_M, number_M, flags_M))
@@ -426,6 +431,12 @@ class StackTable:
         for numbers in self.index.slices(SLICE_ROWS):
             row_M = self.index.flagged(self._dirty_before, numbers)
             self._num_dirty += self.index.replace_flags_at(row_M, self._dirty_before, self._dirty)
+            yield
+        released_M = frozen.changed_row_M
+        for start in range(0, len(released_M), SLICE_ROWS):
+            row_M = released_M[start : start + SLICE_ROWS]
+            self._num_dirty += int(((self.index.flags_N[row_M] & self._dirty) == 0).sum())
+            self.index.flags_N[row_M] |= self._dirty
             yield
         self._gone.append(frozen.gone)
 
