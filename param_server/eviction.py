@@ -81,6 +81,8 @@ class ExpiryPolicy:
         row_M = kernels.expired(
             index.flags_N, index.used, index.table_N, stamp_ms_N, self.table_K, before_ms_K
         )
+        if not len(row_M):
+            return row_M
         which_M = kernels.which_table(index.table_N[row_M], self.table_K)
         due_K = np.bincount(which_M, minlength=len(self.table_K))
         live_K = np.zeros(len(self.table_K), np.int64)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 
 import numpy as np
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -63,6 +64,9 @@ def client_of(shard: Shard) -> Client:
     client = Client(SCHEMA, [transport_to(shard)], worker=0)
     client.set_incarnation(shard.incarnation)
     return client
+
+
+pytestmark = pytest.mark.timeout(400)  # 50 long examples, beside other tests
 
 
 class ShardLife(RuleBasedStateMachine):
