@@ -73,12 +73,8 @@ def test_a_full_disk_refuses_requests_and_loses_no_answered_one(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     built = build(tmp_path, FakeRows(SCHEMA), max_log_bytes=8 << 20, log_segment_bytes=1 << 20)
-    completion, num_filler = (
-        LogRecord("engagements", 0, NOW_MS, b"", bytes(8000)),
-        125,
-    )  # a megabyte holds 131
-    for _ in range(num_filler):
-        built.context.log.append(completion)
+    for _ in range(130):  # a megabyte holds 131
+        built.context.log.append(LogRecord("engagements", 0, NOW_MS, b"", bytes(8000)))
     click = {"request_id": "r-0", "item_id": 8, "action": "click"}
     with serving_live(built) as live:
         with monkeypatch.context() as full:
