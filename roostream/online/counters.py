@@ -29,7 +29,7 @@ from roostream.online.read_counters import EntityStates, OnlineValues, read_all
 from roostream.online.seen_events import SEEN_MS, EventId, SeenEvents, seen_from_bytes
 from roostream.schema.counter_declaration import SHOWN
 from roostream.schema.counter_plan import ITEM, USER, Entity, plan_of
-from roostream.schema.ids import signed
+from roostream.schema.ids import as_int64, signed
 from roostream.schema.row_layout import RowLayout
 from roostream.schema.schema import Schema
 from roostream.wire.block import Side
@@ -439,15 +439,9 @@ def merge_keys(parts: Iterable[Keys]) -> Keys:
     return {name: np.unique(np.concatenate(arrays)) for name, arrays in by_entity.items()}
 
 
-def as_int64(item_ids: Sequence[int] | np.ndarray) -> np.ndarray:
-    """uint64 or int64 ids, or any Python integers, as int64 [n]."""
-    if isinstance(item_ids, np.ndarray):
-        return item_ids.astype(np.int64, copy=False)
-    return np.array([signed(i) for i in item_ids], dtype=np.int64)
-
-
 def precompile() -> None:
     """Compile the kernels into numba's cache."""
     counters = Counters(Schema())
     counters.apply_impression(1, [1], 0)
+    counters.apply_engagement(1, 1, counters.schema.online.click, 1.0, 0)
     counters.read(1, [1], 0)

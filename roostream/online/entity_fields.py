@@ -123,7 +123,8 @@ def key_of(ids: Sequence[int]) -> int:
 def keys_of(ids: Sequence[int | np.ndarray], num_rows: int) -> np.ndarray:
     """int64 [n]: `key_of` for each row; an int applies to all rows."""
     if len(ids) == 1:
-        return np.broadcast_to(np.asarray(ids[0], dtype=np.int64), (num_rows,))
+        only = ids[0]
+        return only if isinstance(only, np.ndarray) else np.full(num_rows, only, dtype=np.int64)
     x = np.zeros(num_rows, dtype=np.uint64)
     for id_ in ids:
         id_n = np.broadcast_to(np.asarray(id_, dtype=np.int64), (num_rows,)).view(np.uint64)

@@ -13,7 +13,7 @@ import struct
 import numpy as np
 
 from roostream.errors import CheckpointError
-from roostream.online.event_rows import add_event, copy_columns, new_rows, row_to_bytes, rows_from_bytes
+from roostream.online.event_rows import copy_columns, kernels, new_rows, row_to_bytes, rows_from_bytes
 from roostream.schema.counter_declaration import SHOWN
 from roostream.schema.ids import table_id
 from roostream.schema.row_layout import (
@@ -48,13 +48,10 @@ class EntityState:
     def add_to_history(self, event: str, item: int, time_ms: int) -> bool:
         """Insert an engagement. Returns False and changes nothing if the history has it already: a client's
         retry."""
-        history_H2 = self.histories[event]
-        if ((history_H2[:, 0] == item) & (history_H2[:, 1] == time_ms)).any():
-            return False
-        index = int((history_H2[:, 1] > time_ms).sum())
-        history_H2 = np.insert(history_H2, index, (item, time_ms), axis=0)
-        self.histories[event] = history_H2[: self.layout.histories[event]]
-        return True
+        is_new, self.histories[event] = kernels().insert_by_time(
+            self.histories[event], item, time_ms, self.layout.histories[event]
+        )
+        return bool(is_new)
 
     def add_to_set(self, key: tuple[str, str], values: np.ndarray, time_ms: int) -> None:
         """Add an event's values of the set's field; the values seen last are kept."""
@@ -93,16 +90,19 @@ class CrossTable:
 
     def add(self, keys_n: np.ndarray, time_ms: int, event: str, value: float, share: int) -> None:
         """Add one event to the row of each key."""
-        _, found_n = self._search(keys_n)
-        if not found_n.all():
-            new = np.unique(keys_n[~found_n])
-            keys = np.concatenate([self.keys_P, new])
-            order = np.argsort(keys)
-            self.keys_P = keys[order]
-            self.rows_PW = np.concatenate([self.rows_PW, new_rows(self.layout, len(new))])[order]
-        index_n = np.searchsorted(self.keys_P, keys_n)
-        add_event(self.layout, self.rows_PW, index_n, time_ms, event, value, share)
-        self.evict()
+        layout = self.layout
+        self.keys_P, self.rows_PW = kernels().add_to_table(
+            self.keys_P,
+            self.rows_PW,
+            keys_n,
+            float(time_ms),
+            value,
+            float(share),
+            layout.takes_W[event],
+            layout.op_W,
+            layout.param_W,
+            layout.initial_W,
+        )
 
     def evict(self) -> None:
         """Keep the MAX_TABLE_ROWS rows with the newest events, smaller keys first among equals."""

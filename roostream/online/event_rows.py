@@ -28,7 +28,9 @@ _VERSION_1_EXPECTED = 0.1  # expected clicks a view, which version 1 did not sto
 
 def new_rows(layout: RowLayout, count: int) -> np.ndarray:
     """float64 [count, W] of entities without events."""
-    return np.tile(layout.initial_W, (count, 1))
+    rows = np.empty((count, layout.width))
+    rows[:] = layout.initial_W
+    return rows
 
 
 def add_event(
@@ -42,7 +44,7 @@ def add_event(
 ) -> None:
     """Add one event to each of the rows at `index_n`; each counts as one of `share` entries of a list."""
     takes_W = layout.takes_W[event]
-    _kernels().add_list(
+    kernels().add_list(
         rows_I, index_n, float(time_ms), value, float(share), takes_W, layout.op_W, layout.param_W
     )
 
@@ -52,7 +54,7 @@ def add_events(
 ) -> None:
     """Add events one after the other, each to its row at its time: the same as `add_event` of one each."""
     takes_W = layout.takes_W[event]
-    _kernels().add_each(
+    kernels().add_each(
         rows_I, index_N, times_N.astype(np.float64), value, takes_W, layout.op_W, layout.param_W
     )
 
@@ -63,7 +65,7 @@ def read_rows(layout: RowLayout, rows_n: np.ndarray, time_ms: int) -> np.ndarray
     NaN: there was no event, or the state is damaged and gives an infinite value.
     """
     out_nW = np.zeros(rows_n.shape, dtype=np.float32)
-    _kernels().read_rows(rows_n, float(time_ms), layout.op_W, layout.param_W, out_nW)
+    kernels().read_rows(rows_n, float(time_ms), layout.op_W, layout.param_W, out_nW)
     out_nW[np.isinf(out_nW)] = np.nan
     return np.ascontiguousarray(out_nW.T)
 
@@ -122,8 +124,9 @@ def _parse(layout: RowLayout, data: bytes) -> tuple[list[int], np.ndarray]:
 
 
 @functools.cache
-def _kernels() -> ModuleType:
-    """Imported at the first use, so that commands which only look at a log start without the compiler."""
+def kernels() -> ModuleType:
+    """row_kernels.py. Imported at the first use, so that commands which only look at a log start without the
+    compiler."""
     from roostream.online import row_kernels
 
     return row_kernels

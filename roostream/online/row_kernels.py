@@ -1,4 +1,5 @@
-"""Compiled arithmetic of event_rows.py: adds events to the rows of counters, and reads the rows' values.
+"""Compiled arithmetic of event_rows.py and entity_state.py: adds events to the rows of counters, and reads
+the rows' values.
 
 A row is float64 [W]; column 0 is the time of its newest event. `op_W` and `param_W` say what each other
 column is (roostream/schema/row_layout.py); `takes_W` says which columns count events of the action at hand.
@@ -9,7 +10,17 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from roostream.schema.row_layout import FIRST, NEWEST, SHARE, STEP, SUM, VALUE, VALUE_MS, WINDOW_STEPS
+from roostream.schema.row_layout import (
+    FIRST,
+    MAX_TABLE_ROWS,
+    NEWEST,
+    SHARE,
+    STEP,
+    SUM,
+    VALUE,
+    VALUE_MS,
+    WINDOW_STEPS,
+)
 
 
 @njit(cache=True, nogil=True)
@@ -95,6 +106,72 @@ def add_each(
     """Add events at `times_N` to the rows `at_N`, in order."""
     for k in range(len(at_N)):
         _add_event(rows_I[at_N[k]], times_N[k], value, 1.0, takes_W, op_W, param_W)
+
+
+@njit(cache=True, nogil=True)
+def add_to_table(
+    keys_P: np.ndarray,
+    rows_PW: np.ndarray,
+    keys_n: np.ndarray,
+    time_ms: float,
+    value: float,
+    share: float,
+    takes_W: np.ndarray,
+    op_W: np.ndarray,
+    param_W: np.ndarray,
+    initial_W: np.ndarray,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Add one event to the row of each key, with new rows for new keys. `keys_P` are sorted.
+
+    Returns keys and rows, changed in place if no key is new. Of more than MAX_TABLE_ROWS, those with the
+    newest events stay, smaller keys first among equals.
+    """
+    new = np.empty(len(keys_n), dtype=np.int64)
+    num_new = 0
+    for key in keys_n:
+        p = np.searchsorted(keys_P, key)
+        if p == len(keys_P) or keys_P[p] != key:
+            new[num_new] = key
+            num_new += 1
+    if num_new:
+        keys_P = np.unique(np.concatenate((keys_P, new[:num_new])))
+        old_PW, rows_PW, old = rows_PW, np.empty((len(keys_P), len(op_W))), 0
+        new = np.unique(new[:num_new])
+        num_new = 0
+        for p in range(len(keys_P)):
+            if num_new < len(new) and new[num_new] == keys_P[p]:
+                rows_PW[p] = initial_W
+                num_new += 1
+            else:
+                rows_PW[p] = old_PW[old]
+                old += 1
+    for key in keys_n:
+        _add_event(rows_PW[np.searchsorted(keys_P, key)], time_ms, value, share, takes_W, op_W, param_W)
+    if len(keys_P) > MAX_TABLE_ROWS:
+        kept = np.sort(np.argsort(-rows_PW[:, 0], kind="mergesort")[:MAX_TABLE_ROWS])
+        keys_P, rows_PW = keys_P[kept], rows_PW[kept]
+    return keys_P, rows_PW
+
+
+@njit(cache=True, nogil=True)
+def insert_by_time(pairs_H2: np.ndarray, value: int, time_ms: int, max_pairs: int) -> tuple[bool, np.ndarray]:
+    """Insert a (value, time) pair into pairs that are sorted by time, newest first, before those of its time.
+
+    Returns whether it is new, and the newest `max_pairs`.
+    """
+    num_newer = 0
+    for h in range(len(pairs_H2)):
+        if pairs_H2[h, 1] > time_ms:
+            num_newer += 1
+        elif pairs_H2[h, 1] == time_ms and pairs_H2[h, 0] == value:
+            return False, pairs_H2
+    out = np.empty((min(len(pairs_H2) + 1, max_pairs), 2), dtype=np.int64)
+    for h in range(len(out)):
+        if h == num_newer:
+            out[h, 0], out[h, 1] = value, time_ms
+        else:
+            out[h] = pairs_H2[h - (h > num_newer)]
+    return True, out
 
 
 @njit(cache=True, nogil=True)

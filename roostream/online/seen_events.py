@@ -20,7 +20,7 @@ import numpy as np
 import xxhash
 
 from roostream.errors import CheckpointError
-from roostream.schema.ids import MASK64, key_bytes, sample_id, signed
+from roostream.schema.ids import MASK64, as_int64, key_bytes, sample_id, signed
 
 MAX_SEEN = 256
 SEEN_MS = 3_600_000
@@ -60,7 +60,7 @@ def list_id(
     key = key_bytes(user_id & MASK64, session_id, request_id)
     id_ = sample_id(key, request_id)
     if not has_ro:
-        item_n = np.unique(np.array([signed(int(item)) for item in item_ids], dtype="<i8"))
+        item_n = np.unique(as_int64(item_ids))
         id_ = xxhash.xxh3_64_intdigest(id_.to_bytes(8, "little") + item_n.tobytes())
     return EventId(_key(key), signed(id_))
 

@@ -5,7 +5,7 @@ Ids are uint64 on the wire and int64 views in arrays. `hash64` is xxh3-64 with s
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import xxhash
@@ -55,6 +55,13 @@ def signed(value: int) -> int:
     """uint64 → the int64 with the same bits, used in arrays."""
     value &= MASK64
     return value - (1 << 64) if value >> 63 else value
+
+
+def as_int64(item_ids: Sequence[int] | np.ndarray) -> np.ndarray:
+    """uint64 or int64 ids, or any Python integers, as int64 [n]."""
+    if isinstance(item_ids, np.ndarray):
+        return item_ids.astype(np.int64, copy=False)
+    return np.array([signed(i) for i in item_ids], dtype=np.int64)
 
 
 def unsigned(value: int) -> int:

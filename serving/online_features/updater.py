@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple, TypeAlias
 
+import numpy as np
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge
 
 from roostream.errors import UnavailableError, WireError
@@ -45,7 +46,7 @@ _REDIS_TIMEOUT_S = 5.0
 
 class Shown(NamedTuple):
     user_id: int
-    item_ids: list[int]
+    item_ids: np.ndarray  # int64 [n]
     time_ms: int
     fields: EntityFields = NO_FIELDS
     event_id: EventId | None = None
@@ -74,7 +75,7 @@ def event_of(record: Record, reader: FieldReader) -> Event | None:
     user_id = signed(header.user_id)
     request = header.user_id, header.session_id, header.surface, header.request_id
     if isinstance(message, pb.Impression):
-        item_ids = [signed(i) for i in message.item_ids]
+        item_ids = np.array(message.item_ids, dtype=np.uint64).view(np.int64)
         ro = message.ro if message.HasField("ro") else None
         fields = reader.from_blocks(request, ro, message.nro, len(item_ids), header.schema)
         return Shown(user_id, item_ids, header.time_ms, fields, list_id(request, item_ids, ro is not None))
