@@ -41,6 +41,9 @@ class StackOptions(Settings):
     num_archivers: int = setting(
         0, "archivers that write samples to the warehouse in the home; 0 = no archive", ge=0, le=64
     )
+    num_updaters: int = setting(
+        1, "feature updaters that share the partitions, at most one per partition", ge=1, le=64
+    )
     num_readers: int = setting(
         0,
         "readers that read the warehouse for workers during training from history; 0 = workers read it",
@@ -86,6 +89,8 @@ class StackOptions(Settings):
                 "each worker trains at least one partition",
             )
 
+        if self.num_updaters > self.partitions:
+            raise setting_error("num_updaters", f"at most partitions = {self.partitions}", self.num_updaters)
         if self.max_readers and self.max_readers < self.min_readers:
             raise setting_error(
                 "max_readers", f"at least num_readers = {self.min_readers}, or 0", self.max_readers
@@ -147,6 +152,7 @@ _SAVED_FIELDS = (
     "num_shards",
     "num_workers",
     "serving_processes",
+    "num_updaters",
     "num_task_managers",
     "partitions",
     "buckets",

@@ -155,7 +155,11 @@ def _serving(instance: ProgramInstance) -> dict[str, Any]:
 
 
 def _features(instance: ProgramInstance) -> dict[str, Any]:
-    return {"redis": _redis_url(instance)}
+    return {
+        "redis": _redis_url(instance),
+        "index": instance.index,
+        "num_updaters": instance.options.num_updaters,
+    }
 
 
 def _auditor(instance: ProgramInstance) -> dict[str, Any]:
@@ -280,6 +284,8 @@ PROGRAM_SPECS = (  # in start order
         config="serving.online_features.config:FeaturesConfig",
         run="serving.online_features.main:run",
         local_settings=_features,
+        count=lambda options: options.num_updaters,
+        first_unnumbered=True,
         stop_rank=StopRank.FEATURES,
     ),
     ProgramSpec(

@@ -24,7 +24,7 @@ from roostream.online.entity_fields import (
     time_fields,
 )
 from roostream.online.entity_state import EntityState, state_from_bytes
-from roostream.online.event_rows import add_event, new_rows, row_to_bytes, rows_from_bytes
+from roostream.online.event_rows import add_event, merge_rows, new_rows, row_to_bytes, rows_from_bytes
 from roostream.online.read_counters import EntityStates, OnlineValues, read_all
 from roostream.online.seen_events import SEEN_MS, EventId, SeenEvents, seen_from_bytes
 from roostream.schema.counter_declaration import SHOWN
@@ -229,6 +229,23 @@ class Counters:
             for key, value in zip(keys_k.tolist(), values_k, strict=True):
                 self._load_one(name, key, value)
 
+    def merge(self, keys: Mapping[str, np.ndarray], values: Sequence[bytes | None]) -> None:
+        """Add the states that another updater stored of these keys of `shared_keys`, as `load` takes them.
+        Counts are those of one updater with all events, decayed sums but for rounding. Raises
+        CheckpointError."""
+        start = 0
+        for name, keys_k in keys.items():
+            values_k, start = values[start : start + len(keys_k)], start + len(keys_k)
+            if name in self._rows:
+                layout = self.plan.row_layouts[name]
+                rows_k = self._rows[name].find(keys_k)
+                merge_rows(layout, rows_k, rows_from_bytes(layout, values_k))
+                self._rows[name].put(keys_k, rows_k)
+                continue
+            for key, value in zip(keys_k.tolist(), values_k, strict=True):
+                if value is not None:
+                    self._state(name, key).merge(state_from_bytes(self.plan.state_layouts[name], value))
+
     def dump(self, keys: Mapping[str, np.ndarray]) -> list[bytes | None]:
         """The states to store, one for each key, in order; None if there is none."""
         out: list[bytes | None] = []
@@ -428,6 +445,16 @@ def _keys(entity: Entity, ids: Mapping[str, Any], num_rows: int) -> tuple[np.nda
         if field != ITEM:
             known_n &= np.asarray(ids.get(field, 0)) != 0
     return keys_n, known_n
+
+
+def shared_keys(keys: Keys) -> Keys:
+    """The keys whose events are in several partitions. All events of a user, of a request or of the ids of
+    counted events have one Kafka key, so they are in one partition."""
+    return {
+        name: keys_k
+        for name, keys_k in keys.items()
+        if name not in (LISTS, SEEN) and USER not in name.split(",")
+    }
 
 
 def merge_keys(parts: Iterable[Keys]) -> Keys:

@@ -13,7 +13,14 @@ import struct
 import numpy as np
 
 from roostream.errors import CheckpointError
-from roostream.online.event_rows import copy_columns, kernels, new_rows, row_to_bytes, rows_from_bytes
+from roostream.online.event_rows import (
+    copy_columns,
+    kernels,
+    merge_rows,
+    new_rows,
+    row_to_bytes,
+    rows_from_bytes,
+)
 from roostream.schema.counter_declaration import SHOWN
 from roostream.schema.ids import table_id
 from roostream.schema.row_layout import (
@@ -56,7 +63,20 @@ class EntityState:
     def add_to_set(self, key: tuple[str, str], values: np.ndarray, time_ms: int) -> None:
         """Add an event's values of the set's field; the values seen last are kept."""
         added = np.stack([values, np.full(len(values), time_ms, dtype=np.int64)], axis=1)
-        both = np.concatenate([self.sets[key], added])
+        self._add_pairs(key, added)
+
+    def merge(self, other: EntityState) -> None:
+        """Add the events of another state of this entity, which is not a user."""
+        merge_rows(self.layout.row, self.row_1W, other.row_1W)
+        for event, history_H2 in other.histories.items():
+            for item, time_ms in history_H2[::-1].tolist():
+                self.add_to_history(event, item, time_ms)
+        for key, values_D2 in other.sets.items():
+            self._add_pairs(key, values_D2)
+
+    def _add_pairs(self, key: tuple[str, str], added_K2: np.ndarray) -> None:
+        """Add (value, time) pairs to a set."""
+        both = np.concatenate([self.sets[key], added_K2])
         both = both[np.lexsort((-both[:, 1], both[:, 0]))]
         both = both[np.concatenate([[True], both[1:, 0] != both[:-1, 0]])] if len(both) else both
         self.sets[key] = both[np.lexsort((both[:, 0], -both[:, 1]))][: self.layout.sets[key]]

@@ -59,6 +59,12 @@ def add_events(
     )
 
 
+def merge_rows(layout: RowLayout, rows_n: np.ndarray, others_n: np.ndarray) -> None:
+    """Add to each row, in place, the events of another row of its entity. Sums equal those of one row with
+    all events but for rounding (1e-15 of the value)."""
+    kernels().merge_rows(rows_n, others_n, layout.op_W, layout.param_W)
+
+
 def read_rows(layout: RowLayout, rows_n: np.ndarray, time_ms: int) -> np.ndarray:
     """float32 [W, n]: the value of each column at `time_ms`; ages in s.
 

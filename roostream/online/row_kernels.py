@@ -154,6 +154,53 @@ def add_to_table(
 
 
 @njit(cache=True, nogil=True)
+def merge_rows(rows_n: np.ndarray, others_n: np.ndarray, op_W: np.ndarray, param_W: np.ndarray) -> None:
+    """Add to each row the events of another row of the same entity."""
+    for i in range(len(rows_n)):
+        row, other = rows_n[i], others_n[i]
+        if np.isnan(other[0]):
+            continue
+        if np.isnan(row[0]):
+            row[:] = other
+            continue
+        newest_ms = max(row[0], other[0])
+        row_ms, other_ms = row[0] - newest_ms, other[0] - newest_ms
+        for c in range(1, len(op_W)):
+            op, life_ms = op_W[c], param_W[c]
+            if op in (SUM, SHARE):
+                row[c] = row[c] * 2.0 ** (row_ms / life_ms) + other[c] * 2.0 ** (other_ms / life_ms)
+            elif op == STEP:
+                _merge_rings(row[c : c + 1 + WINDOW_STEPS], other[c : c + 1 + WINDOW_STEPS])
+            elif op == VALUE:
+                if not np.isnan(other[c + 1]) and not row[c + 1] >= other[c + 1]:
+                    row[c] = other[c]
+            elif op in (NEWEST, VALUE_MS):
+                if not np.isnan(other[c]) and not row[c] >= other[c]:
+                    row[c] = other[c]
+            elif op == FIRST and not np.isnan(other[c]) and not row[c] <= other[c]:
+                row[c] = other[c]
+        row[0] = newest_ms
+
+
+@njit(cache=True, nogil=True)
+def _merge_rings(ring: np.ndarray, other: np.ndarray) -> None:
+    """Add the counts of another ring, as `_add_step` keeps them."""
+    if np.isnan(other[0]):
+        return
+    if np.isnan(ring[0]):
+        ring[:] = other
+        return
+    merged = np.zeros(WINDOW_STEPS)
+    newest = max(ring[0], other[0])
+    for one in (ring, other):
+        for back in range(WINDOW_STEPS - int(min(newest - one[0], float(WINDOW_STEPS)))):
+            slot = int(one[0] - back) % WINDOW_STEPS
+            merged[slot] += one[1 + slot]
+    ring[0] = newest
+    ring[1:] = merged
+
+
+@njit(cache=True, nogil=True)
 def insert_by_time(pairs_H2: np.ndarray, value: int, time_ms: int, max_pairs: int) -> tuple[bool, np.ndarray]:
     """Insert a (value, time) pair into pairs that are sorted by time, newest first, before those of its time.
 

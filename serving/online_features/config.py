@@ -6,6 +6,7 @@ import dataclasses
 from typing import ClassVar
 
 from roostream.runtime.deployment import Deployment, RedisSettings
+from roostream.schema.settings import setting, setting_error
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -13,3 +14,16 @@ class FeaturesConfig(RedisSettings, Deployment):
     """`roostream features`: keeps histories and counters in Redis from the event topics."""
 
     needs: ClassVar[tuple[str, ...]] = ("bootstrap", "schema", "redis")
+
+    index: int = setting(0, "number of this updater, from 0", ge=0, le=63)
+    num_updaters: int = setting(
+        1, "updaters of this deployment; partition p belongs to number p mod num_updaters", ge=1, le=64
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        limit = min(self.num_updaters, self.partitions)
+        if self.index >= limit:
+            raise setting_error(
+                "index", f"less than {limit}, the smaller of num_updaters and partitions", self.index
+            )

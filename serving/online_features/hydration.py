@@ -15,13 +15,13 @@ from typing import NamedTuple, Protocol, TypeAlias
 import numpy as np
 
 from roostream.errors import RoostreamError, UnavailableError
-from roostream.online.counters import Counters, Keys
+from roostream.online.counters import Counters, Keys, shared_keys
 from roostream.online.entity_fields import NO_FIELDS, EntityFields
 from roostream.online.read_counters import OnlineValues
 from roostream.runtime import redis_client
 from roostream.runtime.clock import Clock, SystemClock
 from roostream.schema.schema import Schema
-from serving.online_features.store import FeatureStore
+from serving.online_features.store import FeatureStore, UpdaterStates
 
 log = logging.getLogger("roostream.serving.features")
 
@@ -43,7 +43,7 @@ class HydrationRequest(NamedTuple):
 class StateReader(Protocol):
     """Implemented by `FeatureStore`."""
 
-    def read(self, keys: Sequence[Keys]) -> list[list[bytes | None]]:
+    def read(self, keys: Sequence[Keys]) -> list[UpdaterStates]:
         """The stored states of each `Keys`, in one round trip. Raises UnavailableError."""
 
 
@@ -100,16 +100,18 @@ class Hydrator:
         except UnavailableError as error:
             return [error] * len(requests)
         out: list[Hydrated] = []
-        for request, its_keys, values in zip(requests, keys, states, strict=True):
+        for request, its_keys, (values, *of_others) in zip(requests, keys, states, strict=True):
             counters = Counters(self.schema)
             try:
                 counters.load(its_keys, values)
+                for values in of_others:
+                    counters.merge(shared_keys(its_keys), values)
                 out.append(counters.read(*request))
             except RoostreamError as error:
                 out.append(error)
         return out
 
-    def _read_states(self, keys: Sequence[Keys]) -> list[list[bytes | None]]:
+    def _read_states(self, keys: Sequence[Keys]) -> list[UpdaterStates]:
         begin_s = self._clock.monotonic_s()
         if begin_s < self._paused_until_s:
             raise UnavailableError(f"Redis at {self.url} {self._pause_reason}; retrying soon")

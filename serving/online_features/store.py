@@ -1,18 +1,26 @@
 """Online features in Redis: keys, values, and the script that writes them.
 
-    <prefix>features:at             hash: topic:partition → next offset, and `cluster` → Kafka's cluster id
+    <prefix>features:at             hash: topic:partition → next offset, `cluster` → Kafka's cluster id, and
+                                    `commits:<n>` → number of commits of updater n
+    <prefix>features:updaters       the highest number of updaters that there ever were
     <prefix>features:i:<8 bytes>    state of an item; `u` of a user, `l` of a shown list, `d` ids of counted
                                     events, `e<4 bytes of the name>` of other entities (roostream/online/)
+    <prefix>features:i<n>:<8 bytes> what updater n > 0 counted of the item; also of other entities
 
-A commit writes the new states of a batch together with its end offsets, if the stored offsets are still those
-at which the batch started. Therefore a restart, a second updater or an emptied Redis can neither lose an
-event nor count it twice.
+A commit writes the new states of a batch together with its end offsets, if the stored offsets and the number
+of the updater's commits are still those at which the batch started. Therefore a restart, a second updater of
+the same number or an emptied Redis can neither lose an event nor count it twice.
+
+Several updaters share the partitions. All events of a user are in one partition, so only one of them writes
+the user's state. Of items and other entities without a user, each keeps a state of its own, and a reader
+merges them. Another number of updaters may be started at any time: partitions move with their offsets, and
+states that nobody writes any more are still read until they expire. Updater 0 alone deletes states.
 
 No command has more than MAX_KEYS keys or about MAX_BYTES, so that Redis is never blocked for long. A batch
 that does not fit into one command is written in pieces:
 
     1 stage    <prefix>features:redo:<token>:<n>    the states of each piece, which nobody reads yet
-    2 commit   offsets, and `pending` = the token, in one script; from here on the batch is applied
+    2 commit   offsets, and `pending:<n>` = the token, in one script; from here on the batch is applied
     3 apply    each piece, in a script that checks `pending`: an updater that was replaced writes nothing
     4 finish   `pending` is cleared, the staged pieces are deleted
 
@@ -38,7 +46,8 @@ import msgspec
 import numpy as np
 import redis
 
-from roostream.online.counters import LISTS, SEEN, Counters, Keys
+from roostream.errors import UnavailableError
+from roostream.online.counters import LISTS, SEEN, Counters, Keys, shared_keys
 from roostream.runtime.kafka.topics import DEFAULT_PARTITIONS, EVENTS, Partition, Progress, all_partitions
 from roostream.runtime.redis_client import redis_errors
 from roostream.schema.ids import table_id
@@ -51,7 +60,7 @@ _KEEP_LIST_S = 2 * 86_400  # after a day of event time, engagements no longer us
 # finds them.
 _KEEP_SEEN_S = 6 * 3600
 _KEEP = {LISTS: _KEEP_LIST_S, SEEN: _KEEP_SEEN_S}
-_SHORT = {"item": b"i:", "user": b"u:", LISTS: b"l:", SEEN: b"d:"}
+_SHORT = {"item": b"i", "user": b"u", LISTS: b"l", SEEN: b"d"}
 _KEEP_STAGED_S = 7 * 86_400  # pieces that a crash left behind
 MAX_KEYS, MAX_BYTES = 1000, 512 << 10  # of one command: about 2 ms of Redis
 _MAX_READ_KEYS = 2048
@@ -60,7 +69,6 @@ _PENDING = b"pending"
 # ARGV: number of fields n; n times (field, value before, value after or ''); then of a small batch the states
 # and their times to live, of a large one the token.
 _CHECK_AND_MOVE = """
-if (redis.call('HGET', KEYS[1], 'pending') or '') ~= '' then return 0 end
 local n = tonumber(ARGV[1])
 for i = 2, 3 * n + 1, 3 do
   if (redis.call('HGET', KEYS[1], ARGV[i]) or '') ~= ARGV[i + 1] then return 0 end
@@ -80,29 +88,47 @@ return 1
 _COMMIT_STAGED = (
     _CHECK_AND_MOVE
     + """
-redis.call('HSET', KEYS[1], 'pending', ARGV[3 * n + 2])
+redis.call('HSET', KEYS[1], ARGV[3 * n + 2], ARGV[3 * n + 3])
 return 1
 """
 )
+# ARGV: the updater's field `pending`, the token, and of _APPLY the states and their times to live.
 _APPLY = """
-if redis.call('HGET', KEYS[1], 'pending') ~= ARGV[1] then return 0 end
+if redis.call('HGET', KEYS[1], ARGV[1]) ~= ARGV[2] then return 0 end
 local m = #KEYS - 1
-for k = 1, m do redis.call('SET', KEYS[k + 1], ARGV[1 + k], 'EX', ARGV[1 + m + k]) end
+for k = 1, m do redis.call('SET', KEYS[k + 1], ARGV[2 + k], 'EX', ARGV[2 + m + k]) end
 return 1
 """
 _FINISH = """
-if redis.call('HGET', KEYS[1], 'pending') ~= ARGV[1] then return 0 end
-redis.call('HSET', KEYS[1], 'pending', '')
+if redis.call('HGET', KEYS[1], ARGV[1]) ~= ARGV[2] then return 0 end
+redis.call('HSET', KEYS[1], ARGV[1], '')
 return 1
+"""
+# ARGV: the value that the field `cluster` must have; its next value in a new hash, or '' = no change.
+_DELETE = """
+if redis.call('HGET', KEYS[1], 'cluster') ~= ARGV[1] then return 0 end
+for k = 2, #KEYS do redis.call('UNLINK', KEYS[k]) end
+if ARGV[2] ~= '' then
+  redis.call('UNLINK', KEYS[1])
+  redis.call('HSET', KEYS[1], 'cluster', ARGV[2])
+end
+return 1
+"""
+_RAISE_NUMBER = """
+local known = redis.call('MGET', KEYS[1])[1] or '1'
+if tonumber(known) < tonumber(ARGV[1]) then redis.call('SET', KEYS[1], ARGV[1]) end
 """
 
 StoredState: TypeAlias = tuple[bytes, bytes, int]
 """Redis key, state, time to live in s."""
+UpdaterStates: TypeAlias = list[list[bytes | None]]
+"""The states of some `Keys`, None = not stored: first one for each key; then, of each updater but the first,
+one for each of `shared_keys`."""
 
 
 class FeatureStore:
-    """Raises UnavailableError while Redis is away. Thread-safe; only one program commits
-    (`FeatureUpdater`)."""
+    """Raises UnavailableError while Redis is away. `read` is thread-safe. One `FeatureUpdater` uses the other
+    methods: number `index` of `num_updaters`, which owns `partitions`."""
 
     def __init__(
         self,
@@ -111,50 +137,76 @@ class FeatureStore:
         prefix: str,
         num_partitions: int = DEFAULT_PARTITIONS,
         *,
+        index: int = 0,
+        num_updaters: int = 1,
         max_keys: int = MAX_KEYS,
     ) -> None:
         self.connection, self.url, self.max_keys = connection, url, max_keys
-        self.partitions = all_partitions(EVENTS, num_partitions)
+        self.index, self.num_updaters = index, num_updaters
+        self.partitions = tuple(
+            p for p in all_partitions(EVENTS, num_partitions) if p[1] % num_updaters == index
+        )
+        self._num_read = 1  # updaters whose states are read
+        self._num_commits = ""  # of this updater, as stored
         self._prefix = f"{prefix}features:".encode()
-        self._at = self._prefix + b"at"
+        self._at, self._updaters = self._prefix + b"at", self._prefix + b"updaters"
+        self._commits, self._pending = f"commits:{index}", _PENDING + b":%d" % index
+        self._delete: Any = connection.register_script(_DELETE)
+        self._raise_number: Any = connection.register_script(_RAISE_NUMBER)
         self._commit: Any = connection.register_script(_COMMIT)
         self._commit_staged: Any = connection.register_script(_COMMIT_STAGED)
         self._apply: Any = connection.register_script(_APPLY)
         self._finish: Any = connection.register_script(_FINISH)
 
     def offsets(self, cluster: str) -> Progress:
-        """Next offsets. A commit that was interrupted is completed first. States from another Kafka cluster
-        are deleted, because its offsets do not apply."""
+        """Next offsets of the owned partitions. Commits that were interrupted are completed first, also of
+        other updaters. Updater 0 deletes states from another Kafka cluster, because its offsets do not apply.
+
+        Raises:
+            UnavailableError: Redis is away, or updater 0 has not deleted such states yet; call again.
+        """
         with redis_errors(self.url):
+            self._raise_number(keys=[self._updaters], args=[self.num_updaters])
             found = self.connection.hgetall(self._at)
-            is_other = found.pop(b"cluster", None) != cluster.encode()
-            pending = b"" if is_other else found.pop(_PENDING, b"")
-            if pending and not self._complete(pending):
+            is_other = found.get(b"cluster") != cluster.encode()
+            pending = {field: token for field, token in found.items() if field.startswith(_PENDING) and token}
+            if not is_other and not all(self._complete(*commit) for commit in pending.items()):
                 log.error(
                     "the staged states of a commit are gone from Redis at %s; all online features are "
                     "deleted and filled again from the first event",
                     self.url,
                 )
+                self.connection.hset(self._at, "cluster", "")  # no updater commits until all is deleted
                 is_other = True
             if is_other:
-                self._delete_all()
-                self.connection.hset(self._at, "cluster", cluster)
-                return {}
-        pairs = ((field.decode().rsplit(":", 1), int(value)) for field, value in found.items())
-        return {(topic, int(partition)): offset for (topic, partition), offset in pairs}
+                if not self._start_anew(cluster):
+                    return self.offsets(cluster)
+                found = {}
+        self._num_commits = found.get(self._commits.encode(), b"").decode()
+        fields = {p: f"{p[0]}:{p[1]}".encode() for p in self.partitions}
+        return {p: int(found[field]) for p, field in fields.items() if field in found}
 
     def load(self, counters: Counters, keys: Keys) -> None:
-        """Load these states into `counters`, in one round trip. Raises CheckpointError for invalid bytes."""
-        (values,) = self.read([keys])
-        counters.load(keys, values)
-
-    def read(self, keys: Sequence[Keys]) -> list[list[bytes | None]]:
-        """The stored states of each `Keys`, in one round trip; None = not stored."""
-        names = [list(self._names(its_keys)) for its_keys in keys]
-        distinct = list(dict.fromkeys(itertools.chain.from_iterable(names)))
+        """Load this updater's states into `counters`, in one round trip. Raises CheckpointError for invalid
+        bytes."""
         with redis_errors(self.url):
-            value_of = dict(zip(distinct, self._mget(distinct), strict=True))
-        return [[value_of[name] for name in its_names] for its_names in names]
+            counters.load(keys, self._mget(list(self._names(keys, self.index))))
+
+    def read(self, keys: Sequence[Keys]) -> list[UpdaterStates]:
+        """The stored states of each `Keys`, in one round trip; in two once there are more updaters."""
+        while True:
+            count = self._num_read
+            names = [
+                [[*self._names(shared_keys(of_one) if n else of_one, n)] for n in range(count)]
+                for of_one in keys
+            ]
+            distinct = dict.fromkeys(name for of_keys in names for some in of_keys for name in some)
+            distinct[self._updaters] = None
+            with redis_errors(self.url):
+                value_of = dict(zip(distinct, self._mget(list(distinct)), strict=True))
+            self._num_read = max(count, int(value_of[self._updaters] or 1))
+            if self._num_read == count:
+                return [[[value_of[name] for name in some] for some in of_keys] for of_keys in names]
 
     def _mget(self, names: Sequence[bytes]) -> list[bytes | None]:
         """The values of any number of keys, in one round trip of bounded commands."""
@@ -179,18 +231,25 @@ class FeatureStore:
         Returns False if they differ, or if another updater has taken over; offsets and states must be read
         again. **If it raises:** everything or nothing is committed; `offsets` shows which, and completes it.
         """
-        fields: list[Any] = ["cluster", cluster, ""]
+        num_commits = str(int(self._num_commits or 0) + 1)
+        fields: list[Any] = ["cluster", cluster, "", self._pending, "", ""]
+        fields += [self._commits, self._num_commits, num_commits]
         for partition in self.partitions:
             fields += [f"{partition[0]}:{partition[1]}", before.get(partition, ""), after.get(partition, "")]
-        moves = [len(self.partitions) + 1, *fields]
+        moves = [len(fields) // 3, *fields]
         keeps = [_KEEP.get(name, _KEEP_S) for name, keys_k in keys.items() for _ in range(len(keys_k))]
-        found = zip(self._names(keys), counters.dump(keys), keeps, strict=True)
+        found = zip(self._names(keys, self.index), counters.dump(keys), keeps, strict=True)
         states = [(name, state, keep_s) for name, state, keep_s in found if state is not None]
         pieces = list(_pieces(states, self.max_keys))
         with redis_errors(self.url):
             if len(pieces) > 1:
-                return self._commit_pieces(moves, pieces)
-            return bool(self._commit(keys=[self._at, *_keys(states)], args=[*moves, *_values(states)]))
+                is_committed = self._commit_pieces(moves, pieces)
+            else:
+                args = [*moves, *_values(states)]
+                is_committed = bool(self._commit(keys=[self._at, *_keys(states)], args=args))
+        if is_committed:
+            self._num_commits = num_commits
+        return is_committed
 
     def _commit_pieces(self, moves: Sequence[Any], pieces: Sequence[Sequence[StoredState]]) -> bool:
         """Steps 1 to 4."""
@@ -198,28 +257,28 @@ class FeatureStore:
         staged = self._staged(token)
         for name, piece in zip(staged, pieces, strict=True):
             self.connection.set(name, msgspec.msgpack.encode(piece), ex=_KEEP_STAGED_S)
-        if not self._commit_staged(keys=[self._at], args=[*moves, token]):
+        if not self._commit_staged(keys=[self._at], args=[*moves, self._pending, token]):
             self._unlink(staged)
             return False
-        return self._apply_pieces(token, pieces)
+        return self._apply_pieces(self._pending, token, pieces)
 
-    def _complete(self, token: bytes) -> bool:
+    def _complete(self, field: bytes, token: bytes) -> bool:
         """Steps 3 and 4 of a commit that was interrupted. False: its pieces are gone."""
         pieces = []
         for name in self._staged(token):
             (data,) = self.connection.mget([name])
             if data is None:
-                return self.connection.hget(self._at, _PENDING) != token  # another updater has completed it
+                return self.connection.hget(self._at, field) != token  # another updater has completed it
             pieces.append(msgspec.msgpack.decode(data, type=list[StoredState]))
-        self._apply_pieces(token, pieces)
+        self._apply_pieces(field, token, pieces)
         return True
 
-    def _apply_pieces(self, token: bytes, pieces: Sequence[Sequence[StoredState]]) -> bool:
+    def _apply_pieces(self, field: bytes, token: bytes, pieces: Sequence[Sequence[StoredState]]) -> bool:
         """Steps 3 and 4. False: another updater has completed the commit."""
         for piece in pieces:
-            if not self._apply(keys=[self._at, *_keys(piece)], args=[token, *_values(piece)]):
+            if not self._apply(keys=[self._at, *_keys(piece)], args=[field, token, *_values(piece)]):
                 return False
-        is_finished = bool(self._finish(keys=[self._at], args=[token]))
+        is_finished = bool(self._finish(keys=[self._at], args=[field, token]))
         self._unlink(self._staged(token))
         return is_finished
 
@@ -228,23 +287,37 @@ class FeatureStore:
         count = int(token.rpartition(b":")[2])
         return [self._prefix + b"redo:%s:%d" % (token.partition(b":")[0], n) for n in range(count)]
 
-    def _delete_all(self) -> None:
+    def _start_anew(self, cluster: str) -> bool:
+        """Delete all states. False: another process has begun to do so. Raises UnavailableError: that is
+        updater 0's task."""
+        if self.index:
+            raise UnavailableError(
+                f"Redis at {self.url} has no online features of this Kafka cluster yet; expected updater 0 "
+                "to begin with them, waiting for it"
+            )
+        # While `cluster` is this token, nobody commits. A process that begins later replaces the token.
+        token = f"deleted by {secrets.token_hex(8)}"
+        self.connection.hset(self._at, "cluster", token)
         names = self.connection.scan_iter(match=_literal(self._prefix) + b"*", count=1000)
-        while some := list(itertools.islice(names, MAX_KEYS)):
-            self.connection.unlink(*some)
+        states = (name for name in names if name not in (self._at, self._updaters))
+        while some := list(itertools.islice(states, MAX_KEYS)):
+            self._delete(keys=[self._at, *some], args=[token, ""])
+        return bool(self._delete(keys=[self._at], args=[token, cluster]))
 
     def _unlink(self, names: Sequence[bytes]) -> None:
         for name in names:
             self.connection.unlink(name)
 
     def key(self, entity: str, key: int) -> bytes:
-        """Redis key of an entity's state."""
-        return next(iter(self._names({entity: np.array([key], dtype=np.int64)})))
+        """Redis key of an entity's state that this updater writes."""
+        return next(self._names({entity: np.array([key], dtype=np.int64)}, self.index))
 
-    def _names(self, keys: Keys) -> Iterator[bytes]:
-        """Redis keys, in order."""
+    def _names(self, keys: Keys, index: int) -> Iterator[bytes]:
+        """Redis keys of updater `index`, in order."""
+        shared = shared_keys(keys) if index else {}
         for entity, keys_k in keys.items():
-            head = self._prefix + (_SHORT.get(entity) or b"e" + struct.pack("<I", table_id(entity)) + b":")
+            head = self._prefix + (_SHORT.get(entity) or b"e" + struct.pack("<I", table_id(entity)))
+            head += b"%d:" % index if entity in shared else b":"
             data = keys_k.astype("<i8").tobytes()
             yield from (head + data[at : at + 8] for at in range(0, len(data), 8))
 

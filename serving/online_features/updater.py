@@ -4,6 +4,8 @@
 2 load the states that they change, in one round trip (two if engagements use the fields of their lists)
 3 apply the events with roostream.online, as a replay does
 4 write states and offsets as one commit (store.py); if the stored offsets have changed, start over
+
+Several updaters share the topics' partitions; store.py says what each of them writes.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from roostream.runtime.health import Health
 from roostream.runtime.kafka import clients
 from roostream.runtime.kafka.consumer import RecordConsumer
 from roostream.runtime.kafka.kafka_consumer import ConsumerOptions, KafkaConsumer
-from roostream.runtime.kafka.topics import EVENTS, Progress, all_partitions
+from roostream.runtime.kafka.topics import EVENTS, Progress
 from roostream.schema.counter_declaration import SHOWN
 from roostream.schema.ids import signed
 from roostream.schema.schema import Schema
@@ -235,14 +237,21 @@ def features_body(config: FeaturesConfig, stop: threading.Event) -> None:
     schema = load_schema(config.schema)
     connection = redis_client.client(config.redis_url, timeout_s=_REDIS_TIMEOUT_S)
     metrics_server.serve(config, health)
+    store = FeatureStore(
+        connection,
+        config.redis,
+        config.prefix,
+        config.partitions,
+        index=config.index,
+        num_updaters=config.num_updaters,
+    )
     reading = ConsumerOptions(
-        partitions=all_partitions(EVENTS, config.partitions),
+        partitions=store.partitions,
         prefix=config.prefix,
         merge_by_time=True,
         skip_lost_records=config.skip_lost,
     )
     source = KafkaConsumer.open(config.broker, f"{config.prefix}features", reading)
-    store = FeatureStore(connection, config.redis, config.prefix, config.partitions)
     try:
         cluster = clients.wait_for_broker(config.broker, stop)
         clients.wait_for_topics(config.broker, config.prefix, EVENTS, config.partitions, stop)

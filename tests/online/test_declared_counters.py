@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roostream.errors import CheckpointError, SchemaError
-from roostream.online.counters import LISTS, Counters, merge_keys
+from roostream.online.counters import LISTS, Counters, merge_keys, shared_keys
 from roostream.online.entity_fields import FieldReader, key_of, keys_of, shown_from_bytes, time_fields
 from roostream.schema.counter_declaration import SHOWN
 from roostream.schema.counter_plan import plan_of
@@ -66,6 +66,38 @@ def test_storing_states_between_events_changes_no_bit(seed: int, cut: int) -> No
         (ro, nro), (ro2, nro2) = (c.read(asked.user, asked.items, now_ms, fields) for c in (straight, fresh))
         assert ro == ro2
         assert {k: v.tobytes() for k, v in nro.items()} == {k: v.tobytes() for k, v in nro2.items()}
+
+
+@settings(deadline=None, max_examples=12)
+@given(seed=st.integers(0, 1 << 30), number=st.integers(1, 60), later=st.sampled_from([0, 1, 3 * HOUR]))
+def test_states_of_several_updaters_are_merged_to_those_of_one(seed: int, number: int, later: int) -> None:
+    """Each updater counts the events of some users. Sums are rounded differently, all else is equal."""
+    events, reader = random_events(seed, number), FieldReader(SCHEMA)
+    # A user's events have one Kafka key, and events of equal time have no order across partitions.
+    events = [event for event in events if by_user(event)]
+    events = list({event.time_ms: event for event in events}.values())
+    one, parts = Counters(SCHEMA), [Counters(SCHEMA) for _ in range(3)]
+    count(one, reader, events)
+    for n, part in enumerate(parts):
+        count(part, reader, [event for event in events if by_user(event) % len(parts) == n])
+    now_ms = T0 + 48 * HOUR + later
+    for asked in asked_lists(seed, now_ms):
+        fields = reader.from_values(asked.header, asked.ro, asked.nro, len(asked.items))
+        merged = Counters(SCHEMA)
+        keys = merged.keys(asked.user, asked.items, now_ms, fields)
+        own = parts[asked.user % len(parts)]
+        merged.load(keys, own.dump(keys))
+        for part in parts:
+            if part is not own:
+                merged.merge(shared_keys(keys), part.dump(shared_keys(keys)))
+        (ro, nro), (ro2, nro2) = (c.read(asked.user, asked.items, now_ms, fields) for c in (one, merged))
+        assert ro2 == {n: pytest.approx(v) if isinstance(v, float) else v for n, v in ro.items()}
+        for name, value_n in nro.items():
+            np.testing.assert_allclose(nro2[name], value_n, rtol=1e-6, err_msg=name)
+
+
+def by_user(event: Any) -> int:
+    return int((event if isinstance(event, List) else event.of).user)
 
 
 def names(keys: dict[str, np.ndarray]) -> list[tuple[str, int]]:

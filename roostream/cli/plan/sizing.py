@@ -21,11 +21,13 @@ from roostream.runtime.rpc.server import MAX_CONNECTIONS
 from roostream.schema.settings import Settings, setting
 
 MAX_PARTITIONS, MAX_BUCKETS = 1024, 1 << 16
+MAX_UPDATERS = 64
 MAX_TASK_MANAGERS = 128  # joiner.flink_job.MAX_PARALLELISM, which needs Flink to be imported
 _COMMIT_SHARE = 0.01  # of the time
 _MAX_DISK_SHARE = 0.8
 _ID_BYTES = 130  # trainer/dedupe.py
 _USER_BYTES, _ITEM_BYTES = 25_000, 171  # serving/online_features/store.py
+_READ_OF_UPDATER = 0.4  # what another updater adds to a request's read of Redis (docs/decisions/0118)
 _SPARE_CONNECTIONS = 32
 _S, _MS, _MB, _GB, _GBIT = 1e-6, 1e-3, 1e6, 1e9, 1e9 / 8
 
@@ -67,7 +69,7 @@ class Load(Settings):
     redis_us: float = setting(
         25.0, "assumed microseconds of Redis for a read of a request or a write of an event", gt=0
     )
-    updater_us: float = setting(400.0, "assumed microseconds of the feature updater for an event", gt=0)
+    updater_us: float = setting(180.0, "assumed microseconds of a feature updater for an event", gt=0)
     auditor_us: float = setting(60.0, "assumed microseconds of the auditor for a record", gt=0)
     archive_us: float = setting(60.0, "assumed microseconds of an archiver for a sample", gt=0)
     compact_us: float = setting(30.0, "assumed microseconds of the compactor for a sample", gt=0)
@@ -460,29 +462,43 @@ def _online_features(load: Load) -> list[Need]:
     events = 1 + load.engagements
     state = load.users * _USER_BYTES + load.items * _ITEM_BYTES
     fits = state <= load.machine_gb * _GB * load.busy
-    updater = load.requests_per_s * events * load.updater_us * _S * load.core
-    redis = load.requests_per_s * (1 + events) * load.redis_us * _S * load.core
+    updaters = updaters_for(load)
+
     memory = (
         f"at most {_USER_BYTES} bytes a user and {_ITEM_BYTES} an item (serving/online_features/store.py), "
         "without declared counters"
     )
     return [
         Need(
-            "feature updater",
-            updater,
-            "cores of one process",
-            load.busy / updater * load.requests_per_s,
-            f"{load.updater_us:g} µs per event are assumed (updater_us); one process",
+            "feature updaters",
+            min(updaters, MAX_UPDATERS),
+            "with one core",
+            MAX_UPDATERS * load.busy / (events * load.updater_us * _S * load.core),
+            f"{load.updater_us:g} µs per event are assumed (updater_us); at most {MAX_UPDATERS}",
         ),
         Need(
             "Redis",
-            redis,
+            _redis_cores(load),
             "cores of one thread",
-            load.busy / redis * load.requests_per_s,
-            f"a read per request and a write per event; {load.redis_us:g} µs each are assumed (redis_us)",
+            _limit(load, lambda at: _redis_cores(at) <= at.busy),
+            f"a read per request and a write per event; {load.redis_us:g} µs each are assumed (redis_us), "
+            f"a read {_READ_OF_UPDATER:g} times more for each further updater",
         ),
         Need("Redis' memory", state / _GB, "GB", math.inf if fits else 0.0, memory),
     ]
+
+
+def updaters_for(load: Load) -> int:
+    """Feature updaters that keep up, without a limit."""
+    return math.ceil(
+        load.requests_per_s * (1 + load.engagements) * load.updater_us * _S * load.core / load.busy
+    )
+
+
+def _redis_cores(load: Load) -> float:
+    """Every request reads what each updater counted of its candidates."""
+    reads = 1 + _READ_OF_UPDATER * (min(updaters_for(load), MAX_UPDATERS) - 1)
+    return load.requests_per_s * (reads + 1 + load.engagements) * load.redis_us * _S * load.core
 
 
 def _warehouse(load: Load, costs: Costs) -> list[Need]:

@@ -29,6 +29,7 @@ from roostream.cli.plan.plan_command import renew_tables
 from roostream.cli.plan.sizing import (
     MAX_PARTITIONS,
     MAX_TASK_MANAGERS,
+    MAX_UPDATERS,
     Costs,
     Load,
     Need,
@@ -151,7 +152,7 @@ def test_rows_determine_the_number_of_shards_and_the_memory_of_serving() -> None
 
 
 GROWS = (
-    *("joiner's state", "dedupe ids", "feature updater", "Redis", "Redis' memory", "auditor", "controller"),
+    *("joiner's state", "dedupe ids", "feature updaters", "Redis", "Redis' memory", "auditor", "controller"),
     *("archivers", "compactor", "compactor's memory", "readers", "row deltas from Kafka", "Kafka's disks"),
 )
 
@@ -173,11 +174,12 @@ def test_a_plan_promises_nothing_beyond_a_cap(rate: float) -> None:
         "task managers": MAX_TASK_MANAGERS,
         "partitions": MAX_PARTITIONS,
         "archivers": MAX_PARTITIONS,
+        "feature updaters": MAX_UPDATERS,
     }
     assert MAX_TASK_MANAGERS == MAX_PARALLELISM
     for what, cap in caps.items():
         assert found[what].amount <= cap, what
-    single = ("feature updater", "Redis", "compactor", "auditor")
+    single = ("Redis", "compactor", "auditor")
     for what in single:
         assert (found[what].amount > Load(requests_per_s=1).busy) == (found[what].ends_at < rate), what
     assert (found["controller"].amount > MAX_CONNECTIONS) <= (found["controller"].ends_at < rate)

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
@@ -72,8 +72,8 @@ class RedisServer:
 class MemoryEvents(MemoryConsumer):
     """Both event topics, with a count of seeks."""
 
-    def __init__(self, records: Iterable[Record]) -> None:
-        super().__init__(EVENT_PARTITIONS, records)
+    def __init__(self, records: Iterable[Record], partitions: Sequence[Partition] = EVENT_PARTITIONS) -> None:
+        super().__init__(partitions, records)
         self.seeks = 0
 
     def seek(

@@ -14,6 +14,7 @@ from roostream.schema.schema import Schema
 from serving.errors import RequestError
 from serving.http.admission import AdmissionGate
 from serving.online_features.hydration import SLOW_READS, HydrationRequest, Hydrator
+from serving.online_features.store import UpdaterStates
 
 T0 = 1_700_000_000_000
 ADDRESS = "redis://127.0.0.1:1/0"
@@ -28,13 +29,15 @@ class SlowStore:
         self.counters = Counters(Schema())
         self.counters.apply_impression(7, [5], T0)
 
-    def read(self, keys: Sequence[Keys]) -> list[list[bytes | None]]:
+    def read(self, keys: Sequence[Keys]) -> list[UpdaterStates]:
         self.num_reads += 1
         self.clock.advance(self.read_s)
         return [
-            [b"\x09"] * sum(map(len, k.values()))
-            if int(k["user"][0]) in self.broken
-            else self.counters.dump(k)
+            [
+                [b"\x09"] * sum(map(len, k.values()))
+                if int(k["user"][0]) in self.broken
+                else self.counters.dump(k)
+            ]
             for k in keys
         ]
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 from redis import ConnectionError, Redis
@@ -21,8 +22,10 @@ from roostream.runtime.clock import FakeClock
 from roostream.runtime.health import Health
 from roostream.runtime.kafka.topics import ENGAGEMENTS, IMPRESSIONS, Partition
 from roostream.schema.schema import Schema
+from roostream.wire import records as wire
 from roostream.wire.records import Record
 from serving.online_features.config import FeaturesConfig
+from serving.online_features.hydration import Hydrator
 from serving.online_features.store import MAX_KEYS, FeatureStore
 from serving.online_features.updater import (
     FeatureMetrics,
@@ -33,6 +36,7 @@ from serving.online_features.updater import (
     follow,
 )
 from tests.serving.online_features.feature_cases import (
+    EVENT_PARTITIONS,
     T0,
     MemoryEvents,
     RedisServer,
@@ -236,7 +240,7 @@ def test_when_staged_pieces_are_gone_everything_is_filled_again(
     looking = redis_client.client(redis.url, timeout_s=5.0)
 
     def crash(number: int) -> None:
-        if looking.hget(b"x.features:at", b"pending"):
+        if looking.hget(b"x.features:at", b"pending:0"):
             raise ConnectionError("the updater was killed")
 
     connection.after = crash
@@ -369,3 +373,86 @@ def test_wrong_settings_are_refused_before_the_program_waits(tmp_path: Path) -> 
         features_body(config, threading.Event())
     with pytest.raises(ConfigError, match="expected redis://host:port/0"):
         FeaturesConfig(bootstrap="127.0.0.1:1", redis="127.0.0.1", schema=tmp_path / "schema.toml")
+
+
+def by_key(given: list[tuple[str, int, bytes]]) -> list[Record]:
+    """As records in the partitions of their users."""
+    ends, out = dict.fromkeys(EVENT_PARTITIONS, 0), []
+    for topic, time_ms, value in given:
+        try:
+            message = wire.decode(value)[1]
+        except WireError:
+            continue
+        place = (topic, message.header.user_id % 4 if hasattr(message, "header") else 0)
+        out.append(Record(*place, ends[place], time_ms, b"", value))
+        ends[place] += 1
+    return out
+
+
+def several(
+    redis: RedisServer, records: list[Record], count: int, *, batch: int = 512, max_keys: int = MAX_KEYS
+) -> list[FeatureUpdater]:
+    """One updater for each part of the partitions, opened."""
+    updaters = []
+    for index in range(count):
+        connection = redis_client.client(redis.url, timeout_s=5.0)
+        store = FeatureStore(connection, redis.url, "s.", index=index, num_updaters=count, max_keys=max_keys)
+        source = MemoryEvents([r for r in records if r.partition % count == index], store.partitions)
+        updater = FeatureUpdater(Schema(), store, source, "c1", FeatureMetrics(CollectorRegistry()))
+        updater.batch_records = batch
+        updater.open()
+        updaters.append(updater)
+    return updaters
+
+
+def assert_read_like_one(redis: RedisServer, records: list[Record]) -> None:
+    """A reader finds the features of all events; decayed sums are rounded differently."""
+    expected = in_memory(records)
+    reader = Hydrator(redis.url, "s.", Schema(), timeout_s=5.0)
+    for user in range(4):
+        ro, nro = reader.read(user, ITEMS, NOW)
+        wanted_ro, wanted_nro = expected.read(user, ITEMS, NOW)
+        assert ro == wanted_ro
+        for name, column in wanted_nro.items():
+            np.testing.assert_allclose(nro[name], column, rtol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_several_updaters_count_every_event_once(redis: RedisServer, count: int) -> None:
+    records = by_key(events(160))
+    updaters = several(redis, records, count, batch=7)
+    while sum(updater.step(0) for updater in updaters):
+        pass
+    assert_read_like_one(redis, records)
+
+
+def test_another_number_of_updaters_continues_where_the_others_stopped(redis: RedisServer) -> None:
+    records = by_key(events(240))
+    old: list[FeatureUpdater] = []
+    for count in (1, 4, 2, 3):
+        new = several(redis, records, count, batch=9, max_keys=6)
+        for updater in [*new, *old]:  # those of before run on for a while
+            updater.step(0)
+            updater.step(0)
+        old = new
+    for updater in old:
+        drain(updater)
+    assert_read_like_one(redis, records)
+
+
+def test_only_updater_0_begins_with_the_events_of_another_cluster(redis: RedisServer) -> None:
+    store = FeatureStore(
+        redis_client.client(redis.url, timeout_s=5.0), redis.url, "s.", index=1, num_updaters=2
+    )
+    with pytest.raises(UnavailableError, match="updater 0"):
+        store.offsets("c1")
+    several(redis, [], 1)
+    assert store.offsets("c1") == {}
+
+
+def test_an_updater_of_too_high_a_number_is_refused() -> None:
+    common: dict[str, Any] = {"bootstrap": "k:1", "schema": "s", "redis": "redis://r:1/0"}
+    with pytest.raises(ConfigError, match="index"):
+        FeaturesConfig(**common, index=2, num_updaters=2)
+    with pytest.raises(ConfigError, match="index"):
+        FeaturesConfig(**common, partitions=4, index=4, num_updaters=8)
