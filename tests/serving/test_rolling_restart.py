@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import os
 import signal
 import socket
 import threading
@@ -18,7 +19,12 @@ import pytest
 from serving_cases import BODY, SCHEMA, Built, build
 from serving_fakes import FakeRows
 
-from roostream.errors import SetupError
+from benchmarks.common.samples import DEMO, demo_schema
+from benchmarks.serving_swap import Commits
+from roostream.errors import RoostreamError, SetupError
+from roostream.runtime.store_identity import init_store
+from serving.client.client import ServingClient
+from serving.examples import rank_example
 from serving.http import server as http_server
 from tests.serving.live_serving import serving_live
 from tests.serving.test_serving_main import Running, write_config
@@ -58,10 +64,11 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def running(home: Path, port: int) -> Iterator[Running]:
+def running(home: Path, port: int, **changes: object) -> Iterator[Running]:
     """Listening; ended whatever the test does."""
     home.mkdir()
-    process = Running(write_config(home, listen=f"127.0.0.1:{port}", reuse_port=True, deadline_ms=30_000))
+    settings = {"deadline_ms": 30_000, **changes}
+    process = Running(write_config(home, listen=f"127.0.0.1:{port}", reuse_port=True, **settings))
     try:
         process.wait_for_address()
         yield process
@@ -96,6 +103,73 @@ def test_no_request_of_16_clients_fails_during_a_rolling_restart(tmp_path: Path)
         finally:
             stop.set()
     assert set(sum((c.outcomes for c in clients), Counter())) == {"200"}
+
+
+class DefaultClient(threading.Thread):
+    """Roostream's client with its defaults, in a closed loop."""
+
+    def __init__(self, port: int, stop: threading.Event, number: int) -> None:
+        super().__init__()
+        self.url, self.stop, self.number = f"http://127.0.0.1:{port}", stop, number
+        self.num_answered, self.failures = 0, list[str]()
+        self.versions: set[str] = set()
+
+    def run(self) -> None:
+        fields = {**rank_example(demo_schema()), "user_id": 1 + self.number}
+        with ServingClient(self.url) as client:
+            while not self.stop.is_set():
+                fields["request_id"] = f"r-{self.number}-{self.num_answered}"
+                try:
+                    self.versions.add(client.rank(fields).model_version)
+                    self.num_answered += 1
+                except RoostreamError as error:
+                    self.failures.append(str(error))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_no_request_of_the_client_fails_over_many_versions_and_restarts(tmp_path: Path) -> None:
+    """90,000 requests, 100 versions and 10 rolling restarts; other numbers by the environment."""
+    num_requests, num_versions, num_restarts = (
+        int(os.environ.get(name, default))
+        for name, default in (("REQUESTS", "90000"), ("VERSIONS", "100"), ("RESTARTS", "10"))
+    )
+    port, stop, swapping = free_port(), threading.Event(), threading.Event()
+    init_store(tmp_path / "store")
+    commits = Commits(tmp_path / "store")
+    own = {
+        "schema": str(DEMO),
+        "store": str(tmp_path / "store"),
+        "shards": [],
+        "redis": "",
+        "deadline_ms": 1000,
+    }
+    clients = [DefaultClient(port, stop, number) for number in range(8)]
+    committing = threading.Thread(target=commits.run, args=(swapping,))
+    with contextlib.ExitStack() as opened:
+        processes = [opened.enter_context(running(tmp_path / "0", port, **own))]
+        committing.start()
+        for client in clients:
+            client.start()
+        try:
+            for number in range(num_restarts):
+                processes.append(opened.enter_context(running(tmp_path / str(number + 1), port, **own)))
+                assert ended(processes[-2]) == 0, "".join(processes[-2].lines)
+            while (
+                sum(client.num_answered for client in clients) < num_requests
+                or len(set[str]().union(*(client.versions for client in clients))) < num_versions
+            ):
+                assert processes[-1].child.poll() is None
+                time.sleep(0.2)
+        finally:
+            stop.set()
+            swapping.set()
+            for thread in (*clients, committing):
+                thread.join()
+    num_answered = sum(client.num_answered for client in clients)
+    versions = set[str]().union(*(client.versions for client in clients))
+    print(f"{num_answered} answered, {len(versions)} versions, {num_restarts} restarts")
+    assert [failure for client in clients for failure in client.failures] == []
 
 
 def test_a_port_is_shared_only_if_both_processes_allow_it() -> None:
