@@ -188,7 +188,7 @@ def precompile(context: ServingContext) -> None:
     and loaded."""
     schema = context.schema
     fields: Any = rank_example(schema)
-    from_json = JsonParser(schema).parse(msgspec.json.encode(fields))
+    from_json = schema.derived(JsonParser).parse(msgspec.json.encode(fields))
     from_protobuf = parse_impression(schema, encode_impression(fields, schema))
     for request in (from_json, from_protobuf):
         context.service.rank(request, context.watermark.clock.now_ms())

@@ -170,7 +170,7 @@ _AT = " - at `"
 
 
 class JsonParser:
-    """For one schema. Thread-safe."""
+    """For one schema: `schema.derived(JsonParser)` builds its types once. Thread-safe."""
 
     def __init__(self, schema: Schema) -> None:
         self.schema = schema
@@ -196,7 +196,7 @@ class JsonParser:
             surface=check_text(rank.surface, "$.surface"),
             item_ids=self._items(ids, "$.candidates[{}].item_id" if by_row else "$.candidates.item_id[{}]"),
             client_item_ids=ids,
-            ro=self._request_values(rank.ro),
+            ro=self.request_values(rank.ro),
             nro=self._rows(rank.candidates) if by_row else self._columns(rank.candidates),
             append=rank.append,
             first_position=check_position(rank.first_position, len(ids)),
@@ -209,7 +209,8 @@ class JsonParser:
         check_unique(items, path)
         return items
 
-    def _request_values(self, ro: Any) -> dict[str, Any]:
+    def request_values(self, ro: Any) -> dict[str, Any]:
+        """The values of the request's features, checked. Raises RequestError."""
         out: dict[str, Any] = {}
         for name, f, path in self._ro:
             value = getattr(ro, name)

@@ -32,7 +32,7 @@ T = TypeVar("T")
 def add_explain_route(traffic: Traffic) -> Explainer:
     context, ranking, bodies, types = traffic.context, traffic.ranking, traffic.bodies, traffic.types
     schema = context.schema
-    parser = JsonParser(schema)
+    parser = schema.derived(JsonParser)
     initial = functools.cache(lambda: Replica(schema, context.config.seed, num_buckets=1))
     explainer = Explainer(context.service, initial)
     running = asyncio.Semaphore(1)

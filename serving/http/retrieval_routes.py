@@ -75,13 +75,13 @@ def max_found(schema: Schema) -> int:
     return min(MAX_ITEMS, schema.limits.max_candidates)
 
 
-class RetrieveParser(JsonParser):
+class RetrieveParser:
     """For one schema. Thread-safe."""
 
     def __init__(self, schema: Schema, default_task: int) -> None:
-        super().__init__(schema)
-        self.default_task = default_task
-        known, ro = self.types.known, self.types.ro
+        self.schema, self.default_task = schema, default_task
+        self._ranking = schema.derived(JsonParser)
+        known, ro = self._ranking.types.known, self._ranking.types.ro
         self.retrieve_type, self.recommend_type = retrieve_type(ro), recommend_type(schema, ro)
         self._retrieve = msgspec.json.Decoder(self.retrieve_type)
         self._recommend = msgspec.json.Decoder(self.recommend_type)
@@ -109,7 +109,7 @@ class RetrieveParser(JsonParser):
                 surface=check_text(given.surface, "$.surface"),
                 item_ids=np.zeros(0, np.int64),
                 client_item_ids=(),
-                ro=self._request_values(given.ro),
+                ro=self._ranking.request_values(given.ro),
                 nro={},
                 append=False,
                 first_position=0,

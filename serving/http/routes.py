@@ -172,7 +172,7 @@ def append_to_log(feature_log: FeatureLog, records: list[LogRecord]) -> None:
 
 def add_rank_route(traffic: Traffic) -> None:
     schema, ranking, bodies = traffic.context.schema, traffic.ranking, traffic.bodies
-    parser, parse_s = JsonParser(schema), traffic.context.metrics.stages.parse
+    parser, parse_s = schema.derived(JsonParser), traffic.context.metrics.stages.parse
     types = traffic.types
     about = types.traffic(
         "rank",

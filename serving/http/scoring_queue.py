@@ -141,11 +141,6 @@ class ScoringQueue:
         self._waiting.append(queued)
         self._start_pass()
 
-    @property
-    def is_fast(self) -> bool:
-        """Whether most passes are short enough for the event loop."""
-        return self.pass_time.unit_s <= LOOP_S
-
     def _start_pass(self) -> None:
         """Start a pass if none is running and requests wait. A pass in the loop starts after the loop has
         read its other input."""

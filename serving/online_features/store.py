@@ -292,8 +292,8 @@ class FeatureStore:
         updater 0's task."""
         if self.index:
             raise UnavailableError(
-                f"Redis at {self.url} has no online features of this Kafka cluster yet; expected updater 0 "
-                "to begin with them, waiting for it"
+                f"Redis at {self.url} has no online features of this Kafka cluster yet; updater 0 begins "
+                "with them, so it must run too"
             )
         # While `cluster` is this token, nobody commits. A process that begins later replaces the token.
         token = f"deleted by {secrets.token_hex(8)}"

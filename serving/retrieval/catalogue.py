@@ -138,12 +138,9 @@ def load_catalogue(schema: Schema, path: str | Path) -> Catalogue:
         raise ConfigError(f"items: expected a file of items, got {shown(path)!r}: {error.strerror}") from None
 
 
-def read_catalogue(
-    schema: Schema, lines: Iterable[bytes], name: str = "items", parser: JsonParser | None = None
-) -> Catalogue:
-    """One item per line; empty lines are skipped. Pass `parser` to reuse the schema's. Raises ConfigError
-    with name and line."""
-    reader = _CatalogueReader(schema, name, parser or JsonParser(schema))
+def read_catalogue(schema: Schema, lines: Iterable[bytes], name: str = "items") -> Catalogue:
+    """One item per line; empty lines are skipped. Raises ConfigError with name and line."""
+    reader = _CatalogueReader(schema, name)
     parts = [reader.part(chunk) for chunk in _chunks(lines, schema.limits.max_candidates)]
     if not parts:
         raise ConfigError(f"{name}: expected at least one item, got none")
@@ -177,12 +174,12 @@ def _chunks(lines: Iterable[bytes], most: int) -> Iterator[list[Numbered]]:
 class _CatalogueReader:
     """Collects what batches do not hold, by line: ids as given, and attributes."""
 
-    def __init__(self, schema: Schema, name: str, parser: JsonParser) -> None:
+    def __init__(self, schema: Schema, name: str) -> None:
         self.schema, self.name = schema, name
         self.given: list[int | str] = []
         self.attributes: list[dict[str, Any]] = []
         self._lines: dict[int | str, int] = {}
-        self._parser = parser
+        self._parser = schema.derived(JsonParser)
         self._decoder = Decoder(schema, {schema.fingerprint: schema}.get)
         sources = sources_of(schema, "nro")
         self._own = [name for name, source in sources.items() if source == "item_id"]

@@ -135,7 +135,7 @@ def _records(schema: Schema) -> dict[str, Target]:
 
 
 def _files() -> dict[str, Target]:
-    parser, outer = JsonParser(SCHEMA), json.loads((GOLDEN / "format_1" / "manifest.json").read_bytes())
+    outer = json.loads((GOLDEN / "format_1" / "manifest.json").read_bytes())
     item = {
         "item_id": 8,
         "topics": [1, 7],
@@ -147,7 +147,7 @@ def _files() -> dict[str, Target]:
     tensors = tensor_file.encode({"a": np.arange(4.0), "b": np.arange(6.0).reshape(2, 3)}, {"k": "v"})
     return {
         "catalogue": Target(
-            read=lambda data: read_catalogue(SCHEMA, data.split(b"\n"), parser=parser),
+            read=lambda data: read_catalogue(SCHEMA, data.split(b"\n")),
             seeds=(lines,),
             refuses=(ConfigError,),
         ),
