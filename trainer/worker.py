@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from roostream.errors import ConfigError, FencedError, RoostreamError, UnavailableError, describe_error
-from roostream.models.build import model_config_from_dict
+from roostream.models.build import ADDED_PARTS, model_config_from_dict
 from roostream.runtime import manifest as manifests
 from roostream.runtime import tensor_file
 from roostream.runtime.checkpoint_store import CheckpointStore
@@ -423,8 +423,9 @@ class Worker:
         self.identity.check(manifest)
         mine = dataclasses.asdict(self.loop.model_config)
         committed = dataclasses.asdict(model_config_from_dict(manifest.model))
-        if "first_order" not in manifest.model:  # a commit of before: the part is added (dense_checkpoint.py)
-            committed |= {key: value for key, value in mine.items() if key == "first_order"}
+        for part in ADDED_PARTS:  # a commit of before: the part is added (dense_checkpoint.py)
+            if part in mine and part not in manifest.model:
+                committed[part] = mine[part]
         if committed != mine:
             differing = sorted(k for k in {*mine, *committed} if mine.get(k) != committed.get(k))
             expected = ", ".join(f"{k} = {committed.get(k)}" for k in differing)

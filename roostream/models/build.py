@@ -48,6 +48,10 @@ class ModelKind:
     build: Callable[[Schema, Any], Model]  # the second is a `config`
 
 
+ADDED_PARTS = ("first_order", "linear")
+"""Settings of parts that rankers got later. Manifests of before lack them and mean false."""
+
+
 def _two_tower(schema: Schema, config: TwoTowerConfig) -> Model:
     return Retrieval(schema, config) if config.stage == "retrieval" else EarlyRanker(schema, config)
 
@@ -143,13 +147,13 @@ def custom_model_config(file: TomlFile, folder: Path) -> CustomModelConfig:
 
 def model_config_from_dict(raw: Mapping[str, Any]) -> ModelConfig:
     """The inverse of `dataclasses.asdict`, for manifests; without `kind` it is a ranker, without
-    `first_order` one that starts with no order.
+    `first_order` and `linear` one without these parts.
 
     Raises:
         ConfigError: an unknown key or value, or custom code that this process was not given.
     """
     config = loaded_code(raw).config if is_custom(raw.get("kind")) else _kind_of(raw).config
-    before = {"first_order": False} if issubclass(config, RankerConfig) else {}
+    before = dict.fromkeys(ADDED_PARTS, False) if issubclass(config, RankerConfig | DlrmConfig) else {}
     return from_dict(config, {**before, **raw})
 
 

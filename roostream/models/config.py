@@ -91,6 +91,9 @@ class RankerConfig(ModelConfig):
     first_order: bool = setting(
         True, "start with the order by click rate, if the rank of a rate is among the candidate's floats"
     )
+    linear: bool = setting(
+        True, "add logits that are linear in the candidate's floats, which learn faster than the network"
+    )
     prior: float = setting(0.1, "probability that an untrained model predicts", gt=0, lt=1)
 
     def __post_init__(self) -> None:
@@ -227,6 +230,9 @@ class DlrmConfig(ModelConfig):
     )
     first_order: bool = setting(
         True, "start with the order by click rate, if the rank of a rate is among the candidate's floats"
+    )
+    linear: bool = setting(
+        True, "add logits that are linear in the candidate's floats, which learn faster than the network"
     )
     prior: float = setting(0.1, "probability that an untrained model predicts", gt=0, lt=1)
 

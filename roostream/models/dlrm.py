@@ -33,7 +33,7 @@ from roostream.models.feature_encoders import FloatEncoder
 from roostream.models.inputs import Inputs
 from roostream.models.loss import loss, task_objectives
 from roostream.models.model import Model, Targets
-from roostream.models.ranker import FirstOrder, rate_rank
+from roostream.models.ranker import FirstOrder, linear_part, rate_rank
 from roostream.schema.schema import Schema
 from roostream.schema.settings import setting_error
 
@@ -79,6 +79,7 @@ class Dlrm(Model):
         columns = [rate_rank(schema, label.action) for label in schema.labels]
         has_one = config.first_order and any(column is not None for column in columns)
         self.first_order = FirstOrder(columns) if has_one else None
+        self.linear = linear_part(schema, is_on=config.linear)
 
     def adjust_initial_parameters(self) -> None:
         """Untrained, each task predicts its prior."""
@@ -93,7 +94,9 @@ class Dlrm(Model):
             return last.expand(0, -1)
         with rows_of(inputs):
             logits_BT: Tensor = self.dlrm(self.dense_features(inputs), as_kjt(inputs))
-        return logits_BT if self.first_order is None else logits_BT + self.first_order(inputs.nro_float_BG)
+        if self.first_order is not None:
+            logits_BT = logits_BT + self.first_order(inputs.nro_float_BG)
+        return logits_BT if self.linear is None else logits_BT + self.linear(self._floats[1](inputs, {}))
 
     def dense_features(self, inputs: Inputs) -> Tensor:
         """[B, G]: floats and presence bits of each candidate's request, then its own."""

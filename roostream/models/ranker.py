@@ -32,6 +32,7 @@ from roostream.models.feature_encoders import (
 from roostream.models.inputs import Inputs
 from roostream.models.interaction_layers import CrossNet, Dhen
 from roostream.models.layers import Mlp
+from roostream.models.linear_part import MAX_WIDTH, LinearPart
 from roostream.models.loss import loss, task_objectives
 from roostream.models.model import Model, Targets
 from roostream.models.sequence.history_encoders import HstuTargetEncoder
@@ -78,6 +79,7 @@ class Ranker(Model):
         columns = [rate_rank(schema, label.action) for label in schema.labels]
         has_one = config.first_order and any(column is not None for column in columns)
         self.first_order = FirstOrder(columns) if has_one else None
+        self.linear = linear_part(schema, is_on=config.linear)
 
     def forward(self, inputs: Inputs) -> Tensor:
         """→ logits_BT in the order of `schema.tasks`."""
@@ -90,7 +92,9 @@ class Ranker(Model):
         for block in self.list_attention:
             x_BD = block(x_BD, inputs.groups)
         logits_BT = self.heads(self.deep(x_BD))
-        return logits_BT if self.first_order is None else logits_BT + self.first_order(own[0])
+        if self.first_order is not None:
+            logits_BT = logits_BT + self.first_order(own[0])
+        return logits_BT if self.linear is None else logits_BT + self.linear(own[0])
 
     def loss(self, inputs: Inputs, logits_BT: Tensor, targets: Targets) -> Tensor:
         """Multi-task loss (loss.py); pairs within a request's list if a label requires it."""
@@ -141,6 +145,13 @@ class FirstOrder(nn.Module):
             layer.weight[range(len(self._columns)), self._columns] = self.weight
             layer.bias.copy_(-_MIDDLE * self.weight)
         return layer
+
+
+def linear_part(schema: Schema, *, is_on: bool) -> LinearPart | None:
+    """Over the candidate's floats and presence bits; None without floats, or with too many."""
+    width = FloatEncoder(schema, "nro").width
+    has_floats = bool(output_names(schema, "nro"))
+    return LinearPart(width, len(schema.tasks)) if is_on and has_floats and width < MAX_WIDTH else None
 
 
 def rate_rank(schema: Schema, action: str) -> int | None:

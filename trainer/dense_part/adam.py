@@ -17,13 +17,15 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from roostream.models.linear_part import LinearPart
 from roostream.models.model import Model
+from trainer.dense_part import newton
 
 SLOTS = ("exp_avg", "exp_avg_sq")
 
@@ -35,7 +37,8 @@ class DenseAdam:
     First, all gradients together are scaled down to a Euclidean norm of `clip_norm` (Pascanu et al. 2013,
     algorithm 1).
 
-    The weights become views of one tensor, in place. `average`, if set, follows every step.
+    The weights become views of one tensor, in place. `average`, if set, follows every step. The parameters of
+    `linear` parts are trained by Newton steps instead (newton.py).
     """
 
     def __init__(
@@ -47,9 +50,11 @@ class DenseAdam:
         beta1: float = 0.9,
         beta2: float = 0.999,
         epsilon: float = 1e-8,
+        linear: Sequence[LinearPart] = (),
     ) -> None:
         """`learning_rate`: a number, or a function of the number of steps taken."""
-        self._flat = FlatWeights(parameters)
+        self._flat, self._linear = FlatWeights(parameters), tuple(linear)
+        self._by_newton = {id(p) for part in self._linear for p in part.parameters()}
         self.parameters, self._weight_P = self._flat.parameters, self._flat.weight_P
         self.average: WeightAverage | None = None
         self.learning_rate = learning_rate if callable(learning_rate) else lambda _: learning_rate
@@ -61,6 +66,7 @@ class DenseAdam:
         self.slots: dict[str, dict[str, Tensor]] = {
             name: {slot: view_in_flat(self._state[slot], at, parameter) for slot in SLOTS}
             for name, at, parameter in self._flat.places()
+            if id(parameter) not in self._by_newton
         }
 
     def zero_grad(self) -> None:
@@ -80,12 +86,16 @@ class DenseAdam:
         """Update all weights that have a gradient. False: a squared gradient is not finite; nothing was
         changed."""
         spans = self._gradients()
+        if not all(newton.is_finite(part) for part in self._linear):
+            return False
         if not self._clip([gradient_S for _, gradient_S in spans]):
             return False
         rate = self.learning_rate(self.num_steps)
         self.num_steps += 1
         for at, gradient_S in spans:
             self._descend(at, gradient_S, rate)
+        for part in self._linear:
+            newton.step(part)
         if self.average is not None:
             self.average.follow(self._weight_P, self.num_steps)
         return True
@@ -94,7 +104,8 @@ class DenseAdam:
         """Adjacent weights that have gradients, as (place, concatenated gradients); usually one span."""
         out: list[tuple[slice, Tensor]] = []
         for has_one, members in itertools.groupby(
-            self._flat.places(), key=lambda place: place[2].grad is not None
+            self._flat.places(),
+            key=lambda place: place[2].grad is not None and id(place[2]) not in self._by_newton,
         ):
             if has_one:
                 places = list(members)

@@ -20,8 +20,9 @@ from trainer.dense_part.adam import DenseAdam
 log = logging.getLogger("roostream.dense")
 
 _TRAINED = "trained."
-# A part that was added to models later. A commit of before continues with it at zero, which changes no score.
-_ADDED = "first_order."
+# Parts that were added to models later. A commit of before continues with them at zero, which changes no
+# score.
+_ADDED = ("first_order.", "linear.")
 
 
 def snapshot(model: nn.Module, optimizer: DenseAdam) -> dict[str, np.ndarray]:

@@ -15,10 +15,12 @@ from torch import Tensor
 
 from roostream.models.config import ModelConfig
 from roostream.models.inputs import Inputs
+from roostream.models.linear_part import LinearPart
 from roostream.models.model import Targets
 from roostream.schema.schema import Schema
 from trainer.chunks import PulledPart
 from trainer.config import LoopConfig
+from trainer.dense_part import newton
 from trainer.dense_part.adam import DenseAdam, WeightAverage
 from trainer.device.numerics import build_training_model, forward_logits
 from trainer.pipeline.stage_timer import StageTimer
@@ -50,8 +52,12 @@ class DenseTrainer:
         `build_training_model`."""
         self.config, self.stages = config, stages
         self.model = self.scorer = build_training_model(schema, model_config, config)
+        self._linear = [part for part in self.model.modules() if isinstance(part, LinearPart)]
         self.optimizer = DenseAdam(
-            self.model.named_parameters(), learning_rate=rate, clip_norm=config.clip_norm
+            self.model.named_parameters(),
+            learning_rate=rate,
+            clip_norm=config.clip_norm,
+            linear=self._linear,
         )
         if config.average_steps:
             as_served = dataclasses.replace(config, compile=False)
@@ -110,6 +116,9 @@ class DenseTrainer:
         with self.stages("backward"):
             self.optimizer.zero_grad()
             self.model.loss(pulled.inputs, logits_BT, targets).backward()  # type: ignore[no-untyped-call]
+            total_T = targets.weight_BT.sum(dim=0) if targets.total_T is None else targets.total_T
+            for part in self._linear:
+                newton.scale_gradients(part, total_T)
 
 
 def gradients_of(inputs: Inputs) -> Mapping[str, Tensor]:

@@ -23,7 +23,7 @@ from roostream.models.feature_encoders import (
 )
 from roostream.models.interaction_layers import CrossNet
 from roostream.models.layers import Mlp
-from roostream.models.ranker import FirstOrder, Ranker
+from roostream.models.ranker import Ranker
 from roostream.schema.schema import Schema
 from roostream.wire.block import Side
 
@@ -96,7 +96,9 @@ def compile_tape(model: Ranker, schema: Schema) -> Tape | None:
         writer.list_attention(cast(ListAttention, block), x)
     logits = writer.heads(model, writer.mlp(model.deep, x))
     if model.first_order is not None:
-        writer.first_order(model.first_order, candidate["floats"].width, x0, tower, logits)
+        writer.add_linear(model.first_order.as_linear(candidate["floats"].width), x0, tower, logits)
+    if model.linear is not None:
+        writer.add_linear(model.linear.as_linear(), x0, tower, logits)
     return writer.tape()
 
 
@@ -176,9 +178,8 @@ class _Writer:
             self._linear(cast(nn.Linear, layer), tower, to=ColumnRange(logits, task))
         return logits
 
-    def first_order(self, part: FirstOrder, floats: int, x0: int, tower: int | None, logits: int) -> None:
-        """Add to the logits; the floats are the first of the candidate's own columns."""
-        layer = part.as_linear(floats)
+    def add_linear(self, layer: nn.Linear, x0: int, tower: int | None, logits: int) -> None:
+        """Add a layer of the candidate's floats to the logits; they are the first of its own columns."""
         own = self._width(tower) if tower is not None else 0
         self._linear(layer, x0, a_column=own, to=ColumnRange(logits), mode=ops.ADDED)
 
