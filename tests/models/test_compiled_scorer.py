@@ -30,6 +30,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "no list attention": {"list_layers": 0},
     "two list attentions of one head": {"list_layers": 2, "list_heads": 1},
     "no first order": {"first_order": False},
+    "no linear part": {"linear": False},
     "no layers": {"request_layers": (), "deep_layers": (), "task_layers": ()},
     "no history attention": {"history_attention": False},
     "few time buckets": {"time_buckets": 3},

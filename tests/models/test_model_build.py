@@ -12,7 +12,14 @@ import torch
 from torch import nn
 
 from roostream.errors import ConfigError
-from roostream.models.build import KINDS, ModelKind, build_model, load_model_config, model_config_from_dict
+from roostream.models.build import (
+    ADDED_PARTS,
+    KINDS,
+    ModelKind,
+    build_model,
+    load_model_config,
+    model_config_from_dict,
+)
 from roostream.models.config import ModelConfig, RankerConfig
 from roostream.models.inputs import Inputs
 from roostream.models.model import Model, Targets
@@ -68,8 +75,10 @@ def test_config_goes_through_a_manifest() -> None:
     assert model_config_from_dict(written) == config
     del written["kind"]
     assert model_config_from_dict(written) == config, "a manifest from before there were kinds is a ranker's"
-    del written["first_order"]
-    assert model_config_from_dict(written) == dataclasses.replace(config, first_order=False)
+    for part in ADDED_PARTS:
+        del written[part]
+    without = dataclasses.replace(config, first_order=False, linear=False)
+    assert model_config_from_dict(written) == without, "a manifest from before these parts has none"
 
 
 class Constant(Model):

@@ -26,7 +26,7 @@ class ColumnValues:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.present = self.bools = self.fractions = self.texts = self.lists = 0
+        self.present = self.bools = self.floats = self.fractions = self.texts = self.lists = 0
         self.low = self.high = 0.0
         self.not_times = 0  # texts and numbers that are not a time as `parse_time_ms` reads it
         self.parts: dict[str, ColumnValues] = {}  # of objects, by key
@@ -54,6 +54,7 @@ class ColumnValues:
         if isinstance(value, bool):
             self.bools += 1
         elif isinstance(value, int | float):
+            self.floats += isinstance(value, float)
             self.fractions += value != int(value) if abs(value) < float("inf") else 1
             self.low, self.high = min(self.low, value), max(self.high, value)
         elif isinstance(value, str):
@@ -116,7 +117,9 @@ class ColumnValues:
         if self.bools and not self.texts:
             return "float"
         words = set(re.split(r"[_-]", self.name.lower()))
-        is_number = not self.texts and (self.fractions or self.high <= _LARGEST_EXACT)
+        if self.floats and not self.texts:
+            return "float"  # readers of logs take only whole numbers as ids, and 1.0 is none
+        is_number = not self.texts and self.high <= _LARGEST_EXACT
         return "float" if is_number and not (self.is_whole and words & _ID_WORDS) else "ids"
 
     def sequence(self) -> tuple[str, dict[str, Literal["ids", "time_ms"]]]:

@@ -10,6 +10,11 @@ from roostream.cli.init.detect_log import FoundFeature, FoundLog
 _DIM = 8
 _ROW_BYTES = 2 * 4 * _DIM  # weights and adagrad's accumulators, 4 bytes each
 _LIVES = ("10m", "1h", "24h")
+_OF_ALL_TIME = {
+    "item_views": 'event = "shown"',
+    "item_clicks": 'aggregation = "count"',
+    "item_ctr": 'aggregation = "rate"',
+}
 _MAX_PAIRS = 3
 _MAX_LABELS = 8
 _MIN_FOR_PRIOR = 1000  # candidates
@@ -24,6 +29,7 @@ cross_layers = 2       # products of features
 deep_layers = [64]     # layers that all labels share
 task_layers = [32]     # layers of each label
 first_order = true     # start with the order by click rate instead of none
+linear = true          # logits linear in the candidate's numbers, which learn faster than the network
 """
 
 
@@ -130,14 +136,25 @@ def _kept(log: FoundLog, own: set[str]) -> Iterator[str]:
         names = [name for name in names if name not in own]
         counts = [name for name in names if not name.startswith("ctr_")]
         extra = f"\n{_transform(counts, 'log1p')}" if counts else ""
-        note = "" if life != _LIVES[-1] else " The rank of this rate is what an untrained model orders by."
         if names:
             yield (
                 f"# Clicks, views, expected clicks and click rate of the item, half-life {life}, and how\n"
                 f"# they compare within the list: 36 bytes in Redis for each item, and {3 * len(names)} "
-                f"numbers of input.{note}\n"
+                f"numbers of input.\n"
                 f"{_online('nro', names)}\n{_transform(names, 'rank', 'share')}{extra}"
             )
+    if not own & set(_OF_ALL_TIME):
+        counters = [
+            f'[[counter]]\nname = "{name}"\nentity = ["item"]\n{kind}' for name, kind in _OF_ALL_TIME.items()
+        ]
+        names = list(_OF_ALL_TIME)
+        yield (
+            "# The same since the item was first shown, for items that stay for days: 24 bytes in Redis for\n"
+            "# each item, and 6 numbers of input. The rank of the rate is what an untrained model orders\n"
+            "# by.\n"
+            + "\n".join([*counters, _online("nro", names)])
+            + f"\n{_transform(names, 'rank')}\n{_transform([n for n in names if n != 'item_ctr'], 'log1p')}"
+        )
     if "age_s" not in own:
         yield (
             "# Time since the item was first shown: 12 bytes in Redis for each item, and 3 numbers of\n"

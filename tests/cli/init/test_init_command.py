@@ -79,12 +79,14 @@ def test_actions_of_the_sample_log_can_be_chosen() -> None:
 
 
 def test_kinds_of_features_follow_their_values() -> None:
-    write_lines("log.jsonl", a_log(topics=["a", "b"], basket=3, past={"item": [1, 2], "at": [T0, T0]}))
+    write_lines(
+        "log.jsonl", a_log(topics=["a", "b"], basket=3, front_page=1.0, past={"item": [1, 2], "at": [T0, T0]})
+    )
     output = run("shop", "--from", "log.jsonl").output
     schema = written()
     kinds = {f.name: f.kind for f in (*schema.ro, *schema.nro)}
     assert kinds["topics"] == kinds["category"] == kinds["brand_id"] == "ids"
-    assert kinds["basket"] == kinds["price"] == "float"
+    assert kinds["basket"] == kinds["price"] == kinds["front_page"] == "float"
     past = next(f for f in schema.ro if f.name == "past")
     assert (past.table, past.columns) == ("item", {"at": "time_ms"})
     assert "'price' of a candidate is of kind float" in output and "'open'" in output

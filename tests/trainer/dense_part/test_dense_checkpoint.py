@@ -85,17 +85,18 @@ def test_a_changed_schema_keeps_the_weights_that_fit(caplog: pytest.LogCaptureFi
     assert np.array_equal(after["optimizer.1.weight.exp_avg"], tensors["optimizer.1.weight.exp_avg"])
 
 
-def test_a_commit_from_before_the_first_order_continues_with_it_at_zero() -> None:
-    model, optimizer = with_first_order(slope=0.7)
-    before = {k: v for k, v in dense_checkpoint.snapshot(model, optimizer).items() if "first_order" not in k}
-    other, others = with_first_order(slope=1.0)
+@pytest.mark.parametrize("part", ["first_order", "linear"])
+def test_a_commit_from_before_a_part_continues_with_it_at_zero(part: str) -> None:
+    model, optimizer = with_part(part, slope=0.7)
+    before = {k: v for k, v in dense_checkpoint.snapshot(model, optimizer).items() if part not in k}
+    other, others = with_part(part, slope=1.0)
     dense_checkpoint.restore(before, other, others, same_schema=True)
-    assert other.get_parameter("first_order.weight").item() == 0.0
+    assert other.get_parameter(f"{part}.weight").item() == 0.0
     after = dense_checkpoint.snapshot(other, others)
     assert all(after[name].tobytes() == value.tobytes() for name, value in before.items())
 
 
-def with_first_order(slope: float) -> tuple[nn.Module, DenseAdam]:
-    model = nn.ModuleDict({"deep": nn.Linear(3, 1), "first_order": nn.Linear(1, 1, bias=False)})
-    nn.init.constant_(model.get_parameter("first_order.weight"), slope)
+def with_part(part: str, slope: float) -> tuple[nn.Module, DenseAdam]:
+    model = nn.ModuleDict({"deep": nn.Linear(3, 1), part: nn.Linear(1, 1, bias=False)})
+    nn.init.constant_(model.get_parameter(f"{part}.weight"), slope)
     return model, DenseAdam(model.named_parameters(), learning_rate=0.01)
