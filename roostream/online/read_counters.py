@@ -20,7 +20,7 @@ from roostream.wire.block import main_key
 OnlineValues: TypeAlias = tuple[dict[str, object], dict[str, np.ndarray]]
 """(RO, NRO) by online name: RO as `encode_ro` takes them, absent = missing; NRO float32 [n], NaN =
 missing."""
-_PRIOR_EVENTS, _PRIOR_VIEWS = np.float32(0.1), np.float32(1)
+_PRIOR, _PRIOR_VIEWS, _DECLARED_PRIOR_VIEWS = 0.1, 1.0, 10.0
 
 
 class EntityStates(NamedTuple):
@@ -65,7 +65,11 @@ def _number(reading: CounterReading, columns_Wn: np.ndarray) -> np.ndarray:
     value_n = columns_Wn[reading.columns[0]]
     if reading.counter.aggregation != "rate":
         return value_n
-    rate_n: np.ndarray = (value_n + _PRIOR_EVENTS) / (columns_Wn[reading.columns[1]] + _PRIOR_VIEWS)
+    prior, views = reading.counter.prior, _DECLARED_PRIOR_VIEWS
+    if not prior:
+        prior, views = _PRIOR, _PRIOR_VIEWS
+    added = np.float32(prior * views)
+    rate_n: np.ndarray = (value_n + added) / (columns_Wn[reading.columns[1]] + np.float32(views))
     return rate_n
 
 

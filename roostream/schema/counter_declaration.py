@@ -42,6 +42,12 @@ class CounterDeclaration(Settings):
         0, "history: entries kept, 0 = history_len; distinct: values kept, 0 = 64", ge=0, le=10_000
     )
     of: str = setting("item", "distinct: the field whose values are counted")
+    prior: float = setting(
+        0.0,
+        "rate: the value without a view, which weighs as much as 10 views; 0 = the value 0.1, weight 1",
+        ge=0,
+        lt=1,
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -64,6 +70,9 @@ class CounterDeclaration(Settings):
         if 0 < self.window_ms < 12_000:
             text = f"expected at least 12 s, got {self.window_ms} ms; a window has 12 steps"
             raise self._error("window", text)
+        if self.prior and self.aggregation != "rate":
+            text = f"expected none for aggregation {self.aggregation!r}, got {self.prior}; remove it"
+            raise self._error("prior", text)
         self._check_event()
         self._check_length()
 

@@ -26,7 +26,7 @@ Kind = Literal["float", "ids", "weighted_ids", "sequence"]
 Fold = Literal["any", "count", "sum", "max", "last"]
 _MAX_FLOAT = 3e38  # fits a float32
 Objective = Literal["event", "weighted", "amount", "pairwise"]
-Op = Literal["log1p", "clip", "standardize", "rank", "share"]
+Op = Literal["log1p", "log", "clip", "standardize", "rank", "share"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

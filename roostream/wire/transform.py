@@ -1,6 +1,7 @@
 """The schema's transforms: floats derived from floats, one code path for training and serving.
 
     log1p        sign(x) · log(1 + |x|)
+    log          log(max(x, 1e-9))
     clip         x limited to [low, high]
     standardize  (x - mean) / std
     rank         rank of x among its request's candidates, 0 = smallest, 1 = largest; ties share their mean.
@@ -25,7 +26,7 @@ from roostream.wire.batch import Batch
 from roostream.wire.block import Side
 from roostream.wire.dedup import Inverse
 
-_OPS = {"log1p": 0, "clip": 1, "standardize": 2, "rank": 3, "share": 4}
+_OPS = {"log1p": 0, "clip": 1, "standardize": 2, "log": 3, "rank": 4, "share": 5}
 _MAX_FLOAT32 = float(np.finfo(np.float32).max)
 
 
@@ -90,25 +91,27 @@ def run_steps(
     for o in range(len(steps_O3)):
         op, source, to = steps_O3[o]
         a, b = settings_O2[o]
-        if op <= 2:
+        if op <= 3:
             for n in range(len(out_NG)):
                 out_NG[n, to] = elementwise(op, np.float64(out_NG[n, source]), a, b)
         else:
             for r in range(len(starts_R1) - 1):
                 column = out_NG[starts_R1[r] : starts_R1[r + 1], source].astype(np.float64)
-                within = rank(column) if op == 3 else share(column)
+                within = rank(column) if op == 4 else share(column)
                 out_NG[starts_R1[r] : starts_R1[r + 1], to] = within
 
 
 @njit(cache=True, nogil=True)
 def elementwise(op: int, x: float, a: float, b: float) -> float:
-    """log1p, clip(a, b) or standardize(a, b), limited to the finite range of float32."""
+    """log1p, clip(a, b), standardize(a, b) or log, limited to the finite range of float32."""
     if op == 0:
         y = math.copysign(math.log1p(abs(x)), x)
     elif op == 1:
         y = min(max(x, a), b)
-    else:
+    elif op == 2:
         y = (x - a) / b
+    else:
+        y = math.log(max(x, 1e-9))
     return min(max(y, -_MAX_FLOAT32), _MAX_FLOAT32)
 
 
@@ -143,5 +146,5 @@ def share(x_n: np.ndarray) -> np.ndarray:
 
 def precompile() -> None:
     """Compile the kernels into numba's cache."""
-    steps = np.array([[op, 0, 0] for op in range(5)], dtype=np.int64)
-    run_steps(np.ones((2, 1), dtype=np.float32), steps, np.ones((5, 2)), np.array([0, 2], dtype=np.int64))
+    steps = np.array([[op, 0, 0] for op in range(6)], dtype=np.int64)
+    run_steps(np.ones((2, 1), dtype=np.float32), steps, np.ones((6, 2)), np.array([0, 2], dtype=np.int64))

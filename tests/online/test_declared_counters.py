@@ -178,6 +178,15 @@ def test_a_retried_engagement_counts_once_for_every_counter() -> None:
     assert nro["order_rate_1h"].tolist() == [np.float32(1.1)] and nro["last_order"].tolist() == [3.0]
 
 
+def test_a_rate_with_a_prior_counts_ten_views_in_advance() -> None:
+    rate = {"name": "often", "entity": ["item"], "event": "click", "aggregation": "rate"}
+    counters = Counters(schema_with([{**rate, "prior": 0.2}]))
+    counters.apply_impression(5, [1, 2], T0)
+    counters.apply_engagement(5, 1, "click", 1.0, T0 + 1)
+    often_n = counters.read(5, [1, 2, 3], T0 + 2)[1]["often"]
+    np.testing.assert_allclose(often_n, [3 / 11, 2 / 11, 0.2], rtol=1e-6)
+
+
 def test_blocks_and_values_have_the_same_fields() -> None:
     from roostream.wire.block import encode_nro, encode_ro
 
@@ -302,6 +311,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"aggregation": "in_last_list", "event": "shown"}, "expected 'user' and a field of the candidate"),
     ({"of": "user"}, "expected none for aggregation 'count', got 'user'"),
     ({"length": 3}, "expected none for aggregation 'count', got 3"),
+    ({"prior": 0.1}, "expected none for aggregation 'count', got 0.1"),
 ]
 
 

@@ -53,6 +53,10 @@ std = 4
 output = "rank_rank"
 input = "ctr_rank"
 op = "rank"
+[[transform]]
+output = "ctr_log"
+input = "ctr"
+op = "log"
 """
 
 
@@ -78,6 +82,7 @@ def test_outputs_are_in_declared_order(ranked: Schema) -> None:
         "ctr_share",
         "age_clip",
         "rank_rank",
+        "ctr_log",
     )
 
 
@@ -94,6 +99,8 @@ def test_every_operation_equals_its_definition(ranked: Schema) -> None:
     assert columns["ctr_share"] == np.array([0, 3 / 5, 0.1, 0.2, 0.1], np.float32).tolist()
     assert columns["age_clip"] == np.array([0, np.log(2), -np.log(2), 2, 0], np.float32).tolist()
     assert columns["rank_rank"] == columns["ctr_rank"]
+    logs = np.log([1e-9, 3.0, 0.5, 1.0, 0.5])
+    assert columns["ctr_log"] == logs.astype(np.float32).tolist(), "0 counts as 1e-9"
 
 
 @pytest.mark.parametrize(

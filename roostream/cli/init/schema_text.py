@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Iterator, Sequence
 
 from roostream.cli.init.detect_log import FoundFeature, FoundLog
@@ -13,7 +14,7 @@ _LIVES = ("10m", "1h", "24h")
 _OF_ALL_TIME = {
     "item_views": 'event = "shown"',
     "item_clicks": 'aggregation = "count"',
-    "item_ctr": 'aggregation = "rate"',
+    "item_ctr": "",
 }
 _MAX_PAIRS = 3
 _MAX_LABELS = 8
@@ -143,18 +144,7 @@ def _kept(log: FoundLog, own: set[str]) -> Iterator[str]:
                 f"numbers of input.\n"
                 f"{_online('nro', names)}\n{_transform(names, 'rank', 'share')}{extra}"
             )
-    if not own & set(_OF_ALL_TIME):
-        counters = [
-            f'[[counter]]\nname = "{name}"\nentity = ["item"]\n{kind}' for name, kind in _OF_ALL_TIME.items()
-        ]
-        names = list(_OF_ALL_TIME)
-        yield (
-            "# The same since the item was first shown, for items that stay for days: 24 bytes in Redis for\n"
-            "# each item, and 6 numbers of input. The rank of the rate is what an untrained model orders\n"
-            "# by.\n"
-            + "\n".join([*counters, _online("nro", names)])
-            + f"\n{_transform(names, 'rank')}\n{_transform([n for n in names if n != 'item_ctr'], 'log1p')}"
-        )
+    yield from _of_all_time(log, own)
     if "age_s" not in own:
         yield (
             "# Time since the item was first shown: 12 bytes in Redis for each item, and 3 numbers of\n"
@@ -175,6 +165,27 @@ def _kept(log: FoundLog, own: set[str]) -> Iterator[str]:
             f'[[counter]]\nname = "{counter}"\nentity = ["user", "{f.name}"]\naggregation = "rate"\n'
             f"{_online('nro', [counter])}\n{_transform([counter], 'rank')}"
         )
+
+
+def _of_all_time(log: FoundLog, own: set[str]) -> Iterator[str]:
+    """Counters of an item that never forget."""
+    if own & set(_OF_ALL_TIME):
+        return
+    share = log.actions.get(log.click, 0) / log.candidates
+    prior = float(f"{min(max(share, 1e-6), 0.9):.2g}")
+    counters = {**_OF_ALL_TIME, "item_ctr": f'aggregation = "rate"\nprior = {prior:g}'}
+    lines = [f'[[counter]]\nname = "{name}"\nentity = ["item"]\n{rest}' for name, rest in counters.items()]
+    log_rate = f"mean = {math.log(prior):.2f}\nstd = 2.0"
+    yield (
+        "# Clicks and views of the item since it was first shown, for items that stay for days. The rate\n"
+        "# counts ten views of an average item in advance, and its rank is what an untrained model orders\n"
+        "# by: 16 bytes in Redis for each item, and 8 numbers of input.\n"
+        + "\n".join(lines)
+        + f"\n{_online('nro', list(counters))}\n{_transform(list(counters), 'rank')}\n"
+        f"{_transform(['item_views', 'item_clicks'], 'log1p')}\n"
+        '[[transform]]\ninput = "item_ctr"\nop = "log"\noutput = "item_ctr_log"\n'
+        f'[[transform]]\ninput = "item_ctr_log"\nop = "standardize"\n{log_rate}'
+    )
 
 
 def _crossed(log: FoundLog, own: set[str]) -> list[FoundFeature]:
