@@ -52,6 +52,7 @@ def config_of(folder: Path, days: str = "", stored_order_until: str = "") -> Rep
         set=(
             "worker.rehearsal={batches=200}",
             "model.list_layers=2",
+            "model.linear=false",
         ),  # as the log's own replay has by itself
         batch_requests=32,
     )
