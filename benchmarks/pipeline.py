@@ -50,6 +50,9 @@ class ReadyRows:
     def push(self, lookup: Lookup, gradients: Mapping[str, Tensor], times: PushTimes) -> None:
         """Drop the gradients."""
 
+    def save(self) -> None:
+        """No state."""
+
 
 @contextlib.contextmanager
 def _client(schema: Schema) -> Iterator[Client]:

@@ -43,7 +43,7 @@ from param_server.restore import (
     restore_target,
     roll_back,
 )
-from param_server.row_block import MAX_BLOCK_BYTES, with_gone
+from param_server.row_block import MAX_BLOCK_BYTES, RowBlock, with_gone
 from param_server.segment_copies import SegmentCopies
 from param_server.segment_parts import Segment, SegmentBucket
 from param_server.segments import EMPTY_COMMIT, Commit, Segments
@@ -169,20 +169,19 @@ class Shard:
                 self._apply([update])
         return True
 
-    def push_step(self, incarnation: int, updates: Sequence[GradientPush]) -> None:
-        """Apply the pushes of all workers of a step at once, in their order. As `push` of each, without
-        waiting."""
+    def overwrite(self, stack: str, block: RowBlock) -> None:
+        """Set rows and states that a worker of this process has trained; the next commit contains them.
+
+        Raises:
+            UnavailableError: the shard waits to be restored.
+        """
         with self._lock:
             self._wait_for_freeze()
-            self._check(incarnation)
-            for update in updates:
-                check_owned(self.identity.index, self.owners, [keys for _, keys, _ in update.parts])
-                if not self._is_next(update.worker, update.sequence):
-                    raise FencedError(
-                        f"worker {update.worker}: push {update.sequence} was applied before; restore the "
-                        "worker"
-                    )
-            self._apply(updates)
+            self._check(self.incarnation)
+            check_owned(self.identity.index, self.owners, [block.live])
+            with self._breaking("a write of rows"):
+                table = self.tables[stack]
+                table.outbox.note_change(table.overwrite(block), 0, 0, self.clock.now_ms())
 
     def _wait_for_freeze(self) -> None:
         """A push that comes during a freeze belongs to the next generation; called with the lock held. A

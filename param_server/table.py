@@ -257,6 +257,23 @@ class StackTable:
         which_U = kernels.which_table(keys.table_U, self.embeddings.table_K)
         gradient_UD = self._scaled(gradient_UD)
         self.kernel(self.embeddings.rows_ND, self.state_NA, row_U, gradient_UD, which_U, self.parameters_KP)
+        return self._mark_changed(row_U, time_ms)
+
+    def overwrite(self, block: RowBlock) -> np.ndarray:
+        """Set rows and state that were trained elsewhere. They count as changed at the block's times; bool
+        [B]: buckets changed."""
+        self.reserve(block.num_live)
+        row_L = self.index.find(block.live)
+        known_L, stamp_ms_L = row_L >= 0, block.stamp_ms_L.copy()
+        stamp_ms_L[known_L] = np.maximum(stamp_ms_L[known_L], self.stamp_ms_N[row_L[known_L]])
+        if self.frozen is not None:
+            self._save(self.frozen, row_L[known_L])
+        row_L = self.embeddings.put(block.live, block.rows_LD)
+        kernels.put_rows(self.state_NA, row_L, block.state_LA)
+        self.stamp_ms_N[row_L] = stamp_ms_L
+        return self._mark_changed(row_L, NEVER)
+
+    def _mark_changed(self, row_U: np.ndarray, time_ms: int) -> np.ndarray:
         touched_B = np.zeros(self.num_buckets, np.bool_)
         self._num_dirty += kernels.stamp(
             row_U,

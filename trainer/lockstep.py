@@ -6,7 +6,7 @@
                ── sum ──► one step for all
 
 A worker without data adds zeros and pulls no rows. In a turn that trains, all workers pull once, and all push
-once if there are gradients, so that both may be collective calls (`param_server/row_exchange.py`). A cut
+once if there are gradients, so that both may be collective calls (`trainer/torchrec_rows.py`). A cut
 happens after the turn in which all workers want the same one. What was announced for the next turn stays
 announced, and is not part of the cut. While no worker trains, the bucket contains the reports alone, and a
 turn waits for data as a poll does.

@@ -163,6 +163,7 @@ class TrainLoop:
     def snapshot(self) -> Snapshot:
         """Copy the state between two chunks. Raises UnavailableError: an earlier push has failed."""
         self.feed.drain()
+        self.rows.save()
         shared = dense_checkpoint.snapshot(self.model, self.optimizer)
         return Snapshot(
             shared=shared | {_RECENT: self.watermark.recent_ms} | self.selection.state(),

@@ -1,5 +1,5 @@
 """Collective operations of W workers within one incarnation: gradient sums and, for workers that hold rows,
-row exchange.
+the group of TorchRec's exchange.
 
 All workers give buffers of the same size in the same order, and all get the same sum, bit for bit. The
 controller alone decides who belongs to a group: RESTORE lists the workers, and the group's name is its
@@ -7,10 +7,10 @@ incarnation.
 
     RESTORE (workers, address) ──► ProcessGroup ──► first sum: all connect ──► sum, sum, … ──► leave
 
-torch's process groups are used directly. The global default group is avoided, because its set-up imports half
-of torch, and so are object collectives, which use pickle.
+torch's process groups are used directly. The global default group is avoided for sums, because its set-up
+imports half of torch, and so are object collectives, which use pickle. TorchRec needs the default group.
 
-Letters: N numbers of a bucket, W workers, B bytes.
+Letters: N numbers of a bucket.
 """
 
 from __future__ import annotations
@@ -19,11 +19,9 @@ import datetime
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-import numpy as np
-import torch
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
@@ -31,13 +29,13 @@ from roostream.errors import UnavailableError
 from roostream.runtime.address import parse_address
 
 if TYPE_CHECKING:
-    from param_server.row_exchange import RowExchange
+    from trainer.torchrec_rows import TorchRecRows
 
 _POLL_S = 0.05  # a wait checks this often whether it was interrupted
 _STORE_S = 5.0  # time limit of one call of the rendezvous store
 _CONNECT_S = 1.0  # time limit of one attempt to connect, which cannot be interrupted
 # torch reports a lost peer by one of these; all of them were RuntimeErrors so far.
-_ERRORS = (RuntimeError, OSError, ValueError, TimeoutError)
+GROUP_ERRORS = (RuntimeError, OSError, ValueError, TimeoutError)
 
 
 class GroupSpec(NamedTuple):
@@ -67,19 +65,10 @@ class ProcessGroup(Protocol):
         """End the group; the other workers notice at once. Idempotent."""
 
 
-class PeerGroup(ProcessGroup, Protocol):
-    """A process group that can also exchange rows: see `param_server.row_exchange.Peers`."""
-
-    def all_to_all(self, parts: Sequence[np.ndarray], about: str) -> list[np.ndarray]: ...
-
-
 class SingleWorkerGroup:
-    """A `PeerGroup` of one worker. Nothing is sent."""
+    """A `ProcessGroup` of one worker. Nothing is sent."""
 
     index, workers = 0, 1
-
-    def all_to_all(self, parts: Sequence[np.ndarray], about: str) -> list[np.ndarray]:
-        return list(parts)
 
     def sum(self, bucket_N: Tensor) -> None: ...
 
@@ -96,14 +85,6 @@ class Rendezvous(Protocol):
     def join(self, spec: GroupSpec) -> ProcessGroup:
         """Create the group without waiting for other workers. Raises UnavailableError: this process cannot
         join any group."""
-
-
-class PeerRendezvous(Protocol):
-    """A `Rendezvous` whose groups can exchange rows."""
-
-    address: str
-
-    def join(self, spec: GroupSpec) -> PeerGroup: ...
 
 
 class SingleWorkerRendezvous:
@@ -156,14 +137,12 @@ class TorchRendezvous:
 
 
 class TorchProcessGroup:
-    """A `PeerGroup` over gloo, or a `ProcessGroup` over NCCL if the buckets are on CUDA. One group is used
-    either for sums or for `all_to_all`, not for both."""
+    """A `ProcessGroup` over gloo, or over NCCL if the buckets are on CUDA."""
 
     def __init__(self, spec: GroupSpec, rendezvous: TorchRendezvous) -> None:
         """`rendezvous`: of this process."""
         self.spec, self.rendezvous, self.timeout_s = spec, rendezvous, rendezvous.timeout_s
         self.index, self.workers = spec.worker, spec.workers
-        self._all_to_all = AllToAll(self.index, self.workers, self._exchange)
         self._interrupted = threading.Event()
         self._group: Any = None
         self._left = ""
@@ -174,30 +153,20 @@ class TorchProcessGroup:
     def sum(self, bucket_N: Tensor) -> None:
         self._collective(lambda group: self._wait(group.allreduce([bucket_N], self._options)))
 
-    def all_to_all(self, parts: Sequence[np.ndarray], about: str) -> list[np.ndarray]:
-        """See `AllToAll.exchange`. Raises as `sum`."""
-        return self._all_to_all.exchange(parts, about)
-
     def interrupt(self) -> None:
         self._interrupted.set()
 
     def leave(self) -> None:
         self._leave("asked to")
 
-    def _exchange(
-        self, received: np.ndarray, sent: np.ndarray, sizes_received: list[int], sizes_sent: list[int]
-    ) -> None:
-        into, of = torch.from_numpy(received), torch.from_numpy(sent)
-        self._collective(lambda group: self._wait(group.alltoall_base(into, of, sizes_received, sizes_sent)))
-
-    def _collective(self, run: Callable[[Any], None]) -> None:
+    def _collective(self, run: Callable[[Any], Any]) -> Any:
         if self._left:
             raise UnavailableError(f"this worker has left the group ({self._left}); waiting for RESTORE")
         try:
             if self._group is None:
                 self._group = self._connect()
             return run(self._group)
-        except _ERRORS as error:
+        except GROUP_ERRORS as error:
             why = str(error).split("\n")[0][:200]
             message = f"the collective operation with the other workers failed: {why}"
         except UnavailableError as error:
@@ -237,6 +206,9 @@ class TorchProcessGroup:
         self._until(
             lambda: bool(store.check(everyone)), f"{self.workers} workers at {self.spec.address}", 0.02
         )
+        return self._create(store)
+
+    def _create(self, store: c10d.Store) -> Any:
         if self.rendezvous.device.startswith("cuda"):
             nccl: Any = c10d.ProcessGroupNCCL
             options = nccl.Options()
@@ -292,15 +264,52 @@ def _timedelta(seconds: float) -> datetime.timedelta:
     return datetime.timedelta(seconds=seconds)
 
 
+class RowGroup(TorchProcessGroup):
+    """The workers that hold rows: torch's default group in this process, which TorchRec exchanges rows by.
+
+    TorchRec waits inside its own code, so an interrupt closes the connections of the group."""
+
+    def connect(self) -> Any:
+        """The `torch.distributed.ProcessGroup`. The first call waits for all workers. Raises as `sum`."""
+        return self._collective(lambda group: group)
+
+    def interrupt(self) -> None:
+        super().interrupt()
+        self._abort()
+
+    def _leave(self, why: str) -> None:
+        self._abort()
+        super()._leave(why)
+
+    def _abort(self) -> None:
+        """Close the connections, also while the collection still has the group."""
+        if (group := self._group) is not None:
+            group.abort()
+
+    def _create(self, store: c10d.Store) -> Any:
+        from torch import distributed
+
+        if distributed.is_initialized():
+            distributed.destroy_process_group()
+        distributed.init_process_group(
+            "nccl" if self.rendezvous.device.startswith("cuda") else "gloo",
+            store=store,
+            rank=self.index,
+            world_size=self.workers,
+            timeout=_timedelta(self.timeout_s),
+        )
+        return distributed.group.WORLD
+
+
 class DualRendezvous:
     """A `Rendezvous` of workers that hold rows: each incarnation has one group for sums and one for `rows`.
     There are two groups, because a push may run in its own thread beside the sum of the next turn."""
 
-    def __init__(self, rendezvous: PeerRendezvous, rows: RowExchange) -> None:
+    def __init__(self, rendezvous: TorchRendezvous, rows: TorchRecRows) -> None:
         self.rendezvous, self.rows, self.address = rendezvous, rows, rendezvous.address
 
     def join(self, spec: GroupSpec) -> ProcessGroup:
-        exchange = self.rendezvous.join(spec._replace(purpose=" rows"))
+        exchange = RowGroup(spec._replace(purpose=" rows"), self.rendezvous)
         self.rows.meet(exchange)
         return DualProcessGroup(self.rendezvous.join(spec), exchange)
 
@@ -322,66 +331,3 @@ class DualProcessGroup:
     def leave(self) -> None:
         self.sums.leave()
         self.exchange.leave()
-
-
-Exchange = Callable[[np.ndarray, np.ndarray, list[int], list[int]], None]
-"""(received, sent, sizes received, sizes sent): uint8 of all workers concatenated, and the bytes per worker.
-`received` is written."""
-
-_HEADER_BYTES = 16
-_MIN_CAPACITY = 1 << 10
-_MAX_CAPACITY = 8 << 20  # limits what one unusually large exchange costs the next one
-
-
-class AllToAll:
-    """All-to-all of parts whose sizes the receivers do not know, usually in a single exchange.
-
-        block      one per peer: [size of its part · size of its sender's largest part · the first `capacity`
-                   bytes of the part]
-        overflow   a second exchange with the remaining bytes of all parts, only if a part exceeds `capacity`
-        capacity   from everyone's largest part in the last exchange of the same name, so it is the same for
-                   all workers
-
-    torch's groups exchange buffers whose sizes both sides know. Exchanging sizes first would cost one more
-    exchange each time. All workers of a group call this in the same order with the same names."""
-
-    def __init__(self, index: int, workers: int, exchange: Exchange) -> None:
-        self.index, self.workers, self._exchange = index, workers, exchange
-        self._capacities: dict[str, int] = {}
-
-    def exchange(self, parts: Sequence[np.ndarray], about: str) -> list[np.ndarray]:
-        """Send `parts[w]` (uint8) to worker w; returns what each worker sent to this one. Its own part is
-        returned unchanged. `about`: name of the exchange. Raises as the exchange."""
-        capacity = self._capacities.get(about, _MIN_CAPACITY)
-        others = [n for n in range(self.workers) if n != self.index]
-        largest = max((len(parts[n]) for n in others), default=0)
-        sent_WB = np.empty((self.workers - 1, _HEADER_BYTES + capacity), np.uint8)
-        for block_B, n in zip(sent_WB, others, strict=True):
-            block_B[:_HEADER_BYTES].view(np.int64)[:] = len(parts[n]), largest
-            block_B[_HEADER_BYTES : _HEADER_BYTES + len(parts[n])] = parts[n][:capacity]
-        received_WB = np.empty_like(sent_WB)
-        blocks = [0 if n == self.index else _HEADER_BYTES + capacity for n in range(self.workers)]
-        self._exchange(received_WB.reshape(-1), sent_WB.reshape(-1), blocks, blocks)
-        sizes, largest_W = received_WB[:, :_HEADER_BYTES].copy().view(np.int64).T
-        largest_of_all = max(largest, int(largest_W.max(initial=0)))
-        received = {
-            n: block_B[_HEADER_BYTES : _HEADER_BYTES + size]
-            for n, block_B, size in zip(others, received_WB, sizes.tolist(), strict=True)
-        }
-        if largest_of_all > capacity:
-            overflow = self._exchange_overflow(
-                parts, dict(zip(others, sizes.tolist(), strict=True)), capacity
-            )
-            received = {n: np.concatenate([received[n], overflow[n]]) for n in others}
-        next_capacity = max(largest_of_all + largest_of_all // 16, _MIN_CAPACITY) // 8 * 8
-        self._capacities[about] = min(next_capacity, _MAX_CAPACITY)
-        return [parts[n] if n == self.index else received[n] for n in range(self.workers)]
-
-    def _exchange_overflow(
-        self, parts: Sequence[np.ndarray], sizes: dict[int, int], capacity: int
-    ) -> list[np.ndarray]:
-        expected = [max(0, sizes.get(n, 0) - capacity) for n in range(self.workers)]
-        rests = [part[:0] if n == self.index else part[capacity:] for n, part in enumerate(parts)]
-        received = np.empty(sum(expected), np.uint8)
-        self._exchange(received, np.concatenate(rests), expected, [len(rest) for rest in rests])
-        return np.split(received, np.cumsum(expected)[:-1])

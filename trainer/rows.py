@@ -7,7 +7,7 @@ Letters: U unique rows of a stack, D width.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -19,9 +19,6 @@ from roostream.schema.schema import Schema
 from roostream.wire.batch import Batch
 from roostream.wire.lookup import Lookup, StackLookup
 from trainer.corrections import record_due_ms
-
-if TYPE_CHECKING:
-    from param_server.row_exchange import RowExchange
 
 
 class PushTimes(NamedTuple):
@@ -62,6 +59,10 @@ class Rows(Protocol):
         all push at the same steps, possibly nothing, and the call returns when their sum is applied. Raises
         UnavailableError: as `pull`; some rows may have changed: everyone must be restored."""
 
+    def save(self) -> None:
+        """A commit is cut: what was pushed must be at the shards. Several workers all call it after the same
+        step. Raises UnavailableError: as `pull`."""
+
 
 def clip_rows(gradients: Mapping[str, Tensor], max_norm: float) -> bool:
     """Scale each row's gradient (stack → float32 [U, D]) down to a Euclidean norm of `max_norm`, in place, so
@@ -95,9 +96,9 @@ def empty_lookup(schema: Schema) -> Lookup:
 
 
 class ShardRows:
-    """`Rows` of the shards behind `client`, or of the workers' row exchange, on the host."""
+    """`Rows` of the shards behind `client`, on the host."""
 
-    def __init__(self, client: Client | RowExchange) -> None:
+    def __init__(self, client: Client) -> None:
         self.client = client
 
     def set_incarnation(self, incarnation: int, workers: int = 1, owners: BucketMap | None = None) -> None:
@@ -109,3 +110,6 @@ class ShardRows:
     def push(self, lookup: Lookup, gradients: Mapping[str, Tensor], times: PushTimes) -> None:
         on_host = {stack: gradient_UD.detach().cpu().numpy() for stack, gradient_UD in gradients.items()}
         self.client.push(lookup, on_host, **times._asdict())
+
+    def save(self) -> None:
+        """Every push that returned is at the shards."""

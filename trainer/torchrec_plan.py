@@ -15,12 +15,14 @@ Letters: N rows of a table, D width.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
 from torch import Tensor, distributed, nn
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torchrec import EmbeddingCollection
+from torchrec.distributed import sharding_plan as torchrec_plans
 from torchrec.distributed.types import (
     EmbeddingModuleShardingPlan,
     EnumerableShardingSpec,
@@ -30,7 +32,7 @@ from torchrec.distributed.types import (
 )
 
 from param_server.placement.sharding_file import read_sharding
-from roostream.errors import CheckpointError
+from roostream.errors import CheckpointError, ConfigError
 
 _WEIGHT = ".weight"
 
@@ -41,6 +43,89 @@ class TableTensors(NamedTuple):
     rows: dict[str, np.ndarray]  # table → float32 [N, D]
     # Table → name → float32 [N, D] or [N]; {} for a rule without state.
     state: dict[str, dict[str, np.ndarray]]
+
+
+Kind = Literal["row_wise", "table_wise", "column_wise"]
+_NO_SUCH_SEQUENCES = {
+    "table_row_wise": "TorchRec 1.9 has it for pooled tables only; within one machine row_wise is the same",
+    "data_parallel": "TorchRec 1.9 mixes it with other kinds for pooled tables only, and its update is dense",
+}
+
+
+class TablePlacement(NamedTuple):
+    """Where a table's rows are among the workers, whatever their number."""
+
+    kind: Kind = "row_wise"  # over all workers
+    ranks: tuple[int, ...] = ()  # of table_wise: its worker; of column_wise: the worker of each equal piece
+
+
+def placements(plan: Mapping[str, ParameterSharding], workers: int) -> dict[str, TablePlacement]:
+    """The placement of each table of TorchRec's plan for a collection.
+
+    Raises:
+        ConfigError: a kind that TorchRec cannot use for unpooled rows, or ranks that `workers` workers do not
+            have.
+    """
+    out = {}
+    for table, sharding in plan.items():
+        kind, ranks = sharding.sharding_type, tuple(sharding.ranks or ())
+        if kind not in get_args(Kind):
+            why = _NO_SUCH_SEQUENCES.get(kind, "no such kind")
+            raise ConfigError(
+                f"placement of table {table!r}: expected {', '.join(get_args(Kind))}, got {kind}: {why}"
+            )
+        if len({*ranks}) < len(ranks) or not all(0 <= rank < workers for rank in ranks):
+            raise ConfigError(
+                f"placement of table {table!r}: expected different ranks below workers = {workers}, got "
+                f"{list(ranks)}; plan for as many owners as there are workers"
+            )
+        out[table] = TablePlacement(kind, () if kind == "row_wise" else ranks)
+    return out
+
+
+def planned_by_torchrec(
+    collections: Mapping[str, EmbeddingCollection], sharder: Any, workers: int, device: str
+) -> dict[str, TablePlacement]:
+    """The placements that TorchRec's own `EmbeddingShardingPlanner` chooses for the tables of some
+    collections: by rows or whole."""
+    from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
+    from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
+    from torchrec.distributed.planner.types import ParameterConstraints
+
+    planner = EmbeddingShardingPlanner(
+        topology=Topology(world_size=workers, compute_device=device, local_world_size=workers),
+        storage_reservation=FixedPercentageStorageReservation(percentage=0.15),
+        constraints={
+            name: ParameterConstraints(sharding_types=["row_wise", "table_wise"], compute_kernels=["fused"])
+            for collection in collections.values()
+            for name in collection.embeddings
+        },
+    )
+    plan = planner.plan(nn.ModuleDict(collections), [sharder])
+    return {
+        table: where
+        for of_module in plan.plan.values()
+        for table, where in placements(of_module, workers).items()
+    }
+
+
+def module_plan(
+    collection: nn.Module, placement: Mapping[str, TablePlacement], sharder: Any, workers: int, device: str
+) -> EmbeddingModuleShardingPlan:
+    """TorchRec's plan for a collection of tables of any size."""
+    kinds = {
+        "row_wise": lambda ranks: torchrec_plans.row_wise(compute_kernel="fused"),
+        "table_wise": lambda ranks: torchrec_plans.table_wise(ranks[0], compute_kernel="fused"),
+        "column_wise": lambda ranks: torchrec_plans.column_wise(list(ranks), compute_kernel="fused"),
+    }
+    return torchrec_plans.construct_module_sharding_plan(
+        collection,
+        {table: kinds[where.kind](where.ranks) for table, where in placement.items()},
+        sharder,
+        local_size=workers,
+        world_size=workers,
+        device_type=device,
+    )
 
 
 def sharding_plan(text: str, device: str = "cpu", kernel: str = "fused") -> ShardingPlan:
@@ -58,10 +143,10 @@ def load_tables(collection: nn.Module, tables: TableTensors) -> None:
     """Write this rank's part of each table. `collection`: sharded by TorchRec. State that is not given stays.
     Raises CheckpointError: a table is missing or has another size. Nothing was changed."""
     plan = [
-        *((_get(tables.rows, table, "rows"), tensor) for table, tensor in _weights(collection)),
+        *((_get(tables.rows, table, "rows"), tensor) for table, tensor in weights_of(collection)),
         *(
             (_get(tables.state[table], name, table), tensor)
-            for table, name, tensor in _states(collection)
+            for table, name, tensor in states_of(collection)
             if table in tables.state
         ),
     ]
@@ -79,8 +164,8 @@ def load_tables(collection: nn.Module, tables: TableTensors) -> None:
 
 def read_tables(collection: nn.Module) -> TableTensors:
     """Whole tables, at every rank; each needs memory for them."""
-    local = {(table, ""): tensor for table, tensor in _weights(collection)}
-    local |= {(table, name): tensor for table, name, tensor in _states(collection)}
+    local = {(table, ""): tensor for table, tensor in weights_of(collection)}
+    local |= {(table, name): tensor for table, name, tensor in states_of(collection)}
     sizes: list[Any] = [None] * distributed.get_world_size()
     distributed.all_gather_object(sizes, {key: tuple(tensor.size()) for key, tensor in local.items()})
     out = TableTensors({}, {})
@@ -108,14 +193,14 @@ def _parameter(
     )
 
 
-def _weights(collection: nn.Module) -> Iterator[tuple[str, ShardedTensor]]:
+def weights_of(collection: nn.Module) -> Iterator[tuple[str, ShardedTensor]]:
     """Tables known to this rank."""
     for name, tensor in sorted(collection.state_dict().items()):
         if name.endswith(_WEIGHT) and isinstance(tensor, ShardedTensor):
             yield _table(name), tensor
 
 
-def _states(collection: Any) -> Iterator[tuple[str, str, ShardedTensor]]:
+def states_of(collection: Any) -> Iterator[tuple[str, str, ShardedTensor]]:
     """State of the optimizer that is fused into the collection."""
     for name, state in sorted(collection.fused_optimizer.state_dict()["state"].items()):
         for key, tensor in sorted(state.items()):

@@ -120,6 +120,14 @@ def plan(
     )
 
 
+def round_robin(tables: Sequence[PlannedTable], owners: int) -> list[TablePiece]:
+    """Every table whole, one owner after the other: what a plan is compared with."""
+    return [
+        TablePiece(table=t.name, kind="table", owner=n % owners, number=0, of=1, columns=(0, t.dim))
+        for n, t in enumerate(tables)
+    ]
+
+
 def loads(
     pieces: Sequence[TablePiece], tables: Sequence[PlannedTable], owners: int, costs: CostModel
 ) -> tuple[np.ndarray, np.ndarray]:

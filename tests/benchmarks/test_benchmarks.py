@@ -48,9 +48,9 @@ SMALL: dict[str, list[tuple[str, list[Any]]]] = {
         ("profiled", [4]),
         *((f, [8, 40]) for f in ("profiled_unique", "counted_all")),
     ],
-    "placement_exchange": [
-        ("exchanged", [kind, [2, 50, 4, 3, 2, 1.0], 2])
-        for kind in ("workers", "shards", "plain", "torchrec table", "torchrec row")
+    "initial_torchrec": [
+        ("exchanged", [kind, [2, 50, 4, 3, 2, 2, 1.0], 2])
+        for kind in ("rows", "shards", "expanded", "tables", "planner")
     ],
     "placement_switch": [("move_rows", [200, 2, 3]), ("write_file", [200, 16])],
     "decode": [(f, [2, 3]) for f in ("ours", "protobuf", "memcpy")],
@@ -170,7 +170,7 @@ ON_A_STACK: dict[str, list[tuple[str, list[Any]]]] = {
 }
 STARTS_PROGRAMS = {
     *("serving_e2e", "freshness", "serving_request", "serving_overload", "serving_swap"),
-    *("placement_exchange", "workers", "readers"),
+    *("initial_torchrec", "workers", "readers"),
 }
 COMPARES_ITSELF = {"quality-early"}  # its figures are differences to baselines on the same requests
 NOT_RUN_HERE = {"common.rpc_grpc", "adagrad_torch"}  # an environment of its own; torch's compiler is imported

@@ -4,10 +4,9 @@ runs, and what their workers sum by."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
-import numpy as np
 from torch import Tensor
 
 from roostream.errors import TransportError, UnavailableError
@@ -144,7 +143,7 @@ class Hall:
         self.clock, self.tears, self.hears = clock, tears, hears
         self.posted: dict[tuple[str, int], dict[int, Any]] = {}
         self.members: dict[tuple[str, int], HallReduction] = {}
-        self.num_sums = self.num_swaps = 0
+        self.num_sums = 0
 
     def away(self, index: int) -> None:
         """The process of this worker is gone: those who sum with it hear of it."""
@@ -164,7 +163,7 @@ class HallTeam:
 
 
 class HallReduction:
-    """See `Reduction`, which adds in the order of workers, and `Peers` of rows that workers hold."""
+    """See `Reduction`, which adds in the order of workers."""
 
     def __init__(self, hall: Hall, meeting: GroupSpec) -> None:
         self.hall, self.name = hall, f"{meeting.incarnation}{meeting.purpose}"
@@ -178,12 +177,6 @@ class HallReduction:
         assert len({len(part_N) for part_N in posted.values()}) == 1, "the workers are not in step"
         bucket_N.copy_(sum(posted[index] for index in sorted(posted)))  # type: ignore[arg-type]
         self.hall.num_sums += 1
-
-    def all_to_all(self, parts: Sequence[np.ndarray], about: str) -> list[np.ndarray]:
-        posted = self._all_told((about, [part.copy() for part in parts]))
-        assert {name for name, _ in posted.values()} == {about}, "the workers are not in step"
-        self.hall.num_swaps += 1
-        return [posted[worker][1][self.index] for worker in range(self.workers)]
 
     def _all_told(self, mine: Any) -> Mapping[int, Any]:
         """What each worker gave for this turn."""

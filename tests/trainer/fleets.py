@@ -186,6 +186,8 @@ class DoubleRows:
         else:
             wait_until(lambda: self._held is not held, self.clock, "the others' push")
 
+    def save(self) -> None: ...
+
     def _apply(self, key: tuple[int, int], gradient_D: Tensor, most: float) -> None:
         norm = float(gradient_D.norm())
         gradient_D = gradient_D * (min(1.0, most / norm) if most and norm else 1.0)

@@ -48,6 +48,10 @@ class AsyncRows:
             self._in_flight.append(lookup)
         self._executor.submit(self._push, lookup, gradients, times, self.pushing)
 
+    def save(self) -> None:
+        self.wait()
+        self.rows.save()
+
     def wait(self, max_in_flight: int = 0) -> None:
         """Wait until at most `max_in_flight` pushes are unacknowledged. Raises UnavailableError: a push
         failed; its note names the offsets."""

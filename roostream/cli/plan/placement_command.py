@@ -151,6 +151,32 @@ def plan_command(
         print_rows(_of_plan(tables, why, found), f"Plan for {found.owners} owners")
 
 
+@placement.command("show")
+@_source
+@_planned
+def show_command(**given: Any) -> None:
+    """Show the imbalance N · max / sum of owners' bytes and predicted times, with whole tables dealt out one
+    after the other and with the plan, and what the busiest owner's step costs.
+
+    \b
+    Example:
+      roostream placement show --store .roostream/store --schema my_site.toml --owners 2
+    """
+    from param_server.placement.plan import imbalance, loads, round_robin
+
+    tables, why, found = _plan(**given)
+    costs = _costs(given["costs_file"])
+    time_N, bytes_N = loads(round_robin(tables, found.owners), tables, found.owners, costs)
+    rows: list[Row] = [
+        ("imbalance of bytes", f"{imbalance(bytes_N):.2f} → {found.bytes_imbalance:.2f}"),
+        ("imbalance of time", f"{imbalance(time_N):.2f} → {found.time_imbalance:.2f}"),
+        ("step", f"{1e6 * float(time_N.max()):.1f} µs → {1e6 * found.predicted_s:.1f} µs"),
+        ("times", found.time_accuracy),
+    ]
+    rows += [("no profile", f"{text}: spread over all owners") for text in why]
+    print_rows(rows, f"Tables round robin → plan, {found.owners} owners")
+
+
 @placement.command("explain")
 @click.argument("table")
 @_source

@@ -31,8 +31,15 @@ class TrainConfig(Settings):
         2, "parameter server shards of the model, as in the stack that will continue with it", ge=1, le=64
     )
     workers: int = setting(1, "number of workers; several workers run in processes of their own", ge=1, le=64)
-    rows: Literal["shards", "workers"] = setting(
-        "shards", "owners of the rows during training: shards in this process, or the worker processes"
+    rows: Literal["shards", "torchrec"] = setting(
+        "shards",
+        "owners of the rows during training: shards in this process, or the worker processes with TorchRec's "
+        "sharded collections (extra torchrec)",
+    )
+    placement: str = setting(
+        "",
+        "rows = torchrec: '' = every table spread by rows; planner = TorchRec's planner; or a file of "
+        "`placement plan --write-torchrec`",
     )
     partitions: int = setting(DEFAULT_PARTITIONS, "partitions of the archived topic", ge=1, le=1024)
     seed: int = setting(0, "seed of initial weights and rows, and of the order of files", ge=0, le=MAX_SEED)
@@ -73,23 +80,25 @@ class TrainConfig(Settings):
         ):
             raise setting_error(
                 "readers_listen",
-                "a loopback address with several workers or rows = workers",
+                "a loopback address with several workers or rows = torchrec",
                 self.readers_listen,
             )
         if self.workers > self.partitions:
             remedy = "each worker trains at least one partition"
             raise setting_error("workers", f"at most partitions = {self.partitions}", self.workers, remedy)
+        if self.placement and self.rows != "torchrec":
+            raise setting_error("placement", "'' with rows = shards", self.placement, "set rows = torchrec")
         _ = self.session  # raises ConfigError if `days` is invalid
 
     @property
     def uses_worker_processes(self) -> bool:
         """Whether workers run in processes of their own."""
-        return self.workers > 1 or self.rows == "workers"
+        return self.workers > 1 or self.rows == "torchrec"
 
     @property
     def num_owners(self) -> int:
         """Number of owners of rows during training."""
-        return self.workers if self.rows == "workers" else self.num_shards
+        return self.workers if self.rows == "torchrec" else self.num_shards
 
     @property
     def uses_readers(self) -> bool:

@@ -8,8 +8,8 @@ The commits are those of a stack: `roostream up` continues from them, and an int
 last commit. Nothing is published or predicted. The model has no offsets in the stream yet, as after
 `roostream checkpoint import`.
 
-With `rows = workers`, the workers own the rows while they train, and owner N keeps its segments where shard N
-would. A last commit then moves the buckets to `num_shards` shards, as `placement apply` does.
+With `rows = torchrec`, the workers own the rows while they train, and owner N keeps its segments where shard
+N would. A last commit then moves the buckets to `num_shards` shards, as `placement apply` does.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ from roostream.runtime.rpc.security import LinkCredentials
 from roostream.runtime.rpc.server import RpcServer
 from roostream.runtime.rpc.transport import InMemoryTransport
 from roostream.runtime.work_unit import TableInput
+from roostream.schema.schema_file import load_schema
 from roostream.warehouse.readers.config import ReadersConfig
 from roostream.warehouse.sessions.sample_table import SampleTable
 from trainer.config import LoopConfig
@@ -89,11 +90,8 @@ def train_offline(
         RoostreamError: the warehouse, the home or a setting cannot be used.
         UnavailableError: `stop` was set. What is committed stays, and the same call resumes from there.
     """
-    if config.rows == "workers" and settings.device != "cpu":
-        raise ConfigError(
-            f"expected worker.device = cpu with rows = workers, got {settings.device}: rows are "
-            "exchanged on the host"
-        )
+    if config.rows == "torchrec":
+        check_torchrec(config, settings)
     home = Home(Path(config.home))
     home.make()
     home.lock()
@@ -101,6 +99,17 @@ def train_offline(
         return _OfflineTraining(config, settings, home, stop).run(report_progress)
     finally:
         home.unlock()
+
+
+def check_torchrec(config: TrainConfig, settings: LoopConfig) -> None:
+    """Raises ConfigError: TorchRec is not installed, or the placement file is none. SchemaError: a table that
+    TorchRec cannot hold, or not where the placement says."""
+    try:
+        from trainer.torchrec_rows import check_tables, read_placement
+    except ImportError as error:
+        raise ConfigError(f"rows = torchrec needs {error.name}; pip install 'roostream[torchrec]'") from None
+    schema = load_schema(Path(config.schema))
+    check_tables(schema, read_placement(config.placement, schema, config.workers))
 
 
 class _OfflineTraining:
@@ -125,7 +134,7 @@ class _OfflineTraining:
         session = last.manifest.input if last else self.table.newest(self.config.session, {})
         if last is not None and session is None:
             rows_are_at_workers = last.manifest.num_shards == self.config.workers != self.config.num_shards
-            if self.config.rows == "workers" and rows_are_at_workers:
+            if self.config.rows == "torchrec" and rows_are_at_workers:
                 return None
             raise ConfigError(
                 f"{self.home.root} has a trained model; choose another --home, or continue with "

@@ -2,8 +2,8 @@
 roostream.cli.train.offline_worker FILE`.
 
 `TrainingParts` builds shards and workers, in the process of `roostream train` or in worker programs. With
-`rows = workers`, a worker program also has a shard with its own controller agent, and is restored, frozen and
-written like any shard.
+`rows = torchrec`, a worker program also has a shard with its own controller agent, and is restored, frozen
+and written like any shard.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from param_server.config import ShardConfig
 from param_server.key_value_store import RocksDbStore
 from param_server.main import build_shard
 from param_server.precompile import precompile
-from param_server.row_exchange import RowExchange
 from param_server.server import Shard
 from roostream.cli.train.config import TrainConfig
 from roostream.errors import UnavailableError
@@ -55,7 +54,6 @@ from trainer.process_group import (
     SINGLE_WORKER,
     DualRendezvous,
     Rendezvous,
-    SingleWorkerGroup,
     TorchRendezvous,
 )
 from trainer.record_source import RecordSource
@@ -206,14 +204,18 @@ def run_worker(task: WorkerTask, stop: program.Stop) -> None:
             transports = [SocketTransport(address) for address in task.shards]
             for transport in transports:
                 opened.callback(transport.close)
-            client: Client | RowExchange = Client(parts.schema, transports, worker=task.index)
+            client = Client(parts.schema, transports, worker=task.index)
+            opened.callback(client.close)
+            rows: Rows = ShardRows(client)
         else:
+            from trainer.torchrec_rows import TorchRecRows, read_placement
+
             shard = parts.shard(task.index, opened)
             precompile()
-            client = RowExchange(shard, SingleWorkerGroup())
-            rendezvous = DualRendezvous(peers, client)
+            placement = read_placement(parts.config.placement, parts.schema, parts.config.workers)
+            rows = TorchRecRows(parts.schema, shard, placement, parts.settings.device)
+            rendezvous = DualRendezvous(peers, rows)
             agents.append(ControllerAgent(dial, "shard", task.index, shard.execute, shard.stats, ended))
-        opened.callback(client.close)
         opener = None
         if task.readers:
             link = ReadersLink(
@@ -223,7 +225,7 @@ def run_worker(task: WorkerTask, stop: program.Stop) -> None:
                 incarnation=lambda: worker.incarnation,
             )
             opener = RemoteSessionOpener(link, ReadersConfig(by="programs"), parts.clock)
-        worker: Worker = parts.worker(ShardRows(client), opener, opened, task.index, rendezvous)
+        worker: Worker = parts.worker(rows, opener, opened, task.index, rendezvous)
         agents.append(
             ControllerAgent(
                 dial, "worker", task.index, worker.submit, worker.report, ended, on_received=worker.hear

@@ -73,8 +73,8 @@ train = MultiValueCommand(
     callback=_command,
     help="""Train a model from the warehouse, without Kafka.
 
-    One worker runs in this process, several run in processes of their own. With --rows workers they also own
-    the embedding rows. `roostream up` continues from the last commit.
+    One worker runs in this process, several run in processes of their own. With --rows torchrec they also
+    hold the embedding rows, in TorchRec's sharded collections. `roostream up` continues from the last commit.
 
     \b
     Example:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -62,6 +63,15 @@ def test_a_table_is_explained(known: list[str]) -> None:
         CliRunner().invoke(
             cli, ["placement", "explain", "itm", *known, "--owners", "4"], catch_exceptions=False
         )
+
+
+def test_show_compares_the_plan_with_tables_dealt_out(known: list[str]) -> None:
+    shown = placement("show", *known, "--owners", "4")
+    assert shown.exit_code == 0
+    found = re.search(r"imbalance of bytes\D+([\d.]+) → ([\d.]+)", shown.output)
+    assert found is not None, shown.output
+    before, after = map(float, found.groups())
+    assert before >= 2.0 > after >= 1.0, "two tables on four owners leave two idle"
 
 
 def test_a_plan_is_written_in_torchrecs_terms(known: list[str], tmp_path: Path) -> None:

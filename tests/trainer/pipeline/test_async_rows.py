@@ -41,6 +41,8 @@ class Held:
             raise UnavailableError(f"step {times.step} is refused")
         self.pushed.append(times.step)
 
+    def save(self) -> None: ...
+
 
 def lookup(*ids: int, table: int = 1) -> Lookup:
     return Lookup({"s": StackLookup(np.full(len(ids), table, np.uint32), np.array(ids, np.int64), {})})

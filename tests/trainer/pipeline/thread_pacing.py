@@ -99,6 +99,9 @@ class PacedRows:
         self.num_pushed += 1
         self.pace.here("push")
 
+    def save(self) -> None:
+        self.rows.save()
+
 
 class PacedBatches(RecordSource):
     """A source at a pace; `thread`: the one that has called it, and no other may."""

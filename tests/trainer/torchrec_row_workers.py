@@ -1,0 +1,127 @@
+"""Two processes that hold rows in TorchRec's collections; started by test_torchrec_rows.py.
+
+    python -m tests.trainer.torchrec_row_workers RANK FOLDER
+
+Every rank trains the runs of FOLDER/runs.json and writes the state of its shard to FOLDER/out-RANK.npz.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from param_server.server import Shard
+from roostream.schema.schema import Schema
+from roostream.schema.schema_file import schema_from_dict
+from roostream.wire.lookup import Lookup, StackLookup
+from tests.param_server.shard_support import begun
+from trainer.process_group import DualRendezvous, GroupSpec, TorchRendezvous
+from trainer.rows import PushTimes
+from trainer.torchrec_plan import TablePlacement
+from trainer.torchrec_rows import TorchRecRows
+
+WORKERS = 2
+CLIP = 2.0
+PLACEMENTS = {
+    "rows": {},
+    "mixed": {
+        "item": TablePlacement("table_wise", (1,)),
+        "user": TablePlacement("table_wise", (0,)),
+        "brand": TablePlacement("column_wise", (1, 0)),
+    },
+}
+
+
+def schema() -> Schema:
+    tables = {
+        "item": {"dim": 8, "rule": {"name": "adagrad", "learning_rate": 0.05, "epsilon": 1e-3}},
+        "user": {"dim": 8, "init_scale": 0.5, "rule": {"name": "adagrad", "initial_accumulator": 0.1}},
+        "topic": {"dim": 4, "rule": "rowwise_adagrad"},
+        "brand": {"dim": 8, "rule": {"name": "adam", "learning_rate": 0.01}},
+    }
+    return schema_from_dict({"tables": tables, "label": [{"name": "click", "action": "click"}]})
+
+
+def batch(worker: int, step: int) -> tuple[Lookup, dict[str, np.ndarray]]:
+    """A worker's keys and gradients: shared keys, own ones, large ids, sometimes nothing; tables outgrow
+    their first size in step 3."""
+    random = np.random.default_rng([worker, step])
+    count = 2500 if step == 3 else 0 if (worker, step) == (1, 2) else 40
+    stacks, gradients = {}, {}
+    for name, tables in schema().stacks.items():
+        ids = [random.choice(3000 if step == 3 else 60, min(count, 2900), replace=False) for _ in tables]
+        table_U = np.concatenate([np.full(len(i), t.id, np.uint32) for t, i in zip(tables, ids, strict=True)])
+        id_U = np.concatenate(ids).astype(np.int64) * 0x1234567890ABCD
+        order_U = random.permutation(len(id_U))
+        stacks[name] = StackLookup(table_U[order_U], id_U[order_U], {})
+        gradients[name] = random.normal(size=(len(id_U), tables[0].dim)).astype(np.float32)
+    return Lookup(stacks), gradients
+
+
+def train(rows: TorchRecRows, worker: int, steps: range) -> None:
+    for step in steps:
+        lookup, gradients = batch(worker, step)
+        rows.pull(lookup)
+        if step % 4 == 1:
+            continue  # pulled and not pushed, as for requests without labels
+        rows.push(
+            lookup,
+            {name: torch.from_numpy(g) for name, g in gradients.items()},
+            PushTimes(step=step, time_ms=100 * step, clip_row_norm=CLIP),
+        )
+
+
+def state(shard: Shard) -> Iterator[tuple[str, np.ndarray]]:
+    for stack, table in shard.tables.items():
+        row_M = table.index.flagged(1)
+        yield f"{stack}/table", table.index.table_N[row_M]
+        yield f"{stack}/id", table.index.id_N[row_M]
+        yield f"{stack}/stamp", table.stamp_ms_N[row_M]
+        yield f"{stack}/rows", table.embeddings.rows_ND[row_M]
+        yield f"{stack}/state", table.state_NA[row_M]
+
+
+def first_address(folder: Path, rank: int, own: str) -> str:
+    """The address of rank 0, which it leaves in a file."""
+    path = folder / "address"
+    if rank == 0:
+        path.with_suffix(".new").write_text(own)
+        path.with_suffix(".new").rename(path)
+    ends_s = time.monotonic() + 60
+    while not path.exists() and time.monotonic() < ends_s:
+        time.sleep(0.01)
+    return path.read_text()
+
+
+def main(rank: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    place = TorchRendezvous("127.0.0.1:0", device="cpu", timeout_s=60)
+    address, incarnation = first_address(folder, rank, place.address), 0
+    runs: Mapping[str, list[str]] = json.loads((folder / "runs.json").read_text())
+    out = {}
+    for name, placements in runs.items():
+        shard = begun(index=rank, num_shards=WORKERS, schema=schema())
+        for part, placement in enumerate(placements):
+            incarnation += 1
+            rows = TorchRecRows(schema(), shard, PLACEMENTS[placement])
+            group = DualRendezvous(place, rows).join(GroupSpec(incarnation, rank, WORKERS, address))
+            rows.set_incarnation(incarnation, WORKERS)
+            length = 12 // len(placements)
+            train(rows, rank, range(part * length, (part + 1) * length))
+            rows.save()
+            if name == "sent":
+                out["sent_bytes"] = np.array(rows.sent_bytes)
+            group.leave()
+        out |= {f"{name}/{key}": value for key, value in state(shard)}
+    np.savez(folder / f"out-{rank}.npz", **out)
+    place.close()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]))
