@@ -36,7 +36,7 @@ class LinearPart(nn.Module):
 
     def forward(self, x_BG: Tensor) -> Tensor:
         x_BF = torch.cat([x_BG, x_BG.new_ones(len(x_BG), 1)], dim=1)
-        logits_BT: Tensor = _Linear.apply(x_BF, self.weight, self.curvature)  # type: ignore[no-untyped-call]
+        logits_BT: Tensor = _Linear.apply(x_BF, self.weight, self.curvature)
         return logits_BT
 
     def as_linear(self) -> nn.Linear:
