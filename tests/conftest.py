@@ -1,7 +1,9 @@
 """What holds for every test."""
 
 import functools
+import gc
 import os
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,18 @@ os.environ.setdefault(
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seed", type=int, default=0, help="which schedule of the simulator to replay")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Modules and tests live as long as the process, so the garbage collector leaves them alone. Searching
+    them took a sixth of the time of collecting the tests, and more in every full collection later."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
