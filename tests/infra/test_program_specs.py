@@ -32,7 +32,7 @@ from roostream.errors import ConfigError
 from roostream.runtime.program import REFUSED_CODE
 from roostream.schema.settings import load
 
-FULL = StackOptions(num_archivers=2, num_readers=2, serving_processes=3, num_task_managers=2)
+FULL = StackOptions(num_archivers=2, num_readers=2, num_updaters=2, serving_processes=3, num_task_managers=2)
 
 
 @pytest.fixture
@@ -76,6 +76,7 @@ def test_a_program_accepts_the_file_that_the_stack_writes(
     [
         (StackOptions(num_shards=2), "shard", ["shard-0", "shard-1"]),
         (StackOptions(num_workers=2), "worker", ["worker", "worker-1"]),
+        (StackOptions(num_updaters=2), "features", ["features", "features-1"]),
         (StackOptions(), "reader", []),
     ],
 )
