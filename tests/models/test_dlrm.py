@@ -94,7 +94,8 @@ class Impressions:
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_outputs_and_gradients_equal_torchrecs_module_on_impressions(kind: str) -> None:
     schema = one_width()
-    model, batch = trained_model(schema, CONFIGS[kind]), make_batch(schema, COUNTS, seed=2)
+    config = dataclasses.replace(CONFIGS[kind], linear=False)
+    model, batch = trained_model(schema, config), make_batch(schema, COUNTS, seed=2)
     assert isinstance(model, Dlrm)
     impressions = Impressions(model, batch)
     floats_BG = impressions.floats()
@@ -143,6 +144,19 @@ def test_the_defaults_learn_every_dense_parameter_of_shipped_schemas(kind: str) 
         _, dense, _ = learn(trained_model(schema, config), make_batch(schema, [5, 1, 0, 20], seed=1))
         assert dense.keys() == dict(build_model(schema, config, 0).named_parameters()).keys()
         assert all(torch.isfinite(gradient).all() for gradient in dense.values())
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_the_linear_part_is_added_to_the_logits(kind: str) -> None:
+    schema = one_width()
+    model, batch = trained_model(schema, CONFIGS[kind]), make_batch(schema, COUNTS, seed=2)
+    assert isinstance(model, Dlrm) and model.linear is not None
+    both_BT, inputs = score(model, batch), inputs_of(batch)
+    own_BG = torch.cat([inputs.nro_float_BG, inputs.nro_present_BP.float()], dim=1)
+    added_BT = model.linear(own_BG).detach()
+    model.linear = None
+    assert added_BT.abs().max() > 0.01
+    torch.testing.assert_close(both_BT, score(model, batch) + added_BT, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
