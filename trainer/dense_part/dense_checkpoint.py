@@ -55,7 +55,7 @@ def restore(
         wanted += [(f"model.{name}", value) for name, value in optimizer.average.model.state_dict().items()]
     for name, slots in optimizer.slots.items():
         wanted += [(f"optimizer.{name}.{slot}", value) for slot, value in slots.items()]
-    added = {n: value for n, value in wanted if n not in tensors and n.partition(".")[2].startswith(_ADDED)}
+    added = {n: value for n, value in wanted if n not in tensors and _was_added(n)}
     tensors = {**tensors, **{name: np.zeros(value.shape, np.float32) for name, value in added.items()}}
     misfits = {n: value for n, value in wanted if n not in tensors or tensors[n].shape != tuple(value.shape)}
     if misfits and same_schema:
@@ -70,6 +70,11 @@ def restore(
             if name not in misfits:
                 value.copy_(torch.from_numpy(tensors[name].copy()))
     optimizer.num_steps = int(tensors.get("optimizer.step", 0))
+
+
+def _was_added(name: str) -> bool:
+    """Whether a tensor belongs to a part of `_ADDED`, of a ranker or of the ranker in a cascade."""
+    return name.partition(".")[2].removeprefix("ranker.").startswith(_ADDED)
 
 
 def _copy(value: torch.Tensor) -> np.ndarray:

@@ -85,7 +85,7 @@ def test_a_changed_schema_keeps_the_weights_that_fit(caplog: pytest.LogCaptureFi
     assert np.array_equal(after["optimizer.1.weight.exp_avg"], tensors["optimizer.1.weight.exp_avg"])
 
 
-@pytest.mark.parametrize("part", ["first_order", "linear"])
+@pytest.mark.parametrize("part", ["first_order", "linear", "ranker.linear"])
 def test_a_commit_from_before_a_part_continues_with_it_at_zero(part: str) -> None:
     model, optimizer = with_part(part, slope=0.7)
     before = {k: v for k, v in dense_checkpoint.snapshot(model, optimizer).items() if part not in k}
@@ -97,6 +97,9 @@ def test_a_commit_from_before_a_part_continues_with_it_at_zero(part: str) -> Non
 
 
 def with_part(part: str, slope: float) -> tuple[nn.Module, DenseAdam]:
-    model = nn.ModuleDict({"deep": nn.Linear(3, 1), part: nn.Linear(1, 1, bias=False)})
+    model = nn.ModuleDict({"deep": nn.Linear(3, 1)})
+    outer, _, inner = part.rpartition(".")
+    of = nn.ModuleDict({inner: nn.Linear(1, 1, bias=False)})
+    model.update({outer: of} if outer else of)
     nn.init.constant_(model.get_parameter(f"{part}.weight"), slope)
     return model, DenseAdam(model.named_parameters(), learning_rate=0.01)
