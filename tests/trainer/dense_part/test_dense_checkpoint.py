@@ -100,6 +100,9 @@ def with_part(part: str, slope: float) -> tuple[nn.Module, DenseAdam]:
     model = nn.ModuleDict({"deep": nn.Linear(3, 1)})
     outer, _, inner = part.rpartition(".")
     of = nn.ModuleDict({inner: nn.Linear(1, 1, bias=False)})
-    model.update({outer: of} if outer else of)
+    if outer:
+        model[outer] = of
+    else:
+        model.update(of)
     nn.init.constant_(model.get_parameter(f"{part}.weight"), slope)
     return model, DenseAdam(model.named_parameters(), learning_rate=0.01)
