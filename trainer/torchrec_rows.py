@@ -408,7 +408,8 @@ class TorchRecRows:
         The sum stands where the row comes first; the fused optimizer finds 0 elsewhere."""
         at_M = features.values()
         which_M = torch.repeat_interleave(
-            torch.arange(len(features.keys()), device=at_M.device), torch.tensor(features.length_per_key())
+            torch.arange(len(features.keys()), device=at_M.device),
+            torch.tensor(features.length_per_key(), device=at_M.device),
         )
         real_M = ~torch.isnan(gradient_MD[:, 0])
         out_MD = torch.zeros_like(gradient_MD)

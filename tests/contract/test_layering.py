@@ -36,6 +36,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
         "roostream/models/custom/torchrec_bags.py",
         "roostream/models/dlrm.py",
         "trainer/torchrec_plan.py",
+        "trainer/torchrec_rows.py",
     ),
     "fbgemm_gpu": (),
     "pyflink": ("joiner/flink_job.py",),

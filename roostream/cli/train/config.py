@@ -41,6 +41,9 @@ class TrainConfig(Settings):
         "rows = torchrec: '' = every table spread by rows; planner = TorchRec's planner; or a file of "
         "`placement plan --write-torchrec`",
     )
+    profile_share: float = setting(
+        0.03, "share of batches whose lookups are counted for placement (docs/placement.md)", ge=0, le=1
+    )
     partitions: int = setting(DEFAULT_PARTITIONS, "partitions of the archived topic", ge=1, le=1024)
     seed: int = setting(0, "seed of initial weights and rows, and of the order of files", ge=0, le=MAX_SEED)
     labels: Labels = setting("latest", "latest = with corrections until now; as_streamed = at the close")

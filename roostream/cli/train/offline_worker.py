@@ -22,6 +22,7 @@ from param_server.client import Client
 from param_server.config import ShardConfig
 from param_server.key_value_store import RocksDbStore
 from param_server.main import build_shard
+from param_server.placement.profiles import Profiler, ProfileRecorder
 from param_server.precompile import precompile
 from param_server.server import Shard
 from roostream.cli.train.config import TrainConfig
@@ -150,12 +151,23 @@ class TrainingParts:
             read_ahead=0 if self.settings.exact else _READ_AHEAD,
         )
         opened.callback(source.close)
+        profiles = ProfileRecorder(
+            Profiler(self.config.profile_share, self.config.seed), self.store, self.clock
+        )
         dependencies = LoopDependencies(
-            source=source, rows=rows, outputs=outputs, clock=self.clock, feed=feed, stages=stages
+            source=source,
+            rows=rows,
+            outputs=outputs,
+            clock=self.clock,
+            feed=feed,
+            stages=stages,
+            on_scored=lambda part: profiles.look(loop.num_steps, part.batch, part.lookup),
         )
         loop = TrainLoop(self.settings, self.schema, self.model, dependencies)
         opened.callback(loop.feed.close)
-        return Worker(loop, outputs, self.store, self.identity, index, rendezvous)
+        worker = Worker(loop, outputs, self.store, self.identity, index, rendezvous)
+        worker.on_write = profiles.save
+        return worker
 
     def _source(self, stages: StageTimer, opener: RemoteSessionOpener | None) -> PhasedSource:
         """A source with the session, and an empty stream after it."""
