@@ -331,7 +331,7 @@ def _row(zipf: float, valency: int) -> Row:
             Subject(SHARDS, f"{_HERE}:exchanged", ("shards", *size), "stage"),
             Subject(EXPANDED, f"{_HERE}:exchanged", ("expanded", *size), "stage"),
             Subject(TABLES, f"{_HERE}:exchanged", ("tables", *size), "stage"),
-            Subject(PLANNER, f"{_HERE}:exchanged", ("planner", *size), "stage"),
+            Subject(PLANNER, f"{_HERE}:exchanged", ("planner", *size), "peer"),
         ),
         derives=_against,
     )

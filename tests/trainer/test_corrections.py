@@ -75,7 +75,8 @@ def gradients(model: Model, batch: Batch, config: LoopConfig) -> list[Tensor]:
     model.zero_grad()
     targets = build_targets(batch, config)
     model.loss(inputs, model(inputs), targets).backward()  # type: ignore[no-untyped-call]
-    leaves = [*(p.grad for p in model.parameters()), *(r.grad for r in rows.values())]
+    of_loss = [p for name, p in model.named_parameters() if not name.endswith(".curvature")]  # a step size
+    leaves = [*(p.grad for p in of_loss), *(r.grad for r in rows.values())]
     return [g.clone() for g in leaves if g is not None]
 
 
