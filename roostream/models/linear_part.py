@@ -21,8 +21,8 @@ MAX_WIDTH = 256
 class LinearPart(nn.Module):
     """[B, F - 1] → [B, T]. Untrained it adds 0.
 
-    After `backward`, `curvature.grad` is not a derivative. It is the sum, over candidates, of the outer
-    product of the candidate's own gradient with itself, which a Newton step adds to `curvature`.
+    After `backward`, `curvature.grad` is not a derivative. It is Σ |e| x xᵀ / 2 over the candidates, with the
+    derivative e of the loss by the candidate's logit, which a Newton step adds to `curvature`.
     """
 
     def __init__(self, width: int, num_tasks: int) -> None:
@@ -49,7 +49,7 @@ class LinearPart(nn.Module):
 
 
 class _Linear(torch.autograd.Function):
-    """x w, with the sum of outer products as gradient of `curvature`."""
+    """x w, with the curvature of the batch as gradient of `curvature`."""
 
     @staticmethod
     def forward(ctx: Any, x_BF: Tensor, weight_TF: Tensor, curvature_TFF: Tensor) -> Tensor:
@@ -60,5 +60,5 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor, Tensor]:
         (x_BF,) = ctx.saved_tensors
         gradient_BT = gradients[0].to(x_BF.dtype)
-        outer = [(x_BF * g_B.square()[:, None]).T @ x_BF for g_B in gradient_BT.unbind(dim=1)]
+        outer = [(x_BF * (g_B.abs() / 2)[:, None]).T @ x_BF for g_B in gradient_BT.unbind(dim=1)]
         return None, gradient_BT.T @ x_BF, torch.stack(outer)

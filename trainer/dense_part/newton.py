@@ -1,9 +1,15 @@
 """Online Newton steps (Hazan, Agarwal & Kale 2007) for the linear part of a model.
 
-    A <- k A + Σ g_b g_bᵀ,    w <- w - (A + λ I)⁻¹ Σ g_b
+    A <- k A + Σ |e_b| x_b x_bᵀ / 2,    w <- w - (A + λ I)⁻¹ Σ e_b x_b
 
-g_b is the gradient of candidate b, the sums are over a batch. λ is the precision of a prior around 0, so
-columns of which little is known stay near 0. k forgets: a step counts e⁻¹ after `MEMORY_STEPS` steps.
+e_b is the derivative of the loss by the logit of candidate b, the sums are over a batch. λ is the precision of
+a prior around 0, so columns of which little is known stay near 0. k forgets: a step counts e⁻¹ after
+`MEMORY_STEPS` steps.
+
+|e| / 2 is the curvature p (1 - p) of log loss on average over clicks of probability p. A step is the weighted
+least squares fit of -2 sign(e_b), so it moves no batch by more than about 2 logits, also if it contains no
+click and its columns are large. The outer products e² x xᵀ of the usual online Newton step do not have this
+limit.
 
 Letters: F columns, T tasks.
 """
@@ -25,7 +31,7 @@ def scale_gradients(part: LinearPart, total_T: Tensor) -> None:
     if part.weight.grad is not None and part.curvature.grad is not None:
         total_T = total_T.to(part.weight)
         part.weight.grad.mul_(total_T[:, None])
-        part.curvature.grad.mul_(total_T.square()[:, None, None])
+        part.curvature.grad.mul_(total_T[:, None, None])
 
 
 @torch.no_grad()

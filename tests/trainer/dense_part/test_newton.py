@@ -56,7 +56,7 @@ def test_steps_equal_the_formula() -> None:
         for t in range(TASKS):
             gradient_BF = x_BF * error_BT[:, t, None]
             curvature_TFF[t] *= 1 - 1 / newton.MEMORY_STEPS
-            curvature_TFF[t] += gradient_BF.T @ gradient_BF
+            curvature_TFF[t] += (x_BF * np.abs(error_BT[:, t, None]) / 2).T @ x_BF
             with_prior_FF = curvature_TFF[t] + newton.PRIOR * np.eye(WIDTH + 1)
             weight_TF[t] -= np.linalg.solve(with_prior_FF, gradient_BF.sum(axis=0))
     part = train(range(5))
@@ -75,6 +75,18 @@ def test_gradients_of_parts_add_up_to_those_of_the_batch() -> None:
         sums = [total + p.grad for total, p in zip(sums, parts.parameters(), strict=True)]
     for p, total in zip(whole.parameters(), sums, strict=True):
         torch.testing.assert_close(p.grad, total)
+
+
+def test_a_batch_of_rare_clicks_without_one_moves_no_logit_far() -> None:
+    """Columns are large and alike, as logarithms of ages are, and the network already says 5 %."""
+    part, optimizer = made()
+    x_BF = 10 + torch.tensor(np.random.default_rng(0).normal(size=(200, WIDTH)), dtype=torch.float32)
+    targets = Targets(label_BT=torch.zeros(200, TASKS), weight_BT=torch.ones(200, TASKS))
+    loss(part(x_BF) - 3.0, targets).backward()  # type: ignore[no-untyped-call]
+    newton.scale_gradients(part, torch.full((TASKS,), 200.0))
+    assert optimizer.step()
+    moved_BT = part(x_BF).detach()
+    assert bool((moved_BT < 0).all()) and float(moved_BT.min()) > -2.5
 
 
 def test_a_linear_rule_is_found_within_thirty_small_batches() -> None:
