@@ -2,8 +2,8 @@
 
     A <- k A + Σ |e_b| x_b x_bᵀ / 2,    w <- w - (A + λ I)⁻¹ Σ e_b x_b
 
-e_b is the derivative of the loss by the logit of candidate b, the sums are over a batch. λ is the precision of
-a prior around 0, so columns of which little is known stay near 0. k forgets: a step counts e⁻¹ after
+e_b is the derivative of the loss by the logit of candidate b, the sums are over a batch. λ is the precision
+of a prior around 0, so columns of which little is known stay near 0. k forgets: a step counts e⁻¹ after
 `MEMORY_STEPS` steps.
 
 |e| / 2 is the curvature p (1 - p) of log loss on average over clicks of probability p. A step is the weighted
