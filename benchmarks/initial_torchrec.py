@@ -94,7 +94,7 @@ class Batch(NamedTuple):
 
 
 def batches_of(shape: Shape, worker: int) -> list[Batch]:
-    """The same for the same arguments."""
+    """Random batches; equal arguments give equal batches."""
     random = np.random.default_rng([worker, shape.examples, shape.valency])
     frequency = np.arange(1, shape.ids_a_table + 1, dtype=np.float64) ** -shape.zipf
     size = (shape.tables, shape.examples, shape.width)
@@ -117,9 +117,10 @@ def batches_of(shape: Shape, worker: int) -> list[Batch]:
 
 
 class Trainer:
-    """One worker's side of a step; all workers take their steps together.
+    """Trains batches in one of the workers. All workers take each step together.
 
-    `expanded`: every id crosses as often as it comes in an impression. Else each distinct one crosses once.
+    `expanded`: an id is sent as often as impressions contain it, as if every impression were an example of
+    its own. Otherwise each distinct id of a batch is sent once.
     """
 
     def __init__(self, shape: Shape, rows: Rows, *, expanded: bool = False) -> None:
@@ -128,7 +129,7 @@ class Trainer:
 
     @property
     def sent_bytes(self) -> int:
-        """To and from other workers so far; 0 = not counted."""
+        """Bytes exchanged with other workers so far; 0 = not counted."""
         return int(getattr(self.rows, "sent_bytes", 0))
 
     def step(self, batch: Batch) -> Tensor:
@@ -197,7 +198,8 @@ class Took(NamedTuple):
 
 
 class BenchmarkWorker:
-    """Makes each trainer on first use, and checks it against the first one of its shape."""
+    """The trainers of one worker process. Each is made when it is first used, and its sums are compared with
+    those of the first trainer of the same shape."""
 
     def __init__(self, index: int, opened: contextlib.ExitStack) -> None:
         self.index, self.workers, self.opened = index, WORKERS, opened
@@ -246,7 +248,7 @@ class BenchmarkWorker:
 
 
 class Workers:
-    """Worker processes that take the same steps, one exchange after the other."""
+    """The worker processes, which take all steps together."""
 
     def __init__(self, opened: contextlib.ExitStack) -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:
@@ -276,8 +278,11 @@ def workers() -> contextlib.AbstractContextManager[Workers]:
 
 @contextlib.contextmanager
 def exchanged(kind: str, sizes: Any, steps: int) -> Iterator[WholeTurn]:
-    """`kind`: rows, tables, planner, expanded, shards; `sizes`: of the Shape. Units: steps. Time: that of the
-    slower worker."""
+    """A subject, which counts steps; a step takes as long as the slower worker needs.
+
+    `kind`: where the rows are. rows, tables, planner: in TorchRec's collections, placed so; expanded: as rows
+    with every id of every impression sent; shards. `sizes`: of the Shape.
+    """
     shape = Shape(*sizes)
     with (
         workers() as together,

@@ -29,8 +29,8 @@ DIRTY = DIRTY_A | DIRTY_B
 
 @njit(cache=True, nogil=True, inline="always")
 def table_at(table: np.uint32, known_K: np.ndarray, guess: int) -> int:
-    """Position of a table id among a stack's tables, -1 if absent; `guess`: the position of the key
-    before."""
+    """Position of a table id in `known_K`, the ids of a stack's tables; -1 = absent. `guess`: a position to
+    try first, for example that of the previous key; -1 = none."""
     if guess >= 0 and known_K[guess] == table:
         return guess
     for k in range(known_K.shape[0]):

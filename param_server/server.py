@@ -95,8 +95,8 @@ class Shard:
         copies: SegmentCopies | None = None,
         uploads: bool = False,
     ) -> None:
-        """`uploads`: copy every segment to `store` before it is committed. `copies`: where its copies are;
-        None = as usual in `store`."""
+        """`uploads`: copy every segment to the checkpoint store before its commit. `copies`: how copies are
+        written and read; None = in `store`, with the usual sizes."""
         self.identity, self.segments, self.store, self.clock = identity, segments, store, clock
         self.copies, self.uploads = copies or SegmentCopies(store, identity.index), uploads
         self.tables = build_tables(identity, eviction)

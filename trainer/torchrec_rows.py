@@ -34,7 +34,7 @@ from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.types import ShardingPlan
 from torchrec.optim import RowWiseAdagrad
 
-from param_server.embedding_table import KeyIndex, Keys, join_keys
+from param_server.embedding_table import KeyIndex, Keys, grown, join_keys
 from param_server.initial_rows import initial_rows
 from param_server.row_block import RowBlock
 from param_server.rules import MAX_GRADIENT
@@ -44,6 +44,7 @@ from roostream.runtime.bucket_map import BucketMap
 from roostream.schema.ids import buckets_of
 from roostream.schema.schema import Schema, Table
 from roostream.wire.lookup import Lookup
+from trainer.process_group import GROUP_ERRORS
 from trainer.rows import PushTimes
 from trainer.torchrec_plan import (
     TablePlacement,
@@ -101,14 +102,9 @@ class SlotIndex:
         number_M, keys = number_M[new_M], keys.take(new_M)
         if len(self.home_N) < self.keys.capacity:
             for name in ("home_N", "which_N", "place_N", "part_N"):
-                old_N = getattr(self, name)
-                setattr(
-                    self, name, np.concatenate([old_N, np.zeros(self.keys.capacity - len(old_N), np.int64)])
-                )
-        home_M, which_M = (
-            self.owner_B[buckets_of(keys.id_U, keys.table_U, len(self.owner_B))],
-            self.tables_of(keys),
-        )
+                setattr(self, name, grown(getattr(self, name), self.keys.capacity))
+        home_M = self.owner_B[buckets_of(keys.id_U, keys.table_U, len(self.owner_B))]
+        which_M = self.tables_of(keys)
         part_M = np.where(self.num_parts_K[which_M] > 1, home_M, 0)
         self.home_N[number_M], self.which_N[number_M], self.part_N[number_M] = home_M, which_M, part_M
         for k, part in {*zip(which_M.tolist(), part_M.tolist(), strict=True)}:
@@ -161,11 +157,12 @@ class LocalPiece:
         self.piece, self.rows_ND, self.state_NA, self.rule = piece, rows_ND, state_NA, rule
 
     def get(self, slot_M: np.ndarray) -> np.ndarray:
-        """float32 [M, columns]."""
+        """Rows and state at these slots (int64) of the table, float32 [M, columns]."""
         at_M = torch.from_numpy(slot_M - self.piece.rows[0]).to(self.rows_ND.device)
         return torch.cat([self.rows_ND[at_M], self.state_NA[at_M]], dim=1).cpu().numpy()
 
     def put(self, slot_M: np.ndarray, values_MF: np.ndarray) -> None:
+        """Set rows and state from float32 [M, columns]."""
         at_M = torch.from_numpy(slot_M - self.piece.rows[0]).to(self.rows_ND.device)
         values = torch.from_numpy(values_MF).to(self.rows_ND.device)
         width = self.rows_ND.shape[1]
@@ -288,17 +285,19 @@ class TorchRecRows:
         """The group and the shard belong to the caller."""
 
     def _collective(self, run: Callable[[], T]) -> T:
+        """Do one step that all workers take together. After an error every further step is refused, because
+        the workers may no longer agree, until `set_incarnation`."""
         if self._broken:
             raise UnavailableError(f"rows in workers: {self._broken}; waiting to be restored")
         try:
             return run()
-        except (RuntimeError, OSError) as error:  # as torch reports a lost worker
-            self._broken = f"the exchange of rows failed: {str(error).splitlines()[0]:.200}"
         except RoostreamError as error:
             self._broken = str(error)
             raise
-        self._collection = self._last = None
-        raise UnavailableError(self._broken)
+        except GROUP_ERRORS as error:
+            self._collection = self._last = None
+            self._broken = f"the exchange of rows failed: {str(error).partition(chr(10))[0]:.200}"
+            raise UnavailableError(self._broken) from None
 
     # Pull and push
 
@@ -354,8 +353,8 @@ class TorchRecRows:
         )
 
     def _count_sent(self, table: Table, number_M: np.ndarray) -> None:
-        """An id (8 bytes) to each other worker with a piece of the row; as owners, equal shares of rows and
-        gradients come back. Counted at the requester: ids and gradients sent, rows received."""
+        """Count the bytes of ids and gradients that this worker sends to others, and of rows that it receives
+        from them: 8 bytes for an id, 4 for a number of a row or of its gradient."""
         if self.placement[table.name].kind == "row_wise":
             others = int((self._slots.home_N[number_M] != self.index).sum())
             self.sent_bytes += others * (8 + 8 * table.dim)
@@ -396,7 +395,7 @@ class TorchRecRows:
         more = self._slots.keys.capacity - len(self._stamp_ms_N)
         if more > 0:
             self._stamp_ms_N = np.concatenate([self._stamp_ms_N, np.full(more, _UNCHANGED)])
-            self._saved_N = np.concatenate([self._saved_N, np.zeros(more, np.bool_)])
+            self._saved_N = grown(self._saved_N, self._slots.keys.capacity)
 
     def _watch(self, module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
         """Forward hook of FBGEMM's lookups: the gradients of the rows that they gave go through `_summed`."""
@@ -442,12 +441,10 @@ class TorchRecRows:
     # The collection
 
     def _fit(self) -> None:
-        """Build the collection anew if a table has outgrown it."""
-        old, old_rows, rows = (
-            self._local,
-            self._num_rows,
-            [self._slots.rows(k) for k in range(len(self.tables))],
-        )
+        """Build a larger collection, with the rows of the present one, if a table needs more rows than it
+        has."""
+        old, old_rows = self._local, self._num_rows
+        rows = [self._slots.rows(k) for k in range(len(self.tables))]
         if rows == old_rows:
             return
         self._num_rows = rows
@@ -695,10 +692,11 @@ class TorchRecRows:
 
 
 def read_placement(given: str, schema: Schema, workers: int) -> dict[str, TablePlacement]:
-    """The setting `placement` of `roostream train`.
+    """Table → placement, as the setting `placement` of `roostream train` says: '' = {}, so every table is
+    spread by rows; `planner` = by TorchRec's planner; else a file of `placement plan --write-torchrec`.
 
     Raises:
-        ConfigError: the file cannot be read, or is no plan for so many workers.
+        ConfigError: the file cannot be read, is no such plan, or names workers at or above `workers`.
     """
     if not given:
         return {}

@@ -121,7 +121,7 @@ def plan(
 
 
 def round_robin(tables: Sequence[PlannedTable], owners: int) -> list[TablePiece]:
-    """Every table whole, one owner after the other: what a plan is compared with."""
+    """A placement to compare plans with: table n is whole, at owner n mod `owners`."""
     return [
         TablePiece(table=t.name, kind="table", owner=n % owners, number=0, of=1, columns=(0, t.dim))
         for n, t in enumerate(tables)

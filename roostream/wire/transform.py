@@ -117,7 +117,8 @@ def elementwise(op: int, x: float, a: float, b: float) -> float:
 
 @njit(cache=True, nogil=True)
 def rank(x_n: np.ndarray) -> np.ndarray:
-    """float64 [n]: the ranks of one request's candidates."""
+    """float64 [n]: the rank of each candidate's value among those of its request, from 0 = smallest to 1 =
+    largest. Equal values share their mean rank; a single candidate has 0.5."""
     n = len(x_n)
     out = np.full(n, 0.5)
     order = np.argsort(x_n)

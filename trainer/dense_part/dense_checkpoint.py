@@ -15,14 +15,14 @@ import torch
 from torch import nn
 
 from roostream.errors import CheckpointError
+from roostream.models.build import ADDED_PARTS
 from trainer.dense_part.adam import DenseAdam
 
 log = logging.getLogger("roostream.dense")
 
 _TRAINED = "trained."
-# Parts that were added to models later. A commit of before continues with them at zero, which changes no
-# score.
-_ADDED = ("first_order.", "linear.")
+# A commit from before a part was added continues with it at zero, which changes no score.
+_ADDED = tuple(f"{part}." for part in ADDED_PARTS)
 
 
 def snapshot(model: nn.Module, optimizer: DenseAdam) -> dict[str, np.ndarray]:

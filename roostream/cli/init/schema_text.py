@@ -45,8 +45,8 @@ def schema_text(name: str, log: FoundLog, source: str) -> str:
         f"[online]\nclick = {json.dumps(log.click)}    # the action that histories and rates count",
         *_tables(log, own),
         *_ids(log, own),
-        *_of_the_log(log),
-        *_kept(log, own),
+        *_sent_features(log),
+        *_online_features(log, own),
         *_labels(log),
     ]
     return "\n\n".join(parts) + "\n"
@@ -85,7 +85,7 @@ def _ids(log: FoundLog, own: set[str]) -> Iterator[str]:
         )
 
 
-def _of_the_log(log: FoundLog) -> Iterator[str]:
+def _sent_features(log: FoundLog) -> Iterator[str]:
     """The features that clients send."""
     for f in log.features:
         side = "a candidate" if f.side == "nro" else "the request"
@@ -122,7 +122,7 @@ def _has_users(log: FoundLog, own: set[str]) -> bool:
     return log.users > 0 or "user" in own
 
 
-def _kept(log: FoundLog, own: set[str]) -> Iterator[str]:
+def _online_features(log: FoundLog, own: set[str]) -> Iterator[str]:
     """What Roostream keeps online: counters, ages and times. Names that the log has are its own."""
     request = [n for n in ("history_len", "hour_of_day", "num_candidates") if n not in own]
     if request:
@@ -144,7 +144,7 @@ def _kept(log: FoundLog, own: set[str]) -> Iterator[str]:
                 f"numbers of input.\n"
                 f"{_online('nro', names)}\n{_transform(names, 'rank', 'share')}{extra}"
             )
-    yield from _of_all_time(log, own)
+    yield from _all_time_counters(log, own)
     if "age_s" not in own:
         yield (
             "# Time since the item was first shown: 12 bytes in Redis for each item, and 3 numbers of\n"
@@ -157,7 +157,7 @@ def _kept(log: FoundLog, own: set[str]) -> Iterator[str]:
             "# How often this user was shown and clicked the item: 24 bytes in Redis for each of the user's\n"
             f"# 512 newest items.\n{_online('nro', pair)}\n{_transform(pair, 'log1p')}"
         )
-    for f in _crossed(log, own):
+    for f in _shared_ids(log, own):
         counter = f"user_{f.name}_ctr"
         yield (
             f"# This user's clicks per view by {f.name}, and its rank in the list: 24 bytes in Redis for\n"
@@ -167,7 +167,7 @@ def _kept(log: FoundLog, own: set[str]) -> Iterator[str]:
         )
 
 
-def _of_all_time(log: FoundLog, own: set[str]) -> Iterator[str]:
+def _all_time_counters(log: FoundLog, own: set[str]) -> Iterator[str]:
     """Counters of an item that never forget."""
     if own & set(_OF_ALL_TIME):
         return
@@ -188,7 +188,7 @@ def _of_all_time(log: FoundLog, own: set[str]) -> Iterator[str]:
     )
 
 
-def _crossed(log: FoundLog, own: set[str]) -> list[FoundFeature]:
+def _shared_ids(log: FoundLog, own: set[str]) -> list[FoundFeature]:
     """Ids of candidates that several items share, those with the fewest values first."""
     shared = [
         f
