@@ -1,5 +1,4 @@
-"""The column map of `roostream import parquet --map`: which columns of another site's Parquet files hold
-which values.
+"""The column map of `roostream import table --map`: which columns of another site's tables hold which values.
 
 request = ["user", "shown_at"]      rows with equal values in these columns form one request, if user, session
                                     and surface are equal too
@@ -10,6 +9,10 @@ history = { item = "read_ids", time = "read_at" }   sequence: table and columns;
 [actions]                           action → the column that is true or above 0 where it happened
 click = { column = "clicked" }
 read = { column = "seconds", least = 5.0, value = "seconds" }
+
+Where actions are rows of their own, `event` names the column that says what a row is:
+
+event = "event_type"                shown = ["view"]     # other values are the names of actions
 """
 
 from __future__ import annotations
@@ -41,14 +44,17 @@ class ImportMap(Settings):
 
     request: tuple[str, ...] = setting(help="columns whose values identify a request")
     item: str = setting(help="column of the item's id")
-    time: str = setting(help="column of the time: a timestamp, a number (time_unit), or ISO 8601 text")
+    time: str = setting(help="column of the time: a timestamp, a number (time_unit), or text")
     time_unit: Literal["ms", "s", "us"] = setting("ms", "unit of times that are numbers")
+    day_first: bool = setting(False, "times as 03/04/2024: true = April 3, false = March 4")
     user: str = setting("", "column of the user's id")
     session: str = setting("", "column of the session's id")
     surface: str = setting("", "column of the surface on which the list was shown")
     weight: str = setting("", "column of the request's sampling weight")
     position: str = setting("", "column of the position in the list, from 0; '' = order of the rows")
     propensity: str = setting("", "column of the probability with which the item was shown")
+    event: str = setting("", "column that says what a row is; '' = every row is a shown item")
+    shown: tuple[str, ...] = setting((), "values of `event` of rows that are shown items; others are actions")
     features: dict[str, Any] = setting(factory=dict, help="feature of the schema -> column, or columns")
     actions: dict[str, ActionColumn] = setting(factory=dict, help="table: action -> its columns")
 
@@ -57,6 +63,11 @@ class ImportMap(Settings):
         if not self.request:
             text = "name the request's id, or the user and the time"
             raise setting_error("request", "at least one column", self.request, text)
+        if bool(self.event) != bool(self.shown):
+            text = "event names the column, shown its values for shown items; set both or none"
+            raise setting_error("shown", "event and shown together", self.shown, text)
+        if self.event and not (self.user or self.session):
+            raise setting_error("user", "a column, since actions are rows of their own", self.user, "name it")
         for name, given in self.features.items():
             parts = given if isinstance(given, dict) else {"": given}
             if not parts or not all(isinstance(column, str) and column for column in parts.values()):
@@ -68,6 +79,12 @@ class ImportMap(Settings):
         """The columns that are equal in all rows of a request, and only there. A request id is often unique
         within a user only."""
         return tuple(dict.fromkeys((*self.request, *filter(None, (self.user, self.session, self.surface)))))
+
+    @property
+    def owner(self) -> tuple[str, ...]:
+        """The columns that are equal in all rows that belong together: of a request, or with `event` of a
+        user, because an action may come later than its request's rows."""
+        return (self.user or self.session,) if self.event else self.identity
 
     def plain(self) -> dict[str, str]:
         """Name of a single-valued column in a table log (table_log.py) → column of the files."""
@@ -88,7 +105,7 @@ class ImportMap(Settings):
 
     def columns(self, schema: Schema, known: Collection[str]) -> Iterator[str]:
         """Every column that is read, possibly repeated."""
-        yield from (*self.request, self.time, *self.plain().values())
+        yield from (*self.request, self.time, *filter(None, [self.event]), *self.plain().values())
         for feature in (*schema.ro, *schema.nro):
             yield from self.parts_of(feature, known).values()
         for action in self.actions.values():
@@ -156,7 +173,7 @@ def _of_requests(column_map: ImportMap) -> Iterator[_Expectation]:
     for column in column_map.request:
         yield _Expectation("request", column, "text or numbers", _is_plain)
     kinds = {
-        "integers or text": (_is_id, ("item", "user", "session")),
+        "integers or text": (_is_id, ("item", "user", "session", "event")),
         "numbers": (_is_number, ("weight", "propensity")),
         "text": (_is_text, ("surface",)),
         "integers": (_is_integer, ("position",)),

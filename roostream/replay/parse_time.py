@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import datetime
+import re
 
 EARLIEST_MS = 978_307_200_000  # 2001 began
 LATEST_MS = 253_402_300_799_999  # the last millisecond of the year 9999
+_DATE = re.compile(
+    r"(\d{1,4})([-/.])(\d{1,2})\2(\d{1,4})"  # the date
+    r"(?:[T, ]+(\d{1,2}):(\d{2})(?::(\d{2})(?:[.,](\d{1,6})\d*)?)?)?"  # the time
+    r"\s*([AaPp][Mm])?\s*(Z|UTC|GMT|[+-]\d{2}:?\d{2})?"
+)
 
 
 def parse_time_ms(value: int | str) -> int:
@@ -32,6 +38,45 @@ def parse_time_ms(value: int | str) -> int:
     if time_ms <= 0:
         raise ValueError(f"expected a time after 1970, got {value!r}")
     return time_ms
+
+
+def parse_table_time_ms(text: str, day_first: bool) -> int:
+    """Like `parse_time_ms`, and also times of other sites' tables: `2024/03/04 10:00`, `04.03.2024 10:00:00`,
+    `3/4/2024 10:00:00 AM`, `2024-03-04 10:00:00 UTC`. With a dot, the day comes before the month; with `/` or
+    `-` it does if `day_first`.
+
+    Raises:
+        ValueError: as `parse_time_ms`.
+    """
+    try:
+        return parse_time_ms(text)
+    except ValueError:
+        found = _DATE.fullmatch(text.strip())
+        if not found:
+            raise
+    first, separator, second, third, hour, minute, second_of, fraction, half, zone = found.groups()
+    if len(first) == 4:
+        year, month, day = first, second, third
+    else:
+        month, day = (second, first) if day_first or separator == "." else (first, second)
+        year = third
+    hours = int(hour or 0)
+    if half:
+        hours = hours % 12 + 12 * (half.lower() == "pm")
+    offset = "+00:00" if zone in (None, "Z", "UTC", "GMT") else zone
+    return parse_time_ms(
+        f"{year.zfill(4)}-{month.zfill(2)}-{day.zfill(2)}T{hours:02d}:{minute or '00'}:{second_of or '00'}"
+        f".{(fraction or '0').ljust(6, '0')}{offset}"
+    )
+
+
+def day_and_month(text: str) -> tuple[int, int] | None:
+    """The first two numbers of a time such as `3/4/2024 10:00`, whose order only other times can tell; None
+    for any other time."""
+    found = _DATE.fullmatch(text.strip())
+    if not found or len(found[1]) == 4 or found[2] == ".":
+        return None
+    return int(found[1]), int(found[3])
 
 
 def _from_number(time_ms: int) -> int:

@@ -24,12 +24,12 @@ def import_group() -> None:
 
     \b
     Example:
-      roostream import parquet --schema shop.toml --map shop_map.toml --out shop.jsonl.gz
-      impressions/*.parquet roostream import log --schema shop.toml --warehouse warehouse/ shop.jsonl.gz
+      roostream import table --schema shop.toml --map map.toml --out shop.jsonl.gz impressions/*.parquet
+      roostream import log --schema shop.toml --warehouse warehouse/ shop.jsonl.gz
     """
 
 
-@import_group.command("parquet")
+@import_group.command("table")
 @click.argument("files", nargs=-1, required=True)
 @click.option("--schema", type=click.Path(), required=True, help="schema TOML with the features and actions")
 @click.option("--map", "map_file", type=click.Path(), required=True, help="TOML that maps columns")
@@ -39,30 +39,31 @@ def import_group() -> None:
     required=True,
     help="new file for the log: OUT.jsonl or OUT.jsonl.gz",
 )
-@click.option("--skip-bad", is_flag=True, help="skip and count bad requests")
-def parquet(files: tuple[str, ...], schema: str, map_file: str, out: Path, skip_bad: bool) -> None:
-    """Convert Parquet FILES with one row per shown item, in any order, to a log with one line per request.
+@click.option("--skip-bad", is_flag=True, help="skip and count bad rows and requests")
+def table(files: tuple[str, ...], schema: str, map_file: str, out: Path, skip_bad: bool) -> None:
+    """Convert FILES with one row per shown item, in any order, to a log with one line per request.
 
-    Rows are grouped in bounded memory. The log appears when it is complete.
+    FILES end in .parquet, in .csv, .tsv or .txt, or in .jsonl (or .gz, .zst of these). Rows are grouped in
+    bounded memory. The log appears when it is complete.
 
     \b
     Example:
-      roostream import parquet --schema shop.toml --map shop_map.toml --out shop.jsonl.gz
-      impressions/*.parquet roostream check --schema shop.toml --log shop.jsonl.gz
+      roostream import table --schema shop.toml --map map.toml --out shop.jsonl.gz impressions/*.parquet
+      roostream check --schema shop.toml --log shop.jsonl.gz
     """
     from roostream.replay.import_map import load_map
-    from roostream.replay.parquet_import import import_parquet
+    from roostream.replay.table_import import import_table
     from roostream.schema.schema_file import load_schema
 
     loaded_schema = load_schema(schema)
     column_map = load_map(map_file, loaded_schema)
     with progress_bar("rows") as update:
-        counts = import_parquet(files, loaded_schema, column_map, out, skip_bad=skip_bad, progress=update)
+        counts = import_table(files, loaded_schema, column_map, out, skip_bad=skip_bad, progress=update)
     click.echo(
         f"{out}: {counts.requests:,} requests with {counts.engagements:,} engagements from "
         f"{counts.rows:,} rows"
     )
-    print_skipped("requests", counts.skipped, counts.first_skipped)
+    print_skipped("rows and requests", counts.skipped, counts.first_skipped)
 
 
 @import_group.command("log")

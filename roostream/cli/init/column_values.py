@@ -6,7 +6,7 @@ import re
 from typing import Any, Literal
 
 from roostream.errors import ConfigError
-from roostream.replay.parse_time import EARLIEST_MS, LATEST_MS, parse_time_ms
+from roostream.replay.parse_time import EARLIEST_MS, LATEST_MS, day_and_month, parse_table_time_ms
 
 Kind = Literal["float", "ids", "weighted_ids", "sequence"]
 _MAX_DISTINCT = 10_000
@@ -28,7 +28,8 @@ class ColumnValues:
         self.name = name
         self.present = self.bools = self.floats = self.fractions = self.texts = self.lists = 0
         self.low = self.high = 0.0
-        self.not_times = 0  # texts and numbers that are not a time as `parse_time_ms` reads it
+        self.not_times = 0  # texts that are no time as `parse_table_time_ms` reads it
+        self.may_be_day_first = self.may_be_month_first = True  # of times such as 3/4/2024
         self.parts: dict[str, ColumnValues] = {}  # of objects, by key
         self.entries: ColumnValues | None = None  # of lists
         self.distinct: set[Any] = set()
@@ -60,10 +61,24 @@ class ColumnValues:
         elif isinstance(value, str):
             self.texts += 1
             if self.not_times == 0:
-                self.not_times += not _is_time_text(value)
+                self._add_time(value)
         else:  # of Arrow: a timestamp, a decimal, bytes
             self.texts += 1
             self.not_times += not hasattr(value, "isoformat")
+
+    def _add_time(self, text: str) -> None:
+        if order := day_and_month(text):
+            self.may_be_day_first &= order[0] <= 31 and order[1] <= 12
+            self.may_be_month_first &= order[0] <= 12 and order[1] <= 31
+        try:
+            parse_table_time_ms(text, self.is_day_first)
+        except ValueError:
+            self.not_times += 1
+
+    @property
+    def is_day_first(self) -> bool:
+        """Whether times such as 3/4/2024 name the day first; if both are possible, the month."""
+        return self.may_be_day_first and not self.may_be_month_first
 
     def num_distinct(self) -> int:
         """Distinct values, of lists those of their entries; at most 10,000 are counted."""
@@ -130,11 +145,3 @@ class ColumnValues:
             key for key, part in self.parts.items() if part.entries is not None and part.entries.time_unit()
         }
         return main, {key: "time_ms" if key in times else "ids" for key in self.parts if key != main}
-
-
-def _is_time_text(text: str) -> bool:
-    try:
-        parse_time_ms(text)
-    except ValueError:
-        return False
-    return True

@@ -2,7 +2,7 @@
 
 .jsonl            lines of docs/bring-your-own-data.md
 .csv, .parquet    two tables, of shown candidates and of engagements
-.parquet          one row per shown item with any column names: a map for `roostream import parquet` is made
+all of these      one row per shown item with any column names: a map for `roostream import table` is made
 """
 
 from __future__ import annotations
@@ -10,18 +10,19 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import tempfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
-import pyarrow as pa
-import pyarrow.csv
 
 from roostream.cli.init.column_values import ColumnValues, Kind
 from roostream.errors import ConfigError, nearest
 from roostream.replay.input_files import open_file
 from roostream.replay.parquet_log import parquet_file
+from roostream.replay.table_files import LINE, as_parquet, form_of
 from roostream.schema.settings import SettingError, check_name
 
 MAX_LINES = 200_000
@@ -32,7 +33,7 @@ _ROLES = {
     "request": "request_id request impression_id impression list_id search_id query_id page_view "
     "page_view_id pageview view_id",
     "time": "time timestamp time_ms ts event_time shown_at impression_time created_at date_time datetime",
-    "session": "session_id session",
+    "session": "session_id session user_session visit_id visit",
     "position": "position pos",
     "propensity": "propensity propensity_score",
 }
@@ -43,6 +44,20 @@ _ACTION = re.compile(
     r"install(ed)?|paid|booked|played|read|watched|profile_enter)"
 )
 _CLICKS = ("click", "clicked", "is_click", "clicks", "tap", "open")
+_RATING = re.compile(r"(user_)?(rating|stars|score|grade)")
+_EVENT = re.compile(r"(event|action|interaction|behaviou?r|activity|feedback)(_?(type|name|kind))?|type|kind")
+_SHOWN = (
+    "impression",
+    "show",
+    "shown",
+    "exposure",
+    "display",
+    "view",
+    "item_view",
+    "pageview",
+    "page_view",
+    "pv",
+)
 _OF_REQUESTS = ("request_id", "time", "user_id", "session_id", "surface", "weight")
 _OF_CANDIDATES = ("item_id", "position", "propensity")
 _ENGAGEMENTS = ("request_id", "time", "item_id", "action")
@@ -95,27 +110,32 @@ def detect_log(paths: Sequence[str], choices: Choices) -> FoundLog:
     Raises:
         ConfigError: a file cannot be read, has another form, or is ambiguous; names the flag that decides.
     """
-    forms = {re.sub(r"\.(gz|zst)$", "", path).rpartition(".")[2] for path in (*paths, *choices.engagements)}
-    form = forms.pop() if len(forms) == 1 else ""
-    if form not in ("jsonl", "json", "csv", "parquet"):
-        raise ConfigError(
-            f"{', '.join(paths)}: expected files that all end in .jsonl, all in .csv or all in .parquet "
-            "(or .gz, .zst of these); docs/bring-your-own-data.md describes the forms"
-        )
-    if form in ("jsonl", "json"):
+    form = form_of([*paths, *choices.engagements])
+    if form == "jsonl" and not choices.engagements and _has_own_lines(paths[0]):
         return _jsonl(paths, choices)
-    rows, complete = _table_rows(paths, form)
-    known = set(rows[0]) if rows else set()
-    is_flat = not {"request_id", "time", "item_id"} <= known or not choices.engagements
-    if not is_flat:
-        return _two_tables(rows, complete, form, choices)
-    if form == "csv":
+    with tempfile.TemporaryDirectory() as folder:
+        rows, complete = _table_rows(paths, Path(folder))
+        if not choices.engagements:
+            return _flat(paths[0], rows, complete, choices)
+        done, all_done = _table_rows(choices.engagements, Path(folder))
+    if form == "jsonl":
         raise ConfigError(
-            f"{paths[0]}: expected columns request_id, time and item_id, and --engagements FILE with the "
-            f"clicks, got {', '.join(sorted(known)) or 'an empty file'}; a table with other columns can be "
-            "read as .parquet"
+            "--engagements: expected tables; in JSON lines, engagements stand beside impressions"
         )
-    return _flat(paths[0], rows, complete, choices)
+    if absent := [name for name in ("request_id", "time", "item_id") if rows and name not in rows[0]]:
+        raise ConfigError(
+            f"{paths[0]}: expected columns request_id, time and item_id beside --engagements, got no "
+            f"{absent[0]!r}{nearest(absent[0], rows[0])}; rename the columns"
+        )
+    return _two_tables(rows, done, complete and all_done, form, choices)
+
+
+def _has_own_lines(path: str) -> bool:
+    """Whether the first line is an impression or an engagement of docs/bring-your-own-data.md."""
+    with open_file(path) as file:
+        number, first = next(((n, line) for n, line in enumerate(file, 1) if line.strip()), (1, b"{}"))
+    keys = _decode(first, f"{path}:{number}").keys()
+    return "type" in keys and ("candidates" in keys or {"request_id", "action"} <= keys)
 
 
 def _jsonl(paths: Sequence[str], choices: Choices) -> FoundLog:
@@ -175,8 +195,9 @@ def _add(columns: dict[str, ColumnValues], row: dict[str, Any]) -> None:
             columns.setdefault(name, ColumnValues(name)).add(value)
 
 
-def _two_tables(rows: list[dict[str, Any]], complete: bool, form: str, choices: Choices) -> FoundLog:
-    done, all_done = _table_rows(choices.engagements, form)
+def _two_tables(
+    rows: list[dict[str, Any]], done: list[dict[str, Any]], complete: bool, form: str, choices: Choices
+) -> FoundLog:
     for name in _ENGAGEMENTS:
         if done and name not in done[0]:
             raise ConfigError(
@@ -184,6 +205,7 @@ def _two_tables(rows: list[dict[str, Any]], complete: bool, form: str, choices: 
                 f"{', '.join(_ENGAGEMENTS)}"
             )
     actions = Counter(str(row["action"]) for row in done)
+    rows = [{name: _cell(cell) for name, cell in row.items()} for row in rows]
     reserved = {*_OF_REQUESTS, *_OF_CANDIDATES, *choices.ignore}
     columns, sides, numbers = _columns(rows, ("request_id", "user_id", "time"))
     features = [
@@ -194,11 +216,12 @@ def _two_tables(rows: list[dict[str, Any]], complete: bool, form: str, choices: 
     users = columns["user_id"].num_distinct() if "user_id" in columns else 0
     return FoundLog(
         form, features, dict(actions), _click(actions, choices.click), numbers, len(rows),
-        columns["item_id"].num_distinct(), users, complete and all_done, _assumed(features),
+        columns["item_id"].num_distinct(), users, complete, _assumed(features),
     )  # fmt: skip
 
 
 def _flat(path: str, rows: list[dict[str, Any]], complete: bool, choices: Choices) -> FoundLog:
+    """A table with a row for each shown item, with columns of actions, a rating, or rows of actions."""
     if not rows:
         raise ConfigError(f"{path}: expected rows, got an empty file")
     columns, _, _ = _columns(rows, ())
@@ -209,44 +232,85 @@ def _flat(path: str, rows: list[dict[str, Any]], complete: bool, choices: Choice
                 f"{path}: no column is recognized as the {role}; name it with --{role} COLUMN (columns: "
                 f"{', '.join(columns)})"
             )
+    free = [n for n in columns if n not in {*filter(None, roles.values()), *choices.ignore}]
+    event, shown = _event(columns, free)
     request = [roles["request"]] if roles["request"] else [c for c in (roles["user"], roles["time"]) if c]
-    taken = {*filter(None, roles.values()), *choices.ignore}
-    flags = {
-        n: v for n, v in columns.items() if n not in taken and v.is_flag and _ACTION.fullmatch(_snake(n))
-    }
-    if choices.click and choices.click not in flags:
-        if choices.click not in columns:
-            raise ConfigError(
-                f"{path}: --click: no column {choices.click!r}{nearest(choices.click, columns)}; expected "
-                "one that is true or above 0 where a user clicked"
-            )
-        flags[choices.click] = columns[choices.click]
-    counts = Counter({name: sum(bool(row.get(name)) for row in rows) for name in flags})
-    click = _click(counts, choices.click, "columns", path)
+    actions, assumed = dict[str, dict[str, Any]](), list[str]()
+    if event:
+        counts = Counter(str(row[event]) for row in rows if row.get(event) not in (None, "", *shown))
+        click = _click(counts, choices.click, path=path)
+        rows = [row for row in rows if row.get(event) in shown]
+        names = " or ".join(map(repr, shown))
+        assumed += [f"column {event!r} says what a row is: with {names} a shown item, else an action"]
+        assumed += ["an action belongs to the newest earlier row that shows the item to the same user"]
+    else:
+        actions = _action_columns(path, columns, free, choices.click)
+        counts = Counter(
+            {name: sum(_happened(row.get(a["column"]), a) for row in rows) for name, a in actions.items()}
+        )
+        click = _click(counts, _snake(choices.click), "columns", path)
+        for a in actions.values():
+            how = f"{a['least']:g} or more where a user liked" if "least" in a else "true where a user did"
+            assumed.append(f"column {a['column']!r} is {how} it")
     _, sides, requests = _columns(rows, tuple(request))
     features = []
-    for name, values in columns.items():
-        if name not in taken and name not in flags and values.present:
-            feature = _feature(values, sides[name], _snake(name))
+    for name in free:
+        if name != event and name not in [a["column"] for a in actions.values()] and columns[name].present:
+            feature = _feature(columns[name], sides[name], _snake(name))
             features.append(dataclasses.replace(feature, column=name))
     column_map: dict[str, Any] = {"request": request, "time": roles["time"], "item": roles["item"]}
     unit = columns[roles["time"]].time_unit()
     column_map |= {"time_unit": unit} if unit in ("s", "us") else {}
+    column_map |= {"day_first": True} if columns[roles["time"]].is_day_first else {}
     column_map |= {r: roles[r] for r in ("user", "session", "position", "propensity") if roles[r]}
+    column_map |= {"event": event, "shown": shown} if event else {}
     column_map["features"] = {f.name: f.column for f in features if f.name != f.column}
-    column_map["actions"] = {_snake(name): name for name in flags}
-    assumed = [f"column {column!r} is the {role}" for role, column in roles.items() if column]
+    column_map["actions"] = actions
+    named = [f"column {column!r} is the {role}" for role, column in roles.items() if column]
     if not roles["request"]:
-        assumed.append(f"rows with equal {' and '.join(request)} are one request")
-    assumed += [f"column {name!r} is true where a user did it" for name in flags]
+        named.append(f"rows with equal {' and '.join(request)} are one request")
     if requests > 0.9 * len(rows):
         assumed.append("most lists have one item, so nothing can be compared within a list")
     return FoundLog(
-        "flat", features, {_snake(name): n for name, n in counts.items()}, _snake(click), requests, len(rows),
+        "flat", features, dict(counts), click, requests, len(rows),
         columns[roles["item"]].num_distinct(),
         columns[roles["user"]].num_distinct() if roles["user"] else 0,
-        complete, [*assumed, *_assumed(features)], column_map,
+        complete, [*named, *assumed, *_assumed(features)], column_map,
     )  # fmt: skip
+
+
+def _event(columns: dict[str, ColumnValues], free: Sequence[str]) -> tuple[str, list[str]]:
+    """The column that says what a row is, and its values that mean a shown item; ("", []) = there is none."""
+    for name in free:
+        values = {value for value in columns[name].distinct if isinstance(value, str)}
+        shown = [value for value in sorted(values) if _snake(value) in _SHOWN]
+        if _EVENT.fullmatch(_snake(name)) and shown and len(shown) < len(values) <= 50:
+            return name, shown
+    return "", []
+
+
+def _action_columns(
+    path: str, columns: dict[str, ColumnValues], free: Sequence[str], click: str
+) -> dict[str, dict[str, Any]]:
+    """Action → its column, and of a rating the least that counts as liked: 4 of 5, 8 of 10."""
+    found = [n for n in free if columns[n].is_flag and _ACTION.fullmatch(_snake(n))]
+    if click and click not in found:
+        if click not in columns:
+            raise ConfigError(
+                f"{path}: --click: no column {click!r}{nearest(click, columns)}; expected "
+                "one that is true or above 0 where a user clicked"
+            )
+        found.append(click)
+    ratings = [n for n in free if columns[n].is_number and _RATING.fullmatch(_snake(n))]
+    if not found and len(ratings) == 1:
+        found = ratings
+    return {
+        _snake(n): {"column": n, **({"least": 0.8 * columns[n].high} if n in ratings else {})} for n in found
+    }
+
+
+def _happened(cell: Any, action: dict[str, Any]) -> bool:
+    return isinstance(cell, int | float) and cell > 0 and cell >= action.get("least", 0)
 
 
 def _role(path: str, role: str, columns: dict[str, ColumnValues], choices: Choices) -> str:
@@ -338,47 +402,29 @@ def _snake(name: str) -> str:
     return re.sub(r"[^a-z0-9_-]+", "_", text).strip("_-")[:64]
 
 
-def _table_rows(paths: Sequence[str], form: str) -> tuple[list[dict[str, Any]], bool]:
+def _table_rows(paths: Sequence[str], folder: Path) -> tuple[list[dict[str, Any]], bool]:
     """The first rows of each file, and whether they are all."""
     rows, complete = list[dict[str, Any]](), True
-    for path in paths:
-        taken = 0
-        for table in _parquet_pieces(path) if form == "parquet" else _csv_pieces(path):
-            if taken >= MAX_LINES:
-                complete = False
-                break
-            found = table.to_pylist()
-            taken += len(found)
-            rows += found if form == "parquet" else [_parsed(row) for row in found]
+    for path in as_parquet(paths, folder, _refuse, MAX_LINES):
+        with parquet_file(path) as file:
+            taken = 0
+            for batch in file.iter_batches():
+                found = batch.to_pylist()
+                taken += len(found)
+                rows += [{name: cell for name, cell in row.items() if name != LINE} for row in found]
+                if taken >= MAX_LINES:
+                    complete = False
+                    break
     return rows, complete
 
 
-def _parquet_pieces(path: str) -> Iterator[pa.RecordBatch]:
-    with parquet_file(path) as file:
-        yield from file.iter_batches()
-
-
-def _csv_pieces(path: str) -> Iterator[pa.RecordBatch]:
-    with open_file(path) as file:
-        names = file.readline().decode("utf-8", "replace").removeprefix("\ufeff").strip().split(",")
-        file.seek(0)
-        options = pyarrow.csv.ConvertOptions(
-            column_types={name.strip('"'): pa.string() for name in names},
-            null_values=[""],
-            strings_can_be_null=True,
-        )
-        try:
-            yield from pyarrow.csv.open_csv(file, convert_options=options)
-        except pa.ArrowInvalid as error:
-            raise ConfigError(f"{path}: expected CSV in UTF-8 ({str(error).splitlines()[0]})") from None
-
-
-def _parsed(row: dict[str, str | None]) -> dict[str, Any]:
-    return {name: None if cell is None else _cell(cell) for name, cell in row.items()}
-
-
-def _cell(cell: str) -> Any:
+def _cell(cell: Any) -> Any:
+    """The object that a text is as JSON, as in a column of weighted ids or sequences."""
     try:
-        return json.loads(cell) if cell[:1] in "[{-0123456789" else cell
+        return json.loads(cell) if isinstance(cell, str) and cell[:1] == "{" else cell
     except ValueError:
         return cell
+
+
+def _refuse(where: str, error: Exception) -> None:
+    raise ConfigError(f"{where}: {error}; correct the line") from None

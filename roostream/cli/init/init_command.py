@@ -120,7 +120,7 @@ def _next(folder: Path, log: Sequence[str], given: dict[str, Any], form: str) ->
     if form == "flat":
         imported = shlex.quote(str(folder / "log.jsonl.gz"))
         map_file = shlex.quote(str(folder / "map.toml"))
-        first = [f"roostream import parquet --schema {schema} --map {map_file} --out {imported} {files}"]
+        first = [f"roostream import table --schema {schema} --map {map_file} --out {imported} {files}"]
         form, files = "jsonl", imported
     inputs = f"--log {files}"
     if form != "jsonl":
@@ -172,6 +172,7 @@ init = MultiValueCommand(
     Example:
       roostream init shop
       roostream init shop --from monday.jsonl tuesday.jsonl.gz
+      roostream init shop --from shown-and-clicked.csv
       roostream init shop --from shown.csv --engagements done.csv
     """,
 )

@@ -238,18 +238,20 @@ def _label_name(action: str) -> str:
 
 
 def map_text(log: FoundLog) -> str:
-    """The map of a flat table, for `roostream import parquet`."""
+    """The map of a flat table, for `roostream import table`."""
     m = log.map
     lines = [
-        "# Which column is what, for `roostream import parquet`, as `roostream init` found it.",
+        "# Which column is what, for `roostream import table`, as `roostream init` found it.",
         "# docs/bring-your-own-data.md describes every key.",
         f"request = {json.dumps(m['request'])}    # rows with equal values here are one request",
-        *(f"{key} = {json.dumps(value)}" for key, value in m.items() if isinstance(value, str)),
+        *(f"{k} = {json.dumps(v)}" for k, v in m.items() if k not in ("request", "features", "actions")),
         *_section("features", m["features"].items()),
-        "",
-        "[actions]    # an engagement where the column is true or above 0",
-        *(f"{json.dumps(action)} = {{ column = {json.dumps(c)} }}" for action, c in m["actions"].items()),
     ]
+    if m["actions"]:
+        lines += ["", "[actions]    # an engagement where the column is true, above 0, or at least `least`"]
+    for action, of in m["actions"].items():
+        columns = ", ".join(f"{key} = {json.dumps(value)}" for key, value in of.items())
+        lines.append(f"{json.dumps(action)} = {{ {columns} }}")
     return "\n".join(lines) + "\n"
 
 

@@ -18,7 +18,7 @@ from roostream.models.build import load_model_config
 from roostream.models.config import RankerConfig
 from roostream.models.ranker import rate_rank
 from roostream.replay.import_map import load_map
-from roostream.replay.parquet_import import import_parquet
+from roostream.replay.table_import import import_table
 from roostream.schema.schema import Schema
 from roostream.schema.schema_file import load_schema, schema_from_dict
 
@@ -146,12 +146,48 @@ def flat(**more: list[Any]) -> dict[str, list[Any]]:
 def test_a_flat_table_gets_a_map_that_imports_it() -> None:
     pq.write_table(pa.table(flat()), "rows.parquet")
     output = run("shop", "--from", "rows.parquet").output
-    assert "column 'article' is the item" in output and "import parquet" in output
+    assert "column 'article' is the item" in output and "import table" in output
     schema = written()
-    counts = import_parquet(
-        ["rows.parquet"], schema, load_map("shop/map.toml", schema), Path("shop/log.jsonl")
-    )
+    counts = import_table(["rows.parquet"], schema, load_map("shop/map.toml", schema), Path("shop/log.jsonl"))
     assert (counts.requests, counts.engagements, counts.skipped) == (2, 2, 0)
+
+
+def lines_of(rows: list[dict[str, Any]], form: str) -> str:
+    """Rows as the text of a file."""
+    if form == "jsonl":
+        return "".join(json.dumps(row) + "\n" for row in rows)
+    names = list(rows[0])
+    return (
+        "\n".join(["\t".join(names), *("\t".join(str(row[name]) for name in names) for row in rows)]) + "\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("form", "columns", "wanted"),
+    [
+        ("tsv", {"clicked": [1, 0, 0, 1]}, (2, 2, "clicked")),
+        ("jsonl", {"clicked": [True, False, False, True]}, (2, 2, "clicked")),
+        ("tsv", {"shownAt": ["13/04/2024 10:00", "13/04/2024 10:00", "14/04/2024 9:00", "14/04/2024 9:00"],
+                 "bought": ["yes", "no", "no", "no"]}, (2, 1, "bought")),
+        ("tsv", {"rating": [4.5, 5.0, 1.0, 4.0]}, (2, 3, "rating")),
+        ("tsv", {"event": ["view", "view", "purchase", "view"], "article": ["a", "b", "b", "c"],
+                 "visitor": [1, 1, 1, 2]}, (2, 1, "purchase")),
+    ],
+    ids=["flags", "JSON lines", "days first", "a rating", "rows of actions"],
+)  # fmt: skip
+def test_a_text_table_gets_a_map_that_imports_it(
+    form: str, columns: dict[str, list[Any]], wanted: tuple[int, int, str]
+) -> None:
+    table = {name: cells for name, cells in flat().items() if name != "clicked"} | columns
+    path = Path(f"rows.{form}")
+    path.write_text(
+        lines_of([dict(zip(table, row, strict=True)) for row in zip(*table.values(), strict=True)], form)
+    )
+    output = run("shop", "--from", str(path)).output
+    schema = written()
+    counts = import_table([str(path)], schema, load_map("shop/map.toml", schema), Path("shop/log.jsonl"))
+    assert (counts.requests, counts.engagements, schema.labels[0].action) == wanted
+    assert counts.skipped == 0 and "import table" in output
 
 
 @pytest.mark.parametrize(
@@ -176,7 +212,7 @@ def test_an_unclear_flat_table_is_asked_about(
     "args",
     [
         ("shop", "--from", "absent.jsonl"),
-        ("shop", "--from", "log.txt"),
+        ("shop", "--from", "log.xlsx"),
         ("shop", "--item", "x"),
         ("shop", "--requests", "3"),
         ("a b",),

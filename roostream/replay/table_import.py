@@ -1,13 +1,16 @@
-"""Import another site's Parquet files, with one row per shown item, as a log of requests
+"""Import another site's tables, with one row per shown item, as a log of requests
 (docs/bring-your-own-data.md).
 
-    files ─► columns by the map ─► buckets by request ─► impression lines and engagement lines ─► OUT.jsonl
+    files ─► Parquet ─► columns by the map ─► buckets ─► impression lines and engagement lines ─► OUT.jsonl
 
 Rows with equal request columns, user, session and surface form one request. A hash of these columns assigns
 each row to a bucket, a temporary file of Arrow batches; then each bucket is read completely. A bucket has
 about BUCKET_BYTES however large the input is, unless a single request is larger. The time of a request is
 that of its earliest row. Its candidates are its rows, by position or in file order. The lines of the log are
 not in time order; datasets sort them.
+
+With `event` in the map, rows are shown items or actions, and an action belongs to the newest earlier row that
+showed the item to this user. Then a bucket has all rows of its users.
 """
 
 from __future__ import annotations
@@ -33,7 +36,8 @@ from roostream.errors import ConfigError, SetupError
 from roostream.replay.import_map import ImportMap, check_columns, check_types, numeric_columns
 from roostream.replay.log_lines import UNREADABLE, EngagementLine, ImpressionLine, LogLineReader
 from roostream.replay.parquet_log import parquet_file
-from roostream.replay.parse_time import parse_time_ms
+from roostream.replay.parse_time import parse_table_time_ms
+from roostream.replay.table_files import LINE, as_parquet
 from roostream.replay.table_log import Row, rows_to_impression
 from roostream.schema.ids import hash64
 from roostream.schema.schema import Feature, Schema
@@ -58,15 +62,17 @@ class ImportCounts:
 
 
 class _Input(NamedTuple):
-    """The files, their used columns, the number of rows and the estimated size as Arrow tables."""
+    """The files' names for messages, the files as Parquet, their used columns, the number of rows and the
+    estimated size as Arrow tables."""
 
     paths: Sequence[str]
+    files: Sequence[str]
     columns: list[str]
     num_rows: int
     num_bytes: int
 
 
-def import_parquet(
+def import_table(
     paths: Sequence[str],
     schema: Schema,
     column_map: ImportMap,
@@ -81,23 +87,23 @@ def import_parquet(
     On failure no file is left behind.
 
     Raises:
-        ConfigError: a file is not Parquet, lacks a column of the map or has it with an unusable type, or
-        `out` exists.
+        ConfigError: a file is no table (table_files.py), lacks a column of the map or has it with an unusable
+        type, or `out` exists.
         LogError: a bad row without `skip_bad`; names file and row.
         SetupError: there is no space.
     """
     if out.exists():
         raise ConfigError(f"{out}: expected a new file, but it exists; remove it or choose another name")
-    given, counts = _check(paths, schema, column_map), ImportCounts()
-    reader = LogLineReader(schema, skip_bad=skip_bad)
+    counts, reader = ImportCounts(), LogLineReader(schema, skip_bad=skip_bad)
     try:
         with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as folder:
+            given = _check(paths, as_parquet(paths, Path(folder), reader.refuse), schema, column_map)
             part = Path(folder) / "out"
             open_out = partial(gzip.open, compresslevel=6) if out.suffix == ".gz" else open
             with cast(BinaryIO, open_out(part, "wb")) as file:
                 rows = _batches(given, column_map, schema, reader, counts, progress)
                 number = max(1, min(MAX_BUCKETS, -(-given.num_bytes // BUCKET_BYTES)))
-                for bucket in into_buckets(rows, column_map.identity, Path(folder), number):
+                for bucket in into_buckets(rows, column_map.owner, Path(folder), number):
                     for lines in _requests(bucket, schema, column_map, reader, given.paths):
                         counts.requests += 1
                         counts.engagements += len(lines) - 1
@@ -111,21 +117,21 @@ def import_parquet(
     return counts
 
 
-def _check(paths: Sequence[str], schema: Schema, column_map: ImportMap) -> _Input:
+def _check(paths: Sequence[str], files: Sequence[str], schema: Schema, column_map: ImportMap) -> _Input:
     num_rows = num_bytes = 0
     columns: list[str] = []
-    for path in paths:
-        with parquet_file(path) as file:
+    for path, name in zip(paths, files, strict=True):
+        with parquet_file(name) as file:
             known = file.schema_arrow.names
             check_columns(path, column_map, schema, known)
             check_types(path, column_map, schema, file.schema_arrow)
-            wanted = sorted(set(column_map.columns(schema, known)))
+            wanted = sorted({*column_map.columns(schema, known), *({LINE} & set(known))})
             if columns and wanted != columns:
                 text = f"{path}: expected the columns of {paths[0]}, got others; import them apart"
                 raise ConfigError(text)
             columns, num_rows = wanted, num_rows + file.metadata.num_rows
             num_bytes += _arrow_bytes(file, set(columns))
-    return _Input(paths, columns, num_rows, num_bytes)
+    return _Input(paths, files, columns, num_rows, num_bytes)
 
 
 def _arrow_bytes(file: pq.ParquetFile, columns: set[str]) -> int:
@@ -149,11 +155,14 @@ def _batches(
     were read are counted."""
     for number, path in enumerate(given.paths):
         first = 0
-        with parquet_file(path) as file:
+        with parquet_file(given.files[number]) as file:
             numbers = numeric_columns(column_map, schema, file.schema_arrow)
             try:
                 for batch in file.iter_batches(_ROWS, columns=given.columns):
-                    where_N = (number << 40) + first + 1 + np.arange(len(batch), dtype=np.int64)
+                    place_N = first + 1 + np.arange(len(batch), dtype=np.int64)
+                    if LINE in given.columns:
+                        place_N = np.asarray(batch.column(LINE))
+                    where_N = (number << 40) + place_N
                     first += len(batch)
                     names = [*given.columns, _TIME_MS, _WHERE]
                     arrays = [_as_number(batch.column(n), numbers.get(n)) for n in given.columns]
@@ -187,7 +196,7 @@ def _with_request(
 
 
 def _place(paths: Sequence[str], at: int) -> str:
-    """`file:row`; rows count from 1."""
+    """`file:row`, or of a text file `file:line`; both count from 1."""
     return f"{paths[at >> 40]}:{at & ((1 << 40) - 1)}"
 
 
@@ -195,6 +204,9 @@ def _requests(
     bucket: pa.Table, schema: Schema, column_map: ImportMap, reader: LogLineReader, paths: Sequence[str]
 ) -> Iterator[list[ImpressionLine | EngagementLine]]:
     """The lines of each request with its impression first; requests in the order of their earliest row."""
+    done: dict[int, list[Row]] = {}
+    if column_map.event:
+        bucket, done = _split_actions(bucket, column_map, reader, paths)
     id_N = request_ids(bucket, column_map.request)
     time_ms_N = bucket.column(_TIME_MS).to_numpy()
     keys: dict[tuple[str, ...], int] = {}
@@ -218,12 +230,64 @@ def _requests(
                         f"column {column_map.time!r}: expected a time, got none that can be read"
                     )
             lines = _lines(rows, str(id_N[first]), int(begin_ms_U[number_N[first]]), schema, column_map)
+            for row, at in zip(rows, order_N[first : first + len(rows)].tolist(), strict=True):
+                lines += [_engagement(str(id_N[first]), row, action) for action in done.get(at, ())]
             for line in lines:
                 reader.event(line, where)
         except UNREADABLE as error:
             reader.refuse(where, error)
             continue
         yield lines
+
+
+def _split_actions(
+    bucket: pa.Table, column_map: ImportMap, reader: LogLineReader, paths: Sequence[str]
+) -> tuple[pa.Table, dict[int, list[Row]]]:
+    """The rows of shown items, and by the number of such a row the actions on its item. An action belongs to
+    the newest row before it with the same item and user; at equal times the shown item comes first. Actions
+    without such a row are refused."""
+    event = _texts(bucket.column(column_map.event))
+    is_shown_N = np.isin(np.array(event, dtype=object), column_map.shown)
+    columns = [column_map.item, *(() if column_map.time in column_map.request else column_map.request)]
+    texts = [_texts(bucket.column(column)) for column in dict.fromkeys(columns)]
+    keys = list(zip(_owners(bucket, column_map), *texts, strict=True))
+    time_ms_N, number_N = bucket.column(_TIME_MS).to_numpy(), np.cumsum(is_shown_N) - 1
+    newest: dict[tuple[str, ...], int] = {}
+    done: dict[int, list[Row]] = {}
+    for n in np.lexsort((~is_shown_N, time_ms_N)).tolist():
+        if is_shown_N[n]:
+            newest[keys[n]] = int(number_N[n])
+            continue
+        place = _place(paths, bucket.column(_WHERE)[n].as_py())
+        if not event[n]:
+            shown = " or ".join(map(repr, column_map.shown))
+            wrong = f"column {column_map.event!r}: expected {shown} or an action, got nothing"
+        elif time_ms_N[n] == _NO_TIME:
+            wrong = f"column {column_map.time!r}: expected a time, got none that can be read"
+        elif not keys[n][0] or keys[n] not in newest:
+            wrong = f"action {event[n]!r}: expected an earlier row that shows the item to this user, got none"
+        else:
+            action = {"action": event[n], "time": int(time_ms_N[n])}
+            done.setdefault(newest[keys[n]], []).append(action)
+            continue
+        reader.refuse(place, ValueError(wrong))
+    return bucket.filter(pa.array(is_shown_N)), done
+
+
+def _owners(bucket: pa.Table, column_map: ImportMap) -> list[str]:
+    """Whose each row is: the user's, or without one the session's; "" = nobody's."""
+    users = _texts(bucket.column(column_map.user)) if column_map.user else [""] * len(bucket)
+    if not column_map.session:
+        return users
+    sessions = _texts(bucket.column(column_map.session))
+    return [user or (session and f"\0{session}") for user, session in zip(users, sessions, strict=True)]
+
+
+def _engagement(request_id: str, row: Row, action: Row) -> EngagementLine:
+    """The line of an action that has a row of its own; `row` shows the item."""
+    who = {key: row[key] for key in ("user_id", "session_id", "surface") if row.get(key) is not None}
+    line = {"type": "engagement", "request_id": request_id, "item_id": row.get("item_id"), "value": 1.0}
+    return msgspec.convert(line | who | action, EngagementLine)
 
 
 def _runs(table: pa.Table, number_N: np.ndarray) -> Iterator[tuple[int, list[Row]]]:
@@ -315,13 +379,13 @@ def _times(column: pa.Array | pa.ChunkedArray, column_map: ImportMap) -> np.ndar
         scaled_N = np.asarray(numbers, dtype=np.float64) * _PER_MS[column_map.time_unit]
         is_time_N = np.abs(scaled_N) < 2.0**62  # False for NaN
         return np.where(is_time_N, np.where(is_time_N, scaled_N, 0.0).astype(np.int64), _NO_TIME)
-    known = {text: _time_of(text) for text in set(column.to_pylist())}
+    known = {text: _time_of(text, column_map.day_first) for text in set(column.to_pylist())}
     return np.array([known[text] for text in column.to_pylist()], dtype=np.int64)
 
 
-def _time_of(text: str | None) -> int:
+def _time_of(text: str | None, day_first: bool) -> int:
     try:
-        return _NO_TIME if text is None else parse_time_ms(text)
+        return _NO_TIME if text is None else parse_table_time_ms(text, day_first)
     except ValueError:
         return _NO_TIME
 

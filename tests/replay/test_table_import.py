@@ -14,12 +14,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from roostream.errors import ConfigError
-from roostream.replay import parquet_import
+from roostream.replay import table_import
 from roostream.replay.events import Event, Request
 from roostream.replay.import_map import ImportMap, load_map
 from roostream.replay.jsonl_log import JsonlLog
 from roostream.replay.log_lines import LogError, LogLineReader
-from roostream.replay.parquet_import import ImportCounts, import_parquet, into_buckets
+from roostream.replay.table_import import ImportCounts, import_table, into_buckets
 from roostream.schema.schema_file import schema_from_dict
 
 T0 = 1_700_000_000_000
@@ -130,7 +130,7 @@ def wanted(of: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
 def plain(event: Event) -> tuple[Any, ...]:
     if isinstance(event, Request):
         head = ("shown", event.request_id, event.user_id, event.time_ms, event.items_n.tolist())
-        return (*head, event.ro, {name: event.nro[name] for name in ("item", "price")})
+        return (*head, event.ro, {name: event.nro.get(name) for name in ("item", "price")})
     return (event.action, event.request_id, event.user_id, event.time_ms, event.item_id, event.value)
 
 
@@ -150,7 +150,7 @@ def imported(
     for n, table in enumerate(tables):
         paths.append(str(folder / f"{n}.parquet"))
         pq.write_table(table, paths[-1], row_group_size=7)
-    return import_parquet(paths, SCHEMA, map_of(folder, text), folder / out, **how)
+    return import_table(paths, SCHEMA, map_of(folder, text), folder / out, **how)
 
 
 def events_of(path: Path) -> list[tuple[Any, ...]]:
@@ -163,7 +163,7 @@ def events_of(path: Path) -> list[tuple[Any, ...]]:
 def test_requests_are_reassembled_from_rows_in_any_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, out: str
 ) -> None:
-    monkeypatch.setattr(parquet_import, "BUCKET_BYTES", 2000)  # several buckets
+    monkeypatch.setattr(table_import, "BUCKET_BYTES", 2000)  # several buckets
     of = requests(40)
     rows = expanded(of)
     mixed = [rows[n] for n in np.random.default_rng(1).permutation(len(rows))]
@@ -311,7 +311,7 @@ def test_cells_that_give_the_same_joined_text_are_different_requests(tmp_path: P
 def test_rows_of_a_request_meet_in_one_bucket_also_if_a_column_is_empty_or_null(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parquet_import, "BUCKET_BYTES", 10)
+    monkeypatch.setattr(table_import, "BUCKET_BYTES", 10)
     text = 'request=["id","page"]\ntime="t"\nitem="item"'
     rows = [{**ONE, "page": page, "id": id_} for page in range(20) for id_ in (None, "")]
     assert imported(tmp_path, table_of(rows), text=text).requests == 20
@@ -384,3 +384,88 @@ def test_a_column_of_an_unusable_type_is_refused_in_one_sentence(
     with pytest.raises(ConfigError, match=rf"0\.parquet: .*{message}"):
         imported(tmp_path, table_of([{**ONE, **change}]), text=f"{PLAIN}\n{more}")
     assert not (tmp_path / "log.jsonl").exists()
+
+
+EVENTS = """
+request = ["visitor", "seen_at"]
+time = "seen_at"
+item = "article"
+user = "visitor"
+event = "kind"
+shown = ["view", "show"]
+"""
+
+
+def events_imported(
+    folder: Path, text: str, skip_bad: bool = False
+) -> tuple[ImportCounts, list[tuple[Any, ...]]]:
+    (folder / "events.csv").write_text("kind;visitor;article;seen_at\n" + text)
+    out = folder / "log.jsonl"
+    counts = import_table(
+        [str(folder / "events.csv")], SCHEMA, map_of(folder, EVENTS), out, skip_bad=skip_bad
+    )
+    return counts, [event[:2] + event[3:5] for event in events_of(out) if event[0] != "shown"]
+
+
+def test_rows_of_actions_belong_to_the_newest_earlier_row_with_the_item(tmp_path: Path) -> None:
+    """Of the same user, also if the action's row stands before it in the file."""
+    text = (
+        "click;ann;5;2024-03-04 10:00:09\n"
+        "view;ann;5;2024-03-04 10:00:00\n"
+        "show;ann;5;2024-03-04 10:00:05\n"
+        "view;bob;5;2024-03-04 10:00:08\n"
+        "read;ann;5;2024-03-04 10:00:05\n"
+        "read;bob;5;2024-03-04 11:00:00 UTC\n"
+    )
+    counts, done = events_imported(tmp_path, text)
+    ms = 1_709_546_400_000
+    assert (counts.requests, counts.engagements, counts.rows) == (3, 3, 6)
+    assert done == [
+        ("click", "ann|2024-03-04 10:00:05", ms + 9000, 5),
+        ("read", "ann|2024-03-04 10:00:05", ms + 5000, 5),
+        ("read", "bob|2024-03-04 10:00:08", ms + 3_600_000, 5),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ("click;ann;6;2024-03-04 10:00:09", "action 'click': expected an earlier row"),
+        ("click;bob;5;2024-03-04 10:00:09", "action 'click': expected an earlier row"),
+        ("click;ann;5;2024-03-04 09:00:00", "action 'click': expected an earlier row"),
+        ("click;ann;5;soon", "'seen_at': expected a time"),
+        (";ann;5;2024-03-04 10:00:09", "'kind': expected 'view' or 'show'"),
+    ],
+)
+def test_an_action_that_belongs_to_no_row_is_refused_by_line_or_counted(
+    tmp_path: Path, row: str, reason: str
+) -> None:
+    text = f"view;ann;5;2024-03-04 10:00:00\n{row}\n"
+    with pytest.raises(LogError, match=f"events.csv:3: .*{reason}"):
+        events_imported(tmp_path, text)
+    counts, done = events_imported(tmp_path, text, skip_bad=True)
+    assert (counts.requests, counts.skipped, done) == (1, 1, [])
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        (EVENTS.replace('shown = ["view", "show"]', ""), "shown"),
+        (EVENTS.replace('user = "visitor"', ""), "user"),
+    ],
+)
+def test_a_map_with_rows_of_actions_names_shown_values_and_a_user(
+    tmp_path: Path, text: str, word: str
+) -> None:
+    with pytest.raises(ConfigError, match=word):
+        map_of(tmp_path, text)
+
+
+def test_times_may_name_the_day_first(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text("user,article,shown_at\n1,5,03/04/2024 10:00:00\n")
+    for day_first, ms in ((False, 1_709_546_400_000), (True, 1_712_138_400_000)):
+        text = 'request = ["user"]\nuser = "user"\nitem = "article"\ntime = "shown_at"\nday_first = '
+        text += str(day_first).lower()
+        out = tmp_path / f"{ms}.jsonl"
+        import_table([str(tmp_path / "rows.csv")], SCHEMA, map_of(tmp_path, text), out)
+        assert events_of(out)[0][3] == ms

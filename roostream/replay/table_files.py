@@ -1,0 +1,422 @@
+"""Read the tables of another site, whatever their form, as Parquet files.
+
+.parquet              as they are
+.csv .tsv .txt        with a first line of names; separated by comma, semicolon, tab or |
+.jsonl .ndjson .json  an object on each line is a row; if it has a list of objects, each of these is a row
+                      with the line's other values; an object within becomes columns such as `page_kind`
+
+A column of text files has the narrowest type that all its cells in all files have: true or false, whole
+numbers, numbers, JSON lists, or text. Whole numbers with leading zeros are text. Empty cells and the words of
+`_EMPTY` are missing. The column LINE of a converted file has the number of each row's line.
+"""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.csv
+import pyarrow.parquet as pq
+
+from roostream.errors import ConfigError, RoostreamError
+from roostream.replay.input_files import open_file
+
+LINE = "roostream: line"  # no column of a site is called so
+Refuse = Callable[[str, Exception], None]
+"""Called with the place of a row that cannot be read, and why; raises, or counts the row as skipped."""
+
+_TEXT_FORMS, _JSON_FORMS = ("csv", "tsv", "txt"), ("jsonl", "ndjson", "json")
+_FORMS = ("parquet", *_TEXT_FORMS, *_JSON_FORMS)
+_EMPTY = ["", "NULL", "null", "\\N", "NaN", "nan", "#N/A"]
+_YES = pa.array(["true", "yes", "t", "y"])
+_EMPTY_NUMBERS = pa.array(["NA", "N/A"])  # missing in a column of numbers; texts in a column of texts
+_NUMBER = r"^[+-]?((0|[1-9][0-9]*)(P[0-9]*)?|P[0-9]+)([eE][+-]?[0-9]+)?$"  # P: the decimal point
+_KINDS = {
+    "flag": ("^(?i:true|false|yes|no|t|f|y|n)$", pa.bool_()),
+    "integer": ("^-?(0|[1-9][0-9]{0,17})$", pa.int64()),
+    "unsigned": ("^(0|[1-9][0-9]{0,18}|1[0-7][0-9]{18})$", pa.uint64()),  # below 1.8e19: fits 64 bits
+    "number": (_NUMBER.replace("P", r"\."), pa.float64()),
+    "number with comma": (_NUMBER.replace("P", ","), pa.float64()),
+}
+_LISTS = (
+    "candidates",
+    "items",
+    "impressions",
+    "shown",
+    "products",
+    "results",
+    "articles",
+    "documents",
+    "ads",
+)
+_BLOCK_BYTES = 4 << 20
+_ROWS = 8192
+
+
+def form_of(paths: Sequence[str]) -> str:
+    """The form of files by the endings of their names, without .gz or .zst: `parquet`, `csv` (any separated
+    text) or `jsonl`.
+
+    Raises:
+        ConfigError: another ending, or files of several forms.
+    """
+    found = set()
+    for path in paths:
+        ending = path.removesuffix(".gz").removesuffix(".zst").rpartition(".")[2].lower()
+        if ending not in _FORMS:
+            raise ConfigError(
+                f"{path}: expected a file that ends in .{', .'.join(_FORMS[:-1])} or .{_FORMS[-1]} (or .gz, "
+                ".zst of these); docs/bring-your-own-data.md describes the forms"
+            )
+        found.add("csv" if ending in _TEXT_FORMS else "jsonl" if ending in _JSON_FORMS else ending)
+    if len(found) != 1:
+        raise ConfigError(
+            f"{', '.join(paths) or 'no files'}: expected files of one form, got "
+            f"{' and '.join(sorted(found)) or 'none'}; name files of one form"
+        )
+    return found.pop()
+
+
+def as_parquet(paths: Sequence[str], folder: Path, refuse: Refuse, max_rows: int | None = None) -> list[str]:
+    """Parquet files with the rows of `paths`: new files in `folder`, or the files themselves.
+
+    A text file is read twice, in pieces: for the types of its columns, and to write them. Of each file only
+    about `max_rows` rows are read.
+
+    Raises:
+        ConfigError: a file cannot be read, is not in UTF-8, or has no names of columns.
+        SetupError: there is no space to decompress a file.
+        OSError: `folder` cannot be written.
+    """
+    form = form_of(paths)
+    if form == "parquet":
+        return list(paths)
+    columns: dict[str, _TextColumn | _JsonColumn] = {}
+    if form == "csv":
+        delimiter = _delimiter(paths[0])
+        read = partial(_read_text, delimiter)
+        new_column: Callable[[], _TextColumn | _JsonColumn] = partial(_TextColumn, delimiter == ";")
+    else:
+        read = partial(_read_json, _list_of_rows(paths[0]))
+        new_column = _JsonColumn
+    for path in paths:
+        for batch in _first(read(path, refuse), max_rows):
+            for name, cells in batch.columns.items():
+                if name not in columns:
+                    columns[name] = new_column()
+                columns[name].see(cells)
+    schema = pa.schema([*((name, column.type) for name, column in columns.items()), (LINE, pa.int64())])
+    converted = []
+    for number, path in enumerate(paths):
+        converted.append(str(folder / f"table-{number}.parquet"))
+        with pq.ParquetWriter(converted[-1], schema) as writer:
+            for batch in _first(read(path, lambda where, error: None), max_rows):
+                missing = pa.nulls(len(batch.lines))
+                arrays = [
+                    column.array(batch.columns[name]) if name in batch.columns else missing.cast(column.type)
+                    for name, column in columns.items()
+                ]
+                writer.write_batch(
+                    pa.record_batch([*arrays, pa.array(batch.lines, pa.int64())], schema=schema)
+                )
+    return converted
+
+
+class _Batch(NamedTuple):
+    """Rows of a file: cells by column, of text files as Arrow arrays of texts; and the line of each row."""
+
+    columns: dict[str, Any]
+    lines: Sequence[int] | np.ndarray
+
+
+def _first(batches: Iterable[_Batch], max_rows: int | None) -> Iterator[_Batch]:
+    taken = 0
+    for batch in batches:
+        yield batch
+        taken += len(batch.lines)
+        if max_rows is not None and taken >= max_rows:
+            return
+
+
+class _TextColumn:
+    """A column of separated text: the kinds that fit all cells seen."""
+
+    def __init__(self, decimal_comma: bool) -> None:
+        self._fitting = [kind for kind in _KINDS if decimal_comma or kind != "number with comma"]
+        self._lists: _JsonColumn | None = _JsonColumn()  # None: not all cells are JSON lists
+        self._is_seen = False
+
+    def see(self, cells: pa.Array) -> None:
+        texts = cells.drop_null()
+        if not len(texts):
+            return
+        self._is_seen = True
+        numbers = texts.filter(pc.invert(pc.is_in(texts, _EMPTY_NUMBERS)))
+        self._fitting = [
+            kind
+            for kind in self._fitting
+            if len(numbers) and pc.all(pc.match_substring_regex(numbers, _KINDS[kind][0])).as_py()
+        ]
+        if self._lists is not None:
+            may_be = pc.all(pc.starts_with(texts, "[")).as_py()
+            lists = [_json_list(text) for text in texts.to_pylist()] if may_be else [None]
+            self._lists = None if None in lists else self._lists
+            if self._lists is not None:
+                self._lists.see(lists)
+
+    @property
+    def type(self) -> pa.DataType:
+        if not self._is_seen:
+            return pa.string()
+        if self._lists is not None:
+            return self._lists.type
+        return _KINDS[self._fitting[0]][1] if self._fitting else pa.string()
+
+    def array(self, cells: pa.Array) -> pa.Array:
+        """The cells in the column's type."""
+        if self._is_seen and self._lists is not None:
+            return self._lists.array([_json_list(text or "") for text in cells.to_pylist()])
+        if pa.types.is_string(self.type):
+            return cells
+        present = pc.if_else(pc.is_in(cells, _EMPTY_NUMBERS), None, cells)
+        if pa.types.is_boolean(self.type):
+            return pc.if_else(pc.is_valid(present), pc.is_in(pc.utf8_lower(present), _YES), None)
+        if self._fitting[0] == "number with comma":
+            present = pc.replace_substring(present, ",", ".")
+        return pc.cast(pc.utf8_ltrim(present, "+"), self.type)
+
+
+def _json_list(text: str) -> list[Any] | None:
+    """The list that a text is as JSON, or None; lists within it are not accepted."""
+    if text[:1] != "[":
+        return None
+    try:
+        found = msgspec.json.decode(text, type=list[str | int | float | bool | None])
+    except msgspec.MsgspecError:
+        return None
+    return found
+
+
+class _JsonColumn:
+    """A column of JSON values: the types of all values seen, of lists those of their entries."""
+
+    def __init__(self) -> None:
+        self._types: set[type] = set()
+        self._is_list = False
+        self._largest = 0
+
+    def see(self, cells: Iterable[Any]) -> None:
+        for cell in cells:
+            self._is_list |= isinstance(cell, list)
+            for value in cell if isinstance(cell, list) else (cell,):
+                if value is not None:
+                    self._types.add(type(value))
+                    if type(value) is int:
+                        self._largest = max(self._largest, value, -value - 1)
+
+    @property
+    def type(self) -> pa.DataType:
+        return pa.list_(self._entry()) if self._is_list else self._entry()
+
+    def _entry(self) -> pa.DataType:
+        if self._types == {bool}:
+            return pa.bool_()
+        if self._types == {int} and self._largest < 1 << 63:
+            return pa.int64()
+        return (
+            pa.float64()
+            if self._types <= {int, float} and self._types and self._largest < 1 << 53
+            else pa.string()
+        )
+
+    def array(self, cells: Iterable[Any]) -> pa.Array:
+        """The values in the column's type; a value beside lists is a list of one."""
+        convert: Callable[[Any], Any] = _CONVERTERS.get(self._entry(), _text)
+        if not self._is_list:
+            return pa.array([None if cell is None else convert(cell) for cell in cells], self.type)
+        lists = (cell if cell is None or isinstance(cell, list) else [cell] for cell in cells)
+        values = [None if c is None else [convert(v) for v in c if v is not None] for c in lists]
+        return pa.array(values, self.type)
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else msgspec.json.encode(value).decode()
+
+
+_CONVERTERS: dict[pa.DataType, Callable[[Any], Any]]
+_CONVERTERS = {pa.bool_(): bool, pa.int64(): int, pa.float64(): float}
+
+
+def _delimiter(path: str) -> str:
+    """The delimiter that is most frequent in the first line, outside quotes."""
+    with open_file(path) as file:
+        line = _first_line(path, file)
+    outside = "".join(line.split('"')[::2])
+    return max(",;\t|", key=outside.count)
+
+
+def _first_line(path: str, file: BinaryIO) -> str:
+    try:
+        return file.readline().decode("utf-8").removeprefix("\ufeff").rstrip("\r\n")
+    except UnicodeDecodeError:
+        raise _not_utf8(path) from None
+
+
+def _not_utf8(path: str) -> ConfigError:
+    return ConfigError(
+        f"{path}: expected text in UTF-8, got another encoding; convert it, such as with "
+        f"`iconv -f WINDOWS-1252 -t UTF-8 {path}`"
+    )
+
+
+def _names(path: str, line: str, delimiter: str) -> list[str]:
+    """Names of the columns; one without a name, as pandas writes it for its index, is `column_<n>`.
+
+    Raises:
+        ConfigError: the first line has no names, or one twice.
+    """
+    cells = next(csv.reader([line], delimiter=delimiter), [])
+    names = [cell.strip() or f"column_{n}" for n, cell in enumerate(cells, 1)]
+    if not any(cells):
+        raise ConfigError(f"{path}: expected a first line with the names of the columns, got an empty line")
+    if len(names) < 2:
+        raise ConfigError(
+            f"{path}: expected names separated by a comma, a semicolon, a tab or |, got {line[:64]!r}"
+        )
+    number = re.compile(_KINDS["number"][0])
+    if values := [name for name in names if number.match(name)]:
+        raise ConfigError(
+            f"{path}: expected a first line with the names of the columns, got a row with the value "
+            f"{values[0][:64]!r}; write the names above it"
+        )
+    if twice := [name for name, count in Counter(names).items() if count > 1]:
+        raise ConfigError(f"{path}: two columns are named {twice[0]!r}; rename one in the first line")
+    return names
+
+
+def _read_text(delimiter: str, path: str, refuse: Refuse) -> Iterator[_Batch]:
+    """Rows of separated text, all cells as texts. A row with another number of cells is refused."""
+    refused = list[Exception]()
+    bad_lines = list[int]()
+
+    def on_bad(row: pyarrow.csv.InvalidRow) -> str:
+        bad_lines.append(row.number)
+        text = f"expected {row.expected_columns} cells, as in the first line, got {row.actual_columns}"
+        try:
+            refuse(f"{path}:{row.number}", ValueError(text))
+        except RoostreamError as error:
+            refused.append(error)
+            return "error"
+        return "skip"
+
+    with open_file(path) as file:
+        names = _names(path, _first_line(path, file), delimiter)
+        file.seek(0)
+        line = 2
+        try:
+            reader = pyarrow.csv.open_csv(
+                file,
+                read_options=pyarrow.csv.ReadOptions(
+                    use_threads=False, block_size=_BLOCK_BYTES, column_names=names, skip_rows=1
+                ),
+                parse_options=pyarrow.csv.ParseOptions(
+                    delimiter=delimiter, newlines_in_values=True, invalid_row_handler=on_bad
+                ),
+                convert_options=pyarrow.csv.ConvertOptions(
+                    column_types=dict.fromkeys(names, pa.string()),
+                    null_values=_EMPTY,
+                    strings_can_be_null=True,
+                ),
+            )
+            for batch in reader:
+                lines = list[int]()
+                bad = set(bad_lines)
+                while len(lines) < len(batch):
+                    lines += [] if line in bad else [line]
+                    line += 1
+                yield _Batch({name: batch.column(name) for name in names}, lines)
+        except pa.ArrowInvalid as error:
+            if refused:
+                raise refused[0] from None
+            if "UTF8" in str(error) or "UTF-8" in str(error):
+                raise _not_utf8(path) from None
+            raise ConfigError(
+                f"{path}: expected rows of text ({str(error).splitlines()[0]}); correct it"
+            ) from None
+
+
+def _list_of_rows(path: str) -> str:
+    """The key of the lists of objects, if the first lines have such; "" = each line is one row.
+
+    Raises:
+        ConfigError: several keys have such lists.
+    """
+    found = Counter[str]()
+    for _, line in itertools.islice(_json_lines(path, lambda where, error: None), 1000):
+        found.update(key for key, value in line.items() if _is_rows(value))
+    names = [name for name in _LISTS if name in found] or list(found)
+    if len(names) > 1:
+        raise ConfigError(
+            f"{path}: expected one list of objects in each line, that of the shown items, got "
+            f"{' and '.join(map(repr, names))}; rename the shown items to 'candidates'"
+        )
+    return names[0] if names else ""
+
+
+def _is_rows(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(entry, dict) for entry in value)
+
+
+def _json_lines(path: str, refuse: Refuse) -> Iterator[tuple[int, dict[str, Any]]]:
+    with open_file(path) as file:
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                try:
+                    yield number, msgspec.json.decode(line, type=dict[str, Any])
+                except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+                    refuse(f"{path}:{number}", ValueError(f"expected a JSON object ({error})"))
+
+
+def _read_json(rows_in: str, path: str, refuse: Refuse) -> Iterator[_Batch]:
+    rows, lines = list[dict[str, Any]](), list[int]()
+    for number, line in _json_lines(path, refuse):
+        shown = line.pop(rows_in, None) if rows_in else [{}]
+        if not _is_rows(shown):
+            refuse(
+                f"{path}:{number}", ValueError(f"{rows_in}: expected a list of shown items with one or more")
+            )
+            continue
+        outer = dict(_flattened(line))
+        for row in shown:
+            inner = {("item_id" if key == "id" else key): value for key, value in _flattened(row)}
+            rows.append(outer | {(f"item_{key}" if key in outer else key): v for key, v in inner.items()})
+            lines.append(number)
+        if len(rows) >= _ROWS:
+            yield _batch_of(rows, lines)
+            rows, lines = [], []
+    if rows:
+        yield _batch_of(rows, lines)
+
+
+def _batch_of(rows: list[dict[str, Any]], lines: list[int]) -> _Batch:
+    names = dict.fromkeys(name for row in rows for name in row)
+    return _Batch({name: [row.get(name) for row in rows] for name in names}, lines)
+
+
+def _flattened(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Values by name; a value of an object within has the names of both, joined by `_`."""
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from _flattened(value, f"{prefix}{key}_")
+        else:
+            yield f"{prefix}{key}", value

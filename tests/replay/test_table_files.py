@@ -1,0 +1,144 @@
+"""Tables of any form are read with the types of their cells."""
+
+from __future__ import annotations
+
+import gzip
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from roostream.errors import ConfigError
+from roostream.replay.log_lines import LogError, LogLineReader
+from roostream.replay.table_files import LINE, as_parquet
+from roostream.schema.schema_file import schema_from_dict
+
+SCHEMA = schema_from_dict({"nro": [{"name": "price"}], "label": [{"name": "click", "action": "click"}]})
+
+
+def read(folder: Path, *files: tuple[str, str], skip_bad: bool = False) -> list[dict[str, Any]]:
+    """The rows of files that are given by name and content."""
+    paths = []
+    for name, content in files:
+        paths.append(str(folder / name))
+        data = content.encode()
+        Path(paths[-1]).write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
+    out = folder / "out"
+    out.mkdir()
+    reader = LogLineReader(SCHEMA, skip_bad=skip_bad)
+    return [row for path in as_parquet(paths, out, reader.refuse) for row in pq.read_table(path).to_pylist()]
+
+
+@pytest.mark.parametrize(
+    ("cells", "wanted"),
+    [
+        (["1", "-2", ""], [1, -2, None]),
+        (["1", "2.5", "1e3", ".5", "+4"], [1.0, 2.5, 1000.0, 0.5, 4.0]),
+        (["1", "NA", "NULL", "nan"], [1, None, None, None]),
+        (["NA", "DE"], ["NA", "DE"]),
+        (["007", "8"], ["007", "8"]),
+        (["18000000000000000000", "1"], [18_000_000_000_000_000_000, 1]),
+        (["99999999999999999999999"], [1e23]),
+        (["yes", "No", ""], [True, False, None]),
+        (["true", "1"], ["true", "1"]),
+        (["2024-03-04 10:00"], ["2024-03-04 10:00"]),
+        (["", ""], [None, None]),
+        (['"[1, 2]"', "[]"], [[1, 2], []]),
+        (['"[""a"", ""b""]"', ""], [["a", "b"], None]),
+        (['"[1"', "[2]"], ["[1", "[2]"]),
+        (['"a, ""b"""', '"two\nlines"'], ['a, "b"', "two\nlines"]),
+        (['"1,250"', "3"], ["1,250", "3"]),
+    ],
+)
+def test_a_column_of_text_has_the_narrowest_type(tmp_path: Path, cells: list[str], wanted: list[Any]) -> None:
+    text = "\n".join(["user,value", *(f"u,{cell}" for cell in cells)]) + "\n"
+    assert [row["value"] for row in read(tmp_path, ("a.csv", text))] == wanted
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.csv", "\ufeffuser;price\r\nann;1,5\r\n"),
+        ("a.tsv", "user\tprice\nann\t1.5\n"),
+        ("a.txt.gz", "user|price\nann|1.5\n"),
+        ("a.csv", '"user","price"\n"ann","1.5"\n'),
+        ("a.jsonl", '\n{"user": "ann", "price": 1.5}\n'),
+    ],
+)
+def test_forms_of_tables(tmp_path: Path, name: str, text: str) -> None:
+    assert [(row["user"], row["price"]) for row in read(tmp_path, (name, text))] == [("ann", 1.5)]
+
+
+def test_files_of_one_table_share_their_types(tmp_path: Path) -> None:
+    rows = read(tmp_path, ("a.csv", "item,price\n1,2\n"), ("b.csv", "price,item\n2.5,x1\n"))
+    assert [(row["item"], row["price"]) for row in rows] == [("1", 2.0), ("x1", 2.5)]
+
+
+def test_a_list_of_objects_becomes_rows(tmp_path: Path) -> None:
+    line = (
+        '{"id": "r1", "user": {"id": 7, "country": "DE"}, '
+        '"items": [{"id": "a", "tags": ["x"]}, {"id": "b", "clicked": true, "price": 2}]}\n'
+    )
+    rows = read(tmp_path, ("a.jsonl", line))
+    outer = {"id": "r1", "user_id": 7, "user_country": "DE", LINE: 1}
+    assert rows == [
+        {**outer, "item_id": "a", "tags": ["x"], "clicked": None, "price": None},
+        {**outer, "item_id": "b", "tags": None, "clicked": True, "price": 2},
+    ]
+
+
+def test_values_of_several_types_become_text_or_numbers(tmp_path: Path) -> None:
+    text = (
+        '{"a": 1, "b": 1, "c": [1, null], "d": true}\n{"a": "x", "b": 2.5, "c": 3, "d": null, "e": "new"}\n'
+    )
+    first, second = read(tmp_path, ("a.jsonl", text))
+    assert (first["a"], first["b"], first["c"], first["d"], first["e"]) == ("1", 1.0, [1], True, None)
+    assert (second["a"], second["b"], second["c"], second["d"], second["e"]) == ("x", 2.5, [3], None, "new")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "line"),
+    [
+        ("a.csv", "user,price\nann,1\nbob\ncid,3\n", 3),
+        ("a.jsonl", '{"user": "ann"}\n{broken\n{"user": "cid"}\n', 2),
+        ("a.jsonl", '{"user": "ann", "items": [{"id": 1}]}\n{"user": "bob", "items": []}\n'
+         '{"user": "cid", "items": [{"id": 2}]}\n', 2),
+    ],
+)  # fmt: skip
+def test_a_bad_row_is_refused_by_its_line_or_skipped(tmp_path: Path, name: str, text: str, line: int) -> None:
+    with pytest.raises(LogError, match=f"{name}:{line}: .*expected"):
+        read(tmp_path, (name, text))
+    (tmp_path / "out").rmdir()
+    rows = read(tmp_path, (name, text), skip_bad=True)
+    assert [(row["user"], row[LINE]) for row in rows] == [("ann", line - 1), ("cid", line + 1)]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "word"),
+    [
+        ("a.csv", b"", "names of the columns"),
+        ("a.csv", b"1772352020,u1,3\n", "names of the columns"),
+        ("a.csv", b"user\nann\n", "separated"),
+        ("a.csv", b"user,user\n1,2\n", "'user'"),
+        ("a.csv", "user,city\nann,M\xfcnchen\n".encode("latin-1"), "UTF-8"),
+        ("a.csv", "user,st\xe4dte\nann,1\n".encode("latin-1"), "UTF-8"),
+        ("a.jsonl", b'{"shown_a": [{"id": 1}], "shown_b": [{"id": 1}]}\n', "'shown_b'"),
+        ("a.xlsx", b"", "csv"),
+        ("absent/a.csv", b"", "no such file"),
+    ],
+)
+def test_a_file_that_is_no_table_is_one_sentence(
+    tmp_path: Path, name: str, content: bytes, word: str
+) -> None:
+    path = tmp_path / name
+    if path.parent == tmp_path:
+        path.write_bytes(content)
+    with pytest.raises(ConfigError, match=word) as error:
+        as_parquet([str(path)], tmp_path, LogLineReader(SCHEMA).refuse)
+    assert "\n" not in str(error.value)
+
+
+def test_files_of_several_forms_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="csv and parquet"):
+        as_parquet(["a.csv", "b.parquet"], tmp_path, LogLineReader(SCHEMA).refuse)
