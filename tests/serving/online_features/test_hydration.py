@@ -66,7 +66,7 @@ def test_unknown_users_and_empty_requests_are_valid(redis: RedisServer) -> None:
 
 def test_a_failed_read_suspends_redis_reads_for_a_while(redis: RedisServer) -> None:
     clock = FakeClock()
-    hydrator = Hydrator(redis.url, "x.", Schema(), clock=clock)
+    hydrator = Hydrator(redis.url, "x.", Schema(), clock=clock, timeout_s=5.0)
     redis.stop()
     with pytest.raises(UnavailableError):
         hydrator.read(BIG, [7, 8], T0)
