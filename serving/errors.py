@@ -19,6 +19,7 @@ CODES = {
     503: "unavailable",
     504: "deadline_exceeded",
 }
+OTHER_CODES = {404: ("unknown_model", "unknown_model_version"), 408: ("header_timeout",)}
 MAX_SHOWN = 64  # characters of a client's value that an answer repeats
 _MAX_MESSAGE = 400
 

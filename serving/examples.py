@@ -7,9 +7,26 @@ from typing import Any
 from roostream.online.counters import sources_of
 from roostream.schema.schema import Feature, Schema
 from roostream.wire.block import main_key
-from serving.types import EngagementsAnswer, RankAnswer
+from serving.page.explanation import ExplainAnswer, ExplainedCandidate, FeatureEffect
+from serving.types import (
+    About,
+    EngagementsAnswer,
+    FoundItem,
+    RankAnswer,
+    Readiness,
+    RecommendAnswer,
+    RetrieveAnswer,
+    ScoredItem,
+)
 
 ENGAGED = EngagementsAnswer(1, ["18136445899183003242"], [])
+READY = Readiness(ready=True, waiting_for=[], model_version="1-27", rows_age_s=0.4)
+FOUND = RetrieveAnswer(
+    request_id="r-1",
+    degraded=False,
+    retrieval_version="1-27",
+    items=[FoundItem(8, 0.75), FoundItem("nine", 0.5)],
+)
 
 
 def rank_example(schema: Schema) -> dict[str, Any]:
@@ -52,4 +69,54 @@ def answer_example(schema: Schema) -> RankAnswer[dict[str, float]]:
         degraded=False,
         scores=[dict.fromkeys(schema.tasks, score) for score in (0.0625, 0.125)],
         order=[1, 0],
+    )
+
+
+def recommended_example(schema: Schema) -> RecommendAnswer[dict[str, float]]:
+    """A possible answer of recommend."""
+    items: list[ScoredItem[Any]] = [
+        ScoredItem(item, dict.fromkeys(schema.tasks, score)) for item, score in (("nine", 0.125), (8, 0.0625))
+    ]
+    return RecommendAnswer(
+        request_id="r-1", degraded=False, retrieval_version="1-27", model_version="1-27", items=items
+    )
+
+
+def explained_example(schema: Schema) -> ExplainAnswer:
+    """A possible explanation of two candidates, with one feature."""
+    feature = next((f for f in schema.nro if f.kind == "float"), (*schema.nro, *schema.ro)[0])
+    return ExplainAnswer(
+        request_id="r-1",
+        model_version="1-27",
+        degraded=False,
+        tasks=list(schema.tasks),
+        order=[1, 0],
+        candidates=[
+            ExplainedCandidate(item, dict.fromkeys(schema.tasks, score))
+            for item, score in ((8, 0.0625), (9, 0.125))
+        ],
+        features=[
+            FeatureEffect(
+                name=feature.name,
+                side="nro" if feature in schema.nro else "ro",
+                kind=feature.kind,
+                values=[2.5, 4.0],
+                rows=[],
+                changes=[dict.fromkeys(schema.tasks, change) for change in (0.01, -0.02)],
+            )
+        ],
+        left_out=0,
+    )
+
+
+def about_example(schema: Schema, links: dict[str, str]) -> About:
+    """A possible answer of `/`."""
+    return About(
+        name="Roostream serving",
+        version="0.1.0",
+        schema=schema.name,
+        model_version="1-27",
+        ready=True,
+        rows_age_s=0.4,
+        links=links,
     )

@@ -125,7 +125,11 @@ def _column(value: Any, schema: Schema) -> Any:
 
 def _described(f: Feature, schema: Schema) -> Any:
     value = _value(f, schema)
-    return Annotated[value, Meta(description=f"hydrated when missing: {f.online}")] if f.online else value
+    return (
+        Annotated[value, Meta(description=f"filled in by serving when missing: {f.online}")]
+        if f.online
+        else value
+    )
 
 
 def _value(f: Feature, schema: Schema) -> Any:

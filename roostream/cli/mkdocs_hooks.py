@@ -9,7 +9,7 @@ from pathlib import Path
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
-from roostream.cli import reference_pages
+from roostream.cli import http_reference, reference_pages
 from roostream.cli.main import cli
 
 
@@ -19,6 +19,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         ("settings", reference_pages.settings_page()),
         ("commands", reference_pages.commands_page(cli)),
         ("metrics", reference_pages.metrics_page()),
+        ("http", http_reference.http_page(http_reference.application_document())),
         ("messages", reference_pages.messages_page()),
     ):
         files.append(File.generated(config, f"reference/{name}.md", content=text))

@@ -1,4 +1,5 @@
 """The reference pages of the documentation site, made from the code: settings, commands, metrics, messages.
+The HTTP page is made by `http_reference`.
 
 `make docs` calls them (roostream/cli/mkdocs_hooks.py). A program's flag `--show-config` prints its settings.
 """
@@ -20,6 +21,7 @@ from infra.program_specs import PROGRAM_SPECS
 from roostream.runtime.deployment import Deployment
 from roostream.schema import schema
 from roostream.schema import update_rules as rules
+from roostream.schema.counter_declaration import CounterDeclaration
 from roostream.schema.settings import range_text, type_text
 
 _SETTINGS = """\
@@ -167,6 +169,7 @@ def _files() -> Iterator[tuple[str, str, type[Any]]]:
     named = (
         ("tables", schema.Table),
         ("ro, nro", schema.Feature),
+        ("counter", CounterDeclaration),
         ("label", schema.Label),
         ("transform", schema.Transform),
     )

@@ -15,7 +15,7 @@ from fastapi import Request, Response
 
 from param_server.replica.replica import Replica
 from serving.errors import RequestError
-from serving.examples import rank_example
+from serving.examples import explained_example, rank_example
 from serving.http.admission import RETRY_AFTER_S
 from serving.http.body import JSON, json_response, request_media_type
 from serving.http.middleware import UNTIL_S
@@ -52,14 +52,14 @@ def add_explain_route(traffic: Traffic) -> Explainer:
         f"Rank without logging and explain: scores without each feature; at most {MAX_CANDIDATES} "
         "candidates, one call at a time",
         types.json(parser.types.rank, example=rank_example(schema)),
-        types.json(ExplainAnswer),
+        types.json(ExplainAnswer, example=explained_example(schema)),
         [VERSION],
     )
 
     @traffic.router.post("/v1/explain", name="explain", **about)
     async def explain(request: Request) -> Response:
         """Nothing is logged. Answered 429 while rank requests are refused or another explanation runs, and
-        504 after EXPLAIN_S."""
+        504 after ten seconds."""
         scope = request.scope
         request_media_type(scope, (JSON,))
         parsed = parser.parse(await bodies.read(request, scope[UNTIL_S]))

@@ -6,6 +6,7 @@ occur.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -15,7 +16,7 @@ from fastapi import FastAPI, Response
 from fastapi.openapi.utils import get_openapi
 
 from roostream.schema.schema import Schema
-from serving.errors import CODES
+from serving.errors import CODES, OTHER_CODES
 from serving.http.body import JSON
 from serving.http.middleware import DEADLINE
 from serving.http.tracing import DOCUMENTED
@@ -25,17 +26,18 @@ BINARY = {"type": "string", "format": "binary"}
 VERSION_HEADER = "x-model-version"
 _REF = "#/components/schemas/{name}"
 _ERRORS = {
-    400: "a bad field; `path` names it",
-    401: "a valid bearer key is required; see the scheme `bearer`",
-    403: "the key may not do this, or a page of another site sent the request",
-    404: "the requested model version is not loaded; send the request without one",
-    408: "the body was incomplete at the deadline; send it again",
-    413: "too many bytes (also inflated), candidates, list entries or engagements",
-    415: "another media type, charset or encoding",
+    400: "invalid JSON, UTF-8 or field, or an undeclared feature; `path` names the field: correct it",
+    401: "no valid bearer key: send one",
+    403: "the key lacks the scope, or a browser sent the request for a page of another site",
+    404: "the model version is not loaded: leave out `model_version`",
+    408: "the body was incomplete at the deadline: send it again",
+    413: "too many bytes (also inflated), candidates, list entries or engagements: send less",
+    415: "another media type, charset or encoding than those of this route",
     429: "overloaded: send it again after Retry-After",
-    431: "more than 32 KiB of headers",
-    500: "an internal error, or a model score that is not a number; a retry can help",
-    503: "the feature log is full, or the process is stopping: send it again after Retry-After",
+    431: "more than 32 KiB of headers: send fewer",
+    500: "a defect, or a model score that is not a number; serving's log has the cause: try once more",
+    503: "the feature log is full, all connections are busy, or the process is stopping: send it again after "
+    "Retry-After, best to another process",
     504: "not scored within the deadline; nothing was logged: send it again after Retry-After",
 }
 _RETRY = {
@@ -91,14 +93,19 @@ class TypeComponents:
             },
         }
 
-    def probe(self, operation: str, summary: str, answer: dict[str, Any]) -> dict[str, Any]:
-        """Arguments of the decorator of a route for operators. `answer` is by media type."""
+    def probe(
+        self, operation: str, summary: str, answer: dict[str, Any], unavailable: Sequence[Any] = (Error,)
+    ) -> dict[str, Any]:
+        """Arguments of the decorator of a route for operators. `answer` is by media type; `unavailable` are
+        the types of an answer 503."""
+        errors = self._errors(431, 500, 503)
+        errors[503]["content"] = self.json(*unavailable)
         return {
             "operation_id": operation,
             "tags": ["health"],
             "summary": summary,
             "response_class": Response,
-            "responses": {200: {"description": "success", "content": answer}, **self._errors(431, 500, 503)},
+            "responses": {200: {"description": "success", "content": answer}, **errors},
         }
 
     def json(self, *kinds: Any, example: object = None) -> dict[str, Any]:
@@ -144,7 +151,7 @@ class TypeComponents:
             routes=app.routes,
         )
         fault = self.schemas["Fault"]["properties"]["code"]
-        fault["examples"] = [*CODES.values(), "unknown_model_version"]
+        fault["examples"] = [*CODES.values(), *itertools.chain.from_iterable(OTHER_CODES.values())]
         document["components"] = {
             "schemas": self.schemas,
             "securitySchemes": {"bearer": {"type": "http", "scheme": "bearer"}},

@@ -15,12 +15,13 @@ from starlette.types import Scope
 
 from roostream.runtime.histograms import RecentQuantiles
 from roostream.runtime.metrics_server import PAGE_HEADERS
+from serving import examples
 from serving.context import ServingContext
 from serving.http.body import JSON, json_response
 from serving.http.openapi import TypeComponents
 from serving.page import front_page
 from serving.page.live import LivePage
-from serving.types import About, Alive, Readiness
+from serving.types import About, Alive, Error, Readiness
 
 LINKS = {
     "rank": "/v1/rank",
@@ -79,16 +80,26 @@ def add_pages(app: FastAPI, context: ServingContext, types: TypeComponents) -> N
     async def root(request: Request) -> Response:
         return page_file("/") if wants_page(request.scope) else json_response(about())
 
-    def probe(path: str, endpoint: Endpoint, operation: str, summary: str, answer: dict[str, Any]) -> None:
-        app.get(path, **types.probe(operation, summary, answer))(endpoint)
+    def probe(
+        path: str, endpoint: Endpoint, operation: str, summary: str, answer: dict[str, Any], *unavailable: Any
+    ) -> None:
+        app.get(path, **types.probe(operation, summary, answer, unavailable or (Error,)))(endpoint)
         app.add_route(path, endpoint, methods=["HEAD"])
 
-    probe("/healthz", healthz, "alive", "The process is up", types.json(Alive))
-    probe("/readyz", readyz, "ready", "Whether answers are complete", types.json(Readiness))
+    probe("/healthz", healthz, "alive", "The process is up", types.json(Alive, example=Alive()))
+    readiness = types.json(Readiness, example=examples.READY)
+    summary = "Whether answers are complete; 503 with the same fields while they are not"
+    probe("/readyz", readyz, "ready", summary, readiness, Readiness, Error)
     text = {"schema": {"type": "string"}}
     probe("/metrics", metrics, "metrics", "Prometheus metrics", {"text/plain": text})
     summary = "Which process this is; an HTML page for browsers"
-    probe("/", root, "about", summary, {**types.json(About), "text/html": text})
+    probe(
+        "/",
+        root,
+        "about",
+        summary,
+        {**types.json(About, example=examples.about_example(context.schema, links)), "text/html": text},
+    )
 
     async def page(request: Request) -> Response:
         return page_file(request.url.path)

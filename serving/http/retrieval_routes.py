@@ -18,6 +18,7 @@ from fastapi import Request, Response
 
 from roostream.errors import nearest
 from roostream.schema.schema import Schema
+from serving import examples
 from serving.answer import Scores
 from serving.context import ServingContext
 from serving.errors import RequestError, shown
@@ -164,13 +165,13 @@ def add_retrieval_routes(traffic: Traffic, retriever: Retriever) -> None:
         "retrieve",
         "Find items of the catalogue",
         types.json(parser.retrieve_type, example={"request_id": "r-1", "user_id": 17, "k": 5}),
-        types.json(RetrieveAnswer),
+        types.json(RetrieveAnswer, example=examples.FOUND),
     )
     recommended = types.traffic(
         "recommend",
         "Find items and rank them",
         types.json(parser.recommend_type, example={"request_id": "r-1", "user_id": 17, "k": 3}),
-        types.json(types.scored(RecommendAnswer)),
+        types.json(types.scored(RecommendAnswer), example=examples.recommended_example(context.schema)),
         [VERSION],
     )
 

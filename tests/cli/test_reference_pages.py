@@ -10,6 +10,7 @@ from typing import Literal
 import click
 
 from infra.program_specs import PROGRAM_SPECS
+from roostream.cli.http_reference import application_document, http_page
 from roostream.cli.main import cli
 from roostream.cli.reference_pages import (
     commands,
@@ -79,3 +80,44 @@ def test_metrics_are_listed_with_labels_and_meaning() -> None:
 
 def test_messages_are_the_protobuf_file() -> None:
     assert "message Impression {" in messages_page()
+
+
+def test_the_http_page_has_every_route_with_its_examples_fields_and_errors() -> None:
+    document = application_document()
+    text = http_page(document)
+    sections = dict(part.split("\n", 1) for part in text.split("\n## ")[1:])
+    assert {"/v1/rank", "/v1/engagements", "/v1/explain", "/v1/recommend", "/readyz"} <= set(
+        document["paths"]
+    )
+    for path, methods in document["paths"].items():
+        for method, operation in methods.items():
+            section = sections[f"{method.upper()} {path}"]
+            assert operation["summary"] in section
+            examples = section.count("```json")
+            assert examples == 2 * (method == "post") + (method == "get" and path != "/metrics"), path
+            assert all(status in section for status in operation["responses"])
+            assert all(f"| {s} |" in sections["Errors"] for s in operation["responses"] if s != "200")
+    for name, component in document["components"]["schemas"].items():
+        fields = sections["Types"].split(f"### {name}\n")[1].split("\n### ")[0]
+        assert all(f"| `{field}` |" in fields for field in component["properties"])
+    links = set(re.findall(r"\(#([a-z_]+)\)", text))
+    assert links <= {name.lower() for name in document["components"]["schemas"]} | {"errors"}
+
+
+def test_the_http_page_says_types_and_limits_in_words() -> None:
+    text = http_page(application_document())
+    assert "| `candidates` | list of [CandidateRow](#candidaterow)" in text and "1 to 1,000 entries" in text
+    assert "| `user_id` | id |" in text and "| `price` | number or null | float32 |" in text
+    assert "`unknown_model_version`" in text and "`header_timeout`" in text
+
+
+def test_the_examples_of_the_openapi_document_have_the_fields_of_their_types() -> None:
+    document = application_document()
+    for path, methods in document["paths"].items():
+        for operation in methods.values():
+            content = operation["responses"]["200"]["content"].get("application/json")
+            if content is None:
+                continue
+            schema = next(iter(content["schema"].get("anyOf", [content["schema"]])))
+            component = document["components"]["schemas"][schema["$ref"].rpartition("/")[2]]
+            assert set(component["required"]) <= set(content["example"]) <= set(component["properties"]), path

@@ -291,7 +291,7 @@ def test_documented_examples_work(client: Client) -> None:
     assert refs <= set(schemas), "every reference has its schema"
     features = schemas["CandidateFeatures"]["properties"]
     assert list(features) == [f.name for f in SCHEMA.nro]
-    assert features["clicks"]["description"] == "hydrated when missing: clicks_1h"
+    assert features["clicks"]["description"] == "filled in by serving when missing: clicks_1h"
     assert schemas["TopAnswer"]["required"] == ["request_id", "degraded", "model_version", "top"]
     assert {"item_id", *features} == set(schemas["CandidateColumns"]["properties"])
     assert {"item_id", "nro", *features} == set(schemas["CandidateRow"]["properties"])
