@@ -1,9 +1,9 @@
-"""The pages' examples: taken from them as a user would, held to the checks, trained and served."""
+"""The examples that the pages explain: held to the checks, trained and served."""
 
 from __future__ import annotations
 
 import json
-import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -15,22 +15,15 @@ from roostream.models.custom.model_checks import check_model
 from tests.trainer.visit_checks import assert_serving_scores_as, log_losses
 from tests.trainer.visits import SCHEMA, visit_loop, visits
 
-DOCS = Path(__file__).resolve().parents[3] / "docs"
-
-
-TOMLS = {
-    "bring-your-own-model.md": "width = 16\ntask_weights = [1.0, 0.5]\n",
-    "bring-your-torchrec-model.md": "",
-}
+MODELS = Path(__file__).resolve().parents[3] / "examples" / "models"
+TOMLS = {"recent_history": "width = 16\ntask_weights = [1.0, 0.5]\n", "parallel_dcn": ""}
 
 
 @pytest.fixture(params=TOMLS)
 def example(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
-    page = (DOCS / request.param).read_text(encoding="utf-8")
-    (block,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    (tmp_path / "shop.py").write_text(block)
     path = tmp_path / "model.toml"
-    path.write_text('kind = "shop.py:build"\n' + TOMLS[request.param])
+    shutil.copy(MODELS / f"{request.param}.py", tmp_path)
+    path.write_text(f'kind = "{request.param}.py:build"\n{TOMLS[request.param]}')
     return path
 
 
