@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from roostream.errors import ConfigError
+from roostream.runtime.address import check_addresses
 from roostream.runtime.deployment import MAX_WORKERS
 from roostream.runtime.kafka.topics import DEFAULT_BUCKETS, DEFAULT_PARTITIONS
 from roostream.schema.settings import MAX_SEED, Settings, from_dict, setting, setting_error
@@ -91,6 +92,9 @@ class StackOptions(Settings):
 
         if self.num_updaters > self.partitions:
             raise setting_error("num_updaters", f"at most partitions = {self.partitions}", self.num_updaters)
+        for key, address in (("kafka", self.kafka), ("redis", self.redis)):
+            if address:
+                check_addresses(key, *address.split(","))
         if self.max_readers and self.max_readers < self.min_readers:
             raise setting_error(
                 "max_readers", f"at least num_readers = {self.min_readers}, or 0", self.max_readers

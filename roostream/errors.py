@@ -30,6 +30,13 @@ _CREDENTIALS = re.compile(r"://[^\s\"']*@")
 _SECRET_PARAMETER = re.compile(r"([?&](?:password|passwd|token|secret)=)[^&\s\"']+", re.IGNORECASE)
 
 
+def with_advice(error: object, advice: str) -> str:
+    """The message of an error, with `advice` if it does not say what to do. A message says so behind a
+    semicolon."""
+    text = str(error)
+    return text if "; " in text else f"{text}; {advice}"
+
+
 class RoostreamError(Exception):
     """Base of all; `str()` is one sentence for the user, without passwords of addresses."""
 

@@ -10,14 +10,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import click
-
 from infra.auditor.auditor import Auditor
 from infra.auditor.config import horizon_for
 from infra.auditor.sums import Sums, state_of
 from infra.home import Home
 from infra.kafka_broker import read_only_broker
-from roostream.cli.output import print_report
+from roostream.cli.output import print_report, progress_bar
 from roostream.cli.status_table import book_rows
 from roostream.errors import SetupError, UnavailableError
 from roostream.runtime.backoff import Backoff
@@ -25,7 +23,6 @@ from roostream.runtime.kafka.broker import Broker
 from roostream.runtime.kafka.topics import DEFAULT_PARTITIONS
 
 _LEADERS_S = 20.0
-_LOG_INTERVAL_S = 10.0
 _SILENT_S = 30.0
 _STARTS_S = 60.0
 
@@ -63,9 +60,9 @@ def read_all(topics: Topics) -> Sums:
     """Read all records that are present at the start, and return the sums. Raises UnavailableError as
     `run`."""
     auditor = build_auditor(topics)
-    try:
+    with contextlib.closing(auditor), progress_bar("records") as update:
         backoff = Backoff(what=f"Kafka at {topics.kafka}", timeout_s=topics.start_timeout_s)
-        answered_s = logged_s = time.monotonic()
+        answered_s, total = time.monotonic(), 0
         while not auditor.is_current():
             if backoff.until(lambda: auditor.poll(1.0), (UnavailableError,)) or auditor.behind() is not None:
                 answered_s = time.monotonic()
@@ -74,12 +71,11 @@ def read_all(topics: Topics) -> Sums:
                     f"Kafka at {topics.kafka} has not answered for {_SILENT_S:.0f} s; start it, then run "
                     "this again"
                 )
-            if time.monotonic() - logged_s > _LOG_INTERVAL_S:
-                logged_s = time.monotonic()
-                click.echo(f"still reading: {auditor.behind() or 'unknown'} records left", err=True)
+            left = auditor.behind()
+            if left is not None:
+                total = max(total, left)
+                update(total - left, total)
         return auditor.sums()
-    finally:
-        auditor.close()
 
 
 def build_auditor(topics: Topics) -> Auditor:

@@ -20,6 +20,7 @@ from infra.home import Home
 from infra.options import StackOptions
 from infra.shutdown import MAX_SHUTDOWN_S
 from infra.stack import Stack
+from roostream.cli.output import progress_bar
 from roostream.cli.program_health import reason, unhealthy_programs
 from roostream.errors import SetupError, printable
 from roostream.runtime.program import MaskingFormatter
@@ -143,13 +144,14 @@ def stop(home: Path) -> int:
     stack = place.running_stack()
     os.kill(int(stack["supervisor_pid"]), signal.SIGTERM)
     deadline_s = time.monotonic() + MAX_SHUTDOWN_S
-    while place.is_locked():
-        if time.monotonic() > deadline_s:
-            raise SetupError(
-                f"process {stack['supervisor_pid']} did not stop within {MAX_SHUTDOWN_S:.0f} s; see "
-                f"{place.log('supervisor')}"
-            )
-        time.sleep(0.2)
+    with progress_bar("stopping"):
+        while place.is_locked():
+            if time.monotonic() > deadline_s:
+                raise SetupError(
+                    f"process {stack['supervisor_pid']} did not stop within {MAX_SHUTDOWN_S:.0f} s; see "
+                    f"{place.log('supervisor')}"
+                )
+            time.sleep(0.2)
     print("stopped; `roostream up` continues from the committed state")
     return 0
 
@@ -166,7 +168,8 @@ def delete(home: Path) -> int:
         return 0
     if not place.stack_json.exists():
         raise SetupError(
-            f"{place.root} has no stack.json, so it is not the home of a stack; nothing was deleted"
+            f"{place.root} has no stack.json, so it is not the home of a stack; nothing was deleted; "
+            "give the --home of a stack, or delete the folder yourself"
         )
     place.lock()
     place.end_leftovers()

@@ -12,7 +12,7 @@ from pathlib import Path
 import click
 
 from infra.home import Home
-from roostream.cli.options import home_option, wait_option, with_options
+from roostream.cli.options import CommandGroup, home_option, wait_option, with_options
 from roostream.errors import ConfigError, printable
 from roostream.runtime.rpc.client import SocketTransport
 from roostream.runtime.rpc.security import LinkCredentials, LinkSecurity
@@ -154,7 +154,7 @@ def parse_program_name(name: str) -> tuple[str, int]:
     return controller or worker or shard, int(number or index or 0)
 
 
-@click.group()
+@click.group(cls=CommandGroup)
 def trainer() -> None:
     """Control training.
 

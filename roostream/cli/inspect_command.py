@@ -14,15 +14,15 @@ from roostream.cli.data.dedupe_command import dedupe
 from roostream.cli.data.feature_command import feature
 from roostream.cli.data.session_command import inspect_session
 from roostream.cli.data.warehouse_command import inspect_file, inspect_table
-from roostream.cli.options import json_option
-from roostream.cli.output import Row, clock, print_report
+from roostream.cli.options import CommandGroup, json_option
+from roostream.cli.output import Row, clock, print_report, progress_bar
 from roostream.errors import ConfigError
 
 if TYPE_CHECKING:
     from roostream.cli.skew.scored_lists import LoggedList
 
 
-@click.group()
+@click.group(cls=CommandGroup)
 def inspect() -> None:
     """Look at saved batches, at data, and at differences between served scores and training.
 
@@ -94,7 +94,8 @@ def skew_command(files: tuple[Path, ...], home: Path, store: str, lists: int, as
 
     commits = CommitStates(opened_store(home, store), home.expanduser().resolve())
     found = [logged for file in files for logged in of_file(file)][-lists:] if files else _newest(home, lists)
-    report = summary(compare_scores(commits, found))
+    with progress_bar("scoring lists"):
+        report = summary(compare_scores(commits, found))
     print_report(as_json, report, skew_rows(report), f"{report['lists']:,} lists scored again")
     sys.exit(1 if report["verdicts"].get("skew") else 0)
 

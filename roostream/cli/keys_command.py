@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from roostream.cli.options import Duration
+from roostream.cli.options import CommandGroup, Duration
 from roostream.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ expires_option = click.option(
 )
 
 
-@click.group()
+@click.group(cls=CommandGroup)
 def keys() -> None:
     """Manage bearer keys of serving. A running serving process reads a changed file within two seconds.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from roostream.cli.keys_command import keys
 from roostream.cli.logs_command import logs
 from roostream.cli.model_command import check_model
 from roostream.cli.next_item_command import next_item
-from roostream.cli.options import home_option
+from roostream.cli.options import CommandGroup, home_option
 from roostream.cli.plan.placement_command import placement
 from roostream.cli.plan.plan_command import plan_command
 from roostream.cli.replay.replay_command import check, replay
@@ -35,7 +36,7 @@ from roostream.cli.topics_command import topics
 from roostream.cli.trace_command import trace_command
 from roostream.cli.train.train_command import train
 from roostream.cli.versions_command import versions
-from roostream.errors import RoostreamError, SetupError
+from roostream.errors import RoostreamError, SetupError, UnavailableError, with_advice
 from roostream.runtime.program import leave
 from roostream.schema.settings import check_environment, load
 
@@ -170,7 +171,7 @@ def simulate(home: Path, file: Path | None, **flags: Any) -> None:
     sys.exit(importlib.import_module("roostream.replay.main").run_simulate(config))
 
 
-@cli.group()
+@cli.group(cls=CommandGroup)
 def schema() -> None:
     """Look at a schema file (docs/schema.md).
 
@@ -293,8 +294,24 @@ def main() -> None:
     try:
         cli.main(prog_name="roostream")
     except RoostreamError as error:
-        click.echo(f"error: {error}", err=True)
+        click.echo(f"error: {with_advice(error, _advice(error, sys.argv[1:]))}", err=True)
         sys.exit(2)
+
+
+def _advice(error: RoostreamError, arguments: Sequence[str]) -> str:
+    """What to do after an error that does not say it."""
+    if isinstance(error, UnavailableError):
+        return "check that it runs, and its address"
+    command: click.Command = cli
+    words = ["roostream"]
+    for word in arguments:
+        if not isinstance(command, click.Group) or word not in command.commands:
+            break
+        command = command.commands[word]
+        words.append(word)
+    if any(words[1:] == [spec.name] for spec in PROGRAM_SPECS):
+        return f"`{' '.join(words)} --show-config` lists the settings"
+    return f"`{' '.join(words)} --help` describes the command"
 
 
 if __name__ == "__main__":

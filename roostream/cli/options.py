@@ -65,6 +65,16 @@ class Duration(click.ParamType):
             self.fail(str(error), param, ctx)
 
 
+class CommandGroup(click.Group):
+    """Lists its commands with the whole first sentence of each; click cuts it."""
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write one list."""
+        rows = [(name, command.get_short_help_str(1000)) for name, command in sorted(self.commands.items())]
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
+
+
 class MultiValueCommand(click.Command):
     """A command that accepts `--log A B C` for `--log A --log B --log C`."""
 
@@ -101,7 +111,8 @@ def _flag(name: str, hint: Any, default: Any, help: str) -> click.Option:
     elif hint is bool:
         given |= {"is_flag": True}
     elif name.endswith(_MS):
-        given |= {"type": Duration(), "show_default": _format_duration(default)}
+        given |= {"type": Duration(), "default": None if required else _format_duration(default)}
+        given |= {"show_default": True}
     else:
         given |= {"type": hint, "show_default": default != ""}
     return click.Option([flag, name], **given)

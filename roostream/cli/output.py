@@ -95,12 +95,24 @@ def wide_console() -> Console:
 
 @contextlib.contextmanager
 def progress_bar(what: str, total: int | None = None) -> Iterator[UpdateProgress]:
-    """A progress bar on stderr, if that is a terminal. `total` None = unknown."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    """A progress bar on stderr, if that is a terminal. `total` None = unknown: the bar moves, and the time
+    counts.
 
-    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    console = Console(stderr=True)
+    Everything that may take longer than two seconds has one. It is removed at the end.
+    """
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    left = (TextColumn("left"), TimeRemainingColumn())
+    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), *left)
+    console = Console(stderr=True, markup=False, highlight=False)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(what, total=total)
         yield lambda done, of: bar.update(task, completed=done, total=of)

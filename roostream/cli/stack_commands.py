@@ -84,11 +84,17 @@ def build_options(
 @stack_options
 @click.option(
     "--seconds",
-    type=float,
+    type=click.FloatRange(min=0, min_open=True),
     envvar="DEMO_SECONDS",
     help="stop after this many seconds; also the environment variable DEMO_SECONDS",
 )
-@click.option("--rate", type=float, default=25.0, show_default=True, help="simulated requests per second")
+@click.option(
+    "--rate",
+    type=click.FloatRange(min=0, min_open=True),
+    default=25.0,
+    show_default=True,
+    help="simulated requests per second",
+)
 def demo_command(home: Path, seconds: float | None, rate: float, **options: Any) -> None:
     """Run the whole loop with simulated users and a live table, until Ctrl-C.
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import click
 
-from roostream.cli.options import with_options
+from roostream.cli.options import CommandGroup, with_options
 from roostream.errors import ConfigError
 from roostream.runtime.deployment import Deployment
 from roostream.runtime.kafka.topics import TopicSettings, name_of
@@ -42,7 +43,15 @@ class TopicsConfig(TopicSettings, Deployment):
     needs: ClassVar[tuple[str, ...]] = ("bootstrap",)
 
 
-@click.group()
+def _load(file: Path | None, flags: Mapping[str, Any]) -> TopicsConfig:
+    """Raises ConfigError, with the name of the flag."""
+    try:
+        return load(TopicsConfig, file, program="topics", flags=flags)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("--bootstrap: key 'bootstrap'", "--kafka")) from None
+
+
+@click.group(cls=CommandGroup)
 def topics() -> None:
     """Create and check the topics of a deployment. A local stack creates its own.
 
@@ -61,7 +70,7 @@ def topics_create(file: Path | None, **flags: Any) -> None:
     Example:
       roostream topics create --kafka kafka:9092 --partitions 16 --replication 3
     """
-    config = load(TopicsConfig, file, program="topics", flags=flags)
+    config = _load(file, flags)
     admin = open_topic_admin(config)
     created = set(admin.create())
     for topic in admin.topics:
@@ -79,7 +88,7 @@ def topics_check(file: Path | None, **flags: Any) -> None:
     Example:
       roostream topics check --kafka kafka:9092 --config topics.toml
     """
-    admin = open_topic_admin(load(TopicsConfig, file, program="topics", flags=flags))
+    admin = open_topic_admin(_load(file, flags))
     admin.check()
     click.echo(f"{len(admin.topics)} topics are as expected")
 
@@ -96,7 +105,7 @@ def topics_grow(file: Path | None, **flags: Any) -> None:
     Example:
       roostream topics grow --kafka kafka:9092 --partitions 32
     """
-    config = load(TopicsConfig, file, program="topics", flags=flags)
+    config = _load(file, flags)
     admin = open_topic_admin(config)
     grown = set(admin.grow())
     for topic in admin.topics:
@@ -120,7 +129,7 @@ def topics_keep(duration: str, file: Path | None, **flags: Any) -> None:
         retention_ms = parse_duration_ms(duration)
     except ConfigError as error:
         raise ConfigError(f"topics keep: {error}") from None
-    admin = open_topic_admin(load(TopicsConfig, file, program="topics", flags=flags))
+    admin = open_topic_admin(_load(file, flags))
     for name, kept_ms in admin.keep_longer(retention_ms).items():
         click.echo(f"{name}: retention {'unlimited' if kept_ms < 0 else f'{kept_ms / 3_600_000:g} hours'}")
 

@@ -14,14 +14,14 @@ from typing import Any, NamedTuple
 
 import click
 
-from roostream.cli.options import with_options
+from roostream.cli.options import CommandGroup, with_options
 from roostream.errors import ConfigError, UnavailableError, printable
 from roostream.runtime.address import check_addresses
 
 _TIMEOUT_S = 10.0
 
 
-@click.group()
+@click.group(cls=CommandGroup)
 def versions() -> None:
     """List and choose the model versions of a serving process, through its admin interface.
 

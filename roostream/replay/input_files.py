@@ -40,8 +40,11 @@ def _open(path: str) -> BinaryIO:
         return Path(path).open("rb")
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file; check the path") from None
+    except IsADirectoryError:
+        raise ConfigError(f"{path}: expected a file, got a folder; name the files in it") from None
     except OSError as error:
-        raise ConfigError(f"{path}: expected a readable file, got {error.strerror}") from None
+        text = f"{path}: expected a readable file, got {error.strerror}; check its permissions"
+        raise ConfigError(text) from None
 
 
 def _decompress(path: str, file: BinaryIO) -> Iterator[bytes]:

@@ -35,7 +35,8 @@ def parquet_file(path: str) -> Iterator[pq.ParquetFile]:
         try:
             parquet = pq.ParquetFile(file)
         except (pa.ArrowInvalid, OSError) as error:
-            text = f"{path}: expected a Parquet file, got something else ({str(error).splitlines()[0]})"
+            text = f"{path}: expected a Parquet file, got something else ({str(error).splitlines()[0]}); "
+            text += "check the file"
             raise ConfigError(text) from None
         yield parquet
 

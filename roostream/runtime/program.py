@@ -17,7 +17,15 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any, Literal, NoReturn
 
-from roostream.errors import ConfigError, HeldError, RoostreamError, UnavailableError, mask_secrets, nearest
+from roostream.errors import (
+    ConfigError,
+    HeldError,
+    RoostreamError,
+    UnavailableError,
+    mask_secrets,
+    nearest,
+    with_advice,
+)
 from roostream.runtime.thread_group import still_running
 
 log = logging.getLogger("roostream")
@@ -146,12 +154,17 @@ def _log_kernel_compilation() -> None:
     event.register("numba:compile", Once())
 
 
-def run(name: str, body: Callable[[Stop], None], log_format: LogFormat = "text") -> int:
+def run(
+    name: str, body: Callable[[Stop], None], log_format: LogFormat = "text", *, is_command: bool = False
+) -> int:
     """Run `body` until it returns or raises. Returns the exit code:
 
     0: done, or stopped by a signal, also while waiting for a peer. 2: wrong settings (ConfigError). 69:
     another RoostreamError, logged in one line; a supervisor restarts the program. 75: training is on hold; a
     restart does not help. 1: a defect of Roostream, with its traceback in the log.
+
+    `is_command`: a person has typed `roostream NAME`. Then an error is a line on standard error, and its code
+    is 2, or 75 for a hold.
     """
     faulthandler.enable()
     tune_garbage_collector()
@@ -167,12 +180,21 @@ def run(name: str, body: Callable[[Stop], None], log_format: LogFormat = "text")
         if stop.is_set() and isinstance(error, UnavailableError):
             log.info("%s stopped: %s", name, error)
             return 0
-        log.error("%s: %s", name, error)
+        if is_command:
+            help = f"`roostream {name} --help` describes the command"
+            print(f"error: {with_advice(error, help)}", file=sys.stderr, flush=True)
+            return HELD_CODE if isinstance(error, HeldError) else REFUSED_CODE
+        if isinstance(error, ConfigError):
+            help = f"`roostream {name.split()[0]} --show-config` lists the settings"
+            log.error("%s: %s", name, with_advice(error, help))
+        else:
+            log.error("%s: %s", name, error)
         return _exit_code(error)
     except Exception:
         log.exception("%s failed: this is a defect of Roostream, not of your settings", name)
         return 1
-    log.info("%s stopped", name)
+    if not is_command:
+        log.info("%s stopped", name)
     return 0
 
 
@@ -180,11 +202,6 @@ def _exit_code(error: RoostreamError) -> int:
     if isinstance(error, HeldError):
         return HELD_CODE
     return REFUSED_CODE if isinstance(error, ConfigError) else AWAY_CODE
-
-
-def command_exit_code(code: int) -> int:
-    """Exit code of a command, from the result of `run`. Nothing restarts a command, so 69 becomes 2."""
-    return REFUSED_CODE if code == AWAY_CODE else code
 
 
 def leave(code: int) -> NoReturn:

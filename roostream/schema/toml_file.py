@@ -82,9 +82,10 @@ def read_toml(path: str | Path) -> TomlFile:
         text = Path(path).read_text(encoding="utf-8-sig")
         raw = tomllib.loads(text)
     except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file; expected a TOML file") from None
+        raise ConfigError(f"{path}: no such file; check the path") from None
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path}: not TOML: {error}") from None
+        text = f"{path}: expected TOML, got something else: {error}; correct the file"
+        raise ConfigError(text) from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: can't be read: {error}") from None
     except RecursionError:

@@ -107,7 +107,10 @@ def decode_key_file(data: bytes) -> tuple[BearerKey, ...]:
             raise ConfigError(f"expected an object with format {FORMAT} and a list of keys")
         keys = tuple(_key(entry) for entry in document["keys"])
     except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise ConfigError(f"expected the JSON that `roostream keys new` writes: {error!r}") from None
+        raise ConfigError(
+            f"expected the JSON that `roostream keys new` writes, got something else ({error}); restore the "
+            "file, or make a new one"
+        ) from None
     if len({key.id for key in keys}) < len(keys):
         raise ConfigError("expected each id once")
     return keys

@@ -84,7 +84,7 @@ def roostream(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("worker", "--config", "no.toml"), "error: no.toml: no such file; expected a TOML file"),
+        (("worker", "--config", "no.toml"), "error: no.toml: no such file; check the path"),
         (("status", "--home", "no-home"), "roostream up"),
         (("down", "--home", "no-home"), "roostream up"),
         (("up", "--home", "h", "--port", "servng=1"), "did you mean 'serving'"),
@@ -174,7 +174,7 @@ def test_a_schema_is_shown_with_its_families_written_out(tmp_path: Path) -> None
 
 def test_every_setting_of_a_replay_is_a_flag_with_its_help() -> None:
     output = CliRunner().invoke(cli, ["replay", "jsonl", "--help"]).output
-    assert "--skip-bad" in output and "--window DURATION" in output and "[default: (30m)]" in output
+    assert "--skip-bad" in output and "--window DURATION" in output and "[default: 30m]" in output
     assert "--behaviors" not in output, "a flag of another dataset"
 
 

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
+from click.testing import CliRunner
 from rich.table import Table
 
+from roostream.cli.main import cli
 from roostream.cli.output import counted, progress_bar, wide_console
 
 
@@ -38,3 +47,37 @@ def test_a_pipe_gets_whole_names_and_a_terminal_its_width(
     assert all(name in piped for name in names) and piped.count("[b]1[/b]") == 6
     monkeypatch.setenv("COLUMNS", "60")
     assert wide_console().width == 60
+
+
+def run_on_terminal(*arguments: str) -> tuple[int, str]:
+    """Run `roostream` with standard error on a pseudo-terminal; returns the exit code and what the terminal
+    got."""
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "roostream.cli.main", *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=theirs,
+        env={**os.environ, "TERM": "xterm", "COLUMNS": "120"},
+    )
+    os.close(theirs)
+    shown = b""
+    with contextlib.suppress(OSError):  # EIO: the process has closed the terminal
+        while data := os.read(ours, 1 << 16):
+            shown += data
+    os.close(ours)
+    return process.wait(), shown.decode("utf-8", "replace")
+
+
+def test_long_commands_show_their_progress_on_a_terminal_and_nothing_in_a_pipe(tmp_path: Path) -> None:
+    shop = tmp_path / "shop"
+    piped = CliRunner().invoke(cli, ["init", str(shop), "--requests", "300"])
+    assert piped.exit_code == 0 and piped.stderr == "" and "\x1b" not in piped.stdout
+    inputs = ("--schema", str(shop / "schema.toml"), "--log", str(shop / "log.jsonl"))
+    for words, arguments in (
+        (("reading times", "300/300"), ("check", *inputs)),
+        (("sent", "joined", "trained"), ("replay", "jsonl", *inputs, "--engine", "local")),
+    ):
+        code, shown = run_on_terminal(*arguments)
+        assert code == 0, shown
+        assert [word for word in words if word not in shown] == [], shown

@@ -12,14 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from roostream.runtime.program import AWAY_CODE, HELD_CODE, REFUSED_CODE, command_exit_code
-
 ROOT = Path(__file__).parents[2]
 HEAD = "import sys; from roostream.runtime.program import run; from roostream.errors import *\n"
 
 
-def started(body: str, **env: str) -> subprocess.Popen[str]:
-    code = f"{HEAD}def body(stop):\n    {body}\nsys.exit(run('prog', body))"
+def started(body: str, how: str = "", **env: str) -> subprocess.Popen[str]:
+    code = f"{HEAD}def body(stop):\n    {body}\nsys.exit(run('prog', body, {how}))"
     environ = {**os.environ, "ROOSTREAM_LOG": "", **env}
     return subprocess.Popen(
         [sys.executable, "-c", code],
@@ -55,10 +53,18 @@ def test_how_a_body_ends_is_the_exit_code_and_one_line(body: str, code: int, say
 
 
 @pytest.mark.parametrize(
-    ("code", "commands"), [(0, 0), (1, 1), (REFUSED_CODE, 2), (AWAY_CODE, 2), (HELD_CODE, 75)]
+    ("body", "code", "says"),
+    [
+        ("pass", 0, ""),
+        ("raise ConfigError('expected a, got b')", 2, "error: expected a, got b; `roostream prog --help`"),
+        ("raise UnavailableError('Kafka is away; start it')", 2, "error: Kafka is away; start it\n"),
+        ("raise HeldError('training is held')", 75, "error: training is held; "),
+    ],
 )
-def test_a_command_has_one_exit_code_for_all_failures(code: int, commands: int) -> None:
-    assert command_exit_code(code) == commands
+def test_a_command_that_fails_says_what_to_do_in_one_line(body: str, code: int, says: str) -> None:
+    process = started(body, "is_command=True")
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == code and stderr.startswith(says) and stderr.count("\n") == bool(says)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

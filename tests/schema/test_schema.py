@@ -85,7 +85,7 @@ WRONG = [
      "key 'transform.a.low': expected at most high = 1, got 2.0"),
     (transform("output = 'a'\ninput = 'hour'\nop = 'rank'\n[[ro]]\nname = 'hour'"),
      "'hour' is request-only"),
-    ("x = ", "not TOML"),
+    ("x = ", "expected TOML, got something else"),
     # the line of the key itself, although its name occurs twice
     (GOOD.replace("dim = 8", "dim = 8\nrule = 'adam'") + "[tables.user]\ndim = 4\nrule = 'adm'\n",
      "schema.toml:15: key 'tables.user.rule'"),

@@ -149,7 +149,7 @@ def test_flags_override_all_and_none_is_not_given(tmp_path: Path) -> None:
         (GOOD + "sizes = [\n 8,\n 65]", "p.toml:2: key 'sizes': expected 1..64, got 65"),
         (GOOD + "window = 9\nindex = 9", "p.toml:3: key 'index': expected less than window_ms = 9, got 9"),
         (GOOD + "[login]\ntries = 0", "p.toml:3: key 'login.tries': expected at least 1, got 0"),
-        ("listen = \n", "p.toml: not TOML: Invalid value (at line 1"),
+        ("listen = \n", "p.toml: expected TOML, got something else: Invalid value (at line 1"),
     ],
 )
 def test_an_error_in_a_file_names_line_key_and_value(tmp_path: Path, text: str, message: str) -> None:

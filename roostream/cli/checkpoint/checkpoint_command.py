@@ -9,15 +9,15 @@ import click
 
 from infra.home import Home
 from infra.options import demo
-from roostream.cli.options import home_option, json_option, with_options
-from roostream.cli.output import print_json, print_report
+from roostream.cli.options import CommandGroup, home_option, json_option, with_options
+from roostream.cli.output import counted, print_json, print_report, progress_bar
 from roostream.errors import CheckpointError, SetupError
 from roostream.runtime import manifest as manifests
 from roostream.runtime.checkpoint_store import CheckpointStore, is_object_store, open_store
 from roostream.runtime.store_identity import init_store, open_checkpoint_store
 
 
-@click.group()
+@click.group(cls=CommandGroup)
 def checkpoint() -> None:
     """Create a checkpoint store; list, verify, export, import and roll back commits.
 
@@ -118,7 +118,11 @@ def verify_command(home: Path, store: str, seq: int | None, as_json: bool) -> No
     opened = opened_store(home, store)
     _number(opened, seq)
     wanted = manifests.numbers(opened) if seq is None else [seq]
-    outcomes = {n: list(checkpoints.verify(opened, n, home.expanduser().resolve())) for n in reversed(wanted)}
+    place = home.expanduser().resolve()
+    parts = ((n, outcome) for n in reversed(wanted) for outcome in checkpoints.verify(opened, n, place))
+    outcomes: dict[int, list[checkpoints.Outcome]] = {n: [] for n in reversed(wanted)}
+    for n, outcome in counted(parts, "parts"):
+        outcomes[n].append(outcome)
     if as_json:
         print_json({str(n): [outcome._asdict() for outcome in found] for n, found in outcomes.items()})
     else:
@@ -175,16 +179,19 @@ def export_command(
     if not to.endswith(".safetensors"):
         _only_of_collections({"--ids": ids, "--make-ids": make_ids}, "--to FILE.safetensors")
         if "://" in to:
-            manifest = checkpoints.export_to_store(opened, number, place, open_store(to))
+            with progress_bar("parts") as update:
+                manifest = checkpoints.export_to_store(opened, number, place, open_store(to), update)
             click.echo(f"{to}: commit {manifest.seq} with {manifest.step} steps")
         else:
-            written = checkpoints.export(opened, number, place, Path(to))
+            with progress_bar("parts") as update:
+                written = checkpoints.export(opened, number, place, Path(to), update)
             click.echo(f"{to}: {len(written)} files and directories")
         return
     from roostream.cli.checkpoint.torchrec_collection import collection_of, read_ids, write_tensors
 
-    made = collection_of(opened, number, place, read_ids(ids), make_ids=make_ids is not None)
-    write_tensors(Path(to), made.tensors)
+    with progress_bar("collecting rows"):
+        made = collection_of(opened, number, place, read_ids(ids), make_ids=make_ids is not None)
+        write_tensors(Path(to), made.tensors)
     if make_ids is not None:
         write_tensors(make_ids, made.ids)
     for name, values in made.tensors.items():
@@ -227,8 +234,7 @@ def import_command(
     \b
     Example:
       roostream checkpoint import --from /backup/12 --home /srv/other && roostream up --home /srv/other
-      roostream checkpoint import --from dlrm.safetensors --schema shop.toml --model model.toml --home
-      /srv/shop
+      roostream checkpoint import --from dlrm.safetensors --schema shop.toml --model model.toml
     """
     place = Home(home)
     if not store and place.is_locked():
@@ -246,9 +252,10 @@ def import_command(
         )
 
         of = new_deployment(schema, model, shards or demo().num_shards)
-        result = import_collection(
-            read_collection(Path(source), of.schema), read_ids(ids), opened, place.root, of
-        )
+        with progress_bar("importing rows"):
+            result = import_collection(
+                read_collection(Path(source), of.schema), read_ids(ids), opened, place.root, of
+            )
         click.echo(
             f"{place.root}: commit 1 with {result.num_rows} rows of {result.num_tables} tables and "
             f"{result.dense_taken} of "
@@ -261,10 +268,11 @@ def import_command(
         {"--ids": ids, "--schema": schema, "--model": model, "--shards": shards}, "--from FILE.safetensors"
     )
     to_home = None if is_object_store(store) else place.root
-    if "://" in source:
-        manifest = import_store(open_checkpoint_store(source), opened, to_home)
-    else:
-        manifest = import_export(Path(source), opened, to_home)
+    with progress_bar("parts") as update:
+        if "://" in source:
+            manifest = import_store(open_checkpoint_store(source), opened, to_home, update)
+        else:
+            manifest = import_export(Path(source), opened, to_home, update)
     click.echo(
         f"{to_home or store}: commit {manifest.seq} with {manifest.step} steps; training starts at the "
         "oldest available sample"

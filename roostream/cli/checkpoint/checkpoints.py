@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,6 +28,7 @@ from param_server.segment_copies import SegmentCopies
 from param_server.segment_parts import Segment
 from param_server.segments import STORE_KEY, Segments, commit_of
 from param_server.table import shapes_of
+from roostream.cli.output import UpdateProgress
 from roostream.errors import CheckpointError, SetupError
 from roostream.runtime import manifest as manifests
 from roostream.runtime import tensor_file
@@ -221,7 +223,20 @@ def _rows_of(
         yield segments, state
 
 
-def export(store: CheckpointStore, number: int, home: Path, to: Path) -> list[str]:
+def _counts_parts(manifest: Manifest, update: UpdateProgress) -> Callable[[], None]:
+    """A function to call after each file and each segment of the commit; it reports the number so far."""
+    total = len(manifest.files) + sum(len(commit_of(manifest, i).segments) for i in manifest.shards)
+    numbers = itertools.count(1)
+    return lambda: update(next(numbers), total)
+
+
+def _no_progress(done: int, total: int | None) -> None:
+    pass
+
+
+def export(
+    store: CheckpointStore, number: int, home: Path, to: Path, update: UpdateProgress = _no_progress
+) -> list[str]:
     """Copy and verify one commit into the new directory `to`; returns the names of what was written.
 
     `store/` and `shard-N/segments` are as in a home, so a home on the same Kafka can continue from them.
@@ -242,11 +257,13 @@ def export(store: CheckpointStore, number: int, home: Path, to: Path) -> list[st
     schema = schema_of(store, manifest)
     store_id = init_store(to / "store")  # a copy that continues on its own is another store
     copy = FileStore(to / "store")
-    written = [f"store/{IDENTITY_NAME}", *(f"store/{name}" for name in _copy_files(store, manifest, copy))]
+    on_part = _counts_parts(manifest, update)
+    files = _copy_files(store, manifest, copy, on_part)
+    written = [f"store/{IDENTITY_NAME}", *(f"store/{name}" for name in files)]
     (to / "rows").mkdir()
     for index in manifest.shards:
         with _rows_of(store, manifest, schema, index, home) as (segments, state):
-            written += copy_segments(segments, state, to / f"shard-{index}" / "segments", store_id)
+            written += copy_segments(segments, state, to / f"shard-{index}" / "segments", store_id, on_part)
             for stack, block in live_rows(segments, state).items():
                 about = {"stack": stack, "shard": str(index), "seq": str(number), "schema": manifest.schema}
                 file = to / "rows" / f"{stack}-{index}.safetensors"
@@ -260,7 +277,13 @@ def export(store: CheckpointStore, number: int, home: Path, to: Path) -> list[st
     return written
 
 
-def export_to_store(store: CheckpointStore, number: int, home: Path | None, to: CheckpointStore) -> Manifest:
+def export_to_store(
+    store: CheckpointStore,
+    number: int,
+    home: Path | None,
+    to: CheckpointStore,
+    update: UpdateProgress = _no_progress,
+) -> Manifest:
     """Copy and verify one commit into the empty store `to`, rows included; returns its manifest there.
 
     The result is a checkpoint store with one commit, from which a deployment on the same Kafka can continue,
@@ -274,11 +297,11 @@ def export_to_store(store: CheckpointStore, number: int, home: Path | None, to: 
     schema = schema_of(store, manifest)
     expect_empty(to, None, ())
     create_store(to)
-    states = {}
+    states, on_part = {}, _counts_parts(manifest, update)
     for index in manifest.shards:
         with _rows_of(store, manifest, schema, index, home) as (segments, state):
-            states[index] = _send_all(segments, state, to, index)
-    _copy_files(store, manifest, to)
+            states[index] = _send_all(segments, state, to, index, on_part)
+    _copy_files(store, manifest, to, on_part)
     copied = _with_segments(manifest, states)
     if not to.create(copied.name, copied.encode()):
         raise SetupError(f"expected a store without commits, but {copied.name} was just created")
@@ -286,10 +309,15 @@ def export_to_store(store: CheckpointStore, number: int, home: Path | None, to: 
 
 
 def _send_all(
-    segments: Segments, state: Iterable[Segment], to: CheckpointStore, index: int
+    segments: Segments, state: Iterable[Segment], to: CheckpointStore, index: int, on_part: Callable[[], None]
 ) -> tuple[Segment, ...]:
     """Copy a shard's segments to another store."""
-    return segments.send([s._replace(copy=None) for s in state], SegmentCopies(to, index))
+    copies = SegmentCopies(to, index)
+    sent: list[Segment] = []
+    for segment in state:
+        sent += segments.send([segment._replace(copy=None)], copies)
+        on_part()
+    return tuple(sent)
 
 
 def _with_segments(manifest: Manifest, states: Mapping[int, Iterable[Segment]]) -> Manifest:
@@ -301,10 +329,13 @@ def _with_segments(manifest: Manifest, states: Mapping[int, Iterable[Segment]]) 
     return dataclasses.replace(manifest, shards=shards)
 
 
-def _copy_files(store: CheckpointStore, manifest: Manifest, to: CheckpointStore) -> list[str]:
+def _copy_files(
+    store: CheckpointStore, manifest: Manifest, to: CheckpointStore, on_part: Callable[[], None]
+) -> list[str]:
     """Copy everything of a commit but its rows and its manifest; returns the names."""
     for file in manifest.files.values():
         to.put(file.name, manifests.read_file(store, file))
+        on_part()
     # the next incarnation is above this one, so that row versions never go backwards
     newest = f"{manifests.INCARNATIONS}/{manifests.newest_incarnation(store):08d}"
     names = [f"schemas/{manifest.schema}.toml", newest]
@@ -313,7 +344,13 @@ def _copy_files(store: CheckpointStore, manifest: Manifest, to: CheckpointStore)
     return [*manifest.files, *names]
 
 
-def copy_segments(segments: Segments, state: tuple[Segment, ...], to: Path, store_id: str) -> list[str]:
+def copy_segments(
+    segments: Segments,
+    state: tuple[Segment, ...],
+    to: Path,
+    store_id: str,
+    on_part: Callable[[], None] = lambda: None,
+) -> list[str]:
     """Copy segments byte for byte, because checksums include their keys; returns the relative path written.
     `store_id`: the checkpoint store that the copies belong to.
 
@@ -339,6 +376,7 @@ def copy_segments(segments: Segments, state: tuple[Segment, ...], to: Path, stor
                 copy.write(
                     [(key, segments.store.get(key) or b"") for key in keys[at : at + _BATCH]], sync=True
                 )
+            on_part()
     finally:
         copy.close()
     return [f"{to.parent.name}/segments"]
@@ -381,7 +419,9 @@ def _arrays(rows: dict[tuple[int, int], tuple[int, np.ndarray, np.ndarray]]) -> 
     }
 
 
-def import_export(folder: Path, store: CheckpointStore, home: Path | None) -> Manifest:
+def import_export(
+    folder: Path, store: CheckpointStore, home: Path | None, update: UpdateProgress = _no_progress
+) -> Manifest:
     """Make the export in `folder` the only commit of `store`, with its segments in `home`, or as copies in
     `store` if `home` is None; returns its manifest.
 
@@ -393,16 +433,21 @@ def import_export(folder: Path, store: CheckpointStore, home: Path | None) -> Ma
             changed.
     """
     source, manifest = _export_in(folder)
-    return _import(source, manifest, folder, store, home)
+    return _import(source, manifest, folder, store, home, update)
 
 
-def import_store(source: CheckpointStore, store: CheckpointStore, home: Path | None) -> Manifest:
+def import_store(
+    source: CheckpointStore,
+    store: CheckpointStore,
+    home: Path | None,
+    update: UpdateProgress = _no_progress,
+) -> Manifest:
     """As `import_export`, of the newest commit of a store that has copies of all rows, such as
     `export_to_store` makes. Its deployment may run."""
     newest = manifests.newest(source)
     if newest is None:
         raise CheckpointError("expected a commit in the store to import from, got none")
-    return _import(source, newest.manifest, None, store, home)
+    return _import(source, newest.manifest, None, store, home, update)
 
 
 def _import(
@@ -411,20 +456,22 @@ def _import(
     source_home: Path | None,
     store: CheckpointStore,
     home: Path | None,
+    update: UpdateProgress,
 ) -> Manifest:
     expect_empty(store, home, manifest.shards)
     schema, store_id = schema_of(source, manifest), create_store(store)
-    states = {}
+    states, on_part = {}, _counts_parts(manifest, update)
     for index in manifest.shards:
         with _rows_of(source, manifest, schema, index, source_home) as (segments, state):
             if home is None:
-                states[index] = _send_all(segments, state, store, index)
+                states[index] = _send_all(segments, state, store, index, on_part)
             else:
-                copy_segments(segments, state, home / f"shard-{index}" / "segments", store_id)
+                copy_segments(segments, state, home / f"shard-{index}" / "segments", store_id, on_part)
                 states[index] = tuple(segment._replace(copy=None) for segment in state)
     register(store, schema)
     for file in manifest.files.values():
         store.put(file.name, manifests.read_file(source, file))
+        on_part()
     newest = max(manifests.newest_incarnation(source), manifests.newest_incarnation(store))
     store.put(
         f"{manifests.INCARNATIONS}/{newest:08d}", b"{}"
@@ -463,9 +510,10 @@ def _export_in(folder: Path) -> tuple[FileStore, Manifest]:
         about = json.loads((folder / "export.json").read_text(encoding="utf-8"))
         version, number = about["format"], int(about["seq"])
     except (OSError, ValueError, TypeError, KeyError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
         raise CheckpointError(
-            f"expected an export in {folder}, but export.json cannot be read ({error}); create one with "
-            "`checkpoint export`"
+            f"expected an export in {folder}, but its export.json cannot be read ({why}); create one with "
+            "`roostream checkpoint export`"
         ) from None
     if version != EXPORT_FORMAT:
         raise CheckpointError(

@@ -115,7 +115,9 @@ def _tensors(path: Path) -> dict[str, np.ndarray]:
     try:
         return tensor_file.decode(path.read_bytes())[0]
     except OSError as error:
-        raise CheckpointError(f"{path}: expected a safetensors file, got {error.strerror}") from None
+        raise CheckpointError(
+            f"{path}: expected a safetensors file, got {error.strerror}; check the path"
+        ) from None
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}; save it in float32 by safetensors.torch.save_file") from None
 

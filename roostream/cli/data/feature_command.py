@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from roostream.cli.options import batch_option, json_option, with_options
+from roostream.cli.options import CommandGroup, batch_option, json_option, with_options
 from roostream.cli.output import print_columns, print_json, print_sentences, progress_bar
 from roostream.errors import ConfigError, nearest
 
@@ -76,7 +76,7 @@ def feature(
     print_sentences(report["alerts"])
 
 
-@click.group("report")
+@click.group("report", cls=CommandGroup)
 def report() -> None:
     """Write pages with plots.
 

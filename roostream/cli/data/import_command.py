@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from roostream.cli.options import Duration
+from roostream.cli.options import CommandGroup, Duration
 from roostream.cli.output import plain, progress_bar
 
 
@@ -18,7 +18,7 @@ def print_skipped(what: str, number: int, first: Sequence[str]) -> None:
         click.echo("\n".join(f"  {plain(message)}" for message in first), err=True)
 
 
-@click.group("import")
+@click.group("import", cls=CommandGroup)
 def import_group() -> None:
     """Import data of other sites (docs/bring-your-own-data.md).
 

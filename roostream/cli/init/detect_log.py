@@ -385,7 +385,9 @@ def _click(actions: Counter[str], given: str, what: str = "actions", path: str =
     if given and given in actions:
         return given
     if given:
-        raise ConfigError(f"--click: no engagement has action {given!r}{nearest(given, actions)}")
+        known = ", ".join(sorted(actions)) or "none has any"
+        near = nearest(given, actions) or "; choose one of them"
+        raise ConfigError(f"--click: expected an action of the log ({known}), got {given!r}{near}")
     if len(actions) == 1:
         return next(iter(actions))
     if found := [name for name in _CLICKS if name in actions]:

@@ -33,11 +33,12 @@ def init_folder(name: str, given: dict[str, Any]) -> None:
     action, second, requests = _questions(given)
     _check_new(folder, ("schema.toml", "model.toml", "log.jsonl"))
     from roostream.cli.init.sample_log import sample_lines
+    from roostream.cli.output import counted
 
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / "log.jsonl"
     with log.open("x", encoding="utf-8") as file:
-        file.writelines(f"{line}\n" for line in sample_lines(requests, action, second))
+        file.writelines(f"{line}\n" for line in counted(sample_lines(requests, action, second), "lines"))
     _write(folder, (str(log),), {**given, "click": action}, is_sample=True)
 
 
@@ -52,7 +53,7 @@ def _questions(given: dict[str, Any]) -> tuple[str, str, int]:
     action, second, requests = action or "click", "order" if second is None else second, requests or 6000
     second = "" if second == "none" else second
     if not 100 <= requests <= 1_000_000:
-        raise ConfigError(f"--requests: expected 100 to 1,000,000, got {requests:,}")
+        raise ConfigError(f"--requests: expected 100 to 1,000,000, got {requests:,}; choose such a number")
     for name in filter(None, (action, second)):
         try:
             check_name("action", name)
@@ -77,7 +78,7 @@ def _write(folder: Path, log: tuple[str, ...], given: dict[str, Any], is_sample:
     """Detect the log's features, write the files, and print what to type next."""
     from roostream.cli.init.detect_log import Choices, detect_log
     from roostream.cli.init.schema_text import MODEL, map_text, schema_text
-    from roostream.cli.output import print_sentences
+    from roostream.cli.output import print_sentences, progress_bar
     from roostream.schema.schema_file import load_schema
 
     if len(log) == 1 and Path(log[0]).is_dir():
@@ -91,7 +92,8 @@ def _write(folder: Path, log: tuple[str, ...], given: dict[str, Any], is_sample:
         click=given["click"] or "",
         columns={role: given[role] for role in _ROLES if given[role]},
     )
-    found = detect_log(log, choices)
+    with progress_bar("reading the log"):
+        found = detect_log(log, choices)
     files = {"schema.toml": schema_text(folder.name, found, ", ".join(map(str, log))), "model.toml": MODEL}
     if found.form == "flat":
         files["map.toml"] = map_text(found)

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from roostream.cli.checkpoint.checkpoint_command import opened_store, place_options
-from roostream.cli.options import json_option, with_options
-from roostream.cli.output import Row, print_report, print_rows
+from roostream.cli.options import CommandGroup, json_option, with_options
+from roostream.cli.output import Row, print_report, print_rows, progress_bar
 from roostream.errors import CheckpointError, ConfigError, SetupError, nearest
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ _MAX_OWNERS, _MAX_BATCH, _MAX_DIGITS = 4096, 1 << 30, 15
 _NONE = "none: a worker with profile_share above 0 writes profiles at its commits"
 
 
-@click.group()
+@click.group(cls=CommandGroup)
 def placement() -> None:
     """Plan and change which owner has which part of which table (docs/placement.md).
 
@@ -425,7 +425,8 @@ def apply_command(map_file: Path, home: Path, store: str, dry_run: bool) -> None
             return
         from roostream.runtime.clock import SystemClock
 
-        made = move_buckets.move(opened, after, committed.stores, SystemClock().now_ms())
+        with progress_bar("moving rows"):
+            made = move_buckets.move(opened, after, committed.stores, SystemClock().now_ms())
     _keep_shards(home, after.num_owners)
     print_rows(rows, f"{made.name} has the map")
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from roostream.cli.output import Row, print_rows
-from roostream.cli.replay.outcome import LocalJoin, LocalTopics
+from roostream.cli.output import Row, print_rows, progress_bar
+from roostream.cli.replay.outcome import LocalJoin, LocalTopics, count_impressions
 from roostream.cli.replay.report_table import join_rows, number, warning_rows
 from roostream.errors import ConfigError
 from roostream.replay.config import CheckConfig
@@ -36,7 +36,7 @@ def run(config: CheckConfig) -> int:
     def body(stop: program.Stop) -> None:
         errors.extend(check(config, stop)["errors"])
 
-    return program.command_exit_code(program.run("check", body)) or (1 if errors else 0)
+    return program.run("check", body, is_command=True) or (1 if errors else 0)
 
 
 def check(config: CheckConfig, stop: program.Stop) -> dict[str, Any]:
@@ -48,16 +48,18 @@ def check(config: CheckConfig, stop: program.Stop) -> dict[str, Any]:
     check_report(config.report)
     replay = config.replay()
     schema = load_schema(replay.schema_path)
-    log = open_log(replay, schema)
+    with progress_bar("reading times"):
+        log = open_log(replay, schema)
     topics, delays = LocalTopics(schema), EngagementDelays()
     joiner = LocalJoin(replay, schema, topics)
     errors: list[str] = []
     try:
-        for record in log.records:
-            if stop.is_set():
-                raise ConfigError("stopped before the end of the log; there is no report")
-            delays.add(joiner.process(topics.append(record)))
-        delays.add(joiner.end_of_input())
+        with progress_bar("requests", log.num_requests or None) as update:
+            for record in count_impressions(log.records, lambda count: update(count, None)):
+                if stop.is_set():
+                    raise ConfigError("stopped before the end of the log; there is no report")
+                delays.add(joiner.process(topics.append(record)))
+            delays.add(joiner.end_of_input())
     except ConfigError as error:
         if stop.is_set() or not log.skipped().number:
             raise

@@ -127,13 +127,18 @@ class ReplayProgress:
 
     def count_sent(self, records: Iterable[Record]) -> Iterator[Record]:
         """Pass the records through and count their impressions as sent."""
-        count = 0
-        for record in records:
-            count += wire.kind_of(record.value) == wire.IMPRESSION
-            if count % 256 == 0:
-                self.update(sent=count)
-            yield record
-        self.update(sent=count)
+        return count_impressions(records, lambda count: self.update(sent=count))
+
+
+def count_impressions(records: Iterable[Record], update: Callable[[int], None]) -> Iterator[Record]:
+    """Pass the records through, and call `update` with the number of impressions so far, now and then."""
+    count = 0
+    for record in records:
+        count += wire.kind_of(record.value) == wire.IMPRESSION
+        if count % 256 == 0:
+            update(count)
+        yield record
+    update(count)
 
 
 Engine: TypeAlias = Callable[[ReplayConfig, Schema, Iterable[Record], ReplayProgress, Stop], Outcome]

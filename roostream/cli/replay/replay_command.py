@@ -11,20 +11,20 @@ from typing import Any
 import click
 
 from roostream.cli.data.session_command import replay_session
-from roostream.cli.options import MultiValueCommand, settings_flags
+from roostream.cli.options import CommandGroup, MultiValueCommand, settings_flags
 from roostream.cli.replay.warehouse_samples import DATASET, EXAMPLE, HELP, UNUSED_SETTINGS, WarehouseOptions
 from roostream.replay.config import CheckConfig, ReplayConfig
 from roostream.replay.datasets import DATASETS, Dataset, load_dataset
 
 
-@click.group()
+@click.group(cls=CommandGroup)
 def replay() -> None:
     """Send a log through the whole loop in event time, and report metrics.
 
     \b
     Example:
-      roostream replay ebnerd --behaviors train/behaviors.parquet --history train/history.parquet --report
-      out.json roostream replay jsonl --log events.jsonl --schema my_site.toml --report out.json
+      roostream replay jsonl --log events.jsonl --schema my_site.toml --engine local --report out/
+      roostream replay ebnerd --behaviors train/behaviors.parquet --history train/history.parquet
     """
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from rich.console import Console
 
 from infra.options import to_toml_value
+from roostream.cli.output import progress_bar
 from roostream.cli.replay.likely_reasons import likely_reasons
 from roostream.cli.replay.outcome import Engine, Outcome, ReplayProgress
 from roostream.cli.replay.program_settings import program_settings, with_model_settings
@@ -42,7 +43,7 @@ def run(config: ReplayConfig) -> int:
         report = replay(config, stop)
         accounted = bool(report["accounted"])
 
-    code = program.command_exit_code(program.run("replay", body))
+    code = program.run("replay", body, is_command=True)
     return code or (0 if accounted else 1)
 
 
@@ -61,8 +62,10 @@ def replay(config: ReplayConfig, stop: program.Stop) -> dict[str, Any]:
             with_model_settings(load_model_config(file), model_settings)
     started_s = time.monotonic()
     schema = load_schema(config.schema_path)
-    source = open_warehouse_log(config, schema) if config.dataset == DATASET else open_log(config, schema)
-    with ReplayProgress(Console(markup=False, emoji=False, highlight=False), source.num_requests) as progress:
+    with progress_bar("reading times"):
+        source = open_warehouse_log(config, schema) if config.dataset == DATASET else open_log(config, schema)
+    console = Console(stderr=True, markup=False, emoji=False, highlight=False)
+    with ReplayProgress(console, source.num_requests) as progress:
         stream = paced(
             progress.count_sent(with_first_record(source.records)), config.speed_factor, SystemClock(), stop
         )

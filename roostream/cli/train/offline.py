@@ -31,6 +31,7 @@ from param_server.key_value_store import RocksDbStore
 from param_server.server import Shard, ShardRpcHandler
 from roostream.cli.checkpoint.move_buckets import move
 from roostream.cli.controller_commands import read_link_security
+from roostream.cli.output import UpdateProgress
 from roostream.cli.train.config import TrainConfig
 from roostream.cli.train.offline_readers import (
     OfflineReaders,
@@ -74,15 +75,12 @@ _THREADS_LOST_AFTER_S = 120.0  # all members are threads of this process, so a s
 _SNAPSHOT_HOLD_MS = 7 * 86_400_000
 _STOP_S = 10.0
 
-ReportProgress = Callable[[int, int, float], None]
-"""Called with the number of rows trained, the total, and the rows per second."""
-
 
 def train_offline(
     config: TrainConfig,
     settings: LoopConfig,
     stop: Stop,
-    report_progress: ReportProgress = lambda done, rows, rate: None,
+    report_progress: UpdateProgress = lambda done, rows: None,
 ) -> dict[str, Any]:
     """Train until everything is committed; returns the report: what was trained, the speed and the quality.
 
@@ -159,7 +157,7 @@ class _OfflineTraining:
         self.table.pin_session(session, f"train-{session.digest}", self.clock.now_ms() + _SNAPSHOT_HOLD_MS)
         return session
 
-    def run(self, report_progress: ReportProgress) -> dict[str, Any]:
+    def run(self, report_progress: UpdateProgress) -> dict[str, Any]:
         began_s, counts, reading = time.monotonic(), dataclasses.asdict(RequestCounts()), dict[str, float]()
         if self.session is not None:
             self._move_rows(self.config.num_owners)
@@ -417,14 +415,12 @@ def _is_complete(controller: Controller) -> bool:
 class _Progress:
     """Reports progress every two seconds."""
 
-    def __init__(self, session: TableInput, report_progress: ReportProgress) -> None:
+    def __init__(self, session: TableInput, report_progress: UpdateProgress) -> None:
         self.rows, self.report_progress = sum(session.rows.values()), report_progress
-        self._reported_s, self._reported = time.monotonic(), 0
+        self._reported_s = time.monotonic()
 
     def update(self, count_trained: Callable[[], int]) -> None:
         now_s = time.monotonic()
         if now_s - self._reported_s >= _PROGRESS_INTERVAL_S:
-            trained = count_trained()
-            rate = max(trained - self._reported, 0) / (now_s - self._reported_s)
-            self.report_progress(trained, self.rows, rate)
-            self._reported_s, self._reported = now_s, trained
+            self.report_progress(count_trained(), self.rows)
+            self._reported_s = now_s

@@ -16,6 +16,7 @@ def run(config: TrainConfig) -> int:
     """Returns the exit code: 0 = everything is trained and committed; 2 = a setting is wrong or something is
     unavailable."""
     from roostream.cli.options import parse_overrides
+    from roostream.cli.output import progress_bar
     from roostream.errors import ConfigError
     from roostream.replay.report_files import check_report, write_report
     from roostream.runtime import program
@@ -34,20 +35,13 @@ def run(config: TrainConfig) -> int:
             raise ConfigError(
                 f"--set: expected worker.KEY=VALUE, got {unknown[0]}.…; `train` has no such program"
             )
-        report = train_offline(config, LoopConfig(**chosen.get("worker", {})), stop, _print_progress)
+        with progress_bar("requests") as update:
+            report = train_offline(config, LoopConfig(**chosen.get("worker", {})), stop, update)
         if config.report:
             write_report(config.report, report)
         click.echo(_summary(report))
 
-    return program.command_exit_code(program.run("train", body))
-
-
-def _print_progress(done: int, rows: int, rate: float) -> None:
-    left = f", {(rows - done) / rate:,.0f} s left" if rate else ""
-    click.echo(
-        f"{done:,} of {rows:,} requests ({100 * done / max(rows, 1):.0f} %), {rate:,.0f} per second{left}",
-        err=True,
-    )
+    return program.run("train", body, is_command=True)
 
 
 def _summary(report: dict[str, Any]) -> str:

@@ -92,7 +92,9 @@ class SocketTransport:
             connection = self.keys.wrap_connected(connection, host)
             self._authenticate(connection, limit_s)
         except OSError as error:
-            raise TransportError(f"{method} at {self.address}: can't connect ({error})") from None
+            raise TransportError(
+                f"{method} at {self.address}: can't connect ({error.strerror or error})"
+            ) from None
         with self._lock:
             self._open.add(connection)
             self.num_connections_opened += 1

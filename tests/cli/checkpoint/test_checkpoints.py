@@ -354,7 +354,7 @@ def test_an_import_needs_an_empty_home_and_is_all_or_nothing(home: OneShardHome,
     (other / "store" / "manifests" / "00000002").unlink()
     with pytest.raises(SetupError, match="expected a home without rows, got shard-0"):
         ran("import", "--from", export, "--home", other)
-    with pytest.raises(CheckpointError, match=r"`checkpoint export`"):
+    with pytest.raises(CheckpointError, match=r"`roostream checkpoint export`"):
         ran("import", "--from", home.root, "--home", tmp_path / "third")
     about = json.loads((export / "export.json").read_text())
     (export / "export.json").write_text(json.dumps(about | {"format": 9}))

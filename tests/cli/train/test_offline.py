@@ -75,7 +75,7 @@ def same_bits(place: Path, one: str, other: str) -> bool:
 def trained(
     place: Path, home: str, stop: Stop | None = None, loop: LoopConfig = EXACT, **more: Any
 ) -> dict[str, Any]:
-    return train_offline(config(place, home, **more), loop, stop or Stop(), lambda done, rows, rate: None)
+    return train_offline(config(place, home, **more), loop, stop or Stop(), lambda done, rows: None)
 
 
 def test_offline_training_trains_all_samples_once_and_its_commit_starts_a_stream(

@@ -1,0 +1,167 @@
+"""A wrong input of any command is answered in one sentence that says what to do, with exit code 2."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+
+from roostream.cli.main import main
+
+SHOP = str(Path(__file__).parents[2] / "examples" / "shop" / "shop.toml")
+FILES = {
+    "bad.toml": 'name = "x"\n[tables.item]\ndim = "big"\n',
+    "broken.toml": "name = \n",
+    "model.toml": 'kind = "rankr"\n',
+    "map.toml": 'request = "r"\n',
+    "keys.json": "{",
+    "empty.jsonl": "",
+    "log.jsonl": '{"type": "engagement"}\n',
+    "two.jsonl": '{"type": "impression", "request_id": "r", "user_id": "a", "time": "2024-05-01T08:00:00", '
+    '"candidates": [{"item_id": "boot"}]}\n{"type": "engagement", "request_id": "r", "user_id": "a", '
+    '"time": "2024-05-01T08:00:04", "item_id": "boot", "action": "click"}\n',
+    "x.parquet": "no Parquet",
+}
+LOG = ("--schema", SHOP, "--log", "log.jsonl")
+REPLAY = ("replay", "jsonl", *LOG, "--engine", "local")
+TABLE = ("--impressions", "x.parquet", "--engagements", "x.parquet")
+WRONG: list[tuple[str, ...]] = [  # a word of the message, then the command
+    ("no such file", "check", "--schema", "nothere.toml", "--log", "log.jsonl"),
+    ("no such file", "check", "--schema", SHOP, "--log", "nothere.jsonl"),
+    ("got a folder", "check", "--schema", SHOP, "--log", "folder"),
+    ("expected integer", "check", "--schema", "bad.toml", "--log", "log.jsonl"),
+    ("expected TOML", "check", "--schema", "broken.toml", "--log", "log.jsonl"),
+    ("at least one usable", "check", "--schema", SHOP, "--log", "empty.jsonl"),
+    ("--impressions", "check", "--schema", SHOP),
+    ("no such file", *REPLAY, "--model", "nothere.toml"),
+    ("did you mean 'ranker'", *REPLAY, "--model", "model.toml"),
+    ("did you mean 'batch_requests'", *REPLAY, "--set", "worker.batch_requets=3"),
+    ("did you mean 'worker'", *REPLAY, "--set", "wroker.batch_requests=3"),
+    ("expected integer", *REPLAY, "--set", "worker.batch_requests=many"),
+    ("--engine stack", *REPLAY, "--home", "home"),
+    ("existing, writable folder", *REPLAY, "--report", "/nothere/report.json"),
+    ("expected a Parquet file", "replay", "parquet", *TABLE, "--schema", SHOP, "--engine", "local"),
+    (
+        "is no table",
+        "replay",
+        "warehouse",
+        "--warehouse",
+        "nothere",
+        "--days",
+        "2024-05-01..",
+        "--schema",
+        SHOP,
+    ),
+    ("expected a name", "init", "bad!name"),
+    ("expected an action", "init", "x", "--from", "two.jsonl", "--click", "nothing"),
+    ("100 to 1,000,000", "init", "x", "--requests", "3"),
+    (
+        "list of text",
+        "import",
+        "parquet",
+        "--schema",
+        SHOP,
+        "--map",
+        "map.toml",
+        "--out",
+        "o.jsonl",
+        "x.parquet",
+    ),
+    ("s3://bucket/prefix", "import", "log", "--schema", SHOP, "--warehouse", "ftp://x", "log.jsonl"),
+    ("no such file", "check-model", "nothere.toml", "--schema", SHOP),
+    ("2024-05-01..2024-05-07", "train", "--warehouse", "w", "--schema", SHOP, "--days", "yesterday"),
+    ("1..64", "train", "--warehouse", "w", "--schema", SHOP, "--days", "2024-05-01..", "--workers", "0"),
+    ("does not exist", "status", "--home", "nothere"),
+    ("does not exist", "down", "--home", "nothere"),
+    ("no stack", "audit", "--home", "nothere"),
+    ("no logs", "logs", "--home", "nothere", "worker"),
+    ("no stack.json", "reset", "--home", "folder", "--yes"),
+    ("no store", "checkpoint", "list", "--home", "nothere"),
+    ("s3://", "checkpoint", "list", "--store", "ftp://x"),
+    ("export.json", "checkpoint", "import", "--from", "nothere", "--home", "home"),
+    ("safetensors", "checkpoint", "import", "--from", "nothere.safetensors", "--home", "home"),
+    ("Connection refused", "scale", "--workers", "2", "--controller", "127.0.0.1:1"),
+    ("worker-N or shard-N", "drain", "nobody", "--home", "nothere"),
+    ("expected an address", "trainer", "release", "--controller", "nothost"),
+    ("--kafka: expected an address", "topics", "create", "--kafka", "nohost"),
+    ("expected a duration", "topics", "keep", "5x", "--kafka", "127.0.0.1:1"),
+    ("did you mean 'rank'", "keys", "new", "web", "--scope", "rnk", "--file", "new.json"),
+    ("got something else", "keys", "list", "--file", "keys.json"),
+    ("saved by a worker", "inspect", "batch", "log.jsonl"),
+    ("is no table", "inspect", "table", "nothere"),
+    ("bucket map", "placement", "apply", "nothere.json", "--home", "nothere"),
+    ("no such file", "schema", "show", "nothere.toml"),
+    ("unknown key", "serving", "--config", "bad.toml"),
+    ("expected an address", "up", "--home", "home", "--kafka", "nothost"),
+    ("did you mean 'serving'", "up", "--home", "home", "--port", "sering=8080"),
+    ("unknown key", "up", "--home", "home", "--set", "worker.nothing=3"),
+    ("1..64", "up", "--home", "home", "--workers", "0"),
+    ("above 0", "plan", "--requests-per-s", "0"),
+]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text)
+    (tmp_path / "folder").mkdir()
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def answered(
+    arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> tuple[object, str]:
+    """Exit code and standard error of `roostream ARGUMENTS`."""
+    monkeypatch.setattr(sys, "argv", ["roostream", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    return ended.value.code, capfd.readouterr().err
+
+
+@pytest.mark.parametrize("case", WRONG, ids=lambda case: " ".join(case[1:])[:60])
+def test_a_wrong_input_is_answered_in_one_sentence_that_says_what_to_do(
+    case: tuple[str, ...], folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    word, *arguments = case
+    code, said = answered(tuple(arguments), monkeypatch, capfd)
+    last = said.strip().splitlines()[-1]
+    assert code == 2 and last.startswith("error: ") and word in last, said
+    assert "; " in last or ". " in last, f"{last}: says what is wrong, and not what to do"
+    assert "Traceback" not in said and "Error(" not in said and "[Errno" not in said, said
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("statsu",),
+        ("replay", "jsnl"),
+        ("replay", "jsonl", *LOG, "--engine", "lokal"),
+        ("check", *LOG, "--window", "5x"),
+        ("scale", "--workers", "zero"),
+        ("checkpoint", "rollback", "three"),
+        ("demo", "--rate", "-1"),
+        ("demo", "--seconds", "0"),
+    ],
+    ids=" ".join,
+)
+def test_wrong_arguments_name_the_help_of_the_command(
+    arguments: tuple[str, ...],
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    code, said = answered(arguments, monkeypatch, capfd)
+    assert code == 2 and said.startswith("Usage: roostream") and "--help' for help" in said, said
+    assert "Traceback" not in said
+
+
+def test_a_port_in_use_is_named(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        code, said = answered(("up", "--home", "home", "--port", f"serving={port}"), monkeypatch, capfd)
+    assert code == 2 and f"port {port} for serving is in use; " in said
