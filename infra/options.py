@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from infra.auditor.config import check_num_auditors
 from roostream.errors import ConfigError
 from roostream.runtime.address import check_addresses
 from roostream.runtime.deployment import MAX_WORKERS
@@ -44,6 +45,9 @@ class StackOptions(Settings):
     )
     num_updaters: int = setting(
         1, "feature updaters that share the partitions, at most one per partition", ge=1, le=64
+    )
+    num_auditors: int = setting(
+        1, "auditors that share the partitions, a divisor of their number", ge=1, le=64
     )
     num_readers: int = setting(
         0,
@@ -95,6 +99,7 @@ class StackOptions(Settings):
         for key, address in (("kafka", self.kafka), ("redis", self.redis)):
             if address:
                 check_addresses(key, *address.split(","))
+        check_num_auditors(self.num_auditors, self.partitions)
         if self.max_readers and self.max_readers < self.min_readers:
             raise setting_error(
                 "max_readers", f"at least num_readers = {self.min_readers}, or 0", self.max_readers
@@ -157,6 +162,7 @@ _SAVED_FIELDS = (
     "num_workers",
     "serving_processes",
     "num_updaters",
+    "num_auditors",
     "num_task_managers",
     "partitions",
     "buckets",

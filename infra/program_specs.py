@@ -166,6 +166,8 @@ def _auditor(instance: ProgramInstance) -> dict[str, Any]:
     settle_ms = instance.options.settle_ms
     return {
         "home": instance.home.root / instance.name,
+        "index": instance.index,
+        "num_auditors": instance.options.num_auditors,
         "settle_ms": settle_ms,
         "horizon_ms": horizon_for(settle_ms, replay=instance.options.replay),
     }
@@ -294,6 +296,8 @@ PROGRAM_SPECS = (  # in start order
         config="infra.auditor.config:AuditorConfig",
         run="infra.auditor.auditor_program:run",
         local_settings=_auditor,
+        count=lambda options: options.num_auditors,
+        first_unnumbered=True,
         stop_rank=StopRank.FEATURES,
     ),
     ProgramSpec(

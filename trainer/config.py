@@ -17,6 +17,7 @@ from roostream.warehouse.readers.config import ReaderCountConfig, ReadersConfig
 from roostream.warehouse.sessions.session import DAY, Labels, SessionSpec
 from trainer.selection.config import DeferralConfig, RehearsalConfig, SelectionConfig
 
+_SCRAPE_TARGET = re.compile(r"[a-z0-9][a-z0-9-]*(\*(?P<number>\d{1,3}))?=(?P<url>https?://[^\s=]+)")
 _FULLY_GROWN = math.log(1 << 16)
 
 
@@ -334,7 +335,8 @@ class ControllerConfig(Deployment):
     idle_min_ms: int = setting(30_000, "minimum time that workers stay released", ge=0)
     scrape_targets: tuple[str, ...] = setting(
         (),
-        "NAME=URL of /metrics of other programs for the status page; workers report theirs",
+        "NAME=URL of /metrics of other programs for the status page; workers report theirs. NAME*NUMBER=URL "
+        "with {index} in the URL names NUMBER programs, NAME, NAME-1 and so on",
     )
 
     def __post_init__(self) -> None:
@@ -347,10 +349,13 @@ class ControllerConfig(Deployment):
             by=LINK_AUTHENTICATION,
         )
         for text in self.scrape_targets:
-            if not re.fullmatch(r"[a-z0-9][a-z0-9-]*=https?://[^\s=]+", text):
-                raise setting_error(
-                    "scrape_targets", "NAME=URL, such as serving=http://127.0.0.1:9100/metrics", text
+            found = _SCRAPE_TARGET.fullmatch(text)
+            if found is None or bool(found["number"]) != ("{index}" in found["url"]):
+                expected = (
+                    "NAME=URL, such as serving=http://127.0.0.1:9100/metrics, or NAME*NUMBER=URL with "
+                    "{index} in the URL"
                 )
+                raise setting_error("scrape_targets", expected, text)
         self.check_shards(self.num_shards)
         for name in ("num_workers", "initial_workers"):
             if getattr(self, name) > self.partitions:
@@ -392,4 +397,10 @@ class ControllerConfig(Deployment):
     @property
     def scrape_urls(self) -> dict[str, str]:
         """Program → URL of its /metrics."""
-        return {name: url for name, _, url in (text.partition("=") for text in self.scrape_targets)}
+        urls: dict[str, str] = {}
+        for text in self.scrape_targets:
+            name, _, url = text.partition("=")
+            name, _, number = name.partition("*")
+            for index in range(int(number or 1)):
+                urls[f"{name}-{index}" if index else name] = url.replace("{index}", str(index))
+        return urls

@@ -34,6 +34,7 @@ class Prediction(NamedTuple):
 
     sample_id: int  # uint64
     time_ms: int  # of the request
+    partition: int  # number of the partition that its sample is in
     value: bytes  # the encoded record: a `Prediction` message
 
 
@@ -53,6 +54,7 @@ def encode_predictions(
     `row_M`: int64, only these requests."""
     tasks, label_bytes = 4 * score_BT.shape[1], 4 * batch.label_BT.shape[1]
     id_R, time_R = batch.sample_id_R.view(np.uint64).tolist(), batch.time_ms_R.tolist()
+    partition_R = batch.partition_R.tolist()
     heads, tails = _heads(batch), _tails(batch, step, disposition_R, choice)
     ends_R = np.cumsum(batch.num_candidates_R, dtype=np.int64).tolist()
     starts_R = [0, *ends_R[:-1]]
@@ -72,7 +74,7 @@ def encode_predictions(
             if num_served_R[r]:
                 record += (_field_header(_SERVED_SCORES, last - first), served[first:last])
         record.append(tails[r])
-        yield Prediction(id_R[r], time_R[r], b"".join(record))
+        yield Prediction(id_R[r], time_R[r], partition_R[r], b"".join(record))
 
 
 def encode_unscored(unscored: UnscoredRequests, step: int) -> Iterator[Prediction]:
@@ -184,7 +186,9 @@ class DurableOutputs(Outputs, Protocol):
 
 class KafkaOutputs:
     """`DurableOutputs` to the two Kafka topics through one idempotent producer. After a refusal it is
-    replaced, because a producer whose order is broken accepts nothing more."""
+    replaced, because a producer whose order is broken accepts nothing more.
+
+    A prediction goes to the partition with the number of its sample's, so that one auditor reads both."""
 
     def __init__(
         self,
@@ -213,7 +217,8 @@ class KafkaOutputs:
         self._interrupted.set()
 
     def prediction(self, prediction: Prediction) -> None:
-        self._send(PREDICTIONS, prediction.sample_id.to_bytes(8, "little"), prediction.value)
+        key = prediction.sample_id.to_bytes(8, "little")
+        self._send(PREDICTIONS, key, prediction.value, prediction.partition)
 
     def dead_letter(self, letter: pb.DeadLetter) -> None:
         where = f"{letter.topic}-{letter.partition} offset {letter.offset}"
@@ -235,7 +240,7 @@ class KafkaOutputs:
                 f"Kafka has not acknowledged {left} predictions or dead letters for {timeout_s:g} s"
             )
 
-    def _send(self, topic: str, key: bytes, value: bytes) -> None:
+    def _send(self, topic: str, key: bytes, value: bytes, partition: int = -1) -> None:
         refusals = self._refusals
 
         def delivered(error: KafkaError | None, message: object) -> None:
@@ -249,6 +254,7 @@ class KafkaOutputs:
                 key=key,
                 value=value,
                 timestamp_ms=self.clock.now_ms(),
+                partition=partition,
                 on_delivery=delivered,
                 give_up=self._gives_up,
             )

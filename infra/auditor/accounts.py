@@ -13,10 +13,11 @@ waits as a position. No record content raises an error.
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from itertools import islice
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import xxhash
@@ -24,6 +25,7 @@ import xxhash
 from infra.auditor.ledger import CORRECTED, DEAD, FOLDED, NOWHERE, PREDICTED, REPEATED, SAMPLED, SEEN, Ledger
 from infra.auditor.sums import Sums
 from roostream.errors import WireError
+from roostream.replay.kafka_partitioner import partition_of
 from roostream.runtime.event_time import MedianEventTime
 from roostream.runtime.kafka.topics import (
     CORRECTIONS,
@@ -59,16 +61,39 @@ _LEDGERS = ("events", "requests", "bad", "bad_samples", "dead")
 _MAX_NAMES = 1000
 _MAX_UNPREDICTED = 1_000_000
 _OTHER = "other"
+_MAX_UNTURNED = 1024  # records after which the ledgers' sizes are checked
+
+
+class Share(NamedTuple):
+    """What one of `num_auditors` counts: partitions p with p mod `num_auditors` = `auditor`, and dead letters
+    that name one of these. `num_auditors` divides the number of partitions, so that a key's partition is in
+    the share that its hash names, also after partitions are added."""
+
+    auditor: int = 0
+    num_auditors: int = 1
+
+    def has(self, partition: int) -> bool:
+        return partition % self.num_auditors == self.auditor
+
+    def has_key(self, key: bytes) -> bool:
+        """Whether Kafka's partitioner puts this key in the share's partitions."""
+        return self.num_auditors == 1 or partition_of(key, self.num_auditors) == self.auditor
+
+
+ALL = Share()
 
 
 class Accounts:
     """Call `add` with every record of the audited topics, each partition in order. Not thread-safe."""
 
-    def __init__(self, *, settle_ms: int = 600_000, horizon_ms: int = 0, since_ms: int = 0) -> None:
+    def __init__(
+        self, *, settle_ms: int = 600_000, horizon_ms: int = 0, since_ms: int = 0, share: Share = ALL
+    ) -> None:
         """`settle_ms`: how long an event may wait after the joiner's closes have passed it (window + orphan
         timeout + slack). `horizon_ms`: see Ledger; at least twice `settle_ms`, 0 = remember everything.
-        `since_ms`: older records are not audited, because their counterparts may have been deleted."""
-        self.settle_ms, self.since_ms = settle_ms, since_ms
+        `since_ms`: older records are not audited, because their counterparts may have been deleted. `share`:
+        the records of `add` are those of its partitions, and all dead letters."""
+        self.settle_ms, self.since_ms, self.share = settle_ms, since_ms, share
         self.events = Ledger((FOLDED, CORRECTED, REPEATED, DEAD), horizon_ms)
         self.requests = Ledger((SAMPLED, DEAD), horizon_ms)
         self.bad = Ledger((DEAD,), horizon_ms)  # undecodable inputs, by position
@@ -83,6 +108,7 @@ class Accounts:
         self._untrained_at: dict[At, int] = {}
         self._newest_ms: dict[Partition, int] = {}
         self._recent, self._reached_ms = MedianEventTime(), 0  # of all records, and their greatest median
+        self._turn_at_ms, self._num_unturned = 0, 0
         self._count: Counter[str] = Counter()
         self._actions: Counter[str] = Counter()
         self._closed_by: Counter[str] = Counter()
@@ -90,6 +116,7 @@ class Accounts:
         self._untrained_by: Counter[str] = Counter()
         self._dispositions: Counter[str] = Counter()
         self._unreadable: Counter[str] = Counter()
+        self._misplaced: Counter[str] = Counter()
 
     @property
     def ledgers(self) -> dict[str, Ledger]:
@@ -106,6 +133,7 @@ class Accounts:
             "_unreadable",
             "num_records",
             "_dispositions",
+            "_misplaced",
         )
         return {n: getattr(self, n) for n in names}
 
@@ -153,12 +181,12 @@ class Accounts:
     def _now_ms(self, record: Record) -> int:
         """The newest time of the record's partition so far. A record from far in the future has its own time
         and does not move the partition's."""
-        self._recent.add((record.timestamp_ms,))
-        if self._recent.is_full:
+        time_ms, at = record.timestamp_ms, (record.topic, record.partition)
+        self._recent.add((time_ms,))
+        if time_ms > self._reached_ms and self._recent.is_full:  # else the median cannot grow
             self._reached_ms = max(self._reached_ms, self._recent.middle_ms)
-        at = record.topic, record.partition
-        self._newest_ms[at] = min(max(self._newest_ms.get(at, 0), record.timestamp_ms), self._latest_ms)
-        return max(self._newest_ms[at], record.timestamp_ms)
+        self._newest_ms[at] = newest_ms = min(max(self._newest_ms.get(at, 0), time_ms), self._latest_ms)
+        return max(newest_ms, time_ms)
 
     @property
     def _latest_ms(self) -> int:
@@ -166,9 +194,12 @@ class Accounts:
         return self._reached_ms + self.settle_ms if self._reached_ms else 1 << 62
 
     def _turn(self) -> None:
-        if self._reached_ms:
-            for ledger in self._ledgers:
-                ledger.turn(self._reached_ms)
+        """Tell the ledgers the time once one of them may forget ids, by time or by number."""
+        self._num_unturned += 1
+        if self._reached_ms >= self._turn_at_ms or self._num_unturned >= _MAX_UNTURNED:
+            self._num_unturned = 0
+            if self._reached_ms:
+                self._turn_at_ms = min(ledger.turn(self._reached_ms) for ledger in self._ledgers)
 
     def _bad(self, record: Record, now_ms: int) -> None:
         """Malformed heartbeats and end markers contain no event: Flink drops them, the local engine writes
@@ -176,7 +207,7 @@ class Accounts:
         if record.topic not in _SETTLED or (
             record.topic != SAMPLES and wire.kind_of(record.value) in _MARKERS
         ):
-            self._unreadable[record.topic] += 1
+            self._unreadable[record.topic] += record.topic != DEAD_LETTERS or self.share.auditor == 0
         elif record.timestamp_ms >= self.since_ms:
             place = _place(record.topic, record.partition, record.offset)
             ledger = self.bad_samples if record.topic == SAMPLES else self.bad
@@ -190,14 +221,24 @@ class Accounts:
 
     def _impression(self, message: pb.Impression, record: Record, now_ms: int) -> None:
         header = message.header
-        if record.timestamp_ms < self.since_ms:
+        if record.timestamp_ms < self.since_ms or self._is_misplaced(header, record):
             return
         key = record.key or key_bytes(header.user_id, header.session_id, header.request_id)
         place = _place(record.topic, record.partition, record.offset)
         self._count["requests"] += self._see(self.requests, sample_id(key, header.request_id), now_ms, place)
 
+    def _is_misplaced(self, header: pb.Header, record: Record) -> bool:
+        """Whether another auditor reads what becomes of this event: its producer used another partitioner
+        than Kafka's. With another key than its header's, it becomes a dead letter here."""
+        key = record.key
+        if key is None or self.share.has_key(key):
+            return False
+        is_misplaced = key == key_bytes(header.user_id, header.session_id, header.request_id)
+        self._misplaced[record.topic] += is_misplaced
+        return is_misplaced
+
     def _engagement(self, message: pb.Engagement, record: Record, now_ms: int) -> None:
-        if record.timestamp_ms < self.since_ms:
+        if record.timestamp_ms < self.since_ms or self._is_misplaced(message.header, record):
             return
         if not message.event_id:
             return self._bad(record, now_ms)
@@ -245,6 +286,9 @@ class Accounts:
         self._count["corrections"] += self._fold(message, CORRECTED, now_ms)
 
     def _prediction(self, message: pb.Prediction, now_ms: int) -> None:
+        if not self.share.has(message.partition):  # of a worker that chose the partition by the sample id
+            self._misplaced[PREDICTIONS] += 1
+            return
         id_ = message.sample_id
         if self._forget_untrained(id_) and self.requests.is_stale(id_, message.time_ms):
             new = True
@@ -259,7 +303,9 @@ class Accounts:
     def _dead_letter(self, message: pb.DeadLetter, now_ms: int) -> None:
         place = _place(message.topic, message.partition, message.offset)
         if place == NOWHERE:
-            self._unreadable[DEAD_LETTERS] += 1
+            self._unreadable[DEAD_LETTERS] += self.share.auditor == 0
+            return
+        if not self.share.has(message.partition):
             return
         if not self.dead.mark(place, DEAD, now_ms):
             return
@@ -323,7 +369,8 @@ class Accounts:
             pending=len(events.pending),
             pending_requests=len(self.requests.pending),
             unread=self.unread,
-            unreadable=dict(self._unreadable),
+            unreadable=dict(+self._unreadable),
+            misplaced=dict(+self._misplaced),
             unknown=len(events.unknown) + len(self.requests.unknown),
             overdue=overdue,
             late=late,
@@ -362,6 +409,7 @@ class Accounts:
 
     def load(self, numbers: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
         """Restore the state of `dump`. Arguments of `__init__` stay, except `since_ms`."""
+        self._turn_at_ms = 0
         for name, counter in self.counters.items():
             counter.clear()
             counter.update({str(k): int(v) for k, v in numbers.get(name, {}).items()})
@@ -389,7 +437,7 @@ class Accounts:
 def features_hash(sample: pb.Sample) -> int:
     """xxh3-64 of sample id, items, RO bytes and parts."""
     digest = xxhash.xxh3_64(sample.sample_id.to_bytes(8, "little"))
-    digest.update(np.array(sample.item_ids, "<u8").tobytes())
+    digest.update(array("Q", sample.item_ids).tobytes())
     for block in (
         (b"\1" + sample.ro) if sample.HasField("ro") else b"\0",
         *(p.SerializeToString(deterministic=True) for p in sample.parts),

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from infra.auditor.accounts import ALL, Share
 from roostream.errors import CheckpointError
 from roostream.runtime import tensor_file
 from roostream.runtime.checkpoint_store import FileStore
@@ -23,7 +24,8 @@ from roostream.runtime.kafka.topics import Partition, Progress, flat, nested
 
 log = logging.getLogger("roostream.auditor")
 FORMAT = 3  # 1 had no recent times, 2 had no dispositions
-_READABLE_FORMATS = ("1", "2", "3")
+SHARE_FORMAT = 4  # of one of several auditors; programs that know of one auditor do not read it
+_READABLE_FORMATS = ("1", "2", "3", "4")
 NAME = "sums"
 _SUM_BYTES = 8
 
@@ -31,13 +33,14 @@ _SUM_BYTES = 8
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Saved:
     """`numbers` and `arrays`: of `Accounts.dump`. `topics`: full name → the broker's topic id.
-    `leader_epochs`: see RecordConsumer; old files have none."""
+    `leader_epochs`: see RecordConsumer; old files have none. `share`: whose state it is."""
 
     numbers: dict[str, Any]
     arrays: dict[str, np.ndarray]
     progress: Progress
     topics: dict[str, str]
     leader_epochs: dict[Partition, int] = dataclasses.field(default_factory=dict)
+    share: Share = ALL
 
 
 def write(home: Path, saved: Saved) -> None:
@@ -47,15 +50,18 @@ def write(home: Path, saved: Saved) -> None:
         "progress": nested(saved.progress),
         "leader_epochs": nested(saved.leader_epochs),
         "topics": saved.topics,
+        "share": saved.share,
     }
+    number = FORMAT if saved.share == ALL else SHARE_FORMAT
     data = tensor_file.encode(
-        saved.arrays, {"format": str(FORMAT), **{k: json.dumps(v) for k, v in metadata.items()}}
+        saved.arrays, {"format": str(number), **{k: json.dumps(v) for k, v in metadata.items()}}
     )
     FileStore(home).put(NAME, _checksum(data) + data)
 
 
-def read(home: Path, topics: Mapping[str, str]) -> Saved | None:
-    """The saved state; None, with a log line, if it is missing, damaged, or of other topics than `topics`."""
+def read(home: Path, topics: Mapping[str, str], share: Share = ALL) -> Saved | None:
+    """The saved state; None, with a log line, if it is missing, damaged, of other topics than `topics`, or of
+    another share of the partitions."""
     try:
         saved = _decode(FileStore(home).get(NAME))
     except (CheckpointError, OSError, KeyError, ValueError, TypeError) as error:
@@ -66,6 +72,14 @@ def read(home: Path, topics: Mapping[str, str]) -> Saved | None:
         log.warning(
             "%s belongs to topics that were deleted since; reading the present topics from the start",
             home / NAME,
+        )
+        return None
+    if saved.share != share:
+        log.warning(
+            "%s is the state of auditor %d of %d; as auditor %d of %d, reading the topics again",
+            home / NAME,
+            *saved.share,
+            *share,
         )
         return None
     return saved
@@ -81,7 +95,15 @@ def _decode(data: bytes) -> Saved:
         raise CheckpointError(f"expected format {FORMAT}, got {metadata.get('format')!r}")
     numbers, progress, topics = (json.loads(metadata[k]) for k in ("numbers", "progress", "topics"))
     epochs = flat(json.loads(metadata.get("leader_epochs", "{}")))
-    return Saved(numbers=numbers, arrays=arrays, progress=flat(progress), topics=topics, leader_epochs=epochs)
+    share = Share(*json.loads(metadata.get("share", "[0, 1]")))
+    return Saved(
+        numbers=numbers,
+        arrays=arrays,
+        progress=flat(progress),
+        topics=topics,
+        leader_epochs=epochs,
+        share=share,
+    )
 
 
 def _checksum(data: bytes) -> bytes:

@@ -12,7 +12,7 @@ import logging
 import uuid
 from collections.abc import Callable
 
-from infra.auditor.accounts import Accounts
+from infra.auditor.accounts import ALL, Accounts, Share
 from infra.auditor.audit_file import Saved
 from infra.auditor.sums import Sums
 from roostream.errors import UnavailableError
@@ -29,6 +29,7 @@ from roostream.runtime.kafka.topics import (
     IMPRESSIONS,
     PREDICTIONS,
     SAMPLES,
+    Partition,
     Progress,
     all_partitions,
 )
@@ -39,6 +40,12 @@ AUDITED = (IMPRESSIONS, ENGAGEMENTS, SAMPLES, CORRECTIONS, DEAD_LETTERS, PREDICT
 _POLL_RECORDS = 2000
 _FIRST_RECORD_TIMEOUT_S = 5.0
 _MAX_WAITING = 1_000_000
+
+
+def partitions_of_share(share: Share, num_partitions: int) -> tuple[Partition, ...]:
+    """What the auditor of a share reads of topics with `num_partitions` partitions."""
+    audited = all_partitions(AUDITED, num_partitions)
+    return tuple(p for p in audited if p[0] == DEAD_LETTERS or share.has(p[1]))
 
 
 class Auditor:
@@ -55,16 +62,18 @@ class Auditor:
         on_record: Callable[[Record], None] | None = None,
         clock: Clock | None = None,
         max_waiting: int = _MAX_WAITING,
+        share: Share = ALL,
     ) -> None:
-        """`settle_ms`, `horizon_ms`: see Accounts. `on_record` is called with every record after it was
-        counted."""
+        """`settle_ms`, `horizon_ms`, `share`: see Accounts. `on_record` is called with every record after it
+        was counted."""
         self.broker, self.prefix, self.num_partitions, self.max_waiting = (
             broker,
             prefix,
             num_partitions,
             max_waiting,
         )
-        self.accounts = Accounts(settle_ms=settle_ms, horizon_ms=horizon_ms)
+        self.share = share
+        self.accounts = Accounts(settle_ms=settle_ms, horizon_ms=horizon_ms, share=share)
         self._horizon_ms = horizon_ms
         self._on_record = on_record
         self._clock = clock or SystemClock()
@@ -134,6 +143,7 @@ class Auditor:
             progress=progress,
             topics=topics,
             leader_epochs=self._consumer.leader_epochs(progress),
+            share=self.share,
         )
 
     def close(self) -> None:
@@ -143,9 +153,9 @@ class Auditor:
             self._consumer = None
 
     def open_consumer(self) -> RecordConsumer:
-        """A consumer of all audited topics; `open_with` must follow."""
+        """A consumer of the share's partitions and of the dead letters; `open_with` must follow."""
         reading = ConsumerOptions(
-            partitions=all_partitions(AUDITED, self.num_partitions),
+            partitions=partitions_of_share(self.share, self.num_partitions),
             prefix=self.prefix,
             merge_by_time=True,
             track_end_offsets=True,
@@ -174,7 +184,10 @@ class Auditor:
         if since_ms:
             consumer.seek(starts)
         self.accounts = Accounts(
-            settle_ms=self.accounts.settle_ms, horizon_ms=self._horizon_ms, since_ms=since_ms
+            settle_ms=self.accounts.settle_ms,
+            horizon_ms=self._horizon_ms,
+            since_ms=since_ms,
+            share=self.share,
         )
         self.accounts.lose(self._lost_before + consumer.num_lost)
         self._goal, self._has_goal, self.must_restart = {}, False, False

@@ -15,6 +15,7 @@ from typing import Any
 from prometheus_client import REGISTRY
 
 from infra.auditor import audit_file, sums
+from infra.auditor.accounts import Share
 from infra.auditor.auditor import AUDITED, Auditor
 from infra.auditor.config import AuditorConfig
 from infra.auditor.model_quality import ModelQuality
@@ -24,6 +25,7 @@ from roostream.runtime.backoff import Backoff
 from roostream.runtime.checkpoint_store import FileStore
 from roostream.runtime.health import Health
 from roostream.runtime.kafka import clients
+from roostream.runtime.kafka.topics import EVENTS
 from roostream.runtime.metrics_collector import MetricsCollector
 from roostream.runtime.program import Stop
 from roostream.schema.schema_file import load_schema
@@ -56,14 +58,14 @@ class AuditorLoop:
         self.metrics: dict[str, Any] = {}
         self._saved_s = time.monotonic()
         self._exported_s = 0.0
-        self._logged_current = False
+        self._logged_current = self._logged_misplaced = False
 
     def open(self) -> None:
         """Step 1. Raises UnavailableError: Kafka is away; call again."""
         FileStore(self.home).sweep()
         reader = self.auditor.open_consumer()
         try:
-            self.auditor.open_with(reader, audit_file.read(self.home, self.topics))
+            self.auditor.open_with(reader, audit_file.read(self.home, self.topics, self.auditor.share))
         except UnavailableError:
             reader.close()
             raise
@@ -79,8 +81,16 @@ class AuditorLoop:
     def export(self) -> None:
         """Update the exported sums."""
         self._exported_s = time.monotonic()
-        accounts = sums.metrics_of(self.auditor.sums(), self.auditor.is_current(), self.auditor.behind())
+        auditor = self.auditor
+        accounts = sums.metrics_of(auditor.sums(), auditor.is_current(), auditor.behind(), *auditor.share)
         self.metrics = {**accounts, **(self.quality.metrics() if self.quality else {})}
+        if not self._logged_misplaced and any(auditor.sums().misplaced.get(topic) for topic in EVENTS):
+            self._logged_misplaced = True
+            log.error(
+                "expected events in the partitions of their keys (Kafka's murmur2 partitioner), found "
+                "others; correct their producer, or run one auditor (num_auditors = 1): several can't count "
+                "these"
+            )
         if not self._logged_current and self.auditor.is_current():
             self._logged_current = True
             log.info("all records that existed at the start have been counted")
@@ -110,9 +120,8 @@ def run_until_stopped(config: AuditorConfig, stop: Stop) -> None:
     """
     health = Health(config.stalled_after_ms / 1000)
     metrics_server.serve(config, health)
-    quality = (
-        ModelQuality(load_schema(Path(config.schema))) if config.compare_model and config.schema else None
-    )
+    compares = config.compare_model and config.schema and config.index == 0
+    quality = ModelQuality(load_schema(Path(config.schema)), config.compare_share) if compares else None
     auditor = Auditor(
         config.broker,
         config.prefix,
@@ -120,6 +129,7 @@ def run_until_stopped(config: AuditorConfig, stop: Stop) -> None:
         settle_ms=config.settle_ms,
         horizon_ms=config.horizon_ms,
         max_waiting=config.max_waiting,
+        share=Share(config.index, config.num_auditors),
         on_record=quality.add if quality else None,
     )
     with health.waiting("Kafka"):

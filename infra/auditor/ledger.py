@@ -15,8 +15,10 @@ import numpy as np
 
 SEEN, PREDICTED = 1, 2  # marks that are no outcomes
 FOLDED, CORRECTED, DEAD, SAMPLED, REPEATED = 4, 8, 16, 32, 64  # outcomes
+_ALL = 127  # all marks
 NOWHERE = -1  # no position: `settle_at` cannot settle it
 _MAX_IDS = 1_000_000
+_NEVER_MS = 1 << 62
 
 
 class Ledger:
@@ -28,7 +30,8 @@ class Ledger:
     """
 
     def __init__(self, outcomes: tuple[int, ...], horizon_ms: int = 0, max_ids: int = _MAX_IDS) -> None:
-        self.outcomes, self.horizon_ms, self.max_ids = outcomes, horizon_ms, max_ids
+        self.horizon_ms, self.max_ids = horizon_ms, max_ids
+        self._outcome_of = [next((o for o in outcomes if bits & o), 0) for bits in range(_ALL + 1)]
         self.counts: Counter[int] = Counter()  # outcome → number of seen ids
         self.pending: dict[int, list[int]] = {}  # id → time, then the positions at which it was seen
         self.unknown: dict[int, int] = {}  # id → time
@@ -38,13 +41,12 @@ class Ledger:
         self._at: dict[int, int] = {}  # position → pending id
         self._young: dict[int, int] = {}
         self._old: dict[int, int] = {}
-        self._now_ms = self._turned_ms = 0
+        self._turned_ms = 0
 
     def mark(self, id_: int, bit: int, time_ms: int, place: int = NOWHERE) -> bool:
         """Add a mark; returns whether it is new. `place`: position at which the id was seen, for `die`."""
-        before = self.bits(id_)
-        after = before | bit
-        self._young[id_] = after
+        before = self._young.get(id_) or self._old.get(id_, 0)
+        after = self._young[id_] = before | bit
         if after != before:
             self._recount(id_, before, after, time_ms)
         if place != NOWHERE and id_ in self.pending:
@@ -79,41 +81,39 @@ class Ledger:
         return self.lost + self.invented + self.num_pending(limit_ms) + unknown
 
     def _recount(self, id_: int, before: int, after: int, time_ms: int) -> None:
-        old, new = self._outcome(before), self._outcome(after)
-        if before & SEEN:
-            self.counts[old] -= old > 0
-        if after & SEEN:
-            self.counts[new] += new > 0
-        if after & SEEN and not new:
-            self.pending.setdefault(id_, [time_ms])
-        else:
+        old, new = self._outcome_of[before], self._outcome_of[after]
+        if old and before & SEEN:
+            self.counts[old] -= 1
+        if not after & SEEN:
+            if new:
+                self.unknown.setdefault(id_, time_ms)
+            return
+        if new:
+            self.counts[new] += 1
             self._leave(id_)
-        if new and not after & SEEN:
-            self.unknown.setdefault(id_, time_ms)
         else:
-            self.unknown.pop(id_, None)
+            self.pending.setdefault(id_, [time_ms])
+        self.unknown.pop(id_, None)
 
     def _leave(self, id_: int) -> None:
         for place in self.pending.pop(id_, ())[1:]:
             self._at.pop(place, None)
 
-    def _outcome(self, bits: int) -> int:
-        return next((o for o in self.outcomes if bits & o), 0)
-
-    def turn(self, now_ms: int) -> None:
-        """Advance event time to `now_ms` and forget ids that settled long ago. Times of marks are not used,
-        because they may be wrong."""
-        self._now_ms = max(self._now_ms, now_ms)
+    def turn(self, now_ms: int) -> int:
+        """Advance event time to `now_ms`, which never decreases, and forget ids that settled long ago. Times
+        of marks are not used, because they may be wrong. Returns the time of the next turn that can forget
+        any by time."""
         self._turned_ms = self._turned_ms or now_ms
-        if not self.horizon_ms or (
-            self._now_ms - self._turned_ms < self.horizon_ms and len(self._young) < self.max_ids
-        ):
-            return
-        self._give_up(min(self.overdue_before_ms, self._now_ms - self.horizon_ms))
+        if not self.horizon_ms:
+            return _NEVER_MS
+        if now_ms - self._turned_ms < self.horizon_ms and len(self._young) < self.max_ids:
+            return self._turned_ms + self.horizon_ms
+        self._give_up(min(self.overdue_before_ms, now_ms - self.horizon_ms))
         if self._old:
             self.floor_ms = self._turned_ms + 1
         kept = {i: bits for i, bits in self._old.items() if i in self.pending or i in self.unknown}
-        self._old, self._young, self._turned_ms = self._young, kept, self._now_ms
+        self._old, self._young, self._turned_ms = self._young, kept, now_ms
+        return self._turned_ms + self.horizon_ms
 
     def _give_up(self, limit_ms: int) -> None:
         lost = [i for i, times in self.pending.items() if times[0] < limit_ms]
@@ -129,9 +129,10 @@ class Ledger:
 
     def dump(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         """The complete state as (JSON numbers, arrays), for `load`."""
-        names = ("lost", "invented", "overdue_before_ms", "floor_ms", "_now_ms", "_turned_ms")
+        names = ("lost", "invented", "overdue_before_ms", "floor_ms", "_turned_ms")
         numbers = {
             "counts": {str(k): v for k, v in self.counts.items()},
+            "_now_ms": self._turned_ms,  # older programs read it
             **{n: getattr(self, n) for n in names},
         }
         arrays = {}
@@ -148,7 +149,7 @@ class Ledger:
     def load(self, numbers: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
         """Restore the state of `dump`; horizon and limits stay."""
         self.counts = Counter({int(k): int(v) for k, v in numbers["counts"].items()})
-        for name in ("lost", "invented", "overdue_before_ms", "floor_ms", "_now_ms", "_turned_ms"):
+        for name in ("lost", "invented", "overdue_before_ms", "floor_ms", "_turned_ms"):
             setattr(self, name, int(numbers[name]))
         self._young, self._old = (
             dict(zip(arrays[f"{n}_ids"].tolist(), arrays[f"{n}_bits"].tolist(), strict=True))

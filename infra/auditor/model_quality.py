@@ -31,8 +31,9 @@ class ModelQuality:
     """Call `add` with every record. Bounded memory: about 20 MB, and 40 bytes per item and task for at most
     200,000 items. Not thread-safe."""
 
-    def __init__(self, schema: Schema) -> None:
-        self.schema = schema
+    def __init__(self, schema: Schema, share: float = 1.0) -> None:
+        """`share`: compare this share of the requests, chosen by sample id."""
+        self.schema, self._max_id = schema, share * 2.0**64
         self._paired = PairedRequests(max_requests=_MAX_REQUESTS)
         self._baselines = Baselines(schema, paired=self._paired, max_items=_MAX_ITEMS, keep_metrics=False)
         self._sampled, self._predicted = _NewestIds(), _NewestIds()
@@ -49,6 +50,8 @@ class ModelQuality:
         try:
             message = wire.decode(record.value)[1]
         except WireError:
+            return
+        if not isinstance(message, pb.Sample | pb.Prediction) or message.sample_id >= self._max_id:
             return
         if isinstance(message, pb.Sample) and self._sampled.add(message.sample_id):
             if len(self._warm_up) < WARM_UP:

@@ -1,12 +1,16 @@
-"""The auditor's result: both sums of G1 and the count of G2, and their metrics."""
+"""The result of an audit: both sums of G1 and the count of G2, and their metrics. Several auditors each have
+a part of them; `of_programs` adds the parts."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
+from roostream.runtime.kafka.topics import EVENTS
 from roostream.runtime.metrics_collector import MetricSpec, one_of
 from roostream.runtime.scrape import ScrapedMetrics
+from trainer.control.audit_parts import STATES, audit_parts, whole_state
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,6 +41,7 @@ class Sums:
     pending_requests: int
     unread: int  # undecodable records that wait for their dead letter
     unreadable: dict[str, int]  # by topic
+    misplaced: dict[str, int]  # by topic: records in partitions whose other topics another auditor reads
     unknown: int
     overdue: int  # the joiner has passed them: they are missing
     late: int  # the inputs have passed them: they are missing, or the joiner is behind
@@ -85,6 +90,9 @@ _GAUGES = {
     "unreadable": _Gauge(
         "roostream_auditor_unreadable", "undecodable records without a dead letter, by topic", "topic"
     ),
+    "misplaced": _Gauge(
+        "roostream_auditor_misplaced", "records whose counterparts another auditor reads, by topic", "topic"
+    ),
     "unknown": _Gauge("roostream_auditor_unknown", "engagements of unknown requests"),
     "overdue": _Gauge("roostream_auditor_overdue", "events that the joiner has passed: they are missing"),
     "late": _Gauge("roostream_auditor_late", "events that the inputs have passed"),
@@ -105,37 +113,63 @@ _GAUGES = {
 """Fields of `Sums`, `behind` and `accounted` → their metrics."""
 METRICS = {
     gauge.metric: MetricSpec(gauge.help, (gauge.label,) if gauge.label else ()) for gauge in _GAUGES.values()
+} | {
+    "roostream_auditor_index": MetricSpec("number of this auditor, from 0"),
+    "roostream_auditor_auditors": MetricSpec("auditors whose sums together are those of the deployment"),
 }
-STATES = ("reading", "unknown", "waiting", "yes", "no")
-"""Of `accounted`. reading: the end offsets of the start are not reached yet. unknown: Kafka does not report
-end offsets. waiting: events that should be joined by now are not, nor is any later event."""
 
 
 def state_of(sums: Sums, is_current: bool, behind: int | None) -> str:
     """One of STATES; `behind`: unread records, None = unknown."""
-    if behind is None:
+    if behind is None or any(sums.misplaced.get(topic) for topic in EVENTS):
         return "unknown"
     if not is_current:
         return "reading"
     return "no" if not sums.accounted else "waiting" if sums.late else "yes"
 
 
-def metrics_of(sums: Sums, is_current: bool, behind: int | None) -> dict[str, Any]:
-    """Full metric name → value."""
+def metrics_of(
+    sums: Sums, is_current: bool, behind: int | None, index: int = 0, num_auditors: int = 1
+) -> dict[str, Any]:
+    """Full metric name → value. `index`, `num_auditors`: which part of a deployment's sums these are."""
     values: dict[str, Any] = {**dataclasses.asdict(sums), "behind": behind, "since_ms": sums.since_ms / 1000}
     values["accounted"] = one_of(state_of(sums, is_current, behind), STATES)
-    return {_GAUGES[field].metric: value for field, value in values.items()}
+    return {
+        **{_GAUGES[field].metric: value for field, value in values.items()},
+        "roostream_auditor_index": index,
+        "roostream_auditor_auditors": num_auditors,
+    }
 
 
-def of_metrics(scraped: ScrapedMetrics) -> dict[str, Any]:
-    """Inverse of `metrics_of`: field → number, {label: number}, or None if unknown. `accounted` is True,
-    False, or None if unknown."""
-    state = scraped.state("roostream_auditor_accounted", "state") or "unknown"
-    out: dict[str, Any] = {"state": state}
+def of_programs(scraped: Mapping[str, ScrapedMetrics]) -> dict[str, Any]:
+    """The sums of a deployment from the metrics of its programs: field → number, {label: number}, or None if
+    unknown. `accounted` is True, False, or None if unknown. If the parts of all auditors are not there,
+    everything is unknown, because a sum of some parts is no sum."""
+    parts = [_of_metrics(part) for part in audit_parts(scraped)] or [_of_metrics(ScrapedMetrics())]
+    state = whole_state(part["state"] for part in parts)
+    whole = {field: _add(field, [part[field] for part in parts]) for field in _GAUGES if field != "accounted"}
+    return {"state": state, **whole, "accounted": {"yes": True, "no": False}.get(state)}
+
+
+def _add(field: str, values: list[Any]) -> Any:
+    if _GAUGES[field].label:
+        return {k: sum(value.get(k, 0) for value in values) for k in sorted(_labels(values))}
+    if None in values:
+        return None
+    return max(values) if field == "since_ms" else sum(values)
+
+
+def _labels(values: Iterable[Mapping[str, int]]) -> set[str]:
+    return {key for value in values for key in value}
+
+
+def _of_metrics(scraped: ScrapedMetrics) -> dict[str, Any]:
+    """Inverse of `metrics_of`."""
+    out: dict[str, Any] = {"state": scraped.state("roostream_auditor_accounted", "state") or "unknown"}
     for field, gauge in _GAUGES.items():
         if gauge.label:
             out[field] = {k: int(v) for k, v in scraped.by(gauge.metric, gauge.label).items()}
         else:
             value = scraped.value(gauge.metric)
             out[field] = None if value is None else round(value * 1000 if field == "since_ms" else value)
-    return {**out, "accounted": {"yes": True, "no": False}.get(state)}
+    return out

@@ -102,7 +102,7 @@ class StackMonitor:
             "click_rate": click_rate(scraped.get("simulate", ScrapedMetrics())),
             "serving": serving_state(scraped.get("serving", ScrapedMetrics())),
             "lost_records": lost_records(scraped),
-            "guarantees": {"g1": sums.of_metrics(scraped.get("auditor", ScrapedMetrics()))},
+            "guarantees": {"g1": sums.of_programs(scraped)},
         }
 
     def close(self) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from roostream.cli.output import NONE, Row, clock, duration, number
 from roostream.errors import printable
+from roostream.runtime.kafka.topics import EVENTS
 from trainer.control.holds import DeviceUse
 from trainer.control.types import Hold
 from trainer.selection.decision import NAMES, STALE
@@ -269,7 +270,7 @@ def _g1(sums: Mapping[str, Any]) -> str:
     if sums["state"] == "reading":
         return f"still reading, {number(sums['behind'])} records left"
     if sums["engagements"] is None:
-        return "unknown, because the auditor does not answer"
+        return "unknown, because not every auditor answers"
     names = ("folded", "corrected", "only_repeated", "dead_engagements")
     words = dict(zip(names, ("folded", "corrected", "only in a repeated sample", "dead"), strict=True))
     parts = " + ".join(f"{sums[k]:,} {word}" for k, word in words.items() if sums[k] or k != "only_repeated")
@@ -280,9 +281,10 @@ def _g1(sums: Mapping[str, Any]) -> str:
         "no": f"NO, {sums['overdue']:,} are missing",
         "waiting": f"not yet, {sums['late']:,} wait for the joiner, which is behind",
     }
-    verdict = verdicts.get(
-        sums["state"], "unknown now, because Kafka did not report its end offsets in time; before that"
-    )
+    unknown = "unknown now, because Kafka did not report its end offsets in time; before that"
+    if misplaced := sum(sums["misplaced"].get(topic, 0) for topic in EVENTS):
+        unknown = f"unknown, because {misplaced:,} events lie in partitions of other keys; among the others"
+    verdict = verdicts.get(sums["state"], unknown)
     return f"{verdict}: {events}; {requests}{sums['pending_requests']:,} pending"
 
 
@@ -294,6 +296,7 @@ def _named(sums: Mapping[str, Any]) -> list[Row]:
         ("dead letters", sums["dead_letters"]),
         ("untrained", sums["untrained_by"]),
         ("unreadable", sums["unreadable"]),
+        ("misplaced", sums["misplaced"]),
     ]
     if {*sums["predicted_by"]} - {"trained"}:
         found.append(("predicted", sums["predicted_by"]))

@@ -58,7 +58,7 @@ CONTROL = {
     "workers": 1,
     "wanted_workers": 1,
 }
-AWAY = sums.of_metrics(ScrapedMetrics())
+AWAY = sums.of_programs({})
 PROGRAMS = {
     "worker": {"state": "ready", "pid": 1, "restarts": 2},
     "shard-0": {"state": "failed", "pid": None, "restarts": 12},
@@ -108,7 +108,7 @@ def test_a_program_that_does_not_answer_or_talks_nonsense_is_an_empty_scrape() -
 def test_the_table_shows_a_dash_for_what_is_not_known_yet() -> None:
     rows = dict(table.rows(whole(ScrapedMetrics(), ScrapedMetrics(), {})))
     assert rows["trainer"].startswith("–, watermark –")
-    assert rows["accounted"] == "unknown, because the auditor does not answer"
+    assert rows["accounted"] == "unknown, because not every auditor answers"
     assert rows["click rate"] == "served –, random –, best –; served / random is – now, – since the start"
 
 
@@ -184,7 +184,7 @@ def books(*, is_current: bool = True, behind: int | None = 0, **changed: Any) ->
     told = dataclasses.replace(Accounts().sums(), **changed)
     registry = CollectorRegistry()
     registry.register(MetricsCollector(lambda: sums.metrics_of(told, is_current, behind), sums.METRICS))
-    return sums.of_metrics(scrape.parse(generate_latest(registry).decode()))
+    return sums.of_programs({"auditor": scrape.parse(generate_latest(registry).decode())})
 
 
 def test_the_status_says_what_closed_the_requests() -> None:

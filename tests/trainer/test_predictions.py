@@ -93,7 +93,12 @@ def test_encoded_zeros_weights_and_subsets_equal_the_protobuf_message() -> None:
                 if with_choice and w_R[r] not in (0, 1):
                     setattr(message, name, float(w_R[r]))
             expected.append(
-                Prediction(message.sample_id, message.time_ms, wire.encode(wire.PREDICTION, message))
+                Prediction(
+                    message.sample_id,
+                    message.time_ms,
+                    message.partition,
+                    wire.encode(wire.PREDICTION, message),
+                )
             )
         made = list(encode_predictions(batch, score_BT, 1 << 33, disposition_R, with_choice))
         assert made == expected
@@ -186,6 +191,8 @@ def test_predictions_and_dead_letters_go_to_their_topics() -> None:
     outputs.it.flush()
     assert [topic for topic, _ in outputs.producer.sent] == ["t.predictions", "t.dead_letters"]
     assert outputs.producer.sent[0][1]["key"] == (1).to_bytes(8, "little")
+    assert outputs.producer.sent[0][1]["partition"] == batch.partition_R[0], "one auditor reads both"
+    assert "partition" not in outputs.producer.sent[1][1]
     assert outputs.it.refused() == ""
 
 

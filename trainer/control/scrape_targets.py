@@ -14,6 +14,7 @@ from roostream.runtime import scrape
 from roostream.runtime.clock import Clock
 from roostream.runtime.histograms import RecentQuantiles
 from roostream.runtime.scrape import ScrapedMetrics
+from trainer.control.audit_parts import accounted
 from trainer.monitoring import verdict_metrics
 
 SCRAPE_S = 5.0
@@ -168,7 +169,7 @@ def read_figures(names: Mapping[str, str], scraped: Mapping[str, ScrapedMetrics]
             for s in workers.values()
             for partition, lag in s.by("roostream_worker_partition_lag_records", "partition").items()
         },
-        "accounted": scraped.get("auditor", ScrapedMetrics()).state("roostream_auditor_accounted", "state"),
+        "accounted": accounted(scraped),
         "model_quality": verdict_metrics.report_of(scraped.get("auditor", ScrapedMetrics())),
         "lost_records": lost_records(scraped),
         "non_finite": {name: count for name, count in non_finite.items() if count is not None},

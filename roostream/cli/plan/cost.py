@@ -51,8 +51,16 @@ class Cost(NamedTuple):
         return self.machines_month + self.disks_month + self.objects_month + self.network_month
 
 
-_CORES = ("serving processes", "task managers", "workers", "shards", "archivers", "feature updaters")
-_SINGLE = ("Redis", "compactor", "auditor")  # cores, at least a quarter of one each
+_CORES = (
+    "serving processes",
+    "task managers",
+    "workers",
+    "shards",
+    "archivers",
+    "feature updaters",
+    "auditors",
+)
+_SINGLE = ("Redis", "compactor")  # cores, at least a quarter of one each
 
 
 def cost_of(load: Load, needs: Sequence[Need], prices: Prices) -> Cost:

@@ -136,7 +136,7 @@ _COST_LOADS = (
 )
 _LIMITS_LOAD = Load(requests_per_s=10_000, rows=10**7)
 _REMEDIES = {
-    "auditor": "run it for a share of the time, or not at all: training does not need it",
+    "auditors": "a smaller `compare_share`, or none: training does not need them",
     "feature updaters": "none: programs refuse more",
     "Redis": "a faster core; none yet beyond it, since all keys are in one Redis",
     "compactor": "a faster core, or no archive",

@@ -21,7 +21,7 @@ from roostream.runtime.rpc.server import MAX_CONNECTIONS
 from roostream.schema.settings import Settings, setting
 
 MAX_PARTITIONS, MAX_BUCKETS = 1024, 1 << 16
-MAX_UPDATERS = 64
+MAX_UPDATERS = MAX_AUDITORS = 64
 MAX_TASK_MANAGERS = 128  # joiner.flink_job.MAX_PARALLELISM, which needs Flink to be imported
 _COMMIT_SHARE = 0.01  # of the time
 _MAX_DISK_SHARE = 0.8
@@ -70,7 +70,13 @@ class Load(Settings):
         25.0, "assumed microseconds of Redis for a read of a request or a write of an event", gt=0
     )
     updater_us: float = setting(180.0, "assumed microseconds of a feature updater for an event", gt=0)
-    auditor_us: float = setting(60.0, "assumed microseconds of the auditor for a record", gt=0)
+    auditor_us: float = setting(50.0, "assumed microseconds of an auditor for a record", gt=0)
+    compare_us: float = setting(
+        32.0,
+        "assumed microseconds of an auditor for the comparison of a request with baselines, 320 times its "
+        "compare_share, here of 0.1",
+        ge=0,
+    )
     archive_us: float = setting(60.0, "assumed microseconds of an archiver for a sample", gt=0)
     compact_us: float = setting(30.0, "assumed microseconds of the compactor for a sample", gt=0)
     dedupe_h: float = setting(1.0, "hours for which workers remember sample ids (dedupe_horizon_ms)", ge=0)
@@ -213,7 +219,7 @@ def plan(load: Load, figures: Mapping[str, float]) -> list[Need]:
         *_serving(load, costs),
         *_online_features(load),
         *_warehouse(load, costs),
-        _auditor(load),
+        _auditors(load),
         _network(load),
     ]
 
@@ -531,17 +537,18 @@ def _warehouse(load: Load, costs: Costs) -> list[Need]:
     ]
 
 
-def _auditor(load: Load) -> Need:
-    """It reads impressions, engagements, samples and predictions."""
-    records = load.requests_per_s * (3 + load.engagements)
-    cores = records * load.auditor_us * _S * load.core
+def _auditors(load: Load) -> Need:
+    """They read impressions, engagements, samples and predictions, and the first one compares the model."""
+    request_us = (3 + load.engagements) * load.auditor_us + load.compare_us
+    limit = MAX_AUDITORS * load.busy / (request_us * _S * load.core)
+    number = math.ceil(load.requests_per_s / limit * MAX_AUDITORS)
     return Need(
-        "auditor",
-        cores,
-        "cores of one process",
-        load.busy / cores * load.requests_per_s,
-        f"{load.auditor_us:g} µs per record are assumed (auditor_us); one process. Beyond its limit it falls "
-        "behind, and training does not",
+        "auditors",
+        min(1 << (number - 1).bit_length(), MAX_AUDITORS),
+        "with one core",
+        limit,
+        f"{load.auditor_us:g} µs per record (auditor_us) and {load.compare_us:g} per request (compare_us) "
+        f"are assumed; a divisor of the partitions, at most {MAX_AUDITORS}. Behind, they delay no training",
     )
 
 

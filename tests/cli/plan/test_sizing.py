@@ -27,6 +27,7 @@ from roostream.cli.plan import measured
 from roostream.cli.plan.cost import HOURS, Prices, cost_of
 from roostream.cli.plan.plan_command import renew_tables
 from roostream.cli.plan.sizing import (
+    MAX_AUDITORS,
     MAX_PARTITIONS,
     MAX_TASK_MANAGERS,
     MAX_UPDATERS,
@@ -152,7 +153,7 @@ def test_rows_determine_the_number_of_shards_and_the_memory_of_serving() -> None
 
 
 GROWS = (
-    *("joiner's state", "dedupe ids", "feature updaters", "Redis", "Redis' memory", "auditor", "controller"),
+    *("joiner's state", "dedupe ids", "feature updaters", "Redis", "Redis' memory", "auditors", "controller"),
     *("archivers", "compactor", "compactor's memory", "readers", "row deltas from Kafka", "Kafka's disks"),
 )
 
@@ -175,11 +176,12 @@ def test_a_plan_promises_nothing_beyond_a_cap(rate: float) -> None:
         "partitions": MAX_PARTITIONS,
         "archivers": MAX_PARTITIONS,
         "feature updaters": MAX_UPDATERS,
+        "auditors": MAX_AUDITORS,
     }
     assert MAX_TASK_MANAGERS == MAX_PARALLELISM
     for what, cap in caps.items():
         assert found[what].amount <= cap, what
-    single = ("Redis", "compactor", "auditor")
+    single = ("Redis", "compactor")
     for what in single:
         assert (found[what].amount > Load(requests_per_s=1).busy) == (found[what].ends_at < rate), what
     assert (found["controller"].amount > MAX_CONNECTIONS) <= (found["controller"].ends_at < rate)

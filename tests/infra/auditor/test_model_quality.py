@@ -97,6 +97,15 @@ def test_repeated_and_unreadable_records_change_nothing() -> None:
     assert quality_of(again).metrics() == quality_of(records).metrics()
 
 
+def test_a_share_of_the_requests_is_compared_by_sample_id() -> None:
+    records, first = traffic(2000, 1.0), 1700  # sample ids 1 to 2000
+    some = ModelQuality(SCHEMA, share=first / 2**64)
+    for record in records:
+        some.add(record)
+    assert some.metrics() == quality_of(records[: 2 * (first - 1)]).metrics()
+    assert some.metrics() != quality_of(records).metrics()
+
+
 def test_a_stack_whose_auditor_does_not_compare_has_no_verdict() -> None:
     assert read_figures({}, {})["model_quality"] is None
 

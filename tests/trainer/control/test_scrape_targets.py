@@ -6,9 +6,11 @@ from collections.abc import Collection, Mapping
 
 import pytest
 
+from roostream.errors import ConfigError
 from roostream.runtime import scrape
 from roostream.runtime.clock import FakeClock
 from roostream.runtime.scrape import ScrapedMetrics
+from trainer.config import ControllerConfig
 from trainer.control.scrape_targets import SCRAPE_S, STALE_S, ScrapeTargets, read_figures, with_workers
 
 URLS = {"worker": "http://w", "shard-0": "http://s"}
@@ -32,6 +34,30 @@ def test_values_of_a_program_that_does_not_answer_are_unknown() -> None:
     }
     assert figures["freshness"]["close_to_readable"] == {"p50_ms": None, "p99_ms": None}
     assert figures["accounted"] is None
+
+
+def test_the_audit_is_unknown_without_all_of_its_parts() -> None:
+    line = 'roostream_auditor_accounted{{state="{}"}} 1\nroostream_auditor_index {}\n'
+    line += "roostream_auditor_auditors 2\n"
+    parts = {"auditor": scrape.parse(line.format("yes", 0)), "auditor-1": scrape.parse(line.format("no", 1))}
+    assert read_figures({}, parts)["accounted"] == "no"
+    assert read_figures({}, {**parts, "auditor": ScrapedMetrics()})["accounted"] is None
+    assert read_figures({}, {**parts, "auditor-1": scrape.parse(line.format("unknown", 1))})["accounted"] == (
+        "unknown"
+    )
+
+
+def test_a_number_of_targets_names_as_many_programs() -> None:
+    targets = ("auditor*2=http://a-{index}.a:9090/metrics", "joiner=http://j:9090/metrics")
+    common = {"bootstrap": "127.0.0.1:1", "store": "s", "schema": "s.toml", "listen": "127.0.0.1:0"}
+    assert ControllerConfig(scrape_targets=targets, num_shards=1, **common).scrape_urls == {  # type: ignore[arg-type]
+        "auditor": "http://a-0.a:9090/metrics",
+        "auditor-1": "http://a-1.a:9090/metrics",
+        "joiner": "http://j:9090/metrics",
+    }
+    for wrong in ("auditor*2=http://a:9090", "auditor=http://a-{index}:9090", "auditor*=http://a-{index}:90"):
+        with pytest.raises(ConfigError, match="NAME\\*NUMBER=URL"):
+            ControllerConfig(scrape_targets=(wrong,), num_shards=1, **common)  # type: ignore[arg-type]
 
 
 def measured(counts: Mapping[str, int]) -> ScrapedMetrics:
