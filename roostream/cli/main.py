@@ -232,7 +232,8 @@ def bench(name: str, json_file: Path | None, runs: int, against: str) -> None:
 
 
 @cli.command()
-def prepare() -> None:
+@click.option("--kernels", is_flag=True, help="compile the kernels only, where the join does not run")
+def prepare(kernels: bool) -> None:
     """Prepare a machine once: download the jars, build the Flink operator, compile the kernels. `make setup`
     includes this.
 
@@ -240,7 +241,7 @@ def prepare() -> None:
     Example:
       roostream prepare
     """
-    sys.exit(importlib.import_module("infra.prepare").main())
+    sys.exit(importlib.import_module("infra.prepare").main("kernels" if kernels else ""))
 
 
 @cli.command()

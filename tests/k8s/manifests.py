@@ -43,6 +43,7 @@ VALUES = {
     "PARTITIONS": "6",
     "BUCKETS": "32",
     "IMAGE": "shop.example.org/roostream@sha256:" + "0" * 64,
+    "DATA_IMAGE": "shop.example.org/roostream-data@sha256:" + "1" * 64,
 }
 """What that user changes."""
 

@@ -67,6 +67,7 @@ def test_the_registry_is_written_into_every_image(tmp_path: Path) -> None:
     }
     assert {image for image in images if "redis" not in image} == {
         "shop.example.org:5000/team/roostream:0.1.0",
+        "shop.example.org:5000/team/roostream-data:0.1.0",
         "shop.example.org:5000/team/roostream-flink:0.1.0",
     }
 

@@ -1,0 +1,168 @@
+"""Each program runs in the image with its packages: what its modules import is among the image's, and it
+starts where nothing else can be imported."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib.metadata
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from packaging.utils import canonicalize_name
+
+from infra.program_specs import PROGRAM_SPECS, SPECS_BY_NAME
+from tests.contract.house import ROOT
+from tests.k8s.generate import IMAGES, packages_of_image
+from tests.k8s.manifests import Workload, built, named, workloads
+
+OURS = ("roostream", "joiner", "param_server", "trainer", "serving", "infra")
+DATA, FLINK, MODEL = "roostream-data", "roostream-flink", "roostream"
+IMAGE_OF = {
+    **dict.fromkeys(("worker", "serving", "simulate"), MODEL),
+    **dict.fromkeys(("shard", "controller", "features", "auditor"), DATA),
+    **dict.fromkeys(("archiver", "compactor", "reader", "joiner"), DATA),
+}
+STARTS = {  # what an entry point imports when it is called, where it imports more for other programs
+    "controller": ["trainer.control.controller_program"],
+    "simulate": ["roostream.replay.main"],
+}
+NOT_REACHED = {  # module → what it imports within a function that the image's programs do not call
+    DATA: {"trainer.config": {"torch"}},
+    FLINK: {},
+    MODEL: {},
+}
+
+
+def file_of(module: str) -> Path | None:
+    path = ROOT / module.replace(".", "/")
+    return next((p for p in (path / "__init__.py", path.with_suffix(".py")) if p.exists()), None)
+
+
+@functools.cache
+def imported(module: str) -> frozenset[str]:
+    """Modules that a module of ours imports, in functions too; not those for type checks alone."""
+    file, found = file_of(module), set[str]()
+    assert file is not None
+
+    def visit(node: ast.AST) -> None:
+        if isinstance(node, ast.Import):
+            found.update(name.name for name in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module)
+            found.update(f"{node.module}.{name.name}" for name in node.names if node.module.startswith(OURS))
+        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            return
+        for child in ast.iter_child_nodes(node):
+            visit(child)
+
+    visit(ast.parse(file.read_text(encoding="utf-8")))
+    return frozenset(found)
+
+
+def third_party(starts: list[str]) -> Iterator[tuple[str, str]]:
+    """(our module, the package's top-level module that it imports) for all modules that can be reached."""
+    waiting, seen = list(starts), set[str]()
+    while waiting:
+        module = waiting.pop()
+        while module and file_of(module) is None:
+            module = module.rpartition(".")[0]
+        if not module or module in seen:
+            continue
+        seen.add(module)
+        waiting.append(module.rpartition(".")[0])
+        for name in imported(module):
+            top = name.partition(".")[0]
+            if top in OURS:
+                waiting.append(name)
+            elif top not in sys.stdlib_module_names:
+                yield module, top
+
+
+packages_distributions = functools.cache(importlib.metadata.packages_distributions)
+
+
+@functools.cache
+def modules_of(image: str) -> set[str]:
+    """Top-level modules that the image's packages bring."""
+    packages = packages_of_image(image)
+    of_module = packages_distributions()
+    return {top for top, names in of_module.items() if {canonicalize_name(n) for n in names} & packages}
+
+
+def starts_of(program: str) -> list[str]:
+    spec = SPECS_BY_NAME[program]
+    called = [spec.config.partition(":")[0], spec.run.partition(":")[0]]
+    return [*called[:1], *STARTS[program]] if program in STARTS else called
+
+
+def test_every_program_has_an_image() -> None:
+    assert set(IMAGE_OF) == {spec.name for spec in PROGRAM_SPECS} and set(IMAGE_OF.values()) <= set(IMAGES)
+
+
+@pytest.mark.parametrize("program", [name for name, image in IMAGE_OF.items() if image == DATA])
+def test_a_program_imports_only_packages_of_its_image(program: str) -> None:
+    allowed, exceptions = modules_of(DATA), NOT_REACHED[DATA]
+    missing = {
+        (module, top)
+        for module, top in third_party(starts_of(program))
+        if top not in allowed and top not in exceptions.get(module, ())
+    }
+    assert not missing
+
+
+def test_the_join_imports_only_packages_of_its_image() -> None:
+    starts = ["joiner.flink_job", "joiner.config"]
+    assert not {(m, top) for m, top in third_party(starts) if top not in modules_of(FLINK)}
+
+
+_START_WITHOUT_OTHERS = """
+import importlib, sys
+class Only:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in HIDDEN:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+HIDDEN = set(sys.argv[1].split(","))
+sys.meta_path.insert(0, Only())
+for module in sys.argv[2].split(","):
+    importlib.import_module(module)
+importlib.import_module("roostream.cli.main")
+"""
+
+
+@pytest.mark.parametrize("image", [DATA, FLINK])
+def test_programs_start_where_only_packages_of_their_image_are(image: str) -> None:
+    """Other packages cannot be imported."""
+    hidden = set(packages_distributions()) - modules_of(image) - set(OURS)
+    assert "torch" in hidden
+    if image == FLINK:
+        starts = ["joiner.flink_job", "joiner.config"]
+    else:
+        starts = [m for name, of in IMAGE_OF.items() if of == image for m in starts_of(name)]
+    command = (sys.executable, "-c", _START_WITHOUT_OTHERS, ",".join(hidden), ",".join(starts))
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def program_of(workload: Workload) -> str:
+    (program,) = [c for c in workload.containers if "args" in c and c["args"][0] in IMAGE_OF]
+    return str(program["args"][0])
+
+
+@pytest.mark.parametrize("overlay", ["dev", "prod"])
+def test_each_workload_uses_the_image_of_its_program(overlay: str) -> None:
+    documents = built(overlay)
+    found = {}
+    for workload in workloads(documents):
+        named_images = [c["image"] for c in workload.containers if "image" in c]
+        images = {image.partition("@")[0].rpartition("/")[2].partition(":")[0] for image in named_images}
+        if workload.kind == "FlinkDeployment":
+            assert images <= {FLINK}
+        elif images != {"redis"}:
+            found[program_of(workload)] = images
+    assert found == {p: {IMAGE_OF[p]} for p in IMAGE_OF if p in found}
+    assert set(IMAGE_OF) - {"simulate"} <= set(found)
+    assert FLINK in named(documents, "FlinkDeployment", "roostream-joiner")["spec"]["image"]
