@@ -225,7 +225,7 @@ def _another_image(server: ApiServer, nodes: SimulatedNodes, folder: Path) -> No
     away."""
     values = folder / "infra/k8s/overlays/prod/values.yaml"
     values.write_text(
-        re.sub(r"(roostream(?:-flink)?):0\.1\.0", r"\1:0.2.0", values.read_text(encoding="utf-8")),
+        re.sub(r"(roostream(?:-\w+)?):0\.1\.0", r"\1:0.2.0", values.read_text(encoding="utf-8")),
         encoding="utf-8",
     )
     nodes.watch_anew()
@@ -234,4 +234,6 @@ def _another_image(server: ApiServer, nodes: SimulatedNodes, folder: Path) -> No
         server.kubectl("rollout", "status", "-n", "roostream", program, "--timeout=900s")
     assert nodes.min_ready["roostream", "shard"] == 3 and nodes.min_ready["roostream", "serving"] >= 1
     pods = server.get("pods", "-n", "roostream", "-l", "app.kubernetes.io/component=shard")
-    assert {p["spec"]["containers"][0]["image"] for p in pods} == {"registry.example.org/roostream:0.2.0"}
+    assert {p["spec"]["containers"][0]["image"] for p in pods} == {
+        "registry.example.org/roostream-data:0.2.0"
+    }

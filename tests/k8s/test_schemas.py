@@ -78,7 +78,7 @@ def test_a_custom_overlay_changes_its_values(tmp_path: Path) -> None:
     shard = named(own, "StatefulSet", "roostream-shard")
     assert shard["spec"]["replicas"] == 3
     assert shard["spec"]["template"]["spec"]["containers"][0]["image"].startswith(
-        "shop.example.org/roostream@sha256:"
+        "shop.example.org/roostream-data@sha256:"
     )
     assert named(own, "ConfigMap", "roostream-sizes")["data"]["SHARDS"] == "3"
     assert named(own, "ConfigMap", "roostream-deployment")["data"]["BUCKETS"] == "32"
