@@ -1,6 +1,8 @@
 """Logs as a new user has them, as joined samples in time order: public ones and generated ones.
 
-EB-NeRD   its own schema, with the histories before the week
+Their schemas are those that `roostream init --from` writes for their first requests.
+
+EB-NeRD   lists of a news portal, with features of the request
 MIND      lists of a news portal
 KuaiRand  likes and hates of videos; ten in a row of a user are a list
 Criteo    impressions of ads; twenty in a row are a list, with floats and ids but no user and no item
@@ -14,15 +16,21 @@ import csv
 import dataclasses
 import functools
 import gzip
+import json
+import tempfile
+import tomllib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 
 from benchmarks.common import criteo_log, public_logs
 from benchmarks.common.dataset_paths import CRITEO, EBNERD, KUAIRAND, MIND
-from roostream.online.counter_seed import seed as seed_counters
+from roostream.cli.init.detect_log import Choices, detect_log
+from roostream.cli.init.sample_log import sample_lines
+from roostream.cli.init.schema_text import schema_text
 from roostream.replay import ebnerd
 from roostream.replay.encoder import ReplayEncoder
 from roostream.replay.events import Action, Event, Request, in_time_order
@@ -30,11 +38,12 @@ from roostream.replay.visitors import Visitors
 from roostream.replay.world import World, WorldConfig
 from roostream.schema.ids import hash64
 from roostream.schema.schema import Schema
-from roostream.schema.schema_file import load_schema, schema_from_dict
+from roostream.schema.schema_file import schema_from_dict
 from roostream.wire.records import Record
 
-SCHEMA = Path(__file__).with_name("first_logs.toml")
+_DETECTED_REQUESTS = 2_000
 _KUAIRAND_LIST, _CRITEO_LIST = 10, 20
+_SAMPLE_REQUESTS, _SAMPLE_SEED = 6_000, 7
 _START_MS = 1_700_000_000_000
 _HOUR_MS = 3_600_000
 
@@ -42,30 +51,53 @@ _HOUR_MS = 3_600_000
 class FirstLog(NamedTuple):
     """A log to learn from."""
 
-    events: Callable[[Schema, int], Iterable[Event]]  # schema, seed of a generator
+    events: Callable[[int], Iterator[Event]]  # seed of a generator
     folder: Path | None = None  # None: generated
-    schema: Callable[[], Schema] = lambda: load_schema(SCHEMA)
-    prepare: Callable[[ReplayEncoder], object] = lambda encoder: None
 
 
 def samples(name: str, max_requests: int, seed: int) -> tuple[Schema, list[Record]]:
     """Schema and samples of the first `max_requests` requests of a log. `seed`: of generated logs; a run of
     a public log has another seed of the model only."""
     log = LOGS[name]
-    schema = log.schema()
     number = seed if log.folder is None else 0
+    schema = found_schema(name, log.events(number))
     return schema, public_logs.cached_samples(
-        f"first-{name}-{max_requests}-{number}", lambda: _joined(log, schema, max_requests, number)
+        f"first-{name}-{max_requests}-{number}",
+        lambda: public_logs.joined_samples(ReplayEncoder(schema), log.events(number), max_requests),
     )
 
 
-def _joined(log: FirstLog, schema: Schema, max_requests: int, seed: int) -> list[Record]:
-    encoder = ReplayEncoder(schema)
-    log.prepare(encoder)
-    return public_logs.joined_samples(encoder, log.events(encoder.schema, seed), max_requests)
+def found_schema(name: str, events: Iterable[Event]) -> Schema:
+    """The schema that `roostream init --from` writes for the first requests of a log."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "log.jsonl"
+        path.write_bytes(b"".join(_lines(events)))
+        text = schema_text(name.lower(), detect_log([str(path)], Choices()), name)
+    return schema_from_dict(tomllib.loads(text))
 
 
-def _mind(schema: Schema, seed: int) -> Iterator[Event]:
+def _lines(events: Iterable[Event]) -> Iterator[bytes]:
+    """As in docs/bring-your-own-data.md. What `init` declares by itself, ids of user and item, is left
+    out."""
+    left = _DETECTED_REQUESTS
+    for event in events:
+        if isinstance(event, Action):
+            line: dict[str, Any] = {"type": "engagement", "item_id": event.item_id, "action": event.action}
+        elif left:
+            left -= 1
+            columns = {name: column for name, column in event.nro.items() if name != "item"}
+            line = {
+                "type": "impression",
+                "ro": {k: v for k, v in (event.ro or {}).items() if k != "user" and v is not None},
+                "candidates": {"item_id": event.items_n.tolist(), **columns},
+            }
+        else:
+            return
+        who = {"request_id": event.request_id, "user_id": event.user_id, "time": event.time_ms}
+        yield msgspec.json.encode(who | line) + b"\n"
+
+
+def _mind(seed: int) -> Iterator[Event]:
     """MIND's events; histories are those that Roostream keeps."""
     for event in public_logs.mind_events():
         if isinstance(event, Request):
@@ -74,7 +106,7 @@ def _mind(schema: Schema, seed: int) -> Iterator[Event]:
             yield event
 
 
-def _kuairand(schema: Schema, seed: int) -> Iterator[Event]:
+def _kuairand(seed: int) -> Iterator[Event]:
     """Lists of ten in a row of a user, at the time of the last; like and hate are the classes, so a like is
     the click."""
     authors = {}
@@ -98,7 +130,7 @@ def _kuairand(schema: Schema, seed: int) -> Iterator[Event]:
         yield from (_click(request, n, 0) for n in clicked)
 
 
-def _criteo(schema: Schema, seed: int) -> Iterator[Event]:
+def _criteo(seed: int) -> Iterator[Event]:
     """Lists of twenty in a row, one a second: the log has no times."""
     rows = [row for number in range(criteo_log.PARTS) for row in criteo_log.impressions(number)]
     for number in range(len(rows) // _CRITEO_LIST):
@@ -110,12 +142,12 @@ def _criteo(schema: Schema, seed: int) -> Iterator[Event]:
             nro[f"c{t + 1}"] = [[row.ids[t]] if row.ids[t] is not None else [] for row in part]
         items_n = np.arange(number * _CRITEO_LIST, (number + 1) * _CRITEO_LIST, dtype=np.int64) + 1
         time_ms = _START_MS + 1000 * number
-        request = Request(f"r{number}", number + 1, 0, time_ms, items_n, {}, nro)
+        request = Request(f"r{number}", 0, number + 1, time_ms, items_n, {}, nro)
         yield request
         yield from (_click(request, n, 0) for n, row in enumerate(part) if row.label > 0)
 
 
-def _generated(schema: Schema, seed: int, *, world: WorldConfig, gap_ms: float) -> Iterator[Event]:
+def _generated(seed: int, *, world: WorldConfig, gap_ms: float) -> Iterator[Event]:
     """Visits of users to a world, `gap_ms` apart on average; a click is 1 to 10 s after its request."""
     site = World(dataclasses.replace(world, seed=seed))
     return in_time_order(_visits(site, Visitors(site, seed, "site"), gap_ms))
@@ -158,25 +190,37 @@ def _click(request: Request, place: int, delay_ms: int) -> Action:
     )
 
 
-def _criteo_schema() -> Schema:
-    ids = [{"name": f"c{t}", "kind": "ids", "table": f"c{t}"} for t in range(1, criteo_log.NUM_TABLES + 1)]
-    floats = [{"name": f"i{n}"} for n in range(1, criteo_log.NUM_FLOATS + 1)]
-    return schema_from_dict(
+def _ebnerd(seed: int) -> Iterator[Event]:
+    """The features that the log has; histories are those that Roostream keeps."""
+    ids = [{"name": name, "kind": "ids", "table": name} for name in ("user", "device", "page")]
+    floats = [{"name": name} for name in ebnerd.RO_OFFERED[len(ids) :]]
+    offered = schema_from_dict(
         {
-            "name": "criteo",
-            "tables": {str(table["table"]): {"dim": 8} for table in ids},
-            "nro": [*ids, *floats],
+            "name": "ebnerd",
+            "tables": {str(feature["name"]): {"dim": 8} for feature in ids},
+            "ro": [*ids, *floats],
+            "nro": [{"name": "item", "kind": "ids", "table": "user"}],
             "label": [{"name": "click", "action": "click"}],
         }
     )
+    return ebnerd.events([str(EBNERD / "behaviors.parquet")], offered, _HOUR_MS)
 
 
-def _ebnerd(schema: Schema, seed: int) -> Iterator[Event]:
-    return ebnerd.events([str(EBNERD / "behaviors.parquet")], schema, _HOUR_MS)
-
-
-def _histories(encoder: ReplayEncoder) -> None:
-    seed_counters(encoder.counters, *ebnerd.histories([str(EBNERD / "history.parquet")]))
+def _sample(seed: int) -> Iterator[Event]:
+    """The sample log of `roostream init`, with another seed than its own in each run."""
+    for number, text in enumerate(sample_lines(_SAMPLE_REQUESTS, seed=_SAMPLE_SEED + seed)):
+        line = json.loads(text)
+        user = hash64(line["user_id"])
+        if line["type"] == "engagement":
+            item = hash64(line["item_id"]) >> 1
+            value = line.get("value", 0.0)
+            yield Action(line["request_id"], user, 0, line["time"], number + 1, item, line["action"], value)
+            continue
+        shown = line["candidates"]
+        items_n = np.array([hash64(row["item_id"]) >> 1 for row in shown], np.int64)
+        nro = {"category": [[hash64(row["category"]) >> 1] for row in shown]}
+        nro["price"] = [row["price"] for row in shown]
+        yield Request(line["request_id"], user, 0, line["time"], items_n, line["ro"], nro)
 
 
 _SHOP = WorldConfig(
@@ -187,12 +231,11 @@ _NEWS = WorldConfig(
 )
 
 LOGS = {
-    "EB-NeRD": FirstLog(
-        _ebnerd, EBNERD, lambda: load_schema(ebnerd.Options.default_schema or ""), _histories
-    ),
+    "EB-NeRD": FirstLog(_ebnerd, EBNERD),
     "MIND": FirstLog(_mind, MIND),
     "KuaiRand": FirstLog(_kuairand, KUAIRAND),
-    "Criteo": FirstLog(_criteo, CRITEO, _criteo_schema),
+    "Criteo": FirstLog(_criteo, CRITEO),
+    "sample": FirstLog(_sample),
     "shop": FirstLog(functools.partial(_generated, world=_SHOP, gap_ms=20_000.0)),
     "news": FirstLog(functools.partial(_generated, world=_NEWS, gap_ms=20_000.0)),
 }

@@ -116,18 +116,18 @@ class PairedRequests:
         self._rules.add(sample_id_R, *columns)
         self._trim(self._rules)
 
-    def between(self, edges: Sequence[int]) -> list[Interval]:
+    def between(self, edges: Sequence[int], metric: str = "request_auc") -> list[Interval]:
         """Compare the requests that were scored as number edges[0] + 1 to edges[1], edges[1] + 1 to edges[2]
-        and so on, in training order, by request AUC. Intervals without a request that counts are left
-        out."""
+        and so on, in training order, by a metric of METRICS. Intervals without a request that counts are
+        left out."""
         pairs = self._paired()
         found = []
         for first, last in itertools.pairwise(edges):
             part = pairs.of((pairs.place_N >= first) & (pairs.place_N < last))
-            compared = part.compare("request_auc", self.rules, _Z)
+            compared = part.compare(metric, self.rules, _Z)
             if not compared.baselines:
                 continue
-            best = min(compared.baselines.items(), key=lambda item: item[1].difference)[1]
+            best = min(compared.baselines.values(), key=lambda rule: _SIGN[metric] * rule.difference)
             found.append(
                 Interval(
                     last_request=last,
@@ -313,10 +313,10 @@ def _ahead_since(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Interval:
-    """Request AUC of the model and of each baseline over an interval of requests."""
+    """A metric of the model and of each baseline over an interval of requests."""
 
     last_request: int
-    requests: int  # with a positive and a negative candidate
+    requests: int  # that count: for request AUC those with a positive and a negative candidate
     model: float
     rules: dict[str, float]
     difference: tuple[float, float]  # to the interval's best baseline: mean, half of its 95 % interval

@@ -205,3 +205,6 @@ def test_intervals_are_compared_with_the_best_baseline_of_each() -> None:
     assert (second.last_request, second.requests) == (300, 150)
     assert first.difference[0] == pytest.approx(0.05) and second.difference[0] == pytest.approx(-0.1)
     assert second.rules["recent"] == pytest.approx(0.7)
+    by_ne = paired.between((0, 100, 300), "ne")
+    assert [at.requests for at in by_ne] == [100, 150]
+    assert all(at.model - min(at.rules.values()) == pytest.approx(at.difference[0]) for at in by_ne)
