@@ -234,11 +234,12 @@ class WorkerConfig(LoopConfig, Deployment):
         factory=ReadersConfig, help="table: how warehouse sessions are read (docs/warehouse.md)"
     )
     profile_share: float = setting(
-        0.0,
-        "share of batches whose lookups are counted for placement (docs/placement.md)",
+        0.03,
+        "share of batches whose lookups are counted for placement in the initial phase (docs/placement.md)",
         ge=0,
         le=1,
     )
+    profile_stream: bool = setting(False, "count batches of the stream for placement, too")
     home: str = setting("", "folder for batches at which training failed; '' = not saved")
     caught_up_lag_ms: int = setting(5000, "event-time lag below which training counts as caught up", ge=0)
     shadow: str = setting("", "committed version (incarnation-seq) whose dense weights score as a shadow")

@@ -14,7 +14,7 @@ Letters: N rows of a table, D width.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
@@ -31,6 +31,7 @@ from torchrec.distributed.types import (
     ShardMetadata,
 )
 
+from param_server.placement.plan import PlannedTable, TablePiece
 from param_server.placement.sharding_file import read_sharding
 from roostream.errors import CheckpointError, ConfigError
 
@@ -84,21 +85,39 @@ def placements(plan: Mapping[str, ParameterSharding], workers: int) -> dict[str,
 
 
 def planned_by_torchrec(
-    collections: Mapping[str, EmbeddingCollection], sharder: Any, workers: int, device: str
+    collections: Mapping[str, EmbeddingCollection],
+    sharder: Any,
+    workers: int,
+    device: str,
+    uniques: Mapping[str, float | None],
 ) -> dict[str, TablePlacement]:
     """The placements that TorchRec's own `EmbeddingShardingPlanner` chooses for the tables of some
-    collections: by rows or whole."""
+    collections: by rows or whole.
+
+    `uniques`: table → distinct rows that a worker reads in a step, None = not known. A table of which nothing
+    is known is spread by rows, because a wrong guess costs far more. If nothing is known of any table,
+    TorchRec guesses.
+    """
     from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
     from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
     from torchrec.distributed.planner.types import ParameterConstraints
+
+    def constraints(table: str) -> ParameterConstraints:
+        kinds, rows = ["row_wise", "table_wise"], uniques.get(table)
+        if rows is None:
+            return ParameterConstraints(
+                sharding_types=kinds[:1] if any(uniques.values()) else kinds, compute_kernels=["fused"]
+            )
+        # A worker sends its distinct ids as one list.
+        return ParameterConstraints(
+            sharding_types=kinds, compute_kernels=["fused"], pooling_factors=[max(rows, 1.0)], batch_sizes=[1]
+        )
 
     planner = EmbeddingShardingPlanner(
         topology=Topology(world_size=workers, compute_device=device, local_world_size=workers),
         storage_reservation=FixedPercentageStorageReservation(percentage=0.15),
         constraints={
-            name: ParameterConstraints(sharding_types=["row_wise", "table_wise"], compute_kernels=["fused"])
-            for collection in collections.values()
-            for name in collection.embeddings
+            name: constraints(name) for collection in collections.values() for name in collection.embeddings
         },
     )
     plan = planner.plan(nn.ModuleDict(collections), [sharder])
@@ -107,6 +126,29 @@ def planned_by_torchrec(
         for of_module in plan.plan.values()
         for table, where in placements(of_module, workers).items()
     }
+
+
+def pieces_of(
+    placement: Mapping[str, TablePlacement], tables: Sequence[PlannedTable], workers: int
+) -> list[TablePiece]:
+    """A placement as the planner's pieces; a table that it lacks is spread by rows."""
+    out = []
+    for table in tables:
+        kind, ranks = placement.get(table.name, TablePlacement())
+        owners = tuple(range(workers)) if kind == "row_wise" else ranks
+        width = table.dim // len(owners) if kind == "column_wise" else 0
+        out += [
+            TablePiece(
+                table=table.name,
+                kind={"row_wise": "row", "table_wise": "table", "column_wise": "column"}[kind],
+                owner=owner,
+                number=n,
+                of=len(owners),
+                columns=(n * width, (n + 1) * width) if width else (0, table.dim),
+            )
+            for n, owner in enumerate(owners)
+        ]
+    return out
 
 
 def module_plan(

@@ -22,7 +22,6 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, distributed, nn
 from torch.distributed.optim.apply_optimizer_in_backward import (
     _apply_optimizer_in_backward as apply_optimizer_in_backward,
@@ -36,6 +35,7 @@ from torchrec.optim import RowWiseAdagrad
 
 from param_server.embedding_table import KeyIndex, Keys, grown, join_keys
 from param_server.initial_rows import initial_rows
+from param_server.placement.plan import PlannedTable
 from param_server.row_block import RowBlock
 from param_server.rules import MAX_GRADIENT
 from param_server.server import Shard
@@ -60,6 +60,7 @@ T = TypeVar("T")
 
 _FIRST_BLOCK = 1 << 10  # slots of a table at first, of each worker if its rows are spread
 _LANES = 4  # FBGEMM's rows are a multiple of so many numbers wide
+_FEW_VALUES = 1 << 9  # of a worker that the first message of an exchange of keys has room for
 _UNCHANGED = np.iinfo(np.int64).min
 
 
@@ -214,11 +215,14 @@ class _Pull(NamedTuple):
 
     lookup: Lookup
     number_U: dict[str, np.ndarray]  # stack → the keys' numbers
-    parts: list[tuple[str, np.ndarray, Tensor]]  # stack, positions in it, and rows [M, D] of each table
+    parts: list[tuple[str, Tensor, Tensor]]  # stack, positions in it, and rows [M, D] of each table
 
 
 class TorchRecRows:
     """`Rows` of workers that hold them in a TorchRec collection. `shard` keeps what is committed.
+
+    `bytes_W`: int64, bytes of ids, rows and gradients that each worker, as an owner, has exchanged with this
+    one in this incarnation.
 
     Pulls and pushes alternate; several workers pull and push together. **If one fails**, every further call
     raises UnavailableError until `set_incarnation`.
@@ -241,13 +245,18 @@ class TorchRecRows:
         self.tables = [table for tables in self._by_width.values() for table in tables]
         self.placement = {t.name: (placement or {}).get(t.name, TablePlacement()) for t in self.tables}
         check_tables(schema, self.placement)
-        self.sent_bytes = 0  # ids, rows and gradients to other workers so far
         self._group: RowPeers | None = None
         self._broken = "not restored yet"
+        self.index, self.bytes_W = 0, np.zeros(1, np.int64)
         self._collection: DistributedModelParallel | None = None
         self._clip = 0.0
         self._last: _Pull | None = None
         self._after_backward: list[tuple[LocalPiece, Tensor, Tensor, Table]] = []  # Adam's rows and gradients
+
+    @property
+    def sent_bytes(self) -> int:
+        """Of `bytes_W`, what crossed to other workers."""
+        return int(self.bytes_W.sum() - self.bytes_W[self.index])
 
     def meet(self, group: RowPeers) -> None:
         """Set the workers of the next incarnation; `set_incarnation` follows."""
@@ -261,6 +270,7 @@ class TorchRecRows:
         owners = owners or self.shard.identity.first_owners
         owners.check(self.shard.identity.num_buckets, workers)
         self.workers, self.index = workers, self._group.index
+        self.bytes_W = np.zeros(workers, np.int64)
         parts_K = [workers if self.placement[t.name].kind == "row_wise" else 1 for t in self.tables]
         self._slots = SlotIndex(self.tables, parts_K, owners)
         self._stamp_ms_N = np.zeros(0, np.int64)  # of pushes since the last save
@@ -313,7 +323,7 @@ class TorchRecRows:
             for name, stack in lookup.stacks.items()
         }
         for stack, at_M, rows_MD in self._last.parts:
-            out[stack][at_M] = rows_MD.detach()
+            out[stack].index_copy_(0, at_M, rows_MD.detach())
         return out
 
     def _numbered(self, lookup: Lookup) -> dict[str, np.ndarray]:
@@ -334,9 +344,9 @@ class TorchRecRows:
             for table in tables:
                 at_M = np.flatnonzero(lookup.stacks[table.stack].table_U == table.id)
                 number_M = number_U[table.stack][at_M]
-                parts.append((table.stack, at_M))
+                parts.append((table.stack, torch.from_numpy(at_M).to(self.device)))
                 slots.append(self._slots.slots(number_M))
-                self._count_sent(table, number_M)
+                self._count_bytes(table, number_M)
             features[collection] = KeyedJaggedTensor(
                 keys=[table.name for table in tables],
                 values=torch.from_numpy(np.concatenate(slots)).to(self.device),
@@ -352,17 +362,15 @@ class TorchRecRows:
             ],
         )
 
-    def _count_sent(self, table: Table, number_M: np.ndarray) -> None:
-        """Count the bytes of ids and gradients that this worker sends to others, and of rows that it receives
-        from them: 8 bytes for an id, 4 for a number of a row or of its gradient."""
+    def _count_bytes(self, table: Table, number_M: np.ndarray) -> None:
+        """8 bytes for an id, 4 for a number of a row or of its gradient."""
         if self.placement[table.name].kind == "row_wise":
-            others = int((self._slots.home_N[number_M] != self.index).sum())
-            self.sent_bytes += others * (8 + 8 * table.dim)
-        else:
-            for piece in self._pieces_of(table):
-                if piece.worker != self.index:
-                    width = int((piece.columns < table.dim).sum())
-                    self.sent_bytes += len(number_M) * (8 + 8 * width)
+            rows_W = np.bincount(self._slots.home_N[number_M], minlength=self.workers)
+            self.bytes_W += rows_W * (8 + 8 * table.dim)
+            return
+        for piece in self._pieces_of(table):
+            width = int((piece.columns < table.dim).sum())
+            self.bytes_W[piece.worker] += len(number_M) * (8 + 8 * width)
 
     def _pushed(self, lookup: Lookup, gradients: Mapping[str, Tensor], times: PushTimes) -> None:
         last, self._last = self._last, None
@@ -375,7 +383,7 @@ class TorchRecRows:
             last = self._forward(lookup, self._numbered(lookup))
         # NaN: a row without a gradient. Adam moves every row that has one, also if it is 0.
         sent = [
-            gradients[stack][at_M].to(rows_MD)
+            gradients[stack].to(rows_MD.device).index_select(0, at_M)
             if stack in gradients and not is_empty
             else torch.full_like(rows_MD, torch.nan)
             for stack, at_M, rows_MD in last.parts
@@ -415,13 +423,15 @@ class TorchRecRows:
         if not bool(real_M.any()):
             return out_MD
         chosen_M = torch.nonzero(real_M).squeeze(1)
-        row_M = at_M[chosen_M] + (which_M[chosen_M] << 48)
-        _, inverse_M, count_U = torch.unique(row_M, return_inverse=True, return_counts=True)
-        order_M = torch.argsort(inverse_M, stable=True)
-        start_U = torch.cumsum(count_U, 0) - count_U
-        sum_UD = F.embedding_bag(chosen_M[order_M], gradient_MD.double(), start_U, mode="sum")
+        row_M, order_M = torch.sort(at_M[chosen_M] + (which_M[chosen_M] << 48), stable=True)
+        _, count_U = torch.unique_consecutive(row_M, return_counts=True)
+        start_U, from_M = torch.cumsum(count_U, 0) - count_U, chosen_M[order_M]
+        first_U = from_M[start_U]
+        sum_UD = gradient_MD[first_U].double()
+        for nth in range(1, int(count_U.max())):
+            more_U = torch.nonzero(count_U > nth).squeeze(1)
+            sum_UD.index_add_(0, more_U, gradient_MD[from_M[start_U[more_U] + nth]].double())
         sum_UD = _limited(sum_UD, self._clip)
-        first_U = chosen_M[order_M[start_U]]
         for k, (name, piece) in enumerate(self._of_module(module)):
             table = self.schema.table_by_name[name]
             if table.rule.name == "adam":
@@ -676,24 +686,28 @@ class TorchRecRows:
         """Every worker's int64 values."""
         assert self._group is not None
         group = self._group.connect()
-        size_W = torch.zeros(self.workers, dtype=torch.int64, device=self.device)
-        distributed.all_gather_single(
-            size_W, torch.tensor([len(values_M)], dtype=torch.int64, device=self.device), group=group
-        )
-        largest = int(size_W.max())
-        if not largest:
-            return [values_M] * self.workers
-        padded = torch.zeros(largest, dtype=torch.int64, device=self.device)
-        padded[: len(values_M)] = torch.from_numpy(values_M)
-        all_WM = torch.empty(self.workers * largest, dtype=torch.int64, device=self.device)
-        distributed.all_gather_single(all_WM, padded, group=group)
-        rows_WM = all_WM.cpu().numpy().reshape(self.workers, largest)
-        return [row_M[:size] for row_M, size in zip(rows_WM, size_W.tolist(), strict=True)]
+
+        def everyone(mine_M: np.ndarray, length: int) -> np.ndarray:
+            padded = torch.zeros(length, dtype=torch.int64, device=self.device)
+            padded[: len(mine_M)] = torch.from_numpy(mine_M)
+            all_WM = torch.empty(self.workers * length, dtype=torch.int64, device=self.device)
+            distributed.all_gather_single(all_WM, padded, group=group)
+            return all_WM.cpu().numpy().reshape(self.workers, length)
+
+        # A step waits for the slowest worker in each collective: few values go in one, with their number.
+        first_WM = everyone(np.concatenate([[len(values_M)], values_M[:_FEW_VALUES]]), 1 + _FEW_VALUES)
+        size_W, all_WM = first_WM[:, 0], first_WM[:, 1:]
+        if (more := int(size_W.max()) - _FEW_VALUES) > 0:
+            all_WM = np.concatenate([all_WM, everyone(values_M[_FEW_VALUES:], more)], axis=1)
+        return [row_M[:size] for row_M, size in zip(all_WM, size_W.tolist(), strict=True)]
 
 
-def read_placement(given: str, schema: Schema, workers: int) -> dict[str, TablePlacement]:
+def read_placement(
+    given: str, schema: Schema, workers: int, profiled: Sequence[PlannedTable] = ()
+) -> dict[str, TablePlacement]:
     """Table → placement, as the setting `placement` of `roostream train` says: '' = {}, so every table is
-    spread by rows; `planner` = by TorchRec's planner; else a file of `placement plan --write-torchrec`.
+    spread by rows; `planner` = by TorchRec's planner, from the traffic in `profiled`; else a file of
+    `placement plan --write-torchrec`.
 
     Raises:
         ConfigError: the file cannot be read, is no such plan, or names workers at or above `workers`.
@@ -705,7 +719,8 @@ def read_placement(given: str, schema: Schema, workers: int) -> dict[str, TableP
             name: _collection(tables, [_FIRST_BLOCK * workers] * len(tables))
             for name, tables in _tables_by_width(schema).items()
         }
-        return planned_by_torchrec(collections, EmbeddingCollectionSharder(), workers, "cpu")
+        uniques = {table.name: table.uniques for table in profiled}
+        return planned_by_torchrec(collections, EmbeddingCollectionSharder(), workers, "cpu", uniques)
     try:
         text = Path(given).read_text(encoding="utf-8")
     except OSError as error:

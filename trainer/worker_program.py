@@ -116,11 +116,13 @@ def run_until_stopped(config: WorkerConfig, stop: Stop) -> None:
             is_urgent=lambda: budget.left_s() < _CLOSING_S,
         )
         drift = DriftDetector(schema)
-        profiles = ProfileRecorder(Profiler(config.profile_share, config.seed), store, clock)
+        counted_share = config.profile_share if config.index == 0 else 0.0
+        profiles = ProfileRecorder(Profiler(counted_share, config.seed), store, clock)
 
         def on_scored(part: ChunkPart) -> None:
             drift.look(part.batch, part.lookup)
-            profiles.look(loop.num_steps, part.batch, part.lookup)
+            if worker.read_bounds.is_initial or config.profile_stream:
+                profiles.look(loop.num_steps, part.batch, part.lookup)
 
         shadow = None
         if config.shadow:

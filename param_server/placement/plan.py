@@ -128,6 +128,15 @@ def round_robin(tables: Sequence[PlannedTable], owners: int) -> list[TablePiece]
     ]
 
 
+def spread(tables: Sequence[PlannedTable], owners: int) -> list[TablePiece]:
+    """Every table cut by rows over all owners."""
+    return [
+        TablePiece(table=t.name, kind="row", owner=owner, number=owner, of=owners, columns=(0, t.dim))
+        for t in tables
+        for owner in range(owners)
+    ]
+
+
 def loads(
     pieces: Sequence[TablePiece], tables: Sequence[PlannedTable], owners: int, costs: CostModel
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -316,6 +325,7 @@ class PlannedTable:
     rows: int = 0  # 0 = not known
     uniques: float | None = None
     ids: float | None = None
+    impression_ids: float | None = None  # if every impression had all ids of its request
 
     @property
     def state_bytes(self) -> int:
@@ -325,6 +335,17 @@ class PlannedTable:
     def bytes(self) -> int:
         """Of all rows with their state."""
         return self.rows * (4 * self.dim + self.state_bytes)
+
+
+def exchanged_bytes(tables: Sequence[PlannedTable], owners: int, *, expanded: bool = False) -> float:
+    """Bytes of ids, rows and gradients between a requester and the other owners in a step, if rows are spread
+    evenly: each distinct id of its batch once, or `expanded`: the ids of a request once for each impression.
+    Tables without a profile count nothing."""
+    crossing = (owners - 1) / owners
+    return crossing * sum(
+        ((table.impression_ids if expanded else table.uniques) or 0.0) * (8 * table.dim + _ID_BYTES)
+        for table in tables
+    )
 
 
 def moved_bytes(table: PlannedTable, width: int) -> float:

@@ -4,7 +4,7 @@ store.
 A profile is counted from lookups that training makes anyway. Unique rows of a batch grow more slowly than
 ids; the number for another batch size follows from a power law of the ids. Which batches are counted is a
 hash of (seed, step), so replays count the same ones. Models that share a feature share its profile; a renamed
-or widened table starts a new one.
+or widened table starts a new one. Of several workers, the first one counts: each has samples of all kinds.
 
     profiles/<feature>.<table>.<dim>.json     {"checksum", "body": {"profile", "time_ms"}}
 
@@ -36,7 +36,7 @@ from roostream.wire.lookup import Lookup, sources_of
 log = logging.getLogger("roostream.placement")
 
 FOLDER = "profiles"
-KEEP = 0.5  # weight of earlier counts when new ones are added
+WINDOW_BATCHES = 256  # earlier counts weigh no more than these make up to, whatever the time between commits
 MAX_AGE_MS = 7 * 86_400_000
 
 
@@ -73,7 +73,8 @@ def name_of(feature: str, table: str, dim: int) -> str:
 
 
 def save(store: CheckpointStore, profiles: Mapping[str, TableProfile], now_ms: int) -> None:
-    """Merge new counts into the stored ones, which are weighted by KEEP. One writer.
+    """Merge new counts into the stored ones, which are weighted so that they and the new ones are at most
+    WINDOW_BATCHES batches, if the new ones are fewer. One writer.
 
     Raises:
         UnavailableError: the store cannot be written; some profiles may be merged already.
@@ -81,7 +82,8 @@ def save(store: CheckpointStore, profiles: Mapping[str, TableProfile], now_ms: i
     for profile in profiles.values():
         name = name_of(profile.feature, profile.table, profile.dim)
         before = _read(store, name)
-        merged = before.profile.merged(profile, KEEP) if before else profile
+        keep = max(WINDOW_BATCHES - profile.batches, 0) / max(before.profile.batches, 1) if before else 0.0
+        merged = before.profile.merged(profile, min(keep, 1.0)) if before else profile
         body = {"profile": merged.plain(), "time_ms": now_ms}
         store.put(name, json.dumps({"checksum": _checksum(body), "body": body}).encode())
 
@@ -106,7 +108,7 @@ def planned_tables(
     rows: Mapping[str, int],
     max_age_ms: int = MAX_AGE_MS,
 ) -> tuple[list[PlannedTable], list[str]]:
-    """The schema's tables for a requester's `batch` examples, and why some count as unprofiled.
+    """The schema's tables for a requester's `batch` requests, and why some count as unprofiled.
 
     A table is profiled if every feature that reads it is. The features' rows are added up, an upper bound of
     what they share.
@@ -123,8 +125,12 @@ def planned_tables(
         counted = bool(keys) and not reasons
         if reasons:
             why.append(f"{table.name} ({', '.join(reasons)})")
-        uniques = sum(known[key].profile.uniques_of(batch) for key in keys) if counted else None
-        ids = sum(known[key].profile.valency * batch for key in keys) if counted else None
+        profiles = [known[key].profile for key in keys] if counted else []
+        uniques = sum(profile.uniques_of(profile.examples_of(batch)) for profile in profiles)
+        ids = sum(profile.valency * profile.examples_of(batch) for profile in profiles)
+        expanded = sum(
+            profile.expansion * profile.valency * profile.examples_of(batch) for profile in profiles
+        )
         row_wise = 0 < table.rule.state_width(table.dim) < table.dim
         out.append(
             PlannedTable(
@@ -132,8 +138,9 @@ def planned_tables(
                 dim=table.dim,
                 row_wise_rule=row_wise,
                 rows=rows.get(table.name, 0),
-                uniques=uniques,
-                ids=ids,
+                uniques=uniques if counted else None,
+                ids=ids if counted else None,
+                impression_ids=expanded if counted else None,
             )
         )
     return out, why
@@ -174,6 +181,8 @@ class TableProfile:
     squares: float = 0.0  # sum of squares of uniques a batch, for the error
     half_ids: int = 0  # ids and unique rows of the first half of each batch
     half_uniques: int = 0
+    requests: int = 0  # 0 = not counted: as many as examples
+    impression_ids: int = 0  # ids if every impression had all ids of its request; 0 = not counted
 
     def __post_init__(self) -> None:
         assert 0 <= self.uniques <= self.ids, self
@@ -182,6 +191,16 @@ class TableProfile:
     def valency(self) -> float:
         """Ids an example."""
         return self.ids / self.examples if self.examples else 0.0
+
+    @property
+    def expansion(self) -> float:
+        """How often an id would be repeated if every impression had all ids of its request; 1 = not
+        counted, or the feature belongs to candidates."""
+        return self.impression_ids / self.ids if self.impression_ids else 1.0
+
+    def examples_of(self, requests: float) -> float:
+        """Examples in a batch of this many requests."""
+        return requests * self.examples / self.requests if self.requests else requests
 
     def uniques_of(self, examples: float) -> float:
         """Expected unique rows in a batch of this many examples: uniques ~ ids^a (Heaps' law), with a from
@@ -221,6 +240,8 @@ class TableProfile:
             squares=keep * self.squares + other.squares,
             half_ids=both("half_ids"),
             half_uniques=min(both("half_uniques"), both("half_ids")),
+            requests=both("requests") if self.requests and other.requests else 0,
+            impression_ids=both("impression_ids") if self.impression_ids and other.impression_ids else 0,
         )
 
     def plain(self) -> dict[str, Any]:
@@ -258,6 +279,7 @@ class Profiler:
                     else (batch.nro_lists, batch.num_candidates)
                 )
                 lengths_N = jagged.lengths_KN[jagged.index(source.key.partition(".")[0])]
+                impressions = int(batch.num_candidates_R @ lengths_N) if source.side == "ro" else len(index_L)
                 half_L = index_L[: len(index_L) // 2]
                 uniques, half = (int(np.count_nonzero(np.bincount(at_L))) for at_L in (index_L, half_L))
                 seen = TableProfile(
@@ -272,6 +294,8 @@ class Profiler:
                     squares=float(uniques) ** 2,
                     half_ids=len(half_L),
                     half_uniques=half,
+                    requests=batch.num_requests,
+                    impression_ids=impressions,
                 )
                 before = self.profiles.get(source.key)
                 self.profiles[source.key] = before.merged(seen) if before else seen

@@ -13,6 +13,7 @@ import pytest
 
 from param_server.embedding_table import Keys
 from param_server.gradient_barrier import sum_pushes
+from param_server.placement.plan import CostModel, PlannedTable, imbalance, loads, round_robin
 from param_server.table import GradientPush
 from roostream.errors import ConfigError, SchemaError
 from roostream.runtime.bucket_map import BucketMap
@@ -22,7 +23,7 @@ from tests.trainer.torchrec_row_workers import CLIP, WORKERS, batch, schema
 
 pytest.importorskip("torchrec")
 
-from trainer.torchrec_plan import TablePlacement
+from trainer.torchrec_plan import TablePlacement, pieces_of
 from trainer.torchrec_rows import SlotIndex, check_tables, read_placement
 
 State = dict[tuple[int, int], tuple[np.ndarray, np.ndarray, int]]
@@ -165,3 +166,21 @@ def test_a_placement_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
 
 def test_torchrecs_planner_places_every_table() -> None:
     assert read_placement("planner", schema(), 2).keys() == {t.name for t in schema().tables}
+
+
+def test_torchrecs_planner_follows_the_counted_traffic() -> None:
+    """Two busy tables, which round robin puts at the same worker, and one that was never counted."""
+    uniques = {"item": 5000.0, "user": 20.0, "brand": 5000.0, "topic": None}
+    tables = [
+        PlannedTable(
+            name=t.name, dim=t.dim, row_wise_rule=False, uniques=uniques[t.name], ids=uniques[t.name]
+        )
+        for t in sorted(schema().tables, key=lambda t: list(uniques).index(t.name))
+    ]
+    placement = read_placement("planner", schema(), 2, tables)
+    assert placement["topic"].kind == "row_wise"
+    before, after = (
+        imbalance(loads(pieces, tables, 2, CostModel())[1])
+        for pieces in (round_robin(tables, 2), pieces_of(placement, tables, 2))
+    )
+    assert before > 1.9 and after < 1.1

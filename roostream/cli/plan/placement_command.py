@@ -15,12 +15,12 @@ import click
 from roostream.cli.checkpoint.checkpoint_command import opened_store, place_options
 from roostream.cli.options import CommandGroup, json_option, with_options
 from roostream.cli.output import Row, print_report, print_rows, progress_bar
-from roostream.errors import CheckpointError, ConfigError, SetupError, nearest
+from roostream.errors import CheckpointError, ConfigError, SchemaError, SetupError, nearest
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from param_server.placement.plan import PlacementPlan, PlannedTable
+    from param_server.placement.plan import PlacementPlan, PlannedTable, TablePiece
     from roostream.cli.checkpoint.move_buckets import CommittedShards
     from roostream.runtime.bucket_map import BucketMap
     from roostream.runtime.checkpoint_store import CheckpointStore
@@ -50,7 +50,7 @@ _source = with_options(
         type=click.IntRange(1, _MAX_BATCH),
         default=64,
         show_default=True,
-        help="examples in a batch of one requester",
+        help="requests in a batch of one requester",
     ),
     click.option(
         "--rows",
@@ -155,26 +155,52 @@ def plan_command(
 @_source
 @_planned
 def show_command(**given: Any) -> None:
-    """Show the imbalance N · max / sum of owners' bytes and predicted times, with whole tables dealt out one
-    after the other and with the plan, and what the busiest owner's step costs.
+    """Show what placements of the profiled tables cost: the imbalance N · max / sum of owners' bytes and of
+    predicted times, and the step of the busiest owner. Compared are whole tables dealt out one after the
+    other, every table spread by rows, TorchRec's planner if it is installed (`train --placement planner`) and
+    the plan of `placement plan`.
 
     \b
     Example:
       roostream placement show --store .roostream/store --schema my_site.toml --owners 2
     """
-    from param_server.placement.plan import imbalance, loads, round_robin
+    from param_server.placement.plan import exchanged_bytes, imbalance, loads, round_robin, spread
 
     tables, why, found = _plan(**given)
-    costs = _costs(given["costs_file"])
-    time_N, bytes_N = loads(round_robin(tables, found.owners), tables, found.owners, costs)
-    rows: list[Row] = [
-        ("imbalance of bytes", f"{imbalance(bytes_N):.2f} → {found.bytes_imbalance:.2f}"),
-        ("imbalance of time", f"{imbalance(time_N):.2f} → {found.time_imbalance:.2f}"),
-        ("step", f"{1e6 * float(time_N.max()):.1f} µs → {1e6 * found.predicted_s:.1f} µs"),
-        ("times", found.time_accuracy),
-    ]
+    owners, costs = found.owners, _costs(given["costs_file"])
+    plans = {"tables round robin": round_robin(tables, owners), "spread by rows": spread(tables, owners)}
+    if (torchrec := _planned_by_torchrec(given["schema"], tables, owners)) is not None:
+        plans["TorchRec's planner"] = torchrec
+    plans["plan"] = list(found.pieces)
+    rows: list[Row] = []
+    for name, pieces in plans.items():
+        time_N, bytes_N = loads(pieces, tables, owners, costs)
+        text = f"imbalance {imbalance(bytes_N):.2f} of bytes, {imbalance(time_N):.2f} of time"
+        rows.append((name, f"{text}; step {1e6 * float(time_N.max()):.1f} µs"))
+    kept, expanded = (exchanged_bytes(tables, owners, expanded=each) for each in (False, True))
+    if kept:
+        text = f"{kept / 1e6:.3f} MB a step and worker, {expanded / 1e6:.3f} MB for expanded impressions"
+        rows.append(("exchanged", f"{text} ({expanded / kept:.1f} times)"))
+    rows.append(("times", found.time_accuracy))
     rows += [("no profile", f"{text}: spread over all owners") for text in why]
-    print_rows(rows, f"Tables round robin → plan, {found.owners} owners")
+    print_rows(rows, f"Placements over {owners} owners")
+
+
+def _planned_by_torchrec(schema: Path, tables: list[PlannedTable], owners: int) -> list[TablePiece] | None:
+    """None: TorchRec is not installed, or cannot hold one of the tables."""
+    from roostream.schema.schema_file import load_schema
+
+    try:
+        from trainer.torchrec_plan import pieces_of
+        from trainer.torchrec_rows import check_tables, read_placement
+    except ImportError:
+        return None
+    loaded = load_schema(schema)
+    try:
+        check_tables(loaded, {})
+    except SchemaError:
+        return None
+    return pieces_of(read_placement("planner", loaded, owners, tables), tables, owners)
 
 
 @placement.command("explain")
@@ -342,7 +368,11 @@ def _numbers(option: str, texts: tuple[str, ...], names: list[str]) -> dict[str,
 
 
 def _of_profile(profile: Any, batch: int) -> str:
-    rows = f"{profile.uniques_of(batch):,.0f} rows of {profile.valency * batch:,.0f} ids in {batch} examples"
+    examples = profile.examples_of(batch)
+    ids = profile.valency * examples
+    rows = f"{profile.uniques_of(examples):,.0f} rows of {ids:,.0f} ids in {batch} requests"
+    if profile.expansion > 1:
+        rows += f", {profile.expansion * ids:,.0f} for expanded impressions"
     return (
         f"table {profile.table} ({profile.dim} wide): {rows}; {profile.batches} batches, error "
         f"{profile.error:.1%}"

@@ -41,6 +41,11 @@ class TrainConfig(Settings):
         "rows = torchrec: '' = every table spread by rows; planner = TorchRec's planner; or a file of "
         "`placement plan --write-torchrec`",
     )
+    profiles: str = setting(
+        "",
+        "placement = planner: checkpoint store with profiles of the features, of this or another model: a "
+        "directory or s3://bucket/prefix; '' = that of --home",
+    )
     profile_share: float = setting(
         0.03, "share of batches whose lookups are counted for placement (docs/placement.md)", ge=0, le=1
     )
@@ -91,6 +96,10 @@ class TrainConfig(Settings):
             raise setting_error("workers", f"at most partitions = {self.partitions}", self.workers, remedy)
         if self.placement and self.rows != "torchrec":
             raise setting_error("placement", "'' with rows = shards", self.placement, "set rows = torchrec")
+        if self.profiles and self.placement != "planner":
+            raise setting_error(
+                "profiles", "'' without the planner", self.profiles, "set placement = planner"
+            )
         _ = self.session  # raises ConfigError if `days` is invalid
 
     @property

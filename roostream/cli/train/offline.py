@@ -17,17 +17,20 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from infra.child import Program, StopRank
 from infra.home import Home
 from infra.supervisor import Supervisor
 from param_server.client import Client
 from param_server.key_value_store import RocksDbStore
+from param_server.placement.plan import CostModel, imbalance, loads, round_robin
+from param_server.placement.profiles import planned_tables, stored
 from param_server.server import Shard, ShardRpcHandler
 from roostream.cli.checkpoint.move_buckets import move
 from roostream.cli.controller_commands import read_link_security
@@ -44,13 +47,16 @@ from roostream.cli.train.offline_worker import NUM_BUCKETS, TrainingParts, Worke
 from roostream.errors import ConfigError, UnavailableError
 from roostream.runtime import manifest as manifests
 from roostream.runtime.bucket_map import BucketMap
+from roostream.runtime.checkpoint_store import CheckpointStore
 from roostream.runtime.controller_agent import ControllerAgent
 from roostream.runtime.manifest import Manifest
 from roostream.runtime.program import REFUSED_CODE, Stop
 from roostream.runtime.rpc.security import LinkCredentials
 from roostream.runtime.rpc.server import RpcServer
 from roostream.runtime.rpc.transport import InMemoryTransport
+from roostream.runtime.store_identity import open_checkpoint_store
 from roostream.runtime.work_unit import TableInput
+from roostream.schema.schema import Schema
 from roostream.schema.schema_file import load_schema
 from roostream.warehouse.readers.config import ReadersConfig
 from roostream.warehouse.sessions.sample_table import SampleTable
@@ -64,6 +70,11 @@ from trainer.partitions import PartitionSnapshot, read_partitions, report_of_sna
 from trainer.rows import ShardRows
 from trainer.selection.outcomes import RequestCounts
 from trainer.worker import Worker
+
+if TYPE_CHECKING:
+    from trainer.torchrec_plan import TablePlacement
+
+log = logging.getLogger("roostream.train")
 
 _UNIT_ROWS = (
     1 << 20
@@ -89,7 +100,7 @@ def train_offline(
         UnavailableError: `stop` was set. What is committed stays, and the same call resumes from there.
     """
     if config.rows == "torchrec":
-        check_torchrec(config, settings)
+        check_torchrec(config)
     home = Home(Path(config.home))
     home.make()
     home.lock()
@@ -99,7 +110,7 @@ def train_offline(
         home.unlock()
 
 
-def check_torchrec(config: TrainConfig, settings: LoopConfig) -> None:
+def check_torchrec(config: TrainConfig) -> None:
     """Raises ConfigError: TorchRec is not installed, or the placement file is none. SchemaError: a table that
     TorchRec cannot hold, or not where the placement says."""
     try:
@@ -108,6 +119,33 @@ def check_torchrec(config: TrainConfig, settings: LoopConfig) -> None:
         raise ConfigError(f"rows = torchrec needs {error.name}; pip install 'roostream[torchrec]'") from None
     schema = load_schema(Path(config.schema))
     check_tables(schema, read_placement(config.placement, schema, config.workers))
+
+
+def planned_placement(
+    config: TrainConfig, settings: LoopConfig, schema: Schema, store: CheckpointStore, now_ms: int
+) -> dict[str, TablePlacement]:
+    """Where the workers hold which table, from the profiles in `store` if the planner decides. All workers
+    of a run get the same placement, though profiles are written meanwhile."""
+    from trainer.torchrec_plan import pieces_of
+    from trainer.torchrec_rows import read_placement
+
+    batch = settings.in_phase(initial=True).batch_requests
+    tables, why = planned_tables(schema, stored(store, schema), batch=batch, now_ms=now_ms, rows={})
+    placement = read_placement(config.placement, schema, config.workers, tables)
+    if config.placement == "planner":
+        rows = [
+            loads(pieces, tables, config.workers, CostModel())[1]
+            for pieces in (round_robin(tables, config.workers), pieces_of(placement, tables, config.workers))
+        ]
+        log.info(
+            "placement by profiles of %d of %d tables: imbalance of bytes %.2f (tables round robin) → %.2f%s",
+            len(tables) - len(why),
+            len(tables),
+            imbalance(rows[0]),
+            imbalance(rows[1]),
+            "".join(f"; no profile of {text}" for text in why),
+        )
+    return placement
 
 
 class _OfflineTraining:
@@ -120,6 +158,10 @@ class _OfflineTraining:
         self.schema, self.store, self.clock = self.parts.schema, self.parts.store, self.parts.clock
         self.table = SampleTable(config.warehouse_url)
         self.session = self._open_session()
+        self.placement: dict[str, TablePlacement] = {}
+        if config.rows == "torchrec" and self.session is not None:
+            profiles = open_checkpoint_store(config.profiles) if config.profiles else self.store
+            self.placement = planned_placement(config, settings, self.schema, profiles, self.clock.now_ms())
 
     def _open_session(self) -> TableInput | None:
         """What to train, as it was fixed when an interrupted run began. None: only the move of the rows is
@@ -383,6 +425,7 @@ class _OfflineTraining:
                 controller=server.address,
                 readers=reader_master,
                 shards=[shard_server.address for shard_server in shard_servers],
+                placement=self.placement,
             )
             return child_program(
                 self.home,

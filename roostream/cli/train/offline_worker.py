@@ -13,7 +13,7 @@ import dataclasses
 import json
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -151,9 +151,8 @@ class TrainingParts:
             read_ahead=0 if self.settings.exact else _READ_AHEAD,
         )
         opened.callback(source.close)
-        profiles = ProfileRecorder(
-            Profiler(self.config.profile_share, self.config.seed), self.store, self.clock
-        )
+        counted_share = self.config.profile_share if index == 0 else 0.0
+        profiles = ProfileRecorder(Profiler(counted_share, self.config.seed), self.store, self.clock)
         dependencies = LoopDependencies(
             source=source,
             rows=rows,
@@ -197,6 +196,7 @@ class WorkerTask:
     controller: str  # address
     readers: str = ""  # address of the reader master; "" = the worker reads files itself
     shards: Sequence[str] = ()  # addresses; empty = the workers own the rows
+    placement: Mapping[str, tuple[str, Sequence[int]]] = dataclasses.field(default_factory=dict)
 
 
 def run_worker(task: WorkerTask, stop: program.Stop) -> None:
@@ -220,11 +220,14 @@ def run_worker(task: WorkerTask, stop: program.Stop) -> None:
             opened.callback(client.close)
             rows: Rows = ShardRows(client)
         else:
-            from trainer.torchrec_rows import TorchRecRows, read_placement
+            from trainer.torchrec_plan import TablePlacement
+            from trainer.torchrec_rows import TorchRecRows
 
             shard = parts.shard(task.index, opened)
             precompile()
-            placement = read_placement(parts.config.placement, parts.schema, parts.config.workers)
+            placement = {
+                table: TablePlacement(kind, tuple(ranks)) for table, (kind, ranks) in task.placement.items()
+            }
             rows = TorchRecRows(parts.schema, shard, placement, parts.settings.device)
             rendezvous = DualRendezvous(peers, rows)
             agents.append(ControllerAgent(dial, "shard", task.index, shard.execute, shard.stats, ended))

@@ -17,12 +17,13 @@ from param_server.placement.profiles import stored
 from param_server.row_block import newest_of
 from roostream.cli.checkpoint.move_buckets import CommittedShards
 from roostream.cli.train.config import TrainConfig
-from roostream.cli.train.offline import train_offline
+from roostream.cli.train.offline import planned_placement, train_offline
 from roostream.cli.train.offline_readers import link_table, reader_actors
 from roostream.errors import ConfigError, SchemaError, UnavailableError
 from roostream.runtime import manifest as manifests
 from roostream.runtime import tensor_file
 from roostream.runtime.checkpoint_store import open_store
+from roostream.runtime.clock import SystemClock
 from roostream.runtime.manifest import Manifest
 from roostream.runtime.program import Stop
 from roostream.runtime.rpc.security import LinkCredentials
@@ -94,6 +95,27 @@ def test_training_counts_the_tables_traffic_for_plans(place: Path) -> None:
     trained(place, "counted", profile_share=1.0)
     found = stored(open_store(str(place / "counted" / "store")), samples.schema())
     assert found.keys() == {"user", "item"} and found["user"].profile.examples > 0
+
+
+def test_the_planner_places_the_tables_of_another_model_by_the_counts_of_their_features(
+    place: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("torchrec")
+    schema = str(place / "wide.toml")
+    trained(place, "first-model", schema=schema, profile_share=1.0)
+    given = {"schema": schema, "rows": "torchrec", "workers": 2, "placement": "planner"}
+    other = config(place, "other-model", profiles=str(place / "first-model" / "store"), **given)
+    with caplog.at_level("INFO"):
+        placed = [
+            planned_placement(
+                other, EXACT, wide(), open_store(str(place / home / "store")), SystemClock().now_ms()
+            )
+            for home in ("first-model", "other-model")
+        ]
+    assert placed[0].keys() == placed[1].keys() == {"user", "item"}
+    assert "profiles of 2 of 2 tables" in caplog.text and "profiles of 0 of 2 tables" in caplog.text
+    with pytest.raises(ConfigError, match="'profiles'"):
+        config(place, "other-model", profiles="anywhere")
 
 
 def test_a_home_with_a_trained_model_is_not_overwritten(place: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from param_server.placement.profiles import (
     FOLDER,
+    WINDOW_BATCHES,
     Profiler,
     ProfileRecorder,
     TableProfile,
@@ -46,6 +47,8 @@ def test_requests_features_are_counted_by_request_and_items_by_candidate() -> No
     user, item = (counted().profiles[name] for name in ("user", "item"))
     assert (user.batches, user.examples, user.ids, user.uniques) == (5, 40, 40, 40)
     assert (item.examples, item.ids) == (120, 120) and item.uniques <= 5 * samples.NUM_ITEMS
+    assert (user.impression_ids, item.impression_ids) == (120, 120), "three candidates a request"
+    assert (user.examples_of(10), item.examples_of(10), user.expansion) == (10, 30, 3.0)
     assert item.valency == 1.0 and item.max_len == 1 and item.table == "item" and item.dim == 4
 
 
@@ -92,6 +95,8 @@ def test_new_counts_are_added_fully_and_old_ones_decayed() -> None:
         "dim": 8,
         "half_ids": 55,
         "half_uniques": 43,
+        "requests": 0,
+        "impression_ids": 0,
         **expected,
     }
     assert both.valency == 110 / 80
@@ -102,7 +107,11 @@ def test_saved_counts_are_decayed_and_added_to() -> None:
     save(store, counted().profiles, NOW)
     save(store, counted().profiles, NOW + 1)
     found = stored(store, schema)
-    assert found["user"].profile.examples == 60 and found["user"].time_ms == NOW + 1
+    assert found["user"].profile.batches == 10 and found["user"].time_ms == NOW + 1
+    for _ in range(60):  # commits in quick succession forget nothing before the window is full
+        save(store, counted().profiles, NOW + 2)
+    assert stored(store, schema)["user"].profile.batches == WINDOW_BATCHES
+    assert stored(store, schema)["user"].profile.examples == pytest.approx(8 * WINDOW_BATCHES, rel=0.01)
     assert {name.split("/")[0] for name in store.list(FOLDER)} == {FOLDER}
 
 
@@ -138,7 +147,7 @@ def test_missing_small_or_old_counts_are_ignored() -> None:
     store, schema = MemoryStore(), samples.schema()
     save(store, {"item": counted().profiles["item"], "user": counted(2).profiles["user"]}, NOW)
     known = stored(store, schema)
-    tables, why = planned_tables(schema, known, batch=24, now_ms=NOW, rows={"item": 7})
+    tables, why = planned_tables(schema, known, batch=8, now_ms=NOW, rows={"item": 7})
     by_name = {table.name: table for table in tables}
     assert by_name["user"].uniques is None and why == ["user (user: fewer than 4 batches)"]
     assert (
