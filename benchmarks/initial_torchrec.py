@@ -3,7 +3,7 @@
 A step of two workers whose rows are in TorchRec's sharded collections, under several placements, or at two
 shards. Each does the same work: pooled sums of a batch of requests, and one row-wise Adagrad step with the
 gradients of all workers. `python -m benchmarks.initial_torchrec JSON` is a worker process, controlled by
-lines on stdin.
+lines on stdin. placement-apply uses the same workers, two or four of them.
 
 Letters: W workers, T tables (each with one feature), E impressions of a worker, L ids of a batch, U unique
 ones, D width.
@@ -31,6 +31,7 @@ from benchmarks.common.peer_process import start_peer
 from benchmarks.common.shard import empty_shard, remote_client, shard_processes
 from benchmarks.common.shared_setup import SharedSetup
 from benchmarks.harness.benchmark import Benchmark, Row, Subject, SubjectResult, TurnResult, WholeTurn
+from param_server.placement.plan import PlannedTable, imbalance, plan
 from roostream.models.embedding_ops import pool_bags
 from roostream.runtime.address import parse_address
 from roostream.schema.schema import Schema
@@ -56,6 +57,14 @@ class Shape(NamedTuple):
     candidates: int  # a request; the first half of the tables are of request-only features
     valency: int  # in the mean
     zipf: float
+    uneven: bool = False  # table n has a share of the ids in proportion to 1 / (n + 1)
+
+    def valency_of(self, table: int) -> int:
+        """Ids of an example, in the mean."""
+        if not self.uneven:
+            return self.valency
+        share = 1 / (table + 1) / sum(1 / (n + 1) for n in range(self.tables))
+        return max(round(self.valency * self.tables * share), 1)
 
     @property
     def examples(self) -> int:
@@ -105,7 +114,7 @@ def batches_of(shape: Shape, worker: int) -> list[Batch]:
             times = shape.candidates if table < shape.tables // 2 else 1
             lists = [
                 random.choice(shape.ids_a_table, int(n), p=frequency / frequency.sum())
-                for n in random.integers(1, 2 * shape.valency, shape.examples // times)
+                for n in random.integers(1, 2 * shape.valency_of(table), shape.examples // times)
             ]
             lists = [each for each in lists for _ in range(times)]
             id_TL.append(np.concatenate(lists))
@@ -128,9 +137,10 @@ class Trainer:
         (self.stack,) = shape.schema.stacks
 
     @property
-    def sent_bytes(self) -> int:
-        """Bytes exchanged with other workers so far; 0 = not counted."""
-        return int(getattr(self.rows, "sent_bytes", 0))
+    def bytes_W(self) -> list[int]:
+        """Bytes of ids, rows and gradients that each owner exchanged for this worker so far; [] = not
+        counted."""
+        return self.rows.bytes_W.tolist() if isinstance(self.rows, TorchRecRows) else []
 
     def step(self, batch: Batch) -> Tensor:
         """Train a batch. Returns [T, E, D], the pooled sums before the update."""
@@ -175,13 +185,35 @@ class DefaultGroup:
         return dist.group.WORLD
 
 
-def placement_of(kind: str, shape: Shape) -> dict[str, TablePlacement]:
-    """`kind`: rows | tables (round robin) | planner (TorchRec's)."""
+def placement_of(kind: str, shape: Shape, workers: int) -> dict[str, TablePlacement]:
+    """`kind`: rows | tables (round robin) | planner (TorchRec's, which guesses) | profiled (TorchRec's, from
+    the traffic of the first worker) | plan (ours, from that traffic)."""
     if kind == "planner":
-        return read_placement("planner", shape.schema, WORKERS)
+        return read_placement("planner", shape.schema, workers)
+    if kind == "profiled":
+        return read_placement("planner", shape.schema, workers, profiled(shape))
+    if kind == "plan":
+        found = plan(profiled(shape), workers, whole_or_all=True)
+        return {p.table: TablePlacement("table_wise", (p.owner,)) for p in found.pieces if p.kind == "table"}
     if kind == "tables":
-        return {f"t{n}": TablePlacement("table_wise", (n % WORKERS,)) for n in range(shape.tables)}
+        return {f"t{n}": TablePlacement("table_wise", (n % workers,)) for n in range(shape.tables)}
     return {}
+
+
+def profiled(shape: Shape) -> list[PlannedTable]:
+    """The tables with what the first worker reads in a step, in the mean."""
+    batches = batches_of(shape, 0)
+    return [
+        PlannedTable(
+            name=f"t{n}",
+            dim=shape.width,
+            row_wise_rule=True,
+            rows=shape.ids_a_table,
+            uniques=float(np.mean([len(np.unique(batch.id_TL[n])) for batch in batches])),
+            ids=float(np.mean([len(batch.id_TL[n]) for batch in batches])),
+        )
+        for n in range(shape.tables)
+    ]
 
 
 CHECKED = 16  # updates after which the sums of all exchanges are compared
@@ -192,7 +224,8 @@ class Took(NamedTuple):
     """Costs of some steps of one worker."""
 
     wall_s: float
-    sent_bytes: int  # 0 = not counted
+    index: int  # of the worker
+    bytes_W: list[int]  # of each owner, for this worker; [] = not counted
     differs: float  # largest difference from our sums after CHECKED updates
     ids: int
 
@@ -201,8 +234,8 @@ class BenchmarkWorker:
     """The trainers of one worker process. Each is made when it is first used, and its sums are compared with
     those of the first trainer of the same shape."""
 
-    def __init__(self, index: int, opened: contextlib.ExitStack) -> None:
-        self.index, self.workers, self.opened = index, WORKERS, opened
+    def __init__(self, index: int, workers: int, opened: contextlib.ExitStack) -> None:
+        self.index, self.workers, self.opened = index, workers, opened
         self._exchanges: dict[tuple[str, Shape], tuple[Trainer, float]] = {}
         self._expected: dict[Shape, Tensor] = {}
         self._batches: dict[Shape, list[Batch]] = {}
@@ -215,14 +248,15 @@ class BenchmarkWorker:
         if (kind, shape) not in self._exchanges:
             self._exchanges[kind, shape] = self._checked(self._make(kind, shape, shards), shape)
         exchange, differs = self._exchanges[kind, shape]
-        sent = exchange.sent_bytes
+        before_W = exchange.bytes_W
         dist.barrier()
         began_s = time.perf_counter()
         for n in range(steps):
             exchange.step(batches[n % len(batches)])
         wall_s = time.perf_counter() - began_s
         ids = sum(sum(map(len, batches[n % len(batches)].id_TL)) for n in range(steps))
-        return Took(wall_s, exchange.sent_bytes - sent, differs, ids)
+        bytes_W = [now - before for now, before in zip(exchange.bytes_W, before_W, strict=True)]
+        return Took(wall_s, self.index, bytes_W, differs, ids)
 
     def _make(self, kind: str, shape: Shape, shards: list[str]) -> Trainer:
         if kind == "shards":
@@ -230,7 +264,7 @@ class BenchmarkWorker:
             return Trainer(shape, ShardRows(self.opened.enter_context(client)))
         store = self.opened.enter_context(tempfile.TemporaryDirectory())
         shard = empty_shard(shape.schema, store, publishing=False, index=self.index, num_shards=self.workers)
-        rows = TorchRecRows(shape.schema, shard, placement_of(kind, shape))
+        rows = TorchRecRows(shape.schema, shard, placement_of(kind, shape, self.workers))
         rows.meet(DefaultGroup(self.index))
         rows.set_incarnation(1, self.workers)
         return Trainer(shape, rows, expanded=kind == "expanded")
@@ -250,10 +284,10 @@ class BenchmarkWorker:
 class Workers:
     """The worker processes, which take all steps together."""
 
-    def __init__(self, opened: contextlib.ExitStack) -> None:
+    def __init__(self, opened: contextlib.ExitStack, count: int = WORKERS) -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:
             store_address = f"127.0.0.1:{free.getsockname()[1]}"
-        arguments = (json.dumps([index, store_address]) for index in range(WORKERS))
+        arguments = (json.dumps([index, count, store_address]) for index in range(count))
         self._peers = [opened.enter_context(start_peer(_HERE, each)) for each in arguments]
 
     def take(self, kind: str, shape: Shape, steps: int, shards: list[str]) -> list[Took]:
@@ -263,29 +297,29 @@ class Workers:
 
 
 @contextlib.contextmanager
-def _workers() -> Iterator[Workers]:
+def _workers(count: int) -> Iterator[Workers]:
     with contextlib.ExitStack() as opened:
-        yield Workers(opened)
+        yield Workers(opened, count)
 
 
-_shared_workers = SharedSetup(_workers)
+_shared_workers = {count: SharedSetup(_workers) for count in (WORKERS, 2 * WORKERS)}
 
 
-def workers() -> contextlib.AbstractContextManager[Workers]:
+def workers(count: int = WORKERS) -> contextlib.AbstractContextManager[Workers]:
     """The workers of a run, shared by its rows."""
-    return _shared_workers.open()
+    return _shared_workers[count].open(count)
 
 
 @contextlib.contextmanager
-def exchanged(kind: str, sizes: Any, steps: int) -> Iterator[WholeTurn]:
+def exchanged(kind: str, sizes: Any, steps: int, count: int = WORKERS) -> Iterator[WholeTurn]:
     """A subject, which counts steps; a step takes as long as the slower worker needs.
 
-    `kind`: where the rows are. rows, tables, planner: in TorchRec's collections, placed so; expanded: as rows
-    with every id of every impression sent; shards. `sizes`: of the Shape.
+    `kind`: where the rows are. rows, tables, planner, profiled, plan: in TorchRec's collections, placed so;
+    expanded: as rows with every id of every impression sent; shards. `sizes`: of the Shape. `count`: workers.
     """
     shape = Shape(*sizes)
     with (
-        workers() as together,
+        workers(count) as together,
         shard_processes(shape.schema_source(), WORKERS if kind == "shards" else 0) as shards,
     ):
         addresses = [shard.address for shard in shards]
@@ -296,8 +330,11 @@ def exchanged(kind: str, sizes: Any, steps: int) -> Iterator[WholeTurn]:
                 "sums differ by": max(one.differs for one in took),
                 "ids a step": sum(one.ids for one in took) / steps,
             }
-            if sent := max(one.sent_bytes for one in took):
-                figures["MB sent a worker and step"] = sent / steps / 1e6
+            if all(one.bytes_W for one in took):
+                bytes_WW = np.array([one.bytes_W for one in sorted(took, key=lambda one: one.index)])
+                sent_W = bytes_WW.sum(1) - bytes_WW.diagonal()
+                figures["MB sent a worker and step"] = float(sent_W.max()) / steps / 1e6
+                figures["imbalance of owners' bytes"] = imbalance(bytes_WW.sum(0))
             return TurnResult(steps, max(one.wall_s for one in took), figures)
 
         yield WholeTurn(turn, warm_up=turn)
@@ -360,7 +397,7 @@ sent, rows received. "Rows at two shards" has two more processes on the same cor
 
 
 def main() -> None:
-    index, store_address = json.loads(sys.argv[1])
+    index, count, store_address = json.loads(sys.argv[1])
     torch.set_num_threads(1)
     answers, sys.stdout = sys.stdout, sys.stderr
     with contextlib.ExitStack() as opened:
@@ -368,9 +405,9 @@ def main() -> None:
         host, port = parse_address(store_address)
         timeout = datetime.timedelta(seconds=_TIMEOUT_S)
         store = c10d.TCPStore(host, port, is_master=index == 0, timeout=timeout)
-        dist.init_process_group("gloo", store=store, rank=index, world_size=WORKERS)
+        dist.init_process_group("gloo", store=store, rank=index, world_size=count)
         opened.callback(dist.destroy_process_group)
-        worker = BenchmarkWorker(index, opened)
+        worker = BenchmarkWorker(index, count, opened)
         for line in sys.stdin:
             kind, shape, steps, shards = json.loads(line)
             print(json.dumps(worker.take(kind, Shape(*shape), steps, shards)), file=answers, flush=True)
