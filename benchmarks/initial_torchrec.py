@@ -37,6 +37,7 @@ from roostream.runtime.address import parse_address
 from roostream.schema.schema import Schema
 from roostream.schema.schema_file import schema_from_dict
 from roostream.wire.lookup import Lookup, StackLookup, insert
+from trainer.row_home import OwnShard
 from trainer.rows import PushTimes, Rows, ShardRows
 from trainer.torchrec_plan import TablePlacement
 from trainer.torchrec_rows import TorchRecRows, read_placement
@@ -224,7 +225,7 @@ class Took(NamedTuple):
     """Costs of some steps of one worker."""
 
     wall_s: float
-    index: int  # of the worker
+    worker: int
     bytes_W: list[int]  # of each owner, for this worker; [] = not counted
     differs: float  # largest difference from our sums after CHECKED updates
     ids: int
@@ -264,7 +265,7 @@ class BenchmarkWorker:
             return Trainer(shape, ShardRows(self.opened.enter_context(client)))
         store = self.opened.enter_context(tempfile.TemporaryDirectory())
         shard = empty_shard(shape.schema, store, publishing=False, index=self.index, num_shards=self.workers)
-        rows = TorchRecRows(shape.schema, shard, placement_of(kind, shape, self.workers))
+        rows = TorchRecRows(shape.schema, OwnShard(shard), placement_of(kind, shape, self.workers))
         rows.meet(DefaultGroup(self.index))
         rows.set_incarnation(1, self.workers)
         return Trainer(shape, rows, expanded=kind == "expanded")
@@ -331,7 +332,7 @@ def exchanged(kind: str, sizes: Any, steps: int, count: int = WORKERS) -> Iterat
                 "ids a step": sum(one.ids for one in took) / steps,
             }
             if all(one.bytes_W for one in took):
-                bytes_WW = np.array([one.bytes_W for one in sorted(took, key=lambda one: one.index)])
+                bytes_WW = np.array([one.bytes_W for one in sorted(took, key=lambda one: one.worker)])
                 sent_W = bytes_WW.sum(1) - bytes_WW.diagonal()
                 figures["MB sent a worker and step"] = float(sent_W.max()) / steps / 1e6
                 figures["imbalance of owners' bytes"] = imbalance(bytes_WW.sum(0))

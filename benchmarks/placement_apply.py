@@ -48,7 +48,7 @@ BENCHMARK = Benchmark(
     summary="What does an applied placement plan change in a step of workers that hold the rows?",
     rows=(_row(WORKERS), _row(2 * WORKERS)),
     slice_s=0.0,
-    rounds=3,
+    rounds=1,
     interpretation="""\
 Worker processes over gloo on loopback, one torch thread each; table n has ids in proportion to 1 / (n + 1),
 Zipf 1.05. Plans are made from the distinct rows a step of the first worker, as profiles give them. Imbalance

@@ -17,6 +17,8 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from param_server import kernels
+from param_server.embedding_table import Keys, join_keys, no_keys
+from param_server.row_block import RowBlock
 from roostream.errors import ConfigError, RoostreamError, TransportError, UnavailableError, WireError
 from roostream.runtime.backoff import Backoff
 from roostream.runtime.bucket_map import BucketMap
@@ -24,8 +26,9 @@ from roostream.runtime.clock import Clock, SystemClock
 from roostream.runtime.kafka.topics import DEFAULT_BUCKETS
 from roostream.runtime.rpc.transport import Answer, Arrays, Header, Transport
 from roostream.schema.schema import Schema
-from roostream.wire.lookup import Lookup
+from roostream.wire.lookup import Lookup, StackLookup
 
+_MAX_WRITE_BYTES = 16 << 20  # of rows and states in one message
 _TIMEOUT_S, _CHECK_TIMEOUT_S = 30.0, 5.0  # of one call
 
 
@@ -173,6 +176,81 @@ class Client:
             except RoostreamError as error:
                 self._lost = str(error) or type(error).__name__
                 raise
+
+    # Of workers that hold the rows themselves (trainer/row_home.py)
+
+    def records(self, stack: str, buckets: Sequence[int]) -> tuple[Keys, np.ndarray]:
+        """(keys, float32 [M, D + A]): all rows of these buckets with their states. Nothing may add or remove
+        rows meanwhile. Raises as `pull`."""
+        keys, parts = list[Keys](), list[np.ndarray]()
+        for shard in range(len(self.transports)):
+            mine = [bucket for bucket in buckets if self.owners.owner_B[bucket] == shard]
+            start, end = 0, 1
+            while mine and start < end:
+                header = {"incarnation": self.incarnation, "stack": stack, "buckets": mine, "start": start}
+                answer, (table_M, id_M, rows_MD, state_MA) = self._call(shard, "records", header, [])
+                keys.append(Keys(table_M, id_M))
+                parts.append(np.concatenate([rows_MD, state_MA], axis=1))
+                start, end = start + len(id_M), int(answer["end"])
+        (width,) = {part.shape[1] for part in parts} or {0}
+        return join_keys(no_keys(), *keys), np.concatenate([np.zeros((0, width), np.float32), *parts])
+
+    def overwrite(self, stack: str, block: RowBlock) -> None:
+        """Set rows with their states at their shards, in messages of limited size; the next commit contains
+        them.
+
+        Raises as `pull`. **If it fails**, every further push and write is rejected until `set_incarnation`.
+        """
+
+        def write(shard: int, shares: Sequence[ShardKeys]) -> None:
+            (share,) = shares
+            part = block if isinstance(share.at_M, slice) else block.take(share.at_M)
+            row_bytes = max(part.rows_LD[:1].nbytes + part.state_LA[:1].nbytes, 1)
+            each = max(_MAX_WRITE_BYTES // row_bytes, 1)
+            for start in range(0, len(part.keys), each):
+                piece = part.take(np.arange(start, min(start + each, len(part.keys))))
+                sequence = self._sequence_S[shard] + 1
+                header = {
+                    "incarnation": self.incarnation,
+                    "worker": self.worker,
+                    "sequence": sequence,
+                    "stacks": [stack],
+                }
+                arrays = [
+                    piece.keys.table_U,
+                    piece.keys.id_U,
+                    piece.stamp_ms_L,
+                    piece.rows_LD,
+                    piece.state_LA,
+                ]
+                self._call(shard, "overwrite", header, arrays)
+                self._sequence_S[shard] = sequence
+
+        lookup = Lookup({stack: StackLookup(block.keys.table_U, block.keys.id_U, {})})
+        with self._push_lock:
+            if self._lost:
+                raise UnavailableError(
+                    f"a push before this one was lost ({self._lost}); waiting to be restored"
+                )
+            try:
+                self._each_shard(split_by_owner(lookup, self.owners), write)
+            except RoostreamError as error:
+                self._lost = str(error) or type(error).__name__
+                raise
+
+    def contains(self, stack: str, keys: Keys) -> np.ndarray:
+        """bool [M]: the keys that have a row. Raises as `pull`."""
+        found_M = np.zeros(len(keys), np.bool_)
+
+        def ask(shard: int, shares: Sequence[ShardKeys]) -> None:
+            (share,) = shares
+            header = {"incarnation": self.incarnation, "stacks": [stack]}
+            _, (has_M,) = self._call(shard, "contains", header, [share.table_M, share.id_M])
+            found_M[share.at_M] = has_M.astype(np.bool_)
+
+        lookup = Lookup({stack: StackLookup(keys.table_U, keys.id_U, {})})
+        self._each_shard(split_by_owner(lookup, self.owners), ask)
+        return found_M
 
     def close(self) -> None:
         """End the threads; the transports belong to the caller."""

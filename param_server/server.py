@@ -1,7 +1,8 @@
 """One parameter server shard: rows that workers pull and push, and the controller's commands that commit and
 restore them.
 
-    RPC calls  pull push read scan owners stats     from any thread, checked by ShardRpcHandler
+    RPC calls  pull push read scan owners stats records overwrite contains
+                                                    from any thread, checked by ShardRpcHandler
     commands   restore freeze write commit abort    from the controller agent's thread (docs/protocols.md)
     publishing take_round, settle_round, …          from the publisher's thread
 
@@ -169,19 +170,60 @@ class Shard:
                 self._apply([update])
         return True
 
-    def overwrite(self, stack: str, block: RowBlock) -> None:
-        """Set rows and states that a worker of this process has trained; the next commit contains them.
+    def overwrite(
+        self,
+        stack: str,
+        block: RowBlock,
+        *,
+        incarnation: int | None = None,
+        worker: int = 0,
+        sequence: int = 0,
+    ) -> bool:
+        """Set rows and states that workers have trained; the next commit contains them. `sequence`: number of
+        this call among the pushes and writes of `worker` in `incarnation`; 0 = a worker of this process.
+        False: it had been applied before.
 
         Raises:
             UnavailableError: the shard waits to be restored.
+            FencedError: `incarnation` is not this shard's, or another shard owns a key's bucket.
         """
         with self._lock:
             self._wait_for_freeze()
-            self._check(self.incarnation)
+            self._check(self.incarnation if incarnation is None else incarnation)
             check_owned(self.identity.index, self.owners, [block.live])
+            if sequence and not self._is_next(worker, sequence):
+                self.num_repeats += 1
+                return False
             with self._breaking("a write of rows"):
                 table = self.tables[stack]
                 table.outbox.note_change(table.overwrite(block), 0, 0, self.clock.now_ms())
+            if sequence:
+                self.sequences[worker] = sequence
+        return True
+
+    def records(
+        self, incarnation: int, table: StackTable, buckets: Sequence[int], start: int, limit: int
+    ) -> tuple[Keys, np.ndarray, np.ndarray, int]:
+        """(keys, float32 [M, D], float32 [M, A], end): rows of these buckets with their states, from place
+        `start` on, at most `limit`; `end`: how many there are. Places hold until a row is added or removed.
+        Raises as `pull`."""
+        with self._lock:
+            self._check(incarnation)
+            row_N = table.index.in_buckets(buckets)
+            row_M = row_N[start : start + limit]
+            return (
+                table.index.keys_at(row_M),
+                table.embeddings.rows_ND[row_M],
+                table.state_NA[row_M],
+                len(row_N),
+            )
+
+    def contains(self, incarnation: int, table: StackTable, keys: Keys) -> np.ndarray:
+        """bool [M]: the keys that have a row. Raises as `pull`."""
+        with self._lock:
+            self._check(incarnation)
+            check_owned(self.identity.index, self.owners, [keys])
+            return table.index.find(keys) >= 0
 
     def _wait_for_freeze(self) -> None:
         """A push that comes during a freeze belongs to the next generation; called with the lock held. A
@@ -747,6 +789,14 @@ class ShardRpcHandler:
                 return {"applied": self.shard.push(integer(header, "incarnation"), push)}, ()
             case "scan":
                 return self._scan(header)
+            case "records":
+                return self._records(header)
+            case "overwrite":
+                return {"applied": self._overwrite(header, arrays)}, ()
+            case "contains":
+                ((table, keys, _),) = self._requests(header, arrays, 2)
+                found_M = self.shard.contains(integer(header, "incarnation"), table, keys)
+                return {}, [found_M.astype(np.uint8)]
             case "owners":
                 (incarnation, _), owners = self.shard.read([]), self.shard.owners
                 return {
@@ -756,7 +806,54 @@ class ShardRpcHandler:
                 }, [owners.owner_B]
             case "stats":
                 return self.shard.stats(), ()
-        raise RoostreamError(f"expected a call of owners, pull, push, read, scan or stats, got {method!r}")
+        raise RoostreamError(
+            "expected a call of contains, overwrite, owners, pull, push, read, records, scan or stats, got "
+            f"{method!r}"
+        )
+
+    def _records(self, header: Header) -> tuple[Header, Sequence[np.ndarray]]:
+        table = self._table(header.get("stack", ""))
+        buckets = header.get("buckets")
+        known = self.shard.identity.num_buckets
+        if not isinstance(buckets, list) or not all(type(b) is int and 0 <= b < known for b in buckets):
+            raise WireError("bad_shape", f"expected a list of buckets 0..{known - 1}, got {buckets!r:.100}")
+        start, limit = integer(header, "start"), max(MAX_LOCKED_BYTES // table.row_bytes, 1)
+        if start < 0:
+            raise WireError("bad_shape", f"expected a start of at least 0, got {start}")
+        keys, rows_MD, state_MA, end = self.shard.records(
+            integer(header, "incarnation"), table, buckets, start, limit
+        )
+        return {"end": end}, [keys.table_U, keys.id_U, rows_MD, state_MA]
+
+    def _overwrite(self, header: Header, arrays: Sequence[np.ndarray]) -> bool:
+        ((table, keys, (stamp_ms_M, rows_MD, state_MA)),) = self._requests(header, arrays, 5)
+        count, state_width = len(keys), table.state_NA.shape[1]
+        shapes = [stamp_ms_M.shape, rows_MD.shape, state_MA.shape]
+        kinds = [array.dtype for array in (stamp_ms_M, rows_MD, state_MA)]
+        if shapes != [(count,), (count, table.width), (count, state_width)] or kinds != [
+            np.dtype(np.int64),
+            np.dtype(np.float32),
+            np.dtype(np.float32),
+        ]:
+            raise WireError(
+                "bad_shape",
+                f"stack {table.name}: expected stamp i8[{count}], rows f4[{count}, {table.width}] and state "
+                f"f4[{count}, {state_width}], got {shapes} of {kinds}",
+            )
+        block = RowBlock(
+            keys=keys,
+            unpublished_K=np.zeros(count, np.uint8),
+            stamp_ms_L=stamp_ms_M,
+            rows_LD=rows_MD,
+            state_LA=state_MA,
+        )
+        return self.shard.overwrite(
+            table.name,
+            block,
+            incarnation=integer(header, "incarnation"),
+            worker=integer(header, "worker"),
+            sequence=integer(header, "sequence"),
+        )
 
     def decode_push(self, header: Header, arrays: Sequence[np.ndarray]) -> GradientPush:
         """The checked content of a push. Raises SchemaError, WireError: it does not fit."""

@@ -239,6 +239,11 @@ class WorkerConfig(LoopConfig, Deployment):
         ge=0,
         le=1,
     )
+    initial_rows: Literal["shards", "torchrec"] = setting(
+        "shards",
+        "owners of the rows in the initial phase: the shards, or the workers with TorchRec's sharded "
+        "collections (extra torchrec), every table spread by rows",
+    )
     profile_stream: bool = setting(False, "count batches of the stream for placement, too")
     home: str = setting("", "folder for batches at which training failed; '' = not saved")
     caught_up_lag_ms: int = setting(5000, "event-time lag below which training counts as caught up", ge=0)
@@ -277,6 +282,15 @@ class WorkerConfig(LoopConfig, Deployment):
         if self.staleness and self.rehearsal.is_on:
             error = "each batch then has two pushes"
             raise setting_error("staleness", "0 with rehearsal", self.staleness, error)
+        if self.initial_rows == "torchrec" and (
+            self.staleness or self.expand != "off" or self.rehearsal.is_on
+        ):
+            raise setting_error(
+                "initial_rows",
+                "shards with staleness, expand or rehearsal",
+                self.initial_rows,
+                "workers that hold rows pull once and push once in a step",
+            )
         check_listen("rendezvous_address", self.rendezvous_address, insecure=self.insecure)
 
 

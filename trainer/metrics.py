@@ -95,6 +95,13 @@ WORKER = {
     "roostream_worker_drift_new_ids": MetricSpec("share of new ids", ("table",)),
 }
 
+WORKER_ROWS = {  # of a worker that holds rows in the initial phase
+    "roostream_worker_exchanged_bytes_total": MetricSpec("ids, rows and gradients exchanged with workers"),
+    "roostream_worker_impression_bytes_total": MetricSpec(
+        "bytes that expanded impressions would have exchanged"
+    ),
+}
+
 CONTROLLER = {
     "roostream_controller_incarnation": MetricSpec("current incarnation"),
     "roostream_controller_seq": MetricSpec("number of the last commit"),

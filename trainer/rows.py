@@ -6,7 +6,7 @@ Letters: U unique rows of a stack, D width.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -62,6 +62,41 @@ class Rows(Protocol):
     def save(self) -> None:
         """A commit is cut: what was pushed must be at the shards. Several workers all call it after the same
         step. Raises UnavailableError: as `pull`."""
+
+
+class PhasedRows:
+    """`Rows` that the workers hold themselves in the initial phase, and that shards hold in the stream. The
+    workers' rows are at the shards after every commit, so nothing moves at the switch."""
+
+    def __init__(self, held: Rows, at_shards: Rows, is_initial: Callable[[], bool]) -> None:
+        """`is_initial`: whether the incarnation trains history; asked when its first rows are pulled."""
+        self.held, self.at_shards, self.is_initial = held, at_shards, is_initial
+        self._used: Rows | None = None
+
+    def set_incarnation(self, incarnation: int, workers: int = 1, owners: BucketMap | None = None) -> None:
+        self._used = None
+        self.held.set_incarnation(incarnation, workers, owners)
+        self.at_shards.set_incarnation(incarnation, workers, owners)
+
+    def _now(self) -> Rows:
+        if self._used is None:
+            self._used = self.held if self.is_initial() else self.at_shards
+        return self._used
+
+    def pull(self, lookup: Lookup) -> dict[str, Tensor]:
+        return self._now().pull(lookup)
+
+    def push(self, lookup: Lookup, gradients: Mapping[str, Tensor], times: PushTimes) -> None:
+        self._now().push(lookup, gradients, times)
+
+    def save(self) -> None:
+        if self._used is not None:
+            self._used.save()
+
+
+def phased_rows(held: Rows | None, at_shards: Rows, is_initial: Callable[[], bool]) -> Rows:
+    """`PhasedRows`; without `held`, the shards' in both phases."""
+    return PhasedRows(held, at_shards, is_initial) if held is not None else at_shards
 
 
 def clip_rows(gradients: Mapping[str, Tensor], max_norm: float) -> bool:

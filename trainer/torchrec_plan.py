@@ -31,6 +31,7 @@ from torchrec.distributed.types import (
     ShardMetadata,
 )
 
+from param_server.placement.plan import Kind as PieceKind
 from param_server.placement.plan import PlannedTable, TablePiece
 from param_server.placement.sharding_file import read_sharding
 from roostream.errors import CheckpointError, ConfigError
@@ -51,6 +52,9 @@ _NO_SUCH_SEQUENCES = {
     "table_row_wise": "TorchRec 1.9 has it for pooled tables only; within one machine row_wise is the same",
     "data_parallel": "TorchRec 1.9 mixes it with other kinds for pooled tables only, and its update is dense",
 }
+
+
+_PIECE_KINDS: dict[Kind, PieceKind] = {"row_wise": "row", "table_wise": "table", "column_wise": "column"}
 
 
 class TablePlacement(NamedTuple):
@@ -140,7 +144,7 @@ def pieces_of(
         out += [
             TablePiece(
                 table=table.name,
-                kind={"row_wise": "row", "table_wise": "table", "column_wise": "column"}[kind],
+                kind=_PIECE_KINDS[kind],
                 owner=owner,
                 number=n,
                 of=len(owners),

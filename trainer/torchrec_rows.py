@@ -2,7 +2,7 @@
 
     pull   ids ─► slots (SlotIndex, equal at every worker) ─► forward: TorchRec's all-to-all ─► rows
     push   gradients ─► backward: TorchRec's all-to-all ─► sums per row, clipped ─► FBGEMM's fused optimizer
-    save   rows changed since the last commit ─► the workers' shards, which write the commit
+    save   rows changed since the last commit ─► shards (trainer/row_home.py), which write the commit
     first pull after a restore: rows of the shards ─► the collection
 
 All of these are collective: every worker calls them in the same order, also without keys. A key crosses the
@@ -36,15 +36,17 @@ from torchrec.optim import RowWiseAdagrad
 from param_server.embedding_table import KeyIndex, Keys, grown, join_keys
 from param_server.initial_rows import initial_rows
 from param_server.placement.plan import PlannedTable
+from param_server.placement.profiles import impression_bytes
 from param_server.row_block import RowBlock
 from param_server.rules import MAX_GRADIENT
-from param_server.server import Shard
 from roostream.errors import ConfigError, RoostreamError, SchemaError, UnavailableError
 from roostream.runtime.bucket_map import BucketMap
 from roostream.schema.ids import buckets_of
 from roostream.schema.schema import Schema, Table
+from roostream.wire.batch import Batch
 from roostream.wire.lookup import Lookup
 from trainer.process_group import GROUP_ERRORS
+from trainer.row_home import RowHome
 from trainer.rows import PushTimes
 from trainer.torchrec_plan import (
     TablePlacement,
@@ -219,10 +221,11 @@ class _Pull(NamedTuple):
 
 
 class TorchRecRows:
-    """`Rows` of workers that hold them in a TorchRec collection. `shard` keeps what is committed.
+    """`Rows` of workers that hold them in a TorchRec collection. `home` keeps what is committed.
 
     `bytes_W`: int64, bytes of ids, rows and gradients that each worker, as an owner, has exchanged with this
-    one in this incarnation.
+    one in this incarnation. `sent_bytes`: of all incarnations, what crossed to other workers.
+    `impression_bytes`: what the same batches would have sent as expanded impressions.
 
     Pulls and pushes alternate; several workers pull and push together. **If one fails**, every further call
     raises UnavailableError until `set_incarnation`.
@@ -231,7 +234,7 @@ class TorchRecRows:
     def __init__(
         self,
         schema: Schema,
-        shard: Shard,
+        home: RowHome,
         placement: Mapping[str, TablePlacement] | None = None,
         device: str = "cpu",
     ) -> None:
@@ -240,23 +243,24 @@ class TorchRecRows:
         Raises:
             SchemaError: a table's width is no multiple of 4, or its columns cannot be split.
         """
-        self.schema, self.shard, self.device = schema, shard, torch.device(device)
+        self.schema, self.home, self.device = schema, home, torch.device(device)
         self._by_width = _tables_by_width(schema)
         self.tables = [table for tables in self._by_width.values() for table in tables]
         self.placement = {t.name: (placement or {}).get(t.name, TablePlacement()) for t in self.tables}
         check_tables(schema, self.placement)
         self._group: RowPeers | None = None
         self._broken = "not restored yet"
-        self.index, self.bytes_W = 0, np.zeros(1, np.int64)
+        self.workers, self.index, self.bytes_W = 1, 0, np.zeros(1, np.int64)
+        self.sent_bytes = self.impression_bytes = 0
         self._collection: DistributedModelParallel | None = None
         self._clip = 0.0
         self._last: _Pull | None = None
         self._after_backward: list[tuple[LocalPiece, Tensor, Tensor, Table]] = []  # Adam's rows and gradients
 
-    @property
-    def sent_bytes(self) -> int:
-        """Of `bytes_W`, what crossed to other workers."""
-        return int(self.bytes_W.sum() - self.bytes_W[self.index])
+    def note_batch(self, batch: Batch) -> None:
+        """Count what the batch would have exchanged with all ids at every impression: of rows that are spread
+        evenly, a share of (W - 1) / W crosses."""
+        self.impression_bytes += impression_bytes(batch) * (self.workers - 1) // self.workers
 
     def meet(self, group: RowPeers) -> None:
         """Set the workers of the next incarnation; `set_incarnation` follows."""
@@ -267,9 +271,8 @@ class TorchRecRows:
     def set_incarnation(self, incarnation: int, workers: int = 1, owners: BucketMap | None = None) -> None:
         """The shards were restored; the next pull loads their rows into a new collection."""
         assert self._group is not None, "meet comes first"
-        owners = owners or self.shard.identity.first_owners
-        owners.check(self.shard.identity.num_buckets, workers)
         self.workers, self.index = workers, self._group.index
+        owners = self.home.set_incarnation(incarnation, self.index, workers, owners)
         self.bytes_W = np.zeros(workers, np.int64)
         parts_K = [workers if self.placement[t.name].kind == "row_wise" else 1 for t in self.tables]
         self._slots = SlotIndex(self.tables, parts_K, owners)
@@ -364,13 +367,16 @@ class TorchRecRows:
 
     def _count_bytes(self, table: Table, number_M: np.ndarray) -> None:
         """8 bytes for an id, 4 for a number of a row or of its gradient."""
+        bytes_W = np.zeros(self.workers, np.int64)
         if self.placement[table.name].kind == "row_wise":
             rows_W = np.bincount(self._slots.home_N[number_M], minlength=self.workers)
-            self.bytes_W += rows_W * (8 + 8 * table.dim)
-            return
-        for piece in self._pieces_of(table):
-            width = int((piece.columns < table.dim).sum())
-            self.bytes_W[piece.worker] += len(number_M) * (8 + 8 * width)
+            bytes_W += rows_W * (8 + 8 * table.dim)
+        else:
+            for piece in self._pieces_of(table):
+                width = int((piece.columns < table.dim).sum())
+                bytes_W[piece.worker] += len(number_M) * (8 + 8 * width)
+        self.bytes_W += bytes_W
+        self.sent_bytes += int(bytes_W.sum() - bytes_W[self.index])
 
     def _pushed(self, lookup: Lookup, gradients: Mapping[str, Tensor], times: PushTimes) -> None:
         last, self._last = self._last, None
@@ -535,9 +541,7 @@ class TorchRecRows:
             table, here_M = self.tables[piece.piece.k], np.flatnonzero(which_M == piece.piece.k)
             here_M = here_M[piece.piece.positions(slot_M[here_M])]
             keys = self._slots.keys.keys_at(number_M[here_M])
-            rows_MD = initial_rows(
-                self.shard.identity.seed, keys.table_U, keys.id_U, table.dim, table.init_scale
-            )
+            rows_MD = initial_rows(self.home.seed, keys.table_U, keys.id_U, table.dim, table.init_scale)
             state_MA = np.full(
                 (len(here_M), table.rule.state_width(table.dim)), table.rule.first_state, np.float32
             )
@@ -547,8 +551,8 @@ class TorchRecRows:
 
     def _load(self) -> None:
         """Fill a new collection with the rows of all workers' shards."""
-        mine = [keys for name in self.schema.stacks for keys in self._shard_keys(name)]
-        everyone = self._gather_keys(join_keys(*mine))
+        kept = {stack: self.home.load(stack) for stack in self.schema.stacks}
+        everyone = self._gather_keys(join_keys(*(rows.keys for rows in kept.values())))
         for keys in everyone:
             self._slots.add(keys)
         self._fit_stamps()
@@ -557,8 +561,10 @@ class TorchRecRows:
         number_W = [self._slots.keys.find(keys) for keys in everyone]
         self._saved_N[number_W[self.index]] = True
         records = {
-            k: self._shard_records(k, number_M) for k, number_M in self._by_table(number_W[self.index])
+            k: kept[table.stack].records_MF[kept[table.stack].keys.table_U == table.id]
+            for k, table in enumerate(self.tables)
         }
+        del kept
         self._move(number_W, records, to_shards=False)
 
     def _save(self) -> None:
@@ -587,7 +593,7 @@ class TorchRecRows:
                 rows_LD=np.ascontiguousarray(records[k][:, : table.dim]),
                 state_LA=np.ascontiguousarray(records[k][:, table.dim :]),
             )
-            self.shard.overwrite(table.stack, block)
+            self.home.store(table.stack, block)
             self._saved_N[number_M] = True
         self._stamp_ms_N[:] = _UNCHANGED
         self._may_have_expired = any(table.expire_after_ms for table in self.tables)
@@ -600,21 +606,11 @@ class TorchRecRows:
         is_gone_M = np.zeros(len(keys), np.bool_)
         for name, tables in self.schema.stacks.items():
             at_M = np.flatnonzero(np.isin(keys.table_U, [table.id for table in tables]))
-            is_gone_M[at_M] = self.shard.tables[name].index.find(keys.take(at_M)) < 0
+            is_gone_M[at_M] = ~self.home.contains(name, keys.take(at_M))
         for gone in self._gather_keys(keys.take(is_gone_M)):
             number_M = self._slots.keys.find(gone)
             self._saved_N[number_M] = False
             self._slots.remove(gone)
-
-    def _shard_keys(self, stack: str) -> list[Keys]:
-        index = self.shard.tables[stack].index
-        return [index.keys_at(index.in_buckets(range(index.num_buckets)))]
-
-    def _shard_records(self, k: int, number_M: np.ndarray) -> np.ndarray:
-        """float32 [M, F]: rows and states that this worker's shard has."""
-        table = self.shard.tables[self.tables[k].stack]
-        row_M = table.index.find(self._slots.keys.keys_at(number_M))
-        return np.concatenate([table.embeddings.rows_ND[row_M], table.state_NA[row_M]], axis=1)
 
     def _by_table(self, number_M: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
         which_M = self._slots.which_N[number_M]

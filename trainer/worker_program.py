@@ -7,7 +7,7 @@ import logging
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import REGISTRY
 
@@ -41,20 +41,24 @@ from trainer.config import WorkerConfig
 from trainer.deployment_identity import DeploymentIdentity
 from trainer.device.numerics import set_numerics
 from trainer.loop import LoopDependencies, TrainLoop
-from trainer.metrics import WORKER, WORKER_READING
+from trainer.metrics import WORKER, WORKER_READING, WORKER_ROWS
 from trainer.monitoring.caught_up import CaughtUpLimits
 from trainer.monitoring.drift import DriftDetector
 from trainer.monitoring.shadow import load_shadow_model
 from trainer.pipeline.pipelined_feed import connect_feed
 from trainer.pipeline.stage_timer import StageTimer
 from trainer.predictions import KafkaOutputs
-from trainer.process_group import TorchRendezvous
+from trainer.process_group import DualRendezvous, TorchRendezvous
 from trainer.record_source import RecordSource
-from trainer.rows import ShardRows
+from trainer.row_home import StackShards
+from trainer.rows import ShardRows, phased_rows
 from trainer.saved_batch import SavedBatches
 from trainer.sessions.phased_source import PhasedSource
 from trainer.worker import Worker
 from trainer.worker_monitor import Monitor
+
+if TYPE_CHECKING:
+    from trainer.torchrec_rows import TorchRecRows
 
 log = logging.getLogger("roostream.worker")
 
@@ -99,9 +103,10 @@ def run_until_stopped(config: WorkerConfig, stop: Stop) -> None:
         # Samples
         decoder = Decoder(schema, identity.registry)
         session_opener = remote_session_opener(config, keys, clock, lambda: worker.incarnation)
+        held = held_rows(config, schema, client) if config.initial_rows == "torchrec" else None
         source, rows, feed = connect_feed(
             lambda: open_source(config, decoder, schema, clock, stages, session_opener),
-            ShardRows(client),
+            phased_rows(held, ShardRows(client), lambda: worker.read_bounds.is_initial),
             stages,
             staleness=config.staleness,
             read_ahead=config.read_ahead,
@@ -116,13 +121,16 @@ def run_until_stopped(config: WorkerConfig, stop: Stop) -> None:
             is_urgent=lambda: budget.left_s() < _CLOSING_S,
         )
         drift = DriftDetector(schema)
-        counted_share = config.profile_share if config.index == 0 else 0.0
-        profiles = ProfileRecorder(Profiler(counted_share, config.seed), store, clock)
+        profiles = ProfileRecorder(
+            Profiler(config.profile_share if config.index == 0 else 0.0, config.seed), store, clock
+        )
 
         def on_scored(part: ChunkPart) -> None:
             drift.look(part.batch, part.lookup)
             if worker.read_bounds.is_initial or config.profile_stream:
                 profiles.look(loop.num_steps, part.batch, part.lookup)
+            if held and worker.read_bounds.is_initial:
+                held.note_batch(part.batch)
 
         shadow = None
         if config.shadow:
@@ -147,7 +155,14 @@ def run_until_stopped(config: WorkerConfig, stop: Stop) -> None:
             config.rendezvous_address, device=config.device, timeout_s=config.reduce_timeout_ms / 1000
         )
         opened.callback(rendezvous.close)
-        worker = Worker(loop, outputs, store, identity, config.index, rendezvous)
+        worker = Worker(
+            loop,
+            outputs,
+            store,
+            identity,
+            config.index,
+            DualRendezvous(rendezvous, held) if held else rendezvous,
+        )
         worker.on_write, worker.check_shards = profiles.save, client.check_order
         patience = CaughtUpLimits(lag_ms=config.caught_up_lag_ms, hold_s=config.caught_up_hold_ms / 1000)
         monitor = Monitor(worker, clock, patience, drift)
@@ -236,6 +251,27 @@ def train(
             if worker.can_leave() or budget.left_s() < min_s:
                 log.info("leaving at step %d, committed at %d", worker.loop.num_steps, worker.committed_step)
                 return
+
+
+def held_rows(config: WorkerConfig, schema: Schema, client: Client) -> TorchRecRows:
+    """Rows that this worker and the others hold in the initial phase. Raises ConfigError: TorchRec is not
+    installed. SchemaError: a table that it cannot hold."""
+    try:
+        from trainer.torchrec_rows import TorchRecRows
+    except ImportError as error:
+        raise ConfigError(
+            f"initial_rows = torchrec needs {error.name}; pip install 'roostream[torchrec]'"
+        ) from None
+    held = TorchRecRows(schema, StackShards(client, config.seed), device=config.device)
+
+    def metrics() -> dict[str, Any]:
+        return {
+            "roostream_worker_exchanged_bytes_total": held.sent_bytes,
+            "roostream_worker_impression_bytes_total": held.impression_bytes,
+        }
+
+    REGISTRY.register(MetricsCollector(metrics, WORKER_ROWS))
+    return held
 
 
 def open_source(

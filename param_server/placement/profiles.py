@@ -301,6 +301,19 @@ class Profiler:
                 self.profiles[source.key] = before.merged(seen) if before else seen
 
 
+def impression_bytes(batch: Batch) -> int:
+    """Bytes of ids, rows and gradients in a step if every impression of the batch had all ids of its request
+    and nothing were deduplicated."""
+    total = 0
+    for sources in batch.schema.derived(sources_of).values():
+        for source in sources:
+            jagged = batch.ro_lists if source.side == "ro" else batch.nro_lists
+            lengths_N = jagged.lengths_KN[jagged.index(source.key.partition(".")[0])]
+            ids = batch.num_candidates_R @ lengths_N if source.side == "ro" else lengths_N.sum()
+            total += int(ids) * (8 + 8 * source.table.dim)
+    return total
+
+
 def of_plain(plain: Mapping[str, Any]) -> TableProfile:
     """Inverse of `TableProfile.plain`. Raises TypeError: it is something else."""
     return TableProfile(**plain)

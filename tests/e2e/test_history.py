@@ -3,6 +3,8 @@ the way."""
 
 from __future__ import annotations
 
+import re
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,10 @@ from roostream.runtime.kafka import clients
 from roostream.runtime.kafka.broker import Broker
 from roostream.runtime.kafka.topics import SAMPLES, name_of
 from roostream.runtime.rpc.client import SocketTransport
+from roostream.schema.registry import to_toml
+from roostream.schema.schema import Schema
 from roostream.schema.schema_file import load_schema
+from tests.cli.train.test_offline import wide
 from tests.e2e.loop_stack import applied, newest, wait_until
 from tests.trainer import samples
 
@@ -48,7 +53,7 @@ fold = "any"
 HISTORY, MORE = range(1, 2001), range(2001, 2201)
 
 
-def produce(stack: Stack, numbers: range, *, transaction: str = "") -> None:
+def produce(stack: Stack, numbers: range, *, transaction: str = "", of: Schema | None = None) -> None:
     """To the partition of each number; a transaction leaves a marker behind its last record."""
     name = {"transactional_id": transaction, "delivery_timeout_ms": 20_000, "transaction_timeout_ms": 60_000}
     client = clients.producer(Broker(stack.endpoints.kafka), **(name if transaction else {}))  # type: ignore[arg-type]
@@ -59,7 +64,12 @@ def produce(stack: Stack, numbers: range, *, transaction: str = "") -> None:
         time_ms, key = samples.T0 + number * 1000 + 500, number.to_bytes(8, "little")
         topic = name_of(stack.prefix, SAMPLES)
         clients.send(
-            client, topic, key=key, value=samples.sample(number), timestamp_ms=time_ms, partition=number % 4
+            client,
+            topic,
+            key=key,
+            value=samples.sample(number, of=of),
+            timestamp_ms=time_ms,
+            partition=number % 4,
         )
     assert client.flush(30) == 0
     if transaction:
@@ -111,3 +121,43 @@ def test_g2_g3_history_by_two_workers_then_the_stream_by_one(tmp_path: Path) -> 
         assert last is not None and len(last.workers) == 1
         wait_until("the second worker's end", lambda: stack.state("worker-1") == "stopped", 60)
         assert applied(stack) == len(HISTORY) + len(MORE)
+
+
+def exchanged_bytes(stack: Stack) -> float:
+    """Of rows between the workers, as worker 0 counts it."""
+    with urllib.request.urlopen(stack.endpoints.metrics["worker"], timeout=5) as answer:
+        text = answer.read().decode()
+    found = re.search(r"^roostream_worker_exchanged_bytes_total ([\d.e+]+)$", text, re.MULTILINE)
+    return float(found[1]) if found else 0.0
+
+
+def test_g3_history_with_rows_in_torchrecs_collections_then_the_stream_with_rows_at_shards(
+    tmp_path: Path,
+) -> None:
+    """A worker is killed on the way; the stream changes rows that the history has trained."""
+    pytest.importorskip("torchrec")
+    schema = tmp_path / "schema.toml"
+    schema.write_text(to_toml(wide()), encoding="utf-8")
+    overrides = {
+        "controller": {"initial_workers": 2, "unit_records": 250, "commit_interval_ms": 2_000},
+        "worker": {"initial_rows": "torchrec", "batch_requests": 8, "first_batch_requests": 8},
+    }
+    with Stack(tmp_path / "home", StackOptions(schema=schema, replay=True, overrides=overrides)) as stack:
+        stack.start(["kafka"])
+        stack.wait_ready("kafka", timeout_s=180)
+        produce(stack, HISTORY, of=wide())
+        stack.start(["shards", "controller", "worker"])
+        wait_until("a commit of history", lambda: 0 < applied(stack) < len(HISTORY), 180)
+        assert exchanged_bytes(stack) > 0
+        stack.kill("worker-1")
+        produce(stack, MORE, of=wide())
+        wait_until("the stream", lambda: (s := told(stack)) and s["seq"] and not s["initial"], 240)
+        wait_until("everything once", lambda: applied(stack) == len(HISTORY) + len(MORE), 180)
+        last = newest(stack)
+        assert last is not None and set(last.shards) == set(range(stack.options.num_shards))
+        transport = SocketTransport(stack.endpoints.shards[0])
+        try:
+            rows = transport.call("stats", {}, timeout_s=5.0)[0]["rows"]
+        finally:
+            transport.close()
+        assert all(count > 10 for count in rows.values())

@@ -48,11 +48,16 @@ def schema() -> Schema:
 
 @cache
 def sample(
-    number: int, *, num_candidates: int = 3, close_ms: int | None = None, user: int | None = None
+    number: int,
+    *,
+    num_candidates: int = 3,
+    close_ms: int | None = None,
+    user: int | None = None,
+    of: Schema | None = None,
 ) -> bytes:
     """Sample `number` (from 1), of user `number` unless given; labels and features are a function of the
-    number."""
-    s, random = schema(), np.random.default_rng(number)
+    number. `of`: a schema with the same features; None = `schema()`."""
+    s, random = of or schema(), np.random.default_rng(number)
     items = (random.integers(0, NUM_ITEMS, num_candidates) + 1).tolist()
     time_ms = T0 + number * 1000
     message = pb.Sample(

@@ -14,11 +14,14 @@ import pytest
 from param_server.embedding_table import Keys
 from param_server.gradient_barrier import sum_pushes
 from param_server.placement.plan import CostModel, PlannedTable, imbalance, loads, round_robin
+from param_server.server import ShardRpcHandler
 from param_server.table import GradientPush
 from roostream.errors import ConfigError, SchemaError
 from roostream.runtime.bucket_map import BucketMap
+from roostream.runtime.rpc.server import RpcServer
 from roostream.schema.schema_file import schema_from_dict
 from tests.param_server.shard_support import begun
+from tests.trainer import torchrec_row_workers
 from tests.trainer.torchrec_row_workers import CLIP, WORKERS, batch, schema
 
 pytest.importorskip("torchrec")
@@ -32,6 +35,8 @@ RUNS = {
     "mixed": ["mixed"],
     "rows-rows": ["rows", "rows"],
     "rows-mixed": ["rows", "mixed"],
+    "expired": ["rows"],  # all rows, in a commit after half of the steps
+    "late": ["rows"],  # only the second half of the steps
 }
 
 
@@ -39,7 +44,17 @@ RUNS = {
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, State]:
     """Run → every key's row, state and time, of both workers' shards."""
     folder = tmp_path_factory.mktemp("torchrec")
-    (folder / "runs.json").write_text(json.dumps(RUNS))
+    run_workers(folder, list(RUNS))
+    found: dict[str, State] = {name: {} for name in RUNS}
+    for rank in range(WORKERS):
+        arrays = np.load(folder / f"out-{rank}.npz")
+        for name, state in found.items():
+            add_state(state, {key: arrays[key] for key in arrays if key.startswith(f"{name}/")})
+    return found
+
+
+def run_workers(folder: Path, runs: list[str]) -> None:
+    (folder / "runs.json").write_text(json.dumps({name: RUNS[name] for name in runs}))
     command = [sys.executable, "-m", "tests.trainer.torchrec_row_workers"]
     ranks = [subprocess.Popen([*command, str(rank), str(folder)]) for rank in range(WORKERS)]
     try:
@@ -48,18 +63,16 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, State]:
         for rank in ranks:
             rank.kill()
             rank.wait()
-    found: dict[str, State] = {name: {} for name in RUNS}
-    for rank in range(WORKERS):
-        arrays = np.load(folder / f"out-{rank}.npz")
-        for name, state in found.items():
-            for stack in schema().stacks:
-                columns = (
-                    arrays[f"{name}/{stack}/{what}"] for what in ("table", "id", "rows", "state", "stamp")
-                )
-                for table, id_, row, row_state, stamp in zip(*columns, strict=True):
-                    assert (int(table), int(id_)) not in state, "one owner a row"
-                    state[int(table), int(id_)] = row, row_state, int(stamp)
-    return found
+
+
+def add_state(state: State, arrays: Mapping[str, np.ndarray]) -> None:
+    """Add the rows of a shard, from `torchrec_row_workers.state` with any prefix."""
+    by_name = {key.partition("/")[2] if key.count("/") > 1 else key: array for key, array in arrays.items()}
+    for stack in schema().stacks:
+        columns = (by_name[f"{stack}/{what}"] for what in ("table", "id", "rows", "state", "stamp"))
+        for table, id_, row, row_state, stamp in zip(*columns, strict=True):
+            assert (int(table), int(id_)) not in state, "one owner a row"
+            state[int(table), int(id_)] = row, row_state, int(stamp)
 
 
 @pytest.fixture(scope="module")
@@ -120,6 +133,35 @@ def test_rows_that_moved_to_shards_and_back_train_on_bit_equal(
     for key in kept:
         for mine, other in zip(trained[run][key][:2], trained[undisturbed][key][:2], strict=True):
             assert mine.tobytes() == other.tobytes()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_rows_that_expired_in_a_commit_begin_anew(trained: Mapping[str, State]) -> None:
+    assert trained["expired"].keys() == trained["late"].keys() and len(trained["late"]) > 100
+    assert bits(trained["expired"]) == bits(trained["late"]) != bits(trained["rows"])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_shards_of_a_stack_get_the_same_rows(trained: Mapping[str, State], tmp_path: Path) -> None:
+    """Two workers and three shards, in processes of their own."""
+    shards = [begun(index=index, num_shards=3, schema=schema()) for index in range(3)]
+    servers = [RpcServer(ShardRpcHandler(shard).handle).start() for shard in shards]
+    try:
+        (tmp_path / "shards.json").write_text(json.dumps([server.address for server in servers]))
+        run_workers(tmp_path, ["rows"])
+    finally:
+        for server in servers:
+            server.stop()
+    found: State = {}
+    for shard in shards:
+        add_state(found, dict(torchrec_row_workers.state(shard)))
+    assert bits(found) == bits(trained["rows"])
+
+
+def bits(rows: State) -> dict[tuple[int, int], tuple[bytes, bytes, int]]:
+    return {key: (row.tobytes(), kept.tobytes(), stamp) for key, (row, kept, stamp) in rows.items()}
 
 
 def keys_of(name: str, *ids: int) -> Keys:

@@ -2,7 +2,8 @@
 
     python -m tests.trainer.torchrec_row_workers RANK FOLDER
 
-Every rank trains the runs of FOLDER/runs.json and writes the state of its shard to FOLDER/out-RANK.npz.
+Every rank trains the runs of FOLDER/runs.json and writes the state of its shard to FOLDER/out-RANK.npz. With
+FOLDER/shards.json, the addresses of shards of a stack, the rows go there instead.
 """
 
 from __future__ import annotations
@@ -12,22 +13,27 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
+from param_server.client import Client
 from param_server.server import Shard
+from roostream.runtime.rpc.client import SocketTransport
 from roostream.schema.schema import Schema
 from roostream.schema.schema_file import schema_from_dict
 from roostream.wire.lookup import Lookup, StackLookup
 from tests.param_server.shard_support import begun
 from trainer.process_group import DualRendezvous, GroupSpec, TorchRendezvous
+from trainer.row_home import OwnShard, StackShards
 from trainer.rows import PushTimes
 from trainer.torchrec_plan import TablePlacement
 from trainer.torchrec_rows import TorchRecRows
 
 WORKERS = 2
 CLIP = 2.0
+EXPIRE_AFTER_MS = 10_000  # later than every step, unless a run says so
 PLACEMENTS = {
     "rows": {},
     "mixed": {
@@ -39,12 +45,14 @@ PLACEMENTS = {
 
 
 def schema() -> Schema:
-    tables = {
+    tables: dict[str, dict[str, Any]] = {
         "item": {"dim": 8, "rule": {"name": "adagrad", "learning_rate": 0.05, "epsilon": 1e-3}},
         "user": {"dim": 8, "init_scale": 0.5, "rule": {"name": "adagrad", "initial_accumulator": 0.1}},
         "topic": {"dim": 4, "rule": "rowwise_adagrad"},
         "brand": {"dim": 8, "rule": {"name": "adam", "learning_rate": 0.01}},
     }
+    for table in tables.values():
+        table["expire_after_ms"] = EXPIRE_AFTER_MS
     return schema_from_dict({"tables": tables, "label": [{"name": "click", "action": "click"}]})
 
 
@@ -75,6 +83,22 @@ def train(rows: TorchRecRows, worker: int, steps: range) -> None:
             {name: torch.from_numpy(g) for name, g in gradients.items()},
             PushTimes(step=step, time_ms=100 * step, clip_row_norm=CLIP),
         )
+
+
+def expire(shard: Shard) -> None:
+    """A commit at a time when every row has expired."""
+    shard.freeze(1, 10 * EXPIRE_AFTER_MS)
+    shard.write(1)
+    shard.commit(1)
+
+
+def stack_shards(folder: Path, rank: int) -> StackShards | None:
+    """The shards of FOLDER/shards.json, if there are any."""
+    path = folder / "shards.json"
+    if not path.exists():
+        return None
+    transports = [SocketTransport(address) for address in json.loads(path.read_text())]
+    return StackShards(Client(schema(), transports, worker=rank, num_buckets=64), 0)
 
 
 def state(shard: Shard) -> Iterator[tuple[str, np.ndarray]]:
@@ -109,14 +133,21 @@ def main(rank: int, folder: Path) -> None:
         shard = begun(index=rank, num_shards=WORKERS, schema=schema())
         for part, placement in enumerate(placements):
             incarnation += 1
-            rows = TorchRecRows(schema(), shard, PLACEMENTS[placement])
+            home = stack_shards(folder, rank) or OwnShard(shard)
+            rows = TorchRecRows(schema(), home, PLACEMENTS[placement])
             group = DualRendezvous(place, rows).join(GroupSpec(incarnation, rank, WORKERS, address))
             rows.set_incarnation(incarnation, WORKERS)
             length = 12 // len(placements)
-            train(rows, rank, range(part * length, (part + 1) * length))
+            if name == "late":
+                train(rows, rank, range(6, 12))
+            elif name == "expired":
+                train(rows, rank, range(6))
+                rows.save()
+                expire(shard)
+                train(rows, rank, range(6, 12))
+            else:
+                train(rows, rank, range(part * length, (part + 1) * length))
             rows.save()
-            if name == "sent":
-                out["sent_bytes"] = np.array(rows.sent_bytes)
             group.leave()
         out |= {f"{name}/{key}": value for key, value in state(shard)}
     np.savez(folder / f"out-{rank}.npz", **out)

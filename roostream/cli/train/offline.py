@@ -64,7 +64,7 @@ from trainer.config import LoopConfig
 from trainer.control.controller import Controller
 from trainer.control.coordinator import Coordinator
 from trainer.control.reader_master import ReaderMaster
-from trainer.control.types import CoordinatorConfig, State, worker_keys
+from trainer.control.types import CoordinatorConfig, Key, State, worker_keys
 from trainer.monitoring.progressive_metrics import summarize
 from trainer.partitions import PartitionSnapshot, read_partitions, report_of_snapshots
 from trainer.rows import ShardRows
@@ -321,7 +321,8 @@ class _OfflineTraining:
     def _train_in_processes(
         self, controller: Controller, readers: OfflineReaders | None, progress: _Progress
     ) -> dict[str, Any]:
-        """Train with worker programs; returns the sums of their counts since their last start."""
+        """Train with worker programs; returns the sums of their counts since their last start, and what
+        workers that hold rows have exchanged."""
         shards = self._shards()
         processes = contextlib.ExitStack()
         self.opened.callback(processes.close)  # after the controller has ended, so that it does not react
@@ -346,10 +347,17 @@ class _OfflineTraining:
         reports = [
             m.report for key in worker_keys(self.config.workers) if (m := coordinator.members.get(key))
         ]
-        return {
+        counts: dict[str, Any] = {
             f.name: sum(report.get(f.name, 0) for report in reports)
             for f in dataclasses.fields(RequestCounts)
         }
+        if self.config.rows == "torchrec":
+            owners = [coordinator.members.get(Key("shard", index)) for index in range(self.config.workers)]
+            counts["exchange"] = {
+                name: sum(owner.report.get(name, 0) for owner in owners if owner)
+                for name in ("exchanged_bytes", "impression_bytes")
+            }
+        return counts
 
     def _check(self, errors: list[BaseException]) -> None:
         if errors:

@@ -13,9 +13,9 @@ import dataclasses
 import json
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from infra.home import Home
 from param_server.client import Client
@@ -43,7 +43,9 @@ from roostream.schema.settings import from_dict
 from roostream.warehouse.readers.config import ReadersConfig
 from roostream.warehouse.readers.remote_rows import ReadersLink, RemoteSessionOpener
 from roostream.wire import roo_pb2 as pb
+from roostream.wire.batch import Batch
 from roostream.wire.decode import Decoder
+from trainer.chunks import ChunkPart
 from trainer.config import LoopConfig
 from trainer.deployment_identity import DeploymentIdentity
 from trainer.device.numerics import set_numerics
@@ -58,10 +60,14 @@ from trainer.process_group import (
     TorchRendezvous,
 )
 from trainer.record_source import RecordSource
+from trainer.row_home import OwnShard
 from trainer.rows import Rows, ShardRows
 from trainer.sessions.phased_source import PhasedSource
 from trainer.sessions.session_source import local_rows, open_session
 from trainer.worker import Worker
+
+if TYPE_CHECKING:
+    from trainer.torchrec_plan import Kind
 
 NUM_BUCKETS = 64
 _READ_AHEAD = 2
@@ -138,9 +144,10 @@ class TrainingParts:
         opened: contextlib.ExitStack,
         index: int = 0,
         rendezvous: Rendezvous = SINGLE_WORKER,
+        on_batch: Callable[[Batch], None] = lambda batch: None,
     ) -> Worker:
         """A worker that trains the session. `opener`: opens sessions read by reader programs; None = it reads
-        files itself."""
+        files itself. `on_batch`: called with every batch that was scored."""
         set_numerics(self.settings)
         stages, outputs = StageTimer(self.clock), DiscardedOutputs()
         source, rows, feed = connect_feed(
@@ -153,6 +160,11 @@ class TrainingParts:
         opened.callback(source.close)
         counted_share = self.config.profile_share if index == 0 else 0.0
         profiles = ProfileRecorder(Profiler(counted_share, self.config.seed), self.store, self.clock)
+
+        def on_scored(part: ChunkPart) -> None:
+            profiles.look(loop.num_steps, part.batch, part.lookup)
+            on_batch(part.batch)
+
         dependencies = LoopDependencies(
             source=source,
             rows=rows,
@@ -160,7 +172,7 @@ class TrainingParts:
             clock=self.clock,
             feed=feed,
             stages=stages,
-            on_scored=lambda part: profiles.look(loop.num_steps, part.batch, part.lookup),
+            on_scored=on_scored,
         )
         loop = TrainLoop(self.settings, self.schema, self.model, dependencies)
         opened.callback(loop.feed.close)
@@ -196,7 +208,8 @@ class WorkerTask:
     controller: str  # address
     readers: str = ""  # address of the reader master; "" = the worker reads files itself
     shards: Sequence[str] = ()  # addresses; empty = the workers own the rows
-    placement: Mapping[str, tuple[str, Sequence[int]]] = dataclasses.field(default_factory=dict)
+    # Table → kind and workers (`TablePlacement`); a table that it lacks is spread by rows.
+    placement: Mapping[str, tuple[Kind, Sequence[int]]] = dataclasses.field(default_factory=dict)
 
 
 def run_worker(task: WorkerTask, stop: program.Stop) -> None:
@@ -212,6 +225,7 @@ def run_worker(task: WorkerTask, stop: program.Stop) -> None:
         opened.callback(peers.close)
         rendezvous: Rendezvous = peers
         agents: list[ControllerAgent] = []
+        on_batch: Callable[[Batch], None] = lambda batch: None
         if task.shards:
             transports = [SocketTransport(address) for address in task.shards]
             for transport in transports:
@@ -228,9 +242,14 @@ def run_worker(task: WorkerTask, stop: program.Stop) -> None:
             placement = {
                 table: TablePlacement(kind, tuple(ranks)) for table, (kind, ranks) in task.placement.items()
             }
-            rows = TorchRecRows(parts.schema, shard, placement, parts.settings.device)
-            rendezvous = DualRendezvous(peers, rows)
-            agents.append(ControllerAgent(dial, "shard", task.index, shard.execute, shard.stats, ended))
+            held = TorchRecRows(parts.schema, OwnShard(shard), placement, parts.settings.device)
+            rows, rendezvous, on_batch = held, DualRendezvous(peers, held), held.note_batch
+
+            def stats() -> dict[str, Any]:
+                exchanged = {"exchanged_bytes": held.sent_bytes, "impression_bytes": held.impression_bytes}
+                return {**shard.stats(), **exchanged}
+
+            agents.append(ControllerAgent(dial, "shard", task.index, shard.execute, stats, ended))
         opener = None
         if task.readers:
             link = ReadersLink(
@@ -240,7 +259,7 @@ def run_worker(task: WorkerTask, stop: program.Stop) -> None:
                 incarnation=lambda: worker.incarnation,
             )
             opener = RemoteSessionOpener(link, ReadersConfig(by="programs"), parts.clock)
-        worker: Worker = parts.worker(rows, opener, opened, task.index, rendezvous)
+        worker: Worker = parts.worker(rows, opener, opened, task.index, rendezvous, on_batch)
         agents.append(
             ControllerAgent(
                 dial, "worker", task.index, worker.submit, worker.report, ended, on_received=worker.hear

@@ -53,8 +53,16 @@ def _summary(report: dict[str, Any]) -> str:
         "steps and "
         f"{report['wall_s']:.1f} s ({report['requests_s']:,.0f} per second); version "
         f"{report['version_of_model']}; "
-        f"NE {ne}, AUC {auc}, calibration {calibration}"
+        f"NE {ne}, AUC {auc}, calibration {calibration}{_exchange(report.get('exchange', {}))}"
     )
+
+
+def _exchange(counted: dict[str, int]) -> str:
+    sent, expanded = counted.get("exchanged_bytes", 0), counted.get("impression_bytes", 0)
+    if not sent:
+        return ""
+    less = f"{expanded / sent:.1f} times less than for expanded impressions"
+    return f"; {sent / 1e6:,.1f} MB exchanged between workers, {less}"
 
 
 def _command(**given: Any) -> None:

@@ -1,0 +1,106 @@
+"""Homes of rows that workers hold: their own shard, and the shards of a stack."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from param_server.client import Client
+from param_server.embedding_table import Keys
+from param_server.row_block import RowBlock
+from param_server.server import Shard, ShardRpcHandler
+from roostream.errors import FencedError, RoostreamError, WireError
+from roostream.runtime.rpc.transport import InMemoryTransport
+from tests.param_server.shard_support import ADAGRAD, ITEM, USER, begun, keys, small_schema
+from trainer.row_home import OwnShard, RowHome, StackShards
+
+NUM_BUCKETS = 64
+
+
+def stack_home(shards: list[Shard], worker: int, workers: int) -> StackShards:
+    transports = [InMemoryTransport(ShardRpcHandler(shard).handle) for shard in shards]
+    home = StackShards(Client(small_schema(), transports, worker=worker, num_buckets=NUM_BUCKETS), 7)
+    home.set_incarnation(1, worker, workers, None)
+    return home
+
+
+def block(found: Keys, first: float) -> RowBlock:
+    count = len(found)
+    rows_LD = first + np.arange(count * 4, dtype=np.float32).reshape(count, 4)
+    return RowBlock(
+        keys=found,
+        unpublished_K=np.zeros(count, np.uint8),
+        stamp_ms_L=np.arange(count),
+        rows_LD=rows_LD,
+        state_LA=rows_LD + 0.5,
+    )
+
+
+def loaded(homes: list[RowHome]) -> dict[tuple[int, int], bytes]:
+    out = {}
+    for home in homes:
+        kept = home.load(ADAGRAD)
+        for table, id_, record in zip(kept.keys.table_U, kept.keys.id_U, kept.records_MF, strict=True):
+            assert (int(table), int(id_)) not in out, "one worker answers for a row"
+            out[int(table), int(id_)] = record.tobytes()
+    return out
+
+
+def expected(given: RowBlock) -> dict[tuple[int, int], bytes]:
+    records = np.concatenate([given.rows_LD, given.state_LA], axis=1)
+    return {
+        (int(table), int(id_)): record.tobytes()
+        for table, id_, record in zip(given.keys.table_U, given.keys.id_U, records, strict=True)
+    }
+
+
+@pytest.mark.parametrize(("shards", "workers"), [(1, 1), (3, 2), (2, 3)])
+def test_rows_of_a_stack_are_stored_and_loaded_whatever_the_numbers(shards: int, workers: int) -> None:
+    of_stack = [begun(index=n, num_shards=shards) for n in range(shards)]
+    homes: list[RowHome] = [stack_home(of_stack, worker, workers) for worker in range(workers)]
+    assert loaded(homes) == {}
+    given = block(keys(ITEM, *range(-20, 200)), 0.0)
+    homes[0].store(ADAGRAD, given)
+    assert loaded(homes) == expected(given)
+    again = block(keys(ITEM, *range(100)), 1000.0)
+    homes[-1].store(ADAGRAD, again)
+    assert loaded(homes) == {**expected(given), **expected(again)}
+    asked = keys(ITEM, 5, 5000, -20)
+    assert homes[0].contains(ADAGRAD, asked).tolist() == [True, False, True]
+    assert not homes[0].contains(ADAGRAD, keys(USER, 5)).any()
+
+
+def test_the_own_shard_keeps_the_same() -> None:
+    home = OwnShard(begun())
+    given = block(keys(ITEM, *range(50)), 2.0)
+    home.store(ADAGRAD, given)
+    assert loaded([home]) == expected(given)
+    assert home.contains(ADAGRAD, keys(ITEM, 1, 99)).tolist() == [True, False]
+
+
+def test_a_write_that_is_sent_twice_is_applied_once() -> None:
+    """The second one may arrive after a later write of the same row."""
+    shard = begun()
+    call = ShardRpcHandler(shard).handle
+    given = block(keys(ITEM, 1), 3.0)
+    arrays = [given.keys.table_U, given.keys.id_U, given.stamp_ms_L, given.rows_LD, given.state_LA]
+    header = {"incarnation": 1, "worker": 0, "sequence": 1, "stacks": [ADAGRAD]}
+    assert call("overwrite", header, arrays)[0] == {"applied": True}
+    assert call("overwrite", header, arrays)[0] == {"applied": False}
+    with pytest.raises(FencedError):
+        call("overwrite", {**header, "sequence": 3}, arrays)
+    with pytest.raises(FencedError):
+        call("overwrite", {**header, "incarnation": 2, "sequence": 2}, arrays)
+
+
+def test_arguments_that_do_not_fit_are_refused() -> None:
+    call = ShardRpcHandler(begun()).handle
+    given = block(keys(ITEM, 1, 2), 3.0)
+    arrays = [given.keys.table_U, given.keys.id_U, given.stamp_ms_L, given.rows_LD[:, :3], given.state_LA]
+    with pytest.raises(WireError):
+        call("overwrite", {"incarnation": 1, "worker": 0, "sequence": 1, "stacks": [ADAGRAD]}, arrays)
+    for buckets in ([64], [-1], ["0"], 3):
+        with pytest.raises(RoostreamError):
+            call("records", {"incarnation": 1, "stack": ADAGRAD, "buckets": buckets, "start": 0}, [])
+    with pytest.raises(WireError):
+        call("records", {"incarnation": 1, "stack": ADAGRAD, "buckets": [0], "start": -1}, [])
