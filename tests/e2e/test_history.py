@@ -18,7 +18,6 @@ from roostream.runtime.kafka.broker import Broker
 from roostream.runtime.kafka.topics import SAMPLES, name_of
 from roostream.runtime.rpc.client import SocketTransport
 from roostream.schema.registry import to_toml
-from roostream.schema.schema import Schema
 from roostream.schema.schema_file import load_schema
 from tests.cli.train.test_offline import wide
 from tests.e2e.loop_stack import applied, newest, wait_until
@@ -53,7 +52,7 @@ fold = "any"
 HISTORY, MORE = range(1, 2001), range(2001, 2201)
 
 
-def produce(stack: Stack, numbers: range, *, transaction: str = "", of: Schema | None = None) -> None:
+def produce(stack: Stack, numbers: range, *, transaction: str = "", fingerprint: int = 0) -> None:
     """To the partition of each number; a transaction leaves a marker behind its last record."""
     name = {"transactional_id": transaction, "delivery_timeout_ms": 20_000, "transaction_timeout_ms": 60_000}
     client = clients.producer(Broker(stack.endpoints.kafka), **(name if transaction else {}))  # type: ignore[arg-type]
@@ -67,7 +66,7 @@ def produce(stack: Stack, numbers: range, *, transaction: str = "", of: Schema |
             client,
             topic,
             key=key,
-            value=samples.sample(number, of=of),
+            value=samples.sample(number, fingerprint=fingerprint),
             timestamp_ms=time_ms,
             partition=number % 4,
         )
@@ -145,12 +144,12 @@ def test_g3_history_with_rows_in_torchrecs_collections_then_the_stream_with_rows
     with Stack(tmp_path / "home", StackOptions(schema=schema, replay=True, overrides=overrides)) as stack:
         stack.start(["kafka"])
         stack.wait_ready("kafka", timeout_s=180)
-        produce(stack, HISTORY, of=wide())
+        produce(stack, HISTORY, fingerprint=wide().fingerprint)
         stack.start(["shards", "controller", "worker"])
         wait_until("a commit of history", lambda: 0 < applied(stack) < len(HISTORY), 180)
         assert exchanged_bytes(stack) > 0
         stack.kill("worker-1")
-        produce(stack, MORE, of=wide())
+        produce(stack, MORE, fingerprint=wide().fingerprint)
         wait_until("the stream", lambda: (s := told(stack)) and s["seq"] and not s["initial"], 240)
         wait_until("everything once", lambda: applied(stack) == len(HISTORY) + len(MORE), 180)
         last = newest(stack)

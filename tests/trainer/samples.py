@@ -53,16 +53,19 @@ def sample(
     num_candidates: int = 3,
     close_ms: int | None = None,
     user: int | None = None,
-    of: Schema | None = None,
+    fingerprint: int = 0,
 ) -> bytes:
     """Sample `number` (from 1), of user `number` unless given; labels and features are a function of the
-    number. `of`: a schema with the same features; None = `schema()`."""
-    s, random = of or schema(), np.random.default_rng(number)
+    number. `fingerprint`: of another schema with the same features; 0 = of `schema()`."""
+    s, random = schema(), np.random.default_rng(number)
     items = (random.integers(0, NUM_ITEMS, num_candidates) + 1).tolist()
     time_ms = T0 + number * 1000
     message = pb.Sample(
         header=pb.Header(
-            request_id=f"r{number}", user_id=user or number, time_ms=time_ms, schema=s.fingerprint
+            request_id=f"r{number}",
+            user_id=user or number,
+            time_ms=time_ms,
+            schema=fingerprint or s.fingerprint,
         ),
         sample_id=number,
         close_reason=pb.CLOSE_WINDOW,

@@ -1,0 +1,140 @@
+"""Rows of a running stack: in TorchRec's collections while history is trained, then at the shards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from param_server.client import Client
+from param_server.server import Shard, ShardRpcHandler
+from roostream.runtime.rpc.transport import InMemoryTransport
+from tests.param_server.shard_support import MemoryStore, begun, link_manifest, state_of
+from tests.trainer.torchrec_row_workers import batch, schema
+from trainer.process_group import DualRendezvous, GroupSpec, TorchRendezvous
+from trainer.row_home import StackShards
+from trainer.rows import PhasedRows, PushTimes, Rows, ShardRows
+
+pytest.importorskip("torchrec")
+
+from trainer.torchrec_rows import TorchRecRows
+
+SHARDS = 2
+State = dict[tuple[str, int, int], bytes]
+
+
+class StackOfShards:
+    """Shards with a store, and one worker with rows in both phases."""
+
+    def __init__(self, rendezvous: TorchRendezvous) -> None:
+        self.store, self.initial = MemoryStore(), True
+        self.shards: list[Shard] = [
+            begun(index=n, num_shards=SHARDS, schema=schema(), store=self.store) for n in range(SHARDS)
+        ]
+        transports = [InMemoryTransport(ShardRpcHandler(shard).handle) for shard in self.shards]
+        self.client = Client(schema(), transports, worker=0, num_buckets=64)
+        self.held = TorchRecRows(schema(), StackShards(self.client, 0))
+        self.rows = PhasedRows(self.held, ShardRows(self.client), lambda: self.initial)
+        self.rendezvous, self.incarnation, self.committed = DualRendezvous(rendezvous, self.held), 1, ""
+
+    def begin(self, incarnation: int, *, initial: bool) -> None:
+        """An incarnation of the newest commit, as RESTORE and START begin it."""
+        if incarnation > 1:
+            for shard in self.shards:
+                shard.restore(incarnation, self.committed)
+        self.incarnation, self.initial = incarnation, initial
+        self.group = self.rendezvous.join(GroupSpec(incarnation, 0, 1, ""))
+        self.rows.set_incarnation(incarnation, 1)
+
+    def train(self, steps: range) -> None:
+        train(self.rows, steps)
+
+    def commit(self, seq: int) -> None:
+        """CUT at the worker, then FREEZE to COMMIT at the shards."""
+        self.rows.save()
+        for shard in self.shards:
+            shard.freeze(seq, 0)
+        self.committed = link_manifest(
+            self.store,
+            seq,
+            self.incarnation,
+            [shard.write(seq) for shard in self.shards],
+            schema=f"{schema().fingerprint:016x}",
+        )
+        for shard in self.shards:
+            shard.commit(seq)
+
+    def state(self) -> State:
+        return {key: bits for shard in self.shards for key, bits in state_of(shard).items()}
+
+
+def train(rows: Rows, steps: range) -> None:
+    for step in steps:
+        lookup, gradients = batch(0, step)
+        rows.pull(lookup)
+        on_torch = {name: torch.from_numpy(gradient) for name, gradient in gradients.items()}
+        rows.push(lookup, on_torch, PushTimes(step=step + 1, time_ms=100 * step))
+
+
+@pytest.fixture
+def stack() -> Iterator[StackOfShards]:
+    rendezvous = TorchRendezvous("127.0.0.1:0", device="cpu", timeout_s=60)
+    made = StackOfShards(rendezvous)
+    yield made
+    made.group.leave()
+    made.client.close()
+    rendezvous.close()
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_commit_of_history_has_rows_and_states_and_the_stream_continues_with_them(
+    stack: StackOfShards,
+) -> None:
+    stack.begin(1, initial=True)
+    stack.train(range(3))
+    assert not stack.state(), "the rows are with the worker until a commit"
+    stack.commit(1)
+    history = stack.state()
+    stack.begin(2, initial=False)
+    assert stack.state() == history, "to the bit, with optimizer state and time"
+    stack.train(range(4, 6))
+
+    shards = [begun(index=n, num_shards=SHARDS, schema=schema()) for n in range(SHARDS)]
+    client = Client(
+        schema(),
+        [InMemoryTransport(ShardRpcHandler(shard).handle) for shard in shards],
+        worker=0,
+        num_buckets=64,
+    )
+    client.set_incarnation(1)
+    train(ShardRows(client), range(3))
+    train(ShardRows(client), range(4, 6))
+    client.close()
+    expected = {key: bits for shard in shards for key, bits in state_of(shard).items()}
+    found = stack.state()
+    assert found.keys() == expected.keys() and len(found) > 100
+    for key, bits in expected.items():
+        mine, other = (np.frombuffer(each[:-8], np.float32) for each in (found[key], bits))
+        np.testing.assert_allclose(mine, other, rtol=1e-5, atol=1e-6)
+        assert found[key][-8:] == bits[-8:]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_restore_within_history_loses_nothing_that_was_committed(stack: StackOfShards) -> None:
+    stack.begin(1, initial=True)
+    stack.train(range(3))
+    stack.commit(1)
+    stack.train(range(4, 7))
+    stack.rows.save()
+    undisturbed = stack.state()
+    stack.begin(2, initial=True)  # after a kill: the shards are at the commit again
+    assert stack.state() != undisturbed
+    stack.train(range(4, 7))
+    stack.rows.save()
+    assert stack.state() == undisturbed
