@@ -35,8 +35,8 @@ def _row(workers: int) -> Row:
         unit="steps",
         shows="cost",
         subjects=(
-            Subject(ROUND_ROBIN, _SUBJECT, ("tables", *size)),
-            Subject(TORCHREC, _SUBJECT, ("profiled", *size), "peer"),
+            Subject(TORCHREC, _SUBJECT, ("profiled", *size)),
+            Subject(ROUND_ROBIN, _SUBJECT, ("tables", *size), "peer"),
             Subject(PLAN, _SUBJECT, ("plan", *size), "stage"),
         ),
         derives=_against,

@@ -50,7 +50,7 @@ SMALL: dict[str, list[tuple[str, list[Any]]]] = {
     ],
     "initial_torchrec": [
         ("exchanged", [kind, [2, 50, 4, 3, 2, 2, 1.0], 2])
-        for kind in ("rows", "shards", "expanded", "tables", "planner")
+        for kind in ("rows", "shards", "expanded", "tables", "planner", "profiled", "plan")
     ],
     "placement_switch": [("move_rows", [200, 2, 3]), ("write_file", [200, 16])],
     "decode": [(f, [2, 3]) for f in ("ours", "protobuf", "memcpy")],
