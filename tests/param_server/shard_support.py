@@ -4,26 +4,35 @@ as a dict."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+import threading
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 
+from param_server.client import Client
 from param_server.config import ShardIdentity
 from param_server.embedding_table import Keys
 from param_server.eviction import EvictionPolicyFactory, ExpiryPolicy
 from param_server.key_value_store import KeyValueStore, MemoryKeyValueStore
+from param_server.publish import Publisher
+from param_server.replica.replica import Replica
+from param_server.rows_topic import InMemoryRows
 from param_server.segment_copies import SegmentCopies
 from param_server.segments import Segments
 from param_server.server import Shard, ShardRpcHandler
 from param_server.table import shapes_of
-from roostream.errors import CheckpointError
 from roostream.runtime.clock import Clock, FakeClock
-from roostream.runtime.rpc.transport import InMemoryTransport
-from roostream.schema.schema import Schema
+from roostream.runtime.rpc.transport import Answer, Arrays, Header, InMemoryTransport
+from roostream.schema.schema import Schema, Table
 from roostream.schema.schema_file import schema_from_dict
+from roostream.wire import records as wire
+from roostream.wire import roo_pb2 as pb
 from roostream.wire.lookup import Lookup, StackLookup
 from tests.runtime.manifest_cases import a_manifest
+from tests.trainer.memory_store import MemoryStore
 
 ADAGRAD, ROWWISE = "d4-adagrad", "d3-rowwise_adagrad"
 PIECE_BYTES = 150
@@ -76,41 +85,6 @@ def gradients_of(lookup: Lookup, value: float) -> dict[str, np.ndarray]:
     return out
 
 
-class MemoryStore:
-    """A CheckpointStore in a dict."""
-
-    def __init__(self) -> None:
-        self.objects: dict[str, bytes] = {}
-
-    def create(self, name: str, data: bytes) -> bool:
-        return self.objects.setdefault(name, data) is data
-
-    def put(self, name: str, data: bytes) -> None:
-        self.objects[name] = data
-
-    def put_stream(self, name: str, chunks: Iterable[bytes], size: int) -> None:
-        data = b"".join(chunks)
-        assert len(data) == size
-        self.objects[name] = data
-
-    def get(self, name: str) -> bytes:
-        if name not in self.objects:
-            raise CheckpointError(f"{name} is absent")
-        return self.objects[name]
-
-    def get_range(self, name: str, start: int, size: int) -> bytes:
-        return self.get(name)[start : start + size]
-
-    def list(self, prefix: str) -> list[str]:
-        return sorted(n for n in self.objects if n.startswith(prefix + "/"))
-
-    def delete(self, name: str) -> None:
-        self.objects.pop(name, None)
-
-    def sweep(self) -> None:
-        """Nothing is ever unfinished."""
-
-
 def make_shard(
     blobs: KeyValueStore | None = None,
     store: MemoryStore | None = None,
@@ -142,6 +116,20 @@ def begun(**kwargs: Any) -> Shard:
 
 def transport_to(shard: Shard) -> InMemoryTransport:
     return InMemoryTransport(ShardRpcHandler(shard).handle)
+
+
+class NotingTransport:
+    """Notes its calls."""
+
+    def __init__(self, inner: InMemoryTransport) -> None:
+        self.inner, self.calls = inner, list[tuple[str, Header]]()
+
+    def call(self, method: str, header: Header, arrays: Arrays = (), *, timeout_s: float = 30.0) -> Answer:
+        self.calls.append((method, header))
+        return self.inner.call(method, header, arrays, timeout_s=timeout_s)
+
+    def close(self) -> None:
+        self.inner.close()
 
 
 def link_manifest(
@@ -207,3 +195,103 @@ def pull_from(shard: Shard, table: str, *ids: int, incarnation: int | None = Non
     header = {"incarnation": shard.incarnation if incarnation is None else incarnation, "stacks": [stack]}
     (rows_UD,) = ShardRpcHandler(shard).handle("pull", header, [asked.table_U, asked.id_U])[1]
     return rows_UD
+
+
+# A follower of the in-memory `rows` topic, as serving's is of Kafka's
+
+
+GO = threading.Event()  # never set: nothing is told to stop
+
+
+class Follower:
+    """A replica and where it is in each partition."""
+
+    def __init__(self, topic: InMemoryRows) -> None:
+        self.replica, self.topic = Replica(small_schema(), 0), topic
+        self.at = [0] * len(topic.values)
+        self.num_bootstraps = 0
+
+    def bootstrap(self, *shards: Shard) -> None:
+        self.at = [len(values) for values in self.topic.values]
+        self.replica.bootstrap([transport_to(shard) for shard in shards])
+        self.num_bootstraps += 1
+
+    def read(self, partition: int, most: int = 1 << 30) -> bool:
+        """Apply up to `most` records; False where the next one is gone, so that only a bootstrap helps."""
+        if self.at[partition] < self.topic.first[partition]:
+            return False
+        for value in self.topic.values[partition][self.at[partition] : self.at[partition] + most]:
+            self.replica.apply(wire.decode(value)[1])  # type: ignore[arg-type]
+            self.at[partition] += 1
+        return True
+
+    def catch_up(self, *shards: Shard) -> None:
+        """Read to the end, by a bootstrap if nothing else helps."""
+        complete = all([self.read(p) for p in range(len(self.at))])
+        if not complete or self.replica.needs_bootstrap:
+            self.bootstrap(*shards)
+
+    def rows(self, table: str, *ids: int) -> np.ndarray:
+        stack = small_schema().table_by_name[table].stack
+        return self.replica.gather(lookup_of({table: ids}))[stack]
+
+
+class Loop:
+    """A shard, its publisher, its topic and a reader."""
+
+    def __init__(self, shard: Shard, topic: InMemoryRows | None = None) -> None:
+        self.shard, self.topic, self.clock = shard, topic or InMemoryRows(), FakeClock()
+        self.publisher = Publisher(shard, self.topic, self.clock)
+        self.client = Client(small_schema(), [transport_to(shard)], worker=0)
+        self.client.set_incarnation(shard.incarnation)
+
+    def push(self, *ids: int, table: str = ITEM, value: float = 1.0, time_ms: int = 0, **times: int) -> None:
+        lookup = lookup_of({table: ids})
+        self.client.push(lookup, gradients_of(lookup, value), step=0, time_ms=time_ms, **times)
+
+    def turn(self) -> None:
+        self.publisher.turn(GO)
+
+    def rows(self, *ids: int, table: str = ITEM) -> np.ndarray:
+        return self.client.pull(lookup_of({table: ids}))[small_schema().table_by_name[table].stack]
+
+
+def messages(topic: InMemoryRows, kind: int) -> list[tuple[int, int, object]]:
+    """(partition, offset, message) of one kind."""
+    found = []
+    for partition, values in enumerate(topic.values):
+        found += [
+            (partition, at, wire.decode(v)[1]) for at, v in enumerate(values) if wire.kind_of(v) == kind
+        ]
+    return found
+
+
+def deltas(topic: InMemoryRows) -> list[pb.RowDelta]:
+    return [m for _, _, m in messages(topic, wire.ROW_DELTA)]  # type: ignore[misc]
+
+
+# A residency policy that keeps something: a key gets a row at its second push, and rows expire as usual
+
+
+class SecondPush(ExpiryPolicy):
+    """A `EvictionPolicy`."""
+
+    def __init__(self, tables: Sequence[Table]) -> None:
+        super().__init__(tables)
+        self.seen: Counter[tuple[int, int]] = Counter()
+
+    def admit(self, keys: Keys) -> np.ndarray:
+        pairs = list(zip(keys.table_U.tolist(), keys.id_U.tolist(), strict=True))
+        self.seen.update(pairs)
+        return np.array([self.seen[pair] >= 2 for pair in pairs], np.bool_)
+
+    def state(self) -> bytes:
+        return (
+            msgspec.json.encode(sorted((*pair, count) for pair, count in self.seen.items()))
+            if self.seen
+            else b""
+        )
+
+    def load(self, state: bytes) -> None:
+        counts = msgspec.json.decode(state, type=list[tuple[int, int, int]]) if state else []
+        self.seen = Counter({(table, id_): count for table, id_, count in counts})

@@ -17,13 +17,13 @@ from param_server.server import Shard, ShardRpcHandler
 from roostream.errors import ConfigError, FencedError, UnavailableError
 from roostream.runtime.bucket_map import BucketMap
 from roostream.runtime.clock import FakeClock
-from roostream.runtime.rpc.transport import Answer, Arrays, Header, InMemoryTransport
 from roostream.schema.ids import bucket_of, table_id
 from tests.param_server.shard_support import (
     ADAGRAD,
     ITEM,
     TOPIC,
     USER,
+    NotingTransport,
     begun,
     commit,
     gradients_of,
@@ -57,25 +57,11 @@ def placed(owners: BucketMap, store: MemoryStore | None = None) -> list[Shard]:
     return shards
 
 
-class Weighed:
-    """A transport that counts calls and bytes of arrays, both ways."""
-
-    def __init__(self, inner: InMemoryTransport) -> None:
-        self.inner, self.calls, self.bytes = inner, list[tuple[str, Header]](), 0
-
-    def call(self, method: str, header: Header, arrays: Arrays = (), *, timeout_s: float = 30.0) -> Answer:
-        self.calls.append((method, header))
-        answer = self.inner.call(method, header, arrays, timeout_s=timeout_s)
-        self.bytes += sum(a.nbytes for a in (*arrays, *answer[1]))
-        return answer
-
-    def close(self) -> None:
-        self.inner.close()
-
-
-def trained(shards: list[Shard], owners: BucketMap | None, incarnation: int) -> tuple[bytes, list[Weighed]]:
+def trained(
+    shards: list[Shard], owners: BucketMap | None, incarnation: int
+) -> tuple[bytes, list[NotingTransport]]:
     """Three steps; rows as they are then."""
-    transports = [Weighed(transport_to(shard)) for shard in shards]
+    transports = [NotingTransport(transport_to(shard)) for shard in shards]
     client = Client(small_schema(), transports, worker=0, clock=FakeClock())
     client.set_incarnation(incarnation, 1, owners)
     lookup = lookup_of(LOOKUP)
@@ -157,7 +143,7 @@ def test_a_restore_with_another_map_keeps_owned_rows() -> None:
 
 def test_readers_learn_the_bucket_map_from_the_newest_incarnation() -> None:
     shards = placed(TURNED)
-    transports = [Weighed(transport_to(shard)) for shard in shards]
+    transports = [NotingTransport(transport_to(shard)) for shard in shards]
     assert fetch_bucket_map(transports, 64, timeout_s=1.0) == TURNED
     late = [begun(index=0, num_shards=2), shards[1]]
     assert fetch_bucket_map([transport_to(s) for s in late], 64, timeout_s=1.0) == TURNED
@@ -195,7 +181,7 @@ def test_a_replica_reloads_a_bucket_from_its_owner() -> None:
 def test_a_cache_learns_of_another_map_beside_requests_and_from_a_refusal() -> None:
     shards = placed(TURNED)
     trained(shards, TURNED, 2)
-    transports, clock = [Weighed(transport_to(shard)) for shard in shards], FakeClock()
+    transports, clock = [NotingTransport(transport_to(shard)) for shard in shards], FakeClock()
     reads = ShardReads(transports, 64, 0.05, clock)
     cache = RowCache(small_schema(), 0, reads, CachePolicy(max_bytes=1 << 20))
     found = lookup_of({ITEM: IDS}).stacks[ADAGRAD]
@@ -213,7 +199,7 @@ def test_a_cache_learns_of_another_map_beside_requests_and_from_a_refusal() -> N
 
 def test_without_an_answer_the_known_map_is_used_and_retried() -> None:
     waiting, clock = [make_shard(index=i, num_shards=2) for i in range(2)], FakeClock()
-    transports = [Weighed(transport_to(shard)) for shard in waiting]
+    transports = [NotingTransport(transport_to(shard)) for shard in waiting]
     reads = ShardReads(transports, 64, 0.05, clock)
     reads.refresh_bucket_map()
     reads.refresh_bucket_map()

@@ -15,13 +15,14 @@ import pytest
 from param_server.client import Client
 from roostream.errors import ConfigError, FencedError, TransportError, UnavailableError, WireError
 from roostream.runtime.clock import FakeClock
-from roostream.runtime.rpc.transport import Answer, Arrays, Header, InMemoryTransport
+from roostream.runtime.rpc.transport import Header, InMemoryTransport
 from tests.param_server.shard_support import (
     ADAGRAD,
     ITEM,
     ROWWISE,
     TOPIC,
     USER,
+    NotingTransport,
     begun,
     gradients_of,
     lookup_of,
@@ -31,20 +32,6 @@ from tests.param_server.shard_support import (
 )
 
 LOOKUP = {ITEM: range(60), USER: range(5), TOPIC: range(40)}
-
-
-class Counting:
-    """A transport that notes its calls."""
-
-    def __init__(self, inner: InMemoryTransport) -> None:
-        self.inner, self.calls = inner, []
-
-    def call(self, method: str, header: Header, arrays: Arrays = (), *, timeout_s: float = 30.0) -> Answer:
-        self.calls.append((method, header))
-        return self.inner.call(method, header, arrays, timeout_s=timeout_s)
-
-    def close(self) -> None:
-        self.inner.close()
 
 
 def make_client(num_shards: int, **kwargs: Any) -> tuple[Client, list[InMemoryTransport], list[Any]]:
@@ -71,7 +58,7 @@ def test_several_shards_give_the_rows_of_one(num_shards: int) -> None:
 
 def test_a_batch_is_one_pull_and_one_push_a_shard_with_all_stacks() -> None:
     client, _, shards = make_client(2)
-    counting = [Counting(transport_to(s)) for s in shards]
+    counting = [NotingTransport(transport_to(s)) for s in shards]
     client.transports = counting
     lookup = lookup_of(LOOKUP)
     client.pull(lookup)

@@ -14,12 +14,11 @@ from param_server.key_value_store import MemoryKeyValueStore
 from param_server.server import Shard
 from roostream.errors import CheckpointError
 from roostream.schema.schema import Table
-from tests.param_server.admission_double import SecondPush
 from tests.param_server.shard_support import (
     ADAGRAD,
     ITEM,
     ROWWISE,
-    MemoryStore,
+    SecondPush,
     begun,
     commit,
     make_shard,
@@ -27,6 +26,7 @@ from tests.param_server.shard_support import (
     push_to,
     state_of,
 )
+from tests.trainer.memory_store import MemoryStore
 
 
 def seen(shard: Shard) -> dict[tuple[int, int], int]:

@@ -28,7 +28,6 @@ from tests.param_server.shard_support import (
     ITEM,
     TOPIC,
     USER,
-    MemoryStore,
     begun,
     commit,
     gradients_of,
@@ -40,6 +39,7 @@ from tests.param_server.shard_support import (
     state_of,
     transport_to,
 )
+from tests.trainer.memory_store import MemoryStore
 
 
 def update(worker: int, workers: int = 2, step: int = 1, **changes: Any) -> GradientPush:

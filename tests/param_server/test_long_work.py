@@ -26,7 +26,6 @@ from tests.param_server.shard_support import (
     ADAGRAD,
     ITEM,
     TOPIC,
-    MemoryStore,
     begun,
     commit,
     keys,
@@ -37,6 +36,7 @@ from tests.param_server.shard_support import (
 )
 from tests.param_server.shard_support import pull_from as pull
 from tests.param_server.shard_support import push_to as push
+from tests.trainer.memory_store import MemoryStore
 
 T = TypeVar("T")
 MANY = tuple(range(20_000))

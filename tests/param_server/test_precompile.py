@@ -6,8 +6,16 @@ from numba.core.registry import CPUDispatcher
 
 from param_server import initial_rows, kernels, rules
 from param_server.precompile import precompile
-from tests.param_server.reader_support import Follower, Loop
-from tests.param_server.shard_support import ITEM, TOPIC, MemoryStore, begun, commit, small_schema
+from tests.param_server.shard_support import (
+    ITEM,
+    TOPIC,
+    Follower,
+    Loop,
+    begun,
+    commit,
+    small_schema,
+)
+from tests.trainer.memory_store import MemoryStore
 
 MODULES = (initial_rows, kernels, rules)
 

@@ -3,30 +3,42 @@ over."""
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
 
+from param_server.kernels import IN_FLIGHT
 from param_server.key_value_store import MemoryKeyValueStore
+from param_server.outbox import PublishRound
+from param_server.publish import Publisher
+from param_server.rows_topic import InMemoryRows
 from roostream.errors import UnavailableError
 from roostream.runtime.clock import FakeClock
+from roostream.runtime.kafka.consumer import RecordsGoneError
 from roostream.schema.ids import bucket_of, buckets_of
 from roostream.wire import records as wire
-from tests.param_server.reader_support import Follower, Loop, deltas, messages
 from tests.param_server.shard_support import (
     ADAGRAD,
+    GO,
     ITEM,
     ROWWISE,
     TOPIC,
     USER,
-    MemoryStore,
+    Follower,
+    Loop,
     begun,
     commit,
+    deltas,
     gradients_of,
     keys,
     lookup_of,
+    make_shard,
+    messages,
     small_schema,
     table_id,
 )
+from tests.trainer.memory_store import MemoryStore
 
 
 def test_changed_rows_are_published_once_with_current_values() -> None:
@@ -199,3 +211,211 @@ def test_times_behind_a_lost_round_are_not_forgotten() -> None:
     loop.push(1, oldest_engagement_ms=700)
     loop.turn()
     assert [d.oldest_engagement_ms for d in deltas(loop.topic)] == [400]
+
+
+# After a rollback readers are told what is over, whatever was killed meanwhile
+
+
+def killed_and_restored(loop: Loop, blobs: MemoryKeyValueStore, store: MemoryStore, name: str) -> Loop:
+    """A new process of the same shard, restored as the next incarnation, on the same topic."""
+    shard = make_shard(blobs, store)
+    shard.restore(loop.shard.incarnation + 1, name)
+    return Loop(shard, loop.topic)
+
+
+def test_barriers_precede_deltas_of_a_new_incarnation() -> None:
+    loop = Loop(begun(num_buckets=8))
+    loop.push(1)
+    loop.turn()
+    barriers = [m for _, _, m in messages(loop.topic, wire.BARRIER)]
+    assert {(b.stack, b.bucket, b.incarnation, b.rebootstrap) for b in barriers} == {  # type: ignore[attr-defined]
+        (stack, bucket, 1, False) for stack in (ADAGRAD, ROWWISE) for bucket in range(8)
+    }
+    ((partition, offset, _),) = messages(loop.topic, wire.ROW_DELTA)
+    assert all(p != partition or at < offset for p, at, _ in messages(loop.topic, wire.BARRIER))
+
+
+def test_only_a_shard_s_own_buckets_get_barriers() -> None:
+    shard = begun(index=1, num_shards=2)
+    loop = Loop(shard)
+    loop.turn()
+    assert {b.bucket for _, _, b in messages(loop.topic, wire.BARRIER)} == set(range(1, 64, 2))  # type: ignore[attr-defined]
+    assert sorted(shard.stats()["rows_end"]) == ["1", "3"]
+
+
+def test_a_kill_before_everything_is_republished_repeats_it() -> None:
+    """The recorded offset moves on only when every key behind the barrier is marked, and marks are committed
+    with the rows."""
+    blobs, store = MemoryKeyValueStore(), MemoryStore()
+    loop = Loop(begun(blobs=blobs, store=store))
+    follower = Follower(loop.topic)
+    follower.catch_up(loop.shard)
+    loop.turn()
+    name = commit(loop.shard, store, 1)
+    loop.push(1, 2, 3)
+    loop.turn()
+    for seq in (2, 3):  # each incarnation commits before its publisher has done anything, then dies
+        loop = killed_and_restored(loop, blobs, store, name)
+        loop.push(9)
+        name = commit(loop.shard, store, seq)
+    loop = killed_and_restored(loop, blobs, store, name)
+    loop.turn()
+    follower.catch_up(loop.shard)
+    assert follower.num_bootstraps == 1
+    assert follower.rows(ITEM, 1, 2, 3, 9).tobytes() == loop.rows(1, 2, 3, 9).tobytes()
+
+
+@pytest.mark.parametrize("in_flight", [False, True])
+def test_committed_unpublished_rows_are_published_after_a_kill(in_flight: bool) -> None:
+    blobs, store = MemoryKeyValueStore(), MemoryStore()
+    loop = Loop(begun(blobs=blobs, store=store, schema=small_schema()))
+    follower = Follower(loop.topic)
+    loop.turn()
+    follower.catch_up(loop.shard)
+    loop.push(1, 2, 3)
+    taken = loop.shard.take_round() if in_flight else None
+    name = commit(loop.shard, store, 1)
+    assert taken is None or taken.deltas
+    loop = killed_and_restored(loop, blobs, store, name)
+    loop.turn()
+    follower.catch_up(loop.shard)
+    assert follower.num_bootstraps == 1
+    assert follower.rows(ITEM, 1, 2, 3).tobytes() == loop.rows(1, 2, 3).tobytes()
+
+
+def with_a_round_in_flight() -> tuple[Loop, str, PublishRound]:
+    """Of two rows, behind a commit; the commit's manifest, and the round."""
+    store = MemoryStore()
+    loop = Loop(begun(store=store))
+    loop.turn()
+    loop.push(1, 2)
+    name = commit(loop.shard, store, 1)
+    taken = loop.shard.take_round()
+    assert taken is not None and taken.deltas
+    return loop, name, taken
+
+
+def test_a_round_that_ends_after_a_restore_is_settled_all_the_same() -> None:
+    loop, name, taken = with_a_round_in_flight()
+    loop.shard.restore(2, name)
+    loop.shard.settle_round(taken, False, {})
+    loop.turn()
+    follower = Follower(loop.topic)
+    follower.replica.needs_bootstrap = False
+    follower.catch_up(loop.shard)
+    assert follower.replica.num_rows == 2
+
+
+@pytest.mark.parametrize("acknowledged", [False, True])
+def test_a_publishing_round_that_ends_during_a_restore_is_settled_after_it(acknowledged: bool) -> None:
+    """Unless it is, its rows stay in flight for ever, and a reader that asks is told to wait for a delta that
+    never comes."""
+    loop, name, taken = with_a_round_in_flight()
+    restored = loop.shard.segments.note_restored
+
+    def late(*args: object) -> None:
+        loop.shard.settle_round(taken, acknowledged, {0: 10**6})
+        restored(*args)  # type: ignore[arg-type]
+
+    loop.shard.segments.note_restored = late  # type: ignore[method-assign]
+    loop.shard.restore(2, name)
+    indices = [table.index for table in loop.shard.tables.values()]
+    assert sum(index.count_flagged(IN_FLIGHT) for index in indices) == 0
+    assert loop.shard.take_round() is None, "a rollback comes first"
+    assert loop.shard.stats()["rows_end"]["0"] < 10**6, "offsets of another incarnation are not recorded"
+
+
+@pytest.mark.parametrize("first", [5, 100])
+def test_a_deleted_recorded_offset_makes_readers_reload(first: int) -> None:
+    blobs, store = MemoryKeyValueStore(), MemoryStore()
+    loop = Loop(begun(blobs=blobs, store=store))
+    loop.push(1, 2)
+    loop.turn()
+    follower = Follower(loop.topic)
+    follower.catch_up(loop.shard)
+    name = commit(loop.shard, store, 1)
+    loop.push(1, 2, 3)
+    loop.turn()
+    if first == 100:  # the topic was made anew, shorter than the recorded offset
+        loop.topic.values, follower.at = [[] for _ in range(4)], [0] * 4
+    else:
+        for partition in range(4):
+            loop.topic.trim(partition, len(loop.topic.values[partition]))
+    loop = killed_and_restored(loop, blobs, store, name)
+    loop.turn()
+    follower.catch_up(loop.shard)
+    assert follower.num_bootstraps == 2 and not follower.replica.needs_bootstrap
+    assert follower.rows(ITEM, 1, 2, 3).tobytes() == loop.rows(1, 2, 3).tobytes()
+
+
+class VanishingRows(InMemoryRows):
+    """Retention strikes between looking and reading."""
+
+    def read(self, partition: int, start: int, end: int, stop: threading.Event):  # type: ignore[no-untyped-def]
+        raise RecordsGoneError(f"rows {partition}: offset {start} is gone")
+
+
+def test_an_offset_deleted_during_reading_makes_readers_reload(caplog: pytest.LogCaptureFixture) -> None:
+    loop = Loop(begun(num_buckets=4), VanishingRows())
+    loop.turn()
+    barriers = [m for _, _, m in messages(loop.topic, wire.BARRIER)]
+    assert sum(b.rebootstrap for b in barriers) == 8 and "is gone" in caplog.text  # type: ignore[attr-defined]
+    assert loop.shard.rollback() is None
+
+
+def test_records_that_can_t_be_read_are_passed_over(caplog: pytest.LogCaptureFixture) -> None:
+    topic = InMemoryRows()
+    topic.values[0] = [b"?", bytes((99, 1))]
+    loop = Loop(begun(), topic)
+    loop.turn()
+    assert loop.shard.rollback() is None and caplog.text.count("skipped") == 2
+
+
+def test_a_restore_in_the_middle_of_a_rollback_begins_another() -> None:
+    store = MemoryStore()
+    loop = Loop(begun(store=store))
+    old = loop.shard.rollback()
+    assert old is not None
+    loop.shard.restore(2, "")
+    loop.publisher.roll_back(old, GO)
+    assert loop.shard.rollback() is not None and loop.shard.take_round() is None
+    loop.turn()
+    assert loop.shard.rollback() is None
+
+
+def test_a_manifest_records_an_offset_before_all_later_records() -> None:
+    store = MemoryStore()
+    loop = Loop(begun(store=store))
+    loop.turn()
+    loop.push(1)
+    loop.turn()
+    ends = [len(values) for values in loop.topic.values]
+    loop.shard.freeze(1, 0)
+    loop.push(1)
+    loop.turn()
+    assert loop.shard.write(1)["rows_end"] == dict(enumerate(ends))
+
+
+def test_the_publisher_continues_after_an_outage_and_ends_with_stop() -> None:
+    loop = Loop(begun())
+    stop = threading.Event()
+
+    class Outage(InMemoryRows):
+        calls = 0
+
+        def bounds(self, partition: int, stop: threading.Event) -> tuple[int, int]:
+            Outage.calls += 1
+            if Outage.calls < 3:
+                raise UnavailableError("away")
+            return super().bounds(partition, stop)
+
+    topic = Outage()
+    publisher = Publisher(loop.shard, topic, FakeClock())
+    loop.push(1)
+    thread = threading.Thread(target=publisher.run, args=(stop,))
+    thread.start()
+    while not publisher.num_rounds:
+        stop.wait(0.001)
+    stop.set()
+    thread.join(10)
+    assert not thread.is_alive() and len(deltas(topic)) == 1 and publisher.published_at_ms > 0

@@ -19,13 +19,13 @@ from param_server.rows_topic import InMemoryRows
 from param_server.server import Shard
 from roostream.errors import UnavailableError
 from roostream.runtime.clock import FakeClock
-from tests.param_server.admission_double import SecondPush
-from tests.param_server.reader_support import GO, Follower
 from tests.param_server.shard_support import (
+    GO,
     ITEM,
     TOPIC,
     USER,
-    MemoryStore,
+    Follower,
+    SecondPush,
     gradients_of,
     link_manifest,
     lookup_of,
@@ -34,6 +34,7 @@ from tests.param_server.shard_support import (
     state_of,
     transport_to,
 )
+from tests.trainer.memory_store import MemoryStore
 
 IDS = st.lists(st.integers(0, 9), min_size=1, max_size=3, unique=True)
 PARTITION = st.integers(0, 3)
@@ -66,7 +67,7 @@ def client_of(shard: Shard) -> Client:
     return client
 
 
-pytestmark = pytest.mark.timeout(400)  # 50 long examples, beside other tests
+pytestmark = pytest.mark.timeout(400)  # long examples, beside other tests
 
 
 class ShardLife(RuleBasedStateMachine):
@@ -249,6 +250,6 @@ class AdmittingLife(ShardLife):
 
 
 TestShardLife = ShardLife.TestCase
-TestShardLife.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
+TestShardLife.settings = settings(max_examples=25, stateful_step_count=40, deadline=None)
 TestAdmittingLife = AdmittingLife.TestCase
-TestAdmittingLife.settings = settings(max_examples=15, stateful_step_count=40, deadline=None)
+TestAdmittingLife.settings = settings(max_examples=8, stateful_step_count=40, deadline=None)

@@ -19,10 +19,9 @@ from roostream.runtime.clock import SystemClock
 from roostream.runtime.kafka.broker import Broker
 from roostream.runtime.kafka.consumer import RecordsGoneError
 from roostream.wire import records as wire
-from tests.param_server.reader_support import GO
 from tests.param_server.shard_support import (
+    GO,
     ITEM,
-    MemoryStore,
     begun,
     commit,
     gradients_of,
@@ -30,6 +29,7 @@ from tests.param_server.shard_support import (
     make_shard,
     transport_to,
 )
+from tests.trainer.memory_store import MemoryStore
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 

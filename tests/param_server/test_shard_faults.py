@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from param_server.embedding_table import KeyIndex
 from param_server.eviction import ExpiryPolicy
-from param_server.key_value_store import MemoryKeyValueStore, RocksDbStore
+from param_server.key_value_store import MemoryKeyValueStore
 from param_server.segments import FEW_SEGMENTS, Segments
 from param_server.server import Shard, ShardRpcHandler
 from param_server.table import shapes_of
 from roostream.errors import CheckpointError, UnavailableError
-from tests.param_server.reader_support import Follower, Loop
 from tests.param_server.shard_support import (
     ADAGRAD,
     ITEM,
     ROWWISE,
     TOPIC,
-    MemoryStore,
+    Follower,
+    Loop,
     begun,
     commit,
     keys,
@@ -31,7 +30,7 @@ from tests.param_server.shard_support import (
 )
 from tests.param_server.shard_support import pull_from as pull
 from tests.param_server.shard_support import push_to as push
-from tests.runtime.full_disk import room_for
+from tests.trainer.memory_store import MemoryStore
 
 
 class FullDisk(MemoryKeyValueStore):
@@ -118,56 +117,7 @@ def written_rows(shard: Shard, seq: int) -> int:
     return int(shard.write(seq)["segments"][-1]["rows"])
 
 
-def test_the_store_of_a_shard_on_a_full_disk_is_used_again_when_there_is_room(tmp_path: Path) -> None:
-    """RocksDB itself, with files that may not grow: each commit is refused, and none is after."""
-    blobs, store = RocksDbStore(tmp_path).open(), MemoryStore()
-    schema = small_schema()
-    identity = make_shard().identity
-    segments = Segments(blobs, shapes_of(schema), identity.num_buckets)
-    shard = Shard(identity, segments, store, make_shard().clock)
-    shard.restore(1, "")
-    push(shard, 1, ITEM, (1, 2))
-    name = commit(shard, store, 1)
-    with room_for(1 << 16):
-        for seq in range(2, 5):
-            push(shard, seq, ITEM, tuple(range(5000)))
-            shard.freeze(seq, 0)
-            with pytest.raises(UnavailableError):
-                shard.write(seq)
-            shard.abort(seq)
-        committed = state_of(shard)
-    push(shard, 5, ITEM, (1,))
-    name = commit(shard, store, 5)
-    assert state_of(shard) != committed
-    blobs.close()
-    reopened = RocksDbStore(tmp_path).open()
-    again = Shard(
-        identity, Segments(reopened, shapes_of(schema), identity.num_buckets), store, make_shard().clock
-    )
-    again.restore(2, name)
-    assert state_of(again) == state_of(shard)
-    reopened.close()
-
-
-# SegmentDamage
-
-
-def test_g5_a_flipped_bit_is_repaired_from_memory() -> None:
-    blobs, store = MemoryKeyValueStore(), MemoryStore()
-    shard = begun(blobs=blobs, store=store)
-    push(shard, 1, ITEM, tuple(range(200)))
-    push(shard, 2, TOPIC, tuple(range(200)))
-    commit(shard, store, 1)
-    key = list(blobs.keys(b"b/1-1/"))[5]
-    data = blobs.data[key]
-    blobs.data[key] = data[:50] + bytes([data[50] ^ 4]) + data[51:]
-    for seq in range(2, 70):
-        push(shard, seq + 1, ITEM, (seq,))
-        name = commit(shard, store, seq)
-    assert shard.stats()["damages"] == 1 and shard.stats()["damaged"] == 0
-    again = make_shard(blobs, store)
-    again.restore(2, name)
-    assert state_of(again) == state_of(shard)
+# Damage
 
 
 def lossy() -> tuple[MemoryKeyValueStore, MemoryStore, Loop, str, str]:

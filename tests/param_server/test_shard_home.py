@@ -12,8 +12,9 @@ from param_server.segments import STORE_KEY
 from param_server.server import Shard
 from roostream.errors import ConfigError, RoostreamError, UnavailableError
 from roostream.runtime.store_identity import IDENTITY_NAME
-from tests.param_server.shard_support import ITEM, MemoryStore, commit, make_shard, state_of
+from tests.param_server.shard_support import ITEM, commit, make_shard, state_of
 from tests.param_server.shard_support import push_to as push
+from tests.trainer.memory_store import MemoryStore
 
 FIRST, OTHER = "a" * 32, "b" * 32
 
@@ -96,8 +97,10 @@ def test_a_shard_and_its_controller_must_see_the_same_store(shard: Committed, st
 
 
 def test_a_store_that_is_not_mounted_at_the_shard_is_waited_for(shard: Committed) -> None:
+    mount_point = MemoryStore()
+    mount_point.objects.clear()
     with pytest.raises(UnavailableError):
-        shard.restored(MemoryStore(), 7, shard.name, FIRST)
+        shard.restored(mount_point, 7, shard.name, FIRST)
     shard.assert_unchanged()
 
 

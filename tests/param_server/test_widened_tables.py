@@ -16,7 +16,8 @@ from roostream.errors import CheckpointError, SchemaError
 from roostream.schema.schema import Schema
 from roostream.schema.schema_file import schema_from_dict
 from roostream.schema.update_rules import RULES
-from tests.param_server.shard_support import MemoryStore, commit, make_shard, state_of
+from tests.param_server.shard_support import commit, make_shard, state_of
+from tests.trainer.memory_store import MemoryStore
 
 SEED, IDS = 0, np.arange(40, dtype=np.int64)
 

@@ -34,11 +34,12 @@ from roostream.runtime.checkpoint_store import FileStore
 from roostream.runtime.clock import FakeClock
 from roostream.schema.ids import bucket_of
 from roostream.schema.registry import register
-from tests.param_server.reader_support import GO, Follower
 from tests.param_server.shard_support import (
+    GO,
     ITEM,
     TOPIC,
     USER,
+    Follower,
     gradients_of,
     link_manifest,
     lookup_of,
