@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import queue
+import shutil
 import signal
 import socket
 import subprocess
@@ -12,7 +13,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,21 +21,23 @@ import numpy as np
 import pytest
 
 from param_server.client import Client
+from param_server.config import ShardConfig
 from roostream.runtime.checkpoint_store import FileStore
 from roostream.runtime.program import AWAY_CODE, REFUSED_CODE
 from roostream.runtime.rpc.client import SocketTransport
 from roostream.runtime.rpc.server import RpcServer
 from roostream.runtime.rpc.transport import Header
-from roostream.runtime.store_identity import init_store
+from roostream.runtime.store_identity import init_store, open_checkpoint_store
 from tests.param_server.shard_support import (
     ITEM,
     TOPIC,
-    MemoryStore,
     gradients_of,
     link_manifest,
     lookup_of,
     small_schema,
 )
+from tests.runtime import s3_server
+from tests.trainer.memory_store import MemoryStore
 
 SCHEMA = """
 [tables.item]
@@ -104,7 +107,7 @@ class Shard:
         self.log = directory / "log"
         self.process: subprocess.Popen[bytes] | None = None
 
-    def start(self, **settings: Any) -> None:
+    def start(self, code: str = START, **settings: Any) -> None:
         values = {
             "controller": self.lead.server.address,
             "schema": str(self.directory / "schema.toml"),
@@ -115,7 +118,7 @@ class Shard:
         config.write_text("".join(f"{key} = {json.dumps(value)}\n" for key, value in values.items()))
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", START, "shard", "--config", str(config)], stderr=log
+                [sys.executable, "-c", code, "shard", "--config", str(config)], stderr=log
             )
 
     def said(self, words: str) -> str:
@@ -136,6 +139,22 @@ class Shard:
         return code
 
 
+@pytest.fixture
+def lead() -> Iterator[Lead]:
+    lead = Lead()
+    yield lead
+    lead.server.stop(0.1)
+
+
+@pytest.fixture
+def shard(tmp_path: Path, lead: Lead) -> Iterator[Shard]:
+    shard = Shard(tmp_path, lead)
+    yield shard
+    if shard.process and shard.process.poll() is None:
+        shard.process.kill()
+        shard.process.wait(10)
+
+
 def client_to(line: str, incarnation: int) -> tuple[Client, SocketTransport]:
     transport = SocketTransport(line.split("listens on ")[1].split(",")[0])
     client = Client(small_schema(), [transport], worker=0)
@@ -151,27 +170,23 @@ def wait_for_probe(port: str, path: str, said: str) -> None:
 
 
 def probe(port: str, path: str) -> str:
-    """What `path` says, whatever its status."""
+    """What `path` says, whatever its status; "" = nothing answers."""
     try:
         return urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=10).read().decode().strip()
     except urllib.error.HTTPError as error:
         with error:
             return error.read().decode().strip()
-
-
-def test_a_shard_is_not_ready_before_it_is_restored(shard: Shard, lead: Lead) -> None:
-    shard.start()
-    port = shard.said("listens on").rsplit(" ", 1)[1]
-    wait_for_probe(port, "/readyz", "waiting for the controller to restore it")
-    assert probe(port, "/livez") == "ok"
-    lead.do("restore", 1, manifest="")
-    wait_for_probe(port, "/readyz", "ok")
+    except OSError:
+        return ""
 
 
 def test_a_killed_shard_restores_its_committed_rows(shard: Shard, lead: Lead, tmp_path: Path) -> None:
     shard.start()
-    assert lead.do("restore", 1, manifest="") == {"ok": True, "rows": 0}
     line = shard.said("listens on")
+    port = line.rsplit(" ", 1)[1]
+    wait_for_probe(port, "/readyz", "waiting for the controller to restore it")
+    assert probe(port, "/livez") == "ok"
+    assert lead.do("restore", 1, manifest="") == {"ok": True, "rows": 0}
     client, transport = client_to(line, 1)
     lookup = lookup_of({ITEM: range(200), TOPIC: range(20)})
     client.push(lookup, gradients_of(lookup, 1.0), step=0, time_ms=0)
@@ -184,8 +199,8 @@ def test_a_killed_shard_restores_its_committed_rows(shard: Shard, lead: Lead, tm
     name = link_manifest(memory, 1, 1, [written])
     FileStore(tmp_path / "store").create(name, memory.get(name))
     assert lead.do("commit", 1, seq=1) == {"ok": True}
+    assert not FileStore(tmp_path / "store").list("segments"), "a folder gets no copies"
 
-    port = line.rsplit(" ", 1)[1]
     wait_for_probe(port, "/readyz", "ok")
     wait_for_probe(port, "/livez", "ok")
     exported = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10).read().decode()
@@ -214,16 +229,12 @@ def test_a_killed_shard_restores_its_committed_rows(shard: Shard, lead: Lead, tm
     assert "Traceback" not in shard.log.read_text() and "shard stopped" in shard.log.read_text()
 
 
-@pytest.mark.parametrize("asked", ["signal", "notice"])
-def test_a_stopping_shard_takes_part_in_the_last_commit(shard: Shard, lead: Lead, asked: str) -> None:
+def test_a_shard_that_was_told_to_go_takes_part_in_the_last_commit(shard: Shard, lead: Lead) -> None:
     lead.frees = False
     shard.start()
     lead.do("restore", 1, manifest="")
     assert shard.process is not None
-    if asked == "signal":
-        shard.process.send_signal(signal.SIGTERM)
-    else:
-        lead.notice = {"leave_s": 60.0}
+    lead.notice = {"leave_s": 60.0}
     with lead.changed:
         assert lead.changed.wait_for(lambda: lead.said_it_leaves, 30)
     assert lead.do("freeze", 1, seq=1, watermark_ms=0)["ok"] is True
@@ -235,14 +246,12 @@ def test_a_stopping_shard_takes_part_in_the_last_commit(shard: Shard, lead: Lead
 @pytest.mark.parametrize(
     ("settings", "message", "code"),
     [
-        ({"schema": "absent.toml"}, "absent.toml: no such file", REFUSED_CODE),
         ({"index": 3}, "key 'index': expected 0..0 (num_shards - 1), got 3", REFUSED_CODE),
-        ({"lisen": "127.0.0.1:0"}, "did you mean 'listen'?", REFUSED_CODE),
         ({"listen": "taken"}, "choose another port, or 0 for any", AWAY_CODE),  # by another, who may leave
     ],
 )
 def test_a_wrong_setting_ends_in_one_sentence(
-    shard: Shard, lead: Lead, tmp_path: Path, settings: dict[str, Any], message: str, code: int
+    shard: Shard, lead: Lead, settings: dict[str, Any], message: str, code: int
 ) -> None:
     if settings.get("listen") == "taken":
         settings = {"listen": lead.server.address}
@@ -252,33 +261,72 @@ def test_a_wrong_setting_ends_in_one_sentence(
     assert message in text and "Traceback" not in text
 
 
-def test_a_shard_that_still_compiles_its_kernels_is_alive_and_not_ready(tmp_path: Path) -> None:
-    (tmp_path / "schema.toml").write_text(SCHEMA)
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    (tmp_path / "shard.toml").write_text(
-        f'schema = "{tmp_path}/schema.toml"\nstore = "{tmp_path}/store"\nhome = "{tmp_path}/home"\n'
-        f'controller = "127.0.0.1:1"\nmetrics_port = {port}\n'
-    )
+@pytest.mark.parametrize(
+    ("store", "wish", "copies"),
+    [
+        ("store", "auto", False),
+        ("s3://b/x", "auto", True),
+        ("store", "always", True),
+        ("s3://b/x", "never", False),
+    ],
+)
+def test_segments_are_copied_to_an_object_store_unless_the_settings_say_otherwise(
+    store: str, wish: Any, copies: bool
+) -> None:
+    config = ShardConfig(controller="c:1", schema="s", store=store, home="h", upload_segments=wish)
+    assert config.uploads is copies
+
+
+def test_a_shard_that_still_compiles_its_kernels_is_alive_and_not_ready(shard: Shard) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
     slow = f"import time, param_server.main as m; m.precompile = lambda: time.sleep(600); {START}"
-    with subprocess.Popen(
-        [sys.executable, "-c", slow, "shard", "--config", str(tmp_path / "shard.toml")]
-    ) as process:
-        try:
-            deadline_s = time.monotonic() + 60
-            while status_of(port, "livez") == 0 and time.monotonic() < deadline_s:
-                time.sleep(0.1)
-            assert (status_of(port, "livez"), status_of(port, "readyz")) == (200, 503)
-        finally:
-            process.kill()
+    shard.start(slow, metrics_port=port)
+    wait_for_probe(str(port), "/livez", "ok")
+    assert probe(str(port), "/readyz") not in ("", "ok")
 
 
-def status_of(port: int, path: str) -> int:
-    """0 = nothing answers."""
-    try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/{path}", timeout=5) as answer:
-            return int(answer.status)
-    except urllib.error.HTTPError as error:
-        return error.code
-    except OSError:
-        return 0
+# A real shard process whose checkpoint store is a bucket: its disk is only a cache
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[str]:
+    with s3_server.running() as url:
+        yield url
+
+
+@pytest.mark.usefixtures("s3")
+def test_a_shard_whose_home_was_deleted_comes_back_bit_equal(
+    shard: Shard, lead: Lead, tmp_path: Path
+) -> None:
+    url = f"s3://{s3_server.BUCKET}/deleted-home"
+    store_id = init_store(url)
+    store = open_checkpoint_store(url)
+    shard.start(store=url)
+    lead.do("restore", 1, manifest="", store=store_id)
+    client, transport = client_to(shard.said("listens on"), 1)
+    lookup = lookup_of({ITEM: range(200), TOPIC: range(20)})
+    for seq in (1, 2, 3):
+        client.push(lookup, gradients_of(lookup, float(seq)), step=seq, time_ms=0)
+        lead.do("freeze", 1, seq=seq, watermark_ms=0)
+        written = lead.do("write", 1, seq=seq)
+        memory = MemoryStore()
+        name = link_manifest(memory, seq, 1, [written])
+        assert store.create(name, memory.get(name))
+        assert lead.do("commit", 1, seq=seq) == {"ok": True}
+    committed = {stack: rows.tobytes() for stack, rows in client.pull(lookup).items()}
+    assert store.list("segments") == [f"segments/0-{seq}-1" for seq in (1, 2, 3)]
+    transport.close()
+
+    shard.end(signal.SIGKILL)
+    shutil.rmtree(tmp_path / "shard-0")
+    shard.log.write_text("")
+    shard.start(store=url)
+    lead.wait_for_process(2)
+    assert lead.do("restore", 2, manifest=name, store=store_id) == {"ok": True, "rows": 220}
+    client, transport = client_to(shard.said("listens on"), 2)
+    assert {stack: rows.tobytes() for stack, rows in client.pull(lookup).items()} == committed
+    assert "fetched 3 segments from the checkpoint store: 660 rows" in shard.said("fetched")
+    transport.close()
+    assert shard.end(signal.SIGTERM) == 0
+    assert "Traceback" not in shard.log.read_text()
