@@ -1,8 +1,8 @@
 """The interface of training inputs: chunks of decoded samples, each with the progress that it makes.
 
 Implementations: Kafka or records in memory (record_source.py), a warehouse session
-(sessions/session_source.py), and a source that switches between both (sessions/phased_source.py). Gathering
-full chunks is the source's job: it alone knows whether more will come."""
+(sessions/session_source.py), and a source that switches between both. Gathering full chunks is the source's
+job: it alone knows whether more will come."""
 
 from __future__ import annotations
 

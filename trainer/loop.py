@@ -39,6 +39,7 @@ from trainer.chunks import (
     Rejected,
     annotate_errors,
     build_part,
+    chunk_freshness,
 )
 from trainer.config import LoopConfig
 from trainer.dead_letter_quarantine import DeadLetterQuarantine, NotFiniteError
@@ -48,7 +49,6 @@ from trainer.device.numerics import forward_logits
 from trainer.device.staging import open_staging
 from trainer.expansion import Expansion, check_expandable, warn_of_dropped
 from trainer.feed import ChunkRequest, Feed, LoopSteps, SerialFeed
-from trainer.monitoring.freshness import chunk_freshness
 from trainer.monitoring.progressive_metrics import Report
 from trainer.monitoring.shadow import ShadowModel
 from trainer.monitoring.slices import build_slicers

@@ -53,7 +53,7 @@ from trainer.record_source import RecordSource
 from trainer.row_home import StackShards
 from trainer.rows import ShardRows, phased_rows
 from trainer.saved_batch import SavedBatches
-from trainer.sessions.phased_source import PhasedSource
+from trainer.sessions.session_source import PhasedSource
 from trainer.worker import Worker
 from trainer.worker_monitor import Monitor
 

@@ -91,7 +91,7 @@ class ReplayedRun:
         self.page.observe()
 
     def watch(self, left: int, state: str) -> dict[str, Any]:
-        """As trainer/monitoring/report.py has it, `left` steps before the end."""
+        """As trainer/worker_monitor.py has it, `left` steps before the end."""
 
         def row(lag: int) -> dict[str, Any]:
             eta_s = left * STEP_S

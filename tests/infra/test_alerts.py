@@ -34,9 +34,9 @@ from tests.models.model_cases import make_batch
 from trainer.metrics import CONTROLLER, WORKER, WORKER_READING
 from trainer.monitoring.caught_up import TrainingState
 from trainer.monitoring.drift_report import DRIFT_METRICS
-from trainer.monitoring.report import MAX_TASKS, quality_gauges, quality_report
 from trainer.monitoring.slices import MAX_SLICES, build_slicers
 from trainer.monitoring.windowed_metrics import MAX_VALUES, WindowedMetrics
+from trainer.worker_monitor import MAX_TASKS, quality_gauges, quality_report
 
 TABLES = (SHARD, WORKER, WORKER_READING, CONTROLLER, SERVING, AUDITOR, ARCHIVER, COMPACTOR, READER)
 ALERTS, DASHBOARDS = ROOT / "infra/alerts", sorted((ROOT / "infra/dashboards").glob("*.json"))

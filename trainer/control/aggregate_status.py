@@ -28,7 +28,7 @@ def aggregate_status(status: Mapping[str, Any]) -> dict[str, Any]:
     `trained`: requests of the model as of the last commit, so it survives restarts; `requests`: those that
     the present worker processes have trained. `initial`: progress of the initial phase, or None. `eta_s` and
     `drain_per_s`: [value, low, high], or None if unknown. `quality` (windows, slices, shadow, drift) and
-    `partitions` are as in trainer/monitoring/report.py; each partition names its `worker`."""
+    `partitions` are as in trainer/worker_monitor.py; each partition names its `worker`."""
     reports = worker_reports(status)
     watches = [report.get("watch") or {} for report in reports.values()]
     slowest = max(watches, key=lambda watch: _RANK.get(_state(watch), len(_RANK)), default={})

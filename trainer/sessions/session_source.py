@@ -29,7 +29,7 @@ from roostream.warehouse.sessions.session_rows import (
 )
 from roostream.wire.batch import Batch
 from roostream.wire.decode import Decoder
-from trainer.batch_source import NewestIds
+from trainer.batch_source import BatchSource, ForwardingSource, NewestIds
 from trainer.chunks import Chunk
 from trainer.pipeline.stage_timer import StageTimer
 
@@ -259,3 +259,25 @@ def open_session(
         newest=newest,
         stages=stages,
     )
+
+
+class PhasedSource(ForwardingSource):
+    """A `BatchSource` that switches between the stream and a warehouse session, as the controller decides at
+    each restore. It starts with the stream, which stays open."""
+
+    def __init__(self, stream: BatchSource, open_session: Callable[[TableInput], BatchSource]) -> None:
+        """`open_session` raises as `assign`."""
+        self.stream, self.open_session = stream, open_session
+        self.source = stream
+
+    def assign(self, numbers: Collection[int], session: TableInput | None = None) -> None:
+        opened = self.open_session(session) if session else self.stream
+        if self.source is not self.stream:
+            self.source.close()
+        self.source = opened
+        self.source.assign(numbers)
+
+    def close(self) -> None:
+        if self.source is not self.stream:
+            self.source.close()
+        self.stream.close()

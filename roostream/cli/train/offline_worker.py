@@ -62,8 +62,7 @@ from trainer.process_group import (
 from trainer.record_source import RecordSource
 from trainer.row_home import OwnShard
 from trainer.rows import Rows, ShardRows
-from trainer.sessions.phased_source import PhasedSource
-from trainer.sessions.session_source import local_rows, open_session
+from trainer.sessions.session_source import PhasedSource, local_rows, open_session
 from trainer.worker import Worker
 
 if TYPE_CHECKING:

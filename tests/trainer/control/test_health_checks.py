@@ -8,8 +8,8 @@ import pytest
 
 from roostream.runtime import scrape
 from roostream.runtime.scrape import ScrapedMetrics
-from trainer.control.health_checks import Finding, Level, commits_behind, findings, headline
 from trainer.control.scrape_targets import read_figures
+from trainer.control.status_page import Finding, Level, commits_behind, findings, headline
 
 MEMBERS = ("shard 0", "worker 0")
 PERMANENT = {"kind": "permanent", "reason": "out of memory", "member": "worker 0", "since_ms": 5}

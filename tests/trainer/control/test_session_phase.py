@@ -33,8 +33,7 @@ from tests.trainer.schedules import (
 from tests.trainer.simulator import Simulation
 from tests.warehouse.memory_table import MemoryTable, table_of
 from trainer.batch_source import BatchSource, NewestIds
-from trainer.sessions.phased_source import PhasedSource
-from trainer.sessions.session_source import SessionSource
+from trainer.sessions.session_source import PhasedSource, SessionSource
 
 NUMBERS = [n for n in range(1, 49) if n % 2 == 0 or n <= 39]  # 24 in partition 0, 20 in partition 1
 ENDS = {0: 16, 1: 12}  # what the archive has; behind it whole chunks of 4 are left, as many in each partition

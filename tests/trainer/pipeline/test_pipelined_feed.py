@@ -5,21 +5,33 @@ from __future__ import annotations
 
 import random
 import threading
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from roostream.errors import UnavailableError
-from roostream.wire.lookup import Lookup
+from roostream.runtime.bucket_map import BucketMap
+from roostream.runtime.clock import FakeClock
+from roostream.runtime.kafka.consumer import PartitionLag
+from roostream.runtime.kafka.topics import Partition, Progress
+from roostream.wire.lookup import Lookup, StackLookup
 from roostream.wire.records import Record
 from tests.trainer import samples
 from tests.trainer.fake_shard import Row
 from tests.trainer.loops import Built, build
 from tests.trainer.pipeline.pipelines import Piped, pipelined
+from trainer.chunks import Chunk
 from trainer.loop import Snapshot
+from trainer.pipeline.pipelined_feed import AsyncRows, SourceThread, num_shared
+from trainer.pipeline.stage_timer import BESIDE, LOOP, STAGES, StageTimer
+from trainer.rows import PushTimes
 
 N40 = samples.records(list(range(1, 41)))
 RAMP = {"first_batch_requests": 1, "batch_growth_requests": 3, "batch_requests": 4}
@@ -229,3 +241,199 @@ def test_no_thread_is_left_after_failures() -> None:
         piped.feed.close()
         piped.feed.close()
     assert set(threading.enumerate()) <= before
+
+
+# Pushes are made behind the loop, in their order, and nothing is made behind one that failed
+
+
+class Held:
+    """`Rows` whose pushes wait until they are let through; `refuses` those of these steps."""
+
+    def __init__(self) -> None:
+        self.through = threading.Semaphore(0)
+        self.pushed: list[int] = []
+        self.refuses: set[int] = set()
+        self.incarnation = 0
+
+    def set_incarnation(self, incarnation: int, workers: int = 1, owners: BucketMap | None = None) -> None:
+        self.incarnation = incarnation
+
+    def pull(self, lookup: Lookup) -> dict[str, Tensor]:
+        return {"s": torch.tensor([float(len(self.pushed))])}
+
+    def push(self, lookup: Lookup, gradients: Mapping[str, Tensor], times: PushTimes) -> None:
+        assert self.through.acquire(timeout=30)
+        if times.step in self.refuses:
+            raise UnavailableError(f"step {times.step} is refused")
+        self.pushed.append(times.step)
+
+    def save(self) -> None: ...
+
+
+def lookup(*ids: int, table: int = 1) -> Lookup:
+    return Lookup({"s": StackLookup(np.full(len(ids), table, np.uint32), np.array(ids, np.int64), {})})
+
+
+@pytest.fixture
+def late() -> Iterator[AsyncRows]:
+    held = Held()
+    rows = AsyncRows(held, StageTimer(FakeClock()))
+    yield rows
+    held.through.release(100)
+    rows.close()
+    rows.close()
+
+
+def push(late: AsyncRows, *steps: int) -> Held:
+    for step in steps:
+        late.pushing = f"samples-0 {step}..{step}"
+        late.push(lookup(step), {}, PushTimes(step, 0))
+    assert isinstance(late.rows, Held)
+    return late.rows
+
+
+def test_a_push_returns_at_once_and_later_pulls_see_it(late: AsyncRows) -> None:
+    held = push(late, 1, 2, 3)
+    assert late.num_queued == 3 and late.num_acknowledged == 0 and len(late.in_flight()) == 3
+    assert float(late.rows.pull(lookup())["s"]) == 0
+    held.through.release(2)
+    late.wait(max_in_flight=1)
+    assert held.pushed == [1, 2]
+    held.through.release()
+    assert float(late.pull(lookup())["s"]) == 3 and held.pushed == [1, 2, 3]
+
+
+def test_after_a_failed_push_nothing_is_pushed_until_forget(late: AsyncRows) -> None:
+    held = push(late, 1, 2, 3)
+    held.refuses = {2}
+    held.through.release(3)
+    for call in (late.wait, late.check, lambda: push(late, 4), lambda: late.pull(lookup())):
+        late.stages("push")
+        with pytest.raises(UnavailableError, match="step 2 is refused") as raised:
+            late.wait()
+            call()
+        assert raised.value.__notes__ == ["in the push of samples-0 2..2"]
+    assert held.pushed == [1] and late.failed
+    late.set_incarnation(7)
+    assert not late.failed and held.incarnation == 7 and not late.in_flight()
+    push(late, 5)
+    held.through.release()
+    late.wait()
+    assert held.pushed == [1, 5]
+
+
+def test_forgotten_pushes_are_not_made(late: AsyncRows) -> None:
+    held = push(late, 1, 2, 3)
+    forgetting = threading.Thread(target=late.forget)
+    forgetting.start()
+    held.through.release()
+    forgetting.join(30)
+    held.through.release(5)
+    late.wait()
+    assert held.pushed in ([], [1]), "at most the one that was under way"
+
+
+def test_shared_rows_are_counted_by_table_and_id() -> None:
+    mine = Lookup({"s": StackLookup(np.array([1, 1, 2], np.uint32), np.array([5, 6, 5], np.int64), {})})
+    assert num_shared(mine, []) == 0
+    assert num_shared(mine, [lookup(5, 7)]) == 1
+    assert num_shared(mine, [lookup(5, table=2), lookup(6, 5)]) == 3
+    assert num_shared(mine, [lookup(6), lookup(6)]) == 1
+
+
+# A source is asked in one thread, whoever asks
+
+
+class Noting:
+    """A source that notes from which threads it is opened, called and closed."""
+
+    num_lost = 3
+
+    def __init__(self) -> None:
+        self.calls = [("open", threading.get_ident())]
+
+    def poll(self, max_requests: int, timeout_s: float, partition: Partition | None = None) -> Chunk | None:
+        return self._note("poll")
+
+    def rest(self, max_requests: int) -> Chunk | None:
+        return self._note("rest")
+
+    def seek(self, at: Progress, leader_epochs: Mapping[Partition, int] = MappingProxyType({})) -> None:
+        self._note("seek")
+
+    def positions(self) -> Progress:
+        return {("samples", 0): 7}
+
+    def lag(self) -> dict[Partition, PartitionLag]:
+        return {}
+
+    def close(self) -> None:
+        self._note("close")
+
+    def _note(self, what: str) -> None:
+        self.calls.append((what, threading.get_ident()))
+
+
+def test_the_source_is_used_from_one_thread() -> None:
+    source = SourceThread(Noting)
+    noting = source.source
+    assert isinstance(noting, Noting)
+    source.seek({})
+    assert source.submit(lambda: source.poll(1, 0.0)).result() is None, "from within it too"
+    source.rest(1)
+    source.close()
+    source.close()
+    assert [what for what, _ in noting.calls] == ["open", "seek", "poll", "rest", "close"]
+    (thread,) = {ident for _, ident in noting.calls}
+    assert thread != threading.get_ident()
+
+
+def test_reading_progress_does_not_wait_for_a_poll() -> None:
+    source, busy = SourceThread(Noting), threading.Event()
+    reading = source.submit(busy.wait)
+    assert source.positions() == {("samples", 0): 7} and source.lag() == {} and source.num_lost == 3
+    busy.set()
+    assert reading.result()
+    source.close()
+
+
+def test_a_source_that_fails_to_open_leaves_no_thread() -> None:
+    before = threading.active_count()
+
+    def away() -> Noting:
+        raise UnavailableError("Kafka is away")
+
+    with pytest.raises(UnavailableError, match="Kafka is away"):
+        SourceThread(away)
+    assert threading.active_count() == before
+
+
+# The seconds of each stage add up to those of its thread
+
+
+def test_a_stage_within_another_interrupts_it() -> None:
+    clock = FakeClock()
+    stages = StageTimer(clock)
+    with stages("wait_data"):
+        clock.advance(1)
+        with stages("decode"):
+            clock.advance(10)
+        clock.advance(2)
+    clock.advance(100)
+    assert (stages.of_loop("wait_data"), stages.of_loop("decode"), stages.of_loop(*STAGES)) == (3, 10, 13)
+
+
+def test_the_loop_s_thread_is_timed_separately_from_others() -> None:
+    clock = FakeClock()
+    stages = StageTimer(clock)
+
+    def push() -> None:
+        with stages("push"):
+            clock.advance(5)
+
+    with stages("forward"):
+        thread = threading.Thread(target=push)
+        thread.start()
+        thread.join()
+    assert stages.seconds()["push", BESIDE] == 5 and stages.seconds()["push", LOOP] == 0
+    assert stages.of_loop("forward") == 5, "both at once"
