@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from roostream.cli.main import cli
-from tests.trainer.next_item.test_movielens import written
+from tests.trainer.next_item.test_next_item import written
 
 ROWS = [f"{user}-1-2-3,{10 * (1 + (user + k) % 6)}-4" for user in range(1, 9) for k in range(5)]
 MOVIES = "".join(f"{10 * (1 + k)}::Title {k}::Drama\n" for k in range(6))

@@ -15,8 +15,7 @@ from roostream.models.config import (
     RankerConfig,
     TwoTowerConfig,
 )
-from tests.trainer.visit_checks import assert_serving_scores_as, log_losses
-from tests.trainer.visits import visit_loop, visits
+from tests.trainer.visits import assert_serving_scores_as, log_losses, visit_loop, visits
 
 SMALL = {
     "request_layers": (16,),

@@ -12,8 +12,7 @@ import torch
 
 from roostream.models.build import load_model_config, model_config_from_dict
 from roostream.models.custom.model_checks import check_model
-from tests.trainer.visit_checks import assert_serving_scores_as, log_losses
-from tests.trainer.visits import SCHEMA, visit_loop, visits
+from tests.trainer.visits import SCHEMA, assert_serving_scores_as, log_losses, visit_loop, visits
 
 MODELS = Path(__file__).resolve().parents[3] / "examples" / "models"
 TOMLS = {"recent_history": "width = 16\ntask_weights = [1.0, 0.5]\n", "parallel_dcn": ""}

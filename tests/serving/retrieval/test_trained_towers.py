@@ -22,8 +22,7 @@ from serving.retrieval.item_vectors import encode_items
 from serving.scorer import build_version
 from serving.versions.idle_gate import IdleGate
 from serving.versions.loaded_versions import LoadedVersions
-from tests.trainer.visit_checks import RowsOf
-from tests.trainer.visits import _WORLD, SCHEMA, T0, visit_loop, visits
+from tests.trainer.visits import _WORLD, SCHEMA, T0, RowsOf, visit_loop, visits
 
 SMALL = RankerConfig(
     request_layers=(16,), history_width=8, width=16, deep_layers=(16,), task_layers=(8,), list_heads=2

@@ -8,17 +8,19 @@ import json
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from roostream.errors import UnavailableError
 from roostream.runtime import manifest as manifests
 from roostream.runtime.manifest import discard_after
-from roostream.runtime.work_unit import WorkUnit
+from roostream.runtime.work_unit import STREAM, Epoch, WorkUnit, partition_of, source_of
 from tests.trainer.control.test_coordinator import ANSWERS, FACTS
 from tests.trainer.control.test_scaling import Fleet
 from tests.trainer.memory_store import MemoryStore
-from trainer.control.controller import Controller
+from trainer.control.controller import BackfillEta, Controller
 from trainer.control.coordinator import Coordinator
-from trainer.control.phases import historical_range
+from trainer.control.phases import UnitAllocator, historical_range
 from trainer.control.types import InitialRange, Key, State
 
 END = 20
@@ -247,3 +249,123 @@ def test_history_is_the_range_from_the_commit_to_the_export_point() -> None:
 )
 def test_an_invalid_saved_range_is_ignored(left: object) -> None:
     assert InitialRange.from_saved(left) is None
+
+
+# A historical range is handed out in bounded units, and what is done is what a commit contains
+
+
+A, B = WorkUnit("samples/0", 100, 120), WorkUnit("samples/1", 0, 10)
+
+
+def test_all_sources_have_the_same_number_of_epochs() -> None:
+    it = UnitAllocator([A, B], unit_records=7)
+    assert it.num_epochs == 3
+    assert it.epoch([A.source, B.source]) == Epoch(
+        1, (WorkUnit("samples/0", 100, 106), WorkUnit("samples/1", 0, 3))
+    )
+
+
+def test_a_unit_is_done_only_once_it_is_committed() -> None:
+    it = UnitAllocator([A, B], unit_records=7)
+    it.committed({"samples/0": 105, "samples/1": 3})
+    assert it.epoch([A.source, B.source]) == Epoch(
+        1, (WorkUnit("samples/0", 105, 106), WorkUnit("samples/1", 3, 3))
+    )
+    it.committed({"samples/0": 106, "samples/1": 3})
+    assert it.epoch([A.source, B.source]) == Epoch(
+        2, (WorkUnit("samples/0", 106, 113), WorkUnit("samples/1", 3, 6))
+    )
+
+
+def test_a_rollback_hands_out_later_units_again() -> None:
+    it = UnitAllocator([A, B], unit_records=7)
+    it.committed({"samples/0": 120, "samples/1": 10})
+    assert it.is_over and it.num_left == 0
+    it.committed({"samples/0": 113, "samples/1": 6})
+    assert not it.is_over and it.number == 3 and it.num_left == 11
+
+
+@pytest.mark.parametrize("whole", [[], [WorkUnit("samples/0", 5, 5)]], ids=["no source", "nothing in it"])
+def test_a_range_without_records_is_over_from_the_start(whole: list[WorkUnit]) -> None:
+    it = UnitAllocator(whole, 10)
+    assert it.is_over and it.num_records == it.num_left == 0
+    assert not any(map(len, it.epoch(["samples/0"]).units))
+
+
+ranges = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 200)), min_size=1, max_size=4)
+
+
+@settings(max_examples=60, deadline=None)
+@given(ranges, st.integers(1, 60), st.data())
+def test_all_records_are_handed_out_once_in_bounded_units(
+    lengths: list[tuple[int, int]], unit_records: int, data: st.DataObject
+) -> None:
+    whole = [WorkUnit(f"samples/{p}", start, start + length) for p, (start, length) in enumerate(lengths)]
+    it = UnitAllocator(whole, unit_records)
+    done: dict[str, int] = {}
+    commits = 0
+    while not it.is_over:
+        epoch = it.epoch(it.units)
+        for unit in epoch.units:
+            assert len(unit) <= unit_records
+            at = data.draw(st.integers(unit.start, unit.end)) if commits % 2 else unit.end
+            assert unit.start == max(done.get(unit.source, 0), it.units[unit.source].start) or not len(unit)
+            done[unit.source] = max(at, done.get(unit.source, 0))
+        it.committed(done)
+        commits += 1
+        assert commits <= 2 * it.num_epochs
+    assert all(done.get(unit.source, 0) >= unit.end for unit in whole if len(unit))
+
+
+def test_units_and_epochs_round_trip() -> None:
+    epoch = UnitAllocator([A, B], unit_records=7).epoch([A.source, B.source])
+    assert Epoch.of(epoch.plain()) == epoch and Epoch.of(None) == Epoch.of(STREAM.plain()) == STREAM
+    assert partition_of(source_of(("samples", 3))) == ("samples", 3)
+    with pytest.raises(ValueError, match="invalid literal"):
+        partition_of("no partition")
+
+
+# How long history takes yet follows from what is trained, and is unknown where nothing tells
+
+
+OF = {"epoch": 1, "epochs": 2, "records": 1000, "left": 1000}
+
+
+def test_eta_covers_all_epochs_at_the_rate_of_the_last_minute() -> None:
+    pace = BackfillEta()
+    assert pace.estimate(OF, 0.0, 0.0) == {**OF, "eta_s": [None, None, None]}, "one reading is no rate"
+    told = pace.estimate(OF, 100.0, 10.0)
+    assert told is not None and told["eta_s"][0] == pytest.approx(1900 / 10)
+    for second in range(11, 60):
+        told = pace.estimate({**OF, "left": 700}, 100.0 + 20 * (second - 10), float(second))
+    assert told is not None and told["eta_s"][0] == pytest.approx((1700 - 960) / (1080 / 59), rel=1e-6)
+    value, low, high = told["eta_s"]
+    assert low < value < high
+
+
+def test_a_commit_restarts_the_count_of_remaining_records() -> None:
+    pace = BackfillEta()
+    pace.estimate({**OF, "epochs": 1}, 0.0, 0.0)
+    pace.estimate({**OF, "epochs": 1}, 500.0, 50.0)
+    told = pace.estimate({**OF, "epochs": 1, "left": 500}, 500.0, 51.0)
+    assert told is not None and told["eta_s"][0] == pytest.approx(500 / (500 / 51))
+
+
+@pytest.mark.parametrize("trained", [None, 20.0])
+def test_eta_is_unknown_after_a_worker_is_silent_or_restarts(trained: float | None) -> None:
+    pace = BackfillEta()
+    pace.estimate(OF, 0.0, 0.0)
+    pace.estimate(OF, 100.0, 10.0)
+    told = pace.estimate(OF, trained, 11.0)
+    assert told is not None and told["eta_s"] == [None, None, None]
+    assert pace.estimate(None, 30.0, 12.0) is None
+    assert pace.estimate(OF, 40.0, 13.0) == {**OF, "eta_s": [None, None, None]}
+
+
+def test_eta_is_unknown_without_progress_and_zero_when_done() -> None:
+    pace = BackfillEta()
+    for second in range(5):
+        told = pace.estimate(OF, 100.0, float(second))
+    assert told is not None and told["eta_s"] == [None, None, None]
+    done = pace.estimate({**OF, "epoch": 2, "left": 0}, 100.0, 6.0)
+    assert done is not None and done["eta_s"] == [0.0, 0.0, 0.0]
