@@ -97,6 +97,11 @@ class Built:
         """Next to train, of partitions 0 and 1."""
         return [self.loop.partitions.progress[partition] for partition in PARTITIONS]
 
+    def bits(self) -> dict[str, bytes]:
+        """Weights, states and rows, to the bit."""
+        shared = {name: value.tobytes() for name, value in self.loop.snapshot().shared.items()}
+        return shared | self.shard.bits()
+
     def pushes(self, table: str = "user") -> dict[int, int]:
         id_ = samples.schema().table_by_name[table].id
         return {i: row.pushes for (t, i), row in self.shard.rows.items() if t == id_}
@@ -128,3 +133,22 @@ def build(
     )
     loop = TrainLoop(config, schema, samples.MODEL, rewire(wiring))
     return Built(loop, reader, shard, transport, clock, outputs, stages)
+
+
+def assert_a_restored_loop_goes_on(
+    records: Sequence[Record], steps: int, **settings: Any
+) -> tuple[Built, Built]:
+    """Cut a loop after so many steps and restore another one from the cut: both end in the same bits, with
+    the same predictions. Returns both."""
+    whole, again = build(records, **settings), build(records, **settings)
+    for _ in range(steps):
+        whole.loop.step()
+    at, rows = whole.loop.snapshot(), {key: row.copy() for key, row in whole.shard.rows.items()}
+    num_before = len(whole.predicted)
+    again.loop.step()
+    again.shard.rows = rows
+    again.loop.restore(at)
+    again.predicted.clear()
+    assert again.train_all().bits() == whole.train_all().bits()
+    assert again.predicted == whole.predicted[num_before:]
+    return whole, again

@@ -22,12 +22,10 @@ from roostream.wire.transform import apply_transforms
 from tests.models.model_cases import CASES, LABELS, make_batch, make_rows
 from tests.models.model_checks import COUNTS, learn, trained_model
 from tests.trainer import samples
-from tests.trainer.loops import Built, build
+from tests.trainer.loops import assert_a_restored_loop_goes_on, build
 from tests.trainer.network import CONTROLLER
 from tests.trainer.simulator import WORKER, Kill, Simulation
-from trainer.config import LoopConfig
 from trainer.expansion import Expansion, check_expandable
-from trainer.selection.config import DeferralConfig, RehearsalConfig, SelectionConfig
 
 ON: dict[str, Any] = {"expand": "impressions", "batch_impressions": 5}
 N24 = samples.records(list(range(1, 25)))  # 3 candidates each, 4 requests a chunk
@@ -35,13 +33,6 @@ RAW = CASES["everything"]
 SCHEMA = schema_from_dict(
     {**RAW, "tables": {name: {**t, "dim": 4} for name, t in RAW["tables"].items()}, "label": LABELS}
 )  # with ranks and shares of the list, and tables of one width for TorchRec's modules
-
-
-def bits(built: Built) -> dict[Any, bytes]:
-    shared = {name: value.tobytes() for name, value in built.loop.snapshot().shared.items()}
-    return shared | {
-        key: row.value_D.tobytes() + row.squares_D.tobytes() for key, row in built.shard.rows.items()
-    }
 
 
 def test_batches_have_one_size_and_hold_each_impression_once_in_order() -> None:
@@ -126,17 +117,7 @@ def test_each_impression_is_trained_once_and_each_request_reported_once() -> Non
 
 @pytest.mark.parametrize("exact", [False, True])
 def test_g11_a_restored_loop_trains_the_same_batches(exact: bool) -> None:
-    whole = build(N24, exact=exact, **ON)
-    for _ in range(3):
-        whole.loop.step()
-    at, rows = whole.loop.snapshot(), {key: row.copy() for key, row in whole.shard.rows.items()}
-    assert whole.loop.expansion is not None and whole.loop.expansion.num_waiting == 36 % 5
-    whole.train_all()
-    again = build(N24, exact=exact, **ON)
-    again.loop.step()
-    again.shard.rows = rows
-    again.loop.restore(at)
-    assert bits(again.train_all()) == bits(whole)
+    _, again = assert_a_restored_loop_goes_on(N24, 3, exact=exact, **ON)
     assert again.loop.optimizer.num_steps == (72 // 5 if exact else -(-72 // 5))
     again.loop.reset()
     assert again.loop.expansion is not None and again.loop.expansion.num_waiting == 0
@@ -146,7 +127,7 @@ def test_commits_do_not_change_the_batches() -> None:
     often, never = build(N24, **ON), build(N24, **ON).train_all()
     while often.loop.step():
         often.loop.snapshot()
-    assert bits(often.train_all()) == bits(never)
+    assert often.train_all().bits() == never.bits()
 
 
 Run = tuple[dict[str, bytes], dict[int, int], set[int]]
@@ -211,21 +192,6 @@ def test_an_impression_with_non_finite_gradients_is_left_out_alone(monkeypatch: 
     assert set(range(1, 25)) - built.pushes().keys() == {7}
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"rehearsal": RehearsalConfig(batches=3)}, r"rehearsal\.batches': expected the default with expand"),
-        ({"selection": SelectionConfig(policy="negatives")}, r"selection\.policy': expected the default"),
-        ({"deferral": DeferralConfig(share=0.5)}, r"deferral\.share': expected the default"),
-        ({"corrections": "on"}, "corrections': expected the default"),
-        ({"deduplicate": True}, "deduplicate': expected the default"),
-    ],
-)
-def test_settings_that_need_requests_are_rejected(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        LoopConfig(**ON, **settings)
-
-
 def test_models_and_labels_that_compare_candidates_are_rejected() -> None:
     with pytest.raises(ConfigError, match="expected list_layers = 0 in the model, got 1"):
         check_expandable(SCHEMA, RankerConfig())
@@ -235,10 +201,3 @@ def test_models_and_labels_that_compare_candidates_are_rejected() -> None:
     with pytest.raises(ConfigError, match="another objective of 'click', got 'pairwise'"):
         check_expandable(pairwise, DlrmConfig())
     check_expandable(SCHEMA, DlrmConfig())
-
-
-def test_several_workers_are_rejected() -> None:
-    loop = build(N24, **ON).loop
-    loop.validate(workers=1)
-    with pytest.raises(ConfigError, match="expand: expected off with 2 workers, got 'impressions'"):
-        loop.validate(workers=2)

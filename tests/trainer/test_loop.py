@@ -18,7 +18,8 @@ from roostream.wire.lookup import build_lookup
 from roostream.wire.records import Record
 from tests.trainer import samples
 from tests.trainer.fake_shard import Row
-from tests.trainer.loops import Built, build
+from tests.trainer.loops import Built, assert_a_restored_loop_goes_on, build
+from trainer.chunks import build_part, split_frozen
 from trainer.config import LoopConfig
 from trainer.device.numerics import set_numerics
 from trainer.loop import Snapshot
@@ -76,12 +77,7 @@ def test_batches_grow_with_the_requests_trained() -> None:
 
 
 def test_batch_growth_continues_after_a_restore() -> None:
-    whole, again = build(N12, exact=True, **RAMP), build(N12, exact=True, **RAMP)
-    for _ in range(3):
-        whole.loop.step()
-    again.loop.restore(whole.loop.snapshot())
-    whole.train_all()
-    again.train_all()
+    whole, again = assert_a_restored_loop_goes_on(N12, 3, exact=True, **RAMP)
     assert sizes(whole)[3:] == sizes(again) and whole.loop.num_steps == again.loop.num_steps
 
 
@@ -294,3 +290,24 @@ def test_threads_are_as_set_and_exact_mode_has_one_and_deterministic_layers() ->
     finally:
         torch.use_deterministic_algorithms(before[0])
         torch.set_num_threads(before[1])
+
+
+# `deduplicate`: parts of a chunk say what their requests share, and training goes on as before
+
+
+def test_lookups_are_deduplicated_only_if_requested() -> None:
+    batch = Decoder(samples.schema(), {}.get).decode(N12)[0].take_requests(np.array([0, 0, 0, 1]))
+    assert build_part(batch, trains=True).lookup.unique is None
+    (part,) = split_frozen(batch, 0, deduplicated=True)
+    assert part.lookup.unique is not None and part.lookup.unique.row_N.tolist() == [0, 0, 0, 1]
+    between_ms = int(batch.time_ms_R.max())
+    parts = split_frozen(batch, between_ms, deduplicated=True)
+    assert [p.lookup.unique is not None for p in parts] == [True, False], "a single request shares nothing"
+
+
+def test_training_with_deduplication_gives_the_same_scores() -> None:
+    plain, shared = (build(N12, deduplicate=of).train_all() for of in (False, True))
+    for one, other in zip(plain.predicted, shared.predicted, strict=True):
+        assert one.sample_id == other.sample_id
+        assert list(other.scores) == pytest.approx(list(one.scores), abs=1e-6)
+    assert shared.pushes() == plain.pushes() and shared.loop.num_steps == plain.loop.num_steps

@@ -31,6 +31,7 @@ from roostream.runtime.metrics_collector import MetricsCollector
 from roostream.runtime.program import Stop
 from roostream.runtime.rpc.client import SocketTransport
 from roostream.runtime.rpc.server import RpcServer
+from roostream.runtime.rpc.transport import Header
 from roostream.runtime.store_identity import create_store
 from roostream.runtime.thread_group import StopBudget
 from roostream.wire.decode import Decoder
@@ -111,6 +112,7 @@ class Together:
         self.stops: list[Callable[[], object]] = []
         self.disks = [MemoryKeyValueStore(), MemoryKeyValueStore()]
         self.ports = [0, 0]
+        self.kills: list[Callable[[], None]] = []  # of the shards
         self.failures: queue.Queue[Exception] = queue.Queue()
         self.stop = stop = Stop()
         self.control = self._thread(lambda: self.controller.run(stop, closing_s=LONG_S))
@@ -216,6 +218,13 @@ class Together:
             assert self.failures.empty(), self.failures.get()
             time.sleep(0.02)
 
+    def call(self, method: str, **header: Any) -> Header:
+        """What the controller answers."""
+        transport = SocketTransport(self.server.address)
+        answer, _ = transport.call(method, header, timeout_s=2 * LONG_S)
+        transport.close()
+        return answer
+
     def committed(self, num_records: int) -> bool:
         last = manifests.newest(self.store)
         return last is not None and sum(last.manifest.offsets.values()) == num_records
@@ -236,20 +245,23 @@ class Together:
         return thread
 
 
+def eight_samples() -> MemoryConsumer:
+    return MemoryConsumer(PARTITIONS, samples.records(list(range(1, 9))))
+
+
 @pytest.fixture
 def together(tmp_path: Path) -> Iterator[Together]:
     stage = Together(tmp_path)
+    stage.kills = [stage.shard(index) for index in (0, 1)]
     yield stage
     stage.stop_all()
 
 
 def test_g3_training_resumes_by_itself_after_a_shard_was_killed(together: Together) -> None:
     source = MemoryConsumer(PARTITIONS, samples.records(list(range(1, 21))))
-    kill = together.shard(0)
-    together.shard(1)
     monitor = together.worker(source, staleness=1).monitor
     together.wait_for(lambda: together.committed(20))
-    kill()
+    together.kills[0]()
     together.shard(0)
     source.append(samples.records(list(range(1, 41)))[20:])
     together.wait_for(lambda: together.committed(40))
@@ -264,36 +276,22 @@ def test_g3_training_resumes_by_itself_after_a_shard_was_killed(together: Togeth
     assert states["caught_up"] == 1 and sum(states.values()) == 1
 
 
-def preempted(together: Together, role: str) -> dict[str, Any]:
-    """While it trains; what the call answered."""
-    source = MemoryConsumer(PARTITIONS, samples.records(list(range(1, 9))))
-    for index in (0, 1):
-        together.shard(index)
-    trainer = together.worker(source)
+@pytest.mark.parametrize("role", ["worker", "controller"])
+def test_a_preempted_job_exits_after_the_commit(together: Together, role: str) -> None:
+    trainer = together.worker(eight_samples())
     together.wait_for(lambda: trainer.monitor.worker.loop.num_steps >= 1)
-    transport = SocketTransport(together.server.address)
-    header = {"role": role, "index": 0, "notice_s": LONG_S}
-    answer, _ = transport.call("preempt", header, timeout_s=2 * LONG_S)
-    transport.close()
+    answer = together.call("preempt", role=role, index=0, notice_s=LONG_S)
+    assert answer["committed"] is True
     last, loop = manifests.newest(together.store), trainer.monitor.worker.loop
     assert last is not None and (last.manifest.seq, last.manifest.step) == (answer["seq"], loop.num_steps)
     ended = trainer.thread if role == "worker" else together.control
     ended.join(LONG_S)
     assert not ended.is_alive() and together.failures.empty()
     assert together.controller.coordinator.num_rollbacks == 0
-    return dict(answer)
-
-
-@pytest.mark.parametrize("role", ["worker", "controller"])
-def test_a_preempted_job_exits_after_the_commit(together: Together, role: str) -> None:
-    assert preempted(together, role)["committed"] is True
 
 
 def test_a_pausing_stream_holds_training_until_the_next_record(together: Together) -> None:
-    numbers = list(range(1, 10))
-    source = MemoryConsumer(PARTITIONS, samples.records(numbers[:8]))
-    for index in (0, 1):
-        together.shard(index)
+    source = eight_samples()
     first = together.worker(source)
     together.wait_for(lambda: together.committed(8))
     together.watch_idleness(source)
@@ -306,7 +304,7 @@ def test_a_pausing_stream_holds_training_until_the_next_record(together: Togethe
     assert status["rollbacks"] == 0
     first.end()
     together.stops.remove(first.end)
-    source.append(samples.records(numbers)[8:])
+    source.append(samples.records(list(range(1, 10)))[8:])
     together.wait_for(lambda: together.controller.status()["holds"] == [])
     together.worker(source)
     together.wait_for(lambda: together.committed(9))
@@ -320,10 +318,7 @@ def test_a_pausing_stream_holds_training_until_the_next_record(together: Togethe
 def test_persistent_non_finite_numbers_hold_training_and_name_the_batch(
     together: Together, tmp_path: Path
 ) -> None:
-    source = MemoryConsumer(PARTITIONS, samples.records(list(range(1, 9))))
-    for index in (0, 1):
-        together.shard(index)
-    trainer = together.worker(source, home=tmp_path / "worker", spoilt=True)
+    trainer = together.worker(eight_samples(), home=tmp_path / "worker", spoilt=True)
     trainer.thread.join(LONG_S)
     assert isinstance(together.failures.get(timeout=LONG_S), HeldError)
     (hold,) = together.controller.status()["holds"]
@@ -336,9 +331,7 @@ def test_persistent_non_finite_numbers_hold_training_and_name_the_batch(
 
 def test_a_worker_on_standby_is_ready(together: Together) -> None:
     """Otherwise its pod would block the roll-out of the set that it belongs to."""
-    source = MemoryConsumer(PARTITIONS, samples.records(list(range(1, 9))))
-    for index in (0, 1):
-        together.shard(index)
+    source = eight_samples()
     spare = together.worker(source, index=1)
     together.wait_for(lambda: not spare.health.unready())
     assert not spare.monitor.worker.incarnation
@@ -348,26 +341,18 @@ def test_a_worker_on_standby_is_ready(together: Together) -> None:
 
 
 def test_a_worker_may_wait_for_the_end_of_a_hold(together: Together) -> None:
-    source = MemoryConsumer(PARTITIONS, samples.records(list(range(1, 9))))
-    for index in (0, 1):
-        together.shard(index)
-    trainer = together.worker(source, spoilt=True, waits=True)
+    trainer = together.worker(eight_samples(), spoilt=True, waits=True)
     together.wait_for(lambda: together.controller.status()["state"] == "held" and trainer.agent.hold)
     together.wait_for(lambda: not trainer.health.unready())  # a roll-out that repairs the cause goes on
     assert trainer.thread.is_alive()
-    transport = SocketTransport(together.server.address)
-    transport.call("release", {}, timeout_s=LONG_S)
-    transport.close()
+    together.call("release")
     trainer.thread.join(LONG_S)
     failure = together.failures.get(timeout=LONG_S)
     assert isinstance(failure, UnavailableError) and "the hold is over" in str(failure)
 
 
 def test_a_worker_without_a_controller_stops(together: Together) -> None:
-    source = MemoryConsumer(PARTITIONS, samples.records(list(range(1, 9))))
-    for index in (0, 1):
-        together.shard(index)
-    trainer = together.worker(source)
+    trainer = together.worker(eight_samples())
     worker = trainer.monitor.worker
     together.wait_for(lambda: together.committed(8) and worker.training and not worker.is_cut)
     together.server.stop()

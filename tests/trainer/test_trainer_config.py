@@ -11,11 +11,15 @@ import pytest
 from roostream.errors import ConfigError, SetupError
 from roostream.schema.settings import load
 from trainer.config import ControllerConfig, LoopConfig, WorkerConfig
-from trainer.selection.config import RehearsalConfig
+from trainer.selection.config import DeferralConfig, RehearsalConfig, SelectionConfig
 
 COMMON: dict[str, Any] = {"bootstrap": "k:1", "schema": "s.toml", "store": "store"}
 WORKER = {**COMMON, "controller": "c:1", "shards": ("a:1",)}
 CONTROLLER = {**COMMON, "listen": "127.0.0.1:0", "num_shards": 2}
+
+
+REHEARSAL, DEFERRAL = RehearsalConfig(batches=1), DeferralConfig(share=0.5)
+NEGATIVES = SelectionConfig(policy="negatives")
 
 
 def test_a_worker_is_configured_by_a_file(tmp_path: Path) -> None:
@@ -39,13 +43,22 @@ def test_a_worker_is_configured_by_a_file(tmp_path: Path) -> None:
         ({"attention": "triton"}, "attention"),
         ({"attention": "triton", "device": "cuda", "exact": True}, "attention"),
         ({"compile": True, "exact": True}, "compile"),
-        ({"staleness": 1, "rehearsal": RehearsalConfig(batches=1)}, "staleness"),
+        ({"staleness": 1, "rehearsal": REHEARSAL}, "staleness"),
         ({"staleness": 1, "expand": "impressions"}, "staleness"),
         ({"staleness": 1, "read_ahead": 0}, "staleness"),
         ({"corrections": "on", "exact": True}, "corrections"),
         ({"loss": "dfm"}, "label_delay_ms"),
         ({"loss": "hinge"}, "loss"),
         ({"rendezvous_address": "0.0.0.0:0"}, "rendezvous_address"),
+        ({"expand": "impressions", "rehearsal": REHEARSAL}, "rehearsal.batches"),
+        ({"expand": "impressions", "selection": NEGATIVES}, "selection.policy"),
+        ({"expand": "impressions", "deferral": DEFERRAL}, "deferral.share"),
+        ({"expand": "impressions", "corrections": "on"}, "corrections"),
+        ({"expand": "impressions", "deduplicate": True}, "deduplicate"),
+        ({"rehearsal": REHEARSAL, "corrections": "on"}, "corrections"),
+        ({"rehearsal": REHEARSAL, "selection": NEGATIVES}, "selection.policy"),
+        ({"rehearsal": REHEARSAL, "deferral": DEFERRAL}, "deferral.share"),
+        ({"selection": SelectionConfig(policy="random", refill=True), "exact": True}, "selection.refill"),
     ],
 )
 def test_a_worker_refuses(changes: dict[str, Any], key: str) -> None:

@@ -10,125 +10,79 @@ import pytest
 
 from roostream.errors import CheckpointError, ConfigError, FencedError, RoostreamError, UnavailableError
 from roostream.runtime import manifest as manifests
-from roostream.runtime.clock import FakeClock
 from roostream.runtime.manifest import Manifest
 from roostream.runtime.retention import Retention
 from roostream.runtime.store_identity import IDENTITY_NAME
-from tests.trainer.control.test_coordinator import ANSWERS, FACTS
+from tests.trainer.control.test_coordinator import FACTS
+from tests.trainer.control.test_scaling import Fleet
 from tests.trainer.memory_store import MemoryStore
 from trainer.control.controller import Controller
 from trainer.control.coordinator import Coordinator
-from trainer.control.types import State
-
-EVERYONE = (("shard", 0), ("shard", 1), ("worker", 0))
-
-
-class Stage:
-    def __init__(self, store: MemoryStore | None = None, long_poll_s: float = 0.0) -> None:
-        self.store, self.clock = store or MemoryStore(), FakeClock()
-        self.checked: list[str] = []
-        check = lambda manifest: self.checked.append(manifest.name)
-        self.it = Controller(Coordinator(FACTS), self.store, self.clock, check=check, long_poll_s=long_poll_s)
-        self.incarnation = 0
-        self.step = 0
-
-    def beat(
-        self, role: str, index: int, results: list[dict[str, Any]] | None = None
-    ) -> list[dict[str, Any]]:
-        header = {"role": role, "index": index, "session": 1, "incarnation": self.incarnation}
-        answer, _ = self.it.handle(
-            "beat", {**header, "results": results or [], "report": {"step": self.step}}, ()
-        )
-        return answer["commands"]
-
-    def turn(self) -> None:
-        """Everyone beats, answers, beats; the controller acts."""
-        self.it.turn()
-        for role, index in EVERYONE:
-            commands = self.beat(role, index)
-            answers = [{"id": c["id"], "ok": True, **ANSWERS.get((role, c["kind"]), {})} for c in commands]
-            self.incarnation = max([self.incarnation, *(c["incarnation"] for c in commands)])
-            self.beat(role, index, answers)
-        self.it.turn()
-
-    def to(self, state: State) -> Stage:
-        for _ in range(20):
-            if self.it.coordinator.state is state:
-                return self
-            self.turn()
-        raise AssertionError(self.it.status())
+from trainer.control.types import Key, State
 
 
 def test_a_commit_on_demand_is_waited_for() -> None:
-    stage = Stage().to(State.RUNNING)
-    stage.step = 3
-    stage.turn()
-    answers: list[dict[str, Any]] = []
-    caller = threading.Thread(
-        target=lambda: answers.append(dict(stage.it.handle("commit", {"timeout_s": 20}, ())[0]))
-    )
-    caller.start()
-    while caller.is_alive():
-        stage.turn()
-        caller.join(0.01)
-    assert answers == [{"seq": 1, "committed": True}]
-    assert manifests.load(stage.store, "manifests/00000001").manifest.step == 3
-    assert stage.it.handle("commit", {}, ())[0] == {"seq": 1, "committed": True}, (
+    fleet = Fleet().to(State.RUNNING)
+    fleet.step = 3
+    fleet.turn()
+    assert fleet.call("commit", timeout_s=20) == {"seq": 1, "committed": True}
+    assert manifests.load(fleet.store, "manifests/00000001").manifest.step == 3
+    assert fleet.it.handle("commit", {}, ())[0] == {"seq": 1, "committed": True}, (
         "nothing new: nothing to wait for"
     )
 
 
 def test_a_store_that_is_away_is_reported_as_away_until_it_answers() -> None:
-    stage = Stage().to(State.RUNNING)
-    stage.clock.advance(2)
+    fleet = Fleet().to(State.RUNNING)
+    fleet.clock.advance(2)
     for _ in range(3):
-        stage.store.fail_next("list")
+        fleet.store.fail_next("list")
     reported = []
     for _ in range(4):
-        stage.it.turn()
-        reported.append(bool(stage.it.status()["away"]))
+        fleet.it.turn()
+        reported.append(bool(fleet.it.status()["away"]))
     assert reported == [True, True, True, False]
 
 
 def test_a_commit_on_demand_does_not_succeed_during_an_outage_or_restore() -> None:
-    stage = Stage()
-    stage.it.turn()
-    assert stage.it.coordinator.state is State.GATHERING
-    assert stage.it.handle("commit", {"timeout_s": 0.01}, ())[0] == {"seq": 0, "committed": False}
-    stage.to(State.RESTORING)
-    assert stage.it.handle("commit", {"timeout_s": 0.01}, ())[0] == {"seq": 0, "committed": False}
-    stage.to(State.RUNNING)
-    assert stage.it.handle("commit", {"timeout_s": 0.01}, ())[0] == {"seq": 0, "committed": True}, (
+    fleet = Fleet()
+    fleet.it.turn()
+    assert fleet.it.coordinator.state is State.GATHERING
+    assert fleet.it.handle("commit", {"timeout_s": 0.01}, ())[0] == {"seq": 0, "committed": False}
+    fleet.to(State.RESTORING)
+    assert fleet.it.handle("commit", {"timeout_s": 0.01}, ())[0] == {"seq": 0, "committed": False}
+    fleet.to(State.RUNNING)
+    assert fleet.it.handle("commit", {"timeout_s": 0.01}, ())[0] == {"seq": 0, "committed": True}, (
         "there is nothing to commit"
     )
 
 
 def test_a_commit_on_demand_ignores_a_commit_already_in_progress() -> None:
-    stage = Stage().to(State.RUNNING)
-    stage.step = 3
-    stage.turn()
-    stage.it.handle("commit", {"timeout_s": 0}, ())
-    stage.beat("worker", 0)
-    assert stage.it.coordinator.state is State.CUTTING
-    stage.step = 9
+    fleet = Fleet().to(State.RUNNING)
+    fleet.step = 3
+    fleet.turn()
+    fleet.it.handle("commit", {"timeout_s": 0}, ())
+    fleet.beat(Key("worker", 0))
+    assert fleet.it.coordinator.state is State.CUTTING
+    fleet.to(State.FREEZING).step = 9  # trained behind the cut
     answers: list[dict[str, Any]] = []
     caller = threading.Thread(
-        target=lambda: answers.append(dict(stage.it.handle("commit", {"timeout_s": 20}, ())[0]))
+        target=lambda: answers.append(dict(fleet.it.handle("commit", {"timeout_s": 20}, ())[0]))
     )
     caller.start()
-    stage.to(State.COMMITTING)
-    assert stage.it.status()["seq"] == 1 and answers == []
+    fleet.to(State.COMMITTING)
+    assert fleet.it.status()["seq"] == 1 and answers == []
     while caller.is_alive():
-        stage.turn()
+        fleet.turn()
         caller.join(0.01)
     assert answers == [{"seq": 2, "committed": True}]
 
 
 def test_a_waiting_beat_returns_as_soon_as_there_is_a_command() -> None:
-    stage = Stage(long_poll_s=30.0)
-    stage.it.turn()
+    fleet = Fleet(long_poll_s=30.0)
+    fleet.it.turn()
     got: list[list[dict[str, Any]]] = []
-    threads = [threading.Thread(target=lambda key=key: got.append(stage.beat(*key))) for key in EVERYONE]
+    threads = [threading.Thread(target=lambda key=key: got.append(fleet.beat(key))) for key in fleet.members]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -137,31 +91,31 @@ def test_a_waiting_beat_returns_as_soon_as_there_is_a_command() -> None:
 
 
 def test_status_reports_the_state_and_the_last_commit() -> None:
-    stage = Stage().to(State.RUNNING)
-    stage.clock.advance(2)
-    status = stage.it.status()
+    fleet = Fleet().to(State.RUNNING)
+    fleet.clock.advance(2)
+    status = fleet.it.status()
     assert (status["state"], status["incarnation"], status["seq"]) == ("running", 1, 0)
     assert set(status["members"]) == {"shard 0", "shard 1", "worker 0"}
-    assert status["reports"]["worker 0"] == {"step": 0} and status["manifest"] == ""
+    assert status["reports"]["worker 0"]["step"] == 0 and status["manifest"] == ""
     assert status["commit_age_ms"] == pytest.approx(2000)
-    assert status["committed_at_ms"] == stage.clock.now_ms() - 2000
+    assert status["committed_at_ms"] == fleet.clock.now_ms() - 2000
 
 
 def test_an_unknown_call_is_refused() -> None:
     with pytest.raises(RoostreamError, match="got 'dance'"):
-        Stage().it.handle("dance", {}, ())
+        Fleet().it.handle("dance", {}, ())
 
 
-def committed_once() -> Stage:
-    stage = Stage().to(State.RUNNING)
-    stage.step = 3
-    stage.it.handle("commit", {"timeout_s": 0}, ())
-    return stage.to(State.COMMITTING)
+def committed_once() -> Fleet:
+    fleet = Fleet().to(State.RUNNING)
+    fleet.step = 3
+    fleet.it.handle("commit", {"timeout_s": 0}, ())
+    return fleet.to(State.COMMITTING)
 
 
 def test_a_restarted_controller_checks_the_manifest_before_any_command() -> None:
     first = committed_once()
-    second = Stage(first.store)
+    second = Fleet(1, first.store)
     second.it.turn()
     assert set(second.checked) == {"manifests/00000001"} and second.it.status()["incarnation"] == 2
     with pytest.raises(FencedError, match="this controller stops"):
@@ -170,87 +124,87 @@ def test_a_restarted_controller_checks_the_manifest_before_any_command() -> None
 
 
 def test_g5_a_store_with_only_damaged_manifests_stops_the_controller() -> None:
-    stage = Stage()
-    stage.store.create("manifests/00000001", b"{}")
+    fleet = Fleet()
+    fleet.store.create("manifests/00000001", b"{}")
     with pytest.raises(CheckpointError, match="expected a usable manifest among 1"):
-        stage.it.turn()
+        fleet.it.turn()
 
 
 @pytest.mark.parametrize("method", ["create", "list", "get"])
 def test_an_unavailable_store_is_waited_for_and_skips_no_manifest(
     method: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    stage = Stage(committed_once().store)
+    fleet = Fleet(1, committed_once().store)
     for _ in range(5):
-        stage.store.fail_next(method)
+        fleet.store.fail_next(method)
     for _ in range(5):
-        stage.it.turn()
-        assert stage.it.coordinator.state is State.CLAIMING
+        fleet.it.turn()
+        assert fleet.it.coordinator.state is State.CLAIMING
     assert (
         "waiting for the checkpoint store: the store can't be written (No space left on device) (retrying)"
         in caplog.text
     )
     assert "reset" not in caplog.text and "damaged" not in caplog.text
-    stage.it.turn()
-    assert stage.it.coordinator.state is State.GATHERING and stage.it.coordinator.last is not None
-    assert stage.it.coordinator.last.name == "manifests/00000001"
+    fleet.it.turn()
+    assert fleet.it.coordinator.state is State.GATHERING and fleet.it.coordinator.last is not None
+    assert fleet.it.coordinator.last.name == "manifests/00000001"
 
 
 def test_an_empty_store_in_place_of_the_known_one_is_not_used(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    stage = committed_once()
-    there, stage.store.objects = stage.store.objects, {}
-    stage.clock.advance(4)
+    fleet = committed_once()
+    there, fleet.store.objects = fleet.store.objects, {}
+    fleet.clock.advance(4)
     for _ in range(5):
-        stage.it.turn()
-    assert stage.it.coordinator.state is State.CLAIMING and stage.store.objects == {}
+        fleet.it.turn()
+    assert fleet.it.coordinator.state is State.CLAIMING and fleet.store.objects == {}
     assert "checkpoint init" in caplog.text
-    stage.store.objects |= {IDENTITY_NAME: there[IDENTITY_NAME]}
-    stage.it.turn()
-    assert "an older copy of the store" in stage.it.status()["away"]
-    assert list(stage.store.objects) == [IDENTITY_NAME]
-    stage.store.objects = there
-    stage.it.turn()
-    assert stage.it.coordinator.last is not None and stage.it.coordinator.last.name == "manifests/00000001"
+    fleet.store.objects |= {IDENTITY_NAME: there[IDENTITY_NAME]}
+    fleet.it.turn()
+    assert "an older copy of the store" in fleet.it.status()["away"]
+    assert list(fleet.store.objects) == [IDENTITY_NAME]
+    fleet.store.objects = there
+    fleet.it.turn()
+    assert fleet.it.coordinator.last is not None and fleet.it.coordinator.last.name == "manifests/00000001"
 
 
 def test_waiting_for_the_store_ends_with_stop() -> None:
-    stage, stop = Stage(), threading.Event()
-    stage.store.fail_next("create")
+    fleet, stop = Fleet(), threading.Event()
+    fleet.store.fail_next("create")
     stop.set()
     with pytest.raises(UnavailableError, match="stopped while waiting for the checkpoint store"):
-        stage.it.turn(stop)
+        fleet.it.turn(stop)
 
 
 def test_the_outcome_of_a_link_is_reported_only_once_it_is_readable() -> None:
-    stage = Stage().to(State.RUNNING)
-    stage.step = 3
-    stage.it.handle("commit", {"timeout_s": 0}, ())
-    stage.store.fail_next("create", "after")
+    fleet = Fleet().to(State.RUNNING)
+    fleet.step = 3
+    fleet.it.handle("commit", {"timeout_s": 0}, ())
+    fleet.store.fail_next("create", "after")
     for _ in range(3):
-        stage.store.fail_next("get")
+        fleet.store.fail_next("get")
     for _ in range(10):
-        if stage.it.coordinator.state is State.LINKING:
+        if fleet.it.coordinator.state is State.LINKING:
             break
-        stage.turn()
-    stage.it.turn()
-    assert stage.it.coordinator.state is State.LINKING
-    stage.to(State.RUNNING)
-    assert stage.it.status()["seq"] == 1 and stage.it.status()["aborts"] == 0
+        fleet.turn()
+    fleet.it.turn()
+    assert fleet.it.coordinator.state is State.LINKING
+    fleet.to(State.RUNNING)
+    assert fleet.it.status()["seq"] == 1 and fleet.it.status()["aborts"] == 0
 
 
 def test_the_configured_number_of_manifests_is_kept() -> None:
-    stage = Stage()
-    stage.it.cleaner.retention = Retention(2)
+    fleet = Fleet()
+    fleet.it.cleaner.retention = Retention(2)
     for seq in range(1, 5):
-        stage.step = 3 + seq
-        stage.to(State.RUNNING)
-        stage.it.coordinator.want_commit()
-        while stage.it.status()["seq"] < seq:
-            stage.turn()
-    stage.turn()
-    assert manifests.numbers(stage.store) == [3, 4]
+        fleet.step = 3 + seq
+        fleet.to(State.RUNNING)
+        fleet.it.coordinator.want_commit()
+        while fleet.it.status()["seq"] < seq:
+            fleet.turn()
+    fleet.turn()
+    assert manifests.numbers(fleet.store) == [3, 4]
 
 
 def other_identity() -> bytes:
@@ -260,25 +214,25 @@ def other_identity() -> bytes:
 def test_a_store_that_was_never_created_is_waited_for_and_stays_empty() -> None:
     store = MemoryStore()
     identity = store.objects.pop(IDENTITY_NAME)
-    stage = Stage(store)
+    fleet = Fleet(1, store)
     for _ in range(3):
-        stage.it.turn()
-    assert "checkpoint init" in stage.it.status()["away"] and not store.objects
+        fleet.it.turn()
+    assert "checkpoint init" in fleet.it.status()["away"] and not store.objects
     store.objects[IDENTITY_NAME] = identity
-    stage.to(State.RUNNING)
+    fleet.to(State.RUNNING)
 
 
 def test_nothing_is_claimed_in_another_store_than_before() -> None:
-    stage = Stage().to(State.RUNNING)
-    first, stage.store.objects = stage.store.objects, {IDENTITY_NAME: other_identity()}
-    stage.clock.advance(100)  # every member is lost, so the controller claims again
+    fleet = Fleet().to(State.RUNNING)
+    first, fleet.store.objects = fleet.store.objects, {IDENTITY_NAME: other_identity()}
+    fleet.clock.advance(100)  # every member is lost, so the controller claims again
     for _ in range(3):
-        stage.it.turn()
-    away = stage.it.status()["away"]
+        fleet.it.turn()
+    away = fleet.it.status()["away"]
     assert "0" * 32 in away and "1" * 32 in away
-    assert list(stage.store.objects) == [IDENTITY_NAME]
-    stage.store.objects = first
-    stage.to(State.RUNNING)
+    assert list(fleet.store.objects) == [IDENTITY_NAME]
+    fleet.store.objects = first
+    fleet.to(State.RUNNING)
 
 
 def test_a_controller_of_another_deployment_does_not_claim() -> None:
@@ -295,11 +249,11 @@ def test_a_controller_of_another_deployment_does_not_claim() -> None:
 
 
 def test_members_are_restored_from_the_controller_s_store() -> None:
-    stage = Stage()
-    stage.it.turn()
-    for role, index in EVERYONE:
-        stage.beat(role, index)
-    stage.it.turn()
-    for role, index in EVERYONE:
-        (command,) = stage.beat(role, index)
+    fleet = Fleet()
+    fleet.it.turn()
+    for key in fleet.members:
+        fleet.beat(key)
+    fleet.it.turn()
+    for key in fleet.members:
+        (command,) = fleet.beat(key)
         assert command["kind"] == "restore" and command["store"] == "0" * 32

@@ -15,20 +15,6 @@ from trainer.control.types import Key, State
 JOBS = [Key("worker", 0), Key("worker", 1), Key("shard", 1), Key("controller", 0)]
 
 
-def preempt(fleet: Fleet, key: Key, notice_s: float = 20.0, max_turns: int = 200) -> dict[str, Any]:
-    """The call, beside turns; a member that is told says that it leaves."""
-    answers: list[dict[str, Any]] = []
-    call = {"role": key.role, "index": key.index, "notice_s": notice_s}
-    caller = threading.Thread(target=lambda: answers.append(dict(fleet.it.handle("preempt", call, ())[0])))
-    caller.start()
-    for _ in range(max_turns):
-        fleet.turn()
-        caller.join(0.005)
-        if not caller.is_alive():
-            return answers[0]
-    raise AssertionError(fleet.it.status())
-
-
 def told(fleet: Fleet, key: Key, **report: Any) -> dict[str, Any]:
     """What a beat of it is answered."""
     return fleet.send(key, report=report)
@@ -38,7 +24,8 @@ def told(fleet: Fleet, key: Key, **report: Any) -> dict[str, Any]:
 def test_a_preemption_commits_first_and_training_waits_for_the_member(who: Key) -> None:
     fleet = Fleet(2).to(State.RUNNING)
     fleet.step = 7
-    assert preempt(fleet, who) == {"seq": 1, "committed": True, "why": ""}
+    answer = fleet.call("preempt", role=who.role, index=who.index, notice_s=20.0)
+    assert answer == {"seq": 1, "committed": True, "why": ""}
     last = manifests.newest(fleet.store)
     assert last is not None and last.manifest.step == 7
     assert "resume" not in [c["kind"] for _, c in fleet.asked]

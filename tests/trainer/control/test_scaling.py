@@ -25,11 +25,17 @@ class Fleet:
     """A controller over a store, two shards and as many workers as are started."""
 
     def __init__(
-        self, num_workers: int = 1, store: MemoryStore | None = None, started: int | None = None
+        self,
+        num_workers: int = 1,
+        store: MemoryStore | None = None,
+        started: int | None = None,
+        long_poll_s: float = 0.0,
     ) -> None:
         self.store, self.clock = store or MemoryStore(), FakeClock()
         facts = dataclasses.replace(FACTS, num_workers=num_workers)
-        self.it = Controller(Coordinator(facts), self.store, self.clock, long_poll_s=0)
+        self.checked: list[str] = []  # manifests
+        check = lambda manifest: self.checked.append(manifest.name)
+        self.it = Controller(Coordinator(facts), self.store, self.clock, check=check, long_poll_s=long_poll_s)
         self.members = [Key("shard", 0), Key("shard", 1)]
         self.sessions: dict[Key, int] = {}
         self.incarnations: dict[Key, int] = {}
@@ -90,18 +96,20 @@ class Fleet:
             self.turn(seconds)
         raise AssertionError(self.it.status())
 
-    def scale(self, count: int, timeout_s: float = 20.0, max_turns: int = 200) -> dict[str, Any]:
-        """The call beside turns."""
+    def call(self, method: str, /, **header: Any) -> dict[str, Any]:
+        """What a call answers, beside turns."""
         answers: list[dict[str, Any]] = []
-        call = {"workers": count, "timeout_s": timeout_s}
-        caller = threading.Thread(target=lambda: answers.append(dict(self.it.handle("scale", call, ())[0])))
+        caller = threading.Thread(target=lambda: answers.append(dict(self.it.handle(method, header, ())[0])))
         caller.start()
-        for _ in range(max_turns):
+        for _ in range(200):
             self.turn()
             caller.join(0.005)
             if not caller.is_alive():
                 return answers[0]
         raise AssertionError(self.it.status())
+
+    def scale(self, count: int, timeout_s: float = 20.0) -> dict[str, Any]:
+        return self.call("scale", workers=count, timeout_s=timeout_s)
 
     def restored(self) -> dict[Key, dict[str, Any]]:
         """The last RESTORE of those that are of the incarnation."""

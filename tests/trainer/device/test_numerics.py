@@ -6,7 +6,6 @@ import logging
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
 
 import numpy as np
 import pytest
@@ -23,7 +22,7 @@ from tests.models.kind_cases import CONFIGS
 from tests.models.model_cases import make_batch, make_rows, make_schema
 from tests.models.model_checks import trained_model
 from tests.trainer import samples
-from tests.trainer.loops import Built, build
+from tests.trainer.loops import assert_a_restored_loop_goes_on, build
 from trainer.config import LoopConfig
 from trainer.device import numerics
 from trainer.device.numerics import compilable_modules, compile_rows, forward_logits, why_not_compilable
@@ -141,21 +140,7 @@ def test_float32_continues_what_bfloat16_trained() -> None:
 
 
 def test_g11_exact_mode_repeats_bfloat16_bit_for_bit() -> None:
-    whole = build(N24, exact=True, precision="bfloat16")
-    whole.loop.step()
-    at = whole.loop.snapshot()
-    rows = {key: row.copy() for key, row in whole.shard.rows.items()}
-    whole.train_all()
-    again = build(N24, exact=True, precision="bfloat16")
-    again.loop.step()
-    again.loop.step()
-    again.shard.rows = rows
-    again.loop.restore(at)
-    assert bits(again.train_all()) == bits(whole)
-
-
-def bits(built: Built) -> Mapping[str, bytes]:
-    return {name: array.tobytes() for name, array in built.loop.snapshot().shared.items()}
+    assert_a_restored_loop_goes_on(N24, 1, exact=True, precision="bfloat16")
 
 
 def test_row_wise_modules_are_compiled() -> None:
@@ -178,7 +163,7 @@ def test_without_a_compiler_training_continues_with_a_warning(
     with caplog.at_level(logging.WARNING, "roostream.worker"):
         built = build(N24, compile=True)
     assert len(caplog.records) == 1 and "no g++" in caplog.text
-    assert bits(built.train_all()) == bits(build(N24).train_all())
+    assert built.train_all().bits() == build(N24).train_all().bits()
 
 
 def test_a_failing_compiler_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,16 +10,14 @@ import numpy as np
 import pytest
 import torch
 
-from roostream.errors import ConfigError
 from roostream.models.linear_part import LinearPart
 from roostream.wire.batch import Batch
 from roostream.wire.decode import Decoder
 from tests.trainer import samples
-from tests.trainer.loops import Built, build
+from tests.trainer.loops import Built, assert_a_restored_loop_goes_on, build
 from tests.trainer.selection.drawn_batches import drawn_batch
-from trainer.config import LoopConfig
 from trainer.rows import PushTimes
-from trainer.selection.config import DeferralConfig, RehearsalConfig, SelectionConfig
+from trainer.selection.config import RehearsalConfig
 from trainer.selection.rehearsal import Rehearsal, decode_batch, encode_batch
 
 N24 = samples.records(list(range(1, 25)))
@@ -105,13 +103,6 @@ def test_a_restore_draws_the_same_batches_and_none_of_another_schema() -> None:
     assert after.num_batches == 0
 
 
-def bits(built: Built) -> dict[Any, bytes]:
-    shared = {name: value.tobytes() for name, value in built.loop.snapshot().shared.items()}
-    return shared | {
-        key: row.value_D.tobytes() + row.squares_D.tobytes() for key, row in built.shard.rows.items()
-    }
-
-
 def test_each_request_is_reported_once_and_rehearsed_ones_are_counted_separately() -> None:
     built = build(N24, rehearsal=ON).train_all()
     loop = built.loop
@@ -149,16 +140,11 @@ def num_kept(built: Built) -> int:
 
 
 def test_g11_a_restored_loop_rehearses_the_same_batches() -> None:
-    whole = build(N24, rehearsal=ON)
-    for _ in range(3):
-        whole.loop.step()
-    at, rows = whole.loop.snapshot(), {key: row.copy() for key, row in whole.shard.rows.items()}
-    whole.train_all()
-    again = build(N24, rehearsal=ON)
-    again.loop.step()
-    again.shard.rows = rows
-    again.loop.restore(at)
-    assert bits(again.train_all()) == bits(whole)
+    assert_a_restored_loop_goes_on(N24, 3, rehearsal=ON)
+
+
+def test_kept_batches_are_those_of_the_restored_commit() -> None:
+    at = build(N24[:12], rehearsal=ON).train_all().loop.snapshot()
     forgot = build(N24, rehearsal=ON)
     forgot.loop.restore(at)
     assert num_kept(forgot) == 3
@@ -180,7 +166,7 @@ def test_a_rehearsed_batch_with_non_finite_results_changes_nothing(monkeypatch: 
     built = build(N24, rehearsal=ON)
     monkeypatch.setattr(built.loop.descent, "train_unscored", lambda pulled, targets, is_new: False)
     built.train_all()
-    assert built.loop.counts.rehearsed == 0 and bits(built) == bits(build(N24).train_all())
+    assert built.loop.counts.rehearsed == 0 and built.bits() == build(N24).train_all().bits()
     pulled = built.loop.pull_part(built.loop.selection.rehearsal.draw(1))  # type: ignore[union-attr, arg-type]
     monkeypatch.undo()
     with torch.no_grad():
@@ -197,19 +183,3 @@ def test_a_rehearsed_batch_does_not_tell_which_part_of_the_model_predicts_better
     pulled = built.loop.pull_part(built.loop.selection.rehearsal.draw(1))  # type: ignore[union-attr, arg-type]
     assert built.loop.descent.train_unscored(pulled, built.loop.targets(pulled.part), is_new=False)
     assert torch.equal(part.share, share_T) and not torch.equal(part.weight, weight_TF)
-
-
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"corrections": "on"}, "corrections': expected off with rehearsal, got 'on'"),
-        (
-            {"selection": SelectionConfig(policy="negatives")},
-            r"selection\.policy': expected off with rehearsal",
-        ),
-        ({"deferral": DeferralConfig(share=0.5)}, r"deferral\.share': expected 0 with rehearsal, got '0\.5'"),
-    ],
-)
-def test_settings_that_exclude_rehearsal_are_rejected(settings: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        LoopConfig(rehearsal=ON, **settings)

@@ -18,7 +18,7 @@ from roostream.wire.decode import Decoder
 from roostream.wire.lookup import Lookup
 from roostream.wire.records import Record
 from tests.trainer import samples
-from tests.trainer.loops import Built, build
+from tests.trainer.loops import Built, assert_a_restored_loop_goes_on, build
 from trainer.chunks import build_part
 from trainer.selection.config import (
     MIN_SAMPLE,
@@ -30,6 +30,7 @@ from trainer.selection.config import (
 from trainer.selection.decision import NEGATIVE, SelectionWeights, decide
 from trainer.selection.outcomes import unaccounted_requests
 from trainer.selection.slipstream_policy import SlipstreamPolicy
+from trainer.worker_monitor import SELECTION_METRICS
 
 NUMBERS = list(range(1, 61))
 N60 = samples.records(NUMBERS)
@@ -167,18 +168,8 @@ def test_g11_a_restored_loop_skips_the_same_requests_and_ends_in_the_same_bits(
         "selection": SelectionConfig(policy=policy, keep=0.4, score=score),
         "deferral": DeferralConfig(share=0.8, min_visits=2, visits=4),
     }
-    whole, again = build(N60, exact=True, **settings), build(N60, exact=True, **settings)
-    for _ in range(6):
-        whole.loop.step()
-    again.shard.rows = {key: row.copy() for key, row in whole.shard.rows.items()}
-    again.loop.restore(whole.loop.snapshot())
+    whole, _ = assert_a_restored_loop_goes_on(N60, 6, exact=True, **settings)
     assert whole.loop.selection.state(), "there is something to lose"
-    whole.train_all()
-    again.train_all()
-    assert weights(whole) == weights(again) and rows(whole) == rows(again)
-    assert [p.SerializeToString() for p in whole.predicted][-len(again.predicted) :] == [
-        p.SerializeToString() for p in again.predicted
-    ]
 
 
 def test_frozen_requests_are_not_judged_and_flush_deferred_gradients() -> None:
@@ -263,6 +254,9 @@ SLIPSTREAM = SlipstreamConfig(
 )
 
 
+SLIPPING = SelectionConfig(policy="slipstream", slipstream=SLIPSTREAM)
+
+
 def returning_users(count: int) -> list[Record]:
     numbers = list(range(1, count + 1))
     return [
@@ -272,8 +266,7 @@ def returning_users(count: int) -> list[Record]:
 
 
 def slipping(**more: Any) -> Built:
-    config = SelectionConfig(policy="slipstream", slipstream=SLIPSTREAM)
-    return build(returning_users(240), selection=config, exact=True, **more)
+    return build(returning_users(240), selection=SLIPPING, exact=True, **more)
 
 
 def test_slipstream_skips_stale_inputs_after_its_snapshots() -> None:
@@ -319,16 +312,7 @@ def test_slipstream_takes_snapshots_at_the_configured_steps() -> None:
 
 @pytest.mark.parametrize("steps", [2, 5, 9, 30])
 def test_g11_slipstream_restored_in_any_phase_ends_in_the_same_bits(steps: int) -> None:
-    whole, again = slipping(), slipping()
-    for _ in range(steps):
-        whole.loop.step()
-    again.shard.rows = {key: row.copy() for key, row in whole.shard.rows.items()}
-    again.loop.restore(whole.loop.snapshot())
-    whole.train_all()
-    again.train_all()
-    assert weights(whole) == weights(again) and rows(whole) == rows(again)
-    tail = [(p.sample_id, p.disposition) for p in whole.predicted][-len(again.predicted) :]
-    assert tail == [(p.sample_id, p.disposition) for p in again.predicted]
+    assert_a_restored_loop_goes_on(returning_users(240), steps, selection=SLIPPING, exact=True)
 
 
 def test_slipstream_needs_history_and_ends_when_the_stream_begins() -> None:
@@ -354,13 +338,14 @@ def test_slipstream_needs_history_and_ends_when_the_stream_begins() -> None:
         {"selection": SelectionConfig(policy="slipstream")},
         {"deferral": DeferralConfig(share=0.5)},
         {"rehearsal": RehearsalConfig(batches=3)},
+        {"expand": "impressions", "batch_impressions": 5},
     ],
 )
 def test_settings_for_a_single_worker_are_rejected_with_several(settings: Any) -> None:
-    selection = build(CLICKS, **settings).loop.selection
-    selection.validate(workers=1)
+    loop = build(CLICKS, **settings).loop
+    loop.validate(workers=1)
     with pytest.raises(ConfigError, match="with 2 workers"):
-        selection.validate(workers=2)
+        loop.validate(workers=2)
 
 
 @pytest.mark.parametrize("policy", ["random", "negatives"])
@@ -379,11 +364,6 @@ def test_refilled_chunks_train_the_same_requests_in_fewer_steps(policy: Any) -> 
     assert plain.loop.num_steps == 60 and refilled.loop.num_steps < 60 * (kept + 0.2), (
         "about as many are trained in each"
     )
-
-
-def test_refill_is_rejected_in_exact_mode() -> None:
-    with pytest.raises(ConfigError, match=r"selection\.refill.: expected false with exact = true"):
-        build(N60, selection=SelectionConfig(policy="random", refill=True), exact=True)
 
 
 @pytest.mark.parametrize("sample", [0, MIN_SAMPLE])
@@ -460,3 +440,12 @@ def test_rows_of_removed_tables_are_forgotten_with_a_warning(
     at = whole.loop.snapshot()
     again.loop.restore(dataclasses.replace(at, shared={**at.shared, **state}))
     accounted(again.train_all())
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"selection": SelectionConfig(policy="slipstream")}, {"deferral": DeferralConfig(share=0.5)}],
+)
+def test_every_value_that_selection_reports_has_a_metric(settings: dict[str, object]) -> None:
+    built = build(samples.records([1, 2, 3, 4]), **settings).train_all()  # type: ignore[arg-type]
+    assert built.loop.selection.report().keys() <= set(SELECTION_METRICS.values())
