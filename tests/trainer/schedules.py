@@ -4,8 +4,10 @@ shards slow, and for how long."""
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
+
+import pytest
 
 from tests.trainer.network import CONTROLLER, STORE, DeadLink, Lasting, SlowShard, StoreFault, WrongClock
 from tests.trainer.simulator import Kill, Simulation, Twin
@@ -13,6 +15,24 @@ from tests.trainer.simulator import Kill, Simulation, Twin
 SHARDS = ("shard 0", "shard 1")
 LIMITS = {"step_timeout_s": 5.0, "restore_timeout_s": 6.0}
 """Below what a slow shard can take, 0.25 s a round, so that it is slower than what its fleet waits for."""
+
+
+def every(n: int, cases: Iterable[Any]) -> list[Any]:
+    """Parameters of a test: every n-th of these cases; `make chaos` runs the others."""
+    chaos = pytest.mark.chaos
+    return [
+        pytest.param(*(case if type(case) is tuple else (case,)), marks=[chaos] * (at % n > 0))
+        for at, case in enumerate(cases)
+    ]
+
+
+def seeds(count: int, *, chaos: int, first: int = 0) -> list[Any]:
+    """Parameters of a test, in ranges: `count` seeds from `first` on; `make chaos` runs those behind them."""
+    marks = [pytest.mark.chaos, pytest.mark.timeout(900)]  # far less where nothing else runs
+    return [
+        *(range(at, at + 5) for at in range(first, first + count, 5)),
+        *(pytest.param(range(at, at + 100), marks=marks) for at in range(first + count, first + chaos, 100)),
+    ]
 
 
 def around(who: str, *kinds: str) -> list[tuple[str, str, str]]:

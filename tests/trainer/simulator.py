@@ -11,8 +11,7 @@ waits for the others in a sum, or in a push that a shard holds, while the rest g
 first, and how far, is drawn too.
 
 A moment is `(who, what, when)`: a member executing a command, the controller doing an effect, or the worker
-between the pushes of one batch. `kill_at` names the moment, which of its occurrences, and who dies there.
-"""
+between the pushes of one batch. `kill_at` names the moment, which of its occurrences, and who dies there."""
 
 from __future__ import annotations
 
@@ -28,17 +27,19 @@ from param_server.client import Client
 from param_server.key_value_store import MemoryKeyValueStore
 from roostream.errors import FencedError, RoostreamError
 from roostream.runtime import manifest as manifests
+from roostream.runtime.clock import FakeClock
 from roostream.runtime.controller_agent import ControllerAgent
-from roostream.runtime.kafka.kafka_consumer import ConsumerOptions
+from roostream.runtime.kafka.kafka_consumer import ConsumerOptions, KafkaConsumer
 from roostream.runtime.kafka.topics import Partition
 from roostream.runtime.manifest import Manifest
 from roostream.runtime.store_identity import IdentifiedStore
 from roostream.runtime.work_unit import TableInput, WorkUnit
+from roostream.schema.schema import Schema
 from roostream.wire.decode import Decoder
 from roostream.wire.records import Record
 from tests.runtime.fake_consumer import LogConsumer
 from tests.trainer import samples
-from tests.trainer.actors import Hall, HallTeam, Killed
+from tests.trainer.actors import Actor, Hall, HallTeam, Killed
 from tests.trainer.fake_shard import FakeRows, FakeShard
 from tests.trainer.loops import PARTITIONS, MemoryOutputs
 from tests.trainer.memory_store import MemoryStore
@@ -54,12 +55,13 @@ from tests.trainer.network import (
     Wire,
 )
 from tests.trainer.real_shard import RealShard
-from tests.trainer.simulated_processes import EvenClock, Place, Site, TrickleReader, WatchedController
 from trainer.batch_source import BatchSource
 from trainer.config import LoopConfig
+from trainer.control.controller import Controller
 from trainer.control.coordinator import Coordinator
 from trainer.control.phases import historical_range
-from trainer.control.types import CoordinatorConfig, State, worker_keys
+from trainer.control.types import Claim, CoordinatorConfig, Effect, Link, State, worker_keys
+from trainer.deployment_identity import DeploymentIdentity
 from trainer.loop import LoopDependencies, TrainLoop
 from trainer.process_group import Rendezvous
 from trainer.record_source import RecordSource
@@ -69,7 +71,6 @@ from trainer.worker import Worker
 WORKER = "worker 0"
 NOTHING_LASTS = Lasting()
 MAX_ROUNDS, ROUND_S = 400, 0.25
-NEW = Site()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,6 +88,67 @@ class Twin(NamedTuple):
     who: str
     first: int
     rounds: int
+
+
+class EvenClock(FakeClock):
+    """Every wait takes a tenth of a second: how long a retry waits is drawn where no seed reaches."""
+
+    def sleep(self, seconds: float, stop: threading.Event | None = None) -> bool:
+        return super().sleep(0.1, stop)
+
+
+class TrickleReader(KafkaConsumer):
+    """Three records a poll, without waiting, so that cuts find records that were fetched or polled and not
+    yet trained."""
+
+    def poll(self, max_records: int, timeout_s: float, partition: Partition | None = None) -> list[Record]:
+        return super().poll(min(max_records, 3), 0.0, partition)
+
+
+class WatchedController(Controller):
+    """A controller whose effects are moments."""
+
+    moment: Callable[[str, str, str], None]
+
+    def perform(self, effect: Effect) -> None:
+        what = {Claim: "claim", Link: "link"}.get(type(effect), "retire")
+        self.moment(CONTROLLER, what, "before")
+        super().perform(effect)
+        self.moment(CONTROLLER, what, "after")
+
+
+@dataclasses.dataclass(frozen=True)
+class Site:
+    """What a simulation begins with: its schema and Kafka, and what there is in its store and on its shards'
+    disks."""
+
+    schema: Schema = dataclasses.field(default_factory=samples.schema)
+    kafka: Mapping[str, Any] = dataclasses.field(default_factory=lambda: dict(samples.KAFKA))
+    objects: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
+    disks: Sequence[Any] = ()
+
+    def registry(self, fingerprint: int) -> Schema | None:
+        """Samples are those of `samples.schema()`, whatever the programs' schema is."""
+        return {s.fingerprint: s for s in (samples.schema(), self.schema)}.get(fingerprint)
+
+    def identity(self, facts: CoordinatorConfig) -> DeploymentIdentity:
+        site = {"schema": self.schema, "registry": self.registry, "kafka": self.kafka}
+        return samples.identity(**site, num_shards=facts.num_shards)
+
+
+@dataclasses.dataclass
+class Place:
+    """A member's place: its process (None = dead), and its side of the controller."""
+
+    process: Any = None
+    session: int = 0
+    member: ControllerAgent | None = None
+    actor: Actor = dataclasses.field(default_factory=Actor)
+    dead_rounds: int = 0
+    begins_at: int = 0  # of a slow shard: the round in which it does what it was asked; 0 = when it comes
+
+
+NEW = Site()
 
 
 class Simulation:
@@ -164,6 +226,7 @@ class Simulation:
         self.moments: Counter[tuple[str, str, str]] = Counter()
         self.killed: list[str] = []
         self.defects: list[Exception] = []
+        self.commits: dict[int, Manifest] = {}  # every one that was there at the end of a round
         self.outputs = MemoryOutputs()
         self.hall = Hall(self.clock, lambda worker: bool(self.disorder.draw("torn sum")), self.network.hears)
 
@@ -357,6 +420,8 @@ class Simulation:
             for who in self._in_some_order():
                 self._train(who, 1)
         self.store.well = True
+        if last := manifests.newest(self.store):
+            self.commits[last.manifest.seq] = last.manifest
 
     def run(self, max_rounds: int = MAX_ROUNDS) -> Simulation:
         for _ in range(max_rounds):

@@ -19,8 +19,10 @@ from tests.trainer.schedules import (
     drawn,
     drawn_with_store_faults,
     drawn_with_wrong_clocks,
+    every,
     kills_of,
     run_schedule,
+    seeds,
     twins_of,
 )
 from tests.trainer.simulator import Kill, Simulation, Twin
@@ -29,7 +31,6 @@ NUMBERS = list(range(1, 25))
 LIVE_NUMBERS = [
     n for i in range(1, 25) for n in ((i, i - 4) if i > 4 and i % 5 == 0 else (i,))
 ]  # some are emitted again
-NUM_SCHEDULES, CHUNK, NUM_CHAOS = 60, 10, 3000
 
 
 @functools.cache
@@ -57,17 +58,9 @@ def test_g2_g11_a_schedule_by_its_seed(pytestconfig: pytest.Config) -> None:
     schedule(pytestconfig.getoption("--seed", default=0))
 
 
-@pytest.mark.parametrize("first", range(0, NUM_SCHEDULES, CHUNK))
-def test_g2_g11_workers_killed_at_any_moment_are_bit_equal_to_undisturbed_ones(first: int) -> None:
-    for seed in range(first, first + CHUNK):
-        schedule(seed)
-
-
-@pytest.mark.chaos
-@pytest.mark.timeout(900)  # 30 s where nothing else runs
-@pytest.mark.parametrize("first", range(NUM_SCHEDULES, NUM_CHAOS, 100))
-def test_g2_g11_thousands_of_schedules(first: int) -> None:
-    for seed in range(first, first + 100):
+@pytest.mark.parametrize("drawn_from", seeds(20, chaos=3000), ids=str)
+def test_g2_g11_workers_killed_at_any_moment_are_bit_equal_to_undisturbed_ones(drawn_from: range) -> None:
+    for seed in drawn_from:
         schedule(seed)
 
 
@@ -81,16 +74,9 @@ def store_schedule(seed: int) -> None:
     assert simulation.bits() == undisturbed(workers, real), f"seed {seed}"
 
 
-def test_g2_a_store_that_comes_and_goes_changes_nothing() -> None:
-    for seed in range(5000, 5006):
-        store_schedule(seed)
-
-
-@pytest.mark.chaos
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("first", range(5100, 6100, 100))
-def test_g2_hundreds_of_schedules_with_a_store_that_comes_and_goes(first: int) -> None:
-    for seed in range(first, first + 100):
+@pytest.mark.parametrize("drawn_from", seeds(5, first=5000, chaos=1000), ids=str)
+def test_g2_a_store_that_comes_and_goes_changes_nothing(drawn_from: range) -> None:
+    for seed in drawn_from:
         store_schedule(seed)
 
 
@@ -117,11 +103,10 @@ def test_g8_hundreds_of_schedules_with_wall_clocks_an_hour_wrong(first: int) -> 
         schedule_with_wrong_clocks(seed)
 
 
-@pytest.mark.parametrize("real", [False, True], ids=["fake", "real"])
 @pytest.mark.parametrize("kind", STORE_FAULTS)
-def test_g1_all_programs_restart_while_the_store_is_away(kind: str, real: bool) -> None:
+def test_g1_all_programs_restart_while_the_store_is_away(kind: str) -> None:
     fault = StoreFault(kind, 13, 40)
-    simulation = fleet(2, lasting=Lasting(store=(fault,)), limits=LIMITS, real_shards=real)
+    simulation = fleet(2, lasting=Lasting(store=(fault,)), limits=LIMITS, real_shards=True)
     for _ in range(20):
         simulation.round()
     committed = simulation.last
@@ -132,7 +117,7 @@ def test_g1_all_programs_restart_while_the_store_is_away(kind: str, real: bool) 
     assert simulation.last == committed and simulation.controller is not None
     assert simulation.controller.status()["away"] and not simulation.mount_point.objects
     simulation.run()
-    assert simulation.bits() == undisturbed(2, real)
+    assert simulation.bits() == undisturbed(2, True)
 
 
 def test_the_same_seed_is_the_same_run() -> None:
@@ -142,7 +127,7 @@ def test_the_same_seed_is_the_same_run() -> None:
     assert runs[0].hall.num_sums == runs[1].hall.num_sums
 
 
-@pytest.mark.parametrize("seed", range(400, 406))
+@pytest.mark.parametrize("seed", every(2, range(400, 406)))
 def test_g2_live_training_of_two_workers_in_the_same_disorder(seed: int) -> None:
     simulation = Simulation(samples.records(LIVE_NUMBERS), num_workers=2, **drawn(seed, 2))
     simulation.run_as_far_as_kills_go()
@@ -166,24 +151,22 @@ DEAD = {
 }
 
 
-@pytest.mark.parametrize("real", [False, True], ids=["fake", "real"])
 @pytest.mark.parametrize("what", DEAD)
-def test_g2_g11_a_link_that_is_dead_for_long_changes_nothing(what: str, real: bool) -> None:
+def test_g2_g11_a_link_that_is_dead_for_long_changes_nothing(what: str) -> None:
     link = DEAD[what]
-    simulation = fleet(2, lasting=Lasting((link,)), limits=LIMITS, real_shards=real).run()
+    simulation = fleet(2, lasting=Lasting((link,)), limits=LIMITS, real_shards=True).run()
     assert simulation.network.struck, what
-    assert simulation.bits() == undisturbed(2, real)
+    assert simulation.bits() == undisturbed(2, True)
 
 
-@pytest.mark.parametrize("real", [False, True], ids=["fake", "real"])
 @pytest.mark.parametrize("begins_late", [False, True], ids=["answers late", "begins late"])
 @pytest.mark.parametrize(("late", "is_waited_for"), [(4, True), (40, False)])
 def test_g2_g11_a_slow_shard_never_causes_a_push_to_apply_twice(
-    late: int, is_waited_for: bool, begins_late: bool, real: bool
+    late: int, is_waited_for: bool, begins_late: bool
 ) -> None:
     slow = SlowShard("shard 1", 4, 60, late, begins_late)
-    simulation = fleet(2, lasting=Lasting(slow=(slow,)), limits=LIMITS, real_shards=real).run()
-    assert simulation.bits() == undisturbed(2, real) and simulation.controller is not None
+    simulation = fleet(2, lasting=Lasting(slow=(slow,)), limits=LIMITS, real_shards=True).run()
+    assert simulation.bits() == undisturbed(2, True) and simulation.controller is not None
     coordinator = simulation.controller.coordinator
     assert (coordinator.num_rollbacks == 0) == is_waited_for, coordinator.reason
 
@@ -224,15 +207,7 @@ def schedule_with_twins(seed: int) -> Simulation:
     return simulation
 
 
-@pytest.mark.parametrize("first", [0, 10])
-def test_g2_g11_two_processes_of_one_member_never_change_what_is_trained(first: int) -> None:
-    for seed in range(first, first + 10):
-        schedule_with_twins(seed)
-
-
-@pytest.mark.chaos
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("first", range(20, 620, 100))
-def test_g2_g11_hundreds_of_schedules_with_twins(first: int) -> None:
-    for seed in range(first, first + 100):
+@pytest.mark.parametrize("drawn_from", seeds(10, chaos=600), ids=str)
+def test_g2_g11_two_processes_of_one_member_never_change_what_is_trained(drawn_from: range) -> None:
+    for seed in drawn_from:
         schedule_with_twins(seed)

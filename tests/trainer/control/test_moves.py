@@ -18,8 +18,7 @@ from roostream.schema.registry import register
 from roostream.schema.schema import Schema
 from tests.trainer import samples
 from tests.trainer.memory_store import MemoryStore
-from tests.trainer.simulated_processes import Site
-from tests.trainer.simulator import Kill, Simulation
+from tests.trainer.simulator import Kill, Simulation, Site
 
 NUMBERS, LATER = list(range(1, 25)), list(range(1, 41))
 ELSEWHERE = {"cluster_id": "another", "topics": {"samples": "2"}}

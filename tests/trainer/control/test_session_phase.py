@@ -10,25 +10,24 @@ from typing import Any
 
 import pytest
 
-from roostream.runtime import manifest as manifests
 from roostream.runtime.kafka.topics import SAMPLES
-from roostream.runtime.manifest import Manifest
 from roostream.runtime.work_unit import TableInput
 from roostream.warehouse.sessions.session import SessionSpec
 from roostream.warehouse.sessions.session_rows import LocalSessionRows, OpenSession, recent_sample_ids
 from roostream.wire.records import Record
 from tests.trainer import samples
-from tests.trainer.control.test_initial_phase import NUM_CHAOS
 from tests.trainer.loops import PARTITIONS
 from tests.trainer.network import CONTROLLER
 from tests.trainer.schedules import (
     PHASED,
     SWITCH_MOMENTS,
     drawn,
+    every,
     kill_in_switch,
     kills_of,
     moments_and_victims,
     run_schedule,
+    seeds,
 )
 from tests.trainer.simulator import Simulation
 from tests.warehouse.memory_table import MemoryTable, table_of
@@ -39,7 +38,6 @@ NUMBERS = [n for n in range(1, 49) if n % 2 == 0 or n <= 39]  # 24 in partition 
 ENDS = {0: 16, 1: 12}  # what the archive has; behind it whole chunks of 4 are left, as many in each partition
 AGAIN = [*range(1, 25), 20, 23, *range(25, 41), 24, 3]  # some samples come twice
 TWO_SESSIONS = ({0: 13, 1: 12}, {0: 18, 1: 18})
-NUM_SCHEDULES, CHUNK = 20, 5
 
 
 class FromTable(Simulation):
@@ -55,7 +53,6 @@ class FromTable(Simulation):
         self.tables: list[MemoryTable] = [
             table_of(some, rows_of_file=5 + 3 * v, seed=7) for v, some in enumerate(its)
         ]
-        self.commits: dict[int, Manifest] = {}
         self.horizon_ms = 3_600_000
 
     def session_of(self, version: int, begins: dict[int, int]) -> TableInput:
@@ -94,8 +91,6 @@ class FromTable(Simulation):
 
     def round(self) -> None:
         super().round()
-        if last := manifests.newest(self.store):
-            self.commits[last.manifest.seq] = last.manifest
         it = self.controller
         if it and len(self.tables) > 1 and (session := it.session_now()[1]):
             it.set_following(self.session_of(1, self.ends[0]) if session.version == 0 else None)
@@ -172,7 +167,7 @@ def test_g2_a_sample_in_two_sessions_is_trained_once() -> None:
 
 @pytest.mark.parametrize(
     ("moment", "victim"),
-    moments_and_victims(SWITCH_MOMENTS, [CONTROLLER, "worker 0", "worker 1", "shard 0"]),
+    every(2, moments_and_victims(SWITCH_MOMENTS, [CONTROLLER, "worker 0", "worker 1", "shard 0"])),
     ids=str,
 )
 def test_g2_g11_a_kill_in_the_middle_of_the_hand_over_changes_nothing(
@@ -198,37 +193,25 @@ def schedule(seed: int) -> None:
         simulation.assert_applied_once(NUMBERS)
 
 
-def two_sessions(seed: int) -> None:
-    """Live samples, some again, two sessions and the stream."""
-    simulation = phased(
-        AGAIN, exact=False, seed=seed, kills=kills_of(seed, 2), ends=TWO_SESSIONS, unit_records=5
-    )
-    simulation.run_as_far_as_kills_go()
-    simulation.assert_applied_once(AGAIN)
-    simulation.assert_switched(2, 1)
-
-
 def test_g2_g11_a_schedule_of_the_hand_over_by_its_seed(pytestconfig: pytest.Config) -> None:
     schedule(pytestconfig.getoption("--seed", default=0))
 
 
-@pytest.mark.parametrize("first", range(0, NUM_SCHEDULES, CHUNK))
+@pytest.mark.parametrize("drawn_from", seeds(10, chaos=1000), ids=str)
 def test_g2_g11_the_hand_over_through_kills_at_any_moment_is_bit_equal_to_an_undisturbed_one(
-    first: int,
+    drawn_from: range,
 ) -> None:
-    for seed in range(first, first + CHUNK):
+    for seed in drawn_from:
         schedule(seed)
 
 
-@pytest.mark.parametrize("seed", range(500, 508))
-def test_g2_two_sessions_and_the_stream_in_disorder_train_each_sample_once(seed: int) -> None:
-    two_sessions(seed)
-
-
-@pytest.mark.chaos
-@pytest.mark.timeout(900)  # far less where nothing else runs
-@pytest.mark.parametrize("first", range(NUM_SCHEDULES, NUM_CHAOS, 70))
-def test_g2_g11_many_schedules_of_the_hand_over(first: int) -> None:
-    for seed in range(first, first + 70):
-        schedule(seed)
-        two_sessions(seed)
+@pytest.mark.parametrize("drawn_from", seeds(5, first=500, chaos=1000), ids=str)
+def test_g2_two_sessions_and_the_stream_in_disorder_train_each_sample_once(drawn_from: range) -> None:
+    """Live samples, some again, two sessions and the stream."""
+    for seed in drawn_from:
+        simulation = phased(
+            AGAIN, exact=False, seed=seed, kills=kills_of(seed, 2), ends=TWO_SESSIONS, unit_records=5
+        )
+        simulation.run_as_far_as_kills_go()
+        simulation.assert_applied_once(AGAIN)
+        simulation.assert_switched(2, 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import logging
 import random
 from typing import Any
@@ -16,7 +17,7 @@ from roostream.runtime import manifest as manifests
 from roostream.runtime.retention import StoreCleaner
 from tests.trainer import samples
 from tests.trainer.network import CONTROLLER
-from tests.trainer.schedules import SHARDS, around, drawn_with_store_faults, kills_of
+from tests.trainer.schedules import SHARDS, around, drawn_with_store_faults, every, kills_of
 from tests.trainer.simulator import WORKER, Kill, Simulation
 
 NUMBERS = list(range(1, 49))
@@ -72,15 +73,15 @@ def test_there_are_enough_pieces_to_be_killed_at() -> None:
     assert num_pieces() > 20
 
 
-@pytest.mark.parametrize("piece", range(1, 40, 3))
-@pytest.mark.parametrize("loses_disk", [False, True])
+@pytest.mark.parametrize(("piece", "loses_disk"), every(3, itertools.product(range(1, 40, 3), [False, True])))
 def test_g11_a_shard_is_killed_at_a_piece_of_its_upload(piece: int, loses_disk: bool) -> None:
     simulation = run([Kill(UPLOAD, "shard 0", piece, loses_disk)])
     assert simulation.killed[0] == "shard 0"
 
 
-@pytest.mark.parametrize("victim", [CONTROLLER, WORKER, "shard 1"])
-@pytest.mark.parametrize("piece", [2, 11, 23])
+@pytest.mark.parametrize(
+    ("piece", "victim"), every(2, itertools.product([2, 11, 23], [CONTROLLER, WORKER, "shard 1"]))
+)
 def test_g11_another_program_is_killed_during_an_upload(victim: str, piece: int) -> None:
     run([Kill(UPLOAD, victim, piece, loses_disk=True)])
 
@@ -92,14 +93,14 @@ def test_g11_another_program_is_killed_during_an_upload(victim: str, piece: int)
         *around(CONTROLLER, "link"),
         ("shard 1", "restore", "before"),
     ],
-    ids=str,
+    ids=" ".join,
 )
 def test_g11_both_disks_are_lost_at_a_moment_of_a_commit(moment: tuple[str, str, str]) -> None:
     occurrence = 1 if moment[1] == "restore" else 3
     run([Kill(moment, shard, occurrence, loses_disk=True) for shard in SHARDS])
 
 
-@pytest.mark.parametrize("seed", range(400, 420))
+@pytest.mark.parametrize("seed", every(4, range(400, 420)))
 def test_g11_any_kills_lost_disks_and_faults_of_the_store(
     seed: int, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -4,13 +4,14 @@ requests."""
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import pytest
 
 from tests.trainer import samples
 from tests.trainer.network import CONTROLLER
-from tests.trainer.schedules import kills_of, lasting
+from tests.trainer.schedules import every, kills_of, lasting, seeds
 from tests.trainer.simulator import WORKER, Kill, Simulation
 from trainer.selection.config import DeferralConfig, RehearsalConfig, SelectionConfig, SlipstreamConfig
 from trainer.selection.decision import STALE
@@ -28,7 +29,6 @@ SWITCH = [
     (WORKER, "restore", "after"),
     (WORKER, "start", "after"),
 ]
-NUM_SCHEDULES = 5
 
 Run = tuple[dict[str, bytes], dict[int, int]]
 
@@ -60,26 +60,29 @@ def undisturbed(run: Any) -> Run:
     return found
 
 
-@pytest.mark.parametrize("victim", [WORKER, "shard 0", CONTROLLER])
-@pytest.mark.parametrize(
-    "moment", [(WORKER, "cut", "after"), (WORKER, "write", "after"), ("shard 0", "freeze", "after")]
-)
+IN_A_COMMIT = [(WORKER, "cut", "after"), (WORKER, "write", "after"), ("shard 0", "freeze", "after")]
+VICTIMS = [WORKER, "shard 0", CONTROLLER]
+
+
+@pytest.mark.parametrize(("moment", "victim"), every(2, itertools.product(IN_A_COMMIT, VICTIMS)), ids=str)
 def test_g11_skipped_requests_and_deferred_gradients_survive_a_kill_in_a_commit(
     moment: tuple[str, str, str], victim: str
 ) -> None:
     assert stream([Kill(moment, victim, 2)]) == undisturbed(stream)
 
 
-@pytest.mark.parametrize("victim", [WORKER, "shard 0"])
-@pytest.mark.parametrize("push", [3, 9, 13, 21, 60])
+@pytest.mark.parametrize(
+    ("victim", "push"), every(2, itertools.product([WORKER, "shard 0"], [3, 9, 13, 21, 60]))
+)
 def test_g11_slipstream_survives_a_kill_in_any_phase(push: int, victim: str) -> None:
     """Counting, between snapshots, after the last, and while inputs are skipped."""
     bits, became = history([Kill((WORKER, "push", "before"), victim, push)])
     assert bits == undisturbed(history)[0] and became == undisturbed(history)[1]
 
 
-@pytest.mark.parametrize("victim", [WORKER, CONTROLLER])
-@pytest.mark.parametrize("moment", SWITCH, ids=" ".join)
+@pytest.mark.parametrize(
+    ("victim", "moment"), every(3, itertools.product([WORKER, CONTROLLER], SWITCH)), ids=str
+)
 def test_g11_slipstream_survives_a_kill_in_the_hand_over_to_the_stream(
     moment: tuple[str, str, str], victim: str
 ) -> None:
@@ -88,8 +91,7 @@ def test_g11_slipstream_survives_a_kill_in_the_hand_over_to_the_stream(
     assert bits == undisturbed(history)[0] and became == undisturbed(history)[1]
 
 
-@pytest.mark.parametrize("victim", [WORKER, "shard 1"])
-@pytest.mark.parametrize("push", [2, 11, 20])
+@pytest.mark.parametrize(("victim", "push"), every(2, itertools.product([WORKER, "shard 1"], [2, 11, 20])))
 def test_g11_deferred_gradients_survive_a_kill_within_a_step(push: int, victim: str) -> None:
     assert stream([Kill((WORKER, "push", "before"), victim, push)]) == undisturbed(stream)
 
@@ -102,16 +104,19 @@ def initial_fleet(kills: list[Kill], **more: Any) -> Run:
 
 @pytest.mark.parametrize(
     ("moment", "victim", "occurrence"),
-    [
-        *(((WORKER, "write", "after"), victim, 2) for victim in ("worker 1", "shard 0", CONTROLLER)),
-        *(((WORKER, "push", "before"), victim, 4) for victim in (WORKER, "worker 1")),
-        *(
-            ((CONTROLLER, "claim", when), victim, 2)
-            for when in ("before", "after")
-            for victim in (WORKER, "worker 1")
-        ),
-        ((WORKER, "restore", "after"), CONTROLLER, 2),
-    ],
+    every(
+        2,
+        [
+            *(((WORKER, "write", "after"), victim, 2) for victim in ("worker 1", "shard 0", CONTROLLER)),
+            *(((WORKER, "push", "before"), victim, 4) for victim in (WORKER, "worker 1")),
+            *(
+                ((CONTROLLER, "claim", when), victim, 2)
+                for when in ("before", "after")
+                for victim in (WORKER, "worker 1")
+            ),
+            ((WORKER, "restore", "after"), CONTROLLER, 2),
+        ],
+    ),
 )
 def test_g11_two_workers_skip_the_same_requests_through_kills_in_history_and_hand_over(
     moment: tuple[str, str, str], victim: str, occurrence: int
@@ -133,16 +138,9 @@ def schedule(seed: int) -> None:
     )
 
 
-def test_g11_drawn_schedules_end_in_the_same_bits() -> None:
-    for seed in range(NUM_SCHEDULES):
-        schedule(seed)
-
-
-@pytest.mark.chaos
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("first", range(NUM_SCHEDULES, 505, 50))
-def test_g11_many_drawn_schedules_end_in_the_same_bits(first: int) -> None:
-    for seed in range(first, first + 50):
+@pytest.mark.parametrize("drawn_from", seeds(5, chaos=500), ids=str)
+def test_g11_drawn_schedules_end_in_the_same_bits(drawn_from: range) -> None:
+    for seed in drawn_from:
         schedule(seed)
 
 
@@ -168,15 +166,10 @@ def rehearsed(kills: list[Kill], **more: Any) -> Run:
     return ran(NUMBERS, kills, loop={"rehearsal": RehearsalConfig(batches=4)}, **more)
 
 
-@pytest.mark.parametrize("victim", [WORKER, "shard 0", CONTROLLER])
 @pytest.mark.parametrize(
-    "moment",
-    [
-        (WORKER, "cut", "after"),
-        (WORKER, "write", "after"),
-        ("shard 0", "freeze", "after"),
-        (WORKER, "push", "before"),
-    ],
+    ("moment", "victim"),
+    every(5, itertools.product([*IN_A_COMMIT, (WORKER, "push", "before")], VICTIMS)),
+    ids=str,
 )
 def test_g11_rehearsal_survives_a_kill(moment: tuple[str, str, str], victim: str) -> None:
     assert rehearsed([Kill(moment, victim, 2 if moment[1] != "push" else 17)]) == undisturbed(rehearsed)
