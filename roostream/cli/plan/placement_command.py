@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _GIB = 1 << 30
 _PATH = click.Path(path_type=Path)
 _MAX_OWNERS, _MAX_BATCH, _MAX_DIGITS = 4096, 1 << 30, 15
-_NONE = "none: a worker with profile_share above 0 writes profiles at its commits"
+_NONE = "none: a worker with profile_share above 0 writes profiles at commits of the initial phase"
 
 
 @click.group(cls=CommandGroup)
