@@ -14,7 +14,7 @@ import zstandard
 from benchmarks.common.dataset_paths import EBNERD, absent
 from benchmarks.common.public_logs import ebnerd_users
 from benchmarks.harness.benchmark import Benchmark, Row, Subject, Work
-from roostream.replay.kafka_partitioner import partition_of
+from roostream.runtime.kafka.partitioner import partition_of
 from roostream.schema.ids import hash64
 from roostream.wire import records as wire
 from roostream.wire import roo_pb2 as pb

@@ -25,8 +25,8 @@ import xxhash
 from infra.auditor.ledger import CORRECTED, DEAD, FOLDED, NOWHERE, PREDICTED, REPEATED, SAMPLED, SEEN, Ledger
 from infra.auditor.sums import Sums
 from roostream.errors import WireError
-from roostream.replay.kafka_partitioner import partition_of
 from roostream.runtime.event_time import MedianEventTime
+from roostream.runtime.kafka.partitioner import partition_of
 from roostream.runtime.kafka.topics import (
     CORRECTIONS,
     DEAD_LETTERS,

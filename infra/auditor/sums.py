@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from roostream.runtime.kafka.topics import EVENTS
 from roostream.runtime.metrics_collector import MetricSpec, one_of
 from roostream.runtime.scrape import ScrapedMetrics
-from trainer.control.audit_parts import STATES, audit_parts, whole_state
+from trainer.monitoring.audit_parts import STATES, audit_parts, whole_state
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

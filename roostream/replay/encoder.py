@@ -18,8 +18,8 @@ from roostream.online.entity_fields import EntityFields, FieldReader
 from roostream.online.seen_events import engagement_id, list_id
 from roostream.replay.datasets import Clicks
 from roostream.replay.events import Action, Event, Request
-from roostream.replay.kafka_partitioner import partition_of
 from roostream.replay.log_profile import LogProfile
+from roostream.runtime.kafka.partitioner import partition_of
 from roostream.runtime.kafka.topics import DEFAULT_PARTITIONS, ENGAGEMENTS, IMPRESSIONS
 from roostream.schema.ids import key_bytes, unsigned
 from roostream.schema.schema import Schema

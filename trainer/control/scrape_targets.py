@@ -14,8 +14,8 @@ from roostream.runtime import scrape
 from roostream.runtime.clock import Clock
 from roostream.runtime.histograms import RecentQuantiles
 from roostream.runtime.scrape import ScrapedMetrics
-from trainer.control.audit_parts import accounted
 from trainer.monitoring import verdict_metrics
+from trainer.monitoring.audit_parts import accounted
 
 SCRAPE_S = 5.0
 STALE_S = 3 * SCRAPE_S  # an older reading is ignored

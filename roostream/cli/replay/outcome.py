@@ -20,7 +20,7 @@ from roostream.cli.replay.prediction_metrics import PredictionMetrics
 from roostream.cli.replay.program_settings import program_settings
 from roostream.errors import WireError, printable
 from roostream.replay.config import ReplayConfig
-from roostream.replay.kafka_partitioner import partition_of
+from roostream.runtime.kafka.partitioner import partition_of
 from roostream.runtime.kafka.topics import (
     CORRECTIONS,
     DEAD_LETTERS,

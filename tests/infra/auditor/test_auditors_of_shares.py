@@ -15,10 +15,10 @@ from infra.auditor.auditor import Auditor, partitions_of_share
 from infra.auditor.config import AuditorConfig
 from infra.options import StackOptions
 from roostream.errors import ConfigError
-from roostream.replay.kafka_partitioner import partition_of
 from roostream.runtime.clock import FakeClock
 from roostream.runtime.kafka.broker import Broker
 from roostream.runtime.kafka.consumer import MemoryConsumer
+from roostream.runtime.kafka.partitioner import partition_of
 from roostream.runtime.kafka.topics import DEAD_LETTERS
 from roostream.runtime.metrics_collector import MetricsCollector
 from roostream.runtime.scrape import ScrapedMetrics, parse

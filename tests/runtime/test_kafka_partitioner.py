@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from roostream.replay.kafka_partitioner import murmur2
+from roostream.runtime.kafka.partitioner import murmur2
 
 
 @pytest.mark.parametrize(
