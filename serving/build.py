@@ -46,7 +46,7 @@ from serving.rank_json import JsonParser
 from serving.rank_protobuf import parse_impression
 from serving.retrieval.item_vectors import ItemVectorUpdater
 from serving.retrieval.retriever import RecallSampler, Retriever
-from serving.rows.served_rows import ServedRows, open_rows
+from serving.rows.served_rows import FollowedRows, open_rows
 from serving.scorer import first_version
 from serving.versions.idle_gate import MAX_IDLE_WAIT_S, IdleGate
 from serving.versions.loaded_versions import LoadedVersions
@@ -64,7 +64,7 @@ class ServingProcess:
     context: ServingContext
     sender: LogSender
     version_follower: VersionFollower
-    rows: ServedRows
+    rows: FollowedRows
     recent: RecentRequests
     shadow: ShadowScoring
     idle_gate: IdleGate
@@ -232,7 +232,7 @@ def process_metrics(process: ServingProcess) -> MetricsCollector:
     return MetricsCollector(read, METRICS)
 
 
-def _waiting_for(rows: ServedRows, items: ItemVectorUpdater | None, is_stopping: bool) -> list[str]:
+def _waiting_for(rows: FollowedRows, items: ItemVectorUpdater | None, is_stopping: bool) -> list[str]:
     reasons = [] if rows.ready else [rows.waiting_for]
     if is_stopping:
         reasons.append("another process: this one is stopping")

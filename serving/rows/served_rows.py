@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
-from typing import Protocol
-
-import numpy as np
 
 from param_server.replica.replica import Replica
 from param_server.replica.row_cache import CachePolicy, PartialReplica, RowCache
@@ -17,80 +13,67 @@ from roostream.runtime.histograms import freshness_histogram
 from roostream.runtime.kafka.kafka_consumer import KafkaConsumer
 from roostream.runtime.rpc.client import SocketTransport
 from roostream.schema.schema import Schema
-from roostream.wire.lookup import Lookup
 from serving.config import RowSourceSettings, RowsSettings
 from serving.rows.row_follower import RowFollower, RowReplica, rows_reading
 
 
-class ServedRows(Protocol):
-    """All methods may be called from any thread, except `run`, which is a thread."""
+class FollowedRows:
+    """A replica of all rows that follows the shards and the topic. All methods may be called from any thread,
+    except `run`, which is a thread."""
+
+    waiting_for = "rows of the shards"  # what the rows are loaded from, for messages
+
+    def __init__(self, follower: RowFollower) -> None:
+        self.follower = follower
+        self.gather, self.age_s = follower.replica.gather, follower.age_s
 
     @property
     def ready(self) -> bool:
         """Whether rows were loaded once."""
+        return self.follower.ready
 
     @property
     def complete(self) -> bool:
         """Whether this thread's last gather got all rows in time."""
-
-    @property
-    def waiting_for(self) -> str:
-        """What the rows are loaded from, for messages."""
+        return True
 
     @property
     def waits(self) -> bool:
         """Whether a gather may wait for a shard."""
+        return False
 
-    def gather(self, lookup: Lookup) -> dict[str, np.ndarray]:
-        """Return stack → float32 [U, D]; a missing row has its initial value."""
-
-    def age_s(self) -> float | None:
-        """Time since the rows were known to be current; None = never."""
-
-    def metrics(self) -> Mapping[str, float | None]:
+    def metrics(self) -> dict[str, float | None]:
         """Metric name → value."""
+        follower = self.follower
+        return {
+            "roostream_serving_replica_rows": follower.replica.num_rows,
+            "roostream_serving_replica_lag_records": follower.lag(),
+            "roostream_serving_replica_applied_total": follower.num_applied,
+            "roostream_serving_replica_refused_total": follower.num_refused,
+            "roostream_serving_replica_bootstraps_total": follower.num_bootstraps,
+            "roostream_serving_replica_repaired_buckets_total": follower.num_mended,
+            "roostream_serving_rows_current_timestamp_seconds": follower.current_time_s(),
+        }
 
     def run(self, stop: threading.Event) -> None:
         """Keep the rows up to date until `stop`."""
+        self.follower.run(stop)
 
     def close(self) -> None:
         """Call after `run` has ended."""
-
-
-class FollowedRows:
-    """A replica of all rows that follows the shards and the topic."""
-
-    complete, waits, waiting_for = True, False, "rows of the shards"
-
-    def __init__(self, follower: RowFollower) -> None:
-        self.follower = follower
-        self.gather, self.age_s, self.run = follower.replica.gather, follower.age_s, follower.run
-
-    @property
-    def ready(self) -> bool:
-        return self.follower.ready
-
-    def metrics(self) -> Mapping[str, float | None]:
-        return follower_metrics(self.follower)
-
-    def close(self) -> None:
         self.follower.topic.close()
         for shard in self.follower.shards:
             shard.close()
 
 
-class CachedRows:
+class CachedRows(FollowedRows):
     """A cache of the rows that requests use, and some complete buckets."""
 
     waiting_for = "the end of the rows topic"
 
     def __init__(self, follower: RowFollower, cache: RowCache) -> None:
-        self.follower, self.cache = follower, cache
-        self.gather, self.age_s = follower.replica.gather, follower.age_s
-
-    @property
-    def ready(self) -> bool:
-        return self.follower.ready
+        super().__init__(follower)
+        self.cache = cache
 
     @property
     def complete(self) -> bool:
@@ -100,10 +83,10 @@ class CachedRows:
     def waits(self) -> bool:
         return self.cache.policy.waits
 
-    def metrics(self) -> Mapping[str, float | None]:
+    def metrics(self) -> dict[str, float | None]:
         cache = self.cache
         return {
-            **follower_metrics(self.follower),
+            **super().metrics(),
             "roostream_serving_row_cache_lookups_total": cache.num_asked,
             "roostream_serving_row_cache_misses_total": cache.num_missed,
             "roostream_serving_row_cache_initial_values_total": cache.num_unread,
@@ -116,27 +99,12 @@ class CachedRows:
         """Rows that requests do not wait for are read in a second thread."""
         reader = threading.Thread(target=self.cache.run, args=(stop,), name="row-reads", daemon=True)
         reader.start()
-        self.follower.run(stop)
+        super().run(stop)
         reader.join()
 
     def close(self) -> None:
-        self.follower.topic.close()
         self.cache.reads.close()
-        for shard in self.follower.shards:
-            shard.close()
-
-
-def follower_metrics(follower: RowFollower) -> dict[str, float | None]:
-    """Metric name → value, of a follower."""
-    return {
-        "roostream_serving_replica_rows": follower.replica.num_rows,
-        "roostream_serving_replica_lag_records": follower.lag(),
-        "roostream_serving_replica_applied_total": follower.num_applied,
-        "roostream_serving_replica_refused_total": follower.num_refused,
-        "roostream_serving_replica_bootstraps_total": follower.num_bootstraps,
-        "roostream_serving_replica_repaired_buckets_total": follower.num_mended,
-        "roostream_serving_rows_current_timestamp_seconds": follower.current_time_s(),
-    }
+        super().close()
 
 
 def open_follower(config: RowSourceSettings, replica: RowReplica, clock: Clock) -> RowFollower:
@@ -149,7 +117,7 @@ def open_follower(config: RowSourceSettings, replica: RowReplica, clock: Clock) 
     return RowFollower(replica, topic, shards, freshness_histogram().observe, clock)
 
 
-def open_rows(config: RowsSettings, schema: Schema, seed: int, clock: Clock) -> ServedRows:
+def open_rows(config: RowsSettings, schema: Schema, seed: int, clock: Clock) -> FollowedRows:
     """Open the rows that the settings describe; does not wait."""
     if config.rows == "cache":
         return _open_cache(config, schema, seed, clock)
