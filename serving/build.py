@@ -38,7 +38,7 @@ from serving.examples import rank_example
 from serving.feature_log.kafka_sink import KafkaSink
 from serving.feature_log.log import FeatureLog
 from serving.feature_log.sender import LogSender
-from serving.inflight_watermark import InflightWatermark
+from serving.heartbeat import InflightWatermark
 from serving.metrics import METRICS, ServingMetrics
 from serving.online_features.hydration import Hydrator
 from serving.rank import OrderPolicy, RankService

@@ -12,7 +12,7 @@ from roostream.schema.schema import Schema
 from serving.access.bearer_keys import Keyring
 from serving.config import ServingConfig
 from serving.feature_log.log import FeatureLog
-from serving.inflight_watermark import InflightWatermark
+from serving.heartbeat import InflightWatermark
 from serving.metrics import ServingMetrics
 from serving.rank import RankService
 from serving.retrieval.item_vectors import ItemVectorUpdater

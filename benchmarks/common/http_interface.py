@@ -20,8 +20,8 @@ from roostream.wire import roo_pb2 as pb
 from serving.config import ServingConfig
 from serving.context import ServingContext
 from serving.feature_log.log import FeatureLog
+from serving.heartbeat import InflightWatermark
 from serving.http.app import HttpInterface
-from serving.inflight_watermark import InflightWatermark
 from serving.metrics import ServingMetrics
 from serving.rank import RankService
 

@@ -18,7 +18,7 @@ from roostream.schema.schema_file import schema_from_dict
 from serving.config import ServingConfig
 from serving.context import ServingContext
 from serving.feature_log.log import FeatureLog
-from serving.inflight_watermark import InflightWatermark
+from serving.heartbeat import InflightWatermark
 from serving.metrics import ServingMetrics
 from serving.rank import Hydration, OrderPolicy, RankService
 from serving.scorer import RowReader, build_version, first_version

@@ -15,7 +15,7 @@ from serving import heartbeat
 from serving.build import producer_name
 from serving.feature_log.format import LogRecord
 from serving.feature_log.log import FeatureLog
-from serving.inflight_watermark import InflightWatermark
+from serving.heartbeat import InflightWatermark
 
 
 @pytest.fixture
