@@ -127,7 +127,7 @@ class WorkLane:
     def check(self, until_s: float) -> None:
         """Raises RequestError 429: a request with this deadline (time of the event loop) cannot be
         admitted."""
-        self.gate.check(_remaining_s(until_s))
+        self.gate.check(remaining_s(until_s))
 
     async def begin(self, until_s: float) -> float:
         """Admit a request and wait for its turn; return the time since which it waited. `end` must follow.
@@ -136,7 +136,7 @@ class WorkLane:
             RequestError: 429: it was not admitted, or its turn did not come before `until_s`. Nothing was
             done.
         """
-        self.gate.enter(_remaining_s(until_s))
+        self.gate.enter(remaining_s(until_s))
         since_s = self.gate.now_s()
         try:
             async with asyncio.timeout_at(until_s):
@@ -195,7 +195,8 @@ class WorkLane:
         return True
 
 
-def _remaining_s(until_s: float) -> float:
+def remaining_s(until_s: float) -> float:
+    """Seconds until a deadline, which is a time of the running event loop's clock."""
     return until_s - asyncio.get_running_loop().time()
 
 

@@ -16,11 +16,11 @@ from fastapi import Request, Response
 from param_server.replica.replica import Replica
 from serving.errors import RequestError
 from serving.examples import explained_example, rank_example
-from serving.http.admission import RETRY_AFTER_S
+from serving.http.admission import RETRY_AFTER_S, remaining_s
 from serving.http.body import JSON, json_response, request_media_type
 from serving.http.middleware import UNTIL_S
 from serving.http.openapi import VERSION
-from serving.http.routes import Traffic, apply_version_header, remaining_s
+from serving.http.routes import Traffic, apply_version_header
 from serving.page.explanation import MAX_CANDIDATES, ExplainAnswer, Explainer
 from serving.rank_json import JsonParser
 from serving.request import RankRequest

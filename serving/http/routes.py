@@ -22,7 +22,7 @@ from serving.context import ServingContext
 from serving.errors import RequestError, shown
 from serving.feature_log.format import LogRecord
 from serving.feature_log.log import FeatureLog, LogFullError
-from serving.http.admission import RETRY_AFTER_S, AdmissionGate, WorkLane
+from serving.http.admission import RETRY_AFTER_S, AdmissionGate, WorkLane, remaining_s
 from serving.http.body import (
     JSON,
     PROTOBUF,
@@ -241,10 +241,6 @@ def add_engagements_route(traffic: Traffic) -> None:
         return json_response(
             EngagementsAnswer(len(parsed.records), [str(e) for e in parsed.event_ids], unused)
         )
-
-
-def remaining_s(until_s: float) -> float:
-    return until_s - asyncio.get_running_loop().time()
 
 
 def parse_rank_options(query: bytes) -> RankOptions:

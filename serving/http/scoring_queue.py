@@ -21,7 +21,7 @@ import resource
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from serving.http.admission import AdmissionGate
 from serving.rank import RankResult
@@ -61,14 +61,11 @@ class PassTimer:
     """
 
     def __init__(self, now_s: Callable[[], float]) -> None:
-        self._now_s, self._begin_s, self._start_pass = (
-            now_s,
-            now_s(),
-            resource.getrusage(resource.RUSAGE_THREAD),
-        )
+        self._now_s, self._begin_s = now_s, now_s()
+        self._begin = resource.getrusage(resource.RUSAGE_THREAD)
 
     def read_s(self) -> float:
-        seconds, begin = self._now_s() - self._begin_s, self._start_pass
+        seconds, begin = self._now_s() - self._begin_s, self._begin
         if seconds <= LOOP_S:
             return seconds
         end = resource.getrusage(resource.RUSAGE_THREAD)
@@ -77,23 +74,11 @@ class PassTimer:
         return min(seconds, end.ru_utime - begin.ru_utime + end.ru_stime - begin.ru_stime)
 
 
-class ResultSink(Protocol):
-    """Receives a result: a future, or an object like one. Its methods are called in the event loop and must
-    not fail."""
-
-    def done(self) -> bool:
-        """Whether the result is no longer wanted."""
-
-    def set_result(self, result: RankResult, /) -> None: ...
-
-    def set_exception(self, exception: Exception, /) -> None: ...
-
-
 class _QueuedRank(NamedTuple):
     request: RankRequest
     time_ms: int
     since_s: float
-    outcome: ResultSink
+    outcome: asyncio.Future[RankResult]
 
     @property
     def num_candidates(self) -> int:
@@ -132,14 +117,9 @@ class ScoringQueue:
         """Return what `RankService.rank` returns or raises. If cancelled by the deadline before its pass, the
         request leaves the queue."""
         outcome: asyncio.Future[RankResult] = asyncio.get_running_loop().create_future()
-        self.submit(request, time_ms, outcome)
-        return await outcome
-
-    def submit(self, request: RankRequest, time_ms: int, outcome: ResultSink) -> None:
-        """Queue a request; `outcome` gets the result, never before this returns."""
-        queued = _QueuedRank(request, time_ms, self.gate.now_s(), outcome)
-        self._waiting.append(queued)
+        self._waiting.append(_QueuedRank(request, time_ms, self.gate.now_s(), outcome))
         self._start_pass()
+        return await outcome
 
     def _start_pass(self) -> None:
         """Start a pass if none is running and requests wait. A pass in the loop starts after the loop has
