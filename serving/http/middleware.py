@@ -15,7 +15,7 @@ from roostream.runtime.program import CURRENT_CALL
 from serving.errors import RequestError, shown
 from serving.http.admission import AdmissionGate
 from serving.http.body import error_response
-from serving.http.tracing import HEADER, SpanFactory, parse_call_names
+from serving.http.tracing import HEADER, SpanFactory, no_span, parse_call_names
 from serving.metrics import ServingMetrics
 
 DEADLINE = "x-deadline-ms"
@@ -27,8 +27,7 @@ _SAME_SITE = (b"same-origin", b"none")
 class CallMiddleware:
     """Gives every call its id, which its answer and all log lines about it have, and its span."""
 
-    def __init__(self, app: ASGIApp, spanning: SpanFactory | None = None) -> None:
-        """`spanning`: None = no spans."""
+    def __init__(self, app: ASGIApp, spanning: SpanFactory = no_span) -> None:
         self.app, self.spanning = app, spanning
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -37,30 +36,19 @@ class CallMiddleware:
             return
         names = parse_call_names(scope["headers"])
         header = (HEADER, names.call_id.encode())
-
-        def answer(message: Message) -> Awaitable[None]:
-            if message["type"] == "http.response.start":
-                message["headers"] = [*message["headers"], header]
-            return send(message)
-
         token = CURRENT_CALL.set(names)
         try:
-            if self.spanning is None:
+            with self.spanning(scope) as answered:
+
+                def answer(message: Message) -> Awaitable[None]:
+                    if message["type"] == "http.response.start":
+                        message["headers"] = [*message["headers"], header]
+                        answered(message["status"])
+                    return send(message)
+
                 await self.app(scope, receive, answer)
-            else:
-                await self._traced(self.spanning, scope, receive, answer)
         finally:
             CURRENT_CALL.reset(token)
-
-    async def _traced(self, spanning: SpanFactory, scope: Scope, receive: Receive, send: Send) -> None:
-        with spanning(scope) as answered:
-
-            def answer(message: Message) -> Awaitable[None]:
-                if message["type"] == "http.response.start":
-                    answered(message["status"])
-                return send(message)
-
-            await self.app(scope, receive, answer)
 
 
 class AccessMiddleware:

@@ -11,7 +11,7 @@ import itertools
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from starlette.types import Scope
@@ -70,15 +70,19 @@ SpanFactory = Callable[[Scope], AbstractContextManager[Callable[[int], None]]]
 """Context manager around a call; it yields a function that takes the status of the answer."""
 
 
-def open_tracing(is_wanted: bool, paths: frozenset[str]) -> SpanFactory | None:
-    """Return None if tracing is off; then OpenTelemetry is not imported. Only `paths` may become span names.
-    Spans go nowhere without OpenTelemetry's SDK, and where its `OTEL_…` variables say with it.
+def no_span(scope: Scope) -> AbstractContextManager[Callable[[int], None]]:
+    return nullcontext(lambda status: None)
+
+
+def open_tracing(is_wanted: bool, paths: frozenset[str]) -> SpanFactory:
+    """Return `no_span` if tracing is off; then OpenTelemetry is not imported. Only `paths` may become span
+    names. Spans go nowhere without OpenTelemetry's SDK, and where its `OTEL_…` variables say with it.
 
     Raises:
         SetupError: OpenTelemetry is not installed.
     """
     if not is_wanted:
-        return None
+        return no_span
     try:
         from opentelemetry import propagate, trace
     except ImportError:

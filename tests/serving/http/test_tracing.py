@@ -20,7 +20,7 @@ from roostream.runtime.program import CURRENT_CALL, CallContext, JsonFormatter
 from roostream.wire import records as wire
 from roostream.wire import roo_pb2 as pb
 from serving.http.app import HttpInterface
-from serving.http.tracing import open_tracing, parse_call_names
+from serving.http.tracing import no_span, open_tracing, parse_call_names
 
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 PARENT = f"00-{TRACE}-{SPAN}-01"
@@ -203,6 +203,6 @@ def test_records_of_a_traced_call_contain_its_span(
 
 def test_tracing_is_not_imported_unless_configured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "opentelemetry", None)
-    assert open_tracing(False, frozenset()) is None
+    assert open_tracing(False, frozenset()) is no_span
     with pytest.raises(SetupError, match=r"roostream\[opentelemetry\]"):
         open_tracing(True, frozenset())
