@@ -17,7 +17,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from serving.errors import RequestError, shown
 from serving.scorer import Version
@@ -161,17 +161,11 @@ class LoadedVersions:
         with self._lock:
             self._set_state(self._state.loaded, dataclasses.replace(self._state.routing, activated=""))
 
-    def put(
-        self,
-        *,
-        canary: TrafficSplit | None = None,
-        shadow: TrafficSplit | None = None,
-        interleave: TrafficSplit | None = None,
-    ) -> None:
-        """Change the given parts of the routing. Raises RequestError 400, 404: a version is not loaded;
-        nothing is changed."""
+    def put(self, **splits: TrafficSplit) -> None:
+        """Change the splits of the routing that are given: `canary`, `shadow`, `interleave`. Raises
+        RequestError 400, 404: a version is not loaded; nothing is changed."""
         with self._lock:
-            for split in filter(None, (canary, shadow, interleave)):
+            for split in splits.values():
                 if split.share and not is_reference(split.version):
                     message = (
                         f"expected newest, previous or '<incarnation>-<seq>', got {shown(split.version)!r}"
@@ -179,14 +173,8 @@ class LoadedVersions:
                     raise RequestError(400, message, "$.version")
                 if split.share and split.version not in (NEWEST, PREVIOUS):
                     self._known(split.version, "$.version")
-            before = self._state.routing
-            routing = dataclasses.replace(
-                before,
-                canary=canary or before.canary,
-                shadow=shadow or before.shadow,
-                interleave=interleave or before.interleave,
-            )
-            self._set_state(self._state.loaded, routing)
+            changes: dict[str, Any] = dict(splits)
+            self._set_state(self._state.loaded, dataclasses.replace(self._state.routing, **changes))
 
     def named(self, name: str) -> Version:
         """Return the version of this name, or the served one for `""`. Raises RequestError 400, 404."""
