@@ -12,6 +12,7 @@ from pathlib import Path
 import uvloop
 from fastapi import FastAPI, Request
 from fastapi.middleware import Middleware
+from starlette.datastructures import Headers
 from starlette.types import Scope
 
 from roostream.runtime.tls import TlsContext
@@ -82,8 +83,7 @@ class AdminInterface(FastAPI):
 
     def __init__(self, admin_service: AdminService, token: AdminToken | Keyring) -> None:
         def check(scope: Scope) -> None:
-            given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-            if not token.fits(given.decode("latin-1")):
+            if not token.fits(Headers(scope=scope).get("authorization", "")):
                 expected = "expected the header 'authorization: Bearer TOKEN' with the token of "
                 raise RequestError(401, expected + "admin_token_file")
 

@@ -6,6 +6,7 @@ import asyncio
 import zlib
 from collections.abc import Mapping
 
+from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope
@@ -141,10 +142,7 @@ def request_media_type(scope: Scope, expected: tuple[str, ...]) -> str:
     Raises:
         RequestError: 415 for a type that is not in `expected`, or for JSON that is not UTF-8.
     """
-    stated = next(
-        (value.decode("latin-1") for name, value in scope["headers"] if name == b"content-type"), ""
-    )
-    media, _, parameters = stated.partition(";")
+    media, _, parameters = Headers(scope=scope).get("content-type", "").partition(";")
     media = media.strip().lower()
     if media in ("", JSON) or (media.startswith("application/") and media.endswith("+json")):
         charset = _charset(parameters)

@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from urllib.parse import urlsplit
 
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from roostream.runtime.program import CURRENT_CALL
@@ -137,9 +138,7 @@ def _host_of(origin: bytes) -> bytes:
 
 def parse_deadline_ms(scope: Scope, max_ms: int) -> int:
     """Return the client's `x-deadline-ms`, at most `max_ms`. RequestError 400 if it is invalid."""
-    stated = next(
-        (value.decode("latin-1") for name, value in scope["headers"] if name == DEADLINE.encode()), None
-    )
+    stated = Headers(scope=scope).get(DEADLINE)
     if stated is None:
         return max_ms
     number = parse_positive(stated.strip())

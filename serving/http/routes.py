@@ -12,6 +12,7 @@ from urllib.parse import parse_qsl
 
 from fastapi import APIRouter, Request, Response
 from fastapi.routing import APIRoute
+from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from roostream.errors import WireError, nearest
@@ -272,8 +273,7 @@ def _top(value: str) -> int:
 def apply_version_header(scope: Scope, request: RankRequest) -> None:
     """Take the header `x-model-version` as the body's `model_version`. RequestError 400 if both are given and
     differ."""
-    name = VERSION_HEADER.encode()
-    stated = next((value.decode("latin-1") for header, value in scope["headers"] if header == name), "")
+    stated = Headers(scope=scope).get(VERSION_HEADER, "")
     if stated and request.model_version and stated != request.model_version:
         message = (
             f"expected one version, got {shown(request.model_version)!r} here and {shown(stated)!r} "
