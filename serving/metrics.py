@@ -146,7 +146,7 @@ class ServingMetrics:
         self.stages = StageHistograms()
         self.scores = ScoreHistogram(tasks)
         stages = self.stages
-        for histogram in (stages.seconds, stages.queue_seconds, stages.redis_seconds, self.scores):
+        for histogram in (stages.seconds, stages.queue, stages.redis_seconds, self.scores):
             registry.register(histogram)
         self._version = Gauge(
             "roostream_serving_model_version", "1 for the version in use", ["version"], registry=registry
@@ -199,13 +199,12 @@ class StageHistograms:
         self.encode = self.seconds.labels("encode")
         self.score = self.seconds.labels("score")  # the request's share of its scoring pass
         self.log = self.seconds.labels("log")
-        self.queue_seconds = Histogram(
+        self.queue = Histogram(
             "roostream_serving_queue_seconds",
             "time that a parsed rank request waits to be scored",
             buckets=STAGE_S,
             registry=None,
         )
-        self.queue = self.queue_seconds
         self.redis_seconds = Histogram(
             "roostream_serving_redis_seconds",
             "time of a Redis read, by outcome",

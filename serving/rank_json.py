@@ -85,8 +85,6 @@ def _known(schema: Schema, fields: tuple[str, ...], flat: tuple[int, ...]) -> di
     known = {
         "$": fields,
         "$.candidates[]": ("item_id", "nro", *(schema.nro[i].name for i in flat)),
-    }
-    known |= {
         "$.ro": tuple(f.name for f in schema.ro),
         "$.candidates[].nro": nro,
         "$.candidates": ("item_id", *nro),

@@ -284,10 +284,8 @@ def fast_checked_columns(
     plans, most = schema.derived(_plans), schema.limits
     if num_rows > most.max_candidates:
         return None
-    buf, spans_2 = (
-        np.frombuffer(b"".join((ro, nro, b"\0")), np.uint8),
-        np.zeros((2, len(BLOCK_FIELDS), 2), np.int64),
-    )
+    buf = np.frombuffer(b"".join((ro, nro, b"\0")), np.uint8)
+    spans_2 = np.zeros((2, len(BLOCK_FIELDS), 2), np.int64)
     if not locate_block_columns(
         buf, len(ro), num_rows, plans["ro"], plans["nro"], BLOCK_FIELDS, most.max_list, spans_2
     ):

@@ -40,13 +40,8 @@ class AdminService:
         interleaving_stats: InterleavingStats,
         now_ms: Callable[[], int],
     ) -> None:
-        self.versions, self.recent, self.shadow, self.interleaving_stats, self.now_ms = (
-            versions,
-            recent,
-            shadow,
-            interleaving_stats,
-            now_ms,
-        )
+        self.versions, self.recent, self.shadow = versions, recent, shadow
+        self.interleaving_stats, self.now_ms = interleaving_stats, now_ms
 
     def list_versions(self) -> Answer:
         versions = self.versions

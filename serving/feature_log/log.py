@@ -52,11 +52,8 @@ class FeatureLog:
     ) -> None:
         self.directory, self.segment_bytes, self.max_bytes = directory, *sizes
         self.appended = threading.Event()  # set by every append; the reader clears it before it reads
-        self._segments, self._cursors, self._lock_handle = (
-            {s.start.segment: s for s in segments},
-            cursors,
-            lock_handle,
-        )
+        self._segments = {s.start.segment: s for s in segments}
+        self._cursors, self._lock_handle = cursors, lock_handle
         self._active = segments[-1]
         self._lock = threading.Lock()
         self._closed = False

@@ -62,10 +62,6 @@ class Tensor(NamedTuple):
     values: np.ndarray | list[str]
     path: str  # for messages
 
-    @property
-    def is_text(self) -> bool:
-        return isinstance(self.values, list)
-
 
 class Inference(NamedTuple):
     """A request. `outputs`: name → whether it is wanted as bytes; None = all outputs, as `is_binary` says."""

@@ -140,13 +140,8 @@ class FeatureUpdater:
         cluster: str,
         metrics: FeatureMetrics,
     ) -> None:
-        self.schema, self.store, self.source, self.cluster, self.metrics = (
-            schema,
-            store,
-            source,
-            cluster,
-            metrics,
-        )
+        self.schema, self.store, self.source = schema, store, source
+        self.cluster, self.metrics = cluster, metrics
         self._reader = FieldReader(schema)
         self._offsets: Progress = {}
 

@@ -99,10 +99,8 @@ class NearestItems:
     def best(self, query_D: np.ndarray, k: int, allowed_I: np.ndarray | None = None) -> SearchResult:
         """The K <= k best allowed items, `allowed_I` bool [I] (None = all), as far as the index finds
         them."""
-        indexed, num_allowed = (
-            self._indexed,
-            len(self) if allowed_I is None else int(np.count_nonzero(allowed_I)),
-        )
+        indexed = self._indexed
+        num_allowed = len(self) if allowed_I is None else int(np.count_nonzero(allowed_I))
         if indexed is None or num_allowed <= FEW:
             return self.exact(query_D, k, allowed_I)
         moved_N = indexed.moved_N if allowed_I is None else indexed.moved_N[allowed_I[indexed.moved_N]]

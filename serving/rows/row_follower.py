@@ -95,13 +95,8 @@ class RowFollower:
         observe: Callable[[str, float], None],
         clock: Clock,
     ) -> None:
-        self.replica, self.topic, self.shards, self.observe, self.clock = (
-            replica,
-            topic,
-            shards,
-            observe,
-            clock,
-        )
+        self.replica, self.topic, self.shards = replica, topic, shards
+        self.observe, self.clock = observe, clock
         self.ready = False  # True from the first complete bootstrap on
         self.current_s: float | None = None  # monotonic time when the rows were last known to be current
         self.num_applied = self.num_refused = self.num_bootstraps = self.num_mended = 0

@@ -241,13 +241,8 @@ class WarmUp:
         idle_gate: IdleGate,
         max_requests: int,
     ) -> None:
-        self.recent, self.rows, self.served, self.idle_gate, self.max_requests = (
-            recent,
-            rows,
-            served,
-            idle_gate,
-            max_requests,
-        )
+        self.recent, self.rows, self.served = recent, rows, served
+        self.idle_gate, self.max_requests = idle_gate, max_requests
 
     def __call__(self, version: Version, stop: threading.Event | None = None) -> None:
         """Score recent requests; nothing is answered, logged or counted.
