@@ -5,9 +5,12 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
 
-from serving_cases import Built
+from serving_cases import SCHEMA, Built, build
+from serving_fakes import FakeRows
 
 from roostream.runtime.thread_group import StopBudget
 from serving.http import server as http_server
@@ -58,6 +61,11 @@ def serving_live(built: Built, stop_s: float = 20.0) -> Iterator[LiveServing]:
     finally:
         live.end()
         built.close()
+
+
+def live_of(home: Path, **settings: Any) -> AbstractContextManager[LiveServing]:
+    """A process with fake rows and these settings."""
+    return serving_live(build(home, FakeRows(SCHEMA), **settings))
 
 
 def answer_of(connection: socket.socket) -> tuple[int, bytes]:

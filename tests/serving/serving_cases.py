@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from prometheus_client import CollectorRegistry
+from starlette.testclient import TestClient
 
 from roostream.models.config import RankerConfig
 from roostream.runtime.clock import Clock, FakeClock
@@ -19,6 +20,7 @@ from serving.config import ServingConfig
 from serving.context import ServingContext
 from serving.feature_log.log import FeatureLog
 from serving.heartbeat import InflightWatermark
+from serving.http.app import HttpInterface
 from serving.metrics import ServingMetrics
 from serving.rank import Hydration, OrderPolicy, RankService
 from serving.scorer import RowReader, build_version, first_version
@@ -113,6 +115,15 @@ def learn(built: Built, seed: int = 1) -> None:
         for name, t in built.service.versions.newest.model.state_dict().items()
     }
     built.service.versions.install(build_version("1-9", SCHEMA, MODEL, 0, weights))
+
+
+Client = Callable[..., tuple[TestClient, Built]]
+
+
+def client_of(built: Built) -> TestClient:
+    """A client in the test's own thread; a defect is a 500, as for users."""
+    app = HttpInterface(built.context)
+    return TestClient(app, follow_redirects=False, raise_server_exceptions=False)
 
 
 def build(

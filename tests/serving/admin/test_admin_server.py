@@ -10,26 +10,16 @@ from pathlib import Path
 
 import httpx2
 import pytest
-import torch
 from admin_cases import TOKEN, admin_of
 from click.testing import CliRunner
 from live_serving import answer_of
-from serving_cases import SCHEMA, Built, build
-from serving_fakes import FakeRows
+from serving_cases import Built
 
 from roostream.cli.main import cli
 from roostream.errors import ConfigError, UnavailableError
 from roostream.runtime.tls import TlsContext, TlsFiles
 from serving.http import connection
 from tests.certificates import Authority
-
-
-@pytest.fixture
-def built(tmp_path: Path) -> Iterator[Built]:
-    torch.set_num_threads(1)
-    built = build(tmp_path, FakeRows(SCHEMA))
-    yield built
-    built.close()
 
 
 @pytest.fixture

@@ -23,6 +23,13 @@ def record(i: int, size: int = 100) -> LogRecord:
     return LogRecord("impressions", -1, 1000 + i, b"userkey!", i.to_bytes(4, "little") + bytes(size))
 
 
+def filled(home: Path, count: int = 60) -> FeatureLog:
+    log = FeatureLog.open(home, **SMALL)
+    for i in range(count):
+        log.append(record(i))
+    return log
+
+
 def numbers(log: FeatureLog, at: Cursor | None = None) -> list[int]:
     return [
         int.from_bytes(e.record.value[:4], "little") for e in log.read(at or log.cursor, 1 << 30) if e.record
@@ -30,9 +37,7 @@ def numbers(log: FeatureLog, at: Cursor | None = None) -> list[int]:
 
 
 def test_records_are_read_in_order_across_segments(tmp_path: Path) -> None:
-    log = FeatureLog.open(tmp_path, **SMALL)
-    for i in range(60):
-        log.append(record(i))
+    log = filled(tmp_path)
     assert numbers(log) == list(range(60))
     assert len(list(tmp_path.glob("*.seg"))) == 3
     assert log.backlog_records == 60
@@ -44,9 +49,7 @@ def test_records_are_read_in_order_across_segments(tmp_path: Path) -> None:
 
 
 def test_acknowledged_segments_are_deleted_and_the_cursor_survives_a_restart(tmp_path: Path) -> None:
-    log = FeatureLog.open(tmp_path, **SMALL)
-    for i in range(60):
-        log.append(record(i))
+    log = filled(tmp_path)
     entries = log.read(log.cursor, 1 << 30)
     log.acknowledge(entries[39].after)
     assert len(list(tmp_path.glob("*.seg"))) == 2
@@ -115,35 +118,28 @@ def test_a_disk_that_refuses_a_new_segment_loses_nothing(tmp_path: Path) -> None
     log.close()
 
 
+def reopened_with(home: Path, at: int, damage: bytes) -> FeatureLog:
+    """The log of 60 records after these bytes of its first segment were overwritten."""
+    filled(home).close()
+    with min(home.glob("*.seg")).open("r+b") as file:
+        file.seek(at)
+        file.write(damage)
+    return FeatureLog.open(home, **SMALL)
+
+
 def test_a_damaged_header_is_set_aside_and_the_rest_goes_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    log = FeatureLog.open(tmp_path, **SMALL)
-    for i in range(60):
-        log.append(record(i))
-    log.close()
-    first = sorted(tmp_path.glob("*.seg"))[0]
-    raw = bytearray(first.read_bytes())
-    raw[3] ^= 0xFF
-    first.write_bytes(raw)
-    again = FeatureLog.open(tmp_path, **SMALL)
+    again = reopened_with(tmp_path, 3, b"?")
     assert numbers(again) == list(range(28, 60))
-    assert ".damaged" in caplog.text and first.with_suffix(".damaged").exists()
+    assert ".damaged" in caplog.text and len(list(tmp_path.glob("*.damaged"))) == 1
     again.close()
 
 
 def test_damaged_records_within_a_segment_are_counted_and_reported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    log = FeatureLog.open(tmp_path, **SMALL)
-    for i in range(60):
-        log.append(record(i))
-    log.close()
-    first = sorted(tmp_path.glob("*.seg"))[0]
-    raw = bytearray(first.read_bytes())
-    raw[HEADER_BYTES + 20 * 144 : HEADER_BYTES + 22 * 144] = bytes(2 * 144)
-    first.write_bytes(raw)
-    again = FeatureLog.open(tmp_path, **SMALL)
+    again = reopened_with(tmp_path, HEADER_BYTES + 20 * 144, bytes(2 * 144))
     assert numbers(again) == [*range(20), *range(28, 60)]
     assert "8 records before segment 2 are damaged and lost" in caplog.text
     again.close()
@@ -155,9 +151,7 @@ def test_a_truncated_last_segment_keeps_its_records_and_is_appended_to(
     tmp_path_factory: pytest.TempPathFactory, count: int, data: st.DataObject
 ) -> None:
     home = tmp_path_factory.mktemp("log")
-    log = FeatureLog.open(home, **SMALL)
-    for i in range(count):
-        log.append(record(i))
+    log = filled(home, count)
     log.close()
     last = sorted(home.glob("*.seg"))[-1]
     end = log.end.offset

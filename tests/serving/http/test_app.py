@@ -5,40 +5,25 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from serving_cases import BODY, SCHEMA, Built, build
-from serving_fakes import FakeRows
+from serving_cases import BODY, SCHEMA, Built, Client, client_of
 from starlette.testclient import TestClient
 
 from roostream.schema.ids import MASK64
 from roostream.wire import records as wire
 from roostream.wire import roo_pb2 as pb
-from serving.http.app import HttpInterface
 from serving.http.engagements import EngagementParser
 from serving.http.pages import LINKS
 
-Client = Callable[..., tuple[TestClient, Built]]
 CLICK = {"request_id": "r-1", "user_id": 17, "item_id": 8, "action": "click"}
 
 
-@pytest.fixture
-def client(tmp_path: Path) -> Iterator[Client]:
-    opened: list[Built] = []
-
-    def open_client(rows: Any = None, **settings: Any) -> tuple[TestClient, Built]:
-        built = build(tmp_path, rows or FakeRows(SCHEMA), **settings)
-        opened.append(built)
-        return TestClient(
-            HttpInterface(built.context), follow_redirects=False, raise_server_exceptions=False
-        ), built
-
-    yield open_client
-    for built in opened:
-        built.close()
+@pytest.fixture(scope="module")
+def http(shared: Built) -> TestClient:
+    return client_of(shared)
 
 
 def test_the_root_describes_the_service_as_json_and_as_html(client: Client) -> None:
@@ -61,8 +46,7 @@ def test_the_root_links_to_the_controller_page_if_configured(client: Client) -> 
     )
 
 
-def test_pages_load_nothing_from_other_hosts(client: Client) -> None:
-    http, _ = client()
+def test_pages_load_nothing_from_other_hosts(http: TestClient) -> None:
     for path in ("/", "/docs", "/redoc"):
         answer = http.get(path, headers={"accept": "text/html"})
         assert not re.search(r"<img|https?://", answer.text)
@@ -74,8 +58,7 @@ def test_pages_load_nothing_from_other_hosts(client: Client) -> None:
                 assert http.get(name).status_code == 200, name
 
 
-def test_the_documentation_pages_show_the_openapi_document(client: Client) -> None:
-    http, _ = client()
+def test_the_documentation_pages_show_the_openapi_document(http: TestClient) -> None:
     assert "SwaggerUIBundle({" in http.get("/docs").text and "<redoc" in http.get("/redoc").text
     for path in ("/docs", "/redoc"):
         assert "/openapi.json" in http.get(path).text
@@ -83,8 +66,7 @@ def test_the_documentation_pages_show_the_openapi_document(client: Client) -> No
 
 
 @pytest.mark.parametrize("path", ["/", "/healthz", "/readyz", "/metrics", "/docs", "/openapi.json"])
-def test_probes_accept_head(client: Client, path: str) -> None:
-    http, _ = client()
+def test_probes_accept_head(http: TestClient, path: str) -> None:
     assert http.head(path).status_code == http.get(path).status_code == 200
 
 
@@ -100,9 +82,8 @@ def test_probes_accept_head(client: Client, path: str) -> None:
     ],
 )
 def test_unknown_routes_and_methods_have_the_common_error_shape(
-    client: Client, method: str, path: str, status: int, code: str, text: str
+    http: TestClient, method: str, path: str, status: int, code: str, text: str
 ) -> None:
-    http, _ = client()
     answer = http.request(method, path, headers={"host": "evil.example"})
     assert answer.status_code == status and answer.json()["error"]["code"] == code
     assert text in answer.json()["error"]["message"] and len(answer.content) < 300
@@ -124,17 +105,15 @@ def test_unknown_routes_and_methods_have_the_common_error_shape(
     ],
 )
 def test_media_types_are_accepted_as_clients_send_them(
-    client: Client, media: str, status: int, text: str
+    http: TestClient, media: str, status: int, text: str
 ) -> None:
-    http, _ = client()
     for path, body in (("/v1/rank", BODY), ("/v1/engagements", CLICK)):
         answer = http.post(path, content=json.dumps(body), headers={"content-type": media})
         assert answer.status_code == status, answer.text
         assert text in answer.text and (status == 200 or len(answer.content) < 400)
 
 
-def test_ranked_returns_item_ids_in_order(client: Client) -> None:
-    http, _ = client()
+def test_ranked_returns_item_ids_in_order(http: TestClient) -> None:
     answer = http.post("/v1/rank?ranked=true", json=BODY).json()
     given = [c["item_id"] for c in BODY["candidates"]]
     assert answer["ranked"] == [given[i] for i in answer["order"]] and "nine" in answer["ranked"]
@@ -250,8 +229,8 @@ def test_a_traceback_is_logged_once_a_minute(client: Client, caplog: pytest.LogC
     assert len([r for r in caplog.records if r.exc_info]) == 1
 
 
-def test_every_possible_refusal_is_documented(client: Client) -> None:
-    document = client()[0].get("/openapi.json").json()
+def test_every_possible_refusal_is_documented(http: TestClient) -> None:
+    document = http.get("/openapi.json").json()
     for path, methods in document["paths"].items():
         for operation in methods.values():
             assert operation["operationId"] and operation["tags"], path

@@ -8,13 +8,11 @@ import logging
 import socket
 import time
 from pathlib import Path
-from typing import Any
 
 import httpx2
 import pytest
-from live_serving import LiveServing, answer_of, serving_live
-from serving_cases import BODY, SCHEMA, build
-from serving_fakes import FakeRows
+from live_serving import LiveServing, answer_of, live_of
+from serving_cases import BODY
 
 from serving.http import connection
 from serving.http.connection import MAX_HEAD_BYTES, MAX_PIPELINED
@@ -22,10 +20,6 @@ from serving.http.connection import MAX_HEAD_BYTES, MAX_PIPELINED
 RANK = b"POST /v1/rank HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
 ENDLESS_BYTES = 1 << 26  # more than the kernel takes before the process reads
 HALF = RANK + b"content-length: 500\r\n\r\n{"
-
-
-def live_of(tmp_path: Path, **settings: Any) -> Any:
-    return serving_live(build(tmp_path, FakeRows(SCHEMA), **settings))
 
 
 def code_of(answer: bytes) -> str:

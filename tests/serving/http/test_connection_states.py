@@ -9,13 +9,11 @@ import socket
 import struct
 import time
 from pathlib import Path
-from typing import Any
 
 import httpx2
 import pytest
-from live_serving import LiveServing, answer_of, serving_live
-from serving_cases import BODY, SCHEMA, build
-from serving_fakes import FakeRows
+from live_serving import LiveServing, answer_of, live_of
+from serving_cases import BODY
 
 from serving.http import connection
 from serving.http.connection import MAX_HEAD_BYTES
@@ -29,10 +27,6 @@ HUGE = b"content-length: 1000000000\r\n\r\n{"
 def post(body: bytes, *headers: bytes, path: bytes = b"/v1/rank") -> bytes:
     lines = [b"POST %b HTTP/1.1" % path, b"host: x", *headers, b"content-length: %d" % len(body)]
     return b"\r\n".join(lines) + b"\r\n\r\n" + body
-
-
-def live_of(tmp_path: Path, **settings: Any) -> Any:
-    return serving_live(build(tmp_path, FakeRows(SCHEMA), **settings))
 
 
 def statuses(received: bytes) -> list[int]:

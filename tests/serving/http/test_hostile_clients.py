@@ -15,19 +15,14 @@ from typing import Any
 
 import httpx2
 import pytest
-from live_serving import LiveServing, answer_of, serving_live
-from serving_cases import BODY, SCHEMA, build
-from serving_fakes import FakeRows
+from live_serving import LiveServing, answer_of, live_of
+from serving_cases import BODY
 
 from serving.http import connection
 from serving.http.connection import State
 
 RANK = b"POST /v1/rank HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
 CHUNKED = RANK + b"transfer-encoding: chunked\r\n\r\n"
-
-
-def live_of(tmp_path: Path, **settings: Any) -> Any:
-    return serving_live(build(tmp_path, FakeRows(SCHEMA), **settings))
 
 
 def ranked(live: LiveServing, times: int = 5) -> None:

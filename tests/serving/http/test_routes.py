@@ -8,16 +8,15 @@ import json
 import re
 import threading
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import httpx2
 import numpy as np
 import pytest
-from serving_cases import BODY, MODEL, NOW_MS, SCHEMA, Built, build
+from serving_cases import BODY, MODEL, NOW_MS, SCHEMA, Built, Client, build
 from serving_fakes import FakeHydrator, FakeRows
-from starlette.testclient import TestClient
 
 from roostream.wire import records as wire
 from roostream.wire import roo_pb2 as pb
@@ -29,22 +28,6 @@ from serving.rank import RankResult, RankService
 from serving.request import RankRequest
 from serving.request_batch import RequestColumns
 from serving.scorer import build_version, probabilities
-
-Client = Callable[..., tuple[TestClient, Built]]
-
-
-@pytest.fixture
-def client(tmp_path: Path) -> Iterator[Client]:
-    opened: list[Built] = []
-
-    def open_client(rows: Any = None, **settings: Any) -> tuple[TestClient, Built]:
-        built = build(tmp_path, rows or FakeRows(SCHEMA), **settings)
-        opened.append(built)
-        return TestClient(HttpInterface(built.context)), built
-
-    yield open_client
-    for built in opened:
-        built.close()
 
 
 class Waiting(RankService):

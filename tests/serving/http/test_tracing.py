@@ -5,36 +5,22 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from opentelemetry import propagate, trace
-from serving_cases import BODY, SCHEMA, Built, build
+from serving_cases import BODY, SCHEMA, Built, build, client_of
 from serving_fakes import FakeRows
-from starlette.testclient import TestClient
 
 from roostream.errors import SetupError
 from roostream.runtime.program import CURRENT_CALL, CallContext, JsonFormatter
 from roostream.wire import records as wire
 from roostream.wire import roo_pb2 as pb
-from serving.http.app import HttpInterface
 from serving.http.tracing import no_span, open_tracing, parse_call_names
 
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 PARENT = f"00-{TRACE}-{SPAN}-01"
-
-
-@pytest.fixture
-def built(tmp_path: Path) -> Iterator[Built]:
-    made = build(tmp_path, FakeRows(SCHEMA))
-    yield made
-    made.close()
-
-
-def client_of(built: Built) -> TestClient:
-    return TestClient(HttpInterface(built.context), raise_server_exceptions=False)
 
 
 @pytest.mark.parametrize("given", ["c-1", "6f1c", "Root=1-67891233-abcdef012345678912345678", "a" * 128])

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
-from serving_cases import BODY, MODEL, SCHEMA, build
-from serving_fakes import FakeRows
+from serving_cases import BODY, MODEL, SCHEMA, Built, client_of
 from starlette.testclient import TestClient
 
-from serving.http.app import HttpInterface
 from serving.scorer import build_version
 
 
-@pytest.fixture
-def http(tmp_path: Path) -> Iterator[TestClient]:
-    built = build(tmp_path, FakeRows(SCHEMA))
-    built.service.versions.install(build_version("1-1", SCHEMA, MODEL, 1, {}))
-    yield TestClient(HttpInterface(built.context))
-    built.close()
+@pytest.fixture(scope="module")
+def http(shared: Built) -> TestClient:
+    shared.service.versions.install(build_version("1-1", SCHEMA, MODEL, 1, {}))
+    return client_of(shared)
 
 
 @pytest.mark.parametrize(

@@ -6,14 +6,13 @@ from __future__ import annotations
 import importlib
 import json
 import struct
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import pytest
 from live_serving import serving_live
-from serving_cases import BODY, SCHEMA, Built, build, learn
+from serving_cases import BODY, SCHEMA, Built, build, client_of, learn
 from serving_fakes import FakeRows
 from starlette.testclient import TestClient
 
@@ -59,15 +58,14 @@ SAME = {
 
 
 @pytest.fixture
-def built(tmp_path: Path) -> Iterator[Built]:
-    made = build(tmp_path, FakeRows(SCHEMA))
-    yield made
-    made.close()
-
-
-@pytest.fixture
 def http(built: Built) -> TestClient:
-    return TestClient(HttpInterface(built.context), raise_server_exceptions=False)
+    return client_of(built)
+
+
+@pytest.fixture(scope="module")
+def reader(shared: Built) -> TestClient:
+    """For tests that look at answers only."""
+    return client_of(shared)
 
 
 def with_input(**changes: Any) -> dict[str, Any]:
@@ -138,14 +136,14 @@ def test_rectangular_lists_and_single_ids_need_no_lengths(http: TestClient, buil
     assert flat == nested
 
 
-def test_only_requested_outputs_are_returned(http: TestClient) -> None:
-    asked = http.post(INFER, json={**WHOLE, "outputs": [{"name": "order"}, {"name": "click"}]}).json()
+def test_only_requested_outputs_are_returned(reader: TestClient) -> None:
+    asked = reader.post(INFER, json={**WHOLE, "outputs": [{"name": "order"}, {"name": "click"}]}).json()
     assert [o["name"] for o in asked["outputs"]] == ["order", "click"]
-    refused = http.post(INFER, json={**WHOLE, "outputs": [{"name": "clck"}]})
+    refused = reader.post(INFER, json={**WHOLE, "outputs": [{"name": "clck"}]})
     assert refused.status_code == 400 and "did you mean 'click'" in refused.json()["error"]
 
 
-def test_binary_tensors_follow_the_json_in_both_directions(http: TestClient) -> None:
+def test_binary_tensors_follow_the_json_in_both_directions(reader: TestClient) -> None:
     ages, items = (
         np.array([2.5, np.nan, 1], "<f4").tobytes(),
         b"".join(struct.pack("<I", len(t)) + t for t in (b"8", b"nine", b"10")),
@@ -163,7 +161,7 @@ def test_binary_tensors_follow_the_json_in_both_directions(http: TestClient) -> 
     outputs = [{"name": "click", "parameters": {"binary_data": True}}, {"name": "order"}]
     head = json.dumps({"inputs": sized, "outputs": outputs}).encode()
     headers = {"inference-header-content-length": str(len(head)), "content-type": "application/octet-stream"}
-    answer = http.post(INFER, content=head + items + ages, headers=headers)
+    answer = reader.post(INFER, content=head + items + ages, headers=headers)
     size = int(answer.headers["inference-header-content-length"])
     told = json.loads(answer.content[:size])
     plain = [
@@ -171,13 +169,13 @@ def test_binary_tensors_follow_the_json_in_both_directions(http: TestClient) -> 
         sized[1],
         tensor("age_h", "FP32", [2.5, None, 1]),
     ]
-    same = http.post(INFER, json={"inputs": plain}).json()["outputs"]
+    same = reader.post(INFER, json={"inputs": plain}).json()["outputs"]
     assert (
         told["outputs"][0]["parameters"] == {"binary_data_size": 12}
         and told["outputs"][1]["data"] == same[2]["data"]
     )
     assert np.frombuffer(answer.content[size:], "<f4").tolist() == np.array(same[0]["data"], "f4").tolist()
-    everything = http.post(INFER, json={"inputs": plain, "parameters": {"binary_data_output": True}})
+    everything = reader.post(INFER, json={"inputs": plain, "parameters": {"binary_data_output": True}})
     assert len(everything.content) - int(everything.headers["inference-header-content-length"]) == 3 * 12
 
 
@@ -233,17 +231,18 @@ def test_binary_tensors_follow_the_json_in_both_directions(http: TestClient) -> 
     ],
 )
 def test_invalid_tensors_are_refused_with_their_path(
-    http: TestClient, built: Built, body: dict[str, Any], status: int, text: str
+    reader: TestClient, shared: Built, body: dict[str, Any], status: int, text: str
 ) -> None:
-    answer = http.post(INFER, json=body)
+    num_before = len(shared.records())
+    answer = reader.post(INFER, json=body)
     assert answer.status_code == status, answer.text
-    assert len(built.records()) == (status == 200)
+    assert len(shared.records()) - num_before == (status == 200)
     assert status == 200 or (set(answer.json()) == {"error"} and text in answer.json()["error"])
 
 
 @pytest.mark.parametrize("stated", ["x", "-1", "99999", "9" * 30])
-def test_a_wrong_json_size_is_refused(http: TestClient, stated: str) -> None:
-    answer = http.post(INFER, json=WHOLE, headers={"inference-header-content-length": stated})
+def test_a_wrong_json_size_is_refused(reader: TestClient, stated: str) -> None:
+    answer = reader.post(INFER, json=WHOLE, headers={"inference-header-content-length": stated})
     assert answer.status_code == 400 and "inference-header-content-length" in answer.json()["error"]
 
 
@@ -251,7 +250,7 @@ def test_a_wrong_json_size_is_refused(http: TestClient, stated: str) -> None:
     ("datatype", "data"),
     [("FP32", b"123"), ("BYTES", b"\x09\0\0\0abc"), ("BYTES", b"\x01\0"), ("BYTES", b"\x01\0\0\0\xff")],
 )
-def test_truncated_binary_data_is_refused(http: TestClient, datatype: str, data: bytes) -> None:
+def test_truncated_binary_data_is_refused(reader: TestClient, datatype: str, data: bytes) -> None:
     one = {
         "name": "item_id",
         "shape": [1],
@@ -260,7 +259,7 @@ def test_truncated_binary_data_is_refused(http: TestClient, datatype: str, data:
     }
     head = json.dumps({"inputs": [one]}).encode()
     for tail in (data, data + b"more"):
-        answer = http.post(
+        answer = reader.post(
             INFER, content=head + tail, headers={"inference-header-content-length": str(len(head))}
         )
         assert answer.status_code == 400 and "expected" in answer.json()["error"]
@@ -315,15 +314,15 @@ def test_health_and_metadata(http: TestClient, built: Built) -> None:
     ],
 )
 def test_unknown_models_have_the_errors_of_the_protocol(
-    http: TestClient, method: str, path: str, status: int, text: str
+    reader: TestClient, method: str, path: str, status: int, text: str
 ) -> None:
-    answer = http.request(method, path, **({"json": WHOLE} if method == "POST" else {}))
+    answer = reader.request(method, path, **({"json": WHOLE} if method == "POST" else {}))
     assert answer.status_code == status and text in answer.json()["error"] and answer.headers["x-request-id"]
 
 
-def test_path_or_header_selects_the_version(http: TestClient) -> None:
-    assert http.post("/v2/models/default/versions/0-0/infer", json=WHOLE).json()["model_version"] == "0-0"
-    assert http.post(INFER, json=WHOLE, headers={"x-model-version": "9-9"}).status_code == 404
+def test_path_or_header_selects_the_version(reader: TestClient) -> None:
+    assert reader.post("/v2/models/default/versions/0-0/infer", json=WHOLE).json()["model_version"] == "0-0"
+    assert reader.post(INFER, json=WHOLE, headers={"x-model-version": "9-9"}).status_code == 404
 
 
 def test_inferences_share_queue_and_metrics_with_rank(http: TestClient, built: Built) -> None:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import copy
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from serving_cases import BODY, NOW_MS, SCHEMA, Built, build, learn
+from serving_cases import BODY, NOW_MS, SCHEMA, Built, build, client_of, learn
 from serving_fakes import FakeHydrator, FakeRows
 from starlette.testclient import TestClient
 
@@ -21,17 +20,6 @@ from roostream.wire.lookup import Lookup
 from serving.examples import rank_example
 from serving.http.app import HttpInterface
 from serving.page import explanation
-
-
-@pytest.fixture
-def built(tmp_path: Path) -> Iterator[Built]:
-    made = build(tmp_path, FakeRows(SCHEMA))
-    yield made
-    made.close()
-
-
-def client_of(built: Built) -> TestClient:
-    return TestClient(HttpInterface(built.context), raise_server_exceptions=False)
 
 
 def explained(built: Built, body: dict[str, Any] = BODY) -> dict[str, Any]:

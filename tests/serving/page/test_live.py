@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serving_cases import BODY, NOW_MS, SCHEMA, Built, build, learn
+from serving_cases import BODY, NOW_MS, SCHEMA, Built, build, client_of, learn
 from serving_fakes import FakeRows
 from starlette.testclient import TestClient
 
@@ -18,7 +18,6 @@ from infra.options import DEMO_SCHEMA
 from roostream.replay.world import NUM_CATEGORIES
 from roostream.schema.ids import hash64, item_id
 from roostream.schema.schema_file import load_schema
-from serving.http.app import HttpInterface
 from serving.page import live
 from serving.page.live import NUM_ITEMS, LivePage
 
@@ -31,10 +30,6 @@ def built(tmp_path: Path) -> Iterator[Built]:
     made.service.on_scored = made.context.recent.add
     yield made
     made.close()
-
-
-def client_of(built: Built) -> TestClient:
-    return TestClient(HttpInterface(built.context), raise_server_exceptions=False)
 
 
 def shop(first: int, num_items: int, num_topics: int, user: int = 17) -> dict[str, Any]:
