@@ -25,9 +25,13 @@ public final class EventTimeKeeper extends AbstractStreamOperator<Row> implement
     @Override
     public void initializeState(StateInitializationContext context) throws Exception {
         super.initializeState(context);
-        // Union state: Flink does not say which partitions a subtask will read after a restore. Each subtask keeps all of them, and
-        // of several copies of a partition the newest is used: the one of the subtask that read it.
-        stored = context.getOperatorStateStore().getUnionListState(new ListStateDescriptor<>("partitions", byte[].class));
+        // Not union state: a stop with a savepoint ends idle sources before their snapshot and busy ones after it, and Flink refuses a
+        // savepoint of union state that only a part of the tasks has ended. With the same parallelism each subtask gets its
+        // partitions back. After a change it may get others, and the first event of a partition without a time needs a confirmation.
+        stored = context.getOperatorStateStore().getListState(new ListStateDescriptor<>("partition_times", byte[].class));
+        if (context.isRestored()) {
+            PartitionTime.continueTask();
+        }
         for (byte[] partition : stored.get()) {
             PartitionTime.restore(partition);
         }

@@ -18,9 +18,11 @@ final class PartitionTime {
     static final long START = Long.MIN_VALUE;
     private static final long NEVER = Long.MAX_VALUE;
     private static final ThreadLocal<Map<Long, PartitionTime>> OF_TASK = ThreadLocal.withInitial(HashMap::new);
+    private static final ThreadLocal<Boolean> IS_RESTORED = ThreadLocal.withInitial(() -> false);
 
     /** Of the newest record. */
     long offset = -1;
+    private final boolean isFirstConfirmed;
     private long newestMs = START;
     private long unconfirmedMs = NEVER;
     private final Map<String, Long> heartbeats = new HashMap<>();
@@ -31,11 +33,22 @@ final class PartitionTime {
     }
 
     static PartitionTime ofTask(long partition) {
-        return OF_TASK.get().computeIfAbsent(partition, unknown -> new PartitionTime());
+        return OF_TASK.get().computeIfAbsent(partition, unknown -> new PartitionTime(!IS_RESTORED.get()));
+    }
+
+    /** The task continues the state of another one. A partition without a stored time may have had records before. */
+    static void continueTask() {
+        IS_RESTORED.set(true);
+    }
+
+    /** @param isFirstConfirmed whether the first event needs no second one to confirm it */
+    private PartitionTime(boolean isFirstConfirmed) {
+        this.isFirstConfirmed = isFirstConfirmed;
     }
 
     void event(long timeMs, long maxStepMs) {
-        boolean isJump = newestMs != START && timeMs > newestMs + maxStepMs;
+        boolean isFirst = newestMs == START && isFirstConfirmed;
+        boolean isJump = !isFirst && timeMs > newestMs + maxStepMs;
         if (isJump && unconfirmedMs == NEVER) {
             unconfirmedMs = timeMs;
             return;
@@ -90,7 +103,7 @@ final class PartitionTime {
     static void restore(byte[] data) throws IOException {
         try (DataInputStream in = new DataInputStream(new ByteArrayInputStream(data))) {
             long partition = in.readLong();
-            PartitionTime time = new PartitionTime();
+            PartitionTime time = new PartitionTime(false);
             time.offset = in.readLong();
             time.newestMs = in.readLong();
             time.unconfirmedMs = in.readLong();

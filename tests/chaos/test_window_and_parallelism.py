@@ -34,6 +34,8 @@ def test_more_tasks_than_partitions_join_everything_and_a_halved_window_continue
         stack.start(["all", "simulate"])
         stack.wait_ready("serving", timeout_s=300)
         wait_until("a commit with trained samples", lambda: applied(stack) > 50, 300)
+        report = stack.stop()
+        assert "savepoint" not in report.failed_steps, report
 
     with Stack(tmp_path, with_window(options, WINDOW_MS // 2)) as stack:
         stack.start(["all", "simulate"])
@@ -43,7 +45,11 @@ def test_more_tasks_than_partitions_join_everything_and_a_halved_window_continue
         job = flink.live_job()
         assert job is not None
         checkpoints = flink.get(f"/jobs/{job['jid']}/checkpoints")
-        assert checkpoints is not None and checkpoints["latest"]["restored"]["is_savepoint"], checkpoints
+        assert checkpoints is not None
+        restored = checkpoints["latest"]["restored"]
+        assert "/flink/savepoints/" in restored["external_path"], (
+            "Flink calls a given checkpoint savepoint, too"
+        )
         before = applied(stack)
         wait_until("50 more trained samples", lambda: applied(stack) >= before + 50, 300)
         check_nothing_lost_or_twice(stack, within_s=300)

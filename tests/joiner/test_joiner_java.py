@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import struct
 import subprocess
@@ -44,29 +45,22 @@ def class_path(tmp_path_factory: pytest.TempPathFactory) -> str:
     return ":".join(map(str, [classes, *libraries]))
 
 
+def readings(class_path: str, records: Sequence[Record], *options: str) -> list[JavaReading]:
+    """What Java makes of the records of one partition."""
+    limits = (str(MAX_MS), str(SILENT_MS))
+    command = (str(find_java()), "-Xmx256m", "-cp", class_path, "roostream.Differential", *limits, *options)
+    given = b"".join(struct.pack(">qi", r.timestamp_ms, len(r.value)) + r.value for r in records)
+    done = subprocess.run(command, input=given, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr.decode()
+    return [
+        (bool(keep), kind, ms, reached)
+        for keep, kind, ms, reached in struct.iter_unpack(">bbqq", done.stdout)
+    ]
+
+
 @pytest.fixture(scope="module")
 def java(class_path: str) -> Callable[[Sequence[Record]], list[JavaReading]]:
-    """What Java makes of the records of one partition."""
-    command = (
-        str(find_java()),
-        "-Xmx256m",
-        "-cp",
-        class_path,
-        "roostream.Differential",
-        str(MAX_MS),
-        str(SILENT_MS),
-    )
-
-    def run(records: Sequence[Record]) -> list[JavaReading]:
-        given = b"".join(struct.pack(">qi", r.timestamp_ms, len(r.value)) + r.value for r in records)
-        done = subprocess.run(command, input=given, capture_output=True, check=False)
-        assert done.returncode == 0, done.stderr.decode()
-        return [
-            (bool(keep), kind, ms, reached)
-            for keep, kind, ms, reached in struct.iter_unpack(">bbqq", done.stdout)
-        ]
-
-    return run
+    return functools.partial(readings, class_path)
 
 
 def plain(value: bytes, time_ms: int = T) -> Record:
@@ -164,6 +158,23 @@ def test_a_partition_s_time_is_the_same_in_both_engines_also_after_restores(java
             split.event(time_ms, MAX_MS)
         expected.append(split.reached_ms(SILENT_MS))
     assert [told[3] for told in java(records)] == expected
+
+
+@pytest.mark.parametrize(
+    ("times_ms", "reached_ms"),
+    [
+        ([T + 9_000_000, T, T + 1], [START, T, T + 1]),  # a client with a wrong clock comes first
+        ([T, T + 9_000_000, T + 2], [START, T, T + 2]),
+        ([T, T + 1], [START, T]),
+    ],
+)
+def test_the_first_event_of_a_partition_without_a_stored_time_is_confirmed_after_a_restore(
+    class_path: str, times_ms: list[int], reached_ms: list[int]
+) -> None:
+    """A change of the parallelism gives a task partitions whose time another one has stored."""
+    records = [record(engagement(ms, event=1)) for ms in times_ms]
+    assert [reading[3] for reading in readings(class_path, records, "restored")] == reached_ms
+    assert readings(class_path, records)[0][3] == times_ms[0], "a new job believes it"
 
 
 END = (1 << 63) - 1

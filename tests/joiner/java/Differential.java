@@ -14,6 +14,9 @@ public final class Differential {
         EventFilter filter = new EventFilter();
         EventTime time = new EventTime(0, Long.parseLong(args[0]), Long.parseLong(args[1]));
         long timeout = Long.parseLong(args[1]);
+        if (args.length > 2 && args[2].equals("restored")) {
+            PartitionTime.continueTask();
+        }
         int count = 0;
         while (true) {
             long timestamp;
