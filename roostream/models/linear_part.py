@@ -15,6 +15,7 @@ Letters: B candidates, F floats of a candidate and a constant, T tasks.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -68,7 +69,7 @@ class LinearPart(nn.Module):
     def mixed(self, network_BT: Tensor, x_BG: Tensor) -> Tensor:
         """The logits that score. In x's precision, also where the network computes with less, so `loss` can
         take them apart."""
-        with torch.autocast(x_BG.device.type, enabled=False):
+        with _without_autocast(x_BG.device.type):
             linear_BT = self(x_BG).detach()
             share_T, scale_T, shift_T = self._mixture()
             return torch.lerp(network_BT.to(x_BG.dtype), linear_BT, share_T) * scale_T + shift_T
@@ -110,6 +111,13 @@ class LinearPart(nn.Module):
         """a, 1 + s and b, [T] each."""
         scale_T, shift_T = self.calibration.detach().unbind(dim=1)
         return self.share.detach()[:, 0], 1 + scale_T, shift_T
+
+
+def _without_autocast(device: str) -> contextlib.AbstractContextManager[object]:
+    """Compute in the precision of the operands. Devices without autocast, such as `meta`, always do."""
+    if not torch.amp.is_autocast_available(device):
+        return contextlib.nullcontext()
+    return torch.autocast(device, enabled=False)
 
 
 class _Linear(torch.autograd.Function):

@@ -60,7 +60,7 @@ WRONG: list[tuple[str, ...]] = [  # a word of the message, then the command
     (
         "list of text",
         "import",
-        "parquet",
+        "table",
         "--schema",
         SHOP,
         "--map",

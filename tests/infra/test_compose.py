@@ -114,7 +114,7 @@ def mounts(service: dict[str, Any]) -> list[str]:
 def owned_folders() -> set[str]:
     """Folders that the image gives to its user; a new volume takes the owner of the folder it is mounted on,
     and belongs to root where there is none."""
-    made = " ".join(i.text for i in DOCKERFILE if i.word == "RUN" and i.stage == "roostream")
+    made = " ".join(i.text for i in DOCKERFILE if i.word == "RUN" and i.stage == "base")
     found = re.findall(r"install -d -o roostream -g roostream ([^&]+)", made)
     return {folder for text in found for folder in text.split()}
 
@@ -140,7 +140,7 @@ def test_read_only_containers_write_to_mounts_only(name: str) -> None:
     service = of_our_images()[name]
     assert service["read_only"]
     writable = {*mounts(service), *(folder.split(":")[0] for folder in service["tmpfs"])}
-    variables = " ".join(i.text for i in DOCKERFILE if i.word == "ENV" and i.stage == "roostream")
+    variables = " ".join(i.text for i in DOCKERFILE if i.word == "ENV" and i.stage == "base")
     cache = re.search(r"NUMBA_CACHE_DIR=(\S+)", variables)
     assert cache and {cache[1], "/tmp"} <= writable
     if name == "kernels":

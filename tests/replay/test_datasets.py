@@ -81,5 +81,5 @@ def test_files_are_looked_for_when_settings_are_made(tmp_path: Path) -> None:
         check_files("log", (), needed=True)
     with pytest.raises(ConfigError, match="nowhere: no such file; check the path"):
         check_files("log", ("nowhere",), needed=True)
-    with pytest.raises(ConfigError, match="got Is a directory"):
+    with pytest.raises(ConfigError, match="expected a file, got a folder"):
         open_file(str(tmp_path))

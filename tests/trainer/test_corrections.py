@@ -75,7 +75,7 @@ def gradients(model: Model, batch: Batch, config: LoopConfig) -> list[Tensor]:
     model.zero_grad()
     targets = build_targets(batch, config)
     model.loss(inputs, model(inputs), targets).backward()  # type: ignore[no-untyped-call]
-    of_loss = [p for name, p in model.named_parameters() if not name.endswith(".curvature")]  # a step size
+    of_loss = [p for name, p in model.named_parameters() if not name.endswith("curvature")]  # step sizes
     leaves = [*(p.grad for p in of_loss), *(r.grad for r in rows.values())]
     return [g.clone() for g in leaves if g is not None]
 

@@ -126,7 +126,7 @@ def test_training_in_bfloat16_agrees_with_float32() -> None:
     assert {n: a.dtype for n, a in mine.items()} == {n: a.dtype for n, a in theirs.items()}
     assert any(not np.array_equal(mine[n], theirs[n]) for n in mine)
     moved = {n: a for n, a in theirs.items() if n.startswith("model.")}
-    assert all(np.allclose(mine[n], a, atol=0.03) for n, a in moved.items())
+    assert all(np.allclose(mine[n], a, rtol=0.01, atol=0.03) for n, a in moved.items())
 
 
 def test_float32_continues_what_bfloat16_trained() -> None:
