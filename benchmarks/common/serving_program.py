@@ -20,6 +20,7 @@ import psutil
 from benchmarks.common import samples as data
 from benchmarks.common.open_load import rank_request
 from benchmarks.serving_request import body_of
+from roostream.runtime.store_identity import init_store
 
 CORES = sorted(os.sched_getaffinity(0))
 _NUM_BODIES = 64
@@ -62,6 +63,7 @@ def serving_program(**settings: int | bool) -> Iterator[ServingProgram]:
             "bootstrap": "127.0.0.1:1",
         }
         table = {"listen": "127.0.0.1:0", **files, "max_log_bytes": 4 << 30, "stop_ms": _STOP_MS, **settings}
+        init_store(files["store"])
         config.write_text("".join(f"{key} = {json.dumps(value)}\n" for key, value in table.items()))
         command = [sys.executable, "-m", "roostream.cli.main", "serving", "--config", str(config)]
         os.sched_setaffinity(0, CORES[:1])
