@@ -131,7 +131,7 @@ def _described(f: Feature, schema: Schema) -> Any:
 
 
 def _value(f: Feature, schema: Schema) -> Any:
-    """The type of one feature value; null = missing."""
+    """The JSON type of a value of feature `f`; null means that the value is missing."""
     most, weight = schema.limits.max_list, limits(minimum=-MAX_WEIGHT, maximum=MAX_WEIGHT)
 
     def several(kind: Any) -> Any:

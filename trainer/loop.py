@@ -400,8 +400,12 @@ class TrainLoop:
             self.counts.rehearsed += part.batch.num_requests
 
     def split_non_finite(self, part: ChunkPart) -> Sequence[ChunkPart]:
-        """Halves of a part with a non-finite result, in order. A single request is quarantined instead.
-        Raises NotFiniteError: the dense weights are not finite."""
+        """Cut a part whose result is not finite into two halves, in order, to find the request that causes
+        it. A part of one request is set aside instead (quarantined), and nothing is returned.
+
+        Raises:
+            NotFiniteError: the dense weights themselves are not finite.
+        """
         batch, n = part.batch, part.batch.num_requests
         if not self.descent.is_finite():
             raise NotFiniteError(

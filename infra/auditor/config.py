@@ -18,7 +18,11 @@ def horizon_for(settle_ms: int, *, replay: bool) -> int:
 
 
 def check_num_auditors(num_auditors: int, partitions: int) -> None:
-    """Raises ConfigError: the partitions cannot be shared by so many auditors."""
+    """Check that each auditor gets equally many partitions.
+
+    Raises:
+        ConfigError: `num_auditors` does not divide `partitions`.
+    """
     if partitions % num_auditors:
         raise setting_error(
             "num_auditors",

@@ -52,7 +52,8 @@ class TablePiece:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlacementPlan:
-    """Equal inputs give equal plans, byte for byte."""
+    """Which owner has which piece of which table, and what a step is predicted to cost. `plan` makes equal
+    plans of equal inputs, byte for byte."""
 
     owners: int
     pieces: tuple[TablePiece, ...]

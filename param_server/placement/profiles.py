@@ -199,7 +199,8 @@ class TableProfile:
         return self.impression_ids / self.ids if self.impression_ids else 1.0
 
     def examples_of(self, requests: float) -> float:
-        """Examples in a batch of this many requests."""
+        """Number of examples of the feature in a batch of `requests` requests, as in the counted batches: one
+        a request, or one a candidate."""
         return requests * self.examples / self.requests if self.requests else requests
 
     def uniques_of(self, examples: float) -> float:

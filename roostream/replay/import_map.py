@@ -80,12 +80,6 @@ class ImportMap(Settings):
         within a user only."""
         return tuple(dict.fromkeys((*self.request, *filter(None, (self.user, self.session, self.surface)))))
 
-    @property
-    def owner(self) -> tuple[str, ...]:
-        """The columns that are equal in all rows that belong together: of a request, or with `event` of a
-        user, because an action may come later than its request's rows."""
-        return (self.user or self.session,) if self.event else self.identity
-
     def plain(self) -> dict[str, str]:
         """Name of a single-valued column in a table log (table_log.py) → column of the files."""
         named = {
@@ -98,8 +92,8 @@ class ImportMap(Settings):
         return {name: column for name, column in named.items() if column}
 
     def parts_of(self, feature: Feature, known: Collection[str]) -> dict[str, str]:
-        """Part of a feature → column; a feature of one column has the part "". {} if the files do not have
-        the feature."""
+        """The columns that hold a feature, by the part of it that each holds. A feature that one column
+        holds has the part "". Empty: the files do not have the feature. `known`: the files' columns."""
         given = self.features.get(feature.name, feature.name if feature.name in known else {})
         return dict(given) if isinstance(given, dict) else {"": given}
 

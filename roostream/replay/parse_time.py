@@ -42,7 +42,7 @@ def parse_time_ms(value: int | str) -> int:
 
 def parse_table_time_ms(text: str, day_first: bool) -> int:
     """Like `parse_time_ms`, and also times of other sites' tables: `2024/03/04 10:00`, `04.03.2024 10:00:00`,
-    `3/4/2024 10:00:00 AM`, `2024-03-04 10:00:00 UTC`. With a dot, the day comes before the month; with `/` or
+    `3/4/24 10:00:00 AM`, `2024-03-04 10:00:00 UTC`. With a dot, the day comes before the month; with `/` or
     `-` it does if `day_first`.
 
     Raises:
@@ -63,6 +63,7 @@ def parse_table_time_ms(text: str, day_first: bool) -> int:
     hours = int(hour or 0)
     if half:
         hours = hours % 12 + 12 * (half.lower() == "pm")
+    year = f"20{year}" if len(year) == 2 else year
     offset = "+00:00" if zone in (None, "Z", "UTC", "GMT") else zone
     return parse_time_ms(
         f"{year.zfill(4)}-{month.zfill(2)}-{day.zfill(2)}T{hours:02d}:{minute or '00'}:{second_of or '00'}"

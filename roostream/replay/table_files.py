@@ -197,11 +197,9 @@ class _TextColumn:
 
 
 def _json_list(text: str) -> list[Any] | None:
-    """The list that a text is as JSON, or None; lists within it are not accepted."""
-    if text[:1] != "[":
-        return None
+    """The JSON list that a text is, or None if it is none or has lists or objects in it."""
     try:
-        found = msgspec.json.decode(text, type=list[str | int | float | bool | None])
+        found: list[Any] = msgspec.json.decode(text, type=list[str | int | float | bool | None])
     except msgspec.MsgspecError:
         return None
     return found
@@ -356,7 +354,7 @@ def _read_text(delimiter: str, path: str, refuse: Refuse) -> Iterator[_Batch]:
 
 
 def _list_of_rows(path: str) -> str:
-    """The key of the lists of objects, if the first lines have such; "" = each line is one row.
+    """The key of the lists of objects in the first 1,000 lines; "" = they have none, and a line is one row.
 
     Raises:
         ConfigError: several keys have such lists.
@@ -388,6 +386,9 @@ def _json_lines(path: str, refuse: Refuse) -> Iterator[tuple[int, dict[str, Any]
 
 
 def _read_json(rows_in: str, path: str, refuse: Refuse) -> Iterator[_Batch]:
+    """The objects in the list `rows_in` of each line, or with "" the lines themselves. A line without shown
+    items is refused. `id` of an object is called `item_id`; a name that the line also has gets `item_` in
+    front."""
     rows, lines = list[dict[str, Any]](), list[int]()
     for number, line in _json_lines(path, refuse):
         shown = line.pop(rows_in, None) if rows_in else [{}]

@@ -45,6 +45,7 @@ from roostream.schema.schema import Feature, Schema
 _ROWS = 8192
 _WHERE = "roostream: file and row"  # no column of a site is called so
 _TIME_MS = "roostream: time in ms"
+_OWNER = "roostream: owner"
 _NO_TIME = np.iinfo(np.int64).min  # of a cell that is not a time
 _PER_MS = {"ms": 1.0, "s": 1e3, "us": 1e-3}
 _CLICK_DELAY_MS = 1000
@@ -103,7 +104,8 @@ def import_table(
             with cast(BinaryIO, open_out(part, "wb")) as file:
                 rows = _batches(given, column_map, schema, reader, counts, progress)
                 number = max(1, min(MAX_BUCKETS, -(-given.num_bytes // BUCKET_BYTES)))
-                for bucket in into_buckets(rows, column_map.owner, Path(folder), number):
+                together = [_OWNER] if column_map.event else column_map.identity
+                for bucket in into_buckets(rows, together, Path(folder), number):
                     for lines in _requests(bucket, schema, column_map, reader, given.paths):
                         counts.requests += 1
                         counts.engagements += len(lines) - 1
@@ -168,9 +170,10 @@ def _batches(
                     arrays = [_as_number(batch.column(n), numbers.get(n)) for n in given.columns]
                     times_N = _times(batch.column(column_map.time), column_map)
                     arrays += [pa.array(times_N), pa.array(where_N)]
-                    yield _with_request(
-                        pa.RecordBatch.from_arrays(arrays, names), column_map, reader, given.paths
-                    )
+                    rows = pa.RecordBatch.from_arrays(arrays, names)
+                    if column_map.event:
+                        rows = rows.append_column(_OWNER, pa.array(_owners(rows, column_map)))
+                    yield _with_request(rows, column_map, reader, given.paths)
                     counts.rows += len(batch)
                     progress(counts.rows, given.num_rows)
             except (pa.ArrowInvalid, OSError) as error:
@@ -250,7 +253,7 @@ def _split_actions(
     is_shown_N = np.isin(np.array(event, dtype=object), column_map.shown)
     columns = [column_map.item, *(() if column_map.time in column_map.request else column_map.request)]
     texts = [_texts(bucket.column(column)) for column in dict.fromkeys(columns)]
-    keys = list(zip(_owners(bucket, column_map), *texts, strict=True))
+    keys = list(zip(bucket.column(_OWNER).to_pylist(), *texts, strict=True))
     time_ms_N, number_N = bucket.column(_TIME_MS).to_numpy(), np.cumsum(is_shown_N) - 1
     newest: dict[tuple[str, ...], int] = {}
     done: dict[int, list[Row]] = {}
@@ -264,7 +267,7 @@ def _split_actions(
             wrong = f"column {column_map.event!r}: expected {shown} or an action, got nothing"
         elif time_ms_N[n] == _NO_TIME:
             wrong = f"column {column_map.time!r}: expected a time, got none that can be read"
-        elif not keys[n][0] or keys[n] not in newest:
+        elif keys[n] not in newest:
             wrong = f"action {event[n]!r}: expected an earlier row that shows the item to this user, got none"
         else:
             action = {"action": event[n], "time": int(time_ms_N[n])}
@@ -274,13 +277,11 @@ def _split_actions(
     return bucket.filter(pa.array(is_shown_N)), done
 
 
-def _owners(bucket: pa.Table, column_map: ImportMap) -> list[str]:
-    """Whose each row is: the user's, or without one the session's; "" = nobody's."""
-    users = _texts(bucket.column(column_map.user)) if column_map.user else [""] * len(bucket)
-    if not column_map.session:
-        return users
-    sessions = _texts(bucket.column(column_map.session))
-    return [user or (session and f"\0{session}") for user, session in zip(users, sessions, strict=True)]
+def _owners(rows: pa.RecordBatch, column_map: ImportMap) -> list[str]:
+    """Whose each row is: the user's, without one the session's, without both the request's alone."""
+    known = [_texts(rows.column(name)) for name in (column_map.user, column_map.session) if name]
+    each = zip(*known, request_ids(rows, column_map.request), strict=True)
+    return [next((f"{n}:{text}" for n, text in enumerate(texts) if text), "") for texts in each]
 
 
 def _engagement(request_id: str, row: Row, action: Row) -> EngagementLine:

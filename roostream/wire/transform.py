@@ -37,8 +37,11 @@ class _Steps(NamedTuple):
 
 
 def apply_transforms(batch: Batch, unique: Inverse | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """(RO floats float32 [R, G_ro], NRO floats float32 [B, G_nro]); columns are `output_names`. `unique`:
-    compute requests with equal RO features once; the bits are the same."""
+    """Apply the schema's transforms to the floats of a batch with R requests and B candidates.
+
+    Returns float32 [R, G_ro] of the requests and float32 [B, G_nro] of the candidates; `output_names` has
+    their columns. With `unique`, requests with equal features are computed once, which changes no bit.
+    """
     starts_R1 = np.zeros(batch.num_requests + 1, dtype=np.int64)
     np.cumsum(batch.num_candidates_R, out=starts_R1[1:])
     ro, nro = batch.schema.derived(_steps_of_sides)

@@ -204,7 +204,11 @@ class OutputTensor(NamedTuple):
 
 
 def check_outputs(request: Inference, names: Sequence[str]) -> None:
-    """Raises RequestError 400 for an unknown output."""
+    """Check the outputs that a request names against those of the model.
+
+    Raises:
+        RequestError: status 400: the model has no such output.
+    """
     for i, name in enumerate(request.outputs or ()):
         if name not in names:
             raise RequestError(
@@ -213,7 +217,8 @@ def check_outputs(request: Inference, names: Sequence[str]) -> None:
 
 
 def select_outputs(outputs: list[OutputTensor], request: Inference) -> list[tuple[OutputTensor, bool]]:
-    """Return (tensor, whether as bytes) of the requested outputs, in the requested order."""
+    """The outputs that a request asks for, in its order, or all of them if it names none. True beside an
+    output: the client wants it as bytes behind the JSON instead of as JSON numbers."""
     if request.outputs is None:
         return [(output, request.is_binary) for output in outputs]
     known = {output.name: output for output in outputs}
@@ -223,7 +228,8 @@ def select_outputs(outputs: list[OutputTensor], request: Inference) -> list[tupl
 def encode_response(
     head: dict[str, Any], outputs: list[tuple[OutputTensor, bool]]
 ) -> tuple[bytes, int | None]:
-    """Return (body, size of its JSON if bytes follow)."""
+    """The body of an answer, and the number of its bytes that are JSON if tensors follow as bytes, else
+    None."""
     parts, error = [], []
     for output, is_binary in outputs:
         one: dict[str, Any] = {

@@ -36,7 +36,7 @@ def test_base_images_are_pinned() -> None:
     stages = {i.stage for i in instructions()}
     for instruction in instructions("FROM"):
         base = instruction.text.partition(" ")[0]
-        assert base in stages or re.search(r":\d+\.\d+[\w.-]*$", base), base
+        assert base in {*stages, "scratch"} or re.search(r":\d+\.\d+[\w.-]*$", base), base
 
 
 def test_the_final_image_is_unprivileged_and_has_no_compiler() -> None:
@@ -71,8 +71,9 @@ def test_all_our_packages_are_copied() -> None:
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     ours = {name.rstrip("*") for name in project["tool"]["setuptools"]["packages"]["find"]["include"]}
+    assert {i.text.split()[0] for i in instructions("COPY", "source")} >= ours
     for stage in BUILDS:
-        assert {i.text.split()[0] for i in instructions("COPY", stage)} >= ours
+        assert "source" in [i.flags.get("from") for i in instructions("COPY", stage)], stage
     kept = {
         line[1:]
         for line in (IMAGE / "Dockerfile.dockerignore").read_text(encoding="utf-8").splitlines()
@@ -125,8 +126,11 @@ def test_run_commands_of_the_dockerfile_work(build: str, tmp_path: Path) -> None
     for instruction in instructions("", "tools", build, *(["flink-home"] if build == "build-flink" else [])):
         if instruction.word == "ENV":
             environment |= {n: here(f"{v} ").strip() for n, v in re.findall(r"(\w+)=(\S+)", instruction.text)}
-        elif instruction.word == "COPY" and "from" not in instruction.flags:
-            _copy(instruction.body.split(), tmp_path / "src")
+        elif instruction.word == "COPY":
+            from_source = instruction.flags.get("from") == "source"
+            for copied in instructions("COPY", "source") if from_source else [instruction]:
+                if "from" not in copied.flags:
+                    _copy(copied.body.split(), tmp_path / "src")
         elif instruction.word == "RUN":
             done = _executed(("/bin/sh", "-euc", here(instruction.body)), tmp_path / "src", environment)
             assert done.returncode == 0, f"{instruction.body}\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}"

@@ -11,6 +11,7 @@ import pytest
 
 from roostream.errors import ConfigError
 from roostream.replay.log_lines import LogError, LogLineReader
+from roostream.replay.parse_time import parse_table_time_ms, parse_time_ms
 from roostream.replay.table_files import LINE, as_parquet
 from roostream.schema.schema_file import schema_from_dict
 
@@ -142,3 +143,25 @@ def test_a_file_that_is_no_table_is_one_sentence(
 def test_files_of_several_forms_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="csv and parquet"):
         as_parquet(["a.csv", "b.parquet"], tmp_path, LogLineReader(SCHEMA).refuse)
+
+
+@pytest.mark.parametrize(
+    ("text", "day_first", "wanted"),
+    [
+        ("2024/03/04 10:00", False, "2024-03-04T10:00:00"),
+        ("04.03.2024 10:00:05", False, "2024-03-04T10:00:05"),
+        ("4.3.24", False, "2024-03-04T00:00:00"),
+        ("3/4/2024 10:00:00 AM", False, "2024-03-04T10:00:00"),
+        ("3/4/2024 12:05 pm", True, "2024-04-03T12:05:00"),
+        ("2024-03-04 10:00:00 UTC", True, "2024-03-04T10:00:00"),
+        ("2024-03-04 10:00:00.5 +0200", False, "2024-03-04T08:00:00.500"),
+        ("13/13/2024", True, ""),
+        ("soon", False, ""),
+    ],
+)
+def test_times_of_tables(text: str, day_first: bool, wanted: str) -> None:
+    if wanted:
+        assert parse_table_time_ms(text, day_first) == parse_time_ms(wanted)
+    else:
+        with pytest.raises(ValueError, match="expected a time"):
+            parse_table_time_ms(text, day_first)

@@ -427,6 +427,19 @@ def test_rows_of_actions_belong_to_the_newest_earlier_row_with_the_item(tmp_path
     ]
 
 
+def test_without_a_user_an_action_belongs_to_a_row_of_its_session(tmp_path: Path) -> None:
+    text = "kind;visitor;visit;article;seen_at\n"
+    for row in ("view;;7;5", "view;;8;5", "view;bob;7;5", "click;;7;5", "click;;;5"):
+        text += f"{row};2024-03-04 10:00:00\n"
+    (tmp_path / "events.csv").write_text(text)
+    column_map = map_of(tmp_path, EVENTS.replace("[", '["visit", ', 1) + 'session = "visit"')
+    out = tmp_path / "log.jsonl"
+    counts = import_table([str(tmp_path / "events.csv")], SCHEMA, column_map, out, skip_bad=True)
+    assert (counts.requests, counts.engagements, counts.skipped) == (3, 1, 1)
+    (click,) = [event for event in events_of(out) if event[0] == "click"]
+    assert click[1] == "7||2024-03-04 10:00:00"
+
+
 @pytest.mark.parametrize(
     ("row", "reason"),
     [

@@ -65,8 +65,9 @@ def current_hold(status: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _quality(watches: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Windows and slices of all workers; the frozen copy if all use the same version; drift of the worst
-    worker."""
+    """The quality of the model from the reports of all workers: metrics by window and by slice are merged.
+    The frozen copy of the model is included if all workers compare with the same version. Drift is that of
+    the worker with the most."""
     shadows = [watch.get("shadow") or {} for watch in watches]
     versions = {shadow.get("version") for shadow in shadows}
     version = versions.pop() if len(versions) == 1 else None

@@ -32,7 +32,7 @@ class Prices(Settings):
 
 
 class Cost(NamedTuple):
-    """What a load needs, and its price for a month."""
+    """The machines, disks and network that a load needs, and the price of each for a month (`…_month`)."""
 
     cores: float
     memory_gb: float
