@@ -1,10 +1,9 @@
 """Training on corrections: labels that change after the close of a sample.
 
 A correction is a request of the batch (`correction_R`) with the features of its sample and its labels before
-and after. Samples and corrections come from two unordered topics. At equal weights the sum of their gradients
-does not depend on the order; otherwise it differs by what one step changes. A correction appears in no metric
-and no prediction, and its sample's close time does not move the watermark. Its id (of the sample and the
-engagement) is trained once, like a sample's.
+and after. It waits for its sample if that was not read yet (record_source.py). A correction appears in no
+metric and no prediction, and its sample's close time does not move the watermark. Its id (of the sample and
+the engagement) is trained once, like a sample's.
 
 Letters: R requests, B candidates, T tasks.
 """

@@ -3,19 +3,82 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 
-from roostream.errors import UnavailableError
+from roostream.errors import UnavailableError, WireError
 from roostream.runtime.clock import Clock
 from roostream.runtime.kafka.consumer import PartitionLag, RecordConsumer
-from roostream.runtime.kafka.topics import CORRECTIONS, Partition, Progress
+from roostream.runtime.kafka.topics import CORRECTIONS, SAMPLES, Partition, Progress
 from roostream.runtime.work_unit import TableInput
+from roostream.wire import roo_pb2 as pb
 from roostream.wire.decode import Decoder
-from roostream.wire.records import Record
+from roostream.wire.records import Record, decode
 from trainer.batch_source import NewestIds, refuse_session
 from trainer.chunks import Chunk, Rejected
 from trainer.pipeline.stage_timer import StageTimer
+
+
+class CorrectionsBeforeTheirSamples:
+    """Corrections that were read, and wait until their samples were.
+
+    The joiner's transactions of the two topics end one after the other, so a reader can see a correction
+    first. The gradient of a correction does not shrink as the logit grows. So a new model that trains
+    hundreds of corrections before their samples has useless scores afterwards.
+    """
+
+    MAX_WAIT_S = 10.0
+    """A sample that was read before this process started is not known."""
+    MAX_WAITING = 4096
+    """Of a partition; beyond it the oldest correction does not wait."""
+
+    def __init__(self) -> None:
+        self._newest_close_ms: dict[int, int] = {}  # of the samples read, by number of the partition
+        self._waiting: dict[int, deque[tuple[float, int, Record]]] = {}  # since when, close of the sample
+
+    def admit(self, records: Sequence[Record], now_s: float) -> list[Record]:
+        """`records` without the corrections that must wait, and behind them those that need not wait longer.
+        Corrections of a partition stay in their order."""
+        admitted = []
+        for record in records:
+            if record.topic == CORRECTIONS:
+                waiting = self._waiting.setdefault(record.partition, deque())
+                waiting.append((now_s, _close_ms(record), record))
+                continue
+            if record.topic == SAMPLES:
+                newest_ms = self._newest_close_ms.get(record.partition, 0)
+                self._newest_close_ms[record.partition] = max(newest_ms, record.timestamp_ms)
+            admitted.append(record)
+        for number, waiting in self._waiting.items():
+            newest_ms = self._newest_close_ms.get(number, 0)
+            while waiting and (
+                waiting[0][1] <= newest_ms
+                or now_s - waiting[0][0] >= self.MAX_WAIT_S
+                or len(waiting) > self.MAX_WAITING
+            ):
+                admitted.append(waiting.popleft()[2])
+        return admitted
+
+    def admit_all(self) -> list[Record]:
+        """All that wait, because no more samples come."""
+        admitted = [record for waiting in self._waiting.values() for _, _, record in waiting]
+        self._waiting.clear()
+        return admitted
+
+    def clear(self) -> None:
+        """Forget what was read."""
+        self._newest_close_ms.clear()
+        self._waiting.clear()
+
+
+def _close_ms(record: Record) -> int:
+    """When the sample of a correction was closed; 0 for a record that cannot be decoded."""
+    try:
+        _, message = decode(record.value)
+    except WireError:
+        return 0
+    return message.close_ms if isinstance(message, pb.Sample) else 0
 
 
 class RecordSource:
@@ -38,6 +101,7 @@ class RecordSource:
         self._reopen, self._all = reopen, tuple(sorted(consumer.positions()))
         self._lost_before = 0
         self._waiting: list[Record] = []
+        self._early = CorrectionsBeforeTheirSamples()
         self._since_s = 0.0
         self._given: Progress = consumer.positions()
         self._ends: Progress = {}
@@ -47,21 +111,27 @@ class RecordSource:
         before, ends, lost_before = len(self._waiting), self._ends, self.consumer.num_lost
         if partition is None and before:
             timeout_s = min(max(self.max_wait_ms / 1000 - self._waited_s(), 0.0), timeout_s)
-        records = self.consumer.poll(max_requests - before, timeout_s, partition)
+        is_full = before >= max_requests  # of corrections that waited
+        records = [] if is_full else self.consumer.poll(max_requests - before, timeout_s, partition)
         if self.consumer.num_lost != lost_before:  # a broker may have given the offsets to other records
             next_offset = self.consumer.positions()
             next_offset |= {(r.topic, r.partition): r.offset for r in reversed(records)}
+            self._waiting += self._early.admit_all()
             self._waiting = [r for r in self._waiting if r.offset < next_offset[r.topic, r.partition]]
-        self._waiting += records
+        self._waiting += self._early.admit(records, self.clock.monotonic_s())
         if self._waiting and not before:
             self._since_s = self.clock.monotonic_s()
         full = len(self._waiting) >= max_requests
         late = partition is None and self._waited_s() * 1000 >= self.max_wait_ms
         if self._waiting and (full or late):
-            return self.rest(max_requests)
+            return self._take(max_requests)
         return self._at_bounds(ends, max_requests, partition) if ends else None
 
     def rest(self, max_requests: int) -> Chunk | None:
+        self._waiting += self._early.admit_all()
+        return self._take(max_requests)
+
+    def _take(self, max_requests: int) -> Chunk | None:
         records, self._waiting = self._waiting[:max_requests], self._waiting[max_requests:]
         if not records:
             return None
@@ -75,6 +145,7 @@ class RecordSource:
     def seek(self, at: Progress, leader_epochs: Mapping[Partition, int] = MappingProxyType({})) -> None:
         self.consumer.seek(at, leader_epochs)
         self._waiting.clear()
+        self._early.clear()
         self._given = self.consumer.positions()
 
     def assign(self, numbers: Collection[int], session: TableInput | None = None) -> None:
@@ -90,6 +161,7 @@ class RecordSource:
         self._lost_before += before.num_lost
         before.close()
         self._waiting.clear()
+        self._early.clear()
         self._given = self.consumer.positions()
 
     def bound(self, ends: Progress) -> None:
@@ -122,8 +194,8 @@ class RecordSource:
         left = {p: self.consumer.has_more(p) for p in ends}
         if None in left.values() or (any(left.values()) if partition is None else left.get(partition, True)):
             return None
-        if self._waiting:
-            return self.rest(max_requests)
+        if rest := self.rest(max_requests):
+            return rest
         if partition is not None and any(left.values()):
             chunk = build_chunk(
                 (), self.decoder, self.clock.now_ms(), corrections=reads_corrections(self._given)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from roostream.runtime.clock import FakeClock
 from roostream.runtime.kafka.consumer import MemoryConsumer
-from roostream.runtime.kafka.topics import Partition, Progress
+from roostream.runtime.kafka.topics import CORRECTIONS, Partition, Progress
 from roostream.wire.decode import Decoder
 from roostream.wire.records import Record
 from tests.trainer import samples
 from tests.trainer.loops import PARTITIONS
 from trainer.chunks import Chunk
-from trainer.record_source import RecordSource
+from trainer.record_source import CorrectionsBeforeTheirSamples, RecordSource
 
 EVEN, ODD = PARTITIONS
 
@@ -146,3 +146,65 @@ def test_a_partition_at_its_bound_gives_an_empty_chunk() -> None:
     assert case.source.poll(2, 0.0, EVEN) is None and case.source.ended, "nobody has anything: no turn passes"
     case.source.seek({})
     assert ids(case.source.poll(1, 0.0, ODD)) == [1]
+
+
+BOTH = (*PARTITIONS, *((CORRECTIONS, number) for _, number in PARTITIONS))
+
+
+class CorrectionCase:
+    """Corrections of samples 1, 3 and 2 can be read; the samples come later."""
+
+    def __init__(self) -> None:
+        self.clock = FakeClock(samples.T0)
+        early = [samples.corrected(number, 0) for number in (1, 3, 2)]
+        self.reader = MemoryConsumer(BOTH, [early[0], early[1]._replace(offset=1), early[2]])
+        self.source = RecordSource(
+            self.reader, Decoder(samples.schema(), {}.get), self.clock, max_wait_ms=500
+        )
+
+    def poll(self, max_requests: int = 4) -> list[tuple[bool, int]]:
+        """(whether it is a correction, close in s) of each request of the chunk that is due."""
+        for _ in range(2):
+            if (chunk := self.source.poll(max_requests, 0.0)) is not None:
+                seconds_R = (chunk.batch.close_ms_R - samples.T0) // 1000
+                return list(zip(chunk.batch.correction_R.tolist(), seconds_R.tolist(), strict=True))
+            self.clock.advance(0.5)
+        return []
+
+
+def test_corrections_wait_until_their_samples_were_read() -> None:
+    """Of each partition; the gradient of a correction does not shrink as the logit grows."""
+    case = CorrectionCase()
+    closes = {n: (samples.records([n])[0].timestamp_ms - samples.T0) // 1000 for n in (1, 2, 3)}
+    assert case.poll() == []
+    assert case.source.positions() == dict.fromkeys(BOTH, 0), "nothing is passed over"
+    case.reader.append(samples.records([1, 2]))
+    assert case.poll() == [(False, closes[1]), (False, closes[2]), (True, closes[1]), (True, closes[2])]
+    assert case.source.positions() == {
+        ("samples", 0): 1,
+        ("samples", 1): 1,
+        (CORRECTIONS, 0): 1,
+        (CORRECTIONS, 1): 1,
+    }
+    case.reader.append(samples.records([1, 3])[1:])
+    assert case.poll() == [(False, closes[3]), (True, closes[3])]
+
+
+def test_a_correction_does_not_wait_for_ever() -> None:
+    """Its sample may have been read before this process started."""
+    case = CorrectionCase()
+    assert case.poll() == []
+    case.clock.advance(CorrectionsBeforeTheirSamples.MAX_WAIT_S)
+    assert [is_correction for is_correction, _ in case.poll(2)] == [True, True]
+    assert [is_correction for is_correction, _ in case.poll(2)] == [True]
+
+
+def test_waiting_corrections_are_what_is_left_at_a_bound_and_are_read_again_after_a_seek() -> None:
+    case = CorrectionCase()
+    case.source.bound({(CORRECTIONS, 0): 1, (CORRECTIONS, 1): 2})
+    assert len(case.poll()) == 3 and case.poll() == [] and case.source.ended
+    case.source.bound({})
+    case.source.seek({})
+    assert case.poll() == []
+    rest = case.source.rest(4)
+    assert rest is not None and rest.batch.num_requests == 3
