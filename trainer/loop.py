@@ -391,7 +391,7 @@ class TrainLoop:
         if part is None:
             return
         pulled = self.pull_part(part)
-        if self.descent.train_unscored(pulled, self.targets(part)):
+        if self.descent.train_unscored(pulled, self.targets(part), is_new=False):
             times = PushTimes(
                 step=self.num_steps, time_ms=self.watermark.push_time_ms
             )  # it contains no new engagement

@@ -92,7 +92,7 @@ class RankerConfig(ModelConfig):
         True, "start with the order by click rate, if the rank of a rate is among the candidate's floats"
     )
     linear: bool = setting(
-        True, "add logits that are linear in the candidate's floats, which learn faster than the network"
+        True, "mix in a linear model of the candidate's floats, which learns faster than the network"
     )
     prior: float = setting(0.1, "probability that an untrained model predicts", gt=0, lt=1)
 
@@ -232,7 +232,7 @@ class DlrmConfig(ModelConfig):
         True, "start with the order by click rate, if the rank of a rate is among the candidate's floats"
     )
     linear: bool = setting(
-        True, "add logits that are linear in the candidate's floats, which learn faster than the network"
+        True, "mix in a linear model of the candidate's floats, which learns faster than the network"
     )
     prior: float = setting(0.1, "probability that an untrained model predicts", gt=0, lt=1)
 

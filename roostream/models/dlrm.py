@@ -12,6 +12,7 @@ Letters: R requests, B candidates, F list features, D their width, G floats and 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -79,7 +80,7 @@ class Dlrm(Model):
         columns = [rate_rank(schema, label.action) for label in schema.labels]
         has_one = config.first_order and any(column is not None for column in columns)
         self.first_order = FirstOrder(columns) if has_one else None
-        self.linear = linear_part(schema, is_on=config.linear)
+        self.linear = linear_part(schema, config, columns)
 
     def adjust_initial_parameters(self) -> None:
         """Untrained, each task predicts its prior."""
@@ -96,7 +97,8 @@ class Dlrm(Model):
             logits_BT: Tensor = self.dlrm(self.dense_features(inputs), as_kjt(inputs))
         if self.first_order is not None:
             logits_BT = logits_BT + self.first_order(inputs.nro_float_BG)
-        return logits_BT if self.linear is None else logits_BT + self.linear(self._floats[1](inputs, {}))
+        own = self._floats[1]
+        return logits_BT if self.linear is None else self.linear.mixed(logits_BT, own(inputs, {}))
 
     def dense_features(self, inputs: Inputs) -> Tensor:
         """[B, G]: floats and presence bits of each candidate's request, then its own."""
@@ -104,8 +106,12 @@ class Dlrm(Model):
         return torch.cat([ro_RG.index_select(0, inputs.request_index_B), nro_BG], dim=1)
 
     def loss(self, inputs: Inputs, logits_BT: Tensor, targets: Targets) -> Tensor:
-        """Multi-task loss (loss.py); pairs within a request's list if a label requires it."""
-        return loss(logits_BT, targets, self._tasks, inputs.groups)
+        """Multi-task loss (loss.py); pairs within a request's list if a label requires it. With a linear part
+        the sum of its losses (linear_part.py)."""
+        loss_of = functools.partial(loss, targets=targets, tasks=self._tasks, groups=inputs.groups)
+        if self.linear is None:
+            return loss_of(logits_BT)
+        return self.linear.loss(self._floats[1](inputs, {}), logits_BT, loss_of)
 
 
 class MixedBagCollection(EmbeddingBagCollectionInterface):  # type: ignore[misc]

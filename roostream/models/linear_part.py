@@ -1,14 +1,22 @@
-"""Logits that are linear in a candidate's floats, added to those of a network.
+"""A linear model of a candidate's floats beside a network, and the mixture of both.
 
-The network needs thousands of requests to find what a linear model finds in some hundreds. The linear part
-is therefore trained by online Newton steps (trainer/dense_part/newton.py), the network by Adam, both on the
-loss of their sum.
+The network needs thousands of requests to find what a linear model finds in some hundreds, and later finds
+more. Each of them learns from the loss of its own logits, so neither depends on the other. The scores are
+
+    m = (1 - a) z_network + a z_linear          z = (1 + s) m + b
+
+a is the share of the linear model. The calibration s, b repairs that both, and so m, are too cautious. Each
+task has its own three numbers, learned from the losses of m and z on requests that no part has seen. These
+numbers and the weights of the linear model are trained by online Newton steps
+(trainer/dense_part/newton.py), the network by Adam.
 
 Letters: B candidates, F floats of a candidate and a constant, T tasks.
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,36 +24,100 @@ from torch import Tensor, nn
 
 MAX_WIDTH = 256
 """A candidate with more floats gets no linear part, because a step takes the cube of their number."""
+FIRST_SHARE, MAX_SHARE = 0.5, 0.95
+MIN_SCALE, MAX_SCALE = -0.5, 1.0
+"""Bounds of s."""
 
 
 class LinearPart(nn.Module):
-    """[B, F - 1] → [B, T]. Untrained it adds 0.
+    """The linear model, its share in the scores, and their calibration.
 
-    After `backward`, `curvature.grad` is not a derivative. It is Σ |e| x xᵀ / 2 over the candidates, with the
-    derivative e of the loss by the candidate's logit, which a Newton step adds to `curvature`.
+    If all parameters are 0, the scores are those of the network.
+
+    After `backward`, the gradient of a `…curvature` is not a derivative. It is Σ |e| x xᵀ / 2 over the
+    candidates, with the derivative e of the loss by the candidate's logit, which a Newton step adds to it.
     """
 
-    def __init__(self, width: int, num_tasks: int) -> None:
+    def __init__(self, width: int, first_weight: Sequence[Sequence[float]]) -> None:
+        """`first_weight`: of each task, those of `width` floats and of the constant, before training."""
         super().__init__()
+        num_tasks = len(first_weight)
+        self._first_weight = first_weight
         self.weight = nn.Parameter(torch.zeros(num_tasks, width + 1))
         self.curvature = nn.Parameter(torch.zeros(num_tasks, width + 1, width + 1))
+        self.share = nn.Parameter(torch.zeros(num_tasks, 1))
+        self.share_curvature = nn.Parameter(torch.zeros(num_tasks, 1, 1))
+        self.calibration = nn.Parameter(torch.zeros(num_tasks, 2))  # s, b
+        self.calibration_curvature = nn.Parameter(torch.zeros(num_tasks, 2, 2))
 
     def adjust_initial_parameters(self) -> None:
-        nn.init.zeros_(self.weight)
-        nn.init.zeros_(self.curvature)
+        for parameter in self.parameters():
+            nn.init.zeros_(parameter)
+        self.weight.copy_(torch.tensor(self._first_weight))
+        nn.init.constant_(self.share, FIRST_SHARE)
+
+    def mixture_parameters(self) -> list[nn.Parameter]:
+        """Those that compare predictions, so only batches can train them from which no part has learned."""
+        return [self.share, self.share_curvature, self.calibration, self.calibration_curvature]
 
     def forward(self, x_BG: Tensor) -> Tensor:
+        """The linear model's own logits, [B, T]."""
         x_BF = torch.cat([x_BG, x_BG.new_ones(len(x_BG), 1)], dim=1)
         logits_BT: Tensor = _Linear.apply(x_BF, self.weight, self.curvature)
         return logits_BT
 
+    def mixed(self, network_BT: Tensor, x_BG: Tensor) -> Tensor:
+        """The logits that score. In x's precision, also where the network computes with less, so `loss` can
+        take them apart."""
+        with _without_autocast(x_BG.device.type):
+            linear_BT = self(x_BG).detach()
+            share_T, scale_T, shift_T = self._mixture()
+            return torch.lerp(network_BT.to(x_BG.dtype), linear_BT, share_T) * scale_T + shift_T
+
+    def loss(self, x_BG: Tensor, logits_BT: Tensor, loss_of: Callable[[Tensor], Tensor]) -> Tensor:
+        """The sum of four losses: of the network's logits, of the linear ones, of their mixture, which
+        reaches only the shares, and of the scores, which reaches only the calibration. `logits_BT`: from
+        `mixed`."""
+        linear_BT = self(x_BG)
+        share_T, scale_T, shift_T = self._mixture()
+        mixture_BT = (logits_BT - shift_T) / scale_T
+        network_BT = (mixture_BT - share_T * linear_BT.detach()) / (1 - share_T)
+        fixed_BT, before_BT = mixture_BT.detach(), network_BT.detach()
+        gap_BT1 = (linear_BT.detach() - before_BT)[..., None]
+        column_BT2 = torch.stack([fixed_BT, torch.ones_like(fixed_BT)], dim=-1)
+        return (
+            loss_of(network_BT)
+            + loss_of(linear_BT)
+            + loss_of(before_BT + _OfTask.apply(gap_BT1, self.share, self.share_curvature))
+            + loss_of(fixed_BT + _OfTask.apply(column_BT2, self.calibration, self.calibration_curvature))
+        )
+
+    def network_factor(self) -> Tensor:
+        """By which the network's logits count in the scores, [T]."""
+        share_T, scale_T, _ = self._mixture()
+        return (1 - share_T) * scale_T
+
     def as_linear(self) -> nn.Linear:
-        """The same as a layer, for the compiled scorer."""
+        """What the part adds to the scores, as a layer for the compiled scorer."""
         layer = nn.Linear(self.weight.shape[1] - 1, len(self.weight))
+        share_T, scale_T, shift_T = self._mixture()
         with torch.no_grad():
-            layer.weight.copy_(self.weight[:, :-1])
-            layer.bias.copy_(self.weight[:, -1])
+            weight_TF = self.weight * (share_T * scale_T)[:, None]
+            layer.weight.copy_(weight_TF[:, :-1])
+            layer.bias.copy_(weight_TF[:, -1] + shift_T)
         return layer
+
+    def _mixture(self) -> tuple[Tensor, Tensor, Tensor]:
+        """a, 1 + s and b, [T] each."""
+        scale_T, shift_T = self.calibration.detach().unbind(dim=1)
+        return self.share.detach()[:, 0], 1 + scale_T, shift_T
+
+
+def _without_autocast(device: str) -> contextlib.AbstractContextManager[object]:
+    """Compute in the precision of the operands. Devices without autocast, such as `meta`, always do."""
+    if not torch.amp.is_autocast_available(device):
+        return contextlib.nullcontext()
+    return torch.autocast(device, enabled=False)
 
 
 class _Linear(torch.autograd.Function):
@@ -62,3 +134,20 @@ class _Linear(torch.autograd.Function):
         gradient_BT = gradients[0].to(x_BF.dtype)
         outer = [(x_BF * (g_B.abs() / 2)[:, None]).T @ x_BF for g_B in gradient_BT.unbind(dim=1)]
         return None, gradient_BT.T @ x_BF, torch.stack(outer)
+
+
+class _OfTask(torch.autograd.Function):
+    """x w for columns that each task has of its own, [B, T, F] and [T, F] → [B, T], with the curvature of the
+    batch as gradient of `curvature`."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BTF: Tensor, weight_TF: Tensor, curvature_TFF: Tensor) -> Tensor:
+        ctx.save_for_backward(x_BTF)
+        return (x_BTF * weight_TF).sum(dim=2)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor, Tensor]:
+        (x_BTF,) = ctx.saved_tensors
+        gradient_BT1 = gradients[0].to(x_BTF.dtype)[..., None]
+        weighted_TFB = (gradient_BT1.abs() / 2 * x_BTF).permute(1, 2, 0)
+        return None, (gradient_BT1 * x_BTF).sum(dim=0), weighted_TFB @ x_BTF.transpose(0, 1)

@@ -9,6 +9,7 @@ Letters: R requests, B candidates, U distinct requests, T tasks, D width.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 from roostream.errors import SchemaError
 from roostream.models.attention import ListAttention
-from roostream.models.config import HstuConfig, RankerConfig
+from roostream.models.config import DlrmConfig, HstuConfig, RankerConfig
 from roostream.models.embedding_ops import gather_rows
 from roostream.models.feature_encoders import (
     EmbeddingEncoder,
@@ -79,7 +80,7 @@ class Ranker(Model):
         columns = [rate_rank(schema, label.action) for label in schema.labels]
         has_one = config.first_order and any(column is not None for column in columns)
         self.first_order = FirstOrder(columns) if has_one else None
-        self.linear = linear_part(schema, is_on=config.linear)
+        self.linear = linear_part(schema, config, columns)
 
     def forward(self, inputs: Inputs) -> Tensor:
         """→ logits_BT in the order of `schema.tasks`."""
@@ -94,11 +95,16 @@ class Ranker(Model):
         logits_BT = self.heads(self.deep(x_BD))
         if self.first_order is not None:
             logits_BT = logits_BT + self.first_order(own[0])
-        return logits_BT if self.linear is None else logits_BT + self.linear(own[0])
+        return logits_BT if self.linear is None else self.linear.mixed(logits_BT, own[0])
 
     def loss(self, inputs: Inputs, logits_BT: Tensor, targets: Targets) -> Tensor:
-        """Multi-task loss (loss.py); pairs within a request's list if a label requires it."""
-        return loss(logits_BT, targets, self._tasks, inputs.groups)
+        """Multi-task loss (loss.py); pairs within a request's list if a label requires it. With a linear part
+        the sum of its losses (linear_part.py)."""
+        loss_of = functools.partial(loss, targets=targets, tasks=self._tasks, groups=inputs.groups)
+        if self.linear is None:
+            return loss_of(logits_BT)
+        own_BG = self.candidate_parts["floats"](inputs, {})
+        return self.linear.loss(own_BG, logits_BT, loss_of)
 
     def request(self, inputs: Inputs, pooled: PooledFeatures) -> list[Tensor]:
         """What the candidates of a request share, [U, D] once for equal requests; mapped by
@@ -147,11 +153,23 @@ class FirstOrder(nn.Module):
         return layer
 
 
-def linear_part(schema: Schema, *, is_on: bool) -> LinearPart | None:
-    """Over the candidate's floats and presence bits; None without floats, or with too many."""
+def linear_part(
+    schema: Schema, config: RankerConfig | DlrmConfig, columns: Sequence[int | None]
+) -> LinearPart | None:
+    """Over the candidate's floats and presence bits; None without floats, or with too many. Untrained, its
+    logits are those of the untrained network. `columns`: for each task that of `rate_rank`."""
     width = FloatEncoder(schema, "nro").width
-    has_floats = bool(output_names(schema, "nro"))
-    return LinearPart(width, len(schema.tasks)) if is_on and has_floats and width < MAX_WIDTH else None
+    if not config.linear or not output_names(schema, "nro") or width >= MAX_WIDTH:
+        return None
+    first_weight = []
+    for label, column in zip(schema.labels, columns, strict=True):
+        prior = label.prior or config.prior
+        weight_F = [0.0] * width + [math.log(prior / (1 - prior))]
+        if config.first_order and column is not None:
+            weight_F[column] = _FIRST_SLOPE
+            weight_F[-1] -= _FIRST_SLOPE * _MIDDLE
+        first_weight.append(weight_F)
+    return LinearPart(width, first_weight)
 
 
 def rate_rank(schema: Schema, action: str) -> int | None:

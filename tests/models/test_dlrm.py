@@ -147,16 +147,19 @@ def test_the_defaults_learn_every_dense_parameter_of_shipped_schemas(kind: str) 
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_the_linear_part_is_added_to_the_logits(kind: str) -> None:
+def test_the_linear_part_is_mixed_with_the_network_by_its_share(kind: str) -> None:
     schema = one_width()
     model, batch = trained_model(schema, CONFIGS[kind]), make_batch(schema, COUNTS, seed=2)
     assert isinstance(model, Dlrm) and model.linear is not None
     both_BT, inputs = score(model, batch), inputs_of(batch)
     own_BG = torch.cat([inputs.nro_float_BG, inputs.nro_present_BP.float()], dim=1)
-    added_BT = model.linear(own_BG).detach()
+    part = model.linear
+    linear_BT, share_T = part(own_BG).detach(), part.share.detach()[:, 0]
+    scale_T, shift_T = part.calibration.detach().T
     model.linear = None
-    assert added_BT.abs().max() > 0.01
-    torch.testing.assert_close(both_BT, score(model, batch) + added_BT, rtol=1e-5, atol=1e-6)
+    mixture_BT = (1 - share_T) * score(model, batch) + share_T * linear_BT
+    assert (linear_BT - mixture_BT).abs().max() > 0.01
+    torch.testing.assert_close(both_BT, (1 + scale_T) * mixture_BT + shift_T, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", CONFIGS)

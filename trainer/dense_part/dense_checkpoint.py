@@ -55,7 +55,12 @@ def restore(
         wanted += [(f"model.{name}", value) for name, value in optimizer.average.model.state_dict().items()]
     for name, slots in optimizer.slots.items():
         wanted += [(f"optimizer.{name}.{slot}", value) for slot, value in slots.items()]
-    added = {n: value for n, value in wanted if n not in tensors and _was_added(n)}
+    parts = {name.rpartition(".")[0] for name in tensors}  # one with a tensor is not new
+    added = {
+        n: value
+        for n, value in wanted
+        if n not in tensors and _was_added(n) and n.rpartition(".")[0] not in parts
+    }
     tensors = {**tensors, **{name: np.zeros(value.shape, np.float32) for name, value in added.items()}}
     misfits = {n: value for n, value in wanted if n not in tensors or tensors[n].shape != tuple(value.shape)}
     if misfits and same_schema:

@@ -84,19 +84,27 @@ class DenseTrainer:
             scored_BT = forward_logits(self.scorer, pulled.ready(), self.config)
         return scored_BT if torch.isfinite(scored_BT).all() else None
 
-    def train_step(self, pulled: PulledPart, logits_BT: Tensor, targets: Targets) -> bool:
+    def train_step(
+        self, pulled: PulledPart, logits_BT: Tensor, targets: Targets, *, is_new: bool = True
+    ) -> bool:
         """Backward pass with clipping, and the optimizer step. False: a squared gradient is not finite;
-        nothing was changed."""
+        nothing was changed. `is_new`: no weight has learned from the batch; only then it tells which part of
+        the model predicts better."""
         self._differentiate(pulled, logits_BT, targets)
+        if not is_new:
+            for parameter in (p for part in self._linear for p in part.mixture_parameters()):
+                parameter.grad = None
         with self.stages("backward"):
             return clip_rows(gradients_of(pulled.inputs), self.config.clip_row_norm) and self.optimizer.step()
 
-    def train_unscored(self, pulled: PulledPart, targets: Targets) -> bool:
-        """Train a batch whose scores are not recorded. False: something is not finite; nothing was
-        changed."""
+    def train_unscored(self, pulled: PulledPart, targets: Targets, *, is_new: bool = True) -> bool:
+        """Train a batch whose scores are not recorded. `is_new`: as in `train_step`. False: something is not
+        finite; nothing was changed."""
         with self.stages("forward"):
             logits_BT = forward_logits(self.model, pulled.ready(), self.config)
-        return bool(torch.isfinite(logits_BT).all()) and self.train_step(pulled, logits_BT, targets)
+        return bool(torch.isfinite(logits_BT).all()) and self.train_step(
+            pulled, logits_BT, targets, is_new=is_new
+        )
 
     def backward(self, pulled: PulledPart, logits_BT: Tensor, targets: Targets, workers: int) -> bool:
         """Compute the gradients of this worker's part of a step that `workers` workers share.

@@ -2,6 +2,10 @@
 
     A <- k A + Σ |e_b| x_b x_bᵀ / 2,    w <- w - (A + λ I)⁻¹ Σ e_b x_b
 
+Its share in the scores is trained alike, with one column: the linear logit minus the network's. So is the
+calibration, with two: the mixed logit and a constant. Both forget sooner, because which of the two models is
+better, and how cautious they are, changes with the data seen. Share and scale stay within bounds.
+
 e_b is the derivative of the loss by the logit of candidate b, the sums are over a batch. λ is the precision
 of a prior around 0, so columns of which little is known stay near 0. k forgets: a step counts e⁻¹ after
 `MEMORY_STEPS` steps.
@@ -17,32 +21,44 @@ Letters: F columns, T tasks.
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from roostream.models.linear_part import LinearPart
+from roostream.models.linear_part import MAX_SCALE, MAX_SHARE, MIN_SCALE, LinearPart
 
 PRIOR = 10.0
 MEMORY_STEPS = 2000
+SHARE_PRIOR = 20.0
+SHARE_MEMORY_STEPS = 50
+CALIBRATION_PRIOR = 50.0
+CALIBRATION_MEMORY_STEPS = 150
 
 
 def scale_gradients(part: LinearPart, total_T: Tensor) -> None:
     """Turn the gradients of a mean over candidates into those of their sum. `total_T`: the number of
     candidates, or the sum of their weights, by which the mean divides."""
-    if part.weight.grad is not None and part.curvature.grad is not None:
-        total_T = total_T.to(part.weight)
-        part.weight.grad.mul_(total_T[:, None])
-        part.curvature.grad.mul_(total_T[:, None, None])
+    for parameter in part.parameters():
+        if parameter.grad is not None:
+            of_task = total_T.to(parameter).view(-1, *[1] * (parameter.dim() - 1))
+            parameter.grad.mul_(of_task)
 
 
 @torch.no_grad()
 def step(part: LinearPart) -> None:
-    """Apply the sums that the gradients hold. Nothing changes without gradients."""
-    if part.weight.grad is None or part.curvature.grad is None:
+    """Apply the sums that the gradients hold. A parameter without a gradient does not change."""
+    _step(part.weight, part.curvature, PRIOR, MEMORY_STEPS)
+    _step(part.share, part.share_curvature, SHARE_PRIOR, SHARE_MEMORY_STEPS)
+    _step(part.calibration, part.calibration_curvature, CALIBRATION_PRIOR, CALIBRATION_MEMORY_STEPS)
+    part.share.clamp_(0.0, MAX_SHARE)
+    part.calibration[:, 0].clamp_(MIN_SCALE, MAX_SCALE)
+
+
+def _step(weight_TF: nn.Parameter, curvature_TFF: nn.Parameter, prior: float, memory_steps: int) -> None:
+    if weight_TF.grad is None or curvature_TFF.grad is None:
         return
-    part.curvature.mul_(1 - 1 / MEMORY_STEPS).add_(part.curvature.grad)
-    prior_FF = PRIOR * torch.eye(part.weight.shape[1], dtype=torch.float64, device=part.weight.device)
-    change_TF = torch.linalg.solve(part.curvature.double() + prior_FF, part.weight.grad.double())
-    part.weight.sub_(change_TF.to(part.weight.dtype))
+    curvature_TFF.mul_(1 - 1 / memory_steps).add_(curvature_TFF.grad)
+    prior_FF = prior * torch.eye(weight_TF.shape[1], dtype=torch.float64, device=weight_TF.device)
+    change_TF = torch.linalg.solve(curvature_TFF.double() + prior_FF, weight_TF.grad.double())
+    weight_TF.sub_(change_TF.to(weight_TF.dtype))
 
 
 def is_finite(part: LinearPart) -> bool:

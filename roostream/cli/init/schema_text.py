@@ -30,7 +30,7 @@ cross_layers = 2       # products of features
 deep_layers = [64]     # layers that all labels share
 task_layers = [32]     # layers of each label
 first_order = true     # start with the order by click rate instead of none
-linear = true          # logits linear in the candidate's numbers, which learn faster than the network
+linear = true          # mix in a linear model of the candidate's numbers, which learns faster
 """
 
 

@@ -11,7 +11,8 @@ from collections.abc import Iterable
 from typing import NamedTuple, cast
 
 import numpy as np
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from roostream.models.attention import ListAttention
 from roostream.models.compiled import interpreter as ops
@@ -96,7 +97,8 @@ def compile_tape(model: Ranker, schema: Schema) -> Tape | None:
         writer.list_attention(cast(ListAttention, block), x)
     logits = writer.heads(model, writer.mlp(model.deep, x))
     if model.first_order is not None:
-        writer.add_linear(model.first_order.as_linear(candidate["floats"].width), x0, tower, logits)
+        layer = model.first_order.as_linear(candidate["floats"].width)
+        writer.add_linear(_scaled(layer, _network_factor(model)), x0, tower, logits)
     if model.linear is not None:
         writer.add_linear(model.linear.as_linear(), x0, tower, logits)
     return writer.tape()
@@ -174,8 +176,10 @@ class _Writer:
         """The logits are the last register, which is returned."""
         towers = [self.mlp(cast(Mlp, tower), x) for tower in model.heads.towers]
         logits = self._register(CANDIDATES, len(towers))
+        factor_T = _network_factor(model)
         for task, (layer, tower) in enumerate(zip(model.heads.logits, towers, strict=True)):
-            self._linear(cast(nn.Linear, layer), tower, to=ColumnRange(logits, task))
+            scaled = _scaled(cast(nn.Linear, layer), factor_T[task : task + 1])
+            self._linear(scaled, tower, to=ColumnRange(logits, task))
         return logits
 
     def add_linear(self, layer: nn.Linear, x0: int, tower: int | None, logits: int) -> None:
@@ -273,3 +277,17 @@ class _Writer:
         mode: int = 0,
     ) -> None:
         self._ops.append((op, *a, *b, *to, width_in, width_out, weight, mode))
+
+
+def _network_factor(model: Ranker) -> Tensor:
+    """By which the network's logits count in the scores, [T]."""
+    return torch.ones(len(model.heads.logits)) if model.linear is None else model.linear.network_factor()
+
+
+def _scaled(layer: nn.Linear, factor_J: Tensor) -> nn.Linear:
+    """The layer with each output times a factor."""
+    scaled = nn.Linear(layer.in_features, layer.out_features)
+    with torch.no_grad():
+        scaled.weight.copy_(layer.weight * factor_J[:, None].to(layer.weight))
+        scaled.bias.copy_(layer.bias * factor_J.to(layer.bias))
+    return scaled

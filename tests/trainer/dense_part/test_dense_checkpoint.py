@@ -96,6 +96,14 @@ def test_a_commit_from_before_a_part_continues_with_it_at_zero(part: str) -> Non
     assert all(after[name].tobytes() == value.tobytes() for name, value in before.items())
 
 
+def test_a_commit_with_a_piece_of_a_part_is_rejected() -> None:
+    model, optimizer = with_part("linear", slope=0.7)
+    tensors = dense_checkpoint.snapshot(model, optimizer)
+    tensors["model.linear.curvature"] = tensors.pop("model.linear.weight")
+    with pytest.raises(CheckpointError, match=r"model\.linear\.weight"):
+        dense_checkpoint.restore(tensors, model, optimizer, same_schema=True)
+
+
 def with_part(part: str, slope: float) -> tuple[nn.Module, DenseAdam]:
     model = nn.ModuleDict({"deep": nn.Linear(3, 1)})
     outer, _, inner = part.rpartition(".")

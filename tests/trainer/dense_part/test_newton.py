@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
 
-from roostream.models.linear_part import LinearPart
+from roostream.models.linear_part import MAX_SHARE, LinearPart
 from roostream.models.loss import loss
 from roostream.models.model import Targets
 from trainer.dense_part import newton
@@ -25,68 +28,166 @@ def batch(seed: int, size: int = 40) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def differentiate(
-    part: LinearPart, x_BF: torch.Tensor, label_BT: torch.Tensor, total_T: torch.Tensor | None = None
+    part: LinearPart,
+    x_BF: torch.Tensor,
+    label_BT: torch.Tensor,
+    total_T: torch.Tensor | None = None,
+    network_BT: torch.Tensor | None = None,
 ) -> None:
+    """The network says 0 unless its logits are given."""
     targets = Targets(label_BT=label_BT, weight_BT=torch.ones_like(label_BT), total_T=total_T)
-    loss(part(x_BF), targets).backward()  # type: ignore[no-untyped-call]
+    network_BT = torch.zeros_like(label_BT) if network_BT is None else network_BT
+    loss_of = functools.partial(loss, targets=targets)
+    part.loss(x_BF, part.mixed(network_BT, x_BF), loss_of).backward()  # type: ignore[no-untyped-call]
     newton.scale_gradients(part, torch.full((TASKS,), float(len(x_BF))) if total_T is None else total_T)
 
 
-def made() -> tuple[LinearPart, DenseAdam]:
-    part = LinearPart(WIDTH, TASKS)
+def linear_part(constant: float = 0.0) -> LinearPart:
+    part = LinearPart(WIDTH, [[0.0] * WIDTH + [constant]] * TASKS)
+    with torch.no_grad():
+        part.adjust_initial_parameters()
+    return part
+
+
+def made(constant: float = 0.0) -> tuple[LinearPart, DenseAdam]:
+    part = linear_part(constant)
     return part, DenseAdam(part.named_parameters(), learning_rate=0.1, linear=[part])
 
 
-def train(seeds: range) -> LinearPart:
+def train(seeds: range, network: Callable[[torch.Tensor], torch.Tensor] | None = None) -> LinearPart:
+    """`network`: its logits for floats."""
     part, optimizer = made()
     for seed in seeds:
         optimizer.zero_grad()
-        differentiate(part, *batch(seed))
+        x_BF, label_BT = batch(seed)
+        differentiate(part, x_BF, label_BT, network_BT=network(x_BF) if network else None)
         assert optimizer.step()
     return part
 
 
+def sigmoid(logit_B: np.ndarray) -> np.ndarray:
+    return np.asarray(1 / (1 + np.exp(-logit_B)))
+
+
+class Newton:
+    """The formula of newton.py for one task."""
+
+    def __init__(self, first: list[float], prior: float, memory_steps: int) -> None:
+        self.weight_F, self.curvature_FF = np.array(first), np.zeros((len(first), len(first)))
+        self.prior_FF, self.kept = prior * np.eye(len(first)), 1 - 1 / memory_steps
+
+    def step(self, x_BF: np.ndarray, error_B: np.ndarray) -> None:
+        self.curvature_FF = self.kept * self.curvature_FF + (x_BF.T * np.abs(error_B) / 2) @ x_BF
+        self.weight_F = self.weight_F - np.linalg.solve(self.curvature_FF + self.prior_FF, x_BF.T @ error_B)
+
+
 def test_steps_equal_the_formula() -> None:
-    weight_TF = np.zeros((TASKS, WIDTH + 1))
-    curvature_TFF = np.zeros((TASKS, WIDTH + 1, WIDTH + 1))
+    network_GT = np.array([[1.0, 0.5, 0.0], [0.5, -1.0, 1.0]]).T
+    linear = [Newton([0.0] * (WIDTH + 1), newton.PRIOR, newton.MEMORY_STEPS) for _ in range(TASKS)]
+    shares = [Newton([0.5], newton.SHARE_PRIOR, newton.SHARE_MEMORY_STEPS) for _ in range(TASKS)]
+    calibrations = [
+        Newton([0.0, 0.0], newton.CALIBRATION_PRIOR, newton.CALIBRATION_MEMORY_STEPS) for _ in range(TASKS)
+    ]
     for seed in range(5):
         x_BG, label_BT = (part.numpy().astype(np.float64) for part in batch(seed))
         x_BF = np.c_[x_BG, np.ones(len(x_BG))]
-        error_BT = 1 / (1 + np.exp(-x_BF @ weight_TF.T)) - label_BT
         for t in range(TASKS):
-            gradient_BF = x_BF * error_BT[:, t, None]
-            curvature_TFF[t] *= 1 - 1 / newton.MEMORY_STEPS
-            curvature_TFF[t] += (x_BF * np.abs(error_BT[:, t, None]) / 2).T @ x_BF
-            with_prior_FF = curvature_TFF[t] + newton.PRIOR * np.eye(WIDTH + 1)
-            weight_TF[t] -= np.linalg.solve(with_prior_FF, gradient_BF.sum(axis=0))
-    part = train(range(5))
-    np.testing.assert_allclose(part.weight.detach().numpy(), weight_TF, rtol=1e-4)
-    np.testing.assert_allclose(part.curvature.detach().numpy(), curvature_TFF, rtol=1e-4, atol=1e-4)
+            network_B, linear_B = x_BG @ network_GT[:, t], x_BF @ linear[t].weight_F
+            mixed_B = network_B + shares[t].weight_F * (linear_B - network_B)
+            column_B2 = np.c_[mixed_B, np.ones(len(x_BG))]
+            score_B = mixed_B + column_B2 @ calibrations[t].weight_F
+            linear[t].step(x_BF, sigmoid(linear_B) - label_BT[:, t])
+            shares[t].step((linear_B - network_B)[:, None], sigmoid(mixed_B) - label_BT[:, t])
+            calibrations[t].step(column_B2, sigmoid(score_B) - label_BT[:, t])
+    rule = torch.tensor(network_GT, dtype=torch.float32)
+    part = train(range(5), lambda x_BF: x_BF @ rule)
+    for parameter, expected in (
+        (part.weight, [each.weight_F for each in linear]),
+        (part.curvature, [each.curvature_FF for each in linear]),
+        (part.share, [each.weight_F for each in shares]),
+        (part.share_curvature, [each.curvature_FF for each in shares]),
+        (part.calibration, [each.weight_F for each in calibrations]),
+        (part.calibration_curvature, [each.curvature_FF for each in calibrations]),
+    ):
+        np.testing.assert_allclose(parameter.detach().numpy(), np.array(expected), rtol=1e-3, atol=1e-4)
 
 
 def test_gradients_of_parts_add_up_to_those_of_the_batch() -> None:
-    whole, parts = LinearPart(WIDTH, TASKS), LinearPart(WIDTH, TASKS)
+    whole, parts = linear_part(), linear_part()
     x_BF, label_BT = batch(0)
-    differentiate(whole, x_BF, label_BT)
+    network_BT = torch.randn(label_BT.shape, generator=torch.Generator().manual_seed(0))
+    differentiate(whole, x_BF, label_BT, network_BT=network_BT)
     sums = [torch.zeros_like(p) for p in parts.parameters()]
     for rows in (slice(0, 13), slice(13, None)):
         parts.zero_grad()
-        differentiate(parts, x_BF[rows], label_BT[rows], torch.full((TASKS,), 40.0))
+        total_T = torch.full((TASKS,), 40.0)
+        differentiate(parts, x_BF[rows], label_BT[rows], total_T, network_BT[rows])
         sums = [total + p.grad for total, p in zip(sums, parts.parameters(), strict=True)]
     for p, total in zip(whole.parameters(), sums, strict=True):
         torch.testing.assert_close(p.grad, total)
 
 
 def test_a_batch_of_rare_clicks_without_one_moves_no_logit_far() -> None:
-    """Columns are large and alike, as logarithms of ages are, and the network already says 5 %."""
-    part, optimizer = made()
+    """Columns are large and alike, as logarithms of ages are, and both parts already say 5 %."""
+    part, optimizer = made(constant=-3.0)
     x_BF = 10 + torch.tensor(np.random.default_rng(0).normal(size=(200, WIDTH)), dtype=torch.float32)
-    targets = Targets(label_BT=torch.zeros(200, TASKS), weight_BT=torch.ones(200, TASKS))
-    loss(part(x_BF) - 3.0, targets).backward()  # type: ignore[no-untyped-call]
-    newton.scale_gradients(part, torch.full((TASKS,), 200.0))
+    differentiate(part, x_BF, torch.zeros(200, TASKS), network_BT=torch.full((200, TASKS), -3.0))
     assert optimizer.step()
-    moved_BT = part(x_BF).detach()
+    moved_BT = part(x_BF).detach() + 3.0
     assert bool((moved_BT < 0).all()) and float(moved_BT.min()) > -2.5
+
+
+@pytest.mark.parametrize("size", [1, 100])
+@pytest.mark.parametrize("label", [0.0, 1.0])
+@pytest.mark.parametrize("scale", [0.0, 1.0, 40.0])
+def test_logits_stay_moderate_with_a_single_label_constant_and_huge_columns(
+    size: int, label: float, scale: float
+) -> None:
+    """asinh of the largest float32 is 89."""
+    part, optimizer = made()
+    for seed in range(100):
+        optimizer.zero_grad()
+        x_BF = scale * batch(seed, size)[0]
+        x_BF[:, 0] = 89.0
+        differentiate(part, x_BF, torch.full((size, TASKS), label), network_BT=torch.zeros(size, TASKS))
+        assert optimizer.step()
+        scores_BT = part.mixed(torch.zeros(size, TASKS), x_BF).detach()
+        assert float(scores_BT.abs().max()) < 15
+    assert bool(((part.share >= 0) & (part.share <= MAX_SHARE)).all())
+
+
+def test_the_share_goes_to_the_one_that_predicts_better() -> None:
+    rule = torch.tensor(RULE_T, dtype=torch.float32)
+    knows_nothing = train(range(60), lambda x_BF: torch.zeros(len(x_BF), TASKS))
+    knows_all = train(range(60), lambda x_BF: x_BF @ rule)
+    misleads = train(range(60), lambda x_BF: -x_BF @ rule)
+    assert bool((knows_nothing.share > 0.8).all()) and bool((misleads.share > 0.6).all())
+    assert bool((knows_all.share < knows_nothing.share - 0.2).all())
+
+
+def test_calibration_repairs_logits_that_are_too_cautious_and_too_low() -> None:
+    rule = torch.tensor(RULE_T, dtype=torch.float32)
+    part = linear_part()
+    optimizer = DenseAdam(part.named_parameters(), learning_rate=0.1, linear=[part])
+    for seed in range(100):
+        optimizer.zero_grad()
+        x_BF, label_BT = batch(seed)
+        with torch.no_grad():  # the linear part says the same as the network
+            part.weight[:, :-1], part.weight[:, -1] = rule.T / 1.5, -0.5
+        differentiate(part, x_BF, label_BT, network_BT=x_BF @ rule / 1.5 - 0.5)
+        assert optimizer.step()
+    np.testing.assert_allclose(part.calibration.detach().numpy(), [[0.5, 0.75]] * TASKS, atol=0.2)
+
+
+def test_the_network_learns_from_its_own_loss_alone() -> None:
+    part = train(range(10))
+    x_BF, label_BT = batch(11)
+    network_BT = torch.randn(label_BT.shape, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    targets = Targets(label_BT=label_BT, weight_BT=torch.ones_like(label_BT))
+    loss_of = functools.partial(loss, targets=targets)
+    (mixed,) = torch.autograd.grad(part.loss(x_BF, part.mixed(network_BT, x_BF), loss_of), network_BT)
+    (alone,) = torch.autograd.grad(loss_of(network_BT), network_BT)
+    torch.testing.assert_close(mixed, alone, rtol=1e-4, atol=1e-6)
 
 
 def test_a_linear_rule_is_found_within_thirty_small_batches() -> None:
@@ -94,17 +195,18 @@ def test_a_linear_rule_is_found_within_thirty_small_batches() -> None:
     np.testing.assert_allclose(weight_TF[:, :-1], RULE_T.T, atol=0.4)
 
 
-@pytest.mark.parametrize("name", ["weight", "curvature"])
+@pytest.mark.parametrize("name", ["weight", "curvature", "share", "calibration_curvature"])
 def test_a_gradient_that_is_not_finite_changes_nothing(name: str) -> None:
     part, optimizer = made()
     differentiate(part, *batch(0))
     part.get_parameter(name).grad.fill_(float("inf"))  # type: ignore[union-attr]
     assert not optimizer.step()
-    assert optimizer.num_steps == 0 and not any(p.any() for p in part.parameters())
+    assert optimizer.num_steps == 0 and not part.weight.any() and not part.curvature.any()
 
 
 def test_parameters_without_a_gradient_are_left_alone() -> None:
     part, optimizer = made()
+    before = {name: p.detach().clone() for name, p in part.named_parameters()}
     assert optimizer.step()
-    assert not any(p.any() for p in part.parameters())
+    assert all(torch.equal(p, before[name]) for name, p in part.named_parameters())
     assert optimizer.slots == {}, "Adam keeps no state of them"

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from roostream.models.linear_part import LinearPart
 from roostream.wire.batch import Batch
 from roostream.wire.decode import Decoder
 from tests.trainer import samples
@@ -163,7 +164,7 @@ def test_frozen_requests_cause_no_rehearsal() -> None:
 
 def test_a_rehearsed_batch_with_non_finite_results_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     built = build(N24, rehearsal=ON)
-    monkeypatch.setattr(built.loop.descent, "train_unscored", lambda pulled, targets: False)
+    monkeypatch.setattr(built.loop.descent, "train_unscored", lambda pulled, targets, is_new: False)
     built.train_all()
     assert built.loop.counts.rehearsed == 0 and built.bits() == build(N24).train_all().bits()
     pulled = built.loop.pull_part(built.loop.selection.rehearsal.draw(1))  # type: ignore[union-attr, arg-type]
@@ -172,3 +173,13 @@ def test_a_rehearsed_batch_with_non_finite_results_changes_nothing(monkeypatch: 
         for rows_UD in pulled.inputs.rows.values():
             rows_UD.fill_(torch.nan)
     assert not built.loop.descent.train_unscored(pulled, built.loop.targets(pulled.part))
+
+
+def test_a_rehearsed_batch_does_not_tell_which_part_of_the_model_predicts_better() -> None:
+    built = build(N24, rehearsal=ON).train_all()
+    part = built.loop.model.linear
+    assert isinstance(part, LinearPart)
+    share_T, weight_TF = part.share.detach().clone(), part.weight.detach().clone()
+    pulled = built.loop.pull_part(built.loop.selection.rehearsal.draw(1))  # type: ignore[union-attr, arg-type]
+    assert built.loop.descent.train_unscored(pulled, built.loop.targets(pulled.part), is_new=False)
+    assert torch.equal(part.share, share_T) and not torch.equal(part.weight, weight_TF)
