@@ -68,7 +68,9 @@ class ReplayConfig(Settings):
         "stack: archive the log before this time, train a new model from the archive, then send "
         "the rest; '' = off",
     )
-    label_delay_ms: int = setting(0, "delay after which an event changes the online counters", ge=0)
+    label_delay_ms: int = setting(
+        0, "delay after which an engagement changes the online counters; requests change them at once", ge=0
+    )
     engagement_delay_ms: int = setting(0, "mean delay added to the engagements of the log; 0 = none", ge=0)
     window_ms: int = setting(1_800_000, "the join window", ge=1000)
     early_close_ms: int = setting(
@@ -199,7 +201,9 @@ class CheckConfig(Settings):
     ignore: tuple[str, ...] = setting((), "columns of the tables to ignore")
     window_ms: int = setting(1_800_000, "the join window", ge=1000)
     lateness_ms: int = setting(2000, "how far events may be out of order in the joiner", ge=0)
-    label_delay_ms: int = setting(0, "delay after which an event changes the online counters", ge=0)
+    label_delay_ms: int = setting(
+        0, "delay after which an engagement changes the online counters; requests change them at once", ge=0
+    )
     report: str = setting("", "file for the JSON report; '' = print only the table")
 
     def __post_init__(self) -> None:

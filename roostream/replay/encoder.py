@@ -1,8 +1,9 @@
 """Encode the events of a log as the records that serving would have produced, including online features.
 
 The counters are those of `roostream.online`, as in the feature updater. A request at time T sees exactly the
-events with time + label delay ≤ T, including clicks given to `add_unlogged_clicks`. Memory: the counters, and
-the events whose delay is not over.
+requests with time ≤ T and the engagements with time + label delay ≤ T, including clicks given to
+`add_unlogged_clicks`. Requests have no delay, because serving knows what it has shown. Memory: the counters,
+and the engagements whose delay is not over.
 """
 
 from __future__ import annotations
@@ -67,7 +68,8 @@ class ReplayEncoder:
         schema."""
         value = self._impression(event) if isinstance(event, Request) else self._engagement(event)
         self._arrival += 1
-        heapq.heappush(self._waiting, (event.time_ms + self.label_delay_ms, self._arrival, event))
+        delay_ms = 0 if isinstance(event, Request) else self.label_delay_ms
+        heapq.heappush(self._waiting, (event.time_ms + delay_ms, self._arrival, event))
         topic = IMPRESSIONS if isinstance(event, Request) else ENGAGEMENTS
         key = key_bytes(event.user_id, event.session_id, event.request_id)
         return Record(topic, partition_of(key, self.num_partitions), -1, event.time_ms, key, value)
