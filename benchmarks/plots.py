@@ -392,9 +392,36 @@ def quality_over_the_week() -> Figure:
     return _finish(figure, live)
 
 
+def early_quality() -> Figure:
+    """Normalized entropy of the default model and of the best baseline, by requests seen."""
+    result = load("quality-early")
+    rows = [row for row in result["rows"] if _subjects(row)]
+    figure = Figure(figsize=(8.6, 4.6), layout="constrained")
+    panels = figure.subplots(2, -(-len(rows) // 2), squeeze=False).flat
+    for row, ax in zip(rows, panels, strict=False):  # keeps the panels that are left
+        (subject,) = _subjects(row).values()
+        ends = [int(name.split()[-1]) for name in subject["figures"] if name.startswith("model, NE to ")]
+        for of, color, label in (
+            ("best baseline", _PEER, "best baseline"),
+            ("model", _OURS, "default model"),
+        ):
+            found = [subject["figures"][f"{of}, NE to {end}"] for end in ends]
+            ax.plot(ends, [f["median"] for f in found], "o-", color=color, label=label, ms=3)
+            ax.fill_between(
+                ends, [f["least"] for f in found], [f["most"] for f in found], color=color, alpha=0.2, lw=0
+            )
+        ax.set(title=row["name"].split(" of ")[1].split(",")[0], xscale="log")
+    for ax in panels:
+        ax.set_axis_off()  # no log is left for it
+    figure.axes[0].legend(loc="upper right")
+    figure.supylabel("normalized entropy (lower is better)")
+    return _finish(figure, result)
+
+
 PLOTS: dict[str, Callable[[], Figure]] = {
     "requests-against-impressions": requests_against_impressions,
     "quality-over-the-week": quality_over_the_week,
+    "early-quality": early_quality,
     "freshness": freshness_stages,
     "latency-at-rates": latency_at_rates,
     "live-serving": live_serving,

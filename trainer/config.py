@@ -306,6 +306,11 @@ class ControllerConfig(Deployment):
         ge=1,
         le=MAX_WORKERS,
     )
+    follow_workers: bool = setting(
+        False,
+        "train the stream with all connected workers instead of the number of `roostream scale`; a further "
+        "one counts after 30 s, and one that is lost for 30 s is given up",
+    )
     initial_workers: int = setting(
         0,
         "workers for initial training of history; 0 = history is read as part of the stream",

@@ -34,6 +34,7 @@ components:
   - {k8s}/components/link-tls
   - {k8s}/components/gpu
   - {k8s}/components/values
+  - {k8s}/components/autoscaling
 configMapGenerator:
   - name: roostream-schema
     files: [schema.toml]

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from infra.program_specs import PROGRAM_SPECS
+from tests.contract.house import ROOT
 from tests.k8s import policy
 from tests.k8s.manifests import OVERLAYS, Workload, built, kafka_pods, named, of_kind, own_folder, workloads
 from tests.k8s.policy import RULES, Rule
@@ -147,8 +148,26 @@ def test_disruption_budgets_allow_one_pod(objects: Objects) -> None:
 
 
 def test_autoscaled_workloads_set_no_replicas(objects: Objects) -> None:
-    target = of_kind(objects, "HorizontalPodAutoscaler")[0]["spec"]["scaleTargetRef"]
-    assert "replicas" not in named(objects, target["kind"], target["name"])["spec"]
+    for scaler in of_kind(objects, "HorizontalPodAutoscaler"):
+        target = scaler["spec"]["scaleTargetRef"]
+        assert "replicas" not in named(objects, target["kind"], target["name"])["spec"]
+        assert scaler["spec"]["minReplicas"] <= scaler["spec"]["maxReplicas"], target["name"]
+
+
+def test_where_workers_are_autoscaled_the_controller_follows_them(objects: Objects) -> None:
+    scaled = {s["metadata"]["name"] for s in of_kind(objects, "HorizontalPodAutoscaler")}
+    controller = named(objects, "Deployment", "roostream-controller")["spec"]["template"]["spec"]
+    follows = {e["name"]: e.get("value") for e in controller["containers"][0]["env"]}.get(
+        "ROOSTREAM_CONTROLLER_FOLLOW_WORKERS"
+    )
+    assert ("roostream-worker" in scaled) == (follows == "true")
+
+
+def test_external_metrics_are_metrics_that_programs_have(objects: Objects) -> None:
+    code = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "trainer").rglob("*.py"))
+    for scaler in of_kind(objects, "HorizontalPodAutoscaler"):
+        for metric in (m["external"]["metric"]["name"] for m in scaler["spec"]["metrics"] if "external" in m):
+            assert f'"{metric}"' in code, metric
 
 
 def test_every_program_has_a_workload(objects: Objects, request: pytest.FixtureRequest) -> None:

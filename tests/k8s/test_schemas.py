@@ -92,7 +92,10 @@ def test_every_value_of_a_custom_overlay_is_used(
 ) -> None:
     """Each value is one that no other has, so that it can be told where it went."""
     copy_prod(tmp_path)
-    values = tmp_path / "values.yaml"
+    kustomization, values = tmp_path / "kustomization.yaml", tmp_path / "values.yaml"
+    text = kustomization.read_text(encoding="utf-8")
+    with_all = re.sub(r"(  - \S+/components/)values\n", r"\g<0>\1autoscaling\n", text)
+    kustomization.write_text(with_all, encoding="utf-8")
     told = yaml.safe_load(values.read_text(encoding="utf-8"))
     shapes = {key: re.fullmatch(r"\d+((?:Gi)?)", value) for key, value in told["data"].items()}
     told["data"] = {

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from roostream.errors import CheckpointError, FencedError, RoostreamError, UnavailableError
+from roostream.errors import CheckpointError, ConfigError, FencedError, RoostreamError, UnavailableError
 from roostream.runtime import manifest as manifests
 from roostream.runtime.backoff import Backoff
 from roostream.runtime.checkpoint_store import CheckpointStore
@@ -358,9 +358,14 @@ class Controller:
 
     def _scale(self, count: int, timeout_s: float) -> Header:
         """Train with `count` workers from the next commit on, and wait until they do. After a timeout the
-        request stays; `why` says what is missing."""
+        request stays; `why` says what is missing. Raises ConfigError: there cannot be that many, or the
+        controller follows the connected workers."""
         with self._changed:
             it = self.coordinator
+            if it.config.follow_workers:
+                raise ConfigError(
+                    "follow_workers is set, so all connected workers train; start or stop workers instead"
+                )
             it.membership.want(count)
 
             def is_running() -> bool:

@@ -115,6 +115,7 @@ def coordinator_config(config: ControllerConfig, identity: DeploymentIdentity) -
         kafka=identity.kafka,
         commit_interval_s=config.commit_interval_ms / 1000,
         lost_after_s=config.lost_after_ms / 1000,
+        follow_workers=config.follow_workers,
         holds_idle=config.idle_hold_ms > 0,
     )
 

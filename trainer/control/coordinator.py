@@ -276,6 +276,8 @@ class Coordinator:
             if key in self.membership.everyone:
                 reason = f"{key} has sent no beat for {self.config.lost_after_s:g} s"
                 self._died(key, member, reason, now_s)
+        if self.config.follow_workers and not self.phases.is_initial:
+            self.membership.follow_connected(now_s)
         match self.state:
             case State.GATHERING if self.membership.should_rescale():
                 self._end(self.membership.closing_reason())

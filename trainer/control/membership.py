@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 from typing import Any
@@ -13,6 +14,8 @@ log = logging.getLogger("roostream.controller")
 
 _MIN_NOTICE_S = 5.0
 _RECENT_RIVAL_S = 60.0
+_FOLLOW_AFTER_S = 30.0
+"""A further worker is followed when it has been connected for this long, a lost one is given up after it."""
 
 
 def check_notice(notice_s: float) -> None:
@@ -34,6 +37,7 @@ class Membership:
         self.members: dict[Key, MemberState] = {}
         self.num_workers = self.wanted_workers = config.num_workers
         self.controller_leaves = False
+        self._short_since_s = math.inf  # fewer workers than wanted are connected
         self._rivals: dict[Key, tuple[str, float]] = {}  # a sentence, and when it was last true
 
     def refuse_rival(self, key: Key, session: int, process: str, now_s: float) -> str:
@@ -130,6 +134,25 @@ class Membership:
                 f"at least one of the {self.config.num_partitions} partitions"
             )
         self.wanted_workers = count
+
+    def follow_connected(self, now_s: float) -> None:
+        """Want as many workers as are connected, counted from worker 0 to the first that is absent or leaves.
+
+        Nothing changes while worker 0 is absent."""
+        keys = worker_keys(self.config.max_workers)
+        staying = itertools.takewhile(lambda k: k in self.members and not self.members[k].leaves, keys)
+        connected, count = sum(1 for _ in staying), self.wanted_workers
+        if connected >= count:
+            self._short_since_s = math.inf
+            while count < connected and now_s - self.members[keys[count]].since_s >= _FOLLOW_AFTER_S:
+                count += 1
+        elif connected:
+            self._short_since_s = min(self._short_since_s, now_s)
+            if keys[connected] in self.members or now_s - self._short_since_s >= _FOLLOW_AFTER_S:
+                count = connected
+        if count != self.wanted_workers:
+            log.info("%d workers are connected and stay, so as many train from the next commit on", count)
+            self.wanted_workers = count
 
     def should_rescale(self) -> bool:
         """Whether another number of workers is wanted and connected."""

@@ -30,9 +30,10 @@ class Fleet:
         store: MemoryStore | None = None,
         started: int | None = None,
         long_poll_s: float = 0.0,
+        follow_workers: bool = False,
     ) -> None:
         self.store, self.clock = store or MemoryStore(), FakeClock()
-        facts = dataclasses.replace(FACTS, num_workers=num_workers)
+        facts = dataclasses.replace(FACTS, num_workers=num_workers, follow_workers=follow_workers)
         self.checked: list[str] = []  # manifests
         check = lambda manifest: self.checked.append(manifest.name)
         self.it = Controller(Coordinator(facts), self.store, self.clock, check=check, long_poll_s=long_poll_s)
@@ -324,3 +325,56 @@ def test_a_leaving_member_gets_a_closing_commit_and_is_awaited(who: Key) -> None
     assert {c["manifest"] for c in fleet.restored().values()} == {
         last.name
     } and fleet.it.coordinator.num_rollbacks == 0
+
+
+def following(num_workers: int, started: int) -> Fleet:
+    fleet = Fleet(num_workers, started=started, follow_workers=True)
+    for _ in range(40):
+        fleet.turn(1.0)
+    assert fleet.it.coordinator.state is State.RUNNING
+    return fleet
+
+
+def test_a_controller_that_follows_its_workers_trains_with_those_that_stay_connected() -> None:
+    fleet = following(1, started=1)
+    fleet.start_workers(3)
+    for _ in range(25):
+        fleet.turn(1.0)
+    membership = fleet.it.coordinator.membership
+    assert membership.num_workers == 1, "a worker that is connected for less than 30 s may be lost again"
+    for _ in range(20):
+        fleet.turn(1.0)
+    assert membership.num_workers == 3 and fleet.it.coordinator.num_rollbacks == 0
+    fleet.leaving.add(Key("worker", 2))
+    for _ in range(10):
+        fleet.turn(1.0)
+    assert membership.num_workers == 2 and fleet.it.coordinator.state is State.RUNNING
+    assert fleet.it.coordinator.num_rollbacks == 0, "what it trained was committed before it left"
+
+
+def test_a_controller_that_follows_its_workers_gives_a_lost_one_up_after_30_s() -> None:
+    fleet = following(3, started=3)
+    membership = fleet.it.coordinator.membership
+    fleet.stop(Key("worker", 1))
+    for _ in range(20):
+        fleet.turn(1.0)
+    assert fleet.it.coordinator.state is State.GATHERING and membership.wanted_workers == 3
+    for _ in range(30):
+        fleet.turn(1.0)
+    assert membership.num_workers == 1, "workers are counted from worker 0 to the first absent one"
+    assert fleet.it.coordinator.state is State.RUNNING
+    fleet.members.append(Key("worker", 1))
+    for _ in range(45):
+        fleet.turn(1.0)
+    assert membership.num_workers == 3 and fleet.it.coordinator.state is State.RUNNING
+
+
+def test_a_controller_that_follows_its_workers_waits_for_worker_0_and_refuses_a_number() -> None:
+    fleet = following(2, started=2)
+    fleet.stop(Key("worker", 0))
+    for _ in range(60):
+        fleet.turn(1.0)
+    assert fleet.it.coordinator.state is State.GATHERING
+    assert fleet.it.coordinator.membership.wanted_workers == 2
+    with pytest.raises(ConfigError, match="follow_workers"):
+        fleet.it.handle("scale", {"workers": 1}, ())
