@@ -5,16 +5,21 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+import click
 
 from infra.auditor.auditor import Auditor
 from infra.auditor.config import horizon_for
 from infra.auditor.sums import Sums, state_of
 from infra.home import Home
 from infra.kafka_broker import read_only_broker
+from infra.options import settle_ms
+from roostream.cli.options import Duration, home_option, json_option
 from roostream.cli.output import print_report, progress_bar
 from roostream.cli.status_table import book_rows
 from roostream.errors import SetupError, UnavailableError
@@ -38,6 +43,43 @@ class Topics:
     settle_ms: int = 600_000
     replay: bool = False
     start_timeout_s: float = _LEADERS_S  # time for a broker to become leader of its partitions
+
+
+@click.command()
+@home_option
+@click.option(
+    "--kafka", default="", metavar="HOST:PORT", help="a running broker; default: that of the stack in --home"
+)
+@click.option("--prefix", default="", help="with --kafka: prefix of the topic names")
+@click.option(
+    "--partitions", type=int, default=4, show_default=True, help="with --kafka: partitions of each topic"
+)
+@click.option(
+    "--window",
+    "window_ms",
+    type=Duration(),
+    default="10m",
+    show_default=True,
+    help="with --kafka: the join window",
+)
+@click.option("--replay", is_flag=True, help="with --kafka: the topics were created with --replay")
+@json_option
+def audit(
+    home: Path, kafka: str, prefix: str, partitions: int, window_ms: int, replay: bool, as_json: bool
+) -> None:
+    """Read all topics once from their oldest record. Exit code 0 if every event is accounted for, else 1.
+
+    If the stack is stopped, its broker is started for the audit and stopped afterwards.
+
+    \b
+    Example:
+      roostream audit --home .roostream
+      roostream audit --kafka kafka:9092 --prefix site. --partitions 16 --window 30m
+    """
+    topics = Topics(
+        kafka=kafka, prefix=prefix, partitions=partitions, settle_ms=settle_ms(window_ms), replay=replay
+    )
+    sys.exit(run(home, topics if kafka else None, as_json))
 
 
 def run(home: Path, topics: Topics | None, as_json: bool) -> int:

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import sys
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
+import click
 from rich.console import Console
 from rich.live import Live
 
-from infra.options import StackOptions
 from infra.stack import Stack
 from roostream.cli import status_table as table
-from roostream.cli.background_stack import describe_endpoints, log_to, stop_on_signals
 from roostream.cli.output import plain, render_rows
+from roostream.cli.stack_commands import (
+    build_options,
+    describe_endpoints,
+    log_to,
+    stack_options,
+    stop_on_signals,
+)
 from roostream.cli.status import StackMonitor
 from roostream.errors import mask_secrets
 
@@ -24,12 +31,32 @@ _SAMPLE_S = 2.0
 _PLAIN_LINE_S = 10.0
 
 
-def run(home: Path, options: StackOptions, seconds: float | None, rate: float) -> int:
-    """Run until a signal, or for `seconds` after the start.
+@click.command()
+@stack_options
+@click.option(
+    "--seconds",
+    type=click.FloatRange(min=0, min_open=True),
+    envvar="DEMO_SECONDS",
+    help="stop after this many seconds; also the environment variable DEMO_SECONDS",
+)
+@click.option(
+    "--rate",
+    type=click.FloatRange(min=0, min_open=True),
+    default=25.0,
+    show_default=True,
+    help="simulated requests per second",
+)
+def demo(home: Path, seconds: float | None, rate: float, **given: Any) -> None:
+    """Run the whole loop with simulated users and a live table, until Ctrl-C.
 
-    Returns 1 if a program failed for good; with `seconds` also if nothing was trained or a program is not
-    ready at the end.
+    Exit code 1: a program failed for good. With --seconds also: nothing was trained, or one is not ready.
+
+    \b
+    Example:
+      roostream demo
+      DEMO_SECONDS=120 roostream demo --home /tmp/demo
     """
+    options = build_options(**given)
     overrides = {**options.overrides, "simulate": {"rate": rate, **options.overrides.get("simulate", {})}}
     options = dataclasses.replace(options, overrides=overrides)
     console = Console()
@@ -44,7 +71,7 @@ def run(home: Path, options: StackOptions, seconds: float | None, rate: float) -
             display.run(stop, seconds)
             display.sample()
         finally:
-            display.close()
+            display.monitor.close()
         failed = bool(stack.failed()) or (seconds is not None and not display.succeeded)
         summary = display.summary()
         _print(console, str(stack.stop()))
@@ -53,7 +80,7 @@ def run(home: Path, options: StackOptions, seconds: float | None, rate: float) -
         summary,
         f"`make demo` continues from here; `roostream reset --home {stack.home.root}` deletes it",
     )
-    return 1 if failed else 0
+    sys.exit(1 if failed else 0)
 
 
 def _print(console: Console, *texts: str) -> None:
@@ -139,9 +166,6 @@ class DemoDisplay:
             first, *others = text.split("\n")
             lines += [f"{name:<11} {first}", *(f"{'':<11} {line}" for line in others)]
         return "\n".join(lines)
-
-    def close(self) -> None:
-        self.monitor.close()
 
 
 class ConsoleHandler(logging.Handler):

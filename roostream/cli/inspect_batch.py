@@ -1,4 +1,4 @@
-"""`roostream inspect batch`: describe a batch that a worker saved when it stopped training. Pure.
+"""`roostream inspect batch`: describe a batch that a worker saved when it stopped training.
 
 Letters: R requests, B candidates, F floats of a side, N values, T tasks.
 """
@@ -7,22 +7,46 @@ from __future__ import annotations
 
 import tomllib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
+import click
 import numpy as np
 
+from roostream.cli.options import json_option
+from roostream.cli.output import Row, clock, print_report
 from roostream.errors import ConfigError, SchemaError
 from roostream.schema.schema import Schema
 from roostream.schema.schema_file import schema_from_dict
 from roostream.wire.batch import Batch
 from roostream.wire.decode import Decoder
 from roostream.wire.jagged import Jagged
-from trainer.saved_batch import SavedBatch
+from trainer.saved_batch import SavedBatch, decode
 
 EXTREME = 1e6
 """Larger magnitudes are reported: such a feature needs a transform in the schema."""
 MAX_LARGEST = 5
+
+
+@click.command("batch")
+@click.argument("file", type=click.Path(path_type=Path))
+@json_option
+def batch_command(file: Path, as_json: bool) -> None:
+    """Describe the batch at which a worker stopped training: the reason, the records, and the values.
+
+    \b
+    Example:
+      roostream inspect batch .roostream/worker/batches/1700000000000-42.batch
+    """
+    try:
+        data = file.read_bytes()
+    except OSError as error:
+        raise ConfigError(
+            f"{file}: expected a batch saved by a worker, got {error.strerror}; choose a file in its batches/"
+        ) from None
+    found = inspected(decode(data, str(file)))
+    print_report(as_json, found, rows(found), str(file))
 
 
 def inspected(saved: SavedBatch) -> dict[str, Any]:
@@ -199,3 +223,68 @@ def _top_weights(batch: Batch, lists: Jagged, request_N: np.ndarray) -> list[tup
         if weight_N is not None and _is_weighted(batch, name):
             out += _top(weight_N, f"{name} (weight)", np.repeat(request_N, lists.lengths_KN[k]))
     return out
+
+
+def rows(found: Mapping[str, Any]) -> Iterator[Row]:
+    """Rows of text for a batch: the reason, the origin, then the contents."""
+    yield "why", found["reason"]
+    for finding in found["findings"]:
+        yield "not finite", finding
+    restored = (
+        f"{found['manifest']} (checksum {found['manifest_checksum']})"
+        if found["manifest"]
+        else "the beginning"
+    )
+    yield (
+        "when",
+        f"{clock(found['time_ms'])} UTC, worker {found['worker']}, step {found['step']:,}, incarnation "
+        f"{found['incarnation']}",
+    )
+    yield "restored", restored
+    for figures in found["records"]:
+        where = (
+            f"{figures['topic']}-{figures['partition']} {figures['first_offset']}..{figures['last_offset']}"
+        )
+        yield (
+            "records",
+            f"{where}: {figures['count']:,}, {figures['bytes']:,} bytes, {clock(figures['first_ms'])} to "
+            f"{clock(figures['last_ms'])}",
+        )
+    if found["left_out"]:
+        yield "not saved", f"{found['left_out']:,} more records, above the limit"
+    for reason, count in found["rejects"].items():
+        yield "not decoded", f"{count:,}: {reason}"
+    yield (
+        "batch",
+        f"{found['requests']:,} requests, {found['candidates']:,} candidates, {found['corrections']:,} "
+        "corrections",
+    )
+    for task, figures in found["tasks"].items():
+        yield (
+            f"label {task}",
+            f"mean {figures['label_mean']:.4f}, weight {figures['weight']:.6g}, the largest "
+            f"{figures['largest_weight']:.6g}",
+        )
+    for name, figures in found["features"].items():
+        yield name, _feature(figures)
+    for one in found["largest"]:
+        topic = "corrections" if one["correction"] else "samples"
+        yield (
+            "largest",
+            f"{one['feature']} = {one['value']:.6g} in {topic}-{one['partition']} offset {one['offset']}",
+        )
+
+
+def _feature(figures: Mapping[str, Any]) -> str:
+    present = f"present in {figures['present']:.0%}"
+    if figures["kind"] == "float":
+        return f"{_numbers(figures)}, {present}"
+    weights = f"; weights {_numbers(figures['weights'])}" if "weights" in figures else ""
+    return f"{figures['distinct']:,} distinct ids, longest list {figures['longest']:,}, {present}{weights}"
+
+
+def _numbers(figures: Mapping[str, Any]) -> str:
+    if figures["min"] is None:
+        return "no values"
+    extreme = f", EXTREME: {figures['extreme']:,}" if figures["extreme"] else ""
+    return f"{figures['min']:.6g} to {figures['max']:.6g}, mean {figures['mean']:.6g}{extreme}"

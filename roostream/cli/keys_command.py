@@ -8,15 +8,13 @@ import datetime
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from roostream.cli.options import CommandGroup, Duration
 from roostream.errors import ConfigError, nearest
-
-if TYPE_CHECKING:
-    from serving.access.bearer_keys import BearerKey
+from serving.access.bearer_keys import BearerKey, new_key, read_keys, write_keys
 
 file_option = click.option(
     "--file",
@@ -54,8 +52,6 @@ def keys_new(name: str, scopes: tuple[str, ...], expires_ms: int | None, file: P
     Example:
       roostream keys new scraper --scope metrics --file /etc/roostream/keys.json
     """
-    from serving.access.bearer_keys import new_key
-
     now_s = int(time.time())
     text, key = new_key(name, scopes, now_s, now_s + expires_ms // 1000 if expires_ms else 0)
     _change(file, lambda keys: [*keys, key], may_create=True)
@@ -72,8 +68,6 @@ def keys_list(file: Path) -> None:
     Example:
       roostream keys list
     """
-    from serving.access.bearer_keys import read_keys
-
     for key in read_keys(file):
         click.echo(_line(key))
 
@@ -97,8 +91,6 @@ def keys_rotate(name: str, overlap_ms: int, expires_ms: int | None, file: Path) 
     Example:
       roostream keys rotate web --overlap 7d
     """
-    from serving.access.bearer_keys import new_key, read_keys
-
     old = _named(read_keys(file), name)
     now_s, ids = int(time.time()), {key.id for key in old}
     scopes = dict.fromkeys(scope for key in old for scope in key.scopes)
@@ -125,15 +117,12 @@ def keys_revoke(name: str, file: Path) -> None:
     Example:
       roostream keys revoke web
     """
-    from serving.access.bearer_keys import read_keys
-
     gone = {key.id for key in _named(read_keys(file), name)}
     _change(file, lambda keys: [key for key in keys if key.id not in gone])
     click.echo(f"revoked: {', '.join(sorted(gone))}")
 
 
 def _change(file: Path, change: Callable[[Any], list[BearerKey]], may_create: bool = False) -> None:
-    from serving.access.bearer_keys import read_keys, write_keys
 
     write_keys(file, change(() if may_create and not file.exists() else read_keys(file)))
 

@@ -1,7 +1,7 @@
 """The `roostream` command: the entry to the local stack, to every program and to all tools.
 
-A user's mistake ends in one sentence and exit code 2. Each sub-command imports its own packages only, so that
-a shard does not load torch.
+A user's mistake ends in one sentence and exit code 2. A command is imported when it is used, so that a shard
+does not load torch.
 """
 
 from __future__ import annotations
@@ -17,25 +17,7 @@ import click
 from click import shell_completion
 
 from infra.program_specs import PROGRAM_SPECS, SIMULATE, ProgramSpec
-from roostream.cli.checkpoint.checkpoint_command import checkpoint
-from roostream.cli.controller_commands import drain, scale, trainer
-from roostream.cli.data.feature_command import report
-from roostream.cli.data.import_command import import_group
-from roostream.cli.init.init_command import init
-from roostream.cli.inspect_command import inspect
-from roostream.cli.keys_command import keys
-from roostream.cli.logs_command import logs
-from roostream.cli.model_command import check_model
-from roostream.cli.next_item_command import next_item
 from roostream.cli.options import CommandGroup, home_option
-from roostream.cli.plan.placement_command import placement
-from roostream.cli.plan.plan_command import plan_command
-from roostream.cli.replay.replay_command import check, replay
-from roostream.cli.stack_commands import audit, demo_command, down, reset, status, up
-from roostream.cli.topics_command import topics
-from roostream.cli.trace_command import trace_command
-from roostream.cli.train.train_command import train
-from roostream.cli.versions_command import versions
 from roostream.errors import RoostreamError, SetupError, UnavailableError, with_advice
 from roostream.runtime.program import leave
 from roostream.schema.settings import check_environment, load
@@ -81,8 +63,36 @@ SECTIONS = {
 }
 """The commands that `roostream --help` lists, with a line for each. Other commands are for developers."""
 
+_LAZY = {
+    "audit": "audit_command:audit",
+    "check": "replay.replay_command:check",
+    "check-model": "model_command:check_model",
+    "checkpoint": "checkpoint.checkpoint_command:checkpoint",
+    "demo": "demo:demo",
+    "down": "stack_commands:down",
+    "drain": "controller_commands:drain",
+    "import": "data.import_command:import_group",
+    "init": "init.init_command:init",
+    "keys": "keys_command:keys",
+    "logs": "logs_command:logs",
+    "next-item": "next_item_command:next_item",
+    "placement": "plan.placement_command:placement",
+    "plan": "plan.plan_command:plan_command",
+    "replay": "replay.replay_command:replay",
+    "report": "data.feature_command:report",
+    "reset": "stack_commands:reset",
+    "scale": "controller_commands:scale",
+    "status": "status:status",
+    "topics": "topics_command:topics",
+    "trace": "trace_command:trace_command",
+    "train": "train.train_command:train",
+    "trainer": "controller_commands:trainer",
+    "up": "stack_commands:up",
+    "versions": "versions_command:versions",
+}
 
-class SectionedGroup(click.Group):
+
+class SectionedGroup(CommandGroup):
     """Lists its commands by SECTIONS."""
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -93,7 +103,7 @@ class SectionedGroup(click.Group):
                 formatter.write_dl([(f"{name:{width}}", line) for name, line in lines.items()])
 
 
-@click.group(cls=SectionedGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=SectionedGroup, lazy=_LAZY, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="roostream", message="%(prog)s %(version)s")
 def cli() -> None:
     """Request-level continuous training of recommenders.
@@ -108,7 +118,7 @@ def cli() -> None:
     check_environment([*programs, "topics"], ("ROOSTREAM_LOG",), os.environ)
 
 
-def _keys_option(kind: ProgramSpec) -> Any:
+def _add_program(kind: ProgramSpec) -> None:
     def print_keys(context: click.Context, option: click.Parameter, given: bool) -> None:
         if given:
             from roostream.cli.reference_pages import keys
@@ -116,17 +126,6 @@ def _keys_option(kind: ProgramSpec) -> Any:
             click.echo(keys(kind.settings_class(), f"ROOSTREAM_{kind.name}".upper()))
             context.exit()
 
-    return click.option(
-        "--show-config",
-        is_flag=True,
-        is_eager=True,
-        expose_value=False,
-        callback=print_keys,
-        help="print every key of the TOML and exit",
-    )
-
-
-def _add_program(kind: ProgramSpec) -> None:
     @cli.command(
         kind.name, help=f"{kind.help}\n\n\b\nExample:\n  roostream {kind.name} --config {kind.name}.toml"
     )
@@ -137,7 +136,14 @@ def _add_program(kind: ProgramSpec) -> None:
         required=True,
         help="TOML with the program's settings; an unknown key is an error",
     )
-    @_keys_option(kind)
+    @click.option(
+        "--show-config",
+        is_flag=True,
+        is_eager=True,
+        expose_value=False,
+        callback=print_keys,
+        help="print every key of the TOML and exit",
+    )
     def command(file: Path) -> None:
         config = load(kind.settings_class(), file, program=kind.name)
         leave(kind.entry_point()(config))
@@ -197,6 +203,30 @@ def schema_show(file: Path) -> None:
     click.echo(
         f"# {file}, fingerprint {loaded.fingerprint:016x}\n{to_toml(loaded, defaults=False)}", nl=False
     )
+
+
+@cli.group(
+    cls=CommandGroup,
+    lazy={
+        "batch": "inspect_batch:batch_command",
+        "dedupe": "data.dedupe_command:dedupe",
+        "feature": "data.feature_command:feature",
+        "file": "data.warehouse_command:inspect_file",
+        "session": "data.session_command:inspect_session",
+        "skew": "skew.score_comparison:skew_command",
+        "table": "data.warehouse_command:inspect_table",
+    },
+)
+def inspect() -> None:
+    """Look at saved batches, at data, and at differences between served scores and training.
+
+    \b
+    Example:
+      roostream inspect batch .roostream/worker/batches/1700000000000-42.batch
+      roostream inspect dedupe --schema my_site.toml monday.jsonl
+      roostream inspect feature warehouse/ history
+      roostream inspect skew --lists 500
+    """
 
 
 @cli.command()
@@ -259,43 +289,13 @@ def completion(shell: str) -> None:
     click.echo(kind(cli, {}, "roostream", "_ROOSTREAM_COMPLETE").source())
 
 
-for _command in (
-    demo_command,
-    up,
-    down,
-    reset,
-    status,
-    logs,
-    audit,
-    init,
-    replay,
-    check,
-    topics,
-    scale,
-    drain,
-    trainer,
-    checkpoint,
-    inspect,
-    import_group,
-    report,
-    check_model,
-    next_item,
-    keys,
-    versions,
-    train,
-    placement,
-    trace_command,
-    plan_command,
-):
-    cli.add_command(_command)
-
-
 def main() -> None:
     """The console entry point."""
     try:
         cli.main(prog_name="roostream")
     except RoostreamError as error:
-        click.echo(f"error: {with_advice(error, _advice(error, sys.argv[1:]))}", err=True)
+        advice = "" if "; " in str(error) else _advice(error, sys.argv[1:])
+        click.echo(f"error: {with_advice(error, advice)}", err=True)
         sys.exit(2)
 
 
@@ -303,12 +303,13 @@ def _advice(error: RoostreamError, arguments: Sequence[str]) -> str:
     """What to do after an error that does not say it."""
     if isinstance(error, UnavailableError):
         return "check that it runs, and its address"
-    command: click.Command = cli
+    command: click.Command | None = cli
     words = ["roostream"]
     for word in arguments:
-        if not isinstance(command, click.Group) or word not in command.commands:
+        if not isinstance(command, click.Group):
             break
-        command = command.commands[word]
+        if (command := command.get_command(click.Context(command), word)) is None:
+            break
         words.append(word)
     if any(words[1:] == [spec.name] for spec in PROGRAM_SPECS):
         return f"`{' '.join(words)} --show-config` lists the settings"

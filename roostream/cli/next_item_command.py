@@ -52,14 +52,10 @@ def _print(evaluation: Mapping[str, Any]) -> None:
     sys.stdout.flush()
 
 
-def _command(**given: Any) -> None:
-    run(NextItemConfig(**given))
-
-
 next_item = MultiValueCommand(
     "next-item",
     params=settings_flags(NextItemConfig),
-    callback=_command,
+    callback=lambda **given: run(NextItemConfig(**given)),
     help="""Predict the next item of each MovieLens-1M user.
 
     Trains HSTU or SASRec on all but the last items, and ranks all items.

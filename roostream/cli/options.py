@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import tomllib
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import click
 
 from infra.options import DEFAULT_HOME
 from infra.program_specs import find_spec
-from roostream.errors import ConfigError, nearest
+from roostream.errors import ConfigError, SetupError, nearest
 from roostream.schema.settings import convert_values, parse_duration_ms
 from roostream.schema.toml_file import SourceLocation
 
@@ -66,11 +67,36 @@ class Duration(click.ParamType):
 
 
 class CommandGroup(click.Group):
-    """Lists its commands with the whole first sentence of each; click cuts it."""
+    """A group of commands. Those in `lazy` (name → "module:attribute") are imported when they are used."""
+
+    def __init__(self, *args: Any, lazy: Mapping[str, str] | None = None, **given: Any) -> None:
+        super().__init__(*args, **given)
+        self.lazy = lazy or {}
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted({*self.commands, *self.lazy})
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name in self.lazy and cmd_name not in self.commands:
+            module, _, attribute = self.lazy[cmd_name].partition(":")
+            try:
+                self.add_command(getattr(importlib.import_module(f"roostream.cli.{module}"), attribute))
+            except ModuleNotFoundError as error:
+                raise SetupError(
+                    f"`{cmd_name}` needs {error.name}; pip install it, or 'roostream[demo]'"
+                ) from None
+        return super().get_command(ctx, cmd_name)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write one list."""
-        rows = [(name, command.get_short_help_str(1000)) for name, command in sorted(self.commands.items())]
+        """List the commands with the whole first sentence of each; click cuts it."""
+        rows = []
+        for name in self.list_commands(ctx):
+            try:
+                command = self.get_command(ctx, name)
+            except SetupError as error:
+                rows.append((name, str(error)))
+            else:
+                rows.append((name, command.get_short_help_str(1000) if command else ""))
         with formatter.section("Commands"):
             formatter.write_dl(rows)
 

@@ -160,9 +160,7 @@ def keys(settings: type[Any], stem: str) -> str:
 
 
 def _files() -> Iterator[tuple[str, str, type[Any]]]:
-    from roostream.models.build import (
-        KINDS as MODEL_KINDS,  # imports torch, which a shard's image lacks
-    )
+    from roostream.models.build import KINDS as MODEL_KINDS  # imports torch, which a shard's image lacks
 
     for name, kind in MODEL_KINDS.items():
         yield f"model: {name}", "`model = FILE` of worker and controller.", kind.config
@@ -174,25 +172,17 @@ def _files() -> Iterator[tuple[str, str, type[Any]]]:
         ("transform", schema.Transform),
     )
     for name, cls in (*named, ("limits", schema.Limits), ("online", schema.Online)):
-        yield f"schema: {name}", _first_paragraph(cls.__doc__), cls
+        yield f"schema: {name}", " ".join((cls.__doc__ or "").partition("\n\n")[0].split()), cls
     for name, rule in rules.RULES.items():
         yield f"schema: rule {name}", "`[tables.NAME.rule]`", rule if isinstance(rule, type) else type(rule)
 
 
-def _first_paragraph(text: str | None) -> str:
-    return " ".join((text or "").split("\n\n")[0].split())
-
-
 def _is_shared(option: Option, settings: type[Any], shared: dict[str, Any]) -> bool:
-    """Whether the option is declared by Deployment and not overridden."""
+    """Whether the option is declared by Deployment, and by no subclass of it."""
     name = option.key.split(".")[0]
-    return issubclass(settings, Deployment) and name in shared and name not in _declared_below(settings)
-
-
-def _declared_below(settings: type[Any]) -> set[str]:
-    """Fields declared by subclasses of Deployment."""
-    below = [cls for cls in settings.__mro__ if cls is not Deployment and not issubclass(Deployment, cls)]
-    return {name for cls in below for name in inspect.get_annotations(cls)}
+    below = [cls for cls in settings.__mro__ if not issubclass(Deployment, cls)]
+    overridden = any(name in inspect.get_annotations(cls) for cls in below)
+    return issubclass(settings, Deployment) and name in shared and not overridden
 
 
 def options(cls: type[Any], prefix: str = "") -> list[Option]:
@@ -271,17 +261,16 @@ def _flag(option: click.Option) -> str:
         else ""
     )
     shown = "**required**" if option.required else "" if option.is_flag or plain == "none" else plain
-    return (
-        "| "
-        + " | ".join((", ".join(f"`{name}`" for name in option.opts), _cell(shown), _cell(option.help or "")))
-        + " |"
-    )
+    names = ", ".join(f"`{name}`" for name in option.opts)
+    return f"| {names} | {_cell(shown)} | {_cell(option.help or '')} |"
 
 
 def commands(group: click.Group, path: str = "") -> Iterator[tuple[str, click.Command]]:
     """Every command below `group` with its words."""
-    for name, command in group.commands.items():
+    context = click.Context(group)
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
         if isinstance(command, click.Group):
             yield from commands(command, f"{path}{name} ")
-        else:
+        elif command is not None:
             yield f"{path}{name}", command

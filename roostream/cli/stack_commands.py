@@ -1,28 +1,39 @@
-"""`roostream demo | up | down | reset | status | audit`: commands of a local stack. Each imports the stack
-only when it runs."""
+"""`roostream up | down | reset`: run a local stack, stop it, and delete its home."""
 
 from __future__ import annotations
 
 import dataclasses
+import logging
+import logging.handlers
+import os
+import shutil
+import signal
+import subprocess
 import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 from click.core import ParameterSource
 
-from infra.options import StackOptions, demo, load_saved_options
-from roostream.cli.options import (
-    Duration,
-    home_option,
-    json_option,
-    parse_overrides,
-    parse_ports,
-    wait_option,
-    with_options,
-)
-from roostream.errors import ConfigError
+from infra.child_logs import last_lines
+from infra.home import Home
+from infra.options import StackOptions, load_saved_options
+from infra.options import demo as demo_options
+from infra.shutdown import MAX_SHUTDOWN_S
+from infra.stack import Stack
+from roostream.cli.options import home_option, parse_overrides, parse_ports, wait_option, with_options
+from roostream.cli.output import progress_bar
+from roostream.cli.program_health import reason, unhealthy_programs
+from roostream.errors import ConfigError, SetupError, printable
+from roostream.runtime.program import MaskingFormatter
+from roostream.schema.schema_file import load_schema
 
+Programs = Mapping[str, Mapping[str, Any]]
+"""The table `programs` of stack.json: name → state, pid, log and so on."""
 _ALWAYS_GIVEN = ("ports", "sets", "schema")
 
 
@@ -67,46 +78,16 @@ def build_options(
     Raises:
         ConfigError: an option has another form, or the schema cannot be read.
     """
-    from roostream.schema.schema_file import load_schema
-
     if schema is not None:
         if not schema.is_file():
             raise ConfigError(f"{schema}: no such file; expected a schema TOML")
         load_schema(schema)  # one clear error now, instead of one from each program
         others["schema"] = schema
-    base = base or demo()
+    base = base or demo_options()
     merged = {program: dict(table) for program, table in base.overrides.items()}
     for program, table in parse_overrides(sets).items():
         merged.setdefault(program, {}).update(table)
     return dataclasses.replace(base, ports=parse_ports(ports), overrides=merged, **others)
-
-
-@click.command("demo")
-@stack_options
-@click.option(
-    "--seconds",
-    type=click.FloatRange(min=0, min_open=True),
-    envvar="DEMO_SECONDS",
-    help="stop after this many seconds; also the environment variable DEMO_SECONDS",
-)
-@click.option(
-    "--rate",
-    type=click.FloatRange(min=0, min_open=True),
-    default=25.0,
-    show_default=True,
-    help="simulated requests per second",
-)
-def demo_command(home: Path, seconds: float | None, rate: float, **options: Any) -> None:
-    """Run the whole loop with simulated users and a live table, until Ctrl-C.
-
-    \b
-    Example:
-      roostream demo
-      DEMO_SECONDS=120 roostream demo --home /tmp/demo
-    """
-    from roostream.cli.demo import run
-
-    sys.exit(run(home, build_options(**options), seconds, rate))
 
 
 @click.command()
@@ -126,10 +107,8 @@ def up(home: Path, foreground: bool, wait_s: float, from_warehouse: str | None, 
       roostream up --home .roostream --schema my_site.toml --port serving=8080
       roostream up --from-warehouse .roostream/warehouse
     """
-    from roostream.cli import background_stack
-
     if from_warehouse:
-        location = background_stack.absolute_location(from_warehouse)
+        location = absolute_location(from_warehouse)
         options["sets"] = (*options["sets"], f"controller.warehouse={location}")
     base = load_saved_options(home)
     if base is not None:  # options that were not given keep the value that they had
@@ -140,9 +119,98 @@ def up(home: Path, foreground: bool, wait_s: float, from_warehouse: str | None, 
             if name in _ALWAYS_GIVEN or source(name) is not ParameterSource.DEFAULT
         }
     chosen = build_options(**options, base=base)
-    if foreground:
-        sys.exit(background_stack.run_foreground(home, chosen))
-    sys.exit(background_stack.start(home, sys.argv[1:], wait_s))
+    if not foreground:
+        sys.exit(start(home, sys.argv[1:], wait_s))
+    stop = stop_on_signals()
+    stack = Stack(home, chosen)
+    log_to(stack.home)
+    with stack:
+        stack.start(["all"])
+        stop.wait()
+        print(stack.stop(), flush=True)
+
+
+def start(home: Path, arguments: Sequence[str], wait_s: float) -> int:
+    """Run `roostream up --foreground` in the background and wait until all programs are ready.
+
+    Returns 1 if no further program became ready for `wait_s`; a busy machine may need a while for each.
+
+    Raises:
+        SetupError: a program failed, or the stack ended.
+    """
+    place = Home(home)
+    place.make()
+    if place.is_locked():
+        place.lock()  # raises, and names the process that holds the lock
+    output = place.log("up")
+    with output.open("wb") as log:
+        process = subprocess.Popen(
+            (sys.executable, "-m", "roostream.cli.main", *arguments, "--foreground"),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    printed: set[str] = set()
+    num_settled, grown_s = 0, time.monotonic()
+    while True:
+        if process.poll() is not None:
+            lines = last_lines(output, 1) or [f"exit code {process.returncode}"]
+            raise SetupError(printable(lines[-1].removeprefix("error: ")))
+        stack = place.read_stack()
+        programs = stack["programs"] if stack and stack["supervisor_pid"] == process.pid else {}
+        for name, entry in programs.items():
+            if entry["state"] == "failed":
+                raise SetupError(
+                    printable(
+                        f"{name} cannot run: {reason(entry)}; its log: {entry['log']}; "
+                        f"`roostream down --home {place.root}` stops the other programs"
+                    )
+                )
+        settled = settled_programs(programs)
+        for line in (*settled.values(), *restarting_programs(programs)):
+            if line not in printed:
+                printed.add(line)
+                print(printable(line), flush=True)
+        if programs and len(settled) == len(programs):
+            print("\n".join(describe_endpoints(stack or {})))
+            return 0
+        if len(settled) > num_settled:
+            num_settled, grown_s = len(settled), time.monotonic()
+        if time.monotonic() >= grown_s + wait_s:
+            break
+        time.sleep(0.25)
+    waiting = "; ".join(f"{name}: {text}" for name, text in unhealthy_programs(programs).items())
+    print(
+        printable(
+            f"not all programs are ready, and none became ready for {wait_s:.0f} s: "
+            f"{waiting or 'no program was started'}; see `roostream status --home {place.root}`"
+        ),
+        file=sys.stderr,
+    )
+    return 1
+
+
+def restarting_programs(programs: Programs) -> list[str]:
+    """One line for each program that died and is being restarted."""
+    return [
+        f"{name} died and is restarted: {entry['said']}; its log: {entry['log']}"
+        for name, entry in programs.items()
+        if entry.get("said") and entry["state"] in ("waiting", "starting")
+    ]
+
+
+def settled_programs(programs: Programs) -> dict[str, str]:
+    """One line for each program that is ready, or stopped because training is held."""
+    lines = {"ready": "is ready", "held": "is stopped, because training is held; see `roostream status`"}
+    return {
+        name: f"{name} {lines[entry['state']]}" for name, entry in programs.items() if entry["state"] in lines
+    }
+
+
+def absolute_location(text: str) -> str:
+    """A path made absolute, because programs run in another working directory; a URL unchanged."""
+    return text if "://" in text else str(Path(text).expanduser().absolute())
 
 
 @click.command()
@@ -154,9 +222,19 @@ def down(home: Path) -> None:
     Example:
       roostream down --home .roostream
     """
-    from roostream.cli import background_stack
-
-    sys.exit(background_stack.stop(home))
+    place = Home(home)
+    stack = place.running_stack()
+    os.kill(int(stack["supervisor_pid"]), signal.SIGTERM)
+    deadline_s = time.monotonic() + MAX_SHUTDOWN_S
+    with progress_bar("stopping"):
+        while place.is_locked():
+            if time.monotonic() > deadline_s:
+                raise SetupError(
+                    f"process {stack['supervisor_pid']} did not stop within {MAX_SHUTDOWN_S:.0f} s; see "
+                    f"{place.log('supervisor')}"
+                )
+            time.sleep(0.2)
+    print("stopped; `roostream up` continues from the committed state")
 
 
 @click.command()
@@ -169,67 +247,57 @@ def reset(home: Path, yes: bool) -> None:
     Example:
       roostream reset --home .roostream --yes
     """
-    from roostream.cli import background_stack
-
     if not yes:
         click.confirm(f"Delete {home.absolute()} with all data, checkpoints and logs?", abort=True)
-    sys.exit(background_stack.delete(home))
+    place = Home(home)
+    if not place.root.exists():
+        print(f"there is no home {place.root}; nothing to delete")
+        return
+    if not place.stack_json.exists():
+        raise SetupError(
+            f"{place.root} has no stack.json, so it is not the home of a stack; nothing was deleted; "
+            "give the --home of a stack, or delete the folder yourself"
+        )
+    place.lock()
+    place.end_leftovers()
+    place.unlock()
+    shutil.rmtree(place.root)
+    print(f"deleted {place.root}")
 
 
-@click.command()
-@home_option
-@json_option
-def status(home: Path, as_json: bool) -> None:
-    """Show what a running stack does: rates, lags, training, freshness, quality, and whether every event is
-    accounted for.
-
-    Exit code 1: a program is not ready.
-
-    \b
-    Example:
-      roostream status
-      roostream status --json | python -m json.tool
-    """
-    from roostream.cli.status import run
-
-    sys.exit(run(home, as_json))
+def describe_endpoints(stack: Mapping[str, Any]) -> list[str]:
+    """Addresses of a running stack, and commands to try."""
+    shards = [p["pid"] for n, p in stack["programs"].items() if n.startswith("shard-") and p["pid"]]
+    serving = stack["serving"]
+    body = '{"user_id": 17, "candidates": [{"item_id": 1}, {"item_id": 2}, {"item_id": 3}]}'
+    page = str(stack["programs"].get("controller", {}).get("metrics") or "").removesuffix("metrics")
+    return [
+        *([f"page        {page}"] if page else []),
+        f"API docs    {serving}/docs",
+        f"Flink       {stack['flink']}",
+        f"logs        {stack['home']}/logs",
+        f"rank        curl -s {serving}/v1/rank -H 'Content-Type: application/json' -d '{body}'",
+        *([f"kill        kill -9 {shards[0]}    # a shard; the stack recovers by itself"] if shards else []),
+    ]
 
 
-@click.command()
-@home_option
-@click.option(
-    "--kafka", default="", metavar="HOST:PORT", help="a running broker; default: that of the stack in --home"
-)
-@click.option("--prefix", default="", help="with --kafka: prefix of the topic names")
-@click.option(
-    "--partitions", type=int, default=4, show_default=True, help="with --kafka: partitions of each topic"
-)
-@click.option(
-    "--window",
-    "window_ms",
-    type=Duration(),
-    default="10m",
-    show_default=True,
-    help="with --kafka: the join window",
-)
-@click.option("--replay", is_flag=True, help="with --kafka: the topics were created with --replay")
-@json_option
-def audit(
-    home: Path, kafka: str, prefix: str, partitions: int, window_ms: int, replay: bool, as_json: bool
-) -> None:
-    """Read all topics once from their oldest record. Exit code 0 if every event is accounted for, else 1.
+def stop_on_signals() -> threading.Event:
+    """An event that Ctrl-C, `down` or a closed terminal sets. A second signal does not interrupt the
+    shutdown."""
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: stop.set())
+    return stop
 
-    If the stack is stopped, its broker is started for the audit and stopped afterwards.
 
-    \b
-    Example:
-      roostream audit --home .roostream
-      roostream audit --kafka kafka:9092 --prefix site. --partitions 16 --window 30m
-    """
-    from infra.options import settle_ms
-    from roostream.cli.audit_command import Topics, run
-
-    topics = Topics(
-        kafka=kafka, prefix=prefix, partitions=partitions, settle_ms=settle_ms(window_ms), replay=replay
-    )
-    sys.exit(run(home, topics if kafka else None, as_json))
+def log_to(home: Home, console: logging.Handler | None = None) -> None:
+    """Log to `logs/supervisor.log`, of bounded size, and to `console`."""
+    home.make()
+    handlers: list[logging.Handler] = [
+        logging.handlers.RotatingFileHandler(home.log("supervisor"), maxBytes=4 << 20, backupCount=1)
+    ]
+    if console is not None:
+        handlers.append(console)
+    for handler in handlers:
+        handler.setFormatter(MaskingFormatter("%(asctime)s %(levelname).1s %(message)s", "%H:%M:%S"))
+    logging.basicConfig(level="INFO", handlers=handlers, force=True)

@@ -6,20 +6,23 @@ A value is None where a program does not answer, because the status is needed mo
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import click
 from confluent_kafka import Consumer, KafkaException
 from rich.console import Console
 
 from infra.auditor import sums
 from infra.home import Home
 from roostream.cli import status_table
-from roostream.cli.background_stack import describe_endpoints
+from roostream.cli.options import home_option, json_option
 from roostream.cli.output import print_json, render_rows
 from roostream.cli.program_health import unhealthy_controller, unhealthy_programs
+from roostream.cli.stack_commands import describe_endpoints
 from roostream.errors import RoostreamError, UnavailableError
 from roostream.runtime import scrape
 from roostream.runtime.flink_rest import FlinkRest
@@ -44,26 +47,34 @@ _QUALITY = (*METRIC_NAMES, "requests", "candidates")
 _SAMPLING_S = 1.0
 
 
-def run(home: Path, as_json: bool) -> int:
-    """Print the status of the stack in `home`. Returns 0, or 1 if a program is not ready.
+@click.command()
+@home_option
+@json_option
+def status(home: Path, as_json: bool) -> None:
+    """Show what a running stack does: rates, lags, training, freshness, quality, and whether every event is
+    accounted for.
 
-    Raises:
-        SetupError: no stack runs there.
+    Exit code 1: a program is not ready.
+
+    \b
+    Example:
+      roostream status
+      roostream status --json | python -m json.tool
     """
     stack = Home(home).running_stack()
     monitor = StackMonitor(stack)
     try:
         monitor.sample(stack["programs"])
         time.sleep(_SAMPLING_S)  # rates need two samples
-        status = monitor.sample(stack["programs"])
+        found = monitor.sample(stack["programs"])
     finally:
         monitor.close()
     if as_json:
-        print_json({"home": stack["home"], **status})
+        print_json({"home": stack["home"], **found})
     else:
         title = f"Roostream in {stack['home']}"
-        Console().print(render_rows(status_table.rows(status), title, describe_endpoints(stack)))
-    return 0 if all(p["state"] in ("ready", "ended") for p in stack["programs"].values()) else 1
+        Console().print(render_rows(status_table.rows(found), title, describe_endpoints(stack)))
+    sys.exit(0 if all(p["state"] in ("ready", "ended") for p in stack["programs"].values()) else 1)
 
 
 class StackMonitor:
@@ -115,20 +126,16 @@ class StackMonitor:
         replaced, because its view of the partitions' leaders may be outdated."""
         try:
             self._consumer = self._consumer or clients.consumer(Broker(self.kafka), f"{self.prefix}status")
-            return {t: self._end(t) for t in TOPICS}
+            ends = {}
+            for topic in TOPICS:
+                name, partitions = name_of(self.prefix, topic), range(partitions_of(topic, self.partitions))
+                ends[topic] = sum(
+                    clients.end_offsets(self._consumer, name, partitions, timeout_s=1.0).values()
+                )
+            return ends
         except KafkaException:
             self.close()
             return {}
-
-    def _end(self, topic: str) -> int:
-        assert self._consumer is not None
-        ends = clients.end_offsets(
-            self._consumer,
-            name_of(self.prefix, topic),
-            range(partitions_of(topic, self.partitions)),
-            timeout_s=1.0,
-        )
-        return sum(ends.values())
 
     def _rates(self, ends: dict[str, int]) -> dict[str, float | None]:
         """Records per second since the previous sample; None in the first."""
@@ -172,21 +179,9 @@ def trainer_state(control: Mapping[str, Any]) -> dict[str, Any]:
     whole = aggregate_status(control) if control else {}
     reports = worker_reports(control).values() if control else ()
     counted = ("candidates", "duplicates", "dead_letters", "non_finite", "rehearsed")
+    lag = ("lag_ms", "lag_records", "lost_records", "watermark_ms")
     return {
-        **{
-            k: whole.get(k)
-            for k in (
-                "state",
-                "initial",
-                "lag_ms",
-                "lag_records",
-                "lost_records",
-                "watermark_ms",
-                "step",
-                "trained",
-                "requests",
-            )
-        },
+        **{k: whole.get(k) for k in ("state", "initial", *lag, "step", "trained", "requests")},
         **{k: (whole.get(k) or [None])[0] for k in ("eta_s", "drain_per_s")},
         **{k: _sum(report.get(k) for report in reports) for k in counted},
         "outcomes": sum_outcomes([report.get("outcomes") or {} for report in reports]),
@@ -201,36 +196,21 @@ def _sum(counts: Iterable[int | None]) -> int | None:
 def workers_state(control: Mapping[str, Any]) -> dict[str, Any]:
     """How many workers train and how many are requested (None without a controller), and each one that
     reports."""
-    members: Mapping[str, Any] = control.get("members", {})
-    each = {
-        name: {
-            "trains": _is_training(name, control),
+    reports, members = control.get("reports", {}), control.get("members", {})
+    each = {}
+    for index in sorted(int(name.removeprefix("worker ")) for name in reports if name.startswith("worker ")):
+        name = f"worker {index}"
+        each[name] = {
+            "trains": index < int(control.get("workers", 1)),  # the others are standing by
             "silent_ms": members.get(name, {}).get("silent_ms"),
-            **{k: report.get(k) for k in ("step", "requests", "broken")},
+            **{k: reports[name].get(k) for k in ("step", "requests", "broken")},
         }
-        for name, report in _every_worker(control).items()
-    }
     return {"number": control.get("workers"), "wanted": control.get("wanted_workers"), "each": each}
 
 
-def _is_training(name: str, control: Mapping[str, Any]) -> bool:
-    """Workers with an index of at least the number in use are standing by."""
-    return int(name.rpartition(" ")[2]) < int(control.get("workers", 1))
-
-
 def commit_state(control: Mapping[str, Any]) -> dict[str, Any]:
-    keys = (
-        "state",
-        "seq",
-        "incarnation",
-        "commit_age_ms",
-        "paused_ms",
-        "commits",
-        "aborts",
-        "rollbacks",
-        "manifest",
-    )
-    return {k: control.get(k) for k in (*keys, "holds", "device_s", "device_ratio")}
+    keys = "state seq incarnation commit_age_ms paused_ms commits aborts rollbacks manifest"
+    return {k: control.get(k) for k in (*keys.split(), "holds", "device_s", "device_ratio")}
 
 
 def freshness_state(control: Mapping[str, Any]) -> dict[str, dict[str, float | None]]:
@@ -243,13 +223,3 @@ def quality(control: Mapping[str, Any]) -> dict[str, float | None]:
     """Progressive metrics of the first task over all training workers."""
     metrics = aggregate_status(control)["metrics"] if control else {}
     return {name: metrics.get(name) for name in _QUALITY}
-
-
-def _every_worker(control: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """`worker 0`, … → the last report of each worker in order, including those that stand by."""
-    reports: Mapping[str, Any] = control.get("reports", {})
-    names = sorted(
-        (str(k) for k in reports if str(k).startswith("worker ")),
-        key=lambda name: int(name.rpartition(" ")[2]),
-    )
-    return {name: dict(reports[name]) for name in names}

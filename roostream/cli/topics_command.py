@@ -5,18 +5,17 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import click
 
 from roostream.cli.options import CommandGroup, with_options
 from roostream.errors import ConfigError
 from roostream.runtime.deployment import Deployment
+from roostream.runtime.kafka import clients
+from roostream.runtime.kafka.topic_admin import TopicAdmin
 from roostream.runtime.kafka.topics import TopicSettings, name_of
 from roostream.schema.settings import load, parse_duration_ms
-
-if TYPE_CHECKING:
-    from roostream.runtime.kafka.topic_admin import TopicAdmin
 
 _WAIT_S = 10.0
 
@@ -135,8 +134,6 @@ def topics_keep(duration: str, file: Path | None, **flags: Any) -> None:
 
 
 def open_topic_admin(config: TopicsConfig) -> TopicAdmin:
-    from roostream.runtime.kafka import clients
-    from roostream.runtime.kafka.topic_admin import TopicAdmin
 
     clients.wait_for_broker(config.broker, timeout_s=_WAIT_S)
     return TopicAdmin(clients.admin(config.broker), config.prefix, config.partitions, config)

@@ -15,8 +15,15 @@ from roostream.cli.output import print_json
 from roostream.cli.request_trace import STEPS, RequestTrace, RowKeys
 from roostream.errors import ConfigError, RoostreamError, SetupError, printable
 from roostream.runtime.clock import Clock, SystemClock
+from roostream.runtime.kafka.broker import Broker
 from roostream.runtime.kafka.consumer import RecordConsumer
-from roostream.runtime.kafka.topics import IMPRESSIONS, PREDICTIONS, ROWS, SAMPLES
+from roostream.runtime.kafka.kafka_consumer import ConsumerOptions, KafkaConsumer
+from roostream.runtime.kafka.topics import IMPRESSIONS, PREDICTIONS, ROWS, SAMPLES, all_partitions
+from roostream.runtime.store_identity import open_checkpoint_store
+from roostream.schema.registry import open_registry
+from roostream.schema.schema_file import load_schema
+from roostream.wire.decode import Decoder
+from roostream.wire.lookup import build_lookup
 from roostream.wire.records import Record
 
 TOPICS = (IMPRESSIONS, SAMPLES, PREDICTIONS, ROWS)
@@ -103,11 +110,6 @@ def describe_step(trace: RequestTrace, name: str, began_ms: int) -> str:
 def row_keys_of(place: Home) -> Callable[[Record], RowKeys]:
     """A function from the record of a sample to the rows that training on it changes, by the schema that
     wrote it."""
-    from roostream.runtime.store_identity import open_checkpoint_store
-    from roostream.schema.registry import open_registry
-    from roostream.schema.schema_file import load_schema
-    from roostream.wire.decode import Decoder
-    from roostream.wire.lookup import build_lookup
 
     decoder = Decoder(
         load_schema(place.running_stack()["schema"]), open_registry(open_checkpoint_store(place.store))
@@ -129,10 +131,6 @@ def row_keys_of(place: Home) -> Callable[[Record], RowKeys]:
 
 def _consumer(place: Home) -> RecordConsumer:
     """A consumer of the four topics that starts at their ends."""
-    from roostream.runtime.kafka.broker import Broker
-    from roostream.runtime.kafka.kafka_consumer import ConsumerOptions, KafkaConsumer
-    from roostream.runtime.kafka.topics import all_partitions
-
     stack = place.running_stack()
     partitions = all_partitions(TOPICS, int(stack["partitions"]))
     consumer = KafkaConsumer.open(

@@ -16,28 +16,17 @@ from click.testing import CliRunner
 
 from roostream.cli import reference_pages
 from roostream.cli.main import SECTIONS, cli, main
+from roostream.errors import SetupError
+
+LEAVES = {tuple(path.split()): command for path, command in reference_pages.commands(cli)}
+"""Every command that is not a group, by its words."""
 
 
-def commands(group: click.Group = cli, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
-    found = []
-    for name, command in group.commands.items():
-        found.append((*path, name))
-        if isinstance(command, click.Group):
-            found += commands(command, (*path, name))
-    return found
-
-
-def leaves() -> list[tuple[tuple[str, ...], click.Command]]:
-    """Every command that is not a group, with its words."""
-    return [(tuple(path.split()), command) for path, command in reference_pages.commands(cli)]
-
-
-@pytest.mark.parametrize("command", [(), *commands()], ids=lambda c: " ".join(c) or "roostream")
-def test_every_command_helps_with_an_example(command: tuple[str, ...]) -> None:
-    result = CliRunner().invoke(cli, [*command, "--help"])
-    assert result.exit_code == 0
-    assert "Example:\n" in result.output
-    assert "roostream" in result.output.split("Example:\n")[1]
+def test_every_command_and_group_helps_with_an_example() -> None:
+    for words in sorted({leaf[:n] for leaf in LEAVES for n in range(len(leaf) + 1)}):
+        result = CliRunner().invoke(cli, [*words, "--help"])
+        assert result.exit_code == 0, words
+        assert "roostream" in result.output.partition("Example:\n")[2], words
 
 
 def test_the_help_lists_the_commands_of_each_section_once() -> None:
@@ -45,7 +34,7 @@ def test_the_help_lists_the_commands_of_each_section_once() -> None:
     listed = re.findall(r"^  ([a-z-]+) ", output.split("Start:")[1], re.MULTILINE)
     assert listed == [name for names in SECTIONS.values() for name in names]
     hidden = {"bench", "next-item", "prepare"}
-    assert set(listed) | hidden == set(cli.commands) and len(listed) == len(set(listed))
+    assert set(listed) | hidden == {words[0] for words in LEAVES} and len(listed) == len(set(listed))
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
@@ -125,14 +114,12 @@ def with_absent_files(command: click.Command) -> list[str]:
     return given
 
 
-@pytest.mark.parametrize(
-    "path", [p for p, _ in leaves() if " ".join(p) not in VALID_WITHOUT_FILES], ids=" ".join
-)
+@pytest.mark.parametrize("path", [p for p in LEAVES if " ".join(p) not in VALID_WITHOUT_FILES], ids=" ".join)
 def test_absent_files_and_homes_end_every_command_in_a_sentence(
     path: tuple[str, ...], roostream: Callable[..., tuple[int, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO())
-    code, error = roostream(*path, *with_absent_files(dict(leaves())[path]))
+    code, error = roostream(*path, *with_absent_files(LEAVES[path]))
     assert code != 0 and error.strip()
     assert "Traceback" not in error
 
@@ -208,6 +195,12 @@ def test_keys_need_no_package_of_another_program() -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout
     assert not any(line.endswith(("| torch", "|   torch")) for line in done.stderr.splitlines())
+
+
+def test_a_command_whose_package_is_missing_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(cli.lazy, "absent", "absent_module:command")
+    result = CliRunner().invoke(cli, ["absent"])
+    assert isinstance(result.exception, SetupError) and "absent_module" in str(result.exception)
 
 
 def test_a_mistyped_variable_stops_the_command_before_anything_is_done(

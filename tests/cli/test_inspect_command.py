@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from roostream.cli.inspect_batch import inspected
-from roostream.cli.inspect_command import rows
+from roostream.cli.inspect_batch import inspected, rows
 from roostream.cli.main import cli
 from roostream.errors import ConfigError
 from roostream.schema.registry import to_toml

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from roostream.cli.inspect_command import inspect
+from roostream.cli.main import inspect
 from roostream.errors import CheckpointError
 from roostream.warehouse.version_pins import VersionPin, pin_version
 from roostream.warehouse.warehouse import Warehouse

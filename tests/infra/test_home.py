@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from infra.home import Home
-from roostream.cli import background_stack
+from roostream.cli.stack_commands import reset
 from roostream.errors import SetupError
 
 
@@ -66,20 +67,21 @@ def test_only_leftovers_of_this_home_are_stopped(home: Home) -> None:
 
 def test_only_a_home_folder_is_deleted(tmp_path: Path) -> None:
     (tmp_path / "precious").write_text("x")
-    with pytest.raises(SetupError, match="home"):
-        background_stack.delete(tmp_path)
+    result = CliRunner().invoke(reset, ["--home", str(tmp_path), "--yes"])
+    assert isinstance(result.exception, SetupError) and "home" in str(result.exception)
     assert (tmp_path / "precious").exists()
 
 
 def test_a_running_home_is_not_deleted(home: Home) -> None:
     home.write_stack({"programs": {}})
     home.lock()
-    with pytest.raises(SetupError, match="already runs"):
-        background_stack.delete(home.root)
+    command = ["--home", str(home.root), "--yes"]
+    result = CliRunner().invoke(reset, command)
+    assert isinstance(result.exception, SetupError) and "already runs" in str(result.exception)
     home.unlock()
-    assert background_stack.delete(home.root) == 0
+    assert CliRunner().invoke(reset, command).exit_code == 0
     assert not home.root.exists()
-    assert background_stack.delete(home.root) == 0
+    assert CliRunner().invoke(reset, command).exit_code == 0
 
 
 def test_a_lock_that_cannot_be_read_is_not_taken_for_a_free_home(tmp_path: Path) -> None:

@@ -3,14 +3,24 @@ pays."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import click
+import numpy as np
 
 from roostream.cli.data.import_command import print_skipped
 from roostream.cli.options import batch_option, json_option
-from roostream.cli.output import counted, print_columns, print_json, print_sentences
+from roostream.cli.output import counted, print_columns, print_json, print_sentences, progress_bar
+from roostream.errors import ConfigError
+from roostream.replay.detect_dataset import detect_replay
+from roostream.replay.replay_log import open_log
+from roostream.replay.request_windows import request_windows
+from roostream.schema.schema_file import load_schema
+from roostream.warehouse.scan import TableScan, is_warehouse
+from roostream.wire import records as wire
+from roostream.wire.duplicate_statistics import DuplicateStatistics
 
 _COLUMNS = ("feature", "kind", "l", "d", "DedupeLen", "DedupeFactor", "exact", "partial")
 
@@ -78,17 +88,6 @@ def duplicates_of(
     Raises:
         RoostreamError: a file, the schema or a line cannot be used.
     """
-    import itertools
-
-    from roostream.errors import ConfigError
-    from roostream.replay.detect_dataset import detect_replay
-    from roostream.replay.replay_log import open_log
-    from roostream.replay.request_windows import request_windows
-    from roostream.schema.schema_file import load_schema
-    from roostream.warehouse.scan import is_warehouse
-    from roostream.wire import records as wire
-    from roostream.wire.duplicate_statistics import DuplicateStatistics
-
     if len(paths) == 1 and is_warehouse(paths[0]):
         return {"log": list(paths), "by": by, **_of_warehouse(paths[0], by, batch_requests, max_requests)}
     if paths[0].startswith("s3://"):
@@ -115,11 +114,6 @@ def duplicates_of(
 
 def _of_warehouse(place: str, by: str, batch_requests: int, max_requests: int) -> dict[str, Any]:
     """The same for the samples of a warehouse, in time order and clustered; each row group is a window."""
-    import numpy as np
-
-    from roostream.cli.output import progress_bar
-    from roostream.warehouse.scan import TableScan
-    from roostream.wire.duplicate_statistics import DuplicateStatistics
 
     duplicates, scan = DuplicateStatistics(batch_requests), TableScan(place)
     with progress_bar("requests", scan.num_requests) as update:

@@ -7,19 +7,22 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from datetime import date
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
+from roostream.cli.data.table_page import table_report, write_table_page
 from roostream.cli.options import CommandGroup, batch_option, json_option, with_options
 from roostream.cli.output import print_columns, print_json, print_sentences, progress_bar
+from roostream.cli.replay.report_table import number
 from roostream.errors import ConfigError, nearest
-
-if TYPE_CHECKING:
-    from roostream.schema.schema import Schema
-    from roostream.warehouse.data_file import DataFile
-    from roostream.warehouse.scan import TableScan
-    from roostream.wire.batch import Batch
+from roostream.schema.schema import Schema
+from roostream.warehouse.column_popularity import hit_rates, recent_session_features
+from roostream.warehouse.data_file import DataFile
+from roostream.warehouse.scan import TableScan
+from roostream.warehouse.statistics import FeatureDays, alerts
+from roostream.wire.batch import Batch
+from roostream.wire.columnar import project_schema
 
 _FIGURES = ("rows", "coverage", "length", "longest", "moved", "lengths_moved")
 
@@ -60,8 +63,6 @@ def feature(
       roostream inspect feature warehouse/ history ctr_1h --from 2024-05-01
       roostream inspect feature s3://site/warehouse --json
     """
-    from roostream.cli.replay.report_table import number
-
     report = features_of(warehouse, names, first, last)
     if as_json:
         print_json(report)
@@ -103,8 +104,6 @@ def table_command(
     Example:
       roostream report table warehouse/ --out warehouse_page/ --from 2024-05-01
     """
-    from roostream.cli.data.table_page import table_report, write_table_page
-
     with scanned(warehouse, first, last) as (scan, batches):
         report = {"warehouse": warehouse, **table_report(scan, batches, batch_requests)}
     write_table_page(out, report)
@@ -118,10 +117,6 @@ def features_of(place: str, names: tuple[str, ...], first: date | None, last: da
     Raises:
         RoostreamError: there is no such table, day or feature.
     """
-    from roostream.warehouse.column_popularity import hit_rates, recent_session_features
-    from roostream.warehouse.scan import TableScan
-    from roostream.warehouse.statistics import FeatureDays, alerts
-
     reader = select_features(TableScan(place, first, last).schema(), names)
     days = FeatureDays(reader)
     with scanned(place, first, last, reader) as (scan, batches):
@@ -134,8 +129,6 @@ def features_of(place: str, names: tuple[str, ...], first: date | None, last: da
 
 def select_features(schema: Schema, names: Sequence[str]) -> Schema:
     """The schema with these features alone; no names = all. Raises ConfigError: it has no such feature."""
-    from roostream.wire.columnar import project_schema
-
     known = [f.name for f in (*schema.ro, *schema.nro)]
     for name in names:
         if name not in known:
@@ -150,8 +143,6 @@ def scanned(
     place: str, first: date | None, last: date | None, reader: Schema | None = None
 ) -> Iterator[tuple[TableScan, Iterator[tuple[DataFile, Batch]]]]:
     """A table and its batches, read with a progress bar."""
-    from roostream.warehouse.scan import TableScan
-
     scan = TableScan(place, first, last)
     with progress_bar("requests", scan.num_requests) as update:
 

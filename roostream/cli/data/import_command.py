@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
 import click
 
+from roostream.cli.data.log_archive import archive_log
 from roostream.cli.options import CommandGroup, Duration
 from roostream.cli.output import plain, progress_bar
+from roostream.replay.detect_dataset import detect_replay, input_paths
+from roostream.replay.import_map import load_map
+from roostream.replay.table_import import import_table
+from roostream.schema.schema_file import load_schema
 
 
 def print_skipped(what: str, number: int, first: Sequence[str]) -> None:
@@ -51,10 +57,6 @@ def table(files: tuple[str, ...], schema: str, map_file: str, out: Path, skip_ba
       roostream import table --schema shop.toml --map map.toml --out shop.jsonl.gz impressions/*.parquet
       roostream check --schema shop.toml --log shop.jsonl.gz
     """
-    from roostream.replay.import_map import load_map
-    from roostream.replay.table_import import import_table
-    from roostream.schema.schema_file import load_schema
-
     loaded_schema = load_schema(schema)
     column_map = load_map(map_file, loaded_schema)
     with progress_bar("rows") as update:
@@ -89,11 +91,6 @@ def log(log: tuple[str, ...], schema: str, warehouse: str, window_ms: int, skip_
       roostream import log --schema shop.toml --warehouse warehouse/ shop.jsonl.gz
       roostream import log --warehouse warehouse/ ebnerd/
     """
-    import dataclasses
-
-    from roostream.cli.data.log_archive import archive_log
-    from roostream.replay.detect_dataset import detect_replay, input_paths
-
     replay = dataclasses.replace(detect_replay(log, schema, skip_bad=skip_bad), window_ms=window_ms)
     with progress_bar("requests") as update:
         counts = archive_log(

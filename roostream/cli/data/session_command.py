@@ -3,21 +3,33 @@ readers."""
 
 from __future__ import annotations
 
+import functools
+import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from roostream.cli.data.feature_command import select_features
 from roostream.cli.options import json_option
 from roostream.cli.output import clock, counted, plain, print_json
-
-if TYPE_CHECKING:
-    from roostream.warehouse.file_reader import ByteRange
-
-
-def _features_of(text: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in text.split(",") if name.strip())
+from roostream.errors import CheckpointError, ConfigError
+from roostream.runtime.store_identity import open_checkpoint_store
+from roostream.warehouse.file_reader import MAX_OVER_READ, ByteRange
+from roostream.warehouse.parquet_file import ROWS_OF_GROUP
+from roostream.warehouse.readers.leases import ENDS, read_log
+from roostream.warehouse.scan import TableScan
+from roostream.warehouse.sessions.sample_table import SampleTable, TableFiles
+from roostream.warehouse.sessions.session import SessionSpec, days_of
+from roostream.warehouse.sessions.session_capture import (
+    CapturedRead,
+    CapturedSession,
+    SlowedRows,
+    time_readers,
+)
+from roostream.warehouse.sessions.session_capture import replay_session as repeat_reads
+from roostream.warehouse.sessions.session_rows import TableRows
+from trainer.control.reader_master import LEASES_FILE
 
 
 @click.command("session")
@@ -51,8 +63,6 @@ def inspect_session(
       roostream inspect session warehouse/ --features history,ctr_1h --capture session.json
       roostream inspect session --leases .roostream/store
     """
-    from roostream.errors import ConfigError
-
     if (warehouse is None) == (leases is None):
         raise ConfigError("expected a warehouse, or --leases with a checkpoint store; give one of the two")
     if leases is not None:
@@ -60,7 +70,8 @@ def inspect_session(
         print_json(log) if as_json else click.echo(describe_leases(log))
         return
     assert warehouse is not None
-    report = session_of(warehouse, days, _features_of(features), capture)
+    names = tuple(name.strip() for name in features.split(",") if name.strip())
+    report = session_of(warehouse, days, names, capture)
     if as_json:
         print_json(report)
         return
@@ -84,11 +95,6 @@ def read_leases(store: str) -> dict[str, Any]:
         CheckpointError: no session was read by reader programs.
         UnavailableError: the store cannot be read now.
     """
-    from roostream.errors import CheckpointError
-    from roostream.runtime.store_identity import open_checkpoint_store
-    from roostream.warehouse.readers.leases import read_log
-    from trainer.control.reader_master import LEASES_FILE
-
     try:
         body = open_checkpoint_store(store).get(LEASES_FILE)
     except CheckpointError:
@@ -99,8 +105,6 @@ def read_leases(store: str) -> dict[str, Any]:
 
 def describe_leases(log: dict[str, Any]) -> str:
     """The log of leases as text: the session, each reader, and the current leases."""
-    from roostream.warehouse.readers.leases import ENDS
-
     session = log["session"] or {}
     state = "in training" if log["trained"] else "trained earlier"
     lines = [f"as of {clock(log['at_ms'])} UTC, incarnation {log['incarnation']}"]
@@ -125,13 +129,6 @@ def session_of(
         CheckpointError: there are no samples, or a file is damaged.
         UnavailableError: the warehouse cannot be read now.
     """
-    from roostream.errors import CheckpointError
-    from roostream.warehouse.parquet_file import ROWS_OF_GROUP
-    from roostream.warehouse.scan import TableScan
-    from roostream.warehouse.sessions.sample_table import SampleTable
-    from roostream.warehouse.sessions.session import SessionSpec, days_of
-    from roostream.warehouse.sessions.session_capture import CapturedRead, CapturedSession
-
     table = SampleTable(place)
     first, last = days_of(days) if days else ("", "")
     report = table.newest(
@@ -234,20 +231,6 @@ def compare_readers(
         CheckpointError: the warehouse has no longer this data.
         UnavailableError: it cannot be read now.
     """
-    import functools
-    import time
-
-    from roostream.warehouse.file_reader import MAX_OVER_READ
-    from roostream.warehouse.scan import TableScan
-    from roostream.warehouse.sessions.sample_table import SampleTable, TableFiles
-    from roostream.warehouse.sessions.session_capture import (
-        CapturedSession,
-        SlowedRows,
-        replay_session,
-        time_readers,
-    )
-    from roostream.warehouse.sessions.session_rows import TableRows
-
     captured, table = CapturedSession.read(path), SampleTable(place)
     schema = select_features(TableScan(place).schema(), captured.features)
     stored = table.warehouse.samples.snapshot(captured.version).files
@@ -259,10 +242,10 @@ def compare_readers(
     )
     if slower is not None:
         second = SlowedRows(second, slower, time.process_time)
-    seen = [replay_session(captured.reads, rows) for rows in (first, second)]
+    seen = [repeat_reads(captured.reads, rows) for rows in (first, second)]
     comparison = time_readers(
-        functools.partial(replay_session, captured.reads, first, digests=False),
-        functools.partial(replay_session, captured.reads, second, digests=False),
+        functools.partial(repeat_reads, captured.reads, first, digests=False),
+        functools.partial(repeat_reads, captured.reads, second, digests=False),
         time.process_time,
         turns,
     )

@@ -6,6 +6,8 @@ import click
 
 from roostream.cli.options import json_option
 from roostream.cli.output import number, print_columns, print_json
+from roostream.warehouse.describe import describe_file, describe_table
+from roostream.warehouse.warehouse import Warehouse
 
 _COUNTS = ("files", "sealed_files", "requests", "candidates", "bytes")
 _TABLE = click.option(
@@ -31,9 +33,6 @@ def inspect_table(warehouse: str, table: str, with_files: bool, as_json: bool) -
       roostream inspect table .roostream/warehouse
       roostream inspect table s3://bucket/warehouse --table corrections --json
     """
-    from roostream.warehouse.describe import describe_table
-    from roostream.warehouse.warehouse import Warehouse
-
     place = Warehouse(warehouse)
     report = describe_table(place, table)
     if with_files:
@@ -65,9 +64,6 @@ def inspect_file(warehouse: str, path: str, table: str, as_json: bool) -> None:
     Example:
       roostream inspect file .roostream/warehouse 2026-05-18/0/ece92565177eb1d3/278139-0a1b2c3d4e5f.parquet
     """
-    from roostream.warehouse.describe import describe_file
-    from roostream.warehouse.warehouse import Warehouse
-
     report = describe_file(Warehouse(warehouse), table, path)
     if as_json:
         print_json(report)

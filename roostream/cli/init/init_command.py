@@ -10,8 +10,13 @@ from typing import Any
 
 import click
 
+from roostream.cli.init.detect_log import Choices, detect_log
+from roostream.cli.init.sample_log import sample_lines
+from roostream.cli.init.schema_text import MODEL, map_text, schema_text
 from roostream.cli.options import MultiValueCommand
+from roostream.cli.output import counted, print_sentences, progress_bar
 from roostream.errors import ConfigError
+from roostream.schema.schema_file import load_schema
 from roostream.schema.settings import SettingError, check_name
 
 _ROLES = ("user", "item", "request", "time")
@@ -32,8 +37,6 @@ def init_folder(name: str, given: dict[str, Any]) -> None:
             raise ConfigError(f"--{flag} is about a log of yours; name the log with --from FILE")
     action, second, requests = _questions(given)
     _check_new(folder, ("schema.toml", "model.toml", "log.jsonl"))
-    from roostream.cli.init.sample_log import sample_lines
-    from roostream.cli.output import counted
 
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / "log.jsonl"
@@ -76,11 +79,6 @@ def _check_new(folder: Path, names: Sequence[str]) -> None:
 
 def _write(folder: Path, log: tuple[str, ...], given: dict[str, Any], is_sample: bool = False) -> None:
     """Detect the log's features, write the files, and print what to type next."""
-    from roostream.cli.init.detect_log import Choices, detect_log
-    from roostream.cli.init.schema_text import MODEL, map_text, schema_text
-    from roostream.cli.output import print_sentences, progress_bar
-    from roostream.schema.schema_file import load_schema
-
     if len(log) == 1 and Path(log[0]).is_dir():
         raise ConfigError(
             f"{log[0]}: expected files of a log, got a folder; an EB-NeRD folder needs no schema: "

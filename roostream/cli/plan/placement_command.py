@@ -8,22 +8,42 @@ import dataclasses
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
+import numpy as np
 
+from infra.options import load_saved_options, save_options
+from param_server.key_value_store import RocksDbStore
+from param_server.placement.bucket_moves import balanced_map
+from param_server.placement.plan import (
+    CostModel,
+    PlacementPlan,
+    PlannedTable,
+    TablePiece,
+    costs_of,
+    exchanged_bytes,
+    imbalance,
+    loads,
+    piece_cost,
+    plan,
+    round_robin,
+    spread,
+)
+from param_server.placement.profiles import planned_tables, stored
+from param_server.placement.sharding_file import sharding_of
+from roostream.cli.checkpoint import move_buckets
 from roostream.cli.checkpoint.checkpoint_command import opened_store, place_options
+from roostream.cli.checkpoint.checkpoints import schema_of
+from roostream.cli.checkpoint.move_buckets import CommittedShards, bytes_by_bucket, newest_commit
 from roostream.cli.options import CommandGroup, json_option, with_options
 from roostream.cli.output import Row, print_report, print_rows, progress_bar
 from roostream.errors import CheckpointError, ConfigError, SchemaError, SetupError, nearest
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    from param_server.placement.plan import PlacementPlan, PlannedTable, TablePiece
-    from roostream.cli.checkpoint.move_buckets import CommittedShards
-    from roostream.runtime.bucket_map import BucketMap
-    from roostream.runtime.checkpoint_store import CheckpointStore
+from roostream.runtime.bucket_map import BucketMap, moved
+from roostream.runtime.checkpoint_store import CheckpointStore
+from roostream.runtime.clock import SystemClock
+from roostream.runtime.store_identity import ensure_identity, open_checkpoint_store
+from roostream.schema.schema_file import load_schema
 
 _GIB = 1 << 30
 _PATH = click.Path(path_type=Path)
@@ -95,10 +115,6 @@ def profile_command(store: str, schema: Path, batch: int, row_texts: tuple[str, 
     Example:
       roostream placement profile --store .roostream/store --schema my_site.toml
     """
-    from param_server.placement.profiles import stored
-    from roostream.runtime.store_identity import open_checkpoint_store
-    from roostream.schema.schema_file import load_schema
-
     found = stored(open_checkpoint_store(store), load_schema(schema))
     report = {name: {**entry.profile.plain(), "time_ms": entry.time_ms} for name, entry in found.items()}
     rows = [(name, _of_profile(entry.profile, batch)) for name, entry in found.items()]
@@ -164,8 +180,6 @@ def show_command(**given: Any) -> None:
     Example:
       roostream placement show --store .roostream/store --schema my_site.toml --owners 2
     """
-    from param_server.placement.plan import exchanged_bytes, imbalance, loads, round_robin, spread
-
     tables, why, found = _plan(**given)
     owners, costs = found.owners, _costs(given["costs_file"])
     plans = {"tables round robin": round_robin(tables, owners), "spread by rows": spread(tables, owners)}
@@ -188,8 +202,6 @@ def show_command(**given: Any) -> None:
 
 def _planned_by_torchrec(schema: Path, tables: list[PlannedTable], owners: int) -> list[TablePiece] | None:
     """None: TorchRec is not installed, or cannot hold one of the tables."""
-    from roostream.schema.schema_file import load_schema
-
     try:
         from trainer.torchrec_plan import pieces_of
         from trainer.torchrec_rows import check_tables, read_placement
@@ -214,8 +226,6 @@ def explain_command(table: str, **given: Any) -> None:
     Example:
       roostream placement explain item --store .roostream/store --schema my_site.toml --owners 8
     """
-    from param_server.placement.plan import piece_cost
-
     tables, why, found = _plan(**given)
     entry = next((t for t in tables if t.name == table), None)
     if entry is None:
@@ -290,12 +300,6 @@ def _plan(
     whole_or_all: bool = False,
 ) -> tuple[list[PlannedTable], list[str], PlacementPlan]:
     """The tables, why some have no usable profile, and the plan."""
-    from param_server.placement.plan import plan
-    from param_server.placement.profiles import planned_tables, stored
-    from roostream.runtime.clock import SystemClock
-    from roostream.runtime.store_identity import open_checkpoint_store
-    from roostream.schema.schema_file import load_schema
-
     loaded = load_schema(schema)
     names = [table.name for table in loaded.tables]
     known = stored(open_checkpoint_store(store), loaded)
@@ -315,7 +319,6 @@ def _plan(
 def _rows_of(collection: Path, schema: Path) -> list[str]:
     """The rows of a collection's tables, in the form of `--rows`."""
     from roostream.cli.checkpoint.torchrec_collection import read_collection
-    from roostream.schema.schema_file import load_schema
 
     return [
         f"{table}={len(rows)}"
@@ -324,8 +327,6 @@ def _rows_of(collection: Path, schema: Path) -> list[str]:
 
 
 def _write_torchrec(file: Path, found: PlacementPlan, tables: list[PlannedTable], module: str) -> None:
-    from param_server.placement.sharding_file import sharding_of
-
     text = json.dumps(sharding_of(found, tables, module), indent=1, sort_keys=True) + "\n"
     try:
         with file.open("x", encoding="utf-8") as out:
@@ -335,7 +336,6 @@ def _write_torchrec(file: Path, found: PlacementPlan, tables: list[PlannedTable]
 
 
 def _costs(file: Path | None) -> Any:
-    from param_server.placement.plan import CostModel, costs_of
 
     if file is None:
         return CostModel()
@@ -411,11 +411,7 @@ def map_command(home: Path, store: str, num_shards: int | None, max_moved: float
     Example:
       roostream down && roostream placement map --shards 4 --max-moved 1 --json > four.json
     """
-    from param_server.placement.bucket_moves import balanced_map
-
     with _committed(opened_store(home, store), home) as committed:
-        from roostream.cli.checkpoint.move_buckets import bytes_by_bucket
-
         bytes_B, now = bytes_by_bucket(committed), committed.manifest.owners
         wanted = (
             balanced_map(now, num_shards or now.num_owners, bytes_B, max_moved)
@@ -442,8 +438,6 @@ def apply_command(map_file: Path, home: Path, store: str, dry_run: bool) -> None
     Example:
       roostream down && roostream placement apply four.json && roostream up
     """
-    from roostream.cli.checkpoint import move_buckets
-
     after, opened = _read_map(map_file), opened_store(home, store)
     move_buckets.check_move(move_buckets.newest_commit(opened).manifest, after)
     with _committed(opened, home, 0 if dry_run else after.num_owners) as committed:
@@ -453,16 +447,16 @@ def apply_command(map_file: Path, home: Path, store: str, dry_run: bool) -> None
         if dry_run:
             print_rows(rows, f"Moves after {committed.manifest.name}; nothing was changed")
             return
-        from roostream.runtime.clock import SystemClock
 
         with progress_bar("moving rows"):
             made = move_buckets.move(opened, after, committed.stores, SystemClock().now_ms())
-    _keep_shards(home, after.num_owners)
+    place = home.expanduser().resolve()
+    if (options := load_saved_options(place)) is not None:  # the next `up` here starts this many shards
+        save_options(place, dataclasses.replace(options, num_shards=after.num_owners))
     print_rows(rows, f"{made.name} has the map")
 
 
 def _read_map(file: Path) -> BucketMap:
-    from roostream.runtime.bucket_map import BucketMap
 
     try:
         return BucketMap.from_plain(json.loads(file.read_text(encoding="utf-8")))
@@ -478,11 +472,6 @@ def _read_map(file: Path) -> BucketMap:
 def _committed(store: CheckpointStore, home: Path, num_shards: int = 0) -> Iterator[CommittedShards]:
     """Open the shards of the newest commit in `home`, and at least `num_shards`. Raises SetupError: one runs
     or is missing."""
-    from param_server.key_value_store import RocksDbStore
-    from roostream.cli.checkpoint.checkpoints import schema_of
-    from roostream.cli.checkpoint.move_buckets import CommittedShards, newest_commit
-    from roostream.runtime.store_identity import ensure_identity
-
     manifest = newest_commit(store).manifest
     with contextlib.ExitStack() as opened:
         blobs = {}
@@ -498,20 +487,7 @@ def _committed(store: CheckpointStore, home: Path, num_shards: int = 0) -> Itera
         yield CommittedShards(manifest, schema_of(store, manifest), blobs, ensure_identity(store))
 
 
-def _keep_shards(home: Path, num_shards: int) -> None:
-    """Make the next `up` in this home start this many shards."""
-    from infra.options import load_saved_options, save_options
-
-    place = home.expanduser().resolve()
-    if (options := load_saved_options(place)) is not None and options.num_shards != num_shards:
-        save_options(place, dataclasses.replace(options, num_shards=num_shards))
-
-
 def _describe_moves(now: BucketMap, wanted: BucketMap, bytes_B: np.ndarray) -> Iterator[tuple[str, Any]]:
-    import numpy as np
-
-    from param_server.placement.plan import imbalance
-    from roostream.runtime.bucket_map import moved
 
     for index in range(max(now.num_owners, wanted.num_owners)):
         has, gets = now.buckets_of(index), wanted.buckets_of(index)

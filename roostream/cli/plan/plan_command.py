@@ -99,9 +99,8 @@ def cost_lines(cost: Cost) -> list[str]:
 
 
 def _end(need: Need, load: Load) -> str:
-    if not math.isfinite(need.ends_at):
-        return ""
-    return f"limit {_number(need.ends_at)} requests/s{_mark(need, load)}"
+    limit = f"limit {_number(need.ends_at)} requests/s{_mark(need, load)}"
+    return limit if math.isfinite(need.ends_at) else ""
 
 
 def _mark(need: Need, load: Load) -> str:
@@ -161,13 +160,9 @@ def scale_table(figures: Mapping[str, float]) -> str:
         needs = plan(load, figures)
         found, first = {need.what: need for need in needs}, bottleneck(needs)
         load_cells = [f"{number:,.0f}" for number in (load.requests_per_s, load.rows, load.batch_requests)]
-        cells = [*load_cells, *(_amount(found[name], load) for name in _COLUMNS)]
+        cells = [*load_cells, *(_number(found[name].amount) + _mark(found[name], load) for name in _COLUMNS)]
         lines.append(_markdown_row([*cells, f"{first.what} at {_number(first.ends_at)}"]))
     return "\n".join(lines) + "\n"
-
-
-def _amount(need: Need, load: Load) -> str:
-    return f"{_number(need.amount)}{_mark(need, load)}"
 
 
 def limits_table(figures: Mapping[str, float]) -> str:

@@ -10,14 +10,13 @@ from typing import Any
 
 import click
 
-from roostream.cli.data.session_command import replay_session
 from roostream.cli.options import CommandGroup, MultiValueCommand, settings_flags
 from roostream.cli.replay.warehouse_samples import DATASET, EXAMPLE, HELP, UNUSED_SETTINGS, WarehouseOptions
 from roostream.replay.config import CheckConfig, ReplayConfig
 from roostream.replay.datasets import DATASETS, Dataset, load_dataset
 
 
-@click.group(cls=CommandGroup)
+@click.group(cls=CommandGroup, lazy={"session": "data.session_command:replay_session"})
 def replay() -> None:
     """Send a log through the whole loop in event time, and report metrics.
 
@@ -74,8 +73,6 @@ replay.add_command(
         help=_help(DATASET, HELP, EXAMPLE),
     )
 )
-
-replay.add_command(replay_session)
 
 
 check = MultiValueCommand(

@@ -17,16 +17,23 @@ Letters: n candidates, T tasks, F floats of a side, G values of a grid.
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
+import click
 import numpy as np
 
+from infra.home import Home
+from roostream.cli.checkpoint.checkpoint_command import opened_store, place_options
 from roostream.cli.inspect_batch import side_floats
+from roostream.cli.options import json_option
+from roostream.cli.output import Row, print_report, progress_bar
 from roostream.cli.skew.commit_states import CommitStates
-from roostream.cli.skew.scored_lists import LoggedList
-from roostream.errors import CheckpointError, RoostreamError
+from roostream.cli.skew.scored_lists import LoggedList, of_file, of_topic
+from roostream.errors import CheckpointError, ConfigError, RoostreamError
 from roostream.wire.batch import Batch
 from roostream.wire.decode import Decoder
 from roostream.wire.lookup import Lookup, build_lookup
@@ -36,6 +43,78 @@ TOLERANCE = 1e-5
 MAX_EXPLAINED = 3
 Verdict = Literal["within", "rows", "skew", "unscored", "pages", "schema", "gone", "unreadable"]
 JUDGED = ("within", "rows", "skew")
+
+
+_MAX_SHOWN = 10
+
+
+@click.command("skew")
+@click.argument("files", nargs=-1, type=click.Path(path_type=Path))
+@place_options
+@click.option(
+    "--lists",
+    type=click.IntRange(1, 100_000),
+    default=200,
+    show_default=True,
+    help="number of newest lists to score again",
+)
+@json_option
+def skew_command(files: tuple[Path, ...], home: Path, store: str, lists: int, as_json: bool) -> None:
+    """Score logged lists again with the training code and the version that served them, and compare the
+    scores.
+
+    The lists are the newest samples of the stack in --home, or those in FILES: segments of a feature log, or
+    saved batches. Exit code 1: a list was served with other features than those logged.
+
+    \b
+    Example:
+      roostream inspect skew --lists 500
+      roostream inspect skew .roostream/serving/log/* --home .roostream
+    """
+    commits = CommitStates(opened_store(home, store), home.expanduser().resolve())
+    found = [logged for file in files for logged in of_file(file)][-lists:] if files else _newest(home, lists)
+    with progress_bar("scoring lists"):
+        report = summary(compare_scores(commits, found))
+    print_report(as_json, report, skew_rows(report), f"{report['lists']:,} lists scored again")
+    sys.exit(1 if report["verdicts"].get("skew") else 0)
+
+
+def _newest(home: Path, lists: int) -> list[LoggedList]:
+    """Lists from the newest samples of the running stack."""
+    stack = Home(home).read_stack()
+    if not stack or not stack.get("kafka"):
+        raise ConfigError(
+            f"expected a running stack in {home}, got none; give its --home, or segments of serving's "
+            "log as FILES"
+        )
+    return of_topic(stack["kafka"], stack["prefix"], int(stack["partitions"]), lists)
+
+
+def skew_rows(found: Mapping[str, Any]) -> Iterator[Row]:
+    """Rows of text for `score_comparison.summary`."""
+    if not found["scored_again"]:
+        yield "within", "no list could be scored again"
+    else:
+        share = f"{found['share_within']:.2%} of {found['scored_again']:,} lists"
+        yield f"within {found['tolerance']:g}", f"{share}, the largest difference {found['largest']:.3g}"
+    names = {"skew": "SKEW", "rows": "rows changed"}
+    for verdict, name in names.items():
+        if count := found["verdicts"].get(verdict):
+            yield name, f"{count:,} lists"
+    for why, count in found["not_scored"].items():
+        yield "not scored", f"{count:,}: {why}"
+    for version, figures in found["versions"].items():
+        judged = ", ".join(f"{figures[v]:,} {v}" for v in ("within", "rows", "skew") if figures[v])
+        yield (
+            f"version {version or '(none)'}",
+            f"{figures['lists']:,} lists: {judged or 'none scored'}; largest {figures['largest']:.3g}",
+        )
+    for one in found["differing"][:_MAX_SHOWN]:
+        at = f"rows of commit {one['rows_of_commit']}, {one['rows_changed']:,} of them changed around it"
+        yield (
+            f"{one['verdict']} {one['request_id']}",
+            f"{one['largest']:.3g}: {one['why']} ({at}; {one['where']})",
+        )
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -48,31 +48,21 @@ def _summary(report: dict[str, Any]) -> str:
     from roostream.cli.output import number
 
     ne, auc, calibration = (number(report["metrics"].get(name), 4) for name in ("ne", "auc", "calibration"))
-    return (
-        f"{report['requests']:,} requests, {report['candidates']:,} impressions in {report['steps']:,} "
-        "steps and "
-        f"{report['wall_s']:.1f} s ({report['requests_s']:,.0f} per second); version "
-        f"{report['version_of_model']}; "
-        f"NE {ne}, AUC {auc}, calibration {calibration}{_exchange(report.get('exchange', {}))}"
+    text = (
+        f"{report['requests']:,} requests, {report['candidates']:,} impressions in {report['steps']:,} steps "
+        f"and {report['wall_s']:.1f} s ({report['requests_s']:,.0f} per second); version "
+        f"{report['version_of_model']}; NE {ne}, AUC {auc}, calibration {calibration}"
     )
-
-
-def _exchange(counted: dict[str, int]) -> str:
-    sent, expanded = counted.get("exchanged_bytes", 0), counted.get("impression_bytes", 0)
-    if not sent:
-        return ""
-    less = f"{expanded / sent:.1f} times less than for expanded impressions"
-    return f"; {sent / 1e6:,.1f} MB exchanged between workers, {less}"
-
-
-def _command(**given: Any) -> None:
-    sys.exit(run(TrainConfig(**{**given, "home": str(Path(given["home"]))})))
+    if sent := report.get("exchange", {}).get("exchanged_bytes", 0):
+        less = f"{report['exchange']['impression_bytes'] / sent:.1f} times less than for expanded impressions"
+        text += f"; {sent / 1e6:,.1f} MB exchanged between workers, {less}"
+    return text
 
 
 train = MultiValueCommand(
     "train",
     params=settings_flags(TrainConfig),
-    callback=_command,
+    callback=lambda **given: sys.exit(run(TrainConfig(**{**given, "home": str(Path(given["home"]))}))),
     help="""Train a model from the warehouse, without Kafka.
 
     One worker runs in this process, several run in processes of their own. With --rows torchrec they also

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from roostream.cli.background_stack import ReadyWait, absolute_location, restarting_programs, settled_programs
+from roostream.cli.stack_commands import absolute_location, restarting_programs, settled_programs
 
 
 def test_programs_are_settled_when_ready_or_stopped_by_a_hold() -> None:
@@ -34,12 +34,3 @@ def test_a_relative_path_is_made_absolute_for_the_programs(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert absolute_location(text) == location.replace("/here", str(tmp_path))
-
-
-def test_waiting_is_over_when_no_further_program_became_ready() -> None:
-    now_s = [0.0]
-    wait = ReadyWait(120.0, lambda: now_s[0])
-    over = {}
-    for now_s[0], num_settled in ((100.0, 3), (119.0, 3), (219.0, 4), (338.0, 4), (339.0, 4)):
-        over[now_s[0]] = wait.is_over(num_settled)
-    assert [time_s for time_s, is_over in over.items() if is_over] == [339.0], "120 s after the fourth"
