@@ -129,7 +129,3 @@ def test_both_engines_write_the_same_bytes(topic: str, by_local: dict, by_flink:
     assert by_local[topic]
     assert set(by_flink[topic]) == set(by_local[topic])
     assert by_flink[topic] == by_local[topic]
-
-
-def test_every_request_has_one_sample_from_flink(by_flink: dict) -> None:
-    assert len(by_flink["samples"]) == num_requests()

@@ -18,13 +18,8 @@ pytestmark = pytest.mark.timeout(400)  # an environment is made and filled: minu
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 TOPS = {name.rstrip("*") for name in PROJECT["tool"]["setuptools"]["packages"]["find"]["include"]}
-OUTSIDE = (
-    "infra/k8s/",
-    "infra/image/",
-    "infra/systemd/",
-    "infra/compose.yaml",
-    "infra/promtool.sh",
-    "infra/setup.sh",
+OUTSIDE = tuple(
+    f"infra/{name}" for name in ("k8s/", "image/", "systemd/", "compose.yaml", "promtool.sh", "setup.sh")
 )
 """Of a deployment, not of a program: taken from a checkout or a release's archive."""
 ENTRY = "from importlib.metadata import distribution as d; d('roostream').entry_points['roostream'].load()()"
@@ -70,10 +65,7 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def ran(python: Path, place: Path, *arguments: str) -> str:
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "COVERAGE", "VIRTUAL_ENV"))}
-    environ = {
-        **kept,
-        "NUMBA_DISABLE_JIT": "1",
-    }  # the same code, without a minute of compiling it for one use
+    environ = {**kept, "NUMBA_DISABLE_JIT": "1"}  # the same code, without a minute of compiling
     done = subprocess.run(
         [python, *arguments], cwd=place, env=environ, capture_output=True, text=True, timeout=110
     )
@@ -126,39 +118,14 @@ def test_programs_find_their_data_files_in_the_wheel(python: Path, tmp_path: Pat
 
 def test_a_log_is_replayed_in_one_process(python: Path, tmp_path: Path) -> None:
     (tmp_path / "shop.toml").write_text(SCHEMA)
-    lines = []
+    lines: list[dict[str, object]] = []
     for i in range(6):
-        request, time_ms = f"r{i}", 1_700_000_000_000 + 60_000 * i
+        key, time_ms = {"request_id": f"r{i}", "user_id": i + 1}, 1_700_000_000_000 + 60_000 * i
         candidates = [{"item_id": 10 * i + k, "price": 1.0 + k} for k in range(3)]
-        lines.append(
-            {
-                "type": "impression",
-                "request_id": request,
-                "user_id": i + 1,
-                "time": time_ms,
-                "candidates": candidates,
-            }
-        )
-        click = {
-            "type": "engagement",
-            "request_id": request,
-            "user_id": i + 1,
-            "item_id": 10 * i,
-            "action": "click",
-        }
-        lines.append({**click, "time": time_ms + 1000})
+        click = {"item_id": 10 * i, "action": "click", "time": time_ms + 1000}
+        lines.append({**key, "type": "impression", "time": time_ms, "candidates": candidates})
+        lines.append({**key, "type": "engagement", **click})
     (tmp_path / "shop.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    replay = (
-        "replay",
-        "jsonl",
-        "--log",
-        "shop.jsonl",
-        "--schema",
-        "shop.toml",
-        "--engine",
-        "local",
-        "--report",
-        "out.json",
-    )
-    ran(python, tmp_path, "-c", ENTRY, *replay)
+    replay = "replay jsonl --log shop.jsonl --schema shop.toml --engine local --report out.json"
+    ran(python, tmp_path, "-c", ENTRY, *replay.split())
     assert json.loads((tmp_path / "out.json").read_text())["counts"]["samples"] == 6

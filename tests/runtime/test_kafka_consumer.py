@@ -66,18 +66,6 @@ def test_every_partition_is_assigned_at_its_offset_or_from_its_oldest_record() -
     assert reader.positions() == {P0: 7, P1: 2, P2: 2} and reader.num_lost == 0
 
 
-def test_records_deleted_by_retention_are_counted_and_logged(caplog: pytest.LogCaptureFixture) -> None:
-    consumer = FakeConsumer(oldest=10)
-    reader = KafkaConsumer(consumer, MERGED)
-    with caplog.at_level(logging.ERROR):
-        reader.seek({P0: 4, P1: 10})
-    assert (
-        "t.samples-0: offset 4 is gone, the partition has 10 to 100: retention deleted 6 records"
-        in caplog.text
-    )
-    assert consumer.assigned[AT0] == 10 and len(caplog.records) == 1 and reader.num_lost == 6
-
-
 def test_records_deleted_while_waiting_are_skipped_and_counted(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -103,20 +91,6 @@ def test_skipping_waits_for_an_unavailable_broker() -> None:
     consumer.fails, consumer.oldest = None, 3
     reader.poll(9, 0)
     assert consumer.assigned[AT0] == 3 and reader.num_lost == 3
-
-
-def test_a_log_truncated_before_a_seek_is_read_from_its_end(caplog: pytest.LogCaptureFixture) -> None:
-    consumer = FakeConsumer([FakeMessage(AT0, 50, 5)], newest=50)
-    reader = KafkaConsumer(consumer, AS_THEY_COME)
-    with caplog.at_level(logging.ERROR):
-        reader.seek({P0: 60, P1: 50})
-    assert (
-        "offset 60 is gone, the partition has 0 to 50: Kafka lost 10 offsets that had been read"
-        in caplog.text
-        and reader.num_lost == 10
-    )
-    assert consumer.assigned == {AT0: 50, AT1: 50, AT2: 0}
-    assert [r.offset for r in reader.poll(9, 0)] == [50], "the first of the new ones"
 
 
 def test_a_log_truncated_during_reading_is_read_from_its_end(caplog: pytest.LogCaptureFixture) -> None:
@@ -173,37 +147,30 @@ def test_a_failed_seek_is_reported_and_changes_nothing(code: int, todo: str) -> 
     assert consumer.assigned == {}
 
 
-def test_a_partition_without_an_answer_in_time_is_unavailable(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    consumer, told = FakeConsumer(), FakeConsumer.offsets_for_times
+class FailingConsumer(FakeConsumer):
+    """Answers with one of `refusals`, as long as there are any, for the last partition of a question."""
 
-    def late(asked: list[Any], timeout: float) -> list[Any]:
-        places = told(consumer, asked, timeout)
-        return [
-            *places[:-1],
-            SimpleNamespace(topic="t.samples", partition=2, offset=-1, error=KafkaError(clients.TRANSPORT)),
-        ]
+    def __init__(self, *refusals: int, **given: Any) -> None:
+        super().__init__(**given)
+        self.refusals = list(refusals)
 
-    monkeypatch.setattr(consumer, "offsets_for_times", late)
+    def offsets_for_times(self, asked: list[Any], timeout: float) -> list[Any]:
+        places = super().offsets_for_times(asked, timeout)
+        if not self.refusals:
+            return list(places)
+        error = KafkaError(self.refusals.pop())
+        return [*places[:-1], SimpleNamespace(topic="t.samples", partition=2, offset=-1, error=error)]
+
+
+def test_a_partition_without_an_answer_in_time_is_unavailable() -> None:
     with pytest.raises(UnavailableError, match=r"t\.samples"):
-        KafkaConsumer(consumer, MERGED).end_offsets()
+        KafkaConsumer(FailingConsumer(clients.TRANSPORT), MERGED).end_offsets()
 
 
 @pytest.mark.parametrize("code", [KafkaError.UNKNOWN_LEADER_EPOCH, KafkaError.NOT_LEADER_FOR_PARTITION])
-def test_a_partition_without_a_leader_is_retried(code: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    consumer, told, refusals = FakeConsumer(oldest=2, newest=9), FakeConsumer.offsets_for_times, [code, code]
-
-    def moving(asked: list[Any], timeout: float) -> list[Any]:
-        places = told(consumer, asked, timeout)
-        if not refusals:
-            return list(places)
-        return [
-            *places[:-1],
-            SimpleNamespace(topic="t.samples", partition=2, offset=-1, error=KafkaError(refusals.pop())),
-        ]
-
-    monkeypatch.setattr(consumer, "offsets_for_times", moving)
+def test_a_partition_without_a_leader_is_retried(code: int) -> None:
+    consumer = FailingConsumer(code, code, oldest=2, newest=9)
+    refusals = consumer.refusals
     assert KafkaConsumer(consumer, MERGED).bounds(P0, P2) == {P0: (2, 9), P2: (2, 9)} and not refusals
     assert consumer.num_refreshed == 2, "a client remembers who led"
     refusals += [code] * 1000
@@ -215,18 +182,6 @@ def test_a_partition_without_a_leader_is_retried(code: int, monkeypatch: pytest.
 def test_ends_and_bounds_are_fetched_on_request() -> None:
     reader = KafkaConsumer(FakeConsumer(oldest=2, newest=9), MERGED)
     assert reader.end_offsets() == {P0: 9, P1: 9, P2: 9} and reader.bounds(P0) == {P0: (2, 9)}
-
-
-def test_records_are_merged_by_time_and_positions_follow() -> None:
-    consumer = FakeConsumer(
-        [end(AT2), FakeMessage(AT1, 0, 30), FakeMessage(AT0, 0, 10), FakeMessage(AT0, 1, 20)]
-    )
-    reader = reader_of(consumer)
-    assert [r.timestamp_ms for r in reader.poll(2, 0)] == [10, 20]
-    consumer.bring(end(AT0, 2))
-    (record,) = reader.poll(5, 0)
-    assert record == ("samples", 1, 0, 30, b"k", b"v")
-    assert reader.positions() == {P0: 2, P1: 1, P2: 0}
 
 
 def test_a_record_that_arrives_within_the_timeout_is_returned() -> None:
@@ -299,15 +254,6 @@ def test_a_held_partition_is_not_fetched() -> None:
     assert consumer.paused == {AT1}
     reader.seek({})
     assert consumer.paused == {AT1}, "a seek ends no hold"
-
-
-def test_the_end_is_reached_when_all_that_was_there_is_given() -> None:
-    consumer = FakeConsumer([FakeMessage(AT0, 0, 10), end(AT0, 1), end(AT1), end(AT2)])
-    reader = reader_of(consumer)
-    assert not reader.at_end()
-    assert len(reader.poll(9, 0)) == 1 and reader.at_end()
-    reader.seek({})
-    assert not reader.at_end()
 
 
 def test_markers_of_transactions_are_not_lag() -> None:

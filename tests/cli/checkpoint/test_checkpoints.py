@@ -69,17 +69,9 @@ class OneShardHome:
         workers = {0: a_part({("samples", 0): seq}, seq, file=own, metrics=metrics)}
         before = manifests.newest(self.store)
         previous = {"seq": seq - 1, "checksum": before.checksum if before else ""}
-        schema = f"{small_schema().fingerprint:016x}"
-        link_manifest(
-            self.store,  # type: ignore[arg-type]
-            seq,
-            incarnation,
-            [written],
-            dense=dense,
-            workers=workers,
-            previous=previous,
-            schema=schema,
-        )
+        about = {"dense": dense, "workers": workers, "previous": previous}
+        about["schema"] = f"{small_schema().fingerprint:016x}"
+        link_manifest(self.store, seq, incarnation, [written], **about)  # type: ignore[arg-type]
 
     def _file(self, name: str, seq: int) -> StoredFile:
         data = tensor_file.encode({"model.w": np.full(4, seq, np.float32)}, {"seq": str(seq)})
@@ -199,16 +191,10 @@ def test_rows_of_a_copy_are_arrays_that_any_program_reads(home: OneShardHome, tm
     stack = small_schema().table_by_name[ITEM].stack
     arrays, about = tensor_file.decode((tmp_path / "copy" / "rows" / f"{stack}-0.safetensors").read_bytes())
     assert about == {"stack": stack, "shard": "0", "seq": "3", "schema": f"{small_schema().fingerprint:016x}"}
-    rows = zip(
-        arrays["table"].tolist(),
-        arrays["id"].tolist(),
-        arrays["row"],
-        arrays["state"],
-        arrays["stamp_ms"],
-        strict=True,
-    )
+    rows = zip(*(arrays[name] for name in ("table", "id", "row", "state", "stamp_ms")), strict=True)
     bits = {
-        (stack, t, i): row.tobytes() + state.tobytes() + stamp.tobytes() for t, i, row, state, stamp in rows
+        (stack, int(table), int(id_)): b"".join(value.tobytes() for value in values)
+        for table, id_, *values in rows
     }
     assert bits == {key: value for key, value in home.states[3].items() if key[0] == stack} and len(bits) == 4
 
@@ -310,21 +296,11 @@ def test_an_import_has_all_trained_state_and_no_offsets(home: OneShardHome, tmp_
     newest = manifests.newest(store)
     assert newest is not None
     now = newest.manifest
-    assert (now.dense, now.shards, now.model, now.schema, now.step) == (
-        then.dense,
-        then.shards,
-        then.model,
-        then.schema,
-        then.step,
-    )
-    assert {i: (part.file, part.metrics) for i, part in now.workers.items()} == {
-        i: (part.file, part.metrics) for i, part in then.workers.items()
-    }
-    assert (
-        now.offsets == {("samples", 0): 0} != then.offsets
-        and now.rows_end == {}
-        and now.kafka == {} != then.kafka
-    )
+    for name in ("dense", "shards", "model", "schema", "step"):
+        assert getattr(now, name) == getattr(then, name)
+    states = [{i: (part.file, part.metrics) for i, part in m.workers.items()} for m in (now, then)]
+    assert states[0] == states[1] and now.offsets == {("samples", 0): 0} != then.offsets
+    assert now.rows_end == {} and now.kafka == {} != then.kafka
     check_kafka(now, {"cluster_id": "another", "topics": {"samples": "x"}})
     with pytest.raises(ConfigError, match="`roostream checkpoint export` and `import`"):
         check_kafka(then, {"cluster_id": "another", "topics": {"samples": "x"}})

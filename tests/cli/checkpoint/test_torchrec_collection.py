@@ -85,7 +85,7 @@ class Shop(Model):
 def build(schema, config):
     return Shop(schema)
 """
-SIZES = {"item": 40, "user": 25}
+SIZES, ITEM = {"item": 40, "user": 25}, "embedding_bags.item.weight"
 
 
 @pytest.fixture
@@ -182,16 +182,13 @@ def test_rows_with_other_ids_round_trip_by_a_map(place: Path) -> None:
     np.testing.assert_array_equal(pulled(place, "item", int(id_N[3])), weight[[3]].numpy())
     with pytest.raises(CheckpointError, match=r"'item': expected ids that are row numbers, got"):
         gone_out(place)
-    assert torch.equal(
-        gone_out(place, "--ids", place / "ids.safetensors")["embedding_bags.item.weight"], weight
-    )
+    assert torch.equal(gone_out(place, "--ids", place / "ids.safetensors")[ITEM], weight)
     (place / "out.safetensors").unlink()
     out = gone_out(place, "--make-ids", place / "made.safetensors")
     made, _ = tensor_file.decode((place / "made.safetensors").read_bytes())
-    assert made["item"].tolist() == sorted(id_N.tolist()) and made["user"].tolist() == list(
-        range(SIZES["user"])
-    )
-    assert torch.equal(out["embedding_bags.item.weight"], weight[np.argsort(id_N)])
+    assert made["item"].tolist() == sorted(id_N.tolist())
+    assert made["user"].tolist() == list(range(SIZES["user"]))
+    assert torch.equal(out[ITEM], weight[np.argsort(id_N)])
 
 
 def test_missing_rows_have_initial_values_and_ids_without_a_number_are_reported(
@@ -248,41 +245,14 @@ def test_the_home_remembers_schema_model_and_shards_for_up(place: Path) -> None:
 @pytest.mark.parametrize(
     ("state", "message"),
     [
-        (
-            {"w": torch.zeros(2, 2)},
-            r"expected embedding_bags.TABLE.weight of a collection's state_dict, got w",
-        ),
-        (
-            {"embedding_bags.itm.weight": torch.zeros(2, 4)},
-            "expected a table of the schema, got 'itm'; did you mean 'item'",
-        ),
-        (
-            {"embedding_bags.item.weight": torch.zeros(2, 8)},
-            r"expected \[N, 4\], as \[tables.item\] has dim = 4, got \[2, 8\]",
-        ),
-        (
-            {"embedding_bags.item.weight": torch.full((2, 4), torch.nan)},
-            "expected finite floats, got float32 or",
-        ),
-        (
-            {"embedding_bags.item.weight": torch.full((2, 4), 1e300, dtype=torch.float64)},
-            "expected finite floats, got float64 or",
-        ),
-        (
-            {"embedding_bags.item.weight": torch.zeros((2, 4), dtype=torch.int8)},
-            "expected finite floats, got int8",
-        ),
-        (
-            {"embedding_bags.item.weight": torch.zeros((2, 4), dtype=torch.bfloat16)},
-            "save it in float32 by safetensors",
-        ),
-        (
-            {
-                "a.embedding_bags.item.weight": torch.zeros(2, 4),
-                "b.embedding_bags.item.weight": torch.zeros(2, 4),
-            },
-            "table 'item' once, got",
-        ),
+        ({"w": torch.zeros(2, 2)}, "of a collection's state_dict, got w"),
+        ({"embedding_bags.itm.weight": torch.zeros(2, 4)}, "got 'itm'; did you mean 'item'"),
+        ({ITEM: torch.zeros(2, 8)}, r"expected \[N, 4\], as \[tables.item\] has dim = 4, got \[2, 8\]"),
+        ({ITEM: torch.full((2, 4), torch.nan)}, "expected finite floats, got float32 or"),
+        ({ITEM: torch.full((2, 4), 1e300, dtype=torch.float64)}, "expected finite floats, got float64 or"),
+        ({ITEM: torch.zeros((2, 4), dtype=torch.int8)}, "expected finite floats, got int8"),
+        ({ITEM: torch.zeros((2, 4), dtype=torch.bfloat16)}, "save it in float32 by safetensors"),
+        ({f"{prefix}.{ITEM}": torch.zeros(2, 4) for prefix in "ab"}, "table 'item' once, got"),
     ],
 )
 def test_a_file_that_does_not_fit_is_rejected_and_nothing_is_there(
@@ -329,13 +299,6 @@ def test_options_of_collections_are_rejected_for_folders(place: Path) -> None:
         ran("export", "--home", place / "home", "--to", place / "copy", "--ids", place / "ids.safetensors")
     with pytest.raises(SetupError, match=r"--from"):
         ran("import", "--from", place / "copy", "--home", place / "other", "--schema", place / "shop.toml")
+    given = ("--from", place / "in.safetensors", "--home", place / "other", "--schema", place / "none.toml")
     with pytest.raises(ConfigError):
-        ran(
-            "import",
-            "--from",
-            place / "in.safetensors",
-            "--home",
-            place / "other",
-            "--schema",
-            place / "none.toml",
-        )
+        ran("import", *given)

@@ -138,24 +138,16 @@ def test_a_report_has_stable_keys(first: dict[str, Any]) -> None:
     assert report["training"]["rows"] == {"d4-adagrad": 40} and report["training"]["dense_parameters"] > 1000
     assert report["settings"]["batch_requests"] == report["settings"]["worker"]["batch_requests"] == 32
     assert report["log"]["features"]["item"]["share"] == 1.0 and report["log"]["impressions"] == 120
-    keys = {
-        "requests",
-        "candidates",
-        "engagements",
-        "samples",
-        "closed_by",
-        "corrections",
-        "duplicates",
-        "pending",
-        "dead_letters",
-    }
-    assert keys <= set(report["counts"])
+    keys = "requests candidates engagements samples closed_by corrections duplicates pending dead_letters"
+    assert {*keys.split()} <= set(report["counts"])
     metrics = report["metrics"]
     assert set(metrics) == {"overall", "measured", "by_day", "curve"}
     assert set(metrics["by_day"]) == {"2023-05-18", "2023-05-19", "2023-05-20"}
     assert metrics["overall"]["requests"] == 120 > metrics["measured"]["requests"] > 0
     m = {"requests", "candidates", "base_rate", "ne", "auc", "request_auc", "mrr", "ndcg@10", "calibration"}
     assert m <= set(metrics["overall"]) and set(metrics["overall"]["tasks"]) == {"click", "long_read"}
+    points = [(point["after"], point["requests"]) for point in metrics["curve"]]
+    assert points == [(32, 32), (64, 32), (96, 32), (120, 24)]
 
 
 def test_the_same_log_has_the_same_features_and_a_label_delay_others(
@@ -168,14 +160,10 @@ def test_the_same_log_has_the_same_features_and_a_label_delay_others(
     assert delayed["accounted"] and delayed["counts"] == first["counts"]
 
 
-def test_a_report_has_a_learning_curve(first: dict[str, Any]) -> None:
-    curve = first["metrics"]["curve"]
-    assert [(p["after"], p["requests"]) for p in curve] == [(32, 32), (64, 32), (96, 32), (120, 24)]
-
-
-def write_log(folder: Path, *lines: dict[str, Any]) -> ReplayConfig:
-    (folder / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (folder / "schema.toml").write_text(SCHEMA)
+def config_of(folder: Path, log: str, schema: str = SCHEMA) -> ReplayConfig:
+    """A replay of the text of a log."""
+    (folder / "log.jsonl").write_text(log)
+    (folder / "schema.toml").write_text(schema)
     return ReplayConfig(
         dataset="jsonl",
         options=jsonl.Options(log=(str(folder / "log.jsonl"),)),
@@ -185,21 +173,13 @@ def write_log(folder: Path, *lines: dict[str, Any]) -> ReplayConfig:
     )
 
 
-SHOWN = {
-    "type": "impression",
-    "request_id": "r",
-    "user_id": 5,
-    "time": 1_700_000_000_000,
-    "candidates": [{"item_id": 1}],
-}
-DONE = {
-    "type": "engagement",
-    "request_id": "r",
-    "user_id": 5,
-    "time": 1_700_000_001_000,
-    "item_id": 1,
-    "action": "[/b]",
-}
+def write_log(folder: Path, *lines: dict[str, Any]) -> ReplayConfig:
+    return config_of(folder, "".join(json.dumps(line) + "\n" for line in lines))
+
+
+KEY, T0 = {"request_id": "r", "user_id": 5}, 1_700_000_000_000
+SHOWN = {**KEY, "type": "impression", "time": T0, "candidates": [{"item_id": 1}]}
+DONE = {**KEY, "type": "engagement", "time": T0 + 1000, "item_id": 1, "action": "[/b]"}
 
 
 def test_markup_and_control_characters_of_a_log_end_nothing_and_colour_nothing(
@@ -254,18 +234,9 @@ def test_frozen_weights_score_and_do_not_learn(news: Path, first: dict[str, Any]
 
 def test_the_documented_jsonl_log_is_replayed(tmp_path: Path) -> None:
     page = (Path(__file__).resolve().parents[3] / "docs" / "bring-your-own-data.md").read_text()
-    for language in ("jsonl", "toml"):
-        (tmp_path / f"shop.{language}").write_text(page.split(f"```{language}\n")[1].split("```")[0])
-    report = tmp_path / "report.json"
-    config = ReplayConfig(
-        dataset="jsonl",
-        options=jsonl.Options(log=(str(tmp_path / "shop.jsonl"),)),
-        schema=str(tmp_path / "shop.toml"),
-        engine="local",
-        report=str(report),
-    )
-    assert run(config) == 0
-    counts = json.loads(report.read_text())["counts"]
+    log, schema = (page.split(f"```{language}\n")[1].split("```")[0] for language in ("jsonl", "toml"))
+    assert run(config_of(tmp_path, log, schema)) == 0
+    counts = json.loads((tmp_path / "out" / "report.json").read_text())["counts"]
     assert counts["requests"] == counts["samples"] == 2 and counts["candidates"] == 6
     assert counts["actions"] == {"click": 2, "order": 1} and counts["folded"] == 3
 

@@ -191,31 +191,19 @@ def test_saved_batches_are_lists_too_and_other_files_are_reported(home: ScoringH
         pb.Impression.FromString(record.value[2:]),
         num_tasks=2,
     )
-    saved = SavedBatch(
-        reason="",
-        findings=(),
-        manifest="",
-        checksum="",
-        incarnation=1,
-        worker=0,
-        step=1,
-        time_ms=T0,
-        schema="",
-        left_out=0,
-        records=(
-            Record(SAMPLES, 0, 5, T0, record.key, wire.encode(wire.SAMPLE, sample)),
-            Record(SAMPLES, 0, 6, T0, None, b"?"),
-        ),
+    records = (
+        Record(SAMPLES, 0, 5, T0, record.key, wire.encode(wire.SAMPLE, sample)),
+        Record(SAMPLES, 0, 6, T0, None, b"?"),
     )
+    about: dict[str, Any] = dict.fromkeys(("reason", "manifest", "checksum", "schema"), "")
+    about |= {"findings": (), "incarnation": 1, "worker": 0, "step": 1, "time_ms": T0, "left_out": 0}
+    saved = SavedBatch(records=records, **about)
     (tmp_path / "x.batch").write_bytes(encode(saved))
     home.close()
     code, told = ran(home, tmp_path / "x.batch")
     assert code == 0 and told["verdicts"] == {"within": 1}
-    for path, message in (
-        (tmp_path / "none", "expected a segment of a feature log or a saved batch"),
-        (tmp_path, "expected a segm"),
-    ):
-        with pytest.raises(ConfigError, match=message):
+    for path in (tmp_path / "none", tmp_path):
+        with pytest.raises(ConfigError, match="expected a segment of a feature log or a saved batch"):
             of_file(path)
 
 
@@ -253,9 +241,5 @@ def test_people_read_a_table(home: ScoringHome) -> None:
     home.commit(T0 + 10 * SECOND)
     path = home.close()
     done = CliRunner().invoke(cli, ["inspect", "skew", str(path), "--home", str(home.root)])
-    assert (
-        done.exit_code == 1
-        and "50.00% of 2 lists" in done.output
-        and "SKEW" in done.output
-        and "'basket' = 40" in done.output
-    )
+    assert done.exit_code == 1
+    assert all(text in done.output for text in ("50.00% of 2 lists", "SKEW", "'basket' = 40"))

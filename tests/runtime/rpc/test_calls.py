@@ -273,26 +273,9 @@ def test_stop_waits_for_calls_in_hand(peer: Peer) -> None:
     transport.close()
 
 
-def test_stop_counts_the_calls_that_it_cuts_off(peer: Peer) -> None:
-    server = RpcServer(peer).start()
-    transport, failed = SocketTransport(server.address), []
-
-    def call() -> None:
-        try:
-            transport.call("hold", {})
-        except TransportError as error:
-            failed.append(error)
-
-    caller = threading.Thread(target=call)
-    caller.start()
-    assert peer.entered.wait(10)
-    assert server.stop(timeout_s=0.05) == 1
-    caller.join(10)
-    assert len(failed) == 1
-    transport.close()
-
-
-def test_closing_a_transport_ends_its_calls(transport: SocketTransport, peer: Peer) -> None:
+@contextlib.contextmanager
+def failing_call(transport: SocketTransport, peer: Peer) -> Iterator[None]:
+    """A call that is in hand, and that must fail by the end of the block."""
     failed: list[TransportError] = []
 
     def call() -> None:
@@ -304,9 +287,22 @@ def test_closing_a_transport_ends_its_calls(transport: SocketTransport, peer: Pe
     caller = threading.Thread(target=call)
     caller.start()
     assert peer.entered.wait(10)
-    transport.close()
+    yield
     caller.join(10)
     assert len(failed) == 1
+
+
+def test_stop_counts_the_calls_that_it_cuts_off(peer: Peer) -> None:
+    server = RpcServer(peer).start()
+    transport = SocketTransport(server.address)
+    with failing_call(transport, peer):
+        assert server.stop(timeout_s=0.05) == 1
+    transport.close()
+
+
+def test_closing_a_transport_ends_its_calls(transport: SocketTransport, peer: Peer) -> None:
+    with failing_call(transport, peer):
+        transport.close()
 
 
 def first_answer(transport: SocketTransport) -> object:

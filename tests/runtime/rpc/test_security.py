@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -113,26 +114,15 @@ def test_a_server_of_another_authority_is_refused(
         transport.call("echo", {})
 
 
-def test_a_server_certificate_must_match_its_host_name(authority: Authority, serve: Serve) -> None:
+def test_a_server_certificate_must_match_its_host_name(
+    authority: Authority, serve: Serve, dial: Dial
+) -> None:
     server = serve(shown(authority, "shard", "shard-0.shards"))
-    keys = shown(authority, "worker")
-    named = SocketTransport(
-        server.address,
-        keys=LinkCredentials(
-            LinkSecurity(certificate=keys.certificate, key=keys.key, ca=keys.ca, name="shard-0.shards")
-        ),
-    )
-    other = SocketTransport(
-        server.address,
-        keys=LinkCredentials(
-            LinkSecurity(certificate=keys.certificate, key=keys.key, ca=keys.ca, name="shard-1.shards")
-        ),
-    )
+    own = shown(authority, "worker")
+    named, other = (dial(server, dataclasses.replace(own, name=f"shard-{n}.shards")) for n in (0, 1))
     assert named.call("echo", {"a": 1})[0] == {"a": 1}
     with pytest.raises(TransportError, match=r"shard-1\.shards"):
         other.call("echo", {})
-    named.close()
-    other.close()
 
 
 def test_plain_text_connections_are_refused(
@@ -276,24 +266,17 @@ def test_settings_that_do_not_fit_together(given: dict[str, str], told: str) -> 
 def test_files_that_are_no_keys_are_refused_at_the_start(authority: Authority, tmp_path: Path) -> None:
     certificate, key = authority.issue("worker")
     other = authority.issue("other")
-    for wrong, told in (
+    authorities, short = str(authority.pem), "expected tokens of at least 16 characters"
+    wrong: tuple[tuple[dict[str, str], str], ...] = (
         (
-            LinkSecurity(certificate=certificate, key=other[1], ca=str(authority.pem)),
-            "link.certificate': expected PEM files",
+            {"certificate": certificate, "key": other[1], "ca": authorities},
+            "certificate': expected PEM files",
         ),
-        (
-            LinkSecurity(certificate=certificate, key=key, ca=key),
-            "link.ca': expected a PEM file of authorities",
-        ),
-        (LinkSecurity(token_file=str(tmp_path / "none")), "link.token_file': expected a file of tokens"),
-        (
-            LinkSecurity(token_file=tokens(tmp_path, "short", "abc")),
-            "expected tokens of at least 16 characters",
-        ),
-        (
-            LinkSecurity(token_file=tokens(tmp_path, "empty", "", " ")),
-            "expected tokens of at least 16 characters",
-        ),
-    ):
+        ({"certificate": certificate, "key": key, "ca": key}, "ca': expected a PEM file of authorities"),
+        ({"token_file": str(tmp_path / "none")}, "token_file': expected a file of tokens"),
+        ({"token_file": tokens(tmp_path, "short", "abc")}, short),
+        ({"token_file": tokens(tmp_path, "empty", "", " ")}, short),
+    )
+    for given, told in wrong:
         with pytest.raises(SettingError, match=told):
-            LinkCredentials(wrong)
+            LinkCredentials(LinkSecurity(**given))
