@@ -53,6 +53,8 @@ topics = { ids = "topic_ids", weights = "topic_weights" }
 click = { column = "clicked" }
 read = { column = "seconds", least = 5.0, time = "left_at" }
 """
+PLAIN = 'request=["id"]\ntime="t"\nitem="item"'
+ONE = {"id": "a", "t": T0, "item": 3, "price": 1.0}
 
 
 def requests(number: int, seed: int = 0) -> list[dict[str, Any]]:
@@ -153,6 +155,10 @@ def imported(
     return import_table(paths, SCHEMA, map_of(folder, text), folder / out, **how)
 
 
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
 def events_of(path: Path) -> list[tuple[Any, ...]]:
     return sorted(
         (plain(event) for event in JsonlLog([str(path)], LogLineReader(SCHEMA)).open().events), key=str
@@ -183,18 +189,11 @@ def test_requests_are_reassembled_from_rows_in_any_order(
 
 
 def test_a_column_of_the_features_own_name_needs_no_line_in_the_map(tmp_path: Path) -> None:
-    imported(
-        tmp_path,
-        table_of([{"id": "r1", "t": T0, "item": 3, "price": 2.5}]),
-        text='request=["id"]\ntime="t"\nitem="item"',
-    )
-    (shown,) = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
-    assert shown == {
-        "type": "impression",
-        "request_id": "r1",
-        "time": T0,
-        "candidates": {"item": [3], "item_id": [3], "price": [2.5]},
-    }
+    imported(tmp_path, table_of([ONE]), text=PLAIN)
+    candidates = {"item": [3], "item_id": [3], "price": [1.0]}
+    assert lines_of(tmp_path / "log.jsonl") == [
+        {"type": "impression", "request_id": "a", "time": T0, "candidates": candidates}
+    ]
 
 
 @pytest.mark.parametrize(
@@ -202,18 +201,13 @@ def test_a_column_of_the_features_own_name_needs_no_line_in_the_map(tmp_path: Pa
     [("ms", T0), ("s", T0 // 1000), ("us", T0 * 1000), ("ms", "2023-11-14T22:13:20"), ("s", T0 / 1000)],
 )
 def test_times_are_read_in_every_unit_and_type(tmp_path: Path, unit: str, given: object) -> None:
-    text = f'request=["id"]\ntime="t"\nitem="item"\ntime_unit="{unit}"'
-    imported(tmp_path, table_of([{"id": 1, "t": given, "item": 3, "price": 1.0}]), text=text)
-    assert json.loads((tmp_path / "log.jsonl").read_text())["time"] == T0
+    imported(tmp_path, table_of([{**ONE, "t": given}]), text=f'{PLAIN}\ntime_unit="{unit}"')
+    assert lines_of(tmp_path / "log.jsonl")[0]["time"] == T0
 
 
 def test_a_long_id_of_a_request_becomes_its_hash(tmp_path: Path) -> None:
-    imported(
-        tmp_path,
-        table_of([{"id": "x" * 80, "t": T0, "item": 3}]),
-        text='request=["id"]\ntime="t"\nitem="item"',
-    )
-    assert len(json.loads((tmp_path / "log.jsonl").read_text())["request_id"]) == 16
+    imported(tmp_path, table_of([{**ONE, "id": "x" * 80}]), text=PLAIN)
+    assert len(lines_of(tmp_path / "log.jsonl")[0]["request_id"]) == 16
 
 
 def test_contradicting_rows_of_a_request_are_reported_or_skipped(tmp_path: Path) -> None:
@@ -272,25 +266,14 @@ def test_a_missing_column_is_reported_with_its_file(
         imported(tmp_path, table.rename_columns([change.get(name, name) for name in table.column_names]))
 
 
-def test_mixed_files_and_name_clashes_are_reported(
-    tmp_path: Path,
-) -> None:
-    text = 'request=["id"]\ntime="t"\nitem="item"'
-    one, other = ({"id": "a", "t": T0, "item": 3, "price": 1.0}, {"id": "a", "t": T0, "item": 3})
+def test_mixed_files_and_name_clashes_are_reported(tmp_path: Path) -> None:
+    other = {name: ONE[name] for name in ("id", "t", "item")}
     with pytest.raises(ConfigError, match=r"expected the columns of .*got others"):
-        imported(tmp_path, table_of([one]), table_of([other]), text=text)
+        imported(tmp_path, table_of([ONE]), table_of([other]), text=PLAIN)
     (tmp_path / "log.jsonl").write_text("mine")
     with pytest.raises(ConfigError, match="expected a"):
-        imported(tmp_path, table_of([one]), text=text)
+        imported(tmp_path, table_of([ONE]), text=PLAIN)
     assert (tmp_path / "log.jsonl").read_text() == "mine"
-
-
-PLAIN = 'request=["id"]\ntime="t"\nitem="item"'
-ONE = {"id": "a", "t": T0, "item": 3, "price": 1.0}
-
-
-def lines_of(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def test_requests_of_different_users_with_the_same_id_stay_apart(tmp_path: Path) -> None:

@@ -23,8 +23,6 @@ from tests.wire.decode_reference import check_reference, decoder, same_as_refere
 from tests.wire.sample_builders import parse_schema
 
 Samples = Callable[[int], list[pb.Sample]]
-
-
 ToRecord = Callable[..., Record]
 
 
@@ -275,8 +273,6 @@ def test_precompile_covers_every_kernel_and_shape(
 
 
 CLICK, DWELL = Label(name="click", action="click"), Label(name="dwell", action="read", fold="max")
-
-
 SCHEMA = Schema(labels=(CLICK, DWELL))
 
 
@@ -299,8 +295,6 @@ def column(number: int, payload: bytes) -> bytes:
 
 
 NUM_ROWS = pb.Part.DESCRIPTOR.fields_by_name["num_rows"].number
-
-
 PARTS = pb.Sample.DESCRIPTOR.fields_by_name["parts"].number
 
 
@@ -379,20 +373,35 @@ def test_a_damaged_schema_rejects_only_its_own_samples() -> None:
     assert batch.item_B.tolist() == [1]
 
 
-def damaged_nro(**changes: Any) -> Callable[[pb.Sample], None]:
+Change = Callable[[pb.Sample], None]
+
+
+def assign(message: Any, fields: dict[str, Any]) -> None:
+    for name, value in fields.items():
+        if isinstance(value, list | range):
+            getattr(message, name)[:] = value
+        else:
+            setattr(message, name, value)
+
+
+def setter(**fields: Any) -> Change:
+    return lambda s: assign(s, fields)
+
+
+def part(**fields: Any) -> Change:
+    return lambda s: assign(s.parts[0], fields)
+
+
+def damaged_nro(**fields: Any) -> Change:
     def change(s: pb.Sample) -> None:
         block = pb.Block.FromString(s.parts[0].nro)
-        for name, value in changes.items():
-            if name == "missing":
-                block.missing = value
-            else:
-                getattr(block, name)[:] = value
+        assign(block, fields)
         s.parts[0].nro = block.SerializeToString()
 
     return change
 
 
-def damaged_ro(weights: list[float]) -> Callable[[pb.Sample], None]:
+def damaged_ro(weights: list[float]) -> Change:
     def change(s: pb.Sample) -> None:
         block = pb.Block.FromString(s.ro)
         block.weights[:] = weights
@@ -401,37 +410,14 @@ def damaged_ro(weights: list[float]) -> Callable[[pb.Sample], None]:
     return change
 
 
-def setter(**changes: Any) -> Callable[[pb.Sample], None]:
-    def change(s: pb.Sample) -> None:
-        for name, value in changes.items():
-            if name == "weight":
-                s.weight = value
-            elif name == "ro":
-                s.ro = value
-            else:
-                getattr(s, name)[:] = value
-
-    return change
-
-
-def event(candidate: int = 0, action: int = 0, value: float = 1.0) -> Callable[[pb.Sample], None]:
-    columns = {
-        "event_candidates": [candidate],
-        "event_actions": [action],
-        "event_values": [value],
-        "event_times": [1],
-    }
-    return setter(event_ids=[1], **columns)
-
-
-def part(**changes: Any) -> Callable[[pb.Sample], None]:
-    def change(s: pb.Sample) -> None:
-        if "num_rows" in changes:
-            s.parts[0].num_rows = changes["num_rows"]
-        if "rows" in changes:
-            s.parts[0].rows[:] = changes["rows"]
-
-    return change
+def event(candidate: int = 0, action: int = 0, value: float = 1.0) -> Change:
+    return setter(
+        event_ids=[1],
+        event_candidates=[candidate],
+        event_actions=[action],
+        event_values=[value],
+        event_times=[1],
+    )
 
 
 INF, NAN = float("inf"), float("nan")
@@ -480,14 +466,14 @@ DAMAGE = [
     ("a list beyond the cap", damaged_nro(lengths=[1, 0, 0, 31, 0, 0], ids=range(32), missing=b""),
      "oversized"),
     ("a block that is no message", setter(ro=b"\x0a\x05ab"), "undecodable"),
-    ("another schema", lambda s: s.header.__setattr__("schema", 5), "unknown_schema"),
+    ("another schema", lambda s: assign(s.header, {"schema": 5}), "unknown_schema"),
     ("too many candidates", setter(item_ids=range(41), labels=[0.0] * 82), "oversized"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("what", "change", "reason"), DAMAGE, ids=[d[0] for d in DAMAGE])
 def test_a_damaged_sample_is_rejected_and_its_neighbors_are_kept(
-    schema: Schema, what: str, change: Callable[[pb.Sample], Any], reason: str, to_record: ToRecord
+    schema: Schema, what: str, change: Change, reason: str, to_record: ToRecord
 ) -> None:
     bad = valid(schema)
     change(bad)
@@ -505,15 +491,9 @@ def test_a_damaged_sample_is_rejected_and_its_neighbors_are_kept(
 
 def test_weights_and_propensities_at_their_bounds_are_accepted(schema: Schema, to_record: ToRecord) -> None:
     changes = [
-        setter(weight=wire.MAX_WEIGHT),
-        setter(weight=0.0),
-        setter(weight=-0.0),
+        *(setter(weight=weight) for weight in (wire.MAX_WEIGHT, 0.0, -0.0)),
         setter(propensities=[1.0, 1e-30]),
-    ]
-    changes += [
-        damaged_ro(weights=[wire.MAX_WEIGHT]),
-        damaged_ro(weights=[-wire.MAX_WEIGHT]),
-        damaged_ro(weights=[0.0]),
+        *(damaged_ro(weights=[weight]) for weight in (wire.MAX_WEIGHT, -wire.MAX_WEIGHT, 0.0)),
     ]
     made = [valid(schema) for _ in changes]
     for sample, change in zip(made, changes, strict=True):
@@ -526,10 +506,8 @@ def test_weights_and_propensities_at_their_bounds_are_accepted(schema: Schema, t
 def test_the_close_time_of_a_sample_is_its_records_timestamp(schema: Schema, to_record: ToRecord) -> None:
     late = to_record(valid(schema))._replace(timestamp_ms=7)
     batch, (reject,) = decoder(schema).decode([late, to_record(valid(schema), 1)])
-    assert (reject.index, reject.reason) == (
-        0,
-        "bad_time",
-    ) and "timestamp 7, got close time 0" in reject.error
+    assert (reject.index, reject.reason) == (0, "bad_time")
+    assert "timestamp 7, got close time 0" in reject.error
     assert batch.offset_R.tolist() == [1]
     correction = to_record(valid(schema), 0, wire.CORRECTION)._replace(timestamp_ms=7)
     assert decoder(schema).decode([correction], corrections=True)[0].num_requests == 1
