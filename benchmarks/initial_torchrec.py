@@ -29,7 +29,7 @@ from torch._C import _distributed_c10d as c10d
 
 from benchmarks.common.peer_process import start_peer
 from benchmarks.common.shard import empty_shard, remote_client, shard_processes
-from benchmarks.common.shared_setup import SharedSetup
+from benchmarks.common.shared_setup import SharedSetup, opened_with
 from benchmarks.harness.benchmark import Benchmark, Row, Subject, SubjectResult, TurnResult, WholeTurn
 from param_server.placement.plan import PlannedTable, imbalance, plan
 from roostream.models.embedding_ops import pool_bags
@@ -297,13 +297,7 @@ class Workers:
         return [Took(*json.loads(peer.read_line())) for peer in self._peers]
 
 
-@contextlib.contextmanager
-def _workers(count: int) -> Iterator[Workers]:
-    with contextlib.ExitStack() as opened:
-        yield Workers(opened, count)
-
-
-_shared_workers = {count: SharedSetup(_workers) for count in (WORKERS, 2 * WORKERS)}
+_shared_workers = {count: SharedSetup(opened_with(Workers)) for count in (WORKERS, 2 * WORKERS)}
 
 
 def workers(count: int = WORKERS) -> contextlib.AbstractContextManager[Workers]:

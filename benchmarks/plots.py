@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -285,17 +286,22 @@ def recovery_timeline() -> Figure:
     row = result["rows"][0]
     steps = ("a new process, ms", "it answers, ms", "restored, ms", "next step, ms")
     labels = ("process started again", "imports done, it answers", "state restored", "next step trained")
-    figure, (ax,) = _axes(height=2.6)
     killed = [s for s in _subjects(row).values() if s["role"] != "limit"]
-    for place, subject in enumerate(killed):
-        begin = 0.0
-        for step, label, color in zip(steps, labels, _STAGES, strict=False):
-            end = _figure(subject, step) / 1e3
+    ends = {f"kill {s['name']}": [_figure(s, step) / 1e3 for step in steps] for s in killed}
+    return _timelines(ends, labels, "seconds after kill -9", result)
+
+
+def _timelines(
+    ends: Mapping[str, Sequence[float]], labels: Sequence[str], xlabel: str, result: Result
+) -> Figure:
+    """A bar for each name, from the ends of its stages in seconds."""
+    figure, (ax,) = _axes(height=2.5)
+    for place, stages in enumerate(ends.values()):
+        for begin, end, label, color in zip((0.0, *stages), stages, labels, _STAGES, strict=False):
             ax.barh(place, end - begin, left=begin, color=color, label=label if place == 0 else None)
-            begin = end
-    ax.set_yticks(range(len(killed)), [f"kill {s['name']}" for s in killed])
+    ax.set_yticks(range(len(ends)), list(ends))
     ax.invert_yaxis()
-    ax.set_xlabel("seconds after kill -9")
+    ax.set_xlabel(xlabel)
     ax.legend(loc="center left", bbox_to_anchor=(1, 0.5))
     return _finish(figure, result)
 
@@ -304,25 +310,15 @@ def freshness_stages() -> Figure:
     """Where the time from a click to another score of the item goes."""
     result = load("freshness")
     row = _row(result, "from a click to another score of the item")
-    figure, (ax,) = _axes(height=2.4)
-    names = (
-        ("engagement_to_close, s", "request closes"),
-        ("close_to_readable, s", "sample readable in Kafka"),
-        ("readable_to_trained, s", "trained"),
-        ("trained_to_servable, s", "servable"),
-    )
-    found = list(_subjects(row).values())
-    for place, subject in enumerate(found):
-        begin = 0.0
-        for (key, label), color in zip(names, _STAGES, strict=False):
-            value = _figure(subject, key)
-            ax.barh(place, value, left=begin, color=color, label=label if place == 0 else None)
-            begin += value
-    ax.set_yticks(range(len(found)), ["commit each 10 s", "commit each 1 s"][: len(found)])
-    ax.invert_yaxis()
-    ax.set_xlabel("seconds, means that the programs measure")
-    ax.legend(loc="center left", bbox_to_anchor=(1, 0.5))
-    return _finish(figure, result)
+    labels = {
+        "engagement_to_close, s": "request closes",
+        "close_to_readable, s": "sample readable in Kafka",
+        "readable_to_trained, s": "trained",
+        "trained_to_servable, s": "servable",
+    }
+    subjects = zip(("commit each 10 s", "commit each 1 s"), _subjects(row).values(), strict=False)
+    ends = {name: list(itertools.accumulate(_figure(s, key) for key in labels)) for name, s in subjects}
+    return _timelines(ends, [*labels.values()], "seconds, means that the programs measure", result)
 
 
 def joiner_state() -> Figure:

@@ -17,7 +17,7 @@ from benchmarks.common import samples as data
 from benchmarks.common.open_load import Answer, rank_request
 from benchmarks.common.peer_ranking import peer_program
 from benchmarks.common.serving_program import ServingProgram, bodies_of, serving_program
-from benchmarks.common.shared_setup import SharedSetup
+from benchmarks.common.shared_setup import SharedSetup, opened_with
 from benchmarks.harness.benchmark import Benchmark, Role, Row, Subject, TurnResult, WholeTurn
 from benchmarks.serving_overload import DEADLINE_MS, Load, Served
 from roostream.wire import roo_pb2 as pb
@@ -55,12 +55,16 @@ class Programs:
         key = kind, form, candidates
         if key not in self._served:
             with self.running(kind) as program:
-                _check_scores(program, form, candidates)
+                self.check(program, form, candidates)
                 media = request_media_type(form)
                 requests = [rank_request(body, media) for body in encoded_bodies(form, candidates)]
                 self._served[key] = Served(program, requests)
                 self._opened.callback(self._served[key].clients.close)
         return self._served[key]
+
+    def check(self, program: ServingProgram, form: str, candidates: int) -> None:
+        """Compare the scores of one request with those of the ranker in this process."""
+        _check_scores(program, form, candidates)
 
     @contextlib.contextmanager
     def running(self, kind: str) -> Iterator[ServingProgram]:
@@ -76,25 +80,14 @@ class Programs:
             self._running[kind].suspend()
 
 
-@contextlib.contextmanager
-def _open() -> Iterator[Programs]:
-    with contextlib.ExitStack() as opened:
-        yield Programs(opened)
-
-
-_programs = SharedSetup(_open)
-
-
-def programs() -> contextlib.AbstractContextManager[Programs]:
-    """The programs of a run."""
-    return _programs.open()
+PROGRAMS = SharedSetup(opened_with(Programs))
 
 
 @contextlib.contextmanager
 def under_load(kind: str, form: str, times: float, seconds: float, candidates: int) -> Iterator[WholeTurn]:
     """`kind`: ours, fastapi, litserve; `times` the capacity, or 0: one connection. Units: requests answered
     200 within the deadline. Time: CPU time of the program."""
-    with _programs.open() as running:
+    with PROGRAMS.open() as running:
         served = running.served(kind, form, candidates)
         load = Load(served, times, seconds) if times else OneConnection(served, 1.0, seconds)
 
@@ -126,7 +119,6 @@ def request_media_type(form: str) -> str:
 
 
 def _check_scores(program: ServingProgram, form: str, candidates: int) -> None:
-    """Compare the scores of one request with those of the ranker in this process."""
     from benchmarks.common.peer_ranking import DemoRank, Scoring
 
     body, media = encoded_bodies(form, candidates)[0], request_media_type(form)
@@ -173,7 +165,7 @@ BENCHMARK = Benchmark(
     name="serving-e2e",
     summary="How many ranks does a second of CPU time answer, and how long does one take?",
     rows=(_at(0.0, "one connection"), _at(0.5, "at half of what each can answer"), _at(1.0, "at all of it")),
-    run_setup=f"{_HERE}:programs",
+    run_setup=f"{_HERE}:PROGRAMS.open",
     interpretation="""\
 The figure is requests answered 200 within a second, divided by the CPU time of all processes of the
 program. The targets are 1,000 in JSON and 1,500 in protobuf, and at half load p50 at most 2 ms and p99 at

@@ -18,12 +18,11 @@ from urllib.parse import urlsplit
 
 import psutil
 
-from benchmarks.common.open_load import Answer, rank_request
-from benchmarks.common.peer_ranking import peer_program
+from benchmarks.common.open_load import Answer
 from benchmarks.common.serving_program import ServingProgram
-from benchmarks.common.shared_setup import SharedSetup
+from benchmarks.common.shared_setup import SharedSetup, opened_with
 from benchmarks.harness.benchmark import Benchmark, Role, Row, Subject, TurnResult, WholeTurn
-from benchmarks.serving_e2e import encoded_bodies, request_media_type
+from benchmarks.serving_e2e import Programs
 from benchmarks.serving_overload import Load, Served, in_time
 from infra.options import demo
 from infra.stack import Stack
@@ -117,73 +116,42 @@ class LiveLoad(Load):
         return super().send(seconds)
 
 
-class Programs:
+class LivePrograms(Programs):
     """The serving program of a stack, and a peer beside it that is suspended while the stack is asked."""
 
     def __init__(self, opened: contextlib.ExitStack) -> None:
+        super().__init__(opened)
         self.reference = Reference(opened)
         home = opened.enter_context(tempfile.TemporaryDirectory())
-        stack = opened.enter_context(Stack(Path(home), demo()))
-        stack.start(["all"])
-        stack.wait_ready("all", timeout_s=240)
-        self._opened, self._stack = opened, stack
-        self._running: dict[str, ServingProgram] = {}
-        self._served: dict[tuple[str, str], Served] = {}
+        self._stack = opened.enter_context(Stack(Path(home), demo()))
+        self._stack.start(["all"])
+        self._stack.wait_ready("all", timeout_s=240)
 
-    def served(self, kind: str, form: str) -> Served:
-        if (kind, form) not in self._served:
-            with self.running(kind) as program:
-                media = request_media_type(form)
-                requests = [rank_request(body, media) for body in encoded_bodies(form, _CANDIDATES)]
-                self._served[kind, form] = Served(program, requests)
-                self._opened.callback(self._served[kind, form].clients.close)
-        return self._served[kind, form]
+    def check(self, program: ServingProgram, form: str, candidates: int) -> None:
+        """Nothing to do: the stack's model is another one with every commit."""
 
     @contextlib.contextmanager
     def running(self, kind: str) -> Iterator[ServingProgram]:
         if kind == "live":
-            yield self._live()
-            return
-        if kind in self._running:
-            self._running[kind].resume()
-        else:
-            self._running[kind] = self._opened.enter_context(peer_program(kind))
-            self._opened.callback(self._running[kind].resume)  # so that it can end
-        try:
-            yield self._running[kind]
-        finally:
-            self._running[kind].suspend()
-
-    def _live(self) -> ServingProgram:
-        if "live" not in self._running:
             url, pid = urlsplit(self._stack.endpoints.serving), self._stack.pid("serving")
             assert url.hostname is not None
             assert url.port is not None
             assert pid is not None
-            self._running["live"] = ServingProgram((url.hostname, url.port), Path(), pid)
-        return self._running["live"]
+            yield ServingProgram((url.hostname, url.port), Path(), pid)
+        else:
+            with super().running(kind) as program:
+                yield program
 
 
-@contextlib.contextmanager
-def _open() -> Iterator[Programs]:
-    with contextlib.ExitStack() as opened:
-        yield Programs(opened)
-
-
-_programs = SharedSetup(_open)
-
-
-def programs() -> contextlib.AbstractContextManager[Programs]:
-    """The programs of a run."""
-    return _programs.open()
+PROGRAMS = SharedSetup(opened_with(LivePrograms))
 
 
 @contextlib.contextmanager
 def under_load(kind: str, form: str, connections: int, rate: float) -> Iterator[WholeTurn]:
     """`kind`: live, fastapi. Units: requests answered 200 within the deadline. Time: CPU time of the serving
     program."""
-    with _programs.open() as running:
-        served = running.served(kind, form)
+    with PROGRAMS.open() as running:
+        served = running.served(kind, form, _CANDIDATES)
         load = LiveLoad(served, connections, rate)
 
         def turn() -> TurnResult:
@@ -246,7 +214,7 @@ BENCHMARK = Benchmark(
         *(_row(f"{n} connection{'s' * (n > 1)}", n, 0.0) for n in (1, 4, 16, 64)),
         *(_row(f"{rate} requests/s", 0, rate) for rate in (50, 100, 200)),
     ),
-    run_setup=f"{_HERE}:programs",
+    run_setup=f"{_HERE}:PROGRAMS.open",
     interpretation="""\
 The figure is requests answered 200 within a second, divided by the CPU time of the serving program, while
 all other programs of the demo's stack run on the same machine: Kafka, Flink, Redis, shards, a worker, and

@@ -9,6 +9,17 @@ from typing import Any, Generic, TypeVar
 T = TypeVar("T")
 
 
+def opened_with(make: Callable[..., T]) -> Callable[..., contextlib.AbstractContextManager[T]]:
+    """A context manager of `make(opened, *arguments)`, at whose end the exit stack `opened` is closed."""
+
+    @contextlib.contextmanager
+    def open_(*arguments: Any) -> Iterator[T]:
+        with contextlib.ExitStack() as opened:
+            yield make(opened, *arguments)
+
+    return open_
+
+
 class SharedSetup(Generic[T]):
     """`make` returns a context manager. Subjects that are open at the same time pass equal arguments."""
 

@@ -10,6 +10,7 @@ import contextlib
 import gc
 import importlib
 import json
+import operator
 import os
 import sys
 import time
@@ -110,7 +111,7 @@ class SubjectRunner:
 
 def _import(setup: str) -> Callable[..., Any]:
     module, _, function = setup.partition(":")
-    return getattr(importlib.import_module(module), function)
+    return operator.attrgetter(function)(importlib.import_module(module))
 
 
 def main() -> None:

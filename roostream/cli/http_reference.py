@@ -65,7 +65,10 @@ def http_page(document: dict[str, Any]) -> str:
     for path, method, operation in operations:
         parts += _route(f"{method.upper()} {path}", operation, shared)
         statuses |= {s: r["description"] for s, r in operation["responses"].items() if s != "200"}
-    rows = (f"| {s} | {_codes(int(s))} | {_cell(statuses[s])} |" for s in sorted(statuses))
+    rows = []
+    for status, text in sorted(statuses.items()):
+        codes = (CODES[int(status)], *OTHER_CODES.get(int(status), ()))
+        rows.append(f"| {status} | {', '.join(f'`{code}`' for code in codes)} | {_cell(text)} |")
     example = f"```json\n{json.dumps(_EXAMPLE.body())}\n```"
     parts += [
         _ERRORS,
@@ -74,8 +77,8 @@ def http_page(document: dict[str, Any]) -> str:
     ]
     parts.append("## Types")
     for name, component in components.items():
-        parts += [f"### {name}", *_about(component), _fields(component)]
-    return "\n\n".join(parts) + "\n"
+        parts += [f"### {name}", component.get("description", ""), _fields(component)]
+    return "\n\n".join(filter(None, parts)) + "\n"
 
 
 def application_document(schema: Path = _SHOP) -> dict[str, Any]:
@@ -96,10 +99,6 @@ def application_document(schema: Path = _SHOP) -> dict[str, Any]:
             process.close()
     finally:
         shutil.rmtree(home, ignore_errors=True)
-
-
-def _codes(status: int) -> str:
-    return ", ".join(f"`{code}`" for code in (CODES[status], *OTHER_CODES.get(status, ())))
 
 
 def _parameters(parameters: list[dict[str, Any]]) -> str:
@@ -151,10 +150,6 @@ def _compact_json(value: Any) -> str:
     if isinstance(value, list) and len(json.dumps(value)) > 90:
         return "[" + ",\n".join(map(_compact_json, value)).replace("\n", "\n ") + "]"
     return json.dumps(value, ensure_ascii=False)
-
-
-def _about(component: dict[str, Any]) -> list[str]:
-    return [component["description"]] if component.get("description") else []
 
 
 def _fields(component: dict[str, Any]) -> str:

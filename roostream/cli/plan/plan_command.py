@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from roostream.cli.options import json_option
+from roostream.cli.options import json_option, settings_flags
 from roostream.cli.plan import measured
 from roostream.cli.plan.cost import Cost, Prices, cost_of
 from roostream.cli.plan.sizing import Load, Need, bottleneck, plan
@@ -20,21 +20,7 @@ from roostream.errors import ConfigError
 from roostream.schema.settings import SettingError
 
 
-def _options(command: Any) -> Any:
-    """One flag for each setting of `Load` and `Prices`."""
-    for field in reversed((*dataclasses.fields(Load), *dataclasses.fields(Prices))):
-        needed = field.default is dataclasses.MISSING
-        kind = int if field.type == "int" else float
-        shown = {} if needed else {"default": field.default, "show_default": True}
-        flag = f"--{field.name.replace('_', '-')}"
-        command = click.option(
-            flag, field.name, type=kind, required=needed, help=field.metadata["help"], **shown
-        )(command)
-    return command
-
-
-@click.command("plan")
-@_options
+@click.command("plan", params=[*settings_flags(Load), *settings_flags(Prices)])
 @json_option
 def plan_command(as_json: bool, **values: Any) -> None:
     """Compute the sizes that a load needs, and the bottleneck, from the figures of committed benchmarks.

@@ -120,7 +120,10 @@ def build_report(config: ReplayConfig, schema: Schema, outcome: Outcome, source:
         "log": profile.report(),
         "training": dataclasses.asdict(outcome.training),
         **({"archived": dataclasses.asdict(outcome.archived)} if outcome.archived is not None else {}),
-        "settings": settings_of(config),
+        "settings": {  # of model and trainer: `training`
+            **dataclasses.asdict(config),
+            "worker": to_toml_value(program_settings(config).worker),
+        },
         "features_digest": f"{outcome.accounts.features_digest:016x}",
         "engine": config.engine,
     }
@@ -160,8 +163,3 @@ def _compare_models(
             }
         )
     return found
-
-
-def settings_of(config: ReplayConfig) -> dict[str, Any]:
-    """All settings of the replay with their values; those of model and trainer are under `training`."""
-    return {**dataclasses.asdict(config), "worker": to_toml_value(program_settings(config).worker)}

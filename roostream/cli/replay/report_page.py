@@ -20,6 +20,7 @@ _STYLE = (
     ".6rem;text-align:left}"
     "svg{max-width:100%;height:auto}.warning{background:#fff3cd;padding:.3rem .6rem;margin:.3rem 0}"
 )
+_FIGURES = ("share", "min", "mean", "max")
 
 
 def write_page(path: Path, title: str, report: Mapping[str, Any]) -> None:
@@ -40,13 +41,17 @@ def write_page(path: Path, title: str, report: Mapping[str, Any]) -> None:
 
 def page_of(title: str, report: Mapping[str, Any], figures: Mapping[str, str]) -> str:
     """The HTML of the page; `figures`: heading → SVG."""
+    features = (
+        (name, f["side"], f["kind"], *(number(f[key]) for key in _FIGURES))
+        for name, f in report["log"]["features"].items()
+    )
     sections = {
         "Is the model better than the baselines?": _verdict(report["verdict"]),
         **({"Models of this pass": _models(report["models"])} if "models" in report else {}),
         "Model and baselines": table(("", "requests", *METRIC_NAMES), _metric_rows(report)),
         **figures,
         "What happened to the log": table((), join_rows(report)),
-        "Features": table(("feature", "side", "kind", "share", "min", "mean", "max"), _feature_rows(report)),
+        "Features": table(("feature", "side", "kind", *_FIGURES), features),
         "Settings": table((), _flat({"training": report["training"], **report["settings"]})),
     }
     return page(title, report["warnings"], sections)
@@ -140,11 +145,6 @@ def _metric_rows(report: Mapping[str, Any]) -> Iterable[tuple[str, ...]]:
                     number(m["requests"]),
                     *(number(m[name]) for name in METRIC_NAMES),
                 )
-
-
-def _feature_rows(report: Mapping[str, Any]) -> Iterable[tuple[str, ...]]:
-    for name, f in report["log"]["features"].items():
-        yield (name, f["side"], f["kind"], *(number(f[key]) for key in ("share", "min", "mean", "max")))
 
 
 def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterable[Row]:

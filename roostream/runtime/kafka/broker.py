@@ -57,7 +57,7 @@ class KafkaSecurity:
             )
         if bool(self.certificate) != bool(self.key):
             raise ConfigError("expected certificate and key together, got one of them; add the other")
-        if not self.uses_ssl and (self.ca or self.certificate):
+        if not self.protocol.endswith("SSL") and (self.ca or self.certificate):
             raise ConfigError(
                 f"expected protocol SSL or SASL_SSL with ca or certificate, got {self.protocol}; change it"
             )
@@ -65,10 +65,6 @@ class KafkaSecurity:
             raise ConfigError(
                 f"expected protocol SASL_SSL or SASL_PLAINTEXT with username, got {self.protocol}; change it"
             )
-
-    @property
-    def uses_ssl(self) -> bool:
-        return self.protocol.endswith("SSL")
 
     @property
     def uses_sasl(self) -> bool:
