@@ -51,18 +51,14 @@ class Program:
     max_after_wait_s: float = math.inf
     prepare: Callable[[], None] = lambda: None  # called before every start: make folders, write files
     ready: Callable[[], bool] = lambda: True  # a probe that takes about a second at most
-    on_ready: Callable[[], None] = lambda: (
-        None
-    )  # called once after each start, when `ready` first returns True
+    on_ready: Callable[[], None] = lambda: None  # called once after each start, when `ready` is first True
     stop_rank: StopRank = StopRank.FEATURES
     stop_timeout_s: float = 10.0
     stop_signal: int = signal.SIGTERM
     metrics: str | None = None
     restart: bool = True  # False: the program ends by itself
     refused_code: int | None = None  # exit code for a configuration that no restart can fix
-    watched_files: tuple[
-        Path, ...
-    ] = ()  # after `refused_code`, a change of one of these files causes a new start
+    watched_files: tuple[Path, ...] = ()  # after `refused_code`, a change of one causes a new start
     cwd: Path | None = None
 
 
@@ -92,11 +88,8 @@ class Child:
 
 
 def start_child(program: Program, now_s: float) -> Child:
-    """Start a process of `program`. Its output is appended to `program.log`.
-
-    Raises:
-        OSError: the process can't be started (no memory, no descriptor). Nothing runs then.
-    """
+    """Start a process of `program`. Its output is appended to `program.log`. Raises OSError: the process
+    can't be started (no memory, no descriptor). Nothing runs then."""
     program.prepare()
     program.log.parent.mkdir(parents=True, exist_ok=True)
     shim = (sys.executable, "-I", "-S", str(die_with_parent.__file__), str(os.getpid()))

@@ -40,22 +40,9 @@ _JAVA_MODULES = (
     *(
         f"--add-opens=java.base/{package}=ALL-UNNAMED"
         for package in (
-            *(
-                "java.lang",
-                "java.net",
-                "java.io",
-                "java.nio",
-                "sun.nio.ch",
-                "java.lang.reflect",
-                "java.text",
-                "java.time",
-            ),
-            *(
-                "java.util",
-                "java.util.concurrent",
-                "java.util.concurrent.atomic",
-                "java.util.concurrent.locks",
-            ),
+            *("java.lang", "java.net", "java.io", "java.nio", "sun.nio.ch"),
+            *("java.lang.reflect", "java.text", "java.time", "java.util", "java.util.concurrent"),
+            *("java.util.concurrent.atomic", "java.util.concurrent.locks"),
         )
     ),
 )
@@ -130,13 +117,8 @@ class Cluster:
     """Folders, configuration and programs of one local Flink cluster."""
 
     def __init__(self, home: Home, options: StackOptions, java: Path, rpc_port: int, rest_port: int) -> None:
-        self.home, self.options, self.java, self.rpc_port, self.rest_port = (
-            home,
-            options,
-            java,
-            rpc_port,
-            rest_port,
-        )
+        self.home, self.options, self.java = home, options, java
+        self.rpc_port, self.rest_port = rpc_port, rest_port
         self.folder = home.root / "flink"
         self.conf, self.lib, self.bin = (self.folder / name for name in ("conf", "lib", "bin"))
         self.tmp = home.tmp / "flink"

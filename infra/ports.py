@@ -1,4 +1,5 @@
-"""Ports of a stack, drawn at each start and reserved against other stacks on the machine.
+"""Ports of a stack, drawn at each start and reserved against other stacks on the machine, and the addresses
+with these ports.
 
 They lie below the kernel's range for outgoing connections. Otherwise a connection could take the port of a
 program that is being restarted.
@@ -6,10 +7,13 @@ program that is being restarted.
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import socket
 import urllib.request
+from collections.abc import Iterable
 
+from infra.options import StackOptions
 from roostream.errors import SetupError
 
 MIN_PORT, MAX_PORT = 15_000, 32_000
@@ -27,11 +31,7 @@ class Ports:
         self._reserved: dict[int, socket.socket] = {}
 
     def draw(self) -> int:
-        """A free port, reserved until `release`.
-
-        Raises:
-            SetupError: no port is free.
-        """
+        """A free port, reserved until `release`. Raises SetupError: no port is free."""
         for port in random.sample(range(MIN_PORT, MAX_PORT), 500):
             if self._reserve(port):
                 return port
@@ -40,11 +40,7 @@ class Ports:
         )
 
     def take(self, name: str, port: int) -> int:
-        """Reserve a given port.
-
-        Raises:
-            SetupError: the port is in use.
-        """
+        """Reserve a given port. Raises SetupError: the port is in use."""
         if not self._reserve(port):
             raise SetupError(
                 f"port {port} for {name} is in use; choose another port, or leave the choice to the stack"
@@ -67,6 +63,55 @@ class Ports:
             return False
         self._reserved[port] = reservation
         return True
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Endpoints:
+    """Addresses of one local stack, as "host:port"; `flink` and `serving` are URLs; `metrics` maps a program
+    to the URL of its /metrics. Only Kafka's and Flink's own processes use `kafka_controller`, `flink_rpc` and
+    `task_managers`."""
+
+    kafka: str
+    redis: str
+    flink: str
+    serving: str
+    controller: str
+    shards: tuple[str, ...]
+    metrics: dict[str, str]
+    kafka_controller: str = ""
+    flink_rpc: str = ""
+    task_managers: tuple[str, ...] = ()
+
+
+def draw_endpoints(ports: Ports, options: StackOptions, with_metrics: Iterable[str]) -> Endpoints:
+    """An address for every part that is not an external service of `options`, and a URL for the /metrics of
+    each program in `with_metrics`. Ports in `options.ports` are used as given; the others are drawn. Raises
+    SetupError: a given port is in use."""
+
+    def address(name: str = "") -> str:
+        taken = ports.take(name, options.ports[name]) if name in options.ports else ports.draw()
+        return f"{HOST}:{taken}"
+
+    return Endpoints(
+        kafka=options.kafka or address("kafka"),
+        kafka_controller=address(),
+        redis=options.redis or address("redis"),
+        flink_rpc=address(),
+        flink=f"http://{address('flink')}",
+        task_managers=tuple(address() for _ in range(options.num_task_managers)),
+        serving=f"http://{address('serving')}",
+        controller=address("controller"),
+        shards=tuple(address(f"shard-{i}") for i in range(options.num_shards)),
+        metrics={name: draw_metrics_url(ports) for name in with_metrics},
+    )
+
+
+def draw_metrics_url(ports: Ports) -> str:
+    return f"http://{HOST}:{ports.draw()}/metrics"
+
+
+def port_of(address: str) -> int:
+    return int(address.rpartition(":")[2])
 
 
 def is_free(port: int) -> bool:

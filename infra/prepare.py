@@ -110,11 +110,8 @@ def stamp(name: str, value: str) -> None:
 
 
 def fetch_jars(console: Console) -> None:
-    """Download the jars of jars.sha256 that are missing.
-
-    Raises:
-        SetupError: a jar can't be downloaded or has another hash. The jars before it stay.
-    """
+    """Download the jars of jars.sha256 that are missing. Raises SetupError: a jar can't be downloaded or has
+    another hash. The jars before it stay."""
     missing = jars.missing(jars.read_list())
     if not missing:
         return
@@ -220,9 +217,8 @@ def write_byte_code(console: Console) -> None:
         return
     started_s = time.monotonic()
     command = (sys.executable, "-c", "from infra.precompile import import_programs; import_programs()")
-    subprocess.run(
-        command, cwd=ROOT, capture_output=True, check=False
-    )  # only a preparation: programs can do it too
+    # Not checked: it is only a preparation, programs can do it too.
+    subprocess.run(command, cwd=ROOT, capture_output=True, check=False)
     stamp("byte-code", key)
     console.print(f"byte code: {time.monotonic() - started_s:.0f} s")
 

@@ -19,11 +19,10 @@ import tomli_w
 
 from infra.auditor.config import horizon_for
 from infra.child import STOP_TIMEOUT_S, Program, StopRank
-from infra.endpoints import Endpoints, PortMap, local_address
 from infra.flink_cluster import JOB_MANAGER, delete_old_restore_points, newest_restore_point, task_manager
 from infra.home import Home
 from infra.options import StackOptions, to_toml_value
-from infra.ports import is_listening, responds_ok
+from infra.ports import Endpoints, is_listening, port_of, responds_ok
 from roostream.errors import ConfigError, UnavailableError, nearest
 from roostream.runtime.flink_rest import FlinkRest
 from roostream.runtime.program import REFUSED_CODE
@@ -39,15 +38,11 @@ class ProgramInstance:
     home: Home
     options: StackOptions
     endpoints: Endpoints
-    metrics_address: str = ""  # host:port of /metrics and the probes; "" before ports are drawn
 
-
-def _kafka(options: StackOptions) -> tuple[str, ...]:
-    return ("kafka",)
-
-
-def _nothing(options: StackOptions) -> tuple[str, ...]:
-    return ()
+    @property
+    def metrics_address(self) -> str:
+        """host:port of /metrics and the probes."""
+        return self.endpoints.metrics[self.name].removeprefix("http://").removesuffix("/metrics")
 
 
 def _is_ready(instance: ProgramInstance) -> bool:
@@ -62,12 +57,12 @@ class ProgramSpec:
     help: str
     config: str  # "module:class" of the settings
     run: str  # "module:function" that maps settings to an exit code
-    local_settings: Callable[
-        [ProgramInstance], dict[str, Any]
-    ]  # settings in a stack, without the common ones
+    # settings in a stack, without the common ones
+    local_settings: Callable[[ProgramInstance], dict[str, Any]]
     stop_rank: StopRank
     ready: Callable[[ProgramInstance], bool] = _is_ready  # a probe that takes about a second at most
-    needs: Callable[[StackOptions], tuple[str, ...]] = _kafka  # started with it; it waits for them by itself
+    # programs that are started with it; it waits for them by itself
+    needs: Callable[[StackOptions], tuple[str, ...]] = lambda options: ("kafka",)
     after: tuple[str, ...] = ()  # programs that are ready before this one starts
     count: Callable[[StackOptions], int] | None = None  # number of instances; None = one, without a number
     first_unnumbered: bool = False  # the first instance has no number in its name
@@ -95,29 +90,43 @@ def _import(path: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-def _shard(instance: ProgramInstance) -> dict[str, Any]:
-    at, options = instance.endpoints, instance.options
-    return {
-        "listen": at.shards[instance.index],
-        "controller": at.controller,
+def _common(instance: ProgramInstance, *keys: str) -> dict[str, Any]:
+    """Those of the settings that many programs have."""
+    options = instance.options
+    settings = {
+        "bootstrap": instance.endpoints.kafka,
+        "prefix": options.prefix,
+        "schema": options.schema.resolve(),
+        "partitions": options.partitions,
+        "buckets": options.buckets,
+        "controller": instance.endpoints.controller,
+        "redis": f"redis://{instance.endpoints.redis}/0",
+        "warehouse": instance.home.root / "warehouse",
         "home": instance.home.root / instance.name,
         "store": instance.home.store,
         "seed": options.seed,
         "index": instance.index,
-        "num_shards": options.num_shards,
+    }
+    return {key: settings[key] for key in keys}
+
+
+def _shard(instance: ProgramInstance) -> dict[str, Any]:
+    return {
+        **_common(instance, "controller", "home", "store", "seed", "index"),
+        "listen": instance.endpoints.shards[instance.index],
+        "num_shards": instance.options.num_shards,
     }
 
 
 def _controller(instance: ProgramInstance) -> dict[str, Any]:
     at, options = instance.endpoints, instance.options
     targets = [f"{n}={url}" for n, url in at.metrics.items() if n != instance.name and not is_reader(n)]
-    table: dict[str, Any] = {
+    table = {
+        **_common(instance, "store", "seed"),
         "listen": at.controller,
         "num_shards": options.num_shards,
         "num_workers": options.num_workers,
         "scrape_targets": targets,
-        "store": instance.home.store,
-        "seed": options.seed,
     }
     if min_readers := options.min_readers:
         table["readers"] = {"min_readers": min_readers, "max_readers": max(min_readers, options.max_readers)}
@@ -126,26 +135,16 @@ def _controller(instance: ProgramInstance) -> dict[str, Any]:
 
 def _worker(instance: ProgramInstance) -> dict[str, Any]:
     readers = {"readers": {"by": "programs"}} if instance.options.min_readers else {}
-    return {
-        "controller": instance.endpoints.controller,
-        "shards": instance.endpoints.shards,
-        "index": instance.index,
-        "home": instance.home.root / instance.name,
-        "store": instance.home.store,
-        "seed": instance.options.seed,
-        **readers,
-    }
+    common = _common(instance, "controller", "home", "store", "seed", "index")
+    return {**common, "shards": instance.endpoints.shards, **readers}
 
 
 def _serving(instance: ProgramInstance) -> dict[str, Any]:
     at, options = instance.endpoints, instance.options
     table = {
+        **_common(instance, "redis", "home", "store", "seed"),
         "listen": at.serving.removeprefix("http://"),
         "shards": at.shards,
-        "redis": _redis_url(instance),
-        "home": instance.home.root / instance.name,
-        "store": instance.home.store,
-        "seed": options.seed,
         "join_window_ms": options.window_ms,
         "status_page": at.metrics.get("controller", "").removesuffix("metrics"),
     }
@@ -155,18 +154,13 @@ def _serving(instance: ProgramInstance) -> dict[str, Any]:
 
 
 def _features(instance: ProgramInstance) -> dict[str, Any]:
-    return {
-        "redis": _redis_url(instance),
-        "index": instance.index,
-        "num_updaters": instance.options.num_updaters,
-    }
+    return {**_common(instance, "redis", "index"), "num_updaters": instance.options.num_updaters}
 
 
 def _auditor(instance: ProgramInstance) -> dict[str, Any]:
     settle_ms = instance.options.settle_ms
     return {
-        "home": instance.home.root / instance.name,
-        "index": instance.index,
+        **_common(instance, "home", "index"),
         "num_auditors": instance.options.num_auditors,
         "settle_ms": settle_ms,
         "horizon_ms": horizon_for(settle_ms, replay=instance.options.replay),
@@ -174,26 +168,13 @@ def _auditor(instance: ProgramInstance) -> dict[str, Any]:
 
 
 def _archiver(instance: ProgramInstance) -> dict[str, Any]:
-    return {
-        "store": instance.home.store,
-        "warehouse": instance.home.root / "warehouse",
-        "index": instance.index,
-        "num_archivers": instance.options.num_archivers,
-    }
-
-
-def _compactor(instance: ProgramInstance) -> dict[str, Any]:
-    return {"warehouse": instance.home.root / "warehouse"}
-
-
-def _reader(instance: ProgramInstance) -> dict[str, Any]:
-    return {"controller": instance.endpoints.controller}
+    common = _common(instance, "store", "warehouse", "index")
+    return {**common, "num_archivers": instance.options.num_archivers}
 
 
 def _joiner(instance: ProgramInstance) -> dict[str, Any]:
     return {
-        "store": instance.home.store,
-        "home": instance.home.root / instance.name,
+        **_common(instance, "store", "home"),
         "flink": instance.endpoints.flink,
         "replay": instance.options.replay,
         "parallelism": instance.options.num_task_managers,
@@ -206,10 +187,6 @@ def _simulate(instance: ProgramInstance) -> dict[str, Any]:
         "seed": instance.options.seed,
         "report": instance.home.root / "simulate.json",
     }
-
-
-def _redis_url(instance: ProgramInstance) -> str:
-    return f"redis://{instance.endpoints.redis}/0"
 
 
 def joins_on_flink(options: StackOptions) -> bool:
@@ -284,7 +261,7 @@ PROGRAM_SPECS = (  # in start order
         name="features",
         help="Update user histories and item counters in Redis.",
         config="serving.online_features.config:FeaturesConfig",
-        run="serving.online_features.main:run",
+        run="serving.online_features.updater:run",
         local_settings=_features,
         count=lambda options: options.num_updaters,
         first_unnumbered=True,
@@ -325,8 +302,8 @@ PROGRAM_SPECS = (  # in start order
         help="Seal days of the warehouse and delete unneeded files.",
         config="roostream.warehouse.config:CompactorConfig",
         run="roostream.warehouse.compactor_program:run_compactor",
-        local_settings=_compactor,
-        needs=_nothing,
+        local_settings=lambda instance: _common(instance, "warehouse"),
+        needs=lambda options: (),
         count=lambda options: min(options.num_archivers, 1),
         first_unnumbered=True,
         common_settings=False,
@@ -337,8 +314,8 @@ PROGRAM_SPECS = (  # in start order
         help="Read a training session's files from the warehouse for workers.",
         config="roostream.warehouse.readers.config:ReaderConfig",
         run="roostream.warehouse.readers.reader_program:run_reader",
-        local_settings=_reader,
-        needs=_nothing,
+        local_settings=lambda instance: _common(instance, "controller"),
+        needs=lambda options: (),
         count=lambda options: options.min_readers,
         common_settings=False,
         stop_rank=StopRank.FEATURES,
@@ -361,11 +338,7 @@ SIMULATE, WORKER, READER = "simulate", "worker", "reader"
 
 
 def find_spec(name: str) -> ProgramSpec:
-    """The spec of a program: that of `shard` for `shard-0`.
-
-    Raises:
-        ConfigError: there is no such program.
-    """
+    """The spec of a program: that of `shard` for `shard-0`. Raises ConfigError: there is no such program."""
     stem, _, number = name.rpartition("-")
     spec = SPECS_BY_NAME.get(stem if stem and number.isdecimal() else name)
     is_numbered = spec is not None and spec.name != name
@@ -391,30 +364,18 @@ def program_names(options: StackOptions) -> list[str]:
     return [name for spec in PROGRAM_SPECS for name in spec.instance_names(options)]
 
 
-def build_instance(name: str, home: Home, options: StackOptions, ports: PortMap) -> ProgramInstance:
-    return ProgramInstance(
-        name=name,
-        index=find_spec(name).instance_names(options).index(name),
-        home=home,
-        options=options,
-        endpoints=ports.endpoints(options),
-        metrics_address=local_address(ports.metrics[name]) if name in ports.metrics else "",
-    )
+def build_instance(name: str, home: Home, options: StackOptions, endpoints: Endpoints) -> ProgramInstance:
+    index = find_spec(name).instance_names(options).index(name)
+    return ProgramInstance(name=name, index=index, home=home, options=options, endpoints=endpoints)
 
 
 def settings_table(instance: ProgramInstance) -> dict[str, Any]:
     """The content of a program's TOML file. Overrides of the spec come first, then those of the instance."""
     spec, options = find_spec(instance.name), instance.options
-    common = {
-        "bootstrap": instance.endpoints.kafka,
-        "prefix": options.prefix,
-        "schema": options.schema.resolve(),
-        "partitions": options.partitions,
-        "buckets": options.buckets,
-    }
-    table = {**(common if spec.common_settings else {}), **spec.local_settings(instance)}
-    if instance.metrics_address:
-        table["metrics_port"] = int(instance.metrics_address.rpartition(":")[2])
+    common = ("bootstrap", "prefix", "schema", "partitions", "buckets") if spec.common_settings else ()
+    table = {**_common(instance, *common), **spec.local_settings(instance)}
+    if instance.name in instance.endpoints.metrics:
+        table["metrics_port"] = port_of(instance.metrics_address)
     for override in (options.overrides.get(spec.name, {}), options.overrides.get(instance.name, {})):
         for key, value in override.items():
             table[key] = {**table.get(key, {}), **value} if isinstance(value, Mapping) else value

@@ -23,15 +23,12 @@ log = logging.getLogger("roostream.stack")
 
 _POLL_S = 1.0
 _TIMEOUT_S = 1.0
-_STATES_WITH_SESSION = (
-    "running",
-    "committing",
-)  # in other states the controller does not know yet what is read
+_STATES_WITH_SESSION = ("running", "committing")  # in others the controller does not know yet what is read
 _STOPPABLE = ("waiting", "starting", "ready")
 
 
 class ProgramCopies(Protocol):
-    """The copies of a program, by number; a stack implements it."""
+    """The copies of a program, by number. `infra.stack.Stack`, which cannot be imported here."""
 
     def copies(self, program: str) -> Mapping[int, str]:
         """Number → state of the copies that were started and not removed."""

@@ -15,8 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from infra.child import STOP_TIMEOUT_S, StopRank
-from infra.endpoints import Endpoints
 from infra.home import Home
+from infra.ports import Endpoints
 from infra.supervisor import Supervisor
 from roostream.errors import RoostreamError
 from roostream.runtime.flink_rest import FlinkRest

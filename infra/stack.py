@@ -31,14 +31,13 @@ from types import TracebackType
 from typing import Any
 
 from infra.child import Program
-from infra.endpoints import Endpoints, draw_ports
 from infra.flink_cluster import Cluster
 from infra.home import Home
 from infra.jars import find_java, java_home, require_jars
 from infra.kafka_broker import broker_program, use_external_broker
 from infra.machine_checks import require_disk, require_memory, require_python
 from infra.options import ROOT, StackOptions
-from infra.ports import Ports
+from infra.ports import Endpoints, Ports, draw_endpoints, draw_metrics_url, port_of
 from infra.program_specs import (
     READER,
     SIMULATE,
@@ -76,12 +75,8 @@ class Stack:
 
     def open(self) -> Stack:
         """Check the machine, lock the home, draw ports, and stop leftovers of a killed supervisor. Starts no
-        program.
-
-        Raises:
-            SetupError: a requirement on the machine is not met, the home is in use, or it has rows without
-                their checkpoint store.
-        """
+        program. Raises SetupError: a requirement on the machine is not met, the home is in use, or it has
+        rows without their checkpoint store."""
         require_python()
         require_disk(self.home.root)
         require_memory()
@@ -96,8 +91,7 @@ class Stack:
                     "stopped %d processes that an earlier stack had left in %s", len(left), self.home.root
                 )
             self.home.clear_tmp()
-            self._port_map = draw_ports(self._ports, self.options, program_names(self.options))
-            self._endpoints = self._port_map.endpoints(self.options)
+            self._endpoints = draw_endpoints(self._ports, self.options, program_names(self.options))
             self.programs = {p.name: p for p in self._build(java)}
             self._scaling = Scaling(self, self._endpoints.controller)
         except BaseException:
@@ -112,27 +106,18 @@ class Stack:
 
     def start(self, names: Sequence[str] = ("all",)) -> None:
         """Start these programs and those that they need; returns at once. Running programs stay as they are.
-
-        Raises:
-            ConfigError: a name is unknown.
-        """
+        Raises ConfigError: a name is unknown."""
         wanted = self._with_needs(self.expand(names))
         self.supervisor.start([self.programs[n] for n in self.programs if n in wanted])
 
     def wait_ready(self, name: str = "all", timeout_s: float = 60.0) -> None:
-        """Wait until the started programs of `name` are ready.
-
-        Raises:
-            UnavailableError: one was not ready in time, or failed; with the last lines of its log.
-        """
+        """Wait until the started programs of `name` are ready. Raises UnavailableError: one was not ready in
+        time, or failed; with the last lines of its log."""
         self.supervisor.wait_ready([n for n in self.expand([name]) if n in self.supervisor.slots], timeout_s)
 
     def kill(self, name: str) -> int:
-        """Send SIGKILL to a program; returns its pid. The supervisor restarts it.
-
-        Raises:
-            UnavailableError: the program does not run.
-        """
+        """Send SIGKILL to a program; returns its pid. The supervisor restarts it. Raises UnavailableError:
+        the program does not run."""
         pid = self.pid(name)
         if pid is None:
             raise UnavailableError(f"{name} does not run; it is {self.state(name)}")
@@ -162,10 +147,9 @@ class Stack:
             options = dataclasses.replace(
                 self.options, **{field: max(getattr(self.options, field), number + 1)}
             )
-            metrics = {**self._port_map.metrics, name: self._ports.draw()}
-            self._port_map = dataclasses.replace(self._port_map, metrics=metrics)
-            self._endpoints = self._port_map.endpoints(self.options)
-            instance = build_instance(name, self.home, options, self._port_map)
+            metrics = {**self._endpoints.metrics, name: draw_metrics_url(self._ports)}
+            self._endpoints = dataclasses.replace(self._endpoints, metrics=metrics)
+            instance = build_instance(name, self.home, options, self._endpoints)
             self.programs = {**self.programs, name: build_program(instance, self._env)}
         self.supervisor.start([self.programs[name]])
 
@@ -177,11 +161,8 @@ class Stack:
         self.supervisor.remove([SPECS_BY_NAME[program].instance_name(number)])
 
     def run_to_end(self, name: str, timeout_s: float) -> int:
-        """Run a program that ends by itself; returns its exit code.
-
-        Raises:
-            UnavailableError: it still runs after `timeout_s`, and goes on.
-        """
+        """Run a program that ends by itself; returns its exit code. Raises UnavailableError: it still runs
+        after `timeout_s`, and goes on."""
         self.start([name])
         slot = self.supervisor.slots[name]
         if not self.supervisor.wait(lambda: slot.state in ("ended", "failed", "stopped"), timeout_s):
@@ -222,9 +203,6 @@ class Stack:
     def log_path(self, name: str) -> Path:
         return self.home.log(name)
 
-    def config_path(self, name: str) -> Path:
-        return self.home.conf / f"{name}.toml"
-
     def pid(self, name: str) -> int | None:
         slot = self.supervisor.slots.get(name)
         return slot.pid if slot else None
@@ -235,18 +213,15 @@ class Stack:
 
     def restarts(self, name: str) -> int:
         slot = self.supervisor.slots.get(name)
-        return slot.restarts.total if slot else 0
+        return slot.num_restarts if slot else 0
 
     def failed(self) -> list[str]:
         """Programs that stay down because they died too often or refused their configuration."""
         return [s.program.name for s in list(self.supervisor.slots.values()) if s.state == "failed"]
 
     def expand(self, names: Iterable[str]) -> list[str]:
-        """The programs of these names and group names, in start order.
-
-        Raises:
-            ConfigError: a name is unknown; the message gives the nearest one.
-        """
+        """The programs of these names and group names, in start order. Raises ConfigError: a name is unknown;
+        the message gives the nearest one."""
         groups = {
             "all": [n for n in self.programs if n != SIMULATE],
             "flink": [n for n in self.programs if n.startswith("flink-")],
@@ -274,21 +249,21 @@ class Stack:
         return closed
 
     def _build(self, java: Path) -> list[Program]:
-        ports, options = self._port_map, self.options
-        cluster = Cluster(self.home, options, java, ports.flink_rpc, ports.flink_rest)
+        at, options = self._endpoints, self.options
+        cluster = Cluster(self.home, options, java, port_of(at.flink_rpc), port_of(at.flink))
         env = self._env = environment(self.home, java, cluster)
         built: list[Program] = []
         if not options.kafka:
-            built.append(broker_program(self.home, options, env, java, ports.kafka, ports.kafka_controller))
+            broker_ports = port_of(at.kafka), port_of(at.kafka_controller)
+            built.append(broker_program(self.home, options, env, java, *broker_ports))
         else:
             use_external_broker(options)
         if not options.redis:
-            built.append(redis_program(self.home, env, ports.redis))
+            built.append(redis_program(self.home, env, port_of(at.redis)))
         if joins_on_flink(options):
             cluster.make()
-            built += cluster.programs(env, list(ports.task_managers))
-        names = program_names(options)
-        instances = [build_instance(name, self.home, options, ports) for name in names]
+            built += cluster.programs(env, list(map(port_of, at.task_managers)))
+        instances = [build_instance(name, self.home, options, at) for name in program_names(options)]
         return built + [build_program(instance, env) for instance in instances]
 
     def _write(self) -> None:
@@ -320,7 +295,7 @@ class Stack:
             "pid": slot.pid,
             "log": str(slot.program.log),
             "metrics": slot.program.metrics,
-            "restarts": slot.restarts.total,
+            "restarts": slot.num_restarts,
             "state": slot.state,
             "said": slot.last_error,
         }

@@ -55,33 +55,13 @@ class RestartPolicy:
 
 
 @dataclasses.dataclass(kw_only=True)
-class Restarts:
-    """The restart record of one child."""
-
-    policy: RestartPolicy
-    deaths_in_a_row: int = 0
-    total: int = 0
-
-    def died(self, lived_s: float) -> float | None:
-        """Record a death. Returns the seconds until the next start; None = give up."""
-        self.deaths_in_a_row = 1 if lived_s >= self.policy.stable_s else self.deaths_in_a_row + 1
-        delay_s = self.policy.delay_s(self.deaths_in_a_row)
-        if delay_s is not None:
-            self.total += 1
-        return delay_s
-
-    def reset(self) -> None:
-        """Grant all tries again, because a user started the program by name."""
-        self.deaths_in_a_row = 0
-
-
-@dataclasses.dataclass(kw_only=True)
 class Slot:
     """A program and its current state. Only the supervisor's thread writes it."""
 
     program: Program
-    restarts: Restarts
     started_by_user_s: float
+    num_restarts: int = 0
+    deaths_in_a_row: int = 0
     state: State = "waiting"
     child: Child | None = None
     due_s: float = 0.0  # waiting: earliest start; starting: next probe; stopping: time of the SIGKILL
@@ -160,11 +140,8 @@ class Supervisor:
             return self._condition.wait_for(done, timeout_s)
 
     def wait_ready(self, names: Sequence[str], timeout_s: float) -> None:
-        """Wait until these programs, which have been started, are ready or have ended by themselves.
-
-        Raises:
-            UnavailableError: one was not ready in time, or failed; with the last lines of its log.
-        """
+        """Wait until these programs, which have been started, are ready or have ended by themselves. Raises
+        UnavailableError: one was not ready in time, or failed; with the last lines of its log."""
 
         def state(name: str) -> str:
             slot = self.slots.get(name)
@@ -232,12 +209,10 @@ class Supervisor:
     def _enqueue(self, program: Program) -> None:
         slot = self.slots.get(program.name)
         if slot is None:
-            restarts = Restarts(policy=self.policy)
-            slot = Slot(program=program, restarts=restarts, started_by_user_s=time.monotonic())
-            self._set(slot, "waiting")
+            self._set(Slot(program=program, started_by_user_s=time.monotonic()), "waiting")
         elif slot.state not in RUNNING and slot.state != "waiting":
             slot.program, slot.due_s, slot.refused, slot.last_error = program, 0.0, False, ""
-            slot.restarts.reset()
+            slot.deaths_in_a_row = 0  # a start by name grants all tries again
             self._set(slot, "waiting")
 
     def _predecessors_are_ready(self, slot: Slot, now_s: float) -> bool:
@@ -322,14 +297,12 @@ class Supervisor:
         self._set(slot, "failed")
 
     def _retry(self, slot: Slot, lived_s: float, now_s: float) -> None:
-        name, delay_s = slot.program.name, slot.restarts.died(lived_s)
+        name, deaths = slot.program.name, 1 if lived_s >= self.policy.stable_s else slot.deaths_in_a_row + 1
+        slot.deaths_in_a_row, delay_s = deaths, self.policy.delay_s(deaths)
         if delay_s is None:
-            log.error(
-                "%s died %d times in a row and stays down; start it by name to try again",
-                name,
-                slot.restarts.deaths_in_a_row,
-            )
+            log.error("%s died %d times in a row and stays down; start it by name to try again", name, deaths)
             return self._set(slot, "failed")
+        slot.num_restarts += 1
         log.warning("%s will be started again%s", name, f" in {delay_s:.1f} s" if delay_s else "")
         slot.due_s = now_s + delay_s
         self._set(slot, "waiting")

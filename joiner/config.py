@@ -30,9 +30,7 @@ class JoinerConfig(Rules, Deployment):
         2_000, "maximum disorder within a partition: watermark = newest time - lateness - 1 ms", ge=0
     )
     idleness_ms: int = setting(
-        0,
-        "local engine: a partition silent for this long no longer holds back the watermark; 0 = off",
-        ge=0,
+        0, "local engine: a partition silent for this long no longer holds back the watermark; 0 = off", ge=0
     )
     checkpoint_interval_ms: int = setting(
         5_000, "time between Flink checkpoints, or snapshots of the local engine", ge=100

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from confluent_kafka import KafkaError
 
@@ -39,14 +39,6 @@ _SCHEMA_ERRORS = (CheckpointError, UnavailableError)
 _POLL_RECORDS = 512
 
 
-class Sink(Protocol):
-    def write(self, outputs: Sequence[Output]) -> None:
-        """Queue records; may block while the queue is full."""
-
-    def flush(self, stop: threading.Event) -> bool:
-        """Wait until all queued records are acknowledged; False if `stop` was set first."""
-
-
 class KafkaSink:
     """Writes outputs with an idempotent producer."""
 
@@ -56,6 +48,7 @@ class KafkaSink:
         self._error = ""
 
     def write(self, outputs: Sequence[Output]) -> None:
+        """Queue records; may block while the queue is full."""
         for output in outputs:
             clients.send(
                 self._producer,
@@ -67,6 +60,7 @@ class KafkaSink:
             )
 
     def flush(self, stop: threading.Event) -> bool:
+        """Wait until all queued records are acknowledged; False if `stop` was set first."""
         while self._producer.flush(0.2):
             if stop.is_set():
                 return False
@@ -102,11 +96,8 @@ class SnapshotStore:
         return [name for name in names if name.rsplit("/", 1)[1].isdecimal()]
 
     def restore(self, engine: LocalEngine) -> str:
-        """Restore `engine` from the newest readable snapshot. Returns its name, "" if there is none.
-
-        Raises:
-            CheckpointError: there are snapshots, but none is readable.
-        """
+        """Restore `engine` from the newest readable snapshot. Returns its name, "" if there is none. Raises
+        CheckpointError: there are snapshots, but none is readable."""
         names = self._names()
         for name in reversed(names):
             try:
@@ -128,7 +119,7 @@ class LocalRunner:
         config: JoinerConfig,
         engine: LocalEngine,
         consumer: RecordConsumer,
-        sink: Sink,
+        sink: KafkaSink,
         snapshots: SnapshotStore,
         *,
         clock: Clock,

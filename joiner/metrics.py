@@ -4,6 +4,7 @@ own numbers."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
@@ -58,86 +59,61 @@ class EventTimeProgress:
 
 class JoinerMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.records = Counter("roostream_joiner_records_total", "records read", registry=registry)
-        self.lost = Gauge(
-            "roostream_joiner_lost_records",
-            "events that Kafka deleted before they were joined",
-            registry=registry,
+        gauge, counter = partial(Gauge, registry=registry), partial(Counter, registry=registry)
+        self.records = counter("roostream_joiner_records_total", "records read")
+        self.lost = gauge(
+            "roostream_joiner_lost_records", "events that Kafka deleted before they were joined"
         )
-        self.outputs = Counter(
-            "roostream_joiner_outputs_total", "records written", ["topic", "reason"], registry=registry
-        )
+        self.outputs = counter("roostream_joiner_outputs_total", "records written", ["topic", "reason"])
         self.outputs.labels(DEAD_LETTERS, INTERNAL_ERROR)  # an alert sees an increase only from 0
-        self.watermark = Gauge(
-            "roostream_joiner_watermark_timestamp_seconds",
-            "event time that all partitions have reached",
-            registry=registry,
+        self.watermark = gauge(
+            "roostream_joiner_watermark_timestamp_seconds", "event time that all partitions have reached"
         )
-        self.partition_watermark = Gauge(
+        self.partition_watermark = gauge(
             "roostream_joiner_partition_watermark_timestamp_seconds",
             "event time that a partition has reached; absent before its first record",
             ["topic", "partition"],
-            registry=registry,
         )
-        self.watermark_pending = Gauge(
+        self.watermark_pending = gauge(
             "roostream_joiner_watermark_pending_seconds",
             "event time that has been reached, but whose due requests are not processed yet",
-            registry=registry,
         )
-        self.keys = Gauge("roostream_joiner_keys", "users with state (local engine only)", registry=registry)
-        self.requests = Gauge(
-            "roostream_joiner_requests", "requests in the state, by phase", ["phase"], registry=registry
-        )
-        self.running = Gauge("roostream_joiner_running", "1 while events are joined", registry=registry)
-        self.late = Gauge(
+        self.keys = gauge("roostream_joiner_keys", "users with state (local engine only)")
+        self.requests = gauge("roostream_joiner_requests", "requests in the state, by phase", ["phase"])
+        self.running = gauge("roostream_joiner_running", "1 while events are joined")
+        self.late = gauge(
             "roostream_joiner_late_requests",
             "samples, since the job's last restart, of requests that arrived after their own close",
-            registry=registry,
         )
-        self.restarts = Gauge(
-            "roostream_joiner_job_restarts", "restarts of the Flink job by Flink", registry=registry
+        self.restarts = gauge("roostream_joiner_job_restarts", "restarts of the Flink job by Flink")
+        self.checkpoints = gauge("roostream_joiner_checkpoints", "completed checkpoints of the Flink job")
+        self.failed_checkpoints = gauge(
+            "roostream_joiner_failed_checkpoints", "failed checkpoints of the Flink job"
         )
-        self.checkpoints = Gauge(
-            "roostream_joiner_checkpoints", "completed checkpoints of the Flink job", registry=registry
-        )
-        self.failed_checkpoints = Gauge(
-            "roostream_joiner_failed_checkpoints", "failed checkpoints of the Flink job", registry=registry
-        )
-        self.checkpoint = Gauge(
+        self.checkpoint = gauge(
             "roostream_joiner_checkpoint_timestamp_seconds",
             "when the newest checkpoint or snapshot was completed",
-            registry=registry,
         )
-        self.checkpoint_duration = Gauge(
-            "roostream_joiner_checkpoint_duration_seconds",
-            "how long the newest checkpoint or snapshot took",
-            registry=registry,
+        self.checkpoint_duration = gauge(
+            "roostream_joiner_checkpoint_duration_seconds", "how long the newest checkpoint or snapshot took"
         )
-        self.checkpoint_bytes = Gauge(
-            "roostream_joiner_checkpoint_bytes",
-            "bytes that the newest checkpoint or snapshot wrote",
-            registry=registry,
+        self.checkpoint_bytes = gauge(
+            "roostream_joiner_checkpoint_bytes", "bytes that the newest checkpoint or snapshot wrote"
         )
-        self.state_bytes = Gauge(
+        self.state_bytes = gauge(
             "roostream_joiner_state_bytes",
             "size of the join's state, serialized, at the newest checkpoint or snapshot",
-            registry=registry,
         )
-        self.failed_commits = Counter(
+        self.failed_commits = counter(
             "roostream_joiner_failed_commits_total",
             "transactions of outputs that could not be committed: the outputs are lost",
-            registry=registry,
         )
-        self.task_time = Counter(
-            "roostream_joiner_task_seconds_total",
-            "time of the join's Flink tasks, by state",
-            ["state"],
-            registry=registry,
+        self.task_time = counter(
+            "roostream_joiner_task_seconds_total", "time of the join's Flink tasks, by state", ["state"]
         )
-        self.rules_changed = Gauge(
+        self.rules_changed = gauge(
             "roostream_joiner_rules_changed",
             "1 if the state was restored from a job with other rules (see the log)",
-            registry=registry,
         )
         self._seen: dict[str, float] = {}  # totals of Flink that are in our counters already
 

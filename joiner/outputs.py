@@ -83,9 +83,8 @@ class LabelChange(NamedTuple):
     """What an engagement after the close changes: the labels of its candidate."""
 
     engagement: JoinedEngagement
-    impressions: Sequence[
-        Impression
-    ]  # of the sample, while features are kept; empty: the correction is untrainable
+    # of the sample, while features are kept; empty: the correction is untrainable
+    impressions: Sequence[Impression]
     before: bytes  # f4 [labels] of that candidate; with features f4 [candidates, labels]
     after: bytes
 

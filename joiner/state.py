@@ -129,15 +129,12 @@ class Request(Struct, array_like=True, gc=False):
     close_ms: int = NEVER
     reason: int = 0  # of the close
     terminal_ms: int = NEVER  # earliest time at which an engagement with a terminal action joins
-    joined_ms: list[int] = field(
-        default_factory=list
-    )  # earliest join times of engagements, up to the threshold
-    pages: list[Page] = field(
-        default_factory=list
-    )  # by (time, digest). CLOSED: kept while corrections have features
-    waiting: list[int] = field(
-        default_factory=list
-    )  # WAITING, OPEN: ids of engagements that do not join so far
+    # earliest join times of engagements, up to the threshold
+    joined_ms: list[int] = field(default_factory=list)
+    # by (time, digest). CLOSED: kept while corrections have features
+    pages: list[Page] = field(default_factory=list)
+    # WAITING, OPEN: ids of engagements that do not join so far
+    waiting: list[int] = field(default_factory=list)
     num_orphans: int = 0  # engagements in `waiting` whose item is not shown
     num_events: int = 0  # distinct engagements
     num_pending: int = 0  # engagements that are not yet joined, corrected or refused
@@ -155,20 +152,17 @@ class LabelAggregate(Struct, array_like=True, gc=False):
     """Labels of one candidate so far; both lists have one entry a label of the schema."""
 
     values: list[float]
-    newest: list[
-        tuple[int, int]
-    ]  # (time, event id) of the newest counted engagement, (0, 0) = none; empty: not needed
+    # (time, event id) of the newest counted engagement, (0, 0) = none; empty: not needed
+    newest: list[tuple[int, int]]
 
 
 class RequestScope(Struct, array_like=True, gc=False):
     """Requests that close each other by the next-request rule: those of a session, or all of the user."""
 
-    times: bytearray = field(
-        default_factory=bytearray
-    )  # ms, 8 bytes each, ascending: of all remembered requests
-    open: list[tuple[int, str]] = field(
-        default_factory=list
-    )  # (time, request id) of open requests, ascending
+    # ms, 8 bytes each, ascending: of all remembered requests
+    times: bytearray = field(default_factory=bytearray)
+    # (time, request id) of open requests, ascending
+    open: list[tuple[int, str]] = field(default_factory=list)
 
 
 class KeyCounts(Struct, array_like=True, gc=False):

@@ -35,9 +35,8 @@ from serving.config import RetrievalSettings, ServingConfig
 from serving.context import ServingContext
 from serving.errors import REFUSAL_REASONS
 from serving.examples import rank_example
-from serving.feature_log.kafka_sink import KafkaSink
 from serving.feature_log.log import FeatureLog
-from serving.feature_log.sender import LogSender
+from serving.feature_log.sender import KafkaSink, LogSender
 from serving.heartbeat import InflightWatermark
 from serving.metrics import METRICS, ServingMetrics
 from serving.online_features.hydration import Hydrator

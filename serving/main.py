@@ -15,10 +15,7 @@ from roostream.runtime.health import Health
 from roostream.runtime.kafka import clients
 from roostream.runtime.kafka.topics import EVENTS, ROWS
 from roostream.runtime.thread_group import StopBudget, ThreadGroup
-from serving import heartbeat
-from serving.admin import admin_server
-from serving.admin.admin_server import read_token
-from serving.admin.admin_service import AdminService
+from serving import admin, heartbeat
 from serving.build import ServingProcess, build_process, precompile
 from serving.config import ServingConfig
 from serving.http import server as http_server
@@ -47,12 +44,9 @@ def serve(config: ServingConfig, stop: threading.Event) -> None:
     4 send the feature log to Kafka while Kafka accepts records; the rest is sent at the next start
     5 close
 
-    All of it takes at most `stop_ms`: steps 0 to 2 at most half of it, step 4 what is left.
-
-    Raises:
-        ConfigError, SetupError: a setting is wrong, or the port, home directory or store cannot be used.
-        Kafka, Redis, shards and commits may be missing: requests are answered meanwhile.
-    """
+    All of it takes at most `stop_ms`: steps 0 to 2 at most half of it, step 4 what is left. Raises
+    ConfigError, SetupError: a setting is wrong, or the port, home directory or store cannot be used. Kafka,
+    Redis, shards and commits may be missing: requests are answered meanwhile."""
     torch.set_num_threads(config.threads)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     health = Health(config.stalled_after_ms / 1000)
@@ -105,24 +99,21 @@ def _start_admin(
     service, config, tls = context.service, context.config, context.tls
     if not config.admin_listen:
         return
-    admin_service = AdminService(
+    admin_service = admin.AdminService(
         service.versions, process.recent, process.shadow, service.interleaving_stats, process.clock.now_ms
     )
     # Without a token file, bearer keys with the scope `admin` are accepted.
     token = (
-        read_token(config.admin_token_file) if config.admin_token_file or not context.keys else context.keys
+        admin.read_token(config.admin_token_file)
+        if config.admin_token_file or not context.keys
+        else context.keys
     )
-    app = admin_server.AdminInterface(admin_service, token)
+    app = admin.AdminInterface(admin_service, token)
     socket = resources.enter_context(
         contextlib.closing(http_server.bind(config.admin_listen, "admin_listen"))
     )
-    log.info(
-        "admin interface on http%s://%s:%d%s",
-        "s" if tls else "",
-        *socket.getsockname()[:2],
-        admin_server.ROOT,
-    )
-    threads.start("admin", admin_server.run, app, socket, tls, halt)
+    log.info("admin interface on http%s://%s:%d%s", "s" if tls else "", *socket.getsockname()[:2], admin.ROOT)
+    threads.start("admin", admin.run, app, socket, tls, halt)
 
 
 def _stop(process: ServingProcess, threads: ThreadGroup, halt: threading.Event, budget: StopBudget) -> None:

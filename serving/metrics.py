@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -111,29 +112,20 @@ class ServingMetrics:
 
     def __init__(self, registry: CollectorRegistry, tasks: Sequence[str] = ()) -> None:
         self.registry = registry
-        self._requests = Counter(
-            "roostream_serving_requests_total",
-            "answers by route and status",
-            ["route", "status"],
-            registry=registry,
+        counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
+        self._requests = counter(
+            "roostream_serving_requests_total", "answers by route and status", ["route", "status"]
         )
         self._series: dict[tuple[str, int], tuple[Counter, Histogram]] = {}
-        self.candidates = Counter(
-            "roostream_serving_candidates_total", "candidates scored", registry=registry
+        self.candidates = counter("roostream_serving_candidates_total", "candidates scored")
+        self.degraded = counter(
+            "roostream_serving_degraded_total", "rank answers without online features or up-to-date rows"
         )
-        self.degraded = Counter(
-            "roostream_serving_degraded_total",
-            "rank answers without online features or up-to-date rows",
-            registry=registry,
-        )
-        self.engagements = Counter(
-            "roostream_serving_engagements_total", "engagements accepted", registry=registry
-        )
-        self._unused = Counter(
+        self.engagements = counter("roostream_serving_engagements_total", "engagements accepted")
+        self._unused = counter(
             "roostream_serving_engagements_unused_total",
             "engagements accepted whose action no label and no online feature counts",
             ["action"],
-            registry=registry,
         )
         self._unused_actions: set[str] = set()
         self._seconds = Histogram(
@@ -148,13 +140,9 @@ class ServingMetrics:
         stages = self.stages
         for histogram in (stages.seconds, stages.queue, stages.redis_seconds, self.scores):
             registry.register(histogram)
-        self._version = Gauge(
-            "roostream_serving_model_version", "1 for the version in use", ["version"], registry=registry
-        )
-        self._version_time = Gauge(
-            "roostream_serving_model_timestamp_seconds",
-            "when the version in use was committed",
-            registry=registry,
+        self._version = gauge("roostream_serving_model_version", "1 for the version in use", ["version"])
+        self._version_time = gauge(
+            "roostream_serving_model_timestamp_seconds", "when the version in use was committed"
         )
 
     def answered(self, route: str, status: int, seconds: float) -> None:
@@ -187,30 +175,20 @@ class StageHistograms:
     """Where the time of a rank request goes, in seconds."""
 
     def __init__(self) -> None:
-        self.seconds = Histogram(
-            "roostream_serving_stage_seconds",
-            "time of the stages of a rank request",
-            ["stage"],
-            buckets=STAGE_S,
-            registry=None,
+        histogram = partial(Histogram, buckets=STAGE_S, registry=None)
+        self.seconds = histogram(
+            "roostream_serving_stage_seconds", "time of the stages of a rank request", ["stage"]
         )
         self.parse = self.seconds.labels("parse")
         self.hydrate = self.seconds.labels("hydrate")
         self.encode = self.seconds.labels("encode")
         self.score = self.seconds.labels("score")  # the request's share of its scoring pass
         self.log = self.seconds.labels("log")
-        self.queue = Histogram(
-            "roostream_serving_queue_seconds",
-            "time that a parsed rank request waits to be scored",
-            buckets=STAGE_S,
-            registry=None,
+        self.queue = histogram(
+            "roostream_serving_queue_seconds", "time that a parsed rank request waits to be scored"
         )
-        self.redis_seconds = Histogram(
-            "roostream_serving_redis_seconds",
-            "time of a Redis read, by outcome",
-            ["outcome"],
-            buckets=STAGE_S,
-            registry=None,
+        self.redis_seconds = histogram(
+            "roostream_serving_redis_seconds", "time of a Redis read, by outcome", ["outcome"]
         )
         self.redis_ok = self.redis_seconds.labels("ok")
         self.redis_failed = self.redis_seconds.labels("failed")

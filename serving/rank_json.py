@@ -23,14 +23,7 @@ from roostream.wire.block import main_key
 from roostream.wire.records import MAX_WEIGHT
 from serving.errors import RequestError, shown
 from serving.json_keys import check_keys
-from serving.request import (
-    RankRequest,
-    check_ids,
-    check_text,
-    parse_id,
-    parse_ids,
-    parse_request_id,
-)
+from serving.request import RankRequest, check_ids, check_text, parse_id, parse_ids, parse_request_id
 from serving.types import FORBID, Id, RankFields, RankOptions, described, limits
 
 RANK_QUERY = RankOptions.__struct_fields__
@@ -182,12 +175,8 @@ class JsonParser:
         self._ro = [(f"f{i}", f, f"$.ro.{f.name}") for i, f in enumerate(schema.ro)]
 
     def parse(self, body: bytes) -> RankRequest:
-        """Parse and validate a body.
-
-        Raises:
-            RequestError: 400 with the path of the field; 413 for more candidates or list entries than the
-            schema allows.
-        """
+        """Parse and validate a body. Raises RequestError: 400 with the path of the field; 413 for more
+        candidates or list entries than the schema allows."""
         rank: Any = decode_body(self._decoder, body, self.types.known)
         by_row = isinstance(rank.candidates, list)
         ids = [c.item_id for c in rank.candidates] if by_row else rank.candidates.item_id

@@ -58,6 +58,10 @@ _SETTLED = (IMPRESSIONS, ENGAGEMENTS, SAMPLES)  # topics whose bad records get d
 _PLACED = (*_SETTLED, CORRECTIONS)  # topics whose records dead letters may name
 _MARKERS = (wire.HEARTBEAT, wire.END_MARKER)
 _LEDGERS = ("events", "requests", "bad", "bad_samples", "dead")
+_COUNTERS = (
+    *("_count", "_actions", "_closed_by", "_dead_letters", "_untrained_by"),
+    *("_unreadable", "num_records", "_dispositions", "_misplaced"),
+)
 _MAX_NAMES = 1000
 _MAX_UNPREDICTED = 1_000_000
 _OTHER = "other"
@@ -124,18 +128,7 @@ class Accounts:
 
     @property
     def counters(self) -> dict[str, Counter[str]]:
-        names = (
-            "_count",
-            "_actions",
-            "_closed_by",
-            "_dead_letters",
-            "_untrained_by",
-            "_unreadable",
-            "num_records",
-            "_dispositions",
-            "_misplaced",
-        )
-        return {n: getattr(self, n) for n in names}
+        return {n: getattr(self, n) for n in _COUNTERS}
 
     def add(self, record: Record) -> None:
         """Count a record. Heartbeats and end markers are ignored; an undecodable record waits for its dead
@@ -264,7 +257,7 @@ class Accounts:
             self._wait_for_training(id_, at)
         self._count["samples"] += 1
         self._count["candidates"] += len(message.item_ids)
-        self._closed_by[_close_reason(message.close_reason)] += 1
+        self._closed_by[_enum_name(pb.CloseReason, message.close_reason, "CLOSE_")] += 1
         self.features_digest = (self.features_digest + features_hash(message)) & MASK64
 
     def _fold(self, message: pb.Sample, outcome: int, now_ms: int) -> bool:
@@ -298,7 +291,7 @@ class Accounts:
             )
         if new:
             self._count["predicted"] += 1
-            self._dispositions[_disposition(message.disposition)] += 1
+            self._dispositions[_enum_name(pb.Disposition, message.disposition, "DISPOSITION_")] += 1
 
     def _dead_letter(self, message: pb.DeadLetter, now_ms: int) -> None:
         place = _place(message.topic, message.partition, message.offset)
@@ -424,10 +417,8 @@ class Accounts:
         self.features_digest = int(numbers["digest"])
         self.sample_ends = {int(p): int(end) for p, end in numbers["sample_ends"]}
         self._newest_ms = {(str(topic), int(p)): int(time_ms) for topic, p, time_ms in numbers["newest_ms"]}
-        self._recent.times_ms, self._reached_ms = (
-            list(numbers.get("recent_ms", ())),
-            int(numbers.get("reached_ms", 0)),
-        )
+        self._recent.times_ms = list(numbers.get("recent_ms", ()))
+        self._reached_ms = int(numbers.get("reached_ms", 0))
         self.untrained = dict(
             zip(arrays["untrained_ids"].tolist(), map(tuple, arrays["untrained_at"].tolist()), strict=True)
         )
@@ -460,16 +451,10 @@ def _events(message: pb.Sample) -> Iterator[tuple[int, int]]:
         yield event_id, times[n] if n < len(times) else default_ms
 
 
-def _close_reason(number: int) -> str:
-    """Name of a close reason, also if a newer joiner wrote it."""
-    known = pb.CloseReason.DESCRIPTOR.values_by_number.get(number)
-    return _OTHER if known is None else known.name.removeprefix("CLOSE_").lower()
-
-
-def _disposition(number: int) -> str:
-    """Name of a disposition, also if a newer trainer wrote it."""
-    known = pb.Disposition.DESCRIPTOR.values_by_number.get(number)
-    return _OTHER if known is None else known.name.removeprefix("DISPOSITION_").lower()
+def _enum_name(values: Any, number: int, prefix: str) -> str:
+    """Name of a close reason or disposition, also if a newer program wrote it."""
+    known = values.DESCRIPTOR.values_by_number.get(number)
+    return _OTHER if known is None else known.name.removeprefix(prefix).lower()
 
 
 def _named(name: str, known: Counter[str]) -> str:

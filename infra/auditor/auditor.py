@@ -66,13 +66,8 @@ class Auditor:
     ) -> None:
         """`settle_ms`, `horizon_ms`, `share`: see Accounts. `on_record` is called with every record after it
         was counted."""
-        self.broker, self.prefix, self.num_partitions, self.max_waiting = (
-            broker,
-            prefix,
-            num_partitions,
-            max_waiting,
-        )
-        self.share = share
+        self.broker, self.prefix, self.num_partitions = broker, prefix, num_partitions
+        self.max_waiting, self.share = max_waiting, share
         self.accounts = Accounts(settle_ms=settle_ms, horizon_ms=horizon_ms, share=share)
         self._horizon_ms = horizon_ms
         self._on_record = on_record
@@ -85,12 +80,9 @@ class Auditor:
 
     def poll(self, budget_s: float = 1.0) -> int:
         """Read for at most about `budget_s`. Returns the number of records; 0 = up to date, or Kafka is away.
-        The first call returns once every partition's end was seen, or the budget is over.
-
-        Raises:
-            UnavailableError: the topics can't be read (missing, access denied), or Kafka is away at the first
-            call; call again.
-        """
+        The first call returns once every partition's end was seen, or the budget is over. Raises
+        UnavailableError: the topics can't be read (missing, access denied), or Kafka is away at the first
+        call; call again."""
         consumer = self._consumer or self._open()
         until_s, count = self._clock.monotonic_s() + budget_s, 0
         while True:

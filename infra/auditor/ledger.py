@@ -62,11 +62,6 @@ class Ledger:
     def bits(self, id_: int) -> int:
         return self._young.get(id_) or self._old.get(id_, 0)
 
-    @property
-    def num_remembered(self) -> int:
-        """Ids in memory; some are counted twice."""
-        return len(self._young) + len(self._old)
-
     def is_stale(self, id_: int, time_ms: int) -> bool:
         """Whether `id_`, with an event of `time_ms`, may be one of the forgotten ids."""
         return time_ms < self.floor_ms and not self.bits(id_)

@@ -4,61 +4,13 @@ a part of them; `of_programs` adds the parts."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Annotated, Any, NamedTuple, get_type_hints
 
 from roostream.runtime.kafka.topics import EVENTS
 from roostream.runtime.metrics_collector import MetricSpec, one_of
 from roostream.runtime.scrape import ScrapedMetrics
 from trainer.monitoring.audit_parts import STATES, audit_parts, whole_state
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Sums:
-    """Numbers of distinct ids unless noted. `accounted`: both sums hold, and nothing waits longer than
-    allowed.
-
-    Not part of any sum: events older than the audit (`since_ms`), undecodable records that get no dead letter
-    (`unreadable`), copies of events that settled longer ago than the horizon (`stale`), and records that
-    retention deleted before they were read (`lost_records`).
-    """
-
-    requests: int
-    candidates: int
-    engagements: int
-    actions: dict[str, int]
-    samples: int
-    closed_by: dict[str, int]
-    folded: int
-    corrected: int
-    only_repeated: int  # engagements only in repeated copies of samples: their labels were not trained
-    corrections: int
-    dead_engagements: int
-    dead_requests: int
-    dead_letters: dict[str, int]  # by reason
-    duplicates: int
-    pending: int
-    pending_requests: int
-    unread: int  # undecodable records that wait for their dead letter
-    unreadable: dict[str, int]  # by topic
-    misplaced: dict[str, int]  # by topic: records in partitions whose other topics another auditor reads
-    unknown: int
-    overdue: int  # the joiner has passed them: they are missing
-    late: int  # the inputs have passed them: they are missing, or the joiner is behind
-    predicted: int
-    predicted_by: dict[str, int]  # trained, frozen, or the reason for skipping; adds up to `predicted`
-    unpredicted: int  # samples without a prediction or dead letter so far
-    untrained_by: dict[str, int]  # samples that the trainer refused, by reason
-    stale: int
-    lost_records: int
-    since_ms: int  # earlier events are not audited; 0 = all are
-    accounted: bool
-
-    def counts(self) -> dict[str, object]:
-        """`counts` of a report (docs/protocols.md, Reports)."""
-        values = dataclasses.asdict(self)
-        del values["accounted"]
-        return values
 
 
 class _Gauge(NamedTuple):
@@ -67,50 +19,103 @@ class _Gauge(NamedTuple):
     label: str = ""
 
 
-_GAUGES = {
-    "requests": _Gauge("roostream_auditor_requests", "requests logged"),
-    "candidates": _Gauge("roostream_auditor_candidates", "candidates of these requests"),
-    "engagements": _Gauge("roostream_auditor_engagements", "engagements logged"),
-    "actions": _Gauge("roostream_auditor_actions", "engagements by action", "action"),
-    "samples": _Gauge("roostream_auditor_samples", "samples joined"),
-    "closed_by": _Gauge("roostream_auditor_closed_by", "samples by reason of their close", "reason"),
-    "folded": _Gauge("roostream_auditor_folded", "engagements folded into samples"),
-    "corrected": _Gauge("roostream_auditor_corrected", "engagements that a correction contains"),
-    "only_repeated": _Gauge(
-        "roostream_auditor_only_repeated", "engagements only in repeated copies of samples"
-    ),
-    "corrections": _Gauge("roostream_auditor_corrections", "corrections"),
-    "dead_engagements": _Gauge("roostream_auditor_dead_engagements", "engagements that are dead letters"),
-    "dead_requests": _Gauge("roostream_auditor_dead_requests", "requests that are dead letters"),
-    "dead_letters": _Gauge("roostream_auditor_dead_letters", "dead letters by reason", "reason"),
-    "duplicates": _Gauge("roostream_auditor_duplicates", "duplicate records"),
-    "pending": _Gauge("roostream_auditor_pending", "engagements that are not settled yet"),
-    "pending_requests": _Gauge("roostream_auditor_pending_requests", "requests that are not settled yet"),
-    "unread": _Gauge("roostream_auditor_unread", "undecodable records that wait for their dead letter"),
-    "unreadable": _Gauge(
-        "roostream_auditor_unreadable", "undecodable records without a dead letter, by topic", "topic"
-    ),
-    "misplaced": _Gauge(
-        "roostream_auditor_misplaced", "records whose counterparts another auditor reads, by topic", "topic"
-    ),
-    "unknown": _Gauge("roostream_auditor_unknown", "engagements of unknown requests"),
-    "overdue": _Gauge("roostream_auditor_overdue", "events that the joiner has passed: they are missing"),
-    "late": _Gauge("roostream_auditor_late", "events that the inputs have passed"),
-    "predicted": _Gauge("roostream_auditor_predicted", "samples that the trainer has disposed of"),
-    "predicted_by": _Gauge(
-        "roostream_auditor_predicted_by", "samples by what the trainer did", "disposition"
-    ),
-    "unpredicted": _Gauge(
-        "roostream_auditor_unpredicted", "samples without a prediction or dead letter so far"
-    ),
-    "untrained_by": _Gauge("roostream_auditor_untrained_by", "samples that the trainer refused", "reason"),
-    "stale": _Gauge("roostream_auditor_stale", "copies of events that settled before the horizon"),
-    "lost_records": _Gauge("roostream_auditor_lost_records", "records deleted before they were read"),
-    "since_ms": _Gauge("roostream_auditor_since_timestamp_seconds", "begin of the audit; 0 = all events"),
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sums:
+    """Numbers of distinct ids unless noted, and their metrics. `accounted`: both sums hold, and nothing waits
+    longer than allowed.
+
+    Not part of any sum: events older than the audit (`since_ms`), undecodable records that get no dead letter
+    (`unreadable`), copies of events that settled longer ago than the horizon (`stale`), and records that
+    retention deleted before they were read (`lost_records`).
+    """
+
+    requests: Annotated[int, _Gauge("roostream_auditor_requests", "requests logged")]
+    candidates: Annotated[int, _Gauge("roostream_auditor_candidates", "candidates of these requests")]
+    engagements: Annotated[int, _Gauge("roostream_auditor_engagements", "engagements logged")]
+    actions: Annotated[dict[str, int], _Gauge("roostream_auditor_actions", "engagements by action", "action")]
+    samples: Annotated[int, _Gauge("roostream_auditor_samples", "samples joined")]
+    closed_by: Annotated[
+        dict[str, int], _Gauge("roostream_auditor_closed_by", "samples by reason of their close", "reason")
+    ]
+    folded: Annotated[int, _Gauge("roostream_auditor_folded", "engagements folded into samples")]
+    corrected: Annotated[int, _Gauge("roostream_auditor_corrected", "engagements that a correction contains")]
+    # their labels were not trained
+    only_repeated: Annotated[
+        int, _Gauge("roostream_auditor_only_repeated", "engagements only in repeated copies of samples")
+    ]
+    corrections: Annotated[int, _Gauge("roostream_auditor_corrections", "corrections")]
+    dead_engagements: Annotated[
+        int, _Gauge("roostream_auditor_dead_engagements", "engagements that are dead letters")
+    ]
+    dead_requests: Annotated[int, _Gauge("roostream_auditor_dead_requests", "requests that are dead letters")]
+    dead_letters: Annotated[
+        dict[str, int], _Gauge("roostream_auditor_dead_letters", "dead letters by reason", "reason")
+    ]
+    duplicates: Annotated[int, _Gauge("roostream_auditor_duplicates", "duplicate records")]
+    pending: Annotated[int, _Gauge("roostream_auditor_pending", "engagements that are not settled yet")]
+    pending_requests: Annotated[
+        int, _Gauge("roostream_auditor_pending_requests", "requests that are not settled yet")
+    ]
+    unread: Annotated[
+        int, _Gauge("roostream_auditor_unread", "undecodable records that wait for their dead letter")
+    ]
+    unreadable: Annotated[
+        dict[str, int],
+        _Gauge(
+            "roostream_auditor_unreadable", "undecodable records without a dead letter, by topic", "topic"
+        ),
+    ]
+    misplaced: Annotated[
+        dict[str, int],
+        _Gauge(
+            "roostream_auditor_misplaced",
+            "records whose counterparts another auditor reads, by topic",
+            "topic",
+        ),
+    ]
+    unknown: Annotated[int, _Gauge("roostream_auditor_unknown", "engagements of unknown requests")]
+    overdue: Annotated[
+        int, _Gauge("roostream_auditor_overdue", "events that the joiner has passed: they are missing")
+    ]
+    # missing, or the joiner is behind
+    late: Annotated[int, _Gauge("roostream_auditor_late", "events that the inputs have passed")]
+    predicted: Annotated[
+        int, _Gauge("roostream_auditor_predicted", "samples that the trainer has disposed of")
+    ]
+    # trained, frozen, or the reason for skipping; adds up to `predicted`
+    predicted_by: Annotated[
+        dict[str, int],
+        _Gauge("roostream_auditor_predicted_by", "samples by what the trainer did", "disposition"),
+    ]
+    unpredicted: Annotated[
+        int, _Gauge("roostream_auditor_unpredicted", "samples without a prediction or dead letter so far")
+    ]
+    untrained_by: Annotated[
+        dict[str, int], _Gauge("roostream_auditor_untrained_by", "samples that the trainer refused", "reason")
+    ]
+    stale: Annotated[
+        int, _Gauge("roostream_auditor_stale", "copies of events that settled before the horizon")
+    ]
+    lost_records: Annotated[
+        int, _Gauge("roostream_auditor_lost_records", "records deleted before they were read")
+    ]
+    since_ms: Annotated[
+        int, _Gauge("roostream_auditor_since_timestamp_seconds", "begin of the audit; 0 = all events")
+    ]
+    accounted: Annotated[bool, _Gauge("roostream_auditor_accounted", "1 for the state of the audit", "state")]
+
+    def counts(self) -> dict[str, object]:
+        """`counts` of a report (docs/protocols.md, Reports)."""
+        values = dataclasses.asdict(self)
+        del values["accounted"]
+        return values
+
+
+_GAUGES: dict[str, _Gauge] = {
+    **{name: hint.__metadata__[0] for name, hint in get_type_hints(Sums, include_extras=True).items()},
     "behind": _Gauge("roostream_auditor_behind", "records that are not read yet"),
-    "accounted": _Gauge("roostream_auditor_accounted", "1 for the state of the audit", "state"),
 }
-"""Fields of `Sums`, `behind` and `accounted` → their metrics."""
+"""Fields of `Sums`, and `behind` → their metrics."""
 METRICS = {
     gauge.metric: MetricSpec(gauge.help, (gauge.label,) if gauge.label else ()) for gauge in _GAUGES.values()
 } | {
@@ -153,14 +158,11 @@ def of_programs(scraped: Mapping[str, ScrapedMetrics]) -> dict[str, Any]:
 
 def _add(field: str, values: list[Any]) -> Any:
     if _GAUGES[field].label:
-        return {k: sum(value.get(k, 0) for value in values) for k in sorted(_labels(values))}
+        labels = sorted({key for value in values for key in value})
+        return {key: sum(value.get(key, 0) for value in values) for key in labels}
     if None in values:
         return None
     return max(values) if field == "since_ms" else sum(values)
-
-
-def _labels(values: Iterable[Mapping[str, int]]) -> set[str]:
-    return {key for value in values for key in value}
 
 
 def _of_metrics(scraped: ScrapedMetrics) -> dict[str, Any]:

@@ -122,16 +122,12 @@ class WarehouseTable:
         self.url = _joined(location, name)
         self._options = _S3_OPTIONS if self.url.startswith("s3://") else None
         self._store = open_store(location)
-        self._columns: dict[
-            str, str
-        ] = {}  # of the table as last read, with their types; none is ever removed
+        # of the table as last read, with their types; none is ever removed
+        self._columns: dict[str, str] = {}
 
     def create(self) -> None:
-        """Create the table if it is absent. Idempotent, also when several programs call it at once.
-
-        Raises:
-            UnavailableError: the location cannot be written.
-        """
+        """Create the table if it is absent. Idempotent, also when several programs call it at once. Raises
+        UnavailableError: the location cannot be written."""
         fields = [_field(name, {**REQUEST, **CANDIDATE}[name]) for name in ordered({**REQUEST, **CANDIDATE})]
         schema = types.Schema(
             [*fields, *(types.Field(n, types.PrimitiveType(t)) for n, t in _PARTITION_BY.items())]
@@ -385,11 +381,8 @@ def _added(file: DataFile, now_ms: int) -> AddAction:
 
 
 def _files(log: deltalake.DeltaTable) -> Iterator[DataFile]:
-    """Sorted by path, so that every program lists them in the same order.
-
-    Raises:
-        CheckpointError: another program than Roostream added a file.
-    """
+    """Sorted by path, so that every program lists them in the same order. Raises CheckpointError: another
+    program than Roostream added a file."""
     actions = log.get_add_actions(flatten=True)
     columns = {name: actions[name].to_pylist() for name in actions.schema.names}
     for n in sorted(range(actions.num_rows), key=lambda n: columns["path"][n]):

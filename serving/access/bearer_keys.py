@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import hmac
-import json
 import logging
 import os
 import re
@@ -19,7 +18,10 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
 
 from roostream.errors import ConfigError, nearest
 from roostream.runtime.file_watcher import FileWatcher
@@ -35,24 +37,28 @@ SCOPES = {
 FORMAT = 1
 _SECRET_BYTES, _SALT_BYTES, _ID_BYTES = 32, 16, 6
 _TEXT = re.compile(rb"roo_([0-9a-f]{12})_([A-Za-z0-9_-]{43})")
-_HEX = re.compile(r"(?:[0-9a-f]{2})+")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BearerKey:
     """An entry of the key file: everything about a key except its secret."""
 
-    id: str
+    id: Annotated[str, Meta(pattern=r"\A[0-9a-f]{12}\Z")]
     name: str
     scopes: tuple[str, ...]
-    salt: bytes
-    digest: bytes  # SHA-256 of salt and secret
+    salt: Annotated[str, Meta(pattern=r"\A([0-9a-f]{2}){16,}\Z")]
+    sha256: Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]  # of salt and secret
     created_s: int  # seconds since 1970
     expires_s: int = 0  # refused from then on; 0 = never
 
     def fits(self, secret: bytes) -> bool:
         """Constant-time comparison."""
-        return hmac.compare_digest(_digest(self.salt, secret), self.digest)
+        return hmac.compare_digest(_digest(bytes.fromhex(self.salt), secret), self.sha256)
+
+
+class _KeyFile(msgspec.Struct):
+    format: int
+    keys: tuple[BearerKey, ...]
 
 
 def new_key(name: str, scopes: Iterable[str], now_s: int, expires_s: int = 0) -> tuple[str, BearerKey]:
@@ -64,12 +70,16 @@ def new_key(name: str, scopes: Iterable[str], now_s: int, expires_s: int = 0) ->
         raise ConfigError(f"expected at least one scope of {', '.join(SCOPES)}, got none")
     _check_scopes(wanted)
     secret, salt = secrets.token_urlsafe(_SECRET_BYTES), secrets.token_bytes(_SALT_BYTES)
-    id_ = secrets.token_hex(_ID_BYTES)
-    digest = _digest(salt, secret.encode())
     key = BearerKey(
-        id=id_, name=name, scopes=wanted, salt=salt, digest=digest, created_s=now_s, expires_s=expires_s
+        id=secrets.token_hex(_ID_BYTES),
+        name=name,
+        scopes=wanted,
+        salt=salt.hex(),
+        sha256=_digest(salt, secret.encode()),
+        created_s=now_s,
+        expires_s=expires_s,
     )
-    return f"roo_{id_}_{secret}", key
+    return f"roo_{key.id}_{secret}", key
 
 
 def parse_key(text: bytes) -> tuple[str, bytes] | None:
@@ -80,64 +90,26 @@ def parse_key(text: bytes) -> tuple[str, bytes] | None:
 
 def encode_key_file(keys: Iterable[BearerKey]) -> bytes:
     """The content of the key file."""
-    entries = [
-        {
-            "id": key.id,
-            "name": key.name,
-            "scopes": list(key.scopes),
-            "salt": key.salt.hex(),
-            "sha256": key.digest.hex(),
-            "created_s": key.created_s,
-            "expires_s": key.expires_s,
-        }
-        for key in keys
-    ]
-    return json.dumps({"format": FORMAT, "keys": entries}, indent=1).encode() + b"\n"
+    return msgspec.json.format(msgspec.json.encode(_KeyFile(FORMAT, tuple(keys))), indent=1) + b"\n"
 
 
 def decode_key_file(data: bytes) -> tuple[BearerKey, ...]:
     """The entries of a key file. Raises ConfigError: it is malformed."""
     try:
-        document = json.loads(data)
-        if (
-            not isinstance(document, dict)
-            or document.get("format") != FORMAT
-            or not isinstance(document.get("keys"), list)
-        ):
-            raise ConfigError(f"expected an object with format {FORMAT} and a list of keys")
-        keys = tuple(_key(entry) for entry in document["keys"])
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        file = msgspec.json.decode(data, type=_KeyFile)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(
             f"expected the JSON that `roostream keys new` writes, got something else ({error}); restore the "
             "file, or make a new one"
         ) from None
-    if len({key.id for key in keys}) < len(keys):
+    if file.format != FORMAT:
+        raise ConfigError(f"expected a key file of format {FORMAT}, got {file.format}")
+    for key in file.keys:
+        check_name("key", key.name)
+        _check_scopes(key.scopes)
+    if len({key.id for key in file.keys}) < len(file.keys):
         raise ConfigError("expected each id once")
-    return keys
-
-
-def _key(entry: dict[str, Any]) -> BearerKey:
-    salt, digest = entry["salt"], entry["sha256"]
-    if (
-        not (_HEX.fullmatch(salt) and _HEX.fullmatch(digest))
-        or len(digest) != 64
-        or len(salt) < 2 * _SALT_BYTES
-    ):
-        raise ValueError(f"key {entry['id']!r}: salt or sha256")
-    _check_scopes(entry["scopes"])
-    check_name("key", entry["name"])
-    times = entry["created_s"], entry.get("expires_s", 0)
-    if not re.fullmatch(r"[0-9a-f]{12}", entry["id"]) or any(type(t) is not int for t in times):
-        raise ValueError(f"key {entry['id']!r}: id, created_s or expires_s")
-    return BearerKey(
-        id=entry["id"],
-        name=entry["name"],
-        scopes=tuple(entry["scopes"]),
-        salt=bytes.fromhex(salt),
-        digest=bytes.fromhex(digest),
-        created_s=times[0],
-        expires_s=times[1],
-    )
+    return file.keys
 
 
 def _check_scopes(scopes: Iterable[str]) -> None:
@@ -148,8 +120,8 @@ def _check_scopes(scopes: Iterable[str]) -> None:
             )
 
 
-def _digest(salt: bytes, secret: bytes) -> bytes:
-    return hashlib.sha256(salt + secret).digest()
+def _digest(salt: bytes, secret: bytes) -> str:
+    return hashlib.sha256(salt + secret).hexdigest()
 
 
 log = logging.getLogger("roostream.serving.access")
@@ -177,11 +149,8 @@ class Keyring:
     def check(self, authorization: bytes, scope: str) -> BearerKey:
         """Return the key of an `Authorization: Bearer …` header. Raises RequestError: 401 unknown or expired;
         403 it lacks the scope."""
-        parsed = (
-            parse_key(authorization[len(_SCHEME) :])
-            if authorization[: len(_SCHEME)].lower() == _SCHEME
-            else None
-        )
+        is_bearer = authorization[: len(_SCHEME)].lower() == _SCHEME
+        parsed = parse_key(authorization[len(_SCHEME) :]) if is_bearer else None
         if parsed is None:
             raise RequestError(
                 401, "expected the header 'authorization: Bearer KEY' with a key of this serving"

@@ -18,10 +18,15 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Literal, Protocol, TypeAlias
+from typing import Any, Literal, TypeAlias
+
+from confluent_kafka import KafkaError, Producer
 
 from roostream.errors import UnavailableError
 from roostream.runtime.backoff import Backoff
+from roostream.runtime.kafka import clients
+from roostream.runtime.kafka.broker import Broker
+from roostream.runtime.kafka.topics import name_of
 from serving.feature_log.format import LogRecord
 from serving.feature_log.log import FeatureLog, LogEntry
 from serving.feature_log.segment import Cursor
@@ -38,16 +43,52 @@ DeliveryCallback: TypeAlias = Callable[[Outcome, str], None]
 accepted; try again."""
 
 
-class LogSink(Protocol):
+# errors of the record itself: a retry would fail as well
+_REFUSED = frozenset(
+    (KafkaError.MSG_SIZE_TOO_LARGE, KafkaError.RECORD_LIST_TOO_LARGE, KafkaError.INVALID_TIMESTAMP)
+) | {KafkaError.INVALID_RECORD, KafkaError.INVALID_MSG}
+
+
+class KafkaSink:
+    """Kafka, by one idempotent producer."""
+
+    def __init__(self, producer: Producer, prefix: str) -> None:
+        self.producer, self.prefix = producer, prefix
+
+    @classmethod
+    def open(cls, broker: Broker, prefix: str) -> KafkaSink:
+        """Connect in the background; the producer waits for an unavailable broker."""
+        return cls(clients.producer(broker), prefix)
+
     def send(self, record: LogRecord, done: DeliveryCallback) -> None:
         """Queue a record; `done` is called exactly once, from `poll` or `close`. The order within a partition
         is kept."""
 
+        def on_delivery(error: KafkaError | None, _: Any) -> None:
+            if error is None:
+                done("delivered", "")
+            else:
+                done("refused" if error.code() in _REFUSED else "failed", error.str())
+
+        clients.send(
+            self.producer,
+            name_of(self.prefix, record.topic),
+            key=record.key or None,
+            value=record.value,
+            timestamp_ms=record.timestamp_ms,
+            partition=record.partition,
+            on_delivery=on_delivery,
+        )
+
     def poll(self, timeout_s: float) -> None:
         """Run due callbacks; wait up to `timeout_s` for one."""
+        self.producer.poll(timeout_s)
 
     def close(self) -> None:
-        """Drop what is queued; `done` may not be called for it. The sink is not used again."""
+        """Drop what is queued or in flight: a late delivery would come after the first records of the next
+        sink. `done` may not be called for it."""
+        self.producer.purge(in_queue=True, in_flight=True)
+        self.producer.poll(0)
 
 
 class _Pending:
@@ -61,12 +102,12 @@ class LogSender:
     """Owns the log's cursor. Not thread-safe: call all methods from one thread."""
 
     def __init__(
-        self, log: FeatureLog, open_sink: Callable[[], LogSink], backoff: Backoff | None = None
+        self, log: FeatureLog, open_sink: Callable[[], KafkaSink], backoff: Backoff | None = None
     ) -> None:
         self.log, self.open_sink = log, open_sink
         self.num_sent = self.num_refused = self.num_damaged = 0
         self._backoff = backoff or Backoff(what="Kafka (feature log)")
-        self._sink: LogSink | None = None
+        self._sink: KafkaSink | None = None
         self._pending: deque[_Pending] = deque()
         self._pending_bytes = 0
         self._next = log.cursor
@@ -130,7 +171,7 @@ class LogSender:
             return []
         return self.log.read(self._next, READ_BYTES)
 
-    def _send(self, sink: LogSink, entry: LogEntry) -> None:
+    def _send(self, sink: KafkaSink, entry: LogEntry) -> None:
         pending = _Pending(entry.after, 0 if entry.record is None else len(entry.record.value))
         self._pending.append(pending)
         self._pending_bytes += pending.size

@@ -119,9 +119,7 @@ class HttpInterface(FastAPI):
         return [
             Middleware(CallMiddleware, open_tracing(context.config.tracing, _ROUTES)),
             Middleware(
-                AccessMiddleware,
-                self._check_key,
-                lambda status: metrics.answered("access", status, 0.0),
+                AccessMiddleware, self._check_key, lambda status: metrics.answered("access", status, 0.0)
             ),
             Middleware(AdmissionMiddleware, context.config.deadline_ms, gate_of, metrics),
         ]

@@ -38,13 +38,7 @@ from serving.http.body import (
 from serving.http.engagements import SHARE, EngagementBody, EngagementParser, ParsedEngagements
 from serving.http.log_rate_limit import LogRateLimit, error_kind
 from serving.http.middleware import UNTIL_S, parse_positive
-from serving.http.openapi import (
-    BINARY,
-    VERSION,
-    VERSION_HEADER,
-    TypeComponents,
-    query_parameters,
-)
+from serving.http.openapi import BINARY, VERSION, VERSION_HEADER, TypeComponents, query_parameters
 from serving.http.scoring_queue import ScoringQueue
 from serving.rank_json import JsonParser
 from serving.rank_protobuf import parse_impression
@@ -112,11 +106,8 @@ class Ranking:
 
     async def rank(self, request: RankRequest, num_bytes: int, until_s: float) -> RankAnswer[Any]:
         """Rank a request and log its impression; `num_bytes` is the size of its body. Nothing is logged if
-        this raises.
-
-        Raises:
-            RequestError: 404, 413, 429, 500; 503: the log is full; 504: the deadline `until_s` passed.
-        """
+        this raises. Raises RequestError: 404, 413, 429, 500; 503: the log is full; 504: the deadline
+        `until_s` passed."""
         context = self.context
         if not context.log.has_room(num_bytes):
             message = "the feature log is full: Kafka has not accepted its records; try again"
@@ -157,11 +148,8 @@ class Traffic:
 
 
 def append_to_log(feature_log: FeatureLog, records: list[LogRecord]) -> None:
-    """Append records in the event loop. After this the request is answered, even past its deadline.
-
-    Raises:
-        RequestError: 413 a record is too large; 503 the log is full. Records before it are logged.
-    """
+    """Append records in the event loop. After this the request is answered, even past its deadline. Raises
+    RequestError: 413 a record is too large; 503 the log is full. Records before it are logged."""
     try:
         for record in records:
             feature_log.append(record)

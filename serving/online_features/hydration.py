@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -40,13 +40,6 @@ class HydrationRequest(NamedTuple):
     fields: EntityFields = NO_FIELDS
 
 
-class StateReader(Protocol):
-    """Implemented by `FeatureStore`."""
-
-    def read(self, keys: Sequence[Keys]) -> list[UpdaterStates]:
-        """The stored states of each `Keys`, in one round trip. Raises UnavailableError."""
-
-
 Hydrated: TypeAlias = OnlineValues | RoostreamError
 
 
@@ -61,7 +54,7 @@ class Hydrator:
         *,
         clock: Clock | None = None,
         timeout_s: float = _TIMEOUT_S,
-        store: StateReader | None = None,
+        store: FeatureStore | None = None,
     ) -> None:
         """`store` replaces the one at `redis_url`. Raises ConfigError: `redis_url` is no Redis URL."""
         self.schema, self.url = schema, redis_url

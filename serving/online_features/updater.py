@@ -1,4 +1,4 @@
-"""The feature updater: keeps user histories and item counters in Redis from the two event topics.
+"""`roostream features`: keeps user histories and item counters in Redis from the two event topics.
 
 1 read the next records, merged by time
 2 load the states that they change, in one round trip (two if engagements use the fields of their lists)
@@ -23,7 +23,7 @@ from roostream.errors import UnavailableError, WireError
 from roostream.online.counters import LISTS, Counters, Keys, merge_keys
 from roostream.online.entity_fields import NO_FIELDS, EntityFields, FieldReader
 from roostream.online.seen_events import EventId, engagement_id, list_id
-from roostream.runtime import metrics_server, redis_client
+from roostream.runtime import metrics_server, program, redis_client
 from roostream.runtime.backoff import Backoff
 from roostream.runtime.health import Health
 from roostream.runtime.kafka import clients
@@ -106,24 +106,17 @@ def touched(counters: Counters, event: Event) -> Keys:
 
 class FeatureMetrics:
     def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
-        self.events = Counter(
-            "roostream_features_events_total", "events applied", ["topic"], registry=registry
+        counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
+        self.events = counter("roostream_features_events_total", "events applied", ["topic"])
+        self.bad = counter("roostream_features_bad_records_total", "undecodable records")
+        self.restarts = counter(
+            "roostream_features_reloads_total", "times that offsets were reloaded from Redis"
         )
-        self.bad = Counter("roostream_features_bad_records_total", "undecodable records", registry=registry)
-        self.restarts = Counter(
-            "roostream_features_reloads_total",
-            "times that offsets were reloaded from Redis",
-            registry=registry,
+        self.lost = gauge(
+            "roostream_features_lost_records", "events that Kafka deleted before they were read"
         )
-        self.lost = Gauge(
-            "roostream_features_lost_records",
-            "events that Kafka deleted before they were read",
-            registry=registry,
-        )
-        self.time = Gauge(
-            "roostream_features_event_timestamp_seconds",
-            "event time of the newest record applied",
-            registry=registry,
+        self.time = gauge(
+            "roostream_features_event_timestamp_seconds", "event time of the newest record applied"
         )
 
 
@@ -222,12 +215,14 @@ def follow(
                 backoff.wait(error, stop)
 
 
-def features_body(config: FeaturesConfig, stop: threading.Event) -> None:
-    """Run until `stop` is set.
+def run(config: FeaturesConfig) -> int:
+    """Until SIGTERM or SIGINT; the exit code of `roostream.runtime.program.run`."""
+    return program.run("features", lambda stop: features_body(config, stop), config.log_format)
 
-    Raises:
-        RoostreamError: the schema or an address is wrong, or Redis has states of another version.
-    """
+
+def features_body(config: FeaturesConfig, stop: threading.Event) -> None:
+    """Run until `stop` is set. Raises RoostreamError: the schema or an address is wrong, or Redis has states
+    of another version."""
     health = Health(config.stalled_after_ms / 1000)
     schema = load_schema(config.schema)
     connection = redis_client.client(config.redis_url, timeout_s=_REDIS_TIMEOUT_S)

@@ -90,14 +90,14 @@ def exit_of_second_process(stack: Stack, name: str, timeout_s: float) -> tuple[i
     """Start a second process of a program, as another host would: with a home and ports of its own. Returns
     its exit code and what it wrote."""
     with tempfile.TemporaryDirectory() as home:
-        table: dict[str, Any] = tomllib.loads(stack.config_path(name).read_text(encoding="utf-8"))
+        own = stack.home.conf / f"{name}.toml"
+        table: dict[str, Any] = tomllib.loads(own.read_text(encoding="utf-8"))
         table |= {"home": home, "metrics_port": 0}
         if "listen" in table:
             table["listen"] = "127.0.0.1:0"
         config, program = Path(home) / "second.toml", stack.programs[name]
         config.write_text(tomli_w.dumps(table), encoding="utf-8")
-        own = str(stack.config_path(name))
-        command = [str(config) if word == own else word for word in program.command]
+        command = [str(config) if word == str(own) else word for word in program.command]
         assert str(config) in command, command
         try:
             done = subprocess.run(

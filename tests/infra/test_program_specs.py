@@ -13,10 +13,9 @@ import pytest
 import tomli_w
 
 from infra.child import Program, StopRank
-from infra.endpoints import PortMap, draw_ports
 from infra.home import Home
 from infra.options import ROOT, StackOptions, demo, to_toml_value
-from infra.ports import Ports
+from infra.ports import Endpoints, Ports, draw_endpoints
 from infra.program_specs import (
     PROGRAM_SPECS,
     SPECS_BY_NAME,
@@ -43,17 +42,17 @@ def ports() -> Iterator[Ports]:
 
 
 @pytest.fixture
-def port_map(ports: Ports) -> PortMap:
-    return draw_ports(ports, FULL, program_names(FULL))
+def endpoints(ports: Ports) -> Endpoints:
+    return draw_endpoints(ports, FULL, program_names(FULL))
 
 
-def table(name: str, home: Path, options: StackOptions, port_map: PortMap) -> dict[str, Any]:
-    return settings_table(build_instance(name, Home(home), options, port_map))
+def table(name: str, home: Path, options: StackOptions, endpoints: Endpoints) -> dict[str, Any]:
+    return settings_table(build_instance(name, Home(home), options, endpoints))
 
 
-def load_settings(name: str, home: Path, options: StackOptions, port_map: PortMap) -> object:
+def load_settings(name: str, home: Path, options: StackOptions, endpoints: Endpoints) -> object:
     path = home / f"{name}.toml"
-    path.write_text(tomli_w.dumps(to_toml_value(table(name, home, options, port_map))), encoding="utf-8")
+    path.write_text(tomli_w.dumps(to_toml_value(table(name, home, options, endpoints))), encoding="utf-8")
     return load(find_spec(name).settings_class(), path, environ={})
 
 
@@ -65,10 +64,10 @@ def test_settings_and_entry_point_of_a_program_exist(spec: ProgramSpec) -> None:
 
 @pytest.mark.parametrize("options", [FULL, demo(prefix="a.", seed=7)], ids=["full", "demo"])
 def test_a_program_accepts_the_file_that_the_stack_writes(
-    options: StackOptions, tmp_path: Path, port_map: PortMap
+    options: StackOptions, tmp_path: Path, endpoints: Endpoints
 ) -> None:
     for name in program_names(options):
-        assert load_settings(name, tmp_path, options, port_map)
+        assert load_settings(name, tmp_path, options, endpoints)
 
 
 @pytest.mark.parametrize(
@@ -97,13 +96,13 @@ def test_a_program_stops_before_those_that_it_needs() -> None:
     assert max(rank.values()) < StopRank.REDIS < StopRank.FLINK < StopRank.KAFKA
 
 
-def test_programs_have_each_others_addresses(tmp_path: Path, port_map: PortMap) -> None:
+def test_programs_have_each_others_addresses(tmp_path: Path, endpoints: Endpoints) -> None:
     names = ("shard-1", "worker", "controller", "serving", "reader-1")
-    shard, worker, controller, serving, reader = (table(n, tmp_path, FULL, port_map) for n in names)
+    shard, worker, controller, serving, reader = (table(n, tmp_path, FULL, endpoints) for n in names)
     assert worker["shards"] == serving["shards"] and worker["shards"][1] == shard["listen"]
     assert shard["controller"] == worker["controller"] == reader["controller"] == controller["listen"]
     assert shard["store"] == worker["store"] == controller["store"] == serving["store"]
-    window_ms = table("serving", tmp_path, demo(), port_map)["join_window_ms"]
+    window_ms = table("serving", tmp_path, demo(), endpoints)["join_window_ms"]
     assert window_ms == demo().overrides["joiner"]["window_ms"] and serving["join_window_ms"] == 600_000
     assert worker["readers"] == {"by": "programs"} and controller["readers"] == {
         "min_readers": 2,
@@ -111,17 +110,19 @@ def test_programs_have_each_others_addresses(tmp_path: Path, port_map: PortMap) 
     }
 
 
-def test_serving_processes_share_a_port_and_have_separate_homes(tmp_path: Path, port_map: PortMap) -> None:
+def test_serving_processes_share_a_port_and_have_separate_homes(tmp_path: Path, endpoints: Endpoints) -> None:
     names = SPECS_BY_NAME["serving"].instance_names(FULL)
-    tables = [table(name, tmp_path, FULL, port_map) for name in names]
+    tables = [table(name, tmp_path, FULL, endpoints) for name in names]
     assert len({t["metrics_port"] for t in tables}) == len({t["home"] for t in tables}) == 3
-    assert {(t["listen"], t["reuse_port"]) for t in tables} == {(f"127.0.0.1:{port_map.serving}", True)}
-    assert "reuse_port" not in table("serving", tmp_path, StackOptions(), port_map)
+    assert {(t["listen"], t["reuse_port"]) for t in tables} == {
+        (endpoints.serving.removeprefix("http://"), True)
+    }
+    assert "reuse_port" not in table("serving", tmp_path, StackOptions(), endpoints)
 
 
-def test_overrides_apply_to_a_spec_or_one_instance(tmp_path: Path, port_map: PortMap) -> None:
+def test_overrides_apply_to_a_spec_or_one_instance(tmp_path: Path, endpoints: Endpoints) -> None:
     overrides: dict[str, Any] = {"shard": {"publish_interval_ms": 50}, "shard-1": {"max_publish_norm": 5.0}}
-    tables = [table(f"shard-{i}", tmp_path, StackOptions(overrides=overrides), port_map) for i in (0, 1)]
+    tables = [table(f"shard-{i}", tmp_path, StackOptions(overrides=overrides), endpoints) for i in (0, 1)]
     assert [t["publish_interval_ms"] for t in tables] == [50, 50]
     assert [t.get("max_publish_norm") for t in tables] == [None, 5.0]
 
@@ -134,32 +135,35 @@ def test_overrides_apply_to_a_spec_or_one_instance(tmp_path: Path, port_map: Por
     ],
 )
 def test_a_wrong_override_is_refused(
-    name: str, override: dict[str, Any], word: str, tmp_path: Path, port_map: PortMap
+    name: str, override: dict[str, Any], word: str, tmp_path: Path, endpoints: Endpoints
 ) -> None:
     with pytest.raises(ConfigError, match=word):
-        load_settings(name, tmp_path, StackOptions(overrides={name: override}), port_map)
+        load_settings(name, tmp_path, StackOptions(overrides={name: override}), endpoints)
 
 
-def test_external_services_are_used(tmp_path: Path, port_map: PortMap) -> None:
+def test_external_services_are_used(tmp_path: Path, ports: Ports) -> None:
     options = StackOptions(kafka="broker:9092", redis="cache:6379")
-    assert table("worker", tmp_path, options, port_map)["bootstrap"] == "broker:9092"
-    assert table("features", tmp_path, options, port_map)["redis"] == "redis://cache:6379/0"
+    endpoints = draw_endpoints(ports, options, program_names(options))
+    assert table("worker", tmp_path, options, endpoints)["bootstrap"] == "broker:9092"
+    assert table("features", tmp_path, options, endpoints)["redis"] == "redis://cache:6379/0"
 
 
-def program(name: str, home: Path, port_map: PortMap, **overrides: dict[str, object]) -> Program:
+def program(name: str, home: Path, endpoints: Endpoints, **overrides: dict[str, object]) -> Program:
     options = dataclasses.replace(FULL, overrides=overrides)
     return build_program(
-        build_instance(name, Home(home), options, port_map), {**os.environ, "PYTHONPATH": str(ROOT)}
+        build_instance(name, Home(home), options, endpoints), {**os.environ, "PYTHONPATH": str(ROOT)}
     )
 
 
-def test_a_program_that_refuses_its_file_stays_down_with_its_error(tmp_path: Path, port_map: PortMap) -> None:
+def test_a_program_that_refuses_its_file_stays_down_with_its_error(
+    tmp_path: Path, endpoints: Endpoints
+) -> None:
     Home(tmp_path).make()
     with Supervisor() as supervisor:
-        supervisor.start([program("controller", tmp_path, port_map, controller={"num_workers": -1})])
+        supervisor.start([program("controller", tmp_path, endpoints, controller={"num_workers": -1})])
         slot = supervisor.slots["controller"]
         assert supervisor.wait(lambda: slot.state == "failed", 60.0), slot
-    assert slot.exit_code == REFUSED_CODE and slot.restarts.total == 0
+    assert slot.exit_code == REFUSED_CODE and slot.num_restarts == 0
     assert "num_workers" in slot.last_error
 
 
@@ -168,8 +172,8 @@ def test_a_program_that_refuses_its_file_stays_down_with_its_error(tmp_path: Pat
     [("warehouse", ("archiver", "archiver-1")), ("other", ()), ("s3://b/warehouse", ())],
 )
 def test_a_controller_waits_for_the_archive_of_its_own_stack(
-    warehouse: str, after: tuple[str, ...], tmp_path: Path, port_map: PortMap
+    warehouse: str, after: tuple[str, ...], tmp_path: Path, endpoints: Endpoints
 ) -> None:
     path = warehouse if "://" in warehouse else str(tmp_path / warehouse)
-    assert program("controller", tmp_path, port_map, controller={"warehouse": path}).after == after
-    assert program("worker", tmp_path, port_map, controller={"warehouse": path}).after == ()
+    assert program("controller", tmp_path, endpoints, controller={"warehouse": path}).after == after
+    assert program("worker", tmp_path, endpoints, controller={"warehouse": path}).after == ()

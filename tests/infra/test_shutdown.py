@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from infra.child import Program, StopRank
-from infra.endpoints import Endpoints
 from infra.home import Home
+from infra.ports import Endpoints
 from infra.shutdown import ShutdownReport, shut_down
 from roostream.runtime.rpc.server import RpcServer
 

@@ -53,8 +53,7 @@ def test_the_job_is_submitted_detached_with_its_settings_and_its_restore_point(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client(
-        tmp_path,
-        f'echo "$@" > {tmp_path}/seen; cat "$8" "${{10}}" >> {tmp_path}/seen; echo "JobID {JOB}"',
+        tmp_path, f'echo "$@" > {tmp_path}/seen; cat "$8" "${{10}}" >> {tmp_path}/seen; echo "JobID {JOB}"'
     )
     monkeypatch.setenv("FLINK_HOME", str(tmp_path))
     config = JoinerConfig(
@@ -91,10 +90,7 @@ def test_an_error_of_flinks_client_is_reported_by_its_most_specific_line(
 def test_a_savepoint_of_another_version_is_refused_with_advice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    client(
-        tmp_path,
-        "echo Caused by: E: Cannot map checkpoint/savepoint state for operator 1f; exit 1",
-    )
+    client(tmp_path, "echo Caused by: E: Cannot map checkpoint/savepoint state for operator 1f; exit 1")
     monkeypatch.setenv("FLINK_HOME", str(tmp_path))
     with pytest.raises(CheckpointError, match="expected a savepoint with joiner state of version 3, got"):
         submit(JoinerConfig(flink="http://x:1", restore="/points/old"), threading.Event())

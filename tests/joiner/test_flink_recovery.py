@@ -77,10 +77,7 @@ def test_a_job_survives_what_operators_and_clients_do(tmp_path: Path) -> None:
         folder.rename(aside)
         folder.write_text("no checkpoint can be written here", encoding="utf-8")
         before = flink.gauges(job["jid"]).values["failed_checkpoints"]
-        wait(
-            "failed checkpoints",
-            lambda: flink.gauges(job["jid"]).values["failed_checkpoints"] > before + 2,
-        )
+        wait("failed checkpoints", lambda: flink.gauges(job["jid"]).values["failed_checkpoints"] > before + 2)
         produce(kafka, "", RECORDS[HALF:])
         num_samples = expected_samples()
         wait("all samples", lambda: len(request_ids(kafka, "samples")) == num_samples)

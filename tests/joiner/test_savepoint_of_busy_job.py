@@ -61,11 +61,7 @@ def test_a_job_stops_with_a_savepoint_while_one_of_two_partitions_has_a_backlog(
             for topic, partition in (("impressions", 1), ("engagements", 0), ("engagements", 1))
         ]
         produce(kafka, "", [*beats, *backlog])
-        wait(
-            "one busy source and one idle source",
-            lambda: waiting_sources(flink) == [True, False],
-            300,
-        )
+        wait("one busy source and one idle source", lambda: waiting_sources(flink) == [True, False], 300)
         job = flink.live_job()
         assert job is not None
         savepoints = tmp_path / "stack" / "flink" / "savepoints"

@@ -5,15 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from joiner.state import (
-    END,
-    VERSION,
-    MemoryState,
-    Request,
-    SerializedState,
-    decode,
-    encode,
-)
+from joiner.state import END, VERSION, MemoryState, Request, SerializedState, decode, encode
 from roostream.errors import CheckpointError
 from tests.joiner.cases import DictStore, Driver, engagement, impression, rules
 

@@ -195,9 +195,7 @@ def test_the_controller_s_pod_creates_the_checkpoint_store_first(objects: Object
     assert [m for m in creating["volumeMounts"] if m["name"] == "store"] == mounts
 
 
-def test_every_metrics_service_has_one_monitor(
-    objects: Objects,
-) -> None:
+def test_every_metrics_service_has_one_monitor(objects: Objects) -> None:
     if not of_kind(objects, "ServiceMonitor"):
         pytest.skip("one node has no monitoring")
     found = [

@@ -87,9 +87,7 @@ def test_a_custom_overlay_changes_its_values(tmp_path: Path) -> None:
     assert {o["metadata"].get("namespace", o["metadata"]["name"]) for o in own} == {"shop"}
 
 
-def test_every_value_of_a_custom_overlay_is_used(
-    tmp_path: Path,
-) -> None:
+def test_every_value_of_a_custom_overlay_is_used(tmp_path: Path) -> None:
     """Each value is one that no other has, so that it can be told where it went."""
     copy_prod(tmp_path)
     kustomization, values = tmp_path / "kustomization.yaml", tmp_path / "values.yaml"

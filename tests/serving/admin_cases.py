@@ -6,28 +6,33 @@ import contextlib
 import threading
 from collections.abc import Iterator
 
-from serving_cases import Built
+from serving_cases import SCHEMA, Built
+from serving_fakes import FakeRows
 
 from roostream.runtime.clock import FakeClock
 from roostream.runtime.tls import TlsContext
-from serving.admin import admin_server
-from serving.admin.admin_server import AdminInterface, AdminToken
-from serving.admin.admin_service import AdminService
+from serving import admin
+from serving.admin import AdminInterface, AdminService, AdminToken
 from serving.http import server as http_server
 from serving.versions.idle_gate import IdleGate
+from serving.versions.interleaving_stats import InterleavingStats
+from serving.versions.loaded_versions import LoadedVersions
 from serving.versions.recent_requests import RecentRequests
 from serving.versions.shadow_scoring import ShadowScoring
 
 TOKEN = "0123456789abcdef0123456789abcdef"
 
 
+def admin_interface(
+    versions: LoadedVersions, recent: RecentRequests, stats: InterleavingStats, clock: FakeClock
+) -> AdminInterface:
+    shadow = ShadowScoring(versions, FakeRows(SCHEMA), 0, IdleGate(clock))
+    return AdminInterface(AdminService(versions, recent, shadow, stats, clock.now_ms), AdminToken(TOKEN))
+
+
 def admin_app(built: Built) -> AdminInterface:
-    service, clock = built.service, FakeClock()
-    shadow = ShadowScoring(service.versions, service.rows, 0, IdleGate(clock))
-    admin_service = AdminService(
-        service.versions, RecentRequests(), shadow, service.interleaving_stats, clock.now_ms
-    )
-    return AdminInterface(admin_service, AdminToken(TOKEN))
+    stats = built.service.interleaving_stats
+    return admin_interface(built.service.versions, RecentRequests(), stats, FakeClock())
 
 
 @contextlib.contextmanager
@@ -35,7 +40,7 @@ def admin_of(built: Built, tls: TlsContext | None = None) -> Iterator[int]:
     """Its port."""
     bound, stop = http_server.bind("127.0.0.1:0"), threading.Event()
     bound.listen(8)
-    thread = threading.Thread(target=admin_server.run, args=(admin_app(built), bound, tls, stop))
+    thread = threading.Thread(target=admin.run, args=(admin_app(built), bound, tls, stop))
     thread.start()
     try:
         yield bound.getsockname()[1]

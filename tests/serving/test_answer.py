@@ -30,8 +30,7 @@ def test_scores_are_written_as_their_shortest_decimals() -> None:
 
 @pytest.mark.parametrize("degraded", [False, True])
 @pytest.mark.parametrize(
-    ("n", "tasks", "top"),
-    [(1, ("click",), 0), (200, ("click", "dwell"), 0), (3, ("click", "dwell"), 2)],
+    ("n", "tasks", "top"), [(1, ("click",), 0), (200, ("click", "dwell"), 0), (3, ("click", "dwell"), 2)]
 )
 def test_an_answer_in_protobuf_has_the_bytes_that_protobuf_writes(
     n: int, tasks: tuple[str, ...], top: int, degraded: bool

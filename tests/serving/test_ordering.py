@@ -102,9 +102,7 @@ def test_team_draft_picks_the_best_remaining_candidate_of_each_ranker() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(RANKINGS)
-def test_draft_propensities_equal_enumerated_coin_flips(
-    rankings: tuple[list[int], list[int]],
-) -> None:
+def test_draft_propensities_equal_enumerated_coin_flips(rankings: tuple[list[int], list[int]]) -> None:
     found = drafts(*map(list, rankings))
     for slot in range(len(rankings[0])):
         above = Counter(tuple(d.order[:slot]) for d in found)
@@ -116,9 +114,7 @@ def test_draft_propensities_equal_enumerated_coin_flips(
 
 @settings(max_examples=60, deadline=None)
 @given(RANKINGS)
-def test_a_draft_shows_every_candidate_once_with_equal_teams(
-    rankings: tuple[list[int], list[int]],
-) -> None:
+def test_a_draft_shows_every_candidate_once_with_equal_teams(rankings: tuple[list[int], list[int]]) -> None:
     for draft in drafts(*map(list, rankings)):
         assert sorted(draft.order) == sorted(rankings[0])
         assert abs(draft.team_n.count(OURS) - draft.team_n.count(RIVAL)) <= 1

@@ -21,11 +21,10 @@ from serving_fakes import FakeRows
 
 from benchmarks.common.samples import DEMO, demo_schema
 from benchmarks.serving_swap import Commits
-from roostream.errors import RoostreamError, SetupError
+from roostream.errors import RoostreamError
 from roostream.runtime.store_identity import init_store
 from serving.client.client import ServingClient
 from serving.examples import rank_example
-from serving.http import server as http_server
 from tests.serving.live_serving import serving_live
 from tests.serving.test_serving_main import Running, write_config
 
@@ -170,15 +169,6 @@ def test_no_request_of_the_client_fails_over_many_versions_and_restarts(tmp_path
     versions = set[str]().union(*(client.versions for client in clients))
     print(f"{num_answered} answered, {len(versions)} versions, {num_restarts} restarts")
     assert [failure for client in clients for failure in client.failures] == []
-
-
-def test_a_port_is_shared_only_if_both_processes_allow_it() -> None:
-    bound = http_server.bind("127.0.0.1:0", reuse_port=True)
-    listen = f"127.0.0.1:{bound.getsockname()[1]}"
-    http_server.bind(listen, reuse_port=True).close()
-    bound.listen()
-    with bound, pytest.raises(SetupError, match="listen"):
-        http_server.bind(listen)
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 from confluent_kafka import KafkaError
 
 from serving.feature_log.format import LogRecord
-from serving.feature_log.kafka_sink import KafkaSink
+from serving.feature_log.sender import KafkaSink
 from serving.rows.row_follower import rows_reading
 
 

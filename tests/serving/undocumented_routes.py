@@ -5,8 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from serving.admin.admin_server import ROOT
-from serving.admin.admin_service import SPLITS
+from serving.admin import ROOT, SPLITS
 from serving.http.middleware import DEADLINE
 from serving.http.openapi import VERSION_HEADER
 from serving.oip.tensors import HEADER_LENGTH, TYPES

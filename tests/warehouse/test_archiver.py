@@ -154,9 +154,7 @@ def test_a_partition_of_only_dead_records_makes_progress(tmp_path: Path) -> None
     assert found.files == () and found.progress(progress_name(("samples", 0), TOPIC_IDS["samples"])) == 3
 
 
-def test_a_record_that_cannot_be_stored_becomes_a_dead_letter_and_others_are_archived(
-    tmp_path: Path,
-) -> None:
+def test_a_record_that_cannot_be_stored_becomes_a_dead_letter_and_others_are_archived(tmp_path: Path) -> None:
     records = [r for r in RECORDS if r.partition == 0]
     late, early, cut = (pb.Sample.FromString(records[n].value[2:]) for n in (3, 5, 7))
     late.close_ms, early.close_ms, cut.header.surface = 1 << 62, -(1 << 62), "x" * 63 + "é"

@@ -287,9 +287,7 @@ def test_an_unusable_column_order_is_ignored(tmp_path: Path, stored: bytes) -> N
     assert seal_all(a_compactor(tmp_path)) == 1
 
 
-def test_corrections_of_a_recreated_topic_are_folded_from_offset_0(
-    tmp_path: Path,
-) -> None:
+def test_corrections_of_a_recreated_topic_are_folded_from_offset_0(tmp_path: Path) -> None:
     told, at = corrected()
     archive(tmp_path, [*FIRST, *NEXT, *told])
     assert seal_all(a_compactor(tmp_path)) == 1 and a_compactor(tmp_path).due() == []

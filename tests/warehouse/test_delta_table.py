@@ -16,7 +16,7 @@ from roostream.errors import CheckpointError, ConfigError, FencedError, Unavaila
 from roostream.runtime.checkpoint_store import open_store
 from roostream.warehouse.data_file import DataFile, new_path
 from roostream.warehouse.delta_table import MissingFilesError, ProgressStep, WarehouseTable
-from roostream.warehouse.version_pins import VersionPin, pin_version, pinned_versions, unpin_version
+from roostream.warehouse.version_pins import VersionPin, pin_version, pinned_versions
 from roostream.wire.columnar import ColumnType
 from tests.runtime import s3_server
 from tests.warehouse.memory_table import data_file
@@ -229,8 +229,7 @@ def test_a_deleted_or_unreadable_pin_has_no_effect(tmp_path: Path) -> None:
     store.put("pins/samples.c", b"no pin")
     store.put("pins/samples.d", b'{"table": "samples", "version": 3, "until_ms": 1e400}')
     store.put("pins/samples.e", b'{"table": "samples", "version": 1e400, "until_ms": 9000}')
-    unpin_version(store, "samples", "a")
-    unpin_version(store, "samples", "a")
+    store.delete("pins/samples.a")
     assert pinned_versions(store, "samples", 1_000) == {4}
 
 

@@ -48,9 +48,7 @@ def of_format(store: FileStore, number: int, topic: str | None) -> DataFile:
     return dataclasses.replace(file, bytes=path.stat().st_size)
 
 
-def test_format_1_without_a_topic_is_read_and_a_later_format_is_rejected(
-    store: FileStore,
-) -> None:
+def test_format_1_without_a_topic_is_read_and_a_later_format_is_rejected(store: FileStore) -> None:
     old = of_format(store, 1, None)
     assert old.topic == "" and topic_of(old.path) == "" and candidates_of(old.path) == old.candidates
     same_batch(SampleFile(store, "samples", old).read(SCHEMA, SCHEMA), decoded(SCHEMA, RECORDS))
@@ -133,11 +131,7 @@ def test_reads_are_merged_within_the_bound_and_counted(store: FileStore) -> None
 
 @pytest.mark.parametrize(
     ("over_read", "expected"),
-    [
-        (0.0, [(0, 100), (101, 200), (210, 300)]),
-        (0.01, [(0, 200), (210, 300)]),
-        (0.08, [(0, 300)]),
-    ],
+    [(0.0, [(0, 100), (101, 200), (210, 300)]), (0.01, [(0, 200), (210, 300)]), (0.08, [(0, 300)])],
 )
 def test_the_smallest_holes_are_filled_first(over_read: float, expected: list[tuple[int, int]]) -> None:
     needed = [ByteRange(210, 300), ByteRange(0, 50), ByteRange(50, 100), ByteRange(101, 200)]

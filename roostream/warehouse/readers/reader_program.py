@@ -146,18 +146,12 @@ class ReaderAgent:
 
 
 def read(config: ReaderConfig, stop: Stop) -> None:
-    """Run a reader until `stop`.
-
-    Raises:
-        RoostreamError: this program cannot read the session, or a port is taken.
-    """
+    """Run a reader until `stop`. Raises RoostreamError: this program cannot read the session, or a port is
+    taken."""
     health, clock, keys = Health(config.stalled_after_ms / 1000), SystemClock(), config.link_credentials()
     metrics_server.serve(config, health)
     reader = SplitReader(
-        clock,
-        max_bytes=config.max_bytes,
-        max_pieces=config.max_pieces,
-        max_requests_s=config.max_requests_s,
+        clock, max_bytes=config.max_bytes, max_pieces=config.max_pieces, max_requests_s=config.max_requests_s
     )
     host, port = parse_address(config.listen)
     leased: list[ReaderAgent] = []

@@ -72,21 +72,6 @@ class CapturedSession:
             ) from None
 
 
-class CapturingRows:
-    """`TableRows` that records the calls to another one. As thread-safe as the other one."""
-
-    def __init__(self, rows: TableRows) -> None:
-        self.rows = rows
-        self.reads: list[CapturedRead] = []
-
-    def batch(self, path: str, start: int, end: int) -> Batch:
-        self.reads.append(CapturedRead(path, start, end))
-        return self.rows.batch(path, start, end)
-
-    def marks(self, path: str) -> SampleMarks:
-        return self.rows.marks(path)
-
-
 class ReplayedSession(NamedTuple):
     """A summary of all batches; equal for readers that return the same rows."""
 
@@ -99,11 +84,7 @@ def replay_session(
     reads: Iterable[CapturedRead], rows: TableRows, *, digests: bool = True
 ) -> ReplayedSession:
     """Read all rows again and summarize the batches. Without `digests` only sizes are counted, which costs
-    nothing.
-
-    Raises:
-        UnavailableError, CheckpointError: as `TableRows.batch`.
-    """
+    nothing. Raises UnavailableError, CheckpointError: as `TableRows.batch`."""
     requests = candidates = 0
     hasher = xxhash.xxh3_64()
     for read in reads:

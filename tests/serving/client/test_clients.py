@@ -20,7 +20,7 @@ from serving_fakes import FakeRows
 
 from roostream.errors import WireError
 from roostream.wire import records as wire
-from serving.client import AsyncClient, Client, Ranking, Receipt, RetryPolicy, ServingError
+from serving.client import AsyncClient, Client, Ranking, RetryPolicy, ServingError
 from serving.client.messages import (
     EngagementFields,
     RankFields,
@@ -142,17 +142,6 @@ def test_a_later_page_is_logged_as_a_page_in_both_encodings(live: LiveServing) -
     messages = [wire.decode(r.value)[1] for r in live.built.records()]
     assert not any(m.HasField("ro") for m in messages)
     assert [min(m.positions) for m in messages] == [0, 7, 0, 7]
-
-
-def test_a_repeated_engagement_has_one_event_id(live: LiveServing) -> None:
-    async def told() -> Receipt:
-        async with AsyncClient(live.url, policy=PATIENT) as client:
-            return await client.engage([CLICK, {**CLICK, "action": "glance"}])
-
-    with Client(live.url, policy=PATIENT) as client:
-        once, twice = client.engage(CLICK), asyncio.run(told())
-    assert once.accepted == 1 and twice.accepted == 2 and twice.unused_actions == ["glance"]
-    assert once.event_ids == twice.event_ids[:1]
 
 
 @pytest.mark.parametrize("kind", [np.int64, np.uint64, np.int32])
@@ -295,10 +284,7 @@ def test_a_retry_repeats_the_request_and_connections_are_reused() -> None:
 )
 def test_an_unexpected_answer_is_reported_as_such(body: bytes) -> None:
     transport = httpx.MockTransport(lambda _: httpx.Response(200, content=body))
-    with (
-        Client("http://proxy", transport=transport) as client,
-        pytest.raises(ServingError, match="read"),
-    ):
+    with Client("http://proxy", transport=transport) as client, pytest.raises(ServingError, match="read"):
         client.rank(FIELDS)
 
 

@@ -8,7 +8,7 @@ import re
 from typing import Any
 
 import pytest
-from serving_cases import BODY, SCHEMA, Built, Client, client_of
+from serving_cases import BODY, MODEL, SCHEMA, Built, Client, client_of
 from starlette.testclient import TestClient
 
 from roostream.schema.ids import MASK64
@@ -16,6 +16,7 @@ from roostream.wire import records as wire
 from roostream.wire import roo_pb2 as pb
 from serving.http.engagements import EngagementParser
 from serving.http.pages import LINKS
+from serving.scorer import build_version
 
 CLICK = {"request_id": "r-1", "user_id": 17, "item_id": 8, "action": "click"}
 
@@ -218,14 +219,17 @@ def test_a_strict_process_refuses_an_unused_action(client: Client) -> None:
     assert EngagementParser(SCHEMA).known == ("click", "read")
 
 
-def test_a_traceback_is_logged_once_a_minute(client: Client, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_defect_is_500_without_details_and_logged_once_a_minute(
+    client: Client, caplog: pytest.LogCaptureFixture
+) -> None:
     class Broken:
         def gather(self, lookup: Any) -> Any:
             raise ZeroDivisionError("secret")
 
     http, _ = client(rows=Broken())
-    assert {http.post("/v1/rank", json=BODY).status_code for _ in range(20)} == {500}
-    assert len([r for r in caplog.records if r.exc_info]) == 1
+    answers = [http.post("/v1/rank", json=BODY) for _ in range(20)]
+    assert all(answer.status_code == 500 and "secret" not in answer.text for answer in answers)
+    assert len([r for r in caplog.records if r.exc_info]) == 1 and "defect of Roostream" in caplog.text
 
 
 def test_every_possible_refusal_is_documented(http: TestClient) -> None:
@@ -241,3 +245,34 @@ def test_every_possible_refusal_is_documented(http: TestClient) -> None:
     assert {"RankRequest", "CandidateRow", "CandidateColumns", "Engagement", "RankAnswer", "Error"} <= names
     objects = [s for s in document["components"]["schemas"].values() if "properties" in s]
     assert all(s["additionalProperties"] is False for s in objects)
+
+
+@pytest.fixture(scope="module")
+def named(shared: Built) -> TestClient:
+    shared.service.versions.install(build_version("1-1", SCHEMA, MODEL, 1, {}))
+    return client_of(shared)
+
+
+@pytest.mark.parametrize(
+    ("header", "body", "version"),
+    [("0-0", "", "0-0"), ("", "", "1-1"), ("0-0", "0-0", "0-0"), ("", "0-0", "0-0")],
+)
+def test_header_or_body_selects_the_version(named: TestClient, header: str, body: str, version: str) -> None:
+    answer = named.post("/v1/rank", json={**BODY, "model_version": body}, headers={"X-Model-Version": header})
+    assert answer.status_code == 200 and answer.json()["model_version"] == version
+
+
+@pytest.mark.parametrize(
+    ("header", "body", "status", "code"),
+    [
+        ("9-9", "", 404, "unknown_model_version"),
+        ("newest", "", 400, "bad_request"),
+        ("0-0", "1-1", 400, "bad_request"),
+    ],
+)
+def test_unloaded_or_contradicting_versions_are_refused(
+    named: TestClient, header: str, body: str, status: int, code: str
+) -> None:
+    answer = named.post("/v1/rank", json={**BODY, "model_version": body}, headers={"X-Model-Version": header})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["path"]) == (status, code, "$.model_version")

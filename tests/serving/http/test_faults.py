@@ -134,9 +134,7 @@ def test_a_corrupt_version_is_skipped_and_the_next_valid_one_is_served(tmp_path:
     assert served == ["1-1", "1-1", "1-3"]
 
 
-def test_an_unavailable_shard_leaves_the_cache_answering_degraded(
-    tmp_path: Path,
-) -> None:
+def test_an_unavailable_shard_leaves_the_cache_answering_degraded(tmp_path: Path) -> None:
     def shard(method: str, header: dict[str, Any], arrays: Any) -> Answer:
         if method == "owners":
             return {"incarnation": 1}, []
@@ -218,9 +216,7 @@ def test_a_clock_jump_fails_no_request_and_times_never_go_back(tmp_path: Path, j
     assert told == sorted(told) and len(told) >= 10
 
 
-def test_a_silent_kafka_costs_no_request_and_gets_all_records_in_order_later(
-    tmp_path: Path,
-) -> None:
+def test_a_silent_kafka_costs_no_request_and_gets_all_records_in_order_later(tmp_path: Path) -> None:
     built, taken = build(tmp_path, FakeRows(SCHEMA)), list[LogRecord]()
     back, stop = threading.Event(), threading.Event()
 

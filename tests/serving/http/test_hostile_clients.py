@@ -84,17 +84,6 @@ def connections(live: LiveServing) -> list[Any]:
     return list(live.app.connections)
 
 
-def test_a_body_that_drips_is_408_at_its_deadline(tmp_path: Path) -> None:
-    with live_of(tmp_path, deadline_ms=800) as live:
-        lines = [live.connect() for _ in range(10)]
-        with dripping(lines, RANK + b"content-length: 100000\r\n\r\n", b" "):
-            ranked(live)
-            for line in lines:
-                status, answer = answer_of(line)
-                assert status == 408 and b"body_timeout" in answer
-        assert live.app.body_reader.num_bytes == 0
-
-
 @pytest.mark.parametrize(
     "start", [CHUNKED, RANK + b"content-length: 99999999999\r\n\r\n"], ids=["chunks", "a length"]
 )
@@ -111,21 +100,14 @@ def test_a_body_without_an_end_is_413_and_what_came_of_it_is_forgotten(tmp_path:
         assert live.app.body_reader.num_bytes == 0
 
 
-def test_who_only_listens_any_more_gets_its_answer(tmp_path: Path) -> None:
-    body = json.dumps(BODY).encode()
-    with live_of(tmp_path) as live, live.connect() as half:
-        half.sendall(RANK + b"connection: close\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
-        half.shutdown(socket.SHUT_WR)
-        assert answer_of(half)[0] in (200, 0), "an answer, or the connection is closed: nothing hangs"
-        ranked(live)
-
-
 def test_who_vanishes_in_the_middle_leaves_nothing_behind(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    body = json.dumps(BODY).encode()
+    answered = RANK + b"content-length: %d\r\n\r\n" % len(body) + body
     with live_of(tmp_path) as live:
-        for start in (RANK, RANK + b"content-length: 500\r\n\r\n{", CHUNKED + b"10\r\n"):
-            for _ in range(10):
+        for start in (RANK, RANK + b"content-length: 500\r\n\r\n{", CHUNKED + b"10\r\n", answered * 20):
+            for _ in range(5):
                 gone = live.connect()
                 gone.sendall(start)
                 gone.setsockopt(
@@ -138,13 +120,3 @@ def test_who_vanishes_in_the_middle_leaves_nothing_behind(
             time.sleep(0.02)
         assert live.app.body_reader.num_bytes == 0 and live.app.gate.in_flight == 0
     assert not [r for r in caplog.records if r.exc_info]
-
-
-def test_who_never_reads_answers_holds_up_nobody_else(tmp_path: Path) -> None:
-    with live_of(tmp_path) as live, live.connect() as deaf:
-        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        deaf.settimeout(1)
-        with contextlib.suppress(OSError):
-            for _ in range(connection.MAX_PIPELINED):
-                deaf.sendall(b"GET /openapi.json HTTP/1.1\r\nhost: x\r\n\r\n")
-        ranked(live)

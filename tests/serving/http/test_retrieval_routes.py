@@ -128,9 +128,7 @@ def test_a_client_can_restrict_the_items(kept: Retrieving) -> None:
     assert status == 200 and {item["item_id"] for item in answer["items"]} == {2, "i3", 4, 5}
 
 
-def test_missing_features_are_hydrated_or_the_answer_is_degraded(
-    kept: Retrieving,
-) -> None:
+def test_missing_features_are_hydrated_or_the_answer_is_degraded(kept: Retrieving) -> None:
     hydrator = kept.keeper.retriever.hydrator
     assert isinstance(hydrator, FakeHydrator)
     with_history = found(kept, k=NUM_ITEMS)

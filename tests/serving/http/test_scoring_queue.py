@@ -238,9 +238,7 @@ def test_the_event_loop_runs_between_two_passes() -> None:
 
 
 @pytest.mark.parametrize("num_coming", [0, 5, 1000])
-def test_new_connections_get_some_turns_before_the_next_pass(
-    num_coming: int,
-) -> None:
+def test_new_connections_get_some_turns_before_the_next_pass(num_coming: int) -> None:
     paced, turns = Paced(), list[int]()
 
     async def go() -> None:
@@ -294,33 +292,8 @@ def test_a_preempted_pass_is_not_slow_and_a_waiting_one_is() -> None:
     assert measured(lambda: time.sleep(0.001)) == 10.0
 
 
-def test_a_pass_known_to_be_slow_never_runs_in_the_event_loop() -> None:
-    """Turns of the loop while five requests wait for the thread."""
-    paced, gaps = Paced(unit_s=0.05), []
-
-    async def beside() -> None:
-        while len(paced.seen) < 6:
-            begin_s = time.perf_counter()
-            await asyncio.sleep(0)
-            gaps.append(time.perf_counter() - begin_s)
-
-    async def go() -> None:
-        queue = ScoringQueue(executor, paced, AdmissionGate(100), (1, 100))
-        await queue.score(request("first"), 0)
-        turns = asyncio.create_task(beside())
-        await asyncio.gather(*(queue.score(request(n), 0) for n in "abcde"))
-        await turns
-
-    with ThreadPoolExecutor(1) as executor:
-        asyncio.run(go())
-    assert not any(here for _, here in paced.seen)
-    assert sorted(gaps)[len(gaps) // 2] < 0.01, "not the pass itself"
-
-
 @pytest.mark.parametrize("installs", [False, True], ids=["one version", "a swap between"])
-def test_g1_g9_event_loop_and_thread_score_log_and_answer_equal_bytes(
-    installs: bool,
-) -> None:
+def test_g1_g9_event_loop_and_thread_score_log_and_answer_equal_bytes(installs: bool) -> None:
     """Each request in both places, and a swap between two of them."""
 
     def values(unit_s: float) -> tuple[list[tuple[bytes, bytes]], bool]:

@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 import logging
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from opentelemetry import propagate, trace
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from serving_cases import BODY, SCHEMA, Built, build, client_of
 from serving_fakes import FakeRows
 
@@ -100,43 +104,17 @@ def test_log_lines_contain_request_and_trace_id(tmp_path: Path) -> None:
     assert CURRENT_CALL.get() is None
 
 
-class Spans(trace.TracerProvider):
-    """Keeps what a real SDK would send."""
-
-    def __init__(self) -> None:
-        self.told: list[dict[str, Any]] = []
-
-    def get_tracer(self, *names: Any, **more: Any) -> Any:
-        provider = self
-
-        class ParsedEngagements(trace.NonRecordingSpan):
-            def __init__(self, name: str, parent: Any, attributes: dict[str, Any]) -> None:
-                super().__init__(trace.INVALID_SPAN_CONTEXT)
-                self.found = {"name": name, "parent": parent, "status": None, **attributes}
-                provider.told.append(self.found)
-
-            def set_attribute(self, key: str, value: Any) -> None:
-                self.found[key] = value
-
-            def set_status(self, status: Any, description: str | None = None) -> None:
-                self.found["status"] = status
-
-        class Tracer(trace.NoOpTracer):
-            def start_as_current_span(self, name: str, context: Any = None, **more: Any) -> Any:  # type: ignore[override]
-                parent = trace.get_current_span(context).get_span_context()
-                return trace.use_span(
-                    ParsedEngagements(
-                        name, f"{parent.trace_id:032x}/{parent.span_id:016x}", more["attributes"]
-                    )
-                )
-
-        return Tracer()
+@pytest.fixture
+def spans(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemorySpanExporter]:
+    """The spans that the SDK exports."""
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    monkeypatch.setattr(trace, "get_tracer", provider.get_tracer)
+    yield exporter
+    provider.shutdown()
 
 
-def test_spans_continue_the_trace_of_the_caller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    spans = Spans()
-    monkeypatch.setattr(trace, "get_tracer", spans.get_tracer)
-    assert propagate.get_global_textmap() is not None
+def test_spans_continue_the_trace_of_the_caller(tmp_path: Path, spans: InMemorySpanExporter) -> None:
     built = build(tmp_path, FakeRows(SCHEMA), tracing=True)
     http = client_of(built)
     http.post("/v1/rank", json=BODY, headers={"traceparent": PARENT})
@@ -144,46 +122,36 @@ def test_spans_continue_the_trace_of_the_caller(tmp_path: Path, monkeypatch: pyt
     built.waiting_for.append("rows")
     http.get("/readyz")
     built.close()
-    rank, unknown, ready = spans.told
-    assert (rank["name"], rank["parent"], rank["http.response.status_code"]) == (
-        "POST /v1/rank",
-        f"{TRACE}/{SPAN}",
-        200,
+    rank, unknown, ready = spans.get_finished_spans()
+    assert rank.name == "POST /v1/rank" and dict(rank.attributes or {})["http.response.status_code"] == 200
+    assert rank.parent is not None and (rank.parent.trace_id, rank.parent.span_id) == (
+        int(TRACE, 16),
+        int(SPAN, 16),
     )
-    assert (unknown["name"], unknown["url.path"], unknown["status"]) == ("GET", "", None), (
-        "names don't grow with what is asked"
-    )
-    assert (ready["http.response.status_code"], ready["status"]) == (503, trace.StatusCode.ERROR)
-
-
-OWN = "aaaaaaaaaaaaaaaa"
+    assert unknown.name == "GET" and dict(unknown.attributes or {})["url.path"] == "", "names are bounded"
+    assert dict(ready.attributes or {})["http.response.status_code"] == 503
+    assert ready.status.status_code is trace.StatusCode.ERROR and unknown.status.is_unset
 
 
 @pytest.mark.parametrize(
-    ("tracing", "asked", "logged", "why"),
+    ("tracing", "asked", "is_logged", "why"),
     [
-        (True, PARENT, f"00-{TRACE}-{OWN}-01", "below the span of this call"),
-        (True, PARENT[:-1] + "0", "", "a caller who doesn't sample"),
-        (True, "", "", "nobody traces"),
-        (False, PARENT, "", "no spans are wanted"),
+        (True, PARENT, True, "below the span of this call"),
+        (True, PARENT[:-1] + "0", False, "a caller who doesn't sample"),
+        (False, PARENT, False, "no spans are wanted"),
     ],
 )
 def test_records_of_a_traced_call_contain_its_span(
-    tracing: bool, asked: str, logged: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tracing: bool, asked: str, is_logged: bool, why: str, tmp_path: Path, spans: InMemorySpanExporter
 ) -> None:
-    class Tracer(trace.NoOpTracer):
-        def start_as_current_span(self, name: str, context: Any = None, **more: Any) -> Any:  # type: ignore[override]
-            at = trace.get_current_span(context).get_span_context()
-            own = trace.SpanContext(at.trace_id, int(OWN, 16), False, at.trace_flags)
-            return trace.use_span(trace.NonRecordingSpan(own if at.is_valid else trace.INVALID_SPAN_CONTEXT))
-
-    monkeypatch.setattr(trace, "get_tracer", lambda *names: Tracer())
     built = build(tmp_path, FakeRows(SCHEMA), tracing=tracing)
-    answer = client_of(built).post("/v1/rank", json=BODY, headers={"traceparent": asked} if asked else {})
+    answer = client_of(built).post("/v1/rank", json=BODY, headers={"traceparent": asked})
     (impression,) = [wire.decode(record.value)[1] for record in built.records()]
     built.close()
-    assert answer.status_code == 200
-    assert isinstance(impression, pb.Impression) and impression.header.traceparent == logged, why
+    own = [f"00-{TRACE}-{span.context.span_id:016x}-01" for span in spans.get_finished_spans()]
+    assert answer.status_code == 200 and isinstance(impression, pb.Impression)
+    assert ([impression.header.traceparent] if is_logged else []) == own, why
+    assert is_logged or not impression.header.traceparent
     assert CURRENT_CALL.get() is None
 
 

@@ -17,7 +17,6 @@ from retrieval_cases import retrieving
 from serving_cases import BODY, SCHEMA, build
 from serving_fakes import FakeRows
 
-from serving.config import ServingConfig
 from serving.errors import RequestError
 from serving.http.admission import AdmissionGate, WorkLane
 from serving.http.app import HttpInterface
@@ -243,8 +242,3 @@ def test_retrievals_in_progress_refuse_further_ones_and_no_ranks(tmp_path: Path)
 
     asyncio.run(main())
     kept.built.close()
-
-
-def test_each_lane_admits_as_many_as_ranking() -> None:
-    lane = WorkLane(AdmissionGate(ServingConfig.max_in_flight))
-    assert lane.gate.max_in_flight == ServingConfig.max_in_flight

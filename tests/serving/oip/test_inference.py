@@ -7,19 +7,17 @@ import importlib
 import json
 import struct
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
 from live_serving import serving_live
-from serving_cases import BODY, SCHEMA, Built, build, client_of, learn
+from serving_cases import BODY, SCHEMA, Built, build, client_of
 from serving_fakes import FakeRows
 from starlette.testclient import TestClient
 
 from roostream.schema.schema_file import schema_from_dict
 from roostream.wire import records as wire
-from roostream.wire import roo_pb2 as pb
-from serving.client.messages import encode_impression
 from serving.http.app import HttpInterface
 from serving.oip.features import FeatureTensors
 
@@ -95,30 +93,6 @@ def test_an_inference_equals_the_rank_of_the_same_request(http: TestClient, buil
     assert told["parameters"] == {"degraded": False}
     values = {wire.decode(r.value)[1].SerializeToString(deterministic=True) for r in built.records()}
     assert len(built.records()) == 2 and len(values) == 1, "what is logged is the same"
-
-
-def test_every_format_of_a_request_gives_equal_scores_and_equal_records(
-    http: TestClient, built: Built
-) -> None:
-    learn(built)
-    rows = SAME["candidates"]
-    names = dict.fromkeys(name for row in rows for name in row["nro"])
-    columns = {name: [row["nro"].get(name) for row in rows] for name in names}
-    in_columns = {**SAME, "candidates": {"item_id": [row["item_id"] for row in rows], **columns}}
-    flat = {**SAME, "candidates": [{"item_id": row["item_id"], **row["nro"]} for row in rows]}
-    scores: list[list[list[float]]] = []
-    for body in (SAME, flat, in_columns):
-        answer = http.post("/v1/rank", json=body).json()
-        scores.append([list(each.values()) for each in answer["scores"]])
-    media = {"content-type": "application/x-protobuf", "accept": "application/x-protobuf"}
-    binary = http.post("/v1/rank", content=encode_impression(cast(Any, SAME), SCHEMA), headers=media)
-    message = pb.RankAnswer.FromString(binary.content)
-    scores.append(np.array(message.scores).reshape(-1, len(message.tasks)).tolist())
-    outputs = {o["name"]: o["data"] for o in http.post(INFER, json=WHOLE).json()["outputs"]}
-    scores.append([list(each) for each in zip(outputs["click"], outputs["dwell"], strict=True)])
-    as_floats = [np.array(each, np.float32).tolist() for each in scores]
-    assert all(each == as_floats[0] for each in as_floats) and len({str(each) for each in as_floats[0]}) > 1
-    assert len(built.records()) == 5 and len({record.value for record in built.records()}) == 1
 
 
 def test_rectangular_lists_and_single_ids_need_no_lengths(http: TestClient, built: Built) -> None:

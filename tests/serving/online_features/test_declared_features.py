@@ -187,10 +187,7 @@ def test_a_crossed_counter_is_read_in_the_same_round_trip(
     after = calls(redis)
     assert {
         name: after[name] - before.get(name, 0) for name in after if after[name] != before.get(name, 0)
-    } == {
-        "cmdstat_mget": 1,
-        "cmdstat_info": 1,
-    }
+    } == {"cmdstat_mget": 1, "cmdstat_info": 1}
 
 
 def calls(redis: RedisServer) -> dict[str, int]:

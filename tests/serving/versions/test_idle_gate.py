@@ -38,9 +38,7 @@ def test_a_stop_ends_the_wait() -> None:
     assert not idle_gate.wait(60.0, stop) and clock.monotonic_s() < 0.1
 
 
-def test_a_waiter_is_woken_by_the_last_request(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_waiter_is_woken_by_the_last_request(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("serving.versions.idle_gate._LOOK_S", 60.0)
     idle_gate, gate, looked = IdleGate(SystemClock()), AdmissionGate(9), threading.Event()
 

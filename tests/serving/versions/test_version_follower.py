@@ -285,9 +285,7 @@ def test_a_commit_that_arrives_after_its_rollback_is_not_served(commits: Commits
     assert commits.follower.poll() and commits.versions.newest.name == "3-3"
 
 
-def test_a_newer_incarnation_removes_withdrawn_versions(
-    commits: Commits,
-) -> None:
+def test_a_newer_incarnation_removes_withdrawn_versions(commits: Commits) -> None:
     for seq in (1, 2):
         commits.commit(seq)
         commits.follower.poll()

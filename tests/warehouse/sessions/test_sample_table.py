@@ -95,15 +95,10 @@ def test_a_session_has_the_rows_of_its_version_and_ends_at_the_progress_of_the_a
     more = SampleTable(str(tmp_path)).newest(WANTED, TOPICS, told.ends)
     assert more is not None and more.version > told.version
     assert sorted(ids(tmp_path, more)) == list(range(13, 21))
-    assert more.ends == {
-        ("samples", 0): 10,
-        ("samples", 1): 10,
-    }
+    assert more.ends == {("samples", 0): 10, ("samples", 1): 10}
 
 
-def test_a_schema_without_a_label_of_the_archive_is_rejected_before_training(
-    tmp_path: Path,
-) -> None:
+def test_a_schema_without_a_label_of_the_archive_is_rejected_before_training(tmp_path: Path) -> None:
     archive(tmp_path, samples.records(list(range(1, 5))))
     table, schema = SampleTable(str(tmp_path)), samples.schema()
     told = table.newest(WANTED, TOPICS)

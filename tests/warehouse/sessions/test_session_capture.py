@@ -11,7 +11,6 @@ from roostream.errors import ConfigError
 from roostream.warehouse.sessions.session_capture import (
     CapturedRead,
     CapturedSession,
-    CapturingRows,
     ReaderComparison,
     SlowedRows,
     comparison_of,
@@ -37,18 +36,17 @@ class Ticks:
 def captured() -> tuple[MemoryTable, list[CapturedRead]]:
     table = table_of(samples.records(list(range(1, 31))))
     session = table.session(shuffle_seed=None)
-    rows = CapturingRows(table)
-    local = LocalSessionRows(session, rows)
+    local = LocalSessionRows(session, table)
     for split in session.order.splits:
         position = split.at
         while position < split.end_position:
             position = local.piece(split, position).end
-    return table, rows.reads
+    return table, [CapturedRead(*read) for read in table.reads]
 
 
 def test_a_captured_session_is_read_again_identically(tmp_path: Path) -> None:
     table, reads = captured()
-    assert [tuple(read) for read in reads] == table.reads and len(reads) > 5
+    assert len(reads) > 5
     CapturedSession(version=3, features=("a", "b"), reads=tuple(reads)).write(tmp_path / "session.json")
     again = CapturedSession.read(tmp_path / "session.json")
     assert again == CapturedSession(version=3, features=("a", "b"), reads=tuple(reads))
