@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 
 from joiner.config import JoinerConfig
-from joiner.join import FIXED_BYTES, candidates_cost, engagement_cost, impression_cost, max_request_bytes
+from joiner.join import FIXED_BYTES, candidates_cost, engagement_cost, impression_cost
 from joiner.local_engine import LocalEngine
 from joiner.local_runner import KafkaSink
 from roostream.runtime.kafka.broker import Broker
@@ -32,7 +32,6 @@ from tests.joiner.cases import (
 )
 
 T = 1_000
-MAX_BYTES = max_request_bytes(SCHEMA.limits)
 
 
 def joined(records: list[Record]) -> list:

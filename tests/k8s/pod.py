@@ -7,7 +7,6 @@ says.
 
 from __future__ import annotations
 
-import base64
 import dataclasses
 import os
 import re
@@ -118,8 +117,3 @@ class Kubelet:
 def _write(path: Path, contents: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(contents)
-
-
-def encoded(secret: Mapping[str, bytes]) -> dict[str, str]:
-    """As a Secret holds it."""
-    return {name: base64.b64encode(contents).decode() for name, contents in secret.items()}

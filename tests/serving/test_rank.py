@@ -176,18 +176,6 @@ def test_exploration_is_logged_with_its_propensities(tmp_path: Path) -> None:
     built.close()
 
 
-def test_a_named_version_is_used_while_it_is_loaded(built: Built) -> None:
-    assert rank(built.service, model_version="0-0")[1]["model_version"] == "0-0"
-    built.service.versions.install(build_version("1-8", SCHEMA, MODEL, 0, perturbed(2)))
-    assert rank(built.service, model_version="1-7")[1]["model_version"] == "1-7"
-    with pytest.raises(RequestError, match="0-0 is not loaded; expected one of 1-8, 1-7") as caught:
-        rank(built.service, model_version="0-0")
-    assert (caught.value.status, caught.value.path) == (404, "$.model_version")
-    with pytest.raises(RequestError, match="expected a model version as") as caught:
-        rank(built.service, model_version="latest")
-    assert caught.value.status == 400
-
-
 def test_an_impression_beyond_the_record_limit_is_413(built: Built) -> None:
     schema = dataclasses.replace(SCHEMA, limits=dataclasses.replace(SCHEMA.limits, max_record_bytes=1536))
     service = RankService(schema, LoadedVersions(first_version(schema, MODEL, 0)), built.service.rows)

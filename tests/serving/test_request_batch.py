@@ -177,7 +177,7 @@ def test_flat_values_equal_lists_decoded_one_by_one(data: st.DataObject) -> None
         )
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=60)
 @given(data=st.data())
 def test_the_fast_check_agrees_with_the_full_one(data: st.DataObject) -> None:
     """Damaged in some byte or not: nothing is taken that would be refused, and it is read as the same."""

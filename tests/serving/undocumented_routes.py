@@ -13,7 +13,6 @@ from serving.oip.tensors import HEADER_LENGTH, TYPES
 _OBJECT = {"type": "object"}
 _TEXT = {"type": "string"}
 _ID = {"anyOf": [{"type": "integer"}, _TEXT]}
-_SIZE = {"type": "integer", "minimum": -1, "maximum": 9}
 _STATUSES = (200, 400, 401, 403, 404, 405, 408, 413, 415, 429, 503, 504)
 _VERSION = {"type": "string", "enum": ["0-0", "1-2", "9-9", "newest", "x"]}
 """Loaded ones, one that is not loaded, and no versions."""

@@ -418,7 +418,7 @@ def test_two_compactors_at_once_do_no_harm(tmp_path: Path) -> None:
     old = closed_on(rich_records(SCHEMA, 12, partition=0), 0)
     records = [*old, *closed_on(rich_records(SCHEMA, 40, partition=0), 2, first_offset=12), *told]
     records += closed_on(rich_records(SCHEMA, 30, partition=0), 4, first_offset=52)
-    archive(tmp_path, records, per_flush=5)
+    archive(tmp_path, records, per_flush=10)
     rivals = [a_compactor(tmp_path, keep_days=3) for _ in range(2)]
     threads = [threading.Thread(target=rival.run_once, args=(threading.Event(),)) for rival in rivals]
     for thread in threads:

@@ -14,11 +14,7 @@ from infra.auditor.config import AuditorConfig
 from roostream.errors import ConfigError, UnavailableError
 from roostream.runtime.kafka.broker import Broker
 from roostream.runtime.kafka.consumer import MemoryConsumer, RecordConsumer
-from roostream.schema.ids import sample_id
-from roostream.wire import records as wire
-from roostream.wire import roo_pb2 as pb
-from roostream.wire.records import Record
-from tests.infra.auditor.test_auditor import ALL, KEY, T0, TOPICS, traffic
+from tests.infra.auditor.test_auditor import ALL, TOPICS, traffic
 
 
 class Ready(Auditor):
@@ -108,10 +104,3 @@ def test_unfinished_files_of_a_killed_run_are_swept(tmp_path: Path) -> None:
 def test_a_horizon_within_which_something_could_settle_is_refused() -> None:
     with pytest.raises(ConfigError, match="at least twice settle_ms = 600000"):
         AuditorConfig(bootstrap="127.0.0.1:1", home="h", horizon_ms=600_000)
-
-
-def prediction(n: int) -> Record:
-    value = wire.encode(
-        wire.PREDICTION, pb.Prediction(sample_id=sample_id(KEY, f"r{n}"), time_ms=T0 + n * 1000)
-    )
-    return Record("predictions", 0, n, T0 + n * 1000, KEY, value)

@@ -221,7 +221,7 @@ def test_a_part_continues_from_its_file(tmp_path: Path) -> None:
     assert sums.of_programs({f"auditor-{n}": scraped(p) for n, p in enumerate(parts)}) == whole(site, 1)
 
 
-def test_added_partitions_move_no_key_to_another_auditor(tmp_path: Path) -> None:
+def test_added_partitions_move_no_key_to_another_auditor() -> None:
     """Requests before and after the growth, by the same users."""
     site = traffic(200, GOOD)
     site.partitions = 2 * PARTITIONS

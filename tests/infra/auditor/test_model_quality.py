@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,6 @@ from roostream.runtime.kafka.consumer import MemoryConsumer
 from roostream.runtime.kafka.topics import PREDICTIONS, SAMPLES
 from roostream.runtime.metrics_collector import MetricsCollector
 from roostream.runtime.scrape import ScrapedMetrics, parse
-from roostream.schema.schema import Schema
 from roostream.schema.schema_file import schema_from_dict
 from roostream.wire import records as wire
 from roostream.wire import roo_pb2 as pb
@@ -28,20 +28,22 @@ from trainer.monitoring import verdict_metrics
 
 SCHEMA = schema_from_dict({"nro": [{"name": "price"}], "label": [{"name": "click", "action": "click"}]})
 T0 = 1_700_000_000_000
+NUM_REQUESTS = 2000
 
 
-def traffic(count: int, knowledge: float, schema: Schema = SCHEMA) -> list[Record]:
+@functools.cache
+def traffic(knowledge: float) -> list[Record]:
     """Requests with one click among four candidates, each with its sample and then its prediction.
 
     `knowledge` 1: the model is right; 0: it scores at random; -1: it is always wrong.
     """
     rng, out = np.random.default_rng(0), []
-    for n in range(count):
+    for n in range(NUM_REQUESTS):
         items_n, clicked = rng.choice(50, 4, replace=False), int(rng.integers(4))
         label_n = (np.arange(4) == clicked).astype(np.float32)
         score_n = 0.25 + 0.1 * knowledge * (2 * label_n - 1) + 0.1 * rng.random(4)
-        header = pb.Header(time_ms=T0 + 1000 * n, schema=schema.fingerprint, user_id=1, request_id=str(n))
-        nro = encode_nro(schema, {"price": rng.random(4).astype(np.float32)}, 4)
+        header = pb.Header(time_ms=T0 + 1000 * n, schema=SCHEMA.fingerprint, user_id=1, request_id=str(n))
+        nro = encode_nro(SCHEMA, {"price": rng.random(4).astype(np.float32)}, 4)
         part = pb.Part(nro=nro, num_rows=4)
         sample = pb.Sample(
             header=header,
@@ -75,7 +77,7 @@ def quality_of(records: list[Record]) -> ModelQuality:
 
 @pytest.mark.parametrize(("knowledge", "state"), [(1.0, "ahead"), (0.0, "undecided"), (-1.0, "behind")])
 def test_the_page_says_how_the_model_compares_with_the_baselines(knowledge: float, state: str) -> None:
-    figures = read_figures({}, {"auditor": scraped(quality_of(traffic(1600, knowledge)))})
+    figures = read_figures({}, {"auditor": scraped(quality_of(traffic(knowledge)[: 2 * 1600]))})
     found = figures["model_quality"]
     auc, rules = found["request_auc"], found["request_auc"]["baselines"]
     assert auc["state"] == state and set(rules) == {"place", "item", "recent", "linear"}
@@ -85,20 +87,20 @@ def test_the_page_says_how_the_model_compares_with_the_baselines(knowledge: floa
 
 
 def test_the_first_requests_only_warm_the_baselines_up() -> None:
-    records = traffic(WARM_UP + 10, 1.0)
+    records = traffic(1.0)[: 2 * (WARM_UP + 10)]
     found = verdict_metrics.report_of(scraped(quality_of(records)))
     assert found is not None and found["state"] == "unknown" and found["request_auc"]["requests"] == 0
 
 
 def test_repeated_and_unreadable_records_change_nothing() -> None:
-    records = traffic(2000, 1.0)
+    records = traffic(1.0)
     broken = [records[0]._replace(value=b"\x01\x02broken"), records[1]._replace(value=b"")]
     again = [copy for record in records for copy in (record, *broken, record)]
     assert quality_of(again).metrics() == quality_of(records).metrics()
 
 
 def test_a_share_of_the_requests_is_compared_by_sample_id() -> None:
-    records, first = traffic(2000, 1.0), 1700  # sample ids 1 to 2000
+    records, first = traffic(1.0), 1700  # sample ids 1 to 2000
     some = ModelQuality(SCHEMA, share=first / 2**64)
     for record in records:
         some.add(record)

@@ -1,4 +1,4 @@
-"""HTTP clients of other languages and libraries, with their default settings, rank and engage."""
+"""HTTP clients of other languages, with their default settings, rank and engage."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx2
 import pytest
 from live_serving import LiveServing, serving_live
 from serving_cases import BODY, SCHEMA, build
@@ -92,13 +91,6 @@ def program(name: str) -> str:
     if found is None:
         pytest.skip(f"{name} is not installed")
     return found
-
-
-def test_httpx_ranks_and_engages(live: LiveServing) -> None:
-    with httpx2.Client(base_url=live.url, timeout=60) as client:
-        for path, body in (("/v1/rank", BODY), ("/v1/engagements", CLICK)):
-            assert client.post(path, json=body).status_code == 200
-    assert [record.topic for record in live.built.records()] == ["impressions", "engagements"]
 
 
 def test_curl_with_http2_ranks_and_engages(live: LiveServing) -> None:

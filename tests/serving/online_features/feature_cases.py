@@ -62,6 +62,10 @@ class RedisServer:
                 time.sleep(0.02)
         raise AssertionError("redis-server did not start")
 
+    @property
+    def is_running(self) -> bool:
+        return self._process is not None
+
     def stop(self) -> None:
         if self._process is not None:
             self._process.kill()

@@ -4,8 +4,6 @@ request."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,20 +25,9 @@ from serving.online_features.hydration import Hydrator
 from serving.online_features.store import FeatureStore
 from serving.online_features.updater import FeatureMetrics, FeatureUpdater
 from tests.online.counter_oracle import COUNTERS, Engagement, List, random_events, schema_with
-from tests.serving.online_features.feature_cases import MemoryEvents, RedisServer, find_redis
+from tests.serving.online_features.feature_cases import MemoryEvents, RedisServer
 
 SCHEMA = schema_with(COUNTERS)
-pytestmark = pytest.mark.skipif(
-    find_redis() is None, reason="no redis-server on PATH nor in the environment: run `make setup`"
-)
-
-
-@pytest.fixture
-def redis(tmp_path: Path) -> Iterator[RedisServer]:
-    server = RedisServer(tmp_path)
-    server.start()
-    yield server
-    server.stop()
 
 
 def event_of(number: int, event: List | Engagement) -> Event:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
@@ -22,30 +19,24 @@ from tests.serving.online_features.feature_cases import (
     MemoryEvents,
     RedisServer,
     engagement,
-    find_redis,
     impression,
     records_of,
 )
 
 BIG = (1 << 64) - 5
-pytestmark = pytest.mark.skipif(
-    find_redis() is None, reason="no redis-server on PATH nor in the environment: run `make setup`"
-)
 
 
 @pytest.fixture
-def redis(tmp_path: Path) -> Iterator[RedisServer]:
-    server = RedisServer(tmp_path)
-    server.start()
-    store = FeatureStore(redis_client.client(server.url, timeout_s=2.0), server.url, "x.")
+def redis(redis: RedisServer) -> RedisServer:
+    """With a few features."""
+    store = FeatureStore(redis_client.client(redis.url, timeout_s=2.0), redis.url, "x.")
     events = [impression(BIG, [7, BIG], T0), engagement(BIG, BIG, T0 + 1000)]
     updater = FeatureUpdater(
         Schema(), store, MemoryEvents(records_of(events)), "c", FeatureMetrics(CollectorRegistry())
     )
     updater.open()
     updater.step(0)
-    yield server
-    server.stop()
+    return redis
 
 
 def test_a_request_reads_features_that_the_updater_wrote(redis: RedisServer) -> None:

@@ -4,7 +4,7 @@ losses."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -42,24 +42,12 @@ from tests.serving.online_features.feature_cases import (
     RedisServer,
     engagement,
     events,
-    find_redis,
     impression,
     records_of,
 )
 
 ITEMS = list(range(12))
 NOW = T0 + 10_000_000
-pytestmark = pytest.mark.skipif(
-    find_redis() is None, reason="no redis-server on PATH nor in the environment: run `make setup`"
-)
-
-
-@pytest.fixture
-def redis(tmp_path: Path) -> Iterator[RedisServer]:
-    server = RedisServer(tmp_path)
-    server.start()
-    yield server
-    server.stop()
 
 
 class EndingEvents(MemoryEvents):

@@ -1,4 +1,5 @@
-"""Items whose rows are others than at the last look, and no others."""
+"""Items whose rows are others than at the last look, and no others; who waits longest has the next new
+vector."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from serving_cases import SCHEMA
 from roostream.wire.lookup import Lookup
 from serving.retrieval import item_vectors as changed_rows
 from serving.retrieval.catalogue import Catalogue, read_catalogue
-from serving.retrieval.item_vectors import RowChangeDetector
+from serving.retrieval.item_vectors import RefreshQueue, RowChangeDetector
 
 ITEMS = [{"item_id": i, "topics": [100 + i % 3, 200]} if i != 4 else {"item_id": 4} for i in range(8)]
 
@@ -54,3 +55,22 @@ def test_items_with_changed_rows_are_reported_once(monkeypatch: pytest.MonkeyPat
     assert looked(changed, rows) == [0, 1, 2, 3, 5, 6, 7]
     rows.values[999] = 9.0  # nobody's
     assert looked(changed, rows) == []
+
+
+def test_the_longest_waiting_items_are_taken_first() -> None:
+    due = RefreshQueue(10)
+    due.mark(np.array([7, 8]), 2.0)
+    due.mark(np.array([1, 3]), 1.0)
+    assert (len(due), due.oldest_s) == (4, 1.0)
+    assert due.take(3).tolist() == [1, 3, 7]
+    assert (len(due), due.oldest_s) == (1, 2.0)
+    assert due.take(5).tolist() == [8] and due.oldest_s is None and len(due.take(5)) == 0
+
+
+def test_an_item_marked_again_keeps_its_first_time() -> None:
+    due = RefreshQueue(4)
+    due.mark(np.array([2]), 1.0)
+    due.mark(np.array([2, 0]), 5.0)
+    assert due.take(1).tolist() == [2]
+    due.mark(np.array([2]), 6.0)
+    assert due.take(9).tolist() == [0, 2]
