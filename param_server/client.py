@@ -3,21 +3,21 @@
 The keys of a batch are unique (`roostream.wire.lookup`). They are split by shard once, sent to all shards in
 parallel, and the answers are put back into their positions. Readers outside training use a `Replica`.
 
-Letters: U unique keys of a stack, M keys of one shard, D width, S shards.
-"""
+Letters: U unique keys of a stack, M keys of one shard, D width, S shards."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from param_server import kernels
-from param_server.embedding_table import Keys, join_keys, no_keys
+from param_server.embedding_table import Keys, join_keys
 from param_server.row_block import RowBlock
 from roostream.errors import ConfigError, RoostreamError, TransportError, UnavailableError, WireError
 from roostream.runtime.backoff import Backoff
@@ -73,11 +73,8 @@ class Client:
         """The shards were restored: pushes start again, from this number of workers a step, and buckets are
         owned as `owners` says.
 
-        `owners` None = bucket mod shards. No push may be in progress.
-
-        Raises:
-            ConfigError: the map has another number of buckets or shards; nothing was changed.
-        """
+        `owners` None = bucket mod shards. No push may be in progress. Raises ConfigError: the map has another
+        number of buckets or shards; nothing was changed."""
         owners = owners or BucketMap.modulo(self.num_buckets, len(self.transports))
         owners.check(self.num_buckets, len(self.transports))
         with self._push_lock, self._split_lock:
@@ -92,8 +89,7 @@ class Client:
 
         Raises:
             ConfigError: another shard answers.
-            UnavailableError, TransportError: a shard does not answer.
-        """
+            UnavailableError, TransportError: a shard does not answer."""
         for index, transport in enumerate(self.transports):
             answer, _ = transport.call("stats", {}, timeout_s=_CHECK_TIMEOUT_S)
             if answer.get("index", index) != index:
@@ -106,9 +102,9 @@ class Client:
         """Stack → float32 [U, D], aligned with the lookup; keys without a row read as their initial value.
 
         Raises:
-            FencedError: the shards are in another incarnation than this client. UnavailableError,
-            TransportError: a shard waits to be restored, or could not be reached for `resend_for_s`.
-        """
+            FencedError: the shards are in another incarnation than this client.
+            UnavailableError, TransportError: a shard waits to be restored, or could not be reached for
+                `resend_for_s`."""
         out = {n: np.empty((len(s.id_U), self._width[n]), np.float32) for n, s in lookup.stacks.items()}
 
         def pull_from(shard: int, shares: Sequence[ShardKeys]) -> None:
@@ -116,7 +112,10 @@ class Client:
             header = {"incarnation": self.incarnation, "stacks": [share.stack for share in shares]}
             _, rows = self._call(shard, "pull", header, arrays)
             for share, rows_MD in zip(shares, rows, strict=True):
-                put_share(out, share, rows_MD)
+                if isinstance(share.at_M, slice):
+                    out[share.stack] = rows_MD
+                else:
+                    kernels.put_rows(out[share.stack], share.at_M, rows_MD)
 
         self._each_shard(self._shares(lookup), pull_from)
         return out
@@ -146,8 +145,7 @@ class Client:
             FencedError: the shards are in another incarnation.
             UnavailableError, TransportError: as `pull`.
 
-        **If it fails** after something was sent, every further push is rejected until `set_incarnation`.
-        """
+        **If it fails** after something was sent, every further push is rejected until `set_incarnation`."""
         parts = {
             stack: checked_gradient(stack, gradient_UD, (len(lookup.stacks[stack].id_U), self._width[stack]))
             for stack, gradient_UD in gradients.items()
@@ -162,20 +160,12 @@ class Client:
         }
         if self.workers > 1:
             header |= {"workers": self.workers, "clip_row_norm": clip_row_norm}
-        with self._push_lock:
-            if self._lost:
-                raise UnavailableError(
-                    f"a push before this one was lost ({self._lost}); waiting to be restored"
-                )
-            try:
-                self._each_shard(
-                    shares,
-                    lambda shard, keys: self._push_to(shard, keys, header, parts),
-                    every=self.workers > 1,
-                )
-            except RoostreamError as error:
-                self._lost = str(error) or type(error).__name__
-                raise
+        with self._changing_rows():
+            self._each_shard(
+                shares,
+                lambda shard, keys: self._push_to(shard, keys, header, parts),
+                every=self.workers > 1,
+            )
 
     # Of workers that hold the rows themselves (trainer/row_home.py)
 
@@ -193,7 +183,7 @@ class Client:
                 parts.append(np.concatenate([rows_MD, state_MA], axis=1))
                 start, end = start + len(id_M), int(answer["end"])
         (width,) = {part.shape[1] for part in parts} or {0}
-        return join_keys(no_keys(), *keys), np.concatenate([np.zeros((0, width), np.float32), *parts])
+        return join_keys(*keys), np.concatenate([np.zeros((0, width), np.float32), *parts])
 
     def overwrite(self, stack: str, block: RowBlock) -> None:
         """Set rows with their states at their shards, in messages of limited size; the next commit contains
@@ -210,12 +200,7 @@ class Client:
             for start in range(0, len(part.keys), each):
                 piece = part.take(np.arange(start, min(start + each, len(part.keys))))
                 sequence = self._sequence_S[shard] + 1
-                header = {
-                    "incarnation": self.incarnation,
-                    "worker": self.worker,
-                    "sequence": sequence,
-                    "stacks": [stack],
-                }
+                header = {"incarnation": self.incarnation, "worker": self.worker, "sequence": sequence}
                 arrays = [
                     piece.keys.table_U,
                     piece.keys.id_U,
@@ -223,20 +208,12 @@ class Client:
                     piece.rows_LD,
                     piece.state_LA,
                 ]
-                self._call(shard, "overwrite", header, arrays)
+                self._call(shard, "overwrite", {**header, "stacks": [stack]}, arrays)
                 self._sequence_S[shard] = sequence
 
         lookup = Lookup({stack: StackLookup(block.keys.table_U, block.keys.id_U, {})})
-        with self._push_lock:
-            if self._lost:
-                raise UnavailableError(
-                    f"a push before this one was lost ({self._lost}); waiting to be restored"
-                )
-            try:
-                self._each_shard(split_by_owner(lookup, self.owners), write)
-            except RoostreamError as error:
-                self._lost = str(error) or type(error).__name__
-                raise
+        with self._changing_rows():
+            self._each_shard(split_by_owner(lookup, self.owners), write)
 
     def contains(self, stack: str, keys: Keys) -> np.ndarray:
         """bool [M]: the keys that have a row. Raises as `pull`."""
@@ -257,16 +234,30 @@ class Client:
         if self.pool is not None:
             self.pool.shutdown(cancel_futures=True)
 
+    @contextlib.contextmanager
+    def _changing_rows(self) -> Iterator[None]:
+        """One call at a time changes rows, and none after one that may have been lost."""
+        with self._push_lock:
+            if self._lost:
+                raise UnavailableError(
+                    f"a push before this one was lost ({self._lost}); waiting to be restored"
+                )
+            try:
+                yield
+            except RoostreamError as error:
+                self._lost = str(error) or type(error).__name__
+                raise
+
     def _push_to(
         self, shard: int, shares: Sequence[ShardKeys], header: Header, gradients: Mapping[str, np.ndarray]
     ) -> None:
-        arrays = [a for s in shares for a in (s.table_M, s.id_M, part_of(gradients[s.stack], s))]
-        sequence = self._sequence_S[shard] + 1
-        fields = {
-            "incarnation": self.incarnation,
-            "sequence": sequence,
-            "stacks": [share.stack for share in shares],
-        }
+        arrays = []
+        for share in shares:
+            gradient_UD, is_all = gradients[share.stack], isinstance(share.at_M, slice)
+            part_MD = gradient_UD if is_all else kernels.take_rows(gradient_UD, share.at_M)
+            arrays += [share.table_M, share.id_M, part_MD]
+        sequence, stacks = self._sequence_S[shard] + 1, [share.stack for share in shares]
+        fields = {"incarnation": self.incarnation, "sequence": sequence, "stacks": stacks}
         self._call(shard, "push", {**header, **fields}, arrays)
         self._sequence_S[shard] = sequence
 
@@ -302,7 +293,10 @@ class Client:
             for shard, share in busy:
                 do(shard, share)
             return
-        _wait_all([self.pool.submit(do, shard, share) for shard, share in busy])
+        futures = [self.pool.submit(do, shard, share) for shard, share in busy]
+        errors = [error for future in futures if (error := future.exception()) is not None]
+        if errors:
+            raise errors[0]
 
 
 def split_by_owner(lookup: Lookup, owners: BucketMap) -> list[list[ShardKeys]]:
@@ -324,19 +318,6 @@ def split_by_owner(lookup: Lookup, owners: BucketMap) -> list[list[ShardKeys]]:
     return shares
 
 
-def put_share(out: dict[str, np.ndarray], share: ShardKeys, rows_MD: np.ndarray) -> None:
-    """Put an owner's rows into their positions in `out` (stack → float32 [U, D])."""
-    if isinstance(share.at_M, slice):
-        out[share.stack] = rows_MD
-    else:
-        kernels.put_rows(out[share.stack], share.at_M, rows_MD)
-
-
-def part_of(gradient_UD: np.ndarray, share: ShardKeys) -> np.ndarray:
-    """The gradient rows of an owner's keys."""
-    return gradient_UD if isinstance(share.at_M, slice) else kernels.take_rows(gradient_UD, share.at_M)
-
-
 def checked_gradient(stack: str, gradient_UD: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
     """The gradient, contiguous. Raises WireError: it has another shape."""
     if gradient_UD.shape != shape or gradient_UD.dtype != np.float32:
@@ -346,9 +327,3 @@ def checked_gradient(stack: str, gradient_UD: np.ndarray, shape: tuple[int, int]
             f"{gradient_UD.shape}",
         )
     return np.ascontiguousarray(gradient_UD)
-
-
-def _wait_all(futures: Iterable[Any]) -> None:
-    errors = [error for future in futures if (error := future.exception()) is not None]
-    if errors:
-        raise errors[0]

@@ -1,8 +1,7 @@
 """Embedding rows in memory: a hash index from (table, id) to a row number, and the array of rows beside it.
 
 Letters: U requested keys, N rows of the array, M chosen rows, C slots of the index, D width, K tables of the
-stack.
-"""
+stack."""
 
 from __future__ import annotations
 
@@ -36,11 +35,8 @@ def no_keys() -> Keys:
 
 
 def join_keys(*parts: Keys) -> Keys:
-    return (
-        no_keys()
-        if not parts
-        else Keys(np.concatenate([p.table_U for p in parts]), np.concatenate([p.id_U for p in parts]))
-    )
+    parts = (no_keys(), *parts)
+    return Keys(np.concatenate([p.table_U for p in parts]), np.concatenate([p.id_U for p in parts]))
 
 
 _SECRET = np.uint64(secrets.randbits(64))
@@ -51,8 +47,7 @@ class KeyIndex:
     """Map from (table, id) to a row number in growing arrays. Not thread-safe.
 
     A row number is stable until its key is removed; a removed key's number is used again. Row numbers do not
-    depend on `secret`, which only decides where the index keeps a key.
-    """
+    depend on `secret`, which only decides where the index keeps a key."""
 
     def __init__(self, num_buckets: int, capacity: int = 256, secret: np.uint64 = _SECRET) -> None:
         self.num_buckets, self.secret = num_buckets, secret
@@ -81,8 +76,7 @@ class KeyIndex:
         """Make room for `num_more` keys; return whether `capacity` grew. It doubles, so that the cost is
         amortized.
 
-        **If it fails** (MemoryError): the index is unchanged.
-        """
+        **If it fails** (MemoryError): the index is unchanged."""
         need = self.used - int(self._counts[1]) + num_more
         if need <= self.capacity:
             return False
@@ -106,8 +100,7 @@ class KeyIndex:
     def add(self, keys: Keys) -> tuple[np.ndarray, np.ndarray]:
         """Insert keys; return (row numbers int64 [U], new bool [U]).
 
-        Room must have been reserved. A key given twice is new the first time only.
-        """
+        Room must have been reserved. A key given twice is new the first time only."""
         assert self.used - self._counts[1] + len(keys) <= self.capacity
         row_U, new_U = np.empty(len(keys), np.int64), np.empty(len(keys), np.bool_)
         kernels.find_or_insert(
@@ -156,10 +149,6 @@ class KeyIndex:
         rows = range(self.used) if rows is None else rows
         return kernels.flagged(self.flags_N, rows.start, rows.stop, flags)
 
-    def count_flagged(self, flags: int) -> int:
-        """Count the live rows with any of `flags`."""
-        return int(kernels.count_flagged(self.flags_N, self.used, flags))
-
     def replace_flags(self, flags: int, by: int = 0, also: int = 0) -> None:
         """Clear `flags` in all rows. Rows that had any of them also lose the flags `also` and get the flags
         `by`."""
@@ -188,8 +177,7 @@ class EmbeddingTable:
     """Embedding rows of one stack by key, as shards train them and replicas read them. Not thread-safe.
 
     Growing replaces `index` arrays and `rows_ND`, so read the attributes again for each use. Optimizer state
-    is kept by the shard (`param_server.table`).
-    """
+    is kept by the shard (`param_server.table`)."""
 
     def __init__(self, tables: Sequence[Table], *, seed: int, num_buckets: int) -> None:
         self.width, self.num_buckets = tables[0].dim, num_buckets

@@ -34,8 +34,7 @@ class KeyValueStore(Protocol):
     ) -> None:
         """Write all or nothing. With `sync`, this and every earlier write is durable on return.
 
-        **If it fails:** none of the keys changed, and the next call works as soon as the disk does.
-        """
+        **If it fails:** none of the keys changed, and the next call works as soon as the disk does."""
 
     def keys(self, prefix: bytes) -> Iterator[bytes]:
         """Ascending."""
@@ -84,36 +83,18 @@ class RocksDbStore:
         self._in_use = False
         self._unflushed_bytes = 0
 
-    def open(self) -> RocksDbStore:
-        """Open or create the directory; return self.
-
-        Raises:
-            SetupError: another process has it open, it cannot be read or written, or it is damaged; the
-            message says what to do.
-        """
+    def open(self, *, read_only: bool = False) -> RocksDbStore:
+        """Open or create the directory; return self. `read_only`: beside the process that writes it; then the
+        directory must exist. Raises SetupError: another process has it open, it cannot be read or written, or
+        it is damaged; the message says what to do."""
+        access = rocksdict.AccessType.read_only() if read_only else rocksdict.AccessType.read_write()
         try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            self._db = rocksdict.Rdict(str(self.directory), self._options())
+            if not read_only:
+                self.directory.mkdir(parents=True, exist_ok=True)
+            self._db = rocksdict.Rdict(str(self.directory), self._options(), access_type=access)
         except Exception as error:  # rocksdict raises plain Exception
             raise SetupError(
                 f"segments in {self.directory} cannot be opened ({error}); {self._remedy(error)}"
-            ) from None
-        self._in_use = True
-        return self
-
-    def open_to_read(self) -> RocksDbStore:
-        """Open read-only, beside the process that writes it; return self.
-
-        Raises:
-            SetupError: as `open`; also if the directory is empty.
-        """
-        try:
-            self._db = rocksdict.Rdict(
-                str(self.directory), self._options(), access_type=rocksdict.AccessType.read_only()
-            )
-        except Exception as error:
-            raise SetupError(
-                f"segments in {self.directory} cannot be read ({error}); {self._remedy(error)}"
             ) from None
         self._in_use = True
         return self

@@ -9,8 +9,7 @@ After a restore, before the next round:
   2. read from the offset that the manifest recorded to the barrier;
   3. mark every key seen there: the next round sends the restored row or a tombstone.
 If the recorded offset is gone (retention, a recreated topic), the barriers say `rebootstrap`, and 2 and 3 are
-skipped. The offset that the next manifest records moves on only after 3, so a kill in between repeats it.
-"""
+skipped. The offset that the next manifest records moves on only after 3, so a kill in between repeats it."""
 
 from __future__ import annotations
 
@@ -72,7 +71,7 @@ class Publisher:
 
     def __init__(self, shard: Shard, topic: RowsTopic, clock: Clock, *, interval_ms: int = 1000) -> None:
         self.shard, self.topic, self.clock, self.interval_ms = shard, topic, clock, interval_ms
-        self.num_rounds = self.num_deltas = self.num_keys = self.num_republished = 0
+        self.num_keys = self.num_republished = 0
         self.published_at_ms = clock.now_ms()  # when replicas last had everything
 
     def run(self, stop: threading.Event) -> None:
@@ -87,8 +86,7 @@ class Publisher:
         """Do a rollback if one is due, then a round.
 
         **If it fails** (UnavailableError): the next turn starts with the same; nothing that must be published
-        is forgotten.
-        """
+        is forgotten."""
         rollback = self.shard.rollback()
         if rollback:
             self.roll_back(rollback, stop)
@@ -98,23 +96,20 @@ class Publisher:
         """Publish everything that is unpublished, as it is now; nothing if a rollback is due.
 
         **If it fails** (UnavailableError: Kafka is away or rejects it, or `stop` was set): some of it may
-        have been appended. All of it counts as unpublished again and is sent in later versions.
-        """
+        have been appended. All of it counts as unpublished again and is sent in later versions."""
         taken = self.shard.take_round()  # 1
         if taken is None:
             return
         schema = self.shard.identity.schema.fingerprint
         ends: dict[int, int] = {}
-        num_deltas = num_keys = 0
-        done = False
+        num_keys, done = 0, False
         try:
             portion: list[Message] = []
             for planned in taken.deltas:
                 if (delta := self.shard.copy_delta(taken, planned)) is not None:
-                    portion.append(
-                        self._message(delta.bucket, encode_delta(delta, schema, taken.incarnation))
-                    )
-                    num_deltas, num_keys = num_deltas + 1, num_keys + len(delta.id_M)
+                    data = encode_delta(delta, schema, taken.incarnation)
+                    portion.append(self._message(delta.bucket, data))
+                    num_keys += len(delta.id_M)
                 if sum(len(message.value) for message in portion) >= _PORTION_BYTES:
                     ends |= self._send(portion, stop)  # 2, 3
                     portion = []
@@ -123,8 +118,6 @@ class Publisher:
         finally:
             self.shard.settle_round(taken, done, ends)  # 4
         self.published_at_ms = self.clock.now_ms()
-        self.num_rounds += bool(num_deltas)
-        self.num_deltas += num_deltas
         self.num_keys += num_keys
 
     def roll_back(self, rollback: Rollback, stop: threading.Event) -> None:
@@ -132,8 +125,7 @@ class Publisher:
         current state.
 
         **If it fails** (UnavailableError): barriers may be written and keys marked, which can be repeated.
-        The shard keeps the rollback, and no round is taken before it is done.
-        """
+        The shard keeps the rollback, and no round is taken before it is done."""
         bounds = {p: self.topic.bounds(p, stop) for p in rollback.rows_end}
         gone = {p for p, start in rollback.rows_end.items() if not bounds[p][0] <= start <= bounds[p][1]}
         ends = self._send(self._barriers(rollback, gone, rollback.rows_end), stop)  # 1

@@ -16,29 +16,14 @@ that each row moves exactly as Adam moves it on its gradients alone:
 
 No fastmath, and powers by multiplication: equal inputs give equal bits on every machine.
 `error_model="numpy"` removes the test for a zero divisor, which would prevent vector instructions; the
-divisors are positive. Keys of one push are unique; repeated keys would be applied one after the other.
-"""
+divisors are positive. Keys of one push are unique; repeated keys would be applied one after the other."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
 
 import numpy as np
 from numba import njit
-
-
-class Kernel(Protocol):
-    """Applies one gradient a row, in place; no number of a gradient exceeds MAX_GRADIENT."""
-
-    def __call__(
-        self,
-        rows_ND: np.ndarray,  # float32
-        state_NA: np.ndarray,  # float32
-        row_U: np.ndarray,  # int64: which row
-        gradient_UD: np.ndarray,  # float32, finite
-        which_U: np.ndarray,  # int64: which of the stack's tables the row is of
-        parameters_KP: np.ndarray,  # float64: each table's, in the order of the rule's fields
-    ) -> None: ...
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
@@ -139,5 +124,11 @@ def accumulators(rule: str, width: int) -> slice:
     return slice(width, 2 * width) if rule == "adam" else slice(None)
 
 
-KERNELS: dict[str, Kernel] = {"adagrad": adagrad, "rowwise_adagrad": rowwise_adagrad, "adam": adam}
-"""By `Rule.name`."""
+KERNELS: dict[str, Callable[..., None]] = {
+    "adagrad": adagrad,
+    "rowwise_adagrad": rowwise_adagrad,
+    "adam": adam,
+}
+"""By `Rule.name`. Arguments: rows and states (float32, changed in place), row numbers `row_U` (int64), finite
+gradients, the number of each row's table `which_U` (int64), and the parameters of each table (float64, in the
+order of the rule's fields)."""

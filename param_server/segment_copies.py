@@ -7,8 +7,7 @@
     magic RSCP0001 · for each part: length of the key u32 · length of the value u64 · key · value
 
 The manifest names a copy with its size and checksum. Each part is verified against the directory, and the
-directory against the manifest, both before it is sent and before it is stored again.
-"""
+directory against the manifest, both before it is sent and before it is stored again."""
 
 from __future__ import annotations
 
@@ -26,36 +25,23 @@ from roostream.runtime.manifest import StoredFile, segment_copy_name
 
 _MAGIC = b"RSCP0001"
 _PART = struct.Struct("<IQ")
-READS_AT_ONCE = 4
+READS_AT_ONCE = 4  # requests on their way while a copy is read
 
 
 class SegmentCopies:
     """The copies of one shard. One thread at a time.
 
-    `reads_at_once`: requests on their way while a copy is read; 1 = all in the caller's thread.
     `piece_bytes`: what is sent or requested at once. Every method raises UnavailableError if either store
-    cannot be used now; what is left then is a segment or an object that nobody names.
-    """
+    cannot be used now; what is left then is a segment or an object that nobody names."""
 
-    def __init__(
-        self,
-        store: CheckpointStore,
-        shard: int,
-        *,
-        reads_at_once: int = READS_AT_ONCE,
-        piece_bytes: int = PART_BYTES,
-    ) -> None:
-        self.store, self.shard = store, shard
-        self.reads_at_once, self.piece_bytes = reads_at_once, piece_bytes
+    def __init__(self, store: CheckpointStore, shard: int, *, piece_bytes: int = PART_BYTES) -> None:
+        self.store, self.shard, self.piece_bytes = store, shard, piece_bytes
         self.sent_bytes = self.fetched_bytes = 0  # since the start
 
     def send(self, parts: SegmentParts, segment: Segment, on_progress: Callable[[], None]) -> StoredFile:
         """Write the copy of a segment; returns how a manifest names it. `on_progress` is called for each
-        piece that was sent or is on its way.
-
-        Raises:
-            CheckpointError: the segment is damaged here; there is no copy.
-        """
+        piece that was sent or is on its way. Raises CheckpointError: the segment is damaged here; there is
+        no copy."""
         size = len(_MAGIC) + sum(_PART.size + len(key) + num_bytes for key, num_bytes in parts.sizes(segment))
         hasher, sent = xxhash.xxh3_64(), 0
 
@@ -73,11 +59,8 @@ class SegmentCopies:
         return StoredFile(name=name, bytes=sent, checksum=hasher.hexdigest())
 
     def fetch(self, parts: SegmentParts, segment: Segment, on_progress: Callable[[], None]) -> None:
-        """Store a segment again from its copy, in place of what is left of it. Durable on return.
-
-        Raises:
-            CheckpointError: the copy is absent or damaged; the segment is absent.
-        """
+        """Store a segment again from its copy, in place of what is left of it. Durable on return. Raises
+        CheckpointError: the copy is absent or damaged; the segment is absent."""
         assert segment.copy is not None
         reader = _CopyReader(self._pieces(segment.copy, on_progress), segment.copy)
         try:
@@ -98,16 +81,11 @@ class SegmentCopies:
             (start, min(self.piece_bytes, copy.bytes - start))
             for start in range(0, copy.bytes, self.piece_bytes)
         )
-        if self.reads_at_once == 1:
-            for start, size in ranges:
-                yield self.store.get_range(copy.name, start, size)
-                on_progress()
-            return
-        with concurrent.futures.ThreadPoolExecutor(self.reads_at_once, "fetch") as pool:
+        with concurrent.futures.ThreadPoolExecutor(READS_AT_ONCE, "fetch") as pool:
             ahead: deque[concurrent.futures.Future[bytes]] = deque()
             try:
                 while ranges or ahead:
-                    while ranges and len(ahead) < self.reads_at_once:
+                    while ranges and len(ahead) < READS_AT_ONCE:
                         ahead.append(pool.submit(self.store.get_range, copy.name, *ranges.popleft()))
                     yield ahead.popleft().result()
                     on_progress()

@@ -3,8 +3,7 @@
 d/<segment>                     directory: its parts with checksums; empty while it is being written
 b/<segment>/<stack>/<bucket>    one block (param_server/row_block.py); `.<number>` follows from the second
                                 block of a bucket on
-r/<segment>/<stack>             state of the stack's eviction policy at that commit, if it has any
-"""
+r/<segment>/<stack>             state of the stack's eviction policy at that commit, if it has any"""
 
 from __future__ import annotations
 
@@ -80,8 +79,7 @@ class SegmentParts:
     """`shapes`: stack → (width, state width).
 
     Reading raises CheckpointError if a part is absent or damaged. Every method raises UnavailableError if the
-    store cannot be used now.
-    """
+    store cannot be used now."""
 
     def __init__(self, store: KeyValueStore, shapes: Mapping[str, tuple[int, int]]) -> None:
         self.store, self.shapes = store, dict(shapes)
@@ -102,32 +100,28 @@ class SegmentParts:
         self.delete([name])
         self.store.write([(_directory_key(name), b"")])
         entries: dict[str, dict[str, Any]] = {}
-        batch: list[tuple[bytes, bytes]] = []
-        waiting = total = rows = 0
-        format_ = FORMAT
-        for stack, bucket, (block,) in parts:
-            first = entries.setdefault(stack, {}).get(str(bucket))
-            more = first.setdefault("more", []) if first else []
-            key = _block_key(name, stack, bucket, len(more) + 1 if first else 0)
-            data = blocks.encode(block, key)
-            batch.append((key, data))
-            entry = {"bytes": len(data), "checksum": data[-8:].hex()}
-            if first:
-                more.append(entry)
-                format_ = FORMAT_BLOCKS
-            else:
-                entries[stack][str(bucket)] = entry
-            waiting, total, rows = waiting + len(data), total + len(data), rows + len(block.keys)
-            if waiting >= _BATCH_BYTES:
-                self.store.write(batch)
-                batch, waiting = [], 0
+        total, rows, format_ = 0, 0, FORMAT
+
+        def encoded() -> Iterator[tuple[bytes, bytes]]:
+            nonlocal total, rows, format_
+            for stack, bucket, (block,) in parts:
+                first = entries.setdefault(stack, {}).get(str(bucket))
+                more = first.setdefault("more", []) if first else []
+                key = _block_key(name, stack, bucket, len(more) + 1 if first else 0)
+                data = blocks.encode(block, key)
+                entry = {"bytes": len(data), "checksum": data[-8:].hex()}
+                if first:
+                    more.append(entry)
+                    format_ = FORMAT_BLOCKS
+                else:
+                    entries[stack][str(bucket)] = entry
+                total, rows = total + len(data), rows + len(block.keys)
+                yield key, data
+
+        batch = self._write_batches(encoded())
         states = {stack: (_policy_key(name, stack), state) for stack, state in policy_states.items()}
-        content: dict[str, Any] = {
-            "format": format_,
-            "name": name,
-            "blocks": entries,
-            "whole": sorted(complete),
-        }
+        content: dict[str, Any] = {"format": format_, "name": name, "blocks": entries}
+        content["whole"] = sorted(complete)
         if states:
             total += sum(len(state) for _, state in states.values())
             sums = {stack: f"{blocks.checksum(state, key):016x}" for stack, (key, state) in states.items()}
@@ -146,7 +140,7 @@ class SegmentParts:
     def block(self, name: str, stack: str, bucket: int, entry: BlockEntry) -> RowBlock:
         key = _block_key(name, stack, bucket, entry.number)
         data = self.store.get(key)
-        if data is None or len(data) != entry.bytes or data[-8:].hex() != entry.checksum:
+        if data is None or not _is_named(entry, data):
             raise _damaged(key)
         return blocks.decode(data, key, *self.shape(stack))
 
@@ -165,9 +159,8 @@ class SegmentParts:
         directory = self.directory(segment)
         for key, entry in _block_entries(directory):
             data = self.store.get(key)
-            if not _is_block(key, entry, data):
+            if data is None or not _is_block(key, entry, data):
                 raise _damaged(key)
-            assert data is not None
             yield key, data
         for stack, checksum in directory.policy_checksums.items():
             yield _policy_key(segment.name, stack), self.policy_state(segment.name, stack, checksum)
@@ -178,8 +171,7 @@ class SegmentParts:
 
         Raises:
             CheckpointError: `parts` are not those of `segment`. Parts that are in order stay; the segment
-            counts as absent if its directory is absent now.
-        """
+            counts as absent if its directory is absent now."""
         key, directory_bytes = next(parts)
         if key != _directory_key(segment.name) or not _is_directory(segment, directory_bytes):
             raise _damaged(key)
@@ -188,20 +180,30 @@ class SegmentParts:
         policies = {_policy_key(segment.name, stack): s for stack, s in directory.policy_checksums.items()}
         if not self.has_directory(segment):
             self.store.write([(key, b"")])
+
+        def verified() -> Iterator[tuple[bytes, bytes]]:
+            for key, data in parts:
+                entry = missing.pop(key, None)
+                is_policy = key in policies and f"{blocks.checksum(data, key):016x}" == policies.pop(key)
+                if not is_policy and (entry is None or not _is_block(key, entry, data)):
+                    raise _damaged(key)
+                yield key, data
+
+        batch = self._write_batches(verified())
+        if missing or policies:
+            raise _damaged(next(iter(missing or policies)))
+        self.store.write([*batch, (_directory_key(segment.name), directory_bytes)], sync=True)
+
+    def _write_batches(self, parts: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+        """Write parts in batches of _BATCH_BYTES; return the last batch, which is not written yet."""
         batch, waiting = list[tuple[bytes, bytes]](), 0
         for key, data in parts:
-            entry = missing.pop(key, None)
-            is_policy = key in policies and f"{blocks.checksum(data, key):016x}" == policies.pop(key)
-            if not is_policy and (entry is None or not _is_block(key, entry, data)):
-                raise _damaged(key)
             batch.append((key, data))
             waiting += len(data)
             if waiting >= _BATCH_BYTES:
                 self.store.write(batch)
                 batch, waiting = [], 0
-        if missing or policies:
-            raise _damaged(next(iter(missing or policies)))
-        self.store.write([*batch, (_directory_key(segment.name), directory_bytes)], sync=True)
+        return batch
 
     def _directory_bytes(self, segment: Segment) -> bytes:
         data = self.store.get(_directory_key(segment.name))
@@ -283,11 +285,15 @@ def _block_entries(directory: SegmentDirectory) -> Iterator[tuple[bytes, BlockEn
                 yield _block_key(directory.name, stack, bucket, entry.number), entry
 
 
-def _is_block(key: bytes, entry: BlockEntry, data: bytes | None) -> bool:
-    """Whether these are the bytes that a directory names."""
-    if data is None or len(data) != entry.bytes or data[-8:].hex() != entry.checksum:
-        return False
-    return blocks.checksum(memoryview(data)[:-8], key) == int.from_bytes(data[-8:], "little")
+def _is_named(entry: BlockEntry, data: bytes) -> bool:
+    """Whether these bytes have the size and checksum that a directory names."""
+    return len(data) == entry.bytes and data[-8:].hex() == entry.checksum
+
+
+def _is_block(key: bytes, entry: BlockEntry, data: bytes) -> bool:
+    """Whether a directory names these bytes, and their checksum is right."""
+    checksum = int.from_bytes(data[-8:], "little")
+    return _is_named(entry, data) and blocks.checksum(memoryview(data)[:-8], key) == checksum
 
 
 def _is_directory(segment: Segment, data: bytes | None) -> bool:

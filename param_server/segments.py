@@ -16,8 +16,7 @@ segment of the oldest kept commit, before it deletes what only older commits nee
 the buckets of a damaged part completely.
 
 **A commit is durable where its manifest is.** `send` copies new segments to the checkpoint store before they
-are committed, and `fetch` brings back what a lost or damaged disk does not have (segment_copies.py).
-"""
+are committed, and `fetch` brings back what a lost or damaged disk does not have (segment_copies.py)."""
 
 from __future__ import annotations
 
@@ -64,11 +63,7 @@ class SegmentDamage(NamedTuple):
 
 
 def commit_of(manifest: Manifest, index: int) -> Commit:
-    """What `manifest` names of shard `index`.
-
-    Raises:
-        CheckpointError: it names no segments of this shard.
-    """
+    """What `manifest` names of shard `index`. Raises CheckpointError: it names no segments of this shard."""
     try:
         segments = tuple(Segment.from_plain(s) for s in manifest.shards[index]["segments"])
     except (KeyError, TypeError, AttributeError) as error:
@@ -85,8 +80,7 @@ class Segments:
     parts whose rows may be lost (`<segment>`, `<segment>/<stack>`, `<segment>/<stack>/<bucket>`).
     `store_id`: the checkpoint store of the commits, remembered with the next segment; "" = not known.
 
-    Every method raises UnavailableError if the store cannot be read or written now.
-    """
+    Every method raises UnavailableError if the store cannot be read or written now."""
 
     def __init__(
         self,
@@ -116,8 +110,7 @@ class Segments:
         changed.
 
         Those of damaged parts; and if the list is long, that share of all buckets, the oldest segment's
-        first. None if nothing changed; all if rows have moved to other stacks.
-        """
+        first. None if nothing changed; all if rows have moved to other stacks."""
         if self.needs_rewrite:
             return frozenset(self.buckets)
         chosen: list[int] = []
@@ -142,25 +135,16 @@ class Segments:
         on return, and part of nothing until a manifest names it.
 
         **If it fails:** `base` is unchanged. What is left of segment `name` is deleted with the next
-        `commit`.
-        """
+        `commit`."""
+        parts = (
+            SegmentBucket(stack, bucket, [part])
+            for stack, block in changes.items()
+            for bucket, part in blocks.split_by_bucket(
+                block, buckets_of(block.keys.id_U, block.keys.table_U, self.num_buckets)
+            ).items()
+        )
         num_keys = sum(len(block.keys) for block in changes.values())
-        return self.write_changes(name, num_keys, self._split(changes), base, policy_states, complete)
-
-    def write_changes(
-        self,
-        name: str,
-        num_keys: int,
-        parts: Iterable[SegmentBucket],
-        base: Sequence[Segment],
-        policy_states: Mapping[str, bytes] | None = None,
-        complete: frozenset[int] = _NONE,
-    ) -> tuple[Segment, ...]:
-        """As `write`, of changes of `num_keys` keys that come part by part (see `SegmentParts.write`)."""
-        states = {stack: state for stack, state in (policy_states or {}).items() if state}
-        if not num_keys and not complete and self._has_policy_states(base, states):
-            return tuple(base)
-        return self.write_parts(name, parts, base, states, complete)
+        return self.write_parts(name, parts, base, policy_states, complete, num_keys=num_keys)
 
     def write_parts(
         self,
@@ -169,11 +153,17 @@ class Segments:
         base: Sequence[Segment],
         policy_states: Mapping[str, bytes] | None = None,
         complete: frozenset[int] = _NONE,
+        *,
+        num_keys: int | None = None,
     ) -> tuple[Segment, ...]:
-        """As `write_changes`; writes a segment even if there are no changes."""
+        """As `write`, of changes that come part by part (see `SegmentParts.write`). `num_keys`: number of
+        their keys; None: a segment is written even if there are none."""
+        states = {stack: state for stack, state in (policy_states or {}).items() if state}
+        if num_keys == 0 and not complete and self._has_policy_states(base, states):
+            return tuple(base)
         try:
             self._remember_store()
-            state = (*base, self.parts.write(name, parts, complete, policy_states or {}))
+            state = (*base, self.parts.write(name, parts, complete, states))
             return tuple(
                 s for s, live in zip(state, self._live(state), strict=True) if live or s.name == name
             )
@@ -188,8 +178,7 @@ class Segments:
         its copies.
 
         **If it fails** (UnavailableError, or CheckpointError: a segment is damaged here, and the next commit
-        rewrites its rows): call it again; it continues with the segment that failed.
-        """
+        rewrites its rows): call it again; it continues with the segment that failed."""
         for segment in state:
             if segment.copy is None and segment.name not in self._sent:
                 try:
@@ -235,8 +224,7 @@ class Segments:
         """A manifest names this state: record it, read a part of it back, and delete what none of the newest
         `keep` commits needs.
 
-        Nothing is deleted while something is damaged.
-        """
+        Nothing is deleted while something is damaged."""
         self.needs_rewrite = False
         self._sent.clear()
         history = self._remember(commit)
@@ -251,15 +239,16 @@ class Segments:
         """The state is this one again. Later commits are abandoned, but forgotten only with the next commit.
 
         Writes nothing, so that a full disk cannot prevent a restore. Deletes, if possible, segments of no
-        commit: those whose number is not in `linked`, the numbers of all manifests (None: not known).
-        """
+        commit: those whose number is not in `linked`, the numbers of all manifests (None: not known)."""
         self._restored = commit
         self._sent.clear()
         if linked is None:
             return
         try:
             kept = {s.name for past in (*self.history(), commit) for s in past.segments}
-            abandoned = [n for n in self.parts.names() if n not in kept and _seq_of(n) not in linked]
+            abandoned = [
+                n for n in self.parts.names() if n not in kept and int(n.partition("-")[0]) not in linked
+            ]
         except (CheckpointError, UnavailableError) as error:
             log.warning("abandoned segments could not be listed (%s); the next commit tries again", error)
             return
@@ -274,11 +263,8 @@ class Segments:
 
         Unpublished marks of the newest segment are kept; older ones are obsolete. Stacks that the schema does
         not have any more come first, unless `buckets` are given. Accepted parts that cannot be read are
-        skipped and added to `lost` and `damaged`.
-
-        Raises:
-            CheckpointError: a segment or a part of it is absent or damaged.
-        """
+        skipped and added to `lost` and `damaged`. Raises CheckpointError: a segment or a part of it is absent
+        or damaged."""
         directories = self._directories(segments)
         stacks = {stack for directory in directories for stack in directory.blocks}
         former = sorted(stacks - set(self.shapes)) if buckets is None else []
@@ -482,12 +468,6 @@ class Segments:
         self._restored = None
         return history
 
-    def _split(self, changes: Mapping[str, RowBlock]) -> Iterator[SegmentBucket]:
-        for stack, block in changes.items():
-            bucket_K = buckets_of(block.keys.id_U, block.keys.table_U, self.num_buckets)
-            for bucket, part in blocks.split_by_bucket(block, bucket_K).items():
-                yield SegmentBucket(stack, bucket, [part])
-
 
 def _entries(
     directories: Sequence[SegmentDirectory], stack: str, bucket: int
@@ -498,7 +478,3 @@ def _entries(
             yield directory.name, entry
         if bucket in directory.complete:
             return
-
-
-def _seq_of(name: str) -> int:
-    return int(name.split("-", 1)[0])

@@ -19,8 +19,7 @@ What a piece costs its owner:
     fixed     each piece, however small
 
 The constants are assumed until a benchmark has measured them, and every predicted time says so. Loads in
-bytes and their imbalance need no constants. Letters: N owners.
-"""
+bytes and their imbalance need no constants. Letters: N owners."""
 
 from __future__ import annotations
 
@@ -91,14 +90,15 @@ def plan(
 
     Raises:
         SchemaError: column pieces of a table whose rule keeps one state a row, or that do not divide its
-        columns. ConfigError: more column pieces than owners; or the rows do not fit: what is needed and how
-        many owners suffice.
-    """
+            columns.
+        ConfigError: more column pieces than owners; or the rows do not fit: what is needed and how many
+            owners suffice."""
     costs, columns = costs or CostModel(), columns or {}
     for table in tables:
         _check_columns(table, columns.get(table.name, 1), owners)
     _check_memory(tables, owners, memory_bytes)
-    warnings = _warnings([table for table in tables if columns.get(table.name, 1) == 1])
+    unknown = [table.name for table in tables if columns.get(table.name, 1) == 1 and table.uniques is None]
+    warnings = (f"no profile of {', '.join(unknown)}: spread over all owners",) if unknown else ()
     ways = [{t.name: owners for t in tables}, *_cuts_by_threshold(tables, owners, costs)]
     if whole_or_all:
         ways = [{name: pieces if pieces == 1 else owners for name, pieces in way.items()} for way in ways]
@@ -262,11 +262,6 @@ def _check_memory(tables: Sequence[PlannedTable], owners: int, memory_bytes: int
     )
 
 
-def _warnings(tables: Sequence[PlannedTable]) -> tuple[str, ...]:
-    unknown = [table.name for table in tables if table.uniques is None]
-    return (f"no profile of {', '.join(unknown)}: spread over all owners",) if unknown else ()
-
-
 _ACCESS_BYTES = 64
 _ID_BYTES = 8
 _MAX_CONSTANT = 1e18  # largest constant
@@ -291,11 +286,7 @@ class CostModel:
 
 
 def costs_of(text: str, where: str = "costs") -> CostModel:
-    """Parse a benchmark's JSON.
-
-    Raises:
-        ConfigError: it is something else.
-    """
+    """Parse a benchmark's JSON. Raises ConfigError: it is something else."""
     try:
         given = json.loads(text)
         found = CostModel(**given)
@@ -372,8 +363,3 @@ def imbalance(load_N: np.ndarray) -> float:
     """N · max / sum: 1 = even, N = all at one owner; 1 without any load."""
     total = float(load_N.sum())
     return len(load_N) * float(load_N.max()) / total if total else 1.0
-
-
-def plain(costs: CostModel) -> Mapping[str, Any]:
-    """For JSON; `costs_of` is the inverse."""
-    return dataclasses.asdict(costs)

@@ -9,8 +9,7 @@ or widened table starts a new one. Of several workers, the first one counts: eac
     profiles/<feature>.<table>.<dim>.json     {"checksum", "body": {"profile", "time_ms"}}
 
 Paper: Kurian et al., *Scalable Machine Learning Training Infrastructure for Online Ads Recommendation*, §V
-(feature-based data placement). Letters: L entries of a feature.
-"""
+(feature-based data placement). Letters: L entries of a feature."""
 
 from __future__ import annotations
 
@@ -74,11 +73,8 @@ def name_of(feature: str, table: str, dim: int) -> str:
 
 def save(store: CheckpointStore, profiles: Mapping[str, TableProfile], now_ms: int) -> None:
     """Merge new counts into the stored ones, which are weighted so that they and the new ones are at most
-    WINDOW_BATCHES batches, if the new ones are fewer. One writer.
-
-    Raises:
-        UnavailableError: the store cannot be written; some profiles may be merged already.
-    """
+    WINDOW_BATCHES batches, if the new ones are fewer. One writer. Raises UnavailableError: the store cannot
+    be written; some profiles may be merged already."""
     for profile in profiles.values():
         name = name_of(profile.feature, profile.table, profile.dim)
         before = _read(store, name)
@@ -111,8 +107,7 @@ def planned_tables(
     """The schema's tables for a requester's `batch` requests, and why some count as unprofiled.
 
     A table is profiled if every feature that reads it is. The features' rows are added up, an upper bound of
-    what they share.
-    """
+    what they share."""
     out, why = [], []
     sources = [source for of_stack in schema.derived(sources_of).values() for source in of_stack]
     for table in schema.tables:
@@ -152,7 +147,7 @@ def _read(store: CheckpointStore, name: str) -> StoredProfile | None:
         body = outer["body"]
         if outer["checksum"] != _checksum(body):
             raise CheckpointError(f"{name}: expected checksum {outer['checksum']}: it is damaged")
-        return StoredProfile(of_plain(body["profile"]), int(body["time_ms"]))
+        return StoredProfile(TableProfile(**body["profile"]), int(body["time_ms"]))
     except (CheckpointError, ValueError, KeyError, TypeError) as error:
         if name in store.list(FOLDER):
             log.warning("profile %s is ignored: %s", name, error)
@@ -255,7 +250,6 @@ class Profiler:
     def __init__(self, share: float, seed: int = 0) -> None:
         self.share, self.seed = share, seed
         self.profiles: dict[str, TableProfile] = {}
-        self.num_seen = 0
 
     def looks_at(self, step: int) -> bool:
         """A hash of seed and step decides, so that a replay counts the same batches."""
@@ -270,7 +264,6 @@ class Profiler:
 
     def count(self, batch: Batch, lookup: Lookup) -> None:
         """Count a batch and its lookup."""
-        self.num_seen += 1
         for stack, sources in batch.schema.derived(sources_of).items():
             for source in sources:
                 index_L = lookup.stacks[stack].index[source.key]
@@ -313,8 +306,3 @@ def impression_bytes(batch: Batch) -> int:
             ids = batch.num_candidates_R @ lengths_N if source.side == "ro" else lengths_N.sum()
             total += int(ids) * (8 + 8 * source.table.dim)
     return total
-
-
-def of_plain(plain: Mapping[str, Any]) -> TableProfile:
-    """Inverse of `TableProfile.plain`. Raises TypeError: it is something else."""
-    return TableProfile(**plain)

@@ -102,7 +102,7 @@ def make_shard(
         store,
         clock or FakeClock(),
         eviction,
-        copies=SegmentCopies(store, who.index, reads_at_once=1, piece_bytes=PIECE_BYTES),
+        copies=SegmentCopies(store, who.index, piece_bytes=PIECE_BYTES),
         uploads=uploads,
     )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -71,7 +70,7 @@ def part_of(shard: Shard, rows: Mapping[int, float]) -> list[Any]:
     return [(shard.tables[ADAGRAD], asked, gradient_UD)]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(workers=WORKERS)
 def test_the_sum_is_that_of_a_dictionary_in_float64(workers: list[dict[int, int]]) -> None:
     shard = begun()
@@ -192,12 +191,9 @@ def fleet(closing: list[Any], count: int, num_shards: int = 2) -> Workers:
     return workers
 
 
-@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
-def test_rows_are_equal_to_the_bit_whatever_the_order_of_arrival(
-    closing: list[Any], order: tuple[int, ...]
-) -> None:
+def test_rows_are_equal_to_the_bit_whatever_the_order_of_arrival(closing: list[Any]) -> None:
     first, other = fleet(closing, 3), fleet(closing, 3)
-    for step in (1, 2, 3):
+    for step, order in enumerate(((2, 1, 0), (1, 2, 0), (2, 0, 1)), 1):
         first.step(step, (0, 1, 2), clip_row_norm=0.7)
         other.step(step, order, clip_row_norm=0.7)
     for one, another in zip(first.shards, other.shards, strict=True):
@@ -205,9 +201,12 @@ def test_rows_are_equal_to_the_bit_whatever_the_order_of_arrival(
         assert one.stats()["pushes"] == 9 and one.stats()["waiting"] == 0
 
 
-def test_a_worker_without_data_pushes_nothing_to_every_shard_and_the_others_go_on(closing: list[Any]) -> None:
+def test_while_a_push_waits_pulls_go_on_and_a_worker_without_data_ends_the_step(closing: list[Any]) -> None:
     workers = fleet(closing, 2)
     done = workers.push(0, 1)
+    wait_for(lambda: all(shard.stats()["waiting"] == 1 for shard in workers.shards))
+    assert pull_from(workers.shards[0], ITEM, 1).shape == (1, 4)
+    assert workers.clients[1].pull(lookup_of(ROWS[1]))[ADAGRAD].shape == (7, 4)
     workers.push(1, 1, {}).result(10)
     done.result(10)
     assert [shard.stats()["pushes"] for shard in workers.shards] == [2, 2]
@@ -298,17 +297,6 @@ def test_a_freeze_during_a_waiting_push_is_refused(closing: list[Any]) -> None:
     commit(shard, store, 3)
 
 
-def test_pulls_go_on_while_a_push_waits(closing: list[Any]) -> None:
-    workers = fleet(closing, 2, num_shards=1)
-    (shard,) = workers.shards
-    done = workers.push(0, 1)
-    wait_for(lambda: shard.stats()["waiting"] == 1)
-    assert pull_from(shard, ITEM, 1).shape == (1, 4)
-    assert workers.clients[1].pull(lookup_of(ROWS[1]))[ADAGRAD].shape == (7, 4)
-    workers.push(1, 1).result(10)
-    done.result(10)
-
-
 def test_a_failure_during_an_update_requires_a_restore_of_all(closing: list[Any]) -> None:
     workers = fleet(closing, 2, num_shards=1)
     (shard,) = workers.shards
@@ -347,8 +335,8 @@ def test_a_push_of_an_unknown_worker_is_refused_at_once(header: dict[str, Any]) 
     assert shard.stats()["waiting"] == 0
 
 
-@pytest.mark.parametrize("count", [3])
-def test_a_worker_that_dies_ends_only_its_step(closing: list[Any], count: int) -> None:
+def test_a_worker_that_dies_ends_only_its_step(closing: list[Any]) -> None:
+    count = 3
     shards = [begun(index=i, num_shards=2) for i in range(2)]
     servers = {id(shard): RpcServer(ShardRpcHandler(shard).handle).start() for shard in shards}
     workers = Workers(shards, count, lambda shard: SocketTransport(servers[id(shard)].address))

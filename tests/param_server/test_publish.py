@@ -320,7 +320,7 @@ def test_a_publishing_round_that_ends_during_a_restore_is_settled_after_it(ackno
     loop.shard.segments.note_restored = late  # type: ignore[method-assign]
     loop.shard.restore(2, name)
     indices = [table.index for table in loop.shard.tables.values()]
-    assert sum(index.count_flagged(IN_FLIGHT) for index in indices) == 0
+    assert not any(len(index.flagged(IN_FLIGHT)) for index in indices)
     assert loop.shard.take_round() is None, "a rollback comes first"
     assert loop.shard.stats()["rows_end"]["0"] < 10**6, "offsets of another incarnation are not recorded"
 
@@ -414,7 +414,7 @@ def test_the_publisher_continues_after_an_outage_and_ends_with_stop() -> None:
     loop.push(1)
     thread = threading.Thread(target=publisher.run, args=(stop,))
     thread.start()
-    while not publisher.num_rounds:
+    while not publisher.num_keys:
         stop.wait(0.001)
     stop.set()
     thread.join(10)

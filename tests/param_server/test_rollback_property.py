@@ -250,6 +250,6 @@ class AdmittingLife(ShardLife):
 
 
 TestShardLife = ShardLife.TestCase
-TestShardLife.settings = settings(max_examples=25, stateful_step_count=40, deadline=None)
+TestShardLife.settings = settings(max_examples=15, stateful_step_count=40, deadline=None)
 TestAdmittingLife = AdmittingLife.TestCase
-TestAdmittingLife.settings = settings(max_examples=8, stateful_step_count=40, deadline=None)
+TestAdmittingLife.settings = settings(max_examples=5, stateful_step_count=40, deadline=None)

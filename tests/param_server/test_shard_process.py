@@ -22,8 +22,9 @@ import pytest
 
 from param_server.client import Client
 from param_server.config import ShardConfig
+from roostream.errors import ConfigError
 from roostream.runtime.checkpoint_store import FileStore
-from roostream.runtime.program import AWAY_CODE, REFUSED_CODE
+from roostream.runtime.program import AWAY_CODE
 from roostream.runtime.rpc.client import SocketTransport
 from roostream.runtime.rpc.server import RpcServer
 from roostream.runtime.rpc.transport import Header
@@ -229,36 +230,16 @@ def test_a_killed_shard_restores_its_committed_rows(shard: Shard, lead: Lead, tm
     assert "Traceback" not in shard.log.read_text() and "shard stopped" in shard.log.read_text()
 
 
-def test_a_shard_that_was_told_to_go_takes_part_in_the_last_commit(shard: Shard, lead: Lead) -> None:
-    lead.frees = False
-    shard.start()
-    lead.do("restore", 1, manifest="")
-    assert shard.process is not None
-    lead.notice = {"leave_s": 60.0}
-    with lead.changed:
-        assert lead.changed.wait_for(lambda: lead.said_it_leaves, 30)
-    assert lead.do("freeze", 1, seq=1, watermark_ms=0)["ok"] is True
-    assert shard.process.poll() is None
-    lead.frees = True
-    assert shard.process.wait(30) == 0 and "shard stopped" in shard.log.read_text()
-
-
-@pytest.mark.parametrize(
-    ("settings", "message", "code"),
-    [
-        ({"index": 3}, "key 'index': expected 0..0 (num_shards - 1), got 3", REFUSED_CODE),
-        ({"listen": "taken"}, "choose another port, or 0 for any", AWAY_CODE),  # by another, who may leave
-    ],
-)
-def test_a_wrong_setting_ends_in_one_sentence(
-    shard: Shard, lead: Lead, settings: dict[str, Any], message: str, code: int
-) -> None:
-    if settings.get("listen") == "taken":
-        settings = {"listen": lead.server.address}
-    shard.start(**settings)
-    assert shard.process is not None and shard.process.wait(60) == code
+def test_a_port_in_use_ends_in_one_sentence(shard: Shard, lead: Lead) -> None:
+    shard.start(listen=lead.server.address)
+    assert shard.process is not None and shard.process.wait(60) == AWAY_CODE, "the other may leave it"
     text = shard.log.read_text()
-    assert message in text and "Traceback" not in text
+    assert "choose another port, or 0 for any" in text and "Traceback" not in text
+
+
+def test_an_index_beyond_the_number_of_shards_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"key 'index': expected 0\.\.0 \(num_shards - 1\), got 3"):
+        ShardConfig(controller="c:1", schema="s", store="s", home="h", index=3)
 
 
 @pytest.mark.parametrize(
@@ -296,7 +277,7 @@ def s3() -> Iterator[str]:
 
 
 @pytest.mark.usefixtures("s3")
-def test_a_shard_whose_home_was_deleted_comes_back_bit_equal(
+def test_a_shard_whose_home_was_deleted_comes_back_bit_equal_and_leaves_behind_the_last_commit(
     shard: Shard, lead: Lead, tmp_path: Path
 ) -> None:
     url = f"s3://{s3_server.BUCKET}/deleted-home"
@@ -328,5 +309,13 @@ def test_a_shard_whose_home_was_deleted_comes_back_bit_equal(
     assert {stack: rows.tobytes() for stack, rows in client.pull(lookup).items()} == committed
     assert "fetched 3 segments from the checkpoint store: 660 rows" in shard.said("fetched")
     transport.close()
-    assert shard.end(signal.SIGTERM) == 0
-    assert "Traceback" not in shard.log.read_text()
+
+    # told to go, it takes part in the last commit
+    lead.frees, lead.notice = False, {"leave_s": 60.0}
+    with lead.changed:
+        assert lead.changed.wait_for(lambda: lead.said_it_leaves, 30)
+    assert lead.do("freeze", 2, seq=4, watermark_ms=0)["ok"] is True
+    assert shard.process is not None and shard.process.poll() is None
+    lead.frees = True
+    assert shard.process.wait(30) == 0
+    assert "Traceback" not in shard.log.read_text() and "shard stopped" in shard.log.read_text()

@@ -196,7 +196,7 @@ def _opened(
 ) -> Iterator[Segments]:
     blobs = RocksDbStore(folder)
     try:
-        _ = blobs.open_to_read() if to_read else blobs.open()
+        blobs.open(read_only=to_read)
         buckets = manifest.owners.buckets_of(index)
         yield Segments(blobs, shapes_of(schema), manifest.num_buckets, buckets=buckets)
     finally:

@@ -13,7 +13,7 @@ from roostream.errors import ConfigError
 from roostream.runtime.bucket_map import BucketMap, moved
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(st.integers(0, 10_000), st.integers(1, 9), st.integers(1, 9), st.floats(0, 1))
 def test_an_evener_map_moves_few_buckets_and_leaves_no_owner_without(
     seed: int, n: int, m: int, most: float

@@ -67,8 +67,8 @@ def delta(
     return message
 
 
-def barrier(incarnation: int, rebootstrap: bool = False) -> pb.Barrier:
-    return pb.Barrier(stack=ADAGRAD, bucket=BUCKET, incarnation=incarnation, rebootstrap=rebootstrap)
+def barrier(incarnation: int) -> pb.Barrier:
+    return pb.Barrier(stack=ADAGRAD, bucket=BUCKET, incarnation=incarnation)
 
 
 def item_1(replica: Replica) -> float:
@@ -152,14 +152,6 @@ def test_a_delta_that_doesn_t_fit_changes_nothing(message: pb.RowDelta, error: t
     with pytest.raises(error):
         replica.apply(message)
     assert item_1(replica) == 1.0 and replica.version(ADAGRAD, BUCKET) == (1, 1)
-
-
-def test_a_reset_barrier_requires_a_bootstrap() -> None:
-    follower = Follower(InMemoryRows())
-    follower.bootstrap(begun())
-    assert not follower.replica.needs_bootstrap
-    follower.replica.apply(barrier(2, rebootstrap=True))
-    assert follower.replica.needs_bootstrap
 
 
 def test_string_ids_beyond_int64_are_found() -> None:
@@ -266,20 +258,13 @@ def test_a_doubted_bucket_is_stale_in_every_stack_and_an_unknown_one_is_all() ->
     assert replica.needs_bootstrap
 
 
-def test_a_shard_that_is_behind_is_not_believed() -> None:
+def test_a_shard_that_is_behind_or_unavailable_leaves_rows_unchanged() -> None:
     replica = Replica(small_schema(), 0)
     replica.apply(delta(1, 1.0, incarnation=7))
-    with pytest.raises(UnavailableError):
-        replica.bootstrap([transport_to(begun())])
-    assert replica.needs_bootstrap and item_1(replica) == 1.0
-
-
-def test_an_unavailable_shard_leaves_rows_unchanged() -> None:
-    replica = Replica(small_schema(), 0)
-    replica.apply(delta(1, 1.0))
-    with pytest.raises(UnavailableError):
-        replica.bootstrap([transport_to(make_shard())])
-    assert replica.needs_bootstrap and item_1(replica) == 1.0
+    for behind_or_away in (begun(), make_shard()):
+        with pytest.raises(UnavailableError):
+            replica.bootstrap([transport_to(behind_or_away)])
+        assert replica.needs_bootstrap and item_1(replica) == 1.0
 
 
 @pytest.mark.parametrize("taken", [False, True], ids=["waiting", "in flight"])
@@ -401,7 +386,7 @@ def test_a_large_bucket_is_read_in_slices_and_equals_its_shard() -> None:
     assert reading.replica.version(ADAGRAD, SLICED) == (1, 1) and not reading.replica.stale
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_g4_no_row_goes_back_while_a_bucket_is_read_in_slices(seed: int) -> None:
     """Rows fall with every push, because all gradients are positive."""
     reading = Reading(seed)
@@ -423,7 +408,7 @@ def test_g4_no_row_goes_back_while_a_bucket_is_read_in_slices(seed: int) -> None
     assert np.array_equal(before, reading.loop.rows(*IDS)) and not reading.replica.stale
 
 
-@pytest.mark.parametrize("fails_at", [2, 5, 9])
+@pytest.mark.parametrize("fails_at", [2, 9])
 def test_a_failure_between_two_slices_leaves_rows_that_deltas_do_not_take_back(fails_at: int) -> None:
     reading = Reading(1)
     reading.loop.push(*IDS)
