@@ -26,8 +26,8 @@ from roostream.schema.schema import Schema
 from roostream.wire.decode import Decoder
 from roostream.wire.lookup import Lookup, build_lookup
 from trainer.config import LoopConfig
+from trainer.feed import connect_feed
 from trainer.loop import LoopDependencies, TrainLoop
-from trainer.pipeline.pipelined_feed import connect_feed
 from trainer.pipeline.stage_timer import StageTimer
 from trainer.rows import PushTimes, Rows, ShardRows
 

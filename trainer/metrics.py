@@ -11,15 +11,7 @@ _SHADOW = ("of", "task")
 _FEATURE = ("feature",)
 _PARTITION = ("partition",)
 
-WORKER = {
-    "roostream_worker_requests_total": MetricSpec("requests scored"),
-    "roostream_worker_candidates_total": MetricSpec("candidates scored"),
-    "roostream_worker_frozen_total": MetricSpec("requests scored but not trained (freeze_at_ms)"),
-    "roostream_worker_non_finite_total": MetricSpec("requests with non-finite results"),
-    "roostream_worker_dead_letters_total": MetricSpec("records published as dead letters"),
-    "roostream_worker_corrections_total": MetricSpec("corrections trained"),
-    "roostream_worker_rehearsed_total": MetricSpec("requests trained again by rehearsal"),
-    "roostream_worker_outcomes_total": MetricSpec("requests by outcome", ("outcome",)),
+SELECTION = {  # of `Selection.report`
     "roostream_worker_skip_share": MetricSpec("share of requests that selection skipped"),
     "roostream_worker_probed_total": MetricSpec("skipped requests that were trained as probes"),
     "roostream_worker_train_weight_mean": MetricSpec("mean weight of trained requests"),
@@ -37,6 +29,55 @@ WORKER = {
     "roostream_worker_unfrozen_rows_total": MetricSpec("deferred rows that changed again"),
     "roostream_worker_rehearsal_batches": MetricSpec("batches kept for rehearsal"),
     "roostream_worker_rehearsal_bytes": MetricSpec("memory of batches kept for rehearsal"),
+}
+TASKS = {  # of each task since the start
+    "roostream_worker_base_rate": MetricSpec("mean label", _TASK),
+    "roostream_worker_ne": MetricSpec("normalized entropy", _TASK),
+    "roostream_worker_auc": MetricSpec("AUC", _TASK),
+    "roostream_worker_request_auc": MetricSpec("mean AUC within requests", _TASK),
+    "roostream_worker_mrr": MetricSpec("mean reciprocal rank", _TASK),
+    "roostream_worker_ndcg_10": MetricSpec("NDCG@10", _TASK),
+    "roostream_worker_calibration": MetricSpec("predicted divided by observed", _TASK),
+}
+WINDOWS = {
+    "roostream_worker_window_candidates": MetricSpec("candidates", _WINDOW),
+    "roostream_worker_window_base_rate": MetricSpec("mean label", _WINDOW),
+    "roostream_worker_window_ne": MetricSpec("normalized entropy", _WINDOW),
+    "roostream_worker_window_ne_online": MetricSpec("NE by the running base rate", _WINDOW),
+    "roostream_worker_window_auc": MetricSpec("AUC", _WINDOW),
+    "roostream_worker_window_calibration": MetricSpec("calibration", _WINDOW),
+}
+SLICES = {
+    "roostream_worker_slice_candidates": MetricSpec("candidates", _SLICE),
+    "roostream_worker_slice_ne": MetricSpec("normalized entropy", _SLICE),
+    "roostream_worker_slice_auc": MetricSpec("AUC", _SLICE),
+    "roostream_worker_slice_calibration": MetricSpec("calibration", _SLICE),
+}
+SHADOW = {
+    "roostream_worker_shadow_candidates": MetricSpec("candidates", _SHADOW),
+    "roostream_worker_shadow_ne": MetricSpec("normalized entropy", _SHADOW),
+    "roostream_worker_shadow_auc": MetricSpec("AUC", _SHADOW),
+    "roostream_worker_shadow_calibration": MetricSpec("calibration", _SHADOW),
+}
+DRIFT = {  # of `DriftDetector.report`
+    "roostream_worker_drift_coverage": MetricSpec("share of present values", _FEATURE),
+    "roostream_worker_drift_coverage_before": MetricSpec("earlier share", _FEATURE),
+    "roostream_worker_drift_psi": MetricSpec("population stability index", _FEATURE),
+    "roostream_worker_drift_lengths": MetricSpec("PSI of list lengths", _FEATURE),
+    "roostream_worker_drift_base_rate": MetricSpec("mean label", _TASK),
+    "roostream_worker_drift_base_rate_before": MetricSpec("earlier mean label", _TASK),
+    "roostream_worker_drift_new_ids": MetricSpec("share of new ids", ("table",)),
+}
+
+WORKER = {
+    "roostream_worker_requests_total": MetricSpec("requests scored"),
+    "roostream_worker_candidates_total": MetricSpec("candidates scored"),
+    "roostream_worker_frozen_total": MetricSpec("requests scored but not trained (freeze_at_ms)"),
+    "roostream_worker_non_finite_total": MetricSpec("requests with non-finite results"),
+    "roostream_worker_dead_letters_total": MetricSpec("records published as dead letters"),
+    "roostream_worker_corrections_total": MetricSpec("corrections trained"),
+    "roostream_worker_rehearsed_total": MetricSpec("requests trained again by rehearsal"),
+    "roostream_worker_outcomes_total": MetricSpec("requests by outcome", ("outcome",)),
     "roostream_worker_step": MetricSpec("training step"),
     "roostream_worker_watermark_timestamp_seconds": MetricSpec("event time up to which rows are trained"),
     "roostream_worker_incarnation": MetricSpec("incarnation that the worker trains in"),
@@ -64,36 +105,22 @@ WORKER = {
     "roostream_worker_partition_lost_records_total": MetricSpec(
         "samples deleted before training", _PARTITION
     ),
-    "roostream_worker_base_rate": MetricSpec("mean label", _TASK),
-    "roostream_worker_ne": MetricSpec("normalized entropy", _TASK),
-    "roostream_worker_auc": MetricSpec("AUC", _TASK),
-    "roostream_worker_request_auc": MetricSpec("mean AUC within requests", _TASK),
-    "roostream_worker_mrr": MetricSpec("mean reciprocal rank", _TASK),
-    "roostream_worker_ndcg_10": MetricSpec("NDCG@10", _TASK),
-    "roostream_worker_calibration": MetricSpec("predicted divided by observed", _TASK),
-    "roostream_worker_window_candidates": MetricSpec("candidates", _WINDOW),
-    "roostream_worker_window_base_rate": MetricSpec("mean label", _WINDOW),
-    "roostream_worker_window_ne": MetricSpec("normalized entropy", _WINDOW),
-    "roostream_worker_window_ne_online": MetricSpec("NE by the running base rate", _WINDOW),
-    "roostream_worker_window_auc": MetricSpec("AUC", _WINDOW),
-    "roostream_worker_window_calibration": MetricSpec("calibration", _WINDOW),
-    "roostream_worker_slice_candidates": MetricSpec("candidates", _SLICE),
-    "roostream_worker_slice_ne": MetricSpec("normalized entropy", _SLICE),
-    "roostream_worker_slice_auc": MetricSpec("AUC", _SLICE),
-    "roostream_worker_slice_calibration": MetricSpec("calibration", _SLICE),
-    "roostream_worker_shadow_candidates": MetricSpec("candidates", _SHADOW),
-    "roostream_worker_shadow_ne": MetricSpec("normalized entropy", _SHADOW),
-    "roostream_worker_shadow_auc": MetricSpec("AUC", _SHADOW),
-    "roostream_worker_shadow_calibration": MetricSpec("calibration", _SHADOW),
     "roostream_worker_shadow_version": MetricSpec("1 for the shadow's version", ("version",)),
-    "roostream_worker_drift_coverage": MetricSpec("share of present values", _FEATURE),
-    "roostream_worker_drift_coverage_before": MetricSpec("earlier share", _FEATURE),
-    "roostream_worker_drift_psi": MetricSpec("population stability index", _FEATURE),
-    "roostream_worker_drift_lengths": MetricSpec("PSI of list lengths", _FEATURE),
-    "roostream_worker_drift_base_rate": MetricSpec("mean label", _TASK),
-    "roostream_worker_drift_base_rate_before": MetricSpec("earlier mean label", _TASK),
-    "roostream_worker_drift_new_ids": MetricSpec("share of new ids", ("table",)),
+    **SELECTION,
+    **TASKS,
+    **WINDOWS,
+    **SLICES,
+    **SHADOW,
+    **DRIFT,
 }
+
+
+def key_of(metric: str, group: str = "") -> str:
+    """The key of a worker's metric in the report that has its value: the name without prefix, `group` (such
+    as "window_") and unit."""
+    key = metric.removeprefix(f"roostream_worker_{group}").removesuffix("_total")
+    return "ndcg@10" if key == "ndcg_10" else key
+
 
 WORKER_ROWS = {  # of a worker that holds rows in the initial phase
     "roostream_worker_exchanged_bytes_total": MetricSpec("ids, rows and gradients exchanged with workers"),

@@ -25,7 +25,7 @@ from roostream.runtime.manifest import StoredFile, WorkerPart
 from roostream.wire.batch import Batch
 from trainer.corrections import record_due_ms
 from trainer.dedupe import Dedupe, DedupeSnapshot, IdRun, merged, plan_files
-from trainer.monitoring.progressive_metrics import Metrics, Report, ScoredBatch, update_each
+from trainer.monitoring.progressive_metrics import Metrics, ScoredBatch, update_each
 from trainer.monitoring.slices import Slicer
 from trainer.monitoring.windowed_metrics import WindowedMetrics
 
@@ -63,11 +63,6 @@ class _PartitionState:
 
 def _part(tensors: Mapping[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]:
     return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
-
-
-def report_of_snapshots(snapshots: Collection[PartitionSnapshot], tasks: Sequence[str]) -> Report:
-    """Metrics of the partitions as of these snapshots."""
-    return metrics_of_snapshots(snapshots, tasks).report()
 
 
 def metrics_of_snapshots(snapshots: Collection[PartitionSnapshot], tasks: Sequence[str]) -> Metrics:
@@ -290,8 +285,7 @@ def read_partitions(
 
     Raises:
         CheckpointError: a file is absent, damaged, or not such a file.
-        UnavailableError: the store cannot be read now.
-    """
+        UnavailableError: the store cannot be read now."""
     tensors, _ = tensor_file.decode(manifests.read_file(store, part.file))
     offsets = {p: offset for p, offset in part.offsets.items() if wanted is None or p in wanted}
     if "dedupe.id" in tensors:

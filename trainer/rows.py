@@ -1,8 +1,7 @@
 """The loop's interface to embedding rows: pull rows and push gradients as tensors, wherever the rows are
 held.
 
-Letters: U unique rows of a stack, D width.
-"""
+Letters: U unique rows of a stack, D width."""
 
 from __future__ import annotations
 
@@ -92,11 +91,6 @@ class PhasedRows:
     def save(self) -> None:
         if self._used is not None:
             self._used.save()
-
-
-def phased_rows(held: Rows | None, at_shards: Rows, is_initial: Callable[[], bool]) -> Rows:
-    """`PhasedRows`; without `held`, the shards' in both phases."""
-    return PhasedRows(held, at_shards, is_initial) if held is not None else at_shards
 
 
 def clip_rows(gradients: Mapping[str, Tensor], max_norm: float) -> bool:

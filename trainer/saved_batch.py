@@ -6,8 +6,7 @@ The format is safetensors (roostream/runtime/tensor_file.py), so that reading it
     place      int64 [R, 6]: topic (index in `topics`), partition, offset, time (ms), bytes of key and value;
                -1 = no key
     bytes      uint8: keys and values, concatenated
-    metadata   told: JSON of the other fields; checksum: xxh3-64 of it and of both tensors
-"""
+    metadata   told: JSON of the other fields; checksum: xxh3-64 of it and of both tensors"""
 
 from __future__ import annotations
 
@@ -56,7 +55,14 @@ def fitting(records: Sequence[Record], max_bytes: int = MAX_BYTES) -> tuple[Reco
 def encode(batch: SavedBatch) -> bytes:
     topics = sorted({record.topic for record in batch.records})
     places = [
-        (topics.index(r.topic), r.partition, r.offset, r.timestamp_ms, _key_bytes(r), len(r.value))
+        (
+            topics.index(r.topic),
+            r.partition,
+            r.offset,
+            r.timestamp_ms,
+            -1 if r.key is None else len(r.key),
+            len(r.value),
+        )
         for r in batch.records
     ]
     place_R6 = np.array(places, dtype=np.int64).reshape(-1, 6)
@@ -66,10 +72,6 @@ def encode(batch: SavedBatch) -> bytes:
     text = json.dumps({"format": FORMAT, "topics": topics, **fields}, sort_keys=True)
     checksum = checksum_of(text.encode() + place_R6.tobytes() + data.tobytes())
     return tensor_file.encode({"place": place_R6, "bytes": data}, {"told": text, "checksum": checksum})
-
-
-def _key_bytes(record: Record) -> int:
-    return -1 if record.key is None else len(record.key)
 
 
 def decode(data: bytes, name: str) -> SavedBatch:

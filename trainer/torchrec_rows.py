@@ -10,8 +10,7 @@ network once a step and worker, however many requests and candidates name it. Im
 installed (`roostream[torchrec]`).
 
 Letters: U keys of a lookup, M keys of one table or exchange, N numbered keys, D width, A state width,
-F = D + A numbers of a row with its state, K tables, W workers.
-"""
+F = D + A numbers of a row with its state, K tables, W workers."""
 
 from __future__ import annotations
 
@@ -80,8 +79,7 @@ class SlotIndex:
 
     Every worker has a copy, and equal calls in equal order give equal slots. A slot is a part and a place in
     it: for rows that are spread, a part is a worker's block of the table, and a key's part is the owner of
-    its bucket. Tables grow by doubling their parts, so no row changes its worker or place.
-    """
+    its bucket. Tables grow by doubling their parts, so no row changes its worker or place."""
 
     def __init__(self, tables: Sequence[Table], num_parts_K: Sequence[int], owners: BucketMap) -> None:
         self.owner_B = np.asarray(owners.owner_B, np.int64)
@@ -228,8 +226,7 @@ class TorchRecRows:
     `impression_bytes`: what the same batches would have sent as expanded impressions.
 
     Pulls and pushes alternate; several workers pull and push together. **If one fails**, every further call
-    raises UnavailableError until `set_incarnation`.
-    """
+    raises UnavailableError until `set_incarnation`."""
 
     def __init__(
         self,
@@ -238,11 +235,8 @@ class TorchRecRows:
         placement: Mapping[str, TablePlacement] | None = None,
         device: str = "cpu",
     ) -> None:
-        """`placement`: by table; a table that it lacks is spread by rows.
-
-        Raises:
-            SchemaError: a table's width is no multiple of 4, or its columns cannot be split.
-        """
+        """`placement`: by table; a table that it lacks is spread by rows. Raises SchemaError: a table's width
+        is no multiple of 4, or its columns cannot be split."""
         self.schema, self.home, self.device = schema, home, torch.device(device)
         self._by_width = _tables_by_width(schema)
         self.tables = [table for tables in self._by_width.values() for table in tables]
@@ -293,9 +287,6 @@ class TorchRecRows:
     def save(self) -> None:
         """Give the shards every row that was pushed since the last call. A commit is cut here. Collective."""
         self._collective(self._save)
-
-    def close(self) -> None:
-        """The group and the shard belong to the caller."""
 
     def _collective(self, run: Callable[[], T]) -> T:
         """Do one step that all workers take together. After an error every further step is refused, because
@@ -372,7 +363,9 @@ class TorchRecRows:
             rows_W = np.bincount(self._slots.home_N[number_M], minlength=self.workers)
             bytes_W += rows_W * (8 + 8 * table.dim)
         else:
-            for piece in self._pieces_of(table):
+            for piece in self._pieces:
+                if self.tables[piece.k] is not table:
+                    continue
                 width = int((piece.columns < table.dim).sum())
                 bytes_W[piece.worker] += len(number_M) * (8 + 8 * width)
         self.bytes_W += bytes_W
@@ -531,9 +524,6 @@ class TorchRecRows:
                     state_NA = state_NA.view(rows, -1)
                 self._local[k, (row, column)] = LocalPiece(piece, rows_ND, state_NA, table.rule.name)
 
-    def _pieces_of(self, table: Table) -> list[Piece]:
-        return [piece for piece in self._pieces if self.tables[piece.k] is table]
-
     def _fill(self, number_M: np.ndarray) -> None:
         """Give these keys their initial rows and states."""
         which_M, slot_M = self._slots.which_N[number_M], self._slots.slots(number_M)
@@ -580,8 +570,8 @@ class TorchRecRows:
         home_M = self._slots.home_N[changed_M]
         number_W = [changed_M[home_M == worker] for worker in range(self.workers)]
         records = {
-            k: np.empty((len(number_M), _record_width(self.tables[k])), np.float32)
-            for k, number_M in self._by_table(number_W[self.index])
+            k: np.empty((len(number_M), table.dim + table.rule.state_width(table.dim)), np.float32)
+            for (k, number_M), table in zip(self._by_table(number_W[self.index]), self.tables, strict=True)
         }
         self._move(number_W, records, to_shards=True)
         for k, number_M in self._by_table(number_W[self.index]):
@@ -703,11 +693,8 @@ def read_placement(
 ) -> dict[str, TablePlacement]:
     """Table → placement, as the setting `placement` of `roostream train` says: '' = {}, so every table is
     spread by rows; `planner` = by TorchRec's planner, from the traffic in `profiled`; else a file of
-    `placement plan --write-torchrec`.
-
-    Raises:
-        ConfigError: the file cannot be read, is no such plan, or names workers at or above `workers`.
-    """
+    `placement plan --write-torchrec`. Raises ConfigError: the file cannot be read, is no such plan, or names
+    workers at or above `workers`."""
     if not given:
         return {}
     if given == "planner":
@@ -741,37 +728,29 @@ def check_tables(schema: Schema, placement: Mapping[str, TablePlacement]) -> Non
     """Raises SchemaError: TorchRec cannot hold a table, or not in this placement; a table that `placement`
     lacks is spread by rows."""
     for table in schema.tables:
-        _check(table, placement.get(table.name, TablePlacement()))
-
-
-def _check(table: Table, placement: TablePlacement) -> None:
-    if table.dim % _LANES:
-        raise SchemaError(
-            f"table {table.name!r}: expected a dim that is a multiple of {_LANES} with rows = torchrec, as "
-            f"FBGEMM needs it, got {table.dim}; change dim, or use rows = shards"
-        )
-    if placement.kind == "column_wise" and table.rule.name == "rowwise_adagrad":
-        raise SchemaError(
-            f"table {table.name!r}: expected a rule with a state of each element for column_wise, got "
-            "rowwise_adagrad, which has one state a row; use rule = adagrad, or another placement"
-        )
+        if table.dim % _LANES:
+            raise SchemaError(
+                f"table {table.name!r}: expected a dim that is a multiple of {_LANES} with rows = torchrec, "
+                f"as FBGEMM needs it, got {table.dim}; change dim, or use rows = shards"
+            )
+        kind = placement.get(table.name, TablePlacement()).kind
+        if kind == "column_wise" and table.rule.name == "rowwise_adagrad":
+            raise SchemaError(
+                f"table {table.name!r}: expected a rule with a state of each element for column_wise, got "
+                "rowwise_adagrad, which has one state a row; use rule = adagrad, or another placement"
+            )
 
 
 def _optimizer(table: Table) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
     """FBGEMM's fused optimizer that equals the table's rule.
 
     FBGEMM has no Adam on CPU, and its Adam on devices counts the steps of all rows together. So
-    `LocalPiece.adam` updates the rows of such tables, and FBGEMM adds 0.
-    """
+    `LocalPiece.adam` updates the rows of such tables, and FBGEMM adds 0."""
     if table.rule.name == "adam":
         return torch.optim.SGD, {"lr": 0.0}
     rate, _, epsilon = table.rule.parameters
     kind = torch.optim.Adagrad if table.rule.name == "adagrad" else RowWiseAdagrad
     return kind, {"lr": rate, "eps": epsilon}
-
-
-def _record_width(table: Table) -> int:
-    return table.dim + table.rule.state_width(table.dim)
 
 
 def _columns(table: Table, span: np.ndarray) -> np.ndarray:

@@ -1,7 +1,6 @@
 """Event-time watermark of training. It expires rows and is stated in the manifest.
 
-Letters: R requests.
-"""
+Letters: R requests."""
 
 from __future__ import annotations
 

@@ -20,8 +20,7 @@ in other threads.
     drift                        {} or a report of `DriftDetector`
     partitions                   [{topic, partition, all of the above but state_seconds}], at most MAX_ROWS
 
-Unknown numbers are null. The size is bounded, whatever the schema.
-"""
+Unknown numbers are null. The size is bounded, whatever the schema."""
 
 from __future__ import annotations
 
@@ -31,6 +30,8 @@ from typing import Any
 
 from roostream.runtime.clock import Clock
 from roostream.runtime.metrics_collector import one_of
+from trainer.metrics import DRIFT, SELECTION, SHADOW, SLICES, TASKS, WINDOWS, key_of
+from trainer.monitoring import windowed_metrics
 from trainer.monitoring.caught_up import (
     CaughtUpDetector,
     CaughtUpLimits,
@@ -40,47 +41,15 @@ from trainer.monitoring.caught_up import (
     TrainingState,
 )
 from trainer.monitoring.drift import DriftDetector
-from trainer.monitoring.drift_report import DRIFT_METRICS
 from trainer.monitoring.progressive_metrics import SHARED_SCORES
 from trainer.monitoring.shadow import ShadowModel
-from trainer.monitoring.windowed_metrics import LIVE, SHADOW, SLICE_WINDOW, without_scores
+from trainer.monitoring.windowed_metrics import LIVE, SLICE_WINDOW, without_scores
 from trainer.read_bounds import ReadBounds
 from trainer.worker import Worker
 
 _EVERY_S = 1.0
 _METRICS_EVERY_S = 5.0
 _FRESH_S = 10.0  # an older observation counts as unknown, because the loop's thread hangs
-
-SELECTION_METRICS = {
-    "roostream_worker_skip_share": "skip_share",
-    "roostream_worker_probed_total": "probed",
-    "roostream_worker_train_weight_mean": "train_weight_mean",
-    "roostream_worker_slipstream_phase": "slipstream_phase",
-    "roostream_worker_slipstream_hot_rows": "slipstream_hot_rows",
-    "roostream_worker_slipstream_hot_requests_share": "slipstream_hot_requests_share",
-    "roostream_worker_slipstream_unvisited_share": "slipstream_unvisited_share",
-    "roostream_worker_slipstream_threshold": "slipstream_threshold",
-    "roostream_worker_slipstream_realised_drop": "slipstream_realised_drop",
-    "roostream_worker_slipstream_half_width": "slipstream_half_width",
-    "roostream_worker_row_visits_total": "row_visits",
-    "roostream_worker_row_pushes_total": "row_pushes",
-    "roostream_worker_row_deferred_share": "row_deferred_share",
-    "roostream_worker_deferred_rows": "deferred_rows",
-    "roostream_worker_unfrozen_rows_total": "unfrozen_rows",
-    "roostream_worker_rehearsal_batches": "rehearsal_batches",
-    "roostream_worker_rehearsal_bytes": "rehearsal_bytes",
-}
-"""Metric → its key in `Selection.report`."""
-_TASK_METRICS = {
-    "roostream_worker_base_rate": "base_rate",
-    "roostream_worker_ne": "ne",
-    "roostream_worker_auc": "auc",
-    "roostream_worker_request_auc": "request_auc",
-    "roostream_worker_mrr": "mrr",
-    "roostream_worker_ndcg_10": "ndcg@10",
-    "roostream_worker_calibration": "calibration",
-}
-"""Metric → its key in the numbers of a task."""
 
 
 class Monitor:
@@ -172,7 +141,7 @@ class Monitor:
             "roostream_worker_corrections_total": counts.corrections,
             "roostream_worker_rehearsed_total": counts.rehearsed,
             "roostream_worker_outcomes_total": dict(loop.outcomes.total),
-            **{metric: selection.get(name) for metric, name in SELECTION_METRICS.items()},
+            **{metric: selection.get(key_of(metric)) for metric in SELECTION},
             "roostream_worker_step": loop.num_steps,
             "roostream_worker_watermark_timestamp_seconds": _seconds(loop.watermark_ms),
             "roostream_worker_incarnation": self.worker.incarnation,
@@ -209,11 +178,11 @@ class Monitor:
                 name: standing.lost_records for name, standing in by_partition.items()
             },
             **{
-                metric: {task: values.get(name) for task, values in tasks.items()}
-                for metric, name in _TASK_METRICS.items()
+                metric: {task: values.get(key_of(metric)) for task, values in tasks.items()}
+                for metric in TASKS
             },
             **quality_gauges(self._quality),
-            **{metric: self._drift.get(name, {}) for metric, name in DRIFT_METRICS.items()},
+            **{metric: self._drift.get(key_of(metric, "drift_"), {}) for metric in DRIFT},
         }
 
 
@@ -297,8 +266,7 @@ MAX_TASKS_OF_SLICES = 2  # as gauges; a heartbeat has more
 def quality_gauges(quality: Mapping[str, Any]) -> dict[str, Any]:
     """Gauges of a `quality_report`; slices and shadow of the last hour.
 
-    Label `of`: "shadow", or "live" for the model in training on the same candidates.
-    """
+    Label `of`: "shadow", or "live" for the model in training on the same candidates."""
     windows = {
         (window, task): numbers
         for window, tasks in quality["windows"].items()
@@ -313,27 +281,15 @@ def quality_gauges(quality: Mapping[str, Any]) -> dict[str, Any]:
     shadow = quality["shadow"] or {}
     shadows = {
         (name, task): numbers
-        for name in (SHADOW, LIVE)
+        for name in (windowed_metrics.SHADOW, LIVE)
         for task, numbers in shadow.get(name, {}).get(SLICE_WINDOW, {}).items()
     }
+    groups = (("window_", WINDOWS, windows), ("slice_", SLICES, slices), ("shadow_", SHADOW, shadows))
     return {
-        "roostream_worker_window_candidates": _column(windows, "candidates"),
-        "roostream_worker_window_base_rate": _column(windows, "base_rate"),
-        "roostream_worker_window_ne": _column(windows, "ne"),
-        "roostream_worker_window_ne_online": _column(windows, "ne_online"),
-        "roostream_worker_window_auc": _column(windows, "auc"),
-        "roostream_worker_window_calibration": _column(windows, "calibration"),
-        "roostream_worker_slice_candidates": _column(slices, "candidates"),
-        "roostream_worker_slice_ne": _column(slices, "ne"),
-        "roostream_worker_slice_auc": _column(slices, "auc"),
-        "roostream_worker_slice_calibration": _column(slices, "calibration"),
-        "roostream_worker_shadow_candidates": _column(shadows, "candidates"),
-        "roostream_worker_shadow_ne": _column(shadows, "ne"),
-        "roostream_worker_shadow_auc": _column(shadows, "auc"),
-        "roostream_worker_shadow_calibration": _column(shadows, "calibration"),
         "roostream_worker_shadow_version": {shadow["version"]: 1} if shadow else {},
+        **{
+            metric: {labels: numbers[key_of(metric, group)] for labels, numbers in series.items()}
+            for group, metrics, series in groups
+            for metric in metrics
+        },
     }
-
-
-def _column(series: Mapping[Any, Mapping[str, Any]], name: str) -> dict[Any, Any]:
-    return {key: numbers[name] for key, numbers in series.items()}

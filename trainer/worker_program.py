@@ -40,18 +40,18 @@ from trainer.chunks import ChunkPart
 from trainer.config import WorkerConfig
 from trainer.deployment_identity import DeploymentIdentity
 from trainer.device.numerics import set_numerics
+from trainer.feed import connect_feed
 from trainer.loop import LoopDependencies, TrainLoop
 from trainer.metrics import WORKER, WORKER_READING, WORKER_ROWS
 from trainer.monitoring.caught_up import CaughtUpLimits
 from trainer.monitoring.drift import DriftDetector
 from trainer.monitoring.shadow import load_shadow_model
-from trainer.pipeline.pipelined_feed import connect_feed
 from trainer.pipeline.stage_timer import StageTimer
 from trainer.predictions import KafkaOutputs
 from trainer.process_group import DualRendezvous, TorchRendezvous
 from trainer.record_source import RecordSource
 from trainer.row_home import StackShards
-from trainer.rows import ShardRows, phased_rows
+from trainer.rows import PhasedRows, Rows, ShardRows
 from trainer.saved_batch import SavedBatches
 from trainer.sessions.session_source import PhasedSource
 from trainer.worker import Worker
@@ -92,9 +92,10 @@ def run_until_stopped(config: WorkerConfig, stop: Stop) -> None:
     with contextlib.ExitStack() as opened:
         # Rows
         keys, stages = config.link_credentials(), StageTimer(clock)
-        shards = [SocketTransport(address, keys=keys) for address in addresses]
-        for transport in shards:
-            opened.callback(transport.close)
+        shards = [
+            opened.enter_context(contextlib.closing(SocketTransport(address, keys=keys)))
+            for address in addresses
+        ]
         client = Client(
             schema, shards, worker=config.index, num_buckets=config.buckets, resend_for_s=_RESEND_S, stop=stop
         )
@@ -104,9 +105,11 @@ def run_until_stopped(config: WorkerConfig, stop: Stop) -> None:
         decoder = Decoder(schema, identity.registry)
         session_opener = remote_session_opener(config, keys, clock, lambda: worker.incarnation)
         held = held_rows(config, schema, client) if config.initial_rows == "torchrec" else None
+        at_shards = ShardRows(client)
+        rows: Rows = PhasedRows(held, at_shards, lambda: worker.read_bounds.is_initial) if held else at_shards
         source, rows, feed = connect_feed(
             lambda: open_source(config, decoder, schema, clock, stages, session_opener),
-            phased_rows(held, ShardRows(client), lambda: worker.read_bounds.is_initial),
+            rows,
             stages,
             staleness=config.staleness,
             read_ahead=config.read_ahead,
@@ -196,11 +199,7 @@ def run_until_stopped(config: WorkerConfig, stop: Stop) -> None:
 
 def wait_for_release(held: HeldError, agent: ControllerAgent, health: Health, stop: Stop) -> None:
     """Wait until the hold is over, or `stop` is set. Meanwhile the program is ready, so that a roll-out that
-    repairs the cause goes on.
-
-    Raises:
-        UnavailableError: the hold is over. A new process trains on.
-    """
+    repairs the cause goes on. Raises UnavailableError: the hold is over. A new process trains on."""
     log.error("%s; this process waits for the end of the hold (wait_on_hold)", held)
     heard, waited_s = False, 0.0
     while not stop.wait(_LOOK_FOR_RELEASE_S):
@@ -226,8 +225,7 @@ def train(
         UnavailableError: no controller answers.
         ConfigError: another process has this worker's index.
         HeldError: training is on hold, or will be once the controller hears why this worker cannot use the
-            commit.
-    """
+            commit."""
     while True:
         worker.serve_inbox()
         if worker.refusal is not None:

@@ -29,7 +29,7 @@ from roostream.runtime.kafka.topics import EVENTS
 from roostream.runtime.metrics_collector import MetricsCollector
 from roostream.runtime.program import Stop
 from roostream.schema.schema_file import load_schema
-from trainer.monitoring import verdict_metrics
+from trainer.monitoring.verdict import METRIC_SPECS
 
 log = logging.getLogger("roostream.auditor")
 _POLL_S = 1.0
@@ -132,7 +132,7 @@ def run_until_stopped(config: AuditorConfig, stop: Stop) -> None:
     with health.waiting("Kafka"):
         topics = clients.wait_for_topics(config.broker, config.prefix, AUDITED, config.partitions, stop)
     loop = AuditorLoop(config, auditor, topics, quality)
-    collector = MetricsCollector(lambda: loop.metrics, {**sums.METRICS, **verdict_metrics.SPECS})
+    collector = MetricsCollector(lambda: loop.metrics, {**sums.METRICS, **METRIC_SPECS})
     REGISTRY.register(collector)
     try:
         with health.waiting("Kafka"):

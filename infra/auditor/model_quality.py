@@ -14,10 +14,9 @@ from roostream.schema.schema import Schema
 from roostream.wire import records as wire
 from roostream.wire import roo_pb2 as pb
 from roostream.wire.records import Record
-from trainer.monitoring import verdict_metrics
 from trainer.monitoring.baselines import Baselines
 from trainer.monitoring.scored_predictions import add_to_pairs, scored_batch
-from trainer.monitoring.verdict import PairedRequests
+from trainer.monitoring.verdict import PairedRequests, metrics_of
 
 WARM_UP = 1_000
 """Requests that the baselines learn from before their scores count."""
@@ -61,9 +60,9 @@ class ModelQuality:
             self._predict(message)
 
     def metrics(self) -> dict[str, Any]:
-        """Metrics of the newest verdict (`verdict_metrics.SPECS`)."""
+        """Metrics of the newest verdict (`METRIC_SPECS` of trainer/monitoring/verdict.py)."""
         if self._metrics is None:
-            self._metrics = verdict_metrics.metrics_of(self._paired.verdict())
+            self._metrics = metrics_of(self._paired.verdict())
         return self._metrics
 
     def _predict(self, message: pb.Prediction) -> None:

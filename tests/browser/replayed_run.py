@@ -30,8 +30,7 @@ from trainer.control.controller import Controller
 from trainer.control.coordinator import Coordinator
 from trainer.control.scrape_targets import FRESHNESS_STAGES, ScrapeTargets
 from trainer.control.status_page import StatusPage, static_files
-from trainer.monitoring import verdict_metrics
-from trainer.monitoring.verdict import Baseline, Comparison, Verdict
+from trainer.monitoring.verdict import METRIC_SPECS, Baseline, Comparison, Verdict, metrics_of
 
 MEMBERS = (("shard", 0), ("shard", 1), ("worker", 0))
 STEP_S = 10.0
@@ -206,7 +205,7 @@ def _verdict() -> list[str]:
         ne=Comparison.of("ne", losses, requests=9000, model=0.929, is_known=True),
     )
     registry = CollectorRegistry()
-    registry.register(MetricsCollector(lambda: verdict_metrics.metrics_of(verdict), verdict_metrics.SPECS))
+    registry.register(MetricsCollector(lambda: metrics_of(verdict), METRIC_SPECS))
     return generate_latest(registry).decode().splitlines()
 
 

@@ -11,7 +11,7 @@ from roostream.runtime.manifest import FORMAT
 from tests.trainer import samples
 from tests.trainer.memory_store import MemoryStore
 from trainer.dedupe import Dedupe
-from trainer.partitions import read_partitions, report_of_snapshots
+from trainer.partitions import metrics_of_snapshots, read_partitions
 
 FOLDER, FOLDER_4 = (Path(__file__).parent / name for name in ("format_1", "format_4"))
 
@@ -62,4 +62,4 @@ def test_the_trained_ids_of_a_commit_of_format_4_are_those_of_its_worker_file() 
         assert dedupe.claim(np.array([*ids, 99]), np.array([*times, times[-1]])).tolist() == [False] * 3 + [
             True
         ]
-    assert report_of_snapshots(found.values(), samples.schema().tasks)["requests"] == 6
+    assert metrics_of_snapshots(found.values(), samples.schema().tasks).report()["requests"] == 6

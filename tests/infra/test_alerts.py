@@ -31,9 +31,8 @@ from serving.metrics import REQUEST_S, ServingMetrics
 from serving.online_features.updater import FeatureMetrics
 from tests.contract.house import ROOT
 from tests.models.model_cases import make_batch
-from trainer.metrics import CONTROLLER, WORKER, WORKER_READING
+from trainer.metrics import CONTROLLER, DRIFT, WORKER, WORKER_READING
 from trainer.monitoring.caught_up import TrainingState
-from trainer.monitoring.drift_report import DRIFT_METRICS
 from trainer.monitoring.slices import MAX_SLICES, build_slicers
 from trainer.monitoring.windowed_metrics import MAX_VALUES, WindowedMetrics
 from trainer.worker_monitor import MAX_TASKS, quality_gauges, quality_report
@@ -224,7 +223,7 @@ class _Worker(Collector):
         self.told |= {
             name: dict.fromkeys(values[spec.labels], 0.5)
             for name, spec in WORKER.items()
-            if name in DRIFT_METRICS or spec.labels == ("partition",)
+            if name in DRIFT or spec.labels == ("partition",)
         }
 
     def collect(self) -> Any:

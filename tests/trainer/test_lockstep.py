@@ -61,10 +61,9 @@ def doubled(workers: int, **settings: Any) -> tuple[Fleet, DoubleRows]:
     ), rows
 
 
-@pytest.mark.parametrize("workers", [2, 4])
 @pytest.mark.usefixtures("in_float64")
-def test_several_workers_equal_one_worker_with_the_combined_batch(workers: int) -> None:
-    (one, one_s_rows), (several, their_rows) = doubled(1), doubled(workers)
+def test_several_workers_equal_one_worker_with_the_combined_batch() -> None:
+    (one, one_s_rows), (several, their_rows) = doubled(1), doubled(4)
     one.built[0].train_all()
     several.run()
     assert one.built[0].loop.num_steps == several.built[0].loop.num_steps == 3

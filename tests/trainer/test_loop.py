@@ -18,7 +18,7 @@ from roostream.wire.lookup import build_lookup
 from roostream.wire.records import Record
 from tests.trainer import samples
 from tests.trainer.fake_shard import Row
-from tests.trainer.loops import Built, assert_a_restored_loop_goes_on, build
+from tests.trainer.loops import Built, build
 from trainer.chunks import build_part, split_frozen
 from trainer.config import LoopConfig
 from trainer.device.numerics import set_numerics
@@ -74,11 +74,6 @@ def test_batches_grow_with_the_requests_trained() -> None:
     assert sizes(build(N12, **{**RAMP, "first_batch_requests": 9}).train_all()) == [3, 3, 3, 3], (
         "never more than batch_requests"
     )
-
-
-def test_batch_growth_continues_after_a_restore() -> None:
-    whole, again = assert_a_restored_loop_goes_on(N12, 3, exact=True, **RAMP)
-    assert sizes(whole)[3:] == sizes(again) and whole.loop.num_steps == again.loop.num_steps
 
 
 def test_exact_batches_are_full_and_take_turns_over_partitions() -> None:

@@ -20,8 +20,8 @@ from trainer.partitions import (
     PartitionStates,
     encode_partitions,
     id_files,
+    metrics_of_snapshots,
     read_partitions,
-    report_of_snapshots,
     rows_by_partition,
     store_ids,
     with_new_partitions,
@@ -64,7 +64,7 @@ def test_the_report_equals_one_metric_over_all_partitions(num_candidates: int) -
     assert {k: mine[k] for k in METRIC_NAMES} == pytest.approx(
         {k: theirs[k] for k in METRIC_NAMES}, rel=1e-12
     )
-    assert report_of_snapshots(split.snapshot().values(), samples.schema().tasks) == mine
+    assert metrics_of_snapshots(split.snapshot().values(), samples.schema().tasks).report() == mine
     assert all(mine[name] == theirs[name] for name in ("requests", "first_ms", "last_ms"))
 
 

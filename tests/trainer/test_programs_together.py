@@ -43,10 +43,10 @@ from trainer.config import LoopConfig
 from trainer.control.controller import Controller
 from trainer.control.coordinator import Coordinator
 from trainer.control.idle import Backlog, IdleDetector, IdleHoldWatcher, IdleRule
+from trainer.feed import connect_feed
 from trainer.loop import LoopDependencies, TrainLoop
 from trainer.metrics import WORKER
 from trainer.monitoring.caught_up import CaughtUpLimits, TrainingState
-from trainer.pipeline.pipelined_feed import connect_feed
 from trainer.pipeline.stage_timer import StageTimer
 from trainer.record_source import RecordSource
 from trainer.rows import ShardRows

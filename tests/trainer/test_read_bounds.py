@@ -10,7 +10,7 @@ import pytest
 from roostream.runtime.kafka.topics import nested
 from tests.trainer import samples
 from tests.trainer.loops import PARTITIONS, build
-from tests.trainer.pipeline.pipelines import pipelined
+from tests.trainer.pipelines import pipelined
 from tests.trainer.test_worker import Stage
 from trainer.config import LoopConfig
 from trainer.monitoring.caught_up import ReadPhase

@@ -133,17 +133,6 @@ def test_a_worker_trains_only_between_start_and_cut() -> None:
     assert written["own"]["bytes"] == len(stage.store.get("workers/00000001-1-0.safetensors"))
 
 
-def test_a_restored_worker_is_the_one_that_was_cut() -> None:
-    stage = Stage()
-    manifest = stage.committed()
-    other = Stage(stage.store)
-    assert other.started(manifest.name).worker.loop.num_steps == 1
-    assert other.worker.loop.partitions.progress == manifest.offsets
-    assert other.worker.loop.report()["requests"] == 4
-    assert other.worker.loop.watermark_ms == manifest.watermark_ms > 0
-    assert manifest.workers[0].dedupe == 4
-
-
 def test_a_commit_writes_only_the_ids_trained_since_the_last_one() -> None:
     stage = Stage(numbers=range(1, 41))
     stage.committed()

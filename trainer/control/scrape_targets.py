@@ -14,8 +14,8 @@ from roostream.runtime import scrape
 from roostream.runtime.clock import Clock
 from roostream.runtime.histograms import RecentQuantiles
 from roostream.runtime.scrape import ScrapedMetrics
-from trainer.monitoring import verdict_metrics
 from trainer.monitoring.audit_parts import accounted
+from trainer.monitoring.verdict import report_of
 
 SCRAPE_S = 5.0
 STALE_S = 3 * SCRAPE_S  # an older reading is ignored
@@ -170,7 +170,7 @@ def read_figures(names: Mapping[str, str], scraped: Mapping[str, ScrapedMetrics]
             for partition, lag in s.by("roostream_worker_partition_lag_records", "partition").items()
         },
         "accounted": accounted(scraped),
-        "model_quality": verdict_metrics.report_of(scraped.get("auditor", ScrapedMetrics())),
+        "model_quality": report_of(scraped.get("auditor", ScrapedMetrics())),
         "lost_records": lost_records(scraped),
         "non_finite": {name: count for name, count in non_finite.items() if count is not None},
     }

@@ -8,15 +8,14 @@ computes.
 A slot is reused as soon as its last copy has read it, without waiting for the step. The compute stream waits
 for a copy where the batch's forward pass begins; the host does not wait there. Not used on a CPU.
 
-Letters: N bytes.
-"""
+Letters: N bytes."""
 
 from __future__ import annotations
 
 import dataclasses
 import threading
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,29 +27,44 @@ _MIN_BYTES = 1 << 16
 _ALIGNED = 256  # bytes: as the device's own allocator places a tensor
 
 
-class DeviceCopy(Protocol):
+class DeviceCopy(NamedTuple):
     """A copy in progress."""
 
-    @property
-    def device_N(self) -> Tensor:
-        """uint8, on the device; use it only after `wait_on_compute_stream`."""
+    device_N: Tensor  # uint8, on the device; use it only after `wait_on_compute_stream`
+    done: torch.cuda.Event
 
     def wait_read(self) -> None:
         """Block until the pinned buffer has been read."""
+        self.done.synchronize()
 
     def wait_on_compute_stream(self) -> None:
         """Order what this thread computes on the device after the copy, without blocking. The memory is not
         reused before that work is done."""
+        stream = torch.cuda.current_stream(self.device_N.device)
+        stream.wait_event(self.done)
+        self.device_N.record_stream(stream)
 
 
-class CopyStream(Protocol):
-    """Device operations that the ring needs."""
+class CopyStream:
+    """Copies to a CUDA device, in parallel with computation. Device memory belongs to the copy stream;
+    `record_stream` keeps it until other streams are done."""
+
+    def __init__(self, device: str) -> None:
+        self.device = torch.device(device)
+        self.stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
 
     def pinned(self, num_bytes: int) -> Tensor:
         """uint8 [num_bytes] of pinned host memory."""
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def copy(self, host_N: Tensor) -> DeviceCopy:
-        """Start to copy `host_N` (pinned) after earlier copies, in parallel with computation. Any thread."""
+        """Start to copy `host_N` (pinned) after earlier copies. Any thread."""
+        with torch.cuda.stream(self.stream):
+            device_N = torch.empty(len(host_N), dtype=torch.uint8, device=self.stream.device)
+            device_N.copy_(host_N, non_blocking=True)
+            done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # a waiting thread sleeps
+            done.record(self.stream)
+        return DeviceCopy(device_N, done)
 
 
 @dataclasses.dataclass(eq=False)
@@ -75,11 +89,8 @@ class Staging:
         self._lock = threading.Lock()
 
     def stage(self, inputs: Inputs) -> Staged:
-        """Copy what is on the host to the device. The caller may change its inputs afterwards.
-
-        Raises:
-            torch.OutOfMemoryError, RuntimeError: no pinned or device memory. The ring is unchanged.
-        """
+        """Copy what is on the host to the device. The caller may change its inputs afterwards. Raises
+        torch.OutOfMemoryError, RuntimeError: no pinned or device memory. The ring is unchanged."""
         on_host: list[Tensor] = []
 
         def find(x: Tensor) -> Tensor:
@@ -124,39 +135,6 @@ def _views(bytes_N: Tensor, like: Sequence[Tensor]) -> Iterator[Tensor]:
         at += _aligned_bytes(x)
 
 
-class _CudaCopy(NamedTuple):
-    device_N: Tensor
-    done: torch.cuda.Event
-
-    def wait_read(self) -> None:
-        self.done.synchronize()
-
-    def wait_on_compute_stream(self) -> None:
-        stream = torch.cuda.current_stream(self.device_N.device)
-        stream.wait_event(self.done)
-        self.device_N.record_stream(stream)
-
-
-class CudaCopyStream:
-    """`CopyStream` for CUDA. Device memory belongs to the copy stream; `record_stream` keeps it until other
-    streams are done."""
-
-    def __init__(self, device: str) -> None:
-        self.device = torch.device(device)
-        self.stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-
-    def pinned(self, num_bytes: int) -> Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-
-    def copy(self, host_N: Tensor) -> DeviceCopy:
-        with torch.cuda.stream(self.stream):
-            device_N = torch.empty(len(host_N), dtype=torch.uint8, device=self.stream.device)
-            device_N.copy_(host_N, non_blocking=True)
-            done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # a waiting thread sleeps
-            done.record(self.stream)
-        return _CudaCopy(device_N, done)
-
-
 def open_staging(device: str) -> Staging | None:
     """None on a CPU."""
-    return Staging(CudaCopyStream(device)) if device.startswith("cuda") else None
+    return Staging(CopyStream(device)) if device.startswith("cuda") else None

@@ -1,16 +1,13 @@
 """Has training caught up? Decided from offsets, event times of the topic and a monotonic clock, never from
 wall time (G8).
 
-                  ┌───────────► falling_behind ◄──┐         state of a partition; the overall state is that of
-                  │                  ▲ │          │         the worst partition that is not idle
-initial ──► catching_up ◄────────────┼─┘          │ (history)         │  ▲               │            │
-stalled    records exist, none is consumed
-                  ▼  └───────────────┴── caught_up          blocked    the next record cannot be read
-             caught_up ◄──► idle (nothing arrives)          held       training was stopped
+    initial (history) ──► catching_up ◄──► caught_up ◄──► idle (nothing arrives)
+                          catching_up ◄──► falling_behind ──► caught_up
+    any state ──► stalled, blocked, held or unknown, and back
 
-unknown, from any state: the offsets cannot be read now. An old state is never reported as current. The rules
-are in docs/concepts/freshness.md. Paper: Ads infrastructure, §III A (initial and caught-up training).
-"""
+Each partition has a state; the overall state is that of the worst partition that is not idle. An old state is
+never reported as current: it is `unknown` while the offsets cannot be read. The rules are in
+docs/concepts/freshness.md. Paper: Ads infrastructure, §III A (initial and caught-up training)."""
 
 from __future__ import annotations
 
@@ -119,8 +116,7 @@ class CaughtUpDetector:
 
         `lags`: {} = the end offsets are unknown. A partition of `expected` (None: those seen before as well)
         that is missing is unknown. `held`, `obstacle`: why training is stopped or cannot continue; "" =
-        neither.
-        """
+        neither."""
         self._phase = phase
         wanted = {*self._trackers, *lags} if expected is None else set(expected)
         for gone in self._timers.keys() - wanted:
@@ -340,8 +336,7 @@ class PartitionTracker:
         yet.
 
         The newest event time may lie before the position if a clock was ahead; then it says nothing about
-        unread records.
-        """
+        unread records."""
         lag = self.lag
         if not lag.records:
             return 0

@@ -1,8 +1,7 @@
 """Keys and labels of a drift report (`DriftDetector.report`), and the merge of the reports of several
 workers.
 
-A file of its own: the controller imports it and must not import numba.
-"""
+A file of its own: the controller imports it and must not import numba."""
 
 from __future__ import annotations
 
@@ -17,16 +16,6 @@ DRIFT_LABELS = {
     "new_ids": "table",
 }
 """Label of each part of a report."""
-DRIFT_METRICS = {
-    "roostream_worker_drift_coverage": "coverage",
-    "roostream_worker_drift_coverage_before": "coverage_before",
-    "roostream_worker_drift_psi": "psi",
-    "roostream_worker_drift_lengths": "lengths",
-    "roostream_worker_drift_base_rate": "base_rate",
-    "roostream_worker_drift_base_rate_before": "base_rate_before",
-    "roostream_worker_drift_new_ids": "new_ids",
-}
-"""Metric → the part of a report that it shows."""
 
 
 def merge_drift_reports(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

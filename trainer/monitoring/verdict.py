@@ -10,8 +10,7 @@ Both are ratios of sums over requests, and so are their differences: d = sum(x) 
 normal approximation with the residuals x - d y of the requests (Cochran 1977, section 6.4), as if requests
 were independent. It covers the true differences to all baselines at once with 95 % (Bonferroni).
 
-Letters: R requests of a call, N paired requests, M baselines.
-"""
+Letters: R requests of a call, N paired requests, M baselines."""
 
 from __future__ import annotations
 
@@ -19,10 +18,12 @@ import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
 from statistics import NormalDist
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from roostream.runtime.metrics_collector import MetricSpec
+from roostream.runtime.scrape import ScrapedMetrics
 from trainer.monitoring.ranking_metrics import score_requests
 
 RULES = ("place", "item", "recent", "linear")
@@ -63,8 +64,7 @@ def request_scores(
 class PairedRequests:
     """Scores of a model and of baselines for the same requests, which arrive in any order.
 
-    Memory: 64 bytes per request of the model, and 8 + 16 M per request of the baselines.
-    """
+    Memory: 64 bytes per request of the model, and 8 + 16 M per request of the baselines."""
 
     def __init__(self, rules: Sequence[str] = RULES, max_requests: int = 0) -> None:
         """`max_requests`: keep about this many requests, the newest; 0 keeps all."""
@@ -337,8 +337,7 @@ class Comparison:
     """The model and all baselines by one metric over the same requests.
 
     `state` is `ahead` if the model is significantly better than each baseline, `behind` if at least one is
-    significantly better than the model, else `undecided`; `unknown` with too few requests.
-    """
+    significantly better than the model, else `undecided`; `unknown` with too few requests."""
 
     metric: str
     state: str
@@ -429,3 +428,67 @@ class Verdict:
     def report(self) -> dict[str, object]:
         """The `verdict` of a report, without its reasons (docs/protocols.md, Reports)."""
         return {"state": self.state, "sentence": self.sentence(), **dataclasses.asdict(self)}
+
+
+# The verdict of a running stack as metrics of the auditor, and back from a scrape for the controller's page
+
+_MODEL = "model"
+_VALUES = "roostream_auditor_model_quality"
+_DIFFERENCES = "roostream_auditor_model_difference"
+_REQUESTS = "roostream_auditor_model_requests"
+_STATE = "roostream_auditor_model_state"
+_BOUNDS = ("difference", "low", "high")
+METRIC_SPECS = {
+    _VALUES: MetricSpec("quality of the model and of baselines on the same requests", ("metric", "of")),
+    _DIFFERENCES: MetricSpec(
+        "quality of the model minus that of a baseline; low and high: 95 % for all baselines together",
+        ("metric", "baseline", "bound"),
+    ),
+    _REQUESTS: MetricSpec("requests of this comparison", ("metric",)),
+    _STATE: MetricSpec("1 for the state of the comparison", ("metric", "state")),
+}
+
+
+def metrics_of(verdict: Verdict) -> dict[str, dict[Any, float]]:
+    """Full metric name → label values → value."""
+    values: dict[Any, float] = {}
+    differences: dict[Any, float] = {}
+    for each in verdict.comparisons:
+        if each.baselines:
+            values[each.metric, _MODEL] = each.model
+        for name, baseline in each.baselines.items():
+            values[each.metric, name] = baseline.value
+            differences |= {(each.metric, name, bound): getattr(baseline, bound) for bound in _BOUNDS}
+    return {
+        _VALUES: values,
+        _DIFFERENCES: differences,
+        _REQUESTS: {each.metric: each.requests for each in verdict.comparisons},
+        _STATE: {
+            (each.metric, state): float(each.state == state)
+            for each in verdict.comparisons
+            for state in STATES
+        },
+    }
+
+
+def report_of(scraped: ScrapedMetrics) -> dict[str, Any] | None:
+    """The `verdict` of a report without windows, from a scrape of the auditor; None = it compares nothing."""
+    requests = scraped.by(_REQUESTS, "metric")
+    if requests.keys() != set(METRICS):
+        return None
+    auc, ne = (_comparison(scraped, metric, int(requests[metric])) for metric in METRICS)
+    return Verdict(requests=ne.requests, request_auc=auc, ne=ne).report()
+
+
+def _comparison(scraped: ScrapedMetrics, metric: str, requests: int) -> Comparison:
+    values = scraped.by(_VALUES, "of", metric=metric)
+    model = values.pop(_MODEL, 0.0)
+    bounds = {bound: scraped.by(_DIFFERENCES, "baseline", metric=metric, bound=bound) for bound in _BOUNDS}
+    baselines = {
+        name: Baseline(value=value, **{bound: found[name] for bound, found in bounds.items()})
+        for name, value in values.items()
+        if all(name in found for found in bounds.values())
+    }
+    states = scraped.by(_STATE, "state", metric=metric)
+    state = next((name for name, value in states.items() if value == 1), "unknown")
+    return Comparison.of(metric, baselines, requests=requests, model=model, is_known=state != "unknown")

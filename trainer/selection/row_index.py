@@ -6,8 +6,7 @@
 
 Adding a row takes amortized constant time.
 
-Letters: N rows, U requested rows, C slots.
-"""
+Letters: N rows, U requested rows, C slots."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ class RowIndex:
     def __init__(
         self, table_N: np.ndarray | None = None, id_N: np.ndarray | None = None, *, capacity: int = 0
     ) -> None:
-        """uint32 and int64 [N], distinct rows: row n gets number n. `room`: initial capacity."""
+        """uint32 and int64 [N], distinct rows: row n gets number n."""
         self._num, self._table, self._id = 0, np.zeros(0, np.uint32), np.zeros(0, np.int64)
         self._slots_C = np.full(2 * _MIN_CAPACITY, -1, np.int32)
         self._reserve(capacity)
@@ -60,8 +59,8 @@ class RowIndex:
         return number_U
 
     def number(self, table_U: np.ndarray, id_U: np.ndarray, max_rows: int | None = None) -> np.ndarray:
-        """As `find`, but absent rows get the next numbers, in order, until there are `most` rows (None: no
-        limit)."""
+        """As `find`, but absent rows get the next numbers, in order, until there are `max_rows` rows (None:
+        no limit)."""
         number_U = np.empty(len(id_U), np.int64)
         ends = len(self) + len(id_U)
         ends = ends if max_rows is None else max(len(self), min(ends, max_rows))

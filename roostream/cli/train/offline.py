@@ -66,7 +66,7 @@ from trainer.control.coordinator import Coordinator
 from trainer.control.reader_master import ReaderMaster
 from trainer.control.types import CoordinatorConfig, Key, State, worker_keys
 from trainer.monitoring.progressive_metrics import summarize
-from trainer.partitions import PartitionSnapshot, read_partitions, report_of_snapshots
+from trainer.partitions import PartitionSnapshot, metrics_of_snapshots, read_partitions
 from trainer.rows import ShardRows
 from trainer.selection.outcomes import RequestCounts
 from trainer.worker import Worker
@@ -246,7 +246,7 @@ class _OfflineTraining:
         snapshots: list[PartitionSnapshot] = []
         for part in manifest.workers.values():
             snapshots += read_partitions(self.store, part, ids=False).values()
-        return summarize(report_of_snapshots(snapshots, self.schema.tasks))
+        return summarize(metrics_of_snapshots(snapshots, self.schema.tasks).report())
 
     def _controller(self, session: TableInput) -> Controller:
         in_threads = not self.config.uses_worker_processes

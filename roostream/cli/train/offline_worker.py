@@ -49,8 +49,8 @@ from trainer.chunks import ChunkPart
 from trainer.config import LoopConfig
 from trainer.deployment_identity import DeploymentIdentity
 from trainer.device.numerics import set_numerics
+from trainer.feed import connect_feed
 from trainer.loop import LoopDependencies, TrainLoop
-from trainer.pipeline.pipelined_feed import connect_feed
 from trainer.pipeline.stage_timer import StageTimer
 from trainer.predictions import Prediction
 from trainer.process_group import (

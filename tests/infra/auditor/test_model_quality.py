@@ -24,7 +24,7 @@ from roostream.wire.records import Record
 from tests.infra.auditor.test_auditor import ALL, TOPICS
 from tests.infra.auditor.test_auditor_program import Ready
 from trainer.control.scrape_targets import read_figures
-from trainer.monitoring import verdict_metrics
+from trainer.monitoring.verdict import METRIC_SPECS, report_of
 
 SCHEMA = schema_from_dict({"nro": [{"name": "price"}], "label": [{"name": "click", "action": "click"}]})
 T0 = 1_700_000_000_000
@@ -64,7 +64,7 @@ def traffic(knowledge: float) -> list[Record]:
 
 def scraped(quality: ModelQuality) -> ScrapedMetrics:
     registry = CollectorRegistry()
-    registry.register(MetricsCollector(quality.metrics, verdict_metrics.SPECS))
+    registry.register(MetricsCollector(quality.metrics, METRIC_SPECS))
     return parse(generate_latest(registry).decode())
 
 
@@ -88,7 +88,7 @@ def test_the_page_says_how_the_model_compares_with_the_baselines(knowledge: floa
 
 def test_the_first_requests_only_warm_the_baselines_up() -> None:
     records = traffic(1.0)[: 2 * (WARM_UP + 10)]
-    found = verdict_metrics.report_of(scraped(quality_of(records)))
+    found = report_of(scraped(quality_of(records)))
     assert found is not None and found["state"] == "unknown" and found["request_auc"]["requests"] == 0
 
 
@@ -118,5 +118,5 @@ def test_the_auditor_exports_the_comparison_beside_its_sums(tmp_path: Path) -> N
     loop = AuditorLoop(config, Ready(MemoryConsumer(ALL, [])), TOPICS, quality)
     loop.open()
     loop.turn(0.0)
-    assert verdict_metrics.SPECS.keys() <= loop.metrics.keys()
+    assert METRIC_SPECS.keys() <= loop.metrics.keys()
     assert loop.metrics["roostream_auditor_requests"] == 0

@@ -42,7 +42,7 @@ def undisturbed() -> dict[str, bytes]:
     return Simulation(samples.records(EXACT_NUMBERS), exact=True).run().bits()
 
 
-@pytest.mark.parametrize(("moment", "victim"), every(2, moments_and_victims(MOMENTS, EVERYONE)), ids=str)
+@pytest.mark.parametrize(("moment", "victim"), every(4, moments_and_victims(MOMENTS, EVERYONE)), ids=str)
 def test_g2_g11_a_kill_at_any_moment_of_the_second_commit(moment: tuple[str, str, str], victim: str) -> None:
     occurrence = 1 if moment[1] in ("claim", "restore", "start") else 9 if moment[1] == "push" else 2
     kill = Kill(moment, victim, occurrence)
@@ -61,7 +61,7 @@ kills = st.lists(
 )
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(kills, st.sampled_from([2, 14]))
 def test_g2_every_sample_is_applied_once_through_any_kills_and_re_emissions(
     schedule: list[Kill], restart_after: int
@@ -71,7 +71,7 @@ def test_g2_every_sample_is_applied_once_through_any_kills_and_re_emissions(
     simulation.assert_applied_once(LIVE_NUMBERS)
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(kills)
 def test_g11_parameters_after_any_kills_are_bit_equal(schedule: list[Kill]) -> None:
     simulation = Simulation(samples.records(EXACT_NUMBERS), exact=True, kills=schedule)
@@ -89,7 +89,7 @@ FAULTS_OF_CALLS = {"lost", "answer lost", "twice", "late copy"}
 FAULTS_OF_BEATS = {"beat lost", "beat's answer lost", "beat twice", "late copy of a beat", "late answer"}
 
 
-@pytest.mark.parametrize("seed", every(3, range(12)))
+@pytest.mark.parametrize("seed", every(6, range(12)))
 def test_g2_g11_lost_late_and_duplicated_messages_change_nothing(seed: int) -> None:
     simulation = Simulation(
         samples.records(EXACT_NUMBERS), exact=True, seed=seed, kills=kills_of(seed) if seed % 2 else []
@@ -101,7 +101,7 @@ def test_g2_g11_lost_late_and_duplicated_messages_change_nothing(seed: int) -> N
     assert simulation.bits() == undisturbed()
 
 
-@pytest.mark.parametrize("seed", every(2, range(101, 109)))
+@pytest.mark.parametrize("seed", every(4, range(101, 109)))
 def test_g11_real_shards_are_bit_equal_in_the_same_disorder(seed: int) -> None:
     faults: dict[str, Any] = {"seed": seed, "kills": kills_of(seed) if seed % 2 else []}
     simulation = Simulation(samples.records(EXACT_NUMBERS), exact=True, real_shards=True, **faults)
@@ -116,7 +116,7 @@ def test_g2_live_training_in_the_same_disorder(seed: int) -> None:
     simulation.assert_applied_once(LIVE_NUMBERS)
 
 
-@pytest.mark.parametrize("seed", every(2, range(300, 305)))
+@pytest.mark.parametrize("seed", every(3, range(300, 306)))
 def test_g3_an_unavailable_store_never_counts_as_damaged(seed: int, caplog: pytest.LogCaptureFixture) -> None:
     simulation = Simulation(
         samples.records(EXACT_NUMBERS), exact=True, seed=seed, kills=kills_of(seed), real_shards=True
@@ -127,7 +127,7 @@ def test_g3_an_unavailable_store_never_counts_as_damaged(seed: int, caplog: pyte
     assert simulation.bits() == undisturbed_on_real_shards()
 
 
-def test_training_continues_while_shards_write() -> None:
+def test_training_continues_while_shards_write_and_every_sample_has_one_prediction() -> None:
     simulation = Simulation(samples.records(LIVE_NUMBERS))
     steps: list[tuple[str, int]] = []
     noted = simulation.moment
@@ -141,6 +141,9 @@ def test_training_continues_while_shards_write() -> None:
     simulation.run()
     between = [b[1] - a[1] for a, b in itertools.pairwise(steps) if (a[0], b[0]) == ("resume", "write")]
     assert between and max(between) > 0
+    assert sorted(p.sample_id for p in simulation.outputs.predicted) == sorted(set(LIVE_NUMBERS))
+    assert simulation.last.workers[0].dedupe == len(set(LIVE_NUMBERS))
+    assert simulation.last.workers[0].metrics["requests"] == len(set(LIVE_NUMBERS))
 
 
 def test_g3_training_waits_for_a_missing_member() -> None:
@@ -154,13 +157,6 @@ def test_g3_training_waits_for_a_missing_member() -> None:
     simulation.assert_applied_once(LIVE_NUMBERS)
 
 
-def test_committed_samples_each_have_a_prediction_made_before_their_update() -> None:
-    simulation = Simulation(samples.records(LIVE_NUMBERS)).run()
-    assert sorted(p.sample_id for p in simulation.outputs.predicted) == sorted(set(LIVE_NUMBERS))
-    assert simulation.last.workers[0].dedupe == len(set(LIVE_NUMBERS))
-    assert simulation.last.workers[0].metrics["requests"] == len(set(LIVE_NUMBERS))
-
-
 two_workers = st.builds(
     Kill,
     moment=st.sampled_from(
@@ -171,7 +167,7 @@ two_workers = st.builds(
 )
 
 
-@settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=3, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(two_workers, max_size=3, unique_by=lambda kill: (kill.moment, kill.occurrence)))
 def test_g2_every_worker_s_part_is_committed_and_restored(schedule: list[Kill]) -> None:
     simulation = Simulation(samples.records(LIVE_NUMBERS), num_workers=2, kills=schedule)
@@ -193,33 +189,20 @@ def disturbed_at_rest(simulation: Simulation) -> Simulation:
     return simulation.run()
 
 
-def test_g5_a_damaged_newest_manifest_is_skipped(caplog: pytest.LogCaptureFixture) -> None:
-    simulation = Simulation(samples.records(EXACT_NUMBERS), exact=True).run()
-    newest = simulation.last.name
-    simulation.store.damage(newest)
-    with caplog.at_level(logging.WARNING):
-        disturbed_at_rest(simulation)
-    assert newest in caplog.text
-    simulation.assert_applied_once(EXACT_NUMBERS)
-    assert simulation.bits() == undisturbed()
-
-
-@pytest.mark.parametrize("part", ["shared", "own"])
-def test_g5_a_damaged_file_of_a_trainer_is_never_loaded(part: str, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("part", ["manifest", "shared", "own", "segment"])
+def test_g5_damaged_parts_of_the_newest_commit_are_never_loaded(
+    part: str, caplog: pytest.LogCaptureFixture
+) -> None:
     simulation = Simulation(samples.records(EXACT_NUMBERS), exact=True).run()
     last = simulation.last
-    simulation.store.damage(last.dense.name if part == "shared" else last.workers[0].file.name)
+    if part == "segment":
+        del simulation.disks[0][last.shards[0]["segments"][0]["name"]]
+    else:
+        names = {"manifest": last.name, "shared": last.dense.name, "own": last.workers[0].file.name}
+        simulation.store.damage(names[part])
     with caplog.at_level(logging.WARNING):
         disturbed_at_rest(simulation)
-    assert "it is damaged" in caplog.text and "previous manifest" in caplog.text
-    simulation.assert_applied_once(EXACT_NUMBERS)
-    assert simulation.bits() == undisturbed()
-
-
-def test_g5_a_damaged_segment_is_never_loaded() -> None:
-    simulation = Simulation(samples.records(EXACT_NUMBERS), exact=True).run()
-    del simulation.disks[0][simulation.last.shards[0]["segments"][0]["name"]]
-    disturbed_at_rest(simulation)
+    assert part == "segment" or last.name in caplog.text
     simulation.assert_applied_once(EXACT_NUMBERS)
     assert simulation.bits() == undisturbed()
 
@@ -302,7 +285,7 @@ def undisturbed_on_real_shards() -> dict[str, bytes]:
 
 @pytest.mark.parametrize(
     ("moment", "victim"),
-    every(4, itertools.product(IN_A_COMMIT, ["shard 0", WORKER, CONTROLLER])),
+    every(6, itertools.product(IN_A_COMMIT, ["shard 0", WORKER, CONTROLLER])),
     ids=str,
 )
 def test_g11_real_shards_are_bit_equal_after_a_kill(moment: tuple[str, str, str], victim: str) -> None:

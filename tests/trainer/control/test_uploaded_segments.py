@@ -34,7 +34,7 @@ def undisturbed() -> dict[str, bytes]:
 def num_pieces() -> int:
     """How many pieces shard 0 uploads in an undisturbed run."""
     simulation = Simulation(samples.records(NUMBERS), exact=True, real_shards=True, uploads=True).run()
-    assert simulation.bits() == undisturbed()
+    assert simulation.bits() == undisturbed() and simulation.moments[UPLOAD] > 20
     return simulation.moments[UPLOAD]
 
 
@@ -69,18 +69,14 @@ def check(simulation: Simulation) -> None:
     assert simulation.run().bits() == undisturbed()
 
 
-def test_there_are_enough_pieces_to_be_killed_at() -> None:
-    assert num_pieces() > 20
-
-
-@pytest.mark.parametrize(("piece", "loses_disk"), every(3, itertools.product(range(1, 40, 3), [False, True])))
+@pytest.mark.parametrize(("piece", "loses_disk"), every(6, itertools.product(range(1, 40, 3), [False, True])))
 def test_g11_a_shard_is_killed_at_a_piece_of_its_upload(piece: int, loses_disk: bool) -> None:
     simulation = run([Kill(UPLOAD, "shard 0", piece, loses_disk)])
     assert simulation.killed[0] == "shard 0"
 
 
 @pytest.mark.parametrize(
-    ("piece", "victim"), every(2, itertools.product([2, 11, 23], [CONTROLLER, WORKER, "shard 1"]))
+    ("piece", "victim"), every(3, itertools.product([2, 11, 23], [CONTROLLER, WORKER, "shard 1"]))
 )
 def test_g11_another_program_is_killed_during_an_upload(victim: str, piece: int) -> None:
     run([Kill(UPLOAD, victim, piece, loses_disk=True)])
@@ -100,7 +96,7 @@ def test_g11_both_disks_are_lost_at_a_moment_of_a_commit(moment: tuple[str, str,
     run([Kill(moment, shard, occurrence, loses_disk=True) for shard in SHARDS])
 
 
-@pytest.mark.parametrize("seed", every(4, range(400, 420)))
+@pytest.mark.parametrize("seed", every(7, range(400, 420)))
 def test_g11_any_kills_lost_disks_and_faults_of_the_store(
     seed: int, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -121,7 +121,9 @@ from tests.trainer import samples
 from tests.trainer.loops import build
 assert build(samples.records([1, 2])).train_all().pushes() == {1: 1, 2: 1}
 import trainer.worker_program
-assert not {"torch._dynamo", "torchrec", "fastapi", "pyflink"} & sys.modules.keys(), "worker"
+assert not {"torch._dynamo", "triton", "torchrec", "fastapi", "pyflink"} & sys.modules.keys(), "worker"
+import serving.scorer
+assert not {"torch._dynamo", "triton"} & sys.modules.keys(), "scorer"
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr

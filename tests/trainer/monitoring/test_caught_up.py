@@ -442,7 +442,7 @@ def tell(found: Simulated, event: str) -> None:
 
 
 @given(story)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_waiting_records_are_never_reported_as_caught_up_and_counts_are_exact(
     steps: list[tuple[tuple[int, int, int, str], ...]],
 ) -> None:
@@ -476,7 +476,7 @@ def test_waiting_records_are_never_reported_as_caught_up_and_counts_are_exact(
         st.tuples(st.integers(0, 30), st.sampled_from([0, -7_200_000, 7_200_000])), min_size=30, max_size=80
     )
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_a_reader_that_keeps_up_is_soon_caught_up_and_stays_so(seconds: list[tuple[int, int]]) -> None:
     """Also where the producers' clocks jump: nothing waits, so nothing is late."""
     watch, part = CaughtUpDetector(PATIENCE), Simulated(0)
@@ -488,7 +488,7 @@ def test_a_reader_that_keeps_up_is_soon_caught_up_and_stays_so(seconds: list[tup
 
 
 @given(st.integers(1, 40), st.integers(1, 40))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_the_direction_of_a_large_lag_follows_the_rates(arriving: int, consuming: int) -> None:
     watch, part = CaughtUpDetector(dataclasses.replace(PATIENCE, window_s=20)), Simulated(0)
     watch.observe({("samples", 0): part.lag()}, 0)

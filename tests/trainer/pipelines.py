@@ -22,8 +22,8 @@ from roostream.wire.records import Record
 from tests.trainer import samples
 from tests.trainer.loops import Built, build
 from trainer.chunks import Chunk
+from trainer.feed import AsyncRows, PipelinedFeed, SourceThread
 from trainer.loop import LoopDependencies
-from trainer.pipeline.pipelined_feed import AsyncRows, PipelinedFeed, SourceThread
 from trainer.pipeline.stage_timer import StageTimer
 from trainer.record_source import RecordSource
 from trainer.rows import PushTimes, Rows

@@ -26,10 +26,10 @@ from roostream.wire.records import Record
 from tests.trainer import samples
 from tests.trainer.fake_shard import Row
 from tests.trainer.loops import Built, build
-from tests.trainer.pipeline.pipelines import Piped, pipelined
+from tests.trainer.pipelines import Piped, pipelined
 from trainer.chunks import Chunk
+from trainer.feed import AsyncRows, SourceThread, num_shared
 from trainer.loop import Snapshot
-from trainer.pipeline.pipelined_feed import AsyncRows, SourceThread, num_shared
 from trainer.pipeline.stage_timer import BESIDE, LOOP, STAGES, StageTimer
 from trainer.rows import PushTimes
 
@@ -120,7 +120,7 @@ class Run:
         self.built.loop.restore(at)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(st.integers(1, 1 << 30), st.booleans(), st.integers(1, 3))
 def test_cuts_failures_and_restores_give_the_state_of_the_serial_loop(
     seed: int, exact: bool, read_ahead: int
@@ -133,7 +133,7 @@ def test_cuts_failures_and_restores_give_the_state_of_the_serial_loop(
         assert set(piped.rows.staleness) == {0}
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(st.integers(1, 1 << 30), st.integers(1, 3))
 def test_staleness_stays_within_its_limit_and_samples_apply_once(seed: int, staleness: int) -> None:
     records = mixed(seed, 24)
