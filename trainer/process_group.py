@@ -19,16 +19,13 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
 from roostream.errors import UnavailableError
 from roostream.runtime.address import parse_address
-
-if TYPE_CHECKING:
-    from trainer.torchrec_rows import TorchRecRows
 
 _POLL_S = 0.05  # a wait checks this often whether it was interrupted
 _STORE_S = 5.0  # time limit of one call of the rendezvous store
@@ -300,11 +297,18 @@ class RowGroup(TorchProcessGroup):
         return distributed.group.WORLD
 
 
+class RowHolder(Protocol):
+    """Rows that the workers hold themselves: `trainer.torchrec_rows.TorchRecRows`."""
+
+    def meet(self, group: RowGroup) -> None:
+        """Set the workers of the next incarnation."""
+
+
 class DualRendezvous:
     """A `Rendezvous` of workers that hold rows: each incarnation has one group for sums and one for `rows`.
     There are two groups, because a push may run in its own thread beside the sum of the next turn."""
 
-    def __init__(self, rendezvous: TorchRendezvous, rows: TorchRecRows) -> None:
+    def __init__(self, rendezvous: TorchRendezvous, rows: RowHolder) -> None:
         self.rendezvous, self.rows, self.address = rendezvous, rows, rendezvous.address
 
     def join(self, spec: GroupSpec) -> ProcessGroup:

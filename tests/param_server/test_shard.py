@@ -18,6 +18,7 @@ from roostream.errors import (
     CheckpointError,
     ConfigError,
     FencedError,
+    RoostreamError,
     SchemaError,
     UnavailableError,
     WireError,
@@ -193,9 +194,9 @@ def test_a_pull_that_doesn_t_fit_is_refused(
 
 def test_an_unknown_call_or_command_is_refused() -> None:
     shard = begun()
-    with pytest.raises(WireError):
+    with pytest.raises(RoostreamError):
         ShardRpcHandler(shard).handle("drop", {}, [])
-    with pytest.raises(WireError):
+    with pytest.raises(RoostreamError):
         shard.execute({"kind": "drop", "incarnation": 1})
 
 

@@ -5,8 +5,7 @@ calls.
 Of one sequence and head, tokens i (queries) and j (keys), h entries of history and targets behind them
 (models/sequence):
 
-    s_ij = q_i · k_j + b_pos[pos_j - pos_i + P / 2] + b_time[bucket(|gap_j - next_i|)]        pos = min(place,
-                                                                                              h)
+    s_ij = q_i · k_j + b_pos[pos_j - pos_i + P / 2] + b_time[bucket(|gap_j - next_i|)], pos = min(place, h)
     a_ij = SiLU(s_ij) / N_fixed where i sees j (j < h and j <= i, or j = i), else 0
     o_i  = Σ_j a_ij v_j
 
