@@ -88,8 +88,11 @@ class Child:
 
 
 def start_child(program: Program, now_s: float) -> Child:
-    """Start a process of `program`. Its output is appended to `program.log`. Raises OSError: the process
-    can't be started (no memory, no descriptor). Nothing runs then."""
+    """Start a process of `program`. Its output is appended to `program.log`.
+
+    Raises:
+        OSError: the process can't be started (no memory, no descriptor). Nothing runs then.
+    """
     program.prepare()
     program.log.parent.mkdir(parents=True, exist_ok=True)
     shim = (sys.executable, "-I", "-S", str(die_with_parent.__file__), str(os.getpid()))

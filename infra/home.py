@@ -67,8 +67,11 @@ class Home:
         return open_checkpoint_store(self.store)
 
     def lock(self) -> None:
-        """Lock this home for one supervisor until `unlock` or the end of the process. Raises SetupError:
-        another supervisor has locked it."""
+        """Lock this home for one supervisor until `unlock` or the end of the process.
+
+        Raises:
+            SetupError: another supervisor has locked it.
+        """
         file = (self.run / "lock").open("a+")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -130,8 +133,11 @@ class Home:
         return stack if isinstance(stack, dict) and stack.get("format") == FORMAT else None
 
     def running_stack(self) -> dict[str, Any]:
-        """`stack.json` of a running stack. Raises SetupError: the home does not exist, or no stack runs in
-        it."""
+        """`stack.json` of a running stack.
+
+        Raises:
+            SetupError: the home does not exist, or no stack runs in it.
+        """
         if not self.root.is_dir():
             raise SetupError(f"home {self.root} does not exist; `roostream up --home {self.root}` creates it")
         stack = self.read_stack()

@@ -121,8 +121,11 @@ def _install(path: Path, sha256: str, file: Path) -> None:
 
 
 def find_java(chosen: str = "") -> Path:
-    """The `java` to run: `chosen` (a path or a name on PATH), else the runtime in the environment. Raises
-    SetupError: it does not exist."""
+    """The `java` to run: `chosen` (a path or a name on PATH), else the runtime in the environment.
+
+    Raises:
+        SetupError: it does not exist.
+    """
     if chosen:
         found = shutil.which(chosen)
         if found is None:

@@ -179,7 +179,11 @@ def save_options(home: Path, options: StackOptions) -> None:
 
 
 def load_saved_options(home: Path) -> StackOptions | None:
-    """The options stored in a home; None where there are none. Raises ConfigError: the file is damaged."""
+    """The options stored in a home; None where there are none.
+
+    Raises:
+        ConfigError: the file is damaged.
+    """
     file = home / OPTIONS_FILE
     if not file.is_file():
         return None

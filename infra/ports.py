@@ -31,7 +31,11 @@ class Ports:
         self._reserved: dict[int, socket.socket] = {}
 
     def draw(self) -> int:
-        """A free port, reserved until `release`. Raises SetupError: no port is free."""
+        """A free port, reserved until `release`.
+
+        Raises:
+            SetupError: no port is free.
+        """
         for port in random.sample(range(MIN_PORT, MAX_PORT), 500):
             if self._reserve(port):
                 return port
@@ -40,7 +44,11 @@ class Ports:
         )
 
     def take(self, name: str, port: int) -> int:
-        """Reserve a given port. Raises SetupError: the port is in use."""
+        """Reserve a given port.
+
+        Raises:
+            SetupError: the port is in use.
+        """
         if not self._reserve(port):
             raise SetupError(
                 f"port {port} for {name} is in use; choose another port, or leave the choice to the stack"

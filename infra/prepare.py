@@ -110,8 +110,11 @@ def stamp(name: str, value: str) -> None:
 
 
 def fetch_jars(console: Console) -> None:
-    """Download the jars of jars.sha256 that are missing. Raises SetupError: a jar can't be downloaded or has
-    another hash. The jars before it stay."""
+    """Download the jars of jars.sha256 that are missing.
+
+    Raises:
+        SetupError: a jar can't be downloaded or has another hash. The jars before it stay.
+    """
     missing = jars.missing(jars.read_list())
     if not missing:
         return

@@ -338,7 +338,11 @@ SIMULATE, WORKER, READER = "simulate", "worker", "reader"
 
 
 def find_spec(name: str) -> ProgramSpec:
-    """The spec of a program: that of `shard` for `shard-0`. Raises ConfigError: there is no such program."""
+    """The spec of a program: that of `shard` for `shard-0`.
+
+    Raises:
+        ConfigError: there is no such program.
+    """
     stem, _, number = name.rpartition("-")
     spec = SPECS_BY_NAME.get(stem if stem and number.isdecimal() else name)
     is_numbered = spec is not None and spec.name != name

@@ -15,8 +15,11 @@ from roostream.errors import SetupError
 
 
 def find_redis() -> Path:
-    """The `redis-server` to run. The installed fallback (6.2) is meant for laptops and tests. Raises
-    SetupError: none was found."""
+    """The `redis-server` to run. The installed fallback (6.2) is meant for laptops and tests.
+
+    Raises:
+        SetupError: none was found.
+    """
     installed = Path(sys.prefix) / "bin"
     folders = os.environ.get("PATH", "").split(os.pathsep)
     system_path = os.pathsep.join(p for p in folders if Path(p) != installed)
@@ -33,7 +36,11 @@ def redis_conf(data: Path, port: int) -> str:
 
 
 def redis_program(home: Home, env: Mapping[str, str], port: int) -> Program:
-    """A Redis on loopback. Raises SetupError: no `redis-server` was found."""
+    """A Redis on loopback.
+
+    Raises:
+        SetupError: no `redis-server` was found.
+    """
     data, conf = home.root / "redis", home.conf / "redis.conf"
 
     def prepare() -> None:

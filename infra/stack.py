@@ -75,8 +75,12 @@ class Stack:
 
     def open(self) -> Stack:
         """Check the machine, lock the home, draw ports, and stop leftovers of a killed supervisor. Starts no
-        program. Raises SetupError: a requirement on the machine is not met, the home is in use, or it has
-        rows without their checkpoint store."""
+        program.
+
+        Raises:
+            SetupError: a requirement on the machine is not met, the home is in use, or it has rows without
+                their checkpoint store.
+        """
         require_python()
         require_disk(self.home.root)
         require_memory()
@@ -106,18 +110,27 @@ class Stack:
 
     def start(self, names: Sequence[str] = ("all",)) -> None:
         """Start these programs and those that they need; returns at once. Running programs stay as they are.
-        Raises ConfigError: a name is unknown."""
+
+        Raises:
+            ConfigError: a name is unknown.
+        """
         wanted = self._with_needs(self.expand(names))
         self.supervisor.start([self.programs[n] for n in self.programs if n in wanted])
 
     def wait_ready(self, name: str = "all", timeout_s: float = 60.0) -> None:
-        """Wait until the started programs of `name` are ready. Raises UnavailableError: one was not ready in
-        time, or failed; with the last lines of its log."""
+        """Wait until the started programs of `name` are ready.
+
+        Raises:
+            UnavailableError: one was not ready in time, or failed; with the last lines of its log.
+        """
         self.supervisor.wait_ready([n for n in self.expand([name]) if n in self.supervisor.slots], timeout_s)
 
     def kill(self, name: str) -> int:
-        """Send SIGKILL to a program; returns its pid. The supervisor restarts it. Raises UnavailableError:
-        the program does not run."""
+        """Send SIGKILL to a program; returns its pid. The supervisor restarts it.
+
+        Raises:
+            UnavailableError: the program does not run.
+        """
         pid = self.pid(name)
         if pid is None:
             raise UnavailableError(f"{name} does not run; it is {self.state(name)}")
@@ -161,8 +174,11 @@ class Stack:
         self.supervisor.remove([SPECS_BY_NAME[program].instance_name(number)])
 
     def run_to_end(self, name: str, timeout_s: float) -> int:
-        """Run a program that ends by itself; returns its exit code. Raises UnavailableError: it still runs
-        after `timeout_s`, and goes on."""
+        """Run a program that ends by itself; returns its exit code.
+
+        Raises:
+            UnavailableError: it still runs after `timeout_s`, and goes on.
+        """
         self.start([name])
         slot = self.supervisor.slots[name]
         if not self.supervisor.wait(lambda: slot.state in ("ended", "failed", "stopped"), timeout_s):
@@ -220,8 +236,11 @@ class Stack:
         return [s.program.name for s in list(self.supervisor.slots.values()) if s.state == "failed"]
 
     def expand(self, names: Iterable[str]) -> list[str]:
-        """The programs of these names and group names, in start order. Raises ConfigError: a name is unknown;
-        the message gives the nearest one."""
+        """The programs of these names and group names, in start order.
+
+        Raises:
+            ConfigError: a name is unknown; the message gives the nearest one.
+        """
         groups = {
             "all": [n for n in self.programs if n != SIMULATE],
             "flink": [n for n in self.programs if n.startswith("flink-")],

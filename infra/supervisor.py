@@ -140,8 +140,11 @@ class Supervisor:
             return self._condition.wait_for(done, timeout_s)
 
     def wait_ready(self, names: Sequence[str], timeout_s: float) -> None:
-        """Wait until these programs, which have been started, are ready or have ended by themselves. Raises
-        UnavailableError: one was not ready in time, or failed; with the last lines of its log."""
+        """Wait until these programs, which have been started, are ready or have ended by themselves.
+
+        Raises:
+            UnavailableError: one was not ready in time, or failed; with the last lines of its log.
+        """
 
         def state(name: str) -> str:
             slot = self.slots.get(name)

@@ -42,8 +42,11 @@ class EventDecoder:
 
     def decode(self, record: Record) -> Event | TimeMark | Output:
         """An event, a heartbeat or end marker, or a dead letter. Never raises for the content of a record.
-        Raises CheckpointError, UnavailableError: the record's schema is registered but can't be loaded now.
-        The record itself may be good; decode it again later."""
+
+        Raises:
+            CheckpointError, UnavailableError: the record's schema is registered but can't be loaded now. The
+            record itself may be good; decode it again later.
+        """
         origin = Origin(record.topic, record.partition, record.offset)
         message: pb.Impression | pb.Engagement | TimeMark | None = None
         try:

@@ -56,9 +56,12 @@ class FlinkJob:
 
 def run_flink(config: JoinerConfig, metrics: JoinerMetrics, health: Health, stop: Stop) -> None:
     """Adopt the cluster's joiner job, submit one, or (`submits = false`) wait for one. Then watch it until
-    `stop` is set, and leave it running. Raises UnavailableError: the job failed for good, was cancelled, or
-    is unknown to a restarted job manager. A restart of this program submits it again, from the setting
-    `restore`."""
+    `stop` is set, and leave it running.
+
+    Raises:
+        UnavailableError: the job failed for good, was cancelled, or is unknown to a restarted job manager. A
+        restart of this program submits it again, from the setting `restore`.
+    """
     rest = FlinkRest(config.flink)
     job = retry(rest, rest.live_job, stop) if config.submits else wait_for_job(rest, health, stop)
     if job:

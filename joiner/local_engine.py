@@ -144,8 +144,11 @@ class LocalEngine:
         return len(self._states)
 
     def process(self, record: Record) -> list[Output]:
-        """Join one record, then do what the new watermark makes due. Raises CheckpointError,
-        UnavailableError: as `EventDecoder.decode`; the engine is unchanged."""
+        """Join one record, then do what the new watermark makes due.
+
+        Raises:
+            CheckpointError, UnavailableError: as `EventDecoder.decode`; the engine is unchanged.
+        """
         return self.process_decoded(record, self.decoder.decode(record))
 
     def process_decoded(self, record: Record, event: Event | TimeMark | Output) -> list[Output]:
@@ -214,8 +217,11 @@ class LocalEngine:
         return xxhash.xxh3_64_digest(body) + body
 
     def restore(self, data: bytes) -> None:
-        """Continue from a snapshot; only for an engine that has processed nothing. Raises CheckpointError:
-        the snapshot is damaged, or of another version; the engine is unchanged."""
+        """Continue from a snapshot; only for an engine that has processed nothing.
+
+        Raises:
+            CheckpointError: the snapshot is damaged, or of another version; the engine is unchanged.
+        """
         try:
             if xxhash.xxh3_64_digest(data[8:]) != data[:8]:
                 raise CheckpointError(f"the snapshot ({len(data)} bytes) is damaged: wrong checksum")

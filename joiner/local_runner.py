@@ -96,8 +96,11 @@ class SnapshotStore:
         return [name for name in names if name.rsplit("/", 1)[1].isdecimal()]
 
     def restore(self, engine: LocalEngine) -> str:
-        """Restore `engine` from the newest readable snapshot. Returns its name, "" if there is none. Raises
-        CheckpointError: there are snapshots, but none is readable."""
+        """Restore `engine` from the newest readable snapshot. Returns its name, "" if there is none.
+
+        Raises:
+            CheckpointError: there are snapshots, but none is readable.
+        """
         names = self._names()
         for name in reversed(names):
             try:

@@ -3,7 +3,8 @@
 The keys of a batch are unique (`roostream.wire.lookup`). They are split by shard once, sent to all shards in
 parallel, and the answers are put back into their positions. Readers outside training use a `Replica`.
 
-Letters: U unique keys of a stack, M keys of one shard, D width, S shards."""
+Letters: U unique keys of a stack, M keys of one shard, D width, S shards.
+"""
 
 from __future__ import annotations
 
@@ -73,8 +74,11 @@ class Client:
         """The shards were restored: pushes start again, from this number of workers a step, and buckets are
         owned as `owners` says.
 
-        `owners` None = bucket mod shards. No push may be in progress. Raises ConfigError: the map has another
-        number of buckets or shards; nothing was changed."""
+        `owners` None = bucket mod shards. No push may be in progress.
+
+        Raises:
+            ConfigError: the map has another number of buckets or shards; nothing was changed.
+        """
         owners = owners or BucketMap.modulo(self.num_buckets, len(self.transports))
         owners.check(self.num_buckets, len(self.transports))
         with self._push_lock, self._split_lock:
@@ -89,7 +93,8 @@ class Client:
 
         Raises:
             ConfigError: another shard answers.
-            UnavailableError, TransportError: a shard does not answer."""
+            UnavailableError, TransportError: a shard does not answer.
+        """
         for index, transport in enumerate(self.transports):
             answer, _ = transport.call("stats", {}, timeout_s=_CHECK_TIMEOUT_S)
             if answer.get("index", index) != index:
@@ -102,9 +107,9 @@ class Client:
         """Stack → float32 [U, D], aligned with the lookup; keys without a row read as their initial value.
 
         Raises:
-            FencedError: the shards are in another incarnation than this client.
-            UnavailableError, TransportError: a shard waits to be restored, or could not be reached for
-                `resend_for_s`."""
+            FencedError: the shards are in another incarnation than this client. UnavailableError,
+            TransportError: a shard waits to be restored, or could not be reached for `resend_for_s`.
+        """
         out = {n: np.empty((len(s.id_U), self._width[n]), np.float32) for n, s in lookup.stacks.items()}
 
         def pull_from(shard: int, shares: Sequence[ShardKeys]) -> None:
@@ -145,7 +150,8 @@ class Client:
             FencedError: the shards are in another incarnation.
             UnavailableError, TransportError: as `pull`.
 
-        **If it fails** after something was sent, every further push is rejected until `set_incarnation`."""
+        **If it fails** after something was sent, every further push is rejected until `set_incarnation`.
+        """
         parts = {
             stack: checked_gradient(stack, gradient_UD, (len(lookup.stacks[stack].id_U), self._width[stack]))
             for stack, gradient_UD in gradients.items()

@@ -1,6 +1,7 @@
 """Encoding of deltas and barriers as records of the topic `rows`.
 
-Letters: M keys of a delta, the first L of them live; D width."""
+Letters: M keys of a delta, the first L of them live; D width.
+"""
 
 from __future__ import annotations
 

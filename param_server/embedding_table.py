@@ -1,7 +1,8 @@
 """Embedding rows in memory: a hash index from (table, id) to a row number, and the array of rows beside it.
 
 Letters: U requested keys, N rows of the array, M chosen rows, C slots of the index, D width, K tables of the
-stack."""
+stack.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ class KeyIndex:
     """Map from (table, id) to a row number in growing arrays. Not thread-safe.
 
     A row number is stable until its key is removed; a removed key's number is used again. Row numbers do not
-    depend on `secret`, which only decides where the index keeps a key."""
+    depend on `secret`, which only decides where the index keeps a key.
+    """
 
     def __init__(self, num_buckets: int, capacity: int = 256, secret: np.uint64 = _SECRET) -> None:
         self.num_buckets, self.secret = num_buckets, secret
@@ -76,7 +78,8 @@ class KeyIndex:
         """Make room for `num_more` keys; return whether `capacity` grew. It doubles, so that the cost is
         amortized.
 
-        **If it fails** (MemoryError): the index is unchanged."""
+        **If it fails** (MemoryError): the index is unchanged.
+        """
         need = self.used - int(self._counts[1]) + num_more
         if need <= self.capacity:
             return False
@@ -100,7 +103,8 @@ class KeyIndex:
     def add(self, keys: Keys) -> tuple[np.ndarray, np.ndarray]:
         """Insert keys; return (row numbers int64 [U], new bool [U]).
 
-        Room must have been reserved. A key given twice is new the first time only."""
+        Room must have been reserved. A key given twice is new the first time only.
+        """
         assert self.used - self._counts[1] + len(keys) <= self.capacity
         row_U, new_U = np.empty(len(keys), np.int64), np.empty(len(keys), np.bool_)
         kernels.find_or_insert(
@@ -177,7 +181,8 @@ class EmbeddingTable:
     """Embedding rows of one stack by key, as shards train them and replicas read them. Not thread-safe.
 
     Growing replaces `index` arrays and `rows_ND`, so read the attributes again for each use. Optimizer state
-    is kept by the shard (`param_server.table`)."""
+    is kept by the shard (`param_server.table`).
+    """
 
     def __init__(self, tables: Sequence[Table], *, seed: int, num_buckets: int) -> None:
         self.width, self.num_buckets = tables[0].dim, num_buckets

@@ -8,7 +8,8 @@ commit and passes it to `load` at each restore, so a policy decides after a roll
 (G11). So answers may depend on the calls since the beginning or the last `load` alone: no clock, and no
 randomness except from the keys.
 
-Letters: U keys, N rows, M chosen rows, K tables of the stack."""
+Letters: U keys, N rows, M chosen rows, K tables of the stack.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +61,8 @@ class ExpiryPolicy:
     push.
 
     If more than `max_share` of a table's rows would expire at once, a wrong time is more likely than so much
-    age. Then all rows of that table stay, an error is logged, and the next freeze asks again."""
+    age. Then all rows of that table stay, an error is logged, and the next freeze asks again.
+    """
 
     def __init__(self, tables: Sequence[Table], max_share: float = 1.0) -> None:
         self.names, self.max_share = [t.name for t in tables], max_share

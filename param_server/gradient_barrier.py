@@ -8,7 +8,8 @@ A worker's pushes are sequential and every worker pushes at every step, so one s
 Gradients of equal keys are added in the order of workers, in float64, whatever the order of arrival; so the
 sum is the same to the bit.
 
-Letters: U unique keys of all pushes, M keys of one push, D width."""
+Letters: U unique keys of all pushes, M keys of one push, D width.
+"""
 
 from __future__ import annotations
 
@@ -44,8 +45,11 @@ class PendingStep:
         self.num_sent: Counter[int] = Counter()  # calls by worker
 
     def join(self, update: GradientPush) -> int:
-        """Add a push, also one that is sent again; return a ticket for `waits`. Raises FencedError: it
-        belongs to another step or number of workers: a worker missed a step."""
+        """Add a push, also one that is sent again; return a ticket for `waits`.
+
+        Raises:
+            FencedError: it belongs to another step or number of workers: a worker missed a step.
+        """
         mine = (self.step, self.workers, self.clip_row_norm)
         got = (update.step, update.workers, update.clip_row_norm)
         if got != mine:
@@ -102,7 +106,8 @@ class GradientBarrier:
             FencedError: the workers are not at the same step.
             UnavailableError: the step was aborted; nothing of it was applied.
 
-        **If `apply` fails**: its error here, and UnavailableError for all that wait."""
+        **If `apply` fails**: its error here, and UnavailableError for all that wait.
+        """
         step = self.open_step = self.open_step or PendingStep(update)
         ticket = step.join(update)
         if not step.missing:
@@ -158,7 +163,8 @@ def sum_pushes(updates: Sequence[GradientPush]) -> GradientPush:
 
     Keys come in the order of their first appearance. Gradients of equal keys are added; each row of the sum
     is clipped to a norm of `clip_row_norm` (0 = not) and to `MAX_GRADIENT`. The update's time is the latest,
-    its events are as old as the oldest."""
+    its events are as old as the oldest.
+    """
     stacks: dict[str, list[StackGradient]] = {}
     for update in updates:
         for part in update.parts:

@@ -1,7 +1,8 @@
 """Initial values of rows: a function of (seed, table, id) and nothing else, so that training, serving and
 every restart agree.
 
-Letters: N rows, D width."""
+Letters: N rows, D width.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ def initial_rows(
 
     Element j of a row is splitmix64(s + j) with s = splitmix64(splitmix64(splitmix64(seed) ^ table) ^ id).
     Its top 24 bits k give (k - 2^23) * 2^-23, which float32 holds exactly, so the product with `scale` is the
-    only rounding."""
+    only rounding.
+    """
     scale_N = np.broadcast_to(np.asarray(scale, dtype=np.float32), id_N.shape)
     out_ND = np.empty((len(id_N), dim), dtype=np.float32)
     fill_initial(

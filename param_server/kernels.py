@@ -8,7 +8,8 @@ table << 32 | (row + 1), 0 = free. At most half of the slots are taken.
 
 splitmix64(id ^ table) chooses the bucket (`roostream.schema.ids`), which is part of the stored formats. The
 high bits of splitmix64(id ^ table ^ secret) choose the slot. `secret` differs in each process and is never
-stored, so nobody can choose ids that all belong to the same slot."""
+stored, so nobody can choose ids that all belong to the same slot.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +75,8 @@ def gather(
     """Copy rows (float32 [N, D]) with numbers `row_U` (int64) to `out_UD`; -1 gives the key's initial value.
 
     A key is (`table_U` uint32, `id_U` int64). Tables that are not in the stack's `known_K` (uint32) give 0;
-    `scale_K` (float32) are the half ranges of initial values."""
+    `scale_K` (float32) are the half ranges of initial values.
+    """
     k = 0
     for u in range(row_U.shape[0]):
         row = row_U[u]
@@ -103,7 +105,8 @@ def fill_new(
     `find_or_insert` has inserted: those where `new_U` (bool) is True, at rows `row_U` (int64).
 
     `which_U` (int64): position of the key's table among the stack's K. `scale_K` (float32): half ranges of
-    initial values. `first_state_K` (float32): first states. `seed` as in `initial_rows`."""
+    initial values. `first_state_K` (float32): first states. `seed` as in `initial_rows`.
+    """
     for u in range(row_U.shape[0]):
         if new_U[u]:
             k = which_U[u]
@@ -125,7 +128,8 @@ def stamp(
     """Mark rows `row_U` (int64) as changed, with the flag `dirty`, `flags` and event time `time_ms`, and
     their buckets in `touched_B` (bool). Return how many of the rows did not have `dirty` before.
 
-    A stamp (int64) never decreases."""
+    A stamp (int64) never decreases.
+    """
     num_new = 0
     for u in range(row_U.shape[0]):
         n = row_U[u]
@@ -233,7 +237,8 @@ def round_rows(sum_UD: np.ndarray, max_norm: float, most: np.float32, out_UD: np
     `most`.
 
     A row is scaled to a Euclidean norm of at most `max_norm` (0 = no limit), then so that no number exceeds
-    `most`."""
+    `most`.
+    """
     limited = 0
     for u in range(sum_UD.shape[0]):
         squares, largest = 0.0, 0.0
@@ -292,7 +297,8 @@ def split_by_shard(
 ) -> None:
     """Group keys by shard, stable: shard s owns order_U[starts_S1[s] : starts_S1[s + 1]], positions in U.
 
-    `owner_B` (int32): the shard of each bucket."""
+    `owner_B` (int32): the shard of each bucket.
+    """
     shard_U = np.empty(id_U.shape[0], dtype=np.int32)
     starts_S1[:] = 0
     for u in range(id_U.shape[0]):
@@ -352,7 +358,8 @@ def find(
 ) -> None:
     """Write each key's row number to `row_U` (int64), -1 where absent.
 
-    `table_U` uint32, `id_U` int64; `index_C2`, `secret` and `shift` as in `find_or_insert`."""
+    `table_U` uint32, `id_U` int64; `index_C2`, `secret` and `shift` as in `find_or_insert`.
+    """
     for u in range(id_U.shape[0]):
         slot = _probe(index_C2, secret, shift, np.uint64(table_U[u]), np.uint64(id_U[u]))
         row_U[u] = -1 if slot < 0 else np.int64(index_C2[slot, 1] & _LOW32) - 1
@@ -385,7 +392,8 @@ def find_or_insert(  # noqa: PLR0913 (a numba kernel takes flat arrays)
         counts              int64 [row numbers used, free ones among them, live ones]
         free_N              uint32: the first counts[1] are free row numbers below counts[0], a stack
         table_N, id_N       uint32, int64: each row's key
-        bucket_N, flags_N   int32 in 0..num_buckets - 1; uint8, LIVE for a new row"""
+        bucket_N, flags_N   int32 in 0..num_buckets - 1; uint8, LIVE for a new row
+    """
     for u in range(id_U.shape[0]):
         table, id_ = np.uint64(table_U[u]), np.uint64(id_U[u])
         slot = _probe(index_C2, secret, shift, table, id_)
@@ -424,7 +432,8 @@ def remove(
     `find_or_insert`.
 
     A free row has flags 0; its key and numbers stay. Later entries of a probe run move up, so no tombstones
-    are needed (Knuth, TAOCP 3, 6.4, algorithm R)."""
+    are needed (Knuth, TAOCP 3, 6.4, algorithm R).
+    """
     mask = index_C2.shape[0] - 1
     removed = 0
     for u in range(id_U.shape[0]):

@@ -34,7 +34,8 @@ class KeyValueStore(Protocol):
     ) -> None:
         """Write all or nothing. With `sync`, this and every earlier write is durable on return.
 
-        **If it fails:** none of the keys changed, and the next call works as soon as the disk does."""
+        **If it fails:** none of the keys changed, and the next call works as soon as the disk does.
+        """
 
     def keys(self, prefix: bytes) -> Iterator[bytes]:
         """Ascending."""

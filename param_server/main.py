@@ -4,7 +4,8 @@
 Start: 1 schema, health probes, kernels, segments  2 listen  3 metrics  4 publish
        5 connect to the controller, which restores the rows
 Stop:  1 the controller agent, once training is committed or there is no controller; a running command may
-         finish  2 running calls  3 the publisher  4 segments"""
+         finish  2 running calls  3 the publisher  4 segments
+"""
 
 from __future__ import annotations
 
@@ -89,8 +90,11 @@ def run(config: ShardConfig) -> int:
 
 
 def serve(config: ShardConfig, stop: threading.Event) -> None:
-    """Run a shard until `stop` is set. Raises ConfigError, SetupError: a setting, the schema, the port or the
-    data directory cannot be used."""
+    """Run a shard until `stop` is set.
+
+    Raises:
+        ConfigError, SetupError: a setting, the schema, the port or the data directory cannot be used.
+    """
     crew = ThreadGroup(stop)
     health, keys = Health(config.stalled_after_ms / 1000), config.link_credentials()
     with contextlib.ExitStack() as opened:  # closed in the reverse order

@@ -10,7 +10,8 @@ rows there are: `collect` marks the rows, `plan` orders them, `number` gives the
 `copy` copies the rows of one delta. A row that changes between these steps is unpublished again, and the next
 round sends it once more.
 
-Letters: M rows or keys of one delta, L its live ones, D width, B buckets."""
+Letters: M rows or keys of one delta, L its live ones, D width, B buckets.
+"""
 
 from __future__ import annotations
 
@@ -155,7 +156,8 @@ class Outbox:
         """First step of a round: mark everything that is unpublished as in flight, until `settle`.
 
         Returns (row numbers int64 [M], their keys, keys that have no row). The lock may be released between
-        two steps of the generator."""
+        two steps of the generator.
+        """
         index = self.embeddings.index
         self._has_numbers = False
         self._inflight, self._unsent = self._unsent, []
@@ -221,7 +223,8 @@ class Outbox:
 
         Rows that are not finite, or longer than `max_norm`, are counted and left out. Replicas keep what they
         have, or get a tombstone if what they have belongs to a history that was rolled back. Rows that have
-        expired since `collect` are left out; the next round has their tombstones."""
+        expired since `collect` are left out; the next round has their tombstones.
+        """
         index = self.embeddings.index
         here_M = (index.flags_N[planned.row_M] & IN_FLIGHT) != 0
         row_M, id_M = planned.row_M[here_M], planned.id_M[here_M]

@@ -9,7 +9,8 @@ After a restore, before the next round:
   2. read from the offset that the manifest recorded to the barrier;
   3. mark every key seen there: the next round sends the restored row or a tombstone.
 If the recorded offset is gone (retention, a recreated topic), the barriers say `rebootstrap`, and 2 and 3 are
-skipped. The offset that the next manifest records moves on only after 3, so a kill in between repeats it."""
+skipped. The offset that the next manifest records moves on only after 3, so a kill in between repeats it.
+"""
 
 from __future__ import annotations
 
@@ -86,7 +87,8 @@ class Publisher:
         """Do a rollback if one is due, then a round.
 
         **If it fails** (UnavailableError): the next turn starts with the same; nothing that must be published
-        is forgotten."""
+        is forgotten.
+        """
         rollback = self.shard.rollback()
         if rollback:
             self.roll_back(rollback, stop)
@@ -96,7 +98,8 @@ class Publisher:
         """Publish everything that is unpublished, as it is now; nothing if a rollback is due.
 
         **If it fails** (UnavailableError: Kafka is away or rejects it, or `stop` was set): some of it may
-        have been appended. All of it counts as unpublished again and is sent in later versions."""
+        have been appended. All of it counts as unpublished again and is sent in later versions.
+        """
         taken = self.shard.take_round()  # 1
         if taken is None:
             return
@@ -125,7 +128,8 @@ class Publisher:
         current state.
 
         **If it fails** (UnavailableError): barriers may be written and keys marked, which can be repeated.
-        The shard keeps the rollback, and no round is taken before it is done."""
+        The shard keeps the rollback, and no round is taken before it is done.
+        """
         bounds = {p: self.topic.bounds(p, stop) for p in rollback.rows_end}
         gone = {p for p, start in rollback.rows_end.items() if not bounds[p][0] <= start <= bounds[p][1]}
         ends = self._send(self._barriers(rollback, gone, rollback.rows_end), stop)  # 1

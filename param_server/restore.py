@@ -4,7 +4,8 @@ since.
 Rows of a table that was stored otherwise when they were committed, narrower or with another update rule, are
 converted (docs/decisions/0040).
 
-Letters: K keys of a block, the first L of them live; D width, A numbers of state."""
+Letters: K keys of a block, the first L of them live; D width, A numbers of state.
+"""
 
 from __future__ import annotations
 
@@ -86,8 +87,12 @@ def check_home(
 
     A home from before stores had identities remembers none. It accepts a store with a commit that names its
     segments, and a home without commits accepts any store. Nothing is checked if neither the home nor the
-    caller knows an identity (`store_id` = ""). Raises ConfigError: the rows belong to another store, to a
-    newer copy of it, or the store has lost them. Nothing was changed."""
+    caller knows an identity (`store_id` = "").
+
+    Raises:
+        ConfigError: the rows belong to another store, to a newer copy of it, or the store has lost them.
+            Nothing was changed.
+    """
     remembered = segments.remembered_store()
     if not store_id and not remembered:
         return
@@ -163,7 +168,8 @@ def roll_back(
 
     The tables must have been at `state` before these changes.
 
-    **If it fails** (CheckpointError): the tables are in no known state; `reload` helps."""
+    **If it fails** (CheckpointError): the tables are in no known state; `reload` helps.
+    """
     changed = {
         name: join_keys(
             table.changed_keys(), frozen[name].changed_keys(table.index) if name in frozen else no_keys()
@@ -192,10 +198,13 @@ def reload(
     on_progress: Callable[[], None] = lambda: None,
 ) -> None:
     """Read all rows, also those of tables that belonged to another stack then; `segments.needs_rewrite` tells
-    whether there were any. `on_progress` is called after each part. Raises SchemaError: a table has become
-    narrower.
+    whether there were any. `on_progress` is called after each part.
 
-    **If it fails** (CheckpointError too): as `roll_back`."""
+    Raises:
+        SchemaError: a table has become narrower.
+
+    **If it fails** (CheckpointError too): as `roll_back`.
+    """
     segments.needs_rewrite = False
     unpublished: dict[str, list[Keys]] = {name: [] for name in tables}
     for table in tables.values():
@@ -244,7 +253,11 @@ def converted(block: RowBlock, stack: str, table: StackTable) -> RowBlock:
     """Convert a block that was committed in `stack` to `table`, which owns all its keys now.
 
     Old columns stay; new columns get the keys' initial values. State is kept for the same rule and reset for
-    another one. Raises SchemaError: the rows were wider."""
+    another one.
+
+    Raises:
+        SchemaError: the rows were wider.
+    """
     width = block.rows_LD.shape[1]
     if width > table.width:
         name = table.names[int(block.keys.table_U[0])]

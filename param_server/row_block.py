@@ -4,7 +4,8 @@ Letters: K keys, the first L of them live, the others deleted; D width, A state 
 
     bytes = magic RSEG · version u16 · state width u16 · width u32 · L u32 · K u32 · 4 zero bytes
           · table u4[K] · id i8[K] · unpublished u1[K] · stamp_ms i8[L] · rows f4[L, D] · state f4[L, A],
-          padded to 8 each · xxh3-64 of the block's key and of everything before"""
+          padded to 8 each · xxh3-64 of the block's key and of everything before
+"""
 
 from __future__ import annotations
 
@@ -127,8 +128,11 @@ def encode(block: RowBlock, key: bytes) -> bytes:
 
 
 def decode(data: bytes, key: bytes, width: int, state_width: int) -> RowBlock:
-    """Verified inverse of `encode`; copies `data`. Raises CheckpointError: damaged, or of another key,
-    version or width."""
+    """Verified inverse of `encode`; copies `data`.
+
+    Raises:
+        CheckpointError: damaged, or of another key, version or width.
+    """
     what = f"segment part {key.decode(errors='replace')}"
     if len(data) < _HEAD.size + 8 or checksum(memoryview(data)[:-8], key) != int.from_bytes(
         data[-8:], "little"

@@ -81,7 +81,8 @@ class KafkaRows:
     def deliver(self, messages: Sequence[Message], stop: threading.Event) -> list[int]:
         """See `RowsTopic`. Logs a warning if Kafka takes more than 5 s.
 
-        **If it fails**: the producer that lost a message is dropped, and the next call creates another."""
+        **If it fails**: the producer that lost a message is dropped, and the next call creates another.
+        """
         if not messages:
             return []
         self._producer = producer = self._producer or clients.producer(self.broker)

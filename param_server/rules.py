@@ -16,7 +16,8 @@ that each row moves exactly as Adam moves it on its gradients alone:
 
 No fastmath, and powers by multiplication: equal inputs give equal bits on every machine.
 `error_model="numpy"` removes the test for a zero divisor, which would prevent vector instructions; the
-divisors are positive. Keys of one push are unique; repeated keys would be applied one after the other."""
+divisors are positive. Keys of one push are unique; repeated keys would be applied one after the other.
+"""
 
 from __future__ import annotations
 

@@ -7,7 +7,8 @@
     magic RSCP0001 · for each part: length of the key u32 · length of the value u64 · key · value
 
 The manifest names a copy with its size and checksum. Each part is verified against the directory, and the
-directory against the manifest, both before it is sent and before it is stored again."""
+directory against the manifest, both before it is sent and before it is stored again.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ class SegmentCopies:
     """The copies of one shard. One thread at a time.
 
     `piece_bytes`: what is sent or requested at once. Every method raises UnavailableError if either store
-    cannot be used now; what is left then is a segment or an object that nobody names."""
+    cannot be used now; what is left then is a segment or an object that nobody names.
+    """
 
     def __init__(self, store: CheckpointStore, shard: int, *, piece_bytes: int = PART_BYTES) -> None:
         self.store, self.shard, self.piece_bytes = store, shard, piece_bytes
@@ -40,8 +42,11 @@ class SegmentCopies:
 
     def send(self, parts: SegmentParts, segment: Segment, on_progress: Callable[[], None]) -> StoredFile:
         """Write the copy of a segment; returns how a manifest names it. `on_progress` is called for each
-        piece that was sent or is on its way. Raises CheckpointError: the segment is damaged here; there is
-        no copy."""
+        piece that was sent or is on its way.
+
+        Raises:
+            CheckpointError: the segment is damaged here; there is no copy.
+        """
         size = len(_MAGIC) + sum(_PART.size + len(key) + num_bytes for key, num_bytes in parts.sizes(segment))
         hasher, sent = xxhash.xxh3_64(), 0
 
@@ -59,8 +64,11 @@ class SegmentCopies:
         return StoredFile(name=name, bytes=sent, checksum=hasher.hexdigest())
 
     def fetch(self, parts: SegmentParts, segment: Segment, on_progress: Callable[[], None]) -> None:
-        """Store a segment again from its copy, in place of what is left of it. Durable on return. Raises
-        CheckpointError: the copy is absent or damaged; the segment is absent."""
+        """Store a segment again from its copy, in place of what is left of it. Durable on return.
+
+        Raises:
+            CheckpointError: the copy is absent or damaged; the segment is absent.
+        """
         assert segment.copy is not None
         reader = _CopyReader(self._pieces(segment.copy, on_progress), segment.copy)
         try:

@@ -3,7 +3,8 @@
 d/<segment>                     directory: its parts with checksums; empty while it is being written
 b/<segment>/<stack>/<bucket>    one block (param_server/row_block.py); `.<number>` follows from the second
                                 block of a bucket on
-r/<segment>/<stack>             state of the stack's eviction policy at that commit, if it has any"""
+r/<segment>/<stack>             state of the stack's eviction policy at that commit, if it has any
+"""
 
 from __future__ import annotations
 
@@ -79,7 +80,8 @@ class SegmentParts:
     """`shapes`: stack → (width, state width).
 
     Reading raises CheckpointError if a part is absent or damaged. Every method raises UnavailableError if the
-    store cannot be used now."""
+    store cannot be used now.
+    """
 
     def __init__(self, store: KeyValueStore, shapes: Mapping[str, tuple[int, int]]) -> None:
         self.store, self.shapes = store, dict(shapes)
@@ -171,7 +173,8 @@ class SegmentParts:
 
         Raises:
             CheckpointError: `parts` are not those of `segment`. Parts that are in order stay; the segment
-            counts as absent if its directory is absent now."""
+            counts as absent if its directory is absent now.
+        """
         key, directory_bytes = next(parts)
         if key != _directory_key(segment.name) or not _is_directory(segment, directory_bytes):
             raise _damaged(key)

@@ -16,7 +16,8 @@ segment of the oldest kept commit, before it deletes what only older commits nee
 the buckets of a damaged part completely.
 
 **A commit is durable where its manifest is.** `send` copies new segments to the checkpoint store before they
-are committed, and `fetch` brings back what a lost or damaged disk does not have (segment_copies.py)."""
+are committed, and `fetch` brings back what a lost or damaged disk does not have (segment_copies.py).
+"""
 
 from __future__ import annotations
 
@@ -63,7 +64,11 @@ class SegmentDamage(NamedTuple):
 
 
 def commit_of(manifest: Manifest, index: int) -> Commit:
-    """What `manifest` names of shard `index`. Raises CheckpointError: it names no segments of this shard."""
+    """What `manifest` names of shard `index`.
+
+    Raises:
+        CheckpointError: it names no segments of this shard.
+    """
     try:
         segments = tuple(Segment.from_plain(s) for s in manifest.shards[index]["segments"])
     except (KeyError, TypeError, AttributeError) as error:
@@ -80,7 +85,8 @@ class Segments:
     parts whose rows may be lost (`<segment>`, `<segment>/<stack>`, `<segment>/<stack>/<bucket>`).
     `store_id`: the checkpoint store of the commits, remembered with the next segment; "" = not known.
 
-    Every method raises UnavailableError if the store cannot be read or written now."""
+    Every method raises UnavailableError if the store cannot be read or written now.
+    """
 
     def __init__(
         self,
@@ -110,7 +116,8 @@ class Segments:
         changed.
 
         Those of damaged parts; and if the list is long, that share of all buckets, the oldest segment's
-        first. None if nothing changed; all if rows have moved to other stacks."""
+        first. None if nothing changed; all if rows have moved to other stacks.
+        """
         if self.needs_rewrite:
             return frozenset(self.buckets)
         chosen: list[int] = []
@@ -135,7 +142,8 @@ class Segments:
         on return, and part of nothing until a manifest names it.
 
         **If it fails:** `base` is unchanged. What is left of segment `name` is deleted with the next
-        `commit`."""
+        `commit`.
+        """
         parts = (
             SegmentBucket(stack, bucket, [part])
             for stack, block in changes.items()
@@ -178,7 +186,8 @@ class Segments:
         its copies.
 
         **If it fails** (UnavailableError, or CheckpointError: a segment is damaged here, and the next commit
-        rewrites its rows): call it again; it continues with the segment that failed."""
+        rewrites its rows): call it again; it continues with the segment that failed.
+        """
         for segment in state:
             if segment.copy is None and segment.name not in self._sent:
                 try:
@@ -224,7 +233,8 @@ class Segments:
         """A manifest names this state: record it, read a part of it back, and delete what none of the newest
         `keep` commits needs.
 
-        Nothing is deleted while something is damaged."""
+        Nothing is deleted while something is damaged.
+        """
         self.needs_rewrite = False
         self._sent.clear()
         history = self._remember(commit)
@@ -239,7 +249,8 @@ class Segments:
         """The state is this one again. Later commits are abandoned, but forgotten only with the next commit.
 
         Writes nothing, so that a full disk cannot prevent a restore. Deletes, if possible, segments of no
-        commit: those whose number is not in `linked`, the numbers of all manifests (None: not known)."""
+        commit: those whose number is not in `linked`, the numbers of all manifests (None: not known).
+        """
         self._restored = commit
         self._sent.clear()
         if linked is None:
@@ -263,8 +274,11 @@ class Segments:
 
         Unpublished marks of the newest segment are kept; older ones are obsolete. Stacks that the schema does
         not have any more come first, unless `buckets` are given. Accepted parts that cannot be read are
-        skipped and added to `lost` and `damaged`. Raises CheckpointError: a segment or a part of it is absent
-        or damaged."""
+        skipped and added to `lost` and `damaged`.
+
+        Raises:
+            CheckpointError: a segment or a part of it is absent or damaged.
+        """
         directories = self._directories(segments)
         stacks = {stack for directory in directories for stack in directory.blocks}
         former = sorted(stacks - set(self.shapes)) if buckets is None else []

@@ -16,7 +16,8 @@ A commit on a shard (step numbers as in docs/protocols.md):
   7. commit: a manifest names the segment; the older generation is dropped. Or abort: its rows count as
      changed again.
 A restore reads committed segments: only the rows that changed in either generation if this process was at the
-manifest's state before, else all rows. Until it has succeeded, calls raise UnavailableError."""
+manifest's state before, else all rows. Until it has succeeded, calls raise UnavailableError.
+"""
 
 from __future__ import annotations
 
@@ -128,7 +129,8 @@ class Shard:
 
         Raises:
             FencedError: `incarnation` is not this shard's, or another shard owns a key's bucket.
-            UnavailableError: the shard has not been restored yet."""
+            UnavailableError: the shard has not been restored yet.
+        """
         with self._lock:
             self._check(incarnation, reading=True)
             check_owned(self.identity.index, self.owners, [keys for _, keys in requests])
@@ -153,7 +155,8 @@ class Shard:
         at all.
 
         **If it fails** otherwise, half-way (a defect, no memory): the rows are in no known state. Every later
-        call raises UnavailableError, and the controller restores all programs."""
+        call raises UnavailableError, and the controller restores all programs.
+        """
         with self._lock:
             self._wait_for_freeze()
             self._check(incarnation)
@@ -182,7 +185,8 @@ class Shard:
 
         Raises:
             UnavailableError: the shard waits to be restored.
-            FencedError: `incarnation` is not this shard's, or another shard owns a key's bucket."""
+            FencedError: `incarnation` is not this shard's, or another shard owns a key's bucket.
+        """
         with self._lock:
             self._wait_for_freeze()
             self._check(self.incarnation if incarnation is None else incarnation)
@@ -255,7 +259,8 @@ class Shard:
 
         At least one bucket is returned, then more until about `limit` rows. A bucket of more than `max_rows`
         is not returned; if it is the first one, no page is, and the last number says in how many slices
-        `scan_slice` gives it, else it is 0. Raises as `pull`."""
+        `scan_slice` gives it, else it is 0. Raises as `pull`.
+        """
         pages: list[BucketScan] = []
         with self._lock:
             self._check(0, reading=True)
@@ -291,7 +296,8 @@ class Shard:
         """Plain numbers for heartbeats, status reports and metrics. Any thread.
 
         Takes no lock and costs the same for any number of rows, because a heartbeat must not wait for data.
-        The numbers may belong to slightly different moments."""
+        The numbers may belong to slightly different moments.
+        """
         tables = self.tables
         return {
             "ready": self.ready,
@@ -393,7 +399,8 @@ class Shard:
         Raises:
             FencedError: the command belongs to an older incarnation.
             CheckpointError: data that it needs are damaged or absent.
-            UnavailableError: they cannot be read or written now."""
+            UnavailableError: they cannot be read or written now.
+        """
         kind, incarnation = command.get("kind"), int(command.get("incarnation", 0))
         if kind == "restore":
             name, store_id = str(command.get("manifest", "")), str(command.get("store", ""))
@@ -418,7 +425,8 @@ class Shard:
         """Step 4: fix what commit `seq` will contain. Rows are evicted by the watermark here and nowhere
         else.
 
-        A failure half-way leaves the state that `push` describes."""
+        A failure half-way leaves the state that `push` describes.
+        """
         complete = self._buckets_to_rewrite()
         started_s = time.perf_counter()
         with self._lock:
@@ -567,7 +575,8 @@ class Shard:
 
         **If it fails** (CheckpointError, UnavailableError, ConfigError): calls raise UnavailableError until a
         restore in a later incarnation, of this manifest or another, has succeeded. The home has what it had,
-        and the segments that were fetched."""
+        and the segments that were fetched.
+        """
         with self._lock:
             if incarnation < self.incarnation or (incarnation == self.incarnation and self.ready):
                 raise FencedError(
@@ -681,8 +690,11 @@ class Shard:
                 self._rollback = None
 
     def take_round(self) -> PublishRound | None:
-        """Take all unpublished rows; None if a rollback comes first. `settle_round` must follow. Raises
-        UnavailableError: a restore has begun meanwhile; nothing is in flight."""
+        """Take all unpublished rows; None if a rollback comes first. `settle_round` must follow.
+
+        Raises:
+            UnavailableError: a restore has begun meanwhile; nothing is in flight.
+        """
         with self._lock:
             if not self.ready or self._rollback:
                 return None
@@ -701,8 +713,11 @@ class Shard:
         return taken
 
     def copy_delta(self, taken: PublishRound, planned: PlannedDelta) -> Delta | None:
-        """One delta of the round, with its rows as they are now; None: there is nothing to send. Raises
-        UnavailableError: a restore has begun meanwhile."""
+        """One delta of the round, with its rows as they are now; None: there is nothing to send.
+
+        Raises:
+            UnavailableError: a restore has begun meanwhile.
+        """
         with self._lock:
             self._check_round(taken)
             return self.tables[planned.stack].outbox.copy(planned, self.identity.max_publish_norm)
@@ -759,7 +774,8 @@ class ShardRpcHandler:
         Raises:
             FencedError: `incarnation` is not the shard's, or another shard owns a key's bucket.
             UnavailableError: the shard is not restored yet, or another worker's push of this step is missing.
-            SchemaError, WireError: the arguments do not fit; nothing was applied."""
+            SchemaError, WireError: the arguments do not fit; nothing was applied.
+        """
         match method:
             case "pull":
                 requests = [(table, keys) for table, keys, _ in self._requests(header, arrays, 2)]
@@ -865,7 +881,8 @@ class ShardRpcHandler:
 
         `buckets` in the answer: [bucket, incarnation, sequence, settles_at], see `BucketScan`. `num_slices`
         in the answer: bucket `cursor` is too large for one answer and must be read in so many slices; 0 = it
-        is not."""
+        is not.
+        """
         table, cursor = self._table(header.get("stack", "")), integer(header, "cursor")
         if "num_slices" in header:
             num_slices = integer(header, "num_slices")

@@ -9,7 +9,8 @@ generation. Until the frozen rows are committed, a rollback must undo both `chan
 
 A freeze marks rows and copies none, so it takes milliseconds for millions of rows. The values are copied
 while training continues: by `copy_frozen` when a segment is written, and by a push just before it changes a
-row that is still frozen (copy-on-write by row)."""
+row that is still frozen (copy-on-write by row).
+"""
 
 from __future__ import annotations
 
@@ -81,7 +82,8 @@ class FrozenRows:
     and all rows of the buckets in `chosen_B`.
 
     The freeze itself looks at no row. `StackTable.mark` finds the rows afterwards, while training changes
-    them: a push saves a frozen row before it changes it."""
+    them: a push saves a frozen row before it changes it.
+    """
 
     def __init__(
         self,
@@ -241,7 +243,8 @@ class StackTable:
         """Apply checked gradients (float32 [U, D]) at event time `time_ms`, creating admitted rows; bool [B]:
         buckets changed.
 
-        Room for the keys must have been reserved."""
+        Room for the keys must have been reserved.
+        """
         row_U = self.index.find(keys)
         absent_U = row_U < 0
         if self.frozen is not None:
@@ -357,7 +360,8 @@ class StackTable:
         """Freeze all changes since the last freeze, all unpublished rows, and all rows of the buckets in
         `complete`. The next generation starts empty. `gone`, `unpublished_G`: of `gone_keys`.
 
-        Takes the same time with any number of rows."""
+        Takes the same time with any number of rows.
+        """
         chosen_B = np.zeros(self.num_buckets, np.bool_)
         chosen_B[list(complete)] = True
         self._dirty, self._dirty_before = self._dirty_before, self._dirty
@@ -386,7 +390,8 @@ class StackTable:
         `FrozenRows.set_rows`. The lock may be released between two steps.
 
         Rows that replicas have received since the freeze may be missing: what was sent since then is sent
-        again after a restore."""
+        again after a restore.
+        """
         index, rows, flags = self.index, [np.zeros(0, np.int64)], [np.zeros(0, np.uint8)]
         wanted = frozen.flags = self._dirty_before | _PUBLISHING
         for numbers in index.slices(SLICE_ROWS):
@@ -460,7 +465,8 @@ class StackTable:
     def put(self, block: RowBlock) -> None:
         """Insert committed rows, unchanged since, and remove the block's deleted keys.
 
-        Rows that the block marks as unpublished are not marked here; call `mark_unpublished`."""
+        Rows that the block marks as unpublished are not marked here; call `mark_unpublished`.
+        """
         self.reserve(block.num_live)
         row_L = self.embeddings.put(block.live, block.rows_LD)
         kernels.put_rows(self.state_NA, row_L, block.state_LA)

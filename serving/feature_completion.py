@@ -89,8 +89,11 @@ class FeatureCompletion:
     def encode(
         self, request: RankRequest, time_ms: int, ro_online: Mapping[str, Any], nro_online: Mapping[str, Any]
     ) -> RequestBlocks:
-        """Return the blocks to log and to score. Raises RequestError: 400 or 413: a value does not fit into a
-        block."""
+        """Return the blocks to log and to score.
+
+        Raises:
+            RequestError: 400 or 413: a value does not fit into a block.
+        """
         if request.blocks is not None and not request.has_missing:
             return request.blocks
         n = len(request.item_ids)

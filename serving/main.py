@@ -44,9 +44,12 @@ def serve(config: ServingConfig, stop: threading.Event) -> None:
     4 send the feature log to Kafka while Kafka accepts records; the rest is sent at the next start
     5 close
 
-    All of it takes at most `stop_ms`: steps 0 to 2 at most half of it, step 4 what is left. Raises
-    ConfigError, SetupError: a setting is wrong, or the port, home directory or store cannot be used. Kafka,
-    Redis, shards and commits may be missing: requests are answered meanwhile."""
+    All of it takes at most `stop_ms`: steps 0 to 2 at most half of it, step 4 what is left.
+
+    Raises:
+        ConfigError, SetupError: a setting is wrong, or the port, home directory or store cannot be used.
+        Kafka, Redis, shards and commits may be missing: requests are answered meanwhile.
+    """
     torch.set_num_threads(config.threads)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     health = Health(config.stalled_after_ms / 1000)

@@ -175,8 +175,12 @@ class JsonParser:
         self._ro = [(f"f{i}", f, f"$.ro.{f.name}") for i, f in enumerate(schema.ro)]
 
     def parse(self, body: bytes) -> RankRequest:
-        """Parse and validate a body. Raises RequestError: 400 with the path of the field; 413 for more
-        candidates or list entries than the schema allows."""
+        """Parse and validate a body.
+
+        Raises:
+            RequestError: 400 with the path of the field; 413 for more candidates or list entries than the
+            schema allows.
+        """
         rank: Any = decode_body(self._decoder, body, self.types.known)
         by_row = isinstance(rank.candidates, list)
         ids = [c.item_id for c in rank.candidates] if by_row else rank.candidates.item_id

@@ -58,13 +58,20 @@ class Version:
 
     def score(self, rows: RowReader, request: RequestColumns) -> np.ndarray:
         """Return float32 logits [n, T] of one request: within 1e-5 of training's, or bit-equal if
-        `as_trained` (G9). Raises RequestError: 500: a score is not finite, or a custom model failed."""
+        `as_trained` (G9).
+
+        Raises:
+            RequestError: 500: a score is not finite, or a custom model failed.
+        """
         (logits_nT,) = self.score_all(rows, [request])
         return self.finite(logits_nT)
 
     def score_all(self, rows: RowReader, requests: Sequence[RequestColumns]) -> list[np.ndarray]:
-        """Return the logits of each request, computed in one pass; they may contain non-finite values. Raises
-        RequestError: 500: a custom model failed."""
+        """Return the logits of each request, computed in one pass; they may contain non-finite values.
+
+        Raises:
+            RequestError: 500: a custom model failed.
+        """
         if self.as_trained and len(requests) > 1:
             return [logits_nT for request in requests for logits_nT in self.score_all(rows, [request])]
         batch = build_batch(self.schema, requests)
@@ -103,8 +110,11 @@ def build_version(
     weights: dict[str, torch.Tensor],
     as_trained: bool = False,
 ) -> Version:
-    """Build a version with these weights; no weights = initial weights. Raises RuntimeError: names or shapes
-    of the weights do not fit the model."""
+    """Build a version with these weights; no weights = initial weights.
+
+    Raises:
+        RuntimeError: names or shapes of the weights do not fit the model.
+    """
     model = build_model(schema, config, seed, is_loaded=bool(weights))
     if weights:
         model.load_state_dict(weights, strict=True)

@@ -55,7 +55,8 @@ class BatchSource(Protocol):
         Raises:
             UnavailableError: the session cannot be read now.
             CheckpointError: the session differs from the committed one.
-            ConfigError: this source has no sessions."""
+            ConfigError: this source has no sessions.
+        """
 
     def bound(self, ends: Progress) -> None:
         """Return nothing at or beyond these offsets until the next call; {} = no bounds. Any thread.

@@ -7,7 +7,8 @@ sample cannot move the clock (`MedianEventTime`), and one with an odd time holds
               (ids older than the horizon
                are forgotten)
 
-Letters: R requests, N ids of a run."""
+Letters: R requests, N ids of a run.
+"""
 
 from __future__ import annotations
 

@@ -30,7 +30,8 @@ def kafka_identity(
 
     Raises:
         ConfigError: the topics have another number of partitions than the settings.
-        UnavailableError: `stop` was set meanwhile."""
+        UnavailableError: `stop` was set meanwhile.
+    """
     cluster_id = clients.wait_for_broker(broker, stop)
     topics = clients.wait_for_topics(broker, prefix, _TOPICS, partitions, stop)
     return {"cluster_id": cluster_id, "topics": topics}
@@ -110,7 +111,8 @@ def check_schema(manifest: Manifest, schema: Schema, registry: Registry) -> None
     Raises:
         SchemaError: a feature changed its kind, table or columns, a table became narrower, or the labels
             differ.
-        ConfigError: the manifest's schema is not in the store."""
+        ConfigError: the manifest's schema is not in the store.
+    """
     if manifest.schema == f"{schema.fingerprint:016x}":
         return
     written = registry(int(manifest.schema, 16))

@@ -8,7 +8,8 @@ Floats are transformed before the expansion, so ranks and shares are those of th
 wait for a full batch are part of a commit. So each impression is trained exactly once, and batches do not
 depend on when commits are made.
 
-Letters: R requests, B impressions, G floats after transforms."""
+Letters: R requests, B impressions, G floats after transforms.
+"""
 
 from __future__ import annotations
 

@@ -12,7 +12,8 @@ thread was faster.
 **Staleness** is the number of pushes between a pull and the training of its rows. With 0, the loop's thread
 pulls rows after every push is acknowledged: bit-equal to the serial loop. With k, a pull may start while k
 pushes before its chunk's training are still outstanding (the Ads paper, §V: one step, no loss of quality).
-Rows that turn out to be older are pulled again."""
+Rows that turn out to be older are pulled again.
+"""
 
 from __future__ import annotations
 

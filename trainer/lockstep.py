@@ -14,7 +14,8 @@ turn waits for data as a poll does.
 Non-finite numbers never reach a sum: a worker whose part gives non-finite numbers, or numbers that could
 overflow the sum over all workers, adds zeros and trains the halves of its part next.
 
-Letters: W workers, T tasks, P dense parameters, N numbers of a bucket, R requests."""
+Letters: W workers, T tasks, P dense parameters, N numbers of a bucket, R requests.
+"""
 
 from __future__ import annotations
 

@@ -5,7 +5,8 @@ Every candidate is scored before its labels are used (progressive validation). T
 commits: a worker calls `step`, and between two steps nothing is in flight. The feed (feed.py) decides who
 calls the first three steps, and how far ahead of `train`. What is claimed but not trained is in no snapshot.
 
-Letters: R requests, B candidates, T tasks, U unique rows of a stack, D width of a stack."""
+Letters: R requests, B candidates, T tasks, U unique rows of a stack, D width of a stack.
+"""
 
 from __future__ import annotations
 
@@ -400,8 +401,11 @@ class TrainLoop:
 
     def split_non_finite(self, part: ChunkPart) -> Sequence[ChunkPart]:
         """Cut a part whose result is not finite into two halves, in order, to find the request that causes
-        it. A part of one request is set aside instead (quarantined), and nothing is returned. Raises
-        NotFiniteError: the dense weights themselves are not finite."""
+        it. A part of one request is set aside instead (quarantined), and nothing is returned.
+
+        Raises:
+            NotFiniteError: the dense weights themselves are not finite.
+        """
         batch, n = part.batch, part.batch.num_requests
         if not self.descent.is_finite():
             raise NotFiniteError(

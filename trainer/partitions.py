@@ -285,7 +285,8 @@ def read_partitions(
 
     Raises:
         CheckpointError: a file is absent, damaged, or not such a file.
-        UnavailableError: the store cannot be read now."""
+        UnavailableError: the store cannot be read now.
+    """
     tensors, _ = tensor_file.decode(manifests.read_file(store, part.file))
     offsets = {p: offset for p, offset in part.offsets.items() if wanted is None or p in wanted}
     if "dedupe.id" in tensors:

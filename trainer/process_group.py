@@ -10,7 +10,8 @@ incarnation.
 torch's process groups are used directly. The global default group is avoided for sums, because its set-up
 imports half of torch, and so are object collectives, which use pickle. TorchRec needs the default group.
 
-Letters: N numbers of a bucket."""
+Letters: N numbers of a bucket.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Where workers that hold rows themselves keep what is committed: each in a shard of its own process
 (`roostream train`), or all in the shards of a running stack.
 
-Letters: M keys, D width, A state width, F = D + A numbers of a row with its state."""
+Letters: M keys, D width, A state width, F = D + A numbers of a row with its state.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """The loop's interface to embedding rows: pull rows and push gradients as tensors, wherever the rows are
 held.
 
-Letters: U unique rows of a stack, D width."""
+Letters: U unique rows of a stack, D width.
+"""
 
 from __future__ import annotations
 

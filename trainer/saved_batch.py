@@ -6,7 +6,8 @@ The format is safetensors (roostream/runtime/tensor_file.py), so that reading it
     place      int64 [R, 6]: topic (index in `topics`), partition, offset, time (ms), bytes of key and value;
                -1 = no key
     bytes      uint8: keys and values, concatenated
-    metadata   told: JSON of the other fields; checksum: xxh3-64 of it and of both tensors"""
+    metadata   told: JSON of the other fields; checksum: xxh3-64 of it and of both tensors
+"""
 
 from __future__ import annotations
 

@@ -9,7 +9,8 @@ Import it only where TorchRec is installed (`roostream[torchrec]`); nothing else
 state ("momentum1": [N, D] for element-wise rules, [N] for row-wise ones). So training continues bit by bit
 under another plan. Every rank must call them.
 
-Letters: N rows of a table, D width."""
+Letters: N rows of a table, D width.
+"""
 
 from __future__ import annotations
 
@@ -64,8 +65,12 @@ class TablePlacement(NamedTuple):
 
 
 def placements(plan: Mapping[str, ParameterSharding], workers: int) -> dict[str, TablePlacement]:
-    """The placement of each table of TorchRec's plan for a collection. Raises ConfigError: a kind that
-    TorchRec cannot use for unpooled rows, or ranks that `workers` workers do not have."""
+    """The placement of each table of TorchRec's plan for a collection.
+
+    Raises:
+        ConfigError: a kind that TorchRec cannot use for unpooled rows, or ranks that `workers` workers do not
+            have.
+    """
     out = {}
     for table, sharding in plan.items():
         kind, ranks = sharding.sharding_type, tuple(sharding.ranks or ())
@@ -95,7 +100,8 @@ def planned_by_torchrec(
 
     `uniques`: table → distinct rows that a worker reads in a step, None = not known. A table of which nothing
     is known is spread by rows, because a wrong guess costs far more. If nothing is known of any table,
-    TorchRec guesses."""
+    TorchRec guesses.
+    """
     from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
     from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
     from torchrec.distributed.planner.types import ParameterConstraints

@@ -10,7 +10,8 @@ network once a step and worker, however many requests and candidates name it. Im
 installed (`roostream[torchrec]`).
 
 Letters: U keys of a lookup, M keys of one table or exchange, N numbered keys, D width, A state width,
-F = D + A numbers of a row with its state, K tables, W workers."""
+F = D + A numbers of a row with its state, K tables, W workers.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +80,8 @@ class SlotIndex:
 
     Every worker has a copy, and equal calls in equal order give equal slots. A slot is a part and a place in
     it: for rows that are spread, a part is a worker's block of the table, and a key's part is the owner of
-    its bucket. Tables grow by doubling their parts, so no row changes its worker or place."""
+    its bucket. Tables grow by doubling their parts, so no row changes its worker or place.
+    """
 
     def __init__(self, tables: Sequence[Table], num_parts_K: Sequence[int], owners: BucketMap) -> None:
         self.owner_B = np.asarray(owners.owner_B, np.int64)
@@ -226,7 +228,8 @@ class TorchRecRows:
     `impression_bytes`: what the same batches would have sent as expanded impressions.
 
     Pulls and pushes alternate; several workers pull and push together. **If one fails**, every further call
-    raises UnavailableError until `set_incarnation`."""
+    raises UnavailableError until `set_incarnation`.
+    """
 
     def __init__(
         self,
@@ -235,8 +238,11 @@ class TorchRecRows:
         placement: Mapping[str, TablePlacement] | None = None,
         device: str = "cpu",
     ) -> None:
-        """`placement`: by table; a table that it lacks is spread by rows. Raises SchemaError: a table's width
-        is no multiple of 4, or its columns cannot be split."""
+        """`placement`: by table; a table that it lacks is spread by rows.
+
+        Raises:
+            SchemaError: a table's width is no multiple of 4, or its columns cannot be split.
+        """
         self.schema, self.home, self.device = schema, home, torch.device(device)
         self._by_width = _tables_by_width(schema)
         self.tables = [table for tables in self._by_width.values() for table in tables]
@@ -693,8 +699,11 @@ def read_placement(
 ) -> dict[str, TablePlacement]:
     """Table → placement, as the setting `placement` of `roostream train` says: '' = {}, so every table is
     spread by rows; `planner` = by TorchRec's planner, from the traffic in `profiled`; else a file of
-    `placement plan --write-torchrec`. Raises ConfigError: the file cannot be read, is no such plan, or names
-    workers at or above `workers`."""
+    `placement plan --write-torchrec`.
+
+    Raises:
+        ConfigError: the file cannot be read, is no such plan, or names workers at or above `workers`.
+    """
     if not given:
         return {}
     if given == "planner":
@@ -745,7 +754,8 @@ def _optimizer(table: Table) -> tuple[type[torch.optim.Optimizer], dict[str, Any
     """FBGEMM's fused optimizer that equals the table's rule.
 
     FBGEMM has no Adam on CPU, and its Adam on devices counts the steps of all rows together. So
-    `LocalPiece.adam` updates the rows of such tables, and FBGEMM adds 0."""
+    `LocalPiece.adam` updates the rows of such tables, and FBGEMM adds 0.
+    """
     if table.rule.name == "adam":
         return torch.optim.SGD, {"lr": 0.0}
     rate, _, epsilon = table.rule.parameters

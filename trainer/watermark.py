@@ -1,6 +1,7 @@
 """Event-time watermark of training. It expires rows and is stated in the manifest.
 
-Letters: R requests."""
+Letters: R requests.
+"""
 
 from __future__ import annotations
 

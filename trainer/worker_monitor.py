@@ -20,7 +20,8 @@ in other threads.
     drift                        {} or a report of `DriftDetector`
     partitions                   [{topic, partition, all of the above but state_seconds}], at most MAX_ROWS
 
-Unknown numbers are null. The size is bounded, whatever the schema."""
+Unknown numbers are null. The size is bounded, whatever the schema.
+"""
 
 from __future__ import annotations
 
@@ -266,7 +267,8 @@ MAX_TASKS_OF_SLICES = 2  # as gauges; a heartbeat has more
 def quality_gauges(quality: Mapping[str, Any]) -> dict[str, Any]:
     """Gauges of a `quality_report`; slices and shadow of the last hour.
 
-    Label `of`: "shadow", or "live" for the model in training on the same candidates."""
+    Label `of`: "shadow", or "live" for the model in training on the same candidates.
+    """
     windows = {
         (window, task): numbers
         for window, tasks in quality["windows"].items()

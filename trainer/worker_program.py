@@ -199,7 +199,11 @@ def run_until_stopped(config: WorkerConfig, stop: Stop) -> None:
 
 def wait_for_release(held: HeldError, agent: ControllerAgent, health: Health, stop: Stop) -> None:
     """Wait until the hold is over, or `stop` is set. Meanwhile the program is ready, so that a roll-out that
-    repairs the cause goes on. Raises UnavailableError: the hold is over. A new process trains on."""
+    repairs the cause goes on.
+
+    Raises:
+        UnavailableError: the hold is over. A new process trains on.
+    """
     log.error("%s; this process waits for the end of the hold (wait_on_hold)", held)
     heard, waited_s = False, 0.0
     while not stop.wait(_LOOK_FOR_RELEASE_S):
@@ -225,7 +229,8 @@ def train(
         UnavailableError: no controller answers.
         ConfigError: another process has this worker's index.
         HeldError: training is on hold, or will be once the controller hears why this worker cannot use the
-            commit."""
+            commit.
+    """
     while True:
         worker.serve_inbox()
         if worker.refusal is not None:

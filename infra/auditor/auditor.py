@@ -80,9 +80,12 @@ class Auditor:
 
     def poll(self, budget_s: float = 1.0) -> int:
         """Read for at most about `budget_s`. Returns the number of records; 0 = up to date, or Kafka is away.
-        The first call returns once every partition's end was seen, or the budget is over. Raises
-        UnavailableError: the topics can't be read (missing, access denied), or Kafka is away at the first
-        call; call again."""
+        The first call returns once every partition's end was seen, or the budget is over.
+
+        Raises:
+            UnavailableError: the topics can't be read (missing, access denied), or Kafka is away at the first
+            call; call again.
+        """
         consumer = self._consumer or self._open()
         until_s, count = self._clock.monotonic_s() + budget_s, 0
         while True:

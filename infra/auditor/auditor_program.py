@@ -113,8 +113,11 @@ class AuditorLoop:
 
 
 def run_until_stopped(config: AuditorConfig, stop: Stop) -> None:
-    """Run until `stop` is set. Raises RoostreamError: a topic has another number of partitions than the
-    settings, or the schema is invalid."""
+    """Run until `stop` is set.
+
+    Raises:
+        RoostreamError: a topic has another number of partitions than the settings, or the schema is invalid.
+    """
     health = Health(config.stalled_after_ms / 1000)
     metrics_server.serve(config, health)
     compares = config.compare_model and config.schema and config.index == 0

@@ -18,8 +18,11 @@ def horizon_for(settle_ms: int, *, replay: bool) -> int:
 
 
 def check_num_auditors(num_auditors: int, partitions: int) -> None:
-    """Check that each auditor gets equally many partitions. Raises ConfigError: `num_auditors` does not
-    divide `partitions`."""
+    """Check that each auditor gets equally many partitions.
+
+    Raises:
+        ConfigError: `num_auditors` does not divide `partitions`.
+    """
     if partitions % num_auditors:
         raise setting_error(
             "num_auditors",

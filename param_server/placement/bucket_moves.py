@@ -1,7 +1,8 @@
 """Planning new bucket maps that balance the load of shards with few moves. Maps themselves:
 `roostream/runtime/bucket_map.py`.
 
-Letters: B buckets, N owners."""
+Letters: B buckets, N owners.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +30,10 @@ def balanced_map(before: BucketMap, num_owners: int, load_B: np.ndarray, max_mov
 
     Buckets of removed owners move first. Then buckets move from the most to the least loaded owner until no
     move helps, or a share of `max_moved` of the buckets has moved. Each owner gets at least one bucket.
-    Raises ConfigError: there are fewer buckets than owners."""
+
+    Raises:
+        ConfigError: there are fewer buckets than owners.
+    """
     if len(load_B) < num_owners:
         raise ConfigError(f"expected at most {len(load_B)} owners of as many buckets, got {num_owners}")
     weight_B = (

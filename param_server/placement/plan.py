@@ -19,7 +19,8 @@ What a piece costs its owner:
     fixed     each piece, however small
 
 The constants are assumed until a benchmark has measured them, and every predicted time says so. Loads in
-bytes and their imbalance need no constants. Letters: N owners."""
+bytes and their imbalance need no constants. Letters: N owners.
+"""
 
 from __future__ import annotations
 
@@ -90,9 +91,9 @@ def plan(
 
     Raises:
         SchemaError: column pieces of a table whose rule keeps one state a row, or that do not divide its
-            columns.
-        ConfigError: more column pieces than owners; or the rows do not fit: what is needed and how many
-            owners suffice."""
+        columns. ConfigError: more column pieces than owners; or the rows do not fit: what is needed and how
+        many owners suffice.
+    """
     costs, columns = costs or CostModel(), columns or {}
     for table in tables:
         _check_columns(table, columns.get(table.name, 1), owners)
@@ -286,7 +287,11 @@ class CostModel:
 
 
 def costs_of(text: str, where: str = "costs") -> CostModel:
-    """Parse a benchmark's JSON. Raises ConfigError: it is something else."""
+    """Parse a benchmark's JSON.
+
+    Raises:
+        ConfigError: it is something else.
+    """
     try:
         given = json.loads(text)
         found = CostModel(**given)

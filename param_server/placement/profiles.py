@@ -9,7 +9,8 @@ or widened table starts a new one. Of several workers, the first one counts: eac
     profiles/<feature>.<table>.<dim>.json     {"checksum", "body": {"profile", "time_ms"}}
 
 Paper: Kurian et al., *Scalable Machine Learning Training Infrastructure for Online Ads Recommendation*, §V
-(feature-based data placement). Letters: L entries of a feature."""
+(feature-based data placement). Letters: L entries of a feature.
+"""
 
 from __future__ import annotations
 
@@ -73,8 +74,11 @@ def name_of(feature: str, table: str, dim: int) -> str:
 
 def save(store: CheckpointStore, profiles: Mapping[str, TableProfile], now_ms: int) -> None:
     """Merge new counts into the stored ones, which are weighted so that they and the new ones are at most
-    WINDOW_BATCHES batches, if the new ones are fewer. One writer. Raises UnavailableError: the store cannot
-    be written; some profiles may be merged already."""
+    WINDOW_BATCHES batches, if the new ones are fewer. One writer.
+
+    Raises:
+        UnavailableError: the store cannot be written; some profiles may be merged already.
+    """
     for profile in profiles.values():
         name = name_of(profile.feature, profile.table, profile.dim)
         before = _read(store, name)
@@ -107,7 +111,8 @@ def planned_tables(
     """The schema's tables for a requester's `batch` requests, and why some count as unprofiled.
 
     A table is profiled if every feature that reads it is. The features' rows are added up, an upper bound of
-    what they share."""
+    what they share.
+    """
     out, why = [], []
     sources = [source for of_stack in schema.derived(sources_of).values() for source in of_stack]
     for table in schema.tables:

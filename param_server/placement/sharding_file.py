@@ -6,7 +6,8 @@
 
 TorchRec cuts a table's rows over all ranks, in blocks of ceil(rows / N), or not at all; plans for it are made
 that way (`plan(…, whole_or_all=True)`). Rows are numbers from 0, as `checkpoint export` gives them, never
-ids."""
+ids.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ def sharding_of(plan: PlacementPlan, tables: Sequence[PlannedTable], module: str
 
     Raises:
         ConfigError: a table with an unknown number of rows, one cut into row pieces for some of the owners,
-        or pieces of a width that FBGEMM rejects."""
+        or pieces of a width that FBGEMM rejects.
+    """
     if missing := [table.name for table in tables if not table.rows]:
         raise ConfigError(
             f"expected how many rows each table has, got none for {', '.join(missing)}; TorchRec's "
@@ -42,7 +44,11 @@ def sharding_of(plan: PlacementPlan, tables: Sequence[PlannedTable], module: str
 
 
 def read_sharding(text: str, where: str = "sharding plan") -> Mapping[str, Any]:
-    """Parse the JSON of `sharding_of`. Raises ConfigError: it is something else."""
+    """Parse the JSON of `sharding_of`.
+
+    Raises:
+        ConfigError: it is something else.
+    """
     try:
         found = json.loads(text)
         valid = (

@@ -9,7 +9,8 @@ they had changed.
 A bucket is stale if a delta of it was missed (a gap in the sequence, an unreadable record). Its rows stay in
 use until `repair` has read the bucket from its shard.
 
-Letters: U requested keys, L live keys of a delta, D width."""
+Letters: U requested keys, L live keys of a delta, D width.
+"""
 
 from __future__ import annotations
 
@@ -115,7 +116,8 @@ class Replica:
             SchemaError: the schema does not have this stack, bucket or width. Nothing was changed.
             WireError: its columns disagree, or a row is too long. Nothing was changed.
 
-        After either error, and for a record that cannot be decoded, call `mark_stale` for its bucket."""
+        After either error, and for a record that cannot be decoded, call `mark_stale` for its bucket.
+        """
         stack = self._stacks.get(message.stack)
         if stack is None or message.bucket >= self.num_buckets:
             raise unknown_bucket(message)
@@ -145,7 +147,8 @@ class Replica:
         afterwards.
 
         **If it fails** (UnavailableError, TransportError): the buckets that were read are up to date, the
-        others are unchanged; call again."""
+        others are unchanged; call again.
+        """
         if len(self.buckets) == self.num_buckets:
             for stack in self._stacks:
                 for transport in transports:
@@ -169,7 +172,8 @@ class Replica:
         """Read the stale buckets from their shards (`transports`: all shards, in order).
 
         **If it fails** (UnavailableError, TransportError): the buckets that were read are up to date, the
-        others stay stale; call again."""
+        others stay stale; call again.
+        """
         if not self.stale:
             return
         owners = fetch_bucket_map(transports, self.num_buckets, timeout_s=timeout_s)
@@ -196,7 +200,8 @@ class Replica:
 
         The bucket changes meanwhile, so each slice has a version of its own; a delta is applied to the slices
         that are older than it, until all are equal. **If it fails:** the slices that were read are up to
-        date, the bucket stays stale; call again."""
+        date, the bucket stays stale; call again.
+        """
         stack, settles_at, versions = self._stacks[name], (0, 0), list[Version]()
         for index in range(num_slices):
             header = {"stack": name, "cursor": bucket, "limit": 1, "slice": index, "num_slices": num_slices}

@@ -14,7 +14,8 @@ change:
 No row goes back to an older state (G4): only newer deltas change cached rows, and answers of a shard in an
 older incarnation are ignored.
 
-Letters: U requested keys, M missed keys, L live keys of a delta, N rows of the table, D width, B buckets."""
+Letters: U requested keys, M missed keys, L live keys of a delta, N rows of the table, D width, B buckets.
+"""
 
 from __future__ import annotations
 
@@ -249,7 +250,8 @@ class CachedTable:
     """Cached rows of one stack, evicted by CLOCK. Not thread-safe.
 
     It never holds more than `capacity` keys, a power of two. At most a quarter of them are keys that are
-    known to have no row."""
+    known to have no row.
+    """
 
     def __init__(self, tables: Sequence[Table], *, seed: int, num_buckets: int, capacity: int) -> None:
         self.rows = EmbeddingTable(tables, seed=seed, num_buckets=num_buckets)
@@ -281,7 +283,8 @@ class CachedTable:
     def add(self, keys: Keys, rows_UD: np.ndarray, exists_U: np.ndarray, version_U: np.ndarray) -> None:
         """Insert unique keys that are not cached; others are evicted to make room.
 
-        `exists_U` (bool): whether the key has a row. Of more keys than `capacity`, the last stay."""
+        `exists_U` (bool): whether the key has a row. Of more keys than `capacity`, the last stay.
+        """
         max_absent = self.capacity // _MAX_ABSENT_SHARE
         absent_M, with_M = np.flatnonzero(~exists_U)[-max_absent:], np.flatnonzero(exists_U)
         chosen_M = np.concatenate([absent_M, with_M])[-self.capacity :]
@@ -342,7 +345,8 @@ def advance_hand(flags_N: np.ndarray, used: int, hand: int, wanted: int, only: i
     """Choose rows to evict by CLOCK: (int64 [M] row numbers, at most `wanted`; the new position of the hand).
 
     A row that was requested since the hand passed is spared once. `only`: flags of which a row must have one,
-    0 = any row."""
+    0 = any row.
+    """
     out_M = np.empty(wanted, np.int64)
     found = 0
     for _ in range(2 * used):

@@ -5,7 +5,8 @@ A shard that did not answer is not asked again for RETRY_AFTER_S, so an outage c
 one wait a request. The map from buckets to shards is fetched in the background (`refresh_bucket_map`), again
 after a shard has refused a key that it does not own.
 
-Letters: U requested keys, M keys of one shard, D width."""
+Letters: U requested keys, M keys of one shard, D width.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ def fetch_bucket_map(shards: Sequence[Transport], num_buckets: int, *, timeout_s
 
     Raises:
         UnavailableError: no shard answered; try again.
-        ConfigError: the map has another number of buckets or shards."""
+        ConfigError: the map has another number of buckets or shards.
+    """
     if len(shards) < 2:
         return BucketMap.modulo(num_buckets, max(len(shards), 1))
     answers: list[tuple[int, BucketMap]] = []

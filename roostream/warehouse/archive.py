@@ -147,7 +147,11 @@ def group_by_writer(
 ) -> tuple[dict[int, list[Record]], list[DeadRecord]]:
     """Fingerprint → records of this kind, in their order; and records that cannot be stored: of another kind,
     with an impossible close time, or of a schema that is unknown, damaged, or has two features for one
-    column. Raises UnavailableError: schemas cannot be read now."""
+    column.
+
+    Raises:
+        UnavailableError: schemas cannot be read now.
+    """
     of: dict[int, list[Record]] = {}
     dead: list[DeadRecord] = []
     unusable: dict[int, str] = {}

@@ -98,8 +98,12 @@ class KafkaDeadLetters:
 
 
 def archive(config: ArchiverConfig, stop: Stop) -> None:
-    """Run an archiver until `stop`. Raises RoostreamError: a topic has another number of partitions than the
-    settings say, or was created again, or the warehouse is damaged or another one."""
+    """Run an archiver until `stop`.
+
+    Raises:
+        RoostreamError: a topic has another number of partitions than the settings say, or was created again,
+        or the warehouse is damaged or another one.
+    """
     health, clock = Health(config.stalled_after_ms / 1000), SystemClock()
     metrics_server.serve(config, health)
     topics = SAMPLES, CORRECTIONS

@@ -43,8 +43,11 @@ def record_session_features(
 
 
 def recent_session_features(store: CheckpointStore) -> list[frozenset[str]]:
-    """The features of the newest sessions, oldest first; an unreadable record counts as no features. Raises
-    UnavailableError: the store cannot be read now."""
+    """The features of the newest sessions, oldest first; an unreadable record counts as no features.
+
+    Raises:
+        UnavailableError: the store cannot be read now.
+    """
     found = []
     for name in store.list(_ASKED)[-MAX_SESSIONS:]:
         try:

@@ -179,8 +179,11 @@ def merge_files(
 ) -> Iterator[FileRows]:
     """The rows of several files of one writer, ordered by user, in pieces: each sample once (its lowest
     offset). A piece has at most `max_rows` rows and about _PIECE_BYTES, so memory does not grow with a day.
-    For each piece the row groups that hold rows of it are read; others are skipped. Raises UnavailableError,
-    CheckpointError: as `SampleFile.columns`."""
+    For each piece the row groups that hold rows of it are read; others are skipped.
+
+    Raises:
+        UnavailableError, CheckpointError: as `SampleFile.columns`.
+    """
     file_M, row_M = _rows_by_user(files)
     size = sum(chunk.total_uncompressed_size for file in files for _, chunk in file.column_chunks())
     at_once = min(max_rows, max(1, _PIECE_BYTES * len(row_M) // max(size, 1)))
@@ -348,7 +351,11 @@ class Compactor:
             log.exception("%s because of a defect", what)
 
     def due(self) -> list[Seal]:
-        """Step 1. Raises UnavailableError: the warehouse cannot be read now."""
+        """Step 1.
+
+        Raises:
+            UnavailableError: the warehouse cannot be read now.
+        """
         samples, corrections = (self.warehouse.tables[name].snapshot() for name in (SAMPLES, CORRECTIONS))
         return seals_due(
             samples.files,
@@ -485,8 +492,11 @@ class Compactor:
             self.warehouse.corrections.commit((), old, _retire_step(late))
 
     def vacuum(self) -> list[str]:
-        """Delete unused files and return their paths. Raises UnavailableError: the warehouse or its pins
-        cannot be read now."""
+        """Delete unused files and return their paths.
+
+        Raises:
+            UnavailableError: the warehouse or its pins cannot be read now.
+        """
         deleted: list[str] = []
         for name, table in self.warehouse.tables.items():
             held = pinned_versions(self.warehouse.store, name, self.clock.now_ms())

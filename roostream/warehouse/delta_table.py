@@ -126,8 +126,11 @@ class WarehouseTable:
         self._columns: dict[str, str] = {}
 
     def create(self) -> None:
-        """Create the table if it is absent. Idempotent, also when several programs call it at once. Raises
-        UnavailableError: the location cannot be written."""
+        """Create the table if it is absent. Idempotent, also when several programs call it at once.
+
+        Raises:
+            UnavailableError: the location cannot be written.
+        """
         fields = [_field(name, {**REQUEST, **CANDIDATE}[name]) for name in ordered({**REQUEST, **CANDIDATE})]
         schema = types.Schema(
             [*fields, *(types.Field(n, types.PrimitiveType(t)) for n, t in _PARTITION_BY.items())]
@@ -381,8 +384,11 @@ def _added(file: DataFile, now_ms: int) -> AddAction:
 
 
 def _files(log: deltalake.DeltaTable) -> Iterator[DataFile]:
-    """Sorted by path, so that every program lists them in the same order. Raises CheckpointError: another
-    program than Roostream added a file."""
+    """Sorted by path, so that every program lists them in the same order.
+
+    Raises:
+        CheckpointError: another program than Roostream added a file.
+    """
     actions = log.get_add_actions(flatten=True)
     columns = {name: actions[name].to_pylist() for name in actions.schema.names}
     for n in sorted(range(actions.num_rows), key=lambda n: columns["path"][n]):

@@ -54,8 +54,11 @@ def _sum(files: Iterable[DataFile]) -> dict[str, Any]:
 
 
 def describe_file(warehouse: Warehouse, name: str, path: str) -> dict[str, Any]:
-    """What a file's footer says, and the bytes of each column, in storage order. Raises UnavailableError,
-    CheckpointError: as `describe_table`; or the table has no such file."""
+    """What a file's footer says, and the bytes of each column, in storage order.
+
+    Raises:
+        UnavailableError, CheckpointError: as `describe_table`; or the table has no such file.
+    """
     file = next((one for one in warehouse.tables[name].snapshot().files if one.path == path), None)
     if file is None:
         raise CheckpointError(

@@ -276,7 +276,11 @@ class SampleFile:
 
 
 def writer_of(file: DataFile, registry: Registry) -> Schema:
-    """The schema that wrote a file. Raises SchemaError: it is not registered."""
+    """The schema that wrote a file.
+
+    Raises:
+        SchemaError: it is not registered.
+    """
     found = registry(file.fingerprint)
     if found is None:
         raise SchemaError(
@@ -290,8 +294,11 @@ def check_writers(
     files: Iterable[DataFile], registry: Registry, reader: Schema, location: str
 ) -> list[Schema]:
     """The schemas that wrote these files. Checked before reading, so that a single file cannot stop it
-    midway. Raises SchemaError: one is not registered, or `reader` cannot read what it wrote; names the
-    days."""
+    midway.
+
+    Raises:
+        SchemaError: one is not registered, or `reader` cannot read what it wrote; names the days.
+    """
     of_writer: dict[int, list[DataFile]] = {}
     for file in files:
         of_writer.setdefault(file.fingerprint, []).append(file)

@@ -57,8 +57,11 @@ def write_rows(
     store: CheckpointStore, rows: FileRows, key: FileKey, by_popularity: Sequence[str] = ()
 ) -> DataFile:
     """Write a new file to the store; columns named by `by_popularity` come first. Nobody sees it before the
-    table's log names it. Raises UnavailableError: the store cannot be written now. A file that no log names
-    may remain."""
+    table's log names it.
+
+    Raises:
+        UnavailableError: the store cannot be written now. A file that no log names may remain.
+    """
     candidates = int(rows.counts_R.sum(dtype=np.int64))
     footer = {
         "format": FORMAT,
@@ -172,7 +175,10 @@ def _array(column: FlatColumn, form: ColumnType, starts: np.ndarray) -> pa.Array
 
 def from_arrow(table: pa.Table, forms: Mapping[str, ColumnType]) -> tuple[dict[str, FlatColumn], np.ndarray]:
     """A table's columns, and the number of candidates of each request (int32 [R], from the column `item`).
-    Raises CheckpointError: a candidate column has another number of values than `item`."""
+
+    Raises:
+        CheckpointError: a candidate column has another number of values than `item`.
+    """
     whole = table.combine_chunks()
     counts_R = np.diff(_offsets(_one_chunk(whole["item"]))).astype(np.int32)
     out: dict[str, FlatColumn] = {}

@@ -99,8 +99,11 @@ class TableScan:
 
 
 def is_warehouse(location: str | Path) -> bool:
-    """Whether this directory, or s3://bucket/prefix, holds a table of samples. Raises UnavailableError: the
-    bucket cannot be read now."""
+    """Whether this directory, or s3://bucket/prefix, holds a table of samples.
+
+    Raises:
+        UnavailableError: the bucket cannot be read now.
+    """
     if str(location).startswith("s3://"):
         return WarehouseTable(location, SAMPLES).exists()
     return (Path(location) / SAMPLES / "_delta_log").is_dir()

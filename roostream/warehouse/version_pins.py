@@ -28,14 +28,21 @@ class VersionPin(NamedTuple):
 def pin_version(store: CheckpointStore, owner: str, version_pin: VersionPin) -> None:
     """Pin a version, or renew the pin. Pin a version before reading from it.
 
-    `owner`: unique among readers and valid as a file name. Raises UnavailableError: the store cannot be
-    written."""
+    `owner`: unique among readers and valid as a file name.
+
+    Raises:
+        UnavailableError: the store cannot be written.
+    """
     store.put(_name(version_pin.table, owner), json.dumps(version_pin._asdict()).encode())
 
 
 def pinned_versions(store: CheckpointStore, table: str, now_ms: int) -> set[int]:
     """The versions of a table that are pinned now. Expired pins are deleted, and so are objects that are no
-    pins. Raises UnavailableError: the store cannot be read; then no version may be considered free."""
+    pins.
+
+    Raises:
+        UnavailableError: the store cannot be read; then no version may be considered free.
+    """
     found: set[int] = set()
     for name in store.list(_FOLDER):
         if not name.startswith(_name(table, "")):

@@ -31,7 +31,11 @@ class Warehouse:
     thread."""
 
     def __init__(self, location: str | Path) -> None:
-        """`location`: a directory, or s3://bucket/prefix. Raises ConfigError: another kind of location."""
+        """`location`: a directory, or s3://bucket/prefix.
+
+        Raises:
+            ConfigError: another kind of location.
+        """
         self.location = str(location)
         self.tables = {name: WarehouseTable(location, name) for name in (SAMPLES, CORRECTIONS)}
         self.store: CheckpointStore = open_store(location)
@@ -46,7 +50,11 @@ class Warehouse:
         return self.tables[CORRECTIONS]
 
     def create(self) -> None:
-        """Create the missing tables. Idempotent. Raises UnavailableError: the location cannot be written."""
+        """Create the missing tables. Idempotent.
+
+        Raises:
+            UnavailableError: the location cannot be written.
+        """
         for table in self.tables.values():
             table.create()
 
@@ -102,8 +110,11 @@ class Warehouse:
         return SampleFile(self.store, table, file, over_read=over_read)
 
     def column_order(self) -> list[str]:
-        """Column names, the most popular ones first; [] if no session has been recorded. Raises
-        UnavailableError: the store cannot be read now."""
+        """Column names, the most popular ones first; [] if no session has been recorded.
+
+        Raises:
+            UnavailableError: the store cannot be read now.
+        """
         try:
             names = json.loads(self.store.get(COLUMN_ORDER))
         except (CheckpointError, ValueError):

@@ -105,7 +105,10 @@ Receipt = EngagementsAnswer
 
 def rank_exchange(fields: RankFields, schema: Schema | None) -> ApiCall[Ranking]:
     """With a schema, the call is protobuf. `first_position` has no protobuf field, so such a request is JSON.
-    Raises WireError: a feature does not fit the schema."""
+
+    Raises:
+        WireError: a feature does not fit the schema.
+    """
     return ApiCall(_rank_call(fields, schema), lambda reply: _ranking(reply, item_ids_of(fields)))
 
 

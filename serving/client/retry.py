@@ -104,7 +104,9 @@ def attempts(call: Call, policy: RetryPolicy, deadline_ms: int, now_s: Callable[
     2 an error that a retry cannot change is final
     3 pause; if the deadline would pass during the pause, the error is final
 
-    Raises ServingError: the final error."""
+    Raises:
+        ServingError: the final error.
+    """
     until_s = now_s() + deadline_ms / 1000
     for attempt in range(policy.retries + 1):
         remaining_s = max(until_s - now_s(), 0.001)

@@ -63,7 +63,11 @@ class FeatureLog:
         cls, directory: str | Path, *, max_bytes: int = 256 << 20, segment_bytes: int = 8 << 20
     ) -> FeatureLog:
         """Open or create the log in `directory`. Records of an earlier process are kept and read from its
-        cursor on. Raises SetupError: another process has the log open, or the disk fails."""
+        cursor on.
+
+        Raises:
+            SetupError: another process has the log open, or the disk fails.
+        """
         assert segment_bytes * 2 <= max_bytes
         directory = Path(directory)
         try:

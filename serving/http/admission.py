@@ -131,8 +131,11 @@ class WorkLane:
 
     async def begin(self, until_s: float) -> float:
         """Admit a request and wait for its turn; return the time since which it waited. `end` must follow.
-        Raises RequestError: 429: it was not admitted, or its turn did not come before `until_s`. Nothing was
-        done."""
+
+        Raises:
+            RequestError: 429: it was not admitted, or its turn did not come before `until_s`. Nothing was
+            done.
+        """
         self.gate.enter(remaining_s(until_s))
         since_s = self.gate.now_s()
         try:

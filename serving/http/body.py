@@ -137,8 +137,11 @@ def _too_large(max_bytes: int) -> RequestError:
 
 
 def request_media_type(scope: Scope, expected: tuple[str, ...]) -> str:
-    """Return JSON or PROTOBUF. `application/…+json`, an empty type and no type at all are JSON. Raises
-    RequestError: 415 for a type that is not in `expected`, or for JSON that is not UTF-8."""
+    """Return JSON or PROTOBUF. `application/…+json`, an empty type and no type at all are JSON.
+
+    Raises:
+        RequestError: 415 for a type that is not in `expected`, or for JSON that is not UTF-8.
+    """
     media, _, parameters = Headers(scope=scope).get("content-type", "").partition(";")
     media = media.strip().lower()
     if media in ("", JSON) or (media.startswith("application/") and media.endswith("+json")):

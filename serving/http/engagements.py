@@ -85,8 +85,11 @@ class EngagementParser:
         return parsed
 
     def parse_in_pieces(self, body: bytes, now_ms: int, parsed: ParsedEngagements) -> Iterator[None]:
-        """Validate the body and add its engagements to `parsed`; yields after every _PIECE of them. Raises
-        RequestError: 400 with the path of the field; 413 for more than MAX_ENGAGEMENTS."""
+        """Validate the body and add its engagements to `parsed`; yields after every _PIECE of them.
+
+        Raises:
+            RequestError: 400 with the path of the field; 413 for more than MAX_ENGAGEMENTS.
+        """
         given = decode_body(_DECODER, body, _KNOWN)
         if isinstance(given, EngagementBody):
             parsed.add(given, *self._message(given, now_ms, "$"))

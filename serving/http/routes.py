@@ -106,8 +106,11 @@ class Ranking:
 
     async def rank(self, request: RankRequest, num_bytes: int, until_s: float) -> RankAnswer[Any]:
         """Rank a request and log its impression; `num_bytes` is the size of its body. Nothing is logged if
-        this raises. Raises RequestError: 404, 413, 429, 500; 503: the log is full; 504: the deadline
-        `until_s` passed."""
+        this raises.
+
+        Raises:
+            RequestError: 404, 413, 429, 500; 503: the log is full; 504: the deadline `until_s` passed.
+        """
         context = self.context
         if not context.log.has_room(num_bytes):
             message = "the feature log is full: Kafka has not accepted its records; try again"
@@ -148,8 +151,11 @@ class Traffic:
 
 
 def append_to_log(feature_log: FeatureLog, records: list[LogRecord]) -> None:
-    """Append records in the event loop. After this the request is answered, even past its deadline. Raises
-    RequestError: 413 a record is too large; 503 the log is full. Records before it are logged."""
+    """Append records in the event loop. After this the request is answered, even past its deadline.
+
+    Raises:
+        RequestError: 413 a record is too large; 503 the log is full. Records before it are logged.
+    """
     try:
         for record in records:
             feature_log.append(record)

@@ -47,7 +47,11 @@ class _AnnouncingServer(_PlainServer):
 def bind(listen: str, key: str = "listen", reuse_port: bool = False) -> socket.socket:
     """Return a bound socket; port 0 picks a free port. `key` is the name of the setting, for errors. With
     `reuse_port`, processes of the same user can share the port, and the kernel distributes connections over
-    them. Raises SetupError: the port is taken, or the address is not one of this machine."""
+    them.
+
+    Raises:
+        SetupError: the port is taken, or the address is not one of this machine.
+    """
     host, port = parse_address(listen)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     bound = socket.socket(family, socket.SOCK_STREAM)

@@ -76,8 +76,11 @@ def no_span(scope: Scope) -> AbstractContextManager[Callable[[int], None]]:
 
 def open_tracing(is_wanted: bool, paths: frozenset[str]) -> SpanFactory:
     """Return `no_span` if tracing is off; then OpenTelemetry is not imported. Only `paths` may become span
-    names. Spans go nowhere without OpenTelemetry's SDK, and where its `OTEL_…` variables say with it. Raises
-    SetupError: OpenTelemetry is not installed."""
+    names. Spans go nowhere without OpenTelemetry's SDK, and where its `OTEL_…` variables say with it.
+
+    Raises:
+        SetupError: OpenTelemetry is not installed.
+    """
     if not is_wanted:
         return no_span
     try:

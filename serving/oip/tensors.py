@@ -204,8 +204,11 @@ class OutputTensor(NamedTuple):
 
 
 def check_outputs(request: Inference, names: Sequence[str]) -> None:
-    """Check the outputs that a request names against those of the model. Raises RequestError: status 400: the
-    model has no such output."""
+    """Check the outputs that a request names against those of the model.
+
+    Raises:
+        RequestError: status 400: the model has no such output.
+    """
     for i, name in enumerate(request.outputs or ()):
         if name not in names:
             raise RequestError(

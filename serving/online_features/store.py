@@ -161,7 +161,10 @@ class FeatureStore:
     def offsets(self, cluster: str) -> Progress:
         """Next offsets of the owned partitions. Commits that were interrupted are completed first, also of
         other updaters. Updater 0 deletes states from another Kafka cluster, because its offsets do not apply.
-        Raises UnavailableError: Redis is away, or updater 0 has not deleted such states yet; call again."""
+
+        Raises:
+            UnavailableError: Redis is away, or updater 0 has not deleted such states yet; call again.
+        """
         with redis_errors(self.url):
             self._raise_number(keys=[self._updaters], args=[self.num_updaters])
             found = self.connection.hgetall(self._at)

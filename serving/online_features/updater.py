@@ -221,8 +221,11 @@ def run(config: FeaturesConfig) -> int:
 
 
 def features_body(config: FeaturesConfig, stop: threading.Event) -> None:
-    """Run until `stop` is set. Raises RoostreamError: the schema or an address is wrong, or Redis has states
-    of another version."""
+    """Run until `stop` is set.
+
+    Raises:
+        RoostreamError: the schema or an address is wrong, or Redis has states of another version.
+    """
     health = Health(config.stalled_after_ms / 1000)
     schema = load_schema(config.schema)
     connection = redis_client.client(config.redis_url, timeout_s=_REDIS_TIMEOUT_S)

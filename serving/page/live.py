@@ -97,8 +97,12 @@ class LivePage:
 
     def rescored(self, request_id: str, model_version: str = "") -> dict[str, Any]:
         """Return the scores of a logged request when it was ranked, and those of the same features now. Call
-        in the scoring thread. Raises RequestError: 404: this process does not remember the request, or the
-        version is not loaded; 400, 500."""
+        in the scoring thread.
+
+        Raises:
+            RequestError: 404: this process does not remember the request, or the version is not loaded; 400,
+            500.
+        """
         request = self._clicked.get(request_id)
         if request is None and request_id.startswith(REQUEST_PREFIX):
             request = self.context.recent.find(request_id)

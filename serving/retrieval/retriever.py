@@ -152,9 +152,12 @@ class Retriever:
         self._seen = _features_of_seen(schema)
 
     def retrieve(self, request: RetrieveRequest, time_ms: int) -> Retrieved:
-        """Return the nearest items; hydrated features are added to the request's `ro`. Raises RequestError:
-        400 for a filter or feature; 413; 503: there are no vectors; 500: the request's vector is not
-        finite."""
+        """Return the nearest items; hydrated features are added to the request's `ro`.
+
+        Raises:
+            RequestError: 400 for a filter or feature; 413; 503: there are no vectors; 500: the request's
+            vector is not finite.
+        """
         index = self.index
         if index is None:
             raise RequestError(503, f"nothing can be retrieved: {self.unavailable_reason}", retry_after_s=1)

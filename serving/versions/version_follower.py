@@ -103,7 +103,10 @@ class VersionFollower:
 
     def poll(self) -> bool:
         """Install the newest good version if it differs from the one installed last; return whether it did.
-        Raises ConfigError: the commit belongs to a deployment of another shape (`check`)."""
+
+        Raises:
+            ConfigError: the commit belongs to a deployment of another shape (`check`).
+        """
         try:
             names = [name for name in self.store.list(manifests.MANIFESTS) if manifests.seq_of(name)]
             self._note_empty(not names)
@@ -136,8 +139,11 @@ class VersionFollower:
 
     def _install(self, commit: _Commit) -> bool:
         """Load the model version of a commit and offer it for serving. Returns False if the commit was rolled
-        back, or is damaged or does not fit; it is then refused and not tried again. Raises UnavailableError:
-        a file cannot be read now. Nothing was changed; call again."""
+        back, or is damaged or does not fit; it is then refused and not tried again.
+
+        Raises:
+            UnavailableError: a file cannot be read now. Nothing was changed; call again.
+        """
         try:
             manifest = manifests.load_data(commit.name, commit.data).manifest
             self.check(manifest)
@@ -239,8 +245,11 @@ class WarmUp:
         self.idle_gate, self.max_requests = idle_gate, max_requests
 
     def __call__(self, version: Version, stop: threading.Event | None = None) -> None:
-        """Score recent requests; nothing is answered, logged or counted. Raises VersionRefusedError: it
-        cannot score a request that the version in use can score."""
+        """Score recent requests; nothing is answered, logged or counted.
+
+        Raises:
+            VersionRefusedError: it cannot score a request that the version in use can score.
+        """
         users, non_finite = set[bytes](), dict[bytes, str]()
         for request in self.recent.warm_up_sample(self.max_requests):
             self.idle_gate.wait(MAX_IDLE_WAIT_S, stop)

@@ -130,7 +130,8 @@ class Controller:
             RoostreamError: an unknown method or member; more workers than allowed; a notice that is too
                 short.
             UnavailableError: the member to preempt is not connected.
-            FencedError: a newer controller exists; connect to that one."""
+            FencedError: a newer controller exists; connect to that one.
+        """
         match method:
             case "beat":
                 return self._beat(header), ()
@@ -158,7 +159,8 @@ class Controller:
         Raises:
             FencedError: a newer controller exists.
             CheckpointError, SchemaError: this controller cannot use what is committed.
-            UnavailableError: stopped while the store was unavailable."""
+            UnavailableError: stopped while the store was unavailable.
+        """
         while True:
             if stop.is_set():
                 self._leave_within(closing_s)

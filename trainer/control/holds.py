@@ -9,7 +9,8 @@ Training Infrastructure for Online Ads Recommendation*, §VI-A).
     temporary   a network, a shard or a store is unavailable: everyone is restored to the last commit; this is
                 not a hold
 
-A hold is stored in the file of the incarnation that it begins, so that a restarted controller holds too."""
+A hold is stored in the file of the incarnation that it begins, so that a restarted controller holds too.
+"""
 
 from __future__ import annotations
 

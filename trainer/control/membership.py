@@ -111,7 +111,8 @@ class Membership:
         Raises:
             ConfigError: the member does not belong to this controller, or the notice is too short for a
                 commit.
-            UnavailableError: the member is not connected."""
+            UnavailableError: the member is not connected.
+        """
         self.check(key)
         check_notice(notice_s)
         if key not in self.members:

@@ -72,7 +72,8 @@ class ReaderMaster:
 
         Raises:
             FencedError: the caller is of another incarnation or session.
-            RoostreamError: an unknown method."""
+            RoostreamError: an unknown method.
+        """
         match method:
             case "lease":
                 return self._lease(header), ()

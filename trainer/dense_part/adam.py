@@ -10,7 +10,8 @@ The average follows Polyak & Juditsky 1992, with an exponential window as in Izm
 It removes the noise of single batches and lags by about `steps` steps. At first d is small, so the average
 covers about the last tenth of all steps and never the initial values.
 
-Letters: P numbers of all weights together, S numbers of adjacent weights."""
+Letters: P numbers of all weights together, S numbers of adjacent weights.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ class DenseAdam:
     algorithm 1).
 
     The weights become views of one tensor, in place. `average`, if set, follows every step. The parameters of
-    `linear` parts are trained by Newton steps instead (newton.py)."""
+    `linear` parts are trained by Newton steps instead (newton.py).
+    """
 
     def __init__(
         self,
@@ -150,7 +152,8 @@ class FlatWeights:
     """Weights of a module as views of one tensor, so that an update takes a few kernels.
 
     Made in place: names and shapes stay, but the module must not be moved to another device or type
-    afterwards."""
+    afterwards.
+    """
 
     def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
         self.parameters = dict(parameters)
@@ -173,7 +176,8 @@ def aligned(count: int) -> int:
     """Size reserved for a weight of `count` numbers.
 
     Each weight starts at the alignment that torch would give it alone, so its products have the same bits as
-    in serving (G9)."""
+    in serving (G9).
+    """
     return -(-count // ALIGNED) * ALIGNED
 
 

@@ -2,7 +2,8 @@
 
 Triton is imported only when a model is given this attention.
 
-Letters: S tokens, R sequences, D width, P position differences, T time buckets."""
+Letters: S tokens, R sequences, D width, P position differences, T time buckets.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +28,11 @@ _MIN_COLUMNS = 16  # columns of a product
 
 
 def use_triton_attention(model: nn.Module) -> None:
-    """Make all HSTU layers of the model compute attention with the kernels. Raises SetupError: Triton is not
-    installed."""
+    """Make all HSTU layers of the model compute attention with the kernels.
+
+    Raises:
+        SetupError: Triton is not installed.
+    """
     kernels()
     for module in model.modules():
         if isinstance(module, HstuLayer):
@@ -38,7 +42,8 @@ def use_triton_attention(model: nn.Module) -> None:
 def attention_in_blocks(block: int) -> Callable[..., Tensor]:
     """As `pointwise_attention`, for float32 or bfloat16. Gradients of biases are summed in arbitrary order.
 
-    `block`: number of queries, and of keys, that a program processes at a time, a power of two from 16 on."""
+    `block`: number of queries, and of keys, that a program processes at a time, a power of two from 16 on.
+    """
 
     def attend(
         query_key_value_SD3: Tensor,

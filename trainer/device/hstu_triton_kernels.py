@@ -18,7 +18,8 @@ target's key and value have their whole gradient there, and no gradient of a tok
 Those of biases do: their last bits depend on the order of arrival. Products are in the type of q, k and v
 (float32: not TF32), everything else is float32.
 
-Letters: M queries and N keys of a block, C width of a head."""
+Letters: M queries and N keys of a block, C width of a head.
+"""
 
 import triton
 import triton.language as tl

@@ -1,7 +1,8 @@
 """How the dense part is computed: threads, determinism, precision, compilation.
 
 Whatever is chosen, weights, optimizer state, rows, losses and metrics are float32. So a committed model may
-be trained further with other choices, and is served in float32."""
+be trained further with other choices, and is served in float32.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ def build_training_model(schema: Schema, model_config: ModelConfig, config: Loop
 
     Raises:
         SchemaError, ConfigError: as `build_model`.
-        SetupError: Triton is required but not installed."""
+        SetupError: Triton is required but not installed.
+    """
     model = build_model(schema, model_config, config.seed).to(config.device)
     if config.attention == "triton":
         use_triton_attention(model)
@@ -70,7 +72,8 @@ def compile_rows(model: nn.Module, device: str) -> None:
     """Compile the model's row-wise modules in place, for any number of rows; names of weights do not change.
 
     They are compiled at their first call, some seconds each. If that is impossible, one warning says why and
-    the model stays as it is."""
+    the model stays as it is.
+    """
     modules = compilable_modules(model)
     no_module = "this kind of model has no module that can be compiled"
     reason = why_not_compilable(torch.device(device).type) if modules else no_module

@@ -8,7 +8,8 @@ computes.
 A slot is reused as soon as its last copy has read it, without waiting for the step. The compute stream waits
 for a copy where the batch's forward pass begins; the host does not wait there. Not used on a CPU.
 
-Letters: N bytes."""
+Letters: N bytes.
+"""
 
 from __future__ import annotations
 
@@ -89,8 +90,11 @@ class Staging:
         self._lock = threading.Lock()
 
     def stage(self, inputs: Inputs) -> Staged:
-        """Copy what is on the host to the device. The caller may change its inputs afterwards. Raises
-        torch.OutOfMemoryError, RuntimeError: no pinned or device memory. The ring is unchanged."""
+        """Copy what is on the host to the device. The caller may change its inputs afterwards.
+
+        Raises:
+            torch.OutOfMemoryError, RuntimeError: no pinned or device memory. The ring is unchanged.
+        """
         on_host: list[Tensor] = []
 
         def find(x: Tensor) -> Tensor:

@@ -14,7 +14,8 @@ of missing values, and the length of the list. Each is passed through asinh and 
 far. The optimizer is Adagrad (Duchi et al.
 2011) with one step per batch of samples.
 
-Letters: n candidates of a sample, B candidates of a batch, D inputs, I items, P positions, T tasks."""
+Letters: n candidates of a sample, B candidates of a batch, D inputs, I items, P positions, T tasks.
+"""
 
 from __future__ import annotations
 

@@ -7,7 +7,8 @@ wall time (G8).
 
 Each partition has a state; the overall state is that of the worst partition that is not idle. An old state is
 never reported as current: it is `unknown` while the offsets cannot be read. The rules are in
-docs/concepts/freshness.md. Paper: Ads infrastructure, §III A (initial and caught-up training)."""
+docs/concepts/freshness.md. Paper: Ads infrastructure, §III A (initial and caught-up training).
+"""
 
 from __future__ import annotations
 
@@ -116,7 +117,8 @@ class CaughtUpDetector:
 
         `lags`: {} = the end offsets are unknown. A partition of `expected` (None: those seen before as well)
         that is missing is unknown. `held`, `obstacle`: why training is stopped or cannot continue; "" =
-        neither."""
+        neither.
+        """
         self._phase = phase
         wanted = {*self._trackers, *lags} if expected is None else set(expected)
         for gone in self._timers.keys() - wanted:
@@ -336,7 +338,8 @@ class PartitionTracker:
         yet.
 
         The newest event time may lie before the position if a clock was ahead; then it says nothing about
-        unread records."""
+        unread records.
+        """
         lag = self.lag
         if not lag.records:
             return 0

@@ -9,7 +9,8 @@ added to it; older windows fade by a tenth each. The first window is the first r
     base_rate  share of positives of a task
     new_ids    share of a table's distinct ids of a batch that no earlier batch had, by two bitmaps
 
-Letters: R requests, B candidates, N rows of a side, F features, U distinct ids."""
+Letters: R requests, B candidates, N rows of a side, F features, U distinct ids.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Keys and labels of a drift report (`DriftDetector.report`), and the merge of the reports of several
 workers.
 
-A file of its own: the controller imports it and must not import numba."""
+A file of its own: the controller imports it and must not import numba.
+"""
 
 from __future__ import annotations
 

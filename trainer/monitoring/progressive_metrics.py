@@ -9,7 +9,8 @@ A label above 0 is positive, as in `roostream.models.loss`. Weight 0 excludes a 
     mae            objective "amount" only: mean absolute error of the value, in its unit, up to its scale
 
 Letters: R requests, B candidates, T tasks, K candidates with weight > 0, M requests with both kinds of
-labels."""
+labels.
+"""
 
 from __future__ import annotations
 
@@ -149,7 +150,8 @@ class Metrics:
     def report(self) -> Report:
         """Number of requests, their time range, the metrics of the first task, and all tasks under `tasks`.
 
-        A metric is None where it is undefined (no positive, no request that counts)."""
+        A metric is None where it is undefined (no positive, no request that counts).
+        """
         tasks = {name: task.report() for name, task in self.tasks.items()}
         empty = self.num_requests == 0
         return {
@@ -269,7 +271,8 @@ def merge_summaries(summaries: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
     Sums and counts are added, so all metrics are exact but `auc`, whose scores were rounded: the error was
     below 1e-4 with 256 scores. A metric is None if a worker that has counted anything does not report what it
-    needs."""
+    needs.
+    """
     reported = [one for one in summaries if one]
     counted = [one for one in reported if one.get("requests")] or reported[:1]
     if len(counted) < 2:

@@ -4,7 +4,8 @@ Tied scores get the expected value under a random order of the tie, so no metric
 ties.
 
 Letters: N scores added, S distinct scores (or blocks of equal scores within a request), R requests, B
-candidates, M requests that have at least one positive and one negative."""
+candidates, M requests that have at least one positive and one negative.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ class ScoreHistogram:
     score).
 
     Beyond `max_scores` distinct scores, the lowest bits of all scores are dropped one by one until they fit.
-    Scores that become equal count as ties; `auc_error()` bounds the effect."""
+    Scores that become equal count as ties; `auc_error()` bounds the effect.
+    """
 
     def __init__(self, max_scores: int = 1 << 18) -> None:
         self._max_scores = max_scores
@@ -147,7 +149,8 @@ class RequestScores:
 def score_requests(score_B: np.ndarray, positive_B: np.ndarray, request_index_B: np.ndarray) -> RequestScores:
     """Rank metrics of each request with a positive and a negative.
 
-    `request_index_B`: int64, equal for the candidates of a request; `positive_B`: bool."""
+    `request_index_B`: int64, equal for the candidates of a request; `positive_B`: bool.
+    """
     if not len(score_B):
         return RequestScores(np.zeros(0), np.zeros(0), np.zeros(0), np.zeros(0, np.int64))
     order_B = np.lexsort((-score_B, request_index_B))

@@ -2,7 +2,8 @@
 
 An interval comes from batch means: the increments of the window are grouped into at most ten blocks, whose
 rates are independent enough for Student's t at 95 % (Law and Kelton, Simulation Modeling and Analysis,
-§9.5.3)."""
+§9.5.3).
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Shadow model: what would a committed version predict for the candidates that are trained now?
 
 Its dense weights are frozen, but it uses the rows that training pulls. So it shows what training the dense
-part brought since then, not what the rows brought; reports have `rows: "live"`."""
+part brought since then, not what the rows brought; reports have `rows: "live"`.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +49,8 @@ def load_shadow_model(
     Raises:
         ConfigError: no such version, or one of another schema; lists the available ones.
         CheckpointError: the file is damaged.
-        UnavailableError: the store cannot be reached."""
+        UnavailableError: the store cannot be reached.
+    """
     copy = f"shadows/{version}.safetensors"
     try:
         data = store.get(copy)

@@ -5,7 +5,8 @@
     a float feature  steps of powers of two
     an ids feature   its first id
 
-Letters: R requests, B candidates."""
+Letters: R requests, B candidates.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +35,11 @@ class Slicer:
 
 
 def build_slicers(schema: Schema, names: Sequence[str]) -> list[Slicer]:
-    """One slicer for each of `names`, in order. Raises ConfigError: too many names, or an unknown one;
-    suggests the nearest."""
+    """One slicer for each of `names`, in order.
+
+    Raises:
+        ConfigError: too many names, or an unknown one; suggests the nearest.
+    """
     if len(names) > MAX_SLICES or len(set(names)) < len(names):
         raise ConfigError(
             f"expected slices to name at most {MAX_SLICES} different ones, got {', '.join(names)}"

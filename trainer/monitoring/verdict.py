@@ -10,7 +10,8 @@ Both are ratios of sums over requests, and so are their differences: d = sum(x) 
 normal approximation with the residuals x - d y of the requests (Cochran 1977, section 6.4), as if requests
 were independent. It covers the true differences to all baselines at once with 95 % (Bonferroni).
 
-Letters: R requests of a call, N paired requests, M baselines."""
+Letters: R requests of a call, N paired requests, M baselines.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +65,8 @@ def request_scores(
 class PairedRequests:
     """Scores of a model and of baselines for the same requests, which arrive in any order.
 
-    Memory: 64 bytes per request of the model, and 8 + 16 M per request of the baselines."""
+    Memory: 64 bytes per request of the model, and 8 + 16 M per request of the baselines.
+    """
 
     def __init__(self, rules: Sequence[str] = RULES, max_requests: int = 0) -> None:
         """`max_requests`: keep about this many requests, the newest; 0 keeps all."""
@@ -337,7 +339,8 @@ class Comparison:
     """The model and all baselines by one metric over the same requests.
 
     `state` is `ahead` if the model is significantly better than each baseline, `behind` if at least one is
-    significantly better than the model, else `undecided`; `unknown` with too few requests."""
+    significantly better than the model, else `undecided`; `unknown` with too few requests.
+    """
 
     metric: str
     state: str

@@ -8,7 +8,8 @@ ahead of it are in no window.
 A cell has a fixed size (1.1 kB a task). Its AUC is that of scores rounded to 64 steps of log odds; `ne` and
 `calibration` are exact.
 
-Letters: R requests, B candidates, C cells, E entries (candidate × cell), T tasks, H histogram steps."""
+Letters: R requests, B candidates, C cells, E entries (candidate × cell), T tasks, H histogram steps.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ class WindowedMetrics:
         """Count scores made before the labels were used.
 
         `at_B`: int64, number of each candidate's partition; -1 = not counted. `shadow_BT`: scores of the
-        shadow model for the same candidates."""
+        shadow model for the same candidates.
+        """
         kept_B = np.flatnonzero(at_B >= 0)
         if not len(kept_B):
             return

@@ -4,7 +4,8 @@ has them.
 paddlerec_ensfm_train.csv.zip   train.csv, one interaction per line, `user-gender-age-occupation,movie-genre`;
                                 one user after the other, in order of time; the last interaction of each user
                                 is withheld
-movies.dat                      `movie::title::genres`; the corpus, including movies without ratings"""
+movies.dat                      `movie::title::genres`; the corpus, including movies without ratings
+"""
 
 from __future__ import annotations
 
@@ -31,7 +32,11 @@ class RatedMovies(NamedTuple):
 
 
 def read_movielens(folder: Path) -> RatedMovies:
-    """Read both files. Raises ConfigError: a file is missing or damaged."""
+    """Read both files.
+
+    Raises:
+        ConfigError: a file is missing or damaged.
+    """
     corpus_I = np.unique(
         [_number(MOVIES, k, line, b"::") for k, line in enumerate(_read(folder / MOVIES).splitlines(), 1)]
     )

@@ -8,7 +8,8 @@ For a user with items a b c d e, the test predicts the last one and validation t
 
 A window has the newest entries only; "seen" are all earlier items, in the window or not.
 
-Letters: U users, N interactions, R users of a window, S entries of all windows, X pairs (user, seen item)."""
+Letters: U users, N interactions, R users of a window, S entries of all windows, X pairs (user, seen item).
+"""
 
 from __future__ import annotations
 
@@ -55,7 +56,11 @@ class EvaluationWindows:
 
 def group_by_user(user_N: np.ndarray, item_id_N: np.ndarray, corpus_I: np.ndarray) -> UserSequences:
     """`user_N`: interactions of a user are adjacent, in order; `corpus_I`: rising ids, including all of
-    `item_id_N`. Raises ConfigError: there is no user, a user occurs twice, or has fewer than three items."""
+    `item_id_N`.
+
+    Raises:
+        ConfigError: there is no user, a user occurs twice, or has fewer than three items.
+    """
     is_first_N = np.concatenate([[True], user_N[1:] != user_N[:-1]])[: len(user_N)]
     first_U = np.flatnonzero(is_first_N)
     start_U1 = np.append(first_U, len(user_N)).astype(np.int64)

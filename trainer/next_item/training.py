@@ -5,7 +5,8 @@ validation NDCG@10.
 
     HR@k = share of ranks ≤ k   NDCG@k = mean of 1 / log2(1 + rank) if rank ≤ k else 0  MRR = mean of 1 / rank
 
-Letters: R users, S entries, C = 1 + negatives, I items of the corpus, X pairs (user, seen item)."""
+Letters: R users, S entries, C = 1 + negatives, I items of the corpus, X pairs (user, seen item).
+"""
 
 from __future__ import annotations
 
@@ -81,8 +82,11 @@ class NextItemTrainer:
         self.negatives = torch.Generator().manual_seed(config.seed)
 
     def epoch(self) -> float:
-        """Train on every user once, in a new order; returns the mean loss of an entry. Raises RoostreamError:
-        the loss is not finite."""
+        """Train on every user once, in a new order; returns the mean loss of an entry.
+
+        Raises:
+            RoostreamError: the loss is not finite.
+        """
         self.model.train()
         total, entries = 0.0, 0
         for user_R in self._batches(self.order.permutation(self.sequences.num_users)):
@@ -146,7 +150,8 @@ def run_next_item(
 
     Raises:
         ConfigError: the device does not exist.
-        RoostreamError: the loss is not finite."""
+        RoostreamError: the loss is not finite.
+    """
     if config.device.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError(
             f"device: expected a CUDA device, got none on this machine for {config.device!r}; set cpu"

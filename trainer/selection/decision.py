@@ -13,7 +13,8 @@ corrects scores instead). Only whole requests are dropped, because a thinned lis
 The kept requests are a sample of all for progressive metrics: each represents 1 / keep, by candidate and by
 request. Requests without stale rows are no such sample.
 
-Letters: R requests, B candidates, T tasks, M some of the requests."""
+Letters: R requests, B candidates, T tasks, M some of the requests.
+"""
 
 from __future__ import annotations
 

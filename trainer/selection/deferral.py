@@ -16,7 +16,8 @@ to rows: a hot row that has stopped moving needs no attention.
 
 The loops over rows are numba kernels.
 
-Letters: U rows of a batch, P rows pushed, N watched rows, M and K some of them, D width."""
+Letters: U rows of a batch, P rows pushed, N watched rows, M and K some of them, D width.
+"""
 
 from __future__ import annotations
 
@@ -205,7 +206,8 @@ class Deferral:
     ) -> GradientPush:
         """What to push now for a batch, with the gradients deferred earlier.
 
-        Gradients are clipped; `rows`: as pulled for the batch."""
+        Gradients are clipped; `rows`: as pulled for the batch.
+        """
         stacks, out = dict(lookup.stacks), {}
         for stack, gradient_UD in gradients.items():
             keys = lookup.stacks[stack]
@@ -350,7 +352,8 @@ def visit(
     Read and changed:
         number_U, row_UD    int64, -1 = not watched; float32, as pulled
         state_N, w_ND       ROW_STATE; float32: the row before its last push
-        recent, num_recent  float32, a ring: m at visits of hot rows, in order; how many so far"""
+        recent, num_recent  float32, a ring: m at visits of hot rows, in order; how many so far
+    """
     num_unfrozen = 0
     for u in range(len(number_U)):
         n = number_U[u]

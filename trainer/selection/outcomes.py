@@ -1,6 +1,7 @@
 """Outcomes of requests. At any visible time: taken = trained + frozen + skipped by reason + non_finite.
 
-Counts of a chunk are added at once when the chunk ends; an abandoned chunk adds nothing."""
+Counts of a chunk are added at once when the chunk ends; an abandoned chunk adds nothing.
+"""
 
 from __future__ import annotations
 

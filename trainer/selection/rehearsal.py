@@ -9,7 +9,8 @@ offset.
 
 Kept batches are part of a commit, in the worker's own file, so a restored worker draws the same ones (G11).
 Each is stored as the compressed tensor file of its columns, so the byte limit is exact and a restore changes
-nothing."""
+nothing.
+"""
 
 from __future__ import annotations
 

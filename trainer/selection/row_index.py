@@ -6,7 +6,8 @@
 
 Adding a row takes amortized constant time.
 
-Letters: N rows, U requested rows, C slots."""
+Letters: N rows, U requested rows, C slots.
+"""
 
 from __future__ import annotations
 

@@ -7,7 +7,8 @@ gradients to push.
 Skipped requests that are scored come first, so they are scored with the weights from before their chunk. A
 chunk is always one range of the input; with `refill` it is a longer one.
 
-Letters: R requests, B candidates, T tasks, M some of the requests."""
+Letters: R requests, B candidates, T tasks, M some of the requests.
+"""
 
 from __future__ import annotations
 
@@ -81,7 +82,8 @@ class Selection:
         """Parts of the new requests of a chunk, and those that are not scored.
 
         `num_steps`: steps of the loop so far. Frozen requests are not judged. Skipped corrections are not
-        reported."""
+        reported.
+        """
         if not self.config.is_on:
             return split_frozen(batch, self._freeze_at_ms, deduplicated=self._deduplicated), None
         if self.slipstream and not self._warned_about_control:
@@ -159,7 +161,11 @@ class Selection:
     # Steps
 
     def on_trained(self, step: int, claimed: ClaimedChunk, rows: Rows) -> None:
-        """The oldest split chunk is trained and pushed. Raises UnavailableError: as `rows.pull`."""
+        """The oldest split chunk is trained and pushed.
+
+        Raises:
+            UnavailableError: as `rows.pull`.
+        """
         if not self.config.is_on:
             return
         self._num_ahead -= 1
@@ -213,7 +219,11 @@ class Selection:
 
     def begin_phase(self, *, finite: bool, handed_over: bool) -> None:
         """What is trained from now on is finite (history), or a stream. `handed_over`: history came before
-        it. Raises ConfigError: slipstream without history."""
+        it.
+
+        Raises:
+            ConfigError: slipstream without history.
+        """
         if self.slipstream is None or finite:
             return
         if not handed_over:

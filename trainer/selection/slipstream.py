@@ -15,7 +15,8 @@ is 1 minus that.
 The loops over entries are numba kernels.
 
 Letters: N rows, D width, U rows of a batch, R requests, S slots, I inputs, L entries, K list features of a
-side, H hot rows."""
+side, H hot rows.
+"""
 
 from __future__ import annotations
 
@@ -110,7 +111,8 @@ def read_slots(batch: Batch, hot: Mapping[str, RowIndex]) -> ReadSlots:
     """Slots of a batch; `hot`: stack → its hot rows.
 
     Hot rows are numbered over all stacks in the order of `hot`; all other rows have the number after them.
-    Slots are ordered by stack, then request features, their columns, candidate features and their columns."""
+    Slots are ordered by stack, then request features, their columns, candidate features and their columns.
+    """
     sides = {
         "ro": (batch.ro_lists, np.arange(batch.num_requests)),
         "nro": (batch.nro_lists, batch.request_index_B),
@@ -247,7 +249,8 @@ def append_slots(  # noqa: PLR0913 (a numba kernel takes flat arrays)
         slots_C, ..         hash table of a stack's hot rows (`roostream.wire.lookup.slot_of`); rows are
                             reported as their number plus `first`, or as `cold`
     Written, from `num_slots` and `num_entries` on:
-        request_S, slot_L, row_L    int64, as in `ReadSlots`"""
+        request_S, slot_L, row_L    int64, as in `ReadSlots`
+    """
     at = 0
     for k in range(len(length_KN)):
         table = table_K[k]
@@ -279,7 +282,8 @@ def judge_slots(
 ) -> np.ndarray:
     """bool [R]: the share of slots whose rows are all hot is at least `hot_share`, and the share of slots
     whose rows have all moved by at most `T` is at least `alpha`. False without slots. A row that is not hot
-    has moved by ∞."""
+    has moved by ∞.
+    """
     count_R3, at = np.zeros((num_requests, 3), np.int64), 0
     for s in range(len(request_S)):
         num_cold = num_moved = 0

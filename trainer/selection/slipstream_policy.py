@@ -141,8 +141,11 @@ class SlipstreamPolicy:
         return is_stale(slots, *self._rows_H1, batch.num_requests, self.T, alpha=alpha, hot_share=hot_share)
 
     def on_trained(self, step: int, batches: list[tuple[Batch, Lookup]], pull: Pull) -> None:
-        """Step `step` was trained on these batches; `pull` sees its result. Raises UnavailableError: as
-        `pull`."""
+        """Step `step` was trained on these batches; `pull` sees its result.
+
+        Raises:
+            UnavailableError: as `pull`.
+        """
         config = self.config
         if self.over or step > config.last_snapshot:
             return

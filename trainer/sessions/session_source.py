@@ -242,7 +242,8 @@ def open_session(
 
     Raises:
         UnavailableError: the table cannot be read now.
-        CheckpointError: the version is absent or has changed."""
+        CheckpointError: the version is absent or has changed.
+    """
     session, rows = SampleTable(table_input.table).open_session(table_input, schema)
     empty, _ = Decoder(schema, lambda fingerprint: None).decode([])
 

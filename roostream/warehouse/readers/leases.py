@@ -196,7 +196,11 @@ def plain_lease(held: HeldLease) -> dict[str, Any]:
 
 
 def read_log(body: bytes) -> Mapping[str, Any]:
-    """Parse the JSON of `LeaseLog.body`. Raises CheckpointError: it is something else."""
+    """Parse the JSON of `LeaseLog.body`.
+
+    Raises:
+        CheckpointError: it is something else.
+    """
     try:
         found = json.loads(body)
         if found["format"] != FORMAT:

@@ -146,8 +146,11 @@ class ReaderAgent:
 
 
 def read(config: ReaderConfig, stop: Stop) -> None:
-    """Run a reader until `stop`. Raises RoostreamError: this program cannot read the session, or a port is
-    taken."""
+    """Run a reader until `stop`.
+
+    Raises:
+        RoostreamError: this program cannot read the session, or a port is taken.
+    """
     health, clock, keys = Health(config.stalled_after_ms / 1000), SystemClock(), config.link_credentials()
     metrics_server.serve(config, health)
     reader = SplitReader(

@@ -163,8 +163,11 @@ class RemoteSessionRows:
         return self._stop.is_set() or bool(self._voided) or now != self._sent_splits
 
     def ask(self, transport: Transport) -> None:
-        """Tell the controller what is wanted and hear which readers hold the leases. Raises RoostreamError:
-        the controller is away, or belongs to another deployment."""
+        """Tell the controller what is wanted and hear which readers hold the leases.
+
+        Raises:
+            RoostreamError: the controller is away, or belongs to another deployment.
+        """
         with self._changed:
             stalled, self._stalled = self._stalled or self.buffer.is_starved, False
             voided, self._voided = self._voided, []

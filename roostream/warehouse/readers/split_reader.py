@@ -122,7 +122,10 @@ class SplitReader:
     def step(self, timeout_s: float) -> bool:
         """Read the next rows that there is room for; wait for leases or room if there are none.
 
-        Returns False if nothing was read. Raises UnavailableError: the table cannot be read now; call again.
+        Returns False if nothing was read.
+
+        Raises:
+            UnavailableError: the table cannot be read now; call again.
         """
         with self._changed:
             self._changed.wait_for(self._next, timeout_s)

@@ -143,8 +143,11 @@ class SampleTable:
             )
 
     def pin_session(self, table: TableInput, who: str, until_ms: int) -> None:
-        """Pin the session's files until then, whatever replaces them. Raises UnavailableError: the pin cannot
-        be written now."""
+        """Pin the session's files until then, whatever replaces them.
+
+        Raises:
+            UnavailableError: the pin cannot be written now.
+        """
         pin_version(self.warehouse.store, who, VersionPin(SAMPLES, table.version, until_ms))
         if table.corrections >= 0:
             pin_version(self.warehouse.store, who, VersionPin(CORRECTIONS, table.corrections, until_ms))

@@ -86,8 +86,11 @@ class SessionSpec:
 
 
 def days_of(text: str) -> tuple[str, str]:
-    """First and last day of "A..B", "A.." or "..B"; a single day is both. Raises ConfigError: the text has
-    another form."""
+    """First and last day of "A..B", "A.." or "..B"; a single day is both.
+
+    Raises:
+        ConfigError: the text has another form.
+    """
     first, dots, last = text.partition("..")
     days = (first, last) if dots else (first, first)
     if not any(days) or not all(DAY.fullmatch(day) for day in days if day):

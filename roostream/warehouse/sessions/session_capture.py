@@ -84,7 +84,11 @@ def replay_session(
     reads: Iterable[CapturedRead], rows: TableRows, *, digests: bool = True
 ) -> ReplayedSession:
     """Read all rows again and summarize the batches. Without `digests` only sizes are counted, which costs
-    nothing. Raises UnavailableError, CheckpointError: as `TableRows.batch`."""
+    nothing.
+
+    Raises:
+        UnavailableError, CheckpointError: as `TableRows.batch`.
+    """
     requests = candidates = 0
     hasher = xxhash.xxh3_64()
     for read in reads:

@@ -171,8 +171,11 @@ def recent_sample_ids(
     the newest ones.
 
     The stream must not train them again, whichever session had them. The newest close time is the median that
-    `RecentTimes` uses, so that a single wrong time does not move it. Raises UnavailableError,
-    CheckpointError: as `TableRows.marks`."""
+    `RecentTimes` uses, so that a single wrong time does not move it.
+
+    Raises:
+        UnavailableError, CheckpointError: as `TableRows.marks`.
+    """
     ids, times = np.zeros(0, np.int64), np.zeros(0, np.int64)
     for file in session.files_of(partition):
         if len(times) >= NUM_RECENT and file.last_close_ms < _newest_close(times) - horizon_ms:
