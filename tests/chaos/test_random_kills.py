@@ -1,7 +1,8 @@
 """Programs of a stack with two workers are killed at random, one or two at a time: a minute after the last
 kill every reading is known again, and nothing is lost or trained twice.
 
-KILLS=60 KILLS_SEED=3: how many kills, and which.
+KILLS=60 KILLS_SEED=3: how many kills, and which. KNOWN_AGAIN_S=180: how long the readings may take, for a
+machine that is busy with other work and starts a program in half a minute.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from tests.e2e.loop_stack import applied, check_nothing_lost_or_twice, quick_opt
 KILLS = int(os.environ.get("KILLS", "8"))
 SEED = int(os.environ.get("KILLS_SEED", "1"))
 KILL_EVERY_S = (2.0, 10.0)
-KNOWN_AGAIN_S = 60.0
+KNOWN_AGAIN_S = float(os.environ.get("KNOWN_AGAIN_S", "60"))
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(900 + 20 * KILLS)]
 
@@ -56,12 +57,16 @@ def test_a_minute_after_the_last_kill_every_reading_is_known_and_nothing_is_lost
             killed = kill_at_random(stack, KILLS, SEED)
             print(f"killed: {' '.join(killed)}")
 
-            def unknown() -> list[str]:
-                return [*bad_readings(stack, monitor), *(["AUC"] if auc(stack, monitor) is None else [])]
+            last_unknown_s, began_s = dict[str, int](), time.monotonic()
 
-            began_s = time.monotonic()
-            wait_until("every reading known", lambda: not unknown(), KNOWN_AGAIN_S, unknown)
+            def unknown() -> list[str]:
+                found = [*bad_readings(stack, monitor), *(["AUC"] if auc(stack, monitor) is None else [])]
+                last_unknown_s.update(dict.fromkeys(found, round(time.monotonic() - began_s)))
+                return found
+
+            wait_until("every reading known", lambda: not unknown(), KNOWN_AGAIN_S, lambda: last_unknown_s)
             print(f"every reading was known {time.monotonic() - began_s:.0f} s after the last kill")
+            print(f"reading → the second after the last kill when it was last unknown: {last_unknown_s}")
             check_nothing_lost_or_twice(stack, within_s=300)
 
             def audited() -> dict[str, object]:
