@@ -25,7 +25,6 @@ from tests.e2e.loop_stack import applied, check_nothing_lost_or_twice, quick_opt
 from tests.runtime import s3_server
 
 OUTAGE_S = float(os.environ.get("OUTAGE_S", "30"))
-STORE = f"s3://{s3_server.BUCKET}/stack"
 WITH_STORE = ("shard", "controller", "worker", "serving", "joiner")
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(900 + OUTAGE_S)]
@@ -64,9 +63,14 @@ def object_store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Outage]:
             server.server_close()
 
 
-def stack_options() -> StackOptions:
+def store_of(folder: Path) -> str:
+    """An empty store: all S3 servers of a process show the same objects."""
+    return f"s3://{s3_server.BUCKET}/{folder.name}"
+
+
+def stack_options(store: str) -> StackOptions:
     quick = quick_options().overrides
-    overrides = {**quick, **{name: {**quick.get(name, {}), "store": STORE} for name in WITH_STORE}}
+    overrides = {**quick, **{name: {**quick.get(name, {}), "store": store} for name in WITH_STORE}}
     return demo(overrides=overrides, num_archivers=0)
 
 
@@ -84,8 +88,8 @@ def test_commits_wait_for_an_object_store_that_answers_503(
 ) -> None:
     print(f"OUTAGE_S={OUTAGE_S:g}")
     with object_store(monkeypatch) as outage:
-        init_store(STORE)
-        with Stack(tmp_path, stack_options()) as stack:
+        init_store(store := store_of(tmp_path))
+        with Stack(tmp_path, stack_options(store)) as stack:
             stack.start(["all", "simulate"])
             stack.wait_ready("serving", timeout_s=240)
             wait_until("a commit with trained samples", lambda: applied(stack) > 50, 240)
@@ -112,8 +116,8 @@ def test_rows_come_back_from_the_store_after_the_disks_of_all_shards_are_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with object_store(monkeypatch):
-        init_store(STORE)
-        with Stack(tmp_path, stack_options()) as stack:
+        init_store(store := store_of(tmp_path))
+        with Stack(tmp_path, stack_options(store)) as stack:
             stack.start(["all", "simulate"])
             stack.wait_ready("serving", timeout_s=240)
             wait_until("a commit with trained samples", lambda: applied(stack) > 50, 240)
