@@ -392,7 +392,7 @@ def early_quality() -> Figure:
     """Normalized entropy of the default model and of the best baseline, by requests seen."""
     result = load("quality-early")
     rows = [row for row in result["rows"] if _subjects(row)]
-    figure = Figure(figsize=(8.6, 4.6), layout="constrained")
+    figure = Figure(figsize=(8.6, 5.0), layout="constrained")
     panels = figure.subplots(2, -(-len(rows) // 2), squeeze=False).flat
     for row, ax in zip(rows, panels, strict=False):  # keeps the panels that are left
         (subject,) = _subjects(row).values()
@@ -406,10 +406,10 @@ def early_quality() -> Figure:
             ax.fill_between(
                 ends, [f["least"] for f in found], [f["most"] for f in found], color=color, alpha=0.2, lw=0
             )
-        ax.set(title=row["name"].split(" of ")[1].split(",")[0], xscale="log")
+        ax.set(title=row["name"].split(" of ")[1].split(",")[0], xscale="log", xlabel="requests")
     for ax in panels:
         ax.set_axis_off()  # no log is left for it
-    figure.axes[0].legend(loc="upper right")
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="lower right")
     figure.supylabel("normalized entropy (lower is better)")
     return _finish(figure, result)
 
