@@ -308,8 +308,8 @@ class ControllerConfig(Deployment):
     )
     follow_workers: bool = setting(
         False,
-        "train the stream with all connected workers instead of the number of `roostream scale`; a further "
-        "one counts after 30 s, and one that is lost for 30 s is given up",
+        "train the stream with all connected workers instead of the number of `roostream scale`, where "
+        "something else starts and stops them; further ones count after 30 s, lost ones are given up after 30 s",
     )
     initial_workers: int = setting(
         0,

@@ -151,7 +151,7 @@ class Membership:
             if keys[connected] in self.members or now_s - self._short_since_s >= _FOLLOW_AFTER_S:
                 count = connected
         if count != self.wanted_workers:
-            log.info("%d workers are connected and stay, so as many train from the next commit on", count)
+            log.info("workers that are connected and stay: %d; as many train from the next commit on", count)
             self.wanted_workers = count
 
     def should_rescale(self) -> bool:
