@@ -309,7 +309,7 @@ class ControllerConfig(Deployment):
     follow_workers: bool = setting(
         False,
         "train the stream with all connected workers instead of the number of `roostream scale`, where "
-        "something else starts and stops them; further ones count after 30 s, lost ones are given up after 30 s",
+        "something else starts and stops them; a change counts after 30 s",
     )
     initial_workers: int = setting(
         0,
