@@ -1,4 +1,10 @@
-"""TorchRec's DLRM, unchanged: its embedding collection reads rows that live on the parameter servers."""
+"""TorchRec's DLRM, unchanged: its embedding collection reads rows that live on the parameter servers.
+
+Beside it a linear model of the candidate's numbers, which learns faster, as in the default model.
+"""
+
+import functools
+import math
 
 import torch
 from torch import Tensor
@@ -8,6 +14,7 @@ from torchrec.models.dlrm import DLRM
 from roostream.models.config import CustomModelConfig
 from roostream.models.custom.torchrec_bags import RemoteEmbeddingBagCollection, as_kjt, rows_of
 from roostream.models.inputs import Inputs
+from roostream.models.linear_part import LinearPart
 from roostream.models.loss import loss
 from roostream.models.model import Model, Targets
 from roostream.schema.schema import Schema
@@ -31,14 +38,22 @@ class ShopDlrm(Model):
             dense_arch_layer_sizes=[32, 8],
             over_arch_layer_sizes=[32, len(schema.tasks)],
         )
+        priors = [label.prior or 0.1 for label in schema.labels]
+        self.prior_logits = [math.log(prior / (1 - prior)) for prior in priors]
+        width = len(output_names(schema, "nro"))
+        self.linear = LinearPart(width, [[0.0] * width + [logit] for logit in self.prior_logits])
+
+    def adjust_initial_parameters(self) -> None:
+        self.dlrm.over_arch.model[-1].bias.copy_(torch.tensor(self.prior_logits))
 
     def forward(self, inputs: Inputs) -> Tensor:
         dense_BG = torch.cat([inputs.ro_float_RG[inputs.request_index_B], inputs.nro_float_BG], dim=1)
         with rows_of(inputs):
-            return self.dlrm(dense_features=dense_BG, sparse_features=as_kjt(inputs))
+            logits_BT = self.dlrm(dense_features=dense_BG, sparse_features=as_kjt(inputs))
+        return self.linear.mixed(logits_BT, inputs.nro_float_BG)
 
     def loss(self, inputs: Inputs, logits_BT: Tensor, targets: Targets) -> Tensor:
-        return loss(logits_BT, targets)
+        return self.linear.loss(inputs.nro_float_BG, logits_BT, functools.partial(loss, targets=targets))
 
 
 def build(schema: Schema, config: CustomModelConfig) -> Model:
