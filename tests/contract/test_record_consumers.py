@@ -143,6 +143,18 @@ def wait_until(check: Any) -> None:
         time.sleep(0.05)
 
 
+def lag_of(reader: Any, partition: Partition) -> Any:
+    """The lag of a partition, which a reader leaves out while Kafka does not report its ends in time."""
+    found: dict[Partition, Any] = {}
+
+    def is_known() -> bool:
+        found.update(reader.lag())
+        return partition in found
+
+    wait_until(is_known)
+    return found[partition]
+
+
 def read(reader: RecordConsumer, count: int, partition: Partition | None = None) -> list[Record]:
     """The next `count` records, however many polls they take."""
     out: list[Record] = []
@@ -207,10 +219,12 @@ def test_lag_is_counted_in_records_and_in_event_time(records: Log) -> None:
     records.write(P0, 1_000, 1_500, 4_000)
     reader.seek({})
     read(reader, 1)
-    wait_until(lambda: (found := reader.lag()) and found[P0].stable_end == 3)
-    assert (reader.lag()[P0].records, reader.lag()[P0].event_ms) == (2, 3_000)
+    wait_until(lambda: lag_of(reader, P0).stable_end == 3)
+    found = lag_of(reader, P0)
+    assert (found.records, found.event_ms) == (2, 3_000)
     read(reader, 2)
-    assert (reader.lag()[P0].records, reader.lag()[P0].event_ms) == (0, 0)
+    found = lag_of(reader, P0)
+    assert (found.records, found.event_ms) == (0, 0)
 
 
 def test_records_deleted_before_a_seek_are_counted(records: Log) -> None:
@@ -301,13 +315,15 @@ def test_records_of_an_open_transaction_are_neither_returned_nor_counted_as_lag(
     assert writer.flush(20) == 0
     reader.seek({})
     wait_until(lambda: reader.poll(10, 0.05) == [] and reader.at_end())
-    wait_until(lambda: (found := reader.lag()) and found[P0].high_watermark == 1)
-    assert (reader.lag()[P0].stable_end, reader.lag()[P0].records) == (0, 0)
+
+    wait_until(lambda: lag_of(reader, P0).high_watermark == 1)
+    found = lag_of(reader, P0)
+    assert (found.stable_end, found.records) == (0, 0)
     writer.commit_transaction(20)
     assert len(read(reader, 1)) == 1
     wait_until(lambda: reader.poll(10, 0.05) == [] and reader.at_end())
-    wait_until(lambda: reader.lag()[P0].stable_end == 2)
-    assert reader.lag()[P0].records == 0, "the transaction's marker is no lag"
+    wait_until(lambda: lag_of(reader, P0).stable_end == 2)
+    assert lag_of(reader, P0).records == 0, "the transaction's marker is no lag"
     log.close()
 
 
@@ -369,7 +385,7 @@ def test_the_ends_are_known_again_within_30_s_of_every_restart_of_the_broker(sta
         assert monitor.sample({})["topics"] == {}, "unknown, not the number of before"
         stack.wait_ready("kafka", timeout_s=180)
         log.write(P0, 1_000)
-        wait_until(lambda count=count: (found := reader.lag()) and found[P0].stable_end == count)
+        wait_until(lambda count=count: lag_of(reader, P0).stable_end == count)
         wait_until(lambda: bool(monitor.sample({})["topics"]))
         wait_until(lambda count=count: reader.end_offsets()[P0] == count)
     monitor.close()
