@@ -101,11 +101,11 @@ class Scaling:
         workers = self.programs.copies(WORKER)
         steps = worker_steps(wanted, training, str(status.get("state")), workers, self._stopped_workers)
         for number in steps.start:
-            log.info("%d workers are wanted: starting worker %d", wanted, number)
+            log.info("starting worker %d: the controller wants workers 0 to %d", number, wanted - 1)
             self._stopped_workers.discard(number)
             self.programs.start_copy(WORKER, number)
         for number in steps.stop:
-            log.info("%d workers are wanted: stopping worker %d", wanted, number)
+            log.info("stopping worker %d: the controller wants workers 0 to %d", number, wanted - 1)
             self._stopped_workers.add(number)
             self.programs.stop_copy(WORKER, number)
         self._apply_to_readers(status)

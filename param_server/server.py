@@ -690,7 +690,8 @@ class Shard:
                 self._rollback = None
 
     def take_round(self) -> PublishRound | None:
-        """Take all unpublished rows; None if a rollback comes first. `settle_round` must follow.
+        """Take all rows that are not published yet, to publish them. None before a restore, and while a
+        rollback must be published first. Call `settle_round` afterwards.
 
         Raises:
             UnavailableError: a restore has begun meanwhile; nothing is in flight.

@@ -187,7 +187,8 @@ class Accounts:
         return self._reached_ms + self.settle_ms if self._reached_ms else 1 << 62
 
     def _turn(self) -> None:
-        """Tell the ledgers the time once one of them may forget ids, by time or by number."""
+        """Let the ledgers forget ids that settled long ago: when one of them is due by event time, or after
+        `_MAX_UNTURNED` records."""
         self._num_unturned += 1
         if self._reached_ms >= self._turn_at_ms or self._num_unturned >= _MAX_UNTURNED:
             self._num_unturned = 0

@@ -39,7 +39,7 @@ class Sums:
     ]
     folded: Annotated[int, _Gauge("roostream_auditor_folded", "engagements folded into samples")]
     corrected: Annotated[int, _Gauge("roostream_auditor_corrected", "engagements that a correction contains")]
-    # their labels were not trained
+    # only_repeated: the labels of these engagements were not trained
     only_repeated: Annotated[
         int, _Gauge("roostream_auditor_only_repeated", "engagements only in repeated copies of samples")
     ]
@@ -77,12 +77,12 @@ class Sums:
     overdue: Annotated[
         int, _Gauge("roostream_auditor_overdue", "events that the joiner has passed: they are missing")
     ]
-    # missing, or the joiner is behind
+    # late: these events are missing, or the joiner is behind
     late: Annotated[int, _Gauge("roostream_auditor_late", "events that the inputs have passed")]
     predicted: Annotated[
         int, _Gauge("roostream_auditor_predicted", "samples that the trainer has disposed of")
     ]
-    # trained, frozen, or the reason for skipping; adds up to `predicted`
+    # predicted_by: trained, frozen, or the reason for skipping; adds up to `predicted`
     predicted_by: Annotated[
         dict[str, int],
         _Gauge("roostream_auditor_predicted_by", "samples by what the trainer did", "disposition"),

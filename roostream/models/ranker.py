@@ -122,11 +122,11 @@ def _interaction(width: int, config: RankerConfig) -> CrossNet | Dhen:
 
 
 class FirstOrder(nn.Module):
-    """Logits linear in one float of a candidate, [B, G] → [B, T], added to those of the network: its rank in
-    the list by how often the item brought the label's action.
+    """Adds a learned weight times one float of a candidate to each label's logit, [B, G] → [B, T].
 
-    The first weights order the candidates by that rank, so an untrained model is about as good as counting.
-    They add 0 to the middle of a list.
+    The float is the item's rank within the list by its rate of the label's action. The initial weights order
+    the candidates by that rank, so an untrained model is about as good as counting. In the middle of a list
+    they add 0.
     """
 
     def __init__(self, columns: Sequence[int | None]) -> None:

@@ -78,7 +78,8 @@ def restore(
 
 
 def _was_added(name: str) -> bool:
-    """Whether a tensor belongs to a part of `_ADDED`, of a ranker or of the ranker in a cascade."""
+    """Whether a tensor belongs to a part that commits of older versions lack (`_ADDED`), of a ranker or of
+    the ranker in a cascade."""
     return name.partition(".")[2].removeprefix("ranker.").startswith(_ADDED)
 
 
