@@ -16,16 +16,14 @@ from typing import Any
 import msgspec
 from prometheus_client import REGISTRY, CollectorRegistry
 
-from roostream.errors import ConfigError, SetupError, UnavailableError, nearest
+from roostream.errors import ConfigError, nearest
 from roostream.models.build import load_model_config
 from roostream.runtime import manifest as manifests
 from roostream.runtime.checkpoint_store import CheckpointStore
 from roostream.runtime.clock import Clock, SystemClock
 from roostream.runtime.manifest import Manifest
 from roostream.runtime.metrics_collector import MetricsCollector
-from roostream.runtime.store_identity import open_checkpoint_store
 from roostream.runtime.tls import TlsContext
-from roostream.schema import registry as schema_registry
 from roostream.schema.ids import hash64
 from roostream.schema.schema import Schema
 from roostream.schema.schema_file import load_schema
@@ -80,15 +78,17 @@ class ServingProcess:
 
 def build_process(
     config: ServingConfig,
+    store: CheckpointStore,
     registry: CollectorRegistry = REGISTRY,
+    tls: TlsContext | None = None,
     is_stopping: Callable[[], bool] = lambda: False,
 ) -> ServingProcess:
-    """Build a process without waiting for Kafka, Redis or shards. It reports itself as not ready once
-    `is_stopping`.
+    """Build a process without waiting for Kafka, Redis or shards. It follows the commits in `store`, and
+    reports itself as not ready once `is_stopping`.
 
     Raises:
         ConfigError: the schema, the model or a setting is wrong.
-        SetupError: the home directory or the checkpoint store cannot be used.
+        SetupError: the home directory cannot be used.
     """
     clock = SystemClock()
     schema = load_schema(config.schema)
@@ -99,7 +99,6 @@ def build_process(
         schema, load_model_config(config.model), config.seed, as_trained=config.scoring == "modules"
     )
     versions = LoadedVersions(first, config.keep_versions, config.routing(), clock.now_ms)
-    store = _open_store(config, schema)
     feature_log = FeatureLog.open(
         config.home / "log", max_bytes=config.max_log_bytes, segment_bytes=config.log_segment_bytes
     )
@@ -124,7 +123,7 @@ def build_process(
         row_metrics=rows.metrics,
         rows_age_s=rows.age_s,
         keys=Keyring(Path(config.keys_file)) if config.keys_file else None,
-        tls=TlsContext(config.tls) if config.tls else None,
+        tls=tls,
         items=items,
         recent=recent,
     )
@@ -250,15 +249,6 @@ def _check_shape(config: ServingConfig, manifest: Manifest) -> None:
         num_partitions=config.partitions,
         seed=config.seed,
     )
-
-
-def _open_store(config: ServingConfig, schema: Schema) -> CheckpointStore:
-    store = open_checkpoint_store(config.store)
-    try:
-        schema_registry.register(store, schema)
-    except UnavailableError as error:
-        raise SetupError(f"checkpoint store {config.store} cannot be used: {error}") from None
-    return store
 
 
 def _order_task(schema: Schema, name: str) -> int:

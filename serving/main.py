@@ -10,11 +10,17 @@ from functools import partial
 
 import torch
 
+from roostream.errors import UnavailableError
 from roostream.runtime import metrics_server, program
+from roostream.runtime.backoff import Backoff
 from roostream.runtime.health import Health
 from roostream.runtime.kafka import clients
 from roostream.runtime.kafka.topics import EVENTS, ROWS
+from roostream.runtime.store_identity import open_checkpoint_store
 from roostream.runtime.thread_group import StopBudget, ThreadGroup
+from roostream.runtime.tls import TlsContext
+from roostream.schema.registry import register
+from roostream.schema.schema_file import load_schema
 from serving import admin, heartbeat
 from serving.build import ServingProcess, build_process, precompile
 from serving.config import ServingConfig
@@ -47,18 +53,26 @@ def serve(config: ServingConfig, stop: threading.Event) -> None:
     All of it takes at most `stop_ms`: steps 0 to 2 at most half of it, step 4 what is left.
 
     Raises:
-        ConfigError, SetupError: a setting is wrong, or the port, home directory or store cannot be used.
-        Kafka, Redis, shards and commits may be missing: requests are answered meanwhile.
+        ConfigError, SetupError: a setting is wrong, or the port or home directory cannot be used.
+
+    The checkpoint store is waited for: without it there is no model to score with, and processes that share
+    the port would lose the requests that this one cannot answer. Kafka, Redis, shards and commits may be
+    missing: requests are answered meanwhile.
     """
     torch.set_num_threads(config.threads)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     health = Health(config.stalled_after_ms / 1000)
+    schema, store = load_schema(config.schema), open_checkpoint_store(config.store)
+    tls = TlsContext(config.tls) if config.tls else None
     with contextlib.ExitStack() as resources:
+        metrics_server.serve(config, health, tls=tls)
+        with health.waiting("the checkpoint store"):
+            wait = Backoff(what="the checkpoint store")
+            wait.until(lambda: register(store, schema), (UnavailableError,), stop)
         socket = http_server.bind(config.listen, reuse_port=config.reuse_port)
         resources.enter_context(contextlib.closing(socket))
-        process = build_process(config, is_stopping=stop.is_set)
+        process = build_process(config, store, tls=tls, is_stopping=stop.is_set)
         context, versions = process.context, process.version_follower
-        metrics_server.serve(config, health, context.metrics.registry, tls=context.tls)
         halt, threads = threading.Event(), ThreadGroup(stop)
         precompile(context)  # these requests also warm up the first version that is loaded
         versions.poll()

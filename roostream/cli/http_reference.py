@@ -19,7 +19,7 @@ import numpy as np
 from prometheus_client import CollectorRegistry
 
 from infra.options import ROOT
-from roostream.runtime.store_identity import init_store
+from roostream.runtime.store_identity import init_store, open_checkpoint_store
 from serving.build import build_process
 from serving.config import ServingConfig
 from serving.errors import CODES, OTHER_CODES, RequestError
@@ -92,7 +92,7 @@ def application_document(schema: Path = _SHOP) -> dict[str, Any]:
         config = ServingConfig(
             schema=str(schema), store=store, home=home, bootstrap="127.0.0.1:1", items=str(items), redis=""
         )
-        process = build_process(config, CollectorRegistry())
+        process = build_process(config, open_checkpoint_store(store), CollectorRegistry())
         try:
             return HttpInterface(process.context).openapi()
         finally:

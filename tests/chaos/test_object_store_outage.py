@@ -6,72 +6,27 @@ OUTAGE_S=600: for how long.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from infra.options import StackOptions, demo
 from infra.stack import Stack
 from roostream.runtime.store_identity import init_store
+from tests.chaos.object_store import object_store, store_of, with_store
 from tests.chaos.stack_faults import control_status
 from tests.e2e.loop_stack import applied, check_nothing_lost_or_twice, quick_options, wait_until
-from tests.runtime import s3_server
 
 OUTAGE_S = float(os.environ.get("OUTAGE_S", "30"))
-WITH_STORE = ("shard", "controller", "worker", "serving", "joiner")
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(900 + OUTAGE_S)]
 
 
-class Outage:
-    """A WSGI application that answers 503 while `is_away`."""
-
-    def __init__(self, application: Callable[..., Iterable[bytes]]) -> None:
-        self.application, self.is_away, self.num_refused = application, False, 0
-
-    def __call__(self, environ: dict[str, Any], start_response: Callable[..., object]) -> Iterable[bytes]:
-        if not self.is_away:
-            return self.application(environ, start_response)
-        self.num_refused += 1
-        start_response("503 Slow Down", [("Content-Type", "application/xml")])
-        return [b"<Error><Code>SlowDown</Code><Message>Reduce your request rate.</Message></Error>"]
-
-
-@contextlib.contextmanager
-def object_store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Outage]:
-    with s3_server.running():
-        from moto.server import DomainDispatcherApplication, create_backend_app
-        from werkzeug.serving import make_server
-
-        outage = Outage(DomainDispatcherApplication(create_backend_app))
-        server = make_server("127.0.0.1", 0, outage, threaded=True)
-        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.server_port}")
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            yield outage
-        finally:
-            server.shutdown()
-            thread.join(30)
-            server.server_close()
-
-
-def store_of(folder: Path) -> str:
-    """An empty store: all S3 servers of a process show the same objects."""
-    return f"s3://{s3_server.BUCKET}/{folder.name}"
-
-
 def stack_options(store: str) -> StackOptions:
-    quick = quick_options().overrides
-    overrides = {**quick, **{name: {**quick.get(name, {}), "store": store} for name in WITH_STORE}}
-    return demo(overrides=overrides, num_archivers=0)
+    return with_store(demo(overrides=quick_options().overrides, num_archivers=0), store)
 
 
 def wait_for_more_commits(stack: Stack, before: int) -> None:
@@ -87,14 +42,14 @@ def test_commits_wait_for_an_object_store_that_answers_503(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     print(f"OUTAGE_S={OUTAGE_S:g}")
-    with object_store(monkeypatch) as outage:
+    with object_store(monkeypatch) as faulty:
         init_store(store := store_of(tmp_path))
         with Stack(tmp_path, stack_options(store)) as stack:
             stack.start(["all", "simulate"])
             stack.wait_ready("serving", timeout_s=240)
             wait_until("a commit with trained samples", lambda: applied(stack) > 50, 240)
             before = applied(stack)
-            outage.is_away = True
+            faulty.is_away = True
             try:
                 wait_until(
                     "the controller says that the store is away",
@@ -105,8 +60,34 @@ def test_commits_wait_for_an_object_store_that_answers_503(
                 time.sleep(OUTAGE_S)
                 during = control_status(stack)
             finally:
-                outage.is_away = False
-            assert outage.num_refused and during["away"] and during["rollbacks"] == 0, during
+                faulty.is_away = False
+            assert faulty.num_refused and during["away"] and during["rollbacks"] == 0, during
+            wait_for_more_commits(stack, before)
+            check_nothing_lost_or_twice(stack, within_s=240)
+            assert stack.failed() == []
+
+
+def test_programs_killed_while_the_object_store_is_away_come_back_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With OUTAGE_S=180 the outage is longer than the supervisor restarts a program that dies at once."""
+    print(f"OUTAGE_S={OUTAGE_S:g}")
+    with object_store(monkeypatch) as faulty:
+        init_store(store := store_of(tmp_path))
+        with Stack(tmp_path, stack_options(store)) as stack:
+            stack.start(["all", "simulate"])
+            stack.wait_ready("serving", timeout_s=240)
+            wait_until("a commit with trained samples", lambda: applied(stack) > 50, 240)
+            before = applied(stack)
+            faulty.is_away = True
+            try:
+                for name in ("shard-0", "controller", "worker", "serving", "joiner", "flink-jm"):
+                    stack.kill(name)
+                time.sleep(OUTAGE_S)
+            finally:
+                faulty.is_away = False
+            assert faulty.num_refused
+            assert stack.failed() == []
             wait_for_more_commits(stack, before)
             check_nothing_lost_or_twice(stack, within_s=240)
             assert stack.failed() == []

@@ -2,9 +2,14 @@
 half an hour of it.
 
 What must hold at the end: every event accounted for, nothing lost or trained twice, and resident memory and
-open files of every program flat. SOAK_SERVING=2: so many serving processes, which share the rows of a program
-that is killed too. The figures (memory and files over time, kills, dead letters) go to SOAK_REPORT, if that
-is set.
+open files of every program flat. The figures (memory and files over time, kills, dead letters) go to
+SOAK_REPORT, if that is set.
+
+SOAK_SERVING=2: so many serving processes, which share the rows of a program that is killed too.
+SOAK_STORE=bucket: commits go to an object store that answers 503 for a twelfth of the run (ten minutes of two
+hours), transfers 1 MB/s for a tenth of it, and finally is all that is left of shard 1, whose disk is lost.
+SOAK_KILL_EVERY_S=120: the mean time between two kills. The slope of a program's memory is measured while the
+process is older than 15 minutes, so it takes kills as rare as that.
 """
 
 from __future__ import annotations
@@ -14,13 +19,15 @@ import dataclasses
 import json
 import os
 import random
+import shutil
 import statistics
 import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import psutil
 import pytest
 
@@ -28,6 +35,9 @@ from infra import program_specs
 from infra.program_specs import SIMULATE
 from infra.stack import Stack
 from roostream.errors import RoostreamError
+from roostream.runtime.store_identity import init_store
+from tests.chaos.object_store import FaultyStore, object_store, store_of, with_store
+from tests.chaos.readings import auc, bad_readings, monitor_of
 from tests.chaos.test_kill_everything import VICTIMS
 from tests.e2e.loop_stack import (
     applied,
@@ -40,11 +50,15 @@ from tests.e2e.loop_stack import (
 SECONDS = float(os.environ.get("SOAK_SECONDS", "120"))
 SEED = int(os.environ.get("SOAK_SEED", "1"))
 SERVING = int(os.environ.get("SOAK_SERVING", "1"))
+BUCKET = os.environ.get("SOAK_STORE") == "bucket"
+KILL_EVERY_S = float(os.environ.get("SOAK_KILL_EVERY_S", "10"))
 MORE_FILES = 32
 """Beyond those of the second third: connections come and go, and a killed Kafka or Redis is dialled again."""
-KILL_EVERY_S, LOOK_EVERY_S, GARBAGE_EVERY_S, FULL_EVERY_S, FULL_S = 10.0, 10.0, 30.0, 180.0, 20.0
+LOOK_EVERY_S, GARBAGE_EVERY_S, FULL_EVERY_S, FULL_S = 10.0, 30.0, 180.0, 20.0
 DISK_MB = 64
 GROWN_UP_S = 45.0  # a program's memory counts from this age on
+SETTLED_S = 900.0  # its slope counts from this age on
+MAX_SLOPE_MB_PER_H = 1.0
 STILL_FILLING_MB = {
     "redis": 64,  # 500 users of 512 items (40 bytes) and 50 clicks (24): 11 MB, thrice at most
     "auditor": 128,  # the ids of the newest 30 minutes
@@ -74,15 +88,23 @@ def small_disk(at: Path) -> Iterator[bool]:
 class Faults:
     """What is done to the stack, and what was seen meanwhile. `step` often; each fault has its own time."""
 
-    def __init__(self, stack: Stack, disk: Path | None) -> None:
-        self.stack, self.ballast = stack, disk / "ballast" if disk else None
+    def __init__(self, stack: Stack, disk: Path | None, store: FaultyStore | None) -> None:
+        self.stack, self.ballast, self.store = stack, disk / "ballast" if disk else None, store
         self.rng, self.began_s = random.Random(SEED), time.monotonic()
         self.memory: dict[str, list[tuple[float, int]]] = {}
+        self.settled: dict[str, dict[int, list[tuple[float, int]]]] = {}
+        """Program → process id → (time, resident bytes) while the process was older than `SETTLED_S`."""
         self.files: dict[str, list[tuple[float, int]]] = {}
         self.victims = [v for v in (*VICTIMS, "serving-1") if v in stack.expand(["all"])]
         self.kills: list[tuple[float, str]] = []
         self.num_garbage = self.num_full = 0
         self._next_s = {"kill": 20.0, "look": 0.0, "garbage": 15.0, "fill": 40.0, "free": float("inf")}
+        if store is not None:
+            self._next_s |= {
+                "take_store_away": SECONDS * 0.25,
+                "slow_store": SECONDS * 0.45,
+                "lose_a_shard": SECONDS * 0.65,
+            }
 
     def step(self) -> None:
         now_s = time.monotonic() - self.began_s
@@ -102,12 +124,17 @@ class Faults:
         for name in self.stack.expand(["all", "simulate"]):
             pid = self.stack.pid(name)
             with contextlib.suppress(psutil.Error):
-                if (
-                    pid is not None
-                    and time.time() - (process := psutil.Process(pid)).create_time() >= GROWN_UP_S
-                ):
-                    self.memory.setdefault(name, []).append((now_s, process.memory_info().rss))
+                if pid is None:
+                    continue
+                process = psutil.Process(pid)
+                if (age_s := time.time() - process.create_time()) >= GROWN_UP_S:
+                    seen = (now_s, process.memory_info().rss)
+                    self.memory.setdefault(name, []).append(seen)
                     self.files.setdefault(name, []).append((now_s, process.num_fds()))
+                    if age_s >= SETTLED_S:
+                        self.settled.setdefault(name, {}).setdefault(pid, []).append(seen)
+        if path := os.environ.get("SOAK_REPORT"):
+            Path(path).write_text(json.dumps(self.report(), indent=1))
         return LOOK_EVERY_S
 
     def garbage(self, now_s: float) -> float:
@@ -131,6 +158,21 @@ class Faults:
             self.ballast.unlink(missing_ok=True)
         return float("inf")
 
+    def take_store_away(self, now_s: float) -> float:
+        assert self.store is not None
+        self.store.is_away = not self.store.is_away
+        return SECONDS / 12 if self.store.is_away else float("inf")
+
+    def slow_store(self, now_s: float) -> float:
+        assert self.store is not None
+        self.store.max_bytes_per_s = 0 if self.store.max_bytes_per_s else 1_000_000
+        return SECONDS / 10 if self.store.max_bytes_per_s else float("inf")
+
+    def lose_a_shard(self, now_s: float) -> float:
+        self.stack.kill("shard-1")
+        shutil.rmtree(self.stack.home.root / "shard-1")
+        return float("inf")
+
     def report(self) -> dict[str, Any]:
         return {
             "seconds": SECONDS,
@@ -145,7 +187,11 @@ class Faults:
             "files": {
                 name: [(round(at), number) for at, number in seen] for name, seen in self.files.items()
             },
+            "requests_refused_by_store": self.store.num_refused if self.store else 0,
             "growth": growth(self.memory, SECONDS),
+            "slopes": {
+                name: found for name, lives in self.settled.items() if (found := slope(lives)) is not None
+            },
             "more_files": more(self.files, SECONDS),
         }
 
@@ -154,6 +200,36 @@ def growth(memory: dict[str, list[tuple[float, int]]], seconds: float) -> dict[s
     """Program → memory of the last third of the run over that of the second one: the lower quartiles, since a
     program that reads anew what a killed Redis held takes more for a minute, and kills don't fall evenly."""
     return {name: round(last / before, 3) for name, (before, last) in _thirds(memory, seconds).items()}
+
+
+class Slope(NamedTuple):
+    mb_per_h: float
+    error: float
+    """Standard error, from the scatter around the lines."""
+    minutes: float
+    """Of all processes together, after each one's first 15."""
+
+    @property
+    def surely(self) -> float:
+        """What the slope is at least, with a confidence of 97 %."""
+        return self.mb_per_h - 2 * self.error
+
+
+def slope(lives: dict[int, list[tuple[float, int]]]) -> Slope | None:
+    """Growth of memory within the lives of a program's processes: one slope, and a level for each process."""
+    times, levels, minutes = [], [], 0.0
+    for seen in lives.values():
+        at_s, rss = np.array(seen, float).T
+        times.append(at_s - at_s.mean())
+        levels.append(rss - rss.mean())
+        minutes += (at_s[-1] - at_s[0]) / 60
+    x, y = np.concatenate(times) / 3600, np.concatenate(levels) / 2**20
+    if (spread := float(x @ x)) == 0 or len(x) - len(lives) < 2:
+        return None
+    per_h = float(x @ y) / spread
+    left = y - per_h * x
+    error = float(np.sqrt(left @ left / (len(x) - len(lives) - 1) / spread))
+    return Slope(round(per_h, 2), round(error, 2), round(minutes, 1))
 
 
 def more(files: dict[str, list[tuple[float, int]]], seconds: float) -> dict[str, float]:
@@ -177,24 +253,41 @@ def _usual(values: list[int]) -> float:
     return statistics.quantiles(values, n=4)[0] if len(values) > 1 else values[0]
 
 
-def test_nothing_is_lost_and_memory_is_flat_under_faults_at_random(tmp_path: Path) -> None:
+def test_nothing_is_lost_and_memory_is_flat_under_faults_at_random(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     options = dataclasses.replace(quick_options(), serving_processes=SERVING)
     options.overrides["simulate"]["rate"] = 40.0  # type: ignore[index]
-    with small_disk(tmp_path / "home" / "shard-0") as mounted, Stack(tmp_path / "home", options) as stack:
+    # The ids of ten minutes instead of an hour: what is bounded by time is full when slopes are measured.
+    options.overrides["worker"]["dedupe_horizon_ms"] = 600_000  # type: ignore[index]
+    with contextlib.ExitStack() as stopping:
+        store = stopping.enter_context(object_store(monkeypatch)) if BUCKET else None
+        if store is not None:
+            init_store(url := store_of(tmp_path))
+            options = with_store(options, url)
+        mounted = stopping.enter_context(small_disk(tmp_path / "home" / "shard-0"))
+        stack = stopping.enter_context(Stack(tmp_path / "home", options))
         stack.start(["all", "simulate"])
         stack.wait_ready("serving", timeout_s=180)
         wait_until("a commit with trained samples", lambda: applied(stack) > 50, 240)
-        faults = Faults(stack, tmp_path / "home" / "shard-0" if mounted else None)
+        faults = Faults(stack, tmp_path / "home" / "shard-0" if mounted else None, store)
         while time.monotonic() - faults.began_s < SECONDS:
             faults.step()
             time.sleep(0.5)
         faults.free(SECONDS)
         report = faults.report()
-        if path := os.environ.get("SOAK_REPORT"):
-            Path(path).write_text(json.dumps(report, indent=1))
         wait_until("every program is ready again", lambda: ready(stack), 240)
+        monitor = monitor_of(stack)
+        wait_until(
+            "every reading is known again",
+            lambda: not bad_readings(stack, monitor),
+            60,
+            lambda: bad_readings(stack, monitor),
+        )
+        assert auc(stack, monitor) is not None
         check_nothing_lost_or_twice(stack, within_s=300)
-        assert len(faults.kills) >= SECONDS / 30 and faults.num_garbage, report
+        assert len(faults.kills) >= SECONDS / KILL_EVERY_S / 3 and faults.num_garbage, report
+        assert store is None or store.num_refused, report
         if SECONDS >= 900:  # shorter runs are still warming up
             # the heaps of the servers that aren't ours are bounded by their options
             ours = {*program_specs.program_names(stack.options), SIMULATE} - STILL_FILLING_MB.keys()
@@ -205,6 +298,13 @@ def test_nothing_is_lost_and_memory_is_flat_under_faults_at_random(tmp_path: Pat
                 name: number
                 for name, number in report["more_files"].items()
                 if name in ours and number > MORE_FILES
+            } == {}
+            assert {
+                name: found
+                for name, found in report["slopes"].items()
+                if name in ours
+                and found.minutes >= 30
+                and found.mb_per_h - 2 * found.error > MAX_SLOPE_MB_PER_H
             } == {}
             for name, max_mb in STILL_FILLING_MB.items():
                 assert max(rss >> 20 for _, rss in faults.memory[name]) < max_mb, (

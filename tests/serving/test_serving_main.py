@@ -140,12 +140,11 @@ def test_a_process_without_its_peers_answers_degraded_and_stops_cleanly(tmp_path
     ("changes", "error", "text"),
     [
         ({"order_task": "clik"}, ConfigError, "did you mean 'click'"),
-        ({"store": "/proc/store"}, SetupError, "checkpoint store /proc/store"),
         ({"home": "/proc/home"}, SetupError, "feature log /proc/home/log"),
         ({"listen": "taken"}, SetupError, "stop what uses it or choose another listen"),
         ({"model": "absent.toml"}, ConfigError, "absent.toml: no such file"),
     ],
-    ids=["a task", "a store", "a home", "a port", "a model"],
+    ids=["a task", "a home", "a port", "a model"],
 )
 def test_user_errors_are_one_sentence(
     tmp_path: Path, changes: dict[str, object], error: type[Exception], text: str
