@@ -285,7 +285,7 @@ def test_nothing_is_lost_and_memory_is_flat_under_faults_at_random(
             lambda: bad_readings(stack, monitor),
         )
         assert auc(stack, monitor) is not None
-        check_nothing_lost_or_twice(stack, within_s=300)
+        check_nothing_lost_or_twice(stack, within_s=max(300, SECONDS / 10))
         assert len(faults.kills) >= SECONDS / KILL_EVERY_S / 3 and faults.num_garbage, report
         assert store is None or store.num_refused, report
         if SECONDS >= 900:  # shorter runs are still warming up

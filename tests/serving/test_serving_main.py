@@ -75,9 +75,12 @@ class Running:
             yield line
 
     def wait_for_address(self) -> str:
+        return self.wait_for_line(r"serving on (http://\S+),")[1]
+
+    def wait_for_line(self, pattern: str) -> re.Match[str]:
         for line in self:
-            if found := re.search(r"serving on (http://\S+),", line):
-                return found[1]
+            if found := re.search(pattern, line):
+                return found
         raise AssertionError("".join(self.lines))
 
     def end(self) -> int:
@@ -95,9 +98,14 @@ class Running:
 
 def test_a_process_without_its_peers_answers_degraded_and_stops_cleanly(tmp_path: Path) -> None:
     (tmp_path / "token").write_text("0123456789abcdef")
-    running = Running(
-        write_config(tmp_path, admin_listen="127.0.0.1:0", admin_token_file=str(tmp_path / "token"))
-    )
+    config = write_config(tmp_path, admin_listen="127.0.0.1:0", admin_token_file=str(tmp_path / "token"))
+    (tmp_path / "store").rename(tmp_path / "unmounted")
+    running = Running(config)
+    metrics_url = running.wait_for_line(r"metrics at (http://\S+)/metrics")[1]
+    running.wait_for_line("waiting for the checkpoint store: ")
+    assert httpx2.get(f"{metrics_url}/livez").status_code == 200
+    assert httpx2.get(f"{metrics_url}/readyz").status_code == 503
+    (tmp_path / "unmounted").rename(tmp_path / "store")
     with httpx2.Client(base_url=running.wait_for_address(), timeout=30) as http:
         admin = re.findall(r"admin interface on (http://\S+)", "".join(running.lines))[0]
         assert http.get(f"{admin}/versions").status_code == 401
