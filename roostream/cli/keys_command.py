@@ -123,7 +123,6 @@ def keys_revoke(name: str, file: Path) -> None:
 
 
 def _change(file: Path, change: Callable[[Any], list[BearerKey]], may_create: bool = False) -> None:
-
     write_keys(file, change(() if may_create and not file.exists() else read_keys(file)))
 
 

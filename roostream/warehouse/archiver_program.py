@@ -1,6 +1,7 @@
 """`roostream archiver`.
 
-1 wait for the topics; their ids are part of what is committed, and must not change
+1 wait for the topics, whose ids are part of what is committed and must not change, and for a first schema in
+  the checkpoint store
 2 open the tables, which tell where to continue
 3 read, write and commit until stopped; while Kafka or the warehouse is away, keep what was read and wait
 4 on stop commit what was read, in the time that is left
@@ -17,6 +18,7 @@ from prometheus_client import REGISTRY
 from roostream.errors import UnavailableError
 from roostream.runtime import metrics_server, program
 from roostream.runtime.backoff import Backoff
+from roostream.runtime.checkpoint_store import CheckpointStore
 from roostream.runtime.clock import Clock, SystemClock
 from roostream.runtime.health import Health
 from roostream.runtime.kafka import clients
@@ -36,6 +38,7 @@ log = logging.getLogger("roostream.archiver")
 _POLL_S = 0.5
 _BUFFERED = 512
 _FLUSH_S = 10.0
+_MAX_LOGGED = 10  # dead records of a batch
 METRICS = {
     "roostream_archiver_rows_total": MetricSpec("records archived"),
     "roostream_archiver_files_total": MetricSpec("files written"),
@@ -71,9 +74,10 @@ class KafkaDeadLetters:
 
     def send(self, dead: Sequence[DeadRecord]) -> None:
         """Implements `SendDeadRecords`."""
-        for record, reason, error in dead:
-            where = f"{record.topic}-{record.partition} offset {record.offset}"
-            log.warning("%s goes to the dead letters: %s (%s)", where, reason, error)
+        for number, (record, reason, error) in enumerate(dead):
+            if number < _MAX_LOGGED:
+                where = f"{record.topic}-{record.partition} offset {record.offset}"
+                log.warning("%s goes to the dead letters: %s (%s)", where, reason, error)
             letter = pb.DeadLetter(
                 reason=reason,
                 topic=record.topic,
@@ -91,6 +95,8 @@ class KafkaDeadLetters:
                 timestamp_ms=self._clock.now_ms(),
                 give_up=lambda: True,
             )
+        if len(dead) > _MAX_LOGGED:
+            log.warning("%d more records go to the dead letters", len(dead) - _MAX_LOGGED)
         if left := self._producer.flush(_FLUSH_S):
             raise UnavailableError(
                 f"expected {left} dead letters to be acknowledged within {_FLUSH_S:g} s, got none; retrying"
@@ -119,6 +125,9 @@ def archive(config: ArchiverConfig, stop: Stop) -> None:
     )
     reader = KafkaConsumer.open(config.broker, "archiver", reading)
     store = open_checkpoint_store(config.store)
+    with health.waiting("the checkpoint store"):
+        wait = Backoff(what="the checkpoint store")
+        wait.until(lambda: check_has_schemas(store, config.store), (UnavailableError,), stop)
     archiver = Archiver(
         Warehouse(config.warehouse),
         reader,
@@ -148,6 +157,20 @@ def archive(config: ArchiverConfig, stop: Stop) -> None:
     finally:
         REGISTRY.unregister(collector)
         reader.close()
+
+
+def check_has_schemas(store: CheckpointStore, url: str) -> None:
+    """Check that programs have registered schemas in the store. Without this check an archiver with another
+    store than theirs would send every record to the dead letters.
+
+    Raises:
+        UnavailableError: there is none, or the store is away.
+    """
+    if not store.list("schemas"):
+        raise UnavailableError(
+            f"expected the schemas of the samples in {url}, got none: start the other programs, or give the "
+            "archiver their `store`"
+        )
 
 
 def metrics_of(archiver: Archiver) -> dict[str, object]:

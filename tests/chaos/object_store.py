@@ -15,7 +15,7 @@ import pytest
 from infra.options import StackOptions
 from tests.runtime import s3_server
 
-WITH_STORE = ("shard", "controller", "worker", "serving", "joiner")
+WITH_STORE = ("shard", "controller", "worker", "serving", "joiner", "archiver")
 
 
 class FaultyStore:

@@ -23,7 +23,7 @@ from roostream.warehouse.archive import (
     sample_forms,
     sample_rows,
 )
-from roostream.warehouse.archiver_program import METRICS, metrics_of, own_partitions
+from roostream.warehouse.archiver_program import METRICS, check_has_schemas, metrics_of, own_partitions
 from roostream.warehouse.config import ArchiverConfig
 from roostream.warehouse.parquet_file import FileRows
 from roostream.warehouse.record_columns import rebuild_records
@@ -367,3 +367,11 @@ def test_programs_killed_at_any_moment_store_every_record_once(tmp_path: Path) -
     killed = kill_rivals(tmp_path, kills=4, per_partition=150, seed=2)
     assert killed.archivers + killed.compactors == 4
     assert places(tmp_path) == Counter((p, n) for p in (0, 1) for n in range(150))
+
+
+def test_a_store_without_any_schema_is_not_believed() -> None:
+    store = MemoryStore()
+    with pytest.raises(UnavailableError, match="give the archiver their `store`"):
+        check_has_schemas(store, "s3://bucket/other")
+    register(store, rich_schema())
+    check_has_schemas(store, "s3://bucket/other")

@@ -1,0 +1,147 @@
+"""`python -m tests.e2e.dashboard_picture URL`: docs/overview-dashboard.png, a picture of a dashboard.
+
+It shows what the dashboard's own queries answer at the Prometheus at URL. The panels are placed as in Grafana
+and drawn by matplotlib, so colors and fonts differ from Grafana's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+import urllib.parse
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+from matplotlib.ticker import FuncFormatter
+
+ROOT = Path(__file__).resolve().parents[2]
+COLUMNS = 24  # of Grafana's grid
+POINTS = 240  # of a line
+COLORS = {"green": "#56a64b", "orange": "#e08400", "red": "#d10e5c"}
+MAX_BYTES = 300_000
+
+Series = list[tuple[str, list[tuple[float, float]]]]
+"""Legend → (time in s, value), oldest first."""
+
+
+def main() -> None:
+    """Write the picture.
+
+    Raises:
+        OSError: there is no Prometheus at the URL, or it rejects a query.
+        SystemExit: the picture is too large for a repository.
+    """
+    parser = argparse.ArgumentParser(description="Draw a dashboard by its own queries.")
+    parser.add_argument("url", help="address of a Prometheus that scrapes a deployment")
+    parser.add_argument("--minutes", type=float, default=60, help="time that the lines cover, until now")
+    parser.add_argument("--dashboard", default="overview", help="a file of infra/dashboards, without .json")
+    chosen = parser.parse_args()
+    dashboard = json.loads((ROOT / "infra/dashboards" / f"{chosen.dashboard}.json").read_text())
+    picture = ROOT / "docs" / f"{chosen.dashboard}-dashboard.png"
+    draw(dashboard, chosen.url, chosen.minutes * 60).savefig(picture, dpi=90)
+    if picture.stat().st_size > MAX_BYTES:
+        raise SystemExit(f"{picture}: expected at most {MAX_BYTES} bytes, got {picture.stat().st_size}")
+
+
+def draw(dashboard: dict[str, Any], url: str, seconds: float) -> Figure:
+    """The panels with what their queries answer now; lines cover the last `seconds`."""
+    rows = max(panel["gridPos"]["y"] + panel["gridPos"]["h"] for panel in dashboard["panels"])
+    mpl.rcParams.update({"font.size": 7, "axes.spines.top": False, "axes.spines.right": False})
+    figure = Figure(figsize=(15, rows * 0.3), facecolor="white")
+    for panel in dashboard["panels"]:
+        place = panel["gridPos"]
+        left, bottom = place["x"] / COLUMNS, 1 - (place["y"] + place["h"]) / rows
+        width, height = place["w"] / COLUMNS, place["h"] / rows
+        inside = (left + 0.03, bottom + 0.22 * height, width - 0.04, 0.62 * height)
+        axes = figure.add_axes(inside)
+        axes.set_title(panel["title"], fontsize=8, fontweight="bold", loc="left")
+        is_now = panel["type"] != "timeseries"
+        series = [one for target in panel["targets"] for one in _ask(url, target, 0 if is_now else seconds)]
+        if not series:
+            axes.text(0.5, 0.5, "no data", ha="center", va="center", color="gray")
+            axes.axis("off")
+            continue
+        {"stat": _boxes, "table": _table, "bargauge": _bars, "timeseries": _lines}[panel["type"]](
+            axes, series, panel["fieldConfig"]["defaults"]
+        )
+    return figure
+
+
+def _ask(url: str, target: dict[str, str], seconds: float) -> Series:
+    """What a query answers: at each moment of the last `seconds`, or now if 0."""
+    now_s = time.time()
+    step_s = max(seconds / POINTS, 1.0)
+    parameters = {"query": target["expr"].replace("$namespace", ".*")}
+    parameters |= {"start": str(now_s - seconds), "end": str(now_s), "step": str(step_s)} if seconds else {}
+    kind = "query_range" if seconds else "query"
+    with urllib.request.urlopen(f"{url}/api/v1/{kind}?{urllib.parse.urlencode(parameters)}") as answer:
+        found = json.load(answer)["data"]["result"]
+    out = []
+    for one in found:
+        legend = target.get("legendFormat", "")
+        for name, value in one["metric"].items():
+            legend = legend.replace(f"{{{{{name}}}}}", value)
+        values = one["values"] if seconds else [one["value"]]
+        out.append((legend, [(at, float(value)) for at, value in values]))
+    return sorted(out)
+
+
+def _color(value: float, settings: dict[str, Any]) -> str:
+    steps = settings["thresholds"]["steps"]
+    return next(COLORS[s["color"]] for s in reversed(steps) if s["value"] is None or value >= s["value"])
+
+
+def _text(value: float, unit: str) -> str:
+    if unit == "percentunit":
+        return f"{value:.0%}"
+    if unit == "bytes":
+        power = next((p for p in (3, 2, 1) if abs(value) >= 1024**p), 0)
+        return f"{value / 1024**power:.3g} {('B', 'KiB', 'MiB', 'GiB')[power]}"
+    return f"{value:.3g}{' s' if unit == 's' else ''}"
+
+
+def _boxes(axes: Axes, series: Series, settings: dict[str, Any]) -> None:
+    columns = (len(series) + 1) // 2
+    for number, (legend, points) in enumerate(series):
+        x, y = number % columns, 1 - number // columns
+        axes.add_patch(Rectangle((x, y), 0.95, 0.9, color=_color(points[-1][1], settings), linewidth=0))
+        value = _text(points[-1][1], settings["unit"])
+        axes.text(x + 0.47, y + 0.45, f"{legend}\n{value}", ha="center", va="center", color="white")
+    axes.set_xlim(0, columns)
+    axes.set_ylim(0, 2)
+    axes.axis("off")
+
+
+def _table(axes: Axes, series: Series, settings: dict[str, Any]) -> None:
+    for number, (legend, points) in enumerate(series):
+        axes.text(0, 0.95 - 0.1 * number, f"{points[-1][1]:g}  {legend}", va="top")
+    axes.axis("off")
+
+
+def _bars(axes: Axes, series: Series, settings: dict[str, Any]) -> None:
+    values = [points[-1][1] for _, points in series]
+    places = range(len(series))
+    bars = axes.barh(places, values, color=[_color(value, settings) for value in values])
+    axes.bar_label(bars, [_text(value, settings["unit"]) for value in values], padding=3)
+    axes.set_yticks(places, [legend for legend, _ in series])
+    axes.margins(x=0.1)
+
+
+def _lines(axes: Axes, series: Series, settings: dict[str, Any]) -> None:
+    end_s = max(points[-1][0] for _, points in series)
+    for legend, points in series:
+        minutes = [(at_s - end_s) / 60 for at_s, _ in points]
+        axes.plot(minutes, [value for _, value in points], label=legend, linewidth=1)
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _text(value, settings["unit"])))
+    axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=3, fontsize=6, frameon=False)
+
+
+if __name__ == "__main__":
+    main()
