@@ -63,7 +63,7 @@ class CounterDeclaration(Settings):
                 able = ", ".join(a for a in _TIME_SCALES if key in _TIME_SCALES[a])
                 raise self._error(
                     key,
-                    f"expected none for aggregation {self.aggregation!r}, got one; it is possible for {able}",
+                    f"expected no {key} for aggregation {self.aggregation!r}, got one; it is for {able}",
                 )
         if self.half_life_ms and self.window_ms:
             raise self._error("window", "expected a half_life or a window, got both; keep one")
