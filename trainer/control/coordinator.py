@@ -120,9 +120,10 @@ class PendingCommands:
         return ", ".join(sorted(map(str, late)))
 
     def progresses(self, role: str, now_s: float) -> bool:
-        """Whether a member of this role works on a command and has recently reported progress."""
+        """Whether a member of this role works on a command that it was sent recently, or has recently
+        reported progress with."""
         waiting = [key for key in self._waiting.values() if key.role == role]
-        return any(self.asked_s < self._active_s(key) > now_s - _PROGRESS_S for key in waiting)
+        return any(self._active_s(key) > now_s - _PROGRESS_S for key in waiting)
 
     def _active_s(self, key: Key) -> float:
         member = self.members.get(key)

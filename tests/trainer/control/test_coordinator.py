@@ -306,6 +306,8 @@ def test_a_refused_restore_is_retried_after_a_pause() -> None:
     group = in_state(State.RESTORING)
     (restore,) = group.it.commands(WORKER)
     group.beat(WORKER, ({"id": restore["id"], "ok": False, "error": "Kafka is away"},))
+    group.answer(SHARD_0)
+    group.answer(SHARD_1)
     group.claim(2)
     group.round_without_answers()
     assert group.it.state is State.GATHERING
@@ -387,4 +389,19 @@ def test_a_refused_restore_does_not_end_the_restore_of_a_large_shard() -> None:
             group.answer(WORKER)
         assert group.it.state is State.RESTORING and group.it.incarnation == 1
     group.answer(SHARD_0)
+    assert group.it.state is State.CLAIMING and "shard 1 refused restore" in group.it.reason
+
+
+def test_a_restore_that_is_refused_at_once_waits_for_the_first_progress_of_a_large_shard() -> None:
+    group = in_state(State.RESTORING)
+    group.answer(SHARD_1, ok=False, away=True, error="expected the controller's schema")
+    group.answer(WORKER)
+    for second in range(60):
+        assert group.it.state is State.RESTORING and group.it.incarnation == 1
+        group.now_s += 1
+        group.reports[SHARD_0] = {"progress": second // 5}
+        group.round_without_answers()
+    for _ in range(20):  # it hangs
+        group.now_s += 1
+        group.round_without_answers()
     assert group.it.state is State.CLAIMING and "shard 1 refused restore" in group.it.reason
