@@ -330,8 +330,14 @@ class Segments:
         except (msgspec.DecodeError, TypeError, ValueError) as error:
             raise CheckpointError(f"the list of commits of this shard is damaged: {error}") from None
 
-    def check(self, segments: Sequence[Segment], buckets: Collection[int]) -> dict[str, SegmentDamage]:
-        """Damaged parts of a state that these buckets need."""
+    def check(
+        self,
+        segments: Sequence[Segment],
+        buckets: Collection[int],
+        on_progress: Callable[[], None] = lambda: None,
+    ) -> dict[str, SegmentDamage]:
+        """Damaged parts of a state that these buckets need. `on_progress` is called after each bucket of a
+        stack."""
         found: dict[str, SegmentDamage] = {}
         directories: list[SegmentDirectory] = []
         for segment in reversed(segments):
@@ -349,6 +355,7 @@ class Segments:
                     found[f"{name}/{stack}/{bucket}"] = SegmentDamage(
                         frozenset({bucket}), self._rows_in(stack, entry)
                     )
+            on_progress()
         for stack, checksum in directories[0].policy_checksums.items() if directories else ():
             try:
                 self.parts.policy_state(directories[0].name, stack, checksum)
@@ -356,9 +363,11 @@ class Segments:
                 found[f"{directories[0].name}/{stack}/residency"] = SegmentDamage(_NONE, 0)
         return found
 
-    def explain_damage(self, segments: Sequence[Segment]) -> str:
-        """Which rows of a state are lost, and how to continue without them."""
-        found = self.check(segments, self.buckets)
+    def explain_damage(
+        self, segments: Sequence[Segment], on_progress: Callable[[], None] = lambda: None
+    ) -> str:
+        """Which rows of a state are lost, and how to continue without them. `on_progress`: as for `check`."""
+        found = self.check(segments, self.buckets, on_progress)
         if not found:
             return "no damage was found a moment later; restore again"
         named = ", ".join(

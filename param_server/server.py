@@ -613,14 +613,15 @@ class Shard:
                 else:
                     reload(self.tables, self.segments, state, self._advance)
             except CheckpointError:
-                damaged = {part.split("/")[0] for part in self.segments.check(state, self.buckets)}
+                found = self.segments.check(state, self.buckets, self._advance)
+                damaged = {part.split("/")[0] for part in found}
                 damaged -= {segment.name for segment in absent}
                 if waits or not any(segment.copy and segment.name in damaged for segment in state):
                     raise
                 problems += self._fetch([segment for segment in state if segment.name in damaged])
                 reload(self.tables, self.segments, state, self._advance)
         except CheckpointError as error:
-            text = "; ".join([str(error), *problems, self.segments.explain_damage(state)])
+            text = "; ".join([str(error), *problems, self.segments.explain_damage(state, self._advance)])
             if waits:  # an older manifest would lose the rows of all shards since
                 raise UnavailableError(
                     f"the home of shard {self.identity.index} is empty, but {name} names rows in it: mount "

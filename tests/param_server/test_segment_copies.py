@@ -341,3 +341,29 @@ def test_an_upload_reports_progress() -> None:
     it.store.before_part = lambda name, n: seen.append(it.shard.progress)
     it.shard.write(4)
     assert len(seen) > 2 and seen == sorted(set(seen))
+
+
+def test_a_restore_reports_progress_while_it_looks_for_damage() -> None:
+    it, seen = Committed(), list[int]()
+
+    class Watched(MemoryKeyValueStore):
+        """Notes the shard's progress at each read of a damaged block."""
+
+        def get(self, key: bytes) -> bytes | None:
+            if key in damaged:
+                seen.append(shard.progress)
+            return super().get(key)
+
+    home, damaged = Watched(), frozenset[bytes]()
+    for key in it.home.keys(b""):
+        home.write([(key, it.home.get(key) or b"")])
+    blocks = sorted(home.keys(b"b/"))
+    damaged = frozenset({blocks[0], blocks[-1]})
+    home.write([(key, b"damaged") for key in damaged])
+    for name in it.store.list(manifests.SEGMENTS):
+        it.store.damage(name)
+    shard = make_shard(home, it.store, uploads=True)  # type: ignore[arg-type]
+    with pytest.raises(CheckpointError):
+        shard.restore(2, it.name, it.store_id)
+    assert len(seen) > 3, "damaged blocks are read by the restore and by both searches for damage"
+    assert seen == sorted(set(seen)), "between two of these reads there is progress"
