@@ -423,6 +423,10 @@ def claim_incarnation(
     Raises:
         FencedError: another controller claimed it first; this one must exit.
     """
+    try:
+        store.sweep()  # first: leftovers may fill the disk that the claim needs
+    except UnavailableError as error:
+        log.warning("unfinished files could not be deleted: %s; the next claim tries again", error)
     mine = max(newest_incarnation(store), above) + 1
     past = rollbacks(store)
     if restored_seq is not None:  # it also covers rollbacks to the same commit or a later one
@@ -442,7 +446,6 @@ def claim_incarnation(
         )
     try:
         retire_incarnations(store)
-        store.sweep()
     except UnavailableError as error:
         log.warning("old incarnations could not be deleted: %s; the next claim tries again", error)
     return mine

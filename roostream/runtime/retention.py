@@ -74,7 +74,8 @@ class StoreCleaner:
 
     def clean(self) -> None:
         """Delete all manifests that are not kept, older trainer files and copies of segments that no kept one
-        names, and old incarnations. After an interruption the next call continues.
+        names, old incarnations, and files that killed writers left unfinished. After an interruption the next
+        call continues.
 
         The files of a damaged manifest stay as long as its name is kept, because a backup may repair it.
         """
@@ -97,6 +98,7 @@ class StoreCleaner:
             if name not in needed and max(damaged, default=0) < manifests.segment_copy_seq(name) < last:
                 store.delete(name)
         manifests.retire_incarnations(store)
+        store.sweep()
 
     def _tiers(self, numbers: Sequence[int]) -> dict[int, str]:
         names = map(manifests.manifest_name, numbers)

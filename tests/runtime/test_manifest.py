@@ -232,9 +232,7 @@ def test_incarnations_go_up_and_one_of_two_racing_controllers_exits(tmp_path: Pa
     store = FileStore(tmp_path)
     assert [manifests.claim_incarnation(store, 0) for _ in range(3)] == [1, 2, 3]
 
-    left = tmp_path / "incarnations" / ".roostream-unfinished.left"
-    left.write_bytes(b"half")
-    os.utime(left, (0, 0))
+    leave_unfinished(tmp_path / "incarnations")
     assert manifests.claim_incarnation(store, 0) == 4
     assert not list(tmp_path.rglob(".*")), "what a killed writer left is swept at the claim"
 
@@ -245,6 +243,36 @@ def test_incarnations_go_up_and_one_of_two_racing_controllers_exits(tmp_path: Pa
 
     with pytest.raises(FencedError, match="incarnation 1 belongs to another controller"):
         manifests.claim_incarnation(Racing(), 0)
+
+
+class FullOfLeftovers(FileStore):
+    """A disk with room for a new file only once no unfinished one is left."""
+
+    def create(self, name: str, data: bytes) -> bool:
+        if list(self.root.rglob(".roostream-unfinished.*")):
+            raise UnavailableError("no space left on the disk")
+        return super().create(name, data)
+
+
+def leave_unfinished(folder: Path) -> Path:
+    folder.mkdir(exist_ok=True)
+    left = folder / ".roostream-unfinished.left"
+    left.write_bytes(b"half")
+    os.utime(left, (0, 0))
+    return left
+
+
+def test_a_claim_makes_room_on_a_disk_that_leftovers_have_filled(tmp_path: Path) -> None:
+    leave_unfinished(tmp_path / "segments")
+    assert manifests.claim_incarnation(FullOfLeftovers(tmp_path), 0) == 1
+
+
+def test_leftovers_of_killed_writers_are_deleted_after_a_commit(tmp_path: Path) -> None:
+    store = FileStore(tmp_path)
+    commit(store, a_manifest(1))
+    left = leave_unfinished(tmp_path / "segments")
+    StoreCleaner(store).clean()
+    assert not left.exists()
 
 
 def test_a_claim_of_a_retired_name_is_lost() -> None:
