@@ -82,13 +82,14 @@ class SnapshotStore:
         self.store = store
 
     def write(self, data: bytes) -> None:
-        """Durable before older snapshots are deleted. Raises UnavailableError (disk full): the older ones
-        stay."""
+        """Durable before older snapshots, and what killed processes left, are deleted. Raises
+        UnavailableError (disk full): the older ones stay."""
         names = self._names()
         number = int(names[-1].rsplit("/", 1)[1]) + 1 if names else 1
         self.store.put(f"snapshots/{number:08d}", data)
         for name in names[: 1 - _KEEP_SNAPSHOTS]:
             self.store.delete(name)
+        self.store.sweep()
 
     def _names(self) -> list[str]:
         """Oldest first. Other files of the directory are left alone."""

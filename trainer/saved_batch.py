@@ -126,6 +126,7 @@ class SavedBatches:
         self.store.put(name, encode(batch))
         for old in self._names()[:-MAX_FILES]:
             self.store.delete(old)
+        self.store.sweep()
         return self.store.path(name)
 
     def newest(self) -> str:

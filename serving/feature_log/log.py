@@ -27,6 +27,8 @@ from serving.feature_log.segment import Cursor, CursorFile, LogSegment
 
 log = logging.getLogger("roostream.serving.log")
 
+_KEEP_DAMAGED = 3  # files that are not segments, kept so that their damage can be examined
+
 
 class LogFullError(UnavailableError):
     """The feature log is full until Kafka accepts records; nothing was appended."""
@@ -232,11 +234,14 @@ def _claim(directory: Path) -> int:
 
 def _open_segments(directory: Path) -> Iterator[LogSegment]:
     """Yield the segments, oldest first. Files that are not segments are renamed, with an error in the log
-    (G5)."""
+    (G5); the newest few of them are kept."""
     for path in sorted(directory.glob("*.seg")):
         segment = LogSegment.open(path)
         if segment is None:
-            log.error("feature log: %s has no valid header; renamed to %s.damaged", path, path.name)
-            path.rename(path.with_suffix(".damaged"))
+            damaged = path.with_suffix(".damaged")
+            log.error("feature log: %s has no valid header; renamed to %s", path, damaged.name)
+            path.rename(damaged)
         else:
             yield segment
+    for path in sorted(directory.glob("[0-9]" * 8 + ".damaged"))[:-_KEEP_DAMAGED]:
+        path.unlink()

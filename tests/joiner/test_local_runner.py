@@ -3,6 +3,7 @@ read-ahead."""
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -122,10 +123,14 @@ def test_a_stop_writes_a_snapshot_after_which_nothing_is_read_again(tmp_path: Pa
 
 def test_a_damaged_newest_snapshot_is_skipped_for_the_one_before(tmp_path: Path) -> None:
     records = generated.placed(generated.arrivals(5))
+    unfinished = tmp_path / "snapshots" / ".roostream-unfinished.x"  # of a process that was killed
+    unfinished.parent.mkdir()
+    unfinished.write_bytes(b"half")
+    os.utime(unfinished, (0, 0))
     run(pump(records, tmp_path, MemorySink()))
     store = FileStore(tmp_path)
     names = store.list("snapshots")
-    assert len(names) == 2, "older ones are deleted"
+    assert len(names) == 2 == len(list(unfinished.parent.iterdir())), "older ones are deleted"
     store.put(names[-1], store.get(names[-1])[:-3])
     engine = LocalEngine(CONFIG, SCHEMA, SCHEMAS.get)
     assert SnapshotStore(store).restore(engine) == names[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from pathlib import Path
 
 import numpy as np
@@ -81,6 +82,10 @@ def test_a_large_batch_is_saved_partly() -> None:
 def test_a_folder_keeps_the_newest(tmp_path: Path) -> None:
     kept = SavedBatches(tmp_path / "worker")
     assert kept.newest() == ""
+    unfinished = tmp_path / "worker" / "batches" / ".roostream-unfinished.x"  # of a process that was killed
+    unfinished.parent.mkdir(parents=True)
+    unfinished.write_bytes(b"half")
+    os.utime(unfinished, (0, 0))
     for n in range(MAX_FILES + 3):
         path = kept.save(SavedBatch(reason=str(n), time_ms=n))
     assert kept.newest() == str(path) and decode(path.read_bytes(), "x").reason == str(MAX_FILES + 2)

@@ -136,6 +136,15 @@ def test_a_damaged_header_is_set_aside_and_the_rest_goes_on(
     again.close()
 
 
+def test_only_the_newest_damaged_segments_are_kept(tmp_path: Path) -> None:
+    for number in range(1, 9):
+        (tmp_path / f"{number:08d}.seg").write_bytes(b"no header")
+    (tmp_path / "notes.damaged").write_bytes(b"not a segment")
+    FeatureLog.open(tmp_path, **SMALL).close()
+    kept = [f"{number:08d}.damaged" for number in (6, 7, 8)]
+    assert sorted(path.name for path in tmp_path.glob("*.damaged")) == [*kept, "notes.damaged"]
+
+
 def test_damaged_records_within_a_segment_are_counted_and_reported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
