@@ -4,20 +4,24 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from roostream.errors import CheckpointError, ConfigError, SetupError, UnavailableError
 from roostream.runtime import manifest as manifests
-from roostream.runtime.checkpoint_store import open_store
+from roostream.runtime.checkpoint_store import PART_BYTES, open_store
 from roostream.runtime.retention import Retention, StoreCleaner
 from tests.runtime import s3_server
 from tests.runtime.manifest_cases import a_manifest
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +54,37 @@ def test_large_objects_are_complete_or_absent(s3: str) -> None:
     data = bytes(range(256)) * (1 << 16)
     store.put("dense/1", data)
     assert store.create("dense/2", data) and store.get("dense/1") == store.get("dense/2") == data
+
+
+def test_an_upload_that_fails_leaves_no_hidden_parts(s3: str) -> None:
+    store, client = open_store(f"s3://{s3_server.BUCKET}/failed"), boto_client(s3)
+
+    def chunks() -> Iterator[bytes]:
+        for _ in range(5):
+            yield bytes(PART_BYTES)
+        assert client.list_multipart_uploads(Bucket=s3_server.BUCKET)["Uploads"], "parts are there by now"
+        raise CheckpointError("the segment is damaged")
+
+    with pytest.raises(CheckpointError, match="damaged"):
+        store.put_stream("segments/0-1-1", chunks(), 10 * PART_BYTES)
+    assert store.list("segments") == []
+    assert "Uploads" not in client.list_multipart_uploads(Bucket=s3_server.BUCKET)
+
+
+def test_the_life_cycle_rule_ends_unfinished_uploads_and_deletes_no_object(s3: str) -> None:
+    configuration = json.loads((ROOT / "infra/s3/lifecycle.json").read_text())
+    client = boto_client(s3)
+    client.put_bucket_lifecycle_configuration(Bucket=s3_server.BUCKET, LifecycleConfiguration=configuration)
+    (rule,) = client.get_bucket_lifecycle_configuration(Bucket=s3_server.BUCKET)["Rules"]
+    assert rule.pop("AbortIncompleteMultipartUpload") == {"DaysAfterInitiation": 1}
+    assert rule.keys() == {"ID", "Status", "Filter"} and rule["Status"] == "Enabled"
+
+
+def boto_client(url: str) -> Any:
+    """A client of the server that knows the calls which the store does not use."""
+    return pytest.importorskip("boto3", reason="boto3, which comes with moto, is not installed").client(
+        "s3", endpoint_url=url
+    )
 
 
 def test_a_claim_of_one_program_does_not_disturb_the_store_check_of_another(s3: str) -> None:
