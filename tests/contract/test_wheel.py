@@ -19,7 +19,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 TOPS = {name.rstrip("*") for name in PROJECT["tool"]["setuptools"]["packages"]["find"]["include"]}
 OUTSIDE = tuple(
-    f"infra/{name}" for name in ("k8s/", "image/", "systemd/", "compose.yaml", "promtool.sh", "setup.sh")
+    f"infra/{name}"
+    for name in ("k8s/", "s3/", "image/", "systemd/", "compose.yaml", "promtool.sh", "setup.sh")
 )
 """Of a deployment, not of a program: taken from a checkout or a release's archive."""
 ENTRY = "from importlib.metadata import distribution as d; d('roostream').entry_points['roostream'].load()()"

@@ -121,3 +121,53 @@ def test_a_store_that_takes_no_uploads_for_a_while_delays_commits_and_rolls_noth
     status = simulation.controller.status()
     assert status["aborts"] >= 4 and status["rollbacks"] == 0
     check(simulation)
+
+
+def trained(*, uploads: bool) -> Simulation:
+    """Everything is trained and committed."""
+    return Simulation(samples.records(NUMBERS), exact=True, real_shards=True, uploads=uploads).run()
+
+
+def restart_shards(simulation: Simulation, rounds: int = 40) -> None:
+    for who in SHARDS:
+        simulation.kill(who)
+    for _ in range(rounds):
+        simulation.round()
+
+
+def test_shards_that_lose_all_disks_without_copies_wait_until_the_disks_are_back() -> None:
+    simulation = trained(uploads=False)
+    disks, objects = list(simulation.disks), dict(simulation.store.objects)
+    simulation.disks[:] = [MemoryKeyValueStore() for _ in disks]
+    restart_shards(simulation)
+    assert not simulation.is_done() and simulation.controller is not None
+    assert "mount its volume" in simulation.controller.status()["reason"]
+    assert {name for name in objects if name.startswith("manifests/")} == set(
+        simulation.store.list("manifests")
+    )
+    simulation.disks[:] = disks
+    restart_shards(simulation)
+    assert simulation.run().bits() == undisturbed()
+
+
+def test_the_commit_before_is_restored_if_a_disk_and_the_copy_that_it_needs_are_lost() -> None:
+    simulation = trained(uploads=True)
+    last = simulation.last
+    simulation.store.delete(last.shards[0]["segments"][-1]["copy"]["name"])
+    simulation.disks[0] = MemoryKeyValueStore()
+    restart_shards(simulation)
+    assert simulation.run().bits() == undisturbed()
+    assert simulation.last.seq > last.seq, "what the damaged commit had is trained and committed again"
+
+
+def test_training_continues_without_a_copy_whose_disk_is_in_order() -> None:
+    simulation = Simulation(samples.records(NUMBERS), exact=True, real_shards=True, uploads=True)
+    while manifests.newest(simulation.store) is None:
+        simulation.round()
+    for name in simulation.last.segment_copies:
+        simulation.store.delete(name)
+    restart_shards(simulation)
+    simulation.run()
+    assert simulation.bits() == undisturbed()
+    assert all(simulation.places[who].process.shard.copies.fetched_bytes == 0 for who in SHARDS)
+    assert simulation.controller is not None and not simulation.controller.coordinator.num_aborts
