@@ -224,7 +224,7 @@ class CopiedSegment(NamedTuple):
 
 
 @contextlib.contextmanager
-def _bucket() -> Iterator[CheckpointStore]:
+def bucket() -> Iterator[CheckpointStore]:
     """A store in a bucket of moto's S3 server, which runs in its own process."""
     with peer_address("benchmarks.common.s3_server") as url, server_environment(url):
         yield open_store(f"s3://{BUCKET}/commit")
@@ -232,7 +232,7 @@ def _bucket() -> Iterator[CheckpointStore]:
 
 @contextlib.contextmanager
 def _copied_segment(rows: int) -> Iterator[CopiedSegment]:
-    with _shard_commits(rows) as commits, _bucket() as store:
+    with _shard_commits(rows) as commits, bucket() as store:
         commits.turn()
         segments = commits.shard.segments
         copies = SegmentCopies(store, 0)
@@ -301,16 +301,16 @@ def same_bytes(rows: int, how: str) -> Iterator[WholeTurn]:
 
 _HERE = "benchmarks.commit"
 _ROWS = (10_000, 100_000, 1_000_000)
-_COPIED_ROWS = 100_000
+_COPIED_ROWS = (100_000, 1_000_000)
 
 
-def _spaced(rows: int) -> str:
+def spaced(rows: int) -> str:
     return f"{rows:,}".replace(",", " ")
 
 
 def _stack(rows: int) -> Row:
     return Row(
-        name=f"a commit of a running stack that holds {_spaced(rows)} rows",
+        name=f"a commit of a running stack that holds {spaced(rows)} rows",
         unit="commits",
         shows="cost",
         subjects=(
@@ -323,7 +323,7 @@ def _stack(rows: int) -> Row:
 
 def _shard_row(rows: int) -> Row:
     return Row(
-        name=f"one shard's part, {_spaced(rows)} rows changed",
+        name=f"one shard's part, {spaced(rows)} rows changed",
         unit="commits",
         shows="cost",
         subjects=(
@@ -335,7 +335,7 @@ def _shard_row(rows: int) -> Row:
 
 def _copy_row(rows: int, what: str, subject: str, how: str) -> Row:
     return Row(
-        name=f"a segment of {_spaced(rows)} rows is {what}",
+        name=f"a segment of {spaced(rows)} rows is {what}",
         unit="MB",
         skipped="" if find_spec("moto") and find_spec("obstore") else "moto or obstore is not installed",
         subjects=(
@@ -350,8 +350,8 @@ BENCHMARK = Benchmark(
     summary="For how long does a commit hold up training, and where does its time go?",
     rows=(
         *map(_shard_row, _ROWS),
-        _copy_row(_COPIED_ROWS, "copied to a bucket", "sent", "put"),
-        _copy_row(_COPIED_ROWS, "fetched into an empty home", "fetched", "get"),
+        *(_copy_row(rows, "copied to a bucket", "sent", "put") for rows in _COPIED_ROWS),
+        *(_copy_row(rows, "fetched into an empty home", "fetched", "get") for rows in _COPIED_ROWS),
         *map(_stack, _ROWS),
     ),
     rounds=1,

@@ -40,6 +40,7 @@ SMALL: dict[str, list[tuple[str, list[Any]]]] = {
         ("same_bytes", [1000, "put"]),
         ("same_bytes", [1000, "get"]),
     ],
+    "restore": [(f, [1000]) for f in ("from_home", "from_store", "from_link", "from_disk")],
     "pipeline": [("steps", [4, 3, 2, 1]), ("dense", [4, 3, 2]), ("sparse", [4, 3])],
     "placement": [
         *((f, [5, 2, 0]) for f in ("planned", "sorted_alone")),
