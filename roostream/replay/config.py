@@ -81,6 +81,11 @@ class ReplayConfig(Settings):
     as_served: bool = setting(
         False, "local: also score every request at its own time, with the weights of that time"
     )
+    streaming_window_ms: int = setting(
+        0,
+        "local: train on a window of this length, then score the next window before it is trained; 0 = off",
+        ge=0,
+    )
     lateness_ms: int = setting(2000, "how far events may be out of order in the joiner", ge=0)
     batch_requests: int = setting(0, "requests in a training batch; 0 = the default of the trainer", ge=0)
     learning_rate: float = setting(
@@ -117,6 +122,8 @@ class ReplayConfig(Settings):
         if self.as_served and self.engine != "local":
             text = "--engine local, the only engine that controls the order of scoring and training"
             raise setting_error("as_served", text, True, "change the engine")
+        if self.streaming_window_ms:
+            self._check_streaming_window()
         if self.freeze_at and self.freeze_weights_at:
             text = "expected freeze_at or freeze_weights_at, got both; freeze_at freezes the weights too"
             raise ConfigError(text)
@@ -136,6 +143,16 @@ class ReplayConfig(Settings):
             raise ConfigError(text)
         if len(set(self.model)) < len(self.model):
             raise ConfigError(f"expected different files for --model, got {', '.join(self.model)}")
+
+    def _check_streaming_window(self) -> None:
+        if self.engine != "local":
+            text = "--engine local, the only engine that controls the order of scoring and training"
+            raise setting_error("streaming_window_ms", text, self.streaming_window_ms, "change the engine")
+        for name in ("as_served", "early_close_ms"):
+            if getattr(self, name):
+                flag = name.removesuffix("_ms").replace("_", "-")
+                text = f"expected --streaming-window or --{flag}, got both; leave one out"
+                raise ConfigError(text)
 
     @property
     def first_model(self) -> str:

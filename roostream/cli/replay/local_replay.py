@@ -16,6 +16,9 @@ late labels:
     impression ──► waits ──► scored before the next step (weights do not change in between)
     sample, corrections ──► labels, corrected until the end
 
+With `streaming_window_ms`, the samples of a window wait until the window is complete. They are then scored
+with the weights of the windows before, and trained (streaming_windows.py).
+
 Letters: n candidates of a request, B of several, T tasks, R requests.
 """
 
@@ -47,6 +50,7 @@ from roostream.cli.replay.outcome import (
 )
 from roostream.cli.replay.prediction_metrics import PredictionMetrics
 from roostream.cli.replay.program_settings import program_settings, with_model_settings
+from roostream.cli.replay.streaming_windows import SampleWindows, StreamingEvaluation, Window
 from roostream.cli.skew.scored_lists import sample_of
 from roostream.errors import ConfigError
 from roostream.models.build import load_model_config
@@ -196,6 +200,11 @@ class _Learner:
             self.loop = TrainLoop(settings, schema, model, wiring)
         except ConfigError as error:
             raise ConfigError(f"{file}: {error}" if file and file not in str(error) else str(error)) from None
+        self.streaming = (
+            StreamingEvaluation(schema, self.decoder, self.loop.scores)
+            if config.streaming_window_ms
+            else None
+        )
 
     def train(self) -> bool:
         """Train as many complete batches as are waiting. Returns whether there was one."""
@@ -203,6 +212,24 @@ class _Learner:
         while len(self.samples) and self.loop.step():
             pass
         return self.loop.num_steps > before
+
+    def evaluate_and_train(self, window: Window) -> None:
+        """Evaluate a window unless nothing is trained yet, then train all of it."""
+        assert self.streaming
+        if trained := self.loop.counts.requests:
+            self.streaming.evaluate(window, trained)
+        for record in window.records:
+            self.samples.put(record)
+        self.train()
+        self.finish()
+
+    def finish(self) -> None:
+        """Train the samples that are left, which are less than a batch."""
+        while self.loop.finish():
+            pass
+
+    def streaming_report(self) -> Report | None:
+        return self.streaming.report() if self.streaming else None
 
     def summary(self) -> TrainingSummary:
         rows: Counter[str] = Counter()
@@ -253,6 +280,8 @@ class _LocalReplay:
             else None
         )
         self.joiner = LocalJoin(config, schema, self.topics)
+        length_ms = config.streaming_window_ms
+        self.windows = SampleWindows(length_ms, config.window_ms) if length_ms else None
         before_chunk = self.served.score if self.served else lambda: None
         folder = FileStore(store / "0")
         self.first = _Learner(config, schema, folder, config.first_model, self, before_chunk)
@@ -271,26 +300,29 @@ class _LocalReplay:
                 break
             if wire.kind_of(record.value) == wire.SAMPLE:
                 sample = self.topics.write(SAMPLES, record.key or NO_KEY, record.value, record.timestamp_ms)
-                self._put([sample])
+                self._put([sample], progress)
             else:
                 placed = self.topics.append(record)
                 if self.served:
                     self.served.add(placed)
-                self._put(self.joiner.process(placed))
+                self._put(self.joiner.process(placed), progress)
             self._train(progress)
-        self._put(self.joiner.end_of_input())
+        self._put(self.joiner.end_of_input(), progress)
+        if self.windows:
+            self._train_windows(self.windows.rest(), progress)
         self._train(progress)
         for learner in self._learners():
-            while learner.loop.finish():
-                progress.update(trained=self.first.loop.counts.requests)
+            learner.finish()
+        self._show(progress)
         for learner, other in self.others:
-            other.training = learner.summary()
+            other.training, other.streaming = learner.summary(), learner.streaming_report()
         return Outcome(
             accounts=self.accounts,
             statistics=self.topics.statistics,
             untrained=self.accounts.untrained_below(self.accounts.sample_ends),
             training=self.first.summary(),
             served=self.served.report(self.measure_from_ms) if self.served else None,
+            streaming=self.first.streaming_report(),
             others=tuple(other for _, other in self.others),
         )
 
@@ -299,16 +331,29 @@ class _LocalReplay:
 
     def _train(self, progress: ReplayProgress) -> None:
         if self.first.train():
-            progress.update(joined=self.accounts.sums().samples, trained=self.first.loop.counts.requests)
+            self._show(progress)
         for learner, _ in self.others:
             learner.train()
 
-    def _put(self, records: Iterable[Record]) -> None:
+    def _put(self, records: Iterable[Record], progress: ReplayProgress) -> None:
         for record in records:
             if self.served:
                 self.served.add(record)
+            if self.windows:
+                if record.topic in self.first.samples.topics:
+                    self._train_windows(self.windows.add(record), progress)
+                continue
             for learner in self._learners():
                 learner.samples.put(record)
+
+    def _train_windows(self, windows: Iterable[Window], progress: ReplayProgress) -> None:
+        for window in windows:
+            for learner in self._learners():
+                learner.evaluate_and_train(window)
+            self._show(progress)
+
+    def _show(self, progress: ReplayProgress) -> None:
+        progress.update(joined=self.accounts.sums().samples, trained=self.first.loop.counts.requests)
 
     def prediction(self, prediction: Prediction) -> None:
         key = prediction.sample_id.to_bytes(8, "little")

@@ -49,6 +49,7 @@ class Outcome:
     untrained: int  # samples before the committed offsets without a prediction; guarantee G2 says 0
     training: TrainingSummary
     served: Report | None = None  # metrics of the scores at request time; None without --as-served
+    streaming: Report | None = None  # metrics by evaluated window; None without --streaming-window
     archived: ArchivedPart | None = None  # the part trained from the archive; None without --archived-until
     others: tuple[OtherModel, ...] = ()  # models of the same pass beside the first
 
@@ -61,6 +62,7 @@ class OtherModel:
     metrics: PredictionMetrics
     paired: PairedRequests
     training: TrainingSummary
+    streaming: Report | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

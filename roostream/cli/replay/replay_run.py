@@ -115,6 +115,7 @@ def build_report(config: ReplayConfig, schema: Schema, outcome: Outcome, source:
         "accounted": (sums.accounted or config.dataset == DATASET) and outcome.untrained == 0,
         "metrics": metrics,
         **({"metrics_as_served": outcome.served} if outcome.served is not None else {}),
+        **({"streaming": outcome.streaming} if outcome.streaming is not None else {}),
         "baselines": baselines,
         "positives": positives,
         "log": profile.report(),
@@ -148,6 +149,7 @@ def _compare_models(
             "metrics": {when: report["metrics"][when] for when in ("overall", "measured")},
             "training": report["training"],
             "verdict": report["verdict"],
+            **({"streaming": outcome.streaming} if outcome.streaming is not None else {}),
         }
     ]
     for other in outcome.others:
@@ -160,6 +162,7 @@ def _compare_models(
                 "training": dataclasses.asdict(other.training),
                 "verdict": other.paired.verdict(config.measure_from_ms).report(),
                 "against_first": against.verdict(config.measure_from_ms).report(),
+                **({"streaming": other.streaming} if other.streaming is not None else {}),
             }
         )
     return found

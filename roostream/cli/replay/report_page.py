@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from roostream.cli.output import Row
+from roostream.cli.output import Row, clock
 from roostream.cli.replay.report_table import join_rows, number
 from roostream.errors import SetupError, printable
 from roostream.replay.report_files import write_atomically
@@ -49,6 +49,7 @@ def page_of(title: str, report: Mapping[str, Any], figures: Mapping[str, str]) -
         "Is the model better than the baselines?": _verdict(report["verdict"]),
         **({"Models of this pass": _models(report["models"])} if "models" in report else {}),
         "Model and baselines": table(("", "requests", *METRIC_NAMES), _metric_rows(report)),
+        **({"Windows, before they were trained": _streaming(report)} if "streaming" in report else {}),
         **figures,
         "What happened to the log": table((), join_rows(report)),
         "Features": table(("feature", "side", "kind", *_FIGURES), features),
@@ -106,6 +107,24 @@ def _models(models: Sequence[Mapping[str, Any]]) -> str:
     )
     head = ("model", "requests", *METRIC_NAMES, "against the baselines", f"against {models[0]['model']}")
     return table(head, rows)
+
+
+_STREAMING = (
+    "Each window was scored with the weights and rows that were trained on the windows before it, and then "
+    "trained. Metrics are of the first label."
+)
+
+
+def _streaming(report: Mapping[str, Any]) -> str:
+    """The metrics of each evaluated window, their mean, and those of all windows together."""
+    streaming = report["streaming"]
+    rows = [
+        (f"window {w['window']} from {clock(w['begin_ms'])}", w["requests"], w) for w in streaming["windows"]
+    ]
+    rows += [("mean of the windows", None, streaming["mean"])]
+    rows += [("all windows together", streaming["overall"]["requests"], streaming["overall"])]
+    cells = ((name, number(n), *(number(m[metric]) for metric in METRIC_NAMES)) for name, n, m in rows)
+    return f"<p>{_STREAMING}</p>{table(('', 'requests', *METRIC_NAMES), cells)}"
 
 
 def _windows(windows: Sequence[Mapping[str, Any]], metric: str, word: str) -> str:

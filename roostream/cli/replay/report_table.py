@@ -107,6 +107,9 @@ def _metrics(report: Mapping[str, Any]) -> Iterator[Row]:
             served = report["metrics_as_served"][name]
             for task, m in served["tasks"].items():
                 yield f"{name} as served: {task}", _values({"requests": served["requests"], **m})
+    for task, m in report["streaming"]["mean"]["tasks"].items() if "streaming" in report else ():
+        windows = report["streaming"]["mean"]["windows"]
+        yield f"mean of {windows} next windows: {task}", _values({**report["streaming"]["overall"], **m})
 
 
 def _verdict(report: Mapping[str, Any]) -> Iterator[Row]:
