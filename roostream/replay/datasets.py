@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol, cast
 
 import numpy as np
 
-from roostream.errors import ConfigError, WireError, nearest
+from roostream.errors import ConfigError, SchemaError, WireError, nearest
 from roostream.replay.events import Event
 from roostream.schema.schema import Schema
 from roostream.schema.settings import Settings
@@ -90,6 +90,11 @@ DATASETS = {
         "A log in the format of the EB-NeRD news dataset (Parquet).",
         "--behaviors behaviors.parquet --history history.parquet --measure-from 2023-05-23 --report out.json",
     ),
+    "yambda": Dataset(
+        "roostream.replay.yambda",
+        "A log in the format of the Yambda music dataset (Parquet).",
+        "--multi-event multi_event.parquet --engine local --streaming-window 1d --report out.json",
+    ),
     "jsonl": Dataset(
         "roostream.replay.jsonl_log",
         "A log of any site with one JSON object per line (docs/bring-your-own-data.md).",
@@ -118,3 +123,17 @@ def load_dataset(name: str) -> DatasetModule:
         text = f"key 'dataset': expected one of {', '.join(DATASETS)}, got {name!r}{nearest(name, DATASETS)}"
         raise ConfigError(text)
     return cast(DatasetModule, importlib.import_module(DATASETS[name].module))
+
+
+def check_offered(schema: Schema, dataset: str, offered: Mapping[str, Collection[str]]) -> None:
+    """Check the features that a schema declares. `offered`: side → the features that the dataset has.
+
+    Raises:
+        SchemaError: a feature is neither online nor offered.
+    """
+    for side, names in offered.items():
+        for feature in getattr(schema, side):
+            if not feature.online and feature.name not in names:
+                known = f"expected an online feature or one of {dataset} ({', '.join(names)})"
+                near = nearest(feature.name, names)
+                raise SchemaError(f"feature {feature.name!r}: {known}, got neither{near}; remove it")

@@ -26,11 +26,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from roostream.errors import ConfigError, SchemaError, nearest
-from roostream.replay.datasets import Clicks, DatasetOptions, EventLog
+from roostream.errors import ConfigError
+from roostream.replay.datasets import Clicks, DatasetOptions, EventLog, check_offered
 from roostream.replay.events import Action, Event, Request, in_time_order
 from roostream.replay.input_files import check_files
-from roostream.replay.parquet_log import parquet_file
+from roostream.replay.parquet_log import parquet_file, read_columns
 from roostream.schema.ids import hash64
 from roostream.schema.schema import Schema
 from roostream.schema.settings import setting
@@ -106,9 +106,9 @@ def events(behaviors: Sequence[str], schema: Schema, window_ms: int) -> Iterator
         type; names file and column.
         SchemaError: the schema declares a feature that is neither online nor in the dataset.
     """
-    _check_offered(schema)
+    check_offered(schema, "EB-NeRD", {"ro": RO_OFFERED, "nro": NRO_OFFERED})
     names = frozenset(f.name for f in (*schema.ro, *schema.nro))
-    table = pa.concat_tables([_read(path, _REQUIRED, _OPTIONAL) for path in behaviors])
+    table = pa.concat_tables([read_columns(path, _REQUIRED, _OPTIONAL) for path in behaviors])
     keys = [("impression_time", "ascending"), ("impression_id", "ascending")]
     order = pc.sort_indices(table, sort_keys=keys)
     return in_time_order(_groups(table, order, names, window_ms))
@@ -118,7 +118,8 @@ def histories(paths: Sequence[str]) -> Clicks:
     """The clicks of the histories, in time order over all users. Raises as `events`."""
     parts: list[list[np.ndarray]] = [[np.zeros(0, dtype=np.int64)] * 3]
     for path in paths:
-        for batch in _read(path, _HISTORY, {}).combine_chunks().to_batches(max_chunksize=1 << 20):
+        table = read_columns(path, _HISTORY, {}, nullable=("article_id_fixed", "impression_time_fixed"))
+        for batch in table.combine_chunks().to_batches(max_chunksize=1 << 20):
             items, times = _rows(batch["article_id_fixed"]), _rows(batch["impression_time_fixed"])
             counts = [len(x) for x in items]
             if counts != [len(x) for x in times]:
@@ -136,14 +137,14 @@ def without_logged_clicks(clicks: Clicks, behaviors: Sequence[str]) -> Clicks:
     """Remove clicks that the log has too: same user and article, not before the log begins. Raises as
     `events`."""
     column = {"impression_time": _REQUIRED["impression_time"]}
-    times = [_read(path, column, {})["impression_time"].cast(pa.int64()) for path in behaviors]
+    times = [read_columns(path, column, {})["impression_time"].cast(pa.int64()) for path in behaviors]
     begins = [first_ms for times_N in times if (first_ms := pc.min(times_N).as_py()) is not None]
     if not begins or not len(clicks.time_ms_N) or clicks.time_ms_N[-1] < min(begins):
         return clicks
     shown: set[tuple[int, int]] = set()
     needed = {name: _REQUIRED[name] for name in ("user_id", "article_ids_clicked")}
     for path in behaviors:
-        for chunk in _read(path, needed, {}).to_batches():
+        for chunk in read_columns(path, needed, {}).to_batches():
             users, clicked = chunk["user_id"].to_pylist(), _rows(chunk["article_ids_clicked"])
             for user, items in zip(users, clicked, strict=True):
                 shown.update((user, item) for item in items.tolist())
@@ -225,42 +226,3 @@ def _rows(column: pa.Array) -> list[np.ndarray]:
     flat, offsets = values.to_numpy(zero_copy_only=False), column.offsets.to_numpy()
     valid = column.is_valid().to_numpy(zero_copy_only=False)
     return [flat[a:b] if ok else flat[:0] for a, b, ok in zip(offsets[:-1], offsets[1:], valid, strict=True)]
-
-
-def _read(path: str, required: dict[str, pa.DataType], optional: dict[str, pa.DataType]) -> pa.Table:
-    """The columns cast to the given types; a missing optional column is all null."""
-    with parquet_file(path) as file:
-        there = file.schema_arrow.names
-        for name in required:
-            if name not in there:
-                text = (
-                    f"{path}: column {name!r} is absent{nearest(name, there)}; expected {', '.join(required)}"
-                )
-                raise ConfigError(text)
-        raw = file.read([name for name in (*required, *optional) if name in there])
-    columns = []
-    for name, kind in (required | optional).items():
-        columns.append(_cast(path, name, raw[name], kind) if name in there else pa.nulls(len(raw), kind))
-    return pa.table(dict(zip(required | optional, columns, strict=True)))
-
-
-def _cast(path: str, name: str, column: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray:
-    """Raises ConfigError: a required column has nulls, or values cannot be cast to `kind`."""
-    if name in _REQUIRED and column.null_count:
-        text = f"{path}: column {name!r}: expected a value in every row, got {column.null_count} nulls"
-        raise ConfigError(text)
-    try:
-        return column.cast(kind, safe=False)
-    except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
-        text = f"{path}: column {name!r}: expected {kind}, got {column.type}; is this the right file?"
-        raise ConfigError(text) from None
-
-
-def _check_offered(schema: Schema) -> None:
-    """Raises SchemaError for a declared feature that is neither online nor among RO_OFFERED / NRO_OFFERED."""
-    for features, names in ((schema.ro, RO_OFFERED), (schema.nro, NRO_OFFERED)):
-        for feature in features:
-            if not feature.online and feature.name not in names:
-                known = f"expected an online feature or one of EB-NeRD ({', '.join(names)})"
-                near = nearest(feature.name, names)
-                raise SchemaError(f"feature {feature.name!r}: {known}, got neither{near}; remove it")

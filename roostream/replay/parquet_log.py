@@ -7,13 +7,13 @@ Messages name a row by its number in the file, from 1.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from roostream.errors import ConfigError
+from roostream.errors import ConfigError, nearest
 from roostream.replay.datasets import EventLog
 from roostream.replay.input_files import open_file
 from roostream.replay.log_lines import LogLineReader
@@ -39,6 +39,47 @@ def parquet_file(path: str) -> Iterator[pq.ParquetFile]:
             text += "check the file"
             raise ConfigError(text) from None
         yield parquet
+
+
+def read_columns(
+    path: str,
+    required: Mapping[str, pa.DataType],
+    optional: Mapping[str, pa.DataType],
+    nullable: Collection[str] = (),
+) -> pa.Table:
+    """The columns, cast to the given types; a missing optional column is all null. `nullable`: the required
+    columns that may have nulls.
+
+    Raises:
+        ConfigError: the file is not Parquet, lacks a required column or has nulls in it, or has a column of
+            another type; names file and column.
+    """
+    with parquet_file(path) as file:
+        there = file.schema_arrow.names
+        for name in required:
+            if name not in there:
+                text = (
+                    f"{path}: column {name!r} is absent{nearest(name, there)}; expected {', '.join(required)}"
+                )
+                raise ConfigError(text)
+        raw = file.read([name for name in (*required, *optional) if name in there])
+    columns = {}
+    for name, kind in {**required, **optional}.items():
+        columns[name] = _cast(path, name, raw[name], kind) if name in there else pa.nulls(len(raw), kind)
+        nulls = columns[name].null_count
+        if nulls and name in required and name not in nullable:
+            text = f"{path}: column {name!r}: expected a value in every row, got {nulls} nulls"
+            raise ConfigError(f"{text}; is this the right file?")
+    return pa.table(columns)
+
+
+def _cast(path: str, name: str, column: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray:
+    """Raises ConfigError: the values cannot be cast to `kind`."""
+    try:
+        return column.cast(kind, safe=False)
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
+        text = f"{path}: column {name!r}: expected {kind}, got {column.type}; is this the right file?"
+        raise ConfigError(text) from None
 
 
 def _read(path: str, reader: LogLineReader) -> LogTable:

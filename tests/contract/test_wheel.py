@@ -114,7 +114,7 @@ def test_programs_find_their_data_files_in_the_wheel(python: Path, tmp_path: Pat
     assert Path(found["root"]).is_relative_to(python.parents[1]), "not of the checkout"
     assert found["build"] == str(python.parents[1] / "share" / "roostream")
     assert found["jars"] > 30 and found["java"] == len(list((ROOT / "joiner" / "java").glob("*.java")))
-    assert found["schemas"] == ["demo", "ebnerd"]
+    assert found["schemas"] == ["demo", "ebnerd", "yambda"]
 
 
 def test_a_log_is_replayed_in_one_process(python: Path, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from roostream.schema.schema_file import load_schema
 from tests.models.model_cases import inputs_of, make_batch
 
 SCHEMAS = sorted((Path(__file__).parents[2] / "roostream" / "replay" / "schemas").glob("*.toml"))
-assert {"demo", "ebnerd"} <= {path.stem for path in SCHEMAS}
+assert {"demo", "ebnerd", "yambda"} <= {path.stem for path in SCHEMAS}
 
 
 @pytest.mark.parametrize("path", SCHEMAS, ids=lambda p: p.stem)

@@ -43,7 +43,7 @@ def test_every_row_names_a_module_with_options_and_open(name: str) -> None:
 
 
 def test_an_unknown_dataset_is_reported_with_the_nearest() -> None:
-    with pytest.raises(ConfigError, match="expected one of ebnerd, jsonl, parquet, csv, got 'ebnrd'"):
+    with pytest.raises(ConfigError, match="expected one of ebnerd, yambda, jsonl, parquet, csv, got 'ebnrd'"):
         load_dataset("ebnrd")
 
 
