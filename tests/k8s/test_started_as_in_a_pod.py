@@ -287,14 +287,14 @@ def _find(program: str, overlay: str) -> tuple[Workload, dict[str, Any]]:
 @pytest.mark.parametrize(
     ("program", "waits_for"),
     [
-        ("shard", "waits for the controller"),
+        ("shard", "(waits|waiting) for the controller"),
         ("controller", "starting|waits for"),
         ("worker", "starting|waits for"),
         ("serving", "starting|waits for|rows|model"),
         ("features", "starting|waits for"),
         ("auditor", "starting|waits for"),
         ("archiver", "starting|waits for"),
-        ("compactor", "^ok"),  # it has no peers
+        ("compactor", "start an archiver, which creates it"),
         ("reader", "starting|waits for"),
         ("joiner", "Flink|starting"),
     ],
@@ -307,10 +307,7 @@ def test_a_pod_without_its_peers_stays_alive_and_stops_on_request(
         alive = running.wait("livez", "ok")
         assert alive == (200, "ok\n"), running.log.read_text()[-2000:]
         status, reason = running.wait("readyz", waits_for)
-        assert status == (200 if waits_for == "^ok" else 503) and re.search(waits_for, reason), (
-            status,
-            reason,
-        )
+        assert status == 503 and re.search(waits_for, reason), (status, reason)
     finally:
         code = running.stop()
     assert code == 0, running.log.read_text()[-2000:]
@@ -325,7 +322,9 @@ def test_a_shard_answers_clients_with_certificate_and_token(tmp_path: Path) -> N
     controller is one, too."""
     running = Running("shard", tmp_path, "prod")
     try:
-        assert running.wait("readyz", "waits for the controller")[0] == 503, running.log.read_text()[-2000:]
+        assert running.wait("readyz", "(waits|waiting) for the controller")[0] == 503, (
+            running.log.read_text()[-2000:]
+        )
         before_end = running.container["lifecycle"]["preStop"]["exec"]["command"][-1].removeprefix(
             "exec roostream "
         )
@@ -336,7 +335,7 @@ def test_a_shard_answers_clients_with_certificate_and_token(tmp_path: Path) -> N
         ]
         assert words[:2] == ["drain", "shard-0"] and words[-2] == "--link"
         words[words.index("--controller") + 1] = running.address
-        assert "expected a call of owners, pull, push" in _asks(words, running)
+        assert "owners, pull, push" in _asks(words, running)
         stranger = _asks(words[:-2], running)
         assert running.address in stranger and "expected" not in stranger, stranger
     finally:
