@@ -54,6 +54,7 @@ def learned(log: str, max_requests: int, run: int) -> Iterator[WholeTurn]:
                 to = f"{WORDS[metric]} to {min(at.last_request, len(records))}"
                 figures[f"model, {to}"] = at.model
                 figures[f"best baseline, {to}"] = best(at.rules.values())
+                figures[f"linear, {to}"] = at.rules["linear"]
                 figures[f"difference, {to}"], figures[f"±, {to}"] = at.difference
         verdict = outcome.statistics.paired.verdict()
         figures |= {
@@ -85,10 +86,11 @@ BENCHMARK = Benchmark(
     rounds=1,
     interpretation="""\
 Each figure "to N" covers the requests from the last checkpoint (100, 300, 1,000, 3,000, 10,000, 30,000) to N,
-or to the end of the log, scored before they are trained: the default model and the best baseline of that
-interval (place, item, recent or linear; trainer/monitoring/baselines.py), the mean of their difference
-request by request, and half of its 95 % interval in one run. The best baseline is chosen afterwards, so small
-differences in its favor are expected even of an equal model. Higher is better for request AUC, lower for NE.
+or to the end of the log, scored before they are trained: the default model, the best baseline of that
+interval (place, item, recent or linear; trainer/monitoring/baselines.py), the baseline linear alone, the mean
+difference of the model to the best baseline, request by request, and half of its 95 % interval in one run.
+The best baseline is chosen afterwards, so small differences in its favor are expected even of an equal model.
+Higher is better for request AUC, lower for NE.
 "behind" is the share of runs with this verdict on the second half. All logs have the schema that
 `roostream init --from` writes. Lists of KuaiRand are ten reactions in a row of a user, those of Criteo twenty
 impressions in a row. A run has its own seed of the model, and of the generated logs.""",
