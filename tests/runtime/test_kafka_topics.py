@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from concurrent.futures import Future
 from typing import Any
 
@@ -74,3 +76,28 @@ def test_a_background_check_ends_with_its_program(monkeypatch: pytest.MonkeyPatc
         clients.wait_for_topics(broker, "", (ROWS,), 8, stop)
     clients.check_topics(broker, "", (ROWS,), 8, stop)
     assert stop.is_set()
+
+
+def test_a_failed_request_keeps_no_client_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client has threads and sockets, and cycles of references are collected rarely."""
+    clients_seen: list[weakref.ref[FakeAdmin]] = []
+
+    class Away(FakeAdmin):
+        def describe_topics(self, topics: Any, **_: Any) -> dict[str, Future[Any]]:
+            failed: Future[Any] = Future()
+            failed.set_exception(KafkaException(KafkaError(clients.TRANSPORT, "away")))
+            return {"p.samples": failed}
+
+    def open_admin(broker: Broker) -> FakeAdmin:
+        client = Away({})
+        clients_seen.append(weakref.ref(client))
+        return client
+
+    monkeypatch.setattr(clients, "admin", open_admin)
+    gc.disable()
+    try:
+        with pytest.raises(UnavailableError, match="away"):
+            clients.topic_ids(Broker("k:1"), "p.", (SAMPLES,))
+        assert [seen() for seen in clients_seen] == [None]
+    finally:
+        gc.enable()

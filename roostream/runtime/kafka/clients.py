@@ -120,6 +120,11 @@ def results_of(futures: Mapping[Any, concurrent.futures.Future[Any]], timeout_s:
     """
     if concurrent.futures.wait(futures.values(), timeout_s).not_done:
         raise KafkaException(KafkaError(_TIMED_OUT, f"no answer within {timeout_s:g} s"))
+    for future in futures.values():
+        if (error := future.exception()) is not None:
+            # A new one: that of the future would refer to this frame and so to the future itself and to the
+            # caller's client, whose threads and sockets would stay until a rare collection of cycles.
+            raise type(error)(*error.args)
     return {key: future.result() for key, future in futures.items()}
 
 
