@@ -58,7 +58,8 @@ def draw(dashboard: dict[str, Any], url: str, seconds: float) -> Figure:
         place = panel["gridPos"]
         left, bottom = place["x"] / COLUMNS, 1 - (place["y"] + place["h"]) / rows
         width, height = place["w"] / COLUMNS, place["h"] / rows
-        inside = (left + 0.03, bottom + 0.22 * height, width - 0.04, 0.62 * height)
+        margin = 0.06 if panel["type"] == "bargauge" else 0.03  # names stand to the left of bars
+        inside = (left + margin, bottom + 0.22 * height, width - margin - 0.01, 0.62 * height)
         axes = figure.add_axes(inside)
         axes.set_title(panel["title"], fontsize=8, fontweight="bold", loc="left")
         is_now = panel["type"] != "timeseries"
