@@ -126,7 +126,7 @@ def from_store(rows: int) -> Iterator[WholeTurn]:
 
 @contextlib.contextmanager
 def from_link(rows: int) -> Iterator[WholeTurn]:
-    """The same requests to the bucket, whose answers are dropped."""
+    """The limit of the link: the requests that a restore sends to the bucket. The answers are dropped."""
     with _shared_rows.open(rows) as committed:
 
         def read() -> None:

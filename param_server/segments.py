@@ -366,7 +366,8 @@ class Segments:
     def explain_damage(
         self, segments: Sequence[Segment], on_progress: Callable[[], None] = lambda: None
     ) -> str:
-        """Which rows of a state are lost, and how to continue without them. `on_progress`: as for `check`."""
+        """Return a text that says which rows of a state are lost and how to continue without them.
+        `on_progress`: as for `check`."""
         found = self.check(segments, self.buckets, on_progress)
         if not found:
             return "no damage was found a moment later; restore again"

@@ -751,7 +751,7 @@ class Shard:
 
 
 class _RestoreBegunError(Exception):
-    """A restore has begun; it settles the round."""
+    """Ends the settling of a publishing round: a restore has begun, which settles the round itself."""
 
 
 MAX_SCAN_ROWS, MAX_SCAN_BYTES = 1 << 20, 64 << 20

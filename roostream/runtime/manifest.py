@@ -213,7 +213,7 @@ class Manifest:
 
 
 class Restorable(NamedTuple):
-    """A manifest that was read and verified."""
+    """A commit that can be restored: its manifest, read and verified."""
 
     manifest: Manifest
     checksum: str  # of the stored body, in its own format
@@ -380,8 +380,8 @@ def newest_incarnation(store: CheckpointStore) -> int:
 
 
 class PastRollback(NamedTuple):
-    """A `checkpoint rollback`. A manifest that was on its way to the store then may arrive at any later time;
-    it stays discarded."""
+    """A `checkpoint rollback` of the past. It discards newer commits for good, also one whose manifest
+    reaches the store only after the rollback."""
 
     seq: int  # the commit that was made the newest
     incarnation: int  # claimed for the rollback
@@ -416,7 +416,7 @@ def claim_incarnation(
 ) -> int:
     """Claim the next incarnation: controllers with older ones are fenced from then on. Unfinished files and
     incarnations that nobody needs are deleted. The incarnation's file stores `wish`, what it was claimed for
-    (`kept_wish`), and past rollbacks.
+    (`newest_purpose`), and past rollbacks.
 
     `restored_seq`: this claim makes that commit the newest. `above`: the incarnation is higher than this one.
 
@@ -458,8 +458,9 @@ def retire_incarnations(store: CheckpointStore) -> None:
         store.delete(name)
 
 
-def kept_wish(store: CheckpointStore) -> dict[str, Any]:
-    """What the newest incarnation was claimed for; {} if its file does not say, as in older versions."""
+def newest_purpose(store: CheckpointStore) -> dict[str, Any]:
+    """The purpose that the newest incarnation was claimed with; {} if its file has none, as those of older
+    versions."""
     newest_one = newest_incarnation(store)
     try:
         body = json.loads(store.get(f"{INCARNATIONS}/{newest_one:08d}")) if newest_one else {}
@@ -492,7 +493,7 @@ def discard_after(store: CheckpointStore, seq: int, *, above: int = 0) -> list[i
             f"expected a commit that is in use, got {kept.name} of incarnation {kept.incarnation}, which was "
             "rolled back; choose another one of `roostream checkpoint list`"
         )
-    claim_incarnation(store, 0, kept_wish(store), restored_seq=seq, above=above)
+    claim_incarnation(store, 0, newest_purpose(store), restored_seq=seq, above=above)
     gone: list[int] = []
     while newer := [number for number in reversed(numbers(store)) if number > seq]:
         for number in newer:  # newest first, so that the remaining manifests never have a gap

@@ -60,11 +60,11 @@ def test_a_manifest_of_format_1_is_of_one_worker_whose_state_lies_in_the_dense_f
 
 def test_the_purpose_of_an_incarnation_is_stored() -> None:
     store = MemoryStore()
-    assert manifests.kept_wish(store) == {}
+    assert manifests.newest_purpose(store) == {}
     manifests.claim_incarnation(store, 0, {"workers": 3})
-    assert manifests.kept_wish(store) == {"workers": 3}
+    assert manifests.newest_purpose(store) == {"workers": 3}
     manifests.claim_incarnation(store, 0)
-    assert manifests.kept_wish(store) == {}
+    assert manifests.newest_purpose(store) == {}
 
 
 def test_the_offsets_of_a_commit_cover_all_workers() -> None:
@@ -292,7 +292,7 @@ def test_incarnations_without_a_commit_do_not_pile_up() -> None:
     for n in range(1, 40):
         assert manifests.claim_incarnation(store, 0, {"workers": n}) == n
     assert len(store.list("incarnations")) == manifests.KEEP_INCARNATIONS
-    assert manifests.kept_wish(store) == {"workers": 39}
+    assert manifests.newest_purpose(store) == {"workers": 39}
 
 
 def test_a_claim_succeeds_where_old_incarnations_cannot_be_deleted() -> None:

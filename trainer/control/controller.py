@@ -454,7 +454,7 @@ class Controller:
     def _stored_plan(self) -> IncarnationPlan:
         """The plan of the incarnation before this controller. Its number of workers counts only if the
         settings are unchanged."""
-        saved = manifests.kept_wish(self.store)
+        saved = manifests.newest_purpose(self.store)
         with contextlib.suppress(CheckpointError, ValueError, AttributeError):  # nothing was counted yet
             self.device_time.add(json.loads(self.store.get(DEVICE_TIME_FILE)))
         plan = self.coordinator.phases.stored_plan(saved, self._initial_range)

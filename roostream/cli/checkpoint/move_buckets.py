@@ -117,7 +117,7 @@ def move(
         raise ConfigError(
             "expected no eviction policy with state, got one, whose state cannot be divided by bucket"
         )
-    incarnation = manifests.claim_incarnation(store, time_ms, manifests.kept_wish(store))  # 2
+    incarnation = manifests.claim_incarnation(store, time_ms, manifests.newest_purpose(store))  # 2
     seq = manifests.next_seq(store)
     shards = {}
     for index in range(after.num_owners):

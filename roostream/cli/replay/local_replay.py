@@ -145,10 +145,10 @@ class SampleQueue:
         assert not any(at.values()) and self._count == 0, "a local replay cannot seek back"
 
     def assign(self, numbers: Collection[int], session: TableInput | None = None) -> None:
-        """Nothing to do: one worker has all partitions."""
+        """Does nothing: one worker has all partitions."""
 
     def bound(self, ends: Progress) -> None:
-        """Nothing to do: everything is read."""
+        """Does nothing: everything is read."""
 
     @property
     def ended(self) -> bool:
@@ -169,7 +169,7 @@ class SampleQueue:
         return 0
 
     def close(self) -> None:
-        """Nothing to do."""
+        """Does nothing: the samples are in memory."""
 
 
 class _Learner:
@@ -256,10 +256,10 @@ class _MetricsOnly:
         self.metrics.add(Record(PREDICTIONS, 0, 0, prediction.time_ms, NO_KEY, prediction.value))
 
     def dead_letter(self, letter: pb.DeadLetter) -> None:
-        """Nothing to do: the training summary counts these requests."""
+        """Does nothing: the training summary counts these requests."""
 
     def flush(self) -> None:
-        """Nothing to do."""
+        """Does nothing: predictions are counted as they come."""
 
 
 class _LocalReplay:
@@ -363,7 +363,7 @@ class _LocalReplay:
         self.topics.write(DEAD_LETTERS, NO_KEY, wire.encode(wire.DEAD_LETTER, letter), 0)
 
     def flush(self) -> None:
-        """Nothing to do: outputs are counted at once."""
+        """Does nothing: each output is counted when it is written."""
 
 
 def _shards(config: ReplayConfig, schema: Schema, store: FileStore) -> list[Shard]:

@@ -81,7 +81,7 @@ class ArchivedPart:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainingSummary:
-    """Figures of the training; None = unknown."""
+    """What a model's training did in a replay; None = unknown."""
 
     steps: int | None = None
     non_finite: int | None = None

@@ -317,7 +317,7 @@ def test_incarnations_continue_above_those_of_the_other_cluster(home: OneShardHo
         )
     _, other = imported(home, tmp_path)
     store = FileStore(other / "store")
-    assert manifests.kept_wish(store) == {}, "what was wanted there is not what is wanted here"
+    assert manifests.newest_purpose(store) == {}, "what was wanted there is not what is wanted here"
     assert manifests.claim_incarnation(store, 0) == newest + 1
 
 

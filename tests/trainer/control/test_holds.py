@@ -261,7 +261,7 @@ def test_a_release_while_the_hold_is_being_written_ends_it() -> None:
     fleet.fatal.clear()
     fleet.it.handle("release", {}, ())
     fleet.to(State.RUNNING)
-    assert fleet.it.status()["holds"] == [] and "hold" not in manifests.kept_wish(fleet.store)
+    assert fleet.it.status()["holds"] == [] and "hold" not in manifests.newest_purpose(fleet.store)
 
 
 def test_device_seconds_are_saved_for_the_next_controller() -> None:
@@ -362,7 +362,7 @@ def test_an_idle_hold_survives_a_restart_of_the_controller(by: str) -> None:
 def test_an_idle_hold_is_dropped_if_nothing_would_end_it() -> None:
     first = HeldFleet(idle=True).held_idle()
     second = HeldFleet(1, first.store).to(State.RUNNING)
-    assert second.it.status()["holds"] == [] and "hold" not in manifests.kept_wish(second.store)
+    assert second.it.status()["holds"] == [] and "hold" not in manifests.newest_purpose(second.store)
 
 
 def test_a_failing_probe_ends_the_idle_hold() -> None:
