@@ -48,7 +48,7 @@ class ModelKind:
     build: Callable[[Schema, Any], Model]  # the second is a `config`
 
 
-ADDED_PARTS = ("first_order", "linear")
+ADDED_PARTS = ("first_order", "linear", "linear_knots")
 """Settings of parts that rankers got later. Manifests of before lack them and mean false."""
 
 
@@ -147,7 +147,7 @@ def custom_model_config(file: TomlFile, folder: Path) -> CustomModelConfig:
 
 def model_config_from_dict(raw: Mapping[str, Any]) -> ModelConfig:
     """The inverse of `dataclasses.asdict`, for manifests; without `kind` it is a ranker, without
-    `first_order` and `linear` one without these parts.
+    the settings in ADDED_PARTS one without these parts.
 
     Raises:
         ConfigError: an unknown key or value, or custom code that this process was not given.

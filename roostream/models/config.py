@@ -94,6 +94,9 @@ class RankerConfig(ModelConfig):
     linear: bool = setting(
         True, "mix in a linear model of the candidate's floats, which learns faster than the network"
     )
+    linear_knots: bool = setting(
+        True, "the linear model bends at two knots of each float, and sees the request's floats too"
+    )
     prior: float = setting(0.1, "probability that an untrained model predicts", gt=0, lt=1)
 
     def __post_init__(self) -> None:
@@ -233,6 +236,9 @@ class DlrmConfig(ModelConfig):
     )
     linear: bool = setting(
         True, "mix in a linear model of the candidate's floats, which learns faster than the network"
+    )
+    linear_knots: bool = setting(
+        True, "the linear model bends at two knots of each float, and sees the request's floats too"
     )
     prior: float = setting(0.1, "probability that an untrained model predicts", gt=0, lt=1)
 

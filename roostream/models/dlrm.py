@@ -32,6 +32,7 @@ from roostream.models.custom.torchrec_bags import (
 )
 from roostream.models.feature_encoders import FloatEncoder
 from roostream.models.inputs import Inputs
+from roostream.models.linear_part import LinearColumns
 from roostream.models.loss import loss, task_objectives
 from roostream.models.model import Model, Targets
 from roostream.models.ranker import FirstOrder, linear_part, rate_rank
@@ -80,7 +81,8 @@ class Dlrm(Model):
         columns = [rate_rank(schema, label.action) for label in schema.labels]
         has_one = config.first_order and any(column is not None for column in columns)
         self.first_order = FirstOrder(columns) if has_one else None
-        self.linear = linear_part(schema, config, columns)
+        self.linear_columns = LinearColumns(schema, config.linear_knots)
+        self.linear = linear_part(schema, config, columns, self.linear_columns.added_width)
 
     def adjust_initial_parameters(self) -> None:
         """Untrained, each task predicts its prior."""
@@ -97,8 +99,7 @@ class Dlrm(Model):
             logits_BT: Tensor = self.dlrm(self.dense_features(inputs), as_kjt(inputs))
         if self.first_order is not None:
             logits_BT = logits_BT + self.first_order(inputs.nro_float_BG)
-        own = self._floats[1]
-        return logits_BT if self.linear is None else self.linear.mixed(logits_BT, own(inputs, {}))
+        return logits_BT if self.linear is None else self.linear.mixed(logits_BT, self.linear_columns(inputs))
 
     def dense_features(self, inputs: Inputs) -> Tensor:
         """[B, G]: floats and presence bits of each candidate's request, then its own."""
@@ -111,7 +112,7 @@ class Dlrm(Model):
         loss_of = functools.partial(loss, targets=targets, tasks=self._tasks, groups=inputs.groups)
         if self.linear is None:
             return loss_of(logits_BT)
-        return self.linear.loss(self._floats[1](inputs, {}), logits_BT, loss_of)
+        return self.linear.loss(self.linear_columns(inputs), logits_BT, loss_of)
 
 
 class MixedBagCollection(EmbeddingBagCollectionInterface):  # type: ignore[misc]

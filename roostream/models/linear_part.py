@@ -1,4 +1,4 @@
-"""A linear model of a candidate's floats beside a network, and the mixture of both.
+"""A linear model of floats beside a network, and the mixture of both.
 
 The network needs thousands of requests to find what a linear model finds in some hundreds, and later finds
 more. Each of them learns from the loss of its own logits, so neither depends on the other. The scores are
@@ -10,7 +10,10 @@ task has its own three numbers, learned from the losses of m and z on requests t
 numbers and the weights of the linear model are trained by online Newton steps
 (trainer/dense_part/newton.py), the network by Adam.
 
-Letters: B candidates, F floats of a candidate and a constant, T tasks.
+The model is linear in columns that `LinearColumns` computes. They contain hinges, so it is piecewise linear
+in each float, as a generalized additive model is.
+
+Letters: B candidates, G columns, F columns and a constant, H hinges, T tasks.
 """
 
 from __future__ import annotations
@@ -19,14 +22,97 @@ import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from roostream.models.feature_encoders import FloatEncoder
+from roostream.models.inputs import Inputs
+from roostream.online.counters import sources_of
+from roostream.schema.counter_plan import declared
+from roostream.schema.schema import Schema
+from roostream.wire.block import Side
+from roostream.wire.transform import output_names
+
 MAX_WIDTH = 256
 """A candidate with more floats gets no linear part, because a step takes the cube of their number."""
+MAX_WIDTH_WITH_KNOTS = 384
+"""With more columns there are none but the candidate's floats."""
+KNOTS = {"rank": (1 / 3, 2 / 3), "share": (0.05, 0.2), "rate": (0.05, 0.2), "standardize": (-1.0, 1.0)}
+OTHER_KNOTS = (1.0, 4.0)
+"""Where the model may bend, by what a float is: the last transform, or a rate of a counter. Others are mostly
+logarithms of counts and times."""
 FIRST_SHARE, MAX_SHARE = 0.5, 0.95
 MIN_SCALE, MAX_SCALE = -0.5, 1.0
 """Bounds of s."""
+
+
+class LinearColumns(nn.Module):
+    """The columns of the linear model, [B, G].
+
+    own      the candidate's floats and presence bits
+    added    hinges of the candidate's floats, the request's floats, hinges of those; only with `knots`
+    """
+
+    def __init__(self, schema: Schema, knots: bool) -> None:
+        super().__init__()
+        self.own = FloatEncoder(schema, "nro")
+        sides: tuple[Side, Side] = ("nro", "ro")
+        candidate, request = (Hinges(knots_of(schema, side)) for side in sides)
+        added = candidate.width + len(output_names(schema, "ro")) + request.width
+        fits = knots and self.own.width + added <= MAX_WIDTH_WITH_KNOTS
+        self.candidate_hinges: Hinges | None = candidate if fits else None
+        self.request_hinges: Hinges | None = request if fits else None
+        self.added_width = added if fits else 0
+
+    def forward(self, inputs: Inputs) -> Tensor:
+        own_BG = self.own(inputs, {})
+        if self.candidate_hinges is None or self.request_hinges is None:
+            return own_BG
+        request_RG = torch.cat([inputs.ro_float_RG, self.request_hinges(inputs.ro_float_RG)], dim=1)
+        request_BG = request_RG.index_select(0, inputs.request_index_B)
+        return torch.cat([own_BG, self.candidate_hinges(inputs.nro_float_BG), request_BG], dim=1)
+
+
+class Hinges(nn.Module):
+    """max(x - k, 0) for each knot k of each column, [B, G] → [B, H]."""
+
+    column_H: Tensor
+    knot_H: Tensor
+
+    def __init__(self, knots: Sequence[Sequence[float]]) -> None:
+        """`knots`: of each column."""
+        super().__init__()
+        pairs = [(column, knot) for column, its in enumerate(knots) for knot in its]
+        self.width, self._num_columns = len(pairs), len(knots)
+        columns, values = [column for column, _ in pairs], [knot for _, knot in pairs]
+        self.register_buffer("column_H", torch.tensor(columns, dtype=torch.int64), persistent=False)
+        self.register_buffer("knot_H", torch.tensor(values, dtype=torch.float32), persistent=False)
+
+    def forward(self, x_BG: Tensor) -> Tensor:
+        return torch.relu(x_BG.index_select(1, self.column_H) - self.knot_H)
+
+    def as_linear(self) -> nn.Linear:
+        """The same before the ReLU, as a layer for the compiled scorer."""
+        layer = nn.Linear(self._num_columns, self.width)
+        with torch.no_grad():
+            nn.init.zeros_(layer.weight)
+            layer.weight[torch.arange(self.width), self.column_H] = 1.0
+            layer.bias.copy_(-self.knot_H)
+        return layer
+
+
+def knots_of(schema: Schema, side: Side) -> list[list[float]]:
+    """For each float of a side after transforms, where the linear model may bend, as models see floats
+    (asinh)."""
+    counters, sources = declared(schema), sources_of(schema, side)
+    kinds = {
+        name: "rate"
+        for name in output_names(schema, side)
+        if (counter := counters.get(sources.get(name, ""))) is not None and counter.aggregation == "rate"
+    } | {t.output: t.op for t in schema.transforms}
+    knots = [KNOTS.get(kinds.get(name, ""), OTHER_KNOTS) for name in output_names(schema, side)]
+    return [np.arcsinh(values).tolist() for values in knots]
 
 
 class LinearPart(nn.Module):
@@ -38,13 +124,15 @@ class LinearPart(nn.Module):
     candidates, with the derivative e of the loss by the candidate's logit, which a Newton step adds to it.
     """
 
-    def __init__(self, width: int, first_weight: Sequence[Sequence[float]]) -> None:
-        """`first_weight`: of each task, those of `width` floats and of the constant, before training."""
+    def __init__(self, width: int, first_weight: Sequence[Sequence[float]], added_width: int = 0) -> None:
+        """`first_weight`: of each task, those of `width` columns and of the constant, before training.
+        `added_width` more columns start with the weight 0. Their weights follow the constant's."""
         super().__init__()
-        num_tasks = len(first_weight)
-        self._first_weight = first_weight
-        self.weight = nn.Parameter(torch.zeros(num_tasks, width + 1))
-        self.curvature = nn.Parameter(torch.zeros(num_tasks, width + 1, width + 1))
+        num_tasks, self._width = len(first_weight), width
+        self._first_weight = [[*weight_F, *[0.0] * added_width] for weight_F in first_weight]
+        total = width + 1 + added_width
+        self.weight = nn.Parameter(torch.zeros(num_tasks, total))
+        self.curvature = nn.Parameter(torch.zeros(num_tasks, total, total))
         self.share = nn.Parameter(torch.zeros(num_tasks, 1))
         self.share_curvature = nn.Parameter(torch.zeros(num_tasks, 1, 1))
         self.calibration = nn.Parameter(torch.zeros(num_tasks, 2))  # s, b
@@ -62,7 +150,8 @@ class LinearPart(nn.Module):
 
     def forward(self, x_BG: Tensor) -> Tensor:
         """The linear model's own logits, [B, T]."""
-        x_BF = torch.cat([x_BG, x_BG.new_ones(len(x_BG), 1)], dim=1)
+        constant_B1 = x_BG.new_ones(len(x_BG), 1)
+        x_BF = torch.cat([x_BG[:, : self._width], constant_B1, x_BG[:, self._width :]], dim=1)
         logits_BT: Tensor = _Linear.apply(x_BF, self.weight, self.curvature)
         return logits_BT
 
@@ -98,13 +187,15 @@ class LinearPart(nn.Module):
         return (1 - share_T) * scale_T
 
     def as_linear(self) -> nn.Linear:
-        """What the part adds to the scores, as a layer for the compiled scorer."""
+        """What the part adds to the scores, as a layer of all columns for the compiled scorer."""
         layer = nn.Linear(self.weight.shape[1] - 1, len(self.weight))
         share_T, scale_T, shift_T = self._mixture()
         with torch.no_grad():
             weight_TF = self.weight * (share_T * scale_T)[:, None]
-            layer.weight.copy_(weight_TF[:, :-1])
-            layer.bias.copy_(weight_TF[:, -1] + shift_T)
+            layer.weight.copy_(
+                torch.cat([weight_TF[:, : self._width], weight_TF[:, self._width + 1 :]], dim=1)
+            )
+            layer.bias.copy_(weight_TF[:, self._width] + shift_T)
         return layer
 
     def _mixture(self) -> tuple[Tensor, Tensor, Tensor]:

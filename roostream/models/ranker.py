@@ -33,7 +33,7 @@ from roostream.models.feature_encoders import (
 from roostream.models.inputs import Inputs
 from roostream.models.interaction_layers import CrossNet, Dhen
 from roostream.models.layers import Mlp
-from roostream.models.linear_part import MAX_WIDTH, LinearPart
+from roostream.models.linear_part import MAX_WIDTH, LinearColumns, LinearPart
 from roostream.models.loss import loss, task_objectives
 from roostream.models.model import Model, Targets
 from roostream.models.sequence.history_encoders import HstuTargetEncoder
@@ -80,7 +80,8 @@ class Ranker(Model):
         columns = [rate_rank(schema, label.action) for label in schema.labels]
         has_one = config.first_order and any(column is not None for column in columns)
         self.first_order = FirstOrder(columns) if has_one else None
-        self.linear = linear_part(schema, config, columns)
+        self.linear_columns = LinearColumns(schema, config.linear_knots)
+        self.linear = linear_part(schema, config, columns, self.linear_columns.added_width)
 
     def forward(self, inputs: Inputs) -> Tensor:
         """→ logits_BT in the order of `schema.tasks`."""
@@ -95,7 +96,7 @@ class Ranker(Model):
         logits_BT = self.heads(self.deep(x_BD))
         if self.first_order is not None:
             logits_BT = logits_BT + self.first_order(own[0])
-        return logits_BT if self.linear is None else self.linear.mixed(logits_BT, own[0])
+        return logits_BT if self.linear is None else self.linear.mixed(logits_BT, self.linear_columns(inputs))
 
     def loss(self, inputs: Inputs, logits_BT: Tensor, targets: Targets) -> Tensor:
         """Multi-task loss (loss.py); pairs within a request's list if a label requires it. With a linear part
@@ -103,8 +104,7 @@ class Ranker(Model):
         loss_of = functools.partial(loss, targets=targets, tasks=self._tasks, groups=inputs.groups)
         if self.linear is None:
             return loss_of(logits_BT)
-        own_BG = self.candidate_parts["floats"](inputs, {})
-        return self.linear.loss(own_BG, logits_BT, loss_of)
+        return self.linear.loss(self.linear_columns(inputs), logits_BT, loss_of)
 
     def request(self, inputs: Inputs, pooled: PooledFeatures) -> list[Tensor]:
         """What the candidates of a request share, [U, D] once for equal requests; mapped by
@@ -154,10 +154,10 @@ class FirstOrder(nn.Module):
 
 
 def linear_part(
-    schema: Schema, config: RankerConfig | DlrmConfig, columns: Sequence[int | None]
+    schema: Schema, config: RankerConfig | DlrmConfig, columns: Sequence[int | None], added_width: int
 ) -> LinearPart | None:
-    """Over the candidate's floats and presence bits; None without floats, or with too many. Untrained, its
-    logits are those of the untrained network. `columns`: for each task that of `rate_rank`."""
+    """None if a candidate has no floats, or too many. Untrained, its logits are those of the untrained
+    network. `columns`: for each task that of `rate_rank`. `added_width`: of `LinearColumns`."""
     width = FloatEncoder(schema, "nro").width
     if not config.linear or not output_names(schema, "nro") or width >= MAX_WIDTH:
         return None
@@ -169,7 +169,7 @@ def linear_part(
             weight_F[column] = _FIRST_SLOPE
             weight_F[-1] -= _FIRST_SLOPE * _MIDDLE
         first_weight.append(weight_F)
-    return LinearPart(width, first_weight)
+    return LinearPart(width, first_weight, added_width)
 
 
 def rate_rank(schema: Schema, action: str) -> int | None:

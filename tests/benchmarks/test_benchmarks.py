@@ -171,7 +171,7 @@ ON_A_STACK: dict[str, list[tuple[str, list[Any]]]] = {
 }
 STARTS_PROGRAMS = {
     *("serving_e2e", "freshness", "serving_request", "serving_overload", "serving_swap"),
-    *("initial_torchrec", "workers", "readers"),
+    *("initial_torchrec", "workers", "readers", "ps_pull_push"),
 }
 COMPARES_ITSELF = {"quality-early"}  # its figures are differences to baselines on the same requests
 NOT_RUN_HERE = {"common.rpc_grpc", "adagrad_torch"}  # an environment of its own; torch's compiler is imported

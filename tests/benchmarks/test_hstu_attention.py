@@ -33,6 +33,7 @@ def _tokens(case: AttentionCase) -> list[int]:
     return [int(case.sequences.tokens_R[r]) for r in case.sequences.groups.request_order]
 
 
+@pytest.mark.slow  # torch compiles for 13 s
 @pytest.mark.filterwarnings("ignore:flex_attention called without:UserWarning")
 def test_flex_attention_has_our_mask_and_biases() -> None:
     """Beside a softmax over the reference's own pairs."""
@@ -70,6 +71,7 @@ for block in (0, 16):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="Triton has no wheel for this platform"

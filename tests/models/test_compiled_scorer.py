@@ -31,6 +31,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "two list attentions of one head": {"list_layers": 2, "list_heads": 1},
     "no first order": {"first_order": False},
     "no linear part": {"linear": False},
+    "a linear part without knots": {"linear_knots": False},
     "no layers": {"request_layers": (), "deep_layers": (), "task_layers": ()},
     "no history attention": {"history_attention": False},
     "few time buckets": {"time_buckets": 3},

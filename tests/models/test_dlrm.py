@@ -152,9 +152,8 @@ def test_the_linear_part_is_mixed_with_the_network_by_its_share(kind: str) -> No
     model, batch = trained_model(schema, CONFIGS[kind]), make_batch(schema, COUNTS, seed=2)
     assert isinstance(model, Dlrm) and model.linear is not None
     both_BT, inputs = score(model, batch), inputs_of(batch)
-    own_BG = torch.cat([inputs.nro_float_BG, inputs.nro_present_BP.float()], dim=1)
     part = model.linear
-    linear_BT, share_T = part(own_BG).detach(), part.share.detach()[:, 0]
+    linear_BT, share_T = part(model.linear_columns(inputs)).detach(), part.share.detach()[:, 0]
     scale_T, shift_T = part.calibration.detach().T
     model.linear = None
     mixture_BT = (1 - share_T) * score(model, batch) + share_T * linear_BT

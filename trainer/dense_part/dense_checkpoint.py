@@ -42,7 +42,8 @@ def restore(
     """Set `model` and `optimizer` to a `snapshot`.
 
     An average that the snapshot lacks starts at the weights; one that is no longer configured is dropped.
-    A snapshot from before a part was added to the model (`_ADDED`) starts it at zero.
+    A snapshot from before a part was added to the model (`_ADDED`) starts it at zero; one from before a part
+    got more columns starts these at zero.
     With another, compatible schema, a weight whose shape changed keeps its initial value.
 
     Raises:
@@ -62,6 +63,7 @@ def restore(
         if n not in tensors and _was_added(n) and n.rpartition(".")[0] not in parts
     }
     tensors = {**tensors, **{name: np.zeros(value.shape, np.float32) for name, value in added.items()}}
+    tensors |= {n: _extended(tensors[n], value) for n, value in wanted if n in tensors and _was_added(n)}
     misfits = {n: value for n, value in wanted if n not in tensors or tensors[n].shape != tuple(value.shape)}
     if misfits and same_schema:
         first, value = next(iter(misfits.items()))
@@ -81,6 +83,17 @@ def _was_added(name: str) -> bool:
     """Whether a tensor belongs to a part that commits of older versions lack (`_ADDED`), of a ranker or of
     the ranker in a cascade."""
     return name.partition(".")[2].removeprefix("ranker.").startswith(_ADDED)
+
+
+def _extended(stored: np.ndarray, value: torch.Tensor) -> np.ndarray:
+    """A tensor of an added part that had fewer columns, extended by zeros, which changes no score. Others are
+    returned as they are."""
+    shape = tuple(value.shape)
+    if stored.ndim != len(shape) or stored.shape == shape or any(map(int.__gt__, stored.shape, shape)):
+        return stored
+    extended = np.zeros(shape, stored.dtype)
+    extended[tuple(slice(0, size) for size in stored.shape)] = stored
+    return extended
 
 
 def _copy(value: torch.Tensor) -> np.ndarray:

@@ -57,8 +57,9 @@ def _step(weight_TF: nn.Parameter, curvature_TFF: nn.Parameter, prior: float, me
         return
     curvature_TFF.mul_(1 - 1 / memory_steps).add_(curvature_TFF.grad)
     prior_FF = prior * torch.eye(weight_TF.shape[1], dtype=torch.float64, device=weight_TF.device)
-    change_TF = torch.linalg.solve(curvature_TFF.double() + prior_FF, weight_TF.grad.double())
-    weight_TF.sub_(change_TF.to(weight_TF.dtype))
+    factor_TFF = torch.linalg.cholesky(curvature_TFF.double() + prior_FF)
+    change_TF1 = torch.cholesky_solve(weight_TF.grad.double()[..., None], factor_TFF)
+    weight_TF.sub_(change_TF1[..., 0].to(weight_TF.dtype))
 
 
 def is_finite(part: LinearPart) -> bool:

@@ -24,6 +24,7 @@ from roostream.models.feature_encoders import (
 )
 from roostream.models.interaction_layers import CrossNet
 from roostream.models.layers import Mlp
+from roostream.models.linear_part import LinearPart
 from roostream.models.ranker import Ranker
 from roostream.schema.schema import Schema
 from roostream.wire.block import Side
@@ -95,12 +96,14 @@ def compile_tape(model: Ranker, schema: Schema) -> Tape | None:
     x = writer.mlp(model.dense, x)
     for block in model.list_attention:
         writer.list_attention(cast(ListAttention, block), x)
-    logits = writer.heads(model, writer.mlp(model.deep, x))
+    x = writer.mlp(model.deep, x)
+    linear = writer.linear_part(model, x0, tower) if model.linear is not None else None
+    logits = writer.heads(model, x)
     if model.first_order is not None:
         layer = model.first_order.as_linear(candidate["floats"].width)
         writer.add_linear(_scaled(layer, _network_factor(model)), x0, tower, logits)
-    if model.linear is not None:
-        writer.add_linear(model.linear.as_linear(), x0, tower, logits)
+    if linear is not None:
+        writer.add(linear, logits)
     return writer.tape()
 
 
@@ -113,6 +116,7 @@ class _Writer:
         self._lists: list[PooledList] = []
         self._sequences: list[SequenceBlock] = []
         self._registers: list[tuple[int, int]] = []
+        self.request_columns = -1  # register of the request's parts, floats first
         self._ops: list[tuple[int, ...]] = []
         self._weights: list[np.ndarray] = []
         self._num_weights = 0
@@ -132,9 +136,9 @@ class _Writer:
         """Register of what the candidates of a request share."""
         if not parts:
             return None
-        register = self._register(REQUESTS, sum(part.width for part in parts.values()))
-        self._write_parts("ro", parts, register, 0)
-        return self.mlp(model.request_tower, register)
+        self.request_columns = self._register(REQUESTS, sum(part.width for part in parts.values()))
+        self._write_parts("ro", parts, self.request_columns, 0)
+        return self.mlp(model.request_tower, self.request_columns)
 
     def candidates(self, tower: int | None, parts: dict[str, FeatureEncoder]) -> int:
         """Register of everything known about a candidate."""
@@ -186,6 +190,34 @@ class _Writer:
         """Add a layer of the candidate's floats to the logits; they are the first of its own columns."""
         own = self._width(tower) if tower is not None else 0
         self._linear(layer, x0, a_column=own, to=ColumnRange(logits), mode=ops.ADDED)
+
+    def linear_part(self, model: Ranker, x0: int, tower: int | None) -> int:
+        """Register of what the linear model adds to the scores."""
+        columns, layer = model.linear_columns, cast(LinearPart, model.linear).as_linear()
+        start, own = self._width(tower) if tower is not None else 0, columns.own.width
+        added = self._linear(_part_of(layer, slice(0, own), with_bias=True), x0, a_column=start)
+        to = ColumnRange(added)
+        if (hinges := columns.candidate_hinges) is not None and hinges.width:
+            bent = self._linear(hinges.as_linear(), x0, a_column=start, mode=ops.RELU)
+            self._linear(_part_of(layer, slice(own, own + hinges.width)), bent, to=to, mode=ops.ADDED)
+            own += hinges.width
+        if (hinges := columns.request_hinges) is not None and hinges.width:
+            floats, width = slice(own, layer.in_features - hinges.width), layer.out_features
+            of_request = self._linear(_part_of(layer, floats), self.request_columns)
+            bent = self._linear(hinges.as_linear(), self.request_columns, mode=ops.RELU)
+            of_hinges = _part_of(layer, slice(floats.stop, layer.in_features))
+            self._linear(of_hinges, bent, to=ColumnRange(of_request), mode=ops.ADDED)
+            of_candidates = self._register(CANDIDATES, width)
+            self._op(ops.BROADCAST, ColumnRange(of_request), ColumnRange(of_candidates), width, width)
+            self.add(of_candidates, added)
+        return added
+
+    def add(self, x: int, to: int) -> None:
+        """Add a register to one of equal shape."""
+        same = nn.Linear(self._width(x), self._width(x), bias=False)
+        with torch.no_grad():
+            nn.init.eye_(same.weight)
+        self._linear(same, x, to=ColumnRange(to), mode=ops.ADDED)
 
     def _write_parts(self, side: Side, parts: dict[str, FeatureEncoder], register: int, column: int) -> None:
         """Parts side by side from `column` on. Histories are queried by the candidate's embeddings, which
@@ -277,6 +309,15 @@ class _Writer:
         mode: int = 0,
     ) -> None:
         self._ops.append((op, *a, *b, *to, width_in, width_out, weight, mode))
+
+
+def _part_of(layer: nn.Linear, columns: slice, *, with_bias: bool = False) -> nn.Linear:
+    """The layer of some of its columns."""
+    part = nn.Linear(columns.stop - columns.start, layer.out_features)
+    with torch.no_grad():
+        part.weight.copy_(layer.weight[:, columns])
+        part.bias.copy_(layer.bias if with_bias else torch.zeros_like(layer.bias))
+    return part
 
 
 def _network_factor(model: Ranker) -> Tensor:

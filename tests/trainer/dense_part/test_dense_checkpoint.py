@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 
 import numpy as np
@@ -10,7 +11,11 @@ import torch
 from torch import nn
 
 from roostream.errors import CheckpointError
+from roostream.models.build import build_model
+from roostream.models.ranker import Ranker
 from roostream.runtime import tensor_file
+from tests.models.model_cases import inputs_of, make_batch, make_schema
+from tests.models.model_checks import SMALL, trained_model
 from trainer.dense_part import dense_checkpoint
 from trainer.dense_part.adam import DenseAdam
 
@@ -94,6 +99,22 @@ def test_a_commit_from_before_a_part_continues_with_it_at_zero(part: str) -> Non
     assert other.get_parameter(f"{part}.weight").item() == 0.0
     after = dense_checkpoint.snapshot(other, others)
     assert all(after[name].tobytes() == value.tobytes() for name, value in before.items())
+
+
+def test_a_commit_from_before_a_linear_part_had_knots_continues_with_the_same_scores() -> None:
+    schema = make_schema("everything")
+    before = trained_model(schema, dataclasses.replace(SMALL, linear_knots=False))
+    after = build_model(schema, SMALL, seed=1)
+    assert isinstance(before, Ranker) and isinstance(after, Ranker) and after.linear_columns.added_width
+    first, second = (
+        DenseAdam(model.named_parameters(), learning_rate=0.1, linear=[model.linear])
+        for model in (before, after)
+        if model.linear is not None
+    )
+    tensors = dense_checkpoint.snapshot(before, first)
+    dense_checkpoint.restore(tensors, after, second, same_schema=True)
+    inputs = inputs_of(make_batch(schema, [3, 1]))
+    torch.testing.assert_close(after(inputs), before(inputs), rtol=0, atol=1e-6)
 
 
 def test_a_commit_with_a_piece_of_a_part_is_rejected() -> None:

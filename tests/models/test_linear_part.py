@@ -1,0 +1,91 @@
+"""The linear model sees floats, hinges of them, and the request's floats, so it can bend."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import pytest
+import torch
+
+from roostream.models.build import build_model
+from roostream.models.config import RankerConfig
+from roostream.models.linear_part import KNOTS, OTHER_KNOTS, Hinges, LinearColumns, LinearPart
+from roostream.models.loss import loss
+from roostream.models.model import Targets
+from roostream.models.ranker import Ranker
+from roostream.schema.schema_file import schema_from_dict
+from tests.models.model_cases import LABELS, inputs_of, make_batch
+from trainer.dense_part import newton
+from trainer.dense_part.adam import DenseAdam
+
+SCHEMA = schema_from_dict(
+    {
+        "ro": [{"name": "hour"}],
+        "nro": [{"name": "price"}, {"online": "ctr_24h"}],
+        "label": LABELS,
+        "transform": [
+            {"input": "ctr_24h", "op": "rank"},
+            {"input": "price", "op": "log1p"},
+            {"input": "hour", "op": "standardize", "mean": 12.0, "std": 7.0},
+        ],
+    }
+)
+"""Candidates have price, ctr_24h and ctr_24h_rank."""
+
+
+def test_columns_are_floats_their_hinges_and_those_of_the_request() -> None:
+    inputs = inputs_of(make_batch(SCHEMA, [2, 3], seed=4))
+    own_BG, ro_RG = inputs.nro_float_BG.numpy(), inputs.ro_float_RG.numpy()
+    assert own_BG.shape == (5, 3) and ro_RG.shape == (2, 1)
+    knots = np.arcsinh([OTHER_KNOTS, KNOTS["rate"], KNOTS["rank"]])
+    hinges_BH = np.maximum(own_BG[:, :, None] - knots, 0).reshape(5, 6)
+    of_request_RG = np.c_[ro_RG, np.maximum(ro_RG - np.arcsinh(KNOTS["standardize"]), 0)]
+    expected = np.c_[own_BG, inputs.nro_present_BP.numpy(), hinges_BH, of_request_RG[[0, 0, 1, 1, 1]]]
+    columns = LinearColumns(SCHEMA, knots=True)
+    np.testing.assert_allclose(columns(inputs).numpy(), expected, rtol=0, atol=1e-6)
+    assert columns.own.width + columns.added_width == expected.shape[1]
+
+
+def test_without_knots_the_columns_are_the_candidates_floats() -> None:
+    inputs = inputs_of(make_batch(SCHEMA, [2, 3], seed=4))
+    columns = LinearColumns(SCHEMA, knots=False)
+    assert columns(inputs).shape == (5, columns.own.width) and columns.added_width == 0
+
+
+@pytest.mark.parametrize(
+    ("floats", "has_knots", "has_part"), [(60, True, True), (120, False, True), (256, False, False)]
+)
+def test_many_floats_get_no_knots_and_very_many_no_linear_part(
+    floats: int, has_knots: bool, has_part: bool
+) -> None:
+    schema = schema_from_dict({"nro": [{"name": f"f{n}"} for n in range(floats)], "label": LABELS})
+    model = build_model(schema, RankerConfig(), seed=0)
+    assert isinstance(model, Ranker) and (model.linear is not None) == has_part
+    assert bool(model.linear_columns.added_width) == has_knots
+    assert model(inputs_of(make_batch(schema, [3]))).isfinite().all()
+
+
+@pytest.mark.parametrize("bends", [True, False])
+def test_a_rule_that_no_line_follows_is_found_with_knots(bends: bool) -> None:
+    """Clicks are likely in the middle of a float's range."""
+    hinges = Hinges([[-1.0, 1.0] if bends else []])
+    part = LinearPart(1, [[0.0, 0.0]], added_width=hinges.width)
+    with torch.no_grad():
+        part.adjust_initial_parameters()
+    optimizer = DenseAdam(part.named_parameters(), learning_rate=0.1, linear=[part])
+    rng = np.random.default_rng(0)
+    for _ in range(60):
+        optimizer.zero_grad()
+        drawn_B1 = rng.uniform(-3, 3, (50, 1))
+        is_click_B1 = rng.random((50, 1)) < np.where(np.abs(drawn_B1) < 1, 0.9, 0.1)
+        x_B1, label_BT = (torch.tensor(each, dtype=torch.float32) for each in (drawn_B1, is_click_B1))
+        x_BG = torch.cat([x_B1, hinges(x_B1)], dim=1)
+        targets = Targets(label_BT=label_BT, weight_BT=torch.ones_like(label_BT))
+        loss_of = functools.partial(loss, targets=targets)
+        part.loss(x_BG, part.mixed(torch.zeros(50, 1), x_BG), loss_of).backward()  # type: ignore[no-untyped-call]
+        newton.scale_gradients(part, torch.tensor([50.0]))
+        assert optimizer.step()
+    x_31 = torch.tensor([[-2.5], [0.0], [2.5]])
+    low, middle, high = torch.sigmoid(part(torch.cat([x_31, hinges(x_31)], dim=1)))[:, 0].tolist()
+    assert (middle > 0.6 and low < 0.4 and high < 0.4) == bends
