@@ -1,7 +1,10 @@
-"""From which request on is the default model at least as good as counting?
+"""From which request on is the default model at least as good as counting, and as boosted trees?
 
 Replays the first requests of several logs in one pass, each request scored before it is trained, and compares
-the default model with the baselines of a replay on the same requests.
+the default model with the baselines of a replay on the same requests, and with trees (LightGBM) on the same
+floats that are fitted again whenever the log has grown by a quarter.
+
+Letters: B candidates, R requests.
 """
 
 from __future__ import annotations
@@ -9,23 +12,31 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
+import subprocess
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import ClassVar
 
+import numpy as np
 from rich.console import Console
 
-from benchmarks.common import first_logs
+from benchmarks.common import boosted_trees, first_logs
 from benchmarks.common.dataset_paths import absent
 from benchmarks.common.first_logs import LOGS, samples
 from benchmarks.harness.benchmark import RUN, Benchmark, Row, Subject, TurnResult, WholeTurn
+from benchmarks.harness.subject_process import interpreter_for
 from roostream.cli.replay.local_replay import replay_in_process
 from roostream.cli.replay.outcome import ReplayProgress
 from roostream.replay.config import ReplayConfig
 from roostream.replay.datasets import DatasetOptions
 from roostream.runtime.program import Stop
-from trainer.monitoring.verdict import METRICS, WORDS
+from roostream.schema.schema import Schema
+from roostream.wire.decode import Decoder
+from roostream.wire.records import Record
+from roostream.wire.transform import apply_transforms
+from trainer.monitoring.verdict import METRICS, WORDS, PairedRequests, request_scores
 
 EDGES = (0, 100, 300, 1_000, 3_000, 10_000, 30_000)
 _MAX_REQUESTS = 30_000
@@ -37,8 +48,9 @@ class _Options(DatasetOptions):
 
 
 @contextlib.contextmanager
-def learned(log: str, max_requests: int, run: int) -> Iterator[WholeTurn]:
-    """Units are requests. `run` is the seed of the model, and of a generated log."""
+def learned(log: str, max_requests: int, run: int, with_trees: bool = True) -> Iterator[WholeTurn]:
+    """Units are requests, and their cost is that of the replay. `run` is the seed of the model, and of a
+    generated log."""
     schema, records = samples(log, max_requests, run)
     config = ReplayConfig(dataset="jsonl", options=_Options(), engine="local", seed=run)
 
@@ -56,6 +68,13 @@ def learned(log: str, max_requests: int, run: int) -> Iterator[WholeTurn]:
                 figures[f"best baseline, {to}"] = best(at.rules.values())
                 figures[f"linear, {to}"] = at.rules["linear"]
                 figures[f"difference, {to}"], figures[f"±, {to}"] = at.difference
+        if with_trees:
+            paired = outcome.statistics.paired.against(scored_by_trees(schema, records), "trees")
+            for metric in METRICS:
+                for at in paired.between(EDGES, metric):
+                    to = f"{WORDS[metric]} to {min(at.last_request, len(records))}"
+                    figures[f"trees, {to}"] = at.rules["trees"]
+                    figures[f"difference to trees, {to}"], figures[f"± to trees, {to}"] = at.difference
         verdict = outcome.statistics.paired.verdict()
         figures |= {
             f"behind in {WORDS[c.metric]}, second half": float(c.state == "behind")
@@ -66,9 +85,45 @@ def learned(log: str, max_requests: int, run: int) -> Iterator[WholeTurn]:
     yield WholeTurn(turn)
 
 
+def scored_by_trees(schema: Schema, records: Sequence[Record]) -> PairedRequests:
+    """The scores that boosted trees gave each request before they learned it. Their floats are those of
+    candidate and request after the transforms, and the length of the list.
+
+    Raises:
+        PeerUnavailable: LightGBM can't be installed.
+    """
+    batch, _ = Decoder(schema, {schema.fingerprint: schema}.get).decode(records)
+    of_request_RG, x_BG = apply_transforms(batch)
+    floats = [
+        x_BG,
+        of_request_RG[batch.request_index_B],
+        batch.num_candidates_R[batch.request_index_B][:, None],
+    ]
+    click_B = batch.label_BT[:, 0] > 0
+    with tempfile.TemporaryDirectory() as folder:
+        given, got = Path(folder) / "given.npz", Path(folder) / "got.npz"
+        x_BF = np.concatenate(floats, axis=1).astype(np.float32)
+        np.savez(given, x_BF=x_BF, click_B=click_B, num_candidates_R=batch.num_candidates_R)
+        python = interpreter_for("lightgbm").python
+        subprocess.run([python, boosted_trees.__file__, str(given), str(got)], check=True)
+        with np.load(got) as found:
+            score_B = found["probability_B"]
+    requests = batch.num_requests
+    paired = PairedRequests(())
+    paired.add_model(
+        batch.sample_id_R.view(np.uint64).tolist(),
+        request_scores(score_B, click_B, batch.request_index_B, requests),
+        place_R=np.arange(requests),
+        time_ms_R=batch.time_ms_R,
+        candidates_R=batch.num_candidates_R,
+        positives_R=np.bincount(batch.request_index_B, click_B, requests),
+    )
+    return paired
+
+
 BENCHMARK = Benchmark(
     name="quality-early",
-    summary="From which request on is the default model at least as good as counting?",
+    summary="From which request on is the default model at least as good as counting, and as boosted trees?",
     rows=tuple(
         Row(
             name=f"up to {_MAX_REQUESTS:,} requests of {name}, a seed a run",
@@ -91,6 +146,9 @@ interval (place, item, recent or linear; trainer/monitoring/baselines.py), the b
 difference of the model to the best baseline, request by request, and half of its 95 % interval in one run.
 The best baseline is chosen afterwards, so small differences in its favor are expected even of an equal model.
 Higher is better for request AUC, lower for NE.
+"trees" are boosted trees (LightGBM, 15 leaves, fitted to all requests so far whenever there are a quarter
+more, the number of trees chosen on the newest 15 %) on the floats that the model sees too, but without ids
+and histories.
 "behind" is the share of runs with this verdict on the second half. All logs have the schema that
 `roostream init --from` writes. Lists of KuaiRand are ten reactions in a row of a user, those of Criteo twenty
 impressions in a row. A run has its own seed of the model, and of the generated logs.""",

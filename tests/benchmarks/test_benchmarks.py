@@ -64,7 +64,7 @@ SMALL: dict[str, list[tuple[str, list[Any]]]] = {
         ("small", [True]),
     ],
     "common.rpc_socket": [("send", [4096]), ("receive", [4096]), ("small", [])],
-    "quality_early": [("learned", [log, 30, 0]) for log in ("shop", "news")],
+    "quality_early": [("learned", [log, 30, 0, False]) for log in ("shop", "news")],
     "selection": [("rotations", [{}, 0, 1, 200, {"normalize_rows": True}])],
     "serving_request": [
         ("endpoint", [3]),
