@@ -1,8 +1,7 @@
-"""From which request on is the default model at least as good as counting, and as boosted trees?
+"""From which request on is the default model at least as good as counting?
 
 Replays the first requests of several logs in one pass, each request scored before it is trained, and compares
-the default model with the baselines of a replay on the same requests, and with trees (LightGBM) on the same
-floats that are fitted again whenever the log has grown by a quarter.
+the default model with the baselines of a replay on the same requests. quality_trees.py adds boosted trees.
 
 Letters: B candidates, R requests.
 """
@@ -48,7 +47,7 @@ class _Options(DatasetOptions):
 
 
 @contextlib.contextmanager
-def learned(log: str, max_requests: int, run: int, with_trees: bool = True) -> Iterator[WholeTurn]:
+def learned(log: str, max_requests: int, run: int, with_trees: bool = False) -> Iterator[WholeTurn]:
     """Units are requests, and their cost is that of the replay. `run` is the seed of the model, and of a
     generated log."""
     schema, records = samples(log, max_requests, run)
@@ -123,7 +122,7 @@ def scored_by_trees(schema: Schema, records: Sequence[Record]) -> PairedRequests
 
 BENCHMARK = Benchmark(
     name="quality-early",
-    summary="From which request on is the default model at least as good as counting, and as boosted trees?",
+    summary="From which request on is the default model at least as good as counting?",
     rows=tuple(
         Row(
             name=f"up to {_MAX_REQUESTS:,} requests of {name}, a seed a run",
@@ -146,9 +145,6 @@ interval (place, item, recent or linear; trainer/monitoring/baselines.py), the b
 difference of the model to the best baseline, request by request, and half of its 95 % interval in one run.
 The best baseline is chosen afterwards, so small differences in its favor are expected even of an equal model.
 Higher is better for request AUC, lower for NE.
-"trees" are boosted trees (LightGBM, 15 leaves, fitted to all requests so far whenever there are a quarter
-more, the number of trees chosen on the newest 15 %) on the floats that the model sees too, but without ids
-and histories.
 "behind" is the share of runs with this verdict on the second half. All logs have the schema that
 `roostream init --from` writes. Lists of KuaiRand are ten reactions in a row of a user, those of Criteo twenty
 impressions in a row. A run has its own seed of the model, and of the generated logs.""",

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-FIRST_FIT, GROWTH = 50, 1.25  # requests; each fit has this many times those of the fit before
+FIRST_FIT, GROWTH = 50, 1.5  # requests; each fit has this many times those of the fit before
 FIT_SHARE, PATIENCE, MAX_ROUNDS = 0.85, 20, 400  # the newest requests choose the number of trees
 PRIOR = 0.1
 

@@ -1,6 +1,6 @@
 """TorchRec's DLRM, unchanged: its embedding collection reads rows that live on the parameter servers.
 
-Beside it a linear model of the candidate's numbers, which learns faster, as in the default model.
+Beside it a linear model of the numbers, which learns faster, as in the default model.
 """
 
 import functools
@@ -14,7 +14,7 @@ from torchrec.models.dlrm import DLRM
 from roostream.models.config import CustomModelConfig
 from roostream.models.custom.torchrec_bags import RemoteEmbeddingBagCollection, as_kjt, rows_of
 from roostream.models.inputs import Inputs
-from roostream.models.linear_part import LinearPart
+from roostream.models.linear_part import LinearColumns, LinearPart
 from roostream.models.loss import loss
 from roostream.models.model import Model, Targets
 from roostream.schema.schema import Schema
@@ -40,8 +40,10 @@ class ShopDlrm(Model):
         )
         priors = [label.prior or 0.1 for label in schema.labels]
         self.prior_logits = [math.log(prior / (1 - prior)) for prior in priors]
-        width = len(output_names(schema, "nro"))
-        self.linear = LinearPart(width, [[0.0] * width + [logit] for logit in self.prior_logits])
+        self.columns = LinearColumns(schema, knots=True)
+        width = self.columns.own.width
+        first_weight = [[0.0] * width + [logit] for logit in self.prior_logits]
+        self.linear = LinearPart(width, first_weight, self.columns.added_width)
 
     def adjust_initial_parameters(self) -> None:
         self.dlrm.over_arch.model[-1].bias.copy_(torch.tensor(self.prior_logits))
@@ -50,10 +52,10 @@ class ShopDlrm(Model):
         dense_BG = torch.cat([inputs.ro_float_RG[inputs.request_index_B], inputs.nro_float_BG], dim=1)
         with rows_of(inputs):
             logits_BT = self.dlrm(dense_features=dense_BG, sparse_features=as_kjt(inputs))
-        return self.linear.mixed(logits_BT, inputs.nro_float_BG)
+        return self.linear.mixed(logits_BT, self.columns(inputs))
 
     def loss(self, inputs: Inputs, logits_BT: Tensor, targets: Targets) -> Tensor:
-        return self.linear.loss(inputs.nro_float_BG, logits_BT, functools.partial(loss, targets=targets))
+        return self.linear.loss(self.columns(inputs), logits_BT, functools.partial(loss, targets=targets))
 
 
 def build(schema: Schema, config: CustomModelConfig) -> Model:

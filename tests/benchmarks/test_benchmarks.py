@@ -64,7 +64,7 @@ SMALL: dict[str, list[tuple[str, list[Any]]]] = {
         ("small", [True]),
     ],
     "common.rpc_socket": [("send", [4096]), ("receive", [4096]), ("small", [])],
-    "quality_early": [("learned", [log, 30, 0, False]) for log in ("shop", "news")],
+    "quality_early": [("learned", [log, 30, 0]) for log in ("shop", "news")],
     "selection": [("rotations", [{}, 0, 1, 200, {"normalize_rows": True}])],
     "serving_request": [
         ("endpoint", [3]),
@@ -173,7 +173,7 @@ STARTS_PROGRAMS = {
     *("serving_e2e", "freshness", "serving_request", "serving_overload", "serving_swap"),
     *("initial_torchrec", "workers", "readers", "ps_pull_push"),
 }
-COMPARES_ITSELF = {"quality-early"}  # its figures are differences to baselines on the same requests
+COMPARES_ITSELF = {"quality-early", "quality-trees"}  # its figures are differences to baselines on the same requests
 NOT_RUN_HERE = {"common.rpc_grpc", "adagrad_torch"}  # an environment of its own; torch's compiler is imported
 
 
