@@ -31,8 +31,8 @@ BENCHMARK = Benchmark(
     rounds=1,
     interpretation="""\
 As in quality-early, with boosted trees (LightGBM, 15 leaves, rate 0.05). They are fitted to all requests so
-far whenever there are half as many more, and the newest 15 % of these choose the number of trees. They see the
-floats of candidate and request that the model sees too, and the length of the list, but no ids and no
+far whenever there are half as many more, and the newest 15 % of these choose the number of trees. They see
+the floats of candidate and request that the model sees too, and the length of the list, but no ids and no
 histories. "difference to trees" is the mean difference of the model to them, request by request, "± to trees"
 half of its 95 % interval in one run. Higher is better for request AUC, lower for NE. The cost is that of the
 replay alone.""",

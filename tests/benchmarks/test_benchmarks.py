@@ -173,7 +173,7 @@ STARTS_PROGRAMS = {
     *("serving_e2e", "freshness", "serving_request", "serving_overload", "serving_swap"),
     *("initial_torchrec", "workers", "readers", "ps_pull_push"),
 }
-COMPARES_ITSELF = {"quality-early", "quality-trees"}  # its figures are differences to baselines on the same requests
+COMPARES_ITSELF = {"quality-early", "quality-trees"}  # figures are differences on the same requests
 NOT_RUN_HERE = {"common.rpc_grpc", "adagrad_torch"}  # an environment of its own; torch's compiler is imported
 
 
