@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import itertools
+import os
 import re
+import subprocess
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
+from infra.flink_cluster import Cluster, task_manager
+from infra.home import Home
+from infra.jars import find_java
+from infra.options import StackOptions
+from infra.ports import Ports
 from tests.k8s.manifests import build, built, copy_prod, named, of_kind, workloads
 from tests.k8s.network import Place, allows, selects
 
@@ -38,6 +47,7 @@ PORTS = (
     6122,
     6123,
     6124,
+    6125,
     6379,
     6380,
     6443,
@@ -85,7 +95,7 @@ ARROWS = {
     *(("reader", "controller", ROWS), ("worker", "reader", UNITS)),
     *(("controller", watched, METRICS) for watched in WATCHED),
     *(("worker", "worker", port) for port in PORTS),
-    *(("joiner", "joiner", port) for port in (FLINK, 6121, 6122, 6123, 6124)),
+    *(("joiner", "joiner", port) for port in (FLINK, 6121, 6122, 6123, 6124, 6125)),
     *(("joiner-watch", "joiner", FLINK), ("flink-operator", "joiner", FLINK), ("joiner", "outside", 6443)),
     *((program, "kafka", KAFKA) for program in PROGRAMS if program not in WITHOUT_KAFKA),
     *((program, names, DNS) for program in PROGRAMS for names in NAMES),
@@ -117,6 +127,50 @@ def test_only_documented_connections_are_allowed() -> None:
     unnamed = {(a, other.name, port) for a, b, port in ARROWS if b == "outside" for other in OTHERS}
     assert ARROWS - found == set()
     assert found - ARROWS - unnamed == set()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_task_manager_listens_only_on_ports_that_are_named_and_allowed(tmp_path: Path) -> None:
+    """Flink draws the ports that its configuration does not name, and a policy blocks these: the job would
+    run, but the job manager would have no metrics of its tasks."""
+    pods = {p.name: p for p in places("prod")}
+    flink = named(built("prod"), "FlinkDeployment", "roostream-joiner")["spec"]["flinkConfiguration"]
+    named_ports = {
+        k: int(v) for k, v in flink.items() if re.match(r"(taskmanager|metrics\.internal)\..*port$", k)
+    }
+    policies = of_kind(built("prod"), "NetworkPolicy")
+    assert all(allows(policies, pods["joiner"], pods["joiner"], port) for port in named_ports.values())
+    ports, home = Ports(), Home(tmp_path / "home")
+    home.make()
+    instead = {key: ports.draw() for key in named_ports}
+    options = StackOptions(flink={key: str(port) for key, port in instead.items()})
+    cluster = Cluster(home, options, find_java(), ports.draw(), ports.draw())
+    cluster.make()
+    environment = {**os.environ, **cluster.environment()}
+    (program,) = (
+        p
+        for p in cluster.programs(environment, [instead["taskmanager.rpc.port"]])
+        if p.name == task_manager(0)
+    )
+    with program.log.open("wb") as log:
+        process = subprocess.Popen(program.command, stdout=log, stderr=log, env=environment, cwd=tmp_path)
+    try:
+        end_s = time.monotonic() + 600
+        # The last one that it opens.
+        while instead["taskmanager.data.port"] not in (found := _listening(process.pid)):
+            assert process.poll() is None and time.monotonic() < end_s, program.log.read_text()[-2000:]
+            time.sleep(0.2)
+        assert found == set(instead.values())
+    finally:
+        process.kill()
+        process.wait()
+        ports.release()
+
+
+def _listening(pid: int) -> set[int]:
+    connections = psutil.Process(pid).net_connections("tcp")
+    return {c.laddr.port for c in connections if c.status == psutil.CONN_LISTEN}
 
 
 def test_all_programs_may_use_dns() -> None:
