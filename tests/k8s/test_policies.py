@@ -191,6 +191,10 @@ def test_the_controller_s_pod_creates_the_checkpoint_store_first(objects: Object
     settings = {source["configMapRef"]["name"] for source in program["envFrom"] if "configMapRef" in source}
     assert creating["env"][0]["valueFrom"]["configMapKeyRef"]["name"] in settings
     assert [s for s in creating["envFrom"] if s not in program["envFrom"]] == []
+    # The keys of the object store too: a deployment may give each program its own, and no common ones.
+    assert [s for s in program["envFrom"] if "secretRef" in s] == [
+        s for s in creating["envFrom"] if "secretRef" in s
+    ]
     mounts = [m for m in program["volumeMounts"] if m["name"] == "store"]
     assert [m for m in creating["volumeMounts"] if m["name"] == "store"] == mounts
 
