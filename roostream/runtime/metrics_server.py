@@ -14,6 +14,8 @@ from wsgiref.simple_server import WSGIRequestHandler, make_server
 
 from prometheus_client import REGISTRY, CollectorRegistry, make_wsgi_app
 from prometheus_client.exposition import ThreadingWSGIServer
+from prometheus_client.metrics_core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from roostream.errors import SetupError
 from roostream.runtime.deployment import ProgramSettings
@@ -102,8 +104,20 @@ def _own_tls(config: ProgramSettings) -> TlsContext | None:
     return tls
 
 
+class _Readiness(Collector):
+    def __init__(self, health: Health) -> None:
+        self.health = health
+
+    def collect(self) -> Iterable[Metric]:
+        ready = not self.health.unready()
+        yield GaugeMetricFamily("roostream_ready", "1 while the program can do its work", value=ready)
+
+
 def _application(health: Health, registry: CollectorRegistry, pages: Pages) -> WSGIApplication:
-    metrics = make_wsgi_app(registry)
+    exported = CollectorRegistry(auto_describe=False)
+    exported.register(registry)
+    exported.register(_Readiness(health))
+    metrics = make_wsgi_app(exported)
 
     def text(status: str, body: str, start: StartResponse) -> Iterable[bytes]:
         start(status, [("Content-Type", "text/plain; charset=utf-8")])

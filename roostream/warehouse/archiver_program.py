@@ -49,6 +49,7 @@ METRICS = {
     "roostream_archiver_lost_total": MetricSpec("records that retention deleted before they were read"),
     "roostream_archiver_waiting_bytes": MetricSpec("bytes that wait for the next file"),
     "roostream_archiver_behind_records": MetricSpec("records that are not read yet", ("partition",)),
+    "roostream_archiver_archivers": MetricSpec("number of archivers, of which this is one"),
 }
 
 
@@ -139,7 +140,7 @@ def archive(config: ArchiverConfig, stop: Stop) -> None:
         KafkaDeadLetters(config, clock).send,
         clock,
     )
-    collector = MetricsCollector(lambda: metrics_of(archiver), METRICS)
+    collector = MetricsCollector(lambda: metrics_of(archiver, config.num_archivers), METRICS)
     REGISTRY.register(collector)
     waits = Backoff(what=f"the warehouse at {config.warehouse}, or Kafka")
     try:
@@ -173,7 +174,7 @@ def check_has_schemas(store: CheckpointStore, url: str) -> None:
         )
 
 
-def metrics_of(archiver: Archiver) -> dict[str, object]:
+def metrics_of(archiver: Archiver, num_archivers: int) -> dict[str, object]:
     """Full metric name → value."""
     counts = archiver.counts
     lag = {f"{topic}-{number}": behind.records for (topic, number), behind in archiver.reader.lag().items()}
@@ -187,4 +188,5 @@ def metrics_of(archiver: Archiver) -> dict[str, object]:
         "roostream_archiver_lost_total": archiver.reader.num_lost,
         "roostream_archiver_waiting_bytes": archiver.num_buffered_bytes,
         "roostream_archiver_behind_records": lag,
+        "roostream_archiver_archivers": num_archivers,
     }

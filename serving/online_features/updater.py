@@ -105,7 +105,7 @@ def touched(counters: Counters, event: Event) -> Keys:
 
 
 class FeatureMetrics:
-    def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
+    def __init__(self, registry: CollectorRegistry = REGISTRY, num_updaters: int = 1) -> None:
         counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
         self.events = counter("roostream_features_events_total", "events applied", ["topic"])
         self.bad = counter("roostream_features_bad_records_total", "undecodable records")
@@ -118,6 +118,7 @@ class FeatureMetrics:
         self.time = gauge(
             "roostream_features_event_timestamp_seconds", "event time of the newest record applied"
         )
+        gauge("roostream_features_updaters", "number of updaters, of which this is one").set(num_updaters)
 
 
 class FeatureUpdater:
@@ -248,7 +249,9 @@ def features_body(config: FeaturesConfig, stop: threading.Event) -> None:
     try:
         cluster = clients.wait_for_broker(config.broker, stop)
         clients.wait_for_topics(config.broker, config.prefix, EVENTS, config.partitions, stop)
-        updater = FeatureUpdater(schema, store, source, cluster, FeatureMetrics())
+        updater = FeatureUpdater(
+            schema, store, source, cluster, FeatureMetrics(num_updaters=config.num_updaters)
+        )
         backoff = Backoff(what=f"Redis at {config.redis} and Kafka at {config.broker}")
         waits = partial(redis_client.wait_for_redis, connection, config.redis, stop, backoff=backoff)
         follow(updater, stop, backoff, waits, health)

@@ -66,7 +66,7 @@ def exported() -> set[str]:
     )
     assert len(made) == 3
     names = {family.name for registry in registries for family in registry.collect()}
-    names |= {"roostream_freshness_seconds", "roostream_shard_call_seconds"}
+    names |= {"roostream_freshness_seconds", "roostream_shard_call_seconds", "roostream_ready"}
     return names | {name.removesuffix("_total") for table in TABLES for name in table}
 
 
@@ -149,7 +149,7 @@ def test_bounds_of_objectives_are_bounds_of_buckets() -> None:
 def test_an_outage_of_any_program_fires() -> None:
     """Each program that runs in a cluster, Flink and Kafka; by the names that the monitors give to `up`."""
     (rule,) = (rule for rule in alerts() if rule["alert"] == "RoostreamProgramDown")
-    watched = set(re.findall(r'up\{job="roostream-([\w-]+)"\}', rule["expr"]))
+    watched = set(re.findall(r'up:10m\{job="roostream-([\w-]+)"\}', rule["expr"]))
     assert watched == set(re.findall(r'"program", "([\w-]+)"', rule["expr"]))
     optional = {SIMULATE, "reader"}  # readers are idle outside of an initial phase
     programs = {"joiner-watch" if spec.name == "joiner" else spec.name for spec in PROGRAM_SPECS}

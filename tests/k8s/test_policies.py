@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -197,6 +198,23 @@ def test_the_controller_s_pod_creates_the_checkpoint_store_first(objects: Object
     ]
     mounts = [m for m in program["volumeMounts"] if m["name"] == "store"]
     assert [m for m in creating["volumeMounts"] if m["name"] == "store"] == mounts
+
+
+def test_the_memory_of_every_program_is_watched(objects: Objects) -> None:
+    rules = [
+        rule for o in of_kind(objects, "PrometheusRule") for g in o["spec"]["groups"] for rule in g["rules"]
+    ]
+    if not rules:
+        pytest.skip("one node has no monitoring")
+    (rule,) = (rule for rule in rules if rule.get("alert") == "RoostreamMemoryNearLimit")
+    (names,) = re.findall(r'container=~"([^"]+)"', rule["expr"])
+    programs = {
+        container["name"]
+        for w in workloads(objects)
+        for container in w.pod["containers"]
+        if w.kind != "FlinkDeployment"  # Java takes what it may have
+    }
+    assert set(names.split("|")) == programs
 
 
 def test_every_metrics_service_has_one_monitor(objects: Objects) -> None:

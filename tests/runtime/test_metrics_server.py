@@ -48,8 +48,10 @@ def test_metrics_and_probes_are_served_on_one_drawn_port(health: Health, clock: 
     status, text = asked(port, "/metrics")
     assert status == 200 and 'test_seconds_bucket{le="0.005",stage="close"} 1.0' in text
     assert asked(port, "/livez") == (200, "ok\n") and asked(port, "/readyz") == (503, "it is starting\n")
+    assert "roostream_ready 0.0" in text.splitlines()
     health.turned()
     assert asked(port, "/readyz") == (200, "ok\n")
+    assert "roostream_ready 1.0" in asked(port, "/metrics")[1].splitlines()
     clock.advance(61)
     assert asked(port, "/livez") == (503, "the main loop has not turned for 61 s\n")
     assert asked(port, "/other") == (404, "expected /metrics, /livez or /readyz\n")

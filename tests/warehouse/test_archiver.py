@@ -65,7 +65,7 @@ def test_every_record_becomes_one_row_and_progress_is_the_end_of_the_topic(tmp_p
     found = Warehouse(tmp_path).samples.snapshot()
     assert [found.progress(progress_name(("samples", p), "topic-1")) for p in (0, 1)] == [40, 40]
     assert found.progress(progress_name(("samples", 0), "topic-1-made-again")) is None
-    assert metrics_of(archiver).keys() == METRICS.keys()
+    assert metrics_of(archiver, 1).keys() == METRICS.keys()
     assert archiver.counts.rows == 80 and archiver.counts.bytes == sum(f.bytes for f in found.files)
 
 
