@@ -13,7 +13,7 @@ Rule = Callable[[Workload], Iterator[str]]
 
 _PINNED = re.compile(r"[\w./-]+(:(?!latest$)[\w.-]+|@sha256:[0-9a-f]{64})$")
 _ASKS_THE_API = {"FlinkDeployment"}
-_ENDS_BY_ITSELF = {"Job", "FlinkDeployment"}  # Flink's operator watches its pods by itself
+_WATCHED_BY_AN_OPERATOR = {"FlinkDeployment"}  # Flink's operator watches its pods by itself
 
 
 def unprivileged(workload: Workload) -> Iterator[str]:
@@ -93,7 +93,7 @@ def pinned(workload: Workload) -> Iterator[str]:
 
 def probed(workload: Workload) -> Iterator[str]:
     """Whoever runs it learns that it has begun, lives and does its work."""
-    if workload.kind not in _ENDS_BY_ITSELF:
+    if workload.kind not in _WATCHED_BY_AN_OPERATOR:
         for container in workload.pod["containers"]:
             for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
                 if probe not in container:
@@ -121,7 +121,7 @@ def without_api_token(workload: Workload) -> Iterator[str]:
 
 def leaves_a_lost_node(workload: Workload) -> Iterator[str]:
     """It does not stay for Kubernetes' default of five minutes on a node that is gone."""
-    if workload.kind != "Job" and _is_ours(workload):
+    if _is_ours(workload):
         tolerated = {t["key"]: t.get("tolerationSeconds", 300) for t in workload.pod.get("tolerations", ())}
         for reason in ("not-ready", "unreachable"):
             if tolerated.get(f"node.kubernetes.io/{reason}", 300) > 60:

@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from tests.contract.house import ROOT
 from tests.k8s.api_server import ApiServer
 from tests.k8s.binaries import PROGRAMS, find, go
-from tests.k8s.manifests import OVERLAYS, built, named, of_kind, own_folder, workloads
+from tests.k8s.generate import K8S
+from tests.k8s.manifests import OVERLAYS, build, built, named, of_kind, own_folder, workloads
 from tests.k8s.network import selects
 from tests.k8s.simulated_nodes import SimulatedNodes
 from tests.k8s.test_cluster_pages import commands, runs_on_a_server, words
@@ -86,6 +88,39 @@ def test_the_api_server_accepts_overlays_without_warnings(
     ]
     assert warnings == []
     assert len(done.stdout.splitlines()) == len(objects)
+
+
+@pytest.mark.parametrize("overlay", ["dev", "prod"])
+def test_what_may_change_at_any_time_is_accepted_by_a_running_deployment(
+    overlay: str, server: ApiServer, tmp_path: Path
+) -> None:
+    """New images, and every size that values.yaml lists as one that can change."""
+    namespace = f"{overlay}-changed"
+    before = moved(built(overlay), namespace)
+    assert server.apply(tuple(of_kind(before, "Namespace"))).returncode == 0
+    done = server.apply(before)
+    assert done.returncode == 0, done.stderr
+    done = server.apply(moved(_changed(overlay, tmp_path), namespace), "--dry-run=server")
+    server.kubectl("delete", "--wait=false", "-f", "-", stdin=yaml.safe_dump_all(before), check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def _changed(overlay: str, folder: Path) -> Objects:
+    shutil.copytree(K8S, folder / "infra/k8s")
+    shutil.copytree(ROOT / "infra/dashboards", folder / "infra/dashboards")
+    file = folder / "infra/k8s/overlays" / overlay / "values.yaml"
+    values = yaml.safe_load(file.read_text(encoding="utf-8"))
+    prod = (K8S / "overlays/prod/values.yaml").read_text(encoding="utf-8")
+    (listed,) = re.findall(r"# Can change at any time.*?\n\n", prod, re.DOTALL)
+    names = re.findall(r"^  (\w+):", listed, re.MULTILINE)
+    assert len(names) >= 10
+    for name in names:
+        if name in values["data"]:
+            values["data"][name] = re.sub(r"\d+", lambda m: str(2 * int(m[0])), values["data"][name])
+    for name in ("IMAGE", "DATA_IMAGE", "FLINK_IMAGE"):
+        values["data"][name] = values["data"][name].replace(":0.1.0", ":0.2.0")
+    file.write_text(yaml.safe_dump(values), encoding="utf-8")
+    return build(file.parent)
 
 
 @pytest.mark.parametrize(
