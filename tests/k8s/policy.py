@@ -100,6 +100,15 @@ def probed(workload: Workload) -> Iterator[str]:
                     yield f"{container['name']}: expected a {probe}"
 
 
+def restarted_for_its_own_fault(workload: Workload) -> Iterator[str]:
+    """No probe that restarts a container asks whether other programs are there: `/readyz` does."""
+    for container in workload.containers:
+        for probe in ("startupProbe", "livenessProbe"):
+            path = container.get(probe, {}).get("httpGet", {}).get("path", "/livez")
+            if path != "/livez":
+                yield f"{container['name']}: expected a {probe} of /livez, got {path}"
+
+
 def termination_message_from_logs(workload: Workload) -> Iterator[str]:
     """`kubectl describe` has its last sentence, which says what is wrong with what it was told
     (docs/decisions/0022)."""
@@ -155,6 +164,7 @@ RULES: tuple[Rule, ...] = (
         with_limits,
         pinned,
         probed,
+        restarted_for_its_own_fault,
         termination_message_from_logs,
         without_api_token,
         leaves_a_lost_node,

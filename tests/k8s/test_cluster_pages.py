@@ -51,6 +51,15 @@ def runs_on_a_server(command: str) -> bool:
     return command.startswith("kubectl") and not elsewhere and words(command)[1] not in NEEDS_A_CONTAINER
 
 
+def test_a_rollout_does_not_fail_before_the_time_that_the_page_gives_it() -> None:
+    found = [re.search(r"rollout status .*deployment/(\S+) --timeout=(\d+)m", c) for c in commands()]
+    waits = [match for match in found if match]
+    assert waits
+    for name, minutes in (match.groups() for match in waits):
+        spec = named(built("dev"), "Deployment", name)["spec"]
+        assert spec.get("progressDeadlineSeconds", 600) >= 60 * int(minutes), name
+
+
 def test_the_registry_is_written_into_every_image(tmp_path: Path) -> None:
     """The page's own lines, with a registry of somebody's own."""
     shutil.copytree(K8S, tmp_path / "infra/k8s")

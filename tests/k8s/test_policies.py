@@ -70,6 +70,10 @@ def with_container(**changes: Any) -> Workload:
                 and _without(with_container(), "readinessProbe")
             ),
         ),
+        (
+            policy.restarted_for_its_own_fault,
+            lambda: with_container(startupProbe={"httpGet": {"path": "/readyz", "port": "metrics"}}),
+        ),
         (policy.termination_message_from_logs, lambda: with_container(terminationMessagePolicy="File")),
         (policy.without_api_token, lambda: shard(automountServiceAccountToken=True)),
         (policy.leaves_a_lost_node, lambda: shard(tolerations=[])),
