@@ -57,6 +57,15 @@ def test_copies_are_spread_over_zones_where_nodes_have_some(overlay: str, rack: 
     assert named(built(overlay), "Kafka", "roostream")["spec"]["kafka"].get("rack") == rack
 
 
+def test_certificates_are_renewed_long_before_they_expire(objects: Objects) -> None:
+    """Kafka's clients read certificates once, when a program starts. Strimzi's default of 30 days would end
+    the access of all programs at once that were not restarted within these days."""
+    spec = named(objects, "Kafka", "roostream")["spec"]
+    for authority in (spec.get("clusterCa", {}), spec.get("clientsCa", {})):  # of brokers, of users
+        renewal_days, validity_days = authority.get("renewalDays", 30), authority.get("validityDays", 365)
+        assert 365 <= renewal_days <= validity_days / 2
+
+
 def test_the_metadata_version_is_pinned_to_one_that_the_broker_knows(objects: Objects) -> None:
     kafka = named(objects, "Kafka", "roostream")["spec"]["kafka"]
     pinned = kafka["metadataVersion"]
