@@ -3,14 +3,12 @@ topics."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import redis
 
 from roostream.errors import ConfigError, UnavailableError
-from roostream.runtime.backoff import Backoff
 
 
 def client(url: str, *, timeout_s: float) -> redis.Redis:
@@ -37,14 +35,3 @@ def redis_errors(url: str) -> Iterator[None]:
         yield
     except redis.RedisError as error:
         raise UnavailableError(f"Redis at {url} failed: {error}") from None
-
-
-def wait_for_redis(
-    connection: redis.Redis, url: str, stop: threading.Event | None = None, *, backoff: Backoff | None = None
-) -> None:
-    """Block until Redis answers.
-
-    Raises:
-        UnavailableError: the outage exceeds the limit of `backoff`, or `stop` was set.
-    """
-    (backoff or Backoff(what=f"Redis at {url}")).until(connection.ping, (redis.RedisError,), stop)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple, TypeAlias
 
@@ -188,31 +188,27 @@ class FeatureUpdater:
         return event
 
 
-def follow(
-    updater: FeatureUpdater,
-    stop: threading.Event,
-    backoff: Backoff,
-    waits: Callable[[], object],
-    health: Health,
-) -> None:
-    """Run `updater` until `stop` is set. While Redis or Kafka is away, wait (`waits`), then continue from the
-    stored offsets."""
-    is_open = False
+def follow(updater: FeatureUpdater, stop: threading.Event, backoff: Backoff, health: Health) -> None:
+    """Run `updater` until `stop` is set. While Redis or Kafka is away, wait, then continue from the stored
+    offsets. An outage ends when records can be read and applied again.
+
+    Raises:
+        UnavailableError: `stop` was set while it waited.
+    """
+
+    def resume() -> None:
+        updater.open()
+        updater.step()
+
     while not stop.is_set():
         try:
-            if not is_open:
-                with health.waiting("Redis and Kafka"):
-                    waits()
-                updater.open()
-            is_open = True
-            updater.step()
-            health.turned()
-            backoff.reached()
-        except UnavailableError as error:
-            is_open = False
-            if stop.is_set():
-                return
             with health.waiting("Redis and Kafka"):
+                backoff.until(resume, (UnavailableError,), stop)
+            while not stop.is_set():
+                health.turned()
+                updater.step()
+        except UnavailableError as error:
+            if not stop.is_set():
                 backoff.wait(error, stop)
 
 
@@ -253,8 +249,7 @@ def features_body(config: FeaturesConfig, stop: threading.Event) -> None:
             schema, store, source, cluster, FeatureMetrics(num_updaters=config.num_updaters)
         )
         backoff = Backoff(what=f"Redis at {config.redis} and Kafka at {config.broker}")
-        waits = partial(redis_client.wait_for_redis, connection, config.redis, stop, backoff=backoff)
-        follow(updater, stop, backoff, waits, health)
+        follow(updater, stop, backoff, health)
     except UnavailableError:
         if not stop.is_set():
             raise

@@ -130,9 +130,8 @@ LEAKS = [
     f"raise ValueError('{URL}')",
     f"raise UnavailableError('{URL} is away')",
     f"import logging; logging.getLogger('any').warning('at %s', '{URL}')",
-    f"from roostream.runtime import redis_client as r; from roostream.runtime.backoff import Backoff; "
-    f"r.wait_for_redis(r.client('{URL}', timeout_s=0.1), '{URL}', stop, backoff=Backoff(what='Redis at "
-    f"{URL}', timeout_s=0.2))",
+    f"from roostream.runtime.backoff import Backoff; Backoff(what='Redis at {URL}', timeout_s=0.2).until("
+    "lambda: 1 // 0, (ZeroDivisionError,))",
 ]
 
 

@@ -8,7 +8,6 @@ from prometheus_client import CollectorRegistry
 
 from roostream.errors import CheckpointError, ConfigError, UnavailableError
 from roostream.runtime import redis_client
-from roostream.runtime.backoff import Backoff
 from roostream.runtime.clock import FakeClock
 from roostream.schema.schema import Schema
 from serving.online_features.hydration import Hydrator
@@ -78,12 +77,3 @@ def test_states_of_another_version_are_refused(redis: RedisServer) -> None:
 def test_an_invalid_redis_address_is_refused() -> None:
     with pytest.raises(ConfigError, match="expected redis://host:port/0, got 'localhost'"):
         Hydrator("localhost", "", Schema())
-
-
-def test_waiting_for_redis_ends_when_it_answers_or_at_the_timeout(redis: RedisServer) -> None:
-    connection = redis_client.client(redis.url, timeout_s=0.2)
-    redis_client.wait_for_redis(connection, redis.url)
-    redis.stop()
-    backoff = Backoff(what="Redis", timeout_s=3.0, clock=FakeClock())
-    with pytest.raises(UnavailableError, match="Redis has not answered for"):
-        redis_client.wait_for_redis(connection, redis.url, backoff=backoff)

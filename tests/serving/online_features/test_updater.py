@@ -3,6 +3,7 @@ losses."""
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -269,49 +270,64 @@ def test_another_kafka_cluster_starts_empty_and_keeps_other_prefixes(redis: Redi
     assert_equal(beside.store, other)
 
 
+class OutageClock(FakeClock):
+    """Calls `during` with the number of the wait each time that the program waits."""
+
+    def __init__(self, during: Callable[[int], None]) -> None:
+        super().__init__()
+        self.waits, self.during = 0, during
+
+    def sleep(self, seconds: float, stop: threading.Event | None = None) -> bool:
+        self.waits += 1
+        self.during(self.waits)
+        return super().sleep(seconds, stop)
+
+
 def test_an_unavailable_redis_is_awaited_and_nothing_is_lost(redis: RedisServer) -> None:
-    records = records_of(events(50))
-    updater = opened(redis, MemoryEvents(records))
-    stop, clock, waits = threading.Event(), FakeClock(), []
+    records, stop = records_of(events(50)), threading.Event()
+    updater = opened(redis, EndingEvents(records, stop))
     redis.stop()
 
-    def wait() -> None:
-        waits.append(1)
-        if len(waits) == 2:
+    def during(waits: int) -> None:
+        if waits == 2:
             redis.start()
-        if len(waits) == 4:
-            stop.set()
-        if len(waits) != 3:
-            raise UnavailableError("away")
 
-    updater.source = EndingEvents(records, stop)
-    follow(updater, stop, Backoff(what="Redis", clock=clock), wait, Health(60))
-    assert len(waits) == 3 and clock.monotonic_s() > 0
+    clock = OutageClock(during)
+    follow(updater, stop, Backoff(what="Redis", clock=clock), Health(60))
+    assert clock.waits == 2
     assert_equal(updater.store, records)
 
 
-def test_an_unavailable_kafka_is_awaited(redis: RedisServer) -> None:
+def test_an_outage_of_kafka_is_logged_once_and_the_program_is_not_ready(
+    redis: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Redis answers all the while, which does not end the outage."""
+    caplog.set_level(logging.INFO, logger="roostream")
     records, stop = records_of(events(5)), threading.Event()
     source = EndingEvents(records, stop)
     updater = opened(redis, source)
     source.away = True
+    unready: list[str] = []
 
-    def wait() -> None:
-        source.away = source.seeks < 3
+    def during(waits: int) -> None:
+        unready.append(health.unready())
+        source.away = waits < 8
 
-    follow(updater, stop, Backoff(what="Redis and Kafka", clock=FakeClock()), wait, Health(60))
-    assert source.seeks == 4, "opened, refused twice, then let in"
+    clock = OutageClock(during)
+    health = Health(60, clock)
+    follow(updater, stop, Backoff(what="Redis and Kafka", clock=clock), health)
+    assert clock.waits == 8 and source.seeks == 10, "opened, refused eight times, then let in"
     assert_equal(updater.store, records)
+    assert [line.levelname for line in caplog.records] == ["WARNING", "INFO"]
+    assert "is back after" in caplog.records[-1].message
+    assert clock.monotonic_s() > 5 and unready[-1] == "it waits for Redis and Kafka"
 
 
 def test_a_stop_while_redis_is_unavailable_is_clean(redis: RedisServer) -> None:
     updater, stop = opened(redis, MemoryEvents([])), threading.Event()
-
-    def wait() -> None:
-        stop.set()
-        raise UnavailableError("away")
-
-    follow(updater, stop, Backoff(what="Redis", clock=FakeClock()), wait, Health(60))
+    redis.stop()
+    follow(updater, stop, Backoff(what="Redis", clock=OutageClock(lambda waits: stop.set())), Health(60))
+    redis.start()
     assert updater.store.offsets("c") == {}, "nothing was applied"
 
 
