@@ -38,6 +38,7 @@ MEND_EVERY_S = 5.0
 # interval of checks that shards answer, after success and after a failure
 ASK_EVERY_S, ASK_AGAIN_S = (1.0, 5.0)
 _ASK_TIMEOUT_S = 0.5
+_MAX_OLDER_S = 30.0  # a shard that is restored a moment later than the others catches up within this time
 _POLL_RECORDS = 500
 
 
@@ -103,6 +104,7 @@ class RowFollower:
         self._backoff = Backoff(what="rows of the shards", clock=clock)
         self._mend_at_s = self._ask_at_s = 0.0
         self._shards_answer = False
+        self._older_since_s: float | None = None  # since when a shard's incarnation is older than the rows
         self._warned_of = -1  # the incarnation that the last warning named
         self._wall = MonotonicToWallTime(clock)
 
@@ -159,6 +161,7 @@ class RowFollower:
         if self.clock.monotonic_s() >= self._ask_at_s:
             try:
                 self._shards_answer = all([self._answers(shard) for shard in self.shards])
+                self._older_since_s = None if self._shards_answer else self._older_since_s
             except RoostreamError as error:
                 log.debug("a shard does not answer: %s", error)
                 self._shards_answer = False
@@ -166,10 +169,15 @@ class RowFollower:
         return self._shards_answer
 
     def _answers(self, shard: Transport) -> bool:
-        """False: the shard's rows belong to another history than those in memory, whose deltas are older."""
+        """False: the shard has yet to be restored to the newest incarnation, or its rows belong to another
+        history than those in memory, whose deltas are older."""
         header, _ = shard.call("owners", {}, timeout_s=_ASK_TIMEOUT_S)
         incarnation, known = int(header["incarnation"]), self.replica.incarnation
-        if incarnation < known and incarnation != self._warned_of:
+        if incarnation >= known:
+            return True
+        now_s = self.clock.monotonic_s()
+        self._older_since_s = now_s if self._older_since_s is None else self._older_since_s
+        if now_s - self._older_since_s > _MAX_OLDER_S and incarnation != self._warned_of:
             self._warned_of = incarnation
             log.warning(
                 "a shard is in incarnation %d, but rows of incarnation %d are in memory: they are not known "
@@ -177,7 +185,7 @@ class RowFollower:
                 incarnation,
                 known,
             )
-        return incarnation >= known
+        return False
 
     def _mend(self) -> None:
         """Step 4, at most once in MEND_EVERY_S."""

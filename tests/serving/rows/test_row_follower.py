@@ -248,10 +248,28 @@ def test_rows_of_a_newer_incarnation_than_the_shards_are_not_reported_as_current
     stage.follower.step()
     assert stage.follower.age_s() == 0
     stage.shard.version = (1, 9)
-    for _ in range(3):
+    for _ in range(8):
         stage.clock.advance(10)
         stage.follower.step()
-    assert stage.follower.age_s() == 30 and caplog.text.count("not known to be current") == 1
+    assert stage.follower.age_s() == 80 and caplog.text.count("not known to be current") == 1
+
+
+def test_a_shard_that_is_restored_a_moment_later_than_the_others_is_no_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    stage = Stage(Shard({8: 0.5}, version=(2, 1)))
+    stage.follower.bootstrap()
+    for incarnation in (3, 4, 5):
+        stage.topic.add(barrier(8, incarnation, rebootstrap=False))
+        for _ in range(2):
+            stage.clock.advance(10)
+            stage.follower.step()
+        assert stage.follower.current_s != stage.clock.monotonic_s(), "the shard is behind"
+        stage.shard.version = (incarnation, 1)
+        stage.clock.advance(10)
+        stage.follower.step()
+        assert stage.follower.age_s() == 0
+    assert not caplog.records
 
 
 def test_a_row_follower_stops_while_it_waits() -> None:
