@@ -148,17 +148,20 @@ def test_a_failed_seek_is_reported_and_changes_nothing(code: int, todo: str) -> 
 
 
 class FailingConsumer(FakeConsumer):
-    """Answers with one of `refusals`, as long as there are any, for the last partition of a question."""
+    """Answers with one of `refusals`, as long as there are any, for the last partition of a question.
+    `of_all`: raises it, as a client does if no partition has an answer."""
 
-    def __init__(self, *refusals: int, **given: Any) -> None:
+    def __init__(self, *refusals: int, of_all: bool = False, **given: Any) -> None:
         super().__init__(**given)
-        self.refusals = list(refusals)
+        self.refusals, self.of_all = list(refusals), of_all
 
     def offsets_for_times(self, asked: list[Any], timeout: float) -> list[Any]:
         places = super().offsets_for_times(asked, timeout)
         if not self.refusals:
             return list(places)
         error = KafkaError(self.refusals.pop())
+        if self.of_all:
+            raise KafkaException(error)
         return [*places[:-1], SimpleNamespace(topic="t.samples", partition=2, offset=-1, error=error)]
 
 
@@ -167,9 +170,10 @@ def test_a_partition_without_an_answer_in_time_is_unavailable() -> None:
         KafkaConsumer(FailingConsumer(clients.TRANSPORT), MERGED).end_offsets()
 
 
+@pytest.mark.parametrize("of_all", [False, True])
 @pytest.mark.parametrize("code", [KafkaError.UNKNOWN_LEADER_EPOCH, KafkaError.NOT_LEADER_FOR_PARTITION])
-def test_a_partition_without_a_leader_is_retried(code: int) -> None:
-    consumer = FailingConsumer(code, code, oldest=2, newest=9)
+def test_a_partition_without_a_leader_is_retried(code: int, of_all: bool) -> None:
+    consumer = FailingConsumer(code, code, of_all=of_all, oldest=2, newest=9)
     refusals = consumer.refusals
     assert KafkaConsumer(consumer, MERGED).bounds(P0, P2) == {P0: (2, 9), P2: (2, 9)} and not refusals
     assert consumer.num_refreshed == 2, "a client remembers who led"

@@ -226,13 +226,17 @@ def _offsets_at(client: Consumer, places: Sequence[TopicPartition], when: int, e
     while True:
         left_s = end_s - time.monotonic()
         asked = [TopicPartition(place.topic, place.partition, when) for place in places]
-        offsets = {
-            (at.topic, at.partition): at for at in client.offsets_for_times(asked, timeout=max(left_s, 0.1))
-        }
-        at = [offsets[place.topic, place.partition] for place in places]
-        refused = next((place.error for place in at if place.error is not None), None)
-        if refused is None:
-            return [int(place.offset) for place in at]
+        try:
+            offsets = {
+                (at.topic, at.partition): at
+                for at in client.offsets_for_times(asked, timeout=max(left_s, 0.1))
+            }
+            at = [offsets[place.topic, place.partition] for place in places]
+            refused = next((place.error for place in at if place.error is not None), None)
+            if refused is None:
+                return [int(place.offset) for place in at]
+        except KafkaException as error:  # no partition has an answer
+            refused = error.args[0]
         if refused.code() not in _NO_LEADER_YET or left_s <= 0:
             raise KafkaException(refused)
         time.sleep(_RETRY_S)
