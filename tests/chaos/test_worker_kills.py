@@ -1,5 +1,5 @@
-"""Workers that hold rows, and workers with shards, are killed while files are trained: the model is as if
-nobody had been."""
+"""Workers are killed while files are trained, with rows at shards and in TorchRec's collections: the model is
+as if nobody had been."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import random
 import signal
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +14,16 @@ import psutil
 import pytest
 
 from roostream.cli.train.offline import train_offline
+from roostream.runtime import manifest as manifests
+from roostream.runtime.checkpoint_store import open_store
 from roostream.runtime.program import Stop
 from roostream.schema.registry import to_toml
-from tests.cli.train.test_offline import config, last, rows_of, same_bits
+from tests.cli.train.test_offline import config, last, rows_of, same_bits, wide
 from tests.trainer import samples
 from tests.warehouse.sessions.test_sample_table import archive
 from trainer.config import LoopConfig
 
-NUM_SAMPLES, NUM_KILLS = 4000, 4
+NUM_SAMPLES, NUM_KILLS = 4000, 3
 SLOW = LoopConfig(exact=True, batch_requests=4, first_batch_requests=4)
 
 
@@ -33,9 +34,16 @@ def workers_of(home: Path) -> list[int]:
     return [c.pid for c in children if any(word.startswith(mark) for word in c.cmdline())]
 
 
+def num_commits(home: Path) -> int:
+    if not (home / "store" / "identity").exists():
+        return 0
+    found = manifests.newest(open_store(str(home / "store")))
+    return found.manifest.seq if found else 0
+
+
 def trained(place: Path, home: str, kills: int = 0, **more: Any) -> int:
-    """How many were killed."""
-    over, draw, killed = threading.Event(), random.Random(home), 0
+    """How many were killed, each in training that has committed since the last kill."""
+    over, draw, killed, commits = threading.Event(), random.Random(home), 0, 0
 
     def run() -> None:
         train_offline(config(place, home, workers=2, **more), SLOW, Stop())
@@ -44,10 +52,10 @@ def trained(place: Path, home: str, kills: int = 0, **more: Any) -> int:
     thread = threading.Thread(target=run)
     thread.start()
     while thread.is_alive() and killed < kills:
-        over.wait(draw.uniform(4.0, 9.0))
-        if pids := workers_of(place / home):
+        over.wait(draw.uniform(0.1, 2.0))
+        if num_commits(place / home) > commits and (pids := workers_of(place / home)):
             os.kill(draw.choice(pids), signal.SIGKILL)
-            killed += 1
+            killed, commits = killed + 1, num_commits(place / home)
     thread.join(400)
     assert over.is_set(), "it ended with an error, or not at all"
     return killed
@@ -55,13 +63,15 @@ def trained(place: Path, home: str, kills: int = 0, **more: Any) -> int:
 
 @pytest.mark.chaos
 @pytest.mark.timeout(900)
-def test_g2_g11_killed_workers_that_hold_rows_train_the_same_model(tmp_path: Path) -> None:
-    (tmp_path / "schema.toml").write_text(to_toml(samples.schema()))
+@pytest.mark.parametrize("rows", ["shards", "torchrec"])
+def test_g2_g11_killed_workers_train_the_same_model(tmp_path: Path, rows: str) -> None:
+    if rows == "torchrec":
+        pytest.importorskip("torchrec")
+    (tmp_path / "schema.toml").write_text(to_toml(wide()))
     archive(tmp_path / "warehouse", samples.records(list(range(1, NUM_SAMPLES + 1))))
-    trained(tmp_path, "calm", num_shards=2)
-    began_s = time.monotonic()
-    killed = trained(tmp_path, "killed", NUM_KILLS, rows="workers", num_shards=3)
-    assert killed >= 2, f"it was over in {time.monotonic() - began_s:.0f} s"
+    trained(tmp_path, "calm", rows=rows, num_shards=3)
+    assert trained(tmp_path, "killed", NUM_KILLS, rows=rows, num_shards=3) >= 2
     assert last(tmp_path, "killed").num_shards == 3
     assert last(tmp_path, "killed").step == last(tmp_path, "calm").step
-    assert same_bits(tmp_path, "calm", "killed") and rows_of(tmp_path, "calm") == rows_of(tmp_path, "killed")
+    assert same_bits(tmp_path, "calm", "killed")
+    assert rows_of(tmp_path, "calm", wide()) == rows_of(tmp_path, "killed", wide())

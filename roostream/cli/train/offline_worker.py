@@ -187,6 +187,7 @@ class TrainingParts:
             Decoder(self.schema, self.identity.registry),
             self.clock,
             max_wait_ms=0,
+            reopen=MemoryConsumer,
         )
         horizon_ms = self.settings.dedupe_horizon_ms
         return PhasedSource(

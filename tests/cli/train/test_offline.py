@@ -369,8 +369,12 @@ def test_g11_readers_authenticate_on_a_secured_link(place: Path, tmp_path: Path)
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_g11_readers_read_for_workers_that_are_processes(place: Path) -> None:
+def test_g11_readers_read_for_workers_that_are_processes(
+    place: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     trained(place, "read-for", workers=2, num_shards=2, readers=1)
     trained(place, "read-by-themselves", workers=2, num_shards=2)
+    warnings = [line.message for line in caplog.records if line.levelname != "INFO"]
+    assert not warnings, "each worker restores its partitions of the stream behind the last commit"
     assert last(place, "read-for").step == last(place, "read-by-themselves").step
     assert rows_of(place, "read-for") == rows_of(place, "read-by-themselves")
