@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import logging
 import os
 from collections.abc import Generator
 from pathlib import Path
@@ -13,6 +14,17 @@ from xdist.scheduler import LoadScopeScheduling
 os.environ.setdefault(
     "OMP_NUM_THREADS", "1"
 )  # as the command does: small matrices, and one order of their sums
+
+
+@pytest.fixture(autouse=True)
+def logging_stays_as_it_was() -> Generator[None]:
+    """A program that runs in a test's process logs to this test's stderr, which is closed afterwards."""
+    root = logging.getLogger()
+    level = root.level
+    yield
+    root.setLevel(level)
+    for handler in [h for h in root.handlers if type(h) is logging.StreamHandler]:
+        root.removeHandler(handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
