@@ -26,9 +26,11 @@ from roostream.cli.stack_commands import (
 )
 from roostream.cli.status import StackMonitor
 from roostream.errors import mask_secrets
+from roostream.runtime.clock import Clock, SystemClock
 
 _SAMPLE_S = 2.0
 _PLAIN_LINE_S = 10.0
+_LAST_SAMPLE_S = 10.0
 
 
 @click.command()
@@ -69,7 +71,7 @@ def demo(home: Path, seconds: float | None, rate: float, **given: Any) -> None:
         display = DemoDisplay(stack, console, time.monotonic())
         try:
             display.run(stop, seconds)
-            display.sample()
+            display.sample_last()
         finally:
             display.monitor.close()
         failed = bool(stack.failed()) or (seconds is not None and not display.succeeded)
@@ -131,6 +133,13 @@ class DemoDisplay:
         self.stack_file = self.stack.home.read_stack() or self.stack_file
         return self.record(self.monitor.sample(self.stack_file["programs"]))
 
+    def sample_last(self, clock: Clock | None = None) -> None:
+        """Sample for the summary. A reading that could not be taken is taken again, for at most 10 s."""
+        clock = clock or SystemClock()
+        end_s = clock.monotonic_s() + _LAST_SAMPLE_S
+        while _has_unknown(self.sample()) and clock.monotonic_s() < end_s:
+            clock.sleep(1.0)
+
     def record(self, status: dict[str, Any]) -> dict[str, Any]:
         """Keep the status, and print when the first sample of this run was trained."""
         self.last = status
@@ -166,6 +175,10 @@ class DemoDisplay:
             first, *others = text.split("\n")
             lines += [f"{name:<11} {first}", *(f"{'':<11} {line}" for line in others)]
         return "\n".join(lines)
+
+
+def _has_unknown(status: dict[str, Any]) -> bool:
+    return "unknown" in (status["trainer"]["state"], status["guarantees"]["g1"]["state"])
 
 
 class ConsoleHandler(logging.Handler):

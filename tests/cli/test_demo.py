@@ -16,6 +16,7 @@ from infra.home import Home
 from infra.stack import Stack
 from roostream.cli import status
 from roostream.cli.demo import ConsoleHandler, DemoDisplay
+from roostream.runtime.clock import FakeClock
 from roostream.runtime.scrape import ScrapedMetrics
 from trainer.control import scrape_targets
 
@@ -78,6 +79,27 @@ def test_problems_are_the_first_lines_of_the_summary(tmp_path: Path) -> None:
     first, second, *_ = show.summary().split("\n")
     assert first == "NOT READY   joiner: failed: [/b] no such jar"
     assert second.startswith("ran ") and second.endswith("NOTHING WAS TRAINED")
+
+
+@pytest.mark.parametrize(("unknown_s", "known"), [(0, True), (4, True), (60, False)])
+def test_the_summary_waits_a_moment_for_a_reading_that_could_not_be_taken(
+    unknown_s: int, known: bool, tmp_path: Path
+) -> None:
+    clock, show = FakeClock(), show_of(tmp_path, io.StringIO())
+
+    class Monitor:
+        def sample(self, programs: object) -> dict[str, Any]:
+            look = seen(64)
+            look["trainer"]["state"] = "caught_up"
+            look["guarantees"]["g1"]["state"] = "unknown" if clock.monotonic_s() < unknown_s else "yes"
+            return look
+
+    show.monitor = cast(Any, Monitor())
+    show.stack_file = {"programs": {}}
+    show.stack.home.write_stack(show.stack_file)
+    show.sample_last(clock)
+    assert show.last is not None and (show.last["guarantees"]["g1"]["state"] == "yes") == known
+    assert clock.monotonic_s() == min(unknown_s, 10)
 
 
 def test_log_lines_are_no_markup_and_move_no_cursor() -> None:
