@@ -120,22 +120,26 @@ def scored_by_trees(schema: Schema, records: Sequence[Record]) -> PairedRequests
     return paired
 
 
-BENCHMARK = Benchmark(
-    name="quality-early",
-    summary="From which request on is the default model at least as good as counting?",
-    rows=tuple(
+def rows_by_log(max_requests: int, subject: str, *arguments: object) -> tuple[Row, ...]:
+    """A row for each log, whose subject is `learned` with these further arguments."""
+    setup = "benchmarks.quality_early:learned"
+    return tuple(
         Row(
-            name=f"up to {_MAX_REQUESTS:,} requests of {name}, a seed a run",
+            name=f"up to {max_requests:,} requests of {name}, a seed a run",
             unit="requests",
             shows="cost",
             time="CPU time of replay and baselines",
-            subjects=(
-                Subject("default model", "benchmarks.quality_early:learned", (name, _MAX_REQUESTS, RUN)),
-            ),
+            subjects=(Subject(subject, setup, (name, max_requests, RUN, *arguments)),),
             skipped=absent(log.folder) if log.folder else "",
         )
         for name, log in LOGS.items()
-    ),
+    )
+
+
+BENCHMARK = Benchmark(
+    name="quality-early",
+    summary="From which request on is the default model at least as good as counting?",
+    rows=rows_by_log(_MAX_REQUESTS, "default model"),
     slice_s=0.0,
     rounds=1,
     interpretation="""\

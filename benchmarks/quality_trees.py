@@ -6,27 +6,13 @@ Replays the first requests of several logs in one pass, each request scored befo
 
 from __future__ import annotations
 
-from benchmarks.common.dataset_paths import absent
-from benchmarks.common.first_logs import LOGS
-from benchmarks.harness.benchmark import RUN, Benchmark, Row, Subject
-
-_MAX_REQUESTS = 10_000
-_BOTH = "benchmarks.quality_early:learned"
+from benchmarks.harness.benchmark import Benchmark
+from benchmarks.quality_early import rows_by_log
 
 BENCHMARK = Benchmark(
     name="quality-trees",
     summary="Is the default model as good as boosted trees on the same floats?",
-    rows=tuple(
-        Row(
-            name=f"up to {_MAX_REQUESTS:,} requests of {name}, a seed a run",
-            unit="requests",
-            shows="cost",
-            time="CPU time of replay and baselines",
-            subjects=(Subject("default model and trees", _BOTH, (name, _MAX_REQUESTS, RUN, True)),),
-            skipped=absent(log.folder) if log.folder else "",
-        )
-        for name, log in LOGS.items()
-    ),
+    rows=rows_by_log(10_000, "default model and trees", True),
     slice_s=0.0,
     rounds=1,
     interpretation="""\

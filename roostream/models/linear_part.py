@@ -125,8 +125,12 @@ class LinearPart(nn.Module):
     """
 
     def __init__(self, width: int, first_weight: Sequence[Sequence[float]], added_width: int = 0) -> None:
-        """`first_weight`: of each task, those of `width` columns and of the constant, before training.
-        `added_width` more columns start with the weight 0. Their weights follow the constant's."""
+        """The part has `width` + `added_width` columns.
+
+        `first_weight` [T, width + 1]: weights of the first `width` columns and then of the constant, before
+        training. The added columns start with weight 0; their weights are stored behind the constant's, so
+        that a commit of a part without them can be continued.
+        """
         super().__init__()
         num_tasks, self._width = len(first_weight), width
         self._first_weight = [[*weight_F, *[0.0] * added_width] for weight_F in first_weight]

@@ -185,7 +185,7 @@ class _Server(ThreadingWSGIServer):
             self._end(request)
 
     def _end(self, request: Any) -> None:
-        """Its thread fails at once, and closes it."""
+        """Shut a connection down. The thread that serves it then fails at once and closes the socket."""
         with self._lock:
             self._since_s.pop(request, None)
         with contextlib.suppress(OSError):

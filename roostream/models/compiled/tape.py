@@ -81,7 +81,7 @@ class Tape:
 
 
 def compile_tape(model: Ranker, schema: Schema) -> Tape | None:
-    """None if the model has a part without an operation."""
+    """The tape of a model; None if it has a part for which the interpreter has no operation."""
     request = cast("dict[str, FeatureEncoder]", dict(model.request_parts.items()))
     candidate = cast("dict[str, FeatureEncoder]", dict(model.candidate_parts.items()))
     known = {FloatEncoder, EmbeddingEncoder, HistoryAttentionEncoder}
