@@ -85,7 +85,9 @@ class KafkaRows:
         """
         if not messages:
             return []
-        self._producer = producer = self._producer or clients.producer(self.broker)
+        if self._producer is None:  # its truth value says whether events wait
+            self._producer = clients.producer(self.broker)
+        producer = self._producer
         outcome: dict[int, int | KafkaError] = {}
         for n, message in enumerate(messages):
 

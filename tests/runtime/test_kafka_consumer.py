@@ -37,6 +37,10 @@ class FakeAdmin:
     def __init__(self, answer: int | Exception | None = 7) -> None:
         self.answer = answer
 
+    def __len__(self) -> int:
+        """As the real one: the number of events that wait for a `poll`."""
+        return 0
+
     def list_offsets(self, request: dict[Any, Any], **options: Any) -> dict[Any, Any]:
         futures: dict[Any, concurrent.futures.Future[Any]] = {
             place: concurrent.futures.Future() for place in request

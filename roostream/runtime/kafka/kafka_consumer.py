@@ -136,9 +136,10 @@ class EndOffsetPoller:
             self._stop.wait(_END_OFFSETS_EVERY_S)
 
     def _offsets(self, spec: OffsetSpec, level: IsolationLevel) -> dict[Partition, Any]:
-        self._admin = admin = self._admin or self.open_admin()
+        if self._admin is None:  # its truth value says whether events wait
+            self._admin = self.open_admin()
         request = {self.options.topic_partition(p): spec for p in self.options.partitions}
-        futures = admin.list_offsets(request, isolation_level=level, request_timeout=_REQUEST_TIMEOUT_S)
+        futures = self._admin.list_offsets(request, isolation_level=level, request_timeout=_REQUEST_TIMEOUT_S)
         answers = clients.results_of(futures, _ANSWER_TIMEOUT_S)
         return {self.options.partition_of(tp.topic, tp.partition): answer for tp, answer in answers.items()}
 
