@@ -12,7 +12,17 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from tests.k8s.manifests import OVERLAYS, build, built, copy_prod, definitions, named, of_kind, own_folder
+from tests.k8s.manifests import (
+    OVERLAYS,
+    build,
+    built,
+    copy_prod,
+    definitions,
+    named,
+    of_kind,
+    own_folder,
+    workloads,
+)
 from tests.k8s.strict import findings
 
 KUBERNETES = "1.34"
@@ -85,6 +95,18 @@ def test_a_custom_overlay_changes_its_values(tmp_path: Path) -> None:
     partitions = {t["spec"]["topicName"]: t["spec"]["partitions"] for t in of_kind(own, "KafkaTopic")}
     assert partitions["samples"] == 6 and partitions["dead_letters"] == 1
     assert {o["metadata"].get("namespace", o["metadata"]["name"]) for o in own} == {"shop"}
+
+
+@pytest.mark.parametrize("program", ["shard", "worker", "serving", "compactor"])
+def test_the_memory_of_programs_that_grow_with_the_data_is_a_value(program: str, tmp_path: Path) -> None:
+    copy_prod(tmp_path)
+    values = tmp_path / "values.yaml"
+    told = yaml.safe_load(values.read_text(encoding="utf-8"))
+    told["data"][f"{program.upper()}_MEMORY"] = "77Gi"
+    values.write_text(yaml.safe_dump(told), encoding="utf-8")
+    (found,) = (w for w in workloads(build(tmp_path)) if w.name == f"roostream-{program}")
+    resources = found.pod["containers"][0]["resources"]
+    assert resources["limits"]["memory"] == resources["requests"]["memory"] == "77Gi"
 
 
 def test_every_value_of_a_custom_overlay_is_used(tmp_path: Path) -> None:
