@@ -47,7 +47,8 @@ def serve(config: ServingConfig, stop: threading.Event) -> None:
     1 accept no more connections (with `reuse_port`: from step 0 on) and stop waiting for incomplete bodies
     2 finish the requests in flight
     3 stop heartbeats and followers, for at most JOIN_S
-    4 send the feature log to Kafka while Kafka accepts records; the rest is sent at the next start
+    4 send the feature log to Kafka, also if Kafka is unavailable at first; the next start with this home
+      sends what is left
     5 close
 
     All of it takes at most `stop_ms`: steps 0 to 2 at most half of it, step 4 what is left.
@@ -84,7 +85,8 @@ def serve(config: ServingConfig, stop: threading.Event) -> None:
         process.idle_gate.in_flight = lambda: app.gate.in_flight
         app.gate.on_idle = process.idle_gate.notify_idle
         http_server.run(app, socket, budget, lambda: health.turned(", ".join(context.waiting_for())))
-    _stop(process, threads, halt, budget)
+    with health.waiting("Kafka, for the rest of the feature log"):
+        stop_process(process, threads, halt, budget)
     threads.check()
 
 
@@ -133,15 +135,26 @@ def _start_admin(
     threads.start("admin", admin.run, app, socket, tls, halt)
 
 
-def _stop(process: ServingProcess, threads: ThreadGroup, halt: threading.Event, budget: StopBudget) -> None:
-    """Steps 3 to 5."""
+def stop_process(
+    process: ServingProcess, threads: ThreadGroup, halt: threading.Event, budget: StopBudget
+) -> None:
+    """Steps 3 to 5 of `serve`."""
     halt.set()
     process.context.log.appended.set()
     late = threads.join(min(JOIN_S, budget.left_s()))
-    if late:
-        log.warning("threads %s did not end in time; the log is sent at the next start", ", ".join(late))
-        return
-    left = process.sender.drain(max(budget.left_s() - CLOSE_S, 0.0), process.clock.monotonic_s)
+    left, waited_s = process.context.log.backlog_records, 0.0
+    if "log" not in late:  # other threads may wait for a peer that is away; the sender needs none of them
+        waited_s = max(budget.left_s() - CLOSE_S, 0.0)
+        left = process.sender.drain(waited_s, process.clock.monotonic_s)
     if left:
-        log.warning("%d records of the feature log are left; they are sent at the next start", left)
+        log.warning(
+            "Kafka did not take %d records of the feature log within %.0f s; they stay in %s. The next start "
+            "with this home sends them; if the folder is deleted before, as with a pod, they are lost",
+            left,
+            waited_s,
+            process.context.log.directory,
+        )
+    if late := threads.join(0.0):
+        log.warning("threads %s did not end in time", ", ".join(late))
+        return
     process.close()

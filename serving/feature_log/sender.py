@@ -35,7 +35,7 @@ log = logging.getLogger("roostream.serving.log")
 
 MAX_PENDING_BYTES, MAX_PENDING_RECORDS, READ_BYTES = 32 << 20, 20_000, 1 << 20
 POLL_S, IDLE_S = 0.02, 0.5
-STUCK_S = 2.0  # at a stop: after so long without an acknowledgment, Kafka is considered unavailable
+STUCK_S = 2.0  # at a stop: heartbeats wait only so long for an acknowledgment
 
 Outcome: TypeAlias = Literal["delivered", "refused", "failed"]
 DeliveryCallback: TypeAlias = Callable[[Outcome, str], None]
@@ -143,20 +143,38 @@ class LogSender:
             self._begin_again(stop)
 
     def drain(self, timeout_s: float, clock_s: Callable[[], float]) -> int:
-        """Deliver the rest for at most `timeout_s`, while Kafka acknowledges something every STUCK_S. Return
-        the number of records that are left for the next start.
+        """Deliver the rest for at most `timeout_s`, also if Kafka is unavailable at first. Call it once
+        nothing is appended any more. Return the number of impressions and engagements that are left.
+
+        Heartbeats are not worth waiting for an outage to end: if nothing else is left, draining ends after
+        STUCK_S without an acknowledgment.
         """
-        now_s = begin_s = taken_s = clock_s()
-        over = threading.Event()
-        while not self.idle and now_s < begin_s + timeout_s and now_s < taken_s + STUCK_S:
+        events = self._unacknowledged_events()
+        now_s = acknowledged_s = clock_s()
+        end_s = now_s + timeout_s
+        while not self.idle and now_s < end_s:
             before = self.log.cursor.sequence
-            try:
-                self.step(over)
-            except UnavailableError:
+            only_heartbeats = not events or events[-1] < before
+            if only_heartbeats and now_s >= acknowledged_s + STUCK_S:
                 break
+            self.step()
             now_s = clock_s()
-            taken_s = now_s if self.log.cursor.sequence > before else taken_s
-        return self.log.backlog_records
+            acknowledged_s = now_s if self.log.cursor.sequence > before else acknowledged_s
+        return sum(number >= self.log.cursor.sequence for number in events)
+
+    def _unacknowledged_events(self) -> list[int]:
+        """Sequence numbers of the records after the cursor that are no heartbeats. Only heartbeats name a
+        partition."""
+        numbers: list[int] = []
+        at = self.log.cursor
+        while entries := self.log.read(at, READ_BYTES):
+            at = entries[-1].after
+            numbers += [
+                entry.after.sequence - 1
+                for entry in entries
+                if entry.record is not None and entry.record.partition < 0
+            ]
+        return numbers
 
     def close(self) -> None:
         if self._sink is not None:

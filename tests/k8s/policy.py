@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from roostream.runtime.program import STOP_S
-from tests.k8s.manifests import Workload
+from tests.k8s.manifests import K8S, Workload
 
 Rule = Callable[[Workload], Iterator[str]]
 
@@ -141,7 +142,7 @@ def with_grace_period(workload: Workload) -> Iterator[str]:
     """The time that it has for ending holds what happens before it is told, and what our programs take."""
     if workload.kind != "FlinkDeployment" and _is_ours(workload):
         container = workload.pod["containers"][0]
-        needed_s = _before_stop_s(container) + STOP_S
+        needed_s = _before_stop_s(container) + _stop_s(container)
         if workload.pod.get("terminationGracePeriodSeconds", 30) < needed_s:
             yield f"expected terminationGracePeriodSeconds of at least {needed_s:g}"
 
@@ -150,6 +151,14 @@ def _before_stop_s(container: dict[str, Any]) -> float:
     command = container.get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command", [])
     found = re.search(r"--notice (\d+)|^sleep (\d+)$", " ".join(command))
     return float(found[1] or found[2]) if found else 0.0
+
+
+def _stop_s(container: dict[str, Any]) -> float:
+    """How long the program may take to end after SIGTERM."""
+    if container["name"] != "serving":
+        return STOP_S
+    settings = tomllib.loads((K8S / "base/config/serving.toml").read_text(encoding="utf-8"))
+    return float(settings["stop_ms"]) / 1000  # with drain_ms
 
 
 def _is_ours(workload: Workload) -> bool:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import re
+import tomllib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -41,7 +42,11 @@ def test_strimzis_pods_are_admitted_and_have_limits(rule: Rule, objects: Objects
 
 def shard(**changes: Any) -> Workload:
     """The shard's, with changes of its pod."""
-    found = next(w for w in workloads(built("prod")) if w.name == "roostream-shard")
+    return changed("roostream-shard", **changes)
+
+
+def changed(name: str, **changes: Any) -> Workload:
+    found = next(w for w in workloads(built("prod")) if w.name == name)
     return dataclasses.replace(found, pod={**copy.deepcopy(found.pod), **changes})
 
 
@@ -78,10 +83,20 @@ def with_container(**changes: Any) -> Workload:
         (policy.without_api_token, lambda: shard(automountServiceAccountToken=True)),
         (policy.leaves_a_lost_node, lambda: shard(tolerations=[])),
         (policy.with_grace_period, lambda: shard(terminationGracePeriodSeconds=30)),
+        (policy.with_grace_period, lambda: changed("roostream-serving", terminationGracePeriodSeconds=580)),
     ],
 )
 def test_each_rule_finds_a_violation(rule: Rule, broken: Callable[[], Workload]) -> None:
     assert list(rule(broken()))
+
+
+def test_a_serving_pod_has_minutes_for_its_feature_log_but_no_more_than_node_autoscalers_grant(
+    objects: Objects,
+) -> None:
+    """They kill a pod 10 minutes after SIGTERM, however long its grace period is (decision 0121)."""
+    (serving,) = (w for w in workloads(objects) if w.name == "roostream-serving")
+    settings = tomllib.loads(named(objects, "ConfigMap", "roostream-serving")["data"]["serving.toml"])
+    assert settings["stop_ms"] >= 300_000 and serving.pod["terminationGracePeriodSeconds"] <= 600
 
 
 def _without(workload: Workload, key: str) -> Workload:

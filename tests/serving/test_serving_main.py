@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -15,16 +16,22 @@ from pathlib import Path
 
 import httpx2
 import pytest
+from prometheus_client import CollectorRegistry
 from serving_cases import BODY, SCHEMA
+from serving_fakes import FakeSink
 
 from roostream.errors import ConfigError, SetupError
-from roostream.runtime.store_identity import init_store
+from roostream.runtime.store_identity import init_store, open_checkpoint_store
+from roostream.runtime.thread_group import StopBudget, ThreadGroup
 from roostream.schema.registry import to_toml
 from roostream.schema.settings import load
 from roostream.wire import records as wire
+from serving.build import build_process
 from serving.config import ServingConfig
+from serving.feature_log.format import LogRecord
 from serving.feature_log.log import FeatureLog
-from serving.main import serve
+from serving.feature_log.sender import LogSender
+from serving.main import serve, stop_process
 
 ROOT = Path(__file__).parents[2]
 _RUN = """
@@ -134,7 +141,9 @@ def test_a_process_without_its_peers_answers_degraded_and_stops_cleanly(tmp_path
             assert ready["waiting_for"] == ["rows of the shards"]
     assert running.end() == 0, "".join(running.lines)
     text = "".join(running.lines)
-    assert "waiting for rows of the shards" in text and "records of the feature log are left" in text
+    assert "waiting for rows of the shards" in text
+    left = re.findall(rf"(\d+) records of the feature log .* they stay in {tmp_path / 'log'}\b", text)
+    assert left == ["2"], "the impression and the engagement; heartbeats do not count"
     assert "Traceback" not in text
     assert list((tmp_path / "store" / "schemas").iterdir()), "the schema is registered"
     log = FeatureLog.open(tmp_path / "log")
@@ -142,6 +151,24 @@ def test_a_process_without_its_peers_answers_degraded_and_stops_cleanly(tmp_path
     assert kinds.count(wire.IMPRESSION) == kinds.count(wire.ENGAGEMENT) == 1
     assert kinds.count(wire.HEARTBEAT) >= 8 and kinds.count(wire.HEARTBEAT) % 8 == 0
     log.close()
+
+
+def test_the_feature_log_is_sent_although_another_thread_hangs(tmp_path: Path) -> None:
+    config = load(ServingConfig, write_config(tmp_path), environ={})
+    process = build_process(config, open_checkpoint_store(config.store), CollectorRegistry())
+    taken: list[LogRecord] = []
+    process = dataclasses.replace(process, sender=LogSender(process.context.log, lambda: FakeSink(taken)))
+    record = LogRecord("impressions", -1, 1, b"userkey!", b"impression")
+    process.context.log.append(record)
+    stop, over = threading.Event(), threading.Event()
+    threads = ThreadGroup(stop)
+    threads.start("rows", over.wait)
+    stop.set()
+    stop_process(process, threads, threading.Event(), StopBudget(stop, 60.0))
+    assert taken == [record] and process.context.log.backlog_records == 0
+    over.set()
+    assert threads.join(10.0) == []
+    process.close()
 
 
 @pytest.mark.parametrize(

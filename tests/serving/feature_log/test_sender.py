@@ -136,27 +136,44 @@ def test_draining_stops_at_its_timeout_and_reports_the_rest(feature_log: Feature
     assert sink.closed
 
 
-def test_draining_continues_only_while_kafka_makes_progress(feature_log: FeatureLog) -> None:
+def test_draining_outlasts_an_outage_that_is_shorter_than_its_timeout(feature_log: FeatureLog) -> None:
     clock = FakeClock()
-    begin_s = clock.monotonic_s()
+    end_of_outage_s = clock.monotonic_s() + 60
 
-    def one_a_second(taken: LogRecord) -> Outcome | None:
+    def away_for_a_minute(_: LogRecord) -> Outcome | None:
         clock.advance(0.1)
-        return "delivered" if clock.monotonic_s() - begin_s > taken.timestamp_ms else None
+        return "delivered" if clock.monotonic_s() >= end_of_outage_s else None
 
-    sink = FakeSink([], one_a_second)
-    sender = sender_of(feature_log, [sink])
+    taken: list[LogRecord] = []
+    sender = sender_of(feature_log, [FakeSink(taken, away_for_a_minute)])
     for i in range(5):
         feature_log.append(record(i))
-    assert sender.drain(100.0, clock.monotonic_s) == 0, "it is slow, but it takes them"
-    sink.plan = lambda _: clock.advance(0.1)
-    feature_log.append(record(9))
+    assert sender.drain(100.0, clock.monotonic_s) == 0
+    assert sorted(taken) == [record(i) for i in range(5)]
+
+
+def test_draining_tries_again_after_failures_of_kafka(feature_log: FeatureLog) -> None:
+    clock = FakeClock()
+    taken: list[LogRecord] = []
+
+    def failing(_: LogRecord) -> Outcome | None:
+        clock.advance(3.0)
+        return "failed"
+
+    sender = sender_of(feature_log, [*(FakeSink([], failing) for _ in range(9)), FakeSink(taken)])
+    feature_log.append(record(1))
+    assert sender.drain(100.0, clock.monotonic_s) == 0 and taken == [record(1)]
+
+
+def test_draining_waits_out_no_outage_for_heartbeats_alone(feature_log: FeatureLog) -> None:
+    clock = FakeClock()
     begin_s = clock.monotonic_s()
-    assert sender.drain(100.0, clock.monotonic_s) == 1
-    assert clock.monotonic_s() - begin_s <= log_sender.STUCK_S + 0.2, (
-        "it takes nothing: what is left is sent at the next start"
-    )
-    sender.close()
+    sender = sender_of(feature_log, [FakeSink([], lambda _: clock.advance(0.1))])
+    for partition in range(3):
+        feature_log.append(LogRecord("impressions", partition, 1, b"", b"heartbeat"))
+    assert sender.drain(100.0, clock.monotonic_s) == 0
+    assert clock.monotonic_s() - begin_s <= log_sender.STUCK_S + 1.0
+    assert feature_log.backlog_records == 3, "the next start sends them"
 
 
 def test_the_sender_thread_stops_while_kafka_is_unavailable(feature_log: FeatureLog) -> None:
