@@ -9,9 +9,7 @@ from joiner.config import JoinerConfig
 from joiner.flink_client import run_flink
 from joiner.metrics import JoinerMetrics
 from joiner.outputs import OUTPUTS
-from roostream.errors import UnavailableError
 from roostream.runtime import metrics_server, program
-from roostream.runtime.backoff import Backoff
 from roostream.runtime.checkpoint_store import open_store
 from roostream.runtime.clock import SystemClock
 from roostream.runtime.health import Health
@@ -19,7 +17,7 @@ from roostream.runtime.kafka.clients import wait_for_topics
 from roostream.runtime.kafka.kafka_consumer import ConsumerOptions, KafkaConsumer
 from roostream.runtime.kafka.topics import EVENTS
 from roostream.runtime.program import Stop
-from roostream.runtime.store_identity import open_checkpoint_store
+from roostream.runtime.store_identity import open_checkpoint_store, wait_for_store
 from roostream.schema.registry import open_registry, register
 from roostream.schema.schema import Schema
 from roostream.schema.schema_file import load_schema
@@ -36,8 +34,7 @@ def _run(config: JoinerConfig, stop: Stop) -> None:
     schema, store = load_schema(config.schema), open_checkpoint_store(config.store)
     health = Health(config.stalled_after_ms / 1000)
     metrics_server.serve(config, health)
-    with health.waiting("the checkpoint store"):
-        Backoff(what="the checkpoint store").until(lambda: register(store, schema), (UnavailableError,), stop)
+    wait_for_store(lambda: register(store, schema), stop, health=health)
     metrics = JoinerMetrics(REGISTRY)
     if config.engine == "local":
         run_local(config, schema, metrics, health, stop)

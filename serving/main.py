@@ -10,13 +10,11 @@ from functools import partial
 
 import torch
 
-from roostream.errors import UnavailableError
 from roostream.runtime import metrics_server, program
-from roostream.runtime.backoff import Backoff
 from roostream.runtime.health import Health
 from roostream.runtime.kafka import clients
 from roostream.runtime.kafka.topics import EVENTS, ROWS
-from roostream.runtime.store_identity import open_checkpoint_store
+from roostream.runtime.store_identity import open_checkpoint_store, wait_for_store
 from roostream.runtime.thread_group import StopBudget, ThreadGroup
 from roostream.runtime.tls import TlsContext
 from roostream.schema.registry import register
@@ -67,9 +65,7 @@ def serve(config: ServingConfig, stop: threading.Event) -> None:
     tls = TlsContext(config.tls) if config.tls else None
     with contextlib.ExitStack() as resources:
         metrics_server.serve(config, health, tls=tls)
-        with health.waiting("the checkpoint store"):
-            wait = Backoff(what="the checkpoint store")
-            wait.until(lambda: register(store, schema), (UnavailableError,), stop)
+        wait_for_store(lambda: register(store, schema), stop, health=health)
         socket = http_server.bind(config.listen, reuse_port=config.reuse_port)
         resources.enter_context(contextlib.closing(socket))
         process = build_process(config, store, tls=tls, is_stopping=stop.is_set)

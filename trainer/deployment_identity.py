@@ -7,14 +7,15 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-from roostream.errors import ConfigError, SchemaError, UnavailableError
+from roostream.errors import ConfigError, SchemaError
 from roostream.runtime import manifest as manifests
-from roostream.runtime.backoff import Backoff
 from roostream.runtime.checkpoint_store import CheckpointStore
+from roostream.runtime.health import Health
 from roostream.runtime.kafka import clients
 from roostream.runtime.kafka.broker import Broker
 from roostream.runtime.kafka.topics import CORRECTIONS, ROWS, SAMPLES
 from roostream.runtime.manifest import Manifest
+from roostream.runtime.store_identity import wait_for_store
 from roostream.schema.registry import open_registry, register
 from roostream.schema.schema import Registry, Schema, reading_plan
 from trainer.config import ControllerConfig, WorkerConfig
@@ -57,11 +58,11 @@ class DeploymentIdentity:
         store: CheckpointStore,
         num_shards: int,
         stop: threading.Event,
+        health: Health,
     ) -> DeploymentIdentity:
         """Register the schema in `store` and read the ids of Kafka's topics. Waits for both. Raises as
         `kafka_identity`."""
-        wait = Backoff(what="the checkpoint store")
-        wait.until(lambda: register(store, schema), (UnavailableError,), stop)
+        wait_for_store(lambda: register(store, schema), stop, health=health)
         return cls(
             schema=schema,
             registry=open_registry(store),

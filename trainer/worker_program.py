@@ -87,7 +87,7 @@ def run_until_stopped(config: WorkerConfig, stop: Stop) -> None:
     schema, model_config = load_schema(config.schema), load_model_config(config.model)
     store, clock = open_checkpoint_store(config.store), SystemClock()
     addresses = expand_addresses(config.shards)
-    identity = DeploymentIdentity.connect(config, schema, store, len(addresses), stop)
+    identity = DeploymentIdentity.connect(config, schema, store, len(addresses), stop, health)
     budget = StopBudget(stop, STOP_S)
     with contextlib.ExitStack() as opened:
         # Rows

@@ -8,17 +8,23 @@ replaced or deleted on the word of another store (docs/decisions/0036).
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import re
 import secrets
-from collections.abc import Iterable
+import threading
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import TypeVar
 
 from roostream.errors import CheckpointError, ConfigError, UnavailableError
+from roostream.runtime.backoff import Backoff
 from roostream.runtime.checkpoint_store import CheckpointStore, FileStore, open_store
+from roostream.runtime.health import Health
 
 log = logging.getLogger("roostream.store")
+T = TypeVar("T")
 
 IDENTITY_NAME = "identity"
 """Name of the object: `{"format": 1, "store": "<32 hex digits>"}`."""
@@ -199,3 +205,21 @@ class IdentifiedStore:
 def open_checkpoint_store(url: str | Path) -> IdentifiedStore:
     """Open the checkpoint store of a deployment. Reads and writes nothing yet. Raises as `open_store`."""
     return IdentifiedStore(open_store(url), str(url))
+
+
+def wait_for_store(
+    call: Callable[[], T],
+    stop: threading.Event | None = None,
+    *,
+    health: Health | None = None,
+    timeout_s: float | None = None,
+) -> T:
+    """Repeat `call`, which must be idempotent, until the checkpoint store is available; return its result.
+    `health` reports the wait.
+
+    Raises:
+        UnavailableError: `timeout_s` passed, or `stop` was set. Other errors of `call` pass through.
+    """
+    what = "the checkpoint store"
+    with health.waiting(what) if health else contextlib.nullcontext():
+        return Backoff(what=what, timeout_s=timeout_s).until(call, (UnavailableError,), stop)

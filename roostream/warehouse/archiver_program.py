@@ -26,7 +26,7 @@ from roostream.runtime.kafka.kafka_consumer import ConsumerOptions, KafkaConsume
 from roostream.runtime.kafka.topics import CORRECTIONS, DEAD_LETTERS, SAMPLES, Partition, name_of
 from roostream.runtime.metrics_collector import MetricsCollector, MetricSpec
 from roostream.runtime.program import Stop
-from roostream.runtime.store_identity import open_checkpoint_store
+from roostream.runtime.store_identity import open_checkpoint_store, wait_for_store
 from roostream.schema.registry import open_registry
 from roostream.warehouse.archive import Archiver, DeadRecord, FlushPolicy
 from roostream.warehouse.config import ArchiverConfig
@@ -126,9 +126,7 @@ def archive(config: ArchiverConfig, stop: Stop) -> None:
     )
     reader = KafkaConsumer.open(config.broker, "archiver", reading)
     store = open_checkpoint_store(config.store)
-    with health.waiting("the checkpoint store"):
-        wait = Backoff(what="the checkpoint store")
-        wait.until(lambda: check_has_schemas(store, config.store), (UnavailableError,), stop)
+    wait_for_store(lambda: check_has_schemas(store, config.store), stop, health=health)
     archiver = Archiver(
         Warehouse(config.warehouse),
         reader,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,6 +12,8 @@ import pytest
 from roostream.errors import CheckpointError, ConfigError, UnavailableError
 from roostream.runtime import manifest as manifests
 from roostream.runtime.checkpoint_store import FileStore, open_store
+from roostream.runtime.clock import FakeClock
+from roostream.runtime.health import Health
 from roostream.runtime.retention import StoreCleaner
 from roostream.runtime.store_identity import (
     IDENTITY_NAME,
@@ -20,6 +23,7 @@ from roostream.runtime.store_identity import (
     find_identity,
     init_store,
     open_checkpoint_store,
+    wait_for_store,
 )
 from roostream.schema.registry import open_registry
 from tests.runtime import s3_server
@@ -94,6 +98,33 @@ def test_the_identity_is_written_once(volume: Volume) -> None:
     first = init_store(volume.url)
     assert init_store(volume.url) == first == open_checkpoint_store(volume.url).verify()
     assert len(first) == 32
+
+
+def test_a_program_waits_for_the_store_and_its_readiness_probe_says_so(volume: Volume) -> None:
+    init_store(volume.url)
+    volume.unmount()
+    clock, store, reasons = FakeClock(), open_checkpoint_store(volume.url), []
+    health = Health(60, clock)
+
+    def mounted_at_the_third_call() -> str:
+        clock.advance(10)
+        reasons.append(health.unready())
+        if len(reasons) == 3:
+            volume.mount()
+        return store.verify()
+
+    assert wait_for_store(mounted_at_the_third_call, health=health) == store.identity
+    assert reasons == ["it waits for the checkpoint store"] * 3
+    assert health.unready() == "it is starting"
+
+
+def test_a_wait_for_the_store_ends(volume: Volume) -> None:
+    store, stop = open_checkpoint_store(volume.url), threading.Event()
+    with pytest.raises(UnavailableError, match=r"has not answered for .* no object 'identity'"):
+        wait_for_store(store.verify, timeout_s=0.1)
+    stop.set()
+    with pytest.raises(UnavailableError, match="stopped while waiting"):
+        wait_for_store(store.verify, stop)
 
 
 CALLS: dict[str, Callable[[IdentifiedStore], object]] = {

@@ -53,7 +53,7 @@ def run_until_stopped(config: ControllerConfig, stop: Stop) -> None:
     log.info("status page: %s://%s:%d/", config.scheme, config.metrics_host, port_of_page)
 
     store, clock = open_checkpoint_store(config.store), SystemClock()
-    identity = DeploymentIdentity.connect(config, schema, store, config.num_shards, stop)
+    identity = DeploymentIdentity.connect(config, schema, store, config.num_shards, stop, health)
     warehouse = WarehouseHistory(config, identity.kafka["topics"], clock) if config.warehouse else None
     controller = Controller(
         Coordinator(coordinator_config(config, identity), clock.monotonic_s()),

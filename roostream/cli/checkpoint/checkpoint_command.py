@@ -14,7 +14,7 @@ from roostream.cli.output import counted, print_json, print_report, progress_bar
 from roostream.errors import CheckpointError, SetupError
 from roostream.runtime import manifest as manifests
 from roostream.runtime.checkpoint_store import CheckpointStore, is_object_store, open_store
-from roostream.runtime.store_identity import init_store, open_checkpoint_store
+from roostream.runtime.store_identity import init_store, open_checkpoint_store, wait_for_store
 
 
 @click.group(cls=CommandGroup)
@@ -56,7 +56,10 @@ def opened_store(home: Path, store: str) -> CheckpointStore:
     metavar="ID",
     help="only for a store whose identity was lost: the one that its shards name when they refuse it",
 )
-def init_command(store: str, identity: str) -> None:
+@click.option(
+    "--wait", "wait_s", type=float, default=0.0, help="seconds to wait for a store that does not answer"
+)
+def init_command(store: str, identity: str, wait_s: float) -> None:
     """Create a checkpoint store, before the first start of a deployment. An existing one stays as it is.
 
     Programs never create a store on their own, because an empty one may be a volume that is not mounted.
@@ -66,7 +69,11 @@ def init_command(store: str, identity: str) -> None:
     Example:
       roostream checkpoint init --store s3://roostream/checkpoints
     """
-    click.echo(f"{store} is store {init_store(store, identity)}")
+
+    def create() -> str:
+        return init_store(store, identity)
+
+    click.echo(f"{store} is store {wait_for_store(create, timeout_s=wait_s) if wait_s else create()}")
 
 
 def _number(store: CheckpointStore, seq: int | None) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,7 @@ from roostream.runtime import manifest as manifests
 from roostream.runtime import tensor_file
 from roostream.runtime.checkpoint_store import CheckpointStore, FileStore
 from roostream.runtime.manifest import StoredFile
+from roostream.runtime.store_identity import open_checkpoint_store
 from roostream.schema.registry import register
 from tests.param_server.shard_support import (
     ITEM,
@@ -269,6 +271,21 @@ def test_a_home_without_commits_is_reported(tmp_path: Path) -> None:
     assert ran("init", "--store", tmp_path / "store")[1] == text, "an existing store stays as it is"
     with pytest.raises(CheckpointError, match="nothing was committed yet"):
         ran("verify", "--home", tmp_path)
+
+
+def test_init_waits_for_a_store_that_does_not_answer_but_not_for_ever(tmp_path: Path) -> None:
+    """The folder of the store is a file at first, so that nothing can be written there."""
+    mount = tmp_path / "mount"
+    mount.touch()
+    with pytest.raises(UnavailableError, match=r"mount/store .*make the directory available again"):
+        ran("init", "--store", mount / "store")
+    with pytest.raises(UnavailableError, match="the checkpoint store has not answered for"):
+        ran("init", "--store", mount / "store", "--wait", "0.2")
+    mounting = threading.Timer(0.5, mount.unlink)
+    mounting.start()
+    _, text = ran("init", "--store", mount / "store", "--wait", "120")
+    mounting.join()
+    assert open_checkpoint_store(mount / "store").verify() in text
 
 
 def test_an_older_copy_of_a_store_is_continued_above_the_incarnation_of_its_shards(
