@@ -26,6 +26,7 @@ from roostream.runtime.checkpoint_store import FileStore
 from roostream.runtime.health import Health
 from roostream.runtime.kafka import clients
 from roostream.runtime.kafka.topics import EVENTS
+from roostream.runtime.log_rate_limit import LogRateLimit
 from roostream.runtime.metrics_collector import MetricsCollector
 from roostream.runtime.program import Stop
 from roostream.schema.schema_file import load_schema
@@ -56,6 +57,7 @@ class AuditorLoop:
         self.config, self.auditor, self.topics, self.quality = config, auditor, topics, quality
         self.home = Path(config.home)
         self.metrics: dict[str, Any] = {}
+        self.log_rate_limit = LogRateLimit()
         self._saved_s = time.monotonic()
         self._exported_s = 0.0
         self._logged_current = self._logged_misplaced = False
@@ -103,7 +105,12 @@ class AuditorLoop:
         try:
             audit_file.write(self.home, self.auditor.saved(self.topics))
         except (OSError, UnavailableError) as error:
-            log.warning("can't save the sums in %s (%s); retrying", self.home, error)
+            self.log_rate_limit.warning(
+                log, "save", "can't save the sums in %s (%s); retrying", self.home, error
+            )
+        else:
+            if self.log_rate_limit.over("save"):
+                log.info("the sums are saved again")
 
     def close(self) -> None:
         """Read the last records for a moment, and save."""
@@ -143,8 +150,9 @@ def run_until_stopped(config: AuditorConfig, stop: Stop) -> None:
         while not stop.is_set():
             try:
                 loop.turn(_POLL_S)
+                loop.log_rate_limit.over("turn")
             except UnavailableError as error:
-                log.warning("%s; retrying", error)
+                loop.log_rate_limit.warning(log, "turn", "%s; retrying", error)
                 stop.wait(_POLL_S)
             health.turned()
         loop.close()

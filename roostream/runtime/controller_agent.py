@@ -31,6 +31,7 @@ from typing import Any, TypeAlias
 from roostream.errors import CheckpointError, ConfigError, FencedError, RoostreamError, UnavailableError
 from roostream.runtime.backoff import Backoff
 from roostream.runtime.clock import Clock, SystemClock
+from roostream.runtime.log_rate_limit import LogRateLimit
 from roostream.runtime.rpc.transport import Transport
 from roostream.runtime.thread_group import StopBudget, ThreadGroup
 
@@ -136,6 +137,7 @@ class ControllerAgent:
         self._result_ready = threading.Event()
         self._last_response_s = self.clock.monotonic_s()
         self._threads = ThreadGroup(stop)
+        self._log_rate_limit = LogRateLimit(self.clock.monotonic_s)
 
     @property
     def silent_s(self) -> float:
@@ -288,13 +290,19 @@ class ControllerAgent:
                     f"expected incarnation {newest} or later, got {incarnation}: this command is outdated"
                 )
             result = {"ok": True, **self.execute(command)}
+            if self._log_rate_limit.over(command.get("kind")):
+                log.info("%s: succeeds again", command.get("kind"))
             if command.get("kind") == "restore":
                 self.incarnation = incarnation
         except Exception as error:
             result = error_result(error)
-            defect = not isinstance(error, RoostreamError)
-            level = logging.ERROR if defect else logging.WARNING
-            log.log(level, "%s: %s", command.get("kind"), result["error"], exc_info=defect)
+            kind = command.get("kind")
+            if isinstance(error, UnavailableError):  # an outage fails the command of every commit
+                self._log_rate_limit.warning(log, kind, "%s: %s", kind, error)
+            elif isinstance(error, RoostreamError):
+                log.warning("%s: %s", kind, error)
+            else:
+                log.error("%s: %s", kind, result["error"], exc_info=True)
         with self._lock:
             self._running = None
             self._done[incarnation, id_] = self._unsent_results[incarnation, id_] = {"id": id_, **result}

@@ -11,6 +11,7 @@ from fastapi import APIRouter, FastAPI
 from fastapi.middleware import Middleware
 from starlette.types import Scope
 
+from roostream.runtime.log_rate_limit import LogRateLimit, LogRateLimitFilter
 from roostream.runtime.metrics_collector import MetricsCollector
 from serving.access.route_scopes import required_scope, traffic_route
 from serving.context import ServingContext
@@ -19,7 +20,6 @@ from serving.http.body import BodyReader
 from serving.http.error_handlers import EXCEPTION_HANDLERS
 from serving.http.explain_route import add_explain_route
 from serving.http.inference_routes import add_inference_routes
-from serving.http.log_rate_limit import LogRateLimit, LogRateLimitFilter
 from serving.http.middleware import AccessMiddleware, AdmissionMiddleware, CallMiddleware
 from serving.http.openapi import TypeComponents
 from serving.http.pages import LINKS, add_pages, wants_page

@@ -16,6 +16,7 @@ from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from roostream.errors import WireError, nearest
+from roostream.runtime.log_rate_limit import LogRateLimit, and_more, error_kind
 from roostream.runtime.program import CURRENT_CALL
 from serving import examples
 from serving.answer import encode_protobuf, top_answer
@@ -36,7 +37,6 @@ from serving.http.body import (
     wants_protobuf,
 )
 from serving.http.engagements import SHARE, EngagementBody, EngagementParser, ParsedEngagements
-from serving.http.log_rate_limit import LogRateLimit, error_kind
 from serving.http.middleware import UNTIL_S, parse_positive
 from serving.http.openapi import BINARY, VERSION, VERSION_HEADER, TypeComponents, query_parameters
 from serving.http.scoring_queue import ScoringQueue
@@ -83,7 +83,7 @@ def _refusal(traffic: Traffic, route: str, error: BaseException) -> RequestError
         return stopping_error()
     left_out = traffic.log_rate_limit.due(error_kind(error))
     if left_out is not None:
-        more = f" ({left_out} more since the last report)" if left_out else ""
+        more = and_more(left_out)
         log.error("a %s request failed: this is a defect of Roostream%s", route, more, exc_info=error)
     return RequestError(500, "this request could not be answered; the cause is in serving's log")
 

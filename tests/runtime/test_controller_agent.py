@@ -4,6 +4,7 @@ happens."""
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -234,6 +235,31 @@ def test_an_error_is_reported_and_the_agent_continues(
     assert controller.beats[1]["results"] == [told, {"id": 2, "ok": True, "rows": 7}]
     assert member.incarnation == 0
     assert bool([r for r in caplog.records if r.exc_info]) == (kind == "defect")
+
+
+def test_a_command_that_an_outage_fails_again_and_again_is_logged_once_a_minute_and_when_it_succeeds(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    clock, is_away = FakeClock(), True
+
+    def write(_: dict[str, Any]) -> dict[str, Any]:
+        if is_away:
+            raise UnavailableError("the store is away")
+        return {}
+
+    member = make_member(FakeController([]), write, clock=clock)  # type: ignore[arg-type]
+    for id_ in range(20):
+        member.run(command(id_, "write"))
+        clock.advance(10)
+    warnings = list(caplog.messages)
+    assert warnings[0] == "write: the store is away" and len(warnings) == 4, warnings
+    assert all("and 5 more like it" in line for line in warnings[1:])
+    is_away = False
+    caplog.clear()
+    member.run(command(20, "write"))
+    member.run(command(21, "write"))
+    assert caplog.messages == ["write: succeeds again"]
 
 
 def test_a_lost_controller_is_dialled_again_and_silence_is_counted() -> None:

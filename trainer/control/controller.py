@@ -22,6 +22,7 @@ from roostream.runtime.backoff import Backoff
 from roostream.runtime.checkpoint_store import CheckpointStore
 from roostream.runtime.clock import Clock, MonotonicToWallTime
 from roostream.runtime.kafka.topics import SAMPLES, Progress
+from roostream.runtime.log_rate_limit import LogRateLimit
 from roostream.runtime.manifest import Manifest
 from roostream.runtime.retention import DEFAULT_RETENTION, Retention, StoreCleaner, write_retention
 from roostream.runtime.rpc.transport import Header
@@ -115,6 +116,7 @@ class Controller:
         self._changed = threading.Condition()
         self._effects: deque[Effect] = deque()
         self._outage = Backoff(what="the checkpoint store", clock=clock)
+        self._log_rate_limit = LogRateLimit(clock.monotonic_s)
         self.outage = ""  # why the next effect is waiting for the store
         self._store_id = ""  # identity of the store of the first claim
         self._fence_checked_s = 0.0
@@ -407,13 +409,13 @@ class Controller:
                     self.coordinator.linked(outcome, self.clock.monotonic_s())
             case Retire():
                 self._save_device_time()
+                text = "old checkpoints could not be deleted: %s; the next commit tries again"
                 try:
                     self.cleaner.clean()
                     self._write_retention()
+                    self._log_rate_limit.over("clean")
                 except UnavailableError as error:
-                    log.warning(
-                        "old checkpoints could not be deleted: %s; the next commit tries again", error
-                    )
+                    self._log_rate_limit.warning(log, "clean", text, error)
 
     def _write_retention(self) -> None:
         is_mine = manifests.newest_incarnation(self.store) == self.coordinator.incarnation

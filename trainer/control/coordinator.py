@@ -41,6 +41,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from roostream.runtime.kafka.topics import flat
+from roostream.runtime.log_rate_limit import LogRateLimit
 from roostream.runtime.manifest import Manifest, Restorable, StoredFile, WorkerPart
 from trainer.control.holds import Holds, idle_hold
 from trainer.control.membership import Membership
@@ -199,8 +200,10 @@ class Coordinator:
     """Call `beat`, `tick`, `claimed` and `linked` with one monotonic clock, and perform the effects from
     `take_effects`. Not thread-safe."""
 
-    def __init__(self, config: CoordinatorConfig, now_s: float = 0.0) -> None:
-        self.config = config
+    def __init__(
+        self, config: CoordinatorConfig, now_s: float = 0.0, log_rate_limit: LogRateLimit | None = None
+    ) -> None:
+        self.config, self._log_rate_limit = config, log_rate_limit or LogRateLimit()
         self.state = State.CLAIMING
         self.reason = "start"
         self.incarnation = 0
@@ -218,6 +221,7 @@ class Coordinator:
         self._skipped_manifests: set[str] = set()
         self._pending = PendingCommands(self.members, now_s)
         self._aborts_in_a_row = self._late_restores = 0
+        self._num_aborted = 0  # since the last commit, for whatever reason
         self._refused_restore = ""  # why this incarnation ends once no shard makes progress with its RESTORE
         self._next_seq = 1
         self._due_s = self._closing_s = self._not_before_s = self._running_s = now_s
@@ -510,8 +514,11 @@ class Coordinator:
         assert commit.manifest is not None
         self.state, self.last = State.COMMITTING, Restorable(commit.manifest, commit.manifest.checksum)
         self.num_commits, self.abort_reason = self.num_commits + 1, ""
+        if self._num_aborted:
+            log.info("commit %d succeeded; before it, %d were aborted", commit.seq, self._num_aborted)
+        self._log_rate_limit.over("abort")
         self.holds.committed()
-        self._aborts_in_a_row = 0
+        self._aborts_in_a_row = self._num_aborted = 0
         self.commit_s, self.paused_s = now_s - commit.started_s, commit.frozen_s - commit.started_s
         self.phases_s = commit.phases_s(now_s)
         self.committed_at_s = now_s
@@ -522,10 +529,13 @@ class Coordinator:
 
     def _abort(self, reason: str, now_s: float, *, counts: bool = True) -> None:
         """Abandon the commit. `counts`: False if only storage is unavailable and all members are in order."""
-        log.warning(
-            "commit %d is aborted: %s; nothing of it is committed", self._running_commit().seq, reason
-        )
+        seq, text = self._running_commit().seq, "commit %d is aborted: %s; nothing of it is committed"
+        if counts:
+            log.warning(text, seq, reason)
+        else:  # an outage aborts every commit
+            self._log_rate_limit.warning(log, "abort", text, seq, reason)
         self.num_aborts, self.abort_reason = self.num_aborts + 1, reason
+        self._num_aborted += 1
         self._aborts_in_a_row += counts
         self._closing_s = now_s + self.config.commit_interval_s
         if self._aborts_in_a_row >= self.config.max_aborts:
@@ -534,7 +544,7 @@ class Coordinator:
             )
         self.state = State.ABORTING
         self._pending.clear()
-        self._ask("abort", self.membership.everyone, now_s, seq=self._running_commit().seq)
+        self._ask("abort", self.membership.everyone, now_s, seq=seq)
 
     def _continue(self, now_s: float) -> None:
         """Step 1: workers train."""

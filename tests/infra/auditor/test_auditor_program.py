@@ -77,8 +77,10 @@ def test_sums_are_exported_even_if_they_cannot_be_saved(
     books.open()
     books.home = tmp_path / "file" / "no folder"
     with caplog.at_level(logging.WARNING):
+        for _ in range(5):
+            books.save()
         books.close()
-    assert "can't save" in caplog.text and books.metrics["roostream_auditor_requests"] == 5
+    assert caplog.text.count("can't save") == 1 and books.metrics["roostream_auditor_requests"] == 5
 
 
 def test_an_unavailable_broker_at_the_start_is_reported(tmp_path: Path) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from typing import Any
 
 import pytest
 
 from roostream.errors import ConfigError
 from roostream.runtime.bucket_map import BucketMap
+from roostream.runtime.log_rate_limit import LogRateLimit
 from roostream.runtime.manifest import Manifest, Restorable
 from trainer.control.coordinator import Coordinator
 from trainer.control.types import Claim, CoordinatorConfig, Key, Link, Retire, State
@@ -47,8 +49,8 @@ class Group:
     """A coordinator, members that answer what they are asked, and a clock."""
 
     def __init__(self, facts: CoordinatorConfig = FACTS) -> None:
-        self.it = Coordinator(facts)
         self.now_s = 0.0
+        self.it = Coordinator(facts, log_rate_limit=LogRateLimit(lambda: self.now_s))
         self.sessions = dict.fromkeys(EVERYONE, 1)
         self.incarnations = dict.fromkeys(EVERYONE, 0)
         self.reports: dict[Key, dict[str, Any]] = {key: {} for key in EVERYONE}
@@ -290,6 +292,30 @@ def test_aborts_for_a_full_disk_cause_no_rollback() -> None:
         group.to(State.RUNNING)
     assert group.it.num_rollbacks == 0 and group.it.num_aborts == 10
     assert "No space left on device" in group.it.abort_reason
+
+
+def test_aborts_for_an_absent_store_are_logged_once_a_minute_and_so_is_their_end(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    group = Group().running()
+    for _ in range(50):
+        refuse_a_commit(group, error="the store is away", away=True)
+        group.to(State.RUNNING)
+        group.now_s += 2
+    aborted = [line for line in caplog.messages if "aborted" in line]
+    assert len(aborted) == 2 and " more like it" in aborted[-1], aborted
+    caplog.clear()
+    group.it.want_commit()
+    group.round_without_answers()
+    group.to(State.LINKING)
+    group.link()
+    (line,) = (line for line in caplog.messages if "aborted" in line)
+    assert "50 were aborted" in line
+    group.to(State.RUNNING)
+    group.it.last = None  # the worker has trained since
+    refuse_a_commit(group, error="the store is away", away=True)
+    assert "is aborted: shard 0 refused" in caplog.messages[-1], "another outage is logged at once"
 
 
 def test_a_shard_that_is_no_longer_ready_begins_a_new_incarnation() -> None:

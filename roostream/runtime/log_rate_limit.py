@@ -1,4 +1,4 @@
-"""Limits log lines that clients can trigger to one a minute per kind."""
+"""Limits log lines that clients can trigger, or that an outage repeats, to one a minute per kind."""
 
 from __future__ import annotations
 
@@ -32,6 +32,19 @@ class LogRateLimit:
                 del self._last[next(iter(self._last))]
         return suppressed if is_due else None
 
+    def warning(self, logger: logging.Logger, kind: Hashable, message: str, *values: object) -> None:
+        """Log a warning unless it must be suppressed; the next one of its kind says how many were."""
+        suppressed = self.due(kind)
+        if suppressed is not None:
+            text = f"{message}%s"
+            logger.warning(text, *values, and_more(suppressed))
+
+    def over(self, kind: Hashable) -> bool:
+        """The cause of this kind is gone, so its next line is due at once. Return whether a line of it was
+        logged."""
+        with self._lock:
+            return self._last.pop(kind, None) is not None
+
 
 class LogRateLimitFilter(logging.Filter):
     """For the logger of a library; the kind is the message before formatting."""
@@ -43,8 +56,13 @@ class LogRateLimitFilter(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         suppressed = self.log_rate_limit.due(record.msg)
         if suppressed:
-            record.msg = f"{record.msg} (and {suppressed} more like it)"
+            record.msg = f"{record.msg}{and_more(suppressed)}"
         return suppressed is not None
+
+
+def and_more(suppressed: int) -> str:
+    """The end of a line after suppressed ones; "" if there were none."""
+    return f" (and {suppressed} more like it since the last such line)" if suppressed else ""
 
 
 def error_kind(error: BaseException) -> Hashable:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 
-from serving.http.log_rate_limit import MAX_KINDS, LogRateLimit, LogRateLimitFilter, error_kind
+import pytest
+
+from roostream.runtime.log_rate_limit import MAX_KINDS, LogRateLimit, LogRateLimitFilter, error_kind
 
 
 class Clock:
@@ -25,6 +27,20 @@ def test_each_kind_is_logged_once_a_minute_with_the_number_omitted() -> None:
     assert log_rate_limit.due("a") is None
     clock.now_s = 60.0
     assert log_rate_limit.due("a") == 4 and log_rate_limit.due("b") == 0
+
+
+def test_a_warning_says_how_many_were_suppressed_and_the_end_of_its_cause_begins_anew(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    clock, logger = Clock(), logging.getLogger("roostream.tests")
+    log_rate_limit = LogRateLimit(clock)
+    for clock.now_s in (0.0, 10.0, 20.0, 70.0):
+        log_rate_limit.warning(logger, "store", "commit %d failed", int(clock.now_s))
+    assert log_rate_limit.over("store") and not log_rate_limit.over("store")
+    log_rate_limit.warning(logger, "store", "commit %d failed", 75)
+    first, second, third = caplog.messages
+    assert (first, third) == ("commit 0 failed", "commit 75 failed")
+    assert second.startswith("commit 70 failed (and 2 more")
 
 
 def test_the_number_of_kinds_is_bounded() -> None:
