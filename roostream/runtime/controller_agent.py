@@ -223,7 +223,15 @@ class ControllerAgent:
             raise
         self._reached, self._last_response_s = True, self.clock.monotonic_s()
         self.hold, refused = str(response.get("hold", "")), str(response.get("refused", ""))
-        self.standby = bool(response.get("standby"))
+        standby = bool(response.get("standby"))
+        if standby != self.standby:
+            self.standby = standby
+            log.info(
+                "%s %d %s",
+                self.role,
+                self.index,
+                "stands by: fewer train now" if standby else "is needed again",
+            )
         if refused and not self.refused:
             self._refused_since_s = self._last_response_s
             log.warning("the controller refuses this process: %s", refused)

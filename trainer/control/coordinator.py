@@ -490,6 +490,10 @@ class Coordinator:
         their frozen rows, workers their own parts, and worker 0 the shared part."""
         commit = self._running_commit()
         self.state, commit.frozen_s = State.WRITING, now_s
+        # Workers that resumed would wait for each other's next step, and see the restore as a lost worker.
+        commit.closing |= self.phases.completes(
+            {partition: at for cut in commit.cuts for partition, at in flat(cut["offsets"]).items()}
+        )
         self._ask("resume", () if commit.closing else self.membership.workers, now_s, seq=commit.seq)
         self._ask("write", self.config.shards, now_s, seq=commit.seq)
         self._ask_workers(
@@ -548,7 +552,7 @@ class Coordinator:
 
     def _continue(self, now_s: float) -> None:
         """Step 1: workers train."""
-        if self.state is State.COMMITTING and (self._running_commit().closing or self.phases.switches):
+        if self.state is State.COMMITTING and self._running_commit().closing:
             return self._close(self._running_commit())
         self.state, self.commit, self._running_s = State.RUNNING, None, now_s
         self._due_s = now_s + self.config.commit_interval_s

@@ -30,9 +30,9 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from roostream.runtime.kafka.topics import SAMPLES
+from roostream.runtime.kafka.topics import SAMPLES, Progress
 from roostream.runtime.manifest import Manifest, Restorable
-from roostream.runtime.work_unit import STREAM, Epoch, TableInput, WorkUnit, source_of
+from roostream.runtime.work_unit import STREAM, Epoch, TableInput, WorkUnit, partition_of, source_of
 from trainer.control.membership import Membership
 from trainer.control.types import CoordinatorConfig, Hold, IncarnationPlan, InitialRange, Key
 
@@ -118,6 +118,14 @@ class Phases:
         """Whether the incarnation was for history and all of it is committed, so that training does not
         resume."""
         return self._began_initial and not self.is_initial
+
+    def completes(self, positions: Progress) -> bool:
+        """Whether a commit at these positions is the last one of history, so that training does not
+        resume."""
+        if self._allocator is None or not self._began_initial:
+            return False
+        units = self._allocator.units.values()
+        return all(positions.get(partition_of(unit.source), 0) >= unit.end for unit in units)
 
     def begin_incarnation(self, plan: IncarnationPlan | None, last: Restorable | None) -> int | None:
         """An incarnation was claimed for `plan` and starts from `last`. Returns its number of workers (None:

@@ -5,6 +5,7 @@ What comes first is a range of the topic (`history`) or sessions of the warehous
 from __future__ import annotations
 
 import functools
+import logging
 from typing import Any
 
 import pytest
@@ -165,6 +166,19 @@ def test_every_record_is_trained_once_in_larger_batches_first(kind: str) -> None
     # 16 and 12 records in 3 parts each: 5, 5, 6 and 4, 4, 4 in chunks of 6; then 2 chunks of 4 each
     assert simulation.last.step == 3 + 4
     assert simulation.controller is not None and simulation.controller.coordinator.num_rollbacks == 0
+
+
+@first
+def test_the_planned_switch_to_the_stream_logs_no_warning(
+    kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    simulation = phased(kind)
+    simulation.run()
+    simulation.assert_switched(2, 1)
+    assert [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING] == []
+    assert "1 workers continue with the stream" in caplog.text
+    assert "worker 1 stands by: fewer train now" in caplog.text
 
 
 def test_g11_with_equal_batches_and_one_worker_history_in_units_is_trained_as_without_them() -> None:

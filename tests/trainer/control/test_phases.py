@@ -103,6 +103,10 @@ def test_more_workers_train_history_in_epochs_with_a_commit_each_then_fewer_the_
     assert fleet.state == (1, False) and fleet.it.status()["initial"] is None
     assert fleet.it.coordinator.num_commits == 2 and fleet.it.coordinator.num_rollbacks == 0
     assert "history is trained up to its export point" in fleet.it.coordinator.reason
+    resumed = {command["seq"] for _, command in fleet.asked if command["kind"] == "resume"}
+    assert resumed == {1}, (
+        "after the last commit of history, workers wait for the restore and not for each other"
+    )
     last = manifests.newest(fleet.store)
     assert last is not None and last.manifest.offsets == {("samples", p): END for p in range(4)}
     fleet.turn()
