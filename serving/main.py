@@ -13,7 +13,7 @@ import torch
 from roostream.runtime import metrics_server, program
 from roostream.runtime.health import Health
 from roostream.runtime.kafka import clients
-from roostream.runtime.kafka.topics import EVENTS, ROWS
+from roostream.runtime.kafka.topics import EVENTS
 from roostream.runtime.store_identity import open_checkpoint_store, wait_for_store
 from roostream.runtime.thread_group import StopBudget, ThreadGroup
 from roostream.runtime.tls import TlsContext
@@ -90,9 +90,8 @@ def _start_threads(threads: ThreadGroup, process: ServingProcess, halt: threadin
     context, config = process.context, process.context.config
     beat = partial(heartbeat.beat, context.log, context.watermark, process.producer, config.partitions)
     threads.start("heartbeat", heartbeat.run, beat, config.heartbeat_ms, process.clock, halt)
-    topics = (*EVENTS, ROWS)
     threads.start(
-        "topics", clients.check_topics, config.broker, config.prefix, topics, config.partitions, halt
+        "topics", clients.check_topics, config.broker, config.prefix, EVENTS, config.partitions, halt
     )
     threads.start("log", process.sender.run, halt)
     threads.start("rows", process.rows.run, halt)

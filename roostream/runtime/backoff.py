@@ -31,9 +31,12 @@ class Backoff:
         max_s: float = 2.0,
         clock: Clock | None = None,
         log_every_s: float = 30.0,
+        expected_s: float = 0.0,
     ) -> None:
+        """`expected_s`: an outage shorter than this is usual, for example at a first start, and is logged as
+        information and not as a warning."""
         self.what, self.timeout_s, self.first_s, self.max_s = what, timeout_s, first_s, max_s
-        self.log_every_s = log_every_s
+        self.log_every_s, self.expected_s = log_every_s, expected_s
         self.clock = clock or SystemClock()
         self._down_since_s: float | None = None
         self._logged_s = 0.0
@@ -77,7 +80,8 @@ class Backoff:
                 f"{self.what} has not answered for {away:.0f} s ({error}); start it or check the address"
             )
         if not self._logged_s or now - self._logged_s >= self.log_every_s:
-            log.warning("waiting for %s: %s (retrying)", self.what, error)
+            level = logging.WARNING if away >= self.expected_s else logging.INFO
+            log.log(level, "waiting for %s: %s (retrying)", self.what, error)
             self._logged_s = now or 1e-9
         if self.clock.sleep(self._delay_s * random.uniform(0.5, 1.0), stop):
             raise UnavailableError(f"stopped while waiting for {self.what}")

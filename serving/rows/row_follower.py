@@ -95,9 +95,11 @@ class RowFollower:
         shards: Sequence[Transport],
         observe: Callable[[str, float], None],
         clock: Clock,
+        wait_for_topic: Callable[[threading.Event], None] = lambda stop: None,
     ) -> None:
+        """`wait_for_topic`: returns once the topic exists, or when the event is set."""
         self.replica, self.topic, self.shards = replica, topic, shards
-        self.observe, self.clock = observe, clock
+        self.observe, self.clock, self.wait_for_topic = observe, clock, wait_for_topic
         self.ready = False  # True from the first complete bootstrap on
         self.current_s: float | None = None  # monotonic time when the rows were last known to be current
         self.num_applied = self.num_refused = self.num_bootstraps = self.num_mended = 0
@@ -111,8 +113,10 @@ class RowFollower:
     def run(self, stop: threading.Event) -> None:
         """Run until `stop`. A shard whose answers cannot be read is waited for like one that is away.
 
-        The rows in memory stay in use meanwhile, and their age tells how old they are.
+        The rows in memory stay in use meanwhile, and their age tells how old they are. Raises ConfigError:
+        the topic has another number of partitions than the settings.
         """
+        self.wait_for_topic(stop)
         while not stop.is_set():
             try:
                 self._backoff.until(self.bootstrap, (UnavailableError, WireError), stop)

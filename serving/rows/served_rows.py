@@ -10,7 +10,9 @@ from param_server.replica.shard_reads import ShardReads
 from roostream.runtime.address import expand_addresses
 from roostream.runtime.clock import Clock
 from roostream.runtime.histograms import freshness_histogram
+from roostream.runtime.kafka import clients
 from roostream.runtime.kafka.kafka_consumer import KafkaConsumer
+from roostream.runtime.kafka.topics import ROWS
 from roostream.runtime.rpc.client import SocketTransport
 from roostream.schema.schema import Schema
 from serving.config import RowSourceSettings, RowsSettings
@@ -114,7 +116,11 @@ def open_follower(config: RowSourceSettings, replica: RowReplica, clock: Clock) 
     )
     keys = config.link_credentials()
     shards = [SocketTransport(address, keys=keys) for address in expand_addresses(config.shards)]
-    return RowFollower(replica, topic, shards, freshness_histogram().observe, clock)
+
+    def wait_for_topic(stop: threading.Event) -> None:
+        clients.check_topics(config.broker, config.prefix, (ROWS,), config.partitions, stop)
+
+    return RowFollower(replica, topic, shards, freshness_histogram().observe, clock, wait_for_topic)
 
 
 def open_rows(config: RowsSettings, schema: Schema, seed: int, clock: Clock) -> FollowedRows:

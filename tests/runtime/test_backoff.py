@@ -48,6 +48,15 @@ def test_an_outage_and_its_end_are_logged_at_intervals(caplog: pytest.LogCapture
     assert len(caplog.records) == count
 
 
+def test_an_outage_that_is_usual_is_a_warning_only_once_it_lasts(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="roostream")
+    backoff = Backoff(what="topics", clock=FakeClock(), log_every_s=30.0, expected_s=20.0)
+    for _ in range(40):
+        backoff.wait("not all of them exist yet")
+    levels = [record.levelno for record in caplog.records]
+    assert len(levels) >= 2 and levels[0] == logging.INFO and set(levels[1:]) == {logging.WARNING}
+
+
 def test_an_outage_beyond_its_limit_ends_the_wait_with_advice() -> None:
     clock = FakeClock()
     clock.advance(1000.0)  # a clock's beginning means nothing

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import threading
 import weakref
 from concurrent.futures import Future
@@ -20,13 +21,13 @@ from roostream.runtime.kafka.topics import DEAD_LETTERS, ROWS, SAMPLES
 class FakeAdmin:
     """Answers `describe_topics`; the first `num_failures` times it is away."""
 
-    def __init__(self, partitions: dict[str, int], num_failures: int = 0) -> None:
-        self.partitions, self.num_failures = partitions, num_failures
+    def __init__(self, partitions: dict[str, int], num_failures: int, error: int) -> None:
+        self.partitions, self.num_failures, self.error = partitions, num_failures, error
 
     def describe_topics(self, topics: Any, **_: Any) -> dict[str, Future[Any]]:
         if self.num_failures:
             self.num_failures -= 1
-            raise KafkaException(KafkaError(clients.TRANSPORT, "away"))
+            raise KafkaException(KafkaError(self.error, "away"))
         out = {}
         for name, number in self.partitions.items():
             found: Future[Any] = Future()
@@ -37,8 +38,13 @@ class FakeAdmin:
         return out
 
 
-def brokers(monkeypatch: pytest.MonkeyPatch, partitions: dict[str, int], num_failures: int = 0) -> Broker:
-    monkeypatch.setattr(clients, "admin", lambda broker: FakeAdmin(partitions, num_failures))
+def brokers(
+    monkeypatch: pytest.MonkeyPatch,
+    partitions: dict[str, int],
+    num_failures: int = 0,
+    error: int = clients.TRANSPORT,
+) -> Broker:
+    monkeypatch.setattr(clients, "admin", lambda broker: FakeAdmin(partitions, num_failures, error))
     return Broker("k:1")
 
 
@@ -46,6 +52,18 @@ def test_topics_are_awaited_and_returned_with_ids(monkeypatch: pytest.MonkeyPatc
     broker = brokers(monkeypatch, {"p.samples": 8, "p.dead_letters": 1}, num_failures=1)
     found = clients.wait_for_topics(broker, "p.", (SAMPLES, DEAD_LETTERS), 8)
     assert found == {"p.samples": "id-of-p.samples", "p.dead_letters": "id-of-p.dead_letters"}
+
+
+def test_a_missing_topic_is_named_with_what_creates_it_but_is_no_warning_at_first(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    broker = brokers(monkeypatch, {"rows": 8}, num_failures=1, error=KafkaError.UNKNOWN_TOPIC_OR_PART)
+    clients.wait_for_topics(broker, "", (ROWS,), 8)
+    waiting, back = caplog.records
+    assert waiting.levelno == logging.INFO and back.levelno == logging.INFO
+    assert "waiting for topics rows at k:1: " in waiting.message
+    assert "`roostream topics create`" in waiting.message
 
 
 def test_ids_of_topics_are_asked_for_by_their_short_names(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,7 +107,7 @@ def test_a_failed_request_keeps_no_client_alive(monkeypatch: pytest.MonkeyPatch)
             return {"p.samples": failed}
 
     def open_admin(broker: Broker) -> FakeAdmin:
-        client = Away({})
+        client = Away({}, 0, clients.TRANSPORT)
         clients_seen.append(weakref.ref(client))
         return client
 

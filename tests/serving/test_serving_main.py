@@ -133,6 +133,7 @@ def test_a_process_without_its_peers_answers_degraded_and_stops_cleanly(tmp_path
             and "roostream_serving_log_backlog_records" in metrics
         )
         assert 'versions_refused_total{reason="warm_up"} 0.0' in metrics
+        running.wait_for_line(r" I roostream waiting for topics rows at 127\.0\.0\.1:1: ")
         running.child.send_signal(signal.SIGTERM)
         while (
             "another process: this one is stopping"
@@ -141,7 +142,6 @@ def test_a_process_without_its_peers_answers_degraded_and_stops_cleanly(tmp_path
             assert ready["waiting_for"] == ["rows of the shards"]
     assert running.end() == 0, "".join(running.lines)
     text = "".join(running.lines)
-    assert "waiting for rows of the shards" in text
     left = re.findall(rf"(\d+) records of the feature log .* they stay in {tmp_path / 'log'}\b", text)
     assert left == ["2"], "the impression and the engagement; heartbeats do not count"
     assert "Traceback" not in text

@@ -44,6 +44,7 @@ _NO_LEADER_YET = (
     KafkaError.OFFSET_NOT_AVAILABLE,
 )  # a broker returns these for a moment after its start, while a partition is getting its leader
 _RETRY_S = 0.1
+_CREATING_S = 20.0  # a new stack starts Kafka and creates its topics while other programs start
 _QUIET = {
     "log_level": 2,
     "log.connection.close": False,
@@ -161,11 +162,15 @@ def wait_for_topics(
             described = client.describe_topics(TopicCollection(list(expected)), request_timeout=2)
             return results_of(described, timeout_s=10)
         except KafkaException as error:
+            if error.args and error.args[0].code() == KafkaError.UNKNOWN_TOPIC_OR_PART:
+                raise UnavailableError(
+                    "not all of them exist yet; if nothing creates them, run `roostream topics create`, or "
+                    "correct `prefix`"
+                ) from None
             raise UnavailableError(error.args[0].str() if error.args else str(error)) from None
 
-    found = Backoff(what=f"topics {', '.join(expected)} at {broker}").until(
-        describe, (UnavailableError,), stop
-    )
+    wait = Backoff(what=f"topics {', '.join(expected)} at {broker}", expected_s=_CREATING_S)
+    found = wait.until(describe, (UnavailableError,), stop)
     for name, number in expected.items():
         if number != (got := len(found[name].partitions)):
             remedy = "set `partitions` to this number"

@@ -112,6 +112,19 @@ def test_rows_are_loaded_from_shards_and_then_from_the_topic() -> None:
     assert stage.follower.lag() == 0 and stage.follower.num_applied == 2
 
 
+def test_rows_are_not_asked_for_before_their_topic_exists() -> None:
+    """At a first start the topic is being created; the wait for it says so, and a bootstrap would fail."""
+    stage, stop, seen = Stage(Shard({8: 0.5})), threading.Event(), []
+
+    def wait_for_topic(stopping: threading.Event) -> None:
+        seen.append(stage.follower.num_bootstraps)
+        stopping.set()
+
+    stage.follower.wait_for_topic = wait_for_topic
+    stage.follower.run(stop)
+    assert seen == [0] and not stage.follower.ready
+
+
 def test_g4_an_older_delta_changes_nothing() -> None:
     stage = Stage(Shard({8: 0.5}, version=(1, 5)))
     stage.follower.bootstrap()
