@@ -552,7 +552,7 @@ class Coordinator:
 
     def _continue(self, now_s: float) -> None:
         """Step 1: workers train."""
-        if self.state is State.COMMITTING and self._running_commit().closing:
+        if self.state is State.COMMITTING and (self._running_commit().closing or self.phases.switches):
             return self._close(self._running_commit())
         self.state, self.commit, self._running_s = State.RUNNING, None, now_s
         self._due_s = now_s + self.config.commit_interval_s
