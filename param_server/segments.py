@@ -34,6 +34,7 @@ from param_server.row_block import RowBlock
 from param_server.segment_copies import SegmentCopies
 from param_server.segment_parts import BlockEntry, Segment, SegmentBucket, SegmentDirectory, SegmentParts
 from roostream.errors import CheckpointError, UnavailableError
+from roostream.runtime.log_rate_limit import LogRateLimit
 from roostream.runtime.manifest import KEEP_MANIFESTS, Manifest, StoredFile
 from roostream.schema.ids import buckets_of
 
@@ -107,6 +108,7 @@ class Segments:
         self.lost: set[str] = set()  # accepted parts that the last restore skipped
         self.needs_rewrite = False  # rows have moved to other stacks: the next commit rewrites every bucket
         self.parts = SegmentParts(store, shapes)
+        self._log_rate_limit = LogRateLimit()
         self._restored: Commit | None = None  # since the last `commit`
         self._read_back = ""  # segment that was read back last
         self._sent: dict[str, StoredFile] = {}  # segment → its copy that no manifest names yet
@@ -227,7 +229,8 @@ class Segments:
         try:
             self.parts.delete([name])
         except (CheckpointError, UnavailableError) as error:
-            log.warning("an aborted segment could not be deleted (%s); the next commit tries again", error)
+            text = "an aborted segment could not be deleted (%s); the next commit tries again"
+            self._log_rate_limit.warning(log, "discard", text, error)
 
     def commit(self, commit: Commit) -> None:
         """A manifest names this state: record it, read a part of it back, and delete what none of the newest

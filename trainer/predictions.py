@@ -16,6 +16,7 @@ from roostream.errors import UnavailableError
 from roostream.runtime.clock import Clock
 from roostream.runtime.kafka import clients
 from roostream.runtime.kafka.topics import DEAD_LETTERS, PREDICTIONS, name_of
+from roostream.runtime.log_rate_limit import LogRateLimit
 from roostream.schema.ids import unsigned
 from roostream.wire import records as wire
 from roostream.wire import roo_pb2 as pb
@@ -199,6 +200,7 @@ class KafkaOutputs:
     ) -> None:
         """`is_urgent`: the process is ending and cannot wait any longer."""
         self.open_producer, self.prefix, self.clock, self.is_urgent = open_producer, prefix, clock, is_urgent
+        self._log_rate_limit = LogRateLimit(clock.monotonic_s)
         self._producer = open_producer()
         self._refusals: list[str] = []  # a new list at each `begin`, so that late reports are ignored
         self._interrupted = threading.Event()
@@ -222,7 +224,9 @@ class KafkaOutputs:
 
     def dead_letter(self, letter: pb.DeadLetter) -> None:
         where = f"{letter.topic}-{letter.partition} offset {letter.offset}"
-        log.warning("dead letter: %s: %s (%s)", where, letter.reason, letter.error)
+        self._log_rate_limit.warning(
+            log, letter.reason, "dead letter: %s: %s (%s)", where, letter.reason, letter.error
+        )
         key = letter.offset.to_bytes(8, "little", signed=True)
         self._send(DEAD_LETTERS, key, wire.encode(wire.DEAD_LETTER, letter))
 

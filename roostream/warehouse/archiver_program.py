@@ -24,6 +24,7 @@ from roostream.runtime.health import Health
 from roostream.runtime.kafka import clients
 from roostream.runtime.kafka.kafka_consumer import ConsumerOptions, KafkaConsumer
 from roostream.runtime.kafka.topics import CORRECTIONS, DEAD_LETTERS, SAMPLES, Partition, name_of
+from roostream.runtime.log_rate_limit import LogRateLimit
 from roostream.runtime.metrics_collector import MetricsCollector, MetricSpec
 from roostream.runtime.program import Stop
 from roostream.runtime.store_identity import open_checkpoint_store, wait_for_store
@@ -38,7 +39,6 @@ log = logging.getLogger("roostream.archiver")
 _POLL_S = 0.5
 _BUFFERED = 512
 _FLUSH_S = 10.0
-_MAX_LOGGED = 10  # dead records of a batch
 METRICS = {
     "roostream_archiver_rows_total": MetricSpec("records archived"),
     "roostream_archiver_files_total": MetricSpec("files written"),
@@ -72,13 +72,14 @@ class KafkaDeadLetters:
         self._producer = clients.producer(config.broker)
         self._topic = name_of(config.prefix, DEAD_LETTERS)
         self._max_raw_bytes, self._clock = config.max_raw_bytes, clock
+        self._log_rate_limit = LogRateLimit(clock.monotonic_s)
 
     def send(self, dead: Sequence[DeadRecord]) -> None:
         """Implements `SendDeadRecords`."""
-        for number, (record, reason, error) in enumerate(dead):
-            if number < _MAX_LOGGED:
-                where = f"{record.topic}-{record.partition} offset {record.offset}"
-                log.warning("%s goes to the dead letters: %s (%s)", where, reason, error)
+        for record, reason, error in dead:
+            where = f"{record.topic}-{record.partition} offset {record.offset}"
+            text = "%s goes to the dead letters: %s (%s)"
+            self._log_rate_limit.warning(log, reason, text, where, reason, error)
             letter = pb.DeadLetter(
                 reason=reason,
                 topic=record.topic,
@@ -96,8 +97,6 @@ class KafkaDeadLetters:
                 timestamp_ms=self._clock.now_ms(),
                 give_up=lambda: True,
             )
-        if len(dead) > _MAX_LOGGED:
-            log.warning("%d more records go to the dead letters", len(dead) - _MAX_LOGGED)
         if left := self._producer.flush(_FLUSH_S):
             raise UnavailableError(
                 f"expected {left} dead letters to be acknowledged within {_FLUSH_S:g} s, got none; retrying"

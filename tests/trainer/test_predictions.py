@@ -196,6 +196,20 @@ def test_predictions_and_dead_letters_go_to_their_topics() -> None:
     assert outputs.it.refused() == ""
 
 
+def test_a_flood_of_dead_letters_logs_one_line_a_minute_for_each_reason(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    outputs = Opened()
+    for offset in range(300):
+        reason = "unknown_type" if offset == 200 else "undecodable"
+        outputs.it.dead_letter(dead_letter(Rejected(("samples", 0), offset, reason, "why", b""), 4))
+    assert caplog.messages == [
+        "dead letter: samples-0 offset 0: undecodable (why)",
+        "dead letter: samples-0 offset 200: unknown_type (why)",
+    ]
+    assert len(outputs.producer.sent) == 300
+
+
 def test_an_unacknowledged_flush_fails_and_a_later_one_may_succeed() -> None:
     outputs = Opened()
     outputs.send()
