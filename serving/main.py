@@ -67,8 +67,8 @@ def serve(config: ServingConfig, stop: threading.Event) -> None:
     with contextlib.ExitStack() as resources:
         metrics_server.serve(config, health, tls=tls)
         with health.waiting("the checkpoint store"):
-            wait = Backoff(what="the checkpoint store")
-            wait.until(lambda: register(store, schema), (UnavailableError,), stop)
+            backoff = Backoff(what="the checkpoint store")
+            backoff.until(lambda: register(store, schema), (UnavailableError,), stop)
         socket = http_server.bind(config.listen, reuse_port=config.reuse_port)
         resources.enter_context(contextlib.closing(socket))
         process = build_process(config, store, tls=tls, is_stopping=stop.is_set)
@@ -76,7 +76,7 @@ def serve(config: ServingConfig, stop: threading.Event) -> None:
         halt, threads = threading.Event(), ThreadGroup(stop)
         precompile(context)  # these requests also warm up the first version that is loaded
         versions.poll()
-        process.recent.clear_slow()
+        process.recent.end_warm_up()
         _start_threads(threads, process, halt)
         _start_admin(threads, process, halt, resources)
         budget = StopBudget(stop, config.stop_ms / 1000, process.clock)

@@ -60,8 +60,8 @@ class DeploymentIdentity:
     ) -> DeploymentIdentity:
         """Register the schema in `store` and read the ids of Kafka's topics. Waits for both. Raises as
         `kafka_identity`."""
-        wait = Backoff(what="the checkpoint store")
-        wait.until(lambda: register(store, schema), (UnavailableError,), stop)
+        backoff = Backoff(what="the checkpoint store")
+        backoff.until(lambda: register(store, schema), (UnavailableError,), stop)
         return cls(
             schema=schema,
             registry=open_registry(store),
@@ -127,8 +127,7 @@ def check_schema(manifest: Manifest, schema: Schema, registry: Registry) -> None
         if committed is not None and committed.dim > table.dim:
             raise SchemaError(
                 f"{manifest.name}: expected table {name!r} with dim {committed.dim} or more, as committed, "
-                f"got {table.dim}: "
-                "columns of its rows would be lost; give the narrower table another name"
+                f"got {table.dim}: columns of its rows would be lost; give the narrower table another name"
             )
     if written.labels != schema.labels:
         names = [[label.name for label in s.labels] for s in (written, schema)]

@@ -48,14 +48,15 @@ class StoredProfile(NamedTuple):
 
 
 class ProfileRecorder:
-    """Counts a training loop's batches and saves the profiles. `look` is called by the loop's thread, `save`
-    by another."""
+    """Counts a training loop's batches and saves the profiles. `observe` is called by the loop's thread,
+    `save` by another."""
 
     def __init__(self, profiler: Profiler, store: CheckpointStore, clock: Clock) -> None:
         self.profiler, self.store, self.clock = profiler, store, clock
 
-    def look(self, step: int, batch: Batch, lookup: Lookup) -> None:
-        if self.profiler.looks_at(step):
+    def observe(self, step: int, batch: Batch, lookup: Lookup) -> None:
+        """Count the batch of a step, if it is one of those that are counted."""
+        if self.profiler.is_counted(step):
             self.profiler.count(batch, lookup)
 
     def save(self) -> None:
@@ -69,6 +70,7 @@ class ProfileRecorder:
 
 
 def name_of(feature: str, table: str, dim: int) -> str:
+    """The name of a profile's object in the store."""
     return f"{FOLDER}/{feature}.{table}.{dim}.json"
 
 
@@ -256,7 +258,7 @@ class Profiler:
         self.share, self.seed = share, seed
         self.profiles: dict[str, TableProfile] = {}
 
-    def looks_at(self, step: int) -> bool:
+    def is_counted(self, step: int) -> bool:
         """A hash of seed and step decides, so that a replay counts the same batches."""
         if not self.share:
             return False

@@ -34,6 +34,8 @@ _MAX_CONNECTIONS = 128  # beyond it the oldest one is closed, so that probes are
 
 
 class PageResponse(NamedTuple):
+    """A page that a program serves beside its metrics."""
+
     content_type: str
     body: bytes
     headers: tuple[tuple[str, str], ...] = ()

@@ -1,5 +1,5 @@
 """Has training caught up? Decided from offsets, event times of the topic and a monotonic clock, never from
-wall time (G8).
+wall time (guarantee G8).
 
     initial (history) ──► catching_up ◄──► caught_up ◄──► idle (nothing arrives)
                           catching_up ◄──► falling_behind ──► caught_up

@@ -229,8 +229,7 @@ class Selection:
         if not handed_over:
             raise ConfigError(
                 "selection.policy: expected off, negatives or random for a stream, got 'slipstream', which "
-                "judges rows once; "
-                "choose another policy, or train history first with initial_workers = 1"
+                "judges rows once; choose another policy, or train history first with initial_workers = 1"
             )
         self.slipstream.end()
 

@@ -285,10 +285,8 @@ class SlipstreamPolicy:
             self.counts[stack].add(table_N, id_N, saved[f"{stack}.count"][kept_N])
             return len(id_N)
         hot = self.hot[stack] = HotRows(table_N, id_N)
-        hot.s_N, hot.visited_N = (
-            saved[f"{stack}.s"][kept_N],
-            saved[f"{stack}.visited"][kept_N].astype(np.bool_),
-        )
+        hot.s_N = saved[f"{stack}.s"][kept_N]
+        hot.visited_N = saved[f"{stack}.visited"][kept_N].astype(np.bool_)
         hot.before_ND = saved[f"{stack}.before"][kept_N] if f"{stack}.before" in saved else None
         return len(id_N)
 
@@ -321,7 +319,7 @@ class SlipstreamPolicy:
             [np.zeros(0, np.int64), *(self.counts[stack].count_N[of_N] for stack, of_N in hot.items())]
         )
         min_count = 0
-        # whole counts only, so no order among equal counts is needed
+        # Whole counts only, so no order among equal counts is needed.
         if len(all_H) > self.config.max_hot_rows:
             min_count = int(np.sort(all_H)[-self.config.max_hot_rows - 1]) + 1
         for stack, counts in self.counts.items():

@@ -251,10 +251,14 @@ def import_command(
             read_ids,
         )
 
-        of = new_deployment(schema, model, shards or demo().num_shards)
+        deployment = new_deployment(schema, model, shards or demo().num_shards)
         with progress_bar("importing rows"):
             result = import_collection(
-                read_collection(Path(source), of.schema), read_ids(ids), opened, place.root, of
+                read_collection(Path(source), deployment.schema),
+                read_ids(ids),
+                opened,
+                place.root,
+                deployment,
             )
         click.echo(
             f"{place.root}: commit 1 with {result.num_rows} rows of {result.num_tables} tables and "

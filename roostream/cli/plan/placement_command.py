@@ -336,7 +336,6 @@ def _write_torchrec(file: Path, found: PlacementPlan, tables: list[PlannedTable]
 
 
 def _costs(file: Path | None) -> Any:
-
     if file is None:
         return CostModel()
     try:
@@ -457,7 +456,6 @@ def apply_command(map_file: Path, home: Path, store: str, dry_run: bool) -> None
 
 
 def _read_map(file: Path) -> BucketMap:
-
     try:
         return BucketMap.from_plain(json.loads(file.read_text(encoding="utf-8")))
     except OSError as error:
@@ -488,7 +486,6 @@ def _committed(store: CheckpointStore, home: Path, num_shards: int = 0) -> Itera
 
 
 def _describe_moves(now: BucketMap, wanted: BucketMap, bytes_B: np.ndarray) -> Iterator[tuple[str, Any]]:
-
     for index in range(max(now.num_owners, wanted.num_owners)):
         has, gets = now.buckets_of(index), wanted.buckets_of(index)
         mib = [f"{bytes_B[committed].sum() / (1 << 20):.1f} MiB" for committed in (has, gets)]

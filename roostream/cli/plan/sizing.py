@@ -193,6 +193,7 @@ def row_bytes(load: Load) -> float:
 
 
 def replica_bytes(load: Load) -> float:
+    """Memory of one row in a replica."""
     return (4 * load.dim + 40) * 1.5
 
 
@@ -202,6 +203,7 @@ def delta_bytes(load: Load) -> float:
 
 
 def changed_rows(load: Load, seconds: float) -> float:
+    """Upper bound of the distinct rows that training changes in this time."""
     return min(load.requests_per_s * load.touched * seconds, load.rows)
 
 

@@ -76,9 +76,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("roostream.train")
 
-_UNIT_ROWS = (
-    1 << 20
-)  # rows of each partition in a work unit; large, because no other work unit waits for rows
+# Rows of each partition in a work unit; large, because no other work unit waits for rows.
+_UNIT_ROWS = 1 << 20
 _PROGRESS_INTERVAL_S = 2.0
 _POLL_S = 0.1
 _LAST_COMMIT_S = 3.0

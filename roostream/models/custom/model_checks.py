@@ -184,12 +184,12 @@ def _is_the_same_in_a_batch(subject: _CheckedModel) -> Iterator[str]:
 def _is_independent_of_others(subject: _CheckedModel) -> Iterator[str]:
     others = [example_request(subject.schema, n, 100 + seed) for seed, n in enumerate(_COUNTS)]
     for at in (0, 3, 4):
-        mine = subject.together(subject.requests)[at]
+        before = subject.together(subject.requests)[at]
         again = subject.together([*others[:at], subject.requests[at], *others[at + 1 :]])[at]
-        if not _difference(mine, again) <= _CLOSE:
+        if not _difference(before, again) <= _CLOSE:
             yield (
                 f"expected a request's logits to be its own, got a change of "
-                f"{_difference(mine, again):.1e} with other "
+                f"{_difference(before, again):.1e} with other "
                 "requests beside it; use request_index_B and a sequence's length_R to keep requests apart"
             )
 
@@ -263,6 +263,8 @@ _MAX_ENTRIES, _NUM_IDS, _OLDEST_MS = 9, 40, 10**9
 
 
 class ExampleRequest(NamedTuple):
+    """A request with which a model is checked."""
+
     ro: bytes
     nro: bytes
     item_n: np.ndarray  # int64

@@ -110,9 +110,9 @@ class KafkaSecurity:
         if self.uses_sasl:
             names = ("clientId", "clientSecret", "scope") if self.uses_oauth else ("username", "password")
             values = zip(names, (self.username, self.password, self.scope), strict=False)
-            who = " ".join(f"{name}={_quoted(value)}" for name, value in values if value)
+            login = " ".join(f"{name}={_quoted(value)}" for name, value in values if value)
             found |= {"sasl.mechanism": self.mechanism}
-            found |= {"sasl.jaas.config": f"{_SECURITY}{_LOGIN[self.mechanism]} required {who};"}
+            found |= {"sasl.jaas.config": f"{_SECURITY}{_LOGIN[self.mechanism]} required {login};"}
         if self.uses_oauth:
             found |= {
                 "sasl.login.callback.handler.class": f"{_SECURITY}oauthbearer.OAuthBearerLoginCallbackHandler"

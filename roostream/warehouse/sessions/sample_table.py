@@ -17,7 +17,7 @@ from roostream.errors import CheckpointError, ConfigError, UnavailableError
 from roostream.runtime.kafka.topics import CORRECTIONS, SAMPLES, Progress
 from roostream.runtime.work_unit import TableInput
 from roostream.schema.schema import Schema
-from roostream.warehouse.archive import sample_forms
+from roostream.warehouse.archive import sample_types
 from roostream.warehouse.column_popularity import record_session_features
 from roostream.warehouse.compact import CorrectionSource, folded, partly_retired_name, retired_name
 from roostream.warehouse.data_file import DataFile
@@ -272,7 +272,7 @@ class TableFiles:
         partition = self._files[path].partition
         with self._reading():
             writer = writer_of(self._files[path], self.warehouse.registry)
-            columns, counts_R = self._open_file(path).columns(sample_forms(writer))
+            columns, counts_R = self._open_file(path).columns(sample_types(writer))
         offsets, closes = (columns[name].values.tolist() for name in ("offset", "close_ms"))
         for offset, close_ms, (key, value) in zip(
             offsets, closes, rebuild_records(writer, columns, counts_R), strict=True

@@ -77,10 +77,10 @@ def test_the_prediction_is_near_on_zipf() -> None:
 
 
 def test_the_same_steps_are_looked_at_in_every_run_and_about_their_share() -> None:
-    first, second = ([Profiler(0.03, seed).looks_at(step) for step in range(20_000)] for seed in (1, 1))
+    first, second = ([Profiler(0.03, seed).is_counted(step) for step in range(20_000)] for seed in (1, 1))
     assert first == second and 450 < sum(first) < 750
-    assert first != [Profiler(0.03, 2).looks_at(step) for step in range(20_000)]
-    assert not any(Profiler(0.0).looks_at(step) for step in range(100))
+    assert first != [Profiler(0.03, 2).is_counted(step) for step in range(20_000)]
+    assert not any(Profiler(0.0).is_counted(step) for step in range(100))
 
 
 def test_new_counts_are_added_fully_and_old_ones_decayed() -> None:
@@ -126,7 +126,7 @@ def test_counts_are_saved_once_and_lost_without_a_store(
         "the second time there was nothing new"
     )
     batch = Decoder(samples.schema(), nobody).decode(samples.records([1, 2]))[0]
-    tables.look(1, batch, build_lookup(batch))
+    tables.observe(1, batch, build_lookup(batch))
     store.put = lambda name, data: (_ for _ in ()).throw(UnavailableError("away"))  # type: ignore[method-assign]
     with caplog.at_level(logging.WARNING):
         tables.save()
