@@ -67,8 +67,8 @@ def serve(config: ServingConfig, stop: threading.Event) -> None:
     with contextlib.ExitStack() as resources:
         metrics_server.serve(config, health, tls=tls)
         with health.waiting("the checkpoint store"):
-            backoff = Backoff(what="the checkpoint store")
-            backoff.until(lambda: register(store, schema), (UnavailableError,), stop)
+            wait = Backoff(what="the checkpoint store")
+            wait.until(lambda: register(store, schema), (UnavailableError,), stop)
         socket = http_server.bind(config.listen, reuse_port=config.reuse_port)
         resources.enter_context(contextlib.closing(socket))
         process = build_process(config, store, tls=tls, is_stopping=stop.is_set)

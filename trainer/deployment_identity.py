@@ -60,8 +60,8 @@ class DeploymentIdentity:
     ) -> DeploymentIdentity:
         """Register the schema in `store` and read the ids of Kafka's topics. Waits for both. Raises as
         `kafka_identity`."""
-        backoff = Backoff(what="the checkpoint store")
-        backoff.until(lambda: register(store, schema), (UnavailableError,), stop)
+        wait = Backoff(what="the checkpoint store")
+        wait.until(lambda: register(store, schema), (UnavailableError,), stop)
         return cls(
             schema=schema,
             registry=open_registry(store),

@@ -147,7 +147,7 @@ def pieces_of(
                 kind=_PIECE_KINDS[kind],
                 owner=owner,
                 number=n,
-                num_pieces=len(owners),
+                of=len(owners),
                 columns=(n * width, (n + 1) * width) if width else (0, table.dim),
             )
             for n, owner in enumerate(owners)

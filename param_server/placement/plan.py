@@ -45,8 +45,8 @@ class TablePiece:
     table: str
     kind: Kind
     owner: int
-    number: int  # among the `num_pieces` pieces of the table
-    num_pieces: int
+    number: int  # of this piece, from 0
+    of: int  # number of pieces of the table
     columns: tuple[int, int]  # from, to
 
 
@@ -125,7 +125,7 @@ def plan(
 def round_robin(tables: Sequence[PlannedTable], owners: int) -> list[TablePiece]:
     """A placement to compare plans with: table n is whole, at owner n mod `owners`."""
     return [
-        TablePiece(table=t.name, kind="table", owner=n % owners, number=0, num_pieces=1, columns=(0, t.dim))
+        TablePiece(table=t.name, kind="table", owner=n % owners, number=0, of=1, columns=(0, t.dim))
         for n, t in enumerate(tables)
     ]
 
@@ -133,7 +133,7 @@ def round_robin(tables: Sequence[PlannedTable], owners: int) -> list[TablePiece]
 def spread(tables: Sequence[PlannedTable], owners: int) -> list[TablePiece]:
     """Every table cut by rows over all owners."""
     return [
-        TablePiece(table=t.name, kind="row", owner=owner, number=owner, num_pieces=owners, columns=(0, t.dim))
+        TablePiece(table=t.name, kind="row", owner=owner, number=owner, of=owners, columns=(0, t.dim))
         for t in tables
         for owner in range(owners)
     ]
@@ -148,7 +148,7 @@ def loads(
     time_N, bytes_N = np.zeros(owners), np.zeros(owners)
     for piece in pieces:
         table, width = by_name[piece.table], piece.columns[1] - piece.columns[0]
-        share = 1 / piece.num_pieces if piece.kind == "row" else 1.0
+        share = 1 / piece.of if piece.kind == "row" else 1.0
         time_N[piece.owner] += piece_cost(table, owners, costs, rows=share, width=width)
         bytes_N[piece.owner] += (table.uniques or 0.0) * share * owners * moved_bytes(table, width)
     return time_N, bytes_N
@@ -215,9 +215,7 @@ def _place_pieces(
         for number, owner in enumerate(chosen.tolist()):
             span = (number * width, (number + 1) * width) if cuts > 1 else (0, table.dim)
             pieces.append(
-                TablePiece(
-                    table=table.name, kind=kind, owner=owner, number=number, num_pieces=n, columns=span
-                )
+                TablePiece(table=table.name, kind=kind, owner=owner, number=number, of=n, columns=span)
             )
     if memory_bytes and used_N.max() > memory_bytes:
         return pieces, np.full(owners, math.inf)

@@ -74,7 +74,7 @@ def serve(
 
     Raises:
         SetupError: the port is taken, or the address is not one of this machine.
-        Refusal: certificate or key can't be used.
+        SettingError: certificate or key can't be used.
     """
     host, port = config.metrics_host.strip("[]"), config.metrics_port
     tls = tls or _own_tls(config)

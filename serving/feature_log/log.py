@@ -7,8 +7,8 @@ it.
 
 Appends are stores into a shared memory map: they survive kill -9 of the process, but not a power failure.
 Delivery is at least once: after a restart everything after the cursor is sent again, and the joiner
-deduplicates. The size is bounded: a full log refuses records (guarantee G7); it never grows further and never
-drops a record.
+deduplicates. The size is bounded: a full log refuses records (G7); it never grows further and never drops a
+record.
 """
 
 from __future__ import annotations
@@ -234,7 +234,7 @@ def _claim(directory: Path) -> int:
 
 def _open_segments(directory: Path) -> Iterator[LogSegment]:
     """Yield the segments, oldest first. Files that are not segments are renamed, with an error in the log
-    (guarantee G5); the newest few of them are kept."""
+    (G5); the newest few of them are kept."""
     for path in sorted(directory.glob("*.seg")):
         segment = LogSegment.open(path)
         if segment is None:

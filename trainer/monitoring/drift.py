@@ -52,8 +52,8 @@ class SeenIds:
 
 
 class DriftDetector:
-    """`look` at every batch; `report` is of the last full window, {} before there are two. One thread, except
-    `report`."""
+    """Call `observe` with every batch; `report` is of the last full window, {} before there are two. One
+    thread, except `report`."""
 
     def __init__(
         self, schema: Schema, sampled: int = SAMPLED, window_candidates: int = WINDOW_CANDIDATES

@@ -88,7 +88,7 @@ def test_any_other_placement_is_not_below_the_bound_either() -> None:
     for _ in range(50):
         at = random.integers(0, owners, len(tables)).tolist()
         pieces = [
-            TablePiece(table=t.name, kind="table", owner=owner, number=0, num_pieces=1, columns=(0, t.dim))
+            TablePiece(table=t.name, kind="table", owner=owner, number=0, of=1, columns=(0, t.dim))
             for t, owner in zip(tables, at, strict=True)
         ]
         assert loads(pieces, tables, owners, COSTS)[0].max() >= least
@@ -104,7 +104,7 @@ def test_the_cost_of_an_owner_equals_a_manual_count() -> None:
     memory, network, ids = 400 * (128 + 2 * 192), 400 * 136, 800
     expected_s = memory / 720e9 + network / 100e9 + ids * 0.15e-9 + 0.4e-6
     assert piece_cost(its, 4, costs) == pytest.approx(expected_s)
-    whole = TablePiece(table="a", kind="table", owner=1, number=0, num_pieces=1, columns=(0, 16))
+    whole = TablePiece(table="a", kind="table", owner=1, number=0, of=1, columns=(0, 16))
     time_N, bytes_N = loads([whole], [its], 4, costs)
     assert time_N.tolist() == pytest.approx([0, expected_s, 0, 0]) and bytes_N.tolist() == [
         0,

@@ -46,8 +46,8 @@ def test_every_row_is_in_one_block(rows: int, owners: int) -> None:
 def test_tables_are_cut_over_all_owners_or_not_at_all() -> None:
     tables = [table(f"t{n}", 100, uniques=50 * 1.5**n) for n in range(12)]
     free, held = plan(tables, 8), plan(tables, 8, whole_or_all=True)
-    assert any(1 < p.num_pieces < 8 for p in free.pieces), "there is something to hold"
-    assert {p.num_pieces for p in held.pieces} <= {1, 8} and held.predicted_s >= held.bound_s
+    assert any(1 < p.of < 8 for p in free.pieces), "there is something to hold"
+    assert {p.of for p in held.pieces} <= {1, 8} and held.predicted_s >= held.bound_s
     with pytest.raises(ConfigError):
         sharding_of(free, tables)
 
@@ -87,7 +87,7 @@ def test_a_table_with_an_unknown_number_of_rows_is_refused() -> None:
     ids=str,
 )
 def test_another_file_is_refused_in_a_sentence(changed: dict[str, Any]) -> None:
-    piece = TablePiece(table="t", kind="table", owner=1, number=0, num_pieces=1, columns=(0, 4))
+    piece = TablePiece(table="t", kind="table", owner=1, number=0, of=1, columns=(0, 4))
     made = PlacementPlan(
         owners=2,
         pieces=(piece,),
