@@ -181,9 +181,8 @@ class SlipstreamPolicy:
         if abs(self.realised - drop) > _MAX_DEVIATION:
             log.warning(
                 "slipstream: expected to skip %.0f %% of the hot inputs, but the threshold skips %.1f %%: "
-                "many rows "
-                "have moved equally far, or the sample is small; choose alpha nearer to 0.5, change "
-                "unvisited, or set sample = 0",
+                "many rows have moved equally far, or the sample is small; choose alpha nearer to 0.5, "
+                "change unvisited, or set sample = 0",
                 100 * drop,
                 100 * self.realised,
             )
@@ -305,8 +304,8 @@ class SlipstreamPolicy:
         if self.config.count_requests and self.config.hot_ratio * total < _MIN_ACCESSES:
             log.warning(
                 "slipstream.hot_ratio: expected at least %d counted accesses of a hot row, but %g of %d "
-                "accesses is fewer: "
-                "one or two accesses make a row hot; count more requests, or raise hot_ratio",
+                "accesses is fewer: one or two accesses make a row hot; count more requests, or raise "
+                "hot_ratio",
                 _MIN_ACCESSES,
                 self.config.hot_ratio,
                 total,

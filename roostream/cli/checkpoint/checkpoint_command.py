@@ -262,8 +262,8 @@ def import_command(
             )
         click.echo(
             f"{place.root}: commit 1 with {result.num_rows} rows of {result.num_tables} tables and "
-            f"{result.dense_taken} of "
-            f"{result.dense_all} dense weights from {source}; training starts at the oldest available sample"
+            f"{result.dense_taken} of {result.dense_all} dense weights from {source}; training starts at the "
+            "oldest available sample"
         )
         return
     from roostream.cli.checkpoint.checkpoints import import_export, import_store

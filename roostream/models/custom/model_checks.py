@@ -162,9 +162,8 @@ def _is_the_same_in_serving(subject: _CheckedModel) -> Iterator[str]:
         if not _same_bits(in_training, in_serving):
             yield (
                 f"expected the bits of training in serving for {len(request.item_n)} candidates, got a "
-                "difference of "
-                f"{_difference(in_training, in_serving):.1e}; forward looks at training or eval mode, "
-                "labels or gradients"
+                f"difference of {_difference(in_training, in_serving):.1e}; forward looks at training or "
+                "eval mode, labels or gradients"
             )
 
 
@@ -175,9 +174,8 @@ def _is_the_same_in_a_batch(subject: _CheckedModel) -> Iterator[str]:
             if not _difference(alone[at], logits_nT) <= _CLOSE:
                 yield (
                     f"expected a request's logits in a batch within {_CLOSE:g} of those alone, got a "
-                    "difference of "
-                    f"{_difference(alone[at], logits_nT):.1e}; nothing may be taken over all requests of a "
-                    "batch"
+                    f"difference of {_difference(alone[at], logits_nT):.1e}; nothing may be taken over all "
+                    "requests of a batch"
                 )
 
 
@@ -188,9 +186,9 @@ def _is_independent_of_others(subject: _CheckedModel) -> Iterator[str]:
         again = subject.together([*others[:at], subject.requests[at], *others[at + 1 :]])[at]
         if not _difference(before, again) <= _CLOSE:
             yield (
-                f"expected a request's logits to be its own, got a change of "
-                f"{_difference(before, again):.1e} with other "
-                "requests beside it; use request_index_B and a sequence's length_R to keep requests apart"
+                "expected a request's logits to be its own, got a change of "
+                f"{_difference(before, again):.1e} with other requests beside it; use request_index_B and a "
+                "sequence's length_R to keep requests apart"
             )
 
 
