@@ -1,5 +1,5 @@
 """Admission and eviction: which keys get an embedding row, and which rows expire. Each stack (tables of equal
-width) has one policy. It is pure, and guarded by the shard's lock.
+width) has one policy. It does no I/O and is guarded by the shard's lock.
 
 A policy is asked at two moments: at a push about keys without a row, and at a freeze about all rows. To plug
 in another one (admit after n pushes, by probability, keep the most used), implement `EvictionPolicy` and pass

@@ -324,7 +324,8 @@ class Accounts:
 
     def _forget_untrained(self, id_: int | None) -> bool:
         at = self.untrained.pop(id_, None) if id_ is not None else None
-        self._untrained_at.pop(at, None) if at is not None else None
+        if at is not None:
+            self._untrained_at.pop(at, None)
         return at is not None
 
     def _closed_until(self, time_ms: int) -> None:
