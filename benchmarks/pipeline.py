@@ -122,8 +122,10 @@ def training_loop(
         staleness=staleness,
         read_ahead=read_ahead,
     )
-    wiring = LoopDependencies(source=source, rows=rows, outputs=Silent(), clock=clock)
-    loop = TrainLoop(config, schema, RankerConfig(), dataclasses.replace(wiring, feed=feed, stages=stages))
+    dependencies = LoopDependencies(source=source, rows=rows, outputs=Silent(), clock=clock)
+    loop = TrainLoop(
+        config, schema, RankerConfig(), dataclasses.replace(dependencies, feed=feed, stages=stages)
+    )
     try:
         yield loop
     finally:

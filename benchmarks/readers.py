@@ -58,7 +58,7 @@ def make_table(folder: Path, files: int, rows: int) -> None:
     register(warehouse.store, schema)
     first, dead = sample_rows(schema, [_record(n) for n in range(rows)])
     assert not dead
-    warehouse.samples.widen(first.forms)
+    warehouse.samples.widen(first.column_types)
     written = [_file(warehouse, first, number, schema.fingerprint) for number in range(files)]
     ends = {number: rows * len(range(number, files, _PARTITIONS)) for number in range(_PARTITIONS)}
     progress = {f"samples/benchmark/{number}": ProgressStep(None, end) for number, end in ends.items()}

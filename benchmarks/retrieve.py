@@ -171,7 +171,9 @@ def kept(what: str, num_items: int) -> Iterator[Work]:
             yield Work(lambda: _without_graph(index.model.item_vectors, inputs), len(inputs.item_B))
         else:
             changed = RowChangeDetector(index.catalogue.items)
-            yield Work(lambda: [changed.look(case.replica, chunk) for chunk in changed.chunks()], num_items)
+            yield Work(
+                lambda: [changed.changed_items(case.replica, chunk) for chunk in changed.chunks()], num_items
+            )
 
 
 _HERE = "benchmarks.retrieve"

@@ -66,8 +66,8 @@ def build_loop(
         clock,
         max_wait_ms=0,
     )
-    wiring = LoopDependencies(source=source, rows=rows, outputs=Silent(), clock=clock)
-    return TrainLoop(from_dict(LoopConfig, given), schema, model, wiring)
+    dependencies = LoopDependencies(source=source, rows=rows, outputs=Silent(), clock=clock)
+    return TrainLoop(from_dict(LoopConfig, given), schema, model, dependencies)
 
 
 _TRAINED: dict[str, float] = {}

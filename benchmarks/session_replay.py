@@ -41,8 +41,10 @@ def small_table(folder: str, schema: Schema, written_by: Schema, records: list[R
     warehouse.create()
     register(warehouse.store, schema)
     batch, _ = Decoder(uncut_schema(schema), lambda fingerprint: written_by).decode(records)
-    rows = FileRows(columns=columns_of(batch), forms=column_types(schema), counts_R=batch.num_candidates_R)
-    warehouse.samples.widen(rows.forms)
+    rows = FileRows(
+        columns=columns_of(batch), column_types=column_types(schema), counts_R=batch.num_candidates_R
+    )
+    warehouse.samples.widen(rows.column_types)
     first_key = FileKey(table="samples", day=date(1970, 1, 1), partition=0, fingerprint=schema.fingerprint)
     days_R = np.array([day_of(ms).toordinal() for ms in batch.close_ms_R.tolist()])
     order = np.lexsort([batch.time_ms_R, batch.ro_lists.values_of("user")])

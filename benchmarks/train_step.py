@@ -63,7 +63,7 @@ class Endless:
             out.append(record._replace(value=head + self.at.to_bytes(8, "little") + tail, offset=self.at))
         return build_chunk(out, self.decoder, 0)
 
-    def rest(self, max_requests: int) -> Chunk | None:
+    def poll_remaining(self, max_requests: int) -> Chunk | None:
         return None
 
     def seek(self, at: Progress, leader_epochs: Mapping[Partition, int] = MappingProxyType({})) -> None:
@@ -138,10 +138,10 @@ class Case:
         config = LoopConfig(
             batch_requests=requests, first_batch_requests=requests, dedupe_horizon_ms=60_000, **settings
         )
-        wiring = LoopDependencies(
+        dependencies = LoopDependencies(
             source=self.source, rows=ShardRows(self.client), outputs=self.outputs, clock=SystemClock()
         )
-        self.loop = TrainLoop(config, self.schema, model, wiring)
+        self.loop = TrainLoop(config, self.schema, model, dependencies)
         self.batch = self.decoder.decode(self.records[:requests])[0]
         self.lookup = build_lookup(self.batch)
         self.rows = self.client.pull(self.lookup)

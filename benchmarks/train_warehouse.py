@@ -88,7 +88,7 @@ def write_archive(place: Path, schema: Schema, requests: int) -> None:
         records = [record_of(samples[n % len(samples)], n) for n in range(number, requests, 4)]
         rows, dead = sample_rows(schema, records)
         assert not dead
-        warehouse.samples.widen(rows.forms)
+        warehouse.samples.widen(rows.column_types)
         where = FileKey(
             table="samples",
             day=next(iter(group_by_day(rows))),

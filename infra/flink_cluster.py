@@ -49,11 +49,12 @@ _JAVA_MODULES = (
 
 
 def task_manager(index: int) -> str:
+    """The name of the task manager with this index."""
     return f"flink-tm-{index}"
 
 
 def pyflink_home() -> Path:
-    """Raises SetupError if PyFlink is not installed."""
+    """The folder of the installed PyFlink. Raises SetupError if PyFlink is not installed."""
     spec = importlib.util.find_spec("pyflink")
     if spec is None or spec.origin is None:
         raise SetupError("apache-flink is not installed; run `make setup`")

@@ -81,8 +81,7 @@ class Home:
             file.close()
             raise SetupError(
                 f"a stack already runs in {self.root} (process {holder}); "
-                f"`roostream down --home {self.root}` stops it, "
-                "another --home starts a second one"
+                f"`roostream down --home {self.root}` stops it, another --home starts a second one"
             ) from None
         file.truncate(0)
         file.write(str(os.getpid()))

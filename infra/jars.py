@@ -22,7 +22,7 @@ BUILD = ROOT / "build" if (ROOT / "pyproject.toml").exists() else Path(sys.prefi
 """In a checkout beside the sources; for an installed package in its environment."""
 JARS = BUILD / "jars"
 KAFKA_JARS, CONNECTOR_JARS, COMPILER_JARS = JARS / "kafka", JARS / "flink", JARS / "compiler"
-OPERATOR_JAR = BUILD / "roostream-flink.jar"  # ours, compiled by set-up
+OPERATOR_JAR = BUILD / "roostream-flink.jar"  # the classes of this repository, compiled by set-up
 STAMPS = BUILD / "stamps"
 LIST = Path(__file__).with_name("jars.sha256")
 _FOLDER_OF_GROUP = {  # jars of other groups are the broker's
@@ -34,6 +34,8 @@ _OPTIONAL_GROUPS = ("org.bitbucket.b_c",)  # not needed by a local stack
 
 
 class Jar(NamedTuple):
+    """A line of `jars.sha256`."""
+
     sha256: str
     num_bytes: int
     group: str
@@ -41,6 +43,7 @@ class Jar(NamedTuple):
     version: str
 
     def path(self, root: Path = JARS) -> Path:
+        """Where the jar is installed."""
         return (
             root / _FOLDER_OF_GROUP.get(self.group, KAFKA_JARS.name) / f"{self.artifact}-{self.version}.jar"
         )
@@ -51,7 +54,7 @@ Fetch = Callable[[Jar, Path], Path]
 
 
 def read_list(path: Path = LIST) -> list[Jar]:
-    """Raises ConfigError on a malformed line."""
+    """The jars of a list. Raises ConfigError on a malformed line."""
     jars = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         try:
@@ -66,6 +69,7 @@ def read_list(path: Path = LIST) -> list[Jar]:
 
 
 def missing(jars: list[Jar], root: Path = JARS) -> list[Jar]:
+    """Those of `jars` that are not installed."""
     return [j for j in jars if not (j.path(root).exists() and j.path(root).stat().st_size == j.num_bytes)]
 
 
@@ -73,9 +77,8 @@ def require_jars(root: Path = JARS) -> None:
     """Raises SetupError if a jar of the broker or the connector is missing."""
     if absent := missing([jar for jar in read_list() if jar.group not in _OPTIONAL_GROUPS], root):
         raise SetupError(
-            f"expected {absent[0].artifact}-{absent[0].version}.jar in {absent[0].path(root).parent}, "
-            "got none; "
-            "run `make setup` in a checkout, `roostream prepare` where the package is installed"
+            f"expected {absent[0].artifact}-{absent[0].version}.jar in {absent[0].path(root).parent}, got "
+            "none; run `make setup` in a checkout, `roostream prepare` where the package is installed"
         )
 
 
@@ -141,6 +144,7 @@ def find_java(chosen: str = "") -> Path:
 
 
 def java_home(java: Path) -> Path:
+    """JAVA_HOME of a `java` in its `bin` folder."""
     return java.parent.parent
 
 

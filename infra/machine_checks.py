@@ -13,6 +13,7 @@ MEMORY_BYTES = 8 * 10**9
 
 
 def require_python(version: tuple[int, int] = sys.version_info[:2]) -> None:
+    """Raise SetupError if this version of Python is not supported."""
     if not (3, 11) <= version < (3, 13):
         raise SetupError(
             f"expected Python 3.11 or 3.12 (Flink has packages for no others), got {version[0]}.{version[1]}"
@@ -31,6 +32,7 @@ def require_disk(path: Path, min_bytes: int = DISK_BYTES, what: str = "a stack")
 
 
 def require_memory(min_bytes: int = MEMORY_BYTES, meminfo: Path = Path("/proc/meminfo")) -> None:
+    """Raise SetupError if the machine has less memory than a stack needs."""
     total = memory_bytes(meminfo.read_text(encoding="utf-8"))
     if total < min_bytes:
         raise SetupError(

@@ -93,7 +93,6 @@ class StackOptions(Settings):
                 self.num_workers,
                 "each worker trains at least one partition",
             )
-
         if self.num_updaters > self.partitions:
             raise setting_error("num_updaters", f"at most partitions = {self.partitions}", self.num_updaters)
         for key, address in (("kafka", self.kafka), ("redis", self.redis)):

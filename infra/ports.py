@@ -115,14 +115,17 @@ def draw_endpoints(ports: Ports, options: StackOptions, with_metrics: Iterable[s
 
 
 def draw_metrics_url(ports: Ports) -> str:
+    """A metrics address on a free port."""
     return f"http://{HOST}:{ports.draw()}/metrics"
 
 
 def port_of(address: str) -> int:
+    """The port of "host:port"."""
     return int(address.rpartition(":")[2])
 
 
 def is_free(port: int) -> bool:
+    """Whether a program can listen on this port now."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

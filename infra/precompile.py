@@ -13,7 +13,7 @@ import time
 EARLY_GROUPS = ("decode", "rows", "wire")
 """Groups that need only the packages of `infra/setup.sh`'s first step, so they can run while the others are
 downloaded."""
-# Each group is compiled by a process of its own; their sizes are alike.
+# Each group is compiled by a process of its own; all take about as long.
 GROUPS = {
     "decode": ("roostream.wire.decode",),
     "rows": ("param_server.precompile", "param_server.replica.row_cache"),
@@ -44,6 +44,7 @@ PROGRAMS = (
 
 
 def main(groups: tuple[str, ...]) -> int:
+    """Compile the kernels of these groups, () = of all; return the exit code."""
     for group in groups or tuple(GROUPS):
         for name in GROUPS[group]:
             started_s = time.monotonic()

@@ -100,11 +100,13 @@ def digest(paths: Iterable[Path], *words: str) -> str:
 
 
 def is_stamped(name: str, value: str) -> bool:
+    """Whether the step `name` was last completed with this value (see `stamp`)."""
     stamp = STAMPS / name
     return stamp.exists() and stamp.read_text(encoding="utf-8") == value
 
 
 def stamp(name: str, value: str) -> None:
+    """Record that the step `name` was completed with this value, so that the next set-up can skip it."""
     STAMPS.mkdir(parents=True, exist_ok=True)
     (STAMPS / name).write_text(value, encoding="utf-8")
 

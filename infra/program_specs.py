@@ -57,11 +57,11 @@ class ProgramSpec:
     help: str
     config: str  # "module:class" of the settings
     run: str  # "module:function" that maps settings to an exit code
-    # settings in a stack, without the common ones
+    # Settings in a stack, without the common ones.
     local_settings: Callable[[ProgramInstance], dict[str, Any]]
     stop_rank: StopRank
     ready: Callable[[ProgramInstance], bool] = _is_ready  # a probe that takes about a second at most
-    # programs that are started with it; it waits for them by itself
+    # Programs that are started with it; it waits for them by itself.
     needs: Callable[[StackOptions], tuple[str, ...]] = lambda options: ("kafka",)
     after: tuple[str, ...] = ()  # programs that are ready before this one starts
     count: Callable[[StackOptions], int] | None = None  # number of instances; None = one, without a number
@@ -190,6 +190,7 @@ def _simulate(instance: ProgramInstance) -> dict[str, Any]:
 
 
 def joins_on_flink(options: StackOptions) -> bool:
+    """Whether the joiner of this stack runs on Flink."""
     return options.overrides.get("joiner", {}).get("engine", "flink") == "flink"
 
 
@@ -356,10 +357,12 @@ def find_spec(name: str) -> ProgramSpec:
 
 
 def is_worker(name: str) -> bool:
+    """Whether a program of this name is a worker."""
     return name == WORKER or name.startswith(f"{WORKER}-")
 
 
 def is_reader(name: str) -> bool:
+    """Whether a program of this name is an input reader."""
     return name.startswith(f"{READER}-")
 
 
@@ -369,6 +372,7 @@ def program_names(options: StackOptions) -> list[str]:
 
 
 def build_instance(name: str, home: Home, options: StackOptions, endpoints: Endpoints) -> ProgramInstance:
+    """The instance of a program that has this name in the stack."""
     index = find_spec(name).instance_names(options).index(name)
     return ProgramInstance(name=name, index=index, home=home, options=options, endpoints=endpoints)
 

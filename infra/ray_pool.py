@@ -97,7 +97,8 @@ class RayPool:
         self._is_closed = False
 
     def resize(self, count: int) -> None:
-        """Raises UnavailableError if the cluster does not answer; the running copies go on."""
+        """Start or end copies, so that this many run. Raises UnavailableError if the cluster does not answer;
+        the running copies go on."""
         with self._ray_errors():
             self._drop_ended()
             for number in [number for number in self._copies if number >= count]:

@@ -42,6 +42,8 @@ class ProgramCopies(Protocol):
 
 
 class ScalingSteps(NamedTuple):
+    """Indices of workers to start and to stop."""
+
     start: list[int]
     stop: list[int]
 

@@ -68,6 +68,7 @@ def _is_ready(supervisor: Supervisor, name: str) -> bool:
 
 
 def _attempt(what: str, report: ShutdownReport, step: Callable[[], None]) -> None:
+    """Do a step; report it if it fails."""
     try:
         step()
     except RoostreamError as error:

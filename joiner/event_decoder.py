@@ -1,5 +1,5 @@
 """Decodes Kafka records into events. Records that can't be joined become dead letters here, before they reach
-any state (G6).
+any state (guarantee G6).
 
 Each record is decoded alone, independent of earlier ones, so a bad record affects nothing else.
 """

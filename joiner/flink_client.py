@@ -12,7 +12,6 @@ import re
 import subprocess
 import tempfile
 import threading
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -107,43 +106,86 @@ def watch(
 ) -> None:
     """Export the job's state and losses, and log state changes, until `stop` is set. The job may be unknown
     for `recovery_s`. Raises as `run_flink`."""
-    rest, losses = job.rest, job.losses
-    clock = clock or SystemClock()
-    event_time, stands_still, read_gauges_at_s = EventTimeProgress(clock), "", clock.monotonic_s()
-    logged_state, unknown_since_s, count_losses_at_s = "", 0.0, 0.0
+    watcher = _Watcher(job, metrics, health, stop, recovery_s, clock or SystemClock())
     while not stop.is_set():
-        with health.waiting(f"Flink at {rest.url}"):
-            state = retry(rest, lambda: rest.state(job.id), stop)
-        unknown_since_s = (unknown_since_s or time.monotonic()) if state == "UNKNOWN" else 0.0
-        if unknown_since_s and time.monotonic() - unknown_since_s < recovery_s:
-            health.turned("the job manager has not recovered the job yet")
-            stop.wait(POLL_S)
-            continue
-        if state in (*ENDED, "UNKNOWN"):
-            metrics.running.set(0)
-            unknown = state == "UNKNOWN"
-            why = "the job manager does not know it" if unknown else f"{state}: {rest.failure(job.id)}"
-            text = f"job {job.id} no longer runs ({why}); restart the joiner to continue from a checkpoint"
-            raise UnavailableError(text)
-        if state != logged_state:
-            failing = state in ("RESTARTING", "FAILING")
-            log.info("the job is %s%s", state, f" ({rest.failure(job.id)})" if failing else "")
-            logged_state = state
-        metrics.running.set(state == "RUNNING")
-        if clock.monotonic_s() >= read_gauges_at_s:
-            with health.waiting(f"Flink at {rest.url}"):
-                gauges = retry(rest, lambda: rest.gauges(job.id), stop)
-            metrics.set_job(gauges)
-            stands_still = event_time.observe(
-                gauges.values.get("watermark_ms"), gauges.values.get("records", 0.0), gauges.partition_ms
-            )
-            read_gauges_at_s = clock.monotonic_s() + _READ_GAUGES_EVERY_S
-        if losses is not None and time.monotonic() >= count_losses_at_s:
-            losses.update()
-            metrics.lost.set(losses.num_lost)
-            count_losses_at_s = time.monotonic() + _COUNT_LOSSES_EVERY_S
-        health.turned(stands_still if state == "RUNNING" else f"the job is {state}")
+        health.turned(watcher.poll())
         stop.wait(POLL_S)
+
+
+class _Watcher:
+    """What one call of `watch` remembers between its polls."""
+
+    def __init__(
+        self,
+        job: FlinkJob,
+        metrics: JoinerMetrics,
+        health: Health,
+        stop: Stop,
+        recovery_s: float,
+        clock: Clock,
+    ) -> None:
+        self.job, self.metrics, self.health, self.stop = job, metrics, health, stop
+        self.recovery_s, self.clock = recovery_s, clock
+        self._event_time, self._stands_still = EventTimeProgress(clock), ""
+        self._logged_state, self._unknown_since_s = "", 0.0
+        self._read_gauges_at_s, self._count_losses_at_s = clock.monotonic_s(), 0.0
+
+    def poll(self) -> str:
+        """Poll the job once. Returns why it is not ready, or "". Raises as `run_flink`."""
+        state = self._wait_for(partial(self.job.rest.state, self.job.id))
+        if self._is_recovering(state):
+            return "the job manager has not recovered the job yet"
+        self._check_runs(state)
+        if state != self._logged_state:
+            failing = state in ("RESTARTING", "FAILING")
+            log.info("the job is %s%s", state, f" ({self.job.rest.failure(self.job.id)})" if failing else "")
+            self._logged_state = state
+        self.metrics.running.set(state == "RUNNING")
+        self._export_gauges()
+        self._count_losses()
+        return self._stands_still if state == "RUNNING" else f"the job is {state}"
+
+    def _wait_for(self, call: Callable[[], T]) -> T:
+        with self.health.waiting(f"Flink at {self.job.rest.url}"):
+            return retry(self.job.rest, call, self.stop)
+
+    def _is_recovering(self, state: str) -> bool:
+        """Whether the job is unknown, and has been for less than `recovery_s`."""
+        if state != "UNKNOWN":
+            self._unknown_since_s = 0.0
+            return False
+        now_s = self.clock.monotonic_s()
+        self._unknown_since_s = self._unknown_since_s or now_s
+        return now_s - self._unknown_since_s < self.recovery_s
+
+    def _check_runs(self, state: str) -> None:
+        if state not in (*ENDED, "UNKNOWN"):
+            return
+        self.metrics.running.set(0)
+        why = "the job manager does not know it"
+        if state != "UNKNOWN":
+            why = f"{state}: {self.job.rest.failure(self.job.id)}"
+        raise UnavailableError(
+            f"job {self.job.id} no longer runs ({why}); restart the joiner to continue from a checkpoint"
+        )
+
+    def _export_gauges(self) -> None:
+        if self.clock.monotonic_s() < self._read_gauges_at_s:
+            return
+        gauges = self._wait_for(partial(self.job.rest.gauges, self.job.id))
+        self.metrics.set_job(gauges)
+        self._stands_still = self._event_time.observe(
+            gauges.values.get("watermark_ms"), gauges.values.get("records", 0.0), gauges.partition_ms
+        )
+        self._read_gauges_at_s = self.clock.monotonic_s() + _READ_GAUGES_EVERY_S
+
+    def _count_losses(self) -> None:
+        losses = self.job.losses
+        if losses is None or self.clock.monotonic_s() < self._count_losses_at_s:
+            return
+        losses.update()
+        self.metrics.lost.set(losses.num_lost)
+        self._count_losses_at_s = self.clock.monotonic_s() + _COUNT_LOSSES_EVERY_S
 
 
 def retry(rest: FlinkRest, call: Callable[[], T], stop: Stop) -> T:

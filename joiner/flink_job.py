@@ -72,10 +72,8 @@ class JoinFunction(KeyedProcessFunction):  # type: ignore[misc]
 
     def open(self, runtime_context: RuntimeContext) -> None:
         tune_garbage_collector()
-        schema, registry = (
-            load_schema(self.config.schema),
-            open_registry(open_checkpoint_store(self.config.store)),
-        )
+        schema = load_schema(self.config.schema)
+        registry = open_registry(open_checkpoint_store(self.config.store))
         self.decoder = EventDecoder(registry, schema.limits)
         # In thread mode only pickled bytes come back as bytes. The values are our own versioned encoding.
         descriptor = MapStateDescriptor("entries", Types.STRING(), Types.PICKLED_BYTE_ARRAY())
@@ -90,7 +88,7 @@ class JoinFunction(KeyedProcessFunction):  # type: ignore[misc]
         record = unpack(value)
         event = self.decoder.decode(record)
         if isinstance(event, Output):
-            self._count_output(event)
+            self._count_output(event)  # a dead letter
             return iter((pack(event),))
         if not isinstance(event, (Impression, Engagement)):
             return iter(())
@@ -127,7 +125,7 @@ class JoinFunction(KeyedProcessFunction):  # type: ignore[misc]
 
 
 def build(config: JoinerConfig) -> StreamExecutionEnvironment:
-    """The environment with the complete job in it."""
+    """An execution environment that contains the complete job."""
     env = _environment(config)
     impressions, engagements = (_source(env, config, topic) for topic in range(len(EVENTS)))
     events = _by_key(config, impressions.union(engagements))
@@ -144,8 +142,8 @@ def _environment(config: JoinerConfig) -> StreamExecutionEnvironment:
     """
     cluster = get_gateway().jvm.org.apache.flink.configuration.GlobalConfiguration.loadConfiguration()
     if str(cluster.toMap().get(_UNALIGNED)).lower() == "true":
-        remedy = "after a restore the join would take records of unaligned checkpoints for late ones"
-        raise setting_error(f"{_UNALIGNED} (configuration of Flink)", "false", True, remedy)
+        reason = "after a restore the join would take records of unaligned checkpoints for late ones"
+        raise setting_error(f"{_UNALIGNED} (configuration of Flink)", "false", True, reason)
     settings = Configuration()
     settings.set_string(_UNALIGNED, "false")
     settings.set_string("python.execution-mode", "thread")

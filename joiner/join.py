@@ -85,16 +85,17 @@ def max_request_bytes(limits: Limits) -> int:
 
 
 def impression_cost(impression: Impression) -> int:
-    """Without its candidates."""
+    """Bytes of the budget that an impression takes, without its candidates."""
     return len(impression.raw) + len(impression.canonical) + _PAGE_BYTES
 
 
 def candidates_cost(count: int, num_labels: int) -> int:
-    """`count`: candidates that no earlier page of the request has shown."""
+    """Bytes of the budget that `count` candidates take, which no earlier page of the request has shown."""
     return count * (_CANDIDATE_BYTES + _LABEL_BYTES * num_labels)
 
 
 def engagement_cost(engagement: Engagement) -> int:
+    """Bytes of the budget that an engagement takes."""
     return len(engagement.raw) + _ENGAGEMENT_BYTES
 
 
@@ -107,7 +108,7 @@ class FailedRequest(Exception):
 
 
 class StepResult(Struct, gc=False):
-    """Input and result of one call of the join: `outputs` are to be written, and the join wants `advance` at
+    """Input and result of one call of the join: the caller writes `outputs`, and calls `advance` at each of
     `timers_ms`."""
 
     state: JoinState
@@ -779,8 +780,9 @@ class Join:
         if folder is None:
             schema = self.registry(fingerprint)
             if schema is None:
-                text = f"schema {fingerprint:016x} of an open request is not in the store; restore its file"
-                raise CheckpointError(text)
+                raise CheckpointError(
+                    f"schema {fingerprint:016x} of an open request is not in the store; restore its file"
+                )
             folder = self._folders[fingerprint] = LabelFolder(schema)
         return folder
 

@@ -28,7 +28,7 @@ class LabelFolder:
 
     def __init__(self, schema: Schema) -> None:
         self.num_labels = len(schema.labels)
-        # action → (label index, fold, own window, threshold)
+        # Action → (label index, fold, own window, threshold).
         self._labels_of_action: dict[str, list[tuple[int, str, int, float]]] = {}
         for n, label in enumerate(schema.labels):
             self._labels_of_action.setdefault(label.action, []).append(

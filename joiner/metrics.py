@@ -58,6 +58,8 @@ class EventTimeProgress:
 
 
 class JoinerMetrics:
+    """Metrics of the joiner, whichever engine runs the join."""
+
     def __init__(self, registry: CollectorRegistry) -> None:
         gauge, counter = partial(Gauge, registry=registry), partial(Counter, registry=registry)
         self.records = counter("roostream_joiner_records_total", "records read")

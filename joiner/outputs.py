@@ -83,7 +83,7 @@ class LabelChange(NamedTuple):
     """What an engagement after the close changes: the labels of its candidate."""
 
     engagement: JoinedEngagement
-    # of the sample, while features are kept; empty: the correction is untrainable
+    # Of the sample, while features are kept; empty: the correction is untrainable.
     impressions: Sequence[Impression]
     before: bytes  # f4 [labels] of that candidate; with features f4 [candidates, labels]
     after: bytes
@@ -98,7 +98,7 @@ class _Features(NamedTuple):
 
 
 def select_rows(pages: Sequence[Page]) -> RowSelection:
-    """`pages` in (time, digest) order."""
+    """Select the rows of these pages, which are in (time, digest) order."""
     first = pages[0]
     if len(pages) == 1 and first.num_distinct == len(first.items) >> 3:
         return RowSelection((range(first.num_distinct),), first.items, 0)
@@ -231,6 +231,7 @@ def enforce_max_bytes(
 
 
 def _ids(request: Request, id_: int) -> bytes:
+    """The fields `sample_id`, `close_reason` and `close_ms`."""
     return _IDS.pack(
         _TAG["sample_id"], id_, _TAG["close_reason"], request.reason, _TAG["close_ms"], request.close_ms
     )
@@ -285,6 +286,7 @@ def _weight(impression: Impression) -> bytes:
 
 
 def _part(impression: Impression, selected: Sequence[int]) -> bytes:
+    """The field `parts` of one impression: its NRO block, and which of its rows are used."""
     num_rows = len(impression.page.items) >> 3
     nro = impression.data[impression.offsets[NRO] : impression.offsets[NRO + 1]]
     message = (_NRO + nro if nro else b"") + _NUM_ROWS + varint(num_rows)

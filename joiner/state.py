@@ -129,9 +129,9 @@ class Request(Struct, array_like=True, gc=False):
     close_ms: int = NEVER
     reason: int = 0  # of the close
     terminal_ms: int = NEVER  # earliest time at which an engagement with a terminal action joins
-    # earliest join times of engagements, up to the threshold
+    # Earliest join times of engagements, up to the threshold.
     joined_ms: list[int] = field(default_factory=list)
-    # by (time, digest). CLOSED: kept while corrections have features
+    # By (time, digest). CLOSED: kept while corrections have features.
     pages: list[Page] = field(default_factory=list)
     # WAITING, OPEN: ids of engagements that do not join so far
     waiting: list[int] = field(default_factory=list)
@@ -221,7 +221,7 @@ class JoinState(Protocol):
         """By candidate; other candidates keep theirs. The state owns the dict afterwards."""
 
     def drop_aggregates(self, request_id: str, candidates: Sequence[int], /) -> None:
-        """`candidates`: all that have an aggregate."""
+        """Remove these aggregates of a request. `candidates`: all that have an aggregate."""
 
 
 class MemoryState(Struct, array_like=True, gc=False):

@@ -1,5 +1,5 @@
-"""Byte offsets of the fields of an impression, and the protobuf tags of a sample, so that columns are copied
-without parsing.
+"""Where the fields of an encoded impression begin and end, so that the joiner copies them into samples
+without parsing the impression.
 
 Field numbers and types come from the protobuf descriptors; `roo.proto` alone defines them.
 """
@@ -11,17 +11,17 @@ from google.protobuf.descriptor import FieldDescriptor as Fd
 from roostream.wire import roo_pb2 as pb
 from roostream.wire.proto_fields import encode_varint
 
-_LEN = 2
+_LEN = 2  # protobuf's wire type of length-delimited fields
 _WIRE_TYPE = {Fd.TYPE_FIXED64: 1, Fd.TYPE_SFIXED64: 1, Fd.TYPE_FLOAT: 5, Fd.TYPE_FIXED32: 5}
-_VARINTS = {Fd.TYPE_UINT32, Fd.TYPE_ENUM, Fd.TYPE_BOOL}
+_VARINT_TYPES = {Fd.TYPE_UINT32, Fd.TYPE_ENUM, Fd.TYPE_BOOL}
 
 
 def varint(n: int) -> bytes:
     """An unsigned integer in protobuf's encoding."""
-    return _SMALL[n] if n < len(_SMALL) else encode_varint(n)
+    return _SMALL_VARINTS[n] if n < len(_SMALL_VARINTS) else encode_varint(n)
 
 
-_SMALL = [encode_varint(n) for n in range(1 << 12)]
+_SMALL_VARINTS = [encode_varint(n) for n in range(1 << 12)]
 
 
 def field_tags(message: type) -> dict[str, bytes]:
@@ -32,11 +32,11 @@ def field_tags(message: type) -> dict[str, bytes]:
 def _wire_type(f: Fd) -> int:
     if f.label == Fd.LABEL_REPEATED:
         return _LEN  # packed
-    return 0 if f.type in _VARINTS else _WIRE_TYPE.get(f.type, _LEN)
+    return 0 if f.type in _VARINT_TYPES else _WIRE_TYPE.get(f.type, _LEN)
 
 
 def length_delimited(tag: bytes, value: bytes) -> bytes:
-    """A field with tag and length; nothing if it is empty."""
+    """Tag, length and value of a field; b"" if the value is empty."""
     return tag + varint(len(value)) + value if value else b""
 
 
@@ -44,16 +44,19 @@ IMPRESSION_TAGS = field_tags(pb.Impression)
 _FIELDS = ("header", "ro", "item_ids", "nro", "scores", "positions", "propensities")
 _INDEX_OF_TAG = {IMPRESSION_TAGS[name][0]: 2 * n for n, name in enumerate(_FIELDS)}
 HEADER, RO, ITEMS, NRO, SCORES, POSITIONS, PROPENSITIES = range(0, 14, 2)
-"""Indices into the offsets: the offset of the field's length, followed by the field's end; 0, 0: absent or
-empty."""
+"""Indices into the result of `field_offsets`, which has the offset of the field's length there, and then that
+of the field's end; 0, 0: absent or empty."""
 WEIGHT = 14
 """Index of the offset of the weight's four bytes; 0: absent."""
 _RO_TAG, _WEIGHT_TAG = IMPRESSION_TAGS["ro"][0], IMPRESSION_TAGS["weight"][0]
 
 
 def field_offsets(data: bytes) -> list[int]:
-    """Offsets of an impression record whose message is encoded as protobuf does it: fields ascending, none
-    repeated."""
+    """The offsets of an impression record, to be read with HEADER … WEIGHT.
+
+    The record is two bytes (type and version) and a message that protobuf has encoded: fields ascend, and
+    none is repeated.
+    """
     offsets, at, end = [0] * 15, 2, len(data)
     while at < end:
         tag = data[at]
@@ -75,7 +78,7 @@ def field_offsets(data: bytes) -> list[int]:
 
 
 def field_value(data: bytes, offsets: list[int], index: int) -> bytes:
-    """A field without its length."""
+    """The value of the field at `index`, such as ITEMS, without its length; b"" = absent or empty."""
     begin, end = offsets[index], offsets[index + 1]
     if begin == end:
         return b""

@@ -89,7 +89,7 @@ class Client:
 
     def check_order(self) -> None:
         """Check that the transports are in the order of the shards' indices. Otherwise every pull would be
-        refused, and restoring everyone would not help.
+        refused, and restoring all members would not help.
 
         Raises:
             ConfigError: another shard answers.
@@ -180,10 +180,10 @@ class Client:
         rows meanwhile. Raises as `pull`."""
         keys, parts = list[Keys](), list[np.ndarray]()
         for shard in range(len(self.transports)):
-            mine = [bucket for bucket in buckets if self.owners.owner_B[bucket] == shard]
+            owned = [bucket for bucket in buckets if self.owners.owner_B[bucket] == shard]
             start, end = 0, 1
-            while mine and start < end:
-                header = {"incarnation": self.incarnation, "stack": stack, "buckets": mine, "start": start}
+            while owned and start < end:
+                header = {"incarnation": self.incarnation, "stack": stack, "buckets": owned, "start": start}
                 answer, (table_M, id_M, rows_MD, state_MA) = self._call(shard, "records", header, [])
                 keys.append(Keys(table_M, id_M))
                 parts.append(np.concatenate([rows_MD, state_MA], axis=1))
@@ -225,14 +225,14 @@ class Client:
         """bool [M]: the keys that have a row. Raises as `pull`."""
         found_M = np.zeros(len(keys), np.bool_)
 
-        def ask(shard: int, shares: Sequence[ShardKeys]) -> None:
+        def ask_shard(shard: int, shares: Sequence[ShardKeys]) -> None:
             (share,) = shares
             header = {"incarnation": self.incarnation, "stacks": [stack]}
             _, (has_M,) = self._call(shard, "contains", header, [share.table_M, share.id_M])
             found_M[share.at_M] = has_M.astype(np.bool_)
 
         lookup = Lookup({stack: StackLookup(keys.table_U, keys.id_U, {})})
-        self._each_shard(split_by_owner(lookup, self.owners), ask)
+        self._each_shard(split_by_owner(lookup, self.owners), ask_shard)
         return found_M
 
     def close(self) -> None:
@@ -257,6 +257,7 @@ class Client:
     def _push_to(
         self, shard: int, shares: Sequence[ShardKeys], header: Header, gradients: Mapping[str, np.ndarray]
     ) -> None:
+        """Push the gradients of one shard's keys."""
         arrays = []
         for share in shares:
             gradient_UD, is_all = gradients[share.stack], isinstance(share.at_M, slice)
@@ -268,7 +269,8 @@ class Client:
         self._sequence_S[shard] = sequence
 
     def _call(self, shard: int, method: str, header: Header, arrays: Arrays) -> Answer:
-        """Both methods can be repeated: a pull changes nothing, a push has a sequence number."""
+        """Call a shard, again if it does not answer. Pushes and writes have a sequence number, so a shard
+        applies a repeated one once; the other calls change nothing."""
         backoff = Backoff(
             what=f"shard {shard}", timeout_s=self.resend_for_s, first_s=0.05, max_s=0.5, clock=self.clock
         )

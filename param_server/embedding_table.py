@@ -32,10 +32,12 @@ class Keys:
 
 
 def no_keys() -> Keys:
+    """Zero keys."""
     return Keys(np.zeros(0, np.uint32), np.zeros(0, np.int64))
 
 
 def join_keys(*parts: Keys) -> Keys:
+    """The keys of all parts, one after the other."""
     parts = (no_keys(), *parts)
     return Keys(np.concatenate([p.table_U for p in parts]), np.concatenate([p.id_U for p in parts]))
 

@@ -1,12 +1,12 @@
-"""Admission and eviction: which keys get a row, and which rows expire. One policy a stack, pure, guarded by
-the shard's lock.
+"""Admission and eviction: which keys get an embedding row, and which rows expire. Each stack (tables of equal
+width) has one policy. It does no I/O and is guarded by the shard's lock.
 
 A policy is asked at two moments: at a push about keys without a row, and at a freeze about all rows. To plug
 in another one (admit after n pushes, by probability, keep the most used), implement `EvictionPolicy` and pass
 it to `Shard`; its settings belong to the schema's `Table`. The shard stores `state()` in the segment of each
 commit and passes it to `load` at each restore, so a policy decides after a rollback as it did the first time
-(G11). So answers may depend on the calls since the beginning or the last `load` alone: no clock, and no
-randomness except from the keys.
+(guarantee G11). So answers may depend on the calls since the beginning or the last `load` alone: no clock,
+and no randomness except from the keys.
 
 Letters: U keys, N rows, M chosen rows, K tables of the stack.
 """
@@ -95,8 +95,7 @@ class ExpiryPolicy:
             self._logged[k] = int(due_K[k])
             log.error(
                 "table %s: %d of %d rows would expire at once at watermark %d ms, more than "
-                "max_expired_share = %g; they are kept. "
-                "Raise max_expired_share if that much time has passed",
+                "max_expired_share = %g; they are kept. Raise max_expired_share if that much time has passed",
                 self.names[k],
                 due_K[k],
                 live_K[k],

@@ -50,11 +50,11 @@ class PendingStep:
         Raises:
             FencedError: it belongs to another step or number of workers: a worker missed a step.
         """
-        mine = (self.step, self.workers, self.clip_row_norm)
+        expected = (self.step, self.workers, self.clip_row_norm)
         got = (update.step, update.workers, update.clip_row_norm)
-        if got != mine:
+        if got != expected:
             raise FencedError(
-                f"expected a push of (step, workers, clip_row_norm) {mine} as from the others, got {got} "
+                f"expected a push of (step, workers, clip_row_norm) {expected} as from the others, got {got} "
                 f"from worker {update.worker}: the workers are not at the same step and must be restored"
             )
         self._pushes.setdefault(update.worker, update)

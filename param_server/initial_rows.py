@@ -60,5 +60,6 @@ def fill_one(seed: np.uint64, table: np.uint32, id_: np.int64, scale: np.float32
 def fill_initial(
     seed: np.uint64, table_N: np.ndarray, id_N: np.ndarray, scale_N: np.ndarray, out_ND: np.ndarray
 ) -> None:
+    """Write the initial value of each key into its row of `out_ND`."""
     for n in range(id_N.shape[0]):
         fill_one(seed, table_N[n], id_N[n], scale_N[n], out_ND[n])

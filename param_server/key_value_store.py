@@ -15,8 +15,8 @@ from roostream.errors import CheckpointError, RoostreamError, SetupError, Unavai
 log = logging.getLogger("roostream.segments")
 
 _FLUSH_BYTES = 4 << 20
-"""RocksDB keeps written values in memory until its buffer is full, which takes small commits an hour: flush
-before."""
+"""RocksDB keeps written values in memory until its buffer is full, which takes an hour of small commits. So
+the store flushes once this much was written."""
 
 
 class KeyValueStore(Protocol):

@@ -95,19 +95,18 @@ def serve(config: ShardConfig, stop: threading.Event) -> None:
     Raises:
         ConfigError, SetupError: a setting, the schema, the port or the data directory cannot be used.
     """
-    crew = ThreadGroup(stop)
-    health, keys = Health(config.stalled_after_ms / 1000), config.link_credentials()
+    threads = ThreadGroup(stop)
+    health, credentials = Health(config.stalled_after_ms / 1000), config.link_credentials()
     with contextlib.ExitStack() as opened:  # closed in the reverse order
         segment_store = RocksDbStore(Path(config.home) / "segments")
         shard = build_shard(config, segment_store)  # 1
-        at = metrics_server.serve(
-            config, health
-        )  # before kernels: the very first start compiles for a minute
+        # Before kernels: the very first start compiles for a minute.
+        at = metrics_server.serve(config, health)
         precompile()
         segment_store.open()
         opened.callback(segment_store.close)
         latency = StageHistogram("roostream_shard_call_seconds", "time to answer a call", registry=None)
-        address = _listen(config, keys, shard, latency, opened)  # 2
+        address = _listen(config, credentials, shard, latency, opened)  # 2
         topic = KafkaRows(config.broker, config.prefix) if config.bootstrap else None
         publisher = (
             Publisher(shard, topic, shard.clock, interval_ms=config.publish_interval_ms) if topic else None
@@ -119,13 +118,13 @@ def serve(config: ShardConfig, stop: threading.Event) -> None:
         REGISTRY.register(latency.histogram)  # 3
         if publisher and topic:
             opened.callback(topic.close)
-            opened.callback(crew.join, _JOIN_S)
-            crew.start(
+            opened.callback(threads.join, _JOIN_S)
+            threads.start(
                 "topics", clients.check_topics, config.broker, config.prefix, (ROWS,), config.partitions, stop
             )
-            crew.start("publisher", publisher.run, stop)  # 4
+            threads.start("publisher", publisher.run, stop)  # 4
         ending, left = StopBudget(stop, STOP_S), threading.Event()
-        member = _start_member(config, keys, shard, ending, left, opened)  # 5
+        member = _start_member(config, credentials, shard, ending, left, opened)  # 5
         log.info(
             "shard %d of %d listens on %s, metrics on port %d", config.index, config.num_shards, address, at
         )
@@ -136,7 +135,7 @@ def serve(config: ShardConfig, stop: threading.Event) -> None:
                 health.turned(member.refused or waiting)
         member.leave(ending, _CLOSING_S)
         member.check()
-    crew.check()
+    threads.check()
 
 
 def build_shard(config: ShardConfig, segment_store: KeyValueStore) -> Shard:
@@ -171,13 +170,15 @@ def build_shard(config: ShardConfig, segment_store: KeyValueStore) -> Shard:
 
 def _listen(
     config: ShardConfig,
-    keys: LinkCredentials,
+    credentials: LinkCredentials,
     shard: Shard,
     latency: StageHistogram,
     opened: contextlib.ExitStack,
 ) -> str:
     host, port = parse_address(config.listen)
-    server = RpcServer(timed(ShardRpcHandler(shard).handle, latency), host, port, keys=keys).start()
+    server = RpcServer(
+        timed(ShardRpcHandler(shard).handle, latency), host, port, credentials=credentials
+    ).start()
 
     def close() -> None:
         if cut_off := server.stop():
@@ -190,14 +191,14 @@ def _listen(
 
 def _start_member(
     config: ShardConfig,
-    keys: LinkCredentials,
+    credentials: LinkCredentials,
     shard: Shard,
     ending: StopBudget,
     left: threading.Event,
     opened: contextlib.ExitStack,
 ) -> ControllerAgent:
     def dial() -> SocketTransport:
-        return SocketTransport(config.controller, keys=keys)
+        return SocketTransport(config.controller, credentials=credentials)
 
     def execute(command: Command) -> dict[str, Any]:
         check_command_schema(command, shard.identity.schema.fingerprint)

@@ -28,7 +28,7 @@ from roostream.schema.ids import buckets_of
 
 MAX_DELTA_BYTES = 512 << 10
 SLICE_ROWS = 1 << 18
-"""Rows that are looked at while the shard's lock is held once."""
+"""Rows that are read while the shard's lock is held once."""
 
 T = TypeVar("T")
 
@@ -183,9 +183,8 @@ class Outbox:
         gone = gone.take(KeyIndex(self.embeddings.num_buckets).add_new(gone))
         keys = join_keys(live, gone)
         bucket_M = buckets_of(keys.id_U, keys.table_U, self.embeddings.num_buckets)
-        order_M = np.lexsort(
-            (keys.table_U, bucket_M)
-        )  # stable: live keys come first in each table of a bucket
+        # Stable: live keys come first in each table of a bucket.
+        order_M = np.lexsort((keys.table_U, bucket_M))
         bucket_M, table_M = bucket_M[order_M], keys.table_U[order_M]
         max_keys = max(self.max_delta_bytes // (8 + 4 * self.embeddings.width), 1)
         starts = _starts(bucket_M, table_M, max_keys)

@@ -52,7 +52,7 @@ class FrozenCommit:
 
 
 class RestoreTarget(NamedTuple):
-    """What a restore goes to."""
+    """The state that a restore leads to."""
 
     commit: Commit
     rows_end: Mapping[int, int]  # `rows` partition → first offset after the commit
@@ -110,16 +110,16 @@ def check_home(
         history = [EMPTY_COMMIT]
     if not history:
         return
-    newest, of_store = history[-1], f"store {store_id}"
+    newest, store_name = history[-1], f"store {store_id}"
     if not target.seq:
         raise ConfigError(
-            f"shard {index} has committed rows up to commit {newest.seq}, but {of_store} has no commit; "
+            f"shard {index} has committed rows up to commit {newest.seq}, but {store_name} has no commit; "
             f"{change}: bring the store's manifests back, set `store` to the store of these rows, or give "
             "every shard an empty home to start over"
         )
     if incarnation <= newest.incarnation:
         raise ConfigError(
-            f"shard {index} has committed in incarnation {newest.incarnation}, but {of_store} is only at "
+            f"shard {index} has committed in incarnation {newest.incarnation}, but {store_name} is only at "
             f"incarnation {incarnation}, so it is an older copy; {change}: bring the newest copy back, or "
             f"continue from the older one with `roostream checkpoint rollback {target.seq} --incarnation "
             f"{newest.incarnation}`"
@@ -127,9 +127,9 @@ def check_home(
     held = {(segment.name, segment.checksum) for commit in history for segment in commit.segments}
     if held and not remembered and not _is_named(held, store, target, index):
         raise ConfigError(
-            f"shard {index} has committed rows up to commit {newest.seq}, but no commit of {of_store} names "
-            f"them; {change}: set `store` to the store of these rows, or give every shard an empty home to "
-            "start over"
+            f"shard {index} has committed rows up to commit {newest.seq}, but no commit of {store_name} "
+            f"names them; {change}: set `store` to the store of these rows, or give every shard an empty "
+            "home to start over"
         )
 
 
@@ -288,6 +288,7 @@ def converted(block: RowBlock, stack: str, table: StackTable) -> RowBlock:
 def _load_policy_states(
     tables: Mapping[str, StackTable], segments: Segments, state: Sequence[Segment]
 ) -> None:
+    """Give each eviction policy the state that it had at the commit."""
     states = segments.policy_states(state)
     for stack, table in tables.items():
         table.eviction.load(states.get(stack, b""))

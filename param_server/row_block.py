@@ -31,6 +31,8 @@ _MAGIC = b"RSEG"
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class RowBlock:
+    """Rows of one stack with their keys and states; of the K keys, the first L are live and have a row."""
+
     keys: Keys  # K
     unpublished_K: np.ndarray  # uint8: 1 = replicas do not have this state yet
     stamp_ms_L: np.ndarray  # int64: event time of the last push

@@ -1,4 +1,5 @@
-"""The topic `rows` in Kafka, and in memory for tests and simulations."""
+"""The topic `rows`, to which shards publish changed embedding rows: in Kafka, and in memory for tests and
+simulations. Both implement `RowsTopic` (publish.py)."""
 
 from __future__ import annotations
 
@@ -20,11 +21,13 @@ from roostream.runtime.kafka.topics import DEFAULT_PARTITIONS, ROWS, name_of
 
 log = logging.getLogger("roostream.publish")
 _READ_RECORDS = 500
+_WARN_AFTER_S = 5.0
+_STOP_AFTER_S = 2.0  # after a stop, for messages in flight
 
 
 class InMemoryRows:
-    """A topic in memory. `down` makes every call fail; `fail_after(n)` appends n more messages, then fails
-    once."""
+    """A topic in memory, with injected faults: `down` makes every call raise UnavailableError, and
+    `fail_after` the next delivery."""
 
     def __init__(self, num_partitions: int = DEFAULT_PARTITIONS) -> None:
         self.values: list[list[bytes]] = [[] for _ in range(num_partitions)]
@@ -33,6 +36,7 @@ class InMemoryRows:
         self._fail_after: int | None = None
 
     def fail_after(self, num_messages: int) -> None:
+        """Fail once, after so many more messages of a delivery were appended."""
         self._fail_after = num_messages
 
     def trim(self, partition: int, first: int) -> None:
@@ -79,9 +83,11 @@ class KafkaRows:
         self._producer: Producer | None = None
 
     def deliver(self, messages: Sequence[Message], stop: threading.Event) -> list[int]:
-        """See `RowsTopic`. Logs a warning if Kafka takes more than 5 s.
+        """Append messages to their partitions; return their offsets, in the order of `messages`. Logs a
+        warning if Kafka takes more than 5 s.
 
-        **If it fails**: the producer that lost a message is dropped, and the next call creates another.
+        **If it fails** (UnavailableError): some messages may be there. The producer that lost a message is
+        dropped, and the next call creates another.
         """
         if not messages:
             return []
@@ -112,46 +118,54 @@ class KafkaRows:
         return offsets
 
     def bounds(self, partition: int, stop: threading.Event) -> tuple[int, int]:
-        with contextlib.closing(self._reader(partition)) as reader:
-            return reader.bounds((ROWS, partition))[ROWS, partition]
+        """The first offset that is kept, and the end offset."""
+        with contextlib.closing(self._consumer(partition)) as consumer:
+            return consumer.bounds((ROWS, partition))[ROWS, partition]
 
     def read(self, partition: int, start: int, end: int, stop: threading.Event) -> Iterator[bytes]:
-        """See `RowsTopic`. Records without a value are skipped; while the broker is away it waits."""
-        at = (ROWS, partition)
-        with contextlib.closing(self._reader(partition)) as reader:
-            reader.seek({at: start})
-            while reader.passed(at) < end:
+        """The values of the records `start` to `end` (exclusive). Records without a value are skipped. While
+        the broker is away it waits.
+
+        Raises:
+            RecordsGoneError: retention has deleted records from `start` on.
+            UnavailableError: `stop` was set.
+        """
+        rows_partition = (ROWS, partition)
+        with contextlib.closing(self._consumer(partition)) as consumer:
+            consumer.seek({rows_partition: start})
+            while consumer.passed(rows_partition) < end:
                 if stop.is_set():
                     raise UnavailableError("stopped while reading rows back")
-                yield from (
-                    record.value
-                    for record in reader.poll(_READ_RECORDS, 0.2)
-                    if record.value and record.offset < end
-                )
+                for record in consumer.poll(_READ_RECORDS, 0.2):
+                    if record.value and record.offset < end:
+                        yield record.value
 
     def close(self) -> None:
         self._producer = None
 
-    def _reader(self, partition: int) -> KafkaConsumer:
-        reading = ConsumerOptions(
+    def _consumer(self, partition: int) -> KafkaConsumer:
+        options = ConsumerOptions(
             partitions=((ROWS, partition),), prefix=self.prefix, skip_lost_records=False
         )
-        return KafkaConsumer.open(self.broker, f"{self.topic}-shard", reading)
+        return KafkaConsumer.open(self.broker, f"{self.topic}-shard", options)
 
     def _await(
         self, producer: Producer, outcome: dict[int, int | KafkaError], wanted: int, stop: threading.Event
     ) -> None:
+        """Wait until `outcome` has an entry for each of the `wanted` messages."""
         began_s, warned = self.clock.monotonic_s(), False
         while len(outcome) < wanted:
             producer.poll(0.1)
-            if stop.is_set() and self.clock.monotonic_s() - began_s > 2.0:
+            if stop.is_set() and self.clock.monotonic_s() - began_s > _STOP_AFTER_S:
                 raise UnavailableError("stopped while row deltas were in flight")
-            if not warned and self.clock.monotonic_s() - began_s > 5.0:
+            if not warned and self.clock.monotonic_s() - began_s > _WARN_AFTER_S:
                 warned = True
                 log.warning(
                     "waiting for Kafka at %s to acknowledge %d row deltas", self.broker, wanted - len(outcome)
                 )
         if warned:
             log.info(
-                "Kafka at %s acknowledged them after %.1f s", self.broker, self.clock.monotonic_s() - began_s
+                "Kafka at %s acknowledged the row deltas after %.1f s",
+                self.broker,
+                self.clock.monotonic_s() - began_s,
             )

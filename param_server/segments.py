@@ -49,6 +49,8 @@ _NONE: frozenset[int] = frozenset()
 
 
 class Commit(NamedTuple):
+    """This shard's part of a commit."""
+
     seq: int
     incarnation: int
     segments: tuple[Segment, ...]  # oldest first

@@ -225,8 +225,8 @@ class StackTable:
             raise WireError(
                 "non_finite",
                 "expected finite gradients, got a NaN or infinity for id "
-                f"{int(keys.id_U[at]) & (1 << 64) - 1} of table "
-                f"{table!r}; nothing was applied: lower the learning rate or clip gradients",
+                f"{int(keys.id_U[at]) & (1 << 64) - 1} of table {table!r}; nothing "
+                "was applied: lower the learning rate or clip gradients",
             )
 
     def read(self, keys: Keys, max_norm: float) -> PublishableRows:

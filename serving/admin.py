@@ -121,7 +121,7 @@ class AdminService:
         }
 
     def activate(self, name: str) -> Answer:
-        """Raises RequestError 400, 404: nothing was changed."""
+        """Serve this version until `resume`. Raises RequestError 400, 404: nothing was changed."""
         self.versions.activate(name)
         log.info("version %s is served until resume", name)
         return self.list_versions()
@@ -132,7 +132,7 @@ class AdminService:
         return self.list_versions()
 
     def split(self, name: str) -> Answer:
-        """`name`: one of SPLITS."""
+        """The current split of this kind. `name`: one of SPLITS."""
         split: TrafficSplit = getattr(self.versions.routing, name)
         loaded = self.versions.resolve(split)
         means = loaded.version.name if loaded is not None else None
@@ -140,7 +140,7 @@ class AdminService:
         return {"version": split.version or None, "share": split.share, "means": means, **results}
 
     def put_split(self, name: str, body: bytes) -> Answer:
-        """Raises RequestError 400, 404: nothing was changed."""
+        """Set the split of this kind. Raises RequestError 400, 404: nothing was changed."""
         try:
             given = msgspec.json.decode(body, type=SplitBody)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:

@@ -102,8 +102,8 @@ def shortest(values: np.ndarray) -> np.ndarray:
 
 @njit(cache=True)  # keeps the GIL, as the kernels of request_batch.py do
 def shorten(value_N: np.ndarray, powers: np.ndarray, out_N: np.ndarray) -> None:
-    """`powers`: of ten, from 0 on; they are exact up to 1e22, so the quotient is rounded once. 9 digits
-    always suffice."""
+    """Round numbers to the shortest decimals that give the same float32. `powers`: of ten, from 0 on; they
+    are exact up to 1e22, so the quotient is rounded once. 9 digits always suffice."""
     for n in range(len(value_N)):
         wide = np.float64(value_N[n])
         out_N[n] = wide

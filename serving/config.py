@@ -129,8 +129,7 @@ class ServingConfig(RedisSettings, RetrievalSettings, RowsSettings):
     scoring: Literal["kernel", "modules"] = setting(
         "kernel",
         "kernel: compiled forward pass, within 1e-5 of training's scores; modules: training's modules, "
-        "each request alone, "
-        "bit-equal, at two to three times the cost (docs/decisions)",
+        "each request alone, bit-equal, at two to three times the cost (docs/decisions)",
     )
     max_pass_requests: int = setting(16, "queued requests that are scored in one pass", ge=1, le=1024)
     max_pass_candidates: int = setting(
@@ -211,7 +210,7 @@ class ServingConfig(RedisSettings, RetrievalSettings, RowsSettings):
         return bool(self.tls_certificate) and (bool(self.keys_file) or self.tls_client_required)
 
     def routing(self) -> Routing:
-        """Raises SettingError."""
+        """How requests are routed to versions. Raises SettingError."""
         return Routing(
             canary=parse_split("canary", self.canary),
             shadow=parse_split("shadow", self.shadow),

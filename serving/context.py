@@ -21,6 +21,8 @@ from serving.versions.recent_requests import RecentRequests
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class ServingContext:
+    """What the HTTP routes of a serving process use."""
+
     config: ServingConfig
     schema: Schema
     service: RankService
@@ -30,7 +32,7 @@ class ServingContext:
     executor: Executor  # the one scoring thread
     waiting_for: Callable[[], list[str]]  # what the process still waits for; empty = ready
     row_metrics: Callable[[], Mapping[str, float | None]] = dict  # metric name → value
-    # since the rows were known to be current; None = never
+    # Since the rows were known to be current; None = never.
     rows_age_s: Callable[[], float | None] = lambda: None
     keys: Keyring | None = None  # None = requests need no key
     tls: TlsContext | None = None

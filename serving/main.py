@@ -73,7 +73,7 @@ def serve(config: ServingConfig, stop: threading.Event) -> None:
         halt, threads = threading.Event(), ThreadGroup(stop)
         precompile(context)  # these requests also warm up the first version that is loaded
         versions.poll()
-        process.recent.clear_slow()
+        process.recent.end_warm_up()
         _start_threads(threads, process, halt)
         _start_admin(threads, process, halt, resources)
         budget = StopBudget(stop, config.stop_ms / 1000, process.clock)

@@ -130,16 +130,16 @@ class RankService:
         self.schema, self.versions, self.rows, self.hydrator = schema, versions, rows, hydrator
         self.policy = policy or OrderPolicy()
         self.completion = FeatureCompletion(schema)
-        # replaced by the exported ones
+        # Replaced by the exported ones.
         self.stages, self.scores = (StageHistograms(), ScoreHistogram(schema.tasks))
-        # answers are marked degraded until the rows are loaded
+        # Answers are marked degraded until the rows are loaded.
         self.rows_ready: Callable[[], bool] = lambda: True
         self.rows_complete: Callable[[], bool] = lambda: True  # whether the last gather of rows was complete
         self.row_reads_wait = False  # whether a gather may wait for a shard
         self.interleaving_stats = InterleavingStats(
             schema.labels[self.policy.task].action if schema.labels else ""
         )
-        # called with each scored request, in the scoring thread
+        # Called with each scored request, in the scoring thread.
         self.on_scored: Callable[[ScoredRequest], None] = lambda scored: None
 
     def rank(self, request: RankRequest, time_ms: int) -> RankResult:
@@ -178,10 +178,13 @@ class RankService:
         """Steps 1 and 2 for each (request, time), with one read of online features for all; an error in place
         of a request that has one."""
         opened = [self._open(request, time_ms) for request, time_ms in requests]
-        online = iter(self._hydrate_all([one for one in opened if isinstance(one, _OpenedRequest)]))
-        return [self._encode(one, next(online)) if isinstance(one, _OpenedRequest) else one for one in opened]
+        online = iter(self._hydrate_all([each for each in opened if isinstance(each, _OpenedRequest)]))
+        return [
+            self._encode(each, next(online)) if isinstance(each, _OpenedRequest) else each for each in opened
+        ]
 
     def _open(self, request: RankRequest, time_ms: int) -> _OpenedRequest | Exception:
+        """Choose the version and check which features the blocks lack."""
         begin_s = time.perf_counter()
         try:
             choice = self.versions.choose(request)
@@ -271,12 +274,12 @@ class RankService:
         out = [_OnlineFeatures({}, {}, not self.rows_ready(), 0.0)] * len(opened)
         if self.hydrator is None:
             return out
-        begin_s, asked, wanted = time.perf_counter(), list[int](), list[HydrationRequest]()
+        begin_s, positions, wanted = time.perf_counter(), list[int](), list[HydrationRequest]()
         for i, (_, request, time_ms, _) in enumerate(opened):
             if self.completion.needs_hydration(request):
                 fields = self.completion.fields(request)
                 wanted.append(HydrationRequest(request.user_id, request.item_ids, time_ms, fields))
-                asked.append(i)
+                positions.append(i)
         if not wanted:
             return out
         hydrated = self.hydrator.read_all(wanted)
@@ -284,7 +287,7 @@ class RankService:
         failed = all(isinstance(values, RoostreamError) for values in hydrated)
         (self.stages.redis_failed if failed else self.stages.redis_ok).observe(took_s)
         share_s = took_s / len(wanted)
-        for i, values in zip(asked, hydrated, strict=True):
+        for i, values in zip(positions, hydrated, strict=True):
             if isinstance(values, RoostreamError):
                 log.debug("hydration failed: %s", values)
                 out[i] = _OnlineFeatures({}, {}, True, share_s)

@@ -125,10 +125,10 @@ def _described(f: Feature, schema: Schema) -> Any:
 
 def _value(f: Feature, schema: Schema) -> Any:
     """The JSON type of a value of feature `f`; null means that the value is missing."""
-    most, weight = schema.limits.max_list, limits(minimum=-MAX_WEIGHT, maximum=MAX_WEIGHT)
+    max_list, weight = schema.limits.max_list, limits(minimum=-MAX_WEIGHT, maximum=MAX_WEIGHT)
 
     def several(kind: Any) -> Any:
-        return Annotated[list[kind], limits(maxItems=most)]
+        return Annotated[list[kind], limits(maxItems=max_list)]
 
     if f.kind == "float":
         return Annotated[float, FLOAT] | None
@@ -390,9 +390,9 @@ def _decode_error(message: str, known: dict[str, tuple[str, ...]]) -> RequestErr
 def check_position(first: int, num_candidates: int, path: str = "$.first_position") -> int:
     """Return `first`. Raises RequestError 400: the position of a candidate would be beyond 31 bits, which the
     trainer would refuse."""
-    most = (1 << 31) - 1 - num_candidates
-    if not 0 <= first <= most:
-        raise RequestError(400, f"expected a position from 0 to {most}, got {shown(first)}", path)
+    max_first = (1 << 31) - 1 - num_candidates
+    if not 0 <= first <= max_first:
+        raise RequestError(400, f"expected a position from 0 to {max_first}, got {shown(first)}", path)
     return first
 
 

@@ -20,8 +20,8 @@ from serving.request_batch import checked, fast_checked_columns
 
 
 def parse_impression(schema: Schema, body: bytes) -> RankRequest:
-    """Raises RequestError 400 with the path of the field; 413 for more candidates or list entries than the
-    schema allows."""
+    """Parse a rank request in protobuf. Raises RequestError 400 with the path of the field; 413 for more
+    candidates or list entries than the schema allows."""
     message = pb.Impression()
     try:
         message.ParseFromString(body)

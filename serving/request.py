@@ -59,6 +59,7 @@ def parse_request_id(text: str, path: str) -> str:
 
 
 def check_text(text: str, path: str) -> str:
+    """The text. Raises RequestError 400: it is too long."""
     if len(text.encode()) > MAX_TEXT_BYTES:
         raise RequestError(
             400, f"expected at most {MAX_TEXT_BYTES} bytes of UTF-8, got {len(text.encode())}", path

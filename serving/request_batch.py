@@ -125,14 +125,10 @@ def _side(side: Side, reading: _SideReading, given: list[tuple[Columns, int]]) -
     layout = reading.layout
     num_floats, num_lists, num_rows = len(layout.default_F), len(layout.keys), sum(rows for _, rows in given)
     columns = _joined(given, num_floats, num_lists)
-    float_NF, present_NF = (
-        np.empty((num_rows, num_floats), np.float32),
-        np.empty((num_rows, num_floats), np.bool_),
-    )
-    lengths_KN, present_KN = (
-        np.empty((num_lists, num_rows), np.int32),
-        np.empty((num_lists, num_rows), np.bool_),
-    )
+    float_NF = np.empty((num_rows, num_floats), np.float32)
+    present_NF = np.empty((num_rows, num_floats), np.bool_)
+    lengths_KN = np.empty((num_lists, num_rows), np.int32)
+    present_KN = np.empty((num_lists, num_rows), np.bool_)
     values = np.empty(len(columns.ids), np.int64)
     weights = np.ones(len(columns.ids) if layout.is_weighted else 0, np.float32)
     entries = np.empty(len(columns.ids) + len(columns.times), np.int64)
@@ -281,13 +277,13 @@ def fast_checked_columns(
     """Validate both blocks with training's kernels. Return None if a block is invalid or not in the canonical
     form of our encoders; `checked` then explains the error or reads the other form.
     """
-    plans, most = schema.derived(_plans), schema.limits
-    if num_rows > most.max_candidates:
+    plans, limits = schema.derived(_plans), schema.limits
+    if num_rows > limits.max_candidates:
         return None
     buf = np.frombuffer(b"".join((ro, nro, b"\0")), np.uint8)
     spans_2 = np.zeros((2, len(BLOCK_FIELDS), 2), np.int64)
     if not locate_block_columns(
-        buf, len(ro), num_rows, plans["ro"], plans["nro"], BLOCK_FIELDS, most.max_list, spans_2
+        buf, len(ro), num_rows, plans["ro"], plans["nro"], BLOCK_FIELDS, limits.max_list, spans_2
     ):
         return None
     return _columns_at(buf, spans_2[0]), _columns_at(buf, spans_2[1])

@@ -1,8 +1,8 @@
 """`Version`: one model version, and the forward pass over the candidates of one or several requests.
 
-A version holds what must not be mixed: schema and dense weights (G4). A request takes one version at its
-start and uses nothing else, so following a new version is a single assignment. Embedding rows are read at the
-time of the request.
+A version holds what must not be mixed: schema and dense weights (guarantee G4). A request takes one version
+at its start and uses nothing else, so following a new version is a single assignment. Embedding rows are read
+at the time of the request.
 
 Letters: n candidates, T tasks.
 """
@@ -48,7 +48,7 @@ class Version:
     name: str  # "<incarnation>-<seq>"
     schema: Schema
     model: Model
-    # Score each request alone through training's modules: bit-equal to training (G9)
+    # Score each request alone through training's modules: bit-equal to training (guarantee G9)
     as_trained: bool = False
 
     @functools.cached_property
@@ -58,7 +58,7 @@ class Version:
 
     def score(self, rows: RowReader, request: RequestColumns) -> np.ndarray:
         """Return float32 logits [n, T] of one request: within 1e-5 of training's, or bit-equal if
-        `as_trained` (G9).
+        `as_trained` (guarantee G9).
 
         Raises:
             RequestError: 500: a score is not finite, or a custom model failed.

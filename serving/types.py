@@ -31,6 +31,7 @@ def limits(description: str = "", **of_schema: Any) -> Meta:
 
 
 def described(description: str) -> Meta:
+    """Metadata of a type: its description in the OpenAPI document."""
     return Meta(description=description)
 
 

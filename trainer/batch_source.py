@@ -40,7 +40,7 @@ class BatchSource(Protocol):
         chunks do not depend on time. The caller requests the same partition until its chunk comes. An
         unavailable source is waited for (None)."""
 
-    def rest(self, max_requests: int) -> Chunk | None:
+    def poll_remaining(self, max_requests: int) -> Chunk | None:
         """Return a partial chunk after the caller knows that no more input comes. None: nothing is left."""
 
     def seek(self, at: Progress, leader_epochs: Mapping[Partition, int] = MappingProxyType({})) -> None:
@@ -106,8 +106,8 @@ class ForwardingSource:
     def poll(self, max_requests: int, timeout_s: float, partition: Partition | None = None) -> Chunk | None:
         return self.run(lambda: self.source.poll(max_requests, timeout_s, partition))
 
-    def rest(self, max_requests: int) -> Chunk | None:
-        return self.run(lambda: self.source.rest(max_requests))
+    def poll_remaining(self, max_requests: int) -> Chunk | None:
+        return self.run(lambda: self.source.poll_remaining(max_requests))
 
     def seek(self, at: Progress, leader_epochs: Mapping[Partition, int] = MappingProxyType({})) -> None:
         self.run(lambda: self.source.seek(at, leader_epochs))

@@ -119,6 +119,7 @@ class ChunkPart:
 def build_part(
     batch: Batch, *, trains: bool, deduplicated: bool = False, choice: SelectionWeights | None = None
 ) -> ChunkPart:
+    """A part of a chunk, with the lookup of its rows."""
     return ChunkPart(
         batch=batch, trains=trains, lookup=build_lookup(batch, deduplicated=deduplicated), choice=choice
     )

@@ -379,9 +379,9 @@ class ControllerConfig(Deployment):
         self.check_shards(self.num_shards)
         for name in ("num_workers", "initial_workers"):
             if getattr(self, name) > self.partitions:
-                most = f"at most partitions = {self.partitions}"
+                limit = f"at most partitions = {self.partitions}"
                 raise setting_error(
-                    name, most, getattr(self, name), "each worker trains at least one partition"
+                    name, limit, getattr(self, name), "each worker trains at least one partition"
                 )
         for text in self.export_offsets:
             if not re.fullmatch(r"\d{1,4}=\d{1,18}", text) or int(text.partition("=")[0]) >= self.partitions:

@@ -14,8 +14,8 @@ corrupt."""
 
 
 class NotFiniteError(UnavailableError):
-    """Finite inputs give non-finite numbers, so the model's state is corrupt: everyone must be restored. If
-    that does not help, no restart does."""
+    """Finite inputs give non-finite numbers, so the model's state is corrupt: all members must be restored.
+    If that does not help, no restart does."""
 
 
 class DeadLetterQuarantine:

@@ -128,8 +128,7 @@ def check_schema(manifest: Manifest, schema: Schema, registry: Registry) -> None
         if committed is not None and committed.dim > table.dim:
             raise SchemaError(
                 f"{manifest.name}: expected table {name!r} with dim {committed.dim} or more, as committed, "
-                f"got {table.dim}: "
-                "columns of its rows would be lost; give the narrower table another name"
+                f"got {table.dim}: columns of its rows would be lost; give the narrower table another name"
             )
     if written.labels != schema.labels:
         names = [[label.name for label in s.labels] for s in (written, schema)]

@@ -49,28 +49,33 @@ class ChunkRequest(NamedTuple):
 
 
 class LoopSteps(Protocol):
-    """The steps of `TrainLoop` that a feed calls. All run in the loop's thread, except `poll` and `rest` for
-    a `next_request`, and `pull`. Those change nothing in the loop and may run in other threads, beside
-    training."""
+    """The steps of `TrainLoop` that a feed calls. All run in the loop's thread, except `poll` and
+    `poll_remaining` for a `next_request`, and `pull`. Those change nothing in the loop and may run in other
+    threads, beside training."""
 
     def next_request(self, num_chunks: int = 0, max_requests: int = 0) -> ChunkRequest | None:
         """The request for the chunk after `num_chunks` more chunks with `max_requests` requests in total.
         None: it depends on the content of those chunks. With no such chunks it is always known."""
 
-    def poll(self, request: ChunkRequest, timeout_s: float) -> Chunk | None: ...
+    def poll(self, request: ChunkRequest, timeout_s: float) -> Chunk | None:
+        """Read the next chunk. None: no chunk is due after `timeout_s`."""
 
-    def rest(self, request: ChunkRequest) -> Chunk | None: ...
+    def poll_remaining(self, request: ChunkRequest) -> Chunk | None:
+        """Read the next chunk at the end of the input; it may be smaller than requested."""
 
-    def claim(self, chunk: Chunk) -> ClaimedChunk: ...
+    def claim(self, chunk: Chunk) -> ClaimedChunk:
+        """Decide which requests of the chunk are trained; duplicates of earlier chunks are left out."""
 
     def pull(self, claimed: ClaimedChunk, rows: Rows | None = None) -> PreparedChunk:
-        """`rows`: where to pull from; None = the loop's rows."""
+        """Pull the embedding rows of the chunk's first part. `rows`: where to pull from; None = the
+        loop's."""
 
 
 class Feed(Protocol):
-    """Chunks for training, in the order of the source. The loop's thread calls `next_claimed` or `rest`, then
-    `prepare`, then `mark_trained` for each chunk. The next chunk may be claimed before the last one is
-    prepared or trained. An error that concerns a chunk names the chunk's offsets in its notes."""
+    """Chunks for training, in the order of the source. The loop's thread calls `next_claimed` or
+    `next_remaining`, then `prepare`, then `mark_trained` for each chunk. The next chunk may be claimed before
+    the last one is prepared or trained. An error that concerns a chunk names the chunk's offsets in its
+    notes."""
 
     max_staleness: int
     """Largest number of pushes between a pull and the training of its rows, since the start."""
@@ -81,7 +86,7 @@ class Feed(Protocol):
         """Claim the next chunk. None: no chunk is due after `timeout_s`. Raises UnavailableError: the source
         is unavailable, or an earlier push failed."""
 
-    def rest(self) -> ClaimedChunk | None:
+    def next_remaining(self) -> ClaimedChunk | None:
         """As `next_claimed` at the end of the input; also returns partial chunks."""
 
     def prepare(self, claimed: ClaimedChunk) -> PreparedChunk:
@@ -120,8 +125,8 @@ class SerialFeed:
     def next_claimed(self, timeout_s: float) -> ClaimedChunk | None:
         return self._claim(lambda request: self.steps.poll(request, timeout_s))
 
-    def rest(self) -> ClaimedChunk | None:
-        return self._claim(self.steps.rest)
+    def next_remaining(self) -> ClaimedChunk | None:
+        return self._claim(self.steps.poll_remaining)
 
     def prepare(self, claimed: ClaimedChunk) -> PreparedChunk:
         return self.steps.pull(claimed)
@@ -249,14 +254,14 @@ class AsyncRows:
         """End the thread and drop queued pushes. Idempotent."""
         self._executor.shutdown(cancel_futures=True)
 
-    def _push(self, lookup: Lookup, gradients: Mapping[str, Tensor], times: PushTimes, of: str) -> None:
+    def _push(self, lookup: Lookup, gradients: Mapping[str, Tensor], times: PushTimes, chunks: str) -> None:
         if self._error is not None:
             return
         try:
             with self.stages("push"):
                 self.rows.push(lookup, gradients, times)
         except BaseException as error:
-            error.add_note(f"in the push of {of}")
+            error.add_note(f"in the push of {chunks}")
             with self.changed:
                 self._error = self._error or error
                 self.changed.notify_all()
@@ -330,7 +335,7 @@ class PipelinedFeed:
             self._look_ahead()
         return self._give()
 
-    def rest(self) -> ClaimedChunk | None:
+    def next_remaining(self) -> ClaimedChunk | None:
         self.rows.check()
         self._look_ahead()
         if not self._ahead:
@@ -338,7 +343,7 @@ class PipelinedFeed:
             self._claim_what_is_read()
         if not self._ahead and (request := self._next_request()) is not None:
             with self.stages("wait_data"):
-                chunk = self.source.submit(lambda: self.steps.rest(request)).result()
+                chunk = self.source.submit(lambda: self.steps.poll_remaining(request)).result()
             if chunk is not None:
                 self._claim(chunk, request)
         return self._give()
@@ -532,10 +537,10 @@ def connect_feed(
     )
 
 
-def num_shared(mine: Lookup, others: Sequence[Lookup]) -> int:
-    """Number of rows of `mine` that are also in any of `others`."""
+def num_shared(lookup: Lookup, others: Sequence[Lookup]) -> int:
+    """Number of rows of `lookup` that are also in any of `others`."""
     shared = 0
-    for stack, rows in mine.stacks.items():
+    for stack, rows in lookup.stacks.items():
         table_V = np.concatenate([rows.table_U[:0], *(other.stacks[stack].table_U for other in others)])
         id_V = np.concatenate([rows.id_U[:0], *(other.stacks[stack].id_U for other in others)])
         for table in np.unique(rows.table_U):

@@ -87,7 +87,8 @@ class TurnPlan(NamedTuple):
 def plan_turn(reports_W: Sequence[TurnReport], before: TurnPlan, *, exact: bool) -> TurnPlan:
     """Derive the next turn from the reports of all workers. In exact mode a turn trains only when every
     worker with partitions has a part. Chunk sizes change only in such turns. So neither depends on which
-    worker was faster. Raises UnavailableError: the workers have diverged, and everyone must be restored."""
+    worker was faster. Raises UnavailableError: the workers have diverged, and all members must be
+    restored."""
     if len({report.turn for report in reports_W}) > 1:
         raise UnavailableError(
             f"expected all workers at the same turn, got turns {[report.turn for report in reports_W]}"
@@ -177,7 +178,7 @@ class LockStep:
         if pulled is None or self._current is None:
             return None
         part, loop = pulled.part, self.loop
-        logits, weighted = loop.descent.forward(pulled), part.has_weight
+        logits, weighted = loop.dense_trainer.forward(pulled), part.has_weight
         if logits is None or (weighted and not self._backward(pulled, logits.trained_BT, plan)):
             loop.optimizer.zero_grad()
             self._parts.extendleft(reversed(loop.split_non_finite(part)))
@@ -186,7 +187,7 @@ class LockStep:
 
     def _backward(self, pulled: PulledPart, logits_BT: Tensor, plan: TurnPlan) -> bool:
         targets = self.loop.targets(pulled.part, torch.tensor(plan.total_T, dtype=torch.float64))
-        return self.loop.descent.backward(pulled, logits_BT, targets, workers=self.group.workers)
+        return self.loop.dense_trainer.backward(pulled, logits_BT, targets, workers=self.group.workers)
 
     def _claim_next(self, plan: TurnPlan, *, wait: bool) -> None:
         """Claim the next chunk, once the number of requests trained by all workers is known."""
@@ -266,13 +267,13 @@ class LockStep:
         if weighted and not loop.optimizer.step():
             raise NotFiniteError(
                 "expected a finite sum of the workers' finite gradients, got a non-finite one: "
-                "everyone must be restored"
+                "all members must be restored"
             )
         if trained:
             loop.record_scores(trained.pulled, trained.scored_BT)
         if weighted:
-            mine = trained.pulled if trained and trained.weighted else None
-            loop.push(mine, clip_row_norm=loop.config.clip_row_norm)
+            own_part = trained.pulled if trained and trained.weighted else None
+            loop.push(own_part, clip_row_norm=loop.config.clip_row_norm)
         if self._current is not None and not self._parts:
             loop.settle(self._current)
             loop.feed.mark_trained()

@@ -1,9 +1,15 @@
-"""The training loop: samples to updates, in four steps: poll → claim (dedupe, lookup) → pull (rows) → train
-(score, learn, push).
+"""The training loop of a worker. It turns samples (joined requests) into updates of the model, chunk by
+chunk:
 
-Every candidate is scored before its labels are used (progressive validation). The loop knows nothing of
-commits: a worker calls `step`, and between two steps nothing is in flight. The feed (feed.py) decides who
-calls the first three steps, and how far ahead of `train`. What is claimed but not trained is in no snapshot.
+    poll     read a chunk from the source
+    claim    leave out duplicates, and find the embedding rows that the rest needs
+    pull     read these rows from the shards
+    train    score, compute gradients, update the dense weights, push the rows' gradients
+
+Every candidate is scored before its labels are used (progressive validation). The feed (feed.py) decides
+which thread calls the first three steps, and how far ahead of `train`. The loop knows nothing of commits: a
+worker calls `step`, and may take a snapshot between two calls. A chunk that is claimed but not trained is in
+no snapshot.
 
 Letters: R requests, B candidates, T tasks, U unique rows of a stack, D width of a stack.
 """
@@ -65,12 +71,12 @@ from trainer.watermark import TrainingWatermark
 log = logging.getLogger("roostream.worker")
 
 _POLL_S = 0.1
-_RECENT = "watermark.recent_ms"
+_RECENT = "watermark.recent_ms"  # name of a tensor in snapshots
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoopDependencies:
-    """What a loop is connected to."""
+    """The objects that a training loop uses."""
 
     source: BatchSource
     rows: Rows
@@ -80,8 +86,8 @@ class LoopDependencies:
     shadow: ShadowModel | None = None
     saved: SavedBatches | None = None  # where the batch is saved at which training fails
     stages: StageTimer | None = None  # None = the loop makes its own
-    on_freshness: Callable[[str, float], None] = lambda stage, ms: None
-    on_scored: Callable[[ChunkPart], None] = lambda part: None
+    on_freshness: Callable[[str, float], None] = lambda stage, ms: None  # called for each trained request
+    on_scored: Callable[[ChunkPart], None] = lambda part: None  # called after the scores are published
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -104,27 +110,30 @@ class TrainLoop:
     call `restore` or `reset` before the next step, or exit."""
 
     def __init__(
-        self, config: LoopConfig, schema: Schema, model_config: ModelConfig, wiring: LoopDependencies
+        self, config: LoopConfig, schema: Schema, model_config: ModelConfig, dependencies: LoopDependencies
     ) -> None:
         self.config, self.schema, self.model_config = config, schema, model_config
-        self.source, self.rows, self.outputs = wiring.source, wiring.rows, wiring.outputs
-        self.clock, self.on_freshness, self.on_scored = wiring.clock, wiring.on_freshness, wiring.on_scored
-        # Of the stream's settings, even while `config` is that of history.
+        self.source, self.rows, self.outputs = dependencies.source, dependencies.rows, dependencies.outputs
+        self.clock = dependencies.clock
+        self.on_freshness = dependencies.on_freshness
+        self.on_scored = dependencies.on_scored
+        # The learning rate follows the stream's settings, even while `config` is that of a session over
+        # history.
         self._rate_after = config.rate_after
         self.counts, self.outcomes = RequestCounts(), OutcomeCounter()
-        self.stages = wiring.stages or StageTimer(wiring.clock)
+        self.stages = dependencies.stages or StageTimer(dependencies.clock)
         self.selection = Selection(config, schema)
         self.expansion: Expansion | None = None
         if config.expand == "impressions":
             check_expandable(schema, model_config)
             self.expansion = Expansion(config.batch_impressions, schema)
         self._slicers = build_slicers(schema, config.slices)
-        self.shadow, self.saved = wiring.shadow, wiring.saved
+        self.shadow, self.saved = dependencies.shadow, dependencies.saved
         self.staging = open_staging(config.device)
         # Requests that all workers have taken, divided by their number; None: this worker trains alone.
         self.requests_per_worker: int | None = None
         self._build()
-        self.feed = wiring.feed(self)
+        self.feed = dependencies.feed(self)
 
     def step(self) -> bool:
         """Take the next chunk, score it and train on it. False: no chunk is due yet; call again. Raises
@@ -135,7 +144,7 @@ class TrainLoop:
         """At the end of the input, train on the remaining partial chunks, then on impressions that wait.
 
         Exact mode trains only full chunks."""
-        if self._train(self.feed.rest()):
+        if self._train(self.feed.next_remaining()):
             return True
         self._push_deferred()
         waiting = self.expansion.take_waiting() if self.expansion and not self.config.exact else None
@@ -148,11 +157,11 @@ class TrainLoop:
         UnavailableError: as `step`."""
         with torch.no_grad():
             inputs = self.pull_part(build_part(batch, trains=False)).ready()
-            logits_BT = forward_logits(self.descent.scorer, inputs, self.config)
+            logits_BT = forward_logits(self.dense_trainer.scorer, inputs, self.config)
         return np.asarray(torch.sigmoid(logits_BT).cpu().numpy())
 
     def report(self) -> Report:
-        """Progressive metrics since the beginning."""
+        """Metrics of all predictions that were made before training on their labels, since the beginning."""
         return self.partitions.metrics().report()
 
     @property
@@ -174,11 +183,14 @@ class TrainLoop:
 
     def _partition_snapshots(self) -> dict[Partition, PartitionSnapshot]:
         """The first partition also gets the worker's state of selection and expansion."""
-        snapshots, more = self.partitions.snapshot(), self.selection.rehearsal_state()
-        more = more | (self.expansion.state() if self.expansion else {})
-        if more and self.partitions.progress:
+        snapshots = self.partitions.snapshot()
+        worker_state = self.selection.rehearsal_state()
+        if self.expansion:
+            worker_state = worker_state | self.expansion.state()
+        if worker_state and self.partitions.progress:
             first = min(self.partitions.progress)
-            snapshots[first] = dataclasses.replace(snapshots[first], tensors=snapshots[first].tensors | more)
+            tensors = snapshots[first].tensors | worker_state
+            snapshots[first] = dataclasses.replace(snapshots[first], tensors=tensors)
         return snapshots
 
     def restore(self, at: Snapshot, *, same_schema: bool = True) -> None:
@@ -222,10 +234,10 @@ class TrainLoop:
         self._seek({})
 
     def _build(self) -> None:
-        self.descent = DenseTrainer(
+        self.dense_trainer = DenseTrainer(
             self.config, self.schema, self.model_config, self._rate_after, self.stages
         )
-        self.model, self.optimizer = self.descent.model, self.descent.optimizer
+        self.model, self.optimizer = self.dense_trainer.model, self.dense_trainer.optimizer
         self.num_steps, self.watermark, self.requests_per_worker = 0, TrainingWatermark(), None
         self.quarantine = DeadLetterQuarantine(self._publish_dead_letter)
         self.selection.reset()
@@ -235,8 +247,8 @@ class TrainLoop:
         self._start_partitions(self.source.positions())
 
     def _seek(self, at: Progress, leader_epochs: Mapping[Partition, int] = MappingProxyType({})) -> None:
-        mine = self.source.positions().keys()
-        wanted = {partition: offset for partition, offset in at.items() if partition in mine}
+        assigned = self.source.positions().keys()
+        wanted = {partition: offset for partition, offset in at.items() if partition in assigned}
         self.source.seek(wanted, leader_epochs)
         self._start_partitions(self.source.positions())
 
@@ -259,9 +271,9 @@ class TrainLoop:
         with self.stages("wait_data"):
             return self.source.poll(request.max_requests, timeout_s, request.partition)
 
-    def rest(self, request: ChunkRequest) -> Chunk | None:
+    def poll_remaining(self, request: ChunkRequest) -> Chunk | None:
         """Read a partial chunk at the end of the input. Always None in exact mode."""
-        return None if self.config.exact else self.source.rest(request.max_requests)
+        return None if self.config.exact else self.source.poll_remaining(request.max_requests)
 
     def claim(self, chunk: Chunk) -> ClaimedChunk:
         """Claim the chunk's new requests; duplicates in later chunks are left out from now on. A claim is in
@@ -296,7 +308,7 @@ class TrainLoop:
         self.settle(claimed)
 
     def settle(self, claimed: ClaimedChunk) -> None:
-        """All parts are trained: the next snapshot contains the chunk's offsets and ids. Raises
+        """Record that all parts are trained: the next snapshot contains the chunk's offsets and ids. Raises
         NotFiniteError: the model's state is corrupt."""
         self.counts.non_finite += self.quarantine.settle()
         if claimed.unscored:
@@ -340,9 +352,9 @@ class TrainLoop:
         part, trains = pulled.part, pulled.part.has_weight
         if self.expansion is not None and part.trains:
             return self._learn_expanded(pulled, self.expansion)
-        logits = self.descent.forward(pulled)
+        logits = self.dense_trainer.forward(pulled)
         if logits is None or (
-            trains and not self.descent.train_step(pulled, logits.trained_BT, self.targets(part))
+            trains and not self.dense_trainer.train_step(pulled, logits.trained_BT, self.targets(part))
         ):
             return self.split_non_finite(part)
         self.record_scores(pulled, logits.scored_BT)
@@ -353,7 +365,7 @@ class TrainLoop:
 
     def _learn_expanded(self, pulled: PulledPart, expansion: Expansion) -> Sequence[ChunkPart]:
         """Score the requests of a part as `_learn`; train the batches of impressions that are now full."""
-        scored_BT = self.descent.score(pulled)
+        scored_BT = self.dense_trainer.score(pulled)
         if scored_BT is None:
             return self.split_non_finite(pulled.part)
         self.record_scores(pulled, scored_BT)
@@ -370,9 +382,9 @@ class TrainLoop:
             if not part.has_weight:
                 continue
             pulled = self.pull_part(part)
-            if self.descent.train_unscored(pulled, self.targets(part)):
+            if self.dense_trainer.train_unscored(pulled, self.targets(part)):
                 self.push(pulled)
-            elif part.batch.num_requests > 1 or not self.descent.is_finite():
+            elif part.batch.num_requests > 1 or not self.dense_trainer.is_finite():
                 parts.extendleft(reversed(self.split_non_finite(part)))
             else:
                 self.counts.non_finite += 1
@@ -391,10 +403,9 @@ class TrainLoop:
         if part is None:
             return
         pulled = self.pull_part(part)
-        if self.descent.train_unscored(pulled, self.targets(part), is_new=False):
-            times = PushTimes(
-                step=self.num_steps, time_ms=self.watermark.push_time_ms
-            )  # it contains no new engagement
+        if self.dense_trainer.train_unscored(pulled, self.targets(part), is_new=False):
+            # Without an engagement time: the batch contains no new engagement.
+            times = PushTimes(step=self.num_steps, time_ms=self.watermark.push_time_ms)
             with self.stages("push"):
                 self.rows.push(part.lookup, gradients_of(pulled.inputs), times)
             self.counts.rehearsed += part.batch.num_requests
@@ -407,9 +418,9 @@ class TrainLoop:
             NotFiniteError: the dense weights themselves are not finite.
         """
         batch, n = part.batch, part.batch.num_requests
-        if not self.descent.is_finite():
+        if not self.dense_trainer.is_finite():
             raise NotFiniteError(
-                "expected finite dense weights, got non-finite ones: everyone must be restored"
+                "expected finite dense weights, got non-finite ones: all members must be restored"
             )
         if n > 1:
             halves = (np.arange(n // 2), np.arange(n // 2, n))
@@ -425,8 +436,8 @@ class TrainLoop:
         self.outputs.dead_letter(dead_letter(rejected, self.schema.limits.max_record_bytes))
 
     def record_scores(self, pulled: PulledPart, logits_BT: torch.Tensor) -> None:
-        """Publish and count the scores of before these labels were used. Corrections were scored already and
-        are left out."""
+        """Publish and count scores, which were computed before the labels were used. Corrections are left
+        out, because their samples were scored already."""
         self.quarantine.clear()
         part, score_BT = pulled.part, torch.sigmoid(logits_BT.detach()).cpu().numpy()
         shadow_BT = self.shadow.scores(pulled.inputs, self.num_steps) if self.shadow else None
@@ -472,8 +483,12 @@ class TrainLoop:
                 step=self.num_steps, time_ms=self.watermark.push_time_ms, clip_row_norm=clip_row_norm
             )
             return self.rows.push(empty_lookup(self.schema), {}, times)
-        limits = {"step": self.num_steps, "time_ms": self.watermark.push_time_ms}
-        times = push_times(pulled.part.batch, **limits, clip_row_norm=clip_row_norm)
+        times = push_times(
+            pulled.part.batch,
+            step=self.num_steps,
+            time_ms=self.watermark.push_time_ms,
+            clip_row_norm=clip_row_norm,
+        )
         with self.stages("push"):
             gradients = gradients_of(pulled.inputs)
             self.rows.push(*self.selection.gradients_to_push(pulled, gradients, self.watermark_ms), times)

@@ -53,7 +53,7 @@ class ProcessGroup(Protocol):
 
     def sum(self, bucket_N: Tensor) -> None:
         """Add up float64 [N] over all workers, in place. Waits for all of them. Raises UnavailableError: a
-        worker is gone or too late, or this was interrupted; everyone must be restored."""
+        worker is gone or too late, or this was interrupted; all members must be restored."""
 
     def interrupt(self) -> None:
         """Make every current and later wait raise UnavailableError. Any thread; idempotent."""

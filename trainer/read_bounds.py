@@ -1,9 +1,11 @@
 """How far a worker may read: to the ends of its work units while history is trained, and without bounds on
 the stream.
 
-A unit's end is an offset, and the last record before it may lie slightly below: transactions leave markers
-that consumers never see. So a worker that has trained everything reports the end itself, not the position
-after its last record."""
+The controller's commands name the work units of the current epoch: START begins with them, COMMIT adds the
+next ones. A unit's end is an offset, and the last record before it may be slightly below: transactions leave
+markers that consumers never see. So a worker that has trained everything reports the end itself, not the
+position after its last record.
+"""
 
 from __future__ import annotations
 
@@ -24,16 +26,16 @@ class ReadBounds:
         self.phased = False  # the controller separates history from the stream
 
     def clear(self) -> None:
-        """Everything is being restored: the bounds are unknown."""
+        """Forget the bounds, because everything is being restored."""
         self.extend(None)
 
     def begin(self, epoch: Mapping[str, Any] | None) -> None:
-        """Apply the epoch of START. History is trained in larger batches."""
+        """Apply the epoch of a START command. History is trained in larger batches."""
         self.extend(epoch)
         self.loop.config = self._config.in_phase(initial=self.is_initial)
 
     def extend(self, epoch: Mapping[str, Any] | None) -> None:
-        """Apply the epoch of COMMIT: the units that may be read now."""
+        """Apply the epoch of a COMMIT command: the units that may be read now."""
         before, self.epoch, self.phased = self._ends, Epoch.of(epoch), epoch is not None
         if self._ends != before:
             self.loop.source.bound(self._ends)
@@ -51,8 +53,8 @@ class ReadBounds:
         trained = self.loop.partitions.progress
         return all(trained.get(partition, 0) >= at for partition, at in self.loop.source.positions().items())
 
-    def settle(self) -> None:
-        """Prepare a cut: move finished units to their ends. At the end of a session, load the sample ids that
+    def prepare_cut(self) -> None:
+        """Move finished units to their ends. At the end of a session, load the sample ids that
         the stream must not train again. Raises UnavailableError: the warehouse cannot be read now; call
         again."""
         if self.is_trained:
@@ -66,8 +68,9 @@ class ReadBounds:
 
     @property
     def _ends(self) -> Progress:
+        """End offset of each unit's partition."""
         return {partition_of(unit.source): unit.end for unit in self.epoch.units}
 
     def report(self) -> dict[str, Any]:
-        """Fields for beats; {} on the stream."""
+        """Fields of a heartbeat's report; {} on the stream."""
         return {"epoch_trained": self.epoch.number if self.is_trained else 0} if self.is_initial else {}

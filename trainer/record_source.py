@@ -127,7 +127,7 @@ class RecordSource:
             return self._take(max_requests)
         return self._at_bounds(ends, max_requests, partition) if ends else None
 
-    def rest(self, max_requests: int) -> Chunk | None:
+    def poll_remaining(self, max_requests: int) -> Chunk | None:
         self._waiting += self._early.admit_all()
         return self._take(max_requests)
 
@@ -194,7 +194,7 @@ class RecordSource:
         left = {p: self.consumer.has_more(p) for p in ends}
         if None in left.values() or (any(left.values()) if partition is None else left.get(partition, True)):
             return None
-        if rest := self.rest(max_requests):
+        if rest := self.poll_remaining(max_requests):
             return rest
         if partition is not None and any(left.values()):
             chunk = build_chunk(

@@ -40,7 +40,7 @@ class RowHome(Protocol):
 
     def store(self, stack: str, block: RowBlock) -> None:
         """Set rows that this worker answers for; the next commit contains them. Raises UnavailableError: some
-        may be set; everyone must be restored."""
+        may be set; all members must be restored."""
 
     def contains(self, stack: str, keys: Keys) -> np.ndarray:
         """bool [M]: the keys that have a row. Raises UnavailableError."""

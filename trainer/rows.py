@@ -57,7 +57,7 @@ class Rows(Protocol):
     def push(self, lookup: Lookup, gradients: Mapping[str, Tensor], times: PushTimes) -> None:
         """Apply `gradients` (stack → float32 [U, D], finite); other stacks stay unchanged. Several workers
         all push at the same steps, possibly nothing, and the call returns when their sum is applied. Raises
-        UnavailableError: as `pull`; some rows may have changed: everyone must be restored."""
+        UnavailableError: as `pull`; some rows may have changed: all members must be restored."""
 
     def save(self) -> None:
         """A commit is cut: what was pushed must be at the shards. Several workers all call it after the same

@@ -54,6 +54,7 @@ def fitting(records: Sequence[Record], max_bytes: int = MAX_BYTES) -> tuple[Reco
 
 
 def encode(batch: SavedBatch) -> bytes:
+    """The bytes of a saved batch; see the module."""
     topics = sorted({record.topic for record in batch.records})
     places = [
         (
@@ -76,7 +77,8 @@ def encode(batch: SavedBatch) -> bytes:
 
 
 def decode(data: bytes, name: str) -> SavedBatch:
-    """Raises ConfigError: not a saved batch, damaged, or of another format; the message contains `name`."""
+    """Read a saved batch. Raises ConfigError: not a saved batch, damaged, or of another format; the message
+    contains `name`."""
     try:
         tensors, metadata = tensor_file.decode(data)
     except CheckpointError as error:

@@ -312,7 +312,7 @@ class Worker:
                 self._break(refused)
             raise
         self.training = False
-        self.read_bounds.settle()
+        self.read_bounds.prepare_cut()
         try:
             at = self.loop.snapshot()
         except (UnavailableError, FencedError) as error:
@@ -421,15 +421,15 @@ class Worker:
         """Raises ConfigError: the commit is intact but belongs to other settings; an older manifest does not
         help."""
         self.identity.check(manifest)
-        mine = dataclasses.asdict(self.loop.model_config)
+        configured = dataclasses.asdict(self.loop.model_config)
         committed = dataclasses.asdict(model_config_from_dict(manifest.model))
         for part in ADDED_PARTS:  # a commit of before: the part is added (dense_checkpoint.py)
-            if part in mine and part not in manifest.model:
-                committed[part] = mine[part]
-        if committed != mine:
-            differing = sorted(k for k in {*mine, *committed} if mine.get(k) != committed.get(k))
+            if part in configured and part not in manifest.model:
+                committed[part] = configured[part]
+        if committed != configured:
+            differing = sorted(k for k in {*configured, *committed} if configured.get(k) != committed.get(k))
             expected = ", ".join(f"{k} = {committed.get(k)}" for k in differing)
-            got = ", ".join(f"{mine.get(k)}" for k in differing)
+            got = ", ".join(f"{configured.get(k)}" for k in differing)
             raise ConfigError(
                 f"{manifest.name}: expected the model's {expected}, got {got}; "
                 "use the committed model TOML, or start over with `roostream reset`"
@@ -447,14 +447,14 @@ class Worker:
         """Read the shared part, and the state of this worker's current partitions from all workers' parts."""
         shared, _ = tensor_file.decode(manifests.read_file(self.store, manifest.dense))
         read = self.loop.source.positions()
-        mine = {*read, *((CORRECTIONS, number) for _, number in read)}  # see PartitionStates.load
+        own_partitions = {*read, *((CORRECTIONS, number) for _, number in read)}  # see PartitionStates.load
         partitions: dict[Partition, PartitionSnapshot] = {}
         has_grown = manifest.num_partitions < self.identity.num_partitions
         for part in manifest.workers.values():
-            if has_grown or mine & part.offsets.keys():
-                partitions |= read_partitions(self.store, part, None if has_grown else mine)
+            if has_grown or own_partitions & part.offsets.keys():
+                partitions |= read_partitions(self.store, part, None if has_grown else own_partitions)
         if has_grown:
-            partitions = with_new_partitions(partitions, mine)
+            partitions = with_new_partitions(partitions, own_partitions)
         return Snapshot(
             shared=shared, step=manifest.step, watermark_ms=manifest.watermark_ms, partitions=partitions
         )

@@ -91,9 +91,9 @@ def run_until_stopped(config: WorkerConfig, stop: Stop) -> None:
     budget = StopBudget(stop, STOP_S)
     with contextlib.ExitStack() as opened:
         # Rows
-        keys, stages = config.link_credentials(), StageTimer(clock)
+        credentials, stages = config.link_credentials(), StageTimer(clock)
         shards = [
-            opened.enter_context(contextlib.closing(SocketTransport(address, keys=keys)))
+            opened.enter_context(contextlib.closing(SocketTransport(address, credentials=credentials)))
             for address in addresses
         ]
         client = Client(
@@ -103,7 +103,7 @@ def run_until_stopped(config: WorkerConfig, stop: Stop) -> None:
 
         # Samples
         decoder = Decoder(schema, identity.registry)
-        session_opener = remote_session_opener(config, keys, clock, lambda: worker.incarnation)
+        session_opener = remote_session_opener(config, credentials, clock, lambda: worker.incarnation)
         held = held_rows(config, schema, client) if config.initial_rows == "torchrec" else None
         at_shards = ShardRows(client)
         rows: Rows = PhasedRows(held, at_shards, lambda: worker.read_bounds.is_initial) if held else at_shards
@@ -129,9 +129,9 @@ def run_until_stopped(config: WorkerConfig, stop: Stop) -> None:
         )
 
         def on_scored(part: ChunkPart) -> None:
-            drift.look(part.batch, part.lookup)
+            drift.observe(part.batch, part.lookup)
             if worker.read_bounds.is_initial or config.profile_stream:
-                profiles.look(loop.num_steps, part.batch, part.lookup)
+                profiles.observe(loop.num_steps, part.batch, part.lookup)
             if held and worker.read_bounds.is_initial:
                 held.note_batch(part.batch)
 
@@ -176,7 +176,7 @@ def run_until_stopped(config: WorkerConfig, stop: Stop) -> None:
 
         left = threading.Event()  # beats continue while the last commit is awaited
         agent = ControllerAgent(
-            lambda: SocketTransport(config.controller, keys=keys),
+            lambda: SocketTransport(config.controller, credentials=credentials),
             "worker",
             config.index,
             worker.submit,
@@ -205,12 +205,12 @@ def wait_for_release(held: HeldError, agent: ControllerAgent, health: Health, st
         UnavailableError: the hold is over. A new process trains on.
     """
     log.error("%s; this process waits for the end of the hold (wait_on_hold)", held)
-    heard, waited_s = False, 0.0
+    was_held, waited_s = False, 0.0
     while not stop.wait(_LOOK_FOR_RELEASE_S):
         agent.check()
         health.turned()
-        heard, waited_s = heard or bool(agent.hold), waited_s + _LOOK_FOR_RELEASE_S
-        if not agent.hold and (heard or waited_s > _HOLD_IS_KNOWN_S):
+        was_held, waited_s = was_held or bool(agent.hold), waited_s + _LOOK_FOR_RELEASE_S
+        if not agent.hold and (was_held or waited_s > _HOLD_IS_KNOWN_S):
             raise UnavailableError("the hold is over; a new process trains on")
 
 
@@ -322,14 +322,14 @@ def open_source(
 
 
 def remote_session_opener(
-    config: WorkerConfig, keys: LinkCredentials, clock: Clock, incarnation: Callable[[], int]
+    config: WorkerConfig, credentials: LinkCredentials, clock: Clock, incarnation: Callable[[], int]
 ) -> RemoteSessionOpener | None:
     """Reads sessions through `reader` programs. None: the worker reads them itself."""
     if config.readers.by == "worker":
         return None
     link = ReadersLink(
-        controller=lambda: SocketTransport(config.controller, keys=keys),
-        dial=lambda address: SocketTransport(address, keys=keys),
+        controller=lambda: SocketTransport(config.controller, credentials=credentials),
+        dial=lambda address: SocketTransport(address, credentials=credentials),
         worker=config.index,
         incarnation=incarnation,
     )

@@ -46,7 +46,7 @@ def _client(secured: bool) -> Iterator[SocketTransport]:
         link_key_folder(secured) as folder,
         peer_address("benchmarks.common.rpc_ours", *filter(None, [folder])) as address,
     ):
-        transport = SocketTransport(address, keys=read_link_credentials(folder))
+        transport = SocketTransport(address, credentials=read_link_credentials(folder))
         try:
             yield transport
         finally:
@@ -62,6 +62,8 @@ def _handle(method: str, header: Header, arrays: list[np.ndarray]) -> tuple[Head
 _GIVEN: dict[int, np.ndarray] = {}
 
 if __name__ == "__main__":
-    server = RpcServer(_handle, keys=read_link_credentials(sys.argv[1] if len(sys.argv) > 1 else "")).start()
+    server = RpcServer(
+        _handle, credentials=read_link_credentials(sys.argv[1] if len(sys.argv) > 1 else "")
+    ).start()
     print_address_and_wait(server.address)
     server.stop()

@@ -73,8 +73,8 @@ def remote_client(
 ) -> Iterator[Client]:
     """A worker's client, in incarnation 1, of shards at these addresses."""
     with contextlib.ExitStack() as opened:
-        keys = read_link_credentials(key_folder)
-        transports = [SocketTransport(address, keys=keys) for address in addresses]
+        credentials = read_link_credentials(key_folder)
+        transports = [SocketTransport(address, credentials=credentials) for address in addresses]
         for transport in transports:
             opened.callback(transport.close)
         client = Client(schema, transports, worker=worker)
@@ -88,7 +88,9 @@ def main() -> None:
     schema = load_schema(source) if isinstance(source, str) else schema_from_dict(source)
     with tempfile.TemporaryDirectory() as home:
         shard = empty_shard(schema, home, publishing=False, index=index, num_shards=num_shards)
-        server = RpcServer(ShardRpcHandler(shard).handle, keys=read_link_credentials(key_folder)).start()
+        server = RpcServer(
+            ShardRpcHandler(shard).handle, credentials=read_link_credentials(key_folder)
+        ).start()
         print_address_and_wait(server.address)
         server.stop()
 

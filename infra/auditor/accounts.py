@@ -65,7 +65,7 @@ _COUNTERS = (
 _MAX_NAMES = 1000
 _MAX_UNPREDICTED = 1_000_000
 _OTHER = "other"
-_MAX_UNTURNED = 1024  # records after which the ledgers' sizes are checked
+_MAX_BEFORE_ROTATION = 1024  # records after which the ledgers' sizes are checked
 
 
 class Share(NamedTuple):
@@ -112,7 +112,7 @@ class Accounts:
         self._untrained_at: dict[At, int] = {}
         self._newest_ms: dict[Partition, int] = {}
         self._recent, self._reached_ms = MedianEventTime(), 0  # of all records, and their greatest median
-        self._turn_at_ms, self._num_unturned = 0, 0
+        self._rotate_at_ms, self._num_since_rotation = 0, 0
         self._count: Counter[str] = Counter()
         self._actions: Counter[str] = Counter()
         self._closed_by: Counter[str] = Counter()
@@ -135,7 +135,7 @@ class Accounts:
         letter."""
         self.num_records[record.topic] += 1
         now_ms = self._now_ms(record)
-        self._turn()
+        self._rotate_ledgers()
         try:
             kind, message = wire.decode(record.value)
             if kind not in _KINDS[record.topic]:
@@ -186,14 +186,14 @@ class Accounts:
         """Later times are wrong: more than `settle_ms` ahead of the median of recent records."""
         return self._reached_ms + self.settle_ms if self._reached_ms else 1 << 62
 
-    def _turn(self) -> None:
+    def _rotate_ledgers(self) -> None:
         """Let the ledgers forget ids that settled long ago: when one of them is due by event time, or after
-        `_MAX_UNTURNED` records."""
-        self._num_unturned += 1
-        if self._reached_ms >= self._turn_at_ms or self._num_unturned >= _MAX_UNTURNED:
-            self._num_unturned = 0
+        `_MAX_BEFORE_ROTATION` records."""
+        self._num_since_rotation += 1
+        if self._reached_ms >= self._rotate_at_ms or self._num_since_rotation >= _MAX_BEFORE_ROTATION:
+            self._num_since_rotation = 0
             if self._reached_ms:
-                self._turn_at_ms = min(ledger.turn(self._reached_ms) for ledger in self._ledgers)
+                self._rotate_at_ms = min(ledger.rotate(self._reached_ms) for ledger in self._ledgers)
 
     def _bad(self, record: Record, now_ms: int) -> None:
         """Malformed heartbeats and end markers contain no event: Flink drops them, the local engine writes
@@ -309,11 +309,11 @@ class Accounts:
             return
         if message.topic == SAMPLES:
             self._untrained_by[reason] += 1
-            self.bad_samples.die(place, now_ms)
+            self.bad_samples.mark_dead(place, now_ms)
             self._forget_untrained(self._untrained_at.get((message.partition, message.offset)))
             return
         for ledger in (self.bad, self.requests, self.events):
-            ledger.die(place, now_ms)
+            ledger.mark_dead(place, now_ms)
 
     def _wait_for_training(self, id_: int, at: At) -> None:
         self.untrained[id_] = at
@@ -324,7 +324,8 @@ class Accounts:
 
     def _forget_untrained(self, id_: int | None) -> bool:
         at = self.untrained.pop(id_, None) if id_ is not None else None
-        self._untrained_at.pop(at, None) if at is not None else None
+        if at is not None:
+            self._untrained_at.pop(at, None)
         return at is not None
 
     def _closed_until(self, time_ms: int) -> None:
@@ -403,7 +404,7 @@ class Accounts:
 
     def load(self, numbers: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
         """Restore the state of `dump`. Arguments of `__init__` stay, except `since_ms`."""
-        self._turn_at_ms = 0
+        self._rotate_at_ms = 0
         for name, counter in self.counters.items():
             counter.clear()
             counter.update({str(k): int(v) for k, v in numbers.get(name, {}).items()})

@@ -2,7 +2,8 @@
 replaced atomically.
 
 8 bytes xxh3-64 of the rest, then a tensor file (roostream/runtime/tensor_file.py). If the file is damaged or
-of an unknown format, the topics are read again."""
+of an unknown format, the topics are read again.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +33,9 @@ _SUM_BYTES = 8
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Saved:
-    """`numbers` and `arrays`: of `Accounts.dump`. `topics`: full name → the broker's topic id.
-    `leader_epochs`: see RecordConsumer; old files have none. `share`: whose state it is."""
+    """The auditor's state. `numbers` and `arrays`: of `Accounts.dump`. `topics`: full name → the broker's
+    topic id. `leader_epochs`: see RecordConsumer; old files have none. `share`: the partitions of this
+    auditor."""
 
     numbers: dict[str, Any]
     arrays: dict[str, np.ndarray]

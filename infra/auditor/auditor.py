@@ -149,13 +149,13 @@ class Auditor:
 
     def open_consumer(self) -> RecordConsumer:
         """A consumer of the share's partitions and of the dead letters; `open_with` must follow."""
-        reading = ConsumerOptions(
+        options = ConsumerOptions(
             partitions=partitions_of_share(self.share, self.num_partitions),
             prefix=self.prefix,
             merge_by_time=True,
             track_end_offsets=True,
         )
-        return KafkaConsumer.open(self.broker, f"{self.prefix}auditor-{uuid.uuid4().hex[:12]}", reading)
+        return KafkaConsumer.open(self.broker, f"{self.prefix}auditor-{uuid.uuid4().hex[:12]}", options)
 
     def _open(self) -> RecordConsumer:
         consumer = self.open_consumer()

@@ -16,7 +16,7 @@ import numpy as np
 SEEN, PREDICTED = 1, 2  # marks that are no outcomes
 FOLDED, CORRECTED, DEAD, SAMPLED, REPEATED = 4, 8, 16, 32, 64  # outcomes
 _ALL = 127  # all marks
-NOWHERE = -1  # no position: `settle_at` cannot settle it
+NOWHERE = -1  # no position: a dead letter cannot settle it
 _MAX_IDS = 1_000_000
 _NEVER_MS = 1 << 62
 
@@ -25,8 +25,8 @@ class Ledger:
     """Counts ids by outcome; `outcomes` are in order of precedence.
 
     Settled ids are forgotten one to two `horizon_ms` of event time after their last mark (0 = never), or
-    sooner if there are more than `max_ids`; `turn` passes the time. The counts stay. Forgotten ids are older
-    than `floor_ms`.
+    sooner if there are more than `max_ids`; `rotate` passes the time. The counts stay. Forgotten ids are
+    older than `floor_ms`.
     """
 
     def __init__(self, outcomes: tuple[int, ...], horizon_ms: int = 0, max_ids: int = _MAX_IDS) -> None:
@@ -39,12 +39,14 @@ class Ledger:
         self.overdue_before_ms = 0  # ids waiting since before then will not settle
         self.floor_ms = 0
         self._at: dict[int, int] = {}  # position → pending id
+        # Id → marks, in two generations: `rotate` forgets the old one.
         self._young: dict[int, int] = {}
         self._old: dict[int, int] = {}
-        self._turned_ms = 0
+        self._rotated_ms = 0
 
     def mark(self, id_: int, bit: int, time_ms: int, place: int = NOWHERE) -> bool:
-        """Add a mark; returns whether it is new. `place`: position at which the id was seen, for `die`."""
+        """Add a mark; returns whether it is new. `place`: position at which the id was seen, for
+        `mark_dead`."""
         before = self._young.get(id_) or self._old.get(id_, 0)
         after = self._young[id_] = before | bit
         if after != before:
@@ -54,7 +56,7 @@ class Ledger:
             self._at[place] = id_
         return after != before
 
-    def die(self, place: int, time_ms: int) -> bool:
+    def mark_dead(self, place: int, time_ms: int) -> bool:
         """The record at position `place` has a dead letter. Returns whether a pending id was there."""
         id_ = self._at.get(place)
         return id_ is not None and self.mark(id_, DEAD, time_ms)
@@ -94,21 +96,21 @@ class Ledger:
         for place in self.pending.pop(id_, ())[1:]:
             self._at.pop(place, None)
 
-    def turn(self, now_ms: int) -> int:
+    def rotate(self, now_ms: int) -> int:
         """Advance event time to `now_ms`, which never decreases, and forget ids that settled long ago. Times
-        of marks are not used, because they may be wrong. Returns the time of the next turn that can forget
+        of marks are not used, because they may be wrong. Returns the time of the next call that can forget
         any by time."""
-        self._turned_ms = self._turned_ms or now_ms
+        self._rotated_ms = self._rotated_ms or now_ms
         if not self.horizon_ms:
             return _NEVER_MS
-        if now_ms - self._turned_ms < self.horizon_ms and len(self._young) < self.max_ids:
-            return self._turned_ms + self.horizon_ms
+        if now_ms - self._rotated_ms < self.horizon_ms and len(self._young) < self.max_ids:
+            return self._rotated_ms + self.horizon_ms
         self._give_up(min(self.overdue_before_ms, now_ms - self.horizon_ms))
         if self._old:
-            self.floor_ms = self._turned_ms + 1
+            self.floor_ms = self._rotated_ms + 1
         kept = {i: bits for i, bits in self._old.items() if i in self.pending or i in self.unknown}
-        self._old, self._young, self._turned_ms = self._young, kept, now_ms
-        return self._turned_ms + self.horizon_ms
+        self._old, self._young, self._rotated_ms = self._young, kept, now_ms
+        return self._rotated_ms + self.horizon_ms
 
     def _give_up(self, limit_ms: int) -> None:
         lost = [i for i, times in self.pending.items() if times[0] < limit_ms]
@@ -124,10 +126,11 @@ class Ledger:
 
     def dump(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         """The complete state as (JSON numbers, arrays), for `load`."""
-        names = ("lost", "invented", "overdue_before_ms", "floor_ms", "_turned_ms")
+        names = ("lost", "invented", "overdue_before_ms", "floor_ms")
         numbers = {
             "counts": {str(k): v for k, v in self.counts.items()},
-            "_now_ms": self._turned_ms,  # older programs read it
+            "_turned_ms": self._rotated_ms,
+            "_now_ms": self._rotated_ms,  # older programs read it
             **{n: getattr(self, n) for n in names},
         }
         arrays = {}
@@ -144,8 +147,9 @@ class Ledger:
     def load(self, numbers: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
         """Restore the state of `dump`; horizon and limits stay."""
         self.counts = Counter({int(k): int(v) for k, v in numbers["counts"].items()})
-        for name in ("lost", "invented", "overdue_before_ms", "floor_ms", "_turned_ms"):
+        for name in ("lost", "invented", "overdue_before_ms", "floor_ms"):
             setattr(self, name, int(numbers[name]))
+        self._rotated_ms = int(numbers["_turned_ms"])
         self._young, self._old = (
             dict(zip(arrays[f"{n}_ids"].tolist(), arrays[f"{n}_bits"].tolist(), strict=True))
             for n in ("young", "old")

@@ -45,8 +45,8 @@ class TablePiece:
     table: str
     kind: Kind
     owner: int
-    number: int  # among `of` pieces
-    of: int
+    number: int  # of this piece, from 0
+    of: int  # number of pieces of the table
     columns: tuple[int, int]  # from, to
 
 
@@ -144,10 +144,10 @@ def loads(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Seconds, and bytes moved, of each owner a step, float64 [N]; a table's rows count as spread evenly over
     its pieces."""
-    of = {table.name: table for table in tables}
+    by_name = {table.name: table for table in tables}
     time_N, bytes_N = np.zeros(owners), np.zeros(owners)
     for piece in pieces:
-        table, width = of[piece.table], piece.columns[1] - piece.columns[0]
+        table, width = by_name[piece.table], piece.columns[1] - piece.columns[0]
         share = 1 / piece.of if piece.kind == "row" else 1.0
         time_N[piece.owner] += piece_cost(table, owners, costs, rows=share, width=width)
         bytes_N[piece.owner] += (table.uniques or 0.0) * share * owners * moved_bytes(table, width)
@@ -170,11 +170,11 @@ def _cuts_by_threshold(tables: Sequence[PlannedTable], owners: int, costs: CostM
     whole = [piece_cost(table, owners, costs) for table in tables if table.uniques is not None]
     if not whole:
         return []
-    least = bound(tables, owners, costs)
-    highest = max(max(whole), least)
+    lower_bound = bound(tables, owners, costs)
+    highest = max(max(whole), lower_bound)
     out = []
     for step in range(_THRESHOLDS):
-        max_s = highest * (least / 8 / highest) ** (step / (_THRESHOLDS - 1))
+        max_s = highest * (lower_bound / 8 / highest) ** (step / (_THRESHOLDS - 1))
         out.append({table.name: _pieces_within(table, max_s, owners, costs) for table in tables})
     return out
 

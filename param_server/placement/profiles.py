@@ -31,138 +31,13 @@ from roostream.runtime.manifest import checksum_of
 from roostream.schema.ids import MASK64, splitmix64
 from roostream.schema.schema import Schema
 from roostream.wire.batch import Batch
-from roostream.wire.lookup import Lookup, sources_of
+from roostream.wire.lookup import Lookup, Source, sources_of
 
 log = logging.getLogger("roostream.placement")
 
 FOLDER = "profiles"
 WINDOW_BATCHES = 256  # earlier counts weigh no more than these make up to, whatever the time between commits
 MAX_AGE_MS = 7 * 86_400_000
-
-
-class StoredProfile(NamedTuple):
-    """A profile and the time of its last update."""
-
-    profile: TableProfile
-    time_ms: int  # of the last update
-
-
-class ProfileRecorder:
-    """Counts a training loop's batches and saves the profiles. `look` is called by the loop's thread, `save`
-    by another."""
-
-    def __init__(self, profiler: Profiler, store: CheckpointStore, clock: Clock) -> None:
-        self.profiler, self.store, self.clock = profiler, store, clock
-
-    def look(self, step: int, batch: Batch, lookup: Lookup) -> None:
-        if self.profiler.looks_at(step):
-            self.profiler.count(batch, lookup)
-
-    def save(self) -> None:
-        """Save what was counted since the last call. If the store is away it is lost, with a warning: it is
-        only statistics."""
-        counted = self.profiler.take()
-        try:
-            save(self.store, counted, self.clock.now_ms())
-        except UnavailableError as error:
-            log.warning("profiles of %d features are lost: %s", len(counted), error)
-
-
-def name_of(feature: str, table: str, dim: int) -> str:
-    return f"{FOLDER}/{feature}.{table}.{dim}.json"
-
-
-def save(store: CheckpointStore, profiles: Mapping[str, TableProfile], now_ms: int) -> None:
-    """Merge new counts into the stored ones, which are weighted so that they and the new ones are at most
-    WINDOW_BATCHES batches, if the new ones are fewer. One writer.
-
-    Raises:
-        UnavailableError: the store cannot be written; some profiles may be merged already.
-    """
-    for profile in profiles.values():
-        name = name_of(profile.feature, profile.table, profile.dim)
-        before = _read(store, name)
-        keep = max(WINDOW_BATCHES - profile.batches, 0) / max(before.profile.batches, 1) if before else 0.0
-        merged = before.profile.merged(profile, min(keep, 1.0)) if before else profile
-        body = {"profile": merged.plain(), "time_ms": now_ms}
-        store.put(name, json.dumps({"checksum": _checksum(body), "body": body}).encode())
-
-
-def stored(store: CheckpointStore, schema: Schema) -> dict[str, StoredProfile]:
-    """Feature → its stored profile, for features of this schema. A damaged profile counts as none, with a
-    warning."""
-    found = {}
-    for sources in schema.derived(sources_of).values():
-        for source in sources:
-            if profile := _read(store, name_of(source.key, source.table.name, source.table.dim)):
-                found[source.key] = profile
-    return found
-
-
-def planned_tables(
-    schema: Schema,
-    known: Mapping[str, StoredProfile],
-    *,
-    batch: int,
-    now_ms: int,
-    rows: Mapping[str, int],
-    max_age_ms: int = MAX_AGE_MS,
-) -> tuple[list[PlannedTable], list[str]]:
-    """The schema's tables for a requester's `batch` requests, and why some count as unprofiled.
-
-    A table is profiled if every feature that reads it is. The features' rows are added up, an upper bound of
-    what they share.
-    """
-    out, why = [], []
-    sources = [source for of_stack in schema.derived(sources_of).values() for source in of_stack]
-    for table in schema.tables:
-        keys = [source.key for source in sources if source.table.name == table.name]
-        missing = [key for key in keys if key not in known]
-        young = [key for key in keys if key in known and known[key].profile.batches < MIN_BATCHES]
-        old = [key for key in keys if key in known and now_ms - known[key].time_ms > max_age_ms]
-        texts = ((missing, "never counted"), (young, f"fewer than {MIN_BATCHES} batches"), (old, "too old"))
-        reasons = [f"{key}: {text}" for listed, text in texts for key in listed]
-        counted = bool(keys) and not reasons
-        if reasons:
-            why.append(f"{table.name} ({', '.join(reasons)})")
-        profiles = [known[key].profile for key in keys] if counted else []
-        uniques = sum(profile.uniques_of(profile.examples_of(batch)) for profile in profiles)
-        ids = sum(profile.valency * profile.examples_of(batch) for profile in profiles)
-        expanded = sum(
-            profile.expansion * profile.valency * profile.examples_of(batch) for profile in profiles
-        )
-        row_wise = 0 < table.rule.state_width(table.dim) < table.dim
-        out.append(
-            PlannedTable(
-                name=table.name,
-                dim=table.dim,
-                row_wise_rule=row_wise,
-                rows=rows.get(table.name, 0),
-                uniques=uniques if counted else None,
-                ids=ids if counted else None,
-                impression_ids=expanded if counted else None,
-            )
-        )
-    return out, why
-
-
-def _read(store: CheckpointStore, name: str) -> StoredProfile | None:
-    try:
-        outer = json.loads(store.get(name))
-        body = outer["body"]
-        if outer["checksum"] != _checksum(body):
-            raise CheckpointError(f"{name}: expected checksum {outer['checksum']}: it is damaged")
-        return StoredProfile(TableProfile(**body["profile"]), int(body["time_ms"]))
-    except (CheckpointError, ValueError, KeyError, TypeError) as error:
-        if name in store.list(FOLDER):
-            log.warning("profile %s is ignored: %s", name, error)
-        return None
-
-
-def _checksum(body: Mapping[str, Any]) -> str:
-    return checksum_of(json.dumps(body, sort_keys=True).encode())
-
-
 MIN_BATCHES = 4  # counted before a profile is used
 
 
@@ -249,6 +124,13 @@ class TableProfile:
         return dataclasses.asdict(self)
 
 
+class StoredProfile(NamedTuple):
+    """A profile as the checkpoint store has it."""
+
+    profile: TableProfile
+    time_ms: int  # of the last update
+
+
 class Profiler:
     """Counts what a share of a loop's batches looks up. One thread."""
 
@@ -256,7 +138,7 @@ class Profiler:
         self.share, self.seed = share, seed
         self.profiles: dict[str, TableProfile] = {}
 
-    def looks_at(self, step: int) -> bool:
+    def is_counted(self, step: int) -> bool:
         """A hash of seed and step decides, so that a replay counts the same batches."""
         if not self.share:
             return False
@@ -272,12 +154,7 @@ class Profiler:
         for stack, sources in batch.schema.derived(sources_of).items():
             for source in sources:
                 index_L = lookup.stacks[stack].index[source.key]
-                jagged, rows = (
-                    (batch.ro_lists, batch.num_requests)
-                    if source.side == "ro"
-                    else (batch.nro_lists, batch.num_candidates)
-                )
-                lengths_N = jagged.lengths_KN[jagged.index(source.key.partition(".")[0])]
+                lengths_N = _list_lengths(batch, source)
                 impressions = int(batch.num_candidates_R @ lengths_N) if source.side == "ro" else len(index_L)
                 half_L = index_L[: len(index_L) // 2]
                 uniques, half = (int(np.count_nonzero(np.bincount(at_L))) for at_L in (index_L, half_L))
@@ -286,7 +163,7 @@ class Profiler:
                     table=source.table.name,
                     dim=source.table.dim,
                     batches=1,
-                    examples=rows,
+                    examples=len(lengths_N),
                     ids=len(index_L),
                     uniques=uniques,
                     max_len=int(lengths_N.max(initial=0)),
@@ -300,14 +177,138 @@ class Profiler:
                 self.profiles[source.key] = before.merged(seen) if before else seen
 
 
+class ProfileRecorder:
+    """Counts a training loop's batches and saves the profiles. `observe` is called by the loop's thread,
+    `save` by another."""
+
+    def __init__(self, profiler: Profiler, store: CheckpointStore, clock: Clock) -> None:
+        self.profiler, self.store, self.clock = profiler, store, clock
+
+    def observe(self, step: int, batch: Batch, lookup: Lookup) -> None:
+        """Count the batch of a step, if it is one of those that are counted."""
+        if self.profiler.is_counted(step):
+            self.profiler.count(batch, lookup)
+
+    def save(self) -> None:
+        """Save what was counted since the last call. If the store is away it is lost, with a warning: it is
+        only statistics."""
+        counted = self.profiler.take()
+        try:
+            save_profiles(self.store, counted, self.clock.now_ms())
+        except UnavailableError as error:
+            log.warning("profiles of %d features are lost: %s", len(counted), error)
+
+
+def name_of(feature: str, table: str, dim: int) -> str:
+    """The name of a profile's object in the store."""
+    return f"{FOLDER}/{feature}.{table}.{dim}.json"
+
+
+def save_profiles(store: CheckpointStore, profiles: Mapping[str, TableProfile], now_ms: int) -> None:
+    """Merge new counts into the stored ones, which are weighted so that they and the new ones are at most
+    WINDOW_BATCHES batches, if the new ones are fewer. One writer.
+
+    Raises:
+        UnavailableError: the store cannot be written; some profiles may be merged already.
+    """
+    for profile in profiles.values():
+        name = name_of(profile.feature, profile.table, profile.dim)
+        before = _read(store, name)
+        keep = max(WINDOW_BATCHES - profile.batches, 0) / max(before.profile.batches, 1) if before else 0.0
+        merged = before.profile.merged(profile, min(keep, 1.0)) if before else profile
+        body = {"profile": merged.plain(), "time_ms": now_ms}
+        store.put(name, json.dumps({"checksum": _checksum(body), "body": body}).encode())
+
+
+def read_profiles(store: CheckpointStore, schema: Schema) -> dict[str, StoredProfile]:
+    """Feature → its stored profile, for features of this schema. A damaged profile counts as none, with a
+    warning."""
+    found = {}
+    for sources in schema.derived(sources_of).values():
+        for source in sources:
+            if profile := _read(store, name_of(source.key, source.table.name, source.table.dim)):
+                found[source.key] = profile
+    return found
+
+
+def planned_tables(
+    schema: Schema,
+    known: Mapping[str, StoredProfile],
+    *,
+    batch: int,
+    now_ms: int,
+    rows: Mapping[str, int],
+    max_age_ms: int = MAX_AGE_MS,
+) -> tuple[list[PlannedTable], list[str]]:
+    """The schema's tables as a planner needs them, for batches of `batch` requests, and why some count as
+    unprofiled.
+
+    A table is profiled if every feature that reads it is. The features' rows are added up, an upper bound of
+    what they share.
+    """
+    tables, why = [], []
+    sources = [source for of_stack in schema.derived(sources_of).values() for source in of_stack]
+    for table in schema.tables:
+        keys = [source.key for source in sources if source.table.name == table.name]
+        missing = [key for key in keys if key not in known]
+        young = [key for key in keys if key in known and known[key].profile.batches < MIN_BATCHES]
+        old = [key for key in keys if key in known and now_ms - known[key].time_ms > max_age_ms]
+        texts = ((missing, "never counted"), (young, f"fewer than {MIN_BATCHES} batches"), (old, "too old"))
+        reasons = [f"{key}: {text}" for listed, text in texts for key in listed]
+        counted = bool(keys) and not reasons
+        if reasons:
+            why.append(f"{table.name} ({', '.join(reasons)})")
+        profiles = [known[key].profile for key in keys] if counted else []
+        uniques = sum(profile.uniques_of(profile.examples_of(batch)) for profile in profiles)
+        ids = sum(profile.valency * profile.examples_of(batch) for profile in profiles)
+        expanded = sum(
+            profile.expansion * profile.valency * profile.examples_of(batch) for profile in profiles
+        )
+        row_wise = 0 < table.rule.state_width(table.dim) < table.dim
+        tables.append(
+            PlannedTable(
+                name=table.name,
+                dim=table.dim,
+                row_wise_rule=row_wise,
+                rows=rows.get(table.name, 0),
+                uniques=uniques if counted else None,
+                ids=ids if counted else None,
+                impression_ids=expanded if counted else None,
+            )
+        )
+    return tables, why
+
+
+def _read(store: CheckpointStore, name: str) -> StoredProfile | None:
+    try:
+        outer = json.loads(store.get(name))
+        body = outer["body"]
+        if outer["checksum"] != _checksum(body):
+            raise CheckpointError(f"{name}: expected checksum {outer['checksum']}: it is damaged")
+        return StoredProfile(TableProfile(**body["profile"]), int(body["time_ms"]))
+    except (CheckpointError, ValueError, KeyError, TypeError) as error:
+        if name in store.list(FOLDER):
+            log.warning("profile %s is ignored: %s", name, error)
+        return None
+
+
+def _checksum(body: Mapping[str, Any]) -> str:
+    return checksum_of(json.dumps(body, sort_keys=True).encode())
+
+
 def impression_bytes(batch: Batch) -> int:
     """Bytes of ids, rows and gradients in a step if every impression of the batch had all ids of its request
     and nothing were deduplicated."""
     total = 0
     for sources in batch.schema.derived(sources_of).values():
         for source in sources:
-            jagged = batch.ro_lists if source.side == "ro" else batch.nro_lists
-            lengths_N = jagged.lengths_KN[jagged.index(source.key.partition(".")[0])]
+            lengths_N = _list_lengths(batch, source)
             ids = batch.num_candidates_R @ lengths_N if source.side == "ro" else lengths_N.sum()
             total += int(ids) * (8 + 8 * source.table.dim)
     return total
+
+
+def _list_lengths(batch: Batch, source: Source) -> np.ndarray:
+    """int32 [N]: number of ids of each request or candidate, by the feature's side."""
+    lists = batch.ro_lists if source.side == "ro" else batch.nro_lists
+    return lists.lengths_KN[lists.index(source.key.partition(".")[0])]

@@ -19,7 +19,8 @@ from param_server.placement.plan import PlacementPlan, PlannedTable, TablePiece
 from roostream.errors import ConfigError
 
 FORMAT = 1
-_LANES = 4
+_COLUMN_MULTIPLE = 4  # FBGEMM processes four columns at a time
+_EXPECTED = "expected JSON of `roostream placement plan --write-torchrec`"
 _TYPES = {"table": "table_wise", "row": "row_wise", "column": "column_wise"}
 
 
@@ -39,7 +40,9 @@ def sharding_of(plan: PlacementPlan, tables: Sequence[PlannedTable], module: str
         "format": FORMAT,
         "owners": plan.owners,
         "module": module,
-        "tables": {table.name: _of_table(table, _pieces(plan, table.name), plan.owners) for table in tables},
+        "tables": {
+            table.name: _table_entry(table, _pieces(plan, table.name), plan.owners) for table in tables
+        },
     }
 
 
@@ -70,24 +73,21 @@ def read_sharding(text: str, where: str = "sharding plan") -> Mapping[str, Any]:
     return found
 
 
-_EXPECTED = "expected JSON of `roostream placement plan --write-torchrec`"
-
-
 def _pieces(plan: PlacementPlan, table: str) -> list[TablePiece]:
     return sorted((piece for piece in plan.pieces if piece.table == table), key=lambda piece: piece.number)
 
 
-def _of_table(table: PlannedTable, pieces: Sequence[TablePiece], owners: int) -> dict[str, Any]:
+def _table_entry(table: PlannedTable, pieces: Sequence[TablePiece], owners: int) -> dict[str, Any]:
     kind = pieces[0].kind
     if kind == "row" and len(pieces) != owners:
         raise ConfigError(
             f"table {table.name!r}: expected it uncut or cut over all {owners} owners, as TorchRec cuts "
             f"rows, got {len(pieces)} row pieces; plan with whole_or_all"
         )
-    if any(piece.columns[1] % _LANES for piece in pieces):
+    if any(piece.columns[1] % _COLUMN_MULTIPLE for piece in pieces):
         raise ConfigError(
-            f"table {table.name!r}: expected pieces of a multiple of {_LANES} columns, as FBGEMM has "
-            f"them, got {table.dim} columns in {len(pieces)} {kind} pieces; change dim or --columns"
+            f"table {table.name!r}: expected pieces of a multiple of {_COLUMN_MULTIPLE} columns, as FBGEMM "
+            f"has them, got {table.dim} columns in {len(pieces)} {kind} pieces; change dim or --columns"
         )
     if kind == "row":
         return {"sharding_type": _TYPES[kind], "shards": _row_blocks(table, owners)}
@@ -100,7 +100,7 @@ def _of_table(table: PlannedTable, pieces: Sequence[TablePiece], owners: int) ->
 
 
 def _row_blocks(table: PlannedTable, owners: int) -> list[dict[str, Any]]:
-    """The last ranks may have fewer rows, or none."""
+    """Blocks of equally many rows, one per rank. The last ranks may have fewer rows, or none."""
     block = -(-table.rows // owners)
     firsts = [min(rank * block, table.rows) for rank in range(owners + 1)]
     sizes = [[firsts[rank + 1] - firsts[rank], table.dim] for rank in range(owners)]

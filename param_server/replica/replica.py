@@ -3,8 +3,8 @@
 A replica is bootstrapped from the shards and kept up to date by the topic `rows`. Each (stack, bucket) has a
 version (incarnation, sequence). A scan of a shard gives a bucket as it was at one moment; deltas move it on
 from there. A message that is not newer than the bucket is dropped, so no row goes back to an older state
-(G4). After a Barrier, messages of older incarnations are dropped too; the topic then brings the rows that
-they had changed.
+(guarantee G4). After a Barrier, messages of older incarnations are dropped too; the topic then brings the
+rows that they had changed.
 
 A bucket is stale if a delta of it was missed (a gap in the sequence, an unreadable record). Its rows stay in
 use until `repair` has read the bucket from its shard.
@@ -54,9 +54,8 @@ class _StackReplica(NamedTuple):
     rows: EmbeddingTable
     versions: list[Version]  # by bucket
     unsettled: dict[int, Version]  # bucket → the delta that publishes the last of what its scan returned
-    slices: dict[
-        int, list[Version]
-    ]  # bucket → versions of its slices, while they are newer than the bucket's
+    # Bucket → versions of its slices, while they are newer than the bucket's.
+    slices: dict[int, list[Version]]
 
 
 class Replica:
@@ -211,7 +210,7 @@ class Replica:
             with self._lock:
                 if version < stack.versions[bucket]:
                     raise _being_replaced(name, bucket, stack.versions[bucket], version)
-                # of slices that were cut in another number, the newest version is a safe one
+                # Of slices that were cut in another number, the newest version is a safe one.
                 known = stack.slices.get(bucket, [stack.versions[bucket]])
                 known = known if len(known) == num_slices else [max(known)] * num_slices
                 if version < known[index]:
@@ -307,6 +306,7 @@ def _being_replaced(name: str, bucket: int, known: Version, got: Version) -> Una
 
 
 def unknown_bucket(message: pb.RowDelta | pb.Barrier) -> SchemaError:
+    """The error for a message about a stack or bucket that this replica does not have."""
     return SchemaError(
         f"rows of stack {message.stack!r}, bucket {message.bucket}: expected a stack and bucket of this "
         "deployment; give serving and the shards one schema and one number of buckets"

@@ -11,8 +11,8 @@ change:
 3 After a gap in a bucket's sequence, keys older than the delta before the gap's end are dropped. A Barrier
   drops the keys of older incarnations. A record that was refused drops the whole bucket.
 
-No row goes back to an older state (G4): only newer deltas change cached rows, and answers of a shard in an
-older incarnation are ignored.
+No row goes back to an older state (guarantee G4): only newer deltas change cached rows, and answers of a
+shard in an older incarnation are ignored.
 
 Letters: U requested keys, M missed keys, L live keys of a delta, N rows of the table, D width, B buckets.
 """
@@ -77,7 +77,7 @@ class RowCache:
     ) -> None:
         self.reads, self.policy, self.num_buckets = reads, policy, num_buckets
         self.needs_bootstrap = True
-        self.num_asked = self.num_missed = self.num_unread = 0
+        self.num_lookups = self.num_missed = self.num_initial_values = 0
         keys = policy.max_bytes // sum(row_bytes(tables[0].dim) for tables in schema.stacks.values())
         capacity = 1 << (max(keys, _MIN_KEYS).bit_length() - 1)
         self._stacks = {
@@ -124,7 +124,7 @@ class RowCache:
                 row_U = stack.find(keys)
                 out[name] = stack.gather(keys, row_U)
                 missed[name] = np.flatnonzero(row_U < 0)
-                self.num_asked += len(keys)
+                self.num_lookups += len(keys)
         wanted = {
             name: Keys(lookup.stacks[name].table_U[at_M], lookup.stacks[name].id_U[at_M])
             for name, at_M in missed.items()
@@ -133,7 +133,7 @@ class RowCache:
         num_missed = sum(map(len, wanted.values()))
         self.num_missed += num_missed
         num_read = self._read(wanted, missed, out) if wanted else 0
-        self.num_unread += num_missed - num_read
+        self.num_initial_values += num_missed - num_read
         self._local.complete = num_read == num_missed or not self.policy.waits
         return out
 
@@ -397,7 +397,7 @@ class PartialReplica:
         return max(self.replica.incarnation, self.cache.incarnation)
 
     def apply(self, message: pb.RowDelta | pb.Barrier) -> bool:
-        """Raises as `Replica.apply`."""
+        """Apply a message of the topic; return whether it changed rows. Raises as `Replica.apply`."""
         return (self.replica if message.bucket in self.replica.buckets else self.cache).apply(message)
 
     def bootstrap(self, transports: Sequence[Transport]) -> None:

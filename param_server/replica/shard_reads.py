@@ -120,11 +120,12 @@ class ShardReads:
         return parts
 
     def _read_from(self, shard: int, part: Mapping[str, tuple[np.ndarray, Keys]]) -> dict[str, FetchedRows]:
+        """Stack → rows. Empty if the shard does not answer in time, or did not shortly before."""
         if self.clock.monotonic_s() < self._retry_at_s[shard]:
             return {}
         arrays = [array for _, keys in part.values() for array in (keys.table_U, keys.id_U)]
         try:
-            header, got = self.shards[shard].call(
+            header, answer = self.shards[shard].call(
                 "read", {"stacks": list(part)}, arrays, timeout_s=self.timeout_s
             )
         except RoostreamError as error:
@@ -137,6 +138,6 @@ class ShardReads:
             return {}
         incarnation = int(header["incarnation"])
         return {
-            stack: FetchedRows(at_M, got[3 * n], got[3 * n + 1], incarnation, got[3 * n + 2])
+            stack: FetchedRows(at_M, answer[3 * n], answer[3 * n + 1], incarnation, answer[3 * n + 2])
             for n, (stack, (at_M, _)) in enumerate(part.items())
         }

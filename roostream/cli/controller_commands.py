@@ -56,7 +56,7 @@ def call_controller(
         TransportError: no controller answers. Any error of the method.
     """
     address = address or str(Home(home).running_stack()["controller"])
-    transport = SocketTransport(address, keys=LinkCredentials(read_link_security(link)))
+    transport = SocketTransport(address, credentials=LinkCredentials(read_link_security(link)))
     with contextlib.closing(transport):
         return transport.call(method, header, timeout_s=timeout_s)[0]
 
@@ -147,8 +147,7 @@ def parse_program_name(name: str) -> tuple[str, int]:
     if match is None:
         raise ConfigError(
             f"expected controller, worker, worker-N or shard-N, got {name!r}. Other programs hold no "
-            "training state: "
-            "end the process, and its stack restarts it"
+            "training state: end the process, and its stack restarts it"
         )
     controller, worker, number, shard, index = match.groups()
     return controller or worker or shard, int(number or index or 0)

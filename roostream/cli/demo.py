@@ -145,7 +145,7 @@ class DemoDisplay:
         self.last = status
         trained = status["trainer"]["requests"]
         if self.first_trained_s is None and trained is not None:
-            # an earlier run may have trained in this home: only growth counts
+            # An earlier run may have trained in this home: only growth counts.
             self._min_trained = trained if self._min_trained is None else min(self._min_trained, trained)
             if trained > self._min_trained:
                 self.first_trained_s = time.monotonic() - self.started_s

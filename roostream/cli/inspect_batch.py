@@ -20,13 +20,14 @@ from roostream.errors import ConfigError, SchemaError
 from roostream.schema.schema import Schema
 from roostream.schema.schema_file import schema_from_dict
 from roostream.wire.batch import Batch
+from roostream.wire.block import Side
 from roostream.wire.decode import Decoder
-from roostream.wire.jagged import Jagged
 from trainer.saved_batch import SavedBatch, decode
 
 EXTREME = 1e6
-"""Larger magnitudes are reported: such a feature needs a transform in the schema."""
+"""Values of a larger magnitude are counted as extreme: their feature needs a transform in the schema."""
 MAX_LARGEST = 5
+"""Number of values that are listed with the offsets of their records."""
 
 
 @click.command("batch")
@@ -45,12 +46,12 @@ def batch_command(file: Path, as_json: bool) -> None:
         raise ConfigError(
             f"{file}: expected a batch saved by a worker, got {error.strerror}; choose a file in its batches/"
         ) from None
-    found = inspected(decode(data, str(file)))
-    print_report(as_json, found, rows(found), str(file))
+    report = describe_batch(decode(data, str(file)))
+    print_report(as_json, report, rows(report), str(file))
 
 
-def inspected(saved: SavedBatch) -> dict[str, Any]:
-    """The contents of a batch as plain values with stable keys.
+def describe_batch(saved: SavedBatch) -> dict[str, Any]:
+    """Everything that the command prints, as plain values with stable keys.
 
     Raises:
         ConfigError: the schema of the batch cannot be read.
@@ -78,16 +79,18 @@ def inspected(saved: SavedBatch) -> dict[str, Any]:
 
 
 def _decoded(saved: SavedBatch) -> tuple[Batch, Counter[str]]:
-    """The batch, and the number of rejected records by reason; another schema than the worker's is
-    `unknown_schema`."""
+    """The batch, and the number of rejected records by reason.
+
+    Records of another schema than the worker's are rejected as `unknown_schema`.
+    """
     try:
         schema: Schema = schema_from_dict(tomllib.loads(saved.schema))
     except (SchemaError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(
             f"expected the schema of the saved batch as TOML, got {error}; use the version that wrote it"
         ) from None
-    known: dict[int, Schema] = {}
-    batch, rejects = Decoder(schema, known.get).decode(saved.records, corrections=True)
+    other_schemas: dict[int, Schema] = {}
+    batch, rejects = Decoder(schema, other_schemas.get).decode(saved.records, corrections=True)
     return batch, Counter(reject.reason for reject in rejects)
 
 
@@ -126,79 +129,79 @@ def _tasks(batch: Batch) -> dict[str, dict[str, float]]:
 
 
 def _features(batch: Batch) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every feature by name: share of present values, and min, mean, max and number of extreme values.
-
-    A list has its longest length, its number of distinct ids, and the same figures of its weights.
-    """
+    """Figures of each feature, with its name. A float: share of present values, min, mean, max and number of
+    extreme values. A list: share of present lists, greatest length, number of distinct ids, and the figures
+    of its weights if it has any."""
     for side in ("ro", "nro"):
         value_NF, present_NF = side_floats(batch, side)
         for f, feature in enumerate(batch.schema.floats(side)):
             yield (
                 feature.name,
-                {"kind": "float", **_of(value_NF[present_NF[:, f], f]), "present": _share(present_NF[:, f])},
-            )
-        lists = batch.ro_lists if side == "ro" else batch.nro_lists
-        for k, name in enumerate(lists.keys):
-            weight_N = lists.weights_of(name)
-            yield (
-                name,
                 {
-                    "kind": "list",
-                    "present": _share(lists.present_KN[k]),
-                    "longest": int(lists.lengths_KN[k].max(initial=0)),
-                    "distinct": len(np.unique(lists.values_of(name))),
-                    **(
-                        {"weights": _of(weight_N)}
-                        if weight_N is not None and _is_weighted(batch, name)
-                        else {}
-                    ),
+                    "kind": "float",
+                    **_statistics(value_NF[present_NF[:, f], f]),
+                    "present": _share_present(present_NF[:, f]),
                 },
             )
+        lists = batch.ro_lists if side == "ro" else batch.nro_lists
+        weighted = _weighted_lists(batch, side)
+        for k, name in enumerate(lists.keys):
+            figures: dict[str, Any] = {
+                "kind": "list",
+                "present": _share_present(lists.present_KN[k]),
+                "longest": int(lists.lengths_KN[k].max(initial=0)),
+                "distinct": len(np.unique(lists.values_of(name))),
+            }
+            weight_N = lists.weights_of(name)
+            if weight_N is not None and name in weighted:
+                figures["weights"] = _statistics(weight_N)
+            yield name, figures
 
 
-def _is_weighted(batch: Batch, name: str) -> bool:
-    return any(
-        f.name == name and f.kind == "weighted_ids"
-        for side in ("ro", "nro")
-        for f in batch.schema.lists(side)
-    )
+def _weighted_lists(batch: Batch, side: Side) -> set[str]:
+    """Names of the lists whose entries have weights in the schema."""
+    return {f.name for f in batch.schema.lists(side) if f.kind == "weighted_ids"}
 
 
 def side_floats(batch: Batch, side: str) -> tuple[np.ndarray, np.ndarray]:
-    """Values and presence of the floats of "ro" or "nro"."""
-    return (
-        (batch.ro_float_RF, batch.ro_present_RF)
-        if side == "ro"
-        else (batch.nro_float_BF, batch.nro_present_BF)
-    )
+    """Values [N, F] and presence [N, F] of the floats of "ro" (one row per request) or "nro" (one per
+    candidate)."""
+    if side == "ro":
+        return batch.ro_float_RF, batch.ro_present_RF
+    return batch.nro_float_BF, batch.nro_present_BF
 
 
-def _of(value_N: np.ndarray) -> dict[str, Any]:
+def _statistics(value_N: np.ndarray) -> dict[str, Any]:
     """min, mean and max, which are None without values, and the number of extreme values."""
-    wide_N = value_N.astype(np.float64)
-    numbers = (
-        {"min": wide_N.min(), "mean": wide_N.mean(), "max": wide_N.max()}
-        if len(wide_N)
-        else dict.fromkeys(("min", "mean", "max"))
-    )
-    plain = {name: None if value is None else float(value) for name, value in numbers.items()}
-    return {**plain, "extreme": int((~(np.abs(wide_N) <= EXTREME)).sum())}
+    value64_N = value_N.astype(np.float64)
+    if not len(value64_N):
+        return {"min": None, "mean": None, "max": None, "extreme": 0}
+    return {
+        "min": float(value64_N.min()),
+        "mean": float(value64_N.mean()),
+        "max": float(value64_N.max()),
+        "extreme": int((~(np.abs(value64_N) <= EXTREME)).sum()),  # NaN counts as extreme
+    }
 
 
-def _share(present_N: np.ndarray) -> float:
+def _share_present(present_N: np.ndarray) -> float:
     return float(present_N.mean()) if len(present_N) else 0.0
 
 
 def _largest(batch: Batch) -> list[dict[str, Any]]:
     """The floats and list weights with the largest magnitudes, and the offsets of their records."""
-    found: list[tuple[float, str, int]] = []
+    top: list[tuple[float, str, int]] = []  # value, feature, request
     for side in ("ro", "nro"):
         value_NF, present_NF = side_floats(batch, side)
         request_N = np.arange(batch.num_requests) if side == "ro" else batch.request_index_B
         for f, feature in enumerate(batch.schema.floats(side)):
-            found += _top(np.where(present_NF[:, f], value_NF[:, f], 0), feature.name, request_N)
-        found += _top_weights(batch, batch.ro_lists if side == "ro" else batch.nro_lists, request_N)
-    found.sort(key=lambda one: -abs(one[0]))
+            top += _top(np.where(present_NF[:, f], value_NF[:, f], 0), feature.name, request_N)
+        lists = batch.ro_lists if side == "ro" else batch.nro_lists
+        for k, name in enumerate(lists.keys):
+            weight_N = lists.weights_of(name)
+            if weight_N is not None and name in _weighted_lists(batch, side):
+                top += _top(weight_N, f"{name} (weight)", np.repeat(request_N, lists.lengths_KN[k]))
+    top.sort(key=lambda entry: -abs(entry[0]))
     return [
         {
             "feature": name,
@@ -207,41 +210,33 @@ def _largest(batch: Batch) -> list[dict[str, Any]]:
             "offset": int(batch.offset_R[request]),
             "correction": bool(batch.correction_R[request]),
         }
-        for value, name, request in found[:MAX_LARGEST]
+        for value, name, request in top[:MAX_LARGEST]
     ]
 
 
 def _top(value_N: np.ndarray, name: str, request_N: np.ndarray) -> list[tuple[float, str, int]]:
+    """The MAX_LARGEST values by magnitude, each with `name` and its request."""
     order = np.argsort(-np.abs(value_N), kind="stable")[:MAX_LARGEST]
     return [(float(value_N[n]), name, int(request_N[n])) for n in order.tolist()]
 
 
-def _top_weights(batch: Batch, lists: Jagged, request_N: np.ndarray) -> list[tuple[float, str, int]]:
-    out = []
-    for k, name in enumerate(lists.keys):
-        weight_N = lists.weights_of(name)
-        if weight_N is not None and _is_weighted(batch, name):
-            out += _top(weight_N, f"{name} (weight)", np.repeat(request_N, lists.lengths_KN[k]))
-    return out
-
-
-def rows(found: Mapping[str, Any]) -> Iterator[Row]:
+def rows(report: Mapping[str, Any]) -> Iterator[Row]:
     """Rows of text for a batch: the reason, the origin, then the contents."""
-    yield "why", found["reason"]
-    for finding in found["findings"]:
+    yield "why", report["reason"]
+    for finding in report["findings"]:
         yield "not finite", finding
     restored = (
-        f"{found['manifest']} (checksum {found['manifest_checksum']})"
-        if found["manifest"]
+        f"{report['manifest']} (checksum {report['manifest_checksum']})"
+        if report["manifest"]
         else "the beginning"
     )
     yield (
         "when",
-        f"{clock(found['time_ms'])} UTC, worker {found['worker']}, step {found['step']:,}, incarnation "
-        f"{found['incarnation']}",
+        f"{clock(report['time_ms'])} UTC, worker {report['worker']}, step {report['step']:,}, incarnation "
+        f"{report['incarnation']}",
     )
     yield "restored", restored
-    for figures in found["records"]:
+    for figures in report["records"]:
         where = (
             f"{figures['topic']}-{figures['partition']} {figures['first_offset']}..{figures['last_offset']}"
         )
@@ -250,29 +245,27 @@ def rows(found: Mapping[str, Any]) -> Iterator[Row]:
             f"{where}: {figures['count']:,}, {figures['bytes']:,} bytes, {clock(figures['first_ms'])} to "
             f"{clock(figures['last_ms'])}",
         )
-    if found["left_out"]:
-        yield "not saved", f"{found['left_out']:,} more records, above the limit"
-    for reason, count in found["rejects"].items():
+    if report["left_out"]:
+        yield "not saved", f"{report['left_out']:,} more records, above the limit"
+    for reason, count in report["rejects"].items():
         yield "not decoded", f"{count:,}: {reason}"
     yield (
         "batch",
-        f"{found['requests']:,} requests, {found['candidates']:,} candidates, {found['corrections']:,} "
+        f"{report['requests']:,} requests, {report['candidates']:,} candidates, {report['corrections']:,} "
         "corrections",
     )
-    for task, figures in found["tasks"].items():
+    for task, figures in report["tasks"].items():
         yield (
             f"label {task}",
             f"mean {figures['label_mean']:.4f}, weight {figures['weight']:.6g}, the largest "
             f"{figures['largest_weight']:.6g}",
         )
-    for name, figures in found["features"].items():
+    for name, figures in report["features"].items():
         yield name, _feature(figures)
-    for one in found["largest"]:
-        topic = "corrections" if one["correction"] else "samples"
-        yield (
-            "largest",
-            f"{one['feature']} = {one['value']:.6g} in {topic}-{one['partition']} offset {one['offset']}",
-        )
+    for value in report["largest"]:
+        topic = "corrections" if value["correction"] else "samples"
+        where = f"{topic}-{value['partition']} offset {value['offset']}"
+        yield "largest", f"{value['feature']} = {value['value']:.6g} in {where}"
 
 
 def _feature(figures: Mapping[str, Any]) -> str:

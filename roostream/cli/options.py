@@ -40,6 +40,7 @@ batch_option = click.option(
 
 
 def wait_option(help: str) -> Any:
+    """The option `--wait`: a time limit in seconds."""
     return click.option("--wait", "wait_s", type=float, default=120.0, show_default=True, help=help)
 
 

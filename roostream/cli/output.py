@@ -27,6 +27,7 @@ _WIDTH = 240  # of output that is not a terminal
 
 
 def print_json(report: object) -> None:
+    """Print a report as indented JSON."""
     click.echo(json.dumps(report, indent=2))
 
 
@@ -39,6 +40,7 @@ def print_report(as_json: bool, report: object, rows: Iterable[Row], title: str)
 
 
 def print_rows(rows: Iterable[Row], title: str) -> None:
+    """Print rows of name and text below a title."""
     from rich.console import Console
 
     Console().print(render_rows(rows, title))
@@ -81,6 +83,7 @@ def print_columns(
 
 
 def print_sentences(sentences: Iterable[str]) -> None:
+    """Print each sentence as an item of a list."""
     for sentence in sentences:
         wide_console().print(f"• {sentence}", soft_wrap=True)
 
@@ -132,10 +135,12 @@ def plain(text: str) -> str:
 
 
 def number(value: float | None, digits: int = 0) -> str:
+    """The number as text, with separators of thousands."""
     return NONE if value is None else f"{value:,.{digits}f}"
 
 
 def duration(ms: float | None) -> str:
+    """A duration as text, in ms, s or min."""
     if ms is None:
         return NONE
     if ms < 1000:

@@ -163,6 +163,7 @@ class StackMonitor:
 
 
 def joiner_state(job: Mapping[str, Any] | None, joiner: ScrapedMetrics) -> dict[str, Any]:
+    """State of the joiner, from its job in Flink and its metrics; None = unknown."""
     running = joiner.value("roostream_joiner_running")
     return {
         "state": job["state"].lower() if job else "running" if running else None,
@@ -209,6 +210,7 @@ def workers_state(control: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def commit_state(control: Mapping[str, Any]) -> dict[str, Any]:
+    """Commits, holds and device time, from the controller's status; None = unknown."""
     keys = "state seq incarnation commit_age_ms paused_ms commits aborts rollbacks manifest"
     return {k: control.get(k) for k in (*keys.split(), "holds", "device_s", "device_ratio")}
 

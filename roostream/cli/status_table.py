@@ -126,46 +126,46 @@ def _trainer(t: Mapping[str, Any]) -> str:
 
 def _outcomes(t: Mapping[str, Any]) -> list[Row]:
     """Outcomes of the requests taken; no row if all were trained."""
-    of = t["outcomes"]
-    if not of or of["taken"] == of["trained"]:
+    outcomes = t["outcomes"]
+    if not outcomes or outcomes["taken"] == outcomes["trained"]:
         return []
     parts = " + ".join(
-        f"{n:,} {name}" for name, n in of.items() if name != "taken" and (n or name == "trained")
+        f"{n:,} {name}" for name, n in outcomes.items() if name != "taken" and (n or name == "trained")
     )
-    missing = unaccounted_requests(of)
+    missing = unaccounted_requests(outcomes)
     error = f"; ERROR: {missing:,} are missing" if missing else ""
-    text = f"{of['taken']:,} requests since the workers started = {parts}{error}"
-    return [("selection", text), *_control(of)]
+    text = f"{outcomes['taken']:,} requests since the workers started = {parts}{error}"
+    return [("selection", text), *_control(outcomes)]
 
 
-def _control(of: Mapping[str, int]) -> list[Row]:
+def _control(outcomes: Mapping[str, int]) -> list[Row]:
     """The settings of a random control for Slipstream, without which its effect cannot be judged."""
-    if not of.get(NAMES[STALE]):
+    if not outcomes.get(NAMES[STALE]):
         return []
-    keep = 1 - of[NAMES[STALE]] / of["taken"]
+    keep = 1 - outcomes[NAMES[STALE]] / outcomes["taken"]
     text = (
         f'policy = "random", keep = {keep:.3f} skips equally many requests at random; compare with that run'
     )
     return [("control", text)]
 
 
-def _readers(of: Mapping[str, Any] | None) -> list[Row]:
+def _readers(readers: Mapping[str, Any] | None) -> list[Row]:
     """No row if no session is read by reader programs."""
-    if not of or not (of["there"] or of["splits_wanted"]):
+    if not readers or not (readers["there"] or readers["splits_wanted"]):
         return []
     lines = [
-        f"{of['there']} of {of['wanted']} wanted ({of['least']} to {of['most']}), {of['splits_wanted']} "
-        "splits waited for"
+        f"{readers['there']} of {readers['wanted']} wanted ({readers['least']} to {readers['most']}), "
+        f"{readers['splits_wanted']} splits waited for"
     ]
-    if of["leases_expired"]:
-        lines[0] += f", {of['leases_expired']:,} leases expired"
-    for worker, buffer in sorted(of["buffers"].items(), key=lambda item: int(item[0])):
+    if readers["leases_expired"]:
+        lines[0] += f", {readers['leases_expired']:,} leases expired"
+    for worker, buffer in sorted(readers["buffers"].items(), key=lambda item: int(item[0])):
         share = "" if buffer["stall_share"] is None else f", {100 * buffer['stall_share']:.1f} % of the time"
         pieces = f"{100 * buffer['fullness']:.0f} % full, {number(buffer['pieces'])} pieces"
         waited = duration(buffer["stalled_s"] * 1000)
         lines.append(f"worker {worker}: buffer {pieces}; waited {waited}{share}")
-    for name, reader in sorted(of["readers"].items()):
-        splits = [str(lease["split"]) for lease in of["leases"] if lease["reader"] == name]
+    for name, reader in sorted(readers["readers"].items()):
+        splits = [str(lease["split"]) for lease in readers["leases"] if lease["reader"] == name]
         has = f"splits {', '.join(splits)}" if splits else "no lease"
         lines.append(
             f"{name}: {has}; {number(reader.get('requests'))} requests read, last report "
@@ -217,8 +217,8 @@ def _commit(c: Mapping[str, Any]) -> str:
 
 
 def _hold(hold: Mapping[str, Any]) -> str:
-    who = f"{hold['member']}: " if hold["member"] else ""
-    return f"since {clock(hold['since_ms'])} UTC, {hold['kind']}: {who}{Hold(**hold).describe()}"
+    member = f"{hold['member']}: " if hold["member"] else ""
+    return f"since {clock(hold['since_ms'])} UTC, {hold['kind']}: {member}{Hold(**hold).describe()}"
 
 
 def _devices(control: Mapping[str, Any]) -> str:

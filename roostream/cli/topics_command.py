@@ -134,6 +134,6 @@ def topics_keep(duration: str, file: Path | None, **flags: Any) -> None:
 
 
 def open_topic_admin(config: TopicsConfig) -> TopicAdmin:
-
+    """Connect to Kafka. Raises UnavailableError: it does not answer within _WAIT_S."""
     clients.wait_for_broker(config.broker, timeout_s=_WAIT_S)
     return TopicAdmin(clients.admin(config.broker), config.prefix, config.partitions, config)

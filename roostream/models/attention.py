@@ -1,7 +1,7 @@
 """Attention of candidates to their request's history, and to each other.
 
 On a CPU, requests are unpadded segments (ragged_attention.py). On other devices, and for bfloat16, they are
-padded squares in plain torch with deterministic gradients: padding is masked before the softmax, where its
+padded matrices in plain torch with deterministic gradients: padding is masked before the softmax, where its
 probability underflows to exactly 0. For bfloat16, products are bfloat16; scores and softmax are float32.
 
 Letters: R requests, B candidates, L entries of all histories, G requests and K candidates of a group
@@ -29,20 +29,20 @@ from roostream.models.ragged_attention import (
 from roostream.models.simd import COMPILED
 
 
-class Squares(NamedTuple):
-    """Queries, keys and values of a group; views."""
+class QueriesKeysValues(NamedTuple):
+    """Queries, keys and values of a group of requests; views of padded tensors."""
 
     q_GKD: Tensor
     k_GND: Tensor
     v_GND: Tensor
 
 
-def attend(of: Squares, mask_GN: Tensor | None, heads: int) -> Tensor:
+def attend(qkv: QueriesKeysValues, mask_GN: Tensor | None, heads: int) -> Tensor:
     """softmax(q kᵀ / √C) v of each head, [G, K, D]; 0 where a mask row is all False.
 
     `mask_GN`: True = may be attended to, always a prefix of the row; None = all.
     """
-    q, k, v = (x.view(*x.shape[:2], heads, -1).transpose(1, 2) for x in of)
+    q, k, v = (x.view(*x.shape[:2], heads, -1).transpose(1, 2) for x in qkv)
     score_GHKN = torch.matmul(q * q.shape[-1] ** -0.5, k.transpose(-1, -2))
     if score_GHKN.dtype == torch.bfloat16:
         score_GHKN = score_GHKN.float()
@@ -67,15 +67,15 @@ def attend_to_histories(
 def padded_to_histories(
     q_BD: Tensor, key_value_LD2: Tensor, sequence: Sequence, groups: CandidateGroups, heads: int
 ) -> Tensor:
-    """`attend_to_histories` with padded squares."""
+    """`attend_to_histories` with padding."""
     if not groups.groups or sequence.shape_RN[1] == 0:
         return torch.zeros_like(q_BD)
     q_SD, mask_RN = groups.pad(q_BD), sequence.mask_RN
-    key_value_RND2 = sequence.squares(key_value_LD2).view(*sequence.shape_RN, -1)
+    key_value_RND2 = sequence.pad(key_value_LD2).view(*sequence.shape_RN, -1)
     out = []
     for group in groups.groups:
-        of = Squares(group.of_slots(q_SD), *key_value_RND2[group.requests].chunk(2, dim=-1))
-        out.append(attend(of, None if mask_RN is None else mask_RN[group.requests], heads).flatten(0, 1))
+        qkv = QueriesKeysValues(group.of_slots(q_SD), *key_value_RND2[group.requests].chunk(2, dim=-1))
+        out.append(attend(qkv, None if mask_RN is None else mask_RN[group.requests], heads).flatten(0, 1))
     return groups.unpad(torch.cat(out))
 
 
@@ -88,12 +88,14 @@ def attend_to_each_other(query_key_value_BD3: Tensor, groups: CandidateGroups, h
 
 
 def padded_to_each_other(query_key_value_BD3: Tensor, groups: CandidateGroups, heads: int) -> Tensor:
-    """`attend_to_each_other` with padded squares."""
+    """`attend_to_each_other` with padding."""
     if not groups.groups:
         return query_key_value_BD3[:, : query_key_value_BD3.shape[1] // 3]
     slots_SD3 = groups.pad(query_key_value_BD3)
     out = [
-        attend(Squares(*group.of_slots(slots_SD3).chunk(3, dim=-1)), group.mask_GK, heads).flatten(0, 1)
+        attend(QueriesKeysValues(*group.of_slots(slots_SD3).chunk(3, dim=-1)), group.mask_GK, heads).flatten(
+            0, 1
+        )
         for group in groups.groups
     ]
     return groups.unpad(torch.cat(out))
@@ -108,10 +110,10 @@ class _Ragged(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, starts: SegmentStarts, heads: int, *packed: Tensor) -> Tensor:
-        of, begins = _views(packed)
+        tensors, begins = _views(packed)
         out_QD = packed[0].new_empty(len(packed[0]), sum(x.shape[1] for x in packed) // 3)
         log_QH = out_QD.new_empty(len(out_QD), heads)
-        attend_ragged(of, begins, starts, out_QD.numpy(), log_QH.numpy())
+        attend_ragged(tensors, begins, starts, out_QD.numpy(), log_QH.numpy())
         ctx.starts = starts
         ctx.save_for_backward(log_QH, *packed)
         return out_QD
@@ -120,10 +122,10 @@ class _Ragged(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient_QD: Tensor) -> tuple[Tensor | None, ...]:
         log_QH, *packed = ctx.saved_tensors
-        of, begins = _views(packed)
+        tensors, begins = _views(packed)
         to = tuple(torch.empty_like(x) for x in packed)
         attend_ragged_back(
-            of, begins, ctx.starts, log_QH.numpy(), gradient_QD.contiguous().numpy(), _views(to)[0]
+            tensors, begins, ctx.starts, log_QH.numpy(), gradient_QD.contiguous().numpy(), _views(to)[0]
         )
         return None, None, *to
 
@@ -150,7 +152,8 @@ class TargetAttention(nn.Module):
     def forward(
         self, query_BQ: Tensor, entry_LE: Tensor, sequence: Sequence, groups: CandidateGroups
     ) -> Tensor:
-        """`entry_LE`: jagged, of `sequence`. → [B, width]."""
+        """Attend from each candidate to its request's entries. `entry_LE`: jagged, of `sequence`. → [B,
+        width]."""
         return self.to_keys(query_BQ, self.key_value(entry_LE), sequence, groups)
 
     def to_keys(

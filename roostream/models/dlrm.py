@@ -91,7 +91,7 @@ class Dlrm(Model):
         last.bias.copy_(torch.tensor(self._biases))
 
     def forward(self, inputs: Inputs) -> Tensor:
-        """→ logits_BT in the order of `schema.tasks`."""
+        """Return logits_BT in the order of `schema.tasks`."""
         if not len(inputs.request_index_B):  # TorchRec's modules need a candidate
             last: Tensor = self.dlrm.over_arch.model[-1].bias
             return last.expand(0, -1)
@@ -200,9 +200,9 @@ def _width(schema: Schema, config: DlrmConfig, tables: dict[str, str]) -> int:
     width = config.embedding_dim or next(iter(dims.values()))
     for name, dim in dims.items():
         if dim != width:
-            of = "embedding_dim" if config.embedding_dim else f"table {next(iter(dims))!r}"
+            same_as = "embedding_dim" if config.embedding_dim else f"table {next(iter(dims))!r}"
             raise SchemaError(
-                f"table {name!r}: expected dim = {width}, as {of} has, because TorchRec's DLRM has one "
+                f"table {name!r}: expected dim = {width}, as {same_as} has, because TorchRec's DLRM has one "
                 f"embedding width, got {dim}; change one of them, or leave the table's features out of "
                 "`features`"
             )

@@ -21,8 +21,8 @@ from roostream.models.simd import COMPILED, LANES, as_array, fused, kernel, load
 
 
 def gather_rows(sources: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """(rows [U, D], int64 [L]) of each source → [L, C], the sources' rows side by side; U may be 0 if L
-    is."""
+    """Gather the rows of each source (rows [U, D], index int64 [L]) and return them side by side, [L, C]. U
+    may be 0 if L is."""
     if not _has_kernel(sources[0][0]):
         return torch.cat([rows_UD.index_select(0, index_L) for rows_UD, index_L in sources], dim=1)
     out: Tensor = _Gather.apply(
@@ -32,8 +32,8 @@ def gather_rows(sources: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
 
 
 def pool_bags(rows_UD: Tensor, index_L: Tensor, offset_S1: Tensor, weight_L: Tensor | None) -> Tensor:
-    """→ [S, D]: the mean of the rows of each bag, 0 if empty; with `weight_L`, the weighted sum. Weights get
-    no gradient."""
+    """Return [S, D]: the mean of the rows of each bag, 0 if empty; with `weight_L`, the weighted sum. Weights
+    get no gradient."""
     if not _has_kernel(rows_UD):
         mode = "mean" if weight_L is None else "sum"
         return F.embedding_bag(

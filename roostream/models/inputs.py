@@ -1,4 +1,5 @@
-"""Batch, lookup and rows as tensors: the input of all models, in training and serving.
+"""The input of all models, in training and serving: a batch, its embedding rows, and its lookup (which says
+which row each id of the batch has) as tensors.
 
 Letters: R requests, B candidates, G floats after transforms, P presence bits, U unique rows of a stack, D
 width of a stack, L entries, V shared entries, S bags (one per feature and row), N longest sequence in the
@@ -24,14 +25,14 @@ from roostream.wire.jagged import Jagged
 from roostream.wire.lookup import Lookup
 from roostream.wire.transform import apply_transforms
 
-# Where bucket ⌊ln(seconds) / 0.301⌋ (HSTU) steps up, in whole ms, so that the bucket of a gap is exact; the
-# last is int64's.
+# The gaps in whole ms at which bucket ⌊ln(seconds) / 0.301⌋ (HSTU) increases. Comparing integers makes the
+# bucket exact. The last one is within int64.
 BUCKET_MS = np.ceil(np.exp(0.301 * np.arange(1, 123)) * 1000).astype(np.int64)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Bags:
-    """Features of a stack that are pooled alike, in one call."""
+    """The features of a stack that have the same pooling. They are pooled in one call, `embedding_bag`."""
 
     stack: str
     features: tuple[str, ...]
@@ -43,25 +44,25 @@ class Bags:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class PaddedEntries:
-    """Padding of a sequence to squares."""
+class Padding:
+    """How the entries of a sequence are padded to a matrix [R, N]."""
 
     shape_RN: tuple[int, int]
-    entry_RN: Tensor | None  # int64 [R · N], of L; padding is any entry; None = the entries as they lie
-    mask_RN: Tensor | None
+    entry_RN: Tensor | None  # int64 [R · N], of L; padding is any entry; None = the entries in their order
+    mask_RN: Tensor | None  # bool, True = an entry; None = no padding
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class SharedEntries:
     """Entries of a sequence that several requests share, once each (roostream/wire/dedup.py).
 
-    What depends on an entry alone, without its time, is computed V times; `at_L` maps it to the entries of
-    each request.
+    What depends on an entry alone, without its time, is computed once for each shared entry; `at_L` maps it
+    to the entries of each request.
     """
 
     index_V: Tensor  # int64, positions in the stack's rows
     column_V: dict[str, Tensor]
-    at_L: Tensor  # int64
+    at_L: Tensor  # int64: the shared entry of each entry
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -69,8 +70,8 @@ class UniqueRequests:
     """Distinct requests: equal in all request-only features except times. What depends on these is computed
     once (RecD §5)."""
 
-    first_U: Tensor  # int64: a request of each
-    index_B: Tensor  # int64: which of them each candidate's request is; not sorted
+    first_U: Tensor  # int64: the first request of each distinct one
+    index_B: Tensor  # int64: each candidate's distinct request; not sorted
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -79,8 +80,9 @@ class Sequence:
 
         length_R = [2, 0, 3]    offset_R1 = [0, 2, 2, 5]    index_L = [a, b, c, d, e]
 
-    Squares hold the requests that have a candidate, in the order of `CandidateGroups.request_order`; N is
-    their longest. They are built on first use, or before they are copied to a device.
+    `pad` makes it a matrix of the requests that have a candidate, in the order of
+    `CandidateGroups.request_order`; N is the longest of them. The padding is computed on first use, or before
+    the tensors are copied to a device.
     """
 
     length_R: Tensor  # int64
@@ -91,37 +93,39 @@ class Sequence:
     host_length_R: np.ndarray  # `length_R`, readable without waiting for the device
     gap_ms_L: dict[str, np.ndarray]  # time column → int64 time from the entry to its request
     groups: CandidateGroups
-    padded: PaddedEntries | None = None  # None: computed on first use
+    padding: Padding | None = None  # None: computed on first use
     shared_entries: SharedEntries | None = None  # None: nothing is shared, or it was not checked
 
-    def squares(self, x_L: Tensor) -> Tensor:
+    def pad(self, x_L: Tensor) -> Tensor:
         """[L, ...] → [R · N, ...]; padding has arbitrary values and must be masked."""
-        entry_RN = self._squares.entry_RN
+        entry_RN = self._padding.entry_RN
         return x_L if entry_RN is None else x_L.index_select(0, entry_RN)
 
     @property
     def shape_RN(self) -> tuple[int, int]:
-        """Shape of the squares; known without synchronizing with the device."""
-        return self._squares.shape_RN
+        """Shape after padding; known without synchronizing with the device."""
+        return self._padding.shape_RN
 
     @property
     def mask_RN(self) -> Tensor | None:
         """bool, True = an entry; None = no padding."""
-        return self._squares.mask_RN
+        return self._padding.mask_RN
 
-    def with_squares(self, groups: CandidateGroups) -> Sequence:
-        """The same, with all tensors built; `groups`: its groups, built."""
-        return dataclasses.replace(self, groups=groups, padded=self._squares)
+    def with_padding(self, groups: CandidateGroups) -> Sequence:
+        """A copy with its padding computed. `groups`: the same groups, with their slots computed."""
+        return dataclasses.replace(self, groups=groups, padding=self._padding)
 
     @functools.cached_property
-    def _squares(self) -> PaddedEntries:
-        return self.padded or _build_squares(self.host_length_R, self.groups.request_order)
+    def _padding(self) -> Padding:
+        return self.padding or _build_padding(self.host_length_R, self.groups.request_order)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Inputs:
-    """From `build_inputs`. After `backward`, `rows[stack].grad` [U, D] are the compact gradients to push;
-    None: the model does not use the stack.
+    """What a model gets; see `build_inputs`.
+
+    After `backward`, `rows[stack].grad` [U, D] are the gradients to push, one per unique row. None: the model
+    does not use the stack.
 
     Floats (after the schema's transforms) and weights are given as asinh: almost linear for small numbers,
     logarithmic for large ones, so raw counts, ages or prices cannot overflow a layer.
@@ -134,7 +138,7 @@ class Inputs:
     request_index_B: Tensor
     item_B: Tensor  # int64 ids
     num_candidates_R: np.ndarray  # int32
-    rows: dict[str, Tensor]  # stack → [U, D] leaf
+    rows: dict[str, Tensor]  # stack → embedding rows [U, D], leaves of autograd
     bags: tuple[Bags, ...]
     sequences: dict[str, Sequence]
     groups: CandidateGroups
@@ -162,10 +166,11 @@ def build_inputs(
     """Build the inputs, without copies if the device is the CPU; with `train=True` the rows require
     gradients.
 
-    `rows`: stack → float32 [U, D], aligned with `lookup`; a numpy array, or a tensor on any device, which is
-    not written to. `device`: None = rows stay where they are, everything else is on the host. Requests that
-    the lookup reports as shared are computed once; results differ only by the order of sums. `floats`: those
-    of requests and candidates after transforms, if they were transformed before.
+    `rows`: stack → float32 [U, D], in the order of `lookup`; numpy arrays, or tensors on any device, which
+    are not written to. `device`: None = rows stay where they are, everything else is on the host. `floats`:
+    those of requests and of candidates after the schema's transforms, if they were transformed before.
+
+    If the lookup has found equal requests, they are computed once; results differ only by the order of sums.
     """
     schema = batch.schema
     ro_float_RG, nro_float_BG = apply_transforms(batch, lookup.unique) if floats is None else floats
@@ -186,20 +191,20 @@ def build_inputs(
             if f.kind == "sequence"
         },
         groups=groups,
-        unique=None if lookup.unique is None else _unique(lookup.unique, batch),
+        unique=None if lookup.unique is None else _build_unique(lookup.unique, batch),
     )
     if device == "cpu" and all(rows_UD.device.type == "cpu" for rows_UD in inputs.rows.values()):
         return inputs
-    # Build the squares on the host, so that they are part of the one copy to the device.
+    # Compute the padding on the host, so that it is part of the one copy to the device.
     groups = inputs.groups.with_slots()
-    sequences = {name: sequence.with_squares(groups) for name, sequence in inputs.sequences.items()}
+    sequences = {name: sequence.with_padding(groups) for name, sequence in inputs.sequences.items()}
     inputs = dataclasses.replace(inputs, groups=groups, sequences=sequences)
     return inputs if device is None else change_tensors(inputs, lambda x: x.to(device))
 
 
 def change_tensors(inputs: Inputs, change: Callable[[Tensor], Tensor]) -> Inputs:
-    """Apply `change` to every tensor, once each, in a fixed order. Rows stay leaves. Host arrays and unbuilt
-    squares stay unchanged."""
+    """Apply `change` to every tensor, once each, in a fixed order. Rows stay leaves. Host arrays stay
+    unchanged, and padding that is not computed yet is not computed here."""
     done: dict[int, Tensor] = {}
 
     def once(x: Tensor) -> Tensor:
@@ -276,9 +281,9 @@ def _build_sequence(f: Feature, batch: Batch, lookup: Lookup, groups: CandidateG
 
     length_R = batch.ro_lists.lengths_KN[batch.ro_lists.index(f.name)].astype(np.int64)
     offset_R1 = np.concatenate([[0], np.cumsum(length_R)])
-    asked_ms_L = np.repeat(batch.time_ms_R, length_R)
+    request_ms_L = np.repeat(batch.time_ms_R, length_R)
     dedup = lookup.shared.get(f.name)
-    gap_ms = {c: asked_ms_L - batch.ro_lists.columns[f"{f.name}.{c}"] for c in f.time_columns}
+    gap_ms = {c: request_ms_L - batch.ro_lists.columns[f"{f.name}.{c}"] for c in f.time_columns}
     return Sequence(
         length_R=_wrap(length_R),
         offset_R1=_wrap(offset_R1),
@@ -303,19 +308,20 @@ def _build_shared_entries(
     )
 
 
-def _unique(of: Inverse, batch: Batch) -> UniqueRequests:
-    return UniqueRequests(first_U=_wrap(of.first_U), index_B=_wrap(of.row_N[batch.request_index_B]))
+def _build_unique(inverse: Inverse, batch: Batch) -> UniqueRequests:
+    return UniqueRequests(first_U=_wrap(inverse.first_U), index_B=_wrap(inverse.row_N[batch.request_index_B]))
 
 
-def _build_squares(length_R: np.ndarray, order: np.ndarray) -> PaddedEntries:
+def _build_padding(length_R: np.ndarray, order: np.ndarray) -> Padding:
+    """Padding of the requests `order`, which are those with a candidate."""
     start_R = np.cumsum(length_R) - length_R
     column_N = np.arange(length_R[order].max(initial=0), dtype=np.int64)
     mask_RN = column_N < length_R[order, None]
     entry_RN = np.where(mask_RN, start_R[order, None] + column_N, 0)
-    as_it_lies = mask_RN.all() and mask_RN.size == length_R.sum() and (np.diff(order) > 0).all()
-    return PaddedEntries(
+    is_dense = mask_RN.all() and mask_RN.size == length_R.sum() and (np.diff(order) > 0).all()
+    return Padding(
         shape_RN=(mask_RN.shape[0], mask_RN.shape[1]),
-        entry_RN=None if as_it_lies else _wrap(entry_RN.ravel()),
+        entry_RN=None if is_dense else _wrap(entry_RN.ravel()),
         mask_RN=None if mask_RN.all() else _wrap(mask_RN),
     )
 

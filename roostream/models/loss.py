@@ -67,9 +67,9 @@ def loss(
     `tasks`: empty = all are events of weight 1; `groups`: the requests' lists, for pairwise objectives.
 
     Weight 0 excludes a candidate's label; a task whose weights are all 0 (or B = 0) contributes 0. Weighted
-    means are equal for a batch and its expansion to impressions (G10). Candidates of a correction count in
-    the mean as those of its sample did, so both have the same scale. With `targets.total_T`, losses and
-    gradients of the parts of a batch add up to those of the whole.
+    means are equal for a batch and its expansion to impressions (guarantee G10). Candidates of a correction
+    count in the mean as those of its sample did, so both have the same scale. With `targets.total_T`, losses
+    and gradients of the parts of a batch add up to those of the whole.
     """
     weight_BT = targets.weight_BT
     each_BT = (
@@ -146,6 +146,8 @@ _TREATMENTS: dict[LossName, _Treatment] = {
 
 
 class Task(NamedTuple):
+    """The objective of a label, and its weight in the loss."""
+
     objective: Objective
     scale: float
     weight: float

@@ -32,12 +32,12 @@ class Model(nn.Module, abc.ABC):
     """Dense parameters and their use; rows of embedding tables come with the inputs.
 
     A candidate's logits depend on its own request only, so serving, which scores one request at a time,
-    computes what training computed (G9). No state is kept between calls.
+    computes what training computed (guarantee G9). No state is kept between calls.
     """
 
     @abc.abstractmethod
     def forward(self, inputs: Inputs) -> Tensor:
-        """→ logits_BT in the order of `schema.tasks`; their sigmoid is predicted and served."""
+        """Return logits_BT in the order of `schema.tasks`; their sigmoid is predicted and served."""
 
     @abc.abstractmethod
     def loss(self, inputs: Inputs, logits_BT: Tensor, targets: Targets) -> Tensor:

@@ -44,7 +44,11 @@ _QUERY_BLOCK = 32  # queries of a segment: their p stays near the processor, how
 
 @kernel
 def attend_ragged(
-    of: QueryKeyValue, begins: FirstColumns, starts: SegmentStarts, out_QD: np.ndarray, log_QH: np.ndarray
+    tensors: QueryKeyValue,
+    begins: FirstColumns,
+    starts: SegmentStarts,
+    out_QD: np.ndarray,
+    log_QH: np.ndarray,
 ) -> None:
     """Write the attention output of each query, 0 if its segment has no entry, and the log denominators; D =
     H · C."""
@@ -55,12 +59,15 @@ def attend_ragged(
         a, b, c, d = starts[0][r], starts[0][r + 1], starts[1][r], starts[1][r + 1]
         transposed_CJ = transposed[: width * (d - c)].reshape(width, d - c)
         for h in range(heads):
-            k_JC, v_JC = _head(of[1][c:d], begins[1], h, width), _head(of[2][c:d], begins[2], h, width)
+            k_JC, v_JC = (
+                _head(tensors[1][c:d], begins[1], h, width),
+                _head(tensors[2][c:d], begins[2], h, width),
+            )
             _transpose(k_JC, transposed_CJ)
             for i in range(a, b, _QUERY_BLOCK):
                 end = min(i + _QUERY_BLOCK, b)
                 p_IJ = p[: (end - i) * (d - c)].reshape(end - i, d - c)
-                product(_head(of[0][i:end], begins[0], h, width), transposed_CJ, p_IJ)
+                product(_head(tensors[0][i:end], begins[0], h, width), transposed_CJ, p_IJ)
                 if c < d:
                     _softmax(p_IJ, 1 / math.sqrt(width), log_QH[i:end, h])
                 product(p_IJ, v_JC, _head(out_QD[i:end], 0, h, width))
@@ -68,14 +75,14 @@ def attend_ragged(
 
 @kernel
 def attend_ragged_back(
-    of: QueryKeyValue,
+    tensors: QueryKeyValue,
     begins: FirstColumns,
     starts: SegmentStarts,
     log_QH: np.ndarray,
     gradient_QD: np.ndarray,
     to: QueryKeyValue,
 ) -> None:
-    """Backward pass of `attend_ragged`: writes the gradients of `of` into the same columns of `to`."""
+    """Backward pass of `attend_ragged`: writes the gradients of `tensors` into the same columns of `to`."""
     heads = log_QH.shape[1]
     width = gradient_QD.shape[1] // heads
     p, transposed = _buffers(gradient_QD, starts, width, len(gradient_QD))
@@ -86,8 +93,11 @@ def attend_ragged_back(
         s_IJ = s[: (b - a) * (d - c)].reshape(b - a, d - c)
         transposed_CJ = transposed[: width * (d - c)].reshape(width, d - c)
         for h in range(heads):
-            q_IC = _head(of[0][a:b], begins[0], h, width)
-            k_JC, v_JC = _head(of[1][c:d], begins[1], h, width), _head(of[2][c:d], begins[2], h, width)
+            q_IC = _head(tensors[0][a:b], begins[0], h, width)
+            k_JC, v_JC = (
+                _head(tensors[1][c:d], begins[1], h, width),
+                _head(tensors[2][c:d], begins[2], h, width),
+            )
             gradient_IC = _head(gradient_QD[a:b], 0, h, width)
             _transpose(k_JC, transposed_CJ)
             product(q_IC, transposed_CJ, p_IJ)
@@ -110,12 +120,12 @@ def _buffers(
     like: np.ndarray, starts: SegmentStarts, width: int, together: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Buffers for probabilities and transposed keys of the largest segment."""
-    most, longest = 0, 0
+    max_entries, longest = 0, 0
     for r in range(len(starts[0]) - 1):
         num_entries = starts[1][r + 1] - starts[1][r]
-        most = max(most, min(starts[0][r + 1] - starts[0][r], together) * num_entries)
+        max_entries = max(max_entries, min(starts[0][r + 1] - starts[0][r], together) * num_entries)
         longest = max(longest, num_entries)
-    return np.empty(most, like.dtype), np.empty(width * longest, like.dtype)
+    return np.empty(max_entries, like.dtype), np.empty(width * longest, like.dtype)
 
 
 @kernel
@@ -131,12 +141,12 @@ def _softmax(s_IJ: np.ndarray, factor: float, log_I: np.ndarray) -> None:
     """Softmax of each row of factor · s, in place, J > 0."""
     n = s_IJ.shape[1]
     for i in range(s_IJ.shape[0]):
-        most = load(s_IJ, i, 0, n, -np.inf)
+        max_lanes = load(s_IJ, i, 0, n, -np.inf)
         for j in range(LANES, n, LANES):
-            most = larger(load(s_IJ, i, j, n - j, -np.inf), most)
-        top = largest(most) * factor
-        zero, one = spread(most, 0.0), spread(most, 1.0)
-        scale, below = spread(most, factor), spread(most, -top)
+            max_lanes = larger(load(s_IJ, i, j, n - j, -np.inf), max_lanes)
+        top = largest(max_lanes) * factor
+        zero, one = spread(max_lanes, 0.0), spread(max_lanes, 1.0)
+        scale, below = spread(max_lanes, factor), spread(max_lanes, -top)
         sums = zero
         for j in range(0, n, LANES):
             e = exponential(fused(load(s_IJ, i, j, n - j, -np.inf), scale, below))
@@ -144,7 +154,7 @@ def _softmax(s_IJ: np.ndarray, factor: float, log_I: np.ndarray) -> None:
             sums = fused(e, one, sums)
         everything = total(sums)
         log_I[i] = top + math.log(everything)
-        share = spread(most, 1 / everything)
+        share = spread(max_lanes, 1 / everything)
         for j in range(0, n, LANES):
             store(s_IJ, i, j, n - j, fused(load(s_IJ, i, j, n - j, 0.0), share, zero))
 

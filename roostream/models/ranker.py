@@ -84,7 +84,7 @@ class Ranker(Model):
         self.linear = linear_part(schema, config, columns, self.linear_columns.added_width)
 
     def forward(self, inputs: Inputs) -> Tensor:
-        """→ logits_BT in the order of `schema.tasks`."""
+        """Return logits_BT in the order of `schema.tasks`."""
         pooled = normalize_pooled(pool_features(inputs)) if self.normalizes_rows else pool_features(inputs)
         blocks = [part(inputs, pooled) for part in self.candidate_parts.values()]
         own = blocks[:1]  # the floats, if there are any

@@ -21,7 +21,7 @@ from roostream.models.simd import COMPILED, LANES, as_array, fused, kernel, load
 
 
 def sampled_scores(u_PD: Tensor, v_ID: Tensor, index_PC: Tensor) -> Tensor:
-    """→ [P, C]; `index_PC`: int64."""
+    """The products of each vector with its sampled rows, [P, C]. `index_PC`: int64 rows of `v_ID`."""
     if not (COMPILED and u_PD.device.type == "cpu"):
         return torch.matmul(v_ID[index_PC], u_PD[:, :, None])[:, :, 0]
     out: Tensor = _SampledScores.apply(u_PD, v_ID, index_PC)

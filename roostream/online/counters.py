@@ -406,9 +406,9 @@ class RowsByKey:
         rows_n[index_n < 0] = new_rows(self.layout, 1)
         return rows_n
 
-    def add(self, keys_n: np.ndarray, time_ms: int, event: str, value: float, share: int) -> None:
+    def add(self, keys_n: np.ndarray, time_ms: int, event: str, value: float, num_items: int) -> None:
         index_n = self._indices(keys_n)
-        add_event(self.layout, self._rows_I, index_n, time_ms, event, value, share)
+        add_event(self.layout, self._rows_I, index_n, time_ms, event, value, num_items)
 
     def put(self, keys_n: np.ndarray, rows_n: np.ndarray) -> None:
         index_n = self._indices(keys_n)

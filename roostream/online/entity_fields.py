@@ -16,7 +16,17 @@ import numpy as np
 
 from roostream.errors import CheckpointError, WireError
 from roostream.schema.counter_plan import ITEM, REQUEST_FIELDS, CounterPlan, field_sides, plan_of
-from roostream.schema.ids import MASK64, hash64, item_id, key_bytes, sample_id, signed, splitmix64, table_id
+from roostream.schema.ids import (
+    MASK64,
+    hash64,
+    item_id,
+    key_bytes,
+    sample_id,
+    signed,
+    splitmix64,
+    splitmix64_of,
+    table_id,
+)
 from roostream.schema.schema import Schema
 from roostream.wire.block import decode_block
 
@@ -128,10 +138,7 @@ def keys_of(ids: Sequence[int | np.ndarray], num_rows: int) -> np.ndarray:
     x = np.zeros(num_rows, dtype=np.uint64)
     for id_ in ids:
         id_n = np.broadcast_to(np.asarray(id_, dtype=np.int64), (num_rows,)).view(np.uint64)
-        x = (x ^ id_n) + np.uint64(0x9E3779B97F4A7C15)
-        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        x = x ^ (x >> np.uint64(31))
+        x = splitmix64_of(x ^ id_n)
     return x.view(np.int64)
 
 

@@ -1,11 +1,15 @@
-"""The row of counters that is kept for an entity: its arithmetic and its bytes.
+"""The row of counters that is kept for an entity, such as a user or an item: its arithmetic and its bytes.
 
-The first number is the time of the entity's newest event, and all sums refer to it. A sum s is worth s ·
-2^-((t - newest) / half-life) at time t. An event at t ≥ newest moves it to t; an earlier event is added with
-the weight that is left of it by then. An infinite half-life makes a plain count. A window is a ring of
-WINDOW_STEPS counts, one for each step of window / WINDOW_STEPS. At time t it covers the steps from that of t
-back; events before the ring are ignored. Letters: n events or entities of a request, I rows in memory, W
-columns of a row.
+    column 0      time of the entity's newest event, to which all decayed sums refer
+    decayed sum   a stored sum s has the value s · 2^-((t - newest) / half-life) at time t. A newer event
+                  decays it to the event's time and adds 1; an older event adds what has not decayed of it by
+                  then. An infinite half-life makes a plain count.
+    window        a ring of WINDOW_STEPS counts, each of window / WINDOW_STEPS ms. At time t it covers the
+                  step of t and those before it. Events before the ring are ignored.
+
+`RowLayout` says which column is what. The arithmetic itself is compiled (row_kernels.py).
+
+Letters: W columns of a row, I rows in memory, N events, n rows or entities of a call.
 """
 
 from __future__ import annotations
@@ -21,8 +25,8 @@ from roostream.errors import CheckpointError
 from roostream.schema.row_layout import RowLayout
 
 _VERSION = 3
-_HEAD = struct.Struct("<BH")
-_OLD_WIDTHS = {1: 10, 2: 14}
+_HEAD = struct.Struct("<BH")  # version, number of columns
+_OLD_WIDTHS = {1: 10, 2: 14}  # version → number of columns, which these versions did not store
 _VERSION_1_EXPECTED = 0.1  # expected clicks a view, which version 1 did not store: a rate's prior
 
 
@@ -40,19 +44,23 @@ def add_event(
     time_ms: int,
     event: str,
     value: float = 0.0,
-    share: int = 1,
+    num_items: int = 1,
 ) -> None:
-    """Add one event to each of the rows at `index_n`; each counts as one of `share` entries of a list."""
+    """Add one event, in place, to each of the rows at `index_n`.
+
+    `value`: what VALUE columns store. `num_items`: length of the list that the event belongs to; SHARE
+    columns add 1 / num_items.
+    """
     takes_W = layout.takes_W[event]
     kernels().add_list(
-        rows_I, index_n, float(time_ms), value, float(share), takes_W, layout.op_W, layout.param_W
+        rows_I, index_n, float(time_ms), value, float(num_items), takes_W, layout.op_W, layout.param_W
     )
 
 
 def add_events(
     layout: RowLayout, rows_I: np.ndarray, index_N: np.ndarray, times_N: np.ndarray, event: str, value: float
 ) -> None:
-    """Add events one after the other, each to its row at its time: the same as `add_event` of one each."""
+    """Add events in order, in place: event k at `times_N[k]` to the row at `index_N[k]`."""
     takes_W = layout.takes_W[event]
     kernels().add_each(
         rows_I, index_N, times_N.astype(np.float64), value, takes_W, layout.op_W, layout.param_W
@@ -60,13 +68,13 @@ def add_events(
 
 
 def merge_rows(layout: RowLayout, rows_n: np.ndarray, others_n: np.ndarray) -> None:
-    """Add to each row, in place, the events of another row of its entity. Sums equal those of one row with
-    all events but for rounding (1e-15 of the value)."""
+    """Add to each row, in place, the events of another row of its entity. The result is that of a row that
+    got all events, except for rounding (1e-15 of the value)."""
     kernels().merge_rows(rows_n, others_n, layout.op_W, layout.param_W)
 
 
 def read_rows(layout: RowLayout, rows_n: np.ndarray, time_ms: int) -> np.ndarray:
-    """float32 [W, n]: the value of each column at `time_ms`; ages in s.
+    """The value of each column at `time_ms`, float32 [W, n]; times are returned as ages in s.
 
     NaN: there was no event, or the state is damaged and gives an infinite value.
     """
@@ -77,12 +85,13 @@ def read_rows(layout: RowLayout, rows_n: np.ndarray, time_ms: int) -> np.ndarray
 
 
 def row_to_bytes(layout: RowLayout, row_W: np.ndarray) -> bytes:
+    """Version, number of columns, the columns' ids (uint32 each), then their numbers (float64 each)."""
     return _head(layout) + row_W.tobytes()
 
 
 def rows_from_bytes(layout: RowLayout, values: Sequence[bytes | None]) -> np.ndarray:
-    """float64 [n, W]; None is an entity without events. Columns that the bytes lack are new; others are
-    dropped.
+    """Rows, float64 [n, W]; None gives the row of an entity without events. Columns that the bytes lack begin
+    without events; columns that the layout lacks are dropped.
 
     Raises:
         CheckpointError: bytes of another format.
@@ -125,8 +134,9 @@ def _parse(layout: RowLayout, data: bytes) -> tuple[list[int], np.ndarray]:
         if version == _VERSION and len(data) == _HEAD.size + 12 * width:
             ids = np.frombuffer(data, dtype="<u4", offset=_HEAD.size, count=width).tolist()
             return ids, np.frombuffer(data, dtype="<f8", offset=_HEAD.size + 4 * width)
-    text = f"expected a counter's state of version {_VERSION}, got {len(data)} other bytes; delete them"
-    raise CheckpointError(text)
+    raise CheckpointError(
+        f"expected a counter's state of version {_VERSION}, got {len(data)} other bytes; delete them"
+    )
 
 
 @functools.cache

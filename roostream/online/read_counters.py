@@ -61,7 +61,7 @@ def read_all(schema: Schema, entities: EntityStates, time_ms: int) -> OnlineValu
 
 
 def _number(reading: CounterReading, columns_Wn: np.ndarray) -> np.ndarray:
-    """float32 [n]."""
+    """float32 [n]: a counter's value, or its rate, smoothed towards a prior. `columns_Wn`: of `read_rows`."""
     value_n = columns_Wn[reading.columns[0]]
     if reading.counter.aggregation != "rate":
         return value_n
@@ -93,10 +93,9 @@ def _request_value(
         return _history(feature, history_H2, event)
     if counter.aggregation == "distinct":
         newest_ms_D = state.sets[event, counter.of][: counter.num_distinct, 1]
-        within = (
-            newest_ms_D > time_ms - counter.window_ms if counter.window_ms else newest_ms_D == newest_ms_D
-        )
-        return float(within.sum())
+        if not counter.window_ms:
+            return float(len(newest_ms_D))
+        return float((newest_ms_D > time_ms - counter.window_ms).sum())
     value = float(_number(reading, columns_W1)[0])
     return None if np.isnan(value) else value
 

@@ -28,13 +28,13 @@ def _add_event(
     row: np.ndarray,
     time_ms: float,
     value: float,
-    share: float,
+    num_items: float,
     takes_W: np.ndarray,
     op_W: np.ndarray,
     param_W: np.ndarray,
 ) -> None:
-    """Add one event. Decayed sums fade to the time of the newest event; a late event enters decayed. `share`:
-    number of items among which the event is divided."""
+    """Add one event to a row, in place. Sums decay to the time of the newest event; a late event is added
+    decayed. `num_items`: length of its list, by which SHARE columns divide it."""
     late_ms = 0.0 if np.isnan(row[0]) else row[0] - time_ms
     life_ms, fade, kept = 0.0, 1.0, 1.0
     for c in range(1, len(op_W)):
@@ -46,7 +46,7 @@ def _add_event(
                 kept = 2.0 ** (-max(late_ms, 0.0) / life_ms)
             row[c] *= fade
             if takes_W[c]:
-                row[c] += kept if op == SUM else kept / share
+                row[c] += kept if op == SUM else kept / num_items
         elif not takes_W[c]:
             continue
         elif op == VALUE:
@@ -83,14 +83,14 @@ def add_list(
     at_n: np.ndarray,
     time_ms: float,
     value: float,
-    share: float,
+    num_items: float,
     takes_W: np.ndarray,
     op_W: np.ndarray,
     param_W: np.ndarray,
 ) -> None:
     """Add one event to each of the rows `at_n`."""
     for i in at_n:
-        _add_event(rows_I[i], time_ms, value, share, takes_W, op_W, param_W)
+        _add_event(rows_I[i], time_ms, value, num_items, takes_W, op_W, param_W)
 
 
 @njit(cache=True, nogil=True)
@@ -115,7 +115,7 @@ def add_to_table(
     keys_n: np.ndarray,
     time_ms: float,
     value: float,
-    share: float,
+    num_items: float,
     takes_W: np.ndarray,
     op_W: np.ndarray,
     param_W: np.ndarray,
@@ -146,7 +146,7 @@ def add_to_table(
                 rows_PW[p] = old_PW[old]
                 old += 1
     for key in keys_n:
-        _add_event(rows_PW[np.searchsorted(keys_P, key)], time_ms, value, share, takes_W, op_W, param_W)
+        _add_event(rows_PW[np.searchsorted(keys_P, key)], time_ms, value, num_items, takes_W, op_W, param_W)
     if len(keys_P) > MAX_TABLE_ROWS:
         kept = np.sort(np.argsort(-rows_PW[:, 0], kind="mergesort")[:MAX_TABLE_ROWS])
         keys_P, rows_PW = keys_P[kept], rows_PW[kept]
@@ -192,10 +192,10 @@ def _merge_rings(ring: np.ndarray, other: np.ndarray) -> None:
         return
     merged = np.zeros(WINDOW_STEPS)
     newest = max(ring[0], other[0])
-    for one in (ring, other):
-        for back in range(WINDOW_STEPS - int(min(newest - one[0], float(WINDOW_STEPS)))):
-            slot = int(one[0] - back) % WINDOW_STEPS
-            merged[slot] += one[1 + slot]
+    for source in (ring, other):
+        for back in range(WINDOW_STEPS - int(min(newest - source[0], float(WINDOW_STEPS)))):
+            slot = int(source[0] - back) % WINDOW_STEPS
+            merged[slot] += source[1 + slot]
     ring[0] = newest
     ring[1:] = merged
 

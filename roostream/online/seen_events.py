@@ -101,7 +101,7 @@ class SeenEvents:
 
 
 def seen_from_bytes(data: bytes) -> SeenEvents:
-    """Raises CheckpointError: bytes of another format."""
+    """Read seen events. Raises CheckpointError: bytes of another format."""
     if data[:1] != _VERSION or len(data) % 16 != 1:
         raise CheckpointError(
             f"expected the ids of counted events in version 1, got {len(data)} other bytes; delete them"

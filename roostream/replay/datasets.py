@@ -58,7 +58,7 @@ class EventLog:
     num_requests: int = 0  # 0 = unknown
     unlogged_clicks: Clicks | None = None  # they change the online counters from their own time on
     refuse: Callable[[Event, WireError], None] | None = None  # called for an event that does not fit the
-    # schema; None: the error is raised
+    # Schema; None: the error is raised.
     skipped: Callable[[], Skipped] = Skipped  # lines skipped so far
 
 

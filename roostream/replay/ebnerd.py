@@ -38,7 +38,7 @@ from roostream.schema.settings import setting
 CLICK_DELAY_MS = 1000
 RO_OFFERED = ("user", "device", "page", "front_page", "sso", "subscriber", "gender", "age", "postcode")
 NRO_OFFERED = ("item",)
-_ROWS = 4096
+_SLICE_ROWS = 4096
 
 _REQUIRED: dict[str, pa.DataType] = {
     "impression_id": pa.int64(),
@@ -111,7 +111,7 @@ def events(behaviors: Sequence[str], schema: Schema, window_ms: int) -> Iterator
     table = pa.concat_tables([read_columns(path, _REQUIRED, _OPTIONAL) for path in behaviors])
     keys = [("impression_time", "ascending"), ("impression_id", "ascending")]
     order = pc.sort_indices(table, sort_keys=keys)
-    return in_time_order(_groups(table, order, names, window_ms))
+    return in_time_order(_requests_with_actions(table, order, names, window_ms))
 
 
 def histories(paths: Sequence[str]) -> Clicks:
@@ -120,11 +120,12 @@ def histories(paths: Sequence[str]) -> Clicks:
     for path in paths:
         table = read_columns(path, _HISTORY, {}, nullable=("article_id_fixed", "impression_time_fixed"))
         for batch in table.combine_chunks().to_batches(max_chunksize=1 << 20):
-            items, times = _rows(batch["article_id_fixed"]), _rows(batch["impression_time_fixed"])
+            items, times = _list_rows(batch["article_id_fixed"]), _list_rows(batch["impression_time_fixed"])
             counts = [len(x) for x in items]
             if counts != [len(x) for x in times]:
-                text = f"{path}: expected equal lengths of article_id_fixed and impression_time_fixed"
-                raise ConfigError(text)
+                raise ConfigError(
+                    f"{path}: expected equal lengths of article_id_fixed and impression_time_fixed"
+                )
             parts.append(
                 [np.repeat(batch["user_id"].to_numpy(), counts), np.concatenate(items), np.concatenate(times)]
             )
@@ -141,17 +142,17 @@ def without_logged_clicks(clicks: Clicks, behaviors: Sequence[str]) -> Clicks:
     begins = [first_ms for times_N in times if (first_ms := pc.min(times_N).as_py()) is not None]
     if not begins or not len(clicks.time_ms_N) or clicks.time_ms_N[-1] < min(begins):
         return clicks
-    shown: set[tuple[int, int]] = set()
+    logged: set[tuple[int, int]] = set()  # (user, article)
     needed = {name: _REQUIRED[name] for name in ("user_id", "article_ids_clicked")}
     for path in behaviors:
         for chunk in read_columns(path, needed, {}).to_batches():
-            users, clicked = chunk["user_id"].to_pylist(), _rows(chunk["article_ids_clicked"])
+            users, clicked = chunk["user_id"].to_pylist(), _list_rows(chunk["article_ids_clicked"])
             for user, items in zip(users, clicked, strict=True):
-                shown.update((user, item) for item in items.tolist())
+                logged.update((user, item) for item in items.tolist())
     at_N = np.flatnonzero(clicks.time_ms_N >= min(begins))
     pairs = zip(clicks.user_N[at_N].tolist(), clicks.item_N[at_N].tolist(), strict=True)
-    again_N = at_N[np.array([pair in shown for pair in pairs], dtype=np.bool_)]
-    return Clicks(*(np.delete(column, again_N) for column in clicks))
+    logged_N = at_N[np.array([pair in logged for pair in pairs], dtype=np.bool_)]
+    return Clicks(*(np.delete(column, logged_N) for column in clicks))
 
 
 def num_requests(behaviors: Sequence[str]) -> int:
@@ -163,17 +164,18 @@ def num_requests(behaviors: Sequence[str]) -> int:
     return total
 
 
-def _groups(
+def _requests_with_actions(
     table: pa.Table, order: pa.Array, names: frozenset[str], window_ms: int
 ) -> Iterator[tuple[Request, list[Action]]]:
     """Requests in `order` with their actions, converted to Python objects in slices."""
-    for start in range(0, len(order), _ROWS):
-        slice_ = table.take(order.slice(start, _ROWS)).combine_chunks()
-        names_of_row = (*_OPTIONAL, "impression_id", "user_id", "session_id")
-        columns: dict[str, Any] = {name: slice_[name].to_pylist() for name in names_of_row}
+    for start in range(0, len(order), _SLICE_ROWS):
+        slice_ = table.take(order.slice(start, _SLICE_ROWS)).combine_chunks()
+        column_names = (*_OPTIONAL, "impression_id", "user_id", "session_id")
+        columns: dict[str, Any] = {name: slice_[name].to_pylist() for name in column_names}
         times = slice_["impression_time"].cast(pa.int64()).to_pylist()
         shown, clicked = (
-            _rows(slice_[name].combine_chunks()) for name in ("article_ids_inview", "article_ids_clicked")
+            _list_rows(slice_[name].combine_chunks())
+            for name in ("article_ids_inview", "article_ids_clicked")
         )
         for k, time_ms in enumerate(times):
             row = {name: values[k] for name, values in columns.items()}
@@ -207,8 +209,8 @@ def _actions(request: Request, clicked: list[int], read_s: float | None, window_
 
     def action(name: str, number: int, item: int, time_ms: int, value: float) -> Action:
         event_id = hash64(f"{request.request_id}/{name}/{number}")
-        who = request.request_id, request.user_id, request.session_id
-        return Action(*who, time_ms, event_id, item, name, value)
+        header = request.request_id, request.user_id, request.session_id
+        return Action(*header, time_ms, event_id, item, name, value)
 
     click_ms = request.time_ms + CLICK_DELAY_MS
     out = [action("click", n, item, click_ms, 1.0) for n, item in enumerate(clicked)]
@@ -218,7 +220,7 @@ def _actions(request: Request, clicked: list[int], read_s: float | None, window_
     return out
 
 
-def _rows(column: pa.Array) -> list[np.ndarray]:
+def _list_rows(column: pa.Array) -> list[np.ndarray]:
     """The rows of a list column as int64 views; a null row is empty, and Arrow rejects null elements."""
     values = column.values
     if pa.types.is_timestamp(values.type):

@@ -9,6 +9,7 @@ and the engagements whose delay is not over.
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
@@ -42,26 +43,27 @@ class ReplayEncoder:
         num_partitions: int = DEFAULT_PARTITIONS,
         profile: LogProfile | None = None,
     ) -> None:
-        """`profile` is updated with every event."""
+        """`label_delay_ms`: an engagement enters the counters this long after its time. `freeze_at_ms`:
+        events from this time on change no counters; 0 = never. `profile` is updated with every event."""
         self.schema, self.num_partitions = schema, num_partitions
         self.label_delay_ms, self.freeze_at_ms = label_delay_ms, freeze_at_ms
         self.counters, self._reader = Counters(schema), FieldReader(schema)
         self.profile = profile
         self._sources = {"ro": sources_of(schema, "ro"), "nro": sources_of(schema, "nro")}
-        self._waiting: list[tuple[int, int, Event]] = []
+        self._delayed: list[tuple[int, int, Event]] = []  # heap of (due_ms, order of arrival, event)
         self._arrival = 0
-        self._elsewhere: Iterator[Action] = iter(())
-        self._next_elsewhere: Action | None = None
+        self._unlogged: Iterator[Action] = iter(())
+        self._next_unlogged: Action | None = None
 
     def add_unlogged_clicks(self, clicks: Clicks) -> None:
         """Apply these clicks to the counters, each at its time plus the delay. They replace clicks given
         earlier."""
         columns = (column.tolist() for column in clicks)
         name = self.schema.online.click
-        self._elsewhere = (
+        self._unlogged = (
             Action("", user, 0, at_ms, 0, item, name, 1.0) for user, item, at_ms in zip(*columns, strict=True)
         )
-        self._next_elsewhere = next(self._elsewhere, None)
+        self._next_unlogged = next(self._unlogged, None)
 
     def record(self, event: Event) -> Record:
         """Encode one event; the offset of its record is -1. Raises WireError: features do not fit the
@@ -69,7 +71,7 @@ class ReplayEncoder:
         value = self._impression(event) if isinstance(event, Request) else self._engagement(event)
         self._arrival += 1
         delay_ms = 0 if isinstance(event, Request) else self.label_delay_ms
-        heapq.heappush(self._waiting, (event.time_ms + delay_ms, self._arrival, event))
+        heapq.heappush(self._delayed, (event.time_ms + delay_ms, self._arrival, event))
         topic = IMPRESSIONS if isinstance(event, Request) else ENGAGEMENTS
         key = key_bytes(event.user_id, event.session_id, event.request_id)
         return Record(topic, partition_of(key, self.num_partitions), -1, event.time_ms, key, value)
@@ -79,17 +81,17 @@ class ReplayEncoder:
         self._apply_until(request.time_ms)
         num_rows = len(request.items_n)
         ro, nro = self.counters.read(request.user_id, request.items_n, request.time_ms, self._fields(request))
-        own_ro, own_nro = stateless_features(request.user_id, request.items_n, request.time_ms)
+        fixed_ro, fixed_nro = stateless_features(request.user_id, request.items_n, request.time_ms)
         message = pb.Impression(
             header=self._header(request),
             item_ids=request.items_n.view(np.uint64).tolist(),
-            nro=encode_nro(self.schema, self._merge("nro", request.nro, nro | own_nro), num_rows),
+            nro=encode_nro(self.schema, self._merge("nro", request.nro, nro | fixed_nro), num_rows),
             positions=request.positions or range(num_rows),
             propensities=request.propensities,
             weight=request.weight,
         )
         if request.ro is not None:
-            message.ro = encode_ro(self.schema, self._merge("ro", request.ro, ro | own_ro))
+            message.ro = encode_ro(self.schema, self._merge("ro", request.ro, ro | fixed_ro))
         if self.profile is not None:
             self.profile.add(request, message.ro if request.ro is not None else None, message.nro)
         return wire.encode(wire.IMPRESSION, message)
@@ -110,11 +112,10 @@ class ReplayEncoder:
     def _fields(self, event: Event) -> EntityFields:
         """The fields by which counters aggregate, beside user, items and time."""
         if isinstance(event, Request):
-            return self._reader.from_values(_who(event), event.ro, event.nro, len(event.items_n))
-        return self._reader.from_header(_who(event))
+            return self._reader.from_values(_header_values(event), event.ro, event.nro, len(event.items_n))
+        return self._reader.from_header(_header_values(event))
 
     def _header(self, event: Event) -> pb.Header:
-        """Ids are uint64."""
         return pb.Header(
             request_id=event.request_id,
             user_id=unsigned(event.user_id),
@@ -128,8 +129,8 @@ class ReplayEncoder:
         self, side: Literal["ro", "nro"], given: Mapping[str, Any], online: Mapping[str, Any]
     ) -> dict[str, Any]:
         """A feature in the log replaces the online feature of the same name."""
-        counted = {name: online.get(source) for name, source in self._sources[side].items()}
-        return counted | {name: value for name, value in given.items() if value is not None}
+        computed = {name: online.get(source) for name, source in self._sources[side].items()}
+        return computed | {name: value for name, value in given.items() if value is not None}
 
     def _apply_until(self, time_ms: int) -> None:
         """Apply the events whose delay is over at `time_ms`, in time order, but none after the freeze."""
@@ -137,28 +138,33 @@ class ReplayEncoder:
             time_ms = min(time_ms, self.freeze_at_ms - 1)
         while (event := self._next_until(time_ms)) is not None:
             if isinstance(event, Request):
-                once = list_id(_who(event), event.items_n, event.ro is not None)
+                event_id = list_id(_header_values(event), event.items_n, event.ro is not None)
                 self.counters.apply_impression(
-                    event.user_id, event.items_n, event.time_ms, self._fields(event), once
+                    event.user_id, event.items_n, event.time_ms, self._fields(event), event_id
                 )
             else:
-                fields, once = self._fields(event), engagement_id(_who(event), event.event_id)
+                event_id = engagement_id(_header_values(event), event.event_id)
                 self.counters.apply_engagement(
-                    event.user_id, event.item_id, event.action, event.value, event.time_ms, fields, once
+                    event.user_id,
+                    event.item_id,
+                    event.action,
+                    event.value,
+                    event.time_ms,
+                    self._fields(event),
+                    event_id,
                 )
 
     def _next_until(self, time_ms: int) -> Event | None:
-        """Remove and return the next due event; at equal times the events of the log come last."""
-        due_ms = self._waiting[0][0] if self._waiting else None
-        action = self._next_elsewhere
-        if action is not None and action.time_ms + self.label_delay_ms <= (
-            time_ms if due_ms is None else min(due_ms, time_ms)
-        ):
-            self._next_elsewhere = next(self._elsewhere, None)
-            return action
-        return heapq.heappop(self._waiting)[2] if due_ms is not None and due_ms <= time_ms else None
+        """Remove and return the next event that is due by `time_ms`. At equal times, unlogged clicks come
+        before events of the log."""
+        due_ms = self._delayed[0][0] if self._delayed else math.inf
+        click = self._next_unlogged
+        if click is not None and click.time_ms + self.label_delay_ms <= min(due_ms, time_ms):
+            self._next_unlogged = next(self._unlogged, None)
+            return click
+        return heapq.heappop(self._delayed)[2] if due_ms <= time_ms else None
 
 
-def _who(event: Event) -> tuple[int, int, str, str]:
-    """User, session, surface and request id."""
+def _header_values(event: Event) -> tuple[int, int, str, str]:
+    """User, session, surface and request id, as the counters take them."""
     return event.user_id, event.session_id, event.surface, event.request_id

@@ -30,9 +30,8 @@ class Request:
     session_id: int
     time_ms: int
     items_n: np.ndarray  # int64 [n], shown order
-    ro: Mapping[str, object] | None = dataclasses.field(
-        default_factory=dict
-    )  # None: a further page, which only adds candidates
+    # None: a further page, which only adds candidates.
+    ro: Mapping[str, object] | None = dataclasses.field(default_factory=dict)
     nro: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # columns of n
     surface: str = ""
     positions: Sequence[int] = ()  # empty = 0..n-1

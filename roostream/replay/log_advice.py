@@ -80,10 +80,10 @@ def _tables(schema: Schema) -> Iterator[str]:
 
 
 def _lists(profile: LogProfile) -> Iterator[str]:
-    if profile.num_doubled:
-        yield f"{profile.num_doubled} lists show an item twice; the later position is dropped"
-    if profile.num_strangers:
-        yield f"{profile.num_strangers} impressions have neither user_id nor session_id: no history"
+    if profile.num_with_repeats:
+        yield f"{profile.num_with_repeats} lists show an item twice; the later position is dropped"
+    if profile.num_anonymous:
+        yield f"{profile.num_anonymous} impressions have neither user_id nor session_id: no history"
 
 
 def _labels(schema: Schema, profile: LogProfile, positives: Mapping[str, int], prior: float) -> Iterator[str]:

@@ -32,7 +32,7 @@ class LogProfile:
 
     def __init__(self, schema: Schema) -> None:
         self.schema = schema
-        self.num_impressions = self.num_candidates = self.num_doubled = self.num_strangers = 0
+        self.num_impressions = self.num_candidates = self.num_with_repeats = self.num_anonymous = 0
         self.first_ms = self.last_ms = 0
         self.num_unlogged_clicks = (0, 0)  # before the log begins, and after
         self.actions: Counter[str] = Counter()
@@ -41,8 +41,8 @@ class LogProfile:
         self._sides: dict[Side, _Side] = {"ro": _Side(schema, "ro"), "nro": _Side(schema, "nro")}
 
     def add(self, event: Event, ro: bytes | None = None, nro: bytes = b"") -> None:
-        """`ro`, `nro`: encoded blocks of an impression with its online features; `ro` is None for a further
-        page."""
+        """Count an event. `ro`, `nro`: encoded blocks of an impression with its online features; `ro` is None
+        for a further page."""
         self.first_ms = self.first_ms or event.time_ms
         self.last_ms = event.time_ms
         self.origins.add(event)
@@ -53,8 +53,8 @@ class LogProfile:
         num_rows = len(event.items_n)
         self.num_impressions += 1
         self.num_candidates += num_rows
-        self.num_strangers += not (event.user_id or event.session_id)
-        self.num_doubled += len(set(event.items_n.tolist())) < num_rows
+        self.num_anonymous += not (event.user_id or event.session_id)
+        self.num_with_repeats += len(set(event.items_n.tolist())) < num_rows
         self.lengths[num_rows] += 1
         if ro is not None:
             self._sides["ro"].add(ro, 1)
@@ -79,8 +79,8 @@ class LogProfile:
             "actions": dict(self.actions),
             "first_ms": self.first_ms,
             "last_ms": self.last_ms,
-            "list_lengths": {**quantiles, "with_an_item_twice": self.num_doubled},
-            "without_user_and_session": self.num_strangers,
+            "list_lengths": {**quantiles, "with_an_item_twice": self.num_with_repeats},
+            "without_user_and_session": self.num_anonymous,
             "clicks_elsewhere": dict(zip(("before", "within"), self.num_unlogged_clicks, strict=True)),
             "features": self.features(),
         }

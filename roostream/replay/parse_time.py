@@ -26,7 +26,7 @@ def parse_time_ms(value: int | str) -> int:
     """
     if isinstance(value, int):
         return _from_number(value)
-    # eight digits are a date such as 20230523
+    # Eight digits are a date such as 20230523.
     if 8 < len(value) < 32 and value.isascii() and value.isdigit():
         return _from_number(int(value))
     try:

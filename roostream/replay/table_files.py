@@ -114,7 +114,7 @@ def as_parquet(paths: Sequence[str], folder: Path, refuse: Refuse, max_rows: int
             for name, cells in batch.columns.items():
                 if name not in columns:
                     columns[name] = new_column()
-                columns[name].see(cells)
+                columns[name].observe(cells)
     schema = pa.schema([*((name, column.type) for name, column in columns.items()), (LINE, pa.int64())])
     converted = []
     for number, path in enumerate(paths):
@@ -140,6 +140,7 @@ class _Batch(NamedTuple):
 
 
 def _first(batches: Iterable[_Batch], max_rows: int | None) -> Iterator[_Batch]:
+    """The first batches, until they have `max_rows` rows; None = all."""
     taken = 0
     for batch in batches:
         yield batch
@@ -156,7 +157,7 @@ class _TextColumn:
         self._lists: _JsonColumn | None = _JsonColumn()  # None: not all cells are JSON lists
         self._is_seen = False
 
-    def see(self, cells: pa.Array) -> None:
+    def observe(self, cells: pa.Array) -> None:
         texts = cells.drop_null()
         if not len(texts):
             return
@@ -172,7 +173,7 @@ class _TextColumn:
             lists = [_json_list(text) for text in texts.to_pylist()] if may_be else [None]
             self._lists = None if None in lists else self._lists
             if self._lists is not None:
-                self._lists.see(lists)
+                self._lists.observe(lists)
 
     @property
     def type(self) -> pa.DataType:
@@ -213,7 +214,7 @@ class _JsonColumn:
         self._is_list = False
         self._largest = 0
 
-    def see(self, cells: Iterable[Any]) -> None:
+    def observe(self, cells: Iterable[Any]) -> None:
         for cell in cells:
             self._is_list |= isinstance(cell, list)
             for value in cell if isinstance(cell, list) else (cell,):

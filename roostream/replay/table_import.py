@@ -286,9 +286,9 @@ def _owners(rows: pa.RecordBatch, column_map: ImportMap) -> list[str]:
 
 def _engagement(request_id: str, row: Row, action: Row) -> EngagementLine:
     """The line of an action that has a row of its own; `row` shows the item."""
-    who = {key: row[key] for key in ("user_id", "session_id", "surface") if row.get(key) is not None}
+    header = {key: row[key] for key in ("user_id", "session_id", "surface") if row.get(key) is not None}
     line = {"type": "engagement", "request_id": request_id, "item_id": row.get("item_id"), "value": 1.0}
-    return msgspec.convert(line | who | action, EngagementLine)
+    return msgspec.convert(line | header | action, EngagementLine)
 
 
 def _runs(table: pa.Table, number_N: np.ndarray) -> Iterator[tuple[int, list[Row]]]:
@@ -322,8 +322,8 @@ def _lines(
                 continue
             value = row[f"value\0{name}"] if action.value else cell
             done_ms = row[f"time\0{name}"]
-            who: Row = {key: own[key] for key in ("user_id", "session_id", "surface") if key in own}
-            line: Row = {"type": "engagement", "request_id": request_id, "action": name, **who}
+            header: Row = {key: own[key] for key in ("user_id", "session_id", "surface") if key in own}
+            line: Row = {"type": "engagement", "request_id": request_id, "action": name, **header}
             if done_ms == _NO_TIME:
                 raise ValueError(
                     f"action {name!r}: expected a time in column {action.time!r} where it happened, got none "

@@ -75,8 +75,9 @@ class Options(DatasetOptions):
         for name in ("multi_event", "listens", "likes", "dislikes"):
             check_files(name, getattr(self, name), needed=False)
         if bool(self.multi_event) == bool(self.listens):
-            text = "either multi_event or listens"
-            raise setting_error("listens", text, ", ".join(self.listens), "give one of the two")
+            raise setting_error(
+                "listens", "either multi_event or listens", ", ".join(self.listens), "give one of the two"
+            )
         if self.multi_event and (self.likes or self.dislikes):
             text = "no other files beside multi_event, which has these events too"
             raise setting_error("likes", text, ", ".join((*self.likes, *self.dislikes)), "leave them out")
@@ -90,13 +91,13 @@ def open(options: Options, schema: Schema, window_ms: int) -> EventLog:
     table = pa.concat_tables(_read(path, event) for event, paths in files.items() for path in paths)
     listens = _listens(_events(table, "listen"))
     shown = listens if options.organic == "candidates" else listens.take(~listens.organic_N)
-    requests = _cut(shown, options, window_ms)
+    requests = _split_into_requests(shown, options, window_ms)
     reactions = _reactions(table, shown, requests, window_ms)
     names = frozenset(f.name for f in (*schema.ro, *schema.nro))
     return EventLog(
-        events=in_time_order(_groups(shown, requests, reactions, names)),
+        events=in_time_order(_requests_with_actions(shown, requests, reactions, names)),
         num_requests=len(requests.first_L),
-        unlogged_clicks=_unlogged(listens) if options.organic == "history" else None,
+        unlogged_clicks=_unlogged_clicks(listens) if options.organic == "history" else None,
     )
 
 
@@ -139,26 +140,26 @@ def _listens(table: pa.Table) -> _Listens:
     return listens.take(np.lexsort((listens.time_ms_N, listens.user_N)))
 
 
-def _cut(shown: _Listens, options: Options, window_ms: int) -> _Requests:
-    """Cut the listens of each user into sessions and requests, as the module says."""
-    firsts, sessions, numbers = [], [], []
+def _split_into_requests(shown: _Listens, options: Options, window_ms: int) -> _Requests:
+    """Split the listens of each user into sessions and requests, by the rules in the module's docstring."""
+    first_listens, sessions, numbers = [], [], []
     user, last_ms, begin_ms, session, number = -1, 0, 0, 0, 0
     items: set[int] = set()
     rows = zip(shown.user_N.tolist(), shown.time_ms_N.tolist(), shown.item_N.tolist(), strict=True)
-    for n, (who, time_ms, item) in enumerate(rows):
-        is_new_session = who != user or time_ms - last_ms >= options.session_gap_ms
+    for n, (row_user, time_ms, item) in enumerate(rows):
+        is_new_session = row_user != user or time_ms - last_ms >= options.session_gap_ms
         is_full = len(items) == options.max_candidates or time_ms - begin_ms >= window_ms
         if is_new_session or is_full or item in items:
             session += is_new_session
-            number = 0 if who != user else number + 1
-            firsts.append(n)
+            number = 0 if row_user != user else number + 1
+            first_listens.append(n)
             sessions.append(session)
             numbers.append(number)
             begin_ms = time_ms
             items.clear()
         items.add(item)
-        user, last_ms = who, time_ms
-    return _Requests(*(np.array(column, np.int64) for column in (firsts, sessions, numbers)))
+        user, last_ms = row_user, time_ms
+    return _Requests(*(np.array(column, np.int64) for column in (first_listens, sessions, numbers)))
 
 
 def _reactions(
@@ -170,7 +171,7 @@ def _reactions(
         rows = _events(table, action)
         user_M, item_M = rows["uid"].to_numpy(), rows["item_id"].to_numpy()
         time_ms_M = START_MS + 1000 * rows["timestamp"].to_numpy()
-        newest_M = _newest(shown, user_M, item_M, time_ms_M)
+        newest_M = _newest_listens(shown, user_M, item_M, time_ms_M)
         request_M = np.searchsorted(requests.first_L, newest_M, side="right") - 1
         for m in np.flatnonzero(newest_M >= 0).tolist():
             request = int(request_M[m])
@@ -179,15 +180,17 @@ def _reactions(
     return found
 
 
-def _newest(shown: _Listens, user_M: np.ndarray, item_M: np.ndarray, time_ms_M: np.ndarray) -> np.ndarray:
+def _newest_listens(
+    shown: _Listens, user_M: np.ndarray, item_M: np.ndarray, time_ms_M: np.ndarray
+) -> np.ndarray:
     """int64 [M]: the newest listen of this user to this item, at this time or before; -1 = none."""
     num_listens = len(shown.user_N)
-    is_asked = np.repeat([False, True], [num_listens, len(user_M)])
+    is_reaction = np.repeat([False, True], [num_listens, len(user_M)])
     user = np.concatenate((shown.user_N, user_M))
     item = np.concatenate((shown.item_N, item_M))
-    order = np.lexsort((is_asked, np.concatenate((shown.time_ms_N, time_ms_M)), item, user))
-    place_of_listen = np.where(is_asked[order], -1, np.arange(len(order)))
-    before = np.maximum.accumulate(place_of_listen) if len(order) else place_of_listen
+    order = np.lexsort((is_reaction, np.concatenate((shown.time_ms_N, time_ms_M)), item, user))
+    listen_place = np.where(is_reaction[order], -1, np.arange(len(order)))
+    before = np.maximum.accumulate(listen_place) if len(order) else listen_place
     newest = np.where(before < 0, -1, order[before])
     is_same = (user[newest] == user[order]) & (item[newest] == item[order])
     found = np.full(len(order), -1, np.int64)
@@ -195,14 +198,14 @@ def _newest(shown: _Listens, user_M: np.ndarray, item_M: np.ndarray, time_ms_M: 
     return found[num_listens:]
 
 
-def _unlogged(listens: _Listens) -> Clicks:
+def _unlogged_clicks(listens: _Listens) -> Clicks:
     """The organic listens of at least half a track."""
     chosen = listens.take(listens.organic_N & (listens.played_pct_N >= LISTENED_PCT))
     chosen = chosen.take(np.argsort(chosen.time_ms_N, kind="stable"))
     return Clicks(chosen.user_N, chosen.item_N, chosen.time_ms_N)
 
 
-def _groups(
+def _requests_with_actions(
     shown: _Listens,
     requests: _Requests,
     reactions: dict[int, list[tuple[str, int, int]]],
@@ -231,11 +234,11 @@ def _groups(
         played = zip(items.tolist(), rows.time_ms_N.tolist(), rows.played_pct_N.tolist(), strict=True)
         done = [("listen_plus", item, at_ms, pct) for item, at_ms, pct in played if pct >= LISTENED_PCT]
         done += [(action, item, at_ms, 1.0) for action, item, at_ms in reactions.get(n, ())]
-        who = request_id, user, request.session_id
+        header = request_id, user, request.session_id
         yield (
             request,
             [
-                Action(*who, at_ms, hash64(f"{request_id}/{action}/{item}"), item, action, value)
+                Action(*header, at_ms, hash64(f"{request_id}/{action}/{item}"), item, action, value)
                 for action, item, at_ms, value in done
             ],
         )
@@ -255,15 +258,17 @@ def _read(path: str, event: str) -> pa.Table:
         is_sequential = "item_ids" in file.schema_arrow.names
     if is_sequential:
         lists = {_LIST_NAMES.get(name, name): pa.large_list(kind) for name, kind in kinds.items()}
-        table = _flat(path, read_columns(path, {**lists, "uid": kinds["uid"]}, {}), kinds)
+        table = _flatten(path, read_columns(path, {**lists, "uid": kinds["uid"]}, {}), kinds)
     else:
         table = read_columns(path, kinds, {}, nullable=tuple(_OF_LISTENS))
     types = table["event_type"] if "event_type" in kinds else pa.repeat(event, len(table))
     columns = {name: table[name] for name in _COMMON} | {"event": pc.index_in(types, pa.array(_EVENTS))}
     if columns["event"].null_count:
         unknown = types.filter(pc.is_null(columns["event"]))[0].as_py()
-        text = f"{path}: column 'event_type': expected {', '.join(_EVENTS)}, got {unknown!r}"
-        raise ConfigError(f"{text}; is this the right file?")
+        raise ConfigError(
+            f"{path}: column 'event_type': expected {', '.join(_EVENTS)}, got {unknown!r}; is this the right "
+            "file?"
+        )
     is_listen = pc.equal(columns["event"], _EVENTS.index("listen"))
     for name, kind in _OF_LISTENS.items():
         columns[name] = table[name] if name in kinds else pa.nulls(len(table), kind)
@@ -271,7 +276,7 @@ def _read(path: str, event: str) -> pa.Table:
     return pa.table(columns)
 
 
-def _flat(path: str, table: pa.Table, names: Collection[str]) -> pa.Table:
+def _flatten(path: str, table: pa.Table, names: Collection[str]) -> pa.Table:
     """One row per event of a table with one row per user, with the columns `names`.
 
     Raises:
@@ -282,8 +287,10 @@ def _flat(path: str, table: pa.Table, names: Collection[str]) -> pa.Table:
     columns = {"uid": pa.array(np.repeat(table["uid"].to_numpy(), length_U.to_numpy()))}
     for name, column in lists.items():
         if not pc.list_value_length(column).equals(length_U):
-            text = f"{path}: column {name!r}: expected lists as long as item_ids, got other lengths"
-            raise ConfigError(f"{text}; is this the right file?")
+            raise ConfigError(
+                f"{path}: column {name!r}: expected lists as long as item_ids, got other lengths; is this "
+                "the right file?"
+            )
         columns[name] = pc.list_flatten(column)
         if name not in _OF_LISTENS:
             _check_no_nulls(path, name, columns[name])
@@ -292,5 +299,7 @@ def _flat(path: str, table: pa.Table, names: Collection[str]) -> pa.Table:
 
 def _check_no_nulls(path: str, name: str, column: Any) -> None:
     if column.null_count:
-        text = f"{path}: column {name!r}: expected a value for every event, got {column.null_count} nulls"
-        raise ConfigError(f"{text}; is this the right file?")
+        raise ConfigError(
+            f"{path}: column {name!r}: expected a value for every event, got {column.null_count} nulls; is "
+            "this the right file?"
+        )

@@ -102,10 +102,8 @@ def check_redis(key: str, url: str) -> None:
         raise setting_error(key, "redis://host:port/0 (rediss:// for TLS)", url.rpartition("@")[2])
 
 
-SERVING_AUTHENTICATION, LINK_AUTHENTICATION = (
-    "tls_certificate and keys_file",
-    "certificate, key and ca of [link]",
-)
+SERVING_AUTHENTICATION = "tls_certificate and keys_file"
+LINK_AUTHENTICATION = "certificate, key and ca of [link]"
 """The settings that make a port authenticate its clients, for messages."""
 
 

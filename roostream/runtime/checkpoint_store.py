@@ -55,14 +55,15 @@ class CheckpointStore(Protocol):
         object is unchanged then."""
 
     def get(self, name: str) -> bytes:
-        """Raises CheckpointError if absent. Does not verify: the manifest has the checksums."""
+        """The object's bytes. Raises CheckpointError if absent. Does not verify: the manifest has the
+        checksums."""
 
     def get_range(self, name: str, start: int, size: int) -> bytes:
         """`size` bytes from `start`. Raises CheckpointError: absent, or shorter. Several threads may call it
         at once."""
 
     def list(self, prefix: str) -> list[str]:
-        """Names below `prefix/`, sorted; never unfinished objects."""
+        """Names directly below `prefix/`, sorted; never unfinished objects."""
 
     def delete(self, name: str) -> None:
         """Idempotent."""
@@ -301,8 +302,8 @@ class ObjectStore:
 
     def list(self, prefix: str) -> list[str]:
         with _s3_errors(f"{self.url} can't be listed"):
-            found = _obstore().list_with_delimiter(self._client, prefix=check_name(prefix))
-        return sorted(str(one["path"]) for one in found["objects"])
+            listed = _obstore().list_with_delimiter(self._client, prefix=check_name(prefix))
+        return sorted(str(entry["path"]) for entry in listed["objects"])
 
     def delete(self, name: str) -> None:
         with _s3_errors(f"{self.url}/{name} can't be deleted"), contextlib.suppress(FileNotFoundError):

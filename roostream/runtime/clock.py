@@ -10,7 +10,7 @@ from typing import Protocol
 
 class Clock(Protocol):
     """Wall time for timestamps and reports, monotonic time for waiting. Rows and lag depend on event time
-    only (G8)."""
+    only (guarantee G8)."""
 
     def now_ms(self) -> int:
         """Milliseconds since 1970; may jump."""
@@ -23,6 +23,8 @@ class Clock(Protocol):
 
 
 class SystemClock:
+    """The clock of the machine."""
+
     def now_ms(self) -> int:
         return time.time_ns() // 1_000_000
 

@@ -192,9 +192,8 @@ class ControllerAgent:
                 began_s = self.clock.monotonic_s()
                 has_new = backoff.until(lambda: self.beat(transport), (RoostreamError,), self.stop)
                 if not has_new and self.clock.monotonic_s() - began_s < _MIN_HEARTBEAT_INTERVAL_S:
-                    self.clock.sleep(
-                        _MIN_HEARTBEAT_INTERVAL_S, self.stop
-                    )  # the controller returns a running command again at once: do not spin
+                    # The controller returns a running command again at once: do not spin.
+                    self.clock.sleep(_MIN_HEARTBEAT_INTERVAL_S, self.stop)
         except RoostreamError:
             log.debug("stopped while waiting for the controller")
         finally:

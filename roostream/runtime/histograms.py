@@ -91,7 +91,8 @@ class RecentQuantiles:
         self._snapshots: deque[tuple[float, Buckets]] = deque()
 
     def add(self, at_s: float, buckets: Buckets) -> None:
-        """`at_s`: of a monotonic clock. Counts that fell belong to a restarted process, which began at 0."""
+        """Add the cumulative counts of a scrape. `at_s`: of a monotonic clock. Counts that fell belong to a
+        restarted process, which began at 0."""
         snapshots = self._snapshots
         if snapshots and any(buckets.get(bound, 0.0) < count for bound, count in snapshots[-1][1].items()):
             snapshots.clear()

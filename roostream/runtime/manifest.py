@@ -41,18 +41,22 @@ def checksum_of(data: bytes) -> str:
 
 
 def manifest_name(seq: int) -> str:
+    """The name of the manifest of commit `seq`."""
     return f"{MANIFESTS}/{seq:08d}"
 
 
 def dense_name(seq: int, incarnation: int) -> str:
+    """The name of a commit's dense weights."""
     return f"{DENSE}/{seq:08d}-{incarnation}.safetensors"
 
 
 def worker_name(seq: int, incarnation: int, index: int) -> str:
+    """The name of a worker's state in a commit."""
     return f"{WORKERS}/{seq:08d}-{incarnation}-{index}.safetensors"
 
 
 def worker_ids_name(seq: int, incarnation: int, index: int) -> str:
+    """The name of the sample ids in a worker's state."""
     return f"{WORKERS}/{seq:08d}-{incarnation}-{index}-ids.safetensors"
 
 
@@ -92,7 +96,7 @@ def store_file(store: CheckpointStore, name: str, data: bytes) -> StoredFile:
 
 
 def read_file(store: CheckpointStore, file: StoredFile) -> bytes:
-    """Raises CheckpointError: absent or damaged."""
+    """The bytes of a file that a manifest names, verified. Raises CheckpointError: absent or damaged."""
     data = store.get(file.name)
     got = checksum_of(data)
     if len(data) != file.bytes or got != file.checksum:
@@ -207,9 +211,8 @@ class Manifest:
         body["bucket_map"] = self.bucket_map.plain() if self.bucket_map else None
         for part in body["workers"].values():
             part["offsets"] = nested(part["offsets"])
-        return json.loads(
-            json.dumps(body)
-        )  # makes all keys text, so that the sort order is the same after decoding
+        # Makes all keys text, so that the sort order is the same after decoding.
+        return json.loads(json.dumps(body))
 
 
 class Restorable(NamedTuple):
@@ -299,13 +302,13 @@ def check_shape(
 ) -> None:
     """Raises ConfigError: a value differs from the committed one. Placement and initialization of rows depend
     on these values. Only the number of partitions may grow (`roostream topics grow`)."""
-    mine = {
+    configured = {
         "num_shards": num_shards,
         "num_buckets": num_buckets,
         "num_partitions": num_partitions,
         "seed": seed,
     }
-    for name, value in mine.items():
+    for name, value in configured.items():
         committed = getattr(manifest, name)
         if committed != value and not (name == "num_partitions" and value > committed):
             raise ConfigError(
@@ -319,7 +322,7 @@ def _canonical(body: Mapping[str, Any]) -> bytes:
 
 
 def load(store: CheckpointStore, name: str) -> Restorable:
-    """Raises CheckpointError, with the name: absent or damaged."""
+    """Read and verify a manifest. Raises CheckpointError, with the name: absent or damaged."""
     try:
         data = store.get(name)
     except CheckpointError as error:
@@ -376,6 +379,7 @@ def next_seq(store: CheckpointStore) -> int:
 
 
 def newest_incarnation(store: CheckpointStore) -> int:
+    """The newest incarnation that was claimed in this store; 0 = none."""
     return max((seq_of(n) for n in store.list(INCARNATIONS)), default=0)
 
 
@@ -427,10 +431,10 @@ def claim_incarnation(
         store.sweep()  # first: leftovers may fill the disk that the claim needs
     except UnavailableError as error:
         log.warning("unfinished files could not be deleted: %s; the next claim tries again", error)
-    mine = max(newest_incarnation(store), above) + 1
+    claimed = max(newest_incarnation(store), above) + 1
     past = rollbacks(store)
     if restored_seq is not None:  # it also covers rollbacks to the same commit or a later one
-        past = [*(p for p in past if p.seq < restored_seq), PastRollback(restored_seq, mine)][
+        past = [*(p for p in past if p.seq < restored_seq), PastRollback(restored_seq, claimed)][
             -_MAX_ROLLBACKS:
         ]
     body: dict[str, Any] = {"time_ms": time_ms}
@@ -438,17 +442,17 @@ def claim_incarnation(
         body["wish"] = dict(wish)
     if past:
         body["rollbacks"] = [list(p) for p in past]
-    created = store.create(f"{INCARNATIONS}/{mine:08d}", json.dumps(body, sort_keys=True).encode())
+    created = store.create(f"{INCARNATIONS}/{claimed:08d}", json.dumps(body, sort_keys=True).encode())
     # Between listing and creation, others may have claimed higher incarnations and deleted lower names.
-    if not created or newest_incarnation(store) != mine:
+    if not created or newest_incarnation(store) != claimed:
         raise FencedError(
-            f"incarnation {mine} belongs to another controller that is running; this controller stops"
+            f"incarnation {claimed} belongs to another controller that is running; this controller stops"
         )
     try:
         retire_incarnations(store)
     except UnavailableError as error:
         log.warning("old incarnations could not be deleted: %s; the next claim tries again", error)
-    return mine
+    return claimed
 
 
 def retire_incarnations(store: CheckpointStore) -> None:

@@ -34,6 +34,8 @@ _MAX_CONNECTIONS = 128  # beyond it the oldest one is closed, so that probes are
 
 
 class PageResponse(NamedTuple):
+    """A page that a program serves beside its metrics."""
+
     content_type: str
     body: bytes
     headers: tuple[tuple[str, str], ...] = ()
@@ -72,7 +74,7 @@ def serve(
 
     Raises:
         SetupError: the port is taken, or the address is not one of this machine.
-        Refusal: certificate or key can't be used.
+        SettingError: certificate or key can't be used.
     """
     host, port = config.metrics_host.strip("[]"), config.metrics_port
     tls = tls or _own_tls(config)

@@ -117,8 +117,8 @@ def tune_garbage_collector() -> None:
 
 
 def setup_logging(form: LogFormat = "text", level: str = "") -> None:
-    """`level`: by default of the environment variable ROOSTREAM_LOG. Raises ConfigError for an unknown level,
-    after setting INFO."""
+    """Log to standard error. `level`: by default of the environment variable ROOSTREAM_LOG. Raises
+    ConfigError for an unknown level, after setting INFO."""
     level = (level or os.environ.get("ROOSTREAM_LOG") or "INFO").upper()
     known = logging.getLevelNamesMapping()
     handler = logging.StreamHandler(sys.stderr)

@@ -56,6 +56,7 @@ class ScrapedMetrics:
 
 
 def number(value: float | None) -> float | None:
+    """The value, or None if it is not finite."""
     return value if value is not None and math.isfinite(value) else None
 
 
@@ -72,8 +73,9 @@ def parse(text: str) -> ScrapedMetrics:
 
 
 def fetch(url: str, timeout_s: float = 1.0) -> ScrapedMetrics:
-    """`timeout_s`: until the first byte and between two pieces of the body. The whole body may take five
-    times as long, so that a program that answers slowly cannot hold the caller."""
+    """Read the metrics page at `url`. `timeout_s`: until the first byte and between two pieces of the body.
+    The whole body may take five times as long, so that a program that answers slowly cannot hold the
+    caller."""
     ends_s = time.monotonic() + 5 * timeout_s
     try:
         with urllib.request.urlopen(url, timeout=timeout_s) as answer:
@@ -90,5 +92,5 @@ def fetch(url: str, timeout_s: float = 1.0) -> ScrapedMetrics:
 def fetch_all(urls: Mapping[str, str | None]) -> dict[str, ScrapedMetrics]:
     """Program → its metrics. Scrapes in parallel, so that silent programs cost one timeout together."""
     with concurrent.futures.ThreadPoolExecutor(max_workers=8) as pool:
-        asked = {name: pool.submit(fetch, url) for name, url in urls.items() if url}
-        return {name: future.result() for name, future in asked.items()}
+        futures = {name: pool.submit(fetch, url) for name, url in urls.items() if url}
+        return {name: future.result() for name, future in futures.items()}

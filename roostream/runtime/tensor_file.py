@@ -15,13 +15,13 @@ _MAX_HEADER_BYTES = 64 << 20
 
 
 def encode(tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> bytes:
-    return safetensors.save(
-        {k: v if v.flags.c_contiguous else v.copy() for k, v in tensors.items()}, dict(metadata)
-    )
+    """The bytes of a safetensors file."""
+    contiguous = {name: np.asarray(array, order="C") for name, array in tensors.items()}
+    return safetensors.save(contiguous, dict(metadata))
 
 
 def decode(data: bytes) -> tuple[dict[str, np.ndarray], dict[str, str]]:
-    """(tensors, metadata).
+    """Return the arrays and the metadata of a safetensors file.
 
     Raises:
         CheckpointError: not a safetensors file, or its sizes don't agree.
@@ -30,14 +30,11 @@ def decode(data: bytes) -> tuple[dict[str, np.ndarray], dict[str, str]]:
     if len(data) < 8 or size > min(len(data) - 8, _MAX_HEADER_BYTES):
         raise CheckpointError(f"expected a safetensors file, got {len(data)} bytes with a header of {size}")
     try:
+        # `safetensors.load` returns no metadata, so it is read from the JSON header.
         metadata = json.loads(data[8 : 8 + size]).get("__metadata__", {})
         return safetensors.load(data), {str(k): str(v) for k, v in metadata.items()}
-    except (
-        SafetensorError,
-        ValueError,
-        AttributeError,
-        KeyError,
-    ) as error:  # KeyError: a dtype that numpy does not have
+    # KeyError: a dtype that numpy does not have.
+    except (SafetensorError, ValueError, AttributeError, KeyError) as error:
         raise CheckpointError(
             f"expected a safetensors file, got {len(data)} bytes that aren't one ({error})"
         ) from None

@@ -28,10 +28,12 @@ class WorkUnit:
     def __len__(self) -> int:
         return self.end - self.start
 
-    def part(self, number: int, of: int) -> WorkUnit:
-        """Part `number` (from 0) of `of` parts of nearly equal length."""
+    def part(self, number: int, num_parts: int) -> WorkUnit:
+        """Part `number` (from 0) of `num_parts` parts of nearly equal length."""
         return WorkUnit(
-            self.source, self.start + len(self) * number // of, self.start + len(self) * (number + 1) // of
+            self.source,
+            self.start + len(self) * number // num_parts,
+            self.start + len(self) * (number + 1) // num_parts,
         )
 
     def after(self, at: int) -> WorkUnit:
@@ -152,4 +154,7 @@ class TableInput:
 
 
 def _texts(at: Progress) -> dict[str, dict[str, int]]:
-    return {topic: {str(number): offset for number, offset in of.items()} for topic, of in nested(at).items()}
+    return {
+        topic: {str(number): offset for number, offset in offsets.items()}
+        for topic, offsets in nested(at).items()
+    }

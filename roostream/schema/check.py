@@ -206,6 +206,7 @@ def _check_field(schema: Schema, field: str, at: str) -> None:
 
 
 def _check_entity(schema: Schema, counter: CounterDeclaration, at: str) -> None:
+    """The entity has the fields of the request and of the candidate that its aggregation needs."""
     sides, aggregation = field_sides(schema), counter.aggregation
     of_candidate = [field for field in counter.entity if sides[field] == "nro"]
     if aggregation in _REQUEST_ONLY and of_candidate:

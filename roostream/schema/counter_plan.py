@@ -105,17 +105,17 @@ def plan_of(schema: Schema) -> CounterPlan:
     entities: dict[str, Entity] = {}
     layouts: dict[str, RowLayout] = {}
     for name in sorted({name for _, name in counters}):
-        its_counters = [c for c, entity in counters if entity == name]
+        entity_counters = [c for c, entity in counters if entity == name]
         fields = name.split(",")
-        events = {c.event or click for c in its_counters}
-        events |= {SHOWN for c in its_counters if c.aggregation == "rate"}
+        events = {c.event or click for c in entity_counters}
+        events |= {SHOWN for c in entity_counters if c.aggregation == "rate"}
         entities[name] = Entity(
             name=name,
             of_request=tuple(f for f in fields if sides[f] == "ro"),
             of_candidate=tuple(f for f in fields if sides[f] == "nro"),
             events=frozenset(events),
         )
-        blocks = [block for c in its_counters for block in _columns(c, c.event or click)]
+        blocks = [block for c in entity_counters for block in _columns(c, c.event or click)]
         layouts[name] = RowLayout(blocks, item_columns_of_version_2(click) if name == ITEM else ())
     crossed = {name: layouts[name] for name, e in entities.items() if e.is_crossed_with_user}
     known = {*REQUEST_FIELDS, ITEM}

@@ -53,6 +53,8 @@ class RowLocations:
 
 
 class Expanded(NamedTuple):
+    """A schema file with all shorthands expanded."""
+
     raw: dict[str, Any]  # like parsed TOML
     locations: RowLocations
 

@@ -1,4 +1,5 @@
-"""64-bit ids and hashes, their only definition in Python; golden vectors are in the tests.
+"""64-bit ids, and the hashes that are made of them. No other Python code defines these; golden vectors are in
+the tests.
 
 Ids are uint64 on the wire and int64 views in arrays. `hash64` is xxh3-64 with seed 0.
 """
@@ -38,8 +39,8 @@ def item_id(value: int | str) -> int:
 
 
 def other_id_form(item: int, shown: Iterable[int]) -> str:
-    """A hint if an id (uint64) that is not among `shown` (uint64) occurs there in its other form: as the text
-    "5" for the integer 5, or the reverse; else ""."""
+    """A hint for an error message, if an id that is not among `shown` occurs there in its other form: as the
+    text "5" for the integer 5, or the reverse; else "". All ids are uint64."""
     known = set(shown)
     for number in {item, signed(item)}:
         if hash64(str(number)) in known:
@@ -111,7 +112,7 @@ def bucket_of(id_: int, table: int, num_buckets: int) -> int:
 
 
 def buckets_of(ids_N: np.ndarray, tables_N: np.ndarray | int, num_buckets: int) -> np.ndarray:
-    """int64 [N], (uint32 [N] or one table) → int32 [N]."""
+    """`bucket_of` of each id, int32 [N]. `ids_N`: int64; `tables_N`: uint32 [N], or one table id for all."""
     x = splitmix64_of(ids_N.view(np.uint64) ^ np.asarray(tables_N, dtype=np.uint64))
     return (x % np.uint64(num_buckets)).astype(np.int32)
 

@@ -103,11 +103,13 @@ def _verified(text: str, fingerprint: int) -> Schema:
     try:
         schema = _parse(text, _name(fingerprint))
     except ConfigError as error:
-        expected = f"{_name(fingerprint)} is damaged: {error}; put the schema's file back"
-        raise CheckpointError(expected) from None
+        raise CheckpointError(
+            f"{_name(fingerprint)} is damaged: {error}; put the schema's file back"
+        ) from None
     if schema.fingerprint != fingerprint:
-        message = f"{_name(fingerprint)} holds schema {schema.fingerprint:016x}; put the schema's file back"
-        raise CheckpointError(message)
+        raise CheckpointError(
+            f"{_name(fingerprint)} holds schema {schema.fingerprint:016x}; put the schema's file back"
+        )
     return schema
 
 

@@ -86,13 +86,15 @@ class StateLayout:
     histories: Mapping[str, int]  # action → newest entries kept
     sets: Mapping[tuple[str, str], int]  # (event, field) → values kept
     tables: Mapping[str, RowLayout]  # name of the crossed entity → its rows
-    click: str  # the action that version 1 counted
+    click: str  # the action that version 1 of the state counted
 
     @property
     def max_bytes(self) -> int:
-        """The longest that the bytes of a state can be."""
-        row = 3 + 12 * self.row.width
-        lists = 16 * (sum(self.histories.values()) + sum(self.sets.values()))
+        """The longest that the bytes of a state can be: a header and one section per part, each with a header
+        of 8 bytes."""
+        row = 3 + 12 * self.row.width  # header; a column: id (4 bytes) and number (8)
+        lists = 16 * (sum(self.histories.values()) + sum(self.sets.values()))  # an entry: value and time
+        # A table: header, ids of the columns, then the key and the numbers of each row.
         tables = sum(8 + 4 * t.width + 8 * MAX_TABLE_ROWS * (1 + t.width) for t in self.tables.values())
         num_sections = 1 + len(self.histories) + len(self.sets) + len(self.tables)
         return 5 + 8 * num_sections + row + lists + tables

@@ -40,6 +40,10 @@ MAX_SEED = (1 << 63) - 1
 _MS = {"ms": 1, "s": 1000, "m": 60_000, "min": 60_000, "h": 3_600_000, "d": 86_400_000}
 _BYTES = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 _NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
+_KUBERNETES_VARIABLE = re.compile(
+    r"_SERVICE_(HOST|PORT(_\w+)?)$|_PORT(_\d+_(TCP|UDP)(_(PROTO|PORT|ADDR))?)?$"
+)
+"""Those that Kubernetes sets for a service, which may be named `roostream-serving`."""
 
 
 class SettingError(ConfigError):
@@ -195,14 +199,10 @@ def check_environment(programs: Iterable[str], others: Iterable[str], environ: M
     stems = [f"ROOSTREAM_{program}_".upper() for program in programs]
     for name in sorted(environ):
         known = name in others or name.startswith(tuple(stems)) or not name.startswith("ROOSTREAM_")
-        if not known and not _KUBERNETES.search(name):
+        if not known and not _KUBERNETES_VARIABLE.search(name):
             near = nearest(name.partition("_")[2], [stem[10:-1] for stem in stems])
             text = f"environment {name}: expected the name of a program behind ROOSTREAM_, got none{near}"
             raise ConfigError(text)
-
-
-_KUBERNETES = re.compile(r"_SERVICE_(HOST|PORT(_\w+)?)$|_PORT(_\d+_(TCP|UDP)(_(PROTO|PORT|ADDR))?)?$")
-"""Variables that Kubernetes sets for a service, which may be named `roostream-serving`."""
 
 
 def environment_variables(cls: type[Any], program: str) -> dict[str, Keys]:
@@ -229,7 +229,7 @@ def _variables_set(cls: type[Any], program: str, environ: Mapping[str, str]) -> 
                 expected = f"expected one variable for a setting, got {found[keys]} too"
                 raise ConfigError(f"environment {name}: {expected}")
             found[keys] = name
-        elif name.startswith(f"ROOSTREAM_{program}_".upper()) and not _KUBERNETES.search(name):
+        elif name.startswith(f"ROOSTREAM_{program}_".upper()) and not _KUBERNETES_VARIABLE.search(name):
             near = nearest(name, known)
             raise ConfigError(f"environment {name}: expected the name of a setting, got none{near}")
     return found
@@ -299,13 +299,14 @@ def convert_values(
     return values
 
 
-def _cached_fields(cls: Any) -> dict[str, tuple[dataclasses.Field[Any], Any]]:
+def _uncached_fields(cls: Any) -> dict[str, tuple[dataclasses.Field[Any], Any]]:
     """Name → (field, type), where the type of an optional one is without None."""
     hints = typing.get_type_hints(cls)
     return {field.name: (field, _without_none(hints[field.name])) for field in dataclasses.fields(cls)}
 
 
-_fields: Callable[[Any], dict[str, tuple[dataclasses.Field[Any], Any]]] = functools.cache(_cached_fields)
+# Not a decorator: mypy would then refuse a class as an argument.
+_fields: Callable[[Any], dict[str, tuple[dataclasses.Field[Any], Any]]] = functools.cache(_uncached_fields)
 
 
 def _without_none(hint: Any) -> Any:

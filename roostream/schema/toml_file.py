@@ -68,6 +68,8 @@ NO_LOCATION = SourceLocation()
 
 
 class TomlFile(NamedTuple):
+    """A parsed TOML file, and where its keys are."""
+
     raw: dict[str, Any]
     location: SourceLocation
 

@@ -70,20 +70,20 @@ class DeadRecord(NamedTuple):
     error: str
 
 
-def sample_forms(schema: Schema) -> dict[str, ColumnType]:
+def sample_types(schema: Schema) -> dict[str, ColumnType]:
     """Columns of samples of `schema`. Raises SchemaError as `roostream.wire.columnar.column_types`."""
     return {**column_types(schema), **ENVELOPE}
 
 
-def correction_forms(schema: Schema) -> dict[str, ColumnType]:
+def correction_types(schema: Schema) -> dict[str, ColumnType]:
     """Columns of corrections of `schema`: labels before and after, and the engagements, without features."""
     plain = {name: REQUEST[name] for name in ("offset", "close_ms", "time_ms", "sample_id")} | {
         OF_SAMPLE: _ID
     }
     names = [label_column(label.name, what) for label in schema.labels for what in ("label", "label_before")]
     labels = {"item": CANDIDATE["item"], **dict.fromkeys(names, ColumnType("candidate", "float", "f4"))}
-    who = {name: PLAIN[name] for name in ("user_id", "session_id", "request_id")}
-    return {**plain, **labels, **who, **EVENTS}
+    ids = {name: PLAIN[name] for name in ("user_id", "session_id", "request_id")}
+    return {**plain, **labels, **ids, **EVENTS}
 
 
 def sample_rows(writer: Schema, records: Sequence[Record]) -> tuple[FileRows, list[DeadRecord]]:
@@ -95,7 +95,7 @@ def sample_rows(writer: Schema, records: Sequence[Record]) -> tuple[FileRows, li
     rebuilt = rebuild_records(writer, columns, batch.num_candidates_R)
     raw = [None if same == (r.key, r.value) else r.value for r, same in zip(kept, rebuilt, strict=True)]
     columns["raw"] = raw_column(raw)
-    return FileRows(columns=columns, forms=sample_forms(writer), counts_R=batch.num_candidates_R), dead
+    return FileRows(columns=columns, column_types=sample_types(writer), counts_R=batch.num_candidates_R), dead
 
 
 def correction_rows(writer: Schema, records: Sequence[Record]) -> tuple[FileRows, list[DeadRecord]]:
@@ -122,9 +122,9 @@ def correction_rows(writer: Schema, records: Sequence[Record]) -> tuple[FileRows
         label_BT = np.array(flat, dtype=np.float32).reshape(-1, t)
         for i, label in enumerate(writer.labels):
             columns[label_column(label.name, what)] = FlatColumn(np.ascontiguousarray(label_BT[:, i]))
-    chosen = correction_forms(writer)
+    chosen = correction_types(writer)
     columns |= {name: column for name, column in envelope.items() if name in chosen}
-    return FileRows(columns=columns, forms=chosen, counts_R=counts_R), dead
+    return FileRows(columns=columns, column_types=chosen, counts_R=counts_R), dead
 
 
 def _kept(
@@ -152,7 +152,7 @@ def group_by_writer(
     Raises:
         UnavailableError: schemas cannot be read now.
     """
-    of: dict[int, list[Record]] = {}
+    records_by_writer: dict[int, list[Record]] = {}
     dead: list[DeadRecord] = []
     unusable: dict[int, str] = {}
     for record in records:
@@ -170,7 +170,7 @@ def group_by_writer(
             continue
         fingerprint = found.header.schema
         if (
-            fingerprint not in of
+            fingerprint not in records_by_writer
             and fingerprint not in unusable
             and (error := _unusable(fingerprint, registry))
         ):
@@ -178,8 +178,8 @@ def group_by_writer(
         if fingerprint in unusable:
             dead.append(DeadRecord(record, "unknown_schema", unusable[fingerprint]))
         else:
-            of.setdefault(fingerprint, []).append(record)
-    return of, dead
+            records_by_writer.setdefault(fingerprint, []).append(record)
+    return records_by_writer, dead
 
 
 def _unusable(fingerprint: int, registry: Registry) -> str:
@@ -188,7 +188,7 @@ def _unusable(fingerprint: int, registry: Registry) -> str:
         writer = registry(fingerprint)
         if writer is None:
             return f"unknown schema {fingerprint:016x}; register the schema that wrote the record"
-        sample_forms(writer)
+        sample_types(writer)
     except (CheckpointError, SchemaError) as error:
         return f"schema {fingerprint:016x} cannot be used: {error}"
     return ""
@@ -253,19 +253,21 @@ def merge_rows(parts: Sequence[FileRows], rows_M: np.ndarray) -> FileRows:
     counts_R = np.concatenate([part.counts_R for part in parts])
     counts_M = counts_R[rows_M]
     at = {"request": rows_M, "candidate": _ranges(_starts(counts_R)[rows_M], counts_M)}
-    forms = {name: form for name, form in parts[0].forms.items() if name in parts[0].columns}
-    columns = {
-        name: _taken(concat_columns([part.columns[name] for part in parts]), at[form.of])
-        for name, form in forms.items()
+    column_types = {
+        name: column_type for name, column_type in parts[0].column_types.items() if name in parts[0].columns
     }
-    return FileRows(columns=columns, forms=parts[0].forms, counts_R=counts_M)
+    columns = {
+        name: _taken(concat_columns([part.columns[name] for part in parts]), at[column_type.of])
+        for name, column_type in column_types.items()
+    }
+    return FileRows(columns=columns, column_types=parts[0].column_types, counts_R=counts_M)
 
 
 def split_rows(rows: FileRows, max_values: int = MAX_VALUES) -> list[FileRows]:
     """The rows in pieces with at most `max_values` values in every column; a single request may have more."""
     count, most_R = len(rows.counts_R), np.ones(len(rows.counts_R), dtype=np.int64)
     for name, column in rows.columns.items():
-        most_R = np.maximum(most_R, _num_values_R(column, rows.forms[name], rows.counts_R))
+        most_R = np.maximum(most_R, _num_values_R(column, rows.column_types[name], rows.counts_R))
     ends_R = most_R.cumsum()
     pieces, first = [], 0
     while first < count:
@@ -277,9 +279,9 @@ def split_rows(rows: FileRows, max_values: int = MAX_VALUES) -> list[FileRows]:
     return pieces
 
 
-def _num_values_R(column: FlatColumn, form: ColumnType, counts_R: np.ndarray) -> np.ndarray:
+def _num_values_R(column: FlatColumn, column_type: ColumnType, counts_R: np.ndarray) -> np.ndarray:
     """int64 [R]: values of each request in a column."""
-    if form.of == "request":
+    if column_type.of == "request":
         lengths = np.ones(len(counts_R)) if column.lengths is None else column.lengths
         return lengths.astype(np.int64)
     if column.lengths is None:
@@ -478,13 +480,13 @@ class Archiver:
 
     def _files(self) -> dict[str, _PendingFiles]:
         """Step 3: topic → its files, and the new positions of its partitions."""
-        of: dict[Partition, list[Record]] = {}
+        by_partition: dict[Partition, list[Record]] = {}
         for record in self._buffered:
-            of.setdefault((record.topic, record.partition), []).append(record)
+            by_partition.setdefault((record.topic, record.partition), []).append(record)
         dead: list[DeadRecord] = []
         pending: dict[str, _PendingFiles] = {}
         positions = self.reader.positions()
-        for partition, records in of.items():
+        for partition, records in by_partition.items():
             table = pending.setdefault(partition[0], _PendingFiles([], {}))
             table.files.extend(self._files_of(partition, records, dead))
             table.steps[self._name(partition)] = ProgressStep(
@@ -503,10 +505,12 @@ class Archiver:
         kind = wire.SAMPLE if topic == SAMPLES else wire.CORRECTION
         of_writer, unreadable = group_by_writer(records, self._schema, kind)
         dead += unreadable
-        for fingerprint, of in of_writer.items():
+        for fingerprint, records_of_writer in of_writer.items():
             writer = self._schema(fingerprint)
             assert writer is not None
-            days, wrong = rows_by_day(sample_rows if topic == SAMPLES else correction_rows, writer, of)
+            days, wrong = rows_by_day(
+                sample_rows if topic == SAMPLES else correction_rows, writer, records_of_writer
+            )
             dead += wrong
             if days:
                 self._prepare(topic, writer, next(iter(days.values())))
@@ -536,7 +540,7 @@ class Archiver:
         if writer.fingerprint not in self._registered:
             register(self.warehouse.store, writer)
             self._registered.add(writer.fingerprint)
-        for column in self.warehouse.tables[topic].widen(rows.forms):
+        for column in self.warehouse.tables[topic].widen(rows.column_types):
             if (writer.fingerprint, column) not in self._warned:
                 self._warned.add((writer.fingerprint, column))
                 log.warning(

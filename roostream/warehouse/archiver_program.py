@@ -1,4 +1,4 @@
-"""`roostream archiver`.
+"""`roostream archiver`: copies samples and corrections from Kafka to the warehouse's tables.
 
 1 wait for the topics, whose ids are part of what is committed and must not change, and for a first schema in
   the checkpoint store
@@ -37,15 +37,17 @@ from roostream.wire import roo_pb2 as pb
 
 log = logging.getLogger("roostream.archiver")
 _POLL_S = 0.5
-_BUFFERED = 512
-_FLUSH_S = 10.0
+_MAX_BUFFERED_RECORDS = 512
+_DEAD_LETTERS_TIMEOUT_S = 10.0
 METRICS = {
     "roostream_archiver_rows_total": MetricSpec("records archived"),
     "roostream_archiver_files_total": MetricSpec("files written"),
     "roostream_archiver_bytes_total": MetricSpec("bytes written"),
     "roostream_archiver_dead_total": MetricSpec("records that cannot be decoded"),
     "roostream_archiver_commits_total": MetricSpec("commits to the warehouse"),
-    "roostream_archiver_refused_total": MetricSpec("commits refused because another archiver was faster"),
+    "roostream_archiver_refused_total": MetricSpec(
+        "commits refused because another archiver had committed first"
+    ),
     "roostream_archiver_lost_total": MetricSpec("records that retention deleted before they were read"),
     "roostream_archiver_waiting_bytes": MetricSpec("bytes that wait for the next file"),
     "roostream_archiver_behind_records": MetricSpec("records that are not read yet", ("partition",)),
@@ -60,13 +62,13 @@ def run_archiver(config: ArchiverConfig) -> int:
 
 def own_partitions(config: ArchiverConfig) -> tuple[Partition, ...]:
     """The partitions of this archiver. A sample and its corrections have the same partition number."""
-    mine = range(config.index, config.partitions, config.num_archivers)
-    return tuple((topic, number) for topic in (SAMPLES, CORRECTIONS) for number in mine)
+    numbers = range(config.index, config.partitions, config.num_archivers)
+    return tuple((topic, number) for topic in (SAMPLES, CORRECTIONS) for number in numbers)
 
 
 class KafkaDeadLetters:
-    """Sends dead letters to their topic. Keys are the records' positions, as the trainer's, so that consumers
-    count each record once."""
+    """Sends dead letters to their topic. The key is the record's offset, as in the trainer's dead letters, so
+    that consumers count each record once."""
 
     def __init__(self, config: ArchiverConfig, clock: Clock) -> None:
         self._producer = clients.producer(config.broker)
@@ -75,7 +77,11 @@ class KafkaDeadLetters:
         self._log_rate_limit = LogRateLimit(clock.monotonic_s)
 
     def send(self, dead: Sequence[DeadRecord]) -> None:
-        """Implements `SendDeadRecords`."""
+        """Send one dead letter per record and wait for the broker to acknowledge them.
+
+        Raises:
+            UnavailableError: not all were acknowledged in time; sending them again is safe.
+        """
         for record, reason, error in dead:
             where = f"{record.topic}-{record.partition} offset {record.offset}"
             text = "%s goes to the dead letters: %s (%s)"
@@ -95,11 +101,12 @@ class KafkaDeadLetters:
                 key=record.offset.to_bytes(8, "little", signed=True),
                 value=wire.encode(wire.DEAD_LETTER, letter),
                 timestamp_ms=self._clock.now_ms(),
-                give_up=lambda: True,
+                give_up=lambda: True,  # at once if the queue is full
             )
-        if left := self._producer.flush(_FLUSH_S):
+        if left := self._producer.flush(_DEAD_LETTERS_TIMEOUT_S):
             raise UnavailableError(
-                f"expected {left} dead letters to be acknowledged within {_FLUSH_S:g} s, got none; retrying"
+                f"expected {left} dead letters to be acknowledged within {_DEAD_LETTERS_TIMEOUT_S:g} s, got "
+                "none; retrying"
             )
 
 
@@ -108,7 +115,7 @@ def archive(config: ArchiverConfig, stop: Stop) -> None:
 
     Raises:
         RoostreamError: a topic has another number of partitions than the settings say, or was created again,
-        or the warehouse is damaged or another one.
+        or the warehouse is damaged or belongs to another deployment.
     """
     health, clock = Health(config.stalled_after_ms / 1000), SystemClock()
     metrics_server.serve(config, health)
@@ -116,14 +123,14 @@ def archive(config: ArchiverConfig, stop: Stop) -> None:
     with health.waiting("Kafka"):
         ids = clients.wait_for_topics(config.broker, config.prefix, topics, config.partitions, stop)
     partitions = own_partitions(config)
-    reading = ConsumerOptions(
+    options = ConsumerOptions(
         partitions=partitions,
         prefix=config.prefix,
-        max_buffered=_BUFFERED,
+        max_buffered=_MAX_BUFFERED_RECORDS,
         skip_lost_records=config.skip_lost,
         track_end_offsets=True,
     )
-    reader = KafkaConsumer.open(config.broker, "archiver", reading)
+    reader = KafkaConsumer.open(config.broker, "archiver", options)
     store = open_checkpoint_store(config.store)
     wait_for_store(lambda: check_has_schemas(store, config.store), stop, health=health)
     archiver = Archiver(
@@ -139,18 +146,18 @@ def archive(config: ArchiverConfig, stop: Stop) -> None:
     )
     collector = MetricsCollector(lambda: metrics_of(archiver, config.num_archivers), METRICS)
     REGISTRY.register(collector)
-    waits = Backoff(what=f"the warehouse at {config.warehouse}, or Kafka")
+    backoff = Backoff(what=f"the warehouse at {config.warehouse}, or Kafka")
     try:
         with health.waiting("warehouse"):
-            waits.until(archiver.open, (UnavailableError,), stop)
+            backoff.until(archiver.open, (UnavailableError,), stop)
         while not stop.is_set():
             try:
                 archiver.turn(_POLL_S)
-                waits.reached()
+                backoff.reached()
                 health.turned()
             except UnavailableError as error:
                 health.turned(str(error))
-                waits.wait(error, stop)
+                backoff.wait(error, stop)
         archiver.flush()
     finally:
         REGISTRY.unregister(collector)
@@ -158,8 +165,8 @@ def archive(config: ArchiverConfig, stop: Stop) -> None:
 
 
 def check_has_schemas(store: CheckpointStore, url: str) -> None:
-    """Check that programs have registered schemas in the store. Without this check an archiver with another
-    store than theirs would send every record to the dead letters.
+    """Check that programs have registered schemas in the store. Without this check, an archiver whose `store`
+    is not that of the other programs would send every record to the dead letters.
 
     Raises:
         UnavailableError: there is none, or the store is away.

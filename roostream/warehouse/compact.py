@@ -25,9 +25,9 @@ from roostream.runtime.clock import Clock
 from roostream.runtime.kafka.topics import CORRECTIONS, SAMPLES
 from roostream.schema.schema import Schema
 from roostream.warehouse.archive import (
-    correction_forms,
+    correction_types,
     merge_rows,
-    sample_forms,
+    sample_types,
     sort_by_user,
     split_rows,
     take_rows,
@@ -175,7 +175,7 @@ def partly_retired_days(files: Sequence[DataFile], gone: Sequence[DataFile]) -> 
 
 
 def merge_files(
-    files: Sequence[SampleFile], forms: Mapping[str, ColumnType], max_rows: int
+    files: Sequence[SampleFile], column_types: Mapping[str, ColumnType], max_rows: int
 ) -> Iterator[FileRows]:
     """The rows of several files of one writer, ordered by user, in pieces: each sample once (its lowest
     offset). A piece has at most `max_rows` rows and about _PIECE_BYTES, so memory does not grow with a day.
@@ -188,7 +188,7 @@ def merge_files(
     size = sum(chunk.total_uncompressed_size for file in files for _, chunk in file.column_chunks())
     at_once = min(max_rows, max(1, _PIECE_BYTES * len(row_M) // max(size, 1)))
     for start in range(0, len(row_M), at_once):
-        yield _gather(files, forms, file_M[start : start + at_once], row_M[start : start + at_once])
+        yield _gather(files, column_types, file_M[start : start + at_once], row_M[start : start + at_once])
 
 
 def _rows_by_user(files: Sequence[SampleFile]) -> tuple[np.ndarray, np.ndarray]:
@@ -214,7 +214,7 @@ def _rows_by_user(files: Sequence[SampleFile]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _gather(
-    files: Sequence[SampleFile], forms: Mapping[str, ColumnType], file_M: np.ndarray, row_M: np.ndarray
+    files: Sequence[SampleFile], column_types: Mapping[str, ColumnType], file_M: np.ndarray, row_M: np.ndarray
 ) -> FileRows:
     """Rows `row_M` of files `file_M`, in that order."""
     parts: list[FileRows] = []
@@ -223,8 +223,8 @@ def _gather(
         group_M = np.where(file_M == n, row_M // ROWS_OF_GROUP, -1)
         for group in np.unique(group_M[group_M >= 0]).tolist():
             here_M = np.flatnonzero(group_M == group)
-            columns, counts_R = files[n].columns(forms, [group])
-            rows = FileRows(columns=columns, forms=forms, counts_R=counts_R)
+            columns, counts_R = files[n].columns(column_types, [group])
+            rows = FileRows(columns=columns, column_types=column_types, counts_R=counts_R)
             parts.append(take_rows(rows, row_M[here_M] - group * ROWS_OF_GROUP))
             at_M[here_M] = np.arange(taken, taken + len(here_M))
             taken += len(here_M)
@@ -247,8 +247,12 @@ def with_latest(rows: FileRows, writer: Schema, latest: LatestLabels) -> FileRow
         label_column(name, LATEST): FlatColumn(np.ascontiguousarray(now_BT[:, t]))
         for t, name in enumerate(names)
     }
-    forms = dict.fromkeys(new, CANDIDATE["propensity"])
-    return FileRows(columns={**rows.columns, **new}, forms={**rows.forms, **forms}, counts_R=rows.counts_R)
+    column_types = dict.fromkeys(new, CANDIDATE["propensity"])
+    return FileRows(
+        columns={**rows.columns, **new},
+        column_types={**rows.column_types, **column_types},
+        counts_R=rows.counts_R,
+    )
 
 
 log = logging.getLogger("roostream.compactor")
@@ -430,11 +434,11 @@ class Compactor:
 
     def _merged_corrections(self, files: Sequence[DataFile], group: tuple[int, str]) -> list[DataFile]:
         chosen = [file for file in files if (file.fingerprint, file.topic) == group]
-        forms = correction_forms(writer_of(chosen[0], self.warehouse.registry))
+        column_types = correction_types(writer_of(chosen[0], self.warehouse.registry))
         parts = []
         for file in chosen:
-            columns, counts_R = self.warehouse.open_file(CORRECTIONS, file).columns(forms)
-            parts.append(FileRows(columns=columns, forms=forms, counts_R=counts_R))
+            columns, counts_R = self.warehouse.open_file(CORRECTIONS, file).columns(column_types)
+            parts.append(FileRows(columns=columns, column_types=column_types, counts_R=counts_R))
         rows = sort_by_user(merge_rows(parts, np.arange(sum(file.rows for file in chosen))))
         key = FileKey(
             table=CORRECTIONS,
@@ -512,7 +516,7 @@ class Compactor:
             files = [file for file in seal.files if (file.fingerprint, file.topic) == (fingerprint, topic)]
             writer = writer_of(files[0], self.warehouse.registry)
             latest = read_latest(self.warehouse, seal.corrections, [label.name for label in writer.labels])
-            forms = sample_forms(writer)
+            column_types = sample_types(writer)
             key = FileKey(
                 table=SAMPLES,
                 day=seal.day,
@@ -522,9 +526,9 @@ class Compactor:
                 sealed=True,
             )
             opened = [self.warehouse.open_file(SAMPLES, file) for file in files]
-            for merged in merge_files(opened, forms, self.config.max_rows):
+            for merged in merge_files(opened, column_types, self.config.max_rows):
                 rows = with_latest(merged, writer, latest)
-                self.warehouse.samples.widen(rows.forms)
+                self.warehouse.samples.widen(rows.column_types)
                 new_files += [
                     write_rows(self.warehouse.store, piece, key, order) for piece in split_rows(rows)
                 ]

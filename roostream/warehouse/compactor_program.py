@@ -1,4 +1,5 @@
-"""`roostream compactor`: runs the compactor at intervals."""
+"""`roostream compactor`: runs the warehouse's compactor at intervals. It merges the files of each day into
+sorted ones (seals the day), and deletes files whose retention is over."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ METRICS = {
     "roostream_compactor_retired_total": MetricSpec("files retired"),
     "roostream_compactor_cut_total": MetricSpec("files of days that were retired in part"),
     "roostream_compactor_deleted_total": MetricSpec("files deleted"),
-    "roostream_compactor_refused_total": MetricSpec("commits refused because another program was faster"),
+    "roostream_compactor_refused_total": MetricSpec(
+        "commits refused because another program had committed first"
+    ),
     "roostream_compactor_damaged_total": MetricSpec(
         "days of partitions not sealed because a file is damaged"
     ),
@@ -43,17 +46,17 @@ def compact(config: CompactorConfig, stop: Stop) -> None:
     compactor = Compactor(Warehouse(config.warehouse), config, SystemClock())
     collector = MetricsCollector(lambda: metrics_of(compactor), METRICS)
     REGISTRY.register(collector)
-    waits = Backoff(what=f"the warehouse at {config.warehouse}")
+    backoff = Backoff(what=f"the warehouse at {config.warehouse}")
     try:
         while not stop.is_set():
             try:
                 compactor.run_once(stop, health.turned)
-                waits.reached()
+                backoff.reached()
                 health.turned()
             except UnavailableError as error:
                 health.turned(str(error))
-                waits.wait(error, stop)
-                continue  # soon again: the interval is for a warehouse that was looked at
+                backoff.wait(error, stop)
+                continue  # without the interval, because this pass was not completed
             stop.wait(config.interval_ms / 1000)
     finally:
         REGISTRY.unregister(collector)

@@ -52,7 +52,7 @@ _S3_OPTIONS = {  # a put that loses is reported; callers have their own retries
     "max_retries": "2",
     "retry_timeout": "10s",
 }
-# what delta-rs says of a log that exists but cannot be understood
+# What delta-rs says of a log that exists but cannot be understood.
 _DAMAGE = (
     *("Json error", "Invalid JSON", "Invalid table version", "Invalid log", "Parquet error", "LogSegment"),
     *("found gap", "Invalid Checkpoint", "No table metadata or protocol"),  # files of the log are missing
@@ -122,7 +122,7 @@ class WarehouseTable:
         self.url = _joined(location, name)
         self._options = _S3_OPTIONS if self.url.startswith("s3://") else None
         self._store = open_store(location)
-        # of the table as last read, with their types; none is ever removed
+        # Of the table as last read, with their types; none is ever removed.
         self._columns: dict[str, str] = {}
 
     def create(self) -> None:
@@ -176,11 +176,11 @@ class WarehouseTable:
                     f"{self.url} is no table; check that an archiver has written there"
                 ) from None
 
-    def widen(self, forms: Mapping[str, ColumnType]) -> list[str]:
+    def widen(self, column_types: Mapping[str, ColumnType]) -> list[str]:
         """Add missing columns to the table's schema, in a commit of its own; return the columns that the
         table has with another type. Other tools cannot read those columns, Roostream can. Raises as
         `commit`."""
-        fields = [_field(name, form) for name, form in forms.items()]
+        fields = [_field(name, column_type) for name, column_type in column_types.items()]
 
         def add_missing() -> None:
             log = self._newest()
@@ -189,7 +189,7 @@ class WarehouseTable:
                 log.alter.add_columns(new)
                 self._columns |= {field.name: field.type.to_json() for field in new}
 
-        if not self._columns.keys() >= forms.keys():
+        if not self._columns.keys() >= column_types.keys():
             self._retry(add_missing)
         return [field.name for field in fields if self._columns[field.name] != field.type.to_json()]
 
@@ -213,7 +213,7 @@ class WarehouseTable:
         def attempt() -> None:
             found = TableSnapshot(self._newest())
             moved = _moved(found, steps)
-            # listing the paths takes long in a large table: only where they decide something
+            # Listing the paths takes long in a large table: only where they decide something.
             paths = found.paths() if moved or remove or not steps else frozenset()
             if add and all(file.path in paths for file in add):
                 return  # an earlier call committed them, but its answer was lost
@@ -353,9 +353,9 @@ def _joined(location: str | Path, name: str) -> str:
     return f"{text}/{name}"
 
 
-def _field(name: str, form: ColumnType) -> types.Field:
-    plain: Any = types.PrimitiveType("string" if form.role == "text" else _TYPES[form.dtype])
-    for _ in range(form.is_list + (form.of == "candidate")):
+def _field(name: str, column_type: ColumnType) -> types.Field:
+    plain: Any = types.PrimitiveType("string" if column_type.role == "text" else _TYPES[column_type.dtype])
+    for _ in range(column_type.is_list + (column_type.of == "candidate")):
         plain = types.ArrayType(plain, True)
     return types.Field(name, plain, nullable=True)
 

@@ -20,7 +20,7 @@ def describe_table(warehouse: Warehouse, name: str) -> dict[str, Any]:
         CheckpointError: there is no such table, or its log is damaged.
     """
     found: TableSnapshot = warehouse.tables[name].snapshot()
-    # expired pins that the compactor has not deleted yet are listed too
+    # Expired pins that the compactor has not deleted yet are listed too.
     pins = [pin for pin in warehouse.store.list("pins") if pin.startswith(f"pins/{name}.")]
     days = [
         {"day": day.isoformat(), **_sum(file for file in found.files if file.day == day)}

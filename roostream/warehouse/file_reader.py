@@ -218,26 +218,28 @@ class SampleFile:
             or self._last_needed[1] is not reader
         ):
             self._last_needed = writer, reader, needed_columns(writer, reader)
-        forms = self._last_needed[2]
+        column_types = self._last_needed[2]
         now = {f"label__{name}": f"latest__{name}" for name in reader.tasks} if labels == "latest" else {}
-        chosen = {name: now[name] if now.get(name) in self._at else name for name in forms}
-        columns, counts_R = self.columns({chosen[name]: form for name, form in forms.items()}, groups)
+        chosen = {name: now[name] if now.get(name) in self._at else name for name in column_types}
+        columns, counts_R = self.columns(
+            {chosen[name]: column_type for name, column_type in column_types.items()}, groups
+        )
         return batch_from_columns(
-            reader, {name: columns[chosen[name]] for name in forms}, counts_R, self.file.partition
+            reader, {name: columns[chosen[name]] for name in column_types}, counts_R, self.file.partition
         )
 
     def columns(
-        self, forms: Mapping[str, ColumnType], groups: Sequence[int] | None = None
+        self, column_types: Mapping[str, ColumnType], groups: Sequence[int] | None = None
     ) -> tuple[dict[str, FlatColumn], np.ndarray]:
         """These columns, and the number of candidates of each request (int32 [R]). Raises as `read`."""
         chosen = list(range(self.footer.num_row_groups)) if groups is None else list(groups)
-        names = list(dict.fromkeys((*forms, "item")))
+        names = list(dict.fromkeys((*column_types, "item")))
         with self._reporting_damage():
             self.source.fetch(self.reading_plan(names, chosen))
             table = self._parquet.read_row_groups(chosen, columns=names, use_threads=False)
             if missing := set(names).difference(table.column_names):
                 raise CheckpointError(f"expected the columns {sorted(missing)}, got none of them")
-            return from_arrow(table, forms)
+            return from_arrow(table, column_types)
 
     def _column_ranges(self, names: set[str], groups: Sequence[int]) -> Iterator[ByteRange]:
         for g in groups:

@@ -1,4 +1,4 @@
-"""Labels as corrections left them, instead of labels as they were at the close.
+"""The labels of samples after all corrections, instead of those at the close of the request.
 
 A correction gives the current labels of a sample's items; of several corrections of one item the one with the
 highest offset counts. Files keep both: `label__<label>` is what the stream trained on; `latest__<label>` of a
@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from roostream.runtime.kafka.topics import CORRECTIONS
-from roostream.warehouse.archive import OF_SAMPLE, correction_forms
+from roostream.warehouse.archive import OF_SAMPLE, correction_types
 from roostream.warehouse.data_file import DataFile
 from roostream.warehouse.file_reader import writer_of
 from roostream.warehouse.warehouse import Warehouse
@@ -59,7 +59,7 @@ def read_latest(
         first = (from_offsets or {}).get(file.topic, 0)
         if file.last_offset < first:
             continue
-        known = correction_forms(writer_of(file, warehouse.registry))
+        known = correction_types(writer_of(file, warehouse.registry))
         columns, counts_R = warehouse.open_file(CORRECTIONS, file).columns(known)
         index_B = np.repeat(np.arange(len(counts_R)), counts_R)
         kept_B = columns["offset"].values[index_B] >= first
@@ -82,6 +82,7 @@ def read_latest(
 def _newest(
     sample_N: np.ndarray, item_N: np.ndarray, offset_N: np.ndarray, label_NT: np.ndarray
 ) -> LatestLabels:
+    """For each (sample, item) the labels with the highest offset."""
     order = np.lexsort([offset_N, item_N, sample_N])
     sample_N, item_N, label_NT = sample_N[order], item_N[order], label_NT[order]
     last = np.ones(len(order), dtype=np.bool_)
@@ -96,18 +97,21 @@ def overlay_labels(
     item_B: np.ndarray,
     label_BT: np.ndarray,
 ) -> np.ndarray:
-    """`label_BT` (float32) with corrections applied; the same array if there are none for these samples."""
-    found_R = np.flatnonzero(np.isin(sample_id_R, latest.sample_M)) if not latest.is_empty else ()
-    if not len(found_R):
+    """`label_BT` (float32) with corrections applied; the same array if there are none for these samples.
+
+    `sample_id_R`: int64. `counts_R`: number of candidates of each. `item_B`: int64.
+    """
+    corrected_R = np.flatnonzero(np.isin(sample_id_R, latest.sample_M)) if not latest.is_empty else ()
+    if not len(corrected_R):
         return label_BT
     out, ends = label_BT.copy(), np.cumsum(counts_R, dtype=np.int64)
-    for r in found_R:
+    for r in corrected_R:
         first, end = (np.searchsorted(latest.sample_M, sample_id_R[r], side) for side in ("left", "right"))
         items = item_B[ends[r] - counts_R[r] : ends[r]]
         for m in range(first, end):
-            corrected = ~np.isnan(latest.label_MT[m])
+            is_corrected_T = ~np.isnan(latest.label_MT[m])
             at = ends[r] - counts_R[r] + np.flatnonzero(items == latest.item_M[m])
-            out[np.ix_(at, corrected)] = latest.label_MT[m][corrected]
+            out[np.ix_(at, is_corrected_T)] = latest.label_MT[m][is_corrected_T]
     return out
 
 

@@ -49,7 +49,7 @@ class FileRows:
     """Columns of R requests; `counts_R` (int32) are their numbers of candidates."""
 
     columns: Mapping[str, FlatColumn]
-    forms: Mapping[str, ColumnType]
+    column_types: Mapping[str, ColumnType]
     counts_R: np.ndarray
 
 
@@ -73,10 +73,12 @@ def write_rows(
         "candidates": candidates,
         "sealed": key.sealed,
     }
-    table = to_arrow(rows.columns, rows.forms, ordered(rows.forms, by_popularity), rows.counts_R)
+    table = to_arrow(
+        rows.columns, rows.column_types, ordered(rows.column_types, by_popularity), rows.counts_R
+    )
     table = table.replace_schema_metadata({FOOTER_KEY: json.dumps(footer).encode()})
     out = pa.BufferOutputStream()
-    with pq.ParquetWriter(out, table.schema, **writer_options(rows.forms)) as writer:
+    with pq.ParquetWriter(out, table.schema, **writer_options(rows.column_types)) as writer:
         writer.write_table(table, row_group_size=ROWS_OF_GROUP)
     data = out.getvalue().to_pybytes()
     path = new_path(key.day, key.partition, key.fingerprint, candidates, topic=key.topic, sealed=key.sealed)
@@ -117,31 +119,37 @@ def ordered(names: Iterable[str], by_popularity: Sequence[str] = ()) -> list[str
     return list(dict.fromkeys((*first, *declared)))
 
 
-def arrow_type(form: ColumnType) -> pa.DataType:
-    plain = pa.string() if form.role == "text" else _ARROW[form.dtype]
-    for _ in range(form.is_list + (form.of == "candidate")):
+def arrow_type(column_type: ColumnType) -> pa.DataType:
+    """Arrow's type of a column: one level of lists for candidates, one for values of a list."""
+    plain = pa.string() if column_type.role == "text" else _ARROW[column_type.dtype]
+    for _ in range(column_type.is_list + (column_type.of == "candidate")):
         plain = pa.list_(plain)
     return plain
 
 
-def arrow_schema(forms: Mapping[str, ColumnType], names: Sequence[str]) -> pa.Schema:
-    return pa.schema([pa.field(name, arrow_type(forms[name])) for name in names])
+def arrow_schema(column_types: Mapping[str, ColumnType], names: Sequence[str]) -> pa.Schema:
+    """Arrow's schema of these columns, in this order."""
+    return pa.schema([pa.field(name, arrow_type(column_types[name])) for name in names])
 
 
-def writer_options(forms: Mapping[str, ColumnType]) -> dict[str, Any]:
+def writer_options(column_types: Mapping[str, ColumnType]) -> dict[str, Any]:
     """Options of pyarrow's ParquetWriter."""
     leaf = {
-        name: name + ".list.element" * (form.is_list + (form.of == "candidate"))
-        for name, form in forms.items()
+        name: name + ".list.element" * (column_type.is_list + (column_type.of == "candidate"))
+        for name, column_type in column_types.items()
     }
     return {
         "compression": "zstd",
         "compression_level": 3,
-        "use_dictionary": [leaf[name] for name, form in forms.items() if form.role in ("id", "text")],
+        "use_dictionary": [
+            leaf[name] for name, column_type in column_types.items() if column_type.role in ("id", "text")
+        ],
         "column_encoding": {
-            leaf[name]: _ENCODINGS[form.role] for name, form in forms.items() if form.role in _ENCODINGS
+            leaf[name]: _ENCODINGS[column_type.role]
+            for name, column_type in column_types.items()
+            if column_type.role in _ENCODINGS
         },
-        "write_statistics": [name for name in FIRST if name in forms],
+        "write_statistics": [name for name in FIRST if name in column_types],
         "write_page_checksum": True,
         "write_batch_size": ROWS_OF_GROUP,
     }
@@ -149,31 +157,33 @@ def writer_options(forms: Mapping[str, ColumnType]) -> dict[str, Any]:
 
 def to_arrow(
     columns: Mapping[str, FlatColumn],
-    forms: Mapping[str, ColumnType],
+    column_types: Mapping[str, ColumnType],
     names: Sequence[str],
     counts_R: np.ndarray,
 ) -> pa.Table:
     """The columns `names` of requests with `counts_R` (int32 [R]) candidates."""
     starts = _starts(counts_R)
-    arrays = [_array(columns[name], forms[name], starts) for name in names]
-    return pa.Table.from_arrays(arrays, schema=arrow_schema(forms, names))
+    arrays = [_array(columns[name], column_types[name], starts) for name in names]
+    return pa.Table.from_arrays(arrays, schema=arrow_schema(column_types, names))
 
 
-def _array(column: FlatColumn, form: ColumnType, starts: np.ndarray) -> pa.Array:
-    plain = arrow_type(form._replace(of="request", is_list=False))
+def _array(column: FlatColumn, column_type: ColumnType, starts: np.ndarray) -> pa.Array:
+    plain = arrow_type(column_type._replace(of="request", is_list=False))
     values = column.values
-    if form.role == "text" and values.dtype.kind == "S":
+    if column_type.role == "text" and values.dtype.kind == "S":
         decoded = np.char.decode(values, "utf-8", "replace") if len(values) else values
         values = decoded.astype(object)
     array = pa.array(values, type=plain, from_pandas=False)
-    if form.is_list:
+    if column_type.is_list:
         assert column.lengths is not None
         missing = None if column.present is None or column.present.all() else pa.array(~column.present)
         array = pa.ListArray.from_arrays(pa.array(_starts(column.lengths)), array, mask=missing)
-    return pa.ListArray.from_arrays(pa.array(starts), array) if form.of == "candidate" else array
+    return pa.ListArray.from_arrays(pa.array(starts), array) if column_type.of == "candidate" else array
 
 
-def from_arrow(table: pa.Table, forms: Mapping[str, ColumnType]) -> tuple[dict[str, FlatColumn], np.ndarray]:
+def from_arrow(
+    table: pa.Table, column_types: Mapping[str, ColumnType]
+) -> tuple[dict[str, FlatColumn], np.ndarray]:
     """A table's columns, and the number of candidates of each request (int32 [R], from the column `item`).
 
     Raises:
@@ -182,34 +192,36 @@ def from_arrow(table: pa.Table, forms: Mapping[str, ColumnType]) -> tuple[dict[s
     whole = table.combine_chunks()
     counts_R = np.diff(_offsets(_one_chunk(whole["item"]))).astype(np.int32)
     out: dict[str, FlatColumn] = {}
-    for name, form in forms.items():
+    for name, column_type in column_types.items():
         array = _one_chunk(whole[name])
-        if form.of == "candidate":
+        if column_type.of == "candidate":
             offsets = _offsets(array)
             if not np.array_equal(np.diff(offsets), counts_R):
                 raise CheckpointError(
                     f"expected a value for every candidate in column {name!r}, got other counts"
                 )
             array = array.values.slice(offsets[0], offsets[-1] - offsets[0])
-        out[name] = _flat(array, form)
+        out[name] = _flat(array, column_type)
     return out, counts_R
 
 
-def _flat(array: pa.Array, form: ColumnType) -> FlatColumn:
-    if not form.is_list:
-        return FlatColumn(_values(array, form))
+def _flat(array: pa.Array, column_type: ColumnType) -> FlatColumn:
+    if not column_type.is_list:
+        return FlatColumn(_values(array, column_type))
     offsets = _offsets(array)
     present = array.is_valid().to_numpy(zero_copy_only=False)
-    values = _values(array.values.slice(offsets[0], offsets[-1] - offsets[0]), form)
+    values = _values(array.values.slice(offsets[0], offsets[-1] - offsets[0]), column_type)
     return FlatColumn(values, np.diff(offsets).astype(np.int32), present)
 
 
-def _values(array: pa.Array, form: ColumnType) -> np.ndarray:
-    if form.role == "text" and form.dtype.startswith("S"):
+def _values(array: pa.Array, column_type: ColumnType) -> np.ndarray:
+    if column_type.role == "text" and column_type.dtype.startswith("S"):
         texts = array.dictionary_encode()
-        known = np.array([text.encode() for text in texts.dictionary.to_pylist()], dtype=form.dtype)
-        return known[texts.indices.to_numpy()] if len(known) else np.zeros(len(array), dtype=form.dtype)
-    if form.role == "text" or form.dtype == "bytes":
+        known = np.array([text.encode() for text in texts.dictionary.to_pylist()], dtype=column_type.dtype)
+        return (
+            known[texts.indices.to_numpy()] if len(known) else np.zeros(len(array), dtype=column_type.dtype)
+        )
+    if column_type.role == "text" or column_type.dtype == "bytes":
         return np.array([*array.to_pylist(), None], dtype=object)[:-1]
     return array.to_numpy(zero_copy_only=False).astype(_NUMPY[array.type], copy=False)
 

@@ -106,7 +106,7 @@ class Warehouse:
                 )
 
     def open_file(self, table: str, file: DataFile, over_read: float = MAX_OVER_READ) -> SampleFile:
-        """Raises as `SampleFile`."""
+        """Open a file of a table. Raises as `SampleFile`."""
         return SampleFile(self.store, table, file, over_read=over_read)
 
     def column_order(self) -> list[str]:

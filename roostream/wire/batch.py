@@ -17,10 +17,8 @@ from roostream.schema.schema import Schema
 from roostream.wire.jagged import Jagged
 
 TEXT = "S64"
-_REQUEST_SUFFIXES = (
-    "_R",
-    "_RF",
-)  # arrays with a row for each request; all others have one for each candidate
+# Arrays with a row for each request; all others have one for each candidate.
+_REQUEST_SUFFIXES = ("_R", "_RF")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -79,10 +77,9 @@ class Batch:
     def take_requests(self, rows_M: np.ndarray) -> Batch:
         """The requests `rows_M` (int64 [M]), in that order, with all their candidates."""
         counts = self.num_candidates_R[rows_M]
-        starts = np.concatenate([[0], np.cumsum(self.num_candidates_R, dtype=np.int64)])
         ends = np.cumsum(counts, dtype=np.int64)
         total = int(ends[-1]) if len(ends) else 0
-        at = np.arange(total, dtype=np.int64) + np.repeat(starts[rows_M] - (ends - counts), counts)
+        at = np.arange(total, dtype=np.int64) + np.repeat(self._first_R1[rows_M] - (ends - counts), counts)
         return self.take(rows_M, at, np.repeat(np.arange(len(rows_M), dtype=np.int64), counts), counts)
 
     @cached_property
@@ -93,15 +90,17 @@ class Batch:
     def requests_between(self, start: int, end: int) -> Batch:
         """A copy of the requests `start` up to `end`, in time proportional to these requests. Use it instead
         of `take_requests` to cut a batch into many."""
-        first, behind = self._first_R1[start], self._first_R1[end]
+        first_candidate, end_candidate = self._first_R1[start], self._first_R1[end]
         changes: dict[str, object] = {
-            name: getattr(self, name)[slice(start, end) if by_request else slice(first, behind)].copy()
+            name: getattr(self, name)[
+                slice(start, end) if by_request else slice(first_candidate, end_candidate)
+            ].copy()
             for name, by_request in _ARRAYS.items()
         }
-        changes["request_index_B"] = self.request_index_B[first:behind] - start
+        changes["request_index_B"] = self.request_index_B[first_candidate:end_candidate] - start
         lists = {
             "ro_lists": self.ro_lists.rows_between(start, end),
-            "nro_lists": self.nro_lists.rows_between(first, behind),
+            "nro_lists": self.nro_lists.rows_between(first_candidate, end_candidate),
         }
         return dataclasses.replace(self, **changes, **lists)  # type: ignore[arg-type]
 

@@ -6,9 +6,9 @@
       to `times`    l entries for each of its `time_ms` columns
 
 In a block of 0 bytes every feature of every row is missing, whatever the number of rows. `missing` may be cut
-after its last set bit. Packed fixed-width fields have the bytes of a little-endian array, so a block that we
-wrote is six arrays, each behind a tag and a length; they are read without a copy. The bytes are those of
-protobuf (tests compare). This module uses plain numpy, because the joiner runs it inside of Flink's Python
+after its last set bit. Packed fixed-width fields have the bytes of a little-endian array, so a block that
+`pack` wrote is six arrays, each behind a tag and a length; they are read without a copy. The bytes are those
+of protobuf (tests compare). This module uses plain numpy, because the joiner runs it inside of Flink's Python
 without a compiler.
 """
 
@@ -29,14 +29,13 @@ from roostream.wire.proto_fields import BLOCK, encode_fields
 from roostream.wire.records import MAX_WEIGHT
 
 Side = Literal["ro", "nro"]
-_DTYPES = tuple(
-    map(np.dtype, ("<f4", "<u4", "<i8", "<f4", "<i8", "u1"))
-)  # of the fields of Block, numbers 1 to 6
+# Of the fields 1 to 6 of the message Block.
+_DTYPES = tuple(map(np.dtype, ("<f4", "<u4", "<i8", "<f4", "<i8", "u1")))
 _SIZES = tuple(dtype.itemsize for dtype in _DTYPES)
 
 
 class Columns(NamedTuple):
-    """The arrays of a block; views of its bytes if the fields are packed, as ours always are."""
+    """The arrays of a block. They are views of its bytes if the block has the form that `pack` writes."""
 
     floats: np.ndarray  # float32 [n x F]
     lengths: np.ndarray  # uint32 [n x K]
@@ -47,7 +46,8 @@ class Columns(NamedTuple):
 
 
 def columns_of(data: bytes) -> Columns:
-    """The arrays of a block. Protobuf reads every form but ours: a column in pieces or not packed, groups.
+    """The arrays of a block. A block in another form than `pack` writes (a column in pieces or not packed,
+    groups) is read by protobuf.
 
     Raises:
         WireError: `undecodable`.
@@ -65,7 +65,7 @@ def columns_of(data: bytes) -> Columns:
 
 
 def _spans(data: bytes) -> list[tuple[int, int]] | None:
-    """(start, bytes) of each column, or None if the block is not in our form."""
+    """(start, bytes) of each column, or None if the block is not in the form that `pack` writes."""
     spans, at, last = [(0, 0)] * 6, 0, 0
     while at < len(data):
         tag = data[at]
@@ -81,7 +81,7 @@ def _spans(data: bytes) -> list[tuple[int, int]] | None:
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """(value, position behind it); value -1 if it is cut or longer than 5 bytes."""
+    """(value, offset after it); the value is -1 if it is cut off or longer than 5 bytes."""
     value = 0
     for shift in range(0, 35, 7):
         if at >= len(data):
@@ -94,7 +94,8 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
 
 
 def canonical(data: bytes) -> bytes:
-    """The same block in our form: each column packed in one piece and in order, without unknown fields.
+    """The same block as `pack` writes it: each column packed in one piece and in order, without unknown
+    fields.
 
     Raises:
         WireError: `undecodable`.
@@ -330,7 +331,7 @@ class _ListReader:
     """Reads `ids`, `weights` and `times` list by list."""
 
     def __init__(self, columns: Columns) -> None:
-        self._rest = {"ids": columns.ids, "weights": columns.weights, "times": columns.times}
+        self._remaining = {"ids": columns.ids, "weights": columns.weights, "times": columns.times}
 
     def read(self, f: Feature, length: int) -> object:
         """The next list, `length` long, in the form of `encode_ro`."""
@@ -344,7 +345,7 @@ class _ListReader:
         return out | {c: self._next("times", length) for c in f.time_columns}
 
     def _next(self, what: str, length: int) -> list[float]:
-        values, self._rest[what] = self._rest[what][:length], self._rest[what][length:]
+        values, self._remaining[what] = self._remaining[what][:length], self._remaining[what][length:]
         return values.tolist()
 
 

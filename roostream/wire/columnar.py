@@ -9,9 +9,9 @@ format.
     ro__<feature>__<column>   request      a sequence's column; `weights` of a weighted list
     nro__<feature>…           candidate    the same of candidates
 
-A file has all features of its writer's schema with uncut lists. A reader skips features that its schema lacks
-and cuts lists to its own max_len. File formats are in roostream/warehouse. Letters: R requests, B candidates,
-F floats of a side, N rows of a side (R or B), T labels, C columns of one kernel call.
+A file has all features of its writer's schema, with lists of their full length. A reader skips features that
+its schema lacks and cuts lists to its own max_len. File formats are in roostream/warehouse. Letters: R
+requests, B candidates, F floats of a side, N rows of a side (R or B), T labels, C columns of one kernel call.
 """
 
 from __future__ import annotations
@@ -96,11 +96,12 @@ def column_types(schema: Schema) -> dict[str, ColumnType]:
             out[label_column(label.name, what)] = ColumnType("candidate", "float", "f4")
     for side, of in _SIDES:
         for feature in getattr(schema, side):
-            for name, form in _feature_types(side, of, feature).items():
+            for name, type_ in _feature_types(side, of, feature).items():
                 if name in out:
-                    text = f"expected one feature per column, got two for {name!r}; rename {feature.name!r}"
-                    raise SchemaError(text)
-                out[name] = form
+                    raise SchemaError(
+                        f"expected one feature per column, got two for {name!r}; rename {feature.name!r}"
+                    )
+                out[name] = type_
     return out
 
 
@@ -244,7 +245,7 @@ def _side_arrays(schema: Schema, side: Side, columns: Mapping[str, FlatColumn], 
     letter = "R" if side == "ro" else "B"
     floats = [columns.get(column_of(side, feature.name)) for feature in schema.floats(side)]
     missing_N = np.full(rows, np.nan, dtype=np.float32) if None in floats else None
-    # the kernel is compiled for writable contiguous arrays only
+    # The kernel is compiled for writable contiguous arrays only.
     values_F = [
         np.require(missing_N if found is None else found.values, np.float32, ["C", "W"]) for found in floats
     ]
@@ -258,7 +259,7 @@ def _side_arrays(schema: Schema, side: Side, columns: Mapping[str, FlatColumn], 
         interleave_columns(
             padded, len(group), first, default_F.view(np.uint32), float_NF.view(np.uint32), present_NF
         )
-    lists = _lists_of(schema, side, columns, rows)
+    lists = _build_lists(schema, side, columns, rows)
     return {
         f"{side}_float_{letter}F": float_NF,
         f"{side}_present_{letter}F": present_NF,
@@ -266,26 +267,28 @@ def _side_arrays(schema: Schema, side: Side, columns: Mapping[str, FlatColumn], 
     }
 
 
-def _lists_of(schema: Schema, side: Side, columns: Mapping[str, FlatColumn], rows: int) -> Jagged:
-    features, cap = schema.lists(side), schema.limits.max_list
+def _build_lists(schema: Schema, side: Side, columns: Mapping[str, FlatColumn], rows: int) -> Jagged:
+    features, max_list = schema.lists(side), schema.limits.max_list
     is_weighted = any(f.kind == "weighted_ids" for f in features)
     lengths_KN = np.zeros((len(features), rows), dtype=np.int32)
     present_KN = np.zeros((len(features), rows), dtype=np.bool_)
     values, weights, aligned = [], [], dict[str, np.ndarray]()
     for k, feature in enumerate(features):
         names = feature_columns(side, feature)
-        found = {name: _cut(columns[name], feature.max_len or cap) for name in names if name in columns}
-        own = found.get(names[0], FlatColumn(np.zeros(0, np.int64), lengths_KN[k], present_KN[k]))
-        lengths_KN[k], present_KN[k] = own.lengths, own.present
-        values.append(own.values)
+        read = {name: _cut(columns[name], feature.max_len or max_list) for name in names if name in columns}
+        values_column = read.get(names[0], FlatColumn(np.zeros(0, np.int64), lengths_KN[k], present_KN[k]))
+        lengths_KN[k], present_KN[k] = values_column.lengths, values_column.present
+        values.append(values_column.values)
         if is_weighted:
-            given = found.get(column_of(side, feature.name, "weights"))
-            weights.append(np.ones(len(own.values), np.float32) if given is None else given.values)
+            weight_column = read.get(column_of(side, feature.name, "weights"))
+            weights.append(
+                np.ones(len(values_column.values), np.float32)
+                if weight_column is None
+                else weight_column.values
+            )
         for column in (*feature.id_columns, *feature.time_columns):
             name = column_of(side, feature.name, column)
-            aligned[f"{feature.name}.{column}"] = (
-                found[name].values if name in found else np.zeros(0, np.int64)
-            )
+            aligned[f"{feature.name}.{column}"] = read[name].values if name in read else np.zeros(0, np.int64)
     return Jagged(
         keys=tuple(f.name for f in features),
         lengths_KN=lengths_KN,
@@ -346,7 +349,7 @@ def interleave_four(
     out_M4: np.ndarray,
     present_M4: np.ndarray,
 ) -> None:
-    """Four columns at once, which share cache lines of the output."""
+    """As `interleave_one`, of four adjacent columns, which share cache lines of the output."""
     absent_a, absent_b, absent_c, absent_d = default_4[0], default_4[1], default_4[2], default_4[3]
     for m in range(len(a_M)):
         a, b, c, d = a_M[m], b_M[m], c_M[m], d_M[m]
@@ -360,6 +363,7 @@ def interleave_four(
 def interleave_one(
     values_M: np.ndarray, default: np.uint32, out_M: np.ndarray, present_M: np.ndarray
 ) -> None:
+    """Copy one column (uint32 [M], bits of floats) and its presence; NaN gives the default."""
     for m in range(len(values_M)):
         has = is_number(values_M[m])
         out_M[m] = values_M[m] if has else default

@@ -275,6 +275,7 @@ class SideLayout(NamedTuple):
 
 
 def side_layout(schema: Schema, side: Side) -> SideLayout:
+    """How the decoded features of a side are laid out."""
     lists = schema.lists(side)
     columns_K = [(*f.id_columns, *f.time_columns) for f in lists]
     pairs = [(k, c) for k, names in enumerate(columns_K) for c in range(len(names))]
@@ -606,6 +607,7 @@ def fill_list(
 
 @njit(cache=True, nogil=True)
 def copy_i64(buf: np.ndarray, at: int, count: int, out: np.ndarray, start: int) -> None:
+    """Copy `count` little-endian int64 values at byte `at` to `out[start:]`."""
     for i in range(count):
         out[start + i] = i64(buf, at + 8 * i)
 

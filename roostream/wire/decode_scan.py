@@ -36,9 +36,8 @@ from roostream.wire.records import MAX_WEIGHT
 
 OK, BAD_SHAPE, NON_FINITE, OVERSIZED, BAD_NUMBER = range(5)
 """Status of a sample or block."""
-_MAX_WEIGHT_BITS = int(
-    np.float32(MAX_WEIGHT).view(np.uint32)
-)  # non-negative floats are ordered like their bits
+# Non-negative floats are ordered like their bits.
+_MAX_WEIGHT_BITS = int(np.float32(MAX_WEIGHT).view(np.uint32))
 _ONE_BITS = int(np.float32(1).view(np.uint32))
 _FINITE_FLOATS = (
     SAMPLE.labels,
@@ -211,6 +210,7 @@ def u32(buf: np.ndarray, at: int) -> np.int64:
 
 @njit(cache=True, nogil=True)
 def i64(buf: np.ndarray, at: int) -> np.int64:
+    """The little-endian int64 at byte `at`."""
     return u32(buf, at) | u32(buf, at + 4) << 32
 
 
@@ -418,6 +418,7 @@ def check_samples(
     max_candidates: int,
     status_N: np.ndarray,
 ) -> None:
+    """`check_sample` of each sample that is OK so far; writes `status_N`."""
     for n in range(len(spans_N)):
         if status_N[n] == OK:
             status_N[n] = check_sample(buf, spans_N[n], num_labels_N[n], used_N[n], max_candidates)
@@ -502,6 +503,7 @@ def has_bounds(buf: np.ndarray, spans: np.ndarray) -> bool:
 def check_blocks(
     buf: np.ndarray, blocks: Blocks, plan: ReadingPlan, max_list: int, status_M: np.ndarray
 ) -> None:
+    """`check_block` of each block that is OK so far; writes `status_M`."""
     for m in range(len(blocks.rows_M)):
         if status_M[m] == OK:
             status_M[m] = check_block(
@@ -558,10 +560,12 @@ def is_blank(spans: np.ndarray) -> bool:
 
 @njit(cache=True, nogil=True)
 def is_given(spans: np.ndarray, number: int) -> bool:
+    """Whether the field with this number is present."""
     return spans[number, 1] > spans[number, 0]
 
 
 @njit(cache=True, nogil=True)
 def is_missing(buf: np.ndarray, span: np.ndarray, bit: int) -> bool:
+    """Whether this bit of the missing bits is set; bits after the last byte are 0."""
     at = span[0] + (bit >> 3)
     return at < span[1] and (buf[at] >> (bit & 7)) & 1 == 1

@@ -48,9 +48,8 @@ class StackLookup:
 class Lookup:
     """The rows of all stacks that a batch needs."""
 
-    stacks: dict[
-        str, StackLookup
-    ]  # every stack of the schema, in its order; U = 0 if the batch does not use it
+    # Every stack of the schema, in its order; U = 0 if the batch does not use it.
+    stacks: dict[str, StackLookup]
     shared: Mapping[str, PartialDedup] = dataclasses.field(default_factory=dict)
     """Request-only sequences whose deduplication pays."""
     unique: Inverse | None = None

@@ -3,7 +3,7 @@
 The result equals `roostream.wire.block.ro_columns` or `nro_columns` of present and filled values together;
 tests compare.
 
-Letters: N rows (n of them), F floats, G floats to fill, K list features, H list features to fill.
+Letters: N rows, F floats, G floats to fill, K list features, H list features to fill.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ def some_missing(
 
 @njit(cache=True)
 def is_set(bits: np.ndarray, i: int) -> bool:
-    """Bit i; 0 behind the last byte."""
+    """Whether bit i is 1; bits after the last byte are 0."""
     return (i >> 3) < len(bits) and (bits[i >> 3] >> (i & 7)) & 1 == 1
 
 
@@ -201,8 +201,9 @@ def fill_floats(floats: np.ndarray, new_GN: np.ndarray, index_G: np.ndarray, out
 
 @njit(cache=True)
 def find_flat(length: np.ndarray, missing: np.ndarray, is_ids_K: np.ndarray, is_given_K: np.ndarray) -> bool:
-    """Note which list features have one id in each row, and which in none. False if a row has several ids, or
-    an empty list. `length`: row-major over (row, list feature); `missing`: their bits."""
+    """Set `is_given_K` for the list features that have one id in each row. False if a feature has several ids
+    in a row, an empty list, or an id in some rows only. `length`: row-major over (row, list feature);
+    `missing`: their bits."""
     for i in range(len(length)):
         k = i % len(is_given_K)
         if i < len(is_given_K):
@@ -224,33 +225,40 @@ def fill_rows(
     is_ids_K: np.ndarray,
     out: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray],
 ) -> int:
-    """Fill a block; returns the number of list features that then have one id in each row, or -1 if some rows
-    have another number of ids or a number too large for a float32. `block` and `out`: floats, lengths, ids
-    and missing bits (zeros before). `new` and `new_ids`: values [G, n] and ids [H, n] with the indices of
-    their features."""
+    """Fill a block. Returns the number of list features that then have one id in each row, or -1 if a row has
+    another number of ids, or a new number is too large for a float32.
+
+    `block` and `out`: floats, lengths, ids and missing bits; those of `out` are zeros before. `new` and
+    `new_ids`: values [G, N] and ids [H, N], each with the indices of their features.
+    """
+    floats, lengths, ids, missing = block
+    (value_GN, float_index_G), (ids_HN, list_index_H) = new, new_ids
+    out_NF, out_lengths, out_ids, out_missing = out
     lists = len(is_ids_K)
-    is_given_K, from_K = np.zeros(lists, np.bool_), np.full(lists, -1)
-    if not fill_floats(block[0], new[0], new[1], out[0]) or not find_flat(
-        block[1], block[3], is_ids_K, is_given_K
+    is_given_K = np.zeros(lists, np.bool_)
+    filled_by_K = np.full(lists, -1)  # index h of the new ids; -1 = not filled
+    if not fill_floats(floats, value_GN, float_index_G, out_NF) or not find_flat(
+        lengths, missing, is_ids_K, is_given_K
     ):
         return -1
-    for h in range(len(new_ids[1])):
-        if not is_given_K[new_ids[1][h]]:
-            from_K[new_ids[1][h]] = h
-    given, put = 0, 0
-    for n in range(len(out[0])):
+    for h in range(len(list_index_H)):
+        if not is_given_K[list_index_H[h]]:
+            filled_by_K[list_index_H[h]] = h
+    num_read, num_written = 0, 0
+    for n in range(len(out_NF)):
         for k in range(lists):
-            is_there = is_given_K[k] or from_K[k] >= 0
-            out[1][n * lists + k] = is_there
+            i = n * lists + k
+            is_present = is_given_K[k] or filled_by_K[k] >= 0
+            out_lengths[i] = is_present
             if is_given_K[k]:
-                out[2][put] = block[2][given]
-                given += 1
-            elif is_there:
-                out[2][put] = new_ids[0][from_K[k], n]
+                out_ids[num_written] = ids[num_read]
+                num_read += 1
+            elif is_present:
+                out_ids[num_written] = ids_HN[filled_by_K[k], n]
             else:
-                out[3][(n * lists + k) >> 3] |= np.uint8(1 << ((n * lists + k) & 7))
-            put += is_there
-    return int(np.sum(is_given_K) + np.sum(from_K >= 0))
+                out_missing[i >> 3] |= np.uint8(1 << (i & 7))
+            num_written += is_present
+    return int(np.sum(is_given_K) + np.sum(filled_by_K >= 0))
 
 
 _NO_FLOATS = _NewFloats(np.zeros((0, 1)), np.zeros(0, np.int64))
@@ -275,7 +283,7 @@ def _is_flat(ids: Any, num_rows: int) -> bool:
 
 
 def _missing_bytes(bits: int) -> np.ndarray:
-    """uint8, up to the last byte with a bit."""
+    """The bits as uint8, up to the last byte that is not 0."""
     return (
         np.frombuffer(bytearray(bits.to_bytes((bits.bit_length() + 7) // 8, "little")), np.uint8)
         if bits

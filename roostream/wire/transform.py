@@ -26,14 +26,24 @@ from roostream.wire.batch import Batch
 from roostream.wire.block import Side
 from roostream.wire.dedup import Inverse
 
-_OPS = {"log1p": 0, "clip": 1, "standardize": 2, "log": 3, "rank": 4, "share": 5}
+_LOG1P, _CLIP, _STANDARDIZE, _LOG, _RANK, _SHARE = range(6)
+_OPS = {
+    "log1p": _LOG1P,
+    "clip": _CLIP,
+    "standardize": _STANDARDIZE,
+    "log": _LOG,
+    "rank": _RANK,
+    "share": _SHARE,
+}
 _MAX_FLOAT32 = float(np.finfo(np.float32).max)
 
 
 class _Steps(NamedTuple):
-    names: tuple[str, ...]
+    """The transforms of a side, as numbers for the kernel."""
+
+    names: tuple[str, ...]  # of the output columns
     steps_O3: np.ndarray  # int64: operation, column in, column out
-    settings_O2: np.ndarray  # float64
+    settings_O2: np.ndarray  # float64: low and high of a clip; mean and std of a standardize
 
 
 def apply_transforms(batch: Batch, unique: Inverse | None = None) -> tuple[np.ndarray, np.ndarray]:
@@ -94,24 +104,24 @@ def run_steps(
     for o in range(len(steps_O3)):
         op, source, to = steps_O3[o]
         a, b = settings_O2[o]
-        if op <= 3:
+        if op not in (_RANK, _SHARE):
             for n in range(len(out_NG)):
                 out_NG[n, to] = elementwise(op, np.float64(out_NG[n, source]), a, b)
         else:
             for r in range(len(starts_R1) - 1):
                 column = out_NG[starts_R1[r] : starts_R1[r + 1], source].astype(np.float64)
-                within = rank(column) if op == 4 else share(column)
+                within = rank(column) if op == _RANK else share(column)
                 out_NG[starts_R1[r] : starts_R1[r + 1], to] = within
 
 
 @njit(cache=True, nogil=True)
 def elementwise(op: int, x: float, a: float, b: float) -> float:
     """log1p, clip(a, b), standardize(a, b) or log, limited to the finite range of float32."""
-    if op == 0:
+    if op == _LOG1P:
         y = math.copysign(math.log1p(abs(x)), x)
-    elif op == 1:
+    elif op == _CLIP:
         y = min(max(x, a), b)
-    elif op == 2:
+    elif op == _STANDARDIZE:
         y = (x - a) / b
     else:
         y = math.log(max(x, 1e-9))

@@ -202,7 +202,7 @@ def _by_id(keys: Iterable[BearerKey]) -> dict[str, BearerKey]:
 
 
 def read_keys(file: Path) -> tuple[BearerKey, ...]:
-    """Raises ConfigError with the file's name."""
+    """The keys of a file. Raises ConfigError with the file's name."""
     try:
         return decode_key_file(file.read_bytes())
     except OSError as error:

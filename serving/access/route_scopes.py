@@ -12,9 +12,8 @@ _TRAFFIC = {
     "/v1/recommend": "recommend",
     "/v1/engagements": "engagements",
 }
-_PAGE = frozenset(
-    {"/page/items.json", "/page/rescored.json"}
-)  # the live list: as much as a rank answer tells
+# The live list. It shows no more than a rank answer.
+_PAGE = frozenset({"/page/items.json", "/page/rescored.json"})
 
 
 def traffic_route(path: str) -> str | None:

@@ -135,7 +135,7 @@ def engage_exchange(fields: EngagementFields | Sequence[EngagementFields]) -> Ap
 
 
 def decode_json(kind: type[T], reply: Reply) -> T:
-    """Raises ServingError: the body is not of this type."""
+    """The body of an answer as `kind`. Raises ServingError: the body is not of this type."""
     try:
         return msgspec.json.decode(reply.body, type=kind)
     except msgspec.DecodeError as error:

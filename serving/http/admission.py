@@ -1,5 +1,5 @@
 """Admission control: a request that would miss its deadline is refused at once, so that admitted requests
-meet theirs (G7).
+meet theirs (guarantee G7).
 
 Rank requests have an `AdmissionGate`. Engagements and retrieval have a `WorkLane` each: a gate of their own,
 and a share of the time beside the rank requests.
@@ -67,7 +67,7 @@ class AdmissionGate:
 
     @contextmanager
     def admit(self, remaining_s: float) -> Iterator[None]:
-        """Raises as `check`."""
+        """Admit a request while the context is open. Raises as `check`."""
         self.enter(remaining_s)
         try:
             yield

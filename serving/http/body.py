@@ -106,6 +106,7 @@ def _content_headers(scope: Scope) -> dict[bytes, str]:
 
 
 def stopping_error() -> RequestError:
+    """The answer to requests that arrive while the process stops."""
     return RequestError(503, "this process is stopping; use another one", retry_after_s=RETRY_AFTER_S)
 
 
@@ -171,6 +172,7 @@ def wants_protobuf(scope: Scope) -> bool:
 
 
 def json_response(answer: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """A response with `answer` as JSON."""
     return Response(ENCODER.encode(answer), status, headers, JSON)
 
 

@@ -30,6 +30,7 @@ T = TypeVar("T")
 
 
 def add_explain_route(traffic: Traffic) -> Explainer:
+    """Add `/v1/explain`; return what computes the explanations."""
     context, ranking, bodies, types = traffic.context, traffic.ranking, traffic.bodies, traffic.types
     schema = context.schema
     parser = schema.derived(JsonParser)

@@ -51,6 +51,7 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 def add_pages(app: FastAPI, context: ServingContext, types: TypeComponents) -> None:
+    """Add the front page and the pages about the state of the process."""
     links = {**LINKS, **({"status_page": context.config.status_page} if context.config.status_page else {})}
     fresh = RecentQuantiles()
 
@@ -163,5 +164,6 @@ def wants_page(scope: Scope) -> bool:
 
 
 def page_file(path: str) -> Response:
+    """A file of the front page."""
     headers = {"content-type": front_page.FILES[path][1], **dict(PAGE_HEADERS)}
     return Response(front_page.file_content(path), headers=headers)

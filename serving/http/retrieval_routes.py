@@ -54,13 +54,13 @@ def retrieve_type(ro: Any) -> type[msgspec.Struct]:
 
 def recommend_type(schema: Schema, ro: Any) -> type[msgspec.Struct]:
     """The body of `/v1/recommend`; `ro` is the type of the request's features."""
-    most = max_found(schema)
+    max_items = max_found(schema)
     own = [
-        ("k", Annotated[int, limits("items to show", minimum=1, maximum=most)], min(10, most)),
+        ("k", Annotated[int, limits("items to show", minimum=1, maximum=max_items)], min(10, max_items)),
         (
             "retrieved",
-            Annotated[int, limits("items that are found for the ranker", minimum=1, maximum=most)],
-            min(100, most),
+            Annotated[int, limits("items that are found for the ranker", minimum=1, maximum=max_items)],
+            min(100, max_items),
         ),
     ]
     return _with_features("RecommendRequest", ro, own, RecommendFields)
@@ -90,15 +90,15 @@ class RetrieveParser:
         self._known_recommend = {**known, "$": self.recommend_type.__struct_fields__}
 
     def retrieve(self, body: bytes) -> RetrieveRequest:
-        """Raises RequestError 400 with the path of the field, 413."""
+        """Parse a request of `/v1/retrieve`. Raises RequestError 400 with the path of the field, 413."""
         given = decode_body(self._retrieve, body, self._known_retrieve)
         return self._build_request(given, _count(given.k, "$.k", MAX_ITEMS), "")
 
     def recommend(self, body: bytes) -> tuple[RetrieveRequest, int]:
         """Return the request and the number of items to show. Raises RequestError 400 with the path of the
         field, 413."""
-        given, most = decode_body(self._recommend, body, self._known_recommend), max_found(self.schema)
-        shown_, found = _count(given.k, "$.k", most), _count(given.retrieved, "$.retrieved", most)
+        given, max_items = decode_body(self._recommend, body, self._known_recommend), max_found(self.schema)
+        shown_, found = _count(given.k, "$.k", max_items), _count(given.retrieved, "$.retrieved", max_items)
         return self._build_request(given, max(found, shown_), given.model_version), shown_
 
     def _build_request(self, given: Any, k: int, model_version: str) -> RetrieveRequest:
@@ -142,9 +142,9 @@ def _named_ids(ids: list[int | str], path: str) -> np.ndarray:
     return parse_ids(ids, lambda i: f"{path}[{i}]")
 
 
-def _count(value: int, path: str, most: int) -> int:
-    if not 1 <= value <= most:
-        raise RequestError(400, f"expected 1 to {most} items, got {shown(value)}", path)
+def _count(value: int, path: str, max_count: int) -> int:
+    if not 1 <= value <= max_count:
+        raise RequestError(400, f"expected 1 to {max_count} items, got {shown(value)}", path)
     return value
 
 

@@ -98,10 +98,14 @@ class Ranking:
         self.context = context
         self.gate = AdmissionGate(context.config.max_in_flight)
         self.engagement_lane, self.retrieval_lane = WorkLane(self.gate, SHARE), WorkLane(self.gate)
-        most = (context.config.max_pass_requests, context.config.max_pass_candidates)
-        service, waited = context.service, context.metrics.stages.queue.observe
         self.queue = ScoringQueue(
-            context.executor, service.rank_all, self.gate, most, waited, service.row_reads_wait
+            context.executor,
+            context.service.rank_all,
+            self.gate,
+            context.config.max_pass_requests,
+            context.config.max_pass_candidates,
+            context.metrics.stages.queue.observe,
+            context.service.row_reads_wait,
         )
 
     async def rank(self, request: RankRequest, num_bytes: int, until_s: float) -> RankAnswer[Any]:
@@ -166,6 +170,7 @@ def append_to_log(feature_log: FeatureLog, records: list[LogRecord]) -> None:
 
 
 def add_rank_route(traffic: Traffic) -> None:
+    """Add `/v1/rank`."""
     schema, ranking, bodies = traffic.context.schema, traffic.ranking, traffic.bodies
     parser, parse_s = schema.derived(JsonParser), traffic.context.metrics.stages.parse
     types = traffic.types
@@ -201,6 +206,7 @@ def add_rank_route(traffic: Traffic) -> None:
 
 
 def add_engagements_route(traffic: Traffic) -> None:
+    """Add `/v1/engagements`."""
     context, bodies, types = traffic.context, traffic.bodies, traffic.types
     lane = traffic.ranking.engagement_lane
     parser = EngagementParser(context.schema, strict=context.config.strict_actions)

@@ -32,8 +32,8 @@ RankAll = Callable[[list[tuple[RankRequest, int]]], "list[RankResult | Exception
 LOOP_S = 0.003
 MAX_TURNS = 16  # turns of the event loop between two passes
 _CANDIDATES = 64  # candidates that take about as long as the fixed part of a request
-# weight of the newest pass in the estimate when it was slower, and when it was faster
-_RISES, _FALLS = (0.5, 0.1)
+# Weight of the newest pass in the estimate: when it took longer than expected, and when it did not.
+_WEIGHT_IF_LONGER, _WEIGHT_IF_SHORTER = 0.5, 0.1
 
 
 class PassTimeEstimate:
@@ -50,7 +50,9 @@ class PassTimeEstimate:
         """Record a pass that gave answers; `seconds` is from a `PassTimer`."""
         unit_s = seconds / (num_requests + num_candidates / _CANDIDATES)
         known_s = self.unit_s if self.unit_s < math.inf else unit_s
-        self.unit_s = known_s + (unit_s - known_s) * (_RISES if unit_s > known_s else _FALLS)
+        self.unit_s = known_s + (unit_s - known_s) * (
+            _WEIGHT_IF_LONGER if unit_s > known_s else _WEIGHT_IF_SHORTER
+        )
 
 
 class PassTimer:
@@ -65,6 +67,7 @@ class PassTimer:
         self._begin = resource.getrusage(resource.RUSAGE_THREAD)
 
     def read_s(self) -> float:
+        """Seconds that the pass has taken so far, without the time of other programs."""
         seconds, begin = self._now_s() - self._begin_s, self._begin
         if seconds <= LOOP_S:
             return seconds
@@ -95,19 +98,20 @@ class ScoringQueue:
         executor: Executor,
         rank_all: RankAll,
         gate: AdmissionGate,
-        most: tuple[int, int],
+        max_requests: int,
+        max_candidates: int,
         waited: Callable[[float], None] = lambda seconds: None,
         row_reads_wait: bool = False,
     ) -> None:
-        """`most`: maximum requests and candidates per pass; a request with more candidates is scored alone.
+        """`max_requests`, `max_candidates`: limits of a pass; a request with more candidates is scored alone.
         `waited` is called with the queueing time of each request. `row_reads_wait`: whether a pass may wait
         for a shard; it then always runs in the thread.
         """
         self.executor, self.rank_all, self.gate, self.waited = executor, rank_all, gate, waited
         self.row_reads_wait = row_reads_wait
-        self.max_requests, self.max_candidates = most
+        self.max_requests, self.max_candidates = max_requests, max_candidates
         self.pass_time = PassTimeEstimate()
-        # open connections: while the number changes, more are waiting to be accepted
+        # Number of open connections. While it changes, more are waiting to be accepted.
         self.num_connections: Callable[[], int] = lambda: 0
         self._num_seen = self._turns = 0
         self._waiting: deque[_QueuedRank] = deque()
@@ -129,7 +133,7 @@ class ScoringQueue:
         if self._fits_in_loop(self._waiting[0]):
             self._is_due = True
             asyncio.get_running_loop().call_soon(self._run_in_loop)
-        elif batch := self._take_batch(is_here=False):
+        elif batch := self._take_batch(in_loop=False):
             self._is_busy = True
             self.executor.submit(self._run_in_thread, batch, asyncio.get_running_loop())
 
@@ -149,7 +153,7 @@ class ScoringQueue:
             asyncio.get_running_loop().call_soon(self._run_in_loop)
             return
         self._is_due = False
-        if batch := self._take_batch(is_here=True):
+        if batch := self._take_batch(in_loop=True):
             self._deliver(batch, *self._rank_batch(batch))
         else:
             self._start_pass()
@@ -163,15 +167,15 @@ class ScoringQueue:
 
     def _rank_batch(self, batch: list[_QueuedRank]) -> tuple[Sequence[RankResult | Exception], float]:
         """Return (outcome of each request, duration in s)."""
-        stopwatch = PassTimer(self.gate.now_s)
+        timer = PassTimer(self.gate.now_s)
         outcomes: Sequence[RankResult | Exception]
         try:
             outcomes = self.rank_all([(a.request, a.time_ms) for a in batch])
         except Exception as error:
             outcomes = [error] * len(batch)
-        return outcomes, stopwatch.read_s()
+        return outcomes, timer.read_s()
 
-    def _take_batch(self, is_here: bool) -> list[_QueuedRank]:
+    def _take_batch(self, in_loop: bool) -> list[_QueuedRank]:
         """Take the requests of one pass from the front of the queue, without those whose deadline has
         passed."""
         batch: list[_QueuedRank] = []
@@ -181,7 +185,7 @@ class ScoringQueue:
             if not first.outcome.done():
                 if batch and candidates + first.num_candidates > self.max_candidates:
                     break
-                if is_here and not self._fits_in_loop(first, len(batch), candidates):
+                if in_loop and not self._fits_in_loop(first, len(batch), candidates):
                     break
                 candidates += first.num_candidates
                 batch.append(first)

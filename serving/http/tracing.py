@@ -71,6 +71,7 @@ SpanFactory = Callable[[Scope], AbstractContextManager[Callable[[int], None]]]
 
 
 def no_span(scope: Scope) -> AbstractContextManager[Callable[[int], None]]:
+    """Trace nothing."""
     return nullcontext(lambda status: None)
 
 

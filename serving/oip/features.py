@@ -66,8 +66,8 @@ class FeatureTensors:
         return inputs
 
     def build_request(self, inference: Inference, model_version: str) -> RankRequest:
-        """Raises RequestError 400, 413: invalid names or shapes, or values that a JSON rank request would be
-        refused for."""
+        """The rank request of an inference request. Raises RequestError 400, 413: invalid names or shapes, or
+        values that a JSON rank request would be refused for."""
         for name, tensor in inference.inputs.items():
             if name not in self._known:
                 raise RequestError(
@@ -153,11 +153,11 @@ class FeatureTensors:
         return out
 
     def _check_lengths(self, f: Feature, lengths: dict[str, list[int]], parts: dict[str, Tensor]) -> None:
-        most = self.schema.limits.max_list
+        max_list = self.schema.limits.max_list
         for name, sizes in lengths.items():
-            if max(sizes, default=0) > most:
+            if max(sizes, default=0) > max_list:
                 raise RequestError(
-                    413, f"expected at most {most} entries, got {max(sizes)}", parts[name].path
+                    413, f"expected at most {max_list} entries, got {max(sizes)}", parts[name].path
                 )
 
 

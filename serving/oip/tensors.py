@@ -56,7 +56,7 @@ _DECODER = msgspec.json.Decoder(_InferenceBody)
 
 
 class Tensor(NamedTuple):
-    """`values` are flat and row-major: an array of numbers, or texts."""
+    """A tensor of a request. `values` are flat and row-major: an array of numbers, or texts."""
 
     shape: tuple[int, ...]
     values: np.ndarray | list[str]
@@ -74,7 +74,11 @@ class Inference(NamedTuple):
 
 
 def parse_inference(body: bytes, header_length: bytes | None) -> Inference:
-    """`header_length`: the header of the binary extension, or None. Raises RequestError 400 with the path."""
+    """Parse the body of a request. `header_length`: the header of the binary extension, or None.
+
+    Raises:
+        RequestError: status 400 or 413, with the path of the field.
+    """
     size = len(body)
     if header_length is not None:
         if not header_length.isdigit() or len(header_length) > 10 or int(header_length) > len(body):
@@ -110,11 +114,12 @@ def parse_inference(body: bytes, header_length: bytes | None) -> Inference:
 def _input(given: _Input, body: bytes, at: int, path: str) -> tuple[int, Tensor]:
     """Return (offset of the next input's bytes, the tensor)."""
     if given.datatype not in TYPES:
-        known = (
-            f"expected one of {', '.join(TYPES)}, got "
-            f"{shown(given.datatype)!r}{nearest(shown(given.datatype), TYPES)}"
+        got = shown(given.datatype)
+        raise RequestError(
+            400,
+            f"expected one of {', '.join(TYPES)}, got {got!r}{nearest(got, TYPES)}",
+            f"{path}.datatype",
         )
-        raise RequestError(400, known, f"{path}.datatype")
     if len(given.shape) > _MAX_BODY_DIMS or any(not 0 <= d < 1 << 31 for d in given.shape):
         raise RequestError(
             400,
@@ -123,7 +128,7 @@ def _input(given: _Input, body: bytes, at: int, path: str) -> tuple[int, Tensor]
         )
     count, size = math.prod(given.shape), given.parameters.get("binary_data_size")
     if size is None:
-        values = _of_json(given, path)
+        values = _values_of_json(given, path)
     else:
         if type(size) is not int or not 0 <= size <= len(body) - at:
             raise RequestError(
@@ -131,15 +136,15 @@ def _input(given: _Input, body: bytes, at: int, path: str) -> tuple[int, Tensor]
                 f"expected at most {len(body) - at} bytes, got {shown(size)}",
                 f"{path}.parameters.binary_data_size",
             )
-        values = _of_bytes(given.datatype, body[at : at + size], path)
+        values = _values_of_bytes(given.datatype, body[at : at + size], path)
         at += size
     if len(values) != count:
         raise RequestError(400, f"expected {count} values by its shape, got {len(values)}", f"{path}.data")
     return at, Tensor(tuple(given.shape), values, path)
 
 
-def _of_json(given: _Input, path: str) -> np.ndarray | list[str]:
-    """`data` is flat or nested, row-major; null is NaN."""
+def _values_of_json(given: _Input, path: str) -> np.ndarray | list[str]:
+    """The values of an input whose `data` is JSON, flat or nested, row-major; null is NaN."""
     value: Any = (
         str if given.datatype == "BYTES" else float | None if given.datatype.startswith("FP") else int
     )
@@ -167,7 +172,8 @@ def _array(data: list[Any], datatype: str, path: str) -> np.ndarray:
         raise RequestError(400, f"expected values of {datatype}, got one beyond it", f"{path}.data") from None
 
 
-def _of_bytes(datatype: str, data: bytes, path: str) -> np.ndarray | list[str]:
+def _values_of_bytes(datatype: str, data: bytes, path: str) -> np.ndarray | list[str]:
+    """The values of an input that follows the JSON as bytes."""
     if datatype != "BYTES":
         dtype = np.dtype(_DTYPES[datatype])
         if len(data) % dtype.itemsize:
@@ -230,18 +236,18 @@ def encode_response(
 ) -> tuple[bytes, int | None]:
     """The body of an answer, and the number of its bytes that are JSON if tensors follow as bytes, else
     None."""
-    parts, error = [], []
+    parts, described = [], []
     for output, is_binary in outputs:
-        one: dict[str, Any] = {
+        description: dict[str, Any] = {
             "name": output.name,
             "shape": [len(output.values)],
             "datatype": output.datatype,
         }
         if is_binary:
             parts.append(output.values.astype(_DTYPES[output.datatype]).tobytes())
-            one["parameters"] = {"binary_data_size": len(parts[-1])}
+            description["parameters"] = {"binary_data_size": len(parts[-1])}
         else:
-            one["data"] = list(output.written)
-        error.append(one)
-    body = msgspec.json.encode({**head, "outputs": error})
+            description["data"] = list(output.written)
+        described.append(description)
+    body = msgspec.json.encode({**head, "outputs": described})
     return (body + b"".join(parts), len(body)) if parts else (body, None)

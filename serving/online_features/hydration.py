@@ -93,12 +93,12 @@ class Hydrator:
         except UnavailableError as error:
             return [error] * len(requests)
         out: list[Hydrated] = []
-        for request, its_keys, (values, *of_others) in zip(requests, keys, states, strict=True):
+        for request, request_keys, (values, *other_states) in zip(requests, keys, states, strict=True):
             counters = Counters(self.schema)
             try:
-                counters.load(its_keys, values)
-                for values in of_others:
-                    counters.merge(shared_keys(its_keys), values)
+                counters.load(request_keys, values)
+                for values in other_states:
+                    counters.merge(shared_keys(request_keys), values)
                 out.append(counters.read(*request))
             except RoostreamError as error:
                 out.append(error)

@@ -47,6 +47,8 @@ _REDIS_TIMEOUT_S = 5.0
 
 
 class Shown(NamedTuple):
+    """An impression: items that were shown to a user."""
+
     user_id: int
     item_ids: np.ndarray  # int64 [n]
     time_ms: int
@@ -55,6 +57,8 @@ class Shown(NamedTuple):
 
 
 class Engaged(NamedTuple):
+    """An engagement of a user with an item."""
+
     user_id: int
     item_id: int
     action: str
@@ -88,6 +92,7 @@ def event_of(record: Record, reader: FieldReader) -> Event | None:
 
 
 def apply(counters: Counters, event: Event) -> None:
+    """Apply an event to the counters."""
     if isinstance(event, Shown):
         counters.apply_impression(*event)
     else:
@@ -105,6 +110,8 @@ def touched(counters: Counters, event: Event) -> Keys:
 
 
 class FeatureMetrics:
+    """Metrics of a feature updater."""
+
     def __init__(self, registry: CollectorRegistry = REGISTRY, num_updaters: int = 1) -> None:
         counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
         self.events = counter("roostream_features_events_total", "events applied", ["topic"])
@@ -167,7 +174,7 @@ class FeatureUpdater:
         counters = Counters(self.schema)
         self.store.load(counters, merge_keys(counters.list_keys(event.fields) for event in events))
         keys = merge_keys(touched(counters, event) for event in events)
-        self.store.load(counters, {name: its for name, its in keys.items() if name != LISTS})
+        self.store.load(counters, {name: entity_keys for name, entity_keys in keys.items() if name != LISTS})
         for event in events:
             apply(counters, event)
         after = self._offsets | {(r.topic, r.partition): r.offset + 1 for r in records}
@@ -235,13 +242,13 @@ def features_body(config: FeaturesConfig, stop: threading.Event) -> None:
         index=config.index,
         num_updaters=config.num_updaters,
     )
-    reading = ConsumerOptions(
+    options = ConsumerOptions(
         partitions=store.partitions,
         prefix=config.prefix,
         merge_by_time=True,
         skip_lost_records=config.skip_lost,
     )
-    source = KafkaConsumer.open(config.broker, f"{config.prefix}features", reading)
+    source = KafkaConsumer.open(config.broker, f"{config.prefix}features", options)
     try:
         cluster = clients.wait_for_broker(config.broker, stop)
         clients.wait_for_topics(config.broker, config.prefix, EVENTS, config.partitions, stop)

@@ -130,7 +130,8 @@ class Catalogue:
 
 
 def load_catalogue(schema: Schema, path: str | Path) -> Catalogue:
-    """Raises ConfigError: the file cannot be read, or a line is invalid; with file and line."""
+    """Read the catalogue of items. Raises ConfigError: the file cannot be read, or a line is invalid; with
+    file and line."""
     try:
         with Path(path).open("rb") as lines:
             return read_catalogue(schema, lines, str(path))
@@ -165,9 +166,9 @@ Numbered = tuple[int, bytes]
 """A line number and its line."""
 
 
-def _chunks(lines: Iterable[bytes], most: int) -> Iterator[list[Numbered]]:
+def _chunks(lines: Iterable[bytes], max_lines: int) -> Iterator[list[Numbered]]:
     numbered = ((n, line) for n, line in enumerate(lines, 1) if line.strip())
-    while chunk := list(itertools.islice(numbered, most)):
+    while chunk := list(itertools.islice(numbered, max_lines)):
         yield chunk
 
 

@@ -149,7 +149,7 @@ class RowChangeDetector:
         sizes = {name: len(stack.id_U) for name, stack in self._stacks.items()}
         return [RowChunk(name, b, min(b + CHUNK, n)) for name, n in sizes.items() for b in range(0, n, CHUNK)]
 
-    def look(self, rows: RowReader, chunk: RowChunk) -> np.ndarray:
+    def changed_items(self, rows: RowReader, chunk: RowChunk) -> np.ndarray:
         """int64 [N], ascending: items whose rows differ from the last call."""
         stack = self._stacks[chunk.stack]
         lookup = Lookup({**self._empty, chunk.stack: stack.part(chunk.begin, chunk.end)})
@@ -178,10 +178,10 @@ class RefreshQueue:
     def mark(self, slot_N: np.ndarray, now_s: float) -> None:
         self._since_I[slot_N] = np.minimum(self._since_I[slot_N], now_s)
 
-    def take(self, most: int) -> np.ndarray:
-        """Remove and return int64 [N], at most `most` items, the longest waiting first."""
+    def take(self, max_items: int) -> np.ndarray:
+        """Remove and return int64 [N], at most `max_items` items, the longest waiting first."""
         waiting_N = np.flatnonzero(np.isfinite(self._since_I))
-        taken_N = waiting_N[np.argsort(self._since_I[waiting_N], kind="stable")[:most]]
+        taken_N = waiting_N[np.argsort(self._since_I[waiting_N], kind="stable")[:max_items]]
         self._since_I[taken_N] = _NEVER
         return taken_N
 
@@ -189,7 +189,7 @@ class RefreshQueue:
 log = logging.getLogger("roostream.serving.retrieval")
 
 TURN_S = 0.2
-LOOK_S = 1.0  # between two reads of all rows
+SCAN_INTERVAL_S = 1.0  # between two reads of all rows
 AT_ONCE = 256  # items per step: some milliseconds of CPU time
 PATIENCE_S = 0.02
 REST = 3  # after a build that took t, no other one starts for REST × t
@@ -229,7 +229,7 @@ class ItemVectorUpdater:
         self._stamp: tuple[int, int, int] | None = None  # of the file that was read last
         self._refused: tuple[Version, Catalogue] | None = None
         self._current: _Current | None = None
-        self._build_at_s = self._look_at_s = -math.inf
+        self._build_at_s = self._scan_at_s = -math.inf
 
     @property
     def waiting_for(self) -> str:
@@ -326,7 +326,7 @@ class ItemVectorUpdater:
         check_item_features(self.schema, model)
         changed = RowChangeDetector(catalogue.items)
         for chunk in changed.chunks():
-            changed.look(self.rows, chunk)
+            changed.changed_items(self.rows, chunk)
         parts = []
         for begin in range(0, len(catalogue), AT_ONCE):
             if stop is not None and stop.is_set():
@@ -341,11 +341,11 @@ class ItemVectorUpdater:
     def _refresh(self, current: _Current, stop: threading.Event | None) -> None:
         """Step 4."""
         now_s = self.clock.monotonic_s()
-        if now_s >= self._look_at_s:
-            self._look_at_s = now_s + LOOK_S
+        if now_s >= self._scan_at_s:
+            self._scan_at_s = now_s + SCAN_INTERVAL_S
             for chunk in current.changed.chunks():
                 self.idle_gate.wait(PATIENCE_S, stop)
-                current.due.mark(current.changed.look(self.rows, chunk), now_s)
+                current.due.mark(current.changed.changed_items(self.rows, chunk), now_s)
         left = math.ceil(self.settings.max_items_refreshed_per_s * TURN_S)
         while left > 0 and len(slot_N := current.due.take(min(left, AT_ONCE))):
             try:

@@ -116,18 +116,18 @@ class NearestItems:
         """The K <= k best allowed items by exhaustive comparison, in chunks so that `replace` never waits
         long."""
         allowed_N = None if allowed_I is None else np.flatnonzero(allowed_I)
-        # so far: the k best and ties
-        slot_N, product_N, least = (np.zeros(0, np.int64), np.zeros(0, np.float32), -np.inf)
+        # So far: the k best and ties.
+        slot_N, product_N, threshold = (np.zeros(0, np.int64), np.zeros(0, np.float32), -np.inf)
         for begin in range(0, len(self) if allowed_N is None else len(allowed_N), _CHUNK):
             chosen = slice(begin, begin + _CHUNK) if allowed_N is None else allowed_N[begin : begin + _CHUNK]
             with self._lock:
                 product_C = self._vector_ID[chosen] @ query_D
-            at = np.flatnonzero(product_C >= least)
+            at = np.flatnonzero(product_C >= threshold)
             slot_N = np.concatenate([slot_N, begin + at if allowed_N is None else allowed_N[begin + at]])
             product_N = np.concatenate([product_N, product_C[at]])
             if len(slot_N) > k:
-                least = np.partition(product_N, len(slot_N) - k)[len(slot_N) - k]
-                slot_N, product_N = slot_N[product_N >= least], product_N[product_N >= least]
+                threshold = np.partition(product_N, len(slot_N) - k)[len(slot_N) - k]
+                slot_N, product_N = slot_N[product_N >= threshold], product_N[product_N >= threshold]
         return _best(slot_N, product_N, k)
 
     def _moved(self, indexed_ID: np.ndarray) -> np.ndarray:
@@ -154,7 +154,7 @@ _ROUNDS = 10
 
 
 def load_faiss() -> types.ModuleType:
-    """Raises ConfigError: faiss is not installed."""
+    """The module faiss. Raises ConfigError: faiss is not installed."""
     try:
         import faiss
     except ImportError:

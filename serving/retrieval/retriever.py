@@ -41,8 +41,8 @@ from serving.scorer import RowReader, Version
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class RetrievalIndex:
-    """A version's request tower and the items' vectors of the same version, replaced as one (G4). Its vectors
-    follow the rows."""
+    """A version's request tower and the items' vectors of the same version, replaced as one (guarantee G4).
+    Its vectors follow the rows."""
 
     version: Version
     model: Retrieval  # the version's model, or its retrieval part

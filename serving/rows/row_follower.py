@@ -5,7 +5,8 @@
 3 Apply the topic from the noted offsets. The replica drops deltas that the shards' answers already contained.
 4 A bucket with a missed or refused record is read from its shard again, while the topic is followed.
 5 If deltas alone cannot keep the replica up to date (a barrier says so, or the topic lost the next offset),
-  start again at 1. Requests use the rows in memory meanwhile; a row never goes back to an older version (G4).
+  start again at 1. Requests use the rows in memory meanwhile; a row never goes back to an older version
+  (guarantee G4).
 
 The rows are known to be current when the whole topic is applied, no bucket is stale, and every shard answers:
 a silent shard may have rows that were not published. The age of the rows counts from the last such moment.
@@ -34,8 +35,8 @@ from roostream.wire.records import Record
 log = logging.getLogger("roostream.serving.rows")
 
 POLL_S = 0.1
-MEND_EVERY_S = 5.0
-# interval of checks that shards answer, after success and after a failure
+REPAIR_EVERY_S = 5.0
+# Interval of checks that shards answer, after success and after a failure.
 ASK_EVERY_S, ASK_AGAIN_S = (1.0, 5.0)
 _ASK_TIMEOUT_S = 0.5
 _MAX_OLDER_S = 30.0  # a shard that is restored a moment later than the others catches up within this time
@@ -75,7 +76,7 @@ class RowReplica(Protocol):
     def gather(self, lookup: Lookup) -> dict[str, np.ndarray]: ...
 
 
-def rows_reading(prefix: str, num_partitions: int) -> ConsumerOptions:
+def rows_consumer_options(prefix: str, num_partitions: int) -> ConsumerOptions:
     """Read the whole topic; lost records must not be skipped."""
     return ConsumerOptions(
         partitions=all_partitions((ROWS,), num_partitions),
@@ -102,9 +103,9 @@ class RowFollower:
         self.observe, self.clock, self.wait_for_topic = observe, clock, wait_for_topic
         self.ready = False  # True from the first complete bootstrap on
         self.current_s: float | None = None  # monotonic time when the rows were last known to be current
-        self.num_applied = self.num_refused = self.num_bootstraps = self.num_mended = 0
+        self.num_applied = self.num_refused = self.num_bootstraps = self.num_repaired = 0
         self._backoff = Backoff(what="rows of the shards", clock=clock)
-        self._mend_at_s = self._ask_at_s = 0.0
+        self._repair_at_s = self._ask_at_s = 0.0
         self._shards_answer = False
         self._older_since_s: float | None = None  # since when a shard's incarnation is older than the rows
         self._warned_of = -1  # the incarnation that the last warning named
@@ -154,8 +155,8 @@ class RowFollower:
             self._take(record)
         if self.replica.needs_bootstrap:
             raise RecordsGoneError("deltas alone cannot bring the replica up to date")
-        if self.replica.stale and self.clock.monotonic_s() >= self._mend_at_s:
-            self._mend()
+        if self.replica.stale and self.clock.monotonic_s() >= self._repair_at_s:
+            self._repair()
         if self.lag() == 0 and not self.replica.stale and self._all_answer():
             self.current_s = self.clock.monotonic_s()
         return len(records)
@@ -191,12 +192,12 @@ class RowFollower:
             )
         return False
 
-    def _mend(self) -> None:
-        """Step 4, at most once in MEND_EVERY_S."""
-        self._mend_at_s, missed = self.clock.monotonic_s() + MEND_EVERY_S, len(self.replica.stale)
+    def _repair(self) -> None:
+        """Step 4, at most once in REPAIR_EVERY_S."""
+        self._repair_at_s, missed = self.clock.monotonic_s() + REPAIR_EVERY_S, len(self.replica.stale)
         try:
             self.replica.repair(self.shards)
-            self.num_mended += missed
+            self.num_repaired += missed
             log.warning(
                 "%d stale buckets were read from their shards again, because records were missed", missed
             )

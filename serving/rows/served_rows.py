@@ -16,7 +16,7 @@ from roostream.runtime.kafka.topics import ROWS
 from roostream.runtime.rpc.client import SocketTransport
 from roostream.schema.schema import Schema
 from serving.config import RowSourceSettings, RowsSettings
-from serving.rows.row_follower import RowFollower, RowReplica, rows_reading
+from serving.rows.row_follower import RowFollower, RowReplica, rows_consumer_options
 
 
 class FollowedRows:
@@ -53,7 +53,7 @@ class FollowedRows:
             "roostream_serving_replica_applied_total": follower.num_applied,
             "roostream_serving_replica_refused_total": follower.num_refused,
             "roostream_serving_replica_bootstraps_total": follower.num_bootstraps,
-            "roostream_serving_replica_repaired_buckets_total": follower.num_mended,
+            "roostream_serving_replica_repaired_buckets_total": follower.num_repaired,
             "roostream_serving_rows_current_timestamp_seconds": follower.current_time_s(),
         }
 
@@ -89,9 +89,9 @@ class CachedRows(FollowedRows):
         cache = self.cache
         return {
             **super().metrics(),
-            "roostream_serving_row_cache_lookups_total": cache.num_asked,
+            "roostream_serving_row_cache_lookups_total": cache.num_lookups,
             "roostream_serving_row_cache_misses_total": cache.num_missed,
-            "roostream_serving_row_cache_initial_values_total": cache.num_unread,
+            "roostream_serving_row_cache_initial_values_total": cache.num_initial_values,
             "roostream_serving_row_cache_evictions_total": cache.num_evicted,
             "roostream_serving_row_cache_absent_keys": cache.num_without_row,
             "roostream_serving_row_reads_failed_total": cache.reads.num_failed,
@@ -112,15 +112,20 @@ class CachedRows(FollowedRows):
 def open_follower(config: RowSourceSettings, replica: RowReplica, clock: Clock) -> RowFollower:
     """Open a follower of the deployment's Kafka and shards, which may be away."""
     topic = KafkaConsumer.open(
-        config.broker, f"{config.prefix}serving-rows", rows_reading(config.prefix, config.partitions)
+        config.broker, f"{config.prefix}serving-rows", rows_consumer_options(config.prefix, config.partitions)
     )
-    keys = config.link_credentials()
-    shards = [SocketTransport(address, keys=keys) for address in expand_addresses(config.shards)]
 
     def wait_for_topic(stop: threading.Event) -> None:
         clients.check_topics(config.broker, config.prefix, (ROWS,), config.partitions, stop)
 
-    return RowFollower(replica, topic, shards, freshness_histogram().observe, clock, wait_for_topic)
+    shards, observe = _connect_shards(config), freshness_histogram().observe
+    return RowFollower(replica, topic, shards, observe, clock, wait_for_topic)
+
+
+def _connect_shards(config: RowSourceSettings) -> list[SocketTransport]:
+    """A connection to each shard, opened at its first call."""
+    credentials = config.link_credentials()
+    return [SocketTransport(address, credentials=credentials) for address in expand_addresses(config.shards)]
 
 
 def open_rows(config: RowsSettings, schema: Schema, seed: int, clock: Clock) -> FollowedRows:
@@ -131,13 +136,11 @@ def open_rows(config: RowsSettings, schema: Schema, seed: int, clock: Clock) -> 
 
 
 def _open_cache(config: RowsSettings, schema: Schema, seed: int, clock: Clock) -> CachedRows:
-    keys = config.link_credentials()
-    shards = [SocketTransport(address, keys=keys) for address in expand_addresses(config.shards)]
     policy = CachePolicy(max_bytes=config.rows_cache_bytes, waits=config.rows_missing == "read")
     cache = RowCache(
         schema,
         seed,
-        ShardReads(shards, config.buckets, config.rows_read_timeout_ms / 1000, clock),
+        ShardReads(_connect_shards(config), config.buckets, config.rows_read_timeout_ms / 1000, clock),
         policy,
         config.buckets,
     )

@@ -7,7 +7,7 @@ The newest `keep` versions stay loaded, and those that the routing names. The fi
 3 the version that was activated by hand, until `resume`
 4 the newest; while the newest is the canary, the one before it
 
-The state is immutable and replaced as a whole: a request reads it once (G4).
+The state is immutable and replaced as a whole: a request reads it once (guarantee G4).
 """
 
 from __future__ import annotations

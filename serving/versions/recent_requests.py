@@ -56,17 +56,17 @@ class RecentRequests:
         self.max_bytes, self.num_bytes = max_bytes, 0
         self._lock = threading.Lock()
         self._ring: deque[ScoredRequest] = deque()
-        self._num_practice = 0  # the oldest of the ring, from before the start
+        self._num_warm_up = 0  # number of requests of the ring, the oldest, that warmed up the process
         self._slow: list[ScoredRequest] = []  # slowest first
 
     def add(self, request: ScoredRequest) -> None:
-        """A request larger than `max_bytes` is not kept."""
+        """Keep a request, unless it is larger than `max_bytes`."""
         with self._lock:
             self._ring.append(request)
             self.num_bytes += request.num_bytes
             while self.num_bytes > self.max_bytes:
                 self.num_bytes -= self._ring.popleft().num_bytes
-                self._num_practice = max(self._num_practice - 1, 0)
+                self._num_warm_up = max(self._num_warm_up - 1, 0)
             if (
                 len(self._slow) < MAX_SLOW
                 or request.took_s > self._slow[-1].took_s
@@ -74,15 +74,15 @@ class RecentRequests:
             ):
                 self._remember_slow(request)
 
-    def newest(self, most: int) -> list[ScoredRequest]:
-        """Return at most `most`, newest first."""
+    def newest(self, max_requests: int) -> list[ScoredRequest]:
+        """Return at most `max_requests`, newest first."""
         with self._lock:
-            return [self._ring[-1 - i] for i in range(min(most, len(self._ring)))]
+            return [self._ring[-1 - i] for i in range(min(max_requests, len(self._ring)))]
 
-    def newest_traffic(self, most: int) -> list[ScoredRequest]:
-        """As `newest`, without the requests from before the start, which were not traffic."""
+    def newest_traffic(self, max_requests: int) -> list[ScoredRequest]:
+        """As `newest`, without the requests that warmed up the process, which were not traffic."""
         with self._lock:
-            return [self._ring[-1 - i] for i in range(min(most, len(self._ring) - self._num_practice))]
+            return [self._ring[-1 - i] for i in range(min(max_requests, len(self._ring) - self._num_warm_up))]
 
     def find(self, request_id: str) -> ScoredRequest | None:
         """The newest request of this id, or None."""
@@ -90,23 +90,23 @@ class RecentRequests:
             return next((r for r in reversed(self._ring) if r.request_id == request_id), None)
 
     def slowest(self) -> list[ScoredRequest]:
-        """Slowest first."""
+        """The slow requests, slowest first."""
         with self._lock:
             return list(self._slow)
 
-    def warm_up_sample(self, most: int) -> list[ScoredRequest]:
+    def warm_up_sample(self, max_requests: int) -> list[ScoredRequest]:
         """Requests that show best whether a version works: half of them the slowest, which have the longest
         lists, then the newest."""
-        slow = self.slowest()[: most // 2]
-        others = (r for r in self.newest(most) if not any(r is s for s in slow))
-        return [*slow, *itertools.islice(others, most - len(slow))]
+        slow = self.slowest()[: max_requests // 2]
+        others = (r for r in self.newest(max_requests) if not any(r is s for s in slow))
+        return [*slow, *itertools.islice(others, max_requests - len(slow))]
 
-    def clear_slow(self) -> None:
-        """Forget slow requests: those before the start were not traffic. They can still be used for
-        warm-up."""
+    def end_warm_up(self) -> None:
+        """Call at the end of the warm-up: forget the slow requests so far, which were not traffic. New
+        versions are still warmed up with them."""
         with self._lock:
             self._slow.clear()
-            self._num_practice = len(self._ring)
+            self._num_warm_up = len(self._ring)
 
     def _is_old(self, now_ms: int) -> bool:
         return any(r.time_ms < now_ms - SLOW_FOR_MS for r in self._slow)

@@ -113,6 +113,8 @@ TOP = 10
 
 
 class Differences(NamedTuple):
+    """How the scores of two versions differ on one request."""
+
     mean_abs: float  # of probabilities, over candidates and tasks
     rank_correlation: float  # Spearman's, of the task that orders; 1 for a single candidate
     top_overlap: float  # share of one version's first TOP slots that is in the other's

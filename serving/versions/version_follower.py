@@ -3,7 +3,7 @@
 
 Manifest and dense file (docs/protocols.md) are verified by checksum before use, and a new version scores
 recent requests before it is served. A version that is damaged or fails is refused with one warning; the
-version in use stays (G5).
+version in use stays (guarantee G5).
 
 The store is authoritative, also after a rollback: if the newest manifest is older than the version in use
 (`roostream checkpoint rollback`), that older version is served again, and withdrawn versions are unloaded. A
@@ -189,13 +189,12 @@ class VersionFollower:
         self.versions.refuse(commit.name, reason, str(error))
 
     def _load(self, manifest: Manifest) -> Version:
-        mine = f"{self.schema.fingerprint:016x}"
-        if manifest.schema != mine:
+        fingerprint = f"{self.schema.fingerprint:016x}"
+        if manifest.schema != fingerprint:
             raise VersionRefusedError(
                 "schema",
-                f"{manifest.name}: expected schema {mine} (serving's), got {manifest.schema} (the "
-                "trainer's); "
-                "restart serving with the trainer's schema",
+                f"{manifest.name}: expected schema {fingerprint} (serving's), got {manifest.schema} (the "
+                "trainer's); restart serving with the trainer's schema",
             )
         self.pause()
         weights = read_weights(self.store, manifest)

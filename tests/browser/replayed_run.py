@@ -86,7 +86,7 @@ class ReplayedRun:
             self.clock.advance(1.0)
             self._beats()
             self.clock.advance(1.0)
-        self.targets.look()
+        self.targets.scrape()
         self.page.observe()
 
     def watch(self, left: int, state: str) -> dict[str, Any]:

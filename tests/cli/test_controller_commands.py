@@ -59,8 +59,10 @@ def test_drain_calls_the_controller_and_shows_the_commit(answer: Header, code: i
 def test_a_protected_controller_is_called_with_the_link_table_of_a_program(tmp_path: Path) -> None:
     (tmp_path / "token").write_text("0123456789abcdef")
     (tmp_path / "worker.toml").write_text('shards = ["a:1"]\n[link]\ntoken_file = "${TOKEN}"\n')
-    keys = LinkCredentials(LinkSecurity(token_file=str(tmp_path / "token")))
-    server = RpcServer(lambda method, header, arrays: ({"held": False, "reason": ""}, ()), keys=keys).start()
+    credentials = LinkCredentials(LinkSecurity(token_file=str(tmp_path / "token")))
+    server = RpcServer(
+        lambda method, header, arrays: ({"held": False, "reason": ""}, ()), credentials=credentials
+    ).start()
     command = ["trainer", "release", "--controller", server.address]
     try:
         without = CliRunner().invoke(cli, command)

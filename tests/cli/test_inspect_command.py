@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from roostream.cli.inspect_batch import inspected, rows
+from roostream.cli.inspect_batch import describe_batch, rows
 from roostream.cli.main import cli
 from roostream.errors import ConfigError
 from roostream.schema.registry import to_toml
@@ -45,7 +45,7 @@ def run(*arguments: str) -> Result:
 
 
 def test_everything_about_a_batch_is_reported() -> None:
-    told = inspected(saved(large(7, 0, 5), Record("samples", 1, 9, 6, None, b"?")))
+    told = describe_batch(saved(large(7, 0, 5), Record("samples", 1, 9, 6, None, b"?")))
     assert [
         (at["topic"], at["partition"], at["first_offset"], at["last_offset"], at["count"])
         for at in told["records"]
@@ -72,7 +72,7 @@ def test_everything_about_a_batch_is_reported() -> None:
 
 
 def test_the_reason_comes_first_and_extreme_values_are_reported() -> None:
-    lines = list(rows(inspected(saved(large(7, 0, 5)))))
+    lines = list(rows(describe_batch(saved(large(7, 0, 5)))))
     assert lines[:2] == [
         ("why", "nothing is finite"),
         ("not finite", "dense weight x: 3 of 9 numbers are not finite"),
@@ -86,7 +86,7 @@ def test_the_reason_comes_first_and_extreme_values_are_reported() -> None:
 
 
 def test_a_batch_without_a_record_that_can_be_read_has_no_numbers() -> None:
-    told = inspected(saved(records=(Record("samples", 0, 0, 0, None, b"?"),), manifest=""))
+    told = describe_batch(saved(records=(Record("samples", 0, 0, 0, None, b"?"),), manifest=""))
     assert told["requests"] == 0 and told["largest"] == [] and told["features"]["age"]["min"] is None
     assert (
         dict(rows(told))["restored"] == "the beginning"
@@ -98,7 +98,7 @@ def test_the_command_prints_what_a_worker_saved(tmp_path: Path) -> None:
     path = SavedBatches(tmp_path).save(saved())
     shown = run(str(path))
     assert shown.exit_code == 0 and "nothing is finite" in shown.output and "samples-1 0..1" in shown.output
-    assert json.loads(run(str(path), "--json").stdout) == inspected(saved())
+    assert json.loads(run(str(path), "--json").stdout) == describe_batch(saved())
 
 
 @pytest.mark.parametrize(
@@ -114,4 +114,4 @@ def test_another_file_is_refused_in_one_sentence(tmp_path: Path, content: bytes 
 
 def test_a_schema_that_can_t_be_read_is_reported() -> None:
     with pytest.raises(ConfigError, match="expected the"):
-        inspected(saved(schema="[["))
+        describe_batch(saved(schema="[["))

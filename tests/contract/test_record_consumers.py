@@ -350,7 +350,7 @@ def test_topics_are_described_by_a_broker(stack: Any) -> None:
     ids = described(log, topics)
     assert set(ids) == set(topics) and len(set(ids.values())) == 2
     watch = TopicWatch(lambda: clients.admin(log.broker), log.prefix, 3, topics)
-    watch.look()
+    watch.check()
     found = watch.problems()
     assert set(found) == {name_of(log.prefix, topic) for topic in topics}
     assert all("4 partitions" in problem for problem in found.values())

@@ -103,11 +103,11 @@ def test_a_sequence_is_jagged_and_its_squares_have_the_same_entries() -> None:
     assert list(sequence.column_L) == ["action"] and len(sequence.column_L["action"]) == sum(length_R)
     with_candidates = [0, 2, 3]
     assert sequence.shape_RN == (3, max(length_R[r] for r in with_candidates))
-    squares = sequence.squares(sequence.index_L).view(sequence.shape_RN)
+    padded = sequence.pad(sequence.index_L).view(sequence.shape_RN)
     mask_RN = (
         torch.ones(sequence.shape_RN, dtype=torch.bool) if sequence.mask_RN is None else sequence.mask_RN
     )
-    for row, mask, r in zip(squares, mask_RN, with_candidates, strict=True):
+    for row, mask, r in zip(padded, mask_RN, with_candidates, strict=True):
         assert (
             row[mask].tolist() == sequence.index_L[sequence.offset_R1[r] : sequence.offset_R1[r + 1]].tolist()
         )

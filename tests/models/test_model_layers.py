@@ -9,7 +9,7 @@ from torch import Tensor
 
 from roostream.models.attention import (
     ListAttention,
-    Squares,
+    QueriesKeysValues,
     TargetAttention,
     attend,
     attend_to_each_other,
@@ -148,12 +148,12 @@ def test_nan_stays_within_its_segment() -> None:
 
 
 def test_padding_has_no_influence_and_no_gradient() -> None:
-    of = Squares(
+    of = QueriesKeysValues(
         *(x.requires_grad_() for x in (randn(2, 2, 4), randn(2, 3, 4, seed=1), randn(2, 3, 4, seed=2)))
     )
     mask = torch.tensor([[True, True, False], [False, False, False]])
     out = attend(of, mask, 2)
-    to = Squares(*torch.autograd.grad(out, of, 2 * out.detach()))
+    to = QueriesKeysValues(*torch.autograd.grad(out, of, 2 * out.detach()))
     far = of.k_GND.detach().clone()
     far[0, 2] += 1e6
     assert torch.equal(out, attend(of._replace(k_GND=far), mask, 2))

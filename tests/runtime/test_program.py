@@ -84,9 +84,9 @@ def test_a_thread_that_waits_in_a_library_does_not_change_the_exit_code(waits: b
         "import atexit, threading; from roostream.runtime.thread_group import ThreadGroup; from "
         "roostream.runtime.program import leave\n"
         "atexit.register(print, 'taken apart')\n"
-        "crew, gone = ThreadGroup(threading.Event()), threading.Event()\n"
-        f"crew.start('rows', gone.wait, {300 if waits else 0})\n"
-        "print(crew.join(0.2)); leave(3)"
+        "threads, gone = ThreadGroup(threading.Event()), threading.Event()\n"
+        f"threads.start('rows', gone.wait, {300 if waits else 0})\n"
+        "print(threads.join(0.2)); leave(3)"
     )
     ended = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False

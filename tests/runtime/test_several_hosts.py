@@ -25,7 +25,7 @@ from roostream.runtime.address import parse_address
 from roostream.runtime.rpc.server import RpcServer
 config = load(ShardConfig, sys.argv[1], program="shard")
 where = lambda method, header, arrays: ({"from": config.listen}, arrays)
-server = RpcServer(where, *parse_address(config.listen), keys=config.link_credentials())
+server = RpcServer(where, *parse_address(config.listen), credentials=config.link_credentials())
 server.start()
 print("listens", flush=True)
 sys.stdin.read()
@@ -37,7 +37,7 @@ from roostream.errors import TransportError
 from roostream.runtime.rpc.client import SocketTransport
 from param_server.config import ShardConfig
 config = load(ShardConfig, sys.argv[1], program="shard")
-transport = SocketTransport(config.controller, keys=config.link_credentials())
+transport = SocketTransport(config.controller, credentials=config.link_credentials())
 for line in sys.stdin:
     try:
         print(transport.call("where", {}, timeout_s=5)[0]["from"], flush=True)

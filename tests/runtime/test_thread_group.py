@@ -15,13 +15,13 @@ from roostream.runtime.thread_group import StopBudget, ThreadGroup
 
 def test_a_thread_that_fails_stops_the_process(caplog: pytest.LogCaptureFixture) -> None:
     stop = threading.Event()
-    crew = ThreadGroup(stop)
-    crew.start("good", lambda: None)
-    crew.start("bad", lambda: 1 / 0)
-    assert stop.wait(10) and crew.join(10) == []
-    assert crew.failed == ["bad"] and "thread bad failed" in caplog.text
+    threads = ThreadGroup(stop)
+    threads.start("good", lambda: None)
+    threads.start("bad", lambda: 1 / 0)
+    assert stop.wait(10) and threads.join(10) == []
+    assert threads.failed == ["bad"] and "thread bad failed" in caplog.text
     with pytest.raises(RuntimeError, match="threads failed: bad") as told:
-        crew.check()
+        threads.check()
     assert isinstance(told.value.__cause__, ZeroDivisionError)
 
 
@@ -29,30 +29,30 @@ def test_an_error_of_a_thread_is_one_sentence(caplog: pytest.LogCaptureFixture) 
     def refuse() -> None:
         raise ConfigError("expected 8 partitions, got 4")
 
-    crew = ThreadGroup(threading.Event())
-    crew.start("topics", refuse)
-    crew.join(10)
+    threads = ThreadGroup(threading.Event())
+    threads.start("topics", refuse)
+    threads.join(10)
     with pytest.raises(ConfigError, match="expected 8 partitions, got 4"):
-        crew.check()
+        threads.check()
     assert "thread topics failed: expected 8 partitions" in caplog.text and "Traceback" not in caplog.text
 
 
 def test_a_thread_that_does_not_end_is_named() -> None:
     release = threading.Event()
-    crew = ThreadGroup(threading.Event())
-    crew.start("slow", release.wait)
-    assert crew.join(0.01) == ["slow"]
+    threads = ThreadGroup(threading.Event())
+    threads.start("slow", release.wait)
+    assert threads.join(0.01) == ["slow"]
     release.set()
-    assert crew.join(10) == []
-    crew.check()
+    assert threads.join(10) == []
+    threads.check()
 
 
 def test_all_threads_share_one_time_limit() -> None:
     release, began_s = threading.Event(), time.monotonic()
-    crew = ThreadGroup(threading.Event())
+    threads = ThreadGroup(threading.Event())
     for _ in range(100):
-        crew.start("slow", release.wait)
-    assert crew.join(0.1) == ["slow"] * 100
+        threads.start("slow", release.wait)
+    assert threads.join(0.1) == ["slow"] * 100
     assert time.monotonic() - began_s < 9, "not a limit for each"
     release.set()
 

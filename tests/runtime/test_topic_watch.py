@@ -12,7 +12,7 @@ import pytest
 from confluent_kafka import KafkaError, KafkaException
 
 from roostream.runtime.kafka import clients
-from roostream.runtime.kafka.topic_watch import LOOK_S, TopicWatch
+from roostream.runtime.kafka.topic_watch import CHECK_INTERVAL_S, TopicWatch
 from roostream.runtime.kafka.topics import DEAD_LETTERS, SAMPLES, TOPICS, partitions_of
 
 
@@ -45,36 +45,36 @@ def test_an_added_partition_is_reported_with_what_to_do_until_it_is_read(
 ) -> None:
     brokers = FakeAdmin()
     watch = watch_of(brokers)
-    watch.look()
+    watch.check()
     assert watch.problems() == {} and caplog.text == ""
     brokers.numbers[f"p.{SAMPLES}"] = 5
     with caplog.at_level(logging.ERROR):
         for _ in range(3):
-            watch.look()
+            watch.check()
     text = watch.problems()[f"p.{SAMPLES}"]
     assert "5 partitions" in text and "topics grow --partitions 5" in text
     assert caplog.text.count(text) == 1, "logged once"
     brokers.away = True
-    watch.look()
+    watch.check()
     assert watch.problems().keys() == {f"p.{SAMPLES}"}, "an outage solves nothing"
     brokers.away = False
     brokers.numbers[f"p.{SAMPLES}"] = 4
-    watch.look()
+    watch.check()
     assert watch.problems() == {}
-    assert LOOK_S < 60
+    assert CHECK_INTERVAL_S < 60
 
 
 def test_a_topic_that_was_deleted_or_created_again_is_reported() -> None:
     """Readers cannot tell: its new records have the offsets of the old ones."""
     brokers = FakeAdmin()
     watch = watch_of(brokers)
-    watch.look()
+    watch.check()
     number = brokers.numbers.pop(f"p.{SAMPLES}")
-    watch.look()
+    watch.check()
     assert "does not exist" in watch.problems()[f"p.{SAMPLES}"]
     brokers.numbers[f"p.{SAMPLES}"], brokers.ids[f"p.{SAMPLES}"] = number, "another"
     for _ in range(2):
-        watch.look()
+        watch.check()
         assert "created again" in watch.problems()[f"p.{SAMPLES}"]
 
 
@@ -82,7 +82,7 @@ def test_dead_letters_have_one_partition_whatever_the_setting() -> None:
     brokers = FakeAdmin()
     brokers.numbers[f"p.{DEAD_LETTERS}"] = 2
     watch = watch_of(brokers)
-    watch.look()
+    watch.check()
     assert "create this topic again" in watch.problems()[f"p.{DEAD_LETTERS}"]
 
 

@@ -9,7 +9,7 @@ from confluent_kafka import KafkaError
 
 from serving.feature_log.format import LogRecord
 from serving.feature_log.sender import KafkaSink
-from serving.rows.row_follower import rows_reading
+from serving.rows.row_follower import rows_consumer_options
 
 
 class Producer:
@@ -71,9 +71,9 @@ def test_a_closed_sink_returns_undelivered_records() -> None:
 
 
 def test_the_rows_topic_is_read_from_the_start_without_skips() -> None:
-    reading = rows_reading("p-", 4)
+    options = rows_consumer_options("p-", 4)
     assert (
-        reading.partitions == (("rows", 0), ("rows", 1), ("rows", 2), ("rows", 3))
-        and reading.topic_names() == "p-rows"
+        options.partitions == (("rows", 0), ("rows", 1), ("rows", 2), ("rows", 3))
+        and options.topic_names() == "p-rows"
     )
-    assert not reading.skip_lost_records and reading.track_end_offsets
+    assert not options.skip_lost_records and options.track_end_offsets

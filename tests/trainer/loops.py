@@ -111,7 +111,7 @@ def build(
     records: Sequence[Record],
     *,
     partitions: tuple[Partition, ...] = PARTITIONS,
-    rewire: Callable[[LoopDependencies], LoopDependencies] = lambda wiring: wiring,
+    rewire: Callable[[LoopDependencies], LoopDependencies] = lambda dependencies: dependencies,
     **settings: Any,
 ) -> Built:
     """`rewire`: what is to be connected otherwise."""
@@ -124,14 +124,14 @@ def build(
     outputs = MemoryOutputs()
     whole = {"batch_requests": 4, **settings}
     config = LoopConfig(**{"first_batch_requests": whole["batch_requests"], **whole})
-    wiring = LoopDependencies(
+    dependencies = LoopDependencies(
         source=RecordSource(reader, Decoder(schema, {}.get), clock, max_wait_ms=config.max_batch_wait_ms),
         rows=ShardRows(FakeRows(schema, [transport])),  # type: ignore[arg-type]
         outputs=outputs,
         clock=clock,
         on_freshness=lambda stage, ms: stages.append((stage, ms)),
     )
-    loop = TrainLoop(config, schema, samples.MODEL, rewire(wiring))
+    loop = TrainLoop(config, schema, samples.MODEL, rewire(dependencies))
     return Built(loop, reader, shard, transport, clock, outputs, stages)
 
 

@@ -51,15 +51,18 @@ def pipelined(
     pace.free = seed is None
     made: list[Any] = []
 
-    def rewire(wiring: LoopDependencies) -> LoopDependencies:
-        stages = StageTimer(wiring.clock)
-        rows = PacedRows(wiring.rows, pace)
+    def rewire(dependencies: LoopDependencies) -> LoopDependencies:
+        stages = StageTimer(dependencies.clock)
+        rows = PacedRows(dependencies.rows, pace)
         late = AsyncRows(rows, stages)
 
         def open_source() -> PacedBatches:
-            old: Any = wiring.source
+            old: Any = dependencies.source
             source = PacedBatches(
-                old.consumer, Decoder(samples.schema(), {}.get), wiring.clock, max_wait_ms=old.max_wait_ms
+                old.consumer,
+                Decoder(samples.schema(), {}.get),
+                dependencies.clock,
+                max_wait_ms=old.max_wait_ms,
             )
             source.pace = pace
             return source
@@ -73,7 +76,7 @@ def pipelined(
             )
             return made[-1]
 
-        return dataclasses.replace(wiring, source=source, rows=late, feed=feed, stages=stages)
+        return dataclasses.replace(dependencies, source=source, rows=late, feed=feed, stages=stages)
 
     built = build(records, rewire=rewire, **settings)
     source, rows, feed = made

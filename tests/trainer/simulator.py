@@ -384,14 +384,14 @@ class Simulation:
             )  # type: ignore[arg-type]
 
         decoder, clock = Decoder(self.site.schema, self.site.registry), self._clock(f"worker {index}")
-        wiring = LoopDependencies(
+        dependencies = LoopDependencies(
             source=self._source(RecordSource(read(PARTITIONS), decoder, clock, max_wait_ms=500, reopen=read)),
             rows=ShardRows(self._rows(index)),  # type: ignore[arg-type]
             outputs=self.outputs,
             clock=clock,
         )
-        loop = TrainLoop(self.config, self.site.schema, samples.MODEL, wiring)
-        identity, team = self.site.identity(self.facts), self._team(index, wiring.rows)
+        loop = TrainLoop(self.config, self.site.schema, samples.MODEL, dependencies)
+        identity, team = self.site.identity(self.facts), self._team(index, dependencies.rows)
         return Worker(loop, self.outputs, self._store(f"worker {index}"), identity, index, team)
 
     def _team(self, index: int, rows: Any) -> Rendezvous:

@@ -181,9 +181,9 @@ def test_impressions_that_cannot_be_trained_after_a_restore_are_reported(
 
 def test_an_impression_with_non_finite_gradients_is_left_out_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     built = build(N24, **ON)
-    train = built.loop.descent.train_unscored
+    train = built.loop.dense_trainer.train_unscored
     monkeypatch.setattr(
-        built.loop.descent,
+        built.loop.dense_trainer,
         "train_unscored",
         lambda pulled, targets: 7 not in pulled.part.batch.sample_id_R and train(pulled, targets),
     )

@@ -108,7 +108,8 @@ def test_an_unexpected_error_saves_its_batch_for_the_next_process(
     assert saved.reason == 'ValueError("shapes don\'t match")' and len(saved.records) == 4
     assert not saved.findings
     loop = build(
-        samples.records([1]), rewire=lambda wiring: dataclasses.replace(wiring, saved=SavedBatches(tmp_path))
+        samples.records([1]),
+        rewire=lambda dependencies: dataclasses.replace(dependencies, saved=SavedBatches(tmp_path)),
     ).loop
     assert FailurePolicy(loop, 0).saved == path
 

@@ -355,8 +355,8 @@ class Noting:
     def poll(self, max_requests: int, timeout_s: float, partition: Partition | None = None) -> Chunk | None:
         return self._note("poll")
 
-    def rest(self, max_requests: int) -> Chunk | None:
-        return self._note("rest")
+    def poll_remaining(self, max_requests: int) -> Chunk | None:
+        return self._note("poll_remaining")
 
     def seek(self, at: Progress, leader_epochs: Mapping[Partition, int] = MappingProxyType({})) -> None:
         self._note("seek")
@@ -380,10 +380,10 @@ def test_the_source_is_used_from_one_thread() -> None:
     assert isinstance(noting, Noting)
     source.seek({})
     assert source.submit(lambda: source.poll(1, 0.0)).result() is None, "from within it too"
-    source.rest(1)
+    source.poll_remaining(1)
     source.close()
     source.close()
-    assert [what for what, _ in noting.calls] == ["open", "seek", "poll", "rest", "close"]
+    assert [what for what, _ in noting.calls] == ["open", "seek", "poll", "poll_remaining", "close"]
     (thread,) = {ident for _, ident in noting.calls}
     assert thread != threading.get_ident()
 

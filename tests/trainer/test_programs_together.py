@@ -18,7 +18,7 @@ import torch
 
 from param_server.client import Client
 from param_server.key_value_store import MemoryKeyValueStore
-from roostream.cli.inspect_batch import inspected
+from roostream.cli.inspect_batch import describe_batch
 from roostream.errors import HeldError, UnavailableError
 from roostream.runtime import manifest as manifests
 from roostream.runtime.checkpoint_store import FileStore
@@ -92,7 +92,7 @@ class MemoryLookout:
     def __init__(self, source: MemoryConsumer) -> None:
         self.source = source
 
-    def look(self, committed: Progress) -> Backlog | None:
+    def count(self, committed: Progress) -> Backlog | None:
         ends = self.source.end_offsets()
         return Backlog(sum(end - committed.get(p, 0) for p, end in ends.items()), ends)
 
@@ -162,9 +162,9 @@ class Together:
         )
         parts: dict[str, Any] = {"source": batches, "rows": rows, "feed": feed, "outputs": outputs}
         saved = SavedBatches(home) if home else None
-        wiring = LoopDependencies(**parts, clock=self.clock, stages=stages, saved=saved)
+        dependencies = LoopDependencies(**parts, clock=self.clock, stages=stages, saved=saved)
         identity = samples.identity(num_shards=2)
-        loop = (SpoiltLoop if spoilt else TrainLoop)(settings, samples.schema(), samples.MODEL, wiring)
+        loop = (SpoiltLoop if spoilt else TrainLoop)(settings, samples.schema(), samples.MODEL, dependencies)
         worker = Worker(loop, outputs, self.store, identity, index)
         monitor = Monitor(worker, self.clock, CaughtUpLimits(lag_ms=5000))
         stop, left, clock = Stop(), threading.Event(), Ahead()
@@ -207,7 +207,7 @@ class Together:
 
         def look() -> None:
             while not self.stop.wait(0.05):
-                watch.look()
+                watch.check()
 
         self._thread(look)
 
@@ -324,7 +324,7 @@ def test_persistent_non_finite_numbers_hold_training_and_name_the_batch(
     (hold,) = together.controller.status()["holds"]
     found = re.search(r"dense weights.* 3 times .*`roostream inspect batch (\S+)` shows", hold["reason"])
     assert hold["kind"] == "permanent" and hold["member"] == "worker 0" and found, hold
-    told = inspected(decode(Path(found[1]).read_bytes(), found[1]))
+    told = describe_batch(decode(Path(found[1]).read_bytes(), found[1]))
     assert told["requests"] == 4 and told["findings"][0].startswith("dense weight ")
     assert manifests.newest(together.store) is None
 

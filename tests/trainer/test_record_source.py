@@ -62,7 +62,7 @@ def test_a_seek_drops_what_was_read() -> None:
     source = Case(samples.records([1, 2, 3])).source
     assert source.poll(4, 0.0) is None
     source.seek({EVEN: 0, ODD: 1})
-    assert source.rest(4) is None and source.positions() == {EVEN: 0, ODD: 1}
+    assert source.poll_remaining(4) is None and source.positions() == {EVEN: 0, ODD: 1}
     assert ids(source.poll(2, 0.0)) == [2, 3]
 
 
@@ -206,5 +206,5 @@ def test_waiting_corrections_are_what_is_left_at_a_bound_and_are_read_again_afte
     case.source.bound({})
     case.source.seek({})
     assert case.poll() == []
-    rest = case.source.rest(4)
+    rest = case.source.poll_remaining(4)
     assert rest is not None and rest.batch.num_requests == 3

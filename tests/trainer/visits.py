@@ -169,7 +169,7 @@ def log_losses(predicted: list[pb.Prediction]) -> np.ndarray:
 def assert_serving_scores_as(loop: TrainLoop, config: ModelConfig, records: Iterable[Record]) -> None:
     """A version of the loop's weights, made from `config`, scores these requests alone as the loop scores
     them."""
-    version = build_version("1-1", SCHEMA, config, 0, loop.descent.scorer.state_dict())
+    version = build_version("1-1", SCHEMA, config, 0, loop.dense_trainer.scorer.state_dict())
     for record in records:
         batch, _ = Decoder(SCHEMA, {}.get).decode([record])
         _, sample = wire.decode(record.value)

@@ -93,9 +93,9 @@ def places(place: str | Path, table: str = "samples") -> Counter[tuple[int, int]
 def rows_at(place: str | Path, table: str = "samples") -> Counter[tuple[int, int, int]]:
     """(partition, offset, sample id) of every row of a table → how often it is there."""
     warehouse, found = Warehouse(place), Counter[tuple[int, int, int]]()
-    forms: dict[str, ColumnType] = {name: REQUEST[name] for name in ("offset", "sample_id")}
+    column_types: dict[str, ColumnType] = {name: REQUEST[name] for name in ("offset", "sample_id")}
     for file in warehouse.tables[table].snapshot().files:
-        columns, _ = warehouse.open_file(table, file).columns(forms)
+        columns, _ = warehouse.open_file(table, file).columns(column_types)
         pairs = zip(columns["offset"].values.tolist(), columns["sample_id"].values.tolist(), strict=True)
         found.update((file.partition, offset, id_) for offset, id_ in pairs)
     return found

@@ -75,7 +75,9 @@ def decoded(reader: Schema, records: list[Record], *writers: Schema) -> Batch:
 def rows_of(writer: Schema, records: list[Record]) -> FileRows:
     """Their columns, whole."""
     batch = decoded(uncut_schema(writer), records)
-    return FileRows(columns=columns_of(batch), forms=column_types(writer), counts_R=batch.num_candidates_R)
+    return FileRows(
+        columns=columns_of(batch), column_types=column_types(writer), counts_R=batch.num_candidates_R
+    )
 
 
 def place_of(writer: Schema, partition: int = 3, table: str = "samples") -> FileKey:

@@ -25,7 +25,7 @@ def small_warehouse(place: Path) -> Schema:
     for n, day in enumerate(DAYS):
         rows = rows_of(schema, rich_records(schema, ROWS))
         file = write_rows(store, rows, dataclasses.replace(place_of(schema), day=day))
-        table.widen(rows.forms)
+        table.widen(rows.column_types)
         table.commit(
             [file], progress={"samples/topic/3": ProgressStep(n * ROWS if n else None, (n + 1) * ROWS)}
         )

@@ -14,8 +14,8 @@ from roostream.warehouse.archive import (
     correction_rows,
     group_by_day,
     group_by_writer,
-    sample_forms,
     sample_rows,
+    sample_types,
     split_rows,
 )
 from roostream.warehouse.data_file import day_of
@@ -45,7 +45,7 @@ def read_back(store: FileStore, schema: Schema, records: list[Record]) -> list[t
     rows, dead = sample_rows(schema, records)
     assert not dead
     reading = SampleFile(store, "samples", write_rows(store, rows, place_of(schema)))
-    return [*rebuild_records(schema, *reading.columns(sample_forms(schema)))]
+    return [*rebuild_records(schema, *reading.columns(sample_types(schema)))]
 
 
 def test_samples_rebuilt_from_a_file_equal_those_of_the_topic(tmp_path: Path) -> None:
@@ -151,7 +151,7 @@ def test_a_correction_names_its_sample_and_its_labels(tmp_path: Path) -> None:
     assert not dead
     store = FileStore(tmp_path)
     reading = SampleFile(store, "corrections", write_rows(store, rows, place_of(SCHEMA, table="corrections")))
-    columns, counts_R = reading.columns(rows.forms)
+    columns, counts_R = reading.columns(rows.column_types)
     assert counts_R.tolist() == [1, 1] and columns["item"].values.tolist() == [77, 78]
     assert columns["label__click"].values.tolist() == [1.0, 0.0]
     assert columns["label_before__click"].values.tolist() == [0.0, 1.0]
@@ -162,13 +162,17 @@ def test_a_correction_names_its_sample_and_its_labels(tmp_path: Path) -> None:
 def test_rows_with_too_many_values_for_one_file_are_split_between_requests() -> None:
     rows, _ = sample_rows(SCHEMA, keyed(rich_records(SCHEMA, 40)))
     most = max(
-        len(column.values) for name, column in rows.columns.items() if rows.forms[name].of == "candidate"
+        len(column.values)
+        for name, column in rows.columns.items()
+        if rows.column_types[name].of == "candidate"
     )
     pieces = split_rows(rows, max_values=most // 3)
     assert len(pieces) > 3 and split_rows(rows) == [rows]
     for name, column in rows.columns.items():
         parts = [piece.columns[name].values for piece in pieces]
-        assert np.concatenate(parts).tolist() == column.values.tolist() or rows.forms[name].dtype == "f4"
+        assert (
+            np.concatenate(parts).tolist() == column.values.tolist() or rows.column_types[name].dtype == "f4"
+        )
         assert all(
             len(part) <= most // 3 or len(piece.counts_R) == 1
             for part, piece in zip(parts, pieces, strict=True)

@@ -20,8 +20,8 @@ from roostream.warehouse.archive import (
     DeadRecord,
     progress_name,
     rows_by_day,
-    sample_forms,
     sample_rows,
+    sample_types,
 )
 from roostream.warehouse.archiver_program import METRICS, check_has_schemas, metrics_of, own_partitions
 from roostream.warehouse.config import ArchiverConfig
@@ -172,7 +172,7 @@ def test_a_record_that_cannot_be_stored_becomes_a_dead_letter_and_others_are_arc
     stored = {}
     for file in warehouse.samples.snapshot().files:
         opened = warehouse.open_file("samples", file)
-        columns, counts_R = opened.columns(sample_forms(SCHEMA))
+        columns, counts_R = opened.columns(sample_types(SCHEMA))
         rebuilt = rebuild_records(SCHEMA, columns, counts_R)
         stored |= dict(zip(columns["offset"].values.tolist(), rebuilt, strict=True))
         wire_batch = decoded(SCHEMA, [records[n] for n in sorted(columns["offset"].values.tolist())])

@@ -15,7 +15,7 @@ import pytest
 from roostream.errors import CheckpointError, UnavailableError
 from roostream.runtime.clock import FakeClock
 from roostream.schema.ids import key_bytes, sample_id
-from roostream.warehouse.archive import sample_forms
+from roostream.warehouse.archive import sample_types
 from roostream.warehouse.compact import (
     Compactor,
     compact_name,
@@ -112,7 +112,7 @@ def test_sealed_samples_are_rebuilt_byte_for_byte(tmp_path: Path) -> None:
     seal_all(a_compactor(tmp_path, max_rows=20))
     warehouse, found = Warehouse(tmp_path), {}
     for file in warehouse.samples.snapshot().files:
-        columns, counts_R = warehouse.open_file("samples", file).columns(sample_forms(SCHEMA))
+        columns, counts_R = warehouse.open_file("samples", file).columns(sample_types(SCHEMA))
         found |= dict(
             zip(columns["offset"].values.tolist(), rebuild_records(SCHEMA, columns, counts_R), strict=True)
         )

@@ -140,14 +140,14 @@ def test_a_replacement_is_committed_after_a_concurrent_append(tmp_path: Path) ->
 
 def test_new_columns_are_added_once(tmp_path: Path) -> None:
     table, stale = opened(tmp_path), opened(tmp_path)
-    forms = {
+    column_types = {
         "ro__age": ColumnType("request", "float", "f4"),
         "nro__topics": ColumnType("candidate", "id", "i8", is_list=True),
     }
-    assert table.widen(forms) == []
+    assert table.widen(column_types) == []
     version = table.snapshot().version
-    table.widen(forms)
-    assert stale.widen(forms) == []
+    table.widen(column_types)
+    assert stale.widen(column_types) == []
     assert table.snapshot().version == version, "what is there isn't committed again"
     table.commit([written(tmp_path, 0, 9)], progress={"samples/t/0": ProgressStep(None, 10)})
     assert table.widen({"ro__age": ColumnType("request", "id", "i8", is_list=True)}) == ["ro__age"]

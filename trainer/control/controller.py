@@ -241,41 +241,41 @@ class Controller:
         """Plain values for `status` and metrics."""
         readers = self.readers() if self.readers else None  # outside the lock, because it calls `session_now`
         with self._changed:
-            it, now_s = self.coordinator, self.clock.monotonic_s()
+            coordinator, now_s = self.coordinator, self.clock.monotonic_s()
             device_s = self.device_time.by_name()
             return {
                 "readers": readers,
                 "freshness": self.freshness(),
                 "topic_problems": dict(self.topic_problems()),
-                "state": str(it.state),
-                "reason": it.reason,
+                "state": str(coordinator.state),
+                "reason": coordinator.reason,
                 "away": self.outage,
-                "incarnation": it.incarnation,
-                "seq": it.seq,
-                "manifest": it.last.name if it.last else "",
-                "trained": it.last.manifest.num_trained if it.last else 0,
-                "commit_age_ms": (now_s - it.committed_at_s) * 1000,
-                "committed_at_ms": self._wall.of(it.committed_at_s),
-                "commit_ms": it.commit_s * 1000,
-                "paused_ms": it.paused_s * 1000,
-                "phases_ms": {name: seconds * 1000 for name, seconds in it.phases_s.items()},
-                "commits": it.num_commits,
-                "aborts": it.num_aborts,
-                "abort_reason": it.abort_reason,
-                "rollbacks": it.num_rollbacks,
-                "workers": it.membership.num_workers,
-                "wanted_workers": it.membership.wanted_workers,
-                "holds": [it.holds.now._asdict()] if it.holds.now else [],
-                "rivals": it.membership.rivals(now_s),
+                "incarnation": coordinator.incarnation,
+                "seq": coordinator.seq,
+                "manifest": coordinator.last.name if coordinator.last else "",
+                "trained": coordinator.last.manifest.num_trained if coordinator.last else 0,
+                "commit_age_ms": (now_s - coordinator.committed_at_s) * 1000,
+                "committed_at_ms": self._wall.of(coordinator.committed_at_s),
+                "commit_ms": coordinator.commit_s * 1000,
+                "paused_ms": coordinator.paused_s * 1000,
+                "phases_ms": {name: seconds * 1000 for name, seconds in coordinator.phases_s.items()},
+                "commits": coordinator.num_commits,
+                "aborts": coordinator.num_aborts,
+                "abort_reason": coordinator.abort_reason,
+                "rollbacks": coordinator.num_rollbacks,
+                "workers": coordinator.membership.num_workers,
+                "wanted_workers": coordinator.membership.wanted_workers,
+                "holds": [coordinator.holds.now._asdict()] if coordinator.holds.now else [],
+                "rivals": coordinator.membership.rivals(now_s),
                 "device_s": device_s,
                 "device_ratio": ratios(device_s),
-                "initial": self._eta.estimate(it.phases.progress(), self._num_trained(), now_s),
-                "news": it.has_uncommitted_steps(),
+                "initial": self._eta.estimate(coordinator.phases.progress(), self._num_trained(), now_s),
+                "news": coordinator.has_uncommitted_steps(),
                 "members": {
                     str(k): {"incarnation": m.incarnation, "silent_ms": (now_s - m.seen_s) * 1000}
-                    for k, m in it.members.items()
+                    for k, m in coordinator.members.items()
                 },
-                "reports": {str(key): member.report for key, member in it.members.items()},
+                "reports": {str(key): member.report for key, member in coordinator.members.items()},
             }
 
     def _num_trained(self) -> float | None:
@@ -297,26 +297,40 @@ class Controller:
     def _beat(self, header: Header) -> Header:
         key = Key(str(header["role"]), int(header["index"]))
         with self._changed:
-            it = self.coordinator
+            coordinator = self.coordinator
             session, incarnation = int(header["session"]), int(header["incarnation"])
             results, report = header.get("results", ()), dict(header.get("report", {}))
             process = str(header.get("process", ""))
-            refused = it.beat(key, session, incarnation, results, report, self.clock.monotonic_s(), process)
+            refused = coordinator.beat(
+                key, session, incarnation, results, report, self.clock.monotonic_s(), process
+            )
             if refused:
                 if self.long_poll_s:
-                    self._changed.wait_for(lambda: it.state is State.FENCED, self.long_poll_s)
+                    self._changed.wait_for(lambda: coordinator.state is State.FENCED, self.long_poll_s)
                 self._raise_if_fenced()
-                return {"commands": [], "incarnation": it.incarnation, "refused": refused}
+                return {"commands": [], "incarnation": coordinator.incarnation, "refused": refused}
             self._changed.notify_all()
             if self.long_poll_s:
                 self._changed.wait_for(
-                    lambda: it.commands(key) or it.state is State.FENCED or self._leave_fields(key),
+                    lambda: (
+                        coordinator.commands(key)
+                        or coordinator.state is State.FENCED
+                        or self._leave_fields(key)
+                    ),
                     self.long_poll_s,
                 )
             self._raise_if_fenced()
-            hold = it.holds.now.describe() if it.holds.now and it.state is State.HELD else ""
-            answer = {"commands": it.commands(key), "incarnation": it.incarnation, "hold": hold}
-            answer["standby"] = key not in it.membership.everyone
+            hold = (
+                coordinator.holds.now.describe()
+                if coordinator.holds.now and coordinator.state is State.HELD
+                else ""
+            )
+            answer = {
+                "commands": coordinator.commands(key),
+                "incarnation": coordinator.incarnation,
+                "hold": hold,
+            }
+            answer["standby"] = key not in coordinator.membership.everyone
             return answer | self._leave_fields(key)
 
     def _leave_fields(self, key: Key) -> dict[str, Any]:
@@ -333,53 +347,60 @@ class Controller:
 
         Waits until what is trained is committed, within the notice."""
         with self._changed:
-            it = self.coordinator
+            coordinator = self.coordinator
             if key == Key("controller", 0):
                 check_notice(notice_s)
                 self._leave_within(notice_s)
             else:
-                it.membership.ask_to_leave(key, notice_s, self.clock.monotonic_s())
+                coordinator.membership.ask_to_leave(key, notice_s, self.clock.monotonic_s())
             self._changed.notify_all()
-            done = self._changed.wait_for(lambda: it.can_leave(self.clock.monotonic_s()), notice_s)
-            why = "" if done else f"the controller is {it.state}: {it.reason}"
-            return {"seq": it.seq, "committed": bool(done), "why": why}
+            done = self._changed.wait_for(lambda: coordinator.can_leave(self.clock.monotonic_s()), notice_s)
+            why = "" if done else f"the controller is {coordinator.state}: {coordinator.reason}"
+            return {"seq": coordinator.seq, "committed": bool(done), "why": why}
 
     def _commit_now(self, timeout_s: float) -> Header:
         """Commit what is trained, if anything is new, and wait for it. A commit that was cut earlier does not
         count."""
         with self._changed:
-            it = self.coordinator
-            enough = it.num_commits + (2 if it.commit else 1)
-            it.want_commit()
+            coordinator = self.coordinator
+            enough = coordinator.num_commits + (2 if coordinator.commit else 1)
+            coordinator.want_commit()
             settled = (State.RUNNING, State.COMMITTING)
             done = self._changed.wait_for(
-                lambda: it.num_commits >= enough or (it.state in settled and not it.has_uncommitted_steps()),
+                lambda: (
+                    coordinator.num_commits >= enough
+                    or (coordinator.state in settled and not coordinator.has_uncommitted_steps())
+                ),
                 timeout_s,
             )
-            return {"seq": it.seq, "committed": bool(done)}
+            return {"seq": coordinator.seq, "committed": bool(done)}
 
     def _scale(self, count: int, timeout_s: float) -> Header:
         """Train with `count` workers from the next commit on, and wait until they do. After a timeout the
         request stays; `why` says what is missing. Raises ConfigError: there cannot be that many, or the
         controller follows the connected workers."""
         with self._changed:
-            it = self.coordinator
-            if it.config.follow_workers:
+            coordinator = self.coordinator
+            if coordinator.config.follow_workers:
                 raise ConfigError(
                     "follow_workers is set, so all connected workers train; start or stop workers instead"
                 )
-            it.membership.want(count)
+            coordinator.membership.want(count)
 
             def is_running() -> bool:
-                return it.membership.num_workers == count and it.state is State.RUNNING
+                return coordinator.membership.num_workers == count and coordinator.state is State.RUNNING
 
-            self._changed.wait_for(lambda: it.state is State.FENCED or is_running(), timeout_s)
+            self._changed.wait_for(lambda: coordinator.state is State.FENCED or is_running(), timeout_s)
             self._raise_if_fenced()
             why = ""
             if not is_running():
-                missing = ", ".join(it.membership.absent(count))
-                why = f"it waits for {missing}" if missing else f"the controller is {it.state}: {it.reason}"
-            return {"workers": it.membership.num_workers, "running": is_running(), "why": why}
+                missing = ", ".join(coordinator.membership.absent(count))
+                why = (
+                    f"it waits for {missing}"
+                    if missing
+                    else f"the controller is {coordinator.state}: {coordinator.reason}"
+                )
+            return {"workers": coordinator.membership.num_workers, "running": is_running(), "why": why}
 
     def _release(self) -> Header:
         """End the hold; the next incarnation restores everyone."""

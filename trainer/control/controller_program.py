@@ -80,7 +80,7 @@ def run_until_stopped(config: ControllerConfig, stop: Stop) -> None:
         leases.save_if_due()
 
     host, port = parse_address(config.listen)
-    server = RpcServer(master.extend(controller.handle), host, port, keys=config.link_credentials())
+    server = RpcServer(master.extend(controller.handle), host, port, credentials=config.link_credentials())
     server.start()
     log.info("controller listens on %s", server.address)
     threads = ThreadGroup(stop)
@@ -102,6 +102,7 @@ def run_until_stopped(config: ControllerConfig, stop: Stop) -> None:
 
 
 def coordinator_config(config: ControllerConfig, identity: DeploymentIdentity) -> CoordinatorConfig:
+    """The coordinator's settings, from those of the controller."""
     return CoordinatorConfig(
         schema=f"{identity.schema.fingerprint:016x}",
         seed=config.seed,
@@ -178,7 +179,7 @@ def _metrics(status: dict[str, Any]) -> dict[str, Any]:
         "roostream_controller_history_left_records": (status["initial"] or {"left": 0})["left"],
     }
     if readers := status["readers"]:
-        shown["roostream_controller_readers"] = {what: readers[what] for what in ("wanted", "there")}
+        shown["roostream_controller_readers"] = {state: readers[state] for state in ("wanted", "there")}
         shown["roostream_controller_splits_wanted"] = readers["splits_wanted"]
         shown["roostream_controller_leases_expired_total"] = readers["leases_expired"]
     return shown

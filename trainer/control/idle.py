@@ -25,7 +25,7 @@ from trainer.control.controller import Controller
 
 log = logging.getLogger("roostream.controller")
 
-LOOK_S = 1.0
+CHECK_INTERVAL_S = 1.0
 _MAX_GAP_S = 10.0  # a quiet period does not continue over a longer gap between two readings
 _MAX_MARKERS = 1000  # per partition; more offsets than this must contain records
 _PEEK_S = 0.5
@@ -51,6 +51,8 @@ class Backlog(NamedTuple):
 
 
 class IdleAction(enum.StrEnum):
+    """What to do about the hold for lack of input."""
+
     NOTHING = "nothing"
     HOLD = "hold"
     RELEASE = "release"
@@ -69,7 +71,8 @@ class IdleDetector:
         self._ends: Progress = {}
 
     def observe(self, now_s: float, backlog: Backlog | None, *, held: bool) -> IdleAction:
-        """`backlog`: None = unknown now. `held`: training is on hold for lack of input."""
+        """Decide by one reading of the backlog. `backlog`: None = unknown now. `held`: training is on hold
+        for lack of input."""
         if held != self._held or now_s < self._seen_s:
             self._held, self._held_s, self._quiet_s, self._unread_s = held, now_s, None, None
         if backlog is None or now_s - self._seen_s > _MAX_GAP_S:
@@ -110,7 +113,7 @@ class BacklogProbe:
         self._before: tuple[Progress, Progress] | None = None  # starts and ends of the last probe
         self._read: tuple[Progress, Progress] | None = None  # records were found between these offsets
 
-    def look(self, committed: Progress) -> Backlog | None:
+    def count(self, committed: Progress) -> Backlog | None:
         """Backlog behind `committed`, of its topics and `samples`. A partition that is missing counts from
         its oldest record. None: Kafka does not answer now."""
         try:
@@ -158,21 +161,23 @@ class IdleHoldWatcher:
     def __init__(
         self, controller: Controller, probe: BacklogProbe, detector: IdleDetector, clock: Clock
     ) -> None:
-        self.controller, self.probe, self.detector, self.clock = controller, probe, detector, clock
+        self.controller, self.backlog_probe, self.detector, self.clock = controller, probe, detector, clock
 
     def run(self, stop: threading.Event) -> None:
         """Run until `stop`. An unexpected error ends the hold, because nothing else would."""
-        while not stop.wait(LOOK_S):
+        while not stop.wait(CHECK_INTERVAL_S):
             try:
-                self.look()
+                self.check()
             except Exception:
                 log.exception("the backlog cannot be determined, so workers are not released")
                 self.controller.end_idle()
 
-    def look(self) -> IdleAction:
+    def check(self) -> IdleAction:
         """Probe once and act on it."""
         committed, held = self.controller.committed()
-        action = self.detector.observe(self.clock.monotonic_s(), self.probe.look(committed), held=held)
+        action = self.detector.observe(
+            self.clock.monotonic_s(), self.backlog_probe.count(committed), held=held
+        )
         if action is IdleAction.HOLD:
             self.controller.hold_idle(f"nothing to read for {self.detector.rule.hold_s:g} s")
         elif action is IdleAction.RELEASE:

@@ -1,9 +1,11 @@
 """Assigns splits of the current warehouse session to input readers, and decides how many readers are wanted
-(the master of Zhao et al., §III). `reader` programs call `lease`, workers call `want` (docs/protocols.md,
-"Readers").
+(the master of Zhao et al., "Understanding data storage and ingestion", §III).
 
-The master has no durable state: training progress is in the manifest, so a new controller starts from what
-workers report. A new incarnation voids all leases, and calls of an older incarnation are rejected."""
+A `reader` program calls `lease` to get splits to read. A worker calls `want` to say which splits it waits
+for, and learns which readers have them (docs/protocols.md, "Readers"). The master has no durable state:
+training progress is in the manifest, so a new controller starts from what workers report. A new incarnation
+voids all leases, and calls of an older incarnation are rejected.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ from roostream.warehouse.readers.prefetch_scaler import ReaderScaler
 
 log = logging.getLogger("roostream.controller")
 
-LONG_POLL_S = 0.25  # a call waits this long for news
+LONG_POLL_S = 0.25  # a call of `lease` waits this long for splits
 SILENT_S = 10.0  # a reader or worker without a call for longer is forgotten
 LEASES_FILE = "control/leases"
 """Plain JSON of `LeaseLog.body`, for inspection only: no program continues from it."""
@@ -46,19 +48,19 @@ class _Caller:
 
 
 class ReaderMaster:
-    """`handle` serves calls from any thread."""
+    """Leases splits to readers. `handle` serves calls from any thread."""
 
     def __init__(
         self,
         trained: Trained,
         schema: Schema,
         clock: Clock,
-        count: ReaderCountConfig | None = None,
+        limits: ReaderCountConfig | None = None,
         long_poll_s: float = LONG_POLL_S,
     ) -> None:
-        count = count or ReaderCountConfig()
+        limits = limits or ReaderCountConfig()
         self.trained, self.schema, self.clock, self.long_poll_s = trained, schema, clock, long_poll_s
-        self.count = ReaderScaler(min_readers=count.min_readers, max_readers=count.max_readers)
+        self.scaler = ReaderScaler(min_readers=limits.min_readers, max_readers=limits.max_readers)
         self.log = LeaseLog()
         self.leases = self._no_leases()
         self._current: tuple[int, str] = 0, ""  # incarnation, digest of the session
@@ -94,18 +96,17 @@ class ReaderMaster:
         one, without leases."""
         reader, free = str(header["reader"]), min(int(header["free"]), MAX_WANTED)
         with self._changed:
-            session = self._look()
+            session = self._current_session()
             now_s = self.clock.monotonic_s()
             self._readers[reader] = _Caller(seen_s=now_s, header=header)
             if header.get("leaving"):
                 self.leases.release(reader)
                 del self._readers[reader]
                 return {"incarnation": self._current[0], "session": "", "leases": []}
-            known = (int(header["incarnation"]), str(header["session"])) == self._current
             had = {lease.grant for lease in self.leases.renew(reader, now_s)}
-            if free and known and not self._granted(reader, free) and self.long_poll_s:
+            if free and not self._is_outdated(header) and not self._grant(reader, free) and self.long_poll_s:
                 self._changed.wait_for(
-                    lambda: self._granted(reader, free) or self._look_changed(header), self.long_poll_s
+                    lambda: self._grant(reader, free) or self._is_outdated(header), self.long_poll_s
                 )
             leases = self.leases.renew(reader, self.clock.monotonic_s())
             if any(lease.grant not in had for lease in leases):
@@ -116,21 +117,21 @@ class ReaderMaster:
                 answer |= {"input": session.plain(), "schema": to_toml(self.schema)}
             return answer
 
-    def _granted(self, reader: str, free: int) -> bool:
-        """Grant leases; whether there was any."""
-        got = [self.leases.lease(reader, self.clock.monotonic_s()) for _ in range(free)]
-        return any(lease is not None for lease in got)
+    def _grant(self, reader: str, free: int) -> bool:
+        """Grant up to `free` leases; return whether there was any to grant."""
+        leases = [self.leases.lease(reader, self.clock.monotonic_s()) for _ in range(free)]
+        return any(lease is not None for lease in leases)
 
-    def _look_changed(self, header: Header) -> bool:
-        self._look()
+    def _is_outdated(self, header: Header) -> bool:
+        """Whether the caller knows another incarnation or session than the current one."""
+        self._current_session()
         return (int(header["incarnation"]), str(header["session"])) != self._current
 
     def _want(self, header: Header) -> Header:
         """Record the splits that a worker waits for; the answer says which readers have them."""
         worker = int(header["worker"])
         with self._changed:
-            self._look()
-            if (int(header["incarnation"]), str(header["session"])) != self._current:
+            if self._is_outdated(header):
                 raise FencedError(
                     f"expected a worker of incarnation {self._current[0]} and its session, got another; "
                     "wait for RESTORE"
@@ -144,9 +145,9 @@ class ReaderMaster:
             known = {name: str(seen.header["at"]) for name, seen in self._readers.items()}
             return {"holders": [tuple(lease) for lease in holders], "readers": known}
 
-    def _look(self) -> TableInput | None:
-        """The session that is trained now. A new incarnation or session starts without leases. Holds the
-        lock."""
+    def _current_session(self) -> TableInput | None:
+        """The session that is trained now. If the incarnation or session is new, all leases end. The caller
+        holds the lock."""
         incarnation, session = self.trained()
         current = incarnation, session.digest if session else ""
         if current != self._current:
@@ -154,10 +155,11 @@ class ReaderMaster:
             self._session = session or self._session
             self._current, self.leases, self._workers = current, self._no_leases(), {}
             self._changed.notify_all()
-        self._forget()
+        self._forget_silent()
         return session
 
-    def _forget(self) -> None:
+    def _forget_silent(self) -> None:
+        """Forget readers and workers without a call for SILENT_S."""
         now_s = self.clock.monotonic_s()
         for name in [name for name, seen in self._readers.items() if now_s - seen.seen_s > SILENT_S]:
             del self._readers[name]
@@ -170,8 +172,8 @@ class ReaderMaster:
     def lease_log(self) -> dict[str, Any]:
         """Past and current leases as plain JSON (`lease_log.read_log`)."""
         with self._changed:
-            self._look()
-            held = [plain_lease(it) for it in self.leases.held(self.clock.monotonic_s())]
+            self._current_session()
+            held = [plain_lease(lease) for lease in self.leases.held(self.clock.monotonic_s())]
             session = self._session.plain() if self._session else None
             current = {"incarnation": self._current[0], "session": session, "trained": bool(self._current[1])}
             return self.log.body(at_ms=self.clock.now_ms(), held=held, **current)
@@ -180,13 +182,13 @@ class ReaderMaster:
         """Plain values for `status` and metrics: connected and wanted readers, splits, and the workers'
         buffers."""
         with self._changed:
-            session = self._look()
+            session = self._current_session()
             now_s, workers = self.clock.monotonic_s(), {n: seen.header for n, seen in self._workers.items()}
             in_flight = sum(int(header["in_flight"]) for header in workers.values())
             return {
-                "wanted": self.count.update(max(in_flight, 1) if session else 0, now_s),
-                "least": self.count.min_readers,
-                "most": self.count.max_readers,
+                "wanted": self.scaler.update(max(in_flight, 1) if session else 0, now_s),
+                "least": self.scaler.min_readers,
+                "most": self.scaler.max_readers,
                 "there": len(self._readers),
                 "splits_wanted": self.leases.num_wanted,
                 "splits_leased": self.leases.num_granted,
@@ -202,7 +204,7 @@ class ReaderMaster:
                     name: {**seen.header.get("report", {}), "silent_s": now_s - seen.seen_s}
                     for name, seen in self._readers.items()
                 },
-                "leases": [plain_lease(it) for it in self.leases.held(now_s)],
+                "leases": [plain_lease(lease) for lease in self.leases.held(now_s)],
             }
 
 

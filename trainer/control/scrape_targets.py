@@ -59,14 +59,14 @@ class ScrapeTargets:
     def run(self, stop: threading.Event) -> None:
         """Scrape every SCRAPE_S until `stop`."""
         while not stop.is_set():
-            self.look()
+            self.scrape()
             self.clock.sleep(SCRAPE_S, stop)
 
-    def look(self) -> None:
+    def scrape(self) -> None:
         """Scrape all programs once, in parallel."""
         if urls := self.urls:
             now_s, scraped = self.clock.monotonic_s(), self._fetch(urls)
-            self._freshness.look(now_s, scraped)
+            self._freshness.add(now_s, scraped)
             self._scraped = now_s, scraped
 
     def figures(self) -> dict[str, Any]:
@@ -85,14 +85,14 @@ class ScrapeTargets:
 
 
 class FreshnessTracker:
-    """Latency from user actions to serving, from the histograms of all programs. One thread calls `look`, any
+    """Latency from user actions to serving, from the histograms of all programs. One thread calls `add`, any
     thread `worst`."""
 
     def __init__(self) -> None:
         self._recent: dict[tuple[str, str], RecentQuantiles] = {}  # by program and stage
         self._quantiles: dict[str, dict[str, dict[str, float | None]]] = {}
 
-    def look(self, now_s: float, scraped: Mapping[str, ScrapedMetrics]) -> None:
+    def add(self, now_s: float, scraped: Mapping[str, ScrapedMetrics]) -> None:
         """Add a scrape at a monotonic time. A program that does not answer is compared with its last answer
         later."""
         quantiles: dict[str, dict[str, dict[str, float | None]]] = {}
@@ -197,6 +197,7 @@ _LOST_RECORDS = {
 
 
 def rows_by_stack(scraped: Mapping[str, ScrapedMetrics]) -> dict[str, int]:
+    """Stack → number of rows of all shards."""
     rows: dict[str, int] = {}
     for name, metrics in scraped.items():
         if name.startswith("shard-"):

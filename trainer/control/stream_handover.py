@@ -33,7 +33,8 @@ class Margin(NamedTuple):
 
 
 def margin(session: TableInput, newest: TableInput, oldest: Progress) -> Margin:
-    """`oldest`: offsets of Kafka's oldest records."""
+    """Records between Kafka's oldest ones and the end of the session (the smallest of all partitions), and
+    records archived after it. `oldest`: offsets of Kafka's oldest records."""
     ends = {partition: end for partition, end in session.ends.items() if partition[0] == SAMPLES}
     left = [end - oldest.get(partition, 0) for partition, end in ends.items()]
     archived = sum(max(newest.ends.get(partition, end) - end, 0) for partition, end in ends.items())

@@ -17,6 +17,8 @@ COMMIT_PHASES = ("cut", "freeze", "write", "link")
 
 
 class State(enum.StrEnum):
+    """State of the controller."""
+
     CLAIMING = "claiming"  # claims an incarnation and reads the last manifest
     GATHERING = "gathering"  # waits until every member is connected
     RESTORING = "restoring"
@@ -96,7 +98,7 @@ class IncarnationPlan(NamedTuple):
     """What an incarnation is claimed for. It is stored in the incarnation's file."""
 
     workers: int
-    # the configured number for its phase when the plan was made; a changed setting overrides the plan
+    # The configured number for its phase when the plan was made; a changed setting overrides the plan.
     configured: int
     hold: Hold | None = None
     initial: InitialRange | None = None  # None: there is only the stream
@@ -172,6 +174,7 @@ class CoordinatorConfig:
 
 
 def worker_keys(count: int) -> tuple[Key, ...]:
+    """The keys of the first `count` workers."""
     return tuple(Key("worker", i) for i in range(count))
 
 

@@ -176,7 +176,7 @@ def aligned(count: int) -> int:
     """Size reserved for a weight of `count` numbers.
 
     Each weight starts at the alignment that torch would give it alone, so its products have the same bits as
-    in serving (G9).
+    in serving (guarantee G9).
     """
     return -(-count // ALIGNED) * ALIGNED
 

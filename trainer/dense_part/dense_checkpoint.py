@@ -2,7 +2,7 @@
 
 Names: `model.<parameter>`, the scoring weights; `trained.<parameter>`, the weights in training if they differ
 (averaging); `optimizer.<parameter>.<slot>`, `optimizer.step`, `watermark.recent_ms`; state of selection. A
-restore is bit-exact (G11).
+restore is bit-exact (guarantee G11).
 """
 
 from __future__ import annotations

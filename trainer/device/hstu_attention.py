@@ -55,8 +55,10 @@ def attention_in_blocks(block: int) -> Callable[..., Tensor]:
     ) -> Tensor:
         if not len(query_key_value_SD3):
             return query_key_value_SD3[:, : query_key_value_SD3.shape[1] // 3]
-        of = _LaunchArgs(sequences, heads, divisor, block)
-        out: Tensor = _Attention.apply(query_key_value_SD3.contiguous(), position_bias_P, time_bias_T, of)
+        arguments = _LaunchArgs(sequences, heads, divisor, block)
+        out: Tensor = _Attention.apply(
+            query_key_value_SD3.contiguous(), position_bias_P, time_bias_T, arguments
+        )
         return out
 
     return attend
@@ -67,7 +69,7 @@ kernel_attention = attention_in_blocks(BLOCK)
 
 @functools.cache
 def kernels() -> ModuleType:
-    """Raises SetupError: Triton is not installed."""
+    """The module of Triton kernels. Raises SetupError: Triton is not installed."""
     try:
         from trainer.device import hstu_triton_kernels as hstu_kernel
     except ImportError as error:
@@ -98,10 +100,12 @@ class _LaunchArgs(NamedTuple):
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_SD3: Tensor, pos_P: Tensor, time_T: Tensor | None, of: _LaunchArgs) -> Tensor:
+    def forward(
+        ctx: Any, x_SD3: Tensor, pos_P: Tensor, time_T: Tensor | None, arguments: _LaunchArgs
+    ) -> Tensor:
         out_SD = x_SD3.new_empty(len(x_SD3), x_SD3.shape[1] // 3)
         ctx.save_for_backward(x_SD3, pos_P, time_T)
-        ctx.of = of
+        ctx.of = arguments
         _launch("forward_kernel", (x_SD3, out_SD), (pos_P, time_T), ctx.of)
         return out_SD
 
@@ -118,11 +122,11 @@ class _Attention(torch.autograd.Function):
 
 
 def _launch(
-    name: str, tensors: tuple[Tensor, ...], biases: tuple[Tensor, Tensor | None], of: _LaunchArgs
+    name: str, tensors: tuple[Tensor, ...], biases: tuple[Tensor, Tensor | None], arguments: _LaunchArgs
 ) -> None:
     """One program per block of every sequence, as if all were as long as the longest; superfluous programs do
     nothing."""
-    (pos_P, time_T), (sequences, heads, divisor, block) = biases, of
+    (pos_P, time_T), (sequences, heads, divisor, block) = biases, arguments
     x_SD3, jagged = tensors[0], sequences.jagged
     width = x_SD3.shape[1] // 3 // heads
     num_blocks = -(-jagged.longest // block)

@@ -36,9 +36,8 @@ def set_numerics(config: LoopConfig) -> None:
     device is used."""
     torch.set_num_threads(1 if config.exact else config.threads)
     if config.exact:
-        os.environ.setdefault(
-            "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
-        )  # without it cuBLAS refuses to repeat itself
+        # Without it cuBLAS refuses to repeat itself.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
 
 

@@ -75,6 +75,8 @@ class _Pinned:
 
 
 class Staged(NamedTuple):
+    """Inputs on the device, and the copy that brings them there."""
+
     inputs: Inputs
     copied: DeviceCopy
 

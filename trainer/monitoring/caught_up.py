@@ -1,5 +1,5 @@
 """Has training caught up? Decided from offsets, event times of the topic and a monotonic clock, never from
-wall time (G8).
+wall time (guarantee G8).
 
     initial (history) ──► catching_up ◄──► caught_up ◄──► idle (nothing arrives)
                           catching_up ◄──► falling_behind ──► caught_up
@@ -126,13 +126,13 @@ class CaughtUpDetector:
             del self._timers[gone]
             self._meter.clear()
         for p in wanted:
-            self._note(p, lags.get(p), now_s)
-        statuses = {p: self._standing(p, now_s) for p in sorted(wanted)}
+            self._update_tracker(p, lags.get(p), now_s)
+        statuses = {p: self._partition_status(p, now_s) for p in sorted(wanted)}
         worst = self._worst(statuses, none_expected=expected is not None and not wanted)
         overall = self._overall_status(statuses, now_s, *self._override(worst, held, obstacle))
         return Observation(overall=overall, partitions=statuses, state_seconds=dict(self._overall.seconds))
 
-    def _note(self, p: Partition, lag: PartitionLag | None, now_s: float) -> None:
+    def _update_tracker(self, p: Partition, lag: PartitionLag | None, now_s: float) -> None:
         if lag is None:
             if p in self._trackers:  # afterwards the lag must be small for a while again
                 self._trackers[p].forget()
@@ -142,7 +142,7 @@ class CaughtUpDetector:
         else:
             self._trackers[p] = PartitionTracker(lag, now_s, self.limits)
 
-    def _standing(self, p: Partition, now_s: float) -> LagStatus:
+    def _partition_status(self, p: Partition, now_s: float) -> LagStatus:
         tracker, timer = self._trackers.get(p), self._timers.setdefault(p, _StateTimer())
         if tracker is None or not tracker.is_known:
             return LagStatus(
@@ -281,12 +281,12 @@ class CaughtUpLimits:
     pinned_s: float = 10.0  # an open transaction that hides records blocks after this time
     stalled_s: float = 60.0  # records exist and none is consumed
     idle_s: float = 60.0  # nothing arrives and nothing is left
-    loud_s: float = 3600.0  # how long a loss of records is reported as the reason
+    report_loss_s: float = 3600.0  # how long a loss of records is reported as the reason
     window_s: float = 60.0  # for rates
 
 
 class PartitionTracker:
-    """Lag, rates and obstacles of one partition after the last `note`."""
+    """Lag, rates and obstacles of one partition after the last `update`."""
 
     def __init__(self, lag: PartitionLag, now_s: float, limits: CaughtUpLimits) -> None:
         # A loss before the first observation is reported too.
@@ -383,7 +383,7 @@ class PartitionTracker:
 
     def loss(self, now_s: float) -> str:
         """A loss of records that is still to be reported; "" = none."""
-        if not self.lost or now_s - self._lost_s > self.limits.loud_s:
+        if not self.lost or now_s - self._lost_s > self.limits.report_loss_s:
             return ""
         return f"{self.lost} records were deleted before they were read"
 

@@ -52,8 +52,8 @@ class SeenIds:
 
 
 class DriftDetector:
-    """`look` at every batch; `report` is of the last full window, {} before there are two. One thread, except
-    `report`."""
+    """Call `observe` with every batch; `report` is of the last full window, {} before there are two. One
+    thread, except `report`."""
 
     def __init__(
         self, schema: Schema, sampled: int = SAMPLED, window_candidates: int = WINDOW_CANDIDATES
@@ -72,7 +72,7 @@ class DriftDetector:
         self._window = _Window(self._names, len(schema.tasks))
         self._report: dict[str, Any] = {}
 
-    def look(self, batch: Batch, lookup: Lookup) -> None:
+    def observe(self, batch: Batch, lookup: Lookup) -> None:
         """Examine the batch if it is sampled."""
         self._num_offered += 1
         if (self._num_offered - 1) % self.sampled or not batch.num_candidates:
@@ -145,14 +145,14 @@ class _Window:
         self.new: dict[str, int] = {}
 
     def floats(self, kind: str, value_NF: np.ndarray, present_NF: np.ndarray) -> None:
-        most = len(self.present[kind])
-        value_NF, present_NF = value_NF[:, :most], present_NF[:, :most]
+        num_present = len(self.present[kind])
+        value_NF, present_NF = value_NF[:, :num_present], present_NF[:, :num_present]
         self._add(kind, float_bins(value_NF, present_NF), present_NF.sum(axis=0), len(value_NF))
 
     def lists(self, kind: str, lists: Jagged) -> None:
-        if most := len(self.present[kind]):
-            first_NF, length_NF = list_bins(lists, most)
-            self._add(kind, first_NF, lists.present_KN[:most].sum(axis=1), lists.num_rows)
+        if num_present := len(self.present[kind]):
+            first_NF, length_NF = list_bins(lists, num_present)
+            self._add(kind, first_NF, lists.present_KN[:num_present].sum(axis=1), lists.num_rows)
             self.lengths[kind].add(length_NF)
 
     def coverage(self) -> dict[str, np.ndarray]:

@@ -54,7 +54,7 @@ class ScoredBatch(NamedTuple):
     None = 1."""
 
     def of_requests(self, kept_R: np.ndarray) -> ScoredBatch:
-        """`kept_R`: bool."""
+        """The scores of some requests. `kept_R`: bool."""
         kept_B = kept_R[self.request_index_B]
         return ScoredBatch(
             self.score_BT[kept_B],
@@ -142,10 +142,8 @@ class Metrics:
         for name, task in self.tasks.items():
             task.merge(other.tasks[name])
         self.num_requests += other.num_requests
-        self._first_ms, self._last_ms = (
-            min(self._first_ms, other._first_ms),
-            max(self._last_ms, other._last_ms),
-        )
+        self._first_ms = min(self._first_ms, other._first_ms)
+        self._last_ms = max(self._last_ms, other._last_ms)
 
     def report(self) -> Report:
         """Number of requests, their time range, the metrics of the first task, and all tasks under `tasks`.
@@ -192,9 +190,9 @@ class Metrics:
         """Replace everything by a `state`; a task that is new in the schema starts empty."""
         self.num_requests, self._first_ms, self._last_ms = (int(x) for x in state["requests"])
         for name, task in self.tasks.items():
-            mine = {k.removeprefix(f"{name}."): v for k, v in state.items() if k.startswith(f"{name}.")}
-            if mine:
-                task.load(mine)
+            task_state = {k.removeprefix(f"{name}."): v for k, v in state.items() if k.startswith(f"{name}.")}
+            if task_state:
+                task.load(task_state)
 
 
 def update_each(metrics: Sequence[Metrics], of_R: np.ndarray, batch: ScoredBatch) -> None:

@@ -27,9 +27,8 @@ class ScoreHistogram:
     def __init__(self, max_scores: int = 1 << 18) -> None:
         self._max_scores = max_scores
         self._dropped_bits = 0
-        self._score_S = np.zeros(
-            0, dtype=np.uint32
-        )  # rising; bits of the float32, mapped so that integers sort like the floats
+        # Rising; bits of the float32, mapped so that integers sort like the floats.
+        self._score_S = np.zeros(0, dtype=np.uint32)
         self._positive_S: np.ndarray = np.zeros(0, dtype=np.float64)
         self._negative_S: np.ndarray = np.zeros(0, dtype=np.float64)
         self._pending: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
@@ -117,6 +116,7 @@ def auc_of_counts(positive_S: np.ndarray, negative_S: np.ndarray) -> float | Non
 
 
 def ratio(a: float, b: float) -> float | None:
+    """a / b; None if b is 0."""
     return float(a / b) if b else None
 
 
@@ -140,6 +140,8 @@ _IDEAL = np.concatenate([[0.0], np.cumsum(1 / np.log2(np.arange(NDCG_AT) + 2.0))
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RequestScores:
+    """Ranking metrics of each request that has a positive and a negative candidate."""
+
     auc_M: np.ndarray
     mrr_M: np.ndarray  # mean over the positives of 1 / rank, as EB-NeRD and MIND define it
     ndcg_M: np.ndarray  # at NDCG_AT, gain 1 a positive
@@ -170,7 +172,7 @@ def score_requests(score_B: np.ndarray, positive_B: np.ndarray, request_index_B:
     positive_R, negative_R = sum_per_request(positive_S), sum_per_request(negative_S)
     rank_B = np.arange(len(score_B)) - start_R[np.cumsum(new_request_B) - 1]  # from 0
     discount_B = np.where(rank_B < NDCG_AT, 1 / np.log2(rank_B + 2.0), 0.0)
-    # negatives ranked higher
+    # Negatives ranked higher.
     seen_S = np.cumsum(negative_S) - negative_S - (np.cumsum(negative_R) - negative_R)[request_S]
     worse_R = sum_per_request(positive_S * (seen_S + 0.5 * negative_S))
     reciprocal_R = sum_per_request(positive_S * np.add.reduceat(1.0 / (rank_B + 1), start_S) / size_S)

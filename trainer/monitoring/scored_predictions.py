@@ -19,7 +19,7 @@ def is_scored(prediction: pb.Prediction) -> bool:
 def scored_batch(
     predictions: Sequence[pb.Prediction], num_tasks: int, scale_T: Sequence[float] = ()
 ) -> ScoredBatch:
-    """`predictions`: at least one, all scored."""
+    """The scores and labels of predictions as one batch. `predictions`: at least one, all scored."""
     counts_R = np.array([len(p.item_ids) for p in predictions], np.int64)
     score_BT, label_BT = (
         np.concatenate([np.array(getattr(p, name), dtype=np.float32) for p in predictions]).reshape(

@@ -53,7 +53,8 @@ class RequestScores(NamedTuple):
 def request_scores(
     score_B: np.ndarray, positive_B: np.ndarray, request_index_B: np.ndarray, num_requests: int
 ) -> RequestScores:
-    """`request_index_B`: int64, not decreasing; `positive_B`: bool."""
+    """AUC (NaN where it is undefined) and log loss of each request. `request_index_B`: int64, not decreasing;
+    `positive_B`: bool."""
     ranked = score_requests(score_B, positive_B, request_index_B)
     auc_R = np.full(num_requests, np.nan)
     auc_R[ranked.request_M] = ranked.auc_M
@@ -287,12 +288,12 @@ def _judge(metric: str, baselines: Mapping[str, Baseline]) -> tuple[str, str]:
     there are any."""
     sign = _SIGN[metric]
     gain = {name: sign * each.difference for name, each in baselines.items()}
-    least = {name: min(sign * each.low, sign * each.high) for name, each in baselines.items()}
-    most = {name: max(sign * each.low, sign * each.high) for name, each in baselines.items()}
-    if better := [name for name in baselines if most[name] < 0]:
+    lowest = {name: min(sign * each.low, sign * each.high) for name, each in baselines.items()}
+    highest = {name: max(sign * each.low, sign * each.high) for name, each in baselines.items()}
+    if better := [name for name in baselines if highest[name] < 0]:
         return "behind", min(better, key=gain.__getitem__)
     nearest = min(gain, key=gain.__getitem__)
-    return "ahead" if all(low > 0 for low in least.values()) else "undecided", nearest
+    return "ahead" if all(low > 0 for low in lowest.values()) else "undecided", nearest
 
 
 def _ahead_since(

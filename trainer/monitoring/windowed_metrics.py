@@ -80,13 +80,16 @@ class WindowedMetrics:
     def report(self, watermark_ms: int) -> dict[str, Any]:
         """`windows` {window: {task: numbers}}, `slices` {slice: {value: {window: {task: numbers}}}}, and with
         a shadow model `shadow` {"shadow" | "live": {window: {task: numbers}}}."""
-        of: dict[tuple[str, str], dict[str, list[Key]]] = {}
+        keys_by_slice: dict[tuple[str, str], dict[str, list[Key]]] = {}
         for key in self.cells.keys:
             _, what, value, bucket = key
             slice_, _, window = str(what).rpartition("/")
             if _is_in(window, int(bucket), watermark_ms):
-                of.setdefault((slice_, str(value)), {}).setdefault(window, []).append(key)
-        reports = {at: {w: self.cells.report(keys) for w, keys in found.items()} for at, found in of.items()}
+                keys_by_slice.setdefault((slice_, str(value)), {}).setdefault(window, []).append(key)
+        reports = {
+            at: {w: self.cells.report(keys) for w, keys in found.items()}
+            for at, found in keys_by_slice.items()
+        }
         out: dict[str, Any] = {"windows": reports.get(("", ""), {}), "slices": {}}
         for (slice_, value), found in sorted(reports.items()):
             if slice_ == _FROZEN:
@@ -156,10 +159,8 @@ class _CountedCandidates(NamedTuple):
     ) -> _CellEntries:
         """The candidates in the cells of a window and a slice."""
         what = f"{slice_}/{window}"
-        bucket_B, candidate_E = (
-            np.zeros(len(self.partition_B), dtype=np.int64),
-            np.arange(len(self.partition_B)),
-        )
+        bucket_B = np.zeros(len(self.partition_B), dtype=np.int64)
+        candidate_E = np.arange(len(self.partition_B))
         if window != ALL:
             bucket_B = self.time_ms_B // (WINDOWS_MS[window] // PARTS)
             now = self.watermark_ms // (WINDOWS_MS[window] // PARTS)
@@ -252,9 +253,9 @@ class MetricCells:
         if len(kept) < len(self.keys):
             self._put([self.keys[n] for n in kept], self._sums_CTS[kept], self._scores_CTH[kept])
 
-    def state(self, mine: Callable[[Key], bool]) -> dict[str, np.ndarray]:
+    def state(self, is_wanted: Callable[[Key], bool]) -> dict[str, np.ndarray]:
         """Copies of some cells, as arrays for `load`."""
-        kept = [n for n, key in enumerate(self.keys) if mine(key)]
+        kept = [n for n, key in enumerate(self.keys) if is_wanted(key)]
         keys = json.dumps({"tasks": self.tasks, "keys": [self.keys[n] for n in kept]}).encode()
         return {
             "keys": np.frombuffer(keys, dtype=np.uint8),

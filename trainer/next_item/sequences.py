@@ -25,10 +25,10 @@ TEST, VALIDATION = 1, 2
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class UserSequences:
-    """From `group_by_user`; every user has at least three items."""
+    """The items of all users; every user has at least three. See `group_by_user`."""
 
-    item_N: np.ndarray  # int64, places in the corpus; user behind user, each oldest first
-    start_U1: np.ndarray  # int64
+    item_N: np.ndarray  # int64 indices into the corpus; one user after the other, oldest first
+    start_U1: np.ndarray  # int64: where each user's items begin, and the end
 
     @property
     def num_users(self) -> int:
@@ -37,10 +37,10 @@ class UserSequences:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class NextWindows:
-    """Entries, and the item after each."""
+    """The entries of windows, and the item after each entry."""
 
-    item_S: np.ndarray  # int64; user behind user, each oldest first
-    next_S: np.ndarray  # int64
+    item_S: np.ndarray  # int64; one user after the other, oldest first
+    next_S: np.ndarray  # int64: the item after each
     length_R: np.ndarray  # int64
 
 
@@ -48,15 +48,15 @@ class NextWindows:
 class EvaluationWindows:
     """The history of each user, and the target item."""
 
-    item_S: np.ndarray  # int64; as of NextWindows
+    item_S: np.ndarray  # int64; as in NextWindows
     length_R: np.ndarray  # int64
-    answer_R: np.ndarray  # int64
-    seen_X: tuple[np.ndarray, np.ndarray]  # int64: place in R, item
+    target_R: np.ndarray  # int64: the item to predict
+    seen_X: tuple[np.ndarray, np.ndarray]  # int64: index of the user, item
 
 
 def group_by_user(user_N: np.ndarray, item_id_N: np.ndarray, corpus_I: np.ndarray) -> UserSequences:
-    """`user_N`: interactions of a user are adjacent, in order; `corpus_I`: rising ids, including all of
-    `item_id_N`.
+    """Group interactions by user. `user_N`: interactions of a user are adjacent, oldest first; `corpus_I`:
+    ascending ids of all items, including those of `item_id_N`.
 
     Raises:
         ConfigError: there is no user, a user occurs twice, or has fewer than three items.
@@ -79,26 +79,28 @@ def group_by_user(user_N: np.ndarray, item_id_N: np.ndarray, corpus_I: np.ndarra
 
 
 def training_windows(sequences: UserSequences, user_R: np.ndarray, max_length: int) -> NextWindows:
-    """Windows of the newest entries before the target items."""
+    """For each user in `user_R`, the newest entries before the validation item, at most `max_length`, and the
+    item after each."""
     end_R = sequences.start_U1[user_R + 1] - VALIDATION
     length_R = np.minimum(end_R - 1 - sequences.start_U1[user_R], max_length)
-    place_S = _ranges(end_R - 1 - length_R, length_R)
+    index_S = _ranges(end_R - 1 - length_R, length_R)
     return NextWindows(
-        item_S=sequences.item_N[place_S], next_S=sequences.item_N[place_S + 1], length_R=length_R
+        item_S=sequences.item_N[index_S], next_S=sequences.item_N[index_S + 1], length_R=length_R
     )
 
 
 def evaluation_windows(
-    sequences: UserSequences, user_R: np.ndarray, max_length: int, behind: int
+    sequences: UserSequences, user_R: np.ndarray, max_length: int, target: int
 ) -> EvaluationWindows:
-    """`behind`: TEST or VALIDATION."""
-    start_R, end_R = sequences.start_U1[user_R], sequences.start_U1[user_R + 1] - behind
+    """The newest entries before each user's test or validation item, and that item. `target`: TEST or
+    VALIDATION."""
+    start_R, end_R = sequences.start_U1[user_R], sequences.start_U1[user_R + 1] - target
     length_R = np.minimum(end_R - start_R, max_length)
     seen_R = end_R - start_R
     return EvaluationWindows(
         item_S=sequences.item_N[_ranges(end_R - length_R, length_R)],
         length_R=length_R,
-        answer_R=sequences.item_N[end_R],
+        target_R=sequences.item_N[end_R],
         seen_X=(np.repeat(np.arange(len(user_R)), seen_R), sequences.item_N[_ranges(start_R, seen_R)]),
     )
 

@@ -33,13 +33,13 @@ _BETA2 = 0.98
 CUTS = (10, 50)
 
 
-def ranks(score_RI: Tensor, answer_R: Tensor, seen_X: tuple[Tensor, Tensor]) -> Tensor:
+def ranks(score_RI: Tensor, target_R: Tensor, seen_X: tuple[Tensor, Tensor]) -> Tensor:
     """int64 [R], 1 = best. Ties count against the answer, and NaN counts as better. A seen answer is ranked
     too."""
     ranked_RI = torch.ones_like(score_RI, dtype=torch.bool)
     ranked_RI[seen_X] = False
-    ranked_RI.scatter_(1, answer_R[:, None], True)
-    return (ranked_RI & ~(score_RI < score_RI.gather(1, answer_R[:, None]))).sum(dim=1)
+    ranked_RI.scatter_(1, target_R[:, None], True)
+    return (ranked_RI & ~(score_RI < score_RI.gather(1, target_R[:, None]))).sum(dim=1)
 
 
 def ranking_figures(rank_R: np.ndarray, cuts: Sequence[int] = CUTS) -> dict[str, float]:
@@ -123,7 +123,7 @@ class NextItemTrainer:
             score_RI = self._vectors(windows.item_S, windows.length_R)[last_R] @ vector_DI
             place_X, item_X = (torch.from_numpy(x).to(self.config.device) for x in windows.seen_X)
             rank_R = ranks(
-                score_RI, torch.from_numpy(windows.answer_R).to(self.config.device), (place_X, item_X)
+                score_RI, torch.from_numpy(windows.target_R).to(self.config.device), (place_X, item_X)
             )
             rank_arrays.append(rank_R.cpu().numpy())
         return ranking_figures(np.concatenate(rank_arrays))

@@ -61,7 +61,8 @@ class UnscoredRequests(NamedTuple):
 
 
 def decide(batch: Batch, config: SelectionConfig, seed: int, stale_R: np.ndarray | None = None) -> Decision:
-    """`stale_R`: bool, the requests that `slipstream` skips; None = none yet."""
+    """Decide which requests of a batch are trained. `stale_R`: bool, the requests that `slipstream` skips;
+    None = none yet."""
     id_R, n = batch.sample_id_R, batch.num_requests
     weight_R, stands_for_R = np.ones(n, np.float32), np.ones(n, np.float32)
     if config.policy == "slipstream":

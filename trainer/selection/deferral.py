@@ -280,9 +280,11 @@ def aligned_zeros(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 def reset_rows(state_N: np.ndarray, w_ND: np.ndarray, first: int, end: int) -> None:
     """Reset rows `first` to `end` - 1, which have no deferred gradients."""
     for n in range(first, end):
-        of = state_N[n]
-        of.v = of.c = of.carried = of.pushed_ms = of.seen = of.calm = 0
-        of.m, of.late_ms = np.inf, _NEVER_MS
+        row_state = state_N[n]
+        row_state.v = row_state.c = row_state.carried = row_state.pushed_ms = row_state.seen = (
+            row_state.calm
+        ) = 0
+        row_state.m, row_state.late_ms = np.inf, _NEVER_MS
         for j in range(w_ND.shape[1]):
             w_ND[n, j] = 0
 
@@ -359,20 +361,20 @@ def visit(
         n = number_U[u]
         if n < 0:
             continue
-        of = state_N[n]
-        if of.carried > 0:
+        row_state = state_N[n]
+        if row_state.carried > 0:
             squares = 0.0
             for j in range(row_UD.shape[1]):
                 moved = float(row_UD[u, j]) - float(w_ND[n, j])
                 squares += moved * moved
-            d, old = np.float32(np.sqrt(squares) / of.carried), of.m
-            of.m = d if np.isinf(old) else _FADE * old + (np.float32(1) - _FADE) * d
-            of.carried = 0
-            num_unfrozen += old <= T and of.m > T
-        of.v += 1
-        of.seen = take
-        if of.v >= min_visits and np.isfinite(of.m):
-            recent[num_recent % len(recent)] = of.m
+            d, old = np.float32(np.sqrt(squares) / row_state.carried), row_state.m
+            row_state.m = d if np.isinf(old) else _FADE * old + (np.float32(1) - _FADE) * d
+            row_state.carried = 0
+            num_unfrozen += old <= T and row_state.m > T
+        row_state.v += 1
+        row_state.seen = take
+        if row_state.v >= min_visits and np.isfinite(row_state.m):
+            recent[num_recent % len(recent)] = row_state.m
             num_recent += 1
     return num_recent, num_unfrozen
 
@@ -407,15 +409,20 @@ def split(  # noqa: PLR0913 (a numba kernel takes flat arrays)
     for u in range(len(number_U)):
         n, waited = number_U[u], False
         if n >= 0:
-            of = state_N[n]
-            is_calm = of.calm != 0 if by_chance else of.m <= T
-            if of.v >= min_visits and is_calm and of.c < visits - 1 and now_ms - of.pushed_ms < of.late_ms:
-                of.c += 1
+            row_state = state_N[n]
+            is_calm = row_state.calm != 0 if by_chance else row_state.m <= T
+            if (
+                row_state.v >= min_visits
+                and is_calm
+                and row_state.c < visits - 1
+                and now_ms - row_state.pushed_ms < row_state.late_ms
+            ):
+                row_state.c += 1
                 for j in range(width):
                     b_ND[n, j] += gradient_UD[u, j]
                 continue
-            waited = of.c > 0
-            of.carried, of.c, of.pushed_ms = of.c + 1, 0, now_ms
+            waited = row_state.c > 0
+            row_state.carried, row_state.c, row_state.pushed_ms = row_state.c + 1, 0, now_ms
             for j in range(width):
                 w_ND[n, j] = row_UD[u, j]
         if waited:

@@ -7,9 +7,9 @@ offset.
     draw    after each trained batch: one of the kept batches, chosen by seed and number of steps
     keep    then the new batch is added; the oldest ones are dropped beyond `batches` or `max_bytes`
 
-Kept batches are part of a commit, in the worker's own file, so a restored worker draws the same ones (G11).
-Each is stored as the compressed tensor file of its columns, so the byte limit is exact and a restore changes
-nothing.
+Kept batches are part of a commit, in the worker's own file, so a restored worker draws the same ones
+(guarantee G11). Each is stored as the compressed tensor file of its columns, so the byte limit is exact and a
+restore changes nothing.
 """
 
 from __future__ import annotations
@@ -81,11 +81,11 @@ class Rehearsal:
         """Load a `state` found among `tensors`; without one, or with one of another schema, nothing is
         kept."""
         self._kept.clear()
-        of = {
+        kept = {
             name.removeprefix(_PREFIX): value for name, value in tensors.items() if name.startswith(_PREFIX)
         }
-        if of and int(of["schema"][0]) == self.schema.fingerprint:
-            data, ends = of["bytes"].tobytes(), np.cumsum(of["length"]).tolist()
+        if kept and int(kept["schema"][0]) == self.schema.fingerprint:
+            data, ends = kept["bytes"].tobytes(), np.cumsum(kept["length"]).tolist()
             self._kept.extend(data[start:end] for start, end in zip([0, *ends], ends, strict=False))
         self.num_bytes = sum(map(len, self._kept))
 

@@ -90,8 +90,8 @@ class Selection:
             self._warned_about_control = True
             log.warning(
                 "selection.policy: 'slipstream' was not better than dropping as many requests at random "
-                "where measured; train "
-                "the same log also with policy = 'random', at the keep that gives the same skip_share"
+                "where measured; train the same log also with policy = 'random', at the keep that gives the "
+                "same skip_share"
             )
         self._num_ahead += 1
         frozen_R = batch.time_ms_R >= (self._freeze_at_ms or math.inf)
@@ -229,8 +229,7 @@ class Selection:
         if not handed_over:
             raise ConfigError(
                 "selection.policy: expected off, negatives or random for a stream, got 'slipstream', which "
-                "judges rows once; "
-                "choose another policy, or train history first with initial_workers = 1"
+                "judges rows once; choose another policy, or train history first with initial_workers = 1"
             )
         self.slipstream.end()
 

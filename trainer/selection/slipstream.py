@@ -292,10 +292,10 @@ def judge_slots(
             num_cold += not hot_N[n]
             num_moved += not (s_N[n] if hot_N[n] else np.float32(np.inf)) <= T
             at += 1
-        of = count_R3[request_S[s]]
-        of[0] += 1
-        of[1] += num_cold == 0
-        of[2] += num_moved == 0
+        counts_3 = count_R3[request_S[s]]
+        counts_3[0] += 1
+        counts_3[1] += num_cold == 0
+        counts_3[2] += num_moved == 0
     out_R = np.empty(num_requests, np.bool_)
     for r in range(num_requests):
         num, num_hot, num_stale = count_R3[r]

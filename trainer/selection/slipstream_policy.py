@@ -181,9 +181,8 @@ class SlipstreamPolicy:
         if abs(self.realised - drop) > _MAX_DEVIATION:
             log.warning(
                 "slipstream: expected to skip %.0f %% of the hot inputs, but the threshold skips %.1f %%: "
-                "many rows "
-                "have moved equally far, or the sample is small; choose alpha nearer to 0.5, change "
-                "unvisited, or set sample = 0",
+                "many rows have moved equally far, or the sample is small; choose alpha nearer to 0.5, "
+                "change unvisited, or set sample = 0",
                 100 * drop,
                 100 * self.realised,
             )
@@ -285,10 +284,8 @@ class SlipstreamPolicy:
             self.counts[stack].add(table_N, id_N, saved[f"{stack}.count"][kept_N])
             return len(id_N)
         hot = self.hot[stack] = HotRows(table_N, id_N)
-        hot.s_N, hot.visited_N = (
-            saved[f"{stack}.s"][kept_N],
-            saved[f"{stack}.visited"][kept_N].astype(np.bool_),
-        )
+        hot.s_N = saved[f"{stack}.s"][kept_N]
+        hot.visited_N = saved[f"{stack}.visited"][kept_N].astype(np.bool_)
         hot.before_ND = saved[f"{stack}.before"][kept_N] if f"{stack}.before" in saved else None
         return len(id_N)
 
@@ -307,8 +304,8 @@ class SlipstreamPolicy:
         if self.config.count_requests and self.config.hot_ratio * total < _MIN_ACCESSES:
             log.warning(
                 "slipstream.hot_ratio: expected at least %d counted accesses of a hot row, but %g of %d "
-                "accesses is fewer: "
-                "one or two accesses make a row hot; count more requests, or raise hot_ratio",
+                "accesses is fewer: one or two accesses make a row hot; count more requests, or raise "
+                "hot_ratio",
                 _MIN_ACCESSES,
                 self.config.hot_ratio,
                 total,
@@ -321,7 +318,7 @@ class SlipstreamPolicy:
             [np.zeros(0, np.int64), *(self.counts[stack].count_N[of_N] for stack, of_N in hot.items())]
         )
         min_count = 0
-        # whole counts only, so no order among equal counts is needed
+        # Whole counts only, so no order among equal counts is needed.
         if len(all_H) > self.config.max_hot_rows:
             min_count = int(np.sort(all_H)[-self.config.max_hot_rows - 1]) + 1
         for stack, counts in self.counts.items():

@@ -72,10 +72,10 @@ class SessionSource:
             if not self._gather(number, max_requests, ends, max(ends_s - self.clock.monotonic_s(), 0.0)):
                 return None
         if self._gathered:
-            return self.rest(max_requests)
+            return self.poll_remaining(max_requests)
         return self._at_bounds(ends, partition)
 
-    def rest(self, max_requests: int) -> Chunk | None:
+    def poll_remaining(self, max_requests: int) -> Chunk | None:
         """A partial chunk, when a reader is too slow for a full one."""
         if not self._gathered:
             return None
@@ -225,6 +225,7 @@ OpenRows = Callable[[TableInput, OpenSession, TableFiles], SessionRows]
 
 
 def local_rows(table_input: TableInput, session: OpenSession, rows: TableFiles) -> SessionRows:
+    """The rows of a session, read in the worker's own process."""
     return LocalSessionRows(session, rows)
 
 

@@ -258,15 +258,19 @@ def import_command(
             read_ids,
         )
 
-        of = new_deployment(schema, model, shards or demo().num_shards)
+        deployment = new_deployment(schema, model, shards or demo().num_shards)
         with progress_bar("importing rows"):
             result = import_collection(
-                read_collection(Path(source), of.schema), read_ids(ids), opened, place.root, of
+                read_collection(Path(source), deployment.schema),
+                read_ids(ids),
+                opened,
+                place.root,
+                deployment,
             )
         click.echo(
             f"{place.root}: commit 1 with {result.num_rows} rows of {result.num_tables} tables and "
-            f"{result.dense_taken} of "
-            f"{result.dense_all} dense weights from {source}; training starts at the oldest available sample"
+            f"{result.dense_taken} of {result.dense_all} dense weights from {source}; training starts at the "
+            "oldest available sample"
         )
         return
     from roostream.cli.checkpoint.checkpoints import import_export, import_store

@@ -336,7 +336,7 @@ def _copy_files(
     for file in manifest.files.values():
         to.put(file.name, manifests.read_file(store, file))
         on_part()
-    # the next incarnation is above this one, so that row versions never go backwards
+    # The next incarnation is above this one, so that row versions never go backwards.
     newest = f"{manifests.INCARNATIONS}/{manifests.newest_incarnation(store):08d}"
     names = [f"schemas/{manifest.schema}.toml", newest]
     for name in names:
@@ -473,9 +473,8 @@ def _import(
         store.put(file.name, manifests.read_file(source, file))
         on_part()
     newest = max(manifests.newest_incarnation(source), manifests.newest_incarnation(store))
-    store.put(
-        f"{manifests.INCARNATIONS}/{newest:08d}", b"{}"
-    )  # row versions continue above those of the other cluster
+    # Row versions continue above those of the other cluster.
+    store.put(f"{manifests.INCARNATIONS}/{newest:08d}", b"{}")
     imported = without_offsets(_with_segments(manifest, states))
     if not store.create(imported.name, imported.encode()):
         raise SetupError(

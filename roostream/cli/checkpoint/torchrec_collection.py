@@ -57,6 +57,7 @@ class CollectionRows(NamedTuple):
 
 
 def weight_name(table: str) -> str:
+    """The name of a table's weight in the state of TorchRec's EmbeddingBagCollection."""
     return f"embedding_bags.{table}.weight"
 
 
@@ -197,9 +198,11 @@ def _live(
         with checkpoints.shard_segments(manifest, schema, index, home) as (segments, state):
             for block in checkpoints.live_rows(segments, state).values():
                 for number in np.unique(block["table"]).tolist():
-                    its_K = block["table"] == number
+                    in_table_K = block["table"] == number
                     if number in names:
-                        parts.setdefault(names[number], []).append((block["id"][its_K], block["row"][its_K]))
+                        parts.setdefault(names[number], []).append(
+                            (block["id"][in_table_K], block["row"][in_table_K])
+                        )
     ordered = [name for name in schema.table_by_name if name in parts]
     return {
         name: (np.concatenate([i for i, _ in parts[name]]), np.concatenate([r for _, r in parts[name]]))
@@ -212,8 +215,7 @@ def _numbers(table: Table, id_U: np.ndarray) -> np.ndarray:
     if smallest < 0 or largest >= (1 + _MAX_GAPS) * len(id_U) + 1000:
         raise CheckpointError(
             f"table {table.name!r}: expected ids that are row numbers, got {smallest} to {largest} for "
-            f"{len(id_U)} rows; "
-            "give the ids of the row numbers by --ids, or number them with --make-ids"
+            f"{len(id_U)} rows; give the ids of the row numbers by --ids, or number them with --make-ids"
         )
     return np.arange(largest + 1)
 
@@ -307,10 +309,8 @@ def import_collection(
             f"expected a store without commits, but {manifest.name} was just created; stop the trainer "
             "that runs there"
         )
-    num_rows, weights = (
-        sum(map(len, collection.rows.values())),
-        sum(name.startswith("model.") for name in tensors),
-    )
+    num_rows = sum(map(len, collection.rows.values()))
+    weights = sum(name.startswith("model.") for name in tensors)
     return CollectionImport(num_rows, len(collection.rows), taken, weights)
 
 
@@ -357,7 +357,7 @@ def _write_shard(
 ) -> dict[str, object]:
     """Write the rows of a shard's buckets as a segment; returns the shard's entry in the manifest."""
     owners = BucketMap.modulo(new.options.buckets, new.options.num_shards)
-    mine = {
+    own_blocks = {
         stack: block.take(
             owners.owner_B[buckets_of(block.keys.id_U, block.keys.table_U, len(owners.owner_B))] == index
         )
@@ -374,7 +374,7 @@ def _write_shard(
             buckets=owners.buckets_of(index),
             store_id=store_id,
         )
-        written = segments.write(f"{_SEQ}-{_INCARNATION}", mine, ())
+        written = segments.write(f"{_SEQ}-{_INCARNATION}", own_blocks, ())
     finally:
         blobs.close()
     return {"segments": [segment.plain() for segment in written], "rows_end": {}}

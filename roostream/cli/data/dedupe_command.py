@@ -67,8 +67,10 @@ def dedupe(
         order = f"clustered by {by}" if name == "clustered" else "as logged"
         batches = f"{report['requests']:,} requests in batches of {report['batch_requests']:,}"
         title = f"{order}: {batches}, S = {arrangement['session_rows']:.2f}"
-        features = ((key, of["kind"], *_numbers(of)) for key, of in arrangement["features"].items())
-        groups = ((key, "group", *_numbers(of)) for key, of in arrangement["groups"].items())
+        features = (
+            (key, figures["kind"], *_table_cells(figures)) for key, figures in arrangement["features"].items()
+        )
+        groups = ((key, "group", *_table_cells(figures)) for key, figures in arrangement["groups"].items())
         print_columns(title, _COLUMNS, (features, groups), left=("feature", "kind"))
     print_sentences(report["advice"])
     print_skipped("lines", report.get("skipped_lines", 0), report.get("first_skipped_lines", ()))
@@ -89,18 +91,22 @@ def duplicates_of(
         RoostreamError: a file, the schema or a line cannot be used.
     """
     if len(paths) == 1 and is_warehouse(paths[0]):
-        return {"log": list(paths), "by": by, **_of_warehouse(paths[0], by, batch_requests, max_requests)}
+        return {
+            "log": list(paths),
+            "by": by,
+            **_duplicates_of_warehouse(paths[0], by, batch_requests, max_requests),
+        }
     if paths[0].startswith("s3://"):
         raise ConfigError(f"{paths[0]}: expected a warehouse, found no table of samples; check the address")
     replay = detect_replay(paths, schema, skip_bad=skip_bad)
-    its_schema = load_schema(replay.schema_path)
-    if not its_schema.ro:
+    loaded_schema = load_schema(replay.schema_path)
+    if not loaded_schema.ro:
         raise ConfigError(f"{replay.schema_path}: expected at least one [[ro]] feature, got none")
-    opened, duplicates = open_log(replay, its_schema), DuplicateStatistics(batch_requests)
-    shown = (record for record in opened.records if wire.kind_of(record.value) == wire.IMPRESSION)
+    opened, duplicates = open_log(replay, loaded_schema), DuplicateStatistics(batch_requests)
+    impressions = (record for record in opened.records if wire.kind_of(record.value) == wire.IMPRESSION)
     total = min(opened.num_requests or max_requests, max_requests or opened.num_requests) or None
-    read = counted(itertools.islice(shown, max_requests or None), "requests", total)
-    for window in request_windows(read, its_schema, "session" if by == "session" else "user"):
+    read = counted(itertools.islice(impressions, max_requests or None), "requests", total)
+    for window in request_windows(read, loaded_schema, "session" if by == "session" else "user"):
         duplicates.add(*window)
     skipped = opened.skipped()
     return {
@@ -112,24 +118,25 @@ def duplicates_of(
     }
 
 
-def _of_warehouse(place: str, by: str, batch_requests: int, max_requests: int) -> dict[str, Any]:
+def _duplicates_of_warehouse(
+    warehouse: str, by: str, batch_requests: int, max_requests: int
+) -> dict[str, Any]:
     """The same for the samples of a warehouse, in time order and clustered; each row group is a window."""
-
-    duplicates, scan = DuplicateStatistics(batch_requests), TableScan(place)
+    duplicates, scan = DuplicateStatistics(batch_requests), TableScan(warehouse)
     with progress_bar("requests", scan.num_requests) as update:
         for batch, group_R in scan.grouped(scan.schema(), "session" if by == "session" else "user"):
             order_R = np.argsort(batch.time_ms_R, kind="stable")
-            timely = batch.take_requests(order_R)
-            duplicates.add(timely, group_R[order_R], timely.num_candidates_R)
+            in_time_order = batch.take_requests(order_R)
+            duplicates.add(in_time_order, group_R[order_R], in_time_order.num_candidates_R)
             update(duplicates.num_requests, None)
             if max_requests and duplicates.num_requests >= max_requests:
                 break
     return duplicates.report()
 
 
-def _numbers(of: Mapping[str, Any]) -> Iterator[str]:
-    yield f"{of['length']:.2f}"
-    yield "-" if of["same"] is None else f"{of['same']:.4f}"
-    yield f"{of['dedupe_len']:,.0f}"
+def _table_cells(figures: Mapping[str, Any]) -> Iterator[str]:
+    yield f"{figures['length']:.2f}"
+    yield "-" if figures["same"] is None else f"{figures['same']:.4f}"
+    yield f"{figures['dedupe_len']:,.0f}"
     for name in ("dedupe_factor", "exact", "partial"):
-        yield f"{of[name]:.2f}"
+        yield f"{figures[name]:.2f}"

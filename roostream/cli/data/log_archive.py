@@ -175,7 +175,7 @@ class _LogFiles:
         for one in dead:
             self._dead(f"{topic} of the log: {one.reason}: {one.error}")
         for day, rows in days.items():
-            self.warehouse.tables[topic].widen(rows.forms)
+            self.warehouse.tables[topic].widen(rows.column_types)
             key = FileKey(
                 table=topic,
                 day=day,

@@ -67,7 +67,10 @@ def inspect_session(
         raise ConfigError("expected a warehouse, or --leases with a checkpoint store; give one of the two")
     if leases is not None:
         log = read_leases(leases)
-        print_json(log) if as_json else click.echo(describe_leases(log))
+        if as_json:
+            print_json(log)
+        else:
+            click.echo(describe_leases(log))
         return
     assert warehouse is not None
     names = tuple(name.strip() for name in features.split(",") if name.strip())

@@ -90,5 +90,5 @@ def page_of_table(report: Mapping[str, Any], figures: Mapping[str, str]) -> str:
 
 def _duplicate_rows(duplicates: Mapping[str, Any]) -> Iterable[tuple[str, ...]]:
     entry = duplicates["arrangements"].get("clustered", {"features": {}, "groups": {}})
-    for name, of in {**entry["groups"], **entry["features"]}.items():
-        yield name, number(of["exact"]), number(of["partial"]), number(of["same"])
+    for name, figures in {**entry["groups"], **entry["features"]}.items():
+        yield name, number(figures["exact"]), number(figures["partial"]), number(figures["same"])

@@ -10,7 +10,8 @@ from roostream.replay.parse_time import EARLIEST_MS, LATEST_MS, day_and_month, p
 
 Kind = Literal["float", "ids", "weighted_ids", "sequence"]
 _MAX_DISTINCT = 10_000
-_LARGEST_EXACT = 1 << 24  # of whole numbers in a 32-bit float
+_LARGEST_EXACT = 1 << 24  # a 32-bit float represents whole numbers up to this exactly
+# A column of whole numbers whose name has one of these words is taken for ids.
 _ID_WORDS = frozenset(
     {
         *("id", "ids", "author", "brand", "campaign", "categories", "category", "city", "code", "country"),
@@ -22,7 +23,7 @@ _TIME_UNITS = {"ms": 1.0, "s": 1000.0, "us": 0.001}
 
 
 class ColumnValues:
-    """Call `add` with every value; None is missing."""
+    """Statistics of the values of a column or feature. Call `add` with every value; None is missing."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -47,9 +48,9 @@ class ColumnValues:
             for entry in value:
                 self.entries.add(entry)
         else:
-            self._add_plain(value)
+            self._add_scalar(value)
 
-    def _add_plain(self, value: Any) -> None:
+    def _add_scalar(self, value: Any) -> None:
         if len(self.distinct) < _MAX_DISTINCT:
             self.distinct.add(value)
         if isinstance(value, bool):
@@ -62,7 +63,7 @@ class ColumnValues:
             self.texts += 1
             if self.not_times == 0:
                 self._add_time(value)
-        else:  # of Arrow: a timestamp, a decimal, bytes
+        else:  # a value of Arrow: a timestamp, a decimal, bytes
             self.texts += 1
             self.not_times += not hasattr(value, "isoformat")
 

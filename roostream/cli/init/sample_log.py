@@ -39,17 +39,17 @@ def sample_lines(
         time_ms = _START_MS + int(_WEEK_MS * (number + draw.random()) / num_requests)
         user = f"user-{min(int(draw.expovariate(0.012)), _NUM_USERS - 1)}"
         shown = draw.sample(items, draw.randint(6, 12))
-        who = {"request_id": f"r-{number}", "user_id": user}
+        header = {"request_id": f"r-{number}", "user_id": user}
         basket = {"basket_value": round(draw.expovariate(0.05), 2)}
         lines.append(
-            (time_ms, {"type": "impression", **who, "time": time_ms, "ro": basket, "candidates": shown})
+            (time_ms, {"type": "impression", **header, "time": time_ms, "ro": basket, "candidates": shown})
         )
         for position, item in enumerate(shown):
             liking = 2.6 * (item["category"] in tastes[user]) - 0.5 * math.log(prices[item["item_id"]])
             chance = 1 / (1 + math.exp(1.6 - liking - appeal[item["item_id"]])) / (1 + 0.25 * position)
             if draw.random() >= chance:
                 continue
-            done = {"type": "engagement", **who, "item_id": item["item_id"]}
+            done = {"type": "engagement", **header, "item_id": item["item_id"]}
             click_ms = time_ms + 1000 + int(draw.expovariate(1 / 20_000))
             lines.append((click_ms, {**done, "action": action, "time": click_ms}))
             if draw.random() < 0.25:

@@ -249,8 +249,8 @@ def map_text(log: FoundLog) -> str:
     ]
     if m["actions"]:
         lines += ["", "[actions]    # an engagement where the column is true, above 0, or at least `least`"]
-    for action, of in m["actions"].items():
-        columns = ", ".join(f"{key} = {json.dumps(value)}" for key, value in of.items())
+    for action, condition in m["actions"].items():
+        columns = ", ".join(f"{key} = {json.dumps(value)}" for key, value in condition.items())
         lines.append(f"{json.dumps(action)} = {{ {columns} }}")
     return "\n".join(lines) + "\n"
 

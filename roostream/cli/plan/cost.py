@@ -11,8 +11,20 @@ from roostream.cli.plan.sizing import Load, Need
 from roostream.schema.settings import Settings, setting
 
 HOURS = 730  # in a month
-MIN_SERVING_MACHINES = 2
-"""So that one can be lost."""
+MIN_SERVING_MACHINES = 2  # so that one can be lost
+_CORES = (
+    "serving processes",
+    "task managers",
+    "workers",
+    "shards",
+    "archivers",
+    "feature updaters",
+    "auditors",
+)
+_SINGLE = ("Redis", "compactor")  # cores, at least a quarter of one each
+_PROCESS_GB = 2  # assumed, of a task manager, a worker, or an archiver
+_MAX_DISK_USE = 0.8  # assumed share of a broker's disk that may be full
+_STATE_ON_DISK = 1.5  # assumed bytes on disk for a byte of the joiner's state
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,18 +63,6 @@ class Cost(NamedTuple):
         return self.machines_month + self.disks_month + self.objects_month + self.network_month
 
 
-_CORES = (
-    "serving processes",
-    "task managers",
-    "workers",
-    "shards",
-    "archivers",
-    "feature updaters",
-    "auditors",
-)
-_SINGLE = ("Redis", "compactor")  # cores, at least a quarter of one each
-
-
 def cost_of(load: Load, needs: Sequence[Need], prices: Prices) -> Cost:
     """Price a plan.
 
@@ -79,13 +79,17 @@ def cost_of(load: Load, needs: Sequence[Need], prices: Prices) -> Cost:
         + amount["Redis' memory"]
         + amount["compactor's memory"]
         + amount["dedupe ids"] * amount["workers"]
-        + 2 * (amount["task managers"] + amount["workers"] + amount["archivers"])
+        + _PROCESS_GB * (amount["task managers"] + amount["workers"] + amount["archivers"])
     )
     by_memory = memory_gb / (load.machine_gb * load.busy)
     machines = max(math.ceil(cores / load.machine_cores), math.ceil(by_memory), MIN_SERVING_MACHINES)
     brokers = int(amount["brokers"])
     commits_gb = 2 * load.rows * 8 * load.dim / 1e9  # rows with their state, and as much being written
-    disk_gb = amount["Kafka's disks"] * 1000 / 0.8 + commits_gb + amount["joiner's state"] * 1.5
+    disk_gb = (
+        amount["Kafka's disks"] * 1000 / _MAX_DISK_USE
+        + commits_gb
+        + amount["joiner's state"] * _STATE_ON_DISK
+    )
     object_gb = load.requests_per_s * load.sample_bytes * 86_400 * prices.warehouse_days / 1e9
     network_mb = amount["network"] + amount["row deltas from Kafka"]
     return Cost(

@@ -30,7 +30,7 @@ from param_server.placement.plan import (
     round_robin,
     spread,
 )
-from param_server.placement.profiles import planned_tables, stored
+from param_server.placement.profiles import planned_tables, read_profiles
 from param_server.placement.sharding_file import sharding_of
 from roostream.cli.checkpoint import move_buckets
 from roostream.cli.checkpoint.checkpoint_command import opened_store, place_options
@@ -115,7 +115,7 @@ def profile_command(store: str, schema: Path, batch: int, row_texts: tuple[str, 
     Example:
       roostream placement profile --store .roostream/store --schema my_site.toml
     """
-    found = stored(open_checkpoint_store(store), load_schema(schema))
+    found = read_profiles(open_checkpoint_store(store), load_schema(schema))
     report = {name: {**entry.profile.plain(), "time_ms": entry.time_ms} for name, entry in found.items()}
     rows = [(name, _of_profile(entry.profile, batch)) for name, entry in found.items()]
     print_report(as_json, report, rows or [("profiles", _NONE)], "Profiles")
@@ -302,7 +302,7 @@ def _plan(
     """The tables, why some have no usable profile, and the plan."""
     loaded = load_schema(schema)
     names = [table.name for table in loaded.tables]
-    known = stored(open_checkpoint_store(store), loaded)
+    known = read_profiles(open_checkpoint_store(store), loaded)
     rows = _numbers("--rows", row_texts, names)
     tables, why = planned_tables(loaded, known, batch=batch, now_ms=SystemClock().now_ms(), rows=rows)
     if not memory_gib >= 0:
@@ -336,7 +336,6 @@ def _write_torchrec(file: Path, found: PlacementPlan, tables: list[PlannedTable]
 
 
 def _costs(file: Path | None) -> Any:
-
     if file is None:
         return CostModel()
     try:
@@ -457,7 +456,6 @@ def apply_command(map_file: Path, home: Path, store: str, dry_run: bool) -> None
 
 
 def _read_map(file: Path) -> BucketMap:
-
     try:
         return BucketMap.from_plain(json.loads(file.read_text(encoding="utf-8")))
     except OSError as error:
@@ -488,7 +486,6 @@ def _committed(store: CheckpointStore, home: Path, num_shards: int = 0) -> Itera
 
 
 def _describe_moves(now: BucketMap, wanted: BucketMap, bytes_B: np.ndarray) -> Iterator[tuple[str, Any]]:
-
     for index in range(max(now.num_owners, wanted.num_owners)):
         has, gets = now.buckets_of(index), wanted.buckets_of(index)
         mib = [f"{bytes_B[committed].sum() / (1 << 20):.1f} MiB" for committed in (has, gets)]

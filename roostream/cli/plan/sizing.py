@@ -193,6 +193,7 @@ def row_bytes(load: Load) -> float:
 
 
 def replica_bytes(load: Load) -> float:
+    """Memory of one row in a replica."""
     return (4 * load.dim + 40) * 1.5
 
 
@@ -202,6 +203,7 @@ def delta_bytes(load: Load) -> float:
 
 
 def changed_rows(load: Load, seconds: float) -> float:
+    """Upper bound of the distinct rows that training changes in this time."""
     return min(load.requests_per_s * load.touched * seconds, load.rows)
 
 
@@ -336,9 +338,8 @@ def _training(load: Load, costs: Costs, shards: int) -> list[Need]:
     readers = load.requests_per_s * costs.decode_s / load.busy
     trains = (
         f"{costs.train_s / _S:.0f} µs per request: {SOURCES['step_64_of_11_us']}; plus "
-        f"{costs.turn_s / _MS:.1f} ms per "
-        f"step: {SOURCES['four_workers_ms']}; at most {MAX_WORKERS}, in steps of {load.batch_requests} "
-        "requests"
+        f"{costs.turn_s / _MS:.1f} ms per step: {SOURCES['four_workers_ms']}; at most {MAX_WORKERS}, in "
+        f"steps of {load.batch_requests} requests"
     )
     decodes = (
         f"{costs.decode_s / _S:.0f} µs per request, included in the workers' figure: "

@@ -130,9 +130,9 @@ class SampleQueue:
 
     def poll(self, max_requests: int, timeout_s: float, partition: Partition | None = None) -> Chunk | None:
         assert partition is None, "exact mode needs a source with partitions"
-        return self.rest(max_requests) if len(self) >= max_requests else None
+        return self.poll_remaining(max_requests) if len(self) >= max_requests else None
 
-    def rest(self, max_requests: int) -> Chunk | None:
+    def poll_remaining(self, max_requests: int) -> Chunk | None:
         if not self._waiting:
             return None
         self.before_chunk()
@@ -184,8 +184,8 @@ class _Learner:
         outputs: Outputs,
         before_chunk: Callable[[], None] = lambda: None,
     ) -> None:
-        choices, clock = program_settings(config), SystemClock()
-        settings = LoopConfig(**choices.worker)
+        programs, clock = program_settings(config), SystemClock()
+        settings = LoopConfig(**programs.worker)
         self.decoder = Decoder(schema, {schema.fingerprint: schema}.get)
         self.samples = SampleQueue(self.decoder, clock, settings.trained_topics, before_chunk)
         self.shards = _shards(config, schema, store)
@@ -194,10 +194,12 @@ class _Learner:
         )
         client.set_incarnation(1)
         set_numerics(settings)
-        model = with_model_settings(load_model_config(file), choices.model)
-        wiring = LoopDependencies(source=self.samples, rows=ShardRows(client), outputs=outputs, clock=clock)
+        model = with_model_settings(load_model_config(file), programs.model)
+        dependencies = LoopDependencies(
+            source=self.samples, rows=ShardRows(client), outputs=outputs, clock=clock
+        )
         try:
-            self.loop = TrainLoop(settings, schema, model, wiring)
+            self.loop = TrainLoop(settings, schema, model, dependencies)
         except ConfigError as error:
             raise ConfigError(f"{file}: {error}" if file and file not in str(error) else str(error)) from None
         self.streaming = (
@@ -309,11 +311,11 @@ class _LocalReplay:
             self._train(progress)
         self._put(self.joiner.end_of_input(), progress)
         if self.windows:
-            self._train_windows(self.windows.rest(), progress)
+            self._train_windows(self.windows.take_remaining(), progress)
         self._train(progress)
         for learner in self._learners():
             learner.finish()
-        self._show(progress)
+        self._show_progress(progress)
         for learner, other in self.others:
             other.training, other.streaming = learner.summary(), learner.streaming_report()
         return Outcome(
@@ -331,7 +333,7 @@ class _LocalReplay:
 
     def _train(self, progress: ReplayProgress) -> None:
         if self.first.train():
-            self._show(progress)
+            self._show_progress(progress)
         for learner, _ in self.others:
             learner.train()
 
@@ -350,9 +352,9 @@ class _LocalReplay:
         for window in windows:
             for learner in self._learners():
                 learner.evaluate_and_train(window)
-            self._show(progress)
+            self._show_progress(progress)
 
-    def _show(self, progress: ReplayProgress) -> None:
+    def _show_progress(self, progress: ReplayProgress) -> None:
         progress.update(joined=self.accounts.sums().samples, trained=self.first.loop.counts.requests)
 
     def prediction(self, prediction: Prediction) -> None:
@@ -384,7 +386,7 @@ def _shards(config: ReplayConfig, schema: Schema, store: FileStore) -> list[Shar
     return shards
 
 
-_AT_ONCE = 256
+_MAX_SCORED_AT_ONCE = 256  # requests
 
 
 class _ScoredList:
@@ -400,8 +402,11 @@ class _ScoredList:
 
 
 class AsServedScorer:
-    """Call `add` with every record in time order, and `score` before weights change. All requests stay in
-    memory."""
+    """Scores each request with the weights of its own time, as serving would have.
+
+    Call `add` with every record in time order, and `score` before weights change. All requests stay in
+    memory.
+    """
 
     def __init__(self, tasks: Sequence[str], decoder: Decoder, scores: Callable[[Batch], np.ndarray]) -> None:
         """`scores`: probabilities [B, T] with the current weights."""
@@ -414,9 +419,9 @@ class AsServedScorer:
         ignored."""
         kind = wire.kind_of(record.value)
         if record.topic == IMPRESSIONS and kind == wire.IMPRESSION:
-            self._show(record)
+            self._add_impression(record)
         elif record.topic in (SAMPLES, CORRECTIONS):
-            self._label(record)
+            self._set_labels(record)
 
     def score(self) -> None:
         """Score the impressions added since the last call."""
@@ -435,8 +440,8 @@ class AsServedScorer:
         """`overall`, `measured` and `by_day`, like the `metrics` of a report, with the current labels."""
         metrics = DailyMetrics(self.tasks, measure_from_ms=measure_from_ms)
         known = [s for s in self._shown.values() if s.label_nT is not None and not np.isnan(s.score_nT).any()]
-        for start in range(0, len(known), _AT_ONCE):
-            part = known[start : start + _AT_ONCE]
+        for start in range(0, len(known), _MAX_SCORED_AT_ONCE):
+            part = known[start : start + _MAX_SCORED_AT_ONCE]
             label_BT = np.concatenate([s.label_nT for s in part if s.label_nT is not None])
             index_B = np.repeat(np.arange(len(part)), [len(s.score_nT) for s in part])
             time_ms_R = np.array([s.time_ms for s in part], np.int64)
@@ -444,7 +449,7 @@ class AsServedScorer:
             metrics.update(ScoredBatch(score_BT, label_BT, np.ones_like(label_BT), index_B, time_ms_R))
         return metrics.report()
 
-    def _show(self, record: Record) -> None:
+    def _add_impression(self, record: Record) -> None:
         message = pb.Impression.FromString(record.value[2:])
         id_ = sample_id(record.key or NO_KEY, message.header.request_id)
         if id_ in self._shown:
@@ -452,10 +457,10 @@ class AsServedScorer:
         self._shown[id_] = _ScoredList(message, len(self.tasks))
         sample = sample_of(record, message, len(self.tasks))
         self._waiting.append(record._replace(topic=SAMPLES, value=wire.encode(wire.SAMPLE, sample)))
-        if len(self._waiting) >= _AT_ONCE:
+        if len(self._waiting) >= _MAX_SCORED_AT_ONCE:
             self.score()
 
-    def _label(self, record: Record) -> None:
+    def _set_labels(self, record: Record) -> None:
         message = pb.Sample.FromString(record.value[2:])
         shown = self._shown.get(sample_id(record.key or NO_KEY, message.header.request_id))
         if shown is None:

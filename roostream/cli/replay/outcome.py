@@ -124,8 +124,8 @@ class ReplayProgress:
         tenth = 10 * self._done["trained"] // self._total if self._total else 0
         if self._progress.disable and (tenth > self._logged_tenth or time.monotonic() - self._logged_s > 10):
             self._logged_s, self._logged_tenth = time.monotonic(), tenth
-            of = f" of {self._total} ({10 * tenth} %)" if self._total else ""
-            log.info("%s%s", ", ".join(f"{name} {count}" for name, count in self._done.items()), of)
+            share = f" of {self._total} ({10 * tenth} %)" if self._total else ""
+            log.info("%s%s", ", ".join(f"{name} {count}" for name, count in self._done.items()), share)
 
     def count_sent(self, records: Iterable[Record]) -> Iterator[Record]:
         """Pass the records through and count their impressions as sent."""

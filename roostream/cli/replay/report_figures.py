@@ -55,7 +55,7 @@ def _table_figures(report: Mapping[str, Any]) -> Iterator[tuple[str, Figure]]:
     if "clustered" in report["duplicates"]["arrangements"]:
         clustered = report["duplicates"]["arrangements"]["clustered"]["features"]
         if clustered:
-            saved = {name: of["partial"] for name, of in clustered.items()}
+            saved = {name: figures["partial"] for name, figures in clustered.items()}
             yield "Reduction of entries by partial deduplication in a batch", _bars(saved)
 
 

@@ -13,6 +13,7 @@ _SHOWN = ("requests", *METRIC_NAMES)
 
 
 def print_table(config: ReplayConfig, report: Mapping[str, Any]) -> None:
+    """Print the report of a replay."""
     title = f"replay {config.dataset} · {config.engine} · {report['wall_s']:.0f} s"
     rows = [*_counts(report), *_training(report), *_metrics(report), *_verdict(report), *_models(report)]
     rows += warning_rows(report["warnings"])
@@ -20,6 +21,7 @@ def print_table(config: ReplayConfig, report: Mapping[str, Any]) -> None:
 
 
 def warning_rows(warnings: list[str]) -> Iterator[Row]:
+    """A row for each warning."""
     yield from (("warning", text) for text in warnings)
 
 
@@ -137,4 +139,5 @@ def _listed(counts: Mapping[str, int]) -> str:
 
 
 def number(value: object) -> str:
+    """The value as text, a float with four decimals."""
     return "–" if value is None else f"{value:.4f}" if isinstance(value, float) else str(value)

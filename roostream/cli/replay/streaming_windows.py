@@ -63,8 +63,8 @@ class SampleWindows:
         self._waiting.setdefault(number, []).append(record)
         return complete
 
-    def rest(self) -> list[Window]:
-        """At the end of the input: the remaining windows."""
+    def take_remaining(self) -> list[Window]:
+        """Remove and return the windows that are left at the end of the input."""
         return self._take(max(self._waiting, default=self._oldest) + 1)
 
     def _take(self, end: int) -> list[Window]:
@@ -103,8 +103,8 @@ class StreamingEvaluation:
         self._windows.append({**about, "trained_requests": trained_requests, **metrics.report()})
 
     def report(self) -> Report:
-        """`windows`: the metrics of each evaluated window. `mean`: the mean of the windows' metrics, each
-        window once. `overall`: all evaluated windows together."""
+        """The metrics of the windows so far. `windows`: the metrics of each evaluated window. `mean`: the
+        mean of the windows' metrics, each window once. `overall`: all evaluated windows together."""
         return {"windows": self._windows, "mean": _mean(self._windows), "overall": self._overall.report()}
 
 

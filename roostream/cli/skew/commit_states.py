@@ -143,8 +143,8 @@ class CommitStates:
         rows: dict[str, dict[tuple[int, int], np.ndarray]] = {stack: {} for stack in self._wanted}
         for index in manifest.shards:
             with shard_segments(manifest, schema, index, self.home, to_read=True) as (segments, state):
-                mine = {stack: self._buckets(stack, manifest, index) for stack in self._wanted}
-                for part in segments.read(state, mine):
+                buckets_by_stack = {stack: self._buckets(stack, manifest, index) for stack in self._wanted}
+                for part in segments.read(state, buckets_by_stack):
                     for block in reversed(part.blocks):
                         _take(block, self._wanted[part.stack], rows[part.stack])
         return SomeRows(manifest.seed, rows)

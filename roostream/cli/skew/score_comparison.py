@@ -126,9 +126,8 @@ class ScoreComparison:
     why: str = ""
     rows_of: int = 0  # commit
     num_changed: int = 0  # rows of the list that differ between the commits around it
-    difference_n: np.ndarray = dataclasses.field(
-        default_factory=lambda: np.zeros(0, np.float32)
-    )  # largest of a candidate's tasks
+    # Largest of a candidate's tasks.
+    difference_n: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.float32))
 
     @property
     def largest(self) -> float:
@@ -315,8 +314,8 @@ def explain_skew(
             value = trial.fitting(side, at, row, tolerance)
             if value is not None:
                 logged = side_floats(batch, side)[0][row, at]
-                whose = "" if side == "ro" else f" of item {batch.item_B[row]}"
-                return f"it was scored with {name!r}{whose} = {value:.4g}, but the log has {logged:.4g}"
+                item = "" if side == "ro" else f" of item {batch.item_B[row]}"
+                return f"it was scored with {name!r}{item} = {value:.4g}, but the log has {logged:.4g}"
     return _NOT_EXPLAINED
 
 

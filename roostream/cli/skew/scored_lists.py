@@ -101,8 +101,8 @@ def of_file(path: Path) -> list[LoggedList]:
 
 def of_topic(bootstrap: str, prefix: str, num_partitions: int, max_lists: int) -> list[LoggedList]:
     """`newest` of the samples of a stack. Raises UnavailableError: Kafka does not answer."""
-    reading = ConsumerOptions(partitions=all_partitions((SAMPLES,), num_partitions), prefix=prefix)
-    reader = KafkaConsumer.open(Broker(bootstrap), f"{prefix}inspect", reading)
+    options = ConsumerOptions(partitions=all_partitions((SAMPLES,), num_partitions), prefix=prefix)
+    reader = KafkaConsumer.open(Broker(bootstrap), f"{prefix}inspect", options)
     try:
         return newest(reader, max_lists, bootstrap)
     finally:

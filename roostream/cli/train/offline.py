@@ -30,7 +30,7 @@ from infra.supervisor import Supervisor
 from param_server.client import Client
 from param_server.key_value_store import RocksDbStore
 from param_server.placement.plan import CostModel, imbalance, loads, round_robin
-from param_server.placement.profiles import planned_tables, stored
+from param_server.placement.profiles import planned_tables, read_profiles
 from param_server.server import Shard, ShardRpcHandler
 from roostream.cli.checkpoint.move_buckets import move
 from roostream.cli.controller_commands import read_link_security
@@ -76,9 +76,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("roostream.train")
 
-_UNIT_ROWS = (
-    1 << 20
-)  # rows of each partition in a work unit; large, because no other work unit waits for rows
+# Rows of each partition in a work unit; large, because no other work unit waits for rows.
+_UNIT_ROWS = 1 << 20
 _PROGRESS_INTERVAL_S = 2.0
 _POLL_S = 0.1
 _LAST_COMMIT_S = 3.0
@@ -130,7 +129,7 @@ def planned_placement(
     from trainer.torchrec_rows import read_placement
 
     batch = settings.in_phase(initial=True).batch_requests
-    tables, why = planned_tables(schema, stored(store, schema), batch=batch, now_ms=now_ms, rows={})
+    tables, why = planned_tables(schema, read_profiles(store, schema), batch=batch, now_ms=now_ms, rows={})
     placement = read_placement(config.placement, schema, config.workers, tables)
     if config.placement == "planner":
         rows = [

@@ -54,7 +54,7 @@ class OfflineReaders:
         self.master, self.count, self.clock = master, count, master.clock
         self.credentials = credentials or LinkCredentials()
         self._lease_recorder = LeaseRecorder(master, store, self.clock) if store else None
-        self.server = RpcServer(self.master.handle, *parse_address(listen), keys=self.credentials)
+        self.server = RpcServer(self.master.handle, *parse_address(listen), credentials=self.credentials)
         self._build_pool = build_pool
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._follow_target, name="readers", daemon=True)
@@ -80,7 +80,7 @@ class OfflineReaders:
         """Opens sessions that are read by these readers, for the worker in this process."""
         link = ReadersLink(
             controller=lambda: InMemoryTransport(self.master.handle),
-            dial=lambda address: SocketTransport(address, keys=self.credentials),
+            dial=lambda address: SocketTransport(address, credentials=self.credentials),
             worker=0,
             incarnation=incarnation,
         )

@@ -161,7 +161,7 @@ class TrainingParts:
         profiles = ProfileRecorder(Profiler(counted_share, self.config.seed), self.store, self.clock)
 
         def on_scored(part: ChunkPart) -> None:
-            profiles.look(loop.num_steps, part.batch, part.lookup)
+            profiles.observe(loop.num_steps, part.batch, part.lookup)
             on_batch(part.batch)
 
         dependencies = LoopDependencies(
@@ -284,6 +284,7 @@ def run_worker(task: WorkerTask, stop: program.Stop) -> None:
 
 
 def main() -> None:
+    """Run the worker that the file on the command line describes."""
     task = WorkerTask(**json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))
     program.leave(program.run(f"worker {task.index}", lambda stop: run_worker(task, stop)))
 

@@ -41,7 +41,8 @@ class RowGroups(NamedTuple):
 def run_tape(
     ops_O: np.ndarray, weights: np.ndarray, registers_G3: np.ndarray, rows: RowGroups, x: np.ndarray
 ) -> None:
-    """`ops_O`: int64 [O, 11]. `registers_G3`: int64, start in `x`, rows and columns of each register."""
+    """Run the operations in order on the buffer `x`. `ops_O`: int64 [O, 11]. `registers_G3`: int64, start in
+    `x`, rows and columns of each register."""
     for o in range(len(ops_O)):
         op = ops_O[o]
         a, out = _register(x, registers_G3[op[A]]), _register(x, registers_G3[op[TO]])

@@ -1,6 +1,7 @@
 """Logits of a batch for serving: compiled where the model allows it, else by its torch modules.
 
-Both equal the trainer's forward pass to 1e-5 (G9, docs/decisions/0103): only the order of sums differs.
+Both equal the trainer's forward pass to 1e-5 (guarantee G9, docs/decisions/0103): only the order of sums
+differs.
 
 Letters: R requests, B candidates, T tasks, U unique rows of a stack, D width, L entries of a sequence.
 """
@@ -28,7 +29,7 @@ from roostream.wire.transform import apply_transforms
 Rows = Mapping[str, np.ndarray]
 """Stack → float32 [U, D], aligned with the batch's lookup."""
 Forward = Callable[[Batch, Lookup, Rows], np.ndarray]
-"""→ float32 logits [B, T]."""
+"""Return float32 logits [B, T]."""
 _NONE = np.zeros(0, np.float32)
 
 
@@ -69,9 +70,8 @@ class CompiledScorer:
 
     def __call__(self, batch: Batch, lookup: Lookup, rows: Rows) -> np.ndarray:
         tape, r = self.tape, batch.num_requests
-        start_SR1 = np.empty(
-            (1 + len(tape.sequences), r + 1), np.int64
-        )  # of candidates, and of each sequence's entries
+        # Of candidates, and of each sequence's entries.
+        start_SR1 = np.empty((1 + len(tape.sequences), r + 1), np.int64)
         where_G3 = np.empty((len(tape.kind_G), 3), np.int64)
         counts_R, lengths_KR = batch.num_candidates_R, batch.ro_lists.lengths_KN
         size = interpreter.allocate(

@@ -34,6 +34,8 @@ REQUESTS, CANDIDATES = 0, 1
 
 
 class ColumnRange(NamedTuple):
+    """Where a value begins: the register and its first column."""
+
     register: int
     column: int = 0
 

@@ -57,6 +57,7 @@ _LOADED: dict[tuple[str, str], CustomCode] = {}  # by kind and digest; a process
 
 
 def is_custom(kind: object) -> bool:
+    """Whether `kind` names code of the user, as "module:function" or "file.py:function"."""
     return isinstance(kind, str) and ":" in kind
 
 
@@ -86,9 +87,8 @@ def load_custom_code(kind: str, folder: Path, code: str = "") -> CustomCode:
         _LOADED[kind_name, hashed_source.digest] = CustomCode(
             kind_name, hashed_source.digest, hashed_source.files, config, build
         )
-    found = _LOADED[kind_name, hashed_source.digest] = _LOADED.pop(
-        (kind_name, hashed_source.digest)
-    )  # the newest is the last
+    # Moved to the end: the newest is the last.
+    found = _LOADED[kind_name, hashed_source.digest] = _LOADED.pop((kind_name, hashed_source.digest))
     return found
 
 
@@ -211,8 +211,7 @@ def _config_and_build(
         base = f"{CustomModelConfig.__module__}.{CustomModelConfig.__qualname__}"
         raise ConfigError(
             f"model {kind!r}: expected Config as a frozen dataclass that extends {base}, got {config!r} in "
-            f"{file}; "
-            f"write @dataclass(frozen=True, kw_only=True) class Config({CustomModelConfig.__name__})"
+            f"{file}; write @dataclass(frozen=True, kw_only=True) class Config({CustomModelConfig.__name__})"
         )
     return config, build
 
@@ -251,9 +250,8 @@ class CustomModel(Model):
     def _expect(self, method: str, what: str, value: object, shape: tuple[int, ...]) -> None:
         if not isinstance(value, Tensor) or tuple(value.shape) != shape:
             got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-            code = getattr(
-                inspect.unwrap(getattr(type(self.own), method)), "__code__", None
-            )  # none: it isn't Python's
+            # None: the method is not written in Python.
+            code = getattr(inspect.unwrap(getattr(type(self.own), method)), "__code__", None)
             where = f"{code.co_filename}:{code.co_firstlineno}" if code else self._code.files[0]
             raise ConfigError(
                 f"model {self._code.kind!r}: {where}: expected {method} to give {what} of shape {shape}, "

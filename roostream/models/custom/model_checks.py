@@ -162,9 +162,8 @@ def _is_the_same_in_serving(subject: _CheckedModel) -> Iterator[str]:
         if not _same_bits(in_training, in_serving):
             yield (
                 f"expected the bits of training in serving for {len(request.item_n)} candidates, got a "
-                "difference of "
-                f"{_difference(in_training, in_serving):.1e}; forward looks at training or eval mode, "
-                "labels or gradients"
+                f"difference of {_difference(in_training, in_serving):.1e}; forward looks at training or "
+                "eval mode, labels or gradients"
             )
 
 
@@ -175,22 +174,21 @@ def _is_the_same_in_a_batch(subject: _CheckedModel) -> Iterator[str]:
             if not _difference(alone[at], logits_nT) <= _CLOSE:
                 yield (
                     f"expected a request's logits in a batch within {_CLOSE:g} of those alone, got a "
-                    "difference of "
-                    f"{_difference(alone[at], logits_nT):.1e}; nothing may be taken over all requests of a "
-                    "batch"
+                    f"difference of {_difference(alone[at], logits_nT):.1e}; nothing may be taken over all "
+                    "requests of a batch"
                 )
 
 
 def _is_independent_of_others(subject: _CheckedModel) -> Iterator[str]:
     others = [example_request(subject.schema, n, 100 + seed) for seed, n in enumerate(_COUNTS)]
     for at in (0, 3, 4):
-        mine = subject.together(subject.requests)[at]
+        before = subject.together(subject.requests)[at]
         again = subject.together([*others[:at], subject.requests[at], *others[at + 1 :]])[at]
-        if not _difference(mine, again) <= _CLOSE:
+        if not _difference(before, again) <= _CLOSE:
             yield (
-                f"expected a request's logits to be its own, got a change of "
-                f"{_difference(mine, again):.1e} with other "
-                "requests beside it; use request_index_B and a sequence's length_R to keep requests apart"
+                "expected a request's logits to be its own, got a change of "
+                f"{_difference(before, again):.1e} with other requests beside it; use request_index_B and a "
+                "sequence's length_R to keep requests apart"
             )
 
 
@@ -263,6 +261,8 @@ _MAX_ENTRIES, _NUM_IDS, _OLDEST_MS = 9, 40, 10**9
 
 
 class ExampleRequest(NamedTuple):
+    """A request with which a model is checked."""
+
     ro: bytes
     nro: bytes
     item_n: np.ndarray  # int64

@@ -81,11 +81,11 @@ def as_kjt(inputs: Inputs, *, expand: bool = False) -> KeyedJaggedTensor:
         "lengths": _cat([one.length_S for one in lists]),
         "weights": torch.cat(weights) if weighted else None,
     }
-    per_request = [of for one in lists for of in one.per_request]
+    per_request = [is_per_request for one in lists for is_per_request in one.per_request]
     if expand or not any(per_request):
         return KeyedJaggedTensor(**parts, stride=num_candidates)
     own_B = torch.arange(num_candidates, device=index_B.device)
-    bag_KB = torch.stack([index_B if of else own_B for of in per_request])
+    bag_KB = torch.stack([index_B if is_per_request else own_B for is_per_request in per_request])
     strides = [[size] for one in lists for size in one.sizes]
     return KeyedJaggedTensor(**parts, stride_per_key_per_rank=strides, inverse_indices=(keys, bag_KB))
 
@@ -107,7 +107,8 @@ def _expanded(one: _KeyedLists, request_index_B: Tensor) -> _KeyedLists:
     own_B = torch.arange(num_candidates, device=request_index_B.device)
     starts = [sum(one.sizes[:k]) for k in range(len(one.keys))]
     bags = [
-        start + (request_index_B if of else own_B) for start, of in zip(starts, one.per_request, strict=True)
+        start + (request_index_B if is_per_request else own_B)
+        for start, is_per_request in zip(starts, one.per_request, strict=True)
     ]
     bag_S = torch.cat(bags)
     length_S, first_S = one.length_S[bag_S], (one.length_S.cumsum(0) - one.length_S)[bag_S]
@@ -250,7 +251,7 @@ def _pool(rows_UD: Tensor, index_L: Tensor, offset_S1: Tensor, weight_L: Tensor 
             f"expected positions in {len(rows_UD)} rows, got {int(index_L.min())} to {int(index_L.max())}; "
             "values are positions that as_kjt(inputs) gives, not ids"
         )
-    # weights that are learned, by TorchRec's feature processors
+    # Weights that are learned, by TorchRec's feature processors.
     if weight_L is not None and weight_L.requires_grad:
         return F.embedding_bag(
             index_L, rows_UD, offset_S1, mode="sum", per_sample_weights=weight_L, include_last_offset=True
@@ -280,13 +281,13 @@ def _differences(configs: Sequence[EmbeddingBagConfig], schema: Schema, is_weigh
         if c.data_type is not DataType.FP32:
             yield f"{what}: expected data_type FP32, as rows are, got {c.data_type}; leave it out"
         for feature in c.feature_names:
-            of, near = f"{what}: feature {feature!r}", nearest(feature, table_of)
+            where, near = f"{what}: feature {feature!r}", nearest(feature, table_of)
             if feature in seen:
-                yield f"{of}: expected it in one config, got it in {seen[feature]!r} too; remove one"
+                yield f"{where}: expected it in one config, got it in {seen[feature]!r} too; remove one"
             elif feature not in table_of:
-                yield f"{of}: expected a list feature of the schema, got none such{near}"
+                yield f"{where}: expected a list feature of the schema, got none such{near}"
             elif table_of[feature] != c.name:
-                yield f"{of}: expected it in config {table_of[feature]!r}, its table; change one of them"
+                yield f"{where}: expected it in config {table_of[feature]!r}, its table; change one of them"
             seen[feature] = c.name
 
 

@@ -22,8 +22,8 @@ from roostream.schema.schema import Feature, Schema
 
 
 class HistoryTokenizer(nn.Module):
-    """[L, D]: item and id columns (the action) of an entry, each projected and summed. Shared entries are
-    computed once."""
+    """Makes a token of each history entry, [L, D]: the sum of its projected item and id columns (such as the
+    action). Entries that requests share are computed once."""
 
     def __init__(self, schema: Schema, feature: Feature, width: int) -> None:
         super().__init__()
@@ -52,8 +52,8 @@ class HistoryTokenizer(nn.Module):
 
 
 class HstuEncoder(FeatureEncoder):
-    """Base of the encoders that pass a history and its targets through HSTU; `forward` returns the "
-    "targets' outputs."""
+    """Base of the encoders that pass a history and its targets through HSTU; `forward` returns the
+    targets' outputs."""
 
     def __init__(self, schema: Schema, feature: Feature, config: HstuSettings) -> None:
         super().__init__()
@@ -123,6 +123,7 @@ class HstuTargetEncoder(HstuEncoder):
         return self._encode(inputs, self._targets(inputs, pooled), inputs.num_candidates_R)
 
     def _targets(self, inputs: Inputs, pooled: PooledFeatures) -> Tensor:
+        """Tokens of the candidates, [B, width]."""
         if self._item:
             x_BD: Tensor = self.tokens.item(pooled[self._item]) + self.unknown_action
         else:

@@ -28,7 +28,8 @@ _EPS = 1e-6
 class HstuLayer(nn.Module):
     """One layer, [S, D] → [S, D]. A token's output depends only on the tokens that it sees.
 
-    `dropout` must be 0 where a model is scored while it is trained, so that serving computes the same (G9).
+    `dropout` must be 0 where a model is scored while it is trained, so that serving computes the same
+    (guarantee G9).
     """
 
     def __init__(
@@ -36,9 +37,8 @@ class HstuLayer(nn.Module):
     ) -> None:
         super().__init__()
         self.gates_values_queries_keys = nn.Linear(width, 4 * width, bias=False)
-        self.position_bias = nn.Parameter(
-            torch.zeros(2 * max_history + 1)
-        )  # N_max = max_history + 1: a target stands behind
+        # N_max = max_history + 1: the target follows the history.
+        self.position_bias = nn.Parameter(torch.zeros(2 * max_history + 1))
         self.time_bias = nn.Parameter(torch.zeros(NUM_TIME_BUCKETS)) if times else None
         self.dropout = nn.Dropout(dropout)
         self.out = nn.Linear(width, width)

@@ -5,7 +5,7 @@
 There is no softmax, so the intensity of a preference counts, not only its share. N_fixed is a constant, never
 the longest sequence of a batch, so a request's result depends on no other.
 
-`pointwise_attention` is plain torch on padded squares. `attention_in_place` gives the same on a CPU without
+`pointwise_attention` is plain torch on padded matrices. `attention_in_place` gives the same on a CPU without
 padding, for models without times:
 
     s_ij = q_i · k_j + b[pos_j - pos_i]  pos = min(place, h)  a_ij = SiLU(s_ij) / N_fixed if i sees j, else 0
@@ -85,20 +85,20 @@ def attention_in_place(
     if time_bias_T is not None or x_SD3.device.type != "cpu" or not (COMPILED and alike):
         return pointwise_attention(x_SD3, sequences, position_bias_P, time_bias_T, heads, divisor)
     start_R1 = np.concatenate([[0], np.cumsum(sequences.tokens_R)]).astype(np.int64)
-    of = start_R1, sequences.lengths_R.astype(np.int64), heads, 1.0 / divisor
-    out: Tensor = _InPlace.apply(x_SD3, position_bias_P, of)
+    arguments = start_R1, sequences.lengths_R.astype(np.int64), heads, 1.0 / divisor
+    out: Tensor = _InPlace.apply(x_SD3, position_bias_P, arguments)
     return out
 
 
 class _InPlace(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x_SD3: Tensor, bias_P: Tensor, of: tuple[np.ndarray, np.ndarray, int, float]
+        ctx: Any, x_SD3: Tensor, bias_P: Tensor, arguments: tuple[np.ndarray, np.ndarray, int, float]
     ) -> Tensor:
         ctx.save_for_backward(x_SD3, bias_P)
-        ctx.of = of
+        ctx.of = arguments
         out_SD = x_SD3.new_empty(len(x_SD3), x_SD3.shape[1] // 3)
-        _attend(as_array(x_SD3), as_array(bias_P), *of, out_SD.numpy())
+        _attend(as_array(x_SD3), as_array(bias_P), *arguments, out_SD.numpy())
         return out_SD
 
     @staticmethod

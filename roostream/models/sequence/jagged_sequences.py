@@ -28,8 +28,10 @@ class Pairs:
     """Pairs (query i, key j) of a group's tokens, [G, N, N]."""
 
     offset_GNN: Tensor  # int64: position of j - position of i, in -(N - 1) .. N - 1
-    bucket_GNN: Tensor | None  # int64: of the time from j to what follows i; None: there are no times
-    sees_GNN: Tensor  # bool: i may look at j; what padding may look at is of no matter
+    bucket_GNN: (
+        Tensor | None
+    )  # int64 bucket of the time from j to the token after i; None: there are no times
+    sees_GNN: Tensor  # bool: i attends to j; rows of padding are not used
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -38,33 +40,32 @@ class JaggedTokens:
 
     offset_R1: Tensor  # int64
     history_R: Tensor  # int64: entries in front of its targets
-    gap_S: Tensor | None  # int64: time to the request; None: there are no times
-    next_S: Tensor | None  # int64: of what follows
-    longest: int  # tokens of a sequence
+    gap_S: Tensor | None  # int64 ms from the token to its request; None: there are no times
+    next_S: Tensor | None  # int64 ms from the following token to the request
+    longest: int  # tokens of the longest sequence
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class JaggedSequences:
-    """From `build_jagged_sequences`, once per batch; shared by the layers."""
+    """The tokens of a batch, which all layers share; see `build_jagged_sequences`."""
 
-    source_S: Tensor  # int64: each token's place among [L entries, then B targets]
-    token_B: Tensor  # int64: each target's token
+    source_S: Tensor  # int64: each token's index into [L entries, then B targets]
+    token_B: Tensor  # int64: index of each target's token
     groups: CandidateGroups  # of tokens: sequences of like lengths, padded to the longest of them
-    token_info_SC: (
-        Tensor  # int64: position, is a target; with times: own and next token's time to the request
-    )
+    # int64: position, is a target; with times: own and next token's time to the request.
+    token_info_SC: Tensor
     tokens_R: np.ndarray  # h + m of each request that has a target, else 0
-    lengths_R: np.ndarray  # h of them
+    lengths_R: np.ndarray  # h of each request that has a target, else 0
 
     @functools.cached_property
     def pairs(self) -> tuple[Pairs, ...]:
-        """Pairs of each group, for attention on squares."""
+        """Pairs of each group, for attention on padded matrices."""
         token_info_SC = self.groups.pad(self.token_info_SC)
         return tuple(_pairs(group.of_slots(token_info_SC)) for group in self.groups.groups)
 
     @functools.cached_property
     def jagged(self) -> JaggedTokens:
-        """For attention without padding."""
+        """Offsets and times, for attention without padding."""
         device, times = self.token_info_SC.device, self.token_info_SC.shape[1] > 2
         return JaggedTokens(
             offset_R1=placed(np.concatenate([[0], np.cumsum(self.tokens_R)]).astype(np.int64), device),
@@ -82,8 +83,12 @@ def build_jagged_sequences(
     max_history: int,
     device: str | torch.device = "cpu",
 ) -> JaggedSequences:
-    """`length_R`: lengths of histories, newest entry first, of which the newest `max_history` are used;
-    `gap_ms_L`: int64, time from each entry to its request."""
+    """Arrange the histories and targets of a batch as tokens.
+
+    `length_R`: lengths of histories, newest entry first, of which the newest `max_history` are used.
+    `gap_ms_L`: int64 time from each entry to its request; None = the tokens get no times. `num_targets_R`:
+    candidates of each request.
+    """
     start_R, target_R = (np.cumsum(n_R, dtype=np.int64) - n_R for n_R in (length_R, num_targets_R))
     history_R = np.where(num_targets_R > 0, np.minimum(length_R, max_history), 0)
     tokens_R = history_R + num_targets_R
@@ -97,7 +102,9 @@ def build_jagged_sequences(
     if gap_ms_L is not None:
         gap_S, next_S = np.zeros((2, len(place_S)), dtype=np.int64)
         gap_S[~is_target_S] = gap_ms_L[of_history_S[~is_target_S]]
-        followed_S = place_S < history_S - 1  # the last entry and all targets ask at the time of the request
+        followed_S = (
+            place_S < history_S - 1
+        )  # after the last entry and after targets, 0: the request's own time
         next_S[followed_S] = gap_ms_L[of_history_S[followed_S] - 1]
         columns += [gap_S, next_S]
     return JaggedSequences(
@@ -120,12 +127,12 @@ def build_history_sequences(length_R: np.ndarray, device: str | torch.device = "
     return build_jagged_sequences(length_R - newest_R, None, newest_R, int(length_R.max(initial=0)), device)
 
 
-def _pairs(facts_GNC: Tensor) -> Pairs:
+def _pairs(token_info_GNC: Tensor) -> Pairs:
     """Columns as in `JaggedSequences.token_info_SC`. Padding follows a sequence's tokens, so no token sees
     it."""
-    position_GN, is_target_GN, *gaps = facts_GNC.unbind(dim=-1)
+    position_GN, is_target_GN, *gaps = token_info_GNC.unbind(dim=-1)
     n = position_GN.shape[1]
-    itself_NN = torch.eye(n, dtype=torch.bool, device=facts_GNC.device)
+    itself_NN = torch.eye(n, dtype=torch.bool, device=token_info_GNC.device)
     earlier_NN = torch.ones_like(itself_NN).tril(-1)
     return Pairs(
         offset_GNN=position_GN[:, None, :] - position_GN[:, :, None],

@@ -81,7 +81,7 @@ def user_tower(schema: Schema, config: TwoTowerConfig, width: int) -> Tower:
     for f in schema.lists("ro"):
         if f.kind == "sequence" and config.history == "hstu":
             parts[f"hstu_{f.name}"] = HistoryEncoder(schema, f, config)
-    return Tower(_some(parts, "[[ro]] feature for the request's tower"), config.user_layers, width)
+    return Tower(_nonempty(parts, "[[ro]] feature for the request's tower"), config.user_layers, width)
 
 
 def item_tower(schema: Schema, config: TwoTowerConfig) -> Tower:
@@ -96,7 +96,7 @@ def item_tower(schema: Schema, config: TwoTowerConfig) -> Tower:
         "floats": ItemFloatEncoder(schema, config.item_floats),
     }
     return Tower(
-        _some(parts, "[[nro]] id list, or one of item_floats, for the item's tower"),
+        _nonempty(parts, "[[nro]] id list, or one of item_floats, for the item's tower"),
         config.item_layers,
         config.width,
     )
@@ -113,7 +113,8 @@ def column_of(schema: Schema, name: str, key: str) -> int:
     return names.index(name)
 
 
-def _some(parts: dict[str, FeatureEncoder], what: str) -> dict[str, FeatureEncoder]:
+def _nonempty(parts: dict[str, FeatureEncoder], what: str) -> dict[str, FeatureEncoder]:
+    """The encoders that have a feature. Raises SchemaError: there is none."""
     parts = {name: part for name, part in parts.items() if part.width}
     if not parts:
         raise SchemaError(f"expected at least one {what}, got none; add one")
@@ -202,8 +203,8 @@ class Retrieval(Model):
             positive_P = counts_B.nonzero()[:, 0]
             score_PB = u_RTD[:, t][inputs.request_index_B[positive_P]] @ v_BD.T / self._temperature
             loss_P = sampled_softmax(score_PB, positive_P, log_weight_B, log_expected_B)
-            mine = (loss_P * counts_B[positive_P]).sum() / torch.where(total_T[t] > 0, total_T[t], 1.0)
-            value = value + weight * mine
+            task_loss = (loss_P * counts_B[positive_P]).sum() / torch.where(total_T[t] > 0, total_T[t], 1.0)
+            value = value + weight * task_loss
         return value
 
     def _products(self, u_RTD: Tensor, v_BD: Tensor, inputs: Inputs) -> Tensor:

@@ -22,8 +22,8 @@ from torch import Tensor
 
 
 def log_expected(item_B: Tensor, popularity_B: Tensor | None, uniform: float) -> tuple[Tensor, Tensor]:
-    """→ (log w_B, q_B). `popularity_B`: positive, proportional to how often an item is shown; None = as often
-    as in this batch.
+    """Return (log w_B, q_B). `popularity_B`: positive, proportional to how often an item is shown; None = as
+    often as in this batch.
 
     Expected counts by popularity add up to B over the batch's distinct items, as counts do. Synchronizes with
     a CUDA device.

@@ -76,28 +76,30 @@ class KafkaSecurity:
 
     def librdkafka(self) -> dict[str, str]:
         """Options of librdkafka; {} for PLAINTEXT."""
-        found: dict[str, str] = {} if self.protocol == "PLAINTEXT" else {"security.protocol": self.protocol}
+        options: dict[str, str] = {} if self.protocol == "PLAINTEXT" else {"security.protocol": self.protocol}
         if self.uses_oauth:
-            found |= {"sasl.mechanism": self.mechanism, "sasl.oauthbearer.method": "oidc"}
-            found |= {
+            options |= {
+                "sasl.mechanism": self.mechanism,
+                "sasl.oauthbearer.method": "oidc",
                 "sasl.oauthbearer.client.id": self.username,
                 "sasl.oauthbearer.client.secret": self.password,
+                "sasl.oauthbearer.token.endpoint.url": self.token_url,
             }
-            found |= {"sasl.oauthbearer.token.endpoint.url": self.token_url}
-            found |= {"sasl.oauthbearer.scope": self.scope} if self.scope else {}
+            if self.scope:
+                options["sasl.oauthbearer.scope"] = self.scope
         elif self.uses_sasl:
-            found |= {
+            options |= {
                 "sasl.mechanism": self.mechanism,
                 "sasl.username": self.username,
                 "sasl.password": self.password,
             }
         if self.ca:
-            found["ssl.ca.location"] = self.ca
+            options["ssl.ca.location"] = self.ca
         if self.certificate:
-            found |= {"ssl.certificate.location": self.certificate, "ssl.key.location": self.key}
+            options |= {"ssl.certificate.location": self.certificate, "ssl.key.location": self.key}
         if self.key_password:
-            found["ssl.key.password"] = self.key_password
-        return found
+            options["ssl.key.password"] = self.key_password
+        return options
 
     def java(self) -> dict[str, str]:
         """Options of the Java client in Flink's connector; {} for PLAINTEXT. Files are included as text, so
@@ -106,29 +108,28 @@ class KafkaSecurity:
         Raises:
             ConfigError: a file can't be read.
         """
-        found: dict[str, str] = {} if self.protocol == "PLAINTEXT" else {"security.protocol": self.protocol}
+        options: dict[str, str] = {} if self.protocol == "PLAINTEXT" else {"security.protocol": self.protocol}
         if self.uses_sasl:
             names = ("clientId", "clientSecret", "scope") if self.uses_oauth else ("username", "password")
             values = zip(names, (self.username, self.password, self.scope), strict=False)
-            who = " ".join(f"{name}={_quoted(value)}" for name, value in values if value)
-            found |= {"sasl.mechanism": self.mechanism}
-            found |= {"sasl.jaas.config": f"{_SECURITY}{_LOGIN[self.mechanism]} required {who};"}
+            login = " ".join(f"{name}={_quoted(value)}" for name, value in values if value)
+            options["sasl.mechanism"] = self.mechanism
+            options["sasl.jaas.config"] = f"{_SECURITY}{_LOGIN[self.mechanism]} required {login};"
         if self.uses_oauth:
-            found |= {
-                "sasl.login.callback.handler.class": f"{_SECURITY}oauthbearer.OAuthBearerLoginCallbackHandler"
-            }
-            found |= {"sasl.oauthbearer.token.endpoint.url": self.token_url}
+            handler = f"{_SECURITY}oauthbearer.OAuthBearerLoginCallbackHandler"
+            options["sasl.login.callback.handler.class"] = handler
+            options["sasl.oauthbearer.token.endpoint.url"] = self.token_url
         if self.ca:
-            found |= {"ssl.truststore.type": "PEM", "ssl.truststore.certificates": _text("ca", self.ca)}
+            options |= {"ssl.truststore.type": "PEM", "ssl.truststore.certificates": _text("ca", self.ca)}
         if self.certificate:
-            found |= {
+            options |= {
                 "ssl.keystore.type": "PEM",
                 "ssl.keystore.certificate.chain": _text("certificate", self.certificate),
                 "ssl.keystore.key": _text("key", self.key),
             }
         if self.key_password:
-            found["ssl.key.password"] = self.key_password
-        return found
+            options["ssl.key.password"] = self.key_password
+        return options
 
 
 @dataclasses.dataclass(frozen=True)

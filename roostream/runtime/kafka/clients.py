@@ -36,13 +36,14 @@ PARTITION_EOF = KafkaError._PARTITION_EOF  # noqa: SLF001
 UNKNOWN_PARTITION = KafkaError._UNKNOWN_PARTITION  # noqa: SLF001
 TRANSPORT = KafkaError._TRANSPORT  # noqa: SLF001
 _TIMED_OUT = KafkaError._TIMED_OUT  # noqa: SLF001
+# A broker returns these for a moment after its start, while a partition is getting its leader.
 _NO_LEADER_YET = (
     KafkaError.UNKNOWN_LEADER_EPOCH,
     KafkaError.FENCED_LEADER_EPOCH,
     KafkaError.NOT_LEADER_FOR_PARTITION,
     KafkaError.LEADER_NOT_AVAILABLE,
     KafkaError.OFFSET_NOT_AVAILABLE,
-)  # a broker returns these for a moment after its start, while a partition is getting its leader
+)
 _RETRY_S = 0.1
 _CREATING_S = 20.0  # a new stack starts Kafka and creates its topics while other programs start
 _QUIET = {
@@ -152,10 +153,8 @@ def wait_for_topics(
         ConfigError: a topic has another number of partitions than the deployment's setting.
         UnavailableError: `stop` was set.
     """
-    client, expected = (
-        admin(broker),
-        {name_of(prefix, topic): partitions_of(topic, partitions) for topic in topics},
-    )
+    client = admin(broker)
+    expected = {name_of(prefix, topic): partitions_of(topic, partitions) for topic in topics}
 
     def describe() -> dict[str, Any]:
         try:
@@ -230,11 +229,11 @@ def bounds(
 def _offsets_at(client: Consumer, places: Sequence[TopicPartition], when: int, end_s: float) -> list[int]:
     while True:
         left_s = end_s - time.monotonic()
-        asked = [TopicPartition(place.topic, place.partition, when) for place in places]
+        requested = [TopicPartition(place.topic, place.partition, when) for place in places]
         try:
             offsets = {
                 (at.topic, at.partition): at
-                for at in client.offsets_for_times(asked, timeout=max(left_s, 0.1))
+                for at in client.offsets_for_times(requested, timeout=max(left_s, 0.1))
             }
             at = [offsets[place.topic, place.partition] for place in places]
             refused = next((place.error for place in at if place.error is not None), None)
@@ -246,9 +245,8 @@ def _offsets_at(client: Consumer, places: Sequence[TopicPartition], when: int, e
             raise KafkaException(refused)
         time.sleep(_RETRY_S)
         with contextlib.suppress(KafkaException):
-            client.list_topics(
-                timeout=max(end_s - time.monotonic(), 0.1)
-            )  # refreshes the partition leaders that the client has cached
+            # Refreshes the partition leaders that the client has cached.
+            client.list_topics(timeout=max(end_s - time.monotonic(), 0.1))
 
 
 def end_offsets(

@@ -45,7 +45,7 @@ class PartitionLag:
     @property
     def event_ms(self) -> int:
         """Event-time lag: from the last record returned to the newest one; 0 at the end. Never of the wall
-        clock (G8)."""
+        clock (guarantee G8)."""
         return max(self.newest_ms - self.position_ms, 0) if self.records and self.position_ms else 0
 
 

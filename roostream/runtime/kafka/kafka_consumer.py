@@ -59,7 +59,8 @@ class ConsumerOptions:
         return TopicPartition(name_of(self.prefix, partition[0]), partition[1], *offset)
 
     def partition_of(self, topic: str, number: int) -> Partition:
-        """`topic`: the name on the broker, with the prefix."""
+        """The partition of the deployment, without its prefix. `topic`: the name on the broker, with the
+        prefix."""
         return topic.removeprefix(self.prefix), number
 
     def topic_names(self) -> str:
@@ -68,6 +69,8 @@ class ConsumerOptions:
 
 
 class PartitionEnd(NamedTuple):
+    """End offsets and newest time of a partition, as Kafka reports them."""
+
     last_stable: int
     high_watermark: int
     newest_ms: int  # newest event time in the partition

@@ -187,12 +187,14 @@ class TopicAdmin:
 
     def _configs(self, topics: list[str]) -> dict[str, dict[str, Any]]:
         """Topic → configuration on the brokers."""
-        asked = {ConfigResource(ResourceType.TOPIC, name_of(self.prefix, topic)): topic for topic in topics}
-        if not asked:
+        resources = {
+            ConfigResource(ResourceType.TOPIC, name_of(self.prefix, topic)): topic for topic in topics
+        }
+        if not resources:
             return {}
-        futures = self.client.describe_configs(list(asked), request_timeout=_TIMEOUT_S)
+        futures = self.client.describe_configs(list(resources), request_timeout=_TIMEOUT_S)
         return {
-            asked[resource]: {key: entry.value for key, entry in entries.items()}
+            resources[resource]: {key: entry.value for key, entry in entries.items()}
             for resource, entries in clients.results_of(futures, _ANSWER_TIMEOUT_S).items()
         }
 

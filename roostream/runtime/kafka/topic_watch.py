@@ -20,7 +20,7 @@ from roostream.runtime.kafka.topics import DEAD_LETTERS, TOPICS, name_of, partit
 
 log = logging.getLogger("roostream.kafka")
 
-LOOK_S = 20.0
+CHECK_INTERVAL_S = 20.0
 _TIMEOUT_S = 5.0
 
 
@@ -45,19 +45,19 @@ class TopicWatch:
         return self._problems
 
     def run(self, stop: threading.Event) -> None:
-        """Look every LOOK_S until `stop`."""
+        """Check every CHECK_INTERVAL_S until `stop`."""
         while not stop.is_set():
-            self.look()
-            stop.wait(LOOK_S)
+            self.check()
+            stop.wait(CHECK_INTERVAL_S)
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Compare once, and log new problems. While Kafka is away, the known problems stay."""
         names = {name_of(self.prefix, topic): topic for topic in self.topics}
         found = {}
         try:
             client = self.open_admin()  # must outlive its request: an answer is lost with its client
-            asked = client.describe_topics(TopicCollection(list(names)), request_timeout=_TIMEOUT_S)
-            for name, future in asked.items():
+            futures = client.describe_topics(TopicCollection(list(names)), request_timeout=_TIMEOUT_S)
+            for name, future in futures.items():
                 if problem := self._problem(name, names[name], future):
                     found[name] = problem
         except KafkaException as error:

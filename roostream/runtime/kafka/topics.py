@@ -57,6 +57,7 @@ def all_partitions(topics: Iterable[str], partitions: int) -> tuple[Partition, .
 
 
 def name_of(prefix: str, topic: str) -> str:
+    """The full name of a topic of the deployment with this prefix."""
     return prefix + topic
 
 

@@ -28,11 +28,11 @@ class SocketTransport:
         *,
         connect_timeout_s: float = 2.0,
         max_frame_bytes: int = frames.MAX_FRAME_BYTES,
-        keys: LinkCredentials | None = None,
+        credentials: LinkCredentials | None = None,
     ) -> None:
         self.address, self.connect_timeout_s = address, connect_timeout_s
         self.max_frame_bytes = max_frame_bytes
-        self.keys = keys or LinkCredentials()
+        self.credentials = credentials or LinkCredentials()
         self._idle: deque[socket.socket] = deque()
         self._open: set[socket.socket] = set()
         self._lock = threading.Lock()
@@ -89,7 +89,7 @@ class SocketTransport:
         try:
             connection = socket.create_connection((host.strip("[]"), port), limit_s)
             connections.set_options(connection)
-            connection = self.keys.wrap_connected(connection, host)
+            connection = self.credentials.wrap_connected(connection, host)
             self._authenticate(connection, limit_s)
         except OSError as error:
             raise TransportError(
@@ -103,7 +103,7 @@ class SocketTransport:
     def _authenticate(self, connection: socket.socket, limit_s: float) -> None:
         """Send the token, if there is one. Raises the error that the peer returns, or OSError; the connection
         is closed then."""
-        tokens = self.keys.tokens
+        tokens = self.credentials.tokens
         if not tokens:
             return
         try:

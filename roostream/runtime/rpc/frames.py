@@ -46,6 +46,8 @@ _PAD = bytes(8)
 
 
 class Prefix(NamedTuple):
+    """The fixed part at the beginning of a frame."""
+
     kind: int
     header_bytes: int
     num_arrays: int

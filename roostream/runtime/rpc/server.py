@@ -55,9 +55,12 @@ class RpcServer:
         *,
         max_frame_bytes: int = frames.MAX_FRAME_BYTES,
         max_connections: int = MAX_CONNECTIONS,
-        keys: LinkCredentials | None = None,
+        credentials: LinkCredentials | None = None,
     ) -> None:
-        self.handler, self.host, self.port, self.keys = handler, host, port, keys or LinkCredentials()
+        self.handler = handler
+        self.host = host
+        self.port = port
+        self.credentials = credentials or LinkCredentials()
         self.max_frame_bytes, self.max_connections = max_frame_bytes, max_connections
         self._listener: socket.socket | None = None
         self._connections: dict[socket.socket, _Connection] = {}
@@ -71,7 +74,9 @@ class RpcServer:
         Raises:
             SetupError: the port is taken, or the address is public and mutual TLS is off.
         """
-        if not (is_loopback(self.host) or self.keys.security.is_mutual_tls or self.keys.insecure):
+        if not (
+            is_loopback(self.host) or self.credentials.security.is_mutual_tls or self.credentials.insecure
+        ):
             raise SetupError(
                 f"expected to listen on 127.0.0.1, got {self.host!r}: calls carry no authentication; "
                 "set certificate, key and ca of [link], or insecure = true if the network is yours alone"
@@ -142,7 +147,7 @@ class RpcServer:
     def _open(self, accepted: socket.socket, peer: object) -> None:
         """Serve a connection in a thread of its own. Raises OSError, RuntimeError, MemoryError: it cannot be
         served; the caller closes it."""
-        connection = self.keys.wrap_accepted(accepted)
+        connection = self.credentials.wrap_accepted(accepted)
         with self._lock:
             full = len(self._connections) >= self.max_connections and not self._make_room()
             if not full:
@@ -209,7 +214,7 @@ class RpcServer:
         if client is None:
             return False
         wait_s = IDLE_S if client.has_called else FIRST_CALL_S
-        client.authenticated = client.authenticated or not self.keys.tokens
+        client.authenticated = client.authenticated or not self.credentials.tokens
         max_bytes = self.max_frame_bytes if client.authenticated else 0
         received = connections.receive(connection, time.monotonic() + wait_s, max_bytes, FRAME_S)
         if received is None:
@@ -231,7 +236,9 @@ class RpcServer:
         return client.authenticated
 
     def _authenticate(self, client: _Connection, method: str, header: Header) -> list[Any]:
-        client.authenticated = method == frames.GREETING and self.keys.accepts_token(header.get("token"))
+        client.authenticated = method == frames.GREETING and self.credentials.accepts_token(
+            header.get("token")
+        )
         if client.authenticated:
             return frames.encode(frames.ANSWER, {"header": {}})
         log.warning("refused a client without a valid token")

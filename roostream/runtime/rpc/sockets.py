@@ -65,6 +65,7 @@ def send(connection: socket.socket, buffers: list[Any], deadline: float | None) 
 
 
 def _write(connection: socket.socket, pending: deque[memoryview]) -> int:
+    """Send as much as one call takes; return the number of bytes. Over TLS, small buffers share a record."""
     if not isinstance(connection, ssl.SSLSocket):
         return connection.sendmsg([pending[i] for i in range(min(len(pending), _MAX_BUFFERS))])
     if len(pending[0]) >= _TLS_RECORD_BYTES or len(pending) == 1:
@@ -122,6 +123,7 @@ def receive(
 
 
 def _fill(connection: socket.socket, into: memoryview, deadline: float | None) -> None:
+    """Receive exactly `len(into)` bytes."""
     got = 0
     while got < len(into):
         _set_timeout(connection, deadline)

@@ -24,6 +24,8 @@ arrives as UnavailableError."""
 
 
 class Transport(Protocol):
+    """A connection to one peer."""
+
     def call(self, method: str, header: Header, arrays: Arrays = (), *, timeout_s: float = 30.0) -> Answer:
         """One request, one response. Thread-safe; concurrent calls are not ordered.
 

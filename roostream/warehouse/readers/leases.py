@@ -1,5 +1,5 @@
 """Leases: which reader reads which split. The core of a DPP master (Zhao et al., *Understanding Data Storage
-and Ingestion for Large-Scale Deep Recommendation Model Training*, §III), pure.
+and Ingestion for Large-Scale Deep Recommendation Model Training*, §III). No I/O here.
 
 Workers name the splits that they wait for, in order; readers lease them and renew the leases. The first split
 of each worker comes before the second of any. Each lease has a unique *grant* number: a reader that is silent
@@ -18,6 +18,11 @@ from roostream.errors import CheckpointError
 
 LEASE_S = 3.0
 MAX_WANTED = 64  # splits that one worker may name
+FORMAT = 1  # of the lease log
+MAX_EVENTS, MAX_READERS = 2048, 512  # that the lease log remembers
+ENDS = ("done", "voided", "expired", "left", "over")
+"""Why a lease ended: no worker waits for the split any more · its reader did not answer a worker · the reader
+was silent · the reader left · another incarnation or session began."""
 
 
 class Lease(NamedTuple):
@@ -123,12 +128,12 @@ class Leases:
     def _by_urgency(self) -> list[tuple[int, int]]:
         """(split, position): the first split of each worker, then the second of each; ties in the session's
         order."""
-        turns = [
+        ranked = [
             (rank, number, position)
             for splits in self._wanted.values()
             for rank, (number, position) in enumerate(splits.items())
         ]
-        return [(number, position) for _, number, position in sorted(turns)]
+        return [(number, position) for _, number, position in sorted(ranked)]
 
     def _expire(self, now_s: float) -> None:
         late = [number for number, held in self._held.items() if now_s >= held.until_s]
@@ -138,13 +143,6 @@ class Leases:
     def _end(self, why: str, splits: Sequence[int]) -> None:
         for number in splits:
             self._note(why, self._held.pop(number).lease)
-
-
-FORMAT = 1
-MAX_EVENTS, MAX_READERS = 2048, 512
-ENDS = ("done", "voided", "expired", "left", "over")
-"""Why a lease ended: no worker waits for the split any more · its reader did not answer a worker · the reader
-was silent · the reader left · another incarnation or session began."""
 
 
 class LeaseEvent(NamedTuple):

@@ -68,8 +68,7 @@ def decode_piece(header: Header, arrays: Arrays, schema: Schema, schema_digest: 
     if header.get("schema") != schema_digest:
         raise SchemaError(
             f"expected rows of schema {schema.name!r} with digest {schema_digest}, "
-            f"got {header.get('schema')!r}; "
-            "start the controller and the workers with the same schema file"
+            f"got {header.get('schema')!r}; start the controller and the workers with the same schema file"
         )
     try:
         return _piece(header, iter(arrays), schema)
@@ -80,6 +79,7 @@ def decode_piece(header: Header, arrays: Arrays, schema: Schema, schema_digest: 
 
 
 def total_bytes(arrays: Sequence[np.ndarray]) -> int:
+    """Bytes of all arrays together."""
     return sum(array.nbytes for array in arrays)
 
 

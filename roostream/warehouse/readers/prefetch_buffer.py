@@ -1,4 +1,4 @@
-"""Buffer of pieces that a worker has fetched from readers, and what it requests next; pure.
+"""Buffer of pieces that a worker has fetched from readers, and what it requests next. No I/O here.
 
     expect ──► splits in order ──► wanted: (split, position), the most urgent first ──► controller
                                         │                              lease holders ◄─────┘

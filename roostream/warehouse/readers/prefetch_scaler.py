@@ -1,5 +1,5 @@
 """How many pieces a worker has in flight, and how many readers that takes: control rules with hysteresis,
-pure.
+without I/O.
 
 The fullness of the trainer's buffer tells whether the readers keep up (Kurian et al., *Scalable Machine
 Learning Training Infrastructure for Online Ads Recommendation*, §IV). A buffer that is nearly empty while

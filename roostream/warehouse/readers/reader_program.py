@@ -1,4 +1,4 @@
-"""`roostream reader`.
+"""`roostream reader`: reads splits of a warehouse session for workers.
 
 1 listen; poll the controller for the session that is trained and for leases of its splits
 2 on a new session open its table version; on a new incarnation forget all leases
@@ -43,9 +43,9 @@ from roostream.warehouse.sessions.session_rows import LocalSessionRows
 log = logging.getLogger("roostream.reader")
 
 _STEP_S = 0.5
-_CALL_S = 5.0
-_BETWEEN_S = 0.02
-_RENEW_S = 0.5  # longest pause between two calls of the controller
+_CALL_TIMEOUT_S = 5.0
+_MIN_RENEW_S = 0.02  # shortest pause
+_MAX_RENEW_S = 0.5  # longest pause between two calls of the controller
 _MAX_WAIT_S = 5.0  # a call for a piece is held at most this long
 DRAIN_S = 5.0  # less than the time that infra gives a program to end
 METRICS = {
@@ -69,13 +69,13 @@ def run_reader(config: ReaderConfig) -> int:
 
 
 def open_table(table: TableInput, schema: Schema) -> tuple[LocalSessionRows, Schema]:
-    """Raises as `SampleTable.opened`."""
+    """Open the session's table version. Raises as `SampleTable.open_session`."""
     session, files = SampleTable(table.table).open_session(table, schema)
     return LocalSessionRows(session, files), files.schema
 
 
 class ReaderAgent:
-    """Connects a `SplitReader` to the controller. `ask` is called by one thread, `handle` by any."""
+    """Connects a `SplitReader` to the controller. `renew_leases` is called by one thread, `handle` by any."""
 
     def __init__(
         self, reader: SplitReader, at: str, max_splits: int, open_rows: OpenTable = open_table
@@ -86,8 +86,8 @@ class ReaderAgent:
         self.incarnation, self.session = 0, ""
         self.takes_more = True
 
-    def ask(self, controller: Transport, *, leaving: bool = False) -> None:
-        """Report to the controller and take over the leases that it names.
+    def renew_leases(self, controller: Transport, *, leaving: bool = False) -> None:
+        """Report to the controller; renew the leases, and take over those that it grants.
 
         Raises:
             UnavailableError: the controller, or the table of a new session, is away. The leases are
@@ -102,16 +102,17 @@ class ReaderAgent:
             "leaving": leaving,
             "report": self.reader.report(),
         }
-        answer, _ = controller.call("lease", header, timeout_s=_CALL_S)
+        answer, _ = controller.call("lease", header, timeout_s=_CALL_TIMEOUT_S)
         if leaving:
             return
         incarnation, session = int(answer["incarnation"]), str(answer["session"])
         if (incarnation, session) != (self.incarnation, self.session):
-            self._begin(incarnation, session, answer)
+            self._begin_session(incarnation, session, answer)
         elif self.session:
             self.reader.set_leases([Lease(*lease) for lease in answer["leases"]])
 
-    def _begin(self, incarnation: int, session: str, answer: Header) -> None:
+    def _begin_session(self, incarnation: int, session: str, answer: Header) -> None:
+        """Open another session, or forget all leases because the incarnation is new. "" = no session."""
         if not session:
             self.reader.start_session(None)
         elif session != self.session:
@@ -151,30 +152,32 @@ def read(config: ReaderConfig, stop: Stop) -> None:
     Raises:
         RoostreamError: this program cannot read the session, or a port is taken.
     """
-    health, clock, keys = Health(config.stalled_after_ms / 1000), SystemClock(), config.link_credentials()
+    health = Health(config.stalled_after_ms / 1000)
+    clock = SystemClock()
+    credentials = config.link_credentials()
     metrics_server.serve(config, health)
     reader = SplitReader(
         clock, max_bytes=config.max_bytes, max_pieces=config.max_pieces, max_requests_s=config.max_requests_s
     )
     host, port = parse_address(config.listen)
-    leased: list[ReaderAgent] = []
-    server = RpcServer(lambda *call: leased[0].handle(*call), host, port, keys=keys).start()
-    leased.append(ReaderAgent(reader, advertised_address(config, server.port), config.max_splits))
+    # The agent needs the server's port, and the server the agent: the handler looks it up when it is called.
+    server = RpcServer(lambda *call: agent.handle(*call), host, port, credentials=credentials).start()
+    agent = ReaderAgent(reader, advertised_address(config, server.port), config.max_splits)
     collector = MetricsCollector(lambda: metrics_of(reader), METRICS)
     REGISTRY.register(collector)
-    controller = SocketTransport(config.controller, keys=keys)
-    crew, drained = ThreadGroup(stop), threading.Event()
+    controller = SocketTransport(config.controller, credentials=credentials)
+    threads, drained = ThreadGroup(stop), threading.Event()
     try:
-        log.info("reader listens on %s, advertised as %s", server.address, leased[0].at)
-        crew.start("reader-leases", poll_leases, leased[0], controller, clock, stop, drained)
-        run_reader_loop(reader, health, leased[0], drained)
+        log.info("reader listens on %s, advertised as %s", server.address, agent.at)
+        threads.start("reader-leases", poll_leases, agent, controller, clock, stop, drained)
+        run_reader_loop(reader, health, agent, drained)
     finally:
-        leave(leased[0], controller)
+        leave(agent, controller)
         server.stop()
-        crew.join(_CALL_S)
+        threads.join(_CALL_TIMEOUT_S)
         controller.close()
         REGISTRY.unregister(collector)
-    crew.check()
+    threads.check()
 
 
 def metrics_of(reader: SplitReader) -> dict[str, float]:
@@ -202,60 +205,60 @@ def advertised_address(config: ReaderConfig, port: int) -> str:
 
 
 def poll_leases(
-    leased: ReaderAgent, controller: Transport, clock: Clock, stop: threading.Event, drained: threading.Event
+    agent: ReaderAgent, controller: Transport, clock: Clock, stop: threading.Event, drained: threading.Event
 ) -> None:
     """Poll the controller until `stop`, then drain."""
-    waits = Backoff(what="the controller, or the warehouse", clock=clock, max_s=0.5)
+    backoff = Backoff(what="the controller, or the warehouse", clock=clock, max_s=0.5)
     try:
         while not stop.is_set():
             try:
-                leased.ask(controller)
-                waits.reached()
+                agent.renew_leases(controller)
+                backoff.reached()
             except UnavailableError as error:
                 if not stop.is_set():
-                    waits.wait(error, stop)
+                    backoff.wait(error, stop)
             except CheckpointError as error:  # the table version has changed: workers get the same error
                 log.error("%s", error)
-                clock.sleep(_RENEW_S, stop)
-            clock.sleep(_BETWEEN_S if leased.session else _RENEW_S, stop)
-            if leased.session and not stop.is_set():
-                leased.reader.wait_free_slot(leased.max_splits, _RENEW_S)
-        drain(leased, controller, clock)
+                clock.sleep(_MAX_RENEW_S, stop)
+            clock.sleep(_MIN_RENEW_S if agent.session else _MAX_RENEW_S, stop)
+            if agent.session and not stop.is_set():
+                agent.reader.wait_free_slot(agent.max_splits, _MAX_RENEW_S)
+        drain(agent, controller, clock)
     finally:
         drained.set()
 
 
-def drain(leased: ReaderAgent, controller: Transport, clock: Clock) -> None:
+def drain(agent: ReaderAgent, controller: Transport, clock: Clock) -> None:
     """Serve what is buffered and take no more leases, for at most DRAIN_S. Returns early if the controller is
     gone."""
-    leased.takes_more, ends_s = False, clock.monotonic_s() + DRAIN_S
-    while leased.reader.has_leases and clock.monotonic_s() < ends_s:
+    agent.takes_more, ends_s = False, clock.monotonic_s() + DRAIN_S
+    while agent.reader.has_leases and clock.monotonic_s() < ends_s:
         try:
-            leased.ask(controller)
+            agent.renew_leases(controller)
         except RoostreamError as error:
             log.debug("the controller is gone, so no worker waits: %s", error)
             return
-        clock.sleep(_BETWEEN_S)
+        clock.sleep(_MIN_RENEW_S)
 
 
-def run_reader_loop(reader: SplitReader, health: Health, leased: ReaderAgent, stop: threading.Event) -> None:
-    """Read until `stop`; wait while the table is away."""
-    waits = Backoff(what="the warehouse", max_s=1.0)
+def run_reader_loop(reader: SplitReader, health: Health, agent: ReaderAgent, stop: threading.Event) -> None:
+    """Read leased splits until `stop`; wait while the table is away."""
+    backoff = Backoff(what="the warehouse", max_s=1.0)
     while not stop.is_set():
         try:
             reader.step(_STEP_S)
-            waits.reached()
-            health.turned("" if leased.incarnation else "waiting for the controller")
+            backoff.reached()
+            health.turned("" if agent.incarnation else "waiting for the controller")
         except UnavailableError as error:
             if stop.is_set():
                 return
             health.turned(str(error))
-            waits.wait(error, stop)
+            backoff.wait(error, stop)
 
 
-def leave(leased: ReaderAgent, controller: Transport) -> None:
+def leave(agent: ReaderAgent, controller: Transport) -> None:
     """Tell the controller, so that other readers get the leases at once."""
     try:
-        leased.ask(controller, leaving=True)
+        agent.renew_leases(controller, leaving=True)
     except RoostreamError as error:
         log.debug("the controller is gone: %s", error)

@@ -2,7 +2,7 @@
 
     source thread      expect, piece: takes pieces in order and waits for the one that is missing
     asking thread      sends the wanted splits and the buffer's fullness to the controller; gets their readers
-    fetching threads   request one piece each, of the first splits that have a reader and for which is room
+    fetching threads   request one piece each, of the first splits that have a reader, while there is room
 
 A reader that does not answer is reported to the controller, which leases its splits to another one. The rows
 of a split are the same for every reader, so the batches are too.

@@ -164,15 +164,15 @@ class SplitReader:
             for held in self._held.values()
             if held.read_to < held.split.end_position and held.error is None
         ]
-        asked = next((held for held in unread if held.num_waiters and not held.pieces), None)
-        return asked or (unread[0] if unread and self.has_room else None)
+        awaited = next((held for held in unread if held.num_waiters and not held.pieces), None)
+        return awaited or (unread[0] if unread and self.has_room else None)
 
     def _parts(self, piece: Piece, start: int) -> Iterator[tuple[int, Piece]]:
         """Cut a piece into pieces of `batch_requests`; at least one, even without rows."""
         assert self._rows is not None
-        most = self._rows.session.spec.batch_requests
-        for row in range(0, max(piece.num_rows, 1), most):
-            part = piece.between(row, min(row + most, piece.num_rows))
+        batch_requests = self._rows.session.spec.batch_requests
+        for row in range(0, max(piece.num_rows, 1), batch_requests):
+            part = piece.between(row, min(row + batch_requests, piece.num_rows))
             yield start, part
             start = part.end
 

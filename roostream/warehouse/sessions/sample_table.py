@@ -1,5 +1,5 @@
-"""Opening sessions on a warehouse: a version of its table of samples is fixed, opened, and pinned while it is
-read."""
+"""Opens training sessions on a warehouse. A session is the ordered list of rows of one version of the table
+of samples; the version is fixed, and its files are kept while the session is read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from roostream.errors import CheckpointError, ConfigError, UnavailableError
 from roostream.runtime.kafka.topics import CORRECTIONS, SAMPLES, Progress
 from roostream.runtime.work_unit import TableInput
 from roostream.schema.schema import Schema
-from roostream.warehouse.archive import sample_forms
+from roostream.warehouse.archive import sample_types
 from roostream.warehouse.column_popularity import record_session_features
 from roostream.warehouse.compact import CorrectionSource, folded, partly_retired_name, retired_name
 from roostream.warehouse.data_file import DataFile
@@ -68,7 +68,7 @@ class SampleTable:
             wanted, table=self.location, version=found.version, from_offsets=from_offsets, topic=topic
         )
         session = OpenSession(spec, found.files, ROWS_OF_GROUP)
-        self._check_cached(found, spec, session)
+        self._check_not_retired(found, spec, session)
         ends, corrections = self._ends(found, topics), None
         if wanted.labels == "latest" and self.warehouse.corrections.exists():
             corrections = self.warehouse.corrections.snapshot()
@@ -142,15 +142,15 @@ class SampleTable:
                 f"got {schema.name!r} with {', '.join(own)}; use the schema that they were joined with"
             )
 
-    def pin_session(self, table: TableInput, who: str, until_ms: int) -> None:
-        """Pin the session's files until then, whatever replaces them.
+    def pin_session(self, table: TableInput, owner: str, until_ms: int) -> None:
+        """Keep the session's files until `until_ms`, whatever replaces them; `owner` names the pin.
 
         Raises:
             UnavailableError: the pin cannot be written now.
         """
-        pin_version(self.warehouse.store, who, VersionPin(SAMPLES, table.version, until_ms))
+        pin_version(self.warehouse.store, owner, VersionPin(SAMPLES, table.version, until_ms))
         if table.corrections >= 0:
-            pin_version(self.warehouse.store, who, VersionPin(CORRECTIONS, table.corrections, until_ms))
+            pin_version(self.warehouse.store, owner, VersionPin(CORRECTIONS, table.corrections, until_ms))
 
     def _ends(self, found: TableSnapshot, topics: Mapping[str, str]) -> Progress:
         """Where the stream continues: the archive's own progress; without a stream, the offset after each
@@ -171,7 +171,7 @@ class SampleTable:
             )
         return known
 
-    def _check_cached(self, found: TableSnapshot, spec: SessionSpec, session: OpenSession) -> None:
+    def _check_not_retired(self, found: TableSnapshot, spec: SessionSpec, session: OpenSession) -> None:
         """Check, for a later session, that no row that it would read has been retired."""
         for partition, begin in spec.from_offsets.items():
             gone = [found.progress(retired_name(topic, partition)) or 0 for topic in {spec.topic, ""}]
@@ -272,7 +272,7 @@ class TableFiles:
         partition = self._files[path].partition
         with self._reading():
             writer = writer_of(self._files[path], self.warehouse.registry)
-            columns, counts_R = self._open_file(path).columns(sample_forms(writer))
+            columns, counts_R = self._open_file(path).columns(sample_types(writer))
         offsets, closes = (columns[name].values.tolist() for name in ("offset", "close_ms"))
         for offset, close_ms, (key, value) in zip(
             offsets, closes, rebuild_records(writer, columns, counts_R), strict=True

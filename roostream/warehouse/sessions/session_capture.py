@@ -41,7 +41,7 @@ class CapturedSession:
     reads: tuple[CapturedRead, ...]
 
     def write(self, path: Path) -> None:
-        """Raises ConfigError: the file cannot be written."""
+        """Write the captured session to a file. Raises ConfigError: the file cannot be written."""
         body = {"format": FORMAT, "version": self.version, "features": self.features, "reads": self.reads}
         try:
             path.write_text(json.dumps(body) + "\n", encoding="utf-8")
@@ -52,7 +52,7 @@ class CapturedSession:
 
     @classmethod
     def read(cls, path: Path) -> CapturedSession:
-        """Raises ConfigError: there is no such file, or it is something else."""
+        """Read a captured session. Raises ConfigError: there is no such file, or it is something else."""
         try:
             body = json.loads(path.read_text(encoding="utf-8"))
             if body["format"] != FORMAT:

@@ -171,7 +171,7 @@ def recent_sample_ids(
     the newest ones.
 
     The stream must not train them again, whichever session had them. The newest close time is the median that
-    `RecentTimes` uses, so that a single wrong time does not move it.
+    `MedianEventTime` (roostream/runtime/event_time.py) uses, so that a single wrong time does not move it.
 
     Raises:
         UnavailableError, CheckpointError: as `TableRows.marks`.

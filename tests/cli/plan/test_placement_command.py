@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
-from param_server.placement.profiles import save
+from param_server.placement.profiles import save_profiles
 from roostream.cli.checkpoint.torchrec_collection import weight_name, write_tensors
 from roostream.cli.main import cli
 from roostream.errors import ConfigError
@@ -27,7 +27,7 @@ def known(tmp_path: Path) -> list[str]:
     """`--store` and `--schema` of a store with profiles."""
     (tmp_path / "s.toml").write_text(to_toml(samples.schema()))
     init_store(tmp_path / "store")
-    save(FileStore(tmp_path / "store"), counted().profiles, SystemClock().now_ms())
+    save_profiles(FileStore(tmp_path / "store"), counted().profiles, SystemClock().now_ms())
     return ["--store", str(tmp_path / "store"), "--schema", str(tmp_path / "s.toml")]
 
 

@@ -44,14 +44,14 @@ def test_a_window_is_complete_when_all_its_requests_must_have_closed() -> None:
     assert windows.add(sample(1100, 1110)) == [], "of the next window, closed early"
     assert windows.add(sample(1099, 1129)) == []
     assert shown(windows.add(sample(1101, 1130))) == [(0, 1000, 1100, [1030, 1129])]
-    assert shown(windows.rest()) == [(1, 1100, 1200, [1110, 1130])]
+    assert shown(windows.take_remaining()) == [(1, 1100, 1200, [1110, 1130])]
 
 
 def test_windows_without_requests_are_left_out_and_keep_their_numbers() -> None:
     windows = SampleWindows(length_ms=100, join_window_ms=30)
     assert windows.add(sample(1000, 1030)) == []
     assert shown(windows.add(sample(1350, 1380))) == [(0, 1000, 1100, [1030])]
-    assert shown(windows.rest()) == [(3, 1300, 1400, [1380])]
+    assert shown(windows.take_remaining()) == [(3, 1300, 1400, [1380])]
 
 
 def test_a_sample_that_closes_after_its_window_belongs_to_the_oldest_open_one() -> None:
@@ -59,7 +59,7 @@ def test_a_sample_that_closes_after_its_window_belongs_to_the_oldest_open_one() 
     assert windows.add(sample(1000, 1030)) == []
     assert len(windows.add(sample(1110, 1140))) == 1
     assert windows.add(sample(1090, 1150)) == []
-    assert shown(windows.rest()) == [(1, 1100, 1200, [1140, 1150])]
+    assert shown(windows.take_remaining()) == [(1, 1100, 1200, [1140, 1150])]
 
 
 def test_a_window_is_scored_with_the_weights_trained_before_it(news: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 import tomli_w
 
 from param_server.key_value_store import RocksDbStore
-from param_server.placement.profiles import stored
+from param_server.placement.profiles import read_profiles
 from param_server.row_block import newest_of
 from roostream.cli.checkpoint.move_buckets import CommittedShards
 from roostream.cli.train.config import TrainConfig
@@ -93,7 +93,7 @@ def test_offline_training_trains_all_samples_once_and_its_commit_starts_a_stream
 
 def test_training_counts_the_tables_traffic_for_plans(place: Path) -> None:
     trained(place, "counted", profile_share=1.0)
-    found = stored(open_store(str(place / "counted" / "store")), samples.schema())
+    found = read_profiles(open_store(str(place / "counted" / "store")), samples.schema())
     assert found.keys() == {"user", "item"} and found["user"].profile.examples > 0
 
 

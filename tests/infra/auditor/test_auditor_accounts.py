@@ -482,7 +482,7 @@ def test_a_ledger_forgets_the_settled_and_keeps_the_waiting() -> None:
     ledger.mark(2, SEEN, 1)
     for k in range(10):
         ledger.mark(100 + k, SEEN | FOLDED, 600 * k)
-        ledger.turn(600 * k)
+        ledger.rotate(600 * k)
     assert ledger.bits(1) == 0 and ledger.bits(2) == SEEN
     assert ledger.counts[FOLDED] == 11
     ledger.mark(2, DEAD, 6000)
@@ -520,5 +520,5 @@ def test_a_ledger_turns_sooner_where_a_horizon_holds_too_much() -> None:
     ledger = Ledger((FOLDED,), horizon_ms=10**9, max_ids=50)
     for n in range(1, 1000):
         ledger.mark(n, SEEN | FOLDED, n)
-        ledger.turn(n)
+        ledger.rotate(n)
     assert num_remembered(ledger) <= 100 and ledger.counts[FOLDED] == 999

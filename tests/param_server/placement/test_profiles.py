@@ -15,8 +15,8 @@ from param_server.placement.profiles import (
     ProfileRecorder,
     TableProfile,
     planned_tables,
-    save,
-    stored,
+    read_profiles,
+    save_profiles,
 )
 from roostream.errors import UnavailableError
 from roostream.runtime.clock import FakeClock
@@ -77,10 +77,10 @@ def test_the_prediction_is_near_on_zipf() -> None:
 
 
 def test_the_same_steps_are_looked_at_in_every_run_and_about_their_share() -> None:
-    first, second = ([Profiler(0.03, seed).looks_at(step) for step in range(20_000)] for seed in (1, 1))
+    first, second = ([Profiler(0.03, seed).is_counted(step) for step in range(20_000)] for seed in (1, 1))
     assert first == second and 450 < sum(first) < 750
-    assert first != [Profiler(0.03, 2).looks_at(step) for step in range(20_000)]
-    assert not any(Profiler(0.0).looks_at(step) for step in range(100))
+    assert first != [Profiler(0.03, 2).is_counted(step) for step in range(20_000)]
+    assert not any(Profiler(0.0).is_counted(step) for step in range(100))
 
 
 def test_new_counts_are_added_fully_and_old_ones_decayed() -> None:
@@ -104,14 +104,16 @@ def test_new_counts_are_added_fully_and_old_ones_decayed() -> None:
 
 def test_saved_counts_are_decayed_and_added_to() -> None:
     store, schema = MemoryStore(), samples.schema()
-    save(store, counted().profiles, NOW)
-    save(store, counted().profiles, NOW + 1)
-    found = stored(store, schema)
+    save_profiles(store, counted().profiles, NOW)
+    save_profiles(store, counted().profiles, NOW + 1)
+    found = read_profiles(store, schema)
     assert found["user"].profile.batches == 10 and found["user"].time_ms == NOW + 1
     for _ in range(60):  # commits in quick succession forget nothing before the window is full
-        save(store, counted().profiles, NOW + 2)
-    assert stored(store, schema)["user"].profile.batches == WINDOW_BATCHES
-    assert stored(store, schema)["user"].profile.examples == pytest.approx(8 * WINDOW_BATCHES, rel=0.01)
+        save_profiles(store, counted().profiles, NOW + 2)
+    assert read_profiles(store, schema)["user"].profile.batches == WINDOW_BATCHES
+    assert read_profiles(store, schema)["user"].profile.examples == pytest.approx(
+        8 * WINDOW_BATCHES, rel=0.01
+    )
     assert {name.split("/")[0] for name in store.list(FOLDER)} == {FOLDER}
 
 
@@ -122,11 +124,11 @@ def test_counts_are_saved_once_and_lost_without_a_store(
     tables = ProfileRecorder(profiler, store, FakeClock(NOW))
     tables.save()
     tables.save()
-    assert stored(store, samples.schema())["user"].profile.examples == 40, (
+    assert read_profiles(store, samples.schema())["user"].profile.examples == 40, (
         "the second time there was nothing new"
     )
     batch = Decoder(samples.schema(), nobody).decode(samples.records([1, 2]))[0]
-    tables.look(1, batch, build_lookup(batch))
+    tables.observe(1, batch, build_lookup(batch))
     store.put = lambda name, data: (_ for _ in ()).throw(UnavailableError("away"))  # type: ignore[method-assign]
     with caplog.at_level(logging.WARNING):
         tables.save()
@@ -135,18 +137,18 @@ def test_counts_are_saved_once_and_lost_without_a_store(
 
 def test_a_damaged_profile_is_ignored_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     store = MemoryStore()
-    save(store, counted().profiles, NOW)
+    save_profiles(store, counted().profiles, NOW)
     (name,) = [name for name in store.list(FOLDER) if "item" in name]
     store.put(name, store.get(name).replace(b'"ids": 120', b'"ids": 121'))
     with caplog.at_level(logging.WARNING):
-        assert set(stored(store, samples.schema())) == {"user"}
+        assert set(read_profiles(store, samples.schema())) == {"user"}
     assert "it is damaged" in caplog.text
 
 
 def test_missing_small_or_old_counts_are_ignored() -> None:
     store, schema = MemoryStore(), samples.schema()
-    save(store, {"item": counted().profiles["item"], "user": counted(2).profiles["user"]}, NOW)
-    known = stored(store, schema)
+    save_profiles(store, {"item": counted().profiles["item"], "user": counted(2).profiles["user"]}, NOW)
+    known = read_profiles(store, schema)
     tables, why = planned_tables(schema, known, batch=8, now_ms=NOW, rows={"item": 7})
     by_name = {table.name: table for table in tables}
     assert by_name["user"].uniques is None and why == ["user (user: fewer than 4 batches)"]
@@ -164,5 +166,5 @@ def test_missing_small_or_old_counts_are_ignored() -> None:
 
 def test_a_table_that_became_wider_begins_anew() -> None:
     store = MemoryStore()
-    save(store, {"item": dataclasses.replace(counted().profiles["item"], dim=2)}, NOW)
-    assert "item" not in stored(store, samples.schema())
+    save_profiles(store, {"item": dataclasses.replace(counted().profiles["item"], dim=2)}, NOW)
+    assert "item" not in read_profiles(store, samples.schema())

@@ -79,7 +79,7 @@ def test_a_missed_row_is_read_once_and_then_kept_up_by_deltas() -> None:
     cached.follow()
     cached.transport.down = True
     assert cached.rows(1).tobytes() == cached.loop.rows(1).tobytes() != before.tobytes()
-    assert (cached.cache.num_asked, cached.cache.num_missed, cached.cache.num_unread) == (
+    assert (cached.cache.num_lookups, cached.cache.num_missed, cached.cache.num_initial_values) == (
         4,
         2,
         0,
@@ -108,7 +108,9 @@ def test_an_unavailable_shard_costs_one_wait_and_its_rows_are_marked_initial() -
     cached.transport.down = True
     for _ in range(3):
         assert cached.rows(1).tobytes() == initial(1).tobytes() and not cached.cache.complete
-    assert cached.reads.num_failed == 1 and cached.cache.num_unread == 3 and cached.cache.num_rows == 0
+    assert (
+        cached.reads.num_failed == 1 and cached.cache.num_initial_values == 3 and cached.cache.num_rows == 0
+    )
     cached.transport.down = False
     cached.clock.advance(1)
     assert cached.rows(1).tobytes() == cached.loop.rows(1).tobytes() and cached.cache.complete
@@ -118,7 +120,7 @@ def test_without_waiting_a_missed_row_is_initial_and_a_thread_reads_it() -> None
     cached, stop = Cached(waits=False), threading.Event()
     cached.loop.push(1)
     assert cached.rows(1).tobytes() == initial(1).tobytes()
-    assert cached.cache.complete and cached.cache.num_unread == 1
+    assert cached.cache.complete and cached.cache.num_initial_values == 1
     thread = threading.Thread(target=cached.cache.run, args=(stop,))
     thread.start()
     for _ in range(500):

@@ -343,7 +343,7 @@ def test_a_port_in_use_is_refused_in_one_sentence(server: RpcServer, peer: Peer)
 def test_servers_listen_on_loopback_by_default(peer: Peer) -> None:
     with pytest.raises(SetupError, match="or insecure = true"):
         RpcServer(peer, "0.0.0.0").start()
-    server = RpcServer(peer, "0.0.0.0", keys=LinkCredentials(insecure=True)).start()
+    server = RpcServer(peer, "0.0.0.0", credentials=LinkCredentials(insecure=True)).start()
     assert server.stop() == 0
 
 
@@ -376,7 +376,7 @@ def test_an_unexpected_error_of_one_connection_never_ends_the_thread_that_accept
                 raise ValueError("a defect")
             return super().wrap_accepted(connection)
 
-    server = RpcServer(peer, keys=OnceBroken()).start()
+    server = RpcServer(peer, credentials=OnceBroken()).start()
     try:
         with contextlib.suppress(OSError):
             assert raw(server, GOOD) == b""

@@ -42,7 +42,7 @@ def serve() -> Iterator[Serve]:
     with contextlib.ExitStack() as opened:
 
         def start(security: LinkSecurity, host: str = "127.0.0.1") -> RpcServer:
-            server = RpcServer(echo, host, keys=LinkCredentials(security)).start()
+            server = RpcServer(echo, host, credentials=LinkCredentials(security)).start()
             opened.callback(server.stop)
             return server
 
@@ -54,7 +54,7 @@ def dial() -> Iterator[Dial]:
     with contextlib.ExitStack() as opened:
 
         def start(server: RpcServer, security: LinkSecurity) -> SocketTransport:
-            transport = SocketTransport(server.address, keys=LinkCredentials(security))
+            transport = SocketTransport(server.address, credentials=LinkCredentials(security))
             opened.callback(transport.close)
             return transport
 
@@ -219,9 +219,11 @@ def test_certificates_and_tokens_together(
 def test_an_address_that_others_reach_needs_certificates(authority: Authority, tmp_path: Path) -> None:
     with pytest.raises(SetupError, match=r"set certificate, key and ca of \[link\], or insecure = true"):
         RpcServer(
-            echo, "0.0.0.0", keys=LinkCredentials(LinkSecurity(token_file=tokens(tmp_path, "t", TOKEN)))
+            echo,
+            "0.0.0.0",
+            credentials=LinkCredentials(LinkSecurity(token_file=tokens(tmp_path, "t", TOKEN))),
         ).start()
-    server = RpcServer(echo, "0.0.0.0", keys=LinkCredentials(shown(authority, "shard"))).start()
+    server = RpcServer(echo, "0.0.0.0", credentials=LinkCredentials(shown(authority, "shard"))).start()
     assert server.stop() == 0
 
 
@@ -236,8 +238,8 @@ def test_a_stopping_server_never_answers_in_plain_text(authority: Authority) -> 
         release.wait(10)
         return {"answer": 42}, []
 
-    server = RpcServer(hold, keys=LinkCredentials(shown(authority, "shard"))).start()
-    transport = SocketTransport(server.address, keys=LinkCredentials(shown(authority, "worker")))
+    server = RpcServer(hold, credentials=LinkCredentials(shown(authority, "shard"))).start()
+    transport = SocketTransport(server.address, credentials=LinkCredentials(shown(authority, "worker")))
     got: list[Header] = []
     caller = threading.Thread(target=lambda: got.append(transport.call("hold", {})[0]))
     caller.start()

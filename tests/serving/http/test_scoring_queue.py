@@ -65,7 +65,7 @@ def run(
     passes, gate = Passes(), AdmissionGate(100)
 
     async def go() -> list[Any]:
-        queue = ScoringQueue(executor, passes, gate, most, row_reads_wait=True)
+        queue = ScoringQueue(executor, passes, gate, *most, row_reads_wait=True)
         first = asyncio.create_task(queue.score(asked[0], 0))
         await asyncio.to_thread(passes.begun.wait)
         tasks = [first, *(asyncio.create_task(queue.score(r, 0)) for r in asked[1:])]
@@ -117,7 +117,7 @@ def test_a_failed_pass_fails_its_requests_and_the_next_pass_starts() -> None:
         raise RequestError(500, "no")
 
     async def go() -> list[Any]:
-        queue = ScoringQueue(executor, broken, AdmissionGate(9), (2, 100))
+        queue = ScoringQueue(executor, broken, AdmissionGate(9), 2, 100)
         return await asyncio.gather(*(queue.score(request(n), 0) for n in "abc"), return_exceptions=True)
 
     with ThreadPoolExecutor(1) as executor:
@@ -190,7 +190,7 @@ def together(
     that is measured. `unit_s`: what is known of a turn then, else what it took."""
 
     async def go() -> None:
-        queue = ScoringQueue(executor, paced, AdmissionGate(100), most, row_reads_wait=row_reads_wait)
+        queue = ScoringQueue(executor, paced, AdmissionGate(100), *most, row_reads_wait=row_reads_wait)
         await queue.score(request("first"), 0)
         for group in groups:
             queue.pass_time.unit_s = queue.pass_time.unit_s if unit_s is None else unit_s
@@ -227,7 +227,7 @@ def test_the_event_loop_runs_between_two_passes() -> None:
             await asyncio.sleep(0)
 
     async def go() -> None:
-        queue = ScoringQueue(executor, paced, AdmissionGate(100), (1, 100))
+        queue = ScoringQueue(executor, paced, AdmissionGate(100), 1, 100)
         await queue.score(request("first"), 0)
         queue.pass_time.unit_s = 1e-6
         await asyncio.gather(beside(), *(queue.score(request(n), 0) for n in "abc"))
@@ -243,7 +243,7 @@ def test_new_connections_get_some_turns_before_the_next_pass(num_coming: int) ->
 
     async def go() -> None:
         queue, coming = (
-            ScoringQueue(executor, paced, AdmissionGate(100), (1, 100)),
+            ScoringQueue(executor, paced, AdmissionGate(100), 1, 100),
             iter(range(1, num_coming + 1)),
         )
         await queue.score(request("first"), 0)
@@ -309,7 +309,7 @@ def test_g1_g9_event_loop_and_thread_score_log_and_answer_equal_bytes(installs: 
             return service.rank_all(asked)
 
         async def go() -> None:
-            queue = ScoringQueue(executor, rank_all, AdmissionGate(100), (16, 100))
+            queue = ScoringQueue(executor, rank_all, AdmissionGate(100), 16, 100)
             for number, body in enumerate([BODY, BODY, {**BODY, "ro": {}}, BODY]):
                 queue.pass_time.unit_s = unit_s
                 if installs and number == 2:

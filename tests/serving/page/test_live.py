@@ -45,7 +45,7 @@ def shop(first: int, num_items: int, num_topics: int, user: int = 17) -> dict[st
 def test_without_traffic_there_are_no_items(built: Built) -> None:
     http = client_of(built)
     http.post("/v1/rank", json=BODY)
-    built.context.recent.clear_slow()  # requests from before the start were practice
+    built.context.recent.end_warm_up()  # requests from before the start were practice
     assert http.get("/page/items.json").json()["items"] == []
     http.post("/v1/rank", json=shop(40, 2, 1))
     assert {item["id"] for item in http.get("/page/items.json").json()["items"]} == {"40", "41"}

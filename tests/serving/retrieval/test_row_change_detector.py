@@ -38,7 +38,9 @@ def catalogue() -> Catalogue:
 
 
 def looked(changed: RowChangeDetector, rows: Rows) -> list[int]:
-    return sorted({slot for chunk in changed.chunks() for slot in changed.look(rows, chunk).tolist()})
+    return sorted(
+        {slot for chunk in changed.chunks() for slot in changed.changed_items(rows, chunk).tolist()}
+    )
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 1000])

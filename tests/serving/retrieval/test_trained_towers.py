@@ -47,7 +47,7 @@ def test_trained_towers_retrieve_liked_items_and_vectors_follow_training(tmp_pat
     rows = RowsOf(loop)
     service = RankService(
         SCHEMA,
-        LoadedVersions(build_version("1-1", SCHEMA, CASCADE, 0, loop.descent.scorer.state_dict())),
+        LoadedVersions(build_version("1-1", SCHEMA, CASCADE, 0, loop.dense_trainer.scorer.state_dict())),
         rows,
     )
     keeper = open_retrieval(
@@ -70,7 +70,7 @@ def test_trained_towers_retrieve_liked_items_and_vectors_follow_training(tmp_pat
     assert keeper.retriever.index is space and np.abs(after - before).max() > 1e-3
     np.testing.assert_allclose(after, encode_items(space.model, rows, space.catalogue.items), atol=1e-6)
 
-    service.versions.install(build_version("1-2", SCHEMA, CASCADE, 0, loop.descent.scorer.state_dict()))
+    service.versions.install(build_version("1-2", SCHEMA, CASCADE, 0, loop.dense_trainer.scorer.state_dict()))
     clock.advance(60.0)
     keeper.turn()
     parser, liked, every = RetrieveParser(SCHEMA, 0), [], []

@@ -185,7 +185,9 @@ def test_an_unavailable_shard_is_retried_for_a_stale_bucket() -> None:
     stage.shard.version = (1, 2)
     stage.clock.advance(5)
     stage.follower.step()
-    assert not stage.replica.stale and stage.value(8).tolist() == [0.5] * 4 and stage.follower.num_mended == 1
+    assert (
+        not stage.replica.stale and stage.value(8).tolist() == [0.5] * 4 and stage.follower.num_repaired == 1
+    )
 
 
 def test_a_reset_barrier_reloads_all_rows_while_requests_continue() -> None:

@@ -81,7 +81,7 @@ def test_trials_use_slow_and_new_requests_once() -> None:
 def test_replayed_requests_are_not_slow_but_can_be_tried() -> None:
     recent = RecentRequests()
     recent.add(scored(1))
-    recent.clear_slow()
+    recent.end_warm_up()
     assert recent.slowest() == [] and ids(recent.warm_up_sample(4)) == ["r-1"]
 
 
@@ -89,7 +89,7 @@ def test_requests_from_before_the_start_are_not_traffic() -> None:
     recent = RecentRequests(max_bytes=4 * scored(0).num_bytes)
     for number in range(3):
         recent.add(scored(number))
-    recent.clear_slow()
+    recent.end_warm_up()
     assert recent.newest_traffic(9) == [] and len(recent.newest(9)) == 3
     for number in range(3, 5):
         recent.add(scored(number))

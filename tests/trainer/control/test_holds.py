@@ -367,7 +367,7 @@ def test_an_idle_hold_is_dropped_if_nothing_would_end_it() -> None:
 
 def test_a_failing_probe_ends_the_idle_hold() -> None:
     class Blind:
-        def look(self, committed: Progress) -> Backlog | None:
+        def count(self, committed: Progress) -> Backlog | None:
             stop.set()
             raise ValueError("a defect")
 

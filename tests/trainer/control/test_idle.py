@@ -163,8 +163,8 @@ def probe(log: Offsets) -> BacklogProbe:
     return BacklogProbe(log)  # type: ignore[arg-type]
 
 
-def counts(lookout: BacklogProbe, committed: Mapping[Partition, int], looks: int = 3) -> list[int | None]:
-    seen = [lookout.look(dict(committed)) for _ in range(looks)]
+def counts(probed: BacklogProbe, committed: Mapping[Partition, int], looks: int = 3) -> list[int | None]:
+    seen = [probed.count(dict(committed)) for _ in range(looks)]
     return [None if unread is None else unread.records for unread in seen]
 
 
@@ -194,33 +194,33 @@ def test_deleted_records_are_not_backlog() -> None:
 
 def test_transaction_markers_are_read_once_and_do_not_count() -> None:
     log = Offsets({A: 11, B: 4})
-    lookout = probe(log)
-    assert counts(lookout, {A: 10, B: 3}) == [2, 0, 0] and log.num_seeks == 1
+    probed = probe(log)
+    assert counts(probed, {A: 10, B: 3}) == [2, 0, 0] and log.num_seeks == 1
     assert log.held == {A, B}, "nothing is fetched for nobody"
     log.ends[A] = 13
     log.records = {(A, 11)}
-    assert counts(lookout, {A: 10, B: 3}) == [2, 2, 2] and log.num_seeks == 2
+    assert counts(probed, {A: 10, B: 3}) == [2, 2, 2] and log.num_seeks == 2
 
 
 def test_a_log_whose_end_went_back_is_read_again() -> None:
     log = Offsets({A: 11})
-    lookout = probe(log)
-    assert counts(lookout, {A: 8}) == [3, 0, 0]
+    probed = probe(log)
+    assert counts(probed, {A: 8}) == [3, 0, 0]
     log.ends[A], log.records = 9, {(A, 8), (A, 9), (A, 10)}
-    assert counts(lookout, {A: 8}) == [1, 1, 1]
+    assert counts(probed, {A: 8}) == [1, 1, 1]
     log.ends[A] = 11
-    assert counts(lookout, {A: 8}) == [3, 3, 3]
+    assert counts(probed, {A: 8}) == [3, 3, 3]
 
 
 def test_backlog_is_unknown_when_kafka_is_unavailable() -> None:
     log = Offsets({A: 11})
-    lookout = probe(log)
+    probed = probe(log)
     log.hangs = True
-    assert counts(lookout, {A: 10}) == [1, None, None]
+    assert counts(probed, {A: 10}) == [1, None, None]
     log.away = True
-    assert counts(lookout, {A: 11}, 1) == [None]
+    assert counts(probed, {A: 11}, 1) == [None]
     log.away = log.hangs = False
-    assert counts(lookout, {A: 10}) == [0, 0, 0]
+    assert counts(probed, {A: 10}) == [0, 0, 0]
 
 
 @pytest.mark.parametrize(("is_record", "expected"), [(True, [1, 1, 1]), (False, [1, 0, 0])])

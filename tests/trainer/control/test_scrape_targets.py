@@ -26,7 +26,7 @@ def fetched(urls: Mapping[str, str | None]) -> dict[str, ScrapedMetrics]:
 
 def test_values_of_a_program_that_does_not_answer_are_unknown() -> None:
     targets = ScrapeTargets(URLS, FakeClock(), fetched)
-    targets.look()
+    targets.scrape()
     figures = targets.figures()
     assert figures["programs"] == {"worker": False, "shard-0": True}
     assert figures["shards"] == {
@@ -73,7 +73,7 @@ def test_freshness_is_that_of_the_slowest_program() -> None:
     }
     targets = ScrapeTargets(URLS, FakeClock(), lambda urls: told)
     assert targets.freshness()["close_to_readable"] == {"p50_ms": None, "p99_ms": None}
-    targets.look()
+    targets.scrape()
     expected = {"p50_ms": pytest.approx(550), "p99_ms": pytest.approx(991)}
     assert targets.freshness()["close_to_readable"] == expected
     assert targets.figures()["freshness"] == targets.freshness()
@@ -83,15 +83,15 @@ def test_freshness_covers_the_last_minutes_of_programs_that_answer() -> None:
     told, clock = {"worker": measured({"0.1": 0, "1.0": 1000, "+Inf": 1000})}, FakeClock()
     targets = ScrapeTargets(URLS, clock, lambda urls: told)
     for count in range(40):
-        targets.look()
+        targets.scrape()
         clock.advance(SCRAPE_S)
         told["worker"] = measured({"0.1": count, "1.0": 1000 + count, "+Inf": 1000 + count})
     assert targets.freshness()["close_to_readable"]["p50_ms"] == pytest.approx(50)
     told["worker"] = ScrapedMetrics()
-    targets.look()
+    targets.scrape()
     assert targets.freshness()["close_to_readable"]["p50_ms"] is None
     told["worker"] = measured({"0.1": 60, "1.0": 1060, "+Inf": 1060})
-    targets.look()
+    targets.scrape()
     assert targets.freshness()["close_to_readable"]["p50_ms"] == pytest.approx(50), (
         "compared with before it was silent"
     )
@@ -103,7 +103,7 @@ def test_stale_answers_are_ignored() -> None:
     clock = FakeClock()
     targets = ScrapeTargets(URLS, clock, fetched)
     assert targets.figures()["programs"] == {"worker": None, "shard-0": None}, "not asked yet"
-    targets.look()
+    targets.scrape()
     clock.advance(STALE_S)
     assert targets.figures()["shards"]
     clock.advance(1)
@@ -137,10 +137,10 @@ def test_a_worker_that_joins_later_is_scraped() -> None:
         return {name: scrape.parse(SHARD) for name in urls}
 
     targets = ScrapeTargets({"worker": "http://w"}, FakeClock(), fetch, lambda: workers)
-    targets.look()
+    targets.scrape()
     workers[1] = "127.0.0.1:9"
     assert targets.figures()["programs"] == {"worker": True, "worker-1": False}, "it has not been asked yet"
-    targets.look()
+    targets.scrape()
     assert asked[1] == {"worker": "http://w", "worker-1": "http://127.0.0.1:9/metrics"}
     assert targets.figures()["programs"] == {"worker": True, "worker-1": True}
     del workers[1]

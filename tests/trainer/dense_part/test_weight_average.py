@@ -64,8 +64,8 @@ def test_averaging_does_not_change_training() -> None:
     without, averaged = (build(N24, average_steps=steps).train_all() for steps in (0, 50))
     assert same(weights(without.loop.model), weights(averaged.loop.model))
     assert rows(without.shard) == rows(averaged.shard)
-    assert without.loop.descent.scorer is without.loop.model
-    assert not same(weights(averaged.loop.descent.scorer), weights(averaged.loop.model))
+    assert without.loop.dense_trainer.scorer is without.loop.model
+    assert not same(weights(averaged.loop.dense_trainer.scorer), weights(averaged.loop.model))
 
 
 def scores_by(built: Built, model: nn.Module, records: list[Any]) -> list[float]:
@@ -79,7 +79,7 @@ def scores_by(built: Built, model: nn.Module, records: list[Any]) -> list[float]
 def test_predictions_are_those_of_the_average_before_the_step() -> None:
     built = build(N24[:8])
     assert built.loop.step()
-    expected = scores_by(built, built.loop.descent.scorer, N24[4:8])
+    expected = scores_by(built, built.loop.dense_trainer.scorer, N24[4:8])
     assert expected != scores_by(built, built.loop.model, N24[4:8])
     batch, _ = Decoder(samples.schema(), {}.get).decode(N24[4:8])
     assert built.loop.scores(batch).ravel().tolist() == expected
@@ -100,7 +100,7 @@ def test_g11_a_restored_average_continues_bit_for_bit() -> None:
     again = build(N24)
     again.shard.rows = {key: row.copy() for key, row in half.shard.rows.items()}
     again.loop.restore(at)
-    assert same(weights(again.loop.descent.scorer), weights(half.loop.descent.scorer))
+    assert same(weights(again.loop.dense_trainer.scorer), weights(half.loop.dense_trainer.scorer))
     again.train_all()
     assert same(again.loop.snapshot().shared, whole.loop.snapshot().shared)
 
@@ -108,7 +108,7 @@ def test_g11_a_restored_average_continues_bit_for_bit() -> None:
 def test_the_checkpoint_has_the_scoring_and_the_trained_weights() -> None:
     loop = build(N24).train_all().loop
     shared = loop.snapshot().shared
-    for prefix, model in (("model.", loop.descent.scorer), ("trained.", loop.model)):
+    for prefix, model in (("model.", loop.dense_trainer.scorer), ("trained.", loop.model)):
         assert same(
             {k.removeprefix(prefix): v for k, v in shared.items() if k.startswith(prefix)}, weights(model)
         )
@@ -119,7 +119,7 @@ def test_an_average_that_a_checkpoint_lacks_starts_at_the_weights() -> None:
     assert not any(name.startswith("trained.") for name in at.shared)
     loop = begun_from(at).loop
     expected = {k.removeprefix("model."): v for k, v in at.shared.items() if k.startswith("model.")}
-    assert same(weights(loop.model), expected) and same(weights(loop.descent.scorer), expected)
+    assert same(weights(loop.model), expected) and same(weights(loop.dense_trainer.scorer), expected)
 
 
 def test_without_averaging_a_restore_uses_the_trained_weights() -> None:
@@ -132,10 +132,10 @@ def test_without_averaging_a_restore_uses_the_trained_weights() -> None:
 def test_a_reset_forgets_the_average() -> None:
     built = build(N24).train_all()
     built.loop.reset()
-    assert same(weights(built.loop.descent.scorer), weights(built.loop.model))
+    assert same(weights(built.loop.dense_trainer.scorer), weights(built.loop.model))
 
 
 def test_several_workers_have_the_same_average() -> None:
     fleet = Fleet(N24, 2, rows_of(fake_shard()), batch_requests=4).run()
-    averages = [weights(built.loop.descent.scorer) for built in fleet.built]
+    averages = [weights(built.loop.dense_trainer.scorer) for built in fleet.built]
     assert same(*averages) and not same(averages[0], weights(fleet.built[0].loop.model))

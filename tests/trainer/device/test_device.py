@@ -85,7 +85,7 @@ def test_a_prefetched_forward_pass_does_not_synchronize(precision: str) -> None:
     assert chunk is not None
     prepared = built.loop.pull(built.loop.claim(chunk))
     assert prepared.first is not None
-    built.loop.descent.forward(prepared.first)
+    built.loop.dense_trainer.forward(prepared.first)
     torch.cuda.set_sync_debug_mode("error")
     try:
         forward_logits(built.loop.model, prepared.first.ready(), built.loop.config)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from roostream.models.attention import Squares, attend, attend_to_each_other, padded_to_each_other
+from roostream.models.attention import QueriesKeysValues, attend, attend_to_each_other, padded_to_each_other
 from roostream.models.candidate_groups import build_groups
 from roostream.models.config import ModelConfig, TwoTowerConfig
 from roostream.models.embedding_ops import gather_rows, pool_bags
@@ -96,7 +96,7 @@ def test_padded_attention_supports_bfloat16(autocast: bool) -> None:
     found = []
     for dtype in (torch.float32, torch.bfloat16):
         torch.manual_seed(1)
-        of = Squares(*(torch.randn(2, 5, 12).to(dtype).requires_grad_() for _ in range(3)))
+        of = QueriesKeysValues(*(torch.randn(2, 5, 12).to(dtype).requires_grad_() for _ in range(3)))
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast and dtype == torch.bfloat16):
             out = attend(of, mask, 3)
         back = torch.autograd.grad(out, of, torch.randn(2, 5, 12).to(dtype))

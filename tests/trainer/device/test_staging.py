@@ -120,11 +120,11 @@ def test_padding_indices_are_part_of_the_copy() -> None:
     staged = Staging(LateLane()).stage(inputs_of(1))
     base, size = staged.copied.device_N.data_ptr(), staged.copied.device_N.numel()
     slots, sequences = staged.inputs.groups.slots, staged.inputs.sequences.values()
-    assert slots is not None and all(sequence.padded is not None for sequence in sequences)
+    assert slots is not None and all(sequence.padding is not None for sequence in sequences)
     found = [slots.slot_B, slots.candidate_S, *(group.mask_GK for group in slots.groups)]
-    found += [x for s in sequences if s.padded for x in (s.padded.entry_RN, s.padded.mask_RN)]
-    squares = [x for x in found if x is not None]
-    assert len(squares) > 3 and all(base <= x.data_ptr() < base + size for x in squares)
+    found += [x for s in sequences if s.padding for x in (s.padding.entry_RN, s.padding.mask_RN)]
+    paddings = [x for x in found if x is not None]
+    assert len(paddings) > 3 and all(base <= x.data_ptr() < base + size for x in paddings)
 
 
 def test_a_slot_is_reused_only_after_its_copy() -> None:

@@ -258,7 +258,7 @@ def test_a_hold_or_an_obstacle_overrides_the_partitions(held: str, state: Traini
 
 
 def test_records_lost_to_retention_are_reported_and_counted() -> None:
-    watch = live(watching(loud_s=100))
+    watch = live(watching(report_loss_s=100))
     overrun = look(watch, at(50, 300, at_ms=50_000, newest_ms=99_000, oldest=200), 4)
     assert overrun.state is TrainingState.BLOCKED
     assert "150" in overrun.reason and "retention" in overrun.reason

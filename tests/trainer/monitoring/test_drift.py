@@ -16,7 +16,7 @@ from trainer.monitoring.drift import MAX_FEATURES, DriftDetector, SeenIds
 
 def look(drift: DriftDetector, batch: Batch, times: int = 1) -> None:
     for _ in range(times):
-        drift.look(batch, build_lookup(batch))
+        drift.observe(batch, build_lookup(batch))
 
 
 def batch_of(seed: int) -> Batch:

@@ -57,7 +57,7 @@ def test_validation_predicts_the_last_but_one_item_and_test_the_last(
 ) -> None:
     windows = evaluation_windows(sequences(), ALL, 10, behind)
     assert per_user(windows, windows.item_S) == given
-    assert CORPUS[windows.answer_R].tolist() == answers
+    assert CORPUS[windows.target_R].tolist() == answers
     places, items = windows.seen_X
     assert [CORPUS[items[places == r]].tolist() for r in range(3)] == given
 

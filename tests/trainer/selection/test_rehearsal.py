@@ -164,7 +164,7 @@ def test_frozen_requests_cause_no_rehearsal() -> None:
 
 def test_a_rehearsed_batch_with_non_finite_results_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     built = build(N24, rehearsal=ON)
-    monkeypatch.setattr(built.loop.descent, "train_unscored", lambda pulled, targets, is_new: False)
+    monkeypatch.setattr(built.loop.dense_trainer, "train_unscored", lambda pulled, targets, is_new: False)
     built.train_all()
     assert built.loop.counts.rehearsed == 0 and built.bits() == build(N24).train_all().bits()
     pulled = built.loop.pull_part(built.loop.selection.rehearsal.draw(1))  # type: ignore[union-attr, arg-type]
@@ -172,7 +172,7 @@ def test_a_rehearsed_batch_with_non_finite_results_changes_nothing(monkeypatch: 
     with torch.no_grad():
         for rows_UD in pulled.inputs.rows.values():
             rows_UD.fill_(torch.nan)
-    assert not built.loop.descent.train_unscored(pulled, built.loop.targets(pulled.part))
+    assert not built.loop.dense_trainer.train_unscored(pulled, built.loop.targets(pulled.part))
 
 
 def test_a_rehearsed_batch_does_not_tell_which_part_of_the_model_predicts_better() -> None:
@@ -181,5 +181,5 @@ def test_a_rehearsed_batch_does_not_tell_which_part_of_the_model_predicts_better
     assert isinstance(part, LinearPart)
     share_T, weight_TF = part.share.detach().clone(), part.weight.detach().clone()
     pulled = built.loop.pull_part(built.loop.selection.rehearsal.draw(1))  # type: ignore[union-attr, arg-type]
-    assert built.loop.descent.train_unscored(pulled, built.loop.targets(pulled.part), is_new=False)
+    assert built.loop.dense_trainer.train_unscored(pulled, built.loop.targets(pulled.part), is_new=False)
     assert torch.equal(part.share, share_T) and not torch.equal(part.weight, weight_TF)

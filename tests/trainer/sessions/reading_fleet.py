@@ -147,7 +147,7 @@ class Fleet:
 
     def reader_asks(self, at: str) -> None:
         try:
-            self.readers[at].ask(self.controller(at))
+            self.readers[at].renew_leases(self.controller(at))
         except RoostreamError:
             assert at in self.silent
 

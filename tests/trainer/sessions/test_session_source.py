@@ -164,7 +164,7 @@ def test_readers_get_the_next_splits_to_prefetch() -> None:
 
 def test_lag_is_counted_in_rows() -> None:
     it = source(slow=3)
-    while (chunk := it.rest(9)) is None:
+    while (chunk := it.poll_remaining(9)) is None:
         it.poll(9, 0.0)
     assert 0 < len(ids(chunk)) <= 9
     lag = it.lag()
@@ -184,11 +184,11 @@ def from_files(place: Path) -> Built:
     told = SampleTable(str(place)).newest(WANTED, TOPICS)
     assert told is not None
 
-    def rewire(wiring: LoopDependencies) -> LoopDependencies:
+    def rewire(dependencies: LoopDependencies) -> LoopDependencies:
         def opened(told: object) -> object:
-            return open_session(told, samples.schema(), PARTITIONS, 3_600_000, wiring.clock)  # type: ignore[arg-type]
+            return open_session(told, samples.schema(), PARTITIONS, 3_600_000, dependencies.clock)  # type: ignore[arg-type]
 
-        return dataclasses.replace(wiring, source=PhasedSource(wiring.source, opened))  # type: ignore[arg-type]
+        return dataclasses.replace(dependencies, source=PhasedSource(dependencies.source, opened))  # type: ignore[arg-type]
 
     built = build([], exact=True, rewire=rewire)
     built.loop.assign([0, 1], told)

@@ -47,7 +47,9 @@ class Link:
         assert told is not None
         self.told: TableInput = told
         self.master = ReaderMaster(lambda: (1, self.told), samples.schema(), SystemClock(), long_poll_s=0.05)
-        self.server = RpcServer(self.master.handle, keys=LinkCredentials(self.security("controller"))).start()
+        self.server = RpcServer(
+            self.master.handle, credentials=LinkCredentials(self.security("controller"))
+        ).start()
         opened.callback(self.server.stop)
 
     def security(self, name: str, token: str = TOKEN) -> LinkSecurity:
@@ -69,10 +71,10 @@ class Link:
 
     def worker(self, number: int, security: LinkSecurity) -> SessionSource:
         """Of the partition of its number."""
-        keys = LinkCredentials(security)
+        credentials = LinkCredentials(security)
         link = ReadersLink(
-            controller=lambda: SocketTransport(self.server.address, keys=keys),
-            dial=lambda address: SocketTransport(address, keys=keys),
+            controller=lambda: SocketTransport(self.server.address, credentials=credentials),
+            dial=lambda address: SocketTransport(address, credentials=credentials),
             worker=number,
             incarnation=lambda: 1,
         )
@@ -135,7 +137,7 @@ def test_a_reader_rejects_unauthenticated_callers(link: Link) -> None:
     (name,) = link.master.status()["readers"]
     header = {"split": 0, "grant": 1, "position": 0, "wait_s": 0}
     for stranger in (LinkSecurity(), link.security("y", "o" * 32)):
-        transport = SocketTransport(name.partition("/")[0], keys=LinkCredentials(stranger))
+        transport = SocketTransport(name.partition("/")[0], credentials=LinkCredentials(stranger))
         with pytest.raises(RoostreamError):
             transport.call("piece", header, timeout_s=2.0)
         transport.close()

@@ -41,7 +41,7 @@ def archive(place: Path, records: list[Record], topic: str = "topic-1") -> None:
         its = [record for record in records if record.partition == partition]
         batch, _ = Decoder(schema, {}.get).decode(its)
         rows = FileRows(
-            columns=columns_of(batch), forms=column_types(schema), counts_R=batch.num_candidates_R
+            columns=columns_of(batch), column_types=column_types(schema), counts_R=batch.num_candidates_R
         )
         day = datetime.fromtimestamp(its[0].timestamp_ms // 1000, UTC).date()
         where = FileKey(
@@ -63,7 +63,7 @@ def archive_corrections(place: Path, records: list[Record]) -> None:
     of_sample = FlatColumn(np.array([int.from_bytes(record.key or b"", "little") for record in records]))
     rows = dataclasses.replace(rows, columns={**rows.columns, OF_SAMPLE: of_sample})
     number, day = records[0].partition, datetime.fromtimestamp(samples.T0 // 1000, UTC).date()
-    table.widen(rows.forms)
+    table.widen(rows.column_types)
     file = write_rows(
         store, rows, FileKey(table="corrections", day=day, partition=number, fingerprint=schema.fingerprint)
     )
