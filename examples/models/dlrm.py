@@ -13,6 +13,7 @@ from torchrec.models.dlrm import DLRM
 
 from roostream.models.config import CustomModelConfig
 from roostream.models.custom.torchrec_bags import RemoteEmbeddingBagCollection, as_kjt, rows_of
+from roostream.models.feature_encoders import RateScale
 from roostream.models.inputs import Inputs
 from roostream.models.linear_part import LinearColumns, LinearPart
 from roostream.models.loss import loss
@@ -40,6 +41,7 @@ class ShopDlrm(Model):
         )
         priors = [label.prior or 0.1 for label in schema.labels]
         self.prior_logits = [math.log(prior / (1 - prior)) for prior in priors]
+        self.scale_rates = RateScale(schema)
         self.columns = LinearColumns(schema, knots=True)
         width = self.columns.own.width
         first_weight = [[0.0] * width + [logit] for logit in self.prior_logits]
@@ -49,13 +51,15 @@ class ShopDlrm(Model):
         self.dlrm.over_arch.model[-1].bias.copy_(torch.tensor(self.prior_logits))
 
     def forward(self, inputs: Inputs) -> Tensor:
+        inputs = self.scale_rates(inputs)
         dense_BG = torch.cat([inputs.ro_float_RG[inputs.request_index_B], inputs.nro_float_BG], dim=1)
         with rows_of(inputs):
             logits_BT = self.dlrm(dense_features=dense_BG, sparse_features=as_kjt(inputs))
-        return self.linear.mixed(logits_BT, self.columns(inputs))
+        return self.linear.mixed(logits_BT, self.columns(inputs, self.scale_rates))
 
     def loss(self, inputs: Inputs, logits_BT: Tensor, targets: Targets) -> Tensor:
-        return self.linear.loss(self.columns(inputs), logits_BT, functools.partial(loss, targets=targets))
+        columns_BG = self.columns(self.scale_rates(inputs), self.scale_rates)
+        return self.linear.loss(columns_BG, logits_BT, functools.partial(loss, targets=targets))
 
 
 def build(schema: Schema, config: CustomModelConfig) -> Model:

@@ -48,7 +48,7 @@ class ModelKind:
     build: Callable[[Schema, Any], Model]  # the second is a `config`
 
 
-ADDED_PARTS = ("first_order", "linear", "linear_knots")
+ADDED_PARTS = ("first_order", "linear", "linear_knots", "scale_rates")
 """Settings of parts that rankers got later. Manifests of before lack them and mean false."""
 
 

@@ -97,6 +97,9 @@ class RankerConfig(ModelConfig):
     linear_knots: bool = setting(
         True, "the linear model bends at two knots of each float, and sees the request's floats too"
     )
+    scale_rates: bool = setting(
+        True, "multiply rates of counters by 8, because they vary less than other floats"
+    )
     prior: float = setting(0.1, "probability that an untrained model predicts", gt=0, lt=1)
 
     def __post_init__(self) -> None:
@@ -239,6 +242,9 @@ class DlrmConfig(ModelConfig):
     )
     linear_knots: bool = setting(
         True, "the linear model bends at two knots of each float, and sees the request's floats too"
+    )
+    scale_rates: bool = setting(
+        True, "multiply rates of counters by 8, because they vary less than other floats"
     )
     prior: float = setting(0.1, "probability that an untrained model predicts", gt=0, lt=1)
 

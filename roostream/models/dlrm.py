@@ -30,7 +30,7 @@ from roostream.models.custom.torchrec_bags import (
     rows_of,
     tables_of_features,
 )
-from roostream.models.feature_encoders import FloatEncoder
+from roostream.models.feature_encoders import FloatEncoder, RateScale
 from roostream.models.inputs import Inputs
 from roostream.models.linear_part import LinearColumns
 from roostream.models.loss import loss, task_objectives
@@ -81,6 +81,7 @@ class Dlrm(Model):
         columns = [rate_rank(schema, label.action) for label in schema.labels]
         has_one = config.first_order and any(column is not None for column in columns)
         self.first_order = FirstOrder(columns) if has_one else None
+        self.scale_rates = RateScale(schema) if config.scale_rates else None
         self.linear_columns = LinearColumns(schema, config.linear_knots)
         self.linear = linear_part(schema, config, columns, self.linear_columns.added_width)
 
@@ -95,11 +96,14 @@ class Dlrm(Model):
         if not len(inputs.request_index_B):  # TorchRec's modules need a candidate
             last: Tensor = self.dlrm.over_arch.model[-1].bias
             return last.expand(0, -1)
+        inputs = self._scaled(inputs)
         with rows_of(inputs):
             logits_BT: Tensor = self.dlrm(self.dense_features(inputs), as_kjt(inputs))
         if self.first_order is not None:
             logits_BT = logits_BT + self.first_order(inputs.nro_float_BG)
-        return logits_BT if self.linear is None else self.linear.mixed(logits_BT, self.linear_columns(inputs))
+        if self.linear is None:
+            return logits_BT
+        return self.linear.mixed(logits_BT, self.linear_columns(inputs, self.scale_rates))
 
     def dense_features(self, inputs: Inputs) -> Tensor:
         """[B, G]: floats and presence bits of each candidate's request, then its own."""
@@ -112,7 +116,11 @@ class Dlrm(Model):
         loss_of = functools.partial(loss, targets=targets, tasks=self._tasks, groups=inputs.groups)
         if self.linear is None:
             return loss_of(logits_BT)
-        return self.linear.loss(self.linear_columns(inputs), logits_BT, loss_of)
+        columns_BG = self.linear_columns(self._scaled(inputs), self.scale_rates)
+        return self.linear.loss(columns_BG, logits_BT, loss_of)
+
+    def _scaled(self, inputs: Inputs) -> Inputs:
+        return inputs if self.scale_rates is None else self.scale_rates(inputs)
 
 
 class MixedBagCollection(EmbeddingBagCollectionInterface):  # type: ignore[misc]

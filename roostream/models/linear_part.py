@@ -26,10 +26,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from roostream.models.feature_encoders import FloatEncoder
+from roostream.models.feature_encoders import FloatEncoder, RateScale, float_kinds
 from roostream.models.inputs import Inputs
-from roostream.online.counters import sources_of
-from roostream.schema.counter_plan import declared
 from roostream.schema.schema import Schema
 from roostream.wire.block import Side
 from roostream.wire.transform import output_names
@@ -65,13 +63,17 @@ class LinearColumns(nn.Module):
         self.request_hinges: Hinges | None = request if fits else None
         self.added_width = added if fits else 0
 
-    def forward(self, inputs: Inputs) -> Tensor:
+    def forward(self, inputs: Inputs, rates: RateScale | None = None) -> Tensor:
+        """`inputs` as `rates` returned them, if it is given."""
         own_BG = self.own(inputs, {})
         if self.candidate_hinges is None or self.request_hinges is None:
             return own_BG
-        request_RG = torch.cat([inputs.ro_float_RG, self.request_hinges(inputs.ro_float_RG)], dim=1)
+        ro_scale_G, nro_scale_G = (rates.of("ro"), rates.of("nro")) if rates else (None, None)
+        hinges_RH = self.request_hinges(inputs.ro_float_RG, ro_scale_G)
+        request_RG = torch.cat([inputs.ro_float_RG, hinges_RH], dim=1)
         request_BG = request_RG.index_select(0, inputs.request_index_B)
-        return torch.cat([own_BG, self.candidate_hinges(inputs.nro_float_BG), request_BG], dim=1)
+        hinges_BH = self.candidate_hinges(inputs.nro_float_BG, nro_scale_G)
+        return torch.cat([own_BG, hinges_BH, request_BG], dim=1)
 
 
 class Hinges(nn.Module):
@@ -89,29 +91,27 @@ class Hinges(nn.Module):
         self.register_buffer("column_H", torch.tensor(columns, dtype=torch.int64), persistent=False)
         self.register_buffer("knot_H", torch.tensor(values, dtype=torch.float32), persistent=False)
 
-    def forward(self, x_BG: Tensor) -> Tensor:
-        return torch.relu(x_BG.index_select(1, self.column_H) - self.knot_H)
+    def forward(self, x_BG: Tensor, scale_G: Tensor | None = None) -> Tensor:
+        """`scale_G`: by what the columns, and so the knots, were multiplied."""
+        return torch.relu(x_BG.index_select(1, self.column_H) - self._scaled_knots(scale_G))
 
-    def as_linear(self) -> nn.Linear:
+    def as_linear(self, scale_G: Tensor | None = None) -> nn.Linear:
         """The same before the ReLU, as a layer for the compiled scorer."""
         layer = nn.Linear(self._num_columns, self.width)
         with torch.no_grad():
             nn.init.zeros_(layer.weight)
             layer.weight[torch.arange(self.width), self.column_H] = 1.0
-            layer.bias.copy_(-self.knot_H)
+            layer.bias.copy_(-self._scaled_knots(scale_G))
         return layer
+
+    def _scaled_knots(self, scale_G: Tensor | None) -> Tensor:
+        return self.knot_H if scale_G is None else self.knot_H * scale_G[self.column_H]
 
 
 def knots_of(schema: Schema, side: Side) -> list[list[float]]:
     """For each float of a side after transforms, where the linear model may bend, as models see floats
     (asinh)."""
-    counters, sources = declared(schema), sources_of(schema, side)
-    kinds = {
-        name: "rate"
-        for name in output_names(schema, side)
-        if (counter := counters.get(sources.get(name, ""))) is not None and counter.aggregation == "rate"
-    } | {t.output: t.op for t in schema.transforms}
-    knots = [KNOTS.get(kinds.get(name, ""), OTHER_KNOTS) for name in output_names(schema, side)]
+    knots = [KNOTS.get(kind, OTHER_KNOTS) for kind in float_kinds(schema, side)]
     return [np.arcsinh(values).tolist() for values in knots]
 
 

@@ -26,6 +26,7 @@ from roostream.models.feature_encoders import (
     FloatEncoder,
     HistoryAttentionEncoder,
     PooledFeatures,
+    RateScale,
     UserArch,
     normalize_pooled,
     pool_features,
@@ -80,11 +81,13 @@ class Ranker(Model):
         columns = [rate_rank(schema, label.action) for label in schema.labels]
         has_one = config.first_order and any(column is not None for column in columns)
         self.first_order = FirstOrder(columns) if has_one else None
+        self.scale_rates = RateScale(schema) if config.scale_rates else None
         self.linear_columns = LinearColumns(schema, config.linear_knots)
         self.linear = linear_part(schema, config, columns, self.linear_columns.added_width)
 
     def forward(self, inputs: Inputs) -> Tensor:
         """Return logits_BT in the order of `schema.tasks`."""
+        inputs = self.scaled(inputs)
         pooled = normalize_pooled(pool_features(inputs)) if self.normalizes_rows else pool_features(inputs)
         blocks = [part(inputs, pooled) for part in self.candidate_parts.values()]
         own = blocks[:1]  # the floats, if there are any
@@ -96,7 +99,9 @@ class Ranker(Model):
         logits_BT = self.heads(self.deep(x_BD))
         if self.first_order is not None:
             logits_BT = logits_BT + self.first_order(own[0])
-        return logits_BT if self.linear is None else self.linear.mixed(logits_BT, self.linear_columns(inputs))
+        if self.linear is None:
+            return logits_BT
+        return self.linear.mixed(logits_BT, self.linear_columns(inputs, self.scale_rates))
 
     def loss(self, inputs: Inputs, logits_BT: Tensor, targets: Targets) -> Tensor:
         """Multi-task loss (loss.py); pairs within a request's list if a label requires it. With a linear part
@@ -104,7 +109,12 @@ class Ranker(Model):
         loss_of = functools.partial(loss, targets=targets, tasks=self._tasks, groups=inputs.groups)
         if self.linear is None:
             return loss_of(logits_BT)
-        return self.linear.loss(self.linear_columns(inputs), logits_BT, loss_of)
+        columns_BG = self.linear_columns(self.scaled(inputs), self.scale_rates)
+        return self.linear.loss(columns_BG, logits_BT, loss_of)
+
+    def scaled(self, inputs: Inputs) -> Inputs:
+        """The floats as all parts of the model see them."""
+        return inputs if self.scale_rates is None else self.scale_rates(inputs)
 
     def request(self, inputs: Inputs, pooled: PooledFeatures) -> list[Tensor]:
         """What the candidates of a request share, [U, D] once for equal requests; mapped by

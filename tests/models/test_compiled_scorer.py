@@ -17,6 +17,7 @@ from roostream.models.compiled.scorer import CompiledScorer, Rows, build_scorer
 from roostream.models.config import CascadeConfig, HstuConfig, RankerConfig, TwoTowerConfig
 from roostream.models.inputs import build_inputs
 from roostream.models.model import Model
+from roostream.models.ranker import Ranker
 from roostream.schema.schema_file import schema_from_dict
 from roostream.wire.batch import Batch
 from roostream.wire.lookup import Lookup, build_lookup
@@ -90,6 +91,21 @@ def test_g9_the_first_order_is_compiled(ro: list[dict[str, str]]) -> None:
     expected = torch_forward(model, batch)
     assert np.ptp(expected) > 0.5, "an untrained model has an order"
     np.testing.assert_allclose(run(*asked(batch)), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("scaled", [True, False])
+def test_g9_rates_are_scaled_alike(scaled: bool) -> None:
+    schema = schema_from_dict(
+        {"ro": [{"name": "hour"}], "nro": [{"name": "price"}, {"online": "ctr_24h"}], "label": LABELS}
+    )
+    model = trained_model(schema, dataclasses.replace(SMALL, scale_rates=scaled)).eval()
+    run, batch = build_scorer(model, schema), make_batch(schema, [7, 1, 4], seed=3)
+    assert isinstance(run, CompiledScorer)
+    expected = torch_forward(model, batch)
+    np.testing.assert_allclose(run(*asked(batch)), expected, rtol=0, atol=1e-5)
+    assert isinstance(model, Ranker)
+    model.scale_rates = None
+    assert (abs(torch_forward(model, batch) - expected).max() > 0.01) == scaled, "the scale has a say"
 
 
 def test_a_request_has_the_same_bits_in_any_batch() -> None:

@@ -10,6 +10,7 @@ import torch
 
 from roostream.models.build import build_model
 from roostream.models.config import RankerConfig
+from roostream.models.feature_encoders import RateScale
 from roostream.models.linear_part import KNOTS, OTHER_KNOTS, Hinges, LinearColumns, LinearPart
 from roostream.models.loss import loss
 from roostream.models.model import Targets
@@ -45,6 +46,15 @@ def test_columns_are_floats_their_hinges_and_those_of_the_request() -> None:
     columns = LinearColumns(SCHEMA, knots=True)
     np.testing.assert_allclose(columns(inputs).numpy(), expected, rtol=0, atol=1e-6)
     assert columns.own.width + columns.added_width == expected.shape[1]
+
+
+def test_scaled_rates_scale_their_columns_and_hinges() -> None:
+    inputs = inputs_of(make_batch(SCHEMA, [2, 3], seed=4))
+    rates, columns = RateScale(SCHEMA), LinearColumns(SCHEMA, knots=True)
+    assert rates.of("nro").tolist() == [1, 8, 1] and rates.of("ro").tolist() == [1]
+    scale_G = [1, 8, 1, *np.ones(inputs.nro_present_BP.shape[1]), 1, 1, 8, 8, 1, 1, 1, 1, 1]
+    expected = columns(inputs).numpy() * np.array(scale_G, np.float32)
+    np.testing.assert_allclose(columns(rates(inputs), rates).numpy(), expected, rtol=0, atol=1e-6)
 
 
 def test_without_knots_the_columns_are_the_candidates_floats() -> None:

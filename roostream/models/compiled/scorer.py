@@ -87,8 +87,9 @@ class CompiledScorer:
         sides = {"ro": (batch.ro_present_RF, batch.ro_lists), "nro": (batch.nro_present_BF, batch.nro_lists)}
         for laid in tape.floats:
             present_NF, lists = sides[laid.side]
+            float_NG = np.arcsinh(floats[laid.side])
             interpreter.write_floats(
-                np.arcsinh(floats[laid.side]),
+                float_NG if laid.scale_G is None else float_NG * laid.scale_G,
                 present_NF,
                 lists.present_KN,
                 register(laid.to.register),

@@ -21,6 +21,7 @@ from roostream.models.feature_encoders import (
     FeatureEncoder,
     FloatEncoder,
     HistoryAttentionEncoder,
+    RateScale,
 )
 from roostream.models.interaction_layers import CrossNet
 from roostream.models.layers import Mlp
@@ -45,6 +46,7 @@ class FloatBlock(NamedTuple):
 
     side: Side
     to: ColumnRange
+    scale_G: np.ndarray | None  # float32: by what the floats are multiplied
 
 
 class PooledList(NamedTuple):
@@ -91,7 +93,7 @@ def compile_tape(model: Ranker, schema: Schema) -> Tape | None:
         return None
     if not {type(part) for part in (*request.values(), *candidate.values())} <= known:
         return None
-    writer = _Writer(schema)
+    writer = _Writer(schema, model.scale_rates)
     tower = writer.tower(model, request)
     x0 = writer.candidates(tower, candidate)
     x = writer.cross(model.cross, x0)
@@ -112,8 +114,8 @@ def compile_tape(model: Ranker, schema: Schema) -> Tape | None:
 class _Writer:
     """Collects registers, operations and weights."""
 
-    def __init__(self, schema: Schema) -> None:
-        self.schema = schema
+    def __init__(self, schema: Schema, rates: RateScale | None) -> None:
+        self.schema, self.rates = schema, rates
         self._floats: list[FloatBlock] = []
         self._lists: list[PooledList] = []
         self._sequences: list[SequenceBlock] = []
@@ -200,13 +202,13 @@ class _Writer:
         added = self._linear(_part_of(layer, slice(0, own), with_bias=True), x0, a_column=start)
         to = ColumnRange(added)
         if (hinges := columns.candidate_hinges) is not None and hinges.width:
-            bent = self._linear(hinges.as_linear(), x0, a_column=start, mode=ops.RELU)
+            bent = self._linear(hinges.as_linear(self._scale("nro")), x0, a_column=start, mode=ops.RELU)
             self._linear(_part_of(layer, slice(own, own + hinges.width)), bent, to=to, mode=ops.ADDED)
             own += hinges.width
         if (hinges := columns.request_hinges) is not None and hinges.width:
             floats, width = slice(own, layer.in_features - hinges.width), layer.out_features
             of_request = self._linear(_part_of(layer, floats), self.request_columns)
-            bent = self._linear(hinges.as_linear(), self.request_columns, mode=ops.RELU)
+            bent = self._linear(hinges.as_linear(self._scale("ro")), self.request_columns, mode=ops.RELU)
             of_hinges = _part_of(layer, slice(floats.stop, layer.in_features))
             self._linear(of_hinges, bent, to=ColumnRange(of_request), mode=ops.ADDED)
             of_candidates = self._register(CANDIDATES, width)
@@ -221,6 +223,9 @@ class _Writer:
             nn.init.eye_(same.weight)
         self._linear(same, x, to=ColumnRange(to), mode=ops.ADDED)
 
+    def _scale(self, side: Side) -> Tensor | None:
+        return None if self.rates is None else self.rates.of(side)
+
     def _write_parts(self, side: Side, parts: dict[str, FeatureEncoder], register: int, column: int) -> None:
         """Parts side by side from `column` on. Histories are queried by the candidate's embeddings, which
         come first."""
@@ -228,7 +233,10 @@ class _Writer:
         for part in parts.values():
             to = ColumnRange(register, column)
             if isinstance(part, FloatEncoder):
-                self._floats.append(FloatBlock(side, to))
+                scale_G = self._scale(side)
+                self._floats.append(
+                    FloatBlock(side, to, None if scale_G is None else scale_G.numpy(force=True))
+                )
             elif isinstance(part, EmbeddingEncoder):
                 asking = to
                 self._write_lists(side, to)

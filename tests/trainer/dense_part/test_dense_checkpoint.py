@@ -14,7 +14,8 @@ from roostream.errors import CheckpointError
 from roostream.models.build import build_model
 from roostream.models.ranker import Ranker
 from roostream.runtime import tensor_file
-from tests.models.model_cases import inputs_of, make_batch, make_schema
+from roostream.schema.schema_file import schema_from_dict
+from tests.models.model_cases import LABELS, inputs_of, make_batch, make_schema
 from tests.models.model_checks import SMALL, trained_model
 from trainer.dense_part import dense_checkpoint
 from trainer.dense_part.adam import DenseAdam
@@ -115,6 +116,22 @@ def test_a_commit_from_before_a_linear_part_had_knots_continues_with_the_same_sc
     dense_checkpoint.restore(tensors, after, second, same_schema=True)
     inputs = inputs_of(make_batch(schema, [3, 1]))
     torch.testing.assert_close(after(inputs), before(inputs), rtol=0, atol=1e-6)
+
+
+def test_a_commit_from_before_rates_were_scaled_continues_with_the_same_scores() -> None:
+    schema = schema_from_dict({"nro": [{"name": "price"}, {"online": "ctr_24h"}], "label": LABELS})
+    before = trained_model(schema, dataclasses.replace(SMALL, scale_rates=False))
+    after = build_model(schema, SMALL, seed=1)
+    inputs, old = inputs_of(make_batch(schema, [3, 1])), before
+    for _ in range(2):  # the second time from a commit that has the scale
+        assert isinstance(before, Ranker) and isinstance(after, Ranker) and before.linear and after.linear
+        first, second = (
+            DenseAdam(model.named_parameters(), learning_rate=0.1, linear=[model.linear])
+            for model in (before, after)
+        )
+        dense_checkpoint.restore(dense_checkpoint.snapshot(before, first), after, second, same_schema=True)
+        torch.testing.assert_close(after(inputs), old(inputs), rtol=0, atol=1e-6)
+        before, after = after, build_model(schema, SMALL, seed=2)
 
 
 def test_a_commit_with_a_piece_of_a_part_is_rejected() -> None:
