@@ -38,8 +38,10 @@ MAX_WIDTH_WITH_KNOTS = 384
 """With more columns there are none but the candidate's floats."""
 KNOTS = {"rank": (1 / 3, 2 / 3), "share": (0.05, 0.2), "rate": (0.05, 0.2), "standardize": (-1.0, 1.0)}
 OTHER_KNOTS = (1.0, 4.0)
+MORE_RATE_KNOTS = (0.02, 0.1, 0.35)
 """Where the model may bend, by what a float is: the last transform, or a rate of a counter. Others are mostly
-logarithms of counts and times."""
+logarithms of counts and times. A candidate's rates have more knots, whose columns follow all others, because
+commits from before do not have them."""
 FIRST_SHARE, MAX_SHARE = 0.5, 0.95
 MIN_SCALE, MAX_SCALE = -0.5, 1.0
 """Bounds of s."""
@@ -49,7 +51,8 @@ class LinearColumns(nn.Module):
     """The columns of the linear model, [B, G].
 
     own      the candidate's floats and presence bits
-    added    hinges of the candidate's floats, the request's floats, hinges of those; only with `knots`
+    added    hinges of the candidate's floats, the request's floats, hinges of those, more hinges of the
+             candidate's rates; only with `knots`
     """
 
     def __init__(self, schema: Schema, knots: bool) -> None:
@@ -57,23 +60,31 @@ class LinearColumns(nn.Module):
         self.own = FloatEncoder(schema, "nro")
         sides: tuple[Side, Side] = ("nro", "ro")
         candidate, request = (Hinges(knots_of(schema, side)) for side in sides)
-        added = candidate.width + len(output_names(schema, "ro")) + request.width
+        is_rate = [kind == "rate" for kind in float_kinds(schema, "nro")]
+        rates = Hinges([np.arcsinh(MORE_RATE_KNOTS).tolist() if rate else [] for rate in is_rate])
+        self.num_request_floats = len(output_names(schema, "ro"))
+        added = candidate.width + self.num_request_floats + request.width + rates.width
         fits = knots and self.own.width + added <= MAX_WIDTH_WITH_KNOTS
         self.candidate_hinges: Hinges | None = candidate if fits else None
         self.request_hinges: Hinges | None = request if fits else None
+        self.rate_hinges: Hinges | None = rates if fits else None
         self.added_width = added if fits else 0
 
     def forward(self, inputs: Inputs, rates: RateScale | None = None) -> Tensor:
         """`inputs` as `rates` returned them, if it is given."""
         own_BG = self.own(inputs, {})
-        if self.candidate_hinges is None or self.request_hinges is None:
+        if self.candidate_hinges is None or self.request_hinges is None or self.rate_hinges is None:
             return own_BG
         ro_scale_G, nro_scale_G = (rates.of("ro"), rates.of("nro")) if rates else (None, None)
-        hinges_RH = self.request_hinges(inputs.ro_float_RG, ro_scale_G)
-        request_RG = torch.cat([inputs.ro_float_RG, hinges_RH], dim=1)
-        request_BG = request_RG.index_select(0, inputs.request_index_B)
-        hinges_BH = self.candidate_hinges(inputs.nro_float_BG, nro_scale_G)
-        return torch.cat([own_BG, hinges_BH, request_BG], dim=1)
+        request_RH = self.request_hinges(inputs.ro_float_RG, ro_scale_G)
+        request_RG = torch.cat([inputs.ro_float_RG, request_RH], dim=1)
+        columns = [
+            own_BG,
+            self.candidate_hinges(inputs.nro_float_BG, nro_scale_G),
+            request_RG.index_select(0, inputs.request_index_B),
+            self.rate_hinges(inputs.nro_float_BG, nro_scale_G),
+        ]
+        return torch.cat(columns, dim=1)
 
 
 class Hinges(nn.Module):

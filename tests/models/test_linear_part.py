@@ -11,7 +11,14 @@ import torch
 from roostream.models.build import build_model
 from roostream.models.config import RankerConfig
 from roostream.models.feature_encoders import RateScale
-from roostream.models.linear_part import KNOTS, OTHER_KNOTS, Hinges, LinearColumns, LinearPart
+from roostream.models.linear_part import (
+    KNOTS,
+    MORE_RATE_KNOTS,
+    OTHER_KNOTS,
+    Hinges,
+    LinearColumns,
+    LinearPart,
+)
 from roostream.models.loss import loss
 from roostream.models.model import Targets
 from roostream.models.ranker import Ranker
@@ -42,7 +49,9 @@ def test_columns_are_floats_their_hinges_and_those_of_the_request() -> None:
     knots = np.arcsinh([OTHER_KNOTS, KNOTS["rate"], KNOTS["rank"]])
     hinges_BH = np.maximum(own_BG[:, :, None] - knots, 0).reshape(5, 6)
     of_request_RG = np.c_[ro_RG, np.maximum(ro_RG - np.arcsinh(KNOTS["standardize"]), 0)]
-    expected = np.c_[own_BG, inputs.nro_present_BP.numpy(), hinges_BH, of_request_RG[[0, 0, 1, 1, 1]]]
+    of_rate_BH = np.maximum(own_BG[:, [1]] - np.arcsinh(MORE_RATE_KNOTS), 0)
+    present_BP, of_request_BG = inputs.nro_present_BP.numpy(), of_request_RG[[0, 0, 1, 1, 1]]
+    expected = np.c_[own_BG, present_BP, hinges_BH, of_request_BG, of_rate_BH]
     columns = LinearColumns(SCHEMA, knots=True)
     np.testing.assert_allclose(columns(inputs).numpy(), expected, rtol=0, atol=1e-6)
     assert columns.own.width + columns.added_width == expected.shape[1]
@@ -52,7 +61,7 @@ def test_scaled_rates_scale_their_columns_and_hinges() -> None:
     inputs = inputs_of(make_batch(SCHEMA, [2, 3], seed=4))
     rates, columns = RateScale(SCHEMA), LinearColumns(SCHEMA, knots=True)
     assert rates.of("nro").tolist() == [1, 8, 1] and rates.of("ro").tolist() == [1]
-    scale_G = [1, 8, 1, *np.ones(inputs.nro_present_BP.shape[1]), 1, 1, 8, 8, 1, 1, 1, 1, 1]
+    scale_G = [1, 8, 1, *np.ones(inputs.nro_present_BP.shape[1]), 1, 1, 8, 8, 1, 1, 1, 1, 1, 8, 8, 8]
     expected = columns(inputs).numpy() * np.array(scale_G, np.float32)
     np.testing.assert_allclose(columns(rates(inputs), rates).numpy(), expected, rtol=0, atol=1e-6)
 

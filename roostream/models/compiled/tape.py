@@ -25,7 +25,7 @@ from roostream.models.feature_encoders import (
 )
 from roostream.models.interaction_layers import CrossNet
 from roostream.models.layers import Mlp
-from roostream.models.linear_part import LinearPart
+from roostream.models.linear_part import Hinges, LinearPart
 from roostream.models.ranker import Ranker
 from roostream.schema.schema import Schema
 from roostream.wire.block import Side
@@ -198,22 +198,29 @@ class _Writer:
     def linear_part(self, model: Ranker, x0: int, tower: int | None) -> int:
         """Register of what the linear model adds to the scores."""
         columns, layer = model.linear_columns, cast(LinearPart, model.linear).as_linear()
-        start, own = self._width(tower) if tower is not None else 0, columns.own.width
-        added = self._linear(_part_of(layer, slice(0, own), with_bias=True), x0, a_column=start)
+        start, done = self._width(tower) if tower is not None else 0, columns.own.width
+        added = self._linear(_part_of(layer, slice(0, done), with_bias=True), x0, a_column=start)
         to = ColumnRange(added)
-        if (hinges := columns.candidate_hinges) is not None and hinges.width:
+
+        def add_hinges(hinges: Hinges | None, at: int) -> int:
+            if hinges is None or not hinges.width:
+                return at
             bent = self._linear(hinges.as_linear(self._scale("nro")), x0, a_column=start, mode=ops.RELU)
-            self._linear(_part_of(layer, slice(own, own + hinges.width)), bent, to=to, mode=ops.ADDED)
-            own += hinges.width
+            self._linear(_part_of(layer, slice(at, at + hinges.width)), bent, to=to, mode=ops.ADDED)
+            return at + hinges.width
+
+        done = add_hinges(columns.candidate_hinges, done)
         if (hinges := columns.request_hinges) is not None and hinges.width:
-            floats, width = slice(own, layer.in_features - hinges.width), layer.out_features
+            floats, width = slice(done, done + columns.num_request_floats), layer.out_features
+            done = floats.stop + hinges.width
             of_request = self._linear(_part_of(layer, floats), self.request_columns)
             bent = self._linear(hinges.as_linear(self._scale("ro")), self.request_columns, mode=ops.RELU)
-            of_hinges = _part_of(layer, slice(floats.stop, layer.in_features))
+            of_hinges = _part_of(layer, slice(floats.stop, done))
             self._linear(of_hinges, bent, to=ColumnRange(of_request), mode=ops.ADDED)
             of_candidates = self._register(CANDIDATES, width)
             self._op(ops.BROADCAST, ColumnRange(of_request), ColumnRange(of_candidates), width, width)
             self.add(of_candidates, added)
+        add_hinges(columns.rate_hinges, done)
         return added
 
     def add(self, x: int, to: int) -> None:
