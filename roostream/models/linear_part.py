@@ -35,7 +35,7 @@ from roostream.wire.transform import output_names
 MAX_WIDTH = 256
 """A candidate with more floats gets no linear part, because a step takes the cube of their number."""
 MAX_WIDTH_WITH_KNOTS = 384
-"""With more columns there are none but the candidate's floats."""
+"""With more columns, those of MORE_RATE_KNOTS not counted, there are none but the candidate's floats."""
 KNOTS = {"rank": (1 / 3, 2 / 3), "share": (0.05, 0.2), "rate": (0.05, 0.2), "standardize": (-1.0, 1.0)}
 OTHER_KNOTS = (1.0, 4.0)
 MORE_RATE_KNOTS = (0.02, 0.1, 0.35)
@@ -63,12 +63,12 @@ class LinearColumns(nn.Module):
         is_rate = [kind == "rate" for kind in float_kinds(schema, "nro")]
         rates = Hinges([np.arcsinh(MORE_RATE_KNOTS).tolist() if rate else [] for rate in is_rate])
         self.num_request_floats = len(output_names(schema, "ro"))
-        added = candidate.width + self.num_request_floats + request.width + rates.width
+        added = candidate.width + self.num_request_floats + request.width
         fits = knots and self.own.width + added <= MAX_WIDTH_WITH_KNOTS
         self.candidate_hinges: Hinges | None = candidate if fits else None
         self.request_hinges: Hinges | None = request if fits else None
         self.rate_hinges: Hinges | None = rates if fits else None
-        self.added_width = added if fits else 0
+        self.added_width = added + rates.width if fits else 0
 
     def forward(self, inputs: Inputs, rates: RateScale | None = None) -> Tensor:
         """`inputs` as `rates` returned them, if it is given."""

@@ -74,7 +74,7 @@ class Options(DatasetOptions):
 
     default_schema: ClassVar[Path | None] = Path(__file__).parent / "schemas" / "ebnerd.toml"
     rehearsed_batches: ClassVar[int] = 200
-    ranker: ClassVar[Mapping[str, object]] = {"list_layers": 2, "linear": False}
+    ranker: ClassVar[Mapping[str, object]] = {"list_layers": 2, "linear": False, "scale_rates": False}
     behaviors: tuple[str, ...] = setting(help="behaviors.parquet files, in any order")
     history: tuple[str, ...] = setting((), "history.parquet files")
 
