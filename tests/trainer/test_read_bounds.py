@@ -145,6 +145,6 @@ def test_a_cut_does_not_wait_for_records(told: dict[str, Any] | None) -> None:
         while piped.built.offsets() != [12, 12]:
             loop.step()
         assert not loop.step()
-        reach.settle()
+        reach.prepare_cut()
         loop.feed.drain()
         assert piped.built.offsets() == [12, 12] and not loop.step()

@@ -207,7 +207,8 @@ def test_a_commit_of_format_1_can_be_restored() -> None:
     weights = {
         name: name.replace("trained.", "model.") for name in shared
     }  # it had no average: that begins at them
-    added = {name for name in shared if ".linear." in name}  # a part that models of then did not have
+    # Parts that models of then did not have.
+    added = {name for name in shared if ".linear." in name or ".scale_rates." in name}
     assert added and not any(shared[name].any() for name in added)
     assert all(shared[name].tobytes() == kept[weights[name]].tobytes() for name in shared.keys() - added)
     stage.built.train_all()

@@ -85,10 +85,15 @@ def test_a_log_has_settings_of_the_ranker_unless_another_model_is_chosen(tmp_pat
     }
     model = tmp_path / "own.toml"
     model.write_text("width = 8\n")
-    assert program_settings(ReplayConfig(**log)).model == {"list_layers": 2, "linear": False}
+    assert program_settings(ReplayConfig(**log)).model == {
+        "list_layers": 2,
+        "linear": False,
+        "scale_rates": False,
+    }
     assert program_settings(ReplayConfig(**log, set=("model.list_layers=1", "model.width=8"))).model == {
         "list_layers": 1,
         "linear": False,
+        "scale_rates": False,
         "width": 8,
     }
     assert program_settings(ReplayConfig(**log, model=(str(model),))).model == {}

@@ -49,11 +49,13 @@ def config_of(folder: Path, days: str = "", stored_order_until: str = "") -> Rep
         schema=str(folder / "schema.toml"),
         engine="local",
         report=str(folder / "of_table.json"),
+        # As the log's own replay has by itself.
         set=(
             "worker.rehearsal={batches=200}",
             "model.list_layers=2",
             "model.linear=false",
-        ),  # as the log's own replay has by itself
+            "model.scale_rates=false",
+        ),
         batch_requests=32,
     )
 

@@ -311,12 +311,12 @@ def test_an_outage_of_kafka_is_logged_once_and_the_program_is_not_ready(
 
     def during(waits: int) -> None:
         unready.append(health.unready())
-        source.away = waits < 8
+        source.away = waits < 12
 
     clock = OutageClock(during)
     health = Health(60, clock)
     follow(updater, stop, Backoff(what="Redis and Kafka", clock=clock), health)
-    assert clock.waits == 8 and source.seeks == 10, "opened, refused eight times, then let in"
+    assert clock.waits == 12 and source.seeks == 14, "opened, refused twelve times, then let in"
     assert_equal(updater.store, records)
     assert [line.levelname for line in caplog.records] == ["WARNING", "INFO"]
     assert "is back after" in caplog.records[-1].message
