@@ -46,10 +46,11 @@ def float_kinds(schema: Schema, side: Side) -> list[str]:
 
 
 class RateScale(nn.Module):
-    """Multiplies rates of counters by 8.
+    """Multiplies rates of counters by 1 + `more`, which is 8 in a new model.
 
-    A click rate varies by a few percent, other floats by about 1, so a layer and the prior of a linear model
-    would all but ignore it. A commit from before has no `more`; with 0 the rates stay as they are.
+    A click rate varies by a few percent, other floats by about 1, so a network and the prior of a linear
+    model would all but ignore it (docs/decisions/0117). Commits from before this part continue with
+    `more` = 0, which leaves the rates as they are.
     """
 
     more: Tensor

@@ -61,21 +61,21 @@ class LinearColumns(nn.Module):
         sides: tuple[Side, Side] = ("nro", "ro")
         candidate, request = (Hinges(knots_of(schema, side)) for side in sides)
         is_rate = [kind == "rate" for kind in float_kinds(schema, "nro")]
-        rates = Hinges([np.arcsinh(MORE_RATE_KNOTS).tolist() if rate else [] for rate in is_rate])
+        rate_hinges = Hinges([np.arcsinh(MORE_RATE_KNOTS).tolist() if rate else [] for rate in is_rate])
         self.num_request_floats = len(output_names(schema, "ro"))
         added = candidate.width + self.num_request_floats + request.width
         fits = knots and self.own.width + added <= MAX_WIDTH_WITH_KNOTS
         self.candidate_hinges: Hinges | None = candidate if fits else None
         self.request_hinges: Hinges | None = request if fits else None
-        self.rate_hinges: Hinges | None = rates if fits else None
-        self.added_width = added + rates.width if fits else 0
+        self.rate_hinges: Hinges | None = rate_hinges if fits else None
+        self.added_width = added + rate_hinges.width if fits else 0
 
     def forward(self, inputs: Inputs, rates: RateScale | None = None) -> Tensor:
-        """`inputs` as `rates` returned them, if it is given."""
+        """[B, G]. `rates`: what multiplied the rates of `inputs`; None = nothing."""
         own_BG = self.own(inputs, {})
         if self.candidate_hinges is None or self.request_hinges is None or self.rate_hinges is None:
             return own_BG
-        ro_scale_G, nro_scale_G = (rates.of("ro"), rates.of("nro")) if rates else (None, None)
+        ro_scale_G, nro_scale_G = (rates.of("ro"), rates.of("nro")) if rates is not None else (None, None)
         request_RH = self.request_hinges(inputs.ro_float_RG, ro_scale_G)
         request_RG = torch.cat([inputs.ro_float_RG, request_RH], dim=1)
         columns = [
