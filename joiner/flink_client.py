@@ -254,8 +254,12 @@ def flink_home() -> Path:
 
 
 def _client_environment(tmp: str) -> dict[str, str]:
-    """The `python3` on PATH builds the job and must find our packages. The client unpacks files into `tmp`:
-    in a shared folder it would fail if another user's client had been there first."""
+    """Environment variables of Flink's command-line client.
+
+    It runs the `python3` on PATH to build the job, and PYTHONPATH makes this project's packages importable
+    there. It unpacks files into `tmp`, which must belong to this process: in a shared folder the client fails
+    if another user's client has already written there.
+    """
     root = str(Path(__file__).resolve().parent.parent)
     return {
         **os.environ,

@@ -36,7 +36,8 @@ class InMemoryRows:
         self._fail_after: int | None = None
 
     def fail_after(self, num_messages: int) -> None:
-        """Fail once, after so many more messages of a delivery were appended."""
+        """Make one delivery raise UnavailableError after its first `num_messages` messages are appended: the
+        next delivery that has more."""
         self._fail_after = num_messages
 
     def trim(self, partition: int, first: int) -> None:

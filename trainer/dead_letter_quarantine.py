@@ -19,9 +19,12 @@ class NotFiniteError(UnavailableError):
 
 
 class DeadLetterQuarantine:
-    """Quarantines requests of a chunk that produce non-finite numbers on their own. They become dead letters
-    when the chunk ends, unless so many follow one another that the model must be the cause. The loop's thread
-    only."""
+    """Collects the requests of a chunk whose scores or gradients are not finite even if the request is
+    trained alone.
+
+    At the end of the chunk they become dead letters, unless so many follow one another that the model must be
+    the cause. Used by the loop's thread only.
+    """
 
     def __init__(self, publish: Callable[[Rejected], None]) -> None:
         """`publish` is called for each dead letter."""

@@ -183,7 +183,8 @@ def _scan(
 
 @njit(cache=True, nogil=True)
 def varint(buf: np.ndarray, at: int, end: int) -> tuple[np.int64, int]:
-    """(value as int64, position behind it); position -1 if it runs out of bytes or bits."""
+    """Decode the varint at `at` of buf[:end]. Returns the value as int64 and the position after it, which is
+    -1 if the varint does not end within `end`, or not within 10 bytes."""
     value = np.int64(0)
     for i in range(10):
         if at + i >= end:

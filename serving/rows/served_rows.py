@@ -98,7 +98,8 @@ class CachedRows(FollowedRows):
         }
 
     def run(self, stop: threading.Event) -> None:
-        """Rows that requests do not wait for are read in a second thread."""
+        """Keep the rows up to date until `stop`. A second thread reads the rows that are missing in the cache
+        and that no request waits for."""
         reader = threading.Thread(target=self.cache.run, args=(stop,), name="row-reads", daemon=True)
         reader.start()
         super().run(stop)

@@ -60,7 +60,7 @@ class RecentRequests:
         self._slow: list[ScoredRequest] = []  # slowest first
 
     def add(self, request: ScoredRequest) -> None:
-        """Keep a request, unless it is larger than `max_bytes`."""
+        """Keep a request, and drop the oldest ones beyond `max_bytes`; a larger request is not kept."""
         with self._lock:
             self._ring.append(request)
             self.num_bytes += request.num_bytes

@@ -413,7 +413,8 @@ class Verdict:
 
     @property
     def state(self) -> str:
-        """`behind` if one metric is; else that of request AUC, or of NE where no request has an order."""
+        """The state of both metrics together: `behind` if either metric is, else that of request AUC. That of
+        NE, if request AUC is unknown because no request has both a positive and a negative."""
         states = [each.state for each in self.comparisons]
         if "behind" in states:
             return "behind"

@@ -1,5 +1,5 @@
-"""Data selection as the training loop sees it: split a chunk into parts, keep state beside it, choose the
-gradients to push.
+"""Data selection for the training loop: splits each chunk into parts that are trained, only scored, or
+skipped, keeps the state of the policies, and chooses which gradients are pushed.
 
     claim ──► dedupe ──► split ──► [skipped, scored] [trained] [frozen]     unscored
                          by id and labels; slipstream: by rows              reported when the chunk ends

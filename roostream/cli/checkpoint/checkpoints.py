@@ -383,7 +383,11 @@ def copy_segments(
 
 
 def live_rows(segments: Segments, state: tuple[Segment, ...]) -> dict[str, dict[str, np.ndarray]]:
-    """Stack → the live rows as arrays of equal length: table, id, stamp_ms, row, state."""
+    """Read the rows of a commit that were not deleted.
+
+    Returns, for each stack, arrays of equal length: `table` and `id` of each row, `stamp_ms` (event time of
+    its last push), `row` (the embedding) and `state` (the optimizer's).
+    """
     out: dict[str, list[dict[str, np.ndarray]]] = {}
     for part in segments.read(state):
         rows: dict[tuple[int, int], tuple[int, np.ndarray, np.ndarray]] = {}
@@ -425,7 +429,7 @@ def import_export(
     """Make the export in `folder` the only commit of `store`, with its segments in `home`, or as copies in
     `store` if `home` is None; returns its manifest.
 
-    After any other error than those below there is no commit; empty the home and call again.
+    If another error than those below is raised, `store` has no commit: empty the home and call this again.
 
     Raises:
         CheckpointError: there is no export, or a part of it is missing or damaged. Nothing was changed.

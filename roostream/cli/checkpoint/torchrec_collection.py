@@ -191,7 +191,7 @@ def collection_of(
 def _live(
     manifest: manifests.Manifest, schema: Schema, home: Path
 ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Table → ids [U] and rows [U, D] from all shards."""
+    """Read the live rows of all shards. Returns, for each table, ids [U] and rows [U, D]."""
     names = {table.id: table.name for table in schema.table_by_name.values()}
     parts: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {}
     for index in manifest.shards:

@@ -28,9 +28,8 @@ class Pairs:
     """Pairs (query i, key j) of a group's tokens, [G, N, N]."""
 
     offset_GNN: Tensor  # int64: position of j - position of i, in -(N - 1) .. N - 1
-    bucket_GNN: (
-        Tensor | None
-    )  # int64 bucket of the time from j to the token after i; None: there are no times
+    # int64: bucket of the time from j to the token after i; None: there are no times.
+    bucket_GNN: Tensor | None
     sees_GNN: Tensor  # bool: i attends to j; rows of padding are not used
 
 
@@ -102,9 +101,8 @@ def build_jagged_sequences(
     if gap_ms_L is not None:
         gap_S, next_S = np.zeros((2, len(place_S)), dtype=np.int64)
         gap_S[~is_target_S] = gap_ms_L[of_history_S[~is_target_S]]
-        followed_S = (
-            place_S < history_S - 1
-        )  # after the last entry and after targets, 0: the request's own time
+        # After the last entry and after targets the time is 0, that of the request itself.
+        followed_S = place_S < history_S - 1
         next_S[followed_S] = gap_ms_L[of_history_S[followed_S] - 1]
         columns += [gap_S, next_S]
     return JaggedSequences(
