@@ -195,15 +195,18 @@ def joins_on_flink(options: StackOptions) -> bool:
 
 
 def _restore_point(instance: ProgramInstance) -> str:
-    """Where a new joiner job continues; "" = no restore point, or a job already runs. Deletes older restore
-    points."""
+    """Where the joiner continues if it has to submit a new job; "" = at the beginning, or a job runs already.
+
+    Older restore points are deleted, but only when the job manager has said that no job runs: one that does
+    not answer may still run a job that writes into these folders.
+    """
     flink = instance.home.root / "flink"
     try:
         if FlinkRest(instance.endpoints.flink).live_job() is not None:
             return ""
-    except UnavailableError:  # a job manager that does not answer runs no job
-        pass
-    delete_old_restore_points(flink)
+        delete_old_restore_points(flink)
+    except UnavailableError:
+        pass  # the joiner asks again, until there is an answer, before it submits a job
     return str(newest_restore_point(flink) or "")
 
 

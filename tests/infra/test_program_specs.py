@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,8 @@ from infra.program_specs import (
     settings_table,
 )
 from infra.supervisor import Supervisor
-from roostream.errors import ConfigError
+from roostream.errors import ConfigError, UnavailableError
+from roostream.runtime.flink_rest import JOB_NAME, FlinkRest
 from roostream.runtime.program import REFUSED_CODE
 from roostream.schema.settings import load
 
@@ -177,3 +179,43 @@ def test_a_controller_waits_for_the_archive_of_its_own_stack(
     path = warehouse if "://" in warehouse else str(tmp_path / warehouse)
     assert program("controller", tmp_path, endpoints, controller={"warehouse": path}).after == after
     assert program("worker", tmp_path, endpoints, controller={"warehouse": path}).after == ()
+
+
+@pytest.mark.parametrize(
+    ("jobs", "kept", "restore"),
+    [
+        (None, ["job0", "job1", "job2", "job3"], "job2"),
+        ([], ["job1", "job2"], "job2"),
+        ([{"name": JOB_NAME, "state": "RUNNING"}], ["job0", "job1", "job2", "job3"], ""),
+    ],
+    ids=["no answer", "no job", "a running job"],
+)
+def test_checkpoints_are_deleted_only_when_the_job_manager_says_that_no_job_runs(
+    jobs: list[dict[str, str]] | None,
+    kept: list[str],
+    restore: str,
+    tmp_path: Path,
+    endpoints: Endpoints,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The running job is job3, whose first checkpoint is not complete yet."""
+
+    def answer(rest: FlinkRest, path: str) -> dict[str, Any]:
+        if jobs is None:
+            raise UnavailableError("no answer within 5 s")
+        return {"jobs": jobs}
+
+    monkeypatch.setattr(FlinkRest, "get", answer)
+    home = Home(tmp_path)
+    home.make()
+    checkpoints = tmp_path / "flink" / "checkpoints"
+    for number in range(4):
+        (checkpoints / f"job{number}" / "chk-1").mkdir(parents=True)
+    for number in range(3):
+        complete = checkpoints / f"job{number}" / "chk-1" / "_metadata"
+        complete.touch()
+        os.utime(complete, (number, number))
+    program("joiner", tmp_path, endpoints).prepare()
+    assert sorted(job.name for job in checkpoints.iterdir()) == kept
+    written = tomllib.loads((home.conf / "joiner.toml").read_text())
+    assert written.get("restore", "") == (str(checkpoints / restore / "chk-1") if restore else "")
