@@ -108,19 +108,29 @@ class VersionFollower:
             ConfigError: the commit belongs to a deployment of another shape (`check`).
         """
         try:
-            names = [name for name in self.store.list(manifests.MANIFESTS) if manifests.seq_of(name)]
-            self._note_empty(not names)
-            for name in sorted(names, key=manifests.seq_of, reverse=True):
-                commit = self._read(name)
-                if commit is None or commit in self._bad:
-                    continue
-                if commit == self._installed:
-                    return False
-                if self._install(commit):
-                    self._withdraw({manifests.seq_of(name): name for name in names})
-                    return True
+            installed = self._install_newest()
         except UnavailableError as error:
-            return self._unreadable(error)
+            if not self._away:
+                log.warning("cannot read the checkpoint store: %s; the version in use stays", error)
+            self._away = True
+            return False
+        if self._away:
+            log.info("the checkpoint store can be read again")
+        self._away = False
+        return installed
+
+    def _install_newest(self) -> bool:
+        names = [name for name in self.store.list(manifests.MANIFESTS) if manifests.seq_of(name)]
+        self._note_empty(not names)
+        for name in sorted(names, key=manifests.seq_of, reverse=True):
+            commit = self._read(name)
+            if commit is None or commit in self._bad:
+                continue
+            if commit == self._installed:
+                return False
+            if self._install(commit):
+                self._withdraw({manifests.seq_of(name): name for name in names})
+                return True
         return False
 
     def _read(self, name: str) -> _Commit | None:
@@ -157,7 +167,7 @@ class VersionFollower:
             return False
         if manifest.seq < self._seq:
             log.warning("the store was rolled back to model version %s", version.name)
-        self._installed, self._seq, self._away = commit, manifest.seq, False
+        self._installed, self._seq = commit, manifest.seq
         self.versions.install(version, manifest.time_ms, manifest.watermark_ms)
         log.info("model version %s installed, %s is served", version.name, self.versions.served.version.name)
         return True
@@ -214,13 +224,6 @@ class VersionFollower:
             ) from None
         self.warm_up(version)
         return version
-
-    def _unreadable(self, error: UnavailableError) -> bool:
-        """Retried later; logged once per outage."""
-        if not self._away:
-            log.warning("cannot read the checkpoint store: %s; the version in use stays", error)
-        self._away = True
-        return False
 
 
 class WarmUp:

@@ -210,9 +210,11 @@ def test_an_invalid_dense_file_is_skipped(commits: Commits, caplog: pytest.LogCa
     assert "expected a safetensors file" in caplog.text
 
 
-def test_an_unreadable_store_is_logged_once_and_retried(
+def test_each_outage_of_the_store_is_logged_once_with_its_end(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level("INFO")
+
     class Flaky(FileStore):
         away = False
 
@@ -239,6 +241,12 @@ def test_an_unreadable_store_is_logged_once_and_retried(
     assert caplog.text.count("cannot read") == 1
     store.broken = False
     assert commits.follower.poll() and commits.versions.newest.name == "1-1"
+    assert caplog.text.count("can be read again") == 1
+    for outage in (2, 3):  # without a new commit in between
+        store.away = True
+        assert not commits.follower.poll() and caplog.text.count("cannot read") == outage
+        store.away = False
+        assert not commits.follower.poll() and caplog.text.count("can be read again") == outage
 
 
 def test_a_manifest_of_another_model_shape_stops_serving(tmp_path: Path) -> None:
