@@ -23,6 +23,7 @@ from joiner.local_engine import LocalEngine
 from roostream.cli.request_trace import RequestTrace
 from roostream.cli.trace_command import export_spans
 from roostream.runtime.kafka.topics import IMPRESSIONS, PREDICTIONS, ROWS, SAMPLES
+from roostream.runtime.store_identity import init_store
 from roostream.schema.registry import to_toml
 from roostream.wire import records as wire
 from roostream.wire import roo_pb2 as pb
@@ -176,6 +177,7 @@ def test_serving_as_the_page_starts_it_shows_a_collector(collector: Any, tmp_pat
         and " opentelemetry-instrument -- roostream serving --config" in describe_step
     )
     (tmp_path / "schema.toml").write_text(to_toml(SCHEMA), encoding="utf-8")
+    init_store(tmp_path / "store")
     own = {
         "listen": "127.0.0.1:0",
         "schema": "schema.toml",
