@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,12 +16,9 @@ from roostream.wire.records import decode
 from serving.access.bearer_keys import Keyring, new_key, write_keys
 from serving.rank_json import JsonParser
 from tests.browser import chromium
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "serving"))  # what its tests share
-
-from live_serving import serving_live
-from serving_cases import BODY, NOW_MS, SCHEMA, Built, build, learn
-from serving_fakes import FakeHydrator, FakeRows
+from tests.serving.live_serving import serving_live
+from tests.serving.serving_cases import BODY, NOW_MS, SCHEMA, Built, build, learn
+from tests.serving.serving_fakes import FakeHydrator, FakeRows
 
 PHONE = {"width": 360, "height": 740}
 HOSTILE = '<img src=x onerror="window.hurt=1"><script>window.hurt=1</script>'

@@ -77,7 +77,10 @@ def test_target_attention_equals_the_formula_of_each_candidate(counts: list[int]
     got = module(query, entry, histories(lengths, groups), groups)
     owner = np.repeat(np.arange(len(counts)), counts)
     parts = [module.key_value(part).chunk(2, dim=-1) for part in entry.split(lengths)]
-    expected = [reference_attention(module.query(query[b]), *parts[r], heads) for b, r in enumerate(owner)]
+    expected = [
+        reference_attention(module.query(query[b]), parts[r][0], parts[r][1], heads)
+        for b, r in enumerate(owner)
+    ]
     torch.testing.assert_close(
         got, torch.stack(expected) if expected else torch.zeros(0, 4, dtype=torch.float64)
     )

@@ -78,7 +78,7 @@ def test_tasks_add_up_by_their_weights() -> None:
     z, label, weight = (torch.cat(parts, dim=1) for parts in zip(*made, strict=True))
     tasks = [EVENT, Task("weighted", 3.0, 0.5), Task("amount", 60.0, 0.0), Task("pairwise", 1.0, 2.0)]
     alone = [
-        loss(*[made[t][0], Targets(*made[t][1:])], [task._replace(weight=1.0)], GROUPS)
+        loss(made[t][0], Targets(*made[t][1:]), [task._replace(weight=1.0)], GROUPS)
         for t, task in enumerate(tasks)
     ]
     expected = alone[0] + 0.5 * alone[1] + 2 * alone[3]

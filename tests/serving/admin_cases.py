@@ -6,9 +6,6 @@ import contextlib
 import threading
 from collections.abc import Iterator
 
-from serving_cases import SCHEMA, Built
-from serving_fakes import FakeRows
-
 from roostream.runtime.clock import FakeClock
 from roostream.runtime.tls import TlsContext
 from serving import admin
@@ -19,6 +16,8 @@ from serving.versions.interleaving_stats import InterleavingStats
 from serving.versions.loaded_versions import LoadedVersions
 from serving.versions.recent_requests import RecentRequests
 from serving.versions.shadow_scoring import ShadowScoring
+from tests.serving.serving_cases import SCHEMA, Built
+from tests.serving.serving_fakes import FakeRows
 
 TOKEN = "0123456789abcdef0123456789abcdef"
 

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))  # serving_fakes.py: tests have no __init__.py
-
 
 @pytest.fixture
 def built(tmp_path: Path) -> Iterator[Any]:
     """A `serving_cases.Built` with fake rows and without online features."""
     import torch
-    from serving_cases import SCHEMA, build
-    from serving_fakes import FakeRows
+
+    from tests.serving.serving_cases import SCHEMA, build
+    from tests.serving.serving_fakes import FakeRows
 
     torch.set_num_threads(1)
     made = build(tmp_path, FakeRows(SCHEMA))
@@ -29,8 +27,9 @@ def built(tmp_path: Path) -> Iterator[Any]:
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """As `built`, one for all tests of a module; they must not change its settings."""
     import torch
-    from serving_cases import SCHEMA, build
-    from serving_fakes import FakeRows
+
+    from tests.serving.serving_cases import SCHEMA, build
+    from tests.serving.serving_fakes import FakeRows
 
     torch.set_num_threads(1)
     made = build(tmp_path_factory.mktemp("shared"), FakeRows(SCHEMA))
@@ -41,8 +40,8 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 @pytest.fixture
 def client(tmp_path: Path) -> Iterator[Callable[..., Any]]:
     """Builds a process with these rows and settings, and returns (client, what was built)."""
-    from serving_cases import SCHEMA, build, client_of
-    from serving_fakes import FakeRows
+    from tests.serving.serving_cases import SCHEMA, build, client_of
+    from tests.serving.serving_fakes import FakeRows
 
     opened: list[Any] = []
 

@@ -9,12 +9,11 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
-from serving_cases import SCHEMA, Built, build
-from serving_fakes import FakeRows
-
 from roostream.runtime.thread_group import StopBudget
 from serving.http import server as http_server
 from serving.http.app import HttpInterface
+from tests.serving.serving_cases import SCHEMA, Built, build
+from tests.serving.serving_fakes import FakeRows
 
 
 class LiveServing:

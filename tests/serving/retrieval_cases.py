@@ -8,8 +8,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-from serving_cases import MODEL, NOW_MS, SCHEMA, Built, build
-
 from roostream.models.config import CascadeConfig, ModelConfig, TwoTowerConfig
 from roostream.runtime.clock import FakeClock
 from serving.build import open_retrieval
@@ -19,6 +17,7 @@ from serving.retrieval.catalogue import Catalogue, read_catalogue
 from serving.retrieval.item_vectors import ItemVectorUpdater
 from serving.scorer import RowReader, Version, build_version
 from serving.versions.idle_gate import IdleGate
+from tests.serving.serving_cases import MODEL, NOW_MS, SCHEMA, Built, build
 
 TOWERS = TwoTowerConfig(width=4, user_layers=(6,), item_layers=(6,), item_floats=("age_h",))
 CASCADE = CascadeConfig(

@@ -12,10 +12,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from admin_cases import TOKEN, admin_interface, admin_of
 from click.testing import CliRunner
-from live_serving import answer_of
-from serving_cases import SCHEMA, Built
 from starlette.testclient import TestClient
 
 from roostream.cli.main import cli
@@ -32,6 +29,9 @@ from serving.versions.interleaving_stats import InterleavingStats, Pair
 from serving.versions.loaded_versions import LoadedVersions
 from serving.versions.recent_requests import RecentRequests, ScoredRequest
 from tests.certificates import Authority
+from tests.serving.admin_cases import TOKEN, admin_interface, admin_of
+from tests.serving.live_serving import answer_of
+from tests.serving.serving_cases import SCHEMA, Built
 
 KEY = {"authorization": f"Bearer {TOKEN}"}
 

@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from serving_cases import HISTORY, SCHEMA, build
-from serving_fakes import FakeHydrator
 
 from roostream.wire.lookup import Lookup
 from serving.build import precompile
 from serving.rank import RankService
 from serving.request import RankRequest
+from tests.serving.serving_cases import HISTORY, SCHEMA, build
+from tests.serving.serving_fakes import FakeHydrator
 
 
 class Rows:

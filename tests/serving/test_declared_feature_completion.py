@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from serving_fakes import FakeHydrator, FakeRows
 
 from roostream.models.config import RankerConfig
 from roostream.online.counters import Counters
@@ -19,6 +18,7 @@ from serving.rank_json import JsonParser
 from serving.scorer import first_version
 from serving.versions.loaded_versions import LoadedVersions
 from tests.online.counter_oracle import T0, schema_with
+from tests.serving.serving_fakes import FakeHydrator, FakeRows
 
 SCHEMA = schema_with(
     [

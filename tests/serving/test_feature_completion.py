@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from serving_cases import BODY, HISTORY, NOW_MS, SCHEMA
 
 from roostream.schema.ids import hash64, signed
 from roostream.schema.schema_file import schema_from_dict
@@ -19,6 +18,7 @@ from serving.feature_completion import FeatureCompletion
 from serving.rank_json import JsonParser
 from serving.rank_protobuf import parse_impression
 from serving.request import RankRequest
+from tests.serving.serving_cases import BODY, HISTORY, NOW_MS, SCHEMA
 
 FILLER = FeatureCompletion(SCHEMA)
 ONLINE_RO = {"history": {"item": [99], "action": [2], "time": [NOW_MS - 1]}}

@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
-from serving_cases import BODY, SCHEMA, build
-from serving_fakes import FakeHydrator, FakeRows
 from starlette.testclient import TestClient
 
 from serving.http.app import HttpInterface
 from serving.metrics import SCORES, ScoreHistogram, ServingMetrics
+from tests.serving.serving_cases import BODY, SCHEMA, build
+from tests.serving.serving_fakes import FakeHydrator, FakeRows
 
 
 def counted(spread: ScoreHistogram, task: str) -> tuple[list[float], float]:

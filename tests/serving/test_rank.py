@@ -11,8 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from serving_cases import BODY, MODEL, NOW_MS, SCHEMA, Built, build
-from serving_fakes import FakeHydrator, FakeRows
 
 from roostream.errors import ConfigError
 from roostream.models.build import build_model
@@ -32,6 +30,8 @@ from serving.rank_json import JsonParser
 from serving.request_batch import read_request
 from serving.scorer import build_version, first_version, probabilities
 from serving.versions.loaded_versions import LoadedVersions
+from tests.serving.serving_cases import BODY, MODEL, NOW_MS, SCHEMA, Built, build
+from tests.serving.serving_fakes import FakeHydrator, FakeRows
 
 HYDRATED = FakeHydrator({"history": {"item": [99], "action": [2], "time": [NOW_MS - 1]}}, {"clicks_1h": 50.0})
 

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from serving_cases import BODY, SCHEMA
 
 from roostream.schema.ids import hash64, signed
 from serving.errors import RequestError
 from serving.examples import rank_example
 from serving.rank_json import JsonParser
 from serving.request import RankRequest
+from tests.serving.serving_cases import BODY, SCHEMA
 
 PARSER = JsonParser(SCHEMA)
 

@@ -16,8 +16,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from serving_cases import BODY, SCHEMA, Built, build
-from serving_fakes import FakeRows
 
 from benchmarks.common.samples import DEMO, demo_schema
 from benchmarks.serving_swap import Commits
@@ -26,6 +24,8 @@ from roostream.runtime.store_identity import init_store
 from serving.client.client import ServingClient
 from serving.examples import rank_example
 from tests.serving.live_serving import serving_live
+from tests.serving.serving_cases import BODY, SCHEMA, Built, build
+from tests.serving.serving_fakes import FakeRows
 from tests.serving.test_serving_main import Running, write_config
 
 NUM_CLIENTS = 16

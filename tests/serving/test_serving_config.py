@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serving_cases import config_of
 
 from roostream.errors import ConfigError
 from roostream.schema.settings import load
 from serving.config import ServingConfig
 from serving.online_features.config import FeaturesConfig
+from tests.serving.serving_cases import config_of
 
 BAD = [
     ({"listen": "0.0.0.0:80"}, "key 'listen': expected a loopback address"),

@@ -17,8 +17,6 @@ from pathlib import Path
 import httpx2
 import pytest
 from prometheus_client import CollectorRegistry
-from serving_cases import BODY, SCHEMA
-from serving_fakes import FakeSink
 
 from roostream.errors import ConfigError, SetupError
 from roostream.runtime.store_identity import init_store, open_checkpoint_store
@@ -32,6 +30,8 @@ from serving.feature_log.format import LogRecord
 from serving.feature_log.log import FeatureLog
 from serving.feature_log.sender import LogSender
 from serving.main import serve, stop_process
+from tests.serving.serving_cases import BODY, SCHEMA
+from tests.serving.serving_fakes import FakeSink
 
 ROOT = Path(__file__).parents[2]
 _RUN = """

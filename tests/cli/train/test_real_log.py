@@ -66,7 +66,7 @@ def trained(archive: Path, home: str, last_day: str, stop: Stop | None = None, *
         commit_interval_ms=500,
         **more,
     )
-    return train_offline(config, EXACT, stop or Stop(), lambda done, rows, rate: None)
+    return train_offline(config, EXACT, stop or Stop(), lambda done, rows: None)
 
 
 def test_the_loss_curve_is_that_of_rows_at_shards_and_a_kill_changes_no_bit(archive: Path) -> None:

@@ -9,9 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from live_serving import serving_live
-from serving_cases import BODY, SCHEMA, Built, build, config_of
-from serving_fakes import FakeRows
 from starlette.testclient import TestClient
 
 from roostream.errors import ConfigError
@@ -21,6 +18,9 @@ from serving.access.route_scopes import required_scope
 from serving.client import Client, RetryPolicy, ServingError
 from serving.http.app import HttpInterface
 from tests.certificates import Authority, trusting
+from tests.serving.live_serving import serving_live
+from tests.serving.serving_cases import BODY, SCHEMA, Built, build, config_of
+from tests.serving.serving_fakes import FakeRows
 
 CLICK = {"request_id": "r-1", "user_id": 17, "item_id": 8, "action": "click"}
 PATIENT = RetryPolicy(deadline_ms=60_000)

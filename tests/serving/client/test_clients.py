@@ -12,10 +12,6 @@ from typing import Any, cast, get_type_hints
 import httpx2 as httpx
 import numpy as np
 import pytest
-from live_serving import LiveServing, serving_live
-from retrieval_cases import retrieving
-from serving_cases import BODY, SCHEMA, build
-from serving_fakes import FakeRows
 
 from roostream.errors import WireError
 from roostream.wire import records as wire
@@ -32,6 +28,10 @@ from serving.client.messages import (
     top_exchange,
 )
 from serving.client.retry import DEADLINE_HEADER
+from tests.serving.live_serving import LiveServing, serving_live
+from tests.serving.retrieval_cases import retrieving
+from tests.serving.serving_cases import BODY, SCHEMA, build
+from tests.serving.serving_fakes import FakeRows
 
 FIELDS = cast(RankFields, BODY)
 COLUMNS: RankFields = {

@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from live_serving import LiveServing, serving_live
-from serving_cases import BODY, SCHEMA, build
-from serving_fakes import FakeRows
 
 from infra.jars import COMPILER_JARS, find_java
 from infra.prepare import compile_java
 from roostream.errors import RoostreamError
+from tests.serving.live_serving import LiveServing, serving_live
+from tests.serving.serving_cases import BODY, SCHEMA, build
+from tests.serving.serving_fakes import FakeRows
 
 CLICK = {"request_id": "r-1", "user_id": 17, "item_id": 8, "action": "click"}
 JSON = "application/json"

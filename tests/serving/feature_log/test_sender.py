@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from serving_fakes import FakeSink  # tests/serving/conftest.py puts this folder on the path
 
 from roostream.runtime.backoff import Backoff
 from roostream.runtime.clock import FakeClock
@@ -17,6 +16,7 @@ from serving.feature_log import sender as log_sender
 from serving.feature_log.format import LogRecord
 from serving.feature_log.log import FeatureLog
 from serving.feature_log.sender import LogSender, Outcome
+from tests.serving.serving_fakes import FakeSink  # tests/serving/conftest.py puts this folder on the path
 
 
 def record(i: int) -> LogRecord:

@@ -8,7 +8,6 @@ import re
 from typing import Any
 
 import pytest
-from serving_cases import BODY, MODEL, SCHEMA, Built, Client, client_of
 from starlette.testclient import TestClient
 
 from roostream.schema.ids import MASK64
@@ -17,6 +16,7 @@ from roostream.wire import roo_pb2 as pb
 from serving.http.engagements import EngagementParser
 from serving.http.pages import LINKS
 from serving.scorer import build_version
+from tests.serving.serving_cases import BODY, MODEL, SCHEMA, Built, Client, client_of
 
 CLICK = {"request_id": "r-1", "user_id": 17, "item_id": 8, "action": "click"}
 

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import httpx2
 import pytest
-from live_serving import LiveServing, answer_of, live_of
-from serving_cases import BODY
 
 from serving.http import connection
 from serving.http.connection import MAX_HEAD_BYTES, MAX_PIPELINED, State
+from tests.serving.live_serving import LiveServing, answer_of, live_of
+from tests.serving.serving_cases import BODY
 
 RANK = b"POST /v1/rank HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
 ENDLESS_BYTES = 1 << 26  # more than the kernel takes before the process reads

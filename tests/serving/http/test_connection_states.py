@@ -11,11 +11,11 @@ from pathlib import Path
 
 import httpx2
 import pytest
-from live_serving import LiveServing, answer_of, live_of
-from serving_cases import BODY
 
 from serving.http import connection
 from serving.http.connection import MAX_HEAD_BYTES
+from tests.serving.live_serving import LiveServing, answer_of, live_of
+from tests.serving.serving_cases import BODY
 
 JSON_BODY = json.dumps(BODY).encode()
 OK = b"HTTP/1.1 200 OK\r\n"

@@ -6,12 +6,12 @@ import json
 from typing import Any
 
 import pytest
-from serving_cases import NOW_MS, SCHEMA
 
 from roostream.schema.ids import hash64, key_bytes
 from roostream.wire import records as wire
 from serving.errors import RequestError
 from serving.http.engagements import MAX_ENGAGEMENTS, EngagementParser
+from tests.serving.serving_cases import NOW_MS, SCHEMA
 
 CLICK = {
     "request_id": "r-1",

@@ -15,9 +15,6 @@ from typing import Any
 import httpx2
 import numpy as np
 import pytest
-from live_serving import LiveServing, serving_live
-from serving_cases import BODY, MODEL, NOW_MS, SCHEMA, build
-from serving_fakes import FakeRows, FakeRowTopic, FakeSink
 
 from param_server.replica.replica import Replica
 from param_server.replica.row_cache import CachePolicy, RowCache
@@ -37,7 +34,10 @@ from serving.rows.row_follower import RowFollower
 from serving.rows.served_rows import CachedRows
 from serving.versions.version_follower import VersionFollower
 from tests.runtime.manifest_cases import a_manifest
+from tests.serving.live_serving import LiveServing, serving_live
 from tests.serving.rows.test_row_follower import Shard
+from tests.serving.serving_cases import BODY, MODEL, NOW_MS, SCHEMA, build
+from tests.serving.serving_fakes import FakeRows, FakeRowTopic, FakeSink
 
 
 def rank(live: LiveServing, **changes: Any) -> httpx2.Response:

@@ -6,10 +6,10 @@ import asyncio
 from typing import Any
 
 import pytest
-from serving_cases import BODY, Built, client_of
 from starlette.testclient import TestClient
 
 from serving.http.app import HttpInterface
+from tests.serving.serving_cases import BODY, Built, client_of
 
 
 @pytest.fixture(scope="module")

@@ -14,19 +14,19 @@ from typing import Any
 
 import pytest
 import schemathesis
-from admin_cases import TOKEN, admin_app, admin_of
-from document_cases import NUM_CASES, answers_conform
 from fastapi import FastAPI
-from live_serving import LiveServing, serving_live
-from retrieval_cases import retrieving
-from serving_cases import BODY, SCHEMA, build
-from serving_fakes import FakeRows
 from starlette.routing import Route
-from undocumented_routes import admin_document, inference_document, page_document
 
 from serving.examples import engagement_example, rank_example
 from serving.http.app import HttpInterface
 from serving.oip.features import FeatureTensors
+from tests.serving.admin_cases import TOKEN, admin_app, admin_of
+from tests.serving.document_cases import NUM_CASES, answers_conform
+from tests.serving.live_serving import LiveServing, serving_live
+from tests.serving.retrieval_cases import retrieving
+from tests.serving.serving_cases import BODY, SCHEMA, build
+from tests.serving.serving_fakes import FakeRows
+from tests.serving.undocumented_routes import admin_document, inference_document, page_document
 
 
 @contextlib.contextmanager

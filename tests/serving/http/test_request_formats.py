@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
-from serving_cases import NOW_MS, SCHEMA, Built, build, learn
-from serving_fakes import FakeRows
 from starlette.testclient import TestClient
 
 from roostream.wire import roo_pb2 as pb
 from serving.client.messages import rank_exchange
 from serving.http.app import HttpInterface
+from tests.serving.serving_cases import NOW_MS, SCHEMA, Built, build, learn
+from tests.serving.serving_fakes import FakeRows
 
 NUM_FORMATS = 5
 TEXTS = st.text(min_size=1, max_size=8)

@@ -16,13 +16,13 @@ import httpx2 as httpx
 import numpy as np
 import pytest
 import torch
-from live_serving import serving_live
-from retrieval_cases import CASCADE, NUM_ITEMS, TOWERS, Retrieving, packed_version, retrieving
-from serving_cases import HISTORY, MODEL, NOW_MS, SCHEMA, build
-from serving_fakes import FakeHydrator, FakeRows
 
 from roostream.wire import records as wire
 from roostream.wire import roo_pb2 as pb
+from tests.serving.live_serving import serving_live
+from tests.serving.retrieval_cases import CASCADE, NUM_ITEMS, TOWERS, Retrieving, packed_version, retrieving
+from tests.serving.serving_cases import HISTORY, MODEL, NOW_MS, SCHEMA, build
+from tests.serving.serving_fakes import FakeHydrator, FakeRows
 
 WHO: dict[str, Any] = {"request_id": "r-1", "user_id": 17, "ro": {"mood": 0.5, "hour": 13.0}}
 

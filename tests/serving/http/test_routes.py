@@ -14,8 +14,6 @@ from typing import Any
 
 import httpx2
 import numpy as np
-from serving_cases import BODY, MODEL, NOW_MS, SCHEMA, Built, Client, build
-from serving_fakes import FakeHydrator, FakeRows
 
 from roostream.wire import records as wire
 from roostream.wire import roo_pb2 as pb
@@ -27,6 +25,8 @@ from serving.rank_json import JsonParser
 from serving.request import RankRequest
 from serving.request_batch import RequestColumns
 from serving.scorer import build_version, probabilities
+from tests.serving.serving_cases import BODY, MODEL, NOW_MS, SCHEMA, Built, Client, build
+from tests.serving.serving_fakes import FakeHydrator, FakeRows
 
 
 class Waiting(RankService):

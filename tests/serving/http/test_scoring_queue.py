@@ -17,8 +17,6 @@ from typing import Any
 import httpx2
 import pytest
 import torch
-from serving_cases import BODY, MODEL, SCHEMA, build
-from serving_fakes import FakeRows
 
 from roostream.wire import records as wire
 from serving.answer import ENCODER
@@ -31,6 +29,8 @@ from serving.rank_json import JsonParser
 from serving.request import RankRequest
 from serving.scorer import Version, build_version, first_version
 from serving.versions.loaded_versions import LoadedVersions
+from tests.serving.serving_cases import BODY, MODEL, SCHEMA, build
+from tests.serving.serving_fakes import FakeRows
 
 SERVICE = RankService(SCHEMA, LoadedVersions(first_version(SCHEMA, MODEL, 0)), FakeRows(SCHEMA))
 PARSER = JsonParser(SCHEMA)

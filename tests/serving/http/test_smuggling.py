@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
-from live_serving import answer_of, serving_live
-from serving_cases import SCHEMA, build
-from serving_fakes import FakeRows
+from tests.serving.live_serving import answer_of, serving_live
+from tests.serving.serving_cases import SCHEMA, build
+from tests.serving.serving_fakes import FakeRows
 
 SMUGGLED = b"GET /healthz?smuggled HTTP/1.1\r\nhost: x\r\n\r\n"
 LENGTH = len(SMUGGLED)

@@ -14,14 +14,14 @@ from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from serving_cases import BODY, SCHEMA, Built, build, client_of
-from serving_fakes import FakeRows
 
 from roostream.errors import SetupError
 from roostream.runtime.program import CURRENT_CALL, CallContext, JsonFormatter
 from roostream.wire import records as wire
 from roostream.wire import roo_pb2 as pb
 from serving.http.tracing import no_span, open_tracing, parse_call_names
+from tests.serving.serving_cases import BODY, SCHEMA, Built, build, client_of
+from tests.serving.serving_fakes import FakeRows
 
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 PARENT = f"00-{TRACE}-{SPAN}-01"

@@ -13,13 +13,13 @@ from typing import Any
 
 import msgspec
 import pytest
-from retrieval_cases import retrieving
-from serving_cases import BODY, SCHEMA, build
-from serving_fakes import FakeRows
 
 from serving.errors import RequestError
 from serving.http.admission import AdmissionGate, WorkLane
 from serving.http.app import HttpInterface
+from tests.serving.retrieval_cases import retrieving
+from tests.serving.serving_cases import BODY, SCHEMA, build
+from tests.serving.serving_fakes import FakeRows
 
 DEADLINE_S = 1.0
 SECONDS = 20

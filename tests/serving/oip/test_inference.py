@@ -11,15 +11,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from live_serving import serving_live
-from serving_cases import BODY, SCHEMA, Built, build, client_of
-from serving_fakes import FakeRows
 from starlette.testclient import TestClient
 
 from roostream.schema.schema_file import schema_from_dict
 from roostream.wire import records as wire
 from serving.http.app import HttpInterface
 from serving.oip.features import FeatureTensors
+from tests.serving.live_serving import serving_live
+from tests.serving.serving_cases import BODY, SCHEMA, Built, build, client_of
+from tests.serving.serving_fakes import FakeRows
 
 INFER = "/v2/models/default/infer"
 ITEMS = {"name": "item_id", "shape": [3], "datatype": "INT64", "data": [8, 9, 10]}

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from serving_cases import SCHEMA
 
 from serving.errors import RequestError
 from serving.oip.features import FeatureTensors
 from serving.oip.tensors import TYPES, OutputTensor, encode_response, parse_inference
+from tests.serving.serving_cases import SCHEMA
 
 FEATURES = FeatureTensors(SCHEMA)
 NAMES = [about["name"] for about in FEATURES.inputs()]

@@ -10,8 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from serving_cases import BODY, NOW_MS, SCHEMA, Built, build, client_of, learn
-from serving_fakes import FakeHydrator, FakeRows
 from starlette.testclient import TestClient
 
 from param_server.replica.replica import Replica
@@ -20,6 +18,8 @@ from roostream.wire.lookup import Lookup
 from serving.examples import rank_example
 from serving.http.app import HttpInterface
 from serving.page import explanation
+from tests.serving.serving_cases import BODY, NOW_MS, SCHEMA, Built, build, client_of, learn
+from tests.serving.serving_fakes import FakeHydrator, FakeRows
 
 
 def explained(built: Built, body: dict[str, Any] = BODY) -> dict[str, Any]:

@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serving_cases import BODY, NOW_MS, SCHEMA, Built, build, client_of, learn
-from serving_fakes import FakeRows
 from starlette.testclient import TestClient
 
 from infra.options import DEMO_SCHEMA
@@ -20,6 +18,8 @@ from roostream.schema.ids import hash64, item_id
 from roostream.schema.schema_file import load_schema
 from serving.page import live
 from serving.page.live import NUM_ITEMS, LivePage
+from tests.serving.serving_cases import BODY, NOW_MS, SCHEMA, Built, build, client_of, learn
+from tests.serving.serving_fakes import FakeRows
 
 BIG = (1 << 63) + 5  # beyond the integers of a browser and of int64
 

@@ -8,8 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from retrieval_cases import NUM_ITEMS, item_of, whole, write_items
-from serving_cases import SCHEMA
 
 from roostream.errors import ConfigError
 from roostream.schema.ids import item_id, signed
@@ -24,6 +22,8 @@ from serving.retrieval.catalogue import (
     load_catalogue,
     read_catalogue,
 )
+from tests.serving.retrieval_cases import NUM_ITEMS, item_of, whole, write_items
+from tests.serving.serving_cases import SCHEMA
 
 
 def read(*rows: Any) -> Catalogue:

@@ -7,9 +7,6 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from retrieval_cases import CASCADE, NUM_ITEMS, TOWERS, packed_version, whole
-from serving_cases import NOW_MS, SCHEMA
-from serving_fakes import FakeRows
 
 from roostream.errors import ConfigError
 from roostream.models.build import build_model
@@ -20,6 +17,9 @@ from roostream.wire.block import encode_nro, encode_ro
 from roostream.wire.decode import Decoder
 from roostream.wire.lookup import build_lookup
 from serving.retrieval.item_vectors import check_item_features, encode_items
+from tests.serving.retrieval_cases import CASCADE, NUM_ITEMS, TOWERS, packed_version, whole
+from tests.serving.serving_cases import NOW_MS, SCHEMA
+from tests.serving.serving_fakes import FakeRows
 
 
 def towers() -> Retrieval:

@@ -10,7 +10,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from retrieval_cases import (
+
+from roostream.wire.lookup import Lookup
+from serving.retrieval.item_vectors import encode_items
+from serving.retrieval.retriever import RetrievalIndex
+from serving.scorer import Version
+from tests.serving.retrieval_cases import (
     CASCADE,
     NUM_ITEMS,
     TOWERS,
@@ -20,13 +25,8 @@ from retrieval_cases import (
     retrieving,
     write_items,
 )
-from serving_cases import MODEL, SCHEMA
-from serving_fakes import FakeRows
-
-from roostream.wire.lookup import Lookup
-from serving.retrieval.item_vectors import encode_items
-from serving.retrieval.retriever import RetrievalIndex
-from serving.scorer import Version
+from tests.serving.serving_cases import MODEL, SCHEMA
+from tests.serving.serving_fakes import FakeRows
 
 
 class Rows(FakeRows):

@@ -8,12 +8,12 @@ import json
 
 import numpy as np
 import pytest
-from serving_cases import SCHEMA
 
 from roostream.wire.lookup import Lookup
 from serving.retrieval import item_vectors as changed_rows
 from serving.retrieval.catalogue import Catalogue, read_catalogue
 from serving.retrieval.item_vectors import RefreshQueue, RowChangeDetector
+from tests.serving.serving_cases import SCHEMA
 
 ITEMS = [{"item_id": i, "topics": [100 + i % 3, 200]} if i != 4 else {"item_id": 4} for i in range(8)]
 

@@ -8,8 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from serving_cases import NOW_MS, SCHEMA
-from serving_fakes import FakeRowTopic
 
 from param_server.initial_rows import initial_rows
 from param_server.replica.replica import Replica
@@ -23,6 +21,8 @@ from roostream.wire import records as wire
 from roostream.wire import roo_pb2 as pb
 from roostream.wire.lookup import Lookup, StackLookup
 from serving.rows.row_follower import RowFollower
+from tests.serving.serving_cases import NOW_MS, SCHEMA
+from tests.serving.serving_fakes import FakeRowTopic
 
 ITEM = SCHEMA.table_by_name["item"]
 

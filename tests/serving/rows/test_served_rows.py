@@ -8,8 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from serving_cases import NOW_MS, SCHEMA
-from serving_fakes import FakeRowTopic
 
 from param_server.replica.row_cache import CachePolicy, PartialReplica, RowCache
 from param_server.replica.shard_reads import ShardReads
@@ -19,6 +17,8 @@ from roostream.schema.settings import SettingError
 from serving.rows.row_follower import RowFollower
 from serving.rows.served_rows import CachedRows, FollowedRows, open_rows
 from tests.serving.rows.test_row_follower import ITEM, delta, lookup_of
+from tests.serving.serving_cases import NOW_MS, SCHEMA
+from tests.serving.serving_fakes import FakeRowTopic
 
 
 def config_of(**settings: Any) -> Any:

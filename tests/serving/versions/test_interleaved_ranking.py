@@ -10,8 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from serving_cases import BODY, MODEL, NOW_MS, SCHEMA, Built, build
-from serving_fakes import FakeRows
 
 from roostream.models.build import build_model
 from roostream.schema.ids import key_bytes
@@ -24,6 +22,8 @@ from serving.rank_json import JsonParser
 from serving.scorer import build_version, probabilities
 from serving.versions.recent_requests import ScoredRequest
 from serving.versions.routing import TrafficSplit
+from tests.serving.serving_cases import BODY, MODEL, NOW_MS, SCHEMA, Built, build
+from tests.serving.serving_fakes import FakeRows
 
 
 def weights(seed: int, fill: float | None = None) -> dict[str, torch.Tensor]:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 
-from serving_cases import NOW_MS, SCHEMA
-
 from roostream.schema.ids import key_bytes
 from serving.feature_log.format import LogRecord
 from serving.http.engagements import EngagementParser
 from serving.ordering import OURS, RIVAL
 from serving.versions.interleaving_stats import MAX_PAIRS, InterleavingStats, Pair
+from tests.serving.serving_cases import NOW_MS, SCHEMA
 
 PAIR = Pair("1-2", "1-1")
 

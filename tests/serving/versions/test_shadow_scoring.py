@@ -10,8 +10,6 @@ import numpy as np
 import pytest
 import torch
 from prometheus_client import CollectorRegistry
-from serving_cases import BODY, MODEL, NOW_MS, SCHEMA, Built, build
-from serving_fakes import FakeRows
 
 from roostream.models.build import build_model
 from roostream.runtime.clock import FakeClock
@@ -20,6 +18,8 @@ from serving.scorer import build_version
 from serving.versions.idle_gate import IdleGate
 from serving.versions.routing import TrafficSplit
 from serving.versions.shadow_scoring import MAX_WAITING, ShadowScoring, differences
+from tests.serving.serving_cases import BODY, MODEL, NOW_MS, SCHEMA, Built, build
+from tests.serving.serving_fakes import FakeRows
 
 
 class Shadowed:

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from serving_cases import MODEL, SCHEMA, config_of
 
 from roostream.errors import ConfigError, UnavailableError
 from roostream.models.build import build_model
@@ -25,6 +24,7 @@ from serving.versions import version_follower as dense_follower
 from serving.versions.loaded_versions import LoadedVersions
 from serving.versions.version_follower import VersionFollower
 from tests.runtime.manifest_cases import a_manifest, encoded
+from tests.serving.serving_cases import MODEL, SCHEMA, config_of
 
 
 class Commits:

@@ -10,8 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from serving_cases import BODY, MODEL, NOW_MS, SCHEMA, Built, build
-from serving_fakes import FakeRows
 
 from roostream.models.build import build_model
 from roostream.models.compiled.scorer import Rows
@@ -24,6 +22,8 @@ from serving.scorer import Version, build_version
 from serving.versions.idle_gate import IdleGate
 from serving.versions.recent_requests import RecentRequests
 from serving.versions.version_follower import WarmUp
+from tests.serving.serving_cases import BODY, MODEL, NOW_MS, SCHEMA, Built, build
+from tests.serving.serving_fakes import FakeRows
 
 
 class Tried:

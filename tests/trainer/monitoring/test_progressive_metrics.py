@@ -39,8 +39,10 @@ def draw(seed: int, requests: int = 40, levels: int = 7, tasks: int = 1) -> Scor
 
 
 def one_request(score: list[float], label: list[float]) -> ScoredBatch:
-    columns = (np.array(x, dtype=np.float32)[:, None] for x in (score, label, np.ones(len(score))))
-    return ScoredBatch(*columns, np.zeros(len(score), dtype=np.int64), np.array([0]))
+    score_S1, label_S1, weight_S1 = (
+        np.array(x, dtype=np.float32)[:, None] for x in (score, label, np.ones(len(score)))
+    )
+    return ScoredBatch(score_S1, label_S1, weight_S1, np.zeros(len(score), dtype=np.int64), np.array([0]))
 
 
 def brute_auc(score: np.ndarray, label: np.ndarray, weight: np.ndarray) -> float:
