@@ -171,6 +171,13 @@ def test_a_bad_row_is_reported_with_its_place_or_skipped_and_counted(
     assert patient.skipped().number == 1
 
 
+def test_every_row_without_a_readable_time_is_counted(tmp_path: Path) -> None:
+    bad = "r9,soon,5,1,1,,1,,0\n"
+    log = csv_of(tmp_path, SHOWN + bad + bad, skip_bad=True)
+    assert sum(isinstance(event, Request) for event in log.events) == 2
+    assert log.skipped().number == 2
+
+
 def test_columns_may_be_ignored_and_empty_lines_are_none(tmp_path: Path) -> None:
     shown = "request_id,time,item_id,note\n\nr,1700000000000,1,x\n\nr,1700000000000,2,y\n"
     (request,) = csv_of(tmp_path, shown, "request_id,time,item_id,action\n", ignore=("note",)).events
