@@ -12,6 +12,7 @@ numbers, numbers, JSON lists, or text. Whole numbers with leading zeros are text
 
 from __future__ import annotations
 
+import codecs
 import csv
 import itertools
 import re
@@ -103,7 +104,8 @@ def as_parquet(paths: Sequence[str], folder: Path, refuse: Refuse, max_rows: int
         return list(paths)
     columns: dict[str, _TextColumn | _JsonColumn] = {}
     if form == "csv":
-        delimiter = _delimiter(paths[0])
+        with open_file(paths[0]) as file:
+            delimiter = delimiter_of(first_line(paths[0], file))
         read = partial(_read_text, delimiter)
         new_column: Callable[[], _TextColumn | _JsonColumn] = partial(_TextColumn, delimiter == ";")
     else:
@@ -256,25 +258,40 @@ _CONVERTERS: dict[pa.DataType, Callable[[Any], Any]]
 _CONVERTERS = {pa.bool_(): bool, pa.int64(): int, pa.float64(): float}
 
 
-def _delimiter(path: str) -> str:
-    """The delimiter that is most frequent in the first line, outside quotes."""
-    with open_file(path) as file:
-        line = _first_line(path, file)
+def delimiter_of(line: str) -> str:
+    """The delimiter that is most frequent in a table's first line, outside quotes."""
     outside = "".join(line.split('"')[::2])
     return max(",;\t|", key=outside.count)
 
 
-def _first_line(path: str, file: BinaryIO) -> str:
+def first_line(path: str, file: BinaryIO) -> str:
+    """The first line of separated text.
+
+    Raises:
+        ConfigError: it is not in UTF-8, or lines end in a carriage return alone.
+    """
     try:
-        return file.readline().decode("utf-8").removeprefix("\ufeff").rstrip("\r\n")
+        line = file.readline().decode("utf-8").removeprefix("\ufeff").rstrip("\r\n")
     except UnicodeDecodeError:
-        raise _not_utf8(path) from None
+        raise not_utf8(path) from None
+    if "\r" in line:
+        raise ConfigError(
+            f"{path}: expected lines that end in \\n or \\r\\n, got \\r alone; convert it, such as with "
+            f"`tr '\\r' '\\n' < {path}`"
+        )
+    return line
 
 
-def _not_utf8(path: str) -> ConfigError:
+def not_utf8(path: str) -> ConfigError:
+    """The error of a text file in another encoding, or of a Parquet file with another ending."""
+    with open_file(path) as file:
+        start = file.read(4)
+    if start == b"PAR1":
+        return ConfigError(f"{path}: expected text, got a Parquet file; let its name end in .parquet")
+    is_utf16 = start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
     return ConfigError(
         f"{path}: expected text in UTF-8, got another encoding; convert it, such as with "
-        f"`iconv -f WINDOWS-1252 -t UTF-8 {path}`"
+        f"`iconv -f {'UTF-16' if is_utf16 else 'WINDOWS-1252'} -t UTF-8 {path}`"
     )
 
 
@@ -319,7 +336,7 @@ def _read_text(delimiter: str, path: str, refuse: Refuse) -> Iterator[_Batch]:
         return "skip"
 
     with open_file(path) as file:
-        names = _names(path, _first_line(path, file), delimiter)
+        names = _names(path, first_line(path, file), delimiter)
         file.seek(0)
         line = 2
         try:
@@ -348,7 +365,7 @@ def _read_text(delimiter: str, path: str, refuse: Refuse) -> Iterator[_Batch]:
             if refused:
                 raise refused[0] from None
             if "UTF8" in str(error) or "UTF-8" in str(error):
-                raise _not_utf8(path) from None
+                raise not_utf8(path) from None
             raise ConfigError(
                 f"{path}: expected rows of text ({str(error).splitlines()[0]}); correct it"
             ) from None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import csv
 import datetime
 import gzip
+import io
 from pathlib import Path
 from typing import Any
 
@@ -176,6 +178,43 @@ def test_every_row_without_a_readable_time_is_counted(tmp_path: Path) -> None:
     log = csv_of(tmp_path, SHOWN + bad + bad, skip_bad=True)
     assert sum(isinstance(event, Request) for event in log.events) == 2
     assert log.skipped().number == 2
+
+
+@pytest.mark.parametrize("delimiter", [";", "\t", "|"])
+def test_other_delimiters_say_the_same(tmp_path: Path, delimiter: str) -> None:
+    def with_delimiter(text: str) -> str:
+        out = io.StringIO()
+        rows = [[cell.replace("2.5", "2,5") if delimiter == ";" else cell for cell in row]
+                for row in csv.reader(text.splitlines())]  # fmt: skip
+        csv.writer(out, delimiter=delimiter).writerows(rows)
+        return out.getvalue()
+
+    log = csv_of(tmp_path, with_delimiter(SHOWN), with_delimiter(DONE))
+    assert [plain(event) for event in log.events] == [plain(event) for event in expected()]
+
+
+def test_a_line_break_in_a_cell_ends_no_row_wherever_the_reader_cuts_its_blocks(tmp_path: Path) -> None:
+    row = f'r{{n}},{T0},u,1,1,,1,"{"x" * 100}\ny",0\n'
+    shown = SHOWN.split("\n")[0] + "\n" + "".join(row.format(n=n) for n in range(20_000))
+    assert len(list(csv_of(tmp_path, shown, DONE.split("\n")[0] + "\n").events)) == 20_000
+
+
+@pytest.mark.parametrize(
+    ("content", "word"),
+    [
+        (b"request_id,time,item_id\rr,1700000000000,1\r", r"\\r alone"),
+        ("request_id,time,item_id\nr,1700000000000,1\n".encode("utf-16"), "-f UTF-16"),
+        ("request_id,time,item_id\nr,1700000000000,\xe9\n".encode("cp1252"), "-f WINDOWS-1252"),
+        (b"PAR1\xff\xff", "parquet"),
+    ],
+)
+def test_a_file_that_is_no_text_in_utf8_is_refused_with_its_cure(
+    tmp_path: Path, content: bytes, word: str
+) -> None:
+    file = tmp_path / "shown.csv"
+    file.write_bytes(content)
+    with pytest.raises(ConfigError, match=word):
+        csv_log.open(csv_log.Options(impressions=(str(file),)), SCHEMA, 0)
 
 
 def test_columns_may_be_ignored_and_empty_lines_are_none(tmp_path: Path) -> None:
