@@ -31,6 +31,7 @@ import pyarrow.parquet as pq
 
 from roostream.errors import ConfigError, RoostreamError
 from roostream.replay.input_files import open_file
+from roostream.replay.log_lines import json_error, without_bom
 
 LINE = "roostream: line"  # no column of a site is called so
 Refuse = Callable[[str, Exception], None]
@@ -397,10 +398,12 @@ def _json_lines(path: str, refuse: Refuse) -> Iterator[tuple[int, dict[str, Any]
     with open_file(path) as file:
         for number, line in enumerate(file, 1):
             if line.strip():
+                line = without_bom(line)
                 try:
                     yield number, msgspec.json.decode(line, type=dict[str, Any])
                 except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
-                    refuse(f"{path}:{number}", ValueError(f"expected a JSON object ({error})"))
+                    wrong = json_error(error, line)
+                    refuse(f"{path}:{number}", ValueError(f"expected a JSON object on each line ({wrong})"))
 
 
 def _read_json(rows_in: str, path: str, refuse: Refuse) -> Iterator[_Batch]:

@@ -98,6 +98,11 @@ def test_values_of_several_types_become_text_or_numbers(tmp_path: Path) -> None:
     assert (second["a"], second["b"], second["c"], second["d"], second["e"]) == ("x", 2.5, [3], None, "new")
 
 
+def test_a_byte_order_mark_is_no_part_of_a_table(tmp_path: Path) -> None:
+    rows = read(tmp_path, ("a.jsonl", '\ufeff{"user": "ann"}\n'), ("b.jsonl", '\ufeff{"user": "bob"}\n'))
+    assert [row["user"] for row in rows] == ["ann", "bob"]
+
+
 @pytest.mark.parametrize(
     ("name", "text", "line"),
     [

@@ -21,6 +21,7 @@ import msgspec
 from roostream.cli.init.column_values import ColumnValues, Kind
 from roostream.errors import ConfigError, nearest
 from roostream.replay.input_files import open_file
+from roostream.replay.log_lines import json_error, without_bom
 from roostream.replay.parquet_log import parquet_file
 from roostream.replay.table_files import LINE, as_parquet, form_of
 from roostream.schema.settings import SettingError, check_name
@@ -175,10 +176,14 @@ def _jsonl(paths: Sequence[str], choices: Choices) -> FoundLog:
 
 
 def _decode(raw: bytes, where: str) -> dict[str, Any]:
+    line = without_bom(raw)
     try:
-        return msgspec.json.decode(raw, type=dict[str, Any])
-    except (msgspec.MsgspecError, UnicodeError) as error:
-        raise ConfigError(f"{where}: expected a JSON object ({error}); correct the line") from None
+        return msgspec.json.decode(line, type=dict[str, Any])
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+        wrong = json_error(error, line)
+        raise ConfigError(
+            f"{where}: expected a JSON object on each line ({wrong}); correct the line"
+        ) from None
 
 
 def _candidate_rows(candidates: Any, where: str) -> list[dict[str, Any]]:
