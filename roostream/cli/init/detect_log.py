@@ -265,7 +265,7 @@ def _flat(path: str, rows: list[dict[str, Any]], complete: bool, choices: Choice
             features.append(dataclasses.replace(feature, column=name))
     column_map: dict[str, Any] = {"request": request, "time": roles["time"], "item": roles["item"]}
     unit = columns[roles["time"]].time_unit()
-    column_map |= {"time_unit": unit} if unit in ("s", "us") else {}
+    column_map |= {"time_unit": unit} if unit in ("s", "us", "ns") else {}
     column_map |= {"day_first": True} if columns[roles["time"]].is_day_first else {}
     column_map |= {r: roles[r] for r in ("user", "session", "position", "propensity") if roles[r]}
     column_map |= {"event": event, "shown": shown} if event else {}
@@ -323,6 +323,8 @@ def _role(path: str, role: str, columns: dict[str, ColumnValues], choices: Choic
     if given := choices.columns.get(role, ""):
         if given not in columns:
             raise ConfigError(f"{path}: --{role}: no column {given!r}{nearest(given, columns)}")
+        if role == "time" and not columns[given].time_unit():
+            raise _no_times(path, columns[given])
         return given
     names = _ROLES[role].split()
     fits = [
@@ -330,6 +332,8 @@ def _role(path: str, role: str, columns: dict[str, ColumnValues], choices: Choic
     ]
     if not fits and role == "time":
         fits = [n for n, v in columns.items() if n not in choices.ignore and v.time_unit()]
+        if not fits and (named := [v for n, v in columns.items() if _snake(n) in names and v.present]):
+            raise _no_times(path, named[0])
     if exact := [n for n in fits if _snake(n) == names[0]]:
         fits = exact
     if len(fits) > 1:
@@ -342,6 +346,14 @@ def _role(path: str, role: str, columns: dict[str, ColumnValues], choices: Choic
             )
         )
     return fits[0] if fits else ""
+
+
+def _no_times(path: str, values: ColumnValues) -> ConfigError:
+    return ConfigError(
+        f"{path}: column {values.name!r}: expected times such as '2023-05-23T12:00:00', or all as s, ms, µs "
+        f"or ns since 1970, got others such as {str(values.example)[:64]!r}; convert them, or name another "
+        "column with --time COLUMN"
+    )
 
 
 def _fits(role: str, values: ColumnValues) -> bool:

@@ -152,6 +152,21 @@ def test_a_flat_table_gets_a_map_that_imports_it() -> None:
     assert (counts.requests, counts.engagements, counts.skipped) == (2, 2, 0)
 
 
+@pytest.mark.parametrize(
+    ("factor", "unit"),
+    [(1, "ms"), (0.001, "s"), (1000, "us"), (1_000_000, "ns")],
+    ids=["ms", "s", "us", "ns"],
+)
+def test_the_unit_of_times_is_found(factor: float, unit: str) -> None:
+    times = [(T0 + 123) * factor, (T0 + 123) * factor, (T0 + 1123) * factor, (T0 + 1123) * factor]
+    pq.write_table(pa.table(flat(shownAt=times)), "rows.parquet")
+    run("shop", "--from", "rows.parquet")
+    schema = written()
+    import_table(["rows.parquet"], schema, load_map("shop/map.toml", schema), Path("shop/log.jsonl"))
+    found = [json.loads(line) for line in Path("shop/log.jsonl").read_text().splitlines()]
+    assert [line["time"] for line in found if line["type"] == "impression"] == [T0 + 123, T0 + 1123]
+
+
 def lines_of(rows: list[dict[str, Any]], form: str) -> str:
     """Rows as the text of a file."""
     if form == "jsonl":
@@ -197,8 +212,10 @@ def test_a_text_table_gets_a_map_that_imports_it(
         ({k: v for k, v in flat().items() if k != "article"}, (), "--item"),
         (flat(time=[T0] * 4, shown_at=[T0] * 4), ("--time", "tine"), "'time'"),
         ({k: v for k, v in flat().items() if k != "clicked"}, (), "--click"),
+        (flat(shownAt=[str(T0), "10:30", "10:30", "soon"]), (), "'shownAt'.* as '10:30'"),
+        (flat(shownAt=[T0, T0, T0 // 1000, T0 // 1000]), ("--time", "shownAt"), "'shownAt'"),
     ],
-    ids=["two items", "no item", "a misspelled column", "no action"],
+    ids=["two items", "no item", "a misspelled column", "no action", "no times", "times in two units"],
 )
 def test_an_unclear_flat_table_is_asked_about(
     columns: dict[str, Any], flags: tuple[str, ...], word: str
