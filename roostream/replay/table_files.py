@@ -7,7 +7,8 @@
 
 A column of text files has the narrowest type that all its cells in all files have: true or false, whole
 numbers, numbers, JSON lists, or text. Whole numbers with leading zeros are text. Empty cells and the words of
-`_EMPTY` are missing. The column LINE of a converted file has the number of each row's line.
+`_EMPTY` are missing, in columns of JSON only those beside numbers or truth values. The column LINE of a
+converted file has the number of each row's line.
 """
 
 from __future__ import annotations
@@ -210,7 +211,8 @@ def _json_list(text: str) -> list[Any] | None:
 
 
 class _JsonColumn:
-    """A column of JSON values: the types of all values seen, of lists those of their entries."""
+    """A column of JSON values: the types of all values seen, of lists those of their entries. The texts of
+    `_EMPTY` fit every type, and are missing in a column that is not text."""
 
     def __init__(self) -> None:
         self._types: set[type] = set()
@@ -221,7 +223,7 @@ class _JsonColumn:
         for cell in cells:
             self._is_list |= isinstance(cell, list)
             for value in cell if isinstance(cell, list) else (cell,):
-                if value is not None:
+                if value is not None and not _is_empty(value):
                     self._types.add(type(value))
                     if type(value) is int:
                         self._largest = max(self._largest, value, -value - 1)
@@ -244,11 +246,19 @@ class _JsonColumn:
     def array(self, cells: Iterable[Any]) -> pa.Array:
         """The values in the column's type; a value beside lists is a list of one."""
         convert: Callable[[Any], Any] = _CONVERTERS.get(self._entry(), _text)
+
+        def missing(value: Any) -> bool:
+            return value is None or (convert is not _text and _is_empty(value))
+
         if not self._is_list:
-            return pa.array([None if cell is None else convert(cell) for cell in cells], self.type)
-        lists = (cell if cell is None or isinstance(cell, list) else [cell] for cell in cells)
-        values = [None if c is None else [convert(v) for v in c if v is not None] for c in lists]
+            return pa.array([None if missing(cell) else convert(cell) for cell in cells], self.type)
+        lists = (cell if isinstance(cell, list) or missing(cell) else [cell] for cell in cells)
+        values = [[convert(v) for v in c if not missing(v)] if isinstance(c, list) else None for c in lists]
         return pa.array(values, self.type)
+
+
+def _is_empty(value: Any) -> bool:
+    return isinstance(value, str) and value in _EMPTY
 
 
 def _text(value: Any) -> str:

@@ -104,6 +104,22 @@ def test_a_byte_order_mark_is_no_part_of_a_table(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("cells", "wanted"),
+    [
+        (["0.5", '"NaN"', '""', "2"], [0.5, None, None, 2.0]),
+        (["true", '""'], [True, None]),
+        (["[1]", '["NaN", 2]', '""'], [[1], [2], None]),
+        (['"x"', '"NaN"', "1"], ["x", "NaN", "1"]),
+    ],
+)
+def test_a_word_for_nothing_is_missing_in_a_json_column_that_is_not_text(
+    tmp_path: Path, cells: list[str], wanted: list[Any]
+) -> None:
+    text = "".join(f'{{"value": {cell}}}\n' for cell in cells)
+    assert [row["value"] for row in read(tmp_path, ("a.jsonl", text))] == wanted
+
+
+@pytest.mark.parametrize(
     ("name", "text", "line"),
     [
         ("a.csv", "user,price\nann,1\nbob\ncid,3\n", 3),

@@ -30,7 +30,7 @@ class ColumnValues:
         self.present = self.bools = self.floats = self.fractions = self.texts = self.lists = 0
         self.low = self.high = 0.0
         self.not_times = 0  # texts that are no time as `parse_table_time_ms` reads it
-        self.example: Any = None  # the first of them, or the first other value
+        self.example: Any = None  # the first of them, else the newest value
         self.may_be_day_first = self.may_be_month_first = True  # of times such as 3/4/2024
         self.parts: dict[str, ColumnValues] = {}  # of objects, by key
         self.entries: ColumnValues | None = None  # of lists
@@ -129,7 +129,7 @@ class ColumnValues:
             if self.entries.fractions or self.entries.bools or self.entries.lists or self.entries.parts:
                 raise ConfigError(
                     f"feature {self.name!r} is a list of something else than ids, which no kind of feature "
-                    "holds; make each entry a feature of its own, or remove it from the log"
+                    "holds; make each entry a feature of its own, or leave it out (of tables with --ignore)"
                 )
             return "ids"
         if self.bools and not self.texts:

@@ -13,6 +13,7 @@ import re
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -238,6 +239,8 @@ def _flat(path: str, rows: list[dict[str, Any]], complete: bool, choices: Choice
                 f"{', '.join(columns)})"
             )
     free = [n for n in columns if n not in {*filter(None, roles.values()), *choices.ignore}]
+    times = [n for n in free if columns[n].time_unit() == "text"]
+    free = [n for n in free if n not in times]
     event, shown = _event(columns, free)
     request = [roles["request"]] if roles["request"] else [c for c in (roles["user"], roles["time"]) if c]
     actions, assumed = dict[str, dict[str, Any]](), list[str]()
@@ -274,6 +277,7 @@ def _flat(path: str, rows: list[dict[str, Any]], complete: bool, choices: Choice
     named = [f"column {column!r} is the {role}" for role, column in roles.items() if column]
     if not roles["request"]:
         named.append(f"rows with equal {' and '.join(request)} are one request")
+    assumed += [f"column {n!r} is a time, which is no kind of feature, so it is left out" for n in times]
     if requests > 0.9 * len(rows):
         assumed.append("most lists have one item, so nothing can be compared within a list")
     return FoundLog(
@@ -430,11 +434,18 @@ def _table_rows(paths: Sequence[str], folder: Path) -> tuple[list[dict[str, Any]
             for batch in file.iter_batches():
                 found = batch.to_pylist()
                 taken += len(found)
-                rows += [{name: cell for name, cell in row.items() if name != LINE} for row in found]
+                rows += [{name: _number(cell) for name, cell in row.items() if name != LINE} for row in found]
                 if taken >= MAX_LINES:
                     complete = False
                     break
     return rows, complete
+
+
+def _number(cell: Any) -> Any:
+    """A decimal as the number that `import table` makes of it."""
+    if not isinstance(cell, Decimal):
+        return cell
+    return int(cell) if cell.as_tuple().exponent == 0 else float(cell)
 
 
 def _cell(cell: Any) -> Any:

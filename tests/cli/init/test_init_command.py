@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
+import datetime
 import json
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +167,26 @@ def test_the_unit_of_times_is_found(factor: float, unit: str) -> None:
     import_table(["rows.parquet"], schema, load_map("shop/map.toml", schema), Path("shop/log.jsonl"))
     found = [json.loads(line) for line in Path("shop/log.jsonl").read_text().splitlines()]
     assert [line["time"] for line in found if line["type"] == "impression"] == [T0 + 123, T0 + 1123]
+
+
+def test_columns_of_other_types_are_read_or_named() -> None:
+    day = datetime.datetime(2024, 1, 2, tzinfo=datetime.UTC)
+    more = {
+        "price": [Decimal("1.50"), Decimal("2.50"), Decimal("1.50"), None],
+        "paid": [Decimal("9.99"), None, None, Decimal("0.00")],
+        "published": [day, day, None, day],
+        "vector": [[0.5, 1.5]] * 4,
+    }
+    pq.write_table(pa.table(flat(clicked=[1, 0, 0, 0], **more)), "rows.parquet")
+    with pytest.raises(ConfigError, match=r"'vector'.*--ignore"):
+        run("shop", "--from", "rows.parquet", "--ignore", "Price")
+    ignored = ("--ignore", "vector", "Price")
+    output = run("shop", "--from", "rows.parquet", *ignored, "--click", "paid").output
+    schema = written()
+    assert {f.name: f.kind for f in schema.nro}["price"] == "float" and schema.online.click == "paid"
+    assert "'published' is a time" in output and "published" not in {f.name for f in schema.nro}
+    counts = import_table(["rows.parquet"], schema, load_map("shop/map.toml", schema), Path("shop/log.jsonl"))
+    assert (counts.requests, counts.engagements) == (2, 2)
 
 
 def lines_of(rows: list[dict[str, Any]], form: str) -> str:
