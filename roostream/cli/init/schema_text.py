@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 
 from roostream.cli.init.detect_log import FoundFeature, FoundLog
+from roostream.replay.log_advice import prior_of
 
 _DIM = 8
 _ROW_BYTES = 2 * 4 * _DIM  # weights and adagrad's accumulators, 4 bytes each
@@ -223,7 +224,7 @@ def _labels(log: FoundLog) -> Iterator[str]:
         prior = ""
         if log.is_complete and log.candidates >= _MIN_FOR_PRIOR and 0 < share < 1:
             prior = (
-                f"\nprior = {share:.2g}    # predicted before training: the share of candidates in the log"
+                f"\nprior = {prior_of(share)}    # predicted before training: the log's share of candidates"
             )
         yield (
             f"# What to predict: did the user do {json.dumps(action)}?\n"

@@ -189,6 +189,14 @@ def test_columns_of_other_types_are_read_or_named() -> None:
     assert (counts.requests, counts.engagements) == (2, 2)
 
 
+def test_the_prior_of_a_log_with_hardly_a_negative_is_valid() -> None:
+    rows = {name: cells * 500 for name, cells in flat(clicked=[1] * 4).items()}
+    rows["clicked"][0] = 0
+    pq.write_table(pa.table(rows), "rows.parquet")
+    run("shop", "--from", "rows.parquet")
+    assert written().labels[0].prior == 0.99
+
+
 def lines_of(rows: list[dict[str, Any]], form: str) -> str:
     """Rows as the text of a file."""
     if form == "jsonl":
