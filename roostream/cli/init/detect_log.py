@@ -28,6 +28,7 @@ from roostream.replay.table_files import LINE, as_parquet, form_of
 from roostream.schema.settings import SettingError, check_name
 
 MAX_LINES = 200_000
+_CHANCE = 1e-6
 _ROLES = {
     "user": "user_id user userid uid visitor_id visitor customer_id customer member_id account_id",
     "item": "item_id item itemid article_id article product_id product video_id news_id movie_id sku asin "
@@ -42,7 +43,7 @@ _ROLES = {
 _CHOSEN = ("user", "item", "request", "time")  # roles with a flag
 _ACTION = re.compile(
     r"(is_|has_)?(click(ed)?|tap(ped)?|open(ed)?|like[ds]?|hate[ds]?|follow(ed)?|comment(ed)?|forward(ed)?|share[ds]?|"
-    r"order(ed)?|purchased?|bought|buy|cart|add_to_cart|saved?|long_view|label|converted|conversion|"
+    r"order(ed)?|purchased?|bought|buy|cart|add_to_cart|saved?|skip(ped)?|dislike[ds]?|hid(e|den)|long_view|label|converted|conversion|"
     r"install(ed)?|paid|booked|played|read|watched|profile_enter)"
 )
 _CLICKS = ("click", "clicked", "is_click", "clicks", "tap", "open")
@@ -94,6 +95,7 @@ class FoundLog:
     is_complete: bool  # False: only the first lines were read
     assumed: list[str]
     map: dict[str, Any] = dataclasses.field(default_factory=dict)  # of a flat table
+    is_anonymous: bool = False  # no request has a user or a session
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,7 +145,7 @@ def _has_own_lines(path: str) -> bool:
 def _jsonl(paths: Sequence[str], choices: Choices) -> FoundLog:
     sides = {"ro": dict[str, ColumnValues](), "nro": dict[str, ColumnValues]()}
     actions, requests, candidates, complete = Counter[str](), 0, 0, True
-    items, users = ColumnValues("item_id"), ColumnValues("user_id")
+    items, users, sessions = ColumnValues("item_id"), ColumnValues("user_id"), ColumnValues("session_id")
     for path in paths:
         with open_file(path) as file:
             for number, raw in enumerate(file, 1):
@@ -156,6 +158,7 @@ def _jsonl(paths: Sequence[str], choices: Choices) -> FoundLog:
                 elif line.get("type") == "impression":
                     requests += 1
                     users.add(line.get("user_id"))
+                    sessions.add(line.get("session_id"))
                     rows = _candidate_rows(line.get("candidates"), f"{path}:{number}")
                     candidates += len(rows)
                     _add(sides["ro"], line.get("ro") or {})
@@ -173,6 +176,7 @@ def _jsonl(paths: Sequence[str], choices: Choices) -> FoundLog:
     return FoundLog(
         "jsonl", features, dict(actions), _click(actions, choices.click), requests, candidates,
         items.num_distinct(), users.num_distinct(), complete, _assumed(features),
+        is_anonymous=not (users.present or sessions.present),
     )  # fmt: skip
 
 
@@ -223,6 +227,7 @@ def _two_tables(
     return FoundLog(
         form, features, dict(actions), _click(actions, choices.click), numbers, len(rows),
         columns["item_id"].num_distinct(), users, complete, _assumed(features),
+        is_anonymous=not any(columns[n].present for n in ("user_id", "session_id") if n in columns),
     )  # fmt: skip
 
 
@@ -261,11 +266,18 @@ def _flat(path: str, rows: list[dict[str, Any]], complete: bool, choices: Choice
             how = f"{a['least']:g} or more where a user liked" if "least" in a else "true where a user did"
             assumed.append(f"column {a['column']!r} is {how} it")
     _, sides, requests = _columns(rows, tuple(request))
+    used = {event, *(a["column"] for a in actions.values())}
+    late = _late_columns(rows, [n for n in free if n not in used], actions)
+    assumed += [
+        f"column {n!r} has values only where a user acted: it is known too late for a feature and left out"
+        for n in late
+    ]
     features = []
     for name in free:
-        if name != event and name not in [a["column"] for a in actions.values()] and columns[name].present:
+        if name not in used and name not in late and columns[name].present:
             feature = _feature(columns[name], sides[name], _snake(name))
             features.append(dataclasses.replace(feature, column=name))
+    _check_distinct(path, [f.column for f in features])
     column_map: dict[str, Any] = {"request": request, "time": roles["time"], "item": roles["item"]}
     unit = columns[roles["time"]].time_unit()
     column_map |= {"time_unit": unit} if unit in ("s", "us", "ns") else {}
@@ -285,6 +297,7 @@ def _flat(path: str, rows: list[dict[str, Any]], complete: bool, choices: Choice
         columns[roles["item"]].num_distinct(),
         columns[roles["user"]].num_distinct() if roles["user"] else 0,
         complete, [*named, *assumed, *_assumed(features)], column_map,
+        is_anonymous=not (roles["user"] or roles["session"]),
     )  # fmt: skip
 
 
@@ -296,6 +309,31 @@ def _event(columns: dict[str, ColumnValues], free: Sequence[str]) -> tuple[str, 
         if _EVENT.fullmatch(_snake(name)) and shown and len(shown) < len(values) <= 50:
             return name, shown
     return "", []
+
+
+def _late_columns(
+    rows: Sequence[dict[str, Any]], names: Sequence[str], actions: dict[str, dict[str, Any]]
+) -> list[str]:
+    """The columns that are empty, false or 0 in all rows without an action, such as the seconds that a user
+    watched. Actions are so rare that chance explains none."""
+    acted = [any(_happened(row.get(a["column"]), a) for a in actions.values()) for row in rows]
+    share, late = sum(acted) / len(acted), []
+    for name in names:
+        filled = [happened for row, happened in zip(rows, acted, strict=True) if row.get(name)]
+        if all(filled) and share ** len(filled) < _CHANCE:
+            late.append(name)
+    return late
+
+
+def _check_distinct(path: str, names: Sequence[str]) -> None:
+    """Raises ConfigError: two columns get the same name in the schema."""
+    found: dict[str, str] = {}
+    for name in names:
+        if (other := found.setdefault(_snake(name), name)) != name:
+            raise ConfigError(
+                f"{path}: columns {other!r} and {name!r} would both be called {_snake(name)!r}; leave one "
+                "out with --ignore COLUMN"
+            )
 
 
 def _action_columns(
@@ -313,6 +351,7 @@ def _action_columns(
     ratings = [n for n in free if columns[n].is_number and _RATING.fullmatch(_snake(n))]
     if not found and len(ratings) == 1:
         found = ratings
+    _check_distinct(path, found)
     return {
         _snake(n): {"column": n, **({"least": 0.8 * columns[n].high} if n in ratings else {})} for n in found
     }

@@ -20,6 +20,7 @@ _OF_ALL_TIME = {
 _MAX_PAIRS = 3
 _MAX_LABELS = 8
 _MIN_FOR_PRIOR = 1000  # candidates
+_MAX_NAME = 64  # characters
 
 MODEL = """\
 # The model: the default ranker. Each key can be deleted; then it has its default, which is the value here.
@@ -54,7 +55,7 @@ def schema_text(name: str, log: FoundLog, source: str) -> str:
 
 
 def _tables(log: FoundLog, own: set[str]) -> Iterator[str]:
-    tables = dict.fromkeys(["item", *(["user"] if _has_users(log, own) else [])])
+    tables = dict.fromkeys(["item", *(["user"] if log.users > 0 and "user" not in own else [])])
     for f in log.features:
         tables |= dict.fromkeys([_table(f)] if f.kind != "float" else [])
         tables |= dict.fromkeys(column for column, kind in f.columns.items() if kind == "ids")
@@ -77,7 +78,7 @@ def _ids(log: FoundLog, own: set[str]) -> Iterator[str]:
             "# The user's own id. It costs a row of the table; serving and replays fill it in.\n"
             '[[ro]]\nname = "user"\nkind = "ids"\ntable = "user"'
         )
-    if "history" not in own:
+    if "history" not in own and not log.is_anonymous:
         yield (
             "# The user's newest clicks, which candidates attend to: 16 bytes in Redis for each entry, and\n"
             "# the time of an attention over the list.\n"
@@ -110,7 +111,7 @@ def _declared(f: FoundFeature) -> str:
         tables = ", ".join(f'{column} = "{column}"' for column, kind in f.columns.items() if kind == "ids")
         lines += [f"columns = {{ {columns} }}"] if columns else []
         lines += [f"column_tables = {{ {tables} }}"] if tables else []
-    if f.kind == "float" and f.side == "nro":
+    if f.kind == "float" and f.side == "nro" and len(f"{f.name}_rank") <= _MAX_NAME:
         lines += ["", "[[transform]]", f'input = "{f.name}"', 'op = "rank"']
     return "\n".join(lines).replace("\n\n", "\n")
 
@@ -126,6 +127,8 @@ def _has_users(log: FoundLog, own: set[str]) -> bool:
 def _online_features(log: FoundLog, own: set[str]) -> Iterator[str]:
     """What Roostream keeps online: counters, ages and times. Names that the log has are its own."""
     request = [n for n in ("history_len", "hour_of_day", "num_candidates") if n not in own]
+    if log.is_anonymous:
+        request = [n for n in request if n != "history_len"]
     if request:
         logs = [n for n in request if n != "hour_of_day"]
         yield (

@@ -197,6 +197,45 @@ def test_the_prior_of_a_log_with_hardly_a_negative_is_valid() -> None:
     assert written().labels[0].prior == 0.99
 
 
+def test_columns_that_are_known_too_late_are_no_features() -> None:
+    clicked = [n % 4 == 0 for n in range(200)]
+    rows = {name: cells * 50 for name, cells in flat().items()} | {
+        "clicked": clicked,
+        "seconds": [n * was_clicked for n, was_clicked in enumerate(clicked)],
+        "stars": [5 if was_clicked and n % 8 else None for n, was_clicked in enumerate(clicked)],
+        "coupon": [1 if n in (0, 4) else None for n in range(200)],  # may be chance
+    }
+    pq.write_table(pa.table(rows), "rows.parquet")
+    output = run("shop", "--from", "rows.parquet").output
+    assert {f.name for f in written().nro} & {"seconds", "stars", "coupon", "price"} == {"coupon", "price"}
+    assert "'seconds' has values only where a user acted" in output
+
+
+def test_a_log_without_users_and_sessions_has_no_history() -> None:
+    lines = [{key: value for key, value in line.items() if key != "user_id"} for line in a_log()]
+    write_lines("log.jsonl", lines)
+    run("anonymous", "--from", "log.jsonl")
+    assert not {"history", "history_len"} & {f.name for f in written("anonymous").ro}
+    write_lines("log.jsonl", [line | {"session_id": 5} for line in lines])
+    run("sessions", "--from", "log.jsonl")
+    assert {"history", "history_len"} <= {f.name for f in written("sessions").ro}
+
+
+def test_names_that_the_schema_cannot_hold_are_named_and_nothing_is_written() -> None:
+    pq.write_table(pa.table(flat(price=[1.0] * 4)), "rows.parquet")
+    with pytest.raises(ConfigError, match=r"'Price' and 'price' would both be .*--ignore"):
+        run("shop", "--from", "rows.parquet")
+    pq.write_table(pa.table(flat(Clicked=[1] * 4)), "rows.parquet")
+    with pytest.raises(ConfigError, match="'clicked' and 'Clicked' would both be"):
+        run("shop", "--from", "rows.parquet")
+    assert not Path("shop").exists()
+    pq.write_table(pa.table(flat(**{"p" * 150: [0.5, 1.5, 2.5, 3.5], "user": [0.5] * 4})), "rows.parquet")
+    run("shop", "--from", "rows.parquet", "--user", "visitor")
+    schema = written()
+    assert "p" * 64 in {f.name for f in schema.nro}
+    assert {f.table for f in (*schema.ro, *schema.nro)} - {""} == {t.name for t in schema.tables}
+
+
 def lines_of(rows: list[dict[str, Any]], form: str) -> str:
     """Rows as the text of a file."""
     if form == "jsonl":
