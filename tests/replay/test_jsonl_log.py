@@ -225,6 +225,14 @@ def test_a_packed_log_is_the_same_log_and_a_damaged_one_is_reported(tmp_path: Pa
             events_of(str(packed))
 
 
+@pytest.mark.parametrize("pack", [gzip.compress, zstandard.compress])
+def test_a_packed_log_whose_name_does_not_say_so_is_named(tmp_path: Path, pack: Any) -> None:
+    path = tmp_path / "log.jsonl"
+    path.write_bytes(pack(json.dumps(IMPRESSION).encode()))
+    with pytest.raises(ConfigError, match=r"log.jsonl: .*end in \.(gz|zst)"):
+        events_of(str(path))
+
+
 def test_a_log_may_come_through_a_pipe(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
