@@ -208,7 +208,8 @@ def _inputs(schema: Schema, report: Mapping[str, Any]) -> Iterator[Reason]:
             "the model does not know which user asks",
             'add [[ro]] name = "user", kind = "ids", table = "user"',
         )
-    if not any(f.kind == "sequence" for f in schema.ro):
+    has_users = log["without_user_and_session"] < log["impressions"]
+    if has_users and not any(f.kind == "sequence" for f in schema.ro):
         yield Reason(
             "no_history",
             "the model does not see what the user clicked before",
