@@ -265,7 +265,7 @@ def _flat(path: str, rows: list[dict[str, Any]], complete: bool, choices: Choice
         for a in actions.values():
             how = f"{a['least']:g} or more where a user liked" if "least" in a else "true where a user did"
             assumed.append(f"column {a['column']!r} is {how} it")
-    _, sides, requests = _columns(rows, tuple(request))
+    shown_columns, sides, requests = _columns(rows, tuple(request))
     used = {event, *(a["column"] for a in actions.values())}
     late = _late_columns(rows, [n for n in free if n not in used], actions)
     assumed += [
@@ -274,8 +274,8 @@ def _flat(path: str, rows: list[dict[str, Any]], complete: bool, choices: Choice
     ]
     features = []
     for name in free:
-        if name not in used and name not in late and columns[name].present:
-            feature = _feature(columns[name], sides[name], _snake(name))
+        if name not in used and name not in late and shown_columns[name].present:
+            feature = _feature(shown_columns[name], sides[name], _snake(name))
             features.append(dataclasses.replace(feature, column=name))
     _check_distinct(path, [f.column for f in features])
     column_map: dict[str, Any] = {"request": request, "time": roles["time"], "item": roles["item"]}

@@ -211,6 +211,15 @@ def test_columns_that_are_known_too_late_are_no_features() -> None:
     assert "'seconds' has values only where a user acted" in output
 
 
+def test_a_column_of_actions_only_is_no_feature_of_shown_items() -> None:
+    events = {"event": ["view", "view", "purchase", "view"], "article": ["a", "b", "b", "c"]}
+    rows = {**flat(visitor=[1, 1, 1, 2], **events), "revenue": [None, None, 9.5, None]}
+    del rows["clicked"]
+    pq.write_table(pa.table(rows), "rows.parquet")
+    run("shop", "--from", "rows.parquet")
+    assert {f.name for f in (*written().ro, *written().nro)} & {"price", "revenue"} == {"price"}
+
+
 def test_a_log_without_users_and_sessions_has_no_history() -> None:
     lines = [{key: value for key, value in line.items() if key != "user_id"} for line in a_log()]
     write_lines("log.jsonl", lines)
