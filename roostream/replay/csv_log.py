@@ -1,9 +1,9 @@
 """Dataset `csv`: a log as tables of text in UTF-8 with a header line (table_log.py,
 docs/bring-your-own-data.md), separated by comma, semicolon, tab or |.
 
-The column decides how a cell is read: as a number (with a decimal comma in tables with semicolons), a time,
-or an id (an integer if it has only digits, else text). A cell that begins with `[` or `{` is JSON. An empty
-cell is missing.
+The column decides how a cell is read: as a number (with a decimal comma in tables with semicolons; true and
+yes are 1, false and no are 0), a time, or an id (an integer if it has only digits, else text). A cell that
+begins with `[` or `{` is JSON. An empty cell is missing.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from roostream.replay.table_log import LogTable, TableOptions, open_tables
 from roostream.schema.schema import Schema
 
 _INTEGER = re.compile(r"-?(?:0|[1-9][0-9]{0,19})")
+_TRUTH = {"true": 1.0, "yes": 1.0, "t": 1.0, "y": 1.0, "false": 0.0, "no": 0.0, "f": 0.0, "n": 0.0}
 _NUMBERS = ("weight", "propensity", "value")
 _TEXTS = ("request_id", "time", "surface", "action")
 Options = TableOptions
@@ -45,7 +46,8 @@ def open(options: Options, schema: Schema, window_ms: int) -> EventLog:
         try:
             if name == "position":
                 return int(cell)
-            return float(cell.replace(",", ".") if decimal_comma else cell)
+            truth = _TRUTH.get(cell.lower())
+            return float(cell.replace(",", ".") if decimal_comma else cell) if truth is None else truth
         except ValueError:
             raise ValueError(f"{name}: expected a number, got {cell[:64]!r}") from None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import datetime
+import decimal
 import gzip
 import io
 from pathlib import Path
@@ -118,6 +119,27 @@ def test_parquet_gives_the_events_of_json_lines(tmp_path: Path, packed: bool) ->
     first = events[0]
     assert isinstance(first, Request) and first.nro == {"price": [80.0, None], "brands": [[7], [8, 9]]}
     assert first.ro == {"basket": 2.5, "tags": ["x"]} and first.positions == [0, 4]
+
+
+@pytest.mark.parametrize("form", ["csv", "parquet"])
+def test_truth_values_decimals_and_categories_are_numbers_and_texts(tmp_path: Path, form: str) -> None:
+    rows = {
+        "request_id": pa.array(["r", "r", "r"]).dictionary_encode(),
+        "time": [T0] * 3,
+        "item_id": [1, 2, 3],
+        "basket": [decimal.Decimal("2.50")] * 3,
+        "price": [True, None, False],
+    }
+    file = tmp_path / f"shown.{form}"
+    if form == "csv":
+        file.write_text("request_id,time,item_id,basket,price\n" + "".join(
+            f"r,{T0},{item},2.50,{price}\n" for item, price in ((1, "yes"), (2, ""), (3, "False"))
+        ))  # fmt: skip
+    else:
+        pq.write_table(pa.table(rows), file)
+    module: Any = csv_log if form == "csv" else parquet_log
+    (request,) = module.open(module.Options(impressions=(str(file),)), SCHEMA, 0).events
+    assert (request.request_id, request.ro, request.nro["price"]) == ("r", {"basket": 2.5}, [1.0, None, 0.0])
 
 
 def test_packed_csv_and_files_in_any_order(tmp_path: Path) -> None:

@@ -172,6 +172,12 @@ def _jsonl(paths: Sequence[str], choices: Choices) -> FoundLog:
                     )
     if not requests:
         raise ConfigError(f"{paths[0]}: expected at least one impression, got none; name the right files")
+    for values in (*sides["ro"].values(), *sides["nro"].values()):
+        if values.bools:
+            raise ConfigError(
+                f"{paths[0]}: feature {values.name!r}: expected numbers or ids, got true and false; write 1 "
+                "and 0"
+            )
     features = [_feature(v, side) for side, columns in sides.items() for v in columns.values() if v.present]
     return FoundLog(
         "jsonl", features, dict(actions), _click(actions, choices.click), requests, candidates,
@@ -218,6 +224,9 @@ def _two_tables(
     rows = [{name: _cell(cell) for name, cell in row.items()} for row in rows]
     reserved = {*_OF_REQUESTS, *_OF_CANDIDATES, *choices.ignore}
     columns, sides, numbers = _columns(rows, ("request_id", "user_id", "time"))
+    for name, values in columns.items():
+        if name not in reserved and values.time_unit() == "text":
+            raise ConfigError(f"column {name!r} is a time, which is no kind of feature; add --ignore {name}")
     features = [
         _feature(values, sides[name])
         for name, values in columns.items()

@@ -220,6 +220,24 @@ def test_a_column_of_actions_only_is_no_feature_of_shown_items() -> None:
     assert {f.name for f in (*written().ro, *written().nro)} & {"price", "revenue"} == {"price"}
 
 
+def test_truth_values_that_no_reader_of_lines_takes_are_refused() -> None:
+    write_lines("log.jsonl", a_log(member=True))
+    with pytest.raises(ConfigError, match=r"'member'.*write 1 and 0"):
+        run("shop", "--from", "log.jsonl")
+
+
+def test_a_time_beside_two_tables_is_ignored_on_demand() -> None:
+    day = datetime.datetime(2024, 1, 2, tzinfo=datetime.UTC)
+    shown = {"request_id": ["r"] * 2, "time": [T0] * 2, "item_id": ["a", "b"], "published": [day] * 2}
+    pq.write_table(pa.table(shown), "shown.parquet")
+    done = {"request_id": ["r"], "time": [T0], "item_id": ["a"], "action": ["click"]}
+    pq.write_table(pa.table(done), "done.parquet")
+    tables = ("shop", "--from", "shown.parquet", "--engagements", "done.parquet")
+    with pytest.raises(ConfigError, match="--ignore published"):
+        run(*tables)
+    assert "--ignore published" in run(*tables, "--ignore", "published").output
+
+
 def test_a_log_without_users_and_sessions_has_no_history() -> None:
     lines = [{key: value for key, value in line.items() if key != "user_id"} for line in a_log()]
     write_lines("log.jsonl", lines)
