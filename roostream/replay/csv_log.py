@@ -8,7 +8,6 @@ begins with `[` or `{` is JSON. An empty cell is missing.
 
 from __future__ import annotations
 
-import csv
 import re
 from collections.abc import Callable
 from functools import partial
@@ -23,7 +22,7 @@ from roostream.errors import ConfigError
 from roostream.replay.datasets import EventLog
 from roostream.replay.input_files import open_file
 from roostream.replay.log_lines import UNREADABLE, LogError, LogLineReader
-from roostream.replay.table_files import delimiter_of, first_line, not_utf8
+from roostream.replay.table_files import column_names, delimiter_of, first_line, not_utf8
 from roostream.replay.table_log import LogTable, TableOptions, open_tables
 from roostream.schema.schema import Schema
 
@@ -87,14 +86,14 @@ def _read(path: str, reader: LogLineReader, value: Callable[[bool, str, str], An
     with open_file(path) as file:
         header = first_line(path, file)
         delimiter = delimiter_of(header)
-        names = next(csv.reader([header], delimiter=delimiter), [])
+        names = column_names(header, delimiter)
         if not names:
             raise ConfigError(f"{path}: expected a header line and rows, got an empty file")
         file.seek(0)
         try:
             table = pyarrow.csv.read_csv(
                 file,
-                read_options=pyarrow.csv.ReadOptions(use_threads=False),
+                read_options=pyarrow.csv.ReadOptions(use_threads=False, column_names=names, skip_rows=1),
                 parse_options=pyarrow.csv.ParseOptions(
                     delimiter=delimiter,
                     newlines_in_values=True,

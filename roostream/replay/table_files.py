@@ -306,15 +306,20 @@ def not_utf8(path: str) -> ConfigError:
     )
 
 
+def column_names(line: str, delimiter: str) -> list[str]:
+    """The names in a first line; one without a name, as pandas writes it for its index, is `column_<n>`."""
+    cells = next(csv.reader([line], delimiter=delimiter), [])
+    return [cell.strip() or f"column_{n}" for n, cell in enumerate(cells, 1)]
+
+
 def _names(path: str, line: str, delimiter: str) -> list[str]:
-    """Names of the columns; one without a name, as pandas writes it for its index, is `column_<n>`.
+    """`column_names`.
 
     Raises:
         ConfigError: the first line has no names, or one twice.
     """
-    cells = next(csv.reader([line], delimiter=delimiter), [])
-    names = [cell.strip() or f"column_{n}" for n, cell in enumerate(cells, 1)]
-    if not any(cells):
+    names = column_names(line, delimiter)
+    if all(name == f"column_{n}" for n, name in enumerate(names, 1)):
         raise ConfigError(f"{path}: expected a first line with the names of the columns, got an empty line")
     if len(names) < 2:
         raise ConfigError(

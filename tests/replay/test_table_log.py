@@ -195,6 +195,14 @@ def test_a_bad_row_is_reported_with_its_place_or_skipped_and_counted(
     assert patient.skipped().number == 1
 
 
+def test_a_column_without_a_name_can_be_ignored(tmp_path: Path) -> None:
+    shown = "".join(f"{n},{line}\n" if n else f",{line}\n" for n, line in enumerate(SHOWN.splitlines()))
+    with pytest.raises(ConfigError, match="'column_1'"):
+        csv_of(tmp_path, shown)
+    log = csv_of(tmp_path, shown, ignore=("column_1",))
+    assert [plain(event) for event in log.events] == [plain(event) for event in expected()]
+
+
 def test_every_row_without_a_readable_time_is_counted(tmp_path: Path) -> None:
     bad = "r9,soon,5,1,1,,1,,0\n"
     log = csv_of(tmp_path, SHOWN + bad + bad, skip_bad=True)

@@ -29,6 +29,7 @@ from roostream.schema.settings import SettingError, check_name
 
 MAX_LINES = 200_000
 _CHANCE = 1e-6
+_NO_NAME = re.compile(r"(column|unnamed|index_level)_\d+")
 _ROLES = {
     "user": "user_id user userid uid visitor_id visitor customer_id customer member_id account_id",
     "item": "item_id item itemid article_id article product_id product video_id news_id movie_id sku asin "
@@ -227,6 +228,8 @@ def _two_tables(
     for name, values in columns.items():
         if name not in reserved and values.time_unit() == "text":
             raise ConfigError(f"column {name!r} is a time, which is no kind of feature; add --ignore {name}")
+        if name not in reserved and _is_numbering(values):
+            raise ConfigError(f"column {name!r} has the numbers of the rows; add --ignore {name}")
     features = [
         _feature(values, sides[name])
         for name, values in columns.items()
@@ -254,7 +257,8 @@ def _flat(path: str, rows: list[dict[str, Any]], complete: bool, choices: Choice
             )
     free = [n for n in columns if n not in {*filter(None, roles.values()), *choices.ignore}]
     times = [n for n in free if columns[n].time_unit() == "text"]
-    free = [n for n in free if n not in times]
+    numbering = [n for n in free if _is_numbering(columns[n])]
+    free = [n for n in free if n not in (*times, *numbering)]
     event, shown = _event(columns, free)
     request = [roles["request"]] if roles["request"] else [c for c in (roles["user"], roles["time"]) if c]
     actions, assumed = dict[str, dict[str, Any]](), list[str]()
@@ -299,6 +303,7 @@ def _flat(path: str, rows: list[dict[str, Any]], complete: bool, choices: Choice
     if not roles["request"]:
         named.append(f"rows with equal {' and '.join(request)} are one request")
     assumed += [f"column {n!r} is a time, which is no kind of feature, so it is left out" for n in times]
+    assumed += [f"column {n!r} has the numbers of the rows, so it is left out" for n in numbering]
     if requests > 0.9 * len(rows):
         assumed.append("most lists have one item, so nothing can be compared within a list")
     return FoundLog(
@@ -308,6 +313,11 @@ def _flat(path: str, rows: list[dict[str, Any]], complete: bool, choices: Choice
         complete, [*named, *assumed, *_assumed(features)], column_map,
         is_anonymous=not (roles["user"] or roles["session"]),
     )  # fmt: skip
+
+
+def _is_numbering(values: ColumnValues) -> bool:
+    """Whether this is the index of a pandas table, which has no name."""
+    return values.is_whole and bool(_NO_NAME.fullmatch(_snake(values.name)))
 
 
 def _event(columns: dict[str, ColumnValues], free: Sequence[str]) -> tuple[str, list[str]]:

@@ -238,6 +238,14 @@ def test_a_time_beside_two_tables_is_ignored_on_demand() -> None:
     assert "--ignore published" in run(*tables, "--ignore", "published").output
 
 
+def test_the_numbers_of_rows_are_no_feature() -> None:
+    columns = {"": [0, 1, 2, 3], **flat()}
+    rows = [",".join(columns), *(",".join(map(str, row)) for row in zip(*columns.values(), strict=True))]
+    Path("rows.csv").write_text("\n".join(rows) + "\n")
+    assert "'column_1' has the numbers of the rows" in run("shop", "--from", "rows.csv").output
+    assert "column_1" not in {f.name for f in written().nro}
+
+
 def test_a_log_without_users_and_sessions_has_no_history() -> None:
     lines = [{key: value for key, value in line.items() if key != "user_id"} for line in a_log()]
     write_lines("log.jsonl", lines)
