@@ -252,11 +252,13 @@ class CheckConfig(Settings):
         )
 
     def _form(self) -> str:
-        forms = {
+        suffixes = {
             Path(path.removesuffix(".gz").removesuffix(".zst")).suffix
             for path in (*self.impressions, *self.engagements)
         }
-        if len(forms) != 1 or not forms <= {".parquet", ".csv"}:
-            text = "files that all end in .parquet, or all in .csv (or .gz, .zst of these)"
-            raise setting_error("impressions", text, sorted(forms))
-        return forms.pop().removeprefix(".")
+        if suffixes <= {".csv", ".tsv", ".txt"}:
+            return "csv"
+        if suffixes != {".parquet"}:
+            text = "files that all end in .parquet, or all in .csv, .tsv or .txt (or .gz, .zst of these)"
+            raise setting_error("impressions", text, sorted(suffixes))
+        return "parquet"

@@ -1,13 +1,16 @@
-"""Dataset `csv`: a log as CSV tables in UTF-8 with a header line (table_log.py, docs/bring-your-own-data.md).
+"""Dataset `csv`: a log as tables of text in UTF-8 with a header line (table_log.py,
+docs/bring-your-own-data.md), separated by comma, semicolon, tab or |.
 
-The column decides how a cell is read: as a number, a time, or an id (an integer if it has only digits, else
-text). A cell that begins with `[` or `{` is JSON. An empty cell is missing.
+The column decides how a cell is read: as a number (with a decimal comma in tables with semicolons; true and
+yes are 1, false and no are 0), a time, or an id (an integer if it has only digits, else text). A cell that
+begins with `[` or `{` is JSON. An empty cell is missing.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -19,10 +22,12 @@ from roostream.errors import ConfigError
 from roostream.replay.datasets import EventLog
 from roostream.replay.input_files import open_file
 from roostream.replay.log_lines import UNREADABLE, LogError, LogLineReader
+from roostream.replay.table_files import column_names, delimiter_of, first_line, not_utf8
 from roostream.replay.table_log import LogTable, TableOptions, open_tables
 from roostream.schema.schema import Schema
 
 _INTEGER = re.compile(r"-?(?:0|[1-9][0-9]{0,19})")
+_TRUTH = {"true": 1.0, "yes": 1.0, "t": 1.0, "y": 1.0, "false": 0.0, "no": 0.0, "f": 0.0, "n": 0.0}
 _NUMBERS = ("weight", "propensity", "value")
 _TEXTS = ("request_id", "time", "surface", "action")
 Options = TableOptions
@@ -32,13 +37,16 @@ def open(options: Options, schema: Schema, window_ms: int) -> EventLog:
     """See `DatasetModule.open`. Engagements have their own times, so `window_ms` is not used."""
     floats = {f.name for f in (*schema.ro, *schema.nro) if f.kind == "float"} | set(_NUMBERS)
 
-    def value(name: str, cell: str) -> Any:
+    def value(decimal_comma: bool, name: str, cell: str) -> Any:
         if name in _TEXTS:
             return cell
         if name not in floats and name != "position":
             return _ids(name, cell)
         try:
-            return int(cell) if name == "position" else float(cell)
+            if name == "position":
+                return int(cell)
+            truth = _TRUTH.get(cell.lower())
+            return float(cell.replace(",", ".") if decimal_comma else cell) if truth is None else truth
         except ValueError:
             raise ValueError(f"{name}: expected a number, got {cell[:64]!r}") from None
 
@@ -55,11 +63,11 @@ def _ids(name: str, cell: str) -> Any:
     return int(cell) if _INTEGER.fullmatch(cell) else cell
 
 
-def _read(path: str, reader: LogLineReader, value: Callable[[str, str], Any]) -> LogTable:
+def _read(path: str, reader: LogLineReader, value: Callable[[bool, str, str], Any]) -> LogTable:
     """Read every column as text. A line with another number of cells is bad; empty lines are ignored.
 
     Raises:
-        ConfigError: the file does not exist, cannot be read, or is not CSV.
+        ConfigError: the file does not exist, cannot be read, or is not CSV in UTF-8.
         LogError: a bad line that is not skipped.
     """
     skipped_lines: list[int] = []
@@ -76,13 +84,22 @@ def _read(path: str, reader: LogLineReader, value: Callable[[str, str], Any]) ->
         return "skip"
 
     with open_file(path) as file:
-        names = _names(path, file.readline())
+        header = first_line(path, file)
+        delimiter = delimiter_of(header)
+        names = column_names(header, delimiter)
+        if not names:
+            raise ConfigError(f"{path}: expected a header line and rows, got an empty file")
         file.seek(0)
         try:
             table = pyarrow.csv.read_csv(
                 file,
-                read_options=pyarrow.csv.ReadOptions(use_threads=False),
-                parse_options=pyarrow.csv.ParseOptions(invalid_row_handler=on_bad, ignore_empty_lines=False),
+                read_options=pyarrow.csv.ReadOptions(use_threads=False, column_names=names, skip_rows=1),
+                parse_options=pyarrow.csv.ParseOptions(
+                    delimiter=delimiter,
+                    newlines_in_values=True,
+                    ignore_empty_lines=False,
+                    invalid_row_handler=on_bad,
+                ),
                 convert_options=pyarrow.csv.ConvertOptions(
                     column_types=dict.fromkeys(names, pa.string()), null_values=[""], strings_can_be_null=True
                 ),
@@ -90,17 +107,13 @@ def _read(path: str, reader: LogLineReader, value: Callable[[str, str], Any]) ->
         except pa.ArrowInvalid as error:
             if refused:
                 raise refused[0] from None
-            text = f"{path}: expected CSV in UTF-8, got something else ({str(error).splitlines()[0]})"
+            if "UTF8" in str(error):
+                raise not_utf8(path) from None
+            text = f"{path}: expected CSV, got something else ({str(error).splitlines()[0]})"
             raise ConfigError(text) from None
     line_N = np.setdiff1d(np.arange(2, len(table) + len(skipped_lines) + 2), skipped_lines)
     present_N = np.zeros(len(table), np.bool_)  # an empty line is a row without cells
     for column in table.columns:
         present_N |= column.is_valid().to_numpy()
-    return LogTable(path, table.filter(pa.array(present_N)), line_N[present_N], value)
-
-
-def _names(path: str, line: bytes) -> list[str]:
-    names = line.decode("utf-8", "replace").removeprefix("\ufeff").strip().split(",")
-    if names == [""]:
-        raise ConfigError(f"{path}: expected a header line and rows, got an empty file")
-    return [name.strip('"') for name in names]
+    table = table.filter(pa.array(present_N))
+    return LogTable(path, table, line_N[present_N], partial(value, delimiter == ";"))

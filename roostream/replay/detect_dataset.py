@@ -10,12 +10,16 @@ from roostream.errors import ConfigError
 from roostream.replay.config import ReplayConfig
 from roostream.replay.datasets import load_dataset
 
-_SUFFIXES = {".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet", ".csv": "csv"}
+_SUFFIXES = {".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
+_SUFFIXES |= dict.fromkeys((".csv", ".tsv", ".txt"), "csv")
 
 
-def detect_replay(paths: Sequence[str], schema: str = "", *, skip_bad: bool = False) -> ReplayConfig:
+def detect_replay(
+    paths: Sequence[str], schema: str = "", *, engagements: Sequence[str] = (), skip_bad: bool = False
+) -> ReplayConfig:
     """Settings of a local replay of `paths`: files of one format, or the folder (or behaviors.parquet) of
-    EB-NeRD. `skip_bad`: skip and count lines that cannot be used; False: the first one ends the replay.
+    EB-NeRD. `engagements`: of tables, the files with engagements, in the same format. `skip_bad`: skip and
+    count lines that cannot be used; False: the first one ends the replay.
 
     Raises:
         ConfigError: a file does not exist, the format is unknown, or a schema is required.
@@ -28,14 +32,19 @@ def detect_replay(paths: Sequence[str], schema: str = "", *, skip_bad: bool = Fa
         return _ebnerd(first, schema)
     if len(paths) == 1 and first.name == "behaviors.parquet":
         return _ebnerd(first.parent, schema)
-    forms = {_SUFFIXES.get(Path(path.removesuffix(".gz").removesuffix(".zst")).suffix, "") for path in paths}
+    files = [*paths, *engagements]
+    forms = {_SUFFIXES.get(Path(path.removesuffix(".gz").removesuffix(".zst")).suffix, "") for path in files}
     if len(forms) != 1 or not (form := forms.pop()):
         raise ConfigError(
-            f"{', '.join(paths)}: expected files that all end in .jsonl, all in .parquet or all in .csv "
+            f"{', '.join(files)}: expected files that all end in .jsonl, all in .parquet or all in .csv "
             "(or .gz, .zst of these), or a folder with behaviors.parquet"
         )
     paths_setting = "log" if form == "jsonl" else "impressions"
     settings: dict[str, Any] = {paths_setting: tuple(paths), "skip_bad": skip_bad}
+    if form != "jsonl":
+        settings["engagements"] = tuple(engagements)
+    elif engagements:
+        raise ConfigError("--engagements: expected tables; lines of JSON hold engagements and impressions")
     return ReplayConfig(
         dataset=form, options=load_dataset(form).Options(**settings), schema=schema, engine="local"
     )

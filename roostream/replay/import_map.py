@@ -45,7 +45,7 @@ class ImportMap(Settings):
     request: tuple[str, ...] = setting(help="columns whose values identify a request")
     item: str = setting(help="column of the item's id")
     time: str = setting(help="column of the time: a timestamp, a number (time_unit), or text")
-    time_unit: Literal["ms", "s", "us"] = setting("ms", "unit of times that are numbers")
+    time_unit: Literal["ms", "s", "us", "ns"] = setting("ms", "unit of times that are numbers")
     day_first: bool = setting(False, "times as 03/04/2024: true = April 3, false = March 4")
     user: str = setting("", "column of the user's id")
     session: str = setting("", "column of the session's id")

@@ -17,6 +17,7 @@ from roostream.errors import ConfigError, SetupError
 from roostream.schema.settings import setting_error
 
 _CHUNK = 1 << 20
+_PACKED = {".gz": b"\x1f\x8b", ".zst": b"\x28\xb5\x2f\xfd"}  # and how such a file begins
 
 
 def open_file(path: str) -> BinaryIO:
@@ -25,11 +26,19 @@ def open_file(path: str) -> BinaryIO:
     A compressed file (`.gz`, `.zst`) or a pipe is first copied to an unnamed temporary file.
 
     Raises:
-        ConfigError: the file does not exist, cannot be read, or cannot be decompressed.
+        ConfigError: the file does not exist, cannot be read or decompressed, or is compressed though its name
+            does not say so.
         SetupError: there is no space for the copy.
     """
     file = _open(path)
-    if Path(path).suffix not in (".gz", ".zst") and file.seekable():
+    if Path(path).suffix not in _PACKED and file.seekable():
+        start = file.read(4)
+        file.seek(0)
+        for ending, magic in _PACKED.items():
+            if start.startswith(magic):
+                file.close()
+                text = f"expected a file that is not compressed, got one in the form of {ending}"
+                raise ConfigError(f"{path}: {text}; let its name end in {ending}")
         return file
     with file:
         return _temporary_copy(path, _decompress(path, file))

@@ -18,7 +18,14 @@ import numpy as np
 from roostream.replay.datasets import DatasetOptions, EventLog
 from roostream.replay.events import Event
 from roostream.replay.input_files import check_files, open_file
-from roostream.replay.log_lines import UNREADABLE, EngagementLine, ImpressionLine, LogLineReader
+from roostream.replay.log_lines import (
+    UNREADABLE,
+    EngagementLine,
+    ImpressionLine,
+    LogLineReader,
+    json_error,
+    without_bom,
+)
 from roostream.replay.parse_time import parse_time_ms
 from roostream.schema.schema import Schema
 from roostream.schema.settings import setting
@@ -106,16 +113,19 @@ class JsonlLog:
         return np.array(times, dtype=np.int64), positions
 
     def _sort_key(self, raw: bytes, where: str) -> int | None:
+        raw = without_bom(raw)
         try:
             head = _TIMES.decode(raw)
             return 2 * parse_time_ms(head.time) + (head.type != "impression")
         except UNREADABLE as error:
-            self.reader.refuse(where, ValueError(f"time: {error}") if type(error) is ValueError else error)
+            is_time = type(error) is ValueError
+            self.reader.refuse(where, ValueError(f"time: {error}") if is_time else json_error(error, raw))
             return None
 
     def _event(self, raw: bytes, where: str) -> Event | None:
+        raw = without_bom(raw)
         try:
             return self.reader.event(_DECODER.decode(raw), where)
         except UNREADABLE as error:
-            self.reader.refuse(where, error)
+            self.reader.refuse(where, json_error(error, raw))
             return None

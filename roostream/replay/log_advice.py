@@ -86,18 +86,29 @@ def _lists(profile: LogProfile) -> Iterator[str]:
         yield f"{profile.num_anonymous} impressions have neither user_id nor session_id: no history"
 
 
+def prior_of(share: float) -> str:
+    """The `prior` for a label with this share of positives; it must be below 1."""
+    return f"{min(share, 0.99):.2g}"
+
+
 def _labels(schema: Schema, profile: LogProfile, positives: Mapping[str, int], prior: float) -> Iterator[str]:
     for label in schema.labels:
-        count, prior_of = positives.get(label.name, 0), label.prior or prior
+        count, predicted = positives.get(label.name, 0), label.prior or prior
         if not count and label.action in profile.actions:
             yield (
                 f"label {label.name!r} was never positive, though the log has action {label.action!r}; "
                 "check its threshold and window, and the ids of engagements"
             )
+        if count and count == profile.num_candidates and label.objective == "event":
+            yield (
+                f"label {label.name!r} is positive for every candidate, so there is nothing to learn; log "
+                "also the candidates that were shown without this action"
+            )
+            continue
         share = count / profile.num_candidates if profile.num_candidates else 0.0
-        is_near = 1 / _FAR_FROM_PRIOR <= share / prior_of <= _FAR_FROM_PRIOR
+        is_near = 1 / _FAR_FROM_PRIOR <= share / predicted <= _FAR_FROM_PRIOR
         if count and profile.num_candidates >= _MIN_CANDIDATES and not is_near:
             yield (
                 f"label {label.name!r} is positive for {share:.2g} of the candidates, but the untrained "
-                f"model predicts {prior_of:.2g}; set prior = {share:.2g} in its [[label]]"
+                f"model predicts {predicted:.2g}; set prior = {prior_of(share)} in its [[label]]"
             )

@@ -6,6 +6,8 @@ Everything that the joiner or the codec would reject later is rejected here, whe
 
 from __future__ import annotations
 
+import codecs
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,6 +27,7 @@ MAX_NAME_BYTES = 64
 _LARGEST_FLOAT = float(np.finfo(np.float32).max)
 _POSITIONS = 1 << 31
 _MAX_MESSAGES = 10
+_AT_BYTE = re.compile(r"\(byte (\d+)\)$")
 
 
 class LogError(RoostreamError):
@@ -72,6 +75,26 @@ Line = ImpressionLine | EngagementLine
 UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
 """Errors of decoding and checking a line: not JSON, another structure, an invalid value, or nested too
 deep."""
+
+
+def without_bom(line: bytes) -> bytes:
+    """A line without the byte order mark that some programs write at the start of a file."""
+    return line.removeprefix(codecs.BOM_UTF8)
+
+
+def json_error(error: Exception, line: bytes) -> Exception:
+    """The error of a line that is not a JSON object in UTF-8, with what stands where reading ended."""
+    if isinstance(error, UnicodeDecodeError):
+        return ValueError(
+            "expected text in UTF-8, got another encoding, such as Windows-1252; convert the file"
+        )
+    found = _AT_BYTE.search(str(error))
+    if not found:
+        return error
+    there = line[int(found[1]) :].strip()
+    if there.startswith((b"NaN", b"Infinity")):
+        return ValueError(f"expected JSON, which has no {there[:3].decode()}; write null")
+    return ValueError(f"{error}: {there[:16].decode(errors='replace')!r}")
 
 
 class LogLineReader:

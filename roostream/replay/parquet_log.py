@@ -1,13 +1,15 @@
 """Dataset `parquet`: a log as Parquet tables (table_log.py, docs/bring-your-own-data.md).
 
 Lists and structs are those of Arrow. Times are timestamps (without zone: UTC), integers in ms, or text.
-Messages name a row by its number in the file, from 1.
+Decimals and truth values are numbers in features of kind float. Messages name a row by its number in the
+file, from 1.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterator, Mapping
+from functools import partial
 
 import numpy as np
 import pyarrow as pa
@@ -25,7 +27,8 @@ Options = TableOptions
 
 def open(options: Options, schema: Schema, window_ms: int) -> EventLog:
     """See `DatasetModule.open`. Engagements have their own times, so `window_ms` is not used."""
-    return open_tables(options, schema, _read)
+    floats = {f.name for f in (*schema.ro, *schema.nro) if f.kind == "float"}
+    return open_tables(options, schema, partial(_read, floats))
 
 
 @contextlib.contextmanager
@@ -82,7 +85,7 @@ def _cast(path: str, name: str, column: pa.ChunkedArray, kind: pa.DataType) -> p
         raise ConfigError(text) from None
 
 
-def _read(path: str, reader: LogLineReader) -> LogTable:
+def _read(floats: Collection[str], path: str, reader: LogLineReader) -> LogTable:
     with parquet_file(path) as file:
         try:
             table = file.read()
@@ -90,4 +93,12 @@ def _read(path: str, reader: LogLineReader) -> LogTable:
             raise ConfigError(
                 f"{path}: expected a complete Parquet file, got a damaged one ({str(error).splitlines()[0]})"
             ) from None
+    for n, field in enumerate(table.schema):
+        kind = field.type
+        if pa.types.is_dictionary(kind):  # as pandas writes its categories
+            kind = kind.value_type
+        if field.name in floats and (pa.types.is_boolean(kind) or pa.types.is_decimal(kind)):
+            kind = pa.float64()
+        if kind != field.type:
+            table = table.set_column(n, field.name, table.column(n).cast(kind))
     return LogTable(path, table, np.arange(1, len(table) + 1), lambda name, cell: cell)

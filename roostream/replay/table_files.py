@@ -7,11 +7,13 @@
 
 A column of text files has the narrowest type that all its cells in all files have: true or false, whole
 numbers, numbers, JSON lists, or text. Whole numbers with leading zeros are text. Empty cells and the words of
-`_EMPTY` are missing. The column LINE of a converted file has the number of each row's line.
+`_EMPTY` are missing, in columns of JSON only those beside numbers or truth values. The column LINE of a
+converted file has the number of each row's line.
 """
 
 from __future__ import annotations
 
+import codecs
 import csv
 import itertools
 import re
@@ -30,6 +32,7 @@ import pyarrow.parquet as pq
 
 from roostream.errors import ConfigError, RoostreamError
 from roostream.replay.input_files import open_file
+from roostream.replay.log_lines import json_error, without_bom
 
 LINE = "roostream: line"  # no column of a site is called so
 Refuse = Callable[[str, Exception], None]
@@ -103,7 +106,8 @@ def as_parquet(paths: Sequence[str], folder: Path, refuse: Refuse, max_rows: int
         return list(paths)
     columns: dict[str, _TextColumn | _JsonColumn] = {}
     if form == "csv":
-        delimiter = _delimiter(paths[0])
+        with open_file(paths[0]) as file:
+            delimiter = delimiter_of(first_line(paths[0], file))
         read = partial(_read_text, delimiter)
         new_column: Callable[[], _TextColumn | _JsonColumn] = partial(_TextColumn, delimiter == ";")
     else:
@@ -207,7 +211,8 @@ def _json_list(text: str) -> list[Any] | None:
 
 
 class _JsonColumn:
-    """A column of JSON values: the types of all values seen, of lists those of their entries."""
+    """A column of JSON values: the types of all values seen, of lists those of their entries. The texts of
+    `_EMPTY` fit every type, and are missing in a column that is not text."""
 
     def __init__(self) -> None:
         self._types: set[type] = set()
@@ -218,7 +223,7 @@ class _JsonColumn:
         for cell in cells:
             self._is_list |= isinstance(cell, list)
             for value in cell if isinstance(cell, list) else (cell,):
-                if value is not None:
+                if value is not None and not _is_empty(value):
                     self._types.add(type(value))
                     if type(value) is int:
                         self._largest = max(self._largest, value, -value - 1)
@@ -241,11 +246,19 @@ class _JsonColumn:
     def array(self, cells: Iterable[Any]) -> pa.Array:
         """The values in the column's type; a value beside lists is a list of one."""
         convert: Callable[[Any], Any] = _CONVERTERS.get(self._entry(), _text)
+
+        def missing(value: Any) -> bool:
+            return value is None or (convert is not _text and _is_empty(value))
+
         if not self._is_list:
-            return pa.array([None if cell is None else convert(cell) for cell in cells], self.type)
-        lists = (cell if cell is None or isinstance(cell, list) else [cell] for cell in cells)
-        values = [None if c is None else [convert(v) for v in c if v is not None] for c in lists]
+            return pa.array([None if missing(cell) else convert(cell) for cell in cells], self.type)
+        lists = (cell if isinstance(cell, list) or missing(cell) else [cell] for cell in cells)
+        values = [[convert(v) for v in c if not missing(v)] if isinstance(c, list) else None for c in lists]
         return pa.array(values, self.type)
+
+
+def _is_empty(value: Any) -> bool:
+    return isinstance(value, str) and value in _EMPTY
 
 
 def _text(value: Any) -> str:
@@ -256,37 +269,57 @@ _CONVERTERS: dict[pa.DataType, Callable[[Any], Any]]
 _CONVERTERS = {pa.bool_(): bool, pa.int64(): int, pa.float64(): float}
 
 
-def _delimiter(path: str) -> str:
-    """The delimiter that is most frequent in the first line, outside quotes."""
-    with open_file(path) as file:
-        line = _first_line(path, file)
+def delimiter_of(line: str) -> str:
+    """The delimiter that is most frequent in a table's first line, outside quotes."""
     outside = "".join(line.split('"')[::2])
     return max(",;\t|", key=outside.count)
 
 
-def _first_line(path: str, file: BinaryIO) -> str:
+def first_line(path: str, file: BinaryIO) -> str:
+    """The first line of separated text.
+
+    Raises:
+        ConfigError: it is not in UTF-8, or lines end in a carriage return alone.
+    """
     try:
-        return file.readline().decode("utf-8").removeprefix("\ufeff").rstrip("\r\n")
+        line = file.readline().decode("utf-8").removeprefix("\ufeff").rstrip("\r\n")
     except UnicodeDecodeError:
-        raise _not_utf8(path) from None
+        raise not_utf8(path) from None
+    if "\r" in line:
+        raise ConfigError(
+            f"{path}: expected lines that end in \\n or \\r\\n, got \\r alone; convert it, such as with "
+            f"`tr '\\r' '\\n' < {path}`"
+        )
+    return line
 
 
-def _not_utf8(path: str) -> ConfigError:
+def not_utf8(path: str) -> ConfigError:
+    """The error of a text file in another encoding, or of a Parquet file with another ending."""
+    with open_file(path) as file:
+        start = file.read(4)
+    if start == b"PAR1":
+        return ConfigError(f"{path}: expected text, got a Parquet file; let its name end in .parquet")
+    is_utf16 = start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
     return ConfigError(
         f"{path}: expected text in UTF-8, got another encoding; convert it, such as with "
-        f"`iconv -f WINDOWS-1252 -t UTF-8 {path}`"
+        f"`iconv -f {'UTF-16' if is_utf16 else 'WINDOWS-1252'} -t UTF-8 {path}`"
     )
 
 
+def column_names(line: str, delimiter: str) -> list[str]:
+    """The names in a first line; one without a name, as pandas writes it for its index, is `column_<n>`."""
+    cells = next(csv.reader([line], delimiter=delimiter), [])
+    return [cell.strip() or f"column_{n}" for n, cell in enumerate(cells, 1)]
+
+
 def _names(path: str, line: str, delimiter: str) -> list[str]:
-    """Names of the columns; one without a name, as pandas writes it for its index, is `column_<n>`.
+    """`column_names`.
 
     Raises:
         ConfigError: the first line has no names, or one twice.
     """
-    cells = next(csv.reader([line], delimiter=delimiter), [])
-    names = [cell.strip() or f"column_{n}" for n, cell in enumerate(cells, 1)]
-    if not any(cells):
+    names = column_names(line, delimiter)
+    if all(name == f"column_{n}" for n, name in enumerate(names, 1)):
         raise ConfigError(f"{path}: expected a first line with the names of the columns, got an empty line")
     if len(names) < 2:
         raise ConfigError(
@@ -319,7 +352,7 @@ def _read_text(delimiter: str, path: str, refuse: Refuse) -> Iterator[_Batch]:
         return "skip"
 
     with open_file(path) as file:
-        names = _names(path, _first_line(path, file), delimiter)
+        names = _names(path, first_line(path, file), delimiter)
         file.seek(0)
         line = 2
         try:
@@ -348,7 +381,7 @@ def _read_text(delimiter: str, path: str, refuse: Refuse) -> Iterator[_Batch]:
             if refused:
                 raise refused[0] from None
             if "UTF8" in str(error) or "UTF-8" in str(error):
-                raise _not_utf8(path) from None
+                raise not_utf8(path) from None
             raise ConfigError(
                 f"{path}: expected rows of text ({str(error).splitlines()[0]}); correct it"
             ) from None
@@ -380,10 +413,12 @@ def _json_lines(path: str, refuse: Refuse) -> Iterator[tuple[int, dict[str, Any]
     with open_file(path) as file:
         for number, line in enumerate(file, 1):
             if line.strip():
+                line = without_bom(line)
                 try:
                     yield number, msgspec.json.decode(line, type=dict[str, Any])
                 except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
-                    refuse(f"{path}:{number}", ValueError(f"expected a JSON object ({error})"))
+                    wrong = json_error(error, line)
+                    refuse(f"{path}:{number}", ValueError(f"expected a JSON object on each line ({wrong})"))
 
 
 def _read_json(rows_in: str, path: str, refuse: Refuse) -> Iterator[_Batch]:

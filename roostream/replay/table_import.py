@@ -47,7 +47,7 @@ _WHERE = "roostream: file and row"  # no column of a site is called so
 _TIME_MS = "roostream: time in ms"
 _OWNER = "roostream: owner"
 _NO_TIME = np.iinfo(np.int64).min  # of a cell that is not a time
-_PER_MS = {"ms": 1.0, "s": 1e3, "us": 1e-3}
+_PER_MS = {"ms": 1.0, "s": 1e3, "us": 1e-3, "ns": 1e-6}
 _CLICK_DELAY_MS = 1000
 
 
@@ -377,7 +377,8 @@ def _times(column: pa.Array | pa.ChunkedArray, column_map: ImportMap) -> np.ndar
         return np.asarray(pc.fill_null(column, _NO_TIME))
     if pa.types.is_integer(kind) or pa.types.is_floating(kind):
         numbers = pc.fill_null(column.cast(pa.float64(), safe=False), float("nan"))
-        scaled_N = np.asarray(numbers, dtype=np.float64) * _PER_MS[column_map.time_unit]
+        # Below the next ms, but the times 1700000000.123 s and 1700000000123000000 ns are no exact floats.
+        scaled_N = np.floor(np.asarray(numbers, dtype=np.float64) * _PER_MS[column_map.time_unit] + 0.0005)
         is_time_N = np.abs(scaled_N) < 2.0**62  # False for NaN
         return np.where(is_time_N, np.where(is_time_N, scaled_N, 0.0).astype(np.int64), _NO_TIME)
     known = {text: _time_of(text, column_map.day_first) for text in set(column.to_pylist())}

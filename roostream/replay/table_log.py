@@ -160,24 +160,26 @@ class _RowsByTime:
 
     def _times(self, table: LogTable) -> np.ndarray:
         """int64 [N], -1 for a skipped row."""
-        column, known = table.table["time"], {None: -1}
+        column, known = table.table["time"], dict[int | str, int]()
         if pa.types.is_timestamp(column.type) or pa.types.is_date(column.type):
             column = column.cast(pa.timestamp("ms"), safe=False).cast(pa.int64())
         out = np.empty(len(column), np.int64)
         for row, cell in enumerate(column.to_pylist()):
-            if cell is None or cell not in known:
-                try:
-                    known[cell] = parse_time_ms(_time_cell(cell))
-                except ValueError as error:
-                    self.reader.refuse(table.where(row), ValueError(f"time: {error}"))
-                    known[cell] = -1
-            out[row] = known[cell]
+            try:
+                time = _time_cell(cell)
+                if time not in known:
+                    known[time] = parse_time_ms(time)
+                out[row] = known[time]
+            except ValueError as error:
+                self.reader.refuse(table.where(row), ValueError(f"time: {error}"))
+                out[row] = -1
         return out
 
 
 def _time_cell(cell: object) -> int | str:
     if isinstance(cell, bool) or not isinstance(cell, (int, str)):
-        raise ValueError(f"expected a time as text, or ms since 1970, got {cell!r}")
+        got = "nothing" if cell is None else repr(cell)
+        raise ValueError(f"expected a time as text, or ms since 1970, got {got}")
     return cell
 
 

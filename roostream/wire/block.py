@@ -235,7 +235,8 @@ def nro_columns(schema: Schema, columns: Mapping[str, Any], num_rows: int) -> Co
     """The arrays of `encode_nro`. Raises the same."""
     _check_names(schema, "nro", columns)
     if num_rows > schema.limits.max_candidates:
-        text = f"expected at most {schema.limits.max_candidates} candidates, got {num_rows}"
+        most = schema.limits.max_candidates
+        text = f"expected at most {most} candidates, got {num_rows}; [limits] max_candidates allows more"
         raise WireError("oversized", text)
     floats_BF = np.full((num_rows, len(schema.floats("nro"))), np.nan, dtype=np.float64)
     for i, f in enumerate(schema.floats("nro")):

@@ -175,6 +175,30 @@ def test_a_bad_line_is_reported_with_its_place_or_skipped_and_counted(
     assert count == 1 and "log:2: " in first[0]
 
 
+def test_a_byte_order_mark_is_no_part_of_the_log(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    write(path, IMPRESSION, ENGAGEMENT)
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert len(events_of(str(path))) == 2
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b'{"type": "impression", "time": NaN}', r"log:1: .*no NaN; write null"),
+        (b'{"type": "impression", "time": \xff"1"}', r"log:1: .*invalid character \(byte 31\): '.\"1\"}'"),
+        (b'{"type": "impression", "time": "\xe9"}', r"log:1: expected text in UTF-8"),
+    ],
+)
+def test_a_line_that_is_no_json_is_reported_with_what_stands_there(
+    tmp_path: Path, line: bytes, message: str
+) -> None:
+    path = tmp_path / "log"
+    path.write_bytes(line + b"\n")
+    with pytest.raises(LogError, match=message):
+        events_of(str(path))
+
+
 def test_an_absent_log_is_reported(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"none.jsonl: no such file"):
         events_of(str(tmp_path / "none.jsonl"))
@@ -199,6 +223,14 @@ def test_a_packed_log_is_the_same_log_and_a_damaged_one_is_reported(tmp_path: Pa
         packed.write_bytes(damaged)
         with pytest.raises((ConfigError, LogError), match=r"log.jsonl\.(gz|zst)"):
             events_of(str(packed))
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, zstandard.compress])
+def test_a_packed_log_whose_name_does_not_say_so_is_named(tmp_path: Path, pack: Any) -> None:
+    path = tmp_path / "log.jsonl"
+    path.write_bytes(pack(json.dumps(IMPRESSION).encode()))
+    with pytest.raises(ConfigError, match=r"log.jsonl: .*end in \.(gz|zst)"):
+        events_of(str(path))
 
 
 def test_a_log_may_come_through_a_pipe(tmp_path: Path) -> None:

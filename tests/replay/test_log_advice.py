@@ -91,3 +91,8 @@ def test_a_prior_far_from_the_log_is_reported() -> None:
     assert "positive for 0.0035 of the candidates" in sentence and "prior = 0.0035" in sentence
     label = {"name": "click", "action": "click", "prior": 0.0035}
     assert told({"label": [label]}, log, {"click": 7}) == []
+    (sentence,) = told({}, log, {"click": 1999})
+    prior = float(sentence.split("prior = ")[1].split()[0])
+    assert schema_from_dict(RAW | {"label": [label | {"prior": prior}]}).labels[0].prior == prior
+    (sentence,) = told({}, log, {"click": 2000})
+    assert "every candidate" in sentence

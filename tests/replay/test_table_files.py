@@ -98,6 +98,27 @@ def test_values_of_several_types_become_text_or_numbers(tmp_path: Path) -> None:
     assert (second["a"], second["b"], second["c"], second["d"], second["e"]) == ("x", 2.5, [3], None, "new")
 
 
+def test_a_byte_order_mark_is_no_part_of_a_table(tmp_path: Path) -> None:
+    rows = read(tmp_path, ("a.jsonl", '\ufeff{"user": "ann"}\n'), ("b.jsonl", '\ufeff{"user": "bob"}\n'))
+    assert [row["user"] for row in rows] == ["ann", "bob"]
+
+
+@pytest.mark.parametrize(
+    ("cells", "wanted"),
+    [
+        (["0.5", '"NaN"', '""', "2"], [0.5, None, None, 2.0]),
+        (["true", '""'], [True, None]),
+        (["[1]", '["NaN", 2]', '""'], [[1], [2], None]),
+        (['"x"', '"NaN"', "1"], ["x", "NaN", "1"]),
+    ],
+)
+def test_a_word_for_nothing_is_missing_in_a_json_column_that_is_not_text(
+    tmp_path: Path, cells: list[str], wanted: list[Any]
+) -> None:
+    text = "".join(f'{{"value": {cell}}}\n' for cell in cells)
+    assert [row["value"] for row in read(tmp_path, ("a.jsonl", text))] == wanted
+
+
 @pytest.mark.parametrize(
     ("name", "text", "line"),
     [
@@ -124,6 +145,8 @@ def test_a_bad_row_is_refused_by_its_line_or_skipped(tmp_path: Path, name: str, 
         ("a.csv", b"user,user\n1,2\n", "'user'"),
         ("a.csv", "user,city\nann,M\xfcnchen\n".encode("latin-1"), "UTF-8"),
         ("a.csv", "user,st\xe4dte\nann,1\n".encode("latin-1"), "UTF-8"),
+        ("a.csv", b"user,price\rann,1\r", "alone"),
+        ("a.csv", "user,price\nann,1\n".encode("utf-16"), "-f UTF-16"),
         ("a.jsonl", b'{"shown_a": [{"id": 1}], "shown_b": [{"id": 1}]}\n', "'shown_b'"),
         ("a.xlsx", b"", "csv"),
         ("absent/a.csv", b"", "no such file"),

@@ -198,7 +198,14 @@ def test_a_column_of_the_features_own_name_needs_no_line_in_the_map(tmp_path: Pa
 
 @pytest.mark.parametrize(
     ("unit", "given"),
-    [("ms", T0), ("s", T0 // 1000), ("us", T0 * 1000), ("ms", "2023-11-14T22:13:20"), ("s", T0 / 1000)],
+    [
+        ("ms", T0),
+        ("s", T0 // 1000),
+        ("us", T0 * 1000),
+        ("ns", T0 * 10**6),
+        ("ms", "2023-11-14T22:13:20"),
+        ("s", T0 / 1000),
+    ],
 )
 def test_times_are_read_in_every_unit_and_type(tmp_path: Path, unit: str, given: object) -> None:
     imported(tmp_path, table_of([{**ONE, "t": given}]), text=f'{PLAIN}\ntime_unit="{unit}"')

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import csv
 import datetime
+import decimal
 import gzip
+import io
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +121,27 @@ def test_parquet_gives_the_events_of_json_lines(tmp_path: Path, packed: bool) ->
     assert first.ro == {"basket": 2.5, "tags": ["x"]} and first.positions == [0, 4]
 
 
+@pytest.mark.parametrize("form", ["csv", "parquet"])
+def test_truth_values_decimals_and_categories_are_numbers_and_texts(tmp_path: Path, form: str) -> None:
+    rows = {
+        "request_id": pa.array(["r", "r", "r"]).dictionary_encode(),
+        "time": [T0] * 3,
+        "item_id": [1, 2, 3],
+        "basket": [decimal.Decimal("2.50")] * 3,
+        "price": [True, None, False],
+    }
+    file = tmp_path / f"shown.{form}"
+    if form == "csv":
+        file.write_text("request_id,time,item_id,basket,price\n" + "".join(
+            f"r,{T0},{item},2.50,{price}\n" for item, price in ((1, "yes"), (2, ""), (3, "False"))
+        ))  # fmt: skip
+    else:
+        pq.write_table(pa.table(rows), file)
+    module: Any = csv_log if form == "csv" else parquet_log
+    (request,) = module.open(module.Options(impressions=(str(file),)), SCHEMA, 0).events
+    assert (request.request_id, request.ro, request.nro["price"]) == ("r", {"basket": 2.5}, [1.0, None, 0.0])
+
+
 def test_packed_csv_and_files_in_any_order(tmp_path: Path) -> None:
     head, *rows = SHOWN.splitlines(keepends=True)
     paths = []
@@ -169,6 +193,58 @@ def test_a_bad_row_is_reported_with_its_place_or_skipped_and_counted(
     patient = csv_of(tmp_path, SHOWN + row + "\n" + ROW.replace("r9", "good"), skip_bad=True)
     assert [e.request_id for e in patient.events if isinstance(e, Request)] == ["r1", "r2", "good"]
     assert patient.skipped().number == 1
+
+
+def test_a_column_without_a_name_can_be_ignored(tmp_path: Path) -> None:
+    shown = "".join(f"{n},{line}\n" if n else f",{line}\n" for n, line in enumerate(SHOWN.splitlines()))
+    with pytest.raises(ConfigError, match="'column_1'"):
+        csv_of(tmp_path, shown)
+    log = csv_of(tmp_path, shown, ignore=("column_1",))
+    assert [plain(event) for event in log.events] == [plain(event) for event in expected()]
+
+
+def test_every_row_without_a_readable_time_is_counted(tmp_path: Path) -> None:
+    bad = "r9,soon,5,1,1,,1,,0\n"
+    log = csv_of(tmp_path, SHOWN + bad + bad, skip_bad=True)
+    assert sum(isinstance(event, Request) for event in log.events) == 2
+    assert log.skipped().number == 2
+
+
+@pytest.mark.parametrize("delimiter", [";", "\t", "|"])
+def test_other_delimiters_say_the_same(tmp_path: Path, delimiter: str) -> None:
+    def with_delimiter(text: str) -> str:
+        out = io.StringIO()
+        rows = [[cell.replace("2.5", "2,5") if delimiter == ";" else cell for cell in row]
+                for row in csv.reader(text.splitlines())]  # fmt: skip
+        csv.writer(out, delimiter=delimiter).writerows(rows)
+        return out.getvalue()
+
+    log = csv_of(tmp_path, with_delimiter(SHOWN), with_delimiter(DONE))
+    assert [plain(event) for event in log.events] == [plain(event) for event in expected()]
+
+
+def test_a_line_break_in_a_cell_ends_no_row_wherever_the_reader_cuts_its_blocks(tmp_path: Path) -> None:
+    row = f'r{{n}},{T0},u,1,1,,1,"{"x" * 100}\ny",0\n'
+    shown = SHOWN.split("\n")[0] + "\n" + "".join(row.format(n=n) for n in range(20_000))
+    assert len(list(csv_of(tmp_path, shown, DONE.split("\n")[0] + "\n").events)) == 20_000
+
+
+@pytest.mark.parametrize(
+    ("content", "word"),
+    [
+        (b"request_id,time,item_id\rr,1700000000000,1\r", r"\\r alone"),
+        ("request_id,time,item_id\nr,1700000000000,1\n".encode("utf-16"), "-f UTF-16"),
+        ("request_id,time,item_id\nr,1700000000000,\xe9\n".encode("cp1252"), "-f WINDOWS-1252"),
+        (b"PAR1\xff\xff", "parquet"),
+    ],
+)
+def test_a_file_that_is_no_text_in_utf8_is_refused_with_its_cure(
+    tmp_path: Path, content: bytes, word: str
+) -> None:
+    file = tmp_path / "shown.csv"
+    file.write_bytes(content)
+    with pytest.raises(ConfigError, match=word):
+        csv_log.open(csv_log.Options(impressions=(str(file),)), SCHEMA, 0)
 
 
 def test_columns_may_be_ignored_and_empty_lines_are_none(tmp_path: Path) -> None:

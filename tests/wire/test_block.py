@@ -148,7 +148,7 @@ def test_invalid_ro_values_are_rejected(schema: Schema, values: dict[str, Any], 
         ({"item": [5.5]}, 1, "expected a list of ids, got 5.5"),
         ({"item": [b"x"]}, 1, "expected a list of ids"),
         ({"item": [{"ids": [1]}]}, 1, "expected a list of ids, got a table with 'ids'"),
-        ({}, 41, "expected at most 40 candidates, got 41"),
+        ({}, 41, "at most 40 candidates, got 41; [limits] max_candidates"),
     ],
 )
 def test_invalid_nro_columns_are_rejected(

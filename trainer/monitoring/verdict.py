@@ -425,7 +425,7 @@ class Verdict:
         if self.state == "unknown":
             return (
                 f"unknown: {self.ne.requests} requests were scored by the model and the baselines; at least "
-                f"{MIN_REQUESTS} are needed, {MIN_POSITIVES} of them with a positive"
+                f"{MIN_REQUESTS} are needed, {MIN_POSITIVES} with a positive, and some with a negative"
             )
         first = [each for each in self.comparisons if each.state == self.state]
         return "; ".join(each.phrase() for each in (*first, *(c for c in self.comparisons if c not in first)))

@@ -1,9 +1,9 @@
-"""Reader of MovieLens-1M: who rated what, in order. Ratings and times are not read, because not every copy
-has them.
+"""Reader of MovieLens-1M: who rated what, in order. How good a rating is does not count.
 
 paddlerec_ensfm_train.csv.zip   train.csv, one interaction per line, `user-gender-age-occupation,movie-genre`;
                                 one user after the other, in order of time; the last interaction of each user
                                 is withheld
+ratings.dat                     without that file: `user::movie::rating::timestamp`, in any order
 movies.dat                      `movie::title::genres`; the corpus, including movies without ratings
 """
 
@@ -19,7 +19,7 @@ import numpy as np
 
 from roostream.errors import ConfigError
 
-INTERACTIONS, MOVIES = "paddlerec_ensfm_train.csv.zip", "movies.dat"
+INTERACTIONS, RATINGS, MOVIES = "paddlerec_ensfm_train.csv.zip", "ratings.dat", "movies.dat"
 _MEMBER = "train.csv"
 
 
@@ -32,7 +32,7 @@ class RatedMovies(NamedTuple):
 
 
 def read_movielens(folder: Path) -> RatedMovies:
-    """Read both files.
+    """Read the movies, and the interactions or else the ratings.
 
     Raises:
         ConfigError: a file is missing or damaged.
@@ -40,18 +40,35 @@ def read_movielens(folder: Path) -> RatedMovies:
     corpus_I = np.unique(
         [_number(MOVIES, k, line, b"::") for k, line in enumerate(_read(folder / MOVIES).splitlines(), 1)]
     )
-    lines = _csv(folder / INTERACTIONS).splitlines()
+    has_ratings = (folder / RATINGS).exists() and not (folder / INTERACTIONS).exists()
+    user_N, movie_N = _ratings(folder / RATINGS) if has_ratings else _interactions(folder / INTERACTIONS)
+    unknown = np.setdiff1d(movie_N, corpus_I)
+    if len(unknown):
+        raise ConfigError(
+            f"{folder / MOVIES}: expected every movie of {RATINGS if has_ratings else _MEMBER}, got none "
+            f"with id {unknown[0]}; check the file"
+        )
+    return RatedMovies(user_N, movie_N, corpus_I)
+
+
+def _interactions(path: Path) -> tuple[np.ndarray, np.ndarray]:
+    lines = _csv(path).splitlines()
     user_N, movie_N = np.empty((2, len(lines)), dtype=np.int64)
     for k, line in enumerate(lines):
         user, _, movie = line.partition(b",")
         user_N[k], movie_N[k] = _number(_MEMBER, k + 1, user, b"-"), _number(_MEMBER, k + 1, movie, b"-")
-    unknown = np.setdiff1d(movie_N, corpus_I)
-    if len(unknown):
-        raise ConfigError(
-            f"{folder / MOVIES}: expected every movie of {_MEMBER}, got none with id {unknown[0]}; check "
-            "the file"
-        )
-    return RatedMovies(user_N, movie_N, corpus_I)
+    return user_N, movie_N
+
+
+def _ratings(path: Path) -> tuple[np.ndarray, np.ndarray]:
+    """Users and movies, by user and time; at equal times in the order of the file."""
+    lines = _read(path).splitlines()
+    user_N, movie_N, time_N = np.empty((3, len(lines)), dtype=np.int64)
+    for k, line in enumerate(lines):
+        user, movie, _, time = (line.split(b"::") + [b""] * 4)[:4]
+        user_N[k], movie_N[k], time_N[k] = (_number(RATINGS, k + 1, c, b"::") for c in (user, movie, time))
+    order_N = np.lexsort((time_N, user_N))
+    return user_N[order_N], movie_N[order_N]
 
 
 def _read(path: Path) -> bytes:
@@ -59,7 +76,8 @@ def _read(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise ConfigError(
-            f"{path}: expected a file of MovieLens-1M, got {error.strerror}; check --data"
+            f"{path}: expected a file of MovieLens-1M, got {error.strerror}; check --data, a folder with "
+            f"{MOVIES} and {RATINGS}"
         ) from None
 
 

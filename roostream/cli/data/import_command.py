@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from roostream.cli.data.log_archive import archive_log
-from roostream.cli.options import CommandGroup, Duration
+from roostream.cli.options import CommandGroup, Duration, MultiValueCommand
 from roostream.cli.output import plain, progress_bar
 from roostream.replay.detect_dataset import detect_replay, input_paths
 from roostream.replay.import_map import load_map
@@ -68,10 +68,11 @@ def table(files: tuple[str, ...], schema: str, map_file: str, out: Path, skip_ba
     print_skipped("rows and requests", counts.skipped, counts.first_skipped)
 
 
-@import_group.command("log")
+@import_group.command("log", cls=MultiValueCommand)
 @click.argument("log", nargs=-1, required=True)
 @click.option("--schema", default="", help="schema TOML; default: that of the dataset, if it has one")
 @click.option("--warehouse", required=True, help="warehouse to write to: a directory, or s3://bucket/prefix")
+@click.option("--engagements", multiple=True, metavar="FILE...", help="tables: files of engagements")
 @click.option(
     "--window", "window_ms", type=Duration(), default="30m", show_default=True, help="the join window"
 )
@@ -80,7 +81,14 @@ def table(files: tuple[str, ...], schema: str, map_file: str, out: Path, skip_ba
     is_flag=True,
     help="skip and count bad lines, and events that cannot be joined; default: they end the import",
 )
-def log(log: tuple[str, ...], schema: str, warehouse: str, window_ms: int, skip_bad: bool) -> None:
+def log(
+    log: tuple[str, ...],
+    schema: str,
+    warehouse: str,
+    engagements: tuple[str, ...],
+    window_ms: int,
+    skip_bad: bool,
+) -> None:
     """Join a log in this process and add its samples to a warehouse in one commit. The same log cannot be
     added twice.
 
@@ -89,9 +97,11 @@ def log(log: tuple[str, ...], schema: str, warehouse: str, window_ms: int, skip_
     \b
     Example:
       roostream import log --schema shop.toml --warehouse warehouse/ shop.jsonl.gz
+      roostream import log --schema shop.toml --warehouse warehouse/ shown.csv --engagements done.csv
       roostream import log --warehouse warehouse/ ebnerd/
     """
-    replay = dataclasses.replace(detect_replay(log, schema, skip_bad=skip_bad), window_ms=window_ms)
+    replay = detect_replay(log, schema, engagements=engagements, skip_bad=skip_bad)
+    replay = dataclasses.replace(replay, window_ms=window_ms)
     with progress_bar("requests") as update:
         counts = archive_log(
             replay,

@@ -19,7 +19,7 @@ _ID_WORDS = frozenset(
         *("store", "surface", "tag", "tags", "topic", "topics", "type"),
     }
 )
-_TIME_UNITS = {"ms": 1.0, "s": 1000.0, "us": 0.001}
+_TIME_UNITS = {"ms": 1.0, "s": 1000.0, "us": 1e-3, "ns": 1e-6}
 
 
 class ColumnValues:
@@ -30,6 +30,7 @@ class ColumnValues:
         self.present = self.bools = self.floats = self.fractions = self.texts = self.lists = 0
         self.low = self.high = 0.0
         self.not_times = 0  # texts that are no time as `parse_table_time_ms` reads it
+        self.example: Any = None  # the first of them, else the newest value
         self.may_be_day_first = self.may_be_month_first = True  # of times such as 3/4/2024
         self.parts: dict[str, ColumnValues] = {}  # of objects, by key
         self.entries: ColumnValues | None = None  # of lists
@@ -53,6 +54,7 @@ class ColumnValues:
     def _add_scalar(self, value: Any) -> None:
         if len(self.distinct) < _MAX_DISTINCT:
             self.distinct.add(value)
+        self.example = value if self.not_times == 0 else self.example
         if isinstance(value, bool):
             self.bools += 1
         elif isinstance(value, int | float):
@@ -111,7 +113,7 @@ class ColumnValues:
             return "" if self.not_times else "text"
         for unit, factor in _TIME_UNITS.items():
             low = min((v for v in self.distinct if isinstance(v, int | float)), default=0) * factor
-            if self.is_whole and low >= EARLIEST_MS and self.high * factor <= LATEST_MS:
+            if self.is_number and low >= EARLIEST_MS and self.high * factor <= LATEST_MS:
                 return unit
         return ""
 
@@ -127,7 +129,7 @@ class ColumnValues:
             if self.entries.fractions or self.entries.bools or self.entries.lists or self.entries.parts:
                 raise ConfigError(
                     f"feature {self.name!r} is a list of something else than ids, which no kind of feature "
-                    "holds; make each entry a feature of its own, or remove it from the log"
+                    "holds; make each entry a feature of its own, or leave it out (of tables with --ignore)"
                 )
             return "ids"
         if self.bools and not self.texts:
@@ -143,6 +145,8 @@ class ColumnValues:
         keys = [key for key, part in self.parts.items() if part.entries is None or not part.entries.fractions]
         main = next((key for key in ("ids", "item", *keys) if key in keys), "ids")
         times = {
-            key for key, part in self.parts.items() if part.entries is not None and part.entries.time_unit()
+            key
+            for key, part in self.parts.items()
+            if part.entries is not None and not part.entries.fractions and part.entries.time_unit()
         }
         return main, {key: "time_ms" if key in times else "ids" for key in self.parts if key != main}

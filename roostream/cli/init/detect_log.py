@@ -13,6 +13,7 @@ import re
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,14 @@ import msgspec
 from roostream.cli.init.column_values import ColumnValues, Kind
 from roostream.errors import ConfigError, nearest
 from roostream.replay.input_files import open_file
+from roostream.replay.log_lines import json_error, without_bom
 from roostream.replay.parquet_log import parquet_file
 from roostream.replay.table_files import LINE, as_parquet, form_of
 from roostream.schema.settings import SettingError, check_name
 
 MAX_LINES = 200_000
+_CHANCE = 1e-6
+_NO_NAME = re.compile(r"(column|unnamed|index_level)_\d+")
 _ROLES = {
     "user": "user_id user userid uid visitor_id visitor customer_id customer member_id account_id",
     "item": "item_id item itemid article_id article product_id product video_id news_id movie_id sku asin "
@@ -40,7 +44,7 @@ _ROLES = {
 _CHOSEN = ("user", "item", "request", "time")  # roles with a flag
 _ACTION = re.compile(
     r"(is_|has_)?(click(ed)?|tap(ped)?|open(ed)?|like[ds]?|hate[ds]?|follow(ed)?|comment(ed)?|forward(ed)?|share[ds]?|"
-    r"order(ed)?|purchased?|bought|buy|cart|add_to_cart|saved?|long_view|label|converted|conversion|"
+    r"order(ed)?|purchased?|bought|buy|cart|add_to_cart|saved?|skip(ped)?|dislike[ds]?|hid(e|den)|long_view|label|converted|conversion|"
     r"install(ed)?|paid|booked|played|read|watched|profile_enter)"
 )
 _CLICKS = ("click", "clicked", "is_click", "clicks", "tap", "open")
@@ -92,6 +96,7 @@ class FoundLog:
     is_complete: bool  # False: only the first lines were read
     assumed: list[str]
     map: dict[str, Any] = dataclasses.field(default_factory=dict)  # of a flat table
+    is_anonymous: bool = False  # no request has a user or a session
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,7 +146,7 @@ def _has_own_lines(path: str) -> bool:
 def _jsonl(paths: Sequence[str], choices: Choices) -> FoundLog:
     sides = {"ro": dict[str, ColumnValues](), "nro": dict[str, ColumnValues]()}
     actions, requests, candidates, complete = Counter[str](), 0, 0, True
-    items, users = ColumnValues("item_id"), ColumnValues("user_id")
+    items, users, sessions = ColumnValues("item_id"), ColumnValues("user_id"), ColumnValues("session_id")
     for path in paths:
         with open_file(path) as file:
             for number, raw in enumerate(file, 1):
@@ -154,6 +159,7 @@ def _jsonl(paths: Sequence[str], choices: Choices) -> FoundLog:
                 elif line.get("type") == "impression":
                     requests += 1
                     users.add(line.get("user_id"))
+                    sessions.add(line.get("session_id"))
                     rows = _candidate_rows(line.get("candidates"), f"{path}:{number}")
                     candidates += len(rows)
                     _add(sides["ro"], line.get("ro") or {})
@@ -167,18 +173,29 @@ def _jsonl(paths: Sequence[str], choices: Choices) -> FoundLog:
                     )
     if not requests:
         raise ConfigError(f"{paths[0]}: expected at least one impression, got none; name the right files")
+    for values in (*sides["ro"].values(), *sides["nro"].values()):
+        if values.bools:
+            raise ConfigError(
+                f"{paths[0]}: feature {values.name!r}: expected numbers or ids, got true and false; write 1 "
+                "and 0"
+            )
     features = [_feature(v, side) for side, columns in sides.items() for v in columns.values() if v.present]
     return FoundLog(
         "jsonl", features, dict(actions), _click(actions, choices.click), requests, candidates,
         items.num_distinct(), users.num_distinct(), complete, _assumed(features),
+        is_anonymous=not (users.present or sessions.present),
     )  # fmt: skip
 
 
 def _decode(raw: bytes, where: str) -> dict[str, Any]:
+    line = without_bom(raw)
     try:
-        return msgspec.json.decode(raw, type=dict[str, Any])
-    except (msgspec.MsgspecError, UnicodeError) as error:
-        raise ConfigError(f"{where}: expected a JSON object ({error}); correct the line") from None
+        return msgspec.json.decode(line, type=dict[str, Any])
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+        wrong = json_error(error, line)
+        raise ConfigError(
+            f"{where}: expected a JSON object on each line ({wrong}); correct the line"
+        ) from None
 
 
 def _candidate_rows(candidates: Any, where: str) -> list[dict[str, Any]]:
@@ -208,6 +225,11 @@ def _two_tables(
     rows = [{name: _cell(cell) for name, cell in row.items()} for row in rows]
     reserved = {*_OF_REQUESTS, *_OF_CANDIDATES, *choices.ignore}
     columns, sides, numbers = _columns(rows, ("request_id", "user_id", "time"))
+    for name, values in columns.items():
+        if name not in reserved and values.time_unit() == "text":
+            raise ConfigError(f"column {name!r} is a time, which is no kind of feature; add --ignore {name}")
+        if name not in reserved and _is_numbering(values):
+            raise ConfigError(f"column {name!r} has the numbers of the rows; add --ignore {name}")
     features = [
         _feature(values, sides[name])
         for name, values in columns.items()
@@ -217,6 +239,7 @@ def _two_tables(
     return FoundLog(
         form, features, dict(actions), _click(actions, choices.click), numbers, len(rows),
         columns["item_id"].num_distinct(), users, complete, _assumed(features),
+        is_anonymous=not any(columns[n].present for n in ("user_id", "session_id") if n in columns),
     )  # fmt: skip
 
 
@@ -233,6 +256,9 @@ def _flat(path: str, rows: list[dict[str, Any]], complete: bool, choices: Choice
                 f"{', '.join(columns)})"
             )
     free = [n for n in columns if n not in {*filter(None, roles.values()), *choices.ignore}]
+    times = [n for n in free if columns[n].time_unit() == "text"]
+    numbering = [n for n in free if _is_numbering(columns[n])]
+    free = [n for n in free if n not in (*times, *numbering)]
     event, shown = _event(columns, free)
     request = [roles["request"]] if roles["request"] else [c for c in (roles["user"], roles["time"]) if c]
     actions, assumed = dict[str, dict[str, Any]](), list[str]()
@@ -252,15 +278,22 @@ def _flat(path: str, rows: list[dict[str, Any]], complete: bool, choices: Choice
         for a in actions.values():
             how = f"{a['least']:g} or more where a user liked" if "least" in a else "true where a user did"
             assumed.append(f"column {a['column']!r} is {how} it")
-    _, sides, requests = _columns(rows, tuple(request))
+    shown_columns, sides, requests = _columns(rows, tuple(request))
+    used = {event, *(a["column"] for a in actions.values())}
+    late = _late_columns(rows, [n for n in free if n not in used], actions)
+    assumed += [
+        f"column {n!r} has values only where a user acted: it is known too late for a feature and left out"
+        for n in late
+    ]
     features = []
     for name in free:
-        if name != event and name not in [a["column"] for a in actions.values()] and columns[name].present:
-            feature = _feature(columns[name], sides[name], _snake(name))
+        if name not in used and name not in late and shown_columns[name].present:
+            feature = _feature(shown_columns[name], sides[name], _snake(name))
             features.append(dataclasses.replace(feature, column=name))
+    _check_distinct(path, [f.column for f in features])
     column_map: dict[str, Any] = {"request": request, "time": roles["time"], "item": roles["item"]}
     unit = columns[roles["time"]].time_unit()
-    column_map |= {"time_unit": unit} if unit in ("s", "us") else {}
+    column_map |= {"time_unit": unit} if unit in ("s", "us", "ns") else {}
     column_map |= {"day_first": True} if columns[roles["time"]].is_day_first else {}
     column_map |= {r: roles[r] for r in ("user", "session", "position", "propensity") if roles[r]}
     column_map |= {"event": event, "shown": shown} if event else {}
@@ -269,6 +302,8 @@ def _flat(path: str, rows: list[dict[str, Any]], complete: bool, choices: Choice
     named = [f"column {column!r} is the {role}" for role, column in roles.items() if column]
     if not roles["request"]:
         named.append(f"rows with equal {' and '.join(request)} are one request")
+    assumed += [f"column {n!r} is a time, which is no kind of feature, so it is left out" for n in times]
+    assumed += [f"column {n!r} has the numbers of the rows, so it is left out" for n in numbering]
     if requests > 0.9 * len(rows):
         assumed.append("most lists have one item, so nothing can be compared within a list")
     return FoundLog(
@@ -276,7 +311,13 @@ def _flat(path: str, rows: list[dict[str, Any]], complete: bool, choices: Choice
         columns[roles["item"]].num_distinct(),
         columns[roles["user"]].num_distinct() if roles["user"] else 0,
         complete, [*named, *assumed, *_assumed(features)], column_map,
+        is_anonymous=not (roles["user"] or roles["session"]),
     )  # fmt: skip
+
+
+def _is_numbering(values: ColumnValues) -> bool:
+    """Whether this is the index of a pandas table, which has no name."""
+    return values.is_whole and bool(_NO_NAME.fullmatch(_snake(values.name)))
 
 
 def _event(columns: dict[str, ColumnValues], free: Sequence[str]) -> tuple[str, list[str]]:
@@ -287,6 +328,31 @@ def _event(columns: dict[str, ColumnValues], free: Sequence[str]) -> tuple[str, 
         if _EVENT.fullmatch(_snake(name)) and shown and len(shown) < len(values) <= 50:
             return name, shown
     return "", []
+
+
+def _late_columns(
+    rows: Sequence[dict[str, Any]], names: Sequence[str], actions: dict[str, dict[str, Any]]
+) -> list[str]:
+    """The columns that are empty, false or 0 in all rows without an action, such as the seconds that a user
+    watched. Actions are so rare that chance explains none."""
+    acted = [any(_happened(row.get(a["column"]), a) for a in actions.values()) for row in rows]
+    share, late = sum(acted) / len(acted), []
+    for name in names:
+        filled = [happened for row, happened in zip(rows, acted, strict=True) if row.get(name)]
+        if all(filled) and share ** len(filled) < _CHANCE:
+            late.append(name)
+    return late
+
+
+def _check_distinct(path: str, names: Sequence[str]) -> None:
+    """Raises ConfigError: two columns get the same name in the schema."""
+    found: dict[str, str] = {}
+    for name in names:
+        if (other := found.setdefault(_snake(name), name)) != name:
+            raise ConfigError(
+                f"{path}: columns {other!r} and {name!r} would both be called {_snake(name)!r}; leave one "
+                "out with --ignore COLUMN"
+            )
 
 
 def _action_columns(
@@ -304,6 +370,7 @@ def _action_columns(
     ratings = [n for n in free if columns[n].is_number and _RATING.fullmatch(_snake(n))]
     if not found and len(ratings) == 1:
         found = ratings
+    _check_distinct(path, found)
     return {
         _snake(n): {"column": n, **({"least": 0.8 * columns[n].high} if n in ratings else {})} for n in found
     }
@@ -318,6 +385,8 @@ def _role(path: str, role: str, columns: dict[str, ColumnValues], choices: Choic
     if given := choices.columns.get(role, ""):
         if given not in columns:
             raise ConfigError(f"{path}: --{role}: no column {given!r}{nearest(given, columns)}")
+        if role == "time" and not columns[given].time_unit():
+            raise _no_times(path, columns[given])
         return given
     names = _ROLES[role].split()
     fits = [
@@ -325,6 +394,8 @@ def _role(path: str, role: str, columns: dict[str, ColumnValues], choices: Choic
     ]
     if not fits and role == "time":
         fits = [n for n, v in columns.items() if n not in choices.ignore and v.time_unit()]
+        if not fits and (named := [v for n, v in columns.items() if _snake(n) in names and v.present]):
+            raise _no_times(path, named[0])
     if exact := [n for n in fits if _snake(n) == names[0]]:
         fits = exact
     if len(fits) > 1:
@@ -337,6 +408,14 @@ def _role(path: str, role: str, columns: dict[str, ColumnValues], choices: Choic
             )
         )
     return fits[0] if fits else ""
+
+
+def _no_times(path: str, values: ColumnValues) -> ConfigError:
+    return ConfigError(
+        f"{path}: column {values.name!r}: expected times such as '2023-05-23T12:00:00', or all as s, ms, µs "
+        f"or ns since 1970, got others such as {str(values.example)[:64]!r}; convert them, or name another "
+        "column with --time COLUMN"
+    )
 
 
 def _fits(role: str, values: ColumnValues) -> bool:
@@ -413,11 +492,18 @@ def _table_rows(paths: Sequence[str], folder: Path) -> tuple[list[dict[str, Any]
             for batch in file.iter_batches():
                 found = batch.to_pylist()
                 taken += len(found)
-                rows += [{name: cell for name, cell in row.items() if name != LINE} for row in found]
+                rows += [{name: _number(cell) for name, cell in row.items() if name != LINE} for row in found]
                 if taken >= MAX_LINES:
                     complete = False
                     break
     return rows, complete
+
+
+def _number(cell: Any) -> Any:
+    """A decimal as the number that `import table` makes of it."""
+    if not isinstance(cell, Decimal):
+        return cell
+    return int(cell) if cell.as_tuple().exponent == 0 else float(cell)
 
 
 def _cell(cell: Any) -> Any:

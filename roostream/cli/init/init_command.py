@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from roostream.cli.init.schema_text import MODEL, map_text, schema_text
 from roostream.cli.options import MultiValueCommand
 from roostream.cli.output import counted, print_sentences, progress_bar
 from roostream.errors import ConfigError
-from roostream.schema.schema_file import load_schema
+from roostream.schema.schema_file import schema_from_dict
 from roostream.schema.settings import SettingError, check_name
 
 _ROLES = ("user", "item", "request", "time")
@@ -79,11 +80,11 @@ def _check_new(folder: Path, names: Sequence[str]) -> None:
 
 def _write(folder: Path, log: tuple[str, ...], given: dict[str, Any], is_sample: bool = False) -> None:
     """Detect the log's features, write the files, and print what to type next."""
-    if len(log) == 1 and Path(log[0]).is_dir():
-        raise ConfigError(
-            f"{log[0]}: expected files of a log, got a folder; an EB-NeRD folder needs no schema: "
-            f"roostream replay ebnerd --behaviors {Path(log[0]) / 'behaviors.parquet'}"
-        )
+    if Path(log[0]).is_dir():
+        behaviors = Path(log[0]) / "behaviors.parquet"
+        hint = f"an EB-NeRD folder needs no schema: roostream replay ebnerd --behaviors {behaviors}"
+        hint = hint if behaviors.is_file() else "name the files in it"
+        raise ConfigError(f"{log[0]}: expected files of a log, got a folder; {hint}")
     choices = Choices(
         engagements=given["engagements"],
         ignore=given["ignore"],
@@ -96,10 +97,10 @@ def _write(folder: Path, log: tuple[str, ...], given: dict[str, Any], is_sample:
     if found.form == "flat":
         files["map.toml"] = map_text(found)
     _check_new(folder, list(files))
+    schema_from_dict(tomllib.loads(files["schema.toml"]))  # nothing is written if it is not valid
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in files.items():
         (folder / name).write_text(text, encoding="utf-8")
-    load_schema(folder / "schema.toml")
     if not is_sample:
         print_sentences(found.assumed)
         print_sentences([f"the action to predict first is {found.click!r}"])

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 
 from roostream.cli.init.detect_log import FoundFeature, FoundLog
+from roostream.replay.log_advice import prior_of
 
 _DIM = 8
 _ROW_BYTES = 2 * 4 * _DIM  # weights and adagrad's accumulators, 4 bytes each
@@ -19,6 +20,7 @@ _OF_ALL_TIME = {
 _MAX_PAIRS = 3
 _MAX_LABELS = 8
 _MIN_FOR_PRIOR = 1000  # candidates
+_MAX_NAME = 64  # characters
 
 MODEL = """\
 # The model: the default ranker. Each key can be deleted; then it has its default, which is the value here.
@@ -53,7 +55,7 @@ def schema_text(name: str, log: FoundLog, source: str) -> str:
 
 
 def _tables(log: FoundLog, own: set[str]) -> Iterator[str]:
-    tables = dict.fromkeys(["item", *(["user"] if _has_users(log, own) else [])])
+    tables = dict.fromkeys(["item", *(["user"] if log.users > 0 and "user" not in own else [])])
     for f in log.features:
         tables |= dict.fromkeys([_table(f)] if f.kind != "float" else [])
         tables |= dict.fromkeys(column for column, kind in f.columns.items() if kind == "ids")
@@ -76,7 +78,7 @@ def _ids(log: FoundLog, own: set[str]) -> Iterator[str]:
             "# The user's own id. It costs a row of the table; serving and replays fill it in.\n"
             '[[ro]]\nname = "user"\nkind = "ids"\ntable = "user"'
         )
-    if "history" not in own:
+    if "history" not in own and not log.is_anonymous:
         yield (
             "# The user's newest clicks, which candidates attend to: 16 bytes in Redis for each entry, and\n"
             "# the time of an attention over the list.\n"
@@ -109,7 +111,7 @@ def _declared(f: FoundFeature) -> str:
         tables = ", ".join(f'{column} = "{column}"' for column, kind in f.columns.items() if kind == "ids")
         lines += [f"columns = {{ {columns} }}"] if columns else []
         lines += [f"column_tables = {{ {tables} }}"] if tables else []
-    if f.kind == "float" and f.side == "nro":
+    if f.kind == "float" and f.side == "nro" and len(f"{f.name}_rank") <= _MAX_NAME:
         lines += ["", "[[transform]]", f'input = "{f.name}"', 'op = "rank"']
     return "\n".join(lines).replace("\n\n", "\n")
 
@@ -125,6 +127,8 @@ def _has_users(log: FoundLog, own: set[str]) -> bool:
 def _online_features(log: FoundLog, own: set[str]) -> Iterator[str]:
     """What Roostream keeps online: counters, ages and times. Names that the log has are its own."""
     request = [n for n in ("history_len", "hour_of_day", "num_candidates") if n not in own]
+    if log.is_anonymous:
+        request = [n for n in request if n != "history_len"]
     if request:
         logs = [n for n in request if n != "hour_of_day"]
         yield (
@@ -223,7 +227,7 @@ def _labels(log: FoundLog) -> Iterator[str]:
         prior = ""
         if log.is_complete and log.candidates >= _MIN_FOR_PRIOR and 0 < share < 1:
             prior = (
-                f"\nprior = {share:.2g}    # predicted before training: the share of candidates in the log"
+                f"\nprior = {prior_of(share)}    # predicted before training: the log's share of candidates"
             )
         yield (
             f"# What to predict: did the user do {json.dumps(action)}?\n"

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from roostream.online.counters import STATELESS_FEATURES, sources_of
 from roostream.replay.config import ReplayConfig
+from roostream.replay.log_advice import prior_of
 from roostream.schema.counter_declaration import SHOWN
 from roostream.schema.counter_plan import declared
 from roostream.schema.schema import Schema
@@ -207,7 +208,8 @@ def _inputs(schema: Schema, report: Mapping[str, Any]) -> Iterator[Reason]:
             "the model does not know which user asks",
             'add [[ro]] name = "user", kind = "ids", table = "user"',
         )
-    if not any(f.kind == "sequence" for f in schema.ro):
+    has_users = log["without_user_and_session"] < log["impressions"]
+    if has_users and not any(f.kind == "sequence" for f in schema.ro):
         yield Reason(
             "no_history",
             "the model does not see what the user clicked before",
@@ -253,7 +255,7 @@ def _priors(schema: Schema, report: Mapping[str, Any]) -> Iterator[Reason]:
             "prior_far_off",
             f"label {label.name!r} is positive for {rate:.2g} of the candidates, but an untrained model "
             f"predicts {prior:.2g}",
-            f"set prior = {rate:.2g} in its [[label]]",
+            f"set prior = {prior_of(rate)} in its [[label]]",
         )
 
 

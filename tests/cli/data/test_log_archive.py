@@ -71,6 +71,23 @@ def test_an_imported_log_has_every_request_as_a_sample_clustered_by_user(log: Pa
         assert len([n for n in range(1, len(users)) if users[n] != users[n - 1]]) == len(set(users)) - 1
 
 
+def test_tables_are_imported_with_their_engagements(log: Path) -> None:
+    (log / "shown.csv").write_text(f"request_id,time,user_id,item_id,item\nr,{T0},5,1,1\nr,{T0},5,2,2\n")
+    (log / "done.csv").write_text(f"request_id,time,user_id,item_id,action\nr,{T0 + 1},5,2,click\n")
+    files = ["--engagements", str(log / "done.csv")]
+    arguments = ["--schema", str(log / "site.toml"), "--warehouse", str(log / "w"), *files]
+    done = CliRunner().invoke(cli, ["import", "log", str(log / "shown.csv"), *arguments])
+    assert done.exit_code == 0 and "1 samples in " in done.stdout
+    scan = TableScan(log / "w")
+    (batch,) = (batch for _, batch in scan.batches(scan.schema()))
+    assert batch.label_BT.tolist() == [[0.0], [1.0]]
+
+
+def test_lines_of_json_have_no_tables_of_engagements(log: Path) -> None:
+    refused = run(log, "--engagements", str(log / "log.jsonl"))
+    assert refused.exit_code != 0 and "--engagements" in str(refused.exception)
+
+
 def test_the_same_log_lands_once(log: Path) -> None:
     assert run(log).exit_code == 0
     again = run(log)

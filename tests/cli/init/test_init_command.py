@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
+import datetime
 import json
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +154,123 @@ def test_a_flat_table_gets_a_map_that_imports_it() -> None:
     assert (counts.requests, counts.engagements, counts.skipped) == (2, 2, 0)
 
 
+@pytest.mark.parametrize(
+    ("factor", "unit"),
+    [(1, "ms"), (0.001, "s"), (1000, "us"), (1_000_000, "ns")],
+    ids=["ms", "s", "us", "ns"],
+)
+def test_the_unit_of_times_is_found(factor: float, unit: str) -> None:
+    times = [(T0 + 123) * factor, (T0 + 123) * factor, (T0 + 1123) * factor, (T0 + 1123) * factor]
+    pq.write_table(pa.table(flat(shownAt=times)), "rows.parquet")
+    run("shop", "--from", "rows.parquet")
+    schema = written()
+    import_table(["rows.parquet"], schema, load_map("shop/map.toml", schema), Path("shop/log.jsonl"))
+    found = [json.loads(line) for line in Path("shop/log.jsonl").read_text().splitlines()]
+    assert [line["time"] for line in found if line["type"] == "impression"] == [T0 + 123, T0 + 1123]
+
+
+def test_columns_of_other_types_are_read_or_named() -> None:
+    day = datetime.datetime(2024, 1, 2, tzinfo=datetime.UTC)
+    more = {
+        "price": [Decimal("1.50"), Decimal("2.50"), Decimal("1.50"), None],
+        "paid": [Decimal("9.99"), None, None, Decimal("0.00")],
+        "published": [day, day, None, day],
+        "vector": [[0.5, 1.5]] * 4,
+    }
+    pq.write_table(pa.table(flat(clicked=[1, 0, 0, 0], **more)), "rows.parquet")
+    with pytest.raises(ConfigError, match=r"'vector'.*--ignore"):
+        run("shop", "--from", "rows.parquet", "--ignore", "Price")
+    ignored = ("--ignore", "vector", "Price")
+    output = run("shop", "--from", "rows.parquet", *ignored, "--click", "paid").output
+    schema = written()
+    assert {f.name: f.kind for f in schema.nro}["price"] == "float" and schema.online.click == "paid"
+    assert "'published' is a time" in output and "published" not in {f.name for f in schema.nro}
+    counts = import_table(["rows.parquet"], schema, load_map("shop/map.toml", schema), Path("shop/log.jsonl"))
+    assert (counts.requests, counts.engagements) == (2, 2)
+
+
+def test_the_prior_of_a_log_with_hardly_a_negative_is_valid() -> None:
+    rows = {name: cells * 500 for name, cells in flat(clicked=[1] * 4).items()}
+    rows["clicked"][0] = 0
+    pq.write_table(pa.table(rows), "rows.parquet")
+    run("shop", "--from", "rows.parquet")
+    assert written().labels[0].prior == 0.99
+
+
+def test_columns_that_are_known_too_late_are_no_features() -> None:
+    clicked = [n % 4 == 0 for n in range(200)]
+    rows = {name: cells * 50 for name, cells in flat().items()} | {
+        "clicked": clicked,
+        "seconds": [n * was_clicked for n, was_clicked in enumerate(clicked)],
+        "stars": [5 if was_clicked and n % 8 else None for n, was_clicked in enumerate(clicked)],
+        "coupon": [1 if n in (0, 4) else None for n in range(200)],  # may be chance
+    }
+    pq.write_table(pa.table(rows), "rows.parquet")
+    output = run("shop", "--from", "rows.parquet").output
+    assert {f.name for f in written().nro} & {"seconds", "stars", "coupon", "price"} == {"coupon", "price"}
+    assert "'seconds' has values only where a user acted" in output
+
+
+def test_a_column_of_actions_only_is_no_feature_of_shown_items() -> None:
+    events = {"event": ["view", "view", "purchase", "view"], "article": ["a", "b", "b", "c"]}
+    rows = {**flat(visitor=[1, 1, 1, 2], **events), "revenue": [None, None, 9.5, None]}
+    del rows["clicked"]
+    pq.write_table(pa.table(rows), "rows.parquet")
+    run("shop", "--from", "rows.parquet")
+    assert {f.name for f in (*written().ro, *written().nro)} & {"price", "revenue"} == {"price"}
+
+
+def test_truth_values_that_no_reader_of_lines_takes_are_refused() -> None:
+    write_lines("log.jsonl", a_log(member=True))
+    with pytest.raises(ConfigError, match=r"'member'.*write 1 and 0"):
+        run("shop", "--from", "log.jsonl")
+
+
+def test_a_time_beside_two_tables_is_ignored_on_demand() -> None:
+    day = datetime.datetime(2024, 1, 2, tzinfo=datetime.UTC)
+    shown = {"request_id": ["r"] * 2, "time": [T0] * 2, "item_id": ["a", "b"], "published": [day] * 2}
+    pq.write_table(pa.table(shown), "shown.parquet")
+    done = {"request_id": ["r"], "time": [T0], "item_id": ["a"], "action": ["click"]}
+    pq.write_table(pa.table(done), "done.parquet")
+    tables = ("shop", "--from", "shown.parquet", "--engagements", "done.parquet")
+    with pytest.raises(ConfigError, match="--ignore published"):
+        run(*tables)
+    assert "--ignore published" in run(*tables, "--ignore", "published").output
+
+
+def test_the_numbers_of_rows_are_no_feature() -> None:
+    columns = {"": [0, 1, 2, 3], **flat()}
+    rows = [",".join(columns), *(",".join(map(str, row)) for row in zip(*columns.values(), strict=True))]
+    Path("rows.csv").write_text("\n".join(rows) + "\n")
+    assert "'column_1' has the numbers of the rows" in run("shop", "--from", "rows.csv").output
+    assert "column_1" not in {f.name for f in written().nro}
+
+
+def test_a_log_without_users_and_sessions_has_no_history() -> None:
+    lines = [{key: value for key, value in line.items() if key != "user_id"} for line in a_log()]
+    write_lines("log.jsonl", lines)
+    run("anonymous", "--from", "log.jsonl")
+    assert not {"history", "history_len"} & {f.name for f in written("anonymous").ro}
+    write_lines("log.jsonl", [line | {"session_id": 5} for line in lines])
+    run("sessions", "--from", "log.jsonl")
+    assert {"history", "history_len"} <= {f.name for f in written("sessions").ro}
+
+
+def test_names_that_the_schema_cannot_hold_are_named_and_nothing_is_written() -> None:
+    pq.write_table(pa.table(flat(price=[1.0] * 4)), "rows.parquet")
+    with pytest.raises(ConfigError, match=r"'Price' and 'price' would both be .*--ignore"):
+        run("shop", "--from", "rows.parquet")
+    pq.write_table(pa.table(flat(Clicked=[1] * 4)), "rows.parquet")
+    with pytest.raises(ConfigError, match="'clicked' and 'Clicked' would both be"):
+        run("shop", "--from", "rows.parquet")
+    assert not Path("shop").exists()
+    pq.write_table(pa.table(flat(**{"p" * 150: [0.5, 1.5, 2.5, 3.5], "user": [0.5] * 4})), "rows.parquet")
+    run("shop", "--from", "rows.parquet", "--user", "visitor")
+    schema = written()
+    assert "p" * 64 in {f.name for f in schema.nro}
+    assert {f.table for f in (*schema.ro, *schema.nro)} - {""} == {t.name for t in schema.tables}
+
+
 def lines_of(rows: list[dict[str, Any]], form: str) -> str:
     """Rows as the text of a file."""
     if form == "jsonl":
@@ -197,8 +316,10 @@ def test_a_text_table_gets_a_map_that_imports_it(
         ({k: v for k, v in flat().items() if k != "article"}, (), "--item"),
         (flat(time=[T0] * 4, shown_at=[T0] * 4), ("--time", "tine"), "'time'"),
         ({k: v for k, v in flat().items() if k != "clicked"}, (), "--click"),
+        (flat(shownAt=[str(T0), "10:30", "10:30", "soon"]), (), "'shownAt'.* as '10:30'"),
+        (flat(shownAt=[T0, T0, T0 // 1000, T0 // 1000]), ("--time", "shownAt"), "'shownAt'"),
     ],
-    ids=["two items", "no item", "a misspelled column", "no action"],
+    ids=["two items", "no item", "a misspelled column", "no action", "no times", "times in two units"],
 )
 def test_an_unclear_flat_table_is_asked_about(
     columns: dict[str, Any], flags: tuple[str, ...], word: str

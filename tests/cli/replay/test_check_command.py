@@ -109,13 +109,21 @@ def test_an_id_in_its_other_form_is_hinted_at(tmp_path: Path) -> None:
     )
 
 
-def test_tables_are_checked_too(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("ending", ["csv", "tsv"])
+def test_tables_are_checked_too(tmp_path: Path, capfd: pytest.CaptureFixture[str], ending: str) -> None:
     (tmp_path / "s.toml").write_text(SCHEMA)
-    (tmp_path / "shown.csv").write_text(
+    (tmp_path / f"shown.{ending}").write_text(
         f"request_id,time,user_id,item_id,price\nr,{T0},5,1,2\nr,{T0},5,2,3\n"
     )
-    (tmp_path / "done.csv").write_text(f"request_id,time,user_id,item_id,action\nr,{T0 + 1},5,1,click\n")
-    paths = ["--impressions", str(tmp_path / "shown.csv"), "--engagements", str(tmp_path / "done.csv")]
+    (tmp_path / f"done.{ending}").write_text(
+        f"request_id,time,user_id,item_id,action\nr,{T0 + 1},5,1,click\n"
+    )
+    paths = [
+        "--impressions",
+        str(tmp_path / f"shown.{ending}"),
+        "--engagements",
+        str(tmp_path / f"done.{ending}"),
+    ]
     with pytest.raises(SystemExit) as ended:
         cli.main(["check", "--schema", str(tmp_path / "s.toml"), *paths], standalone_mode=False)
     assert ended.value.code == 0 and "click 1" in capfd.readouterr().out

@@ -215,6 +215,12 @@ def test_the_baseline_that_is_better_is_a_reason(nearest: str, reason: str, good
     assert good.reasons(nearest) == {"few_requests", reason}
 
 
+def test_a_history_is_not_advised_where_no_request_has_a_user(tmp_path: Path) -> None:
+    lines = changed(GOOD.lines, user_id=0, session_id=0)
+    found = replayed(tmp_path, lines, SCHEMA.replace(HISTORY, ""))
+    assert found.reasons() == {"few_requests", "no_user_in_log"}
+
+
 def test_late_clicks_are_a_reason_for_a_longer_window(tmp_path: Path) -> None:
     found = replayed(tmp_path, log_of(300, at_random, delay_ms=120_000), window_ms=60_000)
     reason = likely_reasons(judged("item"), load_schema(found.config.schema), *found)[0]

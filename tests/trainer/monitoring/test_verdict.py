@@ -177,6 +177,22 @@ def test_few_requests_or_positives_have_no_verdict() -> None:
     assert PairedRequests().verdict().state == "unknown"
 
 
+def test_requests_with_positives_only_have_no_verdict_and_it_says_what_is_missing() -> None:
+    paired, ids, scores = PairedRequests(), np.arange(300), scores_of(np.full(300, np.nan))
+    paired.add_rules(ids.tolist(), dict.fromkeys(RULES, scores))
+    paired.add_model(
+        ids.tolist(),
+        scores,
+        place_R=ids,
+        time_ms_R=ids + 1,
+        candidates_R=np.full(300, _SIZE),
+        positives_R=np.full(300, _SIZE),
+        weight_R=np.ones(300),
+    )
+    verdict = paired.verdict()
+    assert verdict.state == "unknown" and "negative" in verdict.sentence()
+
+
 def test_requests_that_only_one_side_scored_do_not_count() -> None:
     paired, ids = PairedRequests(), np.arange(300)
     add_model(paired, ids, scores_of(np.ones(300)))

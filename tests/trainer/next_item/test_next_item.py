@@ -13,7 +13,7 @@ from torch import Tensor
 
 from roostream.errors import ConfigError, RoostreamError
 from trainer.next_item.config import NextItemConfig
-from trainer.next_item.movielens import INTERACTIONS, MOVIES, read_movielens
+from trainer.next_item.movielens import INTERACTIONS, MOVIES, RATINGS, read_movielens
 from trainer.next_item.sequences import (
     TEST,
     VALIDATION,
@@ -266,6 +266,18 @@ def test_a_missing_file_is_rejected(tmp_path: Path, name: str) -> None:
     (written(tmp_path) / name).unlink()
     with pytest.raises(ConfigError, match=f"{name}: expected a file of MovieLens-1M, got No such file"):
         read_movielens(tmp_path)
+
+
+def test_published_ratings_are_read_in_order_of_time_if_there_are_no_interactions(tmp_path: Path) -> None:
+    folder = written(tmp_path)
+    (folder / RATINGS).write_text("2::30::5::300\n1::10::3::200\n1::30::4::100\n1::20::1::200\n")
+    assert read_movielens(folder).movie_N.tolist() == [30, 10, 30]
+    (folder / INTERACTIONS).unlink()
+    rated = read_movielens(folder)
+    assert rated.user_N.tolist() == [1, 1, 1, 2] and rated.movie_N.tolist() == [30, 10, 20, 30]
+    (folder / RATINGS).write_text("1::10::3::200\n1::10\n")
+    with pytest.raises(ConfigError, match=r"ratings\.dat:2: expected a line"):
+        read_movielens(folder)
 
 
 def test_a_truncated_zip_file_is_rejected(tmp_path: Path) -> None:
