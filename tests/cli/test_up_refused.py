@@ -44,7 +44,7 @@ def test_a_wrong_archive_is_reported_once_and_not_retried(folder: Path) -> None:
     assert (
         shown.returncode == 1
         and "NOT READY" in shown.stdout
-        and "is no table" in " ".join(shown.stdout.split())
+        and "is no table" in " ".join(shown.stdout.replace("│", " ").split())
     )
 
 
