@@ -417,9 +417,7 @@ class _OfflineTraining:
     ) -> Supervisor:
         """Serve the controller and the shards by RPC, and start the worker programs. `reader_master`: "" = no
         readers."""
-        server = RpcServer(controller.handle)
-        opened.callback(server.stop)
-        server.start()
+        server = RpcServer(controller.handle).start()
         shard_servers = [RpcServer(ShardRpcHandler(shard).handle).start() for shard in shards]
         for shard_server in shard_servers:
             opened.callback(shard_server.stop)
@@ -451,6 +449,7 @@ class _OfflineTraining:
             supervisor.close()
 
         opened.callback(end)
+        opened.callback(server.stop)  # first, because the workers that stop last would report the others lost
         supervisor.open()
         supervisor.start([program(index) for index in range(self.config.workers)])
         return supervisor
