@@ -117,9 +117,9 @@ class LogLineReader:
             LogError: if `skip_bad` is off; the message is `path:line: …`.
         """
         reason = "brackets nested too deep" if isinstance(error, RecursionError) else str(error)
-        message = printable(f"{where}: {reason}; correct the line, or use --skip-bad to skip such lines")
+        message = printable(f"{where}: {reason}")
         if not self.skip_bad:
-            raise LogError(message) from None
+            raise LogError(f"{message}; correct the line, or use --skip-bad to skip such lines") from None
         self._num_skipped += 1
         if len(self._first_skipped) < _MAX_MESSAGES:
             self._first_skipped.append(message)

@@ -46,8 +46,9 @@ def join_rows(report: Mapping[str, Any]) -> Iterator[Row]:
     for reason, first in report["first_dead_letters"].items():
         yield f"  first {reason}", f"{first['where'] or 'unknown line'}: {first['error']}"
     if counts["skipped_lines"]:
-        yield "skipped lines", f"{counts['skipped_lines']}; the first:"
-        yield from (("", message) for message in report["first_skipped_lines"])
+        first = [] if "errors" in report else report["first_skipped_lines"]  # `check` has them as errors
+        yield "skipped lines", f"{counts['skipped_lines']}{'; the first:' if first else ''}"
+        yield from (("", message) for message in first)
     yield "positives", _listed(report["positives"])
 
 

@@ -77,7 +77,9 @@ def test_check_reports_what_the_joiner_would_do(tmp_path: Path, capfd: pytest.Ca
     assert "closed by" in told and "nro price" in told
 
 
-def test_check_finds_all_bad_lines_and_sets_the_exit_code(tmp_path: Path) -> None:
+def test_check_finds_all_bad_lines_and_sets_the_exit_code(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     bad = [
         shown(1, time=T0 // 1000),
         "{",
@@ -88,6 +90,9 @@ def test_check_finds_all_bad_lines_and_sets_the_exit_code(tmp_path: Path) -> Non
     assert code == 1 and report["counts"]["skipped_lines"] == 4
     for number, text in ((2, "seconds"), (3, "log.jsonl:3: "), (4, "did you mean 'price'"), (5, "weight")):
         assert any(f"log.jsonl:{number}: " in e and text in e for e in report["errors"])
+    told = "".join(capfd.readouterr().out.replace("│", "").split())  # cells are wrapped anywhere
+    assert told.count("log.jsonl:4:") == 1, "each line is shown once"
+    assert "--skip-bad" not in told, "an option that `check` does not have"
 
 
 def test_of_many_bad_lines_the_first_are_reported_and_the_rest_counted(tmp_path: Path) -> None:
