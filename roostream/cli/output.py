@@ -59,7 +59,7 @@ def render_rows(lines: Iterable[Row], title: str, footer: Sequence[str] = ()) ->
         caption_justify="left",
     )
     table.add_column(style="bold", no_wrap=True)
-    table.add_column()
+    table.add_column(overflow="fold")  # a path in it ends with the line number that matters
     for name, text in lines:
         table.add_row(Text(printable(name)), Text(plain(text)))
     return table
