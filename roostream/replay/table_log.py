@@ -47,7 +47,9 @@ class TableOptions(DatasetOptions):
     impressions: tuple[str, ...] = setting(help="files with one row per shown candidate, in any order")
     engagements: tuple[str, ...] = setting((), "files with one row per engagement, in any order")
     ignore: tuple[str, ...] = setting((), "columns to ignore, which are not features of the schema")
-    skip_bad: bool = setting(False, "skip and count bad rows instead of stopping at the first")
+    skip_bad: bool = setting(
+        False, "count bad rows and leave their requests out, instead of stopping at the first"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -121,11 +123,21 @@ def _checked(
     return table._replace(table=table.table.select(names))
 
 
+class _TimedRow(NamedTuple):
+    time_ms: int
+    where: str  # file:line
+    row: Row  # the cells that can be read
+    error: ValueError | None  # of the first other one
+
+
 class _RowsByTime:
-    """The rows of several files in time order, read in slices."""
+    """The rows of several files in time order, read in slices.
+
+    `damaged`: ids of the requests with a row that has no readable time, and is therefore not among the rows.
+    """
 
     def __init__(self, tables: Sequence[LogTable], reader: LogLineReader) -> None:
-        self.tables, self.reader = tables, reader
+        self.tables, self.reader, self.damaged = tables, reader, set[Any]()
         times, places = [np.zeros(0, np.int64)], [np.zeros((0, 2), np.int64)]
         for number, table in enumerate(tables):
             time_ms_N = self._times(table)
@@ -136,8 +148,8 @@ class _RowsByTime:
         order_N = np.argsort(time_ms_N, kind="stable")
         self._time_ms_N, self._place_N2 = time_ms_N[order_N], np.concatenate(places)[order_N]
 
-    def rows(self) -> Iterator[tuple[int, str, Row]]:
-        """(time, `file:line`, row) in time order; a row with an unreadable cell is skipped or raised."""
+    def rows(self) -> Iterator[_TimedRow]:
+        """The rows with a time, in time order."""
         for start in range(0, len(self._time_ms_N), _ROWS):
             place_N2 = self._place_N2[start : start + _ROWS]
             slices: dict[int, list[Row]] = {}
@@ -147,16 +159,14 @@ class _RowsByTime:
             for time_ms, (number, row) in zip(
                 self._time_ms_N[start : start + _ROWS].tolist(), place_N2.tolist(), strict=True
             ):
-                table = self.tables[number]
-                raw, where = slices[number].pop(), table.where(row)
-                try:
-                    yield (
-                        time_ms,
-                        where,
-                        {name: table.value(name, cell) for name, cell in raw.items() if cell is not None},
-                    )
-                except ValueError as error:
-                    self.reader.refuse(where, error)
+                table, cells, error = self.tables[number], Row(), None
+                for name, cell in slices[number].pop().items():
+                    try:
+                        if cell is not None:
+                            cells[name] = table.value(name, cell)
+                    except ValueError as wrong:
+                        error = error or wrong
+                yield _TimedRow(time_ms, table.where(row), cells, error)
 
     def _times(self, table: LogTable) -> np.ndarray:
         """int64 [N], -1 for a skipped row."""
@@ -172,6 +182,7 @@ class _RowsByTime:
                 out[row] = known[time]
             except ValueError as error:
                 self.reader.refuse(table.where(row), ValueError(f"time: {error}"))
+                self.damaged |= _request_ids(table, row)
                 out[row] = -1
         return out
 
@@ -183,23 +194,37 @@ def _time_cell(cell: object) -> int | str:
     return cell
 
 
+def _request_ids(table: LogTable, row: int) -> set[Any]:
+    """The id of a row's request; empty if the cell is, or cannot be read."""
+    cell = table.table["request_id"][row].as_py()
+    try:
+        return set() if cell is None else {table.value("request_id", cell)}
+    except ValueError:
+        return set()
+
+
 def _impressions(tables: Sequence[LogTable], schema: Schema, reader: LogLineReader) -> Iterator[Event]:
-    """Impressions in time order; at equal times in the order of their first rows."""
+    """Impressions in time order; at equal times in the order of their first rows. A request with a row that
+    cannot be read is left out, because the rest of it is not the list that was shown."""
 
-    def key(row: tuple[int, str, Row]) -> tuple[object, ...]:
-        return tuple(row[2].get(name) for name in ("request_id", *_WHO))
+    def key(row: Row) -> tuple[object, ...]:
+        return tuple(row.get(name) for name in ("request_id", *_WHO))
 
-    for time_ms, moment in itertools.groupby(_RowsByTime(tables, reader).rows(), key=lambda row: row[0]):
-        groups: dict[tuple[object, ...], list[tuple[int, str, Row]]] = {}
+    by_time = _RowsByTime(tables, reader)
+    for time_ms, moment in itertools.groupby(by_time.rows(), key=lambda row: row.time_ms):
+        groups: dict[tuple[object, ...], list[_TimedRow]] = {}
         for row in moment:
-            groups.setdefault(key(row), []).append(row)
-        for rows in groups.values():
-            where = rows[0][1]
-            try:
-                line = rows_to_impression([row for _, _, row in rows], time_ms, schema)
-                yield reader.event(line, where)
-            except UNREADABLE as error:
+            groups.setdefault(key(row.row), []).append(row)
+        for (request_id, *_), rows in groups.items():
+            bad = [(row.where, row.error) for row in rows if row.error]
+            for where, error in bad:
                 reader.refuse(where, error)
+            if bad or request_id in by_time.damaged:
+                continue
+            try:
+                yield reader.event(rows_to_impression([r.row for r in rows], time_ms, schema), rows[0].where)
+            except UNREADABLE as error:
+                reader.refuse(rows[0].where, error)
 
 
 def rows_to_impression(rows: Sequence[Row], time_ms: int, schema: Schema) -> ImpressionLine:
@@ -233,7 +258,10 @@ def rows_to_impression(rows: Sequence[Row], time_ms: int, schema: Schema) -> Imp
 
 def _engagements(tables: Sequence[LogTable], reader: LogLineReader) -> Iterator[Event]:
     """Engagements in time order."""
-    for time_ms, where, row in _RowsByTime(tables, reader).rows():
+    for time_ms, where, row, error in _RowsByTime(tables, reader).rows():
+        if error:
+            reader.refuse(where, error)
+            continue
         try:
             line = {**row, "type": "engagement", "request_id": _request_id(row), "time": time_ms}
             yield reader.event(msgspec.convert(line, EngagementLine), where)

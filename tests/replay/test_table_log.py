@@ -210,6 +210,14 @@ def test_every_row_without_a_readable_time_is_counted(tmp_path: Path) -> None:
     assert log.skipped().number == 2
 
 
+@pytest.mark.parametrize("bad", ["1700000000000,ann,3,2.5,,dear,7,5", "soon,ann,3,2.5,,80,7,5"])
+def test_a_request_with_a_row_that_cannot_be_read_is_left_out_as_a_whole(tmp_path: Path, bad: str) -> None:
+    """The rest of it is not the list that was shown."""
+    log = csv_of(tmp_path, f"{SHOWN}r1,{bad}\n", skip_bad=True)
+    assert [event.request_id for event in log.events if isinstance(event, Request)] == ["r2"]
+    assert log.skipped().number == 1 and "shown.csv:5" in log.skipped().first[0]
+
+
 @pytest.mark.parametrize("delimiter", [";", "\t", "|"])
 def test_other_delimiters_say_the_same(tmp_path: Path, delimiter: str) -> None:
     def with_delimiter(text: str) -> str:
