@@ -32,7 +32,8 @@ def join_rows(report: Mapping[str, Any]) -> Iterator[Row]:
         "requests",
         f"{counts['requests']} → samples {counts['samples']} with {counts['candidates']} candidates",
     )
-    yield "engagements", f"{counts['engagements']} ({_listed(counts['actions'])})"
+    actions = f" ({_listed(counts['actions'])})" if counts["actions"] else ""
+    yield "engagements", f"{counts['engagements']}{actions}"
     ends = {
         "folded": "folded",
         "corrected": "corrected",
