@@ -29,6 +29,7 @@ from roostream.schema.settings import SettingError, check_name
 
 MAX_LINES = 200_000
 _CHANCE = 1e-6
+_MIN_PLACES = 10
 _NO_NAME = re.compile(r"(column|unnamed|index_level)_\d+")
 _ROLES = {
     "user": "user_id user userid uid visitor_id visitor customer_id customer member_id account_id",
@@ -278,8 +279,11 @@ def _flat(path: str, rows: list[dict[str, Any]], complete: bool, choices: Choice
         for a in actions.values():
             how = f"{a['least']:g} or more where a user liked" if "least" in a else "true where a user did"
             assumed.append(f"column {a['column']!r} is {how} it")
-    shown_columns, sides, requests = _columns(rows, tuple(request))
     used = {event, *(a["column"] for a in actions.values())}
+    if not roles["position"]:
+        roles["position"] = _places(rows, request, [n for n in free if n not in used])
+        free = [n for n in free if n != roles["position"]]
+    shown_columns, sides, requests = _columns(rows, tuple(request))
     late = _late_columns(rows, [n for n in free if n not in used], actions)
     assumed += [
         f"column {n!r} has values only where a user acted: it is known too late for a feature and left out"
@@ -318,6 +322,24 @@ def _flat(path: str, rows: list[dict[str, Any]], complete: bool, choices: Choice
 def _is_numbering(values: ColumnValues) -> bool:
     """Whether this is the index of a pandas table, which has no name."""
     return values.is_whole and bool(_NO_NAME.fullmatch(_snake(values.name)))
+
+
+def _places(rows: Sequence[dict[str, Any]], request: Sequence[str], names: Sequence[str]) -> str:
+    """The column with the places in each list, which it numbers from 0 or from 1 whatever its name is; "" =
+    none does so, or several do."""
+    lists: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for row in rows:
+        lists.setdefault(tuple(row.get(name) for name in request), []).append(row)
+    longer = [shown for shown in lists.values() if len(shown) > 1]
+
+    def has_places(name: str, shown: Sequence[dict[str, Any]]) -> bool:
+        places = sorted(row[name] for row in shown if type(row.get(name)) is int)
+        return places in (list(range(len(shown))), list(range(1, len(shown) + 1)))
+
+    if sum(map(len, longer)) < _MIN_PLACES:  # a column of few rows may do so by chance
+        return ""
+    found = [name for name in names if all(has_places(name, shown) for shown in longer)]
+    return found[0] if len(found) == 1 else ""
 
 
 def _event(columns: dict[str, ColumnValues], free: Sequence[str]) -> tuple[str, list[str]]:

@@ -246,6 +246,22 @@ def test_the_numbers_of_rows_are_no_feature() -> None:
     assert "column_1" not in {f.name for f in written().nro}
 
 
+@pytest.mark.parametrize(
+    ("slots", "is_position"), [([1, 2, 3], True), ([2, 0, 1], True), ([1, 1, 2], False), ([4, 5, 6], False)]
+)
+def test_a_column_that_numbers_each_list_is_the_position_and_no_feature(
+    slots: list[int], is_position: bool
+) -> None:
+    """Serving could not know it: it is the result of ranking."""
+    lines = ["visitor,shown_at,article,slot,clicked"]
+    lines += [f"v{n},{T0 + n},a{slot},{slot},{slot % 2}" for n in range(4) for slot in slots]
+    Path("rows.csv").write_text("\n".join(lines) + "\n")
+    output = run("shop", "--from", "rows.csv").output
+    assert ("column 'slot' is the position" in output) is is_position
+    assert load_map("shop/map.toml", written()).position == ("slot" if is_position else "")
+    assert ("slot" in {f.name for f in written().nro}) is not is_position
+
+
 def test_a_log_without_users_and_sessions_has_no_history() -> None:
     lines = [{key: value for key, value in line.items() if key != "user_id"} for line in a_log()]
     write_lines("log.jsonl", lines)
