@@ -29,7 +29,7 @@ demo: setup  ## the whole loop with simulated users, until Ctrl-C (DEMO_SECONDS=
 	@roostream demo --home $(HOME_DIR) $(ARGS)
 
 test: setup-dev  ## all tests but the long ones; what CI runs
-	@pytest -q -n auto --maxprocesses 4 --dist loadscope --no-loadscope-reorder -m "not chaos and not slow" $(ARGS)
+	@pytest -q -n auto --maxprocesses 3 --dist loadscope --no-loadscope-reorder -m "not chaos and not slow" $(ARGS)
 
 check: setup-dev  ## format, lint, types, import rules, style of prose, links of the documentation
 	@ruff format --check .
