@@ -132,7 +132,11 @@ def load_map(path: str, schema: Schema) -> ImportMap:
 
 
 def check_columns(path: str, column_map: ImportMap, schema: Schema, known: Collection[str]) -> None:
-    """Raises ConfigError: a column of the map is not in the file; names the nearest."""
+    """Check that the file at `path`, whose columns are `known`, has every column of the map.
+
+    Raises:
+        ConfigError: it lacks one; the message names the nearest.
+    """
     for column in column_map.columns(schema, known):
         if column not in known:
             text = f"{path}: column {column!r} is absent{nearest(column, known)}; correct the map"

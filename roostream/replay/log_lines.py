@@ -107,7 +107,7 @@ class LogLineReader:
         self._names = {side: {f.name for f in getattr(schema, side)} for side in ("ro", "nro")}
 
     def event(self, line: Line, where: str) -> Event:
-        """Convert one line. Raises ValueError: a value is not valid."""
+        """Convert one line, which stands at `where` (file:line). Raises ValueError: a value is not valid."""
         return self._request(line, where) if isinstance(line, ImpressionLine) else _action(line, where)
 
     def refuse(self, where: str, error: Exception) -> None:

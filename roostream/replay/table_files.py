@@ -313,7 +313,7 @@ def column_names(line: str, delimiter: str) -> list[str]:
 
 
 def _names(path: str, line: str, delimiter: str) -> list[str]:
-    """`column_names`.
+    """The `column_names` of a table that must have several, each with its own name.
 
     Raises:
         ConfigError: the first line has no names, or one twice.

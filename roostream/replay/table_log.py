@@ -169,7 +169,7 @@ class _RowsByTime:
                 yield _TimedRow(time_ms, table.where(row), cells, error)
 
     def _times(self, table: LogTable) -> np.ndarray:
-        """int64 [N], -1 for a skipped row."""
+        """Times of the rows in ms, int64 [N]; -1 for a skipped row, whose request is then in `damaged`."""
         column, known = table.table["time"], dict[int | str, int]()
         if pa.types.is_timestamp(column.type) or pa.types.is_date(column.type):
             column = column.cast(pa.timestamp("ms"), safe=False).cast(pa.int64())

@@ -1,9 +1,9 @@
-"""Reader of MovieLens-1M: who rated what, in order. How good a rating is does not count.
+"""Reader of MovieLens-1M: which movies each user rated, in order of time. The ratings themselves are ignored.
 
 paddlerec_ensfm_train.csv.zip   train.csv, one interaction per line, `user-gender-age-occupation,movie-genre`;
                                 one user after the other, in order of time; the last interaction of each user
                                 is withheld
-ratings.dat                     without that file: `user::movie::rating::timestamp`, in any order
+ratings.dat                     read if that file is absent: `user::movie::rating::timestamp`, in any order
 movies.dat                      `movie::title::genres`; the corpus, including movies without ratings
 """
 

@@ -29,7 +29,7 @@ from roostream.schema.settings import SettingError, check_name
 
 MAX_LINES = 200_000
 _CHANCE = 1e-6
-_MIN_PLACES = 10
+_MIN_PLACES = 10  # rows in lists of several items
 _NO_NAME = re.compile(r"(column|unnamed|index_level)_\d+")
 _ROLES = {
     "user": "user_id user userid uid visitor_id visitor customer_id customer member_id account_id",
@@ -356,7 +356,7 @@ def _late_columns(
     rows: Sequence[dict[str, Any]], names: Sequence[str], actions: dict[str, dict[str, Any]]
 ) -> list[str]:
     """The columns that are empty, false or 0 in all rows without an action, such as the seconds that a user
-    watched. Actions are so rare that chance explains none."""
+    watched. A column that would do so by chance with a probability of _CHANCE or more is none of them."""
     acted = [any(_happened(row.get(a["column"]), a) for a in actions.values()) for row in rows]
     share, late = sum(acted) / len(acted), []
     for name in names:
