@@ -265,7 +265,7 @@ class BenchmarkWorker:
             return Trainer(shape, ShardRows(self.opened.enter_context(client)))
         store = self.opened.enter_context(tempfile.TemporaryDirectory())
         shard = empty_shard(shape.schema, store, publishing=False, index=self.index, num_shards=self.workers)
-        rows = TorchRecRows(shape.schema, OwnShard(shard), placement_of(kind, shape, self.workers))
+        rows = TorchRecRows(shape.schema, OwnShard(shard), lambda workers: placement_of(kind, shape, workers))
         rows.meet(DefaultGroup(self.index))
         rows.set_incarnation(1, self.workers)
         return Trainer(shape, rows, expanded=kind == "expanded")

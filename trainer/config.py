@@ -242,7 +242,12 @@ class WorkerConfig(LoopConfig, Deployment):
     initial_rows: Literal["shards", "torchrec"] = setting(
         "shards",
         "owners of the rows in the initial phase: the shards, or the workers with TorchRec's sharded "
-        "collections (extra torchrec), every table spread by rows",
+        "collections (extra torchrec)",
+    )
+    initial_placement: str = setting(
+        "",
+        "initial_rows = torchrec: where the workers hold each table; empty = spread by rows, planner = "
+        "TorchRec's planner with the profiles in the store, or a file of `placement plan --write-torchrec`",
     )
     profile_stream: bool = setting(False, "count batches of the stream for placement, too")
     home: str = setting("", "folder for batches at which training failed; '' = not saved")
@@ -290,6 +295,11 @@ class WorkerConfig(LoopConfig, Deployment):
                 "shards with staleness, expand or rehearsal",
                 self.initial_rows,
                 "workers that hold rows pull once and push once in a step",
+            )
+        if self.initial_placement and self.initial_rows != "torchrec":
+            error = "set initial_rows = torchrec"
+            raise setting_error(
+                "initial_placement", "'' with initial_rows = shards", self.initial_placement, error
             )
         check_listen("rendezvous_address", self.rendezvous_address, insecure=self.insecure)
 

@@ -16,9 +16,11 @@ F = D + A numbers of a row with its state, K tables, W workers.
 from __future__ import annotations
 
 import functools
+import json
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -35,12 +37,13 @@ from torchrec.optim import RowWiseAdagrad
 
 from param_server.embedding_table import KeyIndex, Keys, grown, join_keys
 from param_server.initial_rows import initial_rows
-from param_server.placement.plan import PlannedTable
-from param_server.placement.profiles import impression_bytes
+from param_server.placement.plan import CostModel, PlannedTable, imbalance, loads, round_robin
+from param_server.placement.profiles import impression_bytes, planned_tables, read_profiles
 from param_server.row_block import RowBlock
 from param_server.rules import MAX_GRADIENT
 from roostream.errors import ConfigError, RoostreamError, SchemaError, UnavailableError
 from roostream.runtime.bucket_map import BucketMap
+from roostream.runtime.checkpoint_store import CheckpointStore
 from roostream.schema.ids import buckets_of
 from roostream.schema.schema import Schema, Table
 from roostream.wire.batch import Batch
@@ -51,6 +54,7 @@ from trainer.rows import PushTimes
 from trainer.torchrec_plan import (
     TablePlacement,
     module_plan,
+    pieces_of,
     placements,
     planned_by_torchrec,
     sharding_plan,
@@ -58,7 +62,11 @@ from trainer.torchrec_plan import (
     weights_of,
 )
 
+log = logging.getLogger("roostream.worker")
+
 T = TypeVar("T")
+PlacementOf: TypeAlias = Callable[[int], Mapping[str, TablePlacement]]
+"""Number of workers → table → placement."""
 
 _FIRST_BLOCK = 1 << 10  # slots of a table at first, of each worker if its rows are spread
 _LANES = 4  # FBGEMM's rows are a multiple of so many numbers wide
@@ -235,19 +243,21 @@ class TorchRecRows:
         self,
         schema: Schema,
         home: RowHome,
-        placement: Mapping[str, TablePlacement] | None = None,
+        placement_of: PlacementOf = lambda workers: {},
         device: str = "cpu",
     ) -> None:
-        """`placement`: by table; a table that it lacks is spread by rows.
+        """`placement_of`: worker 0 calls it once in each incarnation and sends the others what it returns, so
+        all place the tables alike. A table without a placement is spread by rows.
 
         Raises:
-            SchemaError: a table's width is no multiple of 4, or its columns cannot be split.
+            SchemaError: a table's width is no multiple of 4.
         """
         self.schema, self.home, self.device = schema, home, torch.device(device)
         self._by_width = _tables_by_width(schema)
         self.tables = [table for tables in self._by_width.values() for table in tables]
-        self.placement = {t.name: (placement or {}).get(t.name, TablePlacement()) for t in self.tables}
-        check_tables(schema, self.placement)
+        self._placement_of = placement_of
+        self.placement: dict[str, TablePlacement] = {}
+        check_tables(schema, {})
         self._group: RowPeers | None = None
         self._broken = "not restored yet"
         self.workers, self.index, self.bytes_W = 1, 0, np.zeros(1, np.int64)
@@ -272,10 +282,8 @@ class TorchRecRows:
         """The shards were restored; the next pull loads their rows into a new collection."""
         assert self._group is not None, "meet comes first"
         self.workers, self.index = workers, self._group.index
-        owners = self.home.set_incarnation(incarnation, self.index, workers, owners)
+        self._owners = self.home.set_incarnation(incarnation, self.index, workers, owners)
         self.bytes_W = np.zeros(workers, np.int64)
-        parts_K = [workers if self.placement[t.name].kind == "row_wise" else 1 for t in self.tables]
-        self._slots = SlotIndex(self.tables, parts_K, owners)
         self._stamp_ms_N = np.zeros(0, np.int64)  # of pushes since the last save
         self._saved_N = np.zeros(0, np.bool_)  # keys whose row this worker's shard has
         self._may_have_expired = False
@@ -545,8 +553,23 @@ class TorchRecRows:
 
     # Shards to collection and back
 
+    def _place(self) -> None:
+        """Set `placement` to that of worker 0."""
+        planned = self._placement_of(self.workers) if self.index == 0 else {}
+        text = json.dumps(dict(planned)).encode()
+        sent = self._gather(np.frombuffer(text, np.uint8).astype(np.int64))[0]
+        given = {
+            table: TablePlacement(kind, tuple(ranks))
+            for table, (kind, ranks) in json.loads(sent.astype(np.uint8).tobytes()).items()
+        }
+        self.placement = {t.name: given.get(t.name, TablePlacement()) for t in self.tables}
+        check_tables(self.schema, self.placement)
+        parts_K = [self.workers if self.placement[t.name].kind == "row_wise" else 1 for t in self.tables]
+        self._slots = SlotIndex(self.tables, parts_K, self._owners)
+
     def _load(self) -> None:
         """Fill a new collection with the rows of all workers' shards."""
+        self._place()
         kept = {stack: self.home.load(stack) for stack in self.schema.stacks}
         everyone = self._gather_keys(join_keys(*(rows.keys for rows in kept.values())))
         for keys in everyone:
@@ -697,9 +720,9 @@ class TorchRecRows:
 def read_placement(
     given: str, schema: Schema, workers: int, profiled: Sequence[PlannedTable] = ()
 ) -> dict[str, TablePlacement]:
-    """Table → placement, as the setting `placement` of `roostream train` says: '' = {}, so every table is
-    spread by rows; `planner` = by TorchRec's planner, from the traffic in `profiled`; else a file of
-    `placement plan --write-torchrec`.
+    """Table → placement, as the settings `placement` of `roostream train` and `initial_placement` of a worker
+    say: '' = {}, so every table is spread by rows; `planner` = by TorchRec's planner, from the traffic in
+    `profiled`; else a file of `placement plan --write-torchrec`.
 
     Raises:
         ConfigError: the file cannot be read, is no such plan, or names workers at or above `workers`.
@@ -718,6 +741,30 @@ def read_placement(
     except OSError as error:
         raise ConfigError(f"placement: expected '', planner or a file, got {given!r}: {error}") from None
     return placements(next(iter(sharding_plan(text).plan.values())), workers)
+
+
+def planned_placement(
+    given: str, schema: Schema, workers: int, store: CheckpointStore, *, batch: int, now_ms: int
+) -> dict[str, TablePlacement]:
+    """`read_placement` with the profiles in `store`, for batches of `batch` requests. Logs how even the
+    planner's placement is. Raises as `read_placement` and `read_profiles`."""
+    if given != "planner":
+        return read_placement(given, schema, workers)
+    tables, why = planned_tables(schema, read_profiles(store, schema), batch=batch, now_ms=now_ms, rows={})
+    placement = read_placement(given, schema, workers, tables)
+    dealt, planned = (
+        imbalance(loads(pieces, tables, workers, CostModel())[1])
+        for pieces in (round_robin(tables, workers), pieces_of(placement, tables, workers))
+    )
+    log.info(
+        "placement by profiles of %d of %d tables: imbalance of bytes %.2f (tables round robin) → %.2f%s",
+        len(tables) - len(why),
+        len(tables),
+        dealt,
+        planned,
+        "".join(f"; no profile of {text}" for text in why),
+    )
+    return placement
 
 
 def _collection(tables: Sequence[Table], num_rows: Sequence[int]) -> EmbeddingCollection:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import threading
 from collections.abc import Callable
@@ -13,12 +14,14 @@ from prometheus_client import REGISTRY
 
 from param_server.client import Client
 from param_server.placement.profiles import Profiler, ProfileRecorder
-from roostream.errors import ConfigError, HeldError, UnavailableError
+from roostream.errors import ConfigError, HeldError, RoostreamError, UnavailableError
 from roostream.models.build import load_model_config
 from roostream.runtime import metrics_server
 from roostream.runtime.address import expand_addresses, reachable_address
+from roostream.runtime.checkpoint_store import CheckpointStore
 from roostream.runtime.clock import Clock, SystemClock
 from roostream.runtime.controller_agent import ControllerAgent
+from roostream.runtime.deployment import MAX_WORKERS
 from roostream.runtime.health import Health
 from roostream.runtime.histograms import freshness_histogram
 from roostream.runtime.kafka import clients
@@ -58,6 +61,7 @@ from trainer.worker import Worker
 from trainer.worker_monitor import Monitor
 
 if TYPE_CHECKING:
+    from trainer.torchrec_plan import TablePlacement
     from trainer.torchrec_rows import TorchRecRows
 
 log = logging.getLogger("roostream.worker")
@@ -104,7 +108,7 @@ def run_until_stopped(config: WorkerConfig, stop: Stop) -> None:
         # Samples
         decoder = Decoder(schema, identity.registry)
         session_opener = remote_session_opener(config, credentials, clock, lambda: worker.incarnation)
-        held = held_rows(config, schema, client) if config.initial_rows == "torchrec" else None
+        held = held_rows(config, schema, client, store, clock) if config.initial_rows == "torchrec" else None
         at_shards = ShardRows(client)
         rows: Rows = PhasedRows(held, at_shards, lambda: worker.read_bounds.is_initial) if held else at_shards
         source, rows, feed = connect_feed(
@@ -256,16 +260,22 @@ def train(
                 return
 
 
-def held_rows(config: WorkerConfig, schema: Schema, client: Client) -> TorchRecRows:
+def held_rows(
+    config: WorkerConfig, schema: Schema, client: Client, store: CheckpointStore, clock: Clock
+) -> TorchRecRows:
     """Rows that this worker and the others hold in the initial phase. Raises ConfigError: TorchRec is not
-    installed. SchemaError: a table that it cannot hold."""
+    installed, or the placement file is none. SchemaError: a table that TorchRec cannot hold, or not where the
+    placement says."""
     try:
-        from trainer.torchrec_rows import TorchRecRows
+        from trainer.torchrec_rows import TorchRecRows, check_tables, read_placement
     except ImportError as error:
         raise ConfigError(
             f"initial_rows = torchrec needs {error.name}; pip install 'roostream[torchrec]'"
         ) from None
-    held = TorchRecRows(schema, StackShards(client, config.seed), device=config.device)
+    given = config.initial_placement
+    check_tables(schema, {} if given == "planner" else read_placement(given, schema, MAX_WORKERS))
+    placement_of = functools.partial(initial_placement, config, schema, store, clock)
+    held = TorchRecRows(schema, StackShards(client, config.seed), placement_of, config.device)
 
     def metrics() -> dict[str, Any]:
         return {
@@ -275,6 +285,27 @@ def held_rows(config: WorkerConfig, schema: Schema, client: Client) -> TorchRecR
 
     REGISTRY.register(MetricsCollector(metrics, WORKER_ROWS))
     return held
+
+
+def initial_placement(
+    config: WorkerConfig, schema: Schema, store: CheckpointStore, clock: Clock, workers: int
+) -> dict[str, TablePlacement]:
+    """Table → where `workers` workers hold it. Empty, so that every table is spread by rows, if the file is
+    for more workers or the store does not answer: then training is slower, but goes on."""
+    from trainer.torchrec_rows import planned_placement
+
+    try:
+        return planned_placement(
+            config.initial_placement,
+            schema,
+            workers,
+            store,
+            batch=config.in_phase(initial=True).batch_requests,
+            now_ms=clock.now_ms(),
+        )
+    except RoostreamError as error:
+        log.error("every table is spread by rows over %d workers: %s", workers, error)
+        return {}
 
 
 def open_source(

@@ -139,7 +139,13 @@ def test_g3_history_with_rows_in_torchrecs_collections_then_the_stream_with_rows
     schema.write_text(to_toml(wide()), encoding="utf-8")
     overrides = {
         "controller": {"initial_workers": 2, "unit_records": 250, "commit_interval_ms": 2_000},
-        "worker": {"initial_rows": "torchrec", "batch_requests": 8, "first_batch_requests": 8},
+        "worker": {
+            "initial_rows": "torchrec",
+            "initial_placement": "planner",
+            "profile_share": 1.0,
+            "batch_requests": 8,
+            "first_batch_requests": 8,
+        },
     }
     with Stack(tmp_path / "home", StackOptions(schema=schema, replay=True, overrides=overrides)) as stack:
         stack.start(["kafka"])

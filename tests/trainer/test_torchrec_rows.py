@@ -18,6 +18,8 @@ from param_server.server import ShardRpcHandler
 from param_server.table import GradientPush
 from roostream.errors import ConfigError, SchemaError
 from roostream.runtime.bucket_map import BucketMap
+from roostream.runtime.checkpoint_store import open_store
+from roostream.runtime.clock import SystemClock
 from roostream.runtime.rpc.server import RpcServer
 from roostream.schema.schema_file import schema_from_dict
 from tests.param_server.shard_support import begun
@@ -26,8 +28,10 @@ from tests.trainer.torchrec_row_workers import CLIP, WORKERS, batch, schema
 
 pytest.importorskip("torchrec")
 
+from trainer.config import WorkerConfig
 from trainer.torchrec_plan import TablePlacement, pieces_of
 from trainer.torchrec_rows import SlotIndex, check_tables, read_placement
+from trainer.worker_program import initial_placement
 
 State = dict[tuple[int, int], tuple[np.ndarray, np.ndarray, int]]
 RUNS = {
@@ -195,15 +199,40 @@ def test_a_table_that_fbgemm_cannot_hold_is_refused_with_a_remedy() -> None:
         check_tables(schema(), {"topic": TablePlacement("column_wise", (0,))})
 
 
-def test_a_placement_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+@pytest.fixture
+def plan_for_three(tmp_path: Path) -> str:
+    """Path of a plan with table `item` at worker 2."""
+    shard = {"rank": 2, "offsets": [0, 0], "sizes": [9, 8]}
+    tables = {"item": {"sharding_type": "table_wise", "shards": [shard]}}
+    path = tmp_path / "plan"
+    path.write_text(json.dumps({"format": 1, "owners": 3, "module": "", "tables": tables}))
+    return str(path)
+
+
+def test_a_placement_that_cannot_be_read_is_refused(tmp_path: Path, plan_for_three: str) -> None:
     with pytest.raises(ConfigError, match="nowhere"):
         read_placement(str(tmp_path / "nowhere"), schema(), 2)
-    sizes = {"offsets": [0, 0], "sizes": [9, 8]}
-    plan = {"item": {"sharding_type": "table_wise", "shards": [{"rank": 2, **sizes}]}}
-    (tmp_path / "plan").write_text(json.dumps({"format": 1, "owners": 3, "module": "", "tables": plan}))
     with pytest.raises(ConfigError, match=r"'item'.*workers = 2"):
-        read_placement(str(tmp_path / "plan"), schema(), 2)
-    assert read_placement(str(tmp_path / "plan"), schema(), 3)["item"] == TablePlacement("table_wise", (2,))
+        read_placement(plan_for_three, schema(), 2)
+    assert read_placement(plan_for_three, schema(), 3)["item"] == TablePlacement("table_wise", (2,))
+
+
+def test_a_running_stack_with_fewer_workers_than_the_file_is_for_spreads_tables_by_rows(
+    tmp_path: Path, plan_for_three: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = WorkerConfig(
+        bootstrap="k:1",
+        schema="s.toml",
+        store="store",
+        controller="c:1",
+        shards=("a:1",),
+        initial_rows="torchrec",
+        initial_placement=plan_for_three,
+    )
+    store = open_store(str(tmp_path / "store"))
+    assert initial_placement(config, schema(), store, SystemClock(), 2) == {}
+    assert "spread by rows over 2 workers" in caplog.text and "'item'" in caplog.text
+    assert initial_placement(config, schema(), store, SystemClock(), 3)["item"].ranks == (2,)
 
 
 def test_torchrecs_planner_places_every_table() -> None:

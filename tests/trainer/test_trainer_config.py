@@ -46,6 +46,8 @@ def test_a_worker_is_configured_by_a_file(tmp_path: Path) -> None:
         ({"staleness": 1, "rehearsal": REHEARSAL}, "staleness"),
         ({"staleness": 1, "expand": "impressions"}, "staleness"),
         ({"staleness": 1, "read_ahead": 0}, "staleness"),
+        ({"staleness": 1, "initial_rows": "torchrec"}, "initial_rows"),
+        ({"initial_placement": "planner"}, "initial_placement"),
         ({"corrections": "on", "exact": True}, "corrections"),
         ({"loss": "dfm"}, "label_delay_ms"),
         ({"loss": "hinge"}, "loss"),

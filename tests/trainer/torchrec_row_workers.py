@@ -134,7 +134,9 @@ def main(rank: int, folder: Path) -> None:
         for part, placement in enumerate(placements):
             incarnation += 1
             home = stack_shards(folder, rank) or OwnShard(shard)
-            rows = TorchRecRows(schema(), home, PLACEMENTS[placement])
+            # Only worker 0 plans.
+            planned = PLACEMENTS[placement] if rank == 0 else None
+            rows = TorchRecRows(schema(), home, lambda workers, planned=planned: planned)
             group = DualRendezvous(place, rows).join(GroupSpec(incarnation, rank, WORKERS, address))
             rows.set_incarnation(incarnation, WORKERS)
             length = 12 // len(placements)
@@ -148,6 +150,8 @@ def main(rank: int, folder: Path) -> None:
             else:
                 train(rows, rank, range(part * length, (part + 1) * length))
             rows.save()
+            placed = {table: rows.placement[table] for table in PLACEMENTS[placement]}
+            assert placed == PLACEMENTS[placement], "every worker has the placement of worker 0"
             group.leave()
         out |= {f"{name}/{key}": value for key, value in state(shard)}
     np.savez(folder / f"out-{rank}.npz", **out)

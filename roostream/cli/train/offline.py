@@ -29,8 +29,6 @@ from infra.home import Home
 from infra.supervisor import Supervisor
 from param_server.client import Client
 from param_server.key_value_store import RocksDbStore
-from param_server.placement.plan import CostModel, imbalance, loads, round_robin
-from param_server.placement.profiles import planned_tables, read_profiles
 from param_server.server import Shard, ShardRpcHandler
 from roostream.cli.checkpoint.move_buckets import move
 from roostream.cli.controller_commands import read_link_security
@@ -47,7 +45,6 @@ from roostream.cli.train.offline_worker import NUM_BUCKETS, TrainingParts, Worke
 from roostream.errors import ConfigError, UnavailableError
 from roostream.runtime import manifest as manifests
 from roostream.runtime.bucket_map import BucketMap
-from roostream.runtime.checkpoint_store import CheckpointStore
 from roostream.runtime.controller_agent import ControllerAgent
 from roostream.runtime.manifest import Manifest
 from roostream.runtime.program import REFUSED_CODE, Stop
@@ -56,7 +53,6 @@ from roostream.runtime.rpc.server import RpcServer
 from roostream.runtime.rpc.transport import InMemoryTransport
 from roostream.runtime.store_identity import open_checkpoint_store
 from roostream.runtime.work_unit import TableInput
-from roostream.schema.schema import Schema
 from roostream.schema.schema_file import load_schema
 from roostream.warehouse.readers.config import ReadersConfig
 from roostream.warehouse.sessions.sample_table import SampleTable
@@ -120,33 +116,6 @@ def check_torchrec(config: TrainConfig) -> None:
     check_tables(schema, read_placement(config.placement, schema, config.workers))
 
 
-def planned_placement(
-    config: TrainConfig, settings: LoopConfig, schema: Schema, store: CheckpointStore, now_ms: int
-) -> dict[str, TablePlacement]:
-    """Where the workers hold which table, from the profiles in `store` if the planner decides. All workers
-    of a run get the same placement, though profiles are written meanwhile."""
-    from trainer.torchrec_plan import pieces_of
-    from trainer.torchrec_rows import read_placement
-
-    batch = settings.in_phase(initial=True).batch_requests
-    tables, why = planned_tables(schema, read_profiles(store, schema), batch=batch, now_ms=now_ms, rows={})
-    placement = read_placement(config.placement, schema, config.workers, tables)
-    if config.placement == "planner":
-        rows = [
-            loads(pieces, tables, config.workers, CostModel())[1]
-            for pieces in (round_robin(tables, config.workers), pieces_of(placement, tables, config.workers))
-        ]
-        log.info(
-            "placement by profiles of %d of %d tables: imbalance of bytes %.2f (tables round robin) → %.2f%s",
-            len(tables) - len(why),
-            len(tables),
-            imbalance(rows[0]),
-            imbalance(rows[1]),
-            "".join(f"; no profile of {text}" for text in why),
-        )
-    return placement
-
-
 class _OfflineTraining:
     """One run. `opened` is closed when the training ends."""
 
@@ -159,8 +128,18 @@ class _OfflineTraining:
         self.session = self._open_session()
         self.placement: dict[str, TablePlacement] = {}
         if config.rows == "torchrec" and self.session is not None:
+            from trainer.torchrec_rows import planned_placement
+
             profiles = open_checkpoint_store(config.profiles) if config.profiles else self.store
-            self.placement = planned_placement(config, settings, self.schema, profiles, self.clock.now_ms())
+            # Planned once: all workers of a run place tables alike, though profiles are written meanwhile.
+            self.placement = planned_placement(
+                config.placement,
+                self.schema,
+                config.workers,
+                profiles,
+                batch=settings.in_phase(initial=True).batch_requests,
+                now_ms=self.clock.now_ms(),
+            )
 
     def _open_session(self) -> TableInput | None:
         """What to train, as it was fixed when an interrupted run began. None: only the move of the rows is

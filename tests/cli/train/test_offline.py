@@ -17,7 +17,7 @@ from param_server.placement.profiles import read_profiles
 from param_server.row_block import newest_of
 from roostream.cli.checkpoint.move_buckets import CommittedShards
 from roostream.cli.train.config import TrainConfig
-from roostream.cli.train.offline import planned_placement, train_offline
+from roostream.cli.train.offline import train_offline
 from roostream.cli.train.offline_readers import link_table, reader_actors
 from roostream.errors import ConfigError, SchemaError, UnavailableError
 from roostream.runtime import manifest as manifests
@@ -104,13 +104,14 @@ def test_the_planner_places_the_tables_of_another_model_by_the_counts_of_their_f
     schema = str(place / "wide.toml")
     trained(place, "first-model", schema=schema, profile_share=1.0)
     given = {"schema": schema, "rows": "torchrec", "workers": 2, "placement": "planner"}
-    other = config(place, "other-model", profiles=str(place / "first-model" / "store"), **given)
+    from trainer.torchrec_rows import planned_placement
+
+    config(place, "other-model", profiles=str(place / "first-model" / "store"), **given)
+    now_ms = SystemClock().now_ms()
     with caplog.at_level("INFO"):
         placed = [
-            planned_placement(
-                other, EXACT, wide(), open_store(str(place / home / "store")), SystemClock().now_ms()
-            )
-            for home in ("first-model", "other-model")
+            planned_placement("planner", wide(), 2, store, batch=8, now_ms=now_ms)
+            for store in (open_store(str(place / home / "store")) for home in ("first-model", "other-model"))
         ]
     assert placed[0].keys() == placed[1].keys() == {"user", "item"}
     assert "profiles of 2 of 2 tables" in caplog.text and "profiles of 0 of 2 tables" in caplog.text
