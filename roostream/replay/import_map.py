@@ -13,6 +13,7 @@ read = { column = "seconds", least = 5.0, value = "seconds" }
 Where actions are rows of their own, `event` names the column that says what a row is:
 
 event = "event_type"                shown = ["view"]     # other values are the names of actions
+event_value = "revenue"                                  # the action's value; an empty cell is 1
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ class ImportMap(Settings):
     propensity: str = setting("", "column of the probability with which the item was shown")
     event: str = setting("", "column that says what a row is; '' = every row is a shown item")
     shown: tuple[str, ...] = setting((), "values of `event` of rows that are shown items; others are actions")
+    event_value: str = setting("", "column of the value of an action that is a row; '' or an empty cell = 1")
     features: dict[str, Any] = setting(factory=dict, help="feature of the schema -> column, or columns")
     actions: dict[str, ActionColumn] = setting(factory=dict, help="table: action -> its columns")
 
@@ -66,6 +68,9 @@ class ImportMap(Settings):
         if bool(self.event) != bool(self.shown):
             text = "event names the column, shown its values for shown items; set both or none"
             raise setting_error("shown", "event and shown together", self.shown, text)
+        if self.event_value and not self.event:
+            text = "it belongs to actions that are rows of their own; see actions.NAME.value for others"
+            raise setting_error("event_value", "'' without event", self.event_value, text)
         if self.event and not (self.user or self.session):
             raise setting_error("user", "a column, since actions are rows of their own", self.user, "name it")
         for name, given in self.features.items():
@@ -99,7 +104,8 @@ class ImportMap(Settings):
 
     def columns(self, schema: Schema, known: Collection[str]) -> Iterator[str]:
         """Every column that is read, possibly repeated."""
-        yield from (*self.request, self.time, *filter(None, [self.event]), *self.plain().values())
+        of_events = filter(None, (self.event, self.event_value))
+        yield from (*self.request, self.time, *of_events, *self.plain().values())
         for feature in (*schema.ro, *schema.nro):
             yield from self.parts_of(feature, known).values()
         for action in self.actions.values():
@@ -172,7 +178,7 @@ def _of_requests(column_map: ImportMap) -> Iterator[_Expectation]:
         yield _Expectation("request", column, "text or numbers", _is_plain)
     kinds = {
         "integers or text": (_is_id, ("item", "user", "session", "event")),
-        "numbers": (_is_number, ("weight", "propensity")),
+        "numbers": (_is_number, ("weight", "propensity", "event_value")),
         "text": (_is_text, ("surface",)),
         "integers": (_is_integer, ("position",)),
     }

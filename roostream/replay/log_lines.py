@@ -88,6 +88,12 @@ def json_error(error: Exception, line: bytes) -> Exception:
         return ValueError(
             "expected text in UTF-8, got another encoding, such as Windows-1252; convert the file"
         )
+    if isinstance(error, RecursionError):
+        return error
+    if line.lstrip().startswith(b"["):
+        return ValueError("expected an object, got a list; write one object per line, as `jq -c '.[]'` does")
+    if line.strip() == b"{":
+        return ValueError("expected a whole object, got `{`; write one object per line, as `jq -c .` does")
     found = _AT_BYTE.search(str(error))
     if not found:
         return error

@@ -255,6 +255,7 @@ def _split_actions(
     texts = [_texts(bucket.column(column)) for column in dict.fromkeys(columns)]
     keys = list(zip(bucket.column(_OWNER).to_pylist(), *texts, strict=True))
     time_ms_N, number_N = bucket.column(_TIME_MS).to_numpy(), np.cumsum(is_shown_N) - 1
+    values = bucket.column(column_map.event_value).to_pylist() if column_map.event_value else None
     newest: dict[tuple[str, ...], int] = {}
     done: dict[int, list[Row]] = {}
     for n in np.lexsort((~is_shown_N, time_ms_N)).tolist():
@@ -271,6 +272,8 @@ def _split_actions(
             wrong = f"action {event[n]!r}: expected an earlier row that shows the item to this user, got none"
         else:
             action = {"action": event[n], "time": int(time_ms_N[n])}
+            if values and values[n] is not None:
+                action["value"] = float(values[n])
             done.setdefault(newest[keys[n]], []).append(action)
             continue
         reader.refuse(place, ValueError(wrong))

@@ -116,10 +116,10 @@ def _checked(
     for name in names:
         if name not in known and name not in features:
             near = nearest(name, [*known, *features])
-            text = (
-                f"{table.path}: column {name!r} is not a feature of the schema{near}; declare or --ignore it"
-            )
-            raise ConfigError(text)
+            remedy = "declare or --ignore it"
+            if name == "action":
+                remedy = "give a table of engagements with --engagements, or --ignore the column"
+            raise ConfigError(f"{table.path}: column {name!r} is not a feature of the schema{near}; {remedy}")
     return table._replace(table=table.table.select(names))
 
 

@@ -188,6 +188,8 @@ def test_a_byte_order_mark_is_no_part_of_the_log(tmp_path: Path) -> None:
         (b'{"type": "impression", "time": NaN}', r"log:1: .*no NaN; write null"),
         (b'{"type": "impression", "time": \xff"1"}', r"log:1: .*invalid character \(byte 31\): '.\"1\"}'"),
         (b'{"type": "impression", "time": "\xe9"}', r"log:1: expected text in UTF-8"),
+        (b'[{"type": "impression"}]', r"log:1: expected an object, got a list; .*`jq -c '\.\[\]'"),
+        (b'{\n "type": "impression"}', r"log:1: expected a whole object.*`jq -c \."),
     ],
 )
 def test_a_line_that_is_no_json_is_reported_with_what_stands_there(

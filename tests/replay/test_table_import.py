@@ -417,6 +417,19 @@ def test_rows_of_actions_belong_to_the_newest_earlier_row_with_the_item(tmp_path
     ]
 
 
+def test_a_row_of_an_action_may_have_a_value(tmp_path: Path) -> None:
+    """An empty cell is 1, as without a column of values."""
+    text = "kind;visitor;article;seen_at;paid\n"
+    for row in ("view;ann;5;2024-03-04 10:00:00;", "order;ann;5;2024-03-04 10:00:09;12.5"):
+        text += f"{row}\n"
+    (tmp_path / "events.csv").write_text(text + "click;ann;5;2024-03-04 10:00:03;\n")
+    column_map = map_of(tmp_path, f'event_value = "paid"\n{EVENTS}')
+    out = tmp_path / "log.jsonl"
+    import_table([str(tmp_path / "events.csv")], SCHEMA, column_map, out)
+    values = {line["action"]: line["value"] for line in lines_of(out) if line["type"] == "engagement"}
+    assert values == {"order": 12.5, "click": 1.0}
+
+
 def test_without_a_user_an_action_belongs_to_a_row_of_its_session(tmp_path: Path) -> None:
     text = "kind;visitor;visit;article;seen_at\n"
     for row in ("view;;7;5", "view;;8;5", "view;bob;7;5", "click;;7;5", "click;;;5"):
@@ -455,6 +468,7 @@ def test_an_action_that_belongs_to_no_row_is_refused_by_line_or_counted(
     [
         (EVENTS.replace('shown = ["view", "show"]', ""), "shown"),
         (EVENTS.replace('user = "visitor"', ""), "user"),
+        (f'event_value = "paid"\n{PLAIN}', "event_value"),
     ],
 )
 def test_a_map_with_rows_of_actions_names_shown_values_and_a_user(

@@ -160,6 +160,7 @@ def test_packed_csv_and_files_in_any_order(tmp_path: Path) -> None:
     [
         ("request_id,time,item\nr,1,1\n", r"shown.csv: column 'item_id' is absent"),
         ("request_id,time,item_id,prize\nr,1,1,1\n", r"did you mean 'price'"),
+        ("request_id,time,item_id,action\nr,1,1,view\n", r"'action' .* with --engagements"),
         ("", r"shown.csv: expected a"),
         ("request_id,time,item_id,price,price\nr,1,1,1,1\n", r"column 'price'"),
     ],

@@ -247,7 +247,7 @@ def _two_tables(
 def _flat(path: str, rows: list[dict[str, Any]], complete: bool, choices: Choices) -> FoundLog:
     """A table with a row for each shown item, with columns of actions, a rating, or rows of actions."""
     if not rows:
-        raise ConfigError(f"{path}: expected rows, got an empty file")
+        raise ConfigError(f"{path}: expected at least one row, got none")
     columns, _, _ = _columns(rows, ())
     roles = {role: _role(path, role, columns, choices) for role in _ROLES}
     for role in ("time", "item"):
