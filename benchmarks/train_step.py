@@ -22,7 +22,7 @@ from benchmarks.harness.benchmark import Benchmark, Row, Subject, Work
 from roostream.models.build import KINDS, build_model
 from roostream.models.config import ModelConfig, RankerConfig
 from roostream.models.inputs import Inputs, build_inputs
-from roostream.models.loss import loss
+from roostream.models.linear_part import LinearPart
 from roostream.models.model import Targets
 from roostream.runtime.clock import SystemClock
 from roostream.runtime.kafka.consumer import PartitionLag
@@ -146,7 +146,11 @@ class Case:
         self.lookup = build_lookup(self.batch)
         self.rows = self.client.pull(self.lookup)
         self.model = build_model(self.schema, model, 0)
-        self.optimizer = DenseAdam(self.model.named_parameters(), learning_rate=2e-3)
+        self.optimizer = DenseAdam(
+            self.model.named_parameters(),
+            learning_rate=2e-3,
+            linear=[part for part in self.model.modules() if isinstance(part, LinearPart)],
+        )
         self.inputs = self._inputs()
         self.gradients = {name: np.full_like(rows_UD, 1e-6) for name, rows_UD in self.rows.items()}
         self.label_BT, self.weight_BT = (
@@ -192,7 +196,13 @@ class Case:
 
     def forward_backward(self) -> None:
         self.optimizer.zero_grad()
-        loss(self.model(self.inputs), Targets(self.label_BT, self.weight_BT)).backward()  # type: ignore[no-untyped-call]
+        targets = Targets(self.label_BT, self.weight_BT)
+        self.model.loss(self.inputs, self.model(self.inputs), targets).backward()  # type: ignore[no-untyped-call]
+
+    def score(self) -> None:
+        """The averaged weights score each batch too; here the model stands for them."""
+        with torch.no_grad():
+            self.model(self.inputs)
 
     def products(self) -> None:
         """The limit: the matrix products of the forward and backward pass."""
@@ -264,6 +274,7 @@ _STAGES = (
     ("pull", "pull"),
     ("tensors", "to_tensors"),
     ("forward and backward", "forward_backward"),
+    ("forward with averaged weights", "score"),
     ("dense optimizer", "adam"),
     ("push", "push"),
     ("predictions", "predict"),
