@@ -61,7 +61,7 @@ class KafkaSink:
 
     def flush(self, stop: threading.Event) -> bool:
         """Wait until all queued records are acknowledged; False if `stop` was set first."""
-        while self._producer.flush(0.2):
+        while clients.flush(self._producer, 0.2):
             if stop.is_set():
                 return False
         if self._error:

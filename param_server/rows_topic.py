@@ -94,7 +94,22 @@ class KafkaRows:
             return []
         if self._producer is None:  # its truth value says whether events wait
             self._producer = clients.producer(self.broker)
-        producer = self._producer
+        try:
+            outcome = self._sent(self._producer, messages, stop)
+        except clients.ProducerFailedError:
+            self._producer = None
+            raise
+        offsets = [o for n in range(len(messages)) if isinstance(o := outcome[n], int)]
+        if len(offsets) < len(messages):
+            self._producer = None  # an idempotent producer cannot continue after a lost message
+            error = next(o for o in outcome.values() if not isinstance(o, int))
+            raise UnavailableError(f"topic {self.topic} at {self.broker} rejected rows: {error.str()}")
+        return offsets
+
+    def _sent(
+        self, producer: Producer, messages: Sequence[Message], stop: threading.Event
+    ) -> dict[int, int | KafkaError]:
+        """Number of each message → its offset, or why it was refused."""
         outcome: dict[int, int | KafkaError] = {}
         for n, message in enumerate(messages):
 
@@ -111,12 +126,7 @@ class KafkaRows:
                 on_delivery=delivered,
             )
         self._await(producer, outcome, len(messages), stop)
-        offsets = [o for n in range(len(messages)) if isinstance(o := outcome[n], int)]
-        if len(offsets) < len(messages):
-            self._producer = None  # an idempotent producer cannot continue after a lost message
-            error = next(o for o in outcome.values() if not isinstance(o, int))
-            raise UnavailableError(f"topic {self.topic} at {self.broker} rejected rows: {error.str()}")
-        return offsets
+        return outcome
 
     def bounds(self, partition: int, stop: threading.Event) -> tuple[int, int]:
         """The first offset that is kept, and the end offset."""
@@ -156,7 +166,7 @@ class KafkaRows:
         """Wait until `outcome` has an entry for each of the `wanted` messages."""
         began_s, warned = self.clock.monotonic_s(), False
         while len(outcome) < wanted:
-            producer.poll(0.1)
+            clients.poll(producer, 0.1)
             if stop.is_set() and self.clock.monotonic_s() - began_s > _STOP_AFTER_S:
                 raise UnavailableError("stopped while row deltas were in flight")
             if not warned and self.clock.monotonic_s() - began_s > _WARN_AFTER_S:

@@ -233,10 +233,13 @@ class KafkaOutputs:
     def flush(self, timeout_s: float = 10.0) -> None:
         """Wait until Kafka has acknowledged everything. Raises UnavailableError: not in time, or Kafka
         refused a record; the rest stays queued."""
-        for _ in range(round(timeout_s / _FLUSH_S)):
-            left = self._producer.flush(_FLUSH_S)
-            if not left or self._refusals or self._gives_up():
-                break
+        try:
+            for _ in range(round(timeout_s / _FLUSH_S)):
+                left = clients.flush(self._producer, _FLUSH_S)
+                if not left or self._refusals or self._gives_up():
+                    break
+        except clients.ProducerFailedError as error:
+            self._refusals.append(str(error))
         if self._refusals:
             raise UnavailableError(self.refused())
         if left:
@@ -262,7 +265,7 @@ class KafkaOutputs:
                 on_delivery=delivered,
                 give_up=self._gives_up,
             )
-        except KafkaException as error:
+        except (KafkaException, clients.ProducerFailedError) as error:
             refusals.append(str(error.args[0]))
 
     def _gives_up(self) -> bool:

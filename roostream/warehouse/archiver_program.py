@@ -71,7 +71,7 @@ class KafkaDeadLetters:
     that consumers count each record once."""
 
     def __init__(self, config: ArchiverConfig, clock: Clock) -> None:
-        self._producer = clients.producer(config.broker)
+        self._broker, self._producer = config.broker, clients.producer(config.broker)
         self._topic = name_of(config.prefix, DEAD_LETTERS)
         self._max_raw_bytes, self._clock = config.max_raw_bytes, clock
         self._log_rate_limit = LogRateLimit(clock.monotonic_s)
@@ -82,6 +82,13 @@ class KafkaDeadLetters:
         Raises:
             UnavailableError: not all were acknowledged in time; sending them again is safe.
         """
+        try:
+            self._send(dead)
+        except clients.ProducerFailedError:
+            self._producer = clients.producer(self._broker)
+            raise
+
+    def _send(self, dead: Sequence[DeadRecord]) -> None:
         for record, reason, error in dead:
             where = f"{record.topic}-{record.partition} offset {record.offset}"
             text = "%s goes to the dead letters: %s (%s)"
@@ -103,7 +110,7 @@ class KafkaDeadLetters:
                 timestamp_ms=self._clock.now_ms(),
                 give_up=lambda: True,  # at once if the queue is full
             )
-        if left := self._producer.flush(_DEAD_LETTERS_TIMEOUT_S):
+        if left := clients.flush(self._producer, _DEAD_LETTERS_TIMEOUT_S):
             raise UnavailableError(
                 f"expected {left} dead letters to be acknowledged within {_DEAD_LETTERS_TIMEOUT_S:g} s, got "
                 "none; retrying"

@@ -3,7 +3,7 @@
 1 Read the entries after the last one sent and give them to the sink, at most `MAX_PENDING_*` at a time:
   while Kafka is unavailable, records wait on disk and not in memory.
 2 Acknowledgments come in any order; the cursor moves over the delivered prefix only.
-3 After a transient failure (broker gone, producer fenced), everything after the cursor is sent again by a
+3 After a transient failure (broker gone, producer failed), everything after the cursor is sent again by a
   new sink. The joiner drops the duplicates.
 4 A record that Kafka rejects for itself (too large, invalid time) would block all others. A broker rejects
   whole batches, so all pending records are sent again one by one; the one that is rejected alone is counted
@@ -14,6 +14,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections import deque
@@ -81,14 +82,15 @@ class KafkaSink:
         )
 
     def poll(self, timeout_s: float) -> None:
-        """Run due callbacks; wait up to `timeout_s` for one."""
-        self.producer.poll(timeout_s)
+        """Run due callbacks; wait up to `timeout_s` for one. Raises ProducerFailedError, as `send` does."""
+        clients.poll(self.producer, timeout_s)
 
     def close(self) -> None:
         """Drop what is queued or in flight: a late delivery would come after the first records of the next
         sink. `done` may not be called for it."""
         self.producer.purge(in_queue=True, in_flight=True)
-        self.producer.poll(0)
+        with contextlib.suppress(clients.ProducerFailedError):
+            clients.poll(self.producer, 0)
 
 
 class _Pending:
@@ -134,11 +136,14 @@ class LogSender:
     def step(self, stop: threading.Event | None = None) -> None:
         """Send what fits, process acknowledgments. Waits about POLL_S at most, or as the backoff says."""
         sink = self._sink = self._sink or self.open_sink()
-        for entry in self._readable():
-            self._send(sink, entry)
-        if self._pending:
-            sink.poll(POLL_S)
-            self._advance()
+        try:
+            for entry in self._readable():
+                self._send(sink, entry)
+            if self._pending:
+                sink.poll(POLL_S)
+        except clients.ProducerFailedError as error:
+            self._trouble = ("failed", str(error))
+        self._advance()
         if self._trouble is not None:
             self._begin_again(stop)
 

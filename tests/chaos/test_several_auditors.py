@@ -59,9 +59,7 @@ def test_the_sums_are_unknown_while_an_auditor_is_missing(stack: Stack, monitor:
 
 def test_every_reading_is_good_again_after_kills(stack: Stack, monitor: StackMonitor) -> None:
     for victim in ("auditor", "auditor-1", "features", "features-1"):
-        before = stack.restarts(victim)
         stack.kill(victim)
-        wait_until(f"{victim} again", lambda v=victim, n=before: stack.restarts(v) > n, 60)
         stack.wait_ready(victim, timeout_s=120)
     time.sleep(1.0)  # samples of one second, so that both auditors read something new
     wait_for_good_readings(stack, monitor)

@@ -254,6 +254,27 @@ def test_a_refusal_replaces_the_producer_and_its_late_reports_are_ignored() -> N
     assert len(outputs.producers) == 2, "a producer that refused nothing is kept"
 
 
+@pytest.mark.parametrize("method", ["poll", "flush"])
+def test_a_producer_that_failed_is_replaced_at_the_restore(method: str) -> None:
+    """librdkafka raises a fatal error wherever callbacks are called. The other kinds of errors go to them."""
+    outputs = Opened()
+    error = KafkaError(KafkaError.OUT_OF_ORDER_SEQUENCE_NUMBER, "desynchronized", fatal=True)
+    failing = outputs.producer
+
+    def fail(timeout_s: float = 0) -> int:
+        raise KafkaException(error)
+
+    setattr(failing, method, fail)
+    outputs.send()
+    with pytest.raises(UnavailableError, match=r"out of order sequence number.*stopped uncleanly"):
+        outputs.it.flush()
+    assert outputs.it.refused()
+    outputs.it.begin()
+    outputs.send()
+    outputs.it.flush()
+    assert outputs.producer is not failing
+
+
 def test_a_record_refused_by_the_client_counts_as_refused() -> None:
     outputs = Opened()
     outputs.producer.raises = KafkaException(KafkaError(KafkaError.MSG_SIZE_TOO_LARGE))

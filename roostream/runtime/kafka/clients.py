@@ -7,7 +7,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from confluent_kafka import (
@@ -44,6 +44,7 @@ _NO_LEADER_YET = (
     KafkaError.LEADER_NOT_AVAILABLE,
     KafkaError.OFFSET_NOT_AVAILABLE,
 )
+_FATAL = KafkaError._FATAL  # noqa: SLF001
 _RETRY_S = 0.1
 _CREATING_S = 20.0  # a new stack starts Kafka and creates its topics while other programs start
 _QUIET = {
@@ -52,6 +53,27 @@ _QUIET = {
     "reconnect.backoff.ms": 100,
     "reconnect.backoff.max.ms": 1000,
 }
+
+
+class ProducerFailedError(UnavailableError):
+    """A producer accepts nothing more; open another one. Records that it has not reported as delivered may or
+    may not be in their topics."""
+
+
+@contextlib.contextmanager
+def _fatal_errors() -> Iterator[None]:
+    """Raise ProducerFailedError for librdkafka's fatal errors. An idempotent producer has one when its broker
+    no longer has the records that it acknowledged last: numbers of records follow each other without gaps."""
+    try:
+        yield
+    except KafkaException as error:
+        reason = error.args[0]
+        if not reason.fatal() and reason.code() != _FATAL:
+            raise
+        raise ProducerFailedError(
+            f"Kafka accepts no more records of this producer ({KafkaError(reason.code()).str()}); the broker "
+            "has probably stopped uncleanly and lost records"
+        ) from None
 
 
 def _on_error(error: KafkaError) -> None:
@@ -72,7 +94,8 @@ def producer(broker: Broker, **overrides: Any) -> Producer:
     """An idempotent producer that partitions by murmur2 of the key, like Java's. Pass `transactional_id` for
     transactions.
 
-    Delivery errors go to the callback passed to `produce`; a full queue raises BufferError there.
+    Delivery errors go to the callback passed to `produce`; a full queue raises BufferError there. Use `send`,
+    `poll` and `flush` of this module, which raise ProducerFailedError when another producer is needed.
     """
     settings = {
         **_common(broker),
@@ -276,14 +299,21 @@ def send(
 
     Raises:
         UnavailableError: the queue is full and `give_up` returned true; the record is not queued.
+        ProducerFailedError: open another producer; the record may be queued.
     """
     extra = {} if partition < 0 else {"partition": partition}
     while True:
         try:
-            client.produce(
-                topic, value=value, key=key, timestamp=max(timestamp_ms, 0), on_delivery=on_delivery, **extra
-            )
-            client.poll(0)
+            with _fatal_errors():
+                client.produce(
+                    topic,
+                    value=value,
+                    key=key,
+                    timestamp=max(timestamp_ms, 0),
+                    on_delivery=on_delivery,
+                    **extra,
+                )
+                client.poll(0)
             return
         except BufferError:
             if give_up():
@@ -291,4 +321,18 @@ def send(
                     f"topic {topic}: the producer's queue is full because Kafka accepts no records; "
                     "stopped waiting"
                 ) from None
-            client.poll(0.05)
+            poll(client, 0.05)
+
+
+def poll(client: Producer, timeout_s: float) -> None:
+    """Call the callbacks of records that were delivered or refused; wait up to `timeout_s` for one. Raises
+    ProducerFailedError."""
+    with _fatal_errors():
+        client.poll(timeout_s)
+
+
+def flush(client: Producer, timeout_s: float) -> int:
+    """Wait until all queued records are delivered or refused. Returns how many are left after `timeout_s`.
+    Raises ProducerFailedError."""
+    with _fatal_errors():
+        return int(client.flush(timeout_s))

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from roostream.runtime.backoff import Backoff
 from roostream.runtime.clock import FakeClock
+from roostream.runtime.kafka.clients import ProducerFailedError
 from serving.feature_log import sender as log_sender
 from serving.feature_log.format import LogRecord
 from serving.feature_log.log import FeatureLog
@@ -70,6 +71,29 @@ def test_a_failed_delivery_repeats_all_records_after_the_cursor(feature_log: Fea
     sender.step()
     assert sender.idle
     assert [r.timestamp_ms for r in taken] == [0, 1, 2, 4, 5, 3, 4, 5], "4 and 5 twice: at least once"
+
+
+@pytest.mark.parametrize("method", ["send", "poll"])
+def test_a_producer_that_failed_is_replaced_and_all_records_after_the_cursor_are_sent_again(
+    feature_log: FeatureLog, method: str
+) -> None:
+    taken: list[LogRecord] = []
+    failing = FakeSink(taken, lambda r: "delivered" if r.timestamp_ms < 3 else None)
+    sender = sender_of(feature_log, [failing, FakeSink(taken)])
+    for i in range(6):
+        feature_log.append(record(i))
+    sender.step()
+    assert feature_log.cursor.sequence == 3
+
+    def fail(*_: object) -> None:
+        raise ProducerFailedError("a fault of the test")
+
+    setattr(failing, method, fail)
+    feature_log.append(record(6))
+    sender.step()
+    assert failing.closed and feature_log.cursor.sequence == 3
+    sender.step()
+    assert sender.idle and [r.timestamp_ms for r in taken] == [0, 1, 2, 3, 4, 5, 6]
 
 
 def test_a_record_that_kafka_rejects_is_counted_and_skipped_alone(
