@@ -7,14 +7,14 @@ from collections.abc import Iterator
 import pytest
 
 from infra.stack import Stack
-from roostream.runtime.kafka.topics import ENGAGEMENTS, IMPRESSIONS, PREDICTIONS, ROWS, SAMPLES
+from roostream.runtime.kafka.topics import TOPICS
 from tests.chaos.readings import bad_readings, monitor_of, status_of
 from tests.e2e.loop_stack import applied, quick_options, rank, wait_until
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(900)]
 
 _LOST_SHARE = 0.3
-_DATA = (IMPRESSIONS, ENGAGEMENTS, SAMPLES, ROWS, PREDICTIONS)
+_CUT = (*TOPICS, "__transaction_state", "__consumer_offsets")
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def lose_newest_records(stack: Stack) -> None:
     data = stack.home.root / "kafka"
     (data / ".kafka_cleanshutdown").unlink()
     (data / "recovery-point-offset-checkpoint").unlink()
-    for topic in _DATA:
+    for topic in _CUT:
         for folder in data.glob(f"{topic}-[0-9]*"):
             log = max(folder.glob("*.log"))
             size = log.stat().st_size
