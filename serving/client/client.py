@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import os
 import ssl
 import time
 from collections.abc import Callable, Coroutine, Sequence
@@ -14,6 +15,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, overload
 
 import httpx2 as httpx
 
+from roostream.errors import ConfigError
 from roostream.schema.schema import Schema
 from serving.client import messages
 from serving.client.messages import (
@@ -68,7 +70,9 @@ class _Caller(Generic[Transport]):
 
     `schema`: with it, rank requests and answers are protobuf, which is cheaper for both sides. `key`: a
     bearer key, if serving requires one. `tls`: own certificate authorities or client certificate for https.
-    `transport` replaces the network.
+    `transport` replaces the network. Raises ConfigError: the url or the key is invalid.
+
+    A forked process opens connections of its own: on a shared one it would read the answers to its parent.
     """
 
     def __init__(
@@ -82,8 +86,15 @@ class _Caller(Generic[Transport]):
         transport: Transport | None = None,
     ) -> None:
         self.schema, self.policy = schema, policy or RetryPolicy()
-        headers = {"authorization": f"Bearer {key}"} if key else {}
-        self._connect(base_url=url, headers=headers, verify=tls or True, transport=transport, trust_env=False)
+        headers = {"authorization": f"Bearer {_checked_key(key)}"} if key else {}
+        self._settings: dict[str, Any] = {
+            "base_url": _checked_url(url),
+            "headers": headers,
+            "verify": tls or True,
+            "transport": transport,
+            "trust_env": False,
+        }
+        self._connect()
 
     @_SyncOrAsync
     def rank(self, fields: RankFields, deadline_ms: int | None = None) -> ApiCall[Ranking]:
@@ -128,7 +139,7 @@ class _Caller(Generic[Transport]):
         """The model version in use. Raises ServingError."""
         return ApiCall(_ABOUT, lambda reply: str(messages.decode_json(dict, reply).get("model_version", "")))
 
-    def _connect(self, **settings: Any) -> None:
+    def _connect(self) -> None:
         raise NotImplementedError
 
     def _begin(self, api_call: ApiCall[Any]) -> Attempts:
@@ -151,8 +162,14 @@ class ServingClient(_Caller[httpx.BaseTransport]):
     ) -> None:
         self.close()
 
-    def _connect(self, **settings: Any) -> None:
-        self._http = httpx.Client(**settings)
+    def _connect(self) -> None:
+        self._http, self._owner = httpx.Client(**self._settings), os.getpid()
+
+    def _connections(self) -> httpx.Client:
+        """The connections of this process."""
+        if self._owner != os.getpid() and not self._http.is_closed:
+            self._connect()
+        return self._http
 
     def execute(self, build_call: Callable[[], ApiCall[T]]) -> T:
         api_call = build_call()
@@ -169,13 +186,14 @@ class ServingClient(_Caller[httpx.BaseTransport]):
             time.sleep(step.seconds)
             return None
         try:
-            return _reply(self._http.request(**_request(step)))
+            return _reply(self._connections().request(**_request(step)))
         except httpx.TransportError as error:
             return _lost(error)
 
 
 class AsyncServingClient(_Caller[httpx.AsyncBaseTransport]):
-    """As ServingClient, in one event loop: every call is awaited."""
+    """As ServingClient, but every call is awaited. Each event loop gets connections of its own; a change from
+    one loop to another opens new ones, so keep one loop."""
 
     async def close(self) -> None:
         """Close the connections; the client cannot be used any more."""
@@ -189,8 +207,17 @@ class AsyncServingClient(_Caller[httpx.AsyncBaseTransport]):
     ) -> None:
         await self.close()
 
-    def _connect(self, **settings: Any) -> None:
-        self._http = httpx.AsyncClient(**settings)
+    def _connect(self) -> None:
+        self._http = httpx.AsyncClient(**self._settings)
+        self._owner: tuple[int, asyncio.AbstractEventLoop] | None = None  # unknown before the first call
+
+    def _connections(self) -> httpx.AsyncClient:
+        """The connections of this process and event loop."""
+        owner = os.getpid(), asyncio.get_running_loop()
+        if self._owner not in (None, owner) and not self._http.is_closed:
+            self._connect()
+        self._owner = owner
+        return self._http
 
     async def execute(self, build_call: Callable[[], ApiCall[T]]) -> T:
         api_call = build_call()
@@ -208,11 +235,32 @@ class AsyncServingClient(_Caller[httpx.AsyncBaseTransport]):
             return None
         try:
             async with asyncio.timeout(step.remaining_s):
-                return _reply(await self._http.request(**_request(step)))
+                return _reply(await self._connections().request(**_request(step)))
         except TimeoutError:
             return Reply(0, {}, b"Timeout")
         except httpx.TransportError as error:
             return _lost(error)
+
+
+def _checked_url(url: str) -> httpx.URL:
+    """Raises ConfigError: it is not an address of http or https."""
+    try:
+        parsed = httpx.URL(url)
+        is_address = parsed.scheme in ("http", "https") and bool(parsed.host)
+    except (httpx.InvalidURL, TypeError):
+        is_address = False
+    if not is_address:
+        raise ConfigError(f"expected a url such as http://serving:8080, got {url!r}")
+    return parsed
+
+
+def _checked_key(key: str) -> str:
+    """The key without the white space around it, which a file has. Raises ConfigError, which does not repeat
+    the key: it cannot stand in a header."""
+    key = key.strip()
+    if not key.isascii() or not key.isprintable() or " " in key:
+        raise ConfigError("expected a key as one word of ASCII text, as `roostream keys new` prints it")
+    return key
 
 
 def _request(step: Send) -> dict[str, Any]:
