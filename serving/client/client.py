@@ -187,7 +187,7 @@ class ServingClient(_Caller[httpx.BaseTransport]):
             return None
         try:
             return _reply(self._connections().request(**_request(step)))
-        except httpx.TransportError as error:
+        except httpx.RequestError as error:
             return _lost(error)
 
 
@@ -238,7 +238,7 @@ class AsyncServingClient(_Caller[httpx.AsyncBaseTransport]):
                 return _reply(await self._connections().request(**_request(step)))
         except TimeoutError:
             return Reply(0, {}, b"Timeout")
-        except httpx.TransportError as error:
+        except httpx.RequestError as error:
             return _lost(error)
 
 
@@ -280,5 +280,5 @@ def _reply(answer: httpx.Response) -> Reply:
     return Reply(answer.status_code, answer.headers, answer.content)
 
 
-def _lost(error: httpx.TransportError) -> Reply:
+def _lost(error: httpx.RequestError) -> Reply:
     return Reply(0, {}, f"{type(error).__name__} {error}".strip().encode())

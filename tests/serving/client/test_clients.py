@@ -413,6 +413,18 @@ def test_an_unexpected_answer_is_reported_as_such(body: bytes) -> None:
         client.rank(FIELDS)
 
 
+def test_an_answer_that_cannot_be_decompressed_is_no_answer() -> None:
+    def answer(request: httpx.Request) -> httpx.Response:
+        return httpx.Response(200, headers={"content-encoding": "gzip"}, stream=httpx.ByteStream(b"{}"))
+
+    policy = RetryPolicy(retries=0)
+    with (
+        Client("http://proxy", policy=policy, transport=httpx.MockTransport(answer)) as client,
+        pytest.raises(ServingError, match="did not answer"),
+    ):
+        client.rank(FIELDS)
+
+
 def test_the_client_sends_the_documented_fields(finding: LiveServing) -> None:
     document = finding.app.openapi()
     components = document["components"]["schemas"]

@@ -166,6 +166,8 @@ def test_query_options_are_validated_as_fields_are(client: Client) -> None:
         ("appendd=true", "did you mean 'append'"),
         ("append=1", "expected true or false"),
         ("ranked", "got ''"),
+        ("append=true&append=false", "expected append once"),
+        ("top=1&ranked=true&top=2", "expected top once"),
     ]
     bad += [
         (f"top={value}", "expected a number of slots from 1 on")
