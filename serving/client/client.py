@@ -70,7 +70,7 @@ class _Caller(Generic[Transport]):
 
     `schema`: with it, rank requests and answers are protobuf, which is cheaper for both sides. `key`: a
     bearer key, if serving requires one. `tls`: own certificate authorities or client certificate for https.
-    `transport` replaces the network. Raises ConfigError: the url or the key is invalid.
+    `transport` replaces the network. Raises ConfigError: the url, the key or the schema is invalid.
 
     A forked process opens connections of its own: on a shared one it would read the answers to its parent.
     """
@@ -85,6 +85,8 @@ class _Caller(Generic[Transport]):
         tls: ssl.SSLContext | None = None,
         transport: Transport | None = None,
     ) -> None:
+        if not isinstance(schema, Schema | None):
+            raise ConfigError(f"expected a schema as load_schema returns it, got {type(schema).__name__}")
         self.schema, self.policy = schema, policy or RetryPolicy()
         headers = {"authorization": f"Bearer {_checked_key(key)}"} if key else {}
         self._settings: dict[str, Any] = {

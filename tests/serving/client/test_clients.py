@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import gc
 import json
 import socket
@@ -373,6 +374,18 @@ def test_an_address_that_is_not_of_http_is_refused_at_once(url: str) -> None:
     for kind in (Client, AsyncClient):
         with pytest.raises(ConfigError, match="http://serving:8080"):
             kind(url)
+
+
+def test_a_path_is_no_schema_and_another_schema_is_refused_with_advice(live: LiveServing) -> None:
+    with pytest.raises(ConfigError, match="load_schema"):
+        Client(live.url, schema=cast(Any, "schema.toml"))
+    other = dataclasses.replace(SCHEMA, ro=SCHEMA.ro[::-1])
+    with (
+        Client(live.url, policy=PATIENT, schema=other) as client,
+        pytest.raises(ServingError, match="load the schema file of this serving") as caught,
+    ):
+        client.rank(FIELDS)
+    assert caught.value.path == "$.header.schema" and not live.built.records()
 
 
 def test_a_retry_repeats_the_request_and_connections_are_reused() -> None:
