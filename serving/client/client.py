@@ -35,6 +35,7 @@ from serving.client.retry import Attempts, Call, Pause, Reply, RetryPolicy, Send
 P = ParamSpec("P")
 T = TypeVar("T")
 Transport = TypeVar("Transport")
+_LATE = Reply(0, {}, b"Timeout")
 _READY = Call("GET", "/readyz", expects=frozenset({200, 503}))
 _ABOUT = Call("GET", "/", headers=(("accept", "application/json"),))
 
@@ -187,10 +188,16 @@ class ServingClient(_Caller[httpx.BaseTransport]):
         if isinstance(step, Pause):
             time.sleep(step.seconds)
             return None
+        until_s, body = time.monotonic() + step.remaining_s, b""
         try:
-            return _reply(self._connections().request(**_request(step)))
+            with self._connections().stream(**_request(step)) as answer:
+                for chunk in answer.iter_bytes():
+                    if time.monotonic() > until_s:
+                        return _LATE
+                    body += chunk
         except httpx.RequestError as error:
             return _lost(error)
+        return Reply(answer.status_code, answer.headers, body)
 
 
 class AsyncServingClient(_Caller[httpx.AsyncBaseTransport]):
@@ -237,11 +244,12 @@ class AsyncServingClient(_Caller[httpx.AsyncBaseTransport]):
             return None
         try:
             async with asyncio.timeout(step.remaining_s):
-                return _reply(await self._connections().request(**_request(step)))
+                answer = await self._connections().request(**_request(step))
         except TimeoutError:
-            return Reply(0, {}, b"Timeout")
+            return _LATE
         except httpx.RequestError as error:
             return _lost(error)
+        return Reply(answer.status_code, answer.headers, answer.content)
 
 
 def _checked_url(url: str) -> httpx.URL:
@@ -266,8 +274,8 @@ def _checked_key(key: str) -> str:
 
 
 def _request(step: Send) -> dict[str, Any]:
-    """`remaining_s` bounds each phase of a sync call; nothing bounds all of them, but the server enforces the
-    deadline too."""
+    """`remaining_s` bounds each wait of a sync call for the network. The body of its answer also has to be
+    complete by then."""
     call = step.call
     return {
         "method": call.method,
@@ -276,10 +284,6 @@ def _request(step: Send) -> dict[str, Any]:
         "headers": call.headers,
         "timeout": step.remaining_s,
     }
-
-
-def _reply(answer: httpx.Response) -> Reply:
-    return Reply(answer.status_code, answer.headers, answer.content)
 
 
 def _lost(error: httpx.RequestError) -> Reply:

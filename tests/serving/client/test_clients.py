@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import gc
 import json
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast, get_type_hints
 
@@ -386,6 +389,30 @@ def test_a_path_is_no_schema_and_another_schema_is_refused_with_advice(live: Liv
     ):
         client.rank(FIELDS)
     assert caught.value.path == "$.header.schema" and not live.built.records()
+
+
+def test_an_answer_that_arrives_byte_by_byte_is_given_up_at_the_deadline() -> None:
+    def drip(listener: socket.socket) -> None:
+        connection, _ = listener.accept()
+        with connection, contextlib.suppress(OSError):
+            connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 40\r\n\r\n")
+            for _ in range(40):
+                time.sleep(0.1)
+                connection.sendall(b" ")
+
+    async def asked(url: str) -> None:
+        async with AsyncClient(url, policy=RetryPolicy(retries=0)) as client:
+            await client.rank(FIELDS, deadline_ms=500)
+
+    with socket.create_server(("127.0.0.1", 0)) as slow, ThreadPoolExecutor(1) as server:
+        url = f"http://127.0.0.1:{slow.getsockname()[1]}"
+        server.submit(drip, slow)
+        with Client(url, policy=RetryPolicy(retries=0)) as client, pytest.raises(ServingError) as sync:
+            client.rank(FIELDS, deadline_ms=500)
+        server.submit(drip, slow)
+        with pytest.raises(ServingError) as other:
+            asyncio.run(asked(url))
+    assert sync.value.code == other.value.code == "timeout"
 
 
 def test_a_retry_repeats_the_request_and_connections_are_reused() -> None:
