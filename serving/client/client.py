@@ -155,7 +155,7 @@ class ServingClient(_Caller[httpx.BaseTransport]):
 
     def close(self) -> None:
         """Close the connections; the client cannot be used any more."""
-        self._http.close()
+        self._connections().close()
 
     def __enter__(self) -> Self:
         return self
@@ -206,7 +206,7 @@ class AsyncServingClient(_Caller[httpx.AsyncBaseTransport]):
 
     async def close(self) -> None:
         """Close the connections; the client cannot be used any more."""
-        await self._http.aclose()
+        await self._connections().aclose()
 
     async def __aenter__(self) -> Self:
         return self

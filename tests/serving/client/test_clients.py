@@ -291,8 +291,13 @@ def test_an_async_client_works_in_one_event_loop_after_another(live: LiveServing
         return items
 
     assert asyncio.run(asked(False)) == asyncio.run(asked(True))
-    with pytest.raises(RuntimeError, match="closed"):
+    with pytest.raises(RuntimeError, match="client has been closed"):
         asyncio.run(asked(True))
+    client = AsyncClient(live.url, policy=PATIENT)
+    asyncio.run(asked(False))
+    asyncio.run(client.close())
+    with pytest.raises(RuntimeError, match="client has been closed"):
+        asyncio.run(asked(False))
     gc.collect()
 
 
