@@ -97,7 +97,7 @@ class _Caller(Generic[Transport]):
             "transport": transport,
             "trust_env": False,
         }
-        self._connect()
+        self._open()
 
     @_SyncOrAsync
     def rank(self, fields: RankFields, deadline_ms: int | None = None) -> ApiCall[Ranking]:
@@ -142,8 +142,8 @@ class _Caller(Generic[Transport]):
         """The model version in use. Raises ServingError."""
         return ApiCall(_ABOUT, lambda reply: str(messages.decode_json(dict, reply).get("model_version", "")))
 
-    def _connect(self) -> None:
-        raise NotImplementedError
+    def _open(self) -> None:
+        """Called once, by the thread that makes the client."""
 
     def _begin(self, api_call: ApiCall[Any]) -> Attempts:
         deadline_ms = self.policy.deadline_ms if api_call.deadline_ms is None else api_call.deadline_ms
@@ -152,6 +152,8 @@ class _Caller(Generic[Transport]):
 
 class ServingClient(_Caller[httpx.BaseTransport]):
     """Thread-safe. Keeps its connections open until `close`, or the end of its `with` block."""
+
+    _held: tuple[int, httpx.Client] | None = None  # connections, and the process that opened them
 
     def close(self) -> None:
         """Close the connections; the client cannot be used any more."""
@@ -165,14 +167,15 @@ class ServingClient(_Caller[httpx.BaseTransport]):
     ) -> None:
         self.close()
 
-    def _connect(self) -> None:
-        self._http, self._owner = httpx.Client(**self._settings), os.getpid()
+    def _open(self) -> None:
+        self._connections()
 
     def _connections(self) -> httpx.Client:
         """The connections of this process."""
-        if self._owner != os.getpid() and not self._http.is_closed:
-            self._connect()
-        return self._http
+        owner, held = os.getpid(), self._held
+        if held is None or (held[0] != owner and not held[1].is_closed):
+            self._held = held = owner, httpx.Client(**self._settings)
+        return held[1]
 
     def execute(self, build_call: Callable[[], ApiCall[T]]) -> T:
         api_call = build_call()
@@ -204,6 +207,8 @@ class AsyncServingClient(_Caller[httpx.AsyncBaseTransport]):
     """As ServingClient, but every call is awaited. Each event loop gets connections of its own; a change from
     one loop to another opens new ones, so keep one loop."""
 
+    _held: tuple[tuple[int, asyncio.AbstractEventLoop], httpx.AsyncClient] | None = None
+
     async def close(self) -> None:
         """Close the connections; the client cannot be used any more."""
         await self._connections().aclose()
@@ -216,17 +221,12 @@ class AsyncServingClient(_Caller[httpx.AsyncBaseTransport]):
     ) -> None:
         await self.close()
 
-    def _connect(self) -> None:
-        self._http = httpx.AsyncClient(**self._settings)
-        self._owner: tuple[int, asyncio.AbstractEventLoop] | None = None  # unknown before the first call
-
     def _connections(self) -> httpx.AsyncClient:
         """The connections of this process and event loop."""
-        owner = os.getpid(), asyncio.get_running_loop()
-        if self._owner not in (None, owner) and not self._http.is_closed:
-            self._connect()
-        self._owner = owner
-        return self._http
+        owner, held = (os.getpid(), asyncio.get_running_loop()), self._held
+        if held is None or (held[0] != owner and not held[1].is_closed):
+            self._held = held = owner, httpx.AsyncClient(**self._settings)
+        return held[1]
 
     async def execute(self, build_call: Callable[[], ApiCall[T]]) -> T:
         api_call = build_call()
