@@ -393,13 +393,13 @@ def _decode_error(message: str, known: dict[str, tuple[str, ...]]) -> RequestErr
         what, path = message, "$`"
     path, unknown = path[:-1], _UNKNOWN.search(what)
     if unknown is None:
-        return RequestError(400, what, path)
+        return RequestError(400, what + _advice(what, path), path)
     name = shown(unknown["name"])
     names = known.get(re.sub(r"\[\d+\]", "[]", path), ())
     instead = (
         f"; say it in the address, ?{name}="
         if "candidates" in names and name in RANK_QUERY
-        else _other_place(name, known) + nearest(name, names)
+        else _other_place(name, path, known) + nearest(name, names)
     )
     return RequestError(400, f"unknown field {name!r}{instead}", f"{path}.{name}")
 
@@ -407,13 +407,24 @@ def _decode_error(message: str, known: dict[str, tuple[str, ...]]) -> RequestErr
 _PLACES = {"$": "at the top of the body", "$.ro": "in 'ro'", "$.candidates[]": "in each candidate"}
 
 
-def _other_place(name: str, known: dict[str, tuple[str, ...]]) -> str:
+def _other_place(name: str, path: str, known: dict[str, tuple[str, ...]]) -> str:
     """Where a name belongs that stands in the wrong place; "" if it belongs nowhere."""
     for place, where in _PLACES.items():
         has_place = place == "$" or place[2:].removesuffix("[]") in known.get("$", ())
-        if has_place and name in known.get(place, ()):
+        if has_place and place != f"{path}[]" and name in known.get(place, ()):  # candidates may be columns
             return f"; it belongs {where}"
     return ""
+
+
+_OPTIONAL = re.compile(r"[$.\[\]\d]+\.(user_id|session_id|surface|ro)")
+_CANDIDATE = re.compile(r"\$\.candidates\[\d+\]")
+
+
+def _advice(what: str, path: str) -> str:
+    """What to write instead, for the commonest mistakes."""
+    if what.endswith("got `null`") and _OPTIONAL.fullmatch(path):
+        return "; leave it out if it is unknown"
+    return ', such as {"item_id": 8}' if what.startswith("Expected") and _CANDIDATE.fullmatch(path) else ""
 
 
 def check_position(first: int, num_candidates: int, path: str = "$.first_position") -> int:

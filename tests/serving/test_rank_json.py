@@ -265,6 +265,15 @@ BAD = [
     (changed("ro.age_h", 1), "$.ro.age_h", "it belongs in each candidate", "an NRO feature in ro"),
     (changed("candidates.0.mood", 1), "$.candidates[0].mood", "it belongs in 'ro'", "an RO feature"),
     (changed("candidates.0.nro.mood", 1), "$.candidates[0].nro.mood", "in 'ro'", "an RO feature in nro"),
+    (changed("candidates", [8, 9]), "$.candidates[0]", 'such as {"item_id": 8}', "ids instead of objects"),
+    (changed("user_id", None), "$.user_id", "leave it out", "a null for nobody"),
+    (changed("ro", None), "$.ro", "leave it out", "a null for no features"),
+    (
+        changed("candidates", {"item_id": [1], "nro": {}}),
+        "$.candidates.nro",
+        "unknown field 'nro'",
+        "columns have no nro",
+    ),
     (changed("ro.user_id", 1), "$.ro.user_id", "at the top of the body", "a field of the body in ro"),
     (changed("candidates.0.surface", ""), "$.candidates[0].surface", "at the top of the body", "and here"),
     (
