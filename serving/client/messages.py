@@ -238,7 +238,9 @@ def _rank_call(fields: RankFields, schema: Schema | None, *query: str) -> Call:
 
 
 def _named(fields: WhoFields) -> WhoFields:
-    return {**fields, "request_id": fields.get("request_id") or uuid.uuid4().hex}
+    given = fields.get("request_id")
+    has_none = given is None or (isinstance(given, str) and not given)
+    return {**fields, "request_id": uuid.uuid4().hex} if has_none else fields
 
 
 def _post(path: str, fields: object) -> Call:

@@ -313,6 +313,7 @@ def test_an_async_client_works_in_one_event_loop_after_another(live: LiveServing
         ({"user_id": b"ann"}, "$.user_id"),
         ({"session_id": []}, "$.session_id"),
         ({"request_id": 7}, "$.request_id"),
+        ({"request_id": 0}, "$.request_id"),
         ({"surface": None}, "$.surface"),
         ({"append": "false"}, "$.append"),
         ({"model_version": None}, "$.model_version"),
