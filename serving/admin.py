@@ -24,11 +24,12 @@ from starlette.types import Scope
 from roostream.runtime.tls import TlsContext
 from roostream.schema.settings import SettingError
 from serving.access.bearer_keys import Keyring
-from serving.errors import RequestError, shown
+from serving.errors import RequestError
 from serving.http import server as http_server
 from serving.http.body import BodyReader
 from serving.http.error_handlers import EXCEPTION_HANDLERS
 from serving.http.middleware import AccessMiddleware
+from serving.rank_json import decode_body
 from serving.versions.interleaving_stats import InterleavingStats
 from serving.versions.loaded_versions import LoadedVersion, LoadedVersions
 from serving.versions.recent_requests import RecentRequests
@@ -82,8 +83,12 @@ def read_token(file: str) -> AdminToken:
 class SplitBody(msgspec.Struct, forbid_unknown_fields=True):
     """The body of a PUT."""
 
+    share: Annotated[float, Meta(ge=0, le=1)]  # required: without it a split would be switched off
     version: str = ""
-    share: Annotated[float, Meta(ge=0, le=1)] = 0.0
+
+
+_SPLIT = msgspec.json.Decoder(SplitBody)
+_KNOWN = {"$": SplitBody.__struct_fields__}
 
 
 class AdminService:
@@ -142,10 +147,10 @@ class AdminService:
     def put_split(self, name: str, body: bytes) -> Answer:
         """Set the split of this kind. Raises RequestError 400, 404: nothing was changed."""
         try:
-            given = msgspec.json.decode(body, type=SplitBody)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            message = f'expected {{"version": "newest", "share": 0.05}}: {shown(error)}'
-            raise RequestError(400, message, "$") from None
+            given = decode_body(_SPLIT, body, _KNOWN)
+        except RequestError as error:
+            message = f'expected {{"version": "newest", "share": 0.05}}: {error}'
+            raise RequestError(400, message, error.path) from None
         self.versions.put(**{name: TrafficSplit(given.version if given.share else "", given.share)})
         log.info("%s: %s", name, getattr(self.versions.routing, name) or "none")
         return self.split(name)

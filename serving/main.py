@@ -126,7 +126,7 @@ def _start_admin(
     socket = resources.enter_context(
         contextlib.closing(http_server.bind(config.admin_listen, "admin_listen"))
     )
-    log.info("admin interface on http%s://%s:%d%s", "s" if tls else "", *socket.getsockname()[:2], admin.ROOT)
+    log.info("admin interface on %s%s", http_server.url_of(socket, tls is not None), admin.ROOT)
     threads.start("admin", admin.run, app, socket, tls, halt)
 
 

@@ -363,9 +363,26 @@ def decode_body(decoder: msgspec.json.Decoder[Any], body: bytes, known: dict[str
             400, "expected JSON of this interface, got one that is nested too deeply", "$"
         ) from None
     except msgspec.DecodeError as error:
+        if not isinstance(error, msgspec.ValidationError) and (got := _other_format(body)):
+            raise RequestError(400, f"expected JSON in UTF-8, got {got}", "$") from None
         raise _decode_error(str(error), known) from None
     check_keys(body)
     return decoded
+
+
+_BEGINNINGS = {
+    b"\xef\xbb\xbf": "a byte order mark before it; send it without",
+    b"\xff\xfe": "UTF-16",
+    b"\xfe\xff": "UTF-16",
+    b"\x1f\x8b": "gzip; add the header content-encoding: gzip",
+}
+
+
+def _other_format(body: bytes) -> str:
+    """What a body is that is no JSON, if its beginning tells, else ""."""
+    if not body.strip():
+        return "an empty body"
+    return next((got for beginning, got in _BEGINNINGS.items() if body.startswith(beginning)), "")
 
 
 def _decode_error(message: str, known: dict[str, tuple[str, ...]]) -> RequestError:
@@ -376,15 +393,38 @@ def _decode_error(message: str, known: dict[str, tuple[str, ...]]) -> RequestErr
         what, path = message, "$`"
     path, unknown = path[:-1], _UNKNOWN.search(what)
     if unknown is None:
-        return RequestError(400, what, path)
+        return RequestError(400, what + _advice(what, path), path)
     name = shown(unknown["name"])
     names = known.get(re.sub(r"\[\d+\]", "[]", path), ())
     instead = (
         f"; say it in the address, ?{name}="
         if "candidates" in names and name in RANK_QUERY
-        else nearest(name, names)
+        else _other_place(name, path, known) + nearest(name, names)
     )
     return RequestError(400, f"unknown field {name!r}{instead}", f"{path}.{name}")
+
+
+_PLACES = {"$": "at the top of the body", "$.ro": "in 'ro'", "$.candidates[]": "in each candidate"}
+
+
+def _other_place(name: str, path: str, known: dict[str, tuple[str, ...]]) -> str:
+    """Where a name belongs that stands in the wrong place; "" if it belongs nowhere."""
+    for place, where in _PLACES.items():
+        has_place = place == "$" or place[2:].removesuffix("[]") in known.get("$", ())
+        if has_place and place != f"{path}[]" and name in known.get(place, ()):  # candidates may be columns
+            return f"; it belongs {where}"
+    return ""
+
+
+_OPTIONAL = re.compile(r"[$.\[\]\d]+\.(user_id|session_id|surface|ro)")
+_CANDIDATE = re.compile(r"\$\.candidates\[\d+\]")
+
+
+def _advice(what: str, path: str) -> str:
+    """What to write instead, for the commonest mistakes."""
+    if what.endswith("got `null`") and _OPTIONAL.fullmatch(path):
+        return "; leave it out if it is unknown"
+    return ', such as {"item_id": 8}' if what.startswith("Expected") and _CANDIDATE.fullmatch(path) else ""
 
 
 def check_position(first: int, num_candidates: int, path: str = "$.first_position") -> int:

@@ -31,10 +31,8 @@ def parse_impression(schema: Schema, body: bytes) -> RankRequest:
         ) from None
     header, n = message.header, len(message.item_ids)
     if header.schema not in (0, schema.fingerprint):
-        got = f"{header.schema:016x}"
-        raise RequestError(
-            400, f"expected schema {schema.fingerprint:016x} or 0, got {got}", "$.header.schema"
-        )
+        expected = f"expected schema {schema.fingerprint:016x} or 0, got {header.schema:016x}"
+        raise RequestError(400, f"{expected}; load the schema file of this serving", "$.header.schema")
     for name in ("scores", "positions", "propensities"):
         if len(getattr(message, name)):
             raise RequestError(400, "expected none: serving sets it", f"$.{name}")

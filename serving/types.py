@@ -83,6 +83,7 @@ class RankOptions(msgspec.Struct, frozen=True):
 
 
 _Value = str | int | bool
+FilterValue = Annotated[_Value | list[_Value], described("or a list: one of them")]
 
 
 class RetrieveFields(UserFields, kw_only=True, **FORBID):
@@ -97,7 +98,7 @@ class RetrieveFields(UserFields, kw_only=True, **FORBID):
     ] = None
     exclude_seen: Annotated[bool, described("leave out the items of the request's histories")] = False
     filter: Annotated[
-        dict[str, Annotated[_Value | list[_Value], described("or a list: one of them")]],
+        dict[str, FilterValue],
         limits("attributes of the catalogue that items must have", maxProperties=MAX_FILTERED),
     ] = {}
 

@@ -127,7 +127,7 @@ def _digest(salt: bytes, secret: bytes) -> str:
 log = logging.getLogger("roostream.serving.access")
 
 _LOOK_S = 1.0
-_SCHEME = b"bearer "
+_SCHEME = b"bearer"
 ANY = ""
 """Instead of a scope: any valid key will do."""
 
@@ -149,11 +149,13 @@ class Keyring:
     def check(self, authorization: bytes, scope: str) -> BearerKey:
         """Return the key of an `Authorization: Bearer …` header. Raises RequestError: 401 unknown or expired;
         403 it lacks the scope."""
-        is_bearer = authorization[: len(_SCHEME)].lower() == _SCHEME
-        parsed = parse_key(authorization[len(_SCHEME) :]) if is_bearer else None
+        scheme, _, text = authorization.strip().partition(b" ")
+        is_bearer = scheme.lower() == _SCHEME
+        parsed = parse_key(text.lstrip()) if is_bearer else None
         if parsed is None:
+            got = "a malformed key" if is_bearer else "another scheme" if scheme else "no such header"
             raise RequestError(
-                401, "expected the header 'authorization: Bearer KEY' with a key of this serving"
+                401, f"expected the header 'authorization: Bearer KEY' with a key of this serving, got {got}"
             )
         key = self._keys.get(parsed[0])
         if key is None or not key.fits(parsed[1]):

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import os
 import ssl
 import time
 from collections.abc import Callable, Coroutine, Sequence
@@ -14,6 +15,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, overload
 
 import httpx2 as httpx
 
+from roostream.errors import ConfigError
 from roostream.schema.schema import Schema
 from serving.client import messages
 from serving.client.messages import (
@@ -33,6 +35,7 @@ from serving.client.retry import Attempts, Call, Pause, Reply, RetryPolicy, Send
 P = ParamSpec("P")
 T = TypeVar("T")
 Transport = TypeVar("Transport")
+_LATE = Reply(0, {}, b"Timeout")
 _READY = Call("GET", "/readyz", expects=frozenset({200, 503}))
 _ABOUT = Call("GET", "/", headers=(("accept", "application/json"),))
 
@@ -68,7 +71,9 @@ class _Caller(Generic[Transport]):
 
     `schema`: with it, rank requests and answers are protobuf, which is cheaper for both sides. `key`: a
     bearer key, if serving requires one. `tls`: own certificate authorities or client certificate for https.
-    `transport` replaces the network.
+    `transport` replaces the network. Raises ConfigError: the url, the key or the schema is invalid.
+
+    A forked process opens connections of its own: on a shared one it would read the answers to its parent.
     """
 
     def __init__(
@@ -81,9 +86,18 @@ class _Caller(Generic[Transport]):
         tls: ssl.SSLContext | None = None,
         transport: Transport | None = None,
     ) -> None:
+        if not isinstance(schema, Schema | None):
+            raise ConfigError(f"expected a schema as load_schema returns it, got {type(schema).__name__}")
         self.schema, self.policy = schema, policy or RetryPolicy()
-        headers = {"authorization": f"Bearer {key}"} if key else {}
-        self._connect(base_url=url, headers=headers, verify=tls or True, transport=transport, trust_env=False)
+        headers = {"authorization": f"Bearer {_checked_key(key)}"} if key else {}
+        self._settings: dict[str, Any] = {
+            "base_url": _checked_url(url),
+            "headers": headers,
+            "verify": tls or True,
+            "transport": transport,
+            "trust_env": False,
+        }
+        self._open()
 
     @_SyncOrAsync
     def rank(self, fields: RankFields, deadline_ms: int | None = None) -> ApiCall[Ranking]:
@@ -128,8 +142,8 @@ class _Caller(Generic[Transport]):
         """The model version in use. Raises ServingError."""
         return ApiCall(_ABOUT, lambda reply: str(messages.decode_json(dict, reply).get("model_version", "")))
 
-    def _connect(self, **settings: Any) -> None:
-        raise NotImplementedError
+    def _open(self) -> None:
+        """Called once, by the thread that makes the client."""
 
     def _begin(self, api_call: ApiCall[Any]) -> Attempts:
         deadline_ms = self.policy.deadline_ms if api_call.deadline_ms is None else api_call.deadline_ms
@@ -139,9 +153,11 @@ class _Caller(Generic[Transport]):
 class ServingClient(_Caller[httpx.BaseTransport]):
     """Thread-safe. Keeps its connections open until `close`, or the end of its `with` block."""
 
+    _held: tuple[int, httpx.Client] | None = None  # connections, and the process that opened them
+
     def close(self) -> None:
         """Close the connections; the client cannot be used any more."""
-        self._http.close()
+        self._connections().close()
 
     def __enter__(self) -> Self:
         return self
@@ -151,8 +167,15 @@ class ServingClient(_Caller[httpx.BaseTransport]):
     ) -> None:
         self.close()
 
-    def _connect(self, **settings: Any) -> None:
-        self._http = httpx.Client(**settings)
+    def _open(self) -> None:
+        self._connections()
+
+    def _connections(self) -> httpx.Client:
+        """The connections of this process."""
+        owner, held = os.getpid(), self._held
+        if held is None or (held[0] != owner and not held[1].is_closed):
+            self._held = held = owner, httpx.Client(**self._settings)
+        return held[1]
 
     def execute(self, build_call: Callable[[], ApiCall[T]]) -> T:
         api_call = build_call()
@@ -168,18 +191,27 @@ class ServingClient(_Caller[httpx.BaseTransport]):
         if isinstance(step, Pause):
             time.sleep(step.seconds)
             return None
+        until_s, body = time.monotonic() + step.remaining_s, b""
         try:
-            return _reply(self._http.request(**_request(step)))
-        except httpx.TransportError as error:
+            with self._connections().stream(**_request(step)) as answer:
+                for chunk in answer.iter_bytes():
+                    if time.monotonic() > until_s:
+                        return _LATE
+                    body += chunk
+        except httpx.RequestError as error:
             return _lost(error)
+        return Reply(answer.status_code, answer.headers, body)
 
 
 class AsyncServingClient(_Caller[httpx.AsyncBaseTransport]):
-    """As ServingClient, in one event loop: every call is awaited."""
+    """As ServingClient, but every call is awaited. Each event loop gets connections of its own; a change from
+    one loop to another opens new ones, so keep one loop."""
+
+    _held: tuple[tuple[int, asyncio.AbstractEventLoop], httpx.AsyncClient] | None = None
 
     async def close(self) -> None:
         """Close the connections; the client cannot be used any more."""
-        await self._http.aclose()
+        await self._connections().aclose()
 
     async def __aenter__(self) -> Self:
         return self
@@ -189,8 +221,12 @@ class AsyncServingClient(_Caller[httpx.AsyncBaseTransport]):
     ) -> None:
         await self.close()
 
-    def _connect(self, **settings: Any) -> None:
-        self._http = httpx.AsyncClient(**settings)
+    def _connections(self) -> httpx.AsyncClient:
+        """The connections of this process and event loop."""
+        owner, held = (os.getpid(), asyncio.get_running_loop()), self._held
+        if held is None or (held[0] != owner and not held[1].is_closed):
+            self._held = held = owner, httpx.AsyncClient(**self._settings)
+        return held[1]
 
     async def execute(self, build_call: Callable[[], ApiCall[T]]) -> T:
         api_call = build_call()
@@ -208,16 +244,38 @@ class AsyncServingClient(_Caller[httpx.AsyncBaseTransport]):
             return None
         try:
             async with asyncio.timeout(step.remaining_s):
-                return _reply(await self._http.request(**_request(step)))
+                answer = await self._connections().request(**_request(step))
         except TimeoutError:
-            return Reply(0, {}, b"Timeout")
-        except httpx.TransportError as error:
+            return _LATE
+        except httpx.RequestError as error:
             return _lost(error)
+        return Reply(answer.status_code, answer.headers, answer.content)
+
+
+def _checked_url(url: str) -> httpx.URL:
+    """Raises ConfigError: it is not an address of http or https."""
+    try:
+        parsed = httpx.URL(url)
+        is_address = parsed.scheme in ("http", "https") and bool(parsed.host)
+    except (httpx.InvalidURL, TypeError):
+        is_address = False
+    if not is_address:
+        raise ConfigError(f"expected a url such as http://serving:8080, got {url!r}")
+    return parsed
+
+
+def _checked_key(key: str) -> str:
+    """The key without the white space around it, which a file has. Raises ConfigError, which does not repeat
+    the key: it cannot stand in a header."""
+    key = key.strip()
+    if not key.isascii() or not key.isprintable() or " " in key:
+        raise ConfigError("expected a key as one word of ASCII text, as `roostream keys new` prints it")
+    return key
 
 
 def _request(step: Send) -> dict[str, Any]:
-    """`remaining_s` bounds each phase of a sync call; nothing bounds all of them, but the server enforces the
-    deadline too."""
+    """`remaining_s` bounds each wait of a sync call for the network. The body of its answer also has to be
+    complete by then."""
     call = step.call
     return {
         "method": call.method,
@@ -228,9 +286,5 @@ def _request(step: Send) -> dict[str, Any]:
     }
 
 
-def _reply(answer: httpx.Response) -> Reply:
-    return Reply(answer.status_code, answer.headers, answer.content)
-
-
-def _lost(error: httpx.TransportError) -> Reply:
+def _lost(error: httpx.RequestError) -> Reply:
     return Reply(0, {}, f"{type(error).__name__} {error}".strip().encode())

@@ -3,14 +3,16 @@ values."""
 
 from __future__ import annotations
 
+import math
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, TypedDict, TypeVar, cast
 
 import msgspec
 import numpy as np
 from google.protobuf.message import DecodeError
 
+from roostream.errors import nearest
 from roostream.schema.ids import item_id
 from roostream.schema.schema import Schema
 from roostream.wire import roo_pb2 as pb
@@ -24,6 +26,7 @@ from serving.types import (
     ScoredItem,
     TopAnswer,
 )
+from serving.types import RankFields as RankHeader
 
 JSON = "application/json"
 PROTOBUF = "application/x-protobuf"
@@ -108,6 +111,7 @@ def rank_exchange(fields: RankFields, schema: Schema | None) -> ApiCall[Ranking]
 
     Raises:
         WireError: a feature does not fit the schema.
+        ServingError: `bad_fields`: the fields cannot be sent.
     """
     return ApiCall(_rank_call(fields, schema), lambda reply: _ranking(reply, item_ids_of(fields)))
 
@@ -144,20 +148,23 @@ def decode_json(kind: type[T], reply: Reply) -> T:
 
 def encode_impression(fields: RankFields, schema: Schema) -> bytes:
     """Encode `fields` as a `roo.Impression` without scores. Raises WireError, as
-    `roostream.wire.block.encode_nro`."""
-    ids = [_uint64(i) for i in item_ids_of(fields)]
+    `roostream.wire.block.encode_nro`; ServingError for fields that serving would refuse in JSON, because
+    protobuf would leave them out or change them."""
+    given, ro = _checked_header(fields), fields.get("ro", {})
+    path = _check_candidates(fields.get("candidates"))
+    ids = [_uint64(item, path.format(n)) for n, item in enumerate(item_ids_of(fields))]
+    if not isinstance(ro, Mapping):
+        raise _bad_fields(f"expected an object, got {type(ro).__name__}", "$.ro")
     header = pb.Header(
-        request_id=fields.get("request_id", ""),
-        user_id=_uint64(fields.get("user_id", 0)),
-        session_id=_uint64(fields.get("session_id", 0)),
-        surface=fields.get("surface", ""),
+        request_id=given.request_id,
+        user_id=_uint64(given.user_id, "$.user_id"),
+        session_id=_uint64(given.session_id, "$.session_id"),
+        surface=given.surface,
         schema=schema.fingerprint,
-        model_version=fields.get("model_version", ""),
+        model_version=given.model_version,
     )
-    nro = encode_nro(schema, _columns(fields["candidates"], schema), len(ids))
-    return pb.Impression(
-        header=header, item_ids=ids, ro=encode_ro(schema, fields.get("ro", {})), nro=nro
-    ).SerializeToString()
+    nro = encode_nro(schema, _columns(fields["candidates"]), len(ids))
+    return pb.Impression(header=header, item_ids=ids, ro=encode_ro(schema, ro), nro=nro).SerializeToString()
 
 
 def item_ids_of(fields: RankFields) -> list[Id]:
@@ -168,13 +175,56 @@ def item_ids_of(fields: RankFields) -> list[Id]:
         if isinstance(candidates, Mapping)
         else [c["item_id"] for c in candidates]
     )
-    if isinstance(ids, np.ndarray):
-        return ids.tolist()
-    return [i.item() if isinstance(i, np.generic) else i for i in ids]
+    return ids.tolist() if isinstance(ids, np.ndarray) else [_python_number(i) for i in ids]
 
 
-def _uint64(value: Id | np.generic) -> int:
-    return item_id(value.item() if isinstance(value, np.generic) else value)
+def _checked_header(fields: RankFields) -> RankHeader:
+    """All fields but candidates and features. Raises ServingError: an unknown name or a wrong type."""
+    own = {name: value for name, value in fields.items() if name not in ("candidates", "ro")}
+    for name in own:
+        if name not in RankHeader.__struct_fields__:
+            instead = nearest(str(name), RankFields.__annotations__)
+            raise _bad_fields(f"unknown field {name!r}{instead}", f"$.{name}")
+    try:
+        return msgspec.json.decode(_encode_json(own), type=RankHeader)
+    except msgspec.ValidationError as error:
+        what, _, path = str(error).rstrip("`").partition(" - at `")
+        raise _bad_fields(what, path) from None
+
+
+def _check_candidates(candidates: object) -> str:
+    """Return the path of an item id, with a placeholder for the index. Raises ServingError: some candidate
+    has none."""
+    if isinstance(candidates, Mapping):
+        if "item_id" not in candidates:
+            raise _bad_fields("missing required field 'item_id'", "$.candidates")
+        return "$.candidates.item_id[{}]"
+    if not isinstance(candidates, Sequence):
+        raise _bad_fields(f"expected rows or columns, got {type(candidates).__name__}", "$.candidates")
+    for n, row in enumerate(candidates):
+        if not isinstance(row, Mapping) or "item_id" not in row:
+            raise _bad_fields("expected an object with 'item_id'", f"$.candidates[{n}]")
+        nested = row.get("nro")
+        if not isinstance(nested, Mapping | None):
+            raise _bad_fields(f"expected an object, got {type(nested).__name__}", f"$.candidates[{n}].nro")
+        if twice := sorted((row.keys() & nested.keys()) - {"item_id", "nro"}) if nested else ():
+            message = f"expected {twice[0]!r} once, beside item_id or in nro, got both"
+            raise _bad_fields(message, f"$.candidates[{n}].nro.{twice[0]}")
+    return "$.candidates[{}].item_id"
+
+
+def _uint64(value: object, path: str) -> int:
+    value = _python_number(value)
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise _bad_fields(f"expected an id as int or str, got {type(value).__name__}", path)
+    try:
+        return item_id(value)
+    except ValueError as error:
+        raise _bad_fields(str(error), path) from None
+
+
+def _python_number(value: Any) -> Any:
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def _rank_call(fields: RankFields, schema: Schema | None, *query: str) -> Call:
@@ -188,20 +238,63 @@ def _rank_call(fields: RankFields, schema: Schema | None, *query: str) -> Call:
 
 
 def _named(fields: WhoFields) -> WhoFields:
-    return {**fields, "request_id": fields.get("request_id") or uuid.uuid4().hex}
+    given = fields.get("request_id")
+    has_none = given is None or (isinstance(given, str) and not given)
+    return {**fields, "request_id": uuid.uuid4().hex} if has_none else fields
 
 
 def _post(path: str, fields: object) -> Call:
-    return Call(
-        "POST", path, msgspec.json.encode(fields, enc_hook=_plain), (("content-type", JSON), ("accept", JSON))
-    )
+    return Call("POST", path, _encode_json(fields), (("content-type", JSON), ("accept", JSON)))
+
+
+def _encode_json(fields: object) -> bytes:
+    """Raises ServingError: JSON does not have such values."""
+    try:
+        _check_values(fields)
+        return msgspec.json.encode(fields, enc_hook=_plain)
+    except ServingError as error:
+        raise _bad_fields(error.message, f"${error.path}") from None
+    except UnicodeEncodeError as error:
+        raise _bad_fields(f"expected texts that UTF-8 can encode: {error.reason}", "$") from None
+    except (TypeError, RecursionError) as error:
+        raise _bad_fields(str(error), "$") from None
+
+
+_UNCHANGED = frozenset({int, str, bool, type(None)})
+
+
+def _check_values(value: Any) -> None:
+    """Raises ServingError with the path of a value that JSON would change silently: bytes become Base64, an
+    infinity becomes null, which is a missing value."""
+    if type(value) in _UNCHANGED:
+        return
+    if isinstance(value, bytes | bytearray | memoryview):
+        raise _bad_fields("expected a text or a number, got bytes; decode them first", "")
+    if isinstance(value, np.ndarray) and value.dtype.kind != "f":
+        value = value.tolist() if value.dtype.kind in "SOV" else None
+    if isinstance(value, float | np.floating | np.ndarray):
+        if math.isinf(value) if np.ndim(value) == 0 else np.isinf(value).any():
+            raise _bad_fields("expected finite numbers, or NaN for a missing one, got an infinity", "")
+    elif isinstance(value, Mapping):
+        _check_each(value.items(), ".{}")
+    elif isinstance(value, list | tuple):
+        _check_each(enumerate(value), "[{}]")
+
+
+def _check_each(values: Iterable[tuple[Any, Any]], place: str) -> None:
+    for name, each in values:
+        try:
+            _check_values(each)
+        except ServingError as error:
+            error.path = place.format(name) + error.path
+            raise
 
 
 def _with_query(path: str, query: Sequence[str]) -> str:
     return f"{path}?{'&'.join(query)}" if query else path
 
 
-def _columns(candidates: Any, schema: Schema) -> dict[str, Any]:
+def _columns(candidates: Any) -> dict[str, Any]:
     """Columns by feature, without features that no candidate has."""
     if isinstance(candidates, Mapping):
         return {name: column for name, column in candidates.items() if name != "item_id"}
@@ -261,6 +354,10 @@ def _plain(value: object) -> object:
     if isinstance(value, np.ndarray | np.generic):
         return value.tolist()
     raise TypeError(f"expected what JSON has, got {type(value).__name__}")
+
+
+def _bad_fields(message: str, path: str) -> ServingError:
+    return ServingError(0, "bad_fields", message, path=path)
 
 
 def _not_ours(reply: Reply, error: Exception) -> ServingError:

@@ -20,8 +20,8 @@ class ServingError(RoostreamError):
     """A call without an answer, or with an error answer. `str()` is the sentence of serving's answer.
 
     `status` is the HTTP status, 0 without an answer. `code` is one word: serving's own, `unreachable`,
-    `timeout`, or `http_<status>` of a proxy. `path` is the invalid field, or "". `call_id` is the answer's
-    `X-Request-Id`, which serving's log has as well.
+    `timeout`, `bad_fields` (nothing was sent), or `http_<status>` of a proxy. `path` is the invalid field, or
+    "". `call_id` is the answer's `X-Request-Id`, which serving's log has as well.
     """
 
     def __init__(self, status: int, code: str, message: str, *, path: str = "", call_id: str = "") -> None:

@@ -20,7 +20,7 @@ from serving.http.admission import RETRY_AFTER_S, remaining_s
 from serving.http.body import JSON, json_response, request_media_type
 from serving.http.middleware import UNTIL_S
 from serving.http.openapi import VERSION
-from serving.http.routes import Traffic, apply_version_header
+from serving.http.routes import Traffic, apply_version_header, check_no_parameters
 from serving.page.explanation import MAX_CANDIDATES, ExplainAnswer, Explainer
 from serving.rank_json import JsonParser
 from serving.request import RankRequest
@@ -62,6 +62,7 @@ def add_explain_route(traffic: Traffic) -> Explainer:
         """Nothing is logged. Answered 429 while rank requests are refused or another explanation runs, and
         504 after ten seconds."""
         scope = request.scope
+        check_no_parameters(scope)
         request_media_type(scope, (JSON,))
         parsed = parser.parse(await bodies.read(request, scope[UNTIL_S]))
         apply_version_header(scope, parsed)

@@ -156,6 +156,7 @@ class TypeComponents:
             "schemas": self.schemas,
             "securitySchemes": {"bearer": {"type": "http", "scheme": "bearer"}},
         }
+        document["servers"] = [{"url": "."}]  # where the document is, also behind a proxy with a prefix
         document["security"] = [{}, {"bearer": []}]
         return document
 

@@ -120,7 +120,8 @@ def add_pages(app: FastAPI, context: ServingContext, types: TypeComponents) -> N
 
 
 def _add_documentation(app: FastAPI) -> None:
-    """The pages are FastAPI's own; what they load comes from a package and not from another host."""
+    """The pages are FastAPI's own; what they load comes from a package and not from another host. Their links
+    are relative, so that they also work behind a proxy that removes a prefix of the path."""
 
     async def openapi(request: Request) -> Response:
         return Response(msgspec.json.encode(app.openapi()), media_type=JSON)
@@ -130,17 +131,17 @@ def _add_documentation(app: FastAPI) -> None:
         return Response(_asset(name), media_type=_ASSETS[name], headers={"cache-control": "max-age=3600"})
 
     swagger = get_swagger_ui_html(
-        openapi_url="/openapi.json",
+        openapi_url="openapi.json",
         title=app.title,
-        swagger_js_url="/docs/swagger-ui-bundle.js",
-        swagger_css_url="/docs/swagger-ui.css",
-        swagger_favicon_url="/docs/favicon.png",
+        swagger_js_url="docs/swagger-ui-bundle.js",
+        swagger_css_url="docs/swagger-ui.css",
+        swagger_favicon_url="docs/favicon.png",
     ).body
     redoc = get_redoc_html(
-        openapi_url="/openapi.json",
+        openapi_url="openapi.json",
         title=app.title,
-        redoc_js_url="/docs/redoc.standalone.js",
-        redoc_favicon_url="/docs/favicon.png",
+        redoc_js_url="docs/redoc.standalone.js",
+        redoc_favicon_url="docs/favicon.png",
         with_google_fonts=False,
     ).body
 

@@ -26,7 +26,7 @@ from serving.http.admission import RETRY_AFTER_S, WorkLane
 from serving.http.body import JSON, json_response, request_media_type
 from serving.http.middleware import UNTIL_S
 from serving.http.openapi import VERSION
-from serving.http.routes import Traffic, apply_version_header
+from serving.http.routes import Traffic, apply_version_header, check_no_parameters
 from serving.rank_json import JsonParser, decode_body
 from serving.request import RankRequest, check_text, parse_id, parse_ids, parse_request_id
 from serving.retrieval.retriever import Retrieved, Retriever, RetrieveRequest, Shortlist
@@ -35,6 +35,7 @@ from serving.types import (
     MAX_FILTERED,
     MAX_ITEMS,
     MAX_NAMED,
+    FilterValue,
     FoundItem,
     RecommendAnswer,
     RecommendFields,
@@ -91,13 +92,13 @@ class RetrieveParser:
 
     def retrieve(self, body: bytes) -> RetrieveRequest:
         """Parse a request of `/v1/retrieve`. Raises RequestError 400 with the path of the field, 413."""
-        given = decode_body(self._retrieve, body, self._known_retrieve)
+        given = _decode(self._retrieve, body, self._known_retrieve)
         return self._build_request(given, _count(given.k, "$.k", MAX_ITEMS), "")
 
     def recommend(self, body: bytes) -> tuple[RetrieveRequest, int]:
         """Return the request and the number of items to show. Raises RequestError 400 with the path of the
         field, 413."""
-        given, max_items = decode_body(self._recommend, body, self._known_recommend), max_found(self.schema)
+        given, max_items = _decode(self._recommend, body, self._known_recommend), max_found(self.schema)
         shown_, found = _count(given.k, "$.k", max_items), _count(given.retrieved, "$.retrieved", max_items)
         return self._build_request(given, max(found, shown_), given.model_version), shown_
 
@@ -134,6 +135,22 @@ class RetrieveParser:
             )
             raise RequestError(400, message, "$.task")
         return self.schema.tasks.index(name)
+
+
+def _decode(decoder: msgspec.json.Decoder[Any], body: bytes, known: dict[str, tuple[str, ...]]) -> Any:
+    """As `decode_body`, but the path of a wrong value of the filter has the attribute's name, for which
+    msgspec writes dots."""
+    try:
+        return decode_body(decoder, body, known)
+    except RequestError as error:
+        if error.path.startswith("$.filter[...]"):
+            for name, value in msgspec.json.decode(body)["filter"].items():
+                try:
+                    msgspec.convert(value, FilterValue)
+                except msgspec.ValidationError:
+                    error.path = error.path.replace("[...]", f".{shown(name)}", 1)
+                    break
+        raise
 
 
 def _named_ids(ids: list[int | str], path: str) -> np.ndarray:
@@ -178,6 +195,7 @@ def add_retrieval_routes(traffic: Traffic, retriever: Retriever) -> None:
     @traffic.router.post("/v1/retrieve", name="retrieve", **retrieved)
     async def retrieve(request: Request) -> Response:
         """Nothing is logged, because no user has seen the items."""
+        check_no_parameters(request.scope)
         request_media_type(request.scope, (JSON,))
         parsed = parser.retrieve(await bodies.read(request, request.scope[UNTIL_S]))
         found = await run_in_scoring_thread(
@@ -196,6 +214,7 @@ def add_retrieval_routes(traffic: Traffic, retriever: Retriever) -> None:
     async def recommend(request: Request) -> Response:
         """Answered once the impression is logged. Without items to show, none is logged."""
         until_s = request.scope[UNTIL_S]
+        check_no_parameters(request.scope)
         request_media_type(request.scope, (JSON,))
         body = await bodies.read(request, until_s)
         parsed, num_shown = parser.recommend(body)

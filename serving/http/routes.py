@@ -223,6 +223,7 @@ def add_engagements_route(traffic: Traffic) -> None:
     async def engagements(request: Request) -> Response:
         """All engagements of a list are logged before this is answered, or none is accepted."""
         until_s = request.scope[UNTIL_S]
+        check_no_parameters(request.scope)
         request_media_type(request.scope, (JSON,))
         body = await bodies.read(request, until_s)
         parsed = ParsedEngagements([], [], [])
@@ -245,16 +246,30 @@ def add_engagements_route(traffic: Traffic) -> None:
 
 
 def parse_rank_options(query: bytes) -> RankOptions:
-    """Parse `?append=true&ranked=true&top=10`. RequestError 400 for an unknown name or invalid value."""
+    """Parse `?append=true&ranked=true&top=10`. RequestError 400 for an unknown name, an invalid value, or a
+    name that is given twice."""
     out: dict[str, Any] = {}
     known = RankOptions.__struct_fields__
-    for name, value in parse_qsl(query.decode("latin-1"), keep_blank_values=True) if query else ():
+    for name, value in _parameters(query):
         if name not in known:
             raise RequestError(
                 400, f"unknown parameter {shown(name)!r}{nearest(shown(name), known)}", f"?{shown(name)}"
             )
+        if name in out:
+            raise RequestError(400, f"expected {name} once, got it twice", f"?{name}")
         out[name] = _top(value) if name == "top" else _flag(name, value)
     return RankOptions(**out)
+
+
+def check_no_parameters(scope: Scope) -> None:
+    """For routes without parameters. RequestError 400: there is one, which would be ignored."""
+    for name, _ in _parameters(scope["query_string"]):
+        message = f"expected no parameters in the address, got {shown(name)!r}; fields belong in the body"
+        raise RequestError(400, message, f"?{shown(name)}")
+
+
+def _parameters(query: bytes) -> list[tuple[str, str]]:
+    return parse_qsl(query.decode("latin-1"), keep_blank_values=True) if query else []
 
 
 def _flag(name: str, value: str) -> bool:

@@ -37,11 +37,7 @@ class _AnnouncingServer(_PlainServer):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         for bound in sockets or []:
-            log.info(
-                "serving on http%s://%s:%d, /docs for its interface",
-                "s" if self.config.ssl else "",
-                *bound.getsockname()[:2],
-            )
+            log.info("serving on %s, /docs for its interface", url_of(bound, bool(self.config.ssl)))
 
 
 def bind(listen: str, key: str = "listen", reuse_port: bool = False) -> socket.socket:
@@ -66,6 +62,12 @@ def bind(listen: str, key: str = "listen", reuse_port: bool = False) -> socket.s
             f"cannot listen on {listen}: {error.strerror}; stop what uses it or choose another {key}"
         ) from None
     return bound
+
+
+def url_of(bound: socket.socket, has_tls: bool) -> str:
+    """The url at which a bound socket is reached; IPv6 addresses stand in brackets."""
+    host, port = bound.getsockname()[:2]
+    return f"http{'s' * has_tls}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def run(app: HttpInterface, bound: socket.socket, budget: StopBudget, turned: Callable[[], None]) -> None:

@@ -64,7 +64,8 @@ class Tensor(NamedTuple):
 
 
 class Inference(NamedTuple):
-    """A request. `outputs`: name → whether it is wanted as bytes; None = all outputs, as `is_binary` says."""
+    """A request. `outputs`: name → whether it is wanted as bytes; None = all outputs, as `is_binary` says,
+    which an absent and an empty list mean."""
 
     id: str
     parameters: dict[str, Any]
@@ -85,7 +86,7 @@ def parse_inference(body: bytes, header_length: bytes | None) -> Inference:
             raise RequestError(
                 400,
                 f"expected {HEADER_LENGTH.decode()} within the body's {len(body)} bytes, got "
-                f"{shown(header_length)}",
+                f"{shown(header_length.decode(errors='replace'))!r}",
             )
         size = int(header_length)
     request: _InferenceBody = decode_body(_DECODER, body[:size], {})
@@ -103,7 +104,7 @@ def parse_inference(body: bytes, header_length: bytes | None) -> Inference:
         raise RequestError(400, f"expected {size} bytes by the inputs' binary_data_size, got {len(body)}")
     outputs = (
         None
-        if request.outputs is None
+        if not request.outputs
         else {o.name: o.parameters.get("binary_data") is True for o in request.outputs}
     )
     return Inference(

@@ -35,7 +35,7 @@ def page_document(context: ServingContext, release: str, recent: RecentQuantiles
     served, waiting_for = versions.served, context.waiting_for()
     now_ms = context.watermark.clock.now_ms()
     recent.add(context.watermark.clock.monotonic_s(), freshness_histogram().buckets(_FRESH))
-    links = {"docs": "/docs", "openapi": "/openapi.json", "metrics": "/metrics"}
+    links = {"docs": "docs", "openapi": "openapi.json", "metrics": "metrics"}
     return {
         "format": FORMAT,
         "release": release,

@@ -102,9 +102,9 @@ def test_the_serving_page_shows_what_is_served_and_links(shown: Any) -> None:
         "#links a", "all => all.map(a => [a.textContent, a.getAttribute('href')])"
     )
     assert links == [
-        ["API", "/docs"],
-        ["OpenAPI", "/openapi.json"],
-        ["Metrics", "/metrics"],
+        ["API", "docs"],
+        ["OpenAPI", "openapi.json"],
+        ["Metrics", "metrics"],
         ["Trainer", "http://127.0.0.1:1/"],
     ]
     assert page.tab.eval_on_selector_all("[aria-live]", "all => all.map(e => e.id)") == ["state"]
@@ -389,24 +389,39 @@ def test_the_live_list_is_in_nobodys_way(shown: Any, options: dict[str, Any]) ->
     chromium.assert_accessible(page.tab, options["color_scheme"])
 
 
-def test_the_documentation_pages_work_offline_and_send_an_example(browser: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("prefix", ["", "/behind/a-proxy"])
+def test_the_documentation_pages_work_offline_and_send_an_example(
+    browser: Any, tmp_path: Path, prefix: str
+) -> None:
     built = build(tmp_path, FakeRows(SCHEMA))
     with serving_live(built) as live:
-        context = browser.new_context()
+        context, url = browser.new_context(), live.url + prefix
+
+        def forward(route: Any) -> None:
+            path = route.request.url.removeprefix(live.url)
+            if path.startswith(prefix):
+                route.continue_(url=live.url + path.removeprefix(prefix))
+            else:
+                route.fulfill(status=404)
+
+        if prefix:
+            context.route(f"{live.url}/**", forward)
         tab, said, asked = context.new_page(), list[str](), list[str]()
         tab.on("console", lambda message: said.append(message.text))
         tab.on("pageerror", lambda error: said.append(str(error)))
         tab.on("request", lambda request: asked.append(request.url))
-        tab.goto(f"{live.url}/docs")
+        tab.goto(f"{url}/")
+        tab.wait_for_function("document.querySelectorAll('#now dd').length > 5")
+        tab.click("#links a >> text=API")
         rank = "#operations-traffic-rank"
         tab.click(f"{rank} .opblock-summary-control")
         tab.click(f"{rank} .try-out__btn")
         tab.click(f"{rank} .execute")
         status = tab.inner_text(f"{rank} table.live-responses-table tr.response .response-col_status")
         assert status.startswith("200") and len(built.records()) == 1
-        tab.goto(f"{live.url}/redoc")
+        tab.goto(f"{url}/redoc")
         tab.wait_for_selector("h1:has-text('Roostream serving')")
         context.close()
         assert [text for text in said if "redoc/logo" not in text] == [], "Redoc's logo is blocked"
-        loaded = [url for url in asked if "redoc/logo" not in url]
-        assert all(url.startswith((live.url, "data:", "blob:")) for url in loaded), loaded
+        loaded = [one for one in asked if "redoc/logo" not in one]
+        assert all(one.startswith((f"{url}/", "data:", "blob:")) for one in loaded), loaded

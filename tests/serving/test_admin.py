@@ -138,17 +138,21 @@ def test_slow_requests_are_listed_without_features(port: Port) -> None:
         ("PUT", "/canary", b'{"version": "best", "share": 1}', 400),
         ("PUT", "/canary", b'{"version": "1-9", "share": 1}', 404),
         ("PUT", "/canary", b'{"version": "newest", "part": 1}', 400),
+        ("PUT", "/canary", b'{"version": "newest"}', 400),
+        ("PUT", "/canary", b"{}", 400),
+        ("PUT", "/canary", b'{"version": "newest", "share": 0.1, "share": 0.9}', 400),
         ("PUT", "/canary", b'{"version": "' + b"x" * (70 << 10), 413),
     ],
 )
 def test_an_invalid_call_is_refused_in_one_sentence_and_changes_nothing(
     port: Port, method: str, path: str, body: bytes, status: int
 ) -> None:
-    before = port.ok("GET", "/versions")
+    port.ok("PUT", "/canary", version="previous", share=0.25)
+    before = port.ok("GET", "/versions"), port.ok("GET", "/canary")
     answer = port.http.request(method, path, content=body)
     message = answer.json()["error"]["message"]
     assert answer.status_code == status and message and "\n" not in message
-    assert port.ok("GET", "/versions") == before
+    assert (port.ok("GET", "/versions"), port.ok("GET", "/canary")) == before
 
 
 @pytest.mark.parametrize(

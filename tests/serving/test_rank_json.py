@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gzip
 import json
 import random
 from typing import Any
@@ -136,7 +137,11 @@ def test_the_documented_example_is_valid() -> None:
 
 
 BAD = [
-    (b"", "$", "truncated", "no body"),
+    (b"", "$", "got an empty body", "no body"),
+    (b" \n", "$", "got an empty body", "white space"),
+    (b"\xef\xbb\xbf{}", "$", "byte order mark", "a text file of some editors"),
+    ('{"candidates":[]}'.encode("utf-16"), "$", "got UTF-16", "text as some programs write it"),
+    (gzip.compress(b"{}"), "$", "content-encoding: gzip", "compressed without saying so"),
     (b"{", "$", "truncated", "half a body"),
     (b"\xff{}", "$", "malformed", "not JSON"),
     ([], "$", "Expected `object`", "another shape"),
@@ -256,6 +261,21 @@ BAD = [
     (changed("surface", "s" * 65), "$.surface", "at most 64 bytes", "a long surface"),
     (changed("first_position", -1), "$.first_position", "position", "no such position"),
     (changed("userid", 1), "$.userid", "did you mean 'user_id'", "an unknown field"),
+    (changed("mood", 1), "$.mood", "it belongs in 'ro'", "an RO feature beside ro"),
+    (changed("ro.age_h", 1), "$.ro.age_h", "it belongs in each candidate", "an NRO feature in ro"),
+    (changed("candidates.0.mood", 1), "$.candidates[0].mood", "it belongs in 'ro'", "an RO feature"),
+    (changed("candidates.0.nro.mood", 1), "$.candidates[0].nro.mood", "in 'ro'", "an RO feature in nro"),
+    (changed("candidates", [8, 9]), "$.candidates[0]", 'such as {"item_id": 8}', "ids instead of objects"),
+    (changed("user_id", None), "$.user_id", "leave it out", "a null for nobody"),
+    (changed("ro", None), "$.ro", "leave it out", "a null for no features"),
+    (
+        changed("candidates", {"item_id": [1], "nro": {}}),
+        "$.candidates.nro",
+        "unknown field 'nro'",
+        "columns have no nro",
+    ),
+    (changed("ro.user_id", 1), "$.ro.user_id", "at the top of the body", "a field of the body in ro"),
+    (changed("candidates.0.surface", ""), "$.candidates[0].surface", "at the top of the body", "and here"),
     (
         changed("top", 2),
         "$.top",

@@ -1,6 +1,6 @@
 // The live list: a visitor clicks items and sees how their order changes, and why. Data from the server is inserted as text only.
-import { ask } from "/page.js";
-import { element, put, row } from "/parts.js";
+import { ask } from "./page.js";
+import { element, put, row } from "./parts.js";
 
 const EVERY_MS = 1000;
 const MOVE_MS = 700;
@@ -38,7 +38,7 @@ function say(text, alarming = false) {
 }
 
 async function load() {
-  const { status, told } = await ask("/page/items.json").catch(() => ({ status: 0 }));
+  const { status, told } = await ask("page/items.json").catch(() => ({ status: 0 }));
   if (status !== 200) return;
   list = told;
   latest = click = null;
@@ -79,9 +79,9 @@ async function engage(at) {
   if (!before) return;
   try {
     const requestId = `${list.request_prefix}${random()}`;
-    const ranked = await ask("/v1/rank", requestBody(requestId));
+    const ranked = await ask("v1/rank", requestBody(requestId));
     const body = `{"request_id":"${requestId}","user_id":${id(user)},"session_id":"${session}","item_id":${item.id},"action":${JSON.stringify(list.action)},"value":${list.value}}`;
-    const sent = ranked.status === 200 ? await ask("/v1/engagements", body) : ranked;
+    const sent = ranked.status === 200 ? await ask("v1/engagements", body) : ranked;
     if (sent.status !== 200) {
       say(sent.told.error.message, true);
       return;
@@ -99,7 +99,7 @@ async function engage(at) {
 async function look() {
   if (!list || !list.items.length) return;
   try {
-    const { status, told } = await ask("/v1/explain", requestBody("page-look"));
+    const { status, told } = await ask("v1/explain", requestBody("page-look"));
     if (status === 200) {
       if (click) await rescore(click, told);
       latest = told;
@@ -114,7 +114,7 @@ async function look() {
 }
 
 async function rescore(since, told) {
-  const { status, told: scores } = await ask(`/page/rescored.json?request_id=${since.requestId}&model_version=${told.model_version}`);
+  const { status, told: scores } = await ask(`page/rescored.json?request_id=${since.requestId}&model_version=${told.model_version}`);
   since.unknown = status === 404;
   if (status !== 200) return;
   since.rescored = scores;

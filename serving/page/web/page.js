@@ -1,5 +1,5 @@
 // Shows what is served, and ranks and explains a request. Data from the server is inserted as text only.
-import { element, put, row } from "/parts.js";
+import { element, put, row } from "./parts.js";
 
 const EVERY_MS = 5000;
 const byId = (id) => document.getElementById(id);
@@ -58,7 +58,7 @@ function tell(tone, text, more) {
 
 async function look() {
   try {
-    const { status, told } = await ask("/page.json");
+    const { status, told } = await ask("page.json");
     if (status === 200) show(told);
     else tell("unknown", "Unknown", told.error.message);
   } catch (error) {
@@ -122,7 +122,7 @@ async function rank(event) {
   byId("said").textContent = "scoring…";
   let words = "";
   try {
-    const { status, told } = await ask("/v1/explain", byId("body").value);
+    const { status, told } = await ask("v1/explain", byId("body").value);
     if (status === 200) {
       answer(told);
       words = `ranked ${told.candidates.length} candidates`;

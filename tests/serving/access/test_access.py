@@ -104,6 +104,16 @@ def test_an_unauthorized_call_is_neither_logged_nor_scored(keyed: Any) -> None:
     )
 
 
+def test_a_call_without_a_key_is_401_also_while_the_process_is_overloaded(keyed: Any) -> None:
+    http, keys, _ = keyed
+    http.app.gate.in_flight = http.app.gate.max_in_flight
+    statuses = [
+        http.post("/v1/rank", json=BODY, headers={"authorization": f"Bearer {key}"}).status_code
+        for key in ("", keys["engage"], keys["rank"])
+    ]
+    assert statuses == [401, 403, 429]
+
+
 def test_the_client_sends_its_key(tmp_path: Path) -> None:
     text, key = new_key("web", ["rank"], 0)
     write_keys(tmp_path / "keys.json", [key])

@@ -130,7 +130,9 @@ def test_a_key_is_authorized_for_its_scopes_only(tmp_path: Path) -> None:
     keys, header = ring(tmp_path / "keys.json", "rank", "metrics")
     allowed = {scope: status_of(keys, header, scope) for scope in ("rank", "metrics", ANY, "engage", "admin")}
     assert allowed == {"rank": 200, "metrics": 200, ANY: 200, "engage": 403, "admin": 403}
-    assert status_of(keys, b"bearer " + header[7:]) == 200 and keys.check(header, ANY).name == "web"
+    for same in (b"bearer " + header[7:], b"BEARER  " + header[7:], b" " + header + b" \t"):
+        assert status_of(keys, same) == 200
+    assert keys.check(header, ANY).name == "web"
     assert keys.fits(header.decode()) is False
     admin, header = ring(tmp_path / "admin.json", "admin")
     assert admin.fits(header.decode()) and not admin.fits("Bearer é")
@@ -139,6 +141,20 @@ def test_a_key_is_authorized_for_its_scopes_only(tmp_path: Path) -> None:
 @pytest.mark.parametrize("header", [b"", b"Bearer", b"Bearer ", b"Basic eDp5", b"Bearer roo_x", b"\xff" * 30])
 def test_a_call_without_a_key_is_401(tmp_path: Path, header: bytes) -> None:
     assert status_of(ring(tmp_path / "keys.json")[0], header) == 401
+
+
+def test_a_refusal_says_what_is_wrong_with_the_header(tmp_path: Path) -> None:
+    keys, header = ring(tmp_path / "keys.json")
+    for wrong, got in (
+        (b"", "no such header"),
+        (b"Basic eDp5", "another scheme"),
+        (header[7:], "another scheme"),
+        (header[:-1], "a malformed key"),
+        (b'Bearer "' + header[7:] + b'"', "a malformed key"),
+    ):
+        with pytest.raises(RequestError, match=got) as caught:
+            keys.check(wrong, "rank")
+        assert header[7:].decode() not in str(caught.value)
 
 
 def test_a_wrong_secret_for_a_known_id_is_refused(tmp_path: Path) -> None:

@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import dataclasses
+import gc
 import json
 import socket
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast, get_type_hints
 
@@ -13,7 +20,7 @@ import httpx2 as httpx
 import numpy as np
 import pytest
 
-from roostream.errors import WireError
+from roostream.errors import ConfigError, WireError
 from roostream.wire import records as wire
 from serving.client import AsyncClient, Client, Ranking, RetryPolicy, ServingError
 from serving.client.messages import (
@@ -249,6 +256,171 @@ def test_a_silent_server_is_given_up_at_the_deadline() -> None:
     assert sync.value.code == other.value.code == "timeout"
 
 
+FORKING = """
+import os, sys
+from serving.client import Client
+client = Client(sys.argv[1])
+client.rank({"candidates": [{"item_id": 1}]})
+if os.fork() == 0:
+    client.rank({"candidates": [{"item_id": 1}]})
+    print("ranked", flush=True)
+    sys.stdin.read()
+    os._exit(0)
+os.wait()
+client.rank({"candidates": [{"item_id": 1}]})
+"""
+
+
+def test_a_forked_process_does_not_share_the_connections_of_its_parent(live: LiveServing) -> None:
+    command = [sys.executable, "-c", FORKING, live.url]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "ranked\n"
+        assert len(live.app.connections) == 2
+        process.communicate(timeout=60)
+    assert process.returncode == 0 and len(live.built.records()) == 3
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # the first loop's connection
+def test_an_async_client_works_in_one_event_loop_after_another(live: LiveServing) -> None:
+    client = AsyncClient(live.url, policy=PATIENT)
+
+    async def asked(is_last: bool) -> list[Any]:
+        items = (await client.rank(FIELDS)).items
+        if is_last:
+            await client.close()
+        return items
+
+    assert asyncio.run(asked(False)) == asyncio.run(asked(True))
+    with pytest.raises(RuntimeError, match="client has been closed"):
+        asyncio.run(asked(True))
+    client = AsyncClient(live.url, policy=PATIENT)
+    asyncio.run(asked(False))
+    asyncio.run(client.close())
+    with pytest.raises(RuntimeError, match="client has been closed"):
+        asyncio.run(asked(False))
+    gc.collect()
+
+
+@pytest.mark.parametrize(
+    ("change", "path"),
+    [
+        ({"userid": 17}, "$.userid"),
+        ({"user_id": None}, "$.user_id"),
+        ({"user_id": True}, "$.user_id"),
+        ({"user_id": 1.0}, "$.user_id"),
+        ({"user_id": 2**64}, "$.user_id"),
+        ({"user_id": ""}, "$.user_id"),
+        ({"user_id": b"ann"}, "$.user_id"),
+        ({"session_id": []}, "$.session_id"),
+        ({"request_id": 7}, "$.request_id"),
+        ({"request_id": 0}, "$.request_id"),
+        ({"surface": None}, "$.surface"),
+        ({"append": "false"}, "$.append"),
+        ({"model_version": None}, "$.model_version"),
+        ({"ro": None}, "$.ro"),
+        ({"candidates": [{"item_id": None}]}, "$.candidates[0].item_id"),
+        ({"candidates": [{"item_id": 1}, {"item_id": True}]}, "$.candidates[1].item_id"),
+        ({"candidates": {"item_id": [1, 2.0]}}, "$.candidates.item_id[1]"),
+        ({"candidates": {"age_h": [1.0]}}, "$.candidates"),
+        ({"candidates": ["a"]}, "$.candidates[0]"),
+        ({"candidates": [{"item_id": 1, "nro": 5}]}, "$.candidates[0].nro"),
+        ({"candidates": [{"item_id": 1, "age_h": 1, "nro": {"age_h": 1}}]}, "$.candidates[0].nro.age_h"),
+    ],
+    ids=str,
+)
+def test_a_wrong_field_is_refused_with_its_path_in_both_encodings(
+    live: LiveServing, change: dict[str, Any], path: str
+) -> None:
+    wrong = cast(RankFields, {"request_id": "r-1", "user_id": 17, "candidates": [{"item_id": 1}], **change})
+    for schema in (None, SCHEMA):
+        with Client(live.url, policy=PATIENT, schema=schema) as client, pytest.raises(ServingError) as caught:
+            client.rank(wrong)
+        assert (caught.value.path, caught.value.code in ("bad_request", "bad_fields")) == (path, True)
+    assert not live.built.records()
+
+
+@pytest.mark.parametrize(
+    ("change", "path"),
+    [
+        ({"ro": {"mood": float("-inf")}}, "$.ro.mood"),
+        ({"ro": {"mood": np.float32("inf")}}, "$.ro.mood"),
+        ({"candidates": {"item_id": [1, 2], "age_h": np.array([1, np.inf])}}, "$.candidates.age_h"),
+        ({"candidates": [{"item_id": 1}, {"item_id": b"two"}]}, "$.candidates[1].item_id"),
+        ({"candidates": {"item_id": np.array([b"a", b"b"])}}, "$.candidates.item_id[0]"),
+        ({"user_id": "\ud83d"}, "$"),
+        ({"ro": {"mood": 1j}}, "$"),
+    ],
+    ids=str,
+)
+def test_values_that_json_would_change_are_not_sent(change: dict[str, Any], path: str) -> None:
+    wrong = cast(RankFields, {"request_id": "r-1", "candidates": [{"item_id": 1}], **change})
+    with pytest.raises(ServingError) as caught:
+        rank_exchange(wrong, None)
+    assert (caught.value.status, caught.value.code, caught.value.path) == (0, "bad_fields", path)
+    with pytest.raises(ServingError, match="bytes"):
+        engage_exchange([CLICK, {**CLICK, "item_id": cast(Any, b"8")}])
+
+
+def test_a_key_is_sent_without_the_line_end_of_its_file_and_never_repeated() -> None:
+    seen: list[str] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        seen.append(request.headers["authorization"])
+        return httpx.Response(200, json={})
+
+    with Client("http://serving", key=" k-1\r\n", transport=httpx.MockTransport(answer)) as client:
+        assert client.ready() and seen == ["Bearer k-1"]
+    for wrong in ("secret\nsecret", "secret\u00e9", "secret secret", "\x00secret"):
+        with pytest.raises(ConfigError) as caught:
+            Client("http://serving", key=wrong)
+        assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "url", ["", "serving:8080", "127.0.0.1:8080", "ftp://serving", "http://[::1", "http://"]
+)
+def test_an_address_that_is_not_of_http_is_refused_at_once(url: str) -> None:
+    for kind in (Client, AsyncClient):
+        with pytest.raises(ConfigError, match="http://serving:8080"):
+            kind(url)
+
+
+def test_a_path_is_no_schema_and_another_schema_is_refused_with_advice(live: LiveServing) -> None:
+    with pytest.raises(ConfigError, match="load_schema"):
+        Client(live.url, schema=cast(Any, "schema.toml"))
+    other = dataclasses.replace(SCHEMA, ro=SCHEMA.ro[::-1])
+    with (
+        Client(live.url, policy=PATIENT, schema=other) as client,
+        pytest.raises(ServingError, match="load the schema file of this serving") as caught,
+    ):
+        client.rank(FIELDS)
+    assert caught.value.path == "$.header.schema" and not live.built.records()
+
+
+def test_an_answer_that_arrives_byte_by_byte_is_given_up_at_the_deadline() -> None:
+    def drip(listener: socket.socket) -> None:
+        connection, _ = listener.accept()
+        with connection, contextlib.suppress(OSError):
+            connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 40\r\n\r\n")
+            for _ in range(40):
+                time.sleep(0.1)
+                connection.sendall(b" ")
+
+    async def asked(url: str) -> None:
+        async with AsyncClient(url, policy=RetryPolicy(retries=0)) as client:
+            await client.rank(FIELDS, deadline_ms=500)
+
+    with socket.create_server(("127.0.0.1", 0)) as slow, ThreadPoolExecutor(1) as server:
+        url = f"http://127.0.0.1:{slow.getsockname()[1]}"
+        server.submit(drip, slow)
+        with Client(url, policy=RetryPolicy(retries=0)) as client, pytest.raises(ServingError) as sync:
+            client.rank(FIELDS, deadline_ms=500)
+        server.submit(drip, slow)
+        with pytest.raises(ServingError) as other:
+            asyncio.run(asked(url))
+    assert sync.value.code == other.value.code == "timeout"
+
+
 def test_a_retry_repeats_the_request_and_connections_are_reused() -> None:
     seen: list[dict[str, Any]] = []
 
@@ -284,6 +456,18 @@ def test_a_retry_repeats_the_request_and_connections_are_reused() -> None:
 def test_an_unexpected_answer_is_reported_as_such(body: bytes) -> None:
     transport = httpx.MockTransport(lambda _: httpx.Response(200, content=body))
     with Client("http://proxy", transport=transport) as client, pytest.raises(ServingError, match="read"):
+        client.rank(FIELDS)
+
+
+def test_an_answer_that_cannot_be_decompressed_is_no_answer() -> None:
+    def answer(request: httpx.Request) -> httpx.Response:
+        return httpx.Response(200, headers={"content-encoding": "gzip"}, stream=httpx.ByteStream(b"{}"))
+
+    policy = RetryPolicy(retries=0)
+    with (
+        Client("http://proxy", policy=policy, transport=httpx.MockTransport(answer)) as client,
+        pytest.raises(ServingError, match="did not answer"),
+    ):
         client.rank(FIELDS)
 
 

@@ -73,6 +73,7 @@ def test_different_events_have_different_ids(change: dict[str, Any]) -> None:
 
 BAD = [
     (b"{", "$", "truncated"),
+    ([{**CLICK, "session_id": None}], "$[0].session_id", "leave it out"),
     ({**CLICK, "acton": "x"}, "$.acton", "did you mean 'action'"),
     ([CLICK, {**CLICK, "itemid": 1}], "$[1].itemid", "did you mean 'item_id'"),
     ([CLICK, {**CLICK, "action": ""}], "$[1].action", "expected 1 to 64 bytes"),

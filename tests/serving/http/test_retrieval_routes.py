@@ -16,6 +16,7 @@ import httpx2 as httpx
 import numpy as np
 import pytest
 import torch
+from starlette.testclient import TestClient
 
 from roostream.wire import records as wire
 from roostream.wire import roo_pb2 as pb
@@ -230,7 +231,8 @@ def test_an_empty_recommendation_is_not_logged(kept: Retrieving) -> None:
         ({"kk": 3}, 400, "$.kk"),
         ({"task": "clik"}, 400, "$.task"),
         ({"filter": {"lng": "da"}}, 400, "$.filter.lng"),
-        ({"filter": {"lang": 2.5}}, 400, "$.filter[...]"),
+        ({"filter": {"paid": True, "lang": 2.5}}, 400, "$.filter.lang"),
+        ({"filter": {"tags": [1, "all"], "lang": ["da", None]}}, 400, "$.filter.lang[1]"),
         ({"filter": {str(i): 1 for i in range(33)}}, 413, "$.filter"),
         ({"exclude": [1, ""]}, 400, "$.exclude[1]"),
         ({"exclude": list(range(10_001))}, 413, "$.exclude"),
@@ -248,6 +250,20 @@ def test_a_bad_field_is_refused_with_its_path(
     got, answer = ask(kept, path, {**WHO, **change})
     assert (got, answer["error"]["path"]) == (status, where), answer
     assert kept.built.records() == []
+
+
+def test_a_feature_of_candidates_has_no_place_in_a_retrieval(kept: Retrieving) -> None:
+    status, answer = ask(kept, "/v1/retrieve", {**WHO, "ro": {"age_h": 1}})
+    assert (status, answer["error"]["path"]) == (400, "$.ro.age_h")
+    assert "candidate" not in answer["error"]["message"]
+    status, answer = ask(kept, "/v1/retrieve", {**WHO, "mood": 1})
+    assert status == 400 and "it belongs in 'ro'" in answer["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ["/v1/retrieve", "/v1/recommend", "/v1/explain", "/v1/engagements"])
+def test_parameters_that_would_be_ignored_are_refused(kept: Retrieving, path: str) -> None:
+    answer = TestClient(kept.app).post(f"{path}?top=10", json={})
+    assert (answer.status_code, answer.json()["error"]["path"]) == (400, "?top")
 
 
 def test_an_unloaded_version_is_404_in_body_or_header(kept: Retrieving) -> None:

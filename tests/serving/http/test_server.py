@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 
 import pytest
 
@@ -23,3 +24,13 @@ def test_a_port_belongs_to_one_process_unless_all_share_it() -> None:
         alone.listen()
         with pytest.raises(SetupError):
             http_server.bind("{}:{}".format(*alone.getsockname()), reuse_port=True)
+
+
+@pytest.mark.parametrize(
+    ("listen", "url"), [("127.0.0.1:0", "http://127.0.0.1:"), ("[::1]:0", "https://[::1]:")]
+)
+def test_the_announced_url_can_be_opened(listen: str, url: str) -> None:
+    if "[" in listen and not socket.has_dualstack_ipv6():
+        pytest.skip("this machine has no IPv6")
+    with contextlib.closing(http_server.bind(listen)) as bound:
+        assert http_server.url_of(bound, "https" in url) == f"{url}{bound.getsockname()[1]}"

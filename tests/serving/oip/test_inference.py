@@ -113,6 +113,8 @@ def test_rectangular_lists_and_single_ids_need_no_lengths(http: TestClient, buil
 def test_only_requested_outputs_are_returned(reader: TestClient) -> None:
     asked = reader.post(INFER, json={**WHOLE, "outputs": [{"name": "order"}, {"name": "click"}]}).json()
     assert [o["name"] for o in asked["outputs"]] == ["order", "click"]
+    every = reader.post(INFER, json={**WHOLE, "outputs": []}).json()
+    assert [o["name"] for o in every["outputs"]] == ["click", "dwell", "order"], "as Triton does"
     refused = reader.post(INFER, json={**WHOLE, "outputs": [{"name": "clck"}]})
     assert refused.status_code == 400 and "did you mean 'click'" in refused.json()["error"]
 
@@ -218,6 +220,7 @@ def test_invalid_tensors_are_refused_with_their_path(
 def test_a_wrong_json_size_is_refused(reader: TestClient, stated: str) -> None:
     answer = reader.post(INFER, json=WHOLE, headers={"inference-header-content-length": stated})
     assert answer.status_code == 400 and "inference-header-content-length" in answer.json()["error"]
+    assert "b'" not in answer.json()["error"]
 
 
 @pytest.mark.parametrize(
