@@ -210,10 +210,16 @@ def _is_the_same_in_serving(subject: _CheckedModel) -> Iterator[str]:
     for request in subject.requests:
         in_training, in_serving = subject.together([request])[0], subject.alone(subject.served, request)
         if not _same_bits(in_training, in_serving):
+            difference = _difference(in_training, in_serving)
+            cause = (
+                "forward looks at training or eval mode, labels or gradients"
+                if not difference <= _CLOSE
+                else "torch multiplies transposed tensors in another way without gradients, so make them "
+                "contiguous"
+            )
             yield (
                 f"expected the bits of training in serving for {len(request.item_n)} candidates, got a "
-                f"difference of {_difference(in_training, in_serving):.1e}; forward looks at training or "
-                "eval mode, labels or gradients"
+                f"difference of {difference:.1e}; {cause}"
             )
 
 
