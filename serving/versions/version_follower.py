@@ -56,7 +56,7 @@ def read_weights(store: CheckpointStore, manifest: Manifest, schema: Schema) -> 
         raise VersionRefusedError(
             "schema",
             f"{manifest.name}: expected the schema's {', '.join(sorted(changed))} after transforms, got "
-            "others; restart with the trainer's schema file",
+            "others; use the trainer's schema file, or wait for its next commit",
         )
     weights = {
         n.removeprefix("model."): torch.from_numpy(a) for n, a in tensors.items() if n.startswith("model.")

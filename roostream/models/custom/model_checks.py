@@ -53,6 +53,7 @@ class _CheckedModel:
     def __init__(self, schema: Schema, config: ModelConfig) -> None:
         self.schema, self.config = schema, config
         self.decoder = Decoder(schema, {schema.fingerprint: schema}.get)
+        self.initial = build_model(schema, config, 1)
         self.trained = _perturb(build_model(schema, config, 1))
         self.names = list(self.trained.state_dict())
         self.served = self.copy(99).eval().requires_grad_(False)
@@ -138,6 +139,9 @@ def _is_logits(subject: _CheckedModel) -> Iterator[str]:
             yield f"expected logits of float32, got {logits_BT.dtype}; convert them at the end of forward"
         if not torch.isfinite(logits_BT).all():
             yield "expected finite logits, got others; look for divisions by 0 and logarithms of 0"
+    inputs = subject.inputs(subject.batch(subject.requests), train=True)
+    if not torch.isfinite(subject.initial(inputs)).all():
+        yield "expected finite logits from initial weights, whose biases are 0, got others; look for norms"
     if _are_probabilities(subject):
         yield "expected logits, got numbers in 0..1 for any weights; leave the last sigmoid or softmax out"
 
@@ -262,17 +266,17 @@ def _is_independent_of_others(subject: _CheckedModel) -> Iterator[str]:
 
 
 def _learns(subject: _CheckedModel) -> Iterator[str]:
-    model = subject.copy()
-    value, inputs = subject.learn(model, subject.batch(subject.requests))
-    if not torch.isfinite(value):
-        yield f"expected a finite loss, got {float(value)}; divide by weights only where there are any"
-    gradients = {name: p.grad for name, p in model.named_parameters()}
-    gradients |= {f"rows of {stack}": rows_UD.grad for stack, rows_UD in inputs.rows.items()}
-    if all(gradient is None for gradient in gradients.values()):
-        yield "expected a loss with gradients, got none for any parameter; look for detach and no_grad"
-    for name, gradient in gradients.items():
-        if gradient is not None and not torch.isfinite(gradient).all():
-            yield f"expected finite gradients, got others for {name}; a square root or norm of 0 has none"
+    for model in (subject.copy(), subject.initial):
+        value, inputs = subject.learn(model, subject.batch(subject.requests))
+        if not torch.isfinite(value):
+            yield f"expected a finite loss, got {float(value)}; divide by weights only where there are any"
+        gradients = {name: p.grad for name, p in model.named_parameters()}
+        gradients |= {f"rows of {stack}": rows_UD.grad for stack, rows_UD in inputs.rows.items()}
+        if all(gradient is None for gradient in gradients.values()):
+            yield "expected a loss with gradients, got none for any parameter; look for detach and no_grad"
+        for name, gradient in gradients.items():
+            if gradient is not None and not torch.isfinite(gradient).all():
+                yield f"expected finite gradients, got others for {name}; a square root or norm of 0 has none"
     nothing, _ = subject.learn(model, subject.batch(subject.requests), weight=0.0)
     if float(nothing) != 0.0:
         advice = "divide by weights only where there are any" if torch.isnan(nothing) else "use weight_BT"

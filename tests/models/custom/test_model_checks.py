@@ -113,10 +113,16 @@ BFLOAT16 = "self.register_buffer('small', torch.zeros(3, dtype=torch.bfloat16))"
         ("(logits_BT -", "(logits_BT.detach() -", LEARNS),
         ("- targets.label_BT", "/ (0 * targets.label_BT)", LEARNS),
         ("targets.label_BT", "targets.lable", LEARNS),
+        (
+            "return (logits_BT",
+            "return 0 * self.layer.bias.square().sum().sqrt() + (logits_BT",
+            LEARNS,
+        ),  # 0 too
         ("return z_BT", "return z_BT + inputs.sequences['history'].index_L.max()", SERVED),  # a new user
         ("return z_BT", "return z_BT + torch.zeros(99)[inputs.item_B][:, None]", LOGITS),  # ids are hashes
         ("return z_BT", "return z_BT + torch.zeros(500)[torch.arange(len(z_BT))][:, None]", LARGE),
         ("return z_BT", "return torch.sigmoid(z_BT)", LOGITS),
+        ("return z_BT", "return z_BT / self.layer.bias.norm()", LOGITS),  # 0 in the beginning
         ("return z_BT", "return z_BT + torch.is_grad_enabled()", SERVED),
         ("x_BG = inputs", "inputs.nro_float_BG.mul_(2)\n        x_BG = inputs", STATE),
         ("return z_BT", "self.last_BT = z_BT\n        return z_BT", STATE),
