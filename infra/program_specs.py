@@ -148,6 +148,8 @@ def _serving(instance: ProgramInstance) -> dict[str, Any]:
         "join_window_ms": options.window_ms,
         "status_page": at.metrics.get("controller", "").removesuffix("metrics"),
     }
+    if model := options.overrides.get("worker", {}).get("model"):
+        table["model"] = model  # with the code of a custom model, without which no version can be loaded
     if options.serving_processes > 1:
         table["reuse_port"] = True
     return table

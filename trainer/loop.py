@@ -27,7 +27,7 @@ import torch
 
 from roostream.errors import ConfigError
 from roostream.models.config import ModelConfig
-from roostream.models.inputs import build_inputs
+from roostream.models.inputs import INPUT_NAMES, build_inputs, changed_inputs, input_names_tensor
 from roostream.models.model import Targets
 from roostream.runtime.clock import Clock
 from roostream.runtime.kafka.topics import Partition, Progress
@@ -174,8 +174,9 @@ class TrainLoop:
         self.feed.drain()
         self.rows.save()
         shared = dense_checkpoint.snapshot(self.model, self.optimizer)
+        shared |= {_RECENT: self.watermark.recent_ms, INPUT_NAMES: input_names_tensor(self.schema)}
         return Snapshot(
-            shared=shared | {_RECENT: self.watermark.recent_ms} | self.selection.state(),
+            shared=shared | self.selection.state(),
             step=self.num_steps,
             watermark_ms=self.watermark_ms,
             partitions=self._partition_snapshots(),
@@ -195,11 +196,19 @@ class TrainLoop:
 
     def restore(self, at: Snapshot, *, same_schema: bool = True) -> None:
         """Restore a snapshot and continue from its offsets, for the partitions of this source. Claimed chunks
-        are dropped. Raises CheckpointError: a weight is missing or has another shape; the next restore
-        repairs the state."""
+        are dropped. Weights that read features by their places start anew if these features have changed, by
+        another schema or other transforms. Raises CheckpointError: a weight is missing or has another shape;
+        the next restore repairs the state."""
         self.feed.reset()
         self._build()
-        dense_checkpoint.restore(at.shared, self.model, self.optimizer, same_schema=same_schema)
+        changed = changed_inputs(at.shared, self.schema)
+        fresh = (
+            dense_checkpoint.weights_of_inputs(self.schema, self.model_config, changed)
+            if changed
+            else frozenset[str]()
+        )
+        same_schema = not changed if changed is not None else same_schema
+        dense_checkpoint.restore(at.shared, self.model, self.optimizer, same_schema=same_schema, fresh=fresh)
         self.selection.load(at.shared)
         own = {name: value for part in at.partitions.values() for name, value in part.tensors.items()}
         self.selection.load_rehearsal(own)

@@ -29,12 +29,14 @@ def check_model(file: str, schema_file: Path) -> None:
 
     schema, config = load_schema(schema_file), load_model_config_or_code(file)
     verdicts = run_checks(schema, config)
+    told: set[str] = set()
     for name, wrong in verdicts:
-        click.echo(f"{'failed' if wrong else 'ok':8}{name}{f': {wrong}' if wrong else ''}")
+        sentence = "for the same reason" if wrong in told else wrong
+        click.echo(f"{'failed' if wrong else 'ok':8}{name}{f': {sentence}' if wrong else ''}")
+        told.add(wrong)
     failed = sum(bool(wrong) for _, wrong in verdicts)
     if failed:
-        click.echo(
-            f"error: {failed} of {len(verdicts)} checks failed (docs/bring-your-own-model.md)", err=True
-        )
+        number = f"{failed} of {len(verdicts)} checks" if len(verdicts) > 1 else "the check that others need"
+        click.echo(f"error: {number} failed (docs/bring-your-own-model.md)", err=True)
         sys.exit(2)
     click.echo(f"{forward_time_us(schema, config):.0f} µs for a request of 20 candidates")

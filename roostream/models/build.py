@@ -113,6 +113,9 @@ def load_model_config(path: str = "") -> ModelConfig:
     """
     if not path:
         return RankerConfig()
+    if path.endswith(".py"):
+        name = Path(path).name
+        raise ConfigError(f"{path}: expected a TOML, got Python; write one beside it: kind = '{name}:build'")
     file = read_toml(path)
     if is_custom(file.raw.get("kind")):
         return custom_model_config(file, Path(path).parent)
@@ -162,6 +165,7 @@ def _kind_of(raw: Mapping[str, Any], location: SourceLocation = NO_LOCATION) -> 
     if name not in KINDS:
         near = nearest(str(name), KINDS)
         raise ConfigError(
-            f"{location.describe('kind')}key 'kind': expected one of {', '.join(KINDS)}, got {name!r}{near}"
+            f"{location.describe('kind')}key 'kind': expected one of {', '.join(KINDS)}, or "
+            f"FILE.py:FUNCTION, got {name!r}{near}"
         )
     return KINDS[name]

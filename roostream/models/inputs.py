@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,12 +19,13 @@ import torch
 from torch import Tensor
 
 from roostream.models.candidate_groups import CandidateGroups, build_groups
-from roostream.schema.schema import Feature
+from roostream.schema.schema import Feature, Schema
 from roostream.wire.batch import Batch
+from roostream.wire.block import Side
 from roostream.wire.dedup import Inverse, PartialDedup
 from roostream.wire.jagged import Jagged
 from roostream.wire.lookup import Lookup
-from roostream.wire.transform import apply_transforms
+from roostream.wire.transform import apply_transforms, output_names
 
 # The gaps in whole ms at which bucket ⌊ln(seconds) / 0.301⌋ (HSTU) increases. Comparing integers makes the
 # bucket exact. The last one is within int64.
@@ -152,6 +154,37 @@ class Inputs:
     def shared_index_B(self) -> Tensor:
         """int64: each candidate's row in what was computed from `once`."""
         return self.request_index_B if self.unique is None else self.unique.index_B
+
+
+INPUT_NAMES = "inputs.names"
+"""Name of the tensor of a commit that holds `input_names` as JSON, in bytes; older commits have none."""
+
+
+def input_names(schema: Schema) -> dict[str, list[str]]:
+    """The names of what a model reads, in order: floats after transforms, and lists with their widths. Two
+    schemas with equal names, also of one fingerprint, give a model's weights the same meaning."""
+    dims = {name: table.dim for name, table in schema.table_by_name.items()}
+
+    def name_of(f: Feature) -> str:
+        tables = {f.table: dims[f.table], **{t: dims[t] for t in f.column_tables.values()}}
+        return f"{f.name} {f.kind} {tables}"
+
+    sides: tuple[Side, Side] = ("ro", "nro")
+    floats = {f"{side} floats": list(output_names(schema, side)) for side in sides}
+    return floats | {f"{side} lists": [name_of(f) for f in schema.lists(side)] for side in sides}
+
+
+def input_names_tensor(schema: Schema) -> np.ndarray:
+    """`input_names` as the tensor INPUT_NAMES."""
+    return np.frombuffer(json.dumps(input_names(schema)).encode(), dtype=np.uint8)
+
+
+def changed_inputs(tensors: Mapping[str, np.ndarray], schema: Schema) -> set[str] | None:
+    """Which groups of `input_names` differ from those of a commit; None if an older commit does not tell."""
+    if INPUT_NAMES not in tensors:
+        return None
+    before, now = json.loads(tensors[INPUT_NAMES].tobytes()), input_names(schema)
+    return {group for group, names in now.items() if before.get(group) != names}
 
 
 def build_inputs(

@@ -54,7 +54,9 @@ class MixTokens(nn.Module):
         self.each = nn.Linear(width, width)
 
     def forward(self, x_NKD: Tensor) -> Tensor:
-        out: Tensor = self.each(self.across(x_NKD.transpose(1, 2)).transpose(1, 2))
+        # Contiguous, because torch multiplies transposed tensors in another way without gradients (G9).
+        mixed_NKD = self.across(x_NKD.transpose(1, 2).contiguous()).transpose(1, 2).contiguous()
+        out: Tensor = self.each(mixed_NKD)
         return out
 
 

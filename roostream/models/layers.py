@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 from roostream.schema.ids import hash64
 
+_NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
+
 
 class Mlp(nn.Module):
     """Linear + ReLU for each width, [N, width in] → [N, width]; identity without layers. Rows are
@@ -34,13 +36,13 @@ def init_parameters(model: nn.Module, seed: int) -> None:
     """Same seed, name and shape → same bits, in every process. A new module does not change the values of
     others.
 
-    Matrices are uniform with variance 1 / fan-in (the last dimension), vectors 0, gains of norms 1. Then
-    `adjust_initial_parameters()` is called on modules that have it.
+    Matrices are uniform with variance 1 / fan-in (the last dimension), vectors and single numbers 0, gains of
+    norms 1. Then `adjust_initial_parameters()` is called on modules that have it.
     """
-    gains = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.LayerNorm)}
+    gains = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, _NORMS)}
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.dim() == 1:
+            if parameter.dim() <= 1 or not parameter.numel():
                 parameter.fill_(1.0 if name in gains else 0.0)
                 continue
             generator = torch.Generator().manual_seed(hash64(f"{seed}/{name}") >> 1)

@@ -17,7 +17,7 @@ _MAX_HEADER_BYTES = 64 << 20
 def encode(tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> bytes:
     """The bytes of a safetensors file."""
     contiguous = {name: np.asarray(array, order="C") for name, array in tensors.items()}
-    return safetensors.save(contiguous, dict(metadata))
+    return safetensors.save(contiguous, dict(metadata) or None)
 
 
 def decode(data: bytes) -> tuple[dict[str, np.ndarray], dict[str, str]]:

@@ -21,6 +21,7 @@ import torch
 
 from roostream.errors import CheckpointError, ConfigError, UnavailableError, describe_error, printable
 from roostream.models.build import model_config_from_dict
+from roostream.models.inputs import changed_inputs
 from roostream.runtime import manifest as manifests
 from roostream.runtime import tensor_file
 from roostream.runtime.checkpoint_store import CheckpointStore
@@ -39,18 +40,24 @@ POLL_S = 1.0
 MAX_NON_FINITE = 8
 
 
-def read_weights(store: CheckpointStore, manifest: Manifest) -> dict[str, torch.Tensor]:
+def read_weights(store: CheckpointStore, manifest: Manifest, schema: Schema) -> dict[str, torch.Tensor]:
     """Read the model's parameters of a commit.
 
     Raises:
         CheckpointError: the file does not match the manifest.
-        VersionRefusedError: a parameter is not finite.
+        VersionRefusedError: a parameter is not finite, or the commit has other transforms than `schema`.
     """
     name, data = manifest.dense.name, manifests.read_file(store, manifest.dense)
     try:
         tensors, _ = tensor_file.decode(data)
     except CheckpointError as error:
         raise CheckpointError(f"{name}: {error}") from None
+    if changed := changed_inputs(tensors, schema):
+        raise VersionRefusedError(
+            "schema",
+            f"{manifest.name}: expected the schema's {', '.join(sorted(changed))} after transforms, got "
+            "others; use the trainer's schema file, or wait for its next commit",
+        )
     weights = {
         n.removeprefix("model."): torch.from_numpy(a) for n, a in tensors.items() if n.startswith("model.")
     }
@@ -207,7 +214,7 @@ class VersionFollower:
                 "trainer's); restart serving with the trainer's schema",
             )
         self.pause()
-        weights = read_weights(self.store, manifest)
+        weights = read_weights(self.store, manifest, self.schema)
         self.pause()
         try:
             model = model_config_from_dict(manifest.model)

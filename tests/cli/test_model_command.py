@@ -25,7 +25,7 @@ def test_a_valid_model_is_reported_with_its_cost_per_request(tmp_path: Path, sch
     written(tmp_path, CODE)
     done = CliRunner().invoke(cli, ["check-model", str(tmp_path / file), "--schema", schema])
     assert done.exit_code == 0, done.output
-    assert done.output.count("ok ") == 8 and "µs for a request of 20 candidates" in done.output
+    assert done.output.count("ok ") == 9 and "µs for a request of 20 candidates" in done.output
 
 
 def test_a_rule_that_is_broken_is_a_sentence_and_exit_code_2(tmp_path: Path, schema: str) -> None:

@@ -112,6 +112,15 @@ def test_programs_have_each_others_addresses(tmp_path: Path, endpoints: Endpoint
     }
 
 
+def test_serving_loads_the_code_of_the_worker_s_model(tmp_path: Path, endpoints: Endpoints) -> None:
+    """A manifest names a custom model but does not import its code."""
+    options = StackOptions(overrides={"worker": {"model": "/shop/model.toml"}})
+    assert table("serving", tmp_path, options, endpoints)["model"] == "/shop/model.toml"
+    other = StackOptions(overrides={**options.overrides, "serving": {"model": "/other.toml"}})
+    assert table("serving", tmp_path, other, endpoints)["model"] == "/other.toml"
+    assert "model" not in table("serving", tmp_path, StackOptions(), endpoints)
+
+
 def test_serving_processes_share_a_port_and_have_separate_homes(tmp_path: Path, endpoints: Endpoints) -> None:
     names = SPECS_BY_NAME["serving"].instance_names(FULL)
     tables = [table(name, tmp_path, FULL, endpoints) for name in names]

@@ -27,7 +27,7 @@ from tests.models.model_checks import (
 )
 
 
-@pytest.mark.parametrize("n", [1, 13])
+@pytest.mark.parametrize("n", [1, 11, 40])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_g9_a_request_alone_scores_the_same_bits_in_training_and_serving(name: str, n: int) -> None:
     assert_same_bits_as_served(make_schema("everything"), CONFIGS[name], n)

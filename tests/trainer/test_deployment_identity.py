@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -33,6 +34,12 @@ MANIFEST = a_manifest(3, schema=f"{COMMITTED.fingerprint:016x}")
         (schema(4), "the same"),
         (schema(4, init_scale=0.5), "new rows begin otherwise"),
         (schema(5, rule="rowwise_adagrad"), "wider, by another rule"),
+        (
+            dataclasses.replace(
+                schema(5), labels=tuple(dataclasses.replace(label, prior=0.1) for label in COMMITTED.labels)
+            ),
+            "wider, and how the label is learned",
+        ),
     ],
 )
 def test_storage_settings_of_rows_may_change_after_a_commit(now: Schema, why: str) -> None:

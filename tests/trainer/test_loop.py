@@ -11,8 +11,10 @@ import pytest
 import torch
 
 from roostream.errors import UnavailableError
-from roostream.models.inputs import Inputs, build_inputs
+from roostream.models.build import build_model
+from roostream.models.inputs import INPUT_NAMES, Inputs, build_inputs
 from roostream.models.model import Targets
+from roostream.schema.schema_file import schema_from_dict
 from roostream.wire.decode import Decoder
 from roostream.wire.lookup import build_lookup
 from roostream.wire.records import Record
@@ -306,3 +308,52 @@ def test_training_with_deduplication_gives_the_same_scores() -> None:
         assert one.sample_id == other.sample_id
         assert list(other.scores) == pytest.approx(list(one.scores), abs=1e-6)
     assert shared.pushes() == plain.pushes() and shared.loop.num_steps == plain.loop.num_steps
+
+
+RANK = {"input": "age", "op": "rank"}
+SCHEMAS = {
+    "same": samples.TABLES,
+    "a transform more": {**samples.TABLES, "transform": [RANK]},  # of the same fingerprint
+    "another float": {**samples.TABLES, "nro": [samples.TABLES["nro"][0], {"name": "price"}]},
+    "another order": {**samples.TABLES, "nro": [{"name": "price"}, *samples.TABLES["nro"]]},
+    "a wider table": {
+        **samples.TABLES,
+        "tables": {**samples.TABLES["tables"], "item": {"dim": 6, "rule": "rowwise_adagrad"}},
+    },
+}
+
+
+def restored(at: Snapshot, change: str) -> Built:
+    """A loop with a changed schema that continues from a snapshot."""
+    built = build([])
+    built.loop.schema = schema_from_dict(SCHEMAS[change])
+    built.loop.restore(at, same_schema=built.loop.schema.fingerprint == samples.schema().fingerprint)
+    return built
+
+
+@pytest.mark.parametrize("change", SCHEMAS)
+def test_weights_that_read_changed_features_start_anew_and_others_continue(change: str) -> None:
+    before = build(N12).train_all()
+    after = restored(before.loop.snapshot(), change)
+    kept, now = weights(before), weights(after)
+    initial = build_model(after.loop.schema, samples.MODEL, after.loop.config.seed).state_dict()
+    for name in ("linear.weight", "cross.layers.0.weight", "dense.layers.0.weight"):
+        expected = kept[name] if change == "same" else initial[name].numpy()
+        if not (change == "a wider table" and name == "linear.weight"):  # which reads no rows
+            assert np.array_equal(now[name], expected), name
+        optimizer = after.loop.optimizer.slots
+        assert change == "same" or name not in optimizer or not optimizer[name]["exp_avg"].any()
+    for name in ("heads.towers.0.layers.0.weight", "request_tower.layers.0.weight"):
+        assert np.array_equal(now[name], kept[name]), name
+
+
+def test_a_commit_after_a_changed_transform_continues_bit_for_bit() -> None:
+    changed = restored(build(N12).train_all().loop.snapshot(), "a transform more")
+    again = restored(changed.loop.snapshot(), "a transform more")
+    assert changed.bits() == again.bits()
+
+
+def test_a_commit_that_names_no_inputs_is_restored_as_before() -> None:
+    at = build(N12).train_all().loop.snapshot()
+    old = dataclasses.replace(at, shared={k: v for k, v in at.shared.items() if k != INPUT_NAMES})
+    assert restored(old, "same").bits() == restored(at, "same").bits()

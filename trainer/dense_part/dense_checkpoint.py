@@ -1,22 +1,25 @@
 """Weights and optimizer state of the dense part as tensors of a checkpoint (safetensors).
 
 Names: `model.<parameter>`, the scoring weights; `trained.<parameter>`, the weights in training if they differ
-(averaging); `optimizer.<parameter>.<slot>`, `optimizer.step`, `watermark.recent_ms`; state of selection. A
-restore is bit-exact (guarantee G11).
+(averaging); `optimizer.<parameter>.<slot>`, `optimizer.step`, `watermark.recent_ms`, `inputs.names`; state of
+selection. A restore is bit-exact (guarantee G11).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import numpy as np
 import torch
 from torch import nn
 
-from roostream.errors import CheckpointError
-from roostream.models.build import ADDED_PARTS
-from trainer.dense_part.adam import DenseAdam
+from roostream.errors import CheckpointError, ConfigError
+from roostream.models.build import ADDED_PARTS, build_model
+from roostream.models.config import ModelConfig
+from roostream.schema.schema import Feature, Schema
+from trainer.dense_part.adam import SLOTS, DenseAdam
 
 log = logging.getLogger("roostream.dense")
 
@@ -36,15 +39,46 @@ def snapshot(model: nn.Module, optimizer: DenseAdam) -> dict[str, np.ndarray]:
     return out | {"optimizer.step": np.array(optimizer.num_steps, dtype=np.int64)}
 
 
+def weights_of_inputs(schema: Schema, config: ModelConfig, groups: Collection[str]) -> frozenset[str]:
+    """The weights of a model that would have another shape with one feature more in these groups: those that
+    read the features by their places."""
+    table = next(iter(schema.table_by_name), "")
+    added: dict[str, list[Feature]] = {"ro": [], "nro": []}
+    for group in groups:
+        side, _, form = group.partition(" ")
+        if form == "floats":
+            added[side].append(Feature(name=f"{side}-one-more-float"))
+        elif table:
+            added[side].append(Feature(name=f"{side}-one-more-list", kind="ids", table=table))
+    wider = dataclasses.replace(schema, ro=(*schema.ro, *added["ro"]), nro=(*schema.nro, *added["nro"]))
+    try:
+        shapes = [
+            {
+                name: value.shape
+                for name, value in build_model(s, config, 0, is_loaded=True).state_dict().items()
+            }
+            for s in (schema, wider)
+        ]
+    except ConfigError:  # a custom model of exactly these features
+        return frozenset()
+    return frozenset(name for name, shape in shapes[0].items() if shapes[1].get(name) != shape)
+
+
 def restore(
-    tensors: Mapping[str, np.ndarray], model: nn.Module, optimizer: DenseAdam, *, same_schema: bool
+    tensors: Mapping[str, np.ndarray],
+    model: nn.Module,
+    optimizer: DenseAdam,
+    *,
+    same_schema: bool,
+    fresh: Collection[str] = (),
 ) -> None:
     """Set `model` and `optimizer` to a `snapshot`.
 
     An average that the snapshot lacks starts at the weights; one that is no longer configured is dropped.
     A snapshot from before a part was added to the model (`_ADDED`) starts it at zero; one from before a part
     got more columns starts these at zero.
-    With another, compatible schema, a weight whose shape changed keeps its initial value.
+    With another, compatible schema, a weight whose shape changed keeps its initial value, and so do those in
+    `fresh`, whose inputs have changed.
 
     Raises:
         CheckpointError: `same_schema`, and a weight or its optimizer state is missing or has another shape.
@@ -63,15 +97,22 @@ def restore(
         if n not in tensors and _was_added(n) and n.rpartition(".")[0] not in parts
     }
     tensors = {**tensors, **{name: np.zeros(value.shape, np.float32) for name, value in added.items()}}
-    tensors |= {n: _extended(tensors[n], value) for n, value in wanted if n in tensors and _was_added(n)}
-    misfits = {n: value for n, value in wanted if n not in tensors or tensors[n].shape != tuple(value.shape)}
+    if same_schema:
+        tensors |= {n: _extended(tensors[n], value) for n, value in wanted if n in tensors and _was_added(n)}
+    starts_anew = {f"{prefix}{name}" for name in fresh for prefix in (_TRAINED, "model.")}
+    starts_anew |= {f"optimizer.{name}.{slot}" for name in fresh for slot in SLOTS}
+    misfits = {
+        n: value
+        for n, value in wanted
+        if n not in tensors or tensors[n].shape != tuple(value.shape) or n in starts_anew
+    }
     if misfits and same_schema:
         first, value = next(iter(misfits.items()))
         got = tensors[first].shape if first in tensors else "none"
         raise CheckpointError(f"expected {first} of shape {tuple(value.shape)}, got {got}")
     if misfits:
-        fresh = [name for name in misfits if name.startswith(weights_prefix)]
-        log.warning("the schema changed: %s start from their initial values", ", ".join(fresh))
+        names = [name for name in misfits if name.startswith(weights_prefix)]
+        log.warning("the schema changed: %s start from their initial values", ", ".join(names))
     with torch.no_grad():
         for name, value in wanted:
             if name not in misfits:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from roostream.models.config import ModelConfig
+from roostream.models.custom.loading import backward
 from roostream.models.inputs import Inputs
 from roostream.models.linear_part import LinearPart
 from roostream.models.model import Targets
@@ -123,7 +124,7 @@ class DenseTrainer:
     def _differentiate(self, pulled: PulledPart, logits_BT: Tensor, targets: Targets) -> None:
         with self.stages("backward"):
             self.optimizer.zero_grad()
-            self.model.loss(pulled.inputs, logits_BT, targets).backward()  # type: ignore[no-untyped-call]
+            backward(self.model, self.model.loss(pulled.inputs, logits_BT, targets))
             total_T = targets.weight_BT.sum(dim=0) if targets.total_T is None else targets.total_T
             for part in self._linear:
                 newton.scale_gradients(part, total_T)

@@ -14,7 +14,7 @@ from torch import nn
 
 from roostream.errors import CheckpointError, ConfigError, UnavailableError
 from roostream.models.build import build_model, model_config_from_dict
-from roostream.models.inputs import Inputs
+from roostream.models.inputs import Inputs, changed_inputs
 from roostream.runtime import manifest as manifests
 from roostream.runtime import tensor_file
 from roostream.runtime.checkpoint_store import CheckpointStore
@@ -61,6 +61,11 @@ def load_shadow_model(
     if metadata.get("schema") != f"{schema.fingerprint:016x}":
         raise ConfigError(
             f"expected a shadow of schema {schema.fingerprint:016x}, {version} is of {metadata.get('schema')}"
+        )
+    if changed := changed_inputs(tensors, schema):
+        raise ConfigError(
+            f"expected a shadow of the same transforms, {version} has other {', '.join(sorted(changed))}; "
+            "leave `shadow` out until there are commits of these transforms"
         )
     model = build_model(schema, model_config_from_dict(json.loads(metadata["model"])), 0).to(device)
     weights = {

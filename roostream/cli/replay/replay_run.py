@@ -7,6 +7,7 @@ code, training loop and shards in this process. Samples, counts and features of 
 from __future__ import annotations
 
 import dataclasses
+import logging
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -21,8 +22,10 @@ from roostream.cli.replay.program_settings import program_settings, with_model_s
 from roostream.cli.replay.report_page import write_page
 from roostream.cli.replay.report_table import print_table
 from roostream.cli.replay.warehouse_samples import DATASET, open_warehouse_log
-from roostream.errors import UnavailableError
-from roostream.models.build import load_model_config
+from roostream.errors import ConfigError, UnavailableError
+from roostream.models.build import build_model, load_model_config
+from roostream.models.config import CustomModelConfig
+from roostream.models.custom.model_checks import check_model
 from roostream.replay.config import ReplayConfig
 from roostream.replay.log_advice import advice
 from roostream.replay.replay_log import ReplayLog, open_log, paced, with_first_record
@@ -31,6 +34,8 @@ from roostream.runtime import program
 from roostream.runtime.clock import SystemClock
 from roostream.schema.schema import Schema
 from roostream.schema.schema_file import load_schema
+
+log = logging.getLogger("roostream.replay")
 
 
 def run(config: ReplayConfig) -> int:
@@ -56,12 +61,9 @@ def replay(config: ReplayConfig, stop: program.Stop) -> dict[str, Any]:
     """
     files = report_files(config.report)
     files.check()
-    model_settings = program_settings(config).model
-    if config.engine == "local":
-        for file in config.model:  # a bad file ends the replay before the log is read
-            with_model_settings(load_model_config(file), model_settings)
     started_s = time.monotonic()
     schema = load_schema(config.schema_path)
+    doubts = _check_models(config, schema)
     with progress_bar("reading times"):
         source = open_warehouse_log(config, schema) if config.dataset == DATASET else open_log(config, schema)
     console = Console(stderr=True, markup=False, emoji=False, highlight=False)
@@ -73,12 +75,32 @@ def replay(config: ReplayConfig, stop: program.Stop) -> dict[str, Any]:
     if stop.is_set():
         raise UnavailableError("stopped before the end of the log; no report was written")
     report = build_report(config, schema, outcome, source) | {"wall_s": time.monotonic() - started_s}
+    report["warnings"] += doubts
     if files.data:
         write_report(files.data, report)
     if files.page:
         write_page(files.page, f"replay {config.dataset}", report)
     print_table(config, report)
     return report
+
+
+def _check_models(config: ReplayConfig, schema: Schema) -> list[str]:
+    """Build each model, so that a mistake ends the replay before the log is read. Returns a sentence for each
+    custom model that fails a check of `roostream check-model`."""
+    settings, doubts = program_settings(config).model, []
+    for file in config.model if "kind" not in settings else ():
+        model = with_model_settings(load_model_config(file), settings)
+        try:
+            if not isinstance(model, CustomModelConfig):
+                build_model(schema, model, config.seed)
+                continue
+            failed = [verdict for verdict in check_model(schema, model) if verdict.wrong]
+        except ConfigError as error:
+            raise ConfigError(f"{file}: {error}" if file not in str(error) else str(error)) from None
+        if failed:
+            doubts.append(f"{file} fails `roostream check-model`: {failed[0].check}: {failed[0].wrong}")
+            log.warning(doubts[-1])
+    return doubts
 
 
 def _engine(config: ReplayConfig) -> Engine:

@@ -103,7 +103,7 @@ class CommitStates:
             schema = schema_of(self.store, manifest)
             try:
                 config = model_config_from_dict(manifest.model)
-                weights = read_weights(self.store, manifest)
+                weights = read_weights(self.store, manifest, schema)
                 self._versions[name] = build_version(
                     name, schema, config, manifest.seed, weights, as_trained=True
                 )

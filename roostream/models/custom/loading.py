@@ -24,7 +24,8 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from roostream.errors import ConfigError, RoostreamError
 from roostream.models.config import CustomModelConfig
@@ -78,10 +79,12 @@ def load_custom_code(kind: str, folder: Path, code: str = "") -> CustomCode:
         raise _other_code(kind_name, code, hashed_source.digest, hashed_source.files[0])
     if (kind_name, hashed_source.digest) not in _LOADED:
         try:
-            module = hashed_source.module()
-        except Exception as error:
+            with _torch_settings_kept():
+                module = hashed_source.module()
+        except (Exception, SystemExit) as error:
+            advice = _import_advice(error, folder / Path(name).parent if is_file else None)
             raise ConfigError(
-                f"model {kind_name!r} can't be imported: {describe_error(error, hashed_source.files)}"
+                f"model {kind_name!r} can't be imported: {describe_error(error, hashed_source.files)}{advice}"
             ) from None
         config, build = _config_and_build(module, kind_name, function, hashed_source.files[0])
         _LOADED[kind_name, hashed_source.digest] = CustomCode(
@@ -118,6 +121,49 @@ def describe_error(error: BaseException, files: tuple[str, ...]) -> str:
     where = f"{places[-1].filename}:{places[-1].lineno}: " if places else ""
     kind = "" if isinstance(error, RoostreamError) else f"{type(error).__name__}: "
     return f"{where}{kind}{' '.join(str(error).split())}"
+
+
+def _import_advice(error: BaseException, folder: Path | None) -> str:
+    """What to do after a failed import; "" if the error says it. `folder`: of a file, whose neighbors are not
+    imported."""
+    if not isinstance(error, ImportError):
+        return "; an import may only define names" if isinstance(error, SystemExit) else ""
+    top = (error.name or "").partition(".")[0]
+    beside = folder is not None and top and any(p.exists() for p in (folder / f"{top}.py", folder / top))
+    if folder is not None and (beside or "relative import" in str(error)):
+        return (
+            "; a model of several files is an installed package, kind = 'PACKAGE.MODULE:FUNCTION', because "
+            "the digest of a file covers only this file"
+        )
+    return f"; install {top!r} for worker and serving" if isinstance(error, ModuleNotFoundError) else ""
+
+
+@contextlib.contextmanager
+def _torch_settings_kept() -> Iterator[None]:
+    """Restore torch's settings for the whole process. Raises ConfigError: the code inside changed one."""
+    before = _torch_settings()
+    try:
+        yield
+        after = _torch_settings()
+    finally:
+        torch.set_default_dtype(before["default dtype"])
+        torch.set_grad_enabled(before["grad mode"])
+        if torch.get_default_device() != before["default device"]:
+            torch.set_default_device(before["default device"])
+    for name, value in before.items():
+        if after[name] != value:
+            raise ConfigError(
+                f"expected torch's {name} to stay {value}, as it holds for the whole process, got "
+                f"{after[name]}; set it where a tensor is made"
+            )
+
+
+def _torch_settings() -> dict[str, Any]:
+    return {
+        "default dtype": torch.get_default_dtype(),
+        "grad mode": torch.is_grad_enabled(),
+        "default device": torch.get_default_device(),
+    }
 
 
 def _other_code(kind: str, expected: str, got: str, file: str) -> ConfigError:
@@ -180,9 +226,11 @@ def _hash_package(name: str, kind: str) -> _Hashed:
     except (ImportError, ValueError):
         spec = None
     if spec is None or spec.origin is None:
+        got, advice = ("none", "install it with Roostream")
+        if spec is not None:
+            got, advice = ("a folder without __init__.py", "add this file")
         raise ConfigError(
-            f"model {kind!r}: expected package {top!r} in this environment, got none; install it with "
-            "Roostream"
+            f"model {kind!r}: expected package {top!r} in this environment, got {got}; {advice}"
         )
     origin = Path(spec.origin).resolve()
     root = origin.parent
@@ -226,19 +274,28 @@ class CustomModel(Model):
         """Raises ConfigError: the function raised, or did not return a `Model`."""
         super().__init__()
         self._code, self._num_tasks = code, len(schema.tasks)
+        # Torch's attention computes other bits without gradients, unless its fast path is off.
+        torch.backends.mha.set_fastpath_enabled(False)
         with user_errors_as_config_errors(code, code.kind.rpartition(":")[2]):
             own = code.build(schema, config)
         if not isinstance(own, Model):
             raise ConfigError(
                 f"model {code.kind!r}: expected a roostream.models.model.Model, got {type(own).__name__} "
-                f"({code.files[0]}); return one"
+                f"({code.files[0]}); extend it and return one"
             )
+        for wrong in _unfit_parts(own):
+            raise ConfigError(f"model {code.kind!r}: {code.files[0]}: {wrong}")
         self.own = own
 
     def forward(self, inputs: Inputs) -> Tensor:
         with user_errors_as_config_errors(self._code, "forward"):
             logits_BT = self.own(inputs)
         self._expect("forward", "logits", logits_BT, (len(inputs.request_index_B), self._num_tasks))
+        if logits_BT.dtype != torch.float32 and not torch.is_autocast_enabled(logits_BT.device.type):
+            raise ConfigError(
+                f"model {self._code.kind!r}: {self._place_of('forward')}: expected logits of float32, got "
+                f"{logits_BT.dtype}; convert them at the end of forward"
+            )
         return logits_BT
 
     def loss(self, inputs: Inputs, logits_BT: Tensor, targets: Targets) -> Tensor:
@@ -250,13 +307,53 @@ class CustomModel(Model):
     def _expect(self, method: str, what: str, value: object, shape: tuple[int, ...]) -> None:
         if not isinstance(value, Tensor) or tuple(value.shape) != shape:
             got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-            # None: the method is not written in Python.
-            code = getattr(inspect.unwrap(getattr(type(self.own), method)), "__code__", None)
-            where = f"{code.co_filename}:{code.co_firstlineno}" if code else self._code.files[0]
             raise ConfigError(
-                f"model {self._code.kind!r}: {where}: expected {method} to give {what} of shape {shape}, "
-                f"got {got}; correct it"
+                f"model {self._code.kind!r}: {self._place_of(method)}: expected {method} to give {what} of "
+                f"shape {shape}, got {got}; correct it"
             )
+
+    def _place_of(self, method: str) -> str:
+        """File and line."""
+        # None: the method is not written in Python.
+        code = getattr(inspect.unwrap(getattr(type(self.own), method)), "__code__", None)
+        return f"{code.co_filename}:{code.co_firstlineno}" if code else self._code.files[0]
+
+    def backward(self, loss: Tensor) -> None:
+        """Compute the gradients of `loss`. Raises ConfigError: it has none, or its graph is broken."""
+        if not loss.requires_grad:
+            raise ConfigError(
+                f"model {self._code.kind!r}: {self._place_of('loss')}: expected a loss with gradients, got "
+                "one without; look for detach and no_grad"
+            )
+        with user_errors_as_config_errors(self._code, "the backward pass"):
+            loss.backward()  # type: ignore[no-untyped-call]
+
+
+def backward(model: Model, loss: Tensor) -> None:
+    """Compute the gradients of `loss`, a result of `model.loss`. Raises ConfigError: a custom model is at
+    fault."""
+    if isinstance(model, CustomModel):
+        model.backward(loss)
+    else:
+        loss.backward()  # type: ignore[no-untyped-call]
+
+
+def _unfit_parts(own: nn.Module) -> Iterator[str]:
+    """Sentences on parameters, buffers and layers that cannot be trained, stored or served."""
+    for name, parameter in own.named_parameters():
+        what = f"parameter {name!r}"
+        if is_lazy(parameter):
+            yield f"{what}: expected a shape, got a lazy layer; give it its widths"
+        elif parameter.dtype != torch.float32:
+            yield f"{what}: expected float32, got {parameter.dtype}; convert inside forward"
+        elif parameter.device.type != "cpu":
+            yield f"{what}: expected it on the CPU, got {parameter.device}; the worker's `device` moves it"
+    for name, layer in own.named_modules():
+        if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse:
+            yield f"layer {name!r}: expected dense gradients, got sparse = True; leave it out"
+    for name, value in own.state_dict().items():
+        if not isinstance(value, Tensor):
+            yield f"expected tensors to store, got {type(value).__name__} in {name!r}; keep it in no module"
 
 
 @contextlib.contextmanager
@@ -266,7 +363,7 @@ def user_errors_as_config_errors(code: CustomCode, method: str) -> Iterator[None
         yield
     except (RoostreamError, MemoryError, torch.OutOfMemoryError):
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(
             f"model {code.kind!r} failed in {method}: {describe_error(error, code.files)}"
         ) from None

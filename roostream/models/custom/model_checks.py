@@ -9,19 +9,19 @@ Letters: B candidates, T tasks, n candidates of one request.
 
 from __future__ import annotations
 
-import copy
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from roostream.errors import CheckpointError, RoostreamError
+from roostream.errors import CheckpointError, ConfigError, RoostreamError
 from roostream.models.build import build_model
 from roostream.models.config import ModelConfig
+from roostream.models.custom.loading import backward
 from roostream.models.inputs import Inputs, build_inputs
 from roostream.models.model import Model, Targets
 from roostream.runtime import tensor_file
@@ -36,6 +36,7 @@ from roostream.wire.records import Record
 
 _COUNTS = (3, 1, 0, 11, 17, 2)  # candidates a request: groups of several sizes, one alone, none
 _CLOSE = 1e-5
+_MAX_CANDIDATES, _MAX_LIST = 2000, 2000  # of the largest request that is tried
 _TIMED, _TIMED_CANDIDATES = 50, 20
 
 
@@ -52,24 +53,34 @@ class _CheckedModel:
     def __init__(self, schema: Schema, config: ModelConfig) -> None:
         self.schema, self.config = schema, config
         self.decoder = Decoder(schema, {schema.fingerprint: schema}.get)
+        self.initial = build_model(schema, config, 1)
         self.trained = _perturb(build_model(schema, config, 1))
-        self.served = build_model(schema, config, 99)
-        self.served.load_state_dict(self.trained.state_dict(), strict=True)
-        self.served.eval().requires_grad_(False)
+        self.names = list(self.trained.state_dict())
+        self.served = self.copy(99).eval().requires_grad_(False)
         self.requests = [example_request(schema, n, seed) for seed, n in enumerate(_COUNTS)]
+        # A new user: everything is missing, or every list is empty.
+        self.requests += [example_request(schema, 4, 50, known=known) for known in ("nothing", "floats")]
+
+    def copy(self, seed: int = 1) -> Model:
+        """Another model with the same weights. Raises ConfigError: calls have added some."""
+        for name in self.trained.state_dict():
+            if name not in self.names:
+                raise ConfigError(
+                    f"expected all parameters from the beginning, got {name} in forward; make it in __init__"
+                )
+        model = build_model(self.schema, self.config, seed)
+        model.load_state_dict(self.trained.state_dict(), strict=True)
+        return model
 
     def alone(self, model: Model, request: ExampleRequest) -> Tensor:
         """Logits as serving computes them."""
         with torch.inference_mode():
-            return model(
-                self.inputs(self.decoder.decode_request(request.ro, request.nro, request.item_n, TIME_MS))
-            )
+            batch = self.decoder.decode_request(request.ro, request.nro, request.item_n, TIME_MS)
+            return model(self.inputs(batch)).detach()
 
     def together(self, requests: Sequence[ExampleRequest]) -> list[Tensor]:
-        """Logits of each request in one batch, decoded as in training."""
-        batch = self.batch(requests)
-        with torch.no_grad():
-            logits_BT = self.trained(self.inputs(batch))
+        """Logits of each request in one batch, decoded and computed as in training."""
+        logits_BT = self.trained(self.inputs(self.batch(requests), train=True)).detach()
         return list(torch.split(logits_BT, [len(r.item_n) for r in requests]))
 
     def batch(self, requests: Sequence[ExampleRequest]) -> Batch:
@@ -86,19 +97,25 @@ class _CheckedModel:
         targets = Targets(torch.from_numpy(batch.label_BT), weight * torch.from_numpy(batch.weight_BT))
         model.zero_grad()
         value = model.loss(inputs, model(inputs), targets)
-        if value.requires_grad:
-            value.backward()  # type: ignore[no-untyped-call]
+        backward(model, value)
         return value.detach(), inputs
 
 
 def check_model(schema: Schema, config: ModelConfig) -> list[Verdict]:
-    """Run every check, in the order of the page.
+    """Run every check, in the order of the page; only the first if the model raises an error in it.
 
     Raises:
         RoostreamError: the model cannot be built.
     """
-    subject = _CheckedModel(schema, config)
-    return [Verdict(name, _wrong(check, subject)) for name, check in _CHECKS.items()]
+    subject, verdicts = _CheckedModel(schema, config), []
+    for name, check in _CHECKS.items():
+        try:
+            verdicts.append(Verdict(name, next(check(subject), "")))
+        except RoostreamError as error:
+            verdicts.append(Verdict(name, str(error)))
+            if len(verdicts) == 1:
+                break
+    return verdicts
 
 
 def forward_time_us(schema: Schema, config: ModelConfig) -> float:
@@ -116,19 +133,28 @@ def forward_time_us(schema: Schema, config: ModelConfig) -> float:
     return 1e6 * statistics.median(taken)
 
 
-def _wrong(check: Callable[[_CheckedModel], Iterator[str]], subject: _CheckedModel) -> str:
-    try:
-        return next(check(subject), "")
-    except RoostreamError as error:
-        return str(error)
-
-
 def _is_logits(subject: _CheckedModel) -> Iterator[str]:
     for logits_BT in subject.together(subject.requests):
         if logits_BT.dtype != torch.float32:
             yield f"expected logits of float32, got {logits_BT.dtype}; convert them at the end of forward"
         if not torch.isfinite(logits_BT).all():
             yield "expected finite logits, got others; look for divisions by 0 and logarithms of 0"
+    inputs = subject.inputs(subject.batch(subject.requests), train=True)
+    if not torch.isfinite(subject.initial(inputs)).all():
+        yield "expected finite logits from initial weights, whose biases are 0, got others; look for norms"
+    if _are_probabilities(subject):
+        yield "expected logits, got numbers in 0..1 for any weights; leave the last sigmoid or softmax out"
+
+
+def _are_probabilities(subject: _CheckedModel) -> bool:
+    """Whether all results lie in 0..1, and some between, also with large weights of either sign."""
+    model = subject.copy()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(30.0)
+    inputs = subject.inputs(subject.batch(subject.requests), train=True)
+    both = torch.cat([model(inputs).detach(), *subject.together(subject.requests)])
+    return bool(((both >= 0) & (both <= 1)).all()) and bool(((both > 0) & (both < 1)).any())
 
 
 def _is_deterministic(subject: _CheckedModel) -> Iterator[str]:
@@ -143,27 +169,61 @@ def _is_deterministic(subject: _CheckedModel) -> Iterator[str]:
 
 
 def _keeps_nothing(subject: _CheckedModel) -> Iterator[str]:
-    model = copy.deepcopy(subject.trained)
+    model = subject.copy()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    batch = subject.batch(subject.requests)
+    inputs = subject.inputs(subject.batch(subject.requests), train=True)
     with torch.no_grad():
-        first, second = (model(subject.inputs(batch)) for _ in range(2))
+        first, second = (model(inputs) for _ in range(2))
     if not _same_bits(first, second):
-        yield "expected the same logits from the same batch, got others; look for dropout or state"
-    subject.learn(model, batch)
+        yield (
+            "expected the same logits from the same batch, got others; look for dropout, state, and changes "
+            "of the inputs"
+        )
+    had = _attributes(model)
+    subject.learn(model, subject.batch(subject.requests))
     for name, value in model.state_dict().items():
         if not _same_bits(before[name], value):
             yield f"expected {name} not to change between calls; replace layers with state, such as BatchNorm"
+    for name, value in _attributes(model).items():
+        if name not in had or not _is_alike(had[name], value):
+            yield (
+                f"expected attribute {name!r} not to change between calls; use a local variable, and compute "
+                "it again in loss if that needs it"
+            )
+
+
+def _attributes(model: Model) -> dict[str, tuple[object, int]]:
+    """Attributes of all modules, each with the size of a collection."""
+    return {
+        f"{module_name}.{name}".removeprefix("own."): (
+            value,
+            len(value) if isinstance(value, Collection) else 0,
+        )
+        for module_name, module in model.named_modules()
+        for name, value in vars(module).items()
+    }
+
+
+def _is_alike(before: tuple[object, int], after: tuple[object, int]) -> bool:
+    """Whether an attribute is the same object of the same size, or an equal number or text."""
+    same = before[0] is after[0] or (isinstance(after[0], int | float | str) and before[0] == after[0])
+    return same and before[1] == after[1]
 
 
 def _is_the_same_in_serving(subject: _CheckedModel) -> Iterator[str]:
     for request in subject.requests:
         in_training, in_serving = subject.together([request])[0], subject.alone(subject.served, request)
         if not _same_bits(in_training, in_serving):
+            difference = _difference(in_training, in_serving)
+            cause = (
+                "forward looks at training or eval mode, labels or gradients"
+                if not difference <= _CLOSE
+                else "torch multiplies transposed tensors in another way without gradients, so make them "
+                "contiguous"
+            )
             yield (
                 f"expected the bits of training in serving for {len(request.item_n)} candidates, got a "
-                f"difference of {_difference(in_training, in_serving):.1e}; forward looks at training or "
-                "eval mode, labels or gradients"
+                f"difference of {difference:.1e}; {cause}"
             )
 
 
@@ -177,6 +237,19 @@ def _is_the_same_in_a_batch(subject: _CheckedModel) -> Iterator[str]:
                     f"difference of {_difference(alone[at], logits_nT):.1e}; nothing may be taken over all "
                     "requests of a batch"
                 )
+
+
+def _runs_at_the_limits(subject: _CheckedModel) -> Iterator[str]:
+    limits = subject.schema.limits
+    num_candidates = min(limits.max_candidates, _MAX_CANDIDATES)
+    request = example_request(subject.schema, num_candidates, 0, known="all")
+    try:
+        logits_nT = subject.alone(subject.served, request)
+    except ConfigError as error:
+        yield f"for {num_candidates:,} candidates and full lists: {error}; or lower max_candidates, max_len"
+        return
+    if not torch.isfinite(logits_nT).all():
+        yield f"expected finite logits for {num_candidates:,} candidates and full lists, got others"
 
 
 def _is_independent_of_others(subject: _CheckedModel) -> Iterator[str]:
@@ -193,22 +266,21 @@ def _is_independent_of_others(subject: _CheckedModel) -> Iterator[str]:
 
 
 def _learns(subject: _CheckedModel) -> Iterator[str]:
-    model = copy.deepcopy(subject.trained)
-    value, inputs = subject.learn(model, subject.batch(subject.requests))
-    if not torch.isfinite(value):
-        yield f"expected a finite loss, got {float(value)}; divide by weights only where there are any"
-    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    if not gradients:
-        yield "expected a loss with gradients, got none for any parameter; look for detach and no_grad"
-    for name, gradient in (
-        *gradients.items(),
-        *((f"rows of {stack}", rows_UD.grad) for stack, rows_UD in inputs.rows.items()),
-    ):
-        if gradient is not None and not torch.isfinite(gradient).all():
-            yield f"expected finite gradients, got others for {name}; a square root or norm of 0 has none"
+    for model in (subject.copy(), subject.initial):
+        value, inputs = subject.learn(model, subject.batch(subject.requests))
+        if not torch.isfinite(value):
+            yield f"expected a finite loss, got {float(value)}; divide by weights only where there are any"
+        gradients = {name: p.grad for name, p in model.named_parameters()}
+        gradients |= {f"rows of {stack}": rows_UD.grad for stack, rows_UD in inputs.rows.items()}
+        if all(gradient is None for gradient in gradients.values()):
+            yield "expected a loss with gradients, got none for any parameter; look for detach and no_grad"
+        for name, gradient in gradients.items():
+            if gradient is not None and not torch.isfinite(gradient).all():
+                yield f"expected finite gradients, got others for {name}; a square root or norm of 0 has none"
     nothing, _ = subject.learn(model, subject.batch(subject.requests), weight=0.0)
     if float(nothing) != 0.0:
-        yield f"expected a loss of 0 where all weights are 0, got {float(nothing)}; use weight_BT"
+        advice = "divide by weights only where there are any" if torch.isnan(nothing) else "use weight_BT"
+        yield f"expected a loss of 0 where all weights are 0, got {float(nothing)}; {advice}"
 
 
 def _is_safe_to_store(subject: _CheckedModel) -> Iterator[str]:
@@ -233,6 +305,7 @@ _CHECKS: dict[str, Callable[[_CheckedModel], Iterator[str]]] = {
     "the same bits in serving (G9)": _is_the_same_in_serving,
     "alone as in a batch, to 1e-5 (G9)": _is_the_same_in_a_batch,
     "independent of other requests": _is_independent_of_others,
+    "as large as the schema's limits": _runs_at_the_limits,
     "loss and gradients are finite": _learns,
     "safe to store": _is_safe_to_store,
 }
@@ -252,12 +325,13 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def _difference(a: Tensor, b: Tensor) -> float:
-    """The largest difference; NaN if there is one."""
-    return float((a - b).abs().max()) if a.numel() else 0.0
+    """The largest difference, of numbers above 1 relative to them; NaN if there is one."""
+    return float(((a - b).abs() / torch.maximum(a.abs(), b.abs()).clamp(min=1)).max()) if a.numel() else 0.0
 
 
 TIME_MS = 1_700_000_000_000
 _MAX_ENTRIES, _NUM_IDS, _OLDEST_MS = 9, 40, 10**9
+_ID_GAP = (1 << 63) // _NUM_IDS  # ids are any 64-bit integers, as strings are hashed
 
 
 class ExampleRequest(NamedTuple):
@@ -268,12 +342,25 @@ class ExampleRequest(NamedTuple):
     item_n: np.ndarray  # int64
 
 
-def example_request(schema: Schema, num_candidates: int, seed: int) -> ExampleRequest:
-    """A request with some missing floats and lists, and some empty lists; equal for equal seeds."""
+def example_request(
+    schema: Schema,
+    num_candidates: int,
+    seed: int,
+    known: Literal["some", "nothing", "floats", "all"] = "some",
+) -> ExampleRequest:
+    """A request, equal for equal arguments. `known`: some floats and lists are missing and some lists are
+    empty; everything is missing; all lists are empty; or nothing is missing, and lists of the request are
+    full."""
     random, n = np.random.default_rng(seed), num_candidates
-    ro = {f.name: _value(f, random) for f in schema.ro}
-    nro = {f.name: [_value(f, random) for _ in range(n)] for f in schema.nro}
-    return ExampleRequest(encode_ro(schema, ro), encode_nro(schema, nro, n), random.integers(0, _NUM_IDS, n))
+    ro = {f.name: _value(f, random, known, _full(schema, f)) for f in schema.ro}
+    nro = {f.name: [_value(f, random, known, 1) for _ in range(n)] for f in schema.nro}
+    item_n = _ID_GAP * random.integers(0, _NUM_IDS, n)
+    return ExampleRequest(encode_ro(schema, ro), encode_nro(schema, nro, n), item_n)
+
+
+def _full(schema: Schema, f: Feature) -> int:
+    """Entries of the longest list."""
+    return min(f.max_len or schema.limits.max_list, _MAX_LIST)
 
 
 def example_sample(schema: Schema, request: ExampleRequest, at: int) -> Record:
@@ -302,14 +389,15 @@ def example_rows(schema: Schema, lookup: Lookup) -> dict[str, np.ndarray]:
     return out
 
 
-def _value(f: Feature, random: np.random.Generator) -> object:
-    missing = random.random() < 0.1
+def _value(f: Feature, random: np.random.Generator, known: str, full: int) -> object:
+    missing = {"some": random.random() < 0.1, "nothing": True}.get(known, False)
     if not f.is_list:
         return float("nan") if missing else float(np.float32(random.exponential(2.0)))
     if missing:
         return None
-    length = int(random.integers(0, _MAX_ENTRIES + 1))
-    ids = random.integers(0, _NUM_IDS, length).tolist()
+    lengths = {"some": int(random.integers(0, _MAX_ENTRIES + 1)), "floats": 0}
+    length = lengths.get(known, full)
+    ids = (_ID_GAP * random.integers(0, _NUM_IDS, length)).tolist()
     if f.kind == "ids":
         return ids
     if f.kind == "weighted_ids":

@@ -214,8 +214,9 @@ def test_a_whole_dlrm_continues_with_its_dense_weights(place: Path) -> None:
     store = FileStore(place / "home" / "store")
     newest = manifests.newest(store)
     assert newest is not None
-    weights = read_weights(store, newest.manifest)
-    model = build_model(load_schema(place / "shop.toml"), load_model_config(str(place / "model.toml")), 3)
+    schema = load_schema(place / "shop.toml")
+    weights = read_weights(store, newest.manifest, schema)
+    model = build_model(schema, load_model_config(str(place / "model.toml")), 3)
     model.load_state_dict(weights, strict=True)
     dense = {name: value for name, value in theirs.state_dict().items() if "embedding_bags" not in name}
     assert len(dense) == len(weights) == 8

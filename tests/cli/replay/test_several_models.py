@@ -10,6 +10,8 @@ import pytest
 from roostream.cli.main import cli
 from roostream.errors import ConfigError
 from tests.cli.replay.test_local_replay import replay, week
+from tests.models.custom.test_loading import written
+from tests.models.custom.test_model_checks import CODE
 
 SMALL, LARGE = "width = 8\n", "width = 16\n"
 
@@ -53,6 +55,13 @@ def test_the_models_are_compared_request_by_request(news: Path, both: dict[str, 
         assert compared["difference"] == pytest.approx(expected, abs=1e-9)
         assert compared["low"] < compared["difference"] < compared["high"]
     assert "against_first" not in first
+
+
+def test_a_custom_model_that_fails_a_check_is_a_warning_of_the_report(news: Path) -> None:
+    dropout = "return torch.nn.functional.dropout(z_BT)"
+    model = written(news / "custom", CODE.replace("(4,", "(1,").replace("return z_BT", dropout))
+    (warning,) = [text for text in replay(news, model=(model,))["warnings"] if "check-model" in text]
+    assert "model.toml fails `roostream check-model`: nothing is kept between calls" in warning
 
 
 def refused(news: Path, *models: str, **settings: Any) -> str:

@@ -18,7 +18,7 @@ from roostream.models.build import (
     model_config_from_dict,
 )
 from roostream.models.config import CustomModelConfig
-from roostream.models.custom.loading import OUR_NAMES, CustomModel
+from roostream.models.custom.loading import OUR_NAMES, CustomModel, backward
 from roostream.models.model import Model, Targets
 from tests.contract.house import FOLDERS
 from tests.models.model_cases import inputs_of, make_batch, make_schema
@@ -139,20 +139,96 @@ def test_reserved_names_are_our_packages() -> None:
         ("x = 1", "", r"expected a function build\(schema, config\)"),
         ("Config = 3\ndef build(schema, config): ...", "", "expected Config as a frozen dataclass"),
         (CODE, "rowz = 3", r"model.toml:2: unknown key 'rowz' = 3; did you mean 'rows'\?"),
+        ("import sys\nsys.exit()", "", "shop.py:2: SystemExit"),
+        (
+            "from .layers import X",
+            "",
+            "shop.py:1: ImportError.*; a model of several files is an installed pack",
+        ),
+        (
+            "import neighbor",
+            "",
+            "shop.py:1: ModuleNotFoundError.*; a model of several files is an installed p",
+        ),
+        (
+            "import torch\ntorch.set_default_dtype(torch.float64)",
+            "",
+            "expected torch's default dtype to stay",
+        ),
+        ("import torch\ntorch.set_grad_enabled(False)", "", "expected torch's grad mode to stay True"),
     ],
 )
 def test_an_invalid_module_is_rejected_in_one_sentence(
     tmp_path: Path, code: str, toml: str, message: str
 ) -> None:
+    (tmp_path / "neighbor.py").write_text("")
     with pytest.raises(ConfigError, match=message) as told:
         load_model_config(written(tmp_path, code, toml))
     assert "\n" not in str(told.value)
+    assert torch.get_default_dtype() == torch.float32 and torch.is_grad_enabled()
+
+
+def test_a_package_without_init_is_told_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "shop_folder").mkdir()
+    with pytest.raises(
+        ConfigError, match=r"'shop_folder' .*, got a folder without __init__.py; add this file"
+    ):
+        load_model_config_or_code("shop_folder.ranking:build")
+
+
+def test_a_python_file_in_place_of_a_toml_is_told_as_such(tmp_path: Path) -> None:
+    written(tmp_path, CODE)
+    with pytest.raises(
+        ConfigError, match=r"expected a TOML, got Python; write one .* kind = 'shop.py:build'"
+    ):
+        load_model_config(str(tmp_path / "shop.py"))
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        ("torch.nn.LazyLinear(3)", r"parameter 'part.weight': expected a shape, got a lazy layer"),
+        ("torch.nn.Linear(3, 3).double()", r"parameter 'part.weight': expected float32, got torch.float64"),
+        (
+            "torch.nn.Linear(3, 3, device='meta')",
+            r"parameter 'part.weight': expected it on the CPU, got meta",
+        ),
+        ("torch.nn.Embedding(3, 3, sparse=True)", r"layer 'part': expected dense gradients, got sparse"),
+        ("Stateful()", r"expected tensors to store, got dict in 'part._extra_state'"),
+    ],
+)
+def test_parts_that_cannot_be_trained_or_stored_are_rejected_when_built(
+    tmp_path: Path, part: str, message: str
+) -> None:
+    stateful = "class Stateful(torch.nn.Module):\n    def get_extra_state(self):\n        return {}\n\n"
+    code = CODE.replace("class Constant", f"{stateful}class Constant").replace(
+        "super().__init__()", f"super().__init__()\n        self.part = {part}"
+    )
+    with pytest.raises(ConfigError, match=f"shop.py: {message}"):
+        build_model(SCHEMA, load_model_config(written(tmp_path, code)), 0)
+
+
+def test_a_broken_graph_of_a_loss_is_an_error_of_the_model(tmp_path: Path) -> None:
+    model = build_model(SCHEMA, load_model_config(written(tmp_path, CODE)), 0)
+    with pytest.raises(ConfigError, match=r"shop.py:20: expected a loss with gradients, got one without"):
+        backward(model, torch.zeros(()))
+    leaf = torch.ones(3, requires_grad=True)
+    value = leaf.exp()
+    loss = (value * value).sum()
+    with torch.no_grad():
+        value += 1
+    with pytest.raises(
+        ConfigError, match=r"'shop.py:build' failed in the backward pass: RuntimeError.*inplace"
+    ):
+        backward(model, loss)
 
 
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
         ("absent.py:build", r"model\.toml:1: model '.*absent.py' can't be read"),
+        ("shop.py", r"expected one of ranker, .* or FILE.py:FUNCTION, got 'shop.py'"),
         ("shop.py:", r"expected FILE.py:FUNCTION or PACKAGE.MODULE:FUNCTION, got 'shop.py:'"),
         ("not-a-name.x:build", "expected FILE.py:FUNCTION or PACKAGE.MODULE:FUNCTION"),
         ("roostream.models.ranker:Ranker", "got 'roostream', which is taken"),
@@ -179,6 +255,7 @@ def test_an_invalid_kind_is_rejected(tmp_path: Path, kind: str, message: str) ->
             "",
             r"shop.py:17: expected forward to give logits of shape",
         ),
+        (".expand(len(inputs", ".double().expand(len(inputs", r"shop.py:17: expected logits of float32, got"),
         (
             "return self.bias.mean",
             "return self.bais.mean",

@@ -18,7 +18,7 @@ from roostream.models.model import Model
 class Linear(Model):
     def __init__(self, schema):
         super().__init__()
-        self.width = len(schema.tasks)
+        self.width, self.seen = len(schema.tasks), []
         self.layer = torch.nn.Linear(4, self.width)
         # more
 
@@ -46,15 +46,51 @@ def test_a_valid_model_passes(tmp_path: Path) -> None:
     assert failed_checks(tmp_path) == {}
 
 
+TRANSFORMER = """self.layer = torch.nn.Linear(4, 8)
+        block = torch.nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.blocks = torch.nn.TransformerEncoder(block, 2)
+        self.norm, self.scale = torch.nn.RMSNorm(8), torch.nn.Parameter(torch.tensor(1.0))
+        self.last = torch.nn.Linear(8, self.width)"""
+LISTS = """z_BT = torch.cat([self.blocks(z_nD[None])[0] if len(z_nD) else z_nD
+            for z_nD in torch.split(z_BT, inputs.num_candidates_R.tolist())])
+        return self.last(self.norm(z_BT)) * self.scale"""
+
+
+@pytest.mark.parametrize(
+    "pairs",
+    [
+        # Torch's own transformer over the candidates; a norm and a parameter that is one number.
+        {"self.layer = torch.nn.Linear(4, self.width)": TRANSFORMER, "return z_BT": LISTS},
+        # Only rows are trained.
+        {
+            "self.layer = torch.nn.Linear(4, self.width)": "",
+            "z_BT = self.layer(x_BG)": "z_BT = (pool_features(inputs)['item'] * 9).sum(dim=1, keepdim=True)",
+            "return z_BT": "return z_BT.expand(-1, self.width)",
+            "import torch\n": "import torch\nfrom roostream.models.feature_encoders import pool_features\n",
+        },
+        # Large logits differ by more than 1e-5 in float32.
+        {"return z_BT": "return 1e6 * z_BT"},
+    ],
+)
+def test_an_unusual_model_passes(tmp_path: Path, pairs: dict[str, str]) -> None:
+    code = CODE
+    for right, wrong in pairs.items():
+        assert right in code
+        code = code.replace(right, wrong)
+    config = load_model_config(written(tmp_path, code))
+    assert {verdict.check: verdict.wrong for verdict in check_model(SCHEMA, config) if verdict.wrong} == {}
+
+
 BATCH, ALONE, SERVED = (
     "alone as in a batch, to 1e-5 (G9)",
     "independent of other requests",
     "the same bits in serving (G9)",
 )
-STATE, LOGITS, LEARNS = (
+STATE, LOGITS, LEARNS, LARGE = (
     "nothing is kept between calls",
     "logits are finite float32 [B, T]",
     "loss and gradients are finite",
+    "as large as the schema's limits",
 )
 SEED, STORE = "same seed, same bits, same names", "safe to store"
 BFLOAT16 = "self.register_buffer('small', torch.zeros(3, dtype=torch.bfloat16))"
@@ -77,6 +113,27 @@ BFLOAT16 = "self.register_buffer('small', torch.zeros(3, dtype=torch.bfloat16))"
         ("(logits_BT -", "(logits_BT.detach() -", LEARNS),
         ("- targets.label_BT", "/ (0 * targets.label_BT)", LEARNS),
         ("targets.label_BT", "targets.lable", LEARNS),
+        (
+            "return (logits_BT",
+            "return 0 * self.layer.bias.square().sum().sqrt() + (logits_BT",
+            LEARNS,
+        ),  # 0 too
+        ("return z_BT", "return z_BT + inputs.sequences['history'].index_L.max()", SERVED),  # a new user
+        ("return z_BT", "return z_BT + torch.zeros(99)[inputs.item_B][:, None]", LOGITS),  # ids are hashes
+        ("return z_BT", "return z_BT + torch.zeros(500)[torch.arange(len(z_BT))][:, None]", LARGE),
+        ("return z_BT", "return torch.sigmoid(z_BT)", LOGITS),
+        ("return z_BT", "return z_BT / self.layer.bias.norm()", LOGITS),  # 0 in the beginning
+        ("return z_BT", "return z_BT + torch.is_grad_enabled()", SERVED),
+        ("x_BG = inputs", "inputs.nro_float_BG.mul_(2)\n        x_BG = inputs", STATE),
+        ("return z_BT", "self.last_BT = z_BT\n        return z_BT", STATE),
+        ("z_BT = self", "self.seen.append(len(x_BG))\n        z_BT = self", STATE),
+        ("z_BT = self", "self.late = torch.nn.Linear(4, self.width)\n        z_BT = self", LOGITS),
+        (
+            "return z_BT",
+            "y_BT = z_BT.exp()\n        w_BT = y_BT * y_BT\n        y_BT += 1\n        return w_BT",
+            LEARNS,
+        ),
+        (".sum()\n", ".sum() / targets.weight_BT.sum()\n", LEARNS),
     ],
 )
 def test_a_violated_rule_is_reported(tmp_path: Path, right: str, wrong: str, check: str) -> None:

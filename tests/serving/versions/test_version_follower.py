@@ -13,10 +13,12 @@ import pytest
 
 from roostream.errors import ConfigError, UnavailableError
 from roostream.models.build import build_model
+from roostream.models.inputs import INPUT_NAMES, input_names_tensor
 from roostream.runtime import manifest as manifests
 from roostream.runtime import tensor_file
 from roostream.runtime.checkpoint_store import FileStore
 from roostream.runtime.manifest import Manifest, dense_name, store_file
+from roostream.schema.schema import Transform
 from serving.build import _check_shape
 from serving.errors import VersionRefusedError
 from serving.scorer import Version, first_version
@@ -394,3 +396,16 @@ def test_a_version_that_fails_its_trial_is_refused_and_logged_once(
     assert refused.reason == "warm_up" and commits.versions.num_refused == {"warm_up": 1}
     commits.commit(3)
     assert commits.follower.poll() and commits.versions.newest.name == "1-3"
+
+
+def test_a_commit_of_other_transforms_is_refused(commits: Commits) -> None:
+    """The fingerprint does not cover transforms, so weights would read other columns."""
+    transformed = dataclasses.replace(
+        SCHEMA, transforms=(Transform(input="age_h", op="rank", output="age_rank"),)
+    )
+    commits.commit(1, tensors={INPUT_NAMES: input_names_tensor(SCHEMA)})
+    assert commits.follower.poll()
+    commits.commit(2, tensors={INPUT_NAMES: input_names_tensor(transformed)})
+    assert not commits.follower.poll() and commits.versions.newest.name == "1-1"
+    refused = commits.versions.refused["manifests/00000002"]
+    assert refused.reason == "schema" and "nro floats" in refused.message
