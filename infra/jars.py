@@ -11,7 +11,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -146,6 +146,12 @@ def find_java(chosen: str = "") -> Path:
 def java_home(java: Path) -> Path:
     """JAVA_HOME of a `java` in its `bin` folder."""
     return java.parent.parent
+
+
+def java_locale(environ: Mapping[str, str]) -> dict[str, str]:
+    """Environment variables with which a JVM finds files whose paths have other characters than ASCII."""
+    current = environ.get("LC_ALL") or environ.get("LC_CTYPE") or environ.get("LANG") or ""
+    return {} if "utf" in current.lower() else {"LC_ALL": "C.UTF-8"}
 
 
 def java_flags(tmp: Path, *, quick_start: bool = False) -> tuple[str, ...]:

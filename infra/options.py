@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from infra.auditor.config import check_num_auditors
-from roostream.errors import ConfigError
+from roostream.errors import ConfigError, reason_of
 from roostream.runtime.address import check_addresses
 from roostream.runtime.deployment import MAX_WORKERS
 from roostream.runtime.kafka.topics import DEFAULT_BUCKETS, DEFAULT_PARTITIONS
@@ -191,7 +191,9 @@ def load_saved_options(home: Path) -> StackOptions | None:
         overrides = raw.pop("overrides")
         options = from_dict(StackOptions, raw)
     except (OSError, ValueError, KeyError, AttributeError, TypeError, ConfigError) as error:
-        raise ConfigError(f"{file} can't be read ({error}); delete it and give `up` its options") from None
+        raise ConfigError(
+            f"{file} can't be read ({reason_of(error)}); delete it and give `up` its options"
+        ) from None
     return dataclasses.replace(options, overrides=overrides)
 
 

@@ -139,6 +139,7 @@ def start(home: Path, arguments: Sequence[str], wait_s: float) -> int:
         SetupError: a program failed, or the stack ended.
     """
     place = Home(home)
+    place.check_path()
     place.make()
     if place.is_locked():
         place.lock()  # raises, and names the process that holds the lock
@@ -151,7 +152,19 @@ def start(home: Path, arguments: Sequence[str], wait_s: float) -> int:
             stderr=log,
             start_new_session=True,
         )
-    printed: set[str] = set()
+    try:
+        return _wait_until_ready(place, process, wait_s)
+    except KeyboardInterrupt:
+        click.echo(
+            f"the stack goes on starting in the background; `roostream status {place.option}` shows it, "
+            f"`roostream down {place.option}` stops it",
+            err=True,
+        )
+        return 1
+
+
+def _wait_until_ready(place: Home, process: subprocess.Popen[bytes], wait_s: float) -> int:
+    output, printed = place.log("up"), set[str]()
     num_settled, grown_s = 0, time.monotonic()
     while True:
         if process.poll() is not None:
@@ -164,7 +177,7 @@ def start(home: Path, arguments: Sequence[str], wait_s: float) -> int:
                 raise SetupError(
                     printable(
                         f"{name} cannot run: {reason(entry)}; its log: {entry['log']}; "
-                        f"`roostream down --home {place.root}` stops the other programs"
+                        f"`roostream down {place.option}` stops the other programs"
                     )
                 )
         settled = settled_programs(programs)
@@ -184,7 +197,7 @@ def start(home: Path, arguments: Sequence[str], wait_s: float) -> int:
     print(
         printable(
             f"not all programs are ready, and none became ready for {wait_s:.0f} s: "
-            f"{waiting or 'no program was started'}; see `roostream status --home {place.root}`"
+            f"{waiting or 'no program was started'}; see `roostream status {place.option}`"
         ),
         file=sys.stderr,
     )
@@ -210,7 +223,7 @@ def settled_programs(programs: Programs) -> dict[str, str]:
 
 def absolute_location(text: str) -> str:
     """A path made absolute, because programs run in another working directory; a URL unchanged."""
-    return text if "://" in text else str(Path(text).expanduser().absolute())
+    return text if "://" in text else os.path.abspath(os.path.expanduser(text))
 
 
 @click.command()

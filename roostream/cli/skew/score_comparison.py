@@ -71,7 +71,7 @@ def skew_command(files: tuple[Path, ...], home: Path, store: str, lists: int, as
       roostream inspect skew --lists 500
       roostream inspect skew .roostream/serving/log/* --home .roostream
     """
-    commits = CommitStates(opened_store(home, store), home.expanduser().resolve())
+    commits = CommitStates(opened_store(home, store), Home(home).root)
     found = [logged for file in files for logged in of_file(file)][-lists:] if files else _newest(home, lists)
     with progress_bar("scoring lists"):
         report = summary(compare_scores(commits, found))
