@@ -39,7 +39,7 @@ from param_server.placement.plan import PlannedTable
 from param_server.placement.profiles import impression_bytes
 from param_server.row_block import RowBlock
 from param_server.rules import MAX_GRADIENT
-from roostream.errors import ConfigError, RoostreamError, SchemaError, UnavailableError
+from roostream.errors import ConfigError, RoostreamError, SchemaError, UnavailableError, reason_of
 from roostream.runtime.bucket_map import BucketMap
 from roostream.schema.ids import buckets_of
 from roostream.schema.schema import Schema, Table
@@ -716,7 +716,9 @@ def read_placement(
     try:
         text = Path(given).read_text(encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"placement: expected '', planner or a file, got {given!r}: {error}") from None
+        raise ConfigError(
+            f"placement: expected '', planner or a file, got {given!r}: {reason_of(error)}"
+        ) from None
     return placements(next(iter(sharding_plan(text).plan.values())), workers)
 
 

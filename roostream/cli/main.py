@@ -7,6 +7,7 @@ does not load torch.
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ from click import shell_completion
 
 from infra.program_specs import PROGRAM_SPECS, SIMULATE, ProgramSpec
 from roostream.cli.options import CommandGroup, home_option
-from roostream.errors import RoostreamError, SetupError, UnavailableError, with_advice
+from roostream.errors import RoostreamError, SetupError, UnavailableError, describe_os_error, with_advice
 from roostream.runtime.program import leave
 from roostream.schema.settings import check_environment, load
 
@@ -291,11 +292,25 @@ def completion(shell: str) -> None:
 
 def main() -> None:
     """The console entry point."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # paths are any bytes, and a terminal may know ASCII only
+            stream.reconfigure(errors="backslashreplace")
+    try:
+        os.getcwd()
+    except OSError:
+        click.echo("error: the current folder does not exist any more; change to another one", err=True)
+        sys.exit(2)
     try:
         cli.main(prog_name="roostream")
     except RoostreamError as error:
         advice = "" if "; " in str(error) else _advice(error, sys.argv[1:])
         click.echo(f"error: {with_advice(error, advice)}", err=True)
+        sys.exit(2)
+    except OSError as error:
+        text = describe_os_error(error)
+        if not text:
+            raise
+        click.echo(f"error: {text}", err=True)
         sys.exit(2)
 
 
@@ -311,7 +326,7 @@ def _advice(error: RoostreamError, arguments: Sequence[str]) -> str:
         if (command := command.get_command(click.Context(command), word)) is None:
             break
         words.append(word)
-    if any(words[1:] == [spec.name] for spec in PROGRAM_SPECS):
+    if any(words[1:] == [spec.name] for spec in PROGRAM_SPECS if spec.name != SIMULATE):
         return f"`{' '.join(words)} --show-config` lists the settings"
     return f"`{' '.join(words)} --help` describes the command"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import math
 import tomllib
 import typing
 from collections.abc import Iterable, Mapping
@@ -41,7 +42,9 @@ batch_option = click.option(
 
 def wait_option(help: str) -> Any:
     """The option `--wait`: a time limit in seconds."""
-    return click.option("--wait", "wait_s", type=float, default=120.0, show_default=True, help=help)
+    return click.option(
+        "--wait", "wait_s", type=FiniteRange(0, 1e9), default=120.0, show_default=True, help=help
+    )
 
 
 def with_options(*options: Any) -> Any:
@@ -53,6 +56,16 @@ def with_options(*options: Any) -> Any:
         return command
 
     return decorate
+
+
+class FiniteRange(click.FloatRange):
+    """A range of numbers. NaN, which is neither below nor above any limit, is outside of it."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        number = float(super().convert(value, param, ctx))
+        if not math.isfinite(number):
+            self.fail(f"{value} is not a finite number.", param, ctx)
+        return number
 
 
 class Duration(click.ParamType):

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import click
 
 from roostream.cli.options import CommandGroup, with_options
-from roostream.errors import ConfigError, UnavailableError, printable
+from roostream.errors import ConfigError, UnavailableError, printable, reason_of
 from roostream.runtime.address import check_addresses
 
 _TIMEOUT_S = 10.0
@@ -121,7 +121,7 @@ def _call(admin: AdminInterface, method: str, path: str) -> Any:
         token = admin.token_file.read_text(encoding="utf-8").partition("\n")[0].strip()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"--token-file: expected a file with a token, got {str(admin.token_file)!r}: {error}"
+            f"--token-file: expected a file with a token, got {str(admin.token_file)!r}: {reason_of(error)}"
         ) from None
     url = f"http{'s' if admin.ca else ''}://{admin.address}/admin/v1/{path}"
     request = urllib.request.Request(url, method=method, headers={"authorization": f"Bearer {token}"})

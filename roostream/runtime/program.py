@@ -22,6 +22,7 @@ from roostream.errors import (
     HeldError,
     RoostreamError,
     UnavailableError,
+    describe_os_error,
     mask_secrets,
     nearest,
     with_advice,
@@ -43,6 +44,9 @@ AWAY_CODE = 69
 
 HELD_CODE = 75
 """Exit code while training is on hold: do not restart before the hold is over."""
+
+
+_DEFECT = "%s failed: this is a defect of Roostream, not of your settings"
 
 
 class Stop(threading.Event):
@@ -190,8 +194,15 @@ def run(
         else:
             log.error("%s: %s", name, error)
         return _exit_code(error)
+    except OSError as error:
+        text = describe_os_error(error) if is_command else ""
+        if not text:
+            log.exception(_DEFECT, name)
+            return 1
+        print(f"error: {text}", file=sys.stderr, flush=True)
+        return REFUSED_CODE
     except Exception:
-        log.exception("%s failed: this is a defect of Roostream, not of your settings", name)
+        log.exception(_DEFECT, name)
         return 1
     if not is_command:
         log.info("%s stopped", name)

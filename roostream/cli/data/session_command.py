@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from roostream.cli.data.feature_command import select_features
-from roostream.cli.options import json_option
+from roostream.cli.options import FiniteRange, json_option
 from roostream.cli.output import clock, counted, plain, print_json
 from roostream.errors import CheckpointError, ConfigError
 from roostream.runtime.store_identity import open_checkpoint_store
@@ -181,13 +181,13 @@ def _bytes(ranges: list[ByteRange]) -> int:
 @click.argument("warehouse")
 @click.option(
     "--over-read",
-    type=click.FloatRange(0, 10),
+    type=FiniteRange(0, 10),
     default=None,
     help="second reader: maximum share of unneeded bytes in merged reads",
 )
 @click.option(
     "--slower",
-    type=click.FloatRange(0, 10),
+    type=FiniteRange(0, 10),
     default=None,
     help="second reader: slow it down by this share, as a control",
 )
