@@ -97,21 +97,21 @@ class Home:
                 f"a stack already runs in {self.root} (process {self._holder() or '?'}); "
                 f"`roostream down {self.option}` stops it, another --home starts a second one"
             ) from None
-        file.truncate(0)
-        file.write(str(os.getpid()))
-        file.flush()
+        with contextlib.suppress(OSError):  # `reset` must be able to clear a full disk
+            os.ftruncate(file.fileno(), 0)
+            os.write(file.fileno(), str(os.getpid()).encode())
         self._lock = file
 
     def unlock(self) -> None:
         if self._lock is not None:
-            self._lock.truncate(0)
+            os.ftruncate(self._lock.fileno(), 0)
             self._lock.close()
             self._lock = None
 
     def is_locked(self) -> bool:
         """Whether a supervisor has locked this home. Raises SetupError: that cannot be seen."""
         try:
-            file = (self.run / "lock").open("r+")
+            file = (self.run / "lock").open("rb")  # also on a read-only mount
         except FileNotFoundError:
             return False
         except OSError as error:
@@ -121,7 +121,7 @@ class Home:
             ) from None
         with file:
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
                 return True
         return False

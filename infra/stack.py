@@ -20,6 +20,7 @@ leaves the job running: the stack takes the savepoint at shutdown.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
@@ -198,8 +199,9 @@ class Stack:
             return shut_down(self.supervisor, self._endpoints, self.home)
         finally:
             self.supervisor.close()
-            self._write()
-            self.home.clear_tmp()
+            with contextlib.suppress(OSError):  # a full disk must not keep the home locked
+                self.home.clear_tmp()
+                self._write()
             self._ports.release()
             self.home.unlock()
 

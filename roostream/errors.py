@@ -98,8 +98,8 @@ def reason_of(error: BaseException) -> str:
 
 
 _REMEDIES = {
-    errno.ENOSPC: "free some space there",
-    errno.EDQUOT: "free some space there",
+    errno.ENOSPC: "free some space",
+    errno.EDQUOT: "free some space",
     errno.EROFS: "choose a place that can be written",
     errno.EACCES: "use an account that may do this, or another path",
     errno.EPERM: "use an account that may do this, or another path",
@@ -117,8 +117,8 @@ def describe_os_error(error: OSError) -> str:
     """
     if error.filename is None and error.errno not in _REMEDIES:
         return ""
-    place = os.fsdecode(error.filename) if isinstance(error.filename, (str, bytes)) else "a file"
-    return f"{place}: {error.strerror}; {_REMEDIES.get(error.errno or 0, 'check the path')}"
+    place = f"{os.fsdecode(error.filename)}: " if isinstance(error.filename, (str, bytes)) else ""
+    return f"{place}{error.strerror}; {_REMEDIES.get(error.errno or 0, 'check the path')}"
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

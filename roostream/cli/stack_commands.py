@@ -21,6 +21,7 @@ from click.core import ParameterSource
 
 from infra.child_logs import last_lines
 from infra.home import Home
+from infra.machine_checks import require_disk
 from infra.options import StackOptions, load_saved_options
 from infra.options import demo as demo_options
 from infra.shutdown import MAX_SHUTDOWN_S
@@ -140,6 +141,7 @@ def start(home: Path, arguments: Sequence[str], wait_s: float) -> int:
     """
     place = Home(home)
     place.check_path()
+    require_disk(place.root)
     place.make()
     if place.is_locked():
         place.lock()  # raises, and names the process that holds the lock
