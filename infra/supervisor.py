@@ -237,6 +237,7 @@ class Supervisor:
             slot.child = start_child(slot.program, now_s)
         except (OSError, RoostreamError) as error:
             log.error("%s can't be started: %s", slot.program.name, error)
+            slot.last_error = str(error)
             return self._retry(slot, 0.0, now_s)
         self._set(slot, "starting")
 

@@ -145,7 +145,7 @@ def topics_of(stack: Mapping[str, Any]) -> Topics:
 @contextlib.contextmanager
 def _of_home(home: Home) -> Iterator[Topics]:
     stack = home.read_stack()
-    if stack is None:
+    if stack is None or "kafka" not in stack:
         raise SetupError(
             f"there is no stack in {home.root}; give a Kafka with --kafka HOST:PORT, or another --home"
         )

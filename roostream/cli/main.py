@@ -20,7 +20,7 @@ from click import shell_completion
 from infra.program_specs import PROGRAM_SPECS, SIMULATE, ProgramSpec
 from roostream.cli.options import CommandGroup, home_option
 from roostream.errors import RoostreamError, SetupError, UnavailableError, describe_os_error, with_advice
-from roostream.runtime.program import leave
+from roostream.runtime.program import check_log_level, leave
 from roostream.schema.settings import check_environment, load
 
 SECTIONS = {
@@ -117,6 +117,7 @@ def cli() -> None:
     """
     programs = [kind.name for kind in PROGRAM_SPECS]
     check_environment([*programs, "topics"], ("ROOSTREAM_LOG",), os.environ)
+    check_log_level(os.environ.get("ROOSTREAM_LOG", ""))
 
 
 def _add_program(kind: ProgramSpec) -> None:

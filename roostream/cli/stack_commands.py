@@ -273,9 +273,15 @@ def reset(home: Path, yes: bool) -> None:
             f"{place.root} has no stack.json, so it is not the home of a stack; nothing was deleted; "
             "give the --home of a stack, or delete the folder yourself"
         )
+    place.run.mkdir(exist_ok=True)  # a reset that was interrupted may have deleted it
     place.lock()
     place.end_leftovers()
     place.unlock()
+    for entry in place.root.iterdir():
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        elif entry != place.stack_json:  # it goes last: without it, nothing tells that this is a home
+            entry.unlink()
     shutil.rmtree(place.root)
     print(f"deleted {place.root}")
 

@@ -130,10 +130,16 @@ def setup_logging(form: LogFormat = "text", level: str = "") -> None:
     logging.basicConfig(level=level if level in known else "INFO", handlers=[handler], force=True)
     for chatty in ("httpx2", "matplotlib"):  # they log one line a request, one line a figure
         logging.getLogger(chatty).setLevel(logging.WARNING)
-    if level not in known:
+    check_log_level(level)
+
+
+def check_log_level(level: str) -> None:
+    """Raise ConfigError if `level` is no level of a log; "" is the default."""
+    known = logging.getLevelNamesMapping()
+    if level and level.upper() not in known:
         raise ConfigError(
             f"environment ROOSTREAM_LOG: expected one of {', '.join(known)}, got "
-            f"{level!r}{nearest(level, known)}"
+            f"{level!r}{nearest(level.upper(), known) or '; unset it'}"
         )
 
 

@@ -89,7 +89,7 @@ def read_toml(path: str | Path) -> TomlFile:
         text = f"{path}: expected TOML, got something else: {error}; correct the file"
         raise ConfigError(text) from None
     except UnicodeDecodeError:
-        raise ConfigError(f"{path}: expected TOML, got no UTF-8 text; check the path") from None
+        raise ConfigError(f"{path}: can't be read as text in UTF-8; correct the file") from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: can't be read: {reason_of(error)}; check the path") from None
     except RecursionError:

@@ -124,8 +124,24 @@ def test_absent_files_and_homes_end_every_command_in_a_sentence(
     assert "Traceback" not in error
 
 
+def test_a_wrong_log_level_starts_nothing(
+    roostream: Callable[..., tuple[int, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ROOSTREAM_LOG", "debugg")
+    code, error = roostream("up", "--home", "h")
+    assert code == 2 and "did you mean 'DEBUG'" in error and not Path("h").exists()
+
+
 def test_a_home_or_a_java_that_cannot_be_used_is_one_sentence(tmp_path: Path) -> None:
-    for arguments, said in ((("/proc/h",), "another --home"), (("h", "--java", "/no/java"), "no java at")):
+    old = tmp_path / "java"
+    old.write_text("#!/bin/sh\necho 'openjdk version \"1.8.0_402\"' >&2\n")
+    old.chmod(0o755)
+    for arguments, said in (
+        (("/proc/h",), "another --home"),
+        (("h", "--java", "/no/java"), "no java at"),
+        (("h", "--java", "/bin/ls"), "got another program"),
+        (("h", "--java", str(old)), "got version 8"),
+    ):
         command = (sys.executable, "-m", "roostream.cli.main", "up", "--foreground", "--home", *arguments)
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
         assert done.returncode == 2 and said in done.stderr and len(done.stderr.splitlines()) == 1

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shlex
@@ -109,6 +110,26 @@ def test_only_a_home_folder_is_deleted(tmp_path: Path) -> None:
     result = CliRunner().invoke(reset, ["--home", str(tmp_path), "--yes"])
     assert isinstance(result.exception, SetupError) and "home" in str(result.exception)
     assert (tmp_path / "precious").exists()
+
+
+def test_an_interrupted_reset_can_be_repeated(home: Home) -> None:
+    home.write_stack({"programs": {}})
+    (home.root / "notes").write_text("x")
+    (home.root / "elsewhere").symlink_to(home.root.parent)
+    home.run.rmdir()
+    assert CliRunner().invoke(reset, ["--home", str(home.root), "--yes"]).exit_code == 0
+    assert not home.root.exists() and home.root.parent.exists()
+
+
+def test_a_full_disk_can_be_cleared(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    home.write_stack({"programs": {}})
+
+    def write(file: int, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "write", write)
+    result = CliRunner().invoke(reset, ["--home", str(home.root), "--yes"])
+    assert result.exception is None and not home.root.exists()
 
 
 def test_a_running_home_is_not_deleted(home: Home) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from infra.child import Program, StopRank
 from infra.supervisor import RestartPolicy, Supervisor
-from roostream.errors import UnavailableError
+from roostream.errors import SetupError, UnavailableError
 from roostream.runtime.program import AWAY_CODE, HELD_CODE, REFUSED_CODE
 
 WAIT_S = 20.0
@@ -76,6 +76,15 @@ def test_a_killed_child_is_started_again(bench: Bench) -> None:
     os.kill(before, signal.SIGKILL)
     bench.wait(lambda: bench.state("a") == "ready" and bench.pid("a") not in (0, before))
     assert bench.supervisor.slots["a"].num_restarts == 1
+
+
+def test_the_reason_why_a_program_cannot_be_started_is_kept(bench: Bench) -> None:
+    def prepare() -> None:
+        raise SetupError("its folder can't be formatted")
+
+    bench.start(bench.program("a", SLEEP, prepare=prepare))
+    bench.wait(lambda: "a" in bench.supervisor.slots and bench.supervisor.slots["a"].last_error != "")
+    assert bench.supervisor.slots["a"].last_error == "its folder can't be formatted"
 
 
 def test_a_full_disk_ends_no_program_and_states_are_written_when_there_is_space(

@@ -278,9 +278,9 @@ def _read(file: Path) -> dict[str, Any]:
         raise ConfigError(
             f"{file}: expected a plan, got {error.strerror}; create one with `placement plan --json`"
         ) from None
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError):
         raise ConfigError(
-            f"{file}: expected the output of `placement plan --json`, got something else ({error!r})"
+            f"{file}: expected the output of `placement plan --json`, got something else; create one with it"
         ) from None
 
 
