@@ -313,6 +313,15 @@ def main() -> None:
             raise
         click.echo(f"error: {text}", err=True)
         sys.exit(2)
+    except RuntimeError as error:
+        if "cannot cache function" not in str(error):  # numba's words
+            raise
+        click.echo(
+            "error: this account can write neither the folder of the installed package nor ~/.cache, so no "
+            "kernel can be compiled; set NUMBA_CACHE_DIR to a folder that it can write",
+            err=True,
+        )
+        sys.exit(2)
 
 
 def _advice(error: RoostreamError, arguments: Sequence[str]) -> str:

@@ -174,7 +174,7 @@ def run(
     restart does not help. 1: a defect of Roostream, with its traceback in the log.
 
     `is_command`: a person has typed `roostream NAME`. Then an error is a line on standard error, and its code
-    is 2, or 75 for a hold.
+    is 2, or 75 for a hold. A command that was stopped before its end returns 1.
     """
     faulthandler.enable()
     tune_garbage_collector()
@@ -189,7 +189,7 @@ def run(
     except RoostreamError as error:
         if stop.is_set() and isinstance(error, UnavailableError):
             log.info("%s stopped: %s", name, error)
-            return 0
+            return 1 if is_command else 0
         if is_command:
             help = f"`roostream {name} --help` describes the command"
             print(f"error: {with_advice(error, help)}", file=sys.stderr, flush=True)

@@ -124,6 +124,29 @@ def test_absent_files_and_homes_end_every_command_in_a_sentence(
     assert "Traceback" not in error
 
 
+def test_ctrl_c_while_modules_are_imported_ends_quietly() -> None:
+    code = (
+        "import sys\n"
+        "class Interrupted:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'click': raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Interrupted())\n"
+        "from roostream.cli import start\n"
+        "start()"
+    )
+    done = subprocess.run((sys.executable, "-c", code), capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+def test_an_account_that_can_cache_no_kernel_is_told_what_to_set(tmp_path: Path) -> None:
+    command = (sys.executable, "-m", "roostream.cli.main", "inspect", "table", "warehouse")
+    cache = {"NUMBA_CACHE_LOCATOR_CLASSES": "UserProvidedCacheLocator", "NUMBA_CACHE_DIR": "/proc/nowhere"}
+    environment = {**os.environ, **cache}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "set NUMBA_CACHE_DIR" in done.stderr, done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
 def test_a_wrong_log_level_starts_nothing(
     roostream: Callable[..., tuple[int, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
