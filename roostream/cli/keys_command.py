@@ -12,13 +12,13 @@ from typing import Any
 
 import click
 
-from roostream.cli.options import CommandGroup, Duration
+from roostream.cli.options import CommandGroup, Duration, NonEmptyPath
 from roostream.errors import ConfigError, nearest
 from serving.access.bearer_keys import BearerKey, new_key, read_keys, write_keys
 
 file_option = click.option(
     "--file",
-    type=click.Path(path_type=Path),
+    type=NonEmptyPath(path_type=Path),
     default="keys.json",
     show_default=True,
     help="the file named by serving's keys_file",

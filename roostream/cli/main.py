@@ -18,7 +18,7 @@ import click
 from click import shell_completion
 
 from infra.program_specs import PROGRAM_SPECS, SIMULATE, ProgramSpec
-from roostream.cli.options import CommandGroup, home_option
+from roostream.cli.options import CommandGroup, NonEmptyPath, home_option
 from roostream.errors import RoostreamError, SetupError, UnavailableError, describe_os_error, with_advice
 from roostream.runtime.program import check_log_level, leave
 from roostream.schema.settings import check_environment, load
@@ -134,7 +134,7 @@ def _add_program(kind: ProgramSpec) -> None:
     @click.option(
         "--config",
         "file",
-        type=click.Path(path_type=Path),
+        type=NonEmptyPath(path_type=Path),
         required=True,
         help="TOML with the program's settings; an unknown key is an error",
     )
@@ -158,7 +158,9 @@ for _kind in PROGRAM_SPECS:
 
 @cli.command()
 @home_option
-@click.option("--config", "file", type=click.Path(path_type=Path), help="TOML to use instead of the options")
+@click.option(
+    "--config", "file", type=NonEmptyPath(path_type=Path), help="TOML to use instead of the options"
+)
 @click.option("--serving", help="URL of serving; default: the stack in --home")
 @click.option("--rate", type=float, help="requests per second")
 @click.option("--seconds", type=float, help="stop after this many seconds")
@@ -190,7 +192,7 @@ def schema() -> None:
 
 
 @schema.command("show")
-@click.argument("file", type=click.Path(path_type=Path))
+@click.argument("file", type=NonEmptyPath(path_type=Path))
 def schema_show(file: Path) -> None:
     """Print the schema with its name patterns expanded and its defaults left out, or what is wrong with it.
 
@@ -236,7 +238,7 @@ def inspect() -> None:
 @click.option(
     "--json",
     "json_file",
-    type=click.Path(path_type=Path),
+    type=NonEmptyPath(path_type=Path),
     help="write the result to this file; `make docs` turns those in docs/benchmarks/json into pages",
 )
 @click.option(

@@ -22,9 +22,32 @@ from roostream.schema.toml_file import SourceLocation
 PORTS = ("kafka", "redis", "flink", "serving", "controller")
 _MS = "_ms"
 
+_EMPTY = "expected a path, got an empty text; is a variable of the shell unset?"
+
+
+class NonEmptyPath(click.Path):
+    """A path. An empty text, which an unset variable leaves, does not mean the current folder."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if value == "":
+            self.fail(_EMPTY, param, ctx)
+        return super().convert(value, param, ctx)
+
+
+class Location(click.ParamType):
+    """A path or a URL as text, not empty."""
+
+    name = "text"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        if value == "":
+            self.fail(_EMPTY, param, ctx)
+        return str(value)
+
+
 home_option = click.option(
     "--home",
-    type=click.Path(path_type=Path),
+    type=NonEmptyPath(path_type=Path),
     default=DEFAULT_HOME,
     show_default=True,
     help="directory of the stack: data, logs and generated files",

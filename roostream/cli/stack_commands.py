@@ -26,7 +26,14 @@ from infra.options import StackOptions, load_saved_options
 from infra.options import demo as demo_options
 from infra.shutdown import MAX_SHUTDOWN_S
 from infra.stack import Stack
-from roostream.cli.options import home_option, parse_overrides, parse_ports, wait_option, with_options
+from roostream.cli.options import (
+    NonEmptyPath,
+    home_option,
+    parse_overrides,
+    parse_ports,
+    wait_option,
+    with_options,
+)
 from roostream.cli.output import progress_bar
 from roostream.cli.program_health import reason, unhealthy_programs
 from roostream.errors import ConfigError, SetupError, printable
@@ -44,7 +51,9 @@ def _count(flag: str, name: str, default: int, help: str) -> Any:
 
 stack_options = with_options(
     home_option,
-    click.option("--schema", type=click.Path(path_type=Path), help="schema TOML; default: that of the demo"),
+    click.option(
+        "--schema", type=NonEmptyPath(path_type=Path), help="schema TOML; default: that of the demo"
+    ),
     _count("--shards", "num_shards", 2, "parameter server shards"),
     _count("--workers", "num_workers", 1, "trainer workers at the start"),
     _count("--serving", "serving_processes", 1, "serving processes, which share one port"),

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import click
 
-from roostream.cli.options import CommandGroup, with_options
+from roostream.cli.options import CommandGroup, NonEmptyPath, with_options
 from roostream.errors import ConfigError, UnavailableError, printable, reason_of
 from roostream.runtime.address import check_addresses
 
@@ -65,7 +65,7 @@ def admin_options(command: Any) -> Any:
         click.option("--certificate", default="", help="PEM file with a client certificate and its key"),
         click.option(
             "--token-file",
-            type=click.Path(path_type=Path),
+            type=NonEmptyPath(path_type=Path),
             required=True,
             help="the file named by its admin_token_file",
         ),

@@ -154,6 +154,10 @@ def test_a_wrong_input_is_answered_in_one_sentence_that_says_what_to_do(
         ("demo", "--rate", "-1"),
         ("demo", "--seconds", "0"),
         ("demo", "--rate", "nan"),
+        ("up", "--home", ""),
+        ("reset", "--home", "", "--yes"),
+        ("import", "log", "log.jsonl", "--schema", SHOP, "--warehouse", ""),
+        ("checkpoint", "init", "--store", ""),
         ("demo", "--seconds", "inf"),
         ("drain", "worker", "--notice", "nan"),
         ("placement", "plan", "--memory", "nan"),
@@ -171,6 +175,7 @@ def test_wrong_arguments_name_the_help_of_the_command(
     code, said = answered(arguments, monkeypatch, capfd)
     assert code == 2 and said.startswith("Usage: roostream") and "--help' for help" in said, said
     assert "Traceback" not in said
+    assert sorted(path.name for path in folder.iterdir()) == sorted([*FILES, "folder", "loop"])
 
 
 def test_a_folder_that_was_deleted_is_named(

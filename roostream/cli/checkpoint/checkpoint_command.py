@@ -9,7 +9,15 @@ import click
 
 from infra.home import Home
 from infra.options import demo
-from roostream.cli.options import CommandGroup, FiniteRange, home_option, json_option, with_options
+from roostream.cli.options import (
+    CommandGroup,
+    FiniteRange,
+    Location,
+    NonEmptyPath,
+    home_option,
+    json_option,
+    with_options,
+)
 from roostream.cli.output import counted, print_json, print_report, progress_bar
 from roostream.errors import CheckpointError, SetupError
 from roostream.runtime import manifest as manifests
@@ -49,7 +57,9 @@ def opened_store(home: Path, store: str) -> CheckpointStore:
 
 
 @checkpoint.command("init")
-@click.option("--store", required=True, metavar="URL", help="checkpoint store: a directory, or its URL")
+@click.option(
+    "--store", type=Location(), required=True, metavar="URL", help="checkpoint store: a directory, or its URL"
+)
 @click.option(
     "--identity",
     default="",
@@ -144,7 +154,7 @@ def verify_command(home: Path, store: str, seq: int | None, as_json: bool) -> No
     sys.exit(1 if any(outcome.state == "damaged" for found in outcomes.values() for outcome in found) else 0)
 
 
-_PATH = click.Path(path_type=Path)
+_PATH = NonEmptyPath(path_type=Path)
 ids_option = click.option(
     "--ids",
     type=_PATH,

@@ -37,7 +37,7 @@ from roostream.cli.checkpoint import move_buckets
 from roostream.cli.checkpoint.checkpoint_command import opened_store, place_options
 from roostream.cli.checkpoint.checkpoints import schema_of
 from roostream.cli.checkpoint.move_buckets import CommittedShards, bytes_by_bucket, newest_commit
-from roostream.cli.options import CommandGroup, FiniteRange, json_option, with_options
+from roostream.cli.options import CommandGroup, FiniteRange, Location, NonEmptyPath, json_option, with_options
 from roostream.cli.output import Row, print_report, print_rows, progress_bar
 from roostream.errors import CheckpointError, ConfigError, SchemaError, SetupError, nearest
 from roostream.runtime.bucket_map import BucketMap, moved
@@ -47,7 +47,7 @@ from roostream.runtime.store_identity import ensure_identity, open_checkpoint_st
 from roostream.schema.schema_file import load_schema
 
 _GIB = 1 << 30
-_PATH = click.Path(path_type=Path)
+_PATH = NonEmptyPath(path_type=Path)
 _MAX_OWNERS, _MAX_BATCH, _MAX_DIGITS = 4096, 1 << 30, 15
 _NONE = "none: a worker with profile_share above 0 writes profiles at commits of the initial phase"
 
@@ -64,7 +64,9 @@ def placement() -> None:
 
 
 _source = with_options(
-    click.option("--store", required=True, help="checkpoint store: a directory, or s3://BUCKET/PREFIX"),
+    click.option(
+        "--store", type=Location(), required=True, help="checkpoint store: a directory, or s3://BUCKET/PREFIX"
+    ),
     click.option("--schema", type=_PATH, required=True, help="schema TOML"),
     click.option(
         "--batch",
