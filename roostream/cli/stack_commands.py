@@ -120,7 +120,7 @@ def up(home: Path, foreground: bool, wait_s: float, from_warehouse: str | None, 
     if from_warehouse:
         location = absolute_location(from_warehouse)
         options["sets"] = (*options["sets"], f"controller.warehouse={location}")
-    base = load_saved_options(home)
+    base = load_saved_options(Home(home).root)
     if base is not None:  # options that were not given keep the value that they had
         source = click.get_current_context().get_parameter_source
         options = {
