@@ -24,7 +24,10 @@ file_option = click.option(
     help="the file named by serving's keys_file",
 )
 expires_option = click.option(
-    "--expires", "expires_ms", type=Duration(), help="lifetime from now, such as 90d; default: unlimited"
+    "--expires",
+    "expires_ms",
+    type=Duration(min_ms=1000),
+    help="lifetime from now, such as 90d; default: unlimited",
 )
 
 
@@ -77,7 +80,7 @@ def keys_list(file: Path) -> None:
 @click.option(
     "--overlap",
     "overlap_ms",
-    type=Duration(),
+    type=Duration(min_ms=0),
     default="1d",
     show_default=True,
     help="how long the old keys remain valid",

@@ -21,6 +21,7 @@ from roostream.schema.toml_file import SourceLocation
 
 PORTS = ("kafka", "redis", "flink", "serving", "controller")
 _MS = "_ms"
+_CENTURY_MS = 36_500 * 24 * 3_600_000
 
 _EMPTY = "expected a path, got an empty text; is a variable of the shell unset?"
 
@@ -92,15 +93,25 @@ class FiniteRange(click.FloatRange):
 
 
 class Duration(click.ParamType):
-    """`30m`, `250ms`, or a number of milliseconds."""
+    """`30m`, `250ms`, or a number of milliseconds; with `min_ms` between that and a hundred years."""
 
     name = "duration"
 
+    def __init__(self, min_ms: int | None = None) -> None:
+        self.min_ms = min_ms
+
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         try:
-            return parse_duration_ms(value)
-        except ConfigError as error:
+            time_ms = parse_duration_ms(value)
+        except (ConfigError, OverflowError) as error:
             self.fail(str(error), param, ctx)
+        if self.min_ms is not None and not self.min_ms <= time_ms <= _CENTURY_MS:
+            self.fail(
+                f"expected {_format_duration(self.min_ms)} to {_format_duration(_CENTURY_MS)}, got {value!r}",
+                param,
+                ctx,
+            )
+        return time_ms
 
 
 class CommandGroup(click.Group):

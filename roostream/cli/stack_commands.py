@@ -19,7 +19,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from infra.child_logs import last_lines
+from infra.child_logs import last_lines, rotate
 from infra.home import Home
 from infra.machine_checks import require_disk
 from infra.options import StackOptions, load_saved_options
@@ -42,6 +42,7 @@ from roostream.schema.schema_file import load_schema
 
 Programs = Mapping[str, Mapping[str, Any]]
 """The table `programs` of stack.json: name → state, pid, log and so on."""
+_UP_LOG_BYTES = 1 << 20
 _ALWAYS_GIVEN = ("ports", "sets", "schema")
 
 
@@ -155,7 +156,9 @@ def start(home: Path, arguments: Sequence[str], wait_s: float) -> int:
     if place.is_locked():
         place.lock()  # raises, and names the process that holds the lock
     output = place.log("up")
-    with output.open("wb") as log:
+    rotate(output, _UP_LOG_BYTES)
+    with output.open("ab") as log:
+        log_start = log.tell()
         process = subprocess.Popen(
             (sys.executable, "-m", "roostream.cli.main", *arguments, "--foreground"),
             stdin=subprocess.DEVNULL,
@@ -164,7 +167,7 @@ def start(home: Path, arguments: Sequence[str], wait_s: float) -> int:
             start_new_session=True,
         )
     try:
-        return _wait_until_ready(place, process, wait_s)
+        return _wait_until_ready(place, process, log_start, wait_s)
     except KeyboardInterrupt:
         click.echo(
             f"the stack goes on starting in the background; `roostream status {place.option}` shows it, "
@@ -174,12 +177,13 @@ def start(home: Path, arguments: Sequence[str], wait_s: float) -> int:
         return 1
 
 
-def _wait_until_ready(place: Home, process: subprocess.Popen[bytes], wait_s: float) -> int:
+def _wait_until_ready(place: Home, process: subprocess.Popen[bytes], log_start: int, wait_s: float) -> int:
     output, printed = place.log("up"), set[str]()
     num_settled, grown_s = 0, time.monotonic()
     while True:
         if process.poll() is not None:
-            lines = last_lines(output, 1) or [f"exit code {process.returncode}"]
+            ended = f"the stack ended with exit code {process.returncode}; see {place.log('supervisor')}"
+            lines = last_lines(output, 1, since=log_start) or [ended]
             raise SetupError(printable(lines[-1].removeprefix("error: ")))
         stack = place.read_stack()
         programs = stack["programs"] if stack and stack["supervisor_pid"] == process.pid else {}

@@ -44,6 +44,14 @@ def test_a_change_keeps_the_mode_and_the_link_of_the_file(tmp_path: Path) -> Non
     assert [key.name for key in read_keys(file)] == ["web", "app"]
 
 
+@pytest.mark.parametrize("expires", ["-1d", "0s", "999999999999d", "1" + "0" * 400 + "d"])
+def test_a_key_does_not_expire_before_it_is_used_or_beyond_the_calendar(expires: str, tmp_path: Path) -> None:
+    arguments = ["keys", "new", "web", "--scope", "rank", f"--expires={expires}"]
+    result = CliRunner().invoke(cli, [*arguments, "--file", str(tmp_path / "keys.json")])
+    assert result.exit_code == 2 and "--expires" in result.output
+    assert not (tmp_path / "keys.json").exists()
+
+
 def test_rotation_lets_old_and_new_work_side_by_side(tmp_path: Path) -> None:
     file = tmp_path / "keys.json"
     old = b"Bearer " + keys("new", "web", "--scope", "rank", file=file).stdout.strip().encode()
