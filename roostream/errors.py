@@ -94,6 +94,8 @@ def describe_error(error: BaseException) -> str:
 
 def reason_of(error: BaseException) -> str:
     """The text of an error, without the number and the path in the text of an OSError."""
+    inner = getattr(error, "reason", None)  # of urllib's URLError
+    error = inner if isinstance(error, OSError) and isinstance(inner, OSError) else error
     return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 

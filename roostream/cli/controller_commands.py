@@ -143,7 +143,7 @@ def parse_program_name(name: str) -> tuple[str, int]:
     Raises:
         ConfigError: another name, or a program whose end loses no training.
     """
-    match = re.fullmatch(r"(controller)|(worker)(?:-(\d+))?|(shard)-(\d+)", name)
+    match = re.fullmatch(r"(controller)|(worker)(?:-(\d{1,9}))?|(shard)-(\d{1,9})", name)
     if match is None:
         raise ConfigError(
             f"expected controller, worker, worker-N or shard-N, got {name!r}. Other programs hold no "

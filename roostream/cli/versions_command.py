@@ -134,8 +134,8 @@ def _call(admin: AdminInterface, method: str, path: str) -> Any:
             raise ConfigError(_refusal(error)) from None
     except (OSError, ValueError) as error:
         raise UnavailableError(
-            f"no answer from the admin interface at {request.host} ({error}); check admin_listen, and "
-            "--ca for TLS"
+            f"no answer from the admin interface at {request.host} ({reason_of(error)}); check "
+            "admin_listen, and --ca for TLS"
         ) from None
 
 
