@@ -305,25 +305,30 @@ def main() -> None:
         sys.exit(2)
     try:
         cli.main(prog_name="roostream")
-    except RoostreamError as error:
-        advice = "" if "; " in str(error) else _advice(error, sys.argv[1:])
-        click.echo(f"error: {with_advice(error, advice)}", err=True)
-        sys.exit(2)
-    except OSError as error:
-        text = describe_os_error(error)
+    except Exception as error:
+        text = _sentence(error)
         if not text:
             raise
         click.echo(f"error: {text}", err=True)
         sys.exit(2)
-    except RuntimeError as error:
-        if "cannot cache function" not in str(error):  # numba's words
-            raise
-        click.echo(
-            "error: this account can write neither the folder of the installed package nor ~/.cache, so no "
-            "kernel can be compiled; set NUMBA_CACHE_DIR to a folder that it can write",
-            err=True,
+
+
+def _sentence(error: Exception) -> str:
+    """What a user reads for an error that the user or the machine has caused; "" for others, which are
+    defects."""
+    if isinstance(error, RoostreamError):
+        return with_advice(error, "" if "; " in str(error) else _advice(error, sys.argv[1:]))
+    if isinstance(error, OSError):
+        return describe_os_error(error)
+    if isinstance(error, UnicodeEncodeError):
+        odd = [word for word in sys.argv if any("\udc80" <= c <= "\udcff" for c in word)]
+        return f"expected arguments in UTF-8, got {odd[0]!r}; rename the file" if odd else ""
+    if isinstance(error, RuntimeError) and "cannot cache function" in str(error):  # numba's words
+        return (
+            "this account can write neither the folder of the installed package nor ~/.cache, so no kernel "
+            "can be compiled; set NUMBA_CACHE_DIR to a folder that it can write"
         )
-        sys.exit(2)
+    return ""
 
 
 def _advice(error: RoostreamError, arguments: Sequence[str]) -> str:

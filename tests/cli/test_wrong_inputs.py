@@ -108,6 +108,7 @@ WRONG: list[tuple[str, ...]] = [  # a word of the message, then the command
     ("smaller numbers", "plan", "--requests-per-s", "inf"),
     ("smaller numbers", "plan", "--requests-per-s", "1e308", "--json"),
     ("without ':'", "up", "--home", "a:b"),
+    ("in UTF-8", "inspect", "file", "a\udcff", "x"),
     ("shorter path", "check", "--schema", "x" * 300, "--log", "log.jsonl"),
     ("shorter path", "check", "--schema", SHOP, "--log", "x" * 300),
     ("levels of symbolic links", "check-model", "loop", "--schema", SHOP),
