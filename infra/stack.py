@@ -236,6 +236,11 @@ class Stack:
         slot = self.supervisor.slots.get(name)
         return slot.num_restarts if slot else 0
 
+    def last_error(self, name: str) -> str:
+        """Why a program ended or could not be started last; "" = it did not."""
+        slot = self.supervisor.slots.get(name)
+        return slot.last_error if slot else ""
+
     def failed(self) -> list[str]:
         """Programs that stay down because they died too often or refused their configuration."""
         return [s.program.name for s in list(self.supervisor.slots.values()) if s.state == "failed"]

@@ -181,7 +181,12 @@ def _wait_until_ready(place: Home, process: subprocess.Popen[bytes], log_start: 
     output, printed = place.log("up"), set[str]()
     num_settled, grown_s = 0, time.monotonic()
     while True:
-        if process.poll() is not None:
+        if process.poll() == 0:
+            raise SetupError(
+                f"the stack was stopped before all programs were ready; `roostream up {place.option}` starts "
+                "it again"
+            )
+        if process.returncode is not None:
             ended = f"the stack ended with exit code {process.returncode}; see {place.log('supervisor')}"
             lines = last_lines(output, 1, since=log_start) or [ended]
             raise SetupError(printable(lines[-1].removeprefix("error: ")))
