@@ -7,6 +7,7 @@ Also finds and deletes the joiner's savepoints and checkpoints.
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import shlex
@@ -103,8 +104,8 @@ def configuration(
         "restart-strategy.exponential-delay.initial-backoff": "500 ms",
         "restart-strategy.exponential-delay.max-backoff": "5 s",
         "restart-strategy.exponential-delay.reset-backoff-threshold": "1 min",
-        "execution.checkpointing.dir": (folder / "checkpoints").as_uri(),
-        "execution.checkpointing.savepoint-dir": (folder / "savepoints").as_uri(),
+        "execution.checkpointing.dir": flink_url(folder / "checkpoints"),
+        "execution.checkpointing.savepoint-dir": flink_url(folder / "savepoints"),
         "execution.checkpointing.num-retained": "2",
         "execution.checkpointing.externalized-checkpoint-retention": "RETAIN_ON_CANCELLATION",
         "io.tmp.dirs": str(tmp),
@@ -145,7 +146,8 @@ class Cluster:
             os.symlink(jar, self.lib / jar.name)
         settings = configuration(self.folder, self.tmp, self.options, self.rpc_port, self.rest_port)
         (self.conf / "config.yaml").write_text(
-            "".join(f"{k}: {v}\n" for k, v in settings.items()), encoding="utf-8"
+            "".join(f"{k}: {json.dumps(v, ensure_ascii=False)}\n" for k, v in settings.items()),
+            encoding="utf-8",
         )
         for name in ("log4j-console", "log4j-cli", "log4j"):
             level = "WARN" if name == "log4j-cli" else "INFO"  # the client prints errors first
@@ -156,13 +158,14 @@ class Cluster:
 
     def _write_client(self) -> None:
         """Write `bin/flink`. PyFlink's own script starts two more JVMs to compute values that are known
-        here."""
+        here. JVM_ARGS is split as a shell does, so that a quoted flag may contain a space."""
         command = self._java(
             "org.apache.flink.client.cli.CliFrontend", "cli", "256m", "192m", quick_start=True
         )
         client = self.bin / "flink"
         java, class_path = shlex.join(command[:-3]), shlex.join(command[-3:])
-        text = f'#!/bin/sh\nexec {java} $JVM_ARGS {class_path} "$@"\n'
+        arguments = shlex.quote(f' {class_path} "$@"')
+        text = f'#!/bin/sh\neval "set -- $JVM_ARGS"{arguments}\nexec {java} "$@"\n'
         client.write_text(text, encoding="utf-8")
         client.chmod(0o755)
 
@@ -248,6 +251,11 @@ class Cluster:
         log4j = f"-Dlog4j.configurationFile={self.conf}/log4j-{log}.properties"
         flags = java_flags(self.tmp, quick_start=quick_start)
         return (str(self.java), *memory, *flags, *_JAVA_MODULES, log4j, "-cp", f"{self.lib}/*", main)
+
+
+def flink_url(path: Path) -> str:
+    """The URL of an absolute path for Flink, which takes `%20` in it literally and would write elsewhere."""
+    return f"file://{path}"
 
 
 def newest_restore_point(flink: Path) -> Path | None:

@@ -7,6 +7,8 @@ import contextlib
 import fcntl
 import json
 import os
+import re
+import shlex
 import shutil
 import signal
 import time
@@ -18,6 +20,7 @@ from roostream.runtime.store_identity import IDENTITY_NAME, IdentifiedStore, ini
 
 FORMAT = 1
 FOLDERS = ("conf", "logs", "run", "store", "tmp")
+_UNUSABLE = re.compile(r"""[:,|"\\\x00-\x1f\x7f\udc80-\udcff]|\$\{""")
 _STORE_FOLDERS = ("manifests", "incarnations", "schemas")
 """Each store that was ever used has one of these."""
 
@@ -26,13 +29,26 @@ class Home:
     """Paths of a home folder. `make` creates the sub-folders, `open_store` the checkpoint store."""
 
     def __init__(self, root: Path) -> None:
-        self.root = root.expanduser().resolve()
+        self.root = Path(os.path.realpath(os.path.expanduser(root)))  # unlike Path's, these raise nothing
         self.conf, self.logs, self.run, self.store, self.tmp = (self.root / f for f in FOLDERS)
         self.stack_json = self.root / "stack.json"
         self._lock: IO[str] | None = None
 
+    @property
+    def option(self) -> str:
+        """`--home …` as a shell needs it, for messages."""
+        return f"--home {shlex.quote(str(self.root))}"
+
     def log(self, name: str) -> Path:
         return self.logs / f"{name}.log"
+
+    def check_path(self) -> None:
+        """Raise SetupError if a program of a stack would misread the path of this home."""
+        if found := _UNUSABLE.search(str(self.root)):
+            raise SetupError(
+                f"expected a home without {found[0]!r} in its path, which Java, Flink, Kafka or Redis would "
+                f"misread, got {str(self.root)!r}; choose another --home"
+            )
 
     def make(self) -> None:
         """Create the folders except `store`. Raises SetupError if that fails."""
@@ -76,28 +92,26 @@ class Home:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            file.seek(0)
-            holder = file.read().strip() or "?"
             file.close()
             raise SetupError(
-                f"a stack already runs in {self.root} (process {holder}); "
-                f"`roostream down --home {self.root}` stops it, another --home starts a second one"
+                f"a stack already runs in {self.root} (process {self._holder() or '?'}); "
+                f"`roostream down {self.option}` stops it, another --home starts a second one"
             ) from None
-        file.truncate(0)
-        file.write(str(os.getpid()))
-        file.flush()
+        with contextlib.suppress(OSError):  # `reset` must be able to clear a full disk
+            os.ftruncate(file.fileno(), 0)
+            os.write(file.fileno(), str(os.getpid()).encode())
         self._lock = file
 
     def unlock(self) -> None:
         if self._lock is not None:
-            self._lock.truncate(0)
+            os.ftruncate(self._lock.fileno(), 0)
             self._lock.close()
             self._lock = None
 
     def is_locked(self) -> bool:
         """Whether a supervisor has locked this home. Raises SetupError: that cannot be seen."""
         try:
-            file = (self.run / "lock").open("r+")
+            file = (self.run / "lock").open("rb")  # also on a read-only mount
         except FileNotFoundError:
             return False
         except OSError as error:
@@ -107,10 +121,16 @@ class Home:
             ) from None
         with file:
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
                 return True
         return False
+
+    def _holder(self) -> int | None:
+        """The process that has locked this home; None = it has not said so yet."""
+        with contextlib.suppress(OSError, ValueError):
+            return int((self.run / "lock").read_text(encoding="utf-8"))
+        return None
 
     def clear_tmp(self) -> None:
         """Delete the temporary files of the stack's programs. Call with the lock held and no program
@@ -138,11 +158,15 @@ class Home:
             SetupError: the home does not exist, or no stack runs in it.
         """
         if not self.root.is_dir():
-            raise SetupError(f"home {self.root} does not exist; `roostream up --home {self.root}` creates it")
+            raise SetupError(f"home {self.root} does not exist; `roostream up {self.option}` creates it")
         stack = self.read_stack()
         if stack is None or not self.is_locked():
+            raise SetupError(f"no stack runs in {self.root}; start one with `roostream up {self.option}`")
+        holder = self._holder()
+        if holder != stack.get("supervisor_pid"):  # that of an earlier stack: another program may have it now
             raise SetupError(
-                f"no stack runs in {self.root}; start one with `roostream up --home {self.root}`"
+                f"process {holder or '?'} uses {self.root}, and no stack runs there; wait until it has "
+                "ended, or until its stack has started"
             )
         return stack
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
+import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,6 +32,7 @@ _FOLDER_OF_GROUP = {  # jars of other groups are the broker's
     "org.bitbucket.b_c": CONNECTOR_JARS.name,  # jose4j, which the connector's client needs for OAUTHBEARER
     "org.eclipse.jdt": COMPILER_JARS.name,
 }
+MIN_JAVA = 17
 _OPTIONAL_GROUPS = ("org.bitbucket.b_c",)  # not needed by a local stack
 
 
@@ -127,13 +130,19 @@ def find_java(chosen: str = "") -> Path:
     """The `java` to run: `chosen` (a path or a name on PATH), else the runtime in the environment.
 
     Raises:
-        SetupError: it does not exist.
+        SetupError: it does not exist, or `chosen` is no Java of version 17 or later.
     """
     if chosen:
         found = shutil.which(chosen)
         if found is None:
             raise SetupError(
                 f"no java at {chosen!r}; give the path of one of version 17 or later, or leave it out"
+            )
+        if (version := _java_version(found)) < MIN_JAVA:
+            raise SetupError(
+                f"expected a java of version {MIN_JAVA} or later at {chosen!r}, got "
+                f"{f'version {version}' if version else 'another program'}; give the path of one, or leave "
+                "it out"
             )
         return Path(found).resolve()
     try:
@@ -143,9 +152,25 @@ def find_java(chosen: str = "") -> Path:
     return Path(JAVA)
 
 
+def _java_version(java: str) -> int:
+    """The major version that `java -version` prints; 0 = this is no Java."""
+    try:
+        done = subprocess.run((java, "-version"), capture_output=True, text=True, check=False, timeout=30)
+    except (OSError, subprocess.TimeoutExpired, UnicodeDecodeError):
+        return 0
+    found = re.search(r'version "(?:1\.)?(\d+)', done.stderr)
+    return int(found[1]) if found and done.returncode == 0 else 0
+
+
 def java_home(java: Path) -> Path:
     """JAVA_HOME of a `java` in its `bin` folder."""
     return java.parent.parent
+
+
+def java_locale(environ: Mapping[str, str]) -> dict[str, str]:
+    """Environment variables with which a JVM finds files whose paths have other characters than ASCII."""
+    current = environ.get("LC_ALL") or environ.get("LC_CTYPE") or environ.get("LANG") or ""
+    return {} if "utf" in current.lower() else {"LC_ALL": "C.UTF-8"}
 
 
 def java_flags(tmp: Path, *, quick_start: bool = False) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from infra import ports as port_checks
 from infra.child import Program, StopRank
 from infra.home import Home
-from infra.jars import KAFKA_JARS, find_java, java_flags, java_home
+from infra.jars import KAFKA_JARS, find_java, java_flags, java_home, java_locale
 from infra.options import StackOptions
 from infra.ports import HOST, Ports
 from infra.supervisor import Supervisor
@@ -66,7 +66,14 @@ def server_properties(data: Path, port: int, controller_port: int) -> str:
         "advertised.listeners": f"PLAINTEXT://{HOST}:{port}",
         "log.dirs": str(data),
     }
-    return "".join(f"{key}={value}\n" for key, value in settings.items())
+    return "".join(f"{key}={_escaped(value)}\n" for key, value in settings.items())
+
+
+def _escaped(value: str) -> str:
+    """A value for a file that Java reads as Latin-1: other characters as UTF-16 in `\\uXXXX`."""
+    units = value.encode("utf-16-be")
+    codes = (units[i] << 8 | units[i + 1] for i in range(0, len(units), 2))
+    return "".join(chr(code) if code < 128 else f"\\u{code:04x}" for code in codes)
 
 
 def broker_program(
@@ -196,7 +203,7 @@ def read_only_broker(home: Home, java: str = "") -> Iterator[str]:
     try:
         home.end_leftovers()
         port = ports.draw()
-        env = {**os.environ, "JAVA_HOME": str(java_home(java_path))}
+        env = {**os.environ, **java_locale(os.environ), "JAVA_HOME": str(java_home(java_path))}
         broker = broker_program(home, StackOptions(), env, java_path, port, ports.draw())
 
         def prepare() -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from infra.auditor.config import check_num_auditors
-from roostream.errors import ConfigError
+from roostream.errors import ConfigError, reason_of
 from roostream.runtime.address import check_addresses
 from roostream.runtime.deployment import MAX_WORKERS
 from roostream.runtime.kafka.topics import DEFAULT_BUCKETS, DEFAULT_PARTITIONS
@@ -171,9 +172,16 @@ _SAVED_FIELDS = (
 
 
 def save_options(home: Path, options: StackOptions) -> None:
-    """Store the options in the home, so that `up --home` continues with them. Raises OSError if the file
-    can't be written."""
+    """Store the options in the home, so that `up --home` continues with them. Files in the home are named
+    relative to it, because a home may be moved. Raises OSError if the file can't be written."""
+    root = os.path.abspath(home)
+
+    def relative(path: str) -> str:
+        return os.path.relpath(path, root) if Path(path).is_relative_to(root) else path
+
     table = {name: to_toml_value(getattr(options, name)) for name in _SAVED_FIELDS}
+    table["schema"] = relative(table["schema"])
+    table["overrides"] = _with_models(table["overrides"], relative)
     (home / OPTIONS_FILE).write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
 
 
@@ -183,16 +191,28 @@ def load_saved_options(home: Path) -> StackOptions | None:
     Raises:
         ConfigError: the file is damaged.
     """
-    file = home / OPTIONS_FILE
+    file, root = home / OPTIONS_FILE, os.path.abspath(home)
     if not file.is_file():
         return None
     try:
         raw: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        overrides = raw.pop("overrides")
+        overrides = _with_models(raw.pop("overrides"), lambda path: os.path.join(root, path))
         options = from_dict(StackOptions, raw)
     except (OSError, ValueError, KeyError, AttributeError, TypeError, ConfigError) as error:
-        raise ConfigError(f"{file} can't be read ({error}); delete it and give `up` its options") from None
-    return dataclasses.replace(options, overrides=overrides)
+        raise ConfigError(
+            f"{file} can't be read ({reason_of(error)}); delete it and give `up` its options"
+        ) from None
+    return dataclasses.replace(options, schema=root / options.schema, overrides=overrides)
+
+
+def _with_models(
+    overrides: Mapping[str, Mapping[str, Any]], change: Callable[[str], str]
+) -> dict[str, dict[str, Any]]:
+    """The overrides with the path of each model file changed."""
+    return {
+        program: {key: change(value) if key == "model" and value else value for key, value in table.items()}
+        for program, table in overrides.items()
+    }
 
 
 def to_toml_value(value: Any) -> Any:

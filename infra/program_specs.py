@@ -26,6 +26,7 @@ from infra.ports import Endpoints, is_listening, port_of, responds_ok
 from roostream.errors import ConfigError, UnavailableError, nearest
 from roostream.runtime.flink_rest import FlinkRest
 from roostream.runtime.program import REFUSED_CODE
+from roostream.schema.settings import environment_variables
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -385,10 +386,7 @@ def build_instance(name: str, home: Home, options: StackOptions, endpoints: Endp
 def settings_table(instance: ProgramInstance) -> dict[str, Any]:
     """The content of a program's TOML file. Overrides of the spec come first, then those of the instance."""
     spec, options = find_spec(instance.name), instance.options
-    common = ("bootstrap", "prefix", "schema", "partitions", "buckets") if spec.common_settings else ()
-    table = {**_common(instance, *common), **spec.local_settings(instance)}
-    if instance.name in instance.endpoints.metrics:
-        table["metrics_port"] = port_of(instance.metrics_address)
+    table = _chosen_by_stack(instance)
     for override in (options.overrides.get(spec.name, {}), options.overrides.get(instance.name, {})):
         for key, value in override.items():
             table[key] = {**table.get(key, {}), **value} if isinstance(value, Mapping) else value
@@ -398,6 +396,27 @@ def settings_table(instance: ProgramInstance) -> dict[str, Any]:
             f"by HTTP on loopback; start `roostream {spec.name}` separately to serve HTTPS"
         )
     return table
+
+
+def _chosen_by_stack(instance: ProgramInstance) -> dict[str, Any]:
+    """The settings that a stack chooses for a program."""
+    spec = find_spec(instance.name)
+    common = ("bootstrap", "prefix", "schema", "partitions", "buckets") if spec.common_settings else ()
+    table = {**_common(instance, *common), **spec.local_settings(instance)}
+    if instance.name in instance.endpoints.metrics:
+        table["metrics_port"] = port_of(instance.metrics_address)
+    return table
+
+
+def check_stack_environment(instance: ProgramInstance, environ: Mapping[str, str]) -> None:
+    """Raise ConfigError: a variable would replace a setting that the stack chooses, such as an address."""
+    spec, chosen = find_spec(instance.name), _chosen_by_stack(instance)
+    for variable, keys in environment_variables(spec.settings_class(), spec.name).items():
+        if variable in environ and keys[0] in chosen:
+            raise ConfigError(
+                f"environment {variable}: expected it to be unset, because a local stack chooses {keys[0]!r} "
+                f"of its programs; unset it, or use --set {spec.name}.{keys[0]}=…"
+            )
 
 
 def build_program(instance: ProgramInstance, env: Mapping[str, str]) -> Program:

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from infra.child import STOP_TIMEOUT_S, StopRank
+from infra.flink_cluster import flink_url
 from infra.home import Home
 from infra.ports import Endpoints
 from infra.supervisor import Supervisor
@@ -81,7 +82,7 @@ def _take_savepoint(url: str, flink: Path) -> None:
     job = flink_rest.live_job()
     if job is not None:
         log.info("taking a savepoint of the joiner's job")
-        flink_rest.stop_with_savepoint(job["jid"], (flink / "savepoints").as_uri(), _SAVEPOINT_S)
+        flink_rest.stop_with_savepoint(job["jid"], flink_url(flink / "savepoints"), _SAVEPOINT_S)
 
 
 def _commit(controller: str) -> None:

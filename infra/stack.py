@@ -20,6 +20,7 @@ leaves the job running: the stack takes the savepoint at shutdown.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
@@ -33,7 +34,7 @@ from typing import Any
 from infra.child import Program
 from infra.flink_cluster import Cluster
 from infra.home import Home
-from infra.jars import find_java, java_home, require_jars
+from infra.jars import find_java, java_home, java_locale, require_jars
 from infra.kafka_broker import broker_program, use_external_broker
 from infra.machine_checks import require_disk, require_memory, require_python
 from infra.options import ROOT, StackOptions
@@ -45,6 +46,7 @@ from infra.program_specs import (
     WORKER,
     build_instance,
     build_program,
+    check_stack_environment,
     is_worker,
     joins_on_flink,
     program_names,
@@ -68,6 +70,7 @@ class Stack:
         self, home: Path | str, options: StackOptions | None = None, *, policy: RestartPolicy | None = None
     ) -> None:
         self.home, self.options = Home(Path(home)), options or StackOptions()
+        self.home.check_path()
         self.supervisor = Supervisor(self._write, policy, self.options.log_bytes)
         self._ports = Ports()
         self.programs: dict[str, Program] = {}
@@ -80,6 +83,7 @@ class Stack:
         Raises:
             SetupError: a requirement on the machine is not met, the home is in use, or it has rows without
                 their checkpoint store.
+            ConfigError: an environment variable contradicts the stack.
         """
         require_python()
         require_disk(self.home.root)
@@ -195,8 +199,9 @@ class Stack:
             return shut_down(self.supervisor, self._endpoints, self.home)
         finally:
             self.supervisor.close()
-            self._write()
-            self.home.clear_tmp()
+            with contextlib.suppress(OSError):  # a full disk must not keep the home locked
+                self.home.clear_tmp()
+                self._write()
             self._ports.release()
             self.home.unlock()
 
@@ -230,6 +235,11 @@ class Stack:
     def restarts(self, name: str) -> int:
         slot = self.supervisor.slots.get(name)
         return slot.num_restarts if slot else 0
+
+    def last_error(self, name: str) -> str:
+        """Why a program ended or could not be started last; "" = it did not."""
+        slot = self.supervisor.slots.get(name)
+        return slot.last_error if slot else ""
 
     def failed(self) -> list[str]:
         """Programs that stay down because they died too often or refused their configuration."""
@@ -283,6 +293,8 @@ class Stack:
             cluster.make()
             built += cluster.programs(env, list(map(port_of, at.task_managers)))
         instances = [build_instance(name, self.home, options, at) for name in program_names(options)]
+        for instance in instances:
+            check_stack_environment(instance, os.environ)
         return built + [build_program(instance, env) for instance in instances]
 
     def _write(self) -> None:
@@ -333,6 +345,7 @@ def environment(home: Home, java: Path, cluster: Cluster) -> dict[str, str]:
     path = os.pathsep.join([f"{sys.prefix}/bin", str(java.parent), inherited.get("PATH", os.defpath)])
     return {
         **inherited,
+        **java_locale(inherited),
         **cluster.environment(),
         "PATH": path,
         "VIRTUAL_ENV": sys.prefix,

@@ -81,7 +81,8 @@ class Slot:
 class Supervisor:
     """Runs programs as child processes. `start`, `stop` and the waits may be called from any thread.
 
-    One thread of its own does everything else. `changed` is called after every change of a state.
+    One thread of its own does everything else. `changed` is called after every change of a state, and again
+    after it raised OSError: a full disk must not end the programs.
     """
 
     def __init__(
@@ -97,6 +98,7 @@ class Supervisor:
         self._condition = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="supervisor", daemon=True)
         self._next_rotation_s = 0.0
+        self._is_unreported = False  # `changed` failed
 
     def open(self) -> Supervisor:
         self._thread.start()
@@ -194,6 +196,8 @@ class Supervisor:
             self._next_rotation_s = now_s + _ROTATE_EVERY_S
             for slot in self.slots.values():
                 child_logs.rotate(slot.program.log, self.log_bytes)
+            if self._is_unreported:
+                self._report_change()
 
     def _advance(self, slot: Slot, now_s: float) -> None:
         if slot.child is not None and (code := slot.child.exit_code()) is not None:
@@ -233,6 +237,7 @@ class Supervisor:
             slot.child = start_child(slot.program, now_s)
         except (OSError, RoostreamError) as error:
             log.error("%s can't be started: %s", slot.program.name, error)
+            slot.last_error = str(error)
             return self._retry(slot, 0.0, now_s)
         self._set(slot, "starting")
 
@@ -330,7 +335,7 @@ class Supervisor:
     def _forget(self, slot: Slot) -> None:
         self._set(slot, "stopped")
         del self.slots[slot.program.name]
-        self.changed()
+        self._report_change()
 
     def _kill_late(self, slot: Slot) -> None:
         assert slot.child is not None
@@ -352,7 +357,17 @@ class Supervisor:
             self.slots[slot.program.name] = slot
             slot.state = state
             self._condition.notify_all()
-        self.changed()
+        self._report_change()
+
+    def _report_change(self) -> None:
+        try:
+            self.changed()
+        except OSError as error:
+            if not self._is_unreported:
+                log.warning("the states of programs can't be written now: %s", error)
+            self._is_unreported = True
+        else:
+            self._is_unreported = False
 
 
 def _file_times(program: Program) -> tuple[int, ...]:

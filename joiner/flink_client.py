@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import re
+import shlex
 import subprocess
 import tempfile
 import threading
@@ -265,7 +266,7 @@ def _client_environment(tmp: str) -> dict[str, str]:
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH")))),
         "TMPDIR": tmp,
-        "JVM_ARGS": f"{os.environ.get('JVM_ARGS', '')} -Djava.io.tmpdir={tmp}",
+        "JVM_ARGS": f"{os.environ.get('JVM_ARGS', '')} {shlex.quote(f'-Djava.io.tmpdir={tmp}')}",
     }
 
 

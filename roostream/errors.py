@@ -17,6 +17,8 @@ A message says what was expected, what was given and what to do. Asserts are for
 from __future__ import annotations
 
 import difflib
+import errno
+import os
 import re
 from collections.abc import Iterable
 
@@ -88,6 +90,37 @@ class SetupError(RoostreamError):
 def describe_error(error: BaseException) -> str:
     """The text of an error with its notes."""
     return "; ".join(part for part in (str(error), *getattr(error, "__notes__", ())) if part)
+
+
+def reason_of(error: BaseException) -> str:
+    """The text of an error, without the number and the path in the text of an OSError."""
+    inner = getattr(error, "reason", None)  # of urllib's URLError
+    error = inner if isinstance(error, OSError) and isinstance(inner, OSError) else error
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
+
+
+_REMEDIES = {
+    errno.ENOSPC: "free some space",
+    errno.EDQUOT: "free some space",
+    errno.EROFS: "choose a place that can be written",
+    errno.EACCES: "use an account that may do this, or another path",
+    errno.EPERM: "use an account that may do this, or another path",
+    errno.ENAMETOOLONG: "choose a shorter path",
+    errno.ELOOP: "correct the symbolic link",
+    errno.EMFILE: "raise the limit of open files (`ulimit -n`)",
+    errno.ENFILE: "raise the system's limit of open files",
+}
+
+
+def describe_os_error(error: OSError) -> str:
+    """One sentence for an error of the system that a user can cause: about a path, or about a full disk.
+
+    "" for others, which are defects.
+    """
+    if error.filename is None and error.errno not in _REMEDIES:
+        return ""
+    place = f"{os.fsdecode(error.filename)}: " if isinstance(error.filename, (str, bytes)) else ""
+    return f"{place}{error.strerror}; {_REMEDIES.get(error.errno or 0, 'check the path')}"
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

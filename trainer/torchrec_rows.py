@@ -41,7 +41,7 @@ from param_server.placement.plan import CostModel, PlannedTable, imbalance, load
 from param_server.placement.profiles import impression_bytes, planned_tables, read_profiles
 from param_server.row_block import RowBlock
 from param_server.rules import MAX_GRADIENT
-from roostream.errors import ConfigError, RoostreamError, SchemaError, UnavailableError
+from roostream.errors import ConfigError, RoostreamError, SchemaError, UnavailableError, reason_of
 from roostream.runtime.bucket_map import BucketMap
 from roostream.runtime.checkpoint_store import CheckpointStore
 from roostream.schema.ids import buckets_of
@@ -739,7 +739,9 @@ def read_placement(
     try:
         text = Path(given).read_text(encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"placement: expected '', planner or a file, got {given!r}: {error}") from None
+        raise ConfigError(
+            f"placement: expected '', planner or a file, got {given!r}: {reason_of(error)}"
+        ) from None
     return placements(next(iter(sharding_plan(text).plan.values())), workers)
 
 

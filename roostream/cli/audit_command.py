@@ -23,6 +23,7 @@ from roostream.cli.options import Duration, home_option, json_option
 from roostream.cli.output import print_report, progress_bar
 from roostream.cli.status_table import book_rows
 from roostream.errors import SetupError, UnavailableError
+from roostream.runtime.address import check_addresses
 from roostream.runtime.backoff import Backoff
 from roostream.runtime.kafka.broker import Broker
 from roostream.runtime.kafka.topics import DEFAULT_PARTITIONS
@@ -52,7 +53,11 @@ class Topics:
 )
 @click.option("--prefix", default="", help="with --kafka: prefix of the topic names")
 @click.option(
-    "--partitions", type=int, default=4, show_default=True, help="with --kafka: partitions of each topic"
+    "--partitions",
+    type=click.IntRange(1, 1024),
+    default=4,
+    show_default=True,
+    help="with --kafka: partitions of each topic",
 )
 @click.option(
     "--window",
@@ -76,6 +81,8 @@ def audit(
       roostream audit --home .roostream
       roostream audit --kafka kafka:9092 --prefix site. --partitions 16 --window 30m
     """
+    if kafka:
+        check_addresses("--kafka", *kafka.split(","))
     topics = Topics(
         kafka=kafka, prefix=prefix, partitions=partitions, settle_ms=settle_ms(window_ms), replay=replay
     )
@@ -145,7 +152,7 @@ def topics_of(stack: Mapping[str, Any]) -> Topics:
 @contextlib.contextmanager
 def _of_home(home: Home) -> Iterator[Topics]:
     stack = home.read_stack()
-    if stack is None:
+    if stack is None or "kafka" not in stack:
         raise SetupError(
             f"there is no stack in {home.root}; give a Kafka with --kafka HOST:PORT, or another --home"
         )

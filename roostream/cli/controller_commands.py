@@ -12,7 +12,7 @@ from pathlib import Path
 import click
 
 from infra.home import Home
-from roostream.cli.options import CommandGroup, home_option, wait_option, with_options
+from roostream.cli.options import CommandGroup, FiniteRange, home_option, wait_option, with_options
 from roostream.errors import ConfigError, printable
 from roostream.runtime.rpc.client import SocketTransport
 from roostream.runtime.rpc.security import LinkCredentials, LinkSecurity
@@ -105,7 +105,7 @@ def scale(workers: int, home: Path, controller: str, link: str, wait_s: float) -
 @click.option(
     "--notice",
     "notice_s",
-    type=float,
+    type=FiniteRange(0, 1e9),
     default=20.0,
     show_default=True,
     help="seconds until the program must have ended",
@@ -143,7 +143,7 @@ def parse_program_name(name: str) -> tuple[str, int]:
     Raises:
         ConfigError: another name, or a program whose end loses no training.
     """
-    match = re.fullmatch(r"(controller)|(worker)(?:-(\d+))?|(shard)-(\d+)", name)
+    match = re.fullmatch(r"(controller)|(worker)(?:-(\d{1,9}))?|(shard)-(\d{1,9})", name)
     if match is None:
         raise ConfigError(
             f"expected controller, worker, worker-N or shard-N, got {name!r}. Other programs hold no "

@@ -16,6 +16,7 @@ from rich.live import Live
 
 from infra.stack import Stack
 from roostream.cli import status_table as table
+from roostream.cli.options import FiniteRange
 from roostream.cli.output import plain, render_rows
 from roostream.cli.stack_commands import (
     build_options,
@@ -37,13 +38,13 @@ _LAST_SAMPLE_S = 10.0
 @stack_options
 @click.option(
     "--seconds",
-    type=click.FloatRange(min=0, min_open=True),
+    type=FiniteRange(min=0, min_open=True),
     envvar="DEMO_SECONDS",
     help="stop after this many seconds; also the environment variable DEMO_SECONDS",
 )
 @click.option(
     "--rate",
-    type=click.FloatRange(min=0, min_open=True),
+    type=FiniteRange(min=0, min_open=True),
     default=25.0,
     show_default=True,
     help="simulated requests per second",
@@ -80,7 +81,7 @@ def demo(home: Path, seconds: float | None, rate: float, **given: Any) -> None:
     _print(
         console,
         summary,
-        f"`make demo` continues from here; `roostream reset --home {stack.home.root}` deletes it",
+        f"`make demo` continues from here; `roostream reset {stack.home.option}` deletes it",
     )
     sys.exit(1 if failed else 0)
 

@@ -14,7 +14,7 @@ from typing import Any
 import click
 import numpy as np
 
-from roostream.cli.options import json_option
+from roostream.cli.options import NonEmptyPath, json_option
 from roostream.cli.output import Row, clock, print_report
 from roostream.errors import ConfigError, SchemaError
 from roostream.schema.schema import Schema
@@ -31,7 +31,7 @@ MAX_LARGEST = 5
 
 
 @click.command("batch")
-@click.argument("file", type=click.Path(path_type=Path))
+@click.argument("file", type=NonEmptyPath(path_type=Path))
 @json_option
 def batch_command(file: Path, as_json: bool) -> None:
     """Describe the batch at which a worker stopped training: the reason, the records, and the values.

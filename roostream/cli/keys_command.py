@@ -12,19 +12,22 @@ from typing import Any
 
 import click
 
-from roostream.cli.options import CommandGroup, Duration
+from roostream.cli.options import CommandGroup, Duration, NonEmptyPath
 from roostream.errors import ConfigError, nearest
 from serving.access.bearer_keys import BearerKey, new_key, read_keys, write_keys
 
 file_option = click.option(
     "--file",
-    type=click.Path(path_type=Path),
+    type=NonEmptyPath(path_type=Path),
     default="keys.json",
     show_default=True,
     help="the file named by serving's keys_file",
 )
 expires_option = click.option(
-    "--expires", "expires_ms", type=Duration(), help="lifetime from now, such as 90d; default: unlimited"
+    "--expires",
+    "expires_ms",
+    type=Duration(min_ms=1000),
+    help="lifetime from now, such as 90d; default: unlimited",
 )
 
 
@@ -77,7 +80,7 @@ def keys_list(file: Path) -> None:
 @click.option(
     "--overlap",
     "overlap_ms",
-    type=Duration(),
+    type=Duration(min_ms=0),
     default="1d",
     show_default=True,
     help="how long the old keys remain valid",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import contextlib
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -42,11 +43,12 @@ def logs(names: tuple[str, ...], home: Path, follow: bool, count: int) -> None:
       roostream logs trainer -f
       roostream logs shard joiner -n 100
     """
-    folder = Home(home).logs
+    place = Home(home)
+    folder = place.logs
     files = {path.stem: path for path in sorted(folder.glob("*.log"))}
     if not files:
         raise SetupError(
-            f"{folder} has no logs; `roostream up --home {home}` starts a stack that writes them"
+            f"{folder} has no logs; `roostream up {place.option}` starts a stack that writes them"
         )
     if not names:
         for name, path in files.items():
@@ -60,11 +62,12 @@ def logs(names: tuple[str, ...], home: Path, follow: bool, count: int) -> None:
     for tail in tails:
         for line in tail.last(count):
             click.echo(line)
-    while follow:
-        time.sleep(_POLL_S)
-        for tail in tails:
-            for line in tail.new_lines():
-                click.echo(line)
+    with contextlib.suppress(KeyboardInterrupt):
+        while follow:
+            time.sleep(_POLL_S)
+            for tail in tails:
+                for line in tail.new_lines():
+                    click.echo(line)
 
 
 def _choose(names: Sequence[str], known: Sequence[str]) -> list[str]:

@@ -7,6 +7,7 @@ does not load torch.
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -17,9 +18,9 @@ import click
 from click import shell_completion
 
 from infra.program_specs import PROGRAM_SPECS, SIMULATE, ProgramSpec
-from roostream.cli.options import CommandGroup, home_option
-from roostream.errors import RoostreamError, SetupError, UnavailableError, with_advice
-from roostream.runtime.program import leave
+from roostream.cli.options import CommandGroup, NonEmptyPath, home_option
+from roostream.errors import RoostreamError, SetupError, UnavailableError, describe_os_error, with_advice
+from roostream.runtime.program import check_log_level, leave
 from roostream.schema.settings import check_environment, load
 
 SECTIONS = {
@@ -116,6 +117,7 @@ def cli() -> None:
     """
     programs = [kind.name for kind in PROGRAM_SPECS]
     check_environment([*programs, "topics"], ("ROOSTREAM_LOG",), os.environ)
+    check_log_level(os.environ.get("ROOSTREAM_LOG", ""))
 
 
 def _add_program(kind: ProgramSpec) -> None:
@@ -132,7 +134,7 @@ def _add_program(kind: ProgramSpec) -> None:
     @click.option(
         "--config",
         "file",
-        type=click.Path(path_type=Path),
+        type=NonEmptyPath(path_type=Path),
         required=True,
         help="TOML with the program's settings; an unknown key is an error",
     )
@@ -156,7 +158,9 @@ for _kind in PROGRAM_SPECS:
 
 @cli.command()
 @home_option
-@click.option("--config", "file", type=click.Path(path_type=Path), help="TOML to use instead of the options")
+@click.option(
+    "--config", "file", type=NonEmptyPath(path_type=Path), help="TOML to use instead of the options"
+)
 @click.option("--serving", help="URL of serving; default: the stack in --home")
 @click.option("--rate", type=float, help="requests per second")
 @click.option("--seconds", type=float, help="stop after this many seconds")
@@ -188,7 +192,7 @@ def schema() -> None:
 
 
 @schema.command("show")
-@click.argument("file", type=click.Path(path_type=Path))
+@click.argument("file", type=NonEmptyPath(path_type=Path))
 def schema_show(file: Path) -> None:
     """Print the schema with its name patterns expanded and its defaults left out, or what is wrong with it.
 
@@ -234,7 +238,7 @@ def inspect() -> None:
 @click.option(
     "--json",
     "json_file",
-    type=click.Path(path_type=Path),
+    type=NonEmptyPath(path_type=Path),
     help="write the result to this file; `make docs` turns those in docs/benchmarks/json into pages",
 )
 @click.option(
@@ -291,12 +295,40 @@ def completion(shell: str) -> None:
 
 def main() -> None:
     """The console entry point."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # paths are any bytes, and a terminal may know ASCII only
+            stream.reconfigure(errors="backslashreplace")
+    try:
+        os.getcwd()
+    except OSError:
+        click.echo("error: the current folder does not exist any more; change to another one", err=True)
+        sys.exit(2)
     try:
         cli.main(prog_name="roostream")
-    except RoostreamError as error:
-        advice = "" if "; " in str(error) else _advice(error, sys.argv[1:])
-        click.echo(f"error: {with_advice(error, advice)}", err=True)
+    except Exception as error:
+        text = _sentence(error)
+        if not text:
+            raise
+        click.echo(f"error: {text}", err=True)
         sys.exit(2)
+
+
+def _sentence(error: Exception) -> str:
+    """What a user reads for an error that the user or the machine has caused; "" for others, which are
+    defects."""
+    if isinstance(error, RoostreamError):
+        return with_advice(error, "" if "; " in str(error) else _advice(error, sys.argv[1:]))
+    if isinstance(error, OSError):
+        return describe_os_error(error)
+    if isinstance(error, UnicodeEncodeError):
+        odd = [word for word in sys.argv if any("\udc80" <= c <= "\udcff" for c in word)]
+        return f"expected arguments in UTF-8, got {odd[0]!r}; rename the file" if odd else ""
+    if isinstance(error, RuntimeError) and "cannot cache function" in str(error):  # numba's words
+        return (
+            "this account can write neither the folder of the installed package nor ~/.cache, so no kernel "
+            "can be compiled; set NUMBA_CACHE_DIR to a folder that it can write"
+        )
+    return ""
 
 
 def _advice(error: RoostreamError, arguments: Sequence[str]) -> str:
@@ -311,7 +343,7 @@ def _advice(error: RoostreamError, arguments: Sequence[str]) -> str:
         if (command := command.get_command(click.Context(command), word)) is None:
             break
         words.append(word)
-    if any(words[1:] == [spec.name] for spec in PROGRAM_SPECS):
+    if any(words[1:] == [spec.name] for spec in PROGRAM_SPECS if spec.name != SIMULATE):
         return f"`{' '.join(words)} --show-config` lists the settings"
     return f"`{' '.join(words)} --help` describes the command"
 

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import click
 
+from roostream.cli.options import NonEmptyPath
+
 
 @click.command("check-model")
 @click.argument("file")
-@click.option("--schema", "schema_file", type=click.Path(path_type=Path), required=True, help="schema TOML")
+@click.option("--schema", "schema_file", type=NonEmptyPath(path_type=Path), required=True, help="schema TOML")
 def check_model(file: str, schema_file: Path) -> None:
     """Check that a custom model meets the requirements of training and serving. FILE is its TOML, or
     FILE.py[:FUNCTION].

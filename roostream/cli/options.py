@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import math
 import tomllib
 import typing
 from collections.abc import Iterable, Mapping
@@ -20,10 +21,34 @@ from roostream.schema.toml_file import SourceLocation
 
 PORTS = ("kafka", "redis", "flink", "serving", "controller")
 _MS = "_ms"
+_CENTURY_MS = 36_500 * 24 * 3_600_000
+
+_EMPTY = "expected a path, got an empty text; is a variable of the shell unset?"
+
+
+class NonEmptyPath(click.Path):
+    """A path. An empty text, which an unset variable leaves, does not mean the current folder."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if value == "":
+            self.fail(_EMPTY, param, ctx)
+        return super().convert(value, param, ctx)
+
+
+class Location(click.ParamType):
+    """A path or a URL as text, not empty."""
+
+    name = "text"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        if value == "":
+            self.fail(_EMPTY, param, ctx)
+        return str(value)
+
 
 home_option = click.option(
     "--home",
-    type=click.Path(path_type=Path),
+    type=NonEmptyPath(path_type=Path),
     default=DEFAULT_HOME,
     show_default=True,
     help="directory of the stack: data, logs and generated files",
@@ -41,7 +66,9 @@ batch_option = click.option(
 
 def wait_option(help: str) -> Any:
     """The option `--wait`: a time limit in seconds."""
-    return click.option("--wait", "wait_s", type=float, default=120.0, show_default=True, help=help)
+    return click.option(
+        "--wait", "wait_s", type=FiniteRange(0, 1e9), default=120.0, show_default=True, help=help
+    )
 
 
 def with_options(*options: Any) -> Any:
@@ -55,16 +82,36 @@ def with_options(*options: Any) -> Any:
     return decorate
 
 
+class FiniteRange(click.FloatRange):
+    """A range of numbers. NaN, which is neither below nor above any limit, is outside of it."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        number = float(super().convert(value, param, ctx))
+        if not math.isfinite(number):
+            self.fail(f"{value} is not a finite number.", param, ctx)
+        return number
+
+
 class Duration(click.ParamType):
-    """`30m`, `250ms`, or a number of milliseconds."""
+    """`30m`, `250ms`, or a number of milliseconds; with `min_ms` between that and a hundred years."""
 
     name = "duration"
 
+    def __init__(self, min_ms: int | None = None) -> None:
+        self.min_ms = min_ms
+
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         try:
-            return parse_duration_ms(value)
-        except ConfigError as error:
+            time_ms = parse_duration_ms(value)
+        except (ConfigError, OverflowError) as error:
             self.fail(str(error), param, ctx)
+        if self.min_ms is not None and not self.min_ms <= time_ms <= _CENTURY_MS:
+            self.fail(
+                f"expected {_format_duration(self.min_ms)} to {_format_duration(_CENTURY_MS)}, got {value!r}",
+                param,
+                ctx,
+            )
+        return time_ms
 
 
 class CommandGroup(click.Group):

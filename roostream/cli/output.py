@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
+import math
 import os
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -27,8 +28,16 @@ _WIDTH = 240  # of output that is not a terminal
 
 
 def print_json(report: object) -> None:
-    """Print a report as indented JSON."""
-    click.echo(json.dumps(report, indent=2))
+    """Print a report as indented JSON. Infinity and NaN, which JSON does not have, become null."""
+    click.echo(json.dumps(_finite(report), indent=2, allow_nan=False))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def print_report(as_json: bool, report: object, rows: Iterable[Row], title: str) -> None:

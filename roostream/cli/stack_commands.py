@@ -19,13 +19,21 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from infra.child_logs import last_lines
+from infra.child_logs import last_lines, rotate
 from infra.home import Home
+from infra.machine_checks import require_disk
 from infra.options import StackOptions, load_saved_options
 from infra.options import demo as demo_options
 from infra.shutdown import MAX_SHUTDOWN_S
 from infra.stack import Stack
-from roostream.cli.options import home_option, parse_overrides, parse_ports, wait_option, with_options
+from roostream.cli.options import (
+    NonEmptyPath,
+    home_option,
+    parse_overrides,
+    parse_ports,
+    wait_option,
+    with_options,
+)
 from roostream.cli.output import progress_bar
 from roostream.cli.program_health import reason, unhealthy_programs
 from roostream.errors import ConfigError, SetupError, printable
@@ -34,6 +42,7 @@ from roostream.schema.schema_file import load_schema
 
 Programs = Mapping[str, Mapping[str, Any]]
 """The table `programs` of stack.json: name → state, pid, log and so on."""
+_UP_LOG_BYTES = 1 << 20
 _ALWAYS_GIVEN = ("ports", "sets", "schema")
 
 
@@ -43,7 +52,9 @@ def _count(flag: str, name: str, default: int, help: str) -> Any:
 
 stack_options = with_options(
     home_option,
-    click.option("--schema", type=click.Path(path_type=Path), help="schema TOML; default: that of the demo"),
+    click.option(
+        "--schema", type=NonEmptyPath(path_type=Path), help="schema TOML; default: that of the demo"
+    ),
     _count("--shards", "num_shards", 2, "parameter server shards"),
     _count("--workers", "num_workers", 1, "trainer workers at the start"),
     _count("--serving", "serving_processes", 1, "serving processes, which share one port"),
@@ -110,7 +121,7 @@ def up(home: Path, foreground: bool, wait_s: float, from_warehouse: str | None, 
     if from_warehouse:
         location = absolute_location(from_warehouse)
         options["sets"] = (*options["sets"], f"controller.warehouse={location}")
-    base = load_saved_options(home)
+    base = load_saved_options(Home(home).root)
     if base is not None:  # options that were not given keep the value that they had
         source = click.get_current_context().get_parameter_source
         options = {
@@ -139,11 +150,15 @@ def start(home: Path, arguments: Sequence[str], wait_s: float) -> int:
         SetupError: a program failed, or the stack ended.
     """
     place = Home(home)
+    place.check_path()
+    require_disk(place.root)
     place.make()
     if place.is_locked():
         place.lock()  # raises, and names the process that holds the lock
     output = place.log("up")
-    with output.open("wb") as log:
+    rotate(output, _UP_LOG_BYTES)
+    with output.open("ab") as log:
+        log_start = log.tell()
         process = subprocess.Popen(
             (sys.executable, "-m", "roostream.cli.main", *arguments, "--foreground"),
             stdin=subprocess.DEVNULL,
@@ -151,11 +166,29 @@ def start(home: Path, arguments: Sequence[str], wait_s: float) -> int:
             stderr=log,
             start_new_session=True,
         )
-    printed: set[str] = set()
+    try:
+        return _wait_until_ready(place, process, log_start, wait_s)
+    except KeyboardInterrupt:
+        click.echo(
+            f"the stack goes on starting in the background; `roostream status {place.option}` shows it, "
+            f"`roostream down {place.option}` stops it",
+            err=True,
+        )
+        return 1
+
+
+def _wait_until_ready(place: Home, process: subprocess.Popen[bytes], log_start: int, wait_s: float) -> int:
+    output, printed = place.log("up"), set[str]()
     num_settled, grown_s = 0, time.monotonic()
     while True:
-        if process.poll() is not None:
-            lines = last_lines(output, 1) or [f"exit code {process.returncode}"]
+        if process.poll() == 0:
+            raise SetupError(
+                f"the stack was stopped before all programs were ready; `roostream up {place.option}` starts "
+                "it again"
+            )
+        if process.returncode is not None:
+            ended = f"the stack ended with exit code {process.returncode}; see {place.log('supervisor')}"
+            lines = last_lines(output, 1, since=log_start) or [ended]
             raise SetupError(printable(lines[-1].removeprefix("error: ")))
         stack = place.read_stack()
         programs = stack["programs"] if stack and stack["supervisor_pid"] == process.pid else {}
@@ -164,7 +197,7 @@ def start(home: Path, arguments: Sequence[str], wait_s: float) -> int:
                 raise SetupError(
                     printable(
                         f"{name} cannot run: {reason(entry)}; its log: {entry['log']}; "
-                        f"`roostream down --home {place.root}` stops the other programs"
+                        f"`roostream down {place.option}` stops the other programs"
                     )
                 )
         settled = settled_programs(programs)
@@ -184,7 +217,7 @@ def start(home: Path, arguments: Sequence[str], wait_s: float) -> int:
     print(
         printable(
             f"not all programs are ready, and none became ready for {wait_s:.0f} s: "
-            f"{waiting or 'no program was started'}; see `roostream status --home {place.root}`"
+            f"{waiting or 'no program was started'}; see `roostream status {place.option}`"
         ),
         file=sys.stderr,
     )
@@ -210,7 +243,7 @@ def settled_programs(programs: Programs) -> dict[str, str]:
 
 def absolute_location(text: str) -> str:
     """A path made absolute, because programs run in another working directory; a URL unchanged."""
-    return text if "://" in text else str(Path(text).expanduser().absolute())
+    return text if "://" in text else os.path.abspath(os.path.expanduser(text))
 
 
 @click.command()
@@ -258,9 +291,15 @@ def reset(home: Path, yes: bool) -> None:
             f"{place.root} has no stack.json, so it is not the home of a stack; nothing was deleted; "
             "give the --home of a stack, or delete the folder yourself"
         )
+    place.run.mkdir(exist_ok=True)  # a reset that was interrupted may have deleted it
     place.lock()
     place.end_leftovers()
     place.unlock()
+    for entry in place.root.iterdir():
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        elif entry != place.stack_json:  # it goes last: without it, nothing tells that this is a home
+            entry.unlink()
     shutil.rmtree(place.root)
     print(f"deleted {place.root}")
 

@@ -20,7 +20,7 @@ from infra.auditor import sums
 from infra.home import Home
 from roostream.cli import status_table
 from roostream.cli.options import home_option, json_option
-from roostream.cli.output import print_json, render_rows
+from roostream.cli.output import plain, print_json, render_rows
 from roostream.cli.program_health import unhealthy_controller, unhealthy_programs
 from roostream.cli.stack_commands import describe_endpoints
 from roostream.errors import RoostreamError, UnavailableError
@@ -73,7 +73,10 @@ def status(home: Path, as_json: bool) -> None:
         print_json({"home": stack["home"], **found})
     else:
         title = f"Roostream in {stack['home']}"
-        Console().print(render_rows(status_table.rows(found), title, describe_endpoints(stack)))
+        console = Console()
+        console.print(render_rows(status_table.rows(found), title))
+        for line in describe_endpoints(stack):  # not wrapped: they are copied
+            console.print(plain(line), soft_wrap=True, markup=False, emoji=False, highlight=False)
     sys.exit(0 if all(p["state"] in ("ready", "ended") for p in stack["programs"].values()) else 1)
 
 

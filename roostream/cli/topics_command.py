@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import click
 
-from roostream.cli.options import CommandGroup, with_options
+from roostream.cli.options import CommandGroup, NonEmptyPath, with_options
 from roostream.errors import ConfigError
 from roostream.runtime.deployment import Deployment
 from roostream.runtime.kafka import clients
@@ -26,7 +26,7 @@ topics_options = with_options(
     click.option(
         "--config",
         "file",
-        type=click.Path(path_type=Path),
+        type=NonEmptyPath(path_type=Path),
         help="TOML with these settings; an unknown key is an error",
     ),
     click.option("--prefix", help="prefix of the topic names"),

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import click
 
-from roostream.cli.options import CommandGroup, with_options
-from roostream.errors import ConfigError, UnavailableError, printable
+from roostream.cli.options import CommandGroup, NonEmptyPath, with_options
+from roostream.errors import ConfigError, UnavailableError, printable, reason_of
 from roostream.runtime.address import check_addresses
 
 _TIMEOUT_S = 10.0
@@ -65,7 +65,7 @@ def admin_options(command: Any) -> Any:
         click.option("--certificate", default="", help="PEM file with a client certificate and its key"),
         click.option(
             "--token-file",
-            type=click.Path(path_type=Path),
+            type=NonEmptyPath(path_type=Path),
             required=True,
             help="the file named by its admin_token_file",
         ),
@@ -121,7 +121,7 @@ def _call(admin: AdminInterface, method: str, path: str) -> Any:
         token = admin.token_file.read_text(encoding="utf-8").partition("\n")[0].strip()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"--token-file: expected a file with a token, got {str(admin.token_file)!r}: {error}"
+            f"--token-file: expected a file with a token, got {str(admin.token_file)!r}: {reason_of(error)}"
         ) from None
     url = f"http{'s' if admin.ca else ''}://{admin.address}/admin/v1/{path}"
     request = urllib.request.Request(url, method=method, headers={"authorization": f"Bearer {token}"})
@@ -134,8 +134,8 @@ def _call(admin: AdminInterface, method: str, path: str) -> Any:
             raise ConfigError(_refusal(error)) from None
     except (OSError, ValueError) as error:
         raise UnavailableError(
-            f"no answer from the admin interface at {request.host} ({error}); check admin_listen, and "
-            "--ca for TLS"
+            f"no answer from the admin interface at {request.host} ({reason_of(error)}); check "
+            "admin_listen, and --ca for TLS"
         ) from None
 
 

@@ -57,8 +57,14 @@ def write_report(path: str | Path, report: Mapping[str, object]) -> None:
 
 
 def write_atomically(path: str | Path, text: str) -> None:
-    """Like `write_report`, for any text."""
+    """Like `write_report`, for any text. What a link, a device or a pipe leads to is written in place."""
     target = Path(path)
+    if _is_link_or_device(target):
+        try:
+            target.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise _not_writable(target, error) from None
+        return
     temporary = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         temporary.write_text(text, encoding="utf-8")
@@ -66,8 +72,16 @@ def write_atomically(path: str | Path, text: str) -> None:
     except OSError as error:
         with contextlib.suppress(OSError):
             temporary.unlink()
-        message = f"{target}: the report cannot be written ({error.strerror}); choose another --report"
-        raise ConfigError(message) from None
+        raise _not_writable(target, error) from None
+
+
+def _is_link_or_device(target: Path) -> bool:
+    """Such a file must not be replaced: another `/dev/null` breaks the machine."""
+    return target.is_symlink() or (target.exists() and not target.is_file())
+
+
+def _not_writable(target: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"{target}: the report cannot be written ({error.strerror}); choose another --report")
 
 
 def check_report(path: str) -> None:
@@ -76,7 +90,9 @@ def check_report(path: str) -> None:
     if path and Path(path).is_dir():
         text = f"{path}: expected a file for the report, got a folder; name a file in it such as report.json"
         raise ConfigError(text)
-    folder = Path(path).resolve().parent
+    if _is_link_or_device(Path(path)):
+        return
+    folder = Path(path).absolute().parent
     if path and not (folder.is_dir() and os.access(folder, os.W_OK)):
         raise ConfigError(
             f"{path}: expected a report file in an existing, writable folder, got {folder}; create the folder"

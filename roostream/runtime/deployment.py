@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import ClassVar
 from urllib.parse import quote
 
-from roostream.errors import ConfigError
+from roostream.errors import ConfigError, reason_of
 from roostream.runtime.address import check_addresses, check_listen, check_redis
 from roostream.runtime.kafka.broker import Broker, KafkaSecurity
 from roostream.runtime.kafka.topics import DEFAULT_BUCKETS, DEFAULT_PARTITIONS
@@ -177,7 +177,7 @@ class RedisSettings(Settings):
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(
                 "redis_password_file: expected a file with a password, got "
-                f"{self.redis_password_file!r}: {error}"
+                f"{self.redis_password_file!r}: {reason_of(error)}"
             ) from None
         scheme, _, rest = address.partition("://")
         return (

@@ -22,6 +22,7 @@ from roostream.errors import (
     HeldError,
     RoostreamError,
     UnavailableError,
+    describe_os_error,
     mask_secrets,
     nearest,
     with_advice,
@@ -43,6 +44,9 @@ AWAY_CODE = 69
 
 HELD_CODE = 75
 """Exit code while training is on hold: do not restart before the hold is over."""
+
+
+_DEFECT = "%s failed: this is a defect of Roostream, not of your settings"
 
 
 class Stop(threading.Event):
@@ -126,10 +130,16 @@ def setup_logging(form: LogFormat = "text", level: str = "") -> None:
     logging.basicConfig(level=level if level in known else "INFO", handlers=[handler], force=True)
     for chatty in ("httpx2", "matplotlib"):  # they log one line a request, one line a figure
         logging.getLogger(chatty).setLevel(logging.WARNING)
-    if level not in known:
+    check_log_level(level)
+
+
+def check_log_level(level: str) -> None:
+    """Raise ConfigError if `level` is no level of a log; "" is the default."""
+    known = logging.getLevelNamesMapping()
+    if level and level.upper() not in known:
         raise ConfigError(
             f"environment ROOSTREAM_LOG: expected one of {', '.join(known)}, got "
-            f"{level!r}{nearest(level, known)}"
+            f"{level!r}{nearest(level.upper(), known) or '; unset it'}"
         )
 
 
@@ -164,7 +174,7 @@ def run(
     restart does not help. 1: a defect of Roostream, with its traceback in the log.
 
     `is_command`: a person has typed `roostream NAME`. Then an error is a line on standard error, and its code
-    is 2, or 75 for a hold.
+    is 2, or 75 for a hold. A command that was stopped before its end returns 1.
     """
     faulthandler.enable()
     tune_garbage_collector()
@@ -179,7 +189,7 @@ def run(
     except RoostreamError as error:
         if stop.is_set() and isinstance(error, UnavailableError):
             log.info("%s stopped: %s", name, error)
-            return 0
+            return 1 if is_command else 0
         if is_command:
             help = f"`roostream {name} --help` describes the command"
             print(f"error: {with_advice(error, help)}", file=sys.stderr, flush=True)
@@ -190,8 +200,15 @@ def run(
         else:
             log.error("%s: %s", name, error)
         return _exit_code(error)
+    except OSError as error:
+        text = describe_os_error(error) if is_command else ""
+        if not text:
+            log.exception(_DEFECT, name)
+            return 1
+        print(f"error: {text}", file=sys.stderr, flush=True)
+        return REFUSED_CODE
     except Exception:
-        log.exception("%s failed: this is a defect of Roostream, not of your settings", name)
+        log.exception(_DEFECT, name)
         return 1
     if not is_command:
         log.info("%s stopped", name)

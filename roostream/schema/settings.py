@@ -200,8 +200,8 @@ def check_environment(programs: Iterable[str], others: Iterable[str], environ: M
     for name in sorted(environ):
         known = name in others or name.startswith(tuple(stems)) or not name.startswith("ROOSTREAM_")
         if not known and not _KUBERNETES_VARIABLE.search(name):
-            near = nearest(name.partition("_")[2], [stem[10:-1] for stem in stems])
-            text = f"environment {name}: expected the name of a program behind ROOSTREAM_, got none{near}"
+            advice = nearest(name.partition("_")[2], [stem[10:-1] for stem in stems]) or "; unset it"
+            text = f"environment {name}: expected the name of a program behind ROOSTREAM_, got none{advice}"
             raise ConfigError(text)
 
 

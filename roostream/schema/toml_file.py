@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
-from roostream.errors import ConfigError
+from roostream.errors import ConfigError, reason_of
 
 Keys: TypeAlias = tuple[str | int, ...]
 """The path of a value: names of tables and keys, and indices of array entries."""
@@ -88,8 +88,10 @@ def read_toml(path: str | Path) -> TomlFile:
     except tomllib.TOMLDecodeError as error:
         text = f"{path}: expected TOML, got something else: {error}; correct the file"
         raise ConfigError(text) from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path}: can't be read as text in UTF-8; correct the file") from None
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: can't be read: {error}") from None
+        raise ConfigError(f"{path}: can't be read: {reason_of(error)}; check the path") from None
     except RecursionError:
         raise ConfigError(f"{path}: can't be read: tables are nested too deep; write it flat") from None
     lines = line_numbers(text, raw)

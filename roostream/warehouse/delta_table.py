@@ -35,7 +35,7 @@ from deltalake import schema as types
 from deltalake.exceptions import CommitFailedError, DeltaError, TableNotFoundError
 from deltalake.transaction import AddAction, RemoveAction
 
-from roostream.errors import CheckpointError, ConfigError, FencedError, UnavailableError
+from roostream.errors import CheckpointError, ConfigError, FencedError, UnavailableError, reason_of
 from roostream.runtime.checkpoint_store import open_store
 from roostream.warehouse.data_file import DataFile, candidates_of, is_file_path, topic_of
 from roostream.warehouse.parquet_file import ordered
@@ -326,7 +326,7 @@ class WarehouseTable:
                 f"{self.url} is no table; check that an archiver has written there"
             ) from None
         except (DeltaError, OSError) as error:
-            text = str(error).strip().split("\n", 1)[0][:300]
+            text = reason_of(error).strip().split("\n", 1)[0][:300]
             if isinstance(error, DeltaError) and any(word in text for word in _DAMAGE):
                 raise CheckpointError(
                     f"{self.url} is damaged: {text}; restore its log from a backup"

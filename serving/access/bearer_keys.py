@@ -14,6 +14,7 @@ import logging
 import os
 import re
 import secrets
+import stat
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -216,13 +217,19 @@ def read_keys(file: Path) -> tuple[BearerKey, ...]:
 
 
 def write_keys(file: Path, keys: Iterable[BearerKey]) -> None:
-    """Replace the file atomically, readable by its owner only. Raises ConfigError: it cannot be written and
-    is unchanged."""
+    """Replace the file atomically. It keeps its owner and mode, so that serving can read it under another
+    account; a new one is readable by its owner only. Raises ConfigError: it cannot be written and is
+    unchanged."""
+    file = Path(os.path.realpath(file))  # a link to it stays a link
     part = file.with_name(f".{file.name}.{os.getpid()}")
     try:
         with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as out:
             out.write(encode_key_file(keys))
             out.flush()
+            if file.exists():
+                before = file.stat()
+                os.fchown(out.fileno(), before.st_uid, before.st_gid)
+                os.fchmod(out.fileno(), stat.S_IMODE(before.st_mode))
             os.fsync(out.fileno())
         os.replace(part, file)
     except OSError as error:

@@ -124,8 +124,47 @@ def test_absent_files_and_homes_end_every_command_in_a_sentence(
     assert "Traceback" not in error
 
 
+def test_ctrl_c_while_modules_are_imported_ends_quietly() -> None:
+    code = (
+        "import sys\n"
+        "class Interrupted:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'click': raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Interrupted())\n"
+        "from roostream.cli import start\n"
+        "start()"
+    )
+    done = subprocess.run((sys.executable, "-c", code), capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+def test_an_account_that_can_cache_no_kernel_is_told_what_to_set(tmp_path: Path) -> None:
+    command = (sys.executable, "-m", "roostream.cli.main", "inspect", "table", "warehouse")
+    cache = {"NUMBA_CACHE_LOCATOR_CLASSES": "UserProvidedCacheLocator", "NUMBA_CACHE_DIR": "/proc/nowhere"}
+    environment = {**os.environ, **cache}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "set NUMBA_CACHE_DIR" in done.stderr, done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_wrong_log_level_starts_nothing(
+    roostream: Callable[..., tuple[int, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ROOSTREAM_LOG", "debugg")
+    code, error = roostream("up", "--home", "h")
+    assert code == 2 and "did you mean 'DEBUG'" in error and not Path("h").exists()
+
+
 def test_a_home_or_a_java_that_cannot_be_used_is_one_sentence(tmp_path: Path) -> None:
-    for arguments, said in ((("/proc/h",), "another --home"), (("h", "--java", "/no/java"), "no java at")):
+    old = tmp_path / "java"
+    old.write_text("#!/bin/sh\necho 'openjdk version \"1.8.0_402\"' >&2\n")
+    old.chmod(0o755)
+    for arguments, said in (
+        (("/proc/h",), "another --home"),
+        (("h", "--java", "/no/java"), "no java at"),
+        (("h", "--java", "/bin/ls"), "got another program"),
+        (("h", "--java", str(old)), "got version 8"),
+    ):
         command = (sys.executable, "-m", "roostream.cli.main", "up", "--foreground", "--home", *arguments)
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
         assert done.returncode == 2 and said in done.stderr and len(done.stderr.splitlines()) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import stat
 import time
 from pathlib import Path
 
@@ -30,6 +31,25 @@ def test_a_new_key_is_shown_once_and_has_its_scopes(tmp_path: Path) -> None:
     assert key.name == "web" and 89 * 86400 < key.expires_s - time.time() <= 90 * 86400
     listed = keys("list", file=file).output
     assert text not in listed and f"{key.id}  web  rank,engage  created " in listed
+
+
+def test_a_change_keeps_the_mode_and_the_link_of_the_file(tmp_path: Path) -> None:
+    file, link = tmp_path / "keys.json", tmp_path / "link.json"
+    keys("new", "web", "--scope", "rank", file=file)
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    file.chmod(0o640)  # serving reads it under another account
+    link.symlink_to(file)
+    keys("new", "app", "--scope", "rank", file=link)
+    assert link.is_symlink() and stat.S_IMODE(file.stat().st_mode) == 0o640
+    assert [key.name for key in read_keys(file)] == ["web", "app"]
+
+
+@pytest.mark.parametrize("expires", ["-1d", "0s", "999999999999d", "1" + "0" * 400 + "d"])
+def test_a_key_does_not_expire_before_it_is_used_or_beyond_the_calendar(expires: str, tmp_path: Path) -> None:
+    arguments = ["keys", "new", "web", "--scope", "rank", f"--expires={expires}"]
+    result = CliRunner().invoke(cli, [*arguments, "--file", str(tmp_path / "keys.json")])
+    assert result.exit_code == 2 and "--expires" in result.output
+    assert not (tmp_path / "keys.json").exists()
 
 
 def test_rotation_lets_old_and_new_work_side_by_side(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import pty
 import subprocess
@@ -14,7 +15,14 @@ from click.testing import CliRunner
 from rich.table import Table
 
 from roostream.cli.main import cli
-from roostream.cli.output import counted, progress_bar, wide_console
+from roostream.cli.output import counted, print_json, progress_bar, wide_console
+
+
+def test_numbers_that_json_does_not_have_are_null(capsys: pytest.CaptureFixture[str]) -> None:
+    nan, infinity = float("nan"), float("inf")
+    print_json({"a": nan, "b": [1.5, (infinity, -infinity)], "c": {"d": nan, "e": 2}})
+    printed = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert printed == {"a": None, "b": [1.5, [None, None]], "c": {"d": None, "e": 2}}
 
 
 def test_without_a_terminal_no_progress_is_printed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import subprocess
 import sys
 from pathlib import Path
 
@@ -10,7 +12,8 @@ import pytest
 
 from roostream.cli.main import main
 
-SHOP = str(Path(__file__).parents[2] / "examples" / "shop" / "shop.toml")
+ROOT = Path(__file__).parents[2]
+SHOP = str(ROOT / "examples" / "shop" / "shop.toml")
 FILES = {
     "bad.toml": 'name = "x"\n[tables.item]\ndim = "big"\n',
     "broken.toml": "name = \n",
@@ -84,6 +87,9 @@ WRONG: list[tuple[str, ...]] = [  # a word of the message, then the command
     ("safetensors", "checkpoint", "import", "--from", "nothere.safetensors", "--home", "home"),
     ("Connection refused", "scale", "--workers", "2", "--controller", "127.0.0.1:1"),
     ("worker-N or shard-N", "drain", "nobody", "--home", "nothere"),
+    ("worker-N or shard-N", "drain", "worker-" + "9" * 20, "--controller", "127.0.0.1:1"),
+    ("expected an address", "audit", "--kafka", "nohost"),
+    ("(Connection refused)", "versions", "list", "--admin", "127.0.0.1:1", "--token-file", "map.toml"),
     ("expected an address", "trainer", "release", "--controller", "nothost"),
     ("--kafka: expected an address", "topics", "create", "--kafka", "nohost"),
     ("expected a duration", "topics", "keep", "5x", "--kafka", "127.0.0.1:1"),
@@ -99,6 +105,14 @@ WRONG: list[tuple[str, ...]] = [  # a word of the message, then the command
     ("unknown key", "up", "--home", "home", "--set", "worker.nothing=3"),
     ("1..64", "up", "--home", "home", "--workers", "0"),
     ("above 0", "plan", "--requests-per-s", "0"),
+    ("smaller numbers", "plan", "--requests-per-s", "inf"),
+    ("smaller numbers", "plan", "--requests-per-s", "1e308", "--json"),
+    ("without ':'", "up", "--home", "a:b"),
+    ("in UTF-8", "inspect", "file", "a\udcff", "x"),
+    ("shorter path", "check", "--schema", "x" * 300, "--log", "log.jsonl"),
+    ("shorter path", "check", "--schema", SHOP, "--log", "x" * 300),
+    ("levels of symbolic links", "check-model", "loop", "--schema", SHOP),
+    ("Is a directory", "check-model", "folder", "--schema", SHOP),
 ]
 
 
@@ -107,6 +121,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, text in FILES.items():
         (tmp_path / name).write_text(text)
     (tmp_path / "folder").mkdir()
+    (tmp_path / "loop").symlink_to("loop")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -143,7 +158,18 @@ def test_a_wrong_input_is_answered_in_one_sentence_that_says_what_to_do(
         ("scale", "--workers", "zero"),
         ("checkpoint", "rollback", "three"),
         ("demo", "--rate", "-1"),
+        ("audit", "--kafka", "127.0.0.1:1", "--partitions", "0"),
         ("demo", "--seconds", "0"),
+        ("demo", "--rate", "nan"),
+        ("up", "--home", ""),
+        ("reset", "--home", "", "--yes"),
+        ("import", "log", "log.jsonl", "--schema", SHOP, "--warehouse", ""),
+        ("checkpoint", "init", "--store", ""),
+        ("demo", "--seconds", "inf"),
+        ("drain", "worker", "--notice", "nan"),
+        ("placement", "plan", "--memory", "nan"),
+        ("scale", "--workers", "2", "--wait", "nan"),
+        ("scale", "--workers", "2", "--wait", "-5"),
     ],
     ids=" ".join,
 )
@@ -156,6 +182,25 @@ def test_wrong_arguments_name_the_help_of_the_command(
     code, said = answered(arguments, monkeypatch, capfd)
     assert code == 2 and said.startswith("Usage: roostream") and "--help' for help" in said, said
     assert "Traceback" not in said
+    assert sorted(path.name for path in folder.iterdir()) == sorted([*FILES, "folder", "loop"])
+
+
+def test_a_folder_that_was_deleted_is_named(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "gone").mkdir()
+    monkeypatch.chdir(folder / "gone")
+    (folder / "gone").rmdir()
+    code, said = answered(("status",), monkeypatch, capfd)
+    monkeypatch.chdir(folder)
+    assert code == 2 and "current folder does not exist" in said and len(said.splitlines()) == 1
+
+
+def test_what_a_terminal_cannot_show_is_escaped(folder: Path) -> None:
+    command = (sys.executable, "-m", "roostream.cli.main", "check", "--schema", SHOP, "--log", "two.jsonl")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, env=environment, capture_output=True, check=False)
+    assert b"requests" in done.stdout and done.stdout.isascii() and b"Traceback" not in done.stderr
 
 
 def test_a_port_in_use_is_named(

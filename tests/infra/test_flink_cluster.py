@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shlex
 import subprocess
 from pathlib import Path
 
 import pytest
+import yaml
 
 from infra.flink_cluster import (
     JOB_MANAGER,
@@ -17,7 +20,8 @@ from infra.flink_cluster import (
     task_manager,
 )
 from infra.home import Home
-from infra.kafka_broker import broker_program, use_external_broker
+from infra.jars import java_locale
+from infra.kafka_broker import broker_program, server_properties, use_external_broker
 from infra.options import StackOptions
 from infra.redis_server import redis_program
 from roostream.errors import ConfigError, UnavailableError
@@ -80,6 +84,56 @@ def test_every_jvm_keeps_its_temporary_files_in_the_home(cluster: Cluster) -> No
         assert f"-Djava.io.tmpdir={cluster.home.tmp}/flink" in command
         assert "-XX:-UsePerfData" in command, "it writes to a shared folder, whatever java.io.tmpdir says"
     assert "-Xss1m -cp" in client.stdout and client.stdout.endswith("CliFrontend run job 1.py\n")
+
+
+ODD = "a b 'ü 日本 𝒳 #1 100% &$(x);*[a]?"
+"""A valid name of a folder, parts of which shells, URLs, YAML or Java's properties would read otherwise."""
+
+
+def test_an_odd_path_reaches_flink_as_it_is(tmp_path: Path) -> None:
+    java = tmp_path / "java"
+    java.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    java.chmod(0o755)
+    cluster = Cluster(Home(tmp_path / ODD), StackOptions(), java, 1001, 1002)
+    cluster.home.make()
+    cluster.make()
+    flag = f"-Djava.io.tmpdir={tmp_path / ODD}"
+    client = subprocess.run(
+        (cluster.bin / "flink", "run", ODD),
+        env={**os.environ, "JVM_ARGS": f"-Xss1m {shlex.quote(flag)}"},
+        capture_output=True,
+        text=True,
+    )
+    arguments = client.stdout.splitlines()
+    assert arguments[arguments.index("-Xss1m") :][1] == flag and arguments[-2:] == ["run", ODD]
+    written = yaml.safe_load((cluster.conf / "config.yaml").read_text(encoding="utf-8"))
+    assert written == configuration(cluster.folder, cluster.tmp, StackOptions(), 1001, 1002)
+    # Flink takes %20 in a URL literally: its savepoints would be in another folder.
+    assert written["execution.checkpointing.savepoint-dir"] == f"file://{cluster.folder}/savepoints"
+
+
+def test_an_odd_path_reaches_kafka_as_it_is(tmp_path: Path) -> None:
+    text = server_properties(tmp_path / ODD, 1, 2)
+    assert text.isascii(), "Java reads the file as Latin-1"
+    line = next(line for line in text.splitlines() if line.startswith("log.dirs="))
+    value = json.loads(f'"{line.partition("=")[2]}"')  # JSON has the same \\u escapes
+    assert value == str(tmp_path / ODD)
+
+
+@pytest.mark.parametrize(
+    ("environ", "added"),
+    [
+        ({"LANG": "de_DE.UTF-8"}, {}),
+        ({"LC_CTYPE": "C.utf8"}, {}),
+        ({"LANG": "de_DE.UTF-8", "LC_ALL": "C"}, {"LC_ALL": "C.UTF-8"}),
+        ({"LANG": "en_US.ISO-8859-1"}, {"LC_ALL": "C.UTF-8"}),
+        ({}, {"LC_ALL": "C.UTF-8"}),
+    ],
+)
+def test_a_jvm_has_a_locale_in_which_it_finds_every_file(
+    environ: dict[str, str], added: dict[str, str]
+) -> None:
+    assert java_locale(environ) == added
 
 
 def test_the_web_page_can_neither_upload_nor_cancel(tmp_path: Path) -> None:

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import errno
 import json
+import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,7 +13,8 @@ import pytest
 from click.testing import CliRunner
 
 from infra.home import Home
-from roostream.cli.stack_commands import reset
+from infra.stack import Stack
+from roostream.cli.stack_commands import down, reset
 from roostream.errors import SetupError
 
 
@@ -50,6 +54,42 @@ def test_a_missing_stack_is_reported(tmp_path: Path, make: bool) -> None:
         home.running_stack()
 
 
+def test_a_process_with_the_number_of_an_earlier_stack_is_left_alone(home: Home) -> None:
+    other = subprocess.Popen((sys.executable, "-c", "import time; time.sleep(60)"))
+    try:
+        home.write_stack({"programs": {}, "supervisor_pid": other.pid})
+        home.lock()  # as `audit` of a stopped stack does, or a new stack before its programs start
+        result = CliRunner().invoke(down, ["--home", str(home.root)])
+        assert isinstance(result.exception, SetupError) and "no stack runs there" in str(result.exception)
+        assert other.poll() is None
+        home.write_stack({"programs": {}, "supervisor_pid": os.getpid()})
+        assert Home(home.root).running_stack()["supervisor_pid"] == os.getpid()
+    finally:
+        other.kill()
+        other.wait()
+
+
+@pytest.mark.parametrize("name", ["a:b", "a,b", 'a"b', "a\\b", "a\nb", "a|b", "${x}", "\udcff"])
+def test_a_path_that_a_program_would_misread_is_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(SetupError, match="choose another --home"):
+        Stack(tmp_path / name)
+    assert not any(tmp_path.iterdir())
+
+
+def test_messages_name_the_home_as_a_shell_needs_it(tmp_path: Path) -> None:
+    home = Home(tmp_path / "it's a home")
+    with pytest.raises(SetupError) as error:
+        home.running_stack()
+    command = str(error.value).split("`")[1]
+    assert shlex.split(command) == ["roostream", "up", "--home", str(home.root)]
+
+
+def test_a_home_behind_a_loop_of_links_is_missing(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(SetupError, match="does not exist"):
+        Home(tmp_path / "loop" / "home").running_stack()
+
+
 def test_only_leftovers_of_this_home_are_stopped(home: Home) -> None:
     sleep = "import time; time.sleep(60)"
     ours = subprocess.Popen((sys.executable, "-c", sleep, f"{home.root}/conf/x.toml"))
@@ -70,6 +110,26 @@ def test_only_a_home_folder_is_deleted(tmp_path: Path) -> None:
     result = CliRunner().invoke(reset, ["--home", str(tmp_path), "--yes"])
     assert isinstance(result.exception, SetupError) and "home" in str(result.exception)
     assert (tmp_path / "precious").exists()
+
+
+def test_an_interrupted_reset_can_be_repeated(home: Home) -> None:
+    home.write_stack({"programs": {}})
+    (home.root / "notes").write_text("x")
+    (home.root / "elsewhere").symlink_to(home.root.parent)
+    home.run.rmdir()
+    assert CliRunner().invoke(reset, ["--home", str(home.root), "--yes"]).exit_code == 0
+    assert not home.root.exists() and home.root.parent.exists()
+
+
+def test_a_full_disk_can_be_cleared(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    home.write_stack({"programs": {}})
+
+    def write(file: int, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "write", write)
+    result = CliRunner().invoke(reset, ["--home", str(home.root), "--yes"])
+    assert result.exception is None and not home.root.exists()
 
 
 def test_a_running_home_is_not_deleted(home: Home) -> None:

@@ -37,7 +37,29 @@ def test_saved_options_are_loaded_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["{", "{}", "[]", '{"overrides": {}, "num_shards": 0}', '{"overrides": {}, "shards": 1}']
+    ("model", "later"), [("home/model.toml", "moved/model.toml"), ("model.toml", "model.toml")]
+)
+def test_a_moved_home_finds_its_own_files_and_those_elsewhere(model: str, later: str, tmp_path: Path) -> None:
+    home, moved = tmp_path / "home", tmp_path / "moved"
+    home.mkdir()
+    overrides = {"worker": {"model": str(tmp_path / model)}}
+    save_options(home, StackOptions(schema=home / "schema.toml", overrides=overrides))
+    home.rename(moved)
+    found = load_saved_options(moved)
+    assert found is not None and found.schema == moved / "schema.toml"
+    assert found.overrides["worker"]["model"] == str(tmp_path / later)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"overrides": {"worker": 3}}',
+        "{",
+        "{}",
+        "[]",
+        '{"overrides": {}, "num_shards": 0}',
+        '{"overrides": {}, "shards": 1}',
+    ],
 )
 def test_a_damaged_options_file_is_named(text: str, tmp_path: Path) -> None:
     (tmp_path / OPTIONS_FILE).write_text(text)

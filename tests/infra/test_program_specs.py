@@ -3,6 +3,7 @@ order."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import tomllib
@@ -23,6 +24,7 @@ from infra.program_specs import (
     ProgramSpec,
     build_instance,
     build_program,
+    check_stack_environment,
     find_spec,
     program_names,
     settings_table,
@@ -150,6 +152,25 @@ def test_a_wrong_override_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=word):
         load_settings(name, tmp_path, StackOptions(overrides={name: override}), endpoints)
+
+
+@pytest.mark.parametrize(
+    ("variable", "refused"),
+    [
+        ("ROOSTREAM_SHARD_INDEX", True),
+        ("ROOSTREAM_SHARD_METRICS_PORT", True),
+        ("ROOSTREAM_SHARD_BOOTSTRAP", True),
+        ("ROOSTREAM_SHARD_PUBLISH_INTERVAL_MS", False),
+        ("ROOSTREAM_WORKER_INDEX", False),
+    ],
+)
+def test_a_variable_does_not_replace_what_the_stack_chooses(
+    variable: str, refused: bool, tmp_path: Path, endpoints: Endpoints
+) -> None:
+    shard = build_instance("shard-1", Home(tmp_path), FULL, endpoints)
+    raises = pytest.raises(ConfigError, match=variable) if refused else contextlib.nullcontext()
+    with raises:
+        check_stack_environment(shard, {variable: "1"})
 
 
 def test_external_services_are_used(tmp_path: Path, ports: Ports) -> None:

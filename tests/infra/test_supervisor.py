@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -14,7 +15,7 @@ import pytest
 
 from infra.child import Program, StopRank
 from infra.supervisor import RestartPolicy, Supervisor
-from roostream.errors import UnavailableError
+from roostream.errors import SetupError, UnavailableError
 from roostream.runtime.program import AWAY_CODE, HELD_CODE, REFUSED_CODE
 
 WAIT_S = 20.0
@@ -75,6 +76,36 @@ def test_a_killed_child_is_started_again(bench: Bench) -> None:
     os.kill(before, signal.SIGKILL)
     bench.wait(lambda: bench.state("a") == "ready" and bench.pid("a") not in (0, before))
     assert bench.supervisor.slots["a"].num_restarts == 1
+
+
+def test_the_reason_why_a_program_cannot_be_started_is_kept(bench: Bench) -> None:
+    def prepare() -> None:
+        raise SetupError("its folder can't be formatted")
+
+    bench.start(bench.program("a", SLEEP, prepare=prepare))
+    bench.wait(lambda: "a" in bench.supervisor.slots and bench.supervisor.slots["a"].last_error != "")
+    assert bench.supervisor.slots["a"].last_error == "its folder can't be formatted"
+
+
+def test_a_full_disk_ends_no_program_and_states_are_written_when_there_is_space(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    is_full, written = True, list[str]()
+
+    def write_states() -> None:
+        if is_full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written.extend(slot.state for slot in bench.supervisor.slots.values())
+
+    bench.supervisor.changed = write_states
+    bench.start(bench.program("a", SLEEP))
+    bench.wait_state("a", "ready")
+    assert "No space left" in caplog.text
+    is_full = False
+    end_s = time.monotonic() + WAIT_S
+    while "ready" not in written and time.monotonic() < end_s:
+        time.sleep(0.05)
+    assert "ready" in written
 
 
 def test_a_child_that_exits_with_0_is_restarted_without_an_error(

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,21 @@ def test_a_folder_or_a_name_without_a_suffix_gets_a_page_too(tmp_path: Path) -> 
     made = report_files(str(tmp_path / "out"))
     made.check()
     assert made.page == tmp_path / "out" / "report.html" and (tmp_path / "out").is_dir()
+
+
+def test_what_is_no_file_is_written_and_not_replaced(tmp_path: Path) -> None:
+    pipe, link, file = tmp_path / "pipe", tmp_path / "link", tmp_path / "file"
+    os.mkfifo(pipe)
+    link.symlink_to(file)
+    opened = os.open(pipe, os.O_RDWR)
+    try:
+        for place in (pipe, link):
+            check_report(str(place))
+            write_report(place, {"a": 1})
+        assert json.loads(os.read(opened, 100)) == json.loads(file.read_text()) == {"a": 1}
+        assert pipe.is_fifo() and link.is_symlink()
+    finally:
+        os.close(opened)
 
 
 def test_a_folder_is_no_file_for_a_report(tmp_path: Path) -> None:

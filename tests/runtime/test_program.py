@@ -67,6 +67,12 @@ def test_a_command_that_fails_says_what_to_do_in_one_line(body: str, code: int, 
     assert process.returncode == code and stderr.startswith(says) and stderr.count("\n") == bool(says)
 
 
+def test_a_command_that_was_stopped_before_its_end_did_not_succeed() -> None:
+    process = started("stop.set(); raise UnavailableError('stopped before the end')", "is_command=True")
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 1 and "stopped before the end" in stderr and "Traceback" not in stderr
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_stops_a_program_in_order(number: signal.Signals) -> None:
     process = started("print('up', flush=True); stop.wait(30); print('down', flush=True)")

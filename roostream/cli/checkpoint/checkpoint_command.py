@@ -9,7 +9,15 @@ import click
 
 from infra.home import Home
 from infra.options import demo
-from roostream.cli.options import CommandGroup, home_option, json_option, with_options
+from roostream.cli.options import (
+    CommandGroup,
+    FiniteRange,
+    Location,
+    NonEmptyPath,
+    home_option,
+    json_option,
+    with_options,
+)
 from roostream.cli.output import counted, print_json, print_report, progress_bar
 from roostream.errors import CheckpointError, SetupError
 from roostream.runtime import manifest as manifests
@@ -40,7 +48,7 @@ def opened_store(home: Path, store: str) -> CheckpointStore:
         SetupError: there is no store in the home.
         UnavailableError: the store cannot be read, or it is empty and was never created.
     """
-    place = store or home.expanduser().resolve() / "store"
+    place = store or Home(home).root / "store"
     if not store and not Path(place).is_dir():
         raise SetupError(f"there is no store in {home}; give another --home, or a --store")
     opened = open_checkpoint_store(place)
@@ -49,7 +57,9 @@ def opened_store(home: Path, store: str) -> CheckpointStore:
 
 
 @checkpoint.command("init")
-@click.option("--store", required=True, metavar="URL", help="checkpoint store: a directory, or its URL")
+@click.option(
+    "--store", type=Location(), required=True, metavar="URL", help="checkpoint store: a directory, or its URL"
+)
 @click.option(
     "--identity",
     default="",
@@ -57,7 +67,11 @@ def opened_store(home: Path, store: str) -> CheckpointStore:
     help="only for a store whose identity was lost: the one that its shards name when they refuse it",
 )
 @click.option(
-    "--wait", "wait_s", type=float, default=0.0, help="seconds to wait for a store that does not answer"
+    "--wait",
+    "wait_s",
+    type=FiniteRange(0, 1e9),
+    default=0.0,
+    help="seconds to wait for a store that does not answer",
 )
 def init_command(store: str, identity: str, wait_s: float) -> None:
     """Create a checkpoint store, before the first start of a deployment. An existing one stays as it is.
@@ -125,7 +139,7 @@ def verify_command(home: Path, store: str, seq: int | None, as_json: bool) -> No
     opened = opened_store(home, store)
     _number(opened, seq)
     wanted = manifests.numbers(opened) if seq is None else [seq]
-    place = home.expanduser().resolve()
+    place = Home(home).root
     parts = ((n, outcome) for n in reversed(wanted) for outcome in checkpoints.verify(opened, n, place))
     outcomes: dict[int, list[checkpoints.Outcome]] = {n: [] for n in reversed(wanted)}
     for n, outcome in counted(parts, "parts"):
@@ -140,7 +154,7 @@ def verify_command(home: Path, store: str, seq: int | None, as_json: bool) -> No
     sys.exit(1 if any(outcome.state == "damaged" for found in outcomes.values() for outcome in found) else 0)
 
 
-_PATH = click.Path(path_type=Path)
+_PATH = NonEmptyPath(path_type=Path)
 ids_option = click.option(
     "--ids",
     type=_PATH,
@@ -182,7 +196,7 @@ def export_command(
     from roostream.cli.checkpoint import checkpoints
 
     opened = opened_store(home, store)
-    number, place = _number(opened, seq), home.expanduser().resolve()
+    number, place = _number(opened, seq), Home(home).root
     if not to.endswith(".safetensors"):
         _only_of_collections({"--ids": ids, "--make-ids": make_ids}, "--to FILE.safetensors")
         if "://" in to:
@@ -246,8 +260,7 @@ def import_command(
     place = Home(home)
     if not store and place.is_locked():
         raise SetupError(
-            f"a stack runs in {place.root}; stop it with `roostream down --home {place.root}`, or use "
-            "another home"
+            f"a stack runs in {place.root}; stop it with `roostream down {place.option}`, or use another home"
         )
     opened = open_store(store or place.root / "store")  # created once the import is known to be complete
     if Path(source).is_file() or source.endswith(".safetensors"):
@@ -321,9 +334,7 @@ def rollback_command(home: Path, store: str, seq: int, incarnation: int, yes: bo
     opened = opened_store(home, store)
     _number(opened, seq)
     if not store and place.is_locked():
-        raise SetupError(
-            f"a stack runs in {place.root}; stop it with `roostream down --home {place.root}` first"
-        )
+        raise SetupError(f"a stack runs in {place.root}; stop it with `roostream down {place.option}` first")
     newer = [one for one in checkpoints.list_commits(opened) if one["seq"] > seq]
     if not newer and incarnation <= manifests.newest_incarnation(opened):
         click.echo(f"commit {seq} is already the newest")

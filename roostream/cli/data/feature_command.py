@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from roostream.cli.data.table_page import table_report, write_table_page
-from roostream.cli.options import CommandGroup, batch_option, json_option, with_options
+from roostream.cli.options import CommandGroup, NonEmptyPath, batch_option, json_option, with_options
 from roostream.cli.output import print_columns, print_json, print_sentences, progress_bar
 from roostream.cli.replay.report_table import number
 from roostream.errors import ConfigError, nearest
@@ -48,7 +48,7 @@ day_options = with_options(
 
 
 @click.command("feature")
-@click.argument("warehouse", type=click.Path())
+@click.argument("warehouse", type=NonEmptyPath())
 @click.argument("names", nargs=-1)
 @day_options
 @json_option
@@ -88,9 +88,9 @@ def report() -> None:
 
 
 @report.command("table")
-@click.argument("warehouse", type=click.Path())
+@click.argument("warehouse", type=NonEmptyPath())
 @click.option(
-    "--out", type=click.Path(path_type=Path), required=True, help="directory for index.html and report.json"
+    "--out", type=NonEmptyPath(path_type=Path), required=True, help="directory for index.html and report.json"
 )
 @day_options
 @batch_option

@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from roostream.cli.data.log_archive import archive_log
-from roostream.cli.options import CommandGroup, Duration, MultiValueCommand
+from roostream.cli.options import CommandGroup, Duration, Location, MultiValueCommand, NonEmptyPath
 from roostream.cli.output import plain, progress_bar
 from roostream.replay.detect_dataset import detect_replay, input_paths
 from roostream.replay.import_map import load_map
@@ -37,11 +37,13 @@ def import_group() -> None:
 
 @import_group.command("table")
 @click.argument("files", nargs=-1, required=True)
-@click.option("--schema", type=click.Path(), required=True, help="schema TOML with the features and actions")
-@click.option("--map", "map_file", type=click.Path(), required=True, help="TOML that maps columns")
+@click.option(
+    "--schema", type=NonEmptyPath(), required=True, help="schema TOML with the features and actions"
+)
+@click.option("--map", "map_file", type=NonEmptyPath(), required=True, help="TOML that maps columns")
 @click.option(
     "--out",
-    type=click.Path(path_type=Path),
+    type=NonEmptyPath(path_type=Path),
     required=True,
     help="new file for the log: OUT.jsonl or OUT.jsonl.gz",
 )
@@ -71,7 +73,12 @@ def table(files: tuple[str, ...], schema: str, map_file: str, out: Path, skip_ba
 @import_group.command("log", cls=MultiValueCommand)
 @click.argument("log", nargs=-1, required=True)
 @click.option("--schema", default="", help="schema TOML; default: that of the dataset, if it has one")
-@click.option("--warehouse", required=True, help="warehouse to write to: a directory, or s3://bucket/prefix")
+@click.option(
+    "--warehouse",
+    type=Location(),
+    required=True,
+    help="warehouse to write to: a directory, or s3://bucket/prefix",
+)
 @click.option("--engagements", multiple=True, metavar="FILE...", help="tables: files of engagements")
 @click.option(
     "--window", "window_ms", type=Duration(), default="30m", show_default=True, help="the join window"

@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from roostream.cli.data.feature_command import select_features
-from roostream.cli.options import json_option
+from roostream.cli.options import FiniteRange, Location, NonEmptyPath, json_option
 from roostream.cli.output import clock, counted, plain, print_json
 from roostream.errors import CheckpointError, ConfigError
 from roostream.runtime.store_identity import open_checkpoint_store
@@ -33,7 +33,7 @@ from trainer.control.reader_master import LEASES_FILE
 
 
 @click.command("session")
-@click.argument("warehouse", required=False)
+@click.argument("warehouse", type=Location(), required=False)
 @click.option(
     "--days",
     default="",
@@ -42,7 +42,7 @@ from trainer.control.reader_master import LEASES_FILE
 @click.option("--features", default="", help="names separated by commas; '' = all")
 @click.option(
     "--capture",
-    type=click.Path(path_type=Path),
+    type=NonEmptyPath(path_type=Path),
     help="write the reads to this file, for `roostream replay session`",
 )
 @click.option(
@@ -177,17 +177,17 @@ def _bytes(ranges: list[ByteRange]) -> int:
 
 
 @click.command("session")
-@click.argument("session", type=click.Path(path_type=Path))
-@click.argument("warehouse")
+@click.argument("session", type=NonEmptyPath(path_type=Path))
+@click.argument("warehouse", type=Location())
 @click.option(
     "--over-read",
-    type=click.FloatRange(0, 10),
+    type=FiniteRange(0, 10),
     default=None,
     help="second reader: maximum share of unneeded bytes in merged reads",
 )
 @click.option(
     "--slower",
-    type=click.FloatRange(0, 10),
+    type=FiniteRange(0, 10),
     default=None,
     help="second reader: slow it down by this share, as a control",
 )

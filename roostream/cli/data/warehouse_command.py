@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from roostream.cli.options import json_option
+from roostream.cli.options import Location, json_option
 from roostream.cli.output import number, print_columns, print_json
 from roostream.warehouse.describe import describe_file, describe_table
 from roostream.warehouse.warehouse import Warehouse
@@ -20,7 +20,7 @@ _TABLE = click.option(
 
 
 @click.command("table")
-@click.argument("warehouse")
+@click.argument("warehouse", type=Location())
 @_TABLE
 @click.option("--files", "with_files", is_flag=True, help="also list every file")
 @json_option
@@ -52,7 +52,7 @@ def inspect_table(warehouse: str, table: str, with_files: bool, as_json: bool) -
 
 
 @click.command("file")
-@click.argument("warehouse")
+@click.argument("warehouse", type=Location())
 @click.argument("path")
 @_TABLE
 @json_option

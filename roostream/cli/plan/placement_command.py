@@ -13,6 +13,7 @@ from typing import Any
 import click
 import numpy as np
 
+from infra.home import Home
 from infra.options import load_saved_options, save_options
 from param_server.key_value_store import RocksDbStore
 from param_server.placement.bucket_moves import balanced_map
@@ -36,7 +37,7 @@ from roostream.cli.checkpoint import move_buckets
 from roostream.cli.checkpoint.checkpoint_command import opened_store, place_options
 from roostream.cli.checkpoint.checkpoints import schema_of
 from roostream.cli.checkpoint.move_buckets import CommittedShards, bytes_by_bucket, newest_commit
-from roostream.cli.options import CommandGroup, json_option, with_options
+from roostream.cli.options import CommandGroup, FiniteRange, Location, NonEmptyPath, json_option, with_options
 from roostream.cli.output import Row, print_report, print_rows, progress_bar
 from roostream.errors import CheckpointError, ConfigError, SchemaError, SetupError, nearest
 from roostream.runtime.bucket_map import BucketMap, moved
@@ -46,7 +47,7 @@ from roostream.runtime.store_identity import ensure_identity, open_checkpoint_st
 from roostream.schema.schema_file import load_schema
 
 _GIB = 1 << 30
-_PATH = click.Path(path_type=Path)
+_PATH = NonEmptyPath(path_type=Path)
 _MAX_OWNERS, _MAX_BATCH, _MAX_DIGITS = 4096, 1 << 30, 15
 _NONE = "none: a worker with profile_share above 0 writes profiles at commits of the initial phase"
 
@@ -63,7 +64,9 @@ def placement() -> None:
 
 
 _source = with_options(
-    click.option("--store", required=True, help="checkpoint store: a directory, or s3://BUCKET/PREFIX"),
+    click.option(
+        "--store", type=Location(), required=True, help="checkpoint store: a directory, or s3://BUCKET/PREFIX"
+    ),
     click.option("--schema", type=_PATH, required=True, help="schema TOML"),
     click.option(
         "--batch",
@@ -90,7 +93,7 @@ _planned = with_options(
     click.option(
         "--memory",
         "memory_gib",
-        type=click.FloatRange(0, 1e9),
+        type=FiniteRange(0, 1e9),
         default=0.0,
         help="memory of each owner in GiB; 0 = unlimited",
     ),
@@ -277,9 +280,9 @@ def _read(file: Path) -> dict[str, Any]:
         raise ConfigError(
             f"{file}: expected a plan, got {error.strerror}; create one with `placement plan --json`"
         ) from None
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError):
         raise ConfigError(
-            f"{file}: expected the output of `placement plan --json`, got something else ({error!r})"
+            f"{file}: expected the output of `placement plan --json`, got something else; create one with it"
         ) from None
 
 
@@ -305,8 +308,6 @@ def _plan(
     known = read_profiles(open_checkpoint_store(store), loaded)
     rows = _numbers("--rows", row_texts, names)
     tables, why = planned_tables(loaded, known, batch=batch, now_ms=SystemClock().now_ms(), rows=rows)
-    if not memory_gib >= 0:
-        raise ConfigError(f"--memory: expected a number of GiB, got {memory_gib}")
     columns, memory = _numbers("--columns", column_texts, names), int(memory_gib * _GIB)
     costs = _costs(costs_file)
     return (
@@ -399,7 +400,7 @@ _SHOWN = 12
     help="compute a map for this many shards; default: unchanged",
 )
 @click.option(
-    "--max-moved", type=click.FloatRange(0, 1), default=0.0, help="maximum share of the buckets that may move"
+    "--max-moved", type=FiniteRange(0, 1), default=0.0, help="maximum share of the buckets that may move"
 )
 @click.option("--json", "as_json", is_flag=True, help="print only the map as JSON, which `apply` reads")
 def map_command(home: Path, store: str, num_shards: int | None, max_moved: float, as_json: bool) -> None:
@@ -449,7 +450,7 @@ def apply_command(map_file: Path, home: Path, store: str, dry_run: bool) -> None
 
         with progress_bar("moving rows"):
             made = move_buckets.move(opened, after, committed.stores, SystemClock().now_ms())
-    place = home.expanduser().resolve()
+    place = Home(home).root
     if (options := load_saved_options(place)) is not None:  # the next `up` here starts this many shards
         save_options(place, dataclasses.replace(options, num_shards=after.num_owners))
     print_rows(rows, f"{made.name} has the map")
@@ -474,7 +475,7 @@ def _committed(store: CheckpointStore, home: Path, num_shards: int = 0) -> Itera
     with contextlib.ExitStack() as opened:
         blobs = {}
         for index in range(max(manifest.num_shards, num_shards)):
-            place = home.expanduser().resolve() / f"shard-{index}" / "segments"
+            place = Home(home).root / f"shard-{index}" / "segments"
             if index in manifest.shards and not place.is_dir():
                 raise SetupError(
                     f"expected the segments of shard {index} in {place}, got none; give its --home"

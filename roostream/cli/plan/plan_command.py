@@ -4,7 +4,6 @@ docs/operations/scale.md."""
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import re
 from collections.abc import Mapping
@@ -13,6 +12,7 @@ from typing import Any
 import click
 
 from roostream.cli.options import json_option, settings_flags
+from roostream.cli.output import print_json
 from roostream.cli.plan import measured
 from roostream.cli.plan.cost import Cost, Prices, cost_of
 from roostream.cli.plan.sizing import Load, Need, bottleneck, plan
@@ -35,14 +35,18 @@ def plan_command(as_json: bool, **values: Any) -> None:
         prices = Prices(**{name: value for name, value in values.items() if name in names})
     except SettingError as error:
         raise ConfigError(f"--{error.key.replace('_', '-')}: {error.reason}") from None
-    needs = plan(load, measured.read())
-    cost = cost_of(load, needs, prices)
+    try:
+        needs = plan(load, measured.read())
+        cost = cost_of(load, needs, prices)
+        text = "\n".join([*lines(load, needs), "", *cost_lines(cost)])
+    except OverflowError:
+        raise ConfigError(
+            "expected a load that can be computed with, got more; give smaller numbers"
+        ) from None
     if as_json:
-        print(
-            json.dumps({**as_plain(load, needs), "cost": {**cost._asdict(), "month": cost.month}}, indent=1)
-        )
+        print_json({**as_plain(load, needs), "cost": {**cost._asdict(), "month": cost.month}})
     else:
-        print("\n".join([*lines(load, needs), "", *cost_lines(cost)]))
+        click.echo(text)
 
 
 def as_plain(load: Load, needs: list[Need]) -> Mapping[str, Any]:

@@ -273,7 +273,8 @@ class _StackReplay:
             self._poll(0.5)
             if failed := self.stack.failed():
                 raise UnavailableError(
-                    f"{failed[0]} failed for good; its log is {self.stack.log_path(failed[0])}"
+                    f"{failed[0]} failed for good: {self.stack.last_error(failed[0])}; its log is "
+                    f"{self.stack.log_path(failed[0])}"
                 )
             if time.monotonic() - self._moved_s > _STALLED_S:
                 raise UnavailableError(f"nothing was {what} for {_STALLED_S:.0f} s; {self._missing()}")

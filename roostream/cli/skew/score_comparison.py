@@ -29,7 +29,7 @@ import numpy as np
 from infra.home import Home
 from roostream.cli.checkpoint.checkpoint_command import opened_store, place_options
 from roostream.cli.inspect_batch import side_floats
-from roostream.cli.options import json_option
+from roostream.cli.options import NonEmptyPath, json_option
 from roostream.cli.output import Row, print_report, progress_bar
 from roostream.cli.skew.commit_states import CommitStates
 from roostream.cli.skew.scored_lists import LoggedList, of_file, of_topic
@@ -49,7 +49,7 @@ _MAX_SHOWN = 10
 
 
 @click.command("skew")
-@click.argument("files", nargs=-1, type=click.Path(path_type=Path))
+@click.argument("files", nargs=-1, type=NonEmptyPath(path_type=Path))
 @place_options
 @click.option(
     "--lists",
@@ -71,7 +71,7 @@ def skew_command(files: tuple[Path, ...], home: Path, store: str, lists: int, as
       roostream inspect skew --lists 500
       roostream inspect skew .roostream/serving/log/* --home .roostream
     """
-    commits = CommitStates(opened_store(home, store), home.expanduser().resolve())
+    commits = CommitStates(opened_store(home, store), Home(home).root)
     found = [logged for file in files for logged in of_file(file)][-lists:] if files else _newest(home, lists)
     with progress_bar("scoring lists"):
         report = summary(compare_scores(commits, found))

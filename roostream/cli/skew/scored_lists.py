@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from google.protobuf.message import DecodeError
 
-from roostream.errors import ConfigError, RoostreamError
+from roostream.errors import ConfigError, RoostreamError, reason_of
 from roostream.runtime.kafka.broker import Broker
 from roostream.runtime.kafka.consumer import RecordConsumer
 from roostream.runtime.kafka.kafka_consumer import ConsumerOptions, KafkaConsumer
@@ -85,7 +85,8 @@ def of_file(path: Path) -> list[LoggedList]:
         segment = LogSegment.open(path)
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{path}: expected a segment of a feature log or a saved batch, got {error}; choose another file"
+            f"{path}: expected a segment of a feature log or a saved batch, got {reason_of(error)}; "
+            "choose another file"
         ) from None
     if segment is None:
         return list(of_records(saved_batch.decode(data, str(path)).records, str(path)))

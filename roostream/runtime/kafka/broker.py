@@ -9,7 +9,7 @@ import dataclasses
 from pathlib import Path
 from typing import Literal
 
-from roostream.errors import ConfigError
+from roostream.errors import ConfigError, reason_of
 from roostream.schema.settings import setting
 
 _LOGIN = {
@@ -153,5 +153,5 @@ def _text(name: str, path: str) -> str:
         return Path(path).read_text(encoding="ascii")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"kafka_security.{name}: expected a PEM file, got {path!r}: {error}; check the path"
+            f"kafka_security.{name}: expected a PEM file, got {path!r}: {reason_of(error)}; check the path"
         ) from None

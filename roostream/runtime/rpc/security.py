@@ -19,6 +19,7 @@ import ssl
 import threading
 from pathlib import Path
 
+from roostream.errors import reason_of
 from roostream.runtime.file_watcher import FileWatcher
 from roostream.schema.settings import SettingError, Settings, setting
 
@@ -167,7 +168,9 @@ def _tokens(file: str) -> tuple[str, ...]:
     try:
         lines = Path(file).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise SettingError("link.token_file", f"expected a file of tokens, got {file!r}: {error}") from None
+        raise SettingError(
+            "link.token_file", f"expected a file of tokens, got {file!r}: {reason_of(error)}"
+        ) from None
     tokens = tuple(stripped for line in lines if (stripped := line.strip()))
     if not tokens or min(map(len, tokens)) < MIN_TOKEN_CHARS:
         raise SettingError(

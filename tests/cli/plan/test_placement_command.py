@@ -136,7 +136,6 @@ def test_two_plans_are_compared(known: list[str], tmp_path: Path) -> None:
         (["--rows", "item=0"], "got 'item=0'"),
         (["--rows", "item=" + "9" * 5000], "above 0"),
         (["--columns", "user=8"], "expected column pieces that divide dim = 2, got 8"),
-        (["--memory", "nan"], "--memory: expected"),
     ],
 )
 def test_an_impossible_plan_is_one_sentence(known: list[str], arguments: list[str], said: str) -> None:
