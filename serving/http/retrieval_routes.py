@@ -143,14 +143,23 @@ def _decode(decoder: msgspec.json.Decoder[Any], body: bytes, known: dict[str, tu
     try:
         return decode_body(decoder, body, known)
     except RequestError as error:
-        if error.path.startswith("$.filter[...]"):
-            for name, value in msgspec.json.decode(body)["filter"].items():
-                try:
-                    msgspec.convert(value, FilterValue)
-                except msgspec.ValidationError:
-                    error.path = error.path.replace("[...]", f".{shown(name)}", 1)
-                    break
+        if error.path.startswith("$.filter[...]") and (name := _wrong_attribute(body)):
+            error.path = error.path.replace("[...]", f".{shown(name)}", 1)
         raise
+
+
+def _wrong_attribute(body: bytes) -> str:
+    """The first attribute of the filter with a value of a wrong type; "" if the body is no JSON behind it."""
+    try:
+        wanted = msgspec.json.decode(body)["filter"]
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return ""
+    for name, value in wanted.items() if isinstance(wanted, dict) else ():
+        try:
+            msgspec.convert(value, FilterValue)
+        except msgspec.ValidationError:
+            return name
+    return ""
 
 
 def _named_ids(ids: list[int | str], path: str) -> np.ndarray:

@@ -252,6 +252,14 @@ def test_a_bad_field_is_refused_with_its_path(
     assert kept.built.records() == []
 
 
+@pytest.mark.parametrize(
+    "body", [b'{"filter":{"a":1.5},', b'{"filter":{"a":1.5},"filter":5}', b'{"filter":{"a":1.5},"k":"\xff"}']
+)
+def test_a_wrong_filter_before_other_mistakes_is_refused(kept: Retrieving, body: bytes) -> None:
+    status, answer = ask(kept, "/v1/retrieve", body)
+    assert (status, answer["error"]["path"]) == (400, "$.filter[...]")
+
+
 def test_a_feature_of_candidates_has_no_place_in_a_retrieval(kept: Retrieving) -> None:
     status, answer = ask(kept, "/v1/retrieve", {**WHO, "ro": {"age_h": 1}})
     assert (status, answer["error"]["path"]) == (400, "$.ro.age_h")
