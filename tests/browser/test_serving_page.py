@@ -411,7 +411,7 @@ def test_the_documentation_pages_work_offline_and_send_an_example(
         tab.on("pageerror", lambda error: said.append(str(error)))
         tab.on("request", lambda request: asked.append(request.url))
         tab.goto(f"{url}/")
-        tab.wait_for_function("document.querySelectorAll('#now dd').length > 5")
+        tab.locator("#now dd").nth(5).wait_for()
         tab.click("#links a >> text=API")
         rank = "#operations-traffic-rank"
         tab.click(f"{rank} .opblock-summary-control")

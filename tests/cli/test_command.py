@@ -131,7 +131,7 @@ def test_ctrl_c_while_modules_are_imported_ends_quietly() -> None:
         "    def find_spec(self, name, *_):\n"
         "        if name == 'click': raise KeyboardInterrupt\n"
         "sys.meta_path.insert(0, Interrupted())\n"
-        "from roostream.cli import start\n"
+        "from roostream.cli.start import start\n"
         "start()"
     )
     done = subprocess.run((sys.executable, "-c", code), capture_output=True, text=True, check=False)
