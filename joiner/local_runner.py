@@ -92,7 +92,7 @@ class SnapshotStore:
         self.store.sweep()
 
     def _names(self) -> list[str]:
-        """Oldest first. Other files of the directory are left alone."""
+        """The names of the snapshots, oldest first; other files of the directory are ignored."""
         names = self.store.list("snapshots")
         return [name for name in names if name.rsplit("/", 1)[1].isdecimal()]
 

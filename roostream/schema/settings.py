@@ -386,7 +386,7 @@ def _checked(field: dataclasses.Field[Any], hint: Any, value: Any, is_short: boo
 
 
 def _from_text(hint: Any, value: Any) -> Any:
-    """A `Path`, the one type of settings that msgspec does not know."""
+    """Convert text to a `Path`, the only type of a setting that msgspec cannot convert."""
     if hint is Path and isinstance(value, str):
         return Path(value)
     raise ValueError(f"expected {hint}")

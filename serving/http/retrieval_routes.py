@@ -138,8 +138,8 @@ class RetrieveParser:
 
 
 def _decode(decoder: msgspec.json.Decoder[Any], body: bytes, known: dict[str, tuple[str, ...]]) -> Any:
-    """As `decode_body`, but the path of a wrong value of the filter has the attribute's name, for which
-    msgspec writes dots."""
+    """As `decode_body`, but the path of a wrong value in the filter names the attribute, where msgspec writes
+    `[...]`."""
     try:
         return decode_body(decoder, body, known)
     except RequestError as error:
@@ -149,7 +149,8 @@ def _decode(decoder: msgspec.json.Decoder[Any], body: bytes, known: dict[str, tu
 
 
 def _wrong_attribute(body: bytes) -> str:
-    """The first attribute of the filter with a value of a wrong type; "" if the body is no JSON behind it."""
+    """The name of the filter's first attribute whose value has a wrong type; "" if the body is not valid JSON
+    or no attribute is wrong."""
     try:
         wanted = msgspec.json.decode(body)["filter"]
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

@@ -40,8 +40,8 @@ def snapshot(model: nn.Module, optimizer: DenseAdam) -> dict[str, np.ndarray]:
 
 
 def weights_of_inputs(schema: Schema, config: ModelConfig, groups: Collection[str]) -> frozenset[str]:
-    """The weights of a model that would have another shape with one feature more in these groups: those that
-    read the features by their places."""
+    """The names of the weights with one column for each feature of these groups (of `input_names`): those
+    that would have another shape with one feature more."""
     table = next(iter(schema.table_by_name), "")
     added: dict[str, list[Feature]] = {"ro": [], "nro": []}
     for group in groups:

@@ -31,7 +31,7 @@ _MAX_NORM = math.sqrt(torch.finfo(torch.float32).max)  # its square is finite
 
 
 class Logits(NamedTuple):
-    """Both [B, T]."""
+    """Logits of a batch, each [B, T]."""
 
     trained_BT: Tensor  # of the weights in training, with a graph
     scored_BT: Tensor  # of those that score: the same, or their average (weight_average.py)
