@@ -20,11 +20,20 @@ PHONE = {"width": 360, "height": 740}
 class Opened:
     """A tab with the page, and what it did that nobody should see."""
 
-    def __init__(self, browser: Any, run: ReplayedRun, **options: Any) -> None:
-        self.run, self.url = run, run.serve()
+    def __init__(self, browser: Any, run: ReplayedRun, prefix: str = "", **options: Any) -> None:
+        """`prefix`: a path that a proxy before the controller removes."""
+        self.run, origin = run, run.serve()
+        self.url = origin + prefix
         self.context = browser.new_context(
             **{"viewport": {"width": 1280, "height": 900}, "reduced_motion": "reduce", **options}
         )
+        if prefix:
+            self.context.route(
+                f"{self.url}**",
+                lambda route: route.fulfill(
+                    response=route.fetch(url=route.request.url.replace(prefix, "", 1))
+                ),
+            )
         self.tab = self.context.new_page()
         self.said: list[str] = []
         self.asked: list[str] = []
@@ -87,6 +96,12 @@ def test_the_page_shows_state_first_and_history_at_once(opened: Any) -> None:
     assert page.text("#rows-body tbody tr:last-child").startswith("all") and "samples-3" in page.text(
         "#partitions-body"
     )
+
+
+def test_the_page_works_behind_a_proxy_that_removes_a_path_prefix(opened: Any) -> None:
+    page = opened(prefix="ops/loop/")
+    assert page.text("h1") == "Caught up"
+    assert page.tab.evaluate("document.querySelector('footer a').href") == f"{page.url}status.json"
 
 
 def test_readers_and_buffers_are_shown(opened: Any) -> None:

@@ -66,9 +66,9 @@ function append(newest, startedMs) {
 
 async function turn() {
   try {
-    const status = await read("/status.json");
+    const status = await read("status.json");
     if (!append(status.page.newest, status.page.started_ms)) {
-      past = { ...(await read("/history.json")), startedMs: status.page.started_ms, readMs: Date.now() };
+      past = { ...(await read("history.json")), startedMs: status.page.started_ms, readMs: Date.now() };
     }
     show(status);
     answeredMs = Date.now();
