@@ -119,7 +119,7 @@ def build_process(
         watermark=InflightWatermark(clock),
         metrics=metrics,
         executor=ThreadPoolExecutor(1, "scoring"),
-        waiting_for=lambda: _waiting_for(rows, items, is_stopping()),
+        waiting_for=lambda: _waiting_for(rows, process.version_follower, items, is_stopping()),
         row_metrics=rows.metrics,
         rows_age_s=rows.age_s,
         keys=Keyring(Path(config.keys_file)) if config.keys_file else None,
@@ -230,8 +230,12 @@ def process_metrics(process: ServingProcess) -> MetricsCollector:
     return MetricsCollector(read, METRICS)
 
 
-def _waiting_for(rows: FollowedRows, items: ItemVectorUpdater | None, is_stopping: bool) -> list[str]:
+def _waiting_for(
+    rows: FollowedRows, versions: VersionFollower, items: ItemVectorUpdater | None, is_stopping: bool
+) -> list[str]:
     reasons = [] if rows.ready else [rows.waiting_for]
+    if versions.waiting_for:
+        reasons.append(versions.waiting_for)
     if is_stopping:
         reasons.append("another process: this one is stopping")
     if items is not None and items.waiting_for:

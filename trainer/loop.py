@@ -207,8 +207,8 @@ class TrainLoop:
             if changed
             else frozenset[str]()
         )
-        same_schema = not changed if changed is not None else same_schema
-        dense_checkpoint.restore(at.shared, self.model, self.optimizer, same_schema=same_schema, fresh=fresh)
+        same_inputs = not changed if changed is not None else same_schema
+        dense_checkpoint.restore(at.shared, self.model, self.optimizer, same_schema=same_inputs, fresh=fresh)
         self.selection.load(at.shared)
         own = {name: value for part in at.partitions.values() for name, value in part.tensors.items()}
         self.selection.load_rehearsal(own)
@@ -216,7 +216,9 @@ class TrainLoop:
             self.expansion.load(own)
         else:
             warn_of_dropped(own, "expand = 'off'")
-        self.num_steps = at.step
+        # Serving cannot use a commit of other features. A step more asks for a new commit, even if there is
+        # nothing to train.
+        self.num_steps = at.step if same_schema and same_inputs else at.step + 1
         recent_ms = at.shared.get(_RECENT, np.array([at.watermark_ms])).tolist()
         self.watermark = TrainingWatermark(at.watermark_ms, recent_ms)
         epochs = {p: part.leader_epoch for p, part in at.partitions.items() if part.leader_epoch >= 0}

@@ -101,6 +101,17 @@ class VersionFollower:
         self._seq = 0  # its number
         self._bad: set[_Commit] = set()  # manifests that cannot be served
         self._away = self._is_empty = False
+        self._refusal = (0, "")  # number of the newest refused commit, and why it is not served
+
+    @property
+    def waiting_for(self) -> str:
+        """What is missing before this process should be asked: "" once a version was installed, and in a new
+        deployment, whose store has no commit. Any thread."""
+        if self._installed is not None:
+            return ""
+        if self._away:
+            return "the checkpoint store, which cannot be read"
+        return f"a commit that can be served: {refusal}" if (refusal := self._refusal[1]) else ""
 
     def run(self, clock: Clock, stop: threading.Event) -> None:
         """Poll every POLL_S until `stop`."""
@@ -202,6 +213,7 @@ class VersionFollower:
         """Log the refusal once; the manifest is not tried again, another one of its name is."""
         log.warning("model version refused: %s", error)
         self._bad.add(commit)
+        self._refusal = max(self._refusal, (manifests.seq_of(commit.name), str(error)))
         reason = error.reason if isinstance(error, VersionRefusedError) else "damaged"
         self.versions.refuse(commit.name, reason, str(error))
 

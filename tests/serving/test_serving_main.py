@@ -30,6 +30,7 @@ from serving.feature_log.format import LogRecord
 from serving.feature_log.log import FeatureLog
 from serving.feature_log.sender import LogSender
 from serving.main import serve, stop_process
+from tests.runtime.manifest_cases import a_manifest
 from tests.serving.serving_cases import BODY, SCHEMA
 from tests.serving.serving_fakes import FakeSink
 
@@ -168,6 +169,18 @@ def test_the_feature_log_is_sent_although_another_thread_hangs(tmp_path: Path) -
     assert taken == [record] and process.context.log.backlog_records == 0
     over.set()
     assert threads.join(10.0) == []
+    process.close()
+
+
+def test_a_process_is_not_ready_while_every_commit_is_of_another_schema(tmp_path: Path) -> None:
+    config = load(ServingConfig, write_config(tmp_path), environ={})
+    store = open_checkpoint_store(config.store)
+    shape = {"num_shards": 1, "num_buckets": config.buckets, "num_partitions": config.partitions}
+    manifest = a_manifest(1, schema="00000000000000aa", **shape)
+    assert store.create(manifest.name, manifest.encode())
+    process = build_process(config, store, CollectorRegistry())
+    process.version_follower.poll()
+    assert any("restart serving with the trainer's schema" in text for text in process.context.waiting_for())
     process.close()
 
 

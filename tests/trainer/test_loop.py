@@ -347,6 +347,12 @@ def test_weights_that_read_changed_features_start_anew_and_others_continue(chang
         assert np.array_equal(now[name], kept[name]), name
 
 
+@pytest.mark.parametrize("change", SCHEMAS)
+def test_a_restore_of_other_features_asks_for_a_commit_that_serving_can_use(change: str) -> None:
+    at = build(N12).train_all().loop.snapshot()
+    assert restored(at, change).loop.num_steps - at.step == (change != "same")
+
+
 def test_a_commit_after_a_changed_transform_continues_bit_for_bit() -> None:
     changed = restored(build(N12).train_all().loop.snapshot(), "a transform more")
     again = restored(changed.loop.snapshot(), "a transform more")

@@ -409,3 +409,33 @@ def test_a_commit_of_other_transforms_is_refused(commits: Commits) -> None:
     assert not commits.follower.poll() and commits.versions.newest.name == "1-1"
     refused = commits.versions.refused["manifests/00000002"]
     assert refused.reason == "schema" and "nro floats" in refused.message
+
+
+OTHER_SCHEMA = "00000000000000aa"
+
+
+def test_a_process_that_can_serve_none_of_the_commits_waits_for_one_that_it_can(commits: Commits) -> None:
+    assert not commits.follower.poll() and commits.follower.waiting_for == "", "a new deployment"
+    commits.commit(1, schema=OTHER_SCHEMA)
+    commits.commit(2, schema=OTHER_SCHEMA)
+    assert not commits.follower.poll()
+    waiting_for = commits.follower.waiting_for
+    assert "a commit that can be served" in waiting_for and "manifests/00000002" in waiting_for
+    commits.commit(3)
+    assert commits.follower.poll() and commits.follower.waiting_for == ""
+    commits.commit(4, schema=OTHER_SCHEMA)
+    assert not commits.follower.poll() and commits.follower.waiting_for == "", "version 3 is served"
+
+
+def test_a_process_that_cannot_read_the_store_waits_for_it(
+    commits: Commits, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(prefix: str) -> list[str]:
+        raise UnavailableError("503")
+
+    commits.commit(1)
+    with monkeypatch.context() as away:
+        away.setattr(commits.store, "list", fail)
+        assert not commits.follower.poll()
+        assert commits.follower.waiting_for == "the checkpoint store, which cannot be read"
+    assert commits.follower.poll() and commits.follower.waiting_for == ""
