@@ -10,6 +10,8 @@ from typing import Any
 
 import httpx2 as httpx
 
+from roostream.errors import printable
+
 log = logging.getLogger("roostream.simulator")
 _RETRIED_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
 _LOG_INTERVAL_S = 30.0
@@ -27,6 +29,7 @@ class HttpClient:
             base_url=base_url, timeout=5.0, limits=limits, transport=transport, trust_env=False
         )
         self.outcomes: Counter[str] = Counter()  # ok | refused | retried | gave_up
+        self.last_refusal = ""  # path, status and text of the last answer that rejects a request
         self._logged_s = -_LOG_INTERVAL_S
         self._is_down = False
 
@@ -39,7 +42,8 @@ class HttpClient:
             if answer is not None and answer.status_code not in _RETRIED_STATUS:
                 return self._finish(path, answer)
             wait_s = max(_retry_after_s(answer), delay_s * random.uniform(0.5, 1.0))
-            self._warn(problem or f"status {answer.status_code if answer is not None else 0}", loop.time())
+            problem = problem or f"status {answer.status_code if answer is not None else 0}"
+            self._warn(f"request to serving failed: {problem}; it is retried", loop.time())
             if loop.time() + wait_s > until_s:
                 self.outcomes["gave_up"] += 1
                 return None
@@ -63,8 +67,10 @@ class HttpClient:
             log.info("serving responds again")
         if answer.status_code >= 400:
             self.outcomes["refused"] += 1
+            self.last_refusal = f"{path}: status {answer.status_code}: {printable(answer.text[:300])}"
             self._warn(
-                f"{path}: status {answer.status_code}: {answer.text[:300]}", asyncio.get_running_loop().time()
+                f"serving refused a request: {self.last_refusal}; it is not retried",
+                asyncio.get_running_loop().time(),
             )
             return None
         self.outcomes["ok"] += 1
@@ -73,7 +79,7 @@ class HttpClient:
     def _warn(self, problem: str, now_s: float) -> None:
         if now_s - self._logged_s >= _LOG_INTERVAL_S:
             self._logged_s, self._is_down = now_s, True
-            log.warning("request to serving failed: %s; it is retried", problem)
+            log.warning("%s", problem)
 
 
 def _retry_after_s(answer: httpx.Response | None) -> float:

@@ -10,6 +10,7 @@ from prometheus_client import REGISTRY
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from roostream.errors import SetupError
 from roostream.replay.config import SimulateConfig
 from roostream.replay.http_client import HttpClient
 from roostream.replay.report_files import check_report
@@ -29,13 +30,17 @@ def run_simulate(config: SimulateConfig) -> int:
         check_report(config.report)
         health = Health(config.stalled_after_ms / 1000)
         log.info("metrics on port %d", metrics_server.serve(config, health))
-        asyncio.run(_simulate(config, health, stop))
+        asyncio.run(simulate_users(config, health, stop))
 
     return program.run("simulate", body, config.log_format)
 
 
-async def _simulate(config: SimulateConfig, health: Health, stop: program.Stop) -> None:
-    """Run the simulation with its metrics exported; closes its connections in any case."""
+async def simulate_users(config: SimulateConfig, health: Health, stop: program.Stop) -> None:
+    """Run the simulation with its metrics exported; closes its connections in any case.
+
+    Raises:
+        SetupError: serving refused every request.
+    """
     client = HttpClient(config.serving, max_in_flight=config.max_in_flight)
     simulation = Simulation(config, client, SystemClock())
     collector = SimulatorMetrics(simulation)
@@ -47,6 +52,11 @@ async def _simulate(config: SimulateConfig, health: Health, stop: program.Stop) 
         alive.cancel()
         REGISTRY.unregister(collector)
         await client.close()
+    if client.last_refusal and not client.outcomes["ok"]:
+        raise SetupError(
+            f"serving refused all {client.outcomes['refused']} requests; the last answer was "
+            f"{client.last_refusal}; simulated users need serving with the schema of the demo"
+        )
 
 
 async def _report_alive(health: Health) -> None:

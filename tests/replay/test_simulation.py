@@ -6,19 +6,22 @@ import asyncio
 import json
 import threading
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
 import pytest
 
-from roostream.errors import ConfigError
+from roostream.errors import ConfigError, SetupError
 from roostream.replay.config import SimulateConfig
 from roostream.replay.http_client import HttpClient
-from roostream.replay.main import SimulatorMetrics
+from roostream.replay.main import SimulatorMetrics, simulate_users
 from roostream.replay.simulation import ExpectedClickRates, Simulation
 from roostream.replay.world import ExpectedClicks
 from roostream.runtime.clock import SystemClock
+from roostream.runtime.health import Health
+from roostream.runtime.program import Stop
 
 
 class Serving:
@@ -108,6 +111,14 @@ def test_a_rejected_request_is_counted_and_not_retried() -> None:
     simulation, client = simulate(Serving(fail={1: 400}))
     assert client.outcomes["refused"] == 1 and client.outcomes["retried"] == 0
     assert simulation.num_requests > 0
+
+
+def test_the_program_fails_when_serving_refuses_every_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    refusing = httpx.MockTransport(lambda request: httpx.Response(400, json={"error": "$.ro.x: unknown"}))
+    monkeypatch.setattr("roostream.replay.main.HttpClient", partial(HttpClient, transport=refusing))
+    config = SimulateConfig(rate=200.0, seconds=0.2, users=50, items=60)
+    with pytest.raises(SetupError, match=r"refused all \d+ requests.*400.*\$\.ro\.x: unknown"):
+        asyncio.run(simulate_users(config, Health(60), Stop()))
 
 
 def test_an_answer_that_is_no_permutation_shows_nothing() -> None:
