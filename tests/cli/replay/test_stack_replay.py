@@ -71,6 +71,7 @@ def test_a_kept_home_continues_with_the_same_but_live_bounds(tmp_path: Path) -> 
 
 
 @pytest.mark.e2e
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_stack_and_one_process_agree_byte_for_byte(tmp_path: Path) -> None:
     reports = {}
