@@ -1,7 +1,8 @@
 """Online features in Redis: keys, values, and the script that writes them.
 
-    <prefix>features:at             hash: topic:partition → next offset, `cluster` → Kafka's cluster id, and
-                                    `commits:<n>` → number of commits of updater n
+    <prefix>features:at             hash: topic:partition → next offset, `cluster` → Kafka's cluster id,
+                                    `epoch:topic:partition` → next offset and the leader epoch of the record
+                                    before it, and `commits:<n>` → number of commits of updater n
     <prefix>features:updaters       the highest number of updaters that there ever were
     <prefix>features:i:<8 bytes>    state of an item; `u` of a user, `l` of a shown list, `d` ids of counted
                                     events, `e<4 bytes of the name>` of other entities (roostream/online/)
@@ -40,6 +41,7 @@ import logging
 import secrets
 import struct
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import msgspec
@@ -148,6 +150,7 @@ class FeatureStore:
         )
         self._num_read = 1  # updaters whose states are read
         self._num_commits = ""  # of this updater, as stored
+        self._epochs: dict[Partition, bytes] = {}  # the fields `epoch:…`, as stored
         self._prefix = f"{prefix}features:".encode()
         self._at, self._updaters = self._prefix + b"at", self._prefix + b"updaters"
         self._commits, self._pending = f"commits:{index}", _PENDING + b":%d" % index
@@ -183,8 +186,14 @@ class FeatureStore:
                     return self.offsets(cluster)
                 found = {}
         self._num_commits = found.get(self._commits.encode(), b"").decode()
-        fields = {p: f"{p[0]}:{p[1]}".encode() for p in self.partitions}
+        fields = {p: _field(p).encode() for p in self.partitions}
+        self._epochs = {p: found.get(b"epoch:" + field, b"") for p, field in fields.items()}
         return {p: int(found[field]) for p, field in fields.items() if field in found}
+
+    def leader_epochs(self, at: Progress) -> dict[Partition, int]:
+        """The leader epochs that were stored with these offsets; see `RecordConsumer.leader_epochs`."""
+        stored = {p: text.split(b":") for p, text in self._epochs.items() if text}
+        return {p: int(epoch) for p, (offset, epoch) in stored.items() if at.get(p) == int(offset)}
 
     def load(self, counters: Counters, keys: Keys) -> None:
         """Load this updater's states into `counters`, in one round trip. Raises CheckpointError for invalid
@@ -224,9 +233,10 @@ class FeatureStore:
         counters: Counters,
         keys: Keys,
         cluster: str,
+        leader_epochs: Mapping[Partition, int] = MappingProxyType({}),
     ) -> bool:
         """Store these states and the offsets `after`, if the stored offsets equal `before` (a missing
-        partition: none stored).
+        partition: none stored). `leader_epochs`: of the records before `after`, as far as they are known.
 
         Returns False if they differ, or if another updater has taken over; offsets and states must be read
         again. **If it raises:** everything or nothing is committed; `offsets` shows which, and completes it.
@@ -234,8 +244,10 @@ class FeatureStore:
         num_commits = str(int(self._num_commits or 0) + 1)
         fields: list[Any] = ["cluster", cluster, "", self._pending, "", ""]
         fields += [self._commits, self._num_commits, num_commits]
-        for partition in self.partitions:
-            fields += [f"{partition[0]}:{partition[1]}", before.get(partition, ""), after.get(partition, "")]
+        epochs = {p: b"%d:%d" % (after[p], epoch) for p, epoch in leader_epochs.items() if p in after}
+        for p in self.partitions:
+            fields += [_field(p), before.get(p, ""), after.get(p, "")]
+            fields += [f"epoch:{_field(p)}", self._epochs.get(p, b""), epochs.get(p, b"")]
         moves = [len(fields) // 3, *fields]
         keeps = [_KEEP.get(name, _KEEP_S) for name, keys_k in keys.items() for _ in range(len(keys_k))]
         found = zip(self._names(keys, self.index), counters.dump(keys), keeps, strict=True)
@@ -249,6 +261,7 @@ class FeatureStore:
                 is_committed = bool(self._commit(keys=[self._at, *_keys(states)], args=args))
         if is_committed:
             self._num_commits = num_commits
+            self._epochs |= epochs
         return is_committed
 
     def _commit_pieces(self, moves: Sequence[Any], pieces: Sequence[Sequence[StoredState]]) -> bool:
@@ -320,6 +333,10 @@ class FeatureStore:
             head += b"%d:" % index if entity in shared else b":"
             data = keys_k.astype("<i8").tobytes()
             yield from (head + data[at : at + 8] for at in range(0, len(data), 8))
+
+
+def _field(partition: Partition) -> str:
+    return f"{partition[0]}:{partition[1]}"
 
 
 def _pieces(states: Sequence[StoredState], max_keys: int) -> Iterator[list[StoredState]]:

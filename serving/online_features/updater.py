@@ -150,7 +150,7 @@ class FeatureUpdater:
         """Continue from the offsets in Redis. Raises UnavailableError while Redis or Kafka is away; call
         again."""
         self._offsets = self.store.offsets(self.cluster)
-        self.source.seek(self._offsets)
+        self.source.seek(self._offsets, self.store.leader_epochs(self._offsets))
         self.metrics.restarts.inc()
 
     def step(self, timeout_s: float = _POLL_S) -> int:
@@ -178,7 +178,8 @@ class FeatureUpdater:
         for event in events:
             apply(counters, event)
         after = self._offsets | {(r.topic, r.partition): r.offset + 1 for r in records}
-        if not self.store.commit(self._offsets, after, counters, keys, self.cluster):
+        epochs = self.source.leader_epochs(after)
+        if not self.store.commit(self._offsets, after, counters, keys, self.cluster, epochs):
             return False
         self._offsets = after
         self.metrics.time.set(max(r.timestamp_ms for r in records) / 1000)

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from confluent_kafka import TopicPartition
 
 from infra.stack import Stack
-from roostream.runtime.kafka.topics import TOPICS
+from roostream.runtime.kafka import clients
+from roostream.runtime.kafka.broker import Broker
+from roostream.runtime.kafka.topics import DEFAULT_PARTITIONS, IMPRESSIONS, TOPICS, name_of
 from tests.chaos.readings import bad_readings, monitor_of, status_of
 from tests.e2e.loop_stack import applied, quick_options, rank, wait_until
 
@@ -42,6 +45,24 @@ def lose_newest_records(stack: Stack) -> None:
                 derived.unlink()
 
 
+def stop_kafka_uncleanly(stack: Stack) -> None:
+    stack.stop_program("kafka")
+    lose_newest_records(stack)
+    stack.start(["kafka"])
+    stack.wait_ready("kafka", timeout_s=180)
+
+
+def num_impressions(stack: Stack) -> list[int]:
+    """The end offset of each partition."""
+    consumer = clients.consumer(Broker(stack.endpoints.kafka), "test")
+    try:
+        name = name_of(stack.prefix, IMPRESSIONS)
+        places = (TopicPartition(name, p) for p in range(DEFAULT_PARTITIONS))
+        return [consumer.get_watermark_offsets(place, timeout=10.0)[1] for place in places]
+    finally:
+        consumer.close()
+
+
 def test_lost_records_are_counted_and_every_program_goes_on(stack: Stack) -> None:
     """Producers whose records the broker has forgotten are replaced; no program ends for it."""
     monitor = monitor_of(stack)
@@ -51,10 +72,7 @@ def test_lost_records_are_counted_and_every_program_goes_on(stack: Stack) -> Non
 
     try:
         before = applied(stack)
-        stack.stop_program("kafka")
-        lose_newest_records(stack)
-        stack.start(["kafka"])
-        stack.wait_ready("kafka", timeout_s=180)
+        stop_kafka_uncleanly(stack)
         wait_until("a commit of new samples", lambda: applied(stack) > before + 50, 180, bad)
         wait_until("good readings", lambda: not bad(), 60, bad)
         lost = status_of(stack, monitor)["lost_records"]
@@ -64,5 +82,29 @@ def test_lost_records_are_counted_and_every_program_goes_on(stack: Stack) -> Non
         assert not restarts
         logs = {name: stack.log_path(name).read_text() for name in stack.programs}
         assert not [name for name, text in logs.items() if "a defect of Roostream" in text]
+    finally:
+        monitor.close()
+
+
+def test_a_feature_updater_notices_after_its_restart_that_its_offsets_name_other_records(
+    stack: Stack,
+) -> None:
+    """While it was away, the broker lost records and gave their offsets to new ones."""
+    monitor = monitor_of(stack)
+    try:
+        stack.stop_program("features")
+        before = num_impressions(stack)
+        stop_kafka_uncleanly(stack)
+        wait_until(
+            "more records than before",
+            lambda: all(now > past for now, past in zip(num_impressions(stack), before, strict=True)),
+            300,
+        )
+        stack.start(["features"])
+        stack.wait_ready("features", timeout_s=60)
+        wait_until(
+            "lost records", lambda: (status_of(stack, monitor)["lost_records"]["features"] or 0) > 0, 60
+        )
+        wait_until("good readings", lambda: not bad_readings(stack, monitor), 60)
     finally:
         monitor.close()

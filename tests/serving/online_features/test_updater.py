@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from roostream.runtime import redis_client
 from roostream.runtime.backoff import Backoff
 from roostream.runtime.clock import FakeClock
 from roostream.runtime.health import Health
-from roostream.runtime.kafka.topics import ENGAGEMENTS, IMPRESSIONS, Partition
+from roostream.runtime.kafka.topics import ENGAGEMENTS, IMPRESSIONS, Partition, Progress
 from roostream.schema.schema import Schema
 from roostream.wire import records as wire
 from roostream.wire.records import Record
@@ -460,3 +461,49 @@ def test_an_updater_of_too_high_a_number_is_refused() -> None:
         FeaturesConfig(**common, index=2, num_updaters=2)
     with pytest.raises(ConfigError, match="index"):
         FeaturesConfig(**common, partitions=4, index=4, num_updaters=8)
+
+
+class Epochs(MemoryEvents):
+    """Every record has this leader epoch; `sought` are the epochs of the last `seek`."""
+
+    epoch = 5
+    sought: Mapping[Partition, int] = MappingProxyType({})
+
+    def leader_epochs(self, at: Progress) -> dict[Partition, int]:
+        return dict.fromkeys(at, self.epoch)
+
+    def seek(self, progress: Progress, leader_epochs: Mapping[Partition, int] = MappingProxyType({})) -> None:
+        self.sought = leader_epochs
+        super().seek(progress, leader_epochs)
+
+
+def test_the_next_updater_knows_the_leader_epochs_of_the_stored_offsets(redis: RedisServer) -> None:
+    """With them its consumer notices that a broker lost these offsets and gave them to other records."""
+    records = records_of(events(60))
+    source = Epochs(records)
+    updater = opened(redis, source, batch=20)
+    assert source.sought == {}
+    updater.step()
+    read = {p for p, at in source.positions().items() if at}
+    source = Epochs(records)
+    updater = opened(redis, source, batch=20)
+    assert source.sought == dict.fromkeys(read, 5)
+    source.epoch = 6
+    updater.step()
+    source = Epochs(records)
+    opened(redis, source)
+    assert set(source.sought.values()) == {6}
+
+
+def test_a_leader_epoch_of_other_offsets_is_not_used(redis: RedisServer) -> None:
+    """Updaters of older versions store offsets without epochs."""
+    records = records_of(events(60))
+    opened(redis, Epochs(records), batch=20).step()
+    older = opened(redis, MemoryEvents(records), batch=20)
+    older.step()
+    source = Epochs(records)
+    updater = opened(redis, source)
+    moved = {p for p, at in older.source.positions().items() if at}
+    assert not moved & source.sought.keys()
+    updater.step()
+    assert_equal(updater.store, records)
