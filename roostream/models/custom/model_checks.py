@@ -91,10 +91,15 @@ class _CheckedModel:
         lookup = build_lookup(batch)
         return build_inputs(batch, lookup, example_rows(self.schema, lookup), train=train)
 
-    def learn(self, model: Model, batch: Batch, weight: float = 1.0) -> tuple[Tensor, Inputs]:
-        """The loss after `backward`, and the inputs with the rows' gradients."""
+    def learn(
+        self, model: Model, batch: Batch, weight: float = 1.0, part_of: int = 1
+    ) -> tuple[Tensor, Inputs]:
+        """The loss after `backward`, and the inputs with the rows' gradients. `part_of`: the batch is this
+        part of a step, so 2 = a half."""
         inputs = self.inputs(batch, train=True)
         targets = Targets(torch.from_numpy(batch.label_BT), weight * torch.from_numpy(batch.weight_BT))
+        if part_of > 1:
+            targets = targets._replace(total_T=part_of * targets.weight_BT.sum(dim=0))
         model.zero_grad()
         value = model.loss(inputs, model(inputs), targets)
         backward(model, value)
@@ -277,6 +282,13 @@ def _learns(subject: _CheckedModel) -> Iterator[str]:
         for name, gradient in gradients.items():
             if gradient is not None and not torch.isfinite(gradient).all():
                 yield f"expected finite gradients, got others for {name}; a square root or norm of 0 has none"
+    half, _ = subject.learn(model, subject.batch(subject.requests), part_of=2)
+    double, _ = subject.learn(model, subject.batch([*subject.requests, *subject.requests]))
+    if _same_bits(value, half) and double < 1.5 * value:  # a mean, not a sum
+        yield (
+            "expected half the loss where a batch is half of a step, got the same; divide by targets.total_T "
+            "if it is given"
+        )
     nothing, _ = subject.learn(model, subject.batch(subject.requests), weight=0.0)
     if float(nothing) != 0.0:
         advice = "divide by weights only where there are any" if torch.isnan(nothing) else "use weight_BT"

@@ -134,6 +134,8 @@ BFLOAT16 = "self.register_buffer('small', torch.zeros(3, dtype=torch.bfloat16))"
             LEARNS,
         ),
         (".sum()\n", ".sum() / targets.weight_BT.sum()\n", LEARNS),
+        (".sum()\n", ".sum() / targets.weight_BT.sum().clamp(min=1)\n", LEARNS),  # without total_T
+        (".sum()\n", ".mean()\n", LEARNS),
     ],
 )
 def test_a_violated_rule_is_reported(tmp_path: Path, right: str, wrong: str, check: str) -> None:
