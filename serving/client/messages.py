@@ -163,7 +163,12 @@ def encode_impression(fields: RankFields, schema: Schema) -> bytes:
         schema=schema.fingerprint,
         model_version=given.model_version,
     )
-    nro = encode_nro(schema, _columns(fields["candidates"]), len(ids))
+    columns = _columns(fields["candidates"])
+    for path, names in (("$.ro", ro), ("$.candidates", columns)):
+        for name in names:
+            if not isinstance(name, str):
+                raise _bad_fields(f"expected names of features as texts, got {name!r}", path)
+    nro = encode_nro(schema, columns, len(ids))
     return pb.Impression(header=header, item_ids=ids, ro=encode_ro(schema, ro), nro=nro).SerializeToString()
 
 
@@ -229,9 +234,12 @@ def _python_number(value: Any) -> Any:
 
 def _rank_call(fields: RankFields, schema: Schema | None, *query: str) -> Call:
     given = cast(RankFields, _named(fields))
-    if schema is None or given.get("first_position"):
+    if schema is None:
         return _post(_with_query("/v1/rank", query), given)
-    path = _with_query("/v1/rank", (*query, *["append=true"] * bool(given.get("append"))))
+    header = _checked_header(given)
+    if header.first_position:
+        return _post(_with_query("/v1/rank", query), given)
+    path = _with_query("/v1/rank", (*query, *["append=true"] * header.append))
     return Call(
         "POST", path, encode_impression(given, schema), (("content-type", PROTOBUF), ("accept", PROTOBUF))
     )

@@ -316,6 +316,8 @@ def test_an_async_client_works_in_one_event_loop_after_another(live: LiveServing
         ({"request_id": 0}, "$.request_id"),
         ({"surface": None}, "$.surface"),
         ({"append": "false"}, "$.append"),
+        ({"append": np.array([True, False])}, "$.append"),
+        ({"first_position": np.array([0, 1])}, "$.first_position"),
         ({"model_version": None}, "$.model_version"),
         ({"ro": None}, "$.ro"),
         ({"candidates": [{"item_id": None}]}, "$.candidates[0].item_id"),
@@ -359,6 +361,22 @@ def test_values_that_json_would_change_are_not_sent(change: dict[str, Any], path
     assert (caught.value.status, caught.value.code, caught.value.path) == (0, "bad_fields", path)
     with pytest.raises(ServingError, match="bytes"):
         engage_exchange([CLICK, {**CLICK, "item_id": cast(Any, b"8")}])
+
+
+@pytest.mark.parametrize(
+    ("change", "path"),
+    [
+        ({"ro": {3: 1.0}}, "$.ro"),
+        ({"candidates": [{"item_id": 1, 3: 1.0}]}, "$.candidates"),
+        ({"candidates": {"item_id": [1], 3: [1.0]}}, "$.candidates"),
+    ],
+    ids=str,
+)
+def test_a_name_that_is_no_text_is_refused_in_protobuf(change: dict[str, Any], path: str) -> None:
+    wrong = cast(RankFields, {"request_id": "r-1", "candidates": [{"item_id": 1}], **change})
+    with pytest.raises(ServingError, match="names of features as texts, got 3") as caught:
+        rank_exchange(wrong, SCHEMA)
+    assert caught.value.path == path
 
 
 def test_a_key_is_sent_without_the_line_end_of_its_file_and_never_repeated() -> None:
