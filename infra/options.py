@@ -60,7 +60,7 @@ class StackOptions(Settings):
         0, "upper limit for readers that are added while workers wait for input; 0 = num_readers", ge=0, le=64
     )
     num_task_managers: int = setting(
-        1, "Flink task managers, one slot each; also the joiner's parallelism", ge=1
+        1, "Flink task managers, one slot each; also the joiner's parallelism", ge=1, le=64
     )
     partitions: int = setting(
         DEFAULT_PARTITIONS, "partitions of each topic; dead_letters has one", ge=1, le=1024
@@ -94,6 +94,9 @@ class StackOptions(Settings):
                 self.num_workers,
                 "each worker trains at least one partition",
             )
+        if self.num_shards > self.buckets:
+            reason = "each shard owns at least one bucket"
+            raise setting_error("num_shards", f"at most buckets = {self.buckets}", self.num_shards, reason)
         if self.num_updaters > self.partitions:
             raise setting_error("num_updaters", f"at most partitions = {self.partitions}", self.num_updaters)
         for key, address in (("kafka", self.kafka), ("redis", self.redis)):

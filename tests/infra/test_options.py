@@ -22,7 +22,17 @@ VALUES = st.one_of(
 KEYS = st.text("abcdefghijklmnopqrstuvwxyz_", min_size=1)
 
 
-@pytest.mark.parametrize(("change", "key"), [({"prefix": "Ä"}, "prefix"), ({"num_shards": 0}, "num_shards")])
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        ({"prefix": "Ä"}, "prefix"),
+        ({"num_shards": 0}, "num_shards"),
+        ({"num_shards": 65}, "num_shards.*at most buckets = 64"),
+        ({"num_workers": 5}, "num_workers.*at most partitions = 4"),
+        ({"num_updaters": 5}, "num_updaters.*at most partitions = 4"),
+        ({"num_task_managers": 65}, "num_task_managers"),
+    ],
+)
 def test_wrong_options_are_refused(change: dict[str, object], key: str) -> None:
     with pytest.raises(ConfigError, match=key):
         StackOptions(**change)  # type: ignore[arg-type]
