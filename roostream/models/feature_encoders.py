@@ -10,7 +10,7 @@ embeddings in, C width of each, O embeddings out, P width of each.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Literal
 
 import torch
@@ -21,6 +21,7 @@ from roostream.models.config import RankerConfig
 from roostream.models.embedding_ops import gather_rows, pool_bags
 from roostream.models.inputs import Inputs, Sequence, SharedEntries
 from roostream.models.layers import Mlp
+from roostream.models.named_columns import ColumnNames, numbered
 from roostream.online.counters import sources_of
 from roostream.schema.counter_plan import declared
 from roostream.schema.schema import Feature, Schema
@@ -110,13 +111,21 @@ class FeatureEncoder(nn.Module):
     def forward(self, inputs: Inputs, pooled: PooledFeatures) -> Tensor:
         raise NotImplementedError
 
+    def column_names(self) -> dict[str, ColumnNames]:
+        """As `Model.column_names`."""
+        return {}
+
 
 class FloatEncoder(FeatureEncoder):
     """Floats and presence bits of a side."""
 
     def __init__(self, schema: Schema, side: Side) -> None:
         super().__init__()
-        self.width = len(output_names(schema, side)) + len(getattr(schema, side))
+        self.columns = (
+            *(f"{side} {name}" for name in output_names(schema, side)),
+            *(f"{side} {f.name} is present" for f in (*schema.floats(side), *schema.lists(side))),
+        )
+        self.width = len(self.columns)
         self._side = side
 
     def forward(self, inputs: Inputs, pooled: PooledFeatures) -> Tensor:
@@ -133,10 +142,21 @@ class EmbeddingEncoder(FeatureEncoder):
     def __init__(self, schema: Schema, side: Side) -> None:
         super().__init__()
         self._features = tuple(f.name for f in schema.lists(side))
-        self.width = sum(schema.table_by_name[f.table].dim for f in schema.lists(side))
+        self.columns = pooled_columns(schema, schema.lists(side))
+        self.width = len(self.columns)
 
     def forward(self, inputs: Inputs, pooled: PooledFeatures) -> Tensor:
         return torch.cat([pooled[name] for name in self._features], dim=1)
+
+
+def pooled_columns(schema: Schema, features: Iterable[Feature]) -> tuple[str, ...]:
+    """Names of the columns of pooled lists, side by side."""
+    return tuple(name for f in features for name in row_columns(schema, f.name, f.table))
+
+
+def row_columns(schema: Schema, feature: str, table: str) -> tuple[str, ...]:
+    """Names of the columns of a row. A table that becomes wider keeps its columns."""
+    return numbered(f"{feature} of {table}", schema.table_by_name[table].dim)
 
 
 class HistoryAttentionEncoder(FeatureEncoder):
@@ -161,8 +181,20 @@ class HistoryAttentionEncoder(FeatureEncoder):
         )
         self._last_bucket = config.time_buckets - 1
         entry_width = sum(dims) + time_width * len(self.times)
+        of_rows = (("entry", feature.table), *feature.column_tables.items())
+        self._entry_columns = (
+            *(name for c, t in of_rows for name in row_columns(schema, c, t)),
+            *(name for c in feature.time_columns for name in numbered(c, time_width)),
+        )
         self.attention = TargetAttention(query_width, entry_width, config.history_width, config.history_heads)
         self.width = config.history_width
+        self._query_columns = pooled_columns(schema, schema.lists("nro"))
+
+    def column_names(self) -> dict[str, ColumnNames]:
+        return {
+            "attention.query.weight": (None, self._query_columns),
+            "attention.key_value.weight": (None, self._entry_columns),
+        }
 
     def forward(self, inputs: Inputs, pooled: PooledFeatures) -> Tensor:
         sequence = inputs.sequences[self.feature.name]
@@ -236,12 +268,24 @@ class UserArch(FeatureEncoder):
         self.widen = nn.ModuleDict(
             {name: nn.Linear(dim, width) for name, dim in dims.items() if dim != width}
         )
+        self._row_columns = {f.name: row_columns(schema, f.name, f.table) for f in schema.lists("ro")}
         self._floats = FloatEncoder(schema, "ro") if schema.floats("ro") else None
+        self.tokens = (*dims, *(["floats"] if self._floats else []))
         self.dense = Mlp(self._floats.width, (width,)) if self._floats else None
-        num_in = len(dims) + bool(self._floats)
+        num_in = len(self.tokens)
         num_out = min(config.userarch_embeddings, num_in)
         self.compression = LinearCompression(num_in, width, num_out, width) if num_in else None
         self.width = num_out * width
+
+    def column_names(self) -> dict[str, ColumnNames]:
+        names: dict[str, ColumnNames] = {
+            f"widen.{name}.weight": (None, self._row_columns[name]) for name in self.widen
+        }
+        if self._floats is not None:
+            names["dense.layers.0.weight"] = (None, self._floats.columns)
+        if self.compression is not None:
+            names["compression.across.weight"] = (None, self.tokens)
+        return names
 
     def forward(self, inputs: Inputs, pooled: PooledFeatures) -> Tensor:
         once = {name: inputs.once(pooled[name]) for name in self._names}

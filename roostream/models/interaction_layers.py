@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from roostream.models.config import InteractionName
+from roostream.models.named_columns import ColumnNames
 
 
 class DotProducts(nn.Module):
@@ -101,6 +102,10 @@ class Dhen(nn.Module):
         self.layers = nn.ModuleList(DhenLayer(names, tokens, token_width, rank) for _ in range(layers))
         self._shape_KD = (tokens, token_width)
 
+    def column_names(self, columns: tuple[str, ...]) -> dict[str, ColumnNames]:
+        """`columns`: the names of the inputs."""
+        return {"tokens.weight": (None, columns)}
+
     def forward(self, x_NW: Tensor) -> Tensor:
         x_NKD = self.tokens(x_NW).view(-1, *self._shape_KD)
         for layer in self.layers:
@@ -122,6 +127,16 @@ class CrossNet(nn.Module):
             nn.Linear(width, rank, bias=False) for _ in range(layers if low_rank else 0)
         )
         self.layers = nn.ModuleList(nn.Linear(rank if low_rank else width, width) for _ in range(layers))
+
+    def column_names(self, columns: tuple[str, ...]) -> dict[str, ColumnNames]:
+        """`columns`: the names of the inputs, which are also those of the outputs."""
+        names: dict[str, ColumnNames] = {f"down.{i}.weight": (None, columns) for i in range(len(self.down))}
+        for i in range(len(self.layers)):
+            names |= {
+                f"layers.{i}.weight": (columns, None if self.down else columns),
+                f"layers.{i}.bias": (columns,),
+            }
+        return names
 
     def forward(self, x_ND: Tensor) -> Tensor:
         x0_ND = x_ND

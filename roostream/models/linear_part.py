@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from roostream.models.feature_encoders import FloatEncoder, RateScale, float_kinds
 from roostream.models.inputs import Inputs
+from roostream.models.named_columns import ColumnNames
 from roostream.schema.schema import Schema
 from roostream.wire.block import Side
 from roostream.wire.transform import output_names
@@ -69,6 +70,21 @@ class LinearColumns(nn.Module):
         self.request_hinges: Hinges | None = request if fits else None
         self.rate_hinges: Hinges | None = rate_hinges if fits else None
         self.added_width = added + rate_hinges.width if fits else 0
+        floats = [[f"{side} {name}" for name in output_names(schema, side)] for side in sides]
+        self.columns = (
+            *self.own.columns,
+            "constant",
+            *(
+                (
+                    *candidate.columns(floats[0]),
+                    *floats[1],
+                    *request.columns(floats[1]),
+                    *rate_hinges.columns(floats[0]),
+                )
+                if fits
+                else ()
+            ),
+        )
 
     def forward(self, inputs: Inputs, rates: RateScale | None = None) -> Tensor:
         """[B, G]. `rates`: what multiplied the rates of `inputs`; None = nothing."""
@@ -105,6 +121,11 @@ class Hinges(nn.Module):
     def forward(self, x_BG: Tensor, scale_G: Tensor | None = None) -> Tensor:
         """`scale_G`: by what the columns, and so the knots, were multiplied."""
         return torch.relu(x_BG.index_select(1, self.column_H) - self._scaled_knots(scale_G))
+
+    def columns(self, names: Sequence[str]) -> list[str]:
+        """Names of the hinges. `names`: of the columns that they bend."""
+        pairs = zip(self.column_H.tolist(), self.knot_H.tolist(), strict=True)
+        return [f"{names[column]} above {knot:.4g}" for column, knot in pairs]
 
     def as_linear(self, scale_G: Tensor | None = None) -> nn.Linear:
         """The same before the ReLU, as a layer for the compiled scorer."""
@@ -158,6 +179,10 @@ class LinearPart(nn.Module):
             nn.init.zeros_(parameter)
         self.weight.copy_(torch.tensor(self._first_weight))
         nn.init.constant_(self.share, FIRST_SHARE)
+
+    def column_names(self, columns: tuple[str, ...]) -> dict[str, ColumnNames]:
+        """`columns`: those of `LinearColumns`."""
+        return {"weight": (None, columns), "curvature": (None, columns, columns)}
 
     def mixture_parameters(self) -> list[nn.Parameter]:
         """Those that compare predictions, so only batches can train them from which no part has learned."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from roostream.models.config import LossName
 from roostream.models.inputs import Inputs
+from roostream.models.named_columns import ColumnNames
 
 
 class Targets(NamedTuple):
@@ -47,3 +48,8 @@ class Model(nn.Module, abc.ABC):
         `logits_BT` is the result of `forward` for these inputs, before a step. A kind whose loss needs more
         than logits (a softmax over the batch's items) recomputes it from `inputs`.
         """
+
+    def column_names(self) -> dict[str, ColumnNames]:
+        """The names of the columns of parameters that have one for each feature. With other features such a
+        parameter keeps its named columns; one that is not named starts again from its initial value."""
+        return {}

@@ -37,6 +37,7 @@ from roostream.models.layers import Mlp
 from roostream.models.linear_part import MAX_WIDTH, LinearColumns, LinearPart
 from roostream.models.loss import loss, task_objectives
 from roostream.models.model import Model, Targets
+from roostream.models.named_columns import ColumnNames, numbered, with_prefix
 from roostream.models.sequence.history_encoders import HstuTargetEncoder
 from roostream.online.counters import sources_of
 from roostream.schema.counter_plan import ITEM, declared
@@ -112,6 +113,28 @@ class Ranker(Model):
         columns_BG = self.linear_columns(self.scaled(inputs), self.scale_rates)
         return self.linear.loss(columns_BG, logits_BT, loss_of)
 
+    def column_names(self) -> dict[str, ColumnNames]:
+        request = _columns_of(self.request_parts)
+        has_tower = bool(self.request_tower.layers)
+        columns = (
+            *(numbered("request", self.request_tower.width) if has_tower else request),
+            *(numbered("user arch", self.user_arch.width) if self.user_arch is not None else ()),
+            *_columns_of(self.candidate_parts),
+        )
+        names = with_prefix("cross", self.cross.column_names(columns))
+        if has_tower:
+            names["request_tower.layers.0.weight"] = (None, request)
+        if self.user_arch is not None:
+            names |= with_prefix("user_arch", self.user_arch.column_names())
+        if isinstance(self.cross, CrossNet):
+            names["dense.layers.0.weight"] = (None, columns)
+        for name, part in self.candidate_parts.items():
+            assert isinstance(part, FeatureEncoder)
+            names |= with_prefix(f"candidate_parts.{name}", part.column_names())
+        if self.linear is not None:
+            names |= with_prefix("linear", self.linear.column_names(self.linear_columns.columns))
+        return names
+
     def scaled(self, inputs: Inputs) -> Inputs:
         """The floats as all parts of the model see them."""
         return inputs if self.scale_rates is None else self.scale_rates(inputs)
@@ -122,6 +145,18 @@ class Ranker(Model):
         blocks = [inputs.once(part(inputs, pooled)) for part in self.request_parts.values()]
         shared = [self.request_tower(torch.cat(blocks, dim=1))] if blocks else []
         return shared if self.user_arch is None else [*shared, self.user_arch(inputs, pooled)]
+
+
+def _columns_of(parts: nn.ModuleDict) -> tuple[str, ...]:
+    """Names of the columns of encoders side by side."""
+    columns: list[str] = []
+    for name, part in parts.items():
+        assert isinstance(part, FeatureEncoder)
+        if isinstance(part, FloatEncoder | EmbeddingEncoder):
+            columns += part.columns
+        else:
+            columns += numbered(name, part.width)
+    return tuple(columns)
 
 
 def _interaction(width: int, config: RankerConfig) -> CrossNet | Dhen:

@@ -14,6 +14,7 @@ from roostream.errors import UnavailableError
 from roostream.models.build import build_model
 from roostream.models.inputs import INPUT_NAMES, Inputs, build_inputs
 from roostream.models.model import Targets
+from roostream.models.named_columns import COLUMN_NAMES
 from roostream.schema.schema_file import schema_from_dict
 from roostream.wire.decode import Decoder
 from roostream.wire.lookup import build_lookup
@@ -331,10 +332,16 @@ def restored(at: Snapshot, change: str) -> Built:
     return built
 
 
+def without(at: Snapshot, name: str) -> Snapshot:
+    return dataclasses.replace(at, shared={k: v for k, v in at.shared.items() if k != name})
+
+
 @pytest.mark.parametrize("change", SCHEMAS)
-def test_weights_that_read_changed_features_start_anew_and_others_continue(change: str) -> None:
+def test_weights_that_read_changed_features_start_anew_if_a_commit_does_not_name_their_columns(
+    change: str,
+) -> None:
     before = build(N12).train_all()
-    after = restored(before.loop.snapshot(), change)
+    after = restored(without(before.loop.snapshot(), COLUMN_NAMES), change)
     kept, now = weights(before), weights(after)
     initial = build_model(after.loop.schema, samples.MODEL, after.loop.config.seed).state_dict()
     for name in ("linear.weight", "cross.layers.0.weight", "dense.layers.0.weight"):
@@ -345,6 +352,27 @@ def test_weights_that_read_changed_features_start_anew_and_others_continue(chang
         assert change == "same" or name not in optimizer or not optimizer[name]["exp_avg"].any()
     for name in ("heads.towers.0.layers.0.weight", "request_tower.layers.0.weight"):
         assert np.array_equal(now[name], kept[name]), name
+
+
+@pytest.mark.parametrize("change", SCHEMAS)
+def test_columns_of_features_that_stayed_keep_their_weights_and_optimizer_state(change: str) -> None:
+    before = build(N12).train_all()
+    moment = before.loop.optimizer.slots["dense.layers.0.weight"]["exp_avg"]
+    moment.copy_(1 + torch.arange(moment.numel()).view(moment.shape))
+    after = restored(before.loop.snapshot(), change)
+    kept, now = weights(before), weights(after)
+    moments = [b.loop.optimizer.slots["dense.layers.0.weight"]["exp_avg"].numpy() for b in (before, after)]
+    old, new = (b.loop.model.column_names()["dense.layers.0.weight"][1] for b in (before, after))
+    assert old is not None and new is not None and (old == new) == (change == "same")
+    stayed = [column for column in new if column in old]
+    assert len(stayed) == len(old) - 2 * (change == "another float")
+    at_old, at_new = [old.index(c) for c in stayed], [new.index(c) for c in stayed]
+    for was, weight in (
+        (kept["dense.layers.0.weight"], now["dense.layers.0.weight"]),
+        (moments[0], moments[1]),
+    ):
+        assert np.array_equal(weight[:, at_new], was[:, at_old])
+        assert not np.delete(weight, at_new, axis=1).any()
 
 
 @pytest.mark.parametrize("change", SCHEMAS)
@@ -361,5 +389,5 @@ def test_a_commit_after_a_changed_transform_continues_bit_for_bit() -> None:
 
 def test_a_commit_that_names_no_inputs_is_restored_as_before() -> None:
     at = build(N12).train_all().loop.snapshot()
-    old = dataclasses.replace(at, shared={k: v for k, v in at.shared.items() if k != INPUT_NAMES})
+    old = without(without(at, INPUT_NAMES), COLUMN_NAMES)
     assert restored(old, "same").bits() == restored(at, "same").bits()

@@ -1,23 +1,26 @@
 """Weights and optimizer state of the dense part as tensors of a checkpoint (safetensors).
 
 Names: `model.<parameter>`, the scoring weights; `trained.<parameter>`, the weights in training if they differ
-(averaging); `optimizer.<parameter>.<slot>`, `optimizer.step`, `watermark.recent_ms`, `inputs.names`; state of
-selection. A restore is bit-exact (guarantee G11).
+(averaging); `optimizer.<parameter>.<slot>`, `optimizer.step`, `watermark.recent_ms`, `inputs.names`,
+`inputs.columns`; state of selection. A restore is bit-exact (guarantee G11).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 import torch
 from torch import nn
 
 from roostream.errors import CheckpointError, ConfigError
+from roostream.models import named_columns
 from roostream.models.build import ADDED_PARTS, build_model
 from roostream.models.config import ModelConfig
+from roostream.models.model import Model
+from roostream.models.named_columns import ColumnNames
 from roostream.schema.schema import Feature, Schema
 from trainer.dense_part.adam import SLOTS, DenseAdam
 
@@ -36,6 +39,8 @@ def snapshot(model: nn.Module, optimizer: DenseAdam) -> dict[str, np.ndarray]:
         out |= {f"{_TRAINED}{name}": _copy(value) for name, value in model.state_dict().items()}
     for name, slots in optimizer.slots.items():
         out |= {f"optimizer.{name}.{slot}": _copy(value) for slot, value in slots.items()}
+    if names := _column_names(model):
+        out[named_columns.COLUMN_NAMES] = named_columns.encode(names)
     return out | {"optimizer.step": np.array(optimizer.num_steps, dtype=np.int64)}
 
 
@@ -77,7 +82,8 @@ def restore(
     An average that the snapshot lacks starts at the weights; one that is no longer configured is dropped.
     A snapshot from before a part was added to the model (`_ADDED`) starts it at zero; one from before a part
     got more columns starts these at zero.
-    With another, compatible schema, a weight whose shape changed keeps its initial value, and so do those in
+    With another, compatible schema, a weight with named columns continues with those of the features that
+    stayed (named_columns.py). Another weight whose shape changed keeps its initial value, and so do those in
     `fresh`, whose inputs have changed.
 
     Raises:
@@ -90,6 +96,10 @@ def restore(
         wanted += [(f"model.{name}", value) for name, value in optimizer.average.model.state_dict().items()]
     for name, slots in optimizer.slots.items():
         wanted += [(f"optimizer.{name}.{slot}", value) for slot, value in slots.items()]
+    if not same_schema:
+        carried = _carry_over(tensors, wanted, named_columns.decode(tensors), _column_names(model))
+        tensors = {**tensors, **carried}
+        fresh = {name for name in fresh if f"{weights_prefix}{name}" not in carried}
     parts = {name.rpartition(".")[0] for name in tensors}  # one with a tensor is not new
     added = {
         n: value
@@ -118,6 +128,30 @@ def restore(
             if name not in misfits:
                 value.copy_(torch.from_numpy(tensors[name].copy()))
     optimizer.num_steps = int(tensors.get("optimizer.step", 0))
+
+
+def _column_names(model: nn.Module) -> dict[str, ColumnNames]:
+    return model.column_names() if isinstance(model, Model) else {}
+
+
+def _carry_over(
+    tensors: Mapping[str, np.ndarray],
+    wanted: Sequence[tuple[str, torch.Tensor]],
+    before: Mapping[str, ColumnNames],
+    now: Mapping[str, ColumnNames],
+) -> dict[str, np.ndarray]:
+    """The tensors of `wanted` with named columns, with the values of the columns that stayed."""
+    names = {
+        full: (before[name], now[name])
+        for name in before.keys() & now.keys()
+        for full in (_TRAINED + name, f"model.{name}", *(f"optimizer.{name}.{slot}" for slot in SLOTS))
+    }
+    carried = {
+        n: named_columns.carry_over(tensors[n], names[n][0], _copy(value), names[n][1])
+        for n, value in wanted
+        if n in names and n in tensors
+    }
+    return {n: value for n, value in carried.items() if value is not None}
 
 
 def _was_added(name: str) -> bool:

@@ -31,6 +31,7 @@ from roostream.errors import ConfigError, RoostreamError
 from roostream.models.config import CustomModelConfig
 from roostream.models.inputs import Inputs
 from roostream.models.model import Model, Targets
+from roostream.models.named_columns import ColumnNames, with_prefix
 from roostream.schema.schema import Schema
 
 OUR_NAMES = frozenset({"roostream", "joiner", "trainer", "param_server", "serving", "infra"})
@@ -303,6 +304,10 @@ class CustomModel(Model):
             value = self.own.loss(inputs, logits_BT, targets)
         self._expect("loss", "a scalar", value, ())
         return value
+
+    def column_names(self) -> dict[str, ColumnNames]:
+        with user_errors_as_config_errors(self._code, "column_names"):
+            return with_prefix("own", self.own.column_names())
 
     def _expect(self, method: str, what: str, value: object, shape: tuple[int, ...]) -> None:
         if not isinstance(value, Tensor) or tuple(value.shape) != shape:

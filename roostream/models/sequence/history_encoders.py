@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from roostream.models.config import HstuConfig, HstuSettings
 from roostream.models.embedding_ops import gather_rows
-from roostream.models.feature_encoders import FeatureEncoder, PooledFeatures
+from roostream.models.feature_encoders import FeatureEncoder, PooledFeatures, pooled_columns, row_columns
 from roostream.models.inputs import Inputs
+from roostream.models.named_columns import ColumnNames, with_prefix
 from roostream.models.sequence.hstu import Hstu
 from roostream.models.sequence.jagged_sequences import build_jagged_sequences
 from roostream.schema.schema import Feature, Schema
@@ -32,10 +33,17 @@ class HistoryTokenizer(nn.Module):
             c: schema.table_by_name[t] for c, t in (("", feature.table), *feature.column_tables.items())
         }
         self._stacks = {column: table.stack for column, table in tables.items()}
+        self._row_columns = {c: row_columns(schema, c, table.name) for c, table in tables.items()}
         self.item = nn.Linear(tables[""].dim, width)
         self.columns = nn.ModuleDict(
             {c: nn.Linear(table.dim, width, bias=False) for c, table in tables.items() if c}
         )
+
+    def column_names(self) -> dict[str, ColumnNames]:
+        own = {column: (None, columns) for column, columns in self._row_columns.items()}
+        return {
+            f"columns.{column}.weight" if column else "item.weight": names for column, names in own.items()
+        }
 
     def forward(self, inputs: Inputs) -> Tensor:
         sequence = inputs.sequences[self._name]
@@ -115,12 +123,17 @@ class HstuTargetEncoder(HstuEncoder):
         self._item = next((f.name for f in lists if f.table == feature.table), "")
         self._context = tuple(f.name for f in lists if f.name != self._item)
         self.unknown_action = nn.Parameter(torch.zeros(self.width))
-        context_width = sum(schema.table_by_name[f.table].dim for f in lists if f.name != self._item)
+        self._context_columns = pooled_columns(schema, (f for f in lists if f.name != self._item))
+        context_width = len(self._context_columns)
         self.context = nn.Linear(context_width, self.width, bias=False) if context_width else None
         self._add_hstu(config)
 
     def forward(self, inputs: Inputs, pooled: PooledFeatures) -> Tensor:
         return self._encode(inputs, self._targets(inputs, pooled), inputs.num_candidates_R)
+
+    def column_names(self) -> dict[str, ColumnNames]:
+        names: dict[str, ColumnNames] = with_prefix("tokens", self.tokens.column_names())
+        return names if self.context is None else {**names, "context.weight": (None, self._context_columns)}
 
     def _targets(self, inputs: Inputs, pooled: PooledFeatures) -> Tensor:
         """Tokens of the candidates, [B, width]."""

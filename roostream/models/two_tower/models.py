@@ -33,6 +33,7 @@ from roostream.models.inputs import Inputs
 from roostream.models.layers import Mlp
 from roostream.models.loss import loss, task_objectives
 from roostream.models.model import Model, Targets
+from roostream.models.named_columns import ColumnNames, with_prefix
 from roostream.models.ranker import Heads, Ranker
 from roostream.models.sequence.history_encoders import HistoryEncoder
 from roostream.models.two_tower.sampled_softmax import log_expected, sampled_softmax
@@ -262,6 +263,9 @@ class Cascade(Model):
     def forward(self, inputs: Inputs) -> Tensor:
         logits_BT: Tensor = self.ranker(inputs)
         return logits_BT
+
+    def column_names(self) -> dict[str, ColumnNames]:
+        return with_prefix("ranker", self.ranker.column_names())
 
     def loss(self, inputs: Inputs, logits_BT: Tensor, targets: Targets) -> Tensor:
         return self.ranker.loss(inputs, logits_BT, targets) + self._weight * self.retrieval.loss(
