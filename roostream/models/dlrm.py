@@ -35,6 +35,7 @@ from roostream.models.inputs import Inputs
 from roostream.models.linear_part import LinearColumns
 from roostream.models.loss import loss, task_objectives
 from roostream.models.model import Model, Targets
+from roostream.models.named_columns import ColumnNames, with_prefix
 from roostream.models.ranker import FirstOrder, linear_part, rate_rank
 from roostream.schema.schema import Schema
 from roostream.schema.settings import setting_error
@@ -104,6 +105,15 @@ class Dlrm(Model):
         if self.linear is None:
             return logits_BT
         return self.linear.mixed(logits_BT, self.linear_columns(inputs, self.scale_rates))
+
+    def column_names(self) -> dict[str, ColumnNames]:
+        """Weights over pairs of lists have no names: they start again when the lists change."""
+        first = next(name for name, weight in self.dlrm.dense_arch.named_parameters() if weight.dim() == 2)
+        columns = tuple(column for part in self._floats for column in part.columns)
+        names: dict[str, ColumnNames] = {f"dlrm.dense_arch.{first}": (None, columns)}
+        if self.linear is not None:
+            names |= with_prefix("linear", self.linear.column_names(self.linear_columns.columns))
+        return names
 
     def dense_features(self, inputs: Inputs) -> Tensor:
         """[B, G]: floats and presence bits of each candidate's request, then its own."""

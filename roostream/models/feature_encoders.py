@@ -21,7 +21,7 @@ from roostream.models.config import RankerConfig
 from roostream.models.embedding_ops import gather_rows, pool_bags
 from roostream.models.inputs import Inputs, Sequence, SharedEntries
 from roostream.models.layers import Mlp
-from roostream.models.named_columns import ColumnNames, numbered
+from roostream.models.named_columns import ColumnNames, numbered, with_prefix
 from roostream.online.counters import sources_of
 from roostream.schema.counter_plan import declared
 from roostream.schema.schema import Feature, Schema
@@ -111,6 +111,10 @@ class FeatureEncoder(nn.Module):
     def forward(self, inputs: Inputs, pooled: PooledFeatures) -> Tensor:
         raise NotImplementedError
 
+    def output_columns(self, name: str) -> tuple[str, ...]:
+        """Names of the output's columns. `name`: of this encoder in its model."""
+        return numbered(name, self.width)
+
     def column_names(self) -> dict[str, ColumnNames]:
         """As `Model.column_names`."""
         return {}
@@ -128,6 +132,9 @@ class FloatEncoder(FeatureEncoder):
         self.width = len(self.columns)
         self._side = side
 
+    def output_columns(self, name: str) -> tuple[str, ...]:
+        return self.columns
+
     def forward(self, inputs: Inputs, pooled: PooledFeatures) -> Tensor:
         if self._side == "ro":
             x, present = inputs.ro_float_RG, inputs.ro_present_RP
@@ -142,11 +149,32 @@ class EmbeddingEncoder(FeatureEncoder):
     def __init__(self, schema: Schema, side: Side) -> None:
         super().__init__()
         self._features = tuple(f.name for f in schema.lists(side))
-        self.columns = pooled_columns(schema, schema.lists(side))
-        self.width = len(self.columns)
+        self._columns = pooled_columns(schema, schema.lists(side))
+        self.width = len(self._columns)
+
+    def output_columns(self, name: str) -> tuple[str, ...]:
+        return self._columns
 
     def forward(self, inputs: Inputs, pooled: PooledFeatures) -> Tensor:
         return torch.cat([pooled[name] for name in self._features], dim=1)
+
+
+def output_columns(parts: nn.ModuleDict) -> tuple[str, ...]:
+    """Names of the columns of encoders side by side."""
+    columns: list[str] = []
+    for name, part in parts.items():
+        assert isinstance(part, FeatureEncoder)
+        columns += part.output_columns(name)
+    return tuple(columns)
+
+
+def column_names(parts: nn.ModuleDict) -> dict[str, ColumnNames]:
+    """As `Model.column_names`, of encoders side by side."""
+    names: dict[str, ColumnNames] = {}
+    for name, part in parts.items():
+        assert isinstance(part, FeatureEncoder)
+        names |= with_prefix(name, part.column_names())
+    return names
 
 
 def pooled_columns(schema: Schema, features: Iterable[Feature]) -> tuple[str, ...]:

@@ -28,7 +28,9 @@ from roostream.models.feature_encoders import (
     PooledFeatures,
     RateScale,
     UserArch,
+    column_names,
     normalize_pooled,
+    output_columns,
     pool_features,
 )
 from roostream.models.inputs import Inputs
@@ -114,12 +116,12 @@ class Ranker(Model):
         return self.linear.loss(columns_BG, logits_BT, loss_of)
 
     def column_names(self) -> dict[str, ColumnNames]:
-        request = _columns_of(self.request_parts)
+        request = output_columns(self.request_parts)
         has_tower = bool(self.request_tower.layers)
         columns = (
             *(numbered("request", self.request_tower.width) if has_tower else request),
             *(numbered("user arch", self.user_arch.width) if self.user_arch is not None else ()),
-            *_columns_of(self.candidate_parts),
+            *output_columns(self.candidate_parts),
         )
         names = with_prefix("cross", self.cross.column_names(columns))
         if has_tower:
@@ -128,9 +130,7 @@ class Ranker(Model):
             names |= with_prefix("user_arch", self.user_arch.column_names())
         if isinstance(self.cross, CrossNet):
             names["dense.layers.0.weight"] = (None, columns)
-        for name, part in self.candidate_parts.items():
-            assert isinstance(part, FeatureEncoder)
-            names |= with_prefix(f"candidate_parts.{name}", part.column_names())
+        names |= with_prefix("candidate_parts", column_names(self.candidate_parts))
         if self.linear is not None:
             names |= with_prefix("linear", self.linear.column_names(self.linear_columns.columns))
         return names
@@ -145,18 +145,6 @@ class Ranker(Model):
         blocks = [inputs.once(part(inputs, pooled)) for part in self.request_parts.values()]
         shared = [self.request_tower(torch.cat(blocks, dim=1))] if blocks else []
         return shared if self.user_arch is None else [*shared, self.user_arch(inputs, pooled)]
-
-
-def _columns_of(parts: nn.ModuleDict) -> tuple[str, ...]:
-    """Names of the columns of encoders side by side."""
-    columns: list[str] = []
-    for name, part in parts.items():
-        assert isinstance(part, FeatureEncoder)
-        if isinstance(part, FloatEncoder | EmbeddingEncoder):
-            columns += part.columns
-        else:
-            columns += numbered(name, part.width)
-    return tuple(columns)
 
 
 def _interaction(width: int, config: RankerConfig) -> CrossNet | Dhen:

@@ -12,6 +12,7 @@ import torch
 from roostream.models.build import build_model
 from roostream.models.config import ModelConfig, RankerConfig
 from roostream.models.inputs import build_inputs
+from roostream.models.linear_part import LinearPart
 from roostream.models.model import Model, Targets
 from roostream.schema.schema import Schema
 from roostream.wire import records as wire
@@ -22,6 +23,7 @@ from roostream.wire.decode import Decoder
 from roostream.wire.lookup import build_lookup
 from roostream.wire.records import Record
 from tests.models.model_cases import NOW_MS, make_rows
+from trainer.dense_part.adam import DenseAdam
 
 COUNTS = [
     3,
@@ -51,6 +53,11 @@ def trained_model(schema: Schema, config: ModelConfig = SMALL) -> Model:
         for i, parameter in enumerate(model.parameters()):
             parameter.add_(0.1 * torch.sin(torch.arange(parameter.numel()) + i).view(parameter.shape))
     return model
+
+
+def optimizer_of(model: Model) -> DenseAdam:
+    linear = [part for part in model.modules() if isinstance(part, LinearPart)]
+    return DenseAdam(model.named_parameters(), learning_rate=0.1, linear=linear)
 
 
 def score(model: Model, batch: Batch) -> torch.Tensor:

@@ -18,25 +18,29 @@ from torchrec.models.dlrm import DLRM, DLRM_DCN
 from roostream.errors import ConfigError, SchemaError
 from roostream.models.build import build_model, load_model_config, model_config_from_dict
 from roostream.models.config import DcnConfig, DlrmConfig
-from roostream.models.custom.model_checks import check_model
+from roostream.models.custom.model_checks import check_model, example_request
 from roostream.models.dlrm import Dlrm
 from roostream.models.ranker import rate_rank
 from roostream.schema.schema import Schema
 from roostream.schema.schema_file import load_schema, schema_from_dict
 from roostream.wire.batch import Batch
+from roostream.wire.decode import Decoder
 from tests.models.model_cases import CASES, LABELS, inputs_of, make_batch, make_schema
-from tests.models.model_checks import COUNTS, learn, score, trained_model
+from tests.models.model_checks import COUNTS, as_sample, learn, optimizer_of, score, trained_model
+from trainer.dense_part import dense_checkpoint
 
 SMALL: dict[str, Any] = {"dense_arch_layer_sizes": (6, 4), "over_arch_layer_sizes": (7, 5, 2)}
 CONFIGS = {"dlrm": DlrmConfig(**SMALL), "dcn": DcnConfig(**SMALL, dcn_num_layers=3, dcn_low_rank_dim=2)}
 NUM_IDS = 40
 
 
-def one_width() -> Schema:
-    """The schema "everything" with tables of one width, without features of the list."""
+def one_width(*more: dict[str, Any]) -> Schema:
+    """The schema "everything" with tables of one width, without features of the list. `more`: features of
+    candidates before those that it has."""
     raw = CASES["everything"]
     tables = {name: {**table, "dim": 4} for name, table in raw["tables"].items()}
-    return schema_from_dict({**raw, "tables": tables, "transform": [], "label": LABELS})
+    nro = [*more, *raw["nro"]]
+    return schema_from_dict({**raw, "tables": tables, "nro": nro, "transform": [], "label": LABELS})
 
 
 class Impressions:
@@ -228,3 +232,22 @@ def test_without_torchrec_one_sentence_says_what_to_install(monkeypatch: pytest.
     monkeypatch.delitem(sys.modules, "roostream.models.dlrm", raising=False)
     with pytest.raises(ConfigError, match=r"kind = 'dcn': expected TorchRec, .* 'roostream\[torchrec\]'"):
         build_model(one_width(), DcnConfig(), 0)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_a_float_more_changes_no_score_until_it_is_trained(kind: str) -> None:
+    """Weights over pairs of lists start again when the lists change; floats are no part of them."""
+    before, now = one_width(), one_width({"name": "price"})
+    known = {s.fingerprint: s for s in (before, now)}
+    request = example_request(now, 5, 1, known="all")
+    records = [as_sample(now, request.ro, request.nro, request.item_n)]
+    first, second = (Decoder(s, known.get).decode(records)[0] for s in (before, now))
+    model, after = trained_model(before, CONFIGS[kind]), build_model(now, CONFIGS[kind], seed=2)
+    dense_checkpoint.restore(
+        dense_checkpoint.snapshot(model, optimizer_of(model)),
+        after,
+        optimizer_of(after),
+        same_schema=False,
+        fresh=dense_checkpoint.weights_of_inputs(now, CONFIGS[kind], ["nro floats"]),
+    )
+    torch.testing.assert_close(score(after, second), score(model, first), rtol=1e-5, atol=1e-5)

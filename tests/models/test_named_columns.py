@@ -14,9 +14,8 @@ import torch
 from roostream.errors import CheckpointError
 from roostream.models import named_columns
 from roostream.models.build import build_model
-from roostream.models.config import CascadeConfig, HstuConfig, ModelConfig
+from roostream.models.config import CascadeConfig, HstuConfig, ModelConfig, TwoTowerConfig
 from roostream.models.custom.model_checks import example_request
-from roostream.models.linear_part import LinearPart
 from roostream.models.model import Model
 from roostream.models.named_columns import COLUMN_NAMES, carry_over, decode, encode
 from roostream.schema.schema import Schema
@@ -24,7 +23,7 @@ from roostream.schema.schema_file import schema_from_dict
 from roostream.wire.batch import Batch
 from roostream.wire.decode import Decoder
 from tests.models.model_cases import CASES, LABELS, make_schema
-from tests.models.model_checks import SMALL, as_sample, learn, score, trained_model
+from tests.models.model_checks import SMALL, as_sample, learn, optimizer_of, score, trained_model
 from trainer.dense_part import dense_checkpoint
 from trainer.dense_part.adam import DenseAdam
 
@@ -38,6 +37,9 @@ CONFIGS: dict[str, ModelConfig] = {
     "user arch": dataclasses.replace(SMALL, request_side="both", userarch_embeddings=2),
     "hstu": HstuConfig(**{**_SIZES, "kind": "hstu"}, hstu_width=8, hstu_heads=2, hstu_layers=1),
     "cascade": CascadeConfig(**{**_SIZES, "kind": "cascade"}),
+    "two towers": TwoTowerConfig(stage="ranking", item_floats=("age_s",), width=4, history="hstu"),
+    "towers without layers": TwoTowerConfig(stage="ranking", width=4, user_layers=(), item_layers=()),
+    "retrieval": TwoTowerConfig(stage="retrieval", item_floats=("age_s",), width=4),
 }
 IDS = {"kind": "ids", "table": "user"}
 CHANGES: dict[str, Callable[[dict[str, Any]], None]] = {
@@ -66,11 +68,6 @@ def of_both(now: Schema) -> tuple[Batch, Batch]:
         records.append(as_sample(now, request.ro, request.nro, request.item_n, seed))
     first, second = (Decoder(s, known.get).decode(records)[0] for s in (BEFORE, now))
     return first, second
-
-
-def optimizer_of(model: Model) -> DenseAdam:
-    linear = [part for part in model.modules() if isinstance(part, LinearPart)]
-    return DenseAdam(model.named_parameters(), learning_rate=0.1, linear=linear)
 
 
 def continued(before: Model, now: Schema, config: ModelConfig) -> tuple[Model, DenseAdam]:
@@ -146,7 +143,6 @@ def test_optimizer_state_moves_with_its_columns() -> None:
 
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_every_parameter_with_a_column_for_each_feature_is_named(kind: str) -> None:
-    """Those of the cascade's towers are not: they start again."""
     config = CONFIGS[kind]
     model = build_model(BEFORE, config, seed=1)
     names = model.column_names()
@@ -157,7 +153,7 @@ def test_every_parameter_with_a_column_for_each_feature_is_named(kind: str) -> N
             assert columns is None or len(columns) == len(set(columns)) == size, parameter
     groups = ("ro floats", "nro floats", "ro lists", "nro lists")
     fresh = dense_checkpoint.weights_of_inputs(BEFORE, config, groups)
-    assert {name for name in fresh if not name.startswith("retrieval.")} <= names.keys()
+    assert fresh <= names.keys()
 
 
 def test_names_are_read_as_they_were_written() -> None:

@@ -75,6 +75,9 @@ class HstuEncoder(FeatureEncoder):
         times = self._time is not None
         self.hstu = Hstu(self.width, config.hstu_heads, config.hstu_layers, config.max_history, times=times)
 
+    def column_names(self) -> dict[str, ColumnNames]:
+        return with_prefix("tokens", self.tokens.column_names())
+
     def _encode(self, inputs: Inputs, target_BD: Tensor, num_targets_R: np.ndarray) -> Tensor:
         """[B, width]. `target_BD`: tokens of the targets; `num_targets_R`: int32, of each request."""
         sequence = inputs.sequences[self._feature.name]
@@ -132,7 +135,7 @@ class HstuTargetEncoder(HstuEncoder):
         return self._encode(inputs, self._targets(inputs, pooled), inputs.num_candidates_R)
 
     def column_names(self) -> dict[str, ColumnNames]:
-        names: dict[str, ColumnNames] = with_prefix("tokens", self.tokens.column_names())
+        names = super().column_names()
         return names if self.context is None else {**names, "context.weight": (None, self._context_columns)}
 
     def _targets(self, inputs: Inputs, pooled: PooledFeatures) -> Tensor:

@@ -27,6 +27,8 @@ from roostream.models.feature_encoders import (
     FeatureEncoder,
     FloatEncoder,
     PooledFeatures,
+    column_names,
+    output_columns,
     pool_features,
 )
 from roostream.models.inputs import Inputs
@@ -50,6 +52,12 @@ class Tower(nn.Module):
         self.layers = Mlp(sum(part.width for part in parts.values()), layers)
         self.out = nn.Linear(self.layers.width, width)
 
+    def column_names(self) -> dict[str, ColumnNames]:
+        """As `Model.column_names`."""
+        first = "layers.layers.0" if self.layers.layers else "out"
+        names: dict[str, ColumnNames] = {f"{first}.weight": (None, output_columns(self.parts))}
+        return names | with_prefix("parts", column_names(self.parts))
+
     def forward(self, inputs: Inputs, pooled: PooledFeatures) -> Tensor:
         x = torch.cat([part(inputs, pooled) for part in self.parts.values()], dim=1)
         out: Tensor = self.out(self.layers(x))
@@ -64,6 +72,10 @@ class ItemFloatEncoder(FeatureEncoder):
         self.width = len(names)
         columns = [column_of(schema, name, "item_floats") for name in names]
         self.register_buffer("columns", torch.tensor(columns, dtype=torch.int64), persistent=False)
+        self._names = tuple(f"nro {name}" for name in names)
+
+    def output_columns(self, name: str) -> tuple[str, ...]:
+        return self._names
 
     def forward(self, inputs: Inputs, pooled: PooledFeatures) -> Tensor:
         return inputs.nro_float_BG.index_select(1, self.get_buffer("columns"))
@@ -140,6 +152,9 @@ class EarlyRanker(Model):
         v_BD = self.item(inputs, pooled)
         return self.heads(self.mix(torch.cat([u_BD, v_BD, u_BD * v_BD], dim=1)))
 
+    def column_names(self) -> dict[str, ColumnNames]:
+        return with_prefix("user", self.user.column_names()) | with_prefix("item", self.item.column_names())
+
     def loss(self, inputs: Inputs, logits_BT: Tensor, targets: Targets) -> Tensor:
         """Pointwise multi-task loss (roostream/models/loss.py)."""
         return loss(logits_BT, targets, self._tasks, inputs.groups)
@@ -175,6 +190,9 @@ class Retrieval(Model):
     def forward(self, inputs: Inputs) -> Tensor:
         u_RTD, v_BD = self.vectors(inputs)
         return self._logits(self._products(u_RTD, v_BD, inputs))
+
+    def column_names(self) -> dict[str, ColumnNames]:
+        return with_prefix("user", self.user.column_names()) | with_prefix("item", self.item.column_names())
 
     def vectors(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
         """Vectors of requests, [R, T, D], and of the candidates' items, [B, D]."""
@@ -265,7 +283,8 @@ class Cascade(Model):
         return logits_BT
 
     def column_names(self) -> dict[str, ColumnNames]:
-        return with_prefix("ranker", self.ranker.column_names())
+        retrieval = with_prefix("retrieval", self.retrieval.column_names())
+        return with_prefix("ranker", self.ranker.column_names()) | retrieval
 
     def loss(self, inputs: Inputs, logits_BT: Tensor, targets: Targets) -> Tensor:
         return self.ranker.loss(inputs, logits_BT, targets) + self._weight * self.retrieval.loss(
