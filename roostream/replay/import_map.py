@@ -176,13 +176,13 @@ class _Expectation(NamedTuple):
 def _of_requests(column_map: ImportMap) -> Iterator[_Expectation]:
     for column in column_map.request:
         yield _Expectation("request", column, "text or numbers", _is_plain)
-    kinds = {
-        "integers or text": (_is_id, ("item", "user", "session", "event")),
-        "numbers": (_is_number, ("weight", "propensity", "event_value")),
-        "text": (_is_text, ("surface",)),
-        "integers": (_is_integer, ("position",)),
-    }
-    for expected, (fits, keys) in kinds.items():
+    for expected, fits, keys in (
+        ("integers or text", _is_id_or_float, ("item", "user", "session")),
+        ("integers or text", _is_id, ("event",)),
+        ("numbers", _is_number, ("weight", "propensity", "event_value")),
+        ("text", _is_text, ("surface",)),
+        ("integers", _is_integer_or_float, ("position",)),
+    ):
         for key in keys:
             if column := getattr(column_map, key):
                 yield _Expectation(key, column, expected, fits)
@@ -206,26 +206,31 @@ def _of_features(column_map: ImportMap, schema: Schema, known: Collection[str]) 
                 fits = _is_list_of(_is_number, pa.types.is_timestamp)
                 yield _Expectation(key, column, "lists of numbers or times", fits)
             elif part or feature.kind == "ids":
-                fits = _is_list_of(_is_id, or_plain=True)
+                fits = _is_list_of(_is_id) if part else _is_ids_or_float
                 yield _Expectation(key, column, "integers or text, or lists of these", fits)
             else:
                 yield _Expectation(key, column, "structs or lists", pa.types.is_nested)
 
 
 def numeric_columns(column_map: ImportMap, schema: Schema, arrow: pa.Schema) -> dict[str, pa.DataType]:
-    """Column → the type that it is cast to: decimals, and truth values of float features, are numbers."""
-    floats = {
-        column
+    """Column → the type that it is cast to: decimals, 16-bit floats, and truth values of float features, are
+    numbers. Ids and positions that are floats, as pandas writes them beside missing ones, are integers."""
+    used = [
+        (feature.kind, column)
         for feature in (*schema.ro, *schema.nro)
-        if feature.kind == "float"
         for column in column_map.parts_of(feature, arrow.names).values()
-    }
+    ]
+    floats = {column for kind, column in used if kind == "float"}
+    whole = {column_map.item, column_map.user, column_map.session, column_map.position}
+    whole |= {column for kind, column in used if kind == "ids"}
     found = {}
     for column in set(column_map.columns(schema, arrow.names)):
         kind = arrow.field(column).type
         if pa.types.is_decimal(kind):
             found[column] = pa.int64() if _is_integer(kind) and column not in floats else pa.float64()
-        elif pa.types.is_boolean(kind) and column in floats:
+        elif pa.types.is_floating(kind) and column in whole - floats:
+            found[column] = pa.int64()
+        elif pa.types.is_float16(kind) or (pa.types.is_boolean(kind) and column in floats):
             found[column] = pa.float64()
     return found
 
@@ -246,6 +251,19 @@ def _is_integer(kind: pa.DataType) -> bool:
 
 def _is_id(kind: pa.DataType) -> bool:
     return _is_integer(kind) or _is_text(kind)
+
+
+def _is_integer_or_float(kind: pa.DataType) -> bool:
+    """Whether `numeric_columns` makes integers of it. Its values must be whole numbers."""
+    return _is_integer(kind) or bool(pa.types.is_floating(kind))
+
+
+def _is_id_or_float(kind: pa.DataType) -> bool:
+    return _is_id(kind) or bool(pa.types.is_floating(kind))
+
+
+def _is_ids_or_float(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_floating(kind)) or _is_list_of(_is_id, or_plain=True)(kind)
 
 
 def _is_number(kind: pa.DataType) -> bool:

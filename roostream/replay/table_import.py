@@ -32,7 +32,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from roostream.errors import ConfigError, SetupError
+from roostream.errors import ConfigError, SetupError, WireError
+from roostream.replay.events import Event, Request
 from roostream.replay.import_map import ImportMap, check_columns, check_types, numeric_columns
 from roostream.replay.log_lines import UNREADABLE, EngagementLine, ImpressionLine, LogLineReader
 from roostream.replay.parquet_log import parquet_file
@@ -41,6 +42,7 @@ from roostream.replay.table_files import LINE, as_parquet
 from roostream.replay.table_log import Row, rows_to_impression
 from roostream.schema.ids import hash64
 from roostream.schema.schema import Feature, Schema
+from roostream.wire.block import encode_nro, encode_ro
 
 _ROWS = 8192
 _WHERE = "roostream: file and row"  # no column of a site is called so
@@ -167,7 +169,7 @@ def _batches(
                     where_N = (number << 40) + place_N
                     first += len(batch)
                     names = [*given.columns, _TIME_MS, _WHERE]
-                    arrays = [_as_number(batch.column(n), numbers.get(n)) for n in given.columns]
+                    arrays = [_as_number(path, n, batch.column(n), numbers.get(n)) for n in given.columns]
                     times_N = _times(batch.column(column_map.time), column_map)
                     arrays += [pa.array(times_N), pa.array(where_N)]
                     rows = pa.RecordBatch.from_arrays(arrays, names)
@@ -182,8 +184,22 @@ def _batches(
                 raise ConfigError(text) from None
 
 
-def _as_number(column: pa.Array, as_type: pa.DataType | None) -> pa.Array:
-    return column if as_type is None else column.cast(as_type, safe=False)
+def _as_number(path: str, name: str, column: pa.Array, as_type: pa.DataType | None) -> pa.Array:
+    """Raises ConfigError: floats that are to be integers are none, or may have lost digits."""
+    if as_type is None:
+        return column
+    if pa.types.is_floating(column.type) and pa.types.is_integer(as_type):
+        column = column.cast(pa.float64())
+        column = pc.if_else(pc.is_nan(column), None, column)
+        wrong = column.filter(
+            pc.or_(pc.not_equal(pc.floor(column), column), pc.greater(pc.abs(column), 2**53))
+        )
+        if len(wrong):
+            raise ConfigError(
+                f"{path}: column {name!r}: expected whole numbers up to 2^53, as floats can hold, got "
+                f"{wrong[0].as_py()!r}; convert the column to integers or text"
+            )
+    return column.cast(as_type, safe=False)
 
 
 def _with_request(
@@ -236,11 +252,18 @@ def _requests(
             for row, at in zip(rows, order_N[first : first + len(rows)].tolist(), strict=True):
                 lines += [_engagement(str(id_N[first]), row, action) for action in done.get(at, ())]
             for line in lines:
-                reader.event(line, where)
-        except UNREADABLE as error:
+                _check_features(schema, reader.event(line, where))
+        except (*UNREADABLE, WireError) as error:
             reader.refuse(where, error)
             continue
         yield lines
+
+
+def _check_features(schema: Schema, event: Event) -> None:
+    """Raises WireError: a replay could not encode the features of this request."""
+    if isinstance(event, Request):
+        encode_ro(schema, event.ro or {})
+        encode_nro(schema, event.nro, len(event.items_n))
 
 
 def _split_actions(
@@ -289,7 +312,7 @@ def _owners(rows: pa.RecordBatch, column_map: ImportMap) -> list[str]:
 
 def _engagement(request_id: str, row: Row, action: Row) -> EngagementLine:
     """The line of an action that has a row of its own; `row` shows the item."""
-    header = {key: row[key] for key in ("user_id", "session_id", "surface") if row.get(key) is not None}
+    header = {key: row[key] for key in ("user_id", "session_id", "surface") if row.get(key) not in (None, "")}
     line = {"type": "engagement", "request_id": request_id, "item_id": row.get("item_id"), "value": 1.0}
     return msgspec.convert(line | header | action, EngagementLine)
 
@@ -311,9 +334,12 @@ def _lines(
     rows: list[Row], request_id: str, time_ms: int, schema: Schema, column_map: ImportMap
 ) -> list[ImpressionLine | EngagementLine]:
     plain = [
-        {name: cell for name, cell in row.items() if cell is not None and "\0" not in name} for row in rows
+        {name: cell for name, cell in row.items() if cell not in (None, "") and "\0" not in name}
+        for row in rows
     ]
     for row in plain:
+        if "item_id" not in row:
+            raise ValueError(f"column {column_map.item!r}: expected an item's id in every row, got nothing")
         row["request_id"] = request_id
         del row[_WHERE], row[_TIME_MS]
     shown = rows_to_impression(plain, time_ms, schema)

@@ -349,12 +349,47 @@ def test_decimals_are_numbers_and_truth_values_are_features(tmp_path: Path) -> N
     assert len(events_of(tmp_path / "log.jsonl")) == 1
 
 
+def test_ids_that_pandas_wrote_as_floats_are_integers(tmp_path: Path) -> None:
+    rows = [{**ONE, "item": 3.0, "who": 7.0, "place": 1.0}, {**ONE, "item": 4.0, "who": 7.0, "place": 0.0}]
+    rows += [{**ONE, "id": "b", "item": 3.0, "who": float("nan"), "place": 0.0}]
+    imported(tmp_path, table_of(rows), text=f'user = "who"\nposition = "place"\n{PLAIN}')
+    first, second = lines_of(tmp_path / "log.jsonl")
+    assert (first["user_id"], first["candidates"]["item_id"]) == (7, [4, 3])
+    assert "user_id" not in second and second["candidates"]["item_id"] == [3]
+
+
+def test_an_empty_text_is_missing_as_in_a_text_file(tmp_path: Path) -> None:
+    rows = [{**ONE, "who": "", "what": "boot"}, {**ONE, "who": "", "item": 4, "what": ""}]
+    imported(tmp_path, table_of(rows), text=f'user = "who"\n{PLAIN}\n[features]\nitem = "what"')
+    (line,) = lines_of(tmp_path / "log.jsonl")
+    assert "user_id" not in line and line["candidates"]["item"] == ["boot", None]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"price": float("inf")}, "feature 'price': expected finite 32-bit floats, got inf"),
+        ({"price": 1e300}, "feature 'price': expected finite 32-bit floats, got 1e\\+300"),
+        ({"topics": {"ids": [1, None], "weights": [0.5, 0.5]}}, "feature 'topics': expected ids"),
+        ({"item": None}, "column 'item': expected an item's id"),
+    ],
+)
+def test_a_value_that_a_replay_would_refuse_is_refused_by_file_and_row(
+    tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    rows = [dict.fromkeys(change) | ONE, {**ONE, "id": "b", **change}]
+    with pytest.raises(LogError, match=rf"0\.parquet:2: {message}"):
+        imported(tmp_path, table_of(rows), text=PLAIN)
+    assert imported(tmp_path, table_of(rows), text=PLAIN, skip_bad=True).skipped == 1
+
+
 @pytest.mark.parametrize(
     ("change", "more", "message"),
     [
-        ({"id": {"a": 1}}, "", r"column 'id' \(request\): expected text or numbers, got struct"),
+        ({"id": {"a": [1]}}, "", r"column 'id' \(request\): expected text or numbers, got struct"),
         ({"id": b"x"}, "", r"column 'id' \(request\): expected text or numbers, got binary"),
-        ({"item": 1.5}, "", r"column 'item' \(item\): expected integers or text, got double"),
+        ({"item": 1.5}, "", r"column 'item': expected whole numbers.*, got 1\.5"),
+        ({"item": 2.0**60}, "", r"column 'item': expected whole numbers up to 2\^53"),
         ({"t": [T0]}, "", r"column 't' \(time\): expected timestamps, numbers or text, got list"),
         ({"price": "2.50"}, "", r"column 'price' \(features.price\): expected numbers, got string"),
         ({"did": "yes"}, '[actions]\nclick = { column = "did" }', r"actions.click.column.*got string"),
@@ -363,7 +398,7 @@ def test_decimals_are_numbers_and_truth_values_are_features(tmp_path: Path) -> N
             '[actions]\nclick = { column = "did", value = "worth" }',
             r"actions.click.value.*got string",
         ),
-        ({"place": 1.0}, 'position = "place"', r"\(position\): expected integers, got double"),
+        ({"place": 1.5}, 'position = "place"', r"column 'place': expected whole numbers.*, got 1\.5"),
         ({"basket": [1.0]}, "", r"features.basket\): expected numbers, got list"),
         ({"topics": 5}, "", r"features.topics\): expected structs or lists, got int64"),
     ],

@@ -34,6 +34,7 @@ class ColumnValues:
         self.may_be_day_first = self.may_be_month_first = True  # of times such as 3/4/2024
         self.parts: dict[str, ColumnValues] = {}  # of objects, by key
         self.entries: ColumnValues | None = None  # of lists
+        self.longest = 0  # number of entries of the longest list, also within objects
         self.distinct: set[Any] = set()
 
     def add(self, value: Any) -> None:
@@ -42,9 +43,12 @@ class ColumnValues:
         self.present += 1
         if isinstance(value, dict):
             for key, part in value.items():
-                self.parts.setdefault(str(key), ColumnValues(str(key))).add(part)
+                of_part = self.parts.setdefault(str(key), ColumnValues(str(key)))
+                of_part.add(part)
+                self.longest = max(self.longest, of_part.longest)
         elif isinstance(value, list):
             self.lists += 1
+            self.longest = max(self.longest, len(value))
             self.entries = self.entries or ColumnValues(self.name)
             for entry in value:
                 self.entries.add(entry)

@@ -17,8 +17,9 @@ from roostream.cli.init.schema_text import MODEL, map_text, schema_text
 from roostream.cli.options import MultiValueCommand
 from roostream.cli.output import counted, print_sentences, progress_bar
 from roostream.errors import ConfigError
+from roostream.replay.import_map import ImportMap, check_types
 from roostream.schema.schema_file import schema_from_dict
-from roostream.schema.settings import SettingError, check_name
+from roostream.schema.settings import SettingError, check_name, from_dict
 
 _ROLES = ("user", "item", "request", "time")
 
@@ -97,7 +98,13 @@ def _write(folder: Path, log: tuple[str, ...], given: dict[str, Any], is_sample:
     if found.form == "flat":
         files["map.toml"] = map_text(found)
     _check_new(folder, list(files))
-    schema_from_dict(tomllib.loads(files["schema.toml"]))  # nothing is written if it is not valid
+    schema = schema_from_dict(tomllib.loads(files["schema.toml"]))  # nothing is written if it is not valid
+    if found.types is not None:
+        column_map = from_dict(ImportMap, tomllib.loads(files["map.toml"]))
+        try:
+            check_types(log[0], column_map, schema, found.types)
+        except ConfigError as error:
+            raise ConfigError(f"{error}, or leave it out with --ignore COLUMN") from None
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in files.items():
         (folder / name).write_text(text, encoding="utf-8")

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from roostream.cli.init.detect_log import FoundFeature, FoundLog
 from roostream.replay.log_advice import prior_of
+from roostream.schema.schema import Limits
 
 _DIM = 8
 _ROW_BYTES = 2 * 4 * _DIM  # weights and adagrad's accumulators, 4 bytes each
@@ -21,6 +22,7 @@ _MAX_PAIRS = 3
 _MAX_LABELS = 8
 _MIN_FOR_PRIOR = 1000  # candidates
 _MAX_NAME = 64  # characters
+_DEFAULTS = Limits()
 
 MODEL = """\
 # The model: the default ranker. Each key can be deleted; then it has its default, which is the value here.
@@ -45,6 +47,7 @@ def schema_text(name: str, log: FoundLog, source: str) -> str:
         "# two and the labels. Sizes are for each item, user or pair that occurs.\n"
         f"name = {json.dumps(name)}\n\n"
         f"[online]\nclick = {json.dumps(log.click)}    # the action that histories and rates count",
+        *_limits(log),
         *_tables(log, own),
         *_ids(log, own),
         *_sent_features(log),
@@ -52,6 +55,21 @@ def schema_text(name: str, log: FoundLog, source: str) -> str:
         *_labels(log),
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def _limits(log: FoundLog) -> Iterator[str]:
+    """The limits that the log's longest lists need, rounded up to a power of 2."""
+    found = {
+        "max_candidates": log.max_candidates,
+        "max_list": max((f.longest for f in log.features), default=0),
+    }
+    lines = [
+        f"{key} = {1 << (longest - 1).bit_length()}    # the longest list of the log has {longest:,}"
+        for key, longest in found.items()
+        if longest > getattr(_DEFAULTS, key)
+    ]
+    if lines:
+        yield "\n".join(["# What serving and the joiner accept.", "[limits]", *lines])
 
 
 def _tables(log: FoundLog, own: set[str]) -> Iterator[str]:
@@ -111,6 +129,10 @@ def _declared(f: FoundFeature) -> str:
         tables = ", ".join(f'{column} = "{column}"' for column, kind in f.columns.items() if kind == "ids")
         lines += [f"columns = {{ {columns} }}"] if columns else []
         lines += [f"column_tables = {{ {tables} }}"] if tables else []
+    if f.longest > _DEFAULTS.max_list:
+        lines += [
+            f"max_len = {_DEFAULTS.max_list}    # the first entries are used, so the newest must be first"
+        ]
     if f.kind == "float" and f.side == "nro" and len(f"{f.name}_rank") <= _MAX_NAME:
         lines += ["", "[[transform]]", f'input = "{f.name}"', 'op = "rank"']
     return "\n".join(lines).replace("\n\n", "\n")

@@ -103,7 +103,7 @@ def test_features_of_the_log_replace_those_of_the_same_name() -> None:
 
 @pytest.mark.parametrize(
     ("engaged", "wanted"),
-    [(["like", "share"], "--click"), ([], "--click"), (["click", "share"], "")],
+    [(["like", "share"], "--click"), ([], "expected engagements"), (["click", "share"], "")],
     ids=["two actions", "none", "a usual name"],
 )
 def test_an_unclear_action_is_asked_for(engaged: list[str], wanted: str) -> None:
@@ -270,6 +270,77 @@ def test_a_log_without_users_and_sessions_has_no_history() -> None:
     write_lines("log.jsonl", [line | {"session_id": 5} for line in lines])
     run("sessions", "--from", "log.jsonl")
     assert {"history", "history_len"} <= {f.name for f in written("sessions").ro}
+
+
+@pytest.mark.parametrize("form", ["jsonl", "table"])
+def test_lists_beyond_the_default_limits_raise_the_limits(form: str) -> None:
+    items = [f"i{n}" for n in range(1500)]
+    if form == "jsonl":
+        shown, done = a_log(read={"item": list(range(2500)), "time": [T0] * 2500})
+        write_lines("log.jsonl", [{**shown, "candidates": {"item_id": items}}, {**done, "item_id": "i1"}])
+        run("shop", "--from", "log.jsonl")
+        assert written().limits.max_list >= 2500
+        assert {f.name: f.max_len for f in written().ro}["read"] == 2000
+    else:
+        many = {"visitor": ["v"] * 1500, "shownAt": [T0] * 1500, "article": items}
+        pq.write_table(pa.table(many | {"clicked": [1] * 1500}), "rows.parquet")
+        run("shop", "--from", "rows.parquet")
+        assert written().limits.max_list == 2000
+    assert written().limits.max_candidates >= 1500
+
+
+def test_ids_that_never_occur_again_are_no_features() -> None:
+    rows = [
+        {"visitor": f"v{n % 7}", "shownAt": T0 + n, "article": f"a{place}", "clicked": place,
+         "call": f"c{n}", "row_id": 2 * n + place, "phrase": f"p{n % 99}"}
+        for n in range(100)
+        for place in range(2)
+    ]  # fmt: skip
+    pq.write_table(pa.Table.from_pylist(rows), "rows.parquet")
+    output = " ".join(run("shop", "--from", "rows.parquet").output.split())
+    assert {f.name for f in (*written().ro, *written().nro)} & {"call", "row_id", "phrase"} == {"phrase"}
+    assert "'call' has another id in every request" in output and "--request call" in output
+    assert "'row_id' has another id in every row" in output
+
+
+def test_names_of_other_alphabets_become_names_of_the_schema() -> None:
+    columns = {"Größe": [1.5, 2.5, 3.5, 4.5], "价格": [2.5, 3.5, 4.5, 5.5]}
+    pq.write_table(pa.table(flat(**columns)), "rows.parquet")
+    run("shop", "--from", "rows.parquet", "--ignore", "Price")
+    schema = written()
+    names = load_map("shop/map.toml", schema).features
+    assert names == {"grosse": "Größe", f"column_{len(flat()) + 2}": "价格"}
+    import_table(["rows.parquet"], schema, load_map("shop/map.toml", schema), Path("shop/log.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("column", "message"),
+    [
+        ({"raw": [b"x"] * 4}, "'raw' .*got binary"),
+        ({"took": [datetime.timedelta(seconds=n) for n in range(4)]}, "'took' .*got duration"),
+        ({"vat": [[Decimal(n)] for n in range(4)]}, "'vat' .*got list"),
+        ({"Price": [1.5, float("nan"), 2.5, 3.5], "article": [b"a"] * 4}, "'article' .*got binary"),
+    ],
+)
+def test_a_column_that_no_import_can_read_is_named_at_once(column: dict[str, Any], message: str) -> None:
+    pq.write_table(pa.table(flat(**column)), "rows.parquet")
+    with pytest.raises(ConfigError, match=rf"{message}.*--ignore"):
+        run("shop", "--from", "rows.parquet")
+    assert not Path("shop").exists()
+
+
+def test_lists_of_objects_are_rows_or_named() -> None:
+    shown = [{"id": n, "clicked": n == 1} for n in range(3)]
+    rows = [{"request_id": f"r{n}", "ts": T0 + n, "items": shown} for n in range(5)]
+    pq.write_table(pa.Table.from_pylist(rows), "rows.parquet")
+    assert "5 requests with 15 candidates" in run("shop", "--from", "rows.parquet").output
+    schema = written()
+    counts = import_table(["rows.parquet"], schema, load_map("shop/map.toml", schema), Path("shop/log.jsonl"))
+    assert (counts.requests, counts.engagements) == (5, 5)
+    other = [{"slate" if key == "items" else key: value for key, value in row.items()} for row in rows]
+    pq.write_table(pa.Table.from_pylist(other), "rows.parquet")
+    with pytest.raises(ConfigError, match="rename it to 'candidates'"):
+        run("other", "--from", "rows.parquet")
 
 
 def test_names_that_the_schema_cannot_hold_are_named_and_nothing_is_written() -> None:
