@@ -309,7 +309,7 @@ class _JsonColumn:
     def __init__(self) -> None:
         self._types: set[type] = set()
         self._is_list = False
-        self._largest = 0
+        self._low = self._high = 0  # of the integers
 
     def observe(self, cells: Iterable[Any]) -> None:
         for cell in cells:
@@ -318,7 +318,7 @@ class _JsonColumn:
                 if value is not None and not _is_empty(value):
                     self._types.add(type(value))
                     if type(value) is int:
-                        self._largest = max(self._largest, value, -value - 1)
+                        self._low, self._high = min(self._low, value), max(self._high, value)
 
     @property
     def type(self) -> pa.DataType:
@@ -327,13 +327,13 @@ class _JsonColumn:
     def _entry(self) -> pa.DataType:
         if self._types == {bool}:
             return pa.bool_()
-        if self._types == {int} and self._largest < 1 << 63:
+        if self._types == {int} and self._low >= -(1 << 63) and self._high < 1 << 63:
             return pa.int64()
-        return (
-            pa.float64()
-            if self._types <= {int, float} and self._types and self._largest < 1 << 53
-            else pa.string()
-        )
+        if self._types == {int} and self._low >= 0 and self._high < 1 << 64:
+            return pa.uint64()
+        is_exact = max(-self._low, self._high) < 1 << 53
+        is_number = bool(self._types) and self._types <= {int, float}
+        return pa.float64() if is_number and is_exact else pa.string()
 
     def array(self, cells: Iterable[Any]) -> pa.Array:
         """The values in the column's type; a value beside lists is a list of one."""
@@ -358,7 +358,7 @@ def _text(value: Any) -> str:
 
 
 _CONVERTERS: dict[pa.DataType, Callable[[Any], Any]]
-_CONVERTERS = {pa.bool_(): bool, pa.int64(): int, pa.float64(): float}
+_CONVERTERS = {pa.bool_(): bool, pa.int64(): int, pa.uint64(): int, pa.float64(): float}
 
 
 def delimiter_of(line: str) -> str:

@@ -94,6 +94,21 @@ def test_a_list_of_objects_becomes_rows(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("values", "wanted"),
+    [
+        ([1, (1 << 64) - 1], [1, (1 << 64) - 1]),
+        ([-(1 << 63), 1], [-(1 << 63), 1]),
+        ([-1, 1 << 63], ["-1", str(1 << 63)]),
+        ([1 << 64, 1], [str(1 << 64), "1"]),
+        ([0.5, 1 << 60], ["0.5", str(1 << 60)]),
+    ],
+)
+def test_whole_numbers_of_json_stay_exact(tmp_path: Path, values: list[Any], wanted: list[Any]) -> None:
+    text = "".join(f'{{"user": 1, "value": {value}}}\n' for value in values)
+    assert [row["value"] for row in read(tmp_path, ("a.jsonl", text))] == wanted
+
+
 def parquet_rows(folder: Path, rows: list[dict[str, Any]], skip_bad: bool = False) -> list[dict[str, Any]]:
     pq.write_table(pa.Table.from_pylist(rows), folder / "a.parquet", row_group_size=2)
     reader = LogLineReader(SCHEMA, skip_bad=skip_bad)

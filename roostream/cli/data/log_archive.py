@@ -50,6 +50,7 @@ class ArchivedLog:
     late: int = 0  # engagements after the join window, which became corrections
     skipped: int = 0  # lines that cannot be used
     first_skipped: tuple[str, ...] = ()  # the errors of the first ones
+    archived_before: int = 0  # samples that the warehouse had
     dead: int = 0  # events that cannot be joined, and samples that cannot be stored
     first_dead: tuple[str, ...] = ()
 
@@ -83,6 +84,7 @@ def archive_log(
     joiner = LocalJoin(replay, schema, topics)
     if any(known.progress(f"{SAMPLES}/{digest}/{n}") is not None for n in range(joiner.config.partitions)):
         raise _is_archived_error(place)
+    counts.archived_before = sum(file.rows for file in known.files)
     log = open_log(replay, schema)
     files = _LogFiles(warehouse, schema, digest, counts, log.profile.origins.find)
     for record in log.records:

@@ -96,11 +96,13 @@ def test_the_same_log_lands_once(log: Path) -> None:
     assert sum(file.rows for file in snapshot.files) == 30
 
 
-def test_another_log_is_added(log: Path) -> None:
-    assert run(log).exit_code == 0
+def test_another_log_is_added_and_a_note_says_that_its_counters_began_empty(log: Path) -> None:
+    first = run(log)
+    assert first.exit_code == 0 and "had" not in first.stderr
     lines = (log / "log.jsonl").read_text().replace(': "r', ': "s')
     (log / "log.jsonl").write_text(lines)
-    assert run(log).exit_code == 0
+    second = run(log)
+    assert second.exit_code == 0 and "had 30 samples before; counters" in second.stderr
     assert TableScan(log / "w").num_requests == 60
 
 
