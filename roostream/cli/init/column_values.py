@@ -19,6 +19,8 @@ _ID_WORDS = frozenset(
         *("store", "surface", "tag", "tags", "topic", "topics", "type"),
     }
 )
+_RECENT_MS = 978_307_200_000  # 2001 began: numbers that are not called times may be ids
+_TIME_NAME = re.compile(r"(.*_)?(time|times|timestamps?|ts|at|date)(_.*)?", re.IGNORECASE)
 _TIME_UNITS = {"ms": 1.0, "s": 1000.0, "us": 1e-3, "ns": 1e-6}
 
 
@@ -113,11 +115,12 @@ class ColumnValues:
 
     def time_unit(self) -> str:
         """The unit of these times, "text" for ISO 8601 and timestamps, or "" if they are no times."""
+        since_ms = EARLIEST_MS if _is_called_time(self.name) else _RECENT_MS
         if self.texts == self.present and self.present:
             return "" if self.not_times else "text"
         for unit, factor in _TIME_UNITS.items():
             low = min((v for v in self.distinct if isinstance(v, int | float)), default=0) * factor
-            if self.is_number and low >= EARLIEST_MS and self.high * factor <= LATEST_MS:
+            if self.is_number and low >= since_ms and self.high * factor <= LATEST_MS:
                 return unit
         return ""
 
@@ -145,12 +148,25 @@ class ColumnValues:
         return "float" if is_number and not (self.is_whole and words & _ID_WORDS) else "ids"
 
     def sequence(self) -> tuple[str, dict[str, Literal["ids", "time_ms"]]]:
-        """The key of a sequence's ids, and its other columns."""
+        """The key of a sequence's ids, and its other columns.
+
+        Raises:
+            ConfigError: a column of times is not in ms.
+        """
         keys = [key for key, part in self.parts.items() if part.entries is None or not part.entries.fractions]
         main = next((key for key in ("ids", "item", *keys) if key in keys), "ids")
-        times = {
-            key
-            for key, part in self.parts.items()
-            if part.entries is not None and not part.entries.fractions and part.entries.time_unit()
-        }
+        times = set[str]()
+        for key, part in self.parts.items():
+            unit = part.entries.time_unit() if part.entries is not None and not part.entries.fractions else ""
+            if unit in ("s", "us", "ns") and key != main and _is_called_time(key):
+                raise ConfigError(
+                    f"feature {self.name!r}: expected times in ms since 1970 in {key!r}, got such as "
+                    f"{part.entries and part.entries.example}, which are in {unit}; convert them, or rename "
+                    "the column if it has ids"
+                )
+            times |= {key} if unit in ("ms", "text") else set()
         return main, {key: "time_ms" if key in times else "ids" for key in self.parts if key != main}
+
+
+def _is_called_time(name: str) -> bool:
+    return bool(_TIME_NAME.fullmatch(re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name)))

@@ -303,6 +303,32 @@ def test_ids_that_never_occur_again_are_no_features() -> None:
     assert "'row_id' has another id in every row" in output
 
 
+def test_ratings_of_the_last_century_are_imported() -> None:
+    """MovieLens has ratings since 1996, as seconds."""
+    rows = "".join(f"{n % 3},{n},{n % 5 + 1},{850_000_000 + 70 * n}\n" for n in range(40))
+    Path("ratings.csv").write_text(f"userId,movieId,rating,timestamp\n{rows}")
+    run("movies", "--from", "ratings.csv")
+    schema = written("movies")
+    column_map = load_map("movies/map.toml", schema)
+    counts = import_table(["ratings.csv"], schema, column_map, Path("movies/log.jsonl"))
+    assert column_map.time_unit == "s" and (counts.requests, counts.engagements) == (40, 16)
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "wanted"),
+    [("seen_at", [T0], {"seen_at": "time_ms"}), ("seen_at", [T0 // 1000], ""),
+     ("author", [T0 // 1000], {"author": "ids"})],
+)  # fmt: skip
+def test_times_of_a_sequence_are_in_ms(name: str, values: list[int], wanted: dict[str, str] | str) -> None:
+    write_lines("log.jsonl", a_log(read={"item": [3], name: values}))
+    if wanted:
+        run("shop", "--from", "log.jsonl")
+        assert {f.name: f.columns for f in written().ro}["read"] == wanted
+    else:
+        with pytest.raises(ConfigError, match=r"'read'.*ms since 1970 in 'seen_at'.* in s;"):
+            run("shop", "--from", "log.jsonl")
+
+
 def test_names_of_other_alphabets_become_names_of_the_schema() -> None:
     columns = {"Größe": [1.5, 2.5, 3.5, 4.5], "价格": [2.5, 3.5, 4.5, 5.5]}
     pq.write_table(pa.table(flat(**columns)), "rows.parquet")
