@@ -42,7 +42,7 @@ from roostream.replay.table_files import LINE, as_parquet
 from roostream.replay.table_log import Row, rows_to_impression
 from roostream.schema.ids import hash64
 from roostream.schema.schema import Feature, Schema
-from roostream.wire.block import encode_nro, encode_ro
+from roostream.wire.block import nro_columns, ro_columns
 
 _ROWS = 8192
 _WHERE = "roostream: file and row"  # no column of a site is called so
@@ -262,8 +262,10 @@ def _requests(
 def _check_features(schema: Schema, event: Event) -> None:
     """Raises WireError: a replay could not encode the features of this request."""
     if isinstance(event, Request):
-        encode_ro(schema, event.ro or {})
-        encode_nro(schema, event.nro, len(event.items_n))
+        if event.ro:
+            ro_columns(schema, event.ro)
+        if event.nro or len(event.items_n) > schema.limits.max_candidates:
+            nro_columns(schema, event.nro, len(event.items_n))
 
 
 def _split_actions(

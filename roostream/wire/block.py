@@ -470,6 +470,8 @@ def _float_column(f: Feature, column: Any, num_rows: int) -> np.ndarray:
 
 def _float32(features: Sequence[Feature], values: np.ndarray) -> np.ndarray:
     """Values of these features, [F] or [n, F], as float32."""
+    if not values.size:
+        return values.astype(np.float32)
     with np.errstate(over="ignore"):
         out = values.astype(np.float32)
     if np.isinf(out).any():
