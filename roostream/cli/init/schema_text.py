@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 
 from roostream.cli.init.detect_log import FoundFeature, FoundLog
 from roostream.replay.log_advice import prior_of
@@ -23,6 +24,7 @@ _MAX_LABELS = 8
 _MIN_FOR_PRIOR = 1000  # candidates
 _MAX_NAME = 64  # characters
 _DEFAULTS = Limits()
+_quoted = partial(json.dumps, ensure_ascii=False)  # TOML has no escapes for pairs of surrogates
 
 MODEL = """\
 # The model: the default ranker. Each key can be deleted; then it has its default, which is the value here.
@@ -45,8 +47,8 @@ def schema_text(name: str, log: FoundLog, source: str) -> str:
         f"# Schema of {source}, written by `roostream init`. docs/schema.md describes every key.\n"
         "# A part goes from one blank line to the next. Each part can be deleted alone, except the first\n"
         "# two and the labels. Sizes are for each item, user or pair that occurs.\n"
-        f"name = {json.dumps(name)}\n\n"
-        f"[online]\nclick = {json.dumps(log.click)}    # the action that histories and rates count",
+        f"name = {_quoted(name)}\n\n"
+        f"[online]\nclick = {_quoted(log.click)}    # the action that histories and rates count",
         *_limits(log),
         *_tables(log, own),
         *_ids(log, own),
@@ -244,7 +246,11 @@ def _transform(names: Sequence[str], *ops: str) -> str:
 
 def _labels(log: FoundLog) -> Iterator[str]:
     names = sorted(log.actions, key=lambda name: (name != log.click, -log.actions[name]))
-    for action in names[:_MAX_LABELS]:
+    taken = set[str]()
+    for number, action in enumerate(names[:_MAX_LABELS], 1):
+        name = _label_name(action)
+        name = f"label_{number}" if not name or name in taken else name
+        taken.add(name)
         share = log.actions[action] / log.candidates
         prior = ""
         if log.is_complete and log.candidates >= _MIN_FOR_PRIOR and 0 < share < 1:
@@ -252,15 +258,16 @@ def _labels(log: FoundLog) -> Iterator[str]:
                 f"\nprior = {prior_of(share)}    # predicted before training: the log's share of candidates"
             )
         yield (
-            f"# What to predict: did the user do {json.dumps(action)}?\n"
-            f"[[label]]\nname = {json.dumps(_label_name(action))}\naction = {json.dumps(action)}{prior}"
+            f"# What to predict: did the user do {_quoted(action)}?\n"
+            f"[[label]]\nname = {_quoted(name)}\naction = {_quoted(action)}{prior}"
         )
 
 
 def _label_name(action: str) -> str:
+    """The action as a name of the schema; "" without a Latin letter or digit."""
     return "".join(c if c.isascii() and (c.isalnum() or c in "_-") else "_" for c in action.lower()).strip(
         "_-"
-    )
+    )[:_MAX_NAME]
 
 
 def map_text(log: FoundLog) -> str:
@@ -269,18 +276,18 @@ def map_text(log: FoundLog) -> str:
     lines = [
         "# Which column is what, for `roostream import table`, as `roostream init` found it.",
         "# docs/bring-your-own-data.md describes every key.",
-        f"request = {json.dumps(m['request'])}    # rows with equal values here are one request",
-        *(f"{k} = {json.dumps(v)}" for k, v in m.items() if k not in ("request", "features", "actions")),
+        f"request = {_quoted(m['request'])}    # rows with equal values here are one request",
+        *(f"{k} = {_quoted(v)}" for k, v in m.items() if k not in ("request", "features", "actions")),
         *_section("features", m["features"].items()),
     ]
     if m["actions"]:
         lines += ["", "[actions]    # an engagement where the column is true, above 0, or at least `least`"]
     for action, condition in m["actions"].items():
-        columns = ", ".join(f"{key} = {json.dumps(value)}" for key, value in condition.items())
-        lines.append(f"{json.dumps(action)} = {{ {columns} }}")
+        columns = ", ".join(f"{key} = {_quoted(value)}" for key, value in condition.items())
+        lines.append(f"{_quoted(action)} = {{ {columns} }}")
     return "\n".join(lines) + "\n"
 
 
 def _section(name: str, pairs: Iterable[tuple[str, str]]) -> list[str]:
-    lines = [f"{json.dumps(key)} = {json.dumps(value)}" for key, value in pairs]
+    lines = [f"{_quoted(key)} = {_quoted(value)}" for key, value in pairs]
     return ["", f"[{name}]", *lines] if lines else []

@@ -118,6 +118,15 @@ def test_an_unclear_action_is_asked_for(engaged: list[str], wanted: str) -> None
     assert not Path("shop").exists()
 
 
+def test_actions_with_any_name_become_labels() -> None:
+    shown, done = a_log()
+    actions = ["点击", "👍", "Add to cart", "add_to_cart"]
+    write_lines("log.jsonl", [shown, *({**done, "action": name} for name in actions)])
+    run("shop", "--from", "log.jsonl", "--click", "点击")
+    found = {label.action: label.name for label in written().labels}
+    assert list(found) == actions and len(set(found.values())) == 4
+
+
 def test_two_csv_tables_are_understood() -> None:
     names = ("request_id", "time", "user_id", "item_id", "basket", "price", "category")
     with Path("shown.csv").open("w", newline="") as file:
