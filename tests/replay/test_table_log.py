@@ -82,6 +82,14 @@ def test_csv_gives_the_events_of_json_lines(tmp_path: Path) -> None:
     ]
 
 
+def test_engagements_may_repeat_columns_of_the_shown_items(tmp_path: Path) -> None:
+    first, *rows = DONE.splitlines()
+    done = "\n".join([f"{first},price,position", *(f"{row},5,0" for row in rows)]) + "\n"
+    assert [plain(e) for e in csv_of(tmp_path, done=done).events] == [plain(e) for e in expected()]
+    with pytest.raises(ConfigError, match="'note' is not a feature"):
+        csv_of(tmp_path, done=done.replace(",price", ",note"))
+
+
 @pytest.mark.parametrize("packed", [False, True])
 def test_parquet_gives_the_events_of_json_lines(tmp_path: Path, packed: bool) -> None:
     moment = datetime.datetime.fromtimestamp(T0 / 1000, datetime.UTC).replace(tzinfo=None)

@@ -28,6 +28,7 @@ from roostream.replay.input_files import open_file
 from roostream.replay.log_lines import json_error, without_bom
 from roostream.replay.parquet_log import parquet_file
 from roostream.replay.table_files import LINE, as_parquet, form_of
+from roostream.replay.table_log import OF_ENGAGEMENTS
 from roostream.schema.settings import SettingError, check_name
 
 MAX_LINES = 200_000
@@ -103,6 +104,7 @@ class FoundLog:
     assumed: list[str]
     map: dict[str, Any] = dataclasses.field(default_factory=dict)  # of a flat table
     types: pa.Schema | None = None  # of a flat table's columns
+    ignored: list[str] = dataclasses.field(default_factory=list)  # columns of two tables that are not used
     is_anonymous: bool = False  # no request has a user or a session
     max_candidates: int = 0  # number of candidates of the longest list
 
@@ -243,12 +245,17 @@ def _two_tables(
         for name, values in columns.items()
         if name not in reserved and values.present
     ]
+    ignored = [n for n, values in columns.items() if n not in reserved and not values.present]
+    assumed = [f"column {n!r} is empty, so it is ignored" for n in ignored]
+    known = {*OF_ENGAGEMENTS, *columns, *choices.ignore}
+    more = [n for n in (done[0] if done else ()) if n not in known]
+    assumed += [f"column {n!r} of engagements is ignored" for n in more]
     users = columns["user_id"].num_distinct() if "user_id" in columns else 0
     return FoundLog(
         form, features, dict(actions), _click(actions, choices.click, _no_actions(choices.engagements[0])),
-        len(lengths), len(rows), columns["item_id"].num_distinct(), users, complete, _assumed(features),
+        len(lengths), len(rows), columns["item_id"].num_distinct(), users, complete,
+        [*assumed, *_assumed(features)], ignored=[*ignored, *more], max_candidates=max(lengths, default=0),
         is_anonymous=not any(columns[n].present for n in ("user_id", "session_id") if n in columns),
-        max_candidates=max(lengths, default=0),
     )  # fmt: skip
 
 

@@ -117,6 +117,7 @@ def _write(folder: Path, log: tuple[str, ...], given: dict[str, Any], is_sample:
     written = ", ".join([*files, *(["log.jsonl"] if is_sample else [])])
     click.echo(f"{folder}/: {written}; {found.requests:,} requests with {found.candidates:,} candidates")
     click.echo("next:")
+    given["ignore"] = (*given["ignore"], *found.ignored)
     for command in _next(folder, log, given, found.form):
         click.echo(f"  {command}")
 

@@ -151,7 +151,7 @@ def test_a_bad_line_ends_the_import_unless_bad_lines_are_skipped(log: Path) -> N
         file.write('{"type": "impression", "request_id": 5}\n')
     refused = run(log)
     assert refused.exit_code != 0 and "log.jsonl:46" in str(refused.exception)
-    assert not Warehouse(log / "w").samples.snapshot().files
+    assert not (log / "w").exists()
     done = run(log, "--skip-bad")
     assert done.exit_code == 0 and "1 lines were skipped; the first:" in done.stderr and ":46" in done.stderr
     assert TableScan(log / "w").num_requests == 30

@@ -19,6 +19,7 @@ from roostream.errors import ConfigError
 from roostream.models.build import load_model_config
 from roostream.models.config import RankerConfig
 from roostream.models.ranker import rate_rank
+from roostream.replay import parquet_log
 from roostream.replay.import_map import load_map
 from roostream.replay.table_import import import_table
 from roostream.schema.schema import Schema
@@ -141,6 +142,19 @@ def test_two_csv_tables_are_understood() -> None:
     schema = written()
     assert "basket" in {f.name for f in schema.ro} and "price" in {f.name for f in schema.nro}
     assert "replay csv" in output and "--engagements done.csv" in output
+
+
+def test_the_printed_commands_read_tables_with_columns_that_nothing_uses() -> None:
+    shown = {"request_id": ["r"] * 2, "time": [T0] * 2, "item_id": ["a", "b"], "price": [1.5, 2.5]}
+    pq.write_table(pa.table(shown | {"note": pa.nulls(2)}), "shown.parquet")
+    done = {"request_id": ["r"], "time": [T0], "item_id": ["a"], "action": ["click"], "price": [1.5]}
+    pq.write_table(pa.table(done | {"campaign": ["x"]}), "done.parquet")
+    output = run("shop", "--from", "shown.parquet", "--engagements", "done.parquet").output
+    assert "'note' is empty" in output and "'campaign' of engagements is ignored" in output
+    assert output.count("--ignore note campaign") == 3
+    files = {"impressions": ("shown.parquet",), "engagements": ("done.parquet",)}
+    options = parquet_log.Options(**files, ignore=("note", "campaign"))
+    assert len(list(parquet_log.open(options, written(), 0).events)) == 2
 
 
 def flat(**more: list[Any]) -> dict[str, list[Any]]:
