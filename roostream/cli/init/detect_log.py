@@ -64,6 +64,11 @@ _SHOWN = (
     "display",
     "view",
     "item_view",
+    "view_item",
+    "view_item_list",
+    "viewed",
+    "product_view",
+    "product_viewed",
     "pageview",
     "page_view",
     "pv",
@@ -289,7 +294,7 @@ def _flat(path: str, rows: list[dict[str, Any]], complete: bool, choices: Choice
         )
         absent = (
             f"{path}: expected a column that is true or above 0 where a user acted, such as 'clicked', found "
-            "none; name it with --click COLUMN. A log of clicks alone needs the items that were shown, too"
+            f"none; name it with --click COLUMN. {_advice_on_events(columns, free)}"
         )
         click = _click(counts, _snake(choices.click), absent, f"{path} has several such columns")
         for a in actions.values():
@@ -306,6 +311,11 @@ def _flat(path: str, rows: list[dict[str, Any]], complete: bool, choices: Choice
         for n in late
     ]
     free = [n for n in free if n not in used and n not in late]
+    assumed += [
+        f"column {n!r} has values only in rows of actions; `event_value` in the map makes it their value"
+        for n in free
+        if columns[n].present and not shown_columns[n].present
+    ]
     unique = _unique_columns(rows, request, shown_columns, sides, free)
     assumed += unique.values()
     features = [
@@ -410,6 +420,16 @@ def _event(columns: dict[str, ColumnValues], free: Sequence[str]) -> tuple[str, 
         if _EVENT.fullmatch(_snake(name)) and shown and len(shown) < len(values) <= 50:
             return name, shown
     return "", []
+
+
+def _advice_on_events(columns: dict[str, ColumnValues], free: Sequence[str]) -> str:
+    """What to do with a table that has no column of actions."""
+    for name in free:
+        values = sorted(value for value in columns[name].distinct if isinstance(value, str))
+        if _EVENT.fullmatch(_snake(name)) and 1 < len(values) <= 50:
+            some = ", ".join(values[:5])
+            return f"If rows are events, call those of shown items 'view' in {name!r}, which has {some}"
+    return "A log of clicks alone needs the items that were shown, too"
 
 
 def _late_columns(

@@ -239,8 +239,9 @@ def test_a_column_of_actions_only_is_no_feature_of_shown_items() -> None:
     rows = {**flat(visitor=[1, 1, 1, 2], **events), "revenue": [None, None, 9.5, None]}
     del rows["clicked"]
     pq.write_table(pa.table(rows), "rows.parquet")
-    run("shop", "--from", "rows.parquet")
+    output = run("shop", "--from", "rows.parquet").output
     assert {f.name for f in (*written().ro, *written().nro)} & {"price", "revenue"} == {"price"}
+    assert "'revenue' has values only in rows of actions" in output
 
 
 def test_truth_values_that_no_reader_of_lines_takes_are_refused() -> None:
@@ -452,10 +453,23 @@ def test_a_text_table_gets_a_map_that_imports_it(
         ({k: v for k, v in flat().items() if k != "article"}, (), "--item"),
         (flat(time=[T0] * 4, shown_at=[T0] * 4), ("--time", "tine"), "'time'"),
         ({k: v for k, v in flat().items() if k != "clicked"}, (), "--click"),
+        (
+            {**flat(clicked=[None] * 4), "event": ["look", "look", "buy", "look"]},
+            (),
+            "'event', which has buy, look",
+        ),
         (flat(shownAt=[str(T0), "10:30", "10:30", "soon"]), (), "'shownAt'.* as '10:30'"),
         (flat(shownAt=[T0, T0, T0 // 1000, T0 // 1000]), ("--time", "shownAt"), "'shownAt'"),
     ],
-    ids=["two items", "no item", "a misspelled column", "no action", "no times", "times in two units"],
+    ids=[
+        "two items",
+        "no item",
+        "a misspelled column",
+        "no action",
+        "events without shown items",
+        "no times",
+        "times in two units",
+    ],
 )
 def test_an_unclear_flat_table_is_asked_about(
     columns: dict[str, Any], flags: tuple[str, ...], word: str
