@@ -65,12 +65,12 @@ class ImportCounts:
 
 
 class _Input(NamedTuple):
-    """The files' names for messages, the files as Parquet, their used columns, the number of rows and the
-    estimated size as Arrow tables."""
+    """The files' names for messages, the files as Parquet, their used columns with the types that hold the
+    cells of all files, the number of rows and the estimated size as Arrow tables."""
 
     paths: Sequence[str]
     files: Sequence[str]
-    columns: list[str]
+    columns: dict[str, pa.DataType]
     num_rows: int
     num_bytes: int
 
@@ -123,19 +123,45 @@ def import_table(
 
 def _check(paths: Sequence[str], files: Sequence[str], schema: Schema, column_map: ImportMap) -> _Input:
     num_rows = num_bytes = 0
-    columns: list[str] = []
+    columns: dict[str, pa.DataType] = {}
     for path, name in zip(paths, files, strict=True):
         with parquet_file(name) as file:
             known = file.schema_arrow.names
             check_columns(path, column_map, schema, known)
             check_types(path, column_map, schema, file.schema_arrow)
             wanted = sorted({*column_map.columns(schema, known), *({LINE} & set(known))})
-            if columns and wanted != columns:
+            if columns and wanted != list(columns):
                 text = f"{path}: expected the columns of {paths[0]}, got others; import them apart"
                 raise ConfigError(text)
-            columns, num_rows = wanted, num_rows + file.metadata.num_rows
+            numbers = numeric_columns(column_map, schema, file.schema_arrow)
+            for column in wanted:
+                kind = numbers.get(column, file.schema_arrow.field(column).type)
+                columns[column] = _common_type(path, column, columns.get(column, kind), kind)
+            num_rows += file.metadata.num_rows
             num_bytes += _arrow_bytes(file, set(columns))
     return _Input(paths, files, columns, num_rows, num_bytes)
+
+
+def _common_type(path: str, column: str, before: pa.DataType, kind: pa.DataType) -> pa.DataType:
+    """The type that holds the cells of this file and of those before. pandas and Spark write a column without
+    values as nulls, and one with missing numbers as floats.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if kind == before:
+        return kind
+    kinds = [k.value_type if pa.types.is_dictionary(k) else k for k in (before, kind)]
+    kinds = [pa.timestamp(k.unit) if pa.types.is_timestamp(k) else k for k in kinds]  # in UTC without a zone
+    kinds = [pa.int8() if pa.types.is_boolean(k) else k for k in kinds]
+    try:
+        fields = [pa.schema([(column, k)]) for k in kinds]
+        return pa.unify_schemas(fields, promote_options="permissive").field(column).type
+    except (pa.ArrowInvalid, pa.ArrowTypeError):
+        raise ConfigError(
+            f"{path}: column {column!r}: expected the type of the other files, {before}, got {kind}; convert "
+            "it, or import the files apart"
+        ) from None
 
 
 def _arrow_bytes(file: pq.ParquetFile, columns: set[str]) -> int:
@@ -162,14 +188,17 @@ def _batches(
         with parquet_file(given.files[number]) as file:
             numbers = numeric_columns(column_map, schema, file.schema_arrow)
             try:
-                for batch in file.iter_batches(_ROWS, columns=given.columns):
+                for batch in file.iter_batches(_ROWS, columns=list(given.columns)):
                     place_N = first + 1 + np.arange(len(batch), dtype=np.int64)
                     if LINE in given.columns:
                         place_N = np.asarray(batch.column(LINE))
                     where_N = (number << 40) + place_N
                     first += len(batch)
                     names = [*given.columns, _TIME_MS, _WHERE]
-                    arrays = [_as_number(path, n, batch.column(n), numbers.get(n)) for n in given.columns]
+                    arrays = [
+                        _as_type(path, n, _as_number(path, n, batch.column(n), numbers.get(n)), kind)
+                        for n, kind in given.columns.items()
+                    ]
                     times_N = _times(batch.column(column_map.time), column_map)
                     arrays += [pa.array(times_N), pa.array(where_N)]
                     rows = pa.RecordBatch.from_arrays(arrays, names)
@@ -200,6 +229,19 @@ def _as_number(path: str, name: str, column: pa.Array, as_type: pa.DataType | No
                 f"{wrong[0].as_py()!r}; convert the column to integers or text"
             )
     return column.cast(as_type, safe=False)
+
+
+def _as_type(path: str, name: str, column: pa.Array, kind: pa.DataType) -> pa.Array:
+    """Raises ConfigError: a value is beyond the type that was found for all files."""
+    if column.type == kind:
+        return column
+    try:
+        return column.cast(kind)
+    except pa.ArrowInvalid as error:
+        raise ConfigError(
+            f"{path}: column {name!r}: expected {kind}, as in the other files, got {column.type} ({error}); "
+            "convert it, or import the files apart"
+        ) from None
 
 
 def _with_request(

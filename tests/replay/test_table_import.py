@@ -349,6 +349,60 @@ def test_decimals_are_numbers_and_truth_values_are_features(tmp_path: Path) -> N
     assert len(events_of(tmp_path / "log.jsonl")) == 1
 
 
+@pytest.mark.parametrize(
+    ("column", "other"),
+    [
+        ("item", pa.int32()),
+        ("item", pa.float64()),
+        ("price", pa.int64()),
+        ("price", pa.null()),
+        ("t", pa.timestamp("ms")),
+        ("t", pa.timestamp("us", "Europe/Berlin")),
+        ("who", pa.dictionary(pa.int32(), pa.string())),
+        ("who", pa.large_string()),
+        ("who", pa.null()),
+        ("did", pa.int8()),
+    ],
+)
+def test_files_may_hold_a_column_in_several_types(tmp_path: Path, column: str, other: pa.DataType) -> None:
+    utc = datetime.UTC
+    row = {**ONE, "t": datetime.datetime(2026, 1, 2, tzinfo=utc), "who": "ann", "did": True}
+    first = table_of([{**row, "price": 2.0}])
+    second = table_of([{**row, "price": 2.0, "id": "b"}])
+    at, cells = second.column_names.index(column), second[column]
+    cells = pa.nulls(1) if pa.types.is_null(other) else cells.cast(other)
+    text = f'user = "who"\n{PLAIN}\n[actions]\nclick = {{ column = "did" }}'
+    for n, tables in enumerate(([first, second.set_column(at, column, cells)],) * 2):
+        imported(tmp_path, *(tables if n else tables[::-1]), text=text, out=f"{n}.jsonl")
+        found = [line for line in lines_of(tmp_path / f"{n}.jsonl") if line["type"] == "impression"]
+        assert {line["request_id"] for line in found} == {"a", "b"} and len(
+            {line["time"] for line in found}
+        ) == 1
+        assert all(line["candidates"]["item_id"] == [3] for line in found)
+        missing = [line for line in found if "user_id" not in line or "price" not in line["candidates"]]
+        assert len(missing) == pa.types.is_null(other)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "message"),
+    [
+        (3, "3", "the type of the other files, int64, got string"),
+        (-3, (1 << 64) - 1, "expected int64, as in the other files, got uint64"),
+    ],
+)
+def test_files_with_a_column_in_types_that_do_not_fit_are_refused(
+    tmp_path: Path, one: Any, other: Any, message: str
+) -> None:
+    second = table_of([{**ONE, "id": "b"}]).drop_columns(["item"])
+    with pytest.raises(ConfigError, match=rf"1\.parquet: column 'item': .*{message}"):
+        imported(
+            tmp_path,
+            table_of([{**ONE, "item": one}]),
+            second.append_column("item", pa.array([other], None if type(other) is str else pa.uint64())),
+            text=PLAIN,
+        )
+
+
 def test_ids_that_pandas_wrote_as_floats_are_integers(tmp_path: Path) -> None:
     rows = [{**ONE, "item": 3.0, "who": 7.0, "place": 1.0}, {**ONE, "item": 4.0, "who": 7.0, "place": 0.0}]
     rows += [{**ONE, "id": "b", "item": 3.0, "who": float("nan"), "place": 0.0}]
