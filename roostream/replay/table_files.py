@@ -264,14 +264,16 @@ class _TextColumn:
     @property
     def type(self) -> pa.DataType:
         if not self._is_seen:
-            return pa.string()
+            return pa.null()
         if self._lists is not None:
             return self._lists.type
         return _KINDS[self._fitting[0]][1] if self._fitting else pa.string()
 
     def array(self, cells: pa.Array) -> pa.Array:
         """The cells in the column's type."""
-        if self._is_seen and self._lists is not None:
+        if not self._is_seen:
+            return pa.nulls(len(cells))
+        if self._lists is not None:
             return self._lists.array([_json_list(text or "") for text in cells.to_pylist()])
         if pa.types.is_string(self.type):
             return cells
@@ -325,6 +327,8 @@ class _JsonColumn:
         return pa.list_(self._entry()) if self._is_list else self._entry()
 
     def _entry(self) -> pa.DataType:
+        if not self._types:
+            return pa.null()
         if self._types == {bool}:
             return pa.bool_()
         if self._types == {int} and self._low >= -(1 << 63) and self._high < 1 << 63:
@@ -332,7 +336,7 @@ class _JsonColumn:
         if self._types == {int} and self._low >= 0 and self._high < 1 << 64:
             return pa.uint64()
         is_exact = max(-self._low, self._high) < 1 << 53
-        is_number = bool(self._types) and self._types <= {int, float}
+        is_number = self._types <= {int, float}
         return pa.float64() if is_number and is_exact else pa.string()
 
     def array(self, cells: Iterable[Any]) -> pa.Array:
@@ -340,7 +344,7 @@ class _JsonColumn:
         convert: Callable[[Any], Any] = _CONVERTERS.get(self._entry(), _text)
 
         def missing(value: Any) -> bool:
-            return value is None or (convert is not _text and _is_empty(value))
+            return value is None or (_is_empty(value) and (convert is not _text or not self._types))
 
         if not self._is_list:
             return pa.array([None if missing(cell) else convert(cell) for cell in cells], self.type)
@@ -462,6 +466,7 @@ def _read_text(delimiter: str, path: str, refuse: Refuse) -> Iterator[_Batch]:
                     strings_can_be_null=True,
                 ),
             )
+            yield _Batch({name: pa.array([], pa.string()) for name in names}, [])  # of a file without rows
             for batch in reader:
                 lines = list[int]()
                 bad = set(bad_lines)

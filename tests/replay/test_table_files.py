@@ -109,6 +109,21 @@ def test_whole_numbers_of_json_stay_exact(tmp_path: Path, values: list[Any], wan
     assert [row["value"] for row in read(tmp_path, ("a.jsonl", text))] == wanted
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "wanted"),
+    [
+        ("a.csv", "user,value\nu,\n", [None]),
+        ("a.csv", "user,value\n", []),
+        ("a.jsonl", '{"user": "u", "value": ""}\n{"user": "u", "value": null}\n', [None, None]),
+        ("a.jsonl", '{"user": "u", "value": []}\n{"user": "u"}\n', [[], None]),
+    ],
+)
+def test_a_column_without_values_has_no_type(tmp_path: Path, name: str, text: str, wanted: Any) -> None:
+    assert [row["value"] for row in read(tmp_path, (name, text))] == wanted
+    kind = pq.read_schema(tmp_path / "out" / "table-0.parquet").field("value").type
+    assert pa.types.is_null(kind.value_type if pa.types.is_list(kind) else kind)
+
+
 def parquet_rows(folder: Path, rows: list[dict[str, Any]], skip_bad: bool = False) -> list[dict[str, Any]]:
     pq.write_table(pa.Table.from_pylist(rows), folder / "a.parquet", row_group_size=2)
     reader = LogLineReader(SCHEMA, skip_bad=skip_bad)
