@@ -278,7 +278,7 @@ class _LocalReplay:
     def __init__(self, config: ReplayConfig, schema: Schema, store: Path, registry: Registry) -> None:
         self.schema = schema
         self.measure_from_ms = config.measure_from_ms
-        self.topics = LocalTopics(schema, config.measure_from_ms)
+        self.topics = LocalTopics(schema, config.measure_from_ms, registry)
         self.accounts = self.topics.accounts
         self.served = (
             AsServedScorer(

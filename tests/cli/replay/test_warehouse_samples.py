@@ -124,8 +124,10 @@ def test_samples_of_an_earlier_schema_are_replayed(folder: Path) -> None:
     schema = folder / "more.toml"
     schema.write_text((folder / "schema.toml").read_text() + '\n[[nro]]\nname = "bonus"\n')
     assert run(dataclasses.replace(config_of(folder), schema=str(schema))) == 0
-    counts = json.loads((folder / "of_table.json").read_text())["counts"]
+    report = json.loads((folder / "of_table.json").read_text())
+    counts, baselines = report["counts"], report["baselines"]
     assert counts["predicted"] == counts["samples"] == 120 and counts["dead_letters"] == {}
+    assert baselines["item"]["overall"]["requests"] == baselines["linear"]["overall"]["requests"] == 120
 
 
 def test_days_without_samples_are_reported(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
