@@ -111,7 +111,7 @@ class Baselines:
             writer = self._registry(sample.header.schema)
         if writer is None or writer.tasks == self.tasks:
             return np.array(sample.labels, np.float32).reshape(-1, len(self.tasks))
-        written_nT = np.array(sample.labels, np.float32).reshape(len(sample.item_ids), -1)
+        written_nT = np.array(sample.labels, np.float32).reshape(len(sample.item_ids), len(writer.tasks))
         label_nT = np.zeros((len(written_nT), len(self.tasks)), np.float32)
         for t, task in enumerate(self.tasks):
             if task in writer.tasks:
