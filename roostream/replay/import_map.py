@@ -3,7 +3,7 @@
 request = ["user", "shown_at"]      rows with equal values in these columns form one request, if user, session
                                     and surface are equal too
 time = "shown_at"                   item = "article"       user = "user"
-[features]                          feature of the schema → column; default: of the same name
+[features]                          feature of the schema → column; default: of the same name; "" = none
 basket = "basket_value"
 history = { item = "read_ids", time = "read_at" }   sequence: table and columns; weighted: ids, weights
 [actions]                           action → the column that is true or above 0 where it happened
@@ -27,6 +27,12 @@ import pyarrow as pa
 from roostream.errors import ConfigError, nearest
 from roostream.schema.schema import Feature, Schema
 from roostream.schema.settings import SettingError, Settings, load, setting, setting_error
+
+OWN_NAMES = frozenset(
+    {"request_id", "user_id", "session_id", "surface", "weight", "item_id", "position", "propensity"}
+)
+"""What a line of the log says of a request and its candidates beside features. No feature of a table may have
+such a name, unless it has the same column."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,7 +81,9 @@ class ImportMap(Settings):
             raise setting_error("user", "a column, since actions are rows of their own", self.user, "name it")
         for name, given in self.features.items():
             parts = given if isinstance(given, dict) else {"": given}
-            if not parts or not all(isinstance(column, str) and column for column in parts.values()):
+            if given != "" and (
+                not parts or not all(isinstance(column, str) and column for column in parts.values())
+            ):
                 text = f"expected a column, or a table of columns, got {given!r}"
                 raise SettingError(f"features.{name}", text)
 
@@ -100,6 +108,8 @@ class ImportMap(Settings):
         """The columns that hold a feature, by the part of it that each holds. A feature that one column
         holds has the part "". Empty: the files do not have the feature. `known`: the files' columns."""
         given = self.features.get(feature.name, feature.name if feature.name in known else {})
+        if given == "":
+            return {}
         return dict(given) if isinstance(given, dict) else {"": given}
 
     def columns(self, schema: Schema, known: Collection[str]) -> Iterator[str]:
@@ -141,8 +151,15 @@ def check_columns(path: str, column_map: ImportMap, schema: Schema, known: Colle
     """Check that the file at `path`, whose columns are `known`, has every column of the map.
 
     Raises:
-        ConfigError: it lacks one; the message names the nearest.
+        ConfigError: it lacks one; the message names the nearest. Or a feature has one of `OWN_NAMES`.
     """
+    for feature in (*schema.ro, *schema.nro):
+        parts = column_map.parts_of(feature, known)
+        if feature.name in OWN_NAMES and parts and parts != {"": column_map.plain().get(feature.name)}:
+            raise ConfigError(
+                f"{path}: feature {feature.name!r}: expected another name, since a log has a {feature.name} "
+                f"of its own; rename the feature to such as '{feature.name}_value', and map it to its column"
+            )
     for column in column_map.columns(schema, known):
         if column not in known:
             text = f"{path}: column {column!r} is absent{nearest(column, known)}; correct the map"

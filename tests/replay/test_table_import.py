@@ -403,6 +403,22 @@ def test_files_with_a_column_in_types_that_do_not_fit_are_refused(
         )
 
 
+def test_a_feature_that_would_replace_the_item_is_refused(tmp_path: Path) -> None:
+    pq.write_table(table_of([{"id": "a", "t": T0, "item": 3, "item_id": 9}]), tmp_path / "a.parquet")
+    features = [{"name": "item_id", "kind": "ids", "table": "item"}]
+    schema = schema_from_dict(
+        {"tables": {"item": {"dim": 4}}, "nro": features, "label": [{"name": "click", "action": "click"}]}
+    )
+    (tmp_path / "map.toml").write_text(PLAIN)
+    with pytest.raises(ConfigError, match="feature 'item_id': expected another name"):
+        import_table(
+            [str(tmp_path / "a.parquet")],
+            schema,
+            load_map(str(tmp_path / "map.toml"), schema),
+            tmp_path / "log.jsonl",
+        )
+
+
 def test_ids_that_pandas_wrote_as_floats_are_integers(tmp_path: Path) -> None:
     rows = [{**ONE, "item": 3.0, "who": 7.0, "place": 1.0}, {**ONE, "item": 4.0, "who": 7.0, "place": 0.0}]
     rows += [{**ONE, "id": "b", "item": 3.0, "who": float("nan"), "place": 0.0}]

@@ -24,6 +24,7 @@ import pyarrow as pa
 
 from roostream.cli.init.column_values import ColumnValues, Kind
 from roostream.errors import ConfigError, nearest
+from roostream.replay.import_map import OWN_NAMES
 from roostream.replay.input_files import open_file
 from roostream.replay.log_lines import json_error, without_bom
 from roostream.replay.parquet_log import parquet_file
@@ -320,7 +321,7 @@ def _flat(path: str, rows: list[dict[str, Any]], complete: bool, choices: Choice
     assumed += unique.values()
     features = [
         dataclasses.replace(
-            _feature(shown_columns[name], sides[name], _snake(name) or f"column_{number}"), column=name
+            _feature(shown_columns[name], sides[name], _feature_name(name, number)), column=name
         )
         for number, name in enumerate(columns, 1)
         if name in free and name not in unique and shown_columns[name].present
@@ -590,6 +591,12 @@ def _click(
         raise ConfigError(absent)
     names = ", ".join(f"{name} ({count:,})" for name, count in actions.most_common(8))
     raise ConfigError(f"{several}: {names}; choose the main one with --click NAME")
+
+
+def _feature_name(column: str, number: int) -> str:
+    """The name of the feature that a flat table has in its column `number`."""
+    name = _snake(column) or f"column_{number}"
+    return f"{name}_value" if name in OWN_NAMES else name
 
 
 def _snake(name: str) -> str:

@@ -353,6 +353,22 @@ def test_times_of_a_sequence_are_in_ms(name: str, values: list[int], wanted: dic
             run("shop", "--from", "log.jsonl")
 
 
+def test_columns_may_be_called_as_what_a_log_has_of_its_own() -> None:
+    """A weight in kg is no sampling weight, and an ignored column is not read for a feature of its name."""
+    more = {"weight": [1.5, 2.5, 3.5, 4.5], "surface": [60, 70, 80, 90], "item_id": [7, 8, 9, 10]}
+    pq.write_table(pa.table(flat(**more, history=["old"] * 4)), "rows.parquet")
+    run("shop", "--from", "rows.parquet", "--item", "article", "--ignore", "history")
+    schema = written()
+    names = {f.name for f in (*schema.ro, *schema.nro)}
+    assert {"weight_value", "surface_value", "item_id_value", "history"} <= names
+    import_table(["rows.parquet"], schema, load_map("shop/map.toml", schema), Path("shop/log.jsonl"))
+    lines = [json.loads(line) for line in Path("shop/log.jsonl").read_text().splitlines()]
+    shown = [line for line in lines if line["type"] == "impression"]
+    assert [line["candidates"]["item_id"] for line in shown] == [["a", "b"], ["a", "c"]]
+    assert shown[0]["candidates"]["weight_value"] == [1.5, 2.5]
+    assert not any("weight" in line or "history" in line.get("ro", ()) for line in shown)
+
+
 def test_names_of_other_alphabets_become_names_of_the_schema() -> None:
     columns = {"Größe": [1.5, 2.5, 3.5, 4.5], "价格": [2.5, 3.5, 4.5, 5.5]}
     pq.write_table(pa.table(flat(**columns)), "rows.parquet")
