@@ -9,6 +9,7 @@ from functools import partial
 
 from roostream.cli.init.detect_log import FoundFeature, FoundLog
 from roostream.replay.log_advice import prior_of
+from roostream.schema.counter_plan import REQUEST_FIELDS
 from roostream.schema.schema import Limits
 
 _DIM = 8
@@ -224,6 +225,7 @@ def _shared_ids(log: FoundLog, own: set[str]) -> list[FoundFeature]:
         if f.side == "nro"
         and f.kind == "ids"
         and _table(f) != "item"
+        and f.name not in (*REQUEST_FIELDS, "item")  # an entity takes these for its own fields
         and 2 <= f.distinct <= log.items / 2
         and f"user_{f.name}_ctr" not in own
         and len(f.name) <= 40

@@ -369,6 +369,14 @@ def test_columns_may_be_called_as_what_a_log_has_of_its_own() -> None:
     assert not any("weight" in line or "history" in line.get("ro", ()) for line in shown)
 
 
+@pytest.mark.parametrize("name", ["user", "hour", "weekday"])
+def test_a_column_of_candidates_may_be_called_as_a_field_of_counters(name: str) -> None:
+    rows = {**flat(), name: ["x", "y", "y", "x"], "article": ["a", "b", "c", "d"]}
+    pq.write_table(pa.table(rows), "rows.parquet")
+    run("shop", "--from", "rows.parquet", "--user", "visitor", "--item", "article")
+    assert not any(counter.name.startswith("user_") for counter in written().counters)
+
+
 def test_names_of_other_alphabets_become_names_of_the_schema() -> None:
     columns = {"Größe": [1.5, 2.5, 3.5, 4.5], "价格": [2.5, 3.5, 4.5, 5.5]}
     pq.write_table(pa.table(flat(**columns)), "rows.parquet")
