@@ -102,16 +102,20 @@ class ColumnValues:
 
     @property
     def is_number(self) -> bool:
-        return bool(self.present and not (self.bools or self.texts or self.lists or self.parts))
+        return self.is_number_or_flag and not self.bools
 
     @property
     def is_id(self) -> bool:
         return bool(self.present and not (self.bools or self.fractions or self.lists or self.parts))
 
     @property
+    def is_number_or_flag(self) -> bool:
+        return bool(self.present and not (self.texts or self.lists or self.parts))
+
+    @property
     def is_flag(self) -> bool:
         """Whether all values are true or false, or 0 or 1."""
-        return bool(self.present and not self.texts and not self.lists and self.distinct <= {0, 1})
+        return self.is_number_or_flag and self.distinct <= {0, 1}
 
     def time_unit(self) -> str:
         """The unit of these times, "text" for ISO 8601 and timestamps, or "" if they are no times."""

@@ -369,6 +369,14 @@ def test_columns_may_be_called_as_what_a_log_has_of_its_own() -> None:
     assert not any("weight" in line or "history" in line.get("ro", ()) for line in shown)
 
 
+def test_an_object_is_no_action_whatever_its_name() -> None:
+    shared = {"item": [3], "time": [T0]}
+    pq.write_table(pa.table(flat(shared=[shared] * 4)), "rows.parquet")
+    run("shop", "--from", "rows.parquet")
+    assert [label.name for label in written().labels] == ["clicked"]
+    assert {f.name: f.kind for f in written().ro}["shared"] == "sequence"
+
+
 @pytest.mark.parametrize("name", ["user", "hour", "weekday"])
 def test_a_column_of_candidates_may_be_called_as_a_field_of_counters(name: str) -> None:
     rows = {**flat(), name: ["x", "y", "y", "x"], "article": ["a", "b", "c", "d"]}
