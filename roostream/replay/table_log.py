@@ -167,7 +167,7 @@ class _RowsByTime:
                 table, cells, error = self.tables[number], Row(), None
                 for name, cell in slices[number].pop().items():
                     try:
-                        if cell is not None:
+                        if cell not in (None, ""):
                             cells[name] = table.value(name, cell)
                     except ValueError as wrong:
                         error = error or wrong

@@ -150,6 +150,14 @@ def test_truth_values_decimals_and_categories_are_numbers_and_texts(tmp_path: Pa
     assert (request.request_id, request.ro, request.nro["price"]) == ("r", {"basket": 2.5}, [1.0, None, 0.0])
 
 
+def test_an_empty_text_of_parquet_is_missing(tmp_path: Path) -> None:
+    row = {"request_id": "r", "time": T0, "item_id": 1, "user_id": "", "brands": ""}
+    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "shown.parquet")
+    options = parquet_log.Options(impressions=(str(tmp_path / "shown.parquet"),))
+    (request,) = parquet_log.open(options, SCHEMA, 0).events
+    assert isinstance(request, Request) and request.user_id == 0 and "brands" not in request.nro
+
+
 def test_packed_csv_and_files_in_any_order(tmp_path: Path) -> None:
     head, *rows = SHOWN.splitlines(keepends=True)
     paths = []

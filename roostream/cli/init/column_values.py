@@ -135,6 +135,12 @@ class ColumnValues:
             ConfigError: no kind can hold them; says what to change.
         """
         if self.parts:
+            if plain := [key for key, part in self.parts.items() if part.present and part.entries is None]:
+                raise ConfigError(
+                    f"feature {self.name!r} is an object with {plain[0]!r}, which is no list and no kind of "
+                    "feature holds; make each value a feature of its own, or leave it out (of tables with "
+                    "--ignore)"
+                )
             return "weighted_ids" if set(self.parts) == {"ids", "weights"} else "sequence"
         if self.entries is not None:
             if self.entries.fractions or self.entries.bools or self.entries.lists or self.entries.parts:

@@ -135,10 +135,16 @@ def detect_log(paths: Sequence[str], choices: Choices) -> FoundLog:
     if form == "jsonl" and not choices.engagements and _has_own_lines(paths[0]):
         return _jsonl(paths, choices)
     with tempfile.TemporaryDirectory() as folder:
-        rows, complete, types = _table_rows(paths, Path(folder))
+        # `replay parquet` takes objects as they are.
+        are_read = form == "parquet" and bool(choices.engagements)
+
+        def first_rows(files: Sequence[str]) -> tuple[list[dict[str, Any]], bool, pa.Schema]:
+            return _table_rows(files if are_read else as_parquet(files, Path(folder), _refuse, MAX_LINES))
+
+        rows, complete, types = first_rows(paths)
         if not choices.engagements:
             return dataclasses.replace(_flat(paths[0], rows, complete, choices), types=types)
-        done, all_done, _ = _table_rows(choices.engagements, Path(folder))
+        done, all_done, _ = first_rows(choices.engagements)
     if form == "jsonl":
         raise ConfigError(
             "--engagements: expected tables; in JSON lines, engagements stand beside impressions"
@@ -146,7 +152,8 @@ def detect_log(paths: Sequence[str], choices: Choices) -> FoundLog:
     if absent := [name for name in ("request_id", "time", "item_id") if rows and name not in rows[0]]:
         raise ConfigError(
             f"{paths[0]}: expected columns request_id, time and item_id beside --engagements, got no "
-            f"{absent[0]!r}{nearest(absent[0], rows[0])}; rename the columns"
+            f"{absent[0]!r}{nearest(absent[0], rows[0])}; rename the columns, or join both tables to one "
+            "with a row per shown item and a column such as 'clicked'"
         )
     return _two_tables(rows, done, complete and all_done, form, choices)
 
@@ -607,10 +614,11 @@ def _snake(name: str) -> str:
     return re.sub(r"[^a-z0-9_-]+", "_", text).strip("_-")[:64]
 
 
-def _table_rows(paths: Sequence[str], folder: Path) -> tuple[list[dict[str, Any]], bool, pa.Schema]:
-    """The first rows of each file, whether they are all, and the types of the first file's columns."""
+def _table_rows(paths: Sequence[str]) -> tuple[list[dict[str, Any]], bool, pa.Schema]:
+    """The first rows of each Parquet file, whether they are all, and the types of the first file's
+    columns."""
     rows, complete, types = list[dict[str, Any]](), True, None
-    for path in as_parquet(paths, folder, _refuse, MAX_LINES):
+    for path in paths:
         with parquet_file(path) as file:
             types = types or file.schema_arrow
             taken = 0

@@ -144,6 +144,20 @@ def test_two_csv_tables_are_understood() -> None:
     assert "replay csv" in output and "--engagements done.csv" in output
 
 
+def test_objects_of_two_tables_and_lines_are_sequences_or_named() -> None:
+    history, place = {"item": [3], "time": [T0]}, {"city": "x", "zone": 2}
+    shown = {"request_id": ["r"], "time": [T0], "item_id": ["a"], "user_id": [5]}
+    pq.write_table(pa.table(shown | {"read": [history]}), "shown.parquet")
+    pq.write_table(pa.table(shown | {"place": [place]}), "other.parquet")
+    pq.write_table(pa.table(shown | {"action": ["click"]}), "done.parquet")
+    run("shop", "--from", "shown.parquet", "--engagements", "done.parquet")
+    assert {f.name: f.kind for f in (*written().ro, *written().nro)}["read"] == "sequence"
+    write_lines("log.jsonl", a_log(place=place))
+    for log in (("other.parquet", "--engagements", "done.parquet"), ("log.jsonl",)):
+        with pytest.raises(ConfigError, match="'place' is an object with 'city'"):
+            run("other", "--from", *log)
+
+
 def test_the_printed_commands_read_tables_with_columns_that_nothing_uses() -> None:
     shown = {"request_id": ["r"] * 2, "time": [T0] * 2, "item_id": ["a", "b"], "price": [1.5, 2.5]}
     pq.write_table(pa.table(shown | {"note": pa.nulls(2)}), "shown.parquet")
