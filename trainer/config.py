@@ -14,7 +14,7 @@ from roostream.runtime.deployment import MAX_WORKERS, Deployment
 from roostream.runtime.kafka.topics import CORRECTIONS, SAMPLES
 from roostream.schema.settings import MAX_SEED, Settings, setting, setting_error
 from roostream.warehouse.readers.config import ReaderCountConfig, ReadersConfig
-from roostream.warehouse.sessions.session import DAY, Labels, SessionSpec
+from roostream.warehouse.sessions.session import Labels, SessionSpec, is_day
 from trainer.selection.config import DeferralConfig, RehearsalConfig, SelectionConfig
 
 _SCRAPE_TARGET = re.compile(r"[a-z0-9][a-z0-9-]*(\*(?P<number>\d{1,3}))?=(?P<url>https?://[^\s=]+)")
@@ -398,7 +398,7 @@ class ControllerConfig(Deployment):
                 raise setting_error(
                     "export_offsets", f"PARTITION=OFFSET with partitions 0..{self.partitions - 1}", text
                 )
-        if self.warehouse_from and not DAY.fullmatch(self.warehouse_from):
+        if self.warehouse_from and not is_day(self.warehouse_from):
             raise setting_error("warehouse_from", "a day as 2024-05-01", self.warehouse_from)
         if self.warehouse and self.export_offsets:
             error = "the warehouse's table version says where history ends"

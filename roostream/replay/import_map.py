@@ -3,7 +3,7 @@
 request = ["user", "shown_at"]      rows with equal values in these columns form one request, if user, session
                                     and surface are equal too
 time = "shown_at"                   item = "article"       user = "user"
-[features]                          feature of the schema → column; default: of the same name
+[features]                          feature of the schema → column; default: of the same name; "" = none
 basket = "basket_value"
 history = { item = "read_ids", time = "read_at" }   sequence: table and columns; weighted: ids, weights
 [actions]                           action → the column that is true or above 0 where it happened
@@ -27,6 +27,12 @@ import pyarrow as pa
 from roostream.errors import ConfigError, nearest
 from roostream.schema.schema import Feature, Schema
 from roostream.schema.settings import SettingError, Settings, load, setting, setting_error
+
+OWN_NAMES = frozenset(
+    {"request_id", "user_id", "session_id", "surface", "weight", "item_id", "position", "propensity"}
+)
+"""What a line of the log says of a request and its candidates beside features. No feature of a table may have
+such a name, unless it has the same column."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,7 +81,9 @@ class ImportMap(Settings):
             raise setting_error("user", "a column, since actions are rows of their own", self.user, "name it")
         for name, given in self.features.items():
             parts = given if isinstance(given, dict) else {"": given}
-            if not parts or not all(isinstance(column, str) and column for column in parts.values()):
+            if given != "" and (
+                not parts or not all(isinstance(column, str) and column for column in parts.values())
+            ):
                 text = f"expected a column, or a table of columns, got {given!r}"
                 raise SettingError(f"features.{name}", text)
 
@@ -100,6 +108,8 @@ class ImportMap(Settings):
         """The columns that hold a feature, by the part of it that each holds. A feature that one column
         holds has the part "". Empty: the files do not have the feature. `known`: the files' columns."""
         given = self.features.get(feature.name, feature.name if feature.name in known else {})
+        if given == "":
+            return {}
         return dict(given) if isinstance(given, dict) else {"": given}
 
     def columns(self, schema: Schema, known: Collection[str]) -> Iterator[str]:
@@ -141,8 +151,15 @@ def check_columns(path: str, column_map: ImportMap, schema: Schema, known: Colle
     """Check that the file at `path`, whose columns are `known`, has every column of the map.
 
     Raises:
-        ConfigError: it lacks one; the message names the nearest.
+        ConfigError: it lacks one; the message names the nearest. Or a feature has one of `OWN_NAMES`.
     """
+    for feature in (*schema.ro, *schema.nro):
+        parts = column_map.parts_of(feature, known)
+        if feature.name in OWN_NAMES and parts and parts != {"": column_map.plain().get(feature.name)}:
+            raise ConfigError(
+                f"{path}: feature {feature.name!r}: expected another name, since a log has a {feature.name} "
+                f"of its own; rename the feature to such as '{feature.name}_value', and map it to its column"
+            )
     for column in column_map.columns(schema, known):
         if column not in known:
             text = f"{path}: column {column!r} is absent{nearest(column, known)}; correct the map"
@@ -176,13 +193,13 @@ class _Expectation(NamedTuple):
 def _of_requests(column_map: ImportMap) -> Iterator[_Expectation]:
     for column in column_map.request:
         yield _Expectation("request", column, "text or numbers", _is_plain)
-    kinds = {
-        "integers or text": (_is_id, ("item", "user", "session", "event")),
-        "numbers": (_is_number, ("weight", "propensity", "event_value")),
-        "text": (_is_text, ("surface",)),
-        "integers": (_is_integer, ("position",)),
-    }
-    for expected, (fits, keys) in kinds.items():
+    for expected, fits, keys in (
+        ("integers or text", _is_id_or_float, ("item", "user", "session")),
+        ("integers or text", _is_id, ("event",)),
+        ("numbers", _is_number, ("weight", "propensity", "event_value")),
+        ("text", _is_text, ("surface",)),
+        ("integers", _is_integer_or_float, ("position",)),
+    ):
         for key in keys:
             if column := getattr(column_map, key):
                 yield _Expectation(key, column, expected, fits)
@@ -206,26 +223,31 @@ def _of_features(column_map: ImportMap, schema: Schema, known: Collection[str]) 
                 fits = _is_list_of(_is_number, pa.types.is_timestamp)
                 yield _Expectation(key, column, "lists of numbers or times", fits)
             elif part or feature.kind == "ids":
-                fits = _is_list_of(_is_id, or_plain=True)
+                fits = _is_list_of(_is_id) if part else _is_ids_or_float
                 yield _Expectation(key, column, "integers or text, or lists of these", fits)
             else:
                 yield _Expectation(key, column, "structs or lists", pa.types.is_nested)
 
 
 def numeric_columns(column_map: ImportMap, schema: Schema, arrow: pa.Schema) -> dict[str, pa.DataType]:
-    """Column → the type that it is cast to: decimals, and truth values of float features, are numbers."""
-    floats = {
-        column
+    """Column → the type that it is cast to: decimals, 16-bit floats, and truth values of float features, are
+    numbers. Ids and positions that are floats, as pandas writes them beside missing ones, are integers."""
+    used = [
+        (feature.kind, column)
         for feature in (*schema.ro, *schema.nro)
-        if feature.kind == "float"
         for column in column_map.parts_of(feature, arrow.names).values()
-    }
+    ]
+    floats = {column for kind, column in used if kind == "float"}
+    whole = {column_map.item, column_map.user, column_map.session, column_map.position}
+    whole |= {column for kind, column in used if kind == "ids"}
     found = {}
     for column in set(column_map.columns(schema, arrow.names)):
         kind = arrow.field(column).type
         if pa.types.is_decimal(kind):
             found[column] = pa.int64() if _is_integer(kind) and column not in floats else pa.float64()
-        elif pa.types.is_boolean(kind) and column in floats:
+        elif pa.types.is_floating(kind) and column in whole - floats:
+            found[column] = pa.int64()
+        elif pa.types.is_float16(kind) or (pa.types.is_boolean(kind) and column in floats):
             found[column] = pa.float64()
     return found
 
@@ -246,6 +268,19 @@ def _is_integer(kind: pa.DataType) -> bool:
 
 def _is_id(kind: pa.DataType) -> bool:
     return _is_integer(kind) or _is_text(kind)
+
+
+def _is_integer_or_float(kind: pa.DataType) -> bool:
+    """Whether `numeric_columns` makes integers of it. Its values must be whole numbers."""
+    return _is_integer(kind) or bool(pa.types.is_floating(kind))
+
+
+def _is_id_or_float(kind: pa.DataType) -> bool:
+    return _is_id(kind) or bool(pa.types.is_floating(kind))
+
+
+def _is_ids_or_float(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_floating(kind)) or _is_list_of(_is_id, or_plain=True)(kind)
 
 
 def _is_number(kind: pa.DataType) -> bool:

@@ -83,7 +83,10 @@ def _lists(profile: LogProfile) -> Iterator[str]:
     if profile.num_with_repeats:
         yield f"{profile.num_with_repeats} lists show an item twice; the later position is dropped"
     if profile.num_anonymous:
-        yield f"{profile.num_anonymous} impressions have neither user_id nor session_id: no history"
+        yield (
+            f"{profile.num_anonymous} impressions have neither user_id nor session_id (0 counts as none): no "
+            "history"
+        )
 
 
 def prior_of(share: float) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import re
 
-EARLIEST_MS = 978_307_200_000  # 2001 began
+EARLIEST_MS = 315_532_800_000  # 1980 began; as seconds, the number is beyond the year 9999
 LATEST_MS = 253_402_300_799_999  # the last millisecond of the year 9999
 _DATE = re.compile(
     r"(\d{1,4})([-/.])(\d{1,2})\2(\d{1,4})"  # the date
@@ -18,7 +18,7 @@ def parse_time_ms(value: int | str) -> int:
     """Milliseconds since 1970 from an ISO 8601 text (without offset: UTC), or from a number of ms as an
     integer or text.
 
-    A number that means a time before 2001 is probably seconds, one after the year 9999 µs or ns: both are
+    A number that means a time before 1980 is probably seconds, one after the year 9999 µs or ns: both are
     errors. Write an earlier time as text.
 
     Raises:
@@ -85,8 +85,8 @@ def _from_number(time_ms: int) -> int:
         raise ValueError(f"expected a time after 1970 in ms, got {shown(time_ms)}")
     if time_ms < EARLIEST_MS:
         is_seconds = EARLIEST_MS <= 1000 * time_ms <= LATEST_MS
-        hint = "seems to be in seconds: multiply by 1000" if is_seconds else "is before 2001"
-        write = "write a time before 2001 as text, such as '1998-04-01T12:00:00'"
+        hint = "seems to be in seconds: multiply by 1000" if is_seconds else "is before 1980"
+        write = "write a time before 1980 as text, such as '1978-04-01T12:00:00'"
         raise ValueError(f"expected ms since 1970, got {time_ms}, which {hint}; {write}")
     if time_ms > LATEST_MS:
         is_micros = time_ms <= 1000 * LATEST_MS

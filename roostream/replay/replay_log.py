@@ -22,7 +22,7 @@ from roostream.replay.events import Event, delay_actions
 from roostream.replay.log_profile import LogProfile
 from roostream.runtime.clock import Clock
 from roostream.runtime.kafka.topics import EVENTS, all_partitions
-from roostream.schema.schema import Schema
+from roostream.schema.schema import Registry, Schema
 from roostream.wire import records as wire
 from roostream.wire import roo_pb2 as pb
 from roostream.wire.records import Record
@@ -39,6 +39,7 @@ class ReplayLog:
     num_requests: int  # 0 = unknown
     skipped: Callable[[], Skipped]
     profile: LogProfile
+    registry: Registry | None = None  # of the schemas that wrote samples in `records`; None = no other schema
 
 
 def open_log(config: ReplayConfig, schema: Schema) -> ReplayLog:

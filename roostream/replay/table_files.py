@@ -2,13 +2,16 @@
 
 .parquet              as they are
 .csv .tsv .txt        with a first line of names; separated by comma, semicolon, tab or |
-.jsonl .ndjson .json  an object on each line is a row; if it has a list of objects, each of these is a row
-                      with the line's other values; an object within becomes columns such as `page_kind`
+.jsonl .ndjson .json  an object on each line is a row
+
+In JSON and Parquet, a row with a list of objects becomes a row for each object, with the row's other values,
+and an object becomes columns such as `page_kind`. In Parquet, the list must have one of the names `_LISTS`,
+and an object of lists alone stays one column, as the value of a sequence.
 
 A column of text files has the narrowest type that all its cells in all files have: true or false, whole
-numbers, numbers, JSON lists, or text. Whole numbers with leading zeros are text. Empty cells and the words of
-`_EMPTY` are missing, in columns of JSON only those beside numbers or truth values. The column LINE of a
-converted file has the number of each row's line.
+numbers, numbers, JSON lists, or text. Whole numbers with leading zeros or beyond 64 bits are text. Empty
+cells and the words of `_EMPTY` are missing, in columns of JSON only those beside numbers or truth values. The
+column LINE of a converted file has the number of each row's line or row.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import csv
 import itertools
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -33,6 +36,7 @@ import pyarrow.parquet as pq
 from roostream.errors import ConfigError, RoostreamError
 from roostream.replay.input_files import open_file
 from roostream.replay.log_lines import json_error, without_bom
+from roostream.replay.parquet_log import parquet_file
 
 LINE = "roostream: line"  # no column of a site is called so
 Refuse = Callable[[str, Exception], None]
@@ -44,10 +48,12 @@ _EMPTY = ["", "NULL", "null", "\\N", "NaN", "nan", "#N/A"]
 _YES = pa.array(["true", "yes", "t", "y"])
 _EMPTY_NUMBERS = pa.array(["NA", "N/A"])  # missing in a column of numbers; texts in a column of texts
 _NUMBER = r"^[+-]?((0|[1-9][0-9]*)(P[0-9]*)?|P[0-9]+)([eE][+-]?[0-9]+)?$"  # P: the decimal point
+_WHOLE = "^-?(0|[1-9][0-9]*)$"
 _KINDS = {
     "flag": ("^(?i:true|false|yes|no|t|f|y|n)$", pa.bool_()),
-    "integer": ("^-?(0|[1-9][0-9]{0,17})$", pa.int64()),
-    "unsigned": ("^(0|[1-9][0-9]{0,18}|1[0-7][0-9]{18})$", pa.uint64()),  # below 1.8e19: fits 64 bits
+    "integer": (_WHOLE, pa.int64()),
+    "unsigned": (_WHOLE, pa.uint64()),
+    "whole number beyond 64 bits": (_WHOLE, pa.string()),  # an id: as a float it would be another one
     "number": (_NUMBER.replace("P", r"\."), pa.float64()),
     "number with comma": (_NUMBER.replace("P", ","), pa.float64()),
 }
@@ -64,6 +70,7 @@ _LISTS = (
 )
 _BLOCK_BYTES = 4 << 20
 _ROWS = 8192
+_OBJECT_ROWS = 512  # rows with lists of objects that are read together
 
 
 def form_of(paths: Sequence[str]) -> str:
@@ -91,10 +98,10 @@ def form_of(paths: Sequence[str]) -> str:
 
 
 def as_parquet(paths: Sequence[str], folder: Path, refuse: Refuse, max_rows: int | None = None) -> list[str]:
-    """Parquet files with the rows of `paths`: new files in `folder`, or the files themselves.
+    """Parquet files with the rows of `paths`: new files in `folder`, or Parquet files themselves.
 
-    A text file is read twice, in pieces: for the types of its columns, and to write them. Of each file only
-    about `max_rows` rows are read.
+    A text file is read twice, in pieces: for the types of its columns, and to write them. Of each converted
+    file only about `max_rows` rows are read.
 
     Raises:
         ConfigError: a file cannot be read, is not in UTF-8, or has no names of columns.
@@ -103,7 +110,10 @@ def as_parquet(paths: Sequence[str], folder: Path, refuse: Refuse, max_rows: int
     """
     form = form_of(paths)
     if form == "parquet":
-        return list(paths)
+        return [
+            _as_plain_parquet(path, folder / f"table-{n}.parquet", refuse, max_rows)
+            for n, path in enumerate(paths)
+        ]
     columns: dict[str, _TextColumn | _JsonColumn] = {}
     if form == "csv":
         with open_file(paths[0]) as file:
@@ -134,6 +144,82 @@ def as_parquet(paths: Sequence[str], folder: Path, refuse: Refuse, max_rows: int
                     pa.record_batch([*arrays, pa.array(batch.lines, pa.int64())], schema=schema)
                 )
     return converted
+
+
+def _as_plain_parquet(path: str, out: Path, refuse: Refuse, max_rows: int | None) -> str:
+    """`path`, or a new file `out` if it has objects, or a list of objects with a name of `_LISTS`."""
+    with parquet_file(path) as file:
+        lists = [
+            f.name for f in file.schema_arrow if _is_list(f.type) and pa.types.is_struct(f.type.value_type)
+        ]
+        rows_in = _shown_items(path, [name for name in lists if name in _LISTS])
+        if not rows_in and not any(_is_object(field.type) for field in file.schema_arrow):
+            return path
+        first, taken = 1, 0
+        empty = _plain_rows(file.schema_arrow.empty_table(), rows_in, first)
+        with pq.ParquetWriter(out, empty.schema) as writer:
+            for batch in file.iter_batches(_OBJECT_ROWS):
+                if max_rows is not None and taken >= max_rows:
+                    break
+                table = pa.Table.from_batches([batch])
+                if rows_in:
+                    lengths = pc.fill_null(pc.list_value_length(table[rows_in]), 0)
+                    for n in np.flatnonzero(np.asarray(lengths) == 0).tolist():
+                        refuse(f"{path}:{first + n}", _no_items(rows_in))
+                rows = _plain_rows(table, rows_in, first)
+                writer.write_table(rows)
+                first, taken = first + len(batch), taken + len(rows)
+    return str(out)
+
+
+def _plain_rows(table: pa.Table, rows_in: str, first: int) -> pa.Table:
+    """The rows without objects: one for each object in the lists `rows_in`, or with "" one for each row.
+    `first`: number of the first row."""
+    row_N = pa.array(np.arange(len(table)))
+    shown: dict[str, Any] = {}
+    if rows_in:
+        lists = table[rows_in].combine_chunks()
+        row_N, objects = pc.list_parent_indices(lists), lists.flatten()
+        kinds = objects.type
+        shown = _without_objects({kinds[n].name: part for n, part in enumerate(objects.flatten())})
+        table = table.drop_columns([rows_in])
+    outer = _without_objects(dict(zip(table.column_names, table.columns, strict=True)))
+    columns = {name: column.take(row_N) for name, column in outer.items()}
+    columns |= {_name_beside(outer, name): column for name, column in shown.items()}
+    return pa.table({**columns, LINE: pc.add(row_N.cast(pa.int64()), first)})
+
+
+def _without_objects(columns: dict[str, Any]) -> dict[str, Any]:
+    """Columns by name; a value of an object has the names of both, joined by `_`."""
+    while any(_is_object(column.type) for column in columns.values()):
+        parts: dict[str, Any] = {}
+        for name, column in columns.items():
+            if _is_object(column.type):
+                names = [f"{name}_{column.type[n].name}" for n in range(column.type.num_fields)]
+                parts |= zip(names, column.flatten(), strict=True)
+            else:
+                parts[name] = column
+        columns = parts
+    return columns
+
+
+def _is_object(kind: pa.DataType) -> bool:
+    """Whether this is a struct, other than one of lists alone, which is a sequence or ids with weights."""
+    return pa.types.is_struct(kind) and not all(_is_list(field.type) for field in kind)
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind))
+
+
+def _name_beside(outer: Container[str], name: str) -> str:
+    """The column of a value of a shown item: `id` is `item_id`; a name that the row also has gets `item_`."""
+    name = "item_id" if name == "id" else name
+    return f"item_{name}" if name in outer else name
+
+
+def _no_items(rows_in: str) -> ValueError:
+    return ValueError(f"{rows_in}: expected a list of shown items with one or more")
 
 
 class _Batch(NamedTuple):
@@ -167,11 +253,7 @@ class _TextColumn:
             return
         self._is_seen = True
         numbers = texts.filter(pc.invert(pc.is_in(texts, _EMPTY_NUMBERS)))
-        self._fitting = [
-            kind
-            for kind in self._fitting
-            if len(numbers) and pc.all(pc.match_substring_regex(numbers, _KINDS[kind][0])).as_py()
-        ]
+        self._fitting = [kind for kind in self._fitting if len(numbers) and _fits(numbers, *_KINDS[kind])]
         if self._lists is not None:
             may_be = pc.all(pc.starts_with(texts, "[")).as_py()
             lists = [_json_list(text) for text in texts.to_pylist()] if may_be else [None]
@@ -182,14 +264,16 @@ class _TextColumn:
     @property
     def type(self) -> pa.DataType:
         if not self._is_seen:
-            return pa.string()
+            return pa.null()
         if self._lists is not None:
             return self._lists.type
         return _KINDS[self._fitting[0]][1] if self._fitting else pa.string()
 
     def array(self, cells: pa.Array) -> pa.Array:
         """The cells in the column's type."""
-        if self._is_seen and self._lists is not None:
+        if not self._is_seen:
+            return pa.nulls(len(cells))
+        if self._lists is not None:
             return self._lists.array([_json_list(text or "") for text in cells.to_pylist()])
         if pa.types.is_string(self.type):
             return cells
@@ -199,6 +283,16 @@ class _TextColumn:
         if self._fitting[0] == "number with comma":
             present = pc.replace_substring(present, ",", ".")
         return pc.cast(pc.utf8_ltrim(present, "+"), self.type)
+
+
+def _fits(texts: pa.Array, pattern: str, kind: pa.DataType) -> bool:
+    """Whether all texts match, and are within the range of the type."""
+    if not pc.all(pc.match_substring_regex(texts, pattern)).as_py():
+        return False
+    try:
+        return not pa.types.is_integer(kind) or bool(pc.cast(texts, kind))
+    except pa.ArrowInvalid:
+        return False
 
 
 def _json_list(text: str) -> list[Any] | None:
@@ -217,7 +311,7 @@ class _JsonColumn:
     def __init__(self) -> None:
         self._types: set[type] = set()
         self._is_list = False
-        self._largest = 0
+        self._low = self._high = 0  # of the integers
 
     def observe(self, cells: Iterable[Any]) -> None:
         for cell in cells:
@@ -226,29 +320,31 @@ class _JsonColumn:
                 if value is not None and not _is_empty(value):
                     self._types.add(type(value))
                     if type(value) is int:
-                        self._largest = max(self._largest, value, -value - 1)
+                        self._low, self._high = min(self._low, value), max(self._high, value)
 
     @property
     def type(self) -> pa.DataType:
         return pa.list_(self._entry()) if self._is_list else self._entry()
 
     def _entry(self) -> pa.DataType:
+        if not self._types:
+            return pa.null()
         if self._types == {bool}:
             return pa.bool_()
-        if self._types == {int} and self._largest < 1 << 63:
+        if self._types == {int} and self._low >= -(1 << 63) and self._high < 1 << 63:
             return pa.int64()
-        return (
-            pa.float64()
-            if self._types <= {int, float} and self._types and self._largest < 1 << 53
-            else pa.string()
-        )
+        if self._types == {int} and self._low >= 0 and self._high < 1 << 64:
+            return pa.uint64()
+        is_exact = max(-self._low, self._high) < 1 << 53
+        is_number = self._types <= {int, float}
+        return pa.float64() if is_number and is_exact else pa.string()
 
     def array(self, cells: Iterable[Any]) -> pa.Array:
         """The values in the column's type; a value beside lists is a list of one."""
         convert: Callable[[Any], Any] = _CONVERTERS.get(self._entry(), _text)
 
         def missing(value: Any) -> bool:
-            return value is None or (convert is not _text and _is_empty(value))
+            return value is None or (_is_empty(value) and (convert is not _text or not self._types))
 
         if not self._is_list:
             return pa.array([None if missing(cell) else convert(cell) for cell in cells], self.type)
@@ -266,7 +362,7 @@ def _text(value: Any) -> str:
 
 
 _CONVERTERS: dict[pa.DataType, Callable[[Any], Any]]
-_CONVERTERS = {pa.bool_(): bool, pa.int64(): int, pa.float64(): float}
+_CONVERTERS = {pa.bool_(): bool, pa.int64(): int, pa.uint64(): int, pa.float64(): float}
 
 
 def delimiter_of(line: str) -> str:
@@ -370,6 +466,7 @@ def _read_text(delimiter: str, path: str, refuse: Refuse) -> Iterator[_Batch]:
                     strings_can_be_null=True,
                 ),
             )
+            yield _Batch({name: pa.array([], pa.string()) for name in names}, [])  # of a file without rows
             for batch in reader:
                 lines = list[int]()
                 bad = set(bad_lines)
@@ -396,10 +493,19 @@ def _list_of_rows(path: str) -> str:
     found = Counter[str]()
     for _, line in itertools.islice(_json_lines(path, lambda where, error: None), 1000):
         found.update(key for key, value in line.items() if _is_rows(value))
-    names = [name for name in _LISTS if name in found] or list(found)
+    return _shown_items(path, list(found))
+
+
+def _shown_items(path: str, lists: Sequence[str]) -> str:
+    """Which of these lists of objects has the shown items; "" = there are no lists.
+
+    Raises:
+        ConfigError: several may have them.
+    """
+    names = [name for name in _LISTS if name in lists] or lists
     if len(names) > 1:
         raise ConfigError(
-            f"{path}: expected one list of objects in each line, that of the shown items, got "
+            f"{path}: expected one list of objects in each row, that of the shown items, got "
             f"{' and '.join(map(repr, names))}; rename the shown items to 'candidates'"
         )
     return names[0] if names else ""
@@ -423,20 +529,16 @@ def _json_lines(path: str, refuse: Refuse) -> Iterator[tuple[int, dict[str, Any]
 
 def _read_json(rows_in: str, path: str, refuse: Refuse) -> Iterator[_Batch]:
     """The objects in the list `rows_in` of each line, or with "" the lines themselves. A line without shown
-    items is refused. `id` of an object is called `item_id`; a name that the line also has gets `item_` in
-    front."""
+    items is refused."""
     rows, lines = list[dict[str, Any]](), list[int]()
     for number, line in _json_lines(path, refuse):
         shown = line.pop(rows_in, None) if rows_in else [{}]
         if not _is_rows(shown):
-            refuse(
-                f"{path}:{number}", ValueError(f"{rows_in}: expected a list of shown items with one or more")
-            )
+            refuse(f"{path}:{number}", _no_items(rows_in))
             continue
         outer = dict(_flattened(line))
         for row in shown:
-            inner = {("item_id" if key == "id" else key): value for key, value in _flattened(row)}
-            rows.append(outer | {(f"item_{key}" if key in outer else key): v for key, v in inner.items()})
+            rows.append(outer | {_name_beside(outer, key): value for key, value in _flattened(row)})
             lines.append(number)
         if len(rows) >= _ROWS:
             yield _batch_of(rows, lines)

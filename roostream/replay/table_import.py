@@ -32,7 +32,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from roostream.errors import ConfigError, SetupError
+from roostream.errors import ConfigError, SetupError, WireError
+from roostream.replay.events import Event, Request
 from roostream.replay.import_map import ImportMap, check_columns, check_types, numeric_columns
 from roostream.replay.log_lines import UNREADABLE, EngagementLine, ImpressionLine, LogLineReader
 from roostream.replay.parquet_log import parquet_file
@@ -41,6 +42,7 @@ from roostream.replay.table_files import LINE, as_parquet
 from roostream.replay.table_log import Row, rows_to_impression
 from roostream.schema.ids import hash64
 from roostream.schema.schema import Feature, Schema
+from roostream.wire.block import nro_columns, ro_columns
 
 _ROWS = 8192
 _WHERE = "roostream: file and row"  # no column of a site is called so
@@ -63,12 +65,12 @@ class ImportCounts:
 
 
 class _Input(NamedTuple):
-    """The files' names for messages, the files as Parquet, their used columns, the number of rows and the
-    estimated size as Arrow tables."""
+    """The files' names for messages, the files as Parquet, their used columns with the types that hold the
+    cells of all files, the number of rows and the estimated size as Arrow tables."""
 
     paths: Sequence[str]
     files: Sequence[str]
-    columns: list[str]
+    columns: dict[str, pa.DataType]
     num_rows: int
     num_bytes: int
 
@@ -121,19 +123,45 @@ def import_table(
 
 def _check(paths: Sequence[str], files: Sequence[str], schema: Schema, column_map: ImportMap) -> _Input:
     num_rows = num_bytes = 0
-    columns: list[str] = []
+    columns: dict[str, pa.DataType] = {}
     for path, name in zip(paths, files, strict=True):
         with parquet_file(name) as file:
             known = file.schema_arrow.names
             check_columns(path, column_map, schema, known)
             check_types(path, column_map, schema, file.schema_arrow)
             wanted = sorted({*column_map.columns(schema, known), *({LINE} & set(known))})
-            if columns and wanted != columns:
+            if columns and wanted != list(columns):
                 text = f"{path}: expected the columns of {paths[0]}, got others; import them apart"
                 raise ConfigError(text)
-            columns, num_rows = wanted, num_rows + file.metadata.num_rows
+            numbers = numeric_columns(column_map, schema, file.schema_arrow)
+            for column in wanted:
+                kind = numbers.get(column, file.schema_arrow.field(column).type)
+                columns[column] = _common_type(path, column, columns.get(column, kind), kind)
+            num_rows += file.metadata.num_rows
             num_bytes += _arrow_bytes(file, set(columns))
     return _Input(paths, files, columns, num_rows, num_bytes)
+
+
+def _common_type(path: str, column: str, before: pa.DataType, kind: pa.DataType) -> pa.DataType:
+    """The type that holds the cells of this file and of those before. pandas and Spark write a column without
+    values as nulls, and one with missing numbers as floats.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if kind == before:
+        return kind
+    kinds = [k.value_type if pa.types.is_dictionary(k) else k for k in (before, kind)]
+    kinds = [pa.timestamp(k.unit) if pa.types.is_timestamp(k) else k for k in kinds]  # in UTC without a zone
+    kinds = [pa.int8() if pa.types.is_boolean(k) else k for k in kinds]
+    try:
+        fields = [pa.schema([(column, k)]) for k in kinds]
+        return pa.unify_schemas(fields, promote_options="permissive").field(column).type
+    except (pa.ArrowInvalid, pa.ArrowTypeError):
+        raise ConfigError(
+            f"{path}: column {column!r}: expected the type of the other files, {before}, got {kind}; convert "
+            "it, or import the files apart"
+        ) from None
 
 
 def _arrow_bytes(file: pq.ParquetFile, columns: set[str]) -> int:
@@ -160,14 +188,17 @@ def _batches(
         with parquet_file(given.files[number]) as file:
             numbers = numeric_columns(column_map, schema, file.schema_arrow)
             try:
-                for batch in file.iter_batches(_ROWS, columns=given.columns):
+                for batch in file.iter_batches(_ROWS, columns=list(given.columns)):
                     place_N = first + 1 + np.arange(len(batch), dtype=np.int64)
                     if LINE in given.columns:
                         place_N = np.asarray(batch.column(LINE))
                     where_N = (number << 40) + place_N
                     first += len(batch)
                     names = [*given.columns, _TIME_MS, _WHERE]
-                    arrays = [_as_number(batch.column(n), numbers.get(n)) for n in given.columns]
+                    arrays = [
+                        _as_type(path, n, _as_number(path, n, batch.column(n), numbers.get(n)), kind)
+                        for n, kind in given.columns.items()
+                    ]
                     times_N = _times(batch.column(column_map.time), column_map)
                     arrays += [pa.array(times_N), pa.array(where_N)]
                     rows = pa.RecordBatch.from_arrays(arrays, names)
@@ -182,8 +213,35 @@ def _batches(
                 raise ConfigError(text) from None
 
 
-def _as_number(column: pa.Array, as_type: pa.DataType | None) -> pa.Array:
-    return column if as_type is None else column.cast(as_type, safe=False)
+def _as_number(path: str, name: str, column: pa.Array, as_type: pa.DataType | None) -> pa.Array:
+    """Raises ConfigError: floats that are to be integers are none, or may have lost digits."""
+    if as_type is None:
+        return column
+    if pa.types.is_floating(column.type) and pa.types.is_integer(as_type):
+        column = column.cast(pa.float64())
+        column = pc.if_else(pc.is_nan(column), None, column)
+        wrong = column.filter(
+            pc.or_(pc.not_equal(pc.floor(column), column), pc.greater(pc.abs(column), 2**53))
+        )
+        if len(wrong):
+            raise ConfigError(
+                f"{path}: column {name!r}: expected whole numbers up to 2^53, as floats can hold, got "
+                f"{wrong[0].as_py()!r}; convert the column to integers or text"
+            )
+    return column.cast(as_type, safe=False)
+
+
+def _as_type(path: str, name: str, column: pa.Array, kind: pa.DataType) -> pa.Array:
+    """Raises ConfigError: a value is beyond the type that was found for all files."""
+    if column.type == kind:
+        return column
+    try:
+        return column.cast(kind)
+    except pa.ArrowInvalid as error:
+        raise ConfigError(
+            f"{path}: column {name!r}: expected {kind}, as in the other files, got {column.type} ({error}); "
+            "convert it, or import the files apart"
+        ) from None
 
 
 def _with_request(
@@ -236,11 +294,20 @@ def _requests(
             for row, at in zip(rows, order_N[first : first + len(rows)].tolist(), strict=True):
                 lines += [_engagement(str(id_N[first]), row, action) for action in done.get(at, ())]
             for line in lines:
-                reader.event(line, where)
-        except UNREADABLE as error:
+                _check_features(schema, reader.event(line, where))
+        except (*UNREADABLE, WireError) as error:
             reader.refuse(where, error)
             continue
         yield lines
+
+
+def _check_features(schema: Schema, event: Event) -> None:
+    """Raises WireError: a replay could not encode the features of this request."""
+    if isinstance(event, Request):
+        if event.ro:
+            ro_columns(schema, event.ro)
+        if event.nro or len(event.items_n) > schema.limits.max_candidates:
+            nro_columns(schema, event.nro, len(event.items_n))
 
 
 def _split_actions(
@@ -289,7 +356,7 @@ def _owners(rows: pa.RecordBatch, column_map: ImportMap) -> list[str]:
 
 def _engagement(request_id: str, row: Row, action: Row) -> EngagementLine:
     """The line of an action that has a row of its own; `row` shows the item."""
-    header = {key: row[key] for key in ("user_id", "session_id", "surface") if row.get(key) is not None}
+    header = {key: row[key] for key in ("user_id", "session_id", "surface") if row.get(key) not in (None, "")}
     line = {"type": "engagement", "request_id": request_id, "item_id": row.get("item_id"), "value": 1.0}
     return msgspec.convert(line | header | action, EngagementLine)
 
@@ -311,9 +378,12 @@ def _lines(
     rows: list[Row], request_id: str, time_ms: int, schema: Schema, column_map: ImportMap
 ) -> list[ImpressionLine | EngagementLine]:
     plain = [
-        {name: cell for name, cell in row.items() if cell is not None and "\0" not in name} for row in rows
+        {name: cell for name, cell in row.items() if cell not in (None, "") and "\0" not in name}
+        for row in rows
     ]
     for row in plain:
+        if "item_id" not in row:
+            raise ValueError(f"column {column_map.item!r}: expected an item's id in every row, got nothing")
         row["request_id"] = request_id
         del row[_WHERE], row[_TIME_MS]
     shown = rows_to_impression(plain, time_ms, schema)

@@ -35,7 +35,7 @@ from roostream.schema.settings import setting
 _NEEDED = ("request_id", "time", "item_id")
 _WHO = ("user_id", "session_id", "surface")
 _OF_IMPRESSIONS = (*_NEEDED, *_WHO, "weight", "position", "propensity")
-_OF_ENGAGEMENTS = (*_NEEDED, "action", *_WHO, "value", "event_id")
+OF_ENGAGEMENTS = (*_NEEDED, "action", *_WHO, "value", "event_id")
 _ROWS = 4096
 Row = dict[str, Any]
 
@@ -87,10 +87,7 @@ def open_tables(options: TableOptions, schema: Schema, read: Read) -> EventLog:
         _checked(read(path, reader), _OF_IMPRESSIONS, _NEEDED, features, options.ignore)
         for path in options.impressions
     ]
-    done = [
-        _checked(read(path, reader), _OF_ENGAGEMENTS, (*_NEEDED, "action"), set(), options.ignore)
-        for path in options.engagements
-    ]
+    done = [_engagement_table(read(path, reader), features, options.ignore) for path in options.engagements]
     impressions, engagements = _impressions(shown, schema, reader), _engagements(done, reader)
     events = heapq.merge(impressions, engagements, key=lambda e: (e.time_ms, not isinstance(e, Request)))
     return EventLog(
@@ -121,6 +118,14 @@ def _checked(
                 remedy = "give a table of engagements with --engagements, or --ignore the column"
             raise ConfigError(f"{table.path}: column {name!r} is not a feature of the schema{near}; {remedy}")
     return table._replace(table=table.table.select(names))
+
+
+def _engagement_table(table: LogTable, features: set[str], ignore: Sequence[str]) -> LogTable:
+    """The table with the columns of engagements. Others may repeat those of the shown items."""
+    known = (*OF_ENGAGEMENTS, *_OF_IMPRESSIONS)
+    checked = _checked(table, known, (*_NEEDED, "action"), features, ignore)
+    names = [name for name in checked.table.column_names if name in OF_ENGAGEMENTS]
+    return checked._replace(table=checked.table.select(names))
 
 
 class _TimedRow(NamedTuple):
@@ -162,7 +167,7 @@ class _RowsByTime:
                 table, cells, error = self.tables[number], Row(), None
                 for name, cell in slices[number].pop().items():
                     try:
-                        if cell is not None:
+                        if cell not in (None, ""):
                             cells[name] = table.value(name, cell)
                     except ValueError as wrong:
                         error = error or wrong

@@ -266,11 +266,13 @@ class SampleFile:
 
     @contextlib.contextmanager
     def _reporting_damage(self) -> Iterator[None]:
-        """Pass on errors of the store; report every other error as damage of this file."""
+        """Pass on that the store is away; report every other error as damage of this file."""
         self.source.error = None
         try:
             yield
         except (pa.ArrowException, OSError, ValueError, CheckpointError) as error:
+            if isinstance(self.source.error, CheckpointError):
+                raise CheckpointError(f"{self.source.error}; restore it from a backup") from None
             if self.source.error is not None:
                 raise self.source.error from None
             text = str(error).strip().split("\n", 1)[0]

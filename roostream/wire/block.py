@@ -211,9 +211,8 @@ def encode_ro(schema: Schema, values: Mapping[str, object]) -> bytes:
 def ro_columns(schema: Schema, values: Mapping[str, object]) -> Columns:
     """The arrays of `encode_ro`. Raises the same."""
     _check_names(schema, "ro", values)
-    floats = _float32(
-        np.array([_float(f, values.get(f.name)) for f in schema.floats("ro")], dtype=np.float64)
-    )
+    declared = schema.floats("ro")
+    floats = _float32(declared, np.array([_float(f, values.get(f.name)) for f in declared], dtype=np.float64))
     return _build(schema, floats, [entry_of(f, values.get(f.name)) for f in schema.lists("ro")])
 
 
@@ -242,7 +241,7 @@ def nro_columns(schema: Schema, columns: Mapping[str, Any], num_rows: int) -> Co
     for i, f in enumerate(schema.floats("nro")):
         if columns.get(f.name) is not None:
             floats_BF[:, i] = _float_column(f, columns[f.name], num_rows)
-    floats_BF = _float32(floats_BF)
+    floats_BF = _float32(schema.floats("nro"), floats_BF)
     lists = schema.lists("nro")
     given: list[Any] = [columns.get(f.name) for f in lists]
     for f, column in zip(lists, given, strict=True):
@@ -469,13 +468,16 @@ def _float_column(f: Feature, column: Any, num_rows: int) -> np.ndarray:
     return values
 
 
-def _float32(values: np.ndarray) -> np.ndarray:
+def _float32(features: Sequence[Feature], values: np.ndarray) -> np.ndarray:
+    """Values of these features, [F] or [n, F], as float32."""
     if not values.size:
         return values.astype(np.float32)
     with np.errstate(over="ignore"):
         out = values.astype(np.float32)
     if np.isinf(out).any():
-        raise WireError("non_finite", f"expected finite 32-bit floats, got {values[np.isinf(out)][0]}")
+        first = np.argwhere(np.isinf(out))[0]
+        name, value = features[first[-1]].name, values[tuple(first)]
+        raise WireError("non_finite", f"feature {name!r}: expected finite 32-bit floats, got {value}")
     return out
 
 
@@ -520,11 +522,12 @@ def _build(schema: Schema, floats_NF: np.ndarray, entries: list[ListEntry]) -> C
         return NO_COLUMNS
     longest = max((e.length for e in entries), default=0)
     if longest > schema.limits.max_list:
-        text = f"expected lists of at most {schema.limits.max_list} entries, got {longest}"
+        most = schema.limits.max_list
+        text = f"expected lists of at most {most} entries, got {longest}; [limits] max_list allows more"
         raise WireError("oversized", text)
     lengths = np.array([max(e.length, 0) for e in entries], dtype="<u4")
     ids = np.array([*chain.from_iterable(chain.from_iterable(e.ids for e in entries))], dtype=np.uint64)
-    weights = _float32(np.array([v for e in entries for v in e.weights], dtype=np.float64))
+    weights = np.array([v for e in entries for v in e.weights], dtype=np.float32)
     times = np.array([*chain.from_iterable(chain.from_iterable(e.times for e in entries))], dtype="<i8")
     bits = np.packbits(np.array([e.length < 0 for e in entries], dtype=np.bool_), bitorder="little")
     return Columns(floats_NF.ravel(), lengths, ids.view(np.int64), weights, times, trim_missing(bits))

@@ -11,6 +11,7 @@ Letters: I items, N some of them, F floats, K list features.
 
 from __future__ import annotations
 
+import codecs
 import dataclasses
 import itertools
 import re
@@ -207,7 +208,7 @@ class _CatalogueReader:
 
     def _row(self, number: int, line: bytes) -> dict[str, Any]:
         try:
-            row = msgspec.json.decode(line)
+            row = msgspec.json.decode(line.removeprefix(codecs.BOM_UTF8))
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ConfigError(f"{self.name}:{number}: expected an item as a JSON object: {error}") from None
         if not isinstance(row, dict):

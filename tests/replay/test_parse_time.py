@@ -20,6 +20,12 @@ def test_one_moment_can_be_written_in_many_ways(value: int | str) -> None:
     assert parse_time_ms(value) == 1_684_800_000_000
 
 
+def test_no_second_until_the_year_9999_is_taken_for_a_time_in_ms() -> None:
+    assert parse_time_ms(315_532_800_000) == parse_time_ms("1980-01-01")
+    with pytest.raises(ValueError, match="in seconds"):
+        parse_time_ms(253_402_300_799)
+
+
 @pytest.mark.parametrize(
     ("value", "message"),
     [
@@ -27,7 +33,7 @@ def test_one_moment_can_be_written_in_many_ways(value: int | str) -> None:
         ("1969-12-31", "expected a time after 1970, got '1969-12-31'"),
         (0, "expected a time after 1970 in ms, got 0"),
         (1_684_800_000, "got 1684800000, which"),
-        (900_000_000_000, "which is before 2001;"),
+        (300_000_000_000, "which is before 1980;"),
         (1_684_800_000_000_000, "µs: divide by 1000"),
         (1 << 63, "which is beyond the year 9999"),
         (10**30, "got a number of 100 bits"),

@@ -6,6 +6,7 @@ import gzip
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -40,7 +41,11 @@ def read(folder: Path, *files: tuple[str, str], skip_bad: bool = False) -> list[
         (["NA", "DE"], ["NA", "DE"]),
         (["007", "8"], ["007", "8"]),
         (["18000000000000000000", "1"], [18_000_000_000_000_000_000, 1]),
-        (["99999999999999999999999"], [1e23]),
+        (["18446744073709551615", "1"], [(1 << 64) - 1, 1]),
+        (["-9223372036854775808", "9223372036854775807"], [-(1 << 63), (1 << 63) - 1]),
+        (["18446744073709551616", "1"], ["18446744073709551616", "1"]),  # as a float it would be another id
+        (["-1", "18446744073709551615"], ["-1", "18446744073709551615"]),
+        (["99999999999999999999999", "1.5"], [1e23, 1.5]),
         (["yes", "No", ""], [True, False, None]),
         (["true", "1"], ["true", "1"]),
         (["2024-03-04 10:00"], ["2024-03-04 10:00"]),
@@ -87,6 +92,73 @@ def test_a_list_of_objects_becomes_rows(tmp_path: Path) -> None:
         {**outer, "item_id": "a", "tags": ["x"], "clicked": None, "price": None},
         {**outer, "item_id": "b", "tags": None, "clicked": True, "price": 2},
     ]
+
+
+@pytest.mark.parametrize(
+    ("values", "wanted"),
+    [
+        ([1, (1 << 64) - 1], [1, (1 << 64) - 1]),
+        ([-(1 << 63), 1], [-(1 << 63), 1]),
+        ([-1, 1 << 63], ["-1", str(1 << 63)]),
+        ([1 << 64, 1], [str(1 << 64), "1"]),
+        ([0.5, 1 << 60], ["0.5", str(1 << 60)]),
+    ],
+)
+def test_whole_numbers_of_json_stay_exact(tmp_path: Path, values: list[Any], wanted: list[Any]) -> None:
+    text = "".join(f'{{"user": 1, "value": {value}}}\n' for value in values)
+    assert [row["value"] for row in read(tmp_path, ("a.jsonl", text))] == wanted
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "wanted"),
+    [
+        ("a.csv", "user,value\nu,\n", [None]),
+        ("a.csv", "user,value\n", []),
+        ("a.jsonl", '{"user": "u", "value": ""}\n{"user": "u", "value": null}\n', [None, None]),
+        ("a.jsonl", '{"user": "u", "value": []}\n{"user": "u"}\n', [[], None]),
+    ],
+)
+def test_a_column_without_values_has_no_type(tmp_path: Path, name: str, text: str, wanted: Any) -> None:
+    assert [row["value"] for row in read(tmp_path, (name, text))] == wanted
+    kind = pq.read_schema(tmp_path / "out" / "table-0.parquet").field("value").type
+    assert pa.types.is_null(kind.value_type if pa.types.is_list(kind) else kind)
+
+
+def parquet_rows(folder: Path, rows: list[dict[str, Any]], skip_bad: bool = False) -> list[dict[str, Any]]:
+    pq.write_table(pa.Table.from_pylist(rows), folder / "a.parquet", row_group_size=2)
+    reader = LogLineReader(SCHEMA, skip_bad=skip_bad)
+    (path,) = as_parquet([str(folder / "a.parquet")], folder, reader.refuse)
+    return list(pq.read_table(path).to_pylist())
+
+
+def test_a_list_of_objects_in_parquet_becomes_rows(tmp_path: Path) -> None:
+    history = {"item": [3, 4], "time": [5, 6]}
+    rows = [
+        {"id": f"r{n}", "user": {"id": n, "geo": {"country": "DE"}}, "read": history, "items": items}
+        for n, items in enumerate([[{"id": "a", "price": 1.5}], [{"id": "b", "price": None}, {"id": "c"}]], 1)
+    ]
+    found = parquet_rows(tmp_path, [*rows, {**rows[0], "items": [{"id": "d"}], "user": None}])
+    ids = {"user_id": 1, "user_geo_country": "DE"}
+    assert found == [
+        {"id": "r1", **ids, "read": history, "item_id": "a", "price": 1.5, LINE: 1},
+        {"id": "r2", **ids, "user_id": 2, "read": history, "item_id": "b", "price": None, LINE: 2},
+        {"id": "r2", **ids, "user_id": 2, "read": history, "item_id": "c", "price": None, LINE: 2},
+        {"id": "r1", **dict.fromkeys(ids), "read": history, "item_id": "d", "price": None, LINE: 3},
+    ]
+
+
+@pytest.mark.parametrize("nothing", [None, []])
+def test_a_row_of_parquet_without_shown_items_is_refused_by_its_number(tmp_path: Path, nothing: Any) -> None:
+    rows: list[dict[str, Any]] = [{"ads": [{"id": 1}]}, {"ads": nothing}, {"ads": [{"id": 2}]}]
+    with pytest.raises(LogError, match=r"a\.parquet:2: ads: expected"):
+        parquet_rows(tmp_path, rows)
+    found = parquet_rows(tmp_path, rows, skip_bad=True)
+    assert [(row["item_id"], row[LINE]) for row in found] == [(1, 1), (2, 3)]
+
+
+def test_a_flat_parquet_table_may_have_other_lists_of_objects(tmp_path: Path) -> None:
+    rows = [{"item": 1, "prices": [{"shop": "a"}, {"shop": "b"}]}]
+    assert parquet_rows(tmp_path, rows) == rows
 
 
 def test_values_of_several_types_become_text_or_numbers(tmp_path: Path) -> None:

@@ -350,11 +350,116 @@ def test_decimals_are_numbers_and_truth_values_are_features(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
+    ("column", "other"),
+    [
+        ("item", pa.int32()),
+        ("item", pa.float64()),
+        ("price", pa.int64()),
+        ("price", pa.null()),
+        ("t", pa.timestamp("ms")),
+        ("t", pa.timestamp("us", "Europe/Berlin")),
+        ("who", pa.dictionary(pa.int32(), pa.string())),
+        ("who", pa.large_string()),
+        ("who", pa.null()),
+        ("did", pa.int8()),
+    ],
+)
+def test_files_may_hold_a_column_in_several_types(tmp_path: Path, column: str, other: pa.DataType) -> None:
+    utc = datetime.UTC
+    row = {**ONE, "t": datetime.datetime(2026, 1, 2, tzinfo=utc), "who": "ann", "did": True}
+    first = table_of([{**row, "price": 2.0}])
+    second = table_of([{**row, "price": 2.0, "id": "b"}])
+    at, cells = second.column_names.index(column), second[column]
+    cells = pa.nulls(1) if pa.types.is_null(other) else cells.cast(other)
+    text = f'user = "who"\n{PLAIN}\n[actions]\nclick = {{ column = "did" }}'
+    for n, tables in enumerate(([first, second.set_column(at, column, cells)],) * 2):
+        imported(tmp_path, *(tables if n else tables[::-1]), text=text, out=f"{n}.jsonl")
+        found = [line for line in lines_of(tmp_path / f"{n}.jsonl") if line["type"] == "impression"]
+        assert {line["request_id"] for line in found} == {"a", "b"} and len(
+            {line["time"] for line in found}
+        ) == 1
+        assert all(line["candidates"]["item_id"] == [3] for line in found)
+        missing = [line for line in found if "user_id" not in line or "price" not in line["candidates"]]
+        assert len(missing) == pa.types.is_null(other)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "message"),
+    [
+        (3, "3", "the type of the other files, int64, got string"),
+        (-3, (1 << 64) - 1, "expected int64, as in the other files, got uint64"),
+    ],
+)
+def test_files_with_a_column_in_types_that_do_not_fit_are_refused(
+    tmp_path: Path, one: Any, other: Any, message: str
+) -> None:
+    second = table_of([{**ONE, "id": "b"}]).drop_columns(["item"])
+    with pytest.raises(ConfigError, match=rf"1\.parquet: column 'item': .*{message}"):
+        imported(
+            tmp_path,
+            table_of([{**ONE, "item": one}]),
+            second.append_column("item", pa.array([other], None if type(other) is str else pa.uint64())),
+            text=PLAIN,
+        )
+
+
+def test_a_feature_that_would_replace_the_item_is_refused(tmp_path: Path) -> None:
+    pq.write_table(table_of([{"id": "a", "t": T0, "item": 3, "item_id": 9}]), tmp_path / "a.parquet")
+    features = [{"name": "item_id", "kind": "ids", "table": "item"}]
+    schema = schema_from_dict(
+        {"tables": {"item": {"dim": 4}}, "nro": features, "label": [{"name": "click", "action": "click"}]}
+    )
+    (tmp_path / "map.toml").write_text(PLAIN)
+    with pytest.raises(ConfigError, match="feature 'item_id': expected another name"):
+        import_table(
+            [str(tmp_path / "a.parquet")],
+            schema,
+            load_map(str(tmp_path / "map.toml"), schema),
+            tmp_path / "log.jsonl",
+        )
+
+
+def test_ids_that_pandas_wrote_as_floats_are_integers(tmp_path: Path) -> None:
+    rows = [{**ONE, "item": 3.0, "who": 7.0, "place": 1.0}, {**ONE, "item": 4.0, "who": 7.0, "place": 0.0}]
+    rows += [{**ONE, "id": "b", "item": 3.0, "who": float("nan"), "place": 0.0}]
+    imported(tmp_path, table_of(rows), text=f'user = "who"\nposition = "place"\n{PLAIN}')
+    first, second = lines_of(tmp_path / "log.jsonl")
+    assert (first["user_id"], first["candidates"]["item_id"]) == (7, [4, 3])
+    assert "user_id" not in second and second["candidates"]["item_id"] == [3]
+
+
+def test_an_empty_text_is_missing_as_in_a_text_file(tmp_path: Path) -> None:
+    rows = [{**ONE, "who": "", "what": "boot"}, {**ONE, "who": "", "item": 4, "what": ""}]
+    imported(tmp_path, table_of(rows), text=f'user = "who"\n{PLAIN}\n[features]\nitem = "what"')
+    (line,) = lines_of(tmp_path / "log.jsonl")
+    assert "user_id" not in line and line["candidates"]["item"] == ["boot", None]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"price": float("inf")}, "feature 'price': expected finite 32-bit floats, got inf"),
+        ({"price": 1e300}, "feature 'price': expected finite 32-bit floats, got 1e\\+300"),
+        ({"topics": {"ids": [1, None], "weights": [0.5, 0.5]}}, "feature 'topics': expected ids"),
+        ({"item": None}, "column 'item': expected an item's id"),
+    ],
+)
+def test_a_value_that_a_replay_would_refuse_is_refused_by_file_and_row(
+    tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    rows = [dict.fromkeys(change) | ONE, {**ONE, "id": "b", **change}]
+    with pytest.raises(LogError, match=rf"0\.parquet:2: {message}"):
+        imported(tmp_path, table_of(rows), text=PLAIN)
+    assert imported(tmp_path, table_of(rows), text=PLAIN, skip_bad=True).skipped == 1
+
+
+@pytest.mark.parametrize(
     ("change", "more", "message"),
     [
-        ({"id": {"a": 1}}, "", r"column 'id' \(request\): expected text or numbers, got struct"),
+        ({"id": {"a": [1]}}, "", r"column 'id' \(request\): expected text or numbers, got struct"),
         ({"id": b"x"}, "", r"column 'id' \(request\): expected text or numbers, got binary"),
-        ({"item": 1.5}, "", r"column 'item' \(item\): expected integers or text, got double"),
+        ({"item": 1.5}, "", r"column 'item': expected whole numbers.*, got 1\.5"),
+        ({"item": 2.0**60}, "", r"column 'item': expected whole numbers up to 2\^53"),
         ({"t": [T0]}, "", r"column 't' \(time\): expected timestamps, numbers or text, got list"),
         ({"price": "2.50"}, "", r"column 'price' \(features.price\): expected numbers, got string"),
         ({"did": "yes"}, '[actions]\nclick = { column = "did" }', r"actions.click.column.*got string"),
@@ -363,7 +468,7 @@ def test_decimals_are_numbers_and_truth_values_are_features(tmp_path: Path) -> N
             '[actions]\nclick = { column = "did", value = "worth" }',
             r"actions.click.value.*got string",
         ),
-        ({"place": 1.0}, 'position = "place"', r"\(position\): expected integers, got double"),
+        ({"place": 1.5}, 'position = "place"', r"column 'place': expected whole numbers.*, got 1\.5"),
         ({"basket": [1.0]}, "", r"features.basket\): expected numbers, got list"),
         ({"topics": 5}, "", r"features.topics\): expected structs or lists, got int64"),
     ],

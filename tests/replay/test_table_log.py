@@ -82,6 +82,14 @@ def test_csv_gives_the_events_of_json_lines(tmp_path: Path) -> None:
     ]
 
 
+def test_engagements_may_repeat_columns_of_the_shown_items(tmp_path: Path) -> None:
+    first, *rows = DONE.splitlines()
+    done = "\n".join([f"{first},price,position", *(f"{row},5,0" for row in rows)]) + "\n"
+    assert [plain(e) for e in csv_of(tmp_path, done=done).events] == [plain(e) for e in expected()]
+    with pytest.raises(ConfigError, match="'note' is not a feature"):
+        csv_of(tmp_path, done=done.replace(",price", ",note"))
+
+
 @pytest.mark.parametrize("packed", [False, True])
 def test_parquet_gives_the_events_of_json_lines(tmp_path: Path, packed: bool) -> None:
     moment = datetime.datetime.fromtimestamp(T0 / 1000, datetime.UTC).replace(tzinfo=None)
@@ -140,6 +148,14 @@ def test_truth_values_decimals_and_categories_are_numbers_and_texts(tmp_path: Pa
     module: Any = csv_log if form == "csv" else parquet_log
     (request,) = module.open(module.Options(impressions=(str(file),)), SCHEMA, 0).events
     assert (request.request_id, request.ro, request.nro["price"]) == ("r", {"basket": 2.5}, [1.0, None, 0.0])
+
+
+def test_an_empty_text_of_parquet_is_missing(tmp_path: Path) -> None:
+    row = {"request_id": "r", "time": T0, "item_id": 1, "user_id": "", "brands": ""}
+    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "shown.parquet")
+    options = parquet_log.Options(impressions=(str(tmp_path / "shown.parquet"),))
+    (request,) = parquet_log.open(options, SCHEMA, 0).events
+    assert isinstance(request, Request) and request.user_id == 0 and "brands" not in request.nro
 
 
 def test_packed_csv_and_files_in_any_order(tmp_path: Path) -> None:

@@ -110,8 +110,8 @@ TWO = {"item": [1, 2], "action": [1, 2], "kind": [1, 2], "time": [1, 2]}
         ({"hours": 1.0}, "unknown ro feature 'hours'; did you mean 'hour'?"),
         ({"hour": "late"}, "feature 'hour': expected a number, got 'late'"),
         ({"hour": True}, "expected a number, got True"),
-        ({"hour": 1e39}, "expected finite 32-bit floats, got 1e+39"),
-        ({"hour": float("inf")}, "expected finite 32-bit floats, got inf"),
+        ({"hour": 1e39}, "feature 'hour': expected finite 32-bit floats, got 1e+39"),
+        ({"hour": float("inf")}, "feature 'hour': expected finite 32-bit floats, got inf"),
         ({"tags": [1]}, "expected a table with 'ids', 'weights', got [1]"),
         ({"tags": {"ids": [1]}}, "expected a table with 'ids', 'weights', got a table with 'ids'"),
         ({"tags": {}}, "got a table with nothing"),
@@ -128,7 +128,10 @@ TWO = {"item": [1, 2], "action": [1, 2], "kind": [1, 2], "time": [1, 2]}
         ({"history": [1]}, "expected a table with 'item', 'action', 'kind', 'time'"),
         ({"history": TWO | {"time": [1, "x"]}}, "expected times in ms (integers)"),
         ({"history": TWO | {"time": [1, 1 << 63]}}, "expected times in ms (64-bit integers)"),
-        ({"history": {c: list(range(31)) for c in TWO}}, "expected lists of at most 30 entries, got 31"),
+        (
+            {"history": {c: list(range(31)) for c in TWO}},
+            "expected lists of at most 30 entries, got 31; [limits] max_list allows more",
+        ),
         ({"history": {"item": ["x" * 500, 1.5], "action": [], "kind": [], "time": []}}, "…"),
     ],
 )

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from roostream.schema.schema import Schema
+from roostream.schema.schema import Registry, Schema
 from roostream.wire import roo_pb2 as pb
 from roostream.wire import transform
 from roostream.wire.batch import Batch
@@ -52,23 +52,26 @@ class Baselines:
         *,
         max_items: int = 0,
         keep_metrics: bool = True,
+        registry: Registry | None = None,
     ) -> None:
         """`paired` gets the scores of each request. `max_items`: beyond it, the less viewed half of the items
-        is forgotten; 0 = never. Without `keep_metrics`, `report` counts nothing."""
+        is forgotten; 0 = never. Without `keep_metrics`, `report` counts nothing. `registry`: the schemas that
+        wrote samples; None = `schema` alone."""
         self._max_items, self._keep_metrics = max_items, keep_metrics
         self.tasks, self._measure_from_ms, self._paired = schema.tasks, measure_from_ms, paired
         tasks = self.tasks
         self.positives_T, self.num_candidates = np.zeros(len(tasks)), 0
         self._place = _Rates(len(tasks), _MAX_PLACES)
         self._item, self._recent = _Rates(len(tasks), 64), _DecayingRates(len(tasks), 64)
-        self._linear, self._to_learn = LogisticRegression(schema), list[Record]()
+        self._own, self._registry = schema.fingerprint, registry
+        self._linear, self._to_learn = LogisticRegression(schema, registry), list[Record]()
         self._row_of: dict[int, int] = {}
         self._metrics = {name: {when: Metrics(tasks) for when in ("overall", "measured")} for name in NAMES}
         self._waiting: list[_Scored] = []
 
     def add(self, sample: pb.Sample, record: Record) -> None:
         """`record` is the record of the sample."""
-        label_nT = np.array(sample.labels, np.float32).reshape(-1, len(self.tasks))
+        label_nT = self._labels(sample)
         if len(label_nT) != len(sample.item_ids):
             return  # written with another schema, which has other labels
         shown_n = np.array(sample.positions or range(len(label_nT)), np.int64)
@@ -100,6 +103,20 @@ class Baselines:
             self._learn()
         if len(self._waiting) >= _AT_ONCE:
             self._count()
+
+    def _labels(self, sample: pb.Sample) -> np.ndarray:
+        """float32 [n, T]; 0 for a label that the schema of the sample does not have."""
+        writer = None
+        if self._registry is not None and sample.header.schema != self._own:
+            writer = self._registry(sample.header.schema)
+        if writer is None or writer.tasks == self.tasks:
+            return np.array(sample.labels, np.float32).reshape(-1, len(self.tasks))
+        written_nT = np.array(sample.labels, np.float32).reshape(len(sample.item_ids), len(writer.tasks))
+        label_nT = np.zeros((len(written_nT), len(self.tasks)), np.float32)
+        for t, task in enumerate(self.tasks):
+            if task in writer.tasks:
+                label_nT[:, t] = written_nT[:, writer.tasks.index(task)]
+        return label_nT
 
     def _forget_items(self) -> None:
         items = list(self._row_of)
@@ -231,13 +248,12 @@ _LOGITS = 15.0
 
 
 class LogisticRegression:
-    """Online logistic regression on the floats of one schema; samples of other schemas are ignored."""
+    """Online logistic regression on the floats of one schema. Samples of schemas that are not in `registry`
+    are ignored; None = all but this one."""
 
-    def __init__(self, schema: Schema) -> None:
+    def __init__(self, schema: Schema, registry: Registry | None = None) -> None:
         self.schema = schema
-        self._decoder = Decoder(
-            schema, lambda fingerprint: schema if fingerprint == schema.fingerprint else None
-        )
+        self._decoder = Decoder(schema, registry or {schema.fingerprint: schema}.get)
         self._weight_DT = self._squares_DT = np.zeros((0, len(schema.tasks)))
         self._count, self._sum_D, self._square_D = 0.0, np.zeros(0), np.zeros(0)
 

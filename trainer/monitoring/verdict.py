@@ -285,15 +285,16 @@ def _ratio(x_N: np.ndarray, y_N: np.ndarray) -> tuple[float, float]:
 
 def _judge(metric: str, baselines: Mapping[str, Baseline]) -> tuple[str, str]:
     """State, and the baseline that decides it: the best one, among those that are significantly better if
-    there are any."""
+    there are any, else among those from which the model does not differ significantly if there are any."""
     sign = _SIGN[metric]
     gain = {name: sign * each.difference for name, each in baselines.items()}
     lowest = {name: min(sign * each.low, sign * each.high) for name, each in baselines.items()}
     highest = {name: max(sign * each.low, sign * each.high) for name, each in baselines.items()}
     if better := [name for name in baselines if highest[name] < 0]:
         return "behind", min(better, key=gain.__getitem__)
-    nearest = min(gain, key=gain.__getitem__)
-    return "ahead" if all(low > 0 for low in lowest.values()) else "undecided", nearest
+    if undecided := [name for name in baselines if lowest[name] <= 0]:
+        return "undecided", min(undecided, key=gain.__getitem__)
+    return "ahead", min(gain, key=gain.__getitem__)
 
 
 def _ahead_since(

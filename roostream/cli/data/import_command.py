@@ -97,7 +97,7 @@ def log(
     skip_bad: bool,
 ) -> None:
     """Join a log in this process and add its samples to a warehouse in one commit. The same log cannot be
-    added twice.
+    added twice. Counters and histories begin empty, so name all files of a log in one command.
 
     LOG is a list of files that end in .jsonl, .parquet or .csv, or the folder of EB-NeRD.
 
@@ -118,6 +118,12 @@ def log(
             progress=lambda done, total: update(done, total or None),
         )
     click.echo(f"{warehouse}: {counts.samples:,} samples in {counts.files:,} files, {counts.bytes:,} bytes")
+    if counts.archived_before:
+        click.echo(
+            f"the warehouse had {counts.archived_before:,} samples before; counters and histories of this "
+            "log began without them, so import logs that follow each other with one command",
+            err=True,
+        )
     print_skipped("lines", counts.skipped, counts.first_skipped)
     print_skipped("events that cannot be joined", counts.dead, counts.first_dead)
     if counts.late:

@@ -50,6 +50,7 @@ class ArchivedLog:
     late: int = 0  # engagements after the join window, which became corrections
     skipped: int = 0  # lines that cannot be used
     first_skipped: tuple[str, ...] = ()  # the errors of the first ones
+    archived_before: int = 0  # samples that the warehouse had
     dead: int = 0  # events that cannot be joined, and samples that cannot be stored
     first_dead: tuple[str, ...] = ()
 
@@ -74,16 +75,17 @@ def archive_log(
         UnavailableError: the warehouse cannot be written now.
     """
     schema = load_schema(replay.schema_path)
-    warehouse, counts = Warehouse(place), ArchivedLog()
+    warehouse, counts, topics = Warehouse(place), ArchivedLog(), LocalTopics(schema)
+    digest, joiner = digest_of(paths, schema), LocalJoin(replay, schema, topics)
+    if warehouse.samples.exists():
+        known = warehouse.samples.snapshot()
+        names = [f"{SAMPLES}/{digest}/{n}" for n in range(joiner.config.partitions)]
+        if any(known.progress(name) is not None for name in names):
+            raise _is_archived_error(place)
+        counts.archived_before = sum(file.rows for file in known.files)
+    log = open_log(replay, schema)  # before the warehouse is made, which a wrong file must not leave behind
     warehouse.create()
     register(warehouse.store, schema)
-    digest = digest_of(paths, schema)
-    known = warehouse.samples.snapshot()
-    topics = LocalTopics(schema)
-    joiner = LocalJoin(replay, schema, topics)
-    if any(known.progress(f"{SAMPLES}/{digest}/{n}") is not None for n in range(joiner.config.partitions)):
-        raise _is_archived_error(place)
-    log = open_log(replay, schema)
     files = _LogFiles(warehouse, schema, digest, counts, log.profile.origins.find)
     for record in log.records:
         if wire.kind_of(record.value) == wire.IMPRESSION:

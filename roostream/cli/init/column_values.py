@@ -19,6 +19,8 @@ _ID_WORDS = frozenset(
         *("store", "surface", "tag", "tags", "topic", "topics", "type"),
     }
 )
+_RECENT_MS = 978_307_200_000  # 2001 began: numbers that are not called times may be ids
+_TIME_NAME = re.compile(r"(.*_)?(time|times|timestamps?|ts|at|date)(_.*)?", re.IGNORECASE)
 _TIME_UNITS = {"ms": 1.0, "s": 1000.0, "us": 1e-3, "ns": 1e-6}
 
 
@@ -34,6 +36,7 @@ class ColumnValues:
         self.may_be_day_first = self.may_be_month_first = True  # of times such as 3/4/2024
         self.parts: dict[str, ColumnValues] = {}  # of objects, by key
         self.entries: ColumnValues | None = None  # of lists
+        self.longest = 0  # number of entries of the longest list, also within objects
         self.distinct: set[Any] = set()
 
     def add(self, value: Any) -> None:
@@ -42,9 +45,12 @@ class ColumnValues:
         self.present += 1
         if isinstance(value, dict):
             for key, part in value.items():
-                self.parts.setdefault(str(key), ColumnValues(str(key))).add(part)
+                of_part = self.parts.setdefault(str(key), ColumnValues(str(key)))
+                of_part.add(part)
+                self.longest = max(self.longest, of_part.longest)
         elif isinstance(value, list):
             self.lists += 1
+            self.longest = max(self.longest, len(value))
             self.entries = self.entries or ColumnValues(self.name)
             for entry in value:
                 self.entries.add(entry)
@@ -96,24 +102,29 @@ class ColumnValues:
 
     @property
     def is_number(self) -> bool:
-        return bool(self.present and not (self.bools or self.texts or self.lists or self.parts))
+        return self.is_number_or_flag and not self.bools
 
     @property
     def is_id(self) -> bool:
         return bool(self.present and not (self.bools or self.fractions or self.lists or self.parts))
 
     @property
+    def is_number_or_flag(self) -> bool:
+        return bool(self.present and not (self.texts or self.lists or self.parts))
+
+    @property
     def is_flag(self) -> bool:
         """Whether all values are true or false, or 0 or 1."""
-        return bool(self.present and not self.texts and not self.lists and self.distinct <= {0, 1})
+        return self.is_number_or_flag and self.distinct <= {0, 1}
 
     def time_unit(self) -> str:
         """The unit of these times, "text" for ISO 8601 and timestamps, or "" if they are no times."""
+        since_ms = EARLIEST_MS if _is_called_time(self.name) else _RECENT_MS
         if self.texts == self.present and self.present:
             return "" if self.not_times else "text"
         for unit, factor in _TIME_UNITS.items():
             low = min((v for v in self.distinct if isinstance(v, int | float)), default=0) * factor
-            if self.is_number and low >= EARLIEST_MS and self.high * factor <= LATEST_MS:
+            if self.is_number and low >= since_ms and self.high * factor <= LATEST_MS:
                 return unit
         return ""
 
@@ -124,6 +135,12 @@ class ColumnValues:
             ConfigError: no kind can hold them; says what to change.
         """
         if self.parts:
+            if plain := [key for key, part in self.parts.items() if part.present and part.entries is None]:
+                raise ConfigError(
+                    f"feature {self.name!r} is an object with {plain[0]!r}, which is no list and no kind of "
+                    "feature holds; make each value a feature of its own, or leave it out (of tables with "
+                    "--ignore)"
+                )
             return "weighted_ids" if set(self.parts) == {"ids", "weights"} else "sequence"
         if self.entries is not None:
             if self.entries.fractions or self.entries.bools or self.entries.lists or self.entries.parts:
@@ -141,12 +158,25 @@ class ColumnValues:
         return "float" if is_number and not (self.is_whole and words & _ID_WORDS) else "ids"
 
     def sequence(self) -> tuple[str, dict[str, Literal["ids", "time_ms"]]]:
-        """The key of a sequence's ids, and its other columns."""
+        """The key of a sequence's ids, and its other columns.
+
+        Raises:
+            ConfigError: a column of times is not in ms.
+        """
         keys = [key for key, part in self.parts.items() if part.entries is None or not part.entries.fractions]
         main = next((key for key in ("ids", "item", *keys) if key in keys), "ids")
-        times = {
-            key
-            for key, part in self.parts.items()
-            if part.entries is not None and not part.entries.fractions and part.entries.time_unit()
-        }
+        times = set[str]()
+        for key, part in self.parts.items():
+            unit = part.entries.time_unit() if part.entries is not None and not part.entries.fractions else ""
+            if unit in ("s", "us", "ns") and key != main and _is_called_time(key):
+                raise ConfigError(
+                    f"feature {self.name!r}: expected times in ms since 1970 in {key!r}, got such as "
+                    f"{part.entries and part.entries.example}, which are in {unit}; convert them, or rename "
+                    "the column if it has ids"
+                )
+            times |= {key} if unit in ("ms", "text") else set()
         return main, {key: "time_ms" if key in times else "ids" for key in self.parts if key != main}
+
+
+def _is_called_time(name: str) -> bool:
+    return bool(_TIME_NAME.fullmatch(re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name)))

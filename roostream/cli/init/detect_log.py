@@ -11,6 +11,7 @@ import dataclasses
 import json
 import re
 import tempfile
+import unicodedata
 from collections import Counter
 from collections.abc import Sequence
 from decimal import Decimal
@@ -18,25 +19,30 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
+import pyarrow as pa
 
 from roostream.cli.init.column_values import ColumnValues, Kind
 from roostream.errors import ConfigError, nearest
+from roostream.replay.import_map import OWN_NAMES
 from roostream.replay.input_files import open_file
 from roostream.replay.log_lines import json_error, without_bom
 from roostream.replay.parquet_log import parquet_file
 from roostream.replay.table_files import LINE, as_parquet, form_of
+from roostream.replay.table_log import OF_ENGAGEMENTS
 from roostream.schema.settings import SettingError, check_name
 
 MAX_LINES = 200_000
 _CHANCE = 1e-6
 _MIN_PLACES = 10  # rows in lists of several items
+_MIN_UNIQUE = 100  # values that may be all different by chance
 _NO_NAME = re.compile(r"(column|unnamed|index_level)_\d+")
 _ROLES = {
     "user": "user_id user userid uid visitor_id visitor customer_id customer member_id account_id",
     "item": "item_id item itemid article_id article product_id product video_id news_id movie_id sku asin "
-    "content_id document_id listing_id ad_id track_id song_id",
-    "request": "request_id request impression_id impression list_id search_id query_id page_view "
-    "page_view_id pageview view_id",
+    "content_id document_id doc_id listing_id ad_id track_id song_id",
+    "request": "request_id request req_id impression_id impression list_id search_id query_id page_view "
+    "page_view_id pageview view_id slate_id auction_id",
     "time": "time timestamp time_ms ts event_time shown_at impression_time created_at date_time datetime",
     "session": "session_id session user_session visit_id visit",
     "position": "position pos",
@@ -59,6 +65,11 @@ _SHOWN = (
     "display",
     "view",
     "item_view",
+    "view_item",
+    "view_item_list",
+    "viewed",
+    "product_view",
+    "product_viewed",
     "pageview",
     "page_view",
     "pv",
@@ -79,6 +90,7 @@ class FoundFeature:
     key: str = ""  # of a sequence's ids
     columns: dict[str, str] = dataclasses.field(default_factory=dict)
     column: str = ""  # of a flat table
+    longest: int = 0  # number of entries of the longest list
 
 
 @dataclasses.dataclass
@@ -97,7 +109,10 @@ class FoundLog:
     is_complete: bool  # False: only the first lines were read
     assumed: list[str]
     map: dict[str, Any] = dataclasses.field(default_factory=dict)  # of a flat table
+    types: pa.Schema | None = None  # of a flat table's columns
+    ignored: list[str] = dataclasses.field(default_factory=list)  # columns of two tables that are not used
     is_anonymous: bool = False  # no request has a user or a session
+    max_candidates: int = 0  # number of candidates of the longest list
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,10 +135,16 @@ def detect_log(paths: Sequence[str], choices: Choices) -> FoundLog:
     if form == "jsonl" and not choices.engagements and _has_own_lines(paths[0]):
         return _jsonl(paths, choices)
     with tempfile.TemporaryDirectory() as folder:
-        rows, complete = _table_rows(paths, Path(folder))
+        # `replay parquet` takes objects as they are.
+        are_read = form == "parquet" and bool(choices.engagements)
+
+        def first_rows(files: Sequence[str]) -> tuple[list[dict[str, Any]], bool, pa.Schema]:
+            return _table_rows(files if are_read else as_parquet(files, Path(folder), _refuse, MAX_LINES))
+
+        rows, complete, types = first_rows(paths)
         if not choices.engagements:
-            return _flat(paths[0], rows, complete, choices)
-        done, all_done = _table_rows(choices.engagements, Path(folder))
+            return dataclasses.replace(_flat(paths[0], rows, complete, choices), types=types)
+        done, all_done, _ = first_rows(choices.engagements)
     if form == "jsonl":
         raise ConfigError(
             "--engagements: expected tables; in JSON lines, engagements stand beside impressions"
@@ -131,7 +152,8 @@ def detect_log(paths: Sequence[str], choices: Choices) -> FoundLog:
     if absent := [name for name in ("request_id", "time", "item_id") if rows and name not in rows[0]]:
         raise ConfigError(
             f"{paths[0]}: expected columns request_id, time and item_id beside --engagements, got no "
-            f"{absent[0]!r}{nearest(absent[0], rows[0])}; rename the columns"
+            f"{absent[0]!r}{nearest(absent[0], rows[0])}; rename the columns, or join both tables to one "
+            "with a row per shown item and a column such as 'clicked'"
         )
     return _two_tables(rows, done, complete and all_done, form, choices)
 
@@ -146,7 +168,7 @@ def _has_own_lines(path: str) -> bool:
 
 def _jsonl(paths: Sequence[str], choices: Choices) -> FoundLog:
     sides = {"ro": dict[str, ColumnValues](), "nro": dict[str, ColumnValues]()}
-    actions, requests, candidates, complete = Counter[str](), 0, 0, True
+    actions, requests, candidates, longest, complete = Counter[str](), 0, 0, 0, True
     items, users, sessions = ColumnValues("item_id"), ColumnValues("user_id"), ColumnValues("session_id")
     for path in paths:
         with open_file(path) as file:
@@ -162,7 +184,7 @@ def _jsonl(paths: Sequence[str], choices: Choices) -> FoundLog:
                     users.add(line.get("user_id"))
                     sessions.add(line.get("session_id"))
                     rows = _candidate_rows(line.get("candidates"), f"{path}:{number}")
-                    candidates += len(rows)
+                    candidates, longest = candidates + len(rows), max(longest, len(rows))
                     _add(sides["ro"], line.get("ro") or {})
                     for row in rows:
                         items.add(row.get("item_id"))
@@ -182,9 +204,9 @@ def _jsonl(paths: Sequence[str], choices: Choices) -> FoundLog:
             )
     features = [_feature(v, side) for side, columns in sides.items() for v in columns.values() if v.present]
     return FoundLog(
-        "jsonl", features, dict(actions), _click(actions, choices.click), requests, candidates,
-        items.num_distinct(), users.num_distinct(), complete, _assumed(features),
-        is_anonymous=not (users.present or sessions.present),
+        "jsonl", features, dict(actions), _click(actions, choices.click, _no_actions(paths[0])), requests,
+        candidates, items.num_distinct(), users.num_distinct(), complete, _assumed(features),
+        is_anonymous=not (users.present or sessions.present), max_candidates=longest,
     )  # fmt: skip
 
 
@@ -225,7 +247,7 @@ def _two_tables(
     actions = Counter(str(row["action"]) for row in done)
     rows = [{name: _cell(cell) for name, cell in row.items()} for row in rows]
     reserved = {*_OF_REQUESTS, *_OF_CANDIDATES, *choices.ignore}
-    columns, sides, numbers = _columns(rows, ("request_id", "user_id", "time"))
+    columns, sides, lengths = _columns(rows, ("request_id", "user_id", "time"))
     for name, values in columns.items():
         if name not in reserved and values.time_unit() == "text":
             raise ConfigError(f"column {name!r} is a time, which is no kind of feature; add --ignore {name}")
@@ -236,10 +258,16 @@ def _two_tables(
         for name, values in columns.items()
         if name not in reserved and values.present
     ]
+    ignored = [n for n, values in columns.items() if n not in reserved and not values.present]
+    assumed = [f"column {n!r} is empty, so it is ignored" for n in ignored]
+    known = {*OF_ENGAGEMENTS, *columns, *choices.ignore}
+    more = [n for n in (done[0] if done else ()) if n not in known]
+    assumed += [f"column {n!r} of engagements is ignored" for n in more]
     users = columns["user_id"].num_distinct() if "user_id" in columns else 0
     return FoundLog(
-        form, features, dict(actions), _click(actions, choices.click), numbers, len(rows),
-        columns["item_id"].num_distinct(), users, complete, _assumed(features),
+        form, features, dict(actions), _click(actions, choices.click, _no_actions(choices.engagements[0])),
+        len(lengths), len(rows), columns["item_id"].num_distinct(), users, complete,
+        [*assumed, *_assumed(features)], ignored=[*ignored, *more], max_candidates=max(lengths, default=0),
         is_anonymous=not any(columns[n].present for n in ("user_id", "session_id") if n in columns),
     )  # fmt: skip
 
@@ -250,12 +278,7 @@ def _flat(path: str, rows: list[dict[str, Any]], complete: bool, choices: Choice
         raise ConfigError(f"{path}: expected at least one row, got none")
     columns, _, _ = _columns(rows, ())
     roles = {role: _role(path, role, columns, choices) for role in _ROLES}
-    for role in ("time", "item"):
-        if not roles[role]:
-            raise ConfigError(
-                f"{path}: no column is recognized as the {role}; name it with --{role} COLUMN (columns: "
-                f"{', '.join(columns)})"
-            )
+    _check_roles(path, roles, columns)
     free = [n for n in columns if n not in {*filter(None, roles.values()), *choices.ignore}]
     times = [n for n in free if columns[n].time_unit() == "text"]
     numbering = [n for n in free if _is_numbering(columns[n])]
@@ -265,7 +288,9 @@ def _flat(path: str, rows: list[dict[str, Any]], complete: bool, choices: Choice
     actions, assumed = dict[str, dict[str, Any]](), list[str]()
     if event:
         counts = Counter(str(row[event]) for row in rows if row.get(event) not in (None, "", *shown))
-        click = _click(counts, choices.click, path=path)
+        click = _click(
+            counts, choices.click, f"{path}: expected rows of actions beside those with {shown[0]!r}"
+        )
         rows = [row for row in rows if row.get(event) in shown]
         names = " or ".join(map(repr, shown))
         assumed += [f"column {event!r} says what a row is: with {names} a shown item, else an action"]
@@ -275,7 +300,11 @@ def _flat(path: str, rows: list[dict[str, Any]], complete: bool, choices: Choice
         counts = Counter(
             {name: sum(_happened(row.get(a["column"]), a) for row in rows) for name, a in actions.items()}
         )
-        click = _click(counts, _snake(choices.click), "columns", path)
+        absent = (
+            f"{path}: expected a column that is true or above 0 where a user acted, such as 'clicked', found "
+            f"none; name it with --click COLUMN. {_advice_on_events(columns, free)}"
+        )
+        click = _click(counts, _snake(choices.click), absent, f"{path} has several such columns")
         for a in actions.values():
             how = f"{a['least']:g} or more where a user liked" if "least" in a else "true where a user did"
             assumed.append(f"column {a['column']!r} is {how} it")
@@ -283,17 +312,27 @@ def _flat(path: str, rows: list[dict[str, Any]], complete: bool, choices: Choice
     if not roles["position"]:
         roles["position"] = _places(rows, request, [n for n in free if n not in used])
         free = [n for n in free if n != roles["position"]]
-    shown_columns, sides, requests = _columns(rows, tuple(request))
+    shown_columns, sides, lengths = _columns(rows, tuple(request))
     late = _late_columns(rows, [n for n in free if n not in used], actions)
     assumed += [
         f"column {n!r} has values only where a user acted: it is known too late for a feature and left out"
         for n in late
     ]
-    features = []
-    for name in free:
-        if name not in used and name not in late and shown_columns[name].present:
-            feature = _feature(shown_columns[name], sides[name], _snake(name))
-            features.append(dataclasses.replace(feature, column=name))
+    free = [n for n in free if n not in used and n not in late]
+    assumed += [
+        f"column {n!r} has values only in rows of actions; `event_value` in the map makes it their value"
+        for n in free
+        if columns[n].present and not shown_columns[n].present
+    ]
+    unique = _unique_columns(rows, request, shown_columns, sides, free)
+    assumed += unique.values()
+    features = [
+        dataclasses.replace(
+            _feature(shown_columns[name], sides[name], _feature_name(name, number)), column=name
+        )
+        for number, name in enumerate(columns, 1)
+        if name in free and name not in unique and shown_columns[name].present
+    ]
     _check_distinct(path, [f.column for f in features])
     column_map: dict[str, Any] = {"request": request, "time": roles["time"], "item": roles["item"]}
     unit = columns[roles["time"]].time_unit()
@@ -308,15 +347,54 @@ def _flat(path: str, rows: list[dict[str, Any]], complete: bool, choices: Choice
         named.append(f"rows with equal {' and '.join(request)} are one request")
     assumed += [f"column {n!r} is a time, which is no kind of feature, so it is left out" for n in times]
     assumed += [f"column {n!r} has the numbers of the rows, so it is left out" for n in numbering]
-    if requests > 0.9 * len(rows):
+    if len(lengths) > 0.9 * len(rows):
         assumed.append("most lists have one item, so nothing can be compared within a list")
     return FoundLog(
-        "flat", features, dict(counts), click, requests, len(rows),
+        "flat", features, dict(counts), click, len(lengths), len(rows),
         columns[roles["item"]].num_distinct(),
         columns[roles["user"]].num_distinct() if roles["user"] else 0,
         complete, [*named, *assumed, *_assumed(features)], column_map,
-        is_anonymous=not (roles["user"] or roles["session"]),
+        is_anonymous=not (roles["user"] or roles["session"]), max_candidates=max(lengths, default=0),
     )  # fmt: skip
+
+
+def _check_roles(path: str, roles: dict[str, str], columns: dict[str, ColumnValues]) -> None:
+    """Raises ConfigError: no column is the time, or none is the item."""
+    for role in ("time", "item"):
+        if not roles[role]:
+            lists = [n for n, v in columns.items() if v.entries is not None and v.entries.parts]
+            remedy = f"; if {lists[0]!r} has the shown items, rename it to 'candidates'" if lists else ""
+            raise ConfigError(
+                f"{path}: no column is recognized as the {role}; name it with --{role} COLUMN (columns: "
+                f"{', '.join(columns)}){remedy if role == 'item' else ''}"
+            )
+
+
+def _unique_columns(
+    rows: Sequence[dict[str, Any]],
+    request: Sequence[str],
+    columns: dict[str, ColumnValues],
+    sides: dict[str, str],
+    names: Sequence[str],
+) -> dict[str, str]:
+    """The columns with an id of its own in every request, or in every row, and a sentence for each: nothing
+    can be learned of ids that never occur again."""
+    found = dict[str, str]()
+    for name in names:
+        if not columns[name].present or columns[name].entries is not None or columns[name].kind() != "ids":
+            continue
+        what = "request" if sides[name] == "ro" else "row"
+        owners: dict[Any, Any] = {}
+        for number, row in enumerate(rows):
+            owner = tuple(row.get(column) for column in request) if what == "request" else number
+            if row.get(name) is not None and owners.setdefault(row[name], owner) != owner:
+                break
+        else:
+            if len(owners) >= _MIN_UNIQUE:
+                found[name] = f"column {name!r} has another id in every {what}, so it is left out"
+                if what == "request":
+                    found[name] += f"; if it is the request's id, use --request {name}"
+    return found
 
 
 def _is_numbering(values: ColumnValues) -> bool:
@@ -352,6 +430,16 @@ def _event(columns: dict[str, ColumnValues], free: Sequence[str]) -> tuple[str, 
     return "", []
 
 
+def _advice_on_events(columns: dict[str, ColumnValues], free: Sequence[str]) -> str:
+    """What to do with a table that has no column of actions."""
+    for name in free:
+        values = sorted(value for value in columns[name].distinct if isinstance(value, str))
+        if _EVENT.fullmatch(_snake(name)) and 1 < len(values) <= 50:
+            some = ", ".join(values[:5])
+            return f"If rows are events, call those of shown items 'view' in {name!r}, which has {some}"
+    return "A log of clicks alone needs the items that were shown, too"
+
+
 def _late_columns(
     rows: Sequence[dict[str, Any]], names: Sequence[str], actions: dict[str, dict[str, Any]]
 ) -> list[str]:
@@ -369,7 +457,7 @@ def _late_columns(
 def _check_distinct(path: str, names: Sequence[str]) -> None:
     """Raises ConfigError: two columns get the same name in the schema."""
     found: dict[str, str] = {}
-    for name in names:
+    for name in filter(_snake, names):
         if (other := found.setdefault(_snake(name), name)) != name:
             raise ConfigError(
                 f"{path}: columns {other!r} and {name!r} would both be called {_snake(name)!r}; leave one "
@@ -450,19 +538,22 @@ def _fits(role: str, values: ColumnValues) -> bool:
 
 def _columns(
     rows: Sequence[dict[str, Any]], request: Sequence[str]
-) -> tuple[dict[str, ColumnValues], dict[str, str], int]:
+) -> tuple[dict[str, ColumnValues], dict[str, str], list[int]]:
     """Values by column; whether a column is of requests (equal in all rows of each) or of candidates; and the
-    number of requests."""
+    number of rows of each request."""
     columns, first, varies = dict[str, ColumnValues](), dict[tuple[Any, ...], dict[str, Any]](), set[str]()
+    lengths = Counter[tuple[Any, ...]]()
     for row in rows:
-        other = first.setdefault(tuple(str(row.get(name)) for name in request), row)
+        key = tuple(str(row.get(name)) for name in request)
+        lengths[key] += 1
+        other = first.setdefault(key, row)
         for name, value in row.items():
             columns.setdefault(name, ColumnValues(name)).add(value)
             if other.get(name) != value:
                 varies.add(name)
     has_lists = len(first) < len(rows)
     sides = {name: "ro" if has_lists and name not in varies else "nro" for name in columns}
-    return columns, sides, len(first)
+    return columns, sides, [*lengths.values()]
 
 
 def _feature(values: ColumnValues, side: str, name: str = "") -> FoundFeature:
@@ -473,7 +564,7 @@ def _feature(values: ColumnValues, side: str, name: str = "") -> FoundFeature:
         raise ConfigError(f"{error}; rename it in the log") from None
     kind = values.kind()
     key, columns = values.sequence() if kind == "sequence" else ("", {})
-    return FoundFeature(name, side, kind, values.num_distinct(), key, dict(columns))
+    return FoundFeature(name, side, kind, values.num_distinct(), key, dict(columns), longest=values.longest)
 
 
 def _assumed(features: Sequence[FoundFeature]) -> list[str]:
@@ -481,8 +572,18 @@ def _assumed(features: Sequence[FoundFeature]) -> list[str]:
     return [f"feature {f.name!r} {sides[f.side]} is of kind {f.kind}" for f in features]
 
 
-def _click(actions: Counter[str], given: str, what: str = "actions", path: str = "the log") -> str:
-    """The action to predict first. Raises ConfigError: there is none, or it is not clear which."""
+def _no_actions(path: str) -> str:
+    return f"{path}: expected engagements beside impressions, got none; add them, or name their file too"
+
+
+def _click(
+    actions: Counter[str], given: str, absent: str, several: str = "the log has several actions"
+) -> str:
+    """The action to predict first.
+
+    Raises:
+        ConfigError: there is none (`absent`), or it is not clear which (`several`).
+    """
     if given and given in actions:
         return given
     if given:
@@ -494,22 +595,32 @@ def _click(actions: Counter[str], given: str, what: str = "actions", path: str =
     if found := [name for name in _CLICKS if name in actions]:
         return found[0]
     if not actions:
-        raise ConfigError(f"{path}: no {what} of users found; name what users did with --click NAME")
+        raise ConfigError(absent)
     names = ", ".join(f"{name} ({count:,})" for name, count in actions.most_common(8))
-    raise ConfigError(f"{path} has several {what}: {names}; choose the main one with --click NAME")
+    raise ConfigError(f"{several}: {names}; choose the main one with --click NAME")
+
+
+def _feature_name(column: str, number: int) -> str:
+    """The name of the feature that a flat table has in its column `number`."""
+    name = _snake(column) or f"column_{number}"
+    return f"{name}_value" if name in OWN_NAMES else name
 
 
 def _snake(name: str) -> str:
-    """`userId` → `user_id`, `Price (EUR)` → `price_eur`."""
-    text = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
+    """`userId` → `user_id`, `Price (EUR)` → `price_eur`, `Größe` → `grosse`; "" without a Latin letter or
+    digit."""
+    text = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).casefold()
+    text = "".join(c for c in unicodedata.normalize("NFKD", text) if not unicodedata.combining(c))
     return re.sub(r"[^a-z0-9_-]+", "_", text).strip("_-")[:64]
 
 
-def _table_rows(paths: Sequence[str], folder: Path) -> tuple[list[dict[str, Any]], bool]:
-    """The first rows of each file, and whether they are all."""
-    rows, complete = list[dict[str, Any]](), True
-    for path in as_parquet(paths, folder, _refuse, MAX_LINES):
+def _table_rows(paths: Sequence[str]) -> tuple[list[dict[str, Any]], bool, pa.Schema]:
+    """The first rows of each Parquet file, whether they are all, and the types of the first file's
+    columns."""
+    rows, complete, types = list[dict[str, Any]](), True, None
+    for path in paths:
         with parquet_file(path) as file:
+            types = types or file.schema_arrow
             taken = 0
             for batch in file.iter_batches():
                 found = batch.to_pylist()
@@ -518,11 +629,13 @@ def _table_rows(paths: Sequence[str], folder: Path) -> tuple[list[dict[str, Any]
                 if taken >= MAX_LINES:
                     complete = False
                     break
-    return rows, complete
+    return rows, complete, types
 
 
 def _number(cell: Any) -> Any:
-    """A decimal as the number that `import table` makes of it."""
+    """A decimal or 16-bit float as the number that `import table` makes of it."""
+    if isinstance(cell, np.generic):
+        return cell.item()
     if not isinstance(cell, Decimal):
         return cell
     return int(cell) if cell.as_tuple().exponent == 0 else float(cell)

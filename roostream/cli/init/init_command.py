@@ -11,14 +11,16 @@ from typing import Any
 
 import click
 
-from roostream.cli.init.detect_log import Choices, detect_log
+from roostream.cli.init.detect_log import Choices, FoundLog, detect_log
 from roostream.cli.init.sample_log import sample_lines
 from roostream.cli.init.schema_text import MODEL, map_text, schema_text
 from roostream.cli.options import MultiValueCommand
 from roostream.cli.output import counted, print_sentences, progress_bar
 from roostream.errors import ConfigError
+from roostream.replay.import_map import ImportMap, check_types
+from roostream.schema.schema import Schema
 from roostream.schema.schema_file import schema_from_dict
-from roostream.schema.settings import SettingError, check_name
+from roostream.schema.settings import SettingError, check_name, from_dict
 
 _ROLES = ("user", "item", "request", "time")
 
@@ -94,10 +96,17 @@ def _write(folder: Path, log: tuple[str, ...], given: dict[str, Any], is_sample:
     with progress_bar("reading the log"):
         found = detect_log(log, choices)
     files = {"schema.toml": schema_text(folder.name, found, ", ".join(map(str, log))), "model.toml": MODEL}
-    if found.form == "flat":
+    schema = schema_from_dict(tomllib.loads(files["schema.toml"]))  # nothing is written if it is not valid
+    if found.types is not None:
+        found.map["features"] |= _not_in_table(found, schema)
         files["map.toml"] = map_text(found)
     _check_new(folder, list(files))
-    schema_from_dict(tomllib.loads(files["schema.toml"]))  # nothing is written if it is not valid
+    if found.types is not None:
+        column_map = from_dict(ImportMap, tomllib.loads(files["map.toml"]))
+        try:
+            check_types(log[0], column_map, schema, found.types)
+        except ConfigError as error:
+            raise ConfigError(f"{error}, or leave it out with --ignore COLUMN") from None
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in files.items():
         (folder / name).write_text(text, encoding="utf-8")
@@ -110,8 +119,18 @@ def _write(folder: Path, log: tuple[str, ...], given: dict[str, Any], is_sample:
     written = ", ".join([*files, *(["log.jsonl"] if is_sample else [])])
     click.echo(f"{folder}/: {written}; {found.requests:,} requests with {found.candidates:,} candidates")
     click.echo("next:")
+    given["ignore"] = (*given["ignore"], *found.ignored)
     for command in _next(folder, log, given, found.form):
         click.echo(f"  {command}")
+
+
+def _not_in_table(found: FoundLog, schema: Schema) -> dict[str, str]:
+    """The features that Roostream keeps though a column that is left out has their name, each with "", so
+    that `import table` does not read it."""
+    assert found.types is not None
+    used = {*(f.name for f in found.features), *(v for v in found.map.values() if isinstance(v, str))}
+    names = {f.name for f in (*schema.ro, *schema.nro)}
+    return dict.fromkeys(sorted(names & set(found.types.names) - used), "")
 
 
 def _next(folder: Path, log: Sequence[str], given: dict[str, Any], form: str) -> list[str]:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 
 from roostream.cli.init.detect_log import FoundFeature, FoundLog
 from roostream.replay.log_advice import prior_of
+from roostream.schema.counter_plan import REQUEST_FIELDS
+from roostream.schema.schema import Limits
 
 _DIM = 8
 _ROW_BYTES = 2 * 4 * _DIM  # weights and adagrad's accumulators, 4 bytes each
@@ -21,6 +24,8 @@ _MAX_PAIRS = 3
 _MAX_LABELS = 8
 _MIN_FOR_PRIOR = 1000  # candidates
 _MAX_NAME = 64  # characters
+_DEFAULTS = Limits()
+_quoted = partial(json.dumps, ensure_ascii=False)  # TOML has no escapes for pairs of surrogates
 
 MODEL = """\
 # The model: the default ranker. Each key can be deleted; then it has its default, which is the value here.
@@ -43,8 +48,9 @@ def schema_text(name: str, log: FoundLog, source: str) -> str:
         f"# Schema of {source}, written by `roostream init`. docs/schema.md describes every key.\n"
         "# A part goes from one blank line to the next. Each part can be deleted alone, except the first\n"
         "# two and the labels. Sizes are for each item, user or pair that occurs.\n"
-        f"name = {json.dumps(name)}\n\n"
-        f"[online]\nclick = {json.dumps(log.click)}    # the action that histories and rates count",
+        f"name = {_quoted(name)}\n\n"
+        f"[online]\nclick = {_quoted(log.click)}    # the action that histories and rates count",
+        *_limits(log),
         *_tables(log, own),
         *_ids(log, own),
         *_sent_features(log),
@@ -52,6 +58,21 @@ def schema_text(name: str, log: FoundLog, source: str) -> str:
         *_labels(log),
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def _limits(log: FoundLog) -> Iterator[str]:
+    """The limits that the log's longest lists need, rounded up to a power of 2."""
+    found = {
+        "max_candidates": log.max_candidates,
+        "max_list": max((f.longest for f in log.features), default=0),
+    }
+    lines = [
+        f"{key} = {1 << (longest - 1).bit_length()}    # the longest list of the log has {longest:,}"
+        for key, longest in found.items()
+        if longest > getattr(_DEFAULTS, key)
+    ]
+    if lines:
+        yield "\n".join(["# What serving and the joiner accept.", "[limits]", *lines])
 
 
 def _tables(log: FoundLog, own: set[str]) -> Iterator[str]:
@@ -111,6 +132,10 @@ def _declared(f: FoundFeature) -> str:
         tables = ", ".join(f'{column} = "{column}"' for column, kind in f.columns.items() if kind == "ids")
         lines += [f"columns = {{ {columns} }}"] if columns else []
         lines += [f"column_tables = {{ {tables} }}"] if tables else []
+    if f.longest > _DEFAULTS.max_list:
+        lines += [
+            f"max_len = {_DEFAULTS.max_list}    # the first entries are used, so the newest must be first"
+        ]
     if f.kind == "float" and f.side == "nro" and len(f"{f.name}_rank") <= _MAX_NAME:
         lines += ["", "[[transform]]", f'input = "{f.name}"', 'op = "rank"']
     return "\n".join(lines).replace("\n\n", "\n")
@@ -200,6 +225,7 @@ def _shared_ids(log: FoundLog, own: set[str]) -> list[FoundFeature]:
         if f.side == "nro"
         and f.kind == "ids"
         and _table(f) != "item"
+        and f.name not in (*REQUEST_FIELDS, "item")  # an entity takes these for its own fields
         and 2 <= f.distinct <= log.items / 2
         and f"user_{f.name}_ctr" not in own
         and len(f.name) <= 40
@@ -222,7 +248,11 @@ def _transform(names: Sequence[str], *ops: str) -> str:
 
 def _labels(log: FoundLog) -> Iterator[str]:
     names = sorted(log.actions, key=lambda name: (name != log.click, -log.actions[name]))
-    for action in names[:_MAX_LABELS]:
+    taken = set[str]()
+    for number, action in enumerate(names[:_MAX_LABELS], 1):
+        name = _label_name(action)
+        name = f"label_{number}" if not name or name in taken else name
+        taken.add(name)
         share = log.actions[action] / log.candidates
         prior = ""
         if log.is_complete and log.candidates >= _MIN_FOR_PRIOR and 0 < share < 1:
@@ -230,15 +260,16 @@ def _labels(log: FoundLog) -> Iterator[str]:
                 f"\nprior = {prior_of(share)}    # predicted before training: the log's share of candidates"
             )
         yield (
-            f"# What to predict: did the user do {json.dumps(action)}?\n"
-            f"[[label]]\nname = {json.dumps(_label_name(action))}\naction = {json.dumps(action)}{prior}"
+            f"# What to predict: did the user do {_quoted(action)}?\n"
+            f"[[label]]\nname = {_quoted(name)}\naction = {_quoted(action)}{prior}"
         )
 
 
 def _label_name(action: str) -> str:
+    """The action as a name of the schema; "" without a Latin letter or digit."""
     return "".join(c if c.isascii() and (c.isalnum() or c in "_-") else "_" for c in action.lower()).strip(
         "_-"
-    )
+    )[:_MAX_NAME]
 
 
 def map_text(log: FoundLog) -> str:
@@ -247,18 +278,18 @@ def map_text(log: FoundLog) -> str:
     lines = [
         "# Which column is what, for `roostream import table`, as `roostream init` found it.",
         "# docs/bring-your-own-data.md describes every key.",
-        f"request = {json.dumps(m['request'])}    # rows with equal values here are one request",
-        *(f"{k} = {json.dumps(v)}" for k, v in m.items() if k not in ("request", "features", "actions")),
+        f"request = {_quoted(m['request'])}    # rows with equal values here are one request",
+        *(f"{k} = {_quoted(v)}" for k, v in m.items() if k not in ("request", "features", "actions")),
         *_section("features", m["features"].items()),
     ]
     if m["actions"]:
         lines += ["", "[actions]    # an engagement where the column is true, above 0, or at least `least`"]
     for action, condition in m["actions"].items():
-        columns = ", ".join(f"{key} = {json.dumps(value)}" for key, value in condition.items())
-        lines.append(f"{json.dumps(action)} = {{ {columns} }}")
+        columns = ", ".join(f"{key} = {_quoted(value)}" for key, value in condition.items())
+        lines.append(f"{_quoted(action)} = {{ {columns} }}")
     return "\n".join(lines) + "\n"
 
 
 def _section(name: str, pairs: Iterable[tuple[str, str]]) -> list[str]:
-    lines = [f"{json.dumps(key)} = {json.dumps(value)}" for key, value in pairs]
+    lines = [f"{_quoted(key)} = {_quoted(value)}" for key, value in pairs]
     return ["", f"[{name}]", *lines] if lines else []

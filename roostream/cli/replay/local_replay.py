@@ -73,7 +73,7 @@ from roostream.runtime.program import Stop
 from roostream.runtime.rpc.transport import InMemoryTransport
 from roostream.runtime.work_unit import TableInput
 from roostream.schema.ids import NO_KEY, sample_id
-from roostream.schema.schema import Schema
+from roostream.schema.schema import Registry, Schema
 from roostream.wire import records as wire
 from roostream.wire import roo_pb2 as pb
 from roostream.wire.batch import Batch
@@ -91,11 +91,18 @@ from trainer.rows import ShardRows
 
 
 def replay_in_process(
-    config: ReplayConfig, schema: Schema, records: Iterable[Record], progress: ReplayProgress, stop: Stop
+    config: ReplayConfig,
+    schema: Schema,
+    records: Iterable[Record],
+    progress: ReplayProgress,
+    stop: Stop,
+    registry: Registry | None = None,
 ) -> Outcome:
-    """Run a replay. Memory: the joiner's open window, the rows, and the ids for the audit."""
+    """Run a replay. `registry`: the schemas that wrote samples among `records`; None = `schema` alone.
+    Memory: the joiner's open window, the rows, and the ids for the audit."""
+    writers = registry or {schema.fingerprint: schema}.get
     with tempfile.TemporaryDirectory(prefix="roostream-replay-") as store:
-        return _LocalReplay(config, schema, Path(store)).run(records, progress, stop)
+        return _LocalReplay(config, schema, Path(store), writers).run(records, progress, stop)
 
 
 class SampleQueue:
@@ -179,6 +186,7 @@ class _Learner:
         self,
         config: ReplayConfig,
         schema: Schema,
+        registry: Registry,
         store: FileStore,
         file: str,
         outputs: Outputs,
@@ -186,7 +194,7 @@ class _Learner:
     ) -> None:
         programs, clock = program_settings(config), SystemClock()
         settings = LoopConfig(**programs.worker)
-        self.decoder = Decoder(schema, {schema.fingerprint: schema}.get)
+        self.decoder = Decoder(schema, registry)
         self.samples = SampleQueue(self.decoder, clock, settings.trained_topics, before_chunk)
         self.shards = _shards(config, schema, store)
         client = Client(
@@ -267,10 +275,10 @@ class _MetricsOnly:
 class _LocalReplay:
     """Connects the parts of a local replay, and is the `Outputs` of the first model's training loop."""
 
-    def __init__(self, config: ReplayConfig, schema: Schema, store: Path) -> None:
+    def __init__(self, config: ReplayConfig, schema: Schema, store: Path, registry: Registry) -> None:
         self.schema = schema
         self.measure_from_ms = config.measure_from_ms
-        self.topics = LocalTopics(schema, config.measure_from_ms)
+        self.topics = LocalTopics(schema, config.measure_from_ms, registry)
         self.accounts = self.topics.accounts
         self.served = (
             AsServedScorer(
@@ -286,13 +294,15 @@ class _LocalReplay:
         self.windows = SampleWindows(length_ms, config.window_ms) if length_ms else None
         before_chunk = self.served.score if self.served else lambda: None
         folder = FileStore(store / "0")
-        self.first = _Learner(config, schema, folder, config.first_model, self, before_chunk)
+        self.first = _Learner(config, schema, registry, folder, config.first_model, self, before_chunk)
         self.others: list[tuple[_Learner, OtherModel]] = []
         scales = [label.amount_scale for label in schema.labels]
         for n, file in enumerate(config.model[1:], start=1):
             paired = self.topics.statistics.paired.with_other_model()
             metrics = PredictionMetrics(schema.tasks, config.measure_from_ms, scales, paired)
-            learner = _Learner(config, schema, FileStore(store / str(n)), file, _MetricsOnly(metrics))
+            learner = _Learner(
+                config, schema, registry, FileStore(store / str(n)), file, _MetricsOnly(metrics)
+            )
             other = OtherModel(file=file, metrics=metrics, paired=paired, training=TrainingSummary())
             self.others.append((learner, other))
 

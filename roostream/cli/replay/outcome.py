@@ -29,7 +29,7 @@ from roostream.runtime.kafka.topics import (
     partitions_of,
 )
 from roostream.runtime.program import Stop
-from roostream.schema.schema import Schema
+from roostream.schema.schema import Registry, Schema
 from roostream.wire import records as wire
 from roostream.wire import roo_pb2 as pb
 from roostream.wire.records import Record
@@ -153,11 +153,11 @@ class ReplayStatistics:
     Memory: 140 bytes per sample, and more for exact AUC.
     """
 
-    def __init__(self, schema: Schema, measure_from_ms: int = 0) -> None:
+    def __init__(self, schema: Schema, measure_from_ms: int = 0, registry: Registry | None = None) -> None:
         self.paired = PairedRequests()
         scales = [label.amount_scale for label in schema.labels]
         self.metrics = PredictionMetrics(schema.tasks, measure_from_ms, scales, self.paired)
-        self.baselines = Baselines(schema, measure_from_ms, self.paired)
+        self.baselines = Baselines(schema, measure_from_ms, self.paired, registry=registry)
         self._sampled: set[int] = set()
         self._corrected: Counter[str] = Counter()
         self._letters: dict[str, pb.DeadLetter] = {}
@@ -204,8 +204,8 @@ class LocalTopics:
     """The topics of a local replay: assigns partitions and offsets as Kafka would, and counts records without
     keeping them."""
 
-    def __init__(self, schema: Schema, measure_from_ms: int = 0) -> None:
-        self.accounts, self.statistics = Accounts(), ReplayStatistics(schema, measure_from_ms)
+    def __init__(self, schema: Schema, measure_from_ms: int = 0, registry: Registry | None = None) -> None:
+        self.accounts, self.statistics = Accounts(), ReplayStatistics(schema, measure_from_ms, registry)
         self._offsets: Counter[tuple[str, int]] = Counter()
 
     def append(self, record: Record) -> Record:

@@ -10,6 +10,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from rich.console import Console
@@ -71,7 +72,7 @@ def replay(config: ReplayConfig, stop: program.Stop) -> dict[str, Any]:
         stream = paced(
             progress.count_sent(with_first_record(source.records)), config.speed_factor, SystemClock(), stop
         )
-        outcome = _engine(config)(config, schema, stream, progress, stop)
+        outcome = _engine(config, source)(config, schema, stream, progress, stop)
     if stop.is_set():
         raise UnavailableError("stopped before the end of the log; no report was written")
     report = build_report(config, schema, outcome, source) | {"wall_s": time.monotonic() - started_s}
@@ -103,7 +104,7 @@ def _check_models(config: ReplayConfig, schema: Schema) -> list[str]:
     return doubts
 
 
-def _engine(config: ReplayConfig) -> Engine:
+def _engine(config: ReplayConfig, source: ReplayLog) -> Engine:
     """Import one engine, without the packages of the other."""
     if config.engine == "stack":
         from roostream.cli.replay.stack_replay import replay_on_stack
@@ -111,7 +112,7 @@ def _engine(config: ReplayConfig) -> Engine:
         return replay_on_stack
     from roostream.cli.replay.local_replay import replay_in_process
 
-    return replay_in_process
+    return partial(replay_in_process, registry=source.registry)
 
 
 def build_report(config: ReplayConfig, schema: Schema, outcome: Outcome, source: ReplayLog) -> dict[str, Any]:

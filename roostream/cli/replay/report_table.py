@@ -65,7 +65,9 @@ def _counts(report: Mapping[str, Any]) -> Iterator[Row]:
 
 
 def coverage(features: Mapping[str, Mapping[str, Any]]) -> str:
-    """The features that are missing in some rows."""
+    """The number of features, and those that are missing in some rows, if the log's rows were seen."""
+    if all(f["share"] is None for f in features.values()):
+        return str(len(features))
     partly = [
         f"{name} {f['share']:.0%}"
         for name, f in features.items()

@@ -92,5 +92,9 @@ def open_warehouse_log(config: ReplayConfig, schema: Schema) -> ReplayLog:
         )
     records = session_records(*table.open_session(session, schema), options.stored_order_until)
     return ReplayLog(
-        records=records, num_requests=sum(session.rows.values()), skipped=Skipped, profile=LogProfile(schema)
+        records=records,
+        num_requests=sum(session.rows.values()),
+        skipped=Skipped,
+        profile=LogProfile(schema),
+        registry=table.warehouse.registry,
     )

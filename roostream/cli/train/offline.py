@@ -43,6 +43,7 @@ from roostream.cli.train.offline_readers import (
 )
 from roostream.cli.train.offline_worker import NUM_BUCKETS, TrainingParts, WorkerTask
 from roostream.errors import ConfigError, UnavailableError
+from roostream.models.build import load_model_config
 from roostream.runtime import manifest as manifests
 from roostream.runtime.bucket_map import BucketMap
 from roostream.runtime.controller_agent import ControllerAgent
@@ -53,6 +54,7 @@ from roostream.runtime.rpc.server import RpcServer
 from roostream.runtime.rpc.transport import InMemoryTransport
 from roostream.runtime.store_identity import open_checkpoint_store
 from roostream.runtime.work_unit import TableInput
+from roostream.schema.schema import Schema
 from roostream.schema.schema_file import load_schema
 from roostream.warehouse.readers.config import ReadersConfig
 from roostream.warehouse.sessions.sample_table import SampleTable
@@ -97,6 +99,8 @@ def train_offline(
     if config.rows == "torchrec":
         check_torchrec(config)
     home = Home(Path(config.home))
+    if not home.store.exists():
+        _check_new(config)
     home.make()
     home.lock()
     try:
@@ -114,6 +118,32 @@ def check_torchrec(config: TrainConfig) -> None:
         raise ConfigError(f"rows = torchrec needs {error.name}; pip install 'roostream[torchrec]'") from None
     schema = load_schema(Path(config.schema))
     check_tables(schema, read_placement(config.placement, schema, config.workers))
+
+
+def _check_new(config: TrainConfig) -> None:
+    """Raises RoostreamError: a new training cannot begin with these settings, so no home is made for it."""
+    schema, table = load_schema(Path(config.schema)), SampleTable(config.warehouse_url)
+    load_model_config(config.model)
+    _check_session(config, table, schema, _new_session(config, table))
+
+
+def _new_session(config: TrainConfig, table: SampleTable) -> TableInput:
+    """Raises ConfigError: the warehouse has no samples of these days. CheckpointError: it is none."""
+    session = table.newest(config.session, {})
+    if session is None or not sum(session.rows.values()):
+        raise ConfigError(
+            f"{config.warehouse_url}: expected samples of {config.days or 'any day'}, got none; `roostream "
+            "inspect table` shows the days"
+        )
+    return session
+
+
+def _check_session(config: TrainConfig, table: SampleTable, schema: Schema, session: TableInput) -> None:
+    if (newest := max(session.rows)) >= config.partitions:
+        raise ConfigError(
+            f"expected partitions = {newest + 1} or more, as in the archive, got {config.partitions}"
+        )
+    table.check_reader(session, schema)
 
 
 class _OfflineTraining:
@@ -149,18 +179,15 @@ class _OfflineTraining:
             ConfigError: the home has another model, or the warehouse has no samples of these days.
         """
         last = manifests.newest(self.store)
-        session = last.manifest.input if last else self.table.newest(self.config.session, {})
-        if last is not None and session is None:
+        session = last.manifest.input if last else _new_session(self.config, self.table)
+        if session is None:
+            assert last is not None
             rows_are_at_workers = last.manifest.num_shards == self.config.workers != self.config.num_shards
             if self.config.rows == "torchrec" and rows_are_at_workers:
                 return None
             raise ConfigError(
                 f"{self.home.root} has a trained model; choose another --home, or continue with "
                 "`roostream up`"
-            )
-        if session is None or not sum(session.rows.values()):
-            raise ConfigError(
-                f"{self.config.warehouse_url}: expected samples of {self.config.days or 'any day'}, got none"
             )
         if session.spec != {**self.config.session.plain(), "version": session.version}:
             raise ConfigError(
@@ -169,11 +196,7 @@ class _OfflineTraining:
                 f"{session.spec['last_day'] or 'the last'} of {session.table}; use the same settings, or "
                 "another --home"
             )
-        if (newest := max(session.rows)) >= self.config.partitions:
-            raise ConfigError(
-                f"expected partitions = {newest + 1} or more, as in the archive, got {self.config.partitions}"
-            )
-        self.table.check_reader(session, self.schema)
+        _check_session(self.config, self.table, self.schema, session)
         self.table.pin_session(session, f"train-{session.digest}", self.clock.now_ms() + _SNAPSHOT_HOLD_MS)
         return session
 

@@ -29,7 +29,7 @@ from roostream.errors import ConfigError
 from roostream.warehouse.data_file import DataFile
 
 Labels = Literal["latest", "as_streamed"]
-DAY = re.compile(r"\d{4}-\d{2}-\d{2}")
+_DAY = re.compile(r"\d{4}-\d{2}-\d{2}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,7 @@ class SessionSpec:
     def __post_init__(self) -> None:
         """Raises ConfigError: a malformed day, days in the wrong order, or unknown labels."""
         for day in (self.first_day, self.last_day):
-            if day and not DAY.fullmatch(day):
+            if day and not is_day(day):
                 raise ConfigError(f"expected a day as YYYY-MM-DD, got {day!r}")
         if self.first_day and self.last_day and self.last_day < self.first_day:
             raise ConfigError(f"expected days in order, got {self.first_day}..{self.last_day}")
@@ -93,9 +93,17 @@ def days_of(text: str) -> tuple[str, str]:
     """
     first, dots, last = text.partition("..")
     days = (first, last) if dots else (first, first)
-    if not any(days) or not all(DAY.fullmatch(day) for day in days if day):
+    if not any(days) or not all(is_day(day) for day in days if day):
         raise ConfigError(f"expected days as 2024-05-01..2024-05-07, got {text!r}; either end may be omitted")
     return days
+
+
+def is_day(text: str) -> bool:
+    """Whether this is a day of the calendar as YYYY-MM-DD."""
+    try:
+        return bool(_DAY.fullmatch(text) and date.fromisoformat(text))
+    except ValueError:
+        return False
 
 
 MAX_CANDIDATES = 1 << 16  # of a split; a single row group may have more

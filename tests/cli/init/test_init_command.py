@@ -19,6 +19,7 @@ from roostream.errors import ConfigError
 from roostream.models.build import load_model_config
 from roostream.models.config import RankerConfig
 from roostream.models.ranker import rate_rank
+from roostream.replay import parquet_log
 from roostream.replay.import_map import load_map
 from roostream.replay.table_import import import_table
 from roostream.schema.schema import Schema
@@ -103,7 +104,7 @@ def test_features_of_the_log_replace_those_of_the_same_name() -> None:
 
 @pytest.mark.parametrize(
     ("engaged", "wanted"),
-    [(["like", "share"], "--click"), ([], "--click"), (["click", "share"], "")],
+    [(["like", "share"], "--click"), ([], "expected engagements"), (["click", "share"], "")],
     ids=["two actions", "none", "a usual name"],
 )
 def test_an_unclear_action_is_asked_for(engaged: list[str], wanted: str) -> None:
@@ -116,6 +117,15 @@ def test_an_unclear_action_is_asked_for(engaged: list[str], wanted: str) -> None
     with pytest.raises(ConfigError, match=wanted):
         run("shop", "--from", "log.jsonl")
     assert not Path("shop").exists()
+
+
+def test_actions_with_any_name_become_labels() -> None:
+    shown, done = a_log()
+    actions = ["点击", "👍", "Add to cart", "add_to_cart"]
+    write_lines("log.jsonl", [shown, *({**done, "action": name} for name in actions)])
+    run("shop", "--from", "log.jsonl", "--click", "点击")
+    found = {label.action: label.name for label in written().labels}
+    assert list(found) == actions and len(set(found.values())) == 4
 
 
 def test_two_csv_tables_are_understood() -> None:
@@ -132,6 +142,33 @@ def test_two_csv_tables_are_understood() -> None:
     schema = written()
     assert "basket" in {f.name for f in schema.ro} and "price" in {f.name for f in schema.nro}
     assert "replay csv" in output and "--engagements done.csv" in output
+
+
+def test_objects_of_two_tables_and_lines_are_sequences_or_named() -> None:
+    history, place = {"item": [3], "time": [T0]}, {"city": "x", "zone": 2}
+    shown = {"request_id": ["r"], "time": [T0], "item_id": ["a"], "user_id": [5]}
+    pq.write_table(pa.table(shown | {"read": [history]}), "shown.parquet")
+    pq.write_table(pa.table(shown | {"place": [place]}), "other.parquet")
+    pq.write_table(pa.table(shown | {"action": ["click"]}), "done.parquet")
+    run("shop", "--from", "shown.parquet", "--engagements", "done.parquet")
+    assert {f.name: f.kind for f in (*written().ro, *written().nro)}["read"] == "sequence"
+    write_lines("log.jsonl", a_log(place=place))
+    for log in (("other.parquet", "--engagements", "done.parquet"), ("log.jsonl",)):
+        with pytest.raises(ConfigError, match="'place' is an object with 'city'"):
+            run("other", "--from", *log)
+
+
+def test_the_printed_commands_read_tables_with_columns_that_nothing_uses() -> None:
+    shown = {"request_id": ["r"] * 2, "time": [T0] * 2, "item_id": ["a", "b"], "price": [1.5, 2.5]}
+    pq.write_table(pa.table(shown | {"note": pa.nulls(2)}), "shown.parquet")
+    done = {"request_id": ["r"], "time": [T0], "item_id": ["a"], "action": ["click"], "price": [1.5]}
+    pq.write_table(pa.table(done | {"campaign": ["x"]}), "done.parquet")
+    output = run("shop", "--from", "shown.parquet", "--engagements", "done.parquet").output
+    assert "'note' is empty" in output and "'campaign' of engagements is ignored" in output
+    assert output.count("--ignore note campaign") == 3
+    files = {"impressions": ("shown.parquet",), "engagements": ("done.parquet",)}
+    options = parquet_log.Options(**files, ignore=("note", "campaign"))
+    assert len(list(parquet_log.open(options, written(), 0).events)) == 2
 
 
 def flat(**more: list[Any]) -> dict[str, list[Any]]:
@@ -216,8 +253,9 @@ def test_a_column_of_actions_only_is_no_feature_of_shown_items() -> None:
     rows = {**flat(visitor=[1, 1, 1, 2], **events), "revenue": [None, None, 9.5, None]}
     del rows["clicked"]
     pq.write_table(pa.table(rows), "rows.parquet")
-    run("shop", "--from", "rows.parquet")
+    output = run("shop", "--from", "rows.parquet").output
     assert {f.name for f in (*written().ro, *written().nro)} & {"price", "revenue"} == {"price"}
+    assert "'revenue' has values only in rows of actions" in output
 
 
 def test_truth_values_that_no_reader_of_lines_takes_are_refused() -> None:
@@ -270,6 +308,135 @@ def test_a_log_without_users_and_sessions_has_no_history() -> None:
     write_lines("log.jsonl", [line | {"session_id": 5} for line in lines])
     run("sessions", "--from", "log.jsonl")
     assert {"history", "history_len"} <= {f.name for f in written("sessions").ro}
+
+
+@pytest.mark.parametrize("form", ["jsonl", "table"])
+def test_lists_beyond_the_default_limits_raise_the_limits(form: str) -> None:
+    items = [f"i{n}" for n in range(1500)]
+    if form == "jsonl":
+        shown, done = a_log(read={"item": list(range(2500)), "time": [T0] * 2500})
+        write_lines("log.jsonl", [{**shown, "candidates": {"item_id": items}}, {**done, "item_id": "i1"}])
+        run("shop", "--from", "log.jsonl")
+        assert written().limits.max_list >= 2500
+        assert {f.name: f.max_len for f in written().ro}["read"] == 2000
+    else:
+        many = {"visitor": ["v"] * 1500, "shownAt": [T0] * 1500, "article": items}
+        pq.write_table(pa.table(many | {"clicked": [1] * 1500}), "rows.parquet")
+        run("shop", "--from", "rows.parquet")
+        assert written().limits.max_list == 2000
+    assert written().limits.max_candidates >= 1500
+
+
+def test_ids_that_never_occur_again_are_no_features() -> None:
+    rows = [
+        {"visitor": f"v{n % 7}", "shownAt": T0 + n, "article": f"a{place}", "clicked": place,
+         "call": f"c{n}", "row_id": 2 * n + place, "phrase": f"p{n % 99}"}
+        for n in range(100)
+        for place in range(2)
+    ]  # fmt: skip
+    pq.write_table(pa.Table.from_pylist(rows), "rows.parquet")
+    output = " ".join(run("shop", "--from", "rows.parquet").output.split())
+    assert {f.name for f in (*written().ro, *written().nro)} & {"call", "row_id", "phrase"} == {"phrase"}
+    assert "'call' has another id in every request" in output and "--request call" in output
+    assert "'row_id' has another id in every row" in output
+
+
+def test_ratings_of_the_last_century_are_imported() -> None:
+    """MovieLens has ratings since 1996, as seconds."""
+    rows = "".join(f"{n % 3},{n},{n % 5 + 1},{850_000_000 + 70 * n}\n" for n in range(40))
+    Path("ratings.csv").write_text(f"userId,movieId,rating,timestamp\n{rows}")
+    run("movies", "--from", "ratings.csv")
+    schema = written("movies")
+    column_map = load_map("movies/map.toml", schema)
+    counts = import_table(["ratings.csv"], schema, column_map, Path("movies/log.jsonl"))
+    assert column_map.time_unit == "s" and (counts.requests, counts.engagements) == (40, 16)
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "wanted"),
+    [("seen_at", [T0], {"seen_at": "time_ms"}), ("seen_at", [T0 // 1000], ""),
+     ("author", [T0 // 1000], {"author": "ids"})],
+)  # fmt: skip
+def test_times_of_a_sequence_are_in_ms(name: str, values: list[int], wanted: dict[str, str] | str) -> None:
+    write_lines("log.jsonl", a_log(read={"item": [3], name: values}))
+    if wanted:
+        run("shop", "--from", "log.jsonl")
+        assert {f.name: f.columns for f in written().ro}["read"] == wanted
+    else:
+        with pytest.raises(ConfigError, match=r"'read'.*ms since 1970 in 'seen_at'.* in s;"):
+            run("shop", "--from", "log.jsonl")
+
+
+def test_columns_may_be_called_as_what_a_log_has_of_its_own() -> None:
+    """A weight in kg is no sampling weight, and an ignored column is not read for a feature of its name."""
+    more = {"weight": [1.5, 2.5, 3.5, 4.5], "surface": [60, 70, 80, 90], "item_id": [7, 8, 9, 10]}
+    pq.write_table(pa.table(flat(**more, history=["old"] * 4)), "rows.parquet")
+    run("shop", "--from", "rows.parquet", "--item", "article", "--ignore", "history")
+    schema = written()
+    names = {f.name for f in (*schema.ro, *schema.nro)}
+    assert {"weight_value", "surface_value", "item_id_value", "history"} <= names
+    import_table(["rows.parquet"], schema, load_map("shop/map.toml", schema), Path("shop/log.jsonl"))
+    lines = [json.loads(line) for line in Path("shop/log.jsonl").read_text().splitlines()]
+    shown = [line for line in lines if line["type"] == "impression"]
+    assert [line["candidates"]["item_id"] for line in shown] == [["a", "b"], ["a", "c"]]
+    assert shown[0]["candidates"]["weight_value"] == [1.5, 2.5]
+    assert not any("weight" in line or "history" in line.get("ro", ()) for line in shown)
+
+
+def test_an_object_is_no_action_whatever_its_name() -> None:
+    shared = {"item": [3], "time": [T0]}
+    pq.write_table(pa.table(flat(shared=[shared] * 4)), "rows.parquet")
+    run("shop", "--from", "rows.parquet")
+    assert [label.name for label in written().labels] == ["clicked"]
+    assert {f.name: f.kind for f in written().ro}["shared"] == "sequence"
+
+
+@pytest.mark.parametrize("name", ["user", "hour", "weekday"])
+def test_a_column_of_candidates_may_be_called_as_a_field_of_counters(name: str) -> None:
+    rows = {**flat(), name: ["x", "y", "y", "x"], "article": ["a", "b", "c", "d"]}
+    pq.write_table(pa.table(rows), "rows.parquet")
+    run("shop", "--from", "rows.parquet", "--user", "visitor", "--item", "article")
+    assert not any(counter.name.startswith("user_") for counter in written().counters)
+
+
+def test_names_of_other_alphabets_become_names_of_the_schema() -> None:
+    columns = {"Größe": [1.5, 2.5, 3.5, 4.5], "价格": [2.5, 3.5, 4.5, 5.5]}
+    pq.write_table(pa.table(flat(**columns)), "rows.parquet")
+    run("shop", "--from", "rows.parquet", "--ignore", "Price")
+    schema = written()
+    names = load_map("shop/map.toml", schema).features
+    assert names == {"grosse": "Größe", f"column_{len(flat()) + 2}": "价格"}
+    import_table(["rows.parquet"], schema, load_map("shop/map.toml", schema), Path("shop/log.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("column", "message"),
+    [
+        ({"raw": [b"x"] * 4}, "'raw' .*got binary"),
+        ({"took": [datetime.timedelta(seconds=n) for n in range(4)]}, "'took' .*got duration"),
+        ({"vat": [[Decimal(n)] for n in range(4)]}, "'vat' .*got list"),
+        ({"Price": [1.5, float("nan"), 2.5, 3.5], "article": [b"a"] * 4}, "'article' .*got binary"),
+    ],
+)
+def test_a_column_that_no_import_can_read_is_named_at_once(column: dict[str, Any], message: str) -> None:
+    pq.write_table(pa.table(flat(**column)), "rows.parquet")
+    with pytest.raises(ConfigError, match=rf"{message}.*--ignore"):
+        run("shop", "--from", "rows.parquet")
+    assert not Path("shop").exists()
+
+
+def test_lists_of_objects_are_rows_or_named() -> None:
+    shown = [{"id": n, "clicked": n == 1} for n in range(3)]
+    rows = [{"request_id": f"r{n}", "ts": T0 + n, "items": shown} for n in range(5)]
+    pq.write_table(pa.Table.from_pylist(rows), "rows.parquet")
+    assert "5 requests with 15 candidates" in run("shop", "--from", "rows.parquet").output
+    schema = written()
+    counts = import_table(["rows.parquet"], schema, load_map("shop/map.toml", schema), Path("shop/log.jsonl"))
+    assert (counts.requests, counts.engagements) == (5, 5)
+    other = [{"slate" if key == "items" else key: value for key, value in row.items()} for row in rows]
+    pq.write_table(pa.Table.from_pylist(other), "rows.parquet")
+    with pytest.raises(ConfigError, match="rename it to 'candidates'"):
+        run("other", "--from", "rows.parquet")
 
 
 def test_names_that_the_schema_cannot_hold_are_named_and_nothing_is_written() -> None:
@@ -332,10 +499,23 @@ def test_a_text_table_gets_a_map_that_imports_it(
         ({k: v for k, v in flat().items() if k != "article"}, (), "--item"),
         (flat(time=[T0] * 4, shown_at=[T0] * 4), ("--time", "tine"), "'time'"),
         ({k: v for k, v in flat().items() if k != "clicked"}, (), "--click"),
+        (
+            {**flat(clicked=[None] * 4), "event": ["look", "look", "buy", "look"]},
+            (),
+            "'event', which has buy, look",
+        ),
         (flat(shownAt=[str(T0), "10:30", "10:30", "soon"]), (), "'shownAt'.* as '10:30'"),
         (flat(shownAt=[T0, T0, T0 // 1000, T0 // 1000]), ("--time", "shownAt"), "'shownAt'"),
     ],
-    ids=["two items", "no item", "a misspelled column", "no action", "no times", "times in two units"],
+    ids=[
+        "two items",
+        "no item",
+        "a misspelled column",
+        "no action",
+        "events without shown items",
+        "no times",
+        "times in two units",
+    ],
 )
 def test_an_unclear_flat_table_is_asked_about(
     columns: dict[str, Any], flags: tuple[str, ...], word: str

@@ -3,6 +3,7 @@ metrics."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -117,6 +118,16 @@ def test_selected_days_are_replayed_alone(folder: Path, whole: dict[str, Any]) -
         "2023-05-19",
     }
     assert one["features_digest"] != whole["features_digest"]
+
+
+def test_samples_of_an_earlier_schema_are_replayed(folder: Path) -> None:
+    schema = folder / "more.toml"
+    schema.write_text((folder / "schema.toml").read_text() + '\n[[nro]]\nname = "bonus"\n')
+    assert run(dataclasses.replace(config_of(folder), schema=str(schema))) == 0
+    report = json.loads((folder / "of_table.json").read_text())
+    counts, baselines = report["counts"], report["baselines"]
+    assert counts["predicted"] == counts["samples"] == 120 and counts["dead_letters"] == {}
+    assert baselines["item"]["overall"]["requests"] == baselines["linear"]["overall"]["requests"] == 120
 
 
 def test_days_without_samples_are_reported(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -19,7 +19,7 @@ from roostream.cli.checkpoint.move_buckets import CommittedShards
 from roostream.cli.train.config import TrainConfig
 from roostream.cli.train.offline import train_offline
 from roostream.cli.train.offline_readers import link_table, reader_actors
-from roostream.errors import ConfigError, SchemaError, UnavailableError
+from roostream.errors import ConfigError, RoostreamError, SchemaError, UnavailableError
 from roostream.runtime import manifest as manifests
 from roostream.runtime import tensor_file
 from roostream.runtime.checkpoint_store import open_store
@@ -170,11 +170,16 @@ def test_g11_interrupted_training_resumes_and_ends_with_equal_bits(place: Path) 
     [
         ({"days": "2001-01-01"}, "expected samples of 2001-01-01, got none"),
         ({"partitions": 1}, "expected partitions = 2 or more,"),
+        ({"warehouse": "nowhere"}, "is no table"),
+        ({"model": "nowhere.toml"}, "nowhere.toml"),
     ],
 )
-def test_untrainable_input_is_refused(place: Path, more: dict[str, Any], says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
+def test_untrainable_input_is_refused_and_no_home_is_made(
+    place: Path, more: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(RoostreamError, match=says):
         trained(place, "e", **more)
+    assert not (place / "e").exists()
 
 
 @pytest.mark.parametrize(

@@ -132,6 +132,10 @@ def test_an_invalid_line_is_refused_with_its_number(bad: Any, message: str) -> N
         read(*good, bad)
 
 
+def test_a_byte_order_mark_is_no_part_of_the_first_item() -> None:
+    assert read_catalogue(SCHEMA, [b'\xef\xbb\xbf{"item_id": 4}\n']).client_id_I == [4]
+
+
 def test_an_empty_or_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="expected at least one item, got none"):
         load_catalogue(SCHEMA, write_items(tmp_path / "none.jsonl", []))

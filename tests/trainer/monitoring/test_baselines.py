@@ -68,6 +68,26 @@ def test_popularity_finds_an_item_that_is_always_clicked() -> None:
     assert baselines.positives() == {"click": 600}
 
 
+def test_labels_of_another_schema_are_taken_by_name() -> None:
+    swapped, rng = schema("buy", "like", "click"), np.random.default_rng(0)
+    writers = {of.fingerprint: of for of in (BOTH, swapped, CLICK)}
+    mixed, own = Baselines(BOTH, registry=writers.get), Baselines(BOTH)
+    for n in range(300):
+        items = rng.permutation(6).tolist()
+        click, buy = [float(i == 3) for i in items], [float(i == 4) for i in items]
+        labels = [value for pair in zip(click, buy, strict=True) for value in pair]
+        fed(own, BOTH, n, items, labels)
+        if n % 2:
+            fed(mixed, BOTH, n, items, labels)
+        else:
+            labels = [value for both in zip(buy, click, click, strict=True) for value in both]
+            fed(mixed, swapped, n, items, labels)
+    assert mixed.positives() == own.positives() == {"click": 300, "buy": 300}
+    assert mixed.report()["item"] == own.report()["item"]
+    fed(mixed, CLICK, 300, [3], [1.0])
+    assert mixed.positives() == {"click": 301, "buy": 300}
+
+
 def test_a_place_that_is_always_clicked_is_found_by_the_places_as_shown() -> None:
     baselines = Baselines(CLICK)
     for n in range(300):

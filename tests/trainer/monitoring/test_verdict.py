@@ -89,6 +89,19 @@ def test_differences_within_the_interval_are_undecided() -> None:
     assert item.low < 0 < item.high and f"[{item.low:+.4f}, {item.high:+.4f}]" in verdict.sentence()
 
 
+def test_an_undecided_verdict_names_a_baseline_whose_interval_contains_0() -> None:
+    """Another baseline is nearer, but the model is better than that one beyond doubt."""
+    paired, ids, base_N = PairedRequests(), np.arange(1000), noise(1000, 8)
+    add_model(paired, ids, scores_of(base_N))
+    near = scores_of(base_N - 0.01 + 0.01 * (noise(1000, 9) - 0.6))
+    noisy = scores_of(base_N - 0.02 + 2.0 * (noise(1000, 10) - 0.6))
+    paired.add_rules(ids.tolist(), dict.fromkeys(RULES, near) | {"place": noisy})
+    auc = paired.verdict().request_auc
+    assert auc.baselines["item"].low > 0 and auc.baselines["place"].low < 0 < auc.baselines["place"].high
+    assert auc.baselines["item"].difference < auc.baselines["place"].difference
+    assert auc.state == "undecided" and auc.nearest == "place"
+
+
 def test_a_model_that_orders_well_is_behind_if_its_probabilities_are_worse() -> None:
     rule_N, loss_N = noise(1000, 1), noise(1000, 2)
     verdict = compared(scores_of(rule_N + 0.05, loss_N + 0.1 * noise(1000, 3)), scores_of(rule_N, loss_N))

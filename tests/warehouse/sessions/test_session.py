@@ -106,7 +106,7 @@ def test_days_are_parsed_from_a_range_a_single_day_or_an_open_range(text: str, d
     assert days_of(text) == days
 
 
-@pytest.mark.parametrize("text", ["..", "monday", "2024-05-01..x"])
+@pytest.mark.parametrize("text", ["..", "monday", "2024-05-01..x", "2024-13-01", "2024-02-30.."])
 def test_other_texts_are_no_days(text: str) -> None:
     with pytest.raises(ConfigError):
         days_of(text)
