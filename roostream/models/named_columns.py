@@ -32,6 +32,25 @@ def with_prefix(prefix: str, names: Mapping[str, ColumnNames]) -> dict[str, Colu
     return {f"{prefix}.{parameter}": columns for parameter, columns in names.items()}
 
 
+def wrong_names(names: object, shapes: Mapping[str, Sequence[int]]) -> str:
+    """What is wrong with these names of the columns of parameters of these shapes; "" if nothing is."""
+    if not isinstance(names, dict):
+        return f"expected a dict, got {type(names).__name__}"
+    for parameter, by_dimension in names.items():
+        if parameter not in shapes:
+            return f"expected names of parameters, got {parameter!r}"
+        shape = shapes[parameter]
+        if not isinstance(by_dimension, tuple) or len(by_dimension) != len(shape):
+            return (
+                f"{parameter}: expected a tuple of {len(shape)}, one for each dimension, got {by_dimension!r}"
+            )
+        for size, columns in zip(shape, by_dimension, strict=True):
+            is_named = isinstance(columns, tuple) and all(isinstance(column, str) for column in columns)
+            if columns is not None and not (is_named and len(set(columns)) == len(columns) == size):
+                return f"{parameter}: expected None or a tuple of {size} different texts, got {columns!r}"
+    return ""
+
+
 def encode(names: Mapping[str, ColumnNames]) -> np.ndarray:
     """As the tensor COLUMN_NAMES: JSON with each list of names once."""
     lists = {

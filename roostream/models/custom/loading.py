@@ -31,7 +31,7 @@ from roostream.errors import ConfigError, RoostreamError
 from roostream.models.config import CustomModelConfig
 from roostream.models.inputs import Inputs
 from roostream.models.model import Model, Targets
-from roostream.models.named_columns import ColumnNames, with_prefix
+from roostream.models.named_columns import ColumnNames, with_prefix, wrong_names
 from roostream.schema.schema import Schema
 
 OUR_NAMES = frozenset({"roostream", "joiner", "trainer", "param_server", "serving", "infra"})
@@ -307,7 +307,11 @@ class CustomModel(Model):
 
     def column_names(self) -> dict[str, ColumnNames]:
         with user_errors_as_config_errors(self._code, "column_names"):
-            return with_prefix("own", self.own.column_names())
+            names = self.own.column_names()
+        shapes = {name: value.shape for name, value in self.own.state_dict().items()}
+        if wrong := wrong_names(names, shapes):
+            raise ConfigError(f"model {self._code.kind!r}: {self._place_of('column_names')}: {wrong}")
+        return with_prefix("own", names)
 
     def _expect(self, method: str, what: str, value: object, shape: tuple[int, ...]) -> None:
         if not isinstance(value, Tensor) or tuple(value.shape) != shape:

@@ -296,6 +296,7 @@ def _learns(subject: _CheckedModel) -> Iterator[str]:
 
 
 def _is_safe_to_store(subject: _CheckedModel) -> Iterator[str]:
+    subject.trained.column_names()  # raises ConfigError: they do not fit the parameters
     state = subject.trained.state_dict()
     for name, value in state.items():
         if value.is_floating_point() and not torch.isfinite(value).all():

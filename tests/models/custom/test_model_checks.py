@@ -68,6 +68,12 @@ LISTS = """z_BT = torch.cat([self.blocks(z_nD[None])[0] if len(z_nD) else z_nD
             "return z_BT": "return z_BT.expand(-1, self.width)",
             "import torch\n": "import torch\nfrom roostream.models.feature_encoders import pool_features\n",
         },
+        # Columns with names.
+        {
+            "    def forward": "    def column_names(self):\n"
+            "        return {'layer.weight': (None, ('a', 'b', 'c', 'd')), 'layer.bias': (None,)}\n\n"
+            "    def forward"
+        },
         # Large logits differ by more than 1e-5 in float32.
         {"return z_BT": "return 1e6 * z_BT"},
     ],
@@ -93,6 +99,15 @@ STATE, LOGITS, LEARNS, LARGE = (
     "as large as the schema's limits",
 )
 SEED, STORE = "same seed, same bits, same names", "safe to store"
+NAMES = "    def column_names(self):\n        return {}\n\n    def forward"
+WRONG_NAMES = (
+    "[]",
+    "{'layers.weight': ()}",
+    "{'layer.weight': (None,)}",
+    "{'layer.bias': (('a', 'a'),)}",
+    "{'layer.bias': ((1, 2),)}",
+    "self.absent",
+)
 BFLOAT16 = "self.register_buffer('small', torch.zeros(3, dtype=torch.bfloat16))"
 
 
@@ -108,6 +123,7 @@ BFLOAT16 = "self.register_buffer('small', torch.zeros(3, dtype=torch.bfloat16))"
         ("return z_BT", "return z_BT / 0", LOGITS),
         ("# more", "self.register_buffer('noise', torch.randn(3))", SEED),
         ("# more", BFLOAT16, STORE),
+        *(("    def forward", NAMES.format(names), STORE) for names in WRONG_NAMES),
         ("return (logits_BT", "return (0 * logits_BT.sum()).sqrt() + (logits_BT", LEARNS),
         (".mul(targets.weight_BT)", "", LEARNS),
         ("(logits_BT -", "(logits_BT.detach() -", LEARNS),
