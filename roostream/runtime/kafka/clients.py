@@ -250,10 +250,14 @@ def topic_ids(broker: Broker, prefix: str, topics: Iterable[str]) -> dict[str, s
     """Name without prefix → the broker's id of the topic now; a topic that is created again has another one.
 
     Raises:
-        UnavailableError: the broker does not answer, or a topic does not exist now.
+        UnavailableError: the broker does not answer, a topic does not exist now, or no client can be made
+        now, for example while its certificate is replaced.
     """
     full_names = {name_of(prefix, topic): topic for topic in topics}
-    client = admin(broker)  # must outlive its request: an answer is lost with its client
+    try:
+        client = admin(broker)  # must outlive its request: an answer is lost with its client
+    except ConfigError as error:
+        raise UnavailableError(str(error)) from None
     try:
         described = client.describe_topics(TopicCollection(list(full_names)), request_timeout=2)
         return {full_names[name]: str(topic.topic_id) for name, topic in results_of(described, 4).items()}
