@@ -22,7 +22,7 @@ from joiner.config import JoinerConfig
 from joiner.metrics import EventTimeProgress, JoinerMetrics
 from joiner.outputs import OUTPUTS
 from joiner.state import VERSION
-from roostream.errors import CheckpointError, SetupError, UnavailableError
+from roostream.errors import CheckpointError, ConfigError, SetupError, UnavailableError
 from roostream.runtime.backoff import Backoff
 from roostream.runtime.clock import Clock, SystemClock
 from roostream.runtime.flink_rest import ENDED, JOB_NAME, FlinkRest
@@ -208,9 +208,9 @@ def submit(config: JoinerConfig, stop: threading.Event) -> str:
     """Start the job, from `config.restore` if that is set. Returns its id. Takes about 15 s.
 
     Raises:
-        SetupError: PyFlink is not installed. CheckpointError: `config.restore` is of another version of the
-        joiner's state. UnavailableError: Flink's client failed (with its error), or `stop` was set. Either no
-        job was started, or `live_job` finds it.
+        SetupError: PyFlink is not installed. ConfigError: FLINK_HOME is wrong. CheckpointError:
+        `config.restore` is of another version of the joiner's state. UnavailableError: Flink's client failed
+        (with its error), or `stop` was set. Either no job was started, or `live_job` finds it.
     """
     address = re.sub(r"^https?://", "", config.flink.rstrip("/"))
     command = [str(flink_home() / "bin" / "flink"), "run", "-d", "-m", address]
@@ -245,8 +245,13 @@ def submit(config: JoinerConfig, stop: threading.Event) -> str:
 
 
 def flink_home() -> Path:
-    """FLINK_HOME, else the Flink inside PyFlink."""
+    """FLINK_HOME, else the Flink inside PyFlink. Raises ConfigError: FLINK_HOME has no Flink."""
     if home := os.environ.get("FLINK_HOME"):
+        if not (Path(home) / "bin" / "flink").is_file():
+            raise ConfigError(
+                f"FLINK_HOME: expected a folder with bin/flink, got {home}; infra/image/flink-home.sh makes "
+                "one"
+            )
         return Path(home)
     spec = importlib.util.find_spec("pyflink")
     if spec is None or spec.origin is None:

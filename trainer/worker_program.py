@@ -56,7 +56,7 @@ from trainer.record_source import RecordSource
 from trainer.row_home import StackShards
 from trainer.rows import PhasedRows, Rows, ShardRows
 from trainer.saved_batch import SavedBatches
-from trainer.sessions.session_source import PhasedSource
+from trainer.sessions.session_source import PhasedSource, local_rows, open_session
 from trainer.worker import Worker
 from trainer.worker_monitor import Monitor
 
@@ -332,14 +332,14 @@ def open_source(
     partitions = all_partitions(config.trained_topics, config.partitions)
 
     def open_table(session: TableInput) -> BatchSource:
+        open_rows = session_opener or local_rows
+        horizon_ms = config.dedupe_horizon_ms
         try:
-            from trainer.sessions.session_source import local_rows, open_session
+            return open_session(session, schema, partitions, horizon_ms, clock, stages, open_rows)
         except ModuleNotFoundError as error:
             raise ConfigError(
                 f"expected {error.name} to read {session.table}; pip install 'roostream[warehouse]'"
             ) from None
-        open_rows = session_opener or local_rows
-        return open_session(session, schema, partitions, config.dedupe_horizon_ms, clock, stages, open_rows)
 
     stream = RecordSource(
         open_consumer(partitions),

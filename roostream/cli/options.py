@@ -177,7 +177,9 @@ def settings_flags(settings: type[Any], skip: tuple[str, ...] = ()) -> list[clic
 def _flag(name: str, hint: Any, default: Any, help: str) -> click.Option:
     flag = "--" + name.removesuffix(_MS).replace("_", "-")
     required = default is dataclasses.MISSING
-    given: dict[str, Any] = {"help": help, "required": required, "default": None if required else default}
+    given: dict[str, Any] = {"help": help, "required": required}
+    if not required:  # click takes an explicit default, even None, for a value
+        given |= {"default": default}
     if typing.get_origin(hint) is tuple:
         given |= {"multiple": True, "metavar": "PROGRAM.KEY=VALUE" if name == "set" else "FILE..."}
     elif typing.get_origin(hint) is typing.Literal:
@@ -185,8 +187,8 @@ def _flag(name: str, hint: Any, default: Any, help: str) -> click.Option:
     elif hint is bool:
         given |= {"is_flag": True}
     elif name.endswith(_MS):
-        given |= {"type": Duration(), "default": None if required else _format_duration(default)}
-        given |= {"show_default": True}
+        given |= {"type": Duration(), "show_default": True}
+        given |= {} if required else {"default": _format_duration(default)}
     else:
         given |= {"type": hint, "show_default": default != ""}
     return click.Option([flag, name], **given)

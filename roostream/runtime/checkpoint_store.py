@@ -17,9 +17,18 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
 
-from roostream.errors import CheckpointError, ConfigError, SetupError, UnavailableError, nearest
+from roostream.errors import (
+    CheckpointError,
+    ConfigError,
+    SetupError,
+    UnavailableError,
+    mask_secrets,
+    nearest,
+    reason_of,
+)
 
 _NAME = re.compile(r"^[a-z0-9][a-z0-9._-]{0,63}(/[a-z0-9][a-z0-9._-]{0,63})*$")
+_S3_REFUSAL = re.compile(r"<Code>(\w+)</Code>.*?<Message>([^<]*)</Message>", re.DOTALL)
 _PROBE = "probes/create"  # always has the same bytes and is never deleted
 _PROBE_ATTEMPTS = 3  # an older version of Roostream may delete the object between two creates
 _UNFINISHED = ".roostream-unfinished."  # begins the name of a file that is being written
@@ -360,6 +369,12 @@ def _allows_http() -> bool:
 def _client(bucket: str, prefix: str, *, max_retries: int = 0) -> Any:
     """Only the caller knows which calls may be repeated."""
     obstore = _obstore()
+    endpoint = os.environ.get("AWS_ENDPOINT_URL", "")
+    if endpoint.startswith("http://") and not _allows_http():
+        raise ConfigError(
+            f"AWS_ENDPOINT_URL: expected https://…, got {mask_secrets(endpoint)}; set AWS_ALLOW_HTTP=true to "
+            "send keys and data unencrypted"
+        )
     try:
         return obstore.store.S3Store(
             bucket,
@@ -369,7 +384,7 @@ def _client(bucket: str, prefix: str, *, max_retries: int = 0) -> Any:
         )
     except (obstore.exceptions.BaseError, ValueError) as error:
         raise ConfigError(
-            f"s3://{bucket}: the environment's AWS_… settings are invalid: {_first_line(error)}"
+            f"s3://{bucket}: the environment's AWS_… settings are invalid: {s3_reason(error)}"
         ) from None
 
 
@@ -378,16 +393,21 @@ def _s3_errors(what: str, absent: str = "") -> Iterator[None]:
     obstore = _obstore()
     try:
         yield
-    except FileNotFoundError:
-        if not absent:
-            raise
-        raise CheckpointError(absent) from None
+    except FileNotFoundError as error:
+        reason = s3_reason(error)
+        if absent and not reason.startswith("NoSuchBucket"):
+            raise CheckpointError(absent) from None
+        raise UnavailableError(f"{what} ({reason}); create the bucket or correct its address") from None
     except (obstore.exceptions.BaseError, OSError) as error:
-        raise UnavailableError(f"{what} ({_first_line(error)}); make it available again") from None
+        raise UnavailableError(f"{what} ({s3_reason(error)}); make it available again") from None
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n", 1)[0][:300]
+def s3_reason(error: Exception) -> str:
+    """The code and message with which an object store refused a call, else the first line of the error."""
+    text = reason_of(error).strip()
+    if found := _S3_REFUSAL.search(text):
+        text = f"{found[1]}: {found[2].strip()}"
+    return text.split("\n", 1)[0][:300]
 
 
 def _file_store(path: str) -> FileStore:

@@ -36,7 +36,7 @@ from deltalake.exceptions import CommitFailedError, DeltaError, TableNotFoundErr
 from deltalake.transaction import AddAction, RemoveAction
 
 from roostream.errors import CheckpointError, ConfigError, FencedError, UnavailableError, reason_of
-from roostream.runtime.checkpoint_store import open_store
+from roostream.runtime.checkpoint_store import open_store, s3_reason
 from roostream.warehouse.data_file import DataFile, candidates_of, is_file_path, topic_of
 from roostream.warehouse.parquet_file import ordered
 from roostream.wire.columnar import CANDIDATE, REQUEST, ColumnType
@@ -332,7 +332,7 @@ class WarehouseTable:
                     f"{self.url} is damaged: {text}; restore its log from a backup"
                 ) from None
             raise UnavailableError(
-                f"{self.url} cannot be {verb} now ({text}); make its location available"
+                f"{self.url} cannot be {verb} now ({s3_reason(error)}); make its location available"
             ) from None
 
 

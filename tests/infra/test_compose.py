@@ -147,6 +147,13 @@ def test_read_only_containers_write_to_mounts_only(name: str) -> None:
         assert service["entrypoint"][-1] == cache[1]
 
 
+def test_flink_can_load_the_library_that_reads_records() -> None:
+    """Java unpacks zstd's native library into /tmp, and Docker mounts a tmpfs with noexec by default."""
+    for name in ("flink", "task-manager"):
+        options = dict(folder.partition(":")[::2] for folder in COMPOSE["services"][name]["tmpfs"])
+        assert "exec" in options["/tmp"].split(","), name
+
+
 def test_commands_of_flinks_image_exist_there() -> None:
     """It has no entry point. Its scripts are PyFlink's, and take options as `-D KEY=VALUE` in two words."""
     scripts = {path.name for path in (pyflink_home() / "bin").iterdir()}

@@ -98,6 +98,33 @@ def test_instances_on_one_machine_share_no_home_port_or_address(tmp_path: Path) 
     assert len(seen) == 100 and len(set(seen)) == len(seen)
 
 
+_TWO_WORKERS = """
+import threading
+import torch
+from trainer.process_group import GroupSpec, TorchRendezvous
+places = [TorchRendezvous("127.0.0.1:0", device="cpu", timeout_s=20.0) for _ in range(2)]
+groups = [place.join(GroupSpec(1, i, 2, places[0].address)) for i, place in enumerate(places)]
+sums = [torch.ones(1, dtype=torch.float64) for _ in groups]
+threads = [threading.Thread(target=group.sum, args=(one,)) for group, one in zip(groups, sums)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+print([one.item() for one in sums])
+"""
+
+
+def test_workers_can_meet_with_the_address_families_of_their_unit() -> None:
+    """gloo looks up the interface of its address by a netlink socket."""
+    (families,) = read(UNITS / "roostream-worker@.service")["RestrictAddressFamilies"]
+    limited = (sys.executable, str(Path(__file__).with_name("address_families.py")))
+    command = (*limited, families, sys.executable, "-c", _TWO_WORKERS)
+    done = subprocess.run(
+        command, cwd=UNITS.parents[1], capture_output=True, text=True, check=False, timeout=100
+    )
+    assert done.stdout == "[2.0, 2.0]\n", done.stderr[-2000:]
+
+
 def test_units_wait_for_existing_units() -> None:
     names = {unit.name for unit in UNITS.iterdir()}
     for unit in SERVICES:

@@ -13,7 +13,7 @@ from joiner import flink_client
 from joiner.config import JoinerConfig
 from joiner.flink_client import submit
 from joiner.metrics import EventTimeProgress, JoinerMetrics
-from roostream.errors import CheckpointError, UnavailableError
+from roostream.errors import CheckpointError, ConfigError, UnavailableError
 from roostream.runtime.clock import FakeClock
 from roostream.runtime.flink_rest import JOB_NAME, FlinkRest, JobGauges
 from roostream.runtime.health import Health
@@ -47,6 +47,14 @@ def test_the_client_unpacks_into_a_folder_of_its_own(tmp_path: Path, monkeypatch
     folder = (tmp_path / "tmp").read_text().strip()
     assert (tmp_path / "args").read_text().split() == ["-Xmx1g", f"-Djava.io.tmpdir={folder}"]
     assert not Path(folder).exists(), "it leaves with the submission"
+
+
+def test_a_flink_home_without_flink_is_a_wrong_setting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLINK_HOME", str(tmp_path))
+    with pytest.raises(ConfigError, match="FLINK_HOME"):
+        submit(JoinerConfig(flink="http://x:1"), threading.Event())
 
 
 def test_the_job_is_submitted_detached_with_its_settings_and_its_restore_point(

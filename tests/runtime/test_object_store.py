@@ -7,7 +7,7 @@ import contextlib
 import json
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from roostream.errors import CheckpointError, ConfigError, SetupError, Unavailab
 from roostream.runtime import manifest as manifests
 from roostream.runtime.checkpoint_store import PART_BYTES, open_store
 from roostream.runtime.retention import Retention, StoreCleaner
+from roostream.runtime.store_identity import init_store
 from tests.runtime import s3_server
 from tests.runtime.manifest_cases import a_manifest
 
@@ -177,6 +178,29 @@ def test_an_unavailable_store_differs_from_a_missing_object(monkeypatch: pytest.
         open_store("s3://bucket").get("manifests/1")
     with answering(monkeypatch, 404), pytest.raises(CheckpointError, match="is absent from s3://bucket"):
         open_store("s3://bucket").get("manifests/1")
+
+
+def test_a_bucket_that_does_not_exist_is_named_and_never_taken_for_a_missing_object(s3: str) -> None:
+    store = open_store("s3://nowhere/x")
+    calls: list[Callable[[], object]] = [
+        lambda: init_store("s3://nowhere/x"),
+        lambda: store.create("manifests/1", b"x"),
+        lambda: store.put("manifests/1", b"x"),
+        lambda: store.get("manifests/1"),
+        lambda: store.get_range("manifests/1", 0, 1),
+        lambda: store.list("manifests"),
+    ]
+    for call in calls:
+        with pytest.raises(UnavailableError, match="NoSuchBucket: The specified bucket does not exist"):
+            call()
+
+
+def test_an_endpoint_without_encryption_must_be_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("obstore", reason="obstore, the client of S3 stores, is not installed")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
+    monkeypatch.delenv("AWS_ALLOW_HTTP", raising=False)
+    with pytest.raises(ConfigError, match="AWS_ALLOW_HTTP=true"):
+        open_store("s3://bucket")
 
 
 @pytest.mark.parametrize("url", ["s3://", "s3:///x", "s3://bucket/Upper", "s3://bucket/../x"])

@@ -10,8 +10,11 @@ from typing import Any
 
 import pytest
 from confluent_kafka import KafkaError, KafkaException
+from confluent_kafka.admin import AdminClient
 
+from roostream.errors import ConfigError, UnavailableError
 from roostream.runtime.kafka import clients
+from roostream.runtime.kafka.broker import Broker
 from roostream.runtime.kafka.topic_watch import CHECK_INTERVAL_S, TopicWatch
 from roostream.runtime.kafka.topics import DEAD_LETTERS, SAMPLES, TOPICS, partitions_of
 
@@ -84,6 +87,23 @@ def test_dead_letters_have_one_partition_whatever_the_setting() -> None:
     watch = watch_of(brokers)
     watch.check()
     assert "create this topic again" in watch.problems()[f"p.{DEAD_LETTERS}"]
+
+
+def test_a_program_goes_on_while_its_certificate_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a moment the key belongs to another certificate; a wrong setting would end the program for good."""
+
+    def refuse(*_: Any) -> AdminClient:
+        raise ConfigError("kafka_security: key values mismatch")
+
+    brokers = FakeAdmin()
+    admins = iter([lambda: brokers, refuse, lambda: brokers])
+    watch = TopicWatch(lambda: next(admins)(), "p.", 4)  # type: ignore[arg-type,return-value]
+    for _ in range(3):
+        watch.check()
+    assert watch.problems() == {}
+    monkeypatch.setattr(clients, "admin", refuse)
+    with pytest.raises(UnavailableError, match="mismatch"):
+        clients.topic_ids(Broker("k:1"), "p.", (SAMPLES,))
 
 
 def test_the_watch_ends_when_it_is_stopped() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
@@ -18,7 +19,6 @@ from roostream.runtime.kafka.consumer import PartitionLag
 from roostream.runtime.kafka.topics import SAMPLES, Partition, Progress
 from roostream.runtime.work_unit import TableInput
 from roostream.schema.schema import Schema
-from roostream.warehouse.sessions.sample_table import SampleTable, TableFiles
 from roostream.warehouse.sessions.session import ReadOrder, TableSplit
 from roostream.warehouse.sessions.session_rows import (
     LocalSessionRows,
@@ -32,6 +32,9 @@ from roostream.wire.decode import Decoder
 from trainer.batch_source import BatchSource, ForwardingSource, NewestIds
 from trainer.chunks import Chunk
 from trainer.pipeline.stage_timer import StageTimer
+
+if TYPE_CHECKING:
+    from roostream.warehouse.sessions.sample_table import TableFiles
 
 MAX_EXPECTED = 64  # splits that readers prefetch
 
@@ -220,7 +223,7 @@ class SessionSource:
         return None
 
 
-OpenRows = Callable[[TableInput, OpenSession, TableFiles], SessionRows]
+OpenRows: TypeAlias = "Callable[[TableInput, OpenSession, TableFiles], SessionRows]"
 """Opens the rows of a session."""
 
 
@@ -244,7 +247,10 @@ def open_session(
     Raises:
         UnavailableError: the table cannot be read now.
         CheckpointError: the version is absent or has changed.
+        ModuleNotFoundError: this environment has no packages for a warehouse.
     """
+    from roostream.warehouse.sessions.sample_table import SampleTable
+
     session, rows = SampleTable(table_input.table).open_session(table_input, schema)
     empty, _ = Decoder(schema, lambda fingerprint: None).decode([])
 

@@ -24,6 +24,7 @@ _CORES = (
 _SINGLE = ("Redis", "compactor")  # cores, at least a quarter of one each
 _PROCESS_GB = 2  # assumed, of a task manager, a worker, or an archiver
 _MAX_DISK_USE = 0.8  # assumed share of a broker's disk that may be full
+_KEPT_COPIES = 31  # of all rows: a commit of each kept hour and day (keep_hours, keep_days)
 _STATE_ON_DISK = 1.5  # assumed bytes on disk for a byte of the joiner's state
 
 
@@ -84,13 +85,14 @@ def cost_of(load: Load, needs: Sequence[Need], prices: Prices) -> Cost:
     by_memory = memory_gb / (load.machine_gb * load.busy)
     machines = max(math.ceil(cores / load.machine_cores), math.ceil(by_memory), MIN_SERVING_MACHINES)
     brokers = int(amount["brokers"])
-    commits_gb = 2 * load.rows * 8 * load.dim / 1e9  # rows with their state, and as much being written
+    rows_gb = load.rows * 8 * load.dim / 1e9  # with their state
     disk_gb = (
         amount["Kafka's disks"] * 1000 / _MAX_DISK_USE
-        + commits_gb
+        + 2 * rows_gb  # as much is being written
         + amount["joiner's state"] * _STATE_ON_DISK
     )
-    object_gb = load.requests_per_s * load.sample_bytes * 86_400 * prices.warehouse_days / 1e9
+    samples_gb = load.requests_per_s * load.sample_bytes * 86_400 * prices.warehouse_days / 1e9
+    object_gb = samples_gb + _KEPT_COPIES * rows_gb
     network_mb = amount["network"] + amount["row deltas from Kafka"]
     return Cost(
         cores=cores,

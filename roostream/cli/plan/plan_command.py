@@ -98,7 +98,9 @@ def _mark(need: Need, load: Load) -> str:
 
 
 def _number(value: float) -> str:
-    """Three significant digits, with thousands separators."""
+    """With thousands separators: a count as it is, another value with three significant digits."""
+    if isinstance(value, int):
+        return f"{value:,}"
     return f"{float(f'{value:.3g}'):,.0f}" if value >= 100 else f"{float(f'{value:.3g}'):g}"
 
 

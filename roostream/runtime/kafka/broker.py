@@ -6,6 +6,7 @@ Imports no client, so that settings can use it.
 from __future__ import annotations
 
 import dataclasses
+import os
 from pathlib import Path
 from typing import Literal
 
@@ -73,6 +74,15 @@ class KafkaSecurity:
     @property
     def uses_oauth(self) -> bool:
         return self.uses_sasl and self.mechanism == "OAUTHBEARER"
+
+    def check_files(self) -> None:
+        """Raises ConfigError: a file can't be read; it is named."""
+        for name in ("ca", "certificate", "key"):
+            if (path := getattr(self, name)) and not os.access(path, os.R_OK):
+                reason = "Permission denied" if os.path.exists(path) else "No such file"
+                raise ConfigError(
+                    f"kafka_security.{name}: expected a PEM file, got {path!r}: {reason}; check the path"
+                )
 
     def librdkafka(self) -> dict[str, str]:
         """Options of librdkafka; {} for PLAINTEXT."""

@@ -8,6 +8,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from confluent_kafka import (
@@ -26,6 +27,7 @@ from roostream.errors import ConfigError, UnavailableError
 from roostream.runtime.backoff import Backoff
 from roostream.runtime.kafka.broker import Broker
 from roostream.runtime.kafka.topics import name_of, partitions_of
+from roostream.runtime.log_rate_limit import LogRateLimit
 from roostream.schema.limits import MAX_MESSAGE_BYTES
 
 log = logging.getLogger("roostream.kafka")
@@ -45,6 +47,8 @@ _NO_LEADER_YET = (
     KafkaError.OFFSET_NOT_AVAILABLE,
 )
 _FATAL = KafkaError._FATAL  # noqa: SLF001
+_ALL_BROKERS_DOWN = KafkaError._ALL_BROKERS_DOWN  # noqa: SLF001
+_REFUSED = KafkaError._SSL, KafkaError._AUTHENTICATION  # noqa: SLF001
 _RETRY_S = 0.1
 _CREATING_S = 20.0  # a new stack starts Kafka and creates its topics while other programs start
 _QUIET = {
@@ -76,18 +80,44 @@ def _fatal_errors() -> Iterator[None]:
         ) from None
 
 
-def _on_error(error: KafkaError) -> None:
-    """Client-level errors are temporary: librdkafka keeps trying."""
+_log_rate_limit = LogRateLimit()
+_last_errors: dict[str, str] = {}  # address → the newest error of a connection to it
+
+
+def _on_error(bootstrap: str, error: KafkaError) -> None:
+    """librdkafka keeps trying after errors of a client. Those of certificates and logins need a person."""
     log.debug("kafka: %s", error)
+    if error.code() == _ALL_BROKERS_DOWN:
+        return
+    _last_errors[bootstrap] = error.str()
+    if error.code() in _REFUSED or "SSL routines" in error.str():
+        _last_errors[bootstrap] += "; check kafka_security and the certificates"
+        _log_rate_limit.warning(log, bootstrap, "Kafka at %s: %s", bootstrap, _last_errors[bootstrap])
+
+
+def _reason(client: AdminClient, broker: Broker, error: KafkaException) -> str:
+    """Why a call failed. librdkafka reports errors of connections to `_on_error` alone."""
+    client.poll(0)
+    return _last_errors.pop(broker.bootstrap, "") or (error.args[0].str() if error.args else str(error))
 
 
 def _common(broker: Broker) -> dict[str, Any]:
+    broker.security.check_files()
     return {
         "bootstrap.servers": broker.bootstrap,
-        "error_cb": _on_error,
+        "error_cb": partial(_on_error, broker.bootstrap),
         **_QUIET,
         **broker.security.librdkafka(),
     }
+
+
+@contextlib.contextmanager
+def _settings_errors() -> Iterator[None]:
+    """librdkafka checks its options, such as whether a key fits its certificate, when a client is created."""
+    try:
+        yield
+    except KafkaException as error:
+        raise ConfigError(f"kafka_security: {error.args[0].str()}; correct these settings or files") from None
 
 
 def producer(broker: Broker, **overrides: Any) -> Producer:
@@ -108,7 +138,8 @@ def producer(broker: Broker, **overrides: Any) -> Producer:
         "queue.buffering.max.kbytes": 262_144,
         "delivery.timeout.ms": 2_000_000_000,
     }
-    return Producer({**settings, **{k.replace("_", "."): v for k, v in overrides.items()}})
+    with _settings_errors():
+        return Producer({**settings, **{k.replace("_", "."): v for k, v in overrides.items()}})
 
 
 def consumer(broker: Broker, group: str, **overrides: Any) -> Consumer:
@@ -128,12 +159,14 @@ def consumer(broker: Broker, group: str, **overrides: Any) -> Consumer:
         "max.partition.fetch.bytes": 8 << 20,
         "topic.metadata.refresh.interval.ms": 10_000,
     }
-    return Consumer({**settings, **{k.replace("_", "."): v for k, v in overrides.items()}})
+    with _settings_errors():
+        return Consumer({**settings, **{k.replace("_", "."): v for k, v in overrides.items()}})
 
 
 def admin(broker: Broker) -> AdminClient:
     """Connects at the first call."""
-    return AdminClient(_common(broker))
+    with _settings_errors():
+        return AdminClient(_common(broker))
 
 
 def results_of(futures: Mapping[Any, concurrent.futures.Future[Any]], timeout_s: float) -> dict[Any, Any]:
@@ -162,8 +195,16 @@ def wait_for_broker(
         UnavailableError: `timeout_s` passed, or `stop` was set.
     """
     client = admin(broker)
-    backoff = Backoff(what=f"Kafka at {broker}", timeout_s=timeout_s)
-    return str(backoff.until(lambda: client.list_topics(timeout=2), (KafkaException,), stop).cluster_id)
+
+    def cluster_id() -> str:
+        try:
+            return str(client.list_topics(timeout=2).cluster_id)
+        except KafkaException as error:
+            raise UnavailableError(_reason(client, broker, error)) from None
+
+    return Backoff(what=f"Kafka at {broker}", timeout_s=timeout_s).until(
+        cluster_id, (UnavailableError,), stop
+    )
 
 
 def wait_for_topics(
@@ -189,7 +230,7 @@ def wait_for_topics(
                     "not all of them exist yet; if nothing creates them, run `roostream topics create`, or "
                     "correct `prefix`"
                 ) from None
-            raise UnavailableError(error.args[0].str() if error.args else str(error)) from None
+            raise UnavailableError(_reason(client, broker, error)) from None
 
     wait = Backoff(what=f"topics {', '.join(expected)} at {broker}", expected_s=_CREATING_S)
     found = wait.until(describe, (UnavailableError,), stop)
@@ -209,15 +250,19 @@ def topic_ids(broker: Broker, prefix: str, topics: Iterable[str]) -> dict[str, s
     """Name without prefix → the broker's id of the topic now; a topic that is created again has another one.
 
     Raises:
-        UnavailableError: the broker does not answer, or a topic does not exist now.
+        UnavailableError: the broker does not answer, a topic does not exist now, or no client can be made
+        now, for example while its certificate is replaced.
     """
     full_names = {name_of(prefix, topic): topic for topic in topics}
     try:
         client = admin(broker)  # must outlive its request: an answer is lost with its client
+    except ConfigError as error:
+        raise UnavailableError(str(error)) from None
+    try:
         described = client.describe_topics(TopicCollection(list(full_names)), request_timeout=2)
         return {full_names[name]: str(topic.topic_id) for name, topic in results_of(described, 4).items()}
     except KafkaException as error:
-        raise UnavailableError(error.args[0].str() if error.args else str(error)) from None
+        raise UnavailableError(_reason(client, broker, error)) from None
 
 
 def check_topics(

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from confluent_kafka import Consumer, IsolationLevel, KafkaError, KafkaException, TopicPartition
 from confluent_kafka.admin import AdminClient, OffsetSpec
 
-from roostream.errors import UnavailableError
+from roostream.errors import ConfigError, UnavailableError
 from roostream.runtime.kafka import clients
 from roostream.runtime.kafka.broker import Broker
 from roostream.runtime.kafka.consumer import PartitionLag, ReadLimits, RecordsGoneError
@@ -111,7 +111,8 @@ class EndOffsetPoller:
         self._ends, self._updated_s = ends, time.monotonic()
 
     def fetch(self) -> dict[Partition, PartitionEnd]:
-        """Ask now. Raises KafkaException: the broker is away or refuses; the next call uses a new client."""
+        """Ask now. Raises KafkaException: the broker is away or refuses; the next call uses a new client.
+        ConfigError: no client can be made, which is so for a moment while its files are replaced."""
         try:
             return self._fetch()
         except KafkaException:
@@ -134,7 +135,7 @@ class EndOffsetPoller:
         while not self._stop.is_set():
             try:
                 self.update(self.fetch())
-            except KafkaException as error:
+            except (KafkaException, ConfigError) as error:
                 log.debug("end offsets of %s are unknown: %s", self.options.topic_names(), error)
             self._stop.wait(_END_OFFSETS_EVERY_S)
 

@@ -15,6 +15,7 @@ from typing import Any
 from confluent_kafka import KafkaError, KafkaException, TopicCollection
 from confluent_kafka.admin import AdminClient
 
+from roostream.errors import ConfigError
 from roostream.runtime.kafka.clients import results_of
 from roostream.runtime.kafka.topics import DEAD_LETTERS, TOPICS, name_of, partitions_of
 
@@ -51,7 +52,8 @@ class TopicWatch:
             stop.wait(CHECK_INTERVAL_S)
 
     def check(self) -> None:
-        """Compare once, and log new problems. While Kafka is away, the known problems stay."""
+        """Compare once, and log new problems. The known problems stay while Kafka is away, and while no
+        client can be made because its files are being replaced."""
         names = {name_of(self.prefix, topic): topic for topic in self.topics}
         found = {}
         try:
@@ -60,7 +62,7 @@ class TopicWatch:
             for name, future in futures.items():
                 if problem := self._problem(name, names[name], future):
                     found[name] = problem
-        except KafkaException as error:
+        except (KafkaException, ConfigError) as error:
             log.debug("the topics are unknown: %s", error)
             return
         for name in found.keys() - self._problems.keys():

@@ -47,6 +47,7 @@ from roostream.runtime.deployment import MAX_WORKERS
 from roostream.runtime.rpc.server import MAX_CONNECTIONS
 from roostream.wire.records import Record
 from tests.joiner.cases import DictStore
+from trainer.config import ControllerConfig
 from trainer.dedupe import Dedupe
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -228,6 +229,14 @@ def test_a_cost_is_its_parts_times_their_prices() -> None:
         load, found, Prices(machine_hour=0.0, disk_gb_month=1.0, object_gb_month=0.0, network_gb=0.0)
     )
     assert more.month == more.disk_gb >= needs(requests_per_s=2000)["Kafka's disks"].amount * 1000
+    few, many = (
+        cost_of(one, plan(one, FIGURES), Prices()).object_gb
+        for one in (Load(requests_per_s=10, rows=10**6), Load(requests_per_s=10, rows=10**9))
+    )
+    kept = (
+        ControllerConfig.keep_hours + ControllerConfig.keep_days
+    )  # complete copies of all rows in the store
+    assert many - few == pytest.approx(kept * (10**9 - 10**6) * 8 * Load(requests_per_s=1).dim / 1e9)
     sent_gb = cost.network_mb * 3600 * HOURS / 1000
     paid = cost_of(load, found, Prices(machine_hour=0.0, zone_share=1.0, **(free | {"network_gb": 1.0})))
     assert paid.month == pytest.approx(sent_gb)
@@ -291,3 +300,11 @@ def test_the_table_of_the_page_equals_the_plan() -> None:
     assert renew_tables(text, FIGURES) == text
     faster = renew_tables(text, FIGURES | {"serve_20_us": 1.0, "serve_200_us": 2.0})
     assert faster != text and len(faster.splitlines()) == len(text.splitlines())
+
+
+def test_counts_are_printed_as_they_are() -> None:
+    """They become settings: 1,020 partitions are no multiple of 64 auditors."""
+    done = CliRunner().invoke(cli, ["plan", "--requests-per-s", "1000000"])
+    printed = {line[:26].strip(): line[26:].split() for line in done.output.splitlines()}
+    assert printed["partitions"][:3] == ["1,024", "per", "topic"]
+    assert 1024 % int(printed["auditors"][0]) == 0
