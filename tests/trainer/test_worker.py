@@ -204,7 +204,7 @@ def test_a_commit_of_format_1_can_be_restored() -> None:
     kept, _ = tensor_file.decode(manifests.read_file(store, at.dense))
     shared = stage.worker.loop.snapshot().shared
     assert shared.pop("watermark.recent_ms").tolist() == [at.watermark_ms], "what it had to say of times"
-    assert shared.pop("inputs.names").size, "which it did not name"
+    assert shared.pop("inputs.names").size and shared.pop("inputs.columns").size, "which it did not name"
     weights = {
         name: name.replace("trained.", "model.") for name in shared
     }  # it had no average: that begins at them

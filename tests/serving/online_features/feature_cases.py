@@ -14,6 +14,7 @@ from types import MappingProxyType
 
 import numpy as np
 
+from roostream.runtime.clock import FakeClock
 from roostream.runtime.kafka.consumer import MemoryConsumer
 from roostream.runtime.kafka.topics import (
     DEFAULT_PARTITIONS,
@@ -23,9 +24,11 @@ from roostream.runtime.kafka.topics import (
     Partition,
     all_partitions,
 )
+from roostream.schema.schema import Schema
 from roostream.wire import records as wire
 from roostream.wire import roo_pb2 as pb
 from roostream.wire.records import Record
+from serving.online_features.hydration import Hydrator
 
 EVENT_PARTITIONS = all_partitions(EVENTS, DEFAULT_PARTITIONS)
 
@@ -71,6 +74,11 @@ class RedisServer:
             self._process.kill()
             self._process.wait()
             self._process = None
+
+
+def patient_hydrator(redis: RedisServer, schema: Schema) -> Hydrator:
+    """Its clock stands still, so no read is slow, however busy the machine is."""
+    return Hydrator(redis.url, "x.", schema, clock=FakeClock(), timeout_s=5.0)
 
 
 class MemoryEvents(MemoryConsumer):

@@ -21,11 +21,10 @@ from roostream.wire import records as wire
 from roostream.wire import roo_pb2 as pb
 from roostream.wire.block import decode_block
 from roostream.wire.records import Record
-from serving.online_features.hydration import Hydrator
 from serving.online_features.store import FeatureStore
 from serving.online_features.updater import FeatureMetrics, FeatureUpdater
 from tests.online.counter_oracle import COUNTERS, Engagement, List, random_events, schema_with
-from tests.serving.online_features.feature_cases import MemoryEvents, RedisServer
+from tests.serving.online_features.feature_cases import MemoryEvents, RedisServer, patient_hydrator
 
 SCHEMA = schema_with(COUNTERS)
 
@@ -84,7 +83,7 @@ def written(events: list[Event]) -> list[Record]:
 def test_replay_and_serving_hydrate_equal_declared_features(redis: RedisServer) -> None:
     events = random_events(3, 60)
     records = replayed(events)
-    hydrator, reader = Hydrator(redis.url, "x.", SCHEMA, timeout_s=5.0), FieldReader(SCHEMA)
+    hydrator, reader = patient_hydrator(redis, SCHEMA), FieldReader(SCHEMA)
     updater = updater_of(redis, records, 1)
     for event, record in zip(events, records, strict=True):
         if isinstance(event, List):
@@ -105,7 +104,7 @@ def test_redis_and_replay_give_equal_values_for_any_batching(redis: RedisServer,
         edge.record(event_of(1 + number, event))
     now_ms = events[-1].time_ms + 5000
     edge.record(Request("last", 0, 0, now_ms, np.array([5])))  # everything before it is counted
-    hydrator = Hydrator(redis.url, "x.", SCHEMA, timeout_s=5.0)
+    hydrator = patient_hydrator(redis, SCHEMA)
     for asked in [e for e in events if isinstance(e, List)]:
         items_n = np.array([signed(i) for i in asked.items])
         fields = reader.from_values(asked.header, asked.ro, asked.nro, len(items_n))
@@ -131,7 +130,7 @@ def test_retried_events_count_once_in_redis_and_in_replay(redis: RedisServer, ba
     for edge, events in ((expected, once), (repeated, retried)):
         for event in [*events, last]:
             edge.record(event)
-    hydrator, reader = Hydrator(redis.url, "x.", SCHEMA, timeout_s=5.0), FieldReader(SCHEMA)
+    hydrator, reader = patient_hydrator(redis, SCHEMA), FieldReader(SCHEMA)
     for asked in [e for e in once if isinstance(e, Request)]:
         header = asked.user_id, asked.session_id, asked.surface, asked.request_id
         fields = reader.from_values(header, asked.ro, asked.nro, len(asked.items_n))
@@ -166,7 +165,7 @@ def test_a_crossed_counter_is_read_in_the_same_round_trip(
 ) -> None:
     updater = updater_of(redis, replayed(random_events(3, 30)), 512)
     updater.step(0)
-    hydrator, reader = Hydrator(redis.url, "x.", SCHEMA, timeout_s=5.0), FieldReader(SCHEMA)
+    hydrator, reader = patient_hydrator(redis, SCHEMA), FieldReader(SCHEMA)
     before = calls(redis)
     fields = reader.from_values((1, 1, "app", "new"), {"page": ["home"]}, {"category": [[11], None]}, 2)
     _, nro = hydrator.read(1, np.array([5, 6]), 1_700_000_999_000, fields)

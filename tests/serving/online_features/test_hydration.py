@@ -19,6 +19,7 @@ from tests.serving.online_features.feature_cases import (
     RedisServer,
     engagement,
     impression,
+    patient_hydrator,
     records_of,
 )
 
@@ -39,7 +40,7 @@ def redis(redis: RedisServer) -> RedisServer:
 
 
 def test_a_request_reads_features_that_the_updater_wrote(redis: RedisServer) -> None:
-    hydrator = Hydrator(redis.url, "x.", Schema(), timeout_s=5.0)
+    hydrator = patient_hydrator(redis, Schema())
     ids = np.array([7, BIG, 9], dtype=np.uint64).view(np.int64)
     ro, nro = hydrator.read(BIG, ids, T0 + 2000)
     assert ro["history"]["ids"] == [BIG - (1 << 64)] and ro["gap_s"] == 2.0
@@ -48,7 +49,7 @@ def test_a_request_reads_features_that_the_updater_wrote(redis: RedisServer) -> 
 
 
 def test_unknown_users_and_empty_requests_are_valid(redis: RedisServer) -> None:
-    hydrator = Hydrator(redis.url, "x.", Schema(), timeout_s=5.0)
+    hydrator = patient_hydrator(redis, Schema())
     ro, nro = hydrator.read(0, [], T0)
     assert "history" not in ro and len(nro["views_1h"]) == 0
     assert hydrator.read(12345, [7], T0)[0]["history_len"] == 0.0
@@ -71,7 +72,7 @@ def test_states_of_another_version_are_refused(redis: RedisServer) -> None:
     store = FeatureStore(redis_client.client(redis.url, timeout_s=2.0), redis.url, "x.")
     store.connection.set(store.key("user", 3), b"\x09")
     with pytest.raises(CheckpointError, match="expected an entity's state of version 2"):
-        Hydrator(redis.url, "x.", Schema(), timeout_s=5.0).read(3, [7], T0)
+        patient_hydrator(redis, Schema()).read(3, [7], T0)
 
 
 def test_an_invalid_redis_address_is_refused() -> None:

@@ -413,7 +413,7 @@ def several(
 def assert_read_like_one(redis: RedisServer, records: list[Record]) -> None:
     """A reader finds the features of all events; decayed sums are rounded differently."""
     expected = in_memory(records)
-    reader = Hydrator(redis.url, "s.", Schema(), timeout_s=5.0)
+    reader = Hydrator(redis.url, "s.", Schema(), clock=FakeClock(), timeout_s=5.0)
     for user in range(4):
         ro, nro = reader.read(user, ITEMS, NOW)
         wanted_ro, wanted_nro = expected.read(user, ITEMS, NOW)
