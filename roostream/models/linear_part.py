@@ -196,8 +196,10 @@ class LinearPart(nn.Module):
         return logits_BT
 
     def mixed(self, network_BT: Tensor, x_BG: Tensor) -> Tensor:
-        """The logits that score. In x's precision, also where the network computes with less, so `loss` can
-        take them apart."""
+        """The mixture of both parts' logits, calibrated, [B, T]: the model's scores.
+
+        Computed in the precision of `x_BG`, even where the network uses a lower one, because `loss` computes
+        the network's logits from the result."""
         with _without_autocast(x_BG.device.type):
             linear_BT = self(x_BG).detach()
             share_T, scale_T, shift_T = self._mixture()
@@ -245,7 +247,7 @@ class LinearPart(nn.Module):
 
 
 def _without_autocast(device: str) -> contextlib.AbstractContextManager[object]:
-    """Compute in the precision of the operands. Devices without autocast, such as `meta`, always do."""
+    """A context without automatic mixed precision. Devices that have none, such as `meta`, need nothing."""
     if not torch.amp.is_autocast_available(device):
         return contextlib.nullcontext()
     return torch.autocast(device, enabled=False)

@@ -191,13 +191,15 @@ class _Scored(NamedTuple):
 
 
 class _Rates:
-    """Views and positives by index, for a growing number of indices."""
+    """Counts of views and positives, a row for each item or place; rows are added when they are first
+    used."""
 
     def __init__(self, num_tasks: int, size: int) -> None:
         self._views_I, self._positives_IT = np.zeros(size), np.zeros((size, num_tasks))
 
     def rates(self, row_n: np.ndarray, share_T: np.ndarray) -> np.ndarray:
-        """[n, T]."""
+        """Positives per view of these rows, [n, T]. `share_T`: the rate of a row without views; it counts as
+        much as _VIEWS_BEFORE views."""
         self._grow(int(row_n.max(initial=0)))
         views_n1 = self._views_I[row_n][:, None]
         return (self._positives_IT[row_n] + _VIEWS_BEFORE * share_T) / (views_n1 + _VIEWS_BEFORE)
@@ -207,12 +209,12 @@ class _Rates:
         np.add.at(self._positives_IT, row_n, positive_nT)
 
     def views(self, num_rows: int) -> np.ndarray:
-        """[num_rows]."""
+        """The views of the first rows, [num_rows]."""
         self._grow(num_rows - 1)
         return self._views_I[:num_rows]
 
     def keep(self, row_n: np.ndarray) -> None:
-        """Row n becomes what row_n[n] was; all others are forgotten."""
+        """Keep these rows only, in this order: row_n[0] becomes row 0."""
         self._grow(int(row_n.max(initial=0)))
         self._views_I, self._positives_IT = self._views_I[row_n], self._positives_IT[row_n]
 
@@ -233,7 +235,7 @@ class _DecayingRates(_Rates):
         self._now_ms = 0
 
     def rates_at(self, time_ms: int, row_n: np.ndarray, share_T: np.ndarray) -> np.ndarray:
-        """[n, T]; a time before the newest time counts as the newest."""
+        """As `rates`, at this time. A time before the newest one counts as the newest."""
         if time_ms - self._now_ms > _RECENT_MS / 64:
             left = np.exp(-(time_ms - self._now_ms) / _RECENT_MS) if self._now_ms else 1.0
             self._views_I *= left
@@ -291,7 +293,8 @@ class LogisticRegression:
 
 
 def _inputs(batch: Batch) -> np.ndarray:
-    """float64 [B, D]."""
+    """The columns of the regression, float64 [B, D]: all floats, whether each is missing, and the length of
+    the list."""
     ro_RG, nro_BG = transform.apply_transforms(batch)
     index_B = batch.request_index_B
     ro_BG = np.concatenate([ro_RG, ~batch.ro_present_RF], axis=1)[index_B]

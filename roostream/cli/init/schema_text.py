@@ -42,7 +42,8 @@ linear = true          # mix in a linear model of the candidate's numbers, which
 
 
 def schema_text(name: str, log: FoundLog, source: str) -> str:
-    """The schema of a log with the features that Roostream can keep for it."""
+    """The schema of a log, as TOML: its own features, and the counters, ages and times that Roostream
+    computes."""
     own = {f.name for f in log.features}
     parts = [
         f"# Schema of {source}, written by `roostream init`. docs/schema.md describes every key.\n"
@@ -150,7 +151,8 @@ def _has_users(log: FoundLog, own: set[str]) -> bool:
 
 
 def _online_features(log: FoundLog, own: set[str]) -> Iterator[str]:
-    """What Roostream keeps online: counters, ages and times. Names that the log has are its own."""
+    """The features that Roostream computes: counters, ages and times. A name that the log uses stays the
+    log's."""
     request = [n for n in ("history_len", "hour_of_day", "num_candidates") if n not in own]
     if log.is_anonymous:
         request = [n for n in request if n != "history_len"]
@@ -197,7 +199,7 @@ def _online_features(log: FoundLog, own: set[str]) -> Iterator[str]:
 
 
 def _all_time_counters(log: FoundLog, own: set[str]) -> Iterator[str]:
-    """Counters of an item that never forget."""
+    """Counters of an item over all time."""
     if own & set(_OF_ALL_TIME):
         return
     share = log.actions.get(log.click, 0) / log.candidates

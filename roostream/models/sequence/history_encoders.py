@@ -40,9 +40,9 @@ class HistoryTokenizer(nn.Module):
         )
 
     def column_names(self) -> dict[str, ColumnNames]:
-        own = {column: (None, columns) for column, columns in self._row_columns.items()}
         return {
-            f"columns.{column}.weight" if column else "item.weight": names for column, names in own.items()
+            f"columns.{column}.weight" if column else "item.weight": (None, columns)
+            for column, columns in self._row_columns.items()
         }
 
     def forward(self, inputs: Inputs) -> Tensor:

@@ -48,6 +48,7 @@ _NO_LEADER_YET = (
 )
 _FATAL = KafkaError._FATAL  # noqa: SLF001
 _ALL_BROKERS_DOWN = KafkaError._ALL_BROKERS_DOWN  # noqa: SLF001
+_NO_CONNECTION = KafkaError._TRANSPORT, KafkaError._TIMED_OUT, _ALL_BROKERS_DOWN  # noqa: SLF001
 _REFUSED = KafkaError._SSL, KafkaError._AUTHENTICATION  # noqa: SLF001
 _RETRY_S = 0.1
 _CREATING_S = 20.0  # a new stack starts Kafka and creates its topics while other programs start
@@ -96,9 +97,13 @@ def _on_error(bootstrap: str, error: KafkaError) -> None:
 
 
 def _reason(client: AdminClient, broker: Broker, error: KafkaException) -> str:
-    """Why a call failed. librdkafka reports errors of connections to `_on_error` alone."""
+    """Why a call failed. Of a broken connection the call's own error says nothing; librdkafka gives the cause
+    to `_on_error` alone."""
     client.poll(0)
-    return _last_errors.pop(broker.bootstrap, "") or (error.args[0].str() if error.args else str(error))
+    own = error.args[0] if error.args else None
+    if own is None or own.code() in _NO_CONNECTION:
+        return _last_errors.pop(broker.bootstrap, "") or (own.str() if own else str(error))
+    return str(own.str())
 
 
 def _common(broker: Broker) -> dict[str, Any]:

@@ -110,7 +110,8 @@ MAX_CANDIDATES = 1 << 16  # of a split; a single row group may have more
 
 
 class TableSplit(NamedTuple):
-    """Rows `start` up to `end` of a file; `at` is their position in the order of their partition."""
+    """The rows of a file from `start` to before `end`; `at` is the place of the first one among the rows of
+    its partition."""
 
     number: int  # in the order of all
     path: str
