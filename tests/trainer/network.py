@@ -11,15 +11,17 @@ import contextlib
 import random
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
 import numpy as np
 
 from roostream.errors import RoostreamError, TransportError, UnavailableError
+from roostream.runtime.checkpoint_store import ObjectStore
 from roostream.runtime.clock import Clock
 from roostream.runtime.rpc.transport import Arrays, Header
+from roostream.runtime.store_identity import IDENTITY_NAME
 from tests.trainer.actors import Killed, wait_until
 from tests.trainer.fake_shard import FakeShard
 from tests.trainer.memory_store import MemoryStore
@@ -182,6 +184,55 @@ class ShakyStore(MemoryStore):
         super()._fault(method, when)
         if not self.well and self.disorder.draw("store away"):
             raise UnavailableError(f"{method}: the store is away")
+
+
+class BucketStore(ShakyStore):
+    """A `ShakyStore` whose objects are in a bucket of a real S3 server."""
+
+    def __init__(self, disorder: Disorder, bucket: ObjectStore) -> None:
+        super().__init__(disorder)
+        self.bucket = bucket
+        for name, data in self.objects.items():
+            bucket.put(name, data)
+
+    def create(self, name: str, data: bytes) -> bool:
+        self._fault("create", "before")
+        self.before_create(name)
+        is_new = self.bucket.create(name, data)
+        self._fault("create", "after")
+        return is_new
+
+    def put(self, name: str, data: bytes) -> None:
+        self._fault("put", "before")
+        self.bucket.put(name, data)
+
+    def put_stream(self, name: str, chunks: Iterable[bytes], size: int) -> None:
+        def sent() -> Iterator[bytes]:
+            part = 0
+            for part, chunk in enumerate(chunks):
+                self.before_part(name, part)
+                self._fault("put_stream", "before")
+                yield chunk
+            self.before_part(name, part + 1)
+
+        self.bucket.put_stream(name, sent(), size)
+        self._fault("put_stream", "after")
+
+    def get(self, name: str) -> bytes:
+        if name != IDENTITY_NAME:
+            self._fault("get", "before")
+        return self.bucket.get(name)
+
+    def get_range(self, name: str, start: int, size: int) -> bytes:
+        self._fault("get", "before")
+        return self.bucket.get_range(name, start, size)
+
+    def list(self, prefix: str) -> list[str]:
+        self._fault("list", "before")
+        return self.bucket.list(prefix)
+
+    def delete(self, name: str) -> None:
+        self.bucket.delete(name)
 
 
 class StoreLink:

@@ -178,10 +178,11 @@ class Simulation:
         twins: Sequence[Twin] = (),
         site: Site = NEW,
         loop: Mapping[str, Any] | None = None,
+        open_store: Callable[[Disorder], ShakyStore] = ShakyStore,
     ) -> None:
         """`uploads`: real shards copy their segments to the store; each piece of a copy is a moment
         `(shard, "upload", "before")`. `twins`: second processes of members. `loop`: settings of the loop
-        beyond the others. `limits`: time limits of `Facts` that are not the product's own."""
+        beyond the others. `limits`: time limits of `CoordinatorConfig` that are not the product's own."""
         self.site = site
         self.uploads = uploads
         self.real_shards, self.seeded, self.disorder = real_shards, seed is not None, Disorder(seed)
@@ -209,7 +210,7 @@ class Simulation:
             commit_interval_s=commit_interval_s,
             **(limits or {}),
         )
-        self.clock, self.store = EvenClock(), ShakyStore(self.disorder)
+        self.clock, self.store = EvenClock(), open_store(self.disorder)
         self.store.objects |= site.objects
         self.store.before_part = self._before_part
         self.mount_point = MemoryStore()

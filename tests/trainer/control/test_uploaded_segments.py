@@ -14,9 +14,11 @@ import pytest
 
 from param_server.key_value_store import MemoryKeyValueStore
 from roostream.runtime import manifest as manifests
+from roostream.runtime.checkpoint_store import ObjectStore
 from roostream.runtime.retention import StoreCleaner
+from tests.runtime import s3_server
 from tests.trainer import samples
-from tests.trainer.network import CONTROLLER
+from tests.trainer.network import CONTROLLER, BucketStore
 from tests.trainer.schedules import SHARDS, around, drawn_with_store_faults, every, kills_of
 from tests.trainer.simulator import WORKER, Kill, Simulation
 
@@ -96,20 +98,39 @@ def test_g11_both_disks_are_lost_at_a_moment_of_a_commit(moment: tuple[str, str,
     run([Kill(moment, shard, occurrence, loses_disk=True) for shard in SHARDS])
 
 
-@pytest.mark.parametrize("seed", every(7, range(400, 420)))
-def test_g11_any_kills_lost_disks_and_faults_of_the_store(
-    seed: int, caplog: pytest.LogCaptureFixture
-) -> None:
+def drawn(seed: int) -> dict[str, Any]:
+    """Options of a simulation: one to four kills, one of them during an upload, half of the shards' with their
+    disks; disorder, and faults that last, also of the store."""
     draw = random.Random(f"upload {seed}")
-    options = drawn_with_store_faults(seed, 1)
     kills = [
         *(dataclasses.replace(k, loses_disk=draw.random() < 0.5) for k in kills_of(seed, 1)),
         Kill(UPLOAD, draw.choice([*SHARDS, CONTROLLER]), draw.randint(1, num_pieces()), draw.random() < 0.5),
     ]
+    return {**drawn_with_store_faults(seed, 1), "kills": kills}
+
+
+@pytest.mark.parametrize("seed", every(7, range(400, 420)))
+def test_g11_any_kills_lost_disks_and_faults_of_the_store(
+    seed: int, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.WARNING):
-        simulation = run(**{**options, "kills": kills})
+        simulation = run(**drawn(seed))
     assert simulation.network.struck
     assert "damaged" not in caplog.text
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("first", range(1000, 1150, 10))
+def test_g11_any_kills_lost_disks_and_faults_over_a_real_s3_server(first: int) -> None:
+    """At the end of each run, both shards are killed and restored from the bucket alone."""
+    num_kills = 0
+    with s3_server.running():
+        for seed in range(first, first + 10):
+            bucket = ObjectStore(f"{s3_server.BUCKET}/{seed}")
+            simulation = run(**drawn(seed), open_store=functools.partial(BucketStore, bucket=bucket))
+            num_kills += len(simulation.killed) - len(SHARDS)
+    assert num_kills >= 15  # of 1 to 4 a run, some name moments that never come
 
 
 def test_a_store_that_takes_no_uploads_for_a_while_delays_commits_and_rolls_nothing_back() -> None:
