@@ -99,8 +99,8 @@ def test_g11_both_disks_are_lost_at_a_moment_of_a_commit(moment: tuple[str, str,
 
 
 def drawn(seed: int) -> dict[str, Any]:
-    """Options of a simulation: one to four kills, one of them during an upload, half of the shards' with their
-    disks; disorder, and faults that last, also of the store."""
+    """Options of a simulation: one to four kills, one of them during an upload, half of them with the shard's
+    disk; disorder, and faults that last, also of the store."""
     draw = random.Random(f"upload {seed}")
     kills = [
         *(dataclasses.replace(k, loses_disk=draw.random() < 0.5) for k in kills_of(seed, 1)),
