@@ -10,6 +10,12 @@ history = { item = "read_ids", time = "read_at" }   sequence: table and columns;
 click = { column = "clicked" }
 read = { column = "seconds", least = 5.0, value = "seconds" }
 
+Where a row is a request, `lists` names the columns of lists with an entry for each shown item:
+
+lists = ["articles", "prices"]      item = "articles"
+[actions]                           action → the column of its item, or of a list of its items
+click = { items = "clicked_articles" }
+
 Where actions are rows of their own, `event` names the column that says what a row is:
 
 event = "event_type"                shown = ["view"]     # other values are the names of actions
@@ -39,10 +45,18 @@ such a name, unless it has the same column."""
 class ActionColumn(Settings):
     """The columns of one action."""
 
-    column: str = setting(help="the action happened where this is true, above 0, or at least `least`")
+    column: str = setting("", "the action happened where this is true, above 0, or at least `least`")
+    items: str = setting(
+        "", "instead of `column`: column of the item, or of a list of the items, of the action"
+    )
     least: float = setting(0.0, "smallest number that counts; 0 = any number above 0")
-    value: str = setting("", "column of the action's value; '' = `column`")
+    value: str = setting("", "column of the action's value; '' = `column`, with `items` 1")
     time: str = setting("", "column of the action's time; '' = one second after the request")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if bool(self.column) == bool(self.items):
+            raise setting_error("column", "either column or items", self.column, "name one of the two")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,6 +74,9 @@ class ImportMap(Settings):
     weight: str = setting("", "column of the request's sampling weight")
     position: str = setting("", "column of the position in the list, from 0; '' = order of the rows")
     propensity: str = setting("", "column of the probability with which the item was shown")
+    lists: tuple[str, ...] = setting(
+        (), "columns of lists with an entry for each shown item; () = every row is a shown item"
+    )
     event: str = setting("", "column that says what a row is; '' = every row is a shown item")
     shown: tuple[str, ...] = setting((), "values of `event` of rows that are shown items; others are actions")
     event_value: str = setting("", "column of the value of an action that is a row; '' or an empty cell = 1")
@@ -71,6 +88,11 @@ class ImportMap(Settings):
         if not self.request:
             text = "name the request's id, or the user and the time"
             raise setting_error("request", "at least one column", self.request, text)
+        if self.lists and self.item not in self.lists:
+            raise setting_error("lists", f"item = {self.item!r} among them", self.lists, "add it")
+        if self.lists and self.event:
+            text = "rows of events have one item each; remove one of the two"
+            raise setting_error("lists", "no lists beside event", self.lists, text)
         if bool(self.event) != bool(self.shown):
             text = "event names the column, shown its values for shown items; set both or none"
             raise setting_error("shown", "event and shown together", self.shown, text)
@@ -119,7 +141,7 @@ class ImportMap(Settings):
         for feature in (*schema.ro, *schema.nro):
             yield from self.parts_of(feature, known).values()
         for action in self.actions.values():
-            yield from filter(None, (action.column, action.value, action.time))
+            yield from filter(None, (action.column, action.items, action.value, action.time))
 
 
 def load_map(path: str, schema: Schema) -> ImportMap:
@@ -209,6 +231,9 @@ def _of_requests(column_map: ImportMap) -> Iterator[_Expectation]:
         for key in ("column", "value"):
             if column := getattr(action, key):
                 yield _Expectation(f"actions.{name}.{key}", column, "true or false, or numbers", _is_number)
+        if action.items:
+            text = "integers or text, or lists of these"
+            yield _Expectation(f"actions.{name}.items", action.items, text, _is_ids_or_float)
     for key, column in times.items():
         yield _Expectation(key, column, "timestamps, numbers or text", _is_time)
 
@@ -240,6 +265,7 @@ def numeric_columns(column_map: ImportMap, schema: Schema, arrow: pa.Schema) -> 
     floats = {column for kind, column in used if kind == "float"}
     whole = {column_map.item, column_map.user, column_map.session, column_map.position}
     whole |= {column for kind, column in used if kind == "ids"}
+    whole |= {action.items for action in column_map.actions.values()}
     found = {}
     for column in set(column_map.columns(schema, arrow.names)):
         kind = arrow.field(column).type

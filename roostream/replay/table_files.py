@@ -5,8 +5,9 @@
 .jsonl .ndjson .json  an object on each line is a row
 
 In JSON and Parquet, a row with a list of objects becomes a row for each object, with the row's other values,
-and an object becomes columns such as `page_kind`. In Parquet, the list must have one of the names `_LISTS`,
-and an object of lists alone stays one column, as the value of a sequence.
+and an object becomes columns such as `page_kind`. In Parquet, the list must have one of the names `LISTS`,
+and an object of lists alone stays one column, as the value of a sequence. Where several columns have lists of
+equal length, `with_row_per_item` makes a row for each of their entries.
 
 A column of text files has the narrowest type that all its cells in all files have: true or false, whole
 numbers, numbers, JSON lists, or text. Whole numbers with leading zeros or beyond 64 bits are text. Empty
@@ -33,7 +34,7 @@ import pyarrow.compute as pc
 import pyarrow.csv
 import pyarrow.parquet as pq
 
-from roostream.errors import ConfigError, RoostreamError
+from roostream.errors import ConfigError, RoostreamError, nearest
 from roostream.replay.input_files import open_file
 from roostream.replay.log_lines import json_error, without_bom
 from roostream.replay.parquet_log import parquet_file
@@ -57,7 +58,7 @@ _KINDS = {
     "number": (_NUMBER.replace("P", r"\."), pa.float64()),
     "number with comma": (_NUMBER.replace("P", ","), pa.float64()),
 }
-_LISTS = (
+LISTS = (
     "candidates",
     "items",
     "impressions",
@@ -97,11 +98,18 @@ def form_of(paths: Sequence[str]) -> str:
     return found.pop()
 
 
-def as_parquet(paths: Sequence[str], folder: Path, refuse: Refuse, max_rows: int | None = None) -> list[str]:
+def as_parquet(
+    paths: Sequence[str],
+    folder: Path,
+    refuse: Refuse,
+    max_rows: int | None = None,
+    keep_missing: Container[str] | None = (),
+) -> list[str]:
     """Parquet files with the rows of `paths`: new files in `folder`, or Parquet files themselves.
 
     A text file is read twice, in pieces: for the types of its columns, and to write them. Of each converted
-    file only about `max_rows` rows are read.
+    file only about `max_rows` rows are read. Missing entries of a text file's lists are left out, but for the
+    columns `keep_missing`; None = all columns.
 
     Raises:
         ConfigError: a file cannot be read, is not in UTF-8, or has no names of columns.
@@ -119,7 +127,7 @@ def as_parquet(paths: Sequence[str], folder: Path, refuse: Refuse, max_rows: int
         with open_file(paths[0]) as file:
             delimiter = delimiter_of(first_line(paths[0], file))
         read = partial(_read_text, delimiter)
-        new_column: Callable[[], _TextColumn | _JsonColumn] = partial(_TextColumn, delimiter == ";")
+        new_column: Callable[[bool], _TextColumn | _JsonColumn] = partial(_TextColumn, delimiter == ";")
     else:
         read = partial(_read_json, _list_of_rows(paths[0]))
         new_column = _JsonColumn
@@ -127,7 +135,7 @@ def as_parquet(paths: Sequence[str], folder: Path, refuse: Refuse, max_rows: int
         for batch in _first(read(path, refuse), max_rows):
             for name, cells in batch.columns.items():
                 if name not in columns:
-                    columns[name] = new_column()
+                    columns[name] = new_column(keep_missing is None or name in keep_missing)
                 columns[name].observe(cells)
     schema = pa.schema([*((name, column.type) for name, column in columns.items()), (LINE, pa.int64())])
     converted = []
@@ -147,12 +155,12 @@ def as_parquet(paths: Sequence[str], folder: Path, refuse: Refuse, max_rows: int
 
 
 def _as_plain_parquet(path: str, out: Path, refuse: Refuse, max_rows: int | None) -> str:
-    """`path`, or a new file `out` if it has objects, or a list of objects with a name of `_LISTS`."""
+    """`path`, or a new file `out` if it has objects, or a list of objects with a name of `LISTS`."""
     with parquet_file(path) as file:
         lists = [
-            f.name for f in file.schema_arrow if _is_list(f.type) and pa.types.is_struct(f.type.value_type)
+            f.name for f in file.schema_arrow if is_list(f.type) and pa.types.is_struct(f.type.value_type)
         ]
-        rows_in = _shown_items(path, [name for name in lists if name in _LISTS])
+        rows_in = _shown_items(path, [name for name in lists if name in LISTS])
         if not rows_in and not any(_is_object(field.type) for field in file.schema_arrow):
             return path
         first, taken = 1, 0
@@ -170,6 +178,81 @@ def _as_plain_parquet(path: str, out: Path, refuse: Refuse, max_rows: int | None
                 writer.write_table(rows)
                 first, taken = first + len(batch), taken + len(rows)
     return str(out)
+
+
+def with_row_per_item(
+    paths: Sequence[str], files: Sequence[str], columns: Sequence[str], folder: Path, refuse: Refuse
+) -> list[str]:
+    """New Parquet files in `folder` with a row for each entry of the lists in `columns`.
+
+    `files`: from `as_parquet(paths)`. A list that is missing has missing entries. A row is refused if its
+    first list is empty, or another one has another length.
+
+    Raises:
+        ConfigError: a column is absent, or has no lists.
+        OSError: `folder` cannot be written.
+    """
+    return [
+        _with_row_per_item(path, file, columns, folder / f"items-{n}.parquet", refuse)
+        for n, (path, file) in enumerate(zip(paths, files, strict=True))
+    ]
+
+
+def _with_row_per_item(path: str, name: str, columns: Sequence[str], out: Path, refuse: Refuse) -> str:
+    with parquet_file(name) as file:
+        known = file.schema_arrow.names
+        for column in columns:
+            if column not in known:
+                raise ConfigError(
+                    f"{path}: column {column!r} is absent{nearest(column, known)}; correct the map"
+                )
+            if not is_list(kind := file.schema_arrow.field(column).type):
+                raise ConfigError(
+                    f"{path}: column {column!r} (lists): expected lists, got {kind}; correct the map"
+                )
+        empty = pa.RecordBatch.from_pylist([], schema=file.schema_arrow)
+        first = 1
+        with pq.ParquetWriter(out, _row_per_item(path, empty, columns, first, refuse).schema) as writer:
+            for batch in file.iter_batches(_OBJECT_ROWS):
+                writer.write_table(_row_per_item(path, batch, columns, first, refuse))
+                first += len(batch)
+    return str(out)
+
+
+def _row_per_item(
+    path: str, batch: pa.RecordBatch, columns: Sequence[str], first: int, refuse: Refuse
+) -> pa.Table:
+    """`first`: number of the first row."""
+    lines = batch.column(LINE) if LINE in batch.schema.names else pa.array(np.arange(len(batch)) + first)
+    lists = {name: batch.column(name) for name in columns}
+    length_N = {name: np.asarray(pc.fill_null(pc.list_value_length(x), -1)) for name, x in lists.items()}
+    shown_N = length_N[columns[0]]
+    fits_N = shown_N > 0
+    for name in columns:
+        fits_N &= (length_N[name] == shown_N) | (length_N[name] < 0)
+    for n in np.flatnonzero(~fits_N).tolist():
+        refuse(f"{path}:{lines[n].as_py()}", _unequal({name: int(x[n]) for name, x in length_N.items()}))
+    row_M = np.repeat(np.flatnonzero(fits_N), shown_N[fits_N])
+    place_M = np.arange(len(row_M)) - np.repeat(np.cumsum(shown_N[fits_N]) - shown_N[fits_N], shown_N[fits_N])
+    out = {}
+    for name in batch.schema.names:
+        if name in lists:
+            own_N = np.maximum(length_N[name], 0)
+            at_M = (np.cumsum(own_N) - own_N)[row_M] + place_M
+            out[name] = lists[name].flatten().take(pa.array(at_M, mask=length_N[name][row_M] < 0))
+        else:
+            out[name] = batch.column(name).take(pa.array(row_M))
+    return pa.table({**out, LINE: lines.take(pa.array(row_M)).cast(pa.int64())})
+
+
+def _unequal(lengths: dict[str, int]) -> ValueError:
+    (column, wanted), *others = lengths.items()
+    if wanted <= 0:
+        return ValueError(f"column {column!r}: expected a list of shown items with one or more, got none")
+    other, length = next((name, length) for name, length in others if length not in (wanted, -1))
+    return ValueError(
+        f"column {other!r}: expected {wanted} entries, as many as in column {column!r}, got {length}"
+    )
 
 
 def _plain_rows(table: pa.Table, rows_in: str, first: int) -> pa.Table:
@@ -205,11 +288,11 @@ def _without_objects(columns: dict[str, Any]) -> dict[str, Any]:
 
 def _is_object(kind: pa.DataType) -> bool:
     """Whether this is a struct, other than one of lists alone, which is a sequence or ids with weights."""
-    return pa.types.is_struct(kind) and not all(_is_list(field.type) for field in kind)
+    return pa.types.is_struct(kind) and not all(is_list(field.type) for field in kind)
 
 
-def _is_list(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind))
+def is_list(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
 
 
 def _name_beside(outer: Container[str], name: str) -> str:
@@ -242,9 +325,9 @@ def _first(batches: Iterable[_Batch], max_rows: int | None) -> Iterator[_Batch]:
 class _TextColumn:
     """A column of separated text: the kinds that fit all cells seen."""
 
-    def __init__(self, decimal_comma: bool) -> None:
+    def __init__(self, decimal_comma: bool, keeps_missing: bool) -> None:
         self._fitting = [kind for kind in _KINDS if decimal_comma or kind != "number with comma"]
-        self._lists: _JsonColumn | None = _JsonColumn()  # None: not all cells are JSON lists
+        self._lists: _JsonColumn | None = _JsonColumn(keeps_missing)  # None: not all cells are JSON lists
         self._is_seen = False
 
     def observe(self, cells: pa.Array) -> None:
@@ -306,9 +389,11 @@ def _json_list(text: str) -> list[Any] | None:
 
 class _JsonColumn:
     """A column of JSON values: the types of all values seen, of lists those of their entries. The texts of
-    `_EMPTY` fit every type, and are missing in a column that is not text."""
+    `_EMPTY` fit every type, and are missing in a column that is not text. Missing entries of lists are left
+    out, unless the column `keeps_missing`."""
 
-    def __init__(self) -> None:
+    def __init__(self, keeps_missing: bool) -> None:
+        self._keeps_missing = keeps_missing
         self._types: set[type] = set()
         self._is_list = False
         self._low = self._high = 0  # of the integers
@@ -349,8 +434,12 @@ class _JsonColumn:
         if not self._is_list:
             return pa.array([None if missing(cell) else convert(cell) for cell in cells], self.type)
         lists = (cell if isinstance(cell, list) or missing(cell) else [cell] for cell in cells)
-        values = [[convert(v) for v in c if not missing(v)] if isinstance(c, list) else None for c in lists]
-        return pa.array(values, self.type)
+
+        def entries(cell: list[Any]) -> list[Any]:
+            found = [None if missing(value) else convert(value) for value in cell]
+            return found if self._keeps_missing else [value for value in found if value is not None]
+
+        return pa.array([entries(cell) if isinstance(cell, list) else None for cell in lists], self.type)
 
 
 def _is_empty(value: Any) -> bool:
@@ -502,7 +591,7 @@ def _shown_items(path: str, lists: Sequence[str]) -> str:
     Raises:
         ConfigError: several may have them.
     """
-    names = [name for name in _LISTS if name in lists] or lists
+    names = [name for name in LISTS if name in lists] or lists
     if len(names) > 1:
         raise ConfigError(
             f"{path}: expected one list of objects in each row, that of the shown items, got "

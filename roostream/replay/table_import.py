@@ -38,7 +38,7 @@ from roostream.replay.import_map import ImportMap, check_columns, check_types, n
 from roostream.replay.log_lines import UNREADABLE, EngagementLine, ImpressionLine, LogLineReader
 from roostream.replay.parquet_log import parquet_file
 from roostream.replay.parse_time import parse_table_time_ms
-from roostream.replay.table_files import LINE, as_parquet
+from roostream.replay.table_files import LINE, as_parquet, with_row_per_item
 from roostream.replay.table_log import Row, rows_to_impression
 from roostream.schema.ids import hash64
 from roostream.schema.schema import Feature, Schema
@@ -100,7 +100,11 @@ def import_table(
     counts, reader = ImportCounts(), LogLineReader(schema, skip_bad=skip_bad)
     try:
         with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as folder:
-            given = _check(paths, as_parquet(paths, Path(folder), reader.refuse), schema, column_map)
+            files = as_parquet(paths, Path(folder), reader.refuse, keep_missing=column_map.lists)
+            if lists := column_map.lists:
+                in_order = [column_map.item, *(name for name in lists if name != column_map.item)]
+                files = with_row_per_item(paths, files, in_order, Path(folder), reader.refuse)
+            given = _check(paths, files, schema, column_map)
             part = Path(folder) / "out"
             open_out = partial(gzip.open, compresslevel=6) if out.suffix == ".gz" else open
             with cast(BinaryIO, open_out(part, "wb")) as file:
@@ -391,6 +395,8 @@ def _lines(
     for row, own in zip(rows, plain, strict=True):
         for name, action in column_map.actions.items():
             cell = row[f"column\0{name}"]
+            if action.items:
+                cell = float(own["item_id"] in (cell if isinstance(cell, list) else (cell,)))
             if cell is None or not (cell >= action.least if action.least else cell > 0):
                 continue
             value = row[f"value\0{name}"] if action.value else cell
@@ -415,9 +421,10 @@ def _renamed(table: pa.Table, schema: Schema, column_map: ImportMap) -> pa.Table
         if parts := column_map.parts_of(feature, table.column_names):
             columns[feature.name] = _feature(table, feature, parts)
     for name, action in column_map.actions.items():
-        cell = table.column(action.column)
+        column = action.column or action.items
+        cell = table.column(column)
         columns[f"column\0{name}"] = cell.cast(pa.int64()) if pa.types.is_boolean(cell.type) else cell
-        columns[f"value\0{name}"] = table.column(action.value or action.column)
+        columns[f"value\0{name}"] = table.column(action.value or column)
         times = pa.nulls(len(table), pa.int64())
         if action.time:
             times = pa.array(_times(table.column(action.time), column_map))

@@ -591,3 +591,77 @@ def test_times_may_name_the_day_first(tmp_path: Path) -> None:
         out = tmp_path / f"{ms}.jsonl"
         import_table([str(tmp_path / "rows.csv")], SCHEMA, map_of(tmp_path, text), out)
         assert events_of(out)[0][3] == ms
+
+
+LISTS = """
+request = ["id"]
+time = "t"
+item = "items"
+lists = ["price", "items"]
+[actions]
+click = { items = "chosen" }
+"""
+
+
+def import_lists(
+    tmp_path: Path, rows: list[dict[str, Any]], **options: Any
+) -> tuple[ImportCounts, list[Any]]:
+    """The counts, and the lines of the log."""
+    (tmp_path / "map.toml").write_text(LISTS)
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    out = tmp_path / "log.jsonl"
+    column_map = load_map(str(tmp_path / "map.toml"), SCHEMA)
+    counts = import_table([str(path)], SCHEMA, column_map, out, **options)
+    return counts, [json.loads(line) for line in out.read_text().splitlines()]
+
+
+def test_lists_of_equal_length_become_the_candidates(tmp_path: Path) -> None:
+    rows = [
+        {"id": "a", "t": T0, "items": [3, 4], "price": [1.0, None], "chosen": [4]},
+        {"id": "b", "t": T0 + 1, "items": [5], "price": None, "chosen": []},
+    ]
+    counts, lines = import_lists(tmp_path, rows)
+    assert (counts.requests, counts.engagements) == (2, 1)
+    assert lines[0]["candidates"] == {"item_id": [3, 4], "price": [1.0, None]}
+    assert (lines[1]["item_id"], lines[1]["action"], lines[1]["value"]) == (4, "click", 1.0)
+    assert lines[2]["candidates"]["item_id"] == [5]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"items": [3, 4], "price": [1.0]}, "rows.jsonl:2: column 'price': expected 2 entries"),
+        ({"items": [], "price": []}, "rows.jsonl:2: column 'items': expected a list of shown items"),
+        ({"items": None, "price": [1.0]}, "rows.jsonl:2: column 'items': expected a list of shown items"),
+    ],
+)
+def test_a_row_with_lists_of_other_lengths_is_refused(
+    tmp_path: Path, row: dict[str, Any], message: str
+) -> None:
+    good = {"id": "a", "t": T0, "items": [3], "price": [1.0], "chosen": None}
+    rows = [good, {**good, "id": "b", **row}, {**good, "id": "c"}]
+    with pytest.raises(LogError, match=message):
+        import_lists(tmp_path, rows)
+    counts, lines = import_lists(tmp_path, rows, skip_bad=True)
+    assert [line["request_id"] for line in lines] == ["a", "c"]
+    assert counts.skipped == 1 and message in counts.first_skipped[0]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("lists", '["price"]', "expected item = 'items' among them"),
+        ("lists", '["items", "t"]', r"column 't' \(lists\): expected lists, got int64"),
+        ("lists", '["items", "prices"]', "column 'prices' is absent; did you mean 'price'"),
+        ("click", '{ items = "chosen", column = "price" }', "expected either column or items"),
+        ("click", "{}", "expected either column or items"),
+    ],
+)
+def test_a_map_whose_lists_do_not_fit_is_refused(
+    tmp_path: Path, key: str, value: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changed = [f"{key} = {value}" if line.startswith(f"{key} =") else line for line in LISTS.splitlines()]
+    monkeypatch.setattr("tests.replay.test_table_import.LISTS", "\n".join(changed))
+    with pytest.raises(ConfigError, match=message):
+        import_lists(tmp_path, [{"id": "a", "t": T0, "items": [3], "price": [1.0], "chosen": [3]}])

@@ -2,7 +2,8 @@
 
 .jsonl            lines of docs/bring-your-own-data.md
 .csv, .parquet    two tables, of shown candidates and of engagements
-all of these      one row per shown item with any column names: a map for `roostream import table` is made
+all of these      one row per shown item, or per request with lists, with any column names: a map for
+                  `roostream import table` is made
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections import Counter
 from collections.abc import Sequence
 from decimal import Decimal
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -28,13 +29,14 @@ from roostream.replay.import_map import OWN_NAMES
 from roostream.replay.input_files import open_file
 from roostream.replay.log_lines import json_error, without_bom
 from roostream.replay.parquet_log import parquet_file
-from roostream.replay.table_files import LINE, as_parquet, form_of
+from roostream.replay.table_files import LINE, LISTS, as_parquet, form_of
 from roostream.replay.table_log import OF_ENGAGEMENTS
 from roostream.schema.settings import SettingError, check_name
 
 MAX_LINES = 200_000
 _CHANCE = 1e-6
 _MIN_PLACES = 10  # rows in lists of several items
+_MIN_SHARE_OF_ROWS = 0.95  # with lists of equal lengths; the import refuses the other rows
 _MIN_UNIQUE = 100  # values that may be all different by chance
 _NO_NAME = re.compile(r"(column|unnamed|index_level)_\d+")
 _ROLES = {
@@ -55,6 +57,11 @@ _ACTION = re.compile(
     r"install(ed)?|paid|booked|played|read|watched|profile_enter)"
 )
 _CLICKS = ("click", "clicked", "is_click", "clicks", "tap", "open")
+_ITEM_LIST = re.compile(
+    r"((shown|displayed|candidate|impression|recommended|ranked)_)?"
+    r"(item|article|product|video|news|movie|document|doc|listing|ad|track|song|content)s?(_ids?)?"
+    r"(_(list|shown|displayed|in_?view))?|slate|(candidate|shown|impression)_ids"
+)
 _RATING = re.compile(r"(user_)?(rating|stars|score|grade)")
 _EVENT = re.compile(r"(event|action|interaction|behaviou?r|activity|feedback)(_?(type|name|kind))?|type|kind")
 _SHOWN = (
@@ -139,11 +146,21 @@ def detect_log(paths: Sequence[str], choices: Choices) -> FoundLog:
         are_read = form == "parquet" and bool(choices.engagements)
 
         def first_rows(files: Sequence[str]) -> tuple[list[dict[str, Any]], bool, pa.Schema]:
-            return _table_rows(files if are_read else as_parquet(files, Path(folder), _refuse, MAX_LINES))
+            if not are_read:
+                files = as_parquet(files, Path(folder), _refuse, MAX_LINES, keep_missing=None)
+            return _table_rows(files)
 
         rows, complete, types = first_rows(paths)
         if not choices.engagements:
-            return dataclasses.replace(_flat(paths[0], rows, complete, choices), types=types)
+            lists = _item_lists(paths[0], rows, choices)
+            if lists.each:
+                choices = dataclasses.replace(choices, columns=choices.columns | {"item": lists.each[0]})
+                rows, is_all = _row_per_item(rows, lists)
+                complete &= is_all
+            for n, field in enumerate(types):
+                if field.name in lists.each:
+                    types = types.set(n, pa.field(field.name, field.type.value_type))
+            return dataclasses.replace(_flat(paths[0], rows, complete, choices, lists), types=types)
         done, all_done, _ = first_rows(choices.engagements)
     if form == "jsonl":
         raise ConfigError(
@@ -272,8 +289,85 @@ def _two_tables(
     )  # fmt: skip
 
 
-def _flat(path: str, rows: list[dict[str, Any]], complete: bool, choices: Choices) -> FoundLog:
-    """A table with a row for each shown item, with columns of actions, a rating, or rows of actions."""
+class _ItemLists(NamedTuple):
+    """The columns of a table with a row for each request. `each`: those of lists with an entry for each shown
+    item, that of the items first; empty = a row is a shown item. `chosen`: those of the item, or of lists of
+    the items, with an action."""
+
+    each: list[str]
+    chosen: list[str]
+
+
+def _item_lists(path: str, rows: Sequence[dict[str, Any]], choices: Choices) -> _ItemLists:
+    """Raises ConfigError: several columns may be the lists of shown items."""
+    cells: dict[str, list[Any]] = {}
+    for row in rows:
+        for name, cell in row.items():
+            if cell is not None and name not in choices.ignore:
+                cells.setdefault(name, []).append(cell)
+    lists = {name for name, its in cells.items() if all(isinstance(cell, list) for cell in its)}
+    given = choices.columns.get("item", "")
+    items = [given] if given in lists else []
+    if not given:
+        of_ids = [name for name in cells if name in lists and _has_ids(cells[name])]
+        items = [n for n in of_ids if _ITEM_LIST.fullmatch(_snake(n)) or _snake(n) in LISTS]
+    has_item = not given and any(_snake(name) in _ROLES["item"].split() for name in cells.keys() - lists)
+    if len(items) > 1 and not has_item:
+        names = " and ".join(map(repr, items))
+        raise ConfigError(f"{path}: {names} may be the lists of shown items; choose one with --item COLUMN")
+    if len(items) != 1:
+        return _ItemLists([], [])
+    shown = [row for row in rows if row.get(items[0])]
+
+    def is_chosen(name: str) -> bool:
+        its = [(cell, row[items[0]]) for row in shown if (cell := row.get(name)) not in (None, [])]
+        if name not in lists and not _ACTION.fullmatch(_action_name(name)):
+            return False
+        return bool(its) and all(
+            set(cell if isinstance(cell, list) else [cell]) <= set(items_shown) for cell, items_shown in its
+        )
+
+    each = [
+        name
+        for name in lists
+        if sum(row.get(name) is None or len(row[name]) == len(row[items[0]]) for row in shown)
+        >= _MIN_SHARE_OF_ROWS * len(shown)
+    ]
+    each = sorted(each, key=lambda name: (name != items[0], list(cells).index(name)))
+    chosen = [name for name in cells if name not in each and is_chosen(name)]
+    if has_item and not lists.intersection(chosen):  # a row is a shown item, with a list such as a history
+        return _ItemLists([], [])
+    return _ItemLists(each, chosen)
+
+
+def _has_ids(lists: Sequence[list[Any]]) -> bool:
+    return all(type(entry) in (int, str, type(None)) for entries in lists for entry in entries)
+
+
+def _row_per_item(rows: Sequence[dict[str, Any]], lists: _ItemLists) -> tuple[list[dict[str, Any]], bool]:
+    """A row for each entry of the lists, at most about MAX_LINES, and whether these are all. The columns of
+    `chosen` say whether the item is in them. Rows whose lists have other lengths are left out."""
+    out: list[dict[str, Any]] = []
+    for number, row in enumerate(rows, 1):
+        shown = row.get(lists.each[0]) or []
+        if any(row.get(name) is not None and len(row[name]) != len(shown) for name in lists.each):
+            continue
+        for n, item in enumerate(shown):
+            own = {name: None if row.get(name) is None else row[name][n] for name in lists.each}
+            for name in lists.chosen:
+                cell = row.get(name)
+                own[name] = item in (cell if isinstance(cell, list) else (cell,))
+            out.append(row | own)
+        if len(out) >= MAX_LINES:
+            return out, number == len(rows)
+    return out, True
+
+
+def _flat(
+    path: str, rows: list[dict[str, Any]], complete: bool, choices: Choices, lists: _ItemLists
+) -> FoundLog:
+    """A table with a row for each shown item, with columns of actions, a rating, or rows of actions. `lists`:
+    what a row for each request had."""
     if not rows:
         raise ConfigError(f"{path}: expected at least one row, got none")
     columns, _, _ = _columns(rows, ())
@@ -296,19 +390,13 @@ def _flat(path: str, rows: list[dict[str, Any]], complete: bool, choices: Choice
         assumed += [f"column {event!r} says what a row is: with {names} a shown item, else an action"]
         assumed += ["an action belongs to the newest earlier row that shows the item to the same user"]
     else:
-        actions = _action_columns(path, columns, free, choices.click)
-        counts = Counter(
-            {name: sum(_happened(row.get(a["column"]), a) for row in rows) for name, a in actions.items()}
-        )
-        absent = (
-            f"{path}: expected a column that is true or above 0 where a user acted, such as 'clicked', found "
-            f"none; name it with --click COLUMN. {_advice_on_events(columns, free)}"
-        )
-        click = _click(counts, _snake(choices.click), absent, f"{path} has several such columns")
-        for a in actions.values():
-            how = f"{a['least']:g} or more where a user liked" if "least" in a else "true where a user did"
-            assumed.append(f"column {a['column']!r} is {how} it")
-    used = {event, *(a["column"] for a in actions.values())}
+        actions = _action_columns(path, columns, free, choices.click, lists.chosen)
+        counts, click, how = _counted(path, rows, actions, choices, lists, _advice_on_events(columns, free))
+        assumed += how
+    if lists.each:
+        names = ", ".join(map(repr, lists.each))
+        assumed.append(f"a row is a request, with an entry for each shown item in {names}")
+    used = {event, *map(_column, actions.values())}
     if not roles["position"]:
         roles["position"] = _places(rows, request, [n for n in free if n not in used])
         free = [n for n in free if n != roles["position"]]
@@ -340,6 +428,7 @@ def _flat(path: str, rows: list[dict[str, Any]], complete: bool, choices: Choice
     column_map |= {"day_first": True} if columns[roles["time"]].is_day_first else {}
     column_map |= {r: roles[r] for r in ("user", "session", "position", "propensity") if roles[r]}
     column_map |= {"event": event, "shown": shown} if event else {}
+    column_map |= {"lists": lists.each} if lists.each else {}
     column_map["features"] = {f.name: f.column for f in features if f.name != f.column}
     column_map["actions"] = actions
     named = [f"column {column!r} is the {role}" for role, column in roles.items() if column]
@@ -356,6 +445,33 @@ def _flat(path: str, rows: list[dict[str, Any]], complete: bool, choices: Choice
         complete, [*named, *assumed, *_assumed(features)], column_map,
         is_anonymous=not (roles["user"] or roles["session"]), max_candidates=max(lengths, default=0),
     )  # fmt: skip
+
+
+def _counted(
+    path: str,
+    rows: Sequence[dict[str, Any]],
+    actions: dict[str, dict[str, Any]],
+    choices: Choices,
+    lists: _ItemLists,
+    advice: str,
+) -> tuple[Counter[str], str, list[str]]:
+    """How often each action happened, the one to predict first, and a sentence about each column. `advice`:
+    what to do without any action."""
+    counts = Counter(
+        {name: sum(_happened(row.get(_column(a)), a) for row in rows) for name, a in actions.items()}
+    )
+    absent = (
+        f"{path}: expected a column that is true or above 0 where a user acted, such as 'clicked', found "
+        f"none; name it with --click COLUMN. {advice}"
+    )
+    main = _action_name(choices.click) if choices.click in lists.chosen else _snake(choices.click)
+    click = _click(counts, main, absent, f"{path} has several such columns")
+    sentences = []
+    for a in actions.values():
+        how = f"is {a['least']:g} or more where a user liked it" if "least" in a else ""
+        how = how or ("has the items with this action" if "items" in a else "is true where a user did it")
+        sentences.append(f"column {_column(a)!r} {how}")
+    return counts, click, sentences
 
 
 def _check_roles(path: str, roles: dict[str, str], columns: dict[str, ColumnValues]) -> None:
@@ -445,7 +561,7 @@ def _late_columns(
 ) -> list[str]:
     """The columns that are empty, false or 0 in all rows without an action, such as the seconds that a user
     watched. A column that would do so by chance with a probability of _CHANCE or more is none of them."""
-    acted = [any(_happened(row.get(a["column"]), a) for a in actions.values()) for row in rows]
+    acted = [any(_happened(row.get(_column(a)), a) for a in actions.values()) for row in rows]
     share, late = sum(acted) / len(acted), []
     for name in names:
         filled = [happened for row, happened in zip(rows, acted, strict=True) if row.get(name)]
@@ -466,10 +582,11 @@ def _check_distinct(path: str, names: Sequence[str]) -> None:
 
 
 def _action_columns(
-    path: str, columns: dict[str, ColumnValues], free: Sequence[str], click: str
+    path: str, columns: dict[str, ColumnValues], free: Sequence[str], click: str, chosen: Sequence[str]
 ) -> dict[str, dict[str, Any]]:
-    """Action → its column, and of a rating the least that counts as liked: 4 of 5, 8 of 10."""
-    found = [n for n in free if columns[n].is_flag and _ACTION.fullmatch(_snake(n))]
+    """Action → its column, and of a rating the least that counts as liked: 4 of 5, 8 of 10. `chosen`: columns
+    of the items with an action."""
+    found = [n for n in free if n in chosen or (columns[n].is_flag and _ACTION.fullmatch(_snake(n)))]
     if click and click not in found:
         if click not in columns:
             raise ConfigError(
@@ -482,8 +599,22 @@ def _action_columns(
         found = ratings
     _check_distinct(path, found)
     return {
-        _snake(n): {"column": n, **({"least": 0.8 * columns[n].high} if n in ratings else {})} for n in found
+        _action_name(n) if n in chosen else _snake(n): {
+            "items" if n in chosen else "column": n,
+            **({"least": 0.8 * columns[n].high} if n in ratings else {}),
+        }
+        for n in found
     }
+
+
+def _action_name(column: str) -> str:
+    """The action of a column with items: `clicked_articles` → `clicked`; another name stays."""
+    name = _snake(column)
+    return next((word for word in (name, *name.split("_")) if _ACTION.fullmatch(word)), name)
+
+
+def _column(action: dict[str, Any]) -> str:
+    return str(action.get("column") or action["items"])
 
 
 def _happened(cell: Any, action: dict[str, Any]) -> bool:

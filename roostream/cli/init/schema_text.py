@@ -285,7 +285,7 @@ def map_text(log: FoundLog) -> str:
         *_section("features", m["features"].items()),
     ]
     if m["actions"]:
-        lines += ["", "[actions]    # an engagement where the column is true, above 0, or at least `least`"]
+        lines += ["", "[actions]    # where the column is true, above 0 or at least `least`, or has the item"]
     for action, condition in m["actions"].items():
         columns = ", ".join(f"{key} = {_quoted(value)}" for key, value in condition.items())
         lines.append(f"{_quoted(action)} = {{ {columns} }}")

@@ -552,3 +552,71 @@ def test_a_counter_of_the_user_may_stand_beside_a_feature_named_user() -> None:
         }
     )
     assert schema.counters[0].entity == ("user",)
+
+
+def request_rows(**more: Any) -> list[dict[str, Any]]:
+    """A row per request: the shown items and their prices in lists, and the user's history."""
+    return [
+        {
+            "user_id": n % 3,
+            "time": T0 + n,
+            "items": ["a", "b", "c"][: 2 + n % 2],
+            "prices": [1.5, 2.0, None][: 2 + n % 2],
+            "history": ["c"] * (n % 4),
+            **{name: cells[n % 2] for name, cells in more.items()},
+        }
+        for n in range(8)
+    ]
+
+
+def write_rows(rows: list[dict[str, Any]], name: str) -> None:
+    if name.endswith(".parquet"):
+        pq.write_table(pa.Table.from_pylist(rows), name)
+    elif name.endswith(".jsonl"):
+        write_lines(name, rows)
+    else:
+        with open(name, "w", newline="") as file:
+            writer = csv.DictWriter(file, rows[0])
+            writer.writeheader()
+            writer.writerows(
+                {key: json.dumps(cell) if isinstance(cell, list) else cell for key, cell in row.items()}
+                for row in rows
+            )
+
+
+@pytest.mark.parametrize("name", ["rows.parquet", "rows.jsonl", "rows.csv"])
+@pytest.mark.parametrize(
+    ("column", "cells"),
+    [("clicked_items", [["b"], ["a", "c"]]), ("clicked", [[0, 1], [1, 0, 1]]), ("clicked_item", ["b", None])],
+)
+def test_a_table_with_a_row_per_request_is_imported(name: str, column: str, cells: list[Any]) -> None:
+    write_rows(request_rows(**{column: cells}), name)
+    output = run("shop", "--from", name).output
+    assert "a row is a request, with an entry for each shown item in 'items', 'prices'" in output
+    schema = written()
+    sides = {f.name: f.kind for f in schema.nro}, {f.name: f.kind for f in schema.ro}
+    assert sides[0]["prices"] == "float" and sides[1]["history"] in ("ids", "sequence")
+    counts = import_table([name], schema, load_map("shop/map.toml", schema), Path("shop/log.jsonl"))
+    lines = [json.loads(line) for line in Path("shop/log.jsonl").read_text().splitlines()]
+    shown = [line["candidates"]["item_id"] for line in lines if line["type"] == "impression"]
+    assert shown == [row["items"] for row in request_rows()]
+    clicks = [(line["time"] - T0 - 1000, line["item_id"]) for line in lines if line["type"] == "engagement"]
+    both = [*((n, "b") for n in (0, 2, 4, 6)), *((n, item) for n in (1, 3, 5, 7) for item in ("a", "c"))]
+    wanted = both[:4] if column == "clicked_item" else sorted(both)
+    assert sorted(clicks) == wanted and counts.requests == 8
+
+
+def test_lists_beside_an_item_are_its_features() -> None:
+    rows = flat(items=[["a", "b"], ["c"], [], ["a"]])
+    pq.write_table(pa.table(rows), "rows.parquet")
+    run("shop", "--from", "rows.parquet")
+    assert {f.name: f.kind for f in written().nro}["items"] == "ids"
+    assert "lists" not in Path("shop/map.toml").read_text()
+
+
+def test_two_lists_of_shown_items_are_asked_about() -> None:
+    write_lines("rows.jsonl", request_rows(item_ids=[["b"], ["a", "c"]], clicked=[[0, 1], [1, 0, 1]]))
+    with pytest.raises(ConfigError, match=r"'items' and 'item_ids' .* --item COLUMN"):
+        run("shop", "--from", "rows.jsonl")
+    run("shop", "--from", "rows.jsonl", "--item", "items")
+    assert 'item = "items"' in Path("shop/map.toml").read_text()
