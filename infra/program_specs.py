@@ -19,12 +19,13 @@ import tomli_w
 
 from infra.auditor.config import horizon_for
 from infra.child import STOP_TIMEOUT_S, Program, StopRank
-from infra.flink_cluster import JOB_MANAGER, delete_old_restore_points, newest_restore_point, task_manager
+from infra.flink_cluster import JOB_MANAGER, task_manager
 from infra.home import Home
 from infra.options import StackOptions, to_toml_value
 from infra.ports import Endpoints, is_listening, port_of, responds_ok
 from roostream.errors import ConfigError, UnavailableError, nearest
 from roostream.runtime.flink_rest import FlinkRest
+from roostream.runtime.flink_restore_points import delete_old_restore_points, newest_restore_point
 from roostream.runtime.program import REFUSED_CODE
 from roostream.schema.settings import environment_variables
 

@@ -20,7 +20,11 @@ class JoinerConfig(Rules, Deployment):
     home: str = setting("", "directory of the local engine's snapshots")
     engine: Literal["flink", "local"] = setting("flink", "flink: a job on a cluster · local: in this process")
     flink: str = setting("", "REST address of the Flink cluster, http://host:port")
-    restore: str = setting("", "savepoint or checkpoint from which a new Flink job continues; empty = none")
+    restore: str = setting(
+        "",
+        "savepoint or checkpoint from which a new Flink job continues, or a folder with `checkpoints` and "
+        "`savepoints`, of which the newest one is taken; empty = none",
+    )
     submits: bool = setting(
         True,
         "start a job if the cluster has none; false = wait for a job that another program starts, such as "

@@ -26,6 +26,7 @@ from roostream.errors import CheckpointError, ConfigError, SetupError, Unavailab
 from roostream.runtime.backoff import Backoff
 from roostream.runtime.clock import Clock, SystemClock
 from roostream.runtime.flink_rest import ENDED, JOB_NAME, FlinkRest
+from roostream.runtime.flink_restore_points import newest_restore_point
 from roostream.runtime.health import Health
 from roostream.runtime.kafka.clients import consumer, wait_for_topics
 from roostream.runtime.kafka.kafka_consumer import ConsumerOptions
@@ -214,9 +215,10 @@ def submit(config: JoinerConfig, stop: threading.Event) -> str:
     """
     address = re.sub(r"^https?://", "", config.flink.rstrip("/"))
     command = [str(flink_home() / "bin" / "flink"), "run", "-d", "-m", address]
-    if config.restore:
-        command += ["-s", config.restore]
-    log.info("submitting the job%s", f" from {config.restore}" if config.restore else "")
+    restore = _restore_point(config.restore)
+    if restore:
+        command += ["-s", restore]
+    log.info("submitting the job%s", f" from {restore}" if restore else ", which reads all events again")
     with tempfile.TemporaryDirectory(prefix="roostream-job-") as folder:
         script = Path(folder) / "roostream_joiner.py"
         script.write_text(_MAIN_SCRIPT, encoding="utf-8")
@@ -237,11 +239,19 @@ def submit(config: JoinerConfig, stop: threading.Event) -> str:
         log.debug("flink run printed:\n%s", output)
         if _FOREIGN_STATE in output:
             raise CheckpointError(
-                f"expected a savepoint with joiner state of version {VERSION}, got {config.restore}; "
+                f"expected a savepoint with joiner state of version {VERSION}, got {restore}; "
                 "continue with the build that wrote it, or remove the setting 'restore'"
             )
         raise UnavailableError(f"Flink did not accept the job: {_most_specific_line(output)}")
     return found[1]
+
+
+def _restore_point(restore: str) -> str:
+    """The setting, or where it is a folder of this machine, the newest restore point in it; "" = none."""
+    folder = Path(restore)
+    if not restore or not folder.is_dir() or (folder / "_metadata").exists():
+        return restore
+    return str(newest_restore_point(folder) or "")
 
 
 def flink_home() -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+import tomllib
 from pathlib import Path
 from tomllib import loads as load_toml
 from typing import Any
@@ -76,6 +77,17 @@ def test_mounted_settings_are_valid(name: str, tmp_path: Path) -> None:
     assert {host.partition(":")[0] for host in hosts if isinstance(host, str) and host} <= set(
         COMPOSE["services"]
     )
+
+
+def test_the_joiner_continues_from_the_newest_checkpoint_of_the_job_manager() -> None:
+    restore = tomllib.loads(COMPOSE["configs"]["joiner"]["content"])["restore"]
+    job_manager, joiner = COMPOSE["services"]["flink"], OURS["joiner"]
+    assert f"execution.checkpointing.dir=file://{restore}/checkpoints" in job_manager["command"]
+    volumes = [
+        next(v.split(":")[0] for v in service["volumes"] if v.split(":")[1] == restore)
+        for service in (job_manager, joiner)
+    ]
+    assert volumes[0] == volumes[1]
 
 
 @pytest.mark.parametrize("name", OURS)

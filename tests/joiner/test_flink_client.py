@@ -75,6 +75,25 @@ def test_the_job_is_submitted_detached_with_its_settings_and_its_restore_point(
     assert "s3cret" not in arguments.splitlines()[0], "arguments can be read by everybody"
 
 
+def test_the_newest_checkpoint_of_a_folder_is_continued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client(tmp_path, f'echo "$@" > {tmp_path}/seen; echo "JobID {JOB}"')
+    monkeypatch.setenv("FLINK_HOME", str(tmp_path))
+    flink = tmp_path / "flink"
+    flink.mkdir()
+    config = JoinerConfig(flink="http://x:1", restore=str(flink))
+    submit(config, threading.Event())
+    assert (tmp_path / "seen").read_text().startswith("run -d -m x:1 -py "), "the folder is empty"
+    for number in (9, 10):
+        (flink / f"checkpoints/a/chk-{number}").mkdir(parents=True)
+    (flink / "checkpoints/a/chk-9/_metadata").touch()
+    submit(config, threading.Event())
+    assert f" -s {flink}/checkpoints/a/chk-9 " in (tmp_path / "seen").read_text()
+    submit(JoinerConfig(flink="http://x:1", restore=f"{flink}/checkpoints/a/chk-9"), threading.Event())
+    assert f" -s {flink}/checkpoints/a/chk-9 " in (tmp_path / "seen").read_text()
+
+
 @pytest.mark.parametrize(
     ("printed", "expected_message"),
     [

@@ -1,0 +1,41 @@
+"""Which savepoints and checkpoints of Flink a new job continues from, and which are deleted."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from roostream.runtime.flink_restore_points import delete_old_restore_points, newest_restore_point
+
+
+def restore_point(flink: Path, name: str, time_s: int, complete: bool = True) -> Path:
+    folder = flink / name
+    folder.mkdir(parents=True)
+    if complete:
+        (folder / "_metadata").write_text("x")
+        os.utime(folder / "_metadata", (time_s, time_s))
+    return folder
+
+
+def test_the_newest_complete_restore_point_is_used(tmp_path: Path) -> None:
+    assert newest_restore_point(tmp_path) is None
+    restore_point(tmp_path, "checkpoints/job1/chk-1", 10)
+    savepoint = restore_point(tmp_path, "savepoints/savepoint-a", 30)
+    restore_point(tmp_path, "checkpoints/job2/chk-9", 99, complete=False)
+    assert newest_restore_point(tmp_path) == savepoint
+    checkpoint = restore_point(tmp_path, "checkpoints/job2/chk-10", 40)
+    assert newest_restore_point(tmp_path) == checkpoint
+
+
+def test_old_restore_points_are_deleted(tmp_path: Path) -> None:
+    assert delete_old_restore_points(tmp_path / "absent") == []
+    old = restore_point(tmp_path, "checkpoints/job0/chk-1", 10)
+    older_savepoint = restore_point(tmp_path, "savepoints/savepoint-a", 20)
+    kept = [
+        restore_point(tmp_path, "checkpoints/job1/chk-5", 30),
+        restore_point(tmp_path, "savepoints/savepoint-b", 40),
+    ]
+    unfinished = restore_point(tmp_path, "savepoints/savepoint-c", 50, complete=False)
+    deleted = [old.parent, older_savepoint, unfinished]
+    assert set(delete_old_restore_points(tmp_path, keep=2)) == set(deleted)
+    assert all(p.exists() for p in kept) and not any(p.exists() for p in deleted)
