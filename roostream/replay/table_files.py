@@ -58,6 +58,9 @@ _KINDS = {
     "number": (_NUMBER.replace("P", r"\."), pa.float64()),
     "number with comma": (_NUMBER.replace("P", ","), pa.float64()),
 }
+_IDS = "^[A-Za-z]{1,4}[0-9]+( [A-Za-z]{1,4}[0-9]+)*$"
+_FLAGGED_IDS = "^[A-Za-z]{0,4}[0-9]+-[01]( [A-Za-z]{0,4}[0-9]+-[01])*$"
+CLICKED = "clicked"
 LISTS = (
     "candidates",
     "items",
@@ -137,7 +140,11 @@ def as_parquet(
                 if name not in columns:
                     columns[name] = new_column(keep_missing is None or name in keep_missing)
                 columns[name].observe(cells)
-    schema = pa.schema([*((name, column.type) for name, column in columns.items()), (LINE, pa.int64())])
+    names = {name: _names_of(name, column, columns) for name, column in columns.items()}
+    fields = [
+        field for name, column in columns.items() for field in zip(names[name], column.types, strict=True)
+    ]
+    schema = pa.schema([*fields, (LINE, pa.int64())])
     converted = []
     for number, path in enumerate(paths):
         converted.append(str(folder / f"table-{number}.parquet"))
@@ -145,8 +152,13 @@ def as_parquet(
             for batch in _first(read(path, lambda where, error: None), max_rows):
                 missing = pa.nulls(len(batch.lines))
                 arrays = [
-                    column.array(batch.columns[name]) if name in batch.columns else missing.cast(column.type)
+                    array
                     for name, column in columns.items()
+                    for array in (
+                        column.arrays(batch.columns[name])
+                        if name in batch.columns
+                        else [missing.cast(kind) for kind in column.types]
+                    )
                 ]
                 writer.write_batch(
                     pa.record_batch([*arrays, pa.array(batch.lines, pa.int64())], schema=schema)
@@ -322,13 +334,25 @@ def _first(batches: Iterable[_Batch], max_rows: int | None) -> Iterator[_Batch]:
             return
 
 
+def _names_of(name: str, column: _TextColumn | _JsonColumn, names: Container[str]) -> list[str]:
+    """The names of a column's arrays. Flags of a `_TextColumn` are called `clicked`, unless another column
+    is."""
+    flags = CLICKED if CLICKED not in names else f"{name}_{CLICKED}"
+    return [name, flags][: len(column.types)]
+
+
 class _TextColumn:
-    """A column of separated text: the kinds that fit all cells seen."""
+    """A column of separated text: the kinds that fit all cells seen.
+
+    Cells such as `N55689-1 N35729-0` become two lists, of the ids before the hyphens and of the flags behind
+    them. Several ids in a cell, such as `N55689 N35729`, become a list. Both are the form of MIND.
+    """
 
     def __init__(self, decimal_comma: bool, keeps_missing: bool) -> None:
         self._fitting = [kind for kind in _KINDS if decimal_comma or kind != "number with comma"]
         self._lists: _JsonColumn | None = _JsonColumn(keeps_missing)  # None: not all cells are JSON lists
-        self._is_seen = False
+        self._is_seen = self._has_several = False
+        self._are_ids = self._are_flagged = True
 
     def observe(self, cells: pa.Array) -> None:
         texts = cells.drop_null()
@@ -343,21 +367,46 @@ class _TextColumn:
             self._lists = None if None in lists else self._lists
             if self._lists is not None:
                 self._lists.observe(lists)
+        self._are_ids = self._are_ids and _match(texts, _IDS)
+        self._are_flagged = self._are_flagged and _match(texts, _FLAGGED_IDS)
+        self._has_several |= bool(pc.any(pc.match_substring(texts, " ")).as_py())
 
     @property
     def type(self) -> pa.DataType:
-        if not self._is_seen:
-            return pa.null()
-        if self._lists is not None:
-            return self._lists.type
-        return _KINDS[self._fitting[0]][1] if self._fitting else pa.string()
+        """The type of the first array."""
+        return self.types[0]
 
-    def array(self, cells: pa.Array) -> pa.Array:
-        """The cells in the column's type."""
+    @property
+    def types(self) -> list[pa.DataType]:
         if not self._is_seen:
-            return pa.nulls(len(cells))
+            return [pa.null()]
         if self._lists is not None:
-            return self._lists.array([_json_list(text or "") for text in cells.to_pylist()])
+            return self._lists.types
+        if self._has_several and (self._are_ids or self._are_flagged):
+            return [pa.list_(pa.string()), pa.list_(pa.int64())][: 1 + self._are_flagged]
+        return [_KINDS[self._fitting[0]][1] if self._fitting else pa.string()]
+
+    def arrays(self, cells: pa.Array) -> list[pa.Array]:
+        """The cells in the column's types."""
+        if not self._is_seen:
+            return [pa.nulls(len(cells))]
+        if self._lists is not None:
+            return self._lists.arrays([_json_list(text or "") for text in cells.to_pylist()])
+        if pa.types.is_list(self.type):
+            words = pc.split_pattern(cells, " ")
+            if not self._are_flagged:
+                return [words]
+            ids, flags = (
+                pc.utf8_slice_codeunits(words.flatten(), 0, -2),
+                pc.utf8_slice_codeunits(words.flatten(), -1),
+            )
+            return [
+                pa.ListArray.from_arrays(words.offsets, values, mask=words.is_null())
+                for values in (ids, flags.cast(pa.int64()))
+            ]
+        return [self._array(cells)]
+
+    def _array(self, cells: pa.Array) -> pa.Array:
         if pa.types.is_string(self.type):
             return cells
         present = pc.if_else(pc.is_in(cells, _EMPTY_NUMBERS), None, cells)
@@ -368,9 +417,13 @@ class _TextColumn:
         return pc.cast(pc.utf8_ltrim(present, "+"), self.type)
 
 
+def _match(texts: pa.Array, pattern: str) -> bool:
+    return bool(pc.all(pc.match_substring_regex(texts, pattern)).as_py())
+
+
 def _fits(texts: pa.Array, pattern: str, kind: pa.DataType) -> bool:
     """Whether all texts match, and are within the range of the type."""
-    if not pc.all(pc.match_substring_regex(texts, pattern)).as_py():
+    if not _match(texts, pattern):
         return False
     try:
         return not pa.types.is_integer(kind) or bool(pc.cast(texts, kind))
@@ -411,6 +464,10 @@ class _JsonColumn:
     def type(self) -> pa.DataType:
         return pa.list_(self._entry()) if self._is_list else self._entry()
 
+    @property
+    def types(self) -> list[pa.DataType]:
+        return [self.type]
+
     def _entry(self) -> pa.DataType:
         if not self._types:
             return pa.null()
@@ -424,7 +481,7 @@ class _JsonColumn:
         is_number = self._types <= {int, float}
         return pa.float64() if is_number and is_exact else pa.string()
 
-    def array(self, cells: Iterable[Any]) -> pa.Array:
+    def arrays(self, cells: Iterable[Any]) -> list[pa.Array]:
         """The values in the column's type; a value beside lists is a list of one."""
         convert: Callable[[Any], Any] = _CONVERTERS.get(self._entry(), _text)
 
@@ -432,14 +489,14 @@ class _JsonColumn:
             return value is None or (_is_empty(value) and (convert is not _text or not self._types))
 
         if not self._is_list:
-            return pa.array([None if missing(cell) else convert(cell) for cell in cells], self.type)
+            return [pa.array([None if missing(cell) else convert(cell) for cell in cells], self.type)]
         lists = (cell if isinstance(cell, list) or missing(cell) else [cell] for cell in cells)
 
         def entries(cell: list[Any]) -> list[Any]:
             found = [None if missing(value) else convert(value) for value in cell]
             return found if self._keeps_missing else [value for value in found if value is not None]
 
-        return pa.array([entries(cell) if isinstance(cell, list) else None for cell in lists], self.type)
+        return [pa.array([entries(cell) if isinstance(cell, list) else None for cell in lists], self.type)]
 
 
 def _is_empty(value: Any) -> bool:

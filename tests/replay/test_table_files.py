@@ -32,6 +32,19 @@ def read(folder: Path, *files: tuple[str, str], skip_bad: bool = False) -> list[
     return [row for path in as_parquet(paths, out, reader.refuse) for row in pq.read_table(path).to_pylist()]
 
 
+@pytest.mark.parametrize("clicked", [False, True])
+def test_ids_with_flags_become_two_lists(tmp_path: Path, clicked: bool) -> None:
+    cells = (
+        "id,shown,clicked\n7,N1-0 N2-1,5\n8,,6\n9,N3-0,7\n"
+        if clicked
+        else "id,shown\n7,N1-0 N2-1\n8,\n9,N3-0\n"
+    )
+    rows = read(tmp_path, ("a.csv", cells))
+    assert [row["shown"] for row in rows] == [["N1", "N2"], None, ["N3"]]
+    assert [row["shown_clicked" if clicked else "clicked"] for row in rows] == [[0, 1], None, [0]]
+    assert [row.get("clicked") for row in rows] == ([5, 6, 7] if clicked else [[0, 1], None, [0]])
+
+
 @pytest.mark.parametrize(
     ("cells", "wanted"),
     [
@@ -55,6 +68,10 @@ def read(folder: Path, *files: tuple[str, str], skip_bad: bool = False) -> list[
         (['"[1"', "[2]"], ["[1", "[2]"]),
         (['"a, ""b"""', '"two\nlines"'], ['a, "b"', "two\nlines"]),
         (['"1,250"', "3"], ["1,250", "3"]),
+        (["N1 N2", "N30", ""], [["N1", "N2"], ["N30"], None]),
+        (["N1", "N30"], ["N1", "N30"]),
+        (["N1 N2", "N30 story"], ["N1 N2", "N30 story"]),
+        (["10 000", "2"], ["10 000", "2"]),
     ],
 )
 def test_a_column_of_text_has_the_narrowest_type(tmp_path: Path, cells: list[str], wanted: list[Any]) -> None:

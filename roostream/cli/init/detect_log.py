@@ -62,6 +62,7 @@ _ITEM_LIST = re.compile(
     r"(item|article|product|video|news|movie|document|doc|listing|ad|track|song|content)s?(_ids?)?"
     r"(_(list|shown|displayed|in_?view))?|slate|(candidate|shown|impression)_ids"
 )
+_PAST = re.compile(r"(.*_)?(history|recent|previous|prior|past|last)(_.*)?")  # no list of shown items
 _RATING = re.compile(r"(user_)?(rating|stars|score|grade)")
 _EVENT = re.compile(r"(event|action|interaction|behaviou?r|activity|feedback)(_?(type|name|kind))?|type|kind")
 _SHOWN = (
@@ -330,7 +331,8 @@ def _item_lists(path: str, rows: Sequence[dict[str, Any]], choices: Choices) -> 
     each = [
         name
         for name in lists
-        if sum(row.get(name) is None or len(row[name]) == len(row[items[0]]) for row in shown)
+        if not _PAST.fullmatch(_snake(name))
+        and sum(row.get(name) is None or len(row[name]) == len(row[items[0]]) for row in shown)
         >= _MIN_SHARE_OF_ROWS * len(shown)
     ]
     each = sorted(each, key=lambda name: (name != items[0], list(cells).index(name)))

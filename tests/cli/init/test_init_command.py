@@ -606,6 +606,19 @@ def test_a_table_with_a_row_per_request_is_imported(name: str, column: str, cell
     assert sorted(clicks) == wanted and counts.requests == 8
 
 
+def test_the_form_of_mind_is_imported() -> None:
+    lines = ["impression_id\tuser_id\ttime\thistory\timpressions"]
+    for n in range(20):
+        lines.append(f"{n}\tU{n % 3}\t11/{n + 10}/2019 9:05:58 PM\tN1 N2\tN{n}-0 N{n + 1}-1")
+    Path("behaviors.tsv").write_text("\n".join(lines))
+    run("news", "--from", "behaviors.tsv")
+    schema = written("news")
+    assert {f.name: f.kind for f in schema.ro}["history"] == "ids" and schema.online.click == "clicked"
+    column_map = load_map("news/map.toml", schema)
+    counts = import_table(["behaviors.tsv"], schema, column_map, Path("news/log.jsonl"))
+    assert (counts.requests, counts.engagements, counts.rows) == (20, 20, 40)
+
+
 def test_lists_beside_an_item_are_its_features() -> None:
     rows = flat(items=[["a", "b"], ["c"], [], ["a"]])
     pq.write_table(pa.table(rows), "rows.parquet")
