@@ -24,7 +24,7 @@ from roostream.runtime.histograms import FRESHNESS_BUCKETS_S, StageHistogram
 from roostream.runtime.metrics_collector import MetricsCollector
 from roostream.runtime.scrape import ScrapedMetrics
 from roostream.runtime.work_unit import WorkUnit
-from tests.trainer.control.test_coordinator import ANSWERS, FACTS
+from tests.trainer.control.test_coordinator import ANSWERS, CONFIG
 from tests.trainer.memory_store import MemoryStore
 from trainer.control.controller import Controller
 from trainer.control.coordinator import Coordinator
@@ -53,9 +53,9 @@ class ReplayedRun:
         self.step_s = step_s
         self.clock = FakeClock(1_800_000_000_000)
         self.run = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
-        facts = dataclasses.replace(FACTS, initial_workers=1 if history else 0)
+        config = dataclasses.replace(CONFIG, initial_workers=1 if history else 0)
         self.controller = Controller(
-            Coordinator(facts), MemoryStore(), self.clock, history=lambda committed: history, long_poll_s=0.0
+            Coordinator(config), MemoryStore(), self.clock, history=lambda committed: history, long_poll_s=0.0
         )
         self.targets = ScrapeTargets(URLS, self.clock, lambda urls: self.scraped())
         self.page = StatusPage(self.controller, self.targets, interval_ms=10_000)

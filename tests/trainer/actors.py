@@ -1,5 +1,8 @@
-"""Processes that wait for each other, one at a time and in a chosen order: threads of which only one ever
-runs, and what their workers sum by."""
+"""Simulated processes for deterministic tests, and an in-memory all-reduce for their workers.
+
+Each process is an `Actor`: a thread that runs only while the test lets it. Only one thread runs at a time, so
+the test decides in which order processes that wait for each other continue.
+"""
 
 from __future__ import annotations
 
@@ -13,107 +16,105 @@ from roostream.errors import TransportError, UnavailableError
 from roostream.runtime.clock import Clock
 from trainer.process_group import GroupSpec, SingleWorkerGroup
 
-MAX_WAIT_S = 5.0  # of a sum or a push for the other workers, in the simulation's time
+MAX_WAIT_S = 5.0  # how long a sum or a push waits for the other workers, in simulated seconds
 
 
 class Killed(BaseException):
-    """Unwinds the process that died; nothing in it catches this."""
+    """Unwinds the stack of a process that was killed. Product code does not catch it."""
 
 
-class _Strand:
-    """A thread that runs acts, one after the other, each when it is let go; `idle` has those that have
-    none."""
+class _ActorThread:
+    """A reusable thread that runs one action at a time. `idle` holds the threads that have no action."""
 
-    idle: ClassVar[list[_Strand]] = []
+    idle: ClassVar[list[_ActorThread]] = []
 
     def __init__(self) -> None:
         self.actor: Actor | None = None
-        self.act: Callable[[], object] = lambda: None
-        self.go, self.back = threading.Lock(), threading.Lock()
-        self.go.acquire()
-        self.back.acquire()
+        self.action: Callable[[], object] = lambda: None
+        self.may_run, self.has_paused = threading.Lock(), threading.Lock()
+        self.may_run.acquire()
+        self.has_paused.acquire()
         threading.Thread(target=self._run, daemon=True).start()
 
     def switch(self) -> None:
-        """Let it run until its act ends or pauses."""
-        self.go.release()
-        self.back.acquire()
+        """Let the thread run until its action ends or pauses."""
+        self.may_run.release()
+        self.has_paused.acquire()
 
     def _run(self) -> None:
         while True:
-            self.go.acquire()
+            self.may_run.acquire()
             assert self.actor is not None
             Actor.running.actor = self.actor
-            self.actor.run(self.act)
+            self.actor.run(self.action)
             self.idle.append(self)
-            self.back.release()
+            self.has_paused.release()
 
 
 class Actor:
-    """Acts of one process, each run until it ends or pauses; whoever called `do` or `go_on` waits
-    meanwhile."""
+    """A simulated process. `do` and `resume` return when its action has ended or paused."""
 
     running = threading.local()
 
     def __init__(self) -> None:
-        self.busy = False  # an act has paused
+        self.busy = False  # an action has paused
         self.is_running = False
         self.is_dead = False
         self._error: BaseException | None = None
-        self.strand: _Strand | None = None
+        self.thread: _ActorThread | None = None
 
-    def do(self, act: Callable[[], object]) -> None:
-        """Begin an act. Raises what it raises, but Killed."""
+    def do(self, action: Callable[[], object]) -> None:
+        """Start an action. Raises the action's exceptions, except Killed."""
         assert not self.busy and not self.is_dead
-        self.strand = _Strand.idle.pop() if _Strand.idle else _Strand()
-        self.strand.actor, self.strand.act = self, act
+        self.thread = _ActorThread.idle.pop() if _ActorThread.idle else _ActorThread()
+        self.thread.actor, self.thread.action = self, action
         self._switch()
 
-    def go_on(self) -> None:
-        """With the act that has paused. Raises as `do`."""
+    def resume(self) -> None:
+        """Continue the paused action. Raises the action's exceptions, except Killed."""
         assert self.busy
         self._switch()
 
     def kill(self) -> None:
-        """Its paused act ends where it is."""
+        """End the process. A paused action raises Killed where it paused."""
         self.is_dead = True
         if self.busy:
             self._switch()
 
     @classmethod
     def pause(cls) -> None:
-        """Of the act that is running: let others run.
+        """Pause the running action, so that other processes can run.
 
         Raises:
-            Killed: they killed this one.
-            TransportError: nobody is there who could wait (a copy of a message that came late).
+            Killed: this process was killed while it was paused.
+            TransportError: no actor runs this code, because a delayed copy of a message is being handled.
         """
         actor: Actor | None = getattr(cls.running, "actor", None)
         if actor is None:
             raise TransportError("nobody waits for this answer")
-        strand = actor.strand
-        assert strand is not None
+        thread = actor.thread
+        assert thread is not None
         actor.busy = True
-        strand.back.release()
-        strand.go.acquire()
+        thread.has_paused.release()
+        thread.may_run.acquire()
         actor.busy = False
         if actor.is_dead:
             raise Killed
 
-    def run(self, act: Callable[[], object]) -> None:
-        """In the strand's thread."""
+    def run(self, action: Callable[[], object]) -> None:
+        """Run an action; called in the actor's thread."""
         try:
-            act()
+            action()
         except Killed:
             pass
         except BaseException as error:
             self._error = error
 
     def _switch(self) -> None:
-        strand = self.strand
-        assert strand is not None
+        thread = self.thread
+        assert thread is not None
         self.is_running = True
-        strand.switch()
+        thread.switch()
         self.is_running = False
         error, self._error = self._error, None
         if error is not None:
@@ -121,7 +122,7 @@ class Actor:
 
 
 def wait_until(is_done: Callable[[], bool], clock: Clock, what: str) -> None:
-    """Pause until it is. Raises UnavailableError: it isn't for MAX_WAIT_S."""
+    """Pause until `is_done()`. Raises UnavailableError after MAX_WAIT_S."""
     ends_s = clock.monotonic_s() + MAX_WAIT_S
     while not is_done():
         if clock.monotonic_s() >= ends_s:
@@ -129,71 +130,75 @@ def wait_until(is_done: Callable[[], bool], clock: Clock, what: str) -> None:
         Actor.pause()
 
 
-class Hall:
-    """Where the workers of a simulation sum. `tears(name)`: does this worker, of those who were given a sum,
-    see an error instead, since another one went away meanwhile? `hears(worker, other)`: does what the other
-    tells arrive at this worker?"""
+class ReductionHub:
+    """The shared memory in which the workers of a simulation add up their gradients.
+
+    `is_interrupted(worker)`: whether this worker gets an error instead of a finished sum, after another
+    worker died. `can_receive(worker, other)`: whether messages of `other` arrive at `worker`.
+    """
 
     def __init__(
         self,
         clock: Clock,
-        tears: Callable[[str], bool] = lambda worker: False,
-        hears: Callable[[int, int], bool] = lambda worker, other: True,
+        is_interrupted: Callable[[str], bool] = lambda worker: False,
+        can_receive: Callable[[int, int], bool] = lambda worker, other: True,
     ) -> None:
-        self.clock, self.tears, self.hears = clock, tears, hears
+        self.clock, self.is_interrupted, self.can_receive = clock, is_interrupted, can_receive
         self.posted: dict[tuple[str, int], dict[int, Any]] = {}
-        self.members: dict[tuple[str, int], HallReduction] = {}
+        self.members: dict[tuple[str, int], InMemoryProcessGroup] = {}
         self.num_sums = 0
 
-    def away(self, index: int) -> None:
-        """The process of this worker is gone: those who sum with it hear of it."""
-        for (_, its), reduction in self.members.items():
-            if its == index:
-                reduction.left = True
+    def worker_died(self, index: int) -> None:
+        """Tell the groups of this worker that its process has died."""
+        for (_, worker), group in self.members.items():
+            if worker == index:
+                group.left = True
 
 
-class HallTeam:
-    """See `Team`."""
+class InMemoryRendezvous:
+    """A `trainer.process_group.Rendezvous` without sockets."""
 
-    def __init__(self, hall: Hall, index: int) -> None:
-        self.hall, self.address = hall, f"127.0.0.1:{7000 + index}"
+    def __init__(self, hub: ReductionHub, index: int) -> None:
+        self.hub, self.address = hub, f"127.0.0.1:{7000 + index}"
 
-    def join(self, meeting: GroupSpec) -> SingleWorkerGroup | HallReduction:
-        return SingleWorkerGroup() if meeting.workers == 1 else HallReduction(self.hall, meeting)
+    def join(self, spec: GroupSpec) -> SingleWorkerGroup | InMemoryProcessGroup:
+        return SingleWorkerGroup() if spec.workers == 1 else InMemoryProcessGroup(self.hub, spec)
 
 
-class HallReduction:
-    """See `Reduction`, which adds in the order of workers."""
+class InMemoryProcessGroup:
+    """A `trainer.process_group.ProcessGroup` in memory. It adds in the order of worker indices."""
 
-    def __init__(self, hall: Hall, meeting: GroupSpec) -> None:
-        self.hall, self.name = hall, f"{meeting.incarnation}{meeting.purpose}"
-        self.index, self.workers = meeting.worker, meeting.workers
+    def __init__(self, hub: ReductionHub, spec: GroupSpec) -> None:
+        self.hub, self.name = hub, f"{spec.incarnation}{spec.purpose}"
+        self.index, self.workers = spec.worker, spec.workers
         self.left = self.interrupted = False
         self._num = 0
-        hall.members[self.name, meeting.worker] = self
+        hub.members[self.name, spec.worker] = self
 
     def sum(self, bucket_N: Tensor) -> None:
-        posted = self._all_told(bucket_N.clone())
+        posted = self._all_gather(bucket_N.clone())
         assert len({len(part_N) for part_N in posted.values()}) == 1, "the workers are not in step"
         bucket_N.copy_(sum(posted[index] for index in sorted(posted)))  # type: ignore[arg-type]
-        self.hall.num_sums += 1
+        self.hub.num_sums += 1
 
-    def _all_told(self, mine: Any) -> Mapping[int, Any]:
-        """What each worker gave for this turn."""
+    def _all_gather(self, mine: Any) -> Mapping[int, Any]:
+        """Return the value of each worker for the current collective call."""
         if self.left:
             raise UnavailableError("this worker has left the others")
         at = self.name, self._num
         self._num += 1
-        posted = self.hall.posted.setdefault(at, {})
+        posted = self.hub.posted.setdefault(at, {})
         assert self.index not in posted
         posted[self.index] = mine
         wait_until(
-            lambda: self._has_all(posted) or self._is_over(), self.hall.clock, "the other workers' part"
+            lambda: self._has_all(posted) or self._is_over(), self.hub.clock, "the other workers' part"
         )
-        if not self._has_all(posted) or (self._someone_is_gone() and self.hall.tears(f"worker {self.index}")):
+        if not self._has_all(posted) or (
+            self._someone_is_gone() and self.hub.is_interrupted(f"worker {self.index}")
+        ):
             self.leave()
             raise UnavailableError("interrupted" if self.interrupted else "another worker is gone")
-        self.hall.posted.pop((at[0], at[1] - 2), None)
+        self.hub.posted.pop((at[0], at[1] - 2), None)
         return posted
 
     def interrupt(self) -> None:
@@ -204,13 +209,13 @@ class HallReduction:
 
     def _has_all(self, posted: Mapping[int, Any]) -> bool:
         return len(posted) == self.workers and all(
-            other == self.index or self.hall.hears(self.index, other) for other in posted
+            other == self.index or self.hub.can_receive(self.index, other) for other in posted
         )
 
     def _is_over(self) -> bool:
         return self.interrupted or self._someone_is_gone()
 
     def _someone_is_gone(self) -> bool:
-        """That this worker hears of."""
-        its = {i: r for (name, i), r in self.hall.members.items() if name == self.name and r.left}
-        return any(other == self.index or self.hall.hears(self.index, other) for other in its)
+        """Whether a worker of the group has left, as far as messages reach this worker."""
+        left = {i for (name, i), group in self.hub.members.items() if name == self.name and group.left}
+        return any(other == self.index or self.hub.can_receive(self.index, other) for other in left)

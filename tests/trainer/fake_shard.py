@@ -1,5 +1,5 @@
-"""A shard in a dict, for simulations of the commit: its disk outlives it, and it counts how often a row was
-pushed to."""
+"""A fake parameter-server shard for simulations of the commit. Its disk survives its death, and it counts the
+pushes to each row."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def initial(table: int, id_: int, dim: int) -> np.ndarray:
 
 
 class FakeShard:
-    """`disk` (segment → rows) survives; everything else dies with the process."""
+    """A shard whose rows are in a dict. `disk` (segment → rows) survives the process; nothing else does."""
 
     def __init__(
         self,
@@ -53,14 +53,13 @@ class FakeShard:
         self.frozen: tuple[int, dict[RowKey, Row]] | None = None
         self.aborted = 0
         self.seen: set[tuple[int, int]] = set()
-        self.held: dict[
-            int, tuple[Header, Sequence[np.ndarray]]
-        ] = {}  # worker → its push of the step that waits for others'
+        # Worker → its push of the current step, while the pushes of other workers are missing.
+        self.held: dict[int, tuple[Header, Sequence[np.ndarray]]] = {}
         self.is_dead = False
         self.push_headers: list[Header] = []
 
     def die(self) -> None:
-        """Whoever waits for an answer hears that there will be none."""
+        """End the process. Callers that wait for an answer get an error."""
         self.is_dead = True
 
     def handle(
@@ -105,15 +104,15 @@ class FakeShard:
         return {"applied": True}, []
 
     def _push_with_others(self, header: Header, arrays: Sequence[np.ndarray]) -> None:
-        """As `param_server.gradient_barrier`: held until the step has every worker's."""
+        """Hold the push until every worker has pushed this step, as `param_server.gradient_barrier` does."""
         worker, held, incarnation = header["worker"], self.held, self.incarnation
         if any(other["step"] != header["step"] for other, _ in held.values()):
             raise FencedError("the workers are not in step")
         held.setdefault(worker, (header, arrays))
         if len(held) == header["workers"]:
             self.held = {}
-            self.seen.update((its["worker"], its["sequence"]) for its, _ in held.values())
-            self._apply([its for _, (_, its) in sorted(held.items())])
+            self.seen.update((header["worker"], header["sequence"]) for header, _ in held.values())
+            self._apply([arrays for _, (_, arrays) in sorted(held.items())])
 
         def is_over() -> bool:
             return (
@@ -184,13 +183,13 @@ class FakeShard:
 
 
 class FakeRows:
-    """A client of fake shards: id mod number of shards owns a row."""
+    """A client of fake shards. Shard (id mod number of shards) owns a row."""
 
     def __init__(self, schema: Schema, transports: Sequence[Transport], worker: int = 0) -> None:
         self.schema, self.transports, self.worker = schema, transports, worker
         self.incarnation = 0
         self.sequence, self.workers = 0, 1
-        self.owners: BucketMap | None = None  # as told; rows lie by this double's own rule
+        self.owners: BucketMap | None = None  # recorded only: this client ignores the bucket map
         self.before_push: Callable[[], None] = lambda: None
 
     def set_incarnation(self, incarnation: int, workers: int = 1, owners: BucketMap | None = None) -> None:
@@ -218,9 +217,9 @@ class FakeRows:
             for at, stack in enumerate(lookup.stacks):
                 if stack in gradients:
                     arrays += [*keys[2 * at : 2 * at + 2], gradients[stack][owned[stack]]]
-            stated = {"worker": self.worker, "sequence": self.sequence, "stacks": list(gradients)}
-            stated |= {"incarnation": self.incarnation, "workers": self.workers}
-            transport.call("push", {**stated, **header}, arrays)
+            fields = {"worker": self.worker, "sequence": self.sequence, "stacks": list(gradients)}
+            fields |= {"incarnation": self.incarnation, "workers": self.workers}
+            transport.call("push", {**fields, **header}, arrays)
 
     def _owned(self, lookup: Lookup, index: int) -> tuple[list[np.ndarray], dict[str, np.ndarray]]:
         owned = {s: at.id_U % len(self.transports) == index for s, at in lookup.stacks.items()}

@@ -1,4 +1,4 @@
-"""Several loops in lock-step over records in memory and one set of rows, as actors."""
+"""Several training loops in lock-step, as actors, over records in memory and one shared set of rows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from roostream.runtime.rpc.transport import InMemoryTransport
 from roostream.wire.lookup import Lookup
 from roostream.wire.records import Record
 from tests.trainer import samples
-from tests.trainer.actors import Actor, Hall, HallTeam, wait_until
+from tests.trainer.actors import Actor, InMemoryRendezvous, ReductionHub, wait_until
 from tests.trainer.fake_shard import FakeRows, FakeShard
 from tests.trainer.loops import Built, build
 from tests.trainer.memory_store import MemoryStore
@@ -26,20 +26,20 @@ from trainer.process_group import GroupSpec
 from trainer.rows import PushTimes, Rows, ShardRows
 
 
-def own_of(worker: int, workers: int, num_partitions: int) -> tuple[Partition, ...]:
+def partitions_of(worker: int, workers: int, num_partitions: int) -> tuple[Partition, ...]:
     return tuple(("samples", p) for p in range(num_partitions) if p % workers == worker)
 
 
 @dataclasses.dataclass
-class Cut:
-    """What one worker cut."""
+class WorkerCut:
+    """The snapshot of one worker for commit `seq`."""
 
     seq: int
-    at: Snapshot
+    snapshot: Snapshot
 
 
 class Fleet:
-    """W workers from a snapshot, or from the beginning. `rows(worker)` gives each its rows."""
+    """Workers that train from a snapshot, or from the beginning. `rows(worker)` returns a worker's `Rows`."""
 
     def __init__(
         self,
@@ -52,67 +52,69 @@ class Fleet:
         incarnation: int = 1,
         **settings: Any,
     ) -> None:
-        self.workers, self.wanted, self.clock = workers, [0] * workers, FakeClock(samples.T0)
-        self.hall = Hall(self.clock)
-        owned = [own_of(worker, workers, num_partitions) for worker in range(workers)]
-        self.built: list[Built] = [build(records, partitions=mine, **settings) for mine in owned]
+        self.workers, self.requested_cuts, self.clock = workers, [0] * workers, FakeClock(samples.T0)
+        self.reduction_hub = ReductionHub(self.clock)
+        assigned = [partitions_of(worker, workers, num_partitions) for worker in range(workers)]
+        self.built: list[Built] = [
+            build(records, partitions=partitions, **settings) for partitions in assigned
+        ]
         ends = {(r.topic, r.partition): r.offset + 1 for r in records}
-        self.ends = {partition: ends.get(partition, 0) for mine in owned for partition in mine}
+        self.ends = {partition: ends.get(partition, 0) for partitions in assigned for partition in partitions}
         for worker, built in enumerate(self.built):
             built.loop.rows = rows(worker)
             built.loop.rows.set_incarnation(incarnation, workers)
             if at is not None:
                 built.loop.restore(at)
-        teams = [HallTeam(self.hall, worker) for worker in range(workers)]
+        group_members = [InMemoryRendezvous(self.reduction_hub, worker) for worker in range(workers)]
         self.steps = [
-            LockStep(built.loop, team.join(GroupSpec(incarnation, worker, workers, "")))
-            for worker, (built, team) in enumerate(zip(self.built, teams, strict=True))
+            LockStep(built.loop, rendezvous.join(GroupSpec(incarnation, worker, workers, "")))
+            for worker, (built, rendezvous) in enumerate(zip(self.built, group_members, strict=True))
         ]
         self.actors = [Actor() for _ in range(workers)]
-        self.cuts: list[Cut | None] = [None] * workers
+        self.cuts: list[WorkerCut | None] = [None] * workers
         self.num_trained = 0
 
     def turn(self, worker: int) -> None:
-        """Go on with a worker's turn, or begin one, unless it is cut."""
+        """Continue a worker's paused turn, or start its next one, unless it is cut."""
         actor = self.actors[worker]
         if actor.busy:
-            actor.go_on()
+            actor.resume()
         elif self.cuts[worker] is None:
             actor.do(lambda: self._turn(worker))
 
     def _turn(self, worker: int) -> None:
-        agreed = self.steps[worker].turn(cut=self.wanted[worker])
+        agreed = self.steps[worker].turn(cut=self.requested_cuts[worker])
         self.num_trained += agreed.trains and worker == 0
         if agreed.cut:
-            self.cuts[worker] = Cut(agreed.cut, self.built[worker].loop.snapshot())
+            self.cuts[worker] = WorkerCut(agreed.cut, self.built[worker].loop.snapshot())
 
     def round(self, *workers: int) -> None:
         for worker in workers or range(self.workers):
             self.turn(worker)
 
-    def run(self, most: int = 400) -> Fleet:
-        """Until every record is trained."""
-        for _ in range(most):
+    def run(self, max_rounds: int = 400) -> Fleet:
+        """Run until every record is trained."""
+        for _ in range(max_rounds):
             if self.progress == self.ends:
                 return self
             self.round()
         raise AssertionError(self.progress)
 
     def cut(self, seq: int = 1) -> Snapshot:
-        """All are asked at once; what the workers' snapshots are together."""
-        self.wanted = [seq] * self.workers
+        """Request a cut from all workers, and return their merged snapshot."""
+        self.requested_cuts = [seq] * self.workers
         for _ in range(100):
             if all(self.cuts):
                 break
             self.round()
-        return self.together()
+        return self.merged_snapshot()
 
-    def together(self) -> Snapshot:
+    def merged_snapshot(self) -> Snapshot:
         assert all(self.cuts), self.cuts
-        cuts = [cut.at for cut in self.cuts if cut]
-        assert len({at.step for at in cuts}) == len({at.watermark_ms for at in cuts}) == 1
-        own = {partition: part for at in cuts for partition, part in at.partitions.items()}
-        return dataclasses.replace(cuts[0], partitions=own)
+        snapshots = [cut.snapshot for cut in self.cuts if cut]
+        assert len({s.step for s in snapshots}) == len({s.watermark_ms for s in snapshots}) == 1
+        partitions = {partition: part for s in snapshots for partition, part in s.partitions.items()}
+        return dataclasses.replace(snapshots[0], partitions=partitions)
 
     @property
     def progress(self) -> dict[Partition, int]:
@@ -136,13 +138,13 @@ def fake_shard() -> FakeShard:
     return shard
 
 
-def begin(shard: FakeShard, incarnation: int) -> None:
-    """What RESTORE does to a shard whose rows are those of the manifest."""
+def start_incarnation(shard: FakeShard, incarnation: int) -> None:
+    """Do what RESTORE does to a shard whose rows already are those of the manifest."""
     shard.incarnation, shard.seen, shard.held = incarnation, set(), {}
 
 
-def rows_of(shard: FakeShard) -> Callable[[int], Rows]:
-    """Each worker's way to one shard; it is told of a new incarnation by whoever restores."""
+def shared_rows(shard: FakeShard) -> Callable[[int], Rows]:
+    """Return a function that gives each worker its client of one shared shard."""
 
     def rows(worker: int) -> Rows:
         return ShardRows(FakeRows(samples.schema(), [InMemoryTransport(shard.handle)], worker))  # type: ignore[arg-type]
@@ -150,8 +152,9 @@ def rows_of(shard: FakeShard) -> Callable[[int], Rows]:
     return rows
 
 
-class DoubleRows:
-    """Rows in float64 and Adagrad, of all workers together, which adds up a step's pushes as a shard does."""
+class Float64Rows:
+    """The rows of all workers in float64, with Adagrad. Adds up the workers' pushes of a step as a shard
+    does."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock, self.workers = clock, 1
@@ -164,8 +167,8 @@ class DoubleRows:
 
     def pull(self, lookup: Lookup) -> dict[str, Tensor]:
         return {
-            name: torch.stack(its)
-            if (its := [self._value(key) for key in _keys(lookup, name)])
+            name: torch.stack(values)
+            if (values := [self._value(key) for key in _keys(lookup, name)])
             else torch.empty(0)
             for name in lookup.stacks
         }
@@ -188,9 +191,9 @@ class DoubleRows:
 
     def save(self) -> None: ...
 
-    def _apply(self, key: tuple[int, int], gradient_D: Tensor, most: float) -> None:
+    def _apply(self, key: tuple[int, int], gradient_D: Tensor, max_norm: float) -> None:
         norm = float(gradient_D.norm())
-        gradient_D = gradient_D * (min(1.0, most / norm) if most and norm else 1.0)
+        gradient_D = gradient_D * (min(1.0, max_norm / norm) if max_norm and norm else 1.0)
         self.squares[key] = self.squares.get(key, torch.full_like(gradient_D, 0.1)) + gradient_D**2
         self.values[key] = self._value(key) - 0.05 * gradient_D / self.squares[key].sqrt()
 
@@ -204,5 +207,5 @@ class DoubleRows:
 
 
 def _keys(lookup: Lookup, stack: str) -> list[tuple[int, int]]:
-    its = lookup.stacks[stack]
-    return list(zip(its.table_U.tolist(), its.id_U.tolist(), strict=True))
+    keys = lookup.stacks[stack]
+    return list(zip(keys.table_U.tolist(), keys.id_U.tolist(), strict=True))

@@ -1,4 +1,4 @@
-"""A training loop over records in memory and one fake shard."""
+"""Builds a training loop over records in memory and one fake shard."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ PARTITIONS = (("samples", 0), ("samples", 1))
 
 
 class MemoryOutputs:
-    """`DurableOutputs` as lists. `unflushable`: why a flush fails; `refusal`: why something never arrived;
-    `full`: there is room only after an interrupt, for whoever waits then."""
+    """In-memory `DurableOutputs`. `flush_error` makes a flush fail. `refusal`: why the broker refused a
+    message. `full`: a prediction waits in the full queue until `interrupt`."""
 
     def __init__(self) -> None:
         self.predicted: list[pb.Prediction] = []
         self.letters: list[pb.DeadLetter] = []
         self.num_flushes = self.num_begun = 0
-        self.unflushable = self.refusal = ""
+        self.flush_error = self.refusal = ""
         self.full = False
-        self.waits, self._interrupted = threading.Event(), threading.Event()
+        self.is_waiting, self._interrupted = threading.Event(), threading.Event()
 
     def begin(self) -> None:
         self.num_begun += 1
@@ -53,7 +53,7 @@ class MemoryOutputs:
 
     def prediction(self, prediction: Prediction) -> None:
         if self.full:
-            self.waits.set()
+            self.is_waiting.set()
             assert self._interrupted.wait(10)
             raise UnavailableError("the queue is full")
         _, message = wire.decode(prediction.value)
@@ -64,13 +64,15 @@ class MemoryOutputs:
         self.letters.append(letter)
 
     def flush(self) -> None:
-        if self.unflushable or self.refusal:
-            raise UnavailableError(self.unflushable or self.refusal)
+        if self.flush_error or self.refusal:
+            raise UnavailableError(self.flush_error or self.refusal)
         self.num_flushes += 1
 
 
 @dataclasses.dataclass
 class Built:
+    """A training loop and the fakes around it. `stages`: the reported freshness (stage, ms)."""
+
     loop: TrainLoop
     reader: MemoryConsumer
     shard: FakeShard
@@ -90,15 +92,15 @@ class Built:
     def train_all(self) -> Built:
         while self.loop.step() or self.loop.finish():
             pass
-        self.loop.feed.drain()  # the last push may still be on its way
+        self.loop.feed.drain()  # the last push may not be finished yet
         return self
 
     def offsets(self) -> list[int]:
-        """Next to train, of partitions 0 and 1."""
+        """The next offsets to train in partitions 0 and 1."""
         return [self.loop.partitions.progress[partition] for partition in PARTITIONS]
 
     def bits(self) -> dict[str, bytes]:
-        """Weights, states and rows, to the bit."""
+        """The bytes of all weights, rows and optimizer states."""
         shared = {name: value.tobytes() for name, value in self.loop.snapshot().shared.items()}
         return shared | self.shard.bits()
 
@@ -114,7 +116,7 @@ def build(
     rewire: Callable[[LoopDependencies], LoopDependencies] = lambda dependencies: dependencies,
     **settings: Any,
 ) -> Built:
-    """`rewire`: what is to be connected otherwise."""
+    """Build a loop. `rewire` may replace its dependencies; `settings` are those of `LoopConfig`."""
     schema, clock = samples.schema(), FakeClock(samples.T0)
     shard = FakeShard(0, schema, MemoryStore(), {})
     shard.restored = True
@@ -135,20 +137,21 @@ def build(
     return Built(loop, reader, shard, transport, clock, outputs, stages)
 
 
-def assert_a_restored_loop_goes_on(
+def assert_a_restored_loop_continues_bit_equal(
     records: Sequence[Record], steps: int, **settings: Any
 ) -> tuple[Built, Built]:
-    """Cut a loop after so many steps and restore another one from the cut: both end in the same bits, with
-    the same predictions. Returns both."""
-    whole, again = build(records, **settings), build(records, **settings)
+    """Take a snapshot of a loop after some steps, restore another loop from it, and check that both end with
+    the same bits and the same predictions. Returns both."""
+    original, restored = build(records, **settings), build(records, **settings)
     for _ in range(steps):
-        whole.loop.step()
-    at, rows = whole.loop.snapshot(), {key: row.copy() for key, row in whole.shard.rows.items()}
-    num_before = len(whole.predicted)
-    again.loop.step()
-    again.shard.rows = rows
-    again.loop.restore(at)
-    again.predicted.clear()
-    assert again.train_all().bits() == whole.train_all().bits()
-    assert again.predicted == whole.predicted[num_before:]
-    return whole, again
+        original.loop.step()
+    snapshot = original.loop.snapshot()
+    rows = {key: row.copy() for key, row in original.shard.rows.items()}
+    num_before = len(original.predicted)
+    restored.loop.step()
+    restored.shard.rows = rows
+    restored.loop.restore(snapshot)
+    restored.predicted.clear()
+    assert restored.train_all().bits() == original.train_all().bits()
+    assert restored.predicted == original.predicted[num_before:]
+    return original, restored

@@ -1,4 +1,4 @@
-"""A checkpoint store in memory, with faults that happen when told to."""
+"""An in-memory checkpoint store with injected faults."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from roostream.runtime.store_identity import IDENTITY_NAME
 
 
 class MemoryStore:
-    """`CheckpointStore` in a dict. `fail_next("create", "after")`: the disk is full after the name exists."""
+    """A `CheckpointStore` in a dict. `fail_next("create", "after")` makes the next `create` fail after the
+    object exists."""
 
     def __init__(self) -> None:
         self.objects: dict[str, bytes] = {IDENTITY_NAME: json.dumps({"store": "0" * 32}).encode()}
@@ -23,7 +24,7 @@ class MemoryStore:
         self._faults.append((method, when))
 
     def damage(self, name: str) -> None:
-        """Flip one bit in the middle."""
+        """Flip one bit in the middle of an object."""
         data = bytearray(self.objects[name])
         data[len(data) // 2] ^= 1
         self.objects[name] = bytes(data)
@@ -56,7 +57,7 @@ class MemoryStore:
         self._fault("put_stream", "after")
 
     def get(self, name: str) -> bytes:
-        if name != IDENTITY_NAME:  # it is read with every other call
+        if name != IDENTITY_NAME:  # every other call reads it, and would use up the fault
             self._fault("get", "before")
         if name not in self.objects:
             raise CheckpointError(f"{name} is absent")
@@ -73,7 +74,7 @@ class MemoryStore:
         self.objects.pop(name, None)
 
     def sweep(self) -> None:
-        """Nothing is ever unfinished."""
+        """Do nothing: this store has no unfinished writes."""
 
     def _fault(self, method: str, when: str) -> None:
         if (method, when) in self._faults:

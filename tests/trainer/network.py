@@ -1,8 +1,9 @@
-"""What lies between the programs of a simulation: calls, beats and a store, with faults that are data.
+"""The simulated network between programs: RPCs, heartbeats and the checkpoint store. Faults are given as
+data.
 
-`Disorder` draws what becomes of one message. A `DeadLink` lasts: from one round to another nothing of one
-program's calls arrives at the other, or they arrive and their answers don't. A `SlowShard` lasts too: what it
-is asked, or its answer, is late by rounds. Everything is well again in the end, so that every run ends.
+`MessageFaults` draws random faults of single messages. A `FaultSchedule` lists faults that last for a range
+of rounds: dead links, slow shards, an unusable store, wrong clocks. All faults end, so that every run can
+finish.
 """
 
 from __future__ import annotations
@@ -33,45 +34,46 @@ CONTROLLER, STORE = "controller", "store"
 
 
 class DeadLink(NamedTuple):
-    """Between two workers it is the parts of sums on their way that don't arrive; they have no answers."""
+    """No call of `source` arrives at `target`. Between two workers, parts of gradient sums are lost; these
+    are one-way messages without answers."""
 
-    source: str  # who calls
+    source: str
     target: str
     first: int  # round
     rounds: int
-    answers_only: bool = False  # what is asked is done, and the caller doesn't hear of it
+    answers_only: bool = False  # calls are executed, but their answers are lost
 
 
 class SlowShard(NamedTuple):
-    """Beats are as quick as ever: another thread sends them."""
+    """A shard that executes or answers calls late. Its heartbeats stay on time: another thread sends them."""
 
     shard: str
     first: int
     rounds: int
-    late: int  # rounds
-    begins_late: bool = False  # it does late what it is asked; else it does it at once, and answers late
+    rounds_late: int
+    executes_late: bool = False  # False: it executes at once, and answers late
 
 
 class StoreFault(NamedTuple):
-    """What becomes of the store, for one program or for all."""
+    """A fault of the store, as one program or all programs see it."""
 
-    kind: str  # "unmounted" (an empty folder is in its place), "read-only" or "unavailable"
+    kind: str  # "unmounted" (an empty folder is at the mount point), "read-only" or "unavailable"
     first: int  # round
     rounds: int
-    who: str = ""  # "" = everyone
+    who: str = ""  # program; "" = all
 
 
 class WrongClock(NamedTuple):
-    """The wall clock of one program is wrong by `ms`: it jumps there and back."""
+    """The wall clock of one program jumps by `ms`, and jumps back at the end."""
 
-    who: str
+    who: str  # program
     first: int  # round
     rounds: int
     ms: int
 
 
-class Lasting(NamedTuple):
-    """Faults that last."""
+class FaultSchedule(NamedTuple):
+    """Faults that last for a range of rounds."""
 
     links: tuple[DeadLink, ...] = ()
     slow: tuple[SlowShard, ...] = ()
@@ -80,84 +82,85 @@ class Lasting(NamedTuple):
 
 
 class Network:
-    """`lasting` by the round that it is; `struck` counts what each fault did."""
+    """Applies a fault schedule in the current round. `fault_counts`: how often each fault had an effect."""
 
-    def __init__(self, lasting: Lasting) -> None:
-        self.lasting, self.round = lasting, 0
-        self.struck: Counter[str] = Counter()
+    def __init__(self, schedule: FaultSchedule) -> None:
+        self.schedule, self.round = schedule, 0
+        self.fault_counts: Counter[str] = Counter()
 
-    def reach(self, source: str, target: str, *, is_answer: bool = False) -> None:
-        """A request on its way to `target`, or its answer back. Raises TransportError: it doesn't arrive."""
-        for link in self.lasting.links:
+    def deliver(self, source: str, target: str, *, is_answer: bool = False) -> None:
+        """Deliver a request to `target`, or its answer to `source`. Raises TransportError: it is lost."""
+        for link in self.schedule.links:
             if (
                 link[:2] == (source, target)
                 and link.answers_only == is_answer
                 and 0 <= self.round - link.first < link.rounds
             ):
-                self.struck[f"{source} → {target}{', answers' * is_answer}"] += 1
+                self.fault_counts[f"{source} → {target}{', answers' * is_answer}"] += 1
                 raise TransportError(f"{target} can't be reached")
 
-    def hears(self, worker: int, other: int) -> bool:
-        """Whether what `other` tells `worker` arrives."""
+    def can_receive(self, worker: int, other: int) -> bool:
+        """Whether messages of worker `other` arrive at `worker`."""
         try:
-            self.reach(f"worker {other}", f"worker {worker}")
+            self.deliver(f"worker {other}", f"worker {worker}")
         except TransportError:
             return False
         return True
 
     def store_fault(self, who: str) -> str:
-        """What is wrong with the store of `who` now; "" = nothing."""
-        for fault in self.lasting.store:
+        """The kind of fault of the store for this program now; "" = none."""
+        for fault in self.schedule.store:
             if fault.who in ("", who) and 0 <= self.round - fault.first < fault.rounds:
-                self.struck[f"store {fault.kind}"] += 1
+                self.fault_counts[f"store {fault.kind}"] += 1
                 return fault.kind
         return ""
 
     def clock_error_ms(self, who: str) -> int:
-        """By how much the wall clock of `who` is wrong now."""
-        for wrong in self.lasting.clocks:
+        """The error of this program's wall clock now."""
+        for wrong in self.schedule.clocks:
             if wrong.who == who and 0 <= self.round - wrong.first < wrong.rounds:
-                self.struck[f"clock of {who}"] += 1
+                self.fault_counts[f"clock of {who}"] += 1
                 return wrong.ms
         return 0
 
-    def late(self, shard: str) -> SlowShard | None:
-        """How it is slow now."""
-        for slow in self.lasting.slow:
+    def slowness(self, shard: str) -> SlowShard | None:
+        """The fault that makes this shard slow now, if any."""
+        for slow in self.schedule.slow:
             if slow.shard == shard and 0 <= self.round - slow.first < slow.rounds:
-                self.struck[f"{shard} {'begins' if slow.begins_late else 'answers'} late"] += 1
+                self.fault_counts[f"{shard} {'begins' if slow.executes_late else 'answers'} late"] += 1
                 return slow
         return None
 
 
-class Disorder:
-    """What becomes of messages: `draw` names a fault, or "" for none. After `most` faults the network is
-    well, so that every run ends."""
+class MessageFaults:
+    """Random faults of single messages. There are at most `max_faults`, so that every run ends; without a
+    seed there are none."""
 
-    def __init__(self, seed: int | None, *, share: float = 0.15, most: int = 60) -> None:
+    def __init__(self, seed: int | None, *, probability: float = 0.15, max_faults: int = 60) -> None:
         self.random = random.Random(seed)
-        self.share, self.left = share, 0 if seed is None else most
-        self.drawn: Counter[str] = Counter()
-        self.late: list[Callable[[], object]] = []  # copies that are still on their way
+        self.probability, self.remaining = probability, 0 if seed is None else max_faults
+        self.injected: Counter[str] = Counter()
+        self.delayed: list[Callable[[], object]] = []  # copies of messages that have not arrived yet
 
     def draw(self, *faults: str) -> str:
-        if not self.left or self.random.random() >= self.share:
+        """Return one of these faults, or "" for none."""
+        if not self.remaining or self.random.random() >= self.probability:
             return ""
-        self.left -= 1
+        self.remaining -= 1
         fault = self.random.choice(faults)
-        self.drawn[fault] += 1
+        self.injected[fault] += 1
         return fault
 
-    def deliver_late(self) -> None:
-        """Some copies arrive now, in any order; nobody waits for their answers."""
-        self.random.shuffle(self.late)
-        while self.late and self.random.random() < 0.5:
+    def deliver_delayed(self) -> None:
+        """Deliver some of the delayed copies in random order. Their answers are dropped."""
+        self.random.shuffle(self.delayed)
+        while self.delayed and self.random.random() < 0.5:
             with contextlib.suppress(RoostreamError):
-                self.late.pop()()
+                self.delayed.pop()()
 
 
 class ProgramClock:
-    """The clock of one program: time passes as for all of them, and the wall clock may be wrong."""
+    """The clock of one program. Its wall clock may be wrong; its monotonic clock is the simulation's."""
 
     def __init__(self, clock: Clock, who: str, network: Network) -> None:
         self.clock, self.who, self.network = clock, who, network
@@ -172,25 +175,25 @@ class ProgramClock:
         return self.clock.sleep(seconds, stop)
 
 
-class ShakyStore(MemoryStore):
-    """A store that now and then can't be read or written for a call, before or after it had its effect;
-    `well` while a test looks."""
+class FlakyMemoryStore(MemoryStore):
+    """An in-memory store in which random calls fail, before or after they take effect. No call fails while
+    `reliable` is true."""
 
-    def __init__(self, disorder: Disorder) -> None:
+    def __init__(self, message_faults: MessageFaults) -> None:
         super().__init__()
-        self.disorder, self.well = disorder, True
+        self.message_faults, self.reliable = message_faults, True
 
     def _fault(self, method: str, when: str) -> None:
         super()._fault(method, when)
-        if not self.well and self.disorder.draw("store away"):
+        if not self.reliable and self.message_faults.draw("store away"):
             raise UnavailableError(f"{method}: the store is away")
 
 
-class BucketStore(ShakyStore):
-    """A `ShakyStore` whose objects are in a bucket of a real S3 server."""
+class FlakyBucketStore(FlakyMemoryStore):
+    """A `FlakyMemoryStore` that keeps its objects in a bucket of a real S3 server."""
 
-    def __init__(self, disorder: Disorder, bucket: ObjectStore) -> None:
-        super().__init__(disorder)
+    def __init__(self, message_faults: MessageFaults, bucket: ObjectStore) -> None:
+        super().__init__(message_faults)
         self.bucket = bucket
         for name, data in self.objects.items():
             bucket.put(name, data)
@@ -207,7 +210,7 @@ class BucketStore(ShakyStore):
         self.bucket.put(name, data)
 
     def put_stream(self, name: str, chunks: Iterable[bytes], size: int) -> None:
-        def sent() -> Iterator[bytes]:
+        def observed_chunks() -> Iterator[bytes]:
             part = 0
             for part, chunk in enumerate(chunks):
                 self.before_part(name, part)
@@ -215,7 +218,7 @@ class BucketStore(ShakyStore):
                 yield chunk
             self.before_part(name, part + 1)
 
-        self.bucket.put_stream(name, sent(), size)
+        self.bucket.put_stream(name, observed_chunks(), size)
         self._fault("put_stream", "after")
 
     def get(self, name: str) -> bytes:
@@ -236,87 +239,92 @@ class BucketStore(ShakyStore):
 
 
 class StoreLink:
-    """The store as one program reaches it. `mount_point` is what is there while the store is not mounted."""
+    """The connection of one program to the store. While the store is unmounted, calls go to `mount_point`,
+    the empty folder below it."""
 
     def __init__(self, store: MemoryStore, mount_point: MemoryStore, who: str, network: Network) -> None:
         self.mounted, self.mount_point, self.who, self.network = store, mount_point, who, network
 
     def create(self, name: str, data: bytes) -> bool:
-        return self._reached(lambda store: store.create(name, data), writes=True)
+        return self._call(lambda store: store.create(name, data), writes=True)
 
     def put(self, name: str, data: bytes) -> None:
-        self._reached(lambda store: store.put(name, data), writes=True)
+        self._call(lambda store: store.put(name, data), writes=True)
 
     def put_stream(self, name: str, chunks: Iterable[bytes], size: int) -> None:
-        self._reached(lambda store: store.put_stream(name, chunks, size), writes=True)
+        self._call(lambda store: store.put_stream(name, chunks, size), writes=True)
 
     def get(self, name: str) -> bytes:
-        return self._reached(lambda store: store.get(name))
+        return self._call(lambda store: store.get(name))
 
     def get_range(self, name: str, start: int, size: int) -> bytes:
-        return self._reached(lambda store: store.get_range(name, start, size))
+        return self._call(lambda store: store.get_range(name, start, size))
 
     def list(self, prefix: str) -> list[str]:
-        return self._reached(lambda store: store.list(prefix))
+        return self._call(lambda store: store.list(prefix))
 
     def delete(self, name: str) -> None:
-        self._reached(lambda store: store.delete(name), writes=True)
+        self._call(lambda store: store.delete(name), writes=True)
 
     def sweep(self) -> None:
-        self._reached(lambda store: store.sweep(), writes=True)
+        self._call(lambda store: store.sweep(), writes=True)
 
-    def _reached(self, do: Callable[[MemoryStore], T], *, writes: bool = False) -> T:
+    def _call(self, do: Callable[[MemoryStore], T], *, writes: bool = False) -> T:
         fault = self.network.store_fault(self.who)
         if fault == "unavailable" or (fault == "read-only" and writes):
             raise UnavailableError(f"the store is {fault}")
         try:
-            self.network.reach(self.who, STORE)
-            done = do(self.mount_point if fault == "unmounted" else self.mounted)
-            self.network.reach(self.who, STORE, is_answer=True)
+            self.network.deliver(self.who, STORE)
+            result = do(self.mount_point if fault == "unmounted" else self.mounted)
+            self.network.deliver(self.who, STORE, is_answer=True)
         except TransportError:
             raise UnavailableError("the store is away") from None
-        return done
+        return result
 
 
-class Ways(Protocol):
-    """What a wire needs of its simulation."""
+class SimulatedSystem(Protocol):
+    """The parts of a simulation that the transports use."""
 
     network: Network
-    disorder: Disorder
+    message_faults: MessageFaults
     clock: Clock
 
 
-class Wire:
-    """A transport of one program to whichever process is behind a shard's place now."""
+class ShardTransport:
+    """A program's transport to a shard. `find` returns the shard's current process; None: it is dead."""
 
     def __init__(
-        self, ways: Ways, source: str, shard: str, find: Callable[[], FakeShard | RealShard | None]
+        self,
+        system: SimulatedSystem,
+        source: str,
+        shard: str,
+        find: Callable[[], FakeShard | RealShard | None],
     ) -> None:
-        self.ways, self.source, self.shard, self.find = ways, source, shard, find
+        self.system, self.source, self.shard, self.find = system, source, shard, find
 
     def call(self, method: str, header: Header, arrays: Arrays = (), *, timeout_s: float = 30.0) -> Any:
-        network, disorder = self.ways.network, self.ways.disorder
-        network.reach(self.source, self.shard)
-        fault = disorder.draw("lost", "answer lost", "twice", "late copy")
+        network, message_faults = self.system.network, self.system.message_faults
+        network.deliver(self.source, self.shard)
+        fault = message_faults.draw("lost", "answer lost", "twice", "late copy")
         if fault == "lost":
             raise TransportError(f"{method}: lost")
-        slow = network.late(self.shard)
-        if slow is not None and slow.begins_late:
+        slow = network.slowness(self.shard)
+        if slow is not None and slow.executes_late:
             try:
-                self._wait(slow.late)
-            except (TransportError, Killed):  # nobody waits any more, and it still does it
-                disorder.late.append(lambda: self._handle(method, header, arrays))
+                self._wait(slow.rounds_late)
+            except (TransportError, Killed):  # the shard executes the call although the caller has given up
+                message_faults.delayed.append(lambda: self._handle(method, header, arrays))
                 raise
         if fault == "late copy":
-            disorder.late.append(lambda: self._handle(method, header, arrays))
+            message_faults.delayed.append(lambda: self._handle(method, header, arrays))
         answer = self._handle(method, header, arrays)
         if fault == "twice":
             answer = self._handle(method, header, arrays)
-        if slow is not None and not slow.begins_late:
-            self._wait(slow.late)
+        if slow is not None and not slow.executes_late:
+            self._wait(slow.rounds_late)
         if fault == "answer lost":
             raise TransportError(f"{method}: the answer was lost")
-        network.reach(self.source, self.shard, is_answer=True)
+        network.deliver(self.source, self.shard, is_answer=True)
         return answer
 
     def close(self) -> None: ...
@@ -328,12 +336,13 @@ class Wire:
         return shard.handle(method, dict(header), [np.array(a) for a in arrays])
 
     def _wait(self, rounds: int) -> None:
-        """Raises TransportError: the caller's patience, or the shard, has ended before."""
-        network, shard = self.ways.network, self.find()
+        """Wait until the answer comes. Raises TransportError: the caller's time limit or the shard's process
+        ended before."""
+        network, shard = self.system.network, self.find()
         until = network.round + rounds
         try:
             wait_until(
-                lambda: network.round >= until or self.find() is not shard, self.ways.clock, "an answer"
+                lambda: network.round >= until or self.find() is not shard, self.system.clock, "an answer"
             )
         except UnavailableError as error:
             raise TransportError(str(error)) from None
@@ -341,35 +350,35 @@ class Wire:
             raise TransportError("the connection was closed")
 
 
-class BeatWire:
-    """A member's transport to whichever controller there is. `overtake` lets the member beat once more, from
-    its other thread, while an answer is on its way."""
+class HeartbeatTransport:
+    """A member's transport to the controller. `find` returns the current controller. `overtake` sends a
+    second heartbeat from the member's other thread, while the answer to the first one is delayed."""
 
     def __init__(
         self,
-        ways: Ways,
+        system: SimulatedSystem,
         source: str,
         find: Callable[[], Controller | None],
         overtake: Callable[[], None] = lambda: None,
     ) -> None:
-        self.ways, self.source, self.find, self.overtake = ways, source, find, overtake
+        self.system, self.source, self.find, self.overtake = system, source, find, overtake
 
     def call(self, method: str, header: Header, arrays: Arrays = (), *, timeout_s: float = 30.0) -> Any:
-        network, disorder = self.ways.network, self.ways.disorder
-        network.reach(self.source, CONTROLLER)
-        fault = disorder.draw(
+        network, message_faults = self.system.network, self.system.message_faults
+        network.deliver(self.source, CONTROLLER)
+        fault = message_faults.draw(
             "beat lost", "beat's answer lost", "beat twice", "late copy of a beat", "late answer"
         )
         if fault == "beat lost":
             raise TransportError("beat: lost")
         if fault == "late copy of a beat":
-            disorder.late.append(lambda: self._handle(header))
+            message_faults.delayed.append(lambda: self._handle(header))
         answer = self._handle(header)
         if fault == "beat twice":
             answer = self._handle(header)
         if fault == "beat's answer lost":
             raise TransportError("beat: the answer was lost")
-        network.reach(self.source, CONTROLLER, is_answer=True)
+        network.deliver(self.source, CONTROLLER, is_answer=True)
         if fault == "late answer":
             self.overtake()
         return answer, []
@@ -380,12 +389,12 @@ class BeatWire:
         controller = self.find()
         if controller is None:
             raise TransportError("beat: connection refused")
-        return copied(controller.handle("beat", copied(header), ())[0])
+        return through_msgpack(controller.handle("beat", through_msgpack(header), ())[0])
 
 
-def copied(header: Header) -> Header:
-    """As it arrives: through bytes."""
-    arrived: Header = msgspec.msgpack.decode(
+def through_msgpack(header: Header) -> Header:
+    """Encode and decode a header, as a real transport does."""
+    decoded: Header = msgspec.msgpack.decode(
         msgspec.msgpack.encode(header, enc_hook=lambda number: number.item())
     )
-    return arrived
+    return decoded

@@ -1,5 +1,5 @@
-"""A training loop of which reading, pulling and pushing have threads, over records in memory and one fake
-shard."""
+"""A training loop that reads, pulls and pushes in background threads, over records in memory and one fake
+shard. The order of the threads can be random and reproducible."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from trainer.rows import PushTimes, Rows
 
 
 @dataclasses.dataclass
-class Piped:
+class PipelinedLoop:
     built: Built
     feed: PipelinedFeed
-    rows: PacedRows
-    pace: Pace
+    rows: ScheduledRows
+    scheduler: ThreadScheduler
 
 
 @contextlib.contextmanager
@@ -45,71 +45,77 @@ def pipelined(
     read_ahead: int = 2,
     seed: int | None = None,
     **settings: Any,
-) -> Iterator[Piped]:
-    """Without a `seed` every thread goes at its own pace."""
-    pace = Pace(seed or 0)
-    pace.free = seed is None
-    made: list[Any] = []
+) -> Iterator[PipelinedLoop]:
+    """Open a pipelined loop. With a `seed` a `ThreadScheduler` orders its threads; without, they run
+    freely."""
+    scheduler = ThreadScheduler(seed or 0)
+    scheduler.unordered = seed is None
+    parts: list[Any] = []
 
     def rewire(dependencies: LoopDependencies) -> LoopDependencies:
         stages = StageTimer(dependencies.clock)
-        rows = PacedRows(dependencies.rows, pace)
-        late = AsyncRows(rows, stages)
+        rows = ScheduledRows(dependencies.rows, scheduler)
+        async_rows = AsyncRows(rows, stages)
 
-        def open_source() -> PacedBatches:
-            old: Any = dependencies.source
-            source = PacedBatches(
-                old.consumer,
+        def open_source() -> ScheduledSource:
+            original: Any = dependencies.source
+            source = ScheduledSource(
+                original.consumer,
                 Decoder(samples.schema(), {}.get),
                 dependencies.clock,
-                max_wait_ms=old.max_wait_ms,
+                max_wait_ms=original.max_wait_ms,
             )
-            source.pace = pace
+            source.scheduler = scheduler
             return source
 
         source = SourceThread(open_source)
-        made.extend((source, rows))
+        parts.extend((source, rows))
 
         def feed(acts: Any) -> PipelinedFeed:
-            made.append(
-                PipelinedFeed(acts, source, late, staleness=staleness, read_ahead=read_ahead, stages=stages)
+            parts.append(
+                PipelinedFeed(
+                    acts, source, async_rows, staleness=staleness, read_ahead=read_ahead, stages=stages
+                )
             )
-            return made[-1]
+            return parts[-1]
 
-        return dataclasses.replace(dependencies, source=source, rows=late, feed=feed, stages=stages)
+        return dataclasses.replace(dependencies, source=source, rows=async_rows, feed=feed, stages=stages)
 
     built = build(records, rewire=rewire, **settings)
-    source, rows, feed = made
+    source, rows, feed = parts
     try:
-        yield Piped(built, feed, rows, pace)
+        yield PipelinedLoop(built, feed, rows, scheduler)
     finally:
-        pace.close()
+        scheduler.close()
         feed.close()
         source.close()
 
 
-# Threads that go on in a drawn order, without any time passing
+# Threads in a random order, without real waits
 
 
-_YIELDS = 20
+_MAX_YIELDS = 20
 
 
-class Pace:
-    """`here(where)` returns when its turn has come. Now and then another place becomes the slow one, which
-    goes on only when nobody else waits. `fail_next(where)`: the next one there raises. `free`: everybody goes
-    on at once."""
+class ThreadScheduler:
+    """Lets waiting threads continue one by one, in random order.
+
+    `wait_for_turn(where)` returns when the scheduler picks the caller; `where` names the stage. One stage at
+    a time is slow: it continues only if no other thread waits. `fail_next(where)` makes the next caller of
+    this stage raise. While `unordered` is true, nobody waits.
+    """
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
-        self.free = False
+        self.unordered = False
         self._changed = threading.Condition()
         self._waiting: list[tuple[str, threading.Event]] = []
         self._failing: list[str] = []
-        self._thread = threading.Thread(target=self._conduct, name="pace", daemon=True)
+        self._thread = threading.Thread(target=self._schedule, name="scheduler", daemon=True)
         self._thread.start()
 
-    def here(self, where: str) -> None:
-        if not self.free:
+    def wait_for_turn(self, where: str) -> None:
+        if not self.unordered:
             turn = threading.Event()
             with self._changed:
                 self._waiting.append((where, turn))
@@ -124,33 +130,34 @@ class Pace:
 
     def close(self) -> None:
         with self._changed:
-            self.free = True
+            self.unordered = True
             self._changed.notify_all()
         self._thread.join()
 
-    def _conduct(self) -> None:
+    def _schedule(self) -> None:
         slow = ""
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._waiting or self.free)
-                if self.free and not self._waiting:
+                self._changed.wait_for(lambda: self._waiting or self.unordered)
+                if self.unordered and not self._waiting:
                     return
-            for _ in range(self.random.randrange(_YIELDS)):
+            for _ in range(self.random.randrange(_MAX_YIELDS)):
                 os.sched_yield()
             with self._changed:
                 if self.random.random() < 0.2:
                     slow = self.random.choice(["poll", "pull", "push", "train", ""])
                 choice = [w for w in self._waiting if w[0] != slow] or self._waiting
-                goes_on = self.random.choice(choice)
-                self._waiting.remove(goes_on)
-            goes_on[1].set()
+                chosen = self.random.choice(choice)
+                self._waiting.remove(chosen)
+            chosen[1].set()
 
 
-class PacedRows:
-    """`Rows` at a pace, which notes of every push how many pushes were made between its rows' pull and it."""
+class ScheduledRows:
+    """`Rows` that wait for the scheduler. `staleness`: for each push, the number of other pushes since the
+    pull of its rows."""
 
-    def __init__(self, rows: Rows, pace: Pace) -> None:
-        self.rows, self.pace = rows, pace
+    def __init__(self, rows: Rows, scheduler: ThreadScheduler) -> None:
+        self.rows, self.scheduler = rows, scheduler
         self.num_pushed = 0
         self.staleness: list[int] = []
         self._pulled_at: dict[int, tuple[int, Lookup]] = {}
@@ -159,31 +166,31 @@ class PacedRows:
         self.rows.set_incarnation(incarnation, workers, owners)
 
     def pull(self, lookup: Lookup) -> dict[str, Tensor]:
-        self.pace.here("pull")
+        self.scheduler.wait_for_turn("pull")
         self._pulled_at[id(lookup)] = self.num_pushed, lookup
         pulled = self.rows.pull(lookup)
-        self.pace.here("pull")
+        self.scheduler.wait_for_turn("pull")
         return pulled
 
     def push(self, lookup: Lookup, gradients: Mapping[str, Tensor], times: PushTimes) -> None:
-        self.pace.here("push")
+        self.scheduler.wait_for_turn("push")
         self.staleness.append(self.num_pushed - self._pulled_at[id(lookup)][0])
         self.rows.push(lookup, gradients, times)
         self.num_pushed += 1
-        self.pace.here("push")
+        self.scheduler.wait_for_turn("push")
 
     def save(self) -> None:
         self.rows.save()
 
 
-class PacedBatches(RecordSource):
-    """A source at a pace; `thread`: the one that has called it, and no other may."""
+class ScheduledSource(RecordSource):
+    """A source that waits for the scheduler, and checks that only one thread uses it."""
 
-    pace: Pace
+    scheduler: ThreadScheduler
     thread: int | None = None
 
     def poll(self, max_requests: int, timeout_s: float, partition: Partition | None = None) -> Chunk | None:
         self.thread = self.thread or threading.get_ident()
-        assert self.thread == threading.get_ident(), "one thread"
-        self.pace.here("poll")
+        assert self.thread == threading.get_ident(), "a second thread called poll"
+        self.scheduler.wait_for_turn("poll")
         return super().poll(max_requests, timeout_s, partition)

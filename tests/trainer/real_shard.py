@@ -1,4 +1,5 @@
-"""The parameter server's own shard in the simulator: its blobs outlive it, as a disk would."""
+"""The parameter server's real shard as a process of the simulator. Its key-value store survives the process,
+as a disk would."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ from tests.trainer.actors import wait_until
 from tests.trainer.memory_store import MemoryStore
 
 
-class _Changed:
-    """The condition by which the shard waits for the other workers' pushes, where only one thread runs at a
+class _ActorCondition:
+    """A condition variable for the shard's gradient barrier in the simulator, where only one thread runs at a
     time."""
 
     def __init__(self, process: RealShard, lock: threading.Lock, clock: Clock) -> None:
@@ -38,11 +39,11 @@ class _Changed:
         return True
 
     def notify_all(self) -> None:
-        """They look."""
+        """Do nothing: waiting actors poll."""
 
 
 class RealShard:
-    """The same surface as `FakeShard`."""
+    """A real shard with the interface of `FakeShard`."""
 
     def __init__(
         self,
@@ -62,10 +63,10 @@ class RealShard:
         self.handle = ShardRpcHandler(self.shard).handle
         self.execute, self.report = self.shard.execute, self.shard.stats
         self.is_dead = False
-        self.shard.barrier.changed = _Changed(self, self.shard.barrier.lock, clock)  # type: ignore[assignment]
+        self.shard.barrier.changed = _ActorCondition(self, self.shard.barrier.lock, clock)  # type: ignore[assignment]
 
     def die(self) -> None:
-        """Whoever waits for an answer hears that there will be none."""
+        """End the process. Callers that wait for an answer get an error."""
         self.is_dead = True
 
     def bits(self) -> dict[str, bytes]:

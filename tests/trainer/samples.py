@@ -1,5 +1,5 @@
-"""A small schema and samples for it, whose user ids are unique: a user's row tells how often its sample was
-applied."""
+"""A small schema and samples for it. Each sample has its own user, so the pushes to a user's row count how
+often the sample was trained."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def sample(
     user: int | None = None,
     fingerprint: int = 0,
 ) -> bytes:
-    """Sample `number` (from 1), of user `number` unless given; labels and features are a function of the
-    number. `fingerprint`: of another schema with the same features; 0 = of `schema()`."""
+    """Encode sample `number` (from 1). Its user is `number` unless given; its labels and features depend on
+    the number only. `fingerprint`: that of another schema with the same features; 0 = that of `schema()`."""
     s, random = schema(), np.random.default_rng(number)
     items = (random.integers(0, NUM_ITEMS, num_candidates) + 1).tolist()
     time_ms = T0 + number * 1000
@@ -88,17 +88,17 @@ KAFKA: dict[str, Any] = {"cluster_id": "c", "topics": {"samples": "1"}}
 
 
 def identity(**changes: Any) -> DeploymentIdentity:
-    """Of a deployment with one shard."""
+    """The identity of a deployment with one shard."""
     settings: dict[str, Any] = {"schema": schema(), "registry": {}.get, "kafka": KAFKA, "num_shards": 1}
     settings |= {"num_buckets": 64, "num_partitions": 4, "seed": 0}
     return DeploymentIdentity(**{**settings, **changes})
 
 
-def corrected(
+def correction(
     number: int, candidate: int, *, event: int = 1, after: float = 1.0, before: float | None = None
 ) -> Record:
-    """What an engagement, 10 s behind the close, makes of one candidate's label. `before`: as in the sample
-    unless given."""
+    """The correction record of an engagement 10 s after the close. It sets one candidate's label to `after`.
+    `before`: the label before it; that of the sample unless given."""
     message = pb.Sample.FromString(sample(number)[2:])
     message.labels_before[:] = message.labels
     if before is not None:
@@ -117,8 +117,8 @@ def corrected(
     return Record("corrections", number % 2, 0, engaged_ms, number.to_bytes(8, "little"), value)
 
 
-def placed(records: list[Record]) -> list[Record]:
-    """With the offsets that their order in each partition gives."""
+def with_offsets(records: list[Record]) -> list[Record]:
+    """Number the records of each partition in their order."""
     ends: Counter[tuple[str, int]] = Counter()
     out = []
     for record in records:
@@ -129,8 +129,8 @@ def placed(records: list[Record]) -> list[Record]:
 
 
 def records(numbers: list[int], *, num_partitions: int = 2) -> list[Record]:
-    """One record a number, dealt to partitions by it, in that order; a number that comes again is a
-    re-emission."""
+    """One record per sample number, in this order; the number decides the partition. A repeated number is a
+    second emission of the same sample."""
     out, ends = [], dict.fromkeys(range(num_partitions), 0)
     for number in numbers:
         p = number % num_partitions

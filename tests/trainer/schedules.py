@@ -1,5 +1,5 @@
-"""Faults of a fleet, drawn from a seed: which processes die at which moments, which links are dead and which
-shards slow, and for how long."""
+"""Random fault schedules for the simulator, and parameters for the tests that run them. A seed decides which
+processes are killed at which moments, which links are dead, which shards are slow, and for how long."""
 
 from __future__ import annotations
 
@@ -9,16 +9,24 @@ from typing import Any
 
 import pytest
 
-from tests.trainer.network import CONTROLLER, STORE, DeadLink, Lasting, SlowShard, StoreFault, WrongClock
+from tests.trainer.network import (
+    CONTROLLER,
+    STORE,
+    DeadLink,
+    FaultSchedule,
+    SlowShard,
+    StoreFault,
+    WrongClock,
+)
 from tests.trainer.simulator import Kill, Simulation, Twin
 
 SHARDS = ("shard 0", "shard 1")
 LIMITS = {"step_timeout_s": 5.0, "restore_timeout_s": 6.0}
-"""Below what a slow shard can take, 0.25 s a round, so that it is slower than what its fleet waits for."""
+"""Shorter than the longest delay of a slow shard (a round is 0.25 s), so that time limits expire."""
 
 
-def every(n: int, cases: Iterable[Any]) -> list[Any]:
-    """Parameters of a test: every n-th of these cases; `make chaos` runs the others."""
+def every_nth(n: int, cases: Iterable[Any]) -> list[Any]:
+    """Parametrize a test with every n-th of these cases; `make chaos` runs the others as well."""
     chaos = pytest.mark.chaos
     return [
         pytest.param(*(case if type(case) is tuple else (case,)), marks=[chaos] * (at % n > 0))
@@ -26,17 +34,18 @@ def every(n: int, cases: Iterable[Any]) -> list[Any]:
     ]
 
 
-def seeds(count: int, *, chaos: int, first: int = 0) -> list[Any]:
-    """Parameters of a test, in ranges: `count` seeds from `first` on; `make chaos` runs those behind them."""
-    marks = [pytest.mark.chaos, pytest.mark.timeout(900)]  # far less where nothing else runs
+def seed_ranges(count: int, *, chaos: int, first: int = 0) -> list[Any]:
+    """Parametrize a test with ranges of seeds: `count` seeds from `first` on; `make chaos` runs all up to
+    `chaos`."""
+    marks = [pytest.mark.chaos, pytest.mark.timeout(900)]  # a busy machine needs far longer than a quiet one
     return [
         *(range(at, at + 5) for at in range(first, first + count, 5)),
         *(pytest.param(range(at, at + 100), marks=marks) for at in range(first + count, first + chaos, 100)),
     ]
 
 
-def around(who: str, *kinds: str) -> list[tuple[str, str, str]]:
-    """The moments before and after each of these."""
+def before_and_after(who: str, *kinds: str) -> list[tuple[str, str, str]]:
+    """The moments before and after this member executes each of these commands."""
     return [(who, kind, when) for kind in kinds for when in ("before", "after")]
 
 
@@ -44,9 +53,13 @@ def moments(workers: int) -> list[tuple[str, str, str]]:
     names = [f"worker {i}" for i in range(workers)]
     commands = ("restore", "start", "cut", "resume", "write", "commit")
     return [
-        *(moment for name in names for moment in around(name, *commands)),
-        *(moment for name in SHARDS for moment in around(name, "restore", "freeze", "write", "commit")),
-        *around(CONTROLLER, "claim", "link"),
+        *(moment for name in names for moment in before_and_after(name, *commands)),
+        *(
+            moment
+            for name in SHARDS
+            for moment in before_and_after(name, "restore", "freeze", "write", "commit")
+        ),
+        *before_and_after(CONTROLLER, "claim", "link"),
         *((name, "push", "before") for name in names),
     ]
 
@@ -59,7 +72,7 @@ def moments_and_victims(
     return [(moment, victims[(i + k) % n]) for i, moment in enumerate(moments) for k in (0, 1)]
 
 
-def kills_of(seed: int, workers: int) -> list[Kill]:
+def random_kills(seed: int, workers: int) -> list[Kill]:
     draw = random.Random(seed)
     everyone = [CONTROLLER, *SHARDS, *(f"worker {i}" for i in range(workers))]
     return [
@@ -68,8 +81,8 @@ def kills_of(seed: int, workers: int) -> list[Kill]:
     ]
 
 
-def twins_of(seed: int, workers: int) -> list[Twin]:
-    """One or two second processes of some members."""
+def random_twins(seed: int, workers: int) -> list[Twin]:
+    """Second processes for one or two random members."""
     draw = random.Random(f"twins {seed}")
     members = [*SHARDS, *(f"worker {i}" for i in range(workers))]
     return [
@@ -79,7 +92,7 @@ def twins_of(seed: int, workers: int) -> list[Twin]:
 
 
 def links(workers: int) -> list[tuple[str, str]]:
-    """(who calls, whom) of all that talk to each other."""
+    """All pairs (caller, callee) of programs that communicate."""
     names = [f"worker {i}" for i in range(workers)]
     members = [*names, *SHARDS]
     return [
@@ -91,11 +104,11 @@ def links(workers: int) -> list[tuple[str, str]]:
 
 
 def has_answers(link: tuple[str, str]) -> bool:
-    """Workers tell each other their parts of sums, and nobody answers."""
+    """Whether calls of this link have answers. Workers send each other parts of sums, which have none."""
     return not all(name.startswith("worker") for name in link)
 
 
-def lasting_of(seed: int, workers: int) -> Lasting:
+def random_faults(seed: int, workers: int) -> FaultSchedule:
     """One or two dead links, a slow shard, or both."""
     draw = random.Random(f"lasting {seed}")
     number = draw.randint(0, 2)
@@ -113,64 +126,64 @@ def lasting_of(seed: int, workers: int) -> Lasting:
             draw.choice(SHARDS),
             first=draw.randint(1, 20),
             rounds=draw.randint(10, 40),
-            late=draw.choice((2, 6, 12, 30)),
-            begins_late=draw.random() < 0.5,
+            rounds_late=draw.choice((2, 6, 12, 30)),
+            executes_late=draw.random() < 0.5,
         )
     ]
-    return Lasting(tuple(dead), tuple(slow) if not number or draw.random() < 0.5 else ())
+    return FaultSchedule(tuple(dead), tuple(slow) if not number or draw.random() < 0.5 else ())
 
 
 STORE_FAULTS = ("unmounted", "read-only", "unavailable")
 
 
-def with_store_faults(lasting: Lasting, seed: int, workers: int) -> Lasting:
-    """Add one or two faults of the store, of one program or of all."""
+def add_store_faults(schedule: FaultSchedule, seed: int, workers: int) -> FaultSchedule:
+    """Add one or two faults of the store, for one program or for all."""
     draw = random.Random(f"store {seed}")
     programs = ["", "", CONTROLLER, *SHARDS, *(f"worker {i}" for i in range(workers))]
     faults = [
         StoreFault(draw.choice(STORE_FAULTS), draw.randint(1, 30), draw.randint(2, 30), draw.choice(programs))
         for _ in range(draw.randint(1, 2))
     ]
-    return lasting._replace(store=tuple(faults))
+    return schedule._replace(store=tuple(faults))
 
 
-def drawn_with_store_faults(seed: int, workers: int) -> dict[str, Any]:
-    """`drawn`, where the store is unmounted, read-only or unavailable for a while."""
-    options = drawn(seed, workers)
-    return {**options, "lasting": with_store_faults(options.get("lasting", Lasting()), seed, workers)}
+def random_options_with_store_faults(seed: int, workers: int) -> dict[str, Any]:
+    """`random_options`, and a store that is unmounted, read-only or unavailable for a while."""
+    options = random_options(seed, workers)
+    return {**options, "faults": add_store_faults(options.get("faults", FaultSchedule()), seed, workers)}
 
 
 HOUR_MS = 3_600_000
 
 
-def drawn_with_wrong_clocks(seed: int, workers: int) -> dict[str, Any]:
-    """`drawn`, where every program's clock is wrong by up to an hour, from some round on for some rounds."""
-    options, draw = drawn(seed, workers), random.Random(f"clocks {seed}")
+def random_options_with_wrong_clocks(seed: int, workers: int) -> dict[str, Any]:
+    """`random_options`, and a wall clock of every program that is wrong by up to an hour for some rounds."""
+    options, draw = random_options(seed, workers), random.Random(f"clocks {seed}")
     clocks = [
         WrongClock(who, draw.randint(1, 8), draw.randint(4, 100), draw.randint(-HOUR_MS, HOUR_MS))
         for who in (CONTROLLER, *SHARDS, *(f"worker {i}" for i in range(workers)))
     ]
-    faults = options.get("lasting", Lasting())._replace(clocks=tuple(clocks))
-    return {**options, "lasting": faults}
+    faults = options.get("faults", FaultSchedule())._replace(clocks=tuple(clocks))
+    return {**options, "faults": faults}
 
 
-def lasting(seed: int, workers: int) -> dict[str, Any]:
-    """Options of a simulation: faults that last, for two of three seeds."""
-    return {"lasting": lasting_of(seed, workers), "limits": LIMITS} if seed % 3 else {}
+def fault_options(seed: int, workers: int) -> dict[str, Any]:
+    """Options of `Simulation`: a random fault schedule for two of three seeds."""
+    return {"faults": random_faults(seed, workers), "limits": LIMITS} if seed % 3 else {}
 
 
-def drawn(seed: int, workers: int) -> dict[str, Any]:
-    """Options of a simulation: kills and disorder by the seed, and faults that last."""
-    return {"seed": seed, "kills": kills_of(seed, workers), **lasting(seed, workers)}
+def random_options(seed: int, workers: int) -> dict[str, Any]:
+    """Options of `Simulation`: random kills, message faults and a fault schedule."""
+    return {"seed": seed, "kills": random_kills(seed, workers), **fault_options(seed, workers)}
 
 
 def run_schedule(simulation: Simulation, seed: int) -> Simulation:
-    """Run to the end; for every seventh seed a second controller begins beside the first."""
+    """Run to the end. For every seventh seed a second controller starts while the first one runs."""
     if seed % 7 == 0:
         for _ in range(4 + seed % 9):
             simulation.round()
         simulation.start(CONTROLLER)
-    return simulation.run_as_far_as_kills_go()
+    return simulation.run_with_optional_kills()
 
 
 PHASED = {
@@ -180,10 +193,10 @@ PHASED = {
     "initial_batch_requests": 6,
     "unit_records": 7,
 }
-"""History by two workers in large batches, then the stream by one."""
+"""Options of a run in which two workers train the history in large batches, then one trains the stream."""
 
 SWITCH_MOMENTS = [
-    *around(CONTROLLER, "link", "claim"),
+    *before_and_after(CONTROLLER, "link", "claim"),
     *(
         (who, kind, "after")
         for who in ("worker 0", "worker 1")
@@ -195,8 +208,9 @@ SWITCH_MOMENTS = [
 
 
 def kill_in_switch(moment: tuple[str, str, str], victim: str) -> Kill:
-    """The third commit is the last of history; the second claim and restore are those of the switch."""
+    """Kill during the switch from history to stream. The third commit is the last one of the history; the
+    second claim and restore belong to the switch."""
     occurrence = 2 if moment[1] in ("claim", "restore", "start") else 3
     if moment[0] == "worker 1" and occurrence == 2:
-        occurrence = 1  # it does not train the stream
+        occurrence = 1  # worker 1 does not train the stream
     return Kill(moment, victim, occurrence)

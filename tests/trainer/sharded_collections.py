@@ -1,5 +1,5 @@
-"""Two processes, each with half of a TorchRec collection that is sharded by our plan; started by
-test_torchrec_plan.py.
+"""One of two processes that each hold half of a TorchRec collection, sharded by our plan.
+test_torchrec_plan.py starts them.
 
     python -m tests.trainer.sharded_collections RANK FOLDER
 
@@ -32,13 +32,13 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
 }
 
 
-def first_rows() -> dict[str, np.ndarray]:
+def initial_rows() -> dict[str, np.ndarray]:
     random = np.random.default_rng(4)
     return {name: random.normal(size=size).astype(np.float32) for name, size in TABLES.items()}
 
 
 def bags(step: int, rank: int) -> tuple[list[str], np.ndarray, np.ndarray]:
-    """Features, lengths [K · B] and row numbers of a rank's batch; bags may be empty, rows come again."""
+    """Features, lengths [K · B] and row numbers of a rank's batch. Bags may be empty and may repeat rows."""
     random = np.random.default_rng((step, rank))
     names = [feature for features in FEATURES.values() for feature in features]
     lengths = random.integers(0, 4, (len(names), 6))
@@ -52,13 +52,13 @@ def kjt(step: int, rank: int) -> KeyedJaggedTensor:
     return KeyedJaggedTensor(keys=names, values=torch.from_numpy(values), lengths=torch.from_numpy(lengths))
 
 
-def push(shape: torch.Size) -> torch.Tensor:
+def gradient(shape: torch.Size) -> torch.Tensor:
     return torch.sin(torch.arange(shape.numel(), dtype=torch.float32)).view(shape)
 
 
 def sharded(plan: str, rows: dict[str, np.ndarray]) -> nn.Module:
-    """A collection of these rows under a plan. It sums: of MEAN, TorchRec 1.9 divides tables twice that lie
-    whole beside others that are cut into row blocks.
+    """A collection of these rows, sharded by a plan. It uses sum pooling: with MEAN, TorchRec 1.9 divides
+    twice for unsharded tables beside tables that are sharded by rows.
     """
     configs = [
         EmbeddingBagConfig(
@@ -68,7 +68,7 @@ def sharded(plan: str, rows: dict[str, np.ndarray]) -> nn.Module:
     ]
     collection = EmbeddingBagCollection(tables=configs)
     kind, settings = OPTIMIZERS["adagrad"]
-    apply_optimizer_in_backward(kind, collection.parameters(), dict(settings))  # it adds to them
+    apply_optimizer_in_backward(kind, collection.parameters(), dict(settings))  # modifies its argument
     env = ShardingEnv.from_process_group(distributed.group.WORLD)
     of_module = sharding_plan(plan).get_plan_for_module("")
     out: nn.Module = EmbeddingBagCollectionSharder().shard(collection, of_module, env, torch.device("cpu"))
@@ -77,27 +77,27 @@ def sharded(plan: str, rows: dict[str, np.ndarray]) -> nn.Module:
 
 
 def pooled(collection: nn.Module, step: int, rank: int) -> dict[str, torch.Tensor]:
-    """By feature: the order of columns follows the plan."""
+    """The output by feature, because the order of columns depends on the plan."""
     return dict(collection(kjt(step, rank)).wait().to_dict())
 
 
 def learn(collection: nn.Module, steps: range, rank: int) -> None:
     for step in steps:
         found = pooled(collection, step, rank)
-        torch.stack([(x * push(x.shape)).sum() for _, x in sorted(found.items())]).sum().backward()
+        torch.stack([(x * gradient(x.shape)).sum() for _, x in sorted(found.items())]).sum().backward()
 
 
 def main(rank: int, folder: Path) -> None:
     task = json.loads((folder / "task.json").read_text())
     distributed.init_process_group("gloo", f"file://{folder}/meeting", timedelta(seconds=60), RANKS, rank)
     first, second = (json.dumps(plan) for plan in task["plans"])
-    stayed = sharded(first, first_rows())
+    stayed = sharded(first, initial_rows())
     out = {f"pooled.{rank}.{name}": x.detach().numpy() for name, x in pooled(stayed, 0, rank).items()}
     learn(stayed, range(5), rank)
     half = read_tables(stayed)
     moved, lost = sharded(second, half.rows), sharded(second, half.rows)
     load_tables(moved, half)
-    back = read_tables(moved)
+    reloaded = read_tables(moved)
     for each in (stayed, moved, lost):
         learn(each, range(5, 10), rank)
     ends = {
@@ -105,12 +105,12 @@ def main(rank: int, folder: Path) -> None:
         "moved": read_tables(moved),
         "lost": read_tables(lost),
         "half": half,
-        "back": back,
+        "back": reloaded,
     }
     for name, end in ends.items():
         out |= {f"{name}.rows.{table}": x for table, x in end.rows.items()}
         out |= {
-            f"{name}.state.{table}.{key}": x for table, its in end.state.items() for key, x in its.items()
+            f"{name}.state.{table}.{key}": x for table, state in end.state.items() for key, x in state.items()
         }
     np.savez(folder / f"out-{rank}.npz", **out)
     distributed.barrier()

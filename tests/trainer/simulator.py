@@ -1,17 +1,17 @@
-"""The whole commit in one thread: controller, worker and shards over in-memory transports, a clock that is
-moved, deaths at named moments, messages that are lost, late or come twice, and a store that is away now and
+"""A deterministic simulation of the commit protocol: controller, workers and shards over in-memory
+transports, with a fake clock, kills at named moments, and lost, delayed and repeated messages.
+
+A worker trains between two commands, because `write` runs beside training. With a `seed`, these are random:
+the number of commands per round, the training steps between them, the order of workers, and the fate of each
+message. The same seed gives the same run.
+
+network.py holds the network and its faults. Workers are actors (actors.py): one can wait for the others in a
+gradient sum, or in a push that a shard holds back, while the other processes run.
+
+A moment is `(who, what, when)`: a member executes a command, the controller performs an effect, or a worker
+is between two pushes of a batch. A `Kill` names a moment, which of its occurrences, and the process that dies
 then.
-
-Between two commands of a worker it trains, as `write` is done beside training. With a `seed`, how many
-commands a member does in a round, how much is trained between them, and what becomes of a message is drawn;
-the same seed gives the same run.
-
-What lies between the programs is in network.py, with faults that last. Workers are actors (actors.py): one
-waits for the others in a sum, or in a push that a shard holds, while the rest goes on. Which worker goes on
-first, and how far, is drawn too.
-
-A moment is `(who, what, when)`: a member executing a command, the controller doing an effect, or the worker
-between the pushes of one batch. `kill_at` names the moment, which of its occurrences, and who dies there."""
+"""
 
 from __future__ import annotations
 
@@ -39,20 +39,20 @@ from roostream.wire.decode import Decoder
 from roostream.wire.records import Record
 from tests.runtime.fake_consumer import LogConsumer
 from tests.trainer import samples
-from tests.trainer.actors import Actor, Hall, HallTeam, Killed
+from tests.trainer.actors import Actor, InMemoryRendezvous, Killed, ReductionHub
 from tests.trainer.fake_shard import FakeRows, FakeShard
 from tests.trainer.loops import PARTITIONS, MemoryOutputs
 from tests.trainer.memory_store import MemoryStore
 from tests.trainer.network import (
     CONTROLLER,
-    BeatWire,
-    Disorder,
-    Lasting,
+    FaultSchedule,
+    FlakyMemoryStore,
+    HeartbeatTransport,
+    MessageFaults,
     Network,
     ProgramClock,
-    ShakyStore,
+    ShardTransport,
     StoreLink,
-    Wire,
 )
 from tests.trainer.real_shard import RealShard
 from trainer.batch_source import BatchSource
@@ -69,7 +69,7 @@ from trainer.rows import ShardRows
 from trainer.worker import Worker
 
 WORKER = "worker 0"
-NOTHING_LASTS = Lasting()
+NO_FAULTS = FaultSchedule()
 MAX_ROUNDS, ROUND_S = 400, 0.25
 
 
@@ -78,27 +78,27 @@ class Kill:
     moment: tuple[str, str, str]
     victim: str
     occurrence: int = 1
-    loses_disk: bool = False  # the victim, a shard, comes back with an empty home
+    loses_disk: bool = False  # the victim, a shard, restarts with an empty disk
 
 
 class Twin(NamedTuple):
-    """A second process of a member, from one round on for some rounds. It does what it is asked, should the
-    controller accept it; calls of others still reach the first process."""
+    """A second process of the same member, for some rounds. It executes commands if the controller accepts
+    it. RPCs of other programs still reach the first process."""
 
     who: str
     first: int
     rounds: int
 
 
-class EvenClock(FakeClock):
-    """Every wait takes a tenth of a second: how long a retry waits is drawn where no seed reaches."""
+class FixedWaitClock(FakeClock):
+    """A clock whose every wait takes 0.1 s, because the product draws the waits of retries without a seed."""
 
     def sleep(self, seconds: float, stop: threading.Event | None = None) -> bool:
         return super().sleep(0.1, stop)
 
 
 class TrickleReader(KafkaConsumer):
-    """Three records a poll, without waiting, so that cuts find records that were fetched or polled and not
+    """Returns at most three records per poll, so that a cut finds records that are fetched or polled, but not
     yet trained."""
 
     def poll(self, max_records: int, timeout_s: float, partition: Partition | None = None) -> list[Record]:
@@ -106,7 +106,7 @@ class TrickleReader(KafkaConsumer):
 
 
 class WatchedController(Controller):
-    """A controller whose effects are moments."""
+    """A controller that reports each effect as a moment."""
 
     moment: Callable[[str, str, str], None]
 
@@ -118,9 +118,9 @@ class WatchedController(Controller):
 
 
 @dataclasses.dataclass(frozen=True)
-class Site:
-    """What a simulation begins with: its schema and Kafka, and what there is in its store and on its shards'
-    disks."""
+class Deployment:
+    """The initial state of a simulation: its schema, its Kafka cluster, and the contents of the store and of
+    the shards' disks."""
 
     schema: Schema = dataclasses.field(default_factory=samples.schema)
     kafka: Mapping[str, Any] = dataclasses.field(default_factory=lambda: dict(samples.KAFKA))
@@ -128,31 +128,31 @@ class Site:
     disks: Sequence[Any] = ()
 
     def registry(self, fingerprint: int) -> Schema | None:
-        """Samples are those of `samples.schema()`, whatever the programs' schema is."""
+        """Find a schema. Samples always have `samples.schema()`, whatever the schema of the programs is."""
         return {s.fingerprint: s for s in (samples.schema(), self.schema)}.get(fingerprint)
 
-    def identity(self, facts: CoordinatorConfig) -> DeploymentIdentity:
-        site = {"schema": self.schema, "registry": self.registry, "kafka": self.kafka}
-        return samples.identity(**site, num_shards=facts.num_shards)
+    def identity(self, coordinator_config: CoordinatorConfig) -> DeploymentIdentity:
+        settings = {"schema": self.schema, "registry": self.registry, "kafka": self.kafka}
+        return samples.identity(**settings, num_shards=coordinator_config.num_shards)
 
 
 @dataclasses.dataclass
-class Place:
-    """A member's place: its process (None = dead), and its side of the controller."""
+class MemberSlot:
+    """The current process of one member of the fleet."""
 
-    process: Any = None
+    process: Any = None  # None = dead
     session: int = 0
-    member: ControllerAgent | None = None
+    agent: ControllerAgent | None = None
     actor: Actor = dataclasses.field(default_factory=Actor)
     dead_rounds: int = 0
-    begins_at: int = 0  # of a slow shard: the round in which it does what it was asked; 0 = when it comes
+    executes_at_round: int = 0  # when a slow shard executes the waiting command; 0 = at once
 
 
-NEW = Site()
+NEW_DEPLOYMENT = Deployment()
 
 
 class Simulation:
-    """`run` until every record is trained and committed."""
+    """A fleet and its controller. `run` until every record is trained and committed."""
 
     def __init__(  # noqa: PLR0913 (one option of the simulation each)
         self,
@@ -173,20 +173,24 @@ class Simulation:
         real_shards: bool = False,
         uploads: bool = False,
         seed: int | None = None,
-        lasting: Lasting = NOTHING_LASTS,
+        faults: FaultSchedule = NO_FAULTS,
         limits: dict[str, float] | None = None,
         twins: Sequence[Twin] = (),
-        site: Site = NEW,
+        deployment: Deployment = NEW_DEPLOYMENT,
         loop: Mapping[str, Any] | None = None,
-        open_store: Callable[[Disorder], ShakyStore] = ShakyStore,
+        open_store: Callable[[MessageFaults], FlakyMemoryStore] = FlakyMemoryStore,
     ) -> None:
-        """`uploads`: real shards copy their segments to the store; each piece of a copy is a moment
-        `(shard, "upload", "before")`. `twins`: second processes of members. `loop`: settings of the loop
-        beyond the others. `limits`: time limits of `CoordinatorConfig` that are not the product's own."""
-        self.site = site
+        """`uploads`: real shards copy their segments to the store; each part of an upload is a moment
+        `(shard, "upload", "before")`. `loop`: further settings of `LoopConfig`. `limits`: time limits of
+        `CoordinatorConfig` that replace the defaults."""
+        self.deployment = deployment
         self.uploads = uploads
-        self.real_shards, self.seeded, self.disorder = real_shards, seed is not None, Disorder(seed)
-        self.network = Network(lasting)
+        self.real_shards, self.seeded, self.message_faults = (
+            real_shards,
+            seed is not None,
+            MessageFaults(seed),
+        )
+        self.network = Network(faults)
         self.records, self.kills, self.restart_after = list(records), list(kills), restart_after
         self.config = LoopConfig(
             exact=exact,
@@ -196,8 +200,8 @@ class Simulation:
             **(loop or {}),
         )
         self.export = dict(export or {})
-        self.facts = CoordinatorConfig(
-            schema=f"{site.schema.fingerprint:016x}",
+        self.coordinator_config = CoordinatorConfig(
+            schema=f"{deployment.schema.fingerprint:016x}",
             seed=0,
             num_shards=num_shards,
             num_workers=num_workers,
@@ -206,37 +210,39 @@ class Simulation:
             from_table=from_table,
             num_buckets=64,
             num_partitions=4,
-            kafka=site.kafka,
+            kafka=deployment.kafka,
             commit_interval_s=commit_interval_s,
             **(limits or {}),
         )
-        self.clock, self.store = EvenClock(), open_store(self.disorder)
-        self.store.objects |= site.objects
+        self.clock, self.store = FixedWaitClock(), open_store(self.message_faults)
+        self.store.objects |= deployment.objects
         self.store.before_part = self._before_part
         self.mount_point = MemoryStore()
         self.mount_point.objects.clear()
-        self.disks: list[Any] = list(site.disks) or [
+        self.disks: list[Any] = list(deployment.disks) or [
             MemoryKeyValueStore() if real_shards else {} for _ in range(num_shards)
         ]
         self.workers = worker_keys(max(num_workers, initial_workers))
-        self.places = {str(key): Place() for key in (*self.facts.shards, *self.workers)}
-        self.twins = {twin: Place(session=100 + n) for n, twin in enumerate(twins)}
-        self.refusals: Counter[str] = Counter()  # who was refused in favor of another process, how often
+        self.slots = {str(key): MemberSlot() for key in (*self.coordinator_config.shards, *self.workers)}
+        self.twins = {twin: MemberSlot(session=100 + n) for n, twin in enumerate(twins)}
+        self.refusals: Counter[str] = Counter()  # member → heartbeats refused in favor of another process
         self.controller: WatchedController | None = None
         self.controller_dead_rounds = 0
         self.moments: Counter[tuple[str, str, str]] = Counter()
         self.killed: list[str] = []
         self.defects: list[Exception] = []
-        self.commits: dict[int, Manifest] = {}  # every one that was there at the end of a round
+        self.commits: dict[int, Manifest] = {}  # the newest commit at the end of each round, by its number
         self.outputs = MemoryOutputs()
-        self.hall = Hall(self.clock, lambda worker: bool(self.disorder.draw("torn sum")), self.network.hears)
+        self.reduction_hub = ReductionHub(
+            self.clock, lambda worker: bool(self.message_faults.draw("torn sum")), self.network.can_receive
+        )
 
     # Processes
 
     def start(self, who: str) -> None:
         if who == CONTROLLER:
-            coordinator = Coordinator(self.facts, self.clock.monotonic_s())
-            store, check = self._store(CONTROLLER), self.site.identity(self.facts).check
+            coordinator = Coordinator(self.coordinator_config, self.clock.monotonic_s())
+            store, check = self._store(CONTROLLER), self.deployment.identity(self.coordinator_config).check
             self.controller = WatchedController(
                 coordinator,
                 store,
@@ -248,14 +254,14 @@ class Simulation:
             )
             self.controller.moment = self.moment
             return
-        self.places[who] = self._started(who, self.places[who].session + 1, self.moment)
+        self.slots[who] = self._start_process(who, self.slots[who].session + 1, self.moment)
 
-    def _started(
+    def _start_process(
         self, who: str, session: int, moment: Callable[[str, str, str], None] = lambda *_: None
-    ) -> Place:
+    ) -> MemberSlot:
         role, index = who.split()
         process = self._process(role, index)
-        place = Place(process=process, session=session)
+        slot = MemberSlot(process=process, session=session)
 
         def execute(command: dict[str, Any]) -> dict[str, Any]:
             moment(who, command["kind"], "before")
@@ -269,8 +275,8 @@ class Simulation:
             moment(who, command["kind"], "after")
             return result
 
-        place.member = ControllerAgent(
-            lambda: self._beat_wire(place),
+        slot.agent = ControllerAgent(
+            lambda: self._heartbeat_transport(slot),
             role,
             int(index),
             execute,
@@ -280,28 +286,28 @@ class Simulation:
             session=session,
             on_received=getattr(process, "hear", lambda command: None),
         )
-        return place
+        return slot
 
     def _history(self, committed: Mapping[int, int]) -> tuple[WorkUnit, ...]:
         ends = Counter(record.partition for record in self.records)
         return tuple(historical_range({p: (0, end) for p, end in ends.items()}, committed, self.export))
 
     def _open_session(self) -> TableInput | None:
-        """There is no warehouse."""
+        """Return no session: this simulation has no warehouse."""
         return None
 
-    def _beat_wire(self, place: Place, overtaking: bool = False) -> BeatWire:
-        member = place.member
-        assert member is not None
-        who = f"{member.role} {member.index}"
+    def _heartbeat_transport(self, slot: MemberSlot, overtaking: bool = False) -> HeartbeatTransport:
+        agent = slot.agent
+        assert agent is not None
+        who = f"{agent.role} {agent.index}"
 
         def overtake() -> None:
             if not overtaking:
                 self.control()
                 with contextlib.suppress(RoostreamError):
-                    member.beat(self._beat_wire(place, overtaking=True))
+                    agent.beat(self._heartbeat_transport(slot, overtaking=True))
 
-        return BeatWire(self, who, lambda: self.controller, overtake)
+        return HeartbeatTransport(self, who, lambda: self.controller, overtake)
 
     def _store(self, who: str) -> IdentifiedStore:
         return IdentifiedStore(StoreLink(self.store, self.mount_point, who, self.network), "the store")
@@ -314,28 +320,30 @@ class Simulation:
         self.moment(f"shard {shard}", "upload", "before")
 
     def kill(self, who: str, *, loses_disk: bool = False) -> None:
+        """Kill the process of a program. `loses_disk`: a shard's disk is empty afterwards."""
         self.killed.append(who)
         if loses_disk and who.startswith("shard"):
             self.disks[int(who.split()[1])] = MemoryKeyValueStore()
-        for member in self._process_of(who):
+        for member in self._members_of_process(who):
             self._end(member)
 
     def _end(self, who: str) -> None:
         if who == CONTROLLER:
             self.controller, self.controller_dead_rounds = None, 0
         else:
-            self._end_process(who, self.places[who])
+            self._end_process(who, self.slots[who])
 
-    def _end_process(self, who: str, place: Place) -> None:
-        if isinstance(place.process, (FakeShard, RealShard)):
-            place.process.die()
-        elif place.process is not None:
-            self.hall.away(int(who.split()[1]))
-        place.process, place.dead_rounds = None, 0
-        if not place.actor.is_running:
-            place.actor.kill()
+    def _end_process(self, who: str, slot: MemberSlot) -> None:
+        if isinstance(slot.process, (FakeShard, RealShard)):
+            slot.process.die()
+        elif slot.process is not None:
+            self.reduction_hub.worker_died(int(who.split()[1]))
+        slot.process, slot.dead_rounds = None, 0
+        if not slot.actor.is_running:
+            slot.actor.kill()
 
     def moment(self, who: str, what: str, when: str) -> None:
+        """Count a moment, and perform its kills. Raises Killed if `who` itself is killed."""
         self.moments[who, what, when] += 1
         for kill in [
             k
@@ -344,83 +352,90 @@ class Simulation:
         ]:
             self.kills.remove(kill)
             self.kill(kill.victim, loses_disk=kill.loses_disk)
-            if who in self._process_of(kill.victim):
+            if who in self._members_of_process(kill.victim):
                 raise Killed
 
-    def _process_of(self, who: str) -> tuple[str, ...]:
-        """The members that die with it."""
+    def _members_of_process(self, who: str) -> tuple[str, ...]:
+        """The members that share this member's process, and die with it."""
         return (who,)
 
     def _shard(self, index: int) -> FakeShard | RealShard:
         store, clock = self._store(f"shard {index}"), self._clock(f"shard {index}")
         if self.real_shards:
-            disk, schema = self.disks[index], self.site.schema
+            disk, schema = self.disks[index], self.deployment.schema
             return RealShard(index, len(self.disks), store, clock, disk, schema, uploads=self.uploads)
-        return FakeShard(index, self.site.schema, store, self.disks[index], clock)
+        return FakeShard(index, self.deployment.schema, store, self.disks[index], clock)
 
     def _process(self, role: str, index: str) -> Any:
         return self._worker(int(index)) if role == "worker" else self._shard(int(index))
 
-    def _wire(self, source: str, shard: str) -> Wire:
-        return Wire(self, source, shard, lambda: self.places[shard].process)
+    def _shard_transport(self, source: str, shard: str) -> ShardTransport:
+        return ShardTransport(self, source, shard, lambda: self.slots[shard].process)
 
     def _rows(self, worker: int) -> FakeRows | Client:
-        shards = [self._wire(f"worker {worker}", f"shard {i}") for i in range(len(self.disks))]
+        shards = [self._shard_transport(f"worker {worker}", f"shard {i}") for i in range(len(self.disks))]
         if self.real_shards:
             clock = self._clock(f"worker {worker}")
-            client = Client(self.site.schema, shards, worker=worker, resend_for_s=0.2, clock=clock)
+            client = Client(self.deployment.schema, shards, worker=worker, resend_for_s=0.2, clock=clock)
             client.close()
-            client.pool = None  # an actor has one thread: one shard after the other
+            client.pool = None  # an actor has one thread, so it calls the shards one by one
             return client
-        rows = FakeRows(self.site.schema, shards, worker)
+        rows = FakeRows(self.deployment.schema, shards, worker)
         rows.before_push = lambda: self.moment(f"worker {worker}", "push", "before")
         return rows
 
     def _worker(self, index: int) -> Worker:
-        """Of all partitions, until RESTORE says which."""
+        """Create a worker. It reads all partitions until RESTORE assigns some."""
 
-        def read(mine: tuple[Partition, ...]) -> TrickleReader:
+        def read(partitions: tuple[Partition, ...]) -> TrickleReader:
             return TrickleReader(
-                LogConsumer(mine, self.records), ConsumerOptions(partitions=mine, merge_by_time=True)
+                LogConsumer(partitions, self.records),
+                ConsumerOptions(partitions=partitions, merge_by_time=True),
             )  # type: ignore[arg-type]
 
-        decoder, clock = Decoder(self.site.schema, self.site.registry), self._clock(f"worker {index}")
+        decoder, clock = (
+            Decoder(self.deployment.schema, self.deployment.registry),
+            self._clock(f"worker {index}"),
+        )
         dependencies = LoopDependencies(
             source=self._source(RecordSource(read(PARTITIONS), decoder, clock, max_wait_ms=500, reopen=read)),
             rows=ShardRows(self._rows(index)),  # type: ignore[arg-type]
             outputs=self.outputs,
             clock=clock,
         )
-        loop = TrainLoop(self.config, self.site.schema, samples.MODEL, dependencies)
-        identity, team = self.site.identity(self.facts), self._team(index, dependencies.rows)
-        return Worker(loop, self.outputs, self._store(f"worker {index}"), identity, index, team)
+        loop = TrainLoop(self.config, self.deployment.schema, samples.MODEL, dependencies)
+        identity, rendezvous = (
+            self.deployment.identity(self.coordinator_config),
+            self._rendezvous(index, dependencies.rows),
+        )
+        return Worker(loop, self.outputs, self._store(f"worker {index}"), identity, index, rendezvous)
 
-    def _team(self, index: int, rows: Any) -> Rendezvous:
-        return HallTeam(self.hall, index)
+    def _rendezvous(self, index: int, rows: Any) -> Rendezvous:
+        return InMemoryRendezvous(self.reduction_hub, index)
 
     def _source(self, stream: BatchSource) -> BatchSource:
-        """What a worker reads."""
+        """The source that a worker reads. Subclasses add others."""
         return stream
 
     # Time
 
     def round(self) -> None:
-        """A quarter of a second: the dead come back, everyone beats and does commands, the controller acts,
-        workers train."""
-        self.store.well = False
+        """Simulate a quarter of a second: dead processes restart, members send heartbeats and execute
+        commands, the controller acts, and workers train."""
+        self.store.reliable = False
         self.network.round += 1
         self.clock.advance(ROUND_S)
         self._revive()
-        for who in self.places:
-            self.guard(lambda who=who: self._beat(who))
+        for who in self.slots:
+            self.until_killed(lambda who=who: self._beat(who))
         for twin in self.twins:
-            self._be_twin(twin)
-        self.guard(self.disorder.deliver_late)
-        self.guard(self.control)
+            self._run_twin(twin)
+        self.until_killed(self.message_faults.deliver_delayed)
+        self.until_killed(self.control)
         for _ in range(3 * len(self.workers)):
-            for who in self._in_some_order():
+            for who in self._training_order():
                 self._train(who, 1)
-        self.store.well = True
+        self.store.reliable = True
         if last := manifests.newest(self.store):
             self.commits[last.manifest.seq] = last.manifest
 
@@ -428,7 +443,9 @@ class Simulation:
         for _ in range(max_rounds):
             self.round()
             assert not self.defects, self.defects
-            assert not self.mount_point.objects, "something was written where the store is mounted"
+            assert not self.mount_point.objects, (
+                "something was written to the mount point of an unmounted store"
+            )
             if self.is_done():
                 return self
         raise AssertionError(
@@ -436,8 +453,8 @@ class Simulation:
             f" {self.kills}; {self.controller and self.controller.status()}"
         )
 
-    def run_as_far_as_kills_go(self) -> Simulation:
-        """`run`, where some of the kills may name moments that never come."""
+    def run_with_optional_kills(self) -> Simulation:
+        """Like `run`, but some of the kills may name moments that never occur."""
         for _ in range(MAX_ROUNDS):
             self.round()
             pending, self.kills = self.kills, []
@@ -456,47 +473,48 @@ class Simulation:
             and sum(last.manifest.offsets.values()) == len(self.records)
             and self.controller is not None
             and self.controller.coordinator.state is State.RUNNING
-            and all(place.process is not None for place in self.places.values())
+            and all(slot.process is not None for slot in self.slots.values())
             and self._is_everyone_restored(self.controller.coordinator)
         )
 
     def _is_everyone_restored(self, coordinator: Coordinator) -> bool:
-        """No twin is left, and the controller's members are the processes at their places."""
-        here = [self.places[str(key)].member for key in coordinator.membership.everyone]
+        """Whether all twins have ended, and all members are in the controller's incarnation."""
+        agents = [self.slots[str(key)].agent for key in coordinator.membership.everyone]
         return all(self.network.round >= twin.first + twin.rounds for twin in self.twins) and all(
-            member is not None and member.incarnation == coordinator.incarnation for member in here
+            agent is not None and agent.incarnation == coordinator.incarnation for agent in agents
         )
 
-    def _be_twin(self, twin: Twin) -> None:
-        """It starts, does what the others of its kind do, and restarts when it was refused for a while. In
-        its last round it is killed, so that every run ends."""
-        place = self.twins[twin]
+    def _run_twin(self, twin: Twin) -> None:
+        """Run a twin for one round. It behaves like any other member, and restarts while the controller
+        refuses it. It is killed in its last round, so that every run ends."""
+        slot = self.twins[twin]
         if self.network.round == twin.first:
-            self.twins[twin] = self._started(twin.who, place.session)
+            self.twins[twin] = self._start_process(twin.who, slot.session)
         elif self.network.round >= twin.first + twin.rounds:
-            if place.member is not None and place.member.refused:
-                place.process = None  # it has no part in anything
-            self._end_process(twin.who, place)
-        elif place.process is not None and place.member is not None:
-            self.guard(lambda: self._beat_place(twin.who, place))
-            self.refusals[f"{twin.who}'s twin"] += bool(place.member.refused)
+            if slot.agent is not None and slot.agent.refused:
+                slot.process = None  # a refused process is in no group, so nobody waits for it
+            self._end_process(twin.who, slot)
+        elif slot.process is not None and slot.agent is not None:
+            self.until_killed(lambda: self._beat_slot(twin.who, slot))
+            self.refusals[f"{twin.who}'s twin"] += bool(slot.agent.refused)
             if twin.who.startswith("worker"):
-                self._train_place(place)
-            if place.member.refused and self.network.round % 8 == 0:
-                self.twins[twin] = self._started(twin.who, place.session + 1000)
+                self._train_slot(slot)
+            if slot.agent.refused and self.network.round % 8 == 0:
+                self.twins[twin] = self._start_process(twin.who, slot.session + 1000)
 
     def _revive(self) -> None:
-        for who, place in list(self.places.items()):
-            place.dead_rounds += 1
-            if place.process is None and (place.session == 0 or place.dead_rounds >= self.restart_after):
+        for who, slot in list(self.slots.items()):
+            slot.dead_rounds += 1
+            if slot.process is None and (slot.session == 0 or slot.dead_rounds >= self.restart_after):
                 self.start(who)
         self.controller_dead_rounds += 1
         if self.controller is None and (not self.killed or self.controller_dead_rounds >= self.restart_after):
             self.start(CONTROLLER)
 
-    def guard(self, act: Callable[[], Any]) -> None:
+    def until_killed(self, action: Callable[[], Any]) -> None:
+        """Run an action that may kill its own process."""
         try:
-            act()
+            action()
         except Killed:
             return
 
@@ -509,73 +527,76 @@ class Simulation:
             self.kill(CONTROLLER)
 
     def _beat(self, who: str) -> None:
-        place = self.places[who]
-        self._beat_place(who, place)
-        self.refusals[who] += bool(place.member and place.member.refused)
+        """Send a heartbeat, and count its refusal."""
+        slot = self.slots[who]
+        self._beat_slot(who, slot)
+        self.refusals[who] += bool(slot.agent and slot.agent.refused)
 
-    def _beat_place(self, who: str, place: Place) -> None:
-        """What the threads of roostream.runtime.controller_agent do, in one."""
-        if place.process is None or place.member is None:
+    def _beat_slot(self, who: str, slot: MemberSlot) -> None:
+        """Send a heartbeat and execute commands. In the product, `controller_agent` has a thread for each."""
+        if slot.process is None or slot.agent is None:
             return
         with contextlib.suppress(RoostreamError):
-            place.member.beat(self._beat_wire(place))
-        if self._begins_late(who, place):
+            slot.agent.beat(self._heartbeat_transport(slot))
+        if self._is_delayed(who, slot):
             return
-        most = self.disorder.random.randint(0, 3) if self.seeded else None
-        while not place.member.commands.empty() and most != 0:
-            if not self._is_free(place):
+        commands_left = self.message_faults.random.randint(0, 3) if self.seeded else None  # None = all
+        while not slot.agent.commands.empty() and commands_left != 0:
+            if not self._is_free(slot):
                 return
-            command = place.member.commands.get()
+            command = slot.agent.commands.get()
             assert command is not None
-            self._act(place, functools.partial(place.member.run, command))
+            self._do(slot, functools.partial(slot.agent.run, command))
             if who.startswith("worker"):
-                for _ in range(self.disorder.random.randint(0, 3) if self.seeded else 2):
-                    self._train_place(place)
-            most = most and most - 1
+                for _ in range(self.message_faults.random.randint(0, 3) if self.seeded else 2):
+                    self._train_slot(slot)
+            commands_left = commands_left and commands_left - 1
 
-    def _begins_late(self, who: str, place: Place) -> bool:
-        """A slow shard has been asked for something, and isn't there yet."""
-        if place.member is None or place.member.commands.empty():
+    def _is_delayed(self, who: str, slot: MemberSlot) -> bool:
+        """Whether a slow shard is not yet to execute its waiting command."""
+        if slot.agent is None or slot.agent.commands.empty():
             return False
-        if not place.begins_at and (slow := self.network.late(who)):
-            place.begins_at = self.network.round + slow.late
-        if self.network.round < place.begins_at:
+        if not slot.executes_at_round and (slow := self.network.slowness(who)):
+            slot.executes_at_round = self.network.round + slow.rounds_late
+        if self.network.round < slot.executes_at_round:
             return True
-        place.begins_at = 0
+        slot.executes_at_round = 0
         return False
 
     def _train(self, who: str, times: int) -> None:
         for _ in range(times):
-            self._train_place(self.places[who])
+            self._train_slot(self.slots[who])
 
-    def _train_place(self, place: Place) -> None:
-        if place.process is not None and self._is_free(place):
-            self._act(place, place.process.turn)
+    def _train_slot(self, slot: MemberSlot) -> None:
+        if slot.process is not None and self._is_free(slot):
+            self._do(slot, slot.process.turn)
 
-    def _in_some_order(self) -> list[str]:
-        """The workers; where it is drawn some wait longer."""
+    def _training_order(self) -> list[str]:
+        """The workers in the order in which they train. With a seed it is random, and some are left out."""
         workers = [str(key) for key in self.workers]
         if self.seeded and len(workers) > 1:
-            workers = self.disorder.random.sample(workers, self.disorder.random.randint(1, len(workers)))
+            workers = self.message_faults.random.sample(
+                workers, self.message_faults.random.randint(1, len(workers))
+            )
         return workers
 
-    def _is_free(self, place: Place) -> bool:
-        """What it was in the middle of has gone on, and is done."""
-        if place.actor.busy:
-            place.actor.go_on()
-        return not place.actor.busy and place.process is not None
+    def _is_free(self, slot: MemberSlot) -> bool:
+        """Continue a paused action. Returns whether the process is alive and has none left."""
+        if slot.actor.busy:
+            slot.actor.resume()
+        return not slot.actor.busy and slot.process is not None
 
-    def _act(self, place: Place, act: Callable[[], object]) -> None:
+    def _do(self, slot: MemberSlot, action: Callable[[], object]) -> None:
         if len(self.workers) > 1:
-            place.actor.do(act)
+            slot.actor.do(action)
         else:
-            self.guard(act)
+            self.until_killed(action)
 
-    # What came of it
+    # Results
 
     @property
     def worker(self) -> Worker:
-        return self.places[WORKER].process
+        return self.slots[WORKER].process
 
     @property
     def last(self) -> Manifest:
@@ -584,13 +605,13 @@ class Simulation:
         return found.manifest
 
     def pushes(self) -> dict[int, int]:
-        """User (= sample) → how often its row was pushed to, now."""
+        """User (= sample) → number of pushes to its row."""
         table = samples.schema().table_by_name["user"].id
         out: dict[int, int] = {}
         for index in range(len(self.disks)):
             out |= {
                 id_: row.pushes
-                for (t, id_), row in self.places[f"shard {index}"].process.rows.items()
+                for (t, id_), row in self.slots[f"shard {index}"].process.rows.items()
                 if t == table
             }
         return out
@@ -599,8 +620,8 @@ class Simulation:
         assert self.pushes() == dict.fromkeys(sorted(set(numbers)), 1)
 
     def bits(self) -> dict[str, bytes]:
-        """Every parameter and optimizer state, dense and sparse."""
+        """The bytes of all weights, rows and optimizer states."""
         out = {name: value.tobytes() for name, value in self.worker.loop.snapshot().shared.items()}
         for index in range(len(self.disks)):
-            out |= self.places[f"shard {index}"].process.bits()
+            out |= self.slots[f"shard {index}"].process.bits()
         return out

@@ -1,5 +1,5 @@
-"""Labels that were put right behind the close: what of them is trained, once, and what they must not count
-for."""
+"""Training on corrections, which are labels that changed after the close of a sample: what is trained,
+exactly once, and which counts a correction must not change."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ BOTH = (*PARTITIONS, ("corrections", 0), ("corrections", 1))
 N8 = samples.records(list(range(1, 9)))
 
 
-def correcting(records: list[Record], **settings: Any) -> Built:
-    return build(samples.placed(records), partitions=BOTH, **{"corrections": "on", **settings})
+def build_with_corrections(records: list[Record], **settings: Any) -> Built:
+    return build(samples.with_offsets(records), partitions=BOTH, **{"corrections": "on", **settings})
 
 
 def unclicked(number: int) -> int:
-    """A candidate of the sample whose label is 0."""
+    """The index of a candidate of this sample whose label is 0."""
     return sample_labels(number).index(0.0)
 
 
@@ -48,7 +48,7 @@ def state_of(built: Built) -> dict[str, np.ndarray]:
     return {**{k: v.detach().numpy().copy() for k, v in built.loop.model.state_dict().items()}, **rows}
 
 
-# gradients
+# Gradients
 
 
 def as_correction(batch: Batch, before_BT: np.ndarray) -> Batch:
@@ -58,7 +58,7 @@ def as_correction(batch: Batch, before_BT: np.ndarray) -> Batch:
 
 
 def gradients(model: Model, batch: Batch, config: LoopConfig) -> list[Tensor]:
-    """Of dense parameters and rows, in float64."""
+    """The gradients of dense parameters and rows, in float64."""
     lookup = build_lookup(batch)
     inputs = build_inputs(batch, lookup, make_rows(batch.schema, lookup))
     doubles = {
@@ -75,14 +75,15 @@ def gradients(model: Model, batch: Batch, config: LoopConfig) -> list[Tensor]:
     model.zero_grad()
     targets = build_targets(batch, config)
     model.loss(inputs, model(inputs), targets).backward()  # type: ignore[no-untyped-call]
-    of_loss = [p for name, p in model.named_parameters() if not name.endswith("curvature")]  # step sizes
-    leaves = [*(p.grad for p in of_loss), *(r.grad for r in rows.values())]
+    # "curvature" parameters are step sizes, which do not follow the loss.
+    parameters = [p for name, p in model.named_parameters() if not name.endswith("curvature")]
+    leaves = [*(p.grad for p in parameters), *(r.grad for r in rows.values())]
     return [g.clone() for g in leaves if g is not None]
 
 
-def test_sample_and_correction_are_the_corrected_sample_for_every_weight_and_row() -> None:
-    """With ranks and attention within the list: a correction has the whole list, so its features are the
-    sample's."""
+def test_gradients_of_sample_and_correction_add_up_to_those_of_the_corrected_sample() -> None:
+    """The model uses ranks and attention within the list. A correction holds the whole list, so it has the
+    same features as its sample."""
     schema = make_schema("everything")
     model = build_model(schema, RankerConfig(width=8, deep_layers=(8,), task_layers=(4,)), seed=1).double()
     with torch.no_grad():
@@ -119,45 +120,46 @@ def test_a_changed_value_of_a_value_label_is_a_correction(objective: str, kept: 
         assert left.num_requests == expected
 
 
-# the loop
+# The training loop
 
 
 def test_a_correction_changes_weights_and_rows_but_is_not_counted_as_a_request() -> None:
     plain = build(N8).train_all()
-    built = correcting([*N8, samples.corrected(3, unclicked(3))]).train_all()
+    built = build_with_corrections([*N8, samples.correction(3, unclicked(3))]).train_all()
     assert (built.loop.counts.requests, built.loop.counts.corrections) == (8, 1)
     assert [p.sample_id for p in built.predicted] == [p.sample_id for p in plain.predicted]
     assert built.loop.partitions.num_requests == 8 and built.loop.report()["requests"] == 8
     assert built.pushes()[3] == 2 and built.pushes()[4] == 1
-    assert built.loop.watermark_ms == plain.loop.watermark_ms, (
-        "its sample's close time, and its own, are no news"
-    )
+    assert built.loop.watermark_ms == plain.loop.watermark_ms, "a correction must not move the watermark"
     assert any((state_of(plain)[k] != v).any() for k, v in state_of(built).items())
 
 
 def test_corrections_of_one_sample_are_all_trained_and_each_only_once() -> None:
-    first, second = samples.corrected(3, 0, before=0.0, event=1), samples.corrected(3, 1, before=0.0, event=2)
-    built = correcting([*N8, first, second, first, second]).train_all()
+    first, second = (
+        samples.correction(3, 0, before=0.0, event=1),
+        samples.correction(3, 1, before=0.0, event=2),
+    )
+    built = build_with_corrections([*N8, first, second, first, second]).train_all()
     assert built.loop.counts.corrections == 2 and built.loop.partitions.num_skipped == 2
 
 
 def test_a_correction_may_come_before_its_sample() -> None:
-    correction = samples.corrected(8, unclicked(8))._replace(timestamp_ms=samples.T0)
-    built = correcting([*N8, correction], batch_requests=1).train_all()
+    correction = samples.correction(8, unclicked(8))._replace(timestamp_ms=samples.T0)
+    built = build_with_corrections([*N8, correction], batch_requests=1).train_all()
     assert built.loop.counts.corrections == 1 and built.pushes()[8] == 2
     assert built.predicted[0].sample_id == 1 and len(built.predicted) == 8
 
 
 def test_a_correction_without_a_change_is_skipped() -> None:
-    built = correcting([*N8, samples.corrected(3, 0, before=1.0, after=1.0)]).train_all()
+    built = build_with_corrections([*N8, samples.correction(3, 0, before=1.0, after=1.0)]).train_all()
     assert built.loop.counts.corrections == 0 and built.pushes()[3] == 1
     assert built.loop.partitions.progress["corrections", 1] == 1
 
 
 @pytest.mark.parametrize(("before", "after", "trained"), [(1.0, 0.0, 1), (0.0, 1.0, 0), (2.0, 1.0, 0)])
 def test_downgrades_trains_only_corrections_to_negative(before: float, after: float, trained: int) -> None:
-    built = correcting(
-        [*N8, samples.corrected(3, 0, before=before, after=after)], corrections="downgrades"
+    built = build_with_corrections(
+        [*N8, samples.correction(3, 0, before=before, after=after)], corrections="downgrades"
     ).train_all()
     assert built.loop.counts.corrections == trained
 
@@ -168,37 +170,39 @@ def test_downgrades_ignores_the_upgraded_labels_of_a_correction() -> None:
     batch = dataclasses.replace(as_correction(batch, before_BT), label_BT=1 - before_BT)
     targets = build_targets(batch, LoopConfig(corrections="downgrades"))
     assert targets.before_BT is not None and targets.before_BT.tolist() == [[1, 1], [1, 1]], (
-        "up: as it is now, so no change"
+        "the label before an upgrade is set to the current one, so it changes nothing"
     )
 
 
 def test_corrections_of_requests_that_are_only_scored_are_not_trained() -> None:
-    built = correcting([*N8, samples.corrected(3, unclicked(3))], freeze_at_ms=samples.T0 + 3_000).train_all()
+    built = build_with_corrections(
+        [*N8, samples.correction(3, unclicked(3))], freeze_at_ms=samples.T0 + 3_000
+    ).train_all()
     assert built.loop.counts.corrections == 0 and built.loop.counts.frozen == 6
 
 
 def test_a_correction_is_due_with_its_engagement() -> None:
     decoder = Decoder(samples.schema(), {}.get)
-    batch, _ = decoder.decode([N8[2], samples.corrected(3, unclicked(3))], corrections=True)
+    batch, _ = decoder.decode([N8[2], samples.correction(3, unclicked(3))], corrections=True)
     assert record_due_ms(batch).tolist() == [samples.T0 + 3_500, samples.T0 + 13_500]
 
 
-def test_a_kill_at_any_step_loses_and_repeats_nothing() -> None:
-    """Whatever the cut, going on from it gives the weights and rows of the run that nothing disturbed, bit by
-    bit."""
-    corrections = [samples.corrected(n, unclicked(n), event=n) for n in (1, 2, 5, 6)]
-    log = samples.placed([*N8, *corrections, *corrections[:2]])
+def test_a_restore_at_any_step_loses_and_repeats_nothing() -> None:
+    """A run that is restored from the snapshot of any step ends with the weights and rows of an undisturbed
+    run, bit for bit."""
+    corrections = [samples.correction(n, unclicked(n), event=n) for n in (1, 2, 5, 6)]
+    log = samples.with_offsets([*N8, *corrections, *corrections[:2]])
     settings = {"partitions": BOTH, "corrections": "on", "batch_requests": 3, "max_batch_wait_ms": 0}
     expected = build(log, **settings).train_all()
     for steps in range(expected.loop.num_steps + 1):
         built = build(log, **settings)
         for _ in range(steps):
             built.loop.step()
-        at, rows = built.loop.snapshot(), {k: v.copy() for k, v in built.shard.rows.items()}
+        snapshot, rows = built.loop.snapshot(), {k: v.copy() for k, v in built.shard.rows.items()}
         built.loop.step()
         built.shard.rows.clear()
         built.shard.rows.update(rows)
-        built.loop.restore(at)
+        built.loop.restore(snapshot)
         built.train_all()
         assert built.loop.partitions.progress == expected.loop.partitions.progress
         for name, value in state_of(expected).items():
@@ -206,14 +210,14 @@ def test_a_kill_at_any_step_loses_and_repeats_nothing() -> None:
 
 
 def test_corrections_continue_after_being_off() -> None:
-    log = [*N8, *(samples.corrected(n, unclicked(n), event=n) for n in (3, 5))]
-    first = correcting(log).train_all()
-    off = build(samples.placed(log))
+    log = [*N8, *(samples.correction(n, unclicked(n), event=n) for n in (3, 5))]
+    first = build_with_corrections(log).train_all()
+    off = build(samples.with_offsets(log))
     off.loop.restore(first.loop.snapshot())
     assert off.loop.snapshot().progress == first.loop.partitions.progress, (
-        "offsets and ids are kept for later"
+        "a run without corrections must keep their offsets"
     )
-    again = correcting([*log, samples.corrected(7, unclicked(7))])
+    again = build_with_corrections([*log, samples.correction(7, unclicked(7))])
     again.loop.restore(off.loop.snapshot())
     again.train_all()
     assert again.loop.counts.corrections == 1 and list(again.pushes()) == [7]
@@ -221,7 +225,7 @@ def test_corrections_continue_after_being_off() -> None:
 
 def test_corrections_start_at_the_beginning_when_first_enabled() -> None:
     before = build(N8).train_all()
-    built = correcting([*N8, samples.corrected(3, unclicked(3))])
+    built = build_with_corrections([*N8, samples.correction(3, unclicked(3))])
     built.loop.restore(before.loop.snapshot())
     built.train_all()
     assert built.loop.counts.corrections == 1 and not built.predicted

@@ -1,4 +1,4 @@
-"""A sample id is trained once within the horizon of close time."""
+"""Deduplication: a sample id is trained once within the horizon of close time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from roostream.runtime.manifest import StoredFile
 from trainer.dedupe import Dedupe, DedupeSnapshot, IdRun, plan_files
 
 
-def take(dedupe: Dedupe, *pairs: tuple[int, int]) -> list[bool]:
+def claim_and_settle(dedupe: Dedupe, *pairs: tuple[int, int]) -> list[bool]:
     ids, times = zip(*pairs, strict=True)
     id_R, close_ms_R = np.array(ids, dtype=np.int64), np.array(times, dtype=np.int64)
     new_R = dedupe.claim(id_R, close_ms_R)
@@ -25,13 +25,13 @@ def take(dedupe: Dedupe, *pairs: tuple[int, int]) -> list[bool]:
 
 def test_an_id_is_new_once_within_and_across_batches() -> None:
     dedupe = Dedupe(1000)
-    assert take(dedupe, (5, 10), (6, 10), (5, 10)) == [True, True, False]
-    assert take(dedupe, (6, 20), (-7, 20)) == [False, True]
+    assert claim_and_settle(dedupe, (5, 10), (6, 10), (5, 10)) == [True, True, False]
+    assert claim_and_settle(dedupe, (6, 20), (-7, 20)) == [False, True]
     assert dedupe.num_skipped == 2
 
 
 def trained(runs: Sequence[IdRun]) -> list[tuple[int, int]]:
-    """(id, time) of the ids that are not forgotten, sorted."""
+    """(id, time) of the ids that are still remembered, sorted."""
     return sorted(
         pair
         for run in runs
@@ -44,7 +44,7 @@ def state(dedupe: Dedupe) -> tuple[list[tuple[int, int]], tuple[int, ...]]:
     return trained(cut.runs), cut.recent_ms
 
 
-def stored(dedupe: Dedupe, name: str) -> list[IdRun]:
+def commit_cut(dedupe: Dedupe, name: str) -> list[IdRun]:
     """Commit a cut, with its new ids in a file of this name. Returns the runs of the commit."""
     kept, new = plan_files(dedupe.cut().runs)
     runs = [*kept, *([new._replace(file=StoredFile(name=name, bytes=0, checksum=""))] if new else [])]
@@ -52,67 +52,71 @@ def stored(dedupe: Dedupe, name: str) -> list[IdRun]:
     return runs
 
 
-def at(time_ms: int, first_id: int = 1000) -> list[tuple[int, int]]:
-    """As many samples of one time as make it the time it is by now."""
+def samples_at(time_ms: int, first_id: int = 1000) -> list[tuple[int, int]]:
+    """Enough samples of one time to move the clock to it: more than half of the recent times."""
     return [(first_id + n, time_ms) for n in range(NUM_RECENT // 2 + 1)]
 
 
 def test_ids_older_than_the_horizon_are_forgotten() -> None:
     dedupe = Dedupe(100)
-    take(dedupe, (1, 19), (2, 20), (3, 21))
-    take(dedupe, *at(121))
-    assert take(dedupe, (3, 21), (2, 20), (1, 19)) == [False, True, True]
+    claim_and_settle(dedupe, (1, 19), (2, 20), (3, 21))
+    claim_and_settle(dedupe, *samples_at(121))
+    assert claim_and_settle(dedupe, (3, 21), (2, 20), (1, 19)) == [False, True, True]
 
 
 def test_an_id_is_remembered_for_a_horizon_after_its_claim_even_if_it_came_late() -> None:
     dedupe = Dedupe(100)
-    take(dedupe, *at(500))
-    take(dedupe, (1, 350), (2, 600))
-    take(dedupe, *at(590, 2000))
-    assert take(dedupe, (1, 350)) == [False]
-    take(dedupe, *at(620, 3000))
-    assert take(dedupe, (1, 350), (2, 600)) == [True, False]
+    claim_and_settle(dedupe, *samples_at(500))
+    claim_and_settle(dedupe, (1, 350), (2, 600))
+    claim_and_settle(dedupe, *samples_at(590, 2000))
+    assert claim_and_settle(dedupe, (1, 350)) == [False]
+    claim_and_settle(dedupe, *samples_at(620, 3000))
+    assert claim_and_settle(dedupe, (1, 350), (2, 600)) == [True, False]
 
 
-@pytest.mark.parametrize("odd_ms", [1 << 50, (1 << 63) - 1, 0, -(1 << 63)])
-def test_an_odd_time_holds_back_no_other_id(odd_ms: int) -> None:
+@pytest.mark.parametrize("wrong_ms", [1 << 50, (1 << 63) - 1, 0, -(1 << 63)])
+def test_a_wrong_time_does_not_delay_the_expiry_of_other_ids(wrong_ms: int) -> None:
     dedupe = Dedupe(1000)
     for now_ms in range(10_000, 20_000, 500):
-        odd = [(-now_ms, odd_ms)] if now_ms == 10_500 else []
-        take(dedupe, *at(now_ms, now_ms), *odd, *at(now_ms, now_ms + 50))
-    assert dedupe.cut().num_ids <= 16 * 3 + 1, "those of the last horizon, and at most the odd one"
+        wrong = [(-now_ms, wrong_ms)] if now_ms == 10_500 else []
+        claim_and_settle(dedupe, *samples_at(now_ms, now_ms), *wrong, *samples_at(now_ms, now_ms + 50))
+    assert dedupe.cut().num_ids <= 16 * 3 + 1, (
+        "only ids of the last horizon, and the one with the wrong time, may remain"
+    )
     assert len(dedupe.cut().runs) == 1
 
 
-def test_a_commit_writes_new_ids_and_few_others_again() -> None:
+def test_a_commit_writes_new_ids_and_rewrites_few_others() -> None:
     dedupe, num_written, num_taken = Dedupe(100_000), 0, 0
     for commit in range(200):
-        take(dedupe, *[(100 * commit + n, 1000 * commit) for n in range(100)])
+        claim_and_settle(dedupe, *[(100 * commit + n, 1000 * commit) for n in range(100)])
         num_taken += 100
-        runs = stored(dedupe, f"{commit}")
+        runs = commit_cut(dedupe, f"{commit}")
         num_written += sum(len(run.id_N) for run in runs if run.file and run.file.name == f"{commit}")
         assert len(runs) <= 10 and trained(runs) == trained(dedupe.cut().runs)
-    assert num_taken <= num_written <= 8 * num_taken, "not the 100 commits of the horizon each time"
+    assert num_taken <= num_written <= 8 * num_taken, (
+        "a commit must not rewrite the ids of the whole horizon, 100 commits"
+    )
     assert sum(len(run.id_N) for run in runs) <= 2.5 * dedupe.cut().num_ids
 
 
 def test_ids_of_an_aborted_commit_are_in_the_next_one() -> None:
     dedupe = Dedupe(1000)
-    take(dedupe, (1, 10))
-    first = stored(dedupe, "a")
-    take(dedupe, (2, 20))
+    claim_and_settle(dedupe, (1, 10))
+    first = commit_cut(dedupe, "a")
+    claim_and_settle(dedupe, (2, 20))
     aborted = plan_files(dedupe.cut().runs)
-    take(dedupe, (3, 30))
+    claim_and_settle(dedupe, (3, 30))
     kept, new = plan_files(dedupe.cut().runs)
     assert trained(first) == [(1, 10)] and aborted[1] is not None and new is not None
     assert trained([*kept, new]) == [(1, 10), (2, 20), (3, 30)]
 
 
-def test_a_cut_leaves_the_arrays_of_earlier_cuts_as_they_are() -> None:
+def test_a_cut_does_not_change_the_arrays_of_earlier_cuts() -> None:
     dedupe = Dedupe(1000)
-    take(dedupe, (1, 10))
+    claim_and_settle(dedupe, (1, 10))
     before = dedupe.cut()
-    take(dedupe, (2, 20), *at(5000))
+    claim_and_settle(dedupe, (2, 20), *samples_at(5000))
     assert trained(before.runs) == [(1, 10)]
     assert 1 not in [id_ for id_, _ in trained(dedupe.cut().runs)]
 
@@ -121,11 +125,13 @@ def test_a_cut_leaves_the_arrays_of_earlier_cuts_as_they_are() -> None:
 @pytest.mark.parametrize("time_ms", [1 << 50, 0])
 def test_a_few_wrong_times_do_not_move_the_clock(wrong: int, time_ms: int) -> None:
     dedupe = Dedupe(100)
-    take(dedupe, *at(500), *at(510, 2000))
-    take(dedupe, *[(n, time_ms) for n in range(wrong)])
-    assert take(dedupe, *at(500)) == [False] * (NUM_RECENT // 2 + 1)
-    take(dedupe, *at(700, 3000))
-    assert take(dedupe, *at(500)) == [True] * (NUM_RECENT // 2 + 1), "and the horizon goes on"
+    claim_and_settle(dedupe, *samples_at(500), *samples_at(510, 2000))
+    claim_and_settle(dedupe, *[(n, time_ms) for n in range(wrong)])
+    assert claim_and_settle(dedupe, *samples_at(500)) == [False] * (NUM_RECENT // 2 + 1)
+    claim_and_settle(dedupe, *samples_at(700, 3000))
+    assert claim_and_settle(dedupe, *samples_at(500)) == [True] * (NUM_RECENT // 2 + 1), (
+        "the horizon must still advance"
+    )
 
 
 def test_a_claimed_id_is_a_duplicate_but_not_in_the_state_until_settled() -> None:
@@ -144,17 +150,17 @@ def test_a_claimed_id_is_a_duplicate_but_not_in_the_state_until_settled() -> Non
     st.integers(0, 11),
     st.sets(st.integers(0, 11)),
 )
-def test_a_restored_state_decides_as_the_undisturbed_one_whenever_commits_are_made(
+def test_a_restored_state_gives_the_same_decisions_whenever_commits_are_made(
     batches: list[list[tuple[int, int]]], kill: int, commits: set[int]
 ) -> None:
     undisturbed, killed = Dedupe(100), Dedupe(100)
     for number, batch in enumerate(batches):
         if number in commits:
-            stored(killed, f"{number}")
+            commit_cut(killed, f"{number}")
         if number == kill:
             before, killed = killed.cut(), Dedupe(100)
             killed.load(DedupeSnapshot(before.runs, before.recent_ms))
-        assert take(killed, *batch) == take(undisturbed, *batch)
+        assert claim_and_settle(killed, *batch) == claim_and_settle(undisturbed, *batch)
     assert state(killed) == state(undisturbed)
 
 
@@ -163,13 +169,13 @@ def test_a_restored_state_decides_as_the_undisturbed_one_whenever_commits_are_ma
     st.integers(0, 3),
 )
 def test_claiming_ahead_gives_the_same_results_as_claiming_one_by_one(
-    batches: list[list[tuple[int, int]]], most: int
+    batches: list[list[tuple[int, int]]], max_ahead: int
 ) -> None:
-    """At each cut, up to `most` chunks are claimed beyond it."""
+    """Up to `max_ahead` chunks are claimed before the current one is settled."""
     serial, ahead, claimed = Dedupe(100), Dedupe(100), deque[np.ndarray]()
     chunks = [np.array(batch, dtype=np.int64).reshape(-1, 2) for batch in batches]
     for n, chunk in enumerate(chunks):
-        while len(claimed) <= most and n + len(claimed) < len(chunks):
+        while len(claimed) <= max_ahead and n + len(claimed) < len(chunks):
             claimed.append(ahead.claim(*chunks[n + len(claimed)].T))
         new_R = serial.claim(*chunk.T)
         serial.settle(new_R)

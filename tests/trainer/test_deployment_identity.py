@@ -1,4 +1,4 @@
-"""What a manifest must agree with before anything of it is used."""
+"""A manifest is used only if it fits the deployment's schema."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ MANIFEST = a_manifest(3, schema=f"{COMMITTED.fingerprint:016x}")
     ("now", "why"),
     [
         (schema(4), "the same"),
-        (schema(4, init_scale=0.5), "new rows begin otherwise"),
-        (schema(5, rule="rowwise_adagrad"), "wider, by another rule"),
+        (schema(4, init_scale=0.5), "new rows have other initial values"),
+        (schema(5, rule="rowwise_adagrad"), "wider, with another update rule"),
         (
             dataclasses.replace(
                 schema(5), labels=tuple(dataclasses.replace(label, prior=0.1) for label in COMMITTED.labels)
             ),
-            "wider, and how the label is learned",
+            "wider, with another prior of the label",
         ),
     ],
 )

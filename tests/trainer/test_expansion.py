@@ -1,5 +1,5 @@
-"""Training on impressions: which batches they form, that each is trained once through restores, and the same
-gradients as on requests."""
+"""Training on single impressions instead of requests: the batches, exactly-once training through restores,
+and gradients that equal those of requests."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from roostream.wire.transform import apply_transforms
 from tests.models.model_cases import CASES, LABELS, make_batch, make_rows
 from tests.models.model_checks import COUNTS, learn, trained_model
 from tests.trainer import samples
-from tests.trainer.loops import assert_a_restored_loop_goes_on, build
+from tests.trainer.loops import assert_a_restored_loop_continues_bit_equal, build
 from tests.trainer.network import CONTROLLER
 from tests.trainer.simulator import WORKER, Kill, Simulation
 from trainer.expansion import Expansion, check_expandable
 
 ON: dict[str, Any] = {"expand": "impressions", "batch_impressions": 5}
-N24 = samples.records(list(range(1, 25)))  # 3 candidates each, 4 requests a chunk
+N24 = samples.records(list(range(1, 25)))  # each request has 3 candidates; a chunk has 4 requests
 RAW = CASES["everything"]
 SCHEMA = schema_from_dict(
     {**RAW, "tables": {name: {**t, "dim": 4} for name, t in RAW["tables"].items()}, "label": LABELS}
-)  # with ranks and shares of the list, and tables of one width for TorchRec's modules
+)  # its transforms use ranks and shares within the list; TorchRec's modules need tables of equal width
 
 
 def test_batches_have_one_size_and_hold_each_impression_once_in_order() -> None:
@@ -71,8 +71,8 @@ def test_g10_gradients_equal_those_of_requests_with_list_context(config: ModelCo
     value, dense, rows = learn(model, batch)
     (part,) = Expansion(batch.num_candidates, SCHEMA).add(batch)
     assert part.batch.num_requests == batch.num_candidates > batch.num_requests
-    found = make_rows(SCHEMA, part.lookup)
-    inputs = build_inputs(part.batch, part.lookup, found, train=True, floats=part.floats)
+    rows_by_stack = make_rows(SCHEMA, part.lookup)
+    inputs = build_inputs(part.batch, part.lookup, rows_by_stack, train=True, floats=part.floats)
     targets = Targets(torch.from_numpy(part.batch.label_BT), torch.from_numpy(part.batch.weight_BT))
     model.zero_grad()
     expanded = model.loss(inputs, model(inputs), targets)
@@ -91,12 +91,12 @@ def test_g10_gradients_equal_those_of_requests_with_list_context(config: ModelCo
     assert num_equal > 50
 
 
-def test_one_batch_of_all_impressions_trains_as_the_requests_do() -> None:
+def test_one_batch_of_all_impressions_gives_the_same_update_as_the_requests() -> None:
     requests = build(N24, batch_requests=24, average_steps=0).train_all()
     expanded = build(N24, batch_requests=24, average_steps=0, **{**ON, "batch_impressions": 72}).train_all()
     assert expanded.loop.optimizer.num_steps == requests.loop.optimizer.num_steps == 1
-    for name, mine in expanded.loop.model.state_dict().items():
-        torch.testing.assert_close(mine, requests.loop.model.state_dict()[name], rtol=1e-5, atol=1e-6)
+    for name, weight in expanded.loop.model.state_dict().items():
+        torch.testing.assert_close(weight, requests.loop.model.state_dict()[name], rtol=1e-5, atol=1e-6)
     assert expanded.shard.rows.keys() == requests.shard.rows.keys()
     for key, row in expanded.shard.rows.items():
         np.testing.assert_allclose(row.value_D, requests.shard.rows[key].value_D, rtol=1e-4, atol=1e-6)
@@ -112,29 +112,32 @@ def test_each_impression_is_trained_once_and_each_request_reported_once() -> Non
     assert loop.counts.requests == loop.outcomes.total["trained"] == 24 and built.offsets() == [12, 12]
     assert loop.report()["request_auc"] is not None
     single = build(N24, **{**ON, "batch_impressions": 1}).train_all()
-    assert set(single.pushes().values()) == {3}, "a user's row is pushed for each of his impressions"
+    assert set(single.pushes().values()) == {3}, (
+        "a user's row is pushed once for each of the user's impressions"
+    )
 
 
 @pytest.mark.parametrize("exact", [False, True])
 def test_g11_a_restored_loop_trains_the_same_batches(exact: bool) -> None:
-    _, again = assert_a_restored_loop_goes_on(N24, 3, exact=exact, **ON)
-    assert again.loop.optimizer.num_steps == (72 // 5 if exact else -(-72 // 5))
-    again.loop.reset()
-    assert again.loop.expansion is not None and again.loop.expansion.num_waiting == 0
+    _, restored = assert_a_restored_loop_continues_bit_equal(N24, 3, exact=exact, **ON)
+    assert restored.loop.optimizer.num_steps == (72 // 5 if exact else -(-72 // 5))
+    restored.loop.reset()
+    assert restored.loop.expansion is not None and restored.loop.expansion.num_waiting == 0
 
 
 def test_commits_do_not_change_the_batches() -> None:
-    often, never = build(N24, **ON), build(N24, **ON).train_all()
-    while often.loop.step():
-        often.loop.snapshot()
-    assert often.train_all().bits() == never.bits()
+    with_snapshots, without = build(N24, **ON), build(N24, **ON).train_all()
+    while with_snapshots.loop.step():
+        with_snapshots.loop.snapshot()
+    assert with_snapshots.train_all().bits() == without.bits()
 
 
 Run = tuple[dict[str, bytes], dict[int, int], set[int]]
 
 
 def run(kills: list[Kill]) -> Run:
-    """Rows and weights, pushes by user, and the reported samples, of a worker with commits and a store."""
+    """Simulate a fleet with these kills. Returns rows and weights, pushes by user, and the reported
+    samples."""
     loop = {"expand": "impressions", "batch_impressions": 7}
     simulation = Simulation(samples.records(list(range(1, 49))), exact=True, kills=kills, loop=loop)
     simulation.run()
@@ -179,7 +182,7 @@ def test_impressions_that_cannot_be_trained_after_a_restore_are_reported(
     assert before.loop.expansion.num_waiting == 0 and "the schema has changed" in caplog.text
 
 
-def test_an_impression_with_non_finite_gradients_is_left_out_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_an_impression_with_non_finite_gradients_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     built = build(N24, **ON)
     train = built.loop.dense_trainer.train_unscored
     monkeypatch.setattr(

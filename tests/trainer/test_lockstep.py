@@ -1,5 +1,5 @@
-"""W workers are one: what they sum, when they train, when they cut, and what moves when there are more or
-fewer of them."""
+"""Several workers in lock-step train as one: what they sum, when they train, and when they take a snapshot
+for a commit."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from roostream.models.inputs import Inputs, build_inputs
 from roostream.runtime.clock import FakeClock
 from tests.trainer import samples
 from tests.trainer.fake_shard import FakeShard, Row
-from tests.trainer.fleets import DoubleRows, Fleet, begin, fake_shard, rows_of
+from tests.trainer.fleets import Fleet, Float64Rows, fake_shard, shared_rows, start_incarnation
 from trainer.lockstep import TurnPlan, TurnReport, decode_report, plan_turn
 
 N48 = samples.records(list(range(1, 49)))
-WORDS = TurnReport(
+REPORT = TurnReport(
     turn=7,
     cut=0,
     digest=0,
@@ -39,10 +39,10 @@ WORDS = TurnReport(
 
 @pytest.fixture
 def in_float64(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Models are built in it, and inputs come in it."""
+    """Use float64 for models and their inputs."""
 
-    def build(*args: Any, **named: Any) -> Inputs:
-        inputs = build_inputs(*args, **named)
+    def build(*args: Any, **kwargs: Any) -> Inputs:
+        inputs = build_inputs(*args, **kwargs)
         return dataclasses.replace(
             inputs, ro_float_RG=inputs.ro_float_RG.double(), nro_float_BG=inputs.nro_float_BG.double()
         )
@@ -53,8 +53,8 @@ def in_float64(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_default_dtype(torch.float32)
 
 
-def doubled(workers: int, **settings: Any) -> tuple[Fleet, DoubleRows]:
-    rows = DoubleRows(FakeClock(samples.T0))
+def float64_fleet(workers: int, **settings: Any) -> tuple[Fleet, Float64Rows]:
+    rows = Float64Rows(FakeClock(samples.T0))
     records = samples.records(list(range(1, 49)), num_partitions=4)
     return Fleet(
         records, workers, lambda worker: rows, num_partitions=4, batch_requests=16 // workers, **settings
@@ -63,7 +63,7 @@ def doubled(workers: int, **settings: Any) -> tuple[Fleet, DoubleRows]:
 
 @pytest.mark.usefixtures("in_float64")
 def test_several_workers_equal_one_worker_with_the_combined_batch() -> None:
-    (one, one_s_rows), (several, their_rows) = doubled(1), doubled(4)
+    (one, single_rows), (several, shared_float64_rows) = float64_fleet(1), float64_fleet(4)
     one.built[0].train_all()
     several.run()
     assert one.built[0].loop.num_steps == several.built[0].loop.num_steps == 3
@@ -74,17 +74,17 @@ def test_several_workers_equal_one_worker_with_the_combined_batch() -> None:
             weights["scorer.0.weight" if "scorer.0.weight" in weights else next(iter(weights))].dtype
             == torch.float64
         )
-    assert their_rows.values.keys() == one_s_rows.values.keys()
-    torch.testing.assert_close(their_rows.values, one_s_rows.values, rtol=0, atol=1e-6)
+    assert shared_float64_rows.values.keys() == single_rows.values.keys()
+    torch.testing.assert_close(shared_float64_rows.values, single_rows.values, rtol=0, atol=1e-6)
     assert several.predicted == one.predicted == list(range(1, 49))
 
 
 @pytest.mark.usefixtures("in_float64")
 def test_the_loss_is_divided_by_the_total_weight_of_all_workers() -> None:
-    """Workers with parts of different sizes: an average of averages would weigh the smaller part's requests
-    more."""
+    """The workers have different numbers of requests. An average of the workers' averages would give the
+    requests of the smaller part a larger weight."""
     uneven = samples.records([1, 3, 5, 7, 9, 11, 2, 4])
-    rows = [DoubleRows(FakeClock(samples.T0)) for _ in range(2)]
+    rows = [Float64Rows(FakeClock(samples.T0)) for _ in range(2)]
     one = Fleet(uneven, 1, lambda worker: rows[0], batch_requests=8)
     one.built[0].train_all()
     two = Fleet(uneven, 2, lambda worker: rows[1], batch_requests=6, max_batch_wait_ms=0).run()
@@ -96,25 +96,25 @@ def test_the_loss_is_divided_by_the_total_weight_of_all_workers() -> None:
 def test_a_worker_without_data_gets_the_same_weights() -> None:
     odd = samples.records([n for n in range(1, 25) if n % 2])
     shard = fake_shard()
-    fleet = Fleet(odd, 2, rows_of(shard)).run()
+    fleet = Fleet(odd, 2, shared_rows(shard)).run()
     assert not fleet.built[0].predicted and len(fleet.built[1].predicted) == 12
     assert fleet.built[0].loop.num_steps == fleet.built[1].loop.num_steps == 3
     first, second = fleet.weights()
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert {row.pushes for (table, _), row in shard.rows.items() if table == USER} == {1}
     assert fleet.built[0].loop.watermark_ms == fleet.built[1].loop.watermark_ms == samples.T0 + 23_500, (
-        "one event time"
+        "both workers must have the same watermark"
     )
 
 
 USER = samples.schema().table_by_name["user"].id
 
 
-def test_idle_workers_exchange_reports_only_and_train_when_data_comes() -> None:
-    fleet = Fleet(N48[:3], 2, rows_of(fake_shard()), max_batch_wait_ms=500)
+def test_idle_workers_exchange_only_reports_and_train_when_data_arrives() -> None:
+    fleet = Fleet(N48[:3], 2, shared_rows(fake_shard()), max_batch_wait_ms=500)
     for _ in range(10):
         fleet.round()
-    assert fleet.num_trained == 0 and fleet.hall.num_sums > 4
+    assert fleet.num_trained == 0 and fleet.reduction_hub.num_sums > 4
     for built in fleet.built:
         built.clock.advance(1)
     fleet.run()
@@ -129,7 +129,7 @@ def poison(shard: FakeShard, *users: int) -> None:
 def test_a_non_finite_request_is_quarantined_on_any_worker() -> None:
     shard = fake_shard()
     poison(shard, 3, 8, 9)
-    fleet = Fleet(samples.records(list(range(1, 13))), 2, rows_of(shard), batch_requests=6).run()
+    fleet = Fleet(samples.records(list(range(1, 13))), 2, shared_rows(shard), batch_requests=6).run()
     others = [n for n in range(1, 13) if n not in (3, 8, 9)]
     assert fleet.predicted == others
     pushed = {id_: row.pushes for (table, id_), row in shard.rows.items() if table == USER and row.pushes}
@@ -142,7 +142,7 @@ def test_a_non_finite_request_is_quarantined_on_any_worker() -> None:
 
 
 def test_a_gradient_that_could_overflow_the_sum_is_not_summed(monkeypatch: pytest.MonkeyPatch) -> None:
-    fleet = Fleet(samples.records(list(range(1, 9))), 2, rows_of(fake_shard()))
+    fleet = Fleet(samples.records(list(range(1, 9))), 2, shared_rows(fake_shard()))
     model = fleet.built[1].loop.model
     loss = model.loss
     monkeypatch.setattr(
@@ -151,38 +151,43 @@ def test_a_gradient_that_could_overflow_the_sum_is_not_summed(monkeypatch: pytes
         lambda inputs, *rest: loss(inputs, *rest) * (1e19 if len(inputs.ro_float_RG) > 1 else 1.0),
     )
     fleet.run()
-    assert fleet.predicted == list(range(1, 9)) and not fleet.built[1].letters, "alone each of them is fine"
+    assert fleet.predicted == list(range(1, 9)) and not fleet.built[1].letters, (
+        "each request alone has a finite gradient"
+    )
 
 
 def test_a_cut_follows_the_turn_in_which_all_workers_want_it() -> None:
-    fleet = Fleet(N48, 2, rows_of(fake_shard()), batch_requests=2)
+    fleet = Fleet(N48, 2, shared_rows(fake_shard()), batch_requests=2)
     for _ in range(6):
         fleet.round()
-    fleet.wanted[0] = 1
+    fleet.requested_cuts[0] = 1
     before = fleet.num_trained
     for _ in range(8):
         fleet.round()
     assert fleet.cuts == [None, None] and fleet.num_trained > before, (
-        "one alone cuts nothing, and training goes on"
+        "training continues until every worker wants a cut"
     )
-    fleet.wanted[1] = 2
+    fleet.requested_cuts[1] = 2
     for _ in range(4):
         fleet.round()
-    assert fleet.cuts == [None, None], "another commit is another cut"
+    assert fleet.cuts == [None, None], "the workers want cuts of different commits"
     at = fleet.cut(2)
-    assert sum(at.progress.values()) == 4 * at.step, "whole chunks, the same number of each"
-    fleet.wanted, fleet.cuts = [0, 0], [None, None]
+    assert sum(at.progress.values()) == 4 * at.step, (
+        "both workers must have trained the same number of whole chunks"
+    )
+    fleet.requested_cuts, fleet.cuts = [0, 0], [None, None]
     fleet.run()
-    assert fleet.predicted == list(range(1, 49)), "what was announced before the cut is trained behind it"
+    assert fleet.predicted == list(range(1, 49)), (
+        "a chunk that was announced before the cut must be trained after it"
+    )
 
 
 def test_no_worker_begins_a_chunk_while_one_is_leaving() -> None:
-    fleet = Fleet(N48, 2, rows_of(fake_shard()), batch_requests=2)
+    fleet = Fleet(N48, 2, shared_rows(fake_shard()), batch_requests=2)
     for _ in range(8):
         fleet.round()
-    leaving = [step.turn for step in fleet.steps]
-    fleet.steps[1].turn = lambda *, cut=0, leaving=False: leaving_turn(cut=cut, leaving=True)  # type: ignore[method-assign]
-    leaving_turn = leaving[1]
+    original_turn = fleet.steps[1].turn
+    fleet.steps[1].turn = lambda *, cut=0, leaving=False: original_turn(cut=cut, leaving=True)  # type: ignore[method-assign]
     for _ in range(12):
         fleet.round()
     before = fleet.num_trained
@@ -197,71 +202,75 @@ RAMP = {"first_batch_requests": 1, "batch_growth_requests": 6, "batch_requests":
 @pytest.mark.parametrize("turns", [3, 6, 15])
 def test_g11_restored_workers_continue_with_the_same_batches_and_bits(turns: int) -> None:
     shards = fake_shard(), fake_shard()
-    whole = Fleet(N48, 2, rows_of(shards[0]), exact=True, **RAMP)
-    disturbed = Fleet(N48, 2, rows_of(shards[1]), exact=True, **RAMP)
+    undisturbed = Fleet(N48, 2, shared_rows(shards[0]), exact=True, **RAMP)
+    first = Fleet(N48, 2, shared_rows(shards[1]), exact=True, **RAMP)
     for _ in range(turns):
-        disturbed.round()
-    at = disturbed.cut()
-    begin(shards[1], 2)
-    again = Fleet(N48, 2, rows_of(shards[1]), exact=True, at=at, incarnation=2, **RAMP)
+        first.round()
+    snapshot = first.cut()
+    start_incarnation(shards[1], 2)
+    restored = Fleet(N48, 2, shared_rows(shards[1]), exact=True, at=snapshot, incarnation=2, **RAMP)
     for _ in range(300):
-        whole.round()
-        again.round(*((1, 0, 1) if turns % 2 else (0, 0, 1)))
-    assert again.built[0].loop.num_steps == whole.built[0].loop.num_steps > at.step > 0
-    mine, theirs = again.built[1].loop.snapshot(), whole.built[1].loop.snapshot()
-    assert {k: v.tobytes() for k, v in mine.shared.items()} == {
-        k: v.tobytes() for k, v in theirs.shared.items()
+        undisturbed.round()
+        restored.round(*((1, 0, 1) if turns % 2 else (0, 0, 1)))
+    assert restored.built[0].loop.num_steps == undisturbed.built[0].loop.num_steps > snapshot.step > 0
+    found, expected = restored.built[1].loop.snapshot(), undisturbed.built[1].loop.snapshot()
+    assert {k: v.tobytes() for k, v in found.shared.items()} == {
+        k: v.tobytes() for k, v in expected.shared.items()
     }
     assert shards[0].bits() == shards[1].bits()
 
 
 def test_batches_grow_with_the_requests_of_all_workers() -> None:
-    fleet = Fleet(N48, 2, rows_of(fake_shard()), exact=True, **RAMP)
+    fleet = Fleet(N48, 2, shared_rows(fake_shard()), exact=True, **RAMP)
     for _ in range(200):
         fleet.round()
     steps = [p.step for p in fleet.built[0].predicted]
     sizes = [steps.count(step) for step in sorted(set(steps))]
-    assert sizes == [1, 1, 1, 1, 1, 1, 2, 2, 2, 3, 3, 4], "one more when each worker has trained six more"
+    assert sizes == [1, 1, 1, 1, 1, 1, 2, 2, 2, 3, 3, 4], (
+        "a worker's batch grows by one for every six requests that it trains"
+    )
 
 
 def test_a_turn_report_round_trips() -> None:
-    assert decode_report(WORDS.encode(), 2) == WORDS
-    late = WORDS._replace(times_ms=tuple(range(40)), cut=3, digest=(1 << 52) - 1)
+    assert decode_report(REPORT.encode(), 2) == REPORT
+    late = REPORT._replace(times_ms=tuple(range(40)), cut=3, digest=(1 << 52) - 1)
     assert decode_report(late.encode(), 2) == late._replace(times_ms=tuple(range(25, 40)))
-    assert len(late.encode()) == len(WORDS.encode())
-    assert decode_report(WORDS._replace(times_ms=(1 << 62,)).encode(), 2).times_ms == (1 << 52,)
+    assert len(late.encode()) == len(REPORT.encode())
+    assert decode_report(REPORT._replace(times_ms=(1 << 62,)).encode(), 2).times_ms == (1 << 52,)
 
 
 def test_the_turn_plan_follows_from_all_reports() -> None:
-    idle = WORDS._replace(ready=False, weighted=False, weight_T=(0.0, 0.0))
-    one = plan_turn([WORDS, idle], TurnPlan(), exact=False)
+    idle = REPORT._replace(ready=False, weighted=False, weight_T=(0.0, 0.0))
+    one = plan_turn([REPORT, idle], TurnPlan(), exact=False)
     assert (one.trains, one.weighted, one.total_T, one.requests, one.cut) == (True, True, (1.5, 0.1), 18, 0)
     assert not plan_turn([idle, idle], TurnPlan(), exact=False).trains
-    waits = plan_turn([WORDS, idle], TurnPlan(requests=4), exact=True)
+    waits = plan_turn([REPORT, idle], TurnPlan(requests=4), exact=True)
     assert (waits.trains, waits.weighted, waits.requests) == (False, False, 4), (
-        "sizes don't depend on who was faster"
+        "in exact mode, batch sizes must not depend on the workers' speed"
     )
-    through = idle._replace(spare=True, epoch=3)
-    assert plan_turn([WORDS._replace(epoch=3), through], TurnPlan(requests=4), exact=True).trains
-    assert not plan_turn([WORDS._replace(epoch=4), through], TurnPlan(requests=4), exact=True).trains, (
-        "it may have work in epoch 4"
+    finished = idle._replace(spare=True, epoch=3)
+    assert plan_turn([REPORT._replace(epoch=3), finished], TurnPlan(requests=4), exact=True).trains
+    assert not plan_turn([REPORT._replace(epoch=4), finished], TurnPlan(requests=4), exact=True).trains, (
+        "the worker that finished epoch 3 may have work in epoch 4"
     )
-    assert plan_turn([WORDS, WORDS._replace(weighted=False)], TurnPlan(requests=4), exact=True)[:3] == (
+    assert plan_turn([REPORT, REPORT._replace(weighted=False)], TurnPlan(requests=4), exact=True)[:3] == (
         True,
         True,
         (3.0, 0.2),
     )
-    assert plan_turn([WORDS._replace(cut=5), WORDS._replace(cut=5)], TurnPlan(), exact=False).cut == 5
-    assert plan_turn([WORDS._replace(cut=5), WORDS], TurnPlan(), exact=False).cut == 0
-    assert plan_turn([WORDS, WORDS._replace(leaving=True)], TurnPlan(), exact=False).leaving
+    assert plan_turn([REPORT._replace(cut=5), REPORT._replace(cut=5)], TurnPlan(), exact=False).cut == 5
+    assert plan_turn([REPORT._replace(cut=5), REPORT], TurnPlan(), exact=False).cut == 0
+    assert plan_turn([REPORT, REPORT._replace(leaving=True)], TurnPlan(), exact=False).leaving
 
 
 def test_diverged_workers_are_an_error() -> None:
     with pytest.raises(UnavailableError, match="turn"):
-        plan_turn([WORDS, WORDS._replace(turn=8)], TurnPlan(), exact=False)
+        plan_turn([REPORT, REPORT._replace(turn=8)], TurnPlan(), exact=False)
     with pytest.raises(UnavailableError, match="dense weights"):
-        plan_turn([WORDS._replace(cut=5, digest=1), WORDS._replace(cut=5, digest=2)], TurnPlan(), exact=False)
-    fleet = Fleet(N48, 2, rows_of(fake_shard()))
+        plan_turn(
+            [REPORT._replace(cut=5, digest=1), REPORT._replace(cut=5, digest=2)], TurnPlan(), exact=False
+        )
+    fleet = Fleet(N48, 2, shared_rows(fake_shard()))
     for _ in range(6):
         fleet.round()
     with torch.no_grad():
@@ -271,21 +280,21 @@ def test_diverged_workers_are_an_error() -> None:
 
 
 def test_all_workers_pull_once_in_a_training_turn() -> None:
-    """A pull may be a call of all workers, and so is a push."""
+    """With TorchRec, a pull is a collective call of all workers, and so is a push."""
     shard, pulls = fake_shard(), [0, 0]
-    to_shard = rows_of(shard)
+    rows_of_worker = shared_rows(shard)
 
-    def counted(worker: int) -> Any:
-        rows = to_shard(worker)
+    def counted_rows(worker: int) -> Any:
+        rows = rows_of_worker(worker)
         pull = rows.pull
 
-        def pulled(lookup: Any) -> Any:
+        def counted_pull(lookup: Any) -> Any:
             pulls[worker] += 1
             return pull(lookup)
 
-        rows.pull = pulled  # type: ignore[method-assign]
+        rows.pull = counted_pull  # type: ignore[method-assign]
         return rows
 
-    fleet = Fleet(samples.records(list(range(2, 41, 2))), 2, counted).run()
+    fleet = Fleet(samples.records(list(range(2, 41, 2))), 2, counted_rows).run()
     assert fleet.num_trained == pulls[0] == pulls[1] > 2
     assert [bool(built.predicted) for built in fleet.built] == [True, False]

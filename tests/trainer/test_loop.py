@@ -1,4 +1,4 @@
-"""Samples to updates: what is trained, what is only scored, what is left out and counted."""
+"""The training loop: which samples are trained, which are only scored, and which are left out and counted."""
 
 from __future__ import annotations
 
@@ -42,7 +42,9 @@ def weights(built: Built) -> dict[str, np.ndarray]:
 def test_every_request_is_scored_and_applied_once() -> None:
     built = build(N12).train_all()
     assert built.pushes() == dict.fromkeys(range(1, 13), 1)
-    assert [p.sample_id for p in built.predicted] == list(range(1, 13)), "merged by event time"
+    assert [p.sample_id for p in built.predicted] == list(range(1, 13)), (
+        "samples of all partitions must be merged by event time"
+    )
     assert built.offsets() == [6, 6] and built.loop.num_steps == 3
     assert (built.loop.counts.requests, built.loop.counts.candidates) == (12, 36)
     assert built.loop.watermark_ms == samples.T0 + 12_500
@@ -59,11 +61,11 @@ def test_scores_are_those_from_before_the_update() -> None:
     assert built.loop.step()
     scores = [s for p in built.predicted for s in p.scores]
     assert scores == expected_BT.ravel().tolist()
-    assert any((before[k] != v).any() for k, v in weights(built).items()), "and then it learned"
+    assert any((before[k] != v).any() for k, v in weights(built).items()), "the step must change the weights"
 
 
 def sizes(built: Built) -> list[int]:
-    """Requests of each step."""
+    """The number of requests of each step."""
     steps = [p.step for p in built.predicted]
     return [steps.count(step) for step in sorted(set(steps))]
 
@@ -75,16 +77,16 @@ def test_batches_grow_with_the_requests_trained() -> None:
     assert sizes(build(N12, **RAMP).train_all()) == [1, 1, 2, 3, 3, 2]
     assert sizes(build(N12, **{**RAMP, "batch_requests": 2}).train_all()) == [1, 1, 2, 2, 2, 2, 2]
     assert sizes(build(N12, **{**RAMP, "first_batch_requests": 9}).train_all()) == [3, 3, 3, 3], (
-        "never more than batch_requests"
+        "a batch must not exceed batch_requests"
     )
 
 
 def test_exact_batches_are_full_and_take_turns_over_partitions() -> None:
     built = build(N12, exact=True, batch_requests=2).train_all()
     assert [p.sample_id % 2 for p in built.predicted] == [0, 0, 1, 1] * 3
-    short = build(N12[:7], exact=True, batch_requests=3).train_all()
-    short.clock.advance(60)
-    assert not short.loop.step() and short.offsets() == [3, 3], "no idle flush: the seventh waits"
+    seven = build(N12[:7], exact=True, batch_requests=3).train_all()
+    seven.clock.advance(60)
+    assert not seven.loop.step() and seven.offsets() == [3, 3], "the seventh must wait for a full batch"
 
 
 def test_g2_a_duplicate_sample_is_skipped() -> None:
@@ -135,7 +137,7 @@ def test_requests_after_the_freeze_are_scored_but_not_trained() -> None:
 
 
 def poison(built: Built, *users: int) -> None:
-    """Rows of these users that no finite score comes of."""
+    """Make the rows of these users NaN, so that their scores are not finite."""
     table = samples.schema().table_by_name["user"].id
     for user in users:
         built.shard.rows[table, user] = Row(np.full(2, math.nan, np.float32), np.ones(2, np.float32), 0)
@@ -180,7 +182,7 @@ def test_a_non_finite_gradient_affects_only_its_request(monkeypatch: pytest.Monk
     monkeypatch.setattr(built.loop.model, "loss", steep)
     built.train_all()
     assert {n: p for n, p in built.pushes().items() if p} == dict.fromkeys(range(1, 5), 1), (
-        "alone each of them is fine"
+        "each request alone has a finite gradient"
     )
     assert not built.letters and built.loop.counts.requests == 4
 
@@ -203,13 +205,13 @@ def test_row_gradients_are_clipped_to_their_maximum_norm() -> None:
     assert not clip_rows({"s": kept, "t": bad}, 1.0) and kept[0, 0] == 5.0 and bad[0, 0] == 1e20
 
 
-def bits(at: Snapshot) -> dict[str, bytes]:
-    own = {
+def bits(snapshot: Snapshot) -> dict[str, bytes]:
+    of_partitions = {
         f"{partition} {name}": value
-        for partition, cut in at.partitions.items()
+        for partition, cut in snapshot.partitions.items()
         for name, value in cut.tensors.items()
     }
-    return {name: value.tobytes() for name, value in (at.shared | own).items()}
+    return {name: value.tobytes() for name, value in (snapshot.shared | of_partitions).items()}
 
 
 def test_a_prepared_chunk_is_not_in_a_snapshot_until_trained() -> None:
@@ -244,7 +246,7 @@ def test_unused_stacks_are_not_pushed() -> None:
 
 
 def sample_at(number: int, close_ms: int) -> Record:
-    """Sample `number` as the newest of partition 0."""
+    """Sample `number` at offset `number - 1` of partition 0."""
     value = samples.sample(number, close_ms=close_ms)
     return Record("samples", 0, number - 1, close_ms, number.to_bytes(8, "little"), value)
 
@@ -274,23 +276,25 @@ def test_freshness_is_measured_only_near_real_time() -> None:
     replay = build(N12[:4])
     replay.clock.advance(86_400 * 300)
     replay.loop.step()
-    assert replay.stages == [], "a replay's wall time says nothing"
+    assert replay.stages == [], "in a replay, the wall clock says nothing about freshness"
 
 
-def test_threads_are_as_set_and_exact_mode_has_one_and_deterministic_layers() -> None:
+def test_exact_mode_uses_one_thread_and_deterministic_layers() -> None:
     before = torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
     try:
         set_numerics(LoopConfig(threads=3))
         assert (torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()) == (before[0], 3)
         set_numerics(LoopConfig(threads=3, exact=True))
         assert torch.are_deterministic_algorithms_enabled() and torch.get_num_threads() == 1
-        assert build(N12, exact=True).train_all().pushes(), "every layer has a deterministic form"
+        assert build(N12, exact=True).train_all().pushes(), (
+            "every layer must have a deterministic implementation"
+        )
     finally:
         torch.use_deterministic_algorithms(before[0])
         torch.set_num_threads(before[1])
 
 
-# `deduplicate`: parts of a chunk say what their requests share, and training goes on as before
+# `deduplicate`: request-only features that requests share are computed once. The results stay the same.
 
 
 def test_lookups_are_deduplicated_only_if_requested() -> None:
@@ -304,7 +308,7 @@ def test_lookups_are_deduplicated_only_if_requested() -> None:
 
 
 def test_training_with_deduplication_gives_the_same_scores() -> None:
-    plain, shared = (build(N12, deduplicate=of).train_all() for of in (False, True))
+    plain, shared = (build(N12, deduplicate=value).train_all() for value in (False, True))
     for one, other in zip(plain.predicted, shared.predicted, strict=True):
         assert one.sample_id == other.sample_id
         assert list(other.scores) == pytest.approx(list(one.scores), abs=1e-6)
@@ -314,7 +318,7 @@ def test_training_with_deduplication_gives_the_same_scores() -> None:
 RANK = {"input": "age", "op": "rank"}
 SCHEMAS = {
     "same": samples.TABLES,
-    "a transform more": {**samples.TABLES, "transform": [RANK]},  # of the same fingerprint
+    "a transform more": {**samples.TABLES, "transform": [RANK]},  # its fingerprint is the same
     "another float": {**samples.TABLES, "nro": [samples.TABLES["nro"][0], {"name": "price"}]},
     "another order": {**samples.TABLES, "nro": [{"name": "price"}, *samples.TABLES["nro"]]},
     "a wider table": {
@@ -325,7 +329,7 @@ SCHEMAS = {
 
 
 def restored(at: Snapshot, change: str) -> Built:
-    """A loop with a changed schema that continues from a snapshot."""
+    """A loop with a changed schema that is restored from a snapshot."""
     built = build([])
     built.loop.schema = schema_from_dict(SCHEMAS[change])
     built.loop.restore(at, same_schema=built.loop.schema.fingerprint == samples.schema().fingerprint)
@@ -337,7 +341,7 @@ def without(at: Snapshot, name: str) -> Snapshot:
 
 
 @pytest.mark.parametrize("change", SCHEMAS)
-def test_weights_that_read_changed_features_start_anew_if_a_commit_does_not_name_their_columns(
+def test_weights_that_read_changed_features_are_initialized_if_a_commit_does_not_name_their_columns(
     change: str,
 ) -> None:
     before = build(N12).train_all()
@@ -346,7 +350,7 @@ def test_weights_that_read_changed_features_start_anew_if_a_commit_does_not_name
     initial = build_model(after.loop.schema, samples.MODEL, after.loop.config.seed).state_dict()
     for name in ("linear.weight", "cross.layers.0.weight", "dense.layers.0.weight"):
         expected = kept[name] if change == "same" else initial[name].numpy()
-        if not (change == "a wider table" and name == "linear.weight"):  # which reads no rows
+        if not (change == "a wider table" and name == "linear.weight"):  # the linear part reads no rows
             assert np.array_equal(now[name], expected), name
         optimizer = after.loop.optimizer.slots
         assert change == "same" or name not in optimizer or not optimizer[name]["exp_avg"].any()
@@ -355,7 +359,7 @@ def test_weights_that_read_changed_features_start_anew_if_a_commit_does_not_name
 
 
 @pytest.mark.parametrize("change", SCHEMAS)
-def test_columns_of_features_that_stayed_keep_their_weights_and_optimizer_state(change: str) -> None:
+def test_columns_of_unchanged_features_keep_their_weights_and_optimizer_state(change: str) -> None:
     before = build(N12).train_all()
     moment = before.loop.optimizer.slots["dense.layers.0.weight"]["exp_avg"]
     moment.copy_(1 + torch.arange(moment.numel()).view(moment.shape))
@@ -364,19 +368,19 @@ def test_columns_of_features_that_stayed_keep_their_weights_and_optimizer_state(
     moments = [b.loop.optimizer.slots["dense.layers.0.weight"]["exp_avg"].numpy() for b in (before, after)]
     old, new = (b.loop.model.column_names()["dense.layers.0.weight"][1] for b in (before, after))
     assert old is not None and new is not None and (old == new) == (change == "same")
-    stayed = [column for column in new if column in old]
-    assert len(stayed) == len(old) - 2 * (change == "another float")
-    at_old, at_new = [old.index(c) for c in stayed], [new.index(c) for c in stayed]
-    for was, weight in (
+    unchanged = [column for column in new if column in old]
+    assert len(unchanged) == len(old) - 2 * (change == "another float")
+    at_old, at_new = [old.index(c) for c in unchanged], [new.index(c) for c in unchanged]
+    for old_weight, weight in (
         (kept["dense.layers.0.weight"], now["dense.layers.0.weight"]),
         (moments[0], moments[1]),
     ):
-        assert np.array_equal(weight[:, at_new], was[:, at_old])
+        assert np.array_equal(weight[:, at_new], old_weight[:, at_old])
         assert not np.delete(weight, at_new, axis=1).any()
 
 
 @pytest.mark.parametrize("change", SCHEMAS)
-def test_a_restore_of_other_features_asks_for_a_commit_that_serving_can_use(change: str) -> None:
+def test_a_restore_with_other_features_requests_a_commit_for_serving(change: str) -> None:
     at = build(N12).train_all().loop.snapshot()
     assert restored(at, change).loop.num_steps - at.step == (change != "same")
 
@@ -387,7 +391,7 @@ def test_a_commit_after_a_changed_transform_continues_bit_for_bit() -> None:
     assert changed.bits() == again.bits()
 
 
-def test_a_commit_that_names_no_inputs_is_restored_as_before() -> None:
+def test_a_commit_without_names_of_inputs_is_restored_if_the_schema_is_unchanged() -> None:
     at = build(N12).train_all().loop.snapshot()
     old = without(without(at, INPUT_NAMES), COLUMN_NAMES)
     assert restored(old, "same").bits() == restored(at, "same").bits()

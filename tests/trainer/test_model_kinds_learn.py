@@ -1,4 +1,5 @@
-"""Every kind of model through the training loop on simulated visits, and its scores in serving."""
+"""Every kind of model learns in the training loop on simulated requests, and serving computes the same
+scores."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What a worker knows of each partition, and that the partitions' reports add up to one of everything."""
+"""A worker's state per partition: offsets, deduplication and metrics. The metrics of all partitions must add
+up to those of the whole."""
 
 from __future__ import annotations
 
@@ -60,15 +61,15 @@ def test_the_report_equals_one_metric_over_all_partitions(num_candidates: int) -
         split.count(batch, score_BT)
         columns = batch.label_BT, batch.weight_BT, batch.request_index_B, batch.time_ms_R
         whole.update(ScoredBatch(score_BT, *columns))
-    mine, theirs = split.metrics().report(), whole.report()
-    assert {k: mine[k] for k in METRIC_NAMES} == pytest.approx(
-        {k: theirs[k] for k in METRIC_NAMES}, rel=1e-12
+    found, expected = split.metrics().report(), whole.report()
+    assert {k: found[k] for k in METRIC_NAMES} == pytest.approx(
+        {k: expected[k] for k in METRIC_NAMES}, rel=1e-12
     )
-    assert metrics_of_snapshots(split.snapshot().values(), samples.schema().tasks).report() == mine
-    assert all(mine[name] == theirs[name] for name in ("requests", "first_ms", "last_ms"))
+    assert metrics_of_snapshots(split.snapshot().values(), samples.schema().tasks).report() == found
+    assert all(found[name] == expected[name] for name in ("requests", "first_ms", "last_ms"))
 
 
-def test_a_sample_that_comes_again_in_a_new_partition_is_not_trained_again() -> None:
+def test_a_sample_that_is_repeated_in_a_new_partition_is_not_trained_again() -> None:
     both, batch = partitions(), batch_of([1, 2, 3, 4])
     both.settle(batch, both.claim(batch), {(SAMPLES, 0): 2, (SAMPLES, 1): 2})
     all_three = [(SAMPLES, number) for number in range(3)]
@@ -81,7 +82,7 @@ def test_a_sample_that_comes_again_in_a_new_partition_is_not_trained_again() -> 
         assert dedupe.claim(ids, times).tolist() == [False] * 4 + [True]
     three = PartitionStates(dict.fromkeys(all_three, 0), samples.schema().tasks, 3_600_000)
     three.load(grown)
-    assert three.in_turn() == (SAMPLES, 0), "the new one is not behind with its turns"
+    assert three.in_turn() == (SAMPLES, 0), "the new partition must not get extra turns"
     assert three.metrics().num_requests == both.metrics().num_requests
 
 
@@ -103,8 +104,10 @@ def test_a_part_of_a_commit_is_read_as_it_was_stored() -> None:
         assert at.dedupe.recent_ms == ids[p].dedupe.recent_ms and at.dedupe.num_ids == 2
         assert all((at.tensors[name] == value).all() for name, value in ids[p].tensors.items())
     assert [at.dedupe.num_ids for at in read_partitions(store, part, ids=False).values()] == [0, 0]
-    elsewhere = dataclasses.replace(part, offsets=dict.fromkeys(part.offsets, 0))  # as an import makes it
-    assert [at.leader_epoch for at in read_partitions(store, elsewhere).values()] == [-1, -1]
+    imported = dataclasses.replace(
+        part, offsets=dict.fromkeys(part.offsets, 0)
+    )  # `checkpoint import` does this
+    assert [at.leader_epoch for at in read_partitions(store, imported).values()] == [-1, -1]
     assert list(read_partitions(store, part, [(SAMPLES, 1)])) == [(SAMPLES, 1)]
     with pytest.raises(CheckpointError, match="expected one of 0 files of ids"):
         read_partitions(store, dataclasses.replace(part, id_files=()))
@@ -115,8 +118,10 @@ def test_a_snapshot_can_be_loaded_by_another_worker() -> None:
     new_R = both.claim(batch)
     both.settle(batch, new_R, {(SAMPLES, 0): 2, (SAMPLES, 1): 2})
     cut = both.snapshot()
-    assert {partition: of.offset for partition, of in cut.items()} == {(SAMPLES, 0): 2, (SAMPLES, 1): 2}
+    assert {partition: state.offset for partition, state in cut.items()} == {(SAMPLES, 0): 2, (SAMPLES, 1): 2}
     one = PartitionStates({(SAMPLES, 1): 2}, samples.schema().tasks, 3_600_000)
     one.load(cut)
-    assert not one.claim(batch_of([1, 3]).take_requests(np.array([0, 1]))).any(), "trained by the one before"
+    assert not one.claim(batch_of([1, 3]).take_requests(np.array([0, 1]))).any(), (
+        "the first worker has trained these samples"
+    )
     assert both.num_skipped == 0

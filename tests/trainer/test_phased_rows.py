@@ -1,4 +1,5 @@
-"""Rows of a running stack: in TorchRec's collections while history is trained, then at the shards."""
+"""The rows of a running stack over both phases: in TorchRec's collections while history is trained, and then
+at the shards."""
 
 from __future__ import annotations
 
@@ -25,8 +26,8 @@ SHARDS = 2
 State = dict[tuple[str, int, int], bytes]
 
 
-class StackOfShards:
-    """Shards with a store, and one worker with rows in both phases."""
+class StackHarness:
+    """Shards, a store, and the rows of one worker in both phases."""
 
     def __init__(self, rendezvous: TorchRendezvous) -> None:
         self.store, self.initial = MemoryStore(), True
@@ -35,12 +36,13 @@ class StackOfShards:
         ]
         transports = [InMemoryTransport(ShardRpcHandler(shard).handle) for shard in self.shards]
         self.client = Client(schema(), transports, worker=0, num_buckets=64)
-        self.held = TorchRecRows(schema(), StackShards(self.client, 0))
-        self.rows = PhasedRows(self.held, ShardRows(self.client), lambda: self.initial)
-        self.rendezvous, self.incarnation, self.committed = DualRendezvous(rendezvous, self.held), 1, ""
+        self.torchrec_rows = TorchRecRows(schema(), StackShards(self.client, 0))
+        self.rows = PhasedRows(self.torchrec_rows, ShardRows(self.client), lambda: self.initial)
+        self.rendezvous = DualRendezvous(rendezvous, self.torchrec_rows)
+        self.incarnation, self.committed = 1, ""
 
     def begin(self, incarnation: int, *, initial: bool) -> None:
-        """An incarnation of the newest commit, as RESTORE and START begin it."""
+        """Start an incarnation from the newest commit, as RESTORE and START do."""
         if incarnation > 1:
             for shard in self.shards:
                 shard.restore(incarnation, self.committed)
@@ -52,7 +54,7 @@ class StackOfShards:
         train(self.rows, steps)
 
     def commit(self, seq: int) -> None:
-        """CUT at the worker, then FREEZE to COMMIT at the shards."""
+        """Commit as the controller does: CUT at the worker, then FREEZE to COMMIT at the shards."""
         self.rows.save()
         for shard in self.shards:
             shard.freeze(seq, 0)
@@ -74,17 +76,17 @@ def train(rows: Rows, steps: range) -> None:
     for step in steps:
         lookup, gradients = batch(0, step)
         rows.pull(lookup)
-        on_torch = {name: torch.from_numpy(gradient) for name, gradient in gradients.items()}
-        rows.push(lookup, on_torch, PushTimes(step=step + 1, time_ms=100 * step))
+        tensors = {name: torch.from_numpy(gradient) for name, gradient in gradients.items()}
+        rows.push(lookup, tensors, PushTimes(step=step + 1, time_ms=100 * step))
 
 
 @pytest.fixture
-def stack() -> Iterator[StackOfShards]:
+def stack() -> Iterator[StackHarness]:
     rendezvous = TorchRendezvous("127.0.0.1:0", device="cpu", timeout_s=60)
-    made = StackOfShards(rendezvous)
-    yield made
-    made.group.leave()
-    made.client.close()
+    harness = StackHarness(rendezvous)
+    yield harness
+    harness.group.leave()
+    harness.client.close()
     rendezvous.close()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
@@ -93,15 +95,15 @@ def stack() -> Iterator[StackOfShards]:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_commit_of_history_has_rows_and_states_and_the_stream_continues_with_them(
-    stack: StackOfShards,
+    stack: StackHarness,
 ) -> None:
     stack.begin(1, initial=True)
     stack.train(range(3))
-    assert not stack.state(), "the rows are with the worker until a commit"
+    assert not stack.state(), "the worker must hold the rows until a commit"
     stack.commit(1)
     history = stack.state()
     stack.begin(2, initial=False)
-    assert stack.state() == history, "to the bit, with optimizer state and time"
+    assert stack.state() == history, "the restored rows, states and times must equal the committed ones"
     stack.train(range(4, 6))
 
     shards = [begun(index=n, num_shards=SHARDS, schema=schema()) for n in range(SHARDS)]
@@ -126,14 +128,14 @@ def test_the_commit_of_history_has_rows_and_states_and_the_stream_continues_with
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_restore_within_history_loses_nothing_that_was_committed(stack: StackOfShards) -> None:
+def test_a_restore_within_history_loses_nothing_that_was_committed(stack: StackHarness) -> None:
     stack.begin(1, initial=True)
     stack.train(range(3))
     stack.commit(1)
     stack.train(range(4, 7))
     stack.rows.save()
     undisturbed = stack.state()
-    stack.begin(2, initial=True)  # after a kill: the shards are at the commit again
+    stack.begin(2, initial=True)  # as after a kill: the shards are restored to the commit
     assert stack.state() != undisturbed
     stack.train(range(4, 7))
     stack.rows.save()

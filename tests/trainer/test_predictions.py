@@ -1,4 +1,5 @@
-"""Predictions and dead letters: their bytes, and that a flush means acknowledged."""
+"""Predictions and dead letters: their encoding, and their delivery to Kafka. A flush succeeds only if Kafka
+has acknowledged everything."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ def batch_of(*values: bytes) -> Batch:
 
 
 def message_of(batch: Batch, score_BT: np.ndarray, step: int, r: int) -> pb.Prediction:
-    """The same, field by field."""
+    """The prediction of request r as a protobuf message, set field by field."""
     of_B = batch.request_index_B == r
     served_NT = batch.served_score_BT[of_B]
     return pb.Prediction(
@@ -58,24 +59,24 @@ def test_encoded_predictions_equal_the_protobuf_message(served: bool) -> None:
         served_BT[batch.request_index_B == 2] = 0.25
         batch = dataclasses.replace(batch, served_score_BT=served_BT)
     score_BT = np.random.default_rng(0).random((batch.num_candidates, 1), dtype=np.float32)
-    made = list(encode_predictions(batch, score_BT, 7))
+    encoded = list(encode_predictions(batch, score_BT, 7))
     expected = [message_of(batch, score_BT, 7, r) for r in range(3)]
-    assert [p.value for p in made] == [wire.encode(wire.PREDICTION, message) for message in expected]
-    assert [(p.sample_id, p.time_ms) for p in made] == [(m.sample_id, m.time_ms) for m in expected]
+    assert [p.value for p in encoded] == [wire.encode(wire.PREDICTION, message) for message in expected]
+    assert [(p.sample_id, p.time_ms) for p in encoded] == [(m.sample_id, m.time_ms) for m in expected]
     assert [len(m.served_scores) for m in expected] == ([0, 0, 5] if served else [0, 0, 0])
 
 
 def test_encoded_zeros_weights_and_subsets_equal_the_protobuf_message() -> None:
-    """Protobuf leaves a 0 out."""
+    """Protobuf omits a field whose value is 0."""
     batch = batch_of(*(samples.sample(n, num_candidates=n % 3) for n in range(1, 8)))
-    zero = {
+    values = {
         "sample_id_R": [0, 2, -3, 4, 5, 6, 7],
         "time_ms_R": [1, 0, 3, -4, 5, 6, 7],
         "offset_R": [9, 8, 7, 0, 1 << 40, 5, 4],
     }
     partitions = np.array([0, 1, 300, 0, 2, 2, 1], np.int32)
     batch = dataclasses.replace(
-        batch, partition_R=partitions, **{name: np.array(v, np.int64) for name, v in zero.items()}
+        batch, partition_R=partitions, **{name: np.array(v, np.int64) for name, v in values.items()}
     )
     score_BT = np.random.default_rng(1).random((batch.num_candidates, 1), dtype=np.float32)
     disposition_R = np.array([0, 1, 2, 3, 4, 0, 0], np.uint8)
@@ -100,10 +101,10 @@ def test_encoded_zeros_weights_and_subsets_equal_the_protobuf_message() -> None:
                     wire.encode(wire.PREDICTION, message),
                 )
             )
-        made = list(encode_predictions(batch, score_BT, 1 << 33, disposition_R, with_choice))
-        assert made == expected
-        some = np.array([1, 4, 6])
-        assert list(encode_predictions(batch, score_BT, 1 << 33, disposition_R, with_choice, some)) == [
+        encoded = list(encode_predictions(batch, score_BT, 1 << 33, disposition_R, with_choice))
+        assert encoded == expected
+        subset = np.array([1, 4, 6])
+        assert list(encode_predictions(batch, score_BT, 1 << 33, disposition_R, with_choice, subset)) == [
             expected[r] for r in (1, 4, 6)
         ]
 
@@ -115,7 +116,7 @@ def test_a_dead_letter_keeps_as_much_of_the_record_as_fits() -> None:
     assert letter.raw == b"1234" and letter.raw_bytes == 5
 
 
-class Refusal:
+class DeliveryError:
     def __init__(self, text: str = "too large") -> None:
         self.text = text
 
@@ -124,11 +125,12 @@ class Refusal:
 
 
 class Producer:
-    """Takes records while there is `room`; `answer` says what became of each when it is polled or flushed."""
+    """A fake Kafka producer with a queue of limited size. `delivery_error`: why it fails to deliver
+    records."""
 
-    def __init__(self, room: int = 1000) -> None:
-        self.room = room
-        self.answer: Refusal | None = None
+    def __init__(self, queue_size: int = 1000) -> None:
+        self.queue_size = queue_size
+        self.delivery_error: DeliveryError | None = None
         self.acknowledges = True
         self.raises: Exception | None = None
         self.sent: list[tuple[str, dict[str, Any]]] = []
@@ -138,7 +140,7 @@ class Producer:
     def produce(self, topic: str, *, on_delivery: Callable[[Any, object], None], **record: Any) -> None:
         if self.raises:
             raise self.raises
-        if len(self.waiting) >= self.room:
+        if len(self.waiting) >= self.queue_size:
             raise BufferError
         self.sent.append((topic, record))
         self.waiting.append(on_delivery)
@@ -152,26 +154,26 @@ class Producer:
         return len(self.waiting)
 
     def deliver(self) -> None:
-        told, self.waiting = self.waiting, []
-        for on_delivery in told:
-            on_delivery(self.answer, None)
+        callbacks, self.waiting = self.waiting, []
+        for on_delivery in callbacks:
+            on_delivery(self.delivery_error, None)
 
     def purge(self) -> None:
         self.num_purged += 1
-        self.answer = Refusal("purged")
+        self.delivery_error = DeliveryError("purged")
         self.deliver()
 
 
-class Opened:
-    """Outputs over producers, the newest last."""
+class OutputsHarness:
+    """`KafkaOutputs` over fake producers. `producers` holds all that were opened, the newest last."""
 
-    def __init__(self, room: int = 1000, is_urgent: bool = False) -> None:
+    def __init__(self, queue_size: int = 1000, is_urgent: bool = False) -> None:
         self.producers: list[Producer] = []
         self.is_urgent = is_urgent
-        self.it = KafkaOutputs(lambda: self.open(room), "t.", FakeClock(5), lambda: self.is_urgent)  # type: ignore[arg-type]
+        self.kafka = KafkaOutputs(lambda: self.open(queue_size), "t.", FakeClock(5), lambda: self.is_urgent)  # type: ignore[arg-type]
 
-    def open(self, room: int) -> Producer:
-        self.producers.append(Producer(room))
+    def open(self, queue_size: int) -> Producer:
+        self.producers.append(Producer(queue_size))
         return self.producers[-1]
 
     @property
@@ -179,30 +181,32 @@ class Opened:
         return self.producers[-1]
 
     def send(self, offset: int = 9) -> None:
-        self.it.dead_letter(dead_letter(Rejected(("samples", 0), offset, "undecodable", "why", b""), 4))
+        self.kafka.dead_letter(dead_letter(Rejected(("samples", 0), offset, "undecodable", "why", b""), 4))
 
 
 def test_predictions_and_dead_letters_go_to_their_topics() -> None:
-    outputs = Opened()
+    outputs = OutputsHarness()
     batch = batch_of(samples.sample(1))
     for prediction in encode_predictions(batch, np.zeros((batch.num_candidates, 1), np.float32), 1):
-        outputs.it.prediction(prediction)
+        outputs.kafka.prediction(prediction)
     outputs.send()
-    outputs.it.flush()
+    outputs.kafka.flush()
     assert [topic for topic, _ in outputs.producer.sent] == ["t.predictions", "t.dead_letters"]
     assert outputs.producer.sent[0][1]["key"] == (1).to_bytes(8, "little")
-    assert outputs.producer.sent[0][1]["partition"] == batch.partition_R[0], "one auditor reads both"
+    assert outputs.producer.sent[0][1]["partition"] == batch.partition_R[0], (
+        "a prediction keeps its sample's partition, so that one auditor reads both"
+    )
     assert "partition" not in outputs.producer.sent[1][1]
-    assert outputs.it.refused() == ""
+    assert outputs.kafka.refused() == ""
 
 
 def test_a_flood_of_dead_letters_logs_one_line_a_minute_for_each_reason(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    outputs = Opened()
+    outputs = OutputsHarness()
     for offset in range(300):
         reason = "unknown_type" if offset == 200 else "undecodable"
-        outputs.it.dead_letter(dead_letter(Rejected(("samples", 0), offset, reason, "why", b""), 4))
+        outputs.kafka.dead_letter(dead_letter(Rejected(("samples", 0), offset, reason, "why", b""), 4))
     assert caplog.messages == [
         "dead letter: samples-0 offset 0: undecodable (why)",
         "dead letter: samples-0 offset 200: unknown_type (why)",
@@ -211,53 +215,53 @@ def test_a_flood_of_dead_letters_logs_one_line_a_minute_for_each_reason(
 
 
 def test_an_unacknowledged_flush_fails_and_a_later_one_may_succeed() -> None:
-    outputs = Opened()
+    outputs = OutputsHarness()
     outputs.send()
     outputs.producer.acknowledges = False
     with pytest.raises(UnavailableError, match="has not acknowledged 1 predictions or dead letters for 10 s"):
-        outputs.it.flush()
-    assert outputs.it.refused() == ""
+        outputs.kafka.flush()
+    assert outputs.kafka.refused() == ""
     outputs.producer.acknowledges = True
-    outputs.it.flush()
+    outputs.kafka.flush()
 
 
 def test_a_refusal_is_remembered_until_everyone_is_restored() -> None:
-    outputs = Opened()
+    outputs = OutputsHarness()
     outputs.send()
-    outputs.producer.answer = Refusal()
+    outputs.producer.delivery_error = DeliveryError()
     for _ in range(3):
         with pytest.raises(UnavailableError, match="refused a prediction or dead letter: too large"):
-            outputs.it.flush()
-        outputs.producer.answer = None
-    assert outputs.it.refused() == "Kafka refused a prediction or dead letter: too large"
-    outputs.it.begin()
-    assert outputs.it.refused() == ""
+            outputs.kafka.flush()
+        outputs.producer.delivery_error = None
+    assert outputs.kafka.refused() == "Kafka refused a prediction or dead letter: too large"
+    outputs.kafka.begin()
+    assert outputs.kafka.refused() == ""
     outputs.send()
-    outputs.it.flush()
+    outputs.kafka.flush()
 
 
 def test_a_refusal_replaces_the_producer_and_its_late_reports_are_ignored() -> None:
-    outputs = Opened()
+    outputs = OutputsHarness()
     for offset in range(3):
         outputs.send(offset)
     first = outputs.producer
-    first.answer, late = Refusal("fatal: out of order"), first.waiting.pop()
+    first.delivery_error, late_callback = DeliveryError("fatal: out of order"), first.waiting.pop()
     first.deliver()
-    outputs.it.begin()
+    outputs.kafka.begin()
     assert outputs.producer is not first and first.num_purged == 1
-    late(Refusal("late"), None)
-    assert outputs.it.refused() == ""
+    late_callback(DeliveryError("late"), None)
+    assert outputs.kafka.refused() == ""
     outputs.send()
-    outputs.it.flush()
+    outputs.kafka.flush()
     assert len(outputs.producer.sent) == 1
-    outputs.it.begin()
-    assert len(outputs.producers) == 2, "a producer that refused nothing is kept"
+    outputs.kafka.begin()
+    assert len(outputs.producers) == 2, "a producer without failures must be kept"
 
 
 @pytest.mark.parametrize("method", ["poll", "flush"])
 def test_a_producer_that_failed_is_replaced_at_the_restore(method: str) -> None:
-    """librdkafka raises a fatal error wherever callbacks are called. The other kinds of errors go to them."""
-    outputs = Opened()
+    """librdkafka raises a fatal error from any call that runs callbacks. Other errors go to the callbacks."""
+    outputs = OutputsHarness()
     error = KafkaError(KafkaError.OUT_OF_ORDER_SEQUENCE_NUMBER, "desynchronized", fatal=True)
     failing = outputs.producer
 
@@ -267,41 +271,41 @@ def test_a_producer_that_failed_is_replaced_at_the_restore(method: str) -> None:
     setattr(failing, method, fail)
     outputs.send()
     with pytest.raises(UnavailableError, match=r"out of order sequence number.*stopped uncleanly"):
-        outputs.it.flush()
-    assert outputs.it.refused()
-    outputs.it.begin()
+        outputs.kafka.flush()
+    assert outputs.kafka.refused()
+    outputs.kafka.begin()
     outputs.send()
-    outputs.it.flush()
+    outputs.kafka.flush()
     assert outputs.producer is not failing
 
 
 def test_a_record_refused_by_the_client_counts_as_refused() -> None:
-    outputs = Opened()
+    outputs = OutputsHarness()
     outputs.producer.raises = KafkaException(KafkaError(KafkaError.MSG_SIZE_TOO_LARGE))
     outputs.send()
-    assert "MSG_SIZE_TOO_LARGE" in outputs.it.refused()
+    assert "MSG_SIZE_TOO_LARGE" in outputs.kafka.refused()
 
 
 @pytest.mark.parametrize("why", ["restore", "is_urgent"])
 def test_waiting_for_queue_space_ends_at_a_restore_or_shutdown(why: str) -> None:
-    outputs = Opened(room=1)
+    outputs = OutputsHarness(queue_size=1)
     outputs.send()
-    outputs.it.interrupt() if why == "restore" else setattr(outputs, "is_urgent", True)
+    outputs.kafka.interrupt() if why == "restore" else setattr(outputs, "is_urgent", True)
     with pytest.raises(UnavailableError, match=r"topic t\.dead_letters: .*queue is full"):
         outputs.send()
     outputs.is_urgent = False
-    outputs.it.begin()
+    outputs.kafka.begin()
     outputs.producer.deliver()
     outputs.send()
     assert len(outputs.producer.sent) == 2
 
 
 def test_a_flush_gives_up_at_once_during_shutdown() -> None:
-    outputs = Opened(is_urgent=True)
+    outputs = OutputsHarness(is_urgent=True)
     outputs.send()
     outputs.producer.acknowledges = False
-    asked: list[float] = []
-    outputs.producer.flush = lambda timeout_s: asked.append(timeout_s) or 1  # type: ignore[method-assign,func-returns-value]
+    timeouts_s: list[float] = []
+    outputs.producer.flush = lambda timeout_s: timeouts_s.append(timeout_s) or 1  # type: ignore[method-assign,func-returns-value]
     with pytest.raises(UnavailableError, match="has not acknowledged 1"):
-        outputs.it.flush()
-    assert len(asked) == 1 and asked[0] < 1
+        outputs.kafka.flush()
+    assert len(timeouts_s) == 1 and timeouts_s[0] < 1

@@ -1,5 +1,5 @@
-"""Controller, shards and worker over sockets and threads, as their programs put them together; only Kafka is
-in memory."""
+"""Controller, shards and workers in threads of one process, connected by sockets and assembled as the
+programs assemble them. Only Kafka is in memory."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from roostream.runtime.store_identity import create_store
 from roostream.runtime.thread_group import StopBudget
 from roostream.wire.decode import Decoder
 from tests.trainer import samples
-from tests.trainer.control.test_coordinator import FACTS
+from tests.trainer.control.test_coordinator import CONFIG
 from tests.trainer.loops import PARTITIONS, MemoryOutputs
 from tests.trainer.real_shard import RealShard
 from trainer.config import LoopConfig
@@ -58,8 +58,8 @@ from trainer.worker_program import train, wait_for_release
 LONG_S = 60.0
 
 
-class Ahead(SystemClock):
-    """The system's clock, put forward by `ahead_s`."""
+class ShiftedClock(SystemClock):
+    """The system clock plus `ahead_s`."""
 
     ahead_s = 0.0
 
@@ -67,18 +67,18 @@ class Ahead(SystemClock):
         return super().monotonic_s() + self.ahead_s
 
 
-class Trainer(NamedTuple):
+class RunningWorker(NamedTuple):
     monitor: Monitor
     stop: Stop
     thread: threading.Thread
-    clock: Ahead  # of its member
+    clock: ShiftedClock  # of its controller agent
     end: Callable[[], None]
     health: Health
     agent: ControllerAgent
 
 
-class SpoiltLoop(TrainLoop):
-    """Numbers of it are never finite."""
+class NonFiniteLoop(TrainLoop):
+    """A loop whose model has non-finite weights after each restore."""
 
     def _build(self) -> None:
         super()._build()
@@ -86,8 +86,8 @@ class SpoiltLoop(TrainLoop):
             next(iter(self.model.parameters())).fill_(math.nan)
 
 
-class MemoryLookout:
-    """A `BacklogProbe` of a memory consumer."""
+class MemoryBacklogProbe:
+    """A `BacklogProbe` for an in-memory consumer."""
 
     def __init__(self, source: MemoryConsumer) -> None:
         self.source = source
@@ -97,40 +97,40 @@ class MemoryLookout:
         return Backlog(sum(end - committed.get(p, 0) for p, end in ends.items()), ends)
 
 
-class Together:
-    """Everything in one process, each program in its threads; `stop_all` ends them."""
+class InProcessStack:
+    """All programs in one process, each in its own threads. `stop_all` ends them."""
 
     def __init__(self, folder: Path) -> None:
         self.store, self.clock = FileStore(folder), SystemClock()
         create_store(self.store)
         schema = f"{samples.schema().fingerprint:016x}"
-        facts = dataclasses.replace(
-            FACTS, schema=schema, kafka=samples.KAFKA, commit_interval_s=0.1, holds_idle=True
+        config = dataclasses.replace(
+            CONFIG, schema=schema, kafka=samples.KAFKA, commit_interval_s=0.1, holds_idle=True
         )
-        self.controller = Controller(Coordinator(facts, self.clock.monotonic_s()), self.store, self.clock)
+        self.controller = Controller(Coordinator(config, self.clock.monotonic_s()), self.store, self.clock)
         self.server = RpcServer(self.controller.handle).start()
         self.stops: list[Callable[[], object]] = []
         self.disks = [MemoryKeyValueStore(), MemoryKeyValueStore()]
         self.ports = [0, 0]
-        self.kills: list[Callable[[], None]] = []  # of the shards
+        self.kills: list[Callable[[], None]] = []  # one function per shard that kills it
         self.failures: queue.Queue[Exception] = queue.Queue()
         self.stop = stop = Stop()
         self.control = self._thread(lambda: self.controller.run(stop, closing_s=LONG_S))
         self.stops += [stop.set, self.server.stop]
 
     def shard(self, index: int) -> Callable[[], None]:
-        """Start it; what is returned kills it."""
-        gone = threading.Event()
+        """Start a shard. Returns a function that kills it."""
+        killed = threading.Event()
         shard = RealShard(index, 2, self.store, self.clock, self.disks[index], samples.schema())  # type: ignore[arg-type]
         server = RpcServer(shard.handle, port=self.ports[index]).start()
         self.ports[index] = server.port
-        member = ControllerAgent(
-            lambda: SocketTransport(self.server.address), "shard", index, shard.execute, dict, gone
+        agent = ControllerAgent(
+            lambda: SocketTransport(self.server.address), "shard", index, shard.execute, dict, killed
         ).start()
 
         def kill() -> None:
-            gone.set()
-            member.join()
+            killed.set()
+            agent.join()
             server.stop()
 
         self.stops.append(kill)
@@ -142,11 +142,12 @@ class Together:
         staleness: int = 0,
         *,
         home: Path | None = None,
-        spoilt: bool = False,
+        non_finite: bool = False,
         index: int = 0,
-        waits: bool = False,
-    ) -> Trainer:
-        """`spoilt`: its weights are not finite after each restore. `waits`: for the end of a hold."""
+        waits_for_release: bool = False,
+    ) -> RunningWorker:
+        """Start a worker. `non_finite`: its weights are not finite after each restore. `waits_for_release`:
+        it waits for the end of a hold instead of ending."""
         shards = [SocketTransport(f"127.0.0.1:{port}") for port in self.ports]
         client = Client(samples.schema(), shards, worker=index, resend_for_s=0.5)
         settings = LoopConfig(batch_requests=4)
@@ -164,33 +165,42 @@ class Together:
         saved = SavedBatches(home) if home else None
         dependencies = LoopDependencies(**parts, clock=self.clock, stages=stages, saved=saved)
         identity = samples.identity(num_shards=2)
-        loop = (SpoiltLoop if spoilt else TrainLoop)(settings, samples.schema(), samples.MODEL, dependencies)
+        loop = (NonFiniteLoop if non_finite else TrainLoop)(
+            settings, samples.schema(), samples.MODEL, dependencies
+        )
         worker = Worker(loop, outputs, self.store, identity, index)
         monitor = Monitor(worker, self.clock, CaughtUpLimits(lag_ms=5000))
-        stop, left, clock = Stop(), threading.Event(), Ahead()
-        dial, ending = lambda: SocketTransport(self.server.address), StopBudget(stop, LONG_S)
-        member = ControllerAgent(
-            dial, "worker", index, worker.submit, monitor.report, left, clock=clock, stop_budget=ending
+        stop, stop_agent, clock = Stop(), threading.Event(), ShiftedClock()
+        connect, budget = lambda: SocketTransport(self.server.address), StopBudget(stop, LONG_S)
+        agent = ControllerAgent(
+            connect,
+            "worker",
+            index,
+            worker.submit,
+            monitor.report,
+            stop_agent,
+            clock=clock,
+            stop_budget=budget,
         )
-        member.start()
+        agent.start()
         health = Health(LONG_S)
 
         def run() -> None:
             try:
-                train(worker, monitor, member, health, ending, LONG_S)
+                train(worker, monitor, agent, health, budget, LONG_S)
             except HeldError as held:
-                if not waits:
+                if not waits_for_release:
                     raise
-                wait_for_release(held, member, health, stop)
+                wait_for_release(held, agent, health, stop)
 
         thread = self._thread(run)
 
         def end() -> None:
             stop.set()
             thread.join(20)
-            left.set()
+            stop_agent.set()
             worker.close()
-            member.join()
+            agent.join()
             worker.loop.feed.close()
             batches.close()
             client.close()
@@ -198,12 +208,12 @@ class Together:
                 transport.close()
 
         self.stops.append(end)
-        return Trainer(monitor, stop, thread, clock, end, health, member)
+        return RunningWorker(monitor, stop, thread, clock, end, health, agent)
 
     def watch_idleness(self, source: MemoryConsumer) -> None:
-        """Release the workers when `source` has had nothing to read for a moment."""
+        """Put training on a transient hold when `source` has had nothing to read for 0.2 s."""
         rule = IdleRule(hold_s=0.2, min_records=100, max_wait_s=0.2, min_held_s=0.2)
-        watch = IdleHoldWatcher(self.controller, MemoryLookout(source), IdleDetector(rule), self.clock)  # type: ignore[arg-type]
+        watch = IdleHoldWatcher(self.controller, MemoryBacklogProbe(source), IdleDetector(rule), self.clock)  # type: ignore[arg-type]
 
         def look() -> None:
             while not self.stop.wait(0.05):
@@ -219,7 +229,7 @@ class Together:
             time.sleep(0.02)
 
     def call(self, method: str, **header: Any) -> Header:
-        """What the controller answers."""
+        """Call the controller, and return its answer."""
         transport = SocketTransport(self.server.address)
         answer, _ = transport.call(method, header, timeout_s=2 * LONG_S)
         transport.close()
@@ -250,26 +260,26 @@ def eight_samples() -> MemoryConsumer:
 
 
 @pytest.fixture
-def together(tmp_path: Path) -> Iterator[Together]:
-    stage = Together(tmp_path)
-    stage.kills = [stage.shard(index) for index in (0, 1)]
-    yield stage
-    stage.stop_all()
+def stack(tmp_path: Path) -> Iterator[InProcessStack]:
+    running = InProcessStack(tmp_path)
+    running.kills = [running.shard(index) for index in (0, 1)]
+    yield running
+    running.stop_all()
 
 
-def test_g3_training_resumes_by_itself_after_a_shard_was_killed(together: Together) -> None:
+def test_g3_training_resumes_by_itself_after_a_shard_was_killed(stack: InProcessStack) -> None:
     source = MemoryConsumer(PARTITIONS, samples.records(list(range(1, 21))))
-    monitor = together.worker(source, staleness=1).monitor
-    together.wait_for(lambda: together.committed(20))
-    together.kills[0]()
-    together.shard(0)
+    monitor = stack.worker(source, staleness=1).monitor
+    stack.wait_for(lambda: stack.committed(20))
+    stack.kills[0]()
+    stack.shard(0)
     source.append(samples.records(list(range(1, 41)))[20:])
-    together.wait_for(lambda: together.committed(40))
-    last = manifests.newest(together.store)
+    stack.wait_for(lambda: stack.committed(40))
+    last = manifests.newest(stack.store)
     assert last is not None and last.manifest.workers[0].metrics["requests"] == 40
     assert last.manifest.workers[0].dedupe == 40
-    assert together.controller.status()["incarnation"] >= 2
-    together.wait_for(lambda: monitor.progress.overall.state is TrainingState.CAUGHT_UP)
+    assert stack.controller.status()["incarnation"] >= 2
+    stack.wait_for(lambda: monitor.progress.overall.state is TrainingState.CAUGHT_UP)
     shown = {family.name: family for family in MetricsCollector(monitor.metrics, WORKER).collect()}
     assert shown["roostream_worker_lag_records"].samples[0].value == 0
     states = {s.labels["state"]: s.value for s in shown["roostream_worker_state"].samples}
@@ -277,91 +287,92 @@ def test_g3_training_resumes_by_itself_after_a_shard_was_killed(together: Togeth
 
 
 @pytest.mark.parametrize("role", ["worker", "controller"])
-def test_a_preempted_job_exits_after_the_commit(together: Together, role: str) -> None:
-    trainer = together.worker(eight_samples())
-    together.wait_for(lambda: trainer.monitor.worker.loop.num_steps >= 1)
-    answer = together.call("preempt", role=role, index=0, notice_s=LONG_S)
+def test_a_preempted_job_exits_after_the_commit(stack: InProcessStack, role: str) -> None:
+    trainer = stack.worker(eight_samples())
+    stack.wait_for(lambda: trainer.monitor.worker.loop.num_steps >= 1)
+    answer = stack.call("preempt", role=role, index=0, notice_s=LONG_S)
     assert answer["committed"] is True
-    last, loop = manifests.newest(together.store), trainer.monitor.worker.loop
+    last, loop = manifests.newest(stack.store), trainer.monitor.worker.loop
     assert last is not None and (last.manifest.seq, last.manifest.step) == (answer["seq"], loop.num_steps)
-    ended = trainer.thread if role == "worker" else together.control
+    ended = trainer.thread if role == "worker" else stack.control
     ended.join(LONG_S)
-    assert not ended.is_alive() and together.failures.empty()
-    assert together.controller.coordinator.num_rollbacks == 0
+    assert not ended.is_alive() and stack.failures.empty()
+    assert stack.controller.coordinator.num_rollbacks == 0
 
 
-def test_a_pausing_stream_holds_training_until_the_next_record(together: Together) -> None:
+def test_a_pausing_stream_holds_training_until_the_next_record(stack: InProcessStack) -> None:
     source = eight_samples()
-    first = together.worker(source)
-    together.wait_for(lambda: together.committed(8))
-    together.watch_idleness(source)
+    first = stack.worker(source)
+    stack.wait_for(lambda: stack.committed(8))
+    stack.watch_idleness(source)
     first.thread.join(LONG_S)
-    failure = together.failures.get(timeout=LONG_S)
+    failure = stack.failures.get(timeout=LONG_S)
     assert isinstance(failure, HeldError) and "nothing to read for 0.2 s; it ends by itself" in str(failure)
     assert first.monitor.progress.overall.state is TrainingState.HELD
-    status = together.controller.status()
+    status = stack.controller.status()
     assert status["holds"][0]["kind"] == "transient" and status["state"] == "held"
     assert status["rollbacks"] == 0
     first.end()
-    together.stops.remove(first.end)
+    stack.stops.remove(first.end)
     source.append(samples.records(list(range(1, 10)))[8:])
-    together.wait_for(lambda: together.controller.status()["holds"] == [])
-    together.worker(source)
-    together.wait_for(lambda: together.committed(9))
-    last = manifests.newest(together.store)
+    stack.wait_for(lambda: stack.controller.status()["holds"] == [])
+    stack.worker(source)
+    stack.wait_for(lambda: stack.committed(9))
+    last = manifests.newest(stack.store)
     assert last is not None and last.manifest.workers[0].metrics["requests"] == 9, (
-        "nothing was lost, nothing came twice"
+        "each of the nine samples must be trained once"
     )
-    assert together.controller.status()["device_s"]["transient_hold"] > 0
+    assert stack.controller.status()["device_s"]["transient_hold"] > 0
 
 
 def test_persistent_non_finite_numbers_hold_training_and_name_the_batch(
-    together: Together, tmp_path: Path
+    stack: InProcessStack, tmp_path: Path
 ) -> None:
-    trainer = together.worker(eight_samples(), home=tmp_path / "worker", spoilt=True)
+    trainer = stack.worker(eight_samples(), home=tmp_path / "worker", non_finite=True)
     trainer.thread.join(LONG_S)
-    assert isinstance(together.failures.get(timeout=LONG_S), HeldError)
-    (hold,) = together.controller.status()["holds"]
+    assert isinstance(stack.failures.get(timeout=LONG_S), HeldError)
+    (hold,) = stack.controller.status()["holds"]
     found = re.search(r"dense weights.* 3 times .*`roostream inspect batch (\S+)` shows", hold["reason"])
     assert hold["kind"] == "permanent" and hold["member"] == "worker 0" and found, hold
-    told = describe_batch(decode(Path(found[1]).read_bytes(), found[1]))
-    assert told["requests"] == 4 and told["findings"][0].startswith("dense weight ")
-    assert manifests.newest(together.store) is None
+    description = describe_batch(decode(Path(found[1]).read_bytes(), found[1]))
+    assert description["requests"] == 4 and description["findings"][0].startswith("dense weight ")
+    assert manifests.newest(stack.store) is None
 
 
-def test_a_worker_on_standby_is_ready(together: Together) -> None:
-    """Otherwise its pod would block the roll-out of the set that it belongs to."""
+def test_a_worker_on_standby_is_ready(stack: InProcessStack) -> None:
+    """If it were not ready, its pod would block the roll-out of its StatefulSet."""
     source = eight_samples()
-    spare = together.worker(source, index=1)
-    together.wait_for(lambda: not spare.health.unready())
+    spare = stack.worker(source, index=1)
+    stack.wait_for(lambda: not spare.health.unready())
     assert not spare.monitor.worker.incarnation
-    needed = together.worker(source)
-    together.wait_for(lambda: together.committed(8) and not needed.health.unready())
+    needed = stack.worker(source)
+    stack.wait_for(lambda: stack.committed(8) and not needed.health.unready())
     assert needed.monitor.worker.incarnation and not spare.monitor.worker.incarnation
 
 
-def test_a_worker_may_wait_for_the_end_of_a_hold(together: Together) -> None:
-    trainer = together.worker(eight_samples(), spoilt=True, waits=True)
-    together.wait_for(lambda: together.controller.status()["state"] == "held" and trainer.agent.hold)
-    together.wait_for(lambda: not trainer.health.unready())  # a roll-out that repairs the cause goes on
+def test_a_worker_may_wait_for_the_end_of_a_hold(stack: InProcessStack) -> None:
+    trainer = stack.worker(eight_samples(), non_finite=True, waits_for_release=True)
+    stack.wait_for(lambda: stack.controller.status()["state"] == "held" and trainer.agent.hold)
+    stack.wait_for(lambda: not trainer.health.unready())  # so that a roll-out with the repair can continue
     assert trainer.thread.is_alive()
-    together.call("release")
+    stack.call("release")
     trainer.thread.join(LONG_S)
-    failure = together.failures.get(timeout=LONG_S)
+    failure = stack.failures.get(timeout=LONG_S)
     assert isinstance(failure, UnavailableError) and "the hold is over" in str(failure)
 
 
-def test_a_worker_without_a_controller_stops(together: Together) -> None:
-    trainer = together.worker(eight_samples())
+def test_a_worker_without_a_controller_stops(stack: InProcessStack) -> None:
+    trainer = stack.worker(eight_samples())
     worker = trainer.monitor.worker
-    together.wait_for(lambda: together.committed(8) and worker.training and not worker.is_cut)
-    together.server.stop()
+    stack.wait_for(lambda: stack.committed(8) and worker.training and not worker.is_cut)
+    stack.server.stop()
 
-    def long_after() -> bool:
-        """Again and again, since an answer may still be on its way."""
+    def advance_clock() -> bool:
+        """Move the clock until the worker gives up. One call may not suffice, because an answer may still
+        arrive."""
         trainer.clock.ahead_s += 2 * LONG_S
-        return not together.failures.empty()
+        return not stack.failures.empty()
 
-    together.wait_for(long_after)
-    failure = together.failures.get(timeout=LONG_S)
+    stack.wait_for(advance_clock)
+    failure = stack.failures.get(timeout=LONG_S)
     assert isinstance(failure, UnavailableError) and "the controller has not answered for" in str(failure)

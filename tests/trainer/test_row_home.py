@@ -1,4 +1,4 @@
-"""Homes of rows that workers hold: their own shard, and the shards of a stack."""
+"""Where workers that hold rows load and store them: in their own shard, or in the shards of a stack."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def loaded(homes: list[RowHome]) -> dict[tuple[int, int], bytes]:
     for home in homes:
         kept = home.load(ADAGRAD)
         for table, id_, record in zip(kept.keys.table_U, kept.keys.id_U, kept.records_MF, strict=True):
-            assert (int(table), int(id_)) not in out, "one worker answers for a row"
+            assert (int(table), int(id_)) not in out, "only one worker may load a row"
             out[int(table), int(id_)] = record.tobytes()
     return out
 
@@ -55,9 +55,11 @@ def expected(given: RowBlock) -> dict[tuple[int, int], bytes]:
 
 
 @pytest.mark.parametrize(("shards", "workers"), [(1, 1), (3, 2), (2, 3)])
-def test_rows_of_a_stack_are_stored_and_loaded_whatever_the_numbers(shards: int, workers: int) -> None:
-    of_stack = [begun(index=n, num_shards=shards) for n in range(shards)]
-    homes: list[RowHome] = [stack_home(of_stack, worker, workers) for worker in range(workers)]
+def test_rows_of_a_stack_are_stored_and_loaded_with_any_number_of_shards_and_workers(
+    shards: int, workers: int
+) -> None:
+    stack = [begun(index=n, num_shards=shards) for n in range(shards)]
+    homes: list[RowHome] = [stack_home(stack, worker, workers) for worker in range(workers)]
     assert loaded(homes) == {}
     given = block(keys(ITEM, *range(-20, 200)), 0.0)
     homes[0].store(ADAGRAD, given)
@@ -65,12 +67,12 @@ def test_rows_of_a_stack_are_stored_and_loaded_whatever_the_numbers(shards: int,
     again = block(keys(ITEM, *range(100)), 1000.0)
     homes[-1].store(ADAGRAD, again)
     assert loaded(homes) == {**expected(given), **expected(again)}
-    asked = keys(ITEM, 5, 5000, -20)
-    assert homes[0].contains(ADAGRAD, asked).tolist() == [True, False, True]
+    requested = keys(ITEM, 5, 5000, -20)
+    assert homes[0].contains(ADAGRAD, requested).tolist() == [True, False, True]
     assert not homes[0].contains(ADAGRAD, keys(USER, 5)).any()
 
 
-def test_the_own_shard_keeps_the_same() -> None:
+def test_the_own_shard_returns_the_stored_rows() -> None:
     home = OwnShard(begun())
     given = block(keys(ITEM, *range(50)), 2.0)
     home.store(ADAGRAD, given)
@@ -79,7 +81,7 @@ def test_the_own_shard_keeps_the_same() -> None:
 
 
 def test_a_write_that_is_sent_twice_is_applied_once() -> None:
-    """The second one may arrive after a later write of the same row."""
+    """The second copy could arrive after a later write of the same row, and would undo it."""
     shard = begun()
     call = ShardRpcHandler(shard).handle
     given = block(keys(ITEM, 1), 3.0)

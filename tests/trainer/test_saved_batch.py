@@ -1,4 +1,4 @@
-"""What is saved reads as it was, and nothing else reads as such a file."""
+"""Saved batches: they are read as they were written, and other files are refused."""
 
 from __future__ import annotations
 
@@ -79,16 +79,16 @@ def test_a_large_batch_is_saved_partly() -> None:
     assert fitting([]) == ()
 
 
-def test_a_folder_keeps_the_newest(tmp_path: Path) -> None:
-    kept = SavedBatches(tmp_path / "worker")
-    assert kept.newest() == ""
-    unfinished = tmp_path / "worker" / "batches" / ".roostream-unfinished.x"  # of a process that was killed
+def test_a_folder_keeps_only_the_newest_batches(tmp_path: Path) -> None:
+    batches = SavedBatches(tmp_path / "worker")
+    assert batches.newest() == ""
+    unfinished = tmp_path / "worker" / "batches" / ".roostream-unfinished.x"  # left by a killed process
     unfinished.parent.mkdir(parents=True)
     unfinished.write_bytes(b"half")
     os.utime(unfinished, (0, 0))
     for n in range(MAX_FILES + 3):
-        path = kept.save(SavedBatch(reason=str(n), time_ms=n))
-    assert kept.newest() == str(path) and decode(path.read_bytes(), "x").reason == str(MAX_FILES + 2)
+        path = batches.save(SavedBatch(reason=str(n), time_ms=n))
+    assert batches.newest() == str(path) and decode(path.read_bytes(), "x").reason == str(MAX_FILES + 2)
     assert len(list(path.parent.iterdir())) == MAX_FILES
 
 

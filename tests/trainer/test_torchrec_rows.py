@@ -1,4 +1,5 @@
-"""Rows in TorchRec's sharded collections: trained as shards train them, and moved to shards and back."""
+"""Rows in TorchRec's sharded collections: they are trained with the same results as by shards, and they can
+move to shards and back."""
 
 from __future__ import annotations
 
@@ -39,14 +40,14 @@ RUNS = {
     "mixed": ["mixed"],
     "rows-rows": ["rows", "rows"],
     "rows-mixed": ["rows", "mixed"],
-    "expired": ["rows"],  # all rows, in a commit after half of the steps
-    "late": ["rows"],  # only the second half of the steps
+    "expired": ["rows"],  # all rows expire in a commit after half of the steps
+    "late": ["rows"],  # trains only the second half of the steps
 }
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, State]:
-    """Run → every key's row, state and time, of both workers' shards."""
+    """For each run, the row, the optimizer state and the time of every key in both workers' shards."""
     folder = tmp_path_factory.mktemp("torchrec")
     run_workers(folder, list(RUNS))
     found: dict[str, State] = {name: {} for name in RUNS}
@@ -70,18 +71,19 @@ def run_workers(folder: Path, runs: list[str]) -> None:
 
 
 def add_state(state: State, arrays: Mapping[str, np.ndarray]) -> None:
-    """Add the rows of a shard, from `torchrec_row_workers.state` with any prefix."""
+    """Add the rows of a shard. `arrays` come from `torchrec_row_workers.state`; a prefix of their names is
+    ignored."""
     by_name = {key.partition("/")[2] if key.count("/") > 1 else key: array for key, array in arrays.items()}
     for stack in schema().stacks:
         columns = (by_name[f"{stack}/{what}"] for what in ("table", "id", "rows", "state", "stamp"))
         for table, id_, row, row_state, stamp in zip(*columns, strict=True):
-            assert (int(table), int(id_)) not in state, "one owner a row"
+            assert (int(table), int(id_)) not in state, "a row must have one owner"
             state[int(table), int(id_)] = row, row_state, int(stamp)
 
 
 @pytest.fixture(scope="module")
-def at_shards() -> State:
-    """The same steps by the shards' own rules."""
+def trained_by_shards() -> State:
+    """The result of the same steps with a shard's update rules."""
     shard = begun(schema=schema())
     for step in range(12):
         if step % 4 == 1:
@@ -108,18 +110,19 @@ def at_shards() -> State:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("run", ["rows", "mixed"])
-def test_rows_and_state_are_those_of_the_shards_rule(
-    trained: Mapping[str, State], at_shards: State, run: str
+def test_rows_and_state_equal_those_of_the_shards_update_rules(
+    trained: Mapping[str, State], trained_by_shards: State, run: str
 ) -> None:
-    """Adagrad, row-wise Adagrad and Adam; `mixed`: whole tables and column pieces."""
+    """The tables use Adagrad, row-wise Adagrad and Adam. In `mixed`, some tables are whole or in column
+    pieces."""
     found = trained[run]
-    assert found.keys() == at_shards.keys() and len(found) > 4 * 2000, (
-        "pulled keys without gradient have no row"
+    assert found.keys() == trained_by_shards.keys() and len(found) > 4 * 2000, (
+        "keys that are pulled and never pushed must have no row"
     )
     names = {t.id: t.name for t in schema().tables}
-    for key, (row, state, stamp) in at_shards.items():
+    for key, (row, state, stamp) in trained_by_shards.items():
         if run == "mixed" and names[key[0]] == "brand":
-            continue  # column pieces limit the norm of each piece, not of the row
+            continue  # with column pieces, the norm of each piece is clipped instead of the row's
         np.testing.assert_allclose(found[key][0], row, rtol=1e-6, atol=1e-6)
         np.testing.assert_allclose(found[key][1], state, rtol=1e-6, atol=1e-6)
         assert found[key][2] == stamp
@@ -128,20 +131,20 @@ def test_rows_and_state_are_those_of_the_shards_rule(
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("run", "undisturbed"), [("rows-rows", "rows"), ("rows-mixed", "rows")])
-def test_rows_that_moved_to_shards_and_back_train_on_bit_equal(
+def test_rows_that_moved_to_shards_and_back_continue_bit_equal(
     trained: Mapping[str, State], run: str, undisturbed: str
 ) -> None:
     brand = schema().table_by_name["brand"].id
-    kept = {key for key in trained[undisturbed] if run == "rows-rows" or key[0] != brand}
+    compared = {key for key in trained[undisturbed] if run == "rows-rows" or key[0] != brand}
     assert trained[run].keys() == trained[undisturbed].keys()
-    for key in kept:
+    for key in compared:
         for mine, other in zip(trained[run][key][:2], trained[undisturbed][key][:2], strict=True):
             assert mine.tobytes() == other.tobytes()
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_rows_that_expired_in_a_commit_begin_anew(trained: Mapping[str, State]) -> None:
+def test_rows_that_expired_in_a_commit_start_from_their_initial_values(trained: Mapping[str, State]) -> None:
     assert trained["expired"].keys() == trained["late"].keys() and len(trained["late"]) > 100
     assert bits(trained["expired"]) == bits(trained["late"]) != bits(trained["rows"])
 
@@ -149,7 +152,7 @@ def test_rows_that_expired_in_a_commit_begin_anew(trained: Mapping[str, State]) 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_shards_of_a_stack_get_the_same_rows(trained: Mapping[str, State], tmp_path: Path) -> None:
-    """Two workers and three shards, in processes of their own."""
+    """Two worker processes save their rows to three shards of this process."""
     shards = [begun(index=index, num_shards=3, schema=schema()) for index in range(3)]
     servers = [RpcServer(ShardRpcHandler(shard).handle).start() for shard in shards]
     try:
@@ -165,7 +168,7 @@ def test_the_shards_of_a_stack_get_the_same_rows(trained: Mapping[str, State], t
 
 
 def bits(rows: State) -> dict[tuple[int, int], tuple[bytes, bytes, int]]:
-    return {key: (row.tobytes(), kept.tobytes(), stamp) for key, (row, kept, stamp) in rows.items()}
+    return {key: (row.tobytes(), state.tobytes(), stamp) for key, (row, state, stamp) in rows.items()}
 
 
 def keys_of(name: str, *ids: int) -> Keys:
@@ -173,7 +176,7 @@ def keys_of(name: str, *ids: int) -> Keys:
     return Keys(np.full(len(ids), table, np.uint32), np.array(ids, np.int64))
 
 
-def test_slots_are_unique_survive_growth_and_are_used_again() -> None:
+def test_slots_are_unique_survive_growth_and_are_reused() -> None:
     tables = schema().tables
     index = SlotIndex(tables, [1 if t.name == "item" else 3 for t in tables], BucketMap.modulo(64, 3))
     first = keys_of("user", *range(-50, 5000))
@@ -183,7 +186,7 @@ def test_slots_are_unique_survive_growth_and_are_used_again() -> None:
     assert len({*index.slots(number_M).tolist()}) == len(first)
     user = tables.index(schema().table_by_name["user"])
     owner_M, rows = index.slots(number_M) // (index.rows(user) // 3), index.rows(user)
-    assert (owner_M == index.home_N[number_M]).all(), "a spread row lies with the owner of its bucket"
+    assert (owner_M == index.home_N[number_M]).all(), "a row must be at the owner of its bucket"
     index.remove(keys_of("user", 7, 8))
     assert not len(index.add(first.take(np.arange(5))))
     again = index.add(keys_of("user", 7, 8))
@@ -217,7 +220,7 @@ def test_a_placement_that_cannot_be_read_is_refused(tmp_path: Path, plan_for_thr
     assert read_placement(plan_for_three, schema(), 3)["item"] == TablePlacement("table_wise", (2,))
 
 
-def test_a_running_stack_with_fewer_workers_than_the_file_is_for_spreads_tables_by_rows(
+def test_a_plan_for_more_workers_than_a_running_stack_has_is_replaced_by_sharding_by_rows(
     tmp_path: Path, plan_for_three: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = WorkerConfig(
@@ -240,7 +243,7 @@ def test_torchrecs_planner_places_every_table() -> None:
 
 
 def test_torchrecs_planner_follows_the_counted_traffic() -> None:
-    """Two busy tables, which round robin puts at the same worker, and one that was never counted."""
+    """Round robin would give both busy tables to the same worker. One table has no counts."""
     uniques = {"item": 5000.0, "user": 20.0, "brand": 5000.0, "topic": None}
     tables = [
         PlannedTable(

@@ -1,4 +1,5 @@
-"""Settings that can't be are refused by name."""
+"""Configuration of worker and controller: settings that contradict each other are refused, and the error
+names the key."""
 
 from __future__ import annotations
 
@@ -63,7 +64,7 @@ def test_a_worker_is_configured_by_a_file(tmp_path: Path) -> None:
         ({"selection": SelectionConfig(policy="random", refill=True), "exact": True}, "selection.refill"),
     ],
 )
-def test_a_worker_refuses(changes: dict[str, Any], key: str) -> None:
+def test_a_worker_refuses_invalid_settings(changes: dict[str, Any], key: str) -> None:
     with pytest.raises(ConfigError) as caught:
         WorkerConfig(**{**WORKER, **changes})
     assert f"key '{key}'" in str(caught.value)
@@ -82,27 +83,29 @@ def test_a_worker_refuses(changes: dict[str, Any], key: str) -> None:
         ({"initial_workers": 1, "export_offsets": ("0:5",)}, "export_offsets"),
     ],
 )
-def test_a_controller_refuses(changes: dict[str, Any], key: str) -> None:
+def test_a_controller_refuses_invalid_settings(changes: dict[str, Any], key: str) -> None:
     with pytest.raises(ConfigError) as caught:
         ControllerConfig(**{**CONTROLLER, **changes})
     assert f"key '{key}'" in str(caught.value)
 
 
-def test_an_export_point_is_chosen_by_partition() -> None:
-    chosen = ControllerConfig(**{**CONTROLLER, "initial_workers": 2, "export_offsets": ("0=500", "3=0")})
-    assert chosen.export == {0: 500, 3: 0} and ControllerConfig(**CONTROLLER).export == {}
+def test_export_offsets_are_given_by_partition() -> None:
+    config = ControllerConfig(**{**CONTROLLER, "initial_workers": 2, "export_offsets": ("0=500", "3=0")})
+    assert config.export == {0: 500, 3: 0} and ControllerConfig(**CONTROLLER).export == {}
 
 
-def test_the_learning_rate_grows_with_the_root_of_the_batch_size() -> None:
+def test_the_learning_rate_grows_with_the_square_root_of_the_batch_size() -> None:
     config = LoopConfig(
         first_batch_requests=8, batch_requests=32, batch_growth_requests=256, learning_rate=0.1
     )
-    taken, steps = 0, 0
-    while (size := config.batch_after(taken)) < 32:
+    trained, steps = 0, 0
+    while (size := config.batch_after(trained)) < 32:
         assert config.rate_after(steps) == pytest.approx(0.1 * math.sqrt(size / 32), rel=0.07), (steps, size)
-        taken, steps = taken + size, steps + 1
+        trained, steps = trained + size, steps + 1
     assert steps > 300
-    assert config.rate_after(2 * steps) == config.rate_after(1 << 40) == 0.1, "full batches"
+    assert config.rate_after(2 * steps) == config.rate_after(1 << 40) == 0.1, (
+        "full batches have the full learning rate"
+    )
 
 
 def test_rehearsed_batches_do_not_advance_the_learning_rate() -> None:

@@ -1,9 +1,9 @@
-"""Two processes that hold rows in TorchRec's collections; started by test_torchrec_rows.py.
+"""One of two processes that hold rows in TorchRec's collections. test_torchrec_rows.py starts them.
 
     python -m tests.trainer.torchrec_row_workers RANK FOLDER
 
-Every rank trains the runs of FOLDER/runs.json and writes the state of its shard to FOLDER/out-RANK.npz. With
-FOLDER/shards.json, the addresses of shards of a stack, the rows go there instead.
+Every rank trains the runs of FOLDER/runs.json, and writes the state of its shard to FOLDER/out-RANK.npz. If
+FOLDER/shards.json exists, the rows are saved to the shards whose addresses it lists.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from trainer.torchrec_rows import TorchRecRows
 
 WORKERS = 2
 CLIP = 2.0
-EXPIRE_AFTER_MS = 10_000  # later than every step, unless a run says so
+EXPIRE_AFTER_MS = 10_000  # rows expire after the last step; only the run "expired" moves the time past it
 PLACEMENTS = {
     "rows": {},
     "mixed": {
@@ -57,8 +57,8 @@ def schema() -> Schema:
 
 
 def batch(worker: int, step: int) -> tuple[Lookup, dict[str, np.ndarray]]:
-    """A worker's keys and gradients: shared keys, own ones, large ids, sometimes nothing; tables outgrow
-    their first size in step 3."""
+    """A worker's keys and gradients. Some keys are shared with the other worker, ids are large, and one batch
+    is empty. In step 3 the tables outgrow their initial size."""
     random = np.random.default_rng([worker, step])
     count = 2500 if step == 3 else 0 if (worker, step) == (1, 2) else 40
     stacks, gradients = {}, {}
@@ -77,7 +77,7 @@ def train(rows: TorchRecRows, worker: int, steps: range) -> None:
         lookup, gradients = batch(worker, step)
         rows.pull(lookup)
         if step % 4 == 1:
-            continue  # pulled and not pushed, as for requests without labels
+            continue  # pull without push, as for requests without labels
         rows.push(
             lookup,
             {name: torch.from_numpy(g) for name, g in gradients.items()},
@@ -86,14 +86,14 @@ def train(rows: TorchRecRows, worker: int, steps: range) -> None:
 
 
 def expire(shard: Shard) -> None:
-    """A commit at a time when every row has expired."""
+    """Commit at a time when every row has expired."""
     shard.freeze(1, 10 * EXPIRE_AFTER_MS)
     shard.write(1)
     shard.commit(1)
 
 
 def stack_shards(folder: Path, rank: int) -> StackShards | None:
-    """The shards of FOLDER/shards.json, if there are any."""
+    """Connect to the shards of FOLDER/shards.json, if the file exists."""
     path = folder / "shards.json"
     if not path.exists():
         return None
@@ -112,7 +112,7 @@ def state(shard: Shard) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def first_address(folder: Path, rank: int, own: str) -> str:
-    """The address of rank 0, which it leaves in a file."""
+    """Return the address of rank 0, which rank 0 writes to a file."""
     path = folder / "address"
     if rank == 0:
         path.with_suffix(".new").write_text(own)
@@ -125,8 +125,8 @@ def first_address(folder: Path, rank: int, own: str) -> str:
 
 def main(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
-    place = TorchRendezvous("127.0.0.1:0", device="cpu", timeout_s=60)
-    address, incarnation = first_address(folder, rank, place.address), 0
+    rendezvous = TorchRendezvous("127.0.0.1:0", device="cpu", timeout_s=60)
+    address, incarnation = first_address(folder, rank, rendezvous.address), 0
     runs: Mapping[str, list[str]] = json.loads((folder / "runs.json").read_text())
     out = {}
     for name, placements in runs.items():
@@ -134,10 +134,10 @@ def main(rank: int, folder: Path) -> None:
         for part, placement in enumerate(placements):
             incarnation += 1
             home = stack_shards(folder, rank) or OwnShard(shard)
-            # Only worker 0 plans.
+            # Only worker 0 has a plan. The others get the placement from it.
             planned = PLACEMENTS[placement] if rank == 0 else None
             rows = TorchRecRows(schema(), home, lambda workers, planned=planned: planned)
-            group = DualRendezvous(place, rows).join(GroupSpec(incarnation, rank, WORKERS, address))
+            group = DualRendezvous(rendezvous, rows).join(GroupSpec(incarnation, rank, WORKERS, address))
             rows.set_incarnation(incarnation, WORKERS)
             length = 12 // len(placements)
             if name == "late":
@@ -150,12 +150,12 @@ def main(rank: int, folder: Path) -> None:
             else:
                 train(rows, rank, range(part * length, (part + 1) * length))
             rows.save()
-            placed = {table: rows.placement[table] for table in PLACEMENTS[placement]}
-            assert placed == PLACEMENTS[placement], "every worker has the placement of worker 0"
+            actual = {table: rows.placement[table] for table in PLACEMENTS[placement]}
+            assert actual == PLACEMENTS[placement], "every worker must have the placement of worker 0"
             group.leave()
         out |= {f"{name}/{key}": value for key, value in state(shard)}
     np.savez(folder / f"out-{rank}.npz", **out)
-    place.close()
+    rendezvous.close()
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""Samples of the simulated site (roostream/replay/world.py) and a real shard in memory, for any kind of
-model."""
+"""Samples of the simulated site (roostream/replay/world.py), and training loops on them with a real shard in
+memory. Any kind of model can be trained on them."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ SCHEMA: Schema = schema_from_dict(
 
 @cache
 def visits(count: int, seed: int = 0) -> tuple[Record, ...]:
-    """A request a second, each of a user whose history holds the clicks before it."""
+    """Samples of one request per second. A user's history holds the user's earlier clicks."""
     world, random = World(_WORLD), np.random.default_rng(seed)
     clicked: dict[int, list[tuple[int, int]]] = defaultdict(list)
     out = []
@@ -121,7 +121,7 @@ def _record(
 def visit_loop(
     model: ModelConfig, records: tuple[Record, ...], schema: Schema = SCHEMA
 ) -> tuple[TrainLoop, MemoryOutputs]:
-    """A training loop over all of `records`, its rows in a shard of its own."""
+    """A training loop over `records` whose rows are in a new shard."""
     clock = FakeClock(T0)
     identity = ShardIdentity(schema=schema, index=0, num_shards=1, seed=0, publishing=False)
     shard = Shard(
@@ -144,11 +144,11 @@ def visit_loop(
     ), outputs
 
 
-# What a model has learned of visits, and that serving scores as training does
+# Checks: what a model has learned, and that serving computes the scores of training
 
 
-class RowsOf:
-    """The rows of a loop's shard as serving's replica gives them."""
+class ReplicaRows:
+    """A stand-in for serving's replica that reads the rows of a training loop."""
 
     def __init__(self, loop: TrainLoop) -> None:
         self.loop = loop
@@ -158,7 +158,7 @@ class RowsOf:
 
 
 def log_losses(predicted: list[pb.Prediction]) -> np.ndarray:
-    """Of each request's first task, the mean over its candidates."""
+    """The log loss of each request's first task, averaged over its candidates."""
     out = []
     for p in predicted:
         score_n, label_n = (np.array(x).reshape(len(p.item_ids), -1)[:, 0] for x in (p.scores, p.labels))
@@ -167,8 +167,8 @@ def log_losses(predicted: list[pb.Prediction]) -> np.ndarray:
 
 
 def assert_serving_scores_as(loop: TrainLoop, config: ModelConfig, records: Iterable[Record]) -> None:
-    """A version of the loop's weights, made from `config`, scores these requests alone as the loop scores
-    them."""
+    """Check that serving scores each request as the training loop does. Serving uses a model version of the
+    loop's weights, built from `config`."""
     version = build_version("1-1", SCHEMA, config, 0, loop.dense_trainer.scorer.state_dict())
     for record in records:
         batch, _ = Decoder(SCHEMA, {}.get).decode([record])
@@ -176,5 +176,5 @@ def assert_serving_scores_as(loop: TrainLoop, config: ModelConfig, records: Iter
         assert isinstance(sample, pb.Sample)
         items = np.array(sample.item_ids, np.uint64).view(np.int64)
         request = read_request(SCHEMA, sample.ro, sample.parts[0].nro, items, sample.header.time_ms)
-        logits = version.score(RowsOf(loop), request)
+        logits = version.score(ReplicaRows(loop), request)
         np.testing.assert_allclose(1 / (1 + np.exp(-logits)), loop.scores(batch), rtol=0, atol=1e-5)

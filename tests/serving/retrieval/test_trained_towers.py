@@ -22,7 +22,7 @@ from serving.retrieval.item_vectors import encode_items
 from serving.scorer import build_version
 from serving.versions.idle_gate import IdleGate
 from serving.versions.loaded_versions import LoadedVersions
-from tests.trainer.visits import _WORLD, SCHEMA, T0, RowsOf, visit_loop, visits
+from tests.trainer.visits import _WORLD, SCHEMA, T0, ReplicaRows, visit_loop, visits
 
 SMALL = RankerConfig(
     request_layers=(16,), history_width=8, width=16, deep_layers=(16,), task_layers=(8,), list_heads=2
@@ -44,7 +44,7 @@ def test_trained_towers_retrieve_liked_items_and_vectors_follow_training(tmp_pat
     file.write_text(
         "".join(f"{json.dumps({'item_id': i, 'category': [world.category_of(i)]})}\n" for i in items)
     )
-    rows = RowsOf(loop)
+    rows = ReplicaRows(loop)
     service = RankService(
         SCHEMA,
         LoadedVersions(build_version("1-1", SCHEMA, CASCADE, 0, loop.dense_trainer.scorer.state_dict())),

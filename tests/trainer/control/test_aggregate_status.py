@@ -1,4 +1,4 @@
-"""The workers' reports as one."""
+"""The controller merges the reports of all workers into one status."""
 
 from __future__ import annotations
 
@@ -64,15 +64,15 @@ def reported(candidates: int, psi: float, version: str = "1-4") -> dict[str, Any
 def test_windows_slices_and_shadow_are_pooled_over_workers() -> None:
     quality = aggregate_status(status(reported(100, 0.1), reported(300, 0.3)))["quality"]
     shadow = quality["shadow"]
-    for at in (quality["windows"], quality["slices"]["surface"]["front"], shadow["shadow"], shadow["live"]):
-        pooled = at["1h"]["click"]
+    for part in (quality["windows"], quality["slices"]["surface"]["front"], shadow["shadow"], shadow["live"]):
+        pooled = part["1h"]["click"]
         assert (pooled["candidates"], pooled["base_rate"], pooled["calibration"]) == (400, 0.1, 1.25)
         assert pooled["ne"] == pytest.approx(0.3 / 0.325083, rel=1e-5) and pooled["ne_online"] == 0.5
         assert pooled["auc"] is None
     assert shadow["version"] == "1-4"
 
 
-def test_drift_is_that_of_the_worst_worker() -> None:
+def test_the_reported_drift_is_that_of_the_worst_worker() -> None:
     drift = aggregate_status(status(reported(100, 0.1), {}, reported(300, 0.3)))["quality"]["drift"]
     assert drift["psi"] == {"age": 0.3} and drift["coverage"] == {"age": 0.7}
     assert drift["base_rate"] == {"click": 0.4} and drift["base_rate_before"] == {"click": 0.1}

@@ -1,7 +1,10 @@
-"""Kills at every numbered moment of the commit: exactly once, and in exact mode bit-equal.
+"""Kills of one process at each step of a commit: every sample is trained exactly once, and in exact mode the
+final weights and rows equal those of an undisturbed run bit for bit (guarantees G2 and G11 of
+docs/architecture.md).
 
-Moments, in the numbers of trainer/control/coordinator.py: cut (2, 3), freeze and resume (4), write (5), link
-(6), commit (7); and those of a restore: claim, restore, start; and between the two pushes of one batch.
+Kills happen at the steps of a commit, as trainer/control/coordinator.py numbers them: cut (2, 3), freeze and
+resume (4), write (5), link (6), commit (7). They also happen at the steps of a restore (claim, restore,
+start), and between the two pushes of one batch.
 """
 
 from __future__ import annotations
@@ -19,21 +22,21 @@ from hypothesis import strategies as st
 from roostream.runtime import manifest as manifests
 from tests.trainer import samples
 from tests.trainer.network import CONTROLLER
-from tests.trainer.schedules import around, every, moments_and_victims
+from tests.trainer.schedules import before_and_after, every_nth, moments_and_victims
 from tests.trainer.simulator import WORKER, Kill, Simulation
 from trainer.control.types import State
 
 EVERYONE = (CONTROLLER, WORKER, "shard 0", "shard 1")
 MOMENTS = [
-    *around(WORKER, "restore", "start", "cut", "resume", "write", "commit"),
-    *around("shard 0", "restore", "freeze", "write", "commit"),
+    *before_and_after(WORKER, "restore", "start", "cut", "resume", "write", "commit"),
+    *before_and_after("shard 0", "restore", "freeze", "write", "commit"),
     ("shard 1", "freeze", "after"),
     ("shard 1", "write", "after"),
-    *around(CONTROLLER, "claim", "link"),
+    *before_and_after(CONTROLLER, "claim", "link"),
     (WORKER, "push", "before"),
 ]
 EXACT_NUMBERS = list(range(1, 49))
-# Some are emitted again.
+# Every fifth record is followed by a second copy of an earlier one.
 LIVE_NUMBERS = [n for i in range(1, 41) for n in ((i, i - 3) if i % 5 == 0 else (i,))]
 
 
@@ -42,7 +45,7 @@ def undisturbed() -> dict[str, bytes]:
     return Simulation(samples.records(EXACT_NUMBERS), exact=True).run().bits()
 
 
-@pytest.mark.parametrize(("moment", "victim"), every(4, moments_and_victims(MOMENTS, EVERYONE)), ids=str)
+@pytest.mark.parametrize(("moment", "victim"), every_nth(4, moments_and_victims(MOMENTS, EVERYONE)), ids=str)
 def test_g2_g11_a_kill_at_any_moment_of_the_second_commit(moment: tuple[str, str, str], victim: str) -> None:
     occurrence = 1 if moment[1] in ("claim", "restore", "start") else 9 if moment[1] == "push" else 2
     kill = Kill(moment, victim, occurrence)
@@ -67,7 +70,7 @@ def test_g2_every_sample_is_applied_once_through_any_kills_and_re_emissions(
     schedule: list[Kill], restart_after: int
 ) -> None:
     simulation = Simulation(samples.records(LIVE_NUMBERS), kills=schedule, restart_after=restart_after)
-    simulation.run_as_far_as_kills_go()
+    simulation.run_with_optional_kills()
     simulation.assert_applied_once(LIVE_NUMBERS)
 
 
@@ -75,54 +78,54 @@ def test_g2_every_sample_is_applied_once_through_any_kills_and_re_emissions(
 @given(kills)
 def test_g11_parameters_after_any_kills_are_bit_equal(schedule: list[Kill]) -> None:
     simulation = Simulation(samples.records(EXACT_NUMBERS), exact=True, kills=schedule)
-    simulation.run_as_far_as_kills_go()
+    simulation.run_with_optional_kills()
     assert simulation.bits() == undisturbed()
 
 
-def kills_of(seed: int) -> list[Kill]:
+def random_kills(seed: int) -> list[Kill]:
     draw = random.Random(seed)
     moments = draw.sample(MOMENTS, 3)
     return [Kill(moment, draw.choice(EVERYONE), draw.randint(1, 3)) for moment in moments]
 
 
-FAULTS_OF_CALLS = {"lost", "answer lost", "twice", "late copy"}
-FAULTS_OF_BEATS = {"beat lost", "beat's answer lost", "beat twice", "late copy of a beat", "late answer"}
+RPC_FAULTS = {"lost", "answer lost", "twice", "late copy"}
+HEARTBEAT_FAULTS = {"beat lost", "beat's answer lost", "beat twice", "late copy of a beat", "late answer"}
 
 
-@pytest.mark.parametrize("seed", every(6, range(12)))
+@pytest.mark.parametrize("seed", every_nth(6, range(12)))
 def test_g2_g11_lost_late_and_duplicated_messages_change_nothing(seed: int) -> None:
     simulation = Simulation(
-        samples.records(EXACT_NUMBERS), exact=True, seed=seed, kills=kills_of(seed) if seed % 2 else []
+        samples.records(EXACT_NUMBERS), exact=True, seed=seed, kills=random_kills(seed) if seed % 2 else []
     )
-    simulation.run_as_far_as_kills_go()
-    drawn = simulation.disorder.drawn.keys()
-    assert drawn & FAULTS_OF_BEATS and drawn & FAULTS_OF_CALLS
+    simulation.run_with_optional_kills()
+    injected = simulation.message_faults.injected.keys()
+    assert injected & HEARTBEAT_FAULTS and injected & RPC_FAULTS
     simulation.assert_applied_once(EXACT_NUMBERS)
     assert simulation.bits() == undisturbed()
 
 
-@pytest.mark.parametrize("seed", every(4, range(101, 109)))
-def test_g11_real_shards_are_bit_equal_in_the_same_disorder(seed: int) -> None:
-    faults: dict[str, Any] = {"seed": seed, "kills": kills_of(seed) if seed % 2 else []}
+@pytest.mark.parametrize("seed", every_nth(4, range(101, 109)))
+def test_g11_real_shards_are_bit_equal_with_message_faults_and_kills(seed: int) -> None:
+    faults: dict[str, Any] = {"seed": seed, "kills": random_kills(seed) if seed % 2 else []}
     simulation = Simulation(samples.records(EXACT_NUMBERS), exact=True, real_shards=True, **faults)
-    simulation.run_as_far_as_kills_go()
+    simulation.run_with_optional_kills()
     assert simulation.bits() == undisturbed_on_real_shards()
 
 
-@pytest.mark.parametrize("seed", every(3, range(200, 206)))
-def test_g2_live_training_in_the_same_disorder(seed: int) -> None:
-    simulation = Simulation(samples.records(LIVE_NUMBERS), seed=seed, kills=kills_of(seed))
-    simulation.run_as_far_as_kills_go()
+@pytest.mark.parametrize("seed", every_nth(3, range(200, 206)))
+def test_g2_live_training_applies_each_sample_once_with_message_faults_and_kills(seed: int) -> None:
+    simulation = Simulation(samples.records(LIVE_NUMBERS), seed=seed, kills=random_kills(seed))
+    simulation.run_with_optional_kills()
     simulation.assert_applied_once(LIVE_NUMBERS)
 
 
-@pytest.mark.parametrize("seed", every(3, range(300, 306)))
+@pytest.mark.parametrize("seed", every_nth(3, range(300, 306)))
 def test_g3_an_unavailable_store_never_counts_as_damaged(seed: int, caplog: pytest.LogCaptureFixture) -> None:
     simulation = Simulation(
-        samples.records(EXACT_NUMBERS), exact=True, seed=seed, kills=kills_of(seed), real_shards=True
+        samples.records(EXACT_NUMBERS), exact=True, seed=seed, kills=random_kills(seed), real_shards=True
     )
-    simulation.run_as_far_as_kills_go()
-    assert simulation.disorder.drawn["store away"]
+    simulation.run_with_optional_kills()
+    assert simulation.message_faults.injected["store away"]
     assert "passing" not in caplog.text and "damaged" not in caplog.text
     assert simulation.bits() == undisturbed_on_real_shards()
 
@@ -130,12 +133,12 @@ def test_g3_an_unavailable_store_never_counts_as_damaged(seed: int, caplog: pyte
 def test_training_continues_while_shards_write_and_every_sample_has_one_prediction() -> None:
     simulation = Simulation(samples.records(LIVE_NUMBERS))
     steps: list[tuple[str, int]] = []
-    noted = simulation.moment
+    original_moment = simulation.moment
 
     def moment(who: str, what: str, when: str) -> None:
         if who == WORKER and (what, when) in (("resume", "after"), ("write", "before")):
             steps.append((what, simulation.worker.loop.num_steps))
-        noted(who, what, when)
+        original_moment(who, what, when)
 
     simulation.moment = moment  # type: ignore[method-assign]
     simulation.run()
@@ -157,7 +160,7 @@ def test_g3_training_waits_for_a_missing_member() -> None:
     simulation.assert_applied_once(LIVE_NUMBERS)
 
 
-two_workers = st.builds(
+kills_with_two_workers = st.builds(
     Kill,
     moment=st.sampled_from(
         [(w, kind, "after") for w in (WORKER, "worker 1") for kind in ("restore", "cut", "resume", "write")]
@@ -168,21 +171,21 @@ two_workers = st.builds(
 
 
 @settings(max_examples=3, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(st.lists(two_workers, max_size=3, unique_by=lambda kill: (kill.moment, kill.occurrence)))
+@given(st.lists(kills_with_two_workers, max_size=3, unique_by=lambda kill: (kill.moment, kill.occurrence)))
 def test_g2_every_worker_s_part_is_committed_and_restored(schedule: list[Kill]) -> None:
     simulation = Simulation(samples.records(LIVE_NUMBERS), num_workers=2, kills=schedule)
-    simulation.run_as_far_as_kills_go()
+    simulation.run_with_optional_kills()
     simulation.assert_applied_once(LIVE_NUMBERS)
-    of = simulation.last.workers
-    assert [set(part.offsets) for part in of.values()] == [{("samples", 0)}, {("samples", 1)}]
-    assert sum(part.dedupe for part in of.values()) == len(set(LIVE_NUMBERS))
-    assert sum(part.metrics["requests"] for part in of.values()) == len(set(LIVE_NUMBERS))
-    assert len({part.file.name for part in of.values()}) == 2
+    workers = simulation.last.workers
+    assert [set(part.offsets) for part in workers.values()] == [{("samples", 0)}, {("samples", 1)}]
+    assert sum(part.dedupe for part in workers.values()) == len(set(LIVE_NUMBERS))
+    assert sum(part.metrics["requests"] for part in workers.values()) == len(set(LIVE_NUMBERS))
+    assert len({part.file.name for part in workers.values()}) == 2
 
 
-def disturbed_at_rest(simulation: Simulation) -> Simulation:
-    """Kill the worker when everything is committed and let everyone be restored, which begins once it has
-    been silent for 3 s."""
+def restore_after_the_end(simulation: Simulation) -> Simulation:
+    """Kill the worker after everything is committed. The fleet is restored once the worker has been silent
+    for 3 s."""
     simulation.kill(WORKER)
     for _ in range(24):
         simulation.round()
@@ -201,7 +204,7 @@ def test_g5_damaged_parts_of_the_newest_commit_are_never_loaded(
         names = {"manifest": last.name, "shared": last.dense.name, "own": last.workers[0].file.name}
         simulation.store.damage(names[part])
     with caplog.at_level(logging.WARNING):
-        disturbed_at_rest(simulation)
+        restore_after_the_end(simulation)
     assert part == "segment" or last.name in caplog.text
     simulation.assert_applied_once(EXACT_NUMBERS)
     assert simulation.bits() == undisturbed()
@@ -223,7 +226,7 @@ def test_a_full_disk_at_the_link_or_the_dense_file_only_delays_the_commit(
     simulation.assert_applied_once(LIVE_NUMBERS)
 
 
-def test_of_two_controllers_the_older_one_exits_and_commits_nothing_more() -> None:
+def test_the_older_of_two_controllers_exits_and_commits_nothing_more() -> None:
     simulation = Simulation(samples.records(LIVE_NUMBERS))
     for _ in range(8):
         simulation.round()
@@ -246,12 +249,12 @@ def test_a_manifest_linked_just_before_fencing_is_restored_by_the_next_controlle
     simulation = Simulation(samples.records(EXACT_NUMBERS), exact=True)
     control, simulation.control = simulation.control, lambda: None  # type: ignore[method-assign]
     old = None
-    while old is None:  # its link is decided, and not yet made
+    while old is None:  # until a controller has decided to link a manifest, and has not yet linked it
         simulation.round()
         if simulation.controller is not None and simulation.controller.coordinator.state is State.LINKING:
             old = simulation.controller
         else:
-            simulation.guard(control)
+            simulation.until_killed(control)
     linked: list[str] = []
 
     def link_late(name: str) -> None:
@@ -285,7 +288,7 @@ def undisturbed_on_real_shards() -> dict[str, bytes]:
 
 @pytest.mark.parametrize(
     ("moment", "victim"),
-    every(6, itertools.product(IN_A_COMMIT, ["shard 0", WORKER, CONTROLLER])),
+    every_nth(6, itertools.product(IN_A_COMMIT, ["shard 0", WORKER, CONTROLLER])),
     ids=str,
 )
 def test_g11_real_shards_are_bit_equal_after_a_kill(moment: tuple[str, str, str], victim: str) -> None:

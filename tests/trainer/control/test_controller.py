@@ -1,4 +1,5 @@
-"""The controller's calls: held beats, status, commit on demand, and files that can't be written."""
+"""The controller's calls (long-polled heartbeats, status, commit on demand), and a store that is
+unavailable."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ from roostream.runtime import manifest as manifests
 from roostream.runtime.manifest import Manifest
 from roostream.runtime.retention import Retention
 from roostream.runtime.store_identity import IDENTITY_NAME
-from tests.trainer.control.test_coordinator import FACTS
-from tests.trainer.control.test_scaling import Fleet
+from tests.trainer.control.test_coordinator import CONFIG
+from tests.trainer.control.test_scaling import FakeFleet
 from tests.trainer.memory_store import MemoryStore
 from trainer.control.controller import Controller
 from trainer.control.coordinator import Coordinator
@@ -22,56 +23,56 @@ from trainer.control.types import Key, State
 
 
 def test_a_commit_on_demand_is_waited_for() -> None:
-    fleet = Fleet().to(State.RUNNING)
+    fleet = FakeFleet().to(State.RUNNING)
     fleet.step = 3
     fleet.turn()
     assert fleet.call("commit", timeout_s=20) == {"seq": 1, "committed": True}
     assert manifests.load(fleet.store, "manifests/00000001").manifest.step == 3
-    assert fleet.it.handle("commit", {}, ())[0] == {"seq": 1, "committed": True}, (
-        "nothing new: nothing to wait for"
+    assert fleet.controller.handle("commit", {}, ())[0] == {"seq": 1, "committed": True}, (
+        "without new steps the call must return at once"
     )
 
 
 def test_a_store_that_is_away_is_reported_as_away_until_it_answers() -> None:
-    fleet = Fleet().to(State.RUNNING)
+    fleet = FakeFleet().to(State.RUNNING)
     fleet.clock.advance(2)
     for _ in range(3):
         fleet.store.fail_next("list")
     reported = []
     for _ in range(4):
-        fleet.it.turn()
-        reported.append(bool(fleet.it.status()["away"]))
+        fleet.controller.turn()
+        reported.append(bool(fleet.controller.status()["away"]))
     assert reported == [True, True, True, False]
 
 
 def test_a_commit_on_demand_does_not_succeed_during_an_outage_or_restore() -> None:
-    fleet = Fleet()
-    fleet.it.turn()
-    assert fleet.it.coordinator.state is State.GATHERING
-    assert fleet.it.handle("commit", {"timeout_s": 0.01}, ())[0] == {"seq": 0, "committed": False}
+    fleet = FakeFleet()
+    fleet.controller.turn()
+    assert fleet.controller.coordinator.state is State.GATHERING
+    assert fleet.controller.handle("commit", {"timeout_s": 0.01}, ())[0] == {"seq": 0, "committed": False}
     fleet.to(State.RESTORING)
-    assert fleet.it.handle("commit", {"timeout_s": 0.01}, ())[0] == {"seq": 0, "committed": False}
+    assert fleet.controller.handle("commit", {"timeout_s": 0.01}, ())[0] == {"seq": 0, "committed": False}
     fleet.to(State.RUNNING)
-    assert fleet.it.handle("commit", {"timeout_s": 0.01}, ())[0] == {"seq": 0, "committed": True}, (
+    assert fleet.controller.handle("commit", {"timeout_s": 0.01}, ())[0] == {"seq": 0, "committed": True}, (
         "there is nothing to commit"
     )
 
 
 def test_a_commit_on_demand_ignores_a_commit_already_in_progress() -> None:
-    fleet = Fleet().to(State.RUNNING)
+    fleet = FakeFleet().to(State.RUNNING)
     fleet.step = 3
     fleet.turn()
-    fleet.it.handle("commit", {"timeout_s": 0}, ())
+    fleet.controller.handle("commit", {"timeout_s": 0}, ())
     fleet.beat(Key("worker", 0))
-    assert fleet.it.coordinator.state is State.CUTTING
-    fleet.to(State.FREEZING).step = 9  # trained behind the cut
+    assert fleet.controller.coordinator.state is State.CUTTING
+    fleet.to(State.FREEZING).step = 9  # the worker has trained after the cut
     answers: list[dict[str, Any]] = []
     caller = threading.Thread(
-        target=lambda: answers.append(dict(fleet.it.handle("commit", {"timeout_s": 20}, ())[0]))
+        target=lambda: answers.append(dict(fleet.controller.handle("commit", {"timeout_s": 20}, ())[0]))
     )
     caller.start()
     fleet.to(State.COMMITTING)
-    assert fleet.it.status()["seq"] == 1 and answers == []
+    assert fleet.controller.status()["seq"] == 1 and answers == []
     while caller.is_alive():
         fleet.turn()
         caller.join(0.01)
@@ -79,21 +80,23 @@ def test_a_commit_on_demand_ignores_a_commit_already_in_progress() -> None:
 
 
 def test_a_waiting_beat_returns_as_soon_as_there_is_a_command() -> None:
-    fleet = Fleet(long_poll_s=30.0)
-    fleet.it.turn()
-    got: list[list[dict[str, Any]]] = []
-    threads = [threading.Thread(target=lambda key=key: got.append(fleet.beat(key))) for key in fleet.members]
+    fleet = FakeFleet(long_poll_s=30.0)
+    fleet.controller.turn()
+    received: list[list[dict[str, Any]]] = []
+    threads = [
+        threading.Thread(target=lambda key=key: received.append(fleet.beat(key))) for key in fleet.members
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(20)
-    assert [[c["kind"] for c in commands] for commands in got] == [["restore"]] * 3
+    assert [[c["kind"] for c in commands] for commands in received] == [["restore"]] * 3
 
 
 def test_status_reports_the_state_and_the_last_commit() -> None:
-    fleet = Fleet().to(State.RUNNING)
+    fleet = FakeFleet().to(State.RUNNING)
     fleet.clock.advance(2)
-    status = fleet.it.status()
+    status = fleet.controller.status()
     assert (status["state"], status["incarnation"], status["seq"]) == ("running", 1, 0)
     assert set(status["members"]) == {"shard 0", "shard 1", "worker 0"}
     assert status["reports"]["worker 0"]["step"] == 0 and status["manifest"] == ""
@@ -103,105 +106,111 @@ def test_status_reports_the_state_and_the_last_commit() -> None:
 
 def test_an_unknown_call_is_refused() -> None:
     with pytest.raises(RoostreamError, match="got 'dance'"):
-        Fleet().it.handle("dance", {}, ())
+        FakeFleet().controller.handle("dance", {}, ())
 
 
-def committed_once() -> Fleet:
-    fleet = Fleet().to(State.RUNNING)
+def fleet_with_one_commit() -> FakeFleet:
+    fleet = FakeFleet().to(State.RUNNING)
     fleet.step = 3
-    fleet.it.handle("commit", {"timeout_s": 0}, ())
+    fleet.controller.handle("commit", {"timeout_s": 0}, ())
     return fleet.to(State.COMMITTING)
 
 
 def test_a_restarted_controller_checks_the_manifest_before_any_command() -> None:
-    first = committed_once()
-    second = Fleet(1, first.store)
-    second.it.turn()
-    assert set(second.checked) == {"manifests/00000001"} and second.it.status()["incarnation"] == 2
+    first = fleet_with_one_commit()
+    second = FakeFleet(1, first.store)
+    second.controller.turn()
+    assert set(second.checked) == {"manifests/00000001"} and second.controller.status()["incarnation"] == 2
     with pytest.raises(FencedError, match="this controller stops"):
         first.clock.advance(2)
-        first.it.turn()
+        first.controller.turn()
 
 
 def test_g5_a_store_with_only_damaged_manifests_stops_the_controller() -> None:
-    fleet = Fleet()
+    fleet = FakeFleet()
     fleet.store.create("manifests/00000001", b"{}")
     with pytest.raises(CheckpointError, match="expected a usable manifest among 1"):
-        fleet.it.turn()
+        fleet.controller.turn()
 
 
 @pytest.mark.parametrize("method", ["create", "list", "get"])
 def test_an_unavailable_store_is_waited_for_and_skips_no_manifest(
     method: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    fleet = Fleet(1, committed_once().store)
+    fleet = FakeFleet(1, fleet_with_one_commit().store)
     for _ in range(5):
         fleet.store.fail_next(method)
     for _ in range(5):
-        fleet.it.turn()
-        assert fleet.it.coordinator.state is State.CLAIMING
+        fleet.controller.turn()
+        assert fleet.controller.coordinator.state is State.CLAIMING
     assert (
         "waiting for the checkpoint store: the store can't be written (No space left on device) (retrying)"
         in caplog.text
     )
     assert "reset" not in caplog.text and "damaged" not in caplog.text
-    fleet.it.turn()
-    assert fleet.it.coordinator.state is State.GATHERING and fleet.it.coordinator.last is not None
-    assert fleet.it.coordinator.last.name == "manifests/00000001"
+    fleet.controller.turn()
+    assert (
+        fleet.controller.coordinator.state is State.GATHERING
+        and fleet.controller.coordinator.last is not None
+    )
+    assert fleet.controller.coordinator.last.name == "manifests/00000001"
 
 
 def test_an_empty_store_in_place_of_the_known_one_is_not_used(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    fleet = committed_once()
-    there, fleet.store.objects = fleet.store.objects, {}
+    fleet = fleet_with_one_commit()
+    mounted, fleet.store.objects = fleet.store.objects, {}
     fleet.clock.advance(4)
     for _ in range(5):
-        fleet.it.turn()
-    assert fleet.it.coordinator.state is State.CLAIMING and fleet.store.objects == {}
+        fleet.controller.turn()
+    assert fleet.controller.coordinator.state is State.CLAIMING and fleet.store.objects == {}
     assert "checkpoint init" in caplog.text
-    fleet.store.objects |= {IDENTITY_NAME: there[IDENTITY_NAME]}
-    fleet.it.turn()
-    assert "an older copy of the store" in fleet.it.status()["away"]
+    fleet.store.objects |= {IDENTITY_NAME: mounted[IDENTITY_NAME]}
+    fleet.controller.turn()
+    assert "an older copy of the store" in fleet.controller.status()["away"]
     assert list(fleet.store.objects) == [IDENTITY_NAME]
-    fleet.store.objects = there
-    fleet.it.turn()
-    assert fleet.it.coordinator.last is not None and fleet.it.coordinator.last.name == "manifests/00000001"
+    fleet.store.objects = mounted
+    fleet.controller.turn()
+    assert (
+        fleet.controller.coordinator.last is not None
+        and fleet.controller.coordinator.last.name == "manifests/00000001"
+    )
 
 
 def test_waiting_for_the_store_ends_with_stop() -> None:
-    fleet, stop = Fleet(), threading.Event()
+    fleet, stop = FakeFleet(), threading.Event()
     fleet.store.fail_next("create")
     stop.set()
     with pytest.raises(UnavailableError, match="stopped while waiting for the checkpoint store"):
-        fleet.it.turn(stop)
+        fleet.controller.turn(stop)
 
 
 def test_the_outcome_of_a_link_is_reported_only_once_it_is_readable() -> None:
-    fleet = Fleet().to(State.RUNNING)
+    fleet = FakeFleet().to(State.RUNNING)
     fleet.step = 3
-    fleet.it.handle("commit", {"timeout_s": 0}, ())
+    fleet.controller.handle("commit", {"timeout_s": 0}, ())
     fleet.store.fail_next("create", "after")
     for _ in range(3):
         fleet.store.fail_next("get")
     for _ in range(10):
-        if fleet.it.coordinator.state is State.LINKING:
+        if fleet.controller.coordinator.state is State.LINKING:
             break
         fleet.turn()
-    fleet.it.turn()
-    assert fleet.it.coordinator.state is State.LINKING
+    fleet.controller.turn()
+    assert fleet.controller.coordinator.state is State.LINKING
     fleet.to(State.RUNNING)
-    assert fleet.it.status()["seq"] == 1 and fleet.it.status()["aborts"] == 0
+    assert fleet.controller.status()["seq"] == 1 and fleet.controller.status()["aborts"] == 0
 
 
 def test_the_configured_number_of_manifests_is_kept() -> None:
-    fleet = Fleet()
-    fleet.it.cleaner.retention = Retention(2)
+    fleet = FakeFleet()
+    fleet.controller.cleaner.retention = Retention(2)
     for seq in range(1, 5):
         fleet.step = 3 + seq
         fleet.to(State.RUNNING)
-        fleet.it.coordinator.want_commit()
-        while fleet.it.status()["seq"] < seq:
+        fleet.controller.coordinator.want_commit()
+        while fleet.controller.status()["seq"] < seq:
             fleet.turn()
     fleet.turn()
     assert manifests.numbers(fleet.store) == [3, 4]
@@ -214,21 +223,21 @@ def other_identity() -> bytes:
 def test_a_store_that_was_never_created_is_waited_for_and_stays_empty() -> None:
     store = MemoryStore()
     identity = store.objects.pop(IDENTITY_NAME)
-    fleet = Fleet(1, store)
+    fleet = FakeFleet(1, store)
     for _ in range(3):
-        fleet.it.turn()
-    assert "checkpoint init" in fleet.it.status()["away"] and not store.objects
+        fleet.controller.turn()
+    assert "checkpoint init" in fleet.controller.status()["away"] and not store.objects
     store.objects[IDENTITY_NAME] = identity
     fleet.to(State.RUNNING)
 
 
-def test_nothing_is_claimed_in_another_store_than_before() -> None:
-    fleet = Fleet().to(State.RUNNING)
+def test_a_controller_claims_nothing_in_a_different_store() -> None:
+    fleet = FakeFleet().to(State.RUNNING)
     first, fleet.store.objects = fleet.store.objects, {IDENTITY_NAME: other_identity()}
     fleet.clock.advance(100)  # every member is lost, so the controller claims again
     for _ in range(3):
-        fleet.it.turn()
-    away = fleet.it.status()["away"]
+        fleet.controller.turn()
+    away = fleet.controller.status()["away"]
     assert "0" * 32 in away and "1" * 32 in away
     assert list(fleet.store.objects) == [IDENTITY_NAME]
     fleet.store.objects = first
@@ -236,24 +245,24 @@ def test_nothing_is_claimed_in_another_store_than_before() -> None:
 
 
 def test_a_controller_of_another_deployment_does_not_claim() -> None:
-    """A claim would fence the controller that commits in this store."""
-    first = committed_once()
+    """A claim would fence the controller that owns the store."""
+    first = fleet_with_one_commit()
 
     def refuse(manifest: Manifest) -> None:
         raise ConfigError(f"{manifest.name} belongs to another deployment")
 
-    other = Controller(Coordinator(FACTS), first.store, first.clock, check=refuse)
+    other = Controller(Coordinator(CONFIG), first.store, first.clock, check=refuse)
     with pytest.raises(ConfigError):
         other.turn()
-    assert manifests.newest_incarnation(first.store) == first.it.coordinator.incarnation
+    assert manifests.newest_incarnation(first.store) == first.controller.coordinator.incarnation
 
 
 def test_members_are_restored_from_the_controller_s_store() -> None:
-    fleet = Fleet()
-    fleet.it.turn()
+    fleet = FakeFleet()
+    fleet.controller.turn()
     for key in fleet.members:
         fleet.beat(key)
-    fleet.it.turn()
+    fleet.controller.turn()
     for key in fleet.members:
         (command,) = fleet.beat(key)
         assert command["kind"] == "restore" and command["store"] == "0" * 32

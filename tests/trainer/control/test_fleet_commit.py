@@ -1,8 +1,9 @@
-"""Several workers through kills, lost messages, torn sums and two controllers at once: exactly once, and in
-exact mode bit-equal.
+"""Several workers under kills, lost messages, interrupted sums and two controllers at once: every sample is
+trained exactly once, and in exact mode the final weights and rows equal those of an undisturbed run bit for
+bit (guarantees G2 and G11 of docs/architecture.md).
 
-A schedule is a seed: which processes die at which moments, what becomes of every message, which worker goes
-on first and how far. `--seed N` replays one, `-m chaos` does thousands.
+A seed gives a schedule: which processes are killed at which moments, which messages are lost, and in which
+order workers run. `--seed N` replays one schedule; `-m chaos` runs thousands.
 """
 
 from __future__ import annotations
@@ -12,25 +13,25 @@ import functools
 import pytest
 
 from tests.trainer import samples
-from tests.trainer.network import CONTROLLER, STORE, DeadLink, Lasting, SlowShard, StoreFault
+from tests.trainer.network import CONTROLLER, STORE, DeadLink, FaultSchedule, SlowShard, StoreFault
 from tests.trainer.schedules import (
     LIMITS,
     STORE_FAULTS,
-    drawn,
-    drawn_with_store_faults,
-    drawn_with_wrong_clocks,
-    every,
-    kills_of,
+    every_nth,
+    random_kills,
+    random_options,
+    random_options_with_store_faults,
+    random_options_with_wrong_clocks,
+    random_twins,
     run_schedule,
-    seeds,
-    twins_of,
+    seed_ranges,
 )
 from tests.trainer.simulator import Kill, Simulation, Twin
 
 NUMBERS = list(range(1, 25))
 LIVE_NUMBERS = [
     n for i in range(1, 25) for n in ((i, i - 4) if i > 4 and i % 5 == 0 else (i,))
-]  # some are emitted again
+]  # every fifth record is followed by a second copy of an earlier one
 
 
 @functools.cache
@@ -44,55 +45,56 @@ def fleet(workers: int, **more: object) -> Simulation:
     )  # type: ignore[arg-type]
 
 
-def schedule(seed: int) -> None:
-    """Two or three workers; every fifth on the parameter server's own shards; every seventh with a second
-    controller; two of three with faults that last."""
+def run_seed(seed: int) -> None:
+    """Run two or three workers. Every fifth seed uses real shards, every seventh starts a second controller,
+    and two of three have a fault schedule."""
     workers, real = 2 + seed % 2, seed % 5 == 0
-    simulation = run_schedule(fleet(workers, real_shards=real, **drawn(seed, workers)), seed)
+    simulation = run_schedule(fleet(workers, real_shards=real, **random_options(seed, workers)), seed)
     assert simulation.bits() == undisturbed(workers, real), f"--seed {seed}"
     if not real:
         simulation.assert_applied_once(NUMBERS)
 
 
-def test_g2_g11_a_schedule_by_its_seed(pytestconfig: pytest.Config) -> None:
-    schedule(pytestconfig.getoption("--seed", default=0))
+def test_g2_g11_the_schedule_of_the_seed_option(pytestconfig: pytest.Config) -> None:
+    run_seed(pytestconfig.getoption("--seed", default=0))
 
 
-@pytest.mark.parametrize("drawn_from", seeds(10, chaos=3000), ids=str)
-def test_g2_g11_workers_killed_at_any_moment_are_bit_equal_to_undisturbed_ones(drawn_from: range) -> None:
-    for seed in drawn_from:
-        schedule(seed)
+@pytest.mark.parametrize("seeds", seed_ranges(10, chaos=3000), ids=str)
+def test_g2_g11_workers_killed_at_any_moment_are_bit_equal_to_undisturbed_ones(seeds: range) -> None:
+    for seed in seeds:
+        run_seed(seed)
 
 
-def store_schedule(seed: int) -> None:
-    """As `schedule`, where the store is also unmounted, read-only or unavailable for a while; three of four
-    on the parameter server's own shards."""
+def run_with_store_faults(seed: int) -> None:
+    """Like `run_seed`, but the store is also unmounted, read-only or unavailable for a while. Three of four
+    seeds use real shards."""
     workers, real = 1 + seed % 2, seed % 4 != 0
     simulation = run_schedule(
-        fleet(workers, real_shards=real, **drawn_with_store_faults(seed, workers)), seed
+        fleet(workers, real_shards=real, **random_options_with_store_faults(seed, workers)), seed
     )
     assert simulation.bits() == undisturbed(workers, real), f"seed {seed}"
 
 
-@pytest.mark.parametrize("drawn_from", seeds(5, first=5000, chaos=1000), ids=str)
-def test_g2_a_store_that_comes_and_goes_changes_nothing(drawn_from: range) -> None:
-    for seed in drawn_from:
-        store_schedule(seed)
+@pytest.mark.parametrize("seeds", seed_ranges(5, first=5000, chaos=1000), ids=str)
+def test_g2_a_store_with_temporary_faults_changes_no_result(seeds: range) -> None:
+    for seed in seeds:
+        run_with_store_faults(seed)
 
 
-def schedule_with_wrong_clocks(seed: int) -> Simulation:
-    """As `schedule`, where wall clocks jump by up to an hour, and back; half of them on the
-    parameter server's own shards."""
+def run_with_wrong_clocks(seed: int) -> Simulation:
+    """Like `run_seed`, but wall clocks jump by up to an hour, and back. Half of the seeds use real shards."""
     workers, real = 1 + seed % 3, seed % 2 == 0
-    simulation = fleet(workers, real_shards=real, **drawn_with_wrong_clocks(seed, workers))
+    simulation = fleet(workers, real_shards=real, **random_options_with_wrong_clocks(seed, workers))
     run_schedule(simulation, seed)
     assert simulation.bits() == undisturbed(workers, real), f"seed {seed}"
     return simulation
 
 
-def test_g8_wall_clocks_an_hour_wrong_change_nothing_that_is_trained() -> None:
-    struck = {who for seed in range(7000, 7004) for who in schedule_with_wrong_clocks(seed).network.struck}
-    assert {f"clock of {who}" for who in ("controller", "worker 0", "worker 1", "shard 0")} <= struck
+def test_g8_wall_clocks_that_are_an_hour_wrong_change_no_result() -> None:
+    fault_counts = {
+        who for seed in range(7000, 7004) for who in run_with_wrong_clocks(seed).network.fault_counts
+    }
+    assert {f"clock of {who}" for who in ("controller", "worker 0", "worker 1", "shard 0")} <= fault_counts
 
 
 @pytest.mark.chaos
@@ -100,17 +102,17 @@ def test_g8_wall_clocks_an_hour_wrong_change_nothing_that_is_trained() -> None:
 @pytest.mark.parametrize("first", [7100, 7200])
 def test_g8_hundreds_of_schedules_with_wall_clocks_an_hour_wrong(first: int) -> None:
     for seed in range(first, first + 100):
-        schedule_with_wrong_clocks(seed)
+        run_with_wrong_clocks(seed)
 
 
 @pytest.mark.parametrize("kind", STORE_FAULTS)
 def test_g1_all_programs_restart_while_the_store_is_away(kind: str) -> None:
     fault = StoreFault(kind, 13, 40)
-    simulation = fleet(2, lasting=Lasting(store=(fault,)), limits=LIMITS, real_shards=True)
+    simulation = fleet(2, faults=FaultSchedule(store=(fault,)), limits=LIMITS, real_shards=True)
     for _ in range(20):
         simulation.round()
     committed = simulation.last
-    for who in (CONTROLLER, *simulation.places):
+    for who in (CONTROLLER, *simulation.slots):
         simulation.kill(who)
     for _ in range(20):
         simulation.round()
@@ -120,25 +122,28 @@ def test_g1_all_programs_restart_while_the_store_is_away(kind: str) -> None:
     assert simulation.bits() == undisturbed(2, True)
 
 
-def test_the_same_seed_is_the_same_run() -> None:
-    runs = [fleet(2, seed=11, kills=kills_of(11, 2)).run_as_far_as_kills_go() for _ in range(2)]
-    assert runs[0].disorder.drawn == runs[1].disorder.drawn and runs[0].moments == runs[1].moments
+def test_the_same_seed_gives_the_same_run() -> None:
+    runs = [fleet(2, seed=11, kills=random_kills(11, 2)).run_with_optional_kills() for _ in range(2)]
+    assert (
+        runs[0].message_faults.injected == runs[1].message_faults.injected
+        and runs[0].moments == runs[1].moments
+    )
     assert runs[0].clock.monotonic_s() == runs[1].clock.monotonic_s()
-    assert runs[0].hall.num_sums == runs[1].hall.num_sums
+    assert runs[0].reduction_hub.num_sums == runs[1].reduction_hub.num_sums
 
 
-@pytest.mark.parametrize("seed", every(3, range(400, 406)))
-def test_g2_live_training_of_two_workers_in_the_same_disorder(seed: int) -> None:
-    simulation = Simulation(samples.records(LIVE_NUMBERS), num_workers=2, **drawn(seed, 2))
-    simulation.run_as_far_as_kills_go()
+@pytest.mark.parametrize("seed", every_nth(3, range(400, 406)))
+def test_g2_live_training_of_two_workers_with_message_faults_and_kills(seed: int) -> None:
+    simulation = Simulation(samples.records(LIVE_NUMBERS), num_workers=2, **random_options(seed, 2))
+    simulation.run_with_optional_kills()
     simulation.assert_applied_once(LIVE_NUMBERS)
-    of = simulation.last.workers
-    assert sum(part.dedupe for part in of.values()) == len(set(LIVE_NUMBERS))
-    assert sum(part.metrics["requests"] for part in of.values()) == len(set(LIVE_NUMBERS))
+    workers = simulation.last.workers
+    assert sum(part.dedupe for part in workers.values()) == len(set(LIVE_NUMBERS))
+    assert sum(part.metrics["requests"] for part in workers.values()) == len(set(LIVE_NUMBERS))
 
 
-LONG = 30  # rounds; a member is lost after 12, a step of a commit late after 20
-DEAD = {
+LONG = 30  # rounds; the controller gives up a member after 12, and a step of a commit after 20
+DEAD_LINKS = {
     "requests to a shard don't arrive": DeadLink("worker 0", "shard 1", 6, LONG),
     "a shard's answers don't arrive": DeadLink("worker 1", "shard 0", 6, LONG, True),
     "a worker isn't heard by the controller": DeadLink("worker 1", CONTROLLER, 6, LONG),
@@ -151,21 +156,21 @@ DEAD = {
 }
 
 
-@pytest.mark.parametrize("what", DEAD)
+@pytest.mark.parametrize("what", DEAD_LINKS)
 def test_g2_g11_a_link_that_is_dead_for_long_changes_nothing(what: str) -> None:
-    link = DEAD[what]
-    simulation = fleet(2, lasting=Lasting((link,)), limits=LIMITS, real_shards=True).run()
-    assert simulation.network.struck, what
+    link = DEAD_LINKS[what]
+    simulation = fleet(2, faults=FaultSchedule((link,)), limits=LIMITS, real_shards=True).run()
+    assert simulation.network.fault_counts, what
     assert simulation.bits() == undisturbed(2, True)
 
 
-@pytest.mark.parametrize("begins_late", [False, True], ids=["answers late", "begins late"])
-@pytest.mark.parametrize(("late", "is_waited_for"), [(4, True), (40, False)])
+@pytest.mark.parametrize("executes_late", [False, True], ids=["answers late", "begins late"])
+@pytest.mark.parametrize(("rounds_late", "is_waited_for"), [(4, True), (40, False)])
 def test_g2_g11_a_slow_shard_never_causes_a_push_to_apply_twice(
-    late: int, is_waited_for: bool, begins_late: bool
+    rounds_late: int, is_waited_for: bool, executes_late: bool
 ) -> None:
-    slow = SlowShard("shard 1", 4, 60, late, begins_late)
-    simulation = fleet(2, lasting=Lasting(slow=(slow,)), limits=LIMITS, real_shards=True).run()
+    slow = SlowShard("shard 1", 4, 60, rounds_late, executes_late)
+    simulation = fleet(2, faults=FaultSchedule(slow=(slow,)), limits=LIMITS, real_shards=True).run()
     assert simulation.bits() == undisturbed(2, True) and simulation.controller is not None
     coordinator = simulation.controller.coordinator
     assert (coordinator.num_rollbacks == 0) == is_waited_for, coordinator.reason
@@ -178,9 +183,9 @@ def test_g3_killing_a_worker_between_pushes_ends_the_other_workers_waits(victim:
     assert simulation.bits() == undisturbed(2)
 
 
-def test_all_workers_share_one_watermark_which_the_manifest_states() -> None:
+def test_all_workers_have_the_watermark_of_the_manifest() -> None:
     simulation = fleet(2).run()
-    loops = [simulation.places[f"worker {i}"].process.loop for i in range(2)]
+    loops = [simulation.slots[f"worker {i}"].process.loop for i in range(2)]
     assert (
         simulation.last.watermark_ms == loops[0].watermark_ms == loops[1].watermark_ms == samples.T0 + 24_500
     )
@@ -188,8 +193,8 @@ def test_all_workers_share_one_watermark_which_the_manifest_states() -> None:
 
 
 @pytest.mark.parametrize("who", ["worker 1", "shard 0"])
-def test_a_second_process_of_a_member_is_refused_and_training_goes_on_undisturbed(who: str) -> None:
-    """For 30 s; each of them beats every quarter of a second."""
+def test_a_second_process_of_a_member_is_refused_and_training_continues(who: str) -> None:
+    """Both processes send heartbeats every quarter of a second for 30 s."""
     simulation = fleet(2, twins=[Twin(who, 6, 120)])
     for _ in range(130):
         simulation.round()
@@ -198,16 +203,18 @@ def test_a_second_process_of_a_member_is_refused_and_training_goes_on_undisturbe
     assert simulation.run().bits() == undisturbed(2)
 
 
-def schedule_with_twins(seed: int) -> Simulation:
-    """As `schedule`, where some members have a second process for a while."""
+def run_with_twins(seed: int) -> Simulation:
+    """Like `run_seed`, but some members have a second process for a while."""
     workers, real = 2 + seed % 2, seed % 5 == 0
-    simulation = fleet(workers, real_shards=real, twins=twins_of(seed, workers), **drawn(seed, workers))
+    simulation = fleet(
+        workers, real_shards=real, twins=random_twins(seed, workers), **random_options(seed, workers)
+    )
     run_schedule(simulation, seed)
     assert simulation.bits() == undisturbed(workers, real), f"--seed {seed}"
     return simulation
 
 
-@pytest.mark.parametrize("drawn_from", seeds(5, chaos=600), ids=str)
-def test_g2_g11_two_processes_of_one_member_never_change_what_is_trained(drawn_from: range) -> None:
-    for seed in drawn_from:
-        schedule_with_twins(seed)
+@pytest.mark.parametrize("seeds", seed_ranges(5, chaos=600), ids=str)
+def test_g2_g11_two_processes_of_one_member_never_change_what_is_trained(seeds: range) -> None:
+    for seed in seeds:
+        run_with_twins(seed)

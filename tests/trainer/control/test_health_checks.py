@@ -1,4 +1,4 @@
-"""What is wrong, rule by rule."""
+"""The health rules of the status page: each problem gives one finding."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ TRANSIENT = {"kind": "transient", "reason": "nothing to read for 60 s", "member"
 GOOD = {"watch": {"state": "caught_up"}, "metrics": {"requests": 5000, "calibration": 1.01}}
 
 
-def status(worker: dict[str, Any] | None = None, **over: Any) -> dict[str, Any]:
-    found = {
+def status(worker: dict[str, Any] | None = None, **override: Any) -> dict[str, Any]:
+    """The status of a healthy deployment. `worker`: the report of worker 0; `override`: other fields."""
+    fields = {
         "state": "running",
         "reason": "start",
         "seq": 9,
@@ -28,36 +29,38 @@ def status(worker: dict[str, Any] | None = None, **over: Any) -> dict[str, Any]:
         "members": {name: {"incarnation": 1, "silent_ms": 200.0} for name in MEMBERS},
         "reports": {"shard 0": {}, "worker 0": GOOD if worker is None else worker},
     }
-    return {**found, **over}
+    return {**fields, **override}
 
 
-def judged(told: dict[str, Any], **scraped: str) -> list[Finding]:
+def findings_of(report: dict[str, Any], **scraped: str) -> list[Finding]:
+    """The findings for a status and the scraped metrics of other programs ("" = a program does not
+    answer)."""
     names = dict.fromkeys(scraped, "http://x")
     texts = {
         name.replace("_", "-"): scrape.parse(text) if text else ScrapedMetrics()
         for name, text in scraped.items()
     }
     figures = read_figures({name.replace("_", "-"): url for name, url in names.items()}, texts)
-    return findings(told, figures, members=MEMBERS, interval_ms=10_000)
+    return findings(report, figures, members=MEMBERS, interval_ms=10_000)
 
 
 def test_a_caught_up_loop_has_no_findings() -> None:
-    told = status()
-    assert judged(told) == [] and headline(told, []) == ("caught_up", "Caught up")
+    report = status()
+    assert findings_of(report) == [] and headline(report, []) == ("caught_up", "Caught up")
 
 
 def watch(state: str, **more: Any) -> dict[str, Any]:
-    """A status whose worker reports this training state."""
+    """A status in which the worker reports this training state."""
     return status({"watch": {"state": state, **more}})
 
 
-UNWELL = {**GOOD, "metrics": {"requests": 5000, "calibration": 1.2}}
+MISCALIBRATED = {**GOOD, "metrics": {"requests": 5000, "calibration": 1.2}}
 SHARD_SILENT = {m: {"silent_ms": 2000.0 * (m == "shard 0")} for m in MEMBERS}
 BAD, WARNING, UNKNOWN = Level
 
 
 @pytest.mark.parametrize(
-    ("told", "key", "level", "words"),
+    ("report", "key", "level", "words"),
     [
         (status(state="gathering", members={}), "controller", BAD, "shard 0, worker 0"),
         (status(state="fenced", reason="incarnation 3"), "controller", BAD, "incarnation 3"),
@@ -75,13 +78,13 @@ BAD, WARNING, UNKNOWN = Level
         (watch("stalled", reason="no memory"), "training", BAD, "no memory"),
         (watch("falling_behind"), "training", WARNING, "faster"),
         (watch("caught_up", lost_records=3), "lost", BAD, "3"),
-        (status(UNWELL), "calibration", WARNING, "1.200"),
+        (status(MISCALIBRATED), "calibration", WARNING, "1.200"),
     ],
 )
 def test_each_problem_of_training_is_one_finding(
-    told: dict[str, Any], key: str, level: Level, words: str
+    report: dict[str, Any], key: str, level: Level, words: str
 ) -> None:
-    (found,) = judged(told)
+    (found,) = findings_of(report)
     assert (found.key, found.level) == (key, level) and words in found.text
 
 
@@ -99,37 +102,37 @@ def test_each_problem_of_training_is_one_finding(
 def test_each_problem_of_a_program_is_one_finding(
     program: str, text: str, key: str, level: Level, words: str
 ) -> None:
-    (found,) = judged(status(), **{program: text and f"{text}\n"})
+    (found,) = findings_of(status(), **{program: text and f"{text}\n"})
     assert (found.key, found.level) == (key, level) and words in found.text
 
 
 @pytest.mark.parametrize(
-    "told",
+    "report",
     [
-        status(commit_age_ms=500_000.0, news=False),  # idle: nothing to commit
-        status({**GOOD, "metrics": {"requests": 10, "calibration": 3.0}}),  # too few to say
+        status(commit_age_ms=500_000.0, news=False),  # idle, so there is nothing to commit
+        status({**GOOD, "metrics": {"requests": 10, "calibration": 3.0}}),  # too few requests to judge
         status({**GOOD, "metrics": {}}),
         status(holds=[]),
         status(
             holds=[TRANSIENT], members={"shard 0": {"silent_ms": 0.0}}, reports={"shard 0": {}}
-        ),  # workers are released
+        ),  # the hold has released the workers
     ],
 )
-def test_normal_conditions_are_no_findings(told: dict[str, Any]) -> None:
-    assert judged(told) == []
+def test_normal_conditions_are_no_findings(report: dict[str, Any]) -> None:
+    assert findings_of(report) == []
 
 
 def test_a_deployment_without_the_simulator_has_no_findings() -> None:
-    assert judged(status(), simulate="") == []
+    assert findings_of(status(), simulate="") == []
 
 
 def test_findings_are_sorted_worst_first() -> None:
-    found = judged(status({"watch": {"state": "unknown"}, "leaving": True, "broken": "x"}))
+    found = findings_of(status({"watch": {"state": "unknown"}, "leaving": True, "broken": "x"}))
     assert [f.level for f in found] == [Level.BAD, Level.WARNING, Level.UNKNOWN]
 
 
 @pytest.mark.parametrize(
-    ("told", "state"),
+    ("report", "state"),
     [
         (watch("catching_up"), "catching_up"),
         (watch("something new"), "unknown"),
@@ -140,8 +143,8 @@ def test_findings_are_sorted_worst_first() -> None:
         (status(workers=2, reports={"worker 0": GOOD, "worker 1": {}}), "unknown"),
     ],
 )
-def test_the_headline_is_the_worst_and_unknown_is_never_good(told: dict[str, Any], state: str) -> None:
-    assert headline(told, judged(told)).state == state
+def test_the_headline_is_the_worst_and_unknown_is_never_good(report: dict[str, Any], state: str) -> None:
+    assert headline(report, findings_of(report)).state == state
 
 
 @pytest.mark.parametrize(("version", "behind"), [("3-17", 3), ("3-25", 0), (None, None), ("begin", None)])
@@ -151,6 +154,6 @@ def test_age_of_the_served_version_in_commits(version: str | None, behind: int |
 
 def test_a_second_process_of_a_member_is_a_problem() -> None:
     sentence = "two processes run as shard 0: pid 1 on a, which has this index now, and pid 2 on b"
-    assert [(finding.text, finding.level) for finding in judged(status(rivals=[sentence]))] == [
+    assert [(finding.text, finding.level) for finding in findings_of(status(rivals=[sentence]))] == [
         (sentence, BAD)
     ]

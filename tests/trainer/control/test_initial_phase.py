@@ -1,6 +1,10 @@
-"""The initial phase by two workers in large batches, then the stream by one, through kills at any moment:
-each sample once, one switch at the right offsets, and in exact mode bit-equal to a run that nothing disturbs.
-What comes first is a range of the topic (`history`) or sessions of the warehouse (`table`)."""
+"""The initial phase and the switch to the stream, with kills at any moment.
+
+Two workers train old samples in large batches; then one worker trains the stream. The old samples are a range
+of the topic (`history`) or sessions of the warehouse (`table`). Every sample is trained once, there is one
+switch at the right offsets, and in exact mode the results equal those of an undisturbed run bit for bit
+(guarantees G2 and G11 of docs/architecture.md).
+"""
 
 from __future__ import annotations
 
@@ -22,13 +26,13 @@ from tests.trainer.network import CONTROLLER
 from tests.trainer.schedules import (
     PHASED,
     SWITCH_MOMENTS,
-    drawn,
-    every,
+    every_nth,
     kill_in_switch,
-    kills_of,
     moments_and_victims,
+    random_kills,
+    random_options,
     run_schedule,
-    seeds,
+    seed_ranges,
 )
 from tests.trainer.simulator import Simulation
 from tests.warehouse.memory_table import MemoryTable, table_of
@@ -36,13 +40,15 @@ from trainer.batch_source import BatchSource, NewestIds
 from trainer.sessions.session_source import PhasedSource, SessionSource
 
 NUMBERS = [n for n in range(1, 49) if n % 2 == 0 or n <= 39]  # 24 in partition 0, 20 in partition 1
-ENDS = {0: 16, 1: 12}  # of what comes first; behind it whole chunks of 4 are left, as many in each partition
-AGAIN = [*range(1, 25), 20, 23, *range(25, 41), 24, 3]  # some samples come twice
+# End offsets of the initial phase. The rest of each partition is 2 chunks of 4.
+ENDS = {0: 16, 1: 12}
+WITH_DUPLICATES = [*range(1, 25), 20, 23, *range(25, 41), 24, 3]
 TWO_SESSIONS = ({0: 13, 1: 12}, {0: 18, 1: 18})
 
 
 class FromTopic(Simulation):
-    """Keeps which phases the controllers were in."""
+    """The initial phase is a range of the topic. `phases`: whether the controller was in the initial phase,
+    one entry per change."""
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
@@ -50,12 +56,12 @@ class FromTopic(Simulation):
 
     def round(self) -> None:
         super().round()
-        it = self.controller and self.controller.coordinator
-        if it and it.incarnation and self.phases[-1:] != [it.phases.is_initial]:
-            self.phases.append(it.phases.is_initial)
+        coordinator = self.controller and self.controller.coordinator
+        if coordinator and coordinator.incarnation and self.phases[-1:] != [coordinator.phases.is_initial]:
+            self.phases.append(coordinator.phases.is_initial)
 
     def assert_switched(self, initial_workers: int, workers: int) -> None:
-        """No commit has something of both phases."""
+        """Check that there was one switch, and that no commit holds progress of both phases."""
         assert self.phases == [True, False]
         for commit in self.commits.values():
             at = {number: offset for (_, number), offset in commit.offsets.items()}
@@ -67,17 +73,17 @@ class FromTopic(Simulation):
 
 
 class FromTable(Simulation):
-    """Versions of a table as the records of `samples` below `ends` of each; a session of the newest, and of
-    what came behind."""
+    """The initial phase is one session per version of a table. Version v holds the records below `ends[v]`; a
+    later session reads only what its version added."""
 
     def __init__(
         self, records: list[Record], *, ends: tuple[dict[int, int], ...] = (ENDS,), **more: Any
     ) -> None:
         super().__init__(records, from_table=True, **more)
         self.ends = ends
-        its = [[r for r in records if r.offset < end.get(r.partition, 0)] for end in ends]
+        contents = [[r for r in records if r.offset < end.get(r.partition, 0)] for end in ends]
         self.tables: list[MemoryTable] = [
-            table_of(some, rows_of_file=5 + 3 * v, seed=7) for v, some in enumerate(its)
+            table_of(rows, rows_of_file=5 + 3 * v, seed=7) for v, rows in enumerate(contents)
         ]
         self.horizon_ms = 3_600_000
 
@@ -99,10 +105,10 @@ class FromTable(Simulation):
         return self.session_of(0, {})
 
     def _source(self, stream: BatchSource) -> BatchSource:
-        def open_session(told: TableInput) -> BatchSource:
-            table, spec = self.tables[told.version], SessionSpec.of(told.spec)
+        def open_session(table_input: TableInput) -> BatchSource:
+            table, spec = self.tables[table_input.version], SessionSpec.of(table_input.spec)
             opened = OpenSession(spec, table.files, 4)
-            assert opened.order.rows == told.rows
+            assert opened.order.rows == table_input.rows
             empty = table.empty()
             return SessionSource(
                 opened.order,
@@ -117,13 +123,13 @@ class FromTable(Simulation):
 
     def round(self) -> None:
         super().round()
-        it = self.controller
-        if it and len(self.tables) > 1 and (session := it.session_now()[1]):
-            it.set_following(self.session_of(1, self.ends[0]) if session.version == 0 else None)
+        controller = self.controller
+        if controller and len(self.tables) > 1 and (session := controller.session_now()[1]):
+            controller.set_following(self.session_of(1, self.ends[0]) if session.version == 0 else None)
 
     def assert_switched(self, initial_workers: int, workers: int) -> None:
-        """One commit after the other: sessions in their order, then the stream from where the last version
-        ended."""
+        """Check that commits read the sessions in order, and then the stream from the end of the last
+        version."""
         inputs = [commit.input.version if commit.input else -1 for _, commit in sorted(self.commits.items())]
         assert sorted(inputs, key=lambda version: version if version >= 0 else 99) == inputs
         first = next(commit for _, commit in sorted(self.commits.items()) if commit.input is None)
@@ -140,11 +146,11 @@ class FromTable(Simulation):
 
 
 SIMULATIONS: dict[str, Any] = {"history": functools.partial(FromTopic, export=ENDS), "table": FromTable}
-first = pytest.mark.parametrize("kind", SIMULATIONS)
+both_kinds = pytest.mark.parametrize("kind", SIMULATIONS)
 
 
 def phased(kind: str, numbers: list[int] = NUMBERS, **more: Any) -> FromTopic | FromTable:
-    """A simulation that trains `kind` first; it has not run."""
+    """Create a simulation whose initial phase is of this kind. It has not run yet."""
     options = {**PHASED, "commit_interval_s": 0.5, **more}
     simulation: FromTopic | FromTable = SIMULATIONS[kind](samples.records(numbers), **options)
     return simulation
@@ -158,17 +164,18 @@ def undisturbed(kind: str, initial_workers: int = 2, real_shards: bool = False) 
     return simulation
 
 
-@first
+@both_kinds
 def test_every_record_is_trained_once_in_larger_batches_first(kind: str) -> None:
     simulation = undisturbed(kind)
     simulation.assert_applied_once(NUMBERS)
     assert simulation.last.offsets == {("samples", 0): 24, ("samples", 1): 20}
-    # 16 and 12 records in 3 parts each: 5, 5, 6 and 4, 4, 4 in chunks of 6; then 2 chunks of 4 each
+    # Initial phase: 16 and 12 records in 3 units each (5, 5, 6 and 4, 4, 4), each of one chunk; each worker
+    # trains one unit in a step. Then the stream: 2 chunks of 4 in each partition.
     assert simulation.last.step == 3 + 4
     assert simulation.controller is not None and simulation.controller.coordinator.num_rollbacks == 0
 
 
-@first
+@both_kinds
 def test_the_planned_switch_to_the_stream_logs_no_warning(
     kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -181,7 +188,7 @@ def test_the_planned_switch_to_the_stream_logs_no_warning(
     assert "worker 1 stands by: fewer train now" in caplog.text
 
 
-def test_g11_with_equal_batches_and_one_worker_history_in_units_is_trained_as_without_them() -> None:
+def test_g11_with_equal_batches_and_one_worker_units_of_history_change_no_result() -> None:
     numbers = list(range(1, 49))
     plain = Simulation(samples.records(numbers), exact=True).run()
     units = FromTopic(
@@ -198,7 +205,7 @@ def test_without_initial_workers_the_stream_s_workers_train_the_warehouse() -> N
     simulation.assert_switched(1, 1)
 
 
-def test_samples_archived_meanwhile_are_a_further_session() -> None:
+def test_samples_archived_during_a_session_become_another_session() -> None:
     simulation = phased("table", ends=({0: 8, 1: 8}, ENDS))
     simulation.run()
     simulation.assert_applied_once(NUMBERS)
@@ -207,22 +214,22 @@ def test_samples_archived_meanwhile_are_a_further_session() -> None:
 
 
 def test_g2_a_duplicate_after_the_archived_part_is_skipped() -> None:
-    simulation = phased("table", AGAIN, exact=False, ends=TWO_SESSIONS[:1])
+    simulation = phased("table", WITH_DUPLICATES, exact=False, ends=TWO_SESSIONS[:1])
     simulation.run()
-    simulation.assert_applied_once(AGAIN)
+    simulation.assert_applied_once(WITH_DUPLICATES)
 
 
 def test_g2_a_sample_in_two_sessions_is_trained_once() -> None:
-    simulation = phased("table", AGAIN, exact=False, ends=TWO_SESSIONS)
+    simulation = phased("table", WITH_DUPLICATES, exact=False, ends=TWO_SESSIONS)
     simulation.run()
-    simulation.assert_applied_once(AGAIN)
+    simulation.assert_applied_once(WITH_DUPLICATES)
     simulation.assert_switched(2, 1)
 
 
-@first
+@both_kinds
 @pytest.mark.parametrize(
     ("moment", "victim"),
-    every(6, moments_and_victims(SWITCH_MOMENTS, [CONTROLLER, "worker 0", "worker 1", "shard 0"])),
+    every_nth(6, moments_and_victims(SWITCH_MOMENTS, [CONTROLLER, "worker 0", "worker 1", "shard 0"])),
     ids=str,
 )
 def test_g2_g11_a_kill_in_the_middle_of_the_switch_changes_nothing(
@@ -236,11 +243,11 @@ def test_g2_g11_a_kill_in_the_middle_of_the_switch_changes_nothing(
     simulation.assert_switched(2, 1)
 
 
-def schedule(kind: str, seed: int) -> None:
-    """Every fourth on the parameter server's own shards, every fifth with one worker in both phases, every
-    seventh with a second controller; two of three with faults that last."""
+def run_seed(kind: str, seed: int) -> None:
+    """Run both phases. Every fourth seed uses real shards, every fifth has one worker in both phases, every
+    seventh starts a second controller, and two of three have a fault schedule."""
     workers, real = 1 if seed % 5 == 0 else 2, seed % 4 == 0
-    simulation = phased(kind, initial_workers=workers, real_shards=real, **drawn(seed, workers))
+    simulation = phased(kind, initial_workers=workers, real_shards=real, **random_options(seed, workers))
     run_schedule(simulation, seed)
     assert simulation.bits() == undisturbed(kind, workers, real).bits(), f"--seed {seed}"
     simulation.assert_switched(workers, 1)
@@ -248,22 +255,24 @@ def schedule(kind: str, seed: int) -> None:
         simulation.assert_applied_once(NUMBERS)
 
 
-@first
-def test_g2_g11_a_schedule_of_both_phases_by_its_seed(kind: str, pytestconfig: pytest.Config) -> None:
-    schedule(kind, pytestconfig.getoption("--seed", default=0))
-
-
-@first
-@pytest.mark.parametrize("drawn_from", seeds(5, first=1, chaos=1000), ids=str)
-def test_g2_g11_both_phases_through_kills_at_any_moment_are_bit_equal_to_undisturbed_ones(
-    kind: str, drawn_from: range
+@both_kinds
+def test_g2_g11_the_schedule_of_the_seed_option_in_both_phases(
+    kind: str, pytestconfig: pytest.Config
 ) -> None:
-    for seed in drawn_from:
-        schedule(kind, seed)
+    run_seed(kind, pytestconfig.getoption("--seed", default=0))
 
 
-@pytest.mark.parametrize("seed", every(3, range(500, 506)))
-def test_g2_live_history_in_disorder_is_trained_once(seed: int) -> None:
+@both_kinds
+@pytest.mark.parametrize("seeds", seed_ranges(5, first=1, chaos=1000), ids=str)
+def test_g2_g11_both_phases_through_kills_at_any_moment_are_bit_equal_to_undisturbed_ones(
+    kind: str, seeds: range
+) -> None:
+    for seed in seeds:
+        run_seed(kind, seed)
+
+
+@pytest.mark.parametrize("seed", every_nth(3, range(500, 506)))
+def test_g2_live_history_with_message_faults_and_kills_is_trained_once(seed: int) -> None:
     simulation = FromTopic(
         samples.records(LIVE_NUMBERS),
         initial_workers=2,
@@ -271,20 +280,27 @@ def test_g2_live_history_in_disorder_is_trained_once(seed: int) -> None:
         unit_records=3,
         export={0: 8, 1: 9},
         seed=seed,
-        kills=kills_of(seed, 2),
+        kills=random_kills(seed, 2),
     )
-    simulation.run_as_far_as_kills_go()
+    simulation.run_with_optional_kills()
     simulation.assert_applied_once(LIVE_NUMBERS)
     simulation.assert_switched(2, 1)
 
 
-@pytest.mark.parametrize("drawn_from", seeds(5, first=500, chaos=1000), ids=str)
-def test_g2_two_sessions_and_the_stream_in_disorder_train_each_sample_once(drawn_from: range) -> None:
-    """Live samples, some again, two sessions and the stream."""
-    for seed in drawn_from:
+@pytest.mark.parametrize("seeds", seed_ranges(5, first=500, chaos=1000), ids=str)
+def test_g2_two_sessions_and_the_stream_with_message_faults_and_kills_train_each_sample_once(
+    seeds: range,
+) -> None:
+    for seed in seeds:
         simulation = phased(
-            "table", AGAIN, exact=False, seed=seed, kills=kills_of(seed, 2), ends=TWO_SESSIONS, unit_records=5
+            "table",
+            WITH_DUPLICATES,
+            exact=False,
+            seed=seed,
+            kills=random_kills(seed, 2),
+            ends=TWO_SESSIONS,
+            unit_records=5,
         )
-        simulation.run_as_far_as_kills_go()
-        simulation.assert_applied_once(AGAIN)
+        simulation.run_with_optional_kills()
+        simulation.assert_applied_once(WITH_DUPLICATES)
         simulation.assert_switched(2, 1)

@@ -1,4 +1,5 @@
-"""Whoever has to go is told, everybody commits, and training waits until it is back."""
+"""Preemption: a program that must end is given a deadline, the fleet commits, and training waits until the
+program is back."""
 
 from __future__ import annotations
 
@@ -9,94 +10,99 @@ import pytest
 
 from roostream.errors import ConfigError, UnavailableError
 from roostream.runtime import manifest as manifests
-from tests.trainer.control.test_scaling import Fleet
+from tests.trainer.control.test_scaling import FakeFleet
 from trainer.control.types import Key, State
 
 JOBS = [Key("worker", 0), Key("worker", 1), Key("shard", 1), Key("controller", 0)]
 
 
-def told(fleet: Fleet, key: Key, **report: Any) -> dict[str, Any]:
-    """What a beat of it is answered."""
+def heartbeat_answer(fleet: FakeFleet, key: Key, **report: Any) -> dict[str, Any]:
+    """Send a heartbeat with this report, and return the answer."""
     return fleet.send(key, report=report)
 
 
 @pytest.mark.parametrize("who", JOBS)
 def test_a_preemption_commits_first_and_training_waits_for_the_member(who: Key) -> None:
-    fleet = Fleet(2).to(State.RUNNING)
+    fleet = FakeFleet(2).to(State.RUNNING)
     fleet.step = 7
     answer = fleet.call("preempt", role=who.role, index=who.index, notice_s=20.0)
     assert answer == {"seq": 1, "committed": True, "why": ""}
     last = manifests.newest(fleet.store)
     assert last is not None and last.manifest.step == 7
-    assert "resume" not in [c["kind"] for _, c in fleet.asked]
+    assert "resume" not in [c["kind"] for _, c in fleet.received]
     for _ in range(3):
         fleet.turn()
     name = "the controller" if who.role == "controller" else str(who)
-    assert (fleet.it.coordinator.state, fleet.it.coordinator.reason) == (State.GATHERING, f"{name} leaves")
+    assert (fleet.controller.coordinator.state, fleet.controller.coordinator.reason) == (
+        State.GATHERING,
+        f"{name} leaves",
+    )
     if who.role != "controller":
         fleet.stop(who)
         fleet.sessions[who] = 2
         fleet.members.append(who)
     else:
-        fleet.it.run(threading.Event())  # returns: it may go
-        after = Fleet(2, fleet.store)
+        fleet.controller.run(threading.Event())  # returns, because the controller may end
+        after = FakeFleet(2, fleet.store)
         after.incarnations, fleet = fleet.incarnations, after
     fleet.to(State.RUNNING)
     assert {c["manifest"] for c in fleet.restored().values()} == {last.name}
-    assert fleet.it.coordinator.num_rollbacks == 0
+    assert fleet.controller.coordinator.num_rollbacks == 0
 
 
 def test_a_preempted_member_gets_its_deadline_and_then_permission_to_exit() -> None:
-    fleet, who = Fleet(2).to(State.RUNNING), Key("shard", 0)
+    fleet, who = FakeFleet(2).to(State.RUNNING), Key("shard", 0)
     fleet.step = 3
     fleet.turn()
-    fleet.it.coordinator.membership.ask_to_leave(who, 20.0, fleet.clock.monotonic_s())
+    fleet.controller.coordinator.membership.ask_to_leave(who, 20.0, fleet.clock.monotonic_s())
     fleet.clock.advance(2.0)
-    assert told(fleet, who)["leave_s"] == 18.0 and "leave_s" not in told(fleet, Key("shard", 1))
+    assert heartbeat_answer(fleet, who)["leave_s"] == 18.0 and "leave_s" not in heartbeat_answer(
+        fleet, Key("shard", 1)
+    )
     fleet.leaving.add(who)
-    assert "free" not in told(fleet, who, leaving=True), "what was trained isn't committed"
+    assert "free" not in heartbeat_answer(fleet, who, leaving=True), "the trained steps are not committed yet"
     fleet.to(State.GATHERING)
-    assert told(fleet, who, leaving=True)["free"] is True
+    assert heartbeat_answer(fleet, who, leaving=True)["free"] is True
 
 
 def test_no_member_may_leave_while_a_worker_may_have_unreported_steps() -> None:
-    fleet, who = Fleet().to(State.RUNNING), Key("shard", 0)
-    assert "free" not in told(fleet, who, leaving=True)
+    fleet, who = FakeFleet().to(State.RUNNING), Key("shard", 0)
+    assert "free" not in heartbeat_answer(fleet, who, leaving=True)
     for _ in range(2):
         fleet.turn(0.6)
-    assert told(fleet, who, leaving=True)["free"] is True
-    assert fleet.it.coordinator.num_commits == 0
+    assert heartbeat_answer(fleet, who, leaving=True)["free"] is True
+    assert fleet.controller.coordinator.num_commits == 0
 
 
-def test_if_all_workers_leave_none_waits_for_more_reports() -> None:
-    fleet = Fleet().to(State.RUNNING)
-    assert "free" not in told(fleet, Key("shard", 0), leaving=True)
-    assert told(fleet, Key("worker", 0), leaving=True)["free"] is True
-    assert told(fleet, Key("shard", 0), leaving=True)["free"] is True
+def test_members_may_leave_at_once_if_all_workers_leave() -> None:
+    fleet = FakeFleet().to(State.RUNNING)
+    assert "free" not in heartbeat_answer(fleet, Key("shard", 0), leaving=True)
+    assert heartbeat_answer(fleet, Key("worker", 0), leaving=True)["free"] is True
+    assert heartbeat_answer(fleet, Key("shard", 0), leaving=True)["free"] is True
     stop = threading.Event()
     stop.set()
-    fleet.it.run(stop, closing_s=8.0)
-    assert fleet.clock.monotonic_s() == Fleet().clock.monotonic_s(), "the controller goes at once"
+    fleet.controller.run(stop, closing_s=8.0)
+    assert fleet.clock.monotonic_s() == FakeFleet().clock.monotonic_s(), "the controller must end at once"
 
 
 def test_a_member_connected_after_its_deadline_resumes_training() -> None:
-    fleet, who = Fleet().to(State.RUNNING), Key("worker", 0)
-    fleet.it.coordinator.membership.ask_to_leave(who, 5.0, fleet.clock.monotonic_s())
+    fleet, who = FakeFleet().to(State.RUNNING), Key("worker", 0)
+    fleet.controller.coordinator.membership.ask_to_leave(who, 5.0, fleet.clock.monotonic_s())
     fleet.step = 1
     fleet.to(State.GATHERING)
     for _ in range(12):
         fleet.turn(1.0)
-    assert fleet.it.coordinator.state is State.RUNNING
+    assert fleet.controller.coordinator.state is State.RUNNING
 
 
 def test_a_controller_that_cannot_commit_exits_at_its_deadline() -> None:
-    fleet = Fleet().to(State.RUNNING)
-    fleet.refusing, fleet.step = "freeze", 2
+    fleet = FakeFleet().to(State.RUNNING)
+    fleet.refused_kind, fleet.step = "freeze", 2
     fleet.turn()
     stop = threading.Event()
     stop.set()
-    fleet.it.run(stop, on_turn=lambda: fleet.turn(1.0), closing_s=4.0)
-    assert fleet.it.coordinator.num_commits == 0 and fleet.it.coordinator.num_aborts == 1
+    fleet.controller.run(stop, on_turn=lambda: fleet.turn(1.0), closing_s=4.0)
+    assert fleet.controller.coordinator.num_commits == 0 and fleet.controller.coordinator.num_aborts == 1
 
 
 @pytest.mark.parametrize(
@@ -111,7 +117,7 @@ def test_a_controller_that_cannot_commit_exits_at_its_deadline() -> None:
 def test_an_invalid_preemption_is_refused_without_changes(
     key: Key, notice_s: float, error: type[Exception], message: str
 ) -> None:
-    fleet = Fleet().to(State.RUNNING)
+    fleet = FakeFleet().to(State.RUNNING)
     with pytest.raises(error, match=message):
-        fleet.it.handle("preempt", {"role": key.role, "index": key.index, "notice_s": notice_s}, ())
-    assert fleet.it.coordinator.membership.leaving() == []
+        fleet.controller.handle("preempt", {"role": key.role, "index": key.index, "notice_s": notice_s}, ())
+    assert fleet.controller.coordinator.membership.leaving() == []

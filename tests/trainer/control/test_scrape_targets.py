@@ -1,4 +1,4 @@
-"""What other programs tell the controller's page."""
+"""The controller scrapes the metrics of other programs for its status page."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_the_audit_is_unknown_without_all_of_its_parts() -> None:
     )
 
 
-def test_a_number_of_targets_names_as_many_programs() -> None:
+def test_a_scrape_target_with_a_count_names_that_many_programs() -> None:
     targets = ("auditor*2=http://a-{index}.a:9090/metrics", "joiner=http://j:9090/metrics")
     common = {"bootstrap": "127.0.0.1:1", "store": "s", "schema": "s.toml", "listen": "127.0.0.1:0"}
     assert ControllerConfig(scrape_targets=targets, num_shards=1, **common).scrape_urls == {  # type: ignore[arg-type]
@@ -61,17 +61,17 @@ def test_a_number_of_targets_names_as_many_programs() -> None:
 
 
 def measured(counts: Mapping[str, int]) -> ScrapedMetrics:
-    """Observations of a stage up to each bound."""
+    """Metrics with a freshness histogram: upper bound in seconds → cumulative count."""
     line = 'roostream_freshness_seconds_bucket{{stage="close_to_readable",le="{}"}} {}\n'
     return scrape.parse("".join(line.format(*item) for item in counts.items()))
 
 
 def test_freshness_is_that_of_the_slowest_program() -> None:
-    told = {
+    scraped = {
         "worker": measured({"0.1": 10, "1.0": 10, "+Inf": 10}),
         "worker-1": measured({"0.1": 0, "1.0": 100, "+Inf": 100}),
     }
-    targets = ScrapeTargets(URLS, FakeClock(), lambda urls: told)
+    targets = ScrapeTargets(URLS, FakeClock(), lambda urls: scraped)
     assert targets.freshness()["close_to_readable"] == {"p50_ms": None, "p99_ms": None}
     targets.scrape()
     expected = {"p50_ms": pytest.approx(550), "p99_ms": pytest.approx(991)}
@@ -80,29 +80,29 @@ def test_freshness_is_that_of_the_slowest_program() -> None:
 
 
 def test_freshness_covers_the_last_minutes_of_programs_that_answer() -> None:
-    told, clock = {"worker": measured({"0.1": 0, "1.0": 1000, "+Inf": 1000})}, FakeClock()
-    targets = ScrapeTargets(URLS, clock, lambda urls: told)
+    scraped, clock = {"worker": measured({"0.1": 0, "1.0": 1000, "+Inf": 1000})}, FakeClock()
+    targets = ScrapeTargets(URLS, clock, lambda urls: scraped)
     for count in range(40):
         targets.scrape()
         clock.advance(SCRAPE_S)
-        told["worker"] = measured({"0.1": count, "1.0": 1000 + count, "+Inf": 1000 + count})
+        scraped["worker"] = measured({"0.1": count, "1.0": 1000 + count, "+Inf": 1000 + count})
     assert targets.freshness()["close_to_readable"]["p50_ms"] == pytest.approx(50)
-    told["worker"] = ScrapedMetrics()
+    scraped["worker"] = ScrapedMetrics()
     targets.scrape()
     assert targets.freshness()["close_to_readable"]["p50_ms"] is None
-    told["worker"] = measured({"0.1": 60, "1.0": 1060, "+Inf": 1060})
+    scraped["worker"] = measured({"0.1": 60, "1.0": 1060, "+Inf": 1060})
     targets.scrape()
     assert targets.freshness()["close_to_readable"]["p50_ms"] == pytest.approx(50), (
-        "compared with before it was silent"
+        "the difference to the last answer before the silence counts"
     )
     clock.advance(STALE_S + 1)
-    assert targets.freshness()["close_to_readable"]["p50_ms"] is None, "too old"
+    assert targets.freshness()["close_to_readable"]["p50_ms"] is None, "the answer is too old"
 
 
 def test_stale_answers_are_ignored() -> None:
     clock = FakeClock()
     targets = ScrapeTargets(URLS, clock, fetched)
-    assert targets.figures()["programs"] == {"worker": None, "shard-0": None}, "not asked yet"
+    assert targets.figures()["programs"] == {"worker": None, "shard-0": None}, "nothing was scraped yet"
     targets.scrape()
     clock.advance(STALE_S)
     assert targets.figures()["shards"]
@@ -113,12 +113,27 @@ def test_stale_answers_are_ignored() -> None:
 @pytest.mark.parametrize(
     ("settings", "workers", "expected", "why"),
     [
-        ({"worker": "http://a"}, {0: "h:1", 1: "h:2", 2: ""}, {"worker", "worker-1"}, "new ones"),
-        ({"worker": "u", "worker-1": "v", "shard-1": "w"}, {0: ""}, {"worker", "shard-1"}, "one that went"),
-        ({"worker-0": "u", "worker-1": "v"}, {0: "h:1", 1: "h:2"}, {"worker-0", "worker-1"}, "own names"),
-        ({"worker": "http://a"}, {}, {"worker": "http://a"}, "no controller knows yet who there is"),
-        ({}, {0: "https://h:1"}, {"worker": "https://h:1/metrics"}, "one that speaks TLS"),
-        ({}, {0: "https://h:1/x:1", 1: "file://h:1"}, {}, "what is no address"),
+        (
+            {"worker": "http://a"},
+            {0: "h:1", 1: "h:2", 2: ""},
+            {"worker", "worker-1"},
+            "workers without a setting",
+        ),
+        (
+            {"worker": "u", "worker-1": "v", "shard-1": "w"},
+            {0: ""},
+            {"worker", "shard-1"},
+            "a worker that left",
+        ),
+        (
+            {"worker-0": "u", "worker-1": "v"},
+            {0: "h:1", 1: "h:2"},
+            {"worker-0", "worker-1"},
+            "names set by the user",
+        ),
+        ({"worker": "http://a"}, {}, {"worker": "http://a"}, "no workers are known yet"),
+        ({}, {0: "https://h:1"}, {"worker": "https://h:1/metrics"}, "a worker with TLS"),
+        ({}, {0: "https://h:1/x:1", 1: "file://h:1"}, {}, "invalid addresses"),
         ({}, {0: "[::1]:1"}, {"worker": "http://[::1]:1/metrics"}, "nothing is set"),
     ],
 )
@@ -130,18 +145,20 @@ def test_addresses_reported_by_workers_complete_the_settings(
 
 
 def test_a_worker_that_joins_later_is_scraped() -> None:
-    workers, asked = {0: ""}, []
+    workers, scraped_urls = {0: ""}, []
 
     def fetch(urls: Mapping[str, str | None]) -> dict[str, ScrapedMetrics]:
-        asked.append(dict(urls))
+        scraped_urls.append(dict(urls))
         return {name: scrape.parse(SHARD) for name in urls}
 
     targets = ScrapeTargets({"worker": "http://w"}, FakeClock(), fetch, lambda: workers)
     targets.scrape()
     workers[1] = "127.0.0.1:9"
-    assert targets.figures()["programs"] == {"worker": True, "worker-1": False}, "it has not been asked yet"
+    assert targets.figures()["programs"] == {"worker": True, "worker-1": False}, (
+        "the new worker was not scraped yet"
+    )
     targets.scrape()
-    assert asked[1] == {"worker": "http://w", "worker-1": "http://127.0.0.1:9/metrics"}
+    assert scraped_urls[1] == {"worker": "http://w", "worker-1": "http://127.0.0.1:9/metrics"}
     assert targets.figures()["programs"] == {"worker": True, "worker-1": True}
     del workers[1]
     assert targets.figures()["programs"] == {"worker": True}

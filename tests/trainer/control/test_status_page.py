@@ -1,4 +1,4 @@
-"""The documents behind the controller's page, and how they are served."""
+"""The JSON documents and static files of the controller's status page, and their delivery over HTTP."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ HOSTILE = '<img src=x onerror="alert(1)"></script>"&\u202e'
 
 @pytest.fixture
 def run() -> ReplayedRun:
-    found = ReplayedRun()
+    replayed = ReplayedRun()
     for _ in range(4):
-        found.step()
-    return found
+        replayed.step()
+    return replayed
 
 
-def asked(url: str, path: str, method: str = "GET", **headers: str) -> tuple[int, dict[str, str], bytes]:
+def request(url: str, path: str, method: str = "GET", **headers: str) -> tuple[int, dict[str, str], bytes]:
     connection = http.client.HTTPConnection(str(urlsplit(url).netloc), timeout=5)
     connection.request(method, path, headers=headers)
     answer = connection.getresponse()
-    found = answer.status, {k.lower(): v for k, v in answer.getheaders()}, answer.read()
+    result = answer.status, {k.lower(): v for k, v in answer.getheaders()}, answer.read()
     connection.close()
-    return found
+    return result
 
 
 def test_status_json_is_the_controller_s_status_plus_the_page_key(run: ReplayedRun) -> None:
-    told = run.page.status()
-    added = told.pop("page")
-    assert told == plain(run.controller.status())
-    assert added["headline"]["state"] == "catching_up"
-    assert added["members"] == [f"{role} {n}" for role, n in MEMBERS]
-    assert added["newest"]["values"]["ne"] == told["reports"]["worker 0"]["metrics"]["ne"]
-    assert added["figures"]["shards"]["shard-1"]["rows"]["d8"] > 0
+    document = run.page.status()
+    page = document.pop("page")
+    assert document == plain(run.controller.status())
+    assert page["headline"]["state"] == "catching_up"
+    assert page["members"] == [f"{role} {n}" for role, n in MEMBERS]
+    assert page["newest"]["values"]["ne"] == document["reports"]["worker 0"]["metrics"]["ne"]
+    assert page["figures"]["shards"]["shard-1"]["rows"]["d8"] > 0
 
 
 def test_findings_have_a_start_time_and_their_end_is_a_change(run: ReplayedRun) -> None:
@@ -54,9 +54,9 @@ def test_findings_have_a_start_time_and_their_end_is_a_change(run: ReplayedRun) 
     assert finding["key"] == "silent serving" and finding["since_s"] == pytest.approx(began_s, abs=0.5)
     run.silent = frozenset()
     run.step()
-    told = run.page.status()["page"]
-    assert told["findings"] == []
-    assert [c["what"] for c in told["changes"] if "serving" in c["now"]] == ["unknown", "over"]
+    document = run.page.status()["page"]
+    assert document["findings"] == []
+    assert [c["what"] for c in document["changes"] if "serving" in c["now"]] == ["unknown", "over"]
 
 
 def test_a_rollback_is_a_change_with_its_reason(run: ReplayedRun) -> None:
@@ -75,9 +75,9 @@ def test_history_json_contains_the_past(run: ReplayedRun) -> None:
 def test_the_page_works_without_scrape_targets(run: ReplayedRun) -> None:
     run.silent = frozenset({"shard-0", "shard-1", "worker", "serving", "joiner", "auditor", "simulate"})
     run.step()
-    told = run.page.status()["page"]
-    assert told["figures"]["shards"] == {} and told["newest"]["values"]["rows"] is None
-    assert {f["level"] for f in told["findings"]} == {"unknown"}
+    document = run.page.status()["page"]
+    assert document["figures"]["shards"] == {} and document["newest"]["values"]["rows"] is None
+    assert {f["level"] for f in document["findings"]} == {"unknown"}
 
 
 def test_numbers_that_are_not_finite_are_unknown_in_json() -> None:
@@ -88,7 +88,7 @@ def test_numbers_that_are_not_finite_are_unknown_in_json() -> None:
 def test_documents_are_served_under_a_strict_policy_and_nothing_else_is(run: ReplayedRun) -> None:
     url = run.serve()
     for path in (*static_files(), "/status.json", "/history.json"):
-        status, headers, body = asked(url, path)
+        status, headers, body = request(url, path)
         assert status == 200 and body and int(headers["content-length"]) == len(body), path
         policy = dict(part.strip().split(" ", 1) for part in headers["content-security-policy"].split(";"))
         assert policy["default-src"] == policy["frame-ancestors"] == "'none'"
@@ -97,10 +97,10 @@ def test_documents_are_served_under_a_strict_policy_and_nothing_else_is(run: Rep
         if path.endswith(".json"):
             assert headers["content-type"] == "application/json" and isinstance(json.loads(body), dict)
     for method in ("POST", "OPTIONS"):
-        status, headers, _ = asked(url, "/status.json", method)
+        status, headers, _ = request(url, "/status.json", method)
         assert status == 405 and headers["allow"] == "GET, HEAD", method
     for path in ("/web/index.html", "/%2e%2e/page.py", "//etc/passwd", "/page.js%00"):
-        status, _, body = asked(url, path)
+        status, _, body = request(url, path)
         assert status == 404 and body.startswith(b"expected /metrics, /livez, /readyz, /, "), path
 
 
@@ -108,7 +108,7 @@ def test_a_hostile_name_stays_data(run: ReplayedRun) -> None:
     row = {"topic": HOSTILE, "partition": 0, "state": HOSTILE, "lag_records": 1}
     hostile: dict[str, Any] = {"watch": {"state": HOSTILE, "partitions": [row]}, "broken": HOSTILE}
     run.step(**hostile)
-    _, headers, body = asked(run.serve(), "/status.json")
+    _, headers, body = request(run.serve(), "/status.json")
     assert headers["content-type"] == "application/json"
     assert HOSTILE in json.dumps(json.loads(body), ensure_ascii=False).replace('\\"', '"')
 
@@ -128,24 +128,24 @@ def test_an_idle_hold_is_shown_without_findings_about_workers(
     run.hold_idle("nothing to read for 60 s")
     run.step()
     assert run.controller.status()["state"] == "held"
-    told = run.page.status()["page"]
-    assert told["headline"]["state"] == "transient_hold", (
-        "also while the worker is still there, and says how it was"
+    document = run.page.status()["page"]
+    assert document["headline"]["state"] == "transient_hold", (
+        "the hold must be shown even while the worker still reports its old state"
     )
     run.gone, run.silent = frozenset({("worker", 0)}), frozenset({"worker"})
     run.step(), run.step()
-    told = run.page.status()
-    assert "worker 0" not in told["reports"] and told["page"]["findings"] == []
-    training = told["page"]["training"]
+    document = run.page.status()
+    assert "worker 0" not in document["reports"] and document["page"]["findings"] == []
+    training = document["page"]["training"]
     assert (training["state"], training["reason"]) == ("held", "nothing to read for 60 s")
-    assert told["page"]["headline"]["text"] == "On hold: nothing to read"
+    assert document["page"]["headline"]["text"] == "On hold: nothing to read"
     assert run.controller.end_idle()
     run.gone = run.silent = frozenset()
     run.step()
     assert run.page.status()["page"]["headline"]["state"] == "catching_up"
 
 
-# The past
+# History and change log
 
 
 def test_a_step_is_one_point_with_its_newest_known_values() -> None:

@@ -1,4 +1,5 @@
-"""What comes behind a session: the stream where Kafka still has it, else what was archived meanwhile."""
+"""After a session, training continues with the stream if Kafka still has the next records. Otherwise another
+session reads what was archived meanwhile."""
 
 from __future__ import annotations
 
@@ -42,13 +43,13 @@ def test_the_margin_is_that_of_the_tightest_partition() -> None:
 @pytest.mark.parametrize(
     ("found", "further", "why"),
     [
-        (Margin(records=50, archived=40), False, "little is new: the stream has it"),
-        (Margin(records=50, archived=41), True, "much is new"),
-        (Margin(records=-1, archived=1), True, "Kafka lost it, the archive has it"),
-        (Margin(records=-1, archived=0), False, "nobody has it: the reader counts what is lost"),
+        (Margin(records=50, archived=40), False, "little is new, and Kafka has it"),
+        (Margin(records=50, archived=41), True, "much is new, so another session is faster"),
+        (Margin(records=-1, archived=1), True, "Kafka has deleted it, and the archive has it"),
+        (Margin(records=-1, archived=0), False, "neither has it; the reader counts the lost records"),
     ],
 )
-def test_when_a_further_session_follows(found: Margin, further: bool, why: str) -> None:
+def test_another_session_follows_only_if_it_is_needed(found: Margin, further: bool, why: str) -> None:
     assert needs_further_session(found, 40) is further, why
 
 
@@ -64,69 +65,69 @@ class FakeController:
         self.followed.append(session)
 
 
-class Case:
+class HandoverHarness:
     def __init__(
-        self, newest: TableInput | None = NEWER, oldest: Progress | None = None, most: int = 10
+        self, newest: TableInput | None = NEWER, oldest: Progress | None = None, max_records: int = 10
     ) -> None:
         self.controller, self.clock, self.newest = FakeController(), FakeClock(1000), newest
-        self.held: list[tuple[int, int]] = []
-        self.asked: list[Progress] = []
-        self.it = StreamHandover(
+        self.protected: list[tuple[int, int]] = []  # (version, until when in ms)
+        self.requested_begins: list[Progress] = []
+        self.handover = StreamHandover(
             self.controller,  # type: ignore[arg-type]
             self._newest,
-            lambda session, until_ms: self.held.append((session.version, until_ms)),
+            lambda session, until_ms: self.protected.append((session.version, until_ms)),
             lambda: oldest or {},
             self.clock,
-            most,
+            max_records,
         )
 
     def _newest(self, begins: Progress) -> TableInput | None:
-        self.asked.append(begins)
+        self.requested_begins.append(begins)
         return self.newest
 
 
 def test_table_versions_in_use_are_protected() -> None:
-    case = Case()
-    case.it.check()
-    assert case.controller.followed == [NEWER] and case.asked == [SESSION.ends]
-    assert case.held == [(7, 1000 + PROTECT_MS), (9, 1000 + PROTECT_MS)]
+    harness = HandoverHarness()
+    harness.handover.check()
+    assert harness.controller.followed == [NEWER] and harness.requested_begins == [SESSION.ends]
+    assert harness.protected == [(7, 1000 + PROTECT_MS), (9, 1000 + PROTECT_MS)]
 
 
 def test_the_stream_follows_if_little_was_archived_meanwhile() -> None:
-    case = Case(most=1000)
-    case.it.check()
-    assert case.controller.followed == [None] and case.held == [(7, 1000 + PROTECT_MS)]
+    harness = HandoverHarness(max_records=1000)
+    harness.handover.check()
+    assert harness.controller.followed == [None] and harness.protected == [(7, 1000 + PROTECT_MS)]
 
 
 def test_nothing_is_checked_during_the_stream() -> None:
-    case = Case()
-    case.controller.now = None
-    case.it.check()
-    assert (case.controller.followed, case.held) == ([], [])
+    harness = HandoverHarness()
+    harness.controller.now = None
+    harness.handover.check()
+    assert (harness.controller.followed, harness.protected) == ([], [])
 
 
 def test_a_failed_check_changes_nothing_and_is_retried(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    case, stop = Case(), threading.Event()
+    harness, stop = HandoverHarness(), threading.Event()
 
-    def away(session: TableInput, until_ms: int) -> None:
+    def fail(session: TableInput, until_ms: int) -> None:
         stop.set()
         raise UnavailableError("the store is away")
 
-    case.it.protect = away
-    case.it.run(stop)
-    assert case.controller.followed == [] and "the store is away" in caplog.text
+    harness.handover.protect = fail
+    harness.handover.run(stop)
+    assert harness.controller.followed == [] and "the store is away" in caplog.text
 
 
 @pytest.mark.parametrize("exists", [False, True])
 def test_a_location_without_a_table_is_a_config_error(exists: bool, tmp_path: Path) -> None:
-    """No start mends that: whoever supervises has to know it from a place that is away."""
-    place = tmp_path / "archive"
+    """A restart cannot repair a wrong setting, so the error must differ from that of an unavailable store."""
+    location = tmp_path / "archive"
     if exists:
-        place.mkdir()
-    files = {"schema": "s.toml", "store": "store", "warehouse": str(place)}
+        location.mkdir()
+    files = {"schema": "s.toml", "store": "store", "warehouse": str(location)}
     config = ControllerConfig(bootstrap="k:1", listen="127.0.0.1:0", num_shards=1, **files)  # type: ignore[arg-type]
     history = WarehouseHistory(config, {"samples": "id"}, FakeClock(1000))
-    with pytest.raises(ConfigError, match=rf"^warehouse = '{place}': .*/archive/samples "):
+    with pytest.raises(ConfigError, match=rf"^warehouse = '{location}': .*/archive/samples "):
         history.newest()

@@ -1,5 +1,6 @@
-"""Commits whose segments are copied to the store: kills at each piece of an upload, disks that are lost, and
-a store that is away. Rows end bit-equal to those of the undisturbed run."""
+"""Commits whose segments are copied to the store, with kills at each part of an upload, lost disks and an
+unavailable store. The final rows equal those of an undisturbed run bit for bit (guarantee G11 of
+docs/architecture.md)."""
 
 from __future__ import annotations
 
@@ -18,8 +19,14 @@ from roostream.runtime.checkpoint_store import ObjectStore
 from roostream.runtime.retention import StoreCleaner
 from tests.runtime import s3_server
 from tests.trainer import samples
-from tests.trainer.network import CONTROLLER, BucketStore
-from tests.trainer.schedules import SHARDS, around, drawn_with_store_faults, every, kills_of
+from tests.trainer.network import CONTROLLER, FlakyBucketStore
+from tests.trainer.schedules import (
+    SHARDS,
+    before_and_after,
+    every_nth,
+    random_kills,
+    random_options_with_store_faults,
+)
 from tests.trainer.simulator import WORKER, Kill, Simulation
 
 NUMBERS = list(range(1, 49))
@@ -28,13 +35,13 @@ UPLOAD = ("shard 0", "upload", "before")
 
 @functools.cache
 def undisturbed() -> dict[str, bytes]:
-    """The disks have the only copy of the rows."""
+    """The final state of a run without faults and without uploads."""
     return Simulation(samples.records(NUMBERS), exact=True, real_shards=True).run().bits()
 
 
 @functools.cache
-def num_pieces() -> int:
-    """How many pieces shard 0 uploads in an undisturbed run."""
+def num_parts() -> int:
+    """The number of parts that shard 0 uploads in an undisturbed run."""
     simulation = Simulation(samples.records(NUMBERS), exact=True, real_shards=True, uploads=True).run()
     assert simulation.bits() == undisturbed() and simulation.moments[UPLOAD] > 20
     return simulation.moments[UPLOAD]
@@ -44,14 +51,14 @@ def run(kills: list[Kill], **options: Any) -> Simulation:
     simulation = Simulation(
         samples.records(NUMBERS), exact=True, real_shards=True, uploads=True, kills=kills, **options
     )
-    simulation.run_as_far_as_kills_go()
+    simulation.run_with_optional_kills()
     check(simulation)
     return simulation
 
 
 def check(simulation: Simulation) -> None:
-    """Every kept commit has its copies, others are deleted, and the newest one can be restored from them
-    alone."""
+    """Check that every kept commit has its segment copies, that other copies are deleted, and that the newest
+    commit can be restored from the copies alone."""
     assert simulation.bits() == undisturbed()
     store = simulation.store
     for number in manifests.numbers(store):
@@ -59,9 +66,10 @@ def check(simulation: Simulation) -> None:
         for shard in manifest.shards.values():
             for segment in shard["segments"]:
                 manifests.read_file(store, manifests.StoredFile(**segment["copy"]))
-    StoreCleaner(store).clean()  # the store may have been away at the last one
+    StoreCleaner(store).clean()  # the store may have been unavailable during the last cleaning
     kept = [manifests.load(store, manifests.manifest_name(n)).manifest for n in manifests.numbers(store)]
-    unnamed = set(store.list(manifests.SEGMENTS)) - set[str]().union(*(one.segment_copies for one in kept))
+    named = set[str]().union(*(manifest.segment_copies for manifest in kept))
+    unnamed = set(store.list(manifests.SEGMENTS)) - named
     assert all(manifests.segment_copy_seq(name) >= kept[-1].seq for name in unnamed)
     simulation.disks[:] = [MemoryKeyValueStore() for _ in simulation.disks]
     for who in SHARDS:
@@ -71,24 +79,26 @@ def check(simulation: Simulation) -> None:
     assert simulation.run().bits() == undisturbed()
 
 
-@pytest.mark.parametrize(("piece", "loses_disk"), every(6, itertools.product(range(1, 40, 3), [False, True])))
-def test_g11_a_shard_is_killed_at_a_piece_of_its_upload(piece: int, loses_disk: bool) -> None:
-    simulation = run([Kill(UPLOAD, "shard 0", piece, loses_disk)])
+@pytest.mark.parametrize(
+    ("part", "loses_disk"), every_nth(6, itertools.product(range(1, 40, 3), [False, True]))
+)
+def test_g11_a_shard_is_killed_at_a_part_of_its_upload(part: int, loses_disk: bool) -> None:
+    simulation = run([Kill(UPLOAD, "shard 0", part, loses_disk)])
     assert simulation.killed[0] == "shard 0"
 
 
 @pytest.mark.parametrize(
-    ("piece", "victim"), every(3, itertools.product([2, 11, 23], [CONTROLLER, WORKER, "shard 1"]))
+    ("part", "victim"), every_nth(3, itertools.product([2, 11, 23], [CONTROLLER, WORKER, "shard 1"]))
 )
-def test_g11_another_program_is_killed_during_an_upload(victim: str, piece: int) -> None:
-    run([Kill(UPLOAD, victim, piece, loses_disk=True)])
+def test_g11_another_program_is_killed_during_an_upload(victim: str, part: int) -> None:
+    run([Kill(UPLOAD, victim, part, loses_disk=True)])
 
 
 @pytest.mark.parametrize(
     "moment",
     [
-        *around("shard 0", "freeze", "write", "commit"),
-        *around(CONTROLLER, "link"),
+        *before_and_after("shard 0", "freeze", "write", "commit"),
+        *before_and_after(CONTROLLER, "link"),
         ("shard 1", "restore", "before"),
     ],
     ids=" ".join,
@@ -98,24 +108,24 @@ def test_g11_both_disks_are_lost_at_a_moment_of_a_commit(moment: tuple[str, str,
     run([Kill(moment, shard, occurrence, loses_disk=True) for shard in SHARDS])
 
 
-def drawn(seed: int) -> dict[str, Any]:
-    """Options of a simulation: one to four kills, one of them during an upload, half of them with the shard's
-    disk; disorder, and faults that last, also of the store."""
+def random_upload_options(seed: int) -> dict[str, Any]:
+    """Options of `Simulation`: message faults, a fault schedule with store faults, and one to four kills. One
+    kill is during an upload; half of the kills also lose the shard's disk."""
     draw = random.Random(f"upload {seed}")
     kills = [
-        *(dataclasses.replace(k, loses_disk=draw.random() < 0.5) for k in kills_of(seed, 1)),
-        Kill(UPLOAD, draw.choice([*SHARDS, CONTROLLER]), draw.randint(1, num_pieces()), draw.random() < 0.5),
+        *(dataclasses.replace(k, loses_disk=draw.random() < 0.5) for k in random_kills(seed, 1)),
+        Kill(UPLOAD, draw.choice([*SHARDS, CONTROLLER]), draw.randint(1, num_parts()), draw.random() < 0.5),
     ]
-    return {**drawn_with_store_faults(seed, 1), "kills": kills}
+    return {**random_options_with_store_faults(seed, 1), "kills": kills}
 
 
-@pytest.mark.parametrize("seed", every(7, range(400, 420)))
+@pytest.mark.parametrize("seed", every_nth(7, range(400, 420)))
 def test_g11_any_kills_lost_disks_and_faults_of_the_store(
     seed: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        simulation = run(**drawn(seed))
-    assert simulation.network.struck
+        simulation = run(**random_upload_options(seed))
+    assert simulation.network.fault_counts
     assert "damaged" not in caplog.text
 
 
@@ -123,14 +133,16 @@ def test_g11_any_kills_lost_disks_and_faults_of_the_store(
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("first", range(1000, 1150, 10))
 def test_g11_any_kills_lost_disks_and_faults_over_a_real_s3_server(first: int) -> None:
-    """At the end of each run, both shards are killed and restored from the bucket alone."""
+    """`check` kills both shards at the end of each run, and restores them from the bucket alone."""
     num_kills = 0
     with s3_server.running():
         for seed in range(first, first + 10):
             bucket = ObjectStore(f"{s3_server.BUCKET}/{seed}")
-            simulation = run(**drawn(seed), open_store=functools.partial(BucketStore, bucket=bucket))
+            simulation = run(
+                **random_upload_options(seed), open_store=functools.partial(FlakyBucketStore, bucket=bucket)
+            )
             num_kills += len(simulation.killed) - len(SHARDS)
-    assert num_kills >= 15  # of 1 to 4 a run, some name moments that never come
+    assert num_kills >= 15  # 1 to 4 kills a run; some name moments that never occur
 
 
 def test_a_store_that_takes_no_uploads_for_a_while_delays_commits_and_rolls_nothing_back() -> None:
@@ -144,8 +156,7 @@ def test_a_store_that_takes_no_uploads_for_a_while_delays_commits_and_rolls_noth
     check(simulation)
 
 
-def trained(*, uploads: bool) -> Simulation:
-    """Everything is trained and committed."""
+def finished_run(*, uploads: bool) -> Simulation:
     return Simulation(samples.records(NUMBERS), exact=True, real_shards=True, uploads=uploads).run()
 
 
@@ -157,7 +168,7 @@ def restart_shards(simulation: Simulation, rounds: int = 40) -> None:
 
 
 def test_shards_that_lose_all_disks_without_copies_wait_until_the_disks_are_back() -> None:
-    simulation = trained(uploads=False)
+    simulation = finished_run(uploads=False)
     disks, objects = list(simulation.disks), dict(simulation.store.objects)
     simulation.disks[:] = [MemoryKeyValueStore() for _ in disks]
     restart_shards(simulation)
@@ -171,17 +182,19 @@ def test_shards_that_lose_all_disks_without_copies_wait_until_the_disks_are_back
     assert simulation.run().bits() == undisturbed()
 
 
-def test_the_commit_before_is_restored_if_a_disk_and_the_copy_that_it_needs_are_lost() -> None:
-    simulation = trained(uploads=True)
+def test_the_previous_commit_is_restored_if_a_disk_and_a_segment_copy_are_lost() -> None:
+    simulation = finished_run(uploads=True)
     last = simulation.last
     simulation.store.delete(last.shards[0]["segments"][-1]["copy"]["name"])
     simulation.disks[0] = MemoryKeyValueStore()
     restart_shards(simulation)
     assert simulation.run().bits() == undisturbed()
-    assert simulation.last.seq > last.seq, "what the damaged commit had is trained and committed again"
+    assert simulation.last.seq > last.seq, (
+        "the samples of the damaged commit must be trained and committed again"
+    )
 
 
-def test_training_continues_without_a_copy_whose_disk_is_in_order() -> None:
+def test_a_lost_segment_copy_does_not_matter_while_the_disk_is_intact() -> None:
     simulation = Simulation(samples.records(NUMBERS), exact=True, real_shards=True, uploads=True)
     while manifests.newest(simulation.store) is None:
         simulation.round()
@@ -190,5 +203,5 @@ def test_training_continues_without_a_copy_whose_disk_is_in_order() -> None:
     restart_shards(simulation)
     simulation.run()
     assert simulation.bits() == undisturbed()
-    assert all(simulation.places[who].process.shard.copies.fetched_bytes == 0 for who in SHARDS)
+    assert all(simulation.slots[who].process.shard.copies.fetched_bytes == 0 for who in SHARDS)
     assert simulation.controller is not None and not simulation.controller.coordinator.num_aborts

@@ -14,7 +14,7 @@ from roostream.wire.decode import Decoder
 from roostream.wire.lookup import build_lookup
 from tests.trainer import samples
 from tests.trainer.fake_shard import FakeShard
-from tests.trainer.fleets import Fleet, fake_shard, rows_of
+from tests.trainer.fleets import Fleet, fake_shard, shared_rows
 from tests.trainer.loops import Built, build
 from trainer.dense_part.adam import DenseAdam, WeightAverage
 from trainer.loop import Snapshot
@@ -136,6 +136,6 @@ def test_a_reset_forgets_the_average() -> None:
 
 
 def test_several_workers_have_the_same_average() -> None:
-    fleet = Fleet(N24, 2, rows_of(fake_shard()), batch_requests=4).run()
+    fleet = Fleet(N24, 2, shared_rows(fake_shard()), batch_requests=4).run()
     averages = [weights(built.loop.dense_trainer.scorer) for built in fleet.built]
     assert same(*averages) and not same(averages[0], weights(fleet.built[0].loop.model))

@@ -20,7 +20,7 @@ from tests.models.kind_cases import CONFIGS
 from tests.models.model_cases import make_batch, make_rows, make_schema
 from tests.models.model_checks import trained_model
 from tests.trainer import samples
-from tests.trainer.loops import assert_a_restored_loop_goes_on, build
+from tests.trainer.loops import assert_a_restored_loop_continues_bit_equal, build
 from trainer.config import LoopConfig
 from trainer.device import numerics
 from trainer.device.numerics import compilable_modules, compile_rows, forward_logits, why_not_compilable
@@ -138,7 +138,7 @@ def test_float32_continues_what_bfloat16_trained() -> None:
 
 
 def test_g11_exact_mode_repeats_bfloat16_bit_for_bit() -> None:
-    assert_a_restored_loop_goes_on(N24, 1, exact=True, precision="bfloat16")
+    assert_a_restored_loop_continues_bit_equal(N24, 1, exact=True, precision="bfloat16")
 
 
 def test_row_wise_modules_are_compiled() -> None:

@@ -14,7 +14,7 @@ from roostream.models.linear_part import LinearPart
 from roostream.wire.batch import Batch
 from roostream.wire.decode import Decoder
 from tests.trainer import samples
-from tests.trainer.loops import Built, assert_a_restored_loop_goes_on, build
+from tests.trainer.loops import Built, assert_a_restored_loop_continues_bit_equal, build
 from tests.trainer.selection.drawn_batches import drawn_batch
 from trainer.rows import PushTimes
 from trainer.selection.config import RehearsalConfig
@@ -140,7 +140,7 @@ def num_kept(built: Built) -> int:
 
 
 def test_g11_a_restored_loop_rehearses_the_same_batches() -> None:
-    assert_a_restored_loop_goes_on(N24, 3, rehearsal=ON)
+    assert_a_restored_loop_continues_bit_equal(N24, 3, rehearsal=ON)
 
 
 def test_kept_batches_are_those_of_the_restored_commit() -> None:

@@ -18,7 +18,7 @@ from roostream.wire.decode import Decoder
 from roostream.wire.lookup import Lookup
 from roostream.wire.records import Record
 from tests.trainer import samples
-from tests.trainer.loops import Built, assert_a_restored_loop_goes_on, build
+from tests.trainer.loops import Built, assert_a_restored_loop_continues_bit_equal, build
 from trainer.chunks import build_part
 from trainer.metrics import SELECTION, key_of
 from trainer.selection.config import (
@@ -168,7 +168,7 @@ def test_g11_a_restored_loop_skips_the_same_requests_and_ends_in_the_same_bits(
         "selection": SelectionConfig(policy=policy, keep=0.4, score=score),
         "deferral": DeferralConfig(share=0.8, min_visits=2, visits=4),
     }
-    whole, _ = assert_a_restored_loop_goes_on(N60, 6, exact=True, **settings)
+    whole, _ = assert_a_restored_loop_continues_bit_equal(N60, 6, exact=True, **settings)
     assert whole.loop.selection.state(), "there is something to lose"
 
 
@@ -222,9 +222,9 @@ def test_a_non_finite_batch_does_not_change_deferred_gradients(monkeypatch: pyte
 
 def test_a_correction_of_a_skipped_negative_is_trained() -> None:
     number = min(skipped_numbers(NEGATIVES))
-    correction = samples.corrected(number, 0)
+    correction = samples.correction(number, 0)
     built = build(
-        samples.placed([*CLICKS, correction]),
+        samples.with_offsets([*CLICKS, correction]),
         selection=NEGATIVES,
         corrections="on",
         partitions=(("samples", 0), ("samples", 1), ("corrections", 0), ("corrections", 1)),
@@ -303,7 +303,7 @@ def test_slipstream_takes_snapshots_at_the_configured_steps() -> None:
 
 @pytest.mark.parametrize("steps", [2, 5, 9, 30])
 def test_g11_slipstream_restored_in_any_phase_ends_in_the_same_bits(steps: int) -> None:
-    assert_a_restored_loop_goes_on(returning_users(240), steps, selection=SLIPPING, exact=True)
+    assert_a_restored_loop_continues_bit_equal(returning_users(240), steps, selection=SLIPPING, exact=True)
 
 
 def test_slipstream_needs_history_and_ends_when_the_stream_begins() -> None:

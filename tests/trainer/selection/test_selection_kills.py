@@ -11,7 +11,7 @@ import pytest
 
 from tests.trainer import samples
 from tests.trainer.network import CONTROLLER
-from tests.trainer.schedules import every, kills_of, lasting, seeds
+from tests.trainer.schedules import every_nth, fault_options, random_kills, seed_ranges
 from tests.trainer.simulator import WORKER, Kill, Simulation
 from trainer.selection.config import DeferralConfig, RehearsalConfig, SelectionConfig, SlipstreamConfig
 from trainer.selection.decision import STALE
@@ -38,7 +38,7 @@ def ran(numbers: list[int], kills: list[Kill], **more: Any) -> Run:
     moments that never come."""
     simulation = Simulation(samples.records(numbers), exact=True, kills=kills, **more)
     if "seed" in more:
-        simulation.run_as_far_as_kills_go()
+        simulation.run_with_optional_kills()
     else:
         simulation.run()
         assert [kill.victim for kill in kills] == simulation.killed
@@ -64,7 +64,7 @@ IN_A_COMMIT = [(WORKER, "cut", "after"), (WORKER, "write", "after"), ("shard 0",
 VICTIMS = [WORKER, "shard 0", CONTROLLER]
 
 
-@pytest.mark.parametrize(("moment", "victim"), every(4, itertools.product(IN_A_COMMIT, VICTIMS)), ids=str)
+@pytest.mark.parametrize(("moment", "victim"), every_nth(4, itertools.product(IN_A_COMMIT, VICTIMS)), ids=str)
 def test_g11_skipped_requests_and_deferred_gradients_survive_a_kill_in_a_commit(
     moment: tuple[str, str, str], victim: str
 ) -> None:
@@ -72,7 +72,7 @@ def test_g11_skipped_requests_and_deferred_gradients_survive_a_kill_in_a_commit(
 
 
 @pytest.mark.parametrize(
-    ("victim", "push"), every(3, itertools.product([WORKER, "shard 0"], [3, 9, 13, 21, 60]))
+    ("victim", "push"), every_nth(3, itertools.product([WORKER, "shard 0"], [3, 9, 13, 21, 60]))
 )
 def test_g11_slipstream_survives_a_kill_in_any_phase(push: int, victim: str) -> None:
     """Counting, between snapshots, after the last, and while inputs are skipped."""
@@ -81,7 +81,7 @@ def test_g11_slipstream_survives_a_kill_in_any_phase(push: int, victim: str) -> 
 
 
 @pytest.mark.parametrize(
-    ("victim", "moment"), every(3, itertools.product([WORKER, CONTROLLER], SWITCH)), ids=str
+    ("victim", "moment"), every_nth(3, itertools.product([WORKER, CONTROLLER], SWITCH)), ids=str
 )
 def test_g11_slipstream_survives_a_kill_in_the_hand_over_to_the_stream(
     moment: tuple[str, str, str], victim: str
@@ -91,7 +91,9 @@ def test_g11_slipstream_survives_a_kill_in_the_hand_over_to_the_stream(
     assert bits == undisturbed(history)[0] and became == undisturbed(history)[1]
 
 
-@pytest.mark.parametrize(("victim", "push"), every(5, itertools.product([WORKER, "shard 1"], [2, 11, 20])))
+@pytest.mark.parametrize(
+    ("victim", "push"), every_nth(5, itertools.product([WORKER, "shard 1"], [2, 11, 20]))
+)
 def test_g11_deferred_gradients_survive_a_kill_within_a_step(push: int, victim: str) -> None:
     assert stream([Kill((WORKER, "push", "before"), victim, push)]) == undisturbed(stream)
 
@@ -104,7 +106,7 @@ def initial_fleet(kills: list[Kill], **more: Any) -> Run:
 
 @pytest.mark.parametrize(
     ("moment", "victim", "occurrence"),
-    every(
+    every_nth(
         3,
         [
             *(((WORKER, "write", "after"), victim, 2) for victim in ("worker 1", "shard 0", CONTROLLER)),
@@ -133,14 +135,14 @@ def schedule(seed: int) -> None:
     """Kills, lost messages and faults that last, as the seed draws them; each kind has its turn."""
     run = globals()[KINDS[seed % len(KINDS)]]
     workers = 2 if run in (fleet, initial_fleet) else 1
-    assert run(kills_of(seed, workers), seed=seed, **lasting(seed, workers)) == undisturbed(run), (
+    assert run(random_kills(seed, workers), seed=seed, **fault_options(seed, workers)) == undisturbed(run), (
         f"--seed {seed}"
     )
 
 
-@pytest.mark.parametrize("drawn_from", seeds(5, chaos=500), ids=str)
-def test_g11_drawn_schedules_end_in_the_same_bits(drawn_from: range) -> None:
-    for seed in drawn_from:
+@pytest.mark.parametrize("seeds", seed_ranges(5, chaos=500), ids=str)
+def test_g11_drawn_schedules_end_in_the_same_bits(seeds: range) -> None:
+    for seed in seeds:
         schedule(seed)
 
 
@@ -168,7 +170,7 @@ def rehearsed(kills: list[Kill], **more: Any) -> Run:
 
 @pytest.mark.parametrize(
     ("moment", "victim"),
-    every(5, itertools.product([*IN_A_COMMIT, (WORKER, "push", "before")], VICTIMS)),
+    every_nth(5, itertools.product([*IN_A_COMMIT, (WORKER, "push", "before")], VICTIMS)),
     ids=str,
 )
 def test_g11_rehearsal_survives_a_kill(moment: tuple[str, str, str], victim: str) -> None:
@@ -180,7 +182,7 @@ def rehearsed_from_history(kills: list[Kill]) -> Run:
     return ran(NUMBERS, kills, loop=loop, initial_workers=1, unit_records=200, export={0: 12, 1: 12})
 
 
-@pytest.mark.parametrize("push", every(2, [5, 20, 30]))
+@pytest.mark.parametrize("push", every_nth(2, [5, 20, 30]))
 def test_g11_batches_of_history_are_rehearsed_in_the_stream(push: int) -> None:
     assert rehearsed_from_history([Kill((WORKER, "push", "before"), WORKER, push)]) == undisturbed(
         rehearsed_from_history

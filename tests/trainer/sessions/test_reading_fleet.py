@@ -1,5 +1,6 @@
-"""A session through readers is the session: the same batches, once, in order, whoever of them dies, is late
-or is a zombie."""
+"""A session that is read through reader programs gives the same batches, in the same order and each once, as
+a worker that reads for itself. Readers may die, be late, or continue after they have lost their leases
+(guarantees G2 and G11 of docs/architecture.md)."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ NUM_CHAOS = 400
 
 
 def undisturbed(fleet: Fleet, in_turns: bool = False, worker: int = 0) -> list[list[bytes]]:
-    """Chunks of a worker that reads for itself."""
+    """The chunks of a worker that reads for itself."""
     source, found = fleet.batches(LocalSessionRows(fleet.session, fleet.table), worker), list[list[bytes]]()
     while (chunk := source.poll(5, 0.0, turn_of(len(found)) if in_turns else None)) is not None:
         found.append(bits(chunk.batch))
@@ -29,71 +30,72 @@ def turn_of(count: int) -> Partition:
     return PARTITIONS[count % 2]
 
 
-class Trained:
-    """Of one worker: its chunks, and the progress before each of them."""
+class WorkerLog:
+    """The chunks that one worker has trained, and its progress before each of them."""
 
-    def __init__(self, at: Progress) -> None:
+    def __init__(self, progress: Progress) -> None:
         self.chunks: list[list[bytes]] = []
-        self.at = [at]
+        self.progress = [progress]
 
     def add(self, chunk: Chunk) -> None:
         self.chunks.append(bits(chunk.batch))
-        self.at.append(self.at[-1] | chunk.after)
+        self.progress.append(self.progress[-1] | chunk.after)
 
-    def back(self, draw: random.Random) -> Progress:
-        """To some commit."""
-        kept = draw.randint(0, len(self.chunks))
-        del self.chunks[kept:], self.at[kept + 1 :]
-        return self.at[-1]
+    def roll_back(self, draw: random.Random) -> Progress:
+        """Roll the worker back to a random earlier commit, and return its progress."""
+        num_kept = draw.randint(0, len(self.chunks))
+        del self.chunks[num_kept:], self.progress[num_kept + 1 :]
+        return self.progress[-1]
 
 
 def run(
     fleet: Fleet, draw: random.Random, in_turns: bool = False, faults: bool = False
 ) -> list[list[list[bytes]]]:
-    """All chunks of each worker; with `faults`, whatever may happen to readers, the controller and workers
-    does, until half of the turns."""
-    of = [Trained(worker.source.positions()) for worker in fleet.workers]
-    wanted = [len(undisturbed(fleet, in_turns, number)) for number in range(fleet.num_workers)]
+    """Run the fleet until all is read, and return the chunks of each worker. With `faults`, random faults hit
+    readers, the controller and workers in the first half of the turns."""
+    logs = [WorkerLog(worker.source.positions()) for worker in fleet.workers]
+    expected = [len(undisturbed(fleet, in_turns, number)) for number in range(fleet.num_workers)]
     for turn in range(MAX_TURNS):
         fleet.turn(draw)
         if faults and turn < MAX_TURNS // 2 and draw.random() < 0.03:
-            hurt(fleet, draw, of)
+            inject_fault(fleet, draw, logs)
         if not fleet.readers:
-            fleet.begin_reader()
-        for number, its in enumerate(of):
-            chunk = fleet.poll(5, turn_of(len(its.chunks)) if in_turns else None, number)
+            fleet.start_reader()
+        for number, log in enumerate(logs):
+            chunk = fleet.poll(5, turn_of(len(log.chunks)) if in_turns else None, number)
             if chunk is not None:
-                its.add(chunk)
-        if [len(its.chunks) for its in of] == wanted:
-            return [its.chunks for its in of]
-    raise AssertionError(f"{[len(its.chunks) for its in of]} of {wanted} chunks after {MAX_TURNS} turns")
+                log.add(chunk)
+        if [len(log.chunks) for log in logs] == expected:
+            return [log.chunks for log in logs]
+    raise AssertionError(f"{[len(log.chunks) for log in logs]} of {expected} chunks after {MAX_TURNS} turns")
 
 
 def all_undisturbed(fleet: Fleet, in_turns: bool = False) -> list[list[list[bytes]]]:
     return [undisturbed(fleet, in_turns, number) for number in range(fleet.num_workers)]
 
 
-def hurt(fleet: Fleet, draw: random.Random, of: list[Trained]) -> None:
+def inject_fault(fleet: Fleet, draw: random.Random, logs: list[WorkerLog]) -> None:
+    """Inject one random fault, or end all link faults."""
     name = draw.choice(sorted(fleet.readers)) if fleet.readers else ""
     match draw.choice(("kill", "silence", "cut", "heal", "join", "restore", "stand still", "leave")):
         case "kill" if name:
             del fleet.readers[name]
         case "silence" if name:
-            fleet.silent.append(name)  # it goes on with what it has
+            fleet.silent.append(name)  # the reader loses the controller, and continues with its leases
         case "cut" if name:
-            fleet.gone.append(name)  # it asks and reads, but workers don't reach it
+            fleet.unreachable.append(name)  # the reader gets leases and reads, but workers cannot reach it
         case "heal":
             fleet.silent.clear()
-            fleet.gone.clear()
+            fleet.unreachable.clear()
         case "join" if len(fleet.readers) < 4:
-            fleet.begin_reader()
+            fleet.start_reader()
         case "restore":
-            fleet.restore(*(its.back(draw) for its in of))
+            fleet.restore(*(log.roll_back(draw) for log in logs))
         case "stand still":
             fleet.clock.advance(4.0)
         case "leave" if name and len(fleet.readers) > 1:
-            fleet.readers[name].takes_more = False  # it gives what it has
-            fleet.begin_reader()
+            fleet.readers[name].takes_more = False  # the reader only finishes the leases that it has
+            fleet.start_reader()
 
 
 @pytest.mark.parametrize("in_turns", [False, True], ids=["as they lie", "in turns"])
@@ -116,11 +118,11 @@ def test_g2_g11_deaths_late_answers_and_zombies_change_no_batch(seed: int) -> No
 def test_g2_g11_two_workers_share_readers_through_crashes(seed: int) -> None:
     fleet = Fleet(num_readers=2, num_workers=2)
     found = run(fleet, random.Random(seed), faults=seed > 0)
-    assert found == all_undisturbed(fleet) and all(found), "each trains a partition"
+    assert found == all_undisturbed(fleet) and all(found), "each worker must train one partition"
 
 
 @pytest.mark.chaos
-@pytest.mark.timeout(900)  # far less where nothing else runs
+@pytest.mark.timeout(900)  # a busy machine needs far longer than a quiet one
 @pytest.mark.parametrize("first", range(100, 100 + NUM_CHAOS, 50))
 def test_g2_g11_many_schedules_of_readers(first: int) -> None:
     for seed in range(first, first + 50):
@@ -133,20 +135,22 @@ def test_a_unit_of_a_reassigned_lease_is_refused() -> None:
     (zombie,) = fleet.readers
     fleet.poll()
     for _ in range(3):
-        fleet.worker_asks()
-        fleet.reader_asks(zombie)
+        fleet.worker_requests_splits()
+        fleet.reader_renews_leases(zombie)
     fleet.reader_reads(zombie)
-    fleet.worker_asks()
-    fleet.worker_begins_to_fetch()
+    fleet.worker_requests_splits()
+    fleet.worker_starts_fetch()
     fleet.silent.append(zombie)
     fleet.clock.advance(4.0)
-    fleet.begin_reader()
+    fleet.start_reader()
     other = next(name for name in fleet.readers if name != zombie)
     for _ in range(3):
-        fleet.reader_asks(other)
-        fleet.worker_asks()
-    fleet.answer_comes()
-    assert fleet.rows.buffer.counts == {"refused": 1}, "it was read, in full, by a reader that still answers"
+        fleet.reader_renews_leases(other)
+        fleet.worker_requests_splits()
+    fleet.deliver_answer()
+    assert fleet.rows.buffer.counts == {"refused": 1}, (
+        "the reader without the lease has read it in full, and still answers"
+    )
     assert fleet.rows.buffer.size == (0, 0)
 
 
@@ -156,6 +160,6 @@ def test_units_in_flight_and_buffered_are_bounded() -> None:
     for _ in range(400):
         fleet.turn(draw)
     units, _ = fleet.rows.buffer.size
-    assert units <= 2 + 1, "and the one that is waited for"
+    assert units <= 2 + 1, "two buffered units, and the one that the worker waits for"
     assert all(reader.reader.report()["held_pieces"] <= 6 + 2 for reader in fleet.readers.values())
     assert fleet.master.status()["splits_wanted"] <= 3

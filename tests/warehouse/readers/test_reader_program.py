@@ -34,9 +34,9 @@ class Beside:
 def train(fleet: Fleet) -> None:
     """The reader reads, and whoever trains fetches what it waits for."""
     fleet.reader_reads("r1:1")
-    fleet.worker_asks()
-    fleet.worker_begins_to_fetch()
-    fleet.answer_comes()
+    fleet.worker_requests_splits()
+    fleet.worker_starts_fetch()
+    fleet.deliver_answer()
     fleet.poll()
 
 
@@ -45,9 +45,9 @@ def fleet() -> Fleet:
     """One reader, which has what is waited for."""
     made = Fleet(num_readers=1)
     made.poll()
-    made.worker_asks()
-    made.reader_asks("r1:1")
-    made.reader_asks("r1:1")
+    made.worker_requests_splits()
+    made.reader_renews_leases("r1:1")
+    made.reader_renews_leases("r1:1")
     assert its(made).reader.has_leases
     return made
 

@@ -175,7 +175,7 @@ def test_labels_are_corrected_or_as_streamed_and_the_stream_brings_the_other_cor
         r for r in range(len(numbers)) if len(set(plain.item_B[3 * r : 3 * r + 3])) == 3
     )  # of different items
     archive(tmp_path, samples.records(numbers))
-    archive_corrections(tmp_path, [samples.corrected(numbers[first], 0, after=1.0, before=0.0)])
+    archive_corrections(tmp_path, [samples.correction(numbers[first], 0, after=1.0, before=0.0)])
     table, topics, found = SampleTable(str(tmp_path)), {**TOPICS, "corrections": "topic-2"}, {}
     at = {("samples", 1): 0, ("corrections", 1): 0, ("corrections", 0): 0}
     for labels, behind in (("latest", 1), ("as_streamed", 0)):
