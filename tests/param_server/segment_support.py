@@ -1,5 +1,5 @@
-"""What the tests of segments share: blocks of few numbers, a state as a dict, and a writer that commits as a
-shard does."""
+"""Support for tests of segments: small blocks, the state of a segment list as a dict, and a writer that
+commits as a shard does."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def changes(rows: dict[int, float], gone: list[int] = [], unpublished: bool = Fa
 
 
 def state(segments: Segments, live: tuple[Segment, ...]) -> dict[int, float]:
-    """What reading a state gives: id → first number of its row."""
+    """The rows that a reader of `live` finds: id → first number of the row."""
     out: dict[int, float] = {}
     for part in segments.read(live):
         for block in reversed(part.blocks):
@@ -46,7 +46,7 @@ def state(segments: Segments, live: tuple[Segment, ...]) -> dict[int, float]:
 
 
 class Writer:
-    """Commits as a shard does: the rows are in memory, and buckets that are to be whole are written from
+    """Commits as a shard does. It keeps all rows in memory and takes the rows of buckets to rewrite from
     there."""
 
     def __init__(self, store: MemoryKeyValueStore | None = None) -> None:

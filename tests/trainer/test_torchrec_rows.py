@@ -22,7 +22,7 @@ from roostream.runtime.checkpoint_store import open_store
 from roostream.runtime.clock import SystemClock
 from roostream.runtime.rpc.server import RpcServer
 from roostream.schema.schema_file import schema_from_dict
-from tests.param_server.shard_support import begun
+from tests.param_server.shard_support import started_shard
 from tests.trainer import torchrec_row_workers
 from tests.trainer.torchrec_row_workers import CLIP, WORKERS, batch, schema
 
@@ -82,7 +82,7 @@ def add_state(state: State, arrays: Mapping[str, np.ndarray]) -> None:
 @pytest.fixture(scope="module")
 def at_shards() -> State:
     """The same steps by the shards' own rules."""
-    shard = begun(schema=schema())
+    shard = started_shard(schema=schema())
     for step in range(12):
         if step % 4 == 1:
             continue
@@ -150,7 +150,7 @@ def test_rows_that_expired_in_a_commit_begin_anew(trained: Mapping[str, State]) 
 @pytest.mark.timeout(300)
 def test_the_shards_of_a_stack_get_the_same_rows(trained: Mapping[str, State], tmp_path: Path) -> None:
     """Two workers and three shards, in processes of their own."""
-    shards = [begun(index=index, num_shards=3, schema=schema()) for index in range(3)]
+    shards = [started_shard(index=index, num_shards=3, schema=schema()) for index in range(3)]
     servers = [RpcServer(ShardRpcHandler(shard).handle).start() for shard in shards]
     try:
         (tmp_path / "shards.json").write_text(json.dumps([server.address for server in servers]))

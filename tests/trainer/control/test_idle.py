@@ -228,6 +228,6 @@ def test_the_kafka_consumer_implements_the_sample_log(is_record: bool, expected:
     """Offset 9 is committed; 10 is a record, or a marker that only the end of the partition tells of."""
     kafka = FakeConsumer(oldest=0, newest=11)
     reader = KafkaConsumer(kafka, ConsumerOptions(partitions=(A,)))  # type: ignore[arg-type]
-    kafka.bring(FakeMessage(A, 10) if is_record else end(A, 11))
+    kafka.add_batch(FakeMessage(A, 10) if is_record else end(A, 11))
     assert counts(BacklogProbe(reader), {A: 10}) == expected
     assert kafka.assigned == {A: 10} and kafka.paused == {A}
