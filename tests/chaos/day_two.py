@@ -29,7 +29,7 @@ from infra.options import DEMO_SCHEMA
 from infra.ports import Ports
 from roostream.runtime import manifest as manifests
 from roostream.runtime.checkpoint_store import FileStore
-from tests.contract.house import ROOT
+from tests.contract.source_tree import ROOT
 
 PAGE = ROOT / "docs/operations/day-two.md"
 QUICK = (

@@ -291,7 +291,7 @@ def train_undisturbed(home: Path, count: int) -> TableInput | None:
         stack.start(["kafka", "shards", "controller", "workers"])
         wait_until("the session is fixed", lambda: newest(stack) is not None, 180)
         first = newest(stack)
-        wait_until("each sample once", lambda: applied(stack) >= count, 300)
+        wait_until("all samples", lambda: applied(stack) >= count, 300)
         assert first is not None and applied(stack) == count
         return first.input
 

@@ -43,7 +43,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 
 @pytest.mark.parametrize("victim", ["worker", "worker-1", "shard-0", "controller", "kafka"])
-def test_g3_several_workers_go_on_after_a_kill_during_a_commit(stack: Stack, victim: str) -> None:
+def test_g3_several_workers_continue_after_a_kill_during_a_commit(stack: Stack, victim: str) -> None:
     wait_until("a commit under way", lambda: call_controller(stack, "status")["state"] in COMMITTING, 60)
     assert kill_and_resume(stack, victim, timeout_s=240) >= 50
 

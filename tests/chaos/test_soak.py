@@ -63,7 +63,7 @@ DISK_MB = 64
 GROWN_UP_S = 45.0  # the minimum age of a process whose memory counts
 SETTLED_S = 900.0  # the minimum age of a process whose slope counts
 STILL_FILLING_MB = {
-    # 500 users with 512 items (40 bytes) and 50 clicks (24 bytes) need 11 MB; the limit is generous
+    # 500 users with 512 items (40 bytes) and 50 clicks (24 bytes) need 11 MB, at most three times that
     "redis": 64,
     "auditor": 320,  # 214 MB at its start, plus the ids of the newest 30 minutes
 }

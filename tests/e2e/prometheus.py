@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from infra.ports import HOST, Ports, responds_ok
-from tests.contract.house import ROOT
+from tests.contract.source_tree import ROOT
 from tests.e2e.loop_stack import wait_until
 
 

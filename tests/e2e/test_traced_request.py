@@ -18,7 +18,7 @@ import pytest
 
 from infra.stack import Stack
 from roostream.cli.request_trace import STEPS
-from tests.contract.house import ROOT
+from tests.contract.source_tree import ROOT
 from tests.e2e.loop_stack import applied, quick_options, wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import pytest
 
 from infra.stack import Stack
-from tests.contract.house import ROOT
+from tests.contract.source_tree import ROOT
 from tests.contract.test_metric_names import OTHER_FORMS, OTHER_UNITS
 from tests.e2e.loop_stack import applied, produce_garbage, quick_options, wait_until
 from tests.e2e.prometheus import Prometheus

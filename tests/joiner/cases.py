@@ -66,7 +66,7 @@ NOW = 1_000
 
 
 def rules(**settings: Any) -> Rules:
-    """Rules with a window of 100 ms and otherwise default settings; `settings` overrides them."""
+    """Rules with a window of 100 ms and a late horizon of 1 s, changed by `settings`."""
     return JoinerConfig(**{"window_ms": 100, **settings}).rules
 
 
@@ -182,8 +182,8 @@ class DictStore(dict[str, bytes]):
             else:
                 number, request_id = rest.split(".", 1)
                 if kind == "e":
-                    held: Any = decoder(Engagement | SeenEngagement)(data)  # type: ignore[arg-type]
-                    state.engagements_of(request_id)[int(number, 16)] = held
+                    stored: Any = decoder(Engagement | SeenEngagement)(data)  # type: ignore[arg-type]
+                    state.engagements_of(request_id)[int(number, 16)] = stored
                     continue
                 if kind == "t":
                     state.set_aggregates(request_id, {int(number, 16): decoder(LabelAggregate)(data)})

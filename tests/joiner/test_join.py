@@ -68,7 +68,7 @@ def test_jitter_shortens_windows_by_a_hash_of_the_request() -> None:
 
 # Closing by engagements
 @pytest.mark.parametrize(
-    ("settings", "close", "why"),
+    ("settings", "close", "case"),
     [
         ({"engaged_threshold": 2}, T + 20, "the second distinct engagement reaches the threshold"),
         ({"engaged_threshold": 3}, T + 30, "the third engagement reaches the threshold"),
@@ -84,11 +84,11 @@ def test_jitter_shortens_windows_by_a_hash_of_the_request() -> None:
     ],
 )
 def test_the_engagement_that_reaches_the_threshold_or_is_terminal_closes(
-    settings: dict[str, Any], close: int, why: str
+    settings: dict[str, Any], close: int, case: str
 ) -> None:
     events = [engagement(T + 10, event=1), engagement(T + 10, event=1), engagement(T + 20, 2, event=2)]
     sample = sample_of(impression(T), *events, engagement(T + 30, event=3, action="buy"), **settings)
-    assert sample.message.close_ms == close, why
+    assert sample.message.close_ms == close, case
     assert sample.reason == ("CLOSE_WINDOW" if close == T + 100 else "CLOSE_ENGAGED")
 
 
@@ -283,7 +283,7 @@ def test_corrections_are_emitted_in_event_time_order() -> None:
 
 
 @pytest.mark.parametrize(
-    ("time", "reason", "why"),
+    ("time", "reason", "case"),
     [
         (T + 1_100, "", "at the horizon it still becomes a correction"),
         (T + 1_101, "too_late", "beyond the horizon"),
@@ -293,14 +293,14 @@ def test_corrections_are_emitted_in_event_time_order() -> None:
 )
 @pytest.mark.parametrize("early", [True, False])
 def test_an_engagement_beyond_the_late_horizon_is_too_late(
-    time: int, reason: str, why: str, early: bool
+    time: int, reason: str, case: str, early: bool
 ) -> None:
     driver = Driver(rules())
     driver.send(impression(T))
     driver.advance_to(T + 100 if early else time - 1)
     driver.send(engagement(time, event=1))
     driver.advance_to(time + 200)
-    assert reasons(driver.outputs) == ([reason] if reason else []), why
+    assert reasons(driver.outputs) == ([reason] if reason else []), case
     assert len([o for o in driver.outputs if o.topic == "corrections"]) == (not reason)
 
 

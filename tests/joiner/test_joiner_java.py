@@ -29,7 +29,7 @@ NOTHING, EVENT, HEARTBEAT, END_MARKER = range(4)
 T = 1_000
 
 pytestmark = pytest.mark.skipif(
-    not any(COMPILER_JARS.glob("*.jar")), reason="`make setup` fetches the compiler"
+    not any(COMPILER_JARS.glob("*.jar")), reason="the Java compiler is missing; run `make setup`"
 )
 
 JavaReading = tuple[bool, int, int, int]

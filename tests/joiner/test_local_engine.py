@@ -262,7 +262,7 @@ def test_a_window_halved_at_a_restore_leaves_no_request_behind() -> None:
 
 
 @pytest.mark.parametrize(("window_ms", "changed"), [(100, False), (50, True)])
-def test_changed_rules_are_noticed_at_a_restore(
+def test_changed_rules_are_detected_at_a_restore(
     window_ms: int, changed: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     before = engine(JoinerConfig(window_ms=100, lateness_ms=0))

@@ -142,7 +142,7 @@ def test_a_damaged_newest_snapshot_is_skipped_for_the_one_before(tmp_path: Path)
         SnapshotStore(store).restore(engine)
 
 
-def test_a_foreign_file_beside_the_snapshots_neither_stops_the_joiner_nor_is_deleted(tmp_path: Path) -> None:
+def test_a_foreign_file_next_to_the_snapshots_neither_stops_the_joiner_nor_is_deleted(tmp_path: Path) -> None:
     store, engine = FileStore(tmp_path), LocalEngine(CONFIG, SCHEMA, SCHEMAS.get)
     store.put("snapshots/notes", b"not ours")
     assert SnapshotStore(store).restore(engine) == ""

@@ -21,8 +21,10 @@ def make_segments(blobs: MemoryKeyValueStore | None = None) -> Segments:
     return Segments(blobs or MemoryKeyValueStore(), {STACK: (2, 2)}, 8)
 
 
-def changes(rows: dict[int, float], gone: list[int] = [], unpublished: bool = False) -> dict[str, RowBlock]:  # noqa: B006
-    ids = np.array([*rows, *gone], np.int64)
+def changes(
+    rows: dict[int, float], deleted: Sequence[int] = (), unpublished: bool = False
+) -> dict[str, RowBlock]:
+    ids = np.array([*rows, *deleted], np.int64)
     values = np.array(list(rows.values()), np.float32).reshape(-1, 1)
     block = RowBlock(
         keys=Keys(np.full(len(ids), 5, np.uint32), ids),
@@ -54,16 +56,18 @@ class Writer:
         self.seq = 0
 
     def commit(
-        self, rows: dict[int, float], gone: Sequence[int] = (), *, linked: bool = True
+        self, rows: dict[int, float], deleted: Sequence[int] = (), *, linked: bool = True
     ) -> tuple[Segment, ...]:
         self.seq += 1
         self.rows |= rows
-        for id_ in gone:
+        for id_ in deleted:
             self.rows.pop(id_, None)
-        share = (len(rows) + len(gone)) / max(len(self.rows), 1)
-        whole = self.segments.buckets_to_rewrite(self.live, share)
-        all_rows = {i: v for i, v in self.rows.items() if i in rows or bucket_of(i) in whole}
-        live = self.segments.write(f"{self.seq}-1", changes(all_rows, gone), self.live, complete=whole)
+        share = (len(rows) + len(deleted)) / max(len(self.rows), 1)
+        buckets_to_rewrite = self.segments.buckets_to_rewrite(self.live, share)
+        all_rows = {i: v for i, v in self.rows.items() if i in rows or bucket_of(i) in buckets_to_rewrite}
+        live = self.segments.write(
+            f"{self.seq}-1", changes(all_rows, deleted), self.live, complete=buckets_to_rewrite
+        )
         if linked:
             self.live = live
             self.segments.commit(Commit(self.seq, 1, live))

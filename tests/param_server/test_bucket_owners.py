@@ -78,10 +78,10 @@ def all_rows(shards: list[Shard]) -> dict[Any, bytes]:
 
 
 def test_rows_do_not_depend_on_the_owner_of_their_bucket() -> None:
-    one, turned = [started_shard()], shards_with_map(SHIFTED)
-    assert train(one, None, 1)[0] == train(turned, SHIFTED, 2)[0]
-    assert all_rows(turned) == state_of(one[0])
-    for index, shard in enumerate(turned):
+    single, shifted = [started_shard()], shards_with_map(SHIFTED)
+    assert train(single, None, 1)[0] == train(shifted, SHIFTED, 2)[0]
+    assert all_rows(shifted) == state_of(single[0])
+    for index, shard in enumerate(shifted):
         assert {SHIFTED.owner_B[bucket_of(id_, table, 64)] for _, table, id_ in state_of(shard)} == {index}
 
 

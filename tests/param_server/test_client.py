@@ -44,16 +44,16 @@ def make_client(num_shards: int, **kwargs: Any) -> tuple[Client, list[InMemoryTr
 
 @pytest.mark.parametrize("num_shards", [2, 3])
 def test_several_shards_give_the_rows_of_one(num_shards: int) -> None:
-    (one, _, _), (many, _, shards) = make_client(1), make_client(num_shards)
+    (single, _, _), (sharded, _, shards) = make_client(1), make_client(num_shards)
     lookup = lookup_of(LOOKUP)
     for step in range(3):
-        for client in (one, many):
+        for client in (single, sharded):
             client.push(lookup, gradients_of(lookup, step + 0.25), step=step, time_ms=step)
-        expected, found = one.pull(lookup), many.pull(lookup)
+        expected, found = single.pull(lookup), sharded.pull(lookup)
         assert {s: r.tobytes() for s, r in found.items()} == {s: r.tobytes() for s, r in expected.items()}
     assert [s.stats()["rows"] for s in shards] and sum(sum(s.stats()["rows"].values()) for s in shards) == 105
-    many.close()
-    one.close()
+    sharded.close()
+    single.close()
 
 
 def test_a_batch_is_one_pull_and_one_push_a_shard_with_all_stacks() -> None:

@@ -60,7 +60,7 @@ def test_workers_at_different_steps_are_refused(other: GradientPush) -> None:
     assert pending.missing == [1], "a refused push must change nothing"
 
 
-# The sum
+# The sum of gradients
 
 WORKERS = st.lists(
     st.dictionaries(st.integers(0, 5), st.integers(-1000, 1000), max_size=6), min_size=2, max_size=4
@@ -121,7 +121,7 @@ def test_a_sum_has_the_latest_time_and_the_oldest_event() -> None:
     assert (total.time_ms, total.oldest_engagement_ms, total.oldest_close_ms) == (50, 9, 3)
 
 
-# A shard
+# Several workers and real shards
 
 ROWS: list[dict[str, Sequence[int]]] = [
     {ITEM: range(4), USER: [1]},

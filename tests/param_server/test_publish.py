@@ -145,11 +145,11 @@ def test_each_table_has_its_own_deltas_and_many_rows_are_split() -> None:
 
 def test_a_bucket_settles_with_the_delta_of_its_tombstones() -> None:
     outbox = started_shard(num_buckets=8).tables[ADAGRAD].outbox
-    gone, nowhere = keys(ITEM, 7), np.zeros(0, np.int64)
-    [bucket] = buckets_of(gone.id_U, gone.table_U, 8)
-    assert [outbox.settled_after(b, nowhere) for b in range(8)] == [0] * 8
-    outbox.add_tombstones(gone)
-    assert [outbox.settled_after(b, nowhere) for b in range(8)] == [int(b == bucket) for b in range(8)]
+    tombstone_keys, no_rows = keys(ITEM, 7), np.zeros(0, np.int64)
+    [bucket] = buckets_of(tombstone_keys.id_U, tombstone_keys.table_U, 8)
+    assert [outbox.settled_after(b, no_rows) for b in range(8)] == [0] * 8
+    outbox.add_tombstones(tombstone_keys)
+    assert [outbox.settled_after(b, no_rows) for b in range(8)] == [int(b == bucket) for b in range(8)]
 
 
 def test_expired_rows_are_published_as_tombstones() -> None:
@@ -297,7 +297,7 @@ def loop_with_round_in_flight() -> tuple[PublishLoop, str, PublishRound]:
     return loop, name, round_
 
 
-def test_a_round_that_ends_after_a_restore_is_settled_all_the_same() -> None:
+def test_a_round_that_ends_after_a_restore_is_still_settled() -> None:
     loop, name, round_ = loop_with_round_in_flight()
     loop.shard.restore(2, name)
     loop.shard.settle_round(round_, False, {})

@@ -221,10 +221,10 @@ class ShardMachine(RuleBasedStateMachine):
     @invariant()
     def equals_the_undisturbed_shard(self) -> None:
         assert state_of(self.shard) == state_of(self.expected.shard)
-        for mine, expected in zip(
+        for table, expected in zip(
             self.shard.tables.values(), self.expected.shard.tables.values(), strict=True
         ):
-            assert mine.eviction.state() == expected.eviction.state()
+            assert table.eviction.state() == expected.eviction.state()
 
     @invariant()
     def versions_of_a_replica_never_go_back(self) -> None:

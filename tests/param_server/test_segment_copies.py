@@ -337,21 +337,21 @@ def test_a_failed_upload_is_reported_as_unavailable_and_the_next_commit_has_ever
 def test_an_upload_reports_progress() -> None:
     case = CommittedShard()
     case.shard.freeze(4, 0)
-    seen: list[int] = []
-    case.store.before_part = lambda name, n: seen.append(case.shard.progress)
+    progress_values: list[int] = []
+    case.store.before_part = lambda name, n: progress_values.append(case.shard.progress)
     case.shard.write(4)
-    assert len(seen) > 2 and seen == sorted(set(seen))
+    assert len(progress_values) > 2 and progress_values == sorted(set(progress_values))
 
 
 def test_a_restore_reports_progress_while_it_searches_for_damage() -> None:
-    case, seen = CommittedShard(), list[int]()
+    case, progress_values = CommittedShard(), list[int]()
 
     class WatchedStore(MemoryKeyValueStore):
         """Records the shard's progress at each read of a damaged block."""
 
         def get(self, key: bytes) -> bytes | None:
             if key in damaged:
-                seen.append(shard.progress)
+                progress_values.append(shard.progress)
             return super().get(key)
 
     home, damaged = WatchedStore(), frozenset[bytes]()
@@ -365,5 +365,5 @@ def test_a_restore_reports_progress_while_it_searches_for_damage() -> None:
     shard = make_shard(home, case.store, uploads=True)  # type: ignore[arg-type]
     with pytest.raises(CheckpointError):
         shard.restore(2, case.name, case.store_id)
-    assert len(seen) > 3, "the restore and both searches for damage must read damaged blocks"
-    assert seen == sorted(set(seen)), "progress must grow between two of these reads"
+    assert len(progress_values) > 3, "the restore and both searches for damage must read damaged blocks"
+    assert progress_values == sorted(set(progress_values)), "progress must grow between two of these reads"

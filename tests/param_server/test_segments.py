@@ -18,7 +18,7 @@ from tests.param_server.segment_support import STACK, Writer, bucket_of, changes
 def test_a_state_has_the_newest_entry_of_each_key() -> None:
     segments = make_segments()
     first = segments.write("1-1", changes({1: 1.0, 2: 2.0, 3: 3.0}), ())
-    second = segments.write("2-1", changes({2: 20.0, 4: 4.0}, gone=[1]), first)
+    second = segments.write("2-1", changes({2: 20.0, 4: 4.0}, deleted=[1]), first)
     assert state(segments, first) == {1: 1.0, 2: 2.0, 3: 3.0}
     assert state(segments, second) == {2: 20.0, 3: 3.0, 4: 4.0}
     assert [s.name for s in second] == ["1-1", "2-1"] and second[1].rows == 3
@@ -37,9 +37,9 @@ def test_a_long_segment_list_is_rewritten_bucket_by_bucket_and_nothing_is_lost()
     sizes, written = [], []
     for seq in range(1, 150):
         rows = {int(i): float(seq) for i in rng.integers(0, 400, 6)}
-        gone = [i for i in range(400, 404) if seq % 3 == 0]
+        deleted = [i for i in range(400, 404) if seq % 3 == 0]
         rows |= {i: float(seq) for i in range(400, 404) if seq % 3 == 1}
-        live = writer.commit(rows, gone)
+        live = writer.commit(rows, deleted)
         assert state(writer.segments, live) == writer.rows
         sizes.append(len(live))
         written.append(live[-1].rows)
@@ -71,7 +71,7 @@ def test_deleted_rows_stay_deleted_when_their_segment_is_dropped() -> None:
     first, other = (next(n for n in range(100) if bucket_of(n) == bucket) for bucket in (1, 2))
     segments = make_segments()
     live = segments.write("1-1", changes({first: 1.0, other: 1.0}), ())
-    live = segments.write("2-1", changes({}, gone=[first]), live)
+    live = segments.write("2-1", changes({}, deleted=[first]), live)
     live = segments.write("3-1", changes({}), live, complete=frozenset({1}))
     assert [s.name for s in live] == ["1-1", "3-1"] and state(segments, live) == {other: 1.0}
 
@@ -199,7 +199,7 @@ def test_segments_are_synced_before_a_manifest_names_them() -> None:
 def test_g5_any_flipped_absent_or_exchanged_part_of_a_segment_is_detected() -> None:
     store = MemoryKeyValueStore()
     segments = make_segments(store)
-    live = segments.write("1-1", changes({n: float(n) for n in range(20)}, gone=[99]), ())
+    live = segments.write("1-1", changes({n: float(n) for n in range(20)}, deleted=[99]), ())
     segments.write("2-1", changes({1: 2.0}), live)
     (other,) = store.keys(b"b/2-1/")
     for key in [*store.keys(b"b/1-1/"), b"d/1-1"]:
@@ -331,7 +331,7 @@ def test_a_segment_is_verified_before_those_it_replaces_are_deleted() -> None:
     assert not writer.segments.damaged and state(make_segments(store), writer.live) == writer.rows
 
 
-def test_verification_reads_each_bucket_only_once_per_round() -> None:
+def test_a_new_segment_is_verified_whole_only_once() -> None:
     class CountingStore(MemoryKeyValueStore):
         reads = 0
 
@@ -347,7 +347,7 @@ def test_verification_reads_each_bucket_only_once_per_round() -> None:
         store.reads = 0
         writer.commit({})
         reads.append(store.reads)
-    assert reads == [1] * 5, "each commit must verify one bucket"
+    assert reads == [1] * 5, "every later commit must verify one bucket"
 
 
 def test_an_unreadable_store_is_unavailable_and_not_damaged() -> None:

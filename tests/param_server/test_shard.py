@@ -257,8 +257,7 @@ def test_rows_expire_at_a_freeze_and_return_with_a_rollback(publishing: bool) ->
 
 
 def test_an_accepted_loss_applies_to_one_restore() -> None:
-    """Replicas know the rows of a discarded commit but not which rows were lost, so a loss makes them
-    bootstrap once."""
+    """A restore that loses rows makes replicas bootstrap. The next restore of a complete commit must not."""
     blobs, store = MemoryKeyValueStore(), MemoryStore()
     shard = started_shard(blobs=blobs, store=store)
     push(shard, 1)

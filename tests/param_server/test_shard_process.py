@@ -212,14 +212,14 @@ def test_a_killed_shard_restores_its_committed_rows(
     wait_for_probe(port, "/readyz", "ok")
     wait_for_probe(port, "/livez", "ok")
     exported = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10).read().decode()
-    for wanted in (
+    for sample_line in (
         'roostream_shard_rows{stack="d4-adagrad"} 200.0',
         "roostream_shard_committed_seq 1.0",
         "roostream_shard_incarnation 1.0",
         "roostream_shard_pushes_total 2.0",
         'roostream_shard_call_seconds_count{stage="push"}',
     ):
-        assert wanted in exported
+        assert sample_line in exported
     transport.close()
 
     shard.stop_with(signal.SIGKILL)

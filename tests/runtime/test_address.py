@@ -39,7 +39,7 @@ def test_an_invalid_address_is_named_with_its_key() -> None:
 
 
 @pytest.mark.parametrize(
-    ("host", "other", "expected", "why"),
+    ("host", "other", "expected", "case"),
     [
         ("127.0.0.1", "127.0.0.1:7000", "127.0.0.1:9", "same host"),
         ("127.0.0.1", "10.0.0.7:7000", "", "the peer would connect to itself"),
@@ -51,8 +51,8 @@ def test_an_invalid_address_is_named_with_its_key() -> None:
         ("[::1]", "[::1]:7000", "[::1]:9", "IPv6"),
     ],
 )
-def test_an_advertised_address_is_reachable_or_empty(host: str, other: str, expected: str, why: str) -> None:
-    assert reachable_address(host, 9, other) == expected, why
+def test_an_advertised_address_is_reachable_or_empty(host: str, other: str, expected: str, case: str) -> None:
+    assert reachable_address(host, 9, other) == expected, case
 
 
 @pytest.mark.parametrize(

@@ -92,9 +92,9 @@ def make_agent(controller: FakeController, handler: CommandHandler, **kwargs: An
 
 def run_queued_commands(agent: ControllerAgent) -> None:
     while not agent.commands.empty():
-        got = agent.commands.get()
-        assert got is not None
-        agent.run(got)
+        next_command = agent.commands.get()
+        assert next_command is not None
+        agent.run(next_command)
 
 
 def test_a_heartbeat_has_identity_and_report() -> None:
@@ -169,7 +169,7 @@ def test_two_threads_that_take_answers_at_once_queue_them_in_order() -> None:
     for thread in threads:
         thread.join(10)
     agent.commands.put(None)
-    taken = [got["id"] for got in iter(agent.commands.get, None)]
+    taken = [next_command["id"] for next_command in iter(agent.commands.get, None)]
     assert taken == sorted(taken) and taken[-1] == 199
 
 

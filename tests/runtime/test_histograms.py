@@ -19,7 +19,7 @@ TEN = {1.0: 2, 2.0: 8, 4.0: 10, math.inf: 10}  # two values up to 1, six between
 
 
 @pytest.mark.parametrize(
-    ("q", "expected", "why"),
+    ("q", "expected", "case"),
     [
         (0.0, 0.0, "start of the first bucket"),
         (0.1, 0.5, "the first of the two values below 1"),
@@ -28,8 +28,8 @@ TEN = {1.0: 2, 2.0: 8, 4.0: 10, math.inf: 10}  # two values up to 1, six between
         (1.0, 4.0, "the largest value"),
     ],
 )
-def test_a_quantile_is_linear_within_its_bucket(q: float, expected: float, why: str) -> None:
-    assert quantile_of(TEN, q) == pytest.approx(expected), why
+def test_a_quantile_is_linear_within_its_bucket(q: float, expected: float, case: str) -> None:
+    assert quantile_of(TEN, q) == pytest.approx(expected), case
 
 
 def test_a_quantile_beyond_the_highest_bound_is_unknown() -> None:

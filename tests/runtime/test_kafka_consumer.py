@@ -111,7 +111,7 @@ def test_a_log_truncated_during_reading_is_read_from_its_end(caplog: pytest.LogC
     assert [r.offset for r in reader.poll(9, 0)] == [20]
 
 
-def test_an_offset_that_is_there_after_all_is_read() -> None:
+def test_an_offset_that_exists_after_all_is_read() -> None:
     consumer = FakeConsumer(
         [FakeMessage(AT0, -1, error=KafkaError.OFFSET_OUT_OF_RANGE)], [], [FakeMessage(AT0, 50, 5)]
     )

@@ -108,7 +108,7 @@ OAUTH_JARS = ("jackson-annotations", "jackson-core", "jackson-databind")
 
 
 @pytest.fixture(scope="module")
-def broker_setup(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecuredBroker]:
+def secured_broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecuredBroker]:
     """A running broker with its authority and its token server."""
     try:
         require_jars()
@@ -165,23 +165,23 @@ def broker_setup(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecuredBr
         supervisor.stop(["kafka"])
 
 
-def broker_of(broker_setup: SecuredBroker, how: str) -> Broker:
+def broker_of(secured_broker: SecuredBroker, how: str) -> Broker:
     if how == "SSL":
-        certificate, key = broker_setup.authority.issue(USER)
+        certificate, key = secured_broker.authority.issue(USER)
         security = KafkaSecurity(
-            protocol="SSL", ca=str(broker_setup.authority.pem), certificate=certificate, key=key
+            protocol="SSL", ca=str(secured_broker.authority.pem), certificate=certificate, key=key
         )
-        return Broker(broker_setup.ssl, security)
-    token = {"token_url": broker_setup.tokens.url} if how == "OAUTHBEARER" else {}
+        return Broker(secured_broker.ssl, security)
+    token = {"token_url": secured_broker.tokens.url} if how == "OAUTHBEARER" else {}
     login: dict[str, Any] = {"mechanism": how, "username": USER, "password": PASSWORD, **token}
     return Broker(
-        broker_setup.sasl, KafkaSecurity(protocol="SASL_SSL", ca=str(broker_setup.authority.pem), **login)
+        secured_broker.sasl, KafkaSecurity(protocol="SASL_SSL", ca=str(secured_broker.authority.pem), **login)
     )
 
 
 @pytest.mark.parametrize("how", ["PLAIN", "SCRAM-SHA-512", "OAUTHBEARER", "SSL"])
-def test_our_clients_make_topics_write_and_read(broker_setup: SecuredBroker, how: str) -> None:
-    broker, prefix = broker_of(broker_setup, how), f"{how.lower()}."
+def test_our_clients_make_topics_write_and_read(secured_broker: SecuredBroker, how: str) -> None:
+    broker, prefix = broker_of(secured_broker, how), f"{how.lower()}."
     clients.wait_for_broker(broker, timeout_s=30)
     TopicAdmin(clients.admin(broker), prefix, 2, TopicSettings()).create()
     producer = clients.producer(broker)
@@ -203,32 +203,35 @@ def test_our_clients_make_topics_write_and_read(broker_setup: SecuredBroker, how
 
 @pytest.mark.parametrize("how", ["PLAIN", "SCRAM-SHA-512"])
 def test_a_wrong_password_is_refused_and_not_printed(
-    broker_setup: SecuredBroker, how: str, caplog: pytest.LogCaptureFixture
+    secured_broker: SecuredBroker, how: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     security = KafkaSecurity(
         protocol="SASL_SSL",
-        ca=str(broker_setup.authority.pem),
+        ca=str(secured_broker.authority.pem),
         mechanism=how,
         username=USER,
         password="wrong-one",  # type: ignore[arg-type]
     )
     with caplog.at_level("DEBUG"), pytest.raises(KafkaException):
-        clients.admin(Broker(broker_setup.sasl, security)).list_topics(timeout=3)
+        clients.admin(Broker(secured_broker.sasl, security)).list_topics(timeout=3)
     assert "wrong-one" not in caplog.text
 
 
-def test_a_wait_says_why_a_broker_refuses(broker_setup: SecuredBroker, tmp_path: Path) -> None:
+def test_a_wait_says_why_a_broker_refuses(secured_broker: SecuredBroker, tmp_path: Path) -> None:
     other_authority = Authority(tmp_path, "theirs")
-    login, certificates = broker_of(broker_setup, "PLAIN").security, broker_of(broker_setup, "SSL").security
+    login, certificates = (
+        broker_of(secured_broker, "PLAIN").security,
+        broker_of(secured_broker, "SSL").security,
+    )
     certificate, key = other_authority.issue(USER)
     for address, security, reason in (
-        (broker_setup.sasl, dataclasses.replace(login, password="wrong-one"), "[Aa]uthentication failed"),
+        (secured_broker.sasl, dataclasses.replace(login, password="wrong-one"), "[Aa]uthentication failed"),
         (
-            broker_setup.sasl,
+            secured_broker.sasl,
             dataclasses.replace(login, ca=str(other_authority.pem)),
             "certificate verify failed",
         ),
-        (broker_setup.ssl, dataclasses.replace(certificates, certificate=certificate, key=key), "alert"),
+        (secured_broker.ssl, dataclasses.replace(certificates, certificate=certificate, key=key), "alert"),
     ):
         with pytest.raises(UnavailableError, match=f"{reason}.*; check kafka_security") as caught:
             clients.wait_for_broker(Broker(address, security), timeout_s=3.0)
@@ -254,9 +257,9 @@ def test_files_that_do_not_fit_are_wrong_settings(key: str, tmp_path: Path) -> N
 
 
 @pytest.fixture(scope="module")
-def probe(broker_setup: SecuredBroker) -> str:
+def probe(secured_broker: SecuredBroker) -> str:
     """The class path of a Java program that lists topics with the client in Flink's connector."""
-    classes, source = broker_setup.folder / "classes", broker_setup.folder / "Probe.java"
+    classes, source = secured_broker.folder / "classes", secured_broker.folder / "Probe.java"
     classes.mkdir()
     source.write_text(_PROBE)
     broker_jars = [
@@ -268,7 +271,7 @@ def probe(broker_setup: SecuredBroker) -> str:
 
 
 def run_probe(
-    broker_setup: SecuredBroker, classpath: str, broker: Broker, *flags: str
+    secured_broker: SecuredBroker, classpath: str, broker: Broker, *flags: str
 ) -> subprocess.CompletedProcess[str]:
     settings = {
         "bootstrap.servers": broker.bootstrap,
@@ -276,7 +279,7 @@ def run_probe(
         "default.api.timeout.ms": "15000",
         **broker.security.java(),
     }
-    file = broker_setup.folder / "probe.properties"
+    file = secured_broker.folder / "probe.properties"
     file.write_text("".join(f"{key}={_escape(value)}\n" for key, value in settings.items()))
     command = (str(find_java()), *flags, "-cp", classpath, "Probe", str(file))
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
@@ -284,25 +287,25 @@ def run_probe(
 
 @pytest.mark.parametrize("how", ["PLAIN", "SCRAM-SHA-512", "SSL"])
 def test_the_client_in_flinks_connector_accepts_the_properties(
-    broker_setup: SecuredBroker, probe: str, how: str
+    secured_broker: SecuredBroker, probe: str, how: str
 ) -> None:
-    completed = run_probe(broker_setup, probe, broker_of(broker_setup, how))
+    completed = run_probe(secured_broker, probe, broker_of(secured_broker, how))
     assert completed.returncode == 0 and "topics [" in completed.stdout, completed.stderr[-1500:]
 
 
 def test_the_client_in_flinks_connector_logs_in_with_a_token_it_fetched(
-    broker_setup: SecuredBroker, probe: str
+    secured_broker: SecuredBroker, probe: str
 ) -> None:
     """docs/operations/security.md describes the property and the jars that this needs."""
     if not list(CONNECTOR_JARS.glob("jose4j-*.jar")):
         pytest.skip("jose4j is not installed: run make setup")
-    broker = broker_of(broker_setup, "OAUTHBEARER")
-    completed = run_probe(broker_setup, probe, broker)
+    broker = broker_of(secured_broker, "OAUTHBEARER")
+    completed = run_probe(secured_broker, probe, broker)
     assert completed.returncode and ALLOWED_URLS in completed.stderr
-    broker_setup.tokens.requests.clear()
-    completed = run_probe(broker_setup, probe, broker, f"-D{ALLOWED_URLS}={broker_setup.tokens.url}")
+    secured_broker.tokens.requests.clear()
+    completed = run_probe(secured_broker, probe, broker, f"-D{ALLOWED_URLS}={secured_broker.tokens.url}")
     assert completed.returncode == 0 and "topics [" in completed.stdout, completed.stderr[-1500:]
-    assert broker_setup.tokens.requests == [f"{USER}:{PASSWORD}"]
+    assert secured_broker.tokens.requests == [f"{USER}:{PASSWORD}"]
     page = Path(__file__).resolve().parents[2] / "docs" / "operations" / "security.md"
     assert ALLOWED_URLS in page.read_text()
     home = (Path(__file__).resolve().parents[2] / "infra/image/flink-home.sh").read_text(encoding="utf-8")
@@ -310,9 +313,9 @@ def test_the_client_in_flinks_connector_logs_in_with_a_token_it_fetched(
 
 
 def test_a_token_that_another_key_signed_is_refused(
-    broker_setup: SecuredBroker, monkeypatch: pytest.MonkeyPatch
+    secured_broker: SecuredBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = rsa.generate_private_key(public_exponent=65_537, key_size=2048)
-    monkeypatch.setattr(broker_setup.tokens, "signs_with", other)
+    monkeypatch.setattr(secured_broker.tokens, "signs_with", other)
     with pytest.raises(KafkaException):
-        clients.admin(broker_of(broker_setup, "OAUTHBEARER")).list_topics(timeout=5)
+        clients.admin(broker_of(secured_broker, "OAUTHBEARER")).list_topics(timeout=5)

@@ -62,13 +62,13 @@ def test_a_missing_topic_is_named_with_what_creates_it_but_is_no_warning_at_firs
     caplog.set_level(logging.INFO)
     broker = fake_broker(monkeypatch, {"rows": 8}, num_failures=1, error=KafkaError.UNKNOWN_TOPIC_OR_PART)
     clients.wait_for_topics(broker, "", (ROWS,), 8)
-    waiting, back = caplog.records
-    assert waiting.levelno == logging.INFO and back.levelno == logging.INFO
+    waiting, recovered = caplog.records
+    assert waiting.levelno == logging.INFO and recovered.levelno == logging.INFO
     assert "waiting for topics rows at k:1: " in waiting.message
     assert "`roostream topics create`" in waiting.message
 
 
-def test_ids_of_topics_are_asked_for_by_their_short_names(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_topic_ids_are_returned_by_short_names(monkeypatch: pytest.MonkeyPatch) -> None:
     broker = fake_broker(monkeypatch, {"p.samples": 8, "p.dead_letters": 1})
     found = clients.topic_ids(broker, "p.", (SAMPLES, DEAD_LETTERS))
     assert found == {SAMPLES: "id-of-p.samples", DEAD_LETTERS: "id-of-p.dead_letters"}

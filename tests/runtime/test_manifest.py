@@ -258,10 +258,10 @@ class FullDiskStore(FileStore):
 
 def leave_unfinished(folder: Path) -> Path:
     folder.mkdir(exist_ok=True)
-    left = folder / ".roostream-unfinished.left"
-    left.write_bytes(b"half")
-    os.utime(left, (0, 0))
-    return left
+    unfinished = folder / ".roostream-unfinished.left"
+    unfinished.write_bytes(b"half")
+    os.utime(unfinished, (0, 0))
+    return unfinished
 
 
 def test_a_claim_makes_room_on_a_disk_that_leftovers_have_filled(tmp_path: Path) -> None:
@@ -272,9 +272,9 @@ def test_a_claim_makes_room_on_a_disk_that_leftovers_have_filled(tmp_path: Path)
 def test_leftovers_of_killed_writers_are_deleted_after_a_commit(tmp_path: Path) -> None:
     store = FileStore(tmp_path)
     commit(store, a_manifest(1))
-    left = leave_unfinished(tmp_path / "segments")
+    unfinished = leave_unfinished(tmp_path / "segments")
     StoreCleaner(store).clean()
-    assert not left.exists()
+    assert not unfinished.exists()
 
 
 def test_a_claim_of_a_retired_name_is_lost() -> None:

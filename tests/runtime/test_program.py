@@ -85,8 +85,8 @@ def test_a_signal_stops_a_program_in_order(number: signal.Signals) -> None:
 
 @pytest.mark.parametrize("waits", [True, False])
 def test_a_thread_that_waits_in_a_library_does_not_change_the_exit_code(waits: bool) -> None:
-    """Such a thread would crash the interpreter's shutdown, so the process skips it. Without such a thread,
-    shutdown and its exit handlers run as usual."""
+    """While such a thread runs, the process skips the interpreter's finalization, which could crash. Without
+    such a thread, finalization and exit handlers run as usual."""
     code = (
         "import atexit, threading; from roostream.runtime.thread_group import ThreadGroup; from "
         "roostream.runtime.program import leave\n"

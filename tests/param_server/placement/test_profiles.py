@@ -29,7 +29,7 @@ from tests.trainer.memory_store import MemoryStore
 NOW = 1_700_000_000_000
 
 
-def no_older_schema(fingerprint: int) -> Schema | None:
+def no_other_schema(fingerprint: int) -> Schema | None:
     """The decoder's lookup of other schemas: all samples here use the current one."""
     return None
 
@@ -38,7 +38,7 @@ def make_profiler(batches: int = 5, size: int = 8) -> Profiler:
     profiler = Profiler(1.0)
     for n in range(batches):
         numbers = list(range(1 + n * size, 1 + (n + 1) * size))
-        batch = Decoder(samples.schema(), no_older_schema).decode(samples.records(numbers))[0]
+        batch = Decoder(samples.schema(), no_other_schema).decode(samples.records(numbers))[0]
         profiler.count(batch, build_lookup(batch))
     return profiler
 
@@ -129,7 +129,7 @@ def test_counts_are_saved_once_and_lost_without_a_store(
     assert read_profiles(store, samples.schema())["user"].profile.examples == 40, (
         "a second save without new counts must add nothing"
     )
-    batch = Decoder(samples.schema(), no_older_schema).decode(samples.records([1, 2]))[0]
+    batch = Decoder(samples.schema(), no_other_schema).decode(samples.records([1, 2]))[0]
     recorder.observe(1, batch, build_lookup(batch))
     store.put = lambda name, data: (_ for _ in ()).throw(UnavailableError("away"))  # type: ignore[method-assign]
     with caplog.at_level(logging.WARNING):

@@ -40,7 +40,7 @@ from tests.trainer.memory_store import MemoryStore
 BIG = 1 << 20
 
 
-class Cached:
+class CachedShard:
     """A shard that trains and publishes, and a cache that reads from it and follows its topic."""
 
     def __init__(self, shard: Shard | None = None, max_bytes: int = BIG, waits: bool = True) -> None:
@@ -69,7 +69,7 @@ def initial(*ids: int) -> np.ndarray:
 
 
 def test_a_missed_row_is_read_once_and_then_kept_up_by_deltas() -> None:
-    cached = Cached()
+    cached = CachedShard()
     cached.loop.push(1, 2)
     cached.loop.turn()
     assert cached.rows(1, 2).tobytes() == cached.loop.rows(1, 2).tobytes()
@@ -88,7 +88,7 @@ def test_a_missed_row_is_read_once_and_then_kept_up_by_deltas() -> None:
 
 
 def test_reading_creates_nothing_and_a_key_without_a_row_is_remembered_as_such() -> None:
-    cached = Cached()
+    cached = CachedShard()
     assert cached.rows(7, 8).tobytes() == initial(7, 8).tobytes()
     assert (
         cached.loop.shard.tables[ADAGRAD].num_rows == 0
@@ -104,7 +104,7 @@ def test_reading_creates_nothing_and_a_key_without_a_row_is_remembered_as_such()
 
 
 def test_an_unavailable_shard_costs_one_wait_and_its_rows_are_marked_initial() -> None:
-    cached = Cached()
+    cached = CachedShard()
     cached.loop.push(1)
     cached.transport.down = True
     for _ in range(3):
@@ -118,7 +118,7 @@ def test_an_unavailable_shard_costs_one_wait_and_its_rows_are_marked_initial() -
 
 
 def test_without_waiting_a_missed_row_is_initial_and_a_thread_reads_it() -> None:
-    cached, stop = Cached(waits=False), threading.Event()
+    cached, stop = CachedShard(waits=False), threading.Event()
     cached.loop.push(1)
     assert cached.rows(1).tobytes() == initial(1).tobytes()
     assert cached.cache.complete and cached.cache.num_initial_values == 1
@@ -144,7 +144,7 @@ def delta_of(loop: PublishLoop, id_: int) -> pb.RowDelta:
 
 
 def test_a_row_read_while_a_delta_was_applied_is_used_once_and_not_cached() -> None:
-    cached = Cached()
+    cached = CachedShard()
     cached.loop.push(1)
     cached.loop.turn()
     cached.follow()
@@ -165,7 +165,7 @@ def test_a_row_read_while_a_delta_was_applied_is_used_once_and_not_cached() -> N
 
 
 def test_a_gap_in_versions_drops_affected_rows() -> None:
-    cached = Cached()
+    cached = CachedShard()
     cached.loop.push(1)
     cached.loop.turn()
     cached.follow()
@@ -184,7 +184,7 @@ def test_a_gap_in_versions_drops_affected_rows() -> None:
 
 def test_a_barrier_drops_rows_of_older_incarnations_and_a_dead_shard_is_not_used() -> None:
     store, topic = MemoryStore(), InMemoryRows()
-    cached = Cached(started_shard(store=store))
+    cached = CachedShard(started_shard(store=store))
     cached.loop.topic = cached.loop.publisher.topic = topic  # type: ignore[misc]
     cached.loop.push(1)
     cached.loop.turn()
@@ -202,7 +202,7 @@ def test_a_barrier_drops_rows_of_older_incarnations_and_a_dead_shard_is_not_used
 
 
 def test_a_refused_record_drops_its_bucket_or_everything() -> None:
-    cached = Cached()
+    cached = CachedShard()
     cached.loop.push(1, 2, 3)
     cached.rows(1, 2, 3)
     cached.cache.mark_stale(bucket_of(1, table_id(ITEM), 64))
@@ -230,7 +230,7 @@ def test_rows_read_before_the_topic_is_followed_are_used_and_not_cached() -> Non
 @pytest.mark.parametrize("seed", range(2))
 def test_g4_after_any_history_cached_rows_equal_published_ones(seed: int) -> None:
     generator = random.Random(seed)
-    cached = Cached(max_bytes=64 * 160)
+    cached = CachedShard(max_bytes=64 * 160)
     for step in range(200):
         ids = generator.sample(range(90), generator.randint(1, 12))
         match generator.choice(
@@ -342,10 +342,10 @@ def test_added_rows_are_found_and_missing_ones_are_initial() -> None:
     add(stack, [1, 2])
     add(stack, [3], has_row=False)
     keys = keys_of(1, 2, 3, 4)
-    got, initial = stack.gather(keys, stack.find(keys)), initial_rows(0, keys.table_U, keys.id_U, 4, 0.05)
+    rows_UD, initial = stack.gather(keys, stack.find(keys)), initial_rows(0, keys.table_U, keys.id_U, 4, 0.05)
     assert (
-        got[:2].tobytes() == rows_of(np.array([1, 2]), 1).tobytes()
-        and got[2:].tobytes() == initial[2:].tobytes()
+        rows_UD[:2].tobytes() == rows_of(np.array([1, 2]), 1).tobytes()
+        and rows_UD[2:].tobytes() == initial[2:].tobytes()
     )
     assert stack.num_keys == 3 and stack.num_without_row == 1
 
@@ -374,10 +374,10 @@ def test_a_delta_updates_only_cached_older_rows() -> None:
     add(stack, [4], version=5, has_row=False)
     stack.update(keys_of(1, 3, 4, 9, 2), rows_of(np.array([1, 3, 4, 9]), 6), 6)
     keys = keys_of(1, 2, 3, 4)
-    got = stack.gather(keys, stack.find(keys))
+    rows_UD = stack.gather(keys, stack.find(keys))
     assert (
-        got[[0, 2, 3], 1].tolist() == [6, 7, 6]
-        and got[1].tobytes() == stack.gather(keys_of(2), np.array([-1]))[0].tobytes()
+        rows_UD[[0, 2, 3], 1].tolist() == [6, 7, 6]
+        and rows_UD[1].tobytes() == stack.gather(keys_of(2), np.array([-1]))[0].tobytes()
     )
     assert is_cached(stack, 9) == [False] and stack.num_without_row == 1
 

@@ -64,7 +64,7 @@ def test_the_bytes_of_a_frame_equal_the_golden_bytes() -> None:
 
 @settings(deadline=None)
 @given(st.data())
-def test_every_flipped_bit_is_noticed(data: st.DataObject) -> None:
+def test_every_flipped_bit_is_detected(data: st.DataObject) -> None:
     good = bytearray(frame(np.arange(3, dtype=np.float32), np.arange(2), x="text"))
     bit = data.draw(st.integers(0, 8 * len(good) - 1))
     good[bit // 8] ^= 1 << bit % 8

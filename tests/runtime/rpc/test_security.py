@@ -257,8 +257,8 @@ def test_a_stopping_server_never_answers_in_plain_text(authority: Authority) -> 
 
     server = RpcServer(hold, credentials=LinkCredentials(mutual_tls(authority, "shard"))).start()
     transport = SocketTransport(server.address, credentials=LinkCredentials(mutual_tls(authority, "worker")))
-    got: list[Header] = []
-    caller = threading.Thread(target=lambda: got.append(transport.call("hold", {})[0]))
+    answers: list[Header] = []
+    caller = threading.Thread(target=lambda: answers.append(transport.call("hold", {})[0]))
     caller.start()
     assert entered.wait(10)
     stopper = threading.Thread(target=server.stop, args=(5.0,))
@@ -267,7 +267,7 @@ def test_a_stopping_server_never_answers_in_plain_text(authority: Authority) -> 
     caller.join(10)
     stopper.join(10)
     transport.close()
-    assert got == [{"answer": 42}]
+    assert answers == [{"answer": 42}]
 
 
 @pytest.mark.parametrize(
