@@ -1,4 +1,4 @@
-"""Certificates made as tests go."""
+"""A certificate authority for tests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cryptography.x509.oid import NameOID
 
 
 class Authority:
-    """Signs certificates of tests."""
+    """Signs certificates for tests."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self.folder, self.name, self.key = folder, name, ec.generate_private_key(ec.SECP256R1())
@@ -24,7 +24,8 @@ class Authority:
         self.pem.write_bytes(self.certificate.public_bytes(serialization.Encoding.PEM))
 
     def issue(self, name: str, *hosts: str) -> tuple[str, str]:
-        """(certificate, key) as files; the same names are written over. Of 127.0.0.1 and these hosts."""
+        """Issue a certificate for 127.0.0.1 and these hosts. Returns the paths of the certificate and the
+        key; a certificate of the same name is overwritten."""
         key = ec.generate_private_key(ec.SECP256R1())
         files = self.folder / f"{name}.crt", self.folder / f"{name}.key"
         files[0].write_bytes(self._sign(name, key, hosts).public_bytes(serialization.Encoding.PEM))
@@ -49,7 +50,8 @@ class Authority:
         )
 
 
-def trusting(authority: Authority, *own: str) -> ssl.SSLContext:
+def client_context(authority: Authority, *own: str) -> ssl.SSLContext:
+    """A client's TLS context that trusts `authority`. `own`: the client's certificate and key."""
     context = ssl.create_default_context(cafile=str(authority.pem))
     if own:
         context.load_cert_chain(*own)

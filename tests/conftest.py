@@ -1,4 +1,4 @@
-"""What holds for every test."""
+"""Fixtures and hooks for all tests."""
 
 import functools
 import gc
@@ -13,12 +13,13 @@ from xdist.scheduler import LoadScopeScheduling
 
 os.environ.setdefault(
     "OMP_NUM_THREADS", "1"
-)  # as the command does: small matrices, and one order of their sums
+)  # as the command sets it: matrices are small, and one thread gives one order of summation
 
 
 @pytest.fixture(autouse=True)
-def logging_stays_as_it_was() -> Generator[None]:
-    """A program that runs in a test's process logs to this test's stderr, which is closed afterwards."""
+def restore_logging() -> Generator[None]:
+    """Remove the handlers that a program in the test's process adds, because pytest closes their stream after
+    the test."""
     root = logging.getLogger()
     level = root.level
     yield
@@ -33,8 +34,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Modules and tests live as long as the process, so the garbage collector leaves them alone. Searching
-    them took a sixth of the time of collecting the tests, and more in every full collection later."""
+    """Run collection without the garbage collector, and freeze what was collected. Modules and tests live as
+    long as the process, so searching them in every collection is wasted time."""
     gc.disable()
     try:
         return (yield)
@@ -44,15 +45,14 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Those that start a stack come first."""
+    """Run the tests that start a stack first."""
     items.sort(key=lambda item: item.get_closest_marker("e2e") is None)
 
 
-class _ByFile(LoadScopeScheduling):
-    """Side by side (`-n 2`) the tests of a file stay with one process, since they share fixtures; all files
-    in which a stack is started are one piece of work, since two stacks are too much for two cores. The
-    process that hands out the work collects nothing and knows names only, so it looks for the mark in the
-    file."""
+class _FileScheduling(LoadScopeScheduling):
+    """With several processes (`-n 2`), the tests of a file stay in one process because they share fixtures.
+    All files that start a stack form one unit, because two cores are too few for two stacks. The scheduling
+    process collects no tests, so it finds the marker in the file's text."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.split("::")[0]
@@ -65,10 +65,9 @@ def _starts_a_stack(file: Path) -> bool:
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """One more than cores (`-n auto`): a part of the tests' time is waiting for programs, brokers and time
-    limits."""
+    """With `-n auto`, use one process more than cores: tests wait for programs, brokers and time limits."""
     return len(os.sched_getaffinity(0)) + 1
 
 
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _ByFile:
-    return _ByFile(config, log)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _FileScheduling:
+    return _FileScheduling(config, log)

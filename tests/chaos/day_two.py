@@ -1,7 +1,8 @@
-"""A stack as `roostream up` starts it, users who ask all the time, and the blocks of a page run beside both.
+"""Runs the commands of docs/operations/day-two.md on a real stack while users send requests.
 
-What a block cost: the longest time in which the worker trained nothing, beside that of a while without a
-block; and requests that nobody answered. A machine that is busy answers 408, 429 or 504: those are answers.
+The figures of a block are the longest time without training, to be compared with a time in which no block
+runs, and the number of unanswered requests. A busy machine may answer 408, 429 or 504; those count as
+answers.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from infra.options import DEMO_SCHEMA
 from infra.ports import Ports
 from roostream.runtime import manifest as manifests
 from roostream.runtime.checkpoint_store import FileStore
-from tests.contract.house import ROOT
+from tests.contract.source_tree import ROOT
 
 PAGE = ROOT / "docs/operations/day-two.md"
 QUICK = (
@@ -44,23 +45,24 @@ RATE = 5.0
 _EVERY_S = 0.1
 _CANDIDATES = [{"item_id": 1}, {"item_id": 2}]
 _FIRST_USER = 10**9
-_USERS = 1000  # none of those who are simulated; many, since the joiner bounds what a single one has open
+# none of the simulated users; many of them, because the joiner bounds the open requests of a single user
+_USERS = 1000
 _ANSWERS = frozenset({200, 408, 429, 504})
 _COUNTED = re.compile(r"^roostream_worker_requests_total (\S+)$", re.MULTILINE)
 
 
 def blocks() -> dict[str, str]:
-    """Heading → its shell block, of the sections for one machine."""
+    """Heading → shell block, for the sections about one machine."""
     sections = re.split(r"^## ", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
     found = {s.partition("\n")[0]: "\n".join(re.findall(r"```sh\n(.*?)```", s, re.DOTALL)) for s in sections}
     return {heading: block for heading, block in found.items() if heading != "In a cluster"}
 
 
-class Watch:
-    """Looks at what the worker has trained, ten times a second."""
+class TrainingWatch:
+    """Polls ten times a second how many requests the worker has trained."""
 
     def __init__(self, home: Home) -> None:
-        self.home, self.moved_s = home, [time.monotonic()]
+        self.home, self.progress_s = home, [time.monotonic()]
         self._end, self._last = threading.Event(), ""
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
         self._thread.start()
@@ -70,8 +72,8 @@ class Watch:
         self._thread.join()
 
     def longest_s(self, since_s: float) -> float:
-        """Between two looks at which more was trained, `since_s` (monotonic) and now among them."""
-        times = [since_s, *(t for t in self.moved_s if t > since_s), time.monotonic()]
+        """The longest time without training from `since_s` (monotonic) to now."""
+        times = [since_s, *(t for t in self.progress_s if t > since_s), time.monotonic()]
         return max(b - a for a, b in itertools.pairwise(times))
 
     def _run(self) -> None:
@@ -84,11 +86,11 @@ class Watch:
                 KeyError,
                 TypeError,
                 AttributeError,
-            ):  # it, or the stack, is being started
+            ):  # the worker or the stack is starting
                 continue
             if found and found != self._last:
                 self._last = found
-                self.moved_s.append(time.monotonic())
+                self.progress_s.append(time.monotonic())
 
     def _trained(self) -> str:
         url = (self.home.read_stack() or {})["programs"]["worker"]["metrics"]
@@ -97,13 +99,13 @@ class Watch:
         return counted[1] if counted else ""
 
 
-class Asker:
-    """Asks serving ten times a second, each time over a new connection, once more where that was reset: Linux
-    may do that to a connection which is being opened while a process that shares the port ends
+class RequestSender:
+    """Sends requests to serving ten times a second, each over a new connection. A reset connection is tried
+    once more: Linux may reset a connection that is being opened while a process that shares the port ends
     (docs/operations/upgrade.md)."""
 
     def __init__(self, home: Home) -> None:
-        self.home, self.num_asked, self.failed = home, 0, list[str]()
+        self.home, self.num_sent, self.failed = home, 0, list[str]()
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name="asker", daemon=True)
         self._thread.start()
@@ -118,16 +120,16 @@ class Asker:
             if stack is None:
                 continue
             address = str(stack["serving"]).removeprefix("http://")
-            said = self._asked(address)
-            if said and (said := self._asked(address)):
-                self.failed.append(said)
-            self.num_asked += 1
+            problem = self._send_request(address)
+            if problem and (problem := self._send_request(address)):
+                self.failed.append(problem)
+            self.num_sent += 1
 
-    def _asked(self, address: str) -> str:
-        """What was wrong with the answer; "" = nothing."""
+    def _send_request(self, address: str) -> str:
+        """Send one request. Returns what was wrong with the answer, or ""."""
         connection = http.client.HTTPConnection(address, timeout=60)
         try:
-            user = _FIRST_USER + self.num_asked % _USERS
+            user = _FIRST_USER + self.num_sent % _USERS
             body = json.dumps({"user_id": user, "session_id": 1, "candidates": _CANDIDATES})
             connection.request("POST", "/v1/rank", body, {"Content-Type": "application/json"})
             answer = connection.getresponse()
@@ -140,29 +142,36 @@ class Asker:
 
 
 class DayTwo:
-    """`folder` is where the page's commands are run; the stack's home is `.roostream` in it."""
+    """A stack operated with the commands of the page. Commands run in `folder`; the stack's home is
+    `.roostream` in it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.home = folder, Home(folder / ".roostream")
         self._ports = Ports()
         drawn = {"9911": str(self._ports.draw()), "9912": str(self._ports.draw()), "991$n": "${PORT[$n]}"}
-        self._instead = drawn
+        self._port_replacements = drawn
         (folder / "schema.toml").write_bytes(DEMO_SCHEMA.read_bytes())
         self.figures: dict[str, dict[str, float]] = {}
         self._users: subprocess.Popen[bytes] | None = None
-        self.watch: Watch | None = None
-        self.asker: Asker | None = None
+        self.watch: TrainingWatch | None = None
+        self.sender: RequestSender | None = None
 
     def run(self, heading: str, timeout_s: float = 300) -> str:
-        """A block of the page, as a shell of a person runs it; what it said."""
-        words = blocks()
-        ports = f"PORT=(0 {self._instead['9911']} {self._instead['9912']})"
+        """Run a block of the page in a shell and return its output."""
+        shell_blocks = blocks()
+        ports = f"PORT=(0 {self._port_replacements['9911']} {self._port_replacements['9912']})"
         quick = " ".join(f"--set {key}" for key in QUICK)
         program = f"{sys.executable} -m roostream.cli.main"
-        ours = f'roostream() {{ if [ "$1" = up ]; then {program} "$@" {quick}; else {program} "$@"; fi; }}'
-        text = words[heading].replace("991$n", self._instead["991$n"])
-        done = subprocess.run(
-            ("bash", "-euo", "pipefail", "-c", "\n".join((ports, ours, words["Shell functions"], text))),
+        wrapper = f'roostream() {{ if [ "$1" = up ]; then {program} "$@" {quick}; else {program} "$@"; fi; }}'
+        text = shell_blocks[heading].replace("991$n", self._port_replacements["991$n"])
+        completed = subprocess.run(
+            (
+                "bash",
+                "-euo",
+                "pipefail",
+                "-c",
+                "\n".join((ports, wrapper, shell_blocks["Shell functions"], text)),
+            ),
             cwd=self.folder,
             env={**os.environ, "PYTHONPATH": str(ROOT)},
             capture_output=True,
@@ -170,35 +179,35 @@ class DayTwo:
             timeout=timeout_s,
             check=False,
         )
-        assert done.returncode == 0, f"{heading}: {done.stdout[-1500:]}\n{done.stderr[-1500:]}"
-        return done.stdout + done.stderr
+        assert completed.returncode == 0, f"{heading}: {completed.stdout[-1500:]}\n{completed.stderr[-1500:]}"
+        return completed.stdout + completed.stderr
 
     def drill(self, heading: str, *, trains: int = 40, timeout_s: float = 300) -> list[str]:
-        """A block, then so many samples more than before in a commit; its figures are kept. What was asked
-        without an answer."""
-        assert self.watch and self.asker
+        """Run a block and wait until a commit has `trains` more samples. Stores the block's figures and
+        returns the unanswered requests."""
+        assert self.watch and self.sender
         before, began_s = self.applied(), time.monotonic()
-        asked, failed = self.asker.num_asked, len(self.asker.failed)
+        num_sent_before, num_failed_before = self.sender.num_sent, len(self.sender.failed)
         self.run(heading, timeout_s)
         took_s = time.monotonic() - began_s
         self.until(f"{trains} more samples after {heading!r}", lambda: self.applied() >= before + trains)
         self.figures[heading] = {
             "took_s": round(took_s, 1),
             "pause_s": round(self.watch.longest_s(began_s), 1),
-            "asked": self.asker.num_asked - asked,
-            "failed": len(self.asker.failed) - failed,
+            "asked": self.sender.num_sent - num_sent_before,
+            "failed": len(self.sender.failed) - num_failed_before,
         }
-        return self.asker.failed[failed:]
+        return self.sender.failed[num_failed_before:]
 
     def start_watching(self) -> None:
-        """From here on somebody asks, and it is seen when something is trained."""
-        self.watch, self.asker = Watch(self.home), Asker(self.home)
+        """Start to send requests and to observe training."""
+        self.watch, self.sender = TrainingWatch(self.home), RequestSender(self.home)
 
     def stop_watching(self) -> None:
-        if self.watch and self.asker:
-            self.asker.stop()
+        if self.watch and self.sender:
+            self.sender.stop()
             self.watch.stop()
-            self.watch = self.asker = None
+            self.watch = self.sender = None
 
     def start_users(self) -> None:
         command = (
@@ -227,12 +236,12 @@ class DayTwo:
         return found.manifest if found else None
 
     def applied(self) -> int:
-        """Samples that the newest commit contains."""
+        """The number of samples in the newest commit."""
         manifest = self.newest()
         return sum(part.metrics["requests"] for part in manifest.workers.values()) if manifest else 0
 
     def audit(self) -> dict[str, Any]:
-        """The sums of `roostream audit`."""
+        """The output of `roostream audit --json`."""
         command = (
             sys.executable,
             "-m",
@@ -242,7 +251,7 @@ class DayTwo:
             str(self.home.root),
             "--json",
         )
-        done = subprocess.run(
+        completed = subprocess.run(
             command,
             env={**os.environ, "PYTHONPATH": str(ROOT)},
             capture_output=True,
@@ -250,16 +259,20 @@ class DayTwo:
             timeout=120,
             check=False,
         )
-        return dict(json.loads(done.stdout)) if done.stdout.startswith("{") else {"state": done.stderr}
+        return (
+            dict(json.loads(completed.stdout))
+            if completed.stdout.startswith("{")
+            else {"state": completed.stderr}
+        )
 
-    def until(self, what: str, reached: Callable[[], Any], timeout_s: float = 180) -> None:
+    def until(self, event: str, condition: Callable[[], Any], timeout_s: float = 180) -> None:
         end_s = time.monotonic() + timeout_s
-        while not reached():
-            assert time.monotonic() < end_s, f"not within {timeout_s:.0f} s: {what}"
+        while not condition():
+            assert time.monotonic() < end_s, f"not within {timeout_s:.0f} s: {event}"
             time.sleep(0.25)
 
     def close(self) -> None:
-        """Whatever still runs ends; a stack that is down stays so."""
+        """Stop everything that still runs. A stack that is down stays down."""
         self.stop_users()
         self.stop_watching()
         command = (sys.executable, "-m", "roostream.cli.main", "down", "--home", str(self.home.root))
@@ -272,7 +285,7 @@ class DayTwo:
         )
         for process in psutil.process_iter(
             ["cwd"]
-        ):  # whatever a block started in the background, also one that was cut off
+        ):  # also what a block left in the background when it was cut off
             if process.info["cwd"] == str(self.folder):
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.terminate()

@@ -1,4 +1,4 @@
-"""An object store for the stacks of the chaos tests that refuses requests or is slow when a test wants it."""
+"""An S3 server for the stacks of the chaos tests. Tests can make it refuse requests or slow it down."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ WITH_STORE = ("shard", "controller", "worker", "serving", "joiner", "archiver")
 
 
 class FaultyStore:
-    """A WSGI application in front of an object store's: it answers 503 while `is_away`, and transfers at most
-    `max_bytes_per_s` of all requests together (0 = no limit)."""
+    """A WSGI application in front of an S3 server. It answers 503 while `is_unavailable` and transfers at
+    most `max_bytes_per_s` over all requests (0 = no limit)."""
 
     def __init__(self, application: Callable[..., Iterable[bytes]]) -> None:
-        self.application, self.is_away, self.max_bytes_per_s = application, False, 0
+        self.application, self.is_unavailable, self.max_bytes_per_s = application, False, 0
         self.num_refused = 0
         self._link = threading.Lock()
 
     def __call__(self, environ: dict[str, Any], start_response: Callable[..., object]) -> Iterable[bytes]:
-        if self.is_away:
+        if self.is_unavailable:
             self.num_refused += 1
             start_response("503 Slow Down", [("Content-Type", "application/xml")])
             return [b"<Error><Code>SlowDown</Code><Message>Reduce your request rate.</Message></Error>"]
@@ -47,7 +47,7 @@ class FaultyStore:
 
 @contextlib.contextmanager
 def object_store(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyStore]:
-    """Programs that are started meanwhile find it by their environment."""
+    """Start the server. Programs that are started in the block find it by their environment."""
     with s3_server.running():
         from moto.server import DomainDispatcherApplication, create_backend_app
         from werkzeug.serving import make_server
@@ -66,12 +66,12 @@ def object_store(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyStore]:
 
 
 def store_of(folder: Path) -> str:
-    """The URL of an empty store: all S3 servers of a process show the same objects."""
+    """The URL of an empty store for `folder`. All S3 servers of a process share their objects."""
     return f"s3://{s3_server.BUCKET}/{folder.name}"
 
 
 def with_store(options: StackOptions, url: str) -> StackOptions:
-    """The options with this store for all programs that use one."""
+    """The options with this store for all programs that use a checkpoint store."""
     overrides = options.overrides
     return dataclasses.replace(
         options,

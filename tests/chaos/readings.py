@@ -1,4 +1,4 @@
-"""What page, `status` and `audit` of a running stack say, and which of it is unknown."""
+"""Readings of a running stack from the status page, `roostream status` and `roostream audit`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def status_of(stack: Stack, monitor: StackMonitor) -> dict[str, Any]:
 
 
 def page_of(stack: Stack) -> dict[str, Any]:
-    """The status page; {} while the controller does not answer."""
+    """The data of the status page; {} while the controller does not answer."""
     described = stack.home.read_stack()
     assert described is not None
     url = str(described["programs"]["controller"]["metrics"]).removesuffix("/metrics")
@@ -35,7 +35,7 @@ def page_of(stack: Stack) -> dict[str, Any]:
 
 
 def bad_readings(stack: Stack, monitor: StackMonitor) -> list[str]:
-    """What page, `status` and `audit` do not know now."""
+    """The names of the readings that are unknown now."""
     status, training = status_of(stack, monitor), page_of(stack).get("training", {})
     readings = {
         "status: ends of the topics": status["topics"],
@@ -49,7 +49,7 @@ def bad_readings(stack: Stack, monitor: StackMonitor) -> list[str]:
 
 
 def auc(stack: Stack, monitor: StackMonitor) -> float | None:
-    """The AUC that both page and status show; None if one of them does not know it."""
+    """The AUC if both the page and `status` know it, else None."""
     status, page = status_of(stack, monitor), page_of(stack).get("training", {})
     shown: float | None = status["metrics"]["auc"]
     return shown if page.get("metrics", {}).get("auc") is not None else None

@@ -1,7 +1,7 @@
-"""Faults of a running stack that last for a while: stopped programs, a store that is away, a second process
+"""Faults of a running stack that last for a while: stopped programs, an unavailable store, a second process
 of a program.
 
-The checkpoint store of `stack_with_volume` is a volume of its own (a bind mount, which needs root).
+The checkpoint store of `stack_with_volume` is a separate volume (a bind mount, which needs root).
 """
 
 from __future__ import annotations
@@ -32,50 +32,53 @@ def mount(*arguments: str | Path) -> bool:
     return subprocess.run(["mount", *arguments], capture_output=True).returncode == 0
 
 
-def unmount(at: Path) -> None:
-    subprocess.run(["umount", "-l", at], check=True)
+def unmount(mount_point: Path) -> None:
+    subprocess.run(["umount", "-l", mount_point], check=True)
 
 
 @contextlib.contextmanager
 def stack_with_volume(root: Path, options: StackOptions) -> Iterator[Stack]:
-    """A stack in `root`/home, which isn't started yet; skipped where this user may not mount a volume."""
-    volume, at = root / "volume", root / "home" / "store"
+    """A stack in `root`/home that is not started yet. Skips the test if this user may not mount a volume."""
+    volume, mount_point = root / "volume", root / "home" / "store"
     volume.mkdir()
-    at.mkdir(parents=True)
-    if not mount("--bind", volume, at):
+    mount_point.mkdir(parents=True)
+    if not mount("--bind", volume, mount_point):
         pytest.skip("this user may not mount a volume")
     try:
         with Stack(root / "home", options) as stack:
             yield stack
     finally:
-        unmount(at)
+        unmount(mount_point)
 
 
 @contextlib.contextmanager
 def unmounted(stack: Stack) -> Iterator[None]:
-    """The store's mount point is an empty folder. Nothing may be written there."""
-    at = stack.home.store
-    unmount(at)
+    """Unmount the store during the block. Nothing may be written to the empty mount point."""
+    mount_point = stack.home.store
+    unmount(mount_point)
     try:
         yield
-        assert not (found := sorted(at.rglob("*"))), f"written where the store is mounted: {found}"
+        assert not (found := sorted(mount_point.rglob("*"))), f"written where the store is mounted: {found}"
     finally:
-        assert mount("--bind", stack.home.root.parent / "volume", at)
+        assert mount("--bind", stack.home.root.parent / "volume", mount_point)
 
 
 @contextlib.contextmanager
 def read_only(stack: Stack) -> Iterator[None]:
-    at = stack.home.store
-    wait_until("no file of the store is being written", lambda: mount("-o", "remount,bind,ro", at), _MOUNT_S)
+    """Mount the store read-only during the block."""
+    mount_point = stack.home.store
+    wait_until(
+        "no file of the store is being written", lambda: mount("-o", "remount,bind,ro", mount_point), _MOUNT_S
+    )
     try:
         yield
     finally:
-        assert mount("-o", "remount,bind,rw", at)
+        assert mount("-o", "remount,bind,rw", mount_point)
 
 
 @contextlib.contextmanager
 def stopped(stack: Stack, name: str) -> Iterator[None]:
-    """SIGSTOP. The same process goes on afterwards, unless something ended it meanwhile."""
+    """Send SIGSTOP to a program, and SIGCONT after the block."""
     pid = stack.pid(name)
     assert pid is not None, f"{name} is {stack.state(name)}"
     os.kill(pid, signal.SIGSTOP)
@@ -87,31 +90,31 @@ def stopped(stack: Stack, name: str) -> Iterator[None]:
 
 
 def exit_of_second_process(stack: Stack, name: str, timeout_s: float) -> tuple[int, str]:
-    """Start a second process of a program, as another host would: with a home and ports of its own. Returns
-    its exit code and what it wrote."""
+    """Start a second process of a program, as another host would, with its own home and ports. Returns its
+    exit code and output."""
     with tempfile.TemporaryDirectory() as home:
-        own = stack.home.conf / f"{name}.toml"
-        table: dict[str, Any] = tomllib.loads(own.read_text(encoding="utf-8"))
+        config_file = stack.home.conf / f"{name}.toml"
+        table: dict[str, Any] = tomllib.loads(config_file.read_text(encoding="utf-8"))
         table |= {"home": home, "metrics_port": 0}
         if "listen" in table:
             table["listen"] = "127.0.0.1:0"
         config, program = Path(home) / "second.toml", stack.programs[name]
         config.write_text(tomli_w.dumps(table), encoding="utf-8")
-        command = [str(config) if word == str(own) else word for word in program.command]
+        command = [str(config) if word == str(config_file) else word for word in program.command]
         assert str(config) in command, command
         try:
-            done = subprocess.run(
+            completed = subprocess.run(
                 command, env=dict(program.env), capture_output=True, text=True, timeout=timeout_s
             )
         except subprocess.TimeoutExpired as error:
             raise AssertionError(
                 f"the second process of {name} still runs after {timeout_s:.0f} s: {error.stderr!r}"
             ) from None
-        return done.returncode, done.stdout + done.stderr
+        return completed.returncode, completed.stdout + completed.stderr
 
 
 def control_status(stack: Stack) -> Mapping[str, Any]:
-    """What the controller says; {} if it does not answer."""
+    """The controller's status; {} if it does not answer."""
     transport = SocketTransport(stack.endpoints.controller)
     try:
         return transport.call("status", {}, timeout_s=5.0)[0]

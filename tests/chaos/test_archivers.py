@@ -1,4 +1,4 @@
-"""Archivers and compactors that rival each other and are killed at any moment: every record is a row once."""
+"""Rival archivers and compactors are killed at any moment, and every record becomes one row."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.chaos, pytest.mark.timeout(2400)]
 RECORDS = 2500
 
 
-def test_a_hundred_kills_with_rivals_all_the_time_lose_and_double_nothing(tmp_path: Path) -> None:
+def test_a_hundred_kills_with_constant_rivals_lose_and_double_nothing(tmp_path: Path) -> None:
     killed = kill_rivals(tmp_path, kills=100, per_partition=RECORDS, seed=7)
     assert killed.archivers > 20 and killed.compactors > 20
     expected = Counter((p, n, PARTITIONS * n + p + 1) for p in range(PARTITIONS) for n in range(RECORDS))

@@ -1,8 +1,8 @@
-"""Day two, by the commands of its page, while users ask: nothing is lost or trained twice, and nobody is left
-without an answer.
+"""The page on day-two operations, run command by command while users send requests. Nothing is lost or
+trained twice, and every request is answered.
 
-DAY_TWO_REPORT names a file for the figures. One stack; the tests run in order, each on what the ones before
-left.
+DAY_TWO_REPORT names a file for the figures. All tests share one stack and run in order, each on what the
+previous tests left.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.chaos.day_two import DayTwo, blocks
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(900)]
 
-WHILE_USERS_ASK = (
+BLOCKS_WITH_USERS = (
     *(
         "More serving",
         "A new version of serving",
@@ -33,7 +33,7 @@ WHILE_USERS_ASK = (
     *("A new version of the controller", "A new version of the joiner", "More workers", "Fewer workers"),
     *("Retention is about to overrun", "A feature more"),
 )
-WITH_NOBODY_ASKING = ("Back to an earlier commit", "More of Flink", "Kafka's disks are lost")
+BLOCKS_WITHOUT_USERS = ("Back to an earlier commit", "More of Flink", "Kafka's disks are lost")
 
 
 @pytest.fixture(scope="module")
@@ -52,19 +52,19 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DayTwo]:
 
 
 def test_every_block_of_the_page_is_run() -> None:
-    assert list(blocks()) == ["Shell functions", "Start the stack", *WHILE_USERS_ASK, *WITH_NOBODY_ASKING]
+    assert list(blocks()) == ["Shell functions", "Start the stack", *BLOCKS_WITH_USERS, *BLOCKS_WITHOUT_USERS]
 
 
 def test_training_continues_without_a_block(site: DayTwo) -> None:
-    """What the pauses below are compared with: samples come in bursts."""
+    """Measures the pause without any operation. Samples arrive in bursts, so this is not zero."""
     assert site.watch
     began_s, before = time.monotonic(), site.applied()
     site.until("60 more samples", lambda: site.applied() >= before + 60)
     site.figures["nothing"] = {"pause_s": round(site.watch.longest_s(began_s), 1)}
-    assert site.figures["nothing"]["pause_s"] < time.monotonic() - began_s, "nobody was seen to train"
+    assert site.figures["nothing"]["pause_s"] < time.monotonic() - began_s, "no training was observed"
 
 
-@pytest.mark.parametrize("heading", WHILE_USERS_ASK)
+@pytest.mark.parametrize("heading", BLOCKS_WITH_USERS)
 def test_training_continues_and_every_user_is_answered(site: DayTwo, heading: str) -> None:
     assert site.drill(heading) == []
 
@@ -75,7 +75,7 @@ def test_the_new_feature_is_trained(site: DayTwo) -> None:
     assert found is not None and found.schema == f"{schema.fingerprint:016x}"
 
 
-def test_everything_that_came_is_accounted_for_and_trained_once(site: DayTwo) -> None:
+def test_every_request_is_accounted_for_and_trained_once(site: DayTwo) -> None:
     site.stop_users()
     site.stop_watching()
     site.until(
@@ -92,13 +92,13 @@ def test_everything_that_came_is_accounted_for_and_trained_once(site: DayTwo) ->
 def test_a_rollback_trains_later_data_again(site: DayTwo) -> None:
     trained = site.applied()
     site.run("Back to an earlier commit")
-    site.until("what was discarded is trained again", lambda: site.applied() == trained, 240)
+    site.until("the discarded samples are trained again", lambda: site.applied() == trained, 240)
     site.start_users()
     site.until("training goes on", lambda: site.applied() > trained + 40, 240)
     site.stop_users()
 
 
-def test_two_task_managers_go_on_where_one_was(site: DayTwo) -> None:
+def test_two_task_managers_continue_the_job_of_one(site: DayTwo) -> None:
     site.run("More of Flink")
     before = site.applied()
     site.start_users()

@@ -1,11 +1,12 @@
-"""Archiver, compactor, readers, controller and two workers of one stack are killed at random moments while a
-new model is trained from the warehouse, handed over to a stream that goes on meanwhile, and trained there:
-every sample once, and in exact mode the bits of a stack that nothing disturbs, whose workers read the same
-version of the table by themselves.
+"""Random kills of the archiver, the compactor, readers, the controller and workers during initial training.
 
-A hundred kills or more, ten or more of them on the stream, and three or more of each kind of program. They go
-to INITIAL_KILLS_REPORT, if that is set; `INITIAL_KILLS=200 INITIAL_KILLS_S=1500` asks for more of them,
-`INITIAL_KILLS=12 INITIAL_KILLS_S=240` for fewer, INITIAL_KILLS_WORKERS for another number of workers.
+A new model is trained from the warehouse, handed over to the stream, and trained there. Every sample is
+trained once, and in exact mode the weights equal, bit for bit, those of an undisturbed stack that reads the
+same version of the table without readers (guarantees G2 and G11, docs/architecture.md).
+
+At least 100 programs are killed, at least 10 of them during stream training and at least 3 of each kind.
+INITIAL_KILLS_REPORT names a file for the counts. `INITIAL_KILLS=200 INITIAL_KILLS_S=1500` makes the run
+longer, `INITIAL_KILLS=12 INITIAL_KILLS_S=240` shorter; INITIAL_KILLS_WORKERS sets the number of workers.
 """
 
 from __future__ import annotations
@@ -49,14 +50,15 @@ from tests.warehouse.archive_runs import rows_at
 
 KILLS, MAX_S = int(os.environ.get("INITIAL_KILLS", "100")), float(os.environ.get("INITIAL_KILLS_S", "900"))
 WORKERS = int(os.environ.get("INITIAL_KILLS_WORKERS", "2"))
-LONGER_S = 300.0  # of a slow machine, for the switch and the stream
-PARTITIONS, BATCH, STEP = 4, 4, 360  # a sample closes 360 s behind the one before: 20 days in 4,800
+LONGER_S = 300.0  # additional time for the switch and the stream on a slow machine
+# a sample closes 360 s after the previous one, so 4,800 samples cover 20 days
+PARTITIONS, BATCH, STEP = 4, 4, 360
 NUM_HISTORY = 4800
-OF_READERS = {"max_requests_s": 40}
-LIGHT = ("archiver", "compactor", "reader-0", "reader-1")
-HEAVY = ("controller", "worker", *(f"worker-{number}" for number in range(1, WORKERS)))
+READER_SETTINGS = {"max_requests_s": 40}
+DATA_PROGRAMS = ("archiver", "compactor", "reader-0", "reader-1")
+TRAINING_PROGRAMS = ("controller", "worker", *(f"worker-{number}" for number in range(1, WORKERS)))
 KINDS = ("archiver", "compactor", "reader", "controller", "worker")
-EACH_ALONE = RestartPolicy(first_s=0.2, max_s=1.0, stable_s=2.0, max_restarts=1 << 20)
+FAST_RESTARTS = RestartPolicy(first_s=0.2, max_s=1.0, stable_s=2.0, max_restarts=1 << 20)
 TRAINER = {
     "controller": {"commit_interval_ms": 500, "unit_records": 200, "seed": 0},
     "worker": {"exact": True, "batch_requests": BATCH, "first_batch_requests": BATCH},
@@ -69,21 +71,21 @@ def options(home: Path, *, killed: bool) -> StackOptions:
     schema = home / "schema.toml"
     schema.parent.mkdir(parents=True, exist_ok=True)
     schema.write_text(to_toml(samples.schema()))
-    own = {
+    data_settings = {
         "archiver": {"flush_interval_ms": 300},
         "compactor": {"interval_ms": 300, "seal_after_ms": 0},
-        "reader": OF_READERS,
+        "reader": READER_SETTINGS,
     }
     controller = {**TRAINER["controller"], "warehouse": str(home / "warehouse")}
-    overrides: dict[str, Mapping[str, Any]] = {**own, **TRAINER, "controller": controller}
-    made = StackOptions(
+    overrides: dict[str, Mapping[str, Any]] = {**data_settings, **TRAINER, "controller": controller}
+    stack_options = StackOptions(
         schema=schema, replay=True, partitions=PARTITIONS, num_workers=WORKERS, overrides=overrides
     )
-    return dataclasses.replace(made, num_archivers=1, num_readers=2) if killed else made
+    return dataclasses.replace(stack_options, num_archivers=1, num_readers=2) if killed else stack_options
 
 
-class Live:
-    """Samples of ascending numbers, as many in each partition, a whole batch of each at a time."""
+class SampleProducer:
+    """Produces samples with ascending numbers to all partitions evenly, whole batches at a time."""
 
     def __init__(self, stack: Stack) -> None:
         self.stack, self.num_sent = stack, 0
@@ -103,10 +105,10 @@ class Live:
         assert self._producer.flush(30) == 0
         self.num_sent += count
 
-    def begin(self) -> None:
+    def start(self) -> None:
         self._thread.start()
 
-    def end(self) -> None:
+    def stop(self) -> None:
         self._stop.set()
         self._thread.join(60)
 
@@ -120,58 +122,59 @@ def number_of(n: int) -> int:
 
 
 @dataclasses.dataclass
-class Killed:
-    """Who was killed how often, while history was trained and behind it."""
+class KillCounts:
+    """How often each kind of program was killed, during initial training and on the stream."""
 
-    of: Counter[str] = dataclasses.field(default_factory=Counter)
+    by_kind: Counter[str] = dataclasses.field(default_factory=Counter)
     initial: int = 0
     stream: int = 0
-    around: int = 0  # of those, within the last and the first commits about the switch
+    near_switch: int = 0  # kills close to the switch, included in the two counts above
     session: TableInput | None = None
 
     @property
-    def num(self) -> int:
+    def total(self) -> int:
         return self.initial + self.stream
 
     @property
     def is_mixed(self) -> bool:
-        """Each kind of program was killed three times or more."""
-        return min(self.of[name] for name in KINDS) >= 3
+        """Whether each kind of program was killed at least three times."""
+        return min(self.by_kind[name] for name in KINDS) >= 3
 
 
 class Killer:
-    """Kills one at a time; who trains only once what was trained behind the last such kill is committed, or
-    nothing would be."""
+    """Kills one program at a time. A controller or worker is killed only after a commit since its last such
+    kill, so that training makes progress."""
 
     def __init__(self, stack: Stack, draw: random.Random) -> None:
-        self.stack, self.draw, self.killed = stack, draw, Killed()
+        self.stack, self.draw, self.killed = stack, draw, KillCounts()
         self._seq = 0
 
     @property
-    def wants_more(self) -> bool:
-        return self.wants_history or self.killed.stream < KILLS // 10
+    def needs_more_kills(self) -> bool:
+        return self.needs_more_initial_kills or self.killed.stream < KILLS // 10
 
     @property
-    def wants_history(self) -> bool:
-        """More kills while history is trained."""
-        return self.killed.num < KILLS or not self.killed.is_mixed
+    def needs_more_initial_kills(self) -> bool:
+        """Whether more kills are needed during initial training."""
+        return self.killed.total < KILLS or not self.killed.is_mixed
 
-    def step(self, spares: bool = False) -> None:
-        """`spares`: history is left alone, so that what comes behind it has its kills, too."""
+    def step(self, spares_history: bool = False) -> None:
+        """Kill one program. `spares_history`: kill nothing during initial training, so that enough kills
+        happen on the stream."""
         last = newest(self.stack)
         if last is None:
             return
         self.killed.session = self.killed.session or last.input
         near = self._is_near(last)
-        if spares and last.input is not None and not near:
+        if spares_history and last.input is not None and not near:
             return
         victim = self._victim(last, near)
         if victim is None:
             return
-        with contextlib.suppress(UnavailableError):  # it is on its way back
+        with contextlib.suppress(UnavailableError):  # the program is restarting
             self.stack.kill(victim)
-            self.killed.of[victim.partition("-")[0]] += 1
-            self.killed.around += near
+            self.killed.by_kind[victim.partition("-")[0]] += 1
+            self.killed.near_switch += near
             if last.input is not None:
                 self.killed.initial += 1
             else:
@@ -180,77 +183,83 @@ class Killer:
     def _victim(self, last: Manifest, near: bool) -> str | None:
         if self.draw.random() < (0.7 if near else 0.4) and last.seq > self._seq:
             self._seq = last.seq
-            kind = min(("controller", "worker"), key=lambda name: (self.killed.of[name], self.draw.random()))
-            return kind if kind == "controller" else self.draw.choice(HEAVY[1:])
-        names = LIGHT if last.input is not None else LIGHT[:2] + LIGHT[2:] * (self.draw.random() < 0.1)
+            kind = min(
+                ("controller", "worker"), key=lambda name: (self.killed.by_kind[name], self.draw.random())
+            )
+            return kind if kind == "controller" else self.draw.choice(TRAINING_PROGRAMS[1:])
+        names = (
+            DATA_PROGRAMS
+            if last.input is not None
+            else DATA_PROGRAMS[:2] + DATA_PROGRAMS[2:] * (self.draw.random() < 0.1)
+        )
         return self.draw.choice([name for name in names if self.stack.pid(name)] or [None])
 
     def _is_near(self, last: Manifest) -> bool:
-        """The switch is about to come, or has just been."""
+        """Whether the switch to the stream is close or has just happened."""
         if last.input is not None:
             return sum(last.input.rows.values()) - sum(last.positions.values()) < 600
         return sum(last.positions.values()) - NUM_HISTORY < 200
 
 
 @contextlib.contextmanager
-def live(stack: Stack) -> Iterator[Live]:
-    it = Live(stack)
+def producing(stack: Stack) -> Iterator[SampleProducer]:
+    producer = SampleProducer(stack)
     try:
-        yield it
+        yield producer
     finally:
-        it.end()
+        producer.stop()
 
 
-def files_of(place: Path) -> list[DataFile]:
-    warehouse = Warehouse(place)
+def files_of(warehouse_path: Path) -> list[DataFile]:
+    warehouse = Warehouse(warehouse_path)
     return list(warehouse.samples.snapshot().files) if warehouse.samples.exists() else []
 
 
-def is_sealed(place: Path, count: int) -> bool:
-    """All of these are archived, and nothing is due."""
-    config = CompactorConfig(warehouse=str(place), seal_after_ms=0)
-    rows = sum(file.rows for file in files_of(place))
-    return rows >= count and not Compactor(Warehouse(place), config, SystemClock()).due()
+def is_sealed(warehouse_path: Path, count: int) -> bool:
+    """Whether at least `count` samples are archived and nothing is left to compact."""
+    config = CompactorConfig(warehouse=str(warehouse_path), seal_after_ms=0)
+    rows = sum(file.rows for file in files_of(warehouse_path))
+    return rows >= count and not Compactor(Warehouse(warehouse_path), config, SystemClock()).due()
 
 
-def train_under_kills(home: Path, seed: int) -> tuple[Killed, int]:
-    """What was killed, and how many samples there are."""
+def train_under_kills(home: Path, seed: int) -> tuple[KillCounts, int]:
+    """Train while programs are killed. Returns the kills and the number of samples."""
     draw = random.Random(seed)
-    with Stack(home, options(home, killed=True), policy=EACH_ALONE) as stack:
+    with Stack(home, options(home, killed=True), policy=FAST_RESTARTS) as stack:
         register(FileStore(stack.home.store), samples.schema())
         stack.start(["kafka", "archiver", "compactor"])
         stack.wait_ready("kafka", timeout_s=180)
-        with live(stack) as feed:
+        with producing(stack) as producer:
             killer = Killer(stack, draw)
-            archive_under_kills(stack, feed, killer, draw)
+            archive_under_kills(stack, producer, killer, draw)
             stack.start(["shards", "controller", "workers", "reader-0", "reader-1"])
             wait_until("the session is fixed", lambda: newest(stack) is not None, 180)
-            feed.begin()
+            producer.start()
             ends_s = time.monotonic() + MAX_S
-            while (left_s := ends_s - time.monotonic()) > -LONGER_S and killer.wants_more:
+            while (left_s := ends_s - time.monotonic()) > -LONGER_S and killer.needs_more_kills:
                 time.sleep(draw.uniform(0.05, 3.0))
-                killer.step(spares=left_s < 0 or not killer.wants_history)
-            feed.end()
-            wait_until("each sample once", lambda: applied(stack) >= feed.num_sent, 300)
-            check_books(stack, feed.num_sent)
-            return killer.killed, feed.num_sent
+                killer.step(spares_history=left_s < 0 or not killer.needs_more_initial_kills)
+            producer.stop()
+            wait_until("all samples", lambda: applied(stack) >= producer.num_sent, 300)
+            check_accounts(stack, producer.num_sent)
+            return killer.killed, producer.num_sent
 
 
-def archive_under_kills(stack: Stack, feed: Live, killer: Killer, draw: random.Random) -> None:
-    place = stack.home.root / "warehouse"
-    while feed.num_sent < NUM_HISTORY:
-        feed.send(400)
+def archive_under_kills(stack: Stack, producer: SampleProducer, killer: Killer, draw: random.Random) -> None:
+    warehouse_path = stack.home.root / "warehouse"
+    while producer.num_sent < NUM_HISTORY:
+        producer.send(400)
         time.sleep(draw.uniform(0.0, 0.3))
         with contextlib.suppress(UnavailableError):
-            stack.kill(victim := draw.choice(LIGHT[:2]))
-            killer.killed.of[victim] += 1
+            stack.kill(victim := draw.choice(DATA_PROGRAMS[:2]))
+            killer.killed.by_kind[victim] += 1
             killer.killed.initial += 1
-    wait_until("history at rest", lambda: is_sealed(place, NUM_HISTORY), 120)
+    wait_until("a compacted history", lambda: is_sealed(warehouse_path, NUM_HISTORY), 120)
 
 
-def check_books(stack: Stack, count: int) -> None:
-    """Committed, predicted and archived: each of these samples, once."""
-    place, last = stack.home.root / "warehouse", newest(stack)
+def check_accounts(stack: Stack, count: int) -> None:
+    """Check that each of these samples was committed, predicted and archived once."""
+    warehouse_path, last = stack.home.root / "warehouse", newest(stack)
     assert last is not None and last.input is None and applied(stack) == count
     audit = auditor(stack)
     try:
@@ -259,14 +268,16 @@ def check_books(stack: Stack, count: int) -> None:
         assert audit.accounts.untrained_below(nested(last.offsets)[SAMPLES]) == 0
     finally:
         audit.close()
-    wait_until("everything is archived", lambda: sum(file.rows for file in files_of(place)) >= count, 60)
-    ids = Counter(id_ for _, _, id_ in rows_at(place).elements())
+    wait_until(
+        "everything is archived", lambda: sum(file.rows for file in files_of(warehouse_path)) >= count, 60
+    )
+    ids = Counter(id_ for _, _, id_ in rows_at(warehouse_path).elements())
     assert ids == Counter(number_of(n) for n in range(count))
 
 
-def at_version(place: Path, version: int) -> None:
-    """The table of samples as it was: what was committed behind it is gone, files stay."""
-    logs = place / "samples" / "_delta_log"
+def reset_table_to(warehouse_path: Path, version: int) -> None:
+    """Set the table of samples back to this version: later commits are removed, data files stay."""
+    logs = warehouse_path / "samples" / "_delta_log"
     (logs / "_last_checkpoint").unlink(missing_ok=True)
     for file in logs.iterdir():
         if file.name.split(".")[0].isdecimal() and int(file.name.split(".")[0]) > version:
@@ -274,17 +285,18 @@ def at_version(place: Path, version: int) -> None:
 
 
 def train_undisturbed(home: Path, count: int) -> TableInput | None:
-    """In the same home, from the same version and topic; the session that was trained."""
+    """Train again without kills, with the same home, table version and topic. Returns the training
+    session."""
     with Stack(home, options(home, killed=False)) as stack:
         stack.start(["kafka", "shards", "controller", "workers"])
         wait_until("the session is fixed", lambda: newest(stack) is not None, 180)
         first = newest(stack)
-        wait_until("each sample once", lambda: applied(stack) >= count, 300)
+        wait_until("all samples", lambda: applied(stack) >= count, 300)
         assert first is not None and applied(stack) == count
         return first.input
 
 
-def bits(home: Path) -> dict[str, bytes]:
+def dense_tensors(home: Path) -> dict[str, bytes]:
     store = FileStore(home / "store")
     last = manifests.newest(store)
     assert last is not None and last.manifest.input is None
@@ -292,36 +304,39 @@ def bits(home: Path) -> dict[str, bytes]:
     return {name: tensor.tobytes() for name, tensor in tensors.items()}
 
 
-def report(killed: Killed, count: int) -> None:
-    told: dict[str, Any] = {
-        "killed": dict(killed.of),
+def write_report(killed: KillCounts, count: int) -> None:
+    counts: dict[str, Any] = {
+        "killed": dict(killed.by_kind),
         "while_initial": killed.initial,
         "on_the_stream": killed.stream,
-        "about_the_switch": killed.around,
+        "about_the_switch": killed.near_switch,
         "workers": WORKERS,
         "samples": count,
     }
-    print(json.dumps(told))
+    print(json.dumps(counts))
     if path := os.environ.get("INITIAL_KILLS_REPORT"):
-        Path(path).write_text(json.dumps(told) + "\n")
+        Path(path).write_text(json.dumps(counts) + "\n")
 
 
-def test_g2_g11_mixed_kills_while_history_is_trained_and_handed_over_change_no_bit(
+def test_g2_g11_kills_during_initial_training_and_the_switch_change_no_bit(
     tmp_path: Path, pytestconfig: pytest.Config
 ) -> None:
     home = tmp_path / "home"
     killed, count = train_under_kills(home, pytestconfig.getoption("--seed", default=0))
-    report(killed, count)
-    assert killed.session is not None and killed.num >= KILLS and killed.stream >= KILLS // 10
-    assert killed.is_mixed, killed.of
-    disturbed = bits(home)
+    write_report(killed, count)
+    assert killed.session is not None and killed.total >= KILLS and killed.stream >= KILLS // 10
+    assert killed.is_mixed, killed.by_kind
+    disturbed = dense_tensors(home)
     for folder in (
         "store",
         *(path.name for path in home.glob("shard-*")),
         *(path.name for path in home.glob("worker*")),
     ):
         shutil.rmtree(home / folder, ignore_errors=True)
-    at_version(home / "warehouse", killed.session.version)
-    again = train_undisturbed(home, count)
-    assert again is not None and (again.digest, again.rows) == (killed.session.digest, killed.session.rows)
-    assert bits(home) == disturbed
+    reset_table_to(home / "warehouse", killed.session.version)
+    undisturbed = train_undisturbed(home, count)
+    assert undisturbed is not None and (undisturbed.digest, undisturbed.rows) == (
+        killed.session.digest,
+        killed.session.rows,
+    )
+    assert dense_tensors(home) == disturbed

@@ -1,6 +1,6 @@
-"""A broker of another minor version begins where the one before ended, with its data, while everything runs:
-nothing is lost, nothing is trained twice, nobody is left without an answer. Then the version of the metadata
-follows, which can't be taken back."""
+"""An upgrade of the broker's minor version while all programs run. The new broker continues with the old
+data: nothing is lost or trained twice, and every request is answered. Then the metadata version is raised,
+which cannot be undone."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from infra import kafka_broker
 from infra.jars import BUILD, KAFKA_JARS, Jar, fetch_all, find_java, read_list
 from infra.stack import Stack
 from roostream.errors import SetupError
-from tests.chaos.day_two import Asker
+from tests.chaos.day_two import RequestSender
 from tests.e2e.loop_stack import applied, check_nothing_lost_or_twice, quick_options, wait_until
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(900)]
 
-BEFORE = "4.1.1"
+OLD_VERSION = "4.1.1"
 _OF_KAFKA = "org.apache.kafka"
 SHA256 = {
     "kafka-clients": "00247122a572c3d3ae4eb60a50192a5811bc0181f51923d13018600f892e821d",
@@ -39,35 +39,35 @@ SHA256 = {
     "kafka-transaction-coordinator": "a261b5730ac9e3205df7af5d45180d851e9d5f729ce1275c67511a6f51f73755",
     "kafka_2.13": "e89428126cc7630a802123ba27aac4442816840b66d60670226feaff65f24fd1",
 }
-"""artifact → of the broker's jars of that version."""
+"""Artifact → SHA-256 of the broker's jar of that version."""
 
 
-def jars_of_before() -> Path:
-    """Kafka's own jars of the version before, beside what they need, which both need alike. Kept in
-    `build/`."""
-    folder = BUILD / f"jars-{BEFORE}"
+def old_jars() -> Path:
+    """A folder in `build/` with Kafka's own jars of the old version and links to the dependencies, which both
+    versions share."""
+    folder = BUILD / f"jars-{OLD_VERSION}"
     wanted = [
-        Jar(SHA256[jar.artifact], 0, _OF_KAFKA, jar.artifact, BEFORE)
+        Jar(SHA256[jar.artifact], 0, _OF_KAFKA, jar.artifact, OLD_VERSION)
         for jar in read_list()
         if jar.group == _OF_KAFKA
     ]
     try:
         fetch_all([jar for jar in wanted if not jar.path(folder).exists()], folder)
     except SetupError as error:
-        pytest.skip(f"Kafka {BEFORE} can't be had here: {error}")
-    place = folder / KAFKA_JARS.name
+        pytest.skip(f"Kafka {OLD_VERSION} can't be had here: {error}")
+    jar_folder = folder / KAFKA_JARS.name
     for jar in KAFKA_JARS.glob("*.jar"):
-        if not jar.name.startswith(("kafka-", "kafka_")) and not (place / jar.name).exists():
-            (place / jar.name).symlink_to(jar)
-    return place
+        if not jar.name.startswith(("kafka-", "kafka_")) and not (jar_folder / jar.name).exists():
+            (jar_folder / jar.name).symlink_to(jar)
+    return jar_folder
 
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    """On a broker of the version before."""
+    """A stack on a broker of the old version."""
     running = Stack(tmp_path_factory.mktemp("minor"), quick_options())
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(kafka_broker, "KAFKA_JARS", jars_of_before())
+        patched.setattr(kafka_broker, "KAFKA_JARS", old_jars())
         running.open()
     try:
         running.start(["all", "simulate"])
@@ -78,8 +78,8 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         running.stop()
 
 
-def features(stack: Stack, *arguments: str) -> str:
-    """What Kafka's own tool says of, or does to, the cluster's features."""
+def run_feature_command(stack: Stack, *arguments: str) -> str:
+    """Run Kafka's tool for the features of a cluster and return its output."""
     quiet = stack.home.conf / "kafka-log4j2.properties"
     command = (str(find_java()), f"-Dlog4j2.configurationFile={quiet}", "-cp", f"{KAFKA_JARS}/*")
     tool = ("org.apache.kafka.tools.FeatureCommand", "--bootstrap-server", stack.endpoints.kafka, *arguments)
@@ -87,18 +87,20 @@ def features(stack: Stack, *arguments: str) -> str:
 
 
 def metadata_of(stack: Stack) -> str:
-    """Its version, as in 4.2-IV1."""
-    (line,) = [line for line in features(stack, "describe").splitlines() if "metadata.version" in line]
+    """The cluster's metadata version, such as 4.2-IV1."""
+    (line,) = [
+        line for line in run_feature_command(stack, "describe").splitlines() if "metadata.version" in line
+    ]
     return line.partition("FinalizedVersionLevel: ")[2].split()[0]
 
 
 def test_a_broker_of_the_next_minor_version_continues_with_the_same_data(stack: Stack) -> None:
     assert metadata_of(stack).startswith("4.1")
-    asker, before = Asker(stack.home), applied(stack)
+    sender, before = RequestSender(stack.home), applied(stack)
     began_s = time.monotonic()
     stack.stop_program("kafka")
     kafka = stack.programs["kafka"]
-    command = tuple(part.replace(f"jars-{BEFORE}/", "jars/") for part in kafka.command)
+    command = tuple(part.replace(f"jars-{OLD_VERSION}/", "jars/") for part in kafka.command)
     assert command != kafka.command and f"{KAFKA_JARS}/*" in command
     stack.programs["kafka"] = dataclasses.replace(kafka, command=command)
     stack.start(["kafka"])
@@ -106,17 +108,17 @@ def test_a_broker_of_the_next_minor_version_continues_with_the_same_data(stack: 
     away_s = time.monotonic() - began_s
     wait_until("60 more samples committed", lambda: applied(stack) >= before + 60, 180)
     trained_s = time.monotonic() - began_s
-    asker.stop()
+    sender.stop()
     print(
         f"Kafka was away for {away_s:.1f} s; 60 samples more were committed {trained_s:.1f} s after its end"
     )
-    print(f"asked {asker.num_asked}, never answered {len(asker.failed)}")
-    assert asker.num_asked > 20 and asker.failed == []
-    assert metadata_of(stack).startswith("4.1"), "the data is as the version before can still read it"
+    print(f"asked {sender.num_sent}, never answered {len(sender.failed)}")
+    assert sender.num_sent > 20 and sender.failed == []
+    assert metadata_of(stack).startswith("4.1"), "the metadata version may not change by itself"
 
 
 def test_the_version_of_the_metadata_follows(stack: Stack) -> None:
-    features(stack, "upgrade", "--release-version", "4.2-IV1")
+    run_feature_command(stack, "upgrade", "--release-version", "4.2-IV1")
     assert metadata_of(stack) == "4.2-IV1"
     before = applied(stack)
     wait_until("60 more samples committed", lambda: applied(stack) >= before + 60, 120)

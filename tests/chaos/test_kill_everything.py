@@ -1,5 +1,5 @@
-"""kill -9 of every process of a running stack, one at a time: the loop resumes, nothing is lost, nothing is
-trained twice."""
+"""kill -9 of every process of a running stack, one at a time. The loop resumes, and nothing is lost or
+trained twice (guarantees G1 to G3, docs/architecture.md)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""`roostream placement apply` as a process that is killed at its worst: one of two maps holds, with every row
-to the bit."""
+"""`roostream placement apply` in a process that is killed at random moments. Either the old or the new map
+holds, and every row is unchanged."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ ROOSTREAM = [sys.executable, "-m", "roostream.cli.main"]
 ROWS, KILLS = 30_000, 8
 
 
-def with_shards(home: Path, count: int, train: bool) -> dict[Any, bytes]:
+def rows_of_shards(home: Path, count: int, train: bool) -> dict[Any, bytes]:
+    """All rows of the shards in `home`. With `train`, create the shards and commit some rows first."""
     store = FileStore(home / "store")
     register(store, small_schema())
     blobs = {}
@@ -40,8 +41,8 @@ def with_shards(home: Path, count: int, train: bool) -> dict[Any, bytes]:
         fleet.client.close()
         return fleet.rows()
     finally:
-        for its in blobs.values():
-            its.close()
+        for blob_store in blobs.values():
+            blob_store.close()
 
 
 def newest(home: Path) -> manifests.Manifest:
@@ -50,8 +51,9 @@ def newest(home: Path) -> manifests.Manifest:
     return found.manifest
 
 
-def killed(home: Path, file: Path, after_s: float) -> bool:
-    """Apply, killed so long after it has claimed its incarnation; False: it had ended."""
+def apply_and_kill(home: Path, file: Path, after_s: float) -> bool:
+    """Run the command and kill it `after_s` seconds after it claimed its incarnation. False if it had already
+    ended."""
     before = manifests.newest_incarnation(FileStore(home / "store"))
     process = subprocess.Popen(
         [*ROOSTREAM, "placement", "apply", str(file), "--home", str(home)], stdout=subprocess.DEVNULL
@@ -65,35 +67,35 @@ def killed(home: Path, file: Path, after_s: float) -> bool:
 
 def test_a_move_that_is_killed_leaves_one_of_two_maps_and_every_row(tmp_path: Path) -> None:
     home, file = tmp_path / "home", tmp_path / "map.json"
-    rows, drawn = with_shards(home, 2, train=True), random.Random(0)
+    rows, rng = rows_of_shards(home, 2, train=True), random.Random(0)
     assert len(rows) == 3 * ROWS
     count, outcomes = 2, []
     for number in range(KILLS):
-        wanted = 3 if count == 2 else 2
-        told = [
+        target_shards = 3 if count == 2 else 2
+        map_command = [
             *ROOSTREAM,
             "placement",
             "map",
             "--home",
             str(home),
             "--shards",
-            str(wanted),
+            str(target_shards),
             "--max-moved",
             "1",
             "--json",
         ]
-        file.write_bytes(subprocess.run(told, check=True, stdout=subprocess.PIPE).stdout)
+        file.write_bytes(subprocess.run(map_command, check=True, stdout=subprocess.PIPE).stdout)
         seq = newest(home).seq
-        cut_off = killed(home, file, drawn.uniform(0.0, 0.1 if number % 2 else 0.4))
-        now = newest(home)
-        assert (now.seq, now.num_shards) in ((seq, count), (seq + 1, wanted))
-        count = now.num_shards
-        outcomes.append((cut_off, now.seq > seq))
-        assert with_shards(home, count, train=False) == rows
+        was_killed = apply_and_kill(home, file, rng.uniform(0.0, 0.1 if number % 2 else 0.4))
+        current = newest(home)
+        assert (current.seq, current.num_shards) in ((seq, count), (seq + 1, target_shards))
+        count = current.num_shards
+        outcomes.append((was_killed, current.seq > seq))
+        assert rows_of_shards(home, count, train=False) == rows
     assert (True, False) in outcomes, f"no kill came before the manifest: {outcomes}"
     subprocess.run(
         [*ROOSTREAM, "placement", "apply", str(file), "--home", str(home)],
         check=True,
         stdout=subprocess.DEVNULL,
     )
-    assert with_shards(home, newest(home).num_shards, train=False) == rows
+    assert rows_of_shards(home, newest(home).num_shards, train=False) == rows

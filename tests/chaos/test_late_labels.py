@@ -1,5 +1,5 @@
-"""Requests close early and what comes later are corrections: two workers train both, through kills, each
-once."""
+"""Requests close early, and later labels become corrections. Two workers train samples and corrections
+exactly once in spite of kills."""
 
 from __future__ import annotations
 
@@ -40,13 +40,16 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         running.start(["all", "simulate"])
         running.wait_ready("serving", timeout_s=120)
         wait_until(
-            "a commit with trained corrections", lambda: applied(running) > 50 and trained(running), 240
+            "a commit with trained corrections",
+            lambda: applied(running) > 50 and trained_corrections(running),
+            240,
         )
         yield running
 
 
-def trained(stack: Stack) -> list[int]:
-    """Ids of the corrections that the committed parameters contain, once for each partition that has it."""
+def trained_corrections(stack: Stack) -> list[int]:
+    """Ids of the corrections in the committed parameters. An id that several partitions contain is listed
+    once for each."""
     manifest, store = newest(stack), FileStore(stack.home.store)
     assert manifest is not None
     found: list[int] = []
@@ -57,17 +60,17 @@ def trained(stack: Stack) -> list[int]:
     return found
 
 
-def emitted(stack: Stack) -> set[int]:
-    """Ids of the corrections with features in the topic, which may hold one twice."""
+def emitted_corrections(stack: Stack) -> set[int]:
+    """Ids of the trainable corrections in the topic, without duplicates."""
     values = [m.value() for m in consume(stack.endpoints.kafka, stack.prefix, CORRECTIONS)]
     return {signed(m.sample_id) for _, m in map(wire.decode, values) if not m.untrainable}  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("victim", ["worker-1", "worker", "shard-0", "flink-tm-0", "controller"])
 def test_g3_training_on_corrections_continues_after_a_kill(stack: Stack, victim: str) -> None:
-    before = len(trained(stack))
+    before = len(trained_corrections(stack))
     assert kill_and_resume(stack, victim, timeout_s=240) >= 50
-    wait_until("more corrections", lambda: len(trained(stack)) > before, 120)
+    wait_until("more corrections", lambda: len(trained_corrections(stack)) > before, 120)
 
 
 def test_g1_g2_every_sample_and_every_correction_is_trained_once(stack: Stack) -> None:
@@ -75,9 +78,9 @@ def test_g1_g2_every_sample_and_every_correction_is_trained_once(stack: Stack) -
     audit = auditor(stack)
     try:
         audit.poll(5.0)
-        assert audit.sums(ended=True).corrections > 100, "most labels come behind an early close"
+        assert audit.sums(ended=True).corrections > 100, "most labels must arrive after the early close"
     finally:
         audit.close()
-    wait_until("all corrections", lambda: set(trained(stack)) >= emitted(stack), 60)
-    ids = trained(stack)
-    assert len(ids) == len(set(ids)) and set(ids) == emitted(stack)
+    wait_until("all corrections", lambda: set(trained_corrections(stack)) >= emitted_corrections(stack), 60)
+    ids = trained_corrections(stack)
+    assert len(ids) == len(set(ids)) and set(ids) == emitted_corrections(stack)

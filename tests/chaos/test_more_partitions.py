@@ -1,4 +1,4 @@
-"""Partitions that are added to a running deployment: reported within a minute, and read after a restart."""
+"""Partitions added to a running deployment are reported within a minute and read after a restart."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ pytestmark = [pytest.mark.chaos, pytest.mark.timeout(1200)]
 
 
 def test_an_added_partition_is_reported_and_then_read_without_loss_or_repetition(tmp_path: Path) -> None:
-    four = quick_options()
-    assert four.partitions == 4
-    with Stack(tmp_path, four) as stack:
+    options = quick_options()
+    assert options.partitions == 4
+    with Stack(tmp_path, options) as stack:
         stack.start(["all", "simulate"])
         stack.wait_ready("serving", timeout_s=240)
         wait_until("a commit with trained samples", lambda: applied(stack) > 50, 240)
@@ -41,7 +41,7 @@ def test_an_added_partition_is_reported_and_then_read_without_loss_or_repetition
         assert TopicAdmin(admin, stack.prefix, 5, TopicSettings()).grow()
         before = applied(stack)
 
-    with Stack(tmp_path, dataclasses.replace(four, partitions=5)) as stack:
+    with Stack(tmp_path, dataclasses.replace(options, partitions=5)) as stack:
         stack.start(["all", "simulate"])
         stack.wait_ready("serving", timeout_s=240)
         wait_until("50 more trained samples", lambda: applied(stack) >= before + 50, 300)

@@ -1,7 +1,7 @@
-"""A running stack whose store is a bucket: it answers 503 for a while, or the disks of all shards are lost.
-Commits wait or rows are fetched, and nothing is lost.
+"""A running stack with its checkpoint store in a bucket. The bucket answers 503 for a while, or the disks of
+all shards are lost. Commits wait or rows are fetched, and nothing is lost.
 
-OUTAGE_S=600: for how long.
+OUTAGE_S=600 sets the length of the outage in seconds.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ pytestmark = [pytest.mark.chaos, pytest.mark.timeout(900 + OUTAGE_S)]
 
 @contextlib.contextmanager
 def committing_stack(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Stack, FaultyStore]]:
-    """A stack that has committed samples to a bucket. At the end nothing is lost, and all programs run."""
+    """A stack that has committed samples to a bucket. After the block, checks that nothing is lost and that
+    all programs run."""
     with object_store(monkeypatch) as faulty:
         init_store(store := store_of(folder))
         options = with_store(demo(overrides=quick_options().overrides, num_archivers=0), store)
@@ -57,10 +58,10 @@ def test_commits_wait_for_an_object_store_that_answers_503(
     print(f"OUTAGE_S={OUTAGE_S:g}")
     with committing_stack(tmp_path, monkeypatch) as (stack, faulty):
         before = applied(stack)
-        faulty.is_away = True
+        faulty.is_unavailable = True
         try:
             wait_until(
-                "the controller says that the store is away",
+                "the controller reports that the store is unavailable",
                 lambda: control_status(stack).get("away"),
                 120,
                 lambda: control_status(stack),
@@ -68,25 +69,25 @@ def test_commits_wait_for_an_object_store_that_answers_503(
             time.sleep(OUTAGE_S)
             during = control_status(stack)
         finally:
-            faulty.is_away = False
+            faulty.is_unavailable = False
         assert faulty.num_refused and during["away"] and during["rollbacks"] == 0, during
         wait_for_more_commits(stack, before)
 
 
-def test_programs_killed_while_the_object_store_is_away_come_back_with_it(
+def test_programs_killed_during_an_outage_of_the_object_store_recover_with_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With OUTAGE_S=180 the outage is longer than the supervisor restarts a program that dies at once."""
+    """OUTAGE_S=180 is longer than the time for which the supervisor restarts a program that ends at once."""
     print(f"OUTAGE_S={OUTAGE_S:g}")
     with committing_stack(tmp_path, monkeypatch) as (stack, faulty):
         before = applied(stack)
-        faulty.is_away = True
+        faulty.is_unavailable = True
         try:
             for name in ("shard-0", "controller", "worker", "serving", "joiner", "flink-jm"):
                 stack.kill(name)
             time.sleep(OUTAGE_S)
         finally:
-            faulty.is_away = False
+            faulty.is_unavailable = False
         assert faulty.num_refused
         assert stack.failed() == []
         wait_for_more_commits(stack, before)

@@ -1,8 +1,8 @@
-"""Programs of a stack with two workers are killed at random, one or two at a time: a minute after the last
-kill every reading is known again, and nothing is lost or trained twice.
+"""Random kills of one or two programs at a time, in a stack with two workers. A minute after the last kill
+every reading is known again, and nothing is lost or trained twice.
 
-KILLS=60 KILLS_SEED=3: how many kills, and which. KNOWN_AGAIN_S=180: how long the readings may take, for a
-machine that is busy with other work and starts a program in half a minute.
+KILLS=60 sets the number of kills and KILLS_SEED=3 their order. KNOWN_AGAIN_S=180 allows the readings more
+time on a busy machine, where a program starts in half a minute.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ pytestmark = [pytest.mark.chaos, pytest.mark.timeout(900 + 20 * KILLS)]
 
 
 def kill_at_random(stack: Stack, kills: int, seed: int) -> list[str]:
-    """Kill that many programs, a third of them two at once, seconds apart; their names in order."""
+    """Kill this many programs, sometimes two at once, with seconds between. Returns their names in order."""
     rng, killed = random.Random(seed), list[str]()
     programs = [*VICTIMS, "worker-1"]
     until_s = time.monotonic() + 20 * kills
     while len(killed) < kills:
-        assert time.monotonic() < until_s, f"only these were up to be killed: {killed}"
+        assert time.monotonic() < until_s, f"only these were running to be killed: {killed}"
         for victim in rng.sample(programs, rng.choice((1, 1, 2))):
-            with contextlib.suppress(RoostreamError):  # it is down already
+            with contextlib.suppress(RoostreamError):  # it is already down
                 stack.kill(victim)
                 killed.append(victim)
         time.sleep(rng.uniform(*KILL_EVERY_S))

@@ -1,6 +1,6 @@
-"""Readers as programs, and the program that they read for, are killed at random moments while a warehouse is
-trained: each sample is trained once, and in exact mode the model is bit-equal to one whose worker read for
-itself."""
+"""Random kills of reader programs and of the trainer that they serve. Each sample is trained once, and in
+exact mode the model equals, bit for bit, one trained without readers (guarantees G2 and G11,
+docs/architecture.md)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ SETTINGS = {"exact": "true", "batch_requests": "4", "first_batch_requests": "4"}
 
 
 def readers_of(pid: int) -> list[int]:
-    """The supervisor starts them from a thread of its own."""
+    """The reader processes of the trainer. Its supervisor starts them from a thread, so every thread's
+    children are listed."""
     found: list[int] = []
     for task in Path(f"/proc/{pid}/task").iterdir() if Path(f"/proc/{pid}").exists() else ():
         try:
@@ -42,20 +43,20 @@ def readers_of(pid: int) -> list[int]:
     return found
 
 
-def start(place: Path, log: Path) -> subprocess.Popen[bytes]:
+def start(folder: Path, log: Path) -> subprocess.Popen[bytes]:
     command = [
         sys.executable,
         "-m",
         "roostream.cli.main",
         "train",
         "--warehouse",
-        str(place / "warehouse"),
+        str(folder / "warehouse"),
         "--home",
-        str(place / "killed"),
+        str(folder / "killed"),
     ]
     command += [
         "--schema",
-        str(place / "schema.toml"),
+        str(folder / "schema.toml"),
         "--partitions",
         "2",
         "--commit-interval",
@@ -69,16 +70,16 @@ def start(place: Path, log: Path) -> subprocess.Popen[bytes]:
         return subprocess.Popen(command, stdout=out, stderr=out, env={**os.environ, "PYTHONPATH": str(ROOT)})
 
 
-def newest(place: Path, home: str) -> Manifest | None:
-    found = manifests.newest(open_store(str(place / home / "store")))
+def newest(folder: Path, home: str) -> Manifest | None:
+    found = manifests.newest(open_store(str(folder / home / "store")))
     return found.manifest if found else None
 
 
-def bits(place: Path, home: str) -> dict[str, bytes]:
-    last = newest(place, home)
+def dense_tensors(folder: Path, home: str) -> dict[str, bytes]:
+    last = newest(folder, home)
     assert last is not None and last.input is None
-    assert last.workers[0].metrics["requests"] == NUM_SAMPLES, "each once"
-    tensors, _ = tensor_file.decode(manifests.read_file(open_store(str(place / home / "store")), last.dense))
+    assert last.workers[0].metrics["requests"] == NUM_SAMPLES, "each sample must be trained once"
+    tensors, _ = tensor_file.decode(manifests.read_file(open_store(str(folder / home / "store")), last.dense))
     return {name: tensor.tobytes() for name, tensor in tensors.items()}
 
 
@@ -90,7 +91,7 @@ def test_g2_g11_kills_of_readers_and_workers_change_no_bit(
     draw = random.Random(pytestconfig.getoption("--seed", default=0))
     (tmp_path / "schema.toml").write_text(to_toml(samples.schema()))
     archive(tmp_path / "warehouse", samples.records(list(range(1, NUM_SAMPLES + 1))))
-    killed, seen = {"reader": 0, "train": 0}, 0
+    killed, last_step = {"reader": 0, "train": 0}, 0
     process, ends_s = start(tmp_path, tmp_path / "log"), time.monotonic() + MAX_S
     try:
         while process.poll() is None:
@@ -99,10 +100,10 @@ def test_g2_g11_kills_of_readers_and_workers_change_no_bit(
             last = newest(tmp_path, "killed")
             num_killed = sum(killed.values())
             if (
-                last is None or last.step == seen or num_killed >= MIN_KILLS
-            ):  # who is killed as it starts gets nowhere
+                last is None or last.step == last_step or num_killed >= MIN_KILLS
+            ):  # a program that is killed during its start would make no progress
                 continue
-            seen, readers = last.step, readers_of(process.pid)
+            last_step, readers = last.step, readers_of(process.pid)
             if num_killed % 7 == 6:
                 process.kill()
                 process.wait()
@@ -114,7 +115,9 @@ def test_g2_g11_kills_of_readers_and_workers_change_no_bit(
     finally:
         process.kill()
     assert process.returncode == 0, (tmp_path / "log").read_text()[-3000:]
-    assert killed == {"reader": MIN_KILLS - MIN_KILLS // 7, "train": MIN_KILLS // 7}, "before it was over"
+    assert killed == {"reader": MIN_KILLS - MIN_KILLS // 7, "train": MIN_KILLS // 7}, (
+        "training ended before all kills were made"
+    )
     config = TrainConfig(
         warehouse=str(tmp_path / "warehouse"),
         home=str(tmp_path / "undisturbed"),
@@ -122,4 +125,4 @@ def test_g2_g11_kills_of_readers_and_workers_change_no_bit(
         partitions=2,
     )
     train_offline(config, LoopConfig(exact=True, batch_requests=4, first_batch_requests=4), Stop())
-    assert bits(tmp_path, "killed") == bits(tmp_path, "undisturbed")
+    assert dense_tensors(tmp_path, "killed") == dense_tensors(tmp_path, "undisturbed")

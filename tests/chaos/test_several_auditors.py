@@ -1,4 +1,5 @@
-"""Several auditors and feature updaters of a running stack: their parts are one sum, or unknown."""
+"""A running stack with several auditors and feature updaters. Their parts add up to one sum, which is unknown
+while a part is missing."""
 
 from __future__ import annotations
 
@@ -48,13 +49,15 @@ def wait_for_good_readings(stack: Stack, monitor: StackMonitor) -> None:
 
 def test_the_sums_are_unknown_while_an_auditor_is_missing(stack: Stack, monitor: StackMonitor) -> None:
     wait_for_good_readings(stack, monitor)
-    whole = audited(stack, monitor)
+    complete = audited(stack, monitor)
     stack.stop_program("auditor-1")
     wait_until("an unknown audit", lambda: audited(stack, monitor)["state"] == "unknown", 30)
-    assert audited(stack, monitor)["samples"] is None, "a part of the samples is no count of samples"
+    assert audited(stack, monitor)["samples"] is None, (
+        "a partial count may not be shown as the number of samples"
+    )
     stack.start(["auditor-1"])
     wait_for_good_readings(stack, monitor)
-    assert audited(stack, monitor)["samples"] >= whole["samples"]
+    assert audited(stack, monitor)["samples"] >= complete["samples"]
 
 
 def test_every_reading_is_good_again_after_kills(stack: Stack, monitor: StackMonitor) -> None:
@@ -66,7 +69,7 @@ def test_every_reading_is_good_again_after_kills(stack: Stack, monitor: StackMon
 
 
 def test_the_sums_are_those_of_the_topics(stack: Stack, monitor: StackMonitor) -> None:
-    """Two auditors count what one reads, and every event had one outcome."""
+    """Two auditors count the same as one, and every event had one outcome."""
     check_nothing_lost_or_twice(stack)
     trained = applied(stack)
     wait_until(

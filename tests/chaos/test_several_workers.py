@@ -1,5 +1,4 @@
-"""A stack of several workers: kills, also while a commit is under way, and another number of workers on the
-way."""
+"""A stack with several workers: kills during commits, and changes of the number of workers."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ pytestmark = [pytest.mark.chaos, pytest.mark.timeout(600)]
 COMMITTING = ("cutting", "freezing", "writing", "linking", "committing")
 
 
-def ask(stack: Stack, method: str, **fields: Any) -> dict[str, Any]:
+def call_controller(stack: Stack, method: str, **fields: Any) -> dict[str, Any]:
     transport = SocketTransport(stack.endpoints.controller)
     try:
         return transport.call(method, fields, timeout_s=90.0)[0]
@@ -44,14 +43,14 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 
 @pytest.mark.parametrize("victim", ["worker", "worker-1", "shard-0", "controller", "kafka"])
-def test_g3_several_workers_go_on_after_a_kill_during_a_commit(stack: Stack, victim: str) -> None:
-    wait_until("a commit under way", lambda: ask(stack, "status")["state"] in COMMITTING, 60)
+def test_g3_several_workers_continue_after_a_kill_during_a_commit(stack: Stack, victim: str) -> None:
+    wait_until("a commit under way", lambda: call_controller(stack, "status")["state"] in COMMITTING, 60)
     assert kill_and_resume(stack, victim, timeout_s=240) >= 50
 
 
 def test_the_requested_number_of_workers_trains(stack: Stack) -> None:
     for count in (1, 3, 2):
-        assert ask(stack, "scale", workers=count, timeout_s=80.0)["running"]
+        assert call_controller(stack, "scale", workers=count, timeout_s=80.0)["running"]
         before = applied(stack)
         wait_until(
             f"50 more samples by {count} workers", lambda before=before: applied(stack) >= before + 50, 120

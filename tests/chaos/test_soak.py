@@ -1,16 +1,19 @@
-"""A long run under random faults: kills, a full disk under a shard, garbage in every topic. `make soak` takes
-half an hour of it.
+"""A long run under random faults: kills, a full disk under a shard, garbage in every topic. `make soak` runs
+it for half an hour.
 
-What must hold at the end: every event accounted for, nothing lost or trained twice, and resident memory and
-open files of every program flat. The figures (memory and files over time, kills, dead letters) go to
-SOAK_REPORT, if that is set.
+At the end every event is accounted for, nothing is lost or trained twice, and the memory and open files of
+every program are flat. SOAK_REPORT names a file for the figures: memory and files over time, kills, dead
+letters.
 
-SOAK_SERVING=2: so many serving processes, which share the rows of a program that is killed too.
+SOAK_SERVING=2: the number of serving processes, which share the rows of one program; that program is killed
+too.
+
 SOAK_STORE=bucket: commits go to an object store that answers 503 for a twelfth of the run (ten minutes of two
-hours), transfers 1 MB/s for a tenth of it, and finally is all that is left of shard 1, whose disk is lost.
-SOAK_KILL_EVERY_S=120: the mean time between two kills. The report has the slope of each program's memory
-while the process is older than 15 minutes, so it takes kills as rare as that. Caches are still filling then,
-so a slope within one life need not be a leak; the test compares thirds of the run.
+hours) and transfers 1 MB/s for a tenth of it. Finally shard 1 loses its disk and is restored from this store.
+
+SOAK_KILL_EVERY_S=120: the mean time between two kills. The report has the slope of a program's memory for
+processes older than 15 minutes, so it needs rare kills. Caches still fill at that age, so a positive slope
+need not be a leak; the test compares thirds of the run.
 """
 
 from __future__ import annotations
@@ -54,23 +57,24 @@ SERVING = int(os.environ.get("SOAK_SERVING", "1"))
 BUCKET = os.environ.get("SOAK_STORE") == "bucket"
 KILL_EVERY_S = float(os.environ.get("SOAK_KILL_EVERY_S", "10"))
 MORE_FILES = 32
-"""Beyond those of the second third: connections come and go, and a killed Kafka or Redis is dialled again."""
-LOOK_EVERY_S, GARBAGE_EVERY_S, FULL_EVERY_S, FULL_S = 10.0, 30.0, 180.0, 20.0
+"""Allowed growth over the second third: connections come and go, also after kills of Kafka or Redis."""
+MEASURE_EVERY_S, GARBAGE_EVERY_S, FULL_EVERY_S, FULL_S = 10.0, 30.0, 180.0, 20.0
 DISK_MB = 64
-GROWN_UP_S = 45.0  # a program's memory counts from this age on
-SETTLED_S = 900.0  # its slope counts from this age on
+GROWN_UP_S = 45.0  # the minimum age of a process whose memory counts
+SETTLED_S = 900.0  # the minimum age of a process whose slope counts
 STILL_FILLING_MB = {
-    "redis": 64,  # 500 users of 512 items (40 bytes) and 50 clicks (24): 11 MB, thrice at most
-    "auditor": 320,  # 214 MB at its start, and the ids of the newest 30 minutes
+    # 500 users with 512 items (40 bytes) and 50 clicks (24 bytes) need 11 MB, at most three times that
+    "redis": 64,
+    "auditor": 320,  # 214 MB at its start, plus the ids of the newest 30 minutes
 }
-"""Programs whose memory has a bound that half an hour doesn't reach: what it may come to."""
+"""Upper limits for programs whose bounded memory still grows after half an hour."""
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(SECONDS + 900)]
 
 
 @contextlib.contextmanager
 def small_disk(at: Path) -> Iterator[bool]:
-    """A file system of its own at `at`, gone afterwards; False where this user may not mount one."""
+    """Mount a small file system at `at` during the block. Yields False if this user may not mount one."""
     at.mkdir(parents=True)
     mounted = (
         subprocess.run(
@@ -86,7 +90,8 @@ def small_disk(at: Path) -> Iterator[bool]:
 
 
 class Faults:
-    """What is done to the stack, and what was seen meanwhile. `step` often; each fault has its own time."""
+    """Injects faults into the stack and records its figures. Call `step` often; each fault has its own
+    schedule."""
 
     def __init__(self, stack: Stack, disk: Path | None, store: FaultyStore | None) -> None:
         self.stack, self.ballast, self.store = stack, disk / "ballast" if disk else None, store
@@ -98,7 +103,7 @@ class Faults:
         self.victims = [v for v in (*VICTIMS, "serving-1") if v in stack.expand(["all"])]
         self.kills: list[tuple[float, str]] = []
         self.num_garbage = self.num_full = 0
-        self._next_s = {"kill": 20.0, "look": 0.0, "garbage": 15.0, "fill": 40.0, "free": float("inf")}
+        self._next_s = {"kill": 20.0, "measure": 0.0, "garbage": 15.0, "fill": 40.0, "free": float("inf")}
         if store is not None:
             self._next_s |= {
                 "take_store_away": SECONDS * 0.25,
@@ -114,13 +119,13 @@ class Faults:
 
     def kill(self, now_s: float) -> float:
         victim = self.rng.choice(self.victims)
-        with contextlib.suppress(RoostreamError):  # it is down already
+        with contextlib.suppress(RoostreamError):  # it is already down
             self.stack.kill(victim)
             self.kills.append((now_s, victim))
         return KILL_EVERY_S * self.rng.uniform(0.5, 1.5)
 
-    def look(self, now_s: float) -> float:
-        """Resident memory and open files of every program that has run for a while, by its name."""
+    def measure(self, now_s: float) -> float:
+        """Record memory and open files of every program that has run for a while."""
         for name in self.stack.expand(["all", "simulate"]):
             pid = self.stack.pid(name)
             with contextlib.suppress(psutil.Error):
@@ -128,17 +133,17 @@ class Faults:
                     continue
                 process = psutil.Process(pid)
                 if (age_s := time.time() - process.create_time()) >= GROWN_UP_S:
-                    seen = (now_s, process.memory_info().rss)
-                    self.memory.setdefault(name, []).append(seen)
+                    sample = (now_s, process.memory_info().rss)
+                    self.memory.setdefault(name, []).append(sample)
                     self.files.setdefault(name, []).append((now_s, process.num_fds()))
                     if age_s >= SETTLED_S:
-                        self.settled.setdefault(name, {}).setdefault(pid, []).append(seen)
+                        self.settled.setdefault(name, {}).setdefault(pid, []).append(sample)
         if path := os.environ.get("SOAK_REPORT"):
             Path(path).write_text(json.dumps(self.report(), indent=1))
-        return LOOK_EVERY_S
+        return MEASURE_EVERY_S
 
     def garbage(self, now_s: float) -> float:
-        with contextlib.suppress(Exception):  # Kafka may be away; what was not taken is not counted
+        with contextlib.suppress(Exception):  # Kafka may be down; only accepted records are counted
             self.num_garbage += produce_garbage(self.stack)
         return GARBAGE_EVERY_S
 
@@ -160,8 +165,8 @@ class Faults:
 
     def take_store_away(self, now_s: float) -> float:
         assert self.store is not None
-        self.store.is_away = not self.store.is_away
-        return SECONDS / 12 if self.store.is_away else float("inf")
+        self.store.is_unavailable = not self.store.is_unavailable
+        return SECONDS / 12 if self.store.is_unavailable else float("inf")
 
     def slow_store(self, now_s: float) -> float:
         assert self.store is not None
@@ -182,24 +187,26 @@ class Faults:
             "garbage_records": self.num_garbage,
             "disk_filled": self.num_full,
             "memory_mb": {
-                name: [(round(at), rss >> 20) for at, rss in seen] for name, seen in self.memory.items()
+                name: [(round(at), rss >> 20) for at, rss in samples] for name, samples in self.memory.items()
             },
             "files": {
-                name: [(round(at), number) for at, number in seen] for name, seen in self.files.items()
+                name: [(round(at), number) for at, number in samples] for name, samples in self.files.items()
             },
             "requests_refused_by_store": self.store.num_refused if self.store else 0,
             "growth": growth(self.memory, SECONDS),
             "slopes": {
                 name: found for name, lives in self.settled.items() if (found := slope(lives)) is not None
             },
-            "more_files": more(self.files, SECONDS),
+            "more_files": additional_files(self.files, SECONDS),
         }
 
 
 def growth(memory: dict[str, list[tuple[float, int]]], seconds: float) -> dict[str, float]:
-    """Program → memory of the last third of the run over that of the second one: the lower quartiles, since a
-    program that reads anew what a killed Redis held takes more for a minute, and kills don't fall evenly."""
-    return {name: round(last / before, 3) for name, (before, last) in _thirds(memory, seconds).items()}
+    """Program → memory in the last third of the run divided by that in the second third. Lower quartiles are
+    compared, because reading data again after a kill of Redis takes more memory for a minute."""
+    return {
+        name: round(last / before, 3) for name, (before, last) in _compare_thirds(memory, seconds).items()
+    }
 
 
 class Slope(NamedTuple):
@@ -207,14 +214,15 @@ class Slope(NamedTuple):
     error: float
     """Standard error, from the scatter around the lines."""
     minutes: float
-    """Of all processes together, after each one's first 15."""
+    """Measured minutes of all processes together, without the first 15 of each."""
 
 
 def slope(lives: dict[int, list[tuple[float, int]]]) -> Slope | None:
-    """Growth of memory within the lives of a program's processes: one slope, and a level for each process."""
+    """Growth of memory within the lives of a program's processes: one slope for all, and one level for each
+    process."""
     times, levels, minutes = [], [], 0.0
-    for seen in lives.values():
-        at_s, rss = np.array(seen, float).T
+    for samples in lives.values():
+        at_s, rss = np.array(samples, float).T
         times.append(at_s - at_s.mean())
         levels.append(rss - rss.mean())
         minutes += (at_s[-1] - at_s[0]) / 60
@@ -222,38 +230,41 @@ def slope(lives: dict[int, list[tuple[float, int]]]) -> Slope | None:
     if (spread := float(x @ x)) == 0 or len(x) - len(lives) < 2:
         return None
     per_h = float(x @ y) / spread
-    left = y - per_h * x
-    error = float(np.sqrt(left @ left / (len(x) - len(lives) - 1) / spread))
+    residuals = y - per_h * x
+    error = float(np.sqrt(residuals @ residuals / (len(x) - len(lives) - 1) / spread))
     return Slope(round(per_h, 2), round(error, 2), round(minutes, 1))
 
 
-def more(files: dict[str, list[tuple[float, int]]], seconds: float) -> dict[str, float]:
-    """Program → open files of the last third of the run beyond those of the second one, as `growth`
-    compares."""
-    return {name: last - before for name, (before, last) in _thirds(files, seconds).items()}
+def additional_files(files: dict[str, list[tuple[float, int]]], seconds: float) -> dict[str, float]:
+    """Program → open files in the last third of the run minus those in the second third, by the same
+    quartiles."""
+    return {name: last - before for name, (before, last) in _compare_thirds(files, seconds).items()}
 
 
-def _thirds(figures: dict[str, list[tuple[float, int]]], seconds: float) -> dict[str, tuple[float, float]]:
+def _compare_thirds(
+    figures: dict[str, list[tuple[float, int]]], seconds: float
+) -> dict[str, tuple[float, float]]:
     found = {}
-    for name, seen in figures.items():
+    for name, samples in figures.items():
         thirds: list[list[int]] = [[], [], []]
-        for at_s, value in seen:
+        for at_s, value in samples:
             thirds[min(int(3 * at_s / seconds), 2)].append(value)
         if thirds[1] and thirds[2]:
-            found[name] = (_usual(thirds[1]), _usual(thirds[2]))
+            found[name] = (_lower_quartile(thirds[1]), _lower_quartile(thirds[2]))
     return found
 
 
-def _usual(values: list[int]) -> float:
+def _lower_quartile(values: list[int]) -> float:
     return statistics.quantiles(values, n=4)[0] if len(values) > 1 else values[0]
 
 
-def test_nothing_is_lost_and_memory_is_flat_under_faults_at_random(
+def test_nothing_is_lost_and_memory_is_flat_under_random_faults(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = dataclasses.replace(quick_options(), serving_processes=SERVING)
     options.overrides["simulate"]["rate"] = 40.0  # type: ignore[index]
-    # The ids of ten minutes instead of an hour: what is bounded by time is full when slopes are measured.
+    # Keep the ids of ten minutes instead of an hour, so that bounded memory is full before slopes are
+    # measured.
     options.overrides["worker"]["dedupe_horizon_ms"] = 600_000  # type: ignore[index]
     with contextlib.ExitStack() as stopping:
         store = stopping.enter_context(object_store(monkeypatch)) if BUCKET else None
@@ -285,14 +296,16 @@ def test_nothing_is_lost_and_memory_is_flat_under_faults_at_random(
         assert store is None or store.num_refused, report
         if SECONDS >= 900:  # shorter runs are still warming up
             # the heaps of the servers that aren't ours are bounded by their options
-            ours = {*program_specs.program_names(stack.options), SIMULATE} - STILL_FILLING_MB.keys()
+            our_programs = {*program_specs.program_names(stack.options), SIMULATE} - STILL_FILLING_MB.keys()
             assert {
-                name: ratio for name, ratio in report["growth"].items() if name in ours and ratio >= 1.1
+                name: ratio
+                for name, ratio in report["growth"].items()
+                if name in our_programs and ratio >= 1.1
             } == {}
             assert {
                 name: number
                 for name, number in report["more_files"].items()
-                if name in ours and number > MORE_FILES
+                if name in our_programs and number > MORE_FILES
             } == {}
             for name, max_mb in STILL_FILLING_MB.items():
                 assert max(rss >> 20 for _, rss in faults.memory[name]) < max_mb, (

@@ -1,7 +1,7 @@
-"""Faults that last, on one running stack with two workers: programs stopped for half a minute, a checkpoint
-store that is unmounted or read-only, second processes of programs, and all of them at random.
+"""Lasting faults on one running stack with two workers: programs stopped for half a minute, a checkpoint
+store that is unmounted or read-only, second processes of programs, and a random schedule of all of them.
 
-STOPPED_S=120: how long a program is stopped. FAULTS=20 FAULTS_SEED=3: the random schedule.
+STOPPED_S=120 sets how long a program is stopped. FAULTS=20 FAULTS_SEED=3 sets the random schedule.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         yield running
 
 
-def resumes(stack: Stack, before: int) -> None:
-    """Training goes on by itself."""
+def wait_until_training_resumes(stack: Stack, before: int) -> None:
+    """Wait until training has continued by itself."""
     wait_until(
         f"more than {before} + 50 committed samples",
         lambda: applied(stack) >= before + 50,
@@ -64,15 +64,15 @@ def test_g3_the_loop_resumes_after_a_program_was_stopped_and_continued(stack: St
     before = applied(stack)
     with stopped(stack, name):
         time.sleep(STOPPED_S)
-    resumes(stack, max(before, applied(stack)))
+    wait_until_training_resumes(stack, max(before, applied(stack)))
 
 
-def test_a_store_that_is_not_mounted_for_a_while_is_not_written_to_and_is_waited_for(stack: Stack) -> None:
+def test_an_unmounted_store_is_awaited_and_its_mount_point_stays_empty(stack: Stack) -> None:
     before = newest(stack)
     assert before is not None
     with unmounted(stack):
         wait_until(
-            "the controller says that the store is away",
+            "the controller reports that the store is unavailable",
             lambda: control_status(stack).get("away"),
             60,
             lambda: control_status(stack),
@@ -81,7 +81,7 @@ def test_a_store_that_is_not_mounted_for_a_while_is_not_written_to_and_is_waited
         assert newest(stack) is None
     trained = applied(stack)
     assert trained >= sum(part.metrics["requests"] for part in before.workers.values())
-    resumes(stack, trained)
+    wait_until_training_resumes(stack, trained)
     assert not control_status(stack).get("away")
 
 
@@ -92,7 +92,7 @@ def test_programs_that_start_while_the_store_is_not_mounted_wait_for_it(stack: S
             stack.kill(name)
         time.sleep(AWAY_S)
     assert applied(stack) >= before
-    resumes(stack, before)
+    wait_until_training_resumes(stack, before)
 
 
 def test_a_store_that_is_read_only_for_a_while_aborts_commits_with_the_reason(stack: Stack) -> None:
@@ -106,36 +106,36 @@ def test_a_store_that_is_read_only_for_a_while_aborts_commits_with_the_reason(st
         )
         time.sleep(AWAY_S)
         assert applied(stack) == before
-    resumes(stack, before)
+    wait_until_training_resumes(stack, before)
 
 
 @pytest.mark.parametrize("name", ["worker", "shard-0"])
-def test_a_second_process_of_an_index_ends_with_a_sentence_and_training_goes_on(
+def test_a_second_process_of_an_index_ends_with_a_message_and_training_continues(
     stack: Stack, name: str
 ) -> None:
     before, incarnation = applied(stack), control_status(stack)["incarnation"]
     pid = stack.pid(name)
-    code, said = exit_of_second_process(stack, name, 120)
-    assert code == REFUSED_CODE and "two processes run as" in said, (code, said)
+    code, output = exit_of_second_process(stack, name, 120)
+    assert code == REFUSED_CODE and "two processes run as" in output, (code, output)
     assert control_status(stack)["incarnation"] == incarnation and stack.pid(name) == pid
-    resumes(stack, before)
+    wait_until_training_resumes(stack, before)
 
 
 def schedule(seed: int, number: int) -> list[tuple[str, float, str]]:
-    """(fault, seconds, program) of each fault in order."""
+    """(fault, duration in seconds, program) of each fault in order."""
     rng = random.Random(seed)
     kinds = ("kill", "stop", "unmount", "read-only", "second process")
     programs = (*VICTIMS, "worker-1")
-    members = ("worker", "worker-1", "shard-0", "shard-1")
+    stateful_programs = ("worker", "worker-1", "shard-0", "shard-1")
     drawn = [(rng.choice(kinds), rng.uniform(3.0, 25.0)) for _ in range(number)]
     return [
-        (kind, seconds, rng.choice(members if kind == "second process" else programs))
+        (kind, seconds, rng.choice(stateful_programs if kind == "second process" else programs))
         for kind, seconds in drawn
     ]
 
 
 def test_a_random_schedule_of_faults_is_survived(stack: Stack) -> None:
-    """Two faults overlap: while one lasts, another program is killed."""
+    """Two faults overlap: during each fault, another program is killed."""
     print(f"FAULTS={FAULTS} FAULTS_SEED={SEED}")
     before, rng = applied(stack), random.Random(f"kills {SEED}")
     for kind, seconds, name in schedule(SEED, FAULTS):
@@ -143,10 +143,10 @@ def test_a_random_schedule_of_faults_is_survived(stack: Stack) -> None:
         with contextlib.ExitStack() as fault:
             _begin(fault, stack, kind, name)
             time.sleep(seconds / 2)
-            with contextlib.suppress(RoostreamError):  # it is down already
+            with contextlib.suppress(RoostreamError):  # it is already down
                 stack.kill(rng.choice(VICTIMS))
             time.sleep(seconds / 2)
-    resumes(stack, before)
+    wait_until_training_resumes(stack, before)
     assert stack.failed() == []
     monitor = monitor_of(stack)
     try:
@@ -169,7 +169,7 @@ def _begin(fault: contextlib.ExitStack, stack: Stack, kind: str, name: str) -> N
         "read-only": lambda: fault.enter_context(read_only(stack)),
         "second process": lambda: exit_of_second_process(stack, name, 180),
     }
-    with contextlib.suppress(RoostreamError):  # it has just died
+    with contextlib.suppress(RoostreamError):  # the program has just died
         begin[kind]()
 
 

@@ -30,8 +30,8 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 
 def lose_newest_records(stack: Stack) -> None:
-    """While no broker runs: cut the end off each partition's log. Without the marker of a clean shutdown the
-    broker looks for the last whole batch."""
+    """Cut off the end of each partition's log while no broker runs. Without the marker of a clean shutdown
+    the broker recovers up to the last complete batch."""
     data = stack.home.root / "kafka"
     (data / ".kafka_cleanshutdown").unlink()
     (data / "recovery-point-offset-checkpoint").unlink()
@@ -53,18 +53,21 @@ def stop_kafka_uncleanly(stack: Stack) -> None:
 
 
 def num_impressions(stack: Stack) -> list[int]:
-    """The end offset of each partition."""
+    """The end offset of each partition of the impressions."""
     consumer = clients.consumer(Broker(stack.endpoints.kafka), "test")
     try:
         name = name_of(stack.prefix, IMPRESSIONS)
-        places = (TopicPartition(name, p) for p in range(DEFAULT_PARTITIONS))
-        return [consumer.get_watermark_offsets(place, timeout=10.0)[1] for place in places]
+        topic_partitions = (TopicPartition(name, p) for p in range(DEFAULT_PARTITIONS))
+        return [
+            consumer.get_watermark_offsets(topic_partition, timeout=10.0)[1]
+            for topic_partition in topic_partitions
+        ]
     finally:
         consumer.close()
 
 
-def test_lost_records_are_counted_and_every_program_goes_on(stack: Stack) -> None:
-    """Producers whose records the broker has forgotten are replaced; no program ends for it."""
+def test_lost_records_are_counted_and_every_program_continues(stack: Stack) -> None:
+    """Producers whose records the broker lost are replaced, and no program ends because of it."""
     monitor = monitor_of(stack)
 
     def bad() -> list[str]:
@@ -86,10 +89,10 @@ def test_lost_records_are_counted_and_every_program_goes_on(stack: Stack) -> Non
         monitor.close()
 
 
-def test_a_feature_updater_notices_after_its_restart_that_its_offsets_name_other_records(
+def test_a_restarted_feature_updater_detects_that_its_offsets_were_reused(
     stack: Stack,
 ) -> None:
-    """While it was away, the broker lost records and gave their offsets to new ones."""
+    """During its absence, the broker lost records and gave their offsets to new ones."""
     monitor = monitor_of(stack)
     try:
         stack.stop_program("features")

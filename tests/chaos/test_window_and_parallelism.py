@@ -1,5 +1,5 @@
-"""A joiner with more parallel tasks than partitions joins everything, also after its window was halved under
-a savepoint."""
+"""A joiner with more parallel tasks than partitions joins everything, also after a restart from a savepoint
+with half the window."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_more_tasks_than_partitions_join_everything_and_a_halved_window_continue
         assert checkpoints is not None
         restored = checkpoints["latest"]["restored"]
         assert "/flink/savepoints/" in restored["external_path"], (
-            "Flink calls a given checkpoint savepoint, too"
+            "the job must be restored from the savepoint; Flink also calls a given checkpoint a savepoint"
         )
         before = applied(stack)
         wait_until("50 more trained samples", lambda: applied(stack) >= before + 50, 300)

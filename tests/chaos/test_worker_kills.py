@@ -1,5 +1,5 @@
-"""Workers are killed while files are trained, with rows at shards and in TorchRec's collections: the model is
-as if nobody had been."""
+"""Kills of workers while files are trained, with rows at shards or in TorchRec's collections. The model
+equals that of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SLOW = LoopConfig(exact=True, batch_requests=4, first_batch_requests=4)
 
 
 def workers_of(home: Path) -> list[int]:
-    """Their processes."""
+    """The process ids of the workers."""
     mark = str(home / "conf" / "worker-")
     children = psutil.Process().children(recursive=True)
     return [c.pid for c in children if any(word.startswith(mark) for word in c.cmdline())]
@@ -41,23 +41,24 @@ def num_commits(home: Path) -> int:
     return found.manifest.seq if found else 0
 
 
-def trained(place: Path, home: str, kills: int = 0, **more: Any) -> int:
-    """How many were killed, each in training that has committed since the last kill."""
-    over, draw, killed, commits = threading.Event(), random.Random(home), 0, 0
+def train_with_kills(folder: Path, home: str, kills: int = 0, **settings: Any) -> int:
+    """Train, and kill a worker `kills` times, each time after a commit since the last kill. Returns the
+    number of kills."""
+    finished, draw, killed, commits = threading.Event(), random.Random(home), 0, 0
 
     def run() -> None:
-        train_offline(config(place, home, workers=2, **more), SLOW, Stop())
-        over.set()
+        train_offline(config(folder, home, workers=2, **settings), SLOW, Stop())
+        finished.set()
 
     thread = threading.Thread(target=run)
     thread.start()
     while thread.is_alive() and killed < kills:
-        over.wait(draw.uniform(0.1, 2.0))
-        if num_commits(place / home) > commits and (pids := workers_of(place / home)):
+        finished.wait(draw.uniform(0.1, 2.0))
+        if num_commits(folder / home) > commits and (pids := workers_of(folder / home)):
             os.kill(draw.choice(pids), signal.SIGKILL)
-            killed, commits = killed + 1, num_commits(place / home)
+            killed, commits = killed + 1, num_commits(folder / home)
     thread.join(400)
-    assert over.is_set(), "it ended with an error, or not at all"
+    assert finished.is_set(), "training ended with an error or did not end"
     return killed
 
 
@@ -69,8 +70,8 @@ def test_g2_g11_killed_workers_train_the_same_model(tmp_path: Path, rows: str) -
         pytest.importorskip("torchrec")
     (tmp_path / "schema.toml").write_text(to_toml(wide()))
     archive(tmp_path / "warehouse", samples.records(list(range(1, NUM_SAMPLES + 1))))
-    trained(tmp_path, "calm", rows=rows, num_shards=3)
-    assert trained(tmp_path, "killed", NUM_KILLS, rows=rows, num_shards=3) >= 2
+    train_with_kills(tmp_path, "calm", rows=rows, num_shards=3)
+    assert train_with_kills(tmp_path, "killed", NUM_KILLS, rows=rows, num_shards=3) >= 2
     assert last(tmp_path, "killed").num_shards == 3
     assert last(tmp_path, "killed").step == last(tmp_path, "calm").step
     assert same_bits(tmp_path, "calm", "killed")

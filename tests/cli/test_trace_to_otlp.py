@@ -29,7 +29,7 @@ from roostream.wire import records as wire
 from roostream.wire import roo_pb2 as pb
 from roostream.wire.records import Record
 from serving.http.app import HttpInterface
-from tests.contract.house import ROOT
+from tests.contract.source_tree import ROOT
 from tests.serving.serving_cases import BODY, NOW_MS, SCHEMA, Built, build
 from tests.serving.serving_fakes import FakeRows
 

@@ -1,4 +1,4 @@
-"""The contract of every checkpoint store; `create` is what commits."""
+"""The contract of every checkpoint store. Commits rest on `create`, which must be exclusive."""
 
 from __future__ import annotations
 
@@ -50,24 +50,24 @@ def test_create_is_exclusive_and_keeps_an_existing_object(store: CheckpointStore
 
 def test_exactly_one_of_many_concurrent_creates_succeeds(store: CheckpointStore) -> None:
     if isinstance(store, MemoryStore):
-        pytest.skip("used by one thread only")
-    won: list[int] = []
+        pytest.skip("the memory store is used by one thread only")
+    winners: list[int] = []
     ready = threading.Barrier(8)
 
     def claim(n: int) -> None:
         ready.wait()
         if store.create("incarnations/00000001", b"%d" % n):
-            won.append(n)
+            winners.append(n)
 
     threads = [threading.Thread(target=claim, args=(n,)) for n in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(won) == 1 and store.get("incarnations/00000001") == b"%d" % won[0]
+    assert len(winners) == 1 and store.get("incarnations/00000001") == b"%d" % winners[0]
 
 
-def test_put_replaces(store: CheckpointStore) -> None:
+def test_put_replaces_an_existing_object(store: CheckpointStore) -> None:
     store.put("dense/1", b"a")
     store.put("dense/1", b"b")
     assert store.get("dense/1") == b"b"
@@ -127,13 +127,13 @@ def test_an_absent_object_is_an_error_to_read_but_not_to_delete(store: Checkpoin
 )
 def test_names_outside_of_the_store_are_rejected(store: CheckpointStore, name: str) -> None:
     if isinstance(store, MemoryStore):
-        pytest.skip("has no paths")
+        pytest.skip("the memory store has no paths")
     for call in (lambda: store.put(name, b""), lambda: store.create(name, b""), lambda: store.get(name)):
         with pytest.raises(CheckpointError, match="expected a name"):
             call()
 
 
-def test_unfinished_files_are_not_listed_and_none_are_left(tmp_path: Path) -> None:
+def test_unfinished_files_are_not_listed_and_creates_leave_none(tmp_path: Path) -> None:
     store = FileStore(tmp_path)
     store.create("manifests/1", b"x")
     store.create("manifests/1", b"y")

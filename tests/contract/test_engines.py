@@ -1,7 +1,7 @@
-"""The Flink and the local engine write the same samples for the same events, also after a kill -9.
+"""The Flink engine and the local engine write the same samples for the same events, also after kills.
 
 Flink's task manager and the local `roostream joiner` are killed halfway. Both engines write at least once, so
-every sample id counts once and its copies must be equal.
+copies of a sample id count once and must be equal.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.joiner.cases import SCHEMA
 from tests.joiner.joined_topics import SETTINGS, count, distinct, produce, wait
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-LOCAL = "local."  # prefix of topics
+LOCAL = "local."  # prefix of the local engine's topics
 OUTPUTS = ("samples", "corrections", "dead_letters")
 RECORDS = generated.arrivals(11)
 HALF = len(RECORDS) // 2
@@ -79,8 +79,8 @@ def start_local(stack: Any, home: Path) -> subprocess.Popen[bytes]:
 
 
 @pytest.fixture(scope="module")
-def by_local(stack: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
-    """Output of the local engine, which is killed halfway."""
+def local_outputs(stack: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
+    """The outputs of the local engine, which is killed halfway."""
     bootstrap, home = stack.endpoints.kafka, tmp_path_factory.mktemp("local")
     TopicAdmin(
         clients.admin(Broker(bootstrap)), LOCAL, DEFAULT_PARTITIONS, TopicSettings(replay=True)
@@ -88,7 +88,7 @@ def by_local(stack: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     produce(bootstrap, LOCAL, RECORDS[:HALF])
     first = start_local(stack, home)
     wait(
-        "a first sample and a snapshot",
+        "first samples and a snapshot",
         lambda: count(bootstrap, LOCAL, "samples") > 20 and any(home.glob("snapshots/*")),
     )
     first.kill()
@@ -97,7 +97,7 @@ def by_local(stack: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     try:
         produce(bootstrap, LOCAL, RECORDS[HALF:])
         wait("the last sample", lambda: len(distinct(bootstrap, LOCAL, "samples")) == num_requests())
-        wait("a quiet topic", lambda: _is_quiet(bootstrap, LOCAL))
+        wait("topics without new records", lambda: _is_quiet(bootstrap, LOCAL))
     finally:
         second.send_signal(signal.SIGTERM)
         assert second.wait(20) == 0
@@ -105,8 +105,8 @@ def by_local(stack: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
 
 
 @pytest.fixture(scope="module")
-def by_flink(stack: Any) -> dict[str, dict]:
-    """Output of Flink, whose task manager is killed halfway."""
+def flink_outputs(stack: Any) -> dict[str, dict]:
+    """The outputs of Flink, whose task manager is killed halfway."""
     bootstrap = stack.endpoints.kafka
     produce(bootstrap, "", RECORDS[:HALF])
     stack.wait_ready("joiner", timeout_s=_WAIT_S)
@@ -114,7 +114,7 @@ def by_flink(stack: Any) -> dict[str, dict]:
     stack.kill("flink-tm-0")
     produce(bootstrap, "", RECORDS[HALF:])
     wait("the last sample", lambda: len(distinct(bootstrap, "", "samples")) == num_requests())
-    wait("a quiet topic", lambda: _is_quiet(bootstrap, ""))
+    wait("topics without new records", lambda: _is_quiet(bootstrap, ""))
     return {topic: distinct(bootstrap, "", topic) for topic in OUTPUTS}
 
 
@@ -125,7 +125,7 @@ def _is_quiet(bootstrap: str, prefix: str) -> bool:
 
 
 @pytest.mark.parametrize("topic", OUTPUTS)
-def test_both_engines_write_the_same_bytes(topic: str, by_local: dict, by_flink: dict) -> None:
-    assert by_local[topic]
-    assert set(by_flink[topic]) == set(by_local[topic])
-    assert by_flink[topic] == by_local[topic]
+def test_both_engines_write_the_same_bytes(topic: str, local_outputs: dict, flink_outputs: dict) -> None:
+    assert local_outputs[topic]
+    assert set(flink_outputs[topic]) == set(local_outputs[topic])
+    assert flink_outputs[topic] == local_outputs[topic]

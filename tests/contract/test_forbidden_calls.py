@@ -1,4 +1,4 @@
-"""The product does not execute data as code and does not swallow errors silently."""
+"""The product executes no data as code and does not swallow errors silently."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ast
 
 import pytest
 
-from tests.contract.house import FOLDERS, place, sources
+from tests.contract.source_tree import FOLDERS, relative_path, sources
 
 MODULES = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib", "telnetlib"}
 CALLS = {
@@ -32,13 +32,13 @@ def violations(source: str) -> list[tuple[int, str]]:
         elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in MODULES:
             found.append((node.lineno, str(node.module)))
         elif isinstance(node, ast.Call):
-            found += [(node.lineno, what) for what in _call(node)]
+            found += [(node.lineno, violation) for violation in _forbidden_in_call(node)]
         elif isinstance(node, ast.ExceptHandler) and _is_silent(node):
             found.append((node.lineno, SILENT))
     return found
 
 
-def _call(node: ast.Call) -> list[str]:
+def _forbidden_in_call(node: ast.Call) -> list[str]:
     name = ast.unparse(node.func)
     wrong = [name] if name in CALLS else []
     for keyword in node.keywords:
@@ -49,17 +49,17 @@ def _call(node: ast.Call) -> list[str]:
 
 
 def _is_silent(node: ast.ExceptHandler) -> bool:
-    broad = node.type is None or ast.unparse(node.type) in ("Exception", "BaseException", "ImportError")
-    return broad and all(isinstance(statement, ast.Pass) for statement in node.body)
+    catches_all = node.type is None or ast.unparse(node.type) in ("Exception", "BaseException", "ImportError")
+    return catches_all and all(isinstance(statement, ast.Pass) for statement in node.body)
 
 
 @pytest.mark.parametrize("folder", [*FOLDERS, "benchmarks"])
 def test_the_product_has_no_forbidden_calls(folder: str) -> None:
     paths = sources(folder)
     wrong = [
-        f"{place(p)}:{line}: {what}"
+        f"{relative_path(p)}:{line}: {violation}"
         for p in paths
-        for line, what in violations(p.read_text(encoding="utf-8"))
+        for line, violation in violations(p.read_text(encoding="utf-8"))
     ]
     assert not wrong
 

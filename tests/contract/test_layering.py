@@ -1,6 +1,7 @@
 """Imports go one way: a package imports only the packages listed for it, and no modules form a cycle.
 
 roostream.schema <- wire <- runtime <- online <- models, warehouse <- replay
+
 roostream <- joiner, param_server <- trainer, serving <- infra, roostream.cli
 """
 
@@ -10,7 +11,7 @@ import sys
 
 import pytest
 
-from tests.contract.house import FOLDERS, imports, module_of, place, sources
+from tests.contract.source_tree import FOLDERS, imports, module_of, relative_path, sources
 
 SHARED = {"roostream.errors", "roostream.schema", "roostream.wire", "roostream.runtime"}
 LIBRARY = SHARED | {"roostream.online", "roostream.models", "roostream.warehouse", "roostream.replay"}
@@ -27,7 +28,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "param_server": SHARED,
     "trainer": SHARED | {"roostream.models", "roostream.warehouse", "param_server"},
     "serving": SHARED | {"roostream.online", "roostream.models", "param_server.replica"},
-    "infra": SHARED | {"trainer.monitoring"},  # the auditor compares the model with the baselines
+    "infra": SHARED | {"trainer.monitoring"},  # the auditor compares the model with baselines
     "roostream.cli": LIBRARY | set(FOLDERS),
 }
 ONLY_IN: dict[str, tuple[str, ...]] = {
@@ -83,8 +84,8 @@ def cycles(imported: dict[str, set[str]]) -> list[list[str]]:
             elif other in stack:
                 low[module] = min(low[module], number[other])
         if low[module] == number[module]:
-            at = stack.index(module)
-            group, stack[at:] = stack[at:], []
+            start = stack.index(module)
+            group, stack[start:] = stack[start:], []
             if len(group) > 1:
                 found.append(sorted(group))
 
@@ -111,7 +112,7 @@ def imported_modules() -> dict[str, set[str]]:
 @pytest.mark.parametrize("package", MAY_IMPORT)
 def test_a_package_imports_only_packages_below_it(package: str) -> None:
     wrong = [
-        f"{place(path)}:{line}: {name}"
+        f"{relative_path(path)}:{line}: {name}"
         for path in sources()
         if is_below(module_of(path), package)
         for line, name in imports(path)
@@ -134,12 +135,13 @@ def test_the_search_finds_cycles() -> None:
 @pytest.mark.parametrize("package", ONLY_IN)
 def test_a_heavy_package_is_imported_only_in_its_folders(package: str) -> None:
     wrong = [
-        f"{place(path)}:{line}"
+        f"{relative_path(path)}:{line}"
         for path in sources()
         for line, name in imports(path)
         if is_below(name, package)
         and not any(
-            place(path) == allowed or place(path).startswith(f"{allowed}/") for allowed in ONLY_IN[package]
+            relative_path(path) == allowed or relative_path(path).startswith(f"{allowed}/")
+            for allowed in ONLY_IN[package]
         )
     ]
     assert not wrong
@@ -148,11 +150,15 @@ def test_a_heavy_package_is_imported_only_in_its_folders(package: str) -> None:
 def test_schema_wire_and_online_import_no_service_libraries() -> None:
     known = PLAIN_PACKAGES_MAY_USE | sys.stdlib_module_names
     found = [(p, line, name) for p in sources(*PLAIN_PACKAGES) for line, name in imports(p)]
-    assert [f"{place(p)}:{line}: {name}" for p, line, name in found if name.split(".")[0] not in known] == []
+    assert [
+        f"{relative_path(p)}:{line}: {name}" for p, line, name in found if name.split(".")[0] not in known
+    ] == []
 
 
 def test_schema_wire_and_online_open_no_sockets() -> None:
     found = [(p, line, name) for p in sources(*PLAIN_PACKAGES) for line, name in imports(p)]
     assert [
-        f"{place(p)}:{line}: {name}" for p, line, name in found if name.split(".")[0] in ("socket", "http")
+        f"{relative_path(p)}:{line}: {name}"
+        for p, line, name in found
+        if name.split(".")[0] in ("socket", "http")
     ] == []

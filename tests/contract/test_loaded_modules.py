@@ -1,4 +1,5 @@
-"""A program imports no heavy package that it does not need: torch costs two seconds and half a gigabyte."""
+"""A program imports no heavy package that it does not need. Importing torch takes two seconds and half a
+gigabyte."""
 
 from __future__ import annotations
 
@@ -44,6 +45,6 @@ MAY_LOAD = {
 )
 def test_a_program_imports_only_the_heavy_packages_it_needs(modules: str) -> None:
     code = f"import sys\nimport {modules}\nprint(' '.join(m for m in {HEAVY!r} if m in sys.modules))"
-    done = subprocess.run((sys.executable, "-c", code), capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert set(done.stdout.split()) <= set(MAY_LOAD[modules])
+    completed = subprocess.run((sys.executable, "-c", code), capture_output=True, text=True, check=False)
+    assert completed.returncode == 0, completed.stderr
+    assert set(completed.stdout.split()) <= set(MAY_LOAD[modules])

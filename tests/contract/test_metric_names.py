@@ -1,4 +1,4 @@
-"""Metrics in dashboards and alerts have base units, timestamps instead of ages, and histograms instead of
+"""Metrics in dashboards and alerts use base units, timestamps instead of ages, and histograms instead of
 quantiles."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ NAME = re.compile(r"\broostream_[a-z0-9_]+")
 OTHER_UNITS = re.compile(
     r"_(ms|us|ns|s|minutes|hours|kb|mb|gb|kib|mib|percent)(_total|_bucket|_sum|_count)?$"
 )
-OTHER_FORMS = re.compile(r"_age(_|$)|_quantile(_|$)")  # use a timestamp or a histogram
+OTHER_FORMS = re.compile(r"_age(_|$)|_quantile(_|$)")  # a timestamp or a histogram should be used instead
 
 
 def metric_names() -> set[str]:

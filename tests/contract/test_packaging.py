@@ -1,4 +1,4 @@
-"""What is packaged is what is there, pinned without addresses."""
+"""Lock files pin every dependency with hashes and without addresses."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 
-def test_tests_have_no_packages() -> None:
+def test_test_folders_are_not_packages() -> None:
     assert list((ROOT / "tests").rglob("__init__.py")) == []
 
 
 def lock_entries(name: str) -> set[str]:
     text = (ROOT / name).read_text(encoding="utf-8")
-    assert not re.search(r"https?:|index-url|find-links| @ ", text), "a lock file names no address"
+    assert not re.search(r"https?:|index-url|find-links| @ ", text), "a lock file may not contain addresses"
     return set(re.split(r"\n(?=\S)", text.strip()))
 
 
@@ -25,7 +25,7 @@ def test_every_pin_has_a_hash() -> None:
     assert all(re.match(r"[a-z0-9._-]+==", entry) and "--hash=sha256:" in entry for entry in entries)
 
 
-def test_the_demos_packages_are_a_part_of_the_same_resolution() -> None:
+def test_the_demos_lock_file_is_a_subset_of_the_development_one() -> None:
     demo = lock_entries("requirements.lock")
     assert demo < lock_entries("requirements-dev.lock")
     names = {entry.partition("==")[0] for entry in demo}

@@ -1,4 +1,4 @@
-"""The documentation, public docstrings and messages keep to the house style in `prose.toml`: short sentences,
+"""The documentation, public docstrings and messages follow the house style in `prose.toml`: short sentences,
 few passives, no empty words, American spelling."""
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from functools import cache
 
 import pytest
 
-from tests.contract.house import ROOT, place, sources, tree
+from tests.contract.source_tree import ROOT, parse_file, relative_path, sources
 
 STYLE = tomllib.loads((ROOT / "tests/contract/prose.toml").read_text(encoding="utf-8"))
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
@@ -22,13 +22,13 @@ PASSIVE = re.compile(
     r"\b(?:is|are|was|were|been|being|be) (?:\w+ly )?"
     rf"(?!(?:{'|'.join(STYLE['passive']['no_agent'])}) )\w+(?:ed|en|ead|ade|ept|ent|own) by\b"
 )
-SAYS = re.compile(r"(?:Error|Exception|[Ff]ail(?:ed)?|error|warning|info|exception|setting|option)$")
+MESSAGE_CALL = re.compile(r"(?:Error|Exception|[Ff]ail(?:ed)?|error|warning|info|exception|setting|option)$")
 _LIST_ITEM = re.compile(r"\n(?=\s*(?:[-*|#]|\d+[.:]? ))")
 
 
 @dataclasses.dataclass(frozen=True)
 class Text:
-    """A paragraph without code, and where it is."""
+    """A paragraph without code, and its location."""
 
     where: str
     words: str
@@ -50,12 +50,12 @@ def paragraphs(text: str) -> Iterator[tuple[int, str]]:
 
 
 def sentences(paragraph: str) -> list[str]:
-    """A colon or semicolon ends a thought, as a full stop does."""
+    """Split at full stops, and also at colons and semicolons, which end a thought too."""
     return re.split(r"(?<=[.!?:;])[)\"]?\s+", paragraph)
 
 
-def indented(docstring: str) -> str:
-    """The docstring without drawings and tables, whose lines are indented or have gaps."""
+def without_drawings(docstring: str) -> str:
+    """The docstring without drawings and tables. Their lines are indented or have gaps."""
     kept = [line for line in docstring.splitlines() if not re.match(r"\s{2,}|.*\S\s{2,}\S|.*[─│┌└►▲]", line)]
     return "\n".join(kept)
 
@@ -63,7 +63,7 @@ def indented(docstring: str) -> str:
 @cache
 def documentation() -> list[Text]:
     return [
-        Text(f"{place(path)}:{line}", words)
+        Text(f"{relative_path(path)}:{line}", words)
         for path in PAGES
         for line, words in paragraphs(path.read_text(encoding="utf-8"))
     ]
@@ -71,35 +71,35 @@ def documentation() -> list[Text]:
 
 @cache
 def docstrings() -> list[Text]:
-    """Of modules, and of classes and functions whose names are public."""
+    """Docstrings of modules and of public classes and functions."""
     found = []
     for path in sources():
-        for node in ast.walk(tree(path)):
-            named = isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
-            if isinstance(node, ast.Module) or (named and not node.name.startswith("_")):
+        for node in ast.walk(parse_file(path)):
+            has_name = isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+            if isinstance(node, ast.Module) or (has_name and not node.name.startswith("_")):
                 text = ast.get_docstring(node) or ""
-                where = f"{place(path)}:{getattr(node, 'lineno', 1)}"
-                found += [Text(where, words) for _, words in paragraphs(indented(text))]
+                where = f"{relative_path(path)}:{getattr(node, 'lineno', 1)}"
+                found += [Text(where, words) for _, words in paragraphs(without_drawings(text))]
     return found
 
 
 @cache
 def messages() -> list[Text]:
-    """What programs say: texts of errors, of log lines, and of the help for settings and options."""
+    """Texts that programs print: errors, log lines, and the help for settings and options."""
     found = []
     for path in sources():
-        for node in ast.walk(tree(path)):
-            if isinstance(node, ast.Call) and SAYS.search(
+        for node in ast.walk(parse_file(path)):
+            if isinstance(node, ast.Call) and MESSAGE_CALL.search(
                 getattr(node.func, "id", getattr(node.func, "attr", ""))
             ):
                 for text in (*node.args, *(k.value for k in node.keywords if k.arg == "help")):
                     if words := _constant_text(text):
-                        found.append(Text(f"{place(path)}:{node.lineno}", " ".join(words.split())))
+                        found.append(Text(f"{relative_path(path)}:{node.lineno}", " ".join(words.split())))
     return found
 
 
 def _constant_text(node: ast.expr) -> str:
-    """A text with `X` for what is filled in; "" = something else."""
+    """The text with `X` for each inserted value; "" if the expression is no text."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
         return re.sub(r"`[^`]*`|%[-\w.]+", "X", node.value)
     if isinstance(node, ast.JoinedStr):
@@ -116,27 +116,27 @@ SOURCES = pytest.mark.parametrize("texts", [documentation, docstrings, messages]
 @SOURCES
 def test_sentences_are_short(texts: object) -> None:
     assert callable(texts)
-    long = [
+    too_long = [
         f"{text.where}: {len(sentence.split())} words: {sentence}"
         for text in texts()
         if not text.where.startswith(tuple(STYLE["any_length"]))
         for sentence in sentences(text.words)
         if len(sentence.split()) > STYLE["max_words"]
     ]
-    assert long == [], "\n".join(long)
+    assert too_long == [], "\n".join(too_long)
 
 
 @SOURCES
-def test_words_say_something(texts: object) -> None:
+def test_empty_words_are_not_used(texts: object) -> None:
     assert callable(texts)
     known = {word.lower(): better for word, better in STYLE["instead"].items()}
     pattern = re.compile(rf"(?<![\w-])({'|'.join(map(re.escape, known))})(?![\w-])", re.IGNORECASE)
-    empty = [
+    violations = [
         f"{text.where}: {found[0]!r}: write {known[found[0].lower()]}"
         for text in texts()
         for found in pattern.finditer(text.words)
     ]
-    assert empty == [], "\n".join(empty)
+    assert violations == [], "\n".join(violations)
 
 
 def test_pages_are_in_the_active_voice() -> None:
@@ -157,7 +157,7 @@ def test_words_are_spelled_as_in_american_english() -> None:
     texts = [*documentation(), *docstrings(), *messages()]
     command = (sys.executable, "-m", "codespell_lib", "--builtin", "clear,rare,en-GB_to_en-US")
     ignored = ("--ignore-words-list", ",".join(STYLE["spelled_right"]))
-    done = subprocess.run(
+    completed = subprocess.run(
         (*command, *ignored, "-"),
         input="\n".join(text.words for text in texts),
         capture_output=True,
@@ -167,6 +167,6 @@ def test_words_are_spelled_as_in_american_english() -> None:
     )
     wrong = [
         f"{texts[int(line) - 1].where}: {found.strip()}"
-        for line, found in re.findall(r"^(\d+): .*\n\s*(.* ==> .*)$", done.stdout, re.MULTILINE)
+        for line, found in re.findall(r"^(\d+): .*\n\s*(.* ==> .*)$", completed.stdout, re.MULTILINE)
     ]
-    assert done.returncode == 0 and wrong == [], "\n".join(wrong) + done.stderr
+    assert completed.returncode == 0 and wrong == [], "\n".join(wrong) + completed.stderr

@@ -1,4 +1,4 @@
-"""What every reader of records promises: Kafka's over a real broker, and the one in memory."""
+"""The contract of every record consumer: Kafka's over a real broker, and the one in memory."""
 
 from __future__ import annotations
 
@@ -32,41 +32,43 @@ KAFKA = pytest.param("kafka", marks=pytest.mark.e2e)
 
 
 class Log(Protocol):
-    """Where a reader's records are."""
+    """A place to which a test writes records and from which the consumer under test reads."""
 
     def reader(self, *, skip_lost_records: bool = True) -> RecordConsumer:
-        """One a test, before anything is written."""
+        """Create the consumer of a test, before anything is written."""
 
     def write(self, partition: Partition, *times_ms: int) -> None: ...
 
     def trim(self, partition: Partition, first: int) -> None:
-        """Retention: offsets below `first` are gone."""
+        """Delete records as retention does: offsets below `first` are gone."""
 
     def close(self) -> None: ...
 
 
 class MemoryLog:
     def __init__(self) -> None:
-        self.made: MemoryConsumer | None = None
+        self.consumer: MemoryConsumer | None = None
 
     def reader(self, *, skip_lost_records: bool = True) -> RecordConsumer:
-        self.made = MemoryConsumer(ALL, skip_lost_records=skip_lost_records)
-        return self.made
+        self.consumer = MemoryConsumer(ALL, skip_lost_records=skip_lost_records)
+        return self.consumer
 
     def write(self, partition: Partition, *times_ms: int) -> None:
-        assert self.made is not None
-        first = self.made.end_offsets()[partition]
-        self.made.append([Record(*partition, first + n, t, b"key", b"value") for n, t in enumerate(times_ms)])
+        assert self.consumer is not None
+        first = self.consumer.end_offsets()[partition]
+        self.consumer.append(
+            [Record(*partition, first + n, t, b"key", b"value") for n, t in enumerate(times_ms)]
+        )
 
     def trim(self, partition: Partition, first: int) -> None:
-        assert self.made is not None
-        self.made.trim(partition, first)
+        assert self.consumer is not None
+        self.consumer.trim(partition, first)
 
     def close(self) -> None: ...
 
 
 class KafkaLog:
-    """Topics of its own."""
+    """Kafka topics with a prefix of their own."""
 
     _numbers = itertools.count()
 
@@ -79,15 +81,15 @@ class KafkaLog:
         self.readers: list[KafkaConsumer] = []
 
     def reader(self, *, skip_lost_records: bool = True) -> KafkaConsumer:
-        reading = ConsumerOptions(
+        options = ConsumerOptions(
             partitions=ALL,
             prefix=self.prefix,
             merge_by_time=True,
             skip_lost_records=skip_lost_records,
             track_end_offsets=True,
         )
-        self.readers.append(KafkaConsumer.open(self.broker, "readers", reading))
-        wait_until(lambda: self._can_be_asked(self.readers[-1]))
+        self.readers.append(KafkaConsumer.open(self.broker, "readers", options))
+        wait_until(lambda: self._has_leader(self.readers[-1]))
         return self.readers[-1]
 
     def write(self, partition: Partition, *times_ms: int) -> None:
@@ -99,8 +101,8 @@ class KafkaLog:
         assert self.client.flush(20) == 0
 
     def trim(self, partition: Partition, first: int) -> None:
-        place = TopicPartition(name_of(self.prefix, partition[0]), partition[1], first)
-        for future in self.admin.delete_records([place]).values():
+        topic_partition = TopicPartition(name_of(self.prefix, partition[0]), partition[1], first)
+        for future in self.admin.delete_records([topic_partition]).values():
             future.result()
 
     def close(self) -> None:
@@ -108,7 +110,7 @@ class KafkaLog:
             reader.close()
 
     @staticmethod
-    def _can_be_asked(reader: KafkaConsumer) -> bool:
+    def _has_leader(reader: KafkaConsumer) -> bool:
         try:
             return bool(reader.end_offsets())
         except UnavailableError:  # the partitions have no leader yet
@@ -129,22 +131,22 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 @pytest.fixture(params=["memory", KAFKA])
 def records(request: pytest.FixtureRequest) -> Iterator[Log]:
-    made: Log = MemoryLog()
+    log: Log = MemoryLog()
     if request.param == "kafka":
-        made = KafkaLog(Broker(request.getfixturevalue("stack").endpoints.kafka))
-    yield made
-    made.close()
+        log = KafkaLog(Broker(request.getfixturevalue("stack").endpoints.kafka))
+    yield log
+    log.close()
 
 
 def wait_until(check: Any) -> None:
     until_s = time.monotonic() + _WAIT_S
     while not check():
-        assert time.monotonic() < until_s, "not in time"
+        assert time.monotonic() < until_s, "the condition did not become true in time"
         time.sleep(0.05)
 
 
 def lag_of(reader: Any, partition: Partition) -> Any:
-    """The lag of a partition, which a reader leaves out while Kafka does not report its ends in time."""
+    """The lag of a partition. A consumer omits it while Kafka does not report the ends in time."""
     found: dict[Partition, Any] = {}
 
     def is_known() -> bool:
@@ -156,7 +158,7 @@ def lag_of(reader: Any, partition: Partition) -> Any:
 
 
 def read(reader: RecordConsumer, count: int, partition: Partition | None = None) -> list[Record]:
-    """The next `count` records, however many polls they take."""
+    """The next `count` records, from as many polls as needed."""
     out: list[Record] = []
 
     def is_complete() -> bool:
@@ -167,7 +169,7 @@ def read(reader: RecordConsumer, count: int, partition: Partition | None = None)
     return out
 
 
-def places(found: Sequence[Record]) -> list[tuple[Partition, int]]:
+def positions(found: Sequence[Record]) -> list[tuple[Partition, int]]:
     return [((r.topic, r.partition), r.offset) for r in found]
 
 
@@ -178,7 +180,7 @@ def test_records_of_all_partitions_come_oldest_first_and_whole(records: Log) -> 
     records.write(SHOWN, 1_010)
     reader.seek({})
     found = read(reader, 4)
-    assert places(found) == [(SHOWN, 0), (P1, 0), (P0, 0), (P1, 1)]
+    assert positions(found) == [(SHOWN, 0), (P1, 0), (P0, 0), (P1, 1)]
     assert found[0] == Record("impressions", 0, 0, 1_010, b"key", b"value")
     assert reader.positions() == reader.end_offsets() == {SHOWN: 1, P0: 1, P1: 2}
     wait_until(reader.at_end)
@@ -192,7 +194,7 @@ def test_a_seek_continues_exactly_at_the_given_offsets(records: Log) -> None:
     read(reader, 3)
     reader.seek({P0: 2, P1: 1})
     assert reader.positions() == {SHOWN: 0, P0: 2, P1: 1}
-    assert places(read(reader, 2)) == [(P0, 2), (P1, 1)]
+    assert positions(read(reader, 2)) == [(P0, 2), (P1, 1)]
     assert reader.num_lost == 0
 
 
@@ -201,7 +203,7 @@ def test_one_partition_can_be_read_alone(records: Log) -> None:
     records.write(P0, 1_000)
     records.write(P1, 2_000, 2_001)
     reader.seek({})
-    assert places(read(reader, 2, P1)) == [(P1, 0), (P1, 1)]
+    assert positions(read(reader, 2, P1)) == [(P1, 0), (P1, 1)]
     assert reader.positions() == {SHOWN: 0, P0: 0, P1: 2}
 
 
@@ -233,9 +235,9 @@ def test_records_deleted_before_a_seek_are_counted(records: Log) -> None:
     records.trim(P0, 5)
     reader.seek({P0: 2})
     assert reader.num_lost == 3 and reader.positions()[P0] == 5
-    assert places(read(reader, 1)) == [(P0, 5)]
+    assert positions(read(reader, 1)) == [(P0, 5)]
     reader.seek({})
-    assert reader.num_lost == 3, "what nobody asked for isn't lost"
+    assert reader.num_lost == 3, "records that no seek asked for are not lost"
 
 
 def test_records_deleted_while_a_partition_is_paused_are_counted(records: Log) -> None:
@@ -249,7 +251,7 @@ def test_records_deleted_while_a_partition_is_paused_are_counted(records: Log) -
     assert reader.poll(10, 0.3) == []
     records.trim(P0, 4)
     reader.pause([])
-    assert places(read(reader, 2)) == [(P0, 4), (P0, 5)]
+    assert positions(read(reader, 2)) == [(P0, 4), (P0, 5)]
     assert reader.num_lost == 3
 
 
@@ -260,7 +262,7 @@ def test_a_consumer_that_may_not_skip_reports_deleted_records(records: Log) -> N
     with pytest.raises(RecordsGoneError, match=r"gone|no longer has"):
         reader.seek({P0: 1})
     reader.seek({P0: 2})
-    assert places(read(reader, 1)) == [(P0, 2)] and reader.num_lost == 0
+    assert positions(read(reader, 1)) == [(P0, 2)] and reader.num_lost == 0
 
 
 def test_offsets_beyond_the_end_count_as_deleted(records: Log) -> None:
@@ -276,7 +278,7 @@ def test_a_consumer_that_may_skip_continues_at_the_end_of_a_truncated_log(record
     reader.seek({P0: 7})
     assert reader.num_lost == 5 and reader.positions()[P0] == 2
     records.write(P0, 1_002)
-    assert places(read(reader, 1)) == [(P0, 2)]
+    assert positions(read(reader, 1)) == [(P0, 2)]
 
 
 def test_no_record_at_or_beyond_a_limit_is_returned_until_it_moves(records: Log) -> None:
@@ -286,17 +288,17 @@ def test_no_record_at_or_beyond_a_limit_is_returned_until_it_moves(records: Log)
     records.write(SHOWN, 1_005, 1_050)
     reader.seek({})
     reader.set_limits({P0: 1, P1: 2})
-    assert places(read(reader, 3)) == [(P0, 0), (P1, 0), (P1, 1)], (
-        "of number 0 nothing comes before its bound is moved"
+    assert positions(read(reader, 3)) == [(P0, 0), (P1, 0), (P1, 1)], (
+        "no record of impressions-0 may come before its limit is set"
     )
     assert reader.poll(10, 0.2) == [] and (reader.has_more(P0), reader.has_more(P1)) == (False, False)
     reader.set_limits({P0: 3, P1: 3})
-    assert places(read(reader, 1)) == [(SHOWN, 0)]
+    assert positions(read(reader, 1)) == [(SHOWN, 0)]
     assert reader.has_more(P0) is True
     assert reader.has_more(P1) is None
-    assert places(read(reader, 2, P0)) == [(P0, 1), (P0, 2)] and reader.poll(10, 0.2, P0) == []
+    assert positions(read(reader, 2, P0)) == [(P0, 1), (P0, 2)] and reader.poll(10, 0.2, P0) == []
     reader.set_limits({})
-    assert places(read(reader, 1)) == [(SHOWN, 1)]
+    assert positions(read(reader, 1)) == [(SHOWN, 1)]
 
 
 @pytest.mark.e2e
@@ -323,12 +325,12 @@ def test_records_of_an_open_transaction_are_neither_returned_nor_counted_as_lag(
     assert len(read(reader, 1)) == 1
     wait_until(lambda: reader.poll(10, 0.05) == [] and reader.at_end())
     wait_until(lambda: lag_of(reader, P0).stable_end == 2)
-    assert lag_of(reader, P0).records == 0, "the transaction's marker is no lag"
+    assert lag_of(reader, P0).records == 0, "the transaction's marker must not count as lag"
     log.close()
 
 
 @pytest.mark.e2e
-def test_a_killed_broker_is_waited_for(stack: Any) -> None:
+def test_a_killed_broker_is_awaited(stack: Any) -> None:
     log = KafkaLog(Broker(stack.endpoints.kafka))
     reader = log.reader()
     log.write(P0, 1_000)
@@ -338,7 +340,7 @@ def test_a_killed_broker_is_waited_for(stack: Any) -> None:
     assert reader.poll(10, 0.2) == []
     stack.wait_ready("kafka", timeout_s=180)
     log.write(P0, 2_000)
-    assert places(read(reader, 1)) == [(P0, 1)] and reader.num_lost == 0
+    assert positions(read(reader, 1)) == [(P0, 1)] and reader.num_lost == 0
     log.close()
 
 
@@ -346,8 +348,8 @@ def test_a_killed_broker_is_waited_for(stack: Any) -> None:
 def test_topics_are_described_by_a_broker(stack: Any) -> None:
     log = KafkaLog(Broker(stack.endpoints.kafka))
     topics = ("impressions", "engagements")
-    wait_until(lambda: bool(described(log, topics)))
-    ids = described(log, topics)
+    wait_until(lambda: bool(topic_ids_if_known(log, topics)))
+    ids = topic_ids_if_known(log, topics)
     assert set(ids) == set(topics) and len(set(ids.values())) == 2
     watch = TopicWatch(lambda: clients.admin(log.broker), log.prefix, 3, topics)
     watch.check()
@@ -357,7 +359,7 @@ def test_topics_are_described_by_a_broker(stack: Any) -> None:
     log.close()
 
 
-def described(log: KafkaLog, topics: tuple[str, ...]) -> dict[str, str]:
+def topic_ids_if_known(log: KafkaLog, topics: tuple[str, ...]) -> dict[str, str]:
     """The ids of the topics; {} while the broker does not know them yet."""
     try:
         return clients.topic_ids(log.broker, log.prefix, topics)
@@ -367,8 +369,8 @@ def described(log: KafkaLog, topics: tuple[str, ...]) -> dict[str, str]:
 
 @pytest.mark.e2e
 @pytest.mark.slow
-def test_the_ends_are_known_again_within_30_s_of_every_restart_of_the_broker(stack: Any) -> None:
-    """The same clients live through all restarts, with the leaders that they have cached."""
+def test_end_offsets_are_known_again_within_30_s_of_every_broker_restart(stack: Any) -> None:
+    """The same clients live through all restarts with their cached leaders."""
     from roostream.cli.status import StackMonitor
 
     log = KafkaLog(Broker(stack.endpoints.kafka))
@@ -382,7 +384,7 @@ def test_the_ends_are_known_again_within_30_s_of_every_restart_of_the_broker(sta
         wait_until(lambda: bool(monitor.sample({})["topics"]))
         stack.kill("kafka")
         reader.poll(10, 0.2)
-        assert monitor.sample({})["topics"] == {}, "unknown, not the number of before"
+        assert monitor.sample({})["topics"] == {}, "the ends must be unknown, not the old numbers"
         stack.wait_ready("kafka", timeout_s=180)
         log.write(P0, 1_000)
         wait_until(lambda count=count: lag_of(reader, P0).stable_end == count)
@@ -394,11 +396,11 @@ def test_the_ends_are_known_again_within_30_s_of_every_restart_of_the_broker(sta
 
 @pytest.mark.e2e
 @pytest.mark.slow
-def test_offsets_that_a_broker_lost_and_used_again_are_counted_and_their_new_records_read(stack: Any) -> None:
+def test_offsets_that_a_broker_lost_and_reused_are_counted_and_read_again(stack: Any) -> None:
     log = KafkaLog(Broker(stack.endpoints.kafka))
     reader = log.reader()
     for time_ms in range(1_000, 1_010):
-        log.write(P0, time_ms)  # one batch of the log each
+        log.write(P0, time_ms)  # each record is a batch of its own in the log
     reader.seek({})
     assert len(read(reader, 10)) == 10
     epochs = reader.leader_epochs({P0: 10})
@@ -407,11 +409,15 @@ def test_offsets_that_a_broker_lost_and_used_again_are_counted_and_their_new_rec
     stack.start(["kafka"])
     stack.wait_ready("kafka", timeout_s=180)
     log.write(P0, *range(2_000, 2_008))
-    assert places(read(reader, 8)) == [(P0, offset) for offset in range(6, 14)], "as they come"
+    assert positions(read(reader, 8)) == [(P0, offset) for offset in range(6, 14)], (
+        "the running consumer must read the new records"
+    )
     assert reader.num_lost == 4
     restarted = log.reader()
     restarted.seek({P0: 10}, epochs)
-    assert places(read(restarted, 8)) == [(P0, offset) for offset in range(6, 14)], "after a restart"
+    assert positions(read(restarted, 8)) == [(P0, offset) for offset in range(6, 14)], (
+        "a restarted consumer must read the new records"
+    )
     assert restarted.num_lost == 4 and restarted.positions()[P0] == 14
     epochs = restarted.leader_epochs({P0: 14})
     stack.kill("kafka")
@@ -419,7 +425,9 @@ def test_offsets_that_a_broker_lost_and_used_again_are_counted_and_their_new_rec
     log.write(P0, 3_000)
     unharmed = log.reader()
     unharmed.seek({P0: 14}, epochs)
-    assert places(read(unharmed, 1)) == [(P0, 14)] and unharmed.num_lost == 0, "a newer epoch is no loss"
+    assert positions(read(unharmed, 1)) == [(P0, 14)] and unharmed.num_lost == 0, (
+        "a newer epoch without truncation is no loss"
+    )
     log.close()
 
 
@@ -440,20 +448,20 @@ def test_committed_offsets_of_a_group_can_be_read_from_outside_of_it(stack: Any)
     broker = Broker(stack.endpoints.kafka)
     log = KafkaLog(broker)
     log.write(P0, 1_000)
-    reading = ConsumerOptions(partitions=(P0,), prefix=log.prefix)
-    asking = clients.consumer(broker, f"{log.prefix}group")
-    for _ in range(3):  # at first the broker makes the place where groups are kept
-        wait_until(lambda: _told(asking, reading) == {P0: CommittedOffset(0, -1)})
-    committing = clients.consumer(broker, f"{log.prefix}group")
-    committing.commit(offsets=[TopicPartition(name_of(log.prefix, P0[0]), P0[1], 1)], asynchronous=False)
-    assert _told(asking, reading) == {P0: CommittedOffset(0, 1)}
-    committing.close()
-    asking.close()
+    options = ConsumerOptions(partitions=(P0,), prefix=log.prefix)
+    group_consumer = clients.consumer(broker, f"{log.prefix}group")
+    for _ in range(3):  # the broker first creates the topic in which groups are stored
+        wait_until(lambda: _committed_if_known(group_consumer, options) == {P0: CommittedOffset(0, -1)})
+    committer = clients.consumer(broker, f"{log.prefix}group")
+    committer.commit(offsets=[TopicPartition(name_of(log.prefix, P0[0]), P0[1], 1)], asynchronous=False)
+    assert _committed_if_known(group_consumer, options) == {P0: CommittedOffset(0, 1)}
+    committer.close()
+    group_consumer.close()
     log.close()
 
 
-def _told(asking: Any, reading: ConsumerOptions) -> dict[Partition, CommittedOffset]:
+def _committed_if_known(group_consumer: Any, options: ConsumerOptions) -> dict[Partition, CommittedOffset]:
     try:
-        return committed_offsets(asking, reading)
+        return committed_offsets(group_consumer, options)
     except UnavailableError:  # the group has no coordinator yet
         return {}

@@ -15,7 +15,7 @@ from param_server.rules import KERNELS, MAX_GRADIENT, accumulators
 from roostream.schema.update_rules import RULES, Adagrad, Adam, RowwiseAdagrad, Rule
 
 State: TypeAlias = tuple[np.ndarray, np.ndarray]
-"""(rows [N, D], state [N, A])."""
+"""(rows [N, D], state [N, A])"""
 
 
 def adagrad(w: np.ndarray, a: np.ndarray, g: np.ndarray, rule: Any) -> State:
@@ -42,23 +42,23 @@ REFERENCE: dict[str, Callable[..., State]] = {
     "rowwise_adagrad": rowwise_adagrad,
     "adam": adam,
 }
-OTHER: dict[str, Rule] = {
+NON_DEFAULT: dict[str, Rule] = {
     "adagrad": Adagrad(learning_rate=0.5, initial_accumulator=0.1, epsilon=1e-3),
     "rowwise_adagrad": RowwiseAdagrad(learning_rate=0.5, initial_accumulator=0.1, epsilon=1e-3),
     "adam": Adam(learning_rate=0.01, beta1=0.5, beta2=0.9, epsilon=1e-3),
 }
-"""Each rule with parameters that all differ from the defaults."""
+"""Each rule with parameters that all differ from its defaults."""
 
 
 def test_every_rule_has_a_kernel_and_a_reference() -> None:
-    assert set(KERNELS) == set(REFERENCE) == set(OTHER) == set(RULES)
-    for name, rule in OTHER.items():
+    assert set(KERNELS) == set(REFERENCE) == set(NON_DEFAULT) == set(RULES)
+    for name, rule in NON_DEFAULT.items():
         assert all(
             value != default for value, default in zip(rule.parameters, RULES[name]().parameters, strict=True)
         )
 
 
-def start(rule: Rule, dim: int) -> State:
+def initial_state(rule: Rule, dim: int) -> State:
     rows_ND = np.random.default_rng(dim).normal(size=(20, dim)).astype(np.float32)
     return rows_ND, np.full((20, rule.state_width(dim)), rule.first_state, np.float32)
 
@@ -68,23 +68,24 @@ def apply(
     rules: list[Rule],
     place_U: np.ndarray,
     gradient_UD: np.ndarray,
-    which_U: np.ndarray | None = None,
+    rule_index_U: np.ndarray | None = None,
 ) -> None:
-    """Apply gradients like a stack whose tables have these rules; by default all rows belong to the first."""
-    which_U = np.zeros(len(place_U), np.int64) if which_U is None else which_U
+    """Apply gradients as a stack does whose tables have these rules. By default all rows belong to the first
+    rule."""
+    rule_index_U = np.zeros(len(place_U), np.int64) if rule_index_U is None else rule_index_U
     parameters_KP = np.array([rule.parameters for rule in rules], np.float64)
-    KERNELS[rules[0].name](*state, place_U, gradient_UD, which_U, parameters_KP)
+    KERNELS[rules[0].name](*state, place_U, gradient_UD, rule_index_U, parameters_KP)
 
 
 RULE = pytest.mark.parametrize(
-    "rule", [*(rule() for rule in RULES.values()), *OTHER.values()], ids=lambda r: str(r.parameters)
+    "rule", [*(rule() for rule in RULES.values()), *NON_DEFAULT.values()], ids=lambda r: str(r.parameters)
 )
 
 
 @RULE
 @pytest.mark.parametrize("dim", [1, 3, 380])
 def test_a_rule_follows_its_formula_over_many_steps(rule: Rule, dim: int) -> None:
-    rows_ND, state_NA = start(rule, dim)
+    rows_ND, state_NA = initial_state(rule, dim)
     w, state = rows_ND.astype(np.float64), state_NA.astype(np.float64)
     rng = np.random.default_rng(1)
     for _ in range(50):
@@ -100,7 +101,7 @@ def test_a_rule_follows_its_formula_over_many_steps(rule: Rule, dim: int) -> Non
 
 def test_adam_updates_a_row_like_torch_updates_it_alone() -> None:
     torch = pytest.importorskip("torch")
-    rows_ND, state_NA = start(Adam(), 5)
+    rows_ND, state_NA = initial_state(Adam(), 5)
     weight = torch.tensor(rows_ND[3], requires_grad=True)
     optimizer = torch.optim.Adam([weight], lr=Adam().learning_rate)
     rng = np.random.default_rng(4)
@@ -121,21 +122,21 @@ def test_adam_updates_a_row_like_torch_updates_it_alone() -> None:
 
 @pytest.mark.parametrize("name", RULES)
 def test_each_row_has_the_parameters_of_its_own_table(name: str) -> None:
-    rules, which_U = [RULES[name](), OTHER[name]], np.arange(20) % 2
+    rules, rule_index_U = [RULES[name](), NON_DEFAULT[name]], np.arange(20) % 2
     gradient_UD = np.random.default_rng(3).normal(size=(20, 4)).astype(np.float32)
-    mixed, alone = start(rules[0], 4), start(rules[0], 4)
-    apply(mixed, rules, np.arange(20), gradient_UD, which_U)
+    mixed, separate = initial_state(rules[0], 4), initial_state(rules[0], 4)
+    apply(mixed, rules, np.arange(20), gradient_UD, rule_index_U)
     for k, rule in enumerate(rules):
-        apply(alone, [rule], np.flatnonzero(which_U == k), gradient_UD[which_U == k])
-    assert mixed[0].tobytes() == alone[0].tobytes() and mixed[1].tobytes() == alone[1].tobytes()
-    one = start(rules[0], 4)
-    apply(one, rules[:1], np.arange(20), gradient_UD)
-    assert (one[0][1] != mixed[0][1]).any() and (one[0][0] == mixed[0][0]).all()
+        apply(separate, [rule], np.flatnonzero(rule_index_U == k), gradient_UD[rule_index_U == k])
+    assert mixed[0].tobytes() == separate[0].tobytes() and mixed[1].tobytes() == separate[1].tobytes()
+    first_rule_only = initial_state(rules[0], 4)
+    apply(first_rule_only, rules[:1], np.arange(20), gradient_UD)
+    assert (first_rule_only[0][1] != mixed[0][1]).any() and (first_rule_only[0][0] == mixed[0][0]).all()
 
 
 @RULE
 def test_a_zero_gradient_without_state_changes_no_row(rule: Rule) -> None:
-    rows_ND, state_NA = start(rule, 4)
+    rows_ND, state_NA = initial_state(rule, 4)
     state_NA[:] = 0
     before = rows_ND.copy()
     apply((rows_ND, state_NA), [rule], np.arange(20), np.zeros((20, 4), np.float32))
@@ -145,7 +146,7 @@ def test_a_zero_gradient_without_state_changes_no_row(rule: Rule) -> None:
 @RULE
 def test_splitting_a_step_changes_no_bit(rule: Rule) -> None:
     gradient_UD = np.random.default_rng(2).normal(size=(20, 7)).astype(np.float32)
-    whole, split = start(rule, 7), start(rule, 7)
+    whole, split = initial_state(rule, 7), initial_state(rule, 7)
     apply(whole, [rule], np.arange(20), gradient_UD)
     for part in (slice(0, 3), slice(3, 20)):
         apply(split, [rule], np.arange(20)[part], gradient_UD[part])
@@ -154,7 +155,7 @@ def test_splitting_a_step_changes_no_bit(rule: Rule) -> None:
 
 @RULE
 def test_a_row_given_twice_is_updated_twice(rule: Rule) -> None:
-    twice, one_by_one = start(rule, 4), start(rule, 4)
+    twice, one_by_one = initial_state(rule, 4), initial_state(rule, 4)
     gradient_UD = np.ones((2, 4), np.float32)
     apply(twice, [rule], np.array([5, 5]), gradient_UD)
     for n in range(2):
@@ -168,7 +169,7 @@ def test_rows_stay_finite_at_the_limits_of_the_parameters(name: str) -> None:
         bounds = field.metadata["bounds"]
         for value in (bounds.ge, min(bounds.le, 1e3)):
             rule = RULES[name](**{field.name: value})
-            state = start(rule, 3)
+            state = initial_state(rule, 3)
             for _ in range(5):
                 apply(state, [rule], np.arange(20), np.full((20, 3), 1e20, np.float32))
             assert np.isfinite(state[0]).all(), (field.name, value)
@@ -177,9 +178,9 @@ def test_rows_stay_finite_at_the_limits_of_the_parameters(name: str) -> None:
 @RULE
 @pytest.mark.parametrize("start_at", [0.0, 2.0**65])
 def test_gradients_within_the_bound_keep_the_state_finite(rule: Rule, start_at: float) -> None:
-    """After any number of steps: a large accumulator stops growing when a further square is lost in
-    rounding."""
-    rows_ND, state_NA = start(rule, 4)
+    """A large accumulator stops growing once a further square is lost in rounding, so any number of steps is
+    safe."""
+    rows_ND, state_NA = initial_state(rule, 4)
     state_NA[:, accumulators(rule.name, 4)] = start_at
     place_U, gradient_UD = np.arange(20), np.full((20, 4), MAX_GRADIENT, np.float32)
     for _ in range(200):

@@ -1,4 +1,4 @@
-"""The wheel is the application: in an environment of its own it finds all that a checkout has."""
+"""The wheel is the complete application: in a fresh environment it finds everything that a checkout has."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.timeout(400)  # an environment is made and filled: minutes on a machine that is busy
+pytestmark = pytest.mark.timeout(400)  # creating and filling an environment takes minutes on a busy machine
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-TOPS = {name.rstrip("*") for name in PROJECT["tool"]["setuptools"]["packages"]["find"]["include"]}
+TOP_PACKAGES = {name.rstrip("*") for name in PROJECT["tool"]["setuptools"]["packages"]["find"]["include"]}
 OUTSIDE = tuple(
     f"infra/{name}"
     for name in ("k8s/", "s3/", "image/", "systemd/", "compose.yaml", "promtool.sh", "setup.sh")
 )
-"""Of a deployment, not of a program: taken from a checkout or a release's archive."""
+"""Files of deployments, which the wheel leaves out: users take them from a checkout or a release archive."""
 ENTRY = "from importlib.metadata import distribution as d; d('roostream').entry_points['roostream'].load()()"
 PARTS = """
 import json
@@ -43,13 +43,13 @@ SCHEMA = '[tables.item]\ndim = 4\n[[nro]]\nname = "price"\n[[nro]]\nonline = "it
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The interpreter of a fresh environment with the wheel in it, built of what the project lists and
-    installed by uv. Other packages are those of this environment, so that nothing is fetched: that they
-    resolve is not shown here."""
+    """The interpreter of a fresh environment with the wheel, which setuptools builds and uv installs. Other
+    packages come from the present environment, so that nothing is downloaded. This does not show that they
+    resolve."""
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
     skip = shutil.ignore_patterns("__pycache__")
-    for name in TOPS:
+    for name in TOP_PACKAGES:
         shutil.copytree(ROOT / name, source / name, ignore=skip)
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
@@ -64,38 +64,40 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return python
 
 
-def ran(python: Path, place: Path, *arguments: str) -> str:
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "COVERAGE", "VIRTUAL_ENV"))}
-    environ = {**kept, "NUMBA_DISABLE_JIT": "1"}  # the same code, without a minute of compiling
-    done = subprocess.run(
-        [python, *arguments], cwd=place, env=environ, capture_output=True, text=True, timeout=110
+def run_python(python: Path, folder: Path, *arguments: str) -> str:
+    inherited = {
+        k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "COVERAGE", "VIRTUAL_ENV"))
+    }
+    environ = {**inherited, "NUMBA_DISABLE_JIT": "1"}  # runs the same code without a minute of compilation
+    completed = subprocess.run(
+        [python, *arguments], cwd=folder, env=environ, capture_output=True, text=True, timeout=110
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    assert completed.returncode == 0, completed.stdout + completed.stderr
+    return completed.stdout
 
 
 def test_an_installed_wheel_has_the_command(python: Path, tmp_path: Path) -> None:
     script = python.with_name("roostream")
     assert script.read_text().startswith("#!" + str(python))
-    told = ran(python, tmp_path, str(script), "plan", "--requests-per-s", "1000")
-    assert "bottleneck: " in told
+    output = run_python(python, tmp_path, str(script), "plan", "--requests-per-s", "1000")
+    assert "bottleneck: " in output
 
 
 def test_the_wheel_contains_all_sources_and_data_files_and_nothing_else(python: Path) -> None:
-    """Only users would miss a package, page or table that the project's lists forget."""
+    """A package, page or table that the project's lists forget would be missed by users only."""
     tracked = subprocess.run(
-        ("git", "ls-files", *sorted(TOPS)), cwd=ROOT, capture_output=True, text=True, check=True
+        ("git", "ls-files", *sorted(TOP_PACKAGES)), cwd=ROOT, capture_output=True, text=True, check=True
     )
-    wanted = {
+    expected = {
         name
         for name in tracked.stdout.splitlines()
         if not name.endswith(".md") and not name.startswith(OUTSIDE) and "kustomization" not in name
     }
     packages = next((python.parents[1]).glob("lib/python*/site-packages"))
-    assert {name for name in wanted if not (packages / name).is_file()} == set()
+    assert {name for name in expected if not (packages / name).is_file()} == set()
     record = next(packages.glob("roostream-*.dist-info/RECORD")).read_text().splitlines()
     tops = {line.partition("/")[0] for line in record if not line.startswith(("..", "roostream-"))}
-    assert tops == TOPS
+    assert tops == TOP_PACKAGES
 
 
 def test_extras_name_existing_extras() -> None:
@@ -106,12 +108,17 @@ def test_extras_name_existing_extras() -> None:
 
 
 def test_the_command_prints_its_version(python: Path, tmp_path: Path) -> None:
-    assert ran(python, tmp_path, "-c", ENTRY, "--version") == f"roostream {PROJECT['project']['version']}\n"
+    assert (
+        run_python(python, tmp_path, "-c", ENTRY, "--version")
+        == f"roostream {PROJECT['project']['version']}\n"
+    )
 
 
 def test_programs_find_their_data_files_in_the_wheel(python: Path, tmp_path: Path) -> None:
-    found = json.loads(ran(python, tmp_path, "-c", PARTS))
-    assert Path(found["root"]).is_relative_to(python.parents[1]), "not of the checkout"
+    found = json.loads(run_python(python, tmp_path, "-c", PARTS))
+    assert Path(found["root"]).is_relative_to(python.parents[1]), (
+        "files must come from the wheel and not from the checkout"
+    )
     assert found["build"] == str(python.parents[1] / "share" / "roostream")
     assert found["jars"] > 30 and found["java"] == len(list((ROOT / "joiner" / "java").glob("*.java")))
     assert found["schemas"] == ["demo", "ebnerd", "yambda"]
@@ -128,5 +135,5 @@ def test_a_log_is_replayed_in_one_process(python: Path, tmp_path: Path) -> None:
         lines.append({**key, "type": "engagement", **click})
     (tmp_path / "shop.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     replay = "replay jsonl --log shop.jsonl --schema shop.toml --engine local --report out.json"
-    ran(python, tmp_path, "-c", ENTRY, *replay.split())
+    run_python(python, tmp_path, "-c", ENTRY, *replay.split())
     assert json.loads((tmp_path / "out.json").read_text())["counts"]["samples"] == 6

@@ -1,7 +1,7 @@
-"""`python -m tests.e2e.dashboard_picture URL`: docs/overview-dashboard.png, a picture of a dashboard.
+"""Draw a dashboard from the answers of a real Prometheus: `python -m tests.e2e.dashboard_picture URL` writes
+docs/overview-dashboard.png.
 
-It shows what the dashboard's own queries answer at the Prometheus at URL. The panels are placed as in Grafana
-and drawn by matplotlib, so colors and fonts differ from Grafana's.
+The panels are placed as in Grafana but drawn by matplotlib, so colors and fonts differ.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from matplotlib.patches import Rectangle
 from matplotlib.ticker import FuncFormatter
 
 ROOT = Path(__file__).resolve().parents[2]
-COLUMNS = 24  # of Grafana's grid
-POINTS = 240  # of a line
+COLUMNS = 24  # columns of Grafana's grid
+POINTS = 240  # points of a line
 COLORS = {"green": "#56a64b", "orange": "#e08400", "red": "#d10e5c"}
 MAX_BYTES = 300_000
 
 Series = list[tuple[str, list[tuple[float, float]]]]
-"""Legend → (time in s, value), oldest first."""
+"""(legend, [(time in s, value), ...]) of each line; the oldest value comes first."""
 
 
 def main() -> None:
@@ -41,29 +41,31 @@ def main() -> None:
     parser.add_argument("url", help="address of a Prometheus that scrapes a deployment")
     parser.add_argument("--minutes", type=float, default=60, help="time that the lines cover, until now")
     parser.add_argument("--dashboard", default="overview", help="a file of infra/dashboards, without .json")
-    chosen = parser.parse_args()
-    dashboard = json.loads((ROOT / "infra/dashboards" / f"{chosen.dashboard}.json").read_text())
-    picture = ROOT / "docs" / f"{chosen.dashboard}-dashboard.png"
-    draw(dashboard, chosen.url, chosen.minutes * 60).savefig(picture, dpi=90)
+    arguments = parser.parse_args()
+    dashboard = json.loads((ROOT / "infra/dashboards" / f"{arguments.dashboard}.json").read_text())
+    picture = ROOT / "docs" / f"{arguments.dashboard}-dashboard.png"
+    draw(dashboard, arguments.url, arguments.minutes * 60).savefig(picture, dpi=90)
     if picture.stat().st_size > MAX_BYTES:
         raise SystemExit(f"{picture}: expected at most {MAX_BYTES} bytes, got {picture.stat().st_size}")
 
 
 def draw(dashboard: dict[str, Any], url: str, seconds: float) -> Figure:
-    """The panels with what their queries answer now; lines cover the last `seconds`."""
+    """Draw the panels with the present answers to their queries. Lines cover the last `seconds`."""
     rows = max(panel["gridPos"]["y"] + panel["gridPos"]["h"] for panel in dashboard["panels"])
     mpl.rcParams.update({"font.size": 7, "axes.spines.top": False, "axes.spines.right": False})
     figure = Figure(figsize=(15, rows * 0.3), facecolor="white")
     for panel in dashboard["panels"]:
-        place = panel["gridPos"]
-        left, bottom = place["x"] / COLUMNS, 1 - (place["y"] + place["h"]) / rows
-        width, height = place["w"] / COLUMNS, place["h"] / rows
-        margin = 0.06 if panel["type"] == "bargauge" else 0.03  # names stand to the left of bars
+        grid_position = panel["gridPos"]
+        left, bottom = grid_position["x"] / COLUMNS, 1 - (grid_position["y"] + grid_position["h"]) / rows
+        width, height = grid_position["w"] / COLUMNS, grid_position["h"] / rows
+        margin = 0.06 if panel["type"] == "bargauge" else 0.03  # labels stand to the left of bars
         inside = (left + margin, bottom + 0.22 * height, width - margin - 0.01, 0.62 * height)
         axes = figure.add_axes(inside)
         axes.set_title(panel["title"], fontsize=8, fontweight="bold", loc="left")
         is_now = panel["type"] != "timeseries"
-        series = [one for target in panel["targets"] for one in _ask(url, target, 0 if is_now else seconds)]
+        series = [
+            line for target in panel["targets"] for line in _query(url, target, 0 if is_now else seconds)
+        ]
         if not series:
             axes.text(0.5, 0.5, "no data", ha="center", va="center", color="gray")
             axes.axis("off")
@@ -74,8 +76,8 @@ def draw(dashboard: dict[str, Any], url: str, seconds: float) -> Figure:
     return figure
 
 
-def _ask(url: str, target: dict[str, str], seconds: float) -> Series:
-    """What a query answers: at each moment of the last `seconds`, or now if 0."""
+def _query(url: str, target: dict[str, str], seconds: float) -> Series:
+    """The answer to a query over the last `seconds`, or for now if 0."""
     now_s = time.time()
     step_s = max(seconds / POINTS, 1.0)
     parameters = {"query": target["expr"].replace("$namespace", ".*")}
@@ -84,11 +86,11 @@ def _ask(url: str, target: dict[str, str], seconds: float) -> Series:
     with urllib.request.urlopen(f"{url}/api/v1/{kind}?{urllib.parse.urlencode(parameters)}") as answer:
         found = json.load(answer)["data"]["result"]
     out = []
-    for one in found:
+    for result in found:
         legend = target.get("legendFormat", "")
-        for name, value in one["metric"].items():
+        for name, value in result["metric"].items():
             legend = legend.replace(f"{{{{{name}}}}}", value)
-        values = one["values"] if seconds else [one["value"]]
+        values = result["values"] if seconds else [result["value"]]
         out.append((legend, [(at, float(value)) for at, value in values]))
     return sorted(out)
 
@@ -127,10 +129,10 @@ def _table(axes: Axes, series: Series, settings: dict[str, Any]) -> None:
 
 def _bars(axes: Axes, series: Series, settings: dict[str, Any]) -> None:
     values = [points[-1][1] for _, points in series]
-    places = range(len(series))
-    bars = axes.barh(places, values, color=[_color(value, settings) for value in values])
+    positions = range(len(series))
+    bars = axes.barh(positions, values, color=[_color(value, settings) for value in values])
     axes.bar_label(bars, [_text(value, settings["unit"]) for value in values], padding=3)
-    axes.set_yticks(places, [legend for legend, _ in series])
+    axes.set_yticks(positions, [legend for legend, _ in series])
     axes.margins(x=0.1)
 
 

@@ -1,4 +1,4 @@
-"""One whole stack for the end-to-end tests, and the questions that they ask it."""
+"""A whole stack for the end-to-end and chaos tests, and helpers that wait for and read its state."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from roostream.runtime.manifest import Manifest
 
 
 def quick_options() -> StackOptions:
-    """The demo's stack with shorter times, so that a test sees many commits. Requests close at the end of
-    the window, so that every engagement is in its sample."""
+    """The demo's stack with shorter intervals, so that a test sees many commits. Requests close at the end of
+    the window, so that a sample contains every engagement."""
     return demo(
         overrides={
             "joiner": {"window_ms": 4_000, "lateness_ms": 1_000, "checkpoint_interval_ms": 2_000},
@@ -35,20 +35,20 @@ def quick_options() -> StackOptions:
 
 
 def wait_until(
-    what: str, check: Callable[[], Any], timeout_s: float, read: Callable[[], object] | None = None
+    event: str, check: Callable[[], Any], timeout_s: float, read: Callable[[], object] | None = None
 ) -> Any:
-    """The first true value of `check`; fails the test with `what` and with what `read` returns if none
-    comes."""
+    """Wait for a true value of `check` and return it. On a timeout the test fails with `event` and with what
+    `read` returns."""
     until_s = time.monotonic() + timeout_s
     while time.monotonic() < until_s:
         if value := check():
             return value
         time.sleep(0.25)
-    raise AssertionError(f"not within {timeout_s:.0f} s: {what}{f'; read: {read()}' if read else ''}")
+    raise AssertionError(f"not within {timeout_s:.0f} s: {event}{f'; read: {read()}' if read else ''}")
 
 
 def rank(stack: Stack, items: list[int]) -> dict[str, Any]:
-    """The answer to a new request of user 7."""
+    """Rank these items for user 7 and return the answer."""
     body = {"user_id": 7, "session_id": 1, "candidates": [{"item_id": i} for i in items]}
     call = urllib.request.Request(
         f"{stack.endpoints.serving}/v1/rank", json.dumps(body).encode(), {"content-type": "application/json"}
@@ -64,8 +64,7 @@ def newest(stack: Stack) -> Manifest | None:
 
 
 def applied(stack: Stack) -> int:
-    """Samples that the committed parameters contain, as the newest manifest counts them: rolled back with
-    everything else."""
+    """The number of samples in the committed parameters, from the newest manifest. A rollback lowers it."""
     manifest = newest(stack)
     return sum(part.metrics["requests"] for part in manifest.workers.values()) if manifest else 0
 
@@ -80,29 +79,29 @@ def auditor(stack: Stack) -> Auditor:
 
 
 def drained(stack: Stack, audit: Auditor) -> bool:
-    """Every request is sampled, and the committed parameters contain each sample once. What the auditor
-    hasn't read yet can't make this true: the counts come from two places; nor can what Kafka doesn't tell
-    now."""
+    """Whether every request is sampled and the committed parameters contain each sample once. Records that
+    the auditor has not read yet can't make this true, because the two counts have different sources; neither
+    can figures that Kafka does not report now."""
     try:
         audit.poll(2.0)
     except UnavailableError:
         return False
     sums = audit.sums()
-    waits = sums.pending or sums.pending_requests or sums.unknown
-    return sums.samples > 0 and not waits and applied(stack) == sums.samples
+    unfinished = sums.pending or sums.pending_requests or sums.unknown
+    return sums.samples > 0 and not unfinished and applied(stack) == sums.samples
 
 
 def kill_and_resume(stack: Stack, victim: str, *, more: int = 50, timeout_s: float = 120) -> int:
-    """kill -9, then wait until the loop has by itself committed `more` samples beyond those that were; how
-    many more."""
+    """Kill a program with SIGKILL and wait until `more` further samples are committed. Returns how many
+    were."""
     before = applied(stack)
     stack.kill(victim)
-    what = f"{more} more committed samples after the kill of {victim}"
-    return wait_until(what, lambda: (now := applied(stack) - before) >= more and now, timeout_s)
+    event = f"{more} more committed samples after the kill of {victim}"
+    return wait_until(event, lambda: (now := applied(stack) - before) >= more and now, timeout_s)
 
 
 def unreadable(stack: Stack) -> int:
-    """Dead letters of bytes that are no record."""
+    """The number of dead letters whose bytes are no valid record."""
     audit = auditor(stack)
     try:
         audit.poll(5.0)
@@ -113,8 +112,8 @@ def unreadable(stack: Stack) -> int:
 
 
 def check_nothing_lost_or_twice(stack: Stack, *, within_s: float = 120) -> None:
-    """G1 from the topics; G2 from the committed count, which lost samples make smaller and repeated ones
-    larger."""
+    """Stop the simulator and check guarantees G1 and G2 (docs/architecture.md). G1 is checked from the
+    topics. G2 is checked from the committed count: lost samples make it smaller, repeated ones larger."""
     stack.stop_program("simulate")
     audit = auditor(stack)
     try:
@@ -138,8 +137,8 @@ def check_nothing_lost_or_twice(stack: Stack, *, within_s: float = 120) -> None:
 
 
 def produce_garbage(stack: Stack) -> int:
-    """Bytes that are no record, at now, to every partition of both event topics and of the samples; how many
-    records."""
+    """Write invalid bytes with the present time to every partition of the event topics and the samples.
+    Returns the number of records."""
     client = clients.producer(Broker(stack.endpoints.kafka))
     now_ms, count = int(time.time() * 1000), 0
     for topic in (IMPRESSIONS, ENGAGEMENTS, SAMPLES):

@@ -1,4 +1,4 @@
-"""A real Prometheus that scrapes a stack, and what it is asked."""
+"""A real Prometheus that scrapes a stack."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ import pytest
 import yaml
 
 from infra.ports import HOST, Ports, responds_ok
-from tests.contract.house import ROOT
+from tests.contract.source_tree import ROOT
 from tests.e2e.loop_stack import wait_until
 
 
 class Prometheus:
-    """`targets`: program → URL of its /metrics. Used as `with Prometheus(folder, targets) as prometheus`;
-    skips the test where there is no such program."""
+    """`targets` maps a program to the URL of its /metrics. Use it as a context manager. The test is skipped
+    if Prometheus is not installed."""
 
     def __init__(self, folder: Path, targets: Mapping[str, str]) -> None:
         found = next(
@@ -34,7 +34,7 @@ class Prometheus:
             None,
         )
         if found is None:
-            pytest.skip("prometheus is not here: `make promtool` gets it")
+            pytest.skip("prometheus is not installed; run `make promtool`")
         self.program, self.folder, self.targets, self._ports = found, folder, targets, Ports()
         self.url = f"http://{HOST}:{self._ports.draw()}"
 
@@ -71,12 +71,12 @@ class Prometheus:
         self._ports.release()
 
     def get(self, path: str, **parameters: str) -> Any:
-        """`data` of an answer of its HTTP interface."""
+        """The field `data` of an answer of the HTTP API."""
         with urllib.request.urlopen(
             f"{self.url}/api/v1/{path}?{urllib.parse.urlencode(parameters)}", timeout=20
         ) as answer:
             return json.load(answer)["data"]
 
     def query(self, expression: str) -> list[dict[str, Any]]:
-        """Series of now."""
+        """The present values of the series of a query."""
         return list(self.get("query", query=expression)["result"])

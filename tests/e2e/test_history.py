@@ -1,5 +1,5 @@
-"""History first, on real Kafka: more workers up to the export point, then one, with a controller killed on
-the way."""
+"""History first, on real Kafka: several workers train up to the export point, one worker trains the stream,
+and programs are killed on the way."""
 
 from __future__ import annotations
 
@@ -53,7 +53,8 @@ HISTORY, MORE = range(1, 2001), range(2001, 2201)
 
 
 def produce(stack: Stack, numbers: range, *, transaction: str = "", fingerprint: int = 0) -> None:
-    """To the partition of each number; a transaction leaves a marker behind its last record."""
+    """Send the samples to the partition of each number. A transaction leaves a marker after its last
+    record."""
     name = {"transactional_id": transaction, "delivery_timeout_ms": 20_000, "transaction_timeout_ms": 60_000}
     client = clients.producer(Broker(stack.endpoints.kafka), **(name if transaction else {}))  # type: ignore[arg-type]
     if transaction:
@@ -75,8 +76,8 @@ def produce(stack: Stack, numbers: range, *, transaction: str = "", fingerprint:
         client.commit_transaction(20)
 
 
-def told(stack: Stack) -> dict[str, Any]:
-    """What the controller tells, if it does."""
+def controller_status(stack: Stack) -> dict[str, Any]:
+    """The controller's status; {} if it does not answer."""
     transport = SocketTransport(stack.endpoints.controller)
     try:
         return dict(transport.call("status", {}, timeout_s=2.0)[0])
@@ -105,17 +106,23 @@ def test_g2_g3_history_by_two_workers_then_the_stream_by_one(tmp_path: Path) -> 
         produce(stack, HISTORY, transaction="history")
         stack.start(["shards", "controller", "worker"])
         wait_until("a commit of history", lambda: 0 < applied(stack) < len(HISTORY), 180)
-        assert (told(stack)["workers"], told(stack)["initial"]["records"]) == (2, len(HISTORY) + 4), (
-            "with the markers"
-        )
+        assert (controller_status(stack)["workers"], controller_status(stack)["initial"]["records"]) == (
+            2,
+            len(HISTORY) + 4,
+        ), "the markers of the transaction count as records"
         stack.kill("controller")
         produce(stack, MORE)
         wait_until(
             "the stream",
-            lambda: (s := told(stack)) and s["seq"] and not s["initial"] and s["wanted_workers"] == 1,
+            lambda: (
+                (status := controller_status(stack))
+                and status["seq"]
+                and not status["initial"]
+                and status["wanted_workers"] == 1
+            ),
             180,
         )
-        wait_until("everything once", lambda: applied(stack) == len(HISTORY) + len(MORE), 120)
+        wait_until("every sample trained once", lambda: applied(stack) == len(HISTORY) + len(MORE), 120)
         last = newest(stack)
         assert last is not None and len(last.workers) == 1
         wait_until("the second worker's end", lambda: stack.state("worker-1") == "stopped", 60)
@@ -123,7 +130,7 @@ def test_g2_g3_history_by_two_workers_then_the_stream_by_one(tmp_path: Path) -> 
 
 
 def exchanged_bytes(stack: Stack) -> float:
-    """Of rows between the workers, as worker 0 counts it."""
+    """The bytes of rows exchanged between the workers, as worker 0 counts them."""
     with urllib.request.urlopen(stack.endpoints.metrics["worker"], timeout=5) as answer:
         text = answer.read().decode()
     found = re.search(r"^roostream_worker_exchanged_bytes_total ([\d.e+]+)$", text, re.MULTILINE)
@@ -133,7 +140,7 @@ def exchanged_bytes(stack: Stack) -> float:
 def test_g3_history_with_rows_in_torchrecs_collections_then_the_stream_with_rows_at_shards(
     tmp_path: Path,
 ) -> None:
-    """A worker is killed on the way; the stream changes rows that the history has trained."""
+    """A worker is killed during the history. The stream then changes rows that the history has trained."""
     pytest.importorskip("torchrec")
     schema = tmp_path / "schema.toml"
     schema.write_text(to_toml(wide()), encoding="utf-8")
@@ -156,8 +163,12 @@ def test_g3_history_with_rows_in_torchrecs_collections_then_the_stream_with_rows
         assert exchanged_bytes(stack) > 0
         stack.kill("worker-1")
         produce(stack, MORE, fingerprint=wide().fingerprint)
-        wait_until("the stream", lambda: (s := told(stack)) and s["seq"] and not s["initial"], 240)
-        wait_until("everything once", lambda: applied(stack) == len(HISTORY) + len(MORE), 180)
+        wait_until(
+            "the stream",
+            lambda: (status := controller_status(stack)) and status["seq"] and not status["initial"],
+            240,
+        )
+        wait_until("every sample trained once", lambda: applied(stack) == len(HISTORY) + len(MORE), 180)
         last = newest(stack)
         assert last is not None and set(last.shards) == set(range(stack.options.num_shards))
         transport = SocketTransport(stack.endpoints.shards[0])

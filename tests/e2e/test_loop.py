@@ -1,7 +1,6 @@
-"""Serve → log → join → train → publish → serve, on real Kafka, Flink, Redis and processes: what this does
-defines done.
+"""The whole loop on real Kafka, Flink, Redis and processes: serve → log → join → train → publish → serve.
 
-One stack for the whole file; its tests run in order, each on what the ones before left.
+All tests share one stack and run in order, each on what the previous tests left.
 """
 
 from __future__ import annotations
@@ -55,8 +54,8 @@ def test_samples_are_trained_and_change_a_served_score(stack: Stack) -> None:
 def test_g6_invalid_bytes_stop_no_program(stack: Stack) -> None:
     before = applied(stack)
     count = produce_garbage(stack)
-    wait_until("50 more committed samples behind the garbage", lambda: applied(stack) >= before + 50, 60)
-    wait_until("a dead letter for each of them", lambda: unreadable(stack) >= count, 30)
+    wait_until("50 more committed samples after the garbage", lambda: applied(stack) >= before + 50, 60)
+    wait_until("a dead letter for each invalid record", lambda: unreadable(stack) >= count, 30)
     assert unreadable(stack) == count
 
 

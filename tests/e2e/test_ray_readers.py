@@ -1,5 +1,5 @@
-"""Readers on the nodes of a Ray cluster, of one machine here: the batches are those of a worker that reads
-for itself, and what dies is started again."""
+"""Readers on the nodes of a Ray cluster, here of one machine. Batches equal those of a worker without
+readers, and readers that die are started again."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from infra.child import Program, StopRank
 from infra.ray_pool import RayPool
 from tests.cli.train.test_offline import last, place, same_bits, trained
 
-ray = pytest.importorskip("ray", reason="package extra ray isn't there")
+ray = pytest.importorskip("ray", reason="the package extra `ray` is not installed")
 __all__ = ["place"]  # a fixture
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400), pytest.mark.filterwarnings("ignore")]
@@ -32,16 +32,16 @@ def cluster() -> Iterator[None]:
     ray.shutdown()
 
 
-def copy(env: dict[str, str], number: int, folder: Path) -> Program:
+def idle_program(env: dict[str, str], number: int, folder: Path) -> Program:
     command = (sys.executable, "-I", "-S", "-c", "import time; time.sleep(600)")
     return Program(
         name=f"copy-{number}", command=command, log=folder / "log", env=env, stop_rank=StopRank.FEATURES
     )
 
 
-def until(done: Callable[[], bool]) -> None:
+def wait_until(condition: Callable[[], bool]) -> None:
     ends_s = time.monotonic() + WAIT_S
-    while not done():
+    while not condition():
         assert time.monotonic() < ends_s
         time.sleep(0.1)
 
@@ -59,27 +59,27 @@ def parent_of(pid: int) -> int:
 
 
 def test_copies_that_die_and_actors_that_die_are_started_again() -> None:
-    pool = RayPool(partial(copy, dict(os.environ)), "copy")
+    pool = RayPool(partial(idle_program, dict(os.environ)), "copy")
     try:
         pool.resize(2)
-        until(lambda: len(pool.pids()) == 2)
+        wait_until(lambda: len(pool.pids()) == 2)
         first, second = pool.pids()
         os.kill(first, signal.SIGKILL)
-        until(lambda: len(its := pool.pids()) == 2 and first not in its and second in its)
+        wait_until(lambda: len(pids := pool.pids()) == 2 and first not in pids and second in pids)
         os.kill(parent_of(second), signal.SIGKILL)
-        until(lambda: not is_alive(second))
+        wait_until(lambda: not is_alive(second))
 
         def is_back() -> bool:
             pool.resize(2)
-            return len(its := pool.pids()) == 2 and second not in its
+            return len(pids := pool.pids()) == 2 and second not in pids
 
-        until(is_back)
+        wait_until(is_back)
         pool.resize(1)
-        until(lambda: pool.members() == ["copy-0"])
-        left = pool.pids()
+        wait_until(lambda: pool.members() == ["copy-0"])
+        remaining = pool.pids()
     finally:
         pool.close()
-    until(lambda: not any(map(is_alive, left)))
+    wait_until(lambda: not any(map(is_alive, remaining)))
 
 
 def test_g11_readers_on_a_cluster_change_no_bit(place: Path) -> None:

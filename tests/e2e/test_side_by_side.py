@@ -1,4 +1,4 @@
-"""Two stacks on one machine don't meet: neither ports, nor topics, nor files."""
+"""Two stacks on one machine share no ports, topics or files."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""One request, from its caller to the rows that readers get, as a collector of OpenTelemetry sees it: serving
-and `roostream trace` begun as docs/http.md has it, by OpenTelemetry's own command, its exporter by its
-variables, nothing of ours between."""
+"""One request from its caller to the rows that replicas get, as an OpenTelemetry collector sees it. Serving
+and `roostream trace` are started as docs/http.md describes, with OpenTelemetry's own command and exporter."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ import pytest
 
 from infra.stack import Stack
 from roostream.cli.request_trace import STEPS
-from tests.contract.house import ROOT
+from tests.contract.source_tree import ROOT
 from tests.e2e.loop_stack import applied, quick_options, wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -44,29 +43,29 @@ def collector() -> Iterator[Any]:
         yield running
 
 
-def as_the_page_says(program: str, collector: Any) -> tuple[tuple[str, ...], dict[str, str]]:
-    """(what a command begins with, variables) of docs/http.md; the collector's place alone is another."""
+def instrumentation_of(program: str, collector: Any) -> tuple[tuple[str, ...], dict[str, str]]:
+    """The command prefix and the environment from docs/http.md. Only the collector's address differs."""
     page = (ROOT / "docs/http.md").read_text(encoding="utf-8")
     lines = re.findall(rf"^export OTEL_.*$|^OTEL_SERVICE_NAME=roostream-{program} .*$", page, re.MULTILINE)
-    told = [word for line in lines for word in line.partition("#")[0].split()]
-    variables = dict(word.split("=", 1) for word in told if word.startswith("OTEL_"))
+    words = [word for line in lines for word in line.partition("#")[0].split()]
+    variables = dict(word.split("=", 1) for word in words if word.startswith("OTEL_"))
     assert "opentelemetry-instrument -- roostream" in lines[-1]
     assert variables["OTEL_SERVICE_NAME"] == f"roostream-{program}"
-    sampled = {"OTEL_TRACES_SAMPLER": "parentbased_always_off"}  # so that nobody but the caller decides
-    begin = (str(Path(sys.executable).with_name("opentelemetry-instrument")), "--")
-    return begin, {**variables, **sampled, "OTEL_EXPORTER_OTLP_ENDPOINT": collector.url}
+    sampled = {"OTEL_TRACES_SAMPLER": "parentbased_always_off"}  # only the caller decides what is sampled
+    prefix = (str(Path(sys.executable).with_name("opentelemetry-instrument")), "--")
+    return prefix, {**variables, **sampled, "OTEL_EXPORTER_OTLP_ENDPOINT": collector.url}
 
 
 @pytest.fixture(scope="module")
 def stack(collector: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    """Its serving has traces from its first start on."""
+    """A stack whose serving exports traces from its first start."""
     options = quick_options()
     traced = dataclasses.replace(options, overrides={**options.overrides, "serving": {"tracing": True}})
     with Stack(tmp_path_factory.mktemp("traced") / "home", traced) as running:
         serving = running.programs["serving"]
-        begin, variables = as_the_page_says("serving", collector)
+        prefix, variables = instrumentation_of("serving", collector)
         with_traces = dataclasses.replace(
-            serving, command=(*begin, *serving.command), env={**serving.env, **variables}
+            serving, command=(*prefix, *serving.command), env={**serving.env, **variables}
         )
         running.programs["serving"] = with_traces
         running.start(["all", "simulate"])
@@ -88,37 +87,41 @@ def rank(stack: Stack, request_id: str, traceparent: str) -> None:
         assert answer.status == 200
 
 
-def followed(stack: Stack, collector: Any, folder: Path, request_id: str, traceparent: str) -> dict[str, Any]:
-    """What `roostream trace --json` says of a request that is asked once it follows."""
-    begin, variables = as_the_page_says("trace", collector)
-    place = ("--home", str(stack.home.root), "--wait", "120", "--json")
-    command = (*begin, sys.executable, "-m", "roostream.cli.main", "trace", request_id, *place)
-    said, told = folder / "said", folder / "told"
-    with said.open("wb") as errors, told.open("wb") as out:
+def follow(stack: Stack, collector: Any, folder: Path, request_id: str, traceparent: str) -> dict[str, Any]:
+    """The answer of `roostream trace --json` for a request that is sent once the command waits for it."""
+    prefix, variables = instrumentation_of("trace", collector)
+    arguments = ("--home", str(stack.home.root), "--wait", "120", "--json")
+    command = (*prefix, sys.executable, "-m", "roostream.cli.main", "trace", request_id, *arguments)
+    errors_file, output_file = folder / "said", folder / "told"
+    with errors_file.open("wb") as errors, output_file.open("wb") as out:
         environ = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
         process = subprocess.Popen(command, env=environ, cwd=folder, stdout=out, stderr=errors)
         try:
-            begun = f"waiting for request {request_id}"
-            wait_until("it follows", lambda: begun in said.read_text() or process.poll() is not None, 120)
+            waiting_line = f"waiting for request {request_id}"
+            wait_until(
+                "the command waits for the request",
+                lambda: waiting_line in errors_file.read_text() or process.poll() is not None,
+                120,
+            )
             rank(stack, request_id, traceparent)
-            assert process.wait(180) == 0, said.read_text()[-2000:]
+            assert process.wait(180) == 0, errors_file.read_text()[-2000:]
         finally:
             process.kill()
             process.wait()
-    return json.loads(told.read_text())
+    return json.loads(output_file.read_text())
 
 
 def test_a_collector_gets_one_trace_from_the_caller_to_the_row_delta(
     stack: Stack, collector: Any, tmp_path: Path
 ) -> None:
-    """Serving → Kafka → joiner → worker → row delta: five spans, each below the one before, the first below
-    the caller's."""
-    told = followed(stack, collector, tmp_path, "followed-1", f"00-{TRACE}-{CALLER}-01")
+    """Serving → Kafka → joiner → worker → row delta: five spans. Each is a child of the previous one, and the
+    first is a child of the caller's."""
+    trace = follow(stack, collector, tmp_path, "followed-1", f"00-{TRACE}-{CALLER}-01")
     wait_until(
-        "all its spans are sent", lambda: sum(s.trace == TRACE for s in collector.told) >= 1 + len(STEPS), 60
+        "all spans are exported", lambda: sum(s.trace == TRACE for s in collector.told) >= 1 + len(STEPS), 60
     )
-    asked, *steps = collector.of(TRACE)
-    assert (asked.service, asked.name, asked.kind, asked.parent) == (
+    root_span, *steps = collector.of(TRACE)
+    assert (root_span.service, root_span.name, root_span.kind, root_span.parent) == (
         "roostream-serving",
         "POST /v1/rank",
         "server",
@@ -129,30 +132,32 @@ def test_a_collector_gets_one_trace_from_the_caller_to_the_row_delta(
     ]
     ends_ns = [span.end_ns for span in steps]
     assert ends_ns == sorted(ends_ns) and all(span.begin_ns <= span.end_ns for span in steps)
-    carried = f"00-{TRACE}-{asked.span}-01"
+    carried = f"00-{TRACE}-{root_span.span}-01"
     for name, span in zip(STEPS, steps, strict=True):
-        said, about = told["steps"][name], span.attributes
-        assert about["messaging.destination.name"] == said["topic"] and said["topic"].endswith(TOPICS[name])
-        assert about["messaging.kafka.offset"] == said["offset"]
-        assert about["roostream.request_id"] == "followed-1"
-        assert span.end_ns == said["reached_ms"] * 1_000_000
+        step, attributes = trace["steps"][name], span.attributes
+        assert attributes["messaging.destination.name"] == step["topic"] and step["topic"].endswith(
+            TOPICS[name]
+        )
+        assert attributes["messaging.kafka.offset"] == step["offset"]
+        assert attributes["roostream.request_id"] == "followed-1"
+        assert span.end_ns == step["reached_ms"] * 1_000_000
     assert [
-        told["traceparent"],
-        *(told["steps"][name]["details"]["traceparent"] for name in ("logged", "joined")),
+        trace["traceparent"],
+        *(trace["steps"][name]["details"]["traceparent"] for name in ("logged", "joined")),
     ] == [carried] * 3
-    assert told["steps"]["logged"]["details"]["candidates"] == 3
-    assert told["steps"]["trained"]["details"]["became"] == "DISPOSITION_TRAINED"
+    assert trace["steps"]["logged"]["details"]["candidates"] == 3
+    assert trace["steps"]["trained"]["details"]["became"] == "DISPOSITION_TRAINED"
 
 
 def test_a_caller_without_sampling_is_logged_but_not_exported(
     stack: Stack, collector: Any, tmp_path: Path
 ) -> None:
-    told = followed(stack, collector, tmp_path, "followed-2", f"00-{UNSAMPLED}-{CALLER}-00")
-    assert set(told["steps"]) == set(STEPS) and told["traceparent"] == ""
-    assert "traceparent" not in told["steps"]["joined"]["details"]
+    trace = follow(stack, collector, tmp_path, "followed-2", f"00-{UNSAMPLED}-{CALLER}-00")
+    assert set(trace["steps"]) == set(STEPS) and trace["traceparent"] == ""
+    assert "traceparent" not in trace["steps"]["joined"]["details"]
 
 
 def test_only_spans_of_the_callers_trace_are_exported(stack: Stack, collector: Any) -> None:
-    """Users who are simulated ask without a trace, and nobody decided for them."""
-    assert stack.stop_program("serving") == [], "it ended by itself"
+    """Simulated users send no trace context, and no sampler selects their requests."""
+    assert stack.stop_program("serving") == [], "serving must stop in time by itself"
     assert {span.trace for span in collector.told} == {TRACE}

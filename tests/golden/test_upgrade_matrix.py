@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 
-from tests.contract.house import ROOT
+from tests.contract.source_tree import ROOT
 
 
 def test_every_test_that_the_upgrade_page_names_exists() -> None:

@@ -1,6 +1,7 @@
-"""`RestrictAddressFamilies=` of systemd without systemd: `socket` of another family fails with EAFNOSUPPORT.
+"""Applies the rule `RestrictAddressFamilies=` of systemd without systemd: `socket` fails with EAFNOSUPPORT
+for families that are not listed.
 
-python address_families.py "AF_INET AF_UNIX" COMMAND...
+Usage: python address_families.py "AF_INET AF_UNIX" COMMAND...
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ import socket
 import struct
 import sys
 
-_LOAD, _EQUAL, _RETURN = 0x20, 0x15, 0x06  # of classic BPF; an instruction: code, jumps, value
-_SOCKET, _NUMBER, _FIRST_ARGUMENT = 41, 0, 16  # the call on x86-64; offsets in struct seccomp_data
+_LOAD, _EQUAL, _RETURN = 0x20, 0x15, 0x06  # classic BPF instructions, each with code, jumps and value
+# the number of the call `socket` on x86-64, and offsets in struct seccomp_data
+_SOCKET, _NUMBER, _FIRST_ARGUMENT = 41, 0, 16
 _ALLOW, _FAIL = 0x7FFF0000, 0x00050000
 _PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP, _FILTER = 38, 22, 2
 
@@ -23,7 +25,7 @@ class _Program(ctypes.Structure):
 
 
 def restrict(families: list[int]) -> None:
-    """Of this process, for ever."""
+    """Restrict this process and its children permanently, with a seccomp filter."""
     count = len(families)
     lines = [(_LOAD, 0, 0, _NUMBER), (_EQUAL, 0, count + 2, _SOCKET), (_LOAD, 0, 0, _FIRST_ARGUMENT)]
     lines += [(_EQUAL, count - i, 0, family) for i, family in enumerate(families)]

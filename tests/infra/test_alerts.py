@@ -1,5 +1,5 @@
-"""Alert rules and the dashboard: promtool runs their tests, and every metric that they name is exported by
-some program."""
+"""Alert rules and dashboards: promtool runs their tests, and every metric that they use is exported by some
+program."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from roostream.warehouse.readers.reader_program import METRICS as READER
 from serving.metrics import METRICS as SERVING
 from serving.metrics import REQUEST_S, ServingMetrics
 from serving.online_features.updater import FeatureMetrics
-from tests.contract.house import ROOT
+from tests.contract.source_tree import ROOT
 from tests.models.model_cases import make_batch
 from trainer.metrics import CONTROLLER, DRIFT, WORKER, WORKER_READING
 from trainer.monitoring.caught_up import TrainingState
@@ -58,19 +58,21 @@ def alerts() -> list[dict[str, Any]]:
 
 
 def exported() -> set[str]:
-    """Names without the suffixes of counters and histograms, from the code that exports them."""
+    """Metric names without the suffixes of counters and histograms, from the code that exports them."""
     registries = [CollectorRegistry() for _ in range(3)]
-    made: tuple[Any, ...] = tuple(
-        make(registry)
-        for make, registry in zip((JoinerMetrics, ServingMetrics, FeatureMetrics), registries, strict=True)
+    collectors: tuple[Any, ...] = tuple(
+        metrics_class(registry)
+        for metrics_class, registry in zip(
+            (JoinerMetrics, ServingMetrics, FeatureMetrics), registries, strict=True
+        )
     )
-    assert len(made) == 3
+    assert len(collectors) == 3
     names = {family.name for registry in registries for family in registry.collect()}
     names |= {"roostream_freshness_seconds", "roostream_shard_call_seconds", "roostream_ready"}
     return names | {name.removesuffix("_total") for table in TABLES for name in table}
 
 
-def named(text: str) -> set[str]:
+def metric_names(text: str) -> set[str]:
     return {SUFFIX.sub("", name) for name in METRIC.findall(text)}
 
 
@@ -79,8 +81,8 @@ def expressions(panels: list[dict[str, Any]]) -> list[str]:
 
 
 def test_every_metric_that_an_alert_names_is_exported() -> None:
-    found = set().union(*(named(expr) for expr in rule_expressions()))
-    assert len(found) > 15 and found - exported() == set()
+    names = set().union(*(metric_names(expr) for expr in rule_expressions()))
+    assert len(names) > 15 and names - exported() == set()
 
 
 def test_every_metric_that_a_dashboard_shows_is_exported() -> None:
@@ -88,7 +90,7 @@ def test_every_metric_that_a_dashboard_shows_is_exported() -> None:
     for path in DASHBOARDS:
         panels = json.loads(path.read_text(encoding="utf-8"))["panels"]
         shown = [expr for expr in expressions(panels) if "__name__" not in expr]
-        assert set().union(*map(named, shown)) - exported() == set(), path.name
+        assert set().union(*map(metric_names, shown)) - exported() == set(), path.name
         assert [panel["id"] for panel in panels] == list(range(1, len(panels) + 1)), path.name
         found |= {panel["title"] for panel in panels}
     assert len(DASHBOARDS) == 6 and len(found) > 40
@@ -124,7 +126,7 @@ def test_every_state_that_an_alert_names_exists() -> None:
 
 
 def test_every_sum_is_by_namespace() -> None:
-    """Else the traffic of a large deployment hides that a small one is down."""
+    """Without the namespace, the traffic of a large deployment would hide that a small one is down."""
     aggregated = re.compile(r"\b(?:sum|max|min|avg|count|group)\b(?!_)\s*(?:by \(([\w, ]+)\))?")
     for expr in rule_expressions():
         for labels in aggregated.findall(expr):
@@ -135,7 +137,7 @@ def test_every_sum_is_by_namespace() -> None:
 
 
 def test_bounds_of_objectives_are_bounds_of_buckets() -> None:
-    """A bucket that does not exist gives no value, and an objective without a value is never missed."""
+    """A bucket that does not exist has no value, and an objective without a value never fires."""
     bounds = {
         "roostream_serving_request_seconds": REQUEST_S,
         "roostream_freshness_seconds": FRESHNESS_BUCKETS_S,
@@ -147,17 +149,17 @@ def test_bounds_of_objectives_are_bounds_of_buckets() -> None:
 
 
 def test_an_outage_of_any_program_fires() -> None:
-    """Each program that runs in a cluster, Flink and Kafka; by the names that the monitors give to `up`."""
+    """Covers each program of a cluster, Flink and Kafka, by the names that the monitors give to `up`."""
     (rule,) = (rule for rule in alerts() if rule["alert"] == "RoostreamProgramDown")
     watched = set(re.findall(r'up:10m\{job="roostream-([\w-]+)"\}', rule["expr"]))
     assert watched == set(re.findall(r'"program", "([\w-]+)"', rule["expr"]))
-    optional = {SIMULATE, "reader"}  # readers are idle outside of an initial phase
+    optional = {SIMULATE, "reader"}  # readers are idle outside an initial phase
     programs = {"joiner-watch" if spec.name == "joiner" else spec.name for spec in PROGRAM_SPECS}
     assert watched == programs - optional | {"flink", "kafka"}
     monitors = (ROOT / "infra/k8s/monitoring/monitors.yaml").read_text(encoding="utf-8")
-    named_so = set(re.findall(r"replacement: roostream-(\w+)", monitors))
+    job_names = set(re.findall(r"replacement: roostream-(\w+)", monitors))
     (services,) = re.findall(r"values: \[(shard[^\]]+)\]", monitors)
-    assert watched <= named_so | set(services.split(", "))
+    assert watched <= job_names | set(services.split(", "))
 
 
 def test_every_metric_that_a_program_reads_is_exported() -> None:
@@ -167,7 +169,9 @@ def test_every_metric_that_a_program_reads_is_exported() -> None:
     code = [path.read_text(encoding="utf-8") for name in folders for path in (ROOT / name).rglob("*.py")]
     found = {name for text in code for name in reads.findall(text)}
     assert len(found) > 20 and found - known == set()
-    assert not [text for text in code if 'f"roostream_' in text], "names are literal: grep finds them"
+    assert not [text for text in code if 'f"roostream_' in text], (
+        "metric names must be literal, so that grep finds them"
+    )
 
 
 def test_names_have_the_prefix_of_their_program() -> None:
@@ -183,19 +187,19 @@ def test_promtool_runs_the_tests_of_the_rules() -> None:
         None,
     )
     if promtool is None:
-        pytest.skip("promtool is not here: `make promtool` gets it")
-    done = subprocess.run(
+        pytest.skip("promtool is not installed; run `make promtool`")
+    completed = subprocess.run(
         [promtool, "test", "rules", "roostream.test.yml"],
         cwd=ALERTS,
         capture_output=True,
         text=True,
         timeout=900,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert completed.returncode == 0, completed.stdout + completed.stderr
 
 
-class _Worker(Collector):
-    """What a worker with a wide schema shows of quality and drift, all of it at its bound."""
+class _WideWorker(Collector):
+    """The quality and drift metrics of a worker with a wide schema, each at its limit."""
 
     def __init__(self) -> None:
         tasks = [f"task{n}" for n in range(12)]
@@ -213,26 +217,26 @@ class _Worker(Collector):
             windowed.count(
                 batch, batch.request_index_B * 0, batch.label_BT * 0 + 0.3, int(batch.close_ms_R.max())
             )
-        self.told = quality_gauges(quality_report(windowed.report(int(batch.close_ms_R.max())), None))
+        self.metrics = quality_gauges(quality_report(windowed.report(int(batch.close_ms_R.max())), None))
         values = {
             ("feature",): features[:64],
             ("task",): tasks,
             ("table",): [f"t{n}" for n in range(16)],
             ("partition",): [f"samples-{n}" for n in range(64)],
         }
-        self.told |= {
+        self.metrics |= {
             name: dict.fromkeys(values[spec.labels], 0.5)
             for name, spec in WORKER.items()
             if name in DRIFT or spec.labels == ("partition",)
         }
 
     def collect(self) -> Any:
-        return MetricsCollector(lambda: self.told, WORKER).collect()
+        return MetricsCollector(lambda: self.metrics, WORKER).collect()
 
 
 def test_a_wide_schema_has_fewer_than_two_thousand_series() -> None:
     registry = CollectorRegistry()
-    registry.register(_Worker())
+    registry.register(_WideWorker())
     series = [line for line in generate_latest(registry).decode().splitlines() if not line.startswith("#")]
-    assert 500 < len(series) < 1700, "with 300 for everything else of the process"
+    assert 500 < len(series) < 1700, "the process's other metrics have about 300 series"
     assert MAX_VALUES * MAX_SLICES > 90 and MAX_TASKS <= 4

@@ -37,7 +37,7 @@ def test_last_lines_can_start_at_the_start_of_a_child(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("lines", "words"),
+    ("lines", "expected"),
     [
         (
             [
@@ -74,5 +74,5 @@ def test_last_lines_can_start_at_the_start_of_a_child(tmp_path: Path) -> None:
         ([], ""),
     ],
 )
-def test_last_error_is_found_in_text_and_json_lines(lines: list[str], words: str) -> None:
-    assert child_logs.last_error(lines) == words
+def test_last_error_is_found_in_text_and_json_lines(lines: list[str], expected: str) -> None:
+    assert child_logs.last_error(lines) == expected

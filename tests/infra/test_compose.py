@@ -1,5 +1,6 @@
-"""infra/compose.yaml: by Compose's own schema, every program in it with settings that it takes, and what a
-container needs: commands of its image, folders that its user may write, ports that somebody opens."""
+"""infra/compose.yaml: it fits Compose's schema, every program's settings are valid, and containers have
+what they need: commands that exist in the image, folders that the user may write, ports that a service
+listens on."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ from tests.k8s.dockerfile import read
 INFRA = Path(__file__).resolve().parents[2] / "infra"
 COMPOSE: dict[str, Any] = yaml.safe_load((INFRA / "compose.yaml").read_text(encoding="utf-8"))
 SCHEMA = json.loads((Path(__file__).with_name("schemas") / "compose-spec.json").read_text(encoding="utf-8"))
-PROGRAMS = {kind.name: kind for kind in PROGRAM_SPECS}
+PROGRAMS = {spec.name: spec for spec in PROGRAM_SPECS}
 
 
 def program_of(service: dict[str, Any]) -> str:
@@ -31,7 +32,7 @@ def program_of(service: dict[str, Any]) -> str:
     return words[0] if words and words[0] in PROGRAMS else ""
 
 
-OURS = {name: service for name, service in COMPOSE["services"].items() if program_of(service)}
+PROGRAM_SERVICES = {name: service for name, service in COMPOSE["services"].items() if program_of(service)}
 
 
 def test_the_compose_file_fits_its_schema() -> None:
@@ -39,17 +40,17 @@ def test_the_compose_file_fits_its_schema() -> None:
 
 
 def test_the_checkpoint_store_is_created_before_any_program_starts() -> None:
-    (creating,) = (
+    (init_service,) = (
         s for s in COMPOSE["services"].values() if s.get("command", [])[:2] == ["checkpoint", "init"]
     )
     stores = {load_toml(COMPOSE["configs"][name]["content"]).get("store") for name in ("controller", "shard")}
-    assert stores == {creating["command"][-1]}
-    for name, service in OURS.items():
+    assert stores == {init_service["command"][-1]}
+    for name, service in PROGRAM_SERVICES.items():
         assert service["depends_on"]["store"] == {"condition": "service_completed_successfully"}, name
 
 
 def test_compose_runs_all_programs_of_the_loop() -> None:
-    assert {program_of(service) for service in OURS.values()} == {
+    assert {program_of(service) for service in PROGRAM_SERVICES.values()} == {
         "controller",
         "shard",
         "worker",
@@ -59,9 +60,9 @@ def test_compose_runs_all_programs_of_the_loop() -> None:
     }
 
 
-@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize("name", PROGRAM_SERVICES)
 def test_mounted_settings_are_valid(name: str, tmp_path: Path) -> None:
-    service, program = OURS[name], program_of(OURS[name])
+    service, program = PROGRAM_SERVICES[name], program_of(PROGRAM_SERVICES[name])
     mounted = {entry["target"]: entry["source"] for entry in service["configs"]}
     file = tmp_path / f"{program}.toml"
     file.write_text(COMPOSE["configs"][mounted[service["command"][-1]]]["content"])
@@ -69,10 +70,10 @@ def test_mounted_settings_are_valid(name: str, tmp_path: Path) -> None:
         PROGRAMS[program].settings_class(), file, program=program, environ=service.get("environment", {})
     )
     assert getattr(settings, "schema", "") in mounted
-    places = [volume.split(":")[1] for volume in service.get("volumes", [])]
+    mount_points = [volume.split(":")[1] for volume in service.get("volumes", [])]
     for key in ("home", "store"):
-        if (place := str(getattr(settings, key, ""))) and program not in ("features", "joiner"):
-            assert place in places, key
+        if (path := str(getattr(settings, key, ""))) and program not in ("features", "joiner"):
+            assert path in mount_points, key
     hosts = [getattr(settings, "controller", ""), *getattr(settings, "shards", ())]
     assert {host.partition(":")[0] for host in hosts if isinstance(host, str) and host} <= set(
         COMPOSE["services"]
@@ -81,7 +82,7 @@ def test_mounted_settings_are_valid(name: str, tmp_path: Path) -> None:
 
 def test_the_joiner_continues_from_the_newest_checkpoint_of_the_job_manager() -> None:
     restore = tomllib.loads(COMPOSE["configs"]["joiner"]["content"])["restore"]
-    job_manager, joiner = COMPOSE["services"]["flink"], OURS["joiner"]
+    job_manager, joiner = COMPOSE["services"]["flink"], PROGRAM_SERVICES["joiner"]
     assert f"execution.checkpointing.dir=file://{restore}/checkpoints" in job_manager["command"]
     volumes = [
         next(v.split(":")[0] for v in service["volumes"] if v.split(":")[1] == restore)
@@ -90,9 +91,9 @@ def test_the_joiner_continues_from_the_newest_checkpoint_of_the_job_manager() ->
     assert volumes[0] == volumes[1]
 
 
-@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize("name", PROGRAM_SERVICES)
 def test_containers_have_time_to_stop_and_no_privileges(name: str) -> None:
-    service = OURS[name]
+    service = PROGRAM_SERVICES[name]
     assert float(service["stop_grace_period"].removesuffix("s")) > STOP_S
     assert service["read_only"] and service["cap_drop"] == ["ALL"] and service["user"] != "0"
 
@@ -109,50 +110,50 @@ def test_every_image_has_a_version() -> None:
 
 
 DOCKERFILE = read(INFRA / "image" / "Dockerfile")
-UID = re.search(r"useradd --uid (\d+)", " ".join(i.text for i in DOCKERFILE if i.word == "RUN"))
-KAFKAS = {"/var/lib/kafka/data"}
-"""Volumes that the image apache/kafka declares, owned by its user."""
+UID = re.search(r"useradd --uid (\d+)", " ".join(i.text for i in DOCKERFILE if i.keyword == "RUN"))
+KAFKA_VOLUMES = {"/var/lib/kafka/data"}
+"""Volumes that the image apache/kafka declares; its user owns them."""
 
 
-def of_our_images() -> dict[str, dict[str, Any]]:
+def services_of_our_images() -> dict[str, dict[str, Any]]:
     return {name: s for name, s in COMPOSE["services"].items() if "roostream" in s["image"]}
 
 
 def mounts(service: dict[str, Any]) -> list[str]:
-    """Folders that volumes of this file are mounted on."""
+    """Folders on which the service mounts volumes."""
     return [volume.split(":")[1] for volume in service.get("volumes", ())]
 
 
 def owned_folders() -> set[str]:
-    """Folders that the image gives to its user; a new volume takes the owner of the folder it is mounted on,
-    and belongs to root where there is none."""
-    made = " ".join(i.text for i in DOCKERFILE if i.word == "RUN" and i.stage == "base")
-    found = re.findall(r"install -d -o roostream -g roostream ([^&]+)", made)
+    """Folders that the image gives to its user. A new volume takes the owner of the folder on which it is
+    mounted; without such a folder it belongs to root."""
+    run_commands = " ".join(i.text for i in DOCKERFILE if i.keyword == "RUN" and i.stage == "base")
+    found = re.findall(r"install -d -o roostream -g roostream ([^&]+)", run_commands)
     return {folder for text in found for folder in text.split()}
 
 
 def test_volumes_belong_to_the_user_of_the_container() -> None:
-    for name, service in of_our_images().items():
+    for name, service in services_of_our_images().items():
         assert UID and service["user"] == f"{UID[1]}:{UID[1]}", name
         assert set(mounts(service)) <= owned_folders(), name
 
 
 def test_kafka_keeps_its_records_in_its_volume() -> None:
     kafka = COMPOSE["services"]["kafka"]
-    assert kafka["environment"]["KAFKA_LOG_DIRS"] in set(mounts(kafka)) <= KAFKAS
+    assert kafka["environment"]["KAFKA_LOG_DIRS"] in set(mounts(kafka)) <= KAFKA_VOLUMES
 
 
-def test_every_mounted_volume_is_declared_and_mounted_volumes_are_all() -> None:
+def test_declared_volumes_are_exactly_the_mounted_ones() -> None:
     used = {v.split(":")[0] for s in COMPOSE["services"].values() for v in s.get("volumes", ())}
     assert used == set(COMPOSE["volumes"])
 
 
-@pytest.mark.parametrize("name", of_our_images())
+@pytest.mark.parametrize("name", services_of_our_images())
 def test_read_only_containers_write_to_mounts_only(name: str) -> None:
-    service = of_our_images()[name]
+    service = services_of_our_images()[name]
     assert service["read_only"]
     writable = {*mounts(service), *(folder.split(":")[0] for folder in service["tmpfs"])}
-    variables = " ".join(i.text for i in DOCKERFILE if i.word == "ENV" and i.stage == "base")
+    variables = " ".join(i.text for i in DOCKERFILE if i.keyword == "ENV" and i.stage == "base")
     cache = re.search(r"NUMBA_CACHE_DIR=(\S+)", variables)
     assert cache and {cache[1], "/tmp"} <= writable
     if name == "kernels":
@@ -167,9 +168,10 @@ def test_flink_can_load_the_library_that_reads_records() -> None:
 
 
 def test_commands_of_flinks_image_exist_there() -> None:
-    """It has no entry point. Its scripts are PyFlink's, and take options as `-D KEY=VALUE` in two words."""
+    """The image has no entry point. Its scripts are PyFlink's and take options as two words, `-D
+    KEY=VALUE`."""
     scripts = {path.name for path in (pyflink_home() / "bin").iterdir()}
-    for name, service in of_our_images().items():
+    for name, service in services_of_our_images().items():
         if "flink" in service["image"]:
             command = service["command"]
             assert command[0] in scripts | {"roostream"}, name
@@ -178,13 +180,13 @@ def test_commands_of_flinks_image_exist_there() -> None:
                 assert set(command[2::2]) == {"-D"} and all("=" in option for option in command[3::2])
 
 
-def test_every_dialed_address_is_one_that_a_service_listens_on() -> None:
+def test_a_service_listens_on_every_configured_address() -> None:
     flink = dict(option.split("=", 1) for option in COMPOSE["services"]["flink"]["command"][3::2])
     assert flink["rest.bind-address"] == flink["jobmanager.bind-host"] == "0.0.0.0"
     listens = {("flink", "8081"), ("redis", "6379")}
     advertised = COMPOSE["services"]["kafka"]["environment"]["KAFKA_ADVERTISED_LISTENERS"]
     listens.add(tuple(advertised.removeprefix("PLAINTEXT://").split(":")))
-    for name, service in OURS.items():
+    for name, service in PROGRAM_SERVICES.items():
         mounted = {entry["target"]: entry["source"] for entry in service["configs"]}
         settings = load_toml(COMPOSE["configs"][mounted[service["command"][-1]]]["content"])
         if "listen" in settings:
@@ -192,5 +194,5 @@ def test_every_dialed_address_is_one_that_a_service_listens_on() -> None:
             assert host == "0.0.0.0", name
             listens.add((name, port))
     texts = " ".join(config.get("content", "") for config in COMPOSE["configs"].values())
-    dialed = set(re.findall(r'"(?:\w+://)?([\w-]+):(\d+)(?:/\d+)?"', texts)) - {("0", "0")}
-    assert len(dialed) >= 5 and {address for address in dialed if address not in listens} == set()
+    configured = set(re.findall(r'"(?:\w+://)?([\w-]+):(\d+)(?:/\d+)?"', texts)) - {("0", "0")}
+    assert len(configured) >= 5 and {address for address in configured if address not in listens} == set()

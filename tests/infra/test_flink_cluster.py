@@ -1,4 +1,5 @@
-"""Kafka, Redis and Flink as child processes: configuration, logs and restore points. Nothing is started."""
+"""Kafka, Redis and Flink as child processes: configuration, logs and restore points. The tests start none of
+them."""
 
 from __future__ import annotations
 
@@ -50,13 +51,15 @@ def test_services_log_in_the_home_and_are_not_ready_before_they_answer(cluster: 
     ]
     assert [p.name for p in programs] == ["kafka", "redis", JOB_MANAGER, task_manager(0), task_manager(1)]
     assert all(p.log == home.log(p.name) and not p.ready() for p in programs)
-    assert "-Dtaskmanager.resource-id=flink-tm-1" in programs[-1].command, "the same id after a restart"
+    assert "-Dtaskmanager.resource-id=flink-tm-1" in programs[-1].command, (
+        "a task manager must keep its id after a restart"
+    )
 
 
 def test_a_task_manager_has_the_heap_that_its_configuration_says(home: Home) -> None:
     def command(**flink: str) -> tuple[str, ...]:
-        made = Cluster(home, StackOptions(flink=flink), ECHO, 1001, 1002)
-        return made.programs({}, [1006])[-1].command
+        flink_cluster = Cluster(home, StackOptions(flink=flink), ECHO, 1001, 1002)
+        return flink_cluster.programs({}, [1006])[-1].command
 
     assert {"-Xmx768m", "-XX:MaxDirectMemorySize=192m"} <= set(command())
     assert "-Xmx192m" in command(**{"taskmanager.memory.task.heap.size": "64m"})
@@ -80,42 +83,44 @@ def test_every_jvm_keeps_its_temporary_files_in_the_home(cluster: Cluster) -> No
     commands = [" ".join(p.command) for p in cluster.programs({}, [1003])]
     for command in [*commands, client.stdout]:
         assert f"-Djava.io.tmpdir={cluster.home.tmp}/flink" in command
-        assert "-XX:-UsePerfData" in command, "it writes to a shared folder, whatever java.io.tmpdir says"
+        assert "-XX:-UsePerfData" in command, (
+            "performance data would be written to a shared folder despite java.io.tmpdir"
+        )
     assert "-Xss1m -cp" in client.stdout and client.stdout.endswith("CliFrontend run job 1.py\n")
 
 
-ODD = "a b 'ü 日本 𝒳 #1 100% &$(x);*[a]?"
-"""A valid name of a folder, parts of which shells, URLs, YAML or Java's properties would read otherwise."""
+ODD_NAME = "a b 'ü 日本 𝒳 #1 100% &$(x);*[a]?"
+"""A valid folder name with characters that shells, URLs, YAML and Java properties treat specially."""
 
 
-def test_an_odd_path_reaches_flink_as_it_is(tmp_path: Path) -> None:
+def test_a_path_with_special_characters_reaches_flink_unchanged(tmp_path: Path) -> None:
     java = tmp_path / "java"
     java.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
     java.chmod(0o755)
-    cluster = Cluster(Home(tmp_path / ODD), StackOptions(), java, 1001, 1002)
+    cluster = Cluster(Home(tmp_path / ODD_NAME), StackOptions(), java, 1001, 1002)
     cluster.home.make()
     cluster.make()
-    flag = f"-Djava.io.tmpdir={tmp_path / ODD}"
+    flag = f"-Djava.io.tmpdir={tmp_path / ODD_NAME}"
     client = subprocess.run(
-        (cluster.bin / "flink", "run", ODD),
+        (cluster.bin / "flink", "run", ODD_NAME),
         env={**os.environ, "JVM_ARGS": f"-Xss1m {shlex.quote(flag)}"},
         capture_output=True,
         text=True,
     )
     arguments = client.stdout.splitlines()
-    assert arguments[arguments.index("-Xss1m") :][1] == flag and arguments[-2:] == ["run", ODD]
+    assert arguments[arguments.index("-Xss1m") :][1] == flag and arguments[-2:] == ["run", ODD_NAME]
     written = yaml.safe_load((cluster.conf / "config.yaml").read_text(encoding="utf-8"))
     assert written == configuration(cluster.folder, cluster.tmp, StackOptions(), 1001, 1002)
-    # Flink takes %20 in a URL literally: its savepoints would be in another folder.
+    # Flink takes %20 in a URL literally, so an encoded URL would name another folder for savepoints.
     assert written["execution.checkpointing.savepoint-dir"] == f"file://{cluster.folder}/savepoints"
 
 
-def test_an_odd_path_reaches_kafka_as_it_is(tmp_path: Path) -> None:
-    text = server_properties(tmp_path / ODD, 1, 2)
+def test_a_path_with_special_characters_reaches_kafka_unchanged(tmp_path: Path) -> None:
+    text = server_properties(tmp_path / ODD_NAME, 1, 2)
     assert text.isascii(), "Java reads the file as Latin-1"
     line = next(line for line in text.splitlines() if line.startswith("log.dirs="))
     value = json.loads(f'"{line.partition("=")[2]}"')  # JSON has the same \\u escapes
-    assert value == str(tmp_path / ODD)
+    assert value == str(tmp_path / ODD_NAME)
 
 
 @pytest.mark.parametrize(
@@ -128,7 +133,7 @@ def test_an_odd_path_reaches_kafka_as_it_is(tmp_path: Path) -> None:
         ({}, {"LC_ALL": "C.UTF-8"}),
     ],
 )
-def test_a_jvm_has_a_locale_in_which_it_finds_every_file(
+def test_a_jvm_gets_a_locale_that_can_encode_every_path(
     environ: dict[str, str], added: dict[str, str]
 ) -> None:
     assert java_locale(environ) == added

@@ -54,7 +54,7 @@ def test_a_missing_stack_is_reported(tmp_path: Path, make: bool) -> None:
         home.running_stack()
 
 
-def test_a_process_with_the_number_of_an_earlier_stack_is_left_alone(home: Home) -> None:
+def test_a_process_with_the_reused_pid_of_a_supervisor_is_left_alone(home: Home) -> None:
     other = subprocess.Popen((sys.executable, "-c", "import time; time.sleep(60)"))
     try:
         home.write_stack({"programs": {}, "supervisor_pid": other.pid})
@@ -76,7 +76,7 @@ def test_a_path_that_a_program_would_misread_is_refused(name: str, tmp_path: Pat
     assert not any(tmp_path.iterdir())
 
 
-def test_messages_name_the_home_as_a_shell_needs_it(tmp_path: Path) -> None:
+def test_messages_quote_the_home_for_a_shell(tmp_path: Path) -> None:
     home = Home(tmp_path / "it's a home")
     with pytest.raises(SetupError) as error:
         home.running_stack()
@@ -90,7 +90,7 @@ def test_a_home_behind_a_loop_of_links_is_missing(tmp_path: Path) -> None:
         Home(tmp_path / "loop" / "home").running_stack()
 
 
-def test_only_leftovers_of_this_home_are_stopped(home: Home) -> None:
+def test_only_leftover_processes_of_this_home_are_stopped(home: Home) -> None:
     sleep = "import time; time.sleep(60)"
     ours = subprocess.Popen((sys.executable, "-c", sleep, f"{home.root}/conf/x.toml"))
     others = subprocess.Popen((sys.executable, "-c", sleep))
@@ -144,16 +144,16 @@ def test_a_running_home_is_not_deleted(home: Home) -> None:
     assert CliRunner().invoke(reset, command).exit_code == 0
 
 
-def test_a_lock_that_cannot_be_read_is_not_taken_for_a_free_home(tmp_path: Path) -> None:
+def test_a_home_with_an_unreadable_lock_does_not_count_as_free(tmp_path: Path) -> None:
     home = Home(tmp_path / "home")
-    assert not home.is_locked(), "nothing was started there"
+    assert not home.is_locked(), "no stack was ever started there"
     (home.run / "lock").mkdir(parents=True)
     with pytest.raises(SetupError, match="may run there"):
         home.is_locked()
 
 
-def with_rows(home: Home) -> Path:
-    """Rows of a shard in the home; returns their folder."""
+def add_rows(home: Home) -> Path:
+    """Create the folder of a shard's rows in the home and return it."""
     rows = home.root / "shard-0" / "segments"
     rows.mkdir(parents=True)
     return rows
@@ -162,13 +162,13 @@ def with_rows(home: Home) -> Path:
 def test_the_first_use_of_a_home_creates_its_store(home: Home) -> None:
     assert not home.store.exists()
     identity = home.open_store().verify()
-    with_rows(home)
+    add_rows(home)
     assert home.open_store().verify() == identity
 
 
 @pytest.mark.parametrize("has_mount_point", [True, False])
 def test_a_home_with_rows_does_not_get_a_new_store(home: Home, has_mount_point: bool) -> None:
-    with_rows(home)
+    add_rows(home)
     if has_mount_point:
         home.store.mkdir()
     with pytest.raises(SetupError, match="mount its volume"):
@@ -177,6 +177,6 @@ def test_a_home_with_rows_does_not_get_a_new_store(home: Home, has_mount_point: 
 
 
 def test_the_store_of_a_home_of_an_older_version_gets_an_identity(home: Home) -> None:
-    with_rows(home)
+    add_rows(home)
     (home.store / "schemas").mkdir(parents=True)
     assert len(home.open_store().verify()) == 32

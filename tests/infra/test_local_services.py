@@ -71,18 +71,18 @@ def test_services_survive_kills_and_data_survives_a_restart_on_other_ports(tmp_p
 def test_a_stack_works_without_write_access_to_the_shared_temporary_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a second user of a machine meets whose first user's client left a folder there. Flags of our own
-    win over these."""
+    """A second user of a machine meets this when the first user's Flink client left a folder in /tmp.
+    Roostream's own flags override these variables."""
     monkeypatch.setenv("TMPDIR", "/dev/null/tmp")
     monkeypatch.setenv("JDK_JAVA_OPTIONS", "-Djava.io.tmpdir=/dev/null/tmp")
     with Stack(tmp_path / "home") as stack:
         stack.start(["joiner"])
         stack.wait_ready("joiner", WAIT_S)
         assert stack.restarts("joiner") == 0
-        assert list(stack.home.tmp.iterdir()), "it is the home's folder that is used"
+        assert list(stack.home.tmp.iterdir()), "temporary files must be in the home"
         with pytest.raises(UnavailableError, match="does not know /jars/upload"):
             FlinkRest(stack.endpoints.flink).post("/jars/upload", {})
         assert stack.stop().num_cut_off == 0, (
-            "a job can be ended with a savepoint although the web page can't cancel it"
+            "the job must stop with a savepoint although canceling by the web page is off"
         )
         assert list(stack.home.tmp.iterdir()) == []

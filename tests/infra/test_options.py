@@ -49,7 +49,7 @@ def test_saved_options_are_loaded_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("model", "later"), [("home/model.toml", "moved/model.toml"), ("model.toml", "model.toml")]
 )
-def test_a_moved_home_finds_its_own_files_and_those_elsewhere(model: str, later: str, tmp_path: Path) -> None:
+def test_a_moved_home_finds_its_own_files_and_those_outside(model: str, later: str, tmp_path: Path) -> None:
     home, moved = tmp_path / "home", tmp_path / "moved"
     home.mkdir()
     overrides = {"worker": {"model": str(tmp_path / model)}}
@@ -80,6 +80,6 @@ def test_a_damaged_options_file_is_named(text: str, tmp_path: Path) -> None:
 @given(
     st.dictionaries(KEYS, VALUES | st.lists(st.integers(-9, 9))), st.dictionaries(KEYS, VALUES, min_size=1)
 )
-def test_a_table_survives_toml(flat: dict[str, object], inner: dict[str, object]) -> None:
+def test_a_table_round_trips_as_toml(flat: dict[str, object], inner: dict[str, object]) -> None:
     table = {k: v for k, v in flat.items() if k != "inner"} | {"inner": inner}
     assert tomllib.loads(tomli_w.dumps(to_toml_value(table))) == table

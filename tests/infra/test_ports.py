@@ -13,32 +13,32 @@ from roostream.errors import SetupError
 
 
 @pytest.fixture
-def drawn() -> Iterator[Ports]:
-    drawn = Ports()
-    yield drawn
-    drawn.release()
+def ports_() -> Iterator[Ports]:
+    ports_ = Ports()
+    yield ports_
+    ports_.release()
 
 
-def test_drawn_ports_differ_and_stay_below_the_kernels_range(drawn: Ports) -> None:
-    found = [drawn.draw() for _ in range(30)]
+def test_drawn_ports_differ_and_stay_below_the_kernels_range(ports_: Ports) -> None:
+    found = [ports_.draw() for _ in range(30)]
     assert len(set(found)) == 30
     assert all(ports.MIN_PORT <= p < ports.MAX_PORT for p in found)
 
 
-def test_two_stacks_never_reserve_the_same_port(drawn: Ports) -> None:
-    port, other = drawn.draw(), Ports()
+def test_two_stacks_never_reserve_the_same_port(ports_: Ports) -> None:
+    port, other = ports_.draw(), Ports()
     with pytest.raises(SetupError, match="in use"):
         other.take("serving", port)
-    drawn.release()
+    ports_.release()
     assert other.take("serving", port) == port
     other.release()
 
 
-def test_a_port_in_use_is_reported(drawn: Ports) -> None:
+def test_a_port_in_use_is_reported(ports_: Ports) -> None:
     with socket.create_server((HOST, 0)) as server:
         port = server.getsockname()[1]
         with pytest.raises(SetupError, match=f"port {port}"):
-            drawn.take("serving", port)
+            ports_.take("serving", port)
         assert ports.is_listening(f"{HOST}:{port}")
     assert not ports.is_listening(f"{HOST}:{port}")
 

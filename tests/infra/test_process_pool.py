@@ -1,4 +1,4 @@
-"""So many copies of a program run as are wanted, whoever runs them."""
+"""A process pool keeps the requested number of copies of a program running."""
 
 from __future__ import annotations
 
@@ -30,26 +30,26 @@ def pool(tmp_path: Path) -> Iterator[ProcessPool]:
             name=name, command=command, log=tmp_path / name, env=dict(os.environ), stop_rank=StopRank.FEATURES
         )
 
-    made = ProcessPool(copy)
-    yield made
-    made.close()
+    created = ProcessPool(copy)
+    yield created
+    created.close()
 
 
-def until(done: Callable[[], bool]) -> None:
+def wait_until(condition: Callable[[], bool]) -> None:
     ends_s = time.monotonic() + WAIT_S
-    while not done():
+    while not condition():
         assert time.monotonic() < ends_s
         time.sleep(0.02)
 
 
 def test_a_pool_grows_shrinks_without_waiting_and_ends(pool: ProcessPool) -> None:
     pool.resize(3)
-    until(lambda: len(pool.pids()) == 3)
-    time.sleep(0.2)  # until they hear signals
+    wait_until(lambda: len(pool.pids()) == 3)
+    time.sleep(0.2)  # until the copies have installed their signal handlers
     began_s = time.monotonic()
     pool.resize(1)
-    assert time.monotonic() - began_s < 0.5 and len(pool.members()) == 3, "they are ending"
-    until(lambda: pool.members() == ["copy-0"])
+    assert time.monotonic() - began_s < 0.5 and len(pool.members()) == 3, "two copies are still ending"
+    wait_until(lambda: pool.members() == ["copy-0"])
     pool.close()
     pool.close()
     assert pool.pids() == []
@@ -57,7 +57,7 @@ def test_a_pool_grows_shrinks_without_waiting_and_ends(pool: ProcessPool) -> Non
 
 def test_a_removed_copy_can_be_started_again(pool: ProcessPool) -> None:
     pool.resize(2)
-    until(lambda: len(pool.pids()) == 2)
+    wait_until(lambda: len(pool.pids()) == 2)
     before = pool.pids()[1]
     time.sleep(0.2)
     pool.resize(1)
@@ -67,12 +67,12 @@ def test_a_removed_copy_can_be_started_again(pool: ProcessPool) -> None:
         pool.resize(2)
         return len(pool.pids()) == 2 and pool.pids()[1] != before
 
-    until(is_back)
+    wait_until(is_back)
 
 
 def test_a_copy_that_dies_is_started_again(pool: ProcessPool) -> None:
     pool.resize(1)
-    until(lambda: len(pool.pids()) == 1)
+    wait_until(lambda: len(pool.pids()) == 1)
     (before,) = pool.pids()
     os.kill(before, signal.SIGKILL)
-    until(lambda: pool.pids() not in ([], [before]))
+    wait_until(lambda: pool.pids() not in ([], [before]))

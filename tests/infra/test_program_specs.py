@@ -1,5 +1,5 @@
-"""The table of programs: every program accepts the TOML file that the stack writes for it, and stops in
-order."""
+"""The table of programs: every program accepts the settings file that the stack writes for it, and programs
+stop in order."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ FULL = StackOptions(num_archivers=2, num_readers=2, num_updaters=2, serving_proc
 
 @pytest.fixture
 def ports() -> Iterator[Ports]:
-    drawn = Ports()
-    yield drawn
-    drawn.release()
+    reserved = Ports()
+    yield reserved
+    reserved.release()
 
 
 @pytest.fixture
@@ -141,16 +141,16 @@ def test_overrides_apply_to_a_spec_or_one_instance(tmp_path: Path, endpoints: En
 
 
 @pytest.mark.parametrize(
-    ("name", "override", "word"),
+    ("name", "override", "expected"),
     [
         ("worker", {"batch_request": 3}, "batch_requests"),
         ("serving", {"tls_certificate": "c", "tls_key": "k"}, "tls_certificate"),
     ],
 )
 def test_a_wrong_override_is_refused(
-    name: str, override: dict[str, Any], word: str, tmp_path: Path, endpoints: Endpoints
+    name: str, override: dict[str, Any], expected: str, tmp_path: Path, endpoints: Endpoints
 ) -> None:
-    with pytest.raises(ConfigError, match=word):
+    with pytest.raises(ConfigError, match=expected):
         load_settings(name, tmp_path, StackOptions(overrides={name: override}), endpoints)
 
 
@@ -164,7 +164,7 @@ def test_a_wrong_override_is_refused(
         ("ROOSTREAM_WORKER_INDEX", False),
     ],
 )
-def test_a_variable_does_not_replace_what_the_stack_chooses(
+def test_an_environment_variable_may_not_override_a_value_that_the_stack_chooses(
     variable: str, refused: bool, tmp_path: Path, endpoints: Endpoints
 ) -> None:
     shard = build_instance("shard-1", Home(tmp_path), FULL, endpoints)

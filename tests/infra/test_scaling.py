@@ -13,7 +13,7 @@ READY = {0: "ready", 1: "ready", 2: "ready"}
 
 
 @pytest.mark.parametrize(
-    ("wanted", "training", "state", "workers", "stopped_by_scaling", "start", "stop", "why"),
+    ("wanted", "training", "state", "workers", "stopped_by_scaling", "start", "stop", "case"),
     [
         (
             2,
@@ -23,12 +23,21 @@ READY = {0: "ready", 1: "ready", 2: "ready"}
             set(),
             [1],
             [],
-            "the missing one is started before it can be trained with",
+            "a missing worker is started before training uses it",
         ),
-        (3, 1, "running", {0: "ready", 1: "starting"}, set(), [2], [], "one that starts is there"),
-        (1, 2, "running", {0: "ready", 1: "ready"}, set(), [], [], "its work is not committed yet"),
-        (1, 1, "restoring", READY, set(), [], [], "the next incarnation is not up yet"),
-        (1, 1, "running", READY, set(), [], [1, 2], "they stand by for nothing"),
+        (3, 1, "running", {0: "ready", 1: "starting"}, set(), [2], [], "a starting worker counts as running"),
+        (
+            1,
+            2,
+            "running",
+            {0: "ready", 1: "ready"},
+            set(),
+            [],
+            [],
+            "the work of worker 1 is not committed yet",
+        ),
+        (1, 1, "restoring", READY, set(), [], [], "the next incarnation does not train yet"),
+        (1, 1, "running", READY, set(), [], [1, 2], "surplus workers are stopped"),
         (
             1,
             1,
@@ -37,17 +46,53 @@ READY = {0: "ready", 1: "ready", 2: "ready"}
             set(),
             [],
             [],
-            "what doesn't run is not stopped",
+            "a worker that does not run is not stopped",
         ),
-        (2, 1, "running", {0: "ready", 1: "stopped"}, {1}, [1], [], "what was stopped here is started again"),
-        (2, 2, "gathering", {0: "ready", 1: "stopped"}, set(), [], [], "what a person stopped stays stopped"),
-        (2, 2, "gathering", {0: "ready", 1: "failed"}, set(), [], [], "so does what died too often"),
-        (2, 2, "held", {0: "held", 1: "held"}, set(), [], [], "they rest"),
-        (2, 2, "gathering", {0: "held", 1: "held"}, set(), [0, 1], [], "the hold is over"),
-        (1, 2, "gathering", {0: "held", 1: "held"}, set(), [0], [], "only those that are wanted"),
-        (2, 1, "held", {0: "held"}, set(), [], [], "none is added to a hold"),
-        (2, 1, "running", {}, set(), [], [], "a stack without training"),
-        (2, 1, "running", {0: "stopped"}, set(), [], [], "training was stopped"),
+        (
+            2,
+            1,
+            "running",
+            {0: "ready", 1: "stopped"},
+            {1},
+            [1],
+            [],
+            "a worker that scaling stopped is started again",
+        ),
+        (
+            2,
+            2,
+            "gathering",
+            {0: "ready", 1: "stopped"},
+            set(),
+            [],
+            [],
+            "a worker that a user stopped stays stopped",
+        ),
+        (
+            2,
+            2,
+            "gathering",
+            {0: "ready", 1: "failed"},
+            set(),
+            [],
+            [],
+            "a worker that died too often stays down",
+        ),
+        (2, 2, "held", {0: "held", 1: "held"}, set(), [], [], "held workers stay held during the hold"),
+        (
+            2,
+            2,
+            "gathering",
+            {0: "held", 1: "held"},
+            set(),
+            [0, 1],
+            [],
+            "held workers are started after the hold",
+        ),
+        (1, 2, "gathering", {0: "held", 1: "held"}, set(), [0], [], "only the wanted workers are started"),
+        (2, 1, "held", {0: "held"}, set(), [], [], "no worker is started during a hold"),
+        (2, 1, "running", {}, set(), [], [], "a stack without workers"),
+        (2, 1, "running", {0: "stopped"}, set(), [], [], "a user stopped training"),
         (1, 1, "running", {0: "ready"}, set(), [], [], "nothing to do"),
     ],
 )
@@ -59,12 +104,12 @@ def test_which_workers_are_started_and_stopped(
     stopped_by_scaling: set[int],
     start: list[int],
     stop: list[int],
-    why: str,
+    case: str,
 ) -> None:
-    assert worker_steps(wanted, training, state, workers, stopped_by_scaling) == (start, stop), why
+    assert worker_steps(wanted, training, state, workers, stopped_by_scaling) == (start, stop), case
 
 
-class Started:
+class FakePrograms:
     """Programs that are ready as soon as they are started."""
 
     def __init__(self) -> None:
@@ -84,54 +129,70 @@ class Started:
 
 
 def test_workers_follow_the_controller() -> None:
-    programs = Started()
+    programs = FakePrograms()
     scaling = Scaling(programs, "127.0.0.1:1")
 
-    def look(**status: Any) -> dict[int, str]:
+    def apply_status(**status: Any) -> dict[int, str]:
         scaling.apply({"state": "running", **status})
         return programs.states["worker"]
 
-    assert look(wanted_workers=2, workers=1) == {0: "ready", 1: "ready"}
-    assert look(wanted_workers=1, workers=2) == {0: "ready", 1: "ready"}
-    assert look(wanted_workers=1, workers=1) == {0: "ready", 1: "stopped"}
-    assert look(wanted_workers=2, workers=1) == {0: "ready", 1: "ready"}
+    assert apply_status(wanted_workers=2, workers=1) == {0: "ready", 1: "ready"}
+    assert apply_status(wanted_workers=1, workers=2) == {0: "ready", 1: "ready"}
+    assert apply_status(wanted_workers=1, workers=1) == {0: "ready", 1: "stopped"}
+    assert apply_status(wanted_workers=2, workers=1) == {0: "ready", 1: "ready"}
     programs.stop_copy("worker", 1)
-    assert look(wanted_workers=2, workers=2) == {0: "ready", 1: "stopped"}
+    assert apply_status(wanted_workers=2, workers=2) == {0: "ready", 1: "stopped"}
     scaling.close()
 
 
 @pytest.mark.parametrize(
-    ("wanted", "state", "readers", "start", "stop", "why"),
+    ("wanted", "state", "readers", "start", "stop", "case"),
     [
-        (3, "running", {0: "ready"}, [1, 2], [], "training waits"),
-        (1, "running", {0: "ready", 1: "ready", 2: "starting"}, [], [1, 2], "they wait for training"),
+        (3, "running", {0: "ready"}, [1, 2], [], "training waits for readers, so more are started"),
+        (
+            1,
+            "running",
+            {0: "ready", 1: "ready", 2: "starting"},
+            [],
+            [1, 2],
+            "readers wait for training, so some are stopped",
+        ),
         (0, "running", {0: "ready"}, [], [0], "the session is over"),
-        (0, "gathering", {0: "ready"}, [], [], "it isn't known yet"),
-        (0, "committing", {0: "ready"}, [], [0], "it is known during a commit, too"),
-        (2, "running", {0: "ready", 1: "stopping"}, [], [], "it is started when it has ended"),
-        (2, "running", {0: "ready", 1: "stopped"}, [], [], "what a person stopped stays stopped"),
-        (1, "running", {0: "failed"}, [], [], "so does what died too often"),
+        (0, "gathering", {0: "ready"}, [], [], "the need for readers is not known yet"),
+        (0, "committing", {0: "ready"}, [], [0], "the need for readers is also known during a commit"),
+        (
+            2,
+            "running",
+            {0: "ready", 1: "stopping"},
+            [],
+            [],
+            "a stopping reader is started after it has ended",
+        ),
+        (2, "running", {0: "ready", 1: "stopped"}, [], [], "a reader that a user stopped stays stopped"),
+        (1, "running", {0: "failed"}, [], [], "a reader that died too often stays down"),
     ],
 )
 def test_which_readers_are_started_and_ended(
-    wanted: int, state: str, readers: Mapping[int, str], start: list[int], stop: list[int], why: str
+    wanted: int, state: str, readers: Mapping[int, str], start: list[int], stop: list[int], case: str
 ) -> None:
-    assert reader_steps(wanted, state, readers) == (start, stop), why
+    assert reader_steps(wanted, state, readers) == (start, stop), case
 
 
 def test_readers_follow_the_controller_in_a_stack_that_has_readers() -> None:
-    programs = Started()
+    programs = FakePrograms()
     scaling = Scaling(programs, "127.0.0.1:1")
 
-    def look(wanted: int) -> list[int]:
+    def apply_wanted_readers(wanted: int) -> list[int]:
         scaling.apply({"state": "running", "wanted_workers": 1, "workers": 1, "readers": {"wanted": wanted}})
         return sorted(programs.states["reader"])
 
-    assert look(2) == [], "workers of this stack read for themselves"
+    assert apply_wanted_readers(2) == [], "a stack without readers must not start any"
     programs.start_copy("reader", 0)
-    assert look(3) == [0, 1, 2]
-    assert look(1) == [0]
-    assert look(0) == [] and look(2) == [0, 1], "another session"
+    assert apply_wanted_readers(3) == [0, 1, 2]
+    assert apply_wanted_readers(1) == [0]
+    assert apply_wanted_readers(0) == [] and apply_wanted_readers(2) == [0, 1], (
+        "readers must be started again for the next session"
+    )
     scaling.apply({"state": "running", "wanted_workers": 1, "workers": 1, "readers": None})
     assert sorted(programs.states["reader"]) == [0, 1]
     scaling.close()

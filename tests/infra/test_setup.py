@@ -1,4 +1,4 @@
-"""Set-up: checks of the machine, pinned jars, and kernels that are compiled before a program needs them."""
+"""Set-up: checks of the machine, pinned jars, and kernels compiled before programs need them."""
 
 from __future__ import annotations
 
@@ -61,14 +61,14 @@ def test_a_damaged_download_is_refused_and_leaves_nothing(tmp_path: Path) -> Non
         jars.require_jars(tmp_path)
 
 
-def test_a_malformed_line_of_the_list_is_named(tmp_path: Path) -> None:
+def test_a_malformed_line_of_the_jar_list_is_named(tmp_path: Path) -> None:
     path = tmp_path / "jars.sha256"
     path.write_text("abc 12 group:artifact:1\nabc group:artifact:1\n")
     with pytest.raises(ConfigError, match=r"jars\.sha256:2"):
         jars.read_list(path)
 
 
-@pytest.mark.timeout(600)  # minutes where nothing is compiled yet
+@pytest.mark.timeout(600)  # takes minutes if no kernel is compiled yet
 def test_every_module_with_kernels_is_compiled(capsys: pytest.CaptureFixture[str]) -> None:
     assert precompile.main(()) == 0
     lines = capsys.readouterr().out.splitlines()

@@ -26,7 +26,7 @@ STUBBORN = (
 )
 
 
-class Bench:
+class SupervisorHarness:
     """A supervisor and programs that are snippets of Python."""
 
     def __init__(self, folder: Path, policy: RestartPolicy | None = None) -> None:
@@ -55,51 +55,51 @@ class Bench:
         child = self.supervisor.slots[name].child
         return child.pid if child else 0
 
-    def wait(self, done: Callable[[], bool]) -> None:
-        assert self.supervisor.wait(done, WAIT_S), {n: s.state for n, s in self.supervisor.slots.items()}
+    def wait(self, condition: Callable[[], bool]) -> None:
+        assert self.supervisor.wait(condition, WAIT_S), {n: s.state for n, s in self.supervisor.slots.items()}
 
     def wait_state(self, name: str, state: str) -> None:
         self.wait(lambda: self.state(name) == state)
 
 
 @pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Bench]:
-    bench = Bench(tmp_path)
-    yield bench
-    bench.supervisor.close()
+def harness(tmp_path: Path) -> Iterator[SupervisorHarness]:
+    harness = SupervisorHarness(tmp_path)
+    yield harness
+    harness.supervisor.close()
 
 
-def test_a_killed_child_is_started_again(bench: Bench) -> None:
-    bench.start(bench.program("a", SLEEP))
-    bench.wait_state("a", "ready")
-    before = bench.pid("a")
+def test_a_killed_child_is_started_again(harness: SupervisorHarness) -> None:
+    harness.start(harness.program("a", SLEEP))
+    harness.wait_state("a", "ready")
+    before = harness.pid("a")
     os.kill(before, signal.SIGKILL)
-    bench.wait(lambda: bench.state("a") == "ready" and bench.pid("a") not in (0, before))
-    assert bench.supervisor.slots["a"].num_restarts == 1
+    harness.wait(lambda: harness.state("a") == "ready" and harness.pid("a") not in (0, before))
+    assert harness.supervisor.slots["a"].num_restarts == 1
 
 
-def test_the_reason_why_a_program_cannot_be_started_is_kept(bench: Bench) -> None:
+def test_the_reason_why_a_program_cannot_be_started_is_stored(harness: SupervisorHarness) -> None:
     def prepare() -> None:
         raise SetupError("its folder can't be formatted")
 
-    bench.start(bench.program("a", SLEEP, prepare=prepare))
-    bench.wait(lambda: "a" in bench.supervisor.slots and bench.supervisor.slots["a"].last_error != "")
-    assert bench.supervisor.slots["a"].last_error == "its folder can't be formatted"
+    harness.start(harness.program("a", SLEEP, prepare=prepare))
+    harness.wait(lambda: "a" in harness.supervisor.slots and harness.supervisor.slots["a"].last_error != "")
+    assert harness.supervisor.slots["a"].last_error == "its folder can't be formatted"
 
 
 def test_a_full_disk_ends_no_program_and_states_are_written_when_there_is_space(
-    bench: Bench, caplog: pytest.LogCaptureFixture
+    harness: SupervisorHarness, caplog: pytest.LogCaptureFixture
 ) -> None:
     is_full, written = True, list[str]()
 
     def write_states() -> None:
         if is_full:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        written.extend(slot.state for slot in bench.supervisor.slots.values())
+        written.extend(slot.state for slot in harness.supervisor.slots.values())
 
-    bench.supervisor.changed = write_states
-    bench.start(bench.program("a", SLEEP))
-    bench.wait_state("a", "ready")
+    harness.supervisor.changed = write_states
+    harness.start(harness.program("a", SLEEP))
+    harness.wait_state("a", "ready")
     assert "No space left" in caplog.text
     is_full = False
     end_s = time.monotonic() + WAIT_S
@@ -109,60 +109,60 @@ def test_a_full_disk_ends_no_program_and_states_are_written_when_there_is_space(
 
 
 def test_a_child_that_exits_with_0_is_restarted_without_an_error(
-    bench: Bench, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    harness: SupervisorHarness, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-    there = tmp_path / "was here"
-    leaves_once = (
-        f"import pathlib, time; p = pathlib.Path({str(there)!r}); p.exists() and time.sleep(600); p.touch()"
+    marker = tmp_path / "was here"
+    ends_once = (
+        f"import pathlib, time; p = pathlib.Path({str(marker)!r}); p.exists() and time.sleep(600); p.touch()"
     )
-    bench.start(bench.program("a", leaves_once))
-    bench.wait(lambda: "a" in bench.supervisor.slots and bench.supervisor.slots["a"].num_restarts == 1)
-    bench.wait_state("a", "ready")
+    harness.start(harness.program("a", ends_once))
+    harness.wait(lambda: "a" in harness.supervisor.slots and harness.supervisor.slots["a"].num_restarts == 1)
+    harness.wait_state("a", "ready")
     assert "a has ended on request" in caplog.text and "died" not in caplog.text
 
 
 def test_a_child_that_dies_too_often_stays_down_and_is_logged(
-    bench: Bench, caplog: pytest.LogCaptureFixture
+    harness: SupervisorHarness, caplog: pytest.LogCaptureFixture
 ) -> None:
-    bench.start(bench.program("a", "import sys; print('no such thing'); sys.exit(3)"))
-    bench.wait_state("a", "failed")
-    assert bench.supervisor.slots["a"].num_restarts == 3
+    harness.start(harness.program("a", "import sys; print('no such thing'); sys.exit(3)"))
+    harness.wait_state("a", "failed")
+    assert harness.supervisor.slots["a"].num_restarts == 3
     assert "a died (exit code 3)" in caplog.text
     assert "| no such thing" in caplog.text
     assert "stays down" in caplog.text
 
 
-def test_a_program_waits_for_its_predecessors(bench: Bench) -> None:
+def test_a_program_waits_for_its_predecessors(harness: SupervisorHarness) -> None:
     is_up = False
-    bench.start(bench.program("b", SLEEP, after=("a",)), bench.program("a", SLEEP, ready=lambda: is_up))
-    bench.wait_state("a", "starting")
-    assert bench.state("b") == "waiting"
+    harness.start(harness.program("b", SLEEP, after=("a",)), harness.program("a", SLEEP, ready=lambda: is_up))
+    harness.wait_state("a", "starting")
+    assert harness.state("b") == "waiting"
     is_up = True
-    bench.wait_state("b", "ready")
+    harness.wait_state("b", "ready")
 
 
-def test_waiting_for_predecessors_is_limited(bench: Bench) -> None:
-    bench.start(
-        bench.program("b", SLEEP, after=("a",), max_after_wait_s=0.2),
-        bench.program("c", SLEEP, after=("absent",)),
-        bench.program("a", SLEEP, ready=lambda: False),
+def test_waiting_for_predecessors_is_limited(harness: SupervisorHarness) -> None:
+    harness.start(
+        harness.program("b", SLEEP, after=("a",), max_after_wait_s=0.2),
+        harness.program("c", SLEEP, after=("absent",)),
+        harness.program("a", SLEEP, ready=lambda: False),
     )
-    bench.wait_state("b", "ready")
-    bench.wait_state("c", "ready")
-    assert bench.state("a") == "starting"
+    harness.wait_state("b", "ready")
+    harness.wait_state("c", "ready")
+    assert harness.state("a") == "starting"
 
 
-def test_a_stopped_predecessor_is_not_waited_for(bench: Bench) -> None:
-    bench.start(bench.program("a", SLEEP))
-    bench.wait_state("a", "ready")
-    bench.supervisor.stop(["a"])
-    bench.start(bench.program("b", SLEEP, after=("a",)))
-    bench.wait_state("b", "ready")
-    assert bench.state("a") == "stopped"
+def test_a_stopped_predecessor_is_not_waited_for(harness: SupervisorHarness) -> None:
+    harness.start(harness.program("a", SLEEP))
+    harness.wait_state("a", "ready")
+    harness.supervisor.stop(["a"])
+    harness.start(harness.program("b", SLEEP, after=("a",)))
+    harness.wait_state("b", "ready")
+    assert harness.state("a") == "stopped"
 
 
-def test_on_ready_is_retried_until_it_succeeds(bench: Bench) -> None:
+def test_on_ready_is_retried_until_it_succeeds(harness: SupervisorHarness) -> None:
     tries = []
 
     def fail_once() -> None:
@@ -170,59 +170,59 @@ def test_on_ready_is_retried_until_it_succeeds(bench: Bench) -> None:
         if len(tries) == 1:
             raise UnavailableError("not yet")
 
-    bench.start(bench.program("a", SLEEP, on_ready=fail_once))
-    bench.wait_state("a", "ready")
+    harness.start(harness.program("a", SLEEP, on_ready=fail_once))
+    harness.wait_state("a", "ready")
     assert len(tries) == 2
 
 
-def test_a_child_that_does_not_stop_in_time_is_killed_and_counted(bench: Bench) -> None:
-    log = bench.folder / "a.log"
-    bench.start(
-        bench.program("a", STUBBORN, stop_timeout_s=0.3, ready=lambda: b"ready" in log.read_bytes()),
-        bench.program("b", SLEEP),
+def test_a_child_that_does_not_stop_in_time_is_killed_and_reported(harness: SupervisorHarness) -> None:
+    log = harness.folder / "a.log"
+    harness.start(
+        harness.program("a", STUBBORN, stop_timeout_s=0.3, ready=lambda: b"ready" in log.read_bytes()),
+        harness.program("b", SLEEP),
     )
-    bench.wait_state("a", "ready")
-    bench.wait_state("b", "ready")
-    assert bench.supervisor.stop(["a", "b"]) == ["a"]
-    assert bench.state("a") == bench.state("b") == "stopped"
+    harness.wait_state("a", "ready")
+    harness.wait_state("b", "ready")
+    assert harness.supervisor.stop(["a", "b"]) == ["a"]
+    assert harness.state("a") == harness.state("b") == "stopped"
 
 
-def test_a_stopped_program_stays_down_until_it_is_started(bench: Bench) -> None:
-    bench.start(bench.program("a", SLEEP))
-    bench.wait_state("a", "ready")
-    assert bench.supervisor.stop(["a"]) == []
-    assert bench.state("a") == "stopped"
-    bench.start(bench.program("a", SLEEP))
-    bench.wait_state("a", "ready")
+def test_a_stopped_program_stays_down_until_it_is_started(harness: SupervisorHarness) -> None:
+    harness.start(harness.program("a", SLEEP))
+    harness.wait_state("a", "ready")
+    assert harness.supervisor.stop(["a"]) == []
+    assert harness.state("a") == "stopped"
+    harness.start(harness.program("a", SLEEP))
+    harness.wait_state("a", "ready")
 
 
-def test_a_program_that_ends_by_itself_is_not_restarted(bench: Bench) -> None:
-    bench.start(bench.program("a", "raise SystemExit(7)", restart=False))
-    bench.wait_state("a", "ended")
-    assert bench.supervisor.slots["a"].exit_code == 7
+def test_a_program_that_ends_by_itself_is_not_restarted(harness: SupervisorHarness) -> None:
+    harness.start(harness.program("a", "raise SystemExit(7)", restart=False))
+    harness.wait_state("a", "ended")
+    assert harness.supervisor.slots["a"].exit_code == 7
 
 
 def test_a_held_program_stays_down_until_it_is_started(
-    bench: Bench, caplog: pytest.LogCaptureFixture
+    harness: SupervisorHarness, caplog: pytest.LogCaptureFixture
 ) -> None:
-    bench.start(bench.program("a", f"import sys; sys.exit({HELD_CODE})"))
-    bench.wait_state("a", "held")
-    assert bench.supervisor.slots["a"].num_restarts == 0 and "on hold" in caplog.text
-    bench.start(bench.program("a", SLEEP))
-    bench.wait_state("a", "ready")
+    harness.start(harness.program("a", f"import sys; sys.exit({HELD_CODE})"))
+    harness.wait_state("a", "held")
+    assert harness.supervisor.slots["a"].num_restarts == 0 and "on hold" in caplog.text
+    harness.start(harness.program("a", SLEEP))
+    harness.wait_state("a", "ready")
 
 
-def refusing(code: int, after_s: float = 0.0) -> str:
+def refusing_program(code: int, after_s: float = 0.0) -> str:
     line = "10:00:00 E roostream controller: file:///w is no table; has an archiver written there?"
     return f"import sys, time; time.sleep({after_s}); print({line!r}, flush=True); sys.exit({code})"
 
 
 def test_a_refused_configuration_is_logged_once_and_not_retried(
-    bench: Bench, caplog: pytest.LogCaptureFixture
+    harness: SupervisorHarness, caplog: pytest.LogCaptureFixture
 ) -> None:
-    bench.start(bench.program("a", refusing(REFUSED_CODE), refused_code=REFUSED_CODE))
-    bench.wait_state("a", "failed")
-    slot = bench.supervisor.slots["a"]
+    harness.start(harness.program("a", refusing_program(REFUSED_CODE), refused_code=REFUSED_CODE))
+    harness.wait_state("a", "failed")
+    slot = harness.supervisor.slots["a"]
     assert (
         slot.num_restarts == 0 and slot.last_error == "file:///w is no table; has an archiver written there?"
     )
@@ -230,84 +230,95 @@ def test_a_refused_configuration_is_logged_once_and_not_retried(
     assert len(errors) == 1 and slot.last_error in errors[0]
 
 
-def test_other_errors_are_retried_and_kept_as_last_error(bench: Bench) -> None:
-    bench.start(bench.program("a", refusing(AWAY_CODE), refused_code=REFUSED_CODE))
-    bench.wait_state("a", "failed")
-    slot = bench.supervisor.slots["a"]
+def test_other_errors_are_retried_and_kept_as_last_error(harness: SupervisorHarness) -> None:
+    harness.start(harness.program("a", refusing_program(AWAY_CODE), refused_code=REFUSED_CODE))
+    harness.wait_state("a", "failed")
+    slot = harness.supervisor.slots["a"]
     assert (
         slot.num_restarts == 3 and slot.last_error == "file:///w is no table; has an archiver written there?"
     )
 
 
 @pytest.mark.parametrize(
-    ("is_ready", "starts", "why"),
+    ("is_ready", "starts", "case"),
     [
-        (True, 1, "its settings may have changed since it read them"),
-        (False, 0, "it waited for a peer, and then refused"),
+        (True, 1, "the settings may have changed since the program read them"),
+        (False, 0, "the program only waited for a peer before it refused"),
     ],
 )
 def test_a_program_that_worked_for_a_while_gets_one_more_start(
-    is_ready: bool, starts: int, why: str, tmp_path: Path
+    is_ready: bool, starts: int, case: str, tmp_path: Path
 ) -> None:
-    bench = Bench(tmp_path, RestartPolicy(first_s=0.01, max_s=0.01, max_restarts=9, stable_s=0.3))
+    harness = SupervisorHarness(
+        tmp_path, RestartPolicy(first_s=0.01, max_s=0.01, max_restarts=9, stable_s=0.3)
+    )
     try:
-        program = bench.program(
-            "a", refusing(REFUSED_CODE, after_s=0.8), refused_code=REFUSED_CODE, ready=lambda: is_ready
+        program = harness.program(
+            "a",
+            refusing_program(REFUSED_CODE, after_s=0.8),
+            refused_code=REFUSED_CODE,
+            ready=lambda: is_ready,
         )
-        bench.start(program)
-        bench.wait_state("a", "failed")
-        assert bench.supervisor.slots["a"].num_restarts == starts, why
+        harness.start(program)
+        harness.wait_state("a", "failed")
+        assert harness.supervisor.slots["a"].num_restarts == starts, case
     finally:
-        bench.supervisor.close()
+        harness.supervisor.close()
 
 
-def test_a_changed_file_causes_another_start(bench: Bench, tmp_path: Path) -> None:
+def test_a_changed_file_causes_another_start(harness: SupervisorHarness, tmp_path: Path) -> None:
     file = tmp_path / "schema.toml"
     file.write_text("wrong")
     code = (
         f"import sys, time; open({str(file)!r}).read() == 'wrong' and sys.exit({REFUSED_CODE}); "
         "time.sleep(600)"
     )
-    bench.start(
-        bench.program("a", code, refused_code=REFUSED_CODE, watched_files=(file, tmp_path / "absent"))
+    harness.start(
+        harness.program("a", code, refused_code=REFUSED_CODE, watched_files=(file, tmp_path / "absent"))
     )
-    bench.wait_state("a", "failed")
+    harness.wait_state("a", "failed")
     time.sleep(0.3)
-    assert bench.state("a") == "failed", "it is as it was"
+    assert harness.state("a") == "failed", "nothing has changed yet"
     file.write_text("right")
-    bench.wait_state("a", "ready")
-    assert bench.supervisor.slots["a"].last_error == ""
+    harness.wait_state("a", "ready")
+    assert harness.supervisor.slots["a"].last_error == ""
 
 
-def test_a_stopped_program_is_not_restarted_by_a_changed_file(bench: Bench, tmp_path: Path) -> None:
+def test_a_stopped_program_is_not_restarted_by_a_changed_file(
+    harness: SupervisorHarness, tmp_path: Path
+) -> None:
     file = tmp_path / "schema.toml"
     file.write_text("wrong")
-    bench.start(bench.program("a", refusing(REFUSED_CODE), refused_code=REFUSED_CODE, watched_files=(file,)))
-    bench.wait_state("a", "failed")
-    bench.supervisor.stop(["a"])
+    harness.start(
+        harness.program("a", refusing_program(REFUSED_CODE), refused_code=REFUSED_CODE, watched_files=(file,))
+    )
+    harness.wait_state("a", "failed")
+    harness.supervisor.stop(["a"])
     file.write_text("right")
     time.sleep(0.4)
-    assert bench.state("a") == "failed" and bench.supervisor.slots["a"].num_restarts == 0
+    assert harness.state("a") == "failed" and harness.supervisor.slots["a"].num_restarts == 0
 
 
-def test_a_failed_start_is_logged_and_retried(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failed_start_is_logged_and_retried(
+    harness: SupervisorHarness, caplog: pytest.LogCaptureFixture
+) -> None:
     def prepare() -> None:
         raise OSError(28, "No space left on device")
 
-    bench.start(bench.program("a", SLEEP, prepare=prepare))
-    bench.wait_state("a", "failed")
+    harness.start(harness.program("a", SLEEP, prepare=prepare))
+    harness.wait_state("a", "failed")
     assert "No space left on device" in caplog.text
 
 
-def test_closing_leaves_nothing_running(bench: Bench) -> None:
-    bench.start(bench.program("a", STUBBORN), bench.program("b", SLEEP))
-    bench.wait_state("a", "ready")
-    bench.wait_state("b", "ready")
-    pids = [bench.pid("a"), bench.pid("b")]
-    bench.supervisor.close()
+def test_closing_leaves_nothing_running(harness: SupervisorHarness) -> None:
+    harness.start(harness.program("a", STUBBORN), harness.program("b", SLEEP))
+    harness.wait_state("a", "ready")
+    harness.wait_state("b", "ready")
+    pids = [harness.pid("a"), harness.pid("b")]
+    harness.supervisor.close()
     assert all(not Path(f"/proc/{pid}").exists() for pid in pids)
     with pytest.raises(UnavailableError, match="has been stopped"):
-        bench.start(bench.program("c", SLEEP))
+        harness.start(harness.program("c", SLEEP))
 
 
 def test_children_end_when_the_supervisor_is_killed(tmp_path: Path) -> None:
@@ -325,7 +336,7 @@ time.sleep(600)
         assert parent.stdout is not None
         pid = int(parent.stdout.readline())
         assert Path(f"/proc/{pid}").exists()
-        time.sleep(0.3)  # the child asks for its end within its first lines
+        time.sleep(0.3)  # the child requests its death signal in its first instructions
         parent.kill()
     deadline_s = time.monotonic() + WAIT_S
     while _runs(pid) and time.monotonic() < deadline_s:
@@ -345,10 +356,12 @@ def test_restart_delays_double_until_the_limit() -> None:
     assert [policy.delay_s(n) for n in (1, 2, 3, 5, 6, 7)] == [0.0, 0.5, 1.0, 4.0, 4.0, None]
 
 
-def test_a_long_life_resets_the_count_of_deaths(tmp_path: Path) -> None:
-    bench = Bench(tmp_path, RestartPolicy(first_s=600.0, stable_s=0.0, max_restarts=1))
+def test_a_long_run_resets_the_count_of_restarts(tmp_path: Path) -> None:
+    harness = SupervisorHarness(tmp_path, RestartPolicy(first_s=600.0, stable_s=0.0, max_restarts=1))
     try:
-        bench.start(bench.program("a", "raise SystemExit(1)"))
-        bench.wait(lambda: "a" in bench.supervisor.slots and bench.supervisor.slots["a"].num_restarts >= 3)
+        harness.start(harness.program("a", "raise SystemExit(1)"))
+        harness.wait(
+            lambda: "a" in harness.supervisor.slots and harness.supervisor.slots["a"].num_restarts >= 3
+        )
     finally:
-        bench.supervisor.close()
+        harness.supervisor.close()

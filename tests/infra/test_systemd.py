@@ -1,5 +1,5 @@
-"""Units for machines without an orchestrator: one a program, as systemd reads them, with the limits that
-programs keep."""
+"""systemd units for machines without an orchestrator: one per program, valid, and consistent with the
+programs' settings and limits."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from roostream.schema.settings import environment_variables, load
 
 UNITS = Path(__file__).resolve().parents[2] / "infra" / "systemd"
 SERVICES = sorted(UNITS.glob("*.service"))
-PROGRAMS = {kind.name: kind for kind in PROGRAM_SPECS if kind.name != SIMULATE}
+PROGRAMS = {spec.name: spec for spec in PROGRAM_SPECS if spec.name != SIMULATE}
 
 
 def read(unit: Path) -> dict[str, list[str]]:
-    """Key → values, in the order of lines; keys of all sections, which differ."""
+    """Key → values, in the order of the lines, over all sections of the unit."""
     found: dict[str, list[str]] = {}
     for line in unit.read_text().splitlines():
         if line and not line.startswith(("#", "[")):
@@ -40,30 +40,34 @@ def test_every_program_has_a_unit_and_every_unit_a_program() -> None:
 
 @pytest.mark.parametrize("unit", SERVICES, ids=lambda unit: unit.stem)
 def test_a_unit_starts_its_program_with_time_to_stop(unit: Path) -> None:
-    its = read(unit)
+    unit_settings = read(unit)
     program = program_of(unit)
-    assert its["ExecStart"] == [
+    assert unit_settings["ExecStart"] == [
         f"/opt/roostream/bin/roostream {program} --config /etc/roostream/{program}.toml"
     ]
-    assert STOP_S < float(its["TimeoutStopSec"][0].removesuffix("s")) <= STOP_S + 10
-    assert its["RestartPreventExitStatus"] == [f"{REFUSED_CODE} {HELD_CODE}"] and its["Restart"] == ["always"]
+    assert STOP_S < float(unit_settings["TimeoutStopSec"][0].removesuffix("s")) <= STOP_S + 10
+    assert unit_settings["RestartPreventExitStatus"] == [f"{REFUSED_CODE} {HELD_CODE}"] and unit_settings[
+        "Restart"
+    ] == ["always"]
     assert (
-        its["User"] == ["roostream"]
-        and its["NoNewPrivileges"] == ["true"]
-        and its["ProtectSystem"] == ["strict"]
+        unit_settings["User"] == ["roostream"]
+        and unit_settings["NoNewPrivileges"] == ["true"]
+        and unit_settings["ProtectSystem"] == ["strict"]
     )
-    assert its["WantedBy"] == ["roostream.target"] and its["PartOf"] == ["roostream.target"]
+    assert unit_settings["WantedBy"] == ["roostream.target"] and unit_settings["PartOf"] == [
+        "roostream.target"
+    ]
 
 
 @pytest.mark.parametrize("unit", SERVICES, ids=lambda unit: unit.stem)
 def test_environment_variables_of_units_are_settings(unit: Path) -> None:
-    its, program = read(unit), program_of(unit)
-    words = [word.partition("=") for line in its["Environment"] for word in line.split()]
-    own = {name: value for name, _, value in words if name.startswith("ROOSTREAM_")}
-    assert set(own) <= set(environment_variables(PROGRAMS[program].settings_class(), program))
-    for name, value in own.items():
+    unit_settings, program = read(unit), program_of(unit)
+    words = [word.partition("=") for line in unit_settings["Environment"] for word in line.split()]
+    program_variables = {name: value for name, _, value in words if name.startswith("ROOSTREAM_")}
+    assert set(program_variables) <= set(environment_variables(PROGRAMS[program].settings_class(), program))
+    for name, value in program_variables.items():
         if name.endswith("_HOME"):
-            assert value.removeprefix("/var/lib/") in its["StateDirectory"]
+            assert value.removeprefix("/var/lib/") in unit_settings["StateDirectory"]
 
 
 def instance(unit: Path, number: int) -> dict[str, str]:
@@ -73,7 +77,7 @@ def instance(unit: Path, number: int) -> dict[str, str]:
 
 
 def test_instances_on_one_machine_share_no_home_port_or_address(tmp_path: Path) -> None:
-    """With one settings file for all, as the page of systemd writes an address."""
+    """All instances use one settings file, with the address as docs/operations/deploy.md writes it."""
     page = (UNITS.parents[1] / "docs/operations/deploy.md").read_text(encoding="utf-8")
     listen = re.search(r'`(listen = "[^`]+")` in `shard.toml`', page)
     assert listen
@@ -81,21 +85,26 @@ def test_instances_on_one_machine_share_no_home_port_or_address(tmp_path: Path) 
     file.write_text(
         f'{listen[1]}\nnum_shards = 10\ncontroller = "10.0.0.4:7000"\nbootstrap = "k:9092"\ninsecure = true\n'
     )
-    seen: list[str] = []
+    used: list[str] = []
     for unit in UNITS.glob("*@.service"):
         program = program_of(unit)
         for number in range(10):
             environment = instance(unit, number)
             name = f"ROOSTREAM_{program.upper()}"
-            seen.append(environment[f"{name}_METRICS_PORT"])
+            used.append(environment[f"{name}_METRICS_PORT"])
             if "StateDirectory" in read(unit):
-                seen.append(environment[f"{name}_HOME"])
+                used.append(environment[f"{name}_HOME"])
             if program == "shard":
-                own = environment | {f"{name}_SCHEMA": str(file), f"{name}_STORE": str(tmp_path)}
-                settings = load(PROGRAMS[program].settings_class(), file, program=program, environ=own)
-                seen.append(str(getattr(settings, "listen")))  # noqa: B009 (the class is that of any program)
+                shard_environment = environment | {
+                    f"{name}_SCHEMA": str(file),
+                    f"{name}_STORE": str(tmp_path),
+                }
+                settings = load(
+                    PROGRAMS[program].settings_class(), file, program=program, environ=shard_environment
+                )
+                used.append(str(getattr(settings, "listen")))  # noqa: B009 (the class is that of any program)
                 assert str(getattr(settings, "metrics_port")) == environment[f"{name}_METRICS_PORT"]  # noqa: B009
-    assert len(seen) == 100 and len(set(seen)) == len(seen)
+    assert len(used) == 100 and len(set(used)) == len(used)
 
 
 _TWO_WORKERS = """
@@ -114,15 +123,15 @@ print([one.item() for one in sums])
 """
 
 
-def test_workers_can_meet_with_the_address_families_of_their_unit() -> None:
-    """gloo looks up the interface of its address by a netlink socket."""
+def test_workers_can_connect_with_the_address_families_of_their_unit() -> None:
+    """gloo looks up the interface of its address with a netlink socket."""
     (families,) = read(UNITS / "roostream-worker@.service")["RestrictAddressFamilies"]
     limited = (sys.executable, str(Path(__file__).with_name("address_families.py")))
     command = (*limited, families, sys.executable, "-c", _TWO_WORKERS)
-    done = subprocess.run(
+    completed = subprocess.run(
         command, cwd=UNITS.parents[1], capture_output=True, text=True, check=False, timeout=100
     )
-    assert done.stdout == "[2.0, 2.0]\n", done.stderr[-2000:]
+    assert completed.stdout == "[2.0, 2.0]\n", completed.stderr[-2000:]
 
 
 def test_units_wait_for_existing_units() -> None:
@@ -134,7 +143,7 @@ def test_units_wait_for_existing_units() -> None:
 def test_systemd_accepts_the_units(tmp_path: Path) -> None:
     verify = shutil.which("systemd-analyze")
     if verify is None:
-        pytest.skip("no systemd here: units are parsed by the tests above alone")
+        pytest.skip("systemd is not installed; only the tests above check the units")
     for unit in UNITS.iterdir():
         text = unit.read_text().replace(
             "/opt/roostream/bin/roostream ", f"{sys.executable} -m roostream.cli.main "
@@ -145,12 +154,12 @@ def test_systemd_accepts_the_units(tmp_path: Path) -> None:
     files = [str(tmp_path / unit.name.replace("@.", "@0.")) for unit in UNITS.iterdir()]
     for unit in UNITS.glob("*@.service"):
         (tmp_path / unit.name.replace("@.", "@0.")).symlink_to(tmp_path / unit.name)
-    done = subprocess.run(
+    completed = subprocess.run(
         (verify, "verify", "--man=no", "--recursive-errors=no", *files),
         capture_output=True,
         text=True,
         check=False,
         timeout=60,
     )
-    ours = [line for line in done.stderr.splitlines() if "roostream" in line]
-    assert not ours and done.returncode == 0, done.stderr
+    problems = [line for line in completed.stderr.splitlines() if "roostream" in line]
+    assert not problems and completed.returncode == 0, completed.stderr

@@ -1,5 +1,5 @@
-"""What the joiner's tests share: a small schema, event makers, a driver of one key, and readable views of
-outputs."""
+"""Support for tests of the joiner: a small schema, builders of events, a driver of one key, and readable
+views of outputs."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ NOW = 1_000
 
 
 def rules(**settings: Any) -> Rules:
-    """Window 100 ms, late horizon 1 s, unless said otherwise."""
+    """Rules with a window of 100 ms and a late horizon of 1 s, changed by `settings`."""
     return JoinerConfig(**{"window_ms": 100, **settings}).rules
 
 
@@ -127,7 +127,7 @@ def record(
     offset: int = 0,
     partition: int = 0,
 ) -> Record:
-    """As a producer would write it."""
+    """A record as a producer would write it."""
     if isinstance(message, (pb.Heartbeat, pb.EndMarker)):
         kind = wire.HEARTBEAT if isinstance(message, pb.Heartbeat) else wire.END_MARKER
         return Record("impressions", partition, offset, message.time_ms, None, wire.encode(kind, message))
@@ -147,18 +147,18 @@ def record(
     )
 
 
-def reader() -> EventDecoder:
+def make_decoder() -> EventDecoder:
     return EventDecoder(SCHEMAS.get, SCHEMA.limits)
 
 
 def event(message: pb.Impression | pb.Engagement, offset: int = 0) -> Event:
-    found = reader().decode(record(message, offset=offset))
+    found = make_decoder().decode(record(message, offset=offset))
     assert found is not None and not isinstance(found, Output), found
     return found
 
 
 class DictStore(dict[str, bytes]):
-    """Flink's map state, for one key."""
+    """A dict with the methods of Flink's map state, for one key."""
 
     def put(self, key: str, value: bytes) -> None:
         self[key] = value
@@ -166,8 +166,8 @@ class DictStore(dict[str, bytes]):
     def remove(self, key: str) -> None:
         self.pop(key, None)
 
-    def whole(self) -> MemoryState:
-        """All entries as the other implementation has them."""
+    def as_memory_state(self) -> MemoryState:
+        """All entries as a `MemoryState`."""
         state = MemoryState()
         for name, data in self.items():
             kind, rest = name[0], name[1:]
@@ -182,8 +182,8 @@ class DictStore(dict[str, bytes]):
             else:
                 number, request_id = rest.split(".", 1)
                 if kind == "e":
-                    held: Any = decoder(Engagement | SeenEngagement)(data)  # type: ignore[arg-type]
-                    state.engagements_of(request_id)[int(number, 16)] = held
+                    stored: Any = decoder(Engagement | SeenEngagement)(data)  # type: ignore[arg-type]
+                    state.engagements_of(request_id)[int(number, 16)] = stored
                     continue
                 if kind == "t":
                     state.set_aggregates(request_id, {int(number, 16): decoder(LabelAggregate)(data)})
@@ -193,13 +193,13 @@ class DictStore(dict[str, bytes]):
 
 
 KINDS = ("memory", "reloaded", "entries")
-"""How a `Driver` holds its state: in dicts · in dicts that are encoded and decoded around every call, as a
-restored snapshot is · as bytes an entry, each of them read and written by the call that touches it, as in
+"""How a `Driver` keeps its state. "memory": dicts. "reloaded": dicts that are encoded and decoded around
+every call, as after a restore. "entries": one byte string per entry, read and written by each call, as in
 Flink."""
 
 
 class Driver:
-    """One key, its watermark and its timers, which decide whether the machine is called, as in engines."""
+    """One key with its watermark and timers. As in the engines, timers decide when the join is called."""
 
     def __init__(self, with_rules: Rules, kind: str = "entries") -> None:
         self.join = Join(with_rules, SCHEMAS.get, SCHEMA.limits)
@@ -207,15 +207,15 @@ class Driver:
         self.outputs: list[Output] = []
         self._memory, self.store = MemoryState(), DictStore()
         self._timers: list[int] = []
-        self.num_requests = [0] * 4  # by phase, as the steps count it
+        self.num_requests = [0] * 4  # by phase, counted from the steps
         self._offset = 0
 
     @property
     def state(self) -> MemoryState:
-        return self.store.whole() if self.kind == "entries" else self._memory
+        return self.store.as_memory_state() if self.kind == "entries" else self._memory
 
     def send(self, *messages: pb.Impression | pb.Engagement) -> list[Output]:
-        """What these events wrote, in order."""
+        """Apply these events and return their outputs in order."""
         out = []
         for message in messages:
             self._offset += 1
@@ -223,11 +223,11 @@ class Driver:
         return out
 
     def apply(self, found: Event) -> list[Output]:
-        """The same for an event that has been read."""
+        """Apply a decoded event and return its outputs."""
         return self._call(lambda state: self.join.apply(state, KEY, found, self.watermark_ms))
 
-    def at(self, watermark_ms: int) -> list[Output]:
-        """Move the watermark."""
+    def advance_to(self, watermark_ms: int) -> list[Output]:
+        """Advance the watermark, fire the timers that are due, and return their outputs."""
         assert watermark_ms >= self.watermark_ms
         self.watermark_ms = watermark_ms
         out = []
@@ -239,31 +239,31 @@ class Driver:
         return out
 
     def end(self) -> list[Output]:
-        return self.at(END)
+        return self.advance_to(END)
 
     def _call(self, call: Callable[[Any], StepResult]) -> list[Output]:
         if self.kind == "entries":
             entries = SerializedState(self.store)
-            turn = call(entries)
+            result = call(entries)
             entries.flush()
         else:
             if self.kind == "reloaded":
                 self._memory = decode(encode(self._memory))
-            turn = call(self._memory)
-        for due_ms in turn.timers_ms:
+            result = call(self._memory)
+        for due_ms in result.timers_ms:
             heapq.heappush(self._timers, due_ms)
-        for before, after in turn.phase_changes:
+        for before, after in result.phase_changes:
             if before != GONE:
                 self.num_requests[before] -= 1
             if after != GONE:
                 self.num_requests[after] += 1
-        self.outputs += turn.outputs
-        return turn.outputs
+        self.outputs += result.outputs
+        return result.outputs
 
 
 @dataclasses.dataclass(frozen=True)
-class Seen:
-    """A view of one output: only what tests compare."""
+class OutputView:
+    """The decoded fields of one output that tests compare."""
 
     topic: str
     reason: str
@@ -286,31 +286,31 @@ class Seen:
         return list(self.message.event_ids)
 
 
-def seen(output: Output) -> Seen:
-    return Seen(output.topic, output.reason, wire.decode(output.value)[1])
+def view_of(output: Output) -> OutputView:
+    return OutputView(output.topic, output.reason, wire.decode(output.value)[1])
 
 
-def only(outputs: Sequence[Output], topic: str) -> Seen:
+def only(outputs: Sequence[Output], topic: str) -> OutputView:
     found = [o for o in outputs if o.topic == topic]
     assert len(found) == 1, [(o.topic, o.reason) for o in outputs]
-    return seen(found[0])
+    return view_of(found[0])
 
 
-def samples(outputs: Sequence[Output]) -> list[Seen]:
-    return [seen(o) for o in outputs if o.topic == "samples"]
+def samples(outputs: Sequence[Output]) -> list[OutputView]:
+    return [view_of(o) for o in outputs if o.topic == "samples"]
 
 
 def reasons(outputs: Sequence[Output]) -> list[str]:
-    """Reasons of the dead letters."""
+    """The reasons of the dead letters among these outputs."""
     return [o.reason for o in outputs if o.topic == "dead_letters"]
 
 
 def features_of(message: Any) -> dict[int, tuple[bytes, int]]:
-    """Item → (block, row) of its features, as the parts of a sample say."""
-    places = []
+    """Item → (feature block, row in it), from the parts of a sample."""
+    rows = []
     for part in message.parts:
-        places += [(part.nro, row) for row in (part.rows or range(part.num_rows))]
-    return dict(zip(message.item_ids, places, strict=True)) if message.parts else {}
+        rows += [(part.nro, row) for row in (part.rows or range(part.num_rows))]
+    return dict(zip(message.item_ids, rows, strict=True)) if message.parts else {}
 
 
 def _by_item(message: Any, labels: Sequence[float]) -> dict[int, list[float]]:
@@ -318,8 +318,8 @@ def _by_item(message: Any, labels: Sequence[float]) -> dict[int, list[float]]:
     return {item: list(labels[n * width : (n + 1) * width]) for n, item in enumerate(message.item_ids)}
 
 
-def closed(*messages: Any, at: int = NOW + 5_000, **settings: Any) -> Any:
-    """The one sample of these events, sent before anything is due."""
+def sample_of(*messages: Any, until_ms: int = NOW + 5_000, **settings: Any) -> Any:
+    """The one sample of these events. All events are sent before the watermark advances."""
     driver = Driver(rules(**settings))
     driver.send(*messages)
-    return only(driver.at(at), "samples")
+    return only(driver.advance_to(until_ms), "samples")

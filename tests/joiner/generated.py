@@ -1,5 +1,5 @@
-"""A stream of events as producers write it: several users, pages, duplicates, retries, orphans, bad records,
-heartbeats."""
+"""A generated stream of events as producers write it, with several users, pages, duplicates, retries,
+orphans, bad records and heartbeats."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Message = pb.Impression | pb.Engagement
 
 
 def messages(seed: int, *, num_users: int = 12, num_requests: int = 25) -> list[Message]:
-    """Distinct events and copies, in no order."""
+    """Distinct events and copies of some, in no order."""
     rng = random.Random(seed)
     out: list[Message] = []
     for user in range(1, num_users + 1):
@@ -37,12 +37,12 @@ def messages(seed: int, *, num_users: int = 12, num_requests: int = 25) -> list[
 
 def _request(rng: random.Random, user: int, request: str, time_ms: int) -> list[Message]:
     session, items = rng.choice([4, 5]), rng.sample(range(1, 50), rng.randrange(1, 8))
-    who = {"request": request, "user": user, "session": session}
+    ids = {"request": request, "user": user, "session": session}
     out: list[Message] = [
-        impression(time_ms, items, ro=rng.choice([None, 1.0, 2.0]), scores=[0.5] * (4 * len(items)), **who)
+        impression(time_ms, items, ro=rng.choice([None, 1.0, 2.0]), scores=[0.5] * (4 * len(items)), **ids)
     ]
     if rng.random() < 0.3:
-        out.append(impression(time_ms + rng.randrange(25_000), [items[0], 60, 61], ro=None, tag=9.0, **who))
+        out.append(impression(time_ms + rng.randrange(25_000), [items[0], 60, 61], ro=None, tag=9.0, **ids))
     for _ in range(rng.randrange(5)):
         item = rng.choice([*items, *items, 60, 99])
         action = rng.choice(["click", "click", "dwell", "buy"])
@@ -50,7 +50,7 @@ def _request(rng: random.Random, user: int, request: str, time_ms: int) -> list[
         event = rng.getrandbits(63) + 1
         out.append(
             engagement(
-                time_ms + after_ms, item, event=event, action=action, value=float(rng.randrange(9)), **who
+                time_ms + after_ms, item, event=event, action=action, value=float(rng.randrange(9)), **ids
             )
         )
     if rng.random() < 0.05:
@@ -68,7 +68,7 @@ def _request(rng: random.Random, user: int, request: str, time_ms: int) -> list[
 
 
 def bad_records(time_ms: int) -> list[Record]:
-    """One of each kind that decoding refuses; their timestamps fit where they are put."""
+    """One record of each kind that the decoder refuses. Their timestamps are `time_ms`."""
     good = impression(time_ms, [1, 2])
     key = key_bytes(good.header.user_id, good.header.session_id, good.header.request_id)
     unknown = impression(time_ms, [1])
@@ -85,8 +85,8 @@ def bad_records(time_ms: int) -> list[Record]:
 
 
 def arrivals(seed: int) -> list[Record]:
-    """Every record in the order of production: disorder stays within the bound, heartbeats and end markers on
-    all partitions. Partitions of events are -1: the producer's choice."""
+    """All records in the order of production. Disorder stays within the lateness bound. Heartbeats and end
+    markers are on every partition. Partition -1 means that the producer chooses by key."""
     rng = random.Random(seed)
     events = messages(seed)
     timed = [(m.header.time_ms + rng.randrange(LATENESS_MS + 1), record(m, partition=-1)) for m in events]
@@ -94,24 +94,24 @@ def arrivals(seed: int) -> list[Record]:
     timed += [(middle_ms, r) for r in bad_records(middle_ms)]
     last_ms = max(m.header.time_ms for m in events)
     for beat_ms in range(START_MS, last_ms, 10_000):
-        timed += [(beat_ms, r) for r in everywhere(pb.Heartbeat(time_ms=beat_ms))]
+        timed += [(beat_ms, r) for r in on_every_partition(pb.Heartbeat(time_ms=beat_ms))]
     timed.sort(key=lambda pair: pair[0])
-    end = everywhere(pb.EndMarker(time_ms=last_ms + 2 * HORIZON_MS + LATENESS_MS + 1))
+    end = on_every_partition(pb.EndMarker(time_ms=last_ms + 2 * HORIZON_MS + LATENESS_MS + 1))
     return [r for _, r in timed] + end
 
 
-def everywhere(message: pb.Heartbeat | pb.EndMarker) -> list[Record]:
-    """On each partition of both topics."""
-    one = record(message)
+def on_every_partition(message: pb.Heartbeat | pb.EndMarker) -> list[Record]:
+    """A copy of the message on each partition of both topics."""
+    original = record(message)
     return [
-        one._replace(topic=t, partition=p, key=bytes(8))
+        original._replace(topic=t, partition=p, key=bytes(8))
         for t in ("impressions", "engagements")
         for p in range(4)
     ]
 
 
-def placed(records: list[Record]) -> list[Record]:
-    """With partitions and offsets, as a topic would give them."""
+def with_offsets(records: list[Record]) -> list[Record]:
+    """The records with the partitions and offsets that a topic would give them."""
     ends: dict[tuple[str, int], int] = {}
     out = []
     for r in records:

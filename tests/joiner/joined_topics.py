@@ -1,4 +1,4 @@
-"""What tests of a whole joiner share: events into Kafka, and what comes out of its topics."""
+"""Support for tests of a whole joiner: write events to Kafka and read its output topics."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from roostream.wire.records import Record
 from tests.joiner import generated
 
 SETTINGS = {k: list(v) if isinstance(v, tuple) else v for k, v in generated.SETTINGS.items()}
-"""For a configuration file."""
+"""The generator's join settings in the form of a configuration file."""
 
 _WAIT_S = 90
 
@@ -30,7 +30,7 @@ def produce(bootstrap: str, prefix: str, records: list[Record]) -> None:
 
 
 def consume(bootstrap: str, prefix: str, topic: str, num_partitions: int = DEFAULT_PARTITIONS) -> list[Any]:
-    """All that is in a topic now."""
+    """All records that are in a topic now."""
     from confluent_kafka import OFFSET_BEGINNING, KafkaError, TopicPartition
 
     client = clients.consumer(Broker(bootstrap), "test", enable_partition_eof=True)
@@ -40,7 +40,7 @@ def consume(bootstrap: str, prefix: str, topic: str, num_partitions: int = DEFAU
     ended: set[int] = set()
     while len(ended) < len(
         partitions
-    ):  # of a topic with transactions, offsets don't tell how many records there are
+    ):  # in a topic with transactions, offsets don't tell the number of records
         for m in client.consume(500, 1.0):
             if m.error() is None:
                 messages.append(m)
@@ -51,9 +51,9 @@ def consume(bootstrap: str, prefix: str, topic: str, num_partitions: int = DEFAU
 
 
 def distinct(bootstrap: str, prefix: str, topic: str) -> dict[object, tuple[object, ...]]:
-    """Id → (partition, key, timestamp, value); copies of an id have to be equal. A dead letter's id is the
-    event's own bytes, and what is compared its reason and event: which of an event's copies came first
-    differs from run to run."""
+    """Id → (partition, key, timestamp, value). Copies of an id must be equal. A dead letter's id is the bytes
+    of its event and its reason; its offset is not compared, because it differs from run to run which copy of
+    an event comes first."""
     found: dict[object, tuple[object, ...]] = {}
     for m in consume(bootstrap, prefix, topic):
         message = wire.decode(m.value())[1]
@@ -67,10 +67,10 @@ def distinct(bootstrap: str, prefix: str, topic: str) -> dict[object, tuple[obje
     return found
 
 
-def wait(what: str, reached: Callable[[], Any], timeout_s: float = _WAIT_S) -> None:
+def wait(event: str, condition: Callable[[], Any], timeout_s: float = _WAIT_S) -> None:
     deadline_s = time.monotonic() + timeout_s
-    while not reached():
-        assert time.monotonic() < deadline_s, f"{what} did not happen within {timeout_s} s"
+    while not condition():
+        assert time.monotonic() < deadline_s, f"{event} did not happen within {timeout_s} s"
         time.sleep(0.3)
 
 

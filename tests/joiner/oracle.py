@@ -1,7 +1,8 @@
-"""The join, a second time and straightforwardly: all events at once, no arrival, no watermark, no state.
+"""An independent implementation of the join's rules. It sees all events at once and has no arrival order,
+watermark or state.
 
-It shares no code with joiner/: it takes messages and returns plain values, to be compared with what the
-machine wrote.
+It shares no code with joiner/. It takes messages and returns plain values, which tests compare with the
+joiner's outputs.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ Message = pb.Impression | pb.Engagement
 
 @dataclasses.dataclass
 class Result:
-    """Samples by request id; corrections by event id; dead letters as a multiset of (what, reason)."""
+    """Samples by request id, corrections by event id, and dead letters as a multiset of (event, reason)."""
 
     samples: dict[str, dict[str, Any]]
     corrections: dict[int, dict[str, Any]]
@@ -30,7 +31,7 @@ class Result:
 
 
 def join_all(messages: Sequence[Message], rules: Any, schemas: dict[int, Schema]) -> Result:
-    """`messages` of one key, in whatever order, duplicates included."""
+    """Join `messages` of one key, given in any order and with duplicates."""
     copies = Counter(m.SerializeToString(deterministic=True) for m in messages)
     distinct = list({m.SerializeToString(deterministic=True): m for m in messages}.values())
     impressions = [m for m in distinct if isinstance(m, pb.Impression)]
@@ -43,7 +44,7 @@ def join_all(messages: Sequence[Message], rules: Any, schemas: dict[int, Schema]
     }
     starts = {r: (h.time_ms, h.session_id) for r, h in openings.items()}
     for request in shown_requests:
-        _one(
+        _join_request(
             request,
             sorted((m for m in impressions if m.header.request_id == request), key=_order),
             [e for e in engagements if e.header.request_id == request],
@@ -63,7 +64,7 @@ def _order(m: pb.Impression) -> tuple[int, int]:
     return m.header.time_ms, xxhash.xxh3_64_intdigest(wire.encode(wire.IMPRESSION, m))
 
 
-def _one(request, impressions, engagements, starts, rules, schemas, copies, result) -> None:  # type: ignore[no-untyped-def]  # noqa: C901, PLR0912 (an oracle is one plain function)
+def _join_request(request, impressions, engagements, starts, rules, schemas, copies, result) -> None:  # type: ignore[no-untyped-def]  # noqa: C901, PLR0912 (an oracle is one plain function)
     first = impressions[0]
     start, schema = first.header.time_ms, schemas[first.header.schema]
     shown: dict[int, int] = {}
@@ -127,7 +128,7 @@ def _one(request, impressions, engagements, starts, rules, schemas, copies, resu
             out.append(float(fold(values)) if values else 0.0)
         return out
 
-    again = sum(
+    num_copies = sum(
         copies[m.SerializeToString(deterministic=True)] - 1 for m in [*used, *(by_id[i] for i in folded)]
     )
     ro = [m.ro for m in used if m.HasField("ro")]
@@ -138,7 +139,7 @@ def _one(request, impressions, engagements, starts, rules, schemas, copies, resu
         "features": features,
         "labels": {item: labels(item, history) for item in features},
         "events": [(i, by_id[i].item_id, by_id[i].action, by_id[i].value, effective[i]) for i in folded],
-        "num_duplicates": again + repeats,
+        "num_duplicates": num_copies + repeats,
     }
     for e in sorted(
         (e for e in engagements if e.event_id not in folded), key=lambda e: (e.header.time_ms, e.event_id)
@@ -150,14 +151,14 @@ def _one(request, impressions, engagements, starts, rules, schemas, copies, resu
             result.dead[(e.event_id, "too_late")] += 1
         elif e.item_id in features and e.event_id in effective:
             has_features = rules.correction_horizon_ms and time <= close + rules.correction_horizon_ms
-            told = list(features) if has_features else [e.item_id]
-            before = {item: labels(item, history) for item in told}
+            corrected_items = list(features) if has_features else [e.item_id]
+            before = {item: labels(item, history) for item in corrected_items}
             history.append((time, e.event_id, e))
             result.corrections[e.event_id] = {
                 "request": request,
                 "item": e.item_id,
                 "before": before,
-                "after": {item: labels(item, history) for item in told},
+                "after": {item: labels(item, history) for item in corrected_items},
                 "ro": ro[0] if ro and has_features else None,
                 "features": features if has_features else {},
             }

@@ -1,4 +1,5 @@
-"""The layouts that cross between Java and Python. joiner/java/Envelope.java is drawn in the same words."""
+"""The byte layouts that cross between Java and Python. joiner/java/Envelope.java describes the same
+layouts."""
 
 from __future__ import annotations
 

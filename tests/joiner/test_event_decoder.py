@@ -1,4 +1,5 @@
-"""Decoding: each way in which a record can be bad gives a dead letter with its reason, and nothing raises."""
+"""Decoding of events. Every kind of bad record gives a dead letter with its reason, and none raises an
+error."""
 
 from __future__ import annotations
 
@@ -16,14 +17,14 @@ from roostream.schema.ids import key_bytes
 from roostream.wire import records as wire
 from roostream.wire import roo_pb2 as pb
 from roostream.wire.records import Record
-from tests.joiner.cases import SCHEMA, engagement, impression, reader, record, seen
+from tests.joiner.cases import SCHEMA, engagement, impression, make_decoder, record, view_of
 
 T = 1_000
 
 
 def changed(message: Any, **fields: Any) -> Record:
-    """The record of a message with fields of its header (if it has such) or its own set anew, before the key
-    is made."""
+    """The record of a message after these fields were set in its header or body. The key is made from the
+    changed message."""
     for name, value in fields.items():
         setattr(
             message.header
@@ -69,7 +70,7 @@ CASES: list[tuple[str, Record, str]] = [
     ("no key", GOOD._replace(key=None), "bad_shape"),
     ("another key", GOOD._replace(key=bytes(8)), "bad_shape"),
     (
-        "a request of nobody under another's key",
+        "an anonymous request under another request's key",
         record(impression(T, user=0, session=0))._replace(key=key_bytes(0, 0, "q")),
         "bad_shape",
     ),
@@ -78,7 +79,7 @@ CASES: list[tuple[str, Record, str]] = [
     ("propensities of another length", with_columns(propensities=[0.5]), "bad_shape"),
     ("propensity 0", with_columns(propensities=[0.5, 0.0]), "bad_number"),
     ("negative weight", changed(impression(T), weight=-1.0), "bad_number"),
-    ("a weight that would be all that is learned", changed(impression(T), weight=1.1e6), "bad_number"),
+    ("too large a weight", changed(impression(T), weight=1.1e6), "bad_number"),
     ("infinite score", with_columns(scores=[float("inf")] * 8), "non_finite"),
     ("NaN propensity", with_columns(propensities=[0.5, float("nan")]), "non_finite"),
     ("infinite weight", changed(impression(T), weight=float("inf")), "non_finite"),
@@ -96,23 +97,24 @@ CASES: list[tuple[str, Record, str]] = [
 
 
 @pytest.mark.parametrize(
-    ("time_ms", "is_one"), [(0, False), (1, True), (253_402_300_799_999, True), (253_402_300_800_000, False)]
+    ("time_ms", "is_event"),
+    [(0, False), (1, True), (253_402_300_799_999, True), (253_402_300_800_000, False)],
 )
-def test_a_time_is_of_1970_to_9999(time_ms: int, is_one: bool) -> None:
+def test_times_from_1970_to_9999_are_accepted(time_ms: int, is_event: bool) -> None:
     assert (
         isinstance(
-            reader().decode(changed(impression(T), time_ms=time_ms)._replace(timestamp_ms=time_ms)),
+            make_decoder().decode(changed(impression(T), time_ms=time_ms)._replace(timestamp_ms=time_ms)),
             Impression,
         )
-        is is_one
+        is is_event
     )
 
 
 @pytest.mark.parametrize(("bad", "reason"), [pytest.param(r, reason, id=name) for name, r, reason in CASES])
 def test_a_bad_record_becomes_a_dead_letter_with_its_reason(bad: Record, reason: str) -> None:
-    found = reader().decode(bad)
+    found = make_decoder().decode(bad)
     assert isinstance(found, Output) and (found.topic, found.reason) == ("dead_letters", reason)
-    m = seen(found).message
+    m = view_of(found).message
     assert (m.topic, m.partition, m.offset, m.raw_bytes) == (
         bad.topic,
         bad.partition,
@@ -123,7 +125,10 @@ def test_a_bad_record_becomes_a_dead_letter_with_its_reason(bad: Record, reason:
 
 
 def test_valid_events_are_decoded() -> None:
-    shown, acted = reader().decode(GOOD), reader().decode(record(engagement(T, 2, event=7, value=2.5)))
+    shown, acted = (
+        make_decoder().decode(GOOD),
+        make_decoder().decode(record(engagement(T, 2, event=7, value=2.5))),
+    )
     assert isinstance(shown, Impression) and (shown.request_id, shown.page.items, shown.raw) == (
         "r",
         struct.pack("<2Q", 1, 2),
@@ -133,17 +138,17 @@ def test_valid_events_are_decoded() -> None:
 
 
 @pytest.mark.parametrize("message", [pb.Heartbeat(time_ms=T), pb.EndMarker(time_ms=T)])
-def test_heartbeats_and_end_markers_are_no_events(message: Any) -> None:
-    assert reader().decode(record(message)) == message
+def test_heartbeats_and_end_markers_are_decoded_as_such(message: Any) -> None:
+    assert make_decoder().decode(record(message)) == message
 
 
 def test_a_dead_letter_carries_a_bounded_part_of_a_large_record_and_the_ids_that_could_be_read() -> None:
     large = GOOD._replace(value=GOOD.value + bytes(SCHEMA.limits.max_record_bytes))
-    m = seen(reader().decode(large)).message  # type: ignore[arg-type]
+    m = view_of(make_decoder().decode(large)).message  # type: ignore[arg-type]
     assert len(m.raw) == MAX_RAW_BYTES and m.raw_bytes == len(large.value)
-    m = seen(reader().decode(changed(engagement(T, event=7), action=""))).message  # type: ignore[arg-type]
+    m = view_of(make_decoder().decode(changed(engagement(T, event=7), action=""))).message  # type: ignore[arg-type]
     assert (m.event_id, m.request_id) == (7, "r")
-    m = seen(reader().decode(changed(impression(T), schema=99))).message  # type: ignore[arg-type]
+    m = view_of(make_decoder().decode(changed(impression(T), schema=99))).message  # type: ignore[arg-type]
     assert (m.event_id, m.request_id) == (0, "r")
 
 
@@ -151,52 +156,53 @@ def test_a_dead_letter_carries_a_bounded_part_of_a_large_record_and_the_ids_that
     "key", [None, b"", b"1234567", bytes((4 << 20) - 120)], ids=["none", "empty", "7 bytes", "4 MiB"]
 )
 def test_an_invalid_key_is_not_copied_to_the_dead_letter(key: bytes | None) -> None:
-    dead = reader().decode(GOOD._replace(key=key, value=b"\x01"))
+    dead = make_decoder().decode(GOOD._replace(key=key, value=b"\x01"))
     assert isinstance(dead, Output) and dead.key == bytes(8)
 
 
 def test_dead_letters_have_a_bounded_size() -> None:
-    """A name is as long as its record; what is wrong may be told with the bytes that are."""
-    long_name = reader().decode(changed(impression(T), request_id="x" * 500_000))
+    """The name of a request is as long as its record, and an error message may contain the bytes that are
+    wrong."""
+    long_name = make_decoder().decode(changed(impression(T), request_id="x" * 500_000))
     assert isinstance(long_name, Output)
     assert len(long_name.value) < MAX_RAW_BYTES + 1_000
-    assert not seen(long_name).message.request_id
+    assert not view_of(long_name).message.request_id
 
-    def wordy(fingerprint: int) -> None:
+    def fail_with_long_message(fingerprint: int) -> None:
         raise UnicodeDecodeError("utf-8", bytes(1_000_000), 0, 1, "a text of its own")
 
-    found = reader()
-    found.registry = wordy  # type: ignore[assignment]
+    found = make_decoder()
+    found.registry = fail_with_long_message  # type: ignore[assignment]
     dead = found.decode(GOOD)
     assert isinstance(dead, Output) and len(dead.value) < 2_000
 
 
 def test_anonymous_events_are_keyed_by_request() -> None:
-    nobody = {"user": 0, "session": 0}
-    shown = reader().decode(record(impression(T, request="a", **nobody)))  # type: ignore[arg-type]
-    acted = reader().decode(record(engagement(T, request="a", event=1, **nobody)))
+    anonymous = {"user": 0, "session": 0}
+    shown = make_decoder().decode(record(impression(T, request="a", **anonymous)))  # type: ignore[arg-type]
+    acted = make_decoder().decode(record(engagement(T, request="a", event=1, **anonymous)))
     assert isinstance(shown, Impression) and isinstance(acted, Engagement)
 
 
 @pytest.mark.parametrize(
     "error", [CheckpointError("the schema file is damaged"), UnavailableError("the mount is gone")]
 )
-def test_a_schema_that_can_not_be_read_now_is_no_fault_of_the_record(error: RoostreamError) -> None:
-    def failing(fingerprint: int) -> None:
+def test_a_schema_that_can_not_be_read_now_makes_no_dead_letter(error: RoostreamError) -> None:
+    def fail(fingerprint: int) -> None:
         raise error
 
-    found = reader()
-    found.registry = failing  # type: ignore[assignment]
+    found = make_decoder()
+    found.registry = fail  # type: ignore[assignment]
     with pytest.raises(type(error), match=str(error)):
         found.decode(GOOD)
 
 
 def test_a_registry_with_a_defect_costs_the_record_and_not_the_partition() -> None:
-    def broken(fingerprint: int) -> None:
+    def fail(fingerprint: int) -> None:
         raise KeyError(fingerprint)
 
-    found = reader()
-    found.registry = broken  # type: ignore[assignment]
+    found = make_decoder()
+    found.registry = fail  # type: ignore[assignment]
     dead = found.decode(GOOD)
     assert isinstance(dead, Output) and dead.reason == "undecodable"
 
@@ -204,10 +210,10 @@ def test_a_registry_with_a_defect_costs_the_record_and_not_the_partition() -> No
 @settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_any_bytes_give_an_event_or_a_dead_letter(data: Any) -> None:
-    """Random bytes, and good records with bytes changed."""
+    """Random bytes, and good records with changed bytes."""
     value = bytearray(data.draw(st.sampled_from([GOOD.value, record(engagement(T, event=1)).value])))
     for at in data.draw(st.lists(st.integers(0, len(value) - 1), max_size=4)):
         value[at] = data.draw(st.integers(0, 255))
     mixed = data.draw(st.sampled_from([bytes(value), data.draw(st.binary(max_size=40))]))
-    found = reader().decode(GOOD._replace(value=mixed))
+    found = make_decoder().decode(GOOD._replace(value=mixed))
     assert isinstance(found, (Output, Impression, Engagement, pb.Heartbeat, pb.EndMarker))

@@ -1,4 +1,4 @@
-"""Submitting and watching a job, against a fake client and a fake job manager."""
+"""Submitting and watching a Flink job, with a fake `flink` command and a fake job manager."""
 
 from __future__ import annotations
 
@@ -32,21 +32,23 @@ def flink() -> Iterator[FakeFlink]:
         yield running
 
 
-def client(folder: Path, script: str) -> None:
-    """A `flink` of our own."""
+def write_fake_flink(folder: Path, script: str) -> None:
+    """Write an executable `bin/flink` with this script."""
     (folder / "bin").mkdir()
     (folder / "bin" / "flink").write_text(f"#!/bin/sh\n{script}\n", encoding="utf-8")
     (folder / "bin" / "flink").chmod(0o755)
 
 
 def test_the_client_unpacks_into_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    client(tmp_path, f'echo "$JVM_ARGS" > {tmp_path}/args; echo "$TMPDIR" > {tmp_path}/tmp; echo JobID {JOB}')
+    write_fake_flink(
+        tmp_path, f'echo "$JVM_ARGS" > {tmp_path}/args; echo "$TMPDIR" > {tmp_path}/tmp; echo JobID {JOB}'
+    )
     monkeypatch.setenv("FLINK_HOME", str(tmp_path))
     monkeypatch.setenv("JVM_ARGS", "-Xmx1g")
     submit(JoinerConfig(flink="http://x:1"), threading.Event())
     folder = (tmp_path / "tmp").read_text().strip()
     assert (tmp_path / "args").read_text().split() == ["-Xmx1g", f"-Djava.io.tmpdir={folder}"]
-    assert not Path(folder).exists(), "it leaves with the submission"
+    assert not Path(folder).exists(), "the folder must be deleted after the submission"
 
 
 def test_a_flink_home_without_flink_is_a_wrong_setting(
@@ -60,7 +62,7 @@ def test_a_flink_home_without_flink_is_a_wrong_setting(
 def test_the_job_is_submitted_detached_with_its_settings_and_its_restore_point(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    client(
+    write_fake_flink(
         tmp_path, f'echo "$@" > {tmp_path}/seen; cat "$8" "${{10}}" >> {tmp_path}/seen; echo "JobID {JOB}"'
     )
     monkeypatch.setenv("FLINK_HOME", str(tmp_path))
@@ -72,13 +74,15 @@ def test_the_job_is_submitted_detached_with_its_settings_and_its_restore_point(
     assert arguments.startswith("run -d -m 127.0.0.1:18081 -s /points/chk-7 -py ")
     assert '"window_ms": 77' in arguments and "from joiner.flink_job import main" in arguments
     assert "s3cret" in arguments
-    assert "s3cret" not in arguments.splitlines()[0], "arguments can be read by everybody"
+    assert "s3cret" not in arguments.splitlines()[0], (
+        "every user of the machine can read a command's arguments"
+    )
 
 
 def test_the_newest_checkpoint_of_a_folder_is_continued(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    client(tmp_path, f'echo "$@" > {tmp_path}/seen; echo "JobID {JOB}"')
+    write_fake_flink(tmp_path, f'echo "$@" > {tmp_path}/seen; echo "JobID {JOB}"')
     monkeypatch.setenv("FLINK_HOME", str(tmp_path))
     flink = tmp_path / "flink"
     flink.mkdir()
@@ -108,7 +112,7 @@ def test_the_newest_checkpoint_of_a_folder_is_continued(
 def test_an_error_of_flinks_client_is_reported_by_its_most_specific_line(
     printed: str, expected_message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    client(tmp_path, f"printf '{printed}'; exit 1")
+    write_fake_flink(tmp_path, f"printf '{printed}'; exit 1")
     monkeypatch.setenv("FLINK_HOME", str(tmp_path))
     with pytest.raises(UnavailableError, match=f"Flink did not accept the job: .*{expected_message}"):
         submit(JoinerConfig(flink="http://x:1"), threading.Event())
@@ -117,14 +121,16 @@ def test_an_error_of_flinks_client_is_reported_by_its_most_specific_line(
 def test_a_savepoint_of_another_version_is_refused_with_advice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    client(tmp_path, "echo Caused by: E: Cannot map checkpoint/savepoint state for operator 1f; exit 1")
+    write_fake_flink(
+        tmp_path, "echo Caused by: E: Cannot map checkpoint/savepoint state for operator 1f; exit 1"
+    )
     monkeypatch.setenv("FLINK_HOME", str(tmp_path))
     with pytest.raises(CheckpointError, match="expected a savepoint with joiner state of version 3, got"):
         submit(JoinerConfig(flink="http://x:1", restore="/points/old"), threading.Event())
 
 
 def test_a_stop_while_submitting_ends_the_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    client(tmp_path, "exec sleep 60")
+    write_fake_flink(tmp_path, "exec sleep 60")
     monkeypatch.setenv("FLINK_HOME", str(tmp_path))
     stop = threading.Event()
     stop.set()
@@ -139,7 +145,7 @@ def test_what_flink_counts_is_exported_as_metrics() -> None:
     partitions = {("impressions", 0): 900.0, ("impressions", 1): -1.0}
     metrics.set_job(JobGauges(values, {key: 10.0, late: 2.0}, partitions))
     metrics.set_job(JobGauges({}, {key: 14.0}))
-    metrics.set_job(JobGauges({}, {key: 1.0}))  # restarted
+    metrics.set_job(JobGauges({}, {key: 1.0}))  # the job was restarted
     for name, labels, expected in (
         ("watermark_timestamp_seconds", {}, 0.8),
         ("checkpoint_timestamp_seconds", {}, 2.0),
@@ -153,7 +159,7 @@ def test_what_flink_counts_is_exported_as_metrics() -> None:
         assert registry.get_sample_value(f"roostream_joiner_{name}", labels) == expected, name
 
 
-def test_records_that_arrive_while_event_time_stands_still_are_noticed() -> None:
+def test_records_that_arrive_while_event_time_stands_still_are_reported() -> None:
     progress = EventTimeProgress(clock := FakeClock())
     partitions = {("impressions", 0): 900.0, ("impressions", 1): -1.0, ("engagements", 0): 800.0}
 
@@ -161,8 +167,8 @@ def test_records_that_arrive_while_event_time_stands_still_are_noticed() -> None
         clock.advance(after_s)
         return progress.observe(watermark_ms, num_records, partitions)
 
-    assert [observe(None, n) for n in (0, 0, 0)] == [""] * 3, "nothing arrives"
-    assert [observe(None, n) for n in (1, 2)] == [""] * 2, "for a short time"
+    assert [observe(None, n) for n in (0, 0, 0)] == [""] * 3, "no records arrive"
+    assert [observe(None, n) for n in (1, 2)] == [""] * 2, "event time has stood still for a short time only"
     assert "impressions[1] is silent" in observe(None, 3)
     assert observe(5.0, 4) == "", "event time moves again"
     assert [observe(5.0, n) for n in (5, 6)] == [""] * 2
@@ -199,7 +205,7 @@ def test_a_running_job_is_adopted_and_left_running_on_stop(flink: FakeFlink, tmp
     stop = Stop()
     stop.set()
     flink_client.run_flink(JoinerConfig(flink=rest.url), JoinerMetrics(CollectorRegistry()), Health(60), stop)
-    assert flink.asked == {}  # neither submitted again nor stopped
+    assert flink.posted == {}  # the job is neither submitted again nor stopped
 
 
 def test_a_job_that_recovers_by_high_availability_is_awaited(flink: FakeFlink) -> None:
@@ -215,8 +221,8 @@ def test_a_running_job_whose_event_time_stands_still_is_not_ready(flink: FakeFli
     flink.answers[f"/jobs/{JOB}"] = {"state": "RUNNING", "vertices": [{"id": "s", "name": "Source: x"}]}
     flink.answers[metrics] = [{"id": "Source__x.numRecordsIn"}]
 
-    class Clock(FakeClock):
-        """Moves by 70 s each time that it is read, and the job has then read one more record."""
+    class AdvancingClock(FakeClock):
+        """A clock that advances 70 s at each reading. The fake job reads one more record at each reading."""
 
         num_records = 1
 
@@ -232,7 +238,7 @@ def test_a_running_job_whose_event_time_stands_still_is_not_ready(flink: FakeFli
             counted = {"id": "Source__x.numRecordsIn", "min": 0, "max": 0, "sum": self.num_records}
             flink.answers[f"{metrics}?get=Source__x.numRecordsIn"] = [counted]
 
-    clock = Clock()
+    clock = AdvancingClock()
     clock.answer()
     job, meters = flink_client.FlinkJob(FlinkRest(flink.url), JOB), JoinerMetrics(CollectorRegistry())
     flink_client.watch(job, meters, health, stop, clock=clock)
@@ -240,7 +246,7 @@ def test_a_running_job_whose_event_time_stands_still_is_not_ready(flink: FakeFli
 
 
 def test_records_that_retention_deleted_before_flink_read_them_are_exported(flink: FakeFlink) -> None:
-    """Flink's own source goes on from the oldest record without a word."""
+    """Flink's source continues at the oldest record without reporting the loss."""
     stop, meters = Stop(), JoinerMetrics(registry := CollectorRegistry())
     flink.answers[f"/jobs/{JOB}"] = {"state": "RUNNING"}
     losses = RetentionLossCounter(
@@ -251,7 +257,7 @@ def test_records_that_retention_deleted_before_flink_read_them_are_exported(flin
     assert registry.get_sample_value("roostream_joiner_lost_records") == 20
 
 
-def test_an_absent_job_manager_is_waited_for_until_stopped() -> None:
+def test_an_absent_job_manager_is_awaited_until_the_stop() -> None:
     stop = Stop()
     stop.set()
     with pytest.raises(UnavailableError, match="stopped while waiting for Flink"):
@@ -260,7 +266,7 @@ def test_an_absent_job_manager_is_waited_for_until_stopped() -> None:
         )
 
 
-def test_a_job_that_another_program_submits_is_waited_for(flink: FakeFlink) -> None:
+def test_a_job_that_another_program_submits_is_awaited(flink: FakeFlink) -> None:
     flink.answers["/jobs/overview"] = {"jobs": []}
     flink.answers[f"/jobs/{JOB}"] = {"state": "RUNNING"}
     stop, health, meters = Stop(), Health(60), JoinerMetrics(registry := CollectorRegistry())

@@ -1,4 +1,4 @@
-"""The job's graph and settings, built by Flink's client."""
+"""The job's graph and settings, built with Flink's Python API."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_unaligned_checkpoints_are_refused_with_the_reason(tmp_path: Path) -> No
     (tmp_path / "config.yaml").write_text(
         "execution.checkpointing.unaligned.enabled: true\n", encoding="utf-8"
     )
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", BUILD],
         env={**os.environ, "FLINK_CONF_DIR": str(tmp_path)},
         capture_output=True,
@@ -30,5 +30,5 @@ def test_unaligned_checkpoints_are_refused_with_the_reason(tmp_path: Path) -> No
         timeout=100,
         check=False,
     )
-    error = done.stderr.splitlines()[-1]
+    error = completed.stderr.splitlines()[-1]
     assert "execution.checkpointing.unaligned.enabled" in error and "expected false" in error

@@ -1,5 +1,4 @@
-"""Any order of arrival in which nothing comes at or behind the watermark gives what the offline oracle
-gives."""
+"""For any order of arrival without late events, the joiner's outputs equal those of the offline oracle."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ from tests.joiner.cases import (
     features_of,
     impression,
     rules,
-    seen,
+    view_of,
 )
 from tests.joiner.oracle import Result, join_all
 
@@ -71,13 +70,13 @@ rule_sets = st.fixed_dictionaries(
 changing_rules = st.builds(
     lambda settings, horizon_ms: {**settings, "late_horizon_ms": horizon_ms},
     rule_sets,
-    st.sampled_from([100, 200, 400]),  # each the half of another: then two due times coincide
+    st.sampled_from([100, 200, 400]),  # each is half of another, so that due times coincide
 )
 
 
 @st.composite
 def traffic(draw: Any) -> list[Message]:
-    """Distinct events and copies of some; an event id is never reused with other bytes."""
+    """Distinct events and copies of some. An event id always has the same bytes."""
     messages: list[Message] = list(draw(st.lists(impressions, max_size=6)))
     for event_id, (request, time, item, action, value) in enumerate(
         draw(st.lists(engagements, max_size=8)), 1
@@ -90,14 +89,14 @@ def traffic(draw: Any) -> list[Message]:
 
 
 def arrive(data: Any, messages: list[Message], with_rules: Rules) -> Driver:
-    """A random order of arrival, and random watermarks that stay behind whatever is still to come."""
+    """Send the messages in a random order. Random watermarks stay behind the messages still to come."""
     driver = Driver(with_rules, data.draw(st.sampled_from(KINDS)))
     order = data.draw(st.permutations(messages))
     for n, message in enumerate(order):
         limit = min(m.header.time_ms for m in order[n:]) - 1
         if limit > driver.watermark_ms:
             low = max(driver.watermark_ms, 0)
-            driver.at(data.draw(st.integers(low, limit)) if limit >= low else limit)
+            driver.advance_to(data.draw(st.integers(low, limit)) if limit >= low else limit)
         driver.send(message)
         check_counts(driver)
     driver.end()
@@ -106,7 +105,7 @@ def arrive(data: Any, messages: list[Message], with_rules: Rules) -> Driver:
 
 
 def check_counts(driver: Driver) -> None:
-    """What is counted as events come and go is what there is."""
+    """Counters that are updated with each event equal counts over the whole state."""
     state = driver.state
     head, requests = state.counts, state.requests
     by_phase = Counter(request.phase for request in requests.values())
@@ -130,24 +129,24 @@ def check_counts(driver: Driver) -> None:
     assert head.num_requests == len(requests)
 
 
-def observed(driver: Driver) -> Result:
-    """What the machine wrote, in the oracle's words."""
+def as_oracle_result(driver: Driver) -> Result:
+    """The driver's outputs in the form of the oracle's result."""
     result = Result({}, {}, Counter())
     for output in driver.outputs:
-        m = seen(output).message
+        m = view_of(output).message
         if output.topic == "samples":
-            assert m.header.request_id not in result.samples, "one sample a request"
+            assert m.header.request_id not in result.samples, "a request must have one sample"
             assert m.sample_id == sample_id(KEY, m.header.request_id) and output.timestamp_ms == m.close_ms
-            result.samples[m.header.request_id] = _sample(m, seen(output))
+            result.samples[m.header.request_id] = _sample(m, view_of(output))
         elif output.topic == "corrections":
-            assert m.event_ids[0] not in result.corrections, "one correction an event"
+            assert m.event_ids[0] not in result.corrections, "an event must have one correction"
             assert m.sample_id == sample_id(KEY, m.header.request_id, m.event_ids[0])
             assert m.untrainable == (not m.parts)
             result.corrections[m.event_ids[0]] = {
                 "request": m.header.request_id,
                 "item": m.item_ids[m.event_candidates[0]],
-                "before": seen(output).labels_before,
-                "after": seen(output).labels,
+                "before": view_of(output).labels_before,
+                "after": view_of(output).labels,
                 "ro": m.ro if m.HasField("ro") else None,
                 "features": features_of(m),
             }
@@ -172,8 +171,8 @@ def _sample(m: Any, view: Any) -> dict[str, Any]:
 
 
 def check_due(driver: Driver, with_rules: Rules) -> None:
-    """Every open request is due when the rules say that it closes, by all that is there now. Those that came
-    behind the watermark are left out: they end nobody's window."""
+    """Every open request is due when the rules, applied to all stored requests, say that it closes. Requests
+    that arrived behind the watermark are skipped, because they close no other request."""
     requests = [r for r in driver.state.requests.values() if r.phase != WAITING]
     for request in requests:
         if request.phase == OPEN and not request.late:
@@ -192,10 +191,10 @@ def test_every_open_request_is_due_at_its_close_after_every_call(
     messages: list[Message], settings_: dict, data: Any
 ) -> None:
     driver = Driver(with_rules := rules(**settings_), "memory")
-    mark = 0
+    watermark_ms = 0
     for message in data.draw(st.permutations(messages)):
-        mark += data.draw(st.sampled_from([0, 0, 10, 60]))
-        driver.at(mark)
+        watermark_ms += data.draw(st.sampled_from([0, 0, 10, 60]))
+        driver.advance_to(watermark_ms)
         check_due(driver, with_rules)
         driver.send(message)
         check_due(driver, with_rules)
@@ -207,29 +206,34 @@ def test_every_order_of_arrival_equals_the_oracle(
     messages: list[Message], settings_: dict, data: Any
 ) -> None:
     with_rules = rules(**settings_)
-    expected, got = join_all(messages, with_rules, SCHEMAS), observed(arrive(data, messages, with_rules))
-    assert got.samples == expected.samples
-    assert got.corrections == expected.corrections
-    assert got.dead == expected.dead
+    expected, found = (
+        join_all(messages, with_rules, SCHEMAS),
+        as_oracle_result(arrive(data, messages, with_rules)),
+    )
+    assert found.samples == expected.samples
+    assert found.corrections == expected.corrections
+    assert found.dead == expected.dead
 
 
 @settings(max_examples=60, deadline=None)
 @given(traffic(), rule_sets, st.data())
-def test_both_states_reloaded_at_every_step_give_the_same_outputs(
+def test_all_kinds_of_state_give_the_same_outputs(
     messages: list[Message], settings_: dict, data: Any
 ) -> None:
     order = data.draw(st.permutations(messages))
-    marks = sorted(data.draw(st.lists(st.integers(0, 3 * SPAN_MS), min_size=len(order), max_size=len(order))))
+    watermarks_ms = sorted(
+        data.draw(st.lists(st.integers(0, 3 * SPAN_MS), min_size=len(order), max_size=len(order)))
+    )
     drivers = [Driver(rules(**settings_), kind) for kind in KINDS]
-    for message, mark in zip(
-        order, marks, strict=True
-    ):  # events behind the watermark too: the machine is total
-        written = [(d.at(mark), d.send(message)) for d in drivers]
+    for message, watermark_ms in zip(
+        order, watermarks_ms, strict=True
+    ):  # events behind the watermark too: the join accepts any order
+        written = [(d.advance_to(watermark_ms), d.send(message)) for d in drivers]
         assert written[0] == written[1] == written[2]
         assert drivers[0].state == drivers[1].state == drivers[2].state
     ends = [d.end() for d in drivers]
     assert ends[0] == ends[1] == ends[2]
-    assert all(d.state == MemoryState() for d in drivers), "nothing is left after the end of input"
+    assert all(d.state == MemoryState() for d in drivers), "no state may be left after the end of input"
 
 
 @settings(max_examples=80, deadline=None)
@@ -237,23 +241,23 @@ def test_both_states_reloaded_at_every_step_give_the_same_outputs(
 def test_g1_every_event_is_accounted_for_at_every_step_even_late(
     messages: list[Message], settings_: dict, data: Any
 ) -> None:
-    """Distinct engagements = folded + corrected + dead-lettered + pending; a request ends in one sample or
-    only dead letters. Pages come within the late horizon of the close: a request id that was forgotten is a
-    new request's."""
-    driver, come = Driver(rules(**{**settings_, "late_horizon_ms": SPAN_MS})), set()
-    mark = 0
+    """Distinct engagements = folded + corrected + dead letters + pending, and a request ends in one sample or
+    only in dead letters (guarantee G1, docs/architecture.md). Pages arrive within the late horizon of the
+    close, because a forgotten request id counts as a new request."""
+    driver, arrived_ids = Driver(rules(**{**settings_, "late_horizon_ms": SPAN_MS})), set()
+    watermark_ms = 0
     for message in data.draw(st.permutations(messages)):
-        mark += data.draw(st.integers(0, 60))
-        driver.at(mark)
+        watermark_ms += data.draw(st.integers(0, 60))
+        driver.advance_to(watermark_ms)
         driver.send(message)
         if isinstance(message, pb.Engagement):
-            come.add(message.event_id)
-        assert _ended(driver) | _pending(driver) == come
+            arrived_ids.add(message.event_id)
+        assert _ended(driver) | _pending(driver) == arrived_ids
     driver.end()
-    assert _ended(driver) == come
+    assert _ended(driver) == arrived_ids
     shown = {m.header.request_id for m in messages if isinstance(m, pb.Impression)}
-    sampled = Counter(seen(o).message.header.request_id for o in driver.outputs if o.topic == "samples")
-    dead = {seen(o).message.request_id for o in driver.outputs if o.topic == "dead_letters"}
+    sampled = Counter(view_of(o).message.header.request_id for o in driver.outputs if o.topic == "samples")
+    dead = {view_of(o).message.request_id for o in driver.outputs if o.topic == "dead_letters"}
     assert all(n == 1 for n in sampled.values())
     assert shown <= set(sampled) | dead and set(sampled) <= shown
 
@@ -263,35 +267,39 @@ def test_g1_every_event_is_accounted_for_at_every_step_even_late(
 def test_changed_rules_after_a_restore_leave_no_state_and_lose_no_event(
     messages: list[Message], rule_changes: list[dict], data: Any
 ) -> None:
-    driver, come, mark = Driver(rules(**rule_changes[0]), data.draw(st.sampled_from(KINDS))), set(), 0
+    driver, arrived_ids, watermark_ms = (
+        Driver(rules(**rule_changes[0]), data.draw(st.sampled_from(KINDS))),
+        set(),
+        0,
+    )
     order = data.draw(st.permutations(messages))
     changes = {data.draw(st.integers(0, len(order))): rules(**changed) for changed in rule_changes[1:]}
     for n, message in enumerate(order):
         if n in changes:
             driver.join = Join(changes[n], SCHEMAS.get, SCHEMA.limits)
-        mark += data.draw(st.integers(0, 200))
-        driver.at(mark)
+        watermark_ms += data.draw(st.integers(0, 200))
+        driver.advance_to(watermark_ms)
         driver.send(message)
         check_counts(driver)
         if isinstance(message, pb.Engagement):
-            come.add(message.event_id)
-        assert _ended(driver) | _pending(driver) == come
+            arrived_ids.add(message.event_id)
+        assert _ended(driver) | _pending(driver) == arrived_ids
     if len(order) in changes:
         driver.join = Join(changes[len(order)], SCHEMAS.get, SCHEMA.limits)
-    driver.at(mark + 5 * SPAN_MS)
+    driver.advance_to(watermark_ms + 5 * SPAN_MS)
     driver.end()
-    assert driver.state == MemoryState(), "nothing is left after the end of input"
-    assert _ended(driver) == come
+    assert driver.state == MemoryState(), "no state may be left after the end of input"
+    assert _ended(driver) == arrived_ids
     shown = {m.header.request_id for m in messages if isinstance(m, pb.Impression)}
-    sampled = {seen(o).message.header.request_id for o in driver.outputs if o.topic == "samples"}
-    dead = {seen(o).message.request_id for o in driver.outputs if o.topic == "dead_letters"}
+    sampled = {view_of(o).message.header.request_id for o in driver.outputs if o.topic == "samples"}
+    dead = {view_of(o).message.request_id for o in driver.outputs if o.topic == "dead_letters"}
     assert shown <= sampled | dead and sampled <= shown
 
 
 def _ended(driver: Driver) -> set[int]:
     ids: set[int] = set()
     for output in driver.outputs:
-        m = seen(output).message
+        m = view_of(output).message
         ids |= {m.event_id} - {0} if output.topic == "dead_letters" else set(m.event_ids)
     return ids
 
@@ -299,8 +307,8 @@ def _ended(driver: Driver) -> set[int]:
 def _pending(driver: Driver) -> set[int]:
     return {
         e.event_id
-        for held in driver.state.engagements.values()
-        for e in held.values()
+        for engagements_by_id in driver.state.engagements.values()
+        for e in engagements_by_id.values()
         if isinstance(e, Engagement)
     }
 
@@ -311,7 +319,7 @@ def test_duplicates_change_nothing_but_their_count(
     messages: list[Message], settings_: dict, data: Any
 ) -> None:
     distinct = list({m.SerializeToString(deterministic=True): m for m in messages}.values())
-    once, twice = (observed(arrive(data, m, rules(**settings_))) for m in (distinct, distinct * 2))
+    once, twice = (as_oracle_result(arrive(data, m, rules(**settings_))) for m in (distinct, distinct * 2))
     for result in (once, twice):
         for sample in result.samples.values():
             del sample["num_duplicates"]

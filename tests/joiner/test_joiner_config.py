@@ -1,4 +1,4 @@
-"""Settings: derived defaults, and each setting_error."""
+"""The joiner's settings: derived defaults and messages for invalid values."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_settings_load_from_toml_with_durations_and_surface_windows(tmp_path: Pa
     assert config.rules.terminal_actions == ("buy",)
 
 
-def test_a_partition_may_be_read_ahead_as_far_as_topics_accept_of_the_future() -> None:
+def test_reading_ahead_is_limited_to_the_timestamps_that_topics_accept() -> None:
     assert JoinerConfig(window_ms=5_000).max_drift_ms == 60_000
     assert JoinerConfig(window_ms=20_000).max_drift_ms == 120_000
     assert JoinerConfig(read_ahead_ms=7).max_drift_ms == 7

@@ -1,4 +1,5 @@
-"""What Java decides before Python sees a record: held against Python's own reading of the same bytes."""
+"""What the Java operators decide before Python sees a record, compared with Python's reading of the same
+bytes."""
 
 from __future__ import annotations
 
@@ -21,40 +22,40 @@ from joiner.state import Engagement, Impression
 from roostream.runtime.event_time import START
 from roostream.wire import roo_pb2 as pb
 from roostream.wire.records import Record
-from tests.joiner.cases import engagement, impression, reader, record
+from tests.joiner.cases import engagement, impression, make_decoder, record
 
 MAX_MS, SILENT_MS = 1_000, 5_000
 NOTHING, EVENT, HEARTBEAT, END_MARKER = range(4)
 T = 1_000
 
 pytestmark = pytest.mark.skipif(
-    not any(COMPILER_JARS.glob("*.jar")), reason="`make setup` fetches the compiler"
+    not any(COMPILER_JARS.glob("*.jar")), reason="the Java compiler is missing; run `make setup`"
 )
 
 JavaReading = tuple[bool, int, int, int]
-"""(whether it goes on to Python, kind, time, event time that the partition has reached)."""
+"""(kept for Python, kind, time, event time that the partition has reached)."""
 
 
 @pytest.fixture(scope="module")
 def class_path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Our operators and the tests' programs, compiled, and their libraries."""
+    """The compiled operators and test programs, with their libraries."""
     classes = tmp_path_factory.mktemp("classes")
     libraries = [*(pyflink_home() / "lib").glob("*.jar"), *CONNECTOR_JARS.glob("*.jar")]
-    own = Path(__file__).parent / "java"
-    compile_java([*JAVA_SOURCES.rglob("*.java"), *own.rglob("*.java")], libraries, classes)
+    test_sources = Path(__file__).parent / "java"
+    compile_java([*JAVA_SOURCES.rglob("*.java"), *test_sources.rglob("*.java")], libraries, classes)
     return ":".join(map(str, [classes, *libraries]))
 
 
 def readings(class_path: str, records: Sequence[Record], *options: str) -> list[JavaReading]:
-    """What Java makes of the records of one partition."""
+    """Java's reading of these records of one partition."""
     limits = (str(MAX_MS), str(SILENT_MS))
     command = (str(find_java()), "-Xmx256m", "-cp", class_path, "roostream.Differential", *limits, *options)
-    given = b"".join(struct.pack(">qi", r.timestamp_ms, len(r.value)) + r.value for r in records)
-    done = subprocess.run(command, input=given, capture_output=True, check=False)
-    assert done.returncode == 0, done.stderr.decode()
+    input_bytes = b"".join(struct.pack(">qi", r.timestamp_ms, len(r.value)) + r.value for r in records)
+    completed = subprocess.run(command, input=input_bytes, capture_output=True, check=False)
+    assert completed.returncode == 0, completed.stderr.decode()
     return [
         (bool(keep), kind, ms, reached)
-        for keep, kind, ms, reached in struct.iter_unpack(">bbqq", done.stdout)
+        for keep, kind, ms, reached in struct.iter_unpack(">bbqq", completed.stdout)
     ]
 
 
@@ -63,13 +64,13 @@ def java(class_path: str) -> Callable[[Sequence[Record]], list[JavaReading]]:
     return functools.partial(readings, class_path)
 
 
-def plain(value: bytes, time_ms: int = T) -> Record:
+def record_with_value(value: bytes, time_ms: int = T) -> Record:
     return Record("impressions", 0, 0, time_ms, None, value)
 
 
-def python(r: Record) -> tuple[int, int]:
-    """(kind, time) as the local engine has them; an event is one only under its own key."""
-    found = reader().decode(r)
+def python_reading(r: Record) -> tuple[int, int]:
+    """(kind, time) as the local engine reads the record. An event counts only under its own key."""
+    found = make_decoder().decode(r)
     if isinstance(found, (Impression, Engagement)):
         return EVENT, found.time_ms
     if isinstance(found, Output) or found.time_ms != r.timestamp_ms or not 1 <= found.time_ms <= MAX_TIME_MS:
@@ -86,17 +87,17 @@ BODIES = (
 )
 
 
-def test_java_drops_nothing_that_python_would_make_a_dead_letter_of(java: Run) -> None:
-    """Over all first bytes with versions 0 to 3."""
-    records = [plain(struct.pack("<H", n) + body) for body in BODIES for n in range(1 << 10)]
-    records += [plain(b""), plain(b"\x06"), plain(b"\x07")]
-    dropped = [r for r, told in zip(records, java(records), strict=True) if not told[0]]
+def test_java_drops_nothing_that_python_would_turn_into_a_dead_letter(java: Run) -> None:
+    """Covers all first bytes with versions 0 to 3."""
+    records = [record_with_value(struct.pack("<H", n) + body) for body in BODIES for n in range(1 << 10)]
+    records += [record_with_value(b""), record_with_value(b"\x06"), record_with_value(b"\x07")]
+    dropped = [r for r, reading in zip(records, java(records), strict=True) if not reading[0]]
     assert {r.value for r in dropped} == {
         b"\x06\x01" + BODIES[2],
         b"\x06\x01" + BODIES[3],
         b"\x07\x01" + BODIES[3],
     }
-    assert not [r for r in dropped if isinstance(reader().decode(r), Output)]
+    assert not [r for r in dropped if isinstance(make_decoder().decode(r), Output)]
 
 
 def damaged(rng: random.Random, r: Record) -> Record:
@@ -115,7 +116,7 @@ def damaged(rng: random.Random, r: Record) -> Record:
 
 
 def test_java_and_python_read_the_same_time_from_the_same_bytes(java: Run) -> None:
-    """What Python takes, Java has read too; what Java drops is what Python would say nothing of."""
+    """Java reads everything that Python accepts, and drops only what Python would ignore."""
     rng = random.Random(7)
     good = [
         record(impression(T)),
@@ -129,12 +130,12 @@ def test_java_and_python_read_the_same_time_from_the_same_bytes(java: Run) -> No
     wrong = [r._replace(timestamp_ms=T + 1) for r in good]
     kinds = set()
     for r, (keep, kind, ms, _) in zip(records + wrong, java(records + wrong), strict=True):
-        expected = python(r)
+        expected = python_reading(r)
         kinds.add(kind)
         if expected[0] == NOTHING and kind == EVENT:
-            assert ms == r.timestamp_ms, "only what Python alone can judge (shapes, numbers, text)"
+            assert ms == r.timestamp_ms, "only shapes, numbers and text, which Python alone checks"
         elif expected[0] == NOTHING and kind != NOTHING:
-            assert keep and isinstance(reader().decode(r), Output), "text that is not UTF-8"
+            assert keep and isinstance(make_decoder().decode(r), Output), "only text that is not UTF-8"
         else:
             assert (kind, ms) == expected, r
         assert keep or (kind in (HEARTBEAT, END_MARKER) and expected[0] == kind)
@@ -157,13 +158,14 @@ def test_a_partition_s_time_is_the_same_in_both_engines_also_after_restores(java
             records.append(record(engagement(time_ms, event=1)))
             split.event(time_ms, MAX_MS)
         expected.append(split.reached_ms(SILENT_MS))
-    assert [told[3] for told in java(records)] == expected
+    assert [reading[3] for reading in java(records)] == expected
 
 
 @pytest.mark.parametrize(
     ("times_ms", "reached_ms"),
     [
-        ([T + 9_000_000, T, T + 1], [START, T, T + 1]),  # a client with a wrong clock comes first
+        # the first event comes from a client with a wrong clock
+        ([T + 9_000_000, T, T + 1], [START, T, T + 1]),
         ([T, T + 9_000_000, T + 2], [START, T, T + 2]),
         ([T, T + 1], [START, T]),
     ],
@@ -171,34 +173,39 @@ def test_a_partition_s_time_is_the_same_in_both_engines_also_after_restores(java
 def test_the_first_event_of_a_partition_without_a_stored_time_is_confirmed_after_a_restore(
     class_path: str, times_ms: list[int], reached_ms: list[int]
 ) -> None:
-    """A change of the parallelism gives a task partitions whose time another one has stored."""
+    """After a change of the parallelism, a task gets partitions whose time another task has stored."""
     records = [record(engagement(ms, event=1)) for ms in times_ms]
     assert [reading[3] for reading in readings(class_path, records, "restored")] == reached_ms
-    assert readings(class_path, records)[0][3] == times_ms[0], "a new job believes it"
+    assert readings(class_path, records)[0][3] == times_ms[0], (
+        "a new job must accept the first event without confirmation"
+    )
 
 
 END = (1 << 63) - 1
 
 
-def sliced(class_path: str, *steps: str) -> tuple[list[int], int]:
-    """The watermarks that the keeper emits, and the one that it stores."""
+def run_slices(class_path: str, *steps: str) -> tuple[list[int], int]:
+    """The watermarks that Java emits, and the one that it stores."""
     command = (str(find_java()), "-Xmx64m", "-cp", class_path, "roostream.Slices")
-    done = subprocess.run(command, input=" ".join(steps), capture_output=True, text=True, check=True)
-    *emitted, stored = done.stdout.split("\n")[:-1]
+    completed = subprocess.run(command, input=" ".join(steps), capture_output=True, text=True, check=True)
+    *emitted, stored = completed.stdout.split("\n")[:-1]
     return [int(line) for line in emitted if line != "-"], int(stored.removeprefix("stored "))
 
 
 def test_a_large_step_of_the_watermark_is_divided(class_path: str) -> None:
-    emitted, stored = sliced(class_path, "advance 1000", "next", "advance 6401000", *["next"] * 99)
+    emitted, stored = run_slices(class_path, "advance 1000", "next", "advance 6401000", *["next"] * 99)
     assert emitted == [1_000, *range(101_000, 6_401_001, 100_000)] and stored == 6_401_000
-    emitted, _ = sliced(class_path, "restore 5000", "advance 7500", *["next"] * 9)
+    emitted, _ = run_slices(class_path, "restore 5000", "advance 7500", *["next"] * 9)
     assert emitted == [6_000, 7_000, 7_500]
 
 
 def test_the_stored_watermark_never_exceeds_what_the_join_has_seen(class_path: str) -> None:
-    assert sliced(class_path, "restore 1000", "advance 9000", "next") == ([2_000], 2_000)
+    assert run_slices(class_path, "restore 1000", "advance 9000", "next") == ([2_000], 2_000)
 
 
 def test_the_end_of_input_is_never_stored_as_a_watermark(class_path: str) -> None:
-    assert sliced(class_path, "advance 1000", "next", f"advance {END}", "next") == ([1_000], 1_000)
-    assert sliced(class_path, "restore 1000", f"restore {END}", "advance 1500", "next") == ([1_500], 1_500)
+    assert run_slices(class_path, "advance 1000", "next", f"advance {END}", "next") == ([1_000], 1_000)
+    assert run_slices(class_path, "restore 1000", f"restore {END}", "advance 1500", "next") == (
+        [1_500],
+        1_500,
+    )

@@ -1,4 +1,4 @@
-"""A failing call of the join costs its event or its request, and nothing else."""
+"""A failing call of the join costs only its event or its request."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ BAD_ACTION, BAD_REQUEST = "defect", "bad"
 
 
 class FaultyJoin(Join):
-    """Fails for engagements of one action, half-way, and at the close of one request."""
+    """Fails for engagements of one action after the state was changed, and at the close of one request."""
 
     error: Exception = ZeroDivisionError("a defect")
 
@@ -48,7 +48,7 @@ class FaultyJoin(Join):
         super()._close(step, request_id, request)
 
 
-def join(error: Exception = FaultyJoin.error) -> tuple[KeyedJoin, DictStore]:
+def make_join(error: Exception = FaultyJoin.error) -> tuple[KeyedJoin, DictStore]:
     faulty, store = FaultyJoin(rules(), SCHEMAS.get, SCHEMA.limits), DictStore()
     faulty.error = error
     return KeyedJoin(faulty, store), store
@@ -58,7 +58,7 @@ def close_all(
     keyed: KeyedJoin, store: DictStore, changes: list[tuple[int, int]] | None = None
 ) -> list[Output]:
     out = []
-    while due := sorted(store.whole().due):
+    while due := sorted(store.as_memory_state().due):
         step = keyed.advance(KEY, due[0], END)
         out += step.outputs
         if changes is not None:
@@ -67,7 +67,7 @@ def close_all(
 
 
 def test_an_event_for_which_the_join_fails_becomes_a_dead_letter_and_changes_no_state() -> None:
-    keyed, store = join()
+    keyed, store = make_join()
     keyed.apply(KEY, event(impression(T)), 0)
     before = dict(store)
     step = keyed.apply(KEY, event(engagement(T + 1, event=1, action=BAD_ACTION)), 0)
@@ -79,7 +79,7 @@ def test_an_event_for_which_the_join_fails_becomes_a_dead_letter_and_changes_no_
 
 
 def test_a_request_whose_close_fails_becomes_dead_letters_and_others_due_at_its_time_close() -> None:
-    keyed, store = join()
+    keyed, store = make_join()
     for request in ("a", BAD_REQUEST, "z"):
         keyed.apply(KEY, event(impression(T, request=request)), 0)
     keyed.apply(KEY, event(engagement(T + 1, event=1, request=BAD_REQUEST)), 0)
@@ -87,24 +87,24 @@ def test_a_request_whose_close_fails_becomes_dead_letters_and_others_due_at_its_
     out = close_all(keyed, store, changes)
     assert {s.message.header.request_id for s in samples(out)} == {"a", "z"}
     assert reasons(out) == ["internal_error"] * 2
-    assert store.whole() == MemoryState() and not store
-    assert sum(after == GONE for _, after in changes) == 3, "the removed request is counted too"
+    assert store.as_memory_state() == MemoryState() and not store
+    assert sum(after == GONE for _, after in changes) == 3, "the removed request must be counted too"
 
 
-def test_a_defect_that_affects_everything_is_raised() -> None:
-    keyed, _ = join()
-    bad = [event(engagement(T, event=n, action=BAD_ACTION)) for n in range(1, 1_000)]
+def test_a_defect_that_affects_every_event_is_raised() -> None:
+    keyed, _ = make_join()
+    bad_events = [event(engagement(T, event=n, action=BAD_ACTION)) for n in range(1, 1_000)]
     with pytest.raises(ZeroDivisionError):
-        for num_dead, found in enumerate(bad):  # noqa: B007
-            keyed.apply(KEY, found, 0)
+        for num_dead, bad_event in enumerate(bad_events):  # noqa: B007
+            keyed.apply(KEY, bad_event, 0)
     assert num_dead == keyed_join.MAX_FAILED_CALLS - 1
 
 
-def test_a_store_that_cannot_be_read_costs_no_event() -> None:
-    keyed, store = join(CheckpointError("schema is not in the store"))
+def test_an_unreadable_store_makes_no_dead_letters() -> None:
+    keyed, store = make_join(CheckpointError("schema is not in the store"))
     with pytest.raises(CheckpointError):
         keyed.apply(KEY, event(engagement(T, event=1, action=BAD_ACTION)), 0)
     keyed.apply(KEY, event(impression(T, request=BAD_REQUEST)), 0)
     with pytest.raises(CheckpointError):
         close_all(keyed, store)
-    assert store.whole().counts.num_requests == 1
+    assert store.as_memory_state().counts.num_requests == 1

@@ -1,5 +1,4 @@
-"""Labels from engagements: each fold, windows, thresholds, and that a tally needs nothing of what came
-before."""
+"""Labels from engagements: folds, windows and thresholds. Folding one by one equals folding all at once."""
 
 from __future__ import annotations
 
@@ -33,13 +32,13 @@ def labels(
 
 
 @pytest.mark.parametrize(
-    ("fold", "value", "of_one"),
+    ("fold", "value", "single_value"),
     [("any", 1.0, 1.0), ("count", 3.0, 1.0), ("sum", 17.0, -4.0), ("max", 9.0, -4.0), ("last", 5.0, -4.0)],
 )
-def test_each_fold_of_an_action_and_zero_without_any(fold: str, value: float, of_one: float) -> None:
+def test_each_fold_of_an_action_and_zero_without_any(fold: str, value: float, single_value: float) -> None:
     label = Label(name="dwell", action="dwell", fold=fold)  # type: ignore[arg-type]
     assert labels([label], DWELLS) == [value]
-    assert labels([label], [(1_030, 3, "dwell", -4.0, 3)]) == [of_one]
+    assert labels([label], [(1_030, 3, "dwell", -4.0, 3)]) == [single_value]
     assert labels([label], []) == labels([label], DWELLS[3:]) == [0.0]
 
 
@@ -55,11 +54,14 @@ def test_a_label_counts_within_its_own_window_or_the_joins(
 
 
 def test_a_threshold_leaves_smaller_values_out() -> None:
-    both = [
+    threshold_labels = [
         Label(name="long", action="dwell", threshold=5.0),
         Label(name="longs", action="dwell", fold="count", threshold=5.0),
     ]
-    assert labels(both, DWELLS) == [1.0, 2.0] and labels(both, DWELLS[:1]) == [0.0, 0.0]
+    assert labels(threshold_labels, DWELLS) == [1.0, 2.0] and labels(threshold_labels, DWELLS[:1]) == [
+        0.0,
+        0.0,
+    ]
 
 
 def test_a_sum_beyond_float32_is_the_largest_finite_one() -> None:
@@ -71,5 +73,5 @@ def test_an_older_engagement_does_not_become_the_last() -> None:
     label = Label(name="dwell", action="dwell", fold="last")
     assert labels([label], [DWELLS[1], DWELLS[0]]) == [9.0]
     assert labels([label], [(1_010, 2, "dwell", 1.0, 3), (1_010, 1, "dwell", 2.0, 3)]) == [1.0], (
-        "at equal times the larger event id"
+        "at equal times, the larger event id is the last"
     )

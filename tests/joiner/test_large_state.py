@@ -38,13 +38,12 @@ NUM_REQUESTS = 10 * (HEAP_MB << 20) // (len(CANDIDATES) * NUM_SIMILAR * 8) + 1
 
 @functools.cache
 def block(n: int) -> bytes:
-    """Ids are small, so that the broker and the disks hold less, and random, so that a fetch of compressed
-    bytes is not hundreds of records."""
+    """Small ids keep the topics small. Random ids keep a fetch of compressed records small."""
     similar = np.random.default_rng(n).integers(1, 4097, (len(CANDIDATES), NUM_SIMILAR))
     return encode_nro(SCHEMA, {"similar": similar.tolist()}, len(CANDIDATES))
 
 
-def shown(n: int) -> Record:
+def impression_record(n: int) -> Record:
     """An impression of almost a megabyte."""
     header = pb.Header(
         request_id=f"r{n}", user_id=n, session_id=1, time_ms=START_MS + 100 * n, schema=SCHEMA.fingerprint
@@ -79,7 +78,7 @@ def test_a_job_with_state_of_ten_times_its_heap_continues(tmp_path: Path) -> Non
         stack.wait_ready("kafka", timeout_s=90)
         kafka, flink = stack.endpoints.kafka, FlinkRest(stack.endpoints.flink)
         for begin in range(0, NUM_REQUESTS, 50):
-            produce(kafka, "", [shown(n) for n in range(begin, min(begin + 50, NUM_REQUESTS))])
+            produce(kafka, "", [impression_record(n) for n in range(begin, min(begin + 50, NUM_REQUESTS))])
         last_ms = START_MS + 100 * NUM_REQUESTS
         produce(kafka, "", heartbeats(last_ms))
         stack.wait_ready("joiner", timeout_s=150)
@@ -91,9 +90,9 @@ def test_a_job_with_state_of_ten_times_its_heap_continues(tmp_path: Path) -> Non
 
         wait("all requests in the state", lambda: value("requests_open") == NUM_REQUESTS, 900)
         assert value("restarts") == 0
-        assert NUM_REQUESTS * len(shown(0).value) >= 10 * HEAP_MB << 20
+        assert NUM_REQUESTS * len(impression_record(0).value) >= 10 * HEAP_MB << 20
         checkpoints = value("checkpoints")
-        wait("a checkpoint of them", lambda: value("checkpoints") > checkpoints + 1)
+        wait("a checkpoint of all requests", lambda: value("checkpoints") > checkpoints + 1)
         stack.kill("flink-tm-0")
         produce(kafka, "", heartbeats(last_ms + WINDOW_MS + 10_000))
-        wait("a sample of each", lambda: count(kafka, "", "samples", 1) >= NUM_REQUESTS, 900)
+        wait("a sample of each request", lambda: count(kafka, "", "samples", 1) >= NUM_REQUESTS, 900)

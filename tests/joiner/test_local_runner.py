@@ -1,4 +1,4 @@
-"""Kafka → local engine → Kafka over in-memory topics: kills, snapshots, damaged snapshots, idle partitions,
+"""The local runner over in-memory topics: kills, snapshots, damaged snapshots, idle partitions and
 read-ahead."""
 
 from __future__ import annotations
@@ -30,17 +30,18 @@ CONFIG = JoinerConfig(**generated.SETTINGS, checkpoint_interval_ms=100)  # type:
 
 
 class Killed(BaseException):
-    """The process ends here and now."""
+    """Simulates a kill: the runner ends at once."""
 
 
 class MemorySource:
-    """Records of a topic, from offsets on. Dies after `die_after` polls; stops the pump at the end."""
+    """Records of a topic from the given offsets. Raises `Killed` after `die_after` polls; sets `stop` at the
+    end of the records."""
 
     def __init__(
         self, records: Sequence[Record], stop: threading.Event, clock: FakeClock, die_after: int = 1 << 30
     ) -> None:
         self.records, self.stop, self.clock, self.die_after = list(records), stop, clock, die_after
-        self.held: set[Partition] = set()
+        self.paused: set[Partition] = set()
         self.num_lost = 0
 
     def seek(self, offsets: Mapping[Partition, int]) -> None:
@@ -51,29 +52,29 @@ class MemorySource:
         self.die_after -= 1
         if self.die_after < 0:
             raise Killed
-        taken = [r for r in self.records if (r.topic, r.partition) not in self.held][:50]
+        taken = [r for r in self.records if (r.topic, r.partition) not in self.paused][:50]
         self.records = [r for r in self.records if r not in taken]
         if not self.records:
             self.stop.set()
         return taken
 
     def pause(self, partitions: Collection[Partition]) -> None:
-        self.held = set(partitions)
+        self.paused = set(partitions)
 
 
 class MemorySink:
-    def __init__(self, *, away: bool = False) -> None:
+    def __init__(self, *, is_unavailable: bool = False) -> None:
         self.outputs: list[Output] = []
-        self.away = away
+        self.is_unavailable = is_unavailable
 
     def write(self, outputs: Sequence[Output]) -> None:
         self.outputs += outputs
 
     def flush(self, stop: threading.Event) -> bool:
-        return not self.away
+        return not self.is_unavailable
 
 
-def pump(
+def make_runner(
     records: Sequence[Record],
     home: Path,
     sink: MemorySink,
@@ -83,7 +84,7 @@ def pump(
     stop, clock = threading.Event(), FakeClock()
     engine = LocalEngine(config, SCHEMA, SCHEMAS.get)
     source = MemorySource(records, stop, clock, die_after)
-    made = LocalRunner(
+    runner = LocalRunner(
         config,
         engine,
         source,
@@ -93,44 +94,46 @@ def pump(
         metrics=JoinerMetrics(CollectorRegistry()),
         health=Health(60, clock),
     )
-    made.stop = stop  # type: ignore[attr-defined]
-    return made
+    runner.stop = stop  # type: ignore[attr-defined]
+    return runner
 
 
-def run(made: LocalRunner) -> None:
-    made.run(made.stop)  # type: ignore[attr-defined]
+def run(runner: LocalRunner) -> None:
+    runner.run(runner.stop)  # type: ignore[attr-defined]
 
 
 def test_after_kills_and_restarts_the_same_records_are_written(tmp_path: Path) -> None:
-    records = generated.placed(generated.arrivals(5))
+    records = generated.with_offsets(generated.arrivals(5))
     undisturbed, killed = MemorySink(), MemorySink()
-    run(pump(records, tmp_path / "a", undisturbed))
+    run(make_runner(records, tmp_path / "a", undisturbed))
     for die_after in (3, 4, 7, 2, 9):
         with pytest.raises(Killed):
-            run(pump(records, tmp_path / "b", killed, die_after))
-    run(pump(records, tmp_path / "b", killed))
-    assert len(killed.outputs) > len(undisturbed.outputs), "what came after a snapshot was written again"
+            run(make_runner(records, tmp_path / "b", killed, die_after))
+    run(make_runner(records, tmp_path / "b", killed))
+    assert len(killed.outputs) > len(undisturbed.outputs), "records after a snapshot must be written again"
     assert set(killed.outputs) == set(undisturbed.outputs)
 
 
 def test_a_stop_writes_a_snapshot_after_which_nothing_is_read_again(tmp_path: Path) -> None:
-    records = generated.placed(generated.arrivals(5))
-    run(pump(records, tmp_path, MemorySink()))
-    again = MemorySink()
-    run(pump(records, tmp_path, again))
-    assert again.outputs == []
+    records = generated.with_offsets(generated.arrivals(5))
+    run(make_runner(records, tmp_path, MemorySink()))
+    second_sink = MemorySink()
+    run(make_runner(records, tmp_path, second_sink))
+    assert second_sink.outputs == []
 
 
 def test_a_damaged_newest_snapshot_is_skipped_for_the_one_before(tmp_path: Path) -> None:
-    records = generated.placed(generated.arrivals(5))
-    unfinished = tmp_path / "snapshots" / ".roostream-unfinished.x"  # of a process that was killed
+    records = generated.with_offsets(generated.arrivals(5))
+    unfinished = tmp_path / "snapshots" / ".roostream-unfinished.x"  # left by a killed process
     unfinished.parent.mkdir()
     unfinished.write_bytes(b"half")
     os.utime(unfinished, (0, 0))
-    run(pump(records, tmp_path, MemorySink()))
+    run(make_runner(records, tmp_path, MemorySink()))
     store = FileStore(tmp_path)
     names = store.list("snapshots")
-    assert len(names) == 2 == len(list(unfinished.parent.iterdir())), "older ones are deleted"
+    assert len(names) == 2 == len(list(unfinished.parent.iterdir())), (
+        "only the two newest snapshots may be kept"
+    )
     store.put(names[-1], store.get(names[-1])[:-3])
     engine = LocalEngine(CONFIG, SCHEMA, SCHEMAS.get)
     assert SnapshotStore(store).restore(engine) == names[0]
@@ -139,7 +142,7 @@ def test_a_damaged_newest_snapshot_is_skipped_for_the_one_before(tmp_path: Path)
         SnapshotStore(store).restore(engine)
 
 
-def test_a_foreign_file_beside_the_snapshots_neither_stops_the_joiner_nor_is_deleted(tmp_path: Path) -> None:
+def test_a_foreign_file_next_to_the_snapshots_neither_stops_the_joiner_nor_is_deleted(tmp_path: Path) -> None:
     store, engine = FileStore(tmp_path), LocalEngine(CONFIG, SCHEMA, SCHEMAS.get)
     store.put("snapshots/notes", b"not ours")
     assert SnapshotStore(store).restore(engine) == ""
@@ -149,94 +152,94 @@ def test_a_foreign_file_beside_the_snapshots_neither_stops_the_joiner_nor_is_del
 
 
 def test_no_snapshot_is_written_while_outputs_are_not_acknowledged(tmp_path: Path) -> None:
-    run(pump([record(impression(1_000))], tmp_path, MemorySink(away=True)))
+    run(make_runner([record(impression(1_000))], tmp_path, MemorySink(is_unavailable=True)))
     assert FileStore(tmp_path).list("snapshots") == []
 
 
 def test_a_partition_far_ahead_waits_for_the_slowest(tmp_path: Path) -> None:
     config = JoinerConfig(window_ms=100, read_ahead_ms=1_000)
-    beats = [
+    heartbeats = [
         record(pb.Heartbeat(time_ms=ms), partition=p, offset=n)
         for n, (p, ms) in enumerate([(0, 5_000), (1, 3_000), (1, 4_500)])
     ]
-    made = pump(
-        [*beats, record(pb.Heartbeat(time_ms=9_000), partition=2, offset=9)],
+    runner = make_runner(
+        [*heartbeats, record(pb.Heartbeat(time_ms=9_000), partition=2, offset=9)],
         tmp_path,
         MemorySink(),
         config=config,
     )
-    source = made.consumer
+    source = runner.consumer
     assert isinstance(source, MemorySource)
     waiting, source.records = source.records[2:], source.records[:2]
-    made.step()
-    assert source.held == {("impressions", 0)}
+    runner.step()
+    assert source.paused == {("impressions", 0)}
     source.records = waiting
-    made.step()
-    assert source.held == {("impressions", 2)}
+    runner.step()
+    assert source.paused == {("impressions", 2)}
 
 
 def test_idle_partitions_stop_holding_the_watermark_and_never_in_a_replay(tmp_path: Path) -> None:
     for replay, joined in ((False, True), (True, False)):
         config = JoinerConfig(window_ms=100, engine="local", lateness_ms=0, idleness_ms=1_000, replay=replay)
         sink = MemorySink()
-        made = pump([], tmp_path / str(replay), sink, config=config)
-        source = made.consumer
+        runner = make_runner([], tmp_path / str(replay), sink, config=config)
+        source = runner.consumer
         assert isinstance(source, MemorySource)
         source.records = [record(impression(1_000))]
-        made.step()
+        runner.step()
         for time_ms in range(1_100, 1_400, 100):
             source.clock.advance(0.5)
             source.records = [record(pb.Heartbeat(time_ms=time_ms))]
-            made.step()
+            runner.step()
         assert bool(sink.outputs) is joined
 
 
-def step_through(made: LocalRunner, records: Sequence[Record], seconds: float = 0.1) -> None:
-    """One record a step, `seconds` apart; what is held waits."""
-    source = made.consumer
+def step_through(runner: LocalRunner, records: Sequence[Record], seconds: float = 0.1) -> None:
+    """Send one record per step, `seconds` apart. Records of paused partitions wait in the source."""
+    source = runner.consumer
     assert isinstance(source, MemorySource)
     for r in records:
         source.clock.advance(seconds)
         source.records.append(r)
-        made.step()
+        runner.step()
 
 
-def test_one_partition_that_fell_silent_does_not_stop_the_others(tmp_path: Path) -> None:
-    """One event on one partition, then silence; the others are busy far beyond what may be read ahead."""
+def test_a_silent_partition_does_not_stop_the_others(tmp_path: Path) -> None:
+    """One partition has one event and then none. The other partitions go on beyond what may be read ahead."""
     config = JoinerConfig(window_ms=100, engine="local", lateness_ms=0, idleness_ms=1_000, read_ahead_ms=600)
     sink = MemorySink()
-    made = pump([], tmp_path, sink, config=config)
-    busy = [p for p in made.engine.partitions if p != ("impressions", 0)]
-    beats = [
+    runner = make_runner([], tmp_path, sink, config=config)
+    busy = [p for p in runner.engine.partitions if p != ("impressions", 0)]
+    heartbeats = [
         record(pb.Heartbeat(time_ms=ms), partition=p, offset=ms)._replace(topic=topic)
         for ms in range(1_000, 6_000, 100)
         for topic, p in busy
     ]
-    step_through(made, [record(impression(1_000)), *beats])
-    source = made.consumer
+    step_through(runner, [record(impression(1_000)), *heartbeats])
+    source = runner.consumer
     assert isinstance(source, MemorySource)
-    assert not source.held and not source.records and [o.topic for o in sink.outputs] == ["samples"]
-    assert made.engine.watermark_ms == 5_899
+    assert not source.paused and not source.records and [o.topic for o in sink.outputs] == ["samples"]
+    assert runner.engine.watermark_ms == 5_899
 
 
-def test_a_partition_that_is_held_is_not_idle(tmp_path: Path) -> None:
+def test_a_paused_partition_is_not_idle(tmp_path: Path) -> None:
     config = JoinerConfig(window_ms=100, engine="local", lateness_ms=0, idleness_ms=1_000, read_ahead_ms=600)
-    made = pump([], tmp_path, MemorySink(), config=config)
-    first, *others = made.engine.partitions
-    beat = {
+    runner = make_runner([], tmp_path, MemorySink(), config=config)
+    first, *others = runner.engine.partitions
+    heartbeat = {
         p: record(pb.Heartbeat(time_ms=1_000), partition=p[1])._replace(topic=p[0])
-        for p in made.engine.partitions
+        for p in runner.engine.partitions
     }
     step_through(
-        made,
+        runner,
         [
-            *beat.values(),
-            beat[first]._replace(timestamp_ms=2_000, value=record(pb.Heartbeat(time_ms=2_000)).value),
+            *heartbeat.values(),
+            heartbeat[first]._replace(timestamp_ms=2_000, value=record(pb.Heartbeat(time_ms=2_000)).value),
         ],
     )
-    assert isinstance(made.consumer, MemorySource) and made.consumer.held == {first}
-    step_through(made, [beat[others[0]]] * 30)
-    assert first not in made.engine.watermarks.idle and set(others[1:]) == made.engine.watermarks.idle
+    assert isinstance(runner.consumer, MemorySource) and runner.consumer.paused == {first}
+    step_through(runner, [heartbeat[others[0]]] * 30)
+    assert first not in runner.engine.watermarks.idle and set(others[1:]) == runner.engine.watermarks.idle
 
 
 FAR_MS = 10**13
@@ -250,47 +253,52 @@ FAR_MS = 10**13
         record(impression(FAR_MS))._replace(timestamp_ms=FAR_MS + 1),
         record(pb.Heartbeat(time_ms=2_000))._replace(timestamp_ms=FAR_MS),
     ],
-    ids=["garbage", "an event", "another time than its own", "a heartbeat with another time"],
+    ids=[
+        "garbage",
+        "an event",
+        "a timestamp that differs from the event's time",
+        "a heartbeat with another timestamp",
+    ],
 )
-def test_one_record_from_far_ahead_stops_nothing(tmp_path: Path, far: Record) -> None:
+def test_one_record_from_far_ahead_does_not_stop_the_join(tmp_path: Path, far: Record) -> None:
     sink = MemorySink()
     config = JoinerConfig(window_ms=100, lateness_ms=0, replay=True)
-    made = pump([], tmp_path, sink, config=config)
-    partitions = made.engine.partitions
-    beats = [
+    runner = make_runner([], tmp_path, sink, config=config)
+    partitions = runner.engine.partitions
+    heartbeats = [
         record(pb.Heartbeat(time_ms=ms), partition=p, offset=ms)._replace(topic=topic)
         for ms in range(1_000, 3_000, 100)
         for topic, p in partitions
     ]
-    step_through(made, [*beats[:8], far, record(impression(1_000)), *beats[8:]])
-    source = made.consumer
+    step_through(runner, [*heartbeats[:8], far, record(impression(1_000)), *heartbeats[8:]])
+    source = runner.consumer
     assert isinstance(source, MemorySource)
-    assert not source.held and not source.records and made.engine.watermark_ms == 2_899
+    assert not source.paused and not source.records and runner.engine.watermark_ms == 2_899
     assert "samples" in [o.topic for o in sink.outputs]
 
 
 def test_a_record_waits_for_its_unreadable_schema_and_is_then_joined(tmp_path: Path) -> None:
     sink, tries = MemorySink(), []
-    made = pump([], tmp_path, sink, config=JoinerConfig(window_ms=100))
+    runner = make_runner([], tmp_path, sink, config=JoinerConfig(window_ms=100))
 
-    def mended_at_the_third(fingerprint: int) -> object:
+    def readable_at_the_third_try(fingerprint: int) -> object:
         tries.append(fingerprint)
         if len(tries) < 3:
             raise CheckpointError("the schema's file is damaged")
         return SCHEMA
 
-    made.engine.decoder.registry = mended_at_the_third  # type: ignore[assignment]
-    step_through(made, [record(impression(1_000))])
-    assert len(tries) == 3 and sink.outputs == [] and made.engine.num_keys == 1
+    runner.engine.decoder.registry = readable_at_the_third_try  # type: ignore[assignment]
+    step_through(runner, [record(impression(1_000))])
+    assert len(tries) == 3 and sink.outputs == [] and runner.engine.num_keys == 1
 
 
 def test_a_restart_remembers_the_heartbeats_of_producers(tmp_path: Path) -> None:
     config = JoinerConfig(window_ms=100, lateness_ms=0)
-    made = pump([], tmp_path, MemorySink(), config=config)
+    runner = make_runner([], tmp_path, MemorySink(), config=config)
     step_through(
-        made, [record(pb.Heartbeat(time_ms=ms, producer=name)) for ms, name in ((1_000, "a"), (1_200, "b"))]
+        runner, [record(pb.Heartbeat(time_ms=ms, producer=name)) for ms, name in ((1_000, "a"), (1_200, "b"))]
     )
-    again = LocalEngine(config, SCHEMA, SCHEMAS.get)
-    again.restore(made.engine.snapshot())
-    again.process(record(pb.Heartbeat(time_ms=9_000, producer="b")))
-    assert again.watermarks.reached_ms["impressions", 0] == 1_000
+    restored = LocalEngine(config, SCHEMA, SCHEMAS.get)
+    restored.restore(runner.engine.snapshot())
+    restored.process(record(pb.Heartbeat(time_ms=9_000, producer="b")))
+    assert restored.watermarks.reached_ms["impressions", 0] == 1_000

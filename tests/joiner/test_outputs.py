@@ -1,5 +1,5 @@
-"""Bytes of impressions and samples against protobuf's own: where fields lie, what is written, producers that
-write otherwise."""
+"""Encoding of samples and corrections, compared byte by byte with protobuf's, and input from producers with
+another encoding."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from joiner.state import Impression
 from roostream.wire import records as wire
 from roostream.wire import roo_pb2 as pb
 from roostream.wire.records import Record
-from tests.joiner.cases import Driver, engagement, impression, reader, record, rules
+from tests.joiner.cases import Driver, engagement, impression, make_decoder, record, rules
 
 T = 1_000
 
@@ -37,24 +37,24 @@ def page(draw: Any, items: list[int], time_ms: int) -> pb.Impression:
 
 
 item_lists = st.lists(st.integers(1, 6), max_size=5)
-bytes_of = st.lists(st.tuples(item_lists, st.integers(0, 50)), min_size=1, max_size=3)
+page_lists = st.lists(st.tuples(item_lists, st.integers(0, 50)), min_size=1, max_size=3)
 
 
 @settings(max_examples=80, deadline=None)
 @given(
-    bytes_of,
+    page_lists,
     st.lists(st.tuples(st.integers(1, 7), st.sampled_from(["click", "dwell", "é"])), max_size=4),
     st.data(),
 )
 def test_samples_and_corrections_are_the_bytes_that_protobuf_writes(
-    pages: list[Any], acts: list[Any], data: Any
+    pages: list[Any], actions: list[Any], data: Any
 ) -> None:
     driver = Driver(rules(engaged_threshold=2, correction_horizon_ms=60))
     driver.send(*(page(data.draw, items, T + after) for items, after in pages))
     driver.send(
         *(
             engagement(T + 20 + 9 * n, item, event=n + 1, action=a, value=0.1)
-            for n, (item, a) in enumerate(acts)
+            for n, (item, a) in enumerate(actions)
         )
     )
     driver.end()
@@ -66,8 +66,8 @@ def test_samples_and_corrections_are_the_bytes_that_protobuf_writes(
 
 
 def shuffled(message: pb.Impression) -> bytes:
-    """The same message as another library may write it: columns before the header, one of them in two
-    pieces."""
+    """The same message as another protobuf library may write it: the columns come before the header, and one
+    column is in several pieces."""
     header, rest = pb.Impression(header=message.header), pb.Impression()
     rest.CopyFrom(message)
     rest.ClearField("header")
@@ -82,19 +82,19 @@ def test_an_unusual_encoding_gives_the_same_sample() -> None:
     other = usual._replace(value=usual.value[:2] + shuffled(message))
     outputs = [joined(usual), joined(other)]
     assert outputs[0] == outputs[1]
-    found = reader().decode(other)
+    found = make_decoder().decode(other)
     assert isinstance(found, Impression) and found.raw == other.value and found.canonical == usual.value
 
 
 def joined(r: Record) -> list[Output]:
     driver = Driver(rules())
-    found = reader().decode(r)
+    found = make_decoder().decode(r)
     assert isinstance(found, Impression)
     driver.apply(found)
     return driver.end()
 
 
-def test_fields_of_a_later_build_are_not_copied_and_do_no_harm() -> None:
+def test_unknown_fields_of_a_later_version_are_ignored() -> None:
     usual = record(impression(T, (1, 2)))
     later = usual._replace(value=usual.value + b"\xa2\x06\x03new")  # field 100
     assert joined(later) == joined(usual)

@@ -1,5 +1,5 @@
-"""A savepoint of the joiner's state, on a real cluster: the next job goes on from it, and nothing is joined
-twice or lost; all of it is written exactly once."""
+"""A savepoint of the joiner's state on a real cluster. The next job continues from it, nothing is joined
+twice or lost, and every output is written exactly once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from roostream.wire import records as wire
 from roostream.wire import roo_pb2 as pb
 from roostream.wire.records import Record
 from tests.joiner import generated
-from tests.joiner.cases import SCHEMA, SCHEMAS, record, seen
+from tests.joiner.cases import SCHEMA, SCHEMAS, record, view_of
 from tests.joiner.joined_topics import SETTINGS, consume, distinct, produce, wait
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(300)]
@@ -30,14 +30,14 @@ def message_of(value: bytes) -> pb.Sample:
 
 
 def expected(records: list[Record] = RECORDS) -> dict[object, bytes]:
-    """Sample id → sample, as the same join gives it in this process."""
+    """Sample id → sample, as the local engine computes it."""
     engine = LocalEngine(JoinerConfig(**generated.SETTINGS), SCHEMA, SCHEMAS.get)  # type: ignore[arg-type]
-    outputs = [o for r in generated.placed(records) for o in engine.process(r)]
-    return {seen(o).message.sample_id: o.value for o in outputs if o.topic == "samples"}
+    outputs = [o for r in generated.with_offsets(records) for o in engine.process(r)]
+    return {view_of(o).message.sample_id: o.value for o in outputs if o.topic == "samples"}
 
 
-def forgotten(reached_ms: int) -> list[Record]:
-    """The impressions of requests that are forgotten where event time has reached `reached_ms`."""
+def forgotten_impressions(reached_ms: int) -> list[Record]:
+    """The impressions of requests that are forgotten once event time has reached `reached_ms`."""
     end_ms = generated.WINDOW_MS + 2 * generated.HORIZON_MS
     impressions = [m for m in generated.messages(12) if isinstance(m, pb.Impression)]
     return [record(m, partition=-1) for m in impressions if m.header.time_ms + end_ms <= reached_ms]
@@ -50,8 +50,8 @@ def test_a_job_continues_from_a_savepoint_with_requests_in_every_phase(tmp_path:
 
     samples = expected()
     halfway = expected(RECORDS[:HALF])
-    copies = forgotten(max(sample.close_ms for sample in map(message_of, halfway.values())))
-    assert copies, "what is forgotten halfway comes again"
+    copies = forgotten_impressions(max(sample.close_ms for sample in map(message_of, halfway.values())))
+    assert copies, "there must be impressions to send again"
     (tmp_path / "schema.toml").write_text(to_toml(SCHEMA), encoding="utf-8")
     overrides = {"joiner": {**SETTINGS, "delivery": "exactly_once", "checkpoint_interval_ms": 1_000}}
     options = StackOptions(schema=tmp_path / "schema.toml", replay=True, overrides=overrides)
@@ -74,8 +74,10 @@ def test_a_job_continues_from_a_savepoint_with_requests_in_every_phase(tmp_path:
         assert second is not None and second["jid"] != first["jid"]
         restored = flink.get(f"/jobs/{second['jid']}/checkpoints")
         assert restored is not None and restored["latest"]["restored"]["external_path"] in savepoint
-        assert len(consume(kafka, "", "samples")) == len(samples), "each was written once"
+        assert len(consume(kafka, "", "samples")) == len(samples), "each sample must be written once"
         assert {i: row[3] for i, row in distinct(kafka, "", "samples").items()} == samples
         refused = [wire.decode(m.value())[1] for m in consume(kafka, "", "dead_letters")]
         late = {m.raw for m in refused if isinstance(m, pb.DeadLetter) and m.reason == "too_late"}
-        assert {r.value for r in copies} <= late, "the watermark is where it was: nothing is taken for new"
+        assert {r.value for r in copies} <= late, (
+            "the watermark must be restored, so that no old event counts as new"
+        )

@@ -20,7 +20,7 @@ TIME_MS = 1_000_000
 
 
 def waiting_sources(flink: FlinkRest) -> list[bool]:
-    """Of each subtask that reads impressions: whether it waits for the join most of the time. Empty while no
+    """For each subtask that reads impressions, whether it waits for the join most of the time. Empty while no
     job runs."""
     job = flink.live_job()
     described: dict[str, Any] = (job and flink.get(f"/jobs/{job['jid']}")) or {}
@@ -56,11 +56,11 @@ def test_a_job_stops_with_a_savepoint_while_one_of_two_partitions_has_a_backlog(
             for n in range(NUM_REQUESTS)
         ]
         end_ms = TIME_MS + NUM_REQUESTS // 10
-        beats = [
+        heartbeats = [
             record(pb.Heartbeat(time_ms=end_ms))._replace(topic=topic, partition=partition, key=bytes(8))
             for topic, partition in (("impressions", 1), ("engagements", 0), ("engagements", 1))
         ]
-        produce(kafka, "", [*beats, *backlog])
+        produce(kafka, "", [*heartbeats, *backlog])
         wait("one busy source and one idle source", lambda: waiting_sources(flink) == [True, False], 300)
         job = flink.live_job()
         assert job is not None

@@ -1,5 +1,5 @@
-"""State as bytes: an event touches few entries, every value is versioned, damage is refused, names can't be
-forged."""
+"""The join's state as bytes: an event touches few entries, every value has a version, damage is refused, and
+names can't collide."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ T = 1_000
 
 
 class CountingStore(DictStore):
-    """Notes what was asked for and written."""
+    """A store that records the keys read and written."""
 
     def __init__(self, entries: DictStore) -> None:
         super().__init__(entries)
-        self.touched: list[str] = []
+        self.touched_keys: list[str] = []
 
     def get(self, key: str, default: object = None) -> bytes | None:  # type: ignore[override]
-        self.touched.append(key)
+        self.touched_keys.append(key)
         return super().get(key)
 
     def put(self, key: str, value: bytes) -> None:
-        self.touched.append(key)
+        self.touched_keys.append(key)
         super().put(key, value)
 
 
-def touched(driver: Driver, message: object) -> list[str]:
-    """Kinds of the entries that the next event of `driver` reads and writes, in order."""
+def touched_kinds(driver: Driver, message: object) -> list[str]:
+    """The kinds of the entries that this event reads and writes, in order."""
     store = CountingStore(driver.store)
     driver.store = store
     driver.send(message)  # type: ignore[arg-type]
-    return [name[0] for name in store.touched]
+    return [name[0] for name in store.touched_keys]
 
 
 @pytest.mark.parametrize("num_requests", [1, 40])
@@ -42,9 +42,9 @@ def test_an_engagement_touches_two_state_entries_only(num_requests: int, num_eve
     driver = Driver(rules(next_request="user"))
     for n in range(num_requests):
         driver.send(impression(T + n, request=f"r{n}"))
-    driver.at(T + num_requests + 100)
+    driver.advance_to(T + num_requests + 100)
     driver.send(impression(T + 500), *(engagement(T + 501, event=n) for n in range(1, num_events)))
-    assert touched(driver, engagement(T + 502, event=99)) == ["r", "e", "r", "e"]
+    assert touched_kinds(driver, engagement(T + 502, event=99)) == ["r", "e", "r", "e"]
 
 
 def test_changes_are_discarded_or_flushed() -> None:
@@ -81,16 +81,16 @@ def test_state_of_every_phase_round_trips() -> None:
         engagement(1_500, event=2),
     )
     for watermark_ms in (950, 1_100, 1_150, 2_100):
-        driver.at(watermark_ms)
+        driver.advance_to(watermark_ms)
         assert decode(encode(driver.state)) == driver.state
-    driver.at(END)
+    driver.advance_to(END)
     assert driver.state == MemoryState()
 
 
 def test_every_value_begins_with_the_version() -> None:
     driver = Driver(rules(next_request="user", correction_horizon_ms=500))
     driver.send(impression(T), engagement(T + 1, event=1))
-    driver.at(T + 100)
+    driver.advance_to(T + 100)
     assert {name[0] for name in driver.store} == set("hriestd")
     assert {value[0] for value in driver.store.values()} == {VERSION}
 
@@ -113,6 +113,6 @@ def test_a_request_is_stored_in_fewer_bytes_after_each_phase() -> None:
     driver.send(impression(T, items=range(1, 21)), *(engagement(T + n, event=n) for n in (1, 2)))
     sizes = []
     for watermark_ms in (T + 3, T + 100, T + 1_100, T + 2_100):
-        driver.at(watermark_ms)
+        driver.advance_to(watermark_ms)
         sizes.append(sum(len(name) + len(value) for name, value in driver.store.items()))
     assert sizes[1] < 400 and sizes[2] < 90 and sizes[3] == 0, sizes

@@ -1,5 +1,5 @@
-"""A real API server on loopback, with etcd, the controllers and the scheduler behind it; no container is
-started anywhere."""
+"""A real Kubernetes API server on loopback with etcd, controllers and the scheduler. No container is
+started."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.k8s.binaries import CONTROLLERS, SCHEDULER, SERVER, build
 from tests.k8s.manifests import CRDS
 
 TOKEN = "only-for-this-test"
-_LOOPS = (
+_CONTROLLER_NAMES = (
     *(
         "statefulset-controller",
         "deployment-controller",
@@ -41,7 +41,7 @@ _UNVERIFIED.check_hostname, _UNVERIFIED.verify_mode = False, ssl.CERT_NONE
 
 
 class ApiServer:
-    """`kubectl` speaks to it. Used as `with ApiServer(folder) as server`."""
+    """A context manager; `kubectl` talks to the server."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self._children = folder, list[subprocess.Popen[bytes]]()
@@ -75,17 +75,17 @@ class ApiServer:
     def kubectl(
         self, *arguments: str, stdin: str = "", check: bool = True, cwd: Path | None = None
     ) -> subprocess.CompletedProcess[str]:
-        """One call. With `check`, an error of the server is the test's."""
+        """Run one kubectl command. With `check`, an error fails the test."""
         command = (shutil.which("kubectl") or "kubectl", "--kubeconfig", str(self.config), *arguments)
-        done = subprocess.run(
+        completed = subprocess.run(
             command, input=stdin, capture_output=True, text=True, check=False, timeout=900, cwd=cwd
         )
-        assert not check or done.returncode == 0, f"{' '.join(arguments)}: {done.stderr}"
-        return done
+        assert not check or completed.returncode == 0, f"{' '.join(arguments)}: {completed.stderr}"
+        return completed
 
     def call(self, method: str, path: str, body: object = None) -> dict[str, Any]:
-        """One request without a process for it. A PATCH is a merge. Raises urllib.error.HTTPError: the
-        server's own refusals."""
+        """Send one request without starting kubectl. A PATCH is a merge patch. Raises urllib.error.HTTPError
+        if the server refuses the request."""
         headers = {"Authorization": f"Bearer {TOKEN}", "Content-Type": "application/json"}
         if method == "PATCH":
             headers["Content-Type"] = "application/merge-patch+json"
@@ -95,27 +95,28 @@ class ApiServer:
             return dict(json.load(answer))
 
     def get(self, *arguments: str) -> list[dict[str, Any]]:
-        """Objects of a kind."""
+        """List the objects of a kind."""
         return list(json.loads(self.kubectl("get", *arguments, "-o", "json").stdout)["items"])
 
-    def start_loops(self) -> None:
-        """Whatever makes pods of sets, binds claims, counts budgets and places pods on nodes."""
+    def start_controllers(self) -> None:
+        """Start the controllers and the scheduler, which create pods of sets, bind claims, count budgets and
+        assign pods to nodes."""
         self.programs |= build((CONTROLLERS, SCHEDULER))
-        loops = f"--controllers={','.join(_LOOPS)}"
+        controllers = f"--controllers={','.join(_CONTROLLER_NAMES)}"
         self._start(
-            CONTROLLERS, f"--kubeconfig={self.config}", loops, "--leader-elect=false", "--secure-port=0"
+            CONTROLLERS, f"--kubeconfig={self.config}", controllers, "--leader-elect=false", "--secure-port=0"
         )
         self._start(SCHEDULER, f"--kubeconfig={self.config}", "--leader-elect=false", "--secure-port=0")
 
     def install_definitions(self) -> None:
-        """What operators would install before us."""
+        """Install the custom resource definitions, which operators install in a real cluster."""
         self.kubectl(
             "apply", "--server-side", *(a for path in sorted(CRDS.glob("*.json")) for a in ("-f", str(path)))
         )
         self.kubectl("wait", "--for=condition=Established", "crd", "--all", "--timeout=900s")
 
     def apply(self, objects: tuple[dict[str, Any], ...], *options: str) -> subprocess.CompletedProcess[str]:
-        """As a person would, refusing what the server doesn't know."""
+        """Apply objects as a user does, and refuse unknown fields."""
         return self.kubectl(
             "apply",
             "--server-side",
@@ -127,13 +128,13 @@ class ApiServer:
             check=False,
         )
 
-    def until(self, holds: Callable[[], bool], what: str, seconds: float = 900.0) -> None:
-        """Wait for it; the logs' ends are in the error."""
+    def until(self, condition: Callable[[], bool], description: str, seconds: float = 900.0) -> None:
+        """Wait until the condition holds. On a timeout the error contains the ends of the logs."""
         end_s = time.monotonic() + seconds
-        while not holds():
+        while not condition():
             if time.monotonic() > end_s:
-                ends = {p.name: p.read_text(errors="replace")[-800:] for p in self.folder.glob("*.log")}
-                raise AssertionError(f"expected that {what}, got {ends}")
+                log_ends = {p.name: p.read_text(errors="replace")[-800:] for p in self.folder.glob("*.log")}
+                raise AssertionError(f"expected that {description}, got {log_ends}")
             time.sleep(0.2)
 
     def _start(self, program: str, *arguments: str) -> None:
@@ -143,14 +144,23 @@ class ApiServer:
 
     def _start_etcd(self) -> None:
         url, peer = f"http://{HOST}:{self._etcd}", f"http://{HOST}:{self._peer}"
-        told = (f"--listen-client-urls={url}", f"--advertise-client-urls={url}", f"--listen-peer-urls={peer}")
-        first = (
+        listen_options = (
+            f"--listen-client-urls={url}",
+            f"--advertise-client-urls={url}",
+            f"--listen-peer-urls={peer}",
+        )
+        cluster_options = (
             f"--initial-advertise-peer-urls={peer}",
             f"--initial-cluster=default={peer}",
             "--unsafe-no-fsync",
         )
         self._start(
-            "etcd", f"--data-dir={self.folder / 'etcd'}", *told, *first, "--logger=zap", "--log-level=warn"
+            "etcd",
+            f"--data-dir={self.folder / 'etcd'}",
+            *listen_options,
+            *cluster_options,
+            "--logger=zap",
+            "--log-level=warn",
         )
         self.until(lambda: responds_ok(f"{url}/health"), "etcd answers")
 
@@ -171,7 +181,7 @@ class ApiServer:
             "--authorization-mode=RBAC",
             f"--token-auth-file={self.folder / 'tokens.csv'}",
             "--service-cluster-ip-range=10.96.0.0/16",
-            "--request-timeout=10m",  # a machine that is busy is slow, not wrong
+            "--request-timeout=10m",  # a busy machine may be slow
         )
 
     def _write_config(self) -> None:

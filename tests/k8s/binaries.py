@@ -1,11 +1,10 @@
-"""Kubernetes' own programs, built once from their Go modules and kept outside of the tree. `python -m
-tests.k8s.binaries`
+"""Kubernetes' own programs, built once from their Go modules and cached outside the source tree.
 
-    go mod download ─► a copy of it ─► its replaced requirements named by version ─► go build ─►
-    <cache>/<version>/<program>
+go mod download ─► copy of the module ─► go.mod with versions instead of replacements ─► go build ─►
+<cache>/<version>/<program>
 
-Some minutes and 1 GB for the first time. ROOSTREAM_K8S_CACHE names another folder than
-~/.cache/roostream/kubernetes.
+`python -m tests.k8s.binaries` builds them. The first build takes some minutes and 1 GB. ROOSTREAM_K8S_CACHE
+names another folder than ~/.cache/roostream/kubernetes.
 """
 
 from __future__ import annotations
@@ -24,48 +23,48 @@ SERVER, CONTROLLERS, SCHEDULER = "kube-apiserver", "kube-controller-manager", "k
 PROGRAMS = (SERVER, "etcd", CONTROLLERS, SCHEDULER)
 _GO = "/usr/local/go/bin/go"
 _STAGED = f"v0.{KUBERNETES.partition('.')[2]}"
-"""Version of the modules that Kubernetes' own refers to by folders beside it."""
+"""The version of the modules that Kubernetes' own go.mod refers to by folder."""
 
 
 def cache() -> Path:
-    named = os.environ.get("ROOSTREAM_K8S_CACHE", "")
-    return Path(named) if named else Path.home() / ".cache" / "roostream" / "kubernetes"
+    folder = os.environ.get("ROOSTREAM_K8S_CACHE", "")
+    return Path(folder) if folder else Path.home() / ".cache" / "roostream" / "kubernetes"
 
 
-def go() -> str | None:
-    """Go's command, on PATH or where its own installer puts it."""
+def go_command() -> str | None:
+    """The path of the `go` command, from PATH or Go's default location."""
     return shutil.which("go") or (_GO if os.access(_GO, os.X_OK) else None)
 
 
 def find(program: str) -> Path | None:
-    """A program that was built; None if it wasn't."""
-    path = _place(program)
+    """The path of a built program; None if it is not built yet."""
+    path = _path(program)
     return path if path.exists() else None
 
 
-def _place(program: str) -> Path:
+def _path(program: str) -> Path:
     return cache() / (f"etcd-{ETCD}" if program == "etcd" else f"kubernetes-{KUBERNETES}") / program
 
 
 def build(programs: tuple[str, ...] = PROGRAMS) -> dict[str, Path]:
-    """Whatever of these isn't there yet; program → file.
+    """Build the missing programs and return program → file.
 
-    **If it fails** (CalledProcessError, RuntimeError: no Go): what was built before stays.
+    **If it fails** (CalledProcessError, or RuntimeError without Go), programs that were built before stay.
     """
     missing = [p for p in programs if find(p) is None]
     if "etcd" in missing:
         _build("go.etcd.io/etcd/server/v3", f"v{ETCD}", {".": "etcd"})
-    ours = {f"./cmd/{p}": p for p in missing if p != "etcd"}
-    if ours:
-        _build("k8s.io/kubernetes", f"v{KUBERNETES}", ours)
-    return {p: _place(p) for p in programs}
+    kubernetes_packages = {f"./cmd/{p}": p for p in missing if p != "etcd"}
+    if kubernetes_packages:
+        _build("k8s.io/kubernetes", f"v{KUBERNETES}", kubernetes_packages)
+    return {p: _path(p) for p in programs}
 
 
 def _build(module: str, version: str, packages: dict[str, str]) -> None:
-    command = go()
+    command = go_command()
     if command is None:
-        raise RuntimeError("Go is not on this machine")
-    told = subprocess.run(
+        raise RuntimeError("Go is not installed")
+    downloaded = subprocess.run(
         (command, "mod", "download", "-json", f"{module}@{version}"),
         capture_output=True,
         text=True,
@@ -74,28 +73,28 @@ def _build(module: str, version: str, packages: dict[str, str]) -> None:
     with tempfile.TemporaryDirectory(prefix="roostream-go-") as folder:
         source = Path(folder) / "source"
         shutil.copytree(
-            json.loads(told.stdout)["Dir"], source, ignore=shutil.ignore_patterns("vendor", "go.work*")
+            json.loads(downloaded.stdout)["Dir"], source, ignore=shutil.ignore_patterns("vendor", "go.work*")
         )
         for path in (source, *source.rglob("*")):
             path.chmod(path.stat().st_mode | 0o200)
         file = source / "go.mod"
         file.write_text(standalone(file.read_text(encoding="utf-8")), encoding="utf-8")
         for package, program in packages.items():
-            target = _place(program)
+            target = _path(program)
             target.parent.mkdir(parents=True, exist_ok=True)
-            new = target.with_suffix(".new")
-            options = ("-mod=mod", "-trimpath", "-ldflags=-s -w", "-o", str(new))
+            unfinished = target.with_suffix(".new")
+            options = ("-mod=mod", "-trimpath", "-ldflags=-s -w", "-o", str(unfinished))
             subprocess.run(
                 (command, "build", *options, package),
                 cwd=source,
                 check=True,
                 env={**os.environ, "GOFLAGS": "-buildvcs=false"},
             )
-            new.rename(target)
+            unfinished.rename(target)
 
 
 def standalone(go_mod: str) -> str:
-    """A `go.mod` without replacements: what they replaced is required by its version."""
+    """Replace a `go.mod`'s replacements with requirements by version."""
     kept = re.sub(r"^replace \((?:\n.*?)*?\n\)|^replace .*$", "", go_mod, flags=re.MULTILINE)
     return re.sub(r"^(\s+k8s\.io/[\w-]+) v0\.0\.0$", rf"\1 {_STAGED}", kept, flags=re.MULTILINE)
 

@@ -1,4 +1,4 @@
-"""The instructions of a Dockerfile, as far as ours is written: stages, continued lines, comments."""
+"""A reader of Dockerfiles in the style of this project: stages, continued lines and comments."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from pathlib import Path
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-    """`word` in capitals; `text` without continuations; `stage` is the name behind the last FROM's AS."""
+    """`keyword` in capitals, `text` without line continuations, and `stage`: the name after AS of the latest
+    FROM."""
 
-    word: str
+    keyword: str
     text: str
     stage: str
 
     @property
     def flags(self) -> dict[str, str]:
-        """`--name=value` in front."""
+        """The options `--name=value` before the text."""
         return dict(re.findall(r"--([\w-]+)=(\S+)", re.match(r"(--\S+\s+)*", self.text)[0]))  # type: ignore[index]
 
     @property
@@ -26,7 +27,7 @@ class Instruction:
 
 
 def read(path: Path) -> list[Instruction]:
-    """Raises ValueError: a line is no instruction."""
+    """Read the instructions. Raises ValueError if a line is no instruction."""
     lines = [
         line for line in path.read_text(encoding="utf-8").splitlines() if not line.lstrip().startswith("#")
     ]
@@ -35,10 +36,10 @@ def read(path: Path) -> list[Instruction]:
     for text in re.split(r"(?<!\\)\n", "\n".join(lines)):
         if not text.strip():
             continue
-        word, _, rest = re.sub(r"\s*\\\n\s*", " ", text).strip().partition(" ")
-        if not re.fullmatch(r"FROM|COPY|RUN|ENV|WORKDIR|USER|ENTRYPOINT", word):
+        keyword, _, rest = re.sub(r"\s*\\\n\s*", " ", text).strip().partition(" ")
+        if not re.fullmatch(r"FROM|COPY|RUN|ENV|WORKDIR|USER|ENTRYPOINT", keyword):
             raise ValueError(f"expected an instruction, got {text!r}")
-        if word == "FROM":
+        if keyword == "FROM":
             stage = rest.rpartition(" AS ")[2]
-        found.append(Instruction(word, rest, stage))
+        found.append(Instruction(keyword, rest, stage))
     return found

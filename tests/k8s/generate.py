@@ -1,8 +1,9 @@
-"""What is said elsewhere in the project, once more in the form that operators of Kubernetes read. `python -m
-tests.k8s.generate` writes the files; `test_generated_files.py` compares them with what it would write.
+"""Generates files for Kubernetes operators from the project's own definitions.
 
-`roostream/runtime/kafka/topics.py` → kafka/topics.yaml · RIGHTS below → kafka/users.yaml · infra/alerts →
-monitoring/alerts.yaml requirements-dev.lock → infra/image/requirements
+`python -m tests.k8s.generate` writes the files; test_generated_files.py checks that they are current.
+
+roostream/runtime/kafka/topics.py → kafka/topics.yaml; RIGHTS below → kafka/users.yaml; infra/alerts →
+monitoring/alerts.yaml; requirements-dev.lock → infra/image/requirements
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from joiner.envelope import OUTPUTS
 from roostream.runtime.flink_rest import JOB_NAME
 from roostream.runtime.kafka import topics
 from roostream.runtime.kafka.topics import TOPICS, TopicSettings
-from tests.contract.house import ROOT
+from tests.contract.source_tree import ROOT
 
 K8S = ROOT / "infra" / "k8s"
 COPIES = 3
 _CORE = ("s3",)
-IMAGES = {  # image → extras of pyproject.toml, and single packages of others
+IMAGES = {  # image → extras of pyproject.toml, and single packages of other extras
     "roostream-data": ((*_CORE, "param-server", "warehouse"), ("redis[hiredis]",)),
     "roostream-flink": ((*_CORE, "joiner"), ()),
     "roostream": (
@@ -43,11 +44,11 @@ IMAGES = {  # image → extras of pyproject.toml, and single packages of others
 
 @dataclasses.dataclass(frozen=True)
 class Rights:
-    """Of one program at Kafka. `group` ends with `*` where it is a prefix."""
+    """The rights of one program at Kafka. A `group` that ends with `*` is a prefix."""
 
     reads: tuple[str, ...] = ()
     writes: tuple[str, ...] = ()
-    sees: tuple[str, ...] = ()  # their ids and ends, not their records
+    sees: tuple[str, ...] = ()  # topics whose ids and ends it may see, but not their records
     group: str = ""
     transactions: str = ""
 
@@ -132,7 +133,7 @@ def _resource(kind: str, name: str, spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def _number(text: str) -> int | str:
-    """As one writes it by hand; beyond what a JSON number holds exactly, as text."""
+    """An integer if a JSON number holds it exactly, else the text."""
     return int(text) if text.lstrip("-").isdecimal() and abs(int(text)) < 1 << 53 else text
 
 
@@ -143,41 +144,47 @@ def _acl(kind: str, name: str, *operations: str) -> dict[str, Any]:
 
 
 def contents() -> dict[Path, str]:
-    """Every file that is made, with its text."""
-    made = {
+    """Every generated file with its text."""
+    documents_by_file = {
         "kafka/topics.yaml": kafka_topics(),
         "kafka/users.yaml": kafka_users(),
         "monitoring/alerts.yaml": prometheus_rules(),
     }
-    texts = {K8S / name: f"{HEADS[name]}\n{_text(documents)}" for name, documents in made.items()}
+    texts = {
+        K8S / name: f"{HEADS[name]}\n{_text(documents)}" for name, documents in documents_by_file.items()
+    }
     locked = {ROOT / f"infra/image/requirements/{name}.txt": locked_for_image(name) for name in IMAGES}
     return {**texts, **locked}
 
 
 def packages_of_image(image: str) -> set[str]:
-    """The packages that the programs of an image need: those of the image's extras, and single packages of
-    others. The build's requirements too, since images install the project by them."""
-    of_image, single = IMAGES[image]
+    """The packages that the programs of an image need: those of the image's extras, single packages of other
+    extras, and the build requirements, with which images install the project."""
+    extras, packages = IMAGES[image]
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    return packages_of(of_image, *project["build-system"]["requires"], *single)
+    return packages_of(extras, *project["build-system"]["requires"], *packages)
 
 
 def packages_of(extras: Iterable[str], *others: str) -> set[str]:
-    """The packages of the project with some of its extras, and what these need in this environment, which is
-    the locked one."""
+    """The packages of the project with these extras, and their dependencies in this environment, which is the
+    locked one."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    of_extra = project["project"]["optional-dependencies"]
-    wanted = [*project["project"]["dependencies"], *others, *(line for e in extras for line in of_extra[e])]
-    left_out = set(project["tool"]["uv"]["exclude-dependencies"])
+    requirements_of_extra = project["project"]["optional-dependencies"]
+    wanted = [
+        *project["project"]["dependencies"],
+        *others,
+        *(line for e in extras for line in requirements_of_extra[e]),
+    ]
+    excluded = set(project["tool"]["uv"]["exclude-dependencies"])
     waiting, found = [Requirement(line) for line in wanted], set[tuple[str, str]]()
     while waiting:
         requirement = waiting.pop()
         for extra in ("", *requirement.extras):
-            place = canonicalize_name(requirement.name), extra
-            if place in found or place[0] in left_out:
+            package = canonicalize_name(requirement.name), extra
+            if package in found or package[0] in excluded:
                 continue
-            found.add(place)
-            needed = map(Requirement, importlib.metadata.distribution(place[0]).requires or ())
+            found.add(package)
+            needed = map(Requirement, importlib.metadata.distribution(package[0]).requires or ())
             waiting += [n for n in needed if n.marker is None or n.marker.evaluate({"extra": extra})]
     return {name for name, _ in found}
 

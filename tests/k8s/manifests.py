@@ -1,4 +1,4 @@
-"""The manifests as `kubectl apply -k` would send them."""
+"""The manifests as `kubectl apply -k` sends them, and helpers to find objects in them."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.contract.house import ROOT
+from tests.contract.source_tree import ROOT
 
 K8S = ROOT / "infra" / "k8s"
 CRDS = Path(__file__).with_name("crds")
-OVERLAYS = ("dev", "prod", "all")  # the last: everything that there is, in a folder of a user's own
+OVERLAYS = ("dev", "prod", "all")  # "all": a user's overlay with every component
 
-_ALL = """apiVersion: kustomize.config.k8s.io/v1beta1
+_CUSTOM_KUSTOMIZATION = """apiVersion: kustomize.config.k8s.io/v1beta1
 kind: Kustomization
 namespace: shop
 resources:
@@ -46,12 +46,12 @@ VALUES = {
     "IMAGE": "shop.example.org/roostream@sha256:" + "0" * 64,
     "DATA_IMAGE": "shop.example.org/roostream-data@sha256:" + "1" * 64,
 }
-"""What that user changes."""
+"""The values that this user changes."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """Whatever makes pods: its kind and name, and the pod that it makes."""
+    """An object that creates pods: its kind and name, and the pod template."""
 
     kind: str
     name: str
@@ -61,35 +61,35 @@ class Workload:
 
     @property
     def containers(self) -> list[dict[str, Any]]:
-        """Those that run, and those that run first."""
+        """The pod's containers and init containers."""
         return [*self.pod["containers"], *self.pod.get("initContainers", [])]
 
 
 @cache
-def built(overlay: str) -> tuple[dict[str, Any], ...]:
-    """Every object of an overlay; skips the test where there is no kubectl."""
+def build_overlay(overlay: str) -> tuple[dict[str, Any], ...]:
+    """Every object of an overlay. Skips the test if kubectl is not installed."""
     if overlay == "all":
-        raise AssertionError("a folder of a user's own is written by `own_folder` first")
+        raise AssertionError('use `build_custom_overlay` for the overlay "all"')
     return build(K8S / "overlays" / overlay)
 
 
 def build(folder: Path) -> tuple[dict[str, Any], ...]:
     kubectl = shutil.which("kubectl")
     if kubectl is None:
-        pytest.skip("kubectl is not on PATH: nothing here builds a kustomization")
-    done = subprocess.run(
+        pytest.skip("kubectl is not on PATH, and only kubectl builds a kustomization")
+    completed = subprocess.run(
         (kubectl, "kustomize", str(folder)), capture_output=True, text=True, check=False, timeout=600
     )
-    assert done.returncode == 0, done.stderr
+    assert completed.returncode == 0, completed.stderr
     return tuple(
-        d for d in yaml.load_all(done.stdout, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)) if d
+        d for d in yaml.load_all(completed.stdout, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)) if d
     )
 
 
-def own_folder(folder: Path) -> tuple[dict[str, Any], ...]:
-    """What a user has who wrote three files of his own beside a checkout, and took every component."""
+def build_custom_overlay(folder: Path) -> tuple[dict[str, Any], ...]:
+    """Build an overlay as a user writes it next to a checkout: three files, and every component."""
     k8s = os.path.relpath(K8S, folder.resolve())
-    (folder / "kustomization.yaml").write_text(_ALL.format(k8s=k8s), encoding="utf-8")
+    (folder / "kustomization.yaml").write_text(_CUSTOM_KUSTOMIZATION.format(k8s=k8s), encoding="utf-8")
     values = yaml.safe_load((K8S / "overlays/prod/values.yaml").read_text(encoding="utf-8"))
     values["data"] |= VALUES
     (folder / "values.yaml").write_text(yaml.safe_dump(values), encoding="utf-8")
@@ -98,14 +98,14 @@ def own_folder(folder: Path) -> tuple[dict[str, Any], ...]:
 
 
 def copy_prod(folder: Path) -> None:
-    """A folder of a user's own, as the page of a cluster says to make one: copies of three files; one names
-    this checkout."""
+    """Copy the overlay prod as the cluster page describes. The copy's kustomization refers to this
+    checkout."""
     for file in (K8S / "overlays/prod").iterdir():
         shutil.copy(file, folder)
     kustomization = folder / "kustomization.yaml"
-    ours = os.path.relpath(K8S, folder.resolve())
+    relative_k8s = os.path.relpath(K8S, folder.resolve())
     kustomization.write_text(
-        kustomization.read_text(encoding="utf-8").replace("../..", ours), encoding="utf-8"
+        kustomization.read_text(encoding="utf-8").replace("../..", relative_k8s), encoding="utf-8"
     )
 
 
@@ -113,8 +113,8 @@ def of_kind(objects: tuple[dict[str, Any], ...], *kinds: str) -> list[dict[str, 
     return [o for o in objects if o["kind"] in kinds]
 
 
-def named(objects: tuple[dict[str, Any], ...], kind: str, name: str) -> dict[str, Any]:
-    """The one of this name; that of a ConfigMap may have a hash behind it."""
+def find_object(objects: tuple[dict[str, Any], ...], kind: str, name: str) -> dict[str, Any]:
+    """The one object of this kind and name. The name of a ConfigMap may have a hash suffix."""
     found = [o for o in of_kind(objects, kind) if o["metadata"]["name"] == name or _unhashed(o) == name]
     assert len(found) == 1, f"expected one {kind} {name}, got {len(found)}"
     return found[0]
@@ -125,7 +125,7 @@ def _unhashed(resource: dict[str, Any]) -> str:
 
 
 def workloads(objects: tuple[dict[str, Any], ...]) -> Iterator[Workload]:
-    """Everything that makes pods. Flink's operator makes two kinds of them of one template."""
+    """Every object that creates pods. Flink's operator creates two kinds of pods from one template."""
     for o in objects:
         name, spec = o["metadata"]["name"], o.get("spec", {})
         if o["kind"] == "FlinkDeployment":
@@ -138,8 +138,8 @@ def workloads(objects: tuple[dict[str, Any], ...]) -> Iterator[Workload]:
 
 
 def kafka_pods(objects: tuple[dict[str, Any], ...]) -> Iterator[Workload]:
-    """The pods that Strimzi makes of `Kafka` and its pools, with their containers' own names: what a template
-    does not state is Strimzi's default, which is nothing (its provider `baseline`)."""
+    """The pods that Strimzi creates from `Kafka` and its pools, with the names of their containers. What a
+    template leaves out is Strimzi's default, which sets no security context (its provider `baseline`)."""
     for kafka in of_kind(objects, "Kafka"):
         cluster, spec = {"strimzi.io/cluster": kafka["metadata"]["name"]}, kafka["spec"]
         for pool in of_kind(objects, "KafkaNodePool"):
@@ -164,12 +164,12 @@ def kafka_pods(objects: tuple[dict[str, Any], ...]) -> Iterator[Workload]:
 
 @cache
 def definitions() -> dict[tuple[str, str], dict[str, Any]]:
-    """(apiVersion, kind) → schema, of the operators' resources in crds/."""
+    """(apiVersion, kind) → schema, for the operators' custom resources in crds/."""
     found = {}
     for path in sorted(CRDS.glob("*.json")):
         spec = json.loads(path.read_text(encoding="utf-8"))["spec"]
         for version in spec["versions"]:
             if version["served"]:
-                place = f"{spec['group']}/{version['name']}", spec["names"]["kind"]
-                found[place] = version["schema"]["openAPIV3Schema"]
+                group_and_kind = f"{spec['group']}/{version['name']}", spec["names"]["kind"]
+                found[group_and_kind] = version["schema"]["openAPIV3Schema"]
     return found

@@ -1,5 +1,5 @@
-"""What NetworkPolicies allow, computed as Kubernetes defines it: a connection needs leave on both sides, and
-a side that no policy selects gives it to everybody."""
+"""Computes which connections NetworkPolicies allow, as Kubernetes defines it. Both sides must allow a
+connection; a side that no policy selects allows everything."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ Policies = Iterable[Mapping[str, Any]]
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
-    """A pod, or with `labels` None an address outside of the pods' network."""
+class Endpoint:
+    """A pod, or with `labels` None an address outside the pod network."""
 
     name: str
     labels: Mapping[str, str] | None
@@ -22,38 +22,45 @@ class Place:
     address: str = "203.0.113.7"
 
 
-def allows(policies: Policies, source: Place, target: Place, port: int, protocol: str = "TCP") -> bool:
+def allows(policies: Policies, source: Endpoint, target: Endpoint, port: int, protocol: str = "TCP") -> bool:
     """Whether `source` can open a connection to `port` of `target`."""
-    side = (port, protocol)
-    return _side(policies, "Egress", source, target, side) and _side(
-        policies, "Ingress", target, source, side
+    port_and_protocol = (port, protocol)
+    return _side_allows(policies, "Egress", source, target, port_and_protocol) and _side_allows(
+        policies, "Ingress", target, source, port_and_protocol
     )
 
 
-def _side(policies: Policies, way: str, at: Place, other: Place, side: tuple[int, str]) -> bool:
-    if at.labels is None:
+def _side_allows(
+    policies: Policies,
+    direction: str,
+    endpoint: Endpoint,
+    other: Endpoint,
+    port_and_protocol: tuple[int, str],
+) -> bool:
+    if endpoint.labels is None:
         return True
-    holding = [
+    selecting = [
         p["spec"]
         for p in policies
-        if way in p["spec"]["policyTypes"]
-        and p["metadata"]["namespace"] == at.namespace
-        and selects(p["spec"]["podSelector"], at.labels)
+        if direction in p["spec"]["policyTypes"]
+        and p["metadata"]["namespace"] == endpoint.namespace
+        and selects(p["spec"]["podSelector"], endpoint.labels)
     ]
-    rules = [(rule, spec) for spec in holding for rule in spec.get(way.lower(), ())]
-    peers = "to" if way == "Egress" else "from"
-    return not holding or any(
-        _is_peer(rule.get(peers, ()), other, at.namespace) and _is_port(rule.get("ports", ()), *side)
+    rules = [(rule, spec) for spec in selecting for rule in spec.get(direction.lower(), ())]
+    peers = "to" if direction == "Egress" else "from"
+    return not selecting or any(
+        _is_peer(rule.get(peers, ()), other, endpoint.namespace)
+        and _is_port(rule.get("ports", ()), *port_and_protocol)
         for rule, _ in rules
     )
 
 
-def _is_peer(peers: Iterable[Mapping[str, Any]], other: Place, own_namespace: str) -> bool:
+def _is_peer(peers: Iterable[Mapping[str, Any]], other: Endpoint, own_namespace: str) -> bool:
     peers = list(peers)
     return not peers or any(_fits(peer, other, own_namespace) for peer in peers)
 
 
-def _fits(peer: Mapping[str, Any], other: Place, own_namespace: str) -> bool:
+def _fits(peer: Mapping[str, Any], other: Endpoint, own_namespace: str) -> bool:
     if other.labels is None or "ipBlock" in peer:
         block = peer.get("ipBlock", {"cidr": "0.0.0.0/32"})["cidr"]
         return other.labels is None and ipaddress.ip_address(other.address) in ipaddress.ip_network(block)
@@ -74,7 +81,7 @@ def _is_port(ports: Iterable[Mapping[str, Any]], port: int, protocol: str) -> bo
 
 
 def selects(selector: Mapping[str, Any], labels: Mapping[str, str]) -> bool:
-    """Whether a label selector fits."""
+    """Whether a label selector selects these labels."""
     for expression in selector.get("matchExpressions", ()):
         assert expression["operator"] == "In", expression
         if labels.get(expression["key"]) not in expression["values"]:

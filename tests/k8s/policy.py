@@ -1,4 +1,4 @@
-"""What every pod of ours has to be, as rules: each takes a workload and says what breaks it."""
+"""Rules for every pod. Each rule takes a workload and yields a sentence for every violation."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from tests.k8s.manifests import K8S, Workload
 Rule = Callable[[Workload], Iterator[str]]
 
 _PINNED = re.compile(r"[\w./-]+(:(?!latest$)[\w.-]+|@sha256:[0-9a-f]{64})$")
-_ASKS_THE_API = {"FlinkDeployment"}
-_WATCHED_BY_AN_OPERATOR = {"FlinkDeployment"}  # Flink's operator watches its pods by itself
+_USES_THE_API = {"FlinkDeployment"}
+_PROBED_BY_AN_OPERATOR = {"FlinkDeployment"}  # Flink's operator watches its pods
 
 
 def unprivileged(workload: Workload) -> Iterator[str]:
-    """It runs as a user without rights, under the runtime's seccomp profile."""
+    """The pod runs as an unprivileged user, under the runtime's seccomp profile."""
     security = workload.pod.get("securityContext", {})
     if not security.get("runAsNonRoot") or security.get("runAsUser", 0) < 1000:
         yield "expected runAsNonRoot and a runAsUser from 1000 on"
@@ -29,20 +29,20 @@ def unprivileged(workload: Workload) -> Iterator[str]:
 
 
 def without_capabilities(workload: Workload) -> Iterator[str]:
-    """No container writes to its root, gains rights or has a capability."""
+    """No container may write to its root file system, gain privileges or have a capability."""
     for container in workload.containers:
         security = container.get("securityContext", {})
-        wanted = {
+        required = {
             "allowPrivilegeEscalation": False,
             "readOnlyRootFilesystem": True,
             "capabilities": {"drop": ["ALL"]},
         }
-        if {key: security.get(key) for key in wanted} != wanted or security.get("privileged"):
-            yield f"{container['name']}: expected {wanted}, got {security}"
+        if {key: security.get(key) for key in required} != required or security.get("privileged"):
+            yield f"{container['name']}: expected {required}, got {security}"
 
 
 def restricted(workload: Workload) -> Iterator[str]:
-    """The API server admits it to a namespace that enforces the Pod Security level `restricted`
+    """The API server admits the pod to a namespace that enforces the Pod Security level `restricted`
     (https://kubernetes.io/docs/concepts/security/pod-security-standards)."""
     pod = workload.pod.get("securityContext", {})
     for container in workload.containers:
@@ -59,7 +59,9 @@ def restricted(workload: Workload) -> Iterator[str]:
                 set(capabilities.get("add", ())) - {"NET_BIND_SERVICE"}
             ),
         }
-        yield from (f"{container['name']}: expected {wanted}" for wanted, is_so in broken.items() if is_so)
+        yield from (
+            f"{container['name']}: expected {required}" for required, is_so in broken.items() if is_so
+        )
     for volume in workload.pod.get("volumes", ()):
         allowed = {"configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "persistentVolumeClaim"}
         if not volume.keys() & (allowed | {"projected", "secret"}):
@@ -67,10 +69,10 @@ def restricted(workload: Workload) -> Iterator[str]:
 
 
 def with_limits(workload: Workload) -> Iterator[str]:
-    """It says what it needs, and has an end to its memory and to what it writes."""
+    """Containers request CPU and memory, and limit their memory and what they write."""
     for container in workload.containers:
         if workload.kind == "FlinkDeployment" and container["name"] == "flink-main-container":
-            continue  # the operator writes them, from jobManager.resource and taskManager.resource
+            continue  # the operator sets them from jobManager.resource and taskManager.resource
         resources = container.get("resources", {})
         if not {"cpu", "memory"} <= set(resources.get("requests", {})) or "memory" not in resources.get(
             "limits", {}
@@ -84,7 +86,7 @@ def with_limits(workload: Workload) -> Iterator[str]:
 
 
 def pinned(workload: Workload) -> Iterator[str]:
-    """Its images have a version."""
+    """Images have a fixed version."""
     images = {c["image"] for c in workload.containers if "image" in c}
     images |= {workload.spec["image"]} if workload.kind == "FlinkDeployment" else set()
     for image in images:
@@ -93,16 +95,16 @@ def pinned(workload: Workload) -> Iterator[str]:
 
 
 def probed(workload: Workload) -> Iterator[str]:
-    """Whoever runs it learns that it has begun, lives and does its work."""
-    if workload.kind not in _WATCHED_BY_AN_OPERATOR:
+    """Every container has a startup, a liveness and a readiness probe."""
+    if workload.kind not in _PROBED_BY_AN_OPERATOR:
         for container in workload.pod["containers"]:
             for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
                 if probe not in container:
                     yield f"{container['name']}: expected a {probe}"
 
 
-def restarted_for_its_own_fault(workload: Workload) -> Iterator[str]:
-    """No probe that restarts a container asks whether other programs are there: `/readyz` does."""
+def liveness_ignores_peers(workload: Workload) -> Iterator[str]:
+    """Probes that restart a container do not depend on other programs. Only `/readyz` does."""
     for container in workload.containers:
         for probe in ("startupProbe", "livenessProbe"):
             path = container.get(probe, {}).get("httpGet", {}).get("path", "/livez")
@@ -111,7 +113,7 @@ def restarted_for_its_own_fault(workload: Workload) -> Iterator[str]:
 
 
 def termination_message_from_logs(workload: Workload) -> Iterator[str]:
-    """`kubectl describe` has its last sentence, which says what is wrong with what it was told
+    """`kubectl describe` shows the last log line, which says what is wrong with the settings
     (docs/decisions/0022)."""
     for container in workload.containers:
         if (
@@ -122,15 +124,15 @@ def termination_message_from_logs(workload: Workload) -> Iterator[str]:
 
 
 def without_api_token(workload: Workload) -> Iterator[str]:
-    """It has no token of the API server, and no variables that name the namespace's services."""
-    if workload.kind not in _ASKS_THE_API and workload.pod.get("automountServiceAccountToken") is not False:
+    """The pod has no token of the API server and no variables that name the namespace's services."""
+    if workload.kind not in _USES_THE_API and workload.pod.get("automountServiceAccountToken") is not False:
         yield "expected automountServiceAccountToken: false"
     if workload.pod.get("enableServiceLinks") is not False:
         yield "expected enableServiceLinks: false"
 
 
 def leaves_a_lost_node(workload: Workload) -> Iterator[str]:
-    """It does not stay for Kubernetes' default of five minutes on a node that is gone."""
+    """The pod leaves an unreachable node earlier than Kubernetes' default of five minutes."""
     if _is_ours(workload):
         tolerated = {t["key"]: t.get("tolerationSeconds", 300) for t in workload.pod.get("tolerations", ())}
         for reason in ("not-ready", "unreachable"):
@@ -139,7 +141,7 @@ def leaves_a_lost_node(workload: Workload) -> Iterator[str]:
 
 
 def with_grace_period(workload: Workload) -> Iterator[str]:
-    """The time that it has for ending holds what happens before it is told, and what our programs take."""
+    """The grace period covers the preStop hook and the time that the program may take to stop."""
     if workload.kind != "FlinkDeployment" and _is_ours(workload):
         container = workload.pod["containers"][0]
         needed_s = _before_stop_s(container) + _stop_s(container)
@@ -154,11 +156,11 @@ def _before_stop_s(container: dict[str, Any]) -> float:
 
 
 def _stop_s(container: dict[str, Any]) -> float:
-    """How long the program may take to end after SIGTERM."""
+    """How long the program may take to stop after SIGTERM."""
     if container["name"] != "serving":
         return STOP_S
     settings = tomllib.loads((K8S / "base/config/serving.toml").read_text(encoding="utf-8"))
-    return float(settings["stop_ms"]) / 1000  # with drain_ms
+    return float(settings["stop_ms"]) / 1000  # includes drain_ms
 
 
 def _is_ours(workload: Workload) -> bool:
@@ -173,7 +175,7 @@ RULES: tuple[Rule, ...] = (
         with_limits,
         pinned,
         probed,
-        restarted_for_its_own_fault,
+        liveness_ignores_peers,
         termination_message_from_logs,
         without_api_token,
         leaves_a_lost_node,

@@ -1,6 +1,6 @@
-"""Nodes that are only said to be there: what a kubelet would report of a pod is reported, and nothing is run.
+"""Simulated nodes: they report the states of pods as a kubelet would, and run nothing.
 
-placed pod ─► Running, Ready        pod that is to go ─► gone        resource Kafka ─► Ready (Strimzi's part)
+assigned pod ─► Running, Ready        deleted pod ─► gone        resource Kafka ─► Ready (Strimzi's part)
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Self
 
 from tests.k8s.api_server import ApiServer
 
-ROOM = {"cpu": "64", "memory": "512Gi", "pods": "200", "ephemeral-storage": "1Ti"}
+CAPACITY = {"cpu": "64", "memory": "512Gi", "pods": "200", "ephemeral-storage": "1Ti"}
 DISKS = 40
 _READY = [
     {"type": kind, "status": "True"} for kind in ("Ready", "ContainersReady", "Initialized", "PodScheduled")
@@ -22,13 +22,14 @@ _EVERY_S = 0.2
 
 
 class SimulatedNodes:
-    """Used as `with SimulatedNodes(server, 3) as nodes`, over a server whose loops run."""
+    """A context manager over a server whose controllers run."""
 
     def __init__(self, server: ApiServer, count: int) -> None:
         self.server, self.names = server, [f"node-{n}" for n in range(count)]
         self.min_ready: dict[
             tuple[str, str], int
-        ] = {}  # (namespace, component) → fewest pods that were ready at once
+            # (namespace, component) → the smallest number of pods that were ready at once
+        ] = {}
         self.failures: list[BaseException] = []
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name="simulated-nodes")
@@ -41,7 +42,7 @@ class SimulatedNodes:
                 {"metadata": {"name": name, "labels": {"kubernetes.io/hostname": name}}},
             )
             conditions = [{"type": "Ready", "status": "True", "reason": "Said"}]
-            status = {"capacity": ROOM, "allocatable": ROOM, "conditions": conditions}
+            status = {"capacity": CAPACITY, "allocatable": CAPACITY, "conditions": conditions}
             self.server.call("PATCH", f"/api/v1/nodes/{name}/status", {"status": status})
             self.server.call("PATCH", f"/api/v1/nodes/{name}", {"spec": {"taints": None}})
         for number in range(DISKS):
@@ -62,8 +63,8 @@ class SimulatedNodes:
         self._end.set()
         self._thread.join()
 
-    def watch_anew(self) -> None:
-        """Forget the fewest: from here on, they are counted again."""
+    def reset_min_ready(self) -> None:
+        """Count the smallest numbers of ready pods again from now on."""
         self.min_ready = {}
 
     def _run(self) -> None:
@@ -81,7 +82,7 @@ class SimulatedNodes:
             ready[group] = ready.get(group, 0) + (is_ready(pod) and "deletionTimestamp" not in meta)
             with contextlib.suppress(
                 urllib.error.HTTPError
-            ):  # somebody else changed or deleted it: the next turn sees what is
+            ):  # somebody else changed or deleted the pod; the next turn sees its new state
                 self._report(pod)
         for group in {*ready, *self.min_ready}:
             count = ready.get(group, 0)
@@ -89,23 +90,19 @@ class SimulatedNodes:
         self._kafka()
 
     def _report(self, pod: dict[str, Any]) -> None:
-        place = f"/api/v1/namespaces/{pod['metadata']['namespace']}/pods/{pod['metadata']['name']}"
+        url = f"/api/v1/namespaces/{pod['metadata']['namespace']}/pods/{pod['metadata']['name']}"
         if "deletionTimestamp" in pod["metadata"]:
-            self.server.call("DELETE", place, {"gracePeriodSeconds": 0})
+            self.server.call("DELETE", url, {"gracePeriodSeconds": 0})
         elif pod["spec"].get("nodeName") and not is_ready(pod):
-            self.server.call(
-                "PATCH", f"{place}/status", {"status": {"phase": "Running", "conditions": _READY}}
-            )
+            self.server.call("PATCH", f"{url}/status", {"status": {"phase": "Running", "conditions": _READY}})
 
     def _kafka(self) -> None:
         for kafka in self.server.call("GET", "/apis/kafka.strimzi.io/v1/kafkas")["items"]:
             if "status" not in kafka:
                 meta = kafka["metadata"]
-                place = (
-                    f"/apis/kafka.strimzi.io/v1/namespaces/{meta['namespace']}/kafkas/{meta['name']}/status"
-                )
+                url = f"/apis/kafka.strimzi.io/v1/namespaces/{meta['namespace']}/kafkas/{meta['name']}/status"
                 self.server.call(
-                    "PATCH", place, {"status": {"conditions": [{"type": "Ready", "status": "True"}]}}
+                    "PATCH", url, {"status": {"conditions": [{"type": "Ready", "status": "True"}]}}
                 )
 
 

@@ -1,5 +1,5 @@
-"""A real API server takes every overlay as it is; real controllers and a real scheduler make the pods of it,
-and let one shard go at a time. Nodes are only said to be there, and no container runs."""
+"""A real API server accepts every overlay. Real controllers and a real scheduler create its pods and evict
+one shard at a time. Nodes are simulated, and no container runs."""
 
 from __future__ import annotations
 
@@ -15,19 +15,27 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.contract.house import ROOT
+from tests.contract.source_tree import ROOT
 from tests.k8s.api_server import ApiServer
-from tests.k8s.binaries import PROGRAMS, find, go
+from tests.k8s.binaries import PROGRAMS, find, go_command
 from tests.k8s.generate import K8S
-from tests.k8s.manifests import OVERLAYS, build, built, named, of_kind, own_folder, workloads
+from tests.k8s.manifests import (
+    OVERLAYS,
+    build,
+    build_custom_overlay,
+    build_overlay,
+    find_object,
+    of_kind,
+    workloads,
+)
 from tests.k8s.network import selects
 from tests.k8s.simulated_nodes import SimulatedNodes
 from tests.k8s.test_cluster_pages import commands, runs_on_a_server, words
 
 pytestmark = pytest.mark.timeout(3600)
 Objects = tuple[dict[str, Any], ...]
-# Also where none is said: it is a default
-_OF_EVERY_HEADLESS = "spec.SessionAffinity is ignored for headless services"
+# The server also warns about the default, so this warning is ignored.
+_IGNORED_WARNING = "spec.SessionAffinity is ignored for headless services"
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +43,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
     if shutil.which("kubectl") is None:
         pytest.skip("kubectl is not on PATH")
     missing = [program for program in PROGRAMS if find(program) is None]
-    if missing and go() is None:
+    if missing and go_command() is None:
         pytest.skip("Go is absent and no API server was built before: only test_schemas.py checks schemas")
     if missing and not os.environ.get("BUILD_KUBERNETES"):
         pytest.skip(f"{', '.join(missing)} is not built yet: make k8s builds it once, in minutes")
@@ -46,63 +54,65 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
 
 @pytest.fixture(scope="module")
 def nodes(server: ApiServer) -> Iterator[SimulatedNodes]:
-    """The last tests' own: from here on, what is applied makes pods."""
-    server.start_loops()
+    """Simulated nodes for the last tests: from here on, applied objects get pods."""
+    server.start_controllers()
     with SimulatedNodes(server, 3) as running:
         yield running
         assert running.failures == []
 
 
 def objects_of(overlay: str, tmp_path_factory: pytest.TempPathFactory) -> Objects:
-    """In a namespace of the overlay's own, so that they can be there side by side."""
-    found = own_folder(tmp_path_factory.mktemp("own")) if overlay == "all" else built(overlay)
-    return moved(found, f"{overlay}-stack")
+    """The objects of an overlay in a namespace of their own, so that overlays do not collide."""
+    found = (
+        build_custom_overlay(tmp_path_factory.mktemp("own")) if overlay == "all" else build_overlay(overlay)
+    )
+    return in_namespace(found, f"{overlay}-stack")
 
 
-def moved(objects: Objects, namespace: str) -> Objects:
-    made = copy.deepcopy(objects)
-    for o in made:
+def in_namespace(objects: Objects, namespace: str) -> Objects:
+    objects_ = copy.deepcopy(objects)
+    for o in objects_:
         if o["kind"] == "Namespace":
             o["metadata"]["name"] = namespace
         else:
             o["metadata"]["namespace"] = namespace
         for subject in o.get("subjects", ()):
             subject["namespace"] = namespace
-    return made
+    return objects_
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_the_api_server_accepts_overlays_without_warnings(
     overlay: str, server: ApiServer, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Unknown fields are errors; a pod that the namespace's security level would refuse is a warning. Nothing
-    of it is kept: no controller has pods to make."""
+    """Unknown fields are errors, and a pod that violates the namespace's security level is a warning. A dry
+    run keeps no object, so no controller creates pods."""
     objects = objects_of(overlay, tmp_path_factory)
     assert server.apply(tuple(of_kind(objects, "Namespace"))).returncode == 0
-    done = server.apply(objects, "--dry-run=server")
-    assert done.returncode == 0, done.stderr
+    completed = server.apply(objects, "--dry-run=server")
+    assert completed.returncode == 0, completed.stderr
     warnings = [
         line
-        for line in done.stderr.splitlines()
-        if line.startswith("Warning") and _OF_EVERY_HEADLESS not in line
+        for line in completed.stderr.splitlines()
+        if line.startswith("Warning") and _IGNORED_WARNING not in line
     ]
     assert warnings == []
-    assert len(done.stdout.splitlines()) == len(objects)
+    assert len(completed.stdout.splitlines()) == len(objects)
 
 
 @pytest.mark.parametrize("overlay", ["dev", "prod"])
-def test_what_may_change_at_any_time_is_accepted_by_a_running_deployment(
+def test_a_running_deployment_accepts_changes_of_values_that_may_change(
     overlay: str, server: ApiServer, tmp_path: Path
 ) -> None:
-    """New images, and every size that values.yaml lists as one that can change."""
+    """Changes the images and every size that values.yaml lists as changeable."""
     namespace = f"{overlay}-changed"
-    before = moved(built(overlay), namespace)
+    before = in_namespace(build_overlay(overlay), namespace)
     assert server.apply(tuple(of_kind(before, "Namespace"))).returncode == 0
-    done = server.apply(before)
-    assert done.returncode == 0, done.stderr
-    done = server.apply(moved(_changed(overlay, tmp_path), namespace), "--dry-run=server")
+    completed = server.apply(before)
+    assert completed.returncode == 0, completed.stderr
+    completed = server.apply(in_namespace(_changed(overlay, tmp_path), namespace), "--dry-run=server")
     server.kubectl("delete", "--wait=false", "-f", "-", stdin=yaml.safe_dump_all(before), check=False)
-    assert done.returncode == 0, done.stderr
+    assert completed.returncode == 0, completed.stderr
 
 
 def _changed(overlay: str, folder: Path) -> Objects:
@@ -124,7 +134,7 @@ def _changed(overlay: str, folder: Path) -> Objects:
 
 
 @pytest.mark.parametrize(
-    ("kind", "name", "change", "told"),
+    ("kind", "name", "change", "message"),
     [
         ("StatefulSet", "roostream-shard", {"replica": 2}, "field not declared in schema"),
         ("FlinkDeployment", "roostream-joiner", {"jobb": {}}, "field not declared in schema"),
@@ -133,60 +143,64 @@ def _changed(overlay: str, folder: Path) -> Objects:
     ],
 )
 def test_the_api_server_rejects_wrong_fields(
-    kind: str, name: str, change: dict[str, Any], told: str, server: ApiServer
+    kind: str, name: str, change: dict[str, Any], message: str, server: ApiServer
 ) -> None:
     server.kubectl("create", "namespace", "refused", check=False)
-    broken = copy.deepcopy(named(moved(built("prod"), "refused"), kind, name))
+    broken = copy.deepcopy(find_object(in_namespace(build_overlay("prod"), "refused"), kind, name))
     broken["spec"] |= change
-    done = server.apply((broken,), "--dry-run=server")
-    assert done.returncode != 0 and told in done.stderr and next(iter(change)) in done.stderr, done.stderr
+    completed = server.apply((broken,), "--dry-run=server")
+    assert (
+        completed.returncode != 0 and message in completed.stderr and next(iter(change)) in completed.stderr
+    ), completed.stderr
 
 
 @pytest.mark.slow
 def test_policies_and_budgets_select_the_created_pods(server: ApiServer, nodes: SimulatedNodes) -> None:
     namespace = "live"
-    objects = moved(built("prod"), namespace)
+    objects = in_namespace(build_overlay("prod"), namespace)
     assert server.apply(objects).returncode == 0
-    wanted = {
+    expected_replicas = {
         o["metadata"]["name"]: o["spec"].get("replicas", 1)
         for o in of_kind(objects, "StatefulSet", "Deployment")
     }
 
-    def placed() -> bool:
+    def are_assigned() -> bool:
         pods = server.get("pods", "-n", namespace)
-        return len(pods) == sum(wanted.values()) and all(p["spec"].get("nodeName") for p in pods)
+        return len(pods) == sum(expected_replicas.values()) and all(p["spec"].get("nodeName") for p in pods)
 
-    server.until(placed, f"{sum(wanted.values())} pods are made and placed")
+    server.until(are_assigned, f"{sum(expected_replicas.values())} pods are made and placed")
     pods = {p["metadata"]["name"]: p for p in server.get("pods", "-n", namespace)}
-    shards = [f"roostream-shard-{i}" for i in range(wanted["roostream-shard"])]
+    shards = [f"roostream-shard-{i}" for i in range(expected_replicas["roostream-shard"])]
     assert [pods[s]["metadata"]["labels"]["apps.kubernetes.io/pod-index"] for s in shards] == [
         "0",
         "1",
         "2",
         "3",
     ]
-    assert len({pods[s]["spec"]["nodeName"] for s in shards}) == 3, "side by side where there are nodes"
+    assert len({pods[s]["spec"]["nodeName"] for s in shards}) == 3, "shards must be spread over the nodes"
     claims = {
         c["metadata"]["name"]: c["status"]["phase"]
         for c in server.get("persistentvolumeclaims", "-n", namespace)
     }
     assert {f"home-{s}": "Bound" for s in shards}.items() <= claims.items()
-    _policies_select(server, namespace, objects)
-    _one_at_a_time(server, namespace, shards)
+    _check_selectors(server, namespace, objects)
+    _check_evictions(server, namespace, shards)
     server.kubectl("delete", "namespace", namespace, "--timeout=900s")
 
 
-def _policies_select(server: ApiServer, namespace: str, objects: Objects) -> None:
-    """The server's own idea of each policy's and budget's pods, beside what test_network.py computes with."""
-    made = [w for w in workloads(objects) if w.kind in ("StatefulSet", "Deployment")]
+def _check_selectors(server: ApiServer, namespace: str, objects: Objects) -> None:
+    """The server's selection of pods for each policy and budget equals that of test_network.py."""
+    set_workloads = [w for w in workloads(objects) if w.kind in ("StatefulSet", "Deployment")]
     for o in of_kind(objects, "NetworkPolicy", "PodDisruptionBudget"):
         selector = o["spec"].get("podSelector") or o["spec"]["selector"]
         found = server.get("pods", "-n", namespace, "-l", _as_text(selector))
         components = {p["metadata"]["labels"]["app.kubernetes.io/component"] for p in found}
-        expected = {w.labels["app.kubernetes.io/component"] for w in made if selects(selector, w.labels)}
+        expected = {
+            w.labels["app.kubernetes.io/component"] for w in set_workloads if selects(selector, w.labels)
+        }
         assert components == expected, o["metadata"]["name"]
         assert expected or o["metadata"]["name"] == "roostream-joiner", (
-            "Flink's own pods are made by its operator"
+            "only Flink's pods are missing, because its operator creates them"
         )
 
 
@@ -196,24 +210,24 @@ def _as_text(selector: dict[str, Any]) -> str:
     return ",".join(parts)
 
 
-def _one_at_a_time(server: ApiServer, namespace: str, shards: list[str]) -> None:
+def _check_evictions(server: ApiServer, namespace: str, shards: list[str]) -> None:
     def budget() -> dict[str, Any]:
         return next(
             b for b in server.get("pdb", "-n", namespace) if b["metadata"]["name"] == "roostream-shard"
         )["status"]
 
-    server.until(lambda: budget()["disruptionsAllowed"] == 1, "the budget lets one go")
+    server.until(lambda: budget()["disruptionsAllowed"] == 1, "the budget allows one eviction")
     assert budget()["expectedPods"] == len(shards) == budget()["currentHealthy"]
 
     def evict(pod: str) -> str:
-        asked = {
+        eviction = {
             "apiVersion": "policy/v1",
             "kind": "Eviction",
             "metadata": {"name": pod, "namespace": namespace},
         }
-        place = f"/api/v1/namespaces/{namespace}/pods/{pod}/eviction"
+        url = f"/api/v1/namespaces/{namespace}/pods/{pod}/eviction"
         return server.kubectl(
-            "create", "--raw", place, "-f", "-", stdin=json.dumps(asked), check=False
+            "create", "--raw", url, "-f", "-", stdin=json.dumps(eviction), check=False
         ).stderr
 
     answers = [evict(pod) for pod in shards[:2]]
@@ -222,48 +236,49 @@ def _one_at_a_time(server: ApiServer, namespace: str, shards: list[str]) -> None
 
 @pytest.mark.slow
 def test_kubectl_commands_of_the_pages_work(server: ApiServer, nodes: SimulatedNodes, tmp_path: Path) -> None:
-    """All of `kubectl`'s, in the pages' order, but for what runs inside of a container."""
+    """Run all kubectl commands of the pages in order, except those that need a running container."""
     shutil.copytree(ROOT / "infra", tmp_path / "infra")
     for name in ("serving", "features"):
         (tmp_path / f"redis-{name}.txt").write_text("s3cret\n", encoding="utf-8")
     (tmp_path / "keys.json").write_text("{}", encoding="utf-8")
     server.kubectl("create", "namespace", "gateways")
-    ran: list[str] = []
+    executed: list[str] = []
     for command in commands():
         if not runs_on_a_server(command):
             continue
-        if command == "kubectl create namespace roostream" and command in ran:
+        if command == "kubectl create namespace roostream" and command in executed:
             server.kubectl(
                 "delete", "namespace", "roostream", "--timeout=900s"
-            )  # the page's second way: an empty cluster again
+            )  # the page's alternative, which begins with an empty cluster
         if command.startswith("kubectl rollout undo"):
-            _another_image(server, nodes, tmp_path)
-        done = server.kubectl(*words(command)[1:], check=False, cwd=tmp_path)
-        differs = words(command)[1] == "diff" and done.returncode == 1  # there is something to tell
-        assert done.returncode == 0 or differs, f"{command}: {done.stderr}"
-        ran.append(command)
-    assert len(ran) >= 25
+            _roll_out_new_image(server, nodes, tmp_path)
+        completed = server.kubectl(*words(command)[1:], check=False, cwd=tmp_path)
+        # `kubectl diff` exits with 1 if there are differences
+        has_differences = words(command)[1] == "diff" and completed.returncode == 1
+        assert completed.returncode == 0 or has_differences, f"{command}: {completed.stderr}"
+        executed.append(command)
+    assert len(executed) >= 25
     shards = server.get("pods", "-n", "roostream", "-l", "app.kubernetes.io/component=shard")
-    server.until(lambda: len(_on(server, "node-1")) == 0, "the drained node has no pod of ours")
+    server.until(lambda: len(_pods_on(server, "node-1")) == 0, "the drained node has no pod of the namespace")
     assert len(shards) == 4
-    samples = named(tuple(server.get("kafkatopics", "-n", "roostream")), "KafkaTopic", "samples")
+    samples = find_object(tuple(server.get("kafkatopics", "-n", "roostream")), "KafkaTopic", "samples")
     assert samples["spec"]["config"]["retention.ms"] == 604_800_000
 
 
-def _on(server: ApiServer, node: str) -> list[dict[str, Any]]:
+def _pods_on(server: ApiServer, node: str) -> list[dict[str, Any]]:
     pods = server.get("pods", "-n", "roostream", f"--field-selector=spec.nodeName={node}")
     return [p for p in pods if "deletionTimestamp" not in p["metadata"]]
 
 
-def _another_image(server: ApiServer, nodes: SimulatedNodes, folder: Path) -> None:
-    """The roll-out that the page has before: a new tag in `values.yaml`, and applied. Never are two shards
-    away."""
+def _roll_out_new_image(server: ApiServer, nodes: SimulatedNodes, folder: Path) -> None:
+    """The roll-out that the page describes: change the tag in `values.yaml` and apply. At most one shard is
+    unavailable at any time."""
     values = folder / "infra/k8s/overlays/prod/values.yaml"
     values.write_text(
         re.sub(r"(roostream(?:-\w+)?):0\.1\.0", r"\1:0.2.0", values.read_text(encoding="utf-8")),
         encoding="utf-8",
     )
-    nodes.watch_anew()
+    nodes.reset_min_ready()
     server.kubectl("apply", "--server-side", "--force-conflicts", "-k", "infra/k8s/overlays/prod", cwd=folder)
     for program in ("statefulset/roostream-shard", "deployment/roostream-serving"):
         server.kubectl("rollout", "status", "-n", "roostream", program, "--timeout=900s")

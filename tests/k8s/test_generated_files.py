@@ -1,4 +1,4 @@
-"""What is said twice is the same twice: topics, rights, alerts, schemas, Flink's flags."""
+"""Definitions that exist twice are equal: topics, rights, alerts, schemas and Flink's settings."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import yaml
 
 from infra.flink_cluster import pyflink_home
 from roostream.runtime.kafka.topics import TOPICS, TopicSettings, configs
-from tests.contract.house import ROOT
+from tests.contract.source_tree import ROOT
 from tests.k8s.generate import K8S, RIGHTS, contents
-from tests.k8s.manifests import built, definitions, named, of_kind
+from tests.k8s.manifests import build_overlay, definitions, find_object, of_kind
 
 
 @pytest.mark.parametrize("path", contents(), ids=lambda path: path.name)
@@ -22,14 +22,14 @@ def test_generated_files_are_current(path: Path) -> None:
 
 
 def test_topics_have_the_settings_of_the_protocol() -> None:
-    """Through Kustomize: values change what a deployment may choose, and nothing else."""
-    made = {t["spec"]["topicName"]: t["spec"] for t in of_kind(built("prod"), "KafkaTopic")}
+    """Values of an overlay change what a deployment may choose, and nothing else."""
+    topics = {t["spec"]["topicName"]: t["spec"] for t in of_kind(build_overlay("prod"), "KafkaTopic")}
     values = yaml.safe_load((K8S / "overlays/prod/values.yaml").read_text(encoding="utf-8"))["data"]
     settings = TopicSettings(
         retention_ms=int(values["RETENTION_MS"]), retention_bytes=int(values["RETENTION_BYTES"])
     )
-    assert set(made) == set(TOPICS)
-    for topic, spec in made.items():
+    assert set(topics) == set(TOPICS)
+    for topic, spec in topics.items():
         assert {key: str(value) for key, value in spec["config"].items()} == configs(topic, settings)
         assert spec["replicas"] == int(values["KAFKA_COPIES"])
 
@@ -37,7 +37,7 @@ def test_topics_have_the_settings_of_the_protocol() -> None:
 def test_kafka_users_have_only_the_listed_rights() -> None:
     users = {
         u["metadata"]["name"].removeprefix("roostream-"): u["spec"]["authorization"]["acls"]
-        for u in of_kind(built("prod"), "KafkaUser")
+        for u in of_kind(build_overlay("prod"), "KafkaUser")
     }
     assert set(users) == set(RIGHTS)
     for program, acls in users.items():
@@ -61,27 +61,27 @@ def test_overlays_contain_the_demo_schema() -> None:
 
 
 def test_flinks_version_is_the_newest_that_the_operator_knows() -> None:
-    """The operator's field names features of the operator; the image decides which Flink runs. When the
-    definition of a newer operator is vendored, this fails until the field follows."""
-    spec = named(built("prod"), "FlinkDeployment", "roostream-joiner")["spec"]
+    """The field `flinkVersion` names features of the operator, while the image decides which Flink runs. This
+    test fails when a newer operator's definition is added, until the field follows."""
+    spec = find_object(build_overlay("prod"), "FlinkDeployment", "roostream-joiner")["spec"]
     (jar,) = pyflink_home().glob("lib/flink-dist-*.jar")
-    runs = tuple(map(int, jar.stem.removeprefix("flink-dist-").split(".")[:2]))
+    running_version = tuple(map(int, jar.stem.removeprefix("flink-dist-").split(".")[:2]))
     schema = definitions()[("flink.apache.org/v1beta1", "FlinkDeployment")]["properties"]["spec"]
     known = {
         tuple(map(int, name.removeprefix("v").split("_"))): name
         for name in schema["properties"]["flinkVersion"]["enum"]
     }
-    assert spec["flinkVersion"] == known[max(version for version in known if version <= runs)]
+    assert spec["flinkVersion"] == known[max(version for version in known if version <= running_version)]
 
 
 def test_flink_or_its_operator_knows_every_key() -> None:
-    """Flink passes over what it doesn't know without a word. Its keys stand as texts in its classes."""
-    of = [
-        named(built(o), "FlinkDeployment", "roostream-joiner")["spec"]["flinkConfiguration"]
+    """Flink ignores unknown keys silently. The texts of its keys are in its class files."""
+    configurations = [
+        find_object(build_overlay(o), "FlinkDeployment", "roostream-joiner")["spec"]["flinkConfiguration"]
         for o in ("dev", "prod")
     ]
-    settings = {key for configuration in of for key in configuration}
-    asked = {
+    settings = {key for configuration in configurations for key in configuration}
+    flink_keys = {
         re.sub(r"^metrics\.reporter\.prom\.", "", k)
         for k in settings
         if not k.startswith(("kubernetes.operator.", "s3."))
@@ -91,7 +91,7 @@ def test_flink_or_its_operator_knows_every_key() -> None:
         with zipfile.ZipFile(jar) as opened:
             names = [n for n in opened.namelist() if re.search(r"/\w*Options(\$\w+)?\.class$", n)]
             known += b"".join(opened.read(n) for n in names)
-    assert {key for key in asked if key.encode() not in known} - {"port"} == set()
+    assert {key for key in flink_keys if key.encode() not in known} - {"port"} == set()
     operator = {key for key in settings if key.startswith("kubernetes.operator.")}
     assert operator <= set(
         (Path(__file__).with_name("flink_operator_keys.txt")).read_text(encoding="utf-8").split()

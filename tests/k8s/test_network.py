@@ -1,4 +1,4 @@
-"""Who reaches whom: the arrows of docs/architecture.md, and no others."""
+"""The network policies allow the connections in docs/architecture.md and no others."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from infra.home import Home
 from infra.jars import find_java
 from infra.options import StackOptions
 from infra.ports import Ports
-from tests.k8s.manifests import build, built, copy_prod, named, of_kind, workloads
-from tests.k8s.network import Place, allows, selects
+from tests.k8s.manifests import build, build_overlay, copy_prod, find_object, of_kind, workloads
+from tests.k8s.network import Endpoint, allows, selects
 
-ROWS, MEET, RANK, FLINK, METRICS, FLINK_METRICS, KAFKA, STORE, DNS = (
+ROWS, RENDEZVOUS, RANK, FLINK, METRICS, FLINK_METRICS, KAFKA, STORE, DNS = (
     7000,
     7100,
     8080,
@@ -31,11 +31,11 @@ ROWS, MEET, RANK, FLINK, METRICS, FLINK_METRICS, KAFKA, STORE, DNS = (
     443,
     53,
 )
-UNITS = 7200
+WORK_UNITS = 7200
 PORTS = (
     ROWS,
-    MEET,
-    UNITS,
+    RENDEZVOUS,
+    WORK_UNITS,
     RANK,
     FLINK,
     METRICS,
@@ -67,7 +67,7 @@ PROGRAMS = (
     "joiner",
 )
 WITHOUT_KAFKA = {"compactor", "reader"}
-WATCHED = (
+SHOWN_ON_STATUS_PAGE = (
     "worker",
     "serving",
     "features",
@@ -75,93 +75,101 @@ WATCHED = (
     "archiver",
     "compactor",
     "joiner-watch",
-)  # on the controller's page
-NAMES = ("names", "coredns", "dns-cache")  # DNS servers of several distributions, and a node's cache
-OTHERS = (
-    Place("kafka", {"strimzi.io/cluster": "roostream", "strimzi.io/kind": "Kafka"}),
-    Place("stranger", {"app": "x"}),
-    Place("gateway", {"app": "gateway"}, "gateways", {"roostream.dev/clients": "true"}),
-    Place("prometheus", {"app.kubernetes.io/name": "prometheus"}, "monitoring"),
-    Place("flink-operator", {"app.kubernetes.io/name": "flink-kubernetes-operator"}, "operators"),
-    Place("foreigner", {"app.kubernetes.io/part-of": "roostream"}, "elsewhere"),
-    Place("names", {"k8s-app": "kube-dns"}, "kube-system", {"kubernetes.io/metadata.name": "kube-system"}),
-    Place("coredns", {"app": "coredns"}, "kube-system", {"kubernetes.io/metadata.name": "kube-system"}),
-    Place("dns-cache", None, address="169.254.20.10"),
-    Place("outside", None),
+)  # the controller's status page reads their metrics
+DNS_SERVERS = (
+    "names",
+    "coredns",
+    "dns-cache",
+)  # DNS servers of several distributions, and a node's DNS cache
+OTHER_ENDPOINTS = (
+    Endpoint("kafka", {"strimzi.io/cluster": "roostream", "strimzi.io/kind": "Kafka"}),
+    Endpoint("stranger", {"app": "x"}),
+    Endpoint("gateway", {"app": "gateway"}, "gateways", {"roostream.dev/clients": "true"}),
+    Endpoint("prometheus", {"app.kubernetes.io/name": "prometheus"}, "monitoring"),
+    Endpoint("flink-operator", {"app.kubernetes.io/name": "flink-kubernetes-operator"}, "operators"),
+    Endpoint("foreigner", {"app.kubernetes.io/part-of": "roostream"}, "elsewhere"),
+    Endpoint("names", {"k8s-app": "kube-dns"}, "kube-system", {"kubernetes.io/metadata.name": "kube-system"}),
+    Endpoint("coredns", {"app": "coredns"}, "kube-system", {"kubernetes.io/metadata.name": "kube-system"}),
+    Endpoint("dns-cache", None, address="169.254.20.10"),
+    Endpoint("outside", None),
 )
-ARROWS = {
+DOCUMENTED = {
     *(("gateway", "serving", RANK), ("worker", "shard", ROWS), ("serving", "shard", ROWS)),
     *(("shard", "controller", ROWS), ("worker", "controller", ROWS)),
-    *(("reader", "controller", ROWS), ("worker", "reader", UNITS)),
-    *(("controller", watched, METRICS) for watched in WATCHED),
+    *(("reader", "controller", ROWS), ("worker", "reader", WORK_UNITS)),
+    *(("controller", program_, METRICS) for program_ in SHOWN_ON_STATUS_PAGE),
     *(("worker", "worker", port) for port in PORTS),
     *(("joiner", "joiner", port) for port in (FLINK, 6121, 6122, 6123, 6124, 6125)),
     *(("joiner-watch", "joiner", FLINK), ("flink-operator", "joiner", FLINK), ("joiner", "outside", 6443)),
     *((program, "kafka", KAFKA) for program in PROGRAMS if program not in WITHOUT_KAFKA),
-    *((program, names, DNS) for program in PROGRAMS for names in NAMES),
+    *((program, names, DNS) for program in PROGRAMS for names in DNS_SERVERS),
     *((program, "outside", STORE) for program in PROGRAMS),
     *((program, "outside", 6380) for program in ("serving", "features")),
     *(("prometheus", program, port) for program in PROGRAMS for port in (METRICS, FLINK_METRICS)),
 }
 
 
-def places(overlay: str) -> list[Place]:
+def endpoints(overlay: str) -> list[Endpoint]:
     pods = [
-        Place(w.labels["app.kubernetes.io/component"], w.labels)
-        for w in workloads(built(overlay))
+        Endpoint(w.labels["app.kubernetes.io/component"], w.labels)
+        for w in workloads(build_overlay(overlay))
         if w.name != "roostream-redis"
     ]
     assert {p.name for p in pods} >= set(PROGRAMS)
-    return [*pods, *OTHERS]
+    return [*pods, *OTHER_ENDPOINTS]
 
 
 def test_only_documented_connections_are_allowed() -> None:
-    policies = of_kind(built("prod"), "NetworkPolicy")
+    policies = of_kind(build_overlay("prod"), "NetworkPolicy")
     found = {
         (a.name, b.name, port)
-        for a, b in itertools.product(places("prod"), repeat=2)
+        for a, b in itertools.product(endpoints("prod"), repeat=2)
         for port in PORTS
         if (a.name in PROGRAMS or b.name in PROGRAMS) and allows(policies, a, b, port)
     }
-    # Where a rule says a port alone (an address outside has no labels), pods of others are behind it too.
-    unnamed = {(a, other.name, port) for a, b, port in ARROWS if b == "outside" for other in OTHERS}
-    assert ARROWS - found == set()
-    assert found - ARROWS - unnamed == set()
+    # A rule that gives only a port, for addresses outside, also allows that port of other pods.
+    by_port_only = {
+        (a, other.name, port) for a, b, port in DOCUMENTED if b == "outside" for other in OTHER_ENDPOINTS
+    }
+    assert DOCUMENTED - found == set()
+    assert found - DOCUMENTED - by_port_only == set()
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_task_manager_listens_only_on_ports_that_are_named_and_allowed(tmp_path: Path) -> None:
-    """Flink draws the ports that its configuration does not name, and a policy blocks these: the job would
+    """Flink picks free ports where its configuration names none, and a policy blocks those. The job would
     run, but the job manager would have no metrics of its tasks."""
-    pods = {p.name: p for p in places("prod")}
-    flink = named(built("prod"), "FlinkDeployment", "roostream-joiner")["spec"]["flinkConfiguration"]
+    pods = {p.name: p for p in endpoints("prod")}
+    flink = find_object(build_overlay("prod"), "FlinkDeployment", "roostream-joiner")["spec"][
+        "flinkConfiguration"
+    ]
     named_ports = {
         k: int(v) for k, v in flink.items() if re.match(r"(taskmanager|metrics\.internal)\..*port$", k)
     }
-    policies = of_kind(built("prod"), "NetworkPolicy")
+    policies = of_kind(build_overlay("prod"), "NetworkPolicy")
     assert all(allows(policies, pods["joiner"], pods["joiner"], port) for port in named_ports.values())
     ports, home = Ports(), Home(tmp_path / "home")
     home.make()
-    instead = {key: ports.draw() for key in named_ports}
-    options = StackOptions(flink={key: str(port) for key, port in instead.items()})
+    local_ports = {key: ports.draw() for key in named_ports}
+    options = StackOptions(flink={key: str(port) for key, port in local_ports.items()})
     cluster = Cluster(home, options, find_java(), ports.draw(), ports.draw())
     cluster.make()
     environment = {**os.environ, **cluster.environment()}
     (program,) = (
         p
-        for p in cluster.programs(environment, [instead["taskmanager.rpc.port"]])
+        for p in cluster.programs(environment, [local_ports["taskmanager.rpc.port"]])
         if p.name == task_manager(0)
     )
     with program.log.open("wb") as log:
         process = subprocess.Popen(program.command, stdout=log, stderr=log, env=environment, cwd=tmp_path)
     try:
         end_s = time.monotonic() + 600
-        # The last one that it opens.
-        while instead["taskmanager.data.port"] not in (found := _listening(process.pid)):
+        # The task manager opens this port last.
+        while local_ports["taskmanager.data.port"] not in (found := _listening(process.pid)):
             assert process.poll() is None and time.monotonic() < end_s, program.log.read_text()[-2000:]
             time.sleep(0.2)
-        assert found == set(instead.values())
+        assert found == set(local_ports.values())
     finally:
         process.kill()
         process.wait()
@@ -174,9 +182,9 @@ def _listening(pid: int) -> set[int]:
 
 
 def test_all_programs_may_use_dns() -> None:
-    policies = of_kind(built("prod"), "NetworkPolicy")
-    for names in (p for p in OTHERS if p.name in NAMES):
-        assert all(allows(policies, p, names, DNS, "UDP") for p in places("prod") if p.name in PROGRAMS)
+    policies = of_kind(build_overlay("prod"), "NetworkPolicy")
+    for names in (p for p in OTHER_ENDPOINTS if p.name in DNS_SERVERS):
+        assert all(allows(policies, p, names, DNS, "UDP") for p in endpoints("prod") if p.name in PROGRAMS)
 
 
 @pytest.mark.parametrize(
@@ -193,35 +201,35 @@ def test_a_component_opens_the_issuer_of_a_cloud_s_credentials(
         r"(  - (\S+)/components/values\n)", rf"  - \2/components/pod-identity-{component}\n\1", text
     )
     kustomization.write_text(added, encoding="utf-8")
-    issuer = Place("issuer", None, address=address)
-    shard = next(p for p in places("prod") if p.name == "shard")
-    assert not allows(of_kind(built("prod"), "NetworkPolicy"), shard, issuer, port)
+    issuer = Endpoint("issuer", None, address=address)
+    shard = next(p for p in endpoints("prod") if p.name == "shard")
+    assert not allows(of_kind(build_overlay("prod"), "NetworkPolicy"), shard, issuer, port)
     assert allows(of_kind(build(tmp_path), "NetworkPolicy"), shard, issuer, port)
 
 
 @pytest.mark.parametrize("overlay", ["dev", "prod"])
 def test_kafka_admits_exactly_its_clients(overlay: str) -> None:
-    """Strimzi makes the brokers' side of its listener."""
-    listener = named(built(overlay), "Kafka", "roostream")["spec"]["kafka"]["listeners"][0]
+    """Strimzi creates the policy on the brokers' side from its listener."""
+    listener = find_object(build_overlay(overlay), "Kafka", "roostream")["spec"]["kafka"]["listeners"][0]
     assert listener["tls"] and listener["authentication"] == {"type": "tls"} and listener["port"] == KAFKA
     peer = listener["networkPolicyPeers"][0]["podSelector"]
-    assert {w.name for w in workloads(built(overlay)) if selects(peer, w.labels)} == {
+    assert {w.name for w in workloads(build_overlay(overlay)) if selects(peer, w.labels)} == {
         w.name
-        for w in workloads(built(overlay))
+        for w in workloads(build_overlay(overlay))
         if w.labels.get("app.kubernetes.io/component") in set(PROGRAMS) - WITHOUT_KAFKA
     }
 
 
 def test_the_dev_overlay_has_no_egress() -> None:
-    policies = of_kind(built("dev"), "NetworkPolicy")
-    there = {p.name: p for p in [*places("dev"), Place("redis", {"app.kubernetes.io/name": "redis"})]}
+    policies = of_kind(build_overlay("dev"), "NetworkPolicy")
+    by_name = {p.name: p for p in [*endpoints("dev"), Endpoint("redis", {"app.kubernetes.io/name": "redis"})]}
     assert [
-        n for n in PROGRAMS if n != "joiner" and allows(policies, there[n], there["outside"], STORE)
+        n for n in PROGRAMS if n != "joiner" and allows(policies, by_name[n], by_name["outside"], STORE)
     ] == []
-    assert [n for n in there if allows(policies, there["simulate"], there[n], RANK) and n in PROGRAMS] == [
-        "serving"
-    ]
-    assert [n for n in PROGRAMS if allows(policies, there[n], there["redis"], 6379)] == [
+    assert [
+        n for n in by_name if allows(policies, by_name["simulate"], by_name[n], RANK) and n in PROGRAMS
+    ] == ["serving"]
+    assert [n for n in PROGRAMS if allows(policies, by_name[n], by_name["redis"], 6379)] == [
         "serving",
         "features",
     ]

@@ -1,5 +1,4 @@
-"""Every pod obeys the rules of policy.py, and every name that one object says of another is that of an
-object."""
+"""Every pod follows the rules of policy.py, and every object that another one refers to exists."""
 
 from __future__ import annotations
 
@@ -13,40 +12,53 @@ from typing import Any
 import pytest
 
 from infra.program_specs import PROGRAM_SPECS
-from tests.contract.house import ROOT
+from tests.contract.source_tree import ROOT
 from tests.k8s import policy
-from tests.k8s.manifests import OVERLAYS, Workload, built, kafka_pods, named, of_kind, own_folder, workloads
+from tests.k8s.manifests import (
+    OVERLAYS,
+    Workload,
+    build_custom_overlay,
+    build_overlay,
+    find_object,
+    kafka_pods,
+    of_kind,
+    workloads,
+)
 from tests.k8s.policy import RULES, Rule
 
 Objects = tuple[dict[str, Any], ...]
-MADE_BY_STRIMZI = {"roostream-cluster-ca-cert"}
-MADE_BY_HAND = {"roostream-redis", "roostream-keys", "roostream-link"}  # docs/operations/deploy.md
+CREATED_BY_STRIMZI = {"roostream-cluster-ca-cert"}
+CREATED_BY_USERS = {"roostream-redis", "roostream-keys", "roostream-link"}  # docs/operations/deploy.md
 
 
 @pytest.fixture(scope="module", params=OVERLAYS)
 def objects(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Objects:
-    return own_folder(tmp_path_factory.mktemp("own")) if request.param == "all" else built(request.param)
+    return (
+        build_custom_overlay(tmp_path_factory.mktemp("own"))
+        if request.param == "all"
+        else build_overlay(request.param)
+    )
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
 def test_every_pod_obeys_the_rules(rule: Rule, objects: Objects) -> None:
-    assert {w.name: broken for w in workloads(objects) if (broken := list(rule(w)))} == {}
+    assert {w.name: violations for w in workloads(objects) if (violations := list(rule(w)))} == {}
 
 
 @pytest.mark.parametrize("rule", [policy.restricted, policy.with_limits], ids=lambda rule: rule.__name__)
 def test_strimzis_pods_are_admitted_and_have_limits(rule: Rule, objects: Objects) -> None:
     pods = list(kafka_pods(objects))
     assert {"broker", "entity-operator"} <= {w.name for w in pods}
-    assert {w.name: broken for w in pods if (broken := list(rule(w)))} == {}
+    assert {w.name: violations for w in pods if (violations := list(rule(w)))} == {}
 
 
 def shard(**changes: Any) -> Workload:
-    """The shard's, with changes of its pod."""
+    """The shard's workload with changes to its pod."""
     return changed("roostream-shard", **changes)
 
 
 def changed(name: str, **changes: Any) -> Workload:
-    found = next(w for w in workloads(built("prod")) if w.name == name)
+    found = next(w for w in workloads(build_overlay("prod")) if w.name == name)
     return dataclasses.replace(found, pod={**copy.deepcopy(found.pod), **changes})
 
 
@@ -56,7 +68,7 @@ def with_container(**changes: Any) -> Workload:
 
 
 @pytest.mark.parametrize(
-    ("rule", "broken"),
+    ("rule", "make_violation"),
     [
         (policy.restricted, lambda: with_container(securityContext={})),
         (policy.restricted, lambda: shard(volumes=[{"name": "x", "nfs": {}}])),
@@ -76,7 +88,7 @@ def with_container(**changes: Any) -> Workload:
             ),
         ),
         (
-            policy.restarted_for_its_own_fault,
+            policy.liveness_ignores_peers,
             lambda: with_container(startupProbe={"httpGet": {"path": "/readyz", "port": "metrics"}}),
         ),
         (policy.termination_message_from_logs, lambda: with_container(terminationMessagePolicy="File")),
@@ -86,16 +98,16 @@ def with_container(**changes: Any) -> Workload:
         (policy.with_grace_period, lambda: changed("roostream-serving", terminationGracePeriodSeconds=580)),
     ],
 )
-def test_each_rule_finds_a_violation(rule: Rule, broken: Callable[[], Workload]) -> None:
-    assert list(rule(broken()))
+def test_each_rule_finds_a_violation(rule: Rule, make_violation: Callable[[], Workload]) -> None:
+    assert list(rule(make_violation()))
 
 
-def test_a_serving_pod_has_minutes_for_its_feature_log_but_no_more_than_node_autoscalers_grant(
+def test_a_serving_pod_has_minutes_to_stop_but_no_more_than_node_autoscalers_allow(
     objects: Objects,
 ) -> None:
-    """They kill a pod 10 minutes after SIGTERM, however long its grace period is (decision 0121)."""
+    """Node autoscalers kill a pod 10 minutes after SIGTERM, whatever its grace period is (decision 0121)."""
     (serving,) = (w for w in workloads(objects) if w.name == "roostream-serving")
-    settings = tomllib.loads(named(objects, "ConfigMap", "roostream-serving")["data"]["serving.toml"])
+    settings = tomllib.loads(find_object(objects, "ConfigMap", "roostream-serving")["data"]["serving.toml"])
     assert settings["stop_ms"] >= 300_000 and serving.pod["terminationGracePeriodSeconds"] <= 600
 
 
@@ -105,7 +117,7 @@ def _without(workload: Workload, key: str) -> Workload:
 
 
 def references(workload: Workload) -> Iterator[tuple[str, str]]:
-    """(kind, name) of every ConfigMap, Secret, claim and account that a pod can't do without."""
+    """(kind, name) of every ConfigMap, Secret, claim and account that a pod needs."""
     for volume in workload.pod.get("volumes", ()):
         if "configMap" in volume:
             yield "ConfigMap", volume["configMap"]["name"]
@@ -129,11 +141,11 @@ def references(workload: Workload) -> Iterator[tuple[str, str]]:
 
 
 def test_referenced_objects_exist(objects: Objects) -> None:
-    there = {(o["kind"], o["metadata"]["name"]) for o in objects}
-    there |= {("Secret", name) for name in MADE_BY_STRIMZI | MADE_BY_HAND}
-    there |= {("Secret", o["metadata"]["name"]) for o in of_kind(objects, "KafkaUser")}
-    there |= {("Secret", o["spec"]["secretName"]) for o in of_kind(objects, "Certificate")}
-    assert {(w.name, *r) for w in workloads(objects) for r in references(w) if r not in there} == set()
+    existing = {(o["kind"], o["metadata"]["name"]) for o in objects}
+    existing |= {("Secret", name) for name in CREATED_BY_STRIMZI | CREATED_BY_USERS}
+    existing |= {("Secret", o["metadata"]["name"]) for o in of_kind(objects, "KafkaUser")}
+    existing |= {("Secret", o["spec"]["secretName"]) for o in of_kind(objects, "Certificate")}
+    assert {(w.name, *r) for w in workloads(objects) for r in references(w) if r not in existing} == set()
 
 
 def test_mounts_and_volumes_match(objects: Objects) -> None:
@@ -142,9 +154,7 @@ def test_mounts_and_volumes_match(objects: Objects) -> None:
         volumes |= {c["metadata"]["name"] for c in w.spec.get("volumeClaimTemplates", ())}
         mounted = {m["name"] for c in w.containers for m in c.get("volumeMounts", ())}
         assert mounted <= volumes, w.name
-        assert {v["name"] for v in w.pod.get("volumes", ())} <= mounted, (
-            f"{w.name}: a volume that nobody mounts"
-        )
+        assert {v["name"] for v in w.pod.get("volumes", ())} <= mounted, f"{w.name}: a volume without a mount"
 
 
 def selected(objects: Objects, labels: dict[str, str]) -> list[Workload]:
@@ -162,25 +172,27 @@ def test_services_select_ports_of_pods(objects: Objects) -> None:
 
 def test_disruption_budgets_allow_one_pod(objects: Objects) -> None:
     budgets = of_kind(objects, "PodDisruptionBudget")
-    held = [selected(objects, b["spec"]["selector"]["matchLabels"])[0].name for b in budgets]
-    assert sorted(held) == ["roostream-serving", "roostream-shard", "roostream-worker"]
+    budgeted = [selected(objects, b["spec"]["selector"]["matchLabels"])[0].name for b in budgets]
+    assert sorted(budgeted) == ["roostream-serving", "roostream-shard", "roostream-worker"]
     assert all(b["spec"]["maxUnavailable"] == 1 for b in budgets)
-    # Else the drain of a node waits for ever for two serving pods that cannot become ready. Shards and
+    # Otherwise the drain of a node waits forever for two serving pods that cannot become ready. Shards and
     # workers are not ready during each restore, and still leave one at a time.
-    (always,) = (b["metadata"]["name"] for b in budgets if "unhealthyPodEvictionPolicy" in b["spec"])
-    assert always == "roostream-serving"
+    (without_readiness,) = (
+        b["metadata"]["name"] for b in budgets if "unhealthyPodEvictionPolicy" in b["spec"]
+    )
+    assert without_readiness == "roostream-serving"
 
 
 def test_autoscaled_workloads_set_no_replicas(objects: Objects) -> None:
     for scaler in of_kind(objects, "HorizontalPodAutoscaler"):
         target = scaler["spec"]["scaleTargetRef"]
-        assert "replicas" not in named(objects, target["kind"], target["name"])["spec"]
+        assert "replicas" not in find_object(objects, target["kind"], target["name"])["spec"]
         assert scaler["spec"]["minReplicas"] <= scaler["spec"]["maxReplicas"], target["name"]
 
 
 def test_where_workers_are_autoscaled_the_controller_follows_them(objects: Objects) -> None:
     scaled = {s["metadata"]["name"] for s in of_kind(objects, "HorizontalPodAutoscaler")}
-    controller = named(objects, "Deployment", "roostream-controller")["spec"]["template"]["spec"]
+    controller = find_object(objects, "Deployment", "roostream-controller")["spec"]["template"]["spec"]
     follows = {e["name"]: e.get("value") for e in controller["containers"][0]["env"]}.get(
         "ROOSTREAM_CONTROLLER_FOLLOW_WORKERS"
     )
@@ -195,35 +207,36 @@ def test_external_metrics_are_metrics_that_programs_have(objects: Objects) -> No
 
 
 def test_every_program_has_a_workload(objects: Objects, request: pytest.FixtureRequest) -> None:
-    """Simulated users exist on one node only."""
+    """Simulated users exist in the overlay for one node only."""
     started = {c["args"][0] for w in workloads(objects) for c in w.pod["containers"] if "args" in c}
     optional = {"simulate"}
     assert (
-        {kind.name for kind in PROGRAM_SPECS} - optional <= started <= {kind.name for kind in PROGRAM_SPECS}
+        {spec.name for spec in PROGRAM_SPECS} - optional <= started <= {spec.name for spec in PROGRAM_SPECS}
     )
-    wanted = {"simulate"} if request.node.callspec.params["objects"] == "dev" else set()
-    assert started & optional == wanted
+    expected_optional = {"simulate"} if request.node.callspec.params["objects"] == "dev" else set()
+    assert started & optional == expected_optional
 
 
 def test_the_controller_s_pod_creates_the_checkpoint_store_first(objects: Objects) -> None:
-    """With the image, the access and the volume of the program itself."""
-    pod = named(objects, "Deployment", "roostream-controller")["spec"]["template"]["spec"]
+    """The init container uses the image, the access and the volume of the program itself."""
+    pod = find_object(objects, "Deployment", "roostream-controller")["spec"]["template"]["spec"]
     program = pod["containers"][0]
-    (creating,) = (c for c in pod["initContainers"] if c["name"] == "store")
-    assert creating["args"][:4] == ["checkpoint", "init", "--store", "$(STORE)"]
-    assert creating["args"][4] == "--wait" and float(creating["args"][5]) >= 300, (
-        "a store may be away at first"
+    (init_container,) = (c for c in pod["initContainers"] if c["name"] == "store")
+    assert init_container["args"][:4] == ["checkpoint", "init", "--store", "$(STORE)"]
+    assert init_container["args"][4] == "--wait" and float(init_container["args"][5]) >= 300, (
+        "the store may be unavailable at first"
     )
-    assert creating["image"] == program["image"]
+    assert init_container["image"] == program["image"]
     settings = {source["configMapRef"]["name"] for source in program["envFrom"] if "configMapRef" in source}
-    assert creating["env"][0]["valueFrom"]["configMapKeyRef"]["name"] in settings
-    assert [s for s in creating["envFrom"] if s not in program["envFrom"]] == []
-    # The keys of the object store too: a deployment may give each program its own, and no common ones.
+    assert init_container["env"][0]["valueFrom"]["configMapKeyRef"]["name"] in settings
+    assert [s for s in init_container["envFrom"] if s not in program["envFrom"]] == []
+    # The keys of the object store are also equal: a deployment may give each program its own and have no
+    # common ones.
     assert [s for s in program["envFrom"] if "secretRef" in s] == [
-        s for s in creating["envFrom"] if "secretRef" in s
+        s for s in init_container["envFrom"] if "secretRef" in s
     ]
     mounts = [m for m in program["volumeMounts"] if m["name"] == "store"]
-    assert [m for m in creating["volumeMounts"] if m["name"] == "store"] == mounts
+    assert [m for m in init_container["volumeMounts"] if m["name"] == "store"] == mounts
 
 
 def test_the_memory_of_every_program_is_watched(objects: Objects) -> None:
@@ -231,21 +244,21 @@ def test_the_memory_of_every_program_is_watched(objects: Objects) -> None:
         rule for o in of_kind(objects, "PrometheusRule") for g in o["spec"]["groups"] for rule in g["rules"]
     ]
     if not rules:
-        pytest.skip("one node has no monitoring")
+        pytest.skip("the overlay for one node has no monitoring")
     (rule,) = (rule for rule in rules if rule.get("alert") == "RoostreamMemoryNearLimit")
     (names,) = re.findall(r'container=~"([^"]+)"', rule["expr"])
     programs = {
         container["name"]
         for w in workloads(objects)
         for container in w.pod["containers"]
-        if w.kind != "FlinkDeployment"  # Java takes what it may have
+        if w.kind != "FlinkDeployment"  # Java takes as much memory as it may have
     }
     assert set(names.split("|")) == programs
 
 
 def test_every_metrics_service_has_one_monitor(objects: Objects) -> None:
     if not of_kind(objects, "ServiceMonitor"):
-        pytest.skip("one node has no monitoring")
+        pytest.skip("the overlay for one node has no monitoring")
     found = [
         (component, m["spec"]["endpoints"][0].get("scheme", "http"))
         for m in of_kind(objects, "ServiceMonitor")

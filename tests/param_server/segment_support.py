@@ -1,5 +1,5 @@
-"""What the tests of segments share: blocks of few numbers, a state as a dict, and a writer that commits as a
-shard does."""
+"""Support for tests of segments: small blocks, the state of a segment list as a dict, and a writer that
+commits as a shard does."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ def make_segments(blobs: MemoryKeyValueStore | None = None) -> Segments:
     return Segments(blobs or MemoryKeyValueStore(), {STACK: (2, 2)}, 8)
 
 
-def changes(rows: dict[int, float], gone: list[int] = [], unpublished: bool = False) -> dict[str, RowBlock]:  # noqa: B006
-    ids = np.array([*rows, *gone], np.int64)
+def changes(
+    rows: dict[int, float], deleted: Sequence[int] = (), unpublished: bool = False
+) -> dict[str, RowBlock]:
+    ids = np.array([*rows, *deleted], np.int64)
     values = np.array(list(rows.values()), np.float32).reshape(-1, 1)
     block = RowBlock(
         keys=Keys(np.full(len(ids), 5, np.uint32), ids),
@@ -35,7 +37,7 @@ def changes(rows: dict[int, float], gone: list[int] = [], unpublished: bool = Fa
 
 
 def state(segments: Segments, live: tuple[Segment, ...]) -> dict[int, float]:
-    """What reading a state gives: id → first number of its row."""
+    """The rows that a reader of `live` finds: id → first number of the row."""
     out: dict[int, float] = {}
     for part in segments.read(live):
         for block in reversed(part.blocks):
@@ -46,7 +48,7 @@ def state(segments: Segments, live: tuple[Segment, ...]) -> dict[int, float]:
 
 
 class Writer:
-    """Commits as a shard does: the rows are in memory, and buckets that are to be whole are written from
+    """Commits as a shard does. It keeps all rows in memory and takes the rows of buckets to rewrite from
     there."""
 
     def __init__(self, store: MemoryKeyValueStore | None = None) -> None:
@@ -54,16 +56,18 @@ class Writer:
         self.seq = 0
 
     def commit(
-        self, rows: dict[int, float], gone: Sequence[int] = (), *, linked: bool = True
+        self, rows: dict[int, float], deleted: Sequence[int] = (), *, linked: bool = True
     ) -> tuple[Segment, ...]:
         self.seq += 1
         self.rows |= rows
-        for id_ in gone:
+        for id_ in deleted:
             self.rows.pop(id_, None)
-        share = (len(rows) + len(gone)) / max(len(self.rows), 1)
-        whole = self.segments.buckets_to_rewrite(self.live, share)
-        all_rows = {i: v for i, v in self.rows.items() if i in rows or bucket_of(i) in whole}
-        live = self.segments.write(f"{self.seq}-1", changes(all_rows, gone), self.live, complete=whole)
+        share = (len(rows) + len(deleted)) / max(len(self.rows), 1)
+        buckets_to_rewrite = self.segments.buckets_to_rewrite(self.live, share)
+        all_rows = {i: v for i, v in self.rows.items() if i in rows or bucket_of(i) in buckets_to_rewrite}
+        live = self.segments.write(
+            f"{self.seq}-1", changes(all_rows, deleted), self.live, complete=buckets_to_rewrite
+        )
         if linked:
             self.live = live
             self.segments.commit(Commit(self.seq, 1, live))

@@ -1,4 +1,4 @@
-"""What the tests of rows share: a small schema, shards over memory, manifests, and the whole state of a shard
+"""Support for tests of shards: a small schema, shards over memory, manifests, and the whole state of a shard
 as a dict."""
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ ITEM, USER, TOPIC = "item", "user", "topic"
 
 @functools.lru_cache
 def small_schema(expire_after_ms: int = 0) -> Schema:
-    """Two tables in one stack (`item` expires if asked), one in another."""
+    """Two tables share a stack, the third has its own. Rows of `item` expire after `expire_after_ms`; 0 means
+    never."""
     return schema_from_dict(
         {
             "tables": {
@@ -63,7 +64,7 @@ def keys(table: str, *ids: int) -> Keys:
 
 
 def lookup_of(rows: Mapping[str, Sequence[int]]) -> Lookup:
-    """Table → ids, as a batch's lookup; stacks in the schema's order."""
+    """A lookup of these ids by table. Stacks have the schema's order."""
     stacks = {}
     for stack, tables in small_schema().stacks.items():
         found = [(t.id, i) for t in tables for i in rows.get(t.name, ())]
@@ -74,7 +75,7 @@ def lookup_of(rows: Mapping[str, Sequence[int]]) -> Lookup:
 
 
 def gradients_of(lookup: Lookup, value: float) -> dict[str, np.ndarray]:
-    """Different numbers in each element, a function of `value` and its place."""
+    """Gradients in which each element differs. They are a function of `value` and the position."""
     width = {name: tables[0].dim for name, tables in small_schema().stacks.items()}
     out = {}
     for stack, found in lookup.stacks.items():
@@ -93,22 +94,22 @@ def make_shard(
     uploads: bool = False,
     **identity: Any,
 ) -> Shard:
-    """A shard process at its start: nothing restored yet. Copies of segments are sent in small pieces."""
-    who = ShardIdentity(**{"schema": small_schema(), **identity})
+    """A shard process at its start, before any restore. Copies of segments are sent in small pieces."""
+    identity_ = ShardIdentity(**{"schema": small_schema(), **identity})
     store = store or MemoryStore()
     return Shard(
-        who,
-        Segments(blobs or MemoryKeyValueStore(), shapes_of(who.schema), who.num_buckets),
+        identity_,
+        Segments(blobs or MemoryKeyValueStore(), shapes_of(identity_.schema), identity_.num_buckets),
         store,
         clock or FakeClock(),
         eviction,
-        copies=SegmentCopies(store, who.index, piece_bytes=PIECE_BYTES),
+        copies=SegmentCopies(store, identity_.index, piece_bytes=PIECE_BYTES),
         uploads=uploads,
     )
 
 
-def begun(**kwargs: Any) -> Shard:
-    """A shard that has been told to begin, as incarnation 1."""
+def started_shard(**kwargs: Any) -> Shard:
+    """A shard that the controller has started as incarnation 1, without a manifest."""
     shard = make_shard(**kwargs)
     shard.restore(1, "")
     return shard
@@ -118,8 +119,8 @@ def transport_to(shard: Shard) -> InMemoryTransport:
     return InMemoryTransport(ShardRpcHandler(shard).handle)
 
 
-class NotingTransport:
-    """Notes its calls."""
+class RecordingTransport:
+    """A transport that records its calls."""
 
     def __init__(self, inner: InMemoryTransport) -> None:
         self.inner, self.calls = inner, list[tuple[str, Header]]()
@@ -135,8 +136,8 @@ class NotingTransport:
 def link_manifest(
     store: MemoryStore, seq: int, incarnation: int, written: Sequence[Mapping[str, Any]], **changes: Any
 ) -> str:
-    """What the controller does at step 6, for shards 0..N-1 whose `write` gave `written`; the manifest's
-    name."""
+    """Write the manifest of a commit as the controller does, for shards 0..N-1 whose `write` returned
+    `written`. Returns the manifest's name."""
     rows_end: dict[int, int] = {}
     for result in written:
         for partition, offset in result["rows_end"].items():
@@ -149,7 +150,7 @@ def link_manifest(
 
 
 def commit(shard: Shard, store: MemoryStore, seq: int, watermark_ms: int = 0) -> str:
-    """A whole commit of one shard; the manifest's name."""
+    """Make a complete commit of one shard and return the manifest's name."""
     shard.freeze(seq, watermark_ms)
     name = link_manifest(store, seq, shard.incarnation, [shard.write(seq)])
     shard.commit(seq)
@@ -157,7 +158,7 @@ def commit(shard: Shard, store: MemoryStore, seq: int, watermark_ms: int = 0) ->
 
 
 def state_of(shard: Shard) -> dict[tuple[str, int, int], bytes]:
-    """Every row, its state and time of last push, to the bit."""
+    """Every row with its optimizer state and the time of its last push, as bytes."""
     out = {}
     for stack, table in shard.tables.items():
         index = table.index
@@ -176,58 +177,63 @@ def push_to(
 ) -> bool:
     stack = small_schema().table_by_name[table].stack
     width = small_schema().table_by_name[table].dim
-    asked = keys(table, *ids)
+    requested = keys(table, *ids)
     gradient_UD = header.pop("gradient_UD", np.full((len(ids), width), 0.5 + sequence, np.float32))
-    full = {
+    complete_header = {
         "incarnation": shard.incarnation,
         "worker": 0,
         "sequence": sequence,
         "step": sequence,
         "time_ms": 1000 * sequence,
     }
-    full |= {"oldest_engagement_ms": 5, "oldest_close_ms": 6, "stacks": [stack]} | header
-    answer, _ = ShardRpcHandler(shard).handle("push", full, [asked.table_U, asked.id_U, gradient_UD])
+    complete_header |= {"oldest_engagement_ms": 5, "oldest_close_ms": 6, "stacks": [stack]} | header
+    answer, _ = ShardRpcHandler(shard).handle(
+        "push", complete_header, [requested.table_U, requested.id_U, gradient_UD]
+    )
     return bool(answer["applied"])
 
 
 def pull_from(shard: Shard, table: str, *ids: int, incarnation: int | None = None) -> np.ndarray:
-    stack, asked = small_schema().table_by_name[table].stack, keys(table, *ids)
+    stack, requested = small_schema().table_by_name[table].stack, keys(table, *ids)
     header = {"incarnation": shard.incarnation if incarnation is None else incarnation, "stacks": [stack]}
-    (rows_UD,) = ShardRpcHandler(shard).handle("pull", header, [asked.table_U, asked.id_U])[1]
+    (rows_UD,) = ShardRpcHandler(shard).handle("pull", header, [requested.table_U, requested.id_U])[1]
     return rows_UD
 
 
-# A follower of the in-memory `rows` topic, as serving's is of Kafka's
+# A follower of the in-memory `rows` topic. Serving follows Kafka's topic in the same way.
 
 
-GO = threading.Event()  # never set: nothing is told to stop
+NEVER_STOP = threading.Event()  # never set
 
 
 class Follower:
-    """A replica and where it is in each partition."""
+    """A replica and the offset that it has reached in each partition."""
 
     def __init__(self, topic: InMemoryRows) -> None:
         self.replica, self.topic = Replica(small_schema(), 0), topic
-        self.at = [0] * len(topic.values)
+        self.offsets = [0] * len(topic.values)
         self.num_bootstraps = 0
 
     def bootstrap(self, *shards: Shard) -> None:
-        self.at = [len(values) for values in self.topic.values]
+        self.offsets = [len(values) for values in self.topic.values]
         self.replica.bootstrap([transport_to(shard) for shard in shards])
         self.num_bootstraps += 1
 
-    def read(self, partition: int, most: int = 1 << 30) -> bool:
-        """Apply up to `most` records; False where the next one is gone, so that only a bootstrap helps."""
-        if self.at[partition] < self.topic.first[partition]:
+    def read(self, partition: int, max_records: int = 1 << 30) -> bool:
+        """Apply up to `max_records` records. Returns False if the next record was deleted, so that only a
+        bootstrap helps."""
+        if self.offsets[partition] < self.topic.first[partition]:
             return False
-        for value in self.topic.values[partition][self.at[partition] : self.at[partition] + most]:
+        for value in self.topic.values[partition][
+            self.offsets[partition] : self.offsets[partition] + max_records
+        ]:
             self.replica.apply(wire.decode(value)[1])  # type: ignore[arg-type]
-            self.at[partition] += 1
+            self.offsets[partition] += 1
         return True
 
     def catch_up(self, *shards: Shard) -> None:
-        """Read to the end, by a bootstrap if nothing else helps."""
-        complete = all([self.read(p) for p in range(len(self.at))])
+        """Read to the end of the topic; bootstrap first if records are missing."""
+        complete = all([self.read(p) for p in range(len(self.offsets))])
         if not complete or self.replica.needs_bootstrap:
             self.bootstrap(*shards)
 
@@ -236,8 +242,8 @@ class Follower:
         return self.replica.gather(lookup_of({table: ids}))[stack]
 
 
-class Loop:
-    """A shard, its publisher, its topic and a reader."""
+class PublishLoop:
+    """A shard with its publisher, its topic and a client that trains it."""
 
     def __init__(self, shard: Shard, topic: InMemoryRows | None = None) -> None:
         self.shard, self.topic, self.clock = shard, topic or InMemoryRows(), FakeClock()
@@ -250,14 +256,14 @@ class Loop:
         self.client.push(lookup, gradients_of(lookup, value), step=0, time_ms=time_ms, **times)
 
     def turn(self) -> None:
-        self.publisher.turn(GO)
+        self.publisher.turn(NEVER_STOP)
 
     def rows(self, *ids: int, table: str = ITEM) -> np.ndarray:
         return self.client.pull(lookup_of({table: ids}))[small_schema().table_by_name[table].stack]
 
 
 def messages(topic: InMemoryRows, kind: int) -> list[tuple[int, int, object]]:
-    """(partition, offset, message) of one kind."""
+    """(partition, offset, message) of all messages of one kind."""
     found = []
     for partition, values in enumerate(topic.values):
         found += [
@@ -270,11 +276,11 @@ def deltas(topic: InMemoryRows) -> list[pb.RowDelta]:
     return [m for _, _, m in messages(topic, wire.ROW_DELTA)]  # type: ignore[misc]
 
 
-# A residency policy that keeps something: a key gets a row at its second push, and rows expire as usual
+# An eviction policy with a state: it admits a key at the second push. Rows expire as usual.
 
 
-class SecondPush(ExpiryPolicy):
-    """A `EvictionPolicy`."""
+class AdmitAtSecondPush(ExpiryPolicy):
+    """Admits a key at its second push."""
 
     def __init__(self, tables: Sequence[Table]) -> None:
         super().__init__(tables)

@@ -1,5 +1,5 @@
-"""Who routes takes the owner of a bucket from the map, shards refuse what isn't theirs, and readers learn of
-another map."""
+"""Bucket maps in use: clients route by the map, shards refuse buckets that they do not own, and readers learn
+of a new map."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ from tests.param_server.shard_support import (
     ITEM,
     TOPIC,
     USER,
-    NotingTransport,
-    begun,
+    RecordingTransport,
     commit,
     gradients_of,
     link_manifest,
@@ -32,6 +31,7 @@ from tests.param_server.shard_support import (
     make_shard,
     push_to,
     small_schema,
+    started_shard,
     state_of,
     transport_to,
 )
@@ -39,12 +39,12 @@ from tests.trainer.memory_store import MemoryStore
 
 IDS = range(60)
 LOOKUP = {ITEM: IDS, USER: range(5), TOPIC: range(40)}
-TURNED = BucketMap((np.arange(64, dtype=np.int32) // 7 + 1) % 2, 2, 3)
-"""Nothing of modulo in it."""
+SHIFTED = BucketMap((np.arange(64, dtype=np.int32) // 7 + 1) % 2, 2, 3)
+"""Owners that differ from bucket modulo shards."""
 
 
-def placed(owners: BucketMap, store: MemoryStore | None = None) -> list[Shard]:
-    """Shards at commit 1, without rows, whose buckets lie as `owners` says; incarnation 2."""
+def shards_with_map(owners: BucketMap, store: MemoryStore | None = None) -> list[Shard]:
+    """Shards at commit 1, without rows, with the given owners of buckets, as incarnation 2."""
     store = store or MemoryStore()
     name = link_manifest(
         store, 1, 1, [{"segments": [], "rows_end": {}}] * owners.num_owners, bucket_map=owners
@@ -57,11 +57,11 @@ def placed(owners: BucketMap, store: MemoryStore | None = None) -> list[Shard]:
     return shards
 
 
-def trained(
+def train(
     shards: list[Shard], owners: BucketMap | None, incarnation: int
-) -> tuple[bytes, list[NotingTransport]]:
-    """Three steps; rows as they are then."""
-    transports = [NotingTransport(transport_to(shard)) for shard in shards]
+) -> tuple[bytes, list[RecordingTransport]]:
+    """Train three steps. Returns the rows afterwards and the transports with their recorded calls."""
+    transports = [RecordingTransport(transport_to(shard)) for shard in shards]
     client = Client(small_schema(), transports, worker=0, clock=FakeClock())
     client.set_incarnation(incarnation, 1, owners)
     lookup = lookup_of(LOOKUP)
@@ -78,29 +78,29 @@ def all_rows(shards: list[Shard]) -> dict[Any, bytes]:
 
 
 def test_rows_do_not_depend_on_the_owner_of_their_bucket() -> None:
-    one, turned = [begun()], placed(TURNED)
-    assert trained(one, None, 1)[0] == trained(turned, TURNED, 2)[0]
-    assert all_rows(turned) == state_of(one[0])
-    for index, shard in enumerate(turned):
-        assert {TURNED.owner_B[bucket_of(id_, table, 64)] for _, table, id_ in state_of(shard)} == {index}
+    single, shifted = [started_shard()], shards_with_map(SHIFTED)
+    assert train(single, None, 1)[0] == train(shifted, SHIFTED, 2)[0]
+    assert all_rows(shifted) == state_of(single[0])
+    for index, shard in enumerate(shifted):
+        assert {SHIFTED.owner_B[bucket_of(id_, table, 64)] for _, table, id_ in state_of(shard)} == {index}
 
 
 def test_a_shard_refuses_rows_of_other_buckets_and_changes_nothing() -> None:
-    shard = placed(TURNED)[0]
-    foreign = next(i for i in IDS if TURNED.owner_B[bucket_of(i, table_id(ITEM), 64)] == 1)
-    says = f"bucket {bucket_of(foreign, table_id(ITEM), 64)}"
+    shard = shards_with_map(SHIFTED)[0]
+    foreign = next(i for i in IDS if SHIFTED.owner_B[bucket_of(i, table_id(ITEM), 64)] == 1)
+    message = f"bucket {bucket_of(foreign, table_id(ITEM), 64)}"
     before, keys = state_of(shard), lookup_of({ITEM: [foreign]}).stacks[ADAGRAD]
-    with pytest.raises(FencedError, match=says):
+    with pytest.raises(FencedError, match=message):
         push_to(shard, 1, ITEM, (foreign,))
     for method in ("pull", "read"):
         header = {"incarnation": 2, "stacks": [ADAGRAD]}
-        with pytest.raises(FencedError, match=says):
+        with pytest.raises(FencedError, match=message):
             ShardRpcHandler(shard).handle(method, header, [keys.table_U, keys.id_U])
     assert state_of(shard) == before and shard.stats()["pushes"] == 0
 
 
 def test_a_client_of_another_number_of_shards_or_buckets_refuses_the_map() -> None:
-    client = Client(small_schema(), [transport_to(s) for s in placed(TURNED)], worker=0)
+    client = Client(small_schema(), [transport_to(s) for s in shards_with_map(SHIFTED)], worker=0)
     for owners in (BucketMap.modulo(64, 3), BucketMap.modulo(32, 2)):
         with pytest.raises(ConfigError, match="64"):
             client.set_incarnation(2, 1, owners)
@@ -110,14 +110,14 @@ def test_a_client_of_another_number_of_shards_or_buckets_refuses_the_map() -> No
 
 def test_a_split_made_by_one_map_is_not_used_by_another() -> None:
     store, lookup = MemoryStore(), lookup_of(LOOKUP)
-    shards = [begun(index=i, num_shards=2, store=store) for i in range(2)]
+    shards = [started_shard(index=i, num_shards=2, store=store) for i in range(2)]
     client = Client(small_schema(), [transport_to(s) for s in shards], worker=0, clock=FakeClock())
     client.set_incarnation(1)
     client.pull(lookup)
-    name = link_manifest(store, 1, 1, [{"segments": [], "rows_end": {}}] * 2, bucket_map=TURNED)
+    name = link_manifest(store, 1, 1, [{"segments": [], "rows_end": {}}] * 2, bucket_map=SHIFTED)
     for shard in shards:
         shard.restore(2, name)
-    client.set_incarnation(2, 1, TURNED)
+    client.set_incarnation(2, 1, SHIFTED)
     assert {stack: len(rows_UD) for stack, rows_UD in client.pull(lookup).items()} == {
         stack: len(found.id_U) for stack, found in lookup.stacks.items()
     }
@@ -125,32 +125,32 @@ def test_a_split_made_by_one_map_is_not_used_by_another() -> None:
 
 
 def test_a_restore_with_another_map_keeps_owned_rows() -> None:
-    store, shard = MemoryStore(), begun()
+    store, shard = MemoryStore(), started_shard()
     shard.store = store
     push_to(shard, 1, ITEM, tuple(IDS))
     name = commit(shard, store, 1)
-    rows, alone = state_of(shard), make_shard(shard.segments.store, store, index=0, num_shards=2)
+    rows, first_shard = state_of(shard), make_shard(shard.segments.store, store, index=0, num_shards=2)
     segments = [{"segments": [s.plain() for s in shard.committed.segments], "rows_end": {}}] * 2
-    alone.restore(2, link_manifest(store, 2, 1, segments, bucket_map=TURNED))
-    own = {key for key in rows if TURNED.owner_B[bucket_of(key[2], key[1], 64)] == 0}
-    assert state_of(alone) == {key: rows[key] for key in own} and own != rows.keys()
-    other = BucketMap(1 - TURNED.owner_B, 2, 4)
-    alone.restore(3, link_manifest(store, 3, 1, segments, bucket_map=other))
-    assert state_of(alone) == {key: bits for key, bits in rows.items() if key not in own}
+    first_shard.restore(2, link_manifest(store, 2, 1, segments, bucket_map=SHIFTED))
+    own_keys = {key for key in rows if SHIFTED.owner_B[bucket_of(key[2], key[1], 64)] == 0}
+    assert state_of(first_shard) == {key: rows[key] for key in own_keys} and own_keys != rows.keys()
+    other = BucketMap(1 - SHIFTED.owner_B, 2, 4)
+    first_shard.restore(3, link_manifest(store, 3, 1, segments, bucket_map=other))
+    assert state_of(first_shard) == {key: bits for key, bits in rows.items() if key not in own_keys}
     shard.restore(2, name)
     assert state_of(shard) == rows
 
 
 def test_readers_learn_the_bucket_map_from_the_newest_incarnation() -> None:
-    shards = placed(TURNED)
-    transports = [NotingTransport(transport_to(shard)) for shard in shards]
-    assert fetch_bucket_map(transports, 64, timeout_s=1.0) == TURNED
-    late = [begun(index=0, num_shards=2), shards[1]]
-    assert fetch_bucket_map([transport_to(s) for s in late], 64, timeout_s=1.0) == TURNED
-    waits = make_shard(index=0, num_shards=2)
-    assert fetch_bucket_map([transport_to(waits), transports[1]], 64, timeout_s=1.0) == TURNED
+    shards = shards_with_map(SHIFTED)
+    transports = [RecordingTransport(transport_to(shard)) for shard in shards]
+    assert fetch_bucket_map(transports, 64, timeout_s=1.0) == SHIFTED
+    one_outdated = [started_shard(index=0, num_shards=2), shards[1]]
+    assert fetch_bucket_map([transport_to(s) for s in one_outdated], 64, timeout_s=1.0) == SHIFTED
+    unrestored = make_shard(index=0, num_shards=2)
+    assert fetch_bucket_map([transport_to(unrestored), transports[1]], 64, timeout_s=1.0) == SHIFTED
     with pytest.raises(UnavailableError):
-        fetch_bucket_map([transport_to(waits), transport_to(waits)], 64, timeout_s=1.0)
+        fetch_bucket_map([transport_to(unrestored), transport_to(unrestored)], 64, timeout_s=1.0)
     with pytest.raises(ConfigError, match="32"):
         fetch_bucket_map(transports, 32, timeout_s=1.0)
     transports[0].calls.clear()
@@ -161,34 +161,38 @@ def test_readers_learn_the_bucket_map_from_the_newest_incarnation() -> None:
 
 
 def test_a_replica_reloads_a_bucket_from_its_owner() -> None:
-    shards = placed(TURNED)
-    trained(shards, TURNED, 2)
+    shards = shards_with_map(SHIFTED)
+    train(shards, SHIFTED, 2)
     replica = Replica(small_schema(), 0)
     transports = [transport_to(shard) for shard in shards]
     replica.bootstrap(transports)
-    everything = replica.num_rows
+    num_all_rows = replica.num_rows
     for bucket in range(64):
         replica.mark_stale(bucket)
     replica.repair(transports)
-    assert not replica.stale and replica.num_rows == everything == sum(
+    assert not replica.stale and replica.num_rows == num_all_rows == sum(
         len(state_of(shard)) for shard in shards
     )
-    some = Replica(small_schema(), 0, buckets=range(20))
-    some.bootstrap(transports)
-    assert 0 < some.num_rows < everything
+    partial = Replica(small_schema(), 0, buckets=range(20))
+    partial.bootstrap(transports)
+    assert 0 < partial.num_rows < num_all_rows
 
 
-def test_a_cache_learns_of_another_map_beside_requests_and_from_a_refusal() -> None:
-    shards = placed(TURNED)
-    trained(shards, TURNED, 2)
-    transports, clock = [NotingTransport(transport_to(shard)) for shard in shards], FakeClock()
+def test_a_cache_learns_of_a_new_map_in_the_background_and_from_a_refusal() -> None:
+    shards = shards_with_map(SHIFTED)
+    train(shards, SHIFTED, 2)
+    transports, clock = [RecordingTransport(transport_to(shard)) for shard in shards], FakeClock()
     reads = ShardReads(transports, 64, 0.05, clock)
     cache = RowCache(small_schema(), 0, reads, CachePolicy(max_bytes=1 << 20))
     found = lookup_of({ITEM: IDS}).stacks[ADAGRAD]
-    wanted = {ADAGRAD: Keys(found.table_U, found.id_U)}
-    assert not reads.read(wanted)[ADAGRAD] and reads.num_failed == 2, "by modulo, which is over"
+    keys_by_stack = {ADAGRAD: Keys(found.table_U, found.id_U)}
+    assert not reads.read(keys_by_stack)[ADAGRAD] and reads.num_failed == 2, (
+        "reads by the old map must be refused"
+    )
     reads.refresh_bucket_map()
-    assert sum(len(part.at_M) for part in reads.read(wanted)[ADAGRAD]) == len(found.id_U), "nobody was away"
+    assert sum(len(part.at_M) for part in reads.read(keys_by_stack)[ADAGRAD]) == len(found.id_U), (
+        "every shard must answer"
+    )
     cache.bootstrap(transports)
     for transport in transports:
         transport.calls.clear()
@@ -198,8 +202,8 @@ def test_a_cache_learns_of_another_map_beside_requests_and_from_a_refusal() -> N
 
 
 def test_without_an_answer_the_known_map_is_used_and_retried() -> None:
-    waiting, clock = [make_shard(index=i, num_shards=2) for i in range(2)], FakeClock()
-    transports = [NotingTransport(transport_to(shard)) for shard in waiting]
+    unrestored, clock = [make_shard(index=i, num_shards=2) for i in range(2)], FakeClock()
+    transports = [RecordingTransport(transport_to(shard)) for shard in unrestored]
     reads = ShardReads(transports, 64, 0.05, clock)
     reads.refresh_bucket_map()
     reads.refresh_bucket_map()
@@ -211,9 +215,9 @@ def test_without_an_answer_the_known_map_is_used_and_retried() -> None:
 
 
 def test_a_barrier_covers_the_buckets_of_its_restore() -> None:
-    shards = placed(TURNED)
+    shards = shards_with_map(SHIFTED)
     assert [shard.rollback().buckets for shard in shards] == [
-        frozenset(TURNED.buckets_of(i)) for i in range(2)
+        frozenset(SHIFTED.buckets_of(i)) for i in range(2)
     ]  # type: ignore[union-attr]
     scanned: set[int] = set()
     for shard in shards:

@@ -1,5 +1,5 @@
-"""The client: one call a shard, rows back in their places, and pushes that are applied once or not
-believed."""
+"""The client of the shards: one call per shard, rows returned in the order of the lookup, and every push
+applied exactly once."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from tests.param_server.shard_support import (
     ROWWISE,
     TOPIC,
     USER,
-    NotingTransport,
-    begun,
+    RecordingTransport,
     gradients_of,
     lookup_of,
     small_schema,
+    started_shard,
     state_of,
     transport_to,
 )
@@ -35,7 +35,7 @@ LOOKUP = {ITEM: range(60), USER: range(5), TOPIC: range(40)}
 
 
 def make_client(num_shards: int, **kwargs: Any) -> tuple[Client, list[InMemoryTransport], list[Any]]:
-    shards = [begun(index=i, num_shards=num_shards) for i in range(num_shards)]
+    shards = [started_shard(index=i, num_shards=num_shards) for i in range(num_shards)]
     transports = [transport_to(s) for s in shards]
     client = Client(small_schema(), transports, worker=3, clock=FakeClock(), **kwargs)
     client.set_incarnation(1)
@@ -44,28 +44,28 @@ def make_client(num_shards: int, **kwargs: Any) -> tuple[Client, list[InMemoryTr
 
 @pytest.mark.parametrize("num_shards", [2, 3])
 def test_several_shards_give_the_rows_of_one(num_shards: int) -> None:
-    (one, _, _), (many, _, shards) = make_client(1), make_client(num_shards)
+    (single, _, _), (sharded, _, shards) = make_client(1), make_client(num_shards)
     lookup = lookup_of(LOOKUP)
     for step in range(3):
-        for client in (one, many):
+        for client in (single, sharded):
             client.push(lookup, gradients_of(lookup, step + 0.25), step=step, time_ms=step)
-        expected, got = one.pull(lookup), many.pull(lookup)
-        assert {s: r.tobytes() for s, r in got.items()} == {s: r.tobytes() for s, r in expected.items()}
+        expected, found = single.pull(lookup), sharded.pull(lookup)
+        assert {s: r.tobytes() for s, r in found.items()} == {s: r.tobytes() for s, r in expected.items()}
     assert [s.stats()["rows"] for s in shards] and sum(sum(s.stats()["rows"].values()) for s in shards) == 105
-    many.close()
-    one.close()
+    sharded.close()
+    single.close()
 
 
 def test_a_batch_is_one_pull_and_one_push_a_shard_with_all_stacks() -> None:
     client, _, shards = make_client(2)
-    counting = [NotingTransport(transport_to(s)) for s in shards]
-    client.transports = counting
+    recording = [RecordingTransport(transport_to(s)) for s in shards]
+    client.transports = recording
     lookup = lookup_of(LOOKUP)
     client.pull(lookup)
     client.push(
         lookup, gradients_of(lookup, 1.0), step=7, time_ms=8, oldest_engagement_ms=9, oldest_close_ms=10
     )
-    for transport in counting:
+    for transport in recording:
         assert [m for m, _ in transport.calls] == ["pull", "push"]
         header = transport.calls[1][1]
         assert header == {
@@ -83,16 +83,16 @@ def test_a_batch_is_one_pull_and_one_push_a_shard_with_all_stacks() -> None:
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_push_whose_call_fails_is_sent_again_and_applied_once(when: str) -> None:
-    (client, transports, shards), (quiet, _, reference) = make_client(2), make_client(2)
+    (client, transports, shards), (undisturbed, _, reference) = make_client(2), make_client(2)
     lookup = lookup_of(LOOKUP)
     transports[1].fail_next("push", when)
-    for c in (client, quiet):
+    for c in (client, undisturbed):
         c.push(lookup, gradients_of(lookup, 1.0), step=0, time_ms=0)
         c.push(lookup, gradients_of(lookup, 2.0), step=1, time_ms=0)
     assert [state_of(s) for s in shards] == [state_of(s) for s in reference]
     assert shards[1].stats()["repeats"] == (when == "after")
     client.close()
-    quiet.close()
+    undisturbed.close()
 
 
 def test_an_unavailable_shard_is_reported_after_a_bounded_time() -> None:
@@ -112,7 +112,7 @@ def test_stop_ends_the_waiting() -> None:
         client.pull(lookup_of(LOOKUP))
 
 
-def test_after_a_lost_push_nothing_more_is_pushed_until_the_shards_were_restored() -> None:
+def test_after_a_lost_push_nothing_is_pushed_until_the_shards_are_restored() -> None:
     client, transports, shards = make_client(2)
     lookup = lookup_of(LOOKUP)
     transports[0].down = True
@@ -131,7 +131,7 @@ def test_after_a_lost_push_nothing_more_is_pushed_until_the_shards_were_restored
 
 
 @pytest.mark.parametrize("call", ["pull", "push"])
-def test_another_incarnation_passes_up_at_once(call: str) -> None:
+def test_another_incarnation_is_reported_at_once(call: str) -> None:
     client, _, shards = make_client(1)
     shards[0].restore(2, "")
     lookup = lookup_of(LOOKUP)
@@ -144,22 +144,22 @@ def test_another_incarnation_passes_up_at_once(call: str) -> None:
 
 
 def test_a_push_that_fails_inside_the_shard_is_not_sent_again() -> None:
-    asked: list[str] = []
+    calls: list[str] = []
 
     def handler(
         method: str, header: Header, arrays: Sequence[np.ndarray]
     ) -> tuple[Header, Sequence[np.ndarray]]:
-        asked.append(method)
+        calls.append(method)
         raise MemoryError("in the second stack")
 
     client = Client(small_schema(), [InMemoryTransport(handler)], worker=0, clock=FakeClock())
     lookup = lookup_of(LOOKUP)
     with pytest.raises(UnavailableError) as caught:
         client.push(lookup, gradients_of(lookup, 1.0), step=0, time_ms=0)
-    assert asked == ["push"] and not isinstance(caught.value, TransportError)
+    assert calls == ["push"] and not isinstance(caught.value, TransportError)
     with pytest.raises(UnavailableError):
         client.push(lookup, gradients_of(lookup, 1.0), step=1, time_ms=0)
-    assert asked == ["push"]
+    assert calls == ["push"]
 
 
 def test_a_client_keeps_no_batch_alive() -> None:
@@ -216,7 +216,7 @@ def test_pulls_and_pushes_may_run_at_the_same_time() -> None:
 
 
 def test_shards_in_a_wrong_order_are_named() -> None:
-    shards = [begun(num_shards=2, index=index) for index in (1, 0)]
+    shards = [started_shard(num_shards=2, index=index) for index in (1, 0)]
     client = Client(small_schema(), [transport_to(shard) for shard in shards], worker=0)
     with pytest.raises(ConfigError, match="expected the address of shard 0 at place 0, got that of shard 1"):
         client.check_order()

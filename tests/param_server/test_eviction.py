@@ -1,5 +1,5 @@
-"""Who gets a row and which rows go is a policy's: its state is committed, rolled back and restored with the
-rows."""
+"""Eviction policies decide which keys get rows and which rows go. Their state is committed, rolled back and
+restored with the rows."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from tests.param_server.shard_support import (
     ADAGRAD,
     ITEM,
     ROWWISE,
-    SecondPush,
-    begun,
+    AdmitAtSecondPush,
     commit,
     make_shard,
     pull_from,
     push_to,
+    started_shard,
     state_of,
 )
 from tests.trainer.memory_store import MemoryStore
 
 
-def seen(shard: Shard) -> dict[tuple[int, int], int]:
+def pushes_seen(shard: Shard) -> dict[tuple[int, int], int]:
     policy = shard.tables[ADAGRAD].eviction
-    assert isinstance(policy, SecondPush)
+    assert isinstance(policy, AdmitAtSecondPush)
     return dict(policy.seen)
 
 
@@ -56,7 +56,9 @@ def test_g8_an_eviction_of_too_many_rows_is_refused_and_logged(
     index.add_new(Keys(np.full(4, table.id, np.uint32), np.arange(4, dtype=np.int64)))
     stamp_ms_N = np.zeros(index.capacity, np.int64)
     stamp_ms_N[:4] = [10, 20, 30, 40]
-    assert len(policy.evict(121, index, stamp_ms_N)) == 2 and not policy.num_spared, "half of them may go"
+    assert len(policy.evict(121, index, stamp_ms_N)) == 2 and not policy.num_spared, (
+        "half of the rows may expire at once"
+    )
     assert policy.evict(1 << 50, index, stamp_ms_N).tolist() == []
     assert policy.num_spared == 4 and "4 of 4 rows would expire at once" in caplog.text
     assert len(ExpiryPolicy([table]).evict(1 << 50, index, stamp_ms_N)) == 4
@@ -79,44 +81,46 @@ def test_g8_the_limit_of_expired_rows_holds_for_each_table_of_a_stack(
 
 
 def test_rows_that_are_not_admitted_keep_their_initial_value() -> None:
-    shard = begun(eviction=SecondPush)
+    shard = started_shard(eviction=AdmitAtSecondPush)
     before = pull_from(shard, ITEM, 1, 2)
     push_to(shard, 1, ids=(1,))
     assert shard.stats()["rows"] == {ADAGRAD: 0, ROWWISE: 0} and shard.stats()["dirty"] == 0
     gradient_UD = np.array([[9] * 4, [1, 2, 3, 4]], np.float32)
     push_to(shard, 2, ids=(2, 1), gradient_UD=gradient_UD)
-    plain = begun()
-    push_to(plain, 1, ids=(1,), gradient_UD=gradient_UD[1:], time_ms=2000)
-    assert state_of(shard) == state_of(plain)
+    reference = started_shard()
+    push_to(reference, 1, ids=(1,), gradient_UD=gradient_UD[1:], time_ms=2000)
+    assert state_of(shard) == state_of(reference)
     assert pull_from(shard, ITEM, 2).tobytes() == before[1:].tobytes()
 
 
-def lives(**kwargs: Any) -> tuple[Shard, MemoryKeyValueStore, MemoryStore]:
+def shard_with_policy(**kwargs: Any) -> tuple[Shard, MemoryKeyValueStore, MemoryStore]:
     blobs, store = MemoryKeyValueStore(), MemoryStore()
-    return begun(blobs=blobs, store=store, eviction=SecondPush, **kwargs), blobs, store
+    return started_shard(blobs=blobs, store=store, eviction=AdmitAtSecondPush, **kwargs), blobs, store
 
 
-def test_a_commit_in_which_only_the_policy_learned_something_is_kept() -> None:
-    shard, blobs, store = lives()
+def test_a_commit_that_changes_only_the_state_of_the_policy_is_kept() -> None:
+    shard, blobs, store = shard_with_policy()
     push_to(shard, 1, ids=(1,))
     first = commit(shard, store, 1)
     push_to(shard, 2, ids=(2,))
     second = commit(shard, store, 2)
     third = commit(shard, store, 3)
     for name, ids in ((third, {1, 2}), (second, {1, 2}), (first, {1})):
-        again = make_shard(blobs, store, eviction=SecondPush)
-        again.restore(9, name)
-        assert {id_ for _, id_ in seen(again)} == ids
-    assert [s.name for s in again.committed.segments] == ["1-1"], "it has no rows, but what the policy knew"
+        restarted = make_shard(blobs, store, eviction=AdmitAtSecondPush)
+        restarted.restore(9, name)
+        assert {id_ for _, id_ in pushes_seen(restarted)} == ids
+    assert [s.name for s in restarted.committed.segments] == ["1-1"], (
+        "the segment has no rows but the state of the policy"
+    )
 
 
-def test_a_damaged_state_is_never_loaded() -> None:
-    shard, blobs, store = lives()
+def test_a_damaged_policy_state_is_never_loaded() -> None:
+    shard, blobs, store = shard_with_policy()
     push_to(shard, 1, ids=(1,))
     name = commit(shard, store, 1)
     (key,) = blobs.keys(b"r/")
     blobs.write([(key, b"[]")])
-    again = make_shard(blobs, store, eviction=SecondPush)
+    restarted = make_shard(blobs, store, eviction=AdmitAtSecondPush)
     with pytest.raises(CheckpointError):
-        again.restore(2, name)
-    assert not again.ready
+        restarted.restore(2, name)
+    assert not restarted.ready

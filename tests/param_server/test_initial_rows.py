@@ -1,4 +1,4 @@
-"""A row's first value is a function of (seed, table, id), the same everywhere."""
+"""A row's initial value is a function of (seed, table, id), equal in all programs."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from param_server.initial_rows import initial_rows
 from roostream.schema.ids import MASK64, splitmix64
 
 
-def by_hand(seed: int, table: int, id_: int, dim: int, scale: float) -> list[np.float32]:
+def expected_row(seed: int, table: int, id_: int, dim: int, scale: float) -> list[np.float32]:
     s = splitmix64(splitmix64(splitmix64(seed & MASK64) ^ table) ^ (id_ & MASK64))
-    tops = [splitmix64((s + j) & MASK64) >> 40 for j in range(dim)]
-    return [np.float32((k - 2**23) / 2**23) * np.float32(scale) for k in tops]
+    high_bits = [splitmix64((s + j) & MASK64) >> 40 for j in range(dim)]
+    return [np.float32((k - 2**23) / 2**23) * np.float32(scale) for k in high_bits]
 
 
 @settings(deadline=None)
@@ -22,9 +22,9 @@ def by_hand(seed: int, table: int, id_: int, dim: int, scale: float) -> list[np.
     table=st.integers(0, 2**32 - 1),
     id_=st.integers(-(2**63), 2**63 - 1),
 )
-def test_equals_the_formula_in_plain_integers(seed: int, table: int, id_: int) -> None:
+def test_initial_rows_equal_the_formula_in_plain_integers(seed: int, table: int, id_: int) -> None:
     rows = initial_rows(seed, np.array([table], np.uint32), np.array([id_], np.int64), 5, 0.05)
-    assert rows[0].tolist() == [float(x) for x in by_hand(seed, table, id_, 5, 0.05)]
+    assert rows[0].tolist() == [float(x) for x in expected_row(seed, table, id_, 5, 0.05)]
 
 
 def test_golden_values_never_change() -> None:
@@ -35,7 +35,7 @@ def test_golden_values_never_change() -> None:
 GOLDEN = "a0486bbf680c39beb628443f006f8bbcc6dc433f166540bf"
 
 
-def test_a_scale_for_each_row() -> None:
+def test_each_row_may_have_its_own_scale() -> None:
     tables, ids = np.zeros(2, np.uint32), np.array([1, 1], np.int64)
     rows = initial_rows(0, tables, ids, 4, np.array([0.0, 2.0], np.float32))
     assert not rows[0].any() and rows[1].all()

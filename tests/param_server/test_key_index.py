@@ -1,4 +1,5 @@
-"""(table, id) → place, against a dict; and the compiled helpers beside it."""
+"""The index from (table, id) to a row's position, compared with a dict; and the compiled helpers next to
+it."""
 
 from __future__ import annotations
 
@@ -29,22 +30,22 @@ def test_behaves_as_a_dict_through_any_additions_and_removals(
     steps: list[tuple[str, list[tuple[int, int]]]], capacity: int
 ) -> None:
     index, model = KeyIndex(8, capacity), {}
-    for what, pairs in steps:
+    for action, pairs in steps:
         keys = keys_of(pairs)
-        if what == "add":
+        if action == "add":
             index.reserve(len(keys))
-            places, new = index.add(keys)
-            for pair, place, is_new in zip(pairs, places.tolist(), new.tolist(), strict=True):
+            positions, new = index.add(keys)
+            for pair, position, is_new in zip(pairs, positions.tolist(), new.tolist(), strict=True):
                 assert is_new == (pair not in model)
-                assert model.setdefault(pair, place) == place
-        elif what == "remove":
+                assert model.setdefault(pair, position) == position
+        elif action == "remove":
             assert index.remove(keys) == len([model.pop(p) for p in dict.fromkeys(pairs) if p in model])
         assert index.find(keys).tolist() == [model.get(p, -1) for p in pairs]
     assert index.num_live == len(model) == len(set(model.values()))
     assert sorted(index.flagged(LIVE).tolist()) == sorted(model.values())
 
 
-def test_places_stay_when_the_index_grows_and_hold_their_keys() -> None:
+def test_positions_and_keys_stay_when_the_index_grows() -> None:
     index = KeyIndex(64, 2)
     keys = Keys(np.ones(5000, np.uint32), np.arange(5000, dtype=np.int64) * 2**40)
     for part in np.array_split(np.arange(5000), 50):
@@ -56,16 +57,16 @@ def test_places_stay_when_the_index_grows_and_hold_their_keys() -> None:
 
 
 def test_keys_of_one_shard_spread_over_the_slots() -> None:
-    """All of one bucket share the low bits of their hash: slots are chosen by others."""
+    """Keys of one bucket share the low bits of their hash, so slots are chosen by other bits."""
     ids = np.arange(400_000, dtype=np.int64)
-    mine = ids[buckets_of(ids, 9, 64) == 5]
+    ids_of_bucket = ids[buckets_of(ids, 9, 64) == 5]
     index = KeyIndex(64, 8192)
-    index.add_new(Keys(np.full(len(mine), 9, np.uint32), mine))
+    index.add_new(Keys(np.full(len(ids_of_bucket), 9, np.uint32), ids_of_bucket))
     assert longest_run(index) < 60
 
 
 def longest_run(index: KeyIndex) -> int:
-    """Slots that a search may have to look at, one after the other."""
+    """The largest number of slots that a search may have to visit."""
     used = (index.slots_C2[:, 1] != 0).astype(int)
     return int(np.diff(np.flatnonzero(np.diff(np.concatenate([[0], used, [0]]))))[::2].max())
 
@@ -81,7 +82,7 @@ def test_ids_that_were_chosen_to_collide_spread_over_the_slots_of_every_process(
         assert index.add_new(chosen).all() and (index.find(chosen) == np.arange(1000)).all()
     assert longest_run(known) >= 1000 and longest_run(secret) < 60
     assert (known.bucket_N == secret.bucket_N).all(), (
-        "buckets are stored, so they do not depend on the process"
+        "buckets are stored, so they may not depend on the process's secret"
     )
 
 
@@ -95,32 +96,34 @@ def _unmixed(hash_U: np.ndarray) -> np.ndarray:
     return x - np.uint64(0x9E3779B97F4A7C15)
 
 
-def test_keys_of_one_home_slot_stay_findable_whatever_is_removed_between_them() -> None:
-    """A run of one home slot and its neighbours': removing closes the gap, and nothing that follows may be
-    left behind it."""
+def test_keys_of_one_home_slot_stay_findable_after_any_removals() -> None:
+    """Keys with the same home slot, and those of the neighboring slots, lie in one run. A removal closes the
+    gap, and every key behind it must stay findable."""
     index = KeyIndex(8, 256, secret=np.uint64(0))
     mask, shift = len(index.slots_C2) - 1, index.shift
     ids = np.arange(200_000, dtype=np.int64)
     home_U = (_splitmix64(ids.astype(np.uint64) ^ np.uint64(0)) >> shift).astype(np.int64)
     rng = np.random.default_rng(0)
-    for first in (7, mask - 1):  # the second run goes round the end
-        crowd = [int(i) for k in range(3) for i in ids[home_U == (first + k) & mask][:8]]
-        assert len(crowd) == 24
-        held: set[int] = set()
+    for first in (7, mask - 1):  # the second run wraps around the end of the table
+        colliding_ids = [int(i) for k in range(3) for i in ids[home_U == (first + k) & mask][:8]]
+        assert len(colliding_ids) == 24
+        live_ids: set[int] = set()
         for _ in range(300):
-            chosen = [int(i) for i in rng.choice(crowd, 4, replace=False)]
+            chosen = [int(i) for i in rng.choice(colliding_ids, 4, replace=False)]
             if rng.random() < 0.5:
                 index.add_new(keys_of([(0, i) for i in chosen]))
-                held |= set(chosen)
+                live_ids |= set(chosen)
             else:
-                assert index.remove(keys_of([(0, i) for i in chosen])) == len(held & set(chosen))
-                held -= set(chosen)
-            found = index.find(keys_of([(0, i) for i in crowd]))
-            assert {i for i, place in zip(crowd, found.tolist(), strict=True) if place >= 0} == held
-            assert index.num_live == len(held) and sorted(index.id_N[index.flagged(LIVE)].tolist()) == sorted(
-                held
-            )
-        index.remove(keys_of([(0, i) for i in crowd]))
+                assert index.remove(keys_of([(0, i) for i in chosen])) == len(live_ids & set(chosen))
+                live_ids -= set(chosen)
+            found = index.find(keys_of([(0, i) for i in colliding_ids]))
+            assert {
+                i for i, position in zip(colliding_ids, found.tolist(), strict=True) if position >= 0
+            } == live_ids
+            assert index.num_live == len(live_ids) and sorted(
+                index.id_N[index.flagged(LIVE)].tolist()
+            ) == sorted(live_ids)
+        index.remove(keys_of([(0, i) for i in colliding_ids]))
 
 
 def _splitmix64(x: np.ndarray) -> np.ndarray:

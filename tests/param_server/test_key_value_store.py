@@ -1,4 +1,5 @@
-"""Both blob stores keep the same promises."""
+"""The contract of key-value stores, for both implementations, and RocksDB's behavior with full disks and
+damaged files."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import pytest
 
 from param_server.key_value_store import KeyValueStore, MemoryKeyValueStore, RocksDbStore, rocks_options
 from roostream.errors import CheckpointError, SetupError, UnavailableError
-from tests.runtime.full_disk import room_for
+from tests.runtime.full_disk import limited_file_size
 
 
 @pytest.fixture(params=["memory", "rocks"])
@@ -27,25 +28,25 @@ def test_values_round_trip(store: KeyValueStore) -> None:
     assert store.get(b"a/1") == b"" and store.get(b"a/2") == big and store.get(b"a/3") is None
 
 
-def test_lists_keys_of_a_prefix_in_order(store: KeyValueStore) -> None:
+def test_keys_of_a_prefix_are_listed_in_order(store: KeyValueStore) -> None:
     store.write([(key, b"x") for key in (b"b/2", b"a/9", b"b/1", b"b", b"c/0")])
     assert list(store.keys(b"b/")) == [b"b/1", b"b/2"]
     assert list(store.keys(b"d")) == []
 
 
-def test_replaces_and_deletes_in_one_write(store: KeyValueStore) -> None:
+def test_one_write_replaces_and_deletes(store: KeyValueStore) -> None:
     store.write([(b"a", b"1"), (b"b", b"2")])
     store.write([(b"a", b"3")], [b"b", b"absent"])
     assert store.get(b"a") == b"3" and store.get(b"b") is None
 
 
-def test_rocks_keeps_everything_over_a_restart(tmp_path: Path) -> None:
+def test_rocksdb_keeps_everything_over_a_restart(tmp_path: Path) -> None:
     first = RocksDbStore(tmp_path).open()
     first.write([(b"a", b"1")], sync=True)
     first.close()
-    again = RocksDbStore(tmp_path).open()
-    assert again.get(b"a") == b"1"
-    again.close()
+    reopened = RocksDbStore(tmp_path).open()
+    assert reopened.get(b"a") == b"1"
+    reopened.close()
 
 
 def test_a_store_in_use_is_refused_in_one_sentence(tmp_path: Path) -> None:
@@ -61,7 +62,7 @@ def test_a_path_that_is_a_file_is_refused_in_one_sentence(tmp_path: Path) -> Non
         RocksDbStore(tmp_path / "x").open()
 
 
-def test_a_failed_write_of_memory_changes_nothing() -> None:
+def test_a_failed_write_to_the_memory_store_changes_nothing() -> None:
     store = MemoryKeyValueStore()
     store.fail_at(2)
     store.write([(b"a", b"1")])
@@ -74,22 +75,22 @@ def test_a_failed_write_of_memory_changes_nothing() -> None:
 def test_rocksdb_continues_after_a_full_disk(tmp_path: Path) -> None:
     store = RocksDbStore(tmp_path).open()
     store.write([(b"a", b"1" * 4096)], sync=True)
-    with room_for(1 << 16):
-        for _ in range(3):  # not only once: it is found closed by the second
+    with limited_file_size(1 << 16):
+        for _ in range(3):  # the second write finds a closed database
             with pytest.raises(UnavailableError):
                 store.write([(b"b", bytes(1 << 20))], sync=True)
     assert store.get(b"a") == b"1" * 4096 and store.get(b"b") is None
     store.write([(b"b", b"2")], sync=True)
     store.close()
-    again = RocksDbStore(tmp_path).open()
-    assert again.get(b"a") == b"1" * 4096 and again.get(b"b") == b"2"
-    again.close()
+    reopened = RocksDbStore(tmp_path).open()
+    assert reopened.get(b"a") == b"1" * 4096 and reopened.get(b"b") == b"2"
+    reopened.close()
 
 
 def test_rocksdb_is_reopened_at_each_call_until_it_succeeds(tmp_path: Path) -> None:
     store = RocksDbStore(tmp_path / "home" / "segments").open()
     store.write([(b"a", b"1")], sync=True)
-    with room_for(1 << 12):
+    with limited_file_size(1 << 12):
         with pytest.raises(UnavailableError):
             store.write([(b"b", bytes(1 << 20))], sync=True)
         (tmp_path / "home").rename(tmp_path / "gone")
@@ -113,8 +114,8 @@ def flip(path: Path, at: int) -> None:
     path.write_bytes(data)
 
 
-def stored(tmp_path: Path) -> Path:
-    """A directory whose values are in files of their own."""
+def write_store(tmp_path: Path) -> Path:
+    """A closed store whose large values are in a file of their own."""
     store = RocksDbStore(tmp_path).open()
     store.write([(b"a", bytes(100_000)), (b"b", b"small")], sync=True)
     store.close()
@@ -123,7 +124,7 @@ def stored(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("suffix", ["sst", "blob"])
 def test_rocksdb_errors_distinguish_damage_from_outage(tmp_path: Path, suffix: str) -> None:
-    (path,) = stored(tmp_path).glob(f"*.{suffix}")
+    (path,) = write_store(tmp_path).glob(f"*.{suffix}")
     flip(path, 40)
     store = RocksDbStore(tmp_path).open()
     with pytest.raises(CheckpointError):
@@ -132,7 +133,7 @@ def test_rocksdb_errors_distinguish_damage_from_outage(tmp_path: Path, suffix: s
 
 
 def test_a_missing_rocksdb_file_is_damage_if_its_directory_exists(tmp_path: Path) -> None:
-    (path,) = stored(tmp_path).glob("*.blob")
+    (path,) = write_store(tmp_path).glob("*.blob")
     store = RocksDbStore(tmp_path).open()
     path.unlink()
     with pytest.raises(CheckpointError):
@@ -163,9 +164,11 @@ def test_rocksdb_syncs_only_on_request(tmp_path: Path) -> None:
 
 def test_rocksdb_bounds_its_write_memory(tmp_path: Path) -> None:
     store = RocksDbStore(tmp_path).open()
-    most = 0
+    max_bytes = 0
     for n in range(200):
         store.write([(b"k%d" % (n % 7), bytes(100_000))], sync=True)
-        most = max(most, int(store.database().property_int_value("rocksdb.cur-size-all-mem-tables") or 0))
-    assert 1 << 20 < most < 8 << 20
+        max_bytes = max(
+            max_bytes, int(store.database().property_int_value("rocksdb.cur-size-all-mem-tables") or 0)
+        )
+    assert 1 << 20 < max_bytes < 8 << 20
     store.close()

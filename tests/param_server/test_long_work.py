@@ -1,5 +1,5 @@
-"""Work that grows with the rows: calls and heartbeats go on during it, and a commit has the rows of its
-freeze."""
+"""Work that grows with the number of rows. Calls and heartbeats continue during it, and a commit has the rows
+at its freeze."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from tests.param_server.shard_support import (
     ADAGRAD,
     ITEM,
     TOPIC,
-    begun,
     commit,
     keys,
     link_manifest,
     make_shard,
     small_schema,
+    started_shard,
     state_of,
 )
 from tests.param_server.shard_support import pull_from as pull
@@ -42,55 +42,55 @@ T = TypeVar("T")
 MANY = tuple(range(20_000))
 
 
-class ActingStore(MemoryKeyValueStore):
-    """`act` is called once, within the next write."""
+class HookedStore(MemoryKeyValueStore):
+    """A store that calls `hook` once, during the next write."""
 
-    act: Callable[[], object] | None = None
+    hook: Callable[[], object] | None = None
 
     def write(
         self, puts: Iterable[tuple[bytes, bytes]], deletes: Iterable[bytes] = (), *, sync: bool = False
     ) -> None:
-        act, self.act = self.act, None
-        if act:
-            act()
+        hook, self.hook = self.hook, None
+        if hook:
+            hook()
         super().write(puts, deletes, sync=sync)
 
 
-class ActingPolicy(ExpiryPolicy):
-    """`act` is called while it looks for rows to evict."""
+class HookedPolicy(ExpiryPolicy):
+    """A policy that calls `hook` while it looks for rows to evict."""
 
-    act: Callable[[], object] = staticmethod(lambda: None)
+    hook: Callable[[], object] = staticmethod(lambda: None)
 
     def evict(self, watermark_ms: int, index: KeyIndex, stamp_ms_N: np.ndarray) -> np.ndarray:
-        self.act()
+        self.hook()
         return super().evict(watermark_ms, index, stamp_ms_N)
 
 
-def restored(blobs: MemoryKeyValueStore, store: MemoryStore, name: str, **identity: Any) -> Shard:
-    again = make_shard(blobs, store, **identity)
-    again.restore(2, name)
-    return again
+def restore_shard(blobs: MemoryKeyValueStore, store: MemoryStore, name: str, **identity: Any) -> Shard:
+    restored = make_shard(blobs, store, **identity)
+    restored.restore(2, name)
+    return restored
 
 
-def in_time(act: Callable[[], object]) -> bool:
-    """Whether `act` returns although this thread holds something."""
-    done = threading.Thread(target=act, daemon=True)
+def returns_in_time(call: Callable[[], object]) -> bool:
+    """Whether `call` returns within the time limit, although this thread holds a lock."""
+    done = threading.Thread(target=call, daemon=True)
     done.start()
     done.join(10)
     return not done.is_alive()
 
 
 def test_a_heartbeat_never_waits_for_the_lock_of_the_rows() -> None:
-    shard = begun()
+    shard = started_shard()
     push(shard, 1)
     with shard.barrier.lock:
-        assert in_time(shard.stats) and not shard.answers(0.01)
+        assert returns_in_time(shard.stats) and not shard.answers(0.01)
     assert shard.stats()["dirty"] == 2 and shard.answers(1.0)
 
 
 def test_the_count_of_changed_rows_follows_freezes_aborts_and_restores() -> None:
     blobs, store = MemoryKeyValueStore(), MemoryStore()
-    shard = begun(blobs=blobs, store=store)
+    shard = started_shard(blobs=blobs, store=store)
     push(shard, 1, ITEM, (1, 2, 3))
     push(shard, 2, ITEM, (3, 4))
     assert shard.stats()["dirty"] == 4
@@ -100,34 +100,36 @@ def test_the_count_of_changed_rows_follows_freezes_aborts_and_restores() -> None
     shard.abort(1)
     assert shard.stats()["dirty"] == 5
     name = commit(shard, store, 2)
-    assert state_of(restored(blobs, store, name)) == state_of(shard), "an aborted freeze leaves nothing"
+    assert state_of(restore_shard(blobs, store, name)) == state_of(shard), (
+        "the commit must contain the rows of the aborted freeze"
+    )
     push(shard, 4, ITEM, (1,))
     shard.restore(2, name)
     assert shard.stats()["dirty"] == 0
 
 
-def test_a_commit_has_the_rows_of_its_freeze_although_they_change_before_and_while_they_are_written() -> None:
-    blobs, store = ActingStore(), MemoryStore()
-    shard = begun(blobs=blobs, store=store)
+def test_a_commit_has_the_rows_of_its_freeze_even_if_they_change_before_and_during_the_write() -> None:
+    blobs, store = HookedStore(), MemoryStore()
+    shard = started_shard(blobs=blobs, store=store)
     push(shard, 1, ITEM, MANY)
     push(shard, 2, TOPIC, (1, 2))
     frozen = state_of(shard)
     shard.freeze(1, 0)
     push(shard, 3, ITEM, MANY[::2])
     push(shard, 4, ITEM, (0, 2, 30_000))
-    blobs.act = lambda: (pull(shard, ITEM, 1), push(shard, 5, ITEM, MANY))
+    blobs.hook = lambda: (pull(shard, ITEM, 1), push(shard, 5, ITEM, MANY))
     name = link_manifest(store, 1, 1, [shard.write(1)])
-    assert blobs.act is None, "pulls and pushes are answered while a segment is written"
+    assert blobs.hook is None, "a pull and a push must be answered during the write"
     shard.commit(1)
-    assert state_of(restored(blobs, store, name)) == frozen
+    assert state_of(restore_shard(blobs, store, name)) == frozen
     push(shard, 6, TOPIC, (2,))
     second = commit(shard, store, 2)
-    assert state_of(restored(blobs, store, second)) == state_of(shard)
+    assert state_of(restore_shard(blobs, store, second)) == state_of(shard)
 
 
 def test_a_write_that_failed_half_way_is_repeated_with_the_rows_of_the_freeze() -> None:
     blobs, store = MemoryKeyValueStore(), MemoryStore()
-    shard = begun(blobs=blobs, store=store)
+    shard = started_shard(blobs=blobs, store=store)
     push(shard, 1, ITEM, (1, 2, 3))
     frozen = state_of(shard)
     shard.freeze(1, 0)
@@ -136,29 +138,29 @@ def test_a_write_that_failed_half_way_is_repeated_with_the_rows_of_the_freeze() 
         shard.write(1)
     push(shard, 2, ITEM, (2, 3, 4))
     name = link_manifest(store, 1, 1, [shard.write(1)])
-    assert state_of(restored(blobs, store, name)) == frozen
+    assert state_of(restore_shard(blobs, store, name)) == frozen
 
 
 def test_reads_are_answered_during_a_freeze_and_a_push_belongs_to_the_next_commit() -> None:
     blobs, store = MemoryKeyValueStore(), MemoryStore()
     schema = small_schema(expire_after_ms=10)
-    shard = begun(blobs=blobs, store=store, schema=schema, eviction=ActingPolicy)
+    shard = started_shard(blobs=blobs, store=store, schema=schema, eviction=HookedPolicy)
     push(shard, 1, ITEM, (1, 2), time_ms=1000)
     before = state_of(shard)
     pusher = threading.Thread(target=lambda: push(shard, 2, ITEM, (2, 3), time_ms=1000), daemon=True)
 
-    def act() -> None:
-        assert in_time(lambda: pull(shard, ITEM, 1))
+    def hook() -> None:
+        assert returns_in_time(lambda: pull(shard, ITEM, 1))
         if not pusher.ident:
             pusher.start()
 
     for table in shard.tables.values():
-        table.eviction.act = act  # type: ignore[attr-defined]
+        table.eviction.hook = hook  # type: ignore[attr-defined]
     shard.freeze(1, 1000)
     pusher.join(10)
     assert not pusher.is_alive() and shard.stats()["pushes"] == 2
     name = link_manifest(store, 1, 1, [shard.write(1)])
-    assert state_of(restored(blobs, store, name, schema=schema)) == before
+    assert state_of(restore_shard(blobs, store, name, schema=schema)) == before
 
 
 def wide_schema() -> Schema:
@@ -169,34 +171,34 @@ def wide_schema() -> Schema:
 
 def push_wide(shard: Shard, sequence: int, num_rows: int) -> None:
     (table,) = shard.tables.values()
-    asked = keys(ITEM, *range(num_rows))
+    requested = keys(ITEM, *range(num_rows))
     gradient_UD = np.full((num_rows, 1024), sequence, np.float32)
-    shard.push(shard.incarnation, GradientPush(0, sequence, 1, 1, 1, [(table, asked, gradient_UD)]))
+    shard.push(shard.incarnation, GradientPush(0, sequence, 1, 1, 1, [(table, requested, gradient_UD)]))
 
 
 def test_a_large_bucket_is_stored_in_several_blocks() -> None:
     blobs, store = MemoryKeyValueStore(), MemoryStore()
     identity = {"schema": wide_schema(), "num_buckets": 1, "num_partitions": 1}
-    shard = begun(blobs=blobs, store=store, **identity)
+    shard = started_shard(blobs=blobs, store=store, **identity)
     push_wide(shard, 1, 9000)
     shard.freeze(1, 0)
     progress = shard.stats()["progress"]
     name = link_manifest(store, 1, 1, [shard.write(1)], num_buckets=1, num_partitions=1)
-    assert shard.stats()["progress"] > progress + 10, "so that nobody takes it for a hanging command"
+    assert shard.stats()["progress"] > progress + 10, "progress must show that the command does not hang"
     assert len(list(blobs.keys(b"b/1-1/"))) == 2
     assert max(len(blobs.get(key) or b"") for key in blobs.keys(b"b/")) < 65 << 20
-    again = restored(blobs, store, name, **identity)
-    assert again.stats()["rows"] == shard.stats()["rows"]
-    (mine,), (its,) = shard.tables.values(), again.tables.values()
-    asked = keys(ITEM, 0, 4500, 8999)
-    assert (mine.embeddings.gather(asked) == its.embeddings.gather(asked)).all()
+    restored = restore_shard(blobs, store, name, **identity)
+    assert restored.stats()["rows"] == shard.stats()["rows"]
+    (original_table,), (restored_table,) = shard.tables.values(), restored.tables.values()
+    requested = keys(ITEM, 0, 4500, 8999)
+    assert (original_table.embeddings.gather(requested) == restored_table.embeddings.gather(requested)).all()
     second = list(blobs.keys(b"b/1-1/"))[1]
     blobs.write([(second, b"damaged")])
-    assert list(shard.segments.check(again.committed.segments, [0]))
+    assert list(shard.segments.check(restored.committed.segments, [0]))
 
 
-class Portions(InMemoryRows):
-    """Notes the bytes of each delivery."""
+class RecordingRows(InMemoryRows):
+    """A rows topic that records the number of bytes of each delivery."""
 
     def __init__(self) -> None:
         super().__init__(1)
@@ -208,8 +210,8 @@ class Portions(InMemoryRows):
 
 
 def test_a_large_round_is_sent_in_portions() -> None:
-    topic = Portions()
-    shard = begun(schema=wide_schema(), num_buckets=1, num_partitions=1)
+    topic = RecordingRows()
+    shard = started_shard(schema=wide_schema(), num_buckets=1, num_partitions=1)
     publisher = Publisher(shard, topic, FakeClock())
     publisher.turn(threading.Event())
     topic.delivered.clear()
@@ -219,22 +221,22 @@ def test_a_large_round_is_sent_in_portions() -> None:
     assert publisher.num_keys == 5000
     topic.delivered.clear()
     publisher.turn(threading.Event())
-    assert sum(topic.delivered) == 0, "everything was acknowledged"
+    assert sum(topic.delivered) == 0, "all rows were acknowledged, so nothing is left to send"
 
 
-def test_rows_that_expire_during_a_round_are_left_out_and_buried_by_the_next() -> None:
+def test_rows_that_expire_during_a_round_get_tombstones_in_the_next() -> None:
     topic = InMemoryRows()
-    shard = begun(schema=small_schema(expire_after_ms=10))
+    shard = started_shard(schema=small_schema(expire_after_ms=10))
     publisher = Publisher(shard, topic, FakeClock())
     publisher.turn(threading.Event())
     push(shard, 1, ITEM, (1, 2), time_ms=1)
     push(shard, 2, ITEM, (2,), time_ms=1000)
-    taken = shard.take_round()
-    assert taken is not None
+    round_ = shard.take_round()
+    assert round_ is not None
     shard.freeze(1, 1000)
-    sent = [delta for planned in taken.deltas if (delta := shard.copy_delta(taken, planned))]
+    sent = [delta for planned in round_.deltas if (delta := shard.copy_delta(round_, planned))]
     assert [id_ for delta in sent for id_ in delta.id_M.tolist()] == [2]
-    shard.settle_round(taken, True, {})
+    shard.settle_round(round_, True, {})
     following = shard.take_round()
     assert following is not None
     (tombstone,) = [delta for planned in following.deltas if (delta := shard.copy_delta(following, planned))]
@@ -243,24 +245,24 @@ def test_rows_that_expire_during_a_round_are_left_out_and_buried_by_the_next() -
 
 def test_a_round_ends_when_a_restore_begins() -> None:
     store = MemoryStore()
-    shard = begun(store=store)
+    shard = started_shard(store=store)
     shard.rolled_back(1, {})
     push(shard, 1)
     name = commit(shard, store, 1)
-    taken = shard.take_round()
-    assert taken is not None and taken.deltas
+    round_ = shard.take_round()
+    assert round_ is not None and round_.deltas
     shard.restore(2, name)
     with pytest.raises(UnavailableError):
-        shard.copy_delta(taken, taken.deltas[0])
-    shard.settle_round(taken, False, {})
+        shard.copy_delta(round_, round_.deltas[0])
+    shard.settle_round(round_, False, {})
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_a_commit_has_the_rows_of_its_freeze_whatever_happens_while_they_are_found(
+def test_a_commit_has_the_rows_of_its_freeze_whatever_happens_while_rows_are_collected(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Pushes and publishing rounds between any two steps, after commits and aborts, with buckets that are
-    written whole."""
+    """Random pushes and publishing rounds run between any two steps of a freeze, after commits and aborts,
+    with buckets that are rewritten whole."""
     monkeypatch.setattr("param_server.table.SLICE_ROWS", 8)
     monkeypatch.setattr("param_server.table.COPY_BYTES", 64)
     draw = np.random.default_rng(seed)
@@ -269,7 +271,7 @@ def test_a_commit_has_the_rows_of_its_freeze_whatever_happens_while_they_are_fou
     uncommitted: set[int] = set()  # ids
 
     def change() -> set[int]:
-        """Push, or publish with or without an acknowledgement; returns the ids that were pushed."""
+        """Push, or publish with or without an acknowledgement. Returns the pushed ids."""
         outbox = shard_table.outbox
         if draw.random() < 0.1:
             for planned in outbox.number(outbox.plan(*run_to_end(outbox.collect()))):
@@ -319,7 +321,7 @@ def test_a_commit_has_the_rows_of_its_freeze_whatever_happens_while_they_are_fou
         if is_released and draw.random() < 0.8:
             uncommitted = set()
         else:
-            uncommitted |= set(frozen.changed_keys(index).id_U.tolist())  # unpublished rows are among them
+            uncommitted |= set(frozen.changed_keys(index).id_U.tolist())  # unpublished rows count as changed
             between_steps(shard_table.unfreeze(frozen))
         uncommitted |= later
         assert shard_table.num_changed() == len(uncommitted)

@@ -1,4 +1,4 @@
-"""What set-up and a shard's start compile is all that a shard, its publisher and a replica ever run."""
+"""`precompile` compiles every kernel that a shard, its publisher and a replica use."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from tests.param_server.shard_support import (
     ITEM,
     TOPIC,
     Follower,
-    Loop,
-    begun,
+    PublishLoop,
     commit,
     small_schema,
+    started_shard,
 )
 from tests.trainer.memory_store import MemoryStore
 
@@ -21,7 +21,7 @@ MODULES = (initial_rows, kernels, rules)
 
 
 def signatures() -> dict[str, int]:
-    """Kernel → for how many types of arguments it is compiled."""
+    """Kernel → number of compiled signatures."""
     found = {
         f"{m.__name__}.{name}": k
         for m in MODULES
@@ -31,11 +31,11 @@ def signatures() -> dict[str, int]:
     return {name: len(kernel.nopython_signatures) for name, kernel in found.items()}
 
 
-def test_nothing_is_compiled_after_warming_up() -> None:
+def test_nothing_is_compiled_after_precompile() -> None:
     precompile()
     before = signatures()
     store = MemoryStore()
-    loop = Loop(begun(schema=small_schema(expire_after_ms=10), store=store, num_shards=1))
+    loop = PublishLoop(started_shard(schema=small_schema(expire_after_ms=10), store=store, num_shards=1))
     for step in range(3):
         loop.push(*range(300), time_ms=step)
         loop.push(*range(30), table=TOPIC, time_ms=step)

@@ -1,5 +1,6 @@
-"""Any sequence of pushes, commits, failures, kills and restores equals a shard that was never disturbed
-(G11), and whoever reads its deltas ends up with the same rows, never going back on the way (G4)."""
+"""Random pushes, commits, failures, kills and restores. The shard always equals an undisturbed one (G11), and
+a replica that follows its deltas ends with the same rows and never goes back (G4). Guarantees:
+docs/architecture.md."""
 
 from __future__ import annotations
 
@@ -20,12 +21,12 @@ from param_server.server import Shard
 from roostream.errors import UnavailableError
 from roostream.runtime.clock import FakeClock
 from tests.param_server.shard_support import (
-    GO,
     ITEM,
+    NEVER_STOP,
     TOPIC,
     USER,
+    AdmitAtSecondPush,
     Follower,
-    SecondPush,
     gradients_of,
     link_manifest,
     lookup_of,
@@ -42,7 +43,7 @@ SCHEMA = small_schema(expire_after_ms=3000)
 
 
 class Undisturbed:
-    """The same pushes and expiries on a shard to which nothing ever happens."""
+    """A shard that gets the same pushes and expiries without any fault."""
 
     def __init__(self, eviction: EvictionPolicyFactory) -> None:
         self.shard = make_shard(schema=SCHEMA, publishing=False, eviction=eviction)
@@ -50,7 +51,7 @@ class Undisturbed:
         self.client = client_of(self.shard)
         self.seq = 0
 
-    def do(self, event: tuple) -> None:
+    def apply(self, event: tuple) -> None:
         if event[0] == "push":
             _, ids, value, time_ms = event
             lookup = lookup_of({ITEM: ids, USER: ids[:1], TOPIC: ids[1:]})
@@ -67,10 +68,10 @@ def client_of(shard: Shard) -> Client:
     return client
 
 
-pytestmark = pytest.mark.timeout(400)  # long examples, beside other tests
+pytestmark = pytest.mark.timeout(400)  # long examples that run next to other tests
 
 
-class ShardLife(RuleBasedStateMachine):
+class ShardMachine(RuleBasedStateMachine):
     eviction: EvictionPolicyFactory = ExpiryPolicy
 
     def __init__(self) -> None:
@@ -78,7 +79,7 @@ class ShardLife(RuleBasedStateMachine):
         self.blobs, self.store, self.topic = MemoryKeyValueStore(), MemoryStore(), InMemoryRows()
         self.incarnation, self.seq, self.manifests = 0, 0, [""]
         self.events: list[tuple] = []
-        self.committed: list[list[tuple]] = [[]]  # events behind each manifest
+        self.committed: list[list[tuple]] = [[]]  # events up to each manifest
         self.frozen: list[tuple] | None = None
         self.is_written = self.linked = False
         self.now_ms = 0
@@ -93,7 +94,7 @@ class ShardLife(RuleBasedStateMachine):
         self.publisher = Publisher(self.shard, self.topic, FakeClock())
 
     def restore(self, which: int) -> None:
-        """To one of the newest manifests; the ones after it are given up."""
+        """Restore the newest manifest (-1) or an earlier one (-2, ...); later manifests are discarded."""
         which = max(which, -len(self.manifests))
         del (
             self.manifests[len(self.manifests) + which + 1 :],
@@ -107,18 +108,18 @@ class ShardLife(RuleBasedStateMachine):
         self.client = client_of(self.shard)
         self.expected = Undisturbed(self.eviction)
         for event in self.events:
-            self.expected.do(event)
+            self.expected.apply(event)
 
-    def do(self, event: tuple) -> None:
+    def record(self, event: tuple) -> None:
         self.events.append(event)
-        self.expected.do(event)
+        self.expected.apply(event)
 
     @rule(ids=IDS, value=st.floats(-3, 3, width=32), ms=st.integers(0, 1500))
     def push(self, ids: list[int], value: float, ms: int) -> None:
         self.now_ms += ms
         lookup = lookup_of({ITEM: ids, USER: ids[:1], TOPIC: ids[1:]})
         self.client.push(lookup, gradients_of(lookup, value), step=0, time_ms=self.now_ms)
-        self.do(("push", ids, value, self.now_ms))
+        self.record(("push", ids, value, self.now_ms))
 
     @rule(ids=IDS)
     def push_with_a_lost_answer(self, ids: list[int]) -> None:
@@ -129,7 +130,7 @@ class ShardLife(RuleBasedStateMachine):
     @rule()
     def freeze(self) -> None:
         self.shard.freeze(self.seq + 1, self.now_ms)
-        self.do(("expire", self.now_ms))
+        self.record(("expire", self.now_ms))
         self.frozen = list(self.events)
 
     @precondition(lambda self: self.frozen is not None and not self.linked)
@@ -141,7 +142,7 @@ class ShardLife(RuleBasedStateMachine):
             self.is_written = True
         except UnavailableError:
             assert fail_at
-            self.is_written = False  # what an earlier write of the same commit stored is deleted
+            self.is_written = False  # the shard deleted what an earlier write of the same commit had stored
         self.blobs.fail_at(0)
 
     @precondition(lambda self: self.is_written and not self.linked)
@@ -162,7 +163,7 @@ class ShardLife(RuleBasedStateMachine):
     @precondition(lambda self: self.frozen is not None and not self.linked)
     @rule()
     def abort(self) -> None:
-        self.seq += 1  # the number of a commit that was given up is never used again
+        self.seq += 1  # the number of an aborted commit is never used again
         self.shard.abort(self.seq)
         self.frozen, self.is_written = None, False
 
@@ -176,7 +177,7 @@ class ShardLife(RuleBasedStateMachine):
 
     @rule(kill=st.booleans(), which=st.sampled_from([-1, -1, -1, -2]))
     def roll_back(self, kill: bool, which: int) -> None:
-        self.seq += 2  # names of manifests that were given up stay taken
+        self.seq += 2  # numbers of discarded manifests are not reused
         if kill:
             self.start_process()
         self.restore(which)
@@ -185,21 +186,22 @@ class ShardLife(RuleBasedStateMachine):
 
     @rule()
     def publish(self) -> None:
-        with contextlib.suppress(UnavailableError):  # down, or a fault was injected: the next turn makes good
-            self.publisher.turn(GO)
+        # Kafka is down or a fault was injected: the next turn retries
+        with contextlib.suppress(UnavailableError):
+            self.publisher.turn(NEVER_STOP)
 
     @rule(num_messages=st.integers(0, 6))
-    def publish_with_a_fault_in_the_middle(self, num_messages: int) -> None:
+    def publish_with_a_fault_midway(self, num_messages: int) -> None:
         self.topic.fail_after(num_messages)
         self.publish()
 
     @rule(down=st.booleans())
-    def kafka_goes_or_comes(self, down: bool) -> None:
+    def set_kafka_outage(self, down: bool) -> None:
         self.topic.down = down
 
-    @rule(partition=PARTITION, most=st.integers(1, 5))
-    def read_some(self, partition: int, most: int) -> None:
-        if not self.follower.read(partition, most) or self.follower.replica.needs_bootstrap:
+    @rule(partition=PARTITION, max_records=st.integers(1, 5))
+    def read_records(self, partition: int, max_records: int) -> None:
+        if not self.follower.read(partition, max_records) or self.follower.replica.needs_bootstrap:
             self.follower.bootstrap(self.shard)
 
     @rule()
@@ -207,22 +209,22 @@ class ShardLife(RuleBasedStateMachine):
         self.follower.bootstrap(self.shard)
 
     @rule()
-    def a_new_reader(self) -> None:
+    def start_new_replica(self) -> None:
         self.follower = Follower(self.topic)
         self.follower.bootstrap(self.shard)
         self.versions = {}
 
     @rule(partition=PARTITION)
-    def retention(self, partition: int) -> None:
+    def delete_old_records(self, partition: int) -> None:
         self.topic.trim(partition, len(self.topic.values[partition]))
 
     @invariant()
     def equals_the_undisturbed_shard(self) -> None:
         assert state_of(self.shard) == state_of(self.expected.shard)
-        for mine, expected in zip(
+        for table, expected in zip(
             self.shard.tables.values(), self.expected.shard.tables.values(), strict=True
         ):
-            assert mine.eviction.state() == expected.eviction.state()
+            assert table.eviction.state() == expected.eviction.state()
 
     @invariant()
     def versions_of_a_replica_never_go_back(self) -> None:
@@ -233,7 +235,7 @@ class ShardLife(RuleBasedStateMachine):
                 self.versions[stack, bucket] = version
 
     @rule()
-    def readers_have_what_the_shard_has_when_everything_works_again(self) -> None:
+    def replica_equals_the_shard_after_recovery(self) -> None:
         self.topic.down = False
         for _ in range(2):
             self.publish()
@@ -243,13 +245,13 @@ class ShardLife(RuleBasedStateMachine):
         assert all(np.array_equal(read[stack], rows[stack]) for stack in rows)
 
 
-class AdmittingLife(ShardLife):
-    """With a policy that has a state of its own."""
+class ShardMachineWithPolicy(ShardMachine):
+    """The machine with a policy that has its own state."""
 
-    eviction = SecondPush
+    eviction = AdmitAtSecondPush
 
 
-TestShardLife = ShardLife.TestCase
-TestShardLife.settings = settings(max_examples=15, stateful_step_count=40, deadline=None)
-TestAdmittingLife = AdmittingLife.TestCase
-TestAdmittingLife.settings = settings(max_examples=5, stateful_step_count=40, deadline=None)
+TestShardMachine = ShardMachine.TestCase
+TestShardMachine.settings = settings(max_examples=15, stateful_step_count=40, deadline=None)
+TestShardMachineWithPolicy = ShardMachineWithPolicy.TestCase
+TestShardMachineWithPolicy.settings = settings(max_examples=5, stateful_step_count=40, deadline=None)

@@ -1,4 +1,4 @@
-"""Blocks as bytes: the same back, and nothing of a damaged one."""
+"""Row blocks as bytes: they round-trip, and a damaged block is never decoded."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def make_block(
     )
 
 
-def same(a: RowBlock, b: RowBlock) -> bool:
+def equal_blocks(a: RowBlock, b: RowBlock) -> bool:
     pairs = [(a.keys.table_U, b.keys.table_U), (a.keys.id_U, b.keys.id_U), (a.unpublished_K, b.unpublished_K)]
     pairs += [(a.stamp_ms_L, b.stamp_ms_L), (a.rows_LD, b.rows_LD), (a.state_LA, b.state_LA)]
     return all(x.dtype == y.dtype and np.array_equal(x, y) for x, y in pairs)
@@ -43,44 +43,46 @@ IDS = st.lists(st.integers(-(2**63), 2**63 - 1), max_size=9)
 @given(live=IDS, gone=IDS, unpublished=st.booleans())
 def test_blocks_round_trip(live: list[int], gone: list[int], unpublished: bool) -> None:
     block = make_block(live, gone, unpublished)
-    assert same(blocks.decode(blocks.encode(block, KEY), KEY, 2, 1), block)
+    assert equal_blocks(blocks.decode(blocks.encode(block, KEY), KEY, 2, 1), block)
 
 
-def test_every_damaged_byte_is_noticed() -> None:
+def test_every_damaged_byte_is_detected() -> None:
     data = blocks.encode(make_block([1, 2], [3]), KEY)
     for at in range(len(data)):
-        broken = bytearray(data)
-        broken[at] ^= 1
+        damaged = bytearray(data)
+        damaged[at] ^= 1
         with pytest.raises(CheckpointError, match="damaged"):
-            blocks.decode(bytes(broken), KEY, 2, 1)
+            blocks.decode(bytes(damaged), KEY, 2, 1)
 
 
-def test_one_stored_under_another_key_is_noticed() -> None:
+def test_a_block_stored_under_another_key_is_detected() -> None:
     with pytest.raises(CheckpointError, match="damaged"):
         blocks.decode(blocks.encode(make_block([1]), KEY), b"b/1-1/d2-adagrad/00004", 2, 1)
 
 
-def test_another_width_is_refused_with_expected_and_got() -> None:
+def test_a_block_of_another_width_is_refused() -> None:
     with pytest.raises(CheckpointError):
         blocks.decode(blocks.encode(make_block([1]), KEY), KEY, 3, 3)
 
 
-def forge(data: bytes, at: int, value: bytes) -> bytes:
+def forge_with_valid_checksum(data: bytes, at: int, value: bytes) -> bytes:
     body = data[:at] + value + data[at + len(value) : -8]
     return body + blocks.checksum(body, KEY).to_bytes(8, "little")
 
 
-def test_another_version_is_refused_with_expected_and_got() -> None:
+def test_a_block_of_another_version_is_refused() -> None:
     with pytest.raises(CheckpointError):
-        blocks.decode(forge(blocks.encode(make_block([1]), KEY), 4, b"\x09"), KEY, 2, 1)
+        blocks.decode(forge_with_valid_checksum(blocks.encode(make_block([1]), KEY), 4, b"\x09"), KEY, 2, 1)
 
 
 def test_inconsistent_counts_are_refused_before_memory_is_allocated() -> None:
     with pytest.raises(CheckpointError, match="damaged"):
-        blocks.decode(forge(blocks.encode(make_block([1]), KEY), 12, b"\xff\xff\xff\x7f"), KEY, 2, 1)
+        blocks.decode(
+            forge_with_valid_checksum(blocks.encode(make_block([1]), KEY), 12, b"\xff\xff\xff\x7f"), KEY, 2, 1
+        )
 
 
-def test_splitting_by_bucket_keeps_every_key_once_live_ones_first() -> None:
+def test_splitting_by_bucket_keeps_every_key_once_and_live_keys_first() -> None:
     block = make_block([10, 11, 12, 13], [20, 21])
     parts = blocks.split_by_bucket(block, np.array([2, 0, 2, 0, 0, 5]))
     assert sorted(parts) == [0, 2, 5]

@@ -1,4 +1,4 @@
-"""Rows through a real broker: deltas, an outage, and the barrier after a kill."""
+"""The rows topic on a real broker: deltas, an outage, and the barrier after a kill."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from roostream.runtime.kafka.broker import Broker
 from roostream.runtime.kafka.consumer import RecordsGoneError
 from roostream.wire import records as wire
 from tests.param_server.shard_support import (
-    GO,
     ITEM,
-    begun,
+    NEVER_STOP,
     commit,
     gradients_of,
     lookup_of,
     make_shard,
+    started_shard,
     transport_to,
 )
 from tests.trainer.memory_store import MemoryStore
@@ -52,7 +52,7 @@ def topic(stack: object) -> Iterator[KafkaRows]:
     for partition in range(4):
         while True:
             try:
-                topic.bounds(partition, GO)
+                topic.bounds(partition, NEVER_STOP)
                 break
             except UnavailableError as error:
                 backoff.wait(error)
@@ -68,38 +68,39 @@ def push(shard: Shard, incarnation: int, *ids: int) -> None:
 
 
 def values(topic: KafkaRows, partition: int, start: int = 0) -> list[bytes]:
-    return list(topic.read(partition, start, topic.bounds(partition, GO)[1], GO))
+    return list(topic.read(partition, start, topic.bounds(partition, NEVER_STOP)[1], NEVER_STOP))
 
 
-def test_delivers_in_order_and_reads_back(topic: KafkaRows) -> None:
-    before = topic.bounds(1, GO)[1]
+def test_messages_are_delivered_in_order_and_read_back(topic: KafkaRows) -> None:
+    before = topic.bounds(1, NEVER_STOP)[1]
     offsets = topic.deliver(
-        [Message(1, 1, b"a"), Message(5, 1, b"b"), Message(2, 2, b"other partition"), Message(1, 1, b"c")], GO
+        [Message(1, 1, b"a"), Message(5, 1, b"b"), Message(2, 2, b"other partition"), Message(1, 1, b"c")],
+        NEVER_STOP,
     )
     assert [offsets[0], offsets[1], offsets[3]] == [before, before + 1, before + 2]
     assert values(topic, 1, before) == [b"a", b"b", b"c"]
-    assert topic.deliver([], GO) == []
+    assert topic.deliver([], NEVER_STOP) == []
 
 
 def test_an_offset_beyond_the_topic_counts_as_deleted(topic: KafkaRows) -> None:
     with pytest.raises(RecordsGoneError):
-        list(topic.read(3, 1_000_000, 1_000_001, GO))
+        list(topic.read(3, 1_000_000, 1_000_001, NEVER_STOP))
 
 
 def test_a_successor_withdraws_uncommitted_rows(topic: KafkaRows) -> None:
     blobs, store = MemoryKeyValueStore(), MemoryStore()
-    shard = begun(blobs=blobs, store=store)
+    shard = started_shard(blobs=blobs, store=store)
     publisher = Publisher(shard, topic, SystemClock())
     push(shard, 1, 1, 2)
-    publisher.turn(GO)
+    publisher.turn(NEVER_STOP)
     name = commit(shard, store, 1)
     shard.restore(2, name)
-    publisher.turn(GO)
+    publisher.turn(NEVER_STOP)
     push(shard, 2, 2, 3)
-    publisher.turn(GO)
-    again = make_shard(blobs, store)
-    again.restore(3, name)
-    Publisher(again, topic, SystemClock()).turn(GO)
+    publisher.turn(NEVER_STOP)
+    restarted = make_shard(blobs, store)
+    restarted.restore(3, name)
+    Publisher(restarted, topic, SystemClock()).turn(NEVER_STOP)
     found = [
         wire.decode(v)[1] for p in range(4) for v in values(topic, p) if wire.kind_of(v) == wire.ROW_DELTA
     ]
@@ -107,10 +108,10 @@ def test_a_successor_withdraws_uncommitted_rows(topic: KafkaRows) -> None:
     assert {i: d.num_tombstones for d in last for i in d.ids} == {2: 0, 3: 1}  # type: ignore[attr-defined]
 
 
-def test_rows_wait_for_a_broker_that_was_killed(stack: object, topic: KafkaRows) -> None:
-    shard = begun()
+def test_rows_are_published_after_a_killed_broker_is_back(stack: object, topic: KafkaRows) -> None:
+    shard = started_shard()
     publisher = Publisher(shard, topic, SystemClock(), interval_ms=50)
-    publisher.turn(GO)
+    publisher.turn(NEVER_STOP)
     before = publisher.num_keys
     stop = threading.Event()
     thread = threading.Thread(target=publisher.run, args=(stop,))

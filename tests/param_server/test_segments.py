@@ -1,4 +1,5 @@
-"""Segments: states that can be read back whole, and damage that is never loaded (G5)."""
+"""Segments: a state can be read back whole, and a damaged one is never loaded (guarantee G5,
+docs/architecture.md)."""
 
 from __future__ import annotations
 
@@ -14,10 +15,10 @@ from roostream.errors import CheckpointError, UnavailableError
 from tests.param_server.segment_support import STACK, Writer, bucket_of, changes, make_segments, state
 
 
-def test_a_state_is_its_segments_newest_entry_of_each_key() -> None:
+def test_a_state_has_the_newest_entry_of_each_key() -> None:
     segments = make_segments()
     first = segments.write("1-1", changes({1: 1.0, 2: 2.0, 3: 3.0}), ())
-    second = segments.write("2-1", changes({2: 20.0, 4: 4.0}, gone=[1]), first)
+    second = segments.write("2-1", changes({2: 20.0, 4: 4.0}, deleted=[1]), first)
     assert state(segments, first) == {1: 1.0, 2: 2.0, 3: 3.0}
     assert state(segments, second) == {2: 20.0, 3: 3.0, 4: 4.0}
     assert [s.name for s in second] == ["1-1", "2-1"] and second[1].rows == 3
@@ -31,24 +32,24 @@ def test_a_commit_without_changes_has_the_segments_of_the_one_before() -> None:
     assert writer.commit({}) == writer.live
 
 
-def test_a_long_list_is_written_anew_bucket_by_bucket_and_nothing_is_lost() -> None:
+def test_a_long_segment_list_is_rewritten_bucket_by_bucket_and_nothing_is_lost() -> None:
     writer, rng = Writer(), np.random.default_rng(0)
     sizes, written = [], []
     for seq in range(1, 150):
         rows = {int(i): float(seq) for i in rng.integers(0, 400, 6)}
-        gone = [i for i in range(400, 404) if seq % 3 == 0]
+        deleted = [i for i in range(400, 404) if seq % 3 == 0]
         rows |= {i: float(seq) for i in range(400, 404) if seq % 3 == 1}
-        live = writer.commit(rows, gone)
+        live = writer.commit(rows, deleted)
         assert state(writer.segments, live) == writer.rows
         sizes.append(len(live))
         written.append(live[-1].rows)
     assert max(sizes) <= FEW_SEGMENTS + 8 + 1, (
-        "after as many commits as there are buckets nothing of the first is needed"
+        "after one commit per bucket, the first segment must not be needed any more"
     )
-    assert max(written[20:]) <= 0.4 * len(writer.rows), "no commit writes everything"
+    assert max(written[20:]) <= 0.4 * len(writer.rows), "no commit may rewrite everything"
 
 
-def test_a_list_of_few_changes_ends_too() -> None:
+def test_a_segment_list_of_few_changes_is_bounded_too() -> None:
     writer = Writer()
     writer.commit({n: 1.0 for n in range(300)})
     sizes = [len(writer.commit({n % 3: float(n)})) for n in range(120)]
@@ -65,17 +66,17 @@ def test_deleted_rows_of_a_bucket_do_not_return_from_older_segments() -> None:
 
 
 def test_deleted_rows_stay_deleted_when_their_segment_is_dropped() -> None:
-    """The row's segment is still needed for another bucket; the one that says that it is gone is not needed
+    """Another bucket still needs the segment with the row. The segment with the row's tombstone is not needed
     any more."""
     first, other = (next(n for n in range(100) if bucket_of(n) == bucket) for bucket in (1, 2))
     segments = make_segments()
     live = segments.write("1-1", changes({first: 1.0, other: 1.0}), ())
-    live = segments.write("2-1", changes({}, gone=[first]), live)
+    live = segments.write("2-1", changes({}, deleted=[first]), live)
     live = segments.write("3-1", changes({}), live, complete=frozenset({1}))
     assert [s.name for s in live] == ["1-1", "3-1"] and state(segments, live) == {other: 1.0}
 
 
-def test_only_the_newest_segments_marks_count() -> None:
+def test_only_the_marks_of_the_newest_segment_count() -> None:
     segments = make_segments()
     live = segments.write("1-1", changes({1: 1.0}, unpublished=True), ())
     live = segments.write("2-1", changes({2: 1.0}, unpublished=True), live)
@@ -111,7 +112,9 @@ def test_an_uncommitted_segment_is_deleted_at_a_restore_or_with_the_next_commit(
         make_segments(store).write(name, changes({2: 1.0}), live)
     segments = make_segments(store)
     segments.note_restored(Commit(1, 1, live))
-    assert len(list(store.keys(b"d/"))) == 4, "which manifests there are is not known"
+    assert len(list(store.keys(b"d/"))) == 4, (
+        "nothing may be deleted while the existing manifests are unknown"
+    )
     segments.note_restored(Commit(1, 1, live), {1, 3})
     assert list(store.keys(b"d/")) == [b"d/1-1", b"d/3-2"] and not list(store.keys(b"b/2-1/"))
     live = segments.write("3-3", changes({2: 3.0}), live)
@@ -119,7 +122,7 @@ def test_an_uncommitted_segment_is_deleted_at_a_restore_or_with_the_next_commit(
     assert list(store.keys(b"d/")) == [b"d/1-1", b"d/3-3"]
 
 
-def test_a_segment_that_is_given_up_leaves_nothing_and_a_full_disk_only_delays_that(
+def test_a_discarded_segment_leaves_nothing_and_a_full_disk_only_delays_its_deletion(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     store = MemoryKeyValueStore()
@@ -134,7 +137,7 @@ def test_a_segment_that_is_given_up_leaves_nothing_and_a_full_disk_only_delays_t
     assert store.data == before
 
 
-def test_going_back_forgets_the_commits_after() -> None:
+def test_a_rollback_drops_the_later_commits() -> None:
     segments, live = make_segments(), ()
     commits = []
     for seq in (1, 2, 3):
@@ -142,7 +145,7 @@ def test_going_back_forgets_the_commits_after() -> None:
         commits.append(Commit(seq, 1, live))
         segments.commit(commits[-1])
     segments.note_restored(commits[1])
-    assert segments.history() == commits, "a restore writes nothing"
+    assert segments.history() == commits, "a restore may write nothing"
     assert state(segments, commits[1].segments) == {1: 1.0, 2: 1.0}
     live = segments.write("3-2", changes({9: 1.0}), commits[1].segments)
     segments.commit(Commit(3, 2, live))
@@ -150,14 +153,14 @@ def test_going_back_forgets_the_commits_after() -> None:
 
 
 def test_a_commit_known_only_by_its_manifest_is_kept() -> None:
-    """The process that wrote it was killed before it heard of the commit."""
+    """The process that wrote the commit was killed before it learned that the manifest was linked."""
     store = MemoryKeyValueStore()
     live = make_segments(store).write("1-1", changes({1: 1.0}), ())
-    again = make_segments(store)
-    again.note_restored(Commit(1, 1, live))
-    second = again.write("2-2", changes({n: 1.0 for n in range(50)}), live)
-    again.commit(Commit(2, 2, second))
-    assert [c.seq for c in again.history()] == [1, 2] and state(again, live) == {1: 1.0}
+    restarted = make_segments(store)
+    restarted.note_restored(Commit(1, 1, live))
+    second = restarted.write("2-2", changes({n: 1.0 for n in range(50)}), live)
+    restarted.commit(Commit(2, 2, second))
+    assert [c.seq for c in restarted.history()] == [1, 2] and state(restarted, live) == {1: 1.0}
 
 
 @pytest.mark.parametrize("nth", [1, 2, 3])
@@ -174,29 +177,29 @@ def test_a_full_disk_leaves_the_committed_state_only(nth: int) -> None:
 
 
 def test_segments_are_synced_before_a_manifest_names_them() -> None:
-    class Noting(MemoryKeyValueStore):
+    class RecordingStore(MemoryKeyValueStore):
         def write(
             self, puts: Iterable[tuple[bytes, bytes]], deletes: Iterable[bytes] = (), *, sync: bool = False
         ) -> None:
-            given = list(puts)
-            super().write(given, deletes, sync=sync)
-            noted.append((sync, [key for key, _ in given]))
+            puts_ = list(puts)
+            super().write(puts_, deletes, sync=sync)
+            writes.append((sync, [key for key, _ in puts_]))
 
-    noted: list[tuple[bool, list[bytes]]] = []
-    segments = make_segments(Noting())
+    writes: list[tuple[bool, list[bytes]]] = []
+    segments = make_segments(RecordingStore())
     live = segments.write("1-1", changes({n: 1.0 for n in range(30)}), (), {STACK: b"known"})
-    assert noted[-1][0] and noted[-1][1][-1] == b"d/1-1", (
-        "the directory comes with the last write, and that one is synced"
+    assert writes[-1][0] and writes[-1][1][-1] == b"d/1-1", (
+        "the directory must come with the last write, which must be synced"
     )
-    noted.clear()
+    writes.clear()
     segments.commit(Commit(1, 1, live))
-    assert (True, [b"history"]) in noted
+    assert (True, [b"history"]) in writes
 
 
-def test_g5_any_flipped_byte_or_absent_or_exchanged_part_of_a_segment_is_noticed() -> None:
+def test_g5_any_flipped_absent_or_exchanged_part_of_a_segment_is_detected() -> None:
     store = MemoryKeyValueStore()
     segments = make_segments(store)
-    live = segments.write("1-1", changes({n: float(n) for n in range(20)}, gone=[99]), ())
+    live = segments.write("1-1", changes({n: float(n) for n in range(20)}, deleted=[99]), ())
     segments.write("2-1", changes({1: 2.0}), live)
     (other,) = store.keys(b"b/2-1/")
     for key in [*store.keys(b"b/1-1/"), b"d/1-1"]:
@@ -229,15 +232,17 @@ def test_a_future_format_is_refused() -> None:
 def test_removed_stacks_are_still_readable_by_name() -> None:
     store = MemoryKeyValueStore()
     live = make_segments(store).write("1-1", changes({1: 1.0}), ())
-    now = Segments(store, {"d3-adagrad": (3, 3)}, 8)
-    assert [part.stack for part in now.read(live)] == [STACK] and state(now, live) == {1: 1.0}
-    assert list(now.read(live, {"d3-adagrad": range(8)})) == [], "who asks for certain rows knows their stack"
-    assert now.check(live, range(8)) == {}
+    current = Segments(store, {"d3-adagrad": (3, 3)}, 8)
+    assert [part.stack for part in current.read(live)] == [STACK] and state(current, live) == {1: 1.0}
+    assert list(current.read(live, {"d3-adagrad": range(8)})) == [], (
+        "a read of certain stacks must not return other ones"
+    )
+    assert current.check(live, range(8)) == {}
     store.data[key] = store.data[key := next(k for k in store.data if k.startswith(b"b/"))][:-1] + b"x"
-    assert list(now.check(live, range(8))) == [key[2:].decode().replace("0000", "")]
+    assert list(current.check(live, range(8))) == [key[2:].decode().replace("0000", "")]
 
 
-def test_a_damaged_list_of_commits_is_begun_anew(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_list_of_commits_starts_anew(caplog: pytest.LogCaptureFixture) -> None:
     store = MemoryKeyValueStore()
     segments = make_segments(store)
     live = segments.write("1-1", changes({1: 1.0}), ())
@@ -254,8 +259,7 @@ def test_as_many_commits_are_kept_as_the_settings_say() -> None:
     assert [commit.seq for commit in writer.segments.history()] == [3, 4]
 
 
-# Damage of committed rows: found while memory has them, healed from there, and told by name where it is too
-# late (G5)
+# Damage of committed rows (G5): found and repaired while memory has the rows, and otherwise reported by name
 
 
 def damage(store: MemoryKeyValueStore, key: bytes) -> None:
@@ -263,14 +267,14 @@ def damage(store: MemoryKeyValueStore, key: bytes) -> None:
     store.data[key] = data[:10] + bytes([data[10] ^ 1]) + data[11:]
 
 
-@pytest.mark.parametrize("kind", ["block", "absent block", "directory", "residency"])
+@pytest.mark.parametrize("damaged_part", ["block", "absent block", "directory", "residency"])
 def test_g5_a_damaged_segment_is_found_and_rewritten_from_memory(
-    kind: str, caplog: pytest.LogCaptureFixture
+    damaged_part: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = MemoryKeyValueStore()
     writer = Writer(store)
     writer.commit({n: 1.0 for n in range(100)})
-    match kind:
+    match damaged_part:
         case "block":
             damage(store, next(store.keys(b"b/1-1/")))
         case "absent block":
@@ -294,7 +298,7 @@ def test_g5_a_damaged_segment_is_found_and_rewritten_from_memory(
     assert writer.segments.check(writer.live, range(8)) == {}
 
 
-def test_nothing_is_deleted_while_something_is_damaged() -> None:
+def test_nothing_is_deleted_while_a_segment_is_damaged() -> None:
     store = MemoryKeyValueStore()
     writer = Writer(store)
     writer.commit({n: 1.0 for n in range(100)})
@@ -310,9 +314,8 @@ def test_nothing_is_deleted_while_something_is_damaged() -> None:
     assert state(make_segments(store), writer.live) == writer.rows
 
 
-def test_a_segment_is_read_back_before_what_it_replaces_is_deleted() -> None:
-    """Every row is written anew by commit 2; when commit 1 leaves the kept ones, commit 2's segment must be
-    known to be good."""
+def test_a_segment_is_verified_before_those_it_replaces_are_deleted() -> None:
+    """Commit 2 rewrites every row. Its segment must be known to be intact before commit 1 is dropped."""
     store = MemoryKeyValueStore()
     writer = Writer(store)
     first = writer.commit({n: 1.0 for n in range(100)})
@@ -323,20 +326,20 @@ def test_a_segment_is_read_back_before_what_it_replaces_is_deleted() -> None:
         writer.commit({n: 2.0})
     damage(store, next(k for k in store.keys(b"b/2-1/") if bucket_of(0) != int(k[-5:])))
     writer.commit({0: 2.0})
-    assert writer.segments.damaged and state(writer.segments, first), "the older state is still there"
+    assert writer.segments.damaged and state(writer.segments, first), "the older state must be kept"
     writer.commit({0: 3.0})
     assert not writer.segments.damaged and state(make_segments(store), writer.live) == writer.rows
 
 
-def test_a_segment_is_read_back_whole_only_once() -> None:
-    class Counting(MemoryKeyValueStore):
+def test_a_new_segment_is_verified_whole_only_once() -> None:
+    class CountingStore(MemoryKeyValueStore):
         reads = 0
 
         def get(self, key: bytes) -> bytes | None:
             self.reads += key.startswith(b"b/")
             return super().get(key)
 
-    store = Counting()
+    store = CountingStore()
     writer = Writer(store)
     writer.commit({n: 1.0 for n in range(100)})
     reads = []
@@ -344,35 +347,35 @@ def test_a_segment_is_read_back_whole_only_once() -> None:
         store.reads = 0
         writer.commit({})
         reads.append(store.reads)
-    assert reads == [1] * 5, "one bucket with each commit"
+    assert reads == [1] * 5, "every later commit must verify one bucket"
 
 
-def test_a_store_that_can_t_be_read_now_is_not_damaged() -> None:
-    class Away(MemoryKeyValueStore):
-        away = False
+def test_an_unreadable_store_is_unavailable_and_not_damaged() -> None:
+    class UnavailableStore(MemoryKeyValueStore):
+        is_unavailable = False
 
         def get(self, key: bytes) -> bytes | None:
-            if self.away and key.startswith((b"b/", b"d/")):
+            if self.is_unavailable and key.startswith((b"b/", b"d/")):
                 raise UnavailableError("the mount is gone")
             return super().get(key)
 
-    store = Away()
+    store = UnavailableStore()
     writer = Writer(store)
     writer.commit({n: 1.0 for n in range(100)})
-    store.away = True
+    store.is_unavailable = True
     with pytest.raises(UnavailableError):
         writer.segments.commit(Commit(2, 1, writer.live))
     with pytest.raises(UnavailableError):
         state(writer.segments, writer.live)
-    store.away = False
+    store.is_unavailable = False
     assert not writer.segments.damaged and state(writer.segments, writer.live) == writer.rows
 
 
-# Rows that are lost, and accepted to be
+# Accepted losses
 
 
-def lossy(store: MemoryKeyValueStore) -> tuple[Writer, bytes]:
-    """Commits, and a key of a block of the first one that is damaged by now."""
+def writer_with_damage(store: MemoryKeyValueStore) -> tuple[Writer, bytes]:
+    """A writer with two commits, and the key of a damaged block of the first one."""
     writer = Writer(store)
     writer.commit({n: 1.0 for n in range(100)})
     writer.commit({n: 2.0 for n in range(100, 110)})
@@ -383,27 +386,27 @@ def lossy(store: MemoryKeyValueStore) -> tuple[Writer, bytes]:
 
 def test_lost_rows_are_reported_with_the_setting_that_accepts_the_loss() -> None:
     store = MemoryKeyValueStore()
-    writer, key = lossy(store)
+    writer, key = writer_with_damage(store)
     assert "restore again" in writer.segments.explain_damage(writer.live[1:])
     bucket = int(key[-5:])
     rows = sum(bucket_of(n) == bucket for n in range(100))
-    said = writer.segments.explain_damage(writer.live)
+    message = writer.segments.explain_damage(writer.live)
     assert (
-        f"1-1/{STACK}/{bucket} (about {rows} rows)" in said
-        and f'accept_lost_rows = ["1-1/{STACK}/{bucket}"]' in said
+        f"1-1/{STACK}/{bucket} (about {rows} rows)" in message
+        and f'accept_lost_rows = ["1-1/{STACK}/{bucket}"]' in message
     )
-    assert "reset" not in said
+    assert "reset" not in message
     for other in store.keys(b"b/"):
         damage(store, other)
     damage(store, key)
-    few = Segments(store, {STACK: (2, 2)}, 8).explain_damage(writer.live)
-    assert "more parts" in few and 'accept_lost_rows = ["1-1", "2-1"]' in few
+    shortened = Segments(store, {STACK: (2, 2)}, 8).explain_damage(writer.live)
+    assert "more parts" in shortened and 'accept_lost_rows = ["1-1", "2-1"]' in shortened
 
 
 @pytest.mark.parametrize("accepted", ["1-1", f"1-1/{STACK}", f"1-1/{STACK}/BUCKET", "the directory"])
-def test_accepted_rows_begin_anew_and_the_next_commit_needs_no_acceptance(accepted: str) -> None:
+def test_rows_accepted_as_lost_start_anew_and_the_next_commit_needs_no_acceptance(accepted: str) -> None:
     store = MemoryKeyValueStore()
-    writer, key = lossy(store)
+    writer, key = writer_with_damage(store)
     bucket = int(key[-5:])
     lost = {n for n in range(100) if bucket_of(n) == bucket}
     if accepted == "the directory":

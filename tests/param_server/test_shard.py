@@ -1,4 +1,4 @@
-"""One shard: what it answers and what it refuses."""
+"""A single shard: what it answers and what it refuses."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from tests.param_server.shard_support import (
     ITEM,
     ROWWISE,
     USER,
-    begun,
     commit,
     keys,
     link_manifest,
     make_shard,
     small_schema,
+    started_shard,
     state_of,
     table_id,
 )
@@ -47,13 +47,13 @@ from tests.trainer.memory_store import MemoryStore
 
 
 def test_every_metric_of_a_shard_has_a_help_text() -> None:
-    shard = begun()
+    shard = started_shard()
     publisher = Publisher(shard, InMemoryRows(), FakeClock())
     assert metrics_of(shard, publisher).keys() == METRICS.keys()
 
 
 def test_reading_an_unknown_row_gives_its_initial_value_and_creates_none() -> None:
-    shard = begun()
+    shard = started_shard()
     table = small_schema().table_by_name[USER]
     expected = initial_rows(
         0, np.full(2, table.id, np.uint32), np.array([7, -7], np.int64), 4, table.init_scale
@@ -63,7 +63,7 @@ def test_reading_an_unknown_row_gives_its_initial_value_and_creates_none() -> No
 
 
 def test_the_first_push_creates_a_row_from_its_initial_value() -> None:
-    shard = begun()
+    shard = started_shard()
     before = pull(shard, ITEM, 1)
     gradient = np.array([[1, -2, 0, 4]], np.float32)
     push(shard, 1, ids=(1,), gradient_UD=gradient)
@@ -76,13 +76,13 @@ def test_the_first_push_creates_a_row_from_its_initial_value() -> None:
     assert shard.stats()["rows"] == {ADAGRAD: 1, ROWWISE: 0}
 
 
-def test_tables_of_a_stack_move_by_their_own_rates() -> None:
+def test_each_table_of_a_stack_uses_its_own_learning_rate() -> None:
     label = [{"name": "click", "action": "click"}]
     rules = ({"name": "adagrad", "learning_rate": 0.5}, {"name": "adagrad", "initial_accumulator": 1.0})
     schema = schema_from_dict(
         {"tables": {ITEM: {"dim": 4, "rule": rules[0]}, USER: {"dim": 4, "rule": rules[1]}}, "label": label}
     )
-    shard = begun(schema=schema)
+    shard = started_shard(schema=schema)
     keys_2 = [np.array([table_id(ITEM), table_id(USER)], np.uint32), np.array([1, 1], np.int64)]
     header = {"incarnation": 1, "stacks": [ADAGRAD]}
     (before,) = ShardRpcHandler(shard).handle("pull", header, keys_2)[1]
@@ -101,14 +101,14 @@ def test_tables_of_a_stack_move_by_their_own_rates() -> None:
 
 
 def test_a_push_is_applied_once_and_none_after_a_lost_one() -> None:
-    shard = begun()
+    shard = started_shard()
     assert push(shard, 1) is True
     before = state_of(shard)
     assert push(shard, 1) is False
     assert state_of(shard) == before
     assert shard.stats()["repeats"] == 1 and shard.stats()["pushes"] == 1
     with pytest.raises(FencedError):
-        push(shard, 3)  # the second was lost
+        push(shard, 3)  # push 2 was lost
 
 
 @pytest.mark.parametrize("incarnation", [0, 2, 4])
@@ -121,7 +121,7 @@ def test_another_incarnation_may_not_push(incarnation: int) -> None:
 
 
 def test_readers_outside_training_pull_with_incarnation_0() -> None:
-    shard = begun()
+    shard = started_shard()
     assert pull(shard, ITEM, 1, incarnation=0).shape == (1, 4)
     with pytest.raises(FencedError):
         pull(shard, ITEM, 1, incarnation=7)
@@ -137,11 +137,11 @@ def test_nothing_is_answered_before_restore() -> None:
     assert shard.stats()["ready"] is False
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_a_push_with_a_non_finite_gradient_is_refused(bad: float) -> None:
-    shard = begun()
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_a_push_with_a_non_finite_gradient_is_refused(value: float) -> None:
+    shard = started_shard()
     gradient_UD = np.ones((2, 4), np.float32)
-    gradient_UD[1, 3] = bad
+    gradient_UD[1, 3] = value
     with pytest.raises(WireError) as caught:
         push(shard, 1, gradient_UD=gradient_UD)
     assert caught.value.reason == "non_finite"
@@ -157,7 +157,7 @@ def test_a_push_with_a_non_finite_gradient_is_refused(bad: float) -> None:
     ],
 )
 def test_a_gradient_of_another_shape_is_refused(gradient_UD: np.ndarray, expected: str) -> None:
-    shard = begun()
+    shard = started_shard()
     with pytest.raises(WireError, match=expected):
         push(shard, 1, gradient_UD=gradient_UD)
     assert state_of(shard) == {}
@@ -185,15 +185,15 @@ ONE = [np.array([table_id(ITEM)], np.uint32), np.array([1], np.int64)]
         ({"incarnation": 1 << 70, "stacks": [ADAGRAD]}, ONE, WireError, "expected an integer"),
     ],
 )
-def test_a_pull_that_doesn_t_fit_is_refused(
+def test_an_invalid_pull_is_refused(
     header: dict[str, Any], arrays: list[np.ndarray], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
-        ShardRpcHandler(begun()).handle("pull", header, arrays)
+        ShardRpcHandler(started_shard()).handle("pull", header, arrays)
 
 
 def test_an_unknown_call_or_command_is_refused() -> None:
-    shard = begun()
+    shard = started_shard()
     with pytest.raises(RoostreamError):
         ShardRpcHandler(shard).handle("drop", {}, [])
     with pytest.raises(RoostreamError):
@@ -201,13 +201,13 @@ def test_an_unknown_call_or_command_is_refused() -> None:
 
 
 def test_a_reader_gets_rows_with_their_versions_and_creates_none() -> None:
-    shard = begun()
+    shard = started_shard()
     push(shard, 1)
     publisher = Publisher(shard, InMemoryRows(), FakeClock())
     publisher.turn(threading.Event())
-    asked = keys(ITEM, 1, 2, 3)
+    requested = keys(ITEM, 1, 2, 3)
     header, (rows_UD, there_U, sequence_U) = ShardRpcHandler(shard).handle(
-        "read", {"stacks": [ADAGRAD]}, [asked.table_U, asked.id_U]
+        "read", {"stacks": [ADAGRAD]}, [requested.table_U, requested.id_U]
     )
     assert header == {"incarnation": 1} and there_U.tolist() == [1, 1, 0]
     assert rows_UD.tobytes() == pull(shard, ITEM, 1, 2, 3).tobytes()
@@ -220,7 +220,7 @@ def test_a_reader_gets_rows_with_their_versions_and_creates_none() -> None:
 
 
 def test_a_reader_gets_no_row_that_may_not_be_published() -> None:
-    shard = begun()
+    shard = started_shard()
     push(shard, 1)
     table = shard.tables[ADAGRAD]
     table.embeddings.rows_ND[table.index.find(keys(ITEM, 1))] = np.nan
@@ -229,14 +229,15 @@ def test_a_reader_gets_no_row_that_may_not_be_published() -> None:
     assert rows.rows_UD[0].tobytes() == table.embeddings.gather_at(keys(ITEM, 1), np.array([-1])).tobytes()
 
 
-# One shard's commits, restores and incarnations: exact to the bit, and nothing damaged is ever loaded (G5)
+# Commits, restores and incarnations of one shard: bit-exact, and nothing damaged is ever loaded (guarantee
+# G5, docs/architecture.md)
 
 
 @pytest.mark.parametrize("publishing", [True, False])
 def test_rows_expire_at_a_freeze_and_return_with_a_rollback(publishing: bool) -> None:
     blobs, store = MemoryKeyValueStore(), MemoryStore()
     schema = small_schema(expire_after_ms=5000)
-    shard = begun(blobs=blobs, store=store, schema=schema, publishing=publishing)
+    shard = started_shard(blobs=blobs, store=store, schema=schema, publishing=publishing)
     push(shard, 1, ITEM, (1,), time_ms=1000)
     push(shard, 2, USER, (1,), time_ms=1000)
     push(shard, 3, ITEM, (2,), time_ms=4000)
@@ -244,21 +245,21 @@ def test_rows_expire_at_a_freeze_and_return_with_a_rollback(publishing: bool) ->
     assert len(before) == 3
     second = commit(shard, store, 2, watermark_ms=6001)
     assert len(state_of(shard)) == 2
-    again = make_shard(blobs, store, schema=schema, publishing=publishing)
-    again.restore(2, second)
-    assert state_of(again) == state_of(shard)
+    restarted = make_shard(blobs, store, schema=schema, publishing=publishing)
+    restarted.restore(2, second)
+    assert state_of(restarted) == state_of(shard)
     shard.freeze(3, 100_000)
     assert len(state_of(shard)) == 1
     shard.restore(2, second)
-    assert state_of(shard) == state_of(again)
-    again.restore(3, first)
-    assert state_of(again) == before
+    assert state_of(shard) == state_of(restarted)
+    restarted.restore(3, first)
+    assert state_of(restarted) == before
 
 
 def test_an_accepted_loss_applies_to_one_restore() -> None:
-    """Of rows that were lost nobody knows what readers have; of those of a whole commit they do."""
+    """A restore that loses rows makes replicas bootstrap. The next restore of a complete commit must not."""
     blobs, store = MemoryKeyValueStore(), MemoryStore()
-    shard = begun(blobs=blobs, store=store)
+    shard = started_shard(blobs=blobs, store=store)
     push(shard, 1)
     name = commit(shard, store, 1)
     shard.segments.lost.add("1-1/lost")
@@ -271,8 +272,8 @@ def test_an_accepted_loss_applies_to_one_restore() -> None:
     )
 
 
-def test_a_row_that_expired_begins_again_at_its_initial_value_and_event_time_never_goes_back() -> None:
-    shard = begun(schema=small_schema(expire_after_ms=10))
+def test_an_expired_row_restarts_at_its_initial_value_and_event_time_never_goes_back() -> None:
+    shard = started_shard(schema=small_schema(expire_after_ms=10))
     push(shard, 1, ITEM, (1,), time_ms=1)
     first = pull(shard, ITEM, 1)
     shard.freeze(1, 1000)
@@ -286,7 +287,7 @@ def test_a_row_that_expired_begins_again_at_its_initial_value_and_event_time_nev
 
 def test_steps_of_a_commit_out_of_order_are_refused_and_change_nothing() -> None:
     store = MemoryStore()
-    shard = begun(store=store)
+    shard = started_shard(store=store)
     push(shard, 1)
     for step in (lambda: shard.write(1), lambda: shard.commit(1)):
         with pytest.raises(CheckpointError):
@@ -303,7 +304,7 @@ def test_steps_of_a_commit_out_of_order_are_refused_and_change_nothing() -> None
 
 def test_an_abort_ends_all_freezes_up_to_it() -> None:
     store = MemoryStore()
-    shard = begun(store=store)
+    shard = started_shard(store=store)
     push(shard, 1)
     shard.freeze(7, 0)
     shard.abort(8)
@@ -319,7 +320,7 @@ def test_an_abort_ends_all_freezes_up_to_it() -> None:
 
 def test_a_commit_holds_even_if_old_segments_can_t_be_deleted(caplog: pytest.LogCaptureFixture) -> None:
     blobs, store = MemoryKeyValueStore(), MemoryStore()
-    shard = begun(blobs=blobs, store=store)
+    shard = started_shard(blobs=blobs, store=store)
     push(shard, 1)
     shard.freeze(1, 0)
     shard.write(1)
@@ -359,31 +360,31 @@ def test_a_commit_by_its_commands() -> None:
     }
 
 
-# What can't be restored
+# Manifests and segments that can't be restored
 
 
 def test_g5_a_damaged_segment_is_refused_and_the_manifest_before_it_works() -> None:
     blobs, store = MemoryKeyValueStore(), MemoryStore()
-    shard = begun(blobs=blobs, store=store)
+    shard = started_shard(blobs=blobs, store=store)
     push(shard, 1, ITEM, (1, 2, 3))
     first, committed = commit(shard, store, 1), state_of(shard)
     push(shard, 2, ITEM, (4, 5))
     second = commit(shard, store, 2)
     key = next(iter(blobs.keys(b"b/2-1/")))
     blobs.data[key] = blobs.data[key][:-9] + b"\x00" + blobs.data[key][-8:]
-    again = make_shard(blobs, store)
+    restarted = make_shard(blobs, store)
     with pytest.raises(CheckpointError, match="damaged"):
-        again.restore(2, second)
-    assert not again.ready
+        restarted.restore(2, second)
+    assert not restarted.ready
     with pytest.raises(UnavailableError):
-        pull(again, ITEM, 1)
-    again.restore(3, first)
-    assert state_of(again) == committed
+        pull(restarted, ITEM, 1)
+    restarted.restore(3, first)
+    assert state_of(restarted) == committed
 
 
-def test_g5_a_survivor_that_finds_damage_in_the_middle_reads_everything_the_next_time() -> None:
+def test_g5_a_shard_that_found_damage_during_a_restore_reads_everything_the_next_time() -> None:
     blobs, store = MemoryKeyValueStore(), MemoryStore()
-    shard = begun(blobs=blobs, store=store)
+    shard = started_shard(blobs=blobs, store=store)
     push(shard, 1, ITEM, tuple(range(40)))
     name, committed = commit(shard, store, 1), state_of(shard)
     push(shard, 2, ITEM, tuple(range(30)))
@@ -406,15 +407,17 @@ def test_g5_a_survivor_that_finds_damage_in_the_middle_reads_everything_the_next
         ({"seed": 9}, "seed = 9"),
     ],
 )
-def test_a_manifest_of_another_arrangement_is_refused(changes: dict[str, Any], message: str) -> None:
+def test_a_manifest_with_other_numbers_of_shards_buckets_or_partitions_is_refused(
+    changes: dict[str, Any], message: str
+) -> None:
     store = MemoryStore()
     name = link_manifest(store, 1, 1, [{"segments": [], "rows_end": {}}], **changes)
     with pytest.raises(ConfigError, match=message):
         make_shard(store=store).restore(1, name)
 
 
-def test_a_manifest_that_is_absent_is_refused_and_fences_all_the_same() -> None:
-    shard = begun()
+def test_an_absent_manifest_is_refused_but_still_fences_the_old_incarnation() -> None:
+    shard = started_shard()
     with pytest.raises(CheckpointError, match="absent"):
         shard.restore(2, "manifests/00000009")
     with pytest.raises(FencedError):
@@ -427,7 +430,7 @@ def test_a_manifest_that_is_absent_is_refused_and_fences_all_the_same() -> None:
 
 def test_a_shard_without_readers_commits_only_what_changed() -> None:
     store = MemoryStore()
-    shard = begun(store=store, publishing=False)
+    shard = started_shard(store=store, publishing=False)
     push(shard, 1, ITEM, (1, 2))
     commit(shard, store, 1)
     assert shard.freeze(2, 0)["rows"] == 0

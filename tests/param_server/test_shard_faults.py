@@ -1,4 +1,4 @@
-"""One shard while its disk is full, its segments are damaged, or a step of its own ends half-way."""
+"""A shard with a full disk, damaged segments, or a step that fails midway."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from tests.param_server.shard_support import (
     ROWWISE,
     TOPIC,
     Follower,
-    Loop,
-    begun,
+    PublishLoop,
     commit,
     keys,
     make_shard,
     small_schema,
+    started_shard,
     state_of,
 )
 from tests.param_server.shard_support import pull_from as pull
@@ -34,7 +34,7 @@ from tests.trainer.memory_store import MemoryStore
 
 
 class FullDisk(MemoryKeyValueStore):
-    """Refuses every write while `full`, as long as it would take room."""
+    """A store that refuses every write while `full` is set."""
 
     full = False
 
@@ -53,9 +53,9 @@ def segments_of(blobs: MemoryKeyValueStore) -> set[str]:
 # A full disk
 
 
-def test_a_commit_that_is_given_up_leaves_no_segment() -> None:
+def test_an_aborted_commit_leaves_no_segment() -> None:
     blobs, store = MemoryKeyValueStore(), MemoryStore()
-    shard = begun(blobs=blobs, store=store)
+    shard = started_shard(blobs=blobs, store=store)
     push(shard, 1)
     commit(shard, store, 1)
     for seq in range(2, 22):
@@ -65,14 +65,14 @@ def test_a_commit_that_is_given_up_leaves_no_segment() -> None:
         shard.abort(seq)
         assert segments_of(blobs) == {"1-1"}
     name = commit(shard, store, 22)
-    again = make_shard(blobs, store)
-    again.restore(2, name)
-    assert state_of(again) == state_of(shard)
+    restarted = make_shard(blobs, store)
+    restarted.restore(2, name)
+    assert state_of(restarted) == state_of(shard)
 
 
 def test_a_full_disk_allows_restores_and_blocks_commits() -> None:
     blobs, store = FullDisk(), MemoryStore()
-    shard = begun(blobs=blobs, store=store)
+    shard = started_shard(blobs=blobs, store=store)
     push(shard, 1)
     name, committed = commit(shard, store, 1), state_of(shard)
     push(shard, 2)
@@ -84,26 +84,26 @@ def test_a_full_disk_allows_restores_and_blocks_commits() -> None:
         shard.abort(2 + n)
     shard.restore(2, name)
     assert state_of(shard) == committed
-    again = make_shard(blobs, store)
-    again.restore(3, name)
-    assert state_of(again) == committed
-    push(again, 1)
+    restarted = make_shard(blobs, store)
+    restarted.restore(3, name)
+    assert state_of(restarted) == committed
+    push(restarted, 1)
     blobs.full = False
     after = make_shard(blobs, store)
-    after.restore(4, commit(again, store, 5))
-    assert state_of(after) == state_of(again)
+    after.restore(4, commit(restarted, store, 5))
+    assert state_of(after) == state_of(restarted)
 
 
 def test_a_commit_after_an_aborted_one_writes_only_changes() -> None:
     blobs, store = MemoryKeyValueStore(), MemoryStore()
-    shard = begun(blobs=blobs, store=store, publishing=False)
+    shard = started_shard(blobs=blobs, store=store, publishing=False)
     push(shard, 1, ITEM, tuple(range(1000)))
     commit(shard, store, 1)
     for seq in range(2, 2 + FEW_SEGMENTS):
         push(shard, seq, ITEM, (seq,))
         commit(shard, store, seq)
     push(shard, 10, ITEM, (1,))
-    assert written_rows(shard, 50) > 2, "a long list is being shortened"
+    assert written_rows(shard, 50) > 2, "a commit must rewrite rows while the segment list is long"
     shard.abort(50)
     assert written_rows(shard, 51) == 1
     shard.commit(51)
@@ -112,7 +112,7 @@ def test_a_commit_after_an_aborted_one_writes_only_changes() -> None:
 
 
 def written_rows(shard: Shard, seq: int) -> int:
-    """Freeze and write commit `seq`; the number of rows in its own segment."""
+    """Freeze and write commit `seq`. Returns the number of rows in its segment."""
     shard.freeze(seq, 0)
     return int(shard.write(seq)["segments"][-1]["rows"])
 
@@ -120,11 +120,12 @@ def written_rows(shard: Shard, seq: int) -> int:
 # Damage
 
 
-def lossy() -> tuple[MemoryKeyValueStore, MemoryStore, Loop, str, str]:
-    """(…, a shard that publishes, its last manifest, a part of it that is damaged by now)."""
+def shard_with_damage() -> tuple[MemoryKeyValueStore, MemoryStore, PublishLoop, str, str]:
+    """A publishing shard with two commits and a damaged block. Returns its stores, the shard, the last
+    manifest's name and the damaged part."""
     blobs, store = MemoryKeyValueStore(), MemoryStore()
-    shard = begun(blobs=blobs, store=store)
-    loop = Loop(shard)
+    shard = started_shard(blobs=blobs, store=store)
+    loop = PublishLoop(shard)
     loop.push(*range(200))
     commit(shard, store, 1)
     loop.turn()
@@ -136,49 +137,49 @@ def lossy() -> tuple[MemoryKeyValueStore, MemoryStore, Loop, str, str]:
     return blobs, store, loop, name, f"{segment}/{stack}/{int(bucket)}"
 
 
-def accepting(blobs: MemoryKeyValueStore, store: MemoryStore, *parts: str) -> Shard:
+def shard_accepting_loss(blobs: MemoryKeyValueStore, store: MemoryStore, *parts: str) -> Shard:
     shard = make_shard(blobs, store)
     shard.segments = Segments(blobs, shapes_of(small_schema()), 64, accepted=parts)
     return shard
 
 
 def test_a_restore_that_would_lose_rows_needs_permission() -> None:
-    blobs, store, loop, name, part = lossy()
+    blobs, store, loop, name, part = shard_with_damage()
     before = state_of(loop.shard)
-    again = make_shard(blobs, store)
+    restarted = make_shard(blobs, store)
     with pytest.raises(
         CheckpointError, match=rf"{part} \(about \d+ rows\).*accept_lost_rows = \[\"{part}\"\]"
     ) as caught:
-        again.restore(2, name)
+        restarted.restore(2, name)
     assert "reset" not in str(caught.value)
-    accepted = accepting(blobs, store, part)
+    accepted = shard_accepting_loss(blobs, store, part)
     accepted.restore(3, name)
-    left = state_of(accepted)
-    assert 0 < len(left) < len(before) and left.items() <= before.items()
+    remaining = state_of(accepted)
+    assert 0 < len(remaining) < len(before) and remaining.items() <= before.items()
     push(accepted, 1, ITEM, (1,))
-    healed = make_shard(blobs, store)
-    healed.restore(4, commit(accepted, store, 3))
-    assert state_of(healed) == state_of(accepted)
+    repaired = make_shard(blobs, store)
+    repaired.restore(4, commit(accepted, store, 3))
+    assert state_of(repaired) == state_of(accepted)
 
 
-def test_readers_begin_anew_after_a_restore_that_lost_rows() -> None:
-    blobs, store, loop, name, part = lossy()
+def test_replicas_bootstrap_after_a_restore_that_lost_rows() -> None:
+    blobs, store, loop, name, part = shard_with_damage()
     follower = Follower(loop.topic)
     loop.turn()
     follower.catch_up(loop.shard)
     assert follower.replica.num_rows == 201
-    accepted = accepting(blobs, store, part)
+    accepted = shard_accepting_loss(blobs, store, part)
     accepted.restore(3, name)
-    Loop(accepted, loop.topic).turn()
+    PublishLoop(accepted, loop.topic).turn()
     follower.catch_up(accepted)
     assert follower.num_bootstraps == 2 and follower.replica.num_rows == len(state_of(accepted)) < 201
 
 
-# Steps that end half-way
+# Steps that fail midway
 
 
 class BrokenKernel:
-    """The rule of a stack, until it is told to fail."""
+    """Replaces the kernel of a stack with one that fails."""
 
     def __init__(self, shard: Shard, stack: str) -> None:
         self.kernel, self.table = shard.tables[stack].kernel, shard.tables[stack]
@@ -188,7 +189,7 @@ class BrokenKernel:
         raise MemoryError("no room for a copy")
 
 
-def two_stacks(shard: Shard) -> None:
+def push_to_two_stacks(shard: Shard) -> None:
     item, topic = keys(ITEM, 1), keys(TOPIC, 1)
     header = {"incarnation": shard.incarnation, "worker": 0, "sequence": 2, "step": 2, "time_ms": 1}
     header |= {"oldest_engagement_ms": 0, "oldest_close_ms": 0, "stacks": [ADAGRAD, ROWWISE]}
@@ -200,55 +201,59 @@ def two_stacks(shard: Shard) -> None:
 
 def test_a_push_that_fails_after_its_first_stack_was_applied_is_never_applied_twice() -> None:
     store = MemoryStore()
-    shard = begun(store=store)
+    shard = started_shard(store=store)
     push(shard, 1, ITEM, (1,))
     name, committed = commit(shard, store, 1), state_of(shard)
     broken = BrokenKernel(shard, ROWWISE)
     with pytest.raises(MemoryError):
-        two_stacks(shard)
-    assert state_of(shard) != committed, "half of it was applied"
+        push_to_two_stacks(shard)
+    assert state_of(shard) != committed, "the first stack must have been updated"
     broken.table.kernel = broken.kernel
-    for call in (lambda: two_stacks(shard), lambda: pull(shard, ITEM, 1), lambda: shard.freeze(2, 0)):
+    for call in (lambda: push_to_two_stacks(shard), lambda: pull(shard, ITEM, 1), lambda: shard.freeze(2, 0)):
         with pytest.raises(UnavailableError):
             call()
-    assert "half-way" in shard.stats()["broken"], "the controller is told, and restores everybody"
+    assert "half-way" in shard.stats()["broken"], (
+        "the controller must learn of it, so that it restores all programs"
+    )
     shard.restore(2, name)
     assert state_of(shard) == committed and shard.stats()["broken"] == ""
     assert push(shard, 1, ITEM, (1,))
 
 
-class NoMemory(ExpiryPolicy):
+class FailingPolicy(ExpiryPolicy):
     def evict(self, watermark_ms: int, index: KeyIndex, stamp_ms_N: np.ndarray) -> np.ndarray:
         raise MemoryError("no room for a copy")
 
 
 def test_a_freeze_that_fails_after_its_first_stack_loses_no_change() -> None:
     store = MemoryStore()
-    shard = begun(store=store)
+    shard = started_shard(store=store)
     push(shard, 1, ITEM, (1,))
     name, committed = commit(shard, store, 1), state_of(shard)
     push(shard, 2, ITEM, (1,))
     table = shard.tables[ROWWISE]
-    good, table.eviction = table.eviction, NoMemory(())
+    original, table.eviction = table.eviction, FailingPolicy(())
     with pytest.raises(MemoryError):
         shard.freeze(2, 0)
-    table.eviction = good
+    table.eviction = original
     with pytest.raises(UnavailableError):
         shard.freeze(3, 0)
     shard.restore(2, name)
     assert state_of(shard) == committed
 
 
-# Numbers
+# Extreme gradients
 
 
 @pytest.mark.parametrize("value", [1e19, 3e38, -3e38])
 def test_a_huge_gradient_moves_its_row_and_no_state_becomes_infinite(value: float) -> None:
-    shard = begun()
+    shard = started_shard()
     push(shard, 1, ITEM, (1, 2), gradient_UD=np.array([[value, 1, 0, value], [0.5, 1, 0, 2]], np.float32))
-    other = begun()
+    other = started_shard()
     push(other, 1, ITEM, (2,), gradient_UD=np.array([[0.5, 1, 0, 2]], np.float32))
-    assert pull(shard, ITEM, 2).tobytes() == pull(other, ITEM, 2).tobytes(), "rows beside it move as ever"
+    assert pull(shard, ITEM, 2).tobytes() == pull(other, ITEM, 2).tobytes(), (
+        "other rows must be updated as usual"
+    )
     before = pull(shard, ITEM, 1)
     for n in range(2, 40):
         push(shard, n, ITEM, (1,), gradient_UD=np.full((1, 4), value, np.float32))

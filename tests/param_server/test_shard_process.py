@@ -1,4 +1,4 @@
-"""A real shard process behind its socket, led by this test as its controller: killed, restored, stopped."""
+"""A real shard process over sockets, with this test as its controller: killed, restored, stopped."""
 
 from __future__ import annotations
 
@@ -56,15 +56,15 @@ action = "click"
 START = "import sys; from roostream.cli.main import main; sys.exit(main())"
 
 
-class Lead:
-    """The controller's side of `beat`: one command at a time, until its result is there."""
+class FakeController:
+    """The controller's side of heartbeats. It sends one command at a time and waits for the result."""
 
     def __init__(self) -> None:
         self.server = RpcServer(self.handle).start()
         self.outbox: list[dict[str, Any]] = []
         self.results: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self.sessions: list[int] = []
-        self.ids, self.frees, self.said_it_leaves = 0, True, False
+        self.last_id, self.may_leave, self.reported_leaving = 0, True, False
         self.notice: dict[str, float] = {}
         self.changed = threading.Condition()
 
@@ -72,25 +72,30 @@ class Lead:
         self, method: str, header: Header, arrays: Sequence[np.ndarray]
     ) -> tuple[Header, Sequence[np.ndarray]]:
         with self.changed:
-            self.said_it_leaves |= bool(header["report"].get("leaving"))
+            self.reported_leaving |= bool(header["report"].get("leaving"))
             if header["session"] not in self.sessions:
                 self.sessions.append(header["session"])
             for result in header["results"]:
-                known = [c for c in self.outbox if c["id"] == result["id"]]  # a result may be told twice
+                known = [c for c in self.outbox if c["id"] == result["id"]]  # a result may be reported twice
                 if known:
                     self.outbox.remove(known[0])
                     self.results.put(result)
             self.changed.notify_all()
             self.changed.wait_for(lambda: bool(self.outbox), 0.2)
-            return {"commands": list(self.outbox), "incarnation": 0, "free": self.frees, **self.notice}, ()
+            return {
+                "commands": list(self.outbox),
+                "incarnation": 0,
+                "free": self.may_leave,
+                **self.notice,
+            }, ()
 
-    def do(self, kind: str, incarnation: int, **fields: Any) -> dict[str, Any]:
+    def execute(self, kind: str, incarnation: int, **fields: Any) -> dict[str, Any]:
         with self.changed:
-            self.ids += 1
-            self.outbox.append({"id": self.ids, "kind": kind, "incarnation": incarnation, **fields})
+            self.last_id += 1
+            self.outbox.append({"id": self.last_id, "kind": kind, "incarnation": incarnation, **fields})
             self.changed.notify_all()
         result = self.results.get(timeout=60)
-        assert result.pop("id") == self.ids
+        assert result.pop("id") == self.last_id
         return result
 
     def wait_for_process(self, number: int) -> None:
@@ -98,11 +103,11 @@ class Lead:
             assert self.changed.wait_for(lambda: len(self.sessions) >= number, 60)
 
 
-class Shard:
-    """Starts the process again and again on the same data."""
+class ShardProcess:
+    """Starts the shard's process, any number of times on the same data."""
 
-    def __init__(self, directory: Path, lead: Lead) -> None:
-        self.directory, self.lead = directory, lead
+    def __init__(self, directory: Path, controller: FakeController) -> None:
+        self.directory, self.controller = directory, controller
         (directory / "schema.toml").write_text(SCHEMA)
         init_store(directory / "store")
         self.log = directory / "log"
@@ -110,7 +115,7 @@ class Shard:
 
     def start(self, code: str = START, **settings: Any) -> None:
         values = {
-            "controller": self.lead.server.address,
+            "controller": self.controller.server.address,
             "schema": str(self.directory / "schema.toml"),
             "store": str(self.directory / "store"),
             "home": str(self.directory / "shard-0"),
@@ -122,8 +127,8 @@ class Shard:
                 [sys.executable, "-c", code, "shard", "--config", str(config)], stderr=log
             )
 
-    def said(self, words: str) -> str:
-        """The last line of the log with these words; waits for it."""
+    def wait_for_line(self, words: str) -> str:
+        """Wait for a log line with these words and return the last one."""
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
             lines = [line for line in self.log.read_text().splitlines() if words in line]
@@ -131,9 +136,9 @@ class Shard:
                 return lines[-1]
             assert self.process is not None and self.process.poll() is None, self.log.read_text()
             time.sleep(0.02)
-        raise AssertionError(f"the shard never said {words!r}: {self.log.read_text()}")
+        raise AssertionError(f"the shard never logged {words!r}: {self.log.read_text()}")
 
-    def end(self, number: signal.Signals) -> int:
+    def stop_with(self, number: signal.Signals) -> int:
         assert self.process is not None
         self.process.send_signal(number)
         code = self.process.wait(30)
@@ -141,15 +146,15 @@ class Shard:
 
 
 @pytest.fixture
-def lead() -> Iterator[Lead]:
-    lead = Lead()
-    yield lead
-    lead.server.stop(0.1)
+def controller() -> Iterator[FakeController]:
+    controller = FakeController()
+    yield controller
+    controller.server.stop(0.1)
 
 
 @pytest.fixture
-def shard(tmp_path: Path, lead: Lead) -> Iterator[Shard]:
-    shard = Shard(tmp_path, lead)
+def shard(tmp_path: Path, controller: FakeController) -> Iterator[ShardProcess]:
+    shard = ShardProcess(tmp_path, controller)
     yield shard
     if shard.process and shard.process.poll() is None:
         shard.process.kill()
@@ -163,15 +168,15 @@ def client_to(line: str, incarnation: int) -> tuple[Client, SocketTransport]:
     return client, transport
 
 
-def wait_for_probe(port: str, path: str, said: str) -> None:
+def wait_for_probe(port: str, path: str, expected: str) -> None:
     deadline = time.monotonic() + 60
-    while (got := probe(port, path)) != said:
-        assert time.monotonic() < deadline, got
+    while (answer := probe(port, path)) != expected:
+        assert time.monotonic() < deadline, answer
         time.sleep(0.05)
 
 
 def probe(port: str, path: str) -> str:
-    """What `path` says, whatever its status; "" = nothing answers."""
+    """The body of the answer to a GET of `path`, whatever its status; "" if nothing answers."""
     try:
         return urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=10).read().decode().strip()
     except urllib.error.HTTPError as error:
@@ -181,58 +186,62 @@ def probe(port: str, path: str) -> str:
         return ""
 
 
-def test_a_killed_shard_restores_its_committed_rows(shard: Shard, lead: Lead, tmp_path: Path) -> None:
+def test_a_killed_shard_restores_its_committed_rows(
+    shard: ShardProcess, controller: FakeController, tmp_path: Path
+) -> None:
     shard.start()
-    line = shard.said("listens on")
+    line = shard.wait_for_line("listens on")
     port = line.rsplit(" ", 1)[1]
     wait_for_probe(port, "/readyz", "waiting for the controller to restore it")
     assert probe(port, "/livez") == "ok"
-    assert lead.do("restore", 1, manifest="") == {"ok": True, "rows": 0}
+    assert controller.execute("restore", 1, manifest="") == {"ok": True, "rows": 0}
     client, transport = client_to(line, 1)
     lookup = lookup_of({ITEM: range(200), TOPIC: range(20)})
     client.push(lookup, gradients_of(lookup, 1.0), step=0, time_ms=0)
     committed = {stack: rows.tobytes() for stack, rows in client.pull(lookup).items()}
 
-    assert lead.do("freeze", 1, seq=1, watermark_ms=0)["rows"] == 220
+    assert controller.execute("freeze", 1, seq=1, watermark_ms=0)["rows"] == 220
     client.push(lookup, gradients_of(lookup, 2.0), step=1, time_ms=0)
-    written = lead.do("write", 1, seq=1)
+    written = controller.execute("write", 1, seq=1)
     memory = MemoryStore()
     name = link_manifest(memory, 1, 1, [written])
     FileStore(tmp_path / "store").create(name, memory.get(name))
-    assert lead.do("commit", 1, seq=1) == {"ok": True}
-    assert not FileStore(tmp_path / "store").list("segments"), "a folder gets no copies"
+    assert controller.execute("commit", 1, seq=1) == {"ok": True}
+    assert not FileStore(tmp_path / "store").list("segments"), "a store in a folder must get no copies"
 
     wait_for_probe(port, "/readyz", "ok")
     wait_for_probe(port, "/livez", "ok")
     exported = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10).read().decode()
-    for wanted in (
+    for sample_line in (
         'roostream_shard_rows{stack="d4-adagrad"} 200.0',
         "roostream_shard_committed_seq 1.0",
         "roostream_shard_incarnation 1.0",
         "roostream_shard_pushes_total 2.0",
         'roostream_shard_call_seconds_count{stage="push"}',
     ):
-        assert wanted in exported
+        assert sample_line in exported
     transport.close()
 
-    shard.end(signal.SIGKILL)
+    shard.stop_with(signal.SIGKILL)
     shard.log.write_text("")
     shard.start()
-    lead.wait_for_process(2)
-    assert lead.do("restore", 2, manifest=name) == {"ok": True, "rows": 220}
-    client, transport = client_to(shard.said("listens on"), 2)
+    controller.wait_for_process(2)
+    assert controller.execute("restore", 2, manifest=name) == {"ok": True, "rows": 220}
+    client, transport = client_to(shard.wait_for_line("listens on"), 2)
     assert {stack: rows.tobytes() for stack, rows in client.pull(lookup).items()} == committed
 
-    refused = lead.do("restore", 3, manifest="manifests/00000009")
+    refused = controller.execute("restore", 3, manifest="manifests/00000009")
     assert refused["ok"] is False and refused["damaged"] is True and "absent" in refused["error"]
     transport.close()
-    assert shard.end(signal.SIGTERM) == 0
+    assert shard.stop_with(signal.SIGTERM) == 0
     assert "Traceback" not in shard.log.read_text() and "shard stopped" in shard.log.read_text()
 
 
-def test_a_port_in_use_ends_in_one_sentence(shard: Shard, lead: Lead) -> None:
-    shard.start(listen=lead.server.address)
-    assert shard.process is not None and shard.process.wait(60) == AWAY_CODE, "the other may leave it"
+def test_a_port_in_use_ends_in_one_sentence(shard: ShardProcess, controller: FakeController) -> None:
+    shard.start(listen=controller.server.address)
+    assert shard.process is not None and shard.process.wait(60) == AWAY_CODE, (
+        "the port may become free, so the program may be started again"
+    )
     text = shard.log.read_text()
     assert "choose another port, or 0 for any" in text and "Traceback" not in text
 
@@ -243,7 +252,7 @@ def test_an_index_beyond_the_number_of_shards_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("store", "wish", "copies"),
+    ("store", "setting", "copies"),
     [
         ("store", "auto", False),
         ("s3://b/x", "auto", True),
@@ -252,22 +261,22 @@ def test_an_index_beyond_the_number_of_shards_is_refused() -> None:
     ],
 )
 def test_segments_are_copied_to_an_object_store_unless_the_settings_say_otherwise(
-    store: str, wish: Any, copies: bool
+    store: str, setting: Any, copies: bool
 ) -> None:
-    config = ShardConfig(controller="c:1", schema="s", store=store, home="h", upload_segments=wish)
+    config = ShardConfig(controller="c:1", schema="s", store=store, home="h", upload_segments=setting)
     assert config.uploads is copies
 
 
-def test_a_shard_that_still_compiles_its_kernels_is_alive_and_not_ready(shard: Shard) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+def test_a_shard_that_still_compiles_its_kernels_is_alive_and_not_ready(shard: ShardProcess) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe_socket:
+        port = probe_socket.getsockname()[1]
     slow = f"import time, param_server.main as m; m.precompile = lambda: time.sleep(600); {START}"
     shard.start(slow, metrics_port=port)
     wait_for_probe(str(port), "/livez", "ok")
     assert probe(str(port), "/readyz") not in ("", "ok")
 
 
-# A real shard process whose checkpoint store is a bucket: its disk is only a cache
+# A real shard process whose checkpoint store is a bucket, so that its disk is only a cache
 
 
 @pytest.fixture(scope="module")
@@ -277,45 +286,45 @@ def s3() -> Iterator[str]:
 
 
 @pytest.mark.usefixtures("s3")
-def test_a_shard_whose_home_was_deleted_comes_back_bit_equal_and_leaves_behind_the_last_commit(
-    shard: Shard, lead: Lead, tmp_path: Path
+def test_a_shard_whose_home_was_deleted_is_restored_bit_equal_and_leaves_after_the_last_commit(
+    shard: ShardProcess, controller: FakeController, tmp_path: Path
 ) -> None:
     url = f"s3://{s3_server.BUCKET}/deleted-home"
     store_id = init_store(url)
     store = open_checkpoint_store(url)
     shard.start(store=url)
-    lead.do("restore", 1, manifest="", store=store_id)
-    client, transport = client_to(shard.said("listens on"), 1)
+    controller.execute("restore", 1, manifest="", store=store_id)
+    client, transport = client_to(shard.wait_for_line("listens on"), 1)
     lookup = lookup_of({ITEM: range(200), TOPIC: range(20)})
     for seq in (1, 2, 3):
         client.push(lookup, gradients_of(lookup, float(seq)), step=seq, time_ms=0)
-        lead.do("freeze", 1, seq=seq, watermark_ms=0)
-        written = lead.do("write", 1, seq=seq)
+        controller.execute("freeze", 1, seq=seq, watermark_ms=0)
+        written = controller.execute("write", 1, seq=seq)
         memory = MemoryStore()
         name = link_manifest(memory, seq, 1, [written])
         assert store.create(name, memory.get(name))
-        assert lead.do("commit", 1, seq=seq) == {"ok": True}
+        assert controller.execute("commit", 1, seq=seq) == {"ok": True}
     committed = {stack: rows.tobytes() for stack, rows in client.pull(lookup).items()}
     assert store.list("segments") == [f"segments/0-{seq}-1" for seq in (1, 2, 3)]
     transport.close()
 
-    shard.end(signal.SIGKILL)
+    shard.stop_with(signal.SIGKILL)
     shutil.rmtree(tmp_path / "shard-0")
     shard.log.write_text("")
     shard.start(store=url)
-    lead.wait_for_process(2)
-    assert lead.do("restore", 2, manifest=name, store=store_id) == {"ok": True, "rows": 220}
-    client, transport = client_to(shard.said("listens on"), 2)
+    controller.wait_for_process(2)
+    assert controller.execute("restore", 2, manifest=name, store=store_id) == {"ok": True, "rows": 220}
+    client, transport = client_to(shard.wait_for_line("listens on"), 2)
     assert {stack: rows.tobytes() for stack, rows in client.pull(lookup).items()} == committed
-    assert "fetched 3 segments from the checkpoint store: 660 rows" in shard.said("fetched")
+    assert "fetched 3 segments from the checkpoint store: 660 rows" in shard.wait_for_line("fetched")
     transport.close()
 
-    # told to go, it takes part in the last commit
-    lead.frees, lead.notice = False, {"leave_s": 60.0}
-    with lead.changed:
-        assert lead.changed.wait_for(lambda: lead.said_it_leaves, 30)
-    assert lead.do("freeze", 2, seq=4, watermark_ms=0)["ok"] is True
+    # asked to leave, the shard still takes part in the last commit
+    controller.may_leave, controller.notice = False, {"leave_s": 60.0}
+    with controller.changed:
+        assert controller.changed.wait_for(lambda: controller.reported_leaving, 30)
+    assert controller.execute("freeze", 2, seq=4, watermark_ms=0)["ok"] is True
     assert shard.process is not None and shard.process.poll() is None
-    lead.frees = True
+    controller.may_leave = True
     assert shard.process.wait(30) == 0
     assert "Traceback" not in shard.log.read_text() and "shard stopped" in shard.log.read_text()

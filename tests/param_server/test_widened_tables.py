@@ -1,5 +1,5 @@
-"""A table that is wider, or has another update rule, than when its rows were committed: what was learned
-stays."""
+"""A table that has become wider, or has another update rule, since its rows were committed keeps what was
+learned."""
 
 from __future__ import annotations
 
@@ -22,9 +22,13 @@ from tests.trainer.memory_store import MemoryStore
 SEED, IDS = 0, np.arange(40, dtype=np.int64)
 
 
-def schema(dim: int = 4, rule: str = "adagrad", **more: Any) -> Schema:
-    """`user` shares a stack with `item` as long as that is d4-adagrad."""
-    tables = {"item": {"dim": dim, "rule": {"name": rule}, "init_scale": 0.5}, "user": {"dim": 4}, **more}
+def schema(dim: int = 4, rule: str = "adagrad", **other_tables: Any) -> Schema:
+    """`user` shares a stack with `item` while that is d4-adagrad."""
+    tables = {
+        "item": {"dim": dim, "rule": {"name": rule}, "init_scale": 0.5},
+        "user": {"dim": 4},
+        **other_tables,
+    }
     return schema_from_dict(
         {
             "tables": {name: t for name, t in tables.items() if t},
@@ -33,8 +37,8 @@ def schema(dim: int = 4, rule: str = "adagrad", **more: Any) -> Schema:
     )
 
 
-class Home:
-    """What outlives a shard's processes."""
+class ShardHome:
+    """What outlives a shard's processes: its home, the store and the numbers of commits."""
 
     def __init__(self) -> None:
         self.blobs, self.store, self.incarnation, self.seq, self.last = (
@@ -45,8 +49,8 @@ class Home:
             "",
         )
 
-    def start(self, its: Schema) -> Shard:
-        shard = make_shard(self.blobs, self.store, schema=its, seed=SEED, publishing=False)
+    def start(self, schema_: Schema) -> Shard:
+        shard = make_shard(self.blobs, self.store, schema=schema_, seed=SEED, publishing=False)
         self.restore(shard)
         return shard
 
@@ -60,7 +64,7 @@ class Home:
 
 
 def push(shard: Shard, table: str, ids: np.ndarray = IDS) -> None:
-    its = shard.identity.schema.table_by_name[table]
+    table_ = shard.identity.schema.table_by_name[table]
     sequence = shard.sequences.get(0, 0) + 1
     header = {
         "incarnation": shard.incarnation,
@@ -69,26 +73,26 @@ def push(shard: Shard, table: str, ids: np.ndarray = IDS) -> None:
         "step": sequence,
         "time_ms": 1000,
     }
-    header |= {"oldest_engagement_ms": 0, "oldest_close_ms": 0, "stacks": [its.stack]}
+    header |= {"oldest_engagement_ms": 0, "oldest_close_ms": 0, "stacks": [table_.stack]}
     gradient_UD = (
-        np.random.default_rng([sequence, its.id]).normal(size=(len(ids), its.dim)).astype(np.float32)
+        np.random.default_rng([sequence, table_.id]).normal(size=(len(ids), table_.dim)).astype(np.float32)
     )
-    ShardRpcHandler(shard).handle("push", header, [np.full(len(ids), its.id, np.uint32), ids, gradient_UD])
+    ShardRpcHandler(shard).handle("push", header, [np.full(len(ids), table_.id, np.uint32), ids, gradient_UD])
 
 
-def held(shard: Shard, table: str) -> tuple[np.ndarray, np.ndarray]:
+def rows_and_state(shard: Shard, table: str) -> tuple[np.ndarray, np.ndarray]:
     """Rows [N, D] and their state [N, A], in the order of IDS."""
-    its = shard.identity.schema.table_by_name[table]
-    rows = shard.tables[its.stack]
-    place_N = rows.index.find(Keys(np.full(len(IDS), its.id, np.uint32), IDS))
-    assert (place_N >= 0).all()
-    return rows.embeddings.rows_ND[place_N].copy(), rows.state_NA[place_N].copy()
+    table_ = shard.identity.schema.table_by_name[table]
+    rows = shard.tables[table_.stack]
+    position_N = rows.index.find(Keys(np.full(len(IDS), table_.id, np.uint32), IDS))
+    assert (position_N >= 0).all()
+    return rows.embeddings.rows_ND[position_N].copy(), rows.state_NA[position_N].copy()
 
 
-def trained(rule: str = "adagrad", **more: Any) -> tuple[Home, Shard]:
-    """Two commits of a table of width 4."""
-    home = Home()
-    shard = home.start(schema(4, rule, **more))
+def trained_home(rule: str = "adagrad", **other_tables: Any) -> tuple[ShardHome, Shard]:
+    """A home with two commits of a table of width 4."""
+    home = ShardHome()
+    shard = home.start(schema(4, rule, **other_tables))
     for _ in range(2):
         push(shard, "item")
         push(shard, "user")
@@ -96,35 +100,44 @@ def trained(rule: str = "adagrad", **more: Any) -> tuple[Home, Shard]:
     return home, shard
 
 
-def initial_of(its: Schema) -> np.ndarray:
-    table = its.table_by_name["item"]
+def initial_of(schema_: Schema) -> np.ndarray:
+    table = schema_.table_by_name["item"]
     return initial_rows(SEED, np.full(len(IDS), table.id, np.uint32), IDS, table.dim, table.init_scale)
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_old_columns_stay_and_new_ones_start_at_initial_values(rule: str) -> None:
-    home, before = trained(rule)
-    (rows_N4, _), users = held(before, "item"), held(before, "user")
+    home, before = trained_home(rule)
+    (rows_N4, _), users = rows_and_state(before, "item"), rows_and_state(before, "user")
     shard = home.start(schema(6, rule))
-    rows_N6, _ = held(shard, "item")
+    rows_N6, _ = rows_and_state(shard, "item")
     assert np.array_equal(rows_N6[:, :4], rows_N4)
     assert np.array_equal(rows_N6[:, 4:], initial_of(schema(6, rule))[:, 4:])
-    assert all(np.array_equal(now, then) for now, then in zip(held(shard, "user"), users, strict=True))
+    assert all(
+        np.array_equal(now, then) for now, then in zip(rows_and_state(shard, "user"), users, strict=True)
+    )
     push(shard, "item")
-    assert np.isfinite(held(shard, "item")[0]).all() and not np.array_equal(held(shard, "item")[0], rows_N6)
+    assert np.isfinite(rows_and_state(shard, "item")[0]).all() and not np.array_equal(
+        rows_and_state(shard, "item")[0], rows_N6
+    )
 
 
 def test_optimizer_state_is_kept_and_extended_for_new_columns() -> None:
-    home, before = trained("adagrad")
-    _, state_N6 = held(home.start(schema(6)), "item")
+    home, before = trained_home("adagrad")
+    _, state_N6 = rows_and_state(home.start(schema(6)), "item")
     assert (
-        np.array_equal(state_N6[:, :4], held(before, "item")[1])
+        np.array_equal(state_N6[:, :4], rows_and_state(before, "item")[1])
         and (state_N6[:, 4:] == np.float32(1e-5)).all()
     )
-    home, before = trained("rowwise_adagrad")
-    assert np.array_equal(held(home.start(schema(6, "rowwise_adagrad")), "item")[1], held(before, "item")[1])
-    home, before = trained("adam")
-    (_, then_N9), (_, now_N13) = held(before, "item"), held(home.start(schema(6, "adam")), "item")
+    home, before = trained_home("rowwise_adagrad")
+    assert np.array_equal(
+        rows_and_state(home.start(schema(6, "rowwise_adagrad")), "item")[1], rows_and_state(before, "item")[1]
+    )
+    home, before = trained_home("adam")
+    (_, then_N9), (_, now_N13) = (
+        rows_and_state(before, "item"),
+        rows_and_state(home.start(schema(6, "adam")), "item"),
+    )
     m_v_t = [then_N9[:, :4], np.zeros((40, 2)), then_N9[:, 4:8], np.zeros((40, 2)), then_N9[:, 8:]]
     assert np.array_equal(now_N13, np.concatenate(m_v_t, axis=1)) and (now_N13[:, 12] == 2).all()
 
@@ -133,16 +146,16 @@ def test_optimizer_state_is_kept_and_extended_for_new_columns() -> None:
     ("then", "now"), [("adagrad", "adam"), ("adam", "rowwise_adagrad"), ("rowwise_adagrad", "adagrad")]
 )
 @pytest.mark.parametrize("dim", [5])
-def test_another_rule_begins_with_rows_that_were_learned(then: str, now: str, dim: int) -> None:
-    home, before = trained(then)
+def test_another_rule_starts_from_the_learned_rows(then: str, now: str, dim: int) -> None:
+    home, before = trained_home(then)
     shard = home.start(schema(dim, now))
-    rows_ND, state_NA = held(shard, "item")
-    assert np.array_equal(rows_ND[:, :4], held(before, "item")[0])
+    rows_ND, state_NA = rows_and_state(shard, "item")
+    assert np.array_equal(rows_ND[:, :4], rows_and_state(before, "item")[0])
     assert (state_NA == np.float32(shard.identity.schema.table_by_name["item"].rule.first_state)).all()
 
 
 def test_the_first_commit_writes_everything_and_later_ones_changes() -> None:
-    home, _ = trained()
+    home, _ = trained_home()
     shard = home.start(schema(6))
     assert shard.segments.needs_rewrite
     push(shard, "user", IDS[:1])
@@ -157,7 +170,7 @@ def test_the_first_commit_writes_everything_and_later_ones_changes() -> None:
 
 
 def test_a_rollback_and_an_abandoned_commit_before_the_first_one_lose_nothing() -> None:
-    home, _ = trained()
+    home, _ = trained_home()
     shard = home.start(schema(6))
     bits = state_of(shard)
     push(shard, "item")
@@ -173,11 +186,11 @@ def test_a_rollback_and_an_abandoned_commit_before_the_first_one_lose_nothing() 
     assert state_of(home.start(schema(6))) == after
     push(shard, "item")
     home.restore(shard)
-    assert state_of(shard) == after, "a survivor goes back to the first commit of the wide rows"
+    assert state_of(shard) == after, "a running shard must roll back to the first commit of the wide rows"
 
 
-def test_going_back_behind_the_change_brings_the_rows_of_then() -> None:
-    home, _ = trained()
+def test_a_rollback_to_before_the_change_restores_the_old_rows() -> None:
+    home, _ = trained_home()
     last = home.last
     shard = home.start(schema(6))
     bits = state_of(shard)
@@ -191,7 +204,7 @@ def test_going_back_behind_the_change_brings_the_rows_of_then() -> None:
 def test_a_widened_table_leaves_its_stack_and_a_removed_one_is_deleted(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    home, before = trained()
+    home, before = trained_home()
     assert {name for name, *_ in state_of(before)} == {"d4-adagrad"}
     shard = home.start(schema(6))
     table = {t.name: t.id for t in schema(6).tables}
@@ -199,14 +212,14 @@ def test_a_widened_table_leaves_its_stack_and_a_removed_one_is_deleted(
         ("d6-adagrad", table["item"]),
         ("d4-adagrad", table["user"]),
     }
-    assert "left out" not in caplog.text, "they have moved"
+    assert "left out" not in caplog.text, "the rows were moved to another stack, not dropped"
     shard = home.start(schema(4, user=None))
     assert {t for _, t, _ in state_of(shard)} == {table["item"]}
     assert "d4-adagrad are dropped" in caplog.text
 
 
 def test_a_narrower_table_is_refused_in_one_sentence_and_changes_nothing() -> None:
-    home, before = trained()
+    home, before = trained_home()
     shard = make_shard(home.blobs, home.store, schema=schema(3), seed=SEED)
     with pytest.raises(
         SchemaError,
@@ -218,7 +231,7 @@ def test_a_narrower_table_is_refused_in_one_sentence_and_changes_nothing() -> No
 
 
 def test_a_damaged_part_of_the_former_stack_is_named() -> None:
-    home, _ = trained("adam")
+    home, _ = trained_home("adam")
     key = next(k for k in home.blobs.data if b"/d4-adam/" in k)
     home.blobs.data[key] = home.blobs.data[key][:-1] + b"x"
     with pytest.raises(CheckpointError):

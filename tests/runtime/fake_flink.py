@@ -1,4 +1,4 @@
-"""A job manager that answers what it is told."""
+"""A fake of Flink's job manager that serves scripted answers over its REST interface."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 
 class FakeFlink:
-    """A server on a drawn port: `answers` by path, 404 for all else; `asked` are the bodies that were posted,
-    by path."""
+    """A server on a free port. `answers` maps a path to its JSON answer or an error status; other paths give
+    404. `posted` maps a path to the JSON body last posted there."""
 
     def __init__(self) -> None:
         self.answers: dict[str, Any] = {}
-        self.asked: dict[str, Any] = {}
+        self.posted: dict[str, Any] = {}
         fake = self
 
         class Handler(http.server.BaseHTTPRequestHandler):
@@ -23,7 +23,7 @@ class FakeFlink:
                 self._answer(404 if found is None else found if isinstance(found, int) else 200, found)
 
             def do_POST(self) -> None:
-                fake.asked[self.path] = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                fake.posted[self.path] = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 self.do_GET()
 
             def _answer(self, status: int, found: Any) -> None:
@@ -34,7 +34,7 @@ class FakeFlink:
                 self.wfile.write(body)
 
             def log_message(self, format: str, *args: object) -> None:
-                """Quiet."""
+                """Log nothing."""
 
         self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,))

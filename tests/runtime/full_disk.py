@@ -1,4 +1,4 @@
-"""A disk that is full, without one: the kernel refuses to let files grow."""
+"""Simulates a full disk with the kernel's limit of file sizes."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from collections.abc import Iterator
 
 
 @contextlib.contextmanager
-def room_for(num_bytes: int) -> Iterator[None]:
-    """No file of this process may grow beyond `num_bytes`: writes fail in the middle, as on a full disk."""
+def limited_file_size(num_bytes: int) -> Iterator[None]:
+    """Limit every file that this process writes to `num_bytes`: longer writes fail midway, as on a full
+    disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
     try:

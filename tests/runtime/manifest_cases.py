@@ -1,4 +1,4 @@
-"""A manifest to change, and the bytes of a body that no code of ours would write."""
+"""Builders of valid manifests and of manifests with arbitrary bodies, for tests of the commit format."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ def a_part(offsets: Progress, seq: int = 1, index: int = 0, **changes: Any) -> W
 
 
 def a_manifest(seq: int = 1, **changes: Any) -> Manifest:
-    """Of two shards and one worker with twelve partitions; its files hold `abc`."""
+    """A manifest of two shards and of one worker with twelve partitions. `changes` replaces fields; the files
+    that the manifest names contain `abc`."""
     base = Manifest(
         seq=seq,
         incarnation=1,
@@ -47,13 +48,14 @@ def a_manifest(seq: int = 1, **changes: Any) -> Manifest:
 
 
 def encoded(body: dict[str, Any]) -> bytes:
-    """Any body as a manifest's bytes, with its right checksum."""
+    """Encode an arbitrary body as a manifest with a valid checksum."""
     canonical = json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
     return json.dumps({"checksum": manifests.checksum_of(canonical), "body": body}).encode()
 
 
 def an_input(**changes: Any) -> TableInput:
-    """A session of two partitions, of which one had something before it."""
+    """A training session over a table of two partitions; a stream offset was committed for one of them before
+    the session."""
     base = TableInput(
         table="warehouse",
         version=7,

@@ -1,4 +1,4 @@
-"""Where our programs may listen."""
+"""Which addresses programs may listen on and advertise."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from roostream.runtime.address import (
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "localhost", "::1", "[::1]"])
-def test_loopback_may_be_listened_on_without_leave(host: str) -> None:
+def test_listening_on_loopback_needs_no_permission(host: str) -> None:
     check_listen("listen", f"{host}:80", insecure=False)
     assert is_loopback(host)
 
@@ -39,20 +39,20 @@ def test_an_invalid_address_is_named_with_its_key() -> None:
 
 
 @pytest.mark.parametrize(
-    ("host", "other", "expected", "why"),
+    ("host", "other", "expected", "case"),
     [
-        ("127.0.0.1", "127.0.0.1:7000", "127.0.0.1:9", "one machine"),
-        ("127.0.0.1", "10.0.0.7:7000", "", "it would ask itself"),
-        ("10.0.0.3", "10.0.0.7:7000", "10.0.0.3:9", "two machines"),
-        ("0.0.0.0", "10.0.0.7:7000", "", "it names no machine"),
-        ("::", "127.0.0.1:7000", "", "nor does that"),
-        ("worker-1.pod", "controller:7000", "worker-1.pod:9", "a name"),
-        ("localhost", "controller:7000", "", "a name of one's own"),
+        ("127.0.0.1", "127.0.0.1:7000", "127.0.0.1:9", "same host"),
+        ("127.0.0.1", "10.0.0.7:7000", "", "the peer would connect to itself"),
+        ("10.0.0.3", "10.0.0.7:7000", "10.0.0.3:9", "two hosts"),
+        ("0.0.0.0", "10.0.0.7:7000", "", "it names no host"),
+        ("::", "127.0.0.1:7000", "", "it names no host either"),
+        ("worker-1.pod", "controller:7000", "worker-1.pod:9", "a host name"),
+        ("localhost", "controller:7000", "", "a name that each host has for itself"),
         ("[::1]", "[::1]:7000", "[::1]:9", "IPv6"),
     ],
 )
-def test_an_advertised_address_is_reachable_or_empty(host: str, other: str, expected: str, why: str) -> None:
-    assert reachable_address(host, 9, other) == expected, why
+def test_an_advertised_address_is_reachable_or_empty(host: str, other: str, expected: str, case: str) -> None:
+    assert reachable_address(host, 9, other) == expected, case
 
 
 @pytest.mark.parametrize(
@@ -71,6 +71,6 @@ def test_braces_in_an_address_expand_to_a_range(given: tuple[str, ...], meant: t
 @pytest.mark.parametrize(
     "address", ["shard-{0}.shards:7000", "shard-{}.shards:7000", "shard-{2}-{2}:7000", "shard-{2}.shards"]
 )
-def test_braces_that_say_nothing_are_refused_with_their_key(address: str) -> None:
+def test_invalid_braces_are_refused_and_the_message_names_the_key(address: str) -> None:
     with pytest.raises(ConfigError, match="key 'shards': expected an address"):
         check_addresses("shards", address)

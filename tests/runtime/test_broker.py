@@ -1,4 +1,4 @@
-"""How Kafka's clients are told where the broker is and who they are."""
+"""Security settings of Kafka clients, as librdkafka's and Java's properties."""
 
 from __future__ import annotations
 
@@ -114,9 +114,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("given", "said"), WRONG)
-def test_settings_that_do_not_fit_together_are_refused(given: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+@pytest.mark.parametrize(("given", "message"), WRONG)
+def test_settings_that_do_not_fit_together_are_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         KafkaSecurity(**given)
 
 

@@ -1,4 +1,4 @@
-"""Every bucket has one owner, before and after."""
+"""The map from buckets to owners: every bucket has exactly one owner."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from roostream.runtime.bucket_map import BucketMap, moved
 def test_a_map_round_trips_and_no_map_means_modulo() -> None:
     modulo = BucketMap.modulo(64, 3)
     assert modulo.is_modulo and modulo.version == 0 and modulo.buckets_of(1)[:3] == [1, 4, 7]
-    again = BucketMap.from_plain(modulo.plain())
-    assert again == modulo and hash(again) == hash(modulo) and again.num_owners == 3
-    assert again != BucketMap(modulo.owner_B, 3, 1) and again != BucketMap.modulo(64, 2)
+    decoded = BucketMap.from_plain(modulo.plain())
+    assert decoded == modulo and hash(decoded) == hash(modulo) and decoded.num_owners == 3
+    assert decoded != BucketMap(modulo.owner_B, 3, 1) and decoded != BucketMap.modulo(64, 2)
 
 
 @pytest.mark.parametrize("owners", [[0, 3], [-1, 0], []])

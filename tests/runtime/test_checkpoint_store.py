@@ -1,4 +1,5 @@
-"""The directory that is a checkpoint store: whole or absent, exclusive, durable."""
+"""The checkpoint store in a directory: objects are complete or absent, names are exclusive, writes are
+durable."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import pytest
 
 from roostream.errors import ConfigError, UnavailableError
 from roostream.runtime.checkpoint_store import UNFINISHED_S, FileStore, open_store
-from tests.runtime.full_disk import room_for
+from tests.runtime.full_disk import limited_file_size
 
 
 @pytest.fixture
@@ -24,7 +25,7 @@ def test_a_store_is_opened_by_its_path_or_url(tmp_path: Path, url: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("url", "said"),
+    ("url", "message"),
     [
         (
             "gs://bucket/store",
@@ -34,10 +35,10 @@ def test_a_store_is_opened_by_its_path_or_url(tmp_path: Path, url: str) -> None:
         ("file://a/b", "expected a store like file:///a/directory, got 'file://a/b'; add the third slash"),
     ],
 )
-def test_a_store_of_an_unknown_kind_is_refused(url: str, said: str) -> None:
+def test_a_store_of_an_unknown_kind_is_refused(url: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         open_store(url)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 def files(store: FileStore) -> list[str]:
@@ -46,18 +47,18 @@ def files(store: FileStore) -> list[str]:
 
 def test_a_write_that_fails_leaves_the_old_object_and_no_half_one(store: FileStore) -> None:
     store.put("dense/1", b"old")
-    too_much = bytes(1 << 20)
-    with room_for(1 << 16):
-        for do in (store.put, store.create):
+    too_large = bytes(1 << 20)
+    with limited_file_size(1 << 16):
+        for write in (store.put, store.create):
             with pytest.raises(UnavailableError, match="File too large"):
-                do("dense/1", too_much)
+                write("dense/1", too_large)
         with pytest.raises(UnavailableError, match="File too large"):
-            store.create("manifests/00000001", too_much)
+            store.create("manifests/00000001", too_large)
     assert store.get("dense/1") == b"old" and files(store) == ["dense/1"]
 
 
-class Disk:
-    """Notes what is synced, and what a reader finds at that moment under the name that is being written."""
+class RecordingDisk:
+    """Records each fsync, and what a reader finds at that moment under the name being written."""
 
     def __init__(self, root: Path, name: str) -> None:
         self.root, self.name = root, name
@@ -78,13 +79,13 @@ class Disk:
 @pytest.mark.parametrize("method", ["create", "put"])
 def test_files_are_synced_before_and_directories_after_renaming(tmp_path: Path, method: str) -> None:
     (tmp_path / "dense").mkdir()
-    disk = Disk(tmp_path, "dense/1")
+    disk = RecordingDisk(tmp_path, "dense/1")
     getattr(FileStore(tmp_path, fsync=disk.fsync), method)("dense/1", b"new")
     assert disk.synced == [("file with b'new'", None), ("directory dense", b"new")]
 
 
-def test_a_directory_that_had_to_be_made_is_synced_in_the_one_above(tmp_path: Path) -> None:
-    disk = Disk(tmp_path, "store/dense/1")
+def test_the_parent_of_a_new_directory_is_synced(tmp_path: Path) -> None:
+    disk = RecordingDisk(tmp_path, "store/dense/1")
     FileStore(tmp_path / "store", fsync=disk.fsync).put("dense/1", b"new")
     assert [kind for kind, _ in disk.synced] == [
         "directory .",
@@ -105,7 +106,7 @@ def test_a_failed_sync_is_reported_and_leaves_no_partial_file(tmp_path: Path) ->
 
 
 def leave_unfinished(folder: Path) -> Path:
-    """What a writer that was killed leaves."""
+    """Leave a temporary file behind, as a killed writer does."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / ".roostream-unfinished.k2j1"
     path.write_bytes(bytes(1000))
@@ -121,7 +122,7 @@ def test_only_leftovers_of_killed_writers_are_deleted(tmp_path: Path) -> None:
         leave_unfinished(folder)
     now_s -= 1
     store.sweep()
-    assert len(files(store)) == 4, "they may still be written"
+    assert len(files(store)) == 4, "unfinished files may still be written"
     now_s += 1
     store.sweep()
     assert files(store) == ["dense/1"]
@@ -135,14 +136,14 @@ def test_a_sweep_leaves_another_store_below_the_directory_alone(tmp_path: Path) 
     assert foreign.exists()
 
 
-def test_a_store_that_can_t_be_read_is_not_one_whose_names_are_absent(tmp_path: Path) -> None:
+def test_an_unreadable_store_is_unavailable_and_not_empty(tmp_path: Path) -> None:
     (tmp_path / "manifests").write_text("a file where a directory was")
-    for do in (
+    for call in (
         lambda: FileStore(tmp_path).get("manifests/1"),
         lambda: FileStore(tmp_path).put("manifests/1", b""),
     ):
         with pytest.raises(UnavailableError, match="can't be"):
-            do()
+            call()
 
 
 def test_a_sweep_deletes_only_unfinished_files_of_stores(tmp_path: Path) -> None:

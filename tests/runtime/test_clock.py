@@ -27,7 +27,7 @@ def test_a_jump_moves_wall_time_only() -> None:
     assert (clock.now_ms(), clock.monotonic_s()) == (2000, 1.5)
 
 
-def test_a_moment_has_one_wall_time_however_clocks_are_set_later() -> None:
+def test_the_wall_time_of_a_moment_does_not_change_when_the_clock_is_set() -> None:
     clock = FakeClock(now_ms=10_000)
     wall = MonotonicToWallTime(clock)
     clock.advance(2.5)

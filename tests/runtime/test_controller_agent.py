@@ -1,5 +1,5 @@
-"""A member of the controller: each command once, its result until it is known, beats whatever else
-happens."""
+"""The agent with which a program follows the controller. Each command runs once, its result is sent until it
+is acknowledged, and heartbeats never stop."""
 
 from __future__ import annotations
 
@@ -25,12 +25,13 @@ from roostream.runtime.thread_group import StopBudget
 
 
 class FakeController:
-    """Answers beats from a script; the last entry again and again."""
+    """Answers heartbeats from a script and repeats the last entry. An exception in the script is raised;
+    `extra` is added to every answer."""
 
     def __init__(self, *answers: list[dict[str, Any]] | Exception) -> None:
         self.answers, self.beats, self.closed = list(answers), [], 0
         self.changed = threading.Condition()
-        self.said: dict[str, Any] = {}
+        self.extra: dict[str, Any] = {}
 
     def call(self, method: str, header: Header, arrays: Arrays = (), *, timeout_s: float = 30.0) -> Answer:
         assert method == "beat"
@@ -40,7 +41,7 @@ class FakeController:
             self.changed.notify_all()
         if isinstance(answer, Exception):
             raise answer
-        return {"commands": answer, "incarnation": 1, **self.said}, []
+        return {"commands": answer, "incarnation": 1, **self.extra}, []
 
     def close(self) -> None:
         self.closed += 1
@@ -65,17 +66,18 @@ ERRORS = {
 }
 
 
-class Doer:
-    """Notes what it does; the kinds in ERRORS fail."""
+class CommandHandler:
+    """Records the ids of the commands it runs. The kinds in ERRORS fail; with `hold` cleared, every command
+    blocks."""
 
     def __init__(self) -> None:
         self.done: list[int] = []
         self.hold = threading.Event()
         self.hold.set()
-        self.begun = threading.Event()
+        self.started = threading.Event()
 
     def __call__(self, command: dict[str, Any]) -> dict[str, Any]:
-        self.begun.set()
+        self.started.set()
         assert self.hold.wait(10)
         self.done.append(command["id"])
         if error := ERRORS.get(command["kind"]):
@@ -83,77 +85,80 @@ class Doer:
         return {"rows": 7}
 
 
-def make_member(controller: FakeController, doer: Doer, **kwargs: Any) -> ControllerAgent:
-    stop, given = threading.Event(), {"clock": FakeClock(), **kwargs}
-    return ControllerAgent(lambda: controller, "shard", 2, doer, lambda: {"rows": 5}, stop, **given)
+def make_agent(controller: FakeController, handler: CommandHandler, **kwargs: Any) -> ControllerAgent:
+    stop, settings = threading.Event(), {"clock": FakeClock(), **kwargs}
+    return ControllerAgent(lambda: controller, "shard", 2, handler, lambda: {"rows": 5}, stop, **settings)
 
 
-def do_all(member: ControllerAgent) -> None:
-    while not member.commands.empty():
-        got = member.commands.get()
-        assert got is not None
-        member.run(got)
+def run_queued_commands(agent: ControllerAgent) -> None:
+    while not agent.commands.empty():
+        next_command = agent.commands.get()
+        assert next_command is not None
+        agent.run(next_command)
 
 
 def test_a_heartbeat_has_identity_and_report() -> None:
     controller = FakeController([])
-    member = make_member(controller, Doer(), session=9)
-    assert member.beat(controller) is False
-    identity = {"role": "shard", "index": 2, "session": 9, "process": member.process, "incarnation": 0}
+    agent = make_agent(controller, CommandHandler(), session=9)
+    assert agent.beat(controller) is False
+    identity = {"role": "shard", "index": 2, "session": 9, "process": agent.process, "incarnation": 0}
     assert controller.beats == [{**identity, "results": [], "report": {"rows": 5}}]
 
 
 def test_a_command_is_executed_once_and_its_result_repeated() -> None:
-    controller, doer = FakeController([command(1)]), Doer()
-    member = make_member(controller, doer)
-    assert member.beat(controller) is True and member.beat(controller) is False
-    do_all(member)
+    controller, handler = FakeController([command(1)]), CommandHandler()
+    agent = make_agent(controller, handler)
+    assert agent.beat(controller) is True and agent.beat(controller) is False
+    run_queued_commands(agent)
     controller.answers = [TransportError("lost"), [command(1)], []]
     with pytest.raises(TransportError):
-        member.beat(controller)
-    member.beat(controller)
-    member.beat(controller)  # it was given again: told again
-    member.beat(controller)
-    assert doer.done == [1]
-    told = [beat["results"] for beat in controller.beats[2:]]
+        agent.beat(controller)
+    agent.beat(controller)
+    agent.beat(controller)  # the controller sent it again, so the agent sends its result again
+    agent.beat(controller)
+    assert handler.done == [1]
+    sent_results = [beat["results"] for beat in controller.beats[2:]]
     result = {"id": 1, "ok": True, "rows": 7}
-    assert told == [[result], [result], [result], []]
+    assert sent_results == [[result], [result], [result], []]
 
 
 def test_the_same_number_of_another_incarnation_is_another_command() -> None:
-    controller, doer = FakeController([command(1, "restore", 1)], [command(1, "restore", 2)]), Doer()
-    member = make_member(controller, doer)
+    controller, handler = (
+        FakeController([command(1, "restore", 1)], [command(1, "restore", 2)]),
+        CommandHandler(),
+    )
+    agent = make_agent(controller, handler)
     for _ in range(2):
-        member.beat(controller)
-        do_all(member)
-    assert doer.done == [1, 1] and member.incarnation == 2
+        agent.beat(controller)
+        run_queued_commands(agent)
+    assert handler.done == [1, 1] and agent.incarnation == 2
 
 
 def test_commands_are_done_in_the_order_of_their_ids() -> None:
-    controller, doer = FakeController([command(3), command(1), command(2)]), Doer()
-    member = make_member(controller, doer)
-    member.beat(controller)
-    do_all(member)
-    assert doer.done == [1, 2, 3]
+    controller, handler = FakeController([command(3), command(1), command(2)]), CommandHandler()
+    agent = make_agent(controller, handler)
+    agent.beat(controller)
+    run_queued_commands(agent)
+    assert handler.done == [1, 2, 3]
 
 
 def test_a_withdrawn_command_is_never_started() -> None:
-    controller, doer = FakeController([command(6, "abort")], [command(5, "freeze")], []), Doer()
-    member = make_member(controller, doer)
-    assert member.beat(controller) is True and member.beat(controller) is False
-    do_all(member)
-    member.beat(controller)
-    assert doer.done == [6] and [result["id"] for result in controller.results()] == [6]
+    controller, handler = FakeController([command(6, "abort")], [command(5, "freeze")], []), CommandHandler()
+    agent = make_agent(controller, handler)
+    assert agent.beat(controller) is True and agent.beat(controller) is False
+    run_queued_commands(agent)
+    agent.beat(controller)
+    assert handler.done == [6] and [result["id"] for result in controller.results()] == [6]
 
 
 def test_two_threads_that_take_answers_at_once_queue_them_in_order() -> None:
-    member = make_member(FakeController([]), Doer())
+    agent = make_agent(FakeController([]), CommandHandler())
     barrier = threading.Barrier(2)
 
     def take(answers: list[list[dict[str, Any]]]) -> None:
         barrier.wait(10)
         for answer in answers:
-            member.beat(FakeController(answer))
+            agent.beat(FakeController(answer))
 
     threads = [
         threading.Thread(target=take, args=([[command(n)] for n in range(first, 200, 2)],))
@@ -163,49 +168,52 @@ def test_two_threads_that_take_answers_at_once_queue_them_in_order() -> None:
         thread.start()
     for thread in threads:
         thread.join(10)
-    member.commands.put(None)
-    taken = [got["id"] for got in iter(member.commands.get, None)]
+    agent.commands.put(None)
+    taken = [next_command["id"] for next_command in iter(agent.commands.get, None)]
     assert taken == sorted(taken) and taken[-1] == 199
 
 
 def test_an_abandoned_hanging_command_ends_the_process() -> None:
-    clock, doer, stuck = FakeClock(), Doer(), []
-    doer.hold.clear()
+    clock, handler, stuck = FakeClock(), CommandHandler(), []
+    handler.hold.clear()
     controller = FakeController([command(1, "write")])
-    member = make_member(controller, doer, clock=clock, on_stuck=stuck.append)
-    member.beat(controller)
-    running = threading.Thread(target=do_all, args=(member,))
+    agent = make_agent(controller, handler, clock=clock, on_stuck=stuck.append)
+    agent.beat(controller)
+    running = threading.Thread(target=run_queued_commands, args=(agent,))
     running.start()
-    assert doer.begun.wait(10)
+    assert handler.started.wait(10)
     clock.advance(1000)
-    member.beat(controller)
-    assert stuck == [], "nobody has given it up"
+    agent.beat(controller)
+    assert stuck == [], "the controller has not abandoned the command"
     controller.answers = [[command(2, "restore", 2)]]
-    member.beat(controller)
+    agent.beat(controller)
     clock.advance(59)
-    member.beat(controller)
+    agent.beat(controller)
     assert stuck == []
     clock.advance(2)
-    member.beat(controller)
+    agent.beat(controller)
     assert stuck == ["command write was given up by the controller and still hangs after 61 s"]
-    doer.hold.set()
+    handler.hold.set()
     running.join(10)
-    do_all(member)
+    run_queued_commands(agent)
     clock.advance(100)
-    member.beat(controller)
+    agent.beat(controller)
     assert len(stuck) == 1
 
 
 def test_a_restore_that_works_sets_the_incarnation_and_older_commands_are_refused() -> None:
-    controller, doer = FakeController([command(1, "restore", 5)], [command(2, "freeze", 4)], []), Doer()
-    member = make_member(controller, doer)
-    member.beat(controller)
-    do_all(member)
-    assert member.beat(controller) is False
-    do_all(member)
-    assert controller.beats[1]["incarnation"] == 5 and doer.done == [1]
-    member.run(command(3, "freeze", 4))
-    member.beat(controller)
+    controller, handler = (
+        FakeController([command(1, "restore", 5)], [command(2, "freeze", 4)], []),
+        CommandHandler(),
+    )
+    agent = make_agent(controller, handler)
+    agent.beat(controller)
+    run_queued_commands(agent)
+    assert agent.beat(controller) is False
+    run_queued_commands(agent)
+    assert controller.beats[1]["incarnation"] == 5 and handler.done == [1]
+    agent.run(command(3, "freeze", 4))
+    agent.beat(controller)
     refused = controller.beats[-1]["results"][0]
     assert refused["ok"] is False and "expected incarnation 5 or later, got 4" in refused["error"]
 
@@ -222,18 +230,18 @@ def test_a_restore_that_works_sets_the_incarnation_and_older_commands_are_refuse
 def test_an_error_is_reported_and_the_agent_continues(
     kind: str, expected: tuple[str, bool, bool, bool], caplog: pytest.LogCaptureFixture
 ) -> None:
-    controller, doer = FakeController([command(1, kind), command(2)], []), Doer()
-    member = make_member(controller, doer)
-    member.beat(controller)
-    do_all(member)
-    member.beat(controller)
-    told = {
+    controller, handler = FakeController([command(1, kind), command(2)], []), CommandHandler()
+    agent = make_agent(controller, handler)
+    agent.beat(controller)
+    run_queued_commands(agent)
+    agent.beat(controller)
+    failed_result = {
         "id": 1,
         "ok": False,
         **dict(zip(("error", "damaged", "away", "permanent"), expected, strict=True)),
     }
-    assert controller.beats[1]["results"] == [told, {"id": 2, "ok": True, "rows": 7}]
-    assert member.incarnation == 0
+    assert controller.beats[1]["results"] == [failed_result, {"id": 2, "ok": True, "rows": 7}]
+    assert agent.incarnation == 0
     assert bool([r for r in caplog.records if r.exc_info]) == (kind == "defect")
 
 
@@ -241,93 +249,93 @@ def test_a_command_that_an_outage_fails_again_and_again_is_logged_once_a_minute_
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO)
-    clock, is_away = FakeClock(), True
+    clock, is_unavailable = FakeClock(), True
 
     def write(_: dict[str, Any]) -> dict[str, Any]:
-        if is_away:
+        if is_unavailable:
             raise UnavailableError("the store is away")
         return {}
 
-    member = make_member(FakeController([]), write, clock=clock)  # type: ignore[arg-type]
+    agent = make_agent(FakeController([]), write, clock=clock)  # type: ignore[arg-type]
     for id_ in range(20):
-        member.run(command(id_, "write"))
+        agent.run(command(id_, "write"))
         clock.advance(10)
     warnings = list(caplog.messages)
     assert warnings[0] == "write: the store is away" and len(warnings) == 4, warnings
     assert all("and 5 more like it" in line for line in warnings[1:])
-    is_away = False
+    is_unavailable = False
     caplog.clear()
-    member.run(command(20, "write"))
-    member.run(command(21, "write"))
+    agent.run(command(20, "write"))
+    agent.run(command(21, "write"))
     assert caplog.messages == ["write: succeeds again"]
 
 
 def test_a_lost_controller_is_dialled_again_and_silence_is_counted() -> None:
-    controller, doer = FakeController(TransportError("away"), FencedError("over")), Doer()
+    controller, handler = FakeController(TransportError("away"), FencedError("over")), CommandHandler()
     clock, stop = FakeClock(), threading.Event()
-    member = ControllerAgent(lambda: controller, "worker", 0, doer, dict, stop, clock=clock)
-    member.start()
-    controller.wait_for(lambda: member.silent_s > 60)
+    agent = ControllerAgent(lambda: controller, "worker", 0, handler, dict, stop, clock=clock)
+    agent.start()
+    controller.wait_for(lambda: agent.silent_s > 60)
     controller.answers = [[]]
-    controller.wait_for(lambda: member.silent_s < 60)
+    controller.wait_for(lambda: agent.silent_s < 60)
     stop.set()
-    assert member.join()
+    assert agent.join()
     assert controller.closed == 2
 
 
 def test_heartbeats_continue_during_a_command() -> None:
-    controller, doer = FakeController([command(1)], []), Doer()
-    doer.hold.clear()
-    member = make_member(controller, doer).start()
+    controller, handler = FakeController([command(1)], []), CommandHandler()
+    handler.hold.clear()
+    agent = make_agent(controller, handler).start()
     controller.wait_for(lambda: len(controller.beats) > 5)
-    assert doer.done == [] and controller.results() == []
-    doer.hold.set()
+    assert handler.done == [] and controller.results() == []
+    handler.hold.set()
     controller.wait_for(lambda: len(controller.results()) > 0)
     assert controller.results()[0] == {"id": 1, "ok": True, "rows": 7}
-    member.stop.set()
-    assert member.join()
+    agent.stop.set()
+    assert agent.join()
 
 
 def test_a_result_does_not_wait_for_a_held_heartbeat() -> None:
-    held, told = threading.Event(), threading.Event()
+    heartbeat_may_return, result_arrived = threading.Event(), threading.Event()
 
-    class Holding(FakeController):
+    class HoldsHeartbeats(FakeController):
         def call(
             self, method: str, header: Header, arrays: Arrays = (), *, timeout_s: float = 30.0
         ) -> Answer:
             if header["results"]:
-                told.set()
+                result_arrived.set()
             elif self.beats:
-                held.wait(10)
+                heartbeat_may_return.wait(10)
             return super().call(method, header, arrays, timeout_s=timeout_s)
 
-    controller = Holding([command(1)], [])
-    member = make_member(controller, Doer()).start()
-    assert told.wait(10) and not held.is_set()
-    held.set()
-    member.stop.set()
-    assert member.join()
+    controller = HoldsHeartbeats([command(1)], [])
+    agent = make_agent(controller, CommandHandler()).start()
+    assert result_arrived.wait(10) and not heartbeat_may_return.is_set()
+    heartbeat_may_return.set()
+    agent.stop.set()
+    assert agent.join()
 
 
 def test_join_reports_a_command_that_does_not_end() -> None:
-    controller, doer = FakeController([command(1)], []), Doer()
-    doer.hold.clear()
-    member = make_member(controller, doer).start()
+    controller, handler = FakeController([command(1)], []), CommandHandler()
+    handler.hold.clear()
+    agent = make_agent(controller, handler).start()
     controller.wait_for(lambda: len(controller.beats) > 2)
-    member.stop.set()
-    assert member.join(timeout_s=0.05) is False
-    doer.hold.set()
-    assert member.join()
+    agent.stop.set()
+    assert agent.join(timeout_s=0.05) is False
+    handler.hold.set()
+    assert agent.join()
 
 
-def beaten(controller: FakeController, member: ControllerAgent) -> None:
-    """One beat, as its thread makes it."""
+def send_heartbeat(controller: FakeController, agent: ControllerAgent) -> None:
+    """Send one heartbeat, as the agent's thread does."""
     with contextlib.suppress(TransportError):
-        member.beat(controller)
+        agent.beat(controller)
 
 
-class Beating(FakeClock):
-    """A clock on which a beat passes with each wait."""
+class HeartbeatClock(FakeClock):
+    """A clock on which one heartbeat is sent during each wait."""
 
     def __init__(self, beat: Callable[[], None]) -> None:
         super().__init__()
@@ -338,133 +346,142 @@ class Beating(FakeClock):
         return super().sleep(seconds, stop)
 
 
-def leaver(controller: FakeController, seconds: float = 8.0) -> tuple[ControllerAgent, StopBudget]:
+def leaving_agent(controller: FakeController, seconds: float = 8.0) -> tuple[ControllerAgent, StopBudget]:
     stop = threading.Event()
     stop.set()
-    member = make_member(controller, Doer())
-    member.clock = Beating(lambda: beaten(controller, member))
-    return member, StopBudget(stop, seconds, member.clock)
+    agent = make_agent(controller, CommandHandler())
+    agent.clock = HeartbeatClock(lambda: send_heartbeat(controller, agent))
+    return agent, StopBudget(stop, seconds, agent.clock)
 
 
-def test_a_leaving_member_waits_for_permission() -> None:
+def test_a_leaving_agent_waits_for_permission() -> None:
     controller = FakeController([])
-    member, ending = leaver(controller)
-    beaten(controller, member)
+    agent, budget = leaving_agent(controller)
+    send_heartbeat(controller, agent)
     free_at = len(controller.beats) + 3
-    told = controller.call
+    original_call = controller.call
 
-    def call(*args: Any, **more: Any) -> Answer:
-        answer, arrays = told(*args, **more)
+    def call(*args: Any, **kwargs: Any) -> Answer:
+        answer, arrays = original_call(*args, **kwargs)
         return {**answer, "free": len(controller.beats) >= free_at}, arrays
 
     controller.call = call  # type: ignore[method-assign]
-    assert member.leave(ending, 1.0) is True
+    assert agent.leave(budget, 1.0) is True
     assert [beat["report"].get("leaving", False) for beat in controller.beats] == [False, True, True, True]
 
 
-def test_a_leaving_member_does_not_wait_for_an_unavailable_controller() -> None:
+def test_a_leaving_agent_does_not_wait_for_an_unavailable_controller() -> None:
     controller = FakeController(TransportError("refused"))
-    member, ending = leaver(controller)
-    assert member.leave(ending, 1.0) is False and len(controller.beats) == 1
+    agent, budget = leaving_agent(controller)
+    assert agent.leave(budget, 1.0) is False and len(controller.beats) == 1
 
 
-def test_a_leaving_member_leaves_at_its_deadline() -> None:
-    member, ending = leaver(FakeController([]), seconds=3.0)
-    assert member.leave(ending, 1.0) is False
-    assert 0.9 <= ending.left_s() <= 1.0
+def test_a_leaving_agent_leaves_at_its_deadline() -> None:
+    agent, budget = leaving_agent(FakeController([]), seconds=3.0)
+    assert agent.leave(budget, 1.0) is False
+    assert 0.9 <= budget.left_s() <= 1.0
 
 
-def test_a_preempted_member_ends_within_the_notice() -> None:
+def test_a_preempted_agent_ends_within_the_notice() -> None:
     controller, stop = FakeController([]), threading.Event()
-    ending = StopBudget(stop, 8.0, FakeClock())
-    member = make_member(controller, Doer(), stop_budget=ending)
-    member.beat(controller)
+    budget = StopBudget(stop, 8.0, FakeClock())
+    agent = make_agent(controller, CommandHandler(), stop_budget=budget)
+    agent.beat(controller)
     assert not stop.is_set()
-    controller.said = {"leave_s": 17.0}
-    member.beat(controller)
-    assert stop.is_set() and ending.left_s() == 17.0
-    controller.said = {"leave_s": 300.0}
-    member.beat(controller)
-    assert ending.seconds == 17.0, "it is asked once"
+    controller.extra = {"leave_s": 17.0}
+    agent.beat(controller)
+    assert stop.is_set() and budget.left_s() == 17.0
+    controller.extra = {"leave_s": 300.0}
+    agent.beat(controller)
+    assert budget.seconds == 17.0, "only the first notice counts"
 
 
-def test_a_member_sends_its_last_result_before_it_ends() -> None:
-    controller, doer = FakeController([command(1)]), Doer()
-    member = make_member(controller, doer)
-    member.beat(controller)
-    do_all(member)
+def test_an_agent_sends_its_last_result_before_it_ends() -> None:
+    controller, handler = FakeController([command(1)]), CommandHandler()
+    agent = make_agent(controller, handler)
+    agent.beat(controller)
+    run_queued_commands(agent)
     controller.answers = [[]]
-    member.stop.set()
-    assert member.start().join()
+    agent.stop.set()
+    assert agent.start().join()
     assert controller.beats[-1]["results"] == [{"id": 1, "ok": True, "rows": 7}]
 
 
-def test_a_member_with_another_schema_waits() -> None:
+def test_an_agent_with_another_schema_waits() -> None:
     check_command_schema({"kind": "restore", "schema": "00000000000000ff"}, 255)
-    check_command_schema({"kind": "restore"}, 255)  # of a controller that does not say
+    check_command_schema({"kind": "restore"}, 255)  # from a controller that does not send its schema
     with pytest.raises(
         UnavailableError, match="controller's schema 00000000000000fe, got 00000000000000ff"
     ) as caught:
         check_command_schema({"kind": "restore", "schema": "00000000000000fe"}, 255)
-    assert error_result(caught.value)["away"], "it is asked again, and no manifest is passed over for it"
+    assert error_result(caught.value)["away"], (
+        "the command must be retried, and no manifest may be skipped because of it"
+    )
 
 
 def test_a_command_that_makes_progress_does_not_end_the_process() -> None:
-    """As a large RESTORE does that the controller has given up, because another shard refused."""
-    controller, doer, stuck = FakeController([command(1, "restore")], [command(2, "restore", 2)]), Doer(), []
-    doer.hold.clear()
-    member = make_member(controller, doer, on_stuck=stuck.append)
+    """A large RESTORE may go on after the controller gave it up because another shard refused."""
+    controller, handler, stuck = (
+        FakeController([command(1, "restore")], [command(2, "restore", 2)]),
+        CommandHandler(),
+        [],
+    )
+    handler.hold.clear()
+    agent = make_agent(controller, handler, on_stuck=stuck.append)
     progress = iter(range(1000))
-    member.report = lambda: {"progress": next(progress)}
-    member.beat(controller)
-    thread = threading.Thread(target=lambda: do_all(member), daemon=True)
+    agent.report = lambda: {"progress": next(progress)}
+    agent.beat(controller)
+    thread = threading.Thread(target=lambda: run_queued_commands(agent), daemon=True)
     thread.start()
-    assert doer.begun.wait(10)
+    assert handler.started.wait(10)
     for _ in range(10):
-        member.clock.sleep(STUCK_S / 2)
-        member.beat(controller)
+        agent.clock.sleep(STUCK_S / 2)
+        agent.beat(controller)
     assert not stuck
-    member.report = lambda: {"progress": 0}
+    agent.report = lambda: {"progress": 0}
     for _ in range(4):
-        member.clock.sleep(STUCK_S / 2)
-        member.beat(controller)
+        agent.clock.sleep(STUCK_S / 2)
+        agent.beat(controller)
     assert stuck
-    doer.hold.set()
+    handler.hold.set()
     thread.join(10)
 
 
 def test_commands_of_an_incarnation_that_was_given_up_are_not_executed() -> None:
-    controller, doer = FakeController([command(1, "restore")], [command(2, "restore", 2)]), Doer()
-    member = make_member(controller, doer)
-    member.beat(controller)
-    member.beat(controller)
-    do_all(member)
-    assert doer.done == [2] and member.incarnation == 2
+    controller, handler = (
+        FakeController([command(1, "restore")], [command(2, "restore", 2)]),
+        CommandHandler(),
+    )
+    agent = make_agent(controller, handler)
+    agent.beat(controller)
+    agent.beat(controller)
+    run_queued_commands(agent)
+    assert handler.done == [2] and agent.incarnation == 2
 
 
-def test_a_process_that_is_refused_for_long_ends_with_the_sentence() -> None:
+def test_a_process_that_stays_refused_ends_with_the_controllers_reason() -> None:
     controller = FakeController([])
-    controller.said = {"refused": "two processes run as shard 2"}
-    member = make_member(controller, Doer())
+    controller.extra = {"refused": "two processes run as shard 2"}
+    agent = make_agent(controller, CommandHandler())
     for _ in range(2):
-        member.beat(controller)
-        member.check()
-        member.clock.sleep(REFUSED_S / 2)
-    member.beat(controller)
-    assert member.leave(StopBudget(threading.Event(), 1.0, member.clock), 0.0) is False
+        agent.beat(controller)
+        agent.check()
+        agent.clock.sleep(REFUSED_S / 2)
+    agent.beat(controller)
+    assert agent.leave(StopBudget(threading.Event(), 1.0, agent.clock), 0.0) is False
     with pytest.raises(ConfigError, match="two processes run as shard 2"):
-        member.check()
+        agent.check()
 
 
 def test_a_failed_thread_is_an_error_of_the_program() -> None:
     def report() -> dict[str, Any]:
         raise ZeroDivisionError("a defect")
 
-    member = make_member(FakeController([]), Doer())
-    member.report = report
-    member.start()
-    assert member.stop.wait(10)
-    assert member.leave(StopBudget(threading.Event(), 1.0, member.clock), 0.0) is False
+    agent = make_agent(FakeController([]), CommandHandler())
+    agent.report = report
+    agent.start()
+    assert agent.stop.wait(10)
+    assert agent.leave(StopBudget(threading.Event(), 1.0, agent.clock), 0.0) is False
     with pytest.raises(RuntimeError, match="agent-heartbeat"):
-        member.check()
-    member.join()
+        agent.check()
+    agent.join()

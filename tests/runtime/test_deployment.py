@@ -1,4 +1,4 @@
-"""What all programs share: declared once, checked alike."""
+"""Settings that all programs of a deployment share: declared once and checked in the same way."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ PROGRAMS: list[tuple[type[Deployment], dict[str, Any]]] = [
 LISTENING = [ShardConfig, ControllerConfig, ServingConfig]
 
 
-def written(tmp_path: Path, values: dict[str, Any]) -> Path:
-    """`values` as a TOML file."""
+def write_config(tmp_path: Path, values: dict[str, Any]) -> Path:
+    """Write `values` as a TOML file and return its path."""
     path = tmp_path / "program.toml"
     path.write_text(
         "".join(
@@ -42,11 +42,13 @@ def written(tmp_path: Path, values: dict[str, Any]) -> Path:
     return path
 
 
-@pytest.mark.parametrize(("cls", "own"), PROGRAMS)
+@pytest.mark.parametrize(("cls", "program_settings"), PROGRAMS)
 def test_every_program_reads_the_deployments_settings(
-    cls: type[Deployment], own: dict[str, Any], tmp_path: Path
+    cls: type[Deployment], program_settings: dict[str, Any], tmp_path: Path
 ) -> None:
-    path = written(tmp_path, {**SHARED, **own, "partitions": 8, "buckets": 128, "prefix": "a."})
+    path = write_config(
+        tmp_path, {**SHARED, **program_settings, "partitions": 8, "buckets": 128, "prefix": "a."}
+    )
     environ = {
         "ROOSTREAM_P_KAFKA_SECURITY_PROTOCOL": "SASL_SSL",
         "ROOSTREAM_P_KAFKA_SECURITY_USERNAME": "me",
@@ -60,37 +62,45 @@ def test_every_program_reads_the_deployments_settings(
     assert "s3cret" not in repr(config)
 
 
-@pytest.mark.parametrize(("cls", "own"), [*PROGRAMS, (SimulateConfig, {})])
-def test_metrics_that_others_reach_need_leave(
-    cls: type[ProgramSettings], own: dict[str, Any], tmp_path: Path
+@pytest.mark.parametrize(("cls", "program_settings"), [*PROGRAMS, (SimulateConfig, {})])
+def test_serving_metrics_on_a_public_address_needs_permission(
+    cls: type[ProgramSettings], program_settings: dict[str, Any], tmp_path: Path
 ) -> None:
-    values = {**(SHARED if issubclass(cls, Deployment) else {}), **own, "metrics_host": "0.0.0.0"}
+    values = {
+        **(SHARED if issubclass(cls, Deployment) else {}),
+        **program_settings,
+        "metrics_host": "0.0.0.0",
+    }
     with pytest.raises(
         ConfigError,
         match=r"program.toml:\d+: key 'metrics_host': expected a loopback address .* set insecure = true",
     ):
-        load(cls, written(tmp_path, values), environ={})
-    assert load(cls, written(tmp_path, {**values, "insecure": True}), environ={}).metrics_host == "0.0.0.0"
+        load(cls, write_config(tmp_path, values), environ={})
+    assert (
+        load(cls, write_config(tmp_path, {**values, "insecure": True}), environ={}).metrics_host == "0.0.0.0"
+    )
 
 
-@pytest.mark.parametrize(("cls", "own"), [p for p in PROGRAMS if p[0] in LISTENING])
+@pytest.mark.parametrize(("cls", "program_settings"), [p for p in PROGRAMS if p[0] in LISTENING])
 def test_listening_on_a_public_address_needs_permission(
-    cls: type[Deployment], own: dict[str, Any], tmp_path: Path
+    cls: type[Deployment], program_settings: dict[str, Any], tmp_path: Path
 ) -> None:
-    values = {**SHARED, **own, "listen": "0.0.0.0:7000"}
+    values = {**SHARED, **program_settings, "listen": "0.0.0.0:7000"}
     with pytest.raises(
         ConfigError,
         match=r"program.toml:\d+: key 'listen': expected a loopback address .* set insecure = true",
     ):
-        load(cls, written(tmp_path, values), environ={})
-    assert load(cls, written(tmp_path, {**values, "insecure": True}), environ={}).insecure
+        load(cls, write_config(tmp_path, values), environ={})
+    assert load(cls, write_config(tmp_path, {**values, "insecure": True}), environ={}).insecure
 
 
-@pytest.mark.parametrize(("cls", "own"), [p for p in PROGRAMS if p[0] in (ShardConfig, ControllerConfig)])
+@pytest.mark.parametrize(
+    ("cls", "program_settings"), [p for p in PROGRAMS if p[0] in (ShardConfig, ControllerConfig)]
+)
 def test_a_link_with_certificates_may_be_reached_by_others(
-    cls: type[Deployment], own: dict[str, Any], tmp_path: Path
+    cls: type[Deployment], program_settings: dict[str, Any], tmp_path: Path
 ) -> None:
-    path = written(tmp_path, {**SHARED, **own, "listen": "0.0.0.0:7000"})
+    path = write_config(tmp_path, {**SHARED, **program_settings, "listen": "0.0.0.0:7000"})
     with pytest.raises(
         ConfigError, match=r"give it certificate, key and ca of \[link\], or set insecure = true"
     ):
@@ -99,13 +109,13 @@ def test_a_link_with_certificates_may_be_reached_by_others(
     assert load(cls, path, environ={}).link.is_mutual_tls
 
 
-@pytest.mark.parametrize(("cls", "own"), PROGRAMS[:-1])
+@pytest.mark.parametrize(("cls", "program_settings"), PROGRAMS[:-1])
 def test_a_missing_required_setting_is_named(
-    cls: type[Deployment], own: dict[str, Any], tmp_path: Path
+    cls: type[Deployment], program_settings: dict[str, Any], tmp_path: Path
 ) -> None:
     for key in set(cls.needs) & set(SHARED):
         with pytest.raises(ConfigError, match=f"key '{key}': expected a value .*, got nothing; add it"):
-            load(cls, written(tmp_path, {**SHARED, **own, key: ""}), environ={})
+            load(cls, write_config(tmp_path, {**SHARED, **program_settings, key: ""}), environ={})
 
 
 WRONG = [
@@ -116,11 +126,11 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("change", "said"), WRONG)
-def test_impossible_settings_are_refused(change: dict[str, Any], said: str) -> None:
+@pytest.mark.parametrize(("change", "message"), WRONG)
+def test_impossible_settings_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         Deployment(**{**SHARED, **change})
-    assert str(caught.value) == said
+    assert str(caught.value) == message
 
 
 def test_the_redis_password_is_read_from_address_or_file(tmp_path: Path) -> None:
@@ -129,10 +139,10 @@ def test_the_redis_password_is_read_from_address_or_file(tmp_path: Path) -> None
     file = {"redis_password_file": str(tmp_path / "password")}
     assert FeaturesConfig(**common, redis="rediss://h:1/0", **file).redis_url == "rediss://:s3%2Fcret@h:1/0"
     assert FeaturesConfig(**common, redis="redis://:pw@h:1/0").redis_url == "redis://:pw@h:1/0"
-    own = FeaturesConfig(
+    program_settings = FeaturesConfig(
         **common, redis="rediss://h:1/0", redis_user="up/dater", redis_ca="/etc/ca.pem", **file
     )
-    assert own.redis_url == "rediss://up%2Fdater:s3%2Fcret@h:1/0?ssl_ca_certs=%2Fetc%2Fca.pem"
+    assert program_settings.redis_url == "rediss://up%2Fdater:s3%2Fcret@h:1/0?ssl_ca_certs=%2Fetc%2Fca.pem"
     with pytest.raises(ConfigError, match="key 'redis_user': expected it with redis_password_file"):
         FeaturesConfig(**common, redis="redis://h:1/0", redis_user="updater")
     with pytest.raises(ConfigError, match="key 'redis_ca': expected it with an address rediss://"):

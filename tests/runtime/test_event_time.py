@@ -1,5 +1,5 @@
-"""Which time it is by now, when any single record may be wrong. The joiner's use of steps is in
-tests/joiner."""
+"""Estimates of event time that tolerate single wrong timestamps. tests/joiner tests how the joiner uses
+them."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ def test_the_middle_of_recent_times() -> None:
     assert recent.middle_ms == 0
     for n, middle in enumerate([10, 10, 20, 20, 30], 1):
         recent.add([10 * n])
-        assert recent.middle_ms == middle, "of two the earlier"
+        assert recent.middle_ms == middle, "of an even number of times, the earlier of the middle two counts"
     recent.add(range(1000))
     assert recent.times_ms == [*range(1000 - NUM_RECENT, 1000)] and recent.middle_ms == 992
 
 
-def test_nothing_that_is_added_changes_nothing() -> None:
+def test_adding_no_times_changes_nothing() -> None:
     recent = MedianEventTime()
     recent.add([5])
     recent.add([])
@@ -44,7 +44,7 @@ def test_a_few_wrong_times_do_not_move_the_median(wrong_ms: int) -> None:
         assert 1000 <= recent.middle_ms < 1000 + NUM_RECENT
 
 
-def test_the_first_event_is_believed_and_a_jump_only_with_the_next_one() -> None:
+def test_the_first_time_is_accepted_and_a_jump_only_after_a_second_event_confirms_it() -> None:
     steps = SteppedEventTime()
     assert steps.newest_ms == START
     for time_ms, newest_ms in (

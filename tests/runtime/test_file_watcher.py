@@ -1,4 +1,4 @@
-"""A watched file counts as changed however it was replaced."""
+"""A watched file counts as changed after any kind of replacement."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The one client of Flink's REST interface, against a job manager that is told what to answer."""
+"""The client of Flink's REST interface, against a fake job manager with scripted answers."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def flink() -> Iterator[FakeFlink]:
     ("state", "live"),
     [
         ("RUNNING", True),
-        ("CANCELLING", True),  # it holds its slots and may still write
-        ("SUSPENDED", True),  # another job manager goes on with it
+        ("CANCELLING", True),  # it still holds its slots and may write
+        ("SUSPENDED", True),  # another job manager resumes it
         ("FINISHED", False),
         ("FAILED", False),
     ],
@@ -135,11 +135,11 @@ def test_a_stop_with_savepoint_gives_its_path(flink: FakeFlink) -> None:
     done = {"status": {"id": "COMPLETED"}, "operation": {"location": "file:/points/1"}}
     flink.answers[f"/jobs/{JOB}/savepoints/r"] = done
     assert FlinkRest(flink.url).stop_with_savepoint(JOB, "file:/points", 5.0) == "file:/points/1"
-    assert flink.asked[f"/jobs/{JOB}/stop"] == {"targetDirectory": "file:/points", "drain": False}
+    assert flink.posted[f"/jobs/{JOB}/stop"] == {"targetDirectory": "file:/points", "drain": False}
 
 
 @pytest.mark.parametrize(
-    ("answer", "told"),
+    ("answer", "message"),
     [
         (
             {
@@ -151,11 +151,11 @@ def test_a_stop_with_savepoint_gives_its_path(flink: FakeFlink) -> None:
         ({"status": {"id": "IN_PROGRESS"}}, "no savepoint within 0 s"),
     ],
 )
-def test_a_failed_savepoint_is_reported(answer: dict[str, object], told: str, flink: FakeFlink) -> None:
+def test_a_failed_savepoint_is_reported(answer: dict[str, object], message: str, flink: FakeFlink) -> None:
     rest = FlinkRest(flink.url)
     with pytest.raises(UnavailableError, match=f"does not know /jobs/{JOB}/stop"):
         rest.stop_with_savepoint(JOB, "file:/points", 0.3)
     flink.answers[f"/jobs/{JOB}/stop"] = {"request-id": "r"}
     flink.answers[f"/jobs/{JOB}/savepoints/r"] = answer
-    with pytest.raises(UnavailableError, match=told):
+    with pytest.raises(UnavailableError, match=message):
         rest.stop_with_savepoint(JOB, "file:/points", 0.3)

@@ -1,5 +1,5 @@
-"""Alive is whether the loop turns; ready is whether the work is done; a peer that is away never makes a
-program dead."""
+"""Liveness and readiness. A program is alive while its main loop turns and ready once its work is done; an
+unavailable peer never makes a program dead."""
 
 from __future__ import annotations
 
@@ -40,20 +40,22 @@ def test_a_stalled_loop_is_unhealthy_until_it_turns_again(health: Health, clock:
     assert health.dead() == ""
 
 
-def test_waiting_for_a_peer_is_not_death_and_soon_not_ready(health: Health, clock: FakeClock) -> None:
+def test_a_program_that_waits_for_a_peer_is_alive_but_soon_not_ready(
+    health: Health, clock: FakeClock
+) -> None:
     health.turned()
     with health.waiting("Redis"):
         clock.advance(4)
-        assert health.unready() == "", "a short wait is part of the work"
+        assert health.unready() == "", "a short wait must not end readiness"
         clock.advance(3600)
         assert health.dead() == "" and health.unready() == "it waits for Redis"
     clock.advance(59)
-    assert health.dead() == "" == health.unready(), "the bound counts from the end of the wait"
+    assert health.dead() == "" == health.unready(), "the time limit counts from the end of the wait"
     clock.advance(2)
     assert health.dead()
 
 
-def test_a_wait_that_fails_is_over_too(health: Health, clock: FakeClock) -> None:
+def test_a_wait_that_fails_also_ends(health: Health, clock: FakeClock) -> None:
     with pytest.raises(OSError, match="gone"), health.waiting("Redis"):
         raise OSError("gone")
     health.turned()

@@ -1,4 +1,4 @@
-"""Quantiles of what a histogram counted lately."""
+"""Quantiles of what a histogram counted in a recent window."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from roostream.runtime.histograms import (
     quantile_of,
 )
 
-TEN = {1.0: 2, 2.0: 8, 4.0: 10, math.inf: 10}  # two up to 1, six up to 2, two up to 4
+TEN = {1.0: 2, 2.0: 8, 4.0: 10, math.inf: 10}  # two values up to 1, six between 1 and 2, two between 2 and 4
 
 
 @pytest.mark.parametrize(
-    ("q", "expected", "why"),
+    ("q", "expected", "case"),
     [
-        (0.0, 0.0, "where the first bucket begins"),
-        (0.1, 0.5, "half of the two below 1"),
-        (0.5, 1.5, "the fifth, three of six into its bucket"),
-        (0.8, 2.0, "a bound"),
-        (1.0, 4.0, "the largest"),
+        (0.0, 0.0, "start of the first bucket"),
+        (0.1, 0.5, "the first of the two values below 1"),
+        (0.5, 1.5, "the fifth value, the third of six in its bucket"),
+        (0.8, 2.0, "a bucket's bound"),
+        (1.0, 4.0, "the largest value"),
     ],
 )
-def test_a_quantile_is_linear_within_its_bucket(q: float, expected: float, why: str) -> None:
-    assert quantile_of(TEN, q) == pytest.approx(expected), why
+def test_a_quantile_is_linear_within_its_bucket(q: float, expected: float, case: str) -> None:
+    assert quantile_of(TEN, q) == pytest.approx(expected), case
 
 
 def test_a_quantile_beyond_the_highest_bound_is_unknown() -> None:
@@ -54,9 +54,9 @@ def test_the_median_of_the_whole_agrees_with_the_medians_of_its_stages(stages_s:
     assert whole == pytest.approx(sum(medians.values()), rel=0.12)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("told", [{}, {1.0: 0, math.inf: 0}])
-def test_a_quantile_of_nothing_is_none(told: dict[float, float]) -> None:
-    assert quantile_of(told, 0.5) is None
+@pytest.mark.parametrize("buckets", [{}, {1.0: 0, math.inf: 0}])
+def test_a_quantile_of_nothing_is_none(buckets: dict[float, float]) -> None:
+    assert quantile_of(buckets, 0.5) is None
 
 
 def test_a_quantile_covers_the_time_since_the_previous_reading() -> None:
@@ -67,20 +67,20 @@ def test_a_quantile_covers_the_time_since_the_previous_reading() -> None:
     recent.add(5, {1.0: 100, 2.0: 110, math.inf: 110})
     assert recent.quantile(0.5) == 1.5
     recent.add(10, {1.0: 100, 2.0: 110, math.inf: 110})
-    assert recent.quantile(0.5) == 1.5, "both of the window"
+    assert recent.quantile(0.5) == 1.5, "both readings are within the window"
 
 
 def test_readings_older_than_the_window_are_dropped() -> None:
     recent = RecentQuantiles(window_s=60)
     for at_s in range(0, 121, 5):
-        slow = min(at_s, 30)  # until then all are slow, later ones are fast
+        slow = min(at_s, 30)  # values are slow until 30 s and fast later
         recent.add(at_s, {1.0: at_s - slow, 2.0: at_s, math.inf: at_s})
     assert recent.quantile(0.99) == pytest.approx(0.99)
     recent.add(185, {1.0: 90, 2.0: 120, math.inf: 120})
-    assert recent.quantile(0.5) is None, "nothing came"
+    assert recent.quantile(0.5) is None, "no value arrived within the window"
 
 
-def test_a_process_that_began_anew_has_counted_from_nothing() -> None:
+def test_counts_of_a_restarted_process_begin_at_zero() -> None:
     recent = RecentQuantiles()
     recent.add(0, {1.0: 100, 2.0: 100, math.inf: 100})
     recent.add(5, {1.0: 0, 2.0: 4, math.inf: 4})
@@ -99,4 +99,4 @@ def test_stage_times_are_observed_in_ms_and_exported_in_seconds() -> None:
     assert buckets == {"0.0005": 1, "0.05": 3, "300.0": 3, "+Inf": 4}
     assert registry.get_sample_value("x_seconds_sum", {"stage": "pull"}) == pytest.approx(400.042)
     assert stages.buckets("pull")[0.05] == 3 and stages.buckets("pull")[math.inf] == 4
-    assert freshness_histogram() is freshness_histogram(), "one a process"
+    assert freshness_histogram() is freshness_histogram(), "there must be one per process"

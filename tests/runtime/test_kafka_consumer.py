@@ -1,4 +1,4 @@
-"""The Kafka reader over a client that is told what comes."""
+"""The Kafka consumer of programs, over a fake client with scripted polls."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ from tests.runtime.fake_consumer import FakeConsumer, FakeMessage, end
 P0, P1, P2 = (("samples", n) for n in range(3))
 AT0, AT1, AT2 = (("t.samples", n) for n in range(3))
 MERGED = ConsumerOptions(partitions=(P0, P1, P2), prefix="t.", merge_by_time=True)
-AS_THEY_COME = dataclasses.replace(MERGED, merge_by_time=False)
+UNORDERED = dataclasses.replace(MERGED, merge_by_time=False)
 
 
 class FakeAdmin:
-    """An admin client to which the broker answers `answer`: an end offset, an error, or nothing."""
+    """An admin client. `answer` is what the broker answers: an end offset, an error, or nothing."""
 
     def __init__(self, answer: int | Exception | None = 7) -> None:
         self.answer = answer
 
     def __len__(self) -> int:
-        """As the real one: the number of events that wait for a `poll`."""
+        """As in the real client: the number of events that wait for a `poll`."""
         return 0
 
     def list_offsets(self, request: dict[Any, Any], **options: Any) -> dict[Any, Any]:
         futures: dict[Any, concurrent.futures.Future[Any]] = {
-            place: concurrent.futures.Future() for place in request
+            partition: concurrent.futures.Future() for partition in request
         }
         for future in futures.values():
             if isinstance(self.answer, Exception):
@@ -56,8 +56,8 @@ class FakeAdmin:
 STALE = KafkaException(KafkaError(KafkaError.FENCED_LEADER_EPOCH))
 
 
-def reader_of(consumer: FakeConsumer, reading: ConsumerOptions = MERGED) -> KafkaConsumer:
-    reader = KafkaConsumer(consumer, reading)
+def reader_of(consumer: FakeConsumer, options: ConsumerOptions = MERGED) -> KafkaConsumer:
+    reader = KafkaConsumer(consumer, options)
     reader.seek({})
     return reader
 
@@ -76,7 +76,7 @@ def test_records_deleted_while_waiting_are_skipped_and_counted(
     consumer = FakeConsumer(
         [FakeMessage(AT0, 0, 10)], [FakeMessage(AT0, -1, error=clients.AUTO_OFFSET_RESET)], []
     )
-    reader = reader_of(consumer, AS_THEY_COME)
+    reader = reader_of(consumer, UNORDERED)
     assert len(reader.poll(9, 0)) == 1
     consumer.oldest = 5
     with caplog.at_level(logging.ERROR):
@@ -90,9 +90,9 @@ def test_skipping_waits_for_an_unavailable_broker() -> None:
     consumer = FakeConsumer([FakeMessage(AT0, -1, error=clients.AUTO_OFFSET_RESET)])
     reader = reader_of(consumer)
     reader.poll(9, 0)
-    consumer.fails = clients.TRANSPORT
+    consumer.error_code = clients.TRANSPORT
     assert reader.poll(9, 0) == []
-    consumer.fails, consumer.oldest = None, 3
+    consumer.error_code, consumer.oldest = None, 3
     reader.poll(9, 0)
     assert consumer.assigned[AT0] == 3 and reader.num_lost == 3
 
@@ -101,7 +101,7 @@ def test_a_log_truncated_during_reading_is_read_from_its_end(caplog: pytest.LogC
     consumer = FakeConsumer(
         [FakeMessage(AT0, -1, error=clients.AUTO_OFFSET_RESET)], [], [FakeMessage(AT0, 20, 5)]
     )
-    reader = KafkaConsumer(consumer, AS_THEY_COME)
+    reader = KafkaConsumer(consumer, UNORDERED)
     reader.seek({P0: 50})
     consumer.newest = 20
     with caplog.at_level(logging.ERROR):
@@ -111,11 +111,11 @@ def test_a_log_truncated_during_reading_is_read_from_its_end(caplog: pytest.LogC
     assert [r.offset for r in reader.poll(9, 0)] == [20]
 
 
-def test_an_offset_that_is_there_after_all_is_read() -> None:
+def test_an_offset_that_exists_after_all_is_read() -> None:
     consumer = FakeConsumer(
         [FakeMessage(AT0, -1, error=KafkaError.OFFSET_OUT_OF_RANGE)], [], [FakeMessage(AT0, 50, 5)]
     )
-    reader = KafkaConsumer(consumer, AS_THEY_COME)
+    reader = KafkaConsumer(consumer, UNORDERED)
     reader.seek({P0: 50})
     assert [r.offset for _ in range(3) for r in reader.poll(9, 0)] == [50] and reader.num_lost == 0
 
@@ -136,37 +136,38 @@ def test_a_reader_that_may_not_skip_gets_an_error(code: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "todo"),
+    ("error_code", "advice"),
     [
         (clients.TRANSPORT, "start it or check the address"),
         (KafkaError.UNKNOWN_TOPIC_OR_PART, "create the topics first"),
     ],
 )
-def test_a_failed_seek_is_reported_and_changes_nothing(code: int, todo: str) -> None:
+def test_a_failed_seek_is_reported_and_changes_nothing(error_code: int, advice: str) -> None:
     consumer = FakeConsumer()
-    consumer.fails = code
+    consumer.error_code = error_code
     reader = KafkaConsumer(consumer, MERGED, what="Kafka at k:1")
-    with pytest.raises(UnavailableError, match=rf"Kafka at k:1: t\.samples: .*{todo}"):
+    with pytest.raises(UnavailableError, match=rf"Kafka at k:1: t\.samples: .*{advice}"):
         reader.seek({P0: 1})
     assert consumer.assigned == {}
 
 
 class FailingConsumer(FakeConsumer):
-    """Answers with one of `refusals`, as long as there are any, for the last partition of a question.
-    `of_all`: raises it, as a client does if no partition has an answer."""
+    """Fails requests for offsets while `refusals` is not empty. Each failure gives the last partition of the
+    request an error; with `fails_whole_request`, the request raises it, as a client does if no partition has
+    an answer."""
 
-    def __init__(self, *refusals: int, of_all: bool = False, **given: Any) -> None:
-        super().__init__(**given)
-        self.refusals, self.of_all = list(refusals), of_all
+    def __init__(self, *refusals: int, fails_whole_request: bool = False, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.refusals, self.fails_whole_request = list(refusals), fails_whole_request
 
-    def offsets_for_times(self, asked: list[Any], timeout: float) -> list[Any]:
-        places = super().offsets_for_times(asked, timeout)
+    def offsets_for_times(self, requested: list[Any], timeout: float) -> list[Any]:
+        partitions = super().offsets_for_times(requested, timeout)
         if not self.refusals:
-            return list(places)
+            return list(partitions)
         error = KafkaError(self.refusals.pop())
-        if self.of_all:
+        if self.fails_whole_request:
             raise KafkaException(error)
-        return [*places[:-1], SimpleNamespace(topic="t.samples", partition=2, offset=-1, error=error)]
+        return [*partitions[:-1], SimpleNamespace(topic="t.samples", partition=2, offset=-1, error=error)]
 
 
 def test_a_partition_without_an_answer_in_time_is_unavailable() -> None:
@@ -174,17 +175,19 @@ def test_a_partition_without_an_answer_in_time_is_unavailable() -> None:
         KafkaConsumer(FailingConsumer(clients.TRANSPORT), MERGED).end_offsets()
 
 
-@pytest.mark.parametrize("of_all", [False, True])
+@pytest.mark.parametrize("fails_whole_request", [False, True])
 @pytest.mark.parametrize("code", [KafkaError.UNKNOWN_LEADER_EPOCH, KafkaError.NOT_LEADER_FOR_PARTITION])
-def test_a_partition_without_a_leader_is_retried(code: int, of_all: bool) -> None:
-    consumer = FailingConsumer(code, code, of_all=of_all, oldest=2, newest=9)
+def test_a_partition_without_a_leader_is_retried(code: int, fails_whole_request: bool) -> None:
+    consumer = FailingConsumer(code, code, fails_whole_request=fails_whole_request, oldest=2, newest=9)
     refusals = consumer.refusals
     assert KafkaConsumer(consumer, MERGED).bounds(P0, P2) == {P0: (2, 9), P2: (2, 9)} and not refusals
-    assert consumer.num_refreshed == 2, "a client remembers who led"
+    assert consumer.num_metadata_refreshes == 2, (
+        "the metadata must be refreshed, because a client caches leaders"
+    )
     refusals += [code] * 1000
     with pytest.raises(KafkaException, match=KafkaError(code).str()):
         clients.bounds(consumer, [MERGED.topic_partition(P2)], timeout_s=0.3)  # type: ignore[arg-type]
-    assert refusals, "not for ever"
+    assert refusals, "the retries must end"
 
 
 def test_ends_and_bounds_are_fetched_on_request() -> None:
@@ -193,17 +196,17 @@ def test_ends_and_bounds_are_fetched_on_request() -> None:
 
 
 def test_a_record_that_arrives_within_the_timeout_is_returned() -> None:
-    reader = reader_of(FakeConsumer([], [], [FakeMessage(AT0, 0, 10)]), AS_THEY_COME)
+    reader = reader_of(FakeConsumer([], [], [FakeMessage(AT0, 0, 10)]), UNORDERED)
     assert [r.timestamp_ms for r in reader.poll(9, 0.5)] == [10]
 
 
-@pytest.mark.parametrize("follows", [True, False])
-def test_end_offsets_are_followed_from_the_start_on_request(follows: bool) -> None:
+@pytest.mark.parametrize("track", [True, False])
+def test_end_offsets_are_followed_from_the_start_on_request(track: bool) -> None:
     before = threading.enumerate()
     reader = KafkaConsumer.open(
-        Broker("127.0.0.1:1"), "g", dataclasses.replace(MERGED, track_end_offsets=follows)
+        Broker("127.0.0.1:1"), "g", dataclasses.replace(MERGED, track_end_offsets=track)
     )
-    assert [t.name for t in threading.enumerate() if t not in before] == ["kafka-end-offsets"] * follows
+    assert [t.name for t in threading.enumerate() if t not in before] == ["kafka-end-offsets"] * track
     reader.close()
 
 
@@ -213,25 +216,25 @@ def test_silence_of_a_lagging_partition_is_logged_once(
     monkeypatch.setattr("roostream.runtime.kafka.kafka_consumer._WARN_SILENT_S", 0.0)
     caplog.set_level(logging.INFO)
     consumer = FakeConsumer([FakeMessage(AT0, 0, 10)])
-    reader = reader_of(consumer, AS_THEY_COME)
-    assert len(reader.poll(9, 0)) == 1 and caplog.text == "", "it was never silent"
+    reader = reader_of(consumer, UNORDERED)
+    assert len(reader.poll(9, 0)) == 1 and caplog.text == "", "the partition was never silent"
     for _ in range(3):
         reader.poll(9, 0.01)
     assert caplog.text.count("no records of t.samples") == 1 and "arrive again" not in caplog.text
-    consumer.bring(FakeMessage(AT0, 1, 11))
+    consumer.add_batch(FakeMessage(AT0, 1, 11))
     for _ in range(2):
         reader.poll(9, 0)
     assert caplog.text.count("records of t.samples arrive again") == 1
 
 
 def test_a_record_without_a_value_has_an_empty_one() -> None:
-    reader = reader_of(FakeConsumer([FakeMessage(AT1, 0, 30, value=None)]), AS_THEY_COME)
+    reader = reader_of(FakeConsumer([FakeMessage(AT1, 0, 30, value=None)]), UNORDERED)
     assert reader.poll(9, 0)[0].value == b""
 
 
 def test_records_fetched_before_a_seek_are_dropped() -> None:
     consumer = FakeConsumer([FakeMessage(AT0, 3, 1), FakeMessage(AT0, 5, 2), FakeMessage(AT0, 5, 2)])
-    reader = KafkaConsumer(consumer, AS_THEY_COME)
+    reader = KafkaConsumer(consumer, UNORDERED)
     reader.seek({P0: 5})
     assert [r.offset for r in reader.poll(9, 0)] == [5]
 
@@ -239,7 +242,7 @@ def test_records_fetched_before_a_seek_are_dropped() -> None:
 def test_a_full_buffer_pauses_its_partition() -> None:
     consumer = FakeConsumer([end(AT2), FakeMessage(AT0, 0, 10), FakeMessage(AT0, 1, 11)], [end(AT1)])
     reader = reader_of(consumer, dataclasses.replace(MERGED, max_buffered=2))
-    assert reader.poll(9, 0) == [], "partition 1 has not spoken"
+    assert reader.poll(9, 0) == [], "partition 1 has neither a record nor an end yet"
     assert consumer.paused == {AT0}
     assert len(reader.poll(9, 0)) == 2 and consumer.paused == set()
 
@@ -261,10 +264,10 @@ def test_a_held_partition_is_not_fetched() -> None:
     reader.pause({P1})
     assert consumer.paused == {AT1}
     reader.seek({})
-    assert consumer.paused == {AT1}, "a seek ends no hold"
+    assert consumer.paused == {AT1}, "a seek must not end a hold"
 
 
-def test_markers_of_transactions_are_not_lag() -> None:
+def test_transaction_markers_do_not_count_as_lag() -> None:
     ends = EndOffsetPoller(FakeAdmin, MERGED)
     reader = KafkaConsumer(
         FakeConsumer([FakeMessage(AT0, 0, 10), end(AT0, 2), end(AT1), end(AT2)]), MERGED, ends
@@ -278,7 +281,7 @@ def test_markers_of_transactions_are_not_lag() -> None:
     assert reader.positions()[P0] == 1
 
 
-def test_a_lag_is_not_known_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lag_becomes_unknown_without_news_from_the_broker(monkeypatch: pytest.MonkeyPatch) -> None:
     ends = EndOffsetPoller(FakeAdmin, MERGED)
     reader = KafkaConsumer(
         FakeConsumer([FakeMessage(AT0, 0, 10), end(AT0, 1), end(AT1), end(AT2)]), MERGED, ends
@@ -286,12 +289,12 @@ def test_a_lag_is_not_known_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     ends.update({P0: PartitionEnd(1, 1, 10)})
     assert reader.lag()[P0].stable_end == 1
     monkeypatch.setattr("roostream.runtime.kafka.kafka_consumer._END_OFFSETS_VALID_S", 0.0)
-    assert reader.lag() == {}, "the broker has not spoken since"
+    assert reader.lag() == {}, "the broker has not answered since"
 
 
 def test_an_unavailable_broker_is_awaited() -> None:
     consumer = FakeConsumer([FakeMessage(AT0, 0, error=clients.TRANSPORT)], [FakeMessage(AT0, 0, 10)])
-    reader = reader_of(consumer, AS_THEY_COME)
+    reader = reader_of(consumer, UNORDERED)
     assert reader.poll(9, 0) == []
     assert len(reader.poll(9, 0)) == 1
 
@@ -316,7 +319,7 @@ def test_a_bound_before_a_transaction_marker_is_reached() -> None:
     reader.seek({})
     reader.set_limits({P0: 3})
     assert [r.offset for r in reader.poll(9, 0)] == [0, 1]
-    assert reader.has_more(P0) is None, "there may be a third record"
+    assert reader.has_more(P0) is None, "offset 2 may hold a record or a marker"
     assert reader.poll(9, 0) == []
     assert reader.has_more(P0) is False and reader.positions() == {P0: 2}
 
@@ -325,19 +328,19 @@ def test_a_bound_before_a_transaction_marker_is_reached() -> None:
 def test_end_offsets_are_known_again_after_a_client_failed(
     answer: Exception | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A client goes on failing after a restart of the broker, because it has cached the partitions'
-    leaders. None can be made for a moment while its certificate is replaced."""
+    """After a restart of the broker a client keeps failing, because it has cached the partitions' leaders.
+    While its certificate is replaced, no new client can be made."""
 
     def open_admin() -> Any:
-        opening = next(clients_left)
-        if isinstance(opening, ConfigError):
-            raise opening
-        return opening
+        admin = next(admins_to_open)
+        if isinstance(admin, ConfigError):
+            raise admin
+        return admin
 
     monkeypatch.setattr("roostream.runtime.kafka.kafka_consumer._ANSWER_TIMEOUT_S", 0.01)
     monkeypatch.setattr("roostream.runtime.kafka.kafka_consumer._END_OFFSETS_EVERY_S", 0.01)
     opened = [FakeAdmin(answer), FakeAdmin(answer), FakeAdmin()]
-    clients_left = iter([opened[0], ConfigError("key values mismatch"), *opened[1:]])
+    admins_to_open = iter([opened[0], ConfigError("key values mismatch"), *opened[1:]])
     ends = EndOffsetPoller(open_admin, MERGED)
     ends.start()
     until_s = time.monotonic() + 5
@@ -348,20 +351,20 @@ def test_end_offsets_are_known_again_after_a_client_failed(
     while ends.ends[P0].last_stable != 8 and time.monotonic() < until_s:
         time.sleep(0.01)
     ends.stop()
-    assert ends.ends[P0].last_stable == 8, "a client that works is kept"
+    assert ends.ends[P0].last_stable == 8, "a working client must be kept"
 
 
 def test_a_log_cut_off_below_the_offset_is_read_again_from_the_cut(caplog: pytest.LogCaptureFixture) -> None:
-    """The broker lost offsets 6 to 9 and gave them to other records before this consumer noticed."""
+    """The broker lost offsets 6 to 9 and gave them to other records before the consumer noticed."""
     consumer = FakeConsumer([FakeMessage(AT0, n, n, epoch=2) for n in range(10)])
-    reader = reader_of(consumer, AS_THEY_COME)
+    reader = reader_of(consumer, UNORDERED)
     assert len(reader.poll(8, 0)) == 8 and reader.leader_epochs({P0: 8, P1: 3}) == {P0: 2}
-    consumer.bring(FakeMessage(AT0, -1, error=truncation(6)))
-    consumer.bring()
-    consumer.bring(*(FakeMessage(AT0, n, 100 + n, epoch=4) for n in (6, 7)))
+    consumer.add_batch(FakeMessage(AT0, -1, error=truncation(6)))
+    consumer.add_batch()
+    consumer.add_batch(*(FakeMessage(AT0, n, 100 + n, epoch=4) for n in (6, 7)))
     with caplog.at_level(logging.ERROR):
-        found = [r for _ in range(6) for r in reader.poll(9, 0)]
-    assert [r.timestamp_ms for r in found] == [8, 9, 106, 107]
+        records = [r for _ in range(6) for r in reader.poll(9, 0)]
+    assert [r.timestamp_ms for r in records] == [8, 9, 106, 107]
     assert consumer.assigned[AT0] == 6 and reader.num_lost == 4 and reader.positions()[P0] == 8
     assert "offset 10 is gone, the partition has 0 to 6" in caplog.text and "uncleanly" in caplog.text
     assert reader.leader_epochs({P0: 6}) == {P0: 2} and reader.leader_epochs({P0: 8}) == {P0: 4}
@@ -369,7 +372,7 @@ def test_a_log_cut_off_below_the_offset_is_read_again_from_the_cut(caplog: pytes
 
 def test_a_restart_also_notices_that_offsets_were_used_again() -> None:
     consumer = FakeConsumer([FakeMessage(AT0, -1, error=truncation(6))], [])
-    reader = KafkaConsumer(consumer, AS_THEY_COME)
+    reader = KafkaConsumer(consumer, UNORDERED)
     reader.seek({P0: 10, P1: 4}, {P0: 2})
     assert consumer.assigned == {AT0: 10, AT1: 4, AT2: 0} and consumer.leader_epochs == {AT0: 2}
     reader.poll(9, 0)

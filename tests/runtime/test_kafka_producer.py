@@ -1,4 +1,4 @@
-"""A producer with a fatal error is replaced by those who use it, whatever call reports the error."""
+"""A producer with a fatal error is replaced by its user, whichever call reports the error."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ from roostream.wire.records import Record
 BROKER = Broker("127.0.0.1:1")
 
 
-class Delivered:
+class DeliveredMessage:
     def offset(self) -> int:
         return 7
 
 
 class Producer:
-    """Delivers at once, unless `error` is set: then the calls in `reports` raise it."""
+    """A producer that delivers at once. If `error` is set, the calls named in `reports` raise it."""
 
     def __init__(self, error: KafkaException | None = None, reports: tuple[str, ...] = ()) -> None:
         self.error, self.reports = error, reports
         self.num_produced = 0
 
     def produce(
-        self, topic: str, *, on_delivery: Callable[[Any, Delivered], None] | None = None, **_: Any
+        self, topic: str, *, on_delivery: Callable[[Any, DeliveredMessage], None] | None = None, **_: Any
     ) -> None:
         self._raise("produce")
         self.num_produced += 1
         if on_delivery and not self.error:
-            on_delivery(None, Delivered())
+            on_delivery(None, DeliveredMessage())
 
     def poll(self, timeout_s: float) -> int:
         self._raise("poll")
@@ -56,20 +56,21 @@ class Producer:
 
 
 def fatal() -> KafkaException:
-    """As librdkafka reports that the broker has forgotten acknowledged records."""
+    """The error with which librdkafka first reports that the broker lost acknowledged records."""
     return KafkaException(
         KafkaError(KafkaError.OUT_OF_ORDER_SEQUENCE_NUMBER, "ProduceRequest for rows [0]", fatal=True)
     )
 
 
 def already_fatal() -> KafkaException:
-    """As every later call reports it."""
+    """The error of every later call on a producer that has failed."""
     return KafkaException(KafkaError(KafkaError._FATAL))  # noqa: SLF001
 
 
 @pytest.fixture
 def opened(monkeypatch: pytest.MonkeyPatch) -> list[Producer]:
-    """The producers that are opened next, the first first; empties."""
+    """The producers that the next calls of `clients.producer` return, in order. The list empties as they are
+    opened."""
     producers: list[Producer] = []
     monkeypatch.setattr(clients, "producer", lambda broker: producers.pop(0))
     return producers
@@ -103,8 +104,8 @@ def test_dead_letters_of_the_archiver_are_sent_by_another_producer(opened: list[
     opened += [Producer(fatal(), ("flush",)), second]
     config = ArchiverConfig(bootstrap="127.0.0.1:1", schema="s", store="s", warehouse="w")
     letters = KafkaDeadLetters(config, FakeClock())
-    dead = [(Record("samples", 0, 5, 1, b"k", b"bad"), "undecodable", "why")]
+    letter_records = [(Record("samples", 0, 5, 1, b"k", b"bad"), "undecodable", "why")]
     with pytest.raises(UnavailableError):
-        letters.send(dead)  # type: ignore[arg-type]
-    letters.send(dead)  # type: ignore[arg-type]
+        letters.send(letter_records)  # type: ignore[arg-type]
+    letters.send(letter_records)  # type: ignore[arg-type]
     assert second.num_produced == 1 and not opened

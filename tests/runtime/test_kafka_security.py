@@ -1,5 +1,5 @@
-"""A real broker that asks who one is: our clients, and the client in Flink's connector, which reads the job's
-own properties."""
+"""Our clients and Flink's Kafka client against a real broker that requires authentication. Flink's client
+uses the properties that the job passes to it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from roostream.runtime.kafka.broker import ALLOWED_URLS, Broker, KafkaSecurity
 from roostream.runtime.kafka.topic_admin import TopicAdmin
 from roostream.runtime.kafka.topics import ROWS, TopicSettings, name_of
 from tests.certificates import Authority
-from tests.runtime.token_server import AUDIENCE, Tokens
+from tests.runtime.token_server import AUDIENCE, TokenServer
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 
@@ -61,35 +61,35 @@ public class Probe {
 """
 
 
-class Guarded(NamedTuple):
-    """A broker with a listener for passwords and tokens, and one for certificates."""
+class SecuredBroker(NamedTuple):
+    """A broker with one listener for passwords and tokens, and one for client certificates."""
 
     sasl: str
     ssl: str
     authority: Authority
-    tokens: Tokens
+    tokens: TokenServer
     folder: Path
 
 
-def _escaped(text: str) -> str:
+def _escape(text: str) -> str:
     return text.replace("\\", "\\\\").replace("\n", "\\n")
 
 
-def properties(folder: Path, authority: Authority, keys: str, sasl: int, ssl: int) -> dict[str, str]:
-    """What is set beside the settings of the stack's own broker. `keys`: URL of those that tokens are signed
-    with."""
+def broker_properties(folder: Path, authority: Authority, keys: str, sasl: int, ssl: int) -> dict[str, str]:
+    """Broker properties beside those of the stack's own broker. `keys`: URL of the keys that verify
+    tokens."""
     certificate, key = authority.issue("broker")
     (folder / "broker.pem").write_text(Path(key).read_text() + Path(certificate).read_text())
-    guarded = "listener.name.guarded"
+    listener = "listener.name.guarded"
     plain = _PLAIN.format(password=PASSWORD.replace("\\", "\\\\").replace('"', '\\"'))
     return {
         "listener.security.protocol.map": "PLAINTEXT:PLAINTEXT,CONTROLLER:PLAINTEXT,"
         "GUARDED:SASL_SSL,SHOWN:SSL",
         "sasl.enabled.mechanisms": "PLAIN,SCRAM-SHA-512,OAUTHBEARER",
         "listener.name.guarded.plain.sasl.jaas.config": plain,
-        f"{guarded}.scram-sha-512.sasl.jaas.config": f"{_SECURITY}.scram.ScramLoginModule required;",
+        f"{listener}.scram-sha-512.sasl.jaas.config": f"{_SECURITY}.scram.ScramLoginModule required;",
         "listener.name.guarded.oauthbearer.sasl.jaas.config": f"{_OAUTH}.OAuthBearerLoginModule required;",
-        f"{guarded}.oauthbearer.sasl.server.callback.handler.class": (
+        f"{listener}.oauthbearer.sasl.server.callback.handler.class": (
             f"{_OAUTH}.OAuthBearerValidatorCallbackHandler"
         ),
         "sasl.oauthbearer.jwks.endpoint.url": keys,
@@ -104,82 +104,84 @@ def properties(folder: Path, authority: Authority, keys: str, sasl: int, ssl: in
 
 
 OAUTH_JARS = ("jackson-annotations", "jackson-core", "jackson-databind")
-"""Of the broker's; beside jose4j, what the connector's client asks for with OAUTHBEARER and does not
-bring."""
+"""Jars of the broker that the connector's client needs for OAUTHBEARER, in addition to jose4j."""
 
 
 @pytest.fixture(scope="module")
-def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
+def secured_broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecuredBroker]:
+    """A running broker with its authority and its token server."""
     try:
         require_jars()
     except SetupError as error:
         pytest.skip(str(error))
     folder = tmp_path_factory.mktemp("guarded")
-    authority, tokens, ports, home = Authority(folder, "ours"), Tokens(), Ports(), Home(folder / "home")
+    authority, tokens, ports, home = Authority(folder, "ours"), TokenServer(), Ports(), Home(folder / "home")
     home.make()
     plain, controller, sasl, ssl = (ports.draw() for _ in range(4))
     supervisor = Supervisor()
-    whole = kafka_broker.broker_program(
+    program = kafka_broker.broker_program(
         home, StackOptions(), dict(os.environ), find_java(), plain, controller
     )
     keys = tokens.write_keys(folder / "keys.json")
     jose4j = ":".join(
         map(str, CONNECTOR_JARS.glob("jose4j-*.jar"))
-    )  # Kafka's own distribution has it, our jars of it lack it
+    )  # Kafka's own distribution has jose4j; the jars that we install lack it
     libraries = f"{KAFKA_JARS}/*"
-    command = tuple(f"{libraries}:{jose4j}" if part == libraries else part for part in whole.command)
+    command = tuple(f"{libraries}:{jose4j}" if part == libraries else part for part in program.command)
     command = (command[0], f"-D{_ALLOWED}={keys}", *command[1:])
 
     def prepare() -> None:
-        whole.prepare()
+        program.prepare()
         conf = home.conf / "kafka.properties"
-        more = properties(folder, authority, keys, sasl, ssl)
-        listeners = more.pop("listeners.more")
+        added = broker_properties(folder, authority, keys, sasl, ssl)
+        listeners = added.pop("listeners.more")
         lines = [
             f"{line},{listeners}" if "listeners=PLAINTEXT" in line else line
             for line in conf.read_text().splitlines()
         ]
         conf.write_text(
-            "\n".join([*lines, *(f"{key}={_escaped(value)}" for key, value in more.items())]) + "\n"
+            "\n".join([*lines, *(f"{key}={_escape(value)}" for key, value in added.items())]) + "\n"
         )
 
-    with contextlib.ExitStack() as closing:
+    with contextlib.ExitStack() as stack:
         threading.Thread(target=tokens.serve_forever, daemon=True).start()
-        closing.callback(tokens.server_close)
-        closing.callback(tokens.shutdown)
-        closing.callback(ports.release)
-        closing.callback(supervisor.close)
+        stack.callback(tokens.server_close)
+        stack.callback(tokens.shutdown)
+        stack.callback(ports.release)
+        stack.callback(supervisor.close)
         supervisor.open()
-        supervisor.start([dataclasses.replace(whole, command=command, prepare=prepare)])
+        supervisor.start([dataclasses.replace(program, command=command, prepare=prepare)])
         assert supervisor.wait(lambda: supervisor.slots["kafka"].state == "ready", 60), home.log(
             "kafka"
         ).read_text()[-2000:]
         admin = clients.admin(Broker(f"{HOST}:{plain}"))
         scram = ScramCredentialInfo(ScramMechanism.SCRAM_SHA_512, 4096)
-        told = admin.alter_user_scram_credentials(
+        futures = admin.alter_user_scram_credentials(
             [UserScramCredentialUpsertion(USER, scram, PASSWORD.encode())]
         )
-        for future in told.values():
+        for future in futures.values():
             future.result(10)
-        yield Guarded(f"{HOST}:{sasl}", f"{HOST}:{ssl}", authority, tokens, folder)
+        yield SecuredBroker(f"{HOST}:{sasl}", f"{HOST}:{ssl}", authority, tokens, folder)
         supervisor.stop(["kafka"])
 
 
-def broker_of(guarded: Guarded, how: str) -> Broker:
+def broker_of(secured_broker: SecuredBroker, how: str) -> Broker:
     if how == "SSL":
-        certificate, key = guarded.authority.issue(USER)
+        certificate, key = secured_broker.authority.issue(USER)
         security = KafkaSecurity(
-            protocol="SSL", ca=str(guarded.authority.pem), certificate=certificate, key=key
+            protocol="SSL", ca=str(secured_broker.authority.pem), certificate=certificate, key=key
         )
-        return Broker(guarded.ssl, security)
-    token = {"token_url": guarded.tokens.url} if how == "OAUTHBEARER" else {}
+        return Broker(secured_broker.ssl, security)
+    token = {"token_url": secured_broker.tokens.url} if how == "OAUTHBEARER" else {}
     login: dict[str, Any] = {"mechanism": how, "username": USER, "password": PASSWORD, **token}
-    return Broker(guarded.sasl, KafkaSecurity(protocol="SASL_SSL", ca=str(guarded.authority.pem), **login))
+    return Broker(
+        secured_broker.sasl, KafkaSecurity(protocol="SASL_SSL", ca=str(secured_broker.authority.pem), **login)
+    )
 
 
 @pytest.mark.parametrize("how", ["PLAIN", "SCRAM-SHA-512", "OAUTHBEARER", "SSL"])
-def test_our_clients_make_topics_write_and_read(guarded: Guarded, how: str) -> None:
-    broker, prefix = broker_of(guarded, how), f"{how.lower()}."
+def test_our_clients_make_topics_write_and_read(secured_broker: SecuredBroker, how: str) -> None:
+    broker, prefix = broker_of(secured_broker, how), f"{how.lower()}."
     clients.wait_for_broker(broker, timeout_s=30)
     TopicAdmin(clients.admin(broker), prefix, 2, TopicSettings()).create()
     producer = clients.producer(broker)
@@ -201,32 +203,39 @@ def test_our_clients_make_topics_write_and_read(guarded: Guarded, how: str) -> N
 
 @pytest.mark.parametrize("how", ["PLAIN", "SCRAM-SHA-512"])
 def test_a_wrong_password_is_refused_and_not_printed(
-    guarded: Guarded, how: str, caplog: pytest.LogCaptureFixture
+    secured_broker: SecuredBroker, how: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     security = KafkaSecurity(
         protocol="SASL_SSL",
-        ca=str(guarded.authority.pem),
+        ca=str(secured_broker.authority.pem),
         mechanism=how,
         username=USER,
         password="wrong-one",  # type: ignore[arg-type]
     )
     with caplog.at_level("DEBUG"), pytest.raises(KafkaException):
-        clients.admin(Broker(guarded.sasl, security)).list_topics(timeout=3)
+        clients.admin(Broker(secured_broker.sasl, security)).list_topics(timeout=3)
     assert "wrong-one" not in caplog.text
 
 
-def test_a_wait_says_why_a_broker_refuses(guarded: Guarded, tmp_path: Path) -> None:
-    theirs = Authority(tmp_path, "theirs")
-    login, shown = broker_of(guarded, "PLAIN").security, broker_of(guarded, "SSL").security
-    certificate, key = theirs.issue(USER)
-    for address, security, why in (
-        (guarded.sasl, dataclasses.replace(login, password="wrong-one"), "[Aa]uthentication failed"),
-        (guarded.sasl, dataclasses.replace(login, ca=str(theirs.pem)), "certificate verify failed"),
-        (guarded.ssl, dataclasses.replace(shown, certificate=certificate, key=key), "alert"),
+def test_a_wait_says_why_a_broker_refuses(secured_broker: SecuredBroker, tmp_path: Path) -> None:
+    other_authority = Authority(tmp_path, "theirs")
+    login, certificates = (
+        broker_of(secured_broker, "PLAIN").security,
+        broker_of(secured_broker, "SSL").security,
+    )
+    certificate, key = other_authority.issue(USER)
+    for address, security, reason in (
+        (secured_broker.sasl, dataclasses.replace(login, password="wrong-one"), "[Aa]uthentication failed"),
+        (
+            secured_broker.sasl,
+            dataclasses.replace(login, ca=str(other_authority.pem)),
+            "certificate verify failed",
+        ),
+        (secured_broker.ssl, dataclasses.replace(certificates, certificate=certificate, key=key), "alert"),
     ):
-        with pytest.raises(UnavailableError, match=f"{why}.*; check kafka_security") as told:
+        with pytest.raises(UnavailableError, match=f"{reason}.*; check kafka_security") as caught:
             clients.wait_for_broker(Broker(address, security), timeout_s=3.0)
-        assert "wrong-one" not in str(told.value)
+        assert "wrong-one" not in str(caught.value)
 
 
 def test_a_wait_names_a_refused_connection() -> None:
@@ -248,49 +257,55 @@ def test_files_that_do_not_fit_are_wrong_settings(key: str, tmp_path: Path) -> N
 
 
 @pytest.fixture(scope="module")
-def probe(guarded: Guarded) -> str:
-    """The class path of a program that lists topics by the client in Flink's connector."""
-    classes, source = guarded.folder / "classes", guarded.folder / "Probe.java"
+def probe(secured_broker: SecuredBroker) -> str:
+    """The class path of a Java program that lists topics with the client in Flink's connector."""
+    classes, source = secured_broker.folder / "classes", secured_broker.folder / "Probe.java"
     classes.mkdir()
     source.write_text(_PROBE)
-    of_broker = [jar for name in ("slf4j-api", *OAUTH_JARS) for jar in KAFKA_JARS.glob(f"{name}-[0-9]*.jar")]
-    libraries = [*CONNECTOR_JARS.glob("*.jar"), *of_broker]
+    broker_jars = [
+        jar for name in ("slf4j-api", *OAUTH_JARS) for jar in KAFKA_JARS.glob(f"{name}-[0-9]*.jar")
+    ]
+    libraries = [*CONNECTOR_JARS.glob("*.jar"), *broker_jars]
     compile_java([source], libraries, classes)
     return os.pathsep.join(str(path) for path in (classes, *libraries))
 
 
-def listed(guarded: Guarded, classpath: str, broker: Broker, *flags: str) -> subprocess.CompletedProcess[str]:
+def run_probe(
+    secured_broker: SecuredBroker, classpath: str, broker: Broker, *flags: str
+) -> subprocess.CompletedProcess[str]:
     settings = {
         "bootstrap.servers": broker.bootstrap,
         "request.timeout.ms": "5000",
         "default.api.timeout.ms": "15000",
         **broker.security.java(),
     }
-    file = guarded.folder / "probe.properties"
-    file.write_text("".join(f"{key}={_escaped(value)}\n" for key, value in settings.items()))
+    file = secured_broker.folder / "probe.properties"
+    file.write_text("".join(f"{key}={_escape(value)}\n" for key, value in settings.items()))
     command = (str(find_java()), *flags, "-cp", classpath, "Probe", str(file))
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
 
 
 @pytest.mark.parametrize("how", ["PLAIN", "SCRAM-SHA-512", "SSL"])
 def test_the_client_in_flinks_connector_accepts_the_properties(
-    guarded: Guarded, probe: str, how: str
+    secured_broker: SecuredBroker, probe: str, how: str
 ) -> None:
-    done = listed(guarded, probe, broker_of(guarded, how))
-    assert done.returncode == 0 and "topics [" in done.stdout, done.stderr[-1500:]
+    completed = run_probe(secured_broker, probe, broker_of(secured_broker, how))
+    assert completed.returncode == 0 and "topics [" in completed.stdout, completed.stderr[-1500:]
 
 
-def test_the_client_in_flinks_connector_logs_in_with_a_token_it_fetched(guarded: Guarded, probe: str) -> None:
-    """As docs/operations/security.md says: with a property, and jars that are ours and that the image has."""
+def test_the_client_in_flinks_connector_logs_in_with_a_token_it_fetched(
+    secured_broker: SecuredBroker, probe: str
+) -> None:
+    """docs/operations/security.md describes the property and the jars that this needs."""
     if not list(CONNECTOR_JARS.glob("jose4j-*.jar")):
-        pytest.skip("jose4j is not here: run make setup")
-    broker = broker_of(guarded, "OAUTHBEARER")
-    done = listed(guarded, probe, broker)
-    assert done.returncode and ALLOWED_URLS in done.stderr
-    guarded.tokens.asked.clear()
-    done = listed(guarded, probe, broker, f"-D{ALLOWED_URLS}={guarded.tokens.url}")
-    assert done.returncode == 0 and "topics [" in done.stdout, done.stderr[-1500:]
-    assert guarded.tokens.asked == [f"{USER}:{PASSWORD}"]
+        pytest.skip("jose4j is not installed: run make setup")
+    broker = broker_of(secured_broker, "OAUTHBEARER")
+    completed = run_probe(secured_broker, probe, broker)
+    assert completed.returncode and ALLOWED_URLS in completed.stderr
+    secured_broker.tokens.requests.clear()
+    completed = run_probe(secured_broker, probe, broker, f"-D{ALLOWED_URLS}={secured_broker.tokens.url}")
+    assert completed.returncode == 0 and "topics [" in completed.stdout, completed.stderr[-1500:]
+    assert secured_broker.tokens.requests == [f"{USER}:{PASSWORD}"]
     page = Path(__file__).resolve().parents[2] / "docs" / "operations" / "security.md"
     assert ALLOWED_URLS in page.read_text()
     home = (Path(__file__).resolve().parents[2] / "infra/image/flink-home.sh").read_text(encoding="utf-8")
@@ -298,9 +313,9 @@ def test_the_client_in_flinks_connector_logs_in_with_a_token_it_fetched(guarded:
 
 
 def test_a_token_that_another_key_signed_is_refused(
-    guarded: Guarded, monkeypatch: pytest.MonkeyPatch
+    secured_broker: SecuredBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = rsa.generate_private_key(public_exponent=65_537, key_size=2048)
-    monkeypatch.setattr(guarded.tokens, "signs_with", other)
+    monkeypatch.setattr(secured_broker.tokens, "signs_with", other)
     with pytest.raises(KafkaException):
-        clients.admin(broker_of(guarded, "OAUTHBEARER")).list_topics(timeout=5)
+        clients.admin(broker_of(secured_broker, "OAUTHBEARER")).list_topics(timeout=5)

@@ -1,4 +1,5 @@
-"""What a commit is: one file, created exclusively, checked when read."""
+"""The manifest of a commit: one file, created exclusively and checked when it is read. Guarantee G5
+(docs/architecture.md): damage is always detected."""
 
 from __future__ import annotations
 
@@ -26,17 +27,17 @@ from tests.trainer.memory_store import MemoryStore
 GOLDEN = Path(__file__).parents[1] / "golden" / "format_1"
 
 
-def newest_body() -> dict[str, Any]:
+def current_body() -> dict[str, Any]:
     return dict(json.loads(a_manifest().encode())["body"])
 
 
-def body_of_4() -> dict[str, Any]:
-    """Before format 5 the ids of a worker were in its one file."""
+def format_4_body() -> dict[str, Any]:
+    """A body of format 4. Before format 5, a worker's ids were in its one file."""
     workers = {
         index: {key: value for key, value in part.items() if key != "id_files"}
-        for index, part in newest_body()["workers"].items()
+        for index, part in current_body()["workers"].items()
     }
-    return {**newest_body(), "format": 4, "workers": workers}
+    return {**current_body(), "format": 4, "workers": workers}
 
 
 def commit(store: MemoryStore, manifest: Manifest) -> None:
@@ -94,12 +95,12 @@ def test_g5_any_flipped_bit_is_detected(data: st.DataObject) -> None:
     raw[data.draw(st.integers(0, len(raw) - 1))] ^= 1 << data.draw(st.integers(0, 7))
     with contextlib.suppress(CheckpointError):
         assert manifests.decode(bytes(raw)).manifest == a_manifest(), (
-            "a flip may only survive where it changes nothing"
+            "a flipped bit may go unnoticed only where it changes nothing"
         )
 
 
 @pytest.mark.parametrize(
-    ("raw", "says"),
+    ("raw", "message"),
     [
         (b"", "expected a manifest in JSON"),
         (b"[]", "expected a manifest in JSON"),
@@ -108,25 +109,25 @@ def test_g5_any_flipped_bit_is_detected(data: st.DataObject) -> None:
         (encoded({"format": 1}), "the keys of manifest format 1"),
         (encoded({"format": 2}), "the keys of manifest format 2"),
         (encoded({"format": 3}), "the keys of manifest format 3"),
-        (encoded({**body_of_4(), "format": 5}), "the keys of manifest format 5: KeyError.'id_files'"),
-        (encoded({**body_of_4(), "input": {"phase": "initial"}}), "the keys of manifest format 4"),
-        (encoded({**body_of_4(), "samplers": {}}), "unexpected keyword argument 'samplers'"),
+        (encoded({**format_4_body(), "format": 5}), "the keys of manifest format 5: KeyError.'id_files'"),
+        (encoded({**format_4_body(), "input": {"phase": "initial"}}), "the keys of manifest format 4"),
+        (encoded({**format_4_body(), "samplers": {}}), "unexpected keyword argument 'samplers'"),
         (
-            encoded({**body_of_4(), "bucket_map": BucketMap.modulo(32, 2).plain()}),
+            encoded({**format_4_body(), "bucket_map": BucketMap.modulo(32, 2).plain()}),
             "a map of 64 buckets to 2 owners, got 32",
         ),
         (
-            encoded({**body_of_4(), "bucket_map": BucketMap.modulo(64, 3).plain()}),
+            encoded({**format_4_body(), "bucket_map": BucketMap.modulo(64, 3).plain()}),
             "of 64 buckets to 2 owners, got 64 to 3",
         ),
     ],
 )
-def test_an_invalid_manifest_is_refused(raw: bytes, says: str) -> None:
-    with pytest.raises(CheckpointError, match=says):
+def test_an_invalid_manifest_is_refused(raw: bytes, message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
         manifests.decode(raw)
 
 
-def test_files_of_ids_that_an_earlier_commit_wrote_are_kept_as_long_as_a_commit_names_them() -> None:
+def test_id_files_of_earlier_commits_are_kept_while_a_commit_names_them() -> None:
     store, ids = MemoryStore(), a_file(manifests.worker_ids_name(1, 1, 0))
     for seq in range(1, 10):
         files = (ids,) if seq <= 6 else ()
@@ -139,40 +140,41 @@ def test_files_of_ids_that_an_earlier_commit_wrote_are_kept_as_long_as_a_commit_
 @pytest.mark.parametrize(
     ("number", "absent"), [(2, {"input", "bucket_map"}), (3, {"bucket_map"}), (4, set[str]())]
 )
-def test_older_formats_are_of_the_stream_with_buckets_at_bucket_mod_shards(
-    number: int, absent: set[str]
-) -> None:
-    body = {key: value for key, value in body_of_4().items() if key not in absent}
+def test_older_formats_mean_stream_training_and_bucket_modulo_shards(number: int, absent: set[str]) -> None:
+    body = {key: value for key, value in format_4_body().items() if key not in absent}
     found = manifests.decode(encoded({**body, "format": number})).manifest
     assert found == a_manifest() and found.owners == BucketMap.modulo(64, 2)
 
 
 def test_a_manifest_contains_the_bucket_map() -> None:
     manifest = a_manifest(bucket_map=BucketMap(np.arange(64, dtype=np.int32)[::-1] % 2, 2, 7))
-    again = manifests.decode(manifest.encode()).manifest
-    assert again == manifest and again.owners.version == 7 and again.owners.buckets_of(0)[:2] == [1, 3]
+    decoded = manifests.decode(manifest.encode()).manifest
+    assert decoded == manifest and decoded.owners.version == 7 and decoded.owners.buckets_of(0)[:2] == [1, 3]
     assert manifest.checksum != a_manifest().checksum
 
 
 def test_during_a_warehouse_session_offsets_are_those_before_it() -> None:
     at = {("samples", 0): 70, ("samples", 1): 8, ("corrections", 0): 0}
     manifest = a_manifest(input=an_input(), workers={0: a_part(at)})
-    again = manifests.decode(manifest.encode()).manifest
-    assert again == manifest and again.positions == at
-    assert again.offsets == {("samples", 0): 5, ("samples", 1): 0, ("corrections", 0): 0}
+    decoded = manifests.decode(manifest.encode()).manifest
+    assert decoded == manifest and decoded.positions == at
+    assert decoded.offsets == {("samples", 0): 5, ("samples", 1): 0, ("corrections", 0): 0}
 
 
 @pytest.mark.parametrize(
     ("changed", "value"), [("num_shards", 9), ("num_buckets", 9), ("num_partitions", 3), ("seed", 9)]
 )
-def test_rows_and_samples_dealt_out_in_another_way_are_refused(changed: str, value: int) -> None:
-    mine = {"num_shards": 2, "num_buckets": 64, "num_partitions": 4, "seed": 0}
-    manifests.check_shape(a_manifest(), **mine)
-    manifests.check_shape(a_manifest(), **{**mine, "num_partitions": 5})  # topics may have got more
+def test_another_number_of_shards_buckets_or_partitions_or_another_seed_is_refused(
+    changed: str, value: int
+) -> None:
+    expected = {"num_shards": 2, "num_buckets": 64, "num_partitions": 4, "seed": 0}
+    manifests.check_shape(a_manifest(), **expected)
+    # partitions may have been added to the topics
+    manifests.check_shape(a_manifest(), **{**expected, "num_partitions": 5})
     with pytest.raises(
-        ConfigError, match=f"expected {changed} = {mine[changed]}, got {value}; use the committed value"
+        ConfigError, match=f"expected {changed} = {expected[changed]}, got {value}; use the committed value"
     ):
-        manifests.check_shape(a_manifest(), **{**mine, changed: value})
+        manifests.check_shape(a_manifest(), **{**expected, changed: value})
 
 
 @pytest.mark.parametrize("data", [b"abd", b"ab", b""])
@@ -190,7 +192,7 @@ def test_nothing_committed_is_not_an_error() -> None:
     assert manifests.next_seq(MemoryStore()) == 1
 
 
-def test_g5_a_damaged_newest_manifest_is_passed_over_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_g5_a_damaged_newest_manifest_is_skipped_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     store = MemoryStore()
     commit(store, a_manifest(1))
     commit(store, a_manifest(2))
@@ -199,7 +201,7 @@ def test_g5_a_damaged_newest_manifest_is_passed_over_with_a_warning(caplog: pyte
         found = manifests.newest(store)
     assert found is not None and found.manifest == a_manifest(1)
     assert "manifests/00000002" in caplog.text and "damaged" in caplog.text
-    assert manifests.next_seq(store) == 3, "the damaged one's name stays taken"
+    assert manifests.next_seq(store) == 3, "the number of the damaged manifest must not be reused"
 
 
 def test_a_manifest_under_another_name_is_damaged() -> None:
@@ -209,18 +211,18 @@ def test_a_manifest_under_another_name_is_damaged() -> None:
         manifests.load(store, "manifests/00000009")
 
 
-def test_training_never_begins_anew_by_itself() -> None:
+def test_training_never_restarts_from_nothing_by_itself() -> None:
     store = MemoryStore()
     commit(store, a_manifest(1))
     store.damage("manifests/00000001")
     with pytest.raises(CheckpointError, match="expected a usable manifest among 1") as caught:
         manifests.newest(store)
     assert "reset" not in str(caught.value), (
-        "what is damaged may come back from a backup; what is wiped does not"
+        "damaged data may come back from a backup; the message must not suggest a reset"
     )
 
 
-def test_a_manifest_whose_parts_are_damaged_is_passed_over() -> None:
+def test_a_manifest_whose_parts_are_damaged_is_skipped() -> None:
     store = MemoryStore()
     commit(store, a_manifest(1))
     commit(store, a_manifest(2))
@@ -234,19 +236,19 @@ def test_incarnations_go_up_and_one_of_two_racing_controllers_exits(tmp_path: Pa
 
     leave_unfinished(tmp_path / "incarnations")
     assert manifests.claim_incarnation(store, 0) == 4
-    assert not list(tmp_path.rglob(".*")), "what a killed writer left is swept at the claim"
+    assert not list(tmp_path.rglob(".*")), "the claim must delete the unfinished file of a killed writer"
 
-    class Racing(MemoryStore):
+    class RacingStore(MemoryStore):
         def create(self, name: str, data: bytes) -> bool:
             super().create(name, b"the other one's")
             return super().create(name, data)
 
     with pytest.raises(FencedError, match="incarnation 1 belongs to another controller"):
-        manifests.claim_incarnation(Racing(), 0)
+        manifests.claim_incarnation(RacingStore(), 0)
 
 
-class FullOfLeftovers(FileStore):
-    """A disk with room for a new file only once no unfinished one is left."""
+class FullDiskStore(FileStore):
+    """A full disk: a new file fits only after the unfinished ones are deleted."""
 
     def create(self, name: str, data: bytes) -> bool:
         if list(self.root.rglob(".roostream-unfinished.*")):
@@ -256,38 +258,38 @@ class FullOfLeftovers(FileStore):
 
 def leave_unfinished(folder: Path) -> Path:
     folder.mkdir(exist_ok=True)
-    left = folder / ".roostream-unfinished.left"
-    left.write_bytes(b"half")
-    os.utime(left, (0, 0))
-    return left
+    unfinished = folder / ".roostream-unfinished.left"
+    unfinished.write_bytes(b"half")
+    os.utime(unfinished, (0, 0))
+    return unfinished
 
 
 def test_a_claim_makes_room_on_a_disk_that_leftovers_have_filled(tmp_path: Path) -> None:
     leave_unfinished(tmp_path / "segments")
-    assert manifests.claim_incarnation(FullOfLeftovers(tmp_path), 0) == 1
+    assert manifests.claim_incarnation(FullDiskStore(tmp_path), 0) == 1
 
 
 def test_leftovers_of_killed_writers_are_deleted_after_a_commit(tmp_path: Path) -> None:
     store = FileStore(tmp_path)
     commit(store, a_manifest(1))
-    left = leave_unfinished(tmp_path / "segments")
+    unfinished = leave_unfinished(tmp_path / "segments")
     StoreCleaner(store).clean()
-    assert not left.exists()
+    assert not unfinished.exists()
 
 
 def test_a_claim_of_a_retired_name_is_lost() -> None:
-    class Slow(MemoryStore):
-        """Between the listing and the creation, others claim 1 to 9 and retire 1."""
+    class SlowStore(MemoryStore):
+        """Between the listing and the creation, other controllers claim incarnations 1 to 9 and delete 1."""
 
         def create(self, name: str, data: bytes) -> bool:
             self.objects["incarnations/00000009"] = b""
             return super().create(name, data)
 
     with pytest.raises(FencedError):
-        manifests.claim_incarnation(Slow(), 0)
+        manifests.claim_incarnation(SlowStore(), 0)
 
 
-def test_incarnations_without_a_commit_do_not_pile_up() -> None:
+def test_old_incarnations_are_deleted_without_a_commit() -> None:
     store = MemoryStore()
     for n in range(1, 40):
         assert manifests.claim_incarnation(store, 0, {"workers": n}) == n
@@ -296,22 +298,22 @@ def test_incarnations_without_a_commit_do_not_pile_up() -> None:
 
 
 def test_a_claim_succeeds_where_old_incarnations_cannot_be_deleted() -> None:
-    class Undeletable(MemoryStore):
+    class UndeletableStore(MemoryStore):
         def delete(self, name: str) -> None:
             raise UnavailableError("the store can't be written")
 
-    store = Undeletable()
+    store = UndeletableStore()
     assert [manifests.claim_incarnation(store, 0) for _ in range(12)] == list(range(1, 13))
 
 
-def test_a_create_that_was_on_its_way_does_not_undo_a_rollback() -> None:
+def test_a_delayed_create_does_not_undo_a_rollback() -> None:
     store = MemoryStore()
     incarnation = manifests.claim_incarnation(store, 0)
     for seq in (1, 2, 3):
         commit(store, a_manifest(seq, incarnation=incarnation))
     assert manifests.discard_after(store, 1) == [2, 3]
     late = a_manifest(4, incarnation=incarnation)
-    assert store.create(late.name, late.encode()), "it arrives after the rollback"
+    assert store.create(late.name, late.encode()), "the create arrives after the rollback"
 
     for _ in range(manifests.KEEP_INCARNATIONS + 2):  # the claim of the rollback itself is deleted meanwhile
         newest = manifests.newest(store)
@@ -320,7 +322,7 @@ def test_a_create_that_was_on_its_way_does_not_undo_a_rollback() -> None:
     with pytest.raises(CheckpointError, match="rolled back"):
         manifests.discard_after(store, 4)
 
-    assert manifests.next_seq(store) == 5, "its number stays taken"
+    assert manifests.next_seq(store) == 5, "the number must not be reused"
     commit(store, a_manifest(5, incarnation=incarnation))
     newest = manifests.newest(store)
     assert newest is not None and newest.manifest.seq == 5

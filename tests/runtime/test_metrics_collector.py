@@ -1,4 +1,4 @@
-"""State that is read when it is scraped."""
+"""Metrics that are read from a program's state at each scrape."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ def test_names_labels_types_and_help_texts_are_exported() -> None:
         "roostream_x_ready 1.0",
     ):
         assert f"{line}\n" in text
-    assert "d4" not in text, "an unknown number is omitted"
+    assert "d4" not in text, "a metric without a value must be omitted"
 
 
 def test_a_failed_reading_spares_the_scrape_and_recovers(caplog: pytest.LogCaptureFixture) -> None:
-    fails = True
+    should_fail = True
 
     def read() -> dict[str, Any]:
-        if fails:
+        if should_fail:
             raise UnavailableError("expected Kafka to answer")
         return {"roostream_x_ready": 1}
 
@@ -61,8 +61,8 @@ def test_a_failed_reading_spares_the_scrape_and_recovers(caplog: pytest.LogCaptu
         for _ in range(3):
             text = generate_latest(registry).decode()
             assert 'rows{stack="d4"} 3.0' in text and "x_ready" not in text
-    assert len(caplog.records) == 1, "one warning until it recovers"
-    fails = False
+    assert len(caplog.records) == 1, "there must be one warning until the reading recovers"
+    should_fail = False
     assert "roostream_x_ready 1.0" in generate_latest(registry).decode()
 
 

@@ -16,7 +16,7 @@ from roostream.runtime.deployment import ProgramSettings
 from roostream.runtime.health import Health
 from roostream.runtime.histograms import StageHistogram
 from roostream.runtime.tls import TlsContext
-from tests.certificates import Authority, trusting
+from tests.certificates import Authority, client_context
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def health(clock: FakeClock) -> Health:
     return Health(60, clock)
 
 
-def asked(port: int, path: str, host: str = "127.0.0.1") -> tuple[int, str]:
+def get(port: int, path: str, host: str = "127.0.0.1") -> tuple[int, str]:
     """Status and text of a GET."""
     try:
         with urllib.request.urlopen(f"http://{host}:{port}{path}", timeout=5) as answer:
@@ -45,16 +45,16 @@ def test_metrics_and_probes_are_served_on_one_drawn_port(health: Health, clock: 
     stages.observe("close", 5.0)
     registry.register(stages.histogram)
     port = metrics_server.serve(ProgramSettings(), health, registry)
-    status, text = asked(port, "/metrics")
+    status, text = get(port, "/metrics")
     assert status == 200 and 'test_seconds_bucket{le="0.005",stage="close"} 1.0' in text
-    assert asked(port, "/livez") == (200, "ok\n") and asked(port, "/readyz") == (503, "it is starting\n")
+    assert get(port, "/livez") == (200, "ok\n") and get(port, "/readyz") == (503, "it is starting\n")
     assert "roostream_ready 0.0" in text.splitlines()
     health.turned()
-    assert asked(port, "/readyz") == (200, "ok\n")
-    assert "roostream_ready 1.0" in asked(port, "/metrics")[1].splitlines()
+    assert get(port, "/readyz") == (200, "ok\n")
+    assert "roostream_ready 1.0" in get(port, "/metrics")[1].splitlines()
     clock.advance(61)
-    assert asked(port, "/livez") == (503, "the main loop has not turned for 61 s\n")
-    assert asked(port, "/other") == (404, "expected /metrics, /livez or /readyz\n")
+    assert get(port, "/livez") == (503, "the main loop has not turned for 61 s\n")
+    assert get(port, "/other") == (404, "expected /metrics, /livez or /readyz\n")
 
 
 def test_a_port_in_use_is_reported(health: Health) -> None:
@@ -71,13 +71,13 @@ def test_a_port_in_use_is_reported(health: Health) -> None:
 @pytest.mark.parametrize("host", ["127.0.0.2", "::1", "[::1]"])
 def test_metrics_are_served_on_the_configured_address(health: Health, host: str) -> None:
     port = metrics_server.serve(ProgramSettings(metrics_host=host), health)
-    assert asked(port, "/livez", f"[{host.strip('[]')}]" if ":" in host else host)[0] == 200
+    assert get(port, "/livez", f"[{host.strip('[]')}]" if ":" in host else host)[0] == 200
 
 
-def told(port: int, authority: Authority, *own: str) -> int:
-    """Status of a GET of /metrics."""
+def get_over_tls(port: int, authority: Authority, *own: str) -> int:
+    """Status of a GET of /metrics over TLS; `own` is the client's certificate and key."""
     with urllib.request.urlopen(
-        f"https://127.0.0.1:{port}/metrics", timeout=30, context=trusting(authority, *own)
+        f"https://127.0.0.1:{port}/metrics", timeout=30, context=client_context(authority, *own)
     ) as answer:
         assert answer.read()
         return int(answer.status)
@@ -90,31 +90,31 @@ def test_the_metrics_port_uses_tls_and_reloads_certificates(health: Health, tmp_
     assert config.tls is not None
     tls = TlsContext(config.tls)
     ports = [metrics_server.serve(config, health), metrics_server.serve(config, health, tls=tls)]
-    assert [told(port, old) for port in ports] == [200, 200]
+    assert [get_over_tls(port, old) for port in ports] == [200, 200]
     with pytest.raises(urllib.error.URLError, match="CERTIFICATE_VERIFY_FAILED"):
-        told(ports[0], new)
+        get_over_tls(ports[0], new)
     with pytest.raises(OSError):
-        asked(ports[0], "/livez")
+        get(ports[0], "/livez")
     new.issue("program")
     tls.poll()
-    assert told(ports[1], new) == 200
+    assert get_over_tls(ports[1], new) == 200
 
 
 def test_a_missing_client_certificate_is_refused_if_required(health: Health, tmp_path: Path) -> None:
     ours, theirs = Authority(tmp_path, "ours"), Authority(tmp_path, "theirs")
     certificate, key = ours.issue("program")
-    asking = {
+    settings = {
         "tls_certificate": certificate,
         "tls_key": key,
         "tls_client_ca": str(theirs.pem),
         "tls_client_required": True,
     }
-    port = metrics_server.serve(ProgramSettings(**asking), health)  # type: ignore[arg-type]
-    assert told(port, ours, *theirs.issue("friend")) == 200
+    port = metrics_server.serve(ProgramSettings(**settings), health)  # type: ignore[arg-type]
+    assert get_over_tls(port, ours, *theirs.issue("friend")) == 200
     for own in ((), ours.issue("stranger")):
         with pytest.raises(OSError):
-            told(port, ours, *own)
-    assert told(port, ours, *theirs.issue("friend")) == 200
+            get_over_tls(port, ours, *own)
+    assert get_over_tls(port, ours, *theirs.issue("friend")) == 200
 
 
 def test_a_public_metrics_port_requires_client_certificates() -> None:
@@ -136,4 +136,4 @@ def test_idle_connections_never_keep_a_probe_from_being_answered(health: Health)
     with contextlib.ExitStack() as opened:
         for _ in range(140):
             opened.enter_context(socket.create_connection(("127.0.0.1", port), 10))
-        assert asked(port, "/livez") == (200, "ok\n")
+        assert get(port, "/livez") == (200, "ok\n")

@@ -1,5 +1,5 @@
-"""A store in a bucket, where it is more than what every store promises
-(tests/contract/test_checkpoint_store.py)."""
+"""The checkpoint store in a bucket: behavior beyond the contract in
+tests/contract/test_checkpoint_store.py."""
 
 from __future__ import annotations
 
@@ -63,7 +63,9 @@ def test_an_upload_that_fails_leaves_no_hidden_parts(s3: str) -> None:
     def chunks() -> Iterator[bytes]:
         for _ in range(5):
             yield bytes(PART_BYTES)
-        assert client.list_multipart_uploads(Bucket=s3_server.BUCKET)["Uploads"], "parts are there by now"
+        assert client.list_multipart_uploads(Bucket=s3_server.BUCKET)["Uploads"], (
+            "no part was uploaded before the failure"
+        )
         raise CheckpointError("the segment is damaged")
 
     with pytest.raises(CheckpointError, match="damaged"):
@@ -82,42 +84,43 @@ def test_the_life_cycle_rule_ends_unfinished_uploads_and_deletes_no_object(s3: s
 
 
 def boto_client(url: str) -> Any:
-    """A client of the server that knows the calls which the store does not use."""
+    """A client for the S3 calls that the store itself does not use."""
     return pytest.importorskip("boto3", reason="boto3, which comes with moto, is not installed").client(
         "s3", endpoint_url=url
     )
 
 
 def test_a_claim_of_one_program_does_not_disturb_the_store_check_of_another(s3: str) -> None:
-    """The check begins with the first `create`, while others claim and sweep all the time."""
+    """The check runs at the first `create`, while other programs claim and sweep."""
     url, stop = f"s3://{s3_server.BUCKET}/check", threading.Event()
 
     def sweep() -> None:
         while not stop.wait(0.001):
             open_store(url).sweep()
 
-    sweeping = threading.Thread(target=sweep)
-    sweeping.start()
+    sweeper = threading.Thread(target=sweep)
+    sweeper.start()
     try:
         for n in range(20):
             assert open_store(url).create(f"manifests/{n:08d}", b"x")
     finally:
         stop.set()
-        sweeping.join()
+        sweeper.join()
     assert not open_store(url).create("manifests/00000000", b"y")
 
 
 @contextlib.contextmanager
-def answering(
+def always_answering(
     monkeypatch: pytest.MonkeyPatch, status: int, body: bytes = b""
 ) -> Iterator[list[tuple[str, str]]]:
-    """A server that answers all the same; what it was asked: (method, If-None-Match)."""
+    """A server that gives the same answer to every request. Yields the requests as (method,
+    If-None-Match)."""
     pytest.importorskip("obstore", reason="obstore, the client of S3 stores, is not installed")
-    asked: list[tuple[str, str]] = []
+    requests: list[tuple[str, str]] = []
 
-    class Always(BaseHTTPRequestHandler):
+    class AlwaysHandler(BaseHTTPRequestHandler):
         def answer(self) -> None:
-            asked.append((self.command, self.headers.get("If-None-Match", "")))
+            requests.append((self.command, self.headers.get("If-None-Match", "")))
             self.rfile.read(int(self.headers.get("Content-Length", 0)))
             self.send_response(status)
             for name, value in (
@@ -133,7 +136,7 @@ def answering(
 
         def log_message(self, format: str, *args: Any) -> None: ...
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Always)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), AlwaysHandler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     for name, value in {
         "AWS_ENDPOINT_URL": f"http://127.0.0.1:{server.server_port}",
@@ -144,39 +147,44 @@ def answering(
     }.items():
         monkeypatch.setenv(name, value)
     try:
-        yield asked
+        yield requests
     finally:
         server.shutdown()
         server.server_close()
 
 
-def test_a_store_in_which_two_may_win_is_refused_before_anything_is_committed(
+def test_a_store_that_ignores_if_none_match_is_refused_before_anything_is_committed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with (
-        answering(monkeypatch, 200, b"second") as asked,
+        always_answering(monkeypatch, 200, b"second") as requests,
         pytest.raises(SetupError, match="create a name twice"),
     ):
         open_store("s3://bucket").create("manifests/1", b"x")
-    assert asked[:2] == [("PUT", "*"), ("PUT", "*")], "the condition is asked for"
+    assert requests[:2] == [("PUT", "*"), ("PUT", "*")], (
+        "both requests must carry the condition If-None-Match: *"
+    )
 
 
 def test_a_create_with_an_unknown_outcome_is_reported_and_not_retried(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with (
-        answering(monkeypatch, 503) as asked,
-        pytest.raises(UnavailableError, match=r"s3://bucket/\S+ can't be written") as told,
+        always_answering(monkeypatch, 503) as requests,
+        pytest.raises(UnavailableError, match=r"s3://bucket/\S+ can't be written") as caught,
     ):
         open_store("s3://bucket").create("manifests/1", b"x")
-    assert [method for method, _ in asked] == ["PUT"]
-    assert "secret-of-mine" not in str(told.value) and "\n" not in str(told.value)
+    assert [method for method, _ in requests] == ["PUT"]
+    assert "secret-of-mine" not in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_an_unavailable_store_differs_from_a_missing_object(monkeypatch: pytest.MonkeyPatch) -> None:
-    with answering(monkeypatch, 500), pytest.raises(UnavailableError, match="can't be read"):
+    with always_answering(monkeypatch, 500), pytest.raises(UnavailableError, match="can't be read"):
         open_store("s3://bucket").get("manifests/1")
-    with answering(monkeypatch, 404), pytest.raises(CheckpointError, match="is absent from s3://bucket"):
+    with (
+        always_answering(monkeypatch, 404),
+        pytest.raises(CheckpointError, match="is absent from s3://bucket"),
+    ):
         open_store("s3://bucket").get("manifests/1")
 
 

@@ -1,5 +1,5 @@
-"""Programs on several hosts: network namespaces with addresses and names of their own, where this machine
-lets one make them."""
+"""Programs on several hosts: network namespaces with their own addresses and names. Tests skip where the
+machine does not allow them."""
 
 from __future__ import annotations
 
@@ -47,26 +47,26 @@ for line in sys.stdin:
 
 
 class Hosts:
-    """A bridge of our own with one namespace a host; gone with `close`."""
+    """A network bridge with one namespace per host. `closing` removes all of it."""
 
     def __init__(self) -> None:
-        self.tag = f"r{os.getpid() % 100_000}"
+        self.bridge = f"r{os.getpid() % 100_000}"
         self.etc: list[Path] = []
         self.closing = contextlib.ExitStack()
 
     def open(self) -> Hosts:
-        self._ip("link", "add", self.tag, "type", "bridge")
-        self.closing.callback(self._ip, "link", "del", self.tag)
-        self._ip("link", "set", self.tag, "up")
+        self._ip("link", "add", self.bridge, "type", "bridge")
+        self.closing.callback(self._ip, "link", "del", self.bridge)
+        self._ip("link", "set", self.bridge, "up")
         return self
 
     def add(self, number: int) -> str:
-        """A host; the words in front of a command there."""
-        name, outer, inner = f"{self.tag}-{number}", f"{self.tag}o{number}", f"{self.tag}i{number}"
+        """Add a host and return the name of its namespace."""
+        name, outer, inner = f"{self.bridge}-{number}", f"{self.bridge}o{number}", f"{self.bridge}i{number}"
         self._ip("netns", "add", name)
         self.closing.callback(self._ip, "netns", "del", name)
         self._ip("link", "add", outer, "type", "veth", "peer", "name", inner, "netns", name)
-        self._ip("link", "set", outer, "master", self.tag, "up")
+        self._ip("link", "set", outer, "master", self.bridge, "up")
         self._ip("-n", name, "addr", "add", f"10.77.0.{number}/24", "dev", inner)
         self._ip("-n", name, "link", "set", inner, "up")
         self._ip("-n", name, "link", "set", "lo", "up")
@@ -76,8 +76,8 @@ class Hosts:
         (etc / "hosts").write_text("127.0.0.1 localhost\n")
         return name
 
-    def names(self, host: str, address: str) -> None:
-        """What the shard's name leads to, from this host on."""
+    def set_shard_address(self, host: str, address: str) -> None:
+        """Let the shard's name resolve to `address` on this host."""
         (Path("/etc/netns") / host / "hosts").write_text(f"127.0.0.1 localhost\n{address} {NAME}\n")
 
     @staticmethod
@@ -90,7 +90,7 @@ class Hosts:
 @pytest.fixture
 def hosts() -> Iterator[Hosts]:
     if not shutil.which("ip"):
-        pytest.skip("no `ip` here: one host only")
+        pytest.skip("the command `ip` is not installed: network namespaces can't be made")
     hosts = Hosts()
     with hosts.closing:
         try:
@@ -101,8 +101,9 @@ def hosts() -> Iterator[Hosts]:
         yield hosts
 
 
-def settings(folder: Path, authority: Authority, program: str, listen: str = "127.0.0.1:0") -> Path:
-    """As they are mounted in a cluster: no address, no secret and no path in the file."""
+def write_settings(folder: Path, authority: Authority, program: str, listen: str = "127.0.0.1:0") -> Path:
+    """Write settings as a cluster mounts them: the address, the secrets and the paths come from the
+    environment and files."""
     certificate, key = authority.issue(program, NAME)
     (folder / "token").write_text(TOKEN + "\n")
     path = folder / f"{program}.toml"
@@ -115,7 +116,7 @@ def settings(folder: Path, authority: Authority, program: str, listen: str = "12
 
 
 @contextlib.contextmanager
-def started(host: str, program: str, file: Path) -> Iterator[subprocess.Popen[str]]:
+def start_on(host: str, program: str, file: Path) -> Iterator[subprocess.Popen[str]]:
     command = ("ip", "netns", "exec", host, sys.executable, "-c", program, str(file))
     env = {**os.environ, "SHARD": NAME, "PYTHONPATH": os.pathsep.join(sys.path)}
     with subprocess.Popen(
@@ -127,7 +128,7 @@ def started(host: str, program: str, file: Path) -> Iterator[subprocess.Popen[st
             child.kill()
 
 
-def asked(caller: subprocess.Popen[str]) -> str:
+def ask_where(caller: subprocess.Popen[str]) -> str:
     assert caller.stdin and caller.stdout
     caller.stdin.write("\n")
     caller.stdin.flush()
@@ -136,15 +137,17 @@ def asked(caller: subprocess.Popen[str]) -> str:
 
 def test_a_shard_that_moved_to_another_host_is_found_by_its_name(hosts: Hosts, tmp_path: Path) -> None:
     authority = Authority(tmp_path, "ours")
-    first, second, near = hosts.add(1), hosts.add(2), hosts.add(3)
-    hosts.names(near, "10.77.0.1")
-    with started(near, CALLER, settings(tmp_path, authority, "worker")) as caller:
-        file = settings(tmp_path, authority, "shard", f"10.77.0.1:{PORT}")
-        with started(first, SERVER, file) as shard:
+    first_host, second_host, client_host = hosts.add(1), hosts.add(2), hosts.add(3)
+    hosts.set_shard_address(client_host, "10.77.0.1")
+    with start_on(client_host, CALLER, write_settings(tmp_path, authority, "worker")) as caller:
+        file = write_settings(tmp_path, authority, "shard", f"10.77.0.1:{PORT}")
+        with start_on(first_host, SERVER, file) as shard:
             assert shard.stdout and shard.stdout.readline() == "listens\n"
-            assert asked(caller) == f"10.77.0.1:{PORT}"
-        assert asked(caller).startswith("away:")
-        hosts.names(near, "10.77.0.2")
-        with started(second, SERVER, settings(tmp_path, authority, "shard", f"10.77.0.2:{PORT}")) as shard:
+            assert ask_where(caller) == f"10.77.0.1:{PORT}"
+        assert ask_where(caller).startswith("away:")
+        hosts.set_shard_address(client_host, "10.77.0.2")
+        with start_on(
+            second_host, SERVER, write_settings(tmp_path, authority, "shard", f"10.77.0.2:{PORT}")
+        ) as shard:
             assert shard.stdout and shard.stdout.readline() == "listens\n"
-            assert asked(caller) == f"10.77.0.2:{PORT}"
+            assert ask_where(caller) == f"10.77.0.2:{PORT}"

@@ -1,4 +1,5 @@
-"""A store that cannot be seen is never taken for one without commits; in a directory and in a bucket."""
+"""The identity of a checkpoint store, in a directory and in a bucket. A store that is not mounted is never
+taken for an empty one."""
 
 from __future__ import annotations
 
@@ -32,11 +33,12 @@ from tests.trainer.memory_store import MemoryStore
 
 
 class Volume:
-    """A place for a store: a directory that can be unmounted, or a prefix of a bucket that can be emptied."""
+    """A place for a store that can be taken away: a directory to unmount, or a prefix of a bucket to
+    empty."""
 
     def __init__(self, url: str, path: Path | None) -> None:
         self.url, self.path = url, path
-        self._kept: dict[str, bytes] = {}
+        self._saved: dict[str, bytes] = {}
 
     def unmount(self, *, keep_mount_point: bool = True) -> None:
         if self.path:
@@ -46,7 +48,7 @@ class Volume:
             return
         store = open_store(self.url)
         for name in self._names():
-            self._kept[name] = store.get(name)
+            self._saved[name] = store.get(name)
             store.delete(name)
 
     def mount(self) -> None:
@@ -56,7 +58,7 @@ class Volume:
             return
         for name in self._names():
             open_store(self.url).delete(name)
-        for name, data in self._kept.items():
+        for name, data in self._saved.items():
             open_store(self.url).put(name, data)
 
     def is_empty(self) -> bool:
@@ -86,7 +88,7 @@ def volume(request: pytest.FixtureRequest, tmp_path: Path) -> Volume:
 
 @pytest.fixture
 def store(volume: Volume) -> IdentifiedStore:
-    """A store with one commit, opened by a program that has used it."""
+    """A store with one commit, opened by a program that has already used it."""
     init_store(volume.url)
     opened = open_checkpoint_store(volume.url)
     manifests.claim_incarnation(opened, 0)
@@ -180,9 +182,9 @@ def test_another_store_in_the_same_place_is_unavailable(volume: Volume, store: I
     assert manifests.numbers(store) == [1]
 
 
-def test_a_volume_that_goes_during_a_write_makes_the_outcome_unknown(tmp_path: Path) -> None:
-    class Going(FileStore):
-        """The volume is unmounted between the check before a write and the write."""
+def test_a_volume_that_is_unmounted_during_a_write_makes_the_outcome_unknown(tmp_path: Path) -> None:
+    class StoreUnmountedBeforeWrite(FileStore):
+        """A store whose volume is unmounted after the identity check and before the write."""
 
         def create(self, name: str, data: bytes) -> bool:
             self.root.rename(tmp_path / "volume")
@@ -191,7 +193,9 @@ def test_a_volume_that_goes_during_a_write_makes_the_outcome_unknown(tmp_path: P
 
     init_store(tmp_path / "store")
     with pytest.raises(UnavailableError, match="not mounted"):
-        IdentifiedStore(Going(tmp_path / "store"), "the store").create("manifests/00000001", b"x")
+        IdentifiedStore(StoreUnmountedBeforeWrite(tmp_path / "store"), "the store").create(
+            "manifests/00000001", b"x"
+        )
 
 
 def test_a_used_store_of_an_older_version_gets_an_identity(volume: Volume, store: IdentifiedStore) -> None:
@@ -227,7 +231,7 @@ def test_an_identity_that_differs_from_the_wanted_one_is_refused(tmp_path: Path)
         init_store(tmp_path / "other", "mine")
 
 
-def test_a_member_with_another_store_than_the_controller_is_refused() -> None:
+def test_a_program_with_another_store_than_the_controller_is_refused() -> None:
     store = MemoryStore()
     check_same_store(store, "0" * 32)
     check_same_store(store, "")
@@ -235,7 +239,7 @@ def test_a_member_with_another_store_than_the_controller_is_refused() -> None:
         check_same_store(store, "1" * 32)
 
 
-def test_an_absent_object_of_a_store_that_is_there_is_absent(store: IdentifiedStore) -> None:
+def test_an_absent_object_of_a_mounted_store_is_reported_as_absent(store: IdentifiedStore) -> None:
     with pytest.raises(CheckpointError):
         store.get("dense/9")
     assert store.list("dense") == [] and open_registry(store)(5) is None

@@ -1,4 +1,4 @@
-"""Threads that die together."""
+"""A group of threads: the failure of one stops the program."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def test_a_thread_that_fails_stops_the_process(caplog: pytest.LogCaptureFixture)
     threads.start("bad", lambda: 1 / 0)
     assert stop.wait(10) and threads.join(10) == []
     assert threads.failed == ["bad"] and "thread bad failed" in caplog.text
-    with pytest.raises(RuntimeError, match="threads failed: bad") as told:
+    with pytest.raises(RuntimeError, match="threads failed: bad") as caught:
         threads.check()
-    assert isinstance(told.value.__cause__, ZeroDivisionError)
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
 
-def test_an_error_of_a_thread_is_one_sentence(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_user_error_in_a_thread_is_logged_as_one_sentence(caplog: pytest.LogCaptureFixture) -> None:
     def refuse() -> None:
         raise ConfigError("expected 8 partitions, got 4")
 
@@ -53,7 +53,7 @@ def test_all_threads_share_one_time_limit() -> None:
     for _ in range(100):
         threads.start("slow", release.wait)
     assert threads.join(0.1) == ["slow"] * 100
-    assert time.monotonic() - began_s < 9, "not a limit for each"
+    assert time.monotonic() - began_s < 9, "the limit must hold for all threads together"
     release.set()
 
 

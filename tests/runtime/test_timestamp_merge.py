@@ -1,4 +1,4 @@
-"""Partitions merged by event time, in bounded memory, without waiting for one that has ended."""
+"""Merging partitions by event time in bounded memory, without waiting for a partition that has ended."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_partition_at_its_end_delays_no_other() -> None:
     assert times(merge.take(5)) == [10]
     merge.offer(record(P1, 0, 5))
     merge.offer(record(P0, 1, 20))
-    assert times(merge.take(5)) == [5], "partition 1 speaks again: its next may be older than 20"
+    assert times(merge.take(5)) == [5], "the next record of partition 1 may be older than 20"
     merge.reached_end(P1)
     assert times(merge.take(5)) == [20]
 
@@ -46,7 +46,9 @@ def test_a_closed_partition_delays_no_other() -> None:
     for r in (record(P0, 0, 10), record(P1, 0, 20), record(P0, 1, 30)):
         merge.offer(r)
     assert times(merge.take(9, lambda p: p == P0)) == [20] and merge.head(P1) is None
-    assert times(merge.take(9, lambda p: p == P1 or merge.head(p) == 1)) == [10], "as it is at each record"
+    assert times(merge.take(9, lambda p: p == P1 or merge.head(p) == 1)) == [10], (
+        "the predicate must be evaluated for each record"
+    )
     assert times(merge.take_from(P0, 9, lambda p: merge.head(p) == 1)) == []
     assert times(merge.take_from(P0, 9)) == [30]
 
@@ -60,7 +62,7 @@ def test_a_partition_is_drained_when_all_records_are_returned() -> None:
     assert merge.is_drained(P0)
 
 
-def test_buffers_are_bounded_by_room() -> None:
+def test_buffers_are_bounded_by_number_of_records() -> None:
     merge = TimestampMerge([P0, P1], max_buffered=2)
     merge.offer(record(P0, 0, 10))
     assert (merge.num_free(P0), merge.num_free(P1)) == (1, 2)
@@ -72,9 +74,9 @@ def test_buffers_are_bounded_by_bytes() -> None:
     merge = TimestampMerge([P0, P1], max_buffered=10, max_buffered_bytes=1000)
     for offset in range(3):
         merge.offer(record(P0, offset, 10)._replace(value=bytes(300)))
-    assert (merge.num_free(P0), merge.num_free(P1)) == (1, 10), "room for a tenth of the bytes"
+    assert (merge.num_free(P0), merge.num_free(P1)) == (1, 10), "the partition has a tenth of the bytes left"
     merge.offer(record(P0, 3, 10)._replace(value=bytes(5000)))
-    assert merge.num_free(P0) == 0, "one that is larger than all room is taken, and nothing more"
+    assert merge.num_free(P0) == 0, "one record larger than the limit is accepted, and no more"
     merge.reached_end(P1)
     merge.take(1)
     assert merge.num_free(P0) == 0
@@ -103,12 +105,12 @@ def test_sorted_partitions_are_merged_in_order(partitions: list[list[int]], poll
     names = [("samples", p) for p in range(len(partitions))]
     merge = TimestampMerge(names)
     out: list[Record] = []
-    for name, of_one in reversed(
+    for name, times_ms in reversed(
         list(zip(names, partitions, strict=True))
-    ):  # the last one's arrive before the first one's
-        for offset, time_ms in enumerate(of_one):
+    ):  # the last partition's records arrive before the first partition's
+        for offset, time_ms in enumerate(times_ms):
             merge.offer(record(name, offset, time_ms))
-        merge.reached_end(name) if not of_one else None
+        merge.reached_end(name) if not times_ms else None
         out += merge.take(poll)
     for name in names:
         merge.reached_end(name)

@@ -1,4 +1,4 @@
-"""Making topics, and saying how those that exist differ; the brokers are a fake."""
+"""Creating topics, and reporting how existing topics differ from the settings, over a fake admin client."""
 
 from __future__ import annotations
 
@@ -17,24 +17,26 @@ from roostream.runtime.kafka.topics import DEAD_LETTERS, ROWS, SAMPLES, TOPICS, 
 
 @dataclasses.dataclass
 class Topic:
+    """Metadata and settings of a topic."""
+
     partitions: dict[int, object]
     config: dict[str, str]
 
 
 @dataclasses.dataclass
-class Entry:
+class ConfigEntry:
     value: str
 
 
 class FakeAdmin:
-    """The calls of confluent_kafka's AdminClient that are used, over a dictionary. `slow` looks don't see new
-    topics yet."""
+    """The calls of confluent_kafka's AdminClient that the product uses, over a dictionary. `num_stale_reads`
+    calls of `list_topics` do not see new topics yet; with `down`, they fail."""
 
     def __init__(self) -> None:
         self.topics: dict[str, Topic] = {}
         self.refused: dict[str, int] = {}
         self.down = False
-        self.slow = 0
+        self.num_stale_reads = 0
         self._hidden: set[str] = set()
 
     def create_topics(self, new: list[Any], **_: Any) -> dict[str, Future[None]]:
@@ -64,15 +66,15 @@ class FakeAdmin:
     def list_topics(self, timeout: float) -> Any:
         if self.down:
             raise KafkaException(KafkaError(clients.TRANSPORT, "away"))
-        hidden = self._hidden if self.slow > 0 else set()
-        self.slow -= 1
+        hidden = self._hidden if self.num_stale_reads > 0 else set()
+        self.num_stale_reads -= 1
         return type("Metadata", (), {"topics": {n: t for n, t in self.topics.items() if n not in hidden}})()
 
-    def describe_configs(self, resources: list[Any], **_: Any) -> dict[Any, Future[dict[str, Entry]]]:
+    def describe_configs(self, resources: list[Any], **_: Any) -> dict[Any, Future[dict[str, ConfigEntry]]]:
         out = {}
         for resource in resources:
-            done: Future[dict[str, Entry]] = Future()
-            done.set_result({k: Entry(v) for k, v in self.topics[resource.name].config.items()})
+            done: Future[dict[str, ConfigEntry]] = Future()
+            done.set_result({k: ConfigEntry(v) for k, v in self.topics[resource.name].config.items()})
             out[resource] = done
         return out
 
@@ -91,95 +93,99 @@ class FakeAdmin:
         return out
 
 
-def admin(brokers: FakeAdmin, partitions: int = 8, **settings: Any) -> TopicAdmin:
-    return TopicAdmin(brokers, "p.", partitions, TopicSettings(**settings))
+def admin(fake_admin: FakeAdmin, partitions: int = 8, **settings: Any) -> TopicAdmin:
+    return TopicAdmin(fake_admin, "p.", partitions, TopicSettings(**settings))
 
 
 def test_all_topics_are_made_once_and_then_are_as_expected() -> None:
-    brokers = FakeAdmin()
-    assert admin(brokers).create() == [f"p.{topic}" for topic in TOPICS]
-    assert admin(brokers).create() == [], "the second time there is nothing to do"
-    admin(brokers).check()
-    assert {name: len(t.partitions) for name, t in brokers.topics.items()} == {
+    fake_admin = FakeAdmin()
+    assert admin(fake_admin).create() == [f"p.{topic}" for topic in TOPICS]
+    assert admin(fake_admin).create() == [], "the second call must create nothing"
+    admin(fake_admin).check()
+    assert {name: len(t.partitions) for name, t in fake_admin.topics.items()} == {
         f"p.{topic}": partitions_of(topic, 8) for topic in TOPICS
     }
     assert partitions_of(DEAD_LETTERS, 8) == 1 and partitions_of(ROWS, 8) == 8
 
 
 def test_topics_grow_to_the_number_of_the_settings() -> None:
-    brokers = FakeAdmin()
-    admin(brokers, 4).create()
-    brokers.topics["p.samples"].partitions = dict.fromkeys(range(5))  # somebody added one
-    grown = admin(brokers, 5).grow()
+    fake_admin = FakeAdmin()
+    admin(fake_admin, 4).create()
+    fake_admin.topics["p.samples"].partitions = dict.fromkeys(range(5))  # somebody added a partition
+    grown = admin(fake_admin, 5).grow()
     assert set(grown) == {f"p.{topic}" for topic in TOPICS if topic not in (SAMPLES, DEAD_LETTERS)}
-    admin(brokers, 5).check()
-    assert admin(brokers, 5).grow() == []
+    admin(fake_admin, 5).check()
+    assert admin(fake_admin, 5).grow() == []
     with pytest.raises(ConfigError, match=r"at most 4 partitions, got 5"):
-        admin(brokers, 4).grow()
-    del brokers.topics["p.rows"]
+        admin(fake_admin, 4).grow()
+    del fake_admin.topics["p.rows"]
     with pytest.raises(ConfigError, match=r"p.rows to exist"):
-        admin(brokers, 6).grow()
+        admin(fake_admin, 6).grow()
 
 
-def test_a_broker_that_hears_of_a_new_topic_late_is_waited_for() -> None:
-    brokers = FakeAdmin()
-    brokers.slow = 2
-    admin(brokers).create()
-    admin(brokers).check()
+def test_a_broker_that_learns_of_a_new_topic_late_is_awaited() -> None:
+    fake_admin = FakeAdmin()
+    fake_admin.num_stale_reads = 2
+    admin(fake_admin).create()
+    admin(fake_admin).check()
 
 
 def test_an_existing_topic_that_differs_is_reported_in_one_sentence() -> None:
-    brokers = FakeAdmin()
-    admin(brokers).create()
-    del brokers.topics["p.rows"]
+    fake_admin = FakeAdmin()
+    admin(fake_admin).create()
+    del fake_admin.topics["p.rows"]
     with pytest.raises(ConfigError) as caught:
-        admin(brokers, partitions=16, retention_ms=10**12).check()
-    said = str(caught.value)
-    assert f"topic p.{SAMPLES}: expected 16 partitions, got 8" in said and "\n" not in said
-    assert f"topic p.{SAMPLES}: expected retention.ms = 1000000000000, got 86400000" in said
-    assert "topic p.rows: expected to exist, got none" in said
-    assert "p.dead_letters: expected 1" not in said and "use the settings" in said
+        admin(fake_admin, partitions=16, retention_ms=10**12).check()
+    message = str(caught.value)
+    assert f"topic p.{SAMPLES}: expected 16 partitions, got 8" in message and "\n" not in message
+    assert f"topic p.{SAMPLES}: expected retention.ms = 1000000000000, got 86400000" in message
+    assert "topic p.rows: expected to exist, got none" in message
+    assert "p.dead_letters: expected 1" not in message and "use the settings" in message
 
 
 def test_a_topic_that_is_refused_is_named() -> None:
-    brokers = FakeAdmin()
-    brokers.refused["p.samples"] = KafkaError.INVALID_REPLICATION_FACTOR
+    fake_admin = FakeAdmin()
+    fake_admin.refused["p.samples"] = KafkaError.INVALID_REPLICATION_FACTOR
     with pytest.raises(UnavailableError, match=r"topic p.samples could not be created: no"):
-        admin(brokers, replication=3).create()
+        admin(fake_admin, replication=3).create()
 
 
 def test_unavailable_brokers_are_reported() -> None:
-    brokers = FakeAdmin()
-    brokers.down = True
+    fake_admin = FakeAdmin()
+    fake_admin.down = True
     with pytest.raises(UnavailableError, match="away"):
-        admin(brokers).differences()
+        admin(fake_admin).differences()
 
 
 def test_a_replay_keeps_old_records_but_for_rows() -> None:
-    brokers = FakeAdmin()
-    admin(brokers, replay=True).create()
-    assert brokers.topics["p.samples"].config["retention.ms"] == "-1"
-    assert brokers.topics["p.rows"].config["retention.ms"] == "3600000"
+    fake_admin = FakeAdmin()
+    admin(fake_admin, replay=True).create()
+    assert fake_admin.topics["p.samples"].config["retention.ms"] == "-1"
+    assert fake_admin.topics["p.rows"].config["retention.ms"] == "3600000"
 
 
 def test_records_are_kept_longer_and_never_for_a_shorter_time() -> None:
-    brokers = FakeAdmin()
-    admin(brokers, retention_ms=1_000).create()
-    brokers.topics["p.corrections"].config["retention.ms"] = "9000"
-    brokers.topics["p.predictions"].config["retention.ms"] = "-1"
-    told = admin(brokers).keep_longer(5_000)
-    found = {name: int(topic.config["retention.ms"]) for name, topic in brokers.topics.items()}
-    assert found.pop(f"p.{ROWS}") == 3_600_000, (
-        "readers need rows for minutes, and their topic is the largest"
+    fake_admin = FakeAdmin()
+    admin(fake_admin, retention_ms=1_000).create()
+    fake_admin.topics["p.corrections"].config["retention.ms"] = "9000"
+    fake_admin.topics["p.predictions"].config["retention.ms"] = "-1"
+    new_retention = admin(fake_admin).keep_longer(5_000)
+    retention = {name: int(topic.config["retention.ms"]) for name, topic in fake_admin.topics.items()}
+    assert retention.pop(f"p.{ROWS}") == 3_600_000, (
+        "replicas need rows for minutes only, and their topic is the largest"
     )
-    assert told == found == dict.fromkeys(found, 5_000) | {"p.corrections": 9_000, "p.predictions": -1}
-    brokers.topics["p.predictions"].config["retention.ms"] = "5000"
-    admin(brokers, retention_ms=1_000).check()
+    assert (
+        new_retention
+        == retention
+        == dict.fromkeys(retention, 5_000) | {"p.corrections": 9_000, "p.predictions": -1}
+    )
+    fake_admin.topics["p.predictions"].config["retention.ms"] = "5000"
+    admin(fake_admin, retention_ms=1_000).check()
 
 
 def test_a_refused_retention_change_is_reported() -> None:
-    brokers = FakeAdmin()
-    admin(brokers, retention_ms=1_000).create()
-    brokers.refused["p.samples"] = KafkaError.TOPIC_AUTHORIZATION_FAILED
+    fake_admin = FakeAdmin()
+    admin(fake_admin, retention_ms=1_000).create()
+    fake_admin.refused["p.samples"] = KafkaError.TOPIC_AUTHORIZATION_FAILED
     with pytest.raises(UnavailableError, match="retention could not be changed: no"):
-        admin(brokers).keep_longer(5_000)
+        admin(fake_admin).keep_longer(5_000)

@@ -1,4 +1,4 @@
-"""Partitions that were added while the programs run are reported."""
+"""Reports topics that change while programs run: partitions added, topics deleted or created again."""
 
 from __future__ import annotations
 
@@ -20,18 +20,19 @@ from roostream.runtime.kafka.topics import DEAD_LETTERS, SAMPLES, TOPICS, partit
 
 
 class FakeAdmin:
-    """Topics with ids and numbers of partitions; `away`: no broker answers."""
+    """An admin client over topics with ids and numbers of partitions. With `is_unavailable`, no broker
+    answers."""
 
     def __init__(self) -> None:
         self.numbers = {f"p.{topic}": partitions_of(topic, 4) for topic in TOPICS}
         self.ids = {name: f"id of {name}" for name in self.numbers}
-        self.away = False
+        self.is_unavailable = False
 
     def describe_topics(self, topics: Any, **_: Any) -> dict[str, Future[Any]]:
         futures: dict[str, Future[Any]] = {name: Future() for name in topics.topic_names}
         for name, future in futures.items():
-            if self.away or name not in self.numbers:
-                code = clients.TRANSPORT if self.away else KafkaError.UNKNOWN_TOPIC_OR_PART
+            if self.is_unavailable or name not in self.numbers:
+                code = clients.TRANSPORT if self.is_unavailable else KafkaError.UNKNOWN_TOPIC_OR_PART
                 future.set_exception(KafkaException(KafkaError(code, "no")))
             else:
                 partitions = [None] * self.numbers[name]
@@ -39,64 +40,65 @@ class FakeAdmin:
         return futures
 
 
-def watch_of(brokers: FakeAdmin) -> TopicWatch:
-    return TopicWatch(lambda: brokers, "p.", 4)  # type: ignore[arg-type,return-value]
+def watch_of(fake_admin: FakeAdmin) -> TopicWatch:
+    return TopicWatch(lambda: fake_admin, "p.", 4)  # type: ignore[arg-type,return-value]
 
 
 def test_an_added_partition_is_reported_with_what_to_do_until_it_is_read(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    brokers = FakeAdmin()
-    watch = watch_of(brokers)
+    fake_admin = FakeAdmin()
+    watch = watch_of(fake_admin)
     watch.check()
     assert watch.problems() == {} and caplog.text == ""
-    brokers.numbers[f"p.{SAMPLES}"] = 5
+    fake_admin.numbers[f"p.{SAMPLES}"] = 5
     with caplog.at_level(logging.ERROR):
         for _ in range(3):
             watch.check()
     text = watch.problems()[f"p.{SAMPLES}"]
     assert "5 partitions" in text and "topics grow --partitions 5" in text
-    assert caplog.text.count(text) == 1, "logged once"
-    brokers.away = True
+    assert caplog.text.count(text) == 1, "the problem must be logged once"
+    fake_admin.is_unavailable = True
     watch.check()
-    assert watch.problems().keys() == {f"p.{SAMPLES}"}, "an outage solves nothing"
-    brokers.away = False
-    brokers.numbers[f"p.{SAMPLES}"] = 4
+    assert watch.problems().keys() == {f"p.{SAMPLES}"}, "an outage must not clear the problem"
+    fake_admin.is_unavailable = False
+    fake_admin.numbers[f"p.{SAMPLES}"] = 4
     watch.check()
     assert watch.problems() == {}
     assert CHECK_INTERVAL_S < 60
 
 
 def test_a_topic_that_was_deleted_or_created_again_is_reported() -> None:
-    """Readers cannot tell: its new records have the offsets of the old ones."""
-    brokers = FakeAdmin()
-    watch = watch_of(brokers)
+    """A reader can't tell: the new topic's records have the same offsets as the old ones."""
+    fake_admin = FakeAdmin()
+    watch = watch_of(fake_admin)
     watch.check()
-    number = brokers.numbers.pop(f"p.{SAMPLES}")
+    number = fake_admin.numbers.pop(f"p.{SAMPLES}")
     watch.check()
     assert "does not exist" in watch.problems()[f"p.{SAMPLES}"]
-    brokers.numbers[f"p.{SAMPLES}"], brokers.ids[f"p.{SAMPLES}"] = number, "another"
+    fake_admin.numbers[f"p.{SAMPLES}"], fake_admin.ids[f"p.{SAMPLES}"] = number, "another"
     for _ in range(2):
         watch.check()
         assert "created again" in watch.problems()[f"p.{SAMPLES}"]
 
 
 def test_dead_letters_have_one_partition_whatever_the_setting() -> None:
-    brokers = FakeAdmin()
-    brokers.numbers[f"p.{DEAD_LETTERS}"] = 2
-    watch = watch_of(brokers)
+    fake_admin = FakeAdmin()
+    fake_admin.numbers[f"p.{DEAD_LETTERS}"] = 2
+    watch = watch_of(fake_admin)
     watch.check()
     assert "create this topic again" in watch.problems()[f"p.{DEAD_LETTERS}"]
 
 
-def test_a_program_goes_on_while_its_certificate_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For a moment the key belongs to another certificate; a wrong setting would end the program for good."""
+def test_a_program_continues_while_its_certificate_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a moment the key does not fit the certificate. Treating that as a wrong setting would end the
+    program."""
 
     def refuse(*_: Any) -> AdminClient:
         raise ConfigError("kafka_security: key values mismatch")
 
-    brokers = FakeAdmin()
-    admins = iter([lambda: brokers, refuse, lambda: brokers])
+    fake_admin = FakeAdmin()
+    admins = iter([lambda: fake_admin, refuse, lambda: fake_admin])
     watch = TopicWatch(lambda: next(admins)(), "p.", 4)  # type: ignore[arg-type,return-value]
     for _ in range(3):
         watch.check()

@@ -1,4 +1,4 @@
-"""What offsets mean while a session of the warehouse is trained."""
+"""What offsets mean while a session over the warehouse is trained."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def test_a_work_unit_is_done_when_every_partition_is() -> None:
 
 @pytest.mark.parametrize(("version", "corrections"), [(4, 3), (-1, 0)])
 def test_the_stream_continues_where_the_table_version_ends(version: int, corrections: int) -> None:
-    """Labels as they were at the close lack all corrections."""
-    behind = an_input(corrections=version).stream_behind(AT)
-    assert behind == {
+    """Labels as they were at the close lack all corrections, so the stream reads every correction."""
+    offsets = an_input(corrections=version).stream_behind(AT)
+    assert offsets == {
         ("samples", 0): 105,
         ("samples", 1): 9,
         ("samples", 2): 0,
@@ -42,11 +42,11 @@ def test_the_stream_continues_where_the_table_version_ends(version: int, correct
 
 
 @pytest.mark.parametrize(
-    "told", [{"table": "t"}, {**an_input().plain(), "rows": {"a": 1}}, {**an_input().plain(), "new": 1}]
+    "plain", [{"table": "t"}, {**an_input().plain(), "rows": {"a": 1}}, {**an_input().plain(), "new": 1}]
 )
-def test_an_invalid_session_is_refused(told: dict[str, object]) -> None:
+def test_an_invalid_session_is_refused(plain: dict[str, object]) -> None:
     with pytest.raises((KeyError, TypeError, ValueError, AttributeError)):
-        TableInput.of(told)
+        TableInput.of(plain)
 
 
 def test_without_known_offsets_a_stream_starts_at_its_first_record() -> None:

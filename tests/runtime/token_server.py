@@ -1,5 +1,5 @@
-"""OAuth's client credentials on loopback: tokens that are signed, and the key that a broker checks them
-with."""
+"""An OAuth server for the client-credentials flow on loopback. It signs tokens and publishes the key that a
+broker verifies them with."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ AUDIENCE = "kafka"
 KID = "tests"
 
 
-class Tokens(ThreadingHTTPServer):
-    """Gives a token to whoever shows an id and a secret; `asked` has them as "id:secret"."""
+class TokenServer(ThreadingHTTPServer):
+    """Issues a token to every client that sends an id and a secret. `requests` lists them as "id:secret"."""
 
     def __init__(self) -> None:
-        self.asked: list[str] = []
+        self.requests: list[str] = []
         self.key = rsa.generate_private_key(public_exponent=65_537, key_size=2048)
-        self.signs_with = self.key  # another one makes tokens that the broker doesn't know
+        self.signs_with = self.key  # a test may set another key, whose tokens the broker refuses
         super().__init__((HOST, 0), _Handler)
 
     @property
@@ -34,33 +34,36 @@ class Tokens(ThreadingHTTPServer):
         return f"http://{HOST}:{self.server_port}/token"
 
     def write_keys(self, file: Path) -> str:
-        """The public key as a JSON Web Key Set; its URL."""
-        told = self.key.public_key().public_numbers()
-        n, e = (_text(number.to_bytes((number.bit_length() + 7) // 8, "big")) for number in (told.n, told.e))
+        """Write the public key as a JSON Web Key Set and return the file's URL."""
+        public = self.key.public_key().public_numbers()
+        n, e = (
+            _base64(number.to_bytes((number.bit_length() + 7) // 8, "big")) for number in (public.n, public.e)
+        )
         key = {"kty": "RSA", "kid": KID, "use": "sig", "alg": "RS256", "n": n, "e": e}
         file.write_text(json.dumps({"keys": [key]}), encoding="utf-8")
         return file.as_uri()
 
     def token(self, subject: str) -> str:
-        """A JSON Web Token that is good for an hour."""
+        """A JSON Web Token that is valid for an hour."""
         now_s = int(time.time())
         claims = {"sub": subject, "aud": AUDIENCE, "scope": "all", "iat": now_s, "exp": now_s + 3600}
         head = {"alg": "RS256", "kid": KID, "typ": "JWT"}
-        said = ".".join(_text(json.dumps(part).encode()) for part in (head, claims))
-        return f"{said}.{_text(self.signs_with.sign(said.encode(), padding.PKCS1v15(), hashes.SHA256()))}"
+        signed_part = ".".join(_base64(json.dumps(part).encode()) for part in (head, claims))
+        signature = self.signs_with.sign(signed_part.encode(), padding.PKCS1v15(), hashes.SHA256())
+        return f"{signed_part}.{_base64(signature)}"
 
 
-def _text(data: bytes) -> str:
+def _base64(data: bytes) -> str:
     return base64.urlsafe_b64encode(data).decode().rstrip("=")
 
 
 class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
-        assert isinstance(self.server, Tokens)
+        assert isinstance(self.server, TokenServer)
         form = urllib.parse.parse_qs(self.rfile.read(int(self.headers["Content-Length"])).decode())
-        who = base64.b64decode(self.headers["Authorization"].removeprefix("Basic ")).decode()
-        self.server.asked.append(who)
-        token = self.server.token(who.partition(":")[0])
+        client = base64.b64decode(self.headers["Authorization"].removeprefix("Basic ")).decode()
+        self.server.requests.append(client)
+        token = self.server.token(client.partition(":")[0])
         body = json.dumps({"access_token": token, "token_type": "Bearer", "expires_in": 3600}).encode()
         self.send_response(200 if form == {"grant_type": ["client_credentials"]} else 400)
         self.send_header("Content-Type", "application/json")
@@ -69,4 +72,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Quiet."""
+        """Log nothing."""

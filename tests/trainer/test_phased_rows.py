@@ -12,7 +12,7 @@ import torch
 from param_server.client import Client
 from param_server.server import Shard, ShardRpcHandler
 from roostream.runtime.rpc.transport import InMemoryTransport
-from tests.param_server.shard_support import MemoryStore, begun, link_manifest, state_of
+from tests.param_server.shard_support import MemoryStore, link_manifest, started_shard, state_of
 from tests.trainer.torchrec_row_workers import batch, schema
 from trainer.process_group import DualRendezvous, GroupSpec, TorchRendezvous
 from trainer.row_home import StackShards
@@ -32,7 +32,8 @@ class StackHarness:
     def __init__(self, rendezvous: TorchRendezvous) -> None:
         self.store, self.initial = MemoryStore(), True
         self.shards: list[Shard] = [
-            begun(index=n, num_shards=SHARDS, schema=schema(), store=self.store) for n in range(SHARDS)
+            started_shard(index=n, num_shards=SHARDS, schema=schema(), store=self.store)
+            for n in range(SHARDS)
         ]
         transports = [InMemoryTransport(ShardRpcHandler(shard).handle) for shard in self.shards]
         self.client = Client(schema(), transports, worker=0, num_buckets=64)
@@ -106,7 +107,7 @@ def test_the_commit_of_history_has_rows_and_states_and_the_stream_continues_with
     assert stack.state() == history, "the restored rows, states and times must equal the committed ones"
     stack.train(range(4, 6))
 
-    shards = [begun(index=n, num_shards=SHARDS, schema=schema()) for n in range(SHARDS)]
+    shards = [started_shard(index=n, num_shards=SHARDS, schema=schema()) for n in range(SHARDS)]
     client = Client(
         schema(),
         [InMemoryTransport(ShardRpcHandler(shard).handle) for shard in shards],

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from roostream.errors import UnavailableError
-from tests.contract.house import ROOT
+from tests.contract.source_tree import ROOT
 from trainer.process_group import SINGLE_WORKER, GroupSpec, SingleWorkerGroup, TorchRendezvous
 
 ANY = "127.0.0.1:0"

@@ -11,7 +11,7 @@ from param_server.row_block import RowBlock
 from param_server.server import Shard, ShardRpcHandler
 from roostream.errors import FencedError, RoostreamError, WireError
 from roostream.runtime.rpc.transport import InMemoryTransport
-from tests.param_server.shard_support import ADAGRAD, ITEM, USER, begun, keys, small_schema
+from tests.param_server.shard_support import ADAGRAD, ITEM, USER, keys, small_schema, started_shard
 from trainer.row_home import OwnShard, RowHome, StackShards
 
 NUM_BUCKETS = 64
@@ -58,7 +58,7 @@ def expected(given: RowBlock) -> dict[tuple[int, int], bytes]:
 def test_rows_of_a_stack_are_stored_and_loaded_with_any_number_of_shards_and_workers(
     shards: int, workers: int
 ) -> None:
-    stack = [begun(index=n, num_shards=shards) for n in range(shards)]
+    stack = [started_shard(index=n, num_shards=shards) for n in range(shards)]
     homes: list[RowHome] = [stack_home(stack, worker, workers) for worker in range(workers)]
     assert loaded(homes) == {}
     given = block(keys(ITEM, *range(-20, 200)), 0.0)
@@ -73,7 +73,7 @@ def test_rows_of_a_stack_are_stored_and_loaded_with_any_number_of_shards_and_wor
 
 
 def test_the_own_shard_returns_the_stored_rows() -> None:
-    home = OwnShard(begun())
+    home = OwnShard(started_shard())
     given = block(keys(ITEM, *range(50)), 2.0)
     home.store(ADAGRAD, given)
     assert loaded([home]) == expected(given)
@@ -82,7 +82,7 @@ def test_the_own_shard_returns_the_stored_rows() -> None:
 
 def test_a_write_that_is_sent_twice_is_applied_once() -> None:
     """The second copy could arrive after a later write of the same row, and would undo it."""
-    shard = begun()
+    shard = started_shard()
     call = ShardRpcHandler(shard).handle
     given = block(keys(ITEM, 1), 3.0)
     arrays = [given.keys.table_U, given.keys.id_U, given.stamp_ms_L, given.rows_LD, given.state_LA]
@@ -96,7 +96,7 @@ def test_a_write_that_is_sent_twice_is_applied_once() -> None:
 
 
 def test_arguments_that_do_not_fit_are_refused() -> None:
-    call = ShardRpcHandler(begun()).handle
+    call = ShardRpcHandler(started_shard()).handle
     given = block(keys(ITEM, 1, 2), 3.0)
     arrays = [given.keys.table_U, given.keys.id_U, given.stamp_ms_L, given.rows_LD[:, :3], given.state_LA]
     with pytest.raises(WireError):

@@ -23,7 +23,7 @@ from roostream.runtime.checkpoint_store import open_store
 from roostream.runtime.clock import SystemClock
 from roostream.runtime.rpc.server import RpcServer
 from roostream.schema.schema_file import schema_from_dict
-from tests.param_server.shard_support import begun
+from tests.param_server.shard_support import started_shard
 from tests.trainer import torchrec_row_workers
 from tests.trainer.torchrec_row_workers import CLIP, WORKERS, batch, schema
 
@@ -84,7 +84,7 @@ def add_state(state: State, arrays: Mapping[str, np.ndarray]) -> None:
 @pytest.fixture(scope="module")
 def trained_by_shards() -> State:
     """The result of the same steps with a shard's update rules."""
-    shard = begun(schema=schema())
+    shard = started_shard(schema=schema())
     for step in range(12):
         if step % 4 == 1:
             continue
@@ -153,7 +153,7 @@ def test_rows_that_expired_in_a_commit_start_from_their_initial_values(trained: 
 @pytest.mark.timeout(300)
 def test_the_shards_of_a_stack_get_the_same_rows(trained: Mapping[str, State], tmp_path: Path) -> None:
     """Two worker processes save their rows to three shards of this process."""
-    shards = [begun(index=index, num_shards=3, schema=schema()) for index in range(3)]
+    shards = [started_shard(index=index, num_shards=3, schema=schema()) for index in range(3)]
     servers = [RpcServer(ShardRpcHandler(shard).handle).start() for shard in shards]
     try:
         (tmp_path / "shards.json").write_text(json.dumps([server.address for server in servers]))

@@ -24,7 +24,7 @@ from roostream.runtime.rpc.client import SocketTransport
 from roostream.schema.schema import Schema
 from roostream.schema.schema_file import schema_from_dict
 from roostream.wire.lookup import Lookup, StackLookup
-from tests.param_server.shard_support import begun
+from tests.param_server.shard_support import started_shard
 from trainer.process_group import DualRendezvous, GroupSpec, TorchRendezvous
 from trainer.row_home import OwnShard, StackShards
 from trainer.rows import PushTimes
@@ -130,7 +130,7 @@ def main(rank: int, folder: Path) -> None:
     runs: Mapping[str, list[str]] = json.loads((folder / "runs.json").read_text())
     out = {}
     for name, placements in runs.items():
-        shard = begun(index=rank, num_shards=WORKERS, schema=schema())
+        shard = started_shard(index=rank, num_shards=WORKERS, schema=schema())
         for part, placement in enumerate(placements):
             incarnation += 1
             home = stack_shards(folder, rank) or OwnShard(shard)

@@ -60,7 +60,9 @@ def test_samples_rebuilt_from_a_file_equal_those_of_the_topic(tmp_path: Path) ->
 def test_samples_of_the_joiner_are_rebuilt_from_their_columns(tmp_path: Path) -> None:
     schema = JOINED
     engine = LocalEngine(JoinerConfig(**generated.SETTINGS), schema, SCHEMAS.get)  # type: ignore[arg-type]
-    outputs = [out for record in generated.placed(generated.arrivals(3)) for out in engine.process(record)]
+    outputs = [
+        out for record in generated.with_offsets(generated.arrivals(3)) for out in engine.process(record)
+    ]
     made = [out for out in outputs if out.topic == "samples"]
     records = [
         Record("samples", 3, n, out.timestamp_ms or 0, out.key, out.value) for n, out in enumerate(made)

@@ -35,8 +35,8 @@ from roostream.runtime.clock import FakeClock
 from roostream.schema.ids import bucket_of
 from roostream.schema.registry import register
 from tests.param_server.shard_support import (
-    GO,
     ITEM,
+    NEVER_STOP,
     TOPIC,
     USER,
     Follower,
@@ -220,14 +220,14 @@ def test_unpublished_changes_survive_a_move() -> None:
     follower.bootstrap(*fleet.shards)
     fleet.push(0.5)
     for publisher in fleet.publishers:
-        publisher.turn(GO)
+        publisher.turn(NEVER_STOP)
     fleet.push(1.5, range(30))  # nobody publishes these
     fleet.commit()
     move(store, TURNED, blobs, 0)
     now = Fleet(store, blobs, topic)
     for publisher in now.publishers:
-        publisher.turn(GO)
-        publisher.turn(GO)
+        publisher.turn(NEVER_STOP)
+        publisher.turn(NEVER_STOP)
     follower.catch_up()
     assert not follower.replica.needs_bootstrap and follower.num_bootstraps == 1
     got, there = follower.rows(ITEM, *range(80)), now.client.pull(lookup_of({ITEM: range(80)}))

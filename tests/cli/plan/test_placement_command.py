@@ -18,7 +18,7 @@ from roostream.runtime.checkpoint_store import FileStore
 from roostream.runtime.clock import SystemClock
 from roostream.runtime.store_identity import init_store
 from roostream.schema.registry import to_toml
-from tests.param_server.placement.test_profiles import counted
+from tests.param_server.placement.test_profiles import make_profiler
 from tests.trainer import samples
 
 
@@ -27,7 +27,7 @@ def known(tmp_path: Path) -> list[str]:
     """`--store` and `--schema` of a store with profiles."""
     (tmp_path / "s.toml").write_text(to_toml(samples.schema()))
     init_store(tmp_path / "store")
-    save_profiles(FileStore(tmp_path / "store"), counted().profiles, SystemClock().now_ms())
+    save_profiles(FileStore(tmp_path / "store"), make_profiler().profiles, SystemClock().now_ms())
     return ["--store", str(tmp_path / "store"), "--schema", str(tmp_path / "s.toml")]
 
 

@@ -104,7 +104,7 @@ def test_the_joiners_state_is_what_the_join_stores_of_the_demos_requests() -> No
         stored = sum(len(name) + len(value) for store in stores.values() for name, value in store.items())
         byte_seconds += stored / num_requests * windows * window_ms / 1000
         for store in stores.values():
-            due_ms = min(store.whole().due)
+            due_ms = min(store.as_memory_state().due)
             KeyedJoin(join, store).advance(bytes(8), due_ms, due_ms)
     load = Load(
         requests_per_s=1, window_s=window_ms / 1000, history=4, engagements=num_engagements / num_requests

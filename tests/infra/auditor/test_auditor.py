@@ -1,4 +1,5 @@
-"""The auditor's way from a reader to the accounts."""
+"""The auditor over a consumer in memory: reading to the end, restarts from its file, retention and
+outages."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from roostream.wire import records as wire
 from roostream.wire import roo_pb2 as pb
 from roostream.wire.records import Record
 
-SEEN = [("impressions", 0), ("impressions", 1), ("engagements", 1)]
+PARTITIONS_READ = [("impressions", 0), ("impressions", 1), ("engagements", 1)]
 
 
 def impression(offset: int, request: str, partition: int = 1) -> Record:
@@ -31,27 +32,32 @@ def impression(offset: int, request: str, partition: int = 1) -> Record:
     )
 
 
-def auditor(reader: RecordConsumer, seen: list[Record] | None = None) -> Auditor:
-    out = Auditor(
-        Broker("nowhere:1"), "x.", clock=FakeClock(), on_record=None if seen is None else seen.append
+def auditor(reader: RecordConsumer, read_records: list[Record] | None = None) -> Auditor:
+    created = Auditor(
+        Broker("nowhere:1"),
+        "x.",
+        clock=FakeClock(),
+        on_record=None if read_records is None else read_records.append,
     )
-    out.open_with(reader)
-    return out
+    created.open_with(reader)
+    return created
 
 
 def test_the_auditor_reads_until_the_end_of_the_topics() -> None:
-    seen: list[Record] = []
-    reader = MemoryConsumer(SEEN, [impression(0, "a"), impression(1, "b")])
-    a = auditor(reader, seen)
+    read_records: list[Record] = []
+    reader = MemoryConsumer(PARTITIONS_READ, [impression(0, "a"), impression(1, "b")])
+    a = auditor(reader, read_records)
     assert a.poll() == 2 and a.poll() == 0
     reader.append([impression(2, "a")])
     assert a.poll() == 1
     assert a.sums().requests == a.sums().pending_requests == 2
-    assert [(r.topic, r.partition, r.offset) for r in seen] == [("impressions", 1, n) for n in range(3)]
+    assert [(r.topic, r.partition, r.offset) for r in read_records] == [
+        ("impressions", 1, n) for n in range(3)
+    ]
 
 
-def test_a_first_call_does_not_take_a_slow_start_for_an_end() -> None:
-    class Slow(MemoryConsumer):
+def test_the_first_poll_waits_for_a_slow_consumer() -> None:
+    class SlowConsumer(MemoryConsumer):
         polls = 0
 
         def poll(
@@ -60,11 +66,11 @@ def test_a_first_call_does_not_take_a_slow_start_for_an_end() -> None:
             self.polls += 1
             return super().poll(max_records, timeout_s, partition) if self.polls > 2 else []
 
-    assert auditor(Slow(SEEN, [impression(0, "a")])).poll() == 1
+    assert auditor(SlowConsumer(PARTITIONS_READ, [impression(0, "a")])).poll() == 1
 
 
 def test_an_unavailable_broker_is_awaited_after_the_first_call() -> None:
-    reader = MemoryConsumer(SEEN, [impression(0, "a")])
+    reader = MemoryConsumer(PARTITIONS_READ, [impression(0, "a")])
     a = auditor(reader)
     reader.away = True
     assert a.poll(0.0) == 0
@@ -81,40 +87,43 @@ TOPICS = {"x.impressions": "id 1"}
 
 
 def traffic(first: int, count: int, start: int = 0) -> list[Record]:
-    """Requests of one user, a second apart, each with a sample ten seconds later; offsets from `start`."""
+    """Requests of one user, one per second, each with a sample ten seconds later. Offsets begin at
+    `start`."""
     out = []
     for n in range(count):
         name, at = f"r{first + n}", T0 + (first + n) * 1000
         header = pb.Header(request_id=name, user_id=5, time_ms=at)
         sample = pb.Sample(header=header, sample_id=sample_id(KEY, name), close_ms=at + 10_000)
-        shown = wire.encode(wire.IMPRESSION, pb.Impression(header=header))
-        out.append(Record("impressions", 1, start + n, at, KEY, shown))
+        impression_value = wire.encode(wire.IMPRESSION, pb.Impression(header=header))
+        out.append(Record("impressions", 1, start + n, at, KEY, impression_value))
         out.append(Record("samples", 1, start + n, at + 10_000, KEY, wire.encode(wire.SAMPLE, sample)))
     return out
 
 
 def test_a_partial_sum_is_never_reported_as_the_sum() -> None:
-    class OneByOne(MemoryConsumer):
+    class SingleRecordConsumer(MemoryConsumer):
         def poll(
             self, max_records: int, timeout_s: float, partition: Partition | None = None
         ) -> list[Record]:
             return super().poll(1, timeout_s, partition)
 
-    reader = OneByOne(ALL, traffic(0, 3))
+    reader = SingleRecordConsumer(ALL, traffic(0, 3))
     a = auditor(reader)
     for _ in range(5):
         assert a.poll(0.0) == 1 and not a.is_current()
     reader.append(traffic(60, 3, start=3))
-    assert a.poll(0.0) == 1 and a.is_current(), "what came since the start is no part of it"
+    assert a.poll(0.0) == 1 and a.is_current(), (
+        "records that arrived after the start are not needed for the sum"
+    )
     assert a.behind() == 6
 
 
 def test_the_audit_is_not_current_before_end_offsets_are_known() -> None:
-    class Silent(MemoryConsumer):
+    class ConsumerWithoutLag(MemoryConsumer):
         def lag(self) -> dict[Partition, PartitionLag]:
             return {}
 
-    a = auditor(Silent(ALL, traffic(0, 3)))
+    a = auditor(ConsumerWithoutLag(ALL, traffic(0, 3)))
     a.poll()
     assert not a.is_current() and a.behind() is None
 
@@ -125,12 +134,12 @@ def test_the_auditor_continues_from_its_file(tmp_path: Path) -> None:
     first.poll()
     audit_file.write(tmp_path, first.saved(TOPICS))
     reader.append(traffic(5, 5, start=5))
-    seen: list[Record] = []
-    second = Auditor(Broker("nowhere:1"), "x.", clock=FakeClock(), on_record=seen.append)
+    read_records: list[Record] = []
+    second = Auditor(Broker("nowhere:1"), "x.", clock=FakeClock(), on_record=read_records.append)
     second.open_with(reader, audit_file.read(tmp_path, TOPICS))
     assert not second.is_current()
     second.poll()
-    assert second.is_current() and len(seen) == 10
+    assert second.is_current() and len(read_records) == 10
     assert (second.sums().requests, second.sums().samples, second.sums(ended=True).accounted) == (
         10,
         10,
@@ -138,27 +147,30 @@ def test_the_auditor_continues_from_its_file(tmp_path: Path) -> None:
     )
 
 
-class WithEpochs(MemoryConsumer):
-    """Its records were written in leader epoch 3. Keeps what the newest `seek` was given."""
+class EpochConsumer(MemoryConsumer):
+    """A consumer whose records were written in leader epoch 3. It stores the epochs that the latest `seek`
+    was given."""
 
-    given: Mapping[Partition, int] = {}
+    sought_epochs: Mapping[Partition, int] = {}
 
     def seek(self, progress: Mapping[Partition, int], leader_epochs: Mapping[Partition, int] = {}) -> None:
-        self.given = leader_epochs
+        self.sought_epochs = leader_epochs
         super().seek(progress, leader_epochs)
 
     def leader_epochs(self, at: Progress) -> dict[Partition, int]:
         return {partition: 3 for partition, offset in at.items() if offset}
 
 
-def test_the_file_has_the_leader_epochs_by_which_a_truncated_log_is_noticed(tmp_path: Path) -> None:
-    reader = WithEpochs(ALL, traffic(0, 5))
+def test_the_audit_file_has_leader_epochs_that_reveal_a_truncated_log(tmp_path: Path) -> None:
+    reader = EpochConsumer(ALL, traffic(0, 5))
     first = auditor(reader)
     first.poll()
     saved = first.saved(TOPICS)
     audit_file.write(tmp_path, saved)
     Auditor(Broker("nowhere:1"), "x.", clock=FakeClock()).open_with(reader, audit_file.read(tmp_path, TOPICS))
-    assert reader.given == {partition: 3 for partition, offset in saved.progress.items() if offset} != {}
+    assert (
+        reader.sought_epochs == {partition: 3 for partition, offset in saved.progress.items() if offset} != {}
+    )
 
 
 @pytest.mark.parametrize("damage", ["bit", "cut", "empty", "format", "topics"])
@@ -199,7 +211,7 @@ def test_an_emptied_topic_does_not_count_as_lost() -> None:
     assert a.sums(ended=True).accounted and a.sums().requests == 0
 
 
-def test_records_that_were_deleted_unread_begin_the_sums_anew(caplog: pytest.LogCaptureFixture) -> None:
+def test_records_that_were_deleted_unread_restart_the_sums(caplog: pytest.LogCaptureFixture) -> None:
     reader = MemoryConsumer(ALL, traffic(0, 10))
     a = Auditor(Broker("nowhere:1"), "x.", settle_ms=1000, clock=FakeClock())
     a.open_with(reader)
@@ -215,26 +227,26 @@ def test_records_that_were_deleted_unread_begin_the_sums_anew(caplog: pytest.Log
 
 
 def test_an_outage_during_a_restart_counts_nothing_twice(tmp_path: Path) -> None:
-    class Fragile(MemoryConsumer):
-        fails = False
+    class FailingConsumer(MemoryConsumer):
+        should_fail = False
 
         def end_offsets(self) -> Progress:
-            if self.fails:
+            if self.should_fail:
                 raise UnavailableError("injected")
             return super().end_offsets()
 
-    reader = Fragile(ALL, traffic(0, 10))
+    reader = FailingConsumer(ALL, traffic(0, 10))
     a = Auditor(Broker("nowhere:1"), "x.", settle_ms=1000, clock=FakeClock())
     a.open_with(reader)
     a.poll()
     reader.append(traffic(10, 100, start=10))
     reader.trim(("impressions", 1), 50)
-    reader.fails = True
+    reader.should_fail = True
     for _ in range(2):
         with pytest.raises(UnavailableError, match="injected"):
             a.poll()
         assert a.must_restart
-    reader.fails = False
+    reader.should_fail = False
     a.poll()
     sums = a.sums(ended=True)
     assert (sums.lost_records, sums.accounted, sums.requests, sums.samples) == (40, True, 59, 59)
@@ -249,7 +261,7 @@ def test_with_too_many_pending_events_only_outputs_are_read() -> None:
     outputs = [r for r in traffic(0, 500) if r.topic == "samples"]
     reader = MemoryConsumer(ALL, inputs)
     a = Auditor(Broker("nowhere:1"), "x.", clock=FakeClock(), max_waiting=100)
-    a.open_with(Fewer(reader))
+    a.open_with(SmallBatchConsumer(reader))
     for _ in range(50):
         a.poll(0.0)
     assert 100 <= a.accounts.num_waiting < 120 and a.behind() == 500 - a.accounts.num_waiting
@@ -259,8 +271,8 @@ def test_with_too_many_pending_events_only_outputs_are_read() -> None:
     assert a.sums(ended=True).accounted and a.sums().samples == 500
 
 
-class Fewer:
-    """A reader that gives at most ten at once."""
+class SmallBatchConsumer:
+    """A consumer that returns at most ten records per poll."""
 
     def __init__(self, reader: MemoryConsumer) -> None:
         self.reader = reader

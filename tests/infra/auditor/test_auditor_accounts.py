@@ -1,4 +1,5 @@
-"""G1's sums on hand-made topics: whatever is lost, invented or doubled must show."""
+"""The sums of guarantee G1 (docs/architecture.md) over hand-made topics: every lost, invented or repeated
+event must show."""
 
 from __future__ import annotations
 
@@ -80,43 +81,47 @@ def accounts_of(records: list[Record], **settings: int) -> Accounts:
 
 
 def num_remembered(ledger: Ledger) -> int:
-    """Ids in memory; some are counted twice."""
+    """The number of ids in memory; some are counted twice."""
     _, arrays = ledger.dump()
     return len(arrays["young_ids"]) + len(arrays["old_ids"])
 
 
-def whole_story() -> list[Record]:
-    """Two requests; events: 1 folded, 2 corrected (late), 3 dead (its request never came), 1 sent twice, one
-    of rubbish."""
+def complete_traffic() -> list[Record]:
+    """Two requests and their records. Event 1 is folded, 2 is corrected (late), 3 is dead because its request
+    never came. One event is sent twice, and one record can't be decoded."""
     a, b, late = impression("a"), impression("b"), impression("a", T0 + 500)
-    orphan = engagement("nowhere", 3)
-    rubbish = Record("engagements", 3, next(_offsets), T0, KEY, b"\xff\xff\xff")
+    orphan_event = engagement("nowhere", 3)
+    undecodable = Record("engagements", 3, next(_offsets), T0, KEY, b"\xff\xff\xff")
     return [
-        *(a, b, late, orphan, rubbish),
+        *(a, b, late, orphan_event, undecodable),
         *(engagement("a", 1), engagement("a", 1), engagement("b", 2)),
         *(sample("a", (1,)), sample("b"), sample("b", (2,), wire.CORRECTION)),
-        *(dead(orphan, "no_request", 3), dead(rubbish, "undecodable"), dead(late, "after_close")),
+        *(dead(orphan_event, "no_request", 3), dead(undecodable, "undecodable"), dead(late, "after_close")),
         *(prediction("a"), prediction("b")),
     ]
 
 
 def test_outcomes_add_up_despite_repeated_records() -> None:
     story = [record for name in "abc" for record in (impression(name), sample(name))]
-    said = [prediction("a"), prediction("b", pb.DISPOSITION_NEGATIVE), prediction("c", pb.DISPOSITION_FROZEN)]
-    accounts = accounts_of([*story, *said, prediction("b", pb.DISPOSITION_NEGATIVE)])
+    predictions = [
+        prediction("a"),
+        prediction("b", pb.DISPOSITION_NEGATIVE),
+        prediction("c", pb.DISPOSITION_FROZEN),
+    ]
+    accounts = accounts_of([*story, *predictions, prediction("b", pb.DISPOSITION_NEGATIVE)])
     sums = accounts.sums()
     assert sums.predicted_by == {"trained": 1, "negative": 1, "frozen": 1} and sums.predicted == 3
-    again = Accounts()
-    again.load(*accounts.dump())
-    assert again.sums().predicted_by == sums.predicted_by
+    reloaded = Accounts()
+    reloaded.load(*accounts.dump())
+    assert reloaded.sums().predicted_by == sums.predicted_by
     numbers, arrays = accounts.dump()
     del numbers["_dispositions"]
-    again.load(numbers, arrays)
-    assert again.sums().predicted_by == {"other": 3}, "a file of before didn't tell"
+    reloaded.load(numbers, arrays)
+    assert reloaded.sums().predicted_by == {"other": 3}, "older files do not have the dispositions"
 
 
-def test_every_event_ends_in_one_place() -> None:
-    sums = accounts_of(whole_story()).sums(ended=True)
+def test_every_event_has_one_outcome() -> None:
+    sums = accounts_of(complete_traffic()).sums(ended=True)
     assert (sums.requests, sums.samples, sums.candidates) == (2, 2, 4)
     assert (sums.engagements, sums.folded, sums.corrected, sums.dead_engagements, sums.pending) == (
         3,
@@ -129,8 +134,8 @@ def test_every_event_ends_in_one_place() -> None:
     assert sums.duplicates == 1 and sums.corrections == 1 and sums.predicted == 2
     assert sums.dead_letters == {"no_request": 1, "undecodable": 1, "after_close": 1}
     assert sums.closed_by == {"window": 2} and sums.actions == {"click": 3}
-    read = accounts_of(whole_story()).num_records
-    assert read == {
+    num_read = accounts_of(complete_traffic()).num_records
+    assert num_read == {
         "impressions": 3,
         "engagements": 5,
         "samples": 2,
@@ -142,7 +147,7 @@ def test_every_event_ends_in_one_place() -> None:
 
 
 def test_the_topics_may_be_read_in_any_order_relative_to_each_other() -> None:
-    story = whole_story()
+    story = complete_traffic()
     expected = accounts_of(story).sums(ended=True)
     for seed in range(15):
         shuffled = list(story)
@@ -153,26 +158,27 @@ def test_the_topics_may_be_read_in_any_order_relative_to_each_other() -> None:
 
 
 def reading_orders(story: Sequence[Record], seeds: int = 12) -> list[list[Record]]:
-    """Topics one after the other, both ways, and mixed; each partition in its own order."""
+    """The records in several orders: topic after topic, forwards and backwards, and mixed. Each partition
+    keeps its order."""
     parts: dict[tuple[str, int], list[Record]] = {}
     for record in story:
         parts.setdefault((record.topic, record.partition), []).append(record)
     orders = [list(itertools.chain(*parts.values())), list(itertools.chain(*reversed(parts.values())))]
     for seed in range(seeds):
-        rng, left = random.Random(seed), [list(part) for part in parts.values()]
+        rng, remaining = random.Random(seed), [list(part) for part in parts.values()]
         mixed = []
-        while left := [part for part in left if part]:
-            mixed.append(rng.choice(left).pop(0))
+        while remaining := [part for part in remaining if part]:
+            mixed.append(rng.choice(remaining).pop(0))
         orders.append(mixed)
     return orders
 
 
-def refused(what: str) -> Record:
-    """An input for which the joiner writes a dead letter."""
-    whole = engagement("a", 9)
-    match what:
+def refused_input(kind: str) -> Record:
+    """An input record for which the joiner writes a dead letter."""
+    valid = engagement("a", 9)
+    match kind:
         case "engagement":
-            return whole
+            return valid
         case "engagement without an id":
             return engagement("a", 0)
         case "impression":
@@ -180,13 +186,13 @@ def refused(what: str) -> Record:
         case "impression of another key":
             return impression("a")._replace(key=b"another")
         case "garbage":
-            return whole._replace(value=b"\xff\xff\xff")
+            return valid._replace(value=b"\xff\xff\xff")
         case "nothing":
-            return whole._replace(value=b"")
+            return valid._replace(value=b"")
         case "half a heartbeat":
-            return whole._replace(value=b"\x06\x01\xff\xff")
+            return valid._replace(value=b"\x06\x01\xff\xff")
         case _:
-            return whole._replace(value=sample("a").value)  # a sample among the events
+            return valid._replace(value=sample("a").value)  # a sample on an event topic
 
 
 REFUSED = (
@@ -195,33 +201,33 @@ REFUSED = (
 )
 
 
-@pytest.mark.parametrize(("what", "reason"), [*zip(REFUSED, itertools.cycle(wire.REASONS))])
-def test_a_dead_letter_settles_its_record_in_any_reading_order(what: str, reason: str) -> None:
-    source = refused(what)
+@pytest.mark.parametrize(("kind", "reason"), [*zip(REFUSED, itertools.cycle(wire.REASONS))])
+def test_a_dead_letter_settles_its_record_in_any_reading_order(kind: str, reason: str) -> None:
+    source = refused_input(kind)
     story = [impression("a"), source, engagement("a", 1), sample("a", (1,)), dead(source, reason)]
     expected = accounts_of(story).sums(ended=True)
     assert expected.accounted and expected.pending == expected.pending_requests == expected.unread == 0
     assert expected.dead_letters == {reason: 1}
-    assert expected.dead_engagements == (what == "engagement") and expected.dead_requests == what.startswith(
+    assert expected.dead_engagements == (kind == "engagement") and expected.dead_requests == kind.startswith(
         "impression"
     )
     for order in reading_orders(story):
         assert accounts_of(order).sums(ended=True) == expected
 
 
-@pytest.mark.parametrize("what", [w for w in REFUSED if w != "half a heartbeat"])
-def test_a_lost_event_without_a_dead_letter_is_missed(what: str) -> None:
-    sums = accounts_of([impression("a"), refused(what), sample("a")]).sums(ended=True)
+@pytest.mark.parametrize("kind", [w for w in REFUSED if w != "half a heartbeat"])
+def test_a_lost_event_without_a_dead_letter_is_missed(kind: str) -> None:
+    sums = accounts_of([impression("a"), refused_input(kind), sample("a")]).sums(ended=True)
     assert not sums.accounted and sums.pending + sums.pending_requests + sums.unread == 1
 
 
 def test_a_heartbeat_that_can_not_be_read_needs_no_dead_letter() -> None:
     """Flink drops it, the local engine writes one: either way no event is lost."""
-    assert accounts_of([refused("half a heartbeat")]).sums(ended=True).accounted
-    assert accounts_of([refused("half a heartbeat")]).sums().unreadable == {"engagements": 1}
+    assert accounts_of([refused_input("half a heartbeat")]).sums(ended=True).accounted
+    assert accounts_of([refused_input("half a heartbeat")]).sums().unreadable == {"engagements": 1}
 
 
-def test_a_dead_letter_of_another_place_settles_nothing() -> None:
+def test_a_dead_letter_of_another_position_settles_nothing() -> None:
     event = engagement("a", 1)
     for wrong in (
         event._replace(offset=event.offset + 1),
@@ -234,7 +240,7 @@ def test_a_dead_letter_of_another_place_settles_nothing() -> None:
         event._replace(partition=1 << 20),
         event._replace(offset=-1),
     )
-    assert accounts_of([dead(place, "too_late") for place in nowhere]).sums().unreadable == {
+    assert accounts_of([dead(source, "too_late") for source in nowhere]).sums().unreadable == {
         "dead_letters": 3
     }
 
@@ -242,34 +248,46 @@ def test_a_dead_letter_of_another_place_settles_nothing() -> None:
 def test_dead_letters_of_corrections_are_counted_once_by_reason_and_are_readable() -> None:
     late = sample("a", (1,), wire.CORRECTION)
     story = [impression("a"), engagement("a", 1), sample("a"), late, prediction("a")]
-    letters = [dead(late, "bad_shape"), dead(late, "bad_shape")]  # of the archiver and of the trainer
+    letters = [dead(late, "bad_shape"), dead(late, "bad_shape")]  # from the archiver and from the trainer
     for order in (story + letters, letters + story):
         sums = accounts_of(order).sums(ended=True)
         assert sums.dead_letters == {"bad_shape": 1} and sums.unreadable == {} and sums.accounted
 
 
 def test_rejects_of_the_trainer_are_counted_by_reason() -> None:
-    whole, garbage = sample("a"), sample("b")._replace(value=b"\x03\x01\xff")
-    story = [impression("a"), whole, garbage, dead(whole, "non_finite"), dead(garbage, "undecodable")]
+    valid_sample, garbage = sample("a"), sample("b")._replace(value=b"\x03\x01\xff")
+    story = [
+        impression("a"),
+        valid_sample,
+        garbage,
+        dead(valid_sample, "non_finite"),
+        dead(garbage, "undecodable"),
+    ]
     for order in reading_orders(story):
         accounts = accounts_of(order)
         sums = accounts.sums(ended=True)
         assert sums.untrained_by == {"non_finite": 1, "undecodable": 1}
         assert sums.accounted and sums.unread == sums.unpredicted == 0 and not accounts.untrained
     late = accounts_of(
-        [impression("a"), whole, garbage, sample("c", close_ms=T0 + 10**9)], settle_ms=1000
+        [impression("a"), valid_sample, garbage, sample("c", close_ms=T0 + 10**9)], settle_ms=1000
     ).sums()
-    assert late.unread == 1 and late.overdue == 0, "a trainer that is behind loses nothing"
+    assert late.unread == 1 and late.overdue == 0, "samples that the trainer has not read yet are not overdue"
 
 
-def test_reasons_and_names_of_other_builds_do_not_end_the_audit() -> None:
+def test_unknown_reasons_of_other_versions_do_not_stop_the_audit() -> None:
     message = wire.decode(sample("a", (1, 2)).value)[1]
     assert isinstance(message, pb.Sample)
     message.close_reason = 77  # type: ignore[assignment]
     del message.event_times[:]
-    odd = sample("a")._replace(value=wire.encode(wire.SAMPLE, message))
+    newer_sample = sample("a")._replace(value=wire.encode(wire.SAMPLE, message))
     sums = accounts_of(
-        [impression("a"), engagement("a", 1), engagement("a", 2), odd, dead(odd, "of a newer build")]
+        [
+            impression("a"),
+            engagement("a", 1),
+            engagement("a", 2),
+            newer_sample,
+            dead(newer_sample, "of a newer build"),
+        ]
     ).sums()
     assert sums.closed_by == {"other": 1} and sums.folded == 2 and sums.dead_letters == {"other": 1}
 
@@ -279,19 +297,31 @@ def test_reasons_and_names_of_other_builds_do_not_end_the_audit() -> None:
         ("impressions", "engagements", "samples", "corrections", "dead_letters", "predictions")
     ),
     which=st.integers(0, 15),
-    at=st.integers(0, 60),
+    position=st.integers(0, 60),
     value=st.binary(max_size=3),
 )
-def test_nothing_that_a_record_holds_raises(topic: str, which: int, at: int, value: bytes) -> None:
-    source = (story := whole_story())[which]
-    at = min(at, len(source.value))
-    damaged = source._replace(topic=topic, value=source.value[:at] + value + source.value[at + len(value) :])
+def test_no_content_of_a_record_raises_an_error(topic: str, which: int, position: int, value: bytes) -> None:
+    source = (story := complete_traffic())[which]
+    position = min(position, len(source.value))
+    damaged = source._replace(
+        topic=topic, value=source.value[:position] + value + source.value[position + len(value) :]
+    )
     assert accounts_of([*story, damaged]).sums().engagements >= 2
 
 
-def test_a_dump_is_the_same_accounts() -> None:
-    story = [*whole_story(), impression("open"), engagement("open", 40), sample("early", (41,)), sample("c")]
-    story += [refused("garbage"), sample("d")._replace(value=b""), dead(engagement("later", 50), "too_late")]
+def test_accounts_restored_from_a_dump_continue_equally() -> None:
+    story = [
+        *complete_traffic(),
+        impression("open"),
+        engagement("open", 40),
+        sample("early", (41,)),
+        sample("c"),
+    ]
+    story += [
+        refused_input("garbage"),
+        sample("d")._replace(value=b""),
+        dead(engagement("later", 50), "too_late"),
+    ]
     for cut in range(len(story) + 1):
         first, second = accounts_of(story[:cut], horizon_ms=10_000), Accounts(horizon_ms=10_000)
         numbers, arrays = first.dump()
@@ -322,7 +352,7 @@ def test_records_older_than_the_audit_are_excluded_on_both_sides() -> None:
     assert sums.accounted and (sums.requests, sums.samples, sums.engagements, sums.since_ms) == (1, 1, 1, new)
 
 
-def test_memory_ends_at_the_horizon_and_the_sums_go_on() -> None:
+def test_memory_is_bounded_by_the_horizon_and_sums_continue() -> None:
     accounts = Accounts(horizon_ms=10_000, settle_ms=1000)
     for n in range(500):
         at = T0 + n * 1000
@@ -341,13 +371,16 @@ def test_memory_ends_at_the_horizon_and_the_sums_go_on() -> None:
     for record in story_of(3, T0 + 3000):
         if record.topic not in ("impressions", "engagements"):
             accounts.add(record._replace(offset=record.offset + 10**6))
-    again = accounts.sums()
+    after_repetition = accounts.sums()
     assert (
-        again.stale >= 2 and (again.samples, again.folded, again.unknown) == (500, 500, 0) and again.accounted
+        after_repetition.stale >= 2
+        and (after_repetition.samples, after_repetition.folded, after_repetition.unknown) == (500, 500, 0)
+        and after_repetition.accounted
     )
 
 
 def story_of(n: int, at: int) -> list[Record]:
+    """The records of one request with a click, an undecodable engagement, and their outcomes."""
     header = pb.Header(request_id=f"r{n}", user_id=5, time_ms=at)
     message = pb.Sample(
         header=header,
@@ -369,8 +402,11 @@ def story_of(n: int, at: int) -> list[Record]:
 
 
 @pytest.mark.parametrize(("at", "wrong_ms"), [(0, T0 + 10**9), (2500, 1 << 50)])
-def test_a_few_times_from_far_ahead_stop_no_forgetting_and_hide_no_loss(at: int, wrong_ms: int) -> None:
-    """Wherever they stand, also as the first that is read, and although a retry writes them again."""
+def test_a_few_times_from_the_far_future_neither_stop_eviction_nor_hide_losses(
+    at: int, wrong_ms: int
+) -> None:
+    """This holds wherever the wrong times are, also at the first records and when a retry writes them
+    again."""
     accounts = Accounts(horizon_ms=10_000, settle_ms=1000)
     wrong = [engagement("far", 10**9, wrong_ms), impression("far", wrong_ms)]
     wrong += [r._replace(offset=next(_offsets)) for r in wrong]
@@ -386,7 +422,7 @@ def test_a_few_times_from_far_ahead_stop_no_forgetting_and_hide_no_loss(at: int,
     assert all(num_remembered(ledger) < 60 for ledger in accounts.ledgers.values())
     assert (sums.samples, sums.folded, sums.predicted) == (500, 500, 500)
     assert (sums.overdue, sums.late, sums.pending, sums.pending_requests) == (2, 0, 1, 1), (
-        "the lost ones; what is far ahead may wait"
+        "only the lost events are overdue; those from the far future may wait"
     )
 
 
@@ -401,7 +437,7 @@ def test_lost_events_stay_counted_after_they_are_forgotten() -> None:
     assert (sums.pending, sums.pending_requests, sums.overdue, sums.accounted) == (0, 0, 2, False)
 
 
-def test_an_outage_of_the_joiner_is_no_loss_however_long() -> None:
+def test_an_outage_of_the_joiner_is_no_loss_however_long_it_lasts() -> None:
     accounts, story = (
         Accounts(horizon_ms=10_000, settle_ms=1000),
         [story_of(n, T0 + n * 1000) for n in range(100)],
@@ -411,7 +447,7 @@ def test_an_outage_of_the_joiner_is_no_loss_however_long() -> None:
             accounts.add(record)
     sums = accounts.sums()
     assert sums.accounted and accounts.num_waiting == 300 and 290 < sums.late < 300, (
-        "but it isn't well either"
+        "nothing is lost, but most events must count as late"
     )
     for record in itertools.chain(*story):
         if record.topic not in ("impressions", "engagements"):
@@ -421,7 +457,7 @@ def test_an_outage_of_the_joiner_is_no_loss_however_long() -> None:
 
 
 def test_a_lost_event_is_found() -> None:
-    for k, record in enumerate(story := whole_story()):
+    for k, record in enumerate(story := complete_traffic()):
         if record.topic in ("samples", "corrections", "dead_letters") and b"after_close" not in record.value:
             sums = accounts_of(story[:k] + story[k + 1 :]).sums(ended=True)
             assert not sums.accounted, record.topic
@@ -444,7 +480,7 @@ def test_an_event_counts_for_its_first_outcome() -> None:
     assert (sums.folded, sums.corrected, sums.dead_engagements) == (1, 0, 0)
 
 
-def test_an_open_request_may_wait_but_not_for_ever() -> None:
+def test_an_open_request_may_wait_for_a_limited_time() -> None:
     records = [
         impression("a"),
         engagement("a", 1),
@@ -457,7 +493,7 @@ def test_an_open_request_may_wait_but_not_for_ever() -> None:
     assert strict.overdue == 2 and not strict.accounted
 
 
-def test_the_digest_follows_every_byte_of_the_features_and_no_order() -> None:
+def test_the_digest_depends_on_the_features_and_not_on_the_order() -> None:
     one, two = sample("a"), sample("b")
     assert accounts_of([one, two]).features_digest == accounts_of([two, one]).features_digest != 0
     message = wire.decode(one.value)[1]
@@ -475,7 +511,7 @@ def test_a_sample_below_the_manifest_without_a_prediction_is_found() -> None:
     assert accounts.untrained_below({2: second.offset + 1}) == 1
 
 
-def test_a_ledger_forgets_the_settled_and_keeps_the_waiting() -> None:
+def test_a_ledger_drops_settled_ids_and_keeps_pending_ones() -> None:
     ledger = Ledger((FOLDED, DEAD), horizon_ms=1000)
     ledger.mark(1, SEEN, 1)
     ledger.mark(1, FOLDED, 1)
@@ -489,8 +525,8 @@ def test_a_ledger_forgets_the_settled_and_keeps_the_waiting() -> None:
     assert ledger.counts[DEAD] == 1 and not ledger.pending
 
 
-def test_a_trainer_that_is_behind_a_horizon_still_predicts() -> None:
-    """Its samples were settled and forgotten long ago, but they wait for it."""
+def test_predictions_later_than_the_horizon_still_count() -> None:
+    """The samples were settled and dropped long ago, but they still wait for their predictions."""
     accounts, story = (
         Accounts(horizon_ms=10_000, settle_ms=1000),
         [story_of(n, T0 + n * 1000) for n in range(100)],
@@ -516,7 +552,7 @@ def test_the_digest_of_a_known_sample_never_changes() -> None:
     assert accounts_of([record, record]).features_digest == features_hash(message)
 
 
-def test_a_ledger_turns_sooner_where_a_horizon_holds_too_much() -> None:
+def test_a_ledger_rotates_early_when_it_holds_too_many_ids() -> None:
     ledger = Ledger((FOLDED,), horizon_ms=10**9, max_ids=50)
     for n in range(1, 1000):
         ledger.mark(n, SEEN | FOLDED, n)

@@ -1,4 +1,4 @@
-"""The auditor as a program: what it tells, keeps, and survives."""
+"""The auditor as a program: exported metrics, saved files, restarts and outages."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from roostream.runtime.kafka.consumer import MemoryConsumer, RecordConsumer
 from tests.infra.auditor.test_auditor import ALL, TOPICS, traffic
 
 
-class Ready(Auditor):
-    """An auditor of records in memory."""
+class InMemoryAuditor(Auditor):
+    """An auditor that reads records in memory."""
 
     def __init__(self, reader: MemoryConsumer) -> None:
         super().__init__(Broker("nowhere:1"), "x.")
@@ -28,15 +28,15 @@ class Ready(Auditor):
         return self.reader
 
 
-def books_of(reader: MemoryConsumer, home: Path, **settings: int) -> AuditorLoop:
+def make_loop(reader: MemoryConsumer, home: Path, **settings: int) -> AuditorLoop:
     config = AuditorConfig(bootstrap="127.0.0.1:1", home=str(home), **settings)  # type: ignore[arg-type]
-    return AuditorLoop(config, Ready(reader), TOPICS)
+    return AuditorLoop(config, InMemoryAuditor(reader), TOPICS)
 
 
 def test_counters_continue_after_a_restart(tmp_path: Path) -> None:
     reader = MemoryConsumer(ALL, traffic(0, 5))
-    first = books_of(reader, tmp_path)
-    assert first.metrics == {}, "nothing is told before something was read"
+    first = make_loop(reader, tmp_path)
+    assert first.metrics == {}, "no metrics may be exported before something was read"
     first.open()
     first.turn(0.0)
     assert (
@@ -45,7 +45,7 @@ def test_counters_continue_after_a_restart(tmp_path: Path) -> None:
     )
     first.close()
     reader.append(traffic(5, 5, start=5))
-    second = books_of(reader, tmp_path)
+    second = make_loop(reader, tmp_path)
     second.open()
     second.turn(0.0)
     assert second.metrics["roostream_auditor_requests"] == second.metrics["roostream_auditor_samples"] == 10
@@ -54,13 +54,13 @@ def test_counters_continue_after_a_restart(tmp_path: Path) -> None:
 
 def test_a_kill_counts_nothing_twice(tmp_path: Path) -> None:
     reader = MemoryConsumer(ALL, traffic(0, 5))
-    first = books_of(reader, tmp_path)
+    first = make_loop(reader, tmp_path)
     first.open()
     first.turn(0.0)
     first.save()
     reader.append(traffic(5, 5, start=5))
-    first.turn(0.0)  # not saved: killed here
-    second = books_of(reader, tmp_path)
+    first.turn(0.0)  # the process is killed here, before it saves
+    second = make_loop(reader, tmp_path)
     second.open()
     second.turn(0.0)
     assert (
@@ -73,36 +73,36 @@ def test_sums_are_exported_even_if_they_cannot_be_saved(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").write_text("")
-    books = books_of(MemoryConsumer(ALL, traffic(0, 5)), tmp_path / "home")
-    books.open()
-    books.home = tmp_path / "file" / "no folder"
+    loop = make_loop(MemoryConsumer(ALL, traffic(0, 5)), tmp_path / "home")
+    loop.open()
+    loop.home = tmp_path / "file" / "no folder"
     with caplog.at_level(logging.WARNING):
         for _ in range(5):
-            books.save()
-        books.close()
-    assert caplog.text.count("can't save") == 1 and books.metrics["roostream_auditor_requests"] == 5
+            loop.save()
+        loop.close()
+    assert caplog.text.count("can't save") == 1 and loop.metrics["roostream_auditor_requests"] == 5
 
 
 def test_an_unavailable_broker_at_the_start_is_reported(tmp_path: Path) -> None:
     reader = MemoryConsumer(ALL, traffic(0, 5))
     reader.away = True
-    books = books_of(reader, tmp_path)
+    loop = make_loop(reader, tmp_path)
     with pytest.raises(UnavailableError):
-        books.open()
+        loop.open()
     reader.away = False
-    books.open()
-    books.turn(0.0)
-    assert books.metrics["roostream_auditor_requests"] == 5
+    loop.open()
+    loop.turn(0.0)
+    assert loop.metrics["roostream_auditor_requests"] == 5
 
 
 def test_unfinished_files_of_a_killed_run_are_swept(tmp_path: Path) -> None:
-    left = tmp_path / ".roostream-unfinished.half"
-    left.write_bytes(b"half")
-    os.utime(left, (0, 0))
-    books_of(MemoryConsumer(ALL), tmp_path).open()
-    assert not left.exists()
+    unfinished = tmp_path / ".roostream-unfinished.half"
+    unfinished.write_bytes(b"half")
+    os.utime(unfinished, (0, 0))
+    make_loop(MemoryConsumer(ALL), tmp_path).open()
+    assert not unfinished.exists()
 
 
-def test_a_horizon_within_which_something_could_settle_is_refused() -> None:
+def test_a_horizon_shorter_than_twice_the_settle_time_is_refused() -> None:
     with pytest.raises(ConfigError, match="at least twice settle_ms = 600000"):
         AuditorConfig(bootstrap="127.0.0.1:1", home="h", horizon_ms=600_000)

@@ -22,7 +22,7 @@ from roostream.wire import roo_pb2 as pb
 from roostream.wire.block import encode_nro
 from roostream.wire.records import Record
 from tests.infra.auditor.test_auditor import ALL, TOPICS
-from tests.infra.auditor.test_auditor_program import Ready
+from tests.infra.auditor.test_auditor_program import InMemoryAuditor
 from trainer.control.scrape_targets import read_figures
 from trainer.monitoring.verdict import METRIC_SPECS, report_of
 
@@ -33,9 +33,9 @@ NUM_REQUESTS = 2000
 
 @functools.cache
 def traffic(knowledge: float) -> list[Record]:
-    """Requests with one click among four candidates, each with its sample and then its prediction.
+    """Requests with one click among four candidates, each followed by its sample and its prediction.
 
-    `knowledge` 1: the model is right; 0: it scores at random; -1: it is always wrong.
+    With `knowledge` 1 the model is right, with 0 it scores at random, with -1 it is always wrong.
     """
     rng, out = np.random.default_rng(0), []
     for n in range(NUM_REQUESTS):
@@ -79,14 +79,14 @@ def quality_of(records: list[Record]) -> ModelQuality:
 def test_the_page_says_how_the_model_compares_with_the_baselines(knowledge: float, state: str) -> None:
     figures = read_figures({}, {"auditor": scraped(quality_of(traffic(knowledge)[: 2 * 1600]))})
     found = figures["model_quality"]
-    auc, rules = found["request_auc"], found["request_auc"]["baselines"]
-    assert auc["state"] == state and set(rules) == {"place", "item", "recent", "linear"}
-    assert auc["requests"] == 256, "the second half of the two portions after the warm-up"
-    assert all(rule["low"] < rule["difference"] < rule["high"] for rule in rules.values())
+    auc, baselines = found["request_auc"], found["request_auc"]["baselines"]
+    assert auc["state"] == state and set(baselines) == {"place", "item", "recent", "linear"}
+    assert auc["requests"] == 256, "only the second half of the two batches after the warm-up is compared"
+    assert all(baseline["low"] < baseline["difference"] < baseline["high"] for baseline in baselines.values())
     assert state in found["sentence"]
 
 
-def test_the_first_requests_only_warm_the_baselines_up() -> None:
+def test_the_first_requests_only_train_the_baselines() -> None:
     records = traffic(1.0)[: 2 * (WARM_UP + 10)]
     found = report_of(scraped(quality_of(records)))
     assert found is not None and found["state"] == "unknown" and found["request_auc"]["requests"] == 0
@@ -94,28 +94,28 @@ def test_the_first_requests_only_warm_the_baselines_up() -> None:
 
 def test_repeated_and_unreadable_records_change_nothing() -> None:
     records = traffic(1.0)
-    broken = [records[0]._replace(value=b"\x01\x02broken"), records[1]._replace(value=b"")]
-    again = [copy for record in records for copy in (record, *broken, record)]
-    assert quality_of(again).metrics() == quality_of(records).metrics()
+    undecodable = [records[0]._replace(value=b"\x01\x02broken"), records[1]._replace(value=b"")]
+    repeated = [copy for record in records for copy in (record, *undecodable, record)]
+    assert quality_of(repeated).metrics() == quality_of(records).metrics()
 
 
 def test_a_share_of_the_requests_is_compared_by_sample_id() -> None:
     records, first = traffic(1.0), 1700  # sample ids 1 to 2000
-    some = ModelQuality(SCHEMA, share=first / 2**64)
+    partial = ModelQuality(SCHEMA, share=first / 2**64)
     for record in records:
-        some.add(record)
-    assert some.metrics() == quality_of(records[: 2 * (first - 1)]).metrics()
-    assert some.metrics() != quality_of(records).metrics()
+        partial.add(record)
+    assert partial.metrics() == quality_of(records[: 2 * (first - 1)]).metrics()
+    assert partial.metrics() != quality_of(records).metrics()
 
 
 def test_a_stack_whose_auditor_does_not_compare_has_no_verdict() -> None:
     assert read_figures({}, {})["model_quality"] is None
 
 
-def test_the_auditor_exports_the_comparison_beside_its_sums(tmp_path: Path) -> None:
+def test_the_auditor_exports_the_comparison_with_its_sums(tmp_path: Path) -> None:
     quality = ModelQuality(SCHEMA)
     config = AuditorConfig(bootstrap="127.0.0.1:1", home=str(tmp_path))
-    loop = AuditorLoop(config, Ready(MemoryConsumer(ALL, [])), TOPICS, quality)
+    loop = AuditorLoop(config, InMemoryAuditor(MemoryConsumer(ALL, [])), TOPICS, quality)
     loop.open()
     loop.turn(0.0)
     assert METRIC_SPECS.keys() <= loop.metrics.keys()

@@ -6,7 +6,7 @@ import java.io.EOFException;
 import java.io.IOException;
 import org.apache.flink.types.Row;
 
-/** Reads (timestamp, length, value) from standard input, and writes of each: whether the filter keeps it, what it says of time, and the event time that a partition of these records has reached. */
+/** Reads records (timestamp, length, value) from standard input. For each it writes whether the filter keeps it, its time signal, and the event time that the partition has reached. */
 public final class Differential {
     public static void main(String[] args) throws IOException {
         DataInputStream in = new DataInputStream(new java.io.BufferedInputStream(System.in));
@@ -29,7 +29,7 @@ public final class Differential {
             in.readFully(value);
             byte[] envelope = Envelope.in(0, 0, 0, timestamp, null, value);
             TimeSignal signal = TimeSignal.of(envelope);
-            if (++count % 100 == 0) { // a restore in between changes nothing
+            if (++count % 100 == 0) { // a restore between two records must change nothing
                 byte[] stored = PartitionTime.ofTask(0).encode(0);
                 PartitionTime.ofTask().clear();
                 PartitionTime.restore(stored);

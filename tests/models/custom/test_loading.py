@@ -20,7 +20,7 @@ from roostream.models.build import (
 from roostream.models.config import CustomModelConfig
 from roostream.models.custom.loading import OUR_NAMES, CustomModel, backward
 from roostream.models.model import Model, Targets
-from tests.contract.house import FOLDERS
+from tests.contract.source_tree import FOLDERS
 from tests.models.model_cases import inputs_of, make_batch, make_schema
 
 CODE = """

@@ -1,4 +1,4 @@
-"""A plan is a function of what it is given, never below its bound, and refuses what would be wrong."""
+"""Placement plans: deterministic, never cheaper than the lower bound, and invalid requests are refused."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ def mix(seed: int, count: int) -> list[PlannedTable]:
 def test_the_example_of_the_paper_improves_from_two_to_one() -> None:
     assert imbalance(np.array([0.6, 0.6, 0.0, 0.0])) == pytest.approx(2.0)
     tables = [table("a", dim=8), table("b", dim=8)]
-    found = plan(tables, 4, CostModel(piece_s=0), columns={"a": 2, "b": 2})
-    assert found.bytes_imbalance == pytest.approx(1.0) and sorted(p.owner for p in found.pieces) == [
+    placement = plan(tables, 4, CostModel(piece_s=0), columns={"a": 2, "b": 2})
+    assert placement.bytes_imbalance == pytest.approx(1.0) and sorted(p.owner for p in placement.pieces) == [
         0,
         1,
         2,
         3,
     ]
-    assert {p.kind for p in found.pieces} == {"column"} and {p.columns for p in found.pieces} == {
+    assert {p.kind for p in placement.pieces} == {"column"} and {p.columns for p in placement.pieces} == {
         (0, 4),
         (4, 8),
     }
@@ -74,24 +74,24 @@ def test_no_plan_is_below_the_bound_and_every_row_is_somewhere_once(
     seed: int, count: int, owners: int, unknown: bool
 ) -> None:
     tables = mix(seed, count) + ([table("unknown", None)] if unknown else [])
-    found = plan(tables, owners)
-    assert found.predicted_s >= found.bound_s * (1 - 1e-9)
-    for its in tables:
-        pieces = [p for p in found.pieces if p.table == its.name]
+    placement = plan(tables, owners)
+    assert placement.predicted_s >= placement.bound_s * (1 - 1e-9)
+    for table_ in tables:
+        pieces = [p for p in placement.pieces if p.table == table_.name]
         assert sorted(p.number for p in pieces) == list(range(pieces[0].of)) == list(range(len(pieces)))
-        assert len({p.owner for p in pieces}) == len(pieces), "no owner has two pieces of a table"
+        assert len({p.owner for p in pieces}) == len(pieces), "an owner may not hold two pieces of one table"
 
 
-def test_any_other_placement_is_not_below_the_bound_either() -> None:
+def test_random_placements_are_not_below_the_bound_either() -> None:
     tables, owners, random = mix(3, 20), 5, np.random.default_rng(0)
-    least = bound(tables, owners, COSTS)
+    lower_bound = bound(tables, owners, COSTS)
     for _ in range(50):
-        at = random.integers(0, owners, len(tables)).tolist()
+        owner_of_table = random.integers(0, owners, len(tables)).tolist()
         pieces = [
             TablePiece(table=t.name, kind="table", owner=owner, number=0, of=1, columns=(0, t.dim))
-            for t, owner in zip(tables, at, strict=True)
+            for t, owner in zip(tables, owner_of_table, strict=True)
         ]
-        assert loads(pieces, tables, owners, COSTS)[0].max() >= least
+        assert loads(pieces, tables, owners, COSTS)[0].max() >= lower_bound
 
 
 def test_an_uncounted_table_has_a_fixed_cost_in_the_bound() -> None:
@@ -100,31 +100,31 @@ def test_an_uncounted_table_has_a_fixed_cost_in_the_bound() -> None:
 
 
 def test_the_cost_of_an_owner_equals_a_manual_count() -> None:
-    its, costs = table("a"), CostModel()
+    planned, costs = table("a"), CostModel()
     memory, network, ids = 400 * (128 + 2 * 192), 400 * 136, 800
     expected_s = memory / 720e9 + network / 100e9 + ids * 0.15e-9 + 0.4e-6
-    assert piece_cost(its, 4, costs) == pytest.approx(expected_s)
-    whole = TablePiece(table="a", kind="table", owner=1, number=0, of=1, columns=(0, 16))
-    time_N, bytes_N = loads([whole], [its], 4, costs)
+    assert piece_cost(planned, 4, costs) == pytest.approx(expected_s)
+    piece = TablePiece(table="a", kind="table", owner=1, number=0, of=1, columns=(0, 16))
+    time_N, bytes_N = loads([piece], [planned], 4, costs)
     assert time_N.tolist() == pytest.approx([0, expected_s, 0, 0]) and bytes_N.tolist() == [
         0,
         memory + network,
         0,
         0,
     ]
-    assert plan([its], 1).kind_of("a") == "whole at 0"
+    assert plan([planned], 1).kind_of("a") == "whole at 0"
 
 
 def test_equal_pieces_are_within_5_percent_of_the_bound() -> None:
-    found = plan(mix(5, 200), 32)
-    assert found.predicted_s <= 1.05 * found.bound_s
+    placement = plan(mix(5, 200), 32)
+    assert placement.predicted_s <= 1.05 * placement.bound_s
 
 
 def test_uncounted_tables_are_spread_over_all_owners_and_named() -> None:
-    found = plan([table("known"), table("new", None)], 4)
-    assert found.kind_of("new") == "4 row pieces" and found.kind_of("nothing") == "not in it"
-    assert found.warnings == ("no profile of new: spread over all owners",)
-    assert "assumed constants" in found.time_accuracy
+    placement = plan([table("known"), table("new", None)], 4)
+    assert placement.kind_of("new") == "4 row pieces" and placement.kind_of("nothing") == "not in it"
+    assert placement.warnings == ("no profile of new: spread over all owners",)
+    assert "assumed constants" in placement.time_accuracy
 
 
 def test_rows_that_do_not_fit_are_refused_with_advice() -> None:
@@ -134,8 +134,8 @@ def test_rows_that_do_not_fit_are_refused_with_advice() -> None:
         match=r"2\.1 GiB together, got 2 of 0\.5; the largest table is 'a' with 2\.0 GiB; 5 owners",
     ):
         plan(big, 2, memory_bytes=1 << 29)
-    found = plan(big, 8, memory_bytes=1 << 29)
-    assert np.bincount([p.owner for p in found.pieces if p.table == "a"], minlength=8).max() == 1
+    placement = plan(big, 8, memory_bytes=1 << 29)
+    assert np.bincount([p.owner for p in placement.pieces if p.table == "a"], minlength=8).max() == 1
 
 
 def test_constants_of_a_benchmark_state_their_accuracy() -> None:
@@ -146,7 +146,7 @@ def test_constants_of_a_benchmark_state_their_accuracy() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         ({"memory_bytes_s": 0}, "memory_bytes_s: expected a number above 0, got 0"),
         ({"piece_s": -1}, "piece_s: expected a number of 0 or more, got -1"),
@@ -158,7 +158,7 @@ def test_constants_of_a_benchmark_state_their_accuracy() -> None:
     ],
     ids=str,
 )
-def test_invalid_constants_are_refused_in_one_sentence(given: object, said: str) -> None:
-    with pytest.raises(ConfigError, match=f"costs.json: .*{re.escape(said)}"):
+def test_invalid_constants_are_refused_in_one_sentence(given: object, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"costs.json: .*{re.escape(message)}"):
         costs_of(json.dumps(given), "costs.json")
     assert costs_of(json.dumps({"id_s": 0, "error": None})).id_s == 0

@@ -1,4 +1,4 @@
-"""What is counted of tables, how it is kept, and what a plan makes of it."""
+"""Profiles of tables: what is counted, how it is stored, and how a plan uses it."""
 
 from __future__ import annotations
 
@@ -29,39 +29,39 @@ from tests.trainer.memory_store import MemoryStore
 NOW = 1_700_000_000_000
 
 
-def nobody(fingerprint: int) -> Schema | None:
-    """All samples are of one schema."""
+def no_other_schema(fingerprint: int) -> Schema | None:
+    """The decoder's lookup of other schemas: all samples here use the current one."""
     return None
 
 
-def counted(batches: int = 5, size: int = 8) -> Profiler:
+def make_profiler(batches: int = 5, size: int = 8) -> Profiler:
     profiler = Profiler(1.0)
     for n in range(batches):
         numbers = list(range(1 + n * size, 1 + (n + 1) * size))
-        batch = Decoder(samples.schema(), nobody).decode(samples.records(numbers))[0]
+        batch = Decoder(samples.schema(), no_other_schema).decode(samples.records(numbers))[0]
         profiler.count(batch, build_lookup(batch))
     return profiler
 
 
 def test_requests_features_are_counted_by_request_and_items_by_candidate() -> None:
-    user, item = (counted().profiles[name] for name in ("user", "item"))
+    user, item = (make_profiler().profiles[name] for name in ("user", "item"))
     assert (user.batches, user.examples, user.ids, user.uniques) == (5, 40, 40, 40)
     assert (item.examples, item.ids) == (120, 120) and item.uniques <= 5 * samples.NUM_ITEMS
-    assert (user.impression_ids, item.impression_ids) == (120, 120), "three candidates a request"
+    assert (user.impression_ids, item.impression_ids) == (120, 120), "each request has three candidates"
     assert (user.examples_of(10), item.examples_of(10), user.expansion) == (10, 30, 3.0)
     assert item.valency == 1.0 and item.max_len == 1 and item.table == "item" and item.dim == 4
 
 
 def test_unique_ids_of_another_batch_size_follow_a_power_law() -> None:
-    item, user = (counted().profiles[name] for name in ("item", "user"))
+    item, user = (make_profiler().profiles[name] for name in ("item", "user"))
     assert item.uniques_of(24) == pytest.approx(item.uniques / 5), (
-        "at the size that was looked at it is exact"
+        "the estimate must be exact at the counted batch size"
     )
-    assert user.uniques_of(1000) == pytest.approx(1000), "what is always different stays so"
+    assert user.uniques_of(1000) == pytest.approx(1000), "ids that were all different must stay all different"
     assert item.uniques_of(6) < item.uniques_of(24) < item.uniques_of(600) < 600
 
 
-def test_the_prediction_is_near_on_zipf() -> None:
+def test_the_predicted_number_of_unique_ids_is_close_for_a_zipf_distribution() -> None:
     random = np.random.default_rng(0)
 
     def uniques(size: int) -> float:
@@ -69,14 +69,14 @@ def test_the_prediction_is_near_on_zipf() -> None:
             np.mean([len(np.unique(np.minimum(random.zipf(1.3, size), 100_000))) for _ in range(40)])
         )
 
-    counted = {"batches": 1, "examples": 256, "ids": 256, "uniques": round(uniques(256)), "max_len": 1}
+    make_profiler = {"batches": 1, "examples": 256, "ids": 256, "uniques": round(uniques(256)), "max_len": 1}
     half = {"half_ids": 128, "half_uniques": round(uniques(128))}
-    profile = TableProfile(feature="f", table="t", dim=8, **counted, **half)
+    profile = TableProfile(feature="f", table="t", dim=8, **make_profiler, **half)
     assert profile.uniques_of(128) == pytest.approx(uniques(128), rel=0.1)
     assert profile.uniques_of(512) == pytest.approx(uniques(512), rel=0.1)
 
 
-def test_the_same_steps_are_looked_at_in_every_run_and_about_their_share() -> None:
+def test_the_same_steps_are_counted_in_every_run_and_their_share_is_about_right() -> None:
     first, second = ([Profiler(0.03, seed).is_counted(step) for step in range(20_000)] for seed in (1, 1))
     assert first == second and 450 < sum(first) < 750
     assert first != [Profiler(0.03, 2).is_counted(step) for step in range(20_000)]
@@ -85,11 +85,13 @@ def test_the_same_steps_are_looked_at_in_every_run_and_about_their_share() -> No
 
 def test_new_counts_are_added_fully_and_old_ones_decayed() -> None:
     before = {"batches": 4, "examples": 80, "ids": 100, "uniques": 48, "max_len": 3, "squares": 600.0}
-    more = {"batches": 2, "examples": 40, "ids": 60, "uniques": 50, "max_len": 2, "squares": 1300.0}
-    both = TableProfile(feature="f", table="t", dim=8, half_ids=50, half_uniques=30, **before)  # type: ignore[arg-type]
-    both = both.merged(TableProfile(feature="f", table="t", dim=8, half_ids=30, half_uniques=28, **more), 0.5)  # type: ignore[arg-type]
+    added = {"batches": 2, "examples": 40, "ids": 60, "uniques": 50, "max_len": 2, "squares": 1300.0}
+    merged = TableProfile(feature="f", table="t", dim=8, half_ids=50, half_uniques=30, **before)  # type: ignore[arg-type]
+    merged = merged.merged(
+        TableProfile(feature="f", table="t", dim=8, half_ids=30, half_uniques=28, **added), 0.5
+    )  # type: ignore[arg-type]
     expected = {"batches": 4, "examples": 80, "ids": 110, "uniques": 74, "max_len": 3, "squares": 1600.0}
-    assert both.plain() == {
+    assert merged.plain() == {
         "feature": "f",
         "table": "t",
         "dim": 8,
@@ -99,17 +101,17 @@ def test_new_counts_are_added_fully_and_old_ones_decayed() -> None:
         "impression_ids": 0,
         **expected,
     }
-    assert both.valency == 110 / 80
+    assert merged.valency == 110 / 80
 
 
-def test_saved_counts_are_decayed_and_added_to() -> None:
+def test_new_counts_are_merged_into_decayed_saved_ones() -> None:
     store, schema = MemoryStore(), samples.schema()
-    save_profiles(store, counted().profiles, NOW)
-    save_profiles(store, counted().profiles, NOW + 1)
+    save_profiles(store, make_profiler().profiles, NOW)
+    save_profiles(store, make_profiler().profiles, NOW + 1)
     found = read_profiles(store, schema)
     assert found["user"].profile.batches == 10 and found["user"].time_ms == NOW + 1
-    for _ in range(60):  # commits in quick succession forget nothing before the window is full
-        save_profiles(store, counted().profiles, NOW + 2)
+    for _ in range(60):  # commits in quick succession drop no counts before the window is full
+        save_profiles(store, make_profiler().profiles, NOW + 2)
     assert read_profiles(store, schema)["user"].profile.batches == WINDOW_BATCHES
     assert read_profiles(store, schema)["user"].profile.examples == pytest.approx(
         8 * WINDOW_BATCHES, rel=0.01
@@ -120,24 +122,24 @@ def test_saved_counts_are_decayed_and_added_to() -> None:
 def test_counts_are_saved_once_and_lost_without_a_store(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    store, profiler = MemoryStore(), counted()
-    tables = ProfileRecorder(profiler, store, FakeClock(NOW))
-    tables.save()
-    tables.save()
+    store, profiler = MemoryStore(), make_profiler()
+    recorder = ProfileRecorder(profiler, store, FakeClock(NOW))
+    recorder.save()
+    recorder.save()
     assert read_profiles(store, samples.schema())["user"].profile.examples == 40, (
-        "the second time there was nothing new"
+        "a second save without new counts must add nothing"
     )
-    batch = Decoder(samples.schema(), nobody).decode(samples.records([1, 2]))[0]
-    tables.observe(1, batch, build_lookup(batch))
+    batch = Decoder(samples.schema(), no_other_schema).decode(samples.records([1, 2]))[0]
+    recorder.observe(1, batch, build_lookup(batch))
     store.put = lambda name, data: (_ for _ in ()).throw(UnavailableError("away"))  # type: ignore[method-assign]
     with caplog.at_level(logging.WARNING):
-        tables.save()
+        recorder.save()
     assert "profiles of 2 features are lost: away" in caplog.text and profiler.profiles == {}
 
 
 def test_a_damaged_profile_is_ignored_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     store = MemoryStore()
-    save_profiles(store, counted().profiles, NOW)
+    save_profiles(store, make_profiler().profiles, NOW)
     (name,) = [name for name in store.list(FOLDER) if "item" in name]
     store.put(name, store.get(name).replace(b'"ids": 120', b'"ids": 121'))
     with caplog.at_level(logging.WARNING):
@@ -147,24 +149,26 @@ def test_a_damaged_profile_is_ignored_with_a_warning(caplog: pytest.LogCaptureFi
 
 def test_missing_small_or_old_counts_are_ignored() -> None:
     store, schema = MemoryStore(), samples.schema()
-    save_profiles(store, {"item": counted().profiles["item"], "user": counted(2).profiles["user"]}, NOW)
+    save_profiles(
+        store, {"item": make_profiler().profiles["item"], "user": make_profiler(2).profiles["user"]}, NOW
+    )
     known = read_profiles(store, schema)
-    tables, why = planned_tables(schema, known, batch=8, now_ms=NOW, rows={"item": 7})
+    tables, reasons = planned_tables(schema, known, batch=8, now_ms=NOW, rows={"item": 7})
     by_name = {table.name: table for table in tables}
-    assert by_name["user"].uniques is None and why == ["user (user: fewer than 4 batches)"]
+    assert by_name["user"].uniques is None and reasons == ["user (user: fewer than 4 batches)"]
     assert (
         by_name["item"].ids == 24
         and by_name["item"].uniques is not None
         and by_name["item"].rows == 7
         and by_name["item"].row_wise_rule
     )
-    _, why = planned_tables(schema, known, batch=24, now_ms=NOW + 8 * 86_400_000, rows={})
-    assert "item (item: too old)" in why
-    _, why = planned_tables(schema, {}, batch=24, now_ms=NOW, rows={})
-    assert "item (item: never counted)" in why
+    _, reasons = planned_tables(schema, known, batch=24, now_ms=NOW + 8 * 86_400_000, rows={})
+    assert "item (item: too old)" in reasons
+    _, reasons = planned_tables(schema, {}, batch=24, now_ms=NOW, rows={})
+    assert "item (item: never counted)" in reasons
 
 
-def test_a_table_that_became_wider_begins_anew() -> None:
+def test_the_profile_of_a_widened_table_starts_anew() -> None:
     store = MemoryStore()
-    save_profiles(store, {"item": dataclasses.replace(counted().profiles["item"], dim=2)}, NOW)
+    save_profiles(store, {"item": dataclasses.replace(make_profiler().profiles["item"], dim=2)}, NOW)
     assert "item" not in read_profiles(store, samples.schema())

@@ -1,5 +1,5 @@
-"""A plan in TorchRec's terms: every number of every table is in one shard, and what can't be said in them is
-refused."""
+"""Plans in TorchRec's terms. Every row and column of a table is in exactly one shard, and a plan that
+TorchRec can't express is refused."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def test_plans_have_the_three_sharding_types_of_torchrec() -> None:
     tables = [table("whole", 9, uniques=1.0), table("rows", 10, uniques=None), table("columns", 6, dim=8)]
     found = sharding_of(plan(tables, 4, columns={"columns": 2}, whole_or_all=True), tables, "sparse.bags")
     assert (found["format"], found["owners"], found["module"]) == (1, 4, "sparse.bags")
-    kinds = {name: its["sharding_type"] for name, its in found["tables"].items()}
+    kinds = {name: sharding["sharding_type"] for name, sharding in found["tables"].items()}
     assert kinds == {"whole": "table_wise", "rows": "row_wise", "columns": "column_wise"}
-    (one,) = found["tables"]["whole"]["shards"]
-    assert (one["offsets"], one["sizes"]) == ([0, 0], [9, 4])
+    (shard,) = found["tables"]["whole"]["shards"]
+    assert (shard["offsets"], shard["sizes"]) == ([0, 0], [9, 4])
     blocks = found["tables"]["rows"]["shards"]
-    assert [s["rank"] for s in blocks] == [0, 1, 2, 3], "TorchRec's blocks lie in the order of ranks"
+    assert [s["rank"] for s in blocks] == [0, 1, 2, 3], "TorchRec expects blocks in the order of ranks"
     assert [s["sizes"] for s in blocks] == [[3, 4], [3, 4], [3, 4], [1, 4]]
     halves = found["tables"]["columns"]["shards"]
     assert [(s["offsets"], s["sizes"]) for s in halves] == [([0, 0], [6, 4]), ([0, 4], [6, 4])]
@@ -39,23 +39,23 @@ def test_plans_have_the_three_sharding_types_of_torchrec() -> None:
 def test_every_row_is_in_one_block(rows: int, owners: int) -> None:
     tables = [table("t", rows, uniques=None)]
     shards = sharding_of(plan(tables, owners, whole_or_all=True), tables)["tables"]["t"]["shards"]
-    covered = [at for s in shards for at in range(s["offsets"][0], s["offsets"][0] + s["sizes"][0])]
+    covered = [row for s in shards for row in range(s["offsets"][0], s["offsets"][0] + s["sizes"][0])]
     assert covered == list(range(rows))
 
 
 def test_tables_are_cut_over_all_owners_or_not_at_all() -> None:
     tables = [table(f"t{n}", 100, uniques=50 * 1.5**n) for n in range(12)]
-    free, held = plan(tables, 8), plan(tables, 8, whole_or_all=True)
-    assert any(1 < p.of < 8 for p in free.pieces), "there is something to hold"
-    assert {p.of for p in held.pieces} <= {1, 8} and held.predicted_s >= held.bound_s
+    unconstrained, whole_or_all = plan(tables, 8), plan(tables, 8, whole_or_all=True)
+    assert any(1 < p.of < 8 for p in unconstrained.pieces), "the constraint must change something"
+    assert {p.of for p in whole_or_all.pieces} <= {1, 8} and whole_or_all.predicted_s >= whole_or_all.bound_s
     with pytest.raises(ConfigError):
-        sharding_of(free, tables)
+        sharding_of(unconstrained, tables)
 
 
 def test_pieces_of_a_width_that_fbgemm_refuses_are_refused_here() -> None:
-    for its, columns in ((table("t", 9, dim=6), {}), (table("t", 9, dim=8), {"t": 4})):
+    for planned, columns in ((table("t", 9, dim=6), {}), (table("t", 9, dim=8), {"t": 4})):
         with pytest.raises(ConfigError):
-            sharding_of(plan([its], 4, columns=columns, whole_or_all=True), [its])
+            sharding_of(plan([planned], 4, columns=columns, whole_or_all=True), [planned])
 
 
 def test_a_table_with_an_unknown_number_of_rows_is_refused() -> None:
@@ -86,9 +86,9 @@ def test_a_table_with_an_unknown_number_of_rows_is_refused() -> None:
     ],
     ids=str,
 )
-def test_another_file_is_refused_in_a_sentence(changed: dict[str, Any]) -> None:
+def test_an_invalid_sharding_file_is_refused_in_one_sentence(changed: dict[str, Any]) -> None:
     piece = TablePiece(table="t", kind="table", owner=1, number=0, of=1, columns=(0, 4))
-    made = PlacementPlan(
+    placement = PlacementPlan(
         owners=2,
         pieces=(piece,),
         predicted_s=1,
@@ -97,8 +97,8 @@ def test_another_file_is_refused_in_a_sentence(changed: dict[str, Any]) -> None:
         bytes_imbalance=1,
         time_accuracy="",
     )
-    whole = sharding_of(made, [table("t", 9)])
+    valid = sharding_of(placement, [table("t", 9)])
     with pytest.raises(ConfigError):
-        read_sharding(json.dumps({**whole, **changed}), "plan.json")
+        read_sharding(json.dumps({**valid, **changed}), "plan.json")
     with pytest.raises(ConfigError):
         read_sharding("no JSON")

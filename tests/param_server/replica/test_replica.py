@@ -1,5 +1,5 @@
-"""A reader's rows: newest version of each bucket, never back (G4), whole rows, initial values for the
-rest."""
+"""A replica of the rows for serving. Guarantee G4 (docs/architecture.md): it applies the newest version of
+each bucket and never goes back. Rows are read whole, and missing rows have initial values."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from roostream.wire import records as wire
 from roostream.wire import roo_pb2 as pb
 from tests.param_server.shard_support import (
     ADAGRAD,
-    GO,
     ITEM,
+    NEVER_STOP,
     Follower,
-    Loop,
-    begun,
+    PublishLoop,
     commit,
     gradients_of,
     lookup_of,
     make_shard,
     small_schema,
+    started_shard,
     table_id,
     transport_to,
 )
@@ -44,9 +44,9 @@ BUCKET = bucket_of(1, table_id(ITEM), 64)
 
 
 def delta(
-    sequence: int, value: float, incarnation: int = 1, gone: bool = False, **changes: object
+    sequence: int, value: float, incarnation: int = 1, is_tombstone: bool = False, **changes: object
 ) -> pb.RowDelta:
-    """A delta of item 1."""
+    """A delta of the row of item 1."""
     message = pb.RowDelta(
         bucket=BUCKET,
         incarnation=incarnation,
@@ -54,8 +54,8 @@ def delta(
         table_id=table_id(ITEM),
         dim=4,
         ids=[1],
-        rows=[] if gone else [value] * 4,
-        num_tombstones=int(gone),
+        rows=[] if is_tombstone else [value] * 4,
+        num_tombstones=int(is_tombstone),
         stack=ADAGRAD,
     )
     for name, new in changes.items():
@@ -72,7 +72,7 @@ def barrier(incarnation: int) -> pb.Barrier:
 
 
 def item_1(replica: Replica) -> float:
-    """First number of its row, or -1 if it reads as initial."""
+    """The first number of the row of item 1, or -1 if the row has its initial value."""
     row = replica.gather(lookup_of({ITEM: [1]}))[ADAGRAD][0]
     initial = initial_rows(0, np.array([table_id(ITEM)], np.uint32), np.array([1], np.int64), 4, 0.05)[0]
     return -1.0 if row.tobytes() == initial.tobytes() else float(row[0])
@@ -84,11 +84,11 @@ def test_g4_only_newer_versions_are_applied() -> None:
         (delta(1, 1.0), True, 1.0),
         (delta(3, 3.0), True, 3.0),
         (delta(2, 2.0), False, 3.0),  # late
-        (delta(3, 9.0), False, 3.0),  # twice
-        (delta(4, 0.0, gone=True), True, -1.0),
-        (delta(3, 3.0), False, -1.0),  # a tombstone is a version too
+        (delta(3, 9.0), False, 3.0),  # repeated
+        (delta(4, 0.0, is_tombstone=True), True, -1.0),
+        (delta(3, 3.0), False, -1.0),  # a tombstone also has a version
         (delta(1, 5.0, incarnation=2), True, 5.0),
-        (delta(99, 1.0, incarnation=1), False, 5.0),  # of a shard that is dead but doesn't know it
+        (delta(99, 1.0, incarnation=1), False, 5.0),  # from a dead shard that still publishes
     ]
     for message, applied, value in steps:
         assert replica.apply(message) is applied
@@ -96,7 +96,7 @@ def test_g4_only_newer_versions_are_applied() -> None:
     assert (replica.num_applied, replica.num_dropped) == (4, 4)
 
 
-def test_g4_behind_a_barrier_older_incarnations_are_dropped() -> None:
+def test_g4_deltas_of_older_incarnations_are_dropped_after_a_barrier() -> None:
     replica = Replica(small_schema(), 0)
     replica.apply(delta(5, 5.0))
     assert replica.apply(barrier(2)) and replica.version(ADAGRAD, BUCKET) == (2, 0)
@@ -107,8 +107,8 @@ def test_g4_behind_a_barrier_older_incarnations_are_dropped() -> None:
     )
 
 
-def stale(*messages: pb.RowDelta | pb.Barrier) -> bool:
-    """Whether the item's bucket is, once these were read after delta 1 of incarnation 1."""
+def is_stale_after(*messages: pb.RowDelta | pb.Barrier) -> bool:
+    """Whether the item's bucket is stale after delta 1 of incarnation 1 and then these messages."""
     replica = Replica(small_schema(), 0)
     for message in (delta(1, 1.0), *messages):
         replica.apply(message)
@@ -131,7 +131,7 @@ def stale(*messages: pb.RowDelta | pb.Barrier) -> bool:
 def test_a_gap_in_versions_makes_the_bucket_stale(
     messages: list[pb.RowDelta | pb.Barrier], expected: bool
 ) -> None:
-    assert stale(*messages) is expected
+    assert is_stale_after(*messages) is expected
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_string_ids_beyond_int64_are_found() -> None:
 # Bootstraps
 
 
-def pushed(shard: Shard, *ids: int, value: float = 1.0) -> None:
+def push_items(shard: Shard, *ids: int, value: float = 1.0) -> None:
     client = Client(small_schema(), [transport_to(shard)], worker=int(value * 1000) % 997)
     client.set_incarnation(shard.incarnation)
     lookup = lookup_of({ITEM: ids})
@@ -179,8 +179,8 @@ def rows_of(shard: Shard, *ids: int) -> bytes:
     )
 
 
-def test_a_bootstrap_brings_all_rows_of_all_shards() -> None:
-    shards = [begun(index=i, num_shards=2) for i in range(2)]
+def test_a_bootstrap_loads_all_rows_of_all_shards() -> None:
+    shards = [started_shard(index=i, num_shards=2) for i in range(2)]
     client = Client(small_schema(), [transport_to(s) for s in shards], worker=0)
     client.set_incarnation(1)
     lookup = lookup_of({ITEM: range(500)})
@@ -192,15 +192,15 @@ def test_a_bootstrap_brings_all_rows_of_all_shards() -> None:
     client.close()
 
 
-def test_deltas_that_a_bootstrap_had_already_are_not_newer() -> None:
-    shard, topic = begun(), InMemoryRows()
+def test_deltas_that_a_bootstrap_already_contained_are_dropped() -> None:
+    shard, topic = started_shard(), InMemoryRows()
     publisher = Publisher(shard, topic, FakeClock())
-    pushed(shard, 1, value=1.0)
-    publisher.turn(GO)
+    push_items(shard, 1, value=1.0)
+    publisher.turn(NEVER_STOP)
     follower = Follower(topic)
-    pushed(shard, 1, value=2.0)
-    publisher.turn(GO)
-    follower.replica.bootstrap([transport_to(shard)])  # the topic's end was noted long before: at 0
+    push_items(shard, 1, value=2.0)
+    publisher.turn(NEVER_STOP)
+    follower.replica.bootstrap([transport_to(shard)])  # the follower still starts at offset 0 of the topic
     newest = rows_of(shard, 1)
     for value in topic.values[BUCKET % 4]:
         follower.read(BUCKET % 4, 1)
@@ -218,7 +218,7 @@ def test_a_bootstrap_removes_rows_that_the_shard_dropped() -> None:
 
 
 def test_g4_only_stale_buckets_are_reloaded() -> None:
-    shards = [begun(index=i, num_shards=2) for i in range(2)]
+    shards = [started_shard(index=i, num_shards=2) for i in range(2)]
     topic = InMemoryRows()
     publishers = [Publisher(shard, topic, FakeClock()) for shard in shards]
     follower, transports = Follower(topic), [transport_to(shard) for shard in shards]
@@ -229,10 +229,10 @@ def test_g4_only_stale_buckets_are_reloaded() -> None:
     for n in range(3):
         client.push(lookup, gradients_of(lookup, 1.0 + n), step=0, time_ms=0)
         for publisher in publishers:
-            publisher.turn(GO)
+            publisher.turn(NEVER_STOP)
         if n == 1:
             for partition, values in enumerate(topic.values):
-                follower.at[partition] = len(values)  # a round that nobody gets
+                follower.offsets[partition] = len(values)  # the follower misses this round
         follower.catch_up(*shards)
     buckets = {(ADAGRAD, bucket_of(i, table_id(ITEM), 64)) for i in range(40)}
     assert follower.replica.stale == buckets and follower.num_bootstraps == 1
@@ -242,18 +242,18 @@ def test_g4_only_stale_buckets_are_reloaded() -> None:
     client.close()
 
 
-def test_a_doubted_bucket_is_stale_in_every_stack_and_an_unknown_one_is_all() -> None:
+def test_a_bucket_is_marked_stale_in_every_stack_and_an_unknown_one_needs_a_bootstrap() -> None:
     replica = Replica(small_schema(), 0)
-    replica.bootstrap([transport_to(begun())])
+    replica.bootstrap([transport_to(started_shard())])
     replica.mark_stale(BUCKET)
     assert (
         replica.stale == {(stack, BUCKET) for stack in small_schema().stacks} and not replica.needs_bootstrap
     )
     with pytest.raises(UnavailableError):
         replica.repair([transport_to(make_shard())])
-    assert replica.stale, "until it is mended"
-    replica.bootstrap([transport_to(begun())])
-    assert not replica.stale, "a bootstrap has all of them"
+    assert replica.stale, "the bucket must stay stale until the repair succeeds"
+    replica.bootstrap([transport_to(started_shard())])
+    assert not replica.stale, "a bootstrap reloads all buckets"
     replica.mark_stale(64)
     assert replica.needs_bootstrap
 
@@ -261,44 +261,46 @@ def test_a_doubted_bucket_is_stale_in_every_stack_and_an_unknown_one_is_all() ->
 def test_a_shard_that_is_behind_or_unavailable_leaves_rows_unchanged() -> None:
     replica = Replica(small_schema(), 0)
     replica.apply(delta(1, 1.0, incarnation=7))
-    for behind_or_away in (begun(), make_shard()):
+    for shard in (started_shard(), make_shard()):
         with pytest.raises(UnavailableError):
-            replica.bootstrap([transport_to(behind_or_away)])
+            replica.bootstrap([transport_to(shard)])
         assert replica.needs_bootstrap and item_1(replica) == 1.0
 
 
-@pytest.mark.parametrize("taken", [False, True], ids=["waiting", "in flight"])
-def test_rows_that_a_bootstrap_saw_before_the_topic_did_are_read_again_after_a_kill(taken: bool) -> None:
-    """Nothing in the topic would ever correct them."""
+@pytest.mark.parametrize("is_in_flight", [False, True], ids=["waiting", "in flight"])
+def test_rows_that_a_bootstrap_saw_before_the_topic_did_are_read_again_after_a_kill(
+    is_in_flight: bool,
+) -> None:
+    """No later record of the topic would correct these rows."""
     store, topic = MemoryStore(), InMemoryRows()
-    shard = begun(store=store)
-    Publisher(shard, topic, FakeClock()).turn(GO)
-    pushed(shard, 1)
-    if taken:
+    shard = started_shard(store=store)
+    Publisher(shard, topic, FakeClock()).turn(NEVER_STOP)
+    push_items(shard, 1)
+    if is_in_flight:
         shard.take_round()
     follower = Follower(topic)
     follower.bootstrap(shard)
     assert follower.rows(ITEM, 1).tobytes() == rows_of(shard, 1)
-    again = make_shard(store=store)
-    again.restore(2, "")
-    Publisher(again, topic, FakeClock()).turn(GO)
-    follower.catch_up(again)
+    restarted = make_shard(store=store)
+    restarted.restore(2, "")
+    Publisher(restarted, topic, FakeClock()).turn(NEVER_STOP)
+    follower.catch_up(restarted)
     assert follower.num_bootstraps == 2
-    assert follower.rows(ITEM, 1).tobytes() == rows_of(again, 1)
+    assert follower.rows(ITEM, 1).tobytes() == rows_of(restarted, 1)
 
 
 def test_rows_that_have_been_published_since_need_no_second_bootstrap() -> None:
     store, topic = MemoryStore(), InMemoryRows()
-    shard = begun(store=store)
+    shard = started_shard(store=store)
     publisher = Publisher(shard, topic, FakeClock())
-    publisher.turn(GO)
-    pushed(shard, 1)
+    publisher.turn(NEVER_STOP)
+    push_items(shard, 1)
     follower = Follower(topic)
     follower.bootstrap(shard)
-    publisher.turn(GO)
+    publisher.turn(NEVER_STOP)
     name = commit(shard, store, 1)
     shard.restore(2, name)
-    publisher.turn(GO)
+    publisher.turn(NEVER_STOP)
     follower.catch_up(shard)
     assert follower.num_bootstraps == 1 and not follower.replica.needs_bootstrap
 
@@ -306,13 +308,13 @@ def test_rows_that_have_been_published_since_need_no_second_bootstrap() -> None:
 def test_readers_never_see_partial_rows() -> None:
     replica = Replica(small_schema(), 0, max_norm=1e9)
     replica.apply(delta(1, 1.0))
-    stop, torn = threading.Event(), []
+    stop, torn_rows = threading.Event(), []
 
     def read() -> None:
         while not stop.wait(0.0005):
             row = replica.gather(lookup_of({ITEM: [1]}))[ADAGRAD][0]
             if len(set(row.tolist())) > 1:
-                torn.append(row)
+                torn_rows.append(row)
 
     readers = [threading.Thread(target=read) for _ in range(2)]
     for reader in readers:
@@ -320,15 +322,15 @@ def test_readers_never_see_partial_rows() -> None:
     for sequence in range(2, 400):
         replica.apply(delta(sequence, float(sequence)))
         if sequence % 100 == 0:  # growth moves the arrays
-            more = [i for i in range(10_000) if bucket_of(i, table_id(ITEM), 64) == BUCKET][: sequence // 4]
-            replica.apply(delta(sequence + 1, 0.5, ids=more, rows=[0.5] * 4 * len(more)))
+            ids = [i for i in range(10_000) if bucket_of(i, table_id(ITEM), 64) == BUCKET][: sequence // 4]
+            replica.apply(delta(sequence + 1, 0.5, ids=ids, rows=[0.5] * 4 * len(ids)))
     stop.set()
     for reader in readers:
         reader.join(10)
-    assert torn == []
+    assert torn_rows == []
 
 
-# A bucket that is too large for one answer is read in slices, while it changes
+# A bucket that is too large for one answer is read in slices while it changes.
 
 
 SLICED = 5
@@ -336,12 +338,13 @@ IDS = [id_ for id_ in range(6000) if bucket_of(id_, table_id(ITEM), 64) == SLICE
 OTHERS = [id_ for id_ in range(200) if id_ not in IDS]
 
 
-class Reading:
-    """A replica over a shard whose answers hold a few rows only; `before_scan` runs before each answer."""
+class SlicedReading:
+    """A replica that bootstraps from a shard whose answers hold a few rows only. `before_scan` runs before
+    each answer."""
 
     def __init__(self, seed: int = 0) -> None:
-        self.loop, self.random = Loop(begun()), random.Random(seed)
-        self.replica, self.at = Replica(small_schema(), 0), [0] * len(self.loop.topic.values)
+        self.loop, self.random = PublishLoop(started_shard()), random.Random(seed)
+        self.replica, self.offsets = Replica(small_schema(), 0), [0] * len(self.loop.topic.values)
         self.before_scan: Callable[[int], None] = lambda number: None
         self.num_scans = self.num_slices = 0
         handler = ShardRpcHandler(self.loop.shard, max_scan_bytes=8 * (4 * 4 + 20))
@@ -361,14 +364,14 @@ class Reading:
             self.loop.turn()
 
     def bootstrap(self) -> None:
-        self.at = [len(values) for values in self.loop.topic.values]
+        self.offsets = [len(values) for values in self.loop.topic.values]
         self.replica.bootstrap([self.transport])
 
     def read_one(self) -> bool:
         for partition, values in enumerate(self.loop.topic.values):
-            if self.at[partition] < len(values):
-                self.replica.apply(wire.decode(values[self.at[partition]])[1])  # type: ignore[arg-type]
-                self.at[partition] += 1
+            if self.offsets[partition] < len(values):
+                self.replica.apply(wire.decode(values[self.offsets[partition]])[1])  # type: ignore[arg-type]
+                self.offsets[partition] += 1
                 return True
         return False
 
@@ -377,7 +380,7 @@ class Reading:
 
 
 def test_a_large_bucket_is_read_in_slices_and_equals_its_shard() -> None:
-    reading = Reading()
+    reading = SlicedReading()
     reading.loop.push(*IDS, *OTHERS)
     reading.loop.turn()
     reading.bootstrap()
@@ -388,8 +391,8 @@ def test_a_large_bucket_is_read_in_slices_and_equals_its_shard() -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_g4_no_row_goes_back_while_a_bucket_is_read_in_slices(seed: int) -> None:
-    """Rows fall with every push, because all gradients are positive."""
-    reading = Reading(seed)
+    """All gradients are positive, so every push lowers its rows."""
+    reading = SlicedReading(seed)
     reading.loop.push(*IDS)
     for _ in range(3):
         reading.change()
@@ -409,8 +412,8 @@ def test_g4_no_row_goes_back_while_a_bucket_is_read_in_slices(seed: int) -> None
 
 
 @pytest.mark.parametrize("fails_at", [2, 9])
-def test_a_failure_between_two_slices_leaves_rows_that_deltas_do_not_take_back(fails_at: int) -> None:
-    reading = Reading(1)
+def test_a_failure_between_two_slices_leaves_rows_that_deltas_do_not_roll_back(fails_at: int) -> None:
+    reading = SlicedReading(1)
     reading.loop.push(*IDS)
     reading.loop.turn()
 
@@ -433,7 +436,7 @@ def test_a_failure_between_two_slices_leaves_rows_that_deltas_do_not_take_back(f
 
 
 def test_a_stale_bucket_is_repaired_in_slices() -> None:
-    reading = Reading()
+    reading = SlicedReading()
     reading.loop.push(*IDS)
     reading.loop.turn()
     reading.bootstrap()
@@ -447,10 +450,10 @@ def test_a_stale_bucket_is_repaired_in_slices() -> None:
 
 
 def test_invalid_slices_are_refused() -> None:
-    handler = ShardRpcHandler(begun())
-    asked = {"stack": ADAGRAD, "cursor": SLICED, "limit": 1, "slice": 0}
+    handler = ShardRpcHandler(started_shard())
+    request = {"stack": ADAGRAD, "cursor": SLICED, "limit": 1, "slice": 0}
     for num_slices in (0, -1, 1 << 21):
         with pytest.raises(WireError, match="slices"):
-            handler.handle("scan", {**asked, "num_slices": num_slices}, [])
+            handler.handle("scan", {**request, "num_slices": num_slices}, [])
     with pytest.raises(UnavailableError, match="does not own"):
-        handler.handle("scan", {**asked, "cursor": 64, "num_slices": 2}, [])
+        handler.handle("scan", {**request, "cursor": 64, "num_slices": 2}, [])

@@ -1,4 +1,5 @@
-"""The server and transport over sockets: what the contract (tests/contract/test_transport.py) doesn't say."""
+"""The RPC server and transport over real sockets: behavior beyond the contract in
+tests/contract/test_transport.py."""
 
 from __future__ import annotations
 
@@ -22,7 +23,10 @@ from roostream.runtime.rpc.server import RpcServer
 from roostream.runtime.rpc.transport import Arrays, Header
 
 
-class Peer:
+class EchoHandler:
+    """A handler that echoes calls. `hold` blocks until `release` is set; `huge` returns an answer above the
+    limit."""
+
     def __init__(self) -> None:
         self.release, self.entered = threading.Event(), threading.Event()
 
@@ -38,14 +42,14 @@ class Peer:
 
 
 @pytest.fixture
-def peer() -> Iterator[Peer]:
-    peer = Peer()
+def peer() -> Iterator[EchoHandler]:
+    peer = EchoHandler()
     yield peer
     peer.release.set()
 
 
 @pytest.fixture
-def server(peer: Peer) -> Iterator[RpcServer]:
+def server(peer: EchoHandler) -> Iterator[RpcServer]:
     server = RpcServer(peer, max_frame_bytes=1 << 16).start()
     yield server
     peer.release.set()
@@ -59,8 +63,8 @@ def transport(server: RpcServer) -> Iterator[SocketTransport]:
     transport.close()
 
 
-def raw(server: RpcServer, data: bytes) -> bytes:
-    """What the server answers to these bytes, until it closes."""
+def send_raw(server: RpcServer, data: bytes) -> bytes:
+    """Send these bytes and return everything the server answers until it closes the connection."""
     with socket.create_connection((server.host, server.port), timeout=10) as connection:
         connection.sendall(data)
         connection.shutdown(socket.SHUT_WR)
@@ -77,49 +81,49 @@ GOOD = b"".join(frames.encode(frames.CALL, {"method": "echo", "header": {"x": 1}
     "data",
     [
         b"GET / HTTP/1.1\r\nHost: example\r\n\r\n",
-        GOOD[:4] + b"\x02" + GOOD[5:],  # an answer that nobody asked for
+        GOOD[:4] + b"\x02" + GOOD[5:],  # an answer instead of a call
         GOOD[:8] + struct.pack("<I", 2**31) + GOOD[12:],  # a header of 2 GiB
         GOOD[:16] + struct.pack("<Q", 2**40) + GOOD[24:],  # a payload of 1 TiB
         GOOD[:24] + b"\xc1" * (len(GOOD) - 24),
-        GOOD[:-1] + bytes([GOOD[-1] ^ 1]),  # one bit of an array
-        GOOD[:24] + bytes([GOOD[24] ^ 1]) + GOOD[25:],  # one bit of the checksum
+        GOOD[:-1] + bytes([GOOD[-1] ^ 1]),  # one flipped bit in an array
+        GOOD[:24] + bytes([GOOD[24] ^ 1]) + GOOD[25:],  # one flipped bit in the checksum
         b"ROO1" + GOOD[4:],
         b"".join(frames.encode(frames.CALL, {"header": {}})),  # no method
         b"".join(frames.encode(frames.CALL, {"method": 7, "header": {}})),
         b"".join(
             frames.encode(frames.CALL, {"method": "echo"}, [np.zeros(1 << 14)])
-        ),  # larger than this server takes
+        ),  # larger than the server accepts
     ],
 )
 def test_garbage_closes_its_connection_with_one_line_and_nothing_else(
     server: RpcServer, transport: SocketTransport, data: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     transport.call("echo", {})
-    with contextlib.suppress(OSError):  # it closed before it had read, or we had sent, everything
-        assert raw(server, data) == b""
+    with contextlib.suppress(OSError):  # the server may close before it reads, or we send, everything
+        assert send_raw(server, data) == b""
     assert transport.call("echo", {"still": "here"})[0] == {"still": "here"}
     lines = [r for r in caplog.records if r.name == "roostream.rpc"]
     assert len(lines) == 1 and "closed" in lines[0].message and lines[0].exc_info is None
 
 
 class FlippingProxy:
-    """One connection to `port`, of whose answer the last bit is flipped."""
+    """A proxy of one connection to `port` that flips the last bit of the answer."""
 
     def __init__(self, port: int) -> None:
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"127.0.0.1:{self.listener.getsockname()[1]}"
-        self.thread = threading.Thread(target=self._carry, args=(port,))
+        self.thread = threading.Thread(target=self._forward, args=(port,))
         self.thread.start()
 
-    def _carry(self, port: int) -> None:
-        near, _ = self.listener.accept()
-        with near, socket.create_connection(("127.0.0.1", port), timeout=10) as far:
-            near.settimeout(10)
-            far.sendall(near.recv(1 << 16))
-            answer = bytearray(far.recv(1 << 16))
+    def _forward(self, port: int) -> None:
+        client_side, _ = self.listener.accept()
+        with client_side, socket.create_connection(("127.0.0.1", port), timeout=10) as server_side:
+            client_side.settimeout(10)
+            server_side.sendall(client_side.recv(1 << 16))
+            answer = bytearray(server_side.recv(1 << 16))
             answer[-1] ^= 0x80
-            near.sendall(answer)
-            near.recv(1)
+            client_side.sendall(answer)
+            client_side.recv(1)
 
 
 def test_an_answer_with_a_flipped_bit_is_no_answer(server: RpcServer) -> None:
@@ -135,7 +139,7 @@ def test_an_answer_with_a_flipped_bit_is_no_answer(server: RpcServer) -> None:
     assert not proxy.thread.is_alive()
 
 
-def silent(server: RpcServer, sent: bytes = b"") -> socket.socket:
+def connect_silently(server: RpcServer, sent: bytes = b"") -> socket.socket:
     connection = socket.create_connection((server.host, server.port), timeout=10)
     if sent:
         connection.sendall(sent)
@@ -144,25 +148,25 @@ def silent(server: RpcServer, sent: bytes = b"") -> socket.socket:
 
 @pytest.mark.parametrize("sent", [b"", GOOD[:3], GOOD[:40], GOOD[:-1]])
 def test_a_connection_that_never_finishes_its_first_call_is_closed(
-    peer: Peer, sent: bytes, monkeypatch: pytest.MonkeyPatch
+    peer: EchoHandler, sent: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rpc_server, "FIRST_CALL_S", 0.05)
     monkeypatch.setattr(rpc_server, "FRAME_S", 0.05)
     server = RpcServer(peer).start()
-    with silent(server, sent) as connection:
+    with connect_silently(server, sent) as connection:
         assert connection.recv(1) == b""
     assert server.stop() == 0
 
 
 def test_a_connection_may_be_idle_for_longer_between_two_calls(
-    peer: Peer, monkeypatch: pytest.MonkeyPatch
+    peer: EchoHandler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = RpcServer(peer).start()
     transport = SocketTransport(server.address)
     transport.call("echo", {})
     monkeypatch.setattr(rpc_server, "FIRST_CALL_S", 0.05)
-    with silent(server) as late:
-        assert late.recv(1) == b"", "this one never called"
+    with connect_silently(server) as late:
+        assert late.recv(1) == b"", "a connection without any call is still closed"
     transport.call("echo", {})
     assert transport.num_connections_opened == 1
     transport.close()
@@ -173,36 +177,36 @@ def test_a_peer_that_reads_no_answer_is_disconnected(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(rpc_server, "FRAME_S", 0.05)
     monkeypatch.setattr(connections, "MIN_BYTES_PER_S", 1e12)
     monkeypatch.setattr(connections, "_SOCKET_BUFFER_BYTES", 1 << 16)
-    asked = threading.Event()
+    handler_entered = threading.Event()
 
     def answer(*_: object) -> tuple[Header, Arrays]:
-        asked.set()
+        handler_entered.set()
         return {}, [np.zeros(64 << 20, np.uint8)]
 
     server = RpcServer(answer).start()
-    with silent(server, GOOD):
-        assert asked.wait(10)
+    with connect_silently(server, GOOD):
+        assert handler_entered.wait(10)
         deadline_s = time.monotonic() + 30
         while server.num_connections:
-            assert time.monotonic() < deadline_s, "its thread is free again"
+            assert time.monotonic() < deadline_s, "the server did not close the connection"
             time.sleep(0.01)
     server.stop()
 
 
-def test_silent_connections_do_not_block_others(peer: Peer, caplog: pytest.LogCaptureFixture) -> None:
+def test_silent_connections_do_not_block_others(peer: EchoHandler, caplog: pytest.LogCaptureFixture) -> None:
     server = RpcServer(peer, max_connections=4).start()
     transport = SocketTransport(server.address)
     transport.call("echo", {})
-    silent_ones = [silent(server, GOOD[: 40 * (n % 2)]) for n in range(12)]
+    silent_connections = [connect_silently(server, GOOD[: 40 * (n % 2)]) for n in range(12)]
     for n in range(3):
         other = SocketTransport(server.address)
         assert other.call("echo", {"n": n})[0] == {"n": n}
         other.close()
     assert transport.call("echo", {"x": 1})[0] == {"x": 1} and transport.num_connections_opened == 1, (
-        "it had called: others made room"
+        "the connection with earlier calls was closed; the silent ones should be"
     )
     assert "idle longest" in caplog.text
-    for connection in silent_ones:
+    for connection in silent_connections:
         connection.close()
     transport.close()
     server.stop()
@@ -212,7 +216,7 @@ def test_silent_connections_do_not_block_others(peer: Peer, caplog: pytest.LogCa
 def test_half_a_frame_is_no_call_and_no_noise(
     server: RpcServer, length: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert raw(server, GOOD[:length]) == b"" and caplog.records == []
+    assert send_raw(server, GOOD[:length]) == b"" and caplog.records == []
 
 
 def test_a_frame_in_small_pieces_is_one_call(server: RpcServer) -> None:
@@ -234,7 +238,9 @@ def test_many_arrays_go_in_one_frame(transport: SocketTransport) -> None:
     assert [a[0] for a in transport.call("echo", {}, arrays)[1]] == list(range(3000))
 
 
-def test_an_unanswered_call_times_out_and_the_next_reconnects(transport: SocketTransport, peer: Peer) -> None:
+def test_an_unanswered_call_times_out_and_the_next_reconnects(
+    transport: SocketTransport, peer: EchoHandler
+) -> None:
     with pytest.raises(TransportError, match=r"hold at .*: no answer within 0.05 s"):
         transport.call("hold", {}, timeout_s=0.05)
     assert transport.call("echo", {"x": 1})[0] == {"x": 1}
@@ -247,7 +253,7 @@ def test_an_unreachable_peer_is_reported() -> None:
         SocketTransport(f"127.0.0.1:{port}").call("echo", {})
 
 
-def test_a_server_that_was_restarted_is_dialled_again_without_a_failed_call(peer: Peer) -> None:
+def test_a_server_that_was_restarted_is_dialled_again_without_a_failed_call(peer: EchoHandler) -> None:
     first = RpcServer(peer).start()
     transport = SocketTransport(first.address)
     transport.call("echo", {})
@@ -260,7 +266,7 @@ def test_a_server_that_was_restarted_is_dialled_again_without_a_failed_call(peer
     transport.close()
 
 
-def test_stop_waits_for_calls_in_hand(peer: Peer) -> None:
+def test_stop_waits_for_calls_in_hand(peer: EchoHandler) -> None:
     server = RpcServer(peer).start()
     transport, answers = SocketTransport(server.address), []
     caller = threading.Thread(target=lambda: answers.append(transport.call("hold", {"x": 1})[0]))
@@ -274,8 +280,8 @@ def test_stop_waits_for_calls_in_hand(peer: Peer) -> None:
 
 
 @contextlib.contextmanager
-def failing_call(transport: SocketTransport, peer: Peer) -> Iterator[None]:
-    """A call that is in hand, and that must fail by the end of the block."""
+def failing_call(transport: SocketTransport, peer: EchoHandler) -> Iterator[None]:
+    """A call that is still running when the block begins, and that must have failed after its end."""
     failed: list[TransportError] = []
 
     def call() -> None:
@@ -292,7 +298,7 @@ def failing_call(transport: SocketTransport, peer: Peer) -> Iterator[None]:
     assert len(failed) == 1
 
 
-def test_stop_counts_the_calls_that_it_cuts_off(peer: Peer) -> None:
+def test_stop_counts_the_calls_that_it_cuts_off(peer: EchoHandler) -> None:
     server = RpcServer(peer).start()
     transport = SocketTransport(server.address)
     with failing_call(transport, peer):
@@ -300,13 +306,13 @@ def test_stop_counts_the_calls_that_it_cuts_off(peer: Peer) -> None:
     transport.close()
 
 
-def test_closing_a_transport_ends_its_calls(transport: SocketTransport, peer: Peer) -> None:
+def test_closing_a_transport_ends_its_calls(transport: SocketTransport, peer: EchoHandler) -> None:
     with failing_call(transport, peer):
         transport.close()
 
 
-def first_answer(transport: SocketTransport) -> object:
-    """Once there is room: the server knows a little later than its client that a call is over."""
+def call_until_accepted(transport: SocketTransport) -> object:
+    """Retry until the server accepts the call. The server notices the end of a call later than its client."""
     end_s = time.monotonic() + 10
     while True:
         try:
@@ -317,7 +323,7 @@ def first_answer(transport: SocketTransport) -> object:
 
 
 def test_connections_beyond_the_limit_are_refused_with_a_line(
-    peer: Peer, caplog: pytest.LogCaptureFixture
+    peer: EchoHandler, caplog: pytest.LogCaptureFixture
 ) -> None:
     server = RpcServer(peer, max_connections=1).start()
     first, second = SocketTransport(server.address), SocketTransport(server.address)
@@ -326,21 +332,21 @@ def test_connections_beyond_the_limit_are_refused_with_a_line(
     assert peer.entered.wait(10)
     with pytest.raises(TransportError):
         second.call("echo", {})
-    assert "1 are open" in caplog.text, "the one with a call in hand isn't sent away for another"
+    assert "1 are open" in caplog.text, "a connection with a running call must not be closed for a new one"
     peer.release.set()
     caller.join(10)
-    assert first_answer(second) == {"x": 1}
+    assert call_until_accepted(second) == {"x": 1}
     for transport in (first, second):
         transport.close()
     server.stop()
 
 
-def test_a_port_in_use_is_refused_in_one_sentence(server: RpcServer, peer: Peer) -> None:
+def test_a_port_in_use_is_refused_in_one_sentence(server: RpcServer, peer: EchoHandler) -> None:
     with pytest.raises(SetupError, match=r"can't be listened on .* choose another port, or 0 for any"):
         RpcServer(peer, port=server.port).start()
 
 
-def test_servers_listen_on_loopback_by_default(peer: Peer) -> None:
+def test_servers_listen_on_loopback_by_default(peer: EchoHandler) -> None:
     with pytest.raises(SetupError, match="or insecure = true"):
         RpcServer(peer, "0.0.0.0").start()
     server = RpcServer(peer, "0.0.0.0", credentials=LinkCredentials(insecure=True)).start()
@@ -356,30 +362,30 @@ def test_an_error_that_was_answered_is_never_a_lost_answer() -> None:
 def test_a_connection_without_a_thread_is_closed_and_the_next_one_is_served(
     server: RpcServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def no_thread(*args: object, **kwargs: object) -> None:
+    def fail_to_start(*args: object, **kwargs: object) -> None:
         raise RuntimeError("can't start new thread")
 
     with monkeypatch.context() as patched:
-        patched.setattr(rpc_server.threading.Thread, "start", no_thread)
-        with contextlib.suppress(OSError):  # the server may close before the call was sent
-            assert raw(server, GOOD) == b""
-    assert raw(server, GOOD) != b""
+        patched.setattr(rpc_server.threading.Thread, "start", fail_to_start)
+        with contextlib.suppress(OSError):  # the server may close before the call is sent
+            assert send_raw(server, GOOD) == b""
+    assert send_raw(server, GOOD) != b""
 
 
-def test_an_unexpected_error_of_one_connection_never_ends_the_thread_that_accepts(peer: Peer) -> None:
-    class OnceBroken(LinkCredentials):
-        broken = True
+def test_an_unexpected_error_of_one_connection_never_ends_the_thread_that_accepts(peer: EchoHandler) -> None:
+    class FailsOnce(LinkCredentials):
+        should_fail = True
 
         def wrap_accepted(self, connection: socket.socket) -> socket.socket:
-            if self.broken:
-                self.broken = False
+            if self.should_fail:
+                self.should_fail = False
                 raise ValueError("a defect")
             return super().wrap_accepted(connection)
 
-    server = RpcServer(peer, credentials=OnceBroken()).start()
+    server = RpcServer(peer, credentials=FailsOnce()).start()
     try:
         with contextlib.suppress(OSError):
-            assert raw(server, GOOD) == b""
-        assert raw(server, GOOD) != b""
+            assert send_raw(server, GOOD) == b""
+        assert send_raw(server, GOOD) != b""
     finally:
         server.stop()

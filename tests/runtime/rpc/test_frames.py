@@ -1,4 +1,5 @@
-"""Frames: the same back, and sizes refused before memory is taken."""
+"""The frame codec of RPCs: round trips, damaged frames, and sizes that are refused before memory is
+allocated."""
 
 from __future__ import annotations
 
@@ -39,37 +40,37 @@ def frame(*arrays: np.ndarray, **header: object) -> bytes:
 
 @settings(deadline=None)
 @given(arrays=st.lists(ARRAY, max_size=5))
-def test_carry_arrays_of_every_type_and_shape(arrays: list[np.ndarray]) -> None:
-    kind, body, back = parse(frame(*arrays, x=1))
+def test_frames_carry_arrays_of_every_type_and_shape(arrays: list[np.ndarray]) -> None:
+    kind, body, decoded = parse(frame(*arrays, x=1))
     assert kind == frames.CALL and body["method"] == "m" and body["header"] == {"x": 1}
-    assert [(a.dtype, a.shape, a.tobytes()) for a in back] == [
+    assert [(a.dtype, a.shape, a.tobytes()) for a in decoded] == [
         (a.dtype, a.shape, a.tobytes()) for a in arrays
     ]
 
 
-def test_carry_scalars_of_numpy_and_nested_headers() -> None:
+def test_frames_carry_numpy_scalars_and_nested_headers() -> None:
     header = {"n": np.int64(3), "f": np.float32(0.5), "map": {1: [None, True, "x", b"y"]}}
     assert parse(frame(**header))[1]["header"] == {"n": 3, "f": 0.5, "map": {1: [None, True, "x", b"y"]}}
 
 
-def test_carry_views_that_are_not_contiguous() -> None:
+def test_frames_carry_views_that_are_not_contiguous() -> None:
     array = np.arange(12, dtype=np.int32).reshape(3, 4)
     assert (parse(frame(array.T[1:]))[2][0] == array.T[1:]).all()
 
 
-def test_the_bytes_of_a_frame_are_these() -> None:
+def test_the_bytes_of_a_frame_equal_the_golden_bytes() -> None:
     assert frame(np.array([7], np.uint32), x=1).hex() == GOLDEN
 
 
 @settings(deadline=None)
 @given(st.data())
-def test_every_flipped_bit_is_noticed(data: st.DataObject) -> None:
+def test_every_flipped_bit_is_detected(data: st.DataObject) -> None:
     good = bytearray(frame(np.arange(3, dtype=np.float32), np.arange(2), x="text"))
     bit = data.draw(st.integers(0, 8 * len(good) - 1))
     good[bit // 8] ^= 1 << bit % 8
     with pytest.raises(
         (WireError, AssertionError)
-    ):  # an assertion: the sizes are others, so that more or less would be read
+    ):  # a flipped size fails the assertion in `parse`: the payload has another length
         parse(bytes(good))
 
 
@@ -97,7 +98,7 @@ def prefix(
         (prefix(payload=2**64 - 1), "oversized"),
     ],
 )
-def test_a_prefix_that_isn_t_ours_or_too_large_is_refused(data: bytes, reason: str) -> None:
+def test_a_prefix_with_a_wrong_field_or_size_is_refused(data: bytes, reason: str) -> None:
     with pytest.raises(WireError) as caught:
         frames.parse_prefix(data, 1024)
     assert caught.value.reason == reason

@@ -17,7 +17,7 @@ from serving.access.bearer_keys import Keyring, new_key, write_keys
 from serving.access.route_scopes import required_scope
 from serving.client import Client, RetryPolicy, ServingError
 from serving.http.app import HttpInterface
-from tests.certificates import Authority, trusting
+from tests.certificates import Authority, client_context
 from tests.serving.live_serving import serving_live
 from tests.serving.serving_cases import BODY, SCHEMA, Built, build, config_of
 from tests.serving.serving_fakes import FakeRows
@@ -142,16 +142,16 @@ def test_a_renewed_certificate_is_used_without_a_restart(
     certificate, key = old.issue("serving")
     tls = TlsContext(TlsFiles(certificate=certificate, key=key))
     with serving_live(with_parts(build(tmp_path, FakeRows(SCHEMA)), tls=tls)) as live:
-        assert asked(live.url, trusting(old)) == [1]
+        assert asked(live.url, client_context(old)) == [1]
         with pytest.raises(ServingError, match="CERTIFICATE_VERIFY_FAILED"):
-            asked(live.url, trusting(new))
+            asked(live.url, client_context(new))
         Path(key).write_bytes(Path(new.issue("other")[1]).read_bytes())
         tls.poll()
-        assert asked(live.url, trusting(old)) == [1], "a key that doesn't fit changes nothing"
+        assert asked(live.url, client_context(old)) == [1], "a key that doesn't fit changes nothing"
         assert "the old certificate stays in use" in caplog.text
         new.issue("serving")
         tls.poll()
-        assert asked(live.url, trusting(new)) == [1]
+        assert asked(live.url, client_context(new)) == [1]
 
 
 @pytest.mark.parametrize("required", [True, False])
@@ -160,14 +160,14 @@ def test_client_certificates_are_required_if_configured(tmp_path: Path, required
     certificate, key = ours.issue("serving")
     files = TlsFiles(certificate=certificate, key=key, client_ca=str(theirs.pem), client_required=required)
     with serving_live(with_parts(build(tmp_path, FakeRows(SCHEMA)), tls=TlsContext(files))) as live:
-        assert asked(live.url, trusting(ours, *theirs.issue("friend"))) == [1]
+        assert asked(live.url, client_context(ours, *theirs.issue("friend"))) == [1]
         with pytest.raises(ServingError):
-            asked(live.url, trusting(ours, *ours.issue("stranger")))
+            asked(live.url, client_context(ours, *ours.issue("stranger")))
         if required:
             with pytest.raises(ServingError):
-                asked(live.url, trusting(ours))
+                asked(live.url, client_context(ours))
         else:
-            assert asked(live.url, trusting(ours)) == [1]
+            assert asked(live.url, client_context(ours)) == [1]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import httpx2 as httpx
 
 from serving.access.bearer_keys import new_key, write_keys
 from serving.client import Client, RetryPolicy, ServingError
-from tests.certificates import Authority, trusting
+from tests.certificates import Authority, client_context
 from tests.serving.test_serving_main import Running, write_config
 
 PATIENT = RetryPolicy(deadline_ms=60_000)
@@ -65,14 +65,16 @@ def test_a_process_authenticates_callers_and_reloads_its_files(tmp_path: Path) -
             return error.status
         return 200
 
-    with Client(url, key=text, tls=trusting(old), policy=PATIENT) as client:
+    with Client(url, key=text, tls=client_context(old), policy=PATIENT) as client:
         assert status() == 200
         write_keys(file, [admin_key])
         until(lambda: status() == 401)
 
     def is_new() -> bool:
         try:
-            with Client(url, tls=trusting(new), policy=RetryPolicy(retries=0, deadline_ms=60_000)) as client:
+            with Client(
+                url, tls=client_context(new), policy=RetryPolicy(retries=0, deadline_ms=60_000)
+            ) as client:
                 return not client.ready()
         except ServingError:
             return False
@@ -82,7 +84,7 @@ def test_a_process_authenticates_callers_and_reloads_its_files(tmp_path: Path) -
     for given, expected in ((text, 401), (admin_text, 200)):
         headers = {"authorization": f"Bearer {given}"}
         answer = httpx.get(
-            f"{admin_url}/admin/v1/versions", headers=headers, timeout=60, verify=trusting(new)
+            f"{admin_url}/admin/v1/versions", headers=headers, timeout=60, verify=client_context(new)
         )
         assert answer.status_code == expected
     running.child.send_signal(signal.SIGTERM)

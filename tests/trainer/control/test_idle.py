@@ -247,6 +247,6 @@ def test_the_backlog_probe_works_with_the_kafka_consumer(is_record: bool, expect
     reveals."""
     kafka = FakeConsumer(oldest=0, newest=11)
     reader = KafkaConsumer(kafka, ConsumerOptions(partitions=(A,)))  # type: ignore[arg-type]
-    kafka.bring(FakeMessage(A, 10) if is_record else end(A, 11))
+    kafka.add_batch(FakeMessage(A, 10) if is_record else end(A, 11))
     assert counts(BacklogProbe(reader), {A: 10}) == expected
     assert kafka.assigned == {A: 10} and kafka.paused == {A}

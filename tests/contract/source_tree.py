@@ -1,4 +1,4 @@
-"""Folders, files and imports of the product, for the contract tests."""
+"""The product's folders, source files and imports, for the contract tests."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ GENERATED = {"roo_pb2.py"}
 
 @cache
 def sources(*folders: str) -> list[Path]:
-    """Every Python file below these folders (default: all of the product), without generated ones."""
+    """Every Python file below these folders (default: the whole product) except generated ones."""
     found = [p for folder in folders or FOLDERS for p in (ROOT / folder).rglob("*.py")]
     return sorted(p for p in found if p.name not in GENERATED and "__pycache__" not in p.parts)
 
 
 @cache
-def tree(path: Path) -> ast.Module:
+def parse_file(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
 @cache
 def imports(path: Path) -> tuple[tuple[int, str], ...]:
-    """(line, dotted name) of every import, also inside of functions; `from a import b` gives a.b."""
+    """(line, dotted name) of every import, also inside functions. `from a import b` gives a.b."""
     found: list[tuple[int, str]] = []
-    for node in ast.walk(tree(path)):
+    for node in ast.walk(parse_file(path)):
         if isinstance(node, ast.Import):
             found += ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -37,10 +37,10 @@ def imports(path: Path) -> tuple[tuple[int, str], ...]:
 
 
 def module_of(path: Path) -> str:
-    """`trainer/loop.py` → `trainer.loop`; an `__init__.py` is its folder."""
+    """The dotted module name: `trainer/loop.py` → `trainer.loop`. An `__init__.py` stands for its folder."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def place(path: Path) -> str:
+def relative_path(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
