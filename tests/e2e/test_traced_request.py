@@ -115,7 +115,7 @@ def test_a_collector_gets_one_trace_from_the_caller_to_the_row_delta(
     the caller's."""
     told = followed(stack, collector, tmp_path, "followed-1", f"00-{TRACE}-{CALLER}-01")
     wait_until(
-        "all its spans are sent", lambda: sum(s.trace == TRACE for s in collector.told) >= 1 + len(STEPS), 60
+        "all its spans are sent", lambda: sum(s.trace == TRACE for s in collector.spans) >= 1 + len(STEPS), 60
     )
     asked, *steps = collector.of(TRACE)
     assert (asked.service, asked.name, asked.kind, asked.parent) == (
@@ -155,4 +155,4 @@ def test_a_caller_without_sampling_is_logged_but_not_exported(
 def test_only_spans_of_the_callers_trace_are_exported(stack: Stack, collector: Any) -> None:
     """Users who are simulated ask without a trace, and nobody decided for them."""
     assert stack.stop_program("serving") == [], "it ended by itself"
-    assert {span.trace for span in collector.told} == {TRACE}
+    assert {span.trace for span in collector.spans} == {TRACE}

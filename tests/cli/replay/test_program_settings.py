@@ -43,36 +43,36 @@ def test_flags_and_assignments_reach_the_programs() -> None:
     assert found.worker == worker and found.model == {"width": 32}
 
 
-def of_news(tmp_path: Path, *sets: str, **settings: Any) -> dict[str, Any]:
+def worker_settings_of_news(tmp_path: Path, *sets: str, **settings: Any) -> dict[str, Any]:
     file = tmp_path / "behaviors.parquet"
     file.touch()
-    given = {
+    settings_of_replay = {
         "dataset": "ebnerd",
         "options": ebnerd.Options(behaviors=(str(file),)),
         "set": sets,
         "engine": "stack",
         **settings,
     }
-    return program_settings(ReplayConfig(**given)).worker
+    return program_settings(ReplayConfig(**settings_of_replay)).worker
 
 
 def test_a_replay_enables_rehearsal_unless_settings_exclude_it(
     tmp_path: Path,
 ) -> None:
     assert (
-        of_news(tmp_path)["rehearsal"]
+        worker_settings_of_news(tmp_path)["rehearsal"]
         == RehearsalConfig(batches=200)
-        == of_news(tmp_path, "worker.average_steps=0")["rehearsal"]
+        == worker_settings_of_news(tmp_path, "worker.average_steps=0")["rehearsal"]
     )
-    assert of_news(tmp_path, "worker.rehearsal={batches=7}")["rehearsal"].batches == 7
-    for said in (
+    assert worker_settings_of_news(tmp_path, "worker.rehearsal={batches=7}")["rehearsal"].batches == 7
+    for assignment in (
         "worker.corrections=on",
         "worker.staleness=1",
         "worker.deferral={share=0.5}",
         "controller.num_workers=2",
     ):
-        assert "rehearsal" not in of_news(tmp_path, said), said
-    assert "rehearsal" not in of_news(tmp_path, early_close_ms=60_000, window_ms=1_800_000)
+        assert "rehearsal" not in worker_settings_of_news(tmp_path, assignment), assignment
+    assert "rehearsal" not in worker_settings_of_news(tmp_path, early_close_ms=60_000, window_ms=1_800_000)
 
 
 def test_a_log_has_settings_of_the_ranker_unless_another_model_is_chosen(tmp_path: Path) -> None:
